@@ -1,0 +1,290 @@
+//! The door between a forward pass and a device.
+//!
+//! The operations are as large as a device can fuse: a norm with the projections that follow it, QK-norm with
+//! RoPE and the cache write, a whole gated MLP. Weights, activations and page pools are the backend's own types,
+//! so nothing crosses the door per layer but descriptors. Tables that hold for a whole step (positions, page
+//! tables, rotary angles) are prepared once in [`Backend::begin_step`].
+
+use std::sync::Arc;
+
+use oscar_codec::{KvGeometry, PageFormat};
+
+use crate::dtype::DType;
+
+/// Bytes owned by somebody else (a file mapping, a vector), shared without a copy.
+pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
+
+/// A stored matrix before it is handed to a backend: `rows` output channels of `cols` inputs, row-major.
+#[derive(Clone)]
+pub struct StoredMatrix {
+    /// The bytes that contain the matrix.
+    pub bytes: SharedBytes,
+    /// Where it starts inside `bytes`.
+    pub offset: usize,
+    /// Element type.
+    pub dtype: DType,
+    /// Number of rows (output channels); 1 for a vector.
+    pub rows: usize,
+    /// Number of columns (input channels).
+    pub cols: usize,
+}
+
+impl StoredMatrix {
+    /// The bytes of the matrix, or an error if the description does not fit them.
+    pub fn data(&self) -> Result<&[u8], KernelError> {
+        let all: &[u8] = (*self.bytes).as_ref();
+        self.byte_len()
+            .and_then(|len| all.get(self.offset..self.offset.checked_add(len)?))
+            .ok_or(KernelError::MatrixOutOfBounds { rows: self.rows, cols: self.cols, dtype: self.dtype })
+    }
+
+    fn byte_len(&self) -> Option<usize> {
+        self.dtype.bytes_for(self.cols)?.checked_mul(self.rows)
+    }
+}
+
+/// What can go wrong in a backend.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum KernelError {
+    #[error("a {rows}x{cols} {dtype} matrix does not fit the bytes it was given")]
+    MatrixOutOfBounds { rows: usize, cols: usize, dtype: DType },
+    #[error("{what}: expected {expected}, got {got}")]
+    Shape { what: &'static str, expected: usize, got: usize },
+    #[error("token id {token} is outside the vocabulary of {vocab}")]
+    TokenOutOfRange { token: u32, vocab: usize },
+    #[error("page slot {slot} is outside the pool of {slots} pages")]
+    PageOutOfRange { slot: u32, slots: usize },
+    #[error("cannot allocate {bytes} bytes for {what}")]
+    OutOfMemory { what: &'static str, bytes: usize },
+    #[error("page format {0:?} is not supported by this backend")]
+    UnsupportedFormat(PageFormat),
+    #[error("{0}")]
+    BadSetting(String),
+}
+
+/// A root-mean-square norm: `x / sqrt(mean(x²) + eps) * weight`.
+pub struct RmsNorm<B: Backend + ?Sized> {
+    /// Per-channel gain.
+    pub weight: B::Weight,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// A projection `x · Wᵀ + bias`.
+pub struct Linear<B: Backend + ?Sized> {
+    /// `[outputs, inputs]`.
+    pub weight: B::Weight,
+    /// One value per output.
+    pub bias: Option<B::Weight>,
+}
+
+/// The gated feed-forward block `x + down(silu(gate(norm x)) * up(norm x))`.
+pub struct GatedMlp<B: Backend + ?Sized> {
+    /// Applied to the input first.
+    pub norm: RmsNorm<B>,
+    /// Goes through the activation.
+    pub gate: Linear<B>,
+    /// Multiplied with the activated gate.
+    pub up: Linear<B>,
+    /// Back to the hidden size.
+    pub down: Linear<B>,
+}
+
+/// Shape of an attention layer and its optional per-head norms.
+pub struct AttentionSpec<B: Backend + ?Sized> {
+    /// Query heads.
+    pub q_heads: usize,
+    /// KV heads; divides `q_heads`.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// Logit scale, usually `1/sqrt(head_dim)`.
+    pub scale: f32,
+    /// Norm over each query head (Qwen3).
+    pub q_norm: Option<RmsNorm<B>>,
+    /// Norm over each key head (Qwen3).
+    pub k_norm: Option<RmsNorm<B>>,
+}
+
+impl<B: Backend + ?Sized> AttentionSpec<B> {
+    /// Columns of the fused query, key and value activations.
+    pub fn qkv_cols(&self) -> usize {
+        (self.q_heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
+/// Which channels of a head rotate together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeLayout {
+    /// Channel `i` with `i + rotary_dim/2` (Hugging Face checkpoints, Qwen GGUF files).
+    Halves,
+    /// Channel `2i` with `2i + 1` (Llama GGUF files).
+    Interleaved,
+}
+
+/// Rotary position embedding, scaling already folded into the frequencies.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Angle per position of each pair; `rotary_dim / 2` of them.
+    pub inverse_frequencies: Vec<f32>,
+    /// Factor on cosine and sine (YaRN); 1 otherwise.
+    pub magnitude: f32,
+    /// Which channels form a pair.
+    pub layout: RopeLayout,
+}
+
+/// Size and format of the page pools of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheSpec {
+    /// Layers, KV heads and head dimension.
+    pub geometry: KvGeometry,
+    /// How pages are stored.
+    pub format: PageFormat,
+    /// Page slots; slot 0 is a dummy that padded rows may write to.
+    pub slots: usize,
+}
+
+/// Consecutive tokens of one sequence inside a step.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceRows<'a> {
+    /// Position of the first token.
+    pub start: usize,
+    /// Number of tokens.
+    pub len: usize,
+    /// Page table: `pages[p]` is the slot that holds positions `[64p, 64p + 64)`. Covers `start + len` tokens.
+    pub pages: &'a [u32],
+}
+
+/// The tokens of one step: the rows of all sequences, one after the other.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Token ids, `sequences` laid end to end.
+    pub tokens: &'a [u32],
+    /// The sequences they belong to.
+    pub sequences: &'a [SequenceRows<'a>],
+}
+
+/// How one token is drawn from a row of logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0 takes the most likely token, the lowest id on a tie.
+    pub temperature: f32,
+    /// Keep the `top_k` most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+    pub top_p: f32,
+    /// Drop tokens less likely than this share of the most likely one; 0 keeps all.
+    pub min_p: f32,
+    /// Uniform draw in `[0, 1)`; ignored when greedy. The caller owns the random state, so devices agree.
+    pub draw: f32,
+}
+
+/// A drawn token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampled {
+    /// Token id.
+    pub token: u32,
+    /// Natural logarithm of its probability under the unmodified logits.
+    pub logprob: f32,
+}
+
+/// A device that can run a decoder-only transformer.
+///
+/// Buffers are `f32` matrices; the first `rows` rows in use are those of the step's batch.
+pub trait Backend: Send + Sync + 'static {
+    /// A weight resident on the device.
+    type Weight: Send + Sync;
+    /// A matrix of activations on the device.
+    type Buffer: Send;
+    /// The page pools on the device.
+    type Cache: Send;
+    /// Tables of one step on the device.
+    type Step: Send;
+
+    /// Takes over a stored matrix; it stays in its stored type.
+    fn weight(&self, stored: &StoredMatrix) -> Result<Self::Weight, KernelError>;
+    /// A zeroed matrix of activations.
+    fn buffer(&self, rows: usize, cols: usize) -> Result<Self::Buffer, KernelError>;
+    /// Page pools. Memory is reserved here and becomes resident as pages are written.
+    fn cache(&self, spec: &CacheSpec) -> Result<Self::Cache, KernelError>;
+    /// Copies `rows` of a buffer to the host.
+    fn read(&self, buffer: &Self::Buffer, rows: std::ops::Range<usize>) -> Result<Vec<f32>, KernelError>;
+
+    /// Checks a batch against the cache and prepares its tables.
+    fn begin_step(
+        &self,
+        batch: &Batch<'_>,
+        rope: &Rope,
+        cache: &Self::Cache,
+    ) -> Result<Self::Step, KernelError>;
+
+    /// `hidden[r] = table[token r]`.
+    fn embed(
+        &self,
+        table: &Self::Weight,
+        step: &Self::Step,
+        hidden: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = [linears[0](norm x) | linears[1](norm x) | ...]`, side by side in the columns of `out`.
+    fn norm_linear(
+        &self,
+        step: &Self::Step,
+        x: &Self::Buffer,
+        norm: &RmsNorm<Self>,
+        linears: &[&Linear<Self>],
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Norms and rotates the query and key heads of `qkv`, and writes keys and values to their pages.
+    fn rope_store(
+        &self,
+        step: &Self::Step,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &mut Self::Buffer,
+        cache: &mut Self::Cache,
+    ) -> Result<(), KernelError>;
+
+    /// Causal attention of every row over the pages of its sequence; `out` has `q_heads * head_dim` columns.
+    fn attend(
+        &self,
+        step: &Self::Step,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &Self::Buffer,
+        cache: &Self::Cache,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `hidden += linear(x)`.
+    fn linear_add(
+        &self,
+        step: &Self::Step,
+        x: &Self::Buffer,
+        linear: &Linear<Self>,
+        hidden: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `hidden += mlp(hidden)`.
+    fn gated_mlp(
+        &self,
+        step: &Self::Step,
+        mlp: &GatedMlp<Self>,
+        hidden: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Logits of the given rows of `hidden`; row `i` of `out` belongs to `rows[i]`.
+    fn logits(
+        &self,
+        hidden: &Self::Buffer,
+        rows: &[usize],
+        norm: &RmsNorm<Self>,
+        head: &Self::Weight,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Draws one token per row of logits.
+    fn sample(&self, logits: &Self::Buffer, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError>;
+}

@@ -1,0 +1,16 @@
+//! How a page is written and attended to, and every other tensor operation of a forward pass.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`backend`] | the door: one trait that a device implements, and the descriptors that pass through it |
+//! | [`dtype`] | element types and block sizes of stored weights |
+//! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
+//! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
+
+pub mod backend;
+pub mod cpu;
+pub mod dtype;
+pub mod quant;
+
+pub use backend::{Backend, KernelError};
+pub use dtype::DType;
