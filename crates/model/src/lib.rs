@@ -1,1 +1,5 @@
-//! placeholder
+//! Files in, logits out.
+
+pub mod files;
+pub mod text;
+pub mod source;

@@ -1,0 +1,291 @@
+//! Metadata values of a GGUF file, with arrays stored as plain vectors of their element type.
+
+use std::borrow::Cow;
+
+/// A metadata value.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Value {
+    U8(u8),
+    I8(i8),
+    U16(u16),
+    I16(i16),
+    U32(u32),
+    I32(i32),
+    U64(u64),
+    I64(i64),
+    F32(f32),
+    F64(f64),
+    Bool(bool),
+    String(String),
+    Array(Array),
+}
+
+/// An array of one element type.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Array {
+    U8(Vec<u8>),
+    I8(Vec<i8>),
+    U16(Vec<u16>),
+    I16(Vec<i16>),
+    U32(Vec<u32>),
+    I32(Vec<i32>),
+    U64(Vec<u64>),
+    I64(Vec<i64>),
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+    Bool(Vec<bool>),
+    Strings(Strings),
+    /// Arrays inside an array; each has its own element type.
+    Arrays(Vec<Array>),
+}
+
+/// A list of strings kept in one allocation: vocabularies have hundreds of thousands of short ones.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Strings {
+    text: String,
+    ends: Vec<usize>,
+}
+
+impl Strings {
+    /// Number of strings.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// String number `index`.
+    pub fn get(&self, index: usize) -> Option<&str> {
+        let end = *self.ends.get(index)?;
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        self.text.get(start..end)
+    }
+
+    /// All strings in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> + '_ {
+        (0..self.len()).map(|index| self.get(index).expect("the index is below the length"))
+    }
+
+    pub(super) fn push(&mut self, string: &str) {
+        self.text.push_str(string);
+        self.ends.push(self.text.len());
+    }
+}
+
+impl<S: AsRef<str>> FromIterator<S> for Strings {
+    fn from_iter<I: IntoIterator<Item = S>>(strings: I) -> Self {
+        let mut list = Self::default();
+        strings.into_iter().for_each(|string| list.push(string.as_ref()));
+        list
+    }
+}
+
+impl Value {
+    /// The type, for messages: `u32`, `array of string`.
+    pub fn type_name(&self) -> &'static str {
+        match self {
+            Value::U8(_) => "u8",
+            Value::I8(_) => "i8",
+            Value::U16(_) => "u16",
+            Value::I16(_) => "i16",
+            Value::U32(_) => "u32",
+            Value::I32(_) => "i32",
+            Value::U64(_) => "u64",
+            Value::I64(_) => "i64",
+            Value::F32(_) => "f32",
+            Value::F64(_) => "f64",
+            Value::Bool(_) => "bool",
+            Value::String(_) => "string",
+            Value::Array(array) => array.type_name(),
+        }
+    }
+
+    /// What was found, for messages: the type, and the value where it is short.
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Value::U8(v) => format!("u8 {v}"),
+            Value::I8(v) => format!("i8 {v}"),
+            Value::U16(v) => format!("u16 {v}"),
+            Value::I16(v) => format!("i16 {v}"),
+            Value::U32(v) => format!("u32 {v}"),
+            Value::I32(v) => format!("i32 {v}"),
+            Value::U64(v) => format!("u64 {v}"),
+            Value::I64(v) => format!("i64 {v}"),
+            Value::F32(v) => format!("f32 {v}"),
+            Value::F64(v) => format!("f64 {v}"),
+            Value::Bool(v) => format!("bool {v}"),
+            Value::String(_) | Value::Array(_) => self.type_name().to_owned(),
+        }
+    }
+
+    fn integer(&self) -> Option<i128> {
+        Some(match *self {
+            Value::U8(v) => v.into(),
+            Value::I8(v) => v.into(),
+            Value::U16(v) => v.into(),
+            Value::I16(v) => v.into(),
+            Value::U32(v) => v.into(),
+            Value::I32(v) => v.into(),
+            Value::U64(v) => v.into(),
+            Value::I64(v) => v.into(),
+            _ => return None,
+        })
+    }
+}
+
+impl Array {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Array::U8(v) => v.len(),
+            Array::I8(v) => v.len(),
+            Array::U16(v) => v.len(),
+            Array::I16(v) => v.len(),
+            Array::U32(v) => v.len(),
+            Array::I32(v) => v.len(),
+            Array::U64(v) => v.len(),
+            Array::I64(v) => v.len(),
+            Array::F32(v) => v.len(),
+            Array::F64(v) => v.len(),
+            Array::Bool(v) => v.len(),
+            Array::Strings(v) => v.len(),
+            Array::Arrays(v) => v.len(),
+        }
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn type_name(&self) -> &'static str {
+        match self {
+            Array::U8(_) => "array of u8",
+            Array::I8(_) => "array of i8",
+            Array::U16(_) => "array of u16",
+            Array::I16(_) => "array of i16",
+            Array::U32(_) => "array of u32",
+            Array::I32(_) => "array of i32",
+            Array::U64(_) => "array of u64",
+            Array::I64(_) => "array of i64",
+            Array::F32(_) => "array of f32",
+            Array::F64(_) => "array of f64",
+            Array::Bool(_) => "array of bool",
+            Array::Strings(_) => "array of string",
+            Array::Arrays(_) => "array of array",
+        }
+    }
+}
+
+/// A Rust type that a metadata value can be read as.
+///
+/// Converters disagree on the width and sign of integers, so any stored integer that fits is taken.
+pub trait FromValue<'a>: Sized {
+    /// What a message says was expected.
+    const EXPECTED: &'static str;
+
+    /// The value as `Self`, `None` if it is of another type or does not fit.
+    fn from_value(value: &'a Value) -> Option<Self>;
+}
+
+macro_rules! from_integer {
+    ($($type:ty, $expected:literal;)*) => {$(
+        impl FromValue<'_> for $type {
+            const EXPECTED: &'static str = $expected;
+
+            fn from_value(value: &Value) -> Option<Self> {
+                value.integer()?.try_into().ok()
+            }
+        }
+    )*};
+}
+
+from_integer! {
+    u32, "a non-negative integer of 32 bits";
+    u64, "a non-negative integer of 64 bits";
+    usize, "a non-negative integer";
+    i32, "an integer of 32 bits";
+}
+
+impl FromValue<'_> for f32 {
+    const EXPECTED: &'static str = "a float";
+
+    fn from_value(value: &Value) -> Option<Self> {
+        match *value {
+            Value::F32(v) => Some(v),
+            Value::F64(v) => Some(v as f32),
+            _ => None,
+        }
+    }
+}
+
+impl FromValue<'_> for bool {
+    const EXPECTED: &'static str = "a bool";
+
+    fn from_value(value: &Value) -> Option<Self> {
+        match *value {
+            Value::Bool(v) => Some(v),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> FromValue<'a> for &'a str {
+    const EXPECTED: &'static str = "a string";
+
+    fn from_value(value: &'a Value) -> Option<Self> {
+        match value {
+            Value::String(v) => Some(v),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> FromValue<'a> for &'a Strings {
+    const EXPECTED: &'static str = "an array of strings";
+
+    fn from_value(value: &'a Value) -> Option<Self> {
+        match value {
+            Value::Array(Array::Strings(v)) => Some(v),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> FromValue<'a> for &'a [f32] {
+    const EXPECTED: &'static str = "an array of f32";
+
+    fn from_value(value: &'a Value) -> Option<Self> {
+        match value {
+            Value::Array(Array::F32(v)) => Some(v),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> FromValue<'a> for Cow<'a, [i32]> {
+    const EXPECTED: &'static str = "an array of integers of 32 bits";
+
+    fn from_value(value: &'a Value) -> Option<Self> {
+        fn convert<T: Copy + TryInto<i32>>(values: &[T]) -> Option<Cow<'static, [i32]>> {
+            values.iter().map(|&v| v.try_into().ok()).collect::<Option<Vec<i32>>>().map(Cow::Owned)
+        }
+        let Value::Array(array) = value else { return None };
+        match array {
+            Array::I32(v) => Some(Cow::Borrowed(v)),
+            Array::U8(v) => convert(v),
+            Array::I8(v) => convert(v),
+            Array::U16(v) => convert(v),
+            Array::I16(v) => convert(v),
+            Array::U32(v) => convert(v),
+            Array::U64(v) => convert(v),
+            Array::I64(v) => convert(v),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Tensors as they lie in a file, and the interface both containers share.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use oscar_kernels::DType;
+use oscar_kernels::backend::{SharedBytes, StoredMatrix};
+
+use super::FileError;
+
+/// Element type of a stored tensor, including those that can be listed but not read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// A type the kernels know.
+    Supported(DType),
+    /// The container's name of any other type.
+    Unsupported(Cow<'static, str>),
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ElementType::Supported(dtype) => dtype.fmt(f),
+            ElementType::Unsupported(name) => f.write_str(name),
+        }
+    }
+}
+
+/// One line of a container's table of tensors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorEntry {
+    /// Name in the container.
+    pub name: String,
+    /// Row-major, outermost first.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub element_type: ElementType,
+    /// Start in the file, checked to lie inside it.
+    pub offset: usize,
+    /// Size in the file, checked to lie inside it; `None` for a type whose block size is not known.
+    pub byte_len: Option<usize>,
+}
+
+impl TensorEntry {
+    /// Number of elements. The containers reject shapes for which this overflows.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// A tensor inside a file: a window whose bounds were checked when the file was opened.
+#[derive(Clone)]
+pub struct StoredTensor {
+    /// The file, for error messages.
+    pub path: Arc<Path>,
+    /// Name in the container.
+    pub name: String,
+    /// Row-major, outermost first.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+    /// The whole file.
+    pub bytes: SharedBytes,
+    /// Start of the tensor in `bytes`.
+    pub offset: usize,
+}
+
+impl StoredTensor {
+    /// The tensor as a matrix `[rows, cols]`; a vector becomes a single row.
+    pub fn matrix(&self) -> Result<StoredMatrix, FileError> {
+        match self.shape[..] {
+            [cols] => Ok(self.stored(1, cols)),
+            [rows, cols] => Ok(self.stored(rows, cols)),
+            _ => Err(self.wrong_shape("a matrix")),
+        }
+    }
+
+    /// The tensor as a vector (a matrix of one row).
+    pub fn vector(&self) -> Result<StoredMatrix, FileError> {
+        match self.shape[..] {
+            [cols] => Ok(self.stored(1, cols)),
+            _ => Err(self.wrong_shape("a vector")),
+        }
+    }
+
+    fn stored(&self, rows: usize, cols: usize) -> StoredMatrix {
+        StoredMatrix { bytes: self.bytes.clone(), offset: self.offset, dtype: self.dtype, rows, cols }
+    }
+
+    fn wrong_shape(&self, expected: &'static str) -> FileError {
+        FileError::WrongShape {
+            path: self.path.to_path_buf(),
+            tensor: self.name.clone(),
+            expected,
+            shape: self.shape.clone(),
+        }
+    }
+}
+
+impl fmt::Debug for StoredTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoredTensor")
+            .field("path", &self.path)
+            .field("name", &self.name)
+            .field("shape", &self.shape)
+            .field("dtype", &self.dtype)
+            .field("offset", &self.offset)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A container of named tensors.
+pub trait TensorSource: Send + Sync {
+    /// The file or folder, for messages.
+    fn path(&self) -> &Path;
+
+    /// The table of tensors.
+    fn entries(&self) -> &[TensorEntry];
+
+    /// Where `name` stands in [`TensorSource::entries`].
+    fn position(&self, name: &str) -> Option<usize>;
+
+    /// The tensor `name`; an error if it is missing or of a type that cannot be read.
+    fn get(&self, name: &str) -> Result<StoredTensor, FileError>;
+
+    /// The tensor `name`, `None` if it is missing.
+    fn find(&self, name: &str) -> Result<Option<StoredTensor>, FileError> {
+        self.contains(name).then(|| self.get(name)).transpose()
+    }
+
+    /// Whether there is a tensor `name`.
+    fn contains(&self, name: &str) -> bool {
+        self.position(name).is_some()
+    }
+
+    /// Names of all tensors, in the order of the table.
+    fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+        Box::new(self.entries().iter().map(|entry| entry.name.as_str()))
+    }
+
+    /// How the tensors divide over element types.
+    fn summary(&self) -> Summary {
+        let mut summary = Summary::default();
+        for entry in self.entries() {
+            let totals = summary.types.entry(entry.element_type.to_string()).or_default();
+            totals.supported = matches!(entry.element_type, ElementType::Supported(_));
+            for sum in [totals, &mut summary.total] {
+                sum.tensors += 1;
+                sum.elements = sum.elements.saturating_add(entry.elements() as u64);
+                sum.bytes = sum.bytes.saturating_add(entry.byte_len.unwrap_or(0) as u64);
+            }
+        }
+        summary.total.supported = summary.types.values().all(|totals| totals.supported);
+        summary
+    }
+}
+
+/// Histogram of element types.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Totals per element type, by name.
+    pub types: BTreeMap<String, TypeTotals>,
+    /// All tensors together.
+    pub total: TypeTotals,
+}
+
+/// What the tensors of one element type add up to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TypeTotals {
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Number of elements.
+    pub elements: u64,
+    /// Bytes in the file; tensors of a type with unknown block size count as 0.
+    pub bytes: u64,
+    /// Whether the type can be read.
+    pub supported: bool,
+}
