@@ -1,0 +1,1 @@
+//! Attention over bf16 pages.

@@ -1,0 +1,200 @@
+//! Matrix products for many rows of activations: `out = x · Wᵀ` with `W` in its stored type.
+//!
+//! Weights are dequantised on the fly, a panel of rows and a run of channels at a time, into scratch that stays in
+//! the second-level cache, and multiplied with all activations from there. So weights never have a second resident
+//! copy, and the cost of dequantising is shared by all rows. For one or a few rows dot products are faster.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`pack`] | activations in the order the kernels read them |
+//! | [`weights`] | weight rows as `f32` |
+//! | [`amx`] | tiles of split bf16, the fastest path |
+//! | [`avx512`], [`avx2`], `neon`, [`scalar`] | `f32` products; scalar is the reference |
+//! | [`tiles`] | tile configuration, shared with attention |
+
+pub(crate) mod aligned;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod pack;
+mod scalar;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiles;
+mod weights;
+
+pub use pack::PackedActivations;
+
+use super::isa::Isa;
+use crate::dtype::DType;
+use aligned::AlignedScratch;
+
+/// Most weight rows of a panel. Wide panels read the activations, which do not fit the cache, less often.
+pub const PANEL_ROWS: usize = 128;
+
+/// Activation rows of a block, and the step in which panels are best sized.
+const BLOCK_ROWS: usize = 32;
+
+/// Channels of one tile.
+const DEPTH_STEP: usize = 32;
+
+/// Channels multiplied before the next ones are dequantised; a multiple of every quantised block.
+/// A panel of this depth and its share of a block of activations fit the second-level cache with room to spare.
+const DEPTH: usize = 1024;
+
+/// Memory of one thread for [`panel`]; keeps its allocation between calls.
+#[derive(Default)]
+pub struct PanelScratch {
+    /// Dequantised rows.
+    rows: AlignedScratch,
+    /// The same as tiles.
+    tiles: AlignedScratch,
+    /// Running sums, `[block][weight row][32 activation rows]`.
+    sums: AlignedScratch,
+}
+
+/// A panel height for a matrix of `outputs` rows that gives all `threads` the same number of panels, as nearly as
+/// steps of 32 rows allow.
+pub fn panel_rows(outputs: usize, threads: usize) -> usize {
+    let threads = threads.max(1);
+    let panels = outputs.div_ceil(PANEL_ROWS).next_multiple_of(threads).max(1);
+    outputs.div_ceil(panels).next_multiple_of(BLOCK_ROWS).clamp(BLOCK_ROWS, PANEL_ROWS)
+}
+
+/// Multiplies a panel of `n <= PANEL_ROWS` weight rows of `cols` values with all packed activations.
+///
+/// `weights` are the bytes of the `n` rows; `out[i * n + r]` becomes the product of activation row `i` and weight
+/// row `r`. `x` must have been packed for the same `isa`.
+pub fn panel(
+    isa: Isa,
+    dtype: DType,
+    weights: &[u8],
+    cols: usize,
+    x: &PackedActivations,
+    scratch: &mut PanelScratch,
+    out: &mut [f32],
+) {
+    assert_eq!(x.cols(), cols, "weights and activations have different widths");
+    assert!(x.is_for(isa), "activations were packed for another path than {isa}");
+    if out.is_empty() {
+        return;
+    }
+    if cols == 0 {
+        return out.fill(0.0);
+    }
+    let row_bytes = dtype.bytes_for(cols).expect("a weight row is whole blocks");
+    let n = weights.len() / row_bytes;
+    assert!(n <= PANEL_ROWS && weights.len() == n * row_bytes, "{} bytes of {dtype} rows", weights.len());
+    assert_eq!(out.len(), x.rows() * n, "{} rows of {n} outputs", x.rows());
+
+    let padded = n.next_multiple_of(BLOCK_ROWS);
+    scratch.sums.at_least::<f32>(x.blocks() * padded * BLOCK_ROWS).fill(0.0);
+    for depth in (0..cols).step_by(DEPTH) {
+        let count = (cols - depth).min(DEPTH);
+        let run = Run { isa, dtype, weights, row_bytes, depth, count };
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => run.multiply_tiles(n, x, scratch),
+            _ => run.multiply_floats(n, x, scratch),
+        }
+    }
+    let sums = scratch.sums.all::<f32>().chunks_exact(padded * BLOCK_ROWS);
+    for (sums, out) in sums.zip(out.chunks_mut(BLOCK_ROWS * n)) {
+        transpose_sums(isa, sums, n, out);
+    }
+}
+
+/// A run of channels of all rows of a panel.
+struct Run<'a> {
+    isa: Isa,
+    dtype: DType,
+    weights: &'a [u8],
+    row_bytes: usize,
+    depth: usize,
+    count: usize,
+}
+
+impl<'a> Run<'a> {
+    /// The stored bytes of the run in each row.
+    fn rows(&self) -> impl Iterator<Item = &'a [u8]> {
+        let bytes = |channels| self.dtype.bytes_for(channels).expect("runs are whole blocks");
+        let range = bytes(self.depth)..bytes(self.depth + self.count);
+        self.weights.chunks_exact(self.row_bytes).map(move |row| &row[range.clone()])
+    }
+
+    fn multiply_floats(&self, n: usize, x: &PackedActivations, scratch: &mut PanelScratch) {
+        let rows = scratch.rows.at_least::<f32>(n * self.count);
+        for (bytes, row) in self.rows().zip(rows.chunks_exact_mut(self.count)) {
+            weights::dequantise(self.isa, self.dtype, bytes, row);
+        }
+        let sums_len = n.next_multiple_of(BLOCK_ROWS) * BLOCK_ROWS;
+        let sums = scratch.sums.at_least::<f32>(x.blocks() * sums_len).chunks_exact_mut(sums_len);
+        for (block, sums) in sums.enumerate() {
+            let block: &[f32] = bytemuck::cast_slice(x.block(block, self.depth));
+            let block = &block[..self.count * BLOCK_ROWS];
+            match self.isa {
+                // SAFETY: activations are packed only for paths that this machine has.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => unsafe { avx512::multiply(rows, block, self.count, sums) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => unsafe { avx2::multiply(rows, block, self.count, sums) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => unsafe { neon::multiply(rows, block, self.count, sums) },
+                _ => scalar::multiply(rows, block, self.count, sums),
+            }
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn multiply_tiles(&self, n: usize, x: &PackedActivations, scratch: &mut PanelScratch) {
+        let low = self.dtype != DType::BF16;
+        let steps = self.count.div_ceil(DEPTH_STEP);
+        let tiles = scratch.tiles.at_least::<u32>(amx::weight_words(n, self.count, low));
+        if !n.is_multiple_of(BLOCK_ROWS) {
+            // Rows past the panel are multiplied too and dropped; stale NaN would be slow and confusing.
+            tiles.fill(0);
+        }
+        let values = scratch.rows.at_least::<f32>(self.count);
+        for (row, bytes) in self.rows().enumerate() {
+            if low {
+                weights::dequantise(self.isa, self.dtype, bytes, values);
+                // SAFETY: activations are packed only for paths that this machine has.
+                unsafe { amx::pack_weights(values, row, tiles) };
+            } else {
+                amx::pack_bf16_weights(bytes, row, tiles);
+            }
+        }
+        let sums_len = n.next_multiple_of(BLOCK_ROWS) * BLOCK_ROWS;
+        let sums = scratch.sums.at_least::<f32>(x.blocks() * sums_len).chunks_exact_mut(sums_len);
+        // SAFETY: as above; tiles are used only here until `unit` is dropped.
+        let unit = unsafe { amx::Unit::new() };
+        for (block, sums) in sums.enumerate() {
+            let wide = x.rows() - block * BLOCK_ROWS > BLOCK_ROWS / 2;
+            unit.multiply(tiles, low, x.block(block, self.depth), steps, wide, sums);
+        }
+    }
+}
+
+/// `out[i * n + r] = sums[r * 32 + i]` for as many rows `i` as `out` has.
+fn transpose_sums(isa: Isa, sums: &[f32], n: usize, out: &mut [f32]) {
+    match isa {
+        // SAFETY: activations are packed only for paths that this machine has.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Amx => unsafe { avx512::transpose_sums(sums, n, out.len() / n, out) },
+        _ => {
+            for (i, out) in out.chunks_exact_mut(n).enumerate() {
+                for (r, out) in out.iter_mut().enumerate() {
+                    *out = sums[r * BLOCK_ROWS + i];
+                }
+            }
+        }
+    }
+}
