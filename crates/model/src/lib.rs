@@ -1,5 +1,5 @@
 //! Files in, logits out.
 
 pub mod files;
-pub mod text;
 pub mod source;
+pub mod text;

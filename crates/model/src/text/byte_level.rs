@@ -1,0 +1,164 @@
+//! Byte-level BPE rebuilt from GGUF metadata: the byte alphabet, the pre-tokenizers by name, the pipeline.
+
+use tokenizers::models::bpe::{BPE, Merges, Vocab};
+use tokenizers::normalizers::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior};
+
+use super::TextError;
+use super::vocabulary::GgufVocabulary;
+
+/// The byte a character of the GPT-2 alphabet stands for.
+///
+/// Printable bytes stand for themselves; the other 68 are numbered upwards from U+0100 in byte order, so that
+/// no token contains a space or a control character.
+pub(super) fn byte_of_char(character: char) -> Option<u8> {
+    let code = u32::from(character);
+    match code {
+        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => u8::try_from(code).ok(),
+        0x100..=0x120 => u8::try_from(code - 0x100).ok(),
+        0x121..=0x142 => u8::try_from(code - 0x121 + 0x7F).ok(),
+        0x143 => Some(0xAD),
+        _ => None,
+    }
+}
+
+/// How text is cut before merging.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PreTokenizerName {
+    Gpt2,
+    Default,
+    Smollm,
+    Qwen2,
+    Llama3,
+}
+
+const KNOWN: [(&str, PreTokenizerName); 8] = [
+    ("default", PreTokenizerName::Default),
+    ("gpt-2", PreTokenizerName::Gpt2),
+    ("smollm", PreTokenizerName::Smollm),
+    ("qwen2", PreTokenizerName::Qwen2),
+    ("deepseek-r1-qwen", PreTokenizerName::Qwen2),
+    ("llama-bpe", PreTokenizerName::Llama3),
+    ("llama3", PreTokenizerName::Llama3),
+    ("llama-v3", PreTokenizerName::Llama3),
+];
+
+const GPT2_PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+impl PreTokenizerName {
+    /// Reads `tokenizer.ggml.pre`; files from before that key existed mean `default`.
+    pub(super) fn parse(pre: Option<&str>) -> Result<Self, TextError> {
+        let Some(pre) = pre else { return Ok(Self::Default) };
+        KNOWN.iter().find(|(name, _)| *name == pre).map(|(_, value)| *value).ok_or_else(|| {
+            TextError::UnknownPreTokenizer {
+                pre: pre.to_owned(),
+                known: KNOWN.map(|(name, _)| name).join(", "),
+            }
+        })
+    }
+
+    /// Llama-3 takes a whole word that is in the vocabulary before it looks at the merges.
+    fn ignores_merges(self) -> bool {
+        self == Self::Llama3
+    }
+
+    /// Whether text starts with the begin token when the file does not say.
+    pub(super) fn adds_bos_by_default(self) -> bool {
+        self == Self::Llama3
+    }
+
+    fn normalizer(self) -> Option<NormalizerWrapper> {
+        (self == Self::Qwen2).then_some(NormalizerWrapper::NFC(NFC))
+    }
+
+    fn pre_tokenizer(self) -> Result<PreTokenizerWrapper, TextError> {
+        let bytes_only = PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, true, false));
+        let gpt2_words = PreTokenizerWrapper::ByteLevel(ByteLevel::new(false, true, true));
+        let steps = match self {
+            Self::Gpt2 => vec![gpt2_words],
+            Self::Smollm => vec![PreTokenizerWrapper::Digits(Digits::new(true)), gpt2_words],
+            Self::Qwen2 => vec![isolate(QWEN2_PATTERN)?, bytes_only],
+            Self::Llama3 => vec![isolate(LLAMA3_PATTERN)?, bytes_only],
+            // What llama.cpp does when a file names no pre-tokenizer.
+            Self::Default => vec![
+                isolate(r"[\p{P}\$\+<=>\^~\|]+")?,
+                isolate(GPT2_PATTERN)?,
+                isolate(r"\p{N}+")?,
+                isolate(r"[0-9][0-9][0-9]")?,
+                bytes_only,
+            ],
+        };
+        Ok(PreTokenizerWrapper::Sequence(Sequence::new(steps)))
+    }
+}
+
+fn isolate(pattern: &str) -> Result<PreTokenizerWrapper, TextError> {
+    Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false)
+        .map(PreTokenizerWrapper::Split)
+        .map_err(|error| TextError::Encode { reason: error.to_string() })
+}
+
+/// The three stages a text passes through.
+pub(super) struct ByteLevelStages {
+    pub(super) normalizer: Option<NormalizerWrapper>,
+    pub(super) pre_tokenizer: PreTokenizerWrapper,
+    pub(super) model: BPE,
+}
+
+/// Builds the stages from a vocabulary that has already been checked for duplicates and lengths.
+pub(super) fn build(vocabulary: &GgufVocabulary) -> Result<ByteLevelStages, TextError> {
+    let name = PreTokenizerName::parse(vocabulary.pre.as_deref())?;
+    let ids: Vocab =
+        vocabulary.tokens.iter().enumerate().map(|(id, token)| (token.clone(), id as u32)).collect();
+    let mut merges: Merges = Vec::with_capacity(vocabulary.merges.len());
+    let mut joined = String::new();
+    for (index, merge) in vocabulary.merges.iter().enumerate() {
+        let bad = |reason: String| TextError::BadMerge { index, merge: merge.clone(), reason };
+        // The first character is skipped because a token may itself begin with a space.
+        let space = merge.char_indices().skip(1).find(|(_, character)| *character == ' ');
+        let Some((space, _)) = space else {
+            return Err(bad("expected two tokens separated by a space".to_owned()));
+        };
+        let (left, right) = (&merge[..space], &merge[space + 1..]);
+        joined.clear();
+        joined.push_str(left);
+        joined.push_str(right);
+        for part in [left, right, &joined] {
+            if !ids.contains_key(part) {
+                return Err(bad(format!("{part:?} is not in the vocabulary")));
+            }
+        }
+        merges.push((left.to_owned(), right.to_owned()));
+    }
+    let model =
+        BPE::builder().vocab_and_merges(ids, merges).ignore_merges(name.ignores_merges()).build().map_err(
+            |error| TextError::BadField { field: "tokenizer.ggml.merges", reason: error.to_string() },
+        )?;
+    Ok(ByteLevelStages { normalizer: name.normalizer(), pre_tokenizer: name.pre_tokenizer()?, model })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alphabet_is_the_one_of_the_tokenizer_library() {
+        let alphabet = ByteLevel::alphabet();
+        assert_eq!(alphabet.len(), 256);
+        let mut seen = [false; 256];
+        for character in alphabet {
+            let byte = byte_of_char(character).expect("every letter of the alphabet is a byte");
+            assert!(!seen[usize::from(byte)], "{byte} twice");
+            seen[usize::from(byte)] = true;
+        }
+        assert_eq!(byte_of_char('Ġ'), Some(b' '));
+        assert_eq!(byte_of_char('Ċ'), Some(b'\n'));
+        assert_eq!(byte_of_char('▁'), None);
+    }
+}

@@ -1,0 +1,133 @@
+//! Everything that can go wrong between text and token ids, each with the field at fault.
+
+use std::path::PathBuf;
+
+/// An error from a tokenizer or a chat template.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    /// A file could not be read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A tokenizer or template file is larger than any real one.
+    #[error("{path}: {bytes} bytes, more than the limit of {limit} bytes for this kind of file")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The most that is read.
+        limit: u64,
+    },
+    /// A tokenizer or configuration file does not parse or contradicts itself.
+    #[error("{path}: {reason}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The model file itself is at fault.
+    #[error(transparent)]
+    ModelFile(#[from] crate::files::FileError),
+    /// A metadata field the tokenizer needs is absent.
+    #[error("vocabulary field `{field}` is missing")]
+    MissingField {
+        /// GGUF key.
+        field: &'static str,
+    },
+    /// A metadata field is present but holds the wrong type or an impossible value.
+    #[error("vocabulary field `{field}`: {reason}")]
+    BadField {
+        /// GGUF key.
+        field: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// `tokenizer.ggml.model` names a tokenizer this crate does not know.
+    #[error("vocabulary field `tokenizer.ggml.model`: unknown tokenizer `{model}` (known: gpt2, llama)")]
+    UnknownModel {
+        /// The value found.
+        model: String,
+    },
+    /// `tokenizer.ggml.pre` names a pre-tokenizer this crate does not know; guessing would silently change ids.
+    #[error("vocabulary field `tokenizer.ggml.pre`: unknown pre-tokenizer `{pre}` (known: {known})")]
+    UnknownPreTokenizer {
+        /// The value found.
+        pre: String,
+        /// The values that would work.
+        known: String,
+    },
+    /// The vocabulary holds no token at all.
+    #[error("vocabulary field `tokenizer.ggml.tokens` is empty")]
+    EmptyVocabulary,
+    /// Two parallel arrays of the vocabulary differ in length.
+    #[error("vocabulary field `{field}` has {found} entries but `tokenizer.ggml.tokens` has {tokens}")]
+    LengthMismatch {
+        /// GGUF key.
+        field: &'static str,
+        /// Its length.
+        found: usize,
+        /// Number of tokens.
+        tokens: usize,
+    },
+    /// The same token text has two ids.
+    #[error("vocabulary field `tokenizer.ggml.tokens`: ids {first} and {second} are both {token:?}")]
+    DuplicateToken {
+        /// The text.
+        token: String,
+        /// Lower id.
+        first: u32,
+        /// Higher id.
+        second: u32,
+    },
+    /// A merge rule is not two tokens, or names a token outside the vocabulary.
+    #[error("merge rule {index} ({merge:?}): {reason}")]
+    BadMerge {
+        /// Position in the list.
+        index: usize,
+        /// The rule.
+        merge: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A special token id is outside the vocabulary.
+    #[error("vocabulary field `{field}` is {id} but the vocabulary has {tokens} tokens")]
+    SpecialOutOfRange {
+        /// GGUF key.
+        field: &'static str,
+        /// The id.
+        id: u32,
+        /// Number of tokens.
+        tokens: usize,
+    },
+    /// The tokenizer can produce ids for which the model has no embedding row.
+    #[error(
+        "the tokenizer has {tokenizer} tokens but the model has {rows} embedding rows: tokenizer and weights are from different models"
+    )]
+    LargerThanEmbedding {
+        /// Tokenizer ids.
+        tokenizer: usize,
+        /// Embedding rows.
+        rows: usize,
+    },
+    /// A token id the tokenizer does not know.
+    #[error("token id {id} is outside the vocabulary of {tokens} tokens")]
+    UnknownId {
+        /// The id.
+        id: u32,
+        /// Number of tokens.
+        tokens: usize,
+    },
+    /// The tokenizer library refused the text.
+    #[error("cannot encode the text: {reason}")]
+    Encode {
+        /// What the library said.
+        reason: String,
+    },
+}

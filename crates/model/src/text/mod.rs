@@ -1,0 +1,21 @@
+//! Text in, token ids out, and back: tokenizers, streaming decoding and chat templates.
+//!
+//! A model file carries its vocabulary either as a `tokenizer.json` or as GGUF metadata; both become one
+//! [`Tokenizer`]. Every token also has its raw bytes in a table, so decoding is a table walk that never has to
+//! look at more than the newest token ([`StreamDecoder`]). [`ChatTemplate`] turns a conversation into the exact
+//! prompt text the model was trained on.
+
+mod added;
+mod byte_level;
+mod error;
+mod pieces;
+mod sentence_piece;
+mod stream;
+mod tokenizer;
+mod tokenizer_json;
+mod vocabulary;
+
+pub use error::TextError;
+pub use stream::StreamDecoder;
+pub use tokenizer::Tokenizer;
+pub use vocabulary::GgufVocabulary;

@@ -1,0 +1,106 @@
+//! The raw bytes of every token, in one block: decoding is a table walk.
+
+use super::TextError;
+use super::byte_level::byte_of_char;
+
+/// What a token is, after `tokenizer.ggml.token_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PieceKind {
+    /// Ordinary text.
+    Normal,
+    /// Stands for text that no other token covers.
+    Unknown,
+    /// Steers the model (`<|im_end|>`); never made from plain text, skipped when decoding.
+    Control,
+    /// Always one token wherever its text appears, but part of the visible text (`<tool_call>`).
+    UserDefined,
+    /// A row without meaning, such as padding of the embedding.
+    Unused,
+    /// One raw byte, written `<0x0A>`.
+    Byte,
+}
+
+impl PieceKind {
+    /// Hidden from decoded text, and only recognised in text where special tokens are parsed.
+    pub(super) fn is_special(self) -> bool {
+        matches!(self, PieceKind::Control | PieceKind::Unknown)
+    }
+}
+
+/// How token text stands for bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Spelling {
+    /// Each character of the token stands for one byte (GPT-2 alphabet).
+    ByteLevel,
+    /// UTF-8 with `▁` for a space and `<0x..>` for single bytes.
+    SentencePiece,
+}
+
+/// Bytes and kind of every token id.
+#[derive(Debug, Clone, Default)]
+pub(super) struct PieceTable {
+    bytes: Vec<u8>,
+    /// `ends[i]` closes token `i`; token `i` starts where token `i - 1` ends.
+    ends: Vec<u32>,
+    kinds: Vec<PieceKind>,
+}
+
+impl PieceTable {
+    /// Appends the next id.
+    pub(super) fn push(&mut self, text: &str, kind: PieceKind, spelling: Spelling) -> Result<(), TextError> {
+        match kind {
+            PieceKind::Control | PieceKind::UserDefined | PieceKind::Unknown | PieceKind::Unused => {
+                self.bytes.extend_from_slice(text.as_bytes());
+            }
+            PieceKind::Normal | PieceKind::Byte => match spelling {
+                Spelling::ByteLevel => {
+                    let start = self.bytes.len();
+                    for character in text.chars() {
+                        let Some(byte) = byte_of_char(character) else {
+                            // A token outside the alphabet is plain text someone added by hand.
+                            self.bytes.truncate(start);
+                            self.bytes.extend_from_slice(text.as_bytes());
+                            break;
+                        };
+                        self.bytes.push(byte);
+                    }
+                }
+                Spelling::SentencePiece => match byte_token(text) {
+                    Some(byte) => self.bytes.push(byte),
+                    None => self.bytes.extend_from_slice(text.replace('▁', " ").as_bytes()),
+                },
+            },
+        }
+        let end = u32::try_from(self.bytes.len()).map_err(|_| TextError::BadField {
+            field: "tokenizer.ggml.tokens",
+            reason: "more than 4 GiB of token text".to_owned(),
+        })?;
+        self.ends.push(end);
+        self.kinds.push(kind);
+        Ok(())
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    pub(super) fn kind(&self, id: u32) -> Option<PieceKind> {
+        self.kinds.get(id as usize).copied()
+    }
+
+    pub(super) fn bytes(&self, id: u32) -> Option<&[u8]> {
+        let index = id as usize;
+        let end = *self.ends.get(index)? as usize;
+        let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
+        Some(&self.bytes[start..end])
+    }
+}
+
+/// The byte that `<0x0A>` stands for.
+pub(super) fn byte_token(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
+    if digits.len() != 2 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    u8::from_str_radix(digits, 16).ok()
+}

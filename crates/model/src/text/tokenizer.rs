@@ -1,0 +1,368 @@
+//! One tokenizer over both encoders: text to ids, ids to text, ids to bytes.
+
+use std::path::Path;
+
+use tokenizers::models::bpe::BPE;
+use tokenizers::{
+    AddedVocabulary, Model, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizedString,
+    PreTokenizer, PreTokenizerWrapper,
+};
+
+use super::added::{AddedTokens, added_tokens, encode_error, id_lookup};
+use super::byte_level::{self, PreTokenizerName};
+use super::pieces::{PieceKind, PieceTable, Spelling};
+use super::sentence_piece::SentencePieceModel;
+use super::tokenizer_json;
+use super::{GgufVocabulary, TextError};
+use crate::files::gguf::Gguf;
+
+/// Tokens that end a generation in some model family. A model may emit any of those its vocabulary marks as
+/// control tokens, whichever one its file happens to name as the end of text.
+const END_TOKENS: [&str; 12] = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|return|>",
+    "<|end_of_sentence|>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+    "</s>",
+];
+
+/// Converts between text and the token ids of one model.
+pub struct Tokenizer {
+    encoder: Encoder,
+    pieces: PieceTable,
+    specials: Specials,
+    /// Decoded text starts with a space the encoder put there.
+    strips_leading_space: bool,
+}
+
+/// How text becomes ids.
+pub(super) enum Encoder {
+    ByteLevel(Box<ByteLevelEncoder>),
+    SentencePiece(Box<SentencePieceEncoder>),
+    Json(Box<tokenizer_json::JsonEncoder>),
+}
+
+/// Ids with a meaning of their own.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Specials {
+    pub(super) bos: Option<u32>,
+    pub(super) eos: Option<u32>,
+    pub(super) unknown: Option<u32>,
+    pub(super) pad: Option<u32>,
+    /// Sorted, without duplicates.
+    pub(super) end: Vec<u32>,
+    pub(super) adds_bos: bool,
+    pub(super) adds_eos: bool,
+}
+
+pub(super) struct ByteLevelEncoder {
+    normalizer: Option<NormalizerWrapper>,
+    pre_tokenizer: PreTokenizerWrapper,
+    model: BPE,
+    added: AddedTokens,
+}
+
+pub(super) struct SentencePieceEncoder {
+    model: SentencePieceModel,
+    /// Text to id for every token, including those the model never produces.
+    lookup: BPE,
+    added: AddedTokens,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`. It does not name begin and end tokens; see [`Tokenizer::from_folder`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, TextError> {
+        tokenizer_json::from_file(path.as_ref())
+    }
+
+    /// Reads `tokenizer.json` from a model folder, and the begin and end tokens from the
+    /// `tokenizer_config.json`, `config.json` and `generation_config.json` beside it, where they exist.
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, TextError> {
+        tokenizer_json::from_folder(folder.as_ref())
+    }
+
+    /// Rebuilds the tokenizer of a GGUF file.
+    pub fn from_gguf(file: &Gguf) -> Result<Self, TextError> {
+        Self::from_gguf_vocabulary(&GgufVocabulary::from_gguf(file)?)
+    }
+
+    /// Rebuilds the tokenizer that vocabulary fields describe. Ids are the positions in `vocabulary.tokens`.
+    pub fn from_gguf_vocabulary(vocabulary: &GgufVocabulary) -> Result<Self, TextError> {
+        vocabulary.check()?;
+        let kinds = vocabulary.kinds()?;
+        let texts = || vocabulary.tokens.iter().map(String::as_str);
+        let whole = || added_tokens(texts().zip(kinds.iter().copied()));
+        let (encoder, spelling, strips_leading_space, adds_bos);
+        match vocabulary.model.as_str() {
+            "gpt2" => {
+                let stages = byte_level::build(vocabulary)?;
+                let added = AddedTokens::new(whole(), &stages.model, stages.normalizer.as_ref())?;
+                encoder = Encoder::ByteLevel(Box::new(ByteLevelEncoder {
+                    normalizer: stages.normalizer,
+                    pre_tokenizer: stages.pre_tokenizer,
+                    model: stages.model,
+                    added,
+                }));
+                spelling = Spelling::ByteLevel;
+                strips_leading_space = false;
+                adds_bos = PreTokenizerName::parse(vocabulary.pre.as_deref())?.adds_bos_by_default();
+            }
+            "llama" => {
+                let adds_space_prefix = vocabulary.add_space_prefix.unwrap_or(true);
+                let model = SentencePieceModel::new(
+                    &vocabulary.tokens,
+                    &vocabulary.scores,
+                    &kinds,
+                    vocabulary.unk,
+                    adds_space_prefix,
+                )?;
+                let lookup = id_lookup(texts().zip(0..))?;
+                let added = AddedTokens::new(whole(), &lookup, None::<&NormalizerWrapper>)?;
+                encoder = Encoder::SentencePiece(Box::new(SentencePieceEncoder { model, lookup, added }));
+                spelling = Spelling::SentencePiece;
+                strips_leading_space = adds_space_prefix;
+                adds_bos = true;
+            }
+            "" => return Err(TextError::MissingField { field: "tokenizer.ggml.model" }),
+            other => return Err(TextError::UnknownModel { model: other.to_owned() }),
+        }
+        let mut pieces = PieceTable::default();
+        for (text, kind) in texts().zip(&kinds) {
+            pieces.push(text, *kind, spelling)?;
+        }
+        let specials = Specials {
+            bos: vocabulary.bos,
+            eos: vocabulary.eos,
+            unknown: vocabulary.unk,
+            pad: vocabulary.pad,
+            end: [vocabulary.eos, vocabulary.eot, vocabulary.eom].into_iter().flatten().collect(),
+            adds_bos: vocabulary.add_bos.unwrap_or(adds_bos && vocabulary.bos.is_some()),
+            adds_eos: vocabulary.add_eos.unwrap_or(false),
+        };
+        Ok(Self::assemble(encoder, pieces, specials, strips_leading_space))
+    }
+
+    pub(super) fn assemble(
+        encoder: Encoder,
+        pieces: PieceTable,
+        specials: Specials,
+        strips_leading_space: bool,
+    ) -> Self {
+        let mut tokenizer = Self { encoder, pieces, specials, strips_leading_space };
+        for text in END_TOKENS {
+            if let Some(id) = tokenizer.token_id(text).filter(|id| tokenizer.is_special(*id)) {
+                tokenizer.specials.end.push(id);
+            }
+        }
+        tokenizer.specials.end.sort_unstable();
+        tokenizer.specials.end.dedup();
+        tokenizer
+    }
+
+    /// Encodes plain text: text that looks like a special token stays text, so a user cannot forge a turn.
+    /// `add_special` adds the begin and end tokens the model expects around a whole text.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+        self.encode_text(text, add_special, false)
+    }
+
+    /// Encodes text in which special tokens are meant, such as a rendered chat template: `<|im_end|>` becomes
+    /// one id. A template usually writes the begin token itself, so `add_special` is `false` for those.
+    pub fn encode_with_special_tokens_parsed(
+        &self,
+        text: &str,
+        add_special: bool,
+    ) -> Result<Vec<u32>, TextError> {
+        self.encode_text(text, add_special, true)
+    }
+
+    fn encode_text(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>, TextError> {
+        let mut ids = Vec::with_capacity(text.len() / 3 + 2);
+        if let Some(bos) = self.specials.bos.filter(|_| add_special && self.specials.adds_bos) {
+            ids.push(bos);
+        }
+        match &self.encoder {
+            Encoder::ByteLevel(encoder) => encoder.encode(text, parse_special, &mut ids)?,
+            Encoder::SentencePiece(encoder) => encoder.encode(text, parse_special, &mut ids),
+            // The file's own post-processor adds the special tokens.
+            Encoder::Json(encoder) => ids = encoder.encode(text, add_special, parse_special)?,
+        }
+        if let Some(eos) = self.specials.eos.filter(|_| add_special && self.specials.adds_eos) {
+            ids.push(eos);
+        }
+        Ok(ids)
+    }
+
+    /// Decodes a whole text. Bytes that are not UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        let mut at_start = self.strips_leading_space;
+        for &id in ids {
+            let special = self.piece_kind(id)?.is_special();
+            if special && skip_special {
+                continue;
+            }
+            let mut piece = self.token_bytes(id)?;
+            if at_start {
+                piece = piece.strip_prefix(b" ").unwrap_or(piece);
+                at_start = false;
+            }
+            bytes.extend_from_slice(piece);
+        }
+        Ok(match String::from_utf8(bytes) {
+            Ok(text) => text,
+            Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+        })
+    }
+
+    /// The bytes a token stands for; not always UTF-8 on their own.
+    pub fn token_bytes(&self, id: u32) -> Result<&[u8], TextError> {
+        self.pieces.bytes(id).ok_or_else(|| self.unknown_id(id))
+    }
+
+    /// One more than the highest id.
+    pub fn vocab_size(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// Id of the token with exactly this text, as written in the vocabulary.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        match &self.encoder {
+            Encoder::ByteLevel(encoder) => encoder.model.token_to_id(token),
+            Encoder::SentencePiece(encoder) => encoder.lookup.token_to_id(token),
+            Encoder::Json(encoder) => encoder.token_id(token),
+        }
+    }
+
+    /// Text of a token for display and for `bos_token` in chat templates.
+    pub fn token_text(&self, id: u32) -> Result<String, TextError> {
+        Ok(String::from_utf8_lossy(self.token_bytes(id)?).into_owned())
+    }
+
+    /// Begins a text.
+    pub fn bos_id(&self) -> Option<u32> {
+        self.specials.bos
+    }
+
+    /// Ends a text, as named by the model's files.
+    pub fn eos_id(&self) -> Option<u32> {
+        self.specials.eos
+    }
+
+    /// Stands for text that has no token.
+    pub fn unk_id(&self) -> Option<u32> {
+        self.specials.unknown
+    }
+
+    /// Fills batches.
+    pub fn pad_id(&self) -> Option<u32> {
+        self.specials.pad
+    }
+
+    /// Every id at which generation stops, ascending.
+    pub fn end_ids(&self) -> &[u32] {
+        &self.specials.end
+    }
+
+    /// Whether generation stops at this id.
+    pub fn is_end(&self, id: u32) -> bool {
+        self.specials.end.binary_search(&id).is_ok()
+    }
+
+    /// Whether a whole text starts with [`Tokenizer::bos_id`].
+    pub fn adds_bos(&self) -> bool {
+        self.specials.adds_bos
+    }
+
+    /// Whether the token is hidden from decoded text.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.pieces.kind(id).is_some_and(PieceKind::is_special)
+    }
+
+    /// Refuses a model whose embedding has fewer rows than there are ids. More rows are padding and fine.
+    pub fn check_embedding_rows(&self, rows: usize) -> Result<(), TextError> {
+        if self.vocab_size() > rows {
+            return Err(TextError::LargerThanEmbedding { tokenizer: self.vocab_size(), rows });
+        }
+        Ok(())
+    }
+
+    pub(super) fn strips_leading_space(&self) -> bool {
+        self.strips_leading_space
+    }
+
+    fn piece_kind(&self, id: u32) -> Result<PieceKind, TextError> {
+        self.pieces.kind(id).ok_or_else(|| self.unknown_id(id))
+    }
+
+    fn unknown_id(&self, id: u32) -> TextError {
+        TextError::UnknownId { id, tokens: self.vocab_size() }
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Tokenizer")
+            .field("vocab_size", &self.vocab_size())
+            .field("specials", &self.specials)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ByteLevelEncoder {
+    fn encode(&self, text: &str, parse_special: bool, ids: &mut Vec<u32>) -> Result<(), TextError> {
+        let split = run_stages(
+            self.added.matcher(parse_special),
+            self.normalizer.as_ref(),
+            Some(&self.pre_tokenizer),
+            &self.model,
+            text,
+        )?;
+        for (_, _, tokens) in split.get_splits(OffsetReferential::Normalized, OffsetType::None) {
+            ids.extend(tokens.iter().flatten().map(|token| token.id));
+        }
+        Ok(())
+    }
+}
+
+impl SentencePieceEncoder {
+    fn encode(&self, text: &str, parse_special: bool, ids: &mut Vec<u32>) {
+        let split = self.added.matcher(parse_special).extract_and_normalize(None::<&NormalizerWrapper>, text);
+        let mut after_break = true;
+        for (fragment, _, tokens) in split.get_splits(OffsetReferential::Original, OffsetType::None) {
+            match tokens {
+                Some(tokens) => {
+                    ids.extend(tokens.iter().map(|token| token.id));
+                    after_break = true;
+                }
+                None => {
+                    self.model.encode(fragment, after_break, ids);
+                    after_break = false;
+                }
+            }
+        }
+    }
+}
+
+/// Matches whole tokens, then normalises, cuts and merges what lies between them.
+pub(super) fn run_stages<N: Normalizer, M: Model>(
+    added: &AddedVocabulary,
+    normalizer: Option<&N>,
+    pre_tokenizer: Option<&PreTokenizerWrapper>,
+    model: &M,
+    text: &str,
+) -> Result<PreTokenizedString, TextError> {
+    let mut split = added.extract_and_normalize(normalizer, text);
+    if let Some(pre_tokenizer) = pre_tokenizer {
+        pre_tokenizer.pre_tokenize(&mut split).map_err(encode_error)?;
+    }
+    split.tokenize(|fragment| model.tokenize(fragment.get())).map_err(encode_error)?;
+    Ok(split)
+}
