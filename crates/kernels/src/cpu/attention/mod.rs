@@ -1,1 +1,162 @@
-//! Attention over bf16 pages.
+//! Attention over bf16 pages: softmax of `q · k`, weighted sum of `v`, page by page.
+//!
+//! Rows are (token, query head) pairs that share one KV head, so a page is read once for all of them: decoding has
+//! one row per head of the group, prefill several tokens' worth. Softmax runs online, in the way of flash
+//! attention, and its state can be merged with that of other pages.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`page`] | order of the elements inside a page |
+//! | [`state`] | running softmax and its merge |
+//! | [`scalar`] | the reference |
+//! | [`floats`] | the loop over pages and groups of rows |
+//! | [`avx512`], [`avx2`], `neon` | products and softmax in `f32` |
+//! | [`amx`] | products in tiles of split bf16 |
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod floats;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+pub mod page;
+mod scalar;
+mod state;
+#[cfg(test)]
+mod tests;
+
+pub use page::{page_elements, read_token, write_token};
+pub use state::SoftmaxState;
+
+use oscar_codec::PAGE_TOKENS;
+
+use super::gemm::aligned::AlignedScratch;
+use super::isa::Isa;
+
+/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first: the Chebyshev fit of relative error, good to 2e-8 in `f32`.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const EXP2: [f32; 7] =
+    [1.0, std::f32::consts::LN_2, 0.240_226_46, 0.055_503_29, 0.009_618_52, 0.001_339_986, 0.000_153_375_77];
+
+/// Memory of one thread for [`attend`]; keeps its allocation between calls.
+#[derive(Default)]
+pub struct AttentionScratch {
+    /// Scaled queries, and their tiles for AMX.
+    queries: AlignedScratch,
+    query_tiles: AlignedScratch,
+    /// Logits of a group of rows, then their weights.
+    scores: AlignedScratch,
+    score_tiles: AlignedScratch,
+    /// The values of a partly filled page, with zeros for tokens that are not there.
+    values: AlignedScratch,
+    /// The last channels of the keys of a page, padded to a whole tile.
+    keys: AlignedScratch,
+}
+
+/// Adds the tokens of `pages` to the softmax of each row.
+///
+/// * `q`: `limits.len()` rows of `d` channels, not scaled; logits are `scale · q · k`.
+/// * `limits[row]`: number of tokens the row sees, counted from position 0 of the sequence.
+/// * `pages`: pages `first_page..` of the sequence for one layer and KV head, [`page_elements`] each. Only tokens
+///   below the largest limit need to have been written.
+/// * `state`: [`SoftmaxState::reset`] for these rows, or what earlier pages left.
+///
+/// `d` is a multiple of 2; multiples of 16 from 32 to 256 have fast paths.
+pub fn attend(
+    isa: Isa,
+    q: &[f32],
+    scale: f32,
+    limits: &[usize],
+    first_page: usize,
+    pages: &[&[u16]],
+    d: usize,
+    scratch: &mut AttentionScratch,
+    state: &mut SoftmaxState,
+) {
+    assert!(d.is_multiple_of(2), "a head of {d} channels");
+    assert_eq!(q.len(), limits.len() * d, "queries of {} rows of {d} channels", limits.len());
+    assert!(state.rows() == limits.len() && state.head_dim() == d, "a state for other rows");
+    assert!(pages.iter().all(|page| page.len() == page_elements(d)), "pages of another head dimension");
+    assert!(isa.is_available(), "{isa} kernels on a machine without them");
+    if limits.is_empty() || d == 0 {
+        return;
+    }
+
+    let scale = scale * std::f32::consts::LOG2_E;
+    let mut queries = std::mem::take(&mut scratch.queries);
+    let scaled = queries.at_least::<f32>(q.len());
+    scaled.iter_mut().zip(q).for_each(|(scaled, q)| *scaled = q * scale);
+    let work = Work { q: scaled, limits, first_page, pages, d };
+    let fast = d.is_multiple_of(16) && (32..=256).contains(&d);
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx if fast => amx::attend(&work, scratch, state),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 if fast => floats::attend(&floats::AVX512, &work, scratch, state),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 if fast => floats::attend(&floats::AVX2, &work, scratch, state),
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon if fast => floats::attend(&floats::NEON, &work, scratch, state),
+        _ => {
+            for (page, start) in work.visible_pages() {
+                for (row, &limit) in limits.iter().enumerate() {
+                    let visible = visible(limit, start);
+                    scalar::attend_row(&work.q[row * d..][..d], page, visible, row, state);
+                }
+            }
+        }
+    }
+    scratch.queries = queries;
+}
+
+/// The arguments of [`attend`], checked, with scaled queries.
+struct Work<'a> {
+    q: &'a [f32],
+    limits: &'a [usize],
+    first_page: usize,
+    pages: &'a [&'a [u16]],
+    d: usize,
+}
+
+impl<'a> Work<'a> {
+    /// The pages that any row sees, with the position of their first token.
+    fn visible_pages(&self) -> impl Iterator<Item = (&'a [u16], usize)> {
+        let limit = self.limits.iter().copied().max().unwrap_or(0);
+        let first_page = self.first_page;
+        self.pages
+            .iter()
+            .enumerate()
+            .map(move |(index, page)| (*page, (first_page + index) * PAGE_TOKENS))
+            .take_while(move |(_, start)| *start < limit)
+    }
+}
+
+/// Tokens of the page starting at `start` that a row with `limit` sees.
+fn visible(limit: usize, start: usize) -> usize {
+    limit.saturating_sub(start).min(PAGE_TOKENS)
+}
+
+/// The values of a page with zeros for tokens from `visible` on.
+///
+/// What was never written may be NaN, and a weight of zero does not hide that.
+fn written_values<'a>(
+    values: &'a [u16],
+    d: usize,
+    visible: usize,
+    scratch: &'a mut AlignedScratch,
+) -> &'a [u16] {
+    if visible == PAGE_TOKENS {
+        return values;
+    }
+    let copy = scratch.at_least::<u16>(PAGE_TOKENS * d);
+    let pairs = visible.div_ceil(2) * 2 * d;
+    copy[..pairs].copy_from_slice(&values[..pairs]);
+    if !visible.is_multiple_of(2) {
+        copy[pairs - 2 * d..pairs].iter_mut().skip(1).step_by(2).for_each(|value| *value = 0);
+    }
+    copy[pairs..].fill(0);
+    copy
+}

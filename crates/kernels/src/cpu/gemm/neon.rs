@@ -26,13 +26,7 @@ pub(super) fn multiply(w: &[f32], x: &[f32], depth: usize, sums: &mut [f32]) {
 
 #[inline]
 #[target_feature(enable = "neon")]
-fn rows<const R: usize>(
-    w: &[f32],
-    x: &[f32],
-    depth: usize,
-    lane: usize,
-    sums: &mut [f32],
-) -> usize {
+fn rows<const R: usize>(w: &[f32], x: &[f32], depth: usize, lane: usize, sums: &mut [f32]) -> usize {
     assert!(w.len() >= R * depth && x.len() >= depth * BLOCK_ROWS && sums.len() >= R * BLOCK_ROWS);
     assert!(lane + LANES <= BLOCK_ROWS);
     // SAFETY: all offsets are below the lengths asserted above.

@@ -1,0 +1,100 @@
+//! The loop over pages and groups of rows for the paths that multiply in `f32`.
+//!
+//! Both products have the same shape, `rows x pairs` times `pairs x width` with the right side in bf16 pairs, so a
+//! path provides one product and one softmax step.
+
+use oscar_codec::PAGE_TOKENS;
+
+use super::page::split;
+use super::state::SoftmaxState;
+use super::{AttentionScratch, Work, visible, written_values};
+
+/// The rows of one group inside a softmax step.
+pub(super) struct SoftmaxRows<'a> {
+    /// `[rows][64]` logits; weights afterwards.
+    pub(super) scores: &'a mut [f32],
+    /// Limits of the rows and the position of the page's first token.
+    pub(super) limits: &'a [usize],
+    pub(super) start: usize,
+    pub(super) max: &'a mut [f32],
+    pub(super) sum: &'a mut [f32],
+    /// `[rows][d]`, scaled down when the maximum grows.
+    pub(super) values: &'a mut [f32],
+    pub(super) d: usize,
+}
+
+/// Adds `left · right` to `out`: `left` is `[rows][left_stride]` of which `2 * pairs` count, `right` is
+/// `[pairs][width][2]` in bf16, `out` is `[rows][width]`. The memory at `next` is about to be read.
+pub(super) type Product = unsafe fn(
+    left: &[f32],
+    left_stride: usize,
+    rows: usize,
+    right: &[u16],
+    pairs: usize,
+    width: usize,
+    out: &mut [f32],
+    next: &[u16],
+);
+
+/// One path.
+pub(super) struct Path {
+    /// Most rows of a group.
+    rows: usize,
+    product: Product,
+    softmax: unsafe fn(SoftmaxRows<'_>),
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) static AVX512: Path =
+    Path { rows: 6, product: super::avx512::product, softmax: super::avx512::softmax };
+
+#[cfg(target_arch = "x86_64")]
+pub(super) static AVX2: Path = Path { rows: 4, product: super::avx2::product, softmax: super::avx2::softmax };
+
+#[cfg(target_arch = "aarch64")]
+pub(super) static NEON: Path = Path { rows: 4, product: super::neon::product, softmax: super::neon::softmax };
+
+/// Attends all rows to all pages. The path must be available, which [`super::attend`] has checked.
+pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
+    let Work { q, limits, d, .. } = *work;
+    let rows = limits.len();
+    // Equal groups: seven rows are four and three, not six and one.
+    let group = rows.div_ceil(rows.div_ceil(path.rows));
+    let most = limits.iter().copied().max().unwrap_or(0);
+    let mut pages = work.visible_pages().peekable();
+    while let Some((page, start)) = pages.next() {
+        let (keys, values) = split(page, d);
+        let (next_keys, next_values) = pages.peek().map_or((&[][..], &[][..]), |(page, _)| split(page, d));
+        let values = written_values(values, d, visible(most, start), &mut scratch.values);
+        for first in (0..rows).step_by(group) {
+            let count = group.min(rows - first);
+            let limits = &limits[first..first + count];
+            let seen = limits.iter().map(|&limit| visible(limit, start)).max().unwrap_or(0);
+            if seen == 0 {
+                continue;
+            }
+            // The first group fetches the next page while it computes.
+            let (next_keys, next_values) =
+                if first == 0 { (next_keys, next_values) } else { (&[][..], &[][..]) };
+            let scores = scratch.scores.at_least::<f32>(count * PAGE_TOKENS);
+            scores.fill(0.0);
+            let channels = first * d..(first + count) * d;
+            // SAFETY: the path is available, which the caller has checked.
+            unsafe {
+                (path.product)(&q[channels.clone()], d, count, keys, d / 2, PAGE_TOKENS, scores, next_keys);
+                (path.softmax)(SoftmaxRows {
+                    scores,
+                    limits,
+                    start,
+                    max: &mut state.max[first..first + count],
+                    sum: &mut state.sum[first..first + count],
+                    values: &mut state.values[channels.clone()],
+                    d,
+                });
+                let pairs = seen.div_ceil(2);
+                let sums = &mut state.values[channels];
+                (path.product)(scores, PAGE_TOKENS, count, values, pairs, d, sums, next_values);
+            }
+        }
+    }
+}

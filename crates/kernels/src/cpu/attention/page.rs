@@ -1,0 +1,102 @@
+//! The order of the elements inside a bf16 page, and how one token is written.
+//!
+//! Keys are `[d/2 channel pairs][64 tokens][2]` and values `[32 token pairs][d channels][2]`, keys first. Both are
+//! the right operand of a matrix product with its summed index in pairs: channels for `q · k`, tokens for `p · v`.
+//! That is the tile order of AMX, so pages are multiplied where they lie; and a vector register of pairs splits into
+//! even and odd elements with a shift and a mask, with tokens (or channels) side by side in the lanes, so no path
+//! ever sums across lanes.
+
+use half::bf16;
+use oscar_codec::{PAGE_TOKENS, PageFormat};
+
+/// Elements of a page of head dimension `d`.
+pub fn page_elements(d: usize) -> usize {
+    PageFormat::Bf16.page_bytes(d) / size_of::<u16>()
+}
+
+/// Where channel `channel` of the key of `token` lies.
+pub(super) fn key_index(token: usize, channel: usize) -> usize {
+    (channel / 2 * PAGE_TOKENS + token) * 2 + channel % 2
+}
+
+/// Where channel `channel` of the value of `token` lies, from the start of the page.
+pub(super) fn value_index(d: usize, token: usize, channel: usize) -> usize {
+    PAGE_TOKENS * d + (token / 2 * d + channel) * 2 + token % 2
+}
+
+/// The keys and the values of a page.
+pub(super) fn split(page: &[u16], d: usize) -> (&[u16], &[u16]) {
+    page.split_at(PAGE_TOKENS * d)
+}
+
+/// Writes the key and value of one token, rounded to nearest even; NaN stays NaN.
+///
+/// `d` is the head dimension, a multiple of 2, and `token_in_page` the position modulo 64.
+pub fn write_token(page: &mut [u16], d: usize, token_in_page: usize, key: &[f32], value: &[f32]) {
+    assert!(d.is_multiple_of(2) && page.len() == page_elements(d) && token_in_page < PAGE_TOKENS);
+    assert!(
+        key.len() == d && value.len() == d,
+        "a key of {} and a value of {} channels",
+        key.len(),
+        value.len()
+    );
+    for channel in 0..d {
+        page[key_index(token_in_page, channel)] = bf16::from_f32(key[channel]).to_bits();
+        page[value_index(d, token_in_page, channel)] = bf16::from_f32(value[channel]).to_bits();
+    }
+}
+
+/// Reads the key and value of one token back.
+pub fn read_token(page: &[u16], d: usize, token_in_page: usize, key: &mut [f32], value: &mut [f32]) {
+    assert!(d.is_multiple_of(2) && page.len() == page_elements(d) && token_in_page < PAGE_TOKENS);
+    assert!(
+        key.len() == d && value.len() == d,
+        "a key of {} and a value of {} channels",
+        key.len(),
+        value.len()
+    );
+    for channel in 0..d {
+        key[channel] = bf16::from_bits(page[key_index(token_in_page, channel)]).to_f32();
+        value[channel] = bf16::from_bits(page[value_index(d, token_in_page, channel)]).to_f32();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_come_back_rounded_and_nothing_else_moves() {
+        for d in [2, 32, 48, 128] {
+            let mut page = vec![0u16; page_elements(d)];
+            let key =
+                |token: usize| -> Vec<f32> { (0..d).map(|c| (token * d + c) as f32 * 0.37 - 9.0).collect() };
+            let value =
+                |token: usize| -> Vec<f32> { (0..d).map(|c| (token * 7 + c * 3) as f32 * -0.11).collect() };
+            for token in 0..PAGE_TOKENS {
+                write_token(&mut page, d, token, &key(token), &value(token));
+            }
+            for token in 0..PAGE_TOKENS {
+                let (mut got_key, mut got_value) = (vec![0.0; d], vec![0.0; d]);
+                read_token(&page, d, token, &mut got_key, &mut got_value);
+                let rounded =
+                    |x: Vec<f32>| -> Vec<f32> { x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect() };
+                assert_eq!(got_key, rounded(key(token)), "d={d} token {token}");
+                assert_eq!(got_value, rounded(value(token)), "d={d} token {token}");
+            }
+        }
+    }
+
+    #[test]
+    fn rounding_is_to_even_and_keeps_what_is_not_finite() {
+        let mut page = vec![0u16; page_elements(2)];
+        // Halfway between 1.0 and the next bf16, halfway above an odd one, and values without a neighbour.
+        let key = [f32::from_bits(0x3f80_8000), f32::from_bits(0x3f81_8000)];
+        let value = [f32::NAN, f32::NEG_INFINITY];
+        write_token(&mut page, 2, 63, &key, &value);
+        let (mut got_key, mut got_value) = ([0.0; 2], [0.0; 2]);
+        read_token(&page, 2, 63, &mut got_key, &mut got_value);
+        assert_eq!(got_key.map(f32::to_bits), [0x3f80_0000, 0x3f82_0000]);
+        assert!(got_value[0].is_nan() && got_value[1] == f32::NEG_INFINITY);
+    }
+}

@@ -1,0 +1,309 @@
+use half::bf16;
+
+use super::*;
+
+/// A small generator; the tests need spread, not quality.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((self.0 >> 40) as f32 / (1u64 << 23) as f32) - 1.0
+    }
+
+    pub(super) fn vector(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.next()).collect()
+    }
+}
+
+/// A sequence of one KV head: its pages, and the same keys and values as plain rows.
+struct Sequence {
+    d: usize,
+    pages: Vec<Vec<u16>>,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+impl Sequence {
+    /// Tokens that were never written are NaN.
+    fn new(d: usize, len: usize, mut token: impl FnMut(usize) -> (Vec<f32>, Vec<f32>)) -> Sequence {
+        let nan = bf16::NAN.to_bits();
+        let mut pages = vec![vec![nan; page_elements(d)]; len.div_ceil(PAGE_TOKENS).max(1)];
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for position in 0..len {
+            let (key, value) = token(position);
+            let page = &mut pages[position / PAGE_TOKENS];
+            write_token(page, d, position % PAGE_TOKENS, &key, &value);
+            let rounded = |x: Vec<f32>| x.into_iter().map(|x| bf16::from_f32(x).to_f32());
+            keys.extend(rounded(key));
+            values.extend(rounded(value));
+        }
+        Sequence { d, pages, keys, values }
+    }
+
+    fn random(d: usize, len: usize, random: &mut Random) -> Sequence {
+        Sequence::new(d, len, |_| {
+            let key = random.vector(d).into_iter().map(|x| x * 3.0).collect();
+            (key, random.vector(d))
+        })
+    }
+
+    /// Softmax attention in `f64`, straight from the definition, and the largest value seen.
+    fn exact(&self, q: &[f32], scale: f32, limit: usize) -> (Vec<f64>, f64) {
+        let d = self.d;
+        let logits: Vec<f64> = (0..limit)
+            .map(|t| {
+                let dot: f64 = (0..d).map(|c| f64::from(q[c]) * f64::from(self.keys[t * d + c])).sum();
+                dot * f64::from(scale)
+            })
+            .collect();
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = logits.iter().map(|logit| (logit - max).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        let value = |t: usize, c: usize| f64::from(self.values[t * d + c]);
+        let out = (0..d)
+            .map(|c| {
+                if limit == 0 { 0.0 } else { (0..limit).map(|t| weights[t] * value(t, c)).sum::<f64>() / sum }
+            })
+            .collect();
+        (out, self.values[..limit * d].iter().fold(0.0, |max, x| max.max(f64::from(x.abs()))))
+    }
+
+    fn attend(&self, isa: Isa, q: &[f32], scale: f32, limits: &[usize], ranges: &[usize]) -> Vec<f32> {
+        let d = self.d;
+        let pages: Vec<&[u16]> = self.pages.iter().map(Vec::as_slice).collect();
+        let mut scratch = AttentionScratch::default();
+        let mut merged = SoftmaxState::default();
+        merged.reset(limits.len(), d);
+        let mut first = 0;
+        for &end in ranges.iter().chain([&pages.len()]) {
+            let mut state = SoftmaxState::default();
+            state.reset(limits.len(), d);
+            attend(isa, q, scale, limits, first, &pages[first..end], d, &mut scratch, &mut state);
+            merged.merge(&state);
+            first = end;
+        }
+        let mut out = vec![f32::NAN; limits.len() * d];
+        for (row, out) in out.chunks_exact_mut(d).enumerate() {
+            merged.finish(row, out);
+        }
+        out
+    }
+
+    /// Compares all rows with the definition; `tolerance` is relative to the largest value.
+    fn check(&self, isa: Isa, q: &[f32], scale: f32, limits: &[usize], ranges: &[usize], tolerance: f64) {
+        let d = self.d;
+        let out = self.attend(isa, q, scale, limits, ranges);
+        for (row, &limit) in limits.iter().enumerate() {
+            let (exact, size) = self.exact(&q[row * d..][..d], scale, limit);
+            for c in 0..d {
+                let got = f64::from(out[row * d + c]);
+                assert!(
+                    (got - exact[c]).abs() <= tolerance * size,
+                    "{isa} d={d} row {row} of {} limit {limit} channel {c}: {got} for {}, ranges {ranges:?}",
+                    limits.len(),
+                    exact[c]
+                );
+            }
+        }
+    }
+}
+
+const TOLERANCE: f64 = 1e-5;
+
+#[test]
+fn decode_rows_agree_with_the_definition() {
+    let mut random = Random(11);
+    for d in [32, 48, 64, 80, 96, 128, 256] {
+        let scale = 1.0 / (d as f32).sqrt();
+        for len in [1, 2, 63, 64, 65, 127, 128, 129, 320, 321, 1000] {
+            let sequence = Sequence::random(d, len, &mut random);
+            for group in [1, 3, 4, 6, 7, 8, 12] {
+                if len > 321 && ![3, 6].contains(&group) {
+                    continue;
+                }
+                let q = random.vector(group * d);
+                for isa in Isa::available().filter(|isa| *isa != Isa::Scalar || len < 130) {
+                    sequence.check(isa, &q, scale, &vec![len; group], &[], TOLERANCE);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn prefill_rows_have_their_own_limits() {
+    let mut random = Random(12);
+    for d in [64, 48, 128] {
+        for (start, tokens, group) in [(0, 16, 3), (50, 20, 1), (60, 5, 7), (128, 64, 1), (190, 16, 4)] {
+            let sequence = Sequence::random(d, start + tokens, &mut random);
+            let limits: Vec<usize> = (0..tokens * group).map(|row| start + row / group + 1).collect();
+            let q = random.vector(limits.len() * d);
+            for isa in Isa::available() {
+                sequence.check(isa, &q, 0.2, &limits, &[], TOLERANCE);
+            }
+        }
+        // Limits in any order, none at all, and pages that only some rows see.
+        let sequence = Sequence::random(d, 200, &mut random);
+        let limits = [0, 200, 1, 64, 65, 63, 128, 129, 0, 199, 2, 100, 66, 127, 130, 3, 5, 0];
+        let q = random.vector(limits.len() * d);
+        for isa in Isa::available() {
+            sequence.check(isa, &q, 0.2, &limits, &[], TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn page_ranges_merge_to_the_whole() {
+    let mut random = Random(13);
+    let sequence = Sequence::random(64, 500, &mut random);
+    let limits = [500, 450, 64, 10, 0];
+    let q = random.vector(limits.len() * 64);
+    for isa in Isa::available() {
+        for ranges in [&[1][..], &[1, 2, 3, 4, 5, 6, 7], &[4], &[0, 3, 3, 7]] {
+            sequence.check(isa, &q, 0.3, &limits, ranges, TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn odd_head_dimensions_use_the_reference() {
+    let mut random = Random(14);
+    for d in [2, 6, 20, 36, 272] {
+        let sequence = Sequence::random(d, 70, &mut random);
+        let q = random.vector(3 * d);
+        for isa in Isa::available() {
+            sequence.check(isa, &q, 0.3, &[70, 1, 65], &[], TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn nasty_keys() {
+    let mut random = Random(15);
+    let (d, len) = (64, 150);
+    let q = random.vector(3 * d);
+    let constant = Sequence::new(d, len, |_| (vec![0.7; d], random.vector(d)));
+    let mut random = Random(16);
+    let zeros = Sequence::new(d, len, |_| (vec![0.0; d], random.vector(d)));
+    let nothing = Sequence::new(d, len, |_| (vec![0.0; d], vec![0.0; d]));
+    let huge = |at: usize| {
+        let mut random = Random(17);
+        Sequence::new(d, len, move |t| {
+            let size = if t == at { 3e4 } else { 1.0 };
+            (random.vector(d).into_iter().map(|x| x * size).collect(), random.vector(d))
+        })
+    };
+    for isa in Isa::available() {
+        for sequence in [&constant, &zeros, &nothing] {
+            sequence.check(isa, &q, 1.0, &[len; 3], &[1], TOLERANCE);
+        }
+        for at in [0, 63, 64, 149] {
+            // Logits of ±1e5 and more: one token takes all, or none of it.
+            huge(at).check(isa, &q, 1.0, &[len; 3], &[], TOLERANCE);
+            huge(at).check(isa, &q, 1e25, &[len; 3], &[1], TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn large_constant_keys_cancel() {
+    // Keys with a common part many times their spread, as Qwen2.5 has them: logits near ±300 that differ by a few.
+    let mut random = Random(18);
+    let d = 128;
+    let common: Vec<f32> = random.vector(d).into_iter().map(|x| x * 60.0).collect();
+    let sequence = Sequence::new(d, 200, |_| {
+        (common.iter().map(|x| x + 4.0 * random.next()).collect(), random.vector(d))
+    });
+    let mut random = Random(19);
+    let q: Vec<f32> = common.iter().map(|x| x * 0.02 + random.next() * 0.3).collect();
+    let scale = 1.0 / (d as f32).sqrt();
+    for isa in Isa::available() {
+        sequence.check(isa, &q, scale, &[200], &[], 5e-5);
+    }
+}
+
+#[test]
+fn a_row_that_is_not_a_number_stays_alone() {
+    let mut random = Random(20);
+    let d = 64;
+    let sequence = Sequence::random(d, 100, &mut random);
+    let q = random.vector(9 * d);
+    for isa in Isa::available() {
+        let good = sequence.attend(isa, &q, 0.2, &[100; 9], &[]);
+        let mut bad = q.clone();
+        bad[4 * d + 3] = f32::NAN;
+        let out = sequence.attend(isa, &bad, 0.2, &[100; 9], &[]);
+        assert!(out[4 * d..5 * d].iter().all(|x| x.is_nan()), "{isa}");
+        assert_eq!(out[..4 * d], good[..4 * d], "{isa}");
+        assert_eq!(out[5 * d..], good[5 * d..], "{isa}");
+    }
+}
+
+#[test]
+fn an_empty_state_is_zero_and_neutral() {
+    let (mut empty, mut one) = (SoftmaxState::default(), SoftmaxState::default());
+    empty.reset(1, 32);
+    one.reset(1, 32);
+    let mut out = [1.0; 32];
+    empty.finish(0, &mut out);
+    assert_eq!(out, [0.0; 32]);
+    let sequence = Sequence::new(32, 1, |_| (vec![0.5; 32], vec![2.5; 32]));
+    let pages: Vec<&[u16]> = sequence.pages.iter().map(Vec::as_slice).collect();
+    let scratch = &mut AttentionScratch::default();
+    attend(Isa::detect(), &[1.0; 32], 1.0, &[1], 0, &pages, 32, scratch, &mut one);
+    let mut sum = empty.clone();
+    sum.merge(&one);
+    sum.merge(&empty);
+    sum.finish(0, &mut out);
+    assert_eq!(out, [2.5; 32]);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn powers_of_two_are_good_to_one_in_a_million() {
+    use std::arch::x86_64::*;
+
+    #[target_feature(enable = "avx512f")]
+    fn wide(x: &[f32; 16]) -> [f32; 16] {
+        let mut out = [0.0; 16];
+        // SAFETY: the arrays hold one register.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), avx512::exp2(_mm512_loadu_ps(x.as_ptr()))) };
+        out
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn narrow(x: &[f32; 16]) -> [f32; 16] {
+        let mut out = [0.0; 16];
+        for i in [0, 8] {
+            // SAFETY: the arrays hold two registers.
+            unsafe {
+                _mm256_storeu_ps(out.as_mut_ptr().add(i), avx2::exp2(_mm256_loadu_ps(x.as_ptr().add(i))))
+            };
+        }
+        out
+    }
+
+    for isa in Isa::available() {
+        // SAFETY: each function runs only where its instruction set is available.
+        let exp2 = |x: &[f32; 16]| match isa {
+            Isa::Avx512 => Some(unsafe { wide(x) }),
+            // SAFETY: as above.
+            Isa::Avx2 => Some(unsafe { narrow(x) }),
+            _ => None,
+        };
+        for step in 0..100_000 {
+            let x: [f32; 16] = std::array::from_fn(|i| 1.0 - (step * 16 + i) as f32 * (126.9 / 1.6e6));
+            for (x, got) in x.iter().zip(exp2(&x).into_iter().flatten()) {
+                let exact = f64::from(*x).exp2();
+                assert!((f64::from(got) / exact - 1.0).abs() < 1e-6, "{isa} 2^{x} = {got}");
+            }
+        }
+        if let Some(edges) = exp2(&[f32::NEG_INFINITY; 16]) {
+            assert_eq!(edges, [0.0; 16], "{isa}");
+            assert!(exp2(&[f32::NAN; 16]).is_some_and(|out| out.iter().all(|x| x.is_nan())), "{isa}");
+            assert_eq!(exp2(&[0.0; 16]), Some([1.0; 16]), "{isa}");
+            assert_eq!(exp2(&[-1e30; 16]), Some([0.0; 16]), "{isa}");
+        }
+    }
+}
