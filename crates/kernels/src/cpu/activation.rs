@@ -12,7 +12,7 @@ pub const GROUP: usize = 32;
 pub const SUM_GROUP: usize = 16;
 
 /// Largest magnitude of the fixed-point number; keeps the high byte within ±127.
-const LIMIT: f32 = 32512.0;
+pub(crate) const LIMIT: f32 = 32512.0;
 
 /// Rows of activations in fixed point. `cols` is a multiple of [`GROUP`].
 #[derive(Default)]
@@ -58,7 +58,13 @@ impl QuantisedRows {
         }
     }
 
+    /// Everything a fast path fills after [`Self::reset`]: high bytes, low bytes, scales, sums.
+    pub(crate) fn parts_mut(&mut self) -> (&mut [i8], &mut [i8], &mut [f32], &mut [f32]) {
+        (&mut self.high, &mut self.low, &mut self.scales, &mut self.sums)
+    }
+
     /// Quantises all rows of `x` (`rows * cols` values).
+    #[inline(always)]
     pub fn quantise(&mut self, x: &[f32], rows: usize, cols: usize) {
         assert_eq!(x.len(), rows * cols);
         self.reset(rows, cols);

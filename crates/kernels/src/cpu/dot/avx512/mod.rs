@@ -1,0 +1,160 @@
+//! AVX-512 with VNNI: 64 byte products per instruction, two instructions (high and low byte) per 64 weights.
+//!
+//! `vpdpbusd` multiplies unsigned with signed bytes. Codes go in as unsigned; formats with signed codes add a constant
+//! to them and take it off again in the integer sum, once per activation vector and not once per weight row.
+
+mod convert;
+mod small;
+mod superblock;
+
+use std::arch::x86_64::*;
+
+use super::{MAX_ROWS, Product};
+use crate::cpu::activation::{QuantisedRow, QuantisedRows};
+use crate::dtype::DType;
+pub(super) use convert::{dequantise, quantise};
+
+/// One activation row as pointers, so that the loops carry no bounds checks.
+#[derive(Clone, Copy)]
+struct Activations {
+    high: *const i8,
+    low: *const i8,
+    scales: *const f32,
+    sums: *const f32,
+}
+
+impl Activations {
+    fn new(row: QuantisedRow<'_>) -> Activations {
+        let QuantisedRow { high, low, scales, sums } = row;
+        Activations { high: high.as_ptr(), low: low.as_ptr(), scales: scales.as_ptr(), sums: sums.as_ptr() }
+    }
+}
+
+/// A matrix of whole weight rows.
+#[derive(Clone, Copy)]
+struct Weights<'a> {
+    bytes: &'a [u8],
+    outputs: usize,
+    cols: usize,
+}
+
+impl Weights<'_> {
+    /// Starts of `R` rows from `first`. The last row is repeated to fill up; its results are written once.
+    #[inline(always)]
+    fn rows<const R: usize>(&self, first: usize) -> [*const u8; R] {
+        let row_bytes = self.bytes.len() / self.outputs;
+        std::array::from_fn(|r| self.bytes[(first + r).min(self.outputs - 1) * row_bytes..].as_ptr())
+    }
+}
+
+/// The products of all weight rows with `M` activation rows.
+trait Pass {
+    /// # Safety
+    /// The CPU has the instructions; `out` holds `M * weights.outputs` values; the pointers in `x` are those of
+    /// rows of `weights.cols` values.
+    unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]);
+}
+
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ, VL and VNNI.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn quantised_rows(dtype: DType, product: Product<'_>) {
+    // SAFETY: passed on.
+    unsafe {
+        match dtype {
+            DType::Q4_0 => passes::<small::Q4_0>(product),
+            DType::Q4_1 => passes::<small::Q4_1>(product),
+            DType::Q5_0 => passes::<small::Q5_0>(product),
+            DType::Q5_1 => passes::<small::Q5_1>(product),
+            DType::Q8_0 => passes::<small::Q8_0>(product),
+            DType::Q4K => passes::<superblock::Q4K>(product),
+            DType::Q5K => passes::<superblock::Q5K>(product),
+            DType::Q6K => passes::<superblock::Q6K>(product),
+            DType::F32 | DType::F16 | DType::BF16 => unreachable!("float weights have no codes"),
+        }
+    }
+}
+
+/// Up to [`MAX_ROWS`] activation rows at a time.
+///
+/// # Safety
+/// As [`quantised_rows`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn passes<P: Pass>(product: Product<'_>) {
+    let Product { weights, x, outputs, out } = product;
+    let weights = Weights { bytes: weights, outputs, cols: x.cols() };
+    for (index, out) in out.chunks_mut(MAX_ROWS * outputs).enumerate() {
+        let first = index * MAX_ROWS;
+        // SAFETY: `out` holds as many rows as the pass writes.
+        unsafe {
+            match out.len() / outputs {
+                1 => pass::<P, 1>(weights, x, first, out),
+                2 => pass::<P, 2>(weights, x, first, out),
+                3 => pass::<P, 3>(weights, x, first, out),
+                _ => pass::<P, 4>(weights, x, first, out),
+            }
+        }
+    }
+}
+
+/// Kept out of line: each instance is a whole kernel.
+///
+/// # Safety
+/// As [`Pass::run`], with `M` rows of `x` from `first`.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn pass<P: Pass, const M: usize>(
+    weights: Weights<'_>,
+    x: &QuantisedRows,
+    first: usize,
+    out: &mut [f32],
+) {
+    // SAFETY: passed on.
+    unsafe { P::run::<M>(weights, std::array::from_fn(|m| Activations::new(x.row(first + m))), out) }
+}
+
+/// Sum of the sixteen lanes.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn sum(lanes: __m512) -> f32 {
+    // SAFETY: the caller promises the instructions.
+    unsafe { _mm512_reduce_add_ps(lanes) }
+}
+
+/// `256 · Σ codes·high + Σ codes·low` over quadruples of bytes, for two vectors of codes that share lanes.
+///
+/// # Safety
+/// The CPU has AVX-512F and VNNI.
+#[inline(always)]
+unsafe fn dot_pair(codes: [__m512i; 2], high: [__m512i; 2], low: [__m512i; 2]) -> __m512i {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[0], high[0]);
+        let sum = _mm512_slli_epi32::<8>(_mm512_dpbusd_epi32(sum, codes[1], high[1]));
+        _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, codes[0], low[0]), codes[1], low[1])
+    }
+}
+
+/// The same for one vector of codes.
+///
+/// # Safety
+/// The CPU has AVX-512F and VNNI.
+#[inline(always)]
+unsafe fn dot_one(codes: __m512i, high: __m512i, low: __m512i) -> __m512i {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let sum = _mm512_slli_epi32::<8>(_mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, high));
+        _mm512_dpbusd_epi32(sum, codes, low)
+    }
+}
+
+/// Asks for the bytes a row will need soon. The address may lie past the end; prefetches never fault.
+#[inline(always)]
+fn prefetch(row: *const u8, at: usize) {
+    /// About two hundred nanoseconds of one core's share of the memory bandwidth over four rows.
+    const AHEAD: usize = 768;
+    // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(at + AHEAD).cast()) }
+}

@@ -1,0 +1,277 @@
+//! Formats with 32 weights per block, four blocks (128 weights) at a time.
+//!
+//! The sixteen bytes of nibbles of each block go to one 128-bit lane, so low nibbles are weights 0-15 of four blocks
+//! and high nibbles weights 16-31; activations are shuffled to match. Both halves of a block then end in the same
+//! lane, and one conversion to float serves 128 weights. Half-precision scales are gathered with plain integer
+//! instructions, whose ports are idle otherwise, and converted for four weight rows at once: float lane `4r + b`
+//! belongs to block `b` of row `r`.
+
+use std::arch::x86_64::*;
+
+use super::{Activations, Pass, Weights, dot_pair, prefetch, sum};
+
+/// Blocks per step.
+const BLOCKS: usize = 4;
+/// Weight rows per pass.
+const ROWS: usize = 4;
+
+pub(super) trait Small {
+    const BYTES: usize;
+    /// Where the nibbles or bytes of the block start.
+    const CODES_AT: usize;
+    /// Where the fifth bits start, if there are any.
+    const FIFTH_BITS_AT: Option<usize> = None;
+    const BYTE_CODES: bool = false;
+    /// What is taken off the unsigned codes.
+    const BIAS: i8 = 0;
+    /// Whether a half-precision offset follows the scale.
+    const HAS_OFFSET: bool = false;
+}
+
+pub(super) struct Q4_0;
+impl Small for Q4_0 {
+    const BYTES: usize = 18;
+    const CODES_AT: usize = 2;
+    const BIAS: i8 = 8;
+}
+
+pub(super) struct Q4_1;
+impl Small for Q4_1 {
+    const BYTES: usize = 20;
+    const CODES_AT: usize = 4;
+    const HAS_OFFSET: bool = true;
+}
+
+pub(super) struct Q5_0;
+impl Small for Q5_0 {
+    const BYTES: usize = 22;
+    const CODES_AT: usize = 6;
+    const FIFTH_BITS_AT: Option<usize> = Some(2);
+    const BIAS: i8 = 16;
+}
+
+pub(super) struct Q5_1;
+impl Small for Q5_1 {
+    const BYTES: usize = 24;
+    const CODES_AT: usize = 8;
+    const FIFTH_BITS_AT: Option<usize> = Some(4);
+    const HAS_OFFSET: bool = true;
+}
+
+pub(super) struct Q8_0;
+impl Small for Q8_0 {
+    const BYTES: usize = 34;
+    const CODES_AT: usize = 2;
+    const BYTE_CODES: bool = true;
+    /// 128 as an unsigned byte.
+    const BIAS: i8 = -128;
+}
+
+/// Sixteen bytes from each of `count` blocks, one block per 128-bit lane; zero for missing blocks.
+///
+/// # Safety
+/// The CPU has AVX-512F; sixteen bytes are readable at `at + b * stride` for every `b < count`.
+#[inline(always)]
+unsafe fn lanes<const FULL: bool>(at: *const u8, stride: usize, count: usize) -> __m512i {
+    // SAFETY: only lanes below `count` are loaded.
+    unsafe {
+        let lane = |b: usize| _mm_loadu_si128(at.add(b * stride).cast());
+        let mut all = _mm512_castsi128_si512(lane(0));
+        if !FULL {
+            all = _mm512_zextsi128_si512(lane(0));
+        }
+        if FULL || count > 1 {
+            all = _mm512_inserti32x4::<1>(all, lane(1));
+        }
+        if FULL || count > 2 {
+            all = _mm512_inserti32x4::<2>(all, lane(2));
+        }
+        if FULL || count > 3 {
+            all = _mm512_inserti32x4::<3>(all, lane(3));
+        }
+        all
+    }
+}
+
+/// Unsigned codes 0-15 and 16-31 of `count` blocks.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW; `count` blocks are readable at `blocks`.
+#[inline(always)]
+unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> [__m512i; 2] {
+    // SAFETY: all loads are inside the blocks.
+    unsafe {
+        let first = lanes::<FULL>(blocks.add(B::CODES_AT), B::BYTES, count);
+        if B::BYTE_CODES {
+            let second = lanes::<FULL>(blocks.add(B::CODES_AT + 16), B::BYTES, count);
+            let bias = _mm512_set1_epi8(B::BIAS);
+            return [_mm512_xor_si512(first, bias), _mm512_xor_si512(second, bias)];
+        }
+        let nibble = _mm512_set1_epi8(15);
+        let low = _mm512_and_si512(first, nibble);
+        let high = _mm512_and_si512(_mm512_srli_epi16::<4>(first), nibble);
+        let Some(at) = B::FIFTH_BITS_AT else { return [low, high] };
+        let (mut low_bits, mut high_bits) = (0u64, 0u64);
+        for b in 0..if FULL { BLOCKS } else { count } {
+            let bits = u64::from(blocks.add(b * B::BYTES + at).cast::<u32>().read_unaligned());
+            low_bits |= (bits & 0xffff) << (16 * b);
+            high_bits |= (bits >> 16) << (16 * b);
+        }
+        let sixteen = _mm512_set1_epi8(16);
+        [
+            _mm512_mask_add_epi8(low, low_bits, low, sixteen),
+            _mm512_mask_add_epi8(high, high_bits, high, sixteen),
+        ]
+    }
+}
+
+/// Half-precision scales and offsets of `count` blocks, packed in one word each.
+///
+/// # Safety
+/// `count` blocks are readable at `blocks`.
+#[inline(always)]
+unsafe fn halves<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> (i64, i64) {
+    let (mut scales, mut offsets) = (0u64, 0u64);
+    for b in 0..if FULL { BLOCKS } else { count } {
+        // SAFETY: the first bytes of block `b`.
+        unsafe {
+            let block = blocks.add(b * B::BYTES);
+            if B::HAS_OFFSET {
+                let both = u64::from(block.cast::<u32>().read_unaligned());
+                scales |= (both & 0xffff) << (16 * b);
+                offsets |= (both >> 16) << (16 * b);
+            } else {
+                scales |= u64::from(block.cast::<u16>().read_unaligned()) << (16 * b);
+            }
+        }
+    }
+    (scales as i64, offsets as i64)
+}
+
+/// 128 activation bytes in the order of the codes: 0-15 of each block, then 16-31 of each block.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW; `32 * count` bytes are readable at `at`.
+#[inline(always)]
+unsafe fn activation_bytes<const FULL: bool>(at: *const i8, count: usize) -> [__m512i; 2] {
+    // SAFETY: masked lanes are not read.
+    unsafe {
+        let (first, second) = if FULL {
+            (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast()))
+        } else {
+            let mask = (1u128 << (32 * count)) - 1;
+            let second = _mm512_maskz_loadu_epi8((mask >> 64) as u64, at.wrapping_add(64));
+            (_mm512_maskz_loadu_epi8(mask as u64, at), second)
+        };
+        [
+            _mm512_shuffle_i64x2::<0b10_00_10_00>(first, second),
+            _mm512_shuffle_i64x2::<0b11_01_11_01>(first, second),
+        ]
+    }
+}
+
+/// Accumulators of one pass.
+struct Sums<const M: usize> {
+    products: [[__m512; ROWS]; M],
+    /// Offsets times activation sums; lane `4r + b` as the scales.
+    offsets: [__m512; M],
+}
+
+/// Four blocks (fewer if not `FULL`) of four weight rows.
+///
+/// # Safety
+/// As [`Pass::run`]; `count` blocks exist from block `first` in all rows and activations.
+#[inline(always)]
+unsafe fn step<B: Small, const FULL: bool, const M: usize>(
+    rows: [*const u8; ROWS],
+    x: [Activations; M],
+    first: usize,
+    count: usize,
+    sums: &mut Sums<M>,
+) {
+    // SAFETY: all reads are within the `count` blocks from `first`.
+    unsafe {
+        let mut packed = [[_mm512_setzero_si512(); 2]; ROWS];
+        let mut scales = [0i64; ROWS];
+        let mut offsets = [0i64; ROWS];
+        for r in 0..ROWS {
+            let at = rows[r].add(first * B::BYTES);
+            packed[r] = codes::<B, FULL>(at, count);
+            (scales[r], offsets[r]) = halves::<B, FULL>(at, count);
+            prefetch(rows[r], first * B::BYTES);
+            if B::BYTES > 16 * BLOCKS / 2 {
+                prefetch(rows[r], first * B::BYTES + 64);
+            }
+        }
+        let widen = |h: [i64; ROWS]| _mm512_cvtph_ps(_mm256_setr_epi64x(h[0], h[1], h[2], h[3]));
+        let scales = widen(scales);
+        let offsets = if B::HAS_OFFSET { widen(offsets) } else { _mm512_setzero_ps() };
+        let lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        for m in 0..M {
+            let high = activation_bytes::<FULL>(x[m].high.add(32 * first), count);
+            let low = activation_bytes::<FULL>(x[m].low.add(32 * first), count);
+            let mask = if FULL { 15 } else { (1u8 << count) - 1 };
+            let x_scales = _mm_maskz_loadu_ps(mask, x[m].scales.add(first));
+            let scales = _mm512_mul_ps(scales, _mm512_broadcast_f32x4(x_scales));
+            if B::HAS_OFFSET {
+                let mask = if FULL { 255 } else { ((1u16 << (2 * count)) - 1) as u8 };
+                let halves = _mm256_maskz_loadu_ps(mask, x[m].sums.add(2 * first));
+                let pairs = _mm256_castps_pd(_mm256_hadd_ps(halves, halves));
+                let blocks = _mm256_castpd256_pd128(_mm256_permute4x64_pd::<0b00_00_10_00>(pairs));
+                let blocks = _mm512_broadcast_f32x4(_mm_castpd_ps(blocks));
+                sums.offsets[m] = _mm512_fmadd_ps(offsets, blocks, sums.offsets[m]);
+            }
+            let bias = if B::BIAS != 0 {
+                dot_pair([_mm512_set1_epi8(B::BIAS); 2], high, low)
+            } else {
+                _mm512_setzero_si512()
+            };
+            for r in 0..ROWS {
+                let mut integer = dot_pair(packed[r], high, low);
+                if B::BIAS != 0 {
+                    integer = _mm512_sub_epi32(integer, bias);
+                }
+                let scale =
+                    _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * r as i32)), scales);
+                sums.products[m][r] =
+                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(integer), scale, sums.products[m][r]);
+            }
+        }
+    }
+}
+
+impl<B: Small> Pass for B {
+    #[inline(always)]
+    unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
+        let blocks = weights.cols / 32;
+        let outputs = weights.outputs;
+        for first in (0..outputs).step_by(ROWS) {
+            let rows = weights.rows::<ROWS>(first);
+            // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.
+            let sums = unsafe {
+                let zero = _mm512_setzero_ps();
+                let mut sums = Sums { products: [[zero; ROWS]; M], offsets: [zero; M] };
+                let whole = blocks / BLOCKS * BLOCKS;
+                for block in (0..whole).step_by(BLOCKS) {
+                    step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
+                }
+                if whole < blocks {
+                    step::<B, false, M>(rows, x, whole, blocks - whole, &mut sums);
+                }
+                sums
+            };
+            for m in 0..M {
+                // SAFETY: the CPU has the instructions.
+                let offsets: [f32; 16] = unsafe { std::mem::transmute(sums.offsets[m]) };
+                for r in 0..ROWS.min(outputs - first) {
+                    // SAFETY: the CPU has the instructions.
+                    let mut total = unsafe { sum(sums.products[m][r]) };
+                    if B::HAS_OFFSET {
+                        total += offsets[4 * r..4 * r + 4].iter().sum::<f32>();
+                    }
+                    out[m * outputs + first + r] = total;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! Formats with 256 weights per block (Q4_K, Q5_K, Q6_K).
+//!
+//! A block is four vectors of 64 codes in the order they are stored. The scales of all its groups, times those of
+//! the activations, are one vector of 16 floats; a permutation spreads them over the lanes of each code vector. For
+//! Q4_K and Q5_K the upper half of that vector holds the minima times the activation sums, which go straight to the
+//! accumulator.
+
+use std::arch::x86_64::*;
+
+use super::{Activations, Pass, Weights, dot_one, prefetch, sum};
+use crate::quant::block::six_bit_scales;
+
+/// Weight rows per pass.
+const ROWS: usize = 4;
+
+pub(super) trait Superblock {
+    const BYTES: usize;
+    /// What is taken off the unsigned codes.
+    const BIAS: i8;
+    /// Whether the upper half of the scales are minima.
+    const HAS_MINIMA: bool;
+    /// Which scale belongs to which lane of code vector `2 * half + i`.
+    const SPREAD: [[i32; 16]; 4];
+
+    /// Code vectors `2 * half` and `2 * half + 1`.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F and BW; a block is readable at `block`.
+    unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2];
+
+    /// The 16 scales, or 8 scales and 8 minima.
+    ///
+    /// # Safety
+    /// As [`Self::codes`].
+    unsafe fn scales(block: *const u8) -> __m512;
+
+    /// What the scales are multiplied with: activation scales, and negated activation sums for minima.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512F; 8 scales and 16 sums are readable.
+    unsafe fn factors(scales: *const f32, sums: *const f32) -> __m512;
+
+    /// 128 activation bytes in the order of the codes.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512F; 128 bytes are readable at `at`.
+    unsafe fn activation_bytes(at: *const i8) -> [__m512i; 2];
+}
+
+/// Groups of 32 codes stored by 64: low nibbles of two chunks are groups 0 and 2, high nibbles 1 and 3.
+const BY_64: [[i32; 16]; 4] = [
+    [0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2],
+    [1, 1, 1, 1, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3],
+    [4, 4, 4, 4, 4, 4, 4, 4, 6, 6, 6, 6, 6, 6, 6, 6],
+    [5, 5, 5, 5, 5, 5, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7],
+];
+
+/// Low and high nibbles of 64 bytes.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW; 64 bytes are readable at `at`.
+#[inline(always)]
+unsafe fn nibbles(at: *const u8) -> [__m512i; 2] {
+    // SAFETY: the caller promises the bytes.
+    unsafe {
+        let nibble = _mm512_set1_epi8(15);
+        let bytes = _mm512_loadu_si512(at.cast());
+        [_mm512_and_si512(bytes, nibble), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), nibble)]
+    }
+}
+
+/// `d · scale` eight times, then `dmin · minimum` eight times.
+///
+/// # Safety
+/// The CPU has AVX-512F and F16C; 16 bytes are readable at `block`.
+#[inline(always)]
+unsafe fn scales_and_minima(block: *const u8) -> __m512 {
+    // SAFETY: the caller promises the bytes.
+    unsafe {
+        let halves = _mm_cvtsi32_si128(block.cast::<i32>().read_unaligned());
+        let halves = _mm512_castps128_ps512(_mm_cvtph_ps(halves));
+        let spread = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let factors = _mm512_permutexvar_ps(spread, halves);
+        let (scales, minima) = six_bit_scales(block.add(4).cast::<[u8; 12]>().read_unaligned());
+        let codes = _mm512_cvtepu8_epi32(_mm_set_epi64x(minima as i64, scales as i64));
+        _mm512_mul_ps(_mm512_cvtepi32_ps(codes), factors)
+    }
+}
+
+/// Activation scales, then negated sums over groups of 32.
+///
+/// # Safety
+/// As [`Superblock::factors`].
+#[inline(always)]
+unsafe fn scales_and_sums(scales: *const f32, sums: *const f32) -> __m512 {
+    // SAFETY: the caller promises 8 scales and 16 sums.
+    unsafe {
+        let (first, second) = (_mm256_loadu_ps(sums), _mm256_loadu_ps(sums.add(8)));
+        let pairs = _mm256_castps_pd(_mm256_hadd_ps(first, second));
+        let sums = _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(pairs));
+        let negated = _mm256_sub_ps(_mm256_setzero_ps(), sums);
+        _mm512_insertf32x8::<1>(_mm512_castps256_ps512(_mm256_loadu_ps(scales)), negated)
+    }
+}
+
+/// Bytes of groups 0 and 2, then 1 and 3.
+///
+/// # Safety
+/// As [`Superblock::activation_bytes`].
+#[inline(always)]
+unsafe fn by_64(at: *const i8) -> [__m512i; 2] {
+    // SAFETY: the caller promises 128 bytes.
+    unsafe {
+        let (first, second) = (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast()));
+        [
+            _mm512_shuffle_i64x2::<0b01_00_01_00>(first, second),
+            _mm512_shuffle_i64x2::<0b11_10_11_10>(first, second),
+        ]
+    }
+}
+
+pub(super) struct Q4K;
+impl Superblock for Q4K {
+    const BYTES: usize = 144;
+    const BIAS: i8 = 0;
+    const HAS_MINIMA: bool = true;
+    const SPREAD: [[i32; 16]; 4] = BY_64;
+
+    #[inline(always)]
+    unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
+        // SAFETY: bytes 16 to 144 of the block.
+        unsafe { nibbles(block.add(16 + 64 * half)) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> __m512 {
+        // SAFETY: passed on.
+        unsafe { scales_and_minima(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn factors(scales: *const f32, sums: *const f32) -> __m512 {
+        // SAFETY: passed on.
+        unsafe { scales_and_sums(scales, sums) }
+    }
+
+    #[inline(always)]
+    unsafe fn activation_bytes(at: *const i8) -> [__m512i; 2] {
+        // SAFETY: passed on.
+        unsafe { by_64(at) }
+    }
+}
+
+pub(super) struct Q5K;
+impl Superblock for Q5K {
+    const BYTES: usize = 176;
+    const BIAS: i8 = 0;
+    const HAS_MINIMA: bool = true;
+    const SPREAD: [[i32; 16]; 4] = BY_64;
+
+    #[inline(always)]
+    unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
+        // SAFETY: bytes 16 to 176 of the block.
+        unsafe {
+            let [low, high] = nibbles(block.add(48 + 64 * half));
+            let fifth = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(16).cast()));
+            // Bit `g` of byte `i` belongs to weight `i` of group `g`.
+            let group = 1i8 << (4 * half);
+            let two = |first: i8, second: i8| {
+                _mm512_inserti64x4::<1>(_mm512_set1_epi8(first), _mm256_set1_epi8(second))
+            };
+            let low_bits = _mm512_test_epi8_mask(fifth, two(group, group << 2));
+            let high_bits = _mm512_test_epi8_mask(fifth, two(group << 1, group << 3));
+            let sixteen = _mm512_set1_epi8(16);
+            [
+                _mm512_mask_add_epi8(low, low_bits, low, sixteen),
+                _mm512_mask_add_epi8(high, high_bits, high, sixteen),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> __m512 {
+        // SAFETY: passed on.
+        unsafe { scales_and_minima(block) }
+    }
+
+    #[inline(always)]
+    unsafe fn factors(scales: *const f32, sums: *const f32) -> __m512 {
+        // SAFETY: passed on.
+        unsafe { scales_and_sums(scales, sums) }
+    }
+
+    #[inline(always)]
+    unsafe fn activation_bytes(at: *const i8) -> [__m512i; 2] {
+        // SAFETY: passed on.
+        unsafe { by_64(at) }
+    }
+}
+
+pub(super) struct Q6K;
+impl Superblock for Q6K {
+    const BYTES: usize = 210;
+    const BIAS: i8 = 32;
+    const HAS_MINIMA: bool = false;
+    const SPREAD: [[i32; 16]; 4] = [
+        [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3],
+        [4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7],
+        [8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 11, 11, 11, 11],
+        [12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15],
+    ];
+
+    #[inline(always)]
+    unsafe fn codes(block: *const u8, half: usize) -> [__m512i; 2] {
+        // SAFETY: bytes 0 to 192 of the block.
+        unsafe {
+            let [low, high] = nibbles(block.add(64 * half));
+            let pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(128 + 32 * half).cast()));
+            // The wanted pair of bits is brought to bits 4 and 5; neighbouring bytes leak in outside of them.
+            let two = |first: i64, second: i64| {
+                _mm512_setr_epi64(first, first, first, first, second, second, second, second)
+            };
+            let mask = _mm512_set1_epi8(0x30);
+            const OR_WITH_MASKED: i32 = 0b1111_1000;
+            [
+                _mm512_ternarylogic_epi64::<OR_WITH_MASKED>(low, _mm512_sllv_epi64(pairs, two(4, 2)), mask),
+                _mm512_ternarylogic_epi64::<OR_WITH_MASKED>(high, _mm512_srlv_epi64(pairs, two(0, 2)), mask),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8) -> __m512 {
+        // SAFETY: bytes 192 to 210 of the block.
+        unsafe {
+            let d = _mm512_cvtph_ps(_mm256_set1_epi16(block.add(208).cast::<i16>().read_unaligned()));
+            let codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(block.add(192).cast()));
+            _mm512_mul_ps(_mm512_cvtepi32_ps(codes), d)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn factors(scales: *const f32, _sums: *const f32) -> __m512 {
+        // SAFETY: the caller promises 8 scales.
+        unsafe {
+            let twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+            _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(scales)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn activation_bytes(at: *const i8) -> [__m512i; 2] {
+        // SAFETY: the caller promises 128 bytes.
+        unsafe { [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())] }
+    }
+}
+
+/// One block of `R` weight rows.
+///
+/// # Safety
+/// As [`Pass::run`]; block `index` exists in all rows and activations.
+#[inline(always)]
+unsafe fn step<B: Superblock, const M: usize>(
+    rows: [*const u8; ROWS],
+    x: [Activations; M],
+    index: usize,
+    sums: &mut [[__m512; ROWS]; M],
+) {
+    // SAFETY: all reads are within block `index`.
+    unsafe {
+        let blocks = rows.map(|row| row.add(index * B::BYTES));
+        let mut scales = [[_mm512_setzero_ps(); ROWS]; M];
+        for r in 0..ROWS {
+            for line in (0..B::BYTES).step_by(64) {
+                prefetch(blocks[r], line);
+            }
+            let of_block = B::scales(blocks[r]);
+            for m in 0..M {
+                let factors = B::factors(x[m].scales.add(8 * index), x[m].sums.add(16 * index));
+                scales[m][r] = _mm512_mul_ps(of_block, factors);
+                if B::HAS_MINIMA {
+                    sums[m][r] = _mm512_mask_add_ps(sums[m][r], 0xff00, sums[m][r], scales[m][r]);
+                }
+            }
+        }
+        for half in 0..2 {
+            let codes = blocks.map(|block| B::codes(block, half));
+            for m in 0..M {
+                let at = 256 * index + 128 * half;
+                let high = B::activation_bytes(x[m].high.add(at));
+                let low = B::activation_bytes(x[m].low.add(at));
+                for i in 0..2 {
+                    let spread = _mm512_loadu_si512(B::SPREAD[2 * half + i].as_ptr().cast());
+                    let bias = dot_one(_mm512_set1_epi8(B::BIAS), high[i], low[i]);
+                    for r in 0..ROWS {
+                        let mut integer = dot_one(codes[r][i], high[i], low[i]);
+                        if B::BIAS != 0 {
+                            integer = _mm512_sub_epi32(integer, bias);
+                        }
+                        let scale = _mm512_permutexvar_ps(spread, scales[m][r]);
+                        sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integer), scale, sums[m][r]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`Pass::run`].
+#[inline(always)]
+unsafe fn run<B: Superblock, const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
+    let outputs = weights.outputs;
+    for first in (0..outputs).step_by(ROWS) {
+        let rows = weights.rows::<ROWS>(first);
+        // SAFETY: all blocks are those of the rows and activations.
+        unsafe {
+            let mut sums = [[_mm512_setzero_ps(); ROWS]; M];
+            for index in 0..weights.cols / 256 {
+                step::<B, M>(rows, x, index, &mut sums);
+            }
+            for m in 0..M {
+                for r in 0..ROWS.min(outputs - first) {
+                    out[m * outputs + first + r] = sum(sums[m][r]);
+                }
+            }
+        }
+    }
+}
+
+macro_rules! pass {
+    ($($format:ty),*) => {$(
+        impl Pass for $format {
+            #[inline(always)]
+            unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
+                // SAFETY: passed on.
+                unsafe { run::<$format, M>(weights, x, out) }
+            }
+        }
+    )*};
+}
+
+pass!(Q4K, Q5K, Q6K);

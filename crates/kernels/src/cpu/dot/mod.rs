@@ -1,0 +1,171 @@
+//! Dot products of stored weights with a few rows of activations: the memory-bound half of decoding.
+//!
+//! Weights are read straight from their stored blocks. Each path unpacks a piece of several weight rows to bytes in
+//! registers and multiplies it with up to [`MAX_ROWS`] activation rows before it goes on, so every weight byte is
+//! read from memory once per four activation rows.
+//!
+//! | path | integer products | why |
+//! |---|---|---|
+//! | [`scalar`] | plain | the reference |
+//! | `avx2` | 16-bit multiply-add | exact for every code without saturation |
+//! | `avx512` | `vpdpbusd` on 64 codes | four products per lane and instruction |
+//! | `neon` | `sdot` on 16 codes | the same |
+//!
+//! The integer sums of a group are exact in every path; paths differ only in the order of the float additions.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod float;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+pub mod scalar;
+#[cfg(test)]
+mod tests;
+
+use super::activation::QuantisedRows;
+use super::isa::Isa;
+use crate::dtype::DType;
+use crate::quant;
+
+/// Activation rows that share one pass over the weights.
+pub const MAX_ROWS: usize = 4;
+
+/// Dot products on one instruction set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dot {
+    path: Path,
+}
+
+/// What an [`Isa`] means for this module. Only paths of this machine are ever constructed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    Scalar,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+}
+
+/// The operands of [`Dot::quantised_rows`] after their lengths were checked.
+///
+/// Invariant: `weights` holds `outputs` whole rows of `x.cols()` elements, `out` is `x.rows() * outputs` long.
+struct Product<'a> {
+    weights: &'a [u8],
+    x: &'a QuantisedRows,
+    outputs: usize,
+    out: &'a mut [f32],
+}
+
+impl Dot {
+    /// Dot products on `isa`. Panics if this machine does not have it.
+    pub fn new(isa: Isa) -> Dot {
+        assert!(isa.is_available(), "{isa} is not available on this machine");
+        let path = match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx | Isa::Avx512 => Path::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => Path::Avx2,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => Path::Neon,
+            _ => Path::Scalar,
+        };
+        Dot { path }
+    }
+
+    /// Decodes `out.len()` elements; the values are those of [`quant::dequantise`].
+    ///
+    /// Panics if `bytes` is not exactly the stored form of `out.len()` elements.
+    pub fn dequantise(&self, dtype: DType, bytes: &[u8], out: &mut [f32]) {
+        assert_eq!(dtype.bytes_for(out.len()), Some(bytes.len()), "{} {dtype} elements", out.len());
+        match self.path {
+            Path::Scalar => quant::dequantise_inline(dtype, bytes, out),
+            // SAFETY: the path is constructed only on machines that have its instructions; lengths are checked.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => unsafe { avx2::dequantise(dtype, bytes, out) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { avx512::dequantise(dtype, bytes, out) },
+            // NEON is part of the AArch64 baseline, so the plain body is already compiled for it.
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => quant::dequantise_inline(dtype, bytes, out),
+        }
+    }
+
+    /// Brings `rows` rows of `cols` activations to fixed point; the same as [`QuantisedRows::quantise`], faster.
+    pub fn quantise(&self, x: &[f32], rows: usize, cols: usize, into: &mut QuantisedRows) {
+        match self.path {
+            // SAFETY: the path is constructed only on machines that have its instructions.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => unsafe { avx2::quantise(x, rows, cols, into) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { avx512::quantise(x, rows, cols, into) },
+            _ => into.quantise(x, rows, cols),
+        }
+    }
+
+    /// Multiplies quantised weights with rows of fixed-point activations.
+    ///
+    /// `weights` is any number `n` of consecutive rows of `x.cols()` elements; `out[m * n + r]` becomes the product
+    /// of weight row `r` and activation row `m`. Panics if `dtype` is a float type or lengths do not agree.
+    pub fn quantised_rows(&self, dtype: DType, weights: &[u8], x: &QuantisedRows, out: &mut [f32]) {
+        assert!(!dtype.is_float(), "{dtype} weights have no codes; use float_rows");
+        let outputs = outputs(dtype, weights, x.cols());
+        assert_eq!(out.len(), x.rows() * outputs, "{} x {outputs} outputs", x.rows());
+        if out.is_empty() {
+            return;
+        }
+        let product = Product { weights, x, outputs, out };
+        match self.path {
+            Path::Scalar => scalar::quantised_rows(dtype, product),
+            // SAFETY: the path is constructed only on machines that have its instructions.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => unsafe { avx2::quantised_rows(dtype, product) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { avx512::quantised_rows(dtype, product) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => unsafe { neon::quantised_rows(dtype, product) },
+        }
+    }
+
+    /// Multiplies float weights with `x_rows` rows of activations, accumulating in `f32`.
+    ///
+    /// Shapes as in [`Dot::quantised_rows`]; the number of columns is `x.len() / x_rows`. Panics if `dtype` is not a
+    /// float type or lengths do not agree.
+    pub fn float_rows(&self, dtype: DType, weights: &[u8], x: &[f32], x_rows: usize, out: &mut [f32]) {
+        assert!(dtype.is_float(), "{dtype} weights are not floats; use quantised_rows");
+        assert!(x_rows > 0 && x.len().is_multiple_of(x_rows), "{} values in {x_rows} rows", x.len());
+        let cols = x.len() / x_rows;
+        let outputs = outputs(dtype, weights, cols);
+        assert_eq!(out.len(), x_rows * outputs, "{x_rows} x {outputs} outputs");
+        if out.is_empty() {
+            return;
+        }
+        match self.path {
+            Path::Scalar => float::scalar_rows(dtype, weights, x, cols, out),
+            // SAFETY: the path is constructed only on machines that have its instructions; lengths are checked.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx2 => unsafe { float::avx2_rows(dtype, weights, x, cols, out) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512 => unsafe { float::avx512_rows(dtype, weights, x, cols, out) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => unsafe { float::neon_rows(dtype, weights, x, cols, out) },
+        }
+    }
+}
+
+/// Number of weight rows of `cols` elements in `weights`.
+fn outputs(dtype: DType, weights: &[u8], cols: usize) -> usize {
+    let row = dtype.bytes_for(cols).filter(|&bytes| bytes > 0);
+    let row = row.unwrap_or_else(|| panic!("{cols} columns are not whole {dtype} blocks"));
+    assert!(weights.len().is_multiple_of(row), "{} bytes are not whole rows of {row}", weights.len());
+    weights.len() / row
+}

@@ -1,0 +1,333 @@
+//! Every path of this machine against the scalar reference, and the reference against plain floats.
+
+use half::f16;
+
+use super::Dot;
+use crate::cpu::activation::QuantisedRows;
+use crate::cpu::isa::Isa;
+use crate::dtype::DType;
+use crate::quant::dequantise;
+
+/// Deterministic bits; a linear congruential generator is plenty for filling blocks.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u32 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 32) as u32
+    }
+
+    /// In `[-1, 1)`.
+    fn signed(&mut self) -> f32 {
+        self.bits() as f32 / (1u64 << 31) as f32 - 1.0
+    }
+
+    fn activations(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| self.signed() * 4.0).collect()
+    }
+}
+
+/// Byte offsets of the half-precision numbers in a block.
+fn halves(dtype: DType) -> &'static [usize] {
+    match dtype {
+        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => &[0],
+        DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
+        DType::Q6K => &[208],
+        DType::F32 | DType::F16 | DType::BF16 => &[],
+    }
+}
+
+/// Rows of random codes with scales of ordinary size.
+fn random_weights(random: &mut Random, dtype: DType, rows: usize, cols: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = Vec::new();
+    if dtype.is_float() {
+        for _ in 0..rows * cols {
+            let value = random.signed();
+            match dtype {
+                DType::F32 => bytes.extend(value.to_le_bytes()),
+                DType::F16 => bytes.extend(f16::from_f32(value).to_le_bytes()),
+                _ => bytes.extend(half::bf16::from_f32(value).to_le_bytes()),
+            }
+        }
+        return bytes;
+    }
+    bytes.extend((0..dtype.bytes_for(rows * cols).unwrap()).map(|_| random.bits() as u8));
+    for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+        for &at in halves(dtype) {
+            block[at..at + 2].copy_from_slice(&f16::from_f32(random.signed() * 0.1).to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn quantised_types() -> impl Iterator<Item = DType> {
+    DType::ALL.into_iter().filter(|dtype| !dtype.is_float())
+}
+
+fn fast_paths() -> Vec<Isa> {
+    Isa::available().filter(|&isa| isa != Isa::Scalar).collect()
+}
+
+/// `Σ w·x` and `Σ |w||x|` for every pair of rows, in double precision.
+fn exact(dtype: DType, weights: &[u8], x: &QuantisedRows) -> Vec<(f64, f64)> {
+    let cols = x.cols();
+    let row_bytes = dtype.bytes_for(cols).unwrap();
+    let outputs = weights.len() / row_bytes;
+    let mut floats = vec![0.0; cols];
+    let mut results = vec![(0.0, 0.0); outputs * x.rows()];
+    for (r, row) in weights.chunks_exact(row_bytes).enumerate() {
+        dequantise(dtype, row, &mut floats);
+        for m in 0..x.rows() {
+            let x = x.row(m);
+            let products = (0..cols).map(|i| f64::from(floats[i]) * f64::from(x.value(i)));
+            results[m * outputs + r] = products.fold((0.0, 0.0), |(s, a), p| (s + p, a + p.abs()));
+        }
+    }
+    results
+}
+
+#[track_caller]
+fn assert_near(got: &[f32], expected: &[f32], magnitudes: &[(f64, f64)], what: &str) {
+    for (i, ((got, expected), (_, magnitude))) in got.iter().zip(expected).zip(magnitudes).enumerate() {
+        let difference = f64::from((got - expected).abs());
+        assert!(difference <= 1e-5 * magnitude, "{what} [{i}]: {got} instead of {expected} of {magnitude}");
+    }
+}
+
+/// Checks the scalar path against `exact` and all others against the scalar path.
+fn check(dtype: DType, weights: &[u8], x: &QuantisedRows, what: &str) {
+    let exact = exact(dtype, weights, x);
+    let expected: Vec<f32> = exact.iter().map(|&(sum, _)| sum as f32).collect();
+    let mut reference = vec![f32::NAN; exact.len()];
+    Dot::new(Isa::Scalar).quantised_rows(dtype, weights, x, &mut reference);
+    assert_near(&reference, &expected, &exact, &format!("{dtype} scalar {what}"));
+    for isa in fast_paths() {
+        let mut out = vec![f32::NAN; exact.len()];
+        Dot::new(isa).quantised_rows(dtype, weights, x, &mut out);
+        assert_near(&out, &reference, &exact, &format!("{dtype} {isa} {what}"));
+    }
+}
+
+fn quantised(x: &[f32], rows: usize) -> QuantisedRows {
+    let mut quantised = QuantisedRows::default();
+    quantised.quantise(x, rows, x.len() / rows);
+    quantised
+}
+
+#[test]
+fn all_shapes_agree() {
+    let mut random = Random(1);
+    for dtype in quantised_types() {
+        for cols in [32, 64, 96, 128, 160, 256, 512, 576, 768, 1536, 2048, 8960] {
+            if !cols_fit(dtype, cols) {
+                continue;
+            }
+            for outputs in [1, 2, 3, 5, 33] {
+                // Long rows once; the shapes that matter are the short ones.
+                if cols > 2048 && outputs > 5 {
+                    continue;
+                }
+                let weights = random_weights(&mut random, dtype, outputs, cols);
+                for rows in [1, 2, 3, 4, 5, 9] {
+                    let x = quantised(&random.activations(rows * cols), rows);
+                    check(dtype, &weights, &x, &format!("{cols} cols, {outputs} outputs, {rows} rows"));
+                }
+            }
+        }
+    }
+}
+
+fn cols_fit(dtype: DType, cols: usize) -> bool {
+    cols.is_multiple_of(dtype.block_len())
+}
+
+#[test]
+fn weights_need_no_alignment() {
+    let mut random = Random(2);
+    for dtype in quantised_types() {
+        let weights = random_weights(&mut random, dtype, 3, 512);
+        let x = quantised(&random.activations(512), 1);
+        for shift in 1..4 {
+            let mut shifted = vec![0; shift];
+            shifted.extend_from_slice(&weights);
+            check(dtype, &shifted[shift..], &x, "shifted");
+        }
+    }
+}
+
+#[test]
+fn nasty_activations_agree() {
+    let mut random = Random(3);
+    for dtype in quantised_types() {
+        let cols = 512;
+        let weights = random_weights(&mut random, dtype, 5, cols);
+        let mut outlier = vec![1e-3f32; cols];
+        outlier[77] = -1e6;
+        let alternating = (0..cols).map(|i| if i % 2 == 0 { 1.0 } else { -1.0 }).collect();
+        // The low byte is -128 exactly where the fixed-point number is 128 modulo 256.
+        let low_extreme = (0..cols).map(|i| if i % 32 == 0 { 32512.0 } else { -128.0 }).collect();
+        let cases: [(&str, Vec<f32>); 7] = [
+            ("zeros", vec![0.0; cols]),
+            ("constant", vec![1.0; cols]),
+            ("negative constant", vec![-7.25; cols]),
+            ("outlier", outlier),
+            ("alternating", alternating),
+            ("low byte -128", low_extreme),
+            ("tiny", vec![f32::MIN_POSITIVE / 4.0; cols]),
+        ];
+        for (what, x) in cases {
+            check(dtype, &weights, &quantised(&x, 1), what);
+        }
+    }
+}
+
+#[test]
+fn largest_codes_do_not_saturate() {
+    for dtype in quantised_types() {
+        for byte in [0x00u8, 0xff, 0x80, 0x7f, 0xf0, 0x0f] {
+            let cols = 512;
+            let mut weights = vec![byte; dtype.bytes_for(3 * cols).unwrap()];
+            for block in weights.chunks_exact_mut(dtype.block_bytes()) {
+                for &at in halves(dtype) {
+                    block[at..at + 2].copy_from_slice(&f16::from_f32(0.5).to_le_bytes());
+                }
+            }
+            for sign in [1.0f32, -1.0] {
+                let x: Vec<f32> = (0..2 * cols).map(|i| if i % 3 == 0 { 3.0 } else { 3.0 * sign }).collect();
+                check(dtype, &weights, &quantised(&x, 2), &format!("bytes {byte:#x}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn not_a_number_spoils_its_row_and_no_other() {
+    let mut random = Random(4);
+    for dtype in quantised_types() {
+        for cols in [256, 512, 768] {
+            let weights = random_weights(&mut random, dtype, 5, cols);
+            for rows in [1, 3, 5] {
+                for position in [0, cols / 2 + 1, cols - 1] {
+                    let mut x = random.activations(rows * cols);
+                    let bad = rows / 2;
+                    x[bad * cols + position] = f32::NAN;
+                    let x = quantised(&x, rows);
+                    for isa in Isa::available() {
+                        let mut out = vec![0.0; rows * 5];
+                        Dot::new(isa).quantised_rows(dtype, &weights, &x, &mut out);
+                        for (m, out) in out.chunks_exact(5).enumerate() {
+                            assert!(
+                                out.iter().all(|v| v.is_nan() == (m == bad)),
+                                "{dtype} {isa} {rows} {out:?}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn fast_activations_equal_the_scalar_ones() {
+    let mut random = Random(5);
+    let mut x = random.activations(32 * 20);
+    x[32..64].fill(0.0);
+    x[64..96].fill(-3.5);
+    x[100] = f32::NAN;
+    x[140] = f32::INFINITY;
+    x[161] = f32::NEG_INFINITY;
+    x[192..224].fill(f32::MIN_POSITIVE / 8.0);
+    x[224] = f32::MAX;
+    x[260] = 1e30;
+    // Exact halves between two fixed-point numbers.
+    for i in 0..32 {
+        x[288 + i] = if i == 0 { 32512.0 } else { i as f32 + 0.5 };
+    }
+    let expected = quantised(&x, 4);
+    for isa in Isa::available() {
+        let mut got = QuantisedRows::default();
+        Dot::new(isa).quantise(&x, 4, x.len() / 4, &mut got);
+        for m in 0..4 {
+            let (got, expected) = (got.row(m), expected.row(m));
+            assert_eq!(got.high, expected.high, "{isa}");
+            assert_eq!(got.low, expected.low, "{isa}");
+            let bits = |floats: &[f32]| -> Vec<u32> {
+                // Any not-a-number is as good as another.
+                floats.iter().map(|f| if f.is_nan() { u32::MAX } else { f.to_bits() }).collect()
+            };
+            assert_eq!(bits(got.scales), bits(expected.scales), "{isa}");
+            assert_eq!(bits(got.sums), bits(expected.sums), "{isa}");
+        }
+    }
+}
+
+#[test]
+fn fast_dequantisers_equal_the_scalar_one() {
+    let mut random = Random(6);
+    for dtype in DType::ALL {
+        for count in [256, 512, 2304] {
+            let weights = random_weights(&mut random, dtype, 1, count);
+            let mut expected = vec![0.0; count];
+            dequantise(dtype, &weights, &mut expected);
+            for isa in Isa::available() {
+                let mut out = vec![f32::NAN; count];
+                Dot::new(isa).dequantise(dtype, &weights, &mut out);
+                for i in 0..count {
+                    assert_eq!(out[i].to_bits(), expected[i].to_bits(), "{dtype} {isa} {i}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn float_weights_agree_with_double_precision() {
+    let mut random = Random(7);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for cols in [1, 7, 16, 33, 576, 1000] {
+            for outputs in [1, 2, 3, 5, 33] {
+                let weights = random_weights(&mut random, dtype, outputs, cols);
+                let mut floats = vec![0.0; outputs * cols];
+                dequantise(dtype, &weights, &mut floats);
+                for rows in [1, 2, 3, 4, 5, 9] {
+                    let x = random.activations(rows * cols);
+                    let mut expected = Vec::new();
+                    let mut magnitudes = Vec::new();
+                    for m in 0..rows {
+                        for r in 0..outputs {
+                            let product =
+                                |i: usize| f64::from(floats[r * cols + i]) * f64::from(x[m * cols + i]);
+                            expected.push((0..cols).map(product).sum::<f64>() as f32);
+                            magnitudes.push((0.0, (0..cols).map(|i| product(i).abs()).sum::<f64>()));
+                        }
+                    }
+                    for isa in Isa::available() {
+                        let mut out = vec![f32::NAN; rows * outputs];
+                        Dot::new(isa).float_rows(dtype, &weights, &x, rows, &mut out);
+                        assert_near(
+                            &out,
+                            &expected,
+                            &magnitudes,
+                            &format!("{dtype} {isa} {cols} {outputs} {rows}"),
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "whole rows")]
+fn part_of_a_row_is_refused() {
+    let x = quantised(&[1.0; 256], 1);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, &[0; 18 * 9], &x, &mut [0.0; 1]);
+}
+
+#[test]
+#[should_panic(expected = "outputs")]
+fn a_wrong_output_length_is_refused() {
+    let x = quantised(&[1.0; 256], 1);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, &[0; 18 * 16], &x, &mut [0.0; 1]);
+}
