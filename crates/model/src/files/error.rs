@@ -55,8 +55,6 @@ pub enum FileError {
     WrongShape { path: PathBuf, tensor: String, expected: &'static str, shape: Vec<usize> },
     #[error("{}: shard `{shard}` named in the index is missing", path.display())]
     MissingShard { path: PathBuf, shard: String },
-    #[error("{}: safetensors header: {source}", path.display())]
-    Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
     #[error("{}: not valid JSON: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
 }

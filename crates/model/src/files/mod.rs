@@ -4,11 +4,15 @@
 //! [`TensorSource`], so the loader does not care which one it reads.
 
 mod bytes;
+pub mod config;
 mod error;
 pub mod gguf;
+pub mod safetensors;
 mod tensor;
 
 pub use bytes::MappedFile;
+pub use config::{Fields, JsonFile};
 pub use error::FileError;
 pub use gguf::Gguf;
+pub use safetensors::Safetensors;
 pub use tensor::{ElementType, StoredTensor, Summary, TensorEntry, TensorSource, TypeTotals};
