@@ -59,6 +59,10 @@ pub enum KernelError {
     OutOfMemory { what: &'static str, bytes: usize },
     #[error("page format {0:?} is not supported by this backend")]
     UnsupportedFormat(PageFormat),
+    #[error("{what} hold a value that is not finite at index {index}")]
+    NotFinite { what: &'static str, index: usize },
+    #[error("page slot {slot} is written by two sequences of one step")]
+    PageWrittenTwice { slot: u32 },
     #[error("{0}")]
     BadSetting(String),
 }

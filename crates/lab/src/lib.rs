@@ -1,1 +1,8 @@
-//! placeholder
+//! Measurements as commands: every number comes with the machine it was measured on.
+
+pub mod bench;
+pub mod machine;
+pub mod report;
+
+pub use machine::Machine;
+pub use report::Report;

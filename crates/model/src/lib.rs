@@ -1,5 +1,28 @@
 //! Files in, logits out.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`source`] | from a name to files: catalogue, cache directory, hub layout |
+//! | [`files`] | GGUF, safetensors and JSON, read with suspicion |
+//! | [`text`] | tokenizers and chat templates |
+//! | [`families`] | what sets model families apart |
+//! | [`config`], [`rope`] | the shape of a model |
+//! | [`weights`], [`forward`] | one forward pass over any backend |
+//! | [`loaded`] | all of it put together |
 
+pub mod config;
+mod error;
+pub mod families;
 pub mod files;
+pub mod forward;
+pub mod loaded;
+mod names;
+pub mod rope;
 pub mod source;
 pub mod text;
+pub mod weights;
+
+pub use config::ModelConfig;
+pub use error::ModelError;
+pub use forward::{Activations, Model};
+pub use loaded::{LoadedModel, ModelFiles};

@@ -5,7 +5,27 @@
 //! | [`isa`] | which instruction sets this machine has, and the override that forces a lower one |
 //! | [`pool`] | worker threads for the decode loop |
 //! | [`activation`] | activations prepared for integer dot products |
+//! | [`elementwise`] | norms, activations, rotary embedding |
+//! | [`memory`] | aligned buffers and disjoint writes |
+//! | [`gemm`] | matrix products for many rows |
+//! | [`attention`] | attention over bf16 pages |
+//! | [`sampling`] | drawing a token from logits |
+//! | [`tensors`] | weights, activations, page pools and step tables |
+//! | `project`, `attend` | projections and attention over the pool |
+//! | [`backend`] | the trait, on all of these |
 
 pub mod activation;
+mod attend;
+pub mod attention;
+pub mod backend;
+pub mod dot;
+pub mod elementwise;
+pub mod gemm;
 pub mod isa;
+pub mod memory;
 pub mod pool;
+mod project;
+pub mod sampling;
+pub mod tensors;
+
+pub use backend::CpuBackend;

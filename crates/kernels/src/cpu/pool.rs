@@ -116,17 +116,22 @@ impl Pool {
     /// Calls `task` for every index in `0..tasks`. Threads take the next index as they get free, so uneven tasks
     /// and a busy core balance out.
     pub fn for_each(&self, tasks: usize, task: impl Fn(usize) + Sync) {
+        self.for_each_worker(tasks, |_, index| task(index));
+    }
+
+    /// [`Self::for_each`] with the index of the thread as first argument, for buffers that each thread keeps.
+    pub fn for_each_worker(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
         if tasks <= 1 || self.workers.is_empty() {
-            return (0..tasks).for_each(task);
+            return (0..tasks).for_each(|index| task(0, index));
         }
         let next = AtomicUsize::new(0);
-        self.run(&|_| {
+        self.run(&|worker| {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 if index >= tasks {
                     break;
                 }
-                task(index);
+                task(worker, index);
             }
         });
     }

@@ -1,0 +1,315 @@
+//! [`Backend`] on the CPU: checks shapes, splits work over the pool, calls the kernels.
+
+use std::sync::{Mutex, MutexGuard};
+
+use oscar_codec::PAGE_TOKENS;
+
+use super::attend::{self, AttendScratch, Heads};
+use super::attention;
+use super::dot::Dot;
+use super::elementwise::{rms_norm, rms_norm_in_place, rotate, silu_multiply};
+use super::isa::Isa;
+use super::memory::DisjointSlice;
+use super::pool::Pool;
+use super::project::{Mode, ProjectScratch, Projection, Projector, WorkerScratch};
+use super::sampling;
+use super::tensors::{Cache, Matrix, Step, Weight};
+use crate::backend::{
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled, Sampling,
+    StoredMatrix,
+};
+
+/// Below this many values a loop over rows stays on the calling thread.
+const PARALLEL_VALUES: usize = 16 * 1024;
+
+/// The CPU as a device.
+pub struct CpuBackend {
+    isa: Isa,
+    pool: Pool,
+    dot: Dot,
+    workspace: Mutex<Workspace>,
+    projectors: Vec<Mutex<WorkerScratch>>,
+    attenders: Vec<Mutex<AttendScratch>>,
+}
+
+/// Intermediate activations, kept between calls.
+#[derive(Default)]
+struct Workspace {
+    normed: Vec<f32>,
+    gate_up: Vec<f32>,
+    activated: Vec<f32>,
+    project: ProjectScratch,
+}
+
+impl CpuBackend {
+    /// A backend on `threads` threads with the path of this machine, or the one `OSCAR_SIMD` names.
+    pub fn new(threads: usize) -> Result<CpuBackend, KernelError> {
+        Ok(CpuBackend::with_isa(threads, Isa::from_env()?))
+    }
+
+    /// A backend with a given path, which must be available.
+    pub fn with_isa(threads: usize, isa: Isa) -> CpuBackend {
+        assert!(isa.is_available(), "{isa} is not available on this machine");
+        let pool = Pool::new(threads);
+        let threads = pool.threads();
+        CpuBackend {
+            isa,
+            pool,
+            dot: Dot::new(isa),
+            workspace: Mutex::default(),
+            projectors: (0..threads).map(|_| Mutex::default()).collect(),
+            attenders: (0..threads).map(|_| Mutex::default()).collect(),
+        }
+    }
+
+    /// The path in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Threads in use.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    fn workspace(&self) -> MutexGuard<'_, Workspace> {
+        // The workspace holds no state between calls, so a panic in an earlier one does not matter.
+        self.workspace.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
+        Projector { isa: self.isa, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
+    }
+
+    /// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
+    fn for_each_row(&self, out: &mut [f32], cols: usize, body: impl Fn(usize, &mut [f32]) + Sync) {
+        if out.len() < PARALLEL_VALUES {
+            return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, values)| body(row, values));
+        }
+        let rows = out.len() / cols;
+        let target = DisjointSlice::new(out);
+        self.pool.for_each_worker(rows, |_, row| {
+            // SAFETY: rows do not overlap and each index runs once.
+            body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
+        });
+    }
+
+    /// `normed = norm(x)` row by row.
+    fn norm_rows(&self, x: &[f32], cols: usize, norm: &RmsNorm<Self>, normed: &mut Vec<f32>) -> Result<(), KernelError> {
+        let weight = norm.weight.vector("a norm", cols)?;
+        normed.resize(x.len(), 0.0);
+        self.for_each_row(normed, cols, |row, out| {
+            rms_norm(self.isa, &x[row * cols..(row + 1) * cols], weight, norm.eps, out);
+        });
+        Ok(())
+    }
+}
+
+fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
+    let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
+    Ok(Projection { weight: &linear.weight, bias })
+}
+
+fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
+}
+
+impl Backend for CpuBackend {
+    type Weight = Weight;
+    type Buffer = Matrix;
+    type Cache = Cache;
+    type Step = Step;
+
+    fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
+        Weight::new(stored)
+    }
+
+    fn buffer(&self, rows: usize, cols: usize) -> Result<Matrix, KernelError> {
+        Matrix::zeroed(rows, cols)
+    }
+
+    fn cache(&self, spec: &CacheSpec) -> Result<Cache, KernelError> {
+        Cache::new(spec)
+    }
+
+    fn read(&self, buffer: &Matrix, rows: std::ops::Range<usize>) -> Result<Vec<f32>, KernelError> {
+        Ok(buffer.first_rows("rows read", rows.end)?[rows.start * buffer.cols()..].to_vec())
+    }
+
+    fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &Cache) -> Result<Step, KernelError> {
+        Step::new(batch, rope, cache.spec())
+    }
+
+    fn embed(&self, table: &Weight, step: &Step, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let cols = hidden.cols();
+        expect("columns of the embedding", table.cols(), cols)?;
+        if let Some(&token) = step.tokens.iter().find(|&&token| token as usize >= table.rows()) {
+            return Err(KernelError::TokenOutOfRange { token, vocab: table.rows() });
+        }
+        let rows = hidden.first_rows_mut("embedding rows", step.rows())?;
+        self.for_each_row(rows, cols, |row, out| {
+            let token = step.tokens[row] as usize;
+            self.dot.dequantise(table.dtype(), table.row_data(token..token + 1), out);
+        });
+        Ok(())
+    }
+
+    fn norm_linear(
+        &self,
+        step: &Step,
+        x: &Matrix,
+        norm: &RmsNorm<Self>,
+        linears: &[&Linear<Self>],
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let Workspace { normed, project, .. } = &mut *workspace;
+        self.norm_rows(x.first_rows("hidden rows", step.rows())?, x.cols(), norm, normed)?;
+        let projections = linears.iter().map(|linear| projection(linear)).collect::<Result<Vec<_>, _>>()?;
+        let out = out.first_rows_mut("projected rows", step.rows())?;
+        self.projector(project).run(normed, step.rows(), &projections, out, Mode::Store)
+    }
+
+    fn rope_store(
+        &self,
+        step: &Step,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &mut Matrix,
+        cache: &mut Cache,
+    ) -> Result<(), KernelError> {
+        let (d, cols) = (spec.head_dim, spec.qkv_cols());
+        expect("columns of queries, keys and values", cols, qkv.cols())?;
+        expect("KV heads of the cache", spec.kv_heads, cache.spec().geometry.kv_heads)?;
+        expect("head dimension of the cache", d, cache.spec().geometry.head_dim)?;
+        if layer >= cache.spec().geometry.layers {
+            return Err(KernelError::Shape { what: "layers of the cache", expected: layer + 1, got: cache.spec().geometry.layers });
+        }
+        let norm = |norm: &Option<RmsNorm<Self>>| -> Result<Option<(Box<[f32]>, f32)>, KernelError> {
+            norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?.into(), norm.eps))).transpose()
+        };
+        let (q_norm, k_norm) = (norm(&spec.q_norm)?, norm(&spec.k_norm)?);
+        let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
+        self.for_each_row(rows, cols, |row, values| {
+            let angles = row * step.pairs..(row + 1) * step.pairs;
+            let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
+            for head in 0..spec.q_heads + spec.kv_heads {
+                let values = &mut values[head * d..(head + 1) * d];
+                if let Some((weight, eps)) = if head < spec.q_heads { &q_norm } else { &k_norm } {
+                    rms_norm_in_place(self.isa, values, weight, *eps);
+                }
+                rotate(self.isa, values, cos, sin, step.layout);
+            }
+        });
+        let rows = &*rows;
+        let keys = spec.q_heads * d;
+        let values = keys + spec.kv_heads * d;
+        let pages: Vec<(usize, usize)> = step
+            .sequences
+            .iter()
+            .enumerate()
+            .flat_map(|(index, sequence)| sequence.written_pages().map(move |page| (index, page)))
+            .collect();
+        let writer = cache.writer(layer);
+        let write = |task: usize| {
+            let (index, page) = pages[task / spec.kv_heads];
+            let head = task % spec.kv_heads;
+            let sequence = &step.sequences[index];
+            // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
+            let target = unsafe { writer.page(sequence.pages[page], head) };
+            let first = sequence.start.max(page * PAGE_TOKENS);
+            let last = (sequence.start + sequence.len).min((page + 1) * PAGE_TOKENS);
+            for position in first..last {
+                let row = &rows[(sequence.first_row + position - sequence.start) * cols..][..cols];
+                let key = &row[keys + head * d..][..d];
+                let value = &row[values + head * d..][..d];
+                attention::write_token(target, d, position % PAGE_TOKENS, key, value);
+            }
+        };
+        let tasks = pages.len() * spec.kv_heads;
+        if rows.len() < PARALLEL_VALUES {
+            (0..tasks).for_each(write);
+        } else {
+            self.pool.for_each_worker(tasks, |_, task| write(task));
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        step: &Step,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &Matrix,
+        cache: &Cache,
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
+        expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols())?;
+        let heads =
+            Heads { q_heads: spec.q_heads, kv_heads: spec.kv_heads, head_dim: spec.head_dim, scale: spec.scale };
+        let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
+        let out = out.first_rows_mut("attention rows", step.rows())?;
+        attend::attend(self.isa, &self.pool, &self.attenders, step, heads, layer, qkv, cache, out);
+        Ok(())
+    }
+
+    fn linear_add(
+        &self,
+        step: &Step,
+        x: &Matrix,
+        linear: &Linear<Self>,
+        hidden: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let x = x.first_rows("input rows", step.rows())?;
+        let out = hidden.first_rows_mut("hidden rows", step.rows())?;
+        self.projector(&mut workspace.project).run(x, step.rows(), &[projection(linear)?], out, Mode::Add)
+    }
+
+    fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let Workspace { normed, gate_up, activated, project } = &mut *workspace;
+        let (rows, cols) = (step.rows(), hidden.cols());
+        let hidden = hidden.first_rows_mut("hidden rows", rows)?;
+        self.norm_rows(hidden, cols, &mlp.norm, normed)?;
+        let inner = mlp.gate.weight.rows();
+        expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
+        gate_up.resize(rows * 2 * inner, 0.0);
+        let projections = [projection(&mlp.gate)?, projection(&mlp.up)?];
+        self.projector(project).run(normed, rows, &projections, gate_up, Mode::Store)?;
+        activated.resize(rows * inner, 0.0);
+        self.for_each_row(activated, inner, |row, out| {
+            let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
+            out.copy_from_slice(gate);
+            silu_multiply(self.isa, out, up);
+        });
+        self.projector(project).run(activated, rows, &[projection(&mlp.down)?], hidden, Mode::Add)
+    }
+
+    fn logits(
+        &self,
+        hidden: &Matrix,
+        rows: &[usize],
+        norm: &RmsNorm<Self>,
+        head: &Weight,
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let Workspace { normed, project, .. } = &mut *workspace;
+        let cols = hidden.cols();
+        let weight = norm.weight.vector("the final norm", cols)?;
+        normed.resize(rows.len() * cols, 0.0);
+        for (row, out) in rows.iter().zip(normed.chunks_exact_mut(cols)) {
+            let x = &hidden.first_rows("hidden rows", row + 1)?[row * cols..];
+            rms_norm(self.isa, x, weight, norm.eps, out);
+        }
+        let out = out.first_rows_mut("logits", rows.len())?;
+        self.projector(project).run(normed, rows.len(), &[Projection { weight: head, bias: None }], out, Mode::Store)
+    }
+
+    fn sample(&self, logits: &Matrix, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError> {
+        let rows = logits.first_rows("logits", settings.len())?;
+        rows.chunks_exact(logits.cols().max(1)).zip(settings).map(|(row, settings)| sampling::sample(row, settings)).collect()
+    }
+}

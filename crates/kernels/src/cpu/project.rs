@@ -1,0 +1,163 @@
+//! Projections `x · Wᵀ` over the worker pool.
+//!
+//! Few rows (decode) go through dot products straight on the stored blocks: the weights are read once and nothing
+//! is unpacked to memory. Many rows (prefill) go through panels: a few dozen weight rows are unpacked into a
+//! buffer that fits the core's cache and multiplied with all activations.
+
+use std::sync::Mutex;
+
+use super::activation::QuantisedRows;
+use super::dot::Dot;
+use super::gemm::{self, PackedActivations, PanelScratch};
+use super::isa::Isa;
+use super::memory::DisjointSlice;
+use super::pool::Pool;
+use super::tensors::Weight;
+use crate::backend::KernelError;
+
+/// From this many rows on, unpacking a panel costs less than repeating dot products.
+const PANEL_MIN_ROWS: usize = 6;
+
+/// Smallest useful number of weight rows per task of the dot path.
+const DOT_ROWS: usize = 8;
+
+/// Tasks per thread: enough to even out a core that somebody else uses for a while.
+const TASKS_PER_THREAD: usize = 8;
+
+/// What happens to a result.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Overwrite the output.
+    Store,
+    /// Add to the output.
+    Add,
+}
+
+/// A weight and its bias.
+#[derive(Clone, Copy)]
+pub(super) struct Projection<'a> {
+    pub(super) weight: &'a Weight,
+    pub(super) bias: Option<&'a [f32]>,
+}
+
+/// Buffers that are kept between calls.
+#[derive(Default)]
+pub(super) struct ProjectScratch {
+    quantised: QuantisedRows,
+    packed: PackedActivations,
+}
+
+/// Buffers of one thread.
+#[derive(Default)]
+pub(super) struct WorkerScratch {
+    tile: Vec<f32>,
+    panel: PanelScratch,
+}
+
+/// Runs projections of the same activations; see [`Projector::run`].
+pub(super) struct Projector<'a> {
+    pub(super) isa: Isa,
+    pub(super) dot: &'a Dot,
+    pub(super) pool: &'a Pool,
+    pub(super) workers: &'a [Mutex<WorkerScratch>],
+    pub(super) scratch: &'a mut ProjectScratch,
+}
+
+impl Projector<'_> {
+    /// `out = [p₀(x) | p₁(x) | ...]`, with `x` of `rows` rows and `out` of as many.
+    pub(super) fn run(
+        &mut self,
+        x: &[f32],
+        rows: usize,
+        projections: &[Projection<'_>],
+        out: &mut [f32],
+        mode: Mode,
+    ) -> Result<(), KernelError> {
+        if rows == 0 {
+            return Ok(());
+        }
+        let cols = x.len() / rows;
+        let out_cols = out.len() / rows;
+        let total: usize = projections.iter().map(|projection| projection.weight.rows()).sum();
+        if total != out_cols {
+            return Err(KernelError::Shape { what: "columns of a projection", expected: total, got: out_cols });
+        }
+        for Projection { weight, bias } in projections {
+            if weight.cols() != cols {
+                return Err(KernelError::Shape { what: "inputs of a projection", expected: weight.cols(), got: cols });
+            }
+            if let Some(bias) = bias.filter(|bias| bias.len() != weight.rows()) {
+                return Err(KernelError::Shape { what: "a bias", expected: weight.rows(), got: bias.len() });
+            }
+        }
+        let panels = rows >= PANEL_MIN_ROWS;
+        let chunk = if panels {
+            self.scratch.packed.pack(self.isa, self.pool, x, rows, cols);
+            gemm::panel_rows(total, self.pool.threads())
+        } else {
+            if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
+                self.dot.quantise(x, rows, cols, &mut self.scratch.quantised);
+            }
+            let even = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD);
+            even.next_multiple_of(DOT_ROWS)
+        };
+        let tasks = Task::split(projections, chunk);
+        let target = DisjointSlice::new(out);
+        let (quantised, packed) = (&self.scratch.quantised, &self.scratch.packed);
+        self.pool.for_each_worker(tasks.len(), |worker, index| {
+            let task = &tasks[index];
+            let Projection { weight, bias } = projections[task.projection];
+            let count = task.rows.len();
+            let data = weight.row_data(task.rows.clone());
+            let mut scratch = self.workers[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let WorkerScratch { tile, panel } = &mut *scratch;
+            tile.resize(rows * count, 0.0);
+            if panels {
+                gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, tile);
+            } else if weight.dtype().is_float() {
+                self.dot.float_rows(weight.dtype(), data, x, rows, tile);
+            } else {
+                self.dot.quantised_rows(weight.dtype(), data, quantised, tile);
+            }
+            let bias = bias.map(|bias| &bias[task.rows.clone()]);
+            for row in 0..rows {
+                let values = &mut tile[row * count..(row + 1) * count];
+                if let Some(bias) = bias {
+                    values.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
+                }
+                let start = row * out_cols + task.first_col;
+                // SAFETY: tasks cover different columns, so no two threads touch the same element.
+                let target = unsafe { target.part(start..start + count) };
+                match mode {
+                    Mode::Store => target.copy_from_slice(values),
+                    Mode::Add => target.iter_mut().zip(values.iter()).for_each(|(target, value)| *target += value),
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// Some rows of one projection.
+struct Task {
+    projection: usize,
+    rows: std::ops::Range<usize>,
+    first_col: usize,
+}
+
+impl Task {
+    fn split(projections: &[Projection<'_>], chunk: usize) -> Vec<Task> {
+        let mut tasks = Vec::new();
+        let mut first_col = 0;
+        for (projection, Projection { weight, .. }) in projections.iter().enumerate() {
+            let mut start = 0;
+            while start < weight.rows() {
+                let end = (start + chunk).min(weight.rows());
+                tasks.push(Task { projection, rows: start..end, first_col: first_col + start });
+                start = end;
+            }
+            first_col += weight.rows();
+        }
+        tasks
+    }
+}

@@ -1,0 +1,150 @@
+//! Free list of page slots with reference counts.
+
+/// A page slot. Slot 0 is a dummy for padded rows and is never handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageId(u32);
+
+impl PageId {
+    /// Slot number in the backend's pool.
+    pub fn slot(self) -> u32 {
+        self.0
+    }
+}
+
+/// There is no free page left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("all {pages} pages of the KV cache are in use")]
+pub struct PoolExhausted {
+    /// Pages in the pool.
+    pub pages: usize,
+}
+
+/// Pages that can be taken and given back. A page is free again when its last owner releases it.
+#[derive(Debug)]
+pub struct PagePool {
+    /// Owners per slot; index 0 is the dummy.
+    owners: Vec<u32>,
+    /// Free slots, the next one last. Low slots go first, so a short run touches little memory.
+    free: Vec<u32>,
+}
+
+impl PagePool {
+    /// A pool of `pages` usable pages.
+    pub fn new(pages: usize) -> PagePool {
+        let last = u32::try_from(pages).expect("fewer than 2^32 pages");
+        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().collect() }
+    }
+
+    /// Usable pages.
+    pub fn pages(&self) -> usize {
+        self.owners.len() - 1
+    }
+
+    /// Slots a backend must provide: the usable pages and the dummy.
+    pub fn slots(&self) -> usize {
+        self.owners.len()
+    }
+
+    /// Pages that nobody owns.
+    pub fn free_pages(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Takes a page; the caller is its one owner.
+    pub fn take(&mut self) -> Result<PageId, PoolExhausted> {
+        let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
+        self.owners[slot as usize] = 1;
+        Ok(PageId(slot))
+    }
+
+    /// Adds an owner to a page in use.
+    pub fn share(&mut self, page: PageId) {
+        let owners = &mut self.owners[page.0 as usize];
+        assert!(*owners > 0, "page {} is shared while free", page.0);
+        *owners += 1;
+    }
+
+    /// Gives up one ownership; the page is free when none is left.
+    pub fn release(&mut self, page: PageId) {
+        let owners = &mut self.owners[page.0 as usize];
+        assert!(*owners > 0, "page {} is released while free", page.0);
+        *owners -= 1;
+        if *owners == 0 {
+            self.free.push(page.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_dummy_is_never_handed_out() {
+        let mut pool = PagePool::new(3);
+        let pages: Vec<_> = (0..3).map(|_| pool.take().unwrap().slot()).collect();
+        assert_eq!(pages, [1, 2, 3]);
+        assert_eq!(pool.take(), Err(PoolExhausted { pages: 3 }));
+    }
+
+    #[test]
+    fn a_shared_page_is_free_after_its_last_owner() {
+        let mut pool = PagePool::new(1);
+        let page = pool.take().unwrap();
+        pool.share(page);
+        pool.release(page);
+        assert!(pool.take().is_err());
+        pool.release(page);
+        assert_eq!(pool.take(), Ok(page));
+    }
+
+    #[test]
+    #[should_panic(expected = "released while free")]
+    fn a_double_release_is_caught() {
+        let mut pool = PagePool::new(1);
+        let page = pool.take().unwrap();
+        pool.release(page);
+        pool.release(page);
+    }
+
+    proptest! {
+        /// Random operations against a plain list of owners.
+        #[test]
+        fn agrees_with_a_naive_model(operations in prop::collection::vec((0u8..3, any::<u16>()), 0..400)) {
+            let mut pool = PagePool::new(8);
+            let mut owned: Vec<PageId> = Vec::new();
+            for (kind, pick) in operations {
+                match kind {
+                    0 => match pool.take() {
+                        Ok(page) => {
+                            prop_assert!(!owned.contains(&page));
+                            owned.push(page);
+                        }
+                        Err(_) => {
+                            let mut distinct = owned.clone();
+                            distinct.sort_unstable();
+                            distinct.dedup();
+                            prop_assert_eq!(distinct.len(), 8);
+                        }
+                    },
+                    1 if !owned.is_empty() => {
+                        let page = owned[usize::from(pick) % owned.len()];
+                        pool.share(page);
+                        owned.push(page);
+                    }
+                    2 if !owned.is_empty() => {
+                        let page = owned.swap_remove(usize::from(pick) % owned.len());
+                        pool.release(page);
+                    }
+                    _ => {}
+                }
+                let mut distinct = owned.clone();
+                distinct.sort_unstable();
+                distinct.dedup();
+                prop_assert_eq!(pool.free_pages(), 8 - distinct.len());
+            }
+        }
+    }
+}

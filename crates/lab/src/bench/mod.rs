@@ -1,0 +1,5 @@
+//! Benchmarks.
+
+mod model;
+
+pub use model::{ModelBench, run as model};

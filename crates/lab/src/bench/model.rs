@@ -1,0 +1,87 @@
+//! Speed of a whole model: prefill, time to first token, decode.
+
+use std::ops::ControlFlow;
+
+use oscar_codec::PageFormat;
+use oscar_engine::{Engine, EngineError, GenerateOptions, Summary};
+use oscar_kernels::Backend;
+use serde::Serialize;
+
+use crate::machine::peak_rss_bytes;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct ModelBench {
+    /// Prompt tokens of the prefill measurement.
+    pub prompt_tokens: usize,
+    /// Tokens generated in the decode measurement.
+    pub gen_tokens: usize,
+    /// Tokens in the cache when decoding starts; the prompt when `None`.
+    pub context: Option<usize>,
+    /// How often everything is measured.
+    pub repeat: usize,
+}
+
+/// One repetition.
+#[derive(Debug, Serialize)]
+struct Row {
+    repetition: usize,
+    kv: &'static str,
+    threads: usize,
+    batch: usize,
+    prompt_tokens: usize,
+    prefill_tokens_per_s: f64,
+    ttft_ms: f64,
+    context: usize,
+    gen_tokens: usize,
+    decode_tokens_per_s: Option<f64>,
+    bytes_per_token: usize,
+    kv_bytes: usize,
+    peak_rss_bytes: Option<u64>,
+}
+
+/// Measures; `on_row` is called after each repetition, for progress.
+pub fn run<B: Backend>(
+    engine: &mut Engine<B>,
+    bench: &ModelBench,
+    threads: usize,
+    mut on_row: impl FnMut(serde_json::Value),
+) -> Result<(), EngineError> {
+    let context = bench.context.unwrap_or(bench.prompt_tokens).max(bench.prompt_tokens);
+    let tokens = synthetic_tokens(context, engine.model().config().vocab_size);
+    let bytes_per_token = engine.model().config().kv_geometry().bytes_per_token(PageFormat::Bf16);
+    for repetition in 1..=bench.repeat {
+        engine.reset();
+        let prefill = generate(engine, &tokens[..bench.prompt_tokens], 1)?;
+        // The first generated token comes from the prompt's own logits; each further one is a decode step.
+        let decode = generate(engine, &tokens, bench.gen_tokens + 1)?;
+        let seconds = prefill.first_token.as_secs_f64();
+        let row = Row {
+            repetition,
+            kv: "bf16",
+            threads,
+            batch: 1,
+            prompt_tokens: bench.prompt_tokens,
+            prefill_tokens_per_s: bench.prompt_tokens as f64 / seconds,
+            ttft_ms: seconds * 1e3,
+            context,
+            gen_tokens: bench.gen_tokens,
+            decode_tokens_per_s: decode.decode_tokens_per_s(),
+            bytes_per_token,
+            kv_bytes: engine.kv_bytes(),
+            peak_rss_bytes: peak_rss_bytes(),
+        };
+        on_row(serde_json::to_value(row).expect("a row holds plain values only"));
+    }
+    Ok(())
+}
+
+fn generate<B: Backend>(engine: &mut Engine<B>, prompt: &[u32], max_tokens: usize) -> Result<Summary, EngineError> {
+    let options = GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() };
+    engine.generate(prompt, &options, |_| ControlFlow::Continue(()))
+}
+
+/// Token ids without a meaning; the speed of a dense model does not depend on them.
+fn synthetic_tokens(count: usize, vocab_size: usize) -> Vec<u32> {
+    (0..count as u64).map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) as u32 % vocab_size as u32).collect()
+}

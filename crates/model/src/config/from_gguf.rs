@@ -1,0 +1,115 @@
+//! The shape of a model from GGUF metadata.
+
+use crate::config::{ModelConfig, RopeConfig};
+use crate::error::ModelError;
+use crate::families::{self, Bias};
+use crate::files::{Gguf, TensorSource};
+use crate::rope::RopeScaling;
+
+/// Reads the description of a model.
+pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
+    let path = || gguf.path().to_path_buf();
+    let metadata = gguf.metadata();
+    let architecture = metadata.str("general.architecture")?;
+    let family = families::by_gguf_architecture(architecture).ok_or_else(|| ModelError::UnsupportedArchitecture {
+        path: path(),
+        field: "general.architecture",
+        name: architecture.to_owned(),
+        supported: families::names(),
+    })?;
+    let key = |name: &str| format!("{architecture}.{name}");
+    let size = |name: &str| metadata.u32(&key(name)).map(|value| value as usize);
+    let optional = |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
+
+    if optional("expert_count")?.is_some_and(|experts| experts > 0) {
+        let problem = format!("`{}`: mixture-of-experts models are not supported yet", key("expert_count"));
+        return Err(ModelError::BadConfig { path: path(), problem });
+    }
+    let hidden_size = size("embedding_length")?;
+    let q_heads = size("attention.head_count")?;
+    let kv_heads = optional("attention.head_count_kv")?.unwrap_or(q_heads);
+    let head_dim = match optional("attention.key_length")? {
+        Some(head_dim) => head_dim,
+        None => hidden_size.checked_div(q_heads).unwrap_or(0),
+    };
+    if let Some(value_dim) = optional("attention.value_length")?.filter(|&value_dim| value_dim != head_dim) {
+        let problem = format!("values of {value_dim} channels beside keys of {head_dim} are not supported");
+        return Err(ModelError::BadConfig { path: path(), problem });
+    }
+    let rotary_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
+    let max_context = size("context_length")?;
+    // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
+    let vocab_size = gguf.tensor("token_embd.weight")?.matrix()?.rows;
+
+    let config = ModelConfig {
+        family: family.name,
+        vocab_size,
+        hidden_size,
+        intermediate_size: size("feed_forward_length")?,
+        layers: size("block_count")?,
+        q_heads,
+        kv_heads,
+        head_dim,
+        max_context,
+        norm_eps: metadata.f32(&key("attention.layer_norm_rms_epsilon"))?,
+        rope: RopeConfig {
+            theta: metadata.get::<f32>(&key("rope.freq_base"))?.map_or(10_000.0, f64::from),
+            rotary_dim,
+            layout: family.gguf_rope,
+            scaling: rope_scaling(gguf, &key, rotary_dim, max_context)?,
+        },
+        tied_embeddings: None,
+        qkv_bias: family.qkv_bias == Bias::Always || gguf.contains("blk.0.attn_q.bias"),
+        output_bias: gguf.contains("blk.0.attn_output.bias"),
+        mlp_bias: gguf.contains("blk.0.ffn_gate.bias"),
+        head_norms: family.head_norms,
+    };
+    config.validate().map_err(|problem| ModelError::BadConfig { path: path(), problem })?;
+    Ok(config)
+}
+
+fn rope_scaling(
+    gguf: &Gguf,
+    key: &dyn Fn(&str) -> String,
+    rotary_dim: usize,
+    max_context: usize,
+) -> Result<RopeScaling, ModelError> {
+    let metadata = gguf.metadata();
+    let bad = |problem: String| ModelError::BadConfig { path: gguf.path().to_path_buf(), problem };
+    // Llama 3.1 and later: the scaling rule is baked into a table of divisors.
+    if let Some(tensor) = gguf.find("rope_freqs.weight")? {
+        let stored = tensor.vector()?;
+        if stored.cols != rotary_dim / 2 {
+            let problem = format!("`rope_freqs.weight` has {} entries, expected {}", stored.cols, rotary_dim / 2);
+            return Err(bad(problem));
+        }
+        let mut divisors = vec![0.0; stored.cols];
+        oscar_kernels::quant::dequantise(stored.dtype, stored.data()?, &mut divisors);
+        if let Some(divisor) = divisors.iter().find(|divisor| !(divisor.is_finite() && **divisor > 0.0)) {
+            return Err(bad(format!("`rope_freqs.weight` holds {divisor}")));
+        }
+        return Ok(RopeScaling::Divisors(divisors));
+    }
+    let number = |name: &str| metadata.get::<f32>(&key(name)).map(|value| value.map(f64::from));
+    let factor = number("rope.scaling.factor")?.unwrap_or(1.0);
+    match metadata.get::<&str>(&key("rope.scaling.type"))?.unwrap_or("none") {
+        "none" => Ok(RopeScaling::None),
+        _ if !(factor.is_finite() && factor > 0.0) => Err(bad(format!("`{}` is {factor}", key("rope.scaling.factor")))),
+        "linear" => Ok(RopeScaling::Linear { factor }),
+        "yarn" => {
+            let original = metadata.get::<u32>(&key("rope.scaling.original_context_length"))?;
+            Ok(RopeScaling::Yarn {
+                factor,
+                original_context: original.map_or(max_context, |original| original as usize).max(1),
+                beta_fast: number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+                beta_slow: number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+                attention_factor: number("rope.scaling.attn_factor")?,
+                truncate: true,
+            })
+        }
+        other => Err(bad(format!(
+            "`{}` is {other:?}; supported: none, linear, yarn, and Llama 3 by `rope_freqs.weight`",
+            key("rope.scaling.type")
+        ))),
+    }
+}

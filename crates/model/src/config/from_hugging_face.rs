@@ -1,0 +1,137 @@
+//! The shape of a model from `config.json`.
+//!
+//! Rotary settings come in two spellings: `rope_theta` with `rope_scaling` (older files) and one `rope_parameters`
+//! object (newer ones). Settings that would change the result and that we do not implement are errors.
+
+use oscar_kernels::backend::RopeLayout;
+
+use crate::config::{ModelConfig, RopeConfig};
+use crate::error::ModelError;
+use crate::families::{self, Bias};
+use crate::files::{Fields, JsonFile};
+use crate::rope::RopeScaling;
+
+/// Reads the description of a model.
+pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
+    let fields = file.fields();
+    let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
+    let model_type = fields.str("model_type")?;
+    let family = families::by_model_type(model_type).ok_or_else(|| ModelError::UnsupportedArchitecture {
+        path: fields.path().to_path_buf(),
+        field: "model_type",
+        name: model_type.to_owned(),
+        supported: families::names(),
+    })?;
+    refuse_what_would_change_the_result(&fields).map_err(bad)?;
+
+    let hidden_size = fields.positive("hidden_size")?;
+    let q_heads = fields.positive("num_attention_heads")?;
+    let head_dim = fields.positive_if_present("head_dim")?.unwrap_or(hidden_size / q_heads);
+    let max_context = fields.positive("max_position_embeddings")?;
+    let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
+    let rotary_share = fields.float_if_present("partial_rotary_factor")?.unwrap_or(1.0);
+    if !(rotary_share > 0.0 && rotary_share <= 1.0) {
+        return Err(bad(format!("field `partial_rotary_factor` is {rotary_share}, expected above 0, at most 1")));
+    }
+    let parameters = fields.fields_if_present("rope_parameters")?;
+    let theta = match &parameters {
+        Some(parameters) => parameters.float_if_present("rope_theta")?,
+        None => fields.float_if_present("rope_theta")?,
+    };
+    let scaling = match parameters {
+        Some(parameters) => Some(parameters),
+        None => fields.fields_if_present("rope_scaling")?,
+    };
+    let config = ModelConfig {
+        family: family.name,
+        vocab_size: fields.positive("vocab_size")?,
+        hidden_size,
+        intermediate_size: fields.positive("intermediate_size")?,
+        layers: fields.positive("num_hidden_layers")?,
+        q_heads,
+        kv_heads: fields.positive_if_present("num_key_value_heads")?.unwrap_or(q_heads),
+        head_dim,
+        max_context,
+        norm_eps: fields.float_if_present("rms_norm_eps")?.unwrap_or(1e-6) as f32,
+        rope: RopeConfig {
+            theta: theta.unwrap_or(10_000.0),
+            rotary_dim: (head_dim as f64 * rotary_share) as usize,
+            layout: RopeLayout::Halves,
+            scaling: match scaling {
+                Some(scaling) => rope_scaling(&scaling, max_context)?,
+                None => RopeScaling::None,
+            },
+        },
+        tied_embeddings: fields.bool_if_present("tie_word_embeddings")?,
+        qkv_bias: family.qkv_bias == Bias::Always || attention_bias,
+        // Qwen2 declares no `attention_bias`; where a Llama or Qwen3 config does, the output has one too.
+        output_bias: family.qkv_bias == Bias::IfDeclared && attention_bias,
+        mlp_bias: fields.bool_if_present("mlp_bias")?.unwrap_or(false),
+        head_norms: family.head_norms,
+    };
+    config.validate().map_err(bad)?;
+    Ok(config)
+}
+
+fn refuse_what_would_change_the_result(fields: &Fields<'_>) -> Result<(), String> {
+    if fields.contains("quantization_config") {
+        return Err("field `quantization_config`: quantised safetensors are not supported; use a GGUF file".into());
+    }
+    let text = |name: &str| fields.value(name).and_then(|value| value.as_str());
+    if let Some(activation) = text("hidden_act").filter(|activation| *activation != "silu") {
+        return Err(format!("field `hidden_act` is {activation:?}; supported: silu"));
+    }
+    let sliding = fields.value("use_sliding_window").and_then(|value| value.as_bool()).unwrap_or(false);
+    let layer_types = fields.value("layer_types").and_then(|value| value.as_array());
+    let other_layer = layer_types.into_iter().flatten().any(|layer| layer.as_str() != Some("full_attention"));
+    if sliding || other_layer {
+        return Err("fields `use_sliding_window`, `layer_types`: only full attention is supported".into());
+    }
+    Ok(())
+}
+
+fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, ModelError> {
+    let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
+    let kind = match fields.str_if_present("rope_type")? {
+        Some(kind) => kind,
+        None => fields.str_if_present("type")?.unwrap_or("default"),
+    };
+    if kind == "default" {
+        return Ok(RopeScaling::None);
+    }
+    let factor = fields.float("factor")?;
+    if !(factor.is_finite() && factor >= 1.0) {
+        return Err(bad(format!("RoPE scaling `factor` is {factor}, expected 1 or more")));
+    }
+    let original = fields.positive_if_present("original_max_position_embeddings")?;
+    let original_context = original.unwrap_or(max_context);
+    match kind {
+        "linear" => Ok(RopeScaling::Linear { factor }),
+        "llama3" => {
+            let (low, high) = (fields.float("low_freq_factor")?, fields.float("high_freq_factor")?);
+            if !(low > 0.0 && high > low && high.is_finite()) {
+                return Err(bad(format!("`low_freq_factor` {low} and `high_freq_factor` {high} do not form a range")));
+            }
+            Ok(RopeScaling::Llama3 {
+                factor,
+                low_frequency_factor: low,
+                high_frequency_factor: high,
+                original_context,
+            })
+        }
+        "yarn" => {
+            if fields.contains("mscale") || fields.contains("mscale_all_dim") {
+                return Err(bad("RoPE scaling `mscale` is not supported".into()));
+            }
+            Ok(RopeScaling::Yarn {
+                factor,
+                original_context,
+                beta_fast: fields.float_if_present("beta_fast")?.unwrap_or(32.0),
+                beta_slow: fields.float_if_present("beta_slow")?.unwrap_or(1.0),
+                attention_factor: fields.float_if_present("attention_factor")?,
+                truncate: fields.bool_if_present("truncate")?.unwrap_or(true),
+            })
+        }
+        other => Err(bad(format!("RoPE type {other:?} is not supported; supported: default, linear, llama3, yarn"))),
+    }
+}

@@ -1,0 +1,28 @@
+//! Why a model could not be loaded or run.
+
+use std::path::PathBuf;
+
+use oscar_kernels::KernelError;
+
+use crate::files::FileError;
+use crate::text::TextError;
+
+/// Why a model could not be loaded or run.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ModelError {
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error("{}: {source}", path.display())]
+    Text { path: PathBuf, source: TextError },
+    #[error("{}: `{field}` is {name:?}, a model oscar does not know; supported families: {supported}", path.display())]
+    UnsupportedArchitecture { path: PathBuf, field: &'static str, name: String, supported: String },
+    #[error("{}: {problem}", path.display())]
+    BadConfig { path: PathBuf, problem: String },
+    #[error("{}: tensor `{tensor}` has no place in a {family} model", path.display())]
+    UnexpectedTensor { path: PathBuf, tensor: String, family: &'static str },
+    #[error("{}: tensor `{tensor}` is {got}, the model's description asks for {expected}", path.display())]
+    TensorShape { path: PathBuf, tensor: String, expected: String, got: String },
+}

@@ -1,0 +1,16 @@
+//! Qwen2 and Qwen2.5, dense: Llama with a bias on queries, keys and values.
+//!
+//! The key bias is large (up to hundreds in the first layers), which is what makes these models hard to quantise.
+
+use oscar_kernels::backend::RopeLayout;
+
+use super::{Bias, Family};
+
+pub(super) static QWEN2: Family = Family {
+    name: "qwen2",
+    gguf_architecture: "qwen2",
+    model_type: "qwen2",
+    gguf_rope: RopeLayout::Halves,
+    qkv_bias: Bias::Always,
+    head_norms: false,
+};

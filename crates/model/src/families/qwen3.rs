@@ -1,0 +1,14 @@
+//! Qwen3, dense: no bias, query and key heads normed before RoPE, head dimension given on its own.
+
+use oscar_kernels::backend::RopeLayout;
+
+use super::{Bias, Family};
+
+pub(super) static QWEN3: Family = Family {
+    name: "qwen3",
+    gguf_architecture: "qwen3",
+    model_type: "qwen3",
+    gguf_rope: RopeLayout::Halves,
+    qkv_bias: Bias::IfDeclared,
+    head_norms: true,
+};

@@ -1,0 +1,139 @@
+//! The forward pass: tokens in, logits out, over any backend.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use oscar_kernels::backend::{Batch, CacheSpec, Rope};
+use oscar_kernels::{Backend, KernelError};
+
+use crate::config::ModelConfig;
+use crate::weights::Weights;
+
+/// A model on a device.
+pub struct Model<B: Backend> {
+    backend: Arc<B>,
+    config: ModelConfig,
+    rope: Rope,
+    weights: Weights<B>,
+}
+
+/// Activations of one step, reused by the next.
+pub struct Activations<B: Backend> {
+    hidden: B::Buffer,
+    qkv: B::Buffer,
+    attended: B::Buffer,
+    logits: B::Buffer,
+    max_rows: usize,
+    max_logit_rows: usize,
+}
+
+impl<B: Backend> Model<B> {
+    /// Puts a model together.
+    pub fn new(backend: Arc<B>, config: ModelConfig, weights: Weights<B>) -> Model<B> {
+        let rope = config.rope.build();
+        Model { backend, config, rope, weights }
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &Arc<B> {
+        &self.backend
+    }
+
+    /// The shape.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Buffers for steps of up to `rows` tokens, `logit_rows` of which want logits.
+    pub fn activations(&self, rows: usize, logit_rows: usize) -> Result<Activations<B>, KernelError> {
+        let config = &self.config;
+        let q = config.q_heads * config.head_dim;
+        let kv = config.kv_heads * config.head_dim;
+        Ok(Activations {
+            hidden: self.backend.buffer(rows, config.hidden_size)?,
+            qkv: self.backend.buffer(rows, q + 2 * kv)?,
+            attended: self.backend.buffer(rows, q)?,
+            logits: self.backend.buffer(logit_rows, config.vocab_size)?,
+            max_rows: rows,
+            max_logit_rows: logit_rows,
+        })
+    }
+
+    /// Page pools for this model.
+    pub fn cache(&self, format: oscar_codec::PageFormat, slots: usize) -> Result<B::Cache, KernelError> {
+        self.backend.cache(&CacheSpec { geometry: self.config.kv_geometry(), format, slots })
+    }
+
+    /// Runs a batch through the model. Keys and values go to the cache; the logits of `logit_rows` (rows of the
+    /// batch) are left in the activations, in that order.
+    pub fn forward(
+        &self,
+        batch: &Batch<'_>,
+        logit_rows: &[usize],
+        cache: &mut B::Cache,
+        activations: &mut Activations<B>,
+    ) -> Result<(), KernelError> {
+        let step = self.backend.begin_step(batch, &self.rope, cache)?;
+        self.embed(batch, &step, activations)?;
+        self.run_layers(0..self.config.layers, &step, cache, activations)?;
+        self.logits(logit_rows, activations)
+    }
+
+    /// Fills the hidden states from the token embedding.
+    pub fn embed(
+        &self,
+        batch: &Batch<'_>,
+        step: &B::Step,
+        activations: &mut Activations<B>,
+    ) -> Result<(), KernelError> {
+        if batch.tokens.len() > activations.max_rows {
+            let (expected, got) = (activations.max_rows, batch.tokens.len());
+            return Err(KernelError::Shape { what: "tokens of a step, at most", expected, got });
+        }
+        self.backend.embed(&self.weights.embedding, step, &mut activations.hidden)
+    }
+
+    /// Takes the hidden states through some layers. A prompt can be run layer by layer, chunk by chunk.
+    pub fn run_layers(
+        &self,
+        layers: Range<usize>,
+        step: &B::Step,
+        cache: &mut B::Cache,
+        activations: &mut Activations<B>,
+    ) -> Result<(), KernelError> {
+        let Activations { hidden, qkv, attended, .. } = activations;
+        for index in layers {
+            let layer = &self.weights.layers[index];
+            let [q, k, v] = &layer.qkv;
+            self.backend.norm_linear(step, hidden, &layer.norm, &[q, k, v], qkv)?;
+            self.backend.rope_store(step, &layer.attention, index, qkv, cache)?;
+            self.backend.attend(step, &layer.attention, index, qkv, cache, attended)?;
+            self.backend.linear_add(step, attended, &layer.output, hidden)?;
+            self.backend.gated_mlp(step, &layer.mlp, hidden)?;
+        }
+        Ok(())
+    }
+
+    /// Logits of some rows of the hidden states.
+    pub fn logits(&self, rows: &[usize], activations: &mut Activations<B>) -> Result<(), KernelError> {
+        if rows.len() > activations.max_logit_rows {
+            let (expected, got) = (activations.max_logit_rows, rows.len());
+            return Err(KernelError::Shape { what: "rows with logits, at most", expected, got });
+        }
+        let head = self.weights.head.as_ref().unwrap_or(&self.weights.embedding);
+        let Activations { hidden, logits, .. } = activations;
+        self.backend.logits(hidden, rows, &self.weights.norm, head, logits)
+    }
+}
+
+impl<B: Backend> Activations<B> {
+    /// Logits of the last step, in the order they were asked for.
+    pub fn logits(&self) -> &B::Buffer {
+        &self.logits
+    }
+
+    /// Tokens a step may have.
+    pub fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+}

@@ -1,0 +1,146 @@
+//! A model from its files: description, tokenizer, chat template, weights.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use oscar_kernels::Backend;
+
+use crate::config::{ModelConfig, from_gguf, from_hugging_face};
+use crate::error::ModelError;
+use crate::files::{Gguf, JsonFile, Safetensors, TensorSource};
+use crate::forward::Model;
+use crate::names::Naming;
+use crate::source::ModelPath;
+use crate::text::{GgufVocabulary, TextError, Tokenizer};
+use crate::weights::Weights;
+
+/// An opened model: everything but the weights.
+pub struct ModelFiles {
+    config: ModelConfig,
+    naming: Naming,
+    tensors: Box<dyn TensorSource>,
+    tokenizer: Option<Arc<Tokenizer>>,
+
+    end_tokens: Vec<u32>,
+}
+
+impl ModelFiles {
+    /// Opens the files of a model and checks that they belong together.
+    pub fn open(path: &ModelPath) -> Result<ModelFiles, ModelError> {
+        let files = match path {
+            ModelPath::Gguf(path) => ModelFiles::open_gguf(path)?,
+            ModelPath::Folder(path) => ModelFiles::open_folder(path)?,
+        };
+        if let Some(tokenizer) = &files.tokenizer {
+            tokenizer
+                .check_embedding_rows(files.config.vocab_size)
+                .map_err(|source| ModelError::Text { path: path.path().to_path_buf(), source })?;
+        }
+        Ok(files)
+    }
+
+    fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
+        let text = |source: TextError| ModelError::Text { path: path.to_path_buf(), source };
+        let gguf = Gguf::open(path)?;
+        let config = from_gguf(&gguf)?;
+        let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
+        let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).map_err(text)?;
+        let end_tokens = tokenizer.end_ids().to_vec();
+        Ok(ModelFiles {
+            config,
+            naming: Naming::Gguf,
+            tensors: Box::new(gguf),
+            tokenizer: Some(Arc::new(tokenizer)),
+            end_tokens,
+        })
+    }
+
+    fn open_folder(folder: &Path) -> Result<ModelFiles, ModelError> {
+        let text = |source: TextError| ModelError::Text { path: folder.to_path_buf(), source };
+        let description = JsonFile::open(&folder.join("config.json"))?;
+        let config = from_hugging_face(&description)?;
+        let tensors = Safetensors::open_folder(folder)?;
+        let tokenizer = if folder.join("tokenizer.json").exists() {
+            Some(Arc::new(Tokenizer::from_folder(folder).map_err(text)?))
+        } else {
+            None
+        };
+        let mut end_tokens = description.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default();
+        if let Some(generation) = JsonFile::open_if_present(&folder.join("generation_config.json"))? {
+            end_tokens.extend(generation.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default());
+        }
+        if let Some(tokenizer) = &tokenizer {
+            end_tokens.extend(tokenizer.end_ids());
+        }
+        end_tokens.sort_unstable();
+        end_tokens.dedup();
+        let tensors = Box::new(tensors);
+        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, end_tokens })
+    }
+
+    /// The shape of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The stored tensors.
+    pub fn tensors(&self) -> &dyn TensorSource {
+        &*self.tensors
+    }
+
+    /// The tokenizer, if the files hold one.
+    pub fn tokenizer(&self) -> Option<&Arc<Tokenizer>> {
+        self.tokenizer.as_ref()
+    }
+
+    /// The forward pass alone, for work on token ids.
+    pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
+        let weights = Weights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
+        Ok(Model::new(backend, self.config.clone(), weights))
+    }
+
+    /// Loads the weights; the files must hold a tokenizer.
+    pub fn load<B: Backend>(self, backend: Arc<B>) -> Result<LoadedModel<B>, ModelError> {
+        let model = self.load_model(backend)?;
+        let Some(tokenizer) = self.tokenizer else {
+            let path = self.tensors.path().to_path_buf();
+            return Err(ModelError::BadConfig { path, problem: "there is no `tokenizer.json` beside the weights".into() });
+        };
+        Ok(LoadedModel { model, tokenizer, end_tokens: self.end_tokens })
+    }
+}
+
+/// A model that can talk.
+pub struct LoadedModel<B: Backend> {
+    model: Model<B>,
+    tokenizer: Arc<Tokenizer>,
+
+    end_tokens: Vec<u32>,
+}
+
+impl<B: Backend> LoadedModel<B> {
+    /// Opens the files and loads the weights.
+    pub fn load(path: &ModelPath, backend: Arc<B>) -> Result<LoadedModel<B>, ModelError> {
+        ModelFiles::open(path)?.load(backend)
+    }
+
+    /// The forward pass.
+    pub fn model(&self) -> &Model<B> {
+        &self.model
+    }
+
+    /// The shape.
+    pub fn config(&self) -> &ModelConfig {
+        self.model.config()
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// Whether the model ends its turn with this token.
+    pub fn is_end(&self, token: u32) -> bool {
+        self.end_tokens.contains(&token)
+    }
+}

@@ -1,0 +1,172 @@
+//! Rotary frequencies and the ways models stretch them.
+//!
+//! Formulas as in the published methods: linear interpolation, YaRN (Peng et al. 2023) and the Llama 3.1 rule.
+//! Everything is computed in f64 and rounded once.
+
+use std::f64::consts::PI;
+
+use oscar_kernels::backend::Rope;
+
+use crate::config::RopeConfig;
+
+/// How frequencies are changed for contexts longer than those of pre-training.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// Positions divided by `factor`.
+    Linear {
+        /// Ratio of the new context to the old.
+        factor: f64,
+    },
+    /// Low frequencies interpolated, high ones kept, a ramp between; attention sharpened.
+    Yarn {
+        /// Ratio of the new context to the old.
+        factor: f64,
+        /// Context of pre-training.
+        original_context: usize,
+        /// Rotations within the old context above which a frequency is kept.
+        beta_fast: f64,
+        /// Rotations below which a frequency is fully interpolated.
+        beta_slow: f64,
+        /// Factor on cosine and sine; `0.1 ln(factor) + 1` when the model does not give one.
+        attention_factor: Option<f64>,
+        /// Whether the ends of the ramp are rounded to whole channels.
+        truncate: bool,
+    },
+    /// Llama 3.1: wavelengths beyond the old context divided by `factor`, with a smooth middle.
+    Llama3 {
+        /// Ratio for the longest wavelengths.
+        factor: f64,
+        /// Old context over this is the longest wavelength that counts as low frequency.
+        low_frequency_factor: f64,
+        /// Old context over this is the shortest wavelength that is not kept.
+        high_frequency_factor: f64,
+        /// Context of pre-training.
+        original_context: usize,
+    },
+    /// A divisor for each frequency, given by the file.
+    Divisors(Vec<f32>),
+}
+
+impl RopeConfig {
+    /// The table a backend needs.
+    pub fn build(&self) -> Rope {
+        let dim = self.rotary_dim as f64;
+        let mut frequencies: Vec<f64> =
+            (0..self.rotary_dim / 2).map(|pair| self.theta.powf(-2.0 * pair as f64 / dim)).collect();
+        let mut magnitude = 1.0;
+        match &self.scaling {
+            RopeScaling::None => {}
+            RopeScaling::Linear { factor } => frequencies.iter_mut().for_each(|frequency| *frequency /= factor),
+            RopeScaling::Divisors(divisors) => {
+                frequencies.iter_mut().zip(divisors).for_each(|(frequency, divisor)| *frequency /= f64::from(*divisor));
+            }
+            RopeScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context } => {
+                let context = *original_context as f64;
+                for frequency in &mut frequencies {
+                    let wavelength = 2.0 * PI / *frequency;
+                    if wavelength > context / low_frequency_factor {
+                        *frequency /= factor;
+                    } else if wavelength >= context / high_frequency_factor {
+                        let smooth = (context / wavelength - low_frequency_factor)
+                            / (high_frequency_factor - low_frequency_factor);
+                        *frequency *= (1.0 - smooth) / factor + smooth;
+                    }
+                }
+            }
+            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+                // The channel whose frequency makes `rotations` turns within the old context.
+                let channel = |rotations: f64| {
+                    dim * (*original_context as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
+                };
+                let (mut low, mut high) = (channel(*beta_fast), channel(*beta_slow));
+                if *truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                let low = low.max(0.0);
+                let mut high = high.min(dim - 1.0);
+                if low == high {
+                    high += 0.001;
+                }
+                for (pair, frequency) in frequencies.iter_mut().enumerate() {
+                    let ramp = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    *frequency = *frequency / factor * ramp + *frequency * (1.0 - ramp);
+                }
+                magnitude = attention_factor.unwrap_or_else(|| yarn_magnitude(*factor));
+            }
+        }
+        Rope {
+            inverse_frequencies: frequencies.into_iter().map(|frequency| frequency as f32).collect(),
+            magnitude: magnitude as f32,
+            layout: self.layout,
+        }
+    }
+}
+
+/// YaRN's factor on cosine and sine for a context `factor` times longer.
+fn yarn_magnitude(factor: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_kernels::backend::RopeLayout;
+
+    use super::*;
+
+    fn config(scaling: RopeScaling) -> RopeConfig {
+        RopeConfig { theta: 10_000.0, rotary_dim: 64, layout: RopeLayout::Halves, scaling }
+    }
+
+    #[test]
+    fn plain_frequencies_fall_geometrically() {
+        let rope = config(RopeScaling::None).build();
+        assert_eq!(rope.inverse_frequencies.len(), 32);
+        assert_eq!(rope.inverse_frequencies[0], 1.0);
+        assert!((rope.inverse_frequencies[16] - 0.01).abs() < 1e-8);
+        assert_eq!(rope.magnitude, 1.0);
+    }
+
+    #[test]
+    fn linear_and_divisors_divide() {
+        let plain = config(RopeScaling::None).build().inverse_frequencies;
+        let linear = config(RopeScaling::Linear { factor: 4.0 }).build().inverse_frequencies;
+        let divisors = config(RopeScaling::Divisors(vec![4.0; 32])).build().inverse_frequencies;
+        assert_eq!(linear, divisors);
+        assert!(plain.iter().zip(&linear).all(|(plain, linear)| (plain / 4.0 - linear).abs() < 1e-9));
+    }
+
+    #[test]
+    fn yarn_keeps_fast_and_interpolates_slow_channels() {
+        let plain = config(RopeScaling::None).build().inverse_frequencies;
+        let yarn = config(RopeScaling::Yarn {
+            factor: 4.0,
+            original_context: 4096,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            truncate: true,
+        })
+        .build();
+        assert_eq!(yarn.inverse_frequencies[0], plain[0]);
+        assert!((yarn.inverse_frequencies[31] / plain[31] - 0.25).abs() < 1e-6);
+        assert!((yarn.magnitude - 1.138_629_4).abs() < 1e-6);
+    }
+
+    #[test]
+    fn llama3_touches_long_wavelengths_only() {
+        let plain = config(RopeScaling::None).build().inverse_frequencies;
+        let scaled = config(RopeScaling::Llama3 {
+            factor: 8.0,
+            low_frequency_factor: 1.0,
+            high_frequency_factor: 4.0,
+            original_context: 8192,
+        })
+        .build()
+        .inverse_frequencies;
+        assert_eq!(scaled[0], plain[0]);
+        assert!((scaled[31] / plain[31] - 0.125).abs() < 1e-6);
+        assert!(scaled.windows(2).all(|pair| pair[0] > pair[1]), "still falling");
+    }
+}

@@ -1,0 +1,144 @@
+//! Weights of a model, taken from a container and handed to a backend.
+//!
+//! Every tensor is checked against the description, and every tensor of the file must have been asked for: a file
+//! with something left over is a model we do not understand.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, StoredMatrix};
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::files::TensorSource;
+use crate::names::{Naming, Part};
+
+/// One transformer layer.
+pub struct Layer<B: Backend> {
+    /// Before attention.
+    pub norm: RmsNorm<B>,
+    /// Query, key and value projections.
+    pub qkv: [Linear<B>; 3],
+    /// Heads, scale and head norms.
+    pub attention: AttentionSpec<B>,
+    /// Attention output projection.
+    pub output: Linear<B>,
+    /// Feed-forward block.
+    pub mlp: GatedMlp<B>,
+}
+
+/// All weights of a model.
+pub struct Weights<B: Backend> {
+    /// Token embedding.
+    pub embedding: B::Weight,
+    /// Layers in order.
+    pub layers: Vec<Layer<B>>,
+    /// Before the output projection.
+    pub norm: RmsNorm<B>,
+    /// Output projection; `None` when it is the embedding.
+    pub head: Option<B::Weight>,
+}
+
+impl<B: Backend> Weights<B> {
+    /// Loads the weights that `config` describes.
+    pub(crate) fn load(
+        backend: &B,
+        source: &dyn TensorSource,
+        naming: Naming,
+        config: &ModelConfig,
+    ) -> Result<Weights<B>, ModelError> {
+        let loader = Loader { backend, source, config, naming, used: RefCell::default() };
+        let embedding = loader.matrix(naming.embedding(), config.vocab_size, config.hidden_size)?;
+        let norm = loader.norm(naming.final_norm(), config.hidden_size)?;
+        let tied = config.tied_embeddings.unwrap_or_else(|| !source.contains(naming.head()));
+        let head = if tied {
+            None
+        } else {
+            Some(loader.matrix(naming.head(), config.vocab_size, config.hidden_size)?)
+        };
+        let layers = (0..config.layers).map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?;
+        loader.expect_nothing_left(tied)?;
+        Ok(Weights { embedding, layers, norm, head })
+    }
+}
+
+struct Loader<'a, B: Backend> {
+    backend: &'a B,
+    source: &'a dyn TensorSource,
+    config: &'a ModelConfig,
+    naming: Naming,
+    used: RefCell<HashSet<String>>,
+}
+
+impl<B: Backend> Loader<'_, B> {
+    fn layer(&self, layer: usize) -> Result<Layer<B>, ModelError> {
+        let config = self.config;
+        let (hidden, inner, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
+        let (q, kv) = (config.q_heads * d, config.kv_heads * d);
+        let linear = |part, rows, cols, bias| self.linear(&self.naming.part(layer, part), rows, cols, bias);
+        let norm = |part, len| self.norm(&format!("{}.weight", self.naming.part(layer, part)), len);
+        let head_norm = |part| config.head_norms.then(|| norm(part, d)).transpose();
+        Ok(Layer {
+            norm: norm(Part::AttentionNorm, hidden)?,
+            qkv: [
+                linear(Part::Query, q, hidden, config.qkv_bias)?,
+                linear(Part::Key, kv, hidden, config.qkv_bias)?,
+                linear(Part::Value, kv, hidden, config.qkv_bias)?,
+            ],
+            attention: AttentionSpec {
+                q_heads: config.q_heads,
+                kv_heads: config.kv_heads,
+                head_dim: d,
+                scale: 1.0 / (d as f32).sqrt(),
+                q_norm: head_norm(Part::QueryNorm)?,
+                k_norm: head_norm(Part::KeyNorm)?,
+            },
+            output: linear(Part::Output, hidden, q, config.output_bias)?,
+            mlp: GatedMlp {
+                norm: norm(Part::MlpNorm, hidden)?,
+                gate: linear(Part::Gate, inner, hidden, config.mlp_bias)?,
+                up: linear(Part::Up, inner, hidden, config.mlp_bias)?,
+                down: linear(Part::Down, hidden, inner, config.mlp_bias)?,
+            },
+        })
+    }
+
+    fn linear(&self, name: &str, rows: usize, cols: usize, bias: bool) -> Result<Linear<B>, ModelError> {
+        Ok(Linear {
+            weight: self.matrix(&format!("{name}.weight"), rows, cols)?,
+            bias: bias.then(|| self.matrix(&format!("{name}.bias"), 1, rows)).transpose()?,
+        })
+    }
+
+    fn norm(&self, name: &str, len: usize) -> Result<RmsNorm<B>, ModelError> {
+        Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps: self.config.norm_eps })
+    }
+
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
+        let tensor = self.source.get(name)?;
+        let stored: StoredMatrix = tensor.matrix()?;
+        if (stored.rows, stored.cols) != (rows, cols) {
+            return Err(ModelError::TensorShape {
+                path: tensor.path.to_path_buf(),
+                tensor: name.to_owned(),
+                expected: format!("{rows}x{cols}"),
+                got: format!("{}x{}", stored.rows, stored.cols),
+            });
+        }
+        self.used.borrow_mut().insert(name.to_owned());
+        Ok(self.backend.weight(&stored)?)
+    }
+
+    fn expect_nothing_left(&self, tied: bool) -> Result<(), ModelError> {
+        let used = self.used.borrow();
+        match self.source.names().find(|name| !used.contains(*name) && !self.naming.may_ignore(name, tied)) {
+            None => Ok(()),
+            Some(name) => Err(ModelError::UnexpectedTensor {
+                path: self.source.path().to_path_buf(),
+                tensor: name.to_owned(),
+                family: self.config.family,
+            }),
+        }
+    }
+}
