@@ -127,7 +127,10 @@ unsafe fn pass<L: Lanes, W: Width, const M: usize>(weights: &[u8], x: &[f32], co
         for col in (0..whole).step_by(L::COUNT) {
             // SAFETY: `col + COUNT <= cols`, so every load stays inside its row.
             unsafe {
-                let w: [L; OUTPUTS] = std::array::from_fn(|r| L::load::<W>(starts[r].add(col * W::BYTES)));
+                let mut w = [L::zero(); OUTPUTS];
+                for r in 0..OUTPUTS {
+                    w[r] = L::load::<W>(starts[r].add(col * W::BYTES));
+                }
                 for m in 0..M {
                     let values = L::load::<F32>(x.as_ptr().add(m * cols + col).cast());
                     for r in 0..OUTPUTS {

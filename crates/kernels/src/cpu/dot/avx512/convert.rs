@@ -27,7 +27,7 @@ pub(in super::super) unsafe fn quantise(x: &[f32], rows: usize, cols: usize, int
         // SAFETY: 32 values are readable, and 32 bytes writable in both halves.
         unsafe {
             let values = [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values[SUM_GROUP..].as_ptr())];
-            let magnitudes = values.map(|v| _mm512_abs_ps(v));
+            let magnitudes = [_mm512_abs_ps(values[0]), _mm512_abs_ps(values[1])];
             // The second operand of a maximum wins if either is not a number; the finite test catches that.
             let largest = _mm512_reduce_max_ps(_mm512_max_ps(magnitudes[0], magnitudes[1]));
             let infinity = _mm512_set1_ps(f32::INFINITY);

@@ -39,10 +39,15 @@ struct Weights<'a> {
 }
 
 impl Weights<'_> {
+    #[inline(always)]
+    fn row_bytes(&self) -> usize {
+        self.bytes.len() / self.outputs
+    }
+
     /// Starts of `R` rows from `first`. The last row is repeated to fill up; its results are written once.
     #[inline(always)]
     fn rows<const R: usize>(&self, first: usize) -> [*const u8; R] {
-        let row_bytes = self.bytes.len() / self.outputs;
+        let row_bytes = self.row_bytes();
         std::array::from_fn(|r| self.bytes[(first + r).min(self.outputs - 1) * row_bytes..].as_ptr())
     }
 }
@@ -150,11 +155,14 @@ unsafe fn dot_one(codes: __m512i, high: __m512i, low: __m512i) -> __m512i {
     }
 }
 
-/// Asks for the bytes a row will need soon. The address may lie past the end; prefetches never fault.
+/// Asks for `len` bytes that the next pass needs where this one is at `at`.
+///
+/// Rows are short, so the hardware's prefetchers, which follow one stream within a page, start anew with every row.
+/// The address may lie past the end; prefetches never fault.
 #[inline(always)]
-fn prefetch(row: *const u8, at: usize) {
-    /// About two hundred nanoseconds of one core's share of the memory bandwidth over four rows.
-    const AHEAD: usize = 768;
-    // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(at + AHEAD).cast()) }
+fn prefetch(at: *const u8, distance: usize, len: usize) {
+    for line in (0..len).step_by(64) {
+        // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(distance + line).cast()) }
+    }
 }

@@ -187,6 +187,7 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
     x: [Activations; M],
     first: usize,
     count: usize,
+    distance: usize,
     sums: &mut Sums<M>,
 ) {
     // SAFETY: all reads are within the `count` blocks from `first`.
@@ -198,10 +199,7 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
             let at = rows[r].add(first * B::BYTES);
             packed[r] = codes::<B, FULL>(at, count);
             (scales[r], offsets[r]) = halves::<B, FULL>(at, count);
-            prefetch(rows[r], first * B::BYTES);
-            if B::BYTES > 16 * BLOCKS / 2 {
-                prefetch(rows[r], first * B::BYTES + 64);
-            }
+            prefetch(at, distance, BLOCKS * B::BYTES);
         }
         let widen = |h: [i64; ROWS]| _mm512_cvtph_ps(_mm256_setr_epi64x(h[0], h[1], h[2], h[3]));
         let scales = widen(scales);
@@ -245,6 +243,7 @@ impl<B: Small> Pass for B {
     unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
         let blocks = weights.cols / 32;
         let outputs = weights.outputs;
+        let distance = ROWS * weights.row_bytes();
         for first in (0..outputs).step_by(ROWS) {
             let rows = weights.rows::<ROWS>(first);
             // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.
@@ -253,10 +252,10 @@ impl<B: Small> Pass for B {
                 let mut sums = Sums { products: [[zero; ROWS]; M], offsets: [zero; M] };
                 let whole = blocks / BLOCKS * BLOCKS;
                 for block in (0..whole).step_by(BLOCKS) {
-                    step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
+                    step::<B, true, M>(rows, x, block, BLOCKS, distance, &mut sums);
                 }
                 if whole < blocks {
-                    step::<B, false, M>(rows, x, whole, blocks - whole, &mut sums);
+                    step::<B, false, M>(rows, x, whole, blocks - whole, distance, &mut sums);
                 }
                 sums
             };

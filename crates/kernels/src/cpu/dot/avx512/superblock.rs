@@ -264,6 +264,7 @@ unsafe fn step<B: Superblock, const M: usize>(
     rows: [*const u8; ROWS],
     x: [Activations; M],
     index: usize,
+    distance: usize,
     sums: &mut [[__m512; ROWS]; M],
 ) {
     // SAFETY: all reads are within block `index`.
@@ -271,9 +272,7 @@ unsafe fn step<B: Superblock, const M: usize>(
         let blocks = rows.map(|row| row.add(index * B::BYTES));
         let mut scales = [[_mm512_setzero_ps(); ROWS]; M];
         for r in 0..ROWS {
-            for line in (0..B::BYTES).step_by(64) {
-                prefetch(blocks[r], line);
-            }
+            prefetch(blocks[r], distance, B::BYTES);
             let of_block = B::scales(blocks[r]);
             for m in 0..M {
                 let factors = B::factors(x[m].scales.add(8 * index), x[m].sums.add(16 * index));
@@ -284,7 +283,10 @@ unsafe fn step<B: Superblock, const M: usize>(
             }
         }
         for half in 0..2 {
-            let codes = blocks.map(|block| B::codes(block, half));
+            let mut codes = [[_mm512_setzero_si512(); 2]; ROWS];
+            for r in 0..ROWS {
+                codes[r] = B::codes(blocks[r], half);
+            }
             for m in 0..M {
                 let at = 256 * index + 128 * half;
                 let high = B::activation_bytes(x[m].high.add(at));
@@ -311,13 +313,14 @@ unsafe fn step<B: Superblock, const M: usize>(
 #[inline(always)]
 unsafe fn run<B: Superblock, const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
     let outputs = weights.outputs;
+    let distance = ROWS * weights.row_bytes();
     for first in (0..outputs).step_by(ROWS) {
         let rows = weights.rows::<ROWS>(first);
         // SAFETY: all blocks are those of the rows and activations.
         unsafe {
             let mut sums = [[_mm512_setzero_ps(); ROWS]; M];
             for index in 0..weights.cols / 256 {
-                step::<B, M>(rows, x, index, &mut sums);
+                step::<B, M>(rows, x, index, distance, &mut sums);
             }
             for m in 0..M {
                 for r in 0..ROWS.min(outputs - first) {
