@@ -10,11 +10,11 @@ use std::arch::x86_64::*;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::avx512;
-use super::floats::SoftmaxRows;
+use super::avx512::exp2;
 use super::page::split;
 use super::state::SoftmaxState;
 use super::{AttentionScratch, Work, visible, written_values};
+use crate::cpu::gemm::avx512::transpose;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
 /// Summed elements of one tile: channels for logits, tokens for values.
@@ -27,6 +27,28 @@ const TILE_WORDS: usize = TILE_BYTES / 4;
 const QUERY_PARTS: usize = 3;
 const WEIGHT_PARTS: usize = 2;
 
+/// Combines the lanes of each of 16 registers; lane `i` of the result belongs to register `i`.
+///
+/// A macro, because a closure inside a generic function would not be compiled for the instruction set of its caller.
+macro_rules! combine {
+    ($registers:expr, $with:ident) => {{
+        let mut words = [_mm512_setzero_si512(); 16];
+        for i in 0..16 {
+            words[i] = _mm512_castps_si512($registers[i]);
+        }
+        let words = transpose(words);
+        let mut lanes = [_mm512_setzero_ps(); 16];
+        for i in 0..16 {
+            lanes[i] = _mm512_castsi512_ps(words[i]);
+        }
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lanes[i] = $with(lanes[i], lanes[i + half]);
+            }
+        }
+        lanes[0]
+    }};
+}
 /// Attends all rows to all pages. AMX must be available, which [`super::attend`] has checked.
 pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
     let Work { q, limits, d, .. } = *work;
@@ -45,16 +67,20 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
     let weight_tiles = scratch.score_tiles.at_least::<u32>(2 * WEIGHT_PARTS * TILE_WORDS);
     weight_tiles.fill(0);
     let scores = scratch.scores.at_least::<f32>(TILE_ROWS * PAGE_TOKENS);
+    scores.fill(0.0);
 
     // Products take as long as their tiles have rows, so a few rows of a decode step are not padded to 16.
     let tile_rows = rows.min(TILE_ROWS);
     // SAFETY: AMX is available; nothing else uses tiles until the end of this function.
     let unit = unsafe { Unit::new(tile_rows) };
     let most = limits.iter().copied().max().unwrap_or(0);
-    for (page, start) in work.visible_pages() {
+    let mut pages = work.visible_pages().peekable();
+    while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
+        // A page is in the cache after its first group, which fetches the next one as it goes.
+        let (next_keys, next_values) = pages.peek().map_or((keys, values), |(page, _)| split(page, d));
         let tail = padded_tail(keys, d, &mut scratch.keys);
-        let values = written_values(values, d, visible(most, start), &mut scratch.values);
+        let written = written_values(values, d, visible(most, start), &mut scratch.values);
         for group in 0..groups {
             let first = group * TILE_ROWS;
             let count = TILE_ROWS.min(rows - first);
@@ -63,23 +89,110 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
             if seen == 0 {
                 continue;
             }
-            unit.logits(&query_tiles[group * group_words..][..group_words], keys, tail, d, scores);
-            let channels = first * d..(first + TILE_ROWS) * d;
-            // SAFETY: AMX implies the instruction sets of both functions.
+            let (next_keys, next_values) = if group == 0 { (next_keys, next_values) } else { (keys, values) };
+            unit.logits(&query_tiles[group * group_words..][..group_words], keys, tail, d, next_keys, scores);
+            let padded = first..first + TILE_ROWS;
+            let sums = &mut state.values[padded.start * d..padded.end * d];
+            let rows = Rows {
+                scores,
+                limits,
+                start,
+                max: &mut state.max[padded.clone()],
+                sum: &mut state.sum[padded],
+            };
+            // SAFETY: AMX implies the instruction sets of the function.
+            unsafe { rows.softmax(sums, d, weight_tiles) };
+            unit.values(weight_tiles, written, seen.div_ceil(STEP), d, next_values, sums);
+        }
+    }
+}
+
+/// The rows of one group inside a softmax step.
+struct Rows<'a> {
+    /// `[16][64]` logits.
+    scores: &'a [f32],
+    /// Limits of up to 16 rows and the position of the page's first token.
+    limits: &'a [usize],
+    start: usize,
+    max: &'a mut [f32],
+    sum: &'a mut [f32],
+}
+
+impl Rows<'_> {
+    /// Turns logits into weights, packed as tiles, and scales what was summed before to the new maximum.
+    ///
+    /// As [`super::avx512::softmax`], but what happens once per row happens for all 16 rows in one register.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+    fn softmax(self, values: &mut [f32], d: usize, tiles: &mut [u32]) {
+        let Rows { scores, limits, start, max, sum } = self;
+        assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && limits.len() <= TILE_ROWS);
+        assert!(max.len() == TILE_ROWS && sum.len() == TILE_ROWS && values.len() == TILE_ROWS * d);
+        assert!(tiles.len() >= 2 * WEIGHT_PARTS * TILE_WORDS);
+        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+        let load = |row: usize, register: usize| {
+            let seen = visible(limits[row], start).saturating_sub(16 * register).min(16);
+            let mask = ((1u32 << seen) - 1) as u16;
+            // SAFETY: 16 rows of four registers, see the lengths above.
             unsafe {
-                avx512::softmax(SoftmaxRows {
-                    scores: &mut *scores,
-                    limits,
-                    start,
-                    max: &mut state.max[first..first + count],
-                    sum: &mut state.sum[first..first + count],
-                    values: &mut state.values[channels.clone()],
-                    d,
-                });
-                pack::<WEIGHT_PARTS>(&scores[..count * PAGE_TOKENS], PAGE_TOKENS, weight_tiles);
+                _mm512_mask_loadu_ps(nothing, mask, scores.as_ptr().add(row * PAGE_TOKENS + 16 * register))
             }
-            let token_steps = seen.div_ceil(STEP);
-            unit.values(weight_tiles, values, token_steps, d, &mut state.values[channels]);
+        };
+
+        let mut largest = [nothing; 16];
+        for row in 0..limits.len() {
+            let (low, high) =
+                (_mm512_max_ps(load(row, 0), load(row, 1)), _mm512_max_ps(load(row, 2), load(row, 3)));
+            largest[row] = _mm512_max_ps(low, high);
+        }
+        let largest = combine!(largest, _mm512_max_ps);
+        // SAFETY: 16 elements each, see above.
+        let (old, old_sum) = unsafe { (_mm512_loadu_ps(max.as_ptr()), _mm512_loadu_ps(sum.as_ptr())) };
+        // If the new logits are NaN the old maximum stays, and NaN shows in the sum.
+        let new = _mm512_max_ps(largest, old);
+        let shrink = exp2(_mm512_sub_ps(old, new));
+        // A row that has seen nothing yet must not subtract -∞ from -∞.
+        let empty = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(new, nothing);
+        let mut shift = [0.0; 16];
+        // SAFETY: 16 elements.
+        unsafe { _mm512_storeu_ps(shift.as_mut_ptr(), _mm512_mask_mov_ps(new, empty, _mm512_setzero_ps())) };
+
+        let mut totals = [_mm512_setzero_ps(); 16];
+        for row in 0..limits.len() {
+            let shift = _mm512_set1_ps(shift[row]);
+            for step in 0..2 {
+                let mut first = exp2(_mm512_sub_ps(load(row, 2 * step), shift));
+                let mut second = exp2(_mm512_sub_ps(load(row, 2 * step + 1), shift));
+                totals[row] = _mm512_add_ps(totals[row], _mm512_add_ps(first, second));
+                for part in 0..WEIGHT_PARTS {
+                    let high;
+                    (high, first, second) = peel(first, second);
+                    let at = (step * WEIGHT_PARTS + part) * TILE_WORDS + row * 16;
+                    // SAFETY: inside the tile, see the lengths above.
+                    unsafe { _mm512_storeu_si512(tiles.as_mut_ptr().add(at).cast(), high) };
+                }
+            }
+        }
+        let totals = combine!(totals, _mm512_add_ps);
+        // Rows of an empty state have a shrink of NaN, and nothing to scale.
+        let shrink = _mm512_mask_mov_ps(shrink, empty, _mm512_set1_ps(1.0));
+        // SAFETY: 16 elements each.
+        unsafe {
+            _mm512_storeu_ps(sum.as_mut_ptr(), _mm512_fmadd_ps(old_sum, shrink, totals));
+            _mm512_storeu_ps(max.as_mut_ptr(), new);
+        }
+        let changed = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(shrink, _mm512_set1_ps(1.0));
+        let mut factors = [0.0; 16];
+        // SAFETY: 16 elements.
+        unsafe { _mm512_storeu_ps(factors.as_mut_ptr(), shrink) };
+        for row in (0..limits.len()).filter(|row| changed & (1 << row) != 0) {
+            let factor = _mm512_set1_ps(factors[row]);
+            for chunk in values[row * d..(row + 1) * d].chunks_exact_mut(16) {
+                // SAFETY: the chunk has 16 elements.
+                unsafe {
+                    let scaled = _mm512_mul_ps(_mm512_loadu_ps(chunk.as_ptr()), factor);
+                    _mm512_storeu_ps(chunk.as_mut_ptr(), scaled);
+                }
+            }
         }
     }
 }
@@ -155,31 +268,48 @@ impl Unit {
         Unit { _tiles: unsafe { Tiles::configure(rows, [rows, 16, 16, 16]) } }
     }
 
-    /// Logits of up to 16 rows with the 64 keys of a page.
-    fn logits(&self, queries: &[u32], keys: &[u16], tail: &[u16], d: usize, scores: &mut [f32]) {
+    /// Logits of up to 16 rows with the 64 keys of a page; `next` will be the keys of the next page.
+    fn logits(
+        &self,
+        queries: &[u32],
+        keys: &[u16],
+        tail: &[u16],
+        d: usize,
+        next: &[u16],
+        scores: &mut [f32],
+    ) {
         let whole = d / STEP;
         assert!(
             queries.len() >= d.div_ceil(STEP) * QUERY_PARTS * TILE_WORDS && keys.len() >= d * PAGE_TOKENS
         );
-        assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS);
+        assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && whole > 0);
         assert!(d.is_multiple_of(STEP) || tail.len() >= STEP * PAGE_TOKENS);
-        scores.fill(0.0);
-        let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
+        let (queries, next, scores) = (queries.as_ptr(), next.as_ptr(), scores.as_mut_ptr());
         // SAFETY: tiles are configured while `self` lives, and the lengths above cover `whole` steps of the keys and
         // one of the tail.
         unsafe {
-            query_keys(queries, keys.as_ptr(), PAGE_TOKENS, whole, scores);
+            query_keys(queries, keys.as_ptr(), PAGE_TOKENS, whole, next, scores);
             if !d.is_multiple_of(STEP) {
                 let rest = queries.add(whole * QUERY_PARTS * TILE_WORDS);
-                query_keys(rest, tail.as_ptr(), PAGE_TOKENS, 1, scores);
+                let next = next.wrapping_add(whole * STEP * PAGE_TOKENS);
+                query_more_keys(rest, tail.as_ptr(), PAGE_TOKENS, 1, next, scores);
             }
         }
     }
 
-    /// Adds the values of the first `32 * steps` tokens of a page, weighted, to `sums` (`[16][d]`).
-    fn values(&self, weights: &[u32], values: &[u16], steps: usize, d: usize, sums: &mut [f32]) {
+    /// Adds the values of the first `32 * steps` tokens of a page, weighted, to `sums` (`[16][d]`); `next` will be
+    /// the values of the next page.
+    fn values(
+        &self,
+        weights: &[u32],
+        values: &[u16],
+        steps: usize,
+        d: usize,
+        next: &[u16],
+        sums: &mut [f32],
+    ) {
         assert!(weights.len() >= steps * WEIGHT_PARTS * TILE_WORDS && values.len() >= steps * STEP * d);
-        assert!(sums.len() >= TILE_ROWS * d && d.is_multiple_of(16));
+        assert!(sums.len() >= TILE_ROWS * d && d.is_multiple_of(16) && steps > 0);
         let mut first = 0;
         while first < d {
             let tiles = ((d - first) / 16).min(4);
@@ -187,12 +317,13 @@ impl Unit {
             // `first..first + 16 * tiles` of both.
             unsafe {
                 let (weights, values) = (weights.as_ptr(), values.as_ptr().add(2 * first));
+                let next = next.as_ptr().wrapping_add(first * PAGE_TOKENS);
                 let sums = sums.as_mut_ptr().add(first);
                 match tiles {
-                    4 => weight_values_4(weights, values, d, steps, sums),
-                    3 => weight_values_3(weights, values, d, steps, sums),
-                    2 => weight_values_2(weights, values, d, steps, sums),
-                    _ => weight_values_1(weights, values, d, steps, sums),
+                    4 => weight_values_4(weights, values, d, steps, next, sums),
+                    3 => weight_values_3(weights, values, d, steps, next, sums),
+                    2 => weight_values_2(weights, values, d, steps, next, sums),
+                    _ => weight_values_1(weights, values, d, steps, next, sums),
                 }
             }
             first += 16 * tiles;
@@ -206,8 +337,24 @@ macro_rules! part {
         concat!(
             "tileloadd tmm4, [{a} + {line} + ", $part, "]\n",
             $("tileloadd tmm", $right, ", [{b} + {stride} + ", $column, "]\n",
-              "tdpbf16ps tmm", $sum, ", tmm4, tmm", $right, "\n",)*
+              "tdpbf16ps tmm", $sum, ", tmm4, tmm", $right, "\n",
+              "prefetcht0 [{next}]\n",
+              "prefetcht0 [{next} + 128]\n",
+              "prefetcht0 [{next} + 256]\n",
+              "add {next}, 384\n",)*
         )
+    };
+}
+
+/// Where the sums start: from zero, or from what is stored.
+macro_rules! from_zero {
+    ($sum:literal, $column:literal) => {
+        concat!("tilezero tmm", $sum)
+    };
+}
+macro_rules! from_sums {
+    ($sum:literal, $column:literal) => {
+        concat!("tileloadd tmm", $sum, ", [{c} + {stride} + ", $column, "]")
     };
 }
 
@@ -215,16 +362,25 @@ macro_rules! part {
 ///
 /// `left` is `[step][part]` tiles; `right` is rows of `width` pairs, 16 rows per step; `sums` has rows of `width`
 /// floats. Every part of the left operand visits all tiles of sums before the next one, so that consecutive
-/// products do not wait for each other; what this reloads comes from the first-level cache.
+/// products do not wait for each other; what this reloads comes from the first-level cache. Every other line of
+/// what comes next is fetched along the way, and the hardware adds their neighbours.
 macro_rules! product {
-    ($name:ident, [$($part:literal),*] of $bytes:literal, $tiles:tt, sums: [$(($sum:literal, $column:literal)),*]) => {
+    ($name:ident, $start:ident, [$($part:literal),*] of $bytes:literal, $tiles:tt,
+     sums: [$(($sum:literal, $column:literal)),*]) => {
         /// # Safety
         /// Tiles are configured; the operands cover `steps` steps and the sums all rows of a tile.
-        unsafe fn $name(left: *const u32, right: *const u16, width: usize, steps: usize, sums: *mut f32) {
+        unsafe fn $name(
+            left: *const u32,
+            right: *const u16,
+            width: usize,
+            steps: usize,
+            next: *const u16,
+            sums: *mut f32,
+        ) {
             // SAFETY: reads and writes exactly what the caller promised.
             unsafe {
                 asm!(
-                    $(concat!("tileloadd tmm", $sum, ", [{c} + {stride} + ", $column, "]"),)*
+                    $($start!($sum, $column),)*
                     "2:",
                     $(part!($part, $tiles),)*
                     concat!("add {a}, ", $bytes),
@@ -235,6 +391,7 @@ macro_rules! product {
                     a = inout(reg) left => _,
                     b = inout(reg) right => _,
                     steps = inout(reg) steps => _,
+                    next = inout(reg) next => _,
                     c = in(reg) sums,
                     line = in(reg) 64usize,
                     stride = in(reg) 4 * width,
@@ -248,11 +405,13 @@ macro_rules! product {
     };
 }
 
-product!(query_keys, [0, 1024, 2048] of 3072, [(0, 5, 0), (1, 6, 64), (2, 7, 128), (3, 5, 192)],
+product!(query_keys, from_zero, [0, 1024, 2048] of 3072, [(0, 5, 0), (1, 6, 64), (2, 7, 128), (3, 5, 192)],
     sums: [(0, 0), (1, 64), (2, 128), (3, 192)]);
-product!(weight_values_4, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64), (2, 7, 128), (3, 5, 192)],
+product!(query_more_keys, from_sums, [0, 1024, 2048] of 3072,
+    [(0, 5, 0), (1, 6, 64), (2, 7, 128), (3, 5, 192)], sums: [(0, 0), (1, 64), (2, 128), (3, 192)]);
+product!(weight_values_4, from_sums, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64), (2, 7, 128), (3, 5, 192)],
     sums: [(0, 0), (1, 64), (2, 128), (3, 192)]);
-product!(weight_values_3, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64), (2, 7, 128)],
+product!(weight_values_3, from_sums, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64), (2, 7, 128)],
     sums: [(0, 0), (1, 64), (2, 128)]);
-product!(weight_values_2, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64)], sums: [(0, 0), (1, 64)]);
-product!(weight_values_1, [0, 1024] of 2048, [(0, 5, 0)], sums: [(0, 0)]);
+product!(weight_values_2, from_sums, [0, 1024] of 2048, [(0, 5, 0), (1, 6, 64)], sums: [(0, 0), (1, 64)]);
+product!(weight_values_1, from_sums, [0, 1024] of 2048, [(0, 5, 0)], sums: [(0, 0)]);

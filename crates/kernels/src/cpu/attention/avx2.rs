@@ -93,8 +93,8 @@ pub(super) fn exp2(x: __m256) -> __m256 {
     let whole = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     let rest = _mm256_sub_ps(x, whole);
     let mut power = _mm256_set1_ps(super::EXP2[6]);
-    for &coefficient in super::EXP2[..6].iter().rev() {
-        power = _mm256_fmadd_ps(power, rest, _mm256_set1_ps(coefficient));
+    for i in (0..6).rev() {
+        power = _mm256_fmadd_ps(power, rest, _mm256_set1_ps(super::EXP2[i]));
     }
     let exponent =
         _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)));

@@ -133,8 +133,8 @@ pub(super) fn exp2(x: __m512) -> __m512 {
     let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     let rest = _mm512_sub_ps(x, whole);
     let mut power = _mm512_set1_ps(super::EXP2[6]);
-    for &coefficient in super::EXP2[..6].iter().rev() {
-        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(coefficient));
+    for i in (0..6).rev() {
+        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(super::EXP2[i]));
     }
     _mm512_scalef_ps(power, whole)
 }

@@ -46,7 +46,7 @@ pub(super) struct Path {
 
 #[cfg(target_arch = "x86_64")]
 pub(super) static AVX512: Path =
-    Path { rows: 6, product: super::avx512::product, softmax: super::avx512::softmax };
+    Path { rows: 4, product: super::avx512::product, softmax: super::avx512::softmax };
 
 #[cfg(target_arch = "x86_64")]
 pub(super) static AVX2: Path = Path { rows: 4, product: super::avx2::product, softmax: super::avx2::softmax };

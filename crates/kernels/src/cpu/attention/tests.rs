@@ -285,8 +285,8 @@ fn powers_of_two_are_good_to_one_in_a_million() {
     }
 
     for isa in Isa::available() {
-        // SAFETY: each function runs only where its instruction set is available.
         let exp2 = |x: &[f32; 16]| match isa {
+            // SAFETY: the function runs only where its instruction set is available.
             Isa::Avx512 => Some(unsafe { wide(x) }),
             // SAFETY: as above.
             Isa::Avx2 => Some(unsafe { narrow(x) }),
@@ -304,6 +304,103 @@ fn powers_of_two_are_good_to_one_in_a_million() {
             assert!(exp2(&[f32::NAN; 16]).is_some_and(|out| out.iter().all(|x| x.is_nan())), "{isa}");
             assert_eq!(exp2(&[0.0; 16]), Some([1.0; 16]), "{isa}");
             assert_eq!(exp2(&[-1e30; 16]), Some([0.0; 16]), "{isa}");
+        }
+    }
+}
+
+/// CPU seconds of this thread, which a busy machine inflates less than wall time.
+#[cfg(target_os = "linux")]
+fn thread_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a valid timespec.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
+/// Prints GB/s of decoding and tokens/s of prefill per path; run with `--ignored --nocapture` in a release build.
+#[cfg(target_os = "linux")]
+#[test]
+#[ignore = "measures speed"]
+fn speed() {
+    let bytes = 800 << 20;
+    for threads in [1, 2] {
+        for d in [64, 128] {
+            let groups = if d == 64 { [1, 3, 8] } else { [1, 6, 8] };
+            let elements = page_elements(d);
+            let mut random = Random(21);
+            let page: Vec<u16> = (0..elements).map(|_| bf16::from_f32(random.next()).to_bits()).collect();
+            let memory: Vec<u16> = page.iter().copied().cycle().take(bytes / 2).collect();
+            let pages: Vec<&[u16]> = memory.chunks_exact(elements).collect();
+            let parallel = |work: &(dyn Fn(&[&[u16]]) + Sync)| {
+                let mut best = f64::MAX;
+                for _ in 0..3 {
+                    let seconds: Vec<f64> = std::thread::scope(|scope| {
+                        let parts = pages.chunks(pages.len() / threads);
+                        let handles: Vec<_> = parts
+                            .map(|part| {
+                                scope.spawn(move || {
+                                    let start = thread_seconds();
+                                    work(part);
+                                    thread_seconds() - start
+                                })
+                            })
+                            .collect();
+                        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+                    });
+                    best = best.min(seconds.into_iter().fold(0.0, f64::max));
+                }
+                bytes as f64 / best / 1e9
+            };
+            let read = parallel(&|pages| {
+                let mut sum = [0u64; 32];
+                for page in pages {
+                    for chunk in page.as_chunks::<128>().0 {
+                        let words: &[u64; 32] = bytemuck::cast_ref(chunk);
+                        sum.iter_mut().zip(words).for_each(|(sum, word)| *sum ^= word);
+                    }
+                }
+                std::hint::black_box(sum);
+            });
+            println!("d={d} threads={threads}: plain read {read:.1} GB/s");
+            for isa in [Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|isa| isa.is_available()) {
+                for group in groups {
+                    let rate = parallel(&|pages| {
+                        let q = Random(22).vector(group * d);
+                        let limits = vec![pages.len() * PAGE_TOKENS; group];
+                        let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
+                        state.reset(group, d);
+                        attend(isa, &q, 0.1, &limits, 0, pages, d, &mut scratch, &mut state);
+                        std::hint::black_box(state.sum[0]);
+                    });
+                    println!(
+                        "  {isa} G={group}: {rate:.1} GB/s, {:.0} % of a plain read",
+                        rate / read * 100.0
+                    );
+                }
+            }
+        }
+    }
+    for d in [64, 128] {
+        let sequence = Sequence::random(d, 1024, &mut Random(23));
+        let pages: Vec<&[u16]> = sequence.pages.iter().map(Vec::as_slice).collect();
+        for isa in [Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|isa| isa.is_available()) {
+            for group in [1, 3, 6, 16, 48, 64, 128] {
+                let q = Random(22).vector(group * d);
+                let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
+                let mut best = f64::MAX;
+                for _ in 0..50 {
+                    let start = thread_seconds();
+                    state.reset(group, d);
+                    attend(isa, &q, 0.1, &vec![1024; group], 0, &pages, d, &mut scratch, &mut state);
+                    best = best.min(thread_seconds() - start);
+                }
+                let bytes = (pages.len() * page_elements(d) * 2) as f64;
+                println!(
+                    "cached d={d} {isa} rows={group}: {:.0} GFLOP/s, {:.1} GB/s",
+                    4.0 * (group * d * 1024) as f64 / best / 1e9,
+                    bytes / best / 1e9
+                );
+            }
         }
     }
 }

@@ -130,7 +130,8 @@ impl Unit {
 
     /// Adds the product of the weight tiles and one block of activations to `sums` (`[n padded to 32][32]`).
     ///
-    /// `block` starts at the first of `steps` steps; unless `wide`, only the first 16 lanes count.
+    /// `block` starts at the first of `steps` steps; unless `wide`, only the first 16 lanes count. `next` will be
+    /// the block of the next call.
     pub(super) fn multiply(
         &self,
         tiles: &[u32],
@@ -138,22 +139,25 @@ impl Unit {
         block: &[u32],
         steps: usize,
         wide: bool,
+        next: &[u32],
         sums: &mut [f32],
     ) {
         let step_words = weight_step_words(low);
         assert!(steps > 0 && block.len() >= steps * STEP_WORDS);
         assert_eq!(tiles.len() / (steps * step_words), sums.len() / (BLOCK_ROWS * BLOCK_ROWS));
         let panels = tiles.chunks_exact(steps * step_words);
-        for (tiles, sums) in panels.zip(sums.chunks_exact_mut(BLOCK_ROWS * BLOCK_ROWS)) {
+        for (index, (tiles, sums)) in panels.zip(sums.chunks_exact_mut(BLOCK_ROWS * BLOCK_ROWS)).enumerate() {
             let (tiles, block, sums) = (tiles.as_ptr(), block.as_ptr(), sums.as_mut_ptr());
+            // Four weight blocks fetch a quarter of the next activations each.
+            let next = next.as_ptr().wrapping_add(index % 4 * steps * TILE_WORDS);
             // SAFETY: tiles are configured while `self` lives; each kernel reads `steps` steps of both operands and
             // updates 32 x 32 sums, whose lengths are checked above.
             unsafe {
                 match (low, wide) {
-                    (true, true) => split_wide(tiles, block, steps, sums),
-                    (true, false) => split_narrow(tiles, block, steps, sums),
-                    (false, true) => exact_wide(tiles, block, steps, sums),
-                    (false, false) => exact_narrow(tiles, block, steps, sums),
+                    (true, true) => split_wide(tiles, block, steps, next, sums),
+                    (true, false) => split_narrow(tiles, block, steps, next, sums),
+                    (false, true) => exact_wide(tiles, block, steps, next, sums),
+                    (false, false) => exact_narrow(tiles, block, steps, next, sums),
                 }
             }
         }
@@ -163,13 +167,15 @@ impl Unit {
 /// Defines a product of 32 weight rows with 16 or 32 activations. `$bytes` is the size of a step of weight tiles.
 ///
 /// `tmm0..tmm3` hold the sums (weight half, activation half), `tmm4` and `tmm5` weights, `tmm6` and `tmm7`
-/// activations. The order of the products lets every operand be loaded once per step.
+/// activations. The order of the products lets every operand be loaded once per step. Activations come from the
+/// third-level cache or from memory, which is the bottleneck, so half the lines of what comes next are prefetched;
+/// the hardware adds their neighbours.
 macro_rules! kernel {
     ($name:ident, $bytes:literal, load: [$($load:literal),*], step: [$($step:literal),*], store: [$($store:literal),*]) => {
         /// # Safety
         /// Full tiles are configured; `steps` steps of tiles and of activations and 32 x 32 sums are readable, the
         /// sums writable.
-        unsafe fn $name(tiles: *const u32, block: *const u32, steps: usize, sums: *mut f32) {
+        unsafe fn $name(tiles: *const u32, block: *const u32, steps: usize, next: *const u32, sums: *mut f32) {
             // SAFETY: reads and writes exactly what the caller promised.
             unsafe {
                 asm!(
@@ -177,6 +183,15 @@ macro_rules! kernel {
                     "2:",
                     $($step,)*
                     concat!("add {w}, ", $bytes),
+                    "prefetcht1 [{next}]",
+                    "prefetcht1 [{next} + 64]",
+                    "prefetcht1 [{next} + 128]",
+                    "prefetcht1 [{next} + 192]",
+                    "prefetcht1 [{next} + 256]",
+                    "prefetcht1 [{next} + 320]",
+                    "prefetcht1 [{next} + 384]",
+                    "prefetcht1 [{next} + 448]",
+                    "add {next}, 1024",
                     "add {x}, 4096",
                     "dec {steps}",
                     "jnz 2b",
@@ -184,6 +199,7 @@ macro_rules! kernel {
                     w = inout(reg) tiles => _,
                     x = inout(reg) block => _,
                     steps = inout(reg) steps => _,
+                    next = inout(reg) next => _,
                     c = in(reg) sums,
                     line = in(reg) 64usize,
                     stride = in(reg) 128usize,

@@ -63,7 +63,7 @@ fn rows<const R: usize>(w: &[f32], x: &[f32], depth: usize, sums: &mut [f32]) {
 /// Transposes 16 rows of 16 words.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+pub(crate) fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     let mut a = r;
     for i in 0..8 {
         a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);

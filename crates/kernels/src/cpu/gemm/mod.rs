@@ -18,7 +18,7 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
-mod avx512;
+pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod pack;
@@ -178,7 +178,8 @@ impl<'a> Run<'a> {
         let unit = unsafe { amx::Unit::new() };
         for (block, sums) in sums.enumerate() {
             let wide = x.rows() - block * BLOCK_ROWS > BLOCK_ROWS / 2;
-            unit.multiply(tiles, low, x.block(block, self.depth), steps, wide, sums);
+            let next = x.block((block + 1).min(x.blocks() - 1), self.depth);
+            unit.multiply(tiles, low, x.block(block, self.depth), steps, wide, next, sums);
         }
     }
 }

@@ -165,57 +165,91 @@ fn panels_are_even() {
     }
 }
 
-/// Prints GFLOP/s per path; run with `--ignored --nocapture` in a release build.
+/// Bytes of random blocks with scales of a sane size.
+fn random_blocks(dtype: DType, elements: usize, random: &mut Random) -> Vec<u8> {
+    if dtype.is_float() {
+        return store(dtype, &random.vector(elements));
+    }
+    let mut bytes: Vec<u8> =
+        (0..dtype.bytes_for(elements).unwrap()).map(|_| (random.next() * 127.0) as i8 as u8).collect();
+    // Scales and offsets are f16, at the start of a block or at the end of it.
+    let halves = match dtype {
+        DType::Q6K => vec![208],
+        DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => vec![0],
+        _ => vec![0, 2],
+    };
+    for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+        for &at in &halves {
+            block[at..at + 2].copy_from_slice(&half::f16::from_f32(random.next() * 0.01).to_le_bytes());
+        }
+    }
+    bytes
+}
+
+#[test]
+fn quantised_weights_are_dequantised_in_runs() {
+    let mut random = Random(7);
+    for isa in Isa::available() {
+        for dtype in DType::ALL {
+            for k in [256, 512, 2304] {
+                let bytes = random_blocks(dtype, 40 * k, &mut random);
+                check(isa, dtype, &bytes, &random.vector(33 * k), 33, 40, k);
+            }
+        }
+    }
+}
+
+/// Seconds of the fastest of `runs` calls: on a busy machine the one that was not interrupted.
+fn fastest(runs: usize, mut call: impl FnMut()) -> f64 {
+    (0..runs)
+        .map(|_| {
+            let start = Instant::now();
+            call();
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::MAX, f64::min)
+}
+
+/// Prints GFLOP/s of one thread per path; run with `--ignored --nocapture` in a release build.
 #[test]
 #[ignore = "measures speed"]
 fn speed() {
     let mut random = Random(6);
     println!(
-        "{:>8} {:>6} {:>24} {:>8} {:>9} {:>9}",
-        "path", "type", "m x n x k", "threads", "GFLOP/s", "pack ms"
+        "{:>8} {:>5} {:>20} {:>9} {:>12} {:>12}",
+        "path", "type", "m x n x k", "GFLOP/s", "dequant ns", "pack ns"
     );
+    let pool = Pool::new(1);
     for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
-        for threads in [1, 2] {
-            let pool = Pool::new(threads);
-            for (m, n, k) in [(512, 1536, 8960), (512, 8960, 1536), (512, 576, 1536), (64, 1536, 8960)] {
-                let x = random.vector(m * k);
-                for dtype in [DType::F32, DType::BF16] {
-                    let bytes = store(dtype, &random.vector(n * k));
-                    let row_bytes = dtype.bytes_for(k).unwrap();
-                    let rows = panel_rows(n, threads);
-                    let mut packed = PackedActivations::default();
-                    let (mut best, mut best_pack) = (f64::MAX, f64::MAX);
-                    let scratch: Vec<_> = (0..threads)
-                        .map(|_| std::sync::Mutex::new((PanelScratch::default(), vec![0.0; m * rows])))
-                        .collect();
-                    for _ in 0..5 {
-                        let start = Instant::now();
-                        packed.pack(isa, &pool, &x, m, k);
-                        best_pack = best_pack.min(start.elapsed().as_secs_f64());
-                        let next = std::sync::atomic::AtomicUsize::new(0);
-                        pool.run(&|thread| {
-                            let (scratch, out) = &mut *scratch[thread].lock().unwrap();
-                            loop {
-                                let first = next.fetch_add(rows, std::sync::atomic::Ordering::Relaxed);
-                                if first >= n {
-                                    break;
-                                }
-                                let count = rows.min(n - first);
-                                let weights = &bytes[first * row_bytes..][..count * row_bytes];
-                                panel(isa, dtype, weights, k, &packed, scratch, &mut out[..m * count]);
-                            }
-                        });
-                        best = best.min(start.elapsed().as_secs_f64());
-                    }
-                    println!(
-                        "{:>8} {:>6} {:>24} {threads:>8} {:>9.0} {:>9.2}",
-                        isa.to_string(),
-                        dtype.to_string(),
-                        format!("{m} x {n} x {k}"),
-                        2.0 * (m * n * k) as f64 / best / 1e9,
-                        best_pack * 1e3,
-                    );
+        for (m, n, k) in [(512, 128, 8960), (512, 128, 1536), (512, 96, 576), (64, 128, 8960)] {
+            let x = random.vector(m * k);
+            let mut packed = PackedActivations::default();
+            let pack = fastest(10, || packed.pack(isa, &pool, &x, m, k));
+            for dtype in [DType::BF16, DType::F32, DType::Q4_1, DType::Q4K, DType::Q6K, DType::Q8_0] {
+                if !k.is_multiple_of(dtype.block_len()) {
+                    continue;
                 }
+                let bytes = random_blocks(dtype, n * k, &mut random);
+                let mut scratch = PanelScratch::default();
+                let mut out = vec![0.0; m * n];
+                let runs = if isa == Isa::Amx { 40 } else { 8 };
+                let time = fastest(runs, || panel(isa, dtype, &bytes, k, &packed, &mut scratch, &mut out));
+                let mut row = vec![0.0; k];
+                let row_bytes = dtype.bytes_for(k).unwrap();
+                let unpack = fastest(10, || {
+                    for bytes in bytes.chunks_exact(row_bytes) {
+                        weights::dequantise(isa, dtype, bytes, &mut row);
+                    }
+                });
+                println!(
+                    "{:>8} {:>5} {:>20} {:>9.0} {:>12.3} {:>12.3}",
+                    isa.to_string(),
+                    dtype.to_string(),
+                    format!("{m} x {n} x {k}"),
+                    2.0 * (m * n * k) as f64 / time / 1e9,
+                    unpack / (n * k) as f64 * 1e9,
+                    pack / (m * k) as f64 * 1e9,
+                );
             }
         }
     }
