@@ -59,6 +59,7 @@ impl QuantisedRows {
     }
 
     /// Everything a fast path fills after [`Self::reset`]: high bytes, low bytes, scales, sums.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     pub(crate) fn parts_mut(&mut self) -> (&mut [i8], &mut [i8], &mut [f32], &mut [f32]) {
         (&mut self.high, &mut self.low, &mut self.scales, &mut self.sums)
     }
