@@ -129,9 +129,13 @@ impl Rows<'_> {
         assert!(max.len() == TILE_ROWS && sum.len() == TILE_ROWS && values.len() == TILE_ROWS * d);
         assert!(tiles.len() >= 2 * WEIGHT_PARTS * TILE_WORDS);
         let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+        let mut masks = [0u64; TILE_ROWS];
+        for (mask, &limit) in masks.iter_mut().zip(limits) {
+            let hidden = PAGE_TOKENS - visible(limit, start);
+            *mask = u64::MAX.checked_shr(hidden as u32).unwrap_or(0);
+        }
         let load = |row: usize, register: usize| {
-            let seen = visible(limits[row], start).saturating_sub(16 * register).min(16);
-            let mask = ((1u32 << seen) - 1) as u16;
+            let mask = (masks[row] >> (16 * register)) as u16;
             // SAFETY: 16 rows of four registers, see the lengths above.
             unsafe {
                 _mm512_mask_loadu_ps(nothing, mask, scores.as_ptr().add(row * PAGE_TOKENS + 16 * register))

@@ -41,18 +41,27 @@ use super::isa::Isa;
 const EXP2: [f32; 7] =
     [1.0, std::f32::consts::LN_2, 0.240_226_46, 0.055_503_29, 0.009_618_52, 0.001_339_986, 0.000_153_375_77];
 
+/// Rows from which tiles beat vectors: below, most of a tile is empty.
+#[cfg(target_arch = "x86_64")]
+const TILES_FROM: usize = 5;
+
 /// Memory of one thread for [`attend`]; keeps its allocation between calls.
 #[derive(Default)]
 pub struct AttentionScratch {
-    /// Scaled queries, and their tiles for AMX.
+    /// Scaled queries.
     queries: AlignedScratch,
-    query_tiles: AlignedScratch,
     /// Logits of a group of rows, then their weights.
     scores: AlignedScratch,
-    score_tiles: AlignedScratch,
     /// The values of a partly filled page, with zeros for tokens that are not there.
     values: AlignedScratch,
+    /// The queries as tiles.
+    #[cfg(target_arch = "x86_64")]
+    query_tiles: AlignedScratch,
+    /// The weights of a group of rows as tiles.
+    #[cfg(target_arch = "x86_64")]
+    score_tiles: AlignedScratch,
     /// The last channels of the keys of a page, padded to a whole tile.
+    #[cfg(target_arch = "x86_64")]
     keys: AlignedScratch,
 }
 
@@ -93,9 +102,9 @@ pub fn attend(
     let fast = d.is_multiple_of(16) && (32..=256).contains(&d);
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx if fast => amx::attend(&work, scratch, state),
+        Isa::Amx if fast && limits.len() >= TILES_FROM => amx::attend(&work, scratch, state),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 if fast => floats::attend(&floats::AVX512, &work, scratch, state),
+        Isa::Avx512 | Isa::Amx if fast => floats::attend(&floats::AVX512, &work, scratch, state),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 if fast => floats::attend(&floats::AVX2, &work, scratch, state),
         #[cfg(target_arch = "aarch64")]

@@ -381,8 +381,11 @@ fn speed() {
         }
     }
     for d in [64, 128] {
-        let sequence = Sequence::random(d, 1024, &mut Random(23));
-        let pages: Vec<&[u16]> = sequence.pages.iter().map(Vec::as_slice).collect();
+        let mut memory = AlignedScratch::default();
+        let mut random = Random(23);
+        let memory = memory.at_least::<u16>(16 * page_elements(d));
+        memory.iter_mut().for_each(|x| *x = bf16::from_f32(random.next()).to_bits());
+        let pages: Vec<&[u16]> = memory.chunks_exact(page_elements(d)).collect();
         for isa in [Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|isa| isa.is_available()) {
             for group in [1, 3, 6, 16, 48, 64, 128] {
                 let q = Random(22).vector(group * d);

@@ -54,6 +54,7 @@ pub struct PanelScratch {
     /// Dequantised rows.
     rows: AlignedScratch,
     /// The same as tiles.
+    #[cfg(target_arch = "x86_64")]
     tiles: AlignedScratch,
     /// Running sums, `[block][weight row][32 activation rows]`.
     sums: AlignedScratch,
