@@ -9,11 +9,11 @@ fn fixture(dtype: DType) -> (Vec<u8>, Vec<f32>) {
     let name = format!("{}.bin", dtype.to_string().to_lowercase());
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
     let file = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().unwrap());
-    let (bytes, elements) = (word(0) as usize, word(4) as usize);
+    let word = |at: usize| u32::from_le_bytes(file.as_chunks::<4>().0[at]);
+    let (bytes, elements) = (word(0) as usize, word(1) as usize);
     let data = file[8..8 + bytes].to_vec();
-    let values = file[8 + bytes..].chunks_exact(4).map(|raw| f32::from_le_bytes(raw.try_into().unwrap()));
-    let values: Vec<f32> = values.collect();
+    let values: Vec<f32> =
+        file[8 + bytes..].as_chunks::<4>().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
     assert_eq!(values.len(), elements);
     (data, values)
 }

@@ -1,6 +1,6 @@
 //! Dot products written once for vectors of 32 signed bytes; `avx2` and `neon` say how these are computed.
 //!
-//! A group of 32 weights becomes 32 signed codes in stored order, whatever the format. Two weight rows and up to four
+//! A group of 32 weights becomes 32 signed codes in stored order, whatever the format. Four weight rows and up to four
 //! activation rows go together.
 
 use super::{MAX_ROWS, Product};
@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::quant::block::six_bit_scales;
 
 /// Weight rows per pass.
-const ROWS: usize = 2;
+const ROWS: usize = 4;
 
 /// 32 bytes in registers. Methods are inlined into functions that enable the instructions.
 ///
@@ -69,6 +69,8 @@ struct Scales {
 trait Format<B: Bytes> {
     const DTYPE: DType;
     const HAS_OFFSET: bool = false;
+    /// Whether scales differ within a group of 32.
+    const SCALES_BY_16: bool = false;
     /// Signed codes of group `group` of 32.
     unsafe fn codes(block: *const u8, group: usize) -> B;
     unsafe fn scales(block: *const u8, into: &mut Scales);
@@ -160,8 +162,12 @@ unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
                         let sum =
                             *x[m].sums.get_unchecked(2 * index) + *x[m].sums.get_unchecked(2 * index + 1);
                         for r in 0..ROWS {
-                            let pair = [scales[r].scales[2 * group], scales[r].scales[2 * group + 1]];
-                            let pair = [pair[0] * scale, pair[1] * scale];
+                            let first = scales[r].scales[2 * group] * scale;
+                            let pair = if F::SCALES_BY_16 {
+                                [first, scales[r].scales[2 * group + 1] * scale]
+                            } else {
+                                [first; 2]
+                            };
                             sums[m][r] = B::accumulate(sums[m][r], codes[r].dot(values), pair);
                             if F::HAS_OFFSET {
                                 offsets[m][r] += scales[r].offsets[group] * sum;
@@ -284,6 +290,7 @@ struct Q6K;
 
 impl<B: Bytes> Format<B> for Q6K {
     const DTYPE: DType = DType::Q6K;
+    const SCALES_BY_16: bool = true;
 
     #[inline(always)]
     unsafe fn codes(block: *const u8, group: usize) -> B {

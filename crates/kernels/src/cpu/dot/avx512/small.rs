@@ -2,9 +2,8 @@
 //!
 //! The sixteen bytes of nibbles of each block go to one 128-bit lane, so low nibbles are weights 0-15 of four blocks
 //! and high nibbles weights 16-31; activations are shuffled to match. Both halves of a block then end in the same
-//! lane, and one conversion to float serves 128 weights. Half-precision scales are gathered with plain integer
-//! instructions, whose ports are idle otherwise, and converted for four weight rows at once: float lane `4r + b`
-//! belongs to block `b` of row `r`.
+//! lane, and one conversion to float serves 128 weights. Half-precision scales are gathered and converted for four
+//! weight rows at once: float lane `4r + b` belongs to block `b` of row `r`.
 
 use std::arch::x86_64::*;
 
@@ -101,7 +100,15 @@ unsafe fn lanes<const FULL: bool>(at: *const u8, stride: usize, count: usize) ->
 unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> [__m512i; 2] {
     // SAFETY: all loads are inside the blocks.
     unsafe {
-        let first = lanes::<FULL>(blocks.add(B::CODES_AT), B::BYTES, count);
+        let first = if FULL && B::BYTES == 20 {
+            // The block is five 32-bit words, the last four of them codes, so one permutation gathers all.
+            let words = _mm512_setr_epi32(1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 28, 29, 30, 31);
+            let (front, back) =
+                (_mm512_loadu_si512(blocks.cast()), _mm512_loadu_si512(blocks.add(16).cast()));
+            _mm512_permutex2var_epi32(front, words, back)
+        } else {
+            lanes::<FULL>(blocks.add(B::CODES_AT), B::BYTES, count)
+        };
         if B::BYTE_CODES {
             let second = lanes::<FULL>(blocks.add(B::CODES_AT + 16), B::BYTES, count);
             let bias = _mm512_set1_epi8(B::BIAS);
@@ -125,27 +132,66 @@ unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> 
     }
 }
 
-/// Half-precision scales and offsets of `count` blocks, packed in one word each.
+/// Up to this block size the halves of four blocks are within the first 64 bytes.
+const HALVES_IN_A_VECTOR: usize = 20;
+
+/// Half-precision scales and offsets of four blocks of four rows, for blocks small enough.
 ///
 /// # Safety
-/// `count` blocks are readable at `blocks`.
+/// The CPU has AVX-512 F and BW; four blocks of at least 16 bytes are readable at each of `at`.
 #[inline(always)]
-unsafe fn halves<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> (i64, i64) {
-    let (mut scales, mut offsets) = (0u64, 0u64);
-    for b in 0..if FULL { BLOCKS } else { count } {
-        // SAFETY: the first bytes of block `b`.
-        unsafe {
-            let block = blocks.add(b * B::BYTES);
-            if B::HAS_OFFSET {
-                let both = u64::from(block.cast::<u32>().read_unaligned());
-                scales |= (both & 0xffff) << (16 * b);
-                offsets |= (both >> 16) << (16 * b);
-            } else {
-                scales |= u64::from(block.cast::<u16>().read_unaligned()) << (16 * b);
+unsafe fn halves_by_permutation<B: Small>(at: [*const u8; ROWS]) -> [__m256i; 2] {
+    // SAFETY: 64 bytes are within the four blocks.
+    unsafe {
+        let words = _mm512_loadu_si512(const { &half_words(B::BYTES) }.as_ptr().cast());
+        let mut halves = _mm512_permutexvar_epi16(words, _mm512_loadu_si512(at[0].cast()));
+        for r in 1..ROWS {
+            let lanes = 0x000f_000f << (4 * r);
+            let head = _mm512_loadu_si512(at[r].cast());
+            halves = _mm512_mask_permutexvar_epi16(halves, lanes, words, head);
+        }
+        [_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves)]
+    }
+}
+
+/// Where the scale of block `lane % 4` is in lanes 0-15, and its offset in lanes 16-31.
+const fn half_words(block_bytes: usize) -> [u16; 32] {
+    let mut words = [0; 32];
+    let mut lane = 0;
+    while lane < 32 {
+        words[lane] = (lane % 4 * (block_bytes / 2) + lane / 16) as u16;
+        lane += 1;
+    }
+    words
+}
+
+/// Half-precision scales and offsets of `count` blocks of four rows. Uses plain integer instructions, whose ports
+/// are idle otherwise.
+///
+/// # Safety
+/// The CPU has AVX-512F; `count` blocks are readable at each of `at`.
+#[inline(always)]
+unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; ROWS], count: usize) -> [__m256i; 2] {
+    let (mut scales, mut offsets) = ([0u64; ROWS], [0u64; ROWS]);
+    for r in 0..ROWS {
+        for b in 0..if FULL { BLOCKS } else { count } {
+            // SAFETY: the first bytes of block `b`.
+            unsafe {
+                let block = at[r].add(b * B::BYTES);
+                if B::HAS_OFFSET {
+                    let both = u64::from(block.cast::<u32>().read_unaligned());
+                    scales[r] |= (both & 0xffff) << (16 * b);
+                    offsets[r] |= (both >> 16) << (16 * b);
+                } else {
+                    scales[r] |= u64::from(block.cast::<u16>().read_unaligned()) << (16 * b);
+                }
             }
         }
     }
-    (scales as i64, offsets as i64)
+    // SAFETY: four 64-bit numbers make a vector.
+    unsafe {
+        [std::mem::transmute::<[u64; 4], __m256i>(scales), std::mem::transmute::<[u64; 4], __m256i>(offsets)]
+    }
 }
 
 /// 128 activation bytes in the order of the codes: 0-15 of each block, then 16-31 of each block.
@@ -193,17 +239,19 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
     // SAFETY: all reads are within the `count` blocks from `first`.
     unsafe {
         let mut packed = [[_mm512_setzero_si512(); 2]; ROWS];
-        let mut scales = [0i64; ROWS];
-        let mut offsets = [0i64; ROWS];
+        let mut at = rows;
         for r in 0..ROWS {
-            let at = rows[r].add(first * B::BYTES);
-            packed[r] = codes::<B, FULL>(at, count);
-            (scales[r], offsets[r]) = halves::<B, FULL>(at, count);
-            prefetch(at, distance, BLOCKS * B::BYTES);
+            at[r] = at[r].add(first * B::BYTES);
+            packed[r] = codes::<B, FULL>(at[r], count);
+            prefetch(at[r], distance, BLOCKS * B::BYTES);
         }
-        let widen = |h: [i64; ROWS]| _mm512_cvtph_ps(_mm256_setr_epi64x(h[0], h[1], h[2], h[3]));
-        let scales = widen(scales);
-        let offsets = if B::HAS_OFFSET { widen(offsets) } else { _mm512_setzero_ps() };
+        let [scales, offsets] = if FULL && HALVES_IN_A_VECTOR >= B::BYTES {
+            halves_by_permutation::<B>(at)
+        } else {
+            halves_by_word::<B, FULL>(at, count)
+        };
+        let scales = _mm512_cvtph_ps(scales);
+        let offsets = if B::HAS_OFFSET { _mm512_cvtph_ps(offsets) } else { _mm512_setzero_ps() };
         let lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
         for m in 0..M {
             let high = activation_bytes::<FULL>(x[m].high.add(32 * first), count);

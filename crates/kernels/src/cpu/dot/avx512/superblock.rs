@@ -8,7 +8,6 @@
 use std::arch::x86_64::*;
 
 use super::{Activations, Pass, Weights, dot_one, prefetch, sum};
-use crate::quant::block::six_bit_scales;
 
 /// Weight rows per pass.
 const ROWS: usize = 4;
@@ -77,14 +76,50 @@ unsafe fn nibbles(at: *const u8) -> [__m512i; 2] {
 unsafe fn scales_and_minima(block: *const u8) -> __m512 {
     // SAFETY: the caller promises the bytes.
     unsafe {
-        let halves = _mm_cvtsi32_si128(block.cast::<i32>().read_unaligned());
-        let halves = _mm512_castps128_ps512(_mm_cvtph_ps(halves));
-        let spread = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        let factors = _mm512_permutexvar_ps(spread, halves);
-        let (scales, minima) = six_bit_scales(block.add(4).cast::<[u8; 12]>().read_unaligned());
-        let codes = _mm512_cvtepu8_epi32(_mm_set_epi64x(minima as i64, scales as i64));
-        _mm512_mul_ps(_mm512_cvtepi32_ps(codes), factors)
+        let head = _mm512_broadcast_i32x4(_mm_loadu_si128(block.cast()));
+        // The 6-bit numbers are spread over the lanes with the bytes that hold their parts (see `six_bit_scales`):
+        // the low or only part in byte 0 of a lane, the two upper bits of numbers 4-7 at the top of byte 1.
+        let parts = _mm512_shuffle_epi8(head, _mm512_loadu_si512(PARTS.as_ptr().cast()));
+        let low = _mm512_srlv_epi32(parts, quarters(0, 0, 0, 4));
+        let high = _mm512_and_si512(_mm512_srli_epi32::<10>(parts), _mm512_set1_epi32(0x30));
+        const MASKED_OR: i32 = 0b1110_1010;
+        let codes = _mm512_ternarylogic_epi32::<MASKED_OR>(low, quarters(0x3f, 0x0f, 0x3f, 0x0f), high);
+        let halves = _mm256_shuffle_epi8(
+            _mm512_castsi512_si256(head),
+            _mm256_setr_epi64x(D_WORDS, D_WORDS, DMIN_WORDS, DMIN_WORDS),
+        );
+        _mm512_mul_ps(_mm512_cvtepi32_ps(codes), _mm512_cvtph_ps(halves))
     }
+}
+
+/// Bytes 0 and 1, and bytes 2 and 3, four times.
+const D_WORDS: i64 = 0x0100_0100_0100_0100;
+const DMIN_WORDS: i64 = 0x0302_0302_0302_0302;
+
+/// Bytes of the block's head for each lane: scales 0-3, scales 4-7, minima 0-3, minima 4-7; -1 gives zero.
+const PARTS: [[i8; 4]; 16] = {
+    let mut parts = [[-1; 4]; 16];
+    let mut i = 0;
+    while i < 4 {
+        parts[i][0] = 4 + i as i8;
+        parts[4 + i][0] = 12 + i as i8;
+        parts[4 + i][1] = 4 + i as i8;
+        parts[8 + i][0] = 8 + i as i8;
+        parts[12 + i][0] = 12 + i as i8;
+        parts[12 + i][1] = 8 + i as i8;
+        i += 1;
+    }
+    parts
+};
+
+/// One value for each four lanes.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn quarters(a: i32, b: i32, c: i32, d: i32) -> __m512i {
+    // SAFETY: the caller promises the instructions.
+    unsafe { _mm512_setr_epi32(a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d) }
 }
 
 /// Activation scales, then negated sums over groups of 32.
@@ -278,7 +313,7 @@ unsafe fn step<B: Superblock, const M: usize>(
                 let factors = B::factors(x[m].scales.add(8 * index), x[m].sums.add(16 * index));
                 scales[m][r] = _mm512_mul_ps(of_block, factors);
                 if B::HAS_MINIMA {
-                    sums[m][r] = _mm512_mask_add_ps(sums[m][r], 0xff00, sums[m][r], scales[m][r]);
+                    sums[m][r] = _mm512_mask3_fmadd_ps(of_block, factors, sums[m][r], 0xff00);
                 }
             }
         }
