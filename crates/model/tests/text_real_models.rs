@@ -1,6 +1,6 @@
-//! Tokenizers of real GGUF files. Runs where `OSCAR_TEST_MODELS` names a folder of `.gguf` files; a file
-//! `NAME.gguf.ids.json` beside a model (`[{"text", "parse_special", "ids"}, …]`, made by
-//! `tools/make_text_fixtures.py --llama`) holds the ids another implementation found.
+//! Tokenizers of real models. Runs where `OSCAR_TEST_MODELS` names a folder of `.gguf` files and of folders with
+//! a `tokenizer.json`; `NAME.ids.json` beside a model (`[{"text", "parse_special", "ids"}, …]`, made by
+//! `tools/make_text_fixtures.py ids`) holds the ids another implementation found.
 
 use std::path::PathBuf;
 
@@ -17,18 +17,20 @@ struct Case {
 #[test]
 fn real_vocabularies_round_trip_and_agree_with_recorded_ids() {
     let Some(folder) = std::env::var_os("OSCAR_TEST_MODELS").map(PathBuf::from) else {
-        println!("skipped: OSCAR_TEST_MODELS does not name a folder of GGUF files");
+        println!("skipped: OSCAR_TEST_MODELS does not name a folder of models");
         return;
     };
     let mut checked = 0;
     let mut failures = Vec::new();
     for entry in std::fs::read_dir(&folder).expect("OSCAR_TEST_MODELS is a folder") {
         let path = entry.expect("readable folder").path();
-        if path.extension().is_none_or(|extension| extension != "gguf") {
+        let tokenizer = if path.join("tokenizer.json").exists() {
+            Tokenizer::from_folder(&path).expect("a tokenizer")
+        } else if path.extension().is_some_and(|extension| extension == "gguf") {
+            Tokenizer::from_gguf(&Gguf::open(&path).expect("a GGUF file")).expect("a tokenizer")
+        } else {
             continue;
-        }
-        let file = Gguf::open(&path).expect("a GGUF file");
-        let tokenizer = Tokenizer::from_gguf(&file).expect("a tokenizer");
+        };
         let text = "Hello, world! 12345 \u{1f980}\n\n  fn main() {}\tçé 中文";
         let ids = tokenizer.encode(text, false).expect("encodes");
         assert_eq!(tokenizer.decode(&ids, true).expect("decodes"), text, "{}", path.display());
@@ -67,6 +69,6 @@ fn real_vocabularies_round_trip_and_agree_with_recorded_ids() {
         }
         checked += 1;
     }
-    assert!(checked > 0, "no .gguf file in {}", folder.display());
+    assert!(checked > 0, "no model in {}", folder.display());
     assert!(failures.is_empty(), "{} cases differ:\n{}", failures.len(), failures.join("\n"));
 }

@@ -130,4 +130,29 @@ pub enum TextError {
         /// What the library said.
         reason: String,
     },
+    /// The model has no chat template.
+    #[error("the model has no chat template; `oscar generate` continues plain text without one")]
+    NoChatTemplate,
+    /// The chat template does not compile or fails while rendering.
+    #[error("chat template line {line}: {reason}")]
+    Template {
+        /// Line of the template, 0 when unknown.
+        line: usize,
+        /// What went wrong.
+        reason: String,
+    },
+    /// The chat template refused the conversation with a message of its own.
+    #[error("the chat template refuses this conversation: {message}")]
+    TemplateRefused {
+        /// What the template said.
+        message: String,
+    },
+    /// The chat template wanted more than a template may take.
+    #[error("chat template line {line}: {reason}; templates of real models stay far below this limit")]
+    TemplateLimit {
+        /// Line of the template, 0 when unknown.
+        line: usize,
+        /// Which limit.
+        reason: String,
+    },
 }

@@ -7,14 +7,20 @@
 
 mod added;
 mod byte_level;
+mod chat_template;
 mod error;
 mod pieces;
+mod python_format;
+mod render;
+mod render_limits;
 mod sentence_piece;
 mod stream;
+mod strftime;
 mod tokenizer;
 mod tokenizer_json;
 mod vocabulary;
 
+pub use chat_template::{ChatTemplate, RenderOptions};
 pub use error::TextError;
 pub use stream::StreamDecoder;
 pub use tokenizer::Tokenizer;

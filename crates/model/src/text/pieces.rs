@@ -48,28 +48,26 @@ pub(super) struct PieceTable {
 impl PieceTable {
     /// Appends the next id.
     pub(super) fn push(&mut self, text: &str, kind: PieceKind, spelling: Spelling) -> Result<(), TextError> {
-        match kind {
-            PieceKind::Control | PieceKind::UserDefined | PieceKind::Unknown | PieceKind::Unused => {
-                self.bytes.extend_from_slice(text.as_bytes());
-            }
-            PieceKind::Normal | PieceKind::Byte => match spelling {
-                Spelling::ByteLevel => {
-                    let start = self.bytes.len();
-                    for character in text.chars() {
-                        let Some(byte) = byte_of_char(character) else {
-                            // A token outside the alphabet is plain text someone added by hand.
-                            self.bytes.truncate(start);
-                            self.bytes.extend_from_slice(text.as_bytes());
-                            break;
-                        };
-                        self.bytes.push(byte);
-                    }
+        match (kind, spelling) {
+            (PieceKind::Normal, Spelling::ByteLevel) => {
+                let start = self.bytes.len();
+                for character in text.chars() {
+                    let Some(byte) = byte_of_char(character) else {
+                        // A token outside the alphabet is plain text someone added by hand.
+                        self.bytes.truncate(start);
+                        self.bytes.extend_from_slice(text.as_bytes());
+                        break;
+                    };
+                    self.bytes.push(byte);
                 }
-                Spelling::SentencePiece => match byte_token(text) {
+            }
+            (PieceKind::Normal | PieceKind::Byte | PieceKind::UserDefined, Spelling::SentencePiece) => {
+                match byte_token(text).filter(|_| kind != PieceKind::UserDefined) {
                     Some(byte) => self.bytes.push(byte),
                     None => self.bytes.extend_from_slice(text.replace('▁', " ").as_bytes()),
-                },
-            },
+                }
+            }
+            _ => self.bytes.extend_from_slice(text.as_bytes()),
         }
         let end = u32::try_from(self.bytes.len()).map_err(|_| TextError::BadField {
             field: "tokenizer.ggml.tokens",

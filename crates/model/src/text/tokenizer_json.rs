@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokenizers::{AddedToken, OffsetType};
 
 use super::TextError;
-use super::added::{AddedTokens, encode_error};
+use super::added::{AddedTokens, encode_error, id_lookup};
 use super::pieces::{PieceKind, PieceTable, Spelling};
 use super::tokenizer::{Encoder, Specials, Tokenizer, run_stages};
 use super::vocabulary::MAX_TOKENS;
@@ -76,11 +76,10 @@ fn load(
 
     let mut decoder: Vec<(u32, AddedToken)> = inner.get_added_tokens_decoder().into_iter().collect();
     decoder.sort_unstable_by_key(|(id, _)| *id);
-    let added = AddedTokens::new(
-        decoder.iter().map(|(_, token)| token.clone()),
-        inner.get_model(),
-        inner.get_normalizer(),
-    )?;
+    // Added tokens keep the ids of the file; matching only some of them must not renumber the rest.
+    let ids = id_lookup(decoder.iter().map(|(id, token)| (token.content.as_str(), *id)))?;
+    let added =
+        AddedTokens::new(decoder.iter().map(|(_, token)| token.clone()), &ids, inner.get_normalizer())?;
 
     let kinds: HashMap<u32, PieceKind> = decoder
         .iter()

@@ -1,0 +1,282 @@
+//! What keeps a hostile template from hanging the process or eating its memory.
+//!
+//! A template comes out of a downloaded file. Instruction fuel bounds how long it loops, but one instruction can
+//! double a string, so everything that makes values out of values is charged by size to one budget per render:
+//! the operators `+`, `*` and `~` (whose instructions are exchanged for calls of the functions here), filters,
+//! string methods and printed output.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use minijinja::machinery::{CompiledTemplate, Instruction};
+use minijinja::value::{Rest, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+
+use super::python_format::python_str;
+
+// Names no template can write, so none can shadow or call them.
+const ADD: &str = "operator +";
+const MULTIPLY: &str = "operator *";
+const CONCATENATE: &str = "operator ~";
+
+/// Bytes of one list entry, generously.
+const ENTRY_BYTES: u64 = 32;
+
+/// Instructions a template may run: real ones take a few hundred per message.
+pub(super) fn fuel(longest_literal: usize, items: usize) -> u64 {
+    // A literal is printed by one instruction, and inside `{% set %}` printing fills memory.
+    let by_literal = (4_u64 << 30) / (longest_literal as u64).max(1);
+    (2_000_000 + 2_000 * items as u64).min(10_000_000).min(by_literal.max(10_000))
+}
+
+/// Bytes that one render may still create.
+pub(super) struct Budget {
+    left: AtomicU64,
+    spent: AtomicBool,
+}
+
+impl Budget {
+    pub(super) fn new(input_bytes: usize) -> Arc<Self> {
+        let left = (256_u64 << 20).saturating_add(64 * input_bytes as u64);
+        Arc::new(Self { left: AtomicU64::new(left), spent: AtomicBool::new(false) })
+    }
+
+    pub(super) fn is_spent(&self) -> bool {
+        self.spent.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn charge(&self, bytes: u64) -> Result<(), Error> {
+        let take = |left: u64| left.checked_sub(bytes);
+        if self.left.try_update(Ordering::Relaxed, Ordering::Relaxed, take).is_err() {
+            self.spent.store(true, Ordering::Relaxed);
+            return Err(Error::new(ErrorKind::InvalidOperation, "the template builds too much text"));
+        }
+        Ok(())
+    }
+}
+
+/// Bytes in a value, nested containers included down to a small depth.
+fn deep_size(value: &Value, depth: usize) -> u64 {
+    if let Some(text) = value.as_str() {
+        return ENTRY_BYTES + text.len() as u64;
+    }
+    let Some(entries) = value.len() else { return ENTRY_BYTES };
+    let mut size = ENTRY_BYTES * (1 + entries as u64);
+    if depth < 4
+        && entries <= 100_000
+        && let Ok(items) = value.try_iter()
+    {
+        let is_map = value.kind() == ValueKind::Map;
+        for item in items {
+            size = size.saturating_add(deep_size(&item, depth + 1));
+            if is_map && let Ok(entry) = value.get_item(&item) {
+                size = size.saturating_add(deep_size(&entry, depth + 1));
+            }
+        }
+    }
+    size
+}
+
+/// Exchanges the growing operators for guarded calls and returns the longest literal.
+///
+/// Each operator takes two values from the stack and leaves one, just as a call with two arguments does, so no
+/// jump target moves.
+pub(super) fn guard_operators(template: &mut CompiledTemplate<'_>) -> usize {
+    let mut longest = 0;
+    for instructions in std::iter::once(&mut template.instructions).chain(template.blocks.values_mut()) {
+        for index in 0..instructions.len() as u32 {
+            let Some(instruction) = instructions.get_mut(index) else { continue };
+            let name = match instruction {
+                Instruction::Add => ADD,
+                Instruction::Mul => MULTIPLY,
+                Instruction::StringConcat => CONCATENATE,
+                Instruction::EmitRaw(text) => {
+                    longest = longest.max(text.len());
+                    continue;
+                }
+                _ => continue,
+            };
+            *instruction = Instruction::CallFunction(name, Some(2));
+        }
+    }
+    longest
+}
+
+/// Filters whose result can be larger than a machine word.
+const CHARGED_FILTERS: [&str; 30] = [
+    "lower",
+    "upper",
+    "title",
+    "capitalize",
+    "escape",
+    "e",
+    "dictsort",
+    "items",
+    "reverse",
+    "trim",
+    "split",
+    "lines",
+    "sort",
+    "list",
+    "batch",
+    "slice",
+    "select",
+    "reject",
+    "selectattr",
+    "rejectattr",
+    "map",
+    "groupby",
+    "unique",
+    "chain",
+    "zip",
+    "pprint",
+    "replace",
+    "join",
+    "indent",
+    "format",
+];
+
+/// Installs the guarded operators, filters and methods. `filters` holds the unguarded filters.
+pub(super) fn install(
+    environment: &mut Environment<'_>,
+    filters: &Arc<Environment<'static>>,
+    budget: &Arc<Budget>,
+) {
+    let operator = |budget: &Arc<Budget>, apply: fn(&Budget, &Value, &Value) -> Result<Value, Error>| {
+        let budget = Arc::clone(budget);
+        move |left: &Value, right: &Value| apply(&budget, left, right)
+    };
+    environment.add_function(ADD, operator(budget, add));
+    environment.add_function(MULTIPLY, operator(budget, multiply));
+    environment.add_function(CONCATENATE, operator(budget, concatenate));
+
+    for name in CHARGED_FILTERS {
+        let (budget, filters) = (Arc::clone(budget), Arc::clone(filters));
+        environment.add_filter(name, move |arguments: Rest<Value>| {
+            budget.charge(result_size(name, &arguments))?;
+            filters.empty_state().apply_filter(name, &arguments)
+        });
+    }
+
+    let budget = Arc::clone(budget);
+    environment.set_unknown_method_callback(
+        move |state: &State, value: &Value, method: &str, arguments: &[Value]| {
+            if value.kind() == ValueKind::String {
+                let mut all = Vec::with_capacity(arguments.len() + 1);
+                all.push(value.clone());
+                all.extend_from_slice(arguments);
+                if method == "join" && all.len() == 2 {
+                    all.swap(0, 1);
+                }
+                budget.charge(result_size(method, &all))?;
+            }
+            minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
+        },
+    );
+}
+
+/// An upper bound on what a filter or method makes of its arguments.
+fn result_size(name: &str, arguments: &[Value]) -> u64 {
+    let size: u64 = arguments.iter().map(|argument| deep_size(argument, 0)).fold(0, u64::saturating_add);
+    let length = |index: usize| {
+        arguments.get(index).and_then(Value::as_str).map_or(ENTRY_BYTES, |text| text.len() as u64)
+    };
+    match name {
+        // An empty needle matches between any two characters.
+        "replace" => {
+            let needle = length(1).max(1);
+            let matches = if length(1) == 0 { length(0) + 1 } else { length(0) / needle };
+            size.saturating_add(matches.saturating_mul(length(2)))
+        }
+        "join" => {
+            let entries = arguments.first().and_then(Value::len).unwrap_or(0) as u64;
+            size.saturating_add(entries.saturating_mul(length(1)))
+        }
+        "indent" => {
+            let width = arguments.get(1).and_then(|width| u64::try_from(width.clone()).ok()).unwrap_or(4);
+            size.saturating_add(size.saturating_mul(width.max(length(1))))
+        }
+        // Every run of digits in the pattern may be a width.
+        "format" => size.saturating_add(widths(arguments.first().and_then(Value::as_str).unwrap_or(""))),
+        "list" | "split" | "lines" | "splitlines" | "batch" | "slice" | "reverse" => {
+            size.saturating_mul(ENTRY_BYTES)
+        }
+        _ => size,
+    }
+}
+
+fn widths(pattern: &str) -> u64 {
+    pattern
+        .split(|character: char| !character.is_ascii_digit())
+        .filter(|digits| !digits.is_empty())
+        .map(|digits| digits.parse().unwrap_or(u64::MAX))
+        .fold(0, u64::saturating_add)
+}
+
+fn is_list(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
+}
+
+fn unsupported(operator: &str, left: &Value, right: &Value) -> Error {
+    Error::new(
+        ErrorKind::InvalidOperation,
+        format!("unsupported operand types for {operator}: {} and {}", left.kind(), right.kind()),
+    )
+}
+
+fn add(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+    if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
+        budget.charge((left.len() + right.len()) as u64)?;
+        return Ok(Value::from([left, right].concat()));
+    }
+    if is_list(left) && is_list(right) {
+        let kept = left.len().unwrap_or(0) as u64;
+        budget.charge(kept.saturating_mul(ENTRY_BYTES).saturating_add(deep_size(right, 0)))?;
+        return Ok(Value::from_iter(left.try_iter()?.chain(right.try_iter()?)));
+    }
+    number(left, right, i128::checked_add, |a, b| a + b).ok_or_else(|| unsupported("+", left, right))
+}
+
+fn multiply(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+    for (value, count) in [(left, right), (right, left)] {
+        if value.as_str().is_none() && !is_list(value) {
+            continue;
+        }
+        // A negative count repeats nothing, as in Python.
+        let Ok(count) = i64::try_from(count.clone()) else { return Err(unsupported("*", left, right)) };
+        let count = u64::try_from(count).unwrap_or(0);
+        budget.charge(deep_size(value, 0).saturating_mul(count))?;
+        let times = usize::try_from(count).map_err(|_| unsupported("*", left, right))?;
+        if let Some(text) = value.as_str() {
+            return Ok(Value::from(text.repeat(times)));
+        }
+        let items: Vec<Value> = value.try_iter()?.collect();
+        return Ok(std::iter::repeat_n(items, times).flatten().collect());
+    }
+    number(left, right, i128::checked_mul, |a, b| a * b).ok_or_else(|| unsupported("*", left, right))
+}
+
+fn concatenate(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+    budget.charge(deep_size(left, 0).saturating_add(deep_size(right, 0)))?;
+    let mut text = python_str(left)?;
+    text.push_str(&python_str(right)?);
+    Ok(Value::from(text))
+}
+
+fn number(
+    left: &Value,
+    right: &Value,
+    whole: fn(i128, i128) -> Option<i128>,
+    real: fn(f64, f64) -> f64,
+) -> Option<Value> {
+    let numeric = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
+    if !numeric(left) || !numeric(right) {
+        return None;
+    }
+    let is_whole = |value: &Value| value.kind() == ValueKind::Bool || value.is_integer();
+    if is_whole(left) && is_whole(right) {
+        let result = whole(i128::try_from(left.clone()).ok()?, i128::try_from(right.clone()).ok()?)?;
+        return Some(i64::try_from(result).map_or_else(|_| Value::from(result), Value::from));
+    }
+    Some(Value::from(real(f64::try_from(left.clone()).ok()?, f64::try_from(right.clone()).ok()?)))
+}
