@@ -4,6 +4,9 @@
     python tools/llamacpp_logits.py MODEL.gguf --text FILE --output REFERENCE.safetensors
 
 The output holds `input_ids` (I32 [tokens]) and `logits` (F32 [tokens, vocabulary]); row i predicts token i + 1.
+`--against OTHER.safetensors` prints how far this run is from an earlier one (mean KL divergence, top-1 agreement):
+with another attention kernel or cache type this is the distance of llama.cpp from itself, the floor below which a
+comparison of two engines says nothing.
 The safetensors metadata records the build and its settings, so that a comparison can say what it compared with.
 Needs: pip install llama-cpp-python safetensors numpy
 (`tools/compare-llamacpp --setup` builds llama-cpp-python with the vector instructions spelled out.)
@@ -11,6 +14,7 @@ Needs: pip install llama-cpp-python safetensors numpy
 
 import argparse
 import ctypes
+import json
 import os
 import sys
 
@@ -106,11 +110,32 @@ def package_version():
     return llama_cpp.__version__
 
 
+def log_probabilities(logits):
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def distance(reference, logits):
+    """KL(reference || logits) in nats. The first position is named apart: without a beginning-of-text token it is
+    an attention sink whose huge activations suffer most from 8-bit rounding, and it can outweigh all the others."""
+    p, q = log_probabilities(reference), log_probabilities(logits)
+    kl = (np.exp(p) * (p - q)).sum(axis=1)
+    return {
+        "tokens": len(kl),
+        "kl": float(kl.mean()),
+        "kl_first": float(kl[0]),
+        "kl_rest": float(kl[1:].mean()),
+        "top1_agreement": float((p.argmax(axis=1) == q.argmax(axis=1)).mean()),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", help="GGUF file")
     parser.add_argument("--text", required=True, help="UTF-8 text file; its first tokens are used")
-    parser.add_argument("--output", required=True, help="where to write the .safetensors file")
+    parser.add_argument("--output", help="where to write the .safetensors file")
+    parser.add_argument("--against", help="an earlier output: print the distance from it as JSON")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--flash-attention", choices=FLASH_ATTENTION, default="off")
@@ -118,7 +143,7 @@ def main():
     parser.add_argument("--verbose", action="store_true", help="let llama.cpp log")
     arguments = parser.parse_args()
 
-    from safetensors.numpy import save_file
+    from safetensors.numpy import load_file, save_file
 
     with open(arguments.text, encoding="utf-8") as file:
         text = file.read()
@@ -140,14 +165,18 @@ def main():
     logits = session.logits(len(ids))
     session.close()
 
-    shifted = logits[:-1].astype(np.float64)
-    shifted -= shifted.max(axis=1, keepdims=True)
-    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    likelihood = log_probabilities[np.arange(len(ids) - 1), ids[1:]]
+    likelihood = log_probabilities(logits[:-1])[np.arange(len(ids) - 1), ids[1:]]
     print(
         f"{len(ids)} tokens, vocabulary {logits.shape[1]}, perplexity {np.exp(-likelihood.mean()):.3f}",
         file=sys.stderr,
     )
+    if arguments.against:
+        earlier = load_file(arguments.against)
+        if earlier["input_ids"].tolist() != ids:
+            raise SystemExit(f"{arguments.against}: made from other tokens")
+        print(json.dumps({"rows": [distance(earlier["logits"], logits)]}))
+    if not arguments.output:
+        return
     save_file(
         {"input_ids": np.asarray(ids, dtype=np.int32), "logits": logits.astype(np.float32)},
         arguments.output,
