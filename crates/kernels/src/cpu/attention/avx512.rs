@@ -10,7 +10,7 @@ use super::visible;
 /// Lanes of a register.
 const LANES: usize = 16;
 
-/// As [`super::floats::Product`], for up to 6 rows and widths that are multiples of 16.
+/// As [`super::floats::Product`], for up to 4 rows (more spill sums to the stack) and widths that are multiples of 16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn product(
     left: &[f32],
@@ -76,9 +76,7 @@ impl Block<'_> {
                 2 => self.run::<2, J>(),
                 3 => self.run::<3, J>(),
                 4 => self.run::<4, J>(),
-                5 => self.run::<5, J>(),
-                6 => self.run::<6, J>(),
-                _ => unreachable!("groups have at most 6 rows"),
+                _ => unreachable!("groups have at most 4 rows"),
             }
         }
     }

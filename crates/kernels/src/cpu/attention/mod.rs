@@ -7,11 +7,11 @@
 //! | module | job |
 //! |---|---|
 //! | [`page`] | order of the elements inside a page |
-//! | [`state`] | running softmax and its merge |
-//! | [`scalar`] | the reference |
-//! | [`floats`] | the loop over pages and groups of rows |
-//! | [`avx512`], [`avx2`], `neon` | products and softmax in `f32` |
-//! | [`amx`] | products in tiles of split bf16 |
+//! | `state` | running softmax and its merge |
+//! | `scalar` | the reference |
+//! | `floats` | the loop over pages and groups of rows |
+//! | `avx512`, `avx2`, `neon` | products and softmax in `f32` |
+//! | `amx` | products in tiles of split bf16 |
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

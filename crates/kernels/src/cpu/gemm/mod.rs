@@ -6,11 +6,11 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`pack`] | activations in the order the kernels read them |
-//! | [`weights`] | weight rows as `f32` |
-//! | [`amx`] | tiles of split bf16, the fastest path |
-//! | [`avx512`], [`avx2`], `neon`, [`scalar`] | `f32` products; scalar is the reference |
-//! | [`tiles`] | tile configuration, shared with attention |
+//! | `pack` | activations in the order the kernels read them |
+//! | `weights` | weight rows as `f32` |
+//! | `amx` | tiles of split bf16, the fastest path |
+//! | `avx512`, `avx2`, `neon`, `scalar` | `f32` products; scalar is the reference |
+//! | `tiles` | tile configuration, shared with attention |
 
 pub(crate) mod aligned;
 #[cfg(target_arch = "x86_64")]

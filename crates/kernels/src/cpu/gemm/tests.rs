@@ -61,7 +61,7 @@ fn every_path_agrees_with_exact_sums() {
     for isa in Isa::available() {
         for m in [1, 2, 15, 16, 17, 31, 33, 64, 100] {
             for n in [1, 3, 16, 17, 32, 33, 128] {
-                if n > 33 && m > 33 {
+                if n > 32 && m != 17 {
                     continue;
                 }
                 for k in [32, 64, 96, 288, 576, 1536] {
