@@ -54,7 +54,11 @@ impl<B: Backend> Engine<B> {
         let context = options.context.unwrap_or(most.min(DEFAULT_CONTEXT));
         if context == 0 || context > most {
             let value = context.to_string();
-            return Err(EngineError::BadOption { name: "context", value, expected: "1 up to the model's context" });
+            return Err(EngineError::BadOption {
+                name: "context",
+                value,
+                expected: "1 up to the model's context",
+            });
         }
         let prefill_chunk = options.prefill_chunk.clamp(1, context);
         let pool = PagePool::new(context.div_ceil(PAGE_TOKENS));
@@ -119,7 +123,9 @@ impl<B: Backend> Engine<B> {
         let tokenizer = self.model.tokenizer();
         let mut decoder = StreamDecoder::new(Arc::clone(tokenizer));
         let mut stops = StopFilter::new(&options.stop);
-        let mut emit = |text: String| if text.is_empty() { ControlFlow::Continue(()) } else { on_event(Event::Text(text)) };
+        let mut emit = |text: String| {
+            if text.is_empty() { ControlFlow::Continue(()) } else { on_event(Event::Text(text)) }
+        };
         summary.finish = loop {
             let token = self.sample(options, &mut summary)?;
             if summary.tokens.len() == 1 {

@@ -27,7 +27,9 @@ impl Default for SamplingOptions {
 
 impl SamplingOptions {
     pub(crate) fn validate(&self) -> Result<(), EngineError> {
-        let bad = |name, value: f32, expected| Err(EngineError::BadOption { name, value: value.to_string(), expected });
+        let bad = |name, value: f32, expected| {
+            Err(EngineError::BadOption { name, value: value.to_string(), expected })
+        };
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return bad("temperature", self.temperature, "a number of 0 or more");
         }

@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use oscar_codec::PageFormat;
+use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_kernels::Backend;
 use oscar_kv::{PagePool, PageTable};
 use oscar_lab::Report;
 use oscar_model::ModelFiles;

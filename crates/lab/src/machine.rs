@@ -36,8 +36,13 @@ impl Machine {
 
     /// One line for people.
     pub fn line(&self) -> String {
-        let memory = self.memory_bytes.map_or(String::new(), |bytes| format!(", {:.0} GiB", bytes as f64 / (1u64 << 30) as f64));
-        format!("{}, {} threads{memory}, {} kernels, {}, oscar {}", self.cpu, self.threads, self.simd, self.system, self.oscar)
+        let memory = self
+            .memory_bytes
+            .map_or(String::new(), |bytes| format!(", {:.0} GiB", bytes as f64 / (1u64 << 30) as f64));
+        format!(
+            "{}, {} threads{memory}, {} kernels, {}, oscar {}",
+            self.cpu, self.threads, self.simd, self.system, self.oscar
+        )
     }
 }
 

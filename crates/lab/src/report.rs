@@ -50,12 +50,18 @@ impl Report {
         let cells: Vec<Vec<String>> =
             self.rows.iter().map(|row| names.iter().map(|name| cell(row.get(*name))).collect()).collect();
         let width = |column: usize| {
-            cells.iter().map(|row| row[column].chars().count()).chain([names[column].len()]).max().unwrap_or(0)
+            cells
+                .iter()
+                .map(|row| row[column].chars().count())
+                .chain([names[column].len()])
+                .max()
+                .unwrap_or(0)
         };
         let widths: Vec<usize> = (0..names.len()).map(width).collect();
         let mut out = format!("{}\n\n", self.machine.line());
         let mut line = |cells: &mut dyn Iterator<Item = &str>| {
-            let padded: Vec<String> = cells.zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+            let padded: Vec<String> =
+                cells.zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
             let _ = writeln!(out, "{}", padded.join("  ").trim_end());
         };
         line(&mut names.iter().copied());

@@ -11,7 +11,7 @@ use crate::files::{Gguf, JsonFile, Safetensors, TensorSource};
 use crate::forward::Model;
 use crate::names::Naming;
 use crate::source::ModelPath;
-use crate::text::{GgufVocabulary, TextError, Tokenizer};
+use crate::text::{ChatTemplate, GgufVocabulary, TextError, Tokenizer};
 use crate::weights::Weights;
 
 /// An opened model: everything but the weights.
@@ -20,7 +20,8 @@ pub struct ModelFiles {
     naming: Naming,
     tensors: Box<dyn TensorSource>,
     tokenizer: Option<Arc<Tokenizer>>,
-
+    /// A broken template must not stop work on plain text, so its error waits until the template is asked for.
+    chat_template: Result<ChatTemplate, TextError>,
     end_tokens: Vec<u32>,
 }
 
@@ -45,12 +46,14 @@ impl ModelFiles {
         let config = from_gguf(&gguf)?;
         let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
         let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).map_err(text)?;
+        let chat_template = ChatTemplate::from_gguf(&gguf);
         let end_tokens = tokenizer.end_ids().to_vec();
         Ok(ModelFiles {
             config,
             naming: Naming::Gguf,
             tensors: Box::new(gguf),
             tokenizer: Some(Arc::new(tokenizer)),
+            chat_template,
             end_tokens,
         })
     }
@@ -65,6 +68,7 @@ impl ModelFiles {
         } else {
             None
         };
+        let chat_template = ChatTemplate::from_folder(folder);
         let mut end_tokens = description.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default();
         if let Some(generation) = JsonFile::open_if_present(&folder.join("generation_config.json"))? {
             end_tokens.extend(generation.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default());
@@ -75,7 +79,7 @@ impl ModelFiles {
         end_tokens.sort_unstable();
         end_tokens.dedup();
         let tensors = Box::new(tensors);
-        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, end_tokens })
+        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, chat_template, end_tokens })
     }
 
     /// The shape of the model.
@@ -93,6 +97,11 @@ impl ModelFiles {
         self.tokenizer.as_ref()
     }
 
+    /// The chat template, or why there is none.
+    pub fn chat_template(&self) -> Result<&ChatTemplate, &TextError> {
+        self.chat_template.as_ref()
+    }
+
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
         let weights = Weights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
@@ -104,9 +113,12 @@ impl ModelFiles {
         let model = self.load_model(backend)?;
         let Some(tokenizer) = self.tokenizer else {
             let path = self.tensors.path().to_path_buf();
-            return Err(ModelError::BadConfig { path, problem: "there is no `tokenizer.json` beside the weights".into() });
+            return Err(ModelError::BadConfig {
+                path,
+                problem: "there is no `tokenizer.json` beside the weights".into(),
+            });
         };
-        Ok(LoadedModel { model, tokenizer, end_tokens: self.end_tokens })
+        Ok(LoadedModel { model, tokenizer, chat_template: self.chat_template, end_tokens: self.end_tokens })
     }
 }
 
@@ -114,7 +126,7 @@ impl ModelFiles {
 pub struct LoadedModel<B: Backend> {
     model: Model<B>,
     tokenizer: Arc<Tokenizer>,
-
+    chat_template: Result<ChatTemplate, TextError>,
     end_tokens: Vec<u32>,
 }
 
@@ -137,6 +149,11 @@ impl<B: Backend> LoadedModel<B> {
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
+    }
+
+    /// The chat template, or why there is none.
+    pub fn chat_template(&self) -> Result<&ChatTemplate, &TextError> {
+        self.chat_template.as_ref()
     }
 
     /// Whether the model ends its turn with this token.

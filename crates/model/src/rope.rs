@@ -58,9 +58,14 @@ impl RopeConfig {
         let mut magnitude = 1.0;
         match &self.scaling {
             RopeScaling::None => {}
-            RopeScaling::Linear { factor } => frequencies.iter_mut().for_each(|frequency| *frequency /= factor),
+            RopeScaling::Linear { factor } => {
+                frequencies.iter_mut().for_each(|frequency| *frequency /= factor)
+            }
             RopeScaling::Divisors(divisors) => {
-                frequencies.iter_mut().zip(divisors).for_each(|(frequency, divisor)| *frequency /= f64::from(*divisor));
+                frequencies
+                    .iter_mut()
+                    .zip(divisors)
+                    .for_each(|(frequency, divisor)| *frequency /= f64::from(*divisor));
             }
             RopeScaling::Llama3 { factor, low_frequency_factor, high_frequency_factor, original_context } => {
                 let context = *original_context as f64;
@@ -75,7 +80,14 @@ impl RopeConfig {
                     }
                 }
             }
-            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+            RopeScaling::Yarn {
+                factor,
+                original_context,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+                truncate,
+            } => {
                 // The channel whose frequency makes `rotations` turns within the old context.
                 let channel = |rotations: f64| {
                     dim * (*original_context as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln())

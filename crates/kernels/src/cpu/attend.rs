@@ -144,7 +144,13 @@ fn plan(step: &Step, heads: Heads, wanted: usize) -> (Vec<Block<'_>>, Vec<Item>)
 }
 
 /// Collects the query rows of a block, token by token, and how many positions each may see.
-fn gather_queries(block: &Block<'_>, heads: Heads, qkv: &[f32], queries: &mut Vec<f32>, limits: &mut Vec<usize>) {
+fn gather_queries(
+    block: &Block<'_>,
+    heads: Heads,
+    qkv: &[f32],
+    queries: &mut Vec<f32>,
+    limits: &mut Vec<usize>,
+) {
     queries.clear();
     limits.clear();
     let width = heads.group() * heads.head_dim;

@@ -15,8 +15,8 @@ use super::project::{Mode, ProjectScratch, Projection, Projector, WorkerScratch}
 use super::sampling;
 use super::tensors::{Cache, Matrix, Step, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled, Sampling,
-    StoredMatrix,
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
+    Sampling, StoredMatrix,
 };
 
 /// Below this many values a loop over rows stays on the calling thread.
@@ -95,7 +95,13 @@ impl CpuBackend {
     }
 
     /// `normed = norm(x)` row by row.
-    fn norm_rows(&self, x: &[f32], cols: usize, norm: &RmsNorm<Self>, normed: &mut Vec<f32>) -> Result<(), KernelError> {
+    fn norm_rows(
+        &self,
+        x: &[f32],
+        cols: usize,
+        norm: &RmsNorm<Self>,
+        normed: &mut Vec<f32>,
+    ) -> Result<(), KernelError> {
         let weight = norm.weight.vector("a norm", cols)?;
         normed.resize(x.len(), 0.0);
         self.for_each_row(normed, cols, |row, out| {
@@ -108,6 +114,11 @@ impl CpuBackend {
 fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
     let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
     Ok(Projection { weight: &linear.weight, bias })
+}
+
+/// Gain and epsilon of a norm over one head.
+fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f32], f32)>, KernelError> {
+    norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
 }
 
 fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
@@ -183,20 +194,21 @@ impl Backend for CpuBackend {
         expect("KV heads of the cache", spec.kv_heads, cache.spec().geometry.kv_heads)?;
         expect("head dimension of the cache", d, cache.spec().geometry.head_dim)?;
         if layer >= cache.spec().geometry.layers {
-            return Err(KernelError::Shape { what: "layers of the cache", expected: layer + 1, got: cache.spec().geometry.layers });
+            return Err(KernelError::Shape {
+                what: "layers of the cache",
+                expected: layer + 1,
+                got: cache.spec().geometry.layers,
+            });
         }
-        let norm = |norm: &Option<RmsNorm<Self>>| -> Result<Option<(Box<[f32]>, f32)>, KernelError> {
-            norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?.into(), norm.eps))).transpose()
-        };
-        let (q_norm, k_norm) = (norm(&spec.q_norm)?, norm(&spec.k_norm)?);
+        let (q_norm, k_norm) = (head_norm(&spec.q_norm, d)?, head_norm(&spec.k_norm, d)?);
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
         self.for_each_row(rows, cols, |row, values| {
             let angles = row * step.pairs..(row + 1) * step.pairs;
             let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
             for head in 0..spec.q_heads + spec.kv_heads {
                 let values = &mut values[head * d..(head + 1) * d];
-                if let Some((weight, eps)) = if head < spec.q_heads { &q_norm } else { &k_norm } {
-                    rms_norm_in_place(self.isa, values, weight, *eps);
+                if let Some((weight, eps)) = if head < spec.q_heads { q_norm } else { k_norm } {
+                    rms_norm_in_place(self.isa, values, weight, eps);
                 }
                 rotate(self.isa, values, cos, sin, step.layout);
             }
@@ -246,8 +258,12 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
         expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols())?;
-        let heads =
-            Heads { q_heads: spec.q_heads, kv_heads: spec.kv_heads, head_dim: spec.head_dim, scale: spec.scale };
+        let heads = Heads {
+            q_heads: spec.q_heads,
+            kv_heads: spec.kv_heads,
+            head_dim: spec.head_dim,
+            scale: spec.scale,
+        };
         let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
         let out = out.first_rows_mut("attention rows", step.rows())?;
         attend::attend(self.isa, &self.pool, &self.attenders, step, heads, layer, qkv, cache, out);
@@ -305,11 +321,20 @@ impl Backend for CpuBackend {
             rms_norm(self.isa, x, weight, norm.eps, out);
         }
         let out = out.first_rows_mut("logits", rows.len())?;
-        self.projector(project).run(normed, rows.len(), &[Projection { weight: head, bias: None }], out, Mode::Store)
+        self.projector(project).run(
+            normed,
+            rows.len(),
+            &[Projection { weight: head, bias: None }],
+            out,
+            Mode::Store,
+        )
     }
 
     fn sample(&self, logits: &Matrix, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError> {
         let rows = logits.first_rows("logits", settings.len())?;
-        rows.chunks_exact(logits.cols().max(1)).zip(settings).map(|(row, settings)| sampling::sample(row, settings)).collect()
+        rows.chunks_exact(logits.cols().max(1))
+            .zip(settings)
+            .map(|(row, settings)| sampling::sample(row, settings))
+            .collect()
     }
 }

@@ -153,7 +153,9 @@ mod tests {
     use super::*;
 
     fn values(len: usize, seed: u32) -> Vec<f32> {
-        (0..len as u32).map(|i| (((i + 1).wrapping_mul(2654435761 ^ seed) >> 8) as f32 / 8388608.0 - 1.0) * 4.0).collect()
+        (0..len as u32)
+            .map(|i| (((i + 1).wrapping_mul(2654435761 ^ seed) >> 8) as f32 / 8388608.0 - 1.0) * 4.0)
+            .collect()
     }
 
     #[test]
@@ -183,7 +185,10 @@ mod tests {
                 for i in 0..len {
                     let exact = f64::from(x[i]) / (mean + 1e-5).sqrt() * f64::from(weight[i]);
                     assert!((f64::from(out[i]) - exact).abs() <= 1e-5 * exact.abs().max(1.0), "{isa} {len}");
-                    assert!((f64::from(in_place[i]) - exact).abs() <= 1e-5 * exact.abs().max(1.0), "{isa} {len}");
+                    assert!(
+                        (f64::from(in_place[i]) - exact).abs() <= 1e-5 * exact.abs().max(1.0),
+                        "{isa} {len}"
+                    );
                 }
             }
             let mut zeros = [0.0f32; 40];
@@ -203,7 +208,10 @@ mod tests {
             for i in 0..gate.len() {
                 let x = f64::from(before[i]);
                 let exact = x / (1.0 + (-x).exp()) * f64::from(up[i]);
-                assert!((f64::from(gate[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5), "{isa} silu({x})");
+                assert!(
+                    (f64::from(gate[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5),
+                    "{isa} silu({x})"
+                );
             }
         }
     }

@@ -26,7 +26,7 @@ unsafe impl<T: Sync> Sync for AlignedBuffer<T> {}
 impl<T: Zeroable + Copy> AlignedBuffer<T> {
     /// Allocates `len` zeros; `what` names the buffer in the error.
     pub fn zeroed(len: usize, what: &'static str) -> Result<AlignedBuffer<T>, KernelError> {
-        let bytes = len.checked_mul(size_of::<T>()).unwrap_or(usize::MAX);
+        let bytes = len.saturating_mul(size_of::<T>());
         let failed = KernelError::OutOfMemory { what, bytes };
         if bytes == 0 {
             return Ok(AlignedBuffer { pointer: NonNull::dangling(), len });
@@ -43,7 +43,8 @@ impl<T> Drop for AlignedBuffer<T> {
     fn drop(&mut self) {
         let bytes = self.len * size_of::<T>();
         if bytes > 0 {
-            let layout = Layout::from_size_align(bytes, ALIGNMENT).expect("the layout was valid when allocated");
+            let layout =
+                Layout::from_size_align(bytes, ALIGNMENT).expect("the layout was valid when allocated");
             // SAFETY: allocated in `zeroed` with this layout.
             unsafe { dealloc(self.pointer.as_ptr().cast(), layout) };
         }

@@ -5,6 +5,7 @@
 //! | [`isa`] | which instruction sets this machine has, and the override that forces a lower one |
 //! | [`pool`] | worker threads for the decode loop |
 //! | [`activation`] | activations prepared for integer dot products |
+//! | [`dot`] | dot products of stored weights with a few rows |
 //! | [`elementwise`] | norms, activations, rotary embedding |
 //! | [`memory`] | aligned buffers and disjoint writes |
 //! | [`gemm`] | matrix products for many rows |

@@ -80,11 +80,19 @@ impl Projector<'_> {
         let out_cols = out.len() / rows;
         let total: usize = projections.iter().map(|projection| projection.weight.rows()).sum();
         if total != out_cols {
-            return Err(KernelError::Shape { what: "columns of a projection", expected: total, got: out_cols });
+            return Err(KernelError::Shape {
+                what: "columns of a projection",
+                expected: total,
+                got: out_cols,
+            });
         }
         for Projection { weight, bias } in projections {
             if weight.cols() != cols {
-                return Err(KernelError::Shape { what: "inputs of a projection", expected: weight.cols(), got: cols });
+                return Err(KernelError::Shape {
+                    what: "inputs of a projection",
+                    expected: weight.cols(),
+                    got: cols,
+                });
             }
             if let Some(bias) = bias.filter(|bias| bias.len() != weight.rows()) {
                 return Err(KernelError::Shape { what: "a bias", expected: weight.rows(), got: bias.len() });
@@ -130,7 +138,9 @@ impl Projector<'_> {
                 let target = unsafe { target.part(start..start + count) };
                 match mode {
                     Mode::Store => target.copy_from_slice(values),
-                    Mode::Add => target.iter_mut().zip(values.iter()).for_each(|(target, value)| *target += value),
+                    Mode::Add => {
+                        target.iter_mut().zip(values.iter()).for_each(|(target, value)| *target += value)
+                    }
                 }
             }
         });

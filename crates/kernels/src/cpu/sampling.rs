@@ -60,7 +60,8 @@ fn candidates(logits: &[f32], largest: f32, settings: &Sampling) -> Vec<Candidat
         .enumerate()
         .map(|(token, &logit)| Candidate { token, weight: (f64::from(logit - largest) / temperature).exp() })
         .collect();
-    let more_likely = |a: &Candidate, b: &Candidate| b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token));
+    let more_likely =
+        |a: &Candidate, b: &Candidate| b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token));
     if settings.top_k > 0 && settings.top_k < candidates.len() {
         candidates.select_nth_unstable_by(settings.top_k - 1, more_likely);
         candidates.truncate(settings.top_k);
@@ -106,8 +107,9 @@ mod tests {
 
     /// The tokens that any draw can give.
     fn reachable(settings: Sampling) -> Vec<u32> {
-        let mut tokens: Vec<u32> =
-            (0..2000).map(|i| sample(&LOGITS, &Sampling { draw: i as f32 / 2000.0, ..settings }).unwrap().token).collect();
+        let mut tokens: Vec<u32> = (0..2000)
+            .map(|i| sample(&LOGITS, &Sampling { draw: i as f32 / 2000.0, ..settings }).unwrap().token)
+            .collect();
         tokens.sort_unstable();
         tokens.dedup();
         tokens
@@ -150,14 +152,22 @@ mod tests {
 
     #[test]
     fn top_p_over_a_long_vocabulary_equals_a_full_sort() {
-        let logits: Vec<f32> = (0..5000u32).map(|i| ((i.wrapping_mul(2654435761) >> 7) % 1000) as f32 * 0.002).collect();
+        let logits: Vec<f32> =
+            (0..5000u32).map(|i| ((i.wrapping_mul(2654435761) >> 7) % 1000) as f32 * 0.002).collect();
         let settings = Sampling { top_p: 0.7, ..settings() };
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         let weights: Vec<f64> = order.iter().map(|&token| f64::from(logits[token]).exp()).collect();
         let total: f64 = weights.iter().sum();
         let mut sum = 0.0;
-        let kept = weights.iter().take_while(|&&weight| { let go = sum < 0.7 * total; sum += weight; go }).count();
+        let kept = weights
+            .iter()
+            .take_while(|&&weight| {
+                let go = sum < 0.7 * total;
+                sum += weight;
+                go
+            })
+            .count();
         let candidates = candidates(&logits, 1.998, &settings);
         assert!(candidates.len().abs_diff(kept) <= 1);
         assert!(candidates.iter().zip(&order).all(|(candidate, &token)| candidate.token == token));

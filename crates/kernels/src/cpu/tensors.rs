@@ -65,7 +65,7 @@ pub struct Matrix {
 
 impl Matrix {
     pub(super) fn zeroed(rows: usize, cols: usize) -> Result<Matrix, KernelError> {
-        let len = rows.checked_mul(cols).unwrap_or(usize::MAX);
+        let len = rows.saturating_mul(cols);
         Ok(Matrix { rows, cols, values: AlignedBuffer::zeroed(len, "activations")? })
     }
 
@@ -83,7 +83,11 @@ impl Matrix {
         self.values.get(..rows * self.cols).ok_or(KernelError::Shape { what, expected: rows, got: self.rows })
     }
 
-    pub(super) fn first_rows_mut(&mut self, what: &'static str, rows: usize) -> Result<&mut [f32], KernelError> {
+    pub(super) fn first_rows_mut(
+        &mut self,
+        what: &'static str,
+        rows: usize,
+    ) -> Result<&mut [f32], KernelError> {
         let got = self.rows;
         self.values.get_mut(..rows * self.cols).ok_or(KernelError::Shape { what, expected: rows, got })
     }
@@ -104,7 +108,11 @@ impl Cache {
         let geometry = spec.geometry;
         if !geometry.head_dim.is_multiple_of(2) {
             let got = geometry.head_dim;
-            return Err(KernelError::Shape { what: "head dimension, an even number", expected: got + 1, got });
+            return Err(KernelError::Shape {
+                what: "head dimension, an even number",
+                expected: got + 1,
+                got,
+            });
         }
         let page_len = spec.format.page_bytes(geometry.head_dim) / size_of::<u16>();
         let len = [geometry.layers, spec.slots, geometry.kv_heads, page_len]
@@ -187,12 +195,20 @@ impl Step {
     pub(super) fn new(batch: &Batch<'_>, rope: &Rope, spec: &CacheSpec) -> Result<Step, KernelError> {
         let rows: usize = batch.sequences.iter().map(|sequence| sequence.len).sum();
         if rows != batch.tokens.len() {
-            return Err(KernelError::Shape { what: "tokens of a batch", expected: rows, got: batch.tokens.len() });
+            return Err(KernelError::Shape {
+                what: "tokens of a batch",
+                expected: rows,
+                got: batch.tokens.len(),
+            });
         }
         let pairs = rope.inverse_frequencies.len();
         if 2 * pairs > spec.geometry.head_dim {
             let expected = spec.geometry.head_dim;
-            return Err(KernelError::Shape { what: "rotary channels, at most the head", expected, got: 2 * pairs });
+            return Err(KernelError::Shape {
+                what: "rotary channels, at most the head",
+                expected,
+                got: 2 * pairs,
+            });
         }
         let mut step = Step {
             tokens: batch.tokens.to_vec(),

@@ -76,12 +76,19 @@ pub fn run<B: Backend>(
     Ok(())
 }
 
-fn generate<B: Backend>(engine: &mut Engine<B>, prompt: &[u32], max_tokens: usize) -> Result<Summary, EngineError> {
-    let options = GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() };
+fn generate<B: Backend>(
+    engine: &mut Engine<B>,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> Result<Summary, EngineError> {
+    let options =
+        GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() };
     engine.generate(prompt, &options, |_| ControlFlow::Continue(()))
 }
 
 /// Token ids without a meaning; the speed of a dense model does not depend on them.
 fn synthetic_tokens(count: usize, vocab_size: usize) -> Vec<u32> {
-    (0..count as u64).map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) as u32 % vocab_size as u32).collect()
+    (0..count as u64)
+        .map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) as u32 % vocab_size as u32)
+        .collect()
 }

@@ -11,15 +11,17 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let path = || gguf.path().to_path_buf();
     let metadata = gguf.metadata();
     let architecture = metadata.str("general.architecture")?;
-    let family = families::by_gguf_architecture(architecture).ok_or_else(|| ModelError::UnsupportedArchitecture {
-        path: path(),
-        field: "general.architecture",
-        name: architecture.to_owned(),
-        supported: families::names(),
-    })?;
+    let family =
+        families::by_gguf_architecture(architecture).ok_or_else(|| ModelError::UnsupportedArchitecture {
+            path: path(),
+            field: "general.architecture",
+            name: architecture.to_owned(),
+            supported: families::names(),
+        })?;
     let key = |name: &str| format!("{architecture}.{name}");
     let size = |name: &str| metadata.u32(&key(name)).map(|value| value as usize);
-    let optional = |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
+    let optional =
+        |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
 
     if optional("expert_count")?.is_some_and(|experts| experts > 0) {
         let problem = format!("`{}`: mixture-of-experts models are not supported yet", key("expert_count"));
@@ -80,7 +82,8 @@ fn rope_scaling(
     if let Some(tensor) = gguf.find("rope_freqs.weight")? {
         let stored = tensor.vector()?;
         if stored.cols != rotary_dim / 2 {
-            let problem = format!("`rope_freqs.weight` has {} entries, expected {}", stored.cols, rotary_dim / 2);
+            let problem =
+                format!("`rope_freqs.weight` has {} entries, expected {}", stored.cols, rotary_dim / 2);
             return Err(bad(problem));
         }
         let mut divisors = vec![0.0; stored.cols];
@@ -94,7 +97,9 @@ fn rope_scaling(
     let factor = number("rope.scaling.factor")?.unwrap_or(1.0);
     match metadata.get::<&str>(&key("rope.scaling.type"))?.unwrap_or("none") {
         "none" => Ok(RopeScaling::None),
-        _ if !(factor.is_finite() && factor > 0.0) => Err(bad(format!("`{}` is {factor}", key("rope.scaling.factor")))),
+        _ if !(factor.is_finite() && factor > 0.0) => {
+            Err(bad(format!("`{}` is {factor}", key("rope.scaling.factor"))))
+        }
         "linear" => Ok(RopeScaling::Linear { factor }),
         "yarn" => {
             let original = metadata.get::<u32>(&key("rope.scaling.original_context_length"))?;

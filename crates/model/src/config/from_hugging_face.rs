@@ -31,7 +31,9 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
     let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
     let rotary_share = fields.float_if_present("partial_rotary_factor")?.unwrap_or(1.0);
     if !(rotary_share > 0.0 && rotary_share <= 1.0) {
-        return Err(bad(format!("field `partial_rotary_factor` is {rotary_share}, expected above 0, at most 1")));
+        return Err(bad(format!(
+            "field `partial_rotary_factor` is {rotary_share}, expected above 0, at most 1"
+        )));
     }
     let parameters = fields.fields_if_present("rope_parameters")?;
     let theta = match &parameters {
@@ -75,7 +77,9 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
 
 fn refuse_what_would_change_the_result(fields: &Fields<'_>) -> Result<(), String> {
     if fields.contains("quantization_config") {
-        return Err("field `quantization_config`: quantised safetensors are not supported; use a GGUF file".into());
+        return Err(
+            "field `quantization_config`: quantised safetensors are not supported; use a GGUF file".into()
+        );
     }
     let text = |name: &str| fields.value(name).and_then(|value| value.as_str());
     if let Some(activation) = text("hidden_act").filter(|activation| *activation != "silu") {
@@ -110,7 +114,9 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
         "llama3" => {
             let (low, high) = (fields.float("low_freq_factor")?, fields.float("high_freq_factor")?);
             if !(low > 0.0 && high > low && high.is_finite()) {
-                return Err(bad(format!("`low_freq_factor` {low} and `high_freq_factor` {high} do not form a range")));
+                return Err(bad(format!(
+                    "`low_freq_factor` {low} and `high_freq_factor` {high} do not form a range"
+                )));
             }
             Ok(RopeScaling::Llama3 {
                 factor,
@@ -132,6 +138,8 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
                 truncate: fields.bool_if_present("truncate")?.unwrap_or(true),
             })
         }
-        other => Err(bad(format!("RoPE type {other:?} is not supported; supported: default, linear, llama3, yarn"))),
+        other => Err(bad(format!(
+            "RoPE type {other:?} is not supported; supported: default, linear, llama3, yarn"
+        ))),
     }
 }

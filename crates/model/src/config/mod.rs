@@ -92,7 +92,10 @@ impl ModelConfig {
             }
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
-            return Err(format!("{} query heads cannot share {} KV heads evenly", self.q_heads, self.kv_heads));
+            return Err(format!(
+                "{} query heads cannot share {} KV heads evenly",
+                self.q_heads, self.kv_heads
+            ));
         }
         if !self.head_dim.is_multiple_of(2) {
             return Err(format!("head dimension {} is odd", self.head_dim));

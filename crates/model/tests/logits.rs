@@ -1,0 +1,158 @@
+//! Logits of tiny random checkpoints against those of the standard Python library.
+//!
+//! `tools/make_model_fixtures.py` wrote the checkpoints: for each family a folder or GGUF file and the logits that
+//! `transformers` computes in f32 from the same stored weights. Every kernel path of the machine runs every one.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{Batch, SequenceRows};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::isa::Isa;
+use oscar_model::source::ModelPath;
+use oscar_model::{Model, ModelFiles};
+use safetensors::SafeTensors;
+
+/// Keys and values are rounded to bf16 in the cache; the library keeps them in f32.
+const BF16_TOLERANCE: f64 = 1e-2;
+
+/// Ways of cutting the same work.
+const CHUNKING_TOLERANCE: f64 = 1e-3;
+
+fn fixtures() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models");
+    let mut folders: Vec<PathBuf> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    assert!(folders.len() >= 12, "fixtures are missing");
+    folders
+}
+
+fn open(folder: &Path) -> ModelFiles {
+    let gguf = folder.join("model.gguf");
+    let path = if gguf.exists() { ModelPath::Gguf(gguf) } else { ModelPath::Folder(folder.to_path_buf()) };
+    ModelFiles::open(&path).unwrap()
+}
+
+struct Expected {
+    tokens: Vec<u32>,
+    logits: Vec<f32>,
+}
+
+fn expected(folder: &Path) -> Expected {
+    let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let words = |name: &str| -> Vec<[u8; 4]> {
+        let data = file.tensor(name).unwrap().data().to_vec();
+        data.chunks_exact(4).map(|word| word.try_into().unwrap()).collect()
+    };
+    Expected {
+        tokens: words("input_ids").into_iter().map(u32::from_le_bytes).collect(),
+        logits: words("logits").into_iter().map(f32::from_le_bytes).collect(),
+    }
+}
+
+/// Runs tokens in chunks through a fresh cache and returns all logits. Pages are handed out in reverse order, so
+/// that nothing can rely on their being neighbours.
+fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let pages = tokens.len().div_ceil(PAGE_TOKENS);
+    let slots: Vec<u32> = (1..=pages as u32).rev().collect();
+    let mut cache = model.cache(PageFormat::Bf16, pages + 1).unwrap();
+    let mut activations = model.activations(chunk, chunk).unwrap();
+    let mut logits = Vec::new();
+    for (index, chunk_tokens) in tokens.chunks(chunk).enumerate() {
+        let rows = SequenceRows { start: index * chunk, len: chunk_tokens.len(), pages: &slots };
+        let every: Vec<usize> = (0..chunk_tokens.len()).collect();
+        let batch = Batch { tokens: chunk_tokens, sequences: &[rows] };
+        model.forward(&batch, &every, &mut cache, &mut activations).unwrap();
+        logits.extend(model.backend().read(activations.logits(), 0..chunk_tokens.len()).unwrap());
+    }
+    logits
+}
+
+/// `‖a - b‖ / ‖b‖`.
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let square = |value: f64| value * value;
+    let difference: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
+    let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
+    (difference / norm).sqrt()
+}
+
+#[test]
+fn logits_agree_with_the_python_library() {
+    for folder in fixtures() {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        let expected = expected(&folder);
+        for isa in Isa::available() {
+            let model = open(&folder).load_model(Arc::new(CpuBackend::with_isa(2, isa))).unwrap();
+            let distance = distance(&run(&model, &expected.tokens, expected.tokens.len()), &expected.logits);
+            println!("{name} {isa}: {distance:.2e}");
+            assert!(distance < BF16_TOLERANCE, "{name} on {isa}: {distance:.2e}");
+        }
+    }
+}
+
+#[test]
+fn chunks_and_single_tokens_agree_with_one_pass() {
+    for folder in fixtures() {
+        let name = folder.file_name().unwrap().to_string_lossy().into_owned();
+        let tokens = expected(&folder).tokens;
+        for isa in Isa::available() {
+            let model = open(&folder).load_model(Arc::new(CpuBackend::with_isa(2, isa))).unwrap();
+            let whole = run(&model, &tokens, tokens.len());
+            for chunk in [1, 5, 64, 100] {
+                let distance = distance(&run(&model, &tokens, chunk), &whole);
+                assert!(distance < CHUNKING_TOLERANCE, "{name} on {isa}, chunks of {chunk}: {distance:.2e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_of_a_batch_do_not_see_each_other() {
+    let folder = fixtures().into_iter().find(|folder| folder.ends_with("llama-tied")).unwrap();
+    let tokens = expected(&folder).tokens;
+    let (first, second) = (&tokens[..70], &tokens[30..95]);
+    let backend = Arc::new(CpuBackend::new(2).unwrap());
+    let model = open(&folder).load_model(backend.clone()).unwrap();
+    let mut cache = model.cache(PageFormat::Bf16, 6).unwrap();
+    let mut activations = model.activations(135, 135).unwrap();
+    let batch = Batch {
+        tokens: &[first, second].concat(),
+        sequences: &[
+            SequenceRows { start: 0, len: 70, pages: &[1, 4] },
+            SequenceRows { start: 0, len: 65, pages: &[3, 2] },
+        ],
+    };
+    let every: Vec<usize> = (0..135).collect();
+    model.forward(&batch, &every, &mut cache, &mut activations).unwrap();
+    let together = backend.read(activations.logits(), 0..135).unwrap();
+    let apart = [run(&model, first, 70), run(&model, second, 65)].concat();
+    let distance = distance(&together, &apart);
+    assert!(distance < CHUNKING_TOLERANCE, "{distance:.2e}");
+}
+
+#[test]
+fn bad_batches_are_errors() {
+    let folder = fixtures().into_iter().find(|folder| folder.ends_with("llama-tied")).unwrap();
+    let model = open(&folder).load_model(Arc::new(CpuBackend::new(1).unwrap())).unwrap();
+    let mut cache = model.cache(PageFormat::Bf16, 3).unwrap();
+    let mut activations = model.activations(8, 1).unwrap();
+    let mut fails = |tokens: &[u32], sequences: &[SequenceRows<'_>], logits: &[usize], part: &str| {
+        let error =
+            model.forward(&Batch { tokens, sequences }, logits, &mut cache, &mut activations).unwrap_err();
+        assert!(error.to_string().contains(part), "{error}");
+    };
+    let rows = |start, len, pages| SequenceRows { start, len, pages };
+    fails(&[1, 2], &[rows(0, 1, &[1])], &[], "tokens of a batch");
+    fails(&[1], &[rows(64, 1, &[1])], &[], "pages of a sequence");
+    fails(&[1], &[rows(0, 1, &[3])], &[], "page slot 3");
+    fails(&[1, 2], &[rows(0, 1, &[1]), rows(0, 1, &[1])], &[], "two sequences");
+    fails(&[u32::MAX], &[rows(0, 1, &[1])], &[], "vocabulary");
+    fails(&[1; 9], &[rows(0, 9, &[1])], &[], "tokens of a step");
+    fails(&[1, 2], &[rows(0, 2, &[1])], &[0, 1], "rows with logits");
+    fails(&[1], &[rows(0, 1, &[1])], &[8], "hidden rows");
+}
