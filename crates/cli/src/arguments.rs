@@ -1,0 +1,144 @@
+//! Arguments that several commands share, checked while they are parsed.
+
+use clap::Args;
+use oscar_engine::SamplingOptions;
+use oscar_model::source::{FetchPolicy, ModelPath, resolve};
+
+use crate::failure::Failure;
+use crate::progress::DownloadProgress;
+
+/// Which model.
+#[derive(Debug, Args)]
+pub(crate) struct ModelArguments {
+    /// Catalogue name, .gguf file, folder with config.json, or hub id (org/name, org/name:Q4_K_M).
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: String,
+
+    /// Use only what is on disk; never download.
+    #[arg(long, env = "OSCAR_OFFLINE", value_parser = clap::builder::FalseyValueParser::new())]
+    pub(crate) offline: bool,
+}
+
+impl ModelArguments {
+    /// Finds the files of the model, fetching them if need be.
+    pub(crate) fn resolve(&self) -> Result<ModelPath, Failure> {
+        let policy = if self.offline { FetchPolicy::Never } else { FetchPolicy::Allow };
+        Ok(resolve(&self.model, policy, &DownloadProgress::new())?)
+    }
+}
+
+/// How tokens are chosen.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct SamplingArguments {
+    /// Randomness: 0 always takes the most likely token and is exactly reproducible.
+    #[arg(long, value_name = "T", value_parser = temperature, allow_negative_numbers = true)]
+    temperature: Option<f32>,
+
+    /// Keep the most likely tokens that together reach this probability.
+    #[arg(long, value_name = "P", value_parser = top_p, allow_negative_numbers = true)]
+    top_p: Option<f32>,
+
+    /// Keep the K most likely tokens; 0 keeps all.
+    #[arg(long, default_value_t = 0, value_name = "K")]
+    top_k: usize,
+
+    /// Drop tokens less likely than this share of the most likely one.
+    #[arg(long, default_value_t = 0.0, value_name = "P", value_parser = min_p, allow_negative_numbers = true)]
+    min_p: f32,
+
+    /// Seed of the random choices; the same seed gives the same text.
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+}
+
+impl SamplingArguments {
+    /// The settings, with the command's own defaults where the user gave none.
+    pub(crate) fn options(&self, default_temperature: f32, default_top_p: f32) -> SamplingOptions {
+        SamplingOptions {
+            temperature: self.temperature.unwrap_or(default_temperature),
+            top_p: self.top_p.unwrap_or(default_top_p),
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.seed,
+        }
+    }
+}
+
+/// A whole number of at least 1.
+pub(crate) fn positive(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(0) => Err("must be at least 1".to_owned()),
+        Ok(value) => Ok(value),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// Text with at least one character.
+pub(crate) fn non_empty(text: &str) -> Result<String, String> {
+    if text.is_empty() { Err("must not be empty".to_owned()) } else { Ok(text.to_owned()) }
+}
+
+/// `8GiB`, `512 MiB`, `10GB` or a plain number of bytes.
+pub(crate) fn byte_size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} does not begin with a number"))?;
+    let factor = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1u64,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        "g" | "gib" => 1 << 30,
+        "t" | "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        other => return Err(format!("unknown unit {other:?}; use KiB, MiB, GiB or TiB")),
+    };
+    let bytes = number * factor as f64;
+    // 2^63: above it a float no longer names a size exactly, and no machine has that much.
+    if (1.0..9.2e18).contains(&bytes) { Ok(bytes as u64) } else { Err(format!("{text:?} is out of range")) }
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    in_range(text, "a number of at least 0", |value| value >= 0.0)
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    in_range(text, "above 0 and at most 1", |value| value > 0.0 && value <= 1.0)
+}
+
+fn min_p(text: &str) -> Result<f32, String> {
+    in_range(text, "at least 0 and at most 1", |value| (0.0..=1.0).contains(&value))
+}
+
+fn in_range(text: &str, wanted: &str, accept: impl Fn(f32) -> bool) -> Result<f32, String> {
+    let value: f32 = text.parse().map_err(|_| format!("must be {wanted}"))?;
+    if value.is_finite() && accept(value) { Ok(value) } else { Err(format!("must be {wanted}")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_and_without_units() {
+        for (text, bytes) in
+            [("1", 1), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("10GB", 10_000_000_000), ("4k", 4096)]
+        {
+            assert_eq!(byte_size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "GiB", "-1", "0", "1e30TiB", "99999999999TiB", "3 apples", "1.2.3"] {
+            assert!(byte_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sampling_settings_are_bounded() {
+        assert!(temperature("0").is_ok() && temperature("1.5").is_ok());
+        assert!(["-0.1", "nan", "inf", "warm"].iter().all(|text| temperature(text).is_err()));
+        assert!(top_p("1").is_ok() && ["0", "1.01", "-1", "NaN"].iter().all(|text| top_p(text).is_err()));
+        assert!(min_p("0").is_ok() && ["-0.5", "2"].iter().all(|text| min_p(text).is_err()));
+    }
+}

@@ -1,0 +1,174 @@
+//! `oscar chat`: a conversation in the terminal, or line by line from a pipe.
+
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::ops::ControlFlow;
+
+use clap::Args;
+use oscar_engine::{Engine, Event, FinishReason, GenerateOptions, Summary};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_model::text::ChatTemplate;
+
+use crate::arguments::{ModelArguments, SamplingArguments, positive};
+use crate::conversation::{Conversation, required_chat_template};
+use crate::failure::Failure;
+use crate::interrupt::Watch;
+use crate::loading::EngineArguments;
+
+const HELP: &str = "\
+/help   this text
+/reset  forget the conversation
+/exit   end (so does Ctrl-D)
+Ctrl-C stops an answer; without one it ends the program.";
+
+/// Talk to a model in the terminal.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar chat smollm2\n  \
+    oscar chat qwen2.5-coder-1.5b --system \"You are a terse programmer.\"\n  \
+    printf 'Hello!\\nAnd in French?\\n' | oscar chat smollm2 --temperature 0\n\n\
+    The model is fetched on first use. In the chat, /help lists what you can type. When standard input is not\n\
+    a terminal, each line is a turn. Answers go to standard output, everything else to standard error.")]
+pub(crate) struct ChatArguments {
+    #[command(flatten)]
+    model: ModelArguments,
+
+    /// Tells the model how to behave.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    system: Option<String>,
+
+    /// Most tokens of one answer.
+    #[arg(long, short = 'n', default_value = "1024", value_name = "TOKENS", value_parser = positive)]
+    max_tokens: usize,
+
+    #[command(flatten)]
+    sampling: SamplingArguments,
+
+    #[command(flatten)]
+    engine: EngineArguments,
+}
+
+impl ChatArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let terminal = io::stdin().is_terminal();
+        let (mut engine, path) = self.engine.load(&self.model)?;
+        let template = required_chat_template(&path)?;
+        let mut conversation = Conversation::new(self.system.as_deref());
+        let options = GenerateOptions {
+            max_tokens: Some(self.max_tokens),
+            sampling: self.sampling.options(0.7, 0.9),
+            ..GenerateOptions::default()
+        };
+        if terminal {
+            eprintln!("{} is ready. Type /help for help, Ctrl-D to end.", self.model.model);
+        }
+        while let Some(line) = read_line(terminal)? {
+            match line.trim() {
+                "" => {}
+                "/help" => eprintln!("{HELP}"),
+                "/exit" | "/quit" => break,
+                "/reset" => {
+                    conversation.reset();
+                    engine.reset();
+                    eprintln!("The conversation is forgotten.");
+                }
+                command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
+                text => match turn(&mut engine, &template, &mut conversation, text, &options) {
+                    // A question that does not fit is no reason to end a conversation.
+                    Err(failure @ Failure::Error { .. }) if terminal => {
+                        conversation.take_back();
+                        failure.report();
+                        eprintln!("Type /reset to start again.");
+                    }
+                    other => other?,
+                },
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A word of letters after a slash: a path or a regular expression is a question.
+fn is_command(line: &str) -> bool {
+    line.strip_prefix('/')
+        .is_some_and(|word| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_lowercase()))
+}
+
+/// The next line, `None` at the end.
+fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
+    if terminal {
+        eprint!("> ");
+    }
+    let mut bytes = Vec::new();
+    let read = io::stdin().lock().read_until(b'\n', &mut bytes);
+    if read.map_err(|error| Failure::new(format!("cannot read standard input: {error}")))? == 0 {
+        if terminal {
+            eprintln!();
+        }
+        return Ok(None);
+    }
+    String::from_utf8(bytes).map(Some).map_err(|error| {
+        let position = error.utf8_error().valid_up_to();
+        Failure::new(format!("standard input is not UTF-8: bad byte at position {position} of the line"))
+    })
+}
+
+/// One question and its answer. On failure the question is still in the conversation.
+fn turn(
+    engine: &mut Engine<CpuBackend>,
+    template: &ChatTemplate,
+    conversation: &mut Conversation,
+    question: &str,
+    options: &GenerateOptions,
+) -> Result<(), Failure> {
+    conversation.ask(question);
+    let ids = conversation.encode(template, engine.model().tokenizer())?;
+    let watch = Watch::new();
+    let mut answer = String::new();
+    let mut written: io::Result<()> = Ok(());
+    let summary = engine.generate(&ids, options, |event| {
+        if let Event::Text(piece) = event {
+            written = show(&piece);
+            answer.push_str(&piece);
+        }
+        if watch.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })?;
+    written?;
+    show("\n")?;
+    conversation.answer(&answer);
+    eprintln!("{}", status(&summary, engine.context()));
+    Ok(())
+}
+
+fn show(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+fn status(summary: &Summary, context: usize) -> String {
+    let used = summary.prompt_tokens + summary.tokens.len();
+    let speed =
+        summary.decode_tokens_per_s().map_or_else(String::new, |speed| format!(", {speed:.1} tokens/s"));
+    let ended = match summary.finish {
+        FinishReason::End | FinishReason::Stop => "",
+        FinishReason::Length => ", stopped at --max-tokens",
+        FinishReason::Context => ", the context is full: /reset to start again",
+        FinishReason::Cancelled => ", interrupted",
+    };
+    format!(
+        "[{} tokens{speed}, first after {:.2} s, context {used}/{context}{ended}]",
+        summary.tokens.len(),
+        summary.first_token.as_secs_f64()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_words_after_a_slash_are_commands() {
+        assert!(is_command("/unknown"));
+        assert!(["/usr/bin?", "/", "what is /etc", "/Regex"].iter().all(|line| !is_command(line)));
+    }
+}

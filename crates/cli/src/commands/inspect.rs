@@ -1,0 +1,218 @@
+//! `oscar inspect`: the shape of a model and what its cache costs.
+
+use clap::Args;
+use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_model::config::RopeConfig;
+use oscar_model::files::Summary;
+use oscar_model::rope::RopeScaling;
+use oscar_model::source::ModelPath;
+use oscar_model::{ModelConfig, ModelFiles};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::arguments::{ModelArguments, byte_size};
+use crate::conversation::chat_template;
+use crate::failure::Failure;
+use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json, print_table, print_text};
+
+/// Show a model's shape and how many tokens of KV cache fit in memory.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar inspect smollm2\n  \
+    oscar inspect ./model.gguf --memory 24GiB\n  \
+    oscar inspect ./folder --json\n\n\
+    Weights are not loaded. Bytes per token count scales and padding; with int2 the most recent pages and the\n\
+    first one stay in bf16, a fixed cost per sequence that is not counted here.")]
+pub(crate) struct InspectArguments {
+    #[command(flatten)]
+    model: ModelArguments,
+
+    /// Memory for the KV cache.
+    #[arg(long, default_value = "8GiB", value_name = "SIZE", value_parser = byte_size)]
+    memory: u64,
+
+    /// Print one JSON object, with one row per KV format.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the cache costs in one format.
+#[derive(Debug, Serialize)]
+struct CacheCost {
+    kv: &'static str,
+    bytes_per_token: usize,
+    bits_per_element: f64,
+    memory_bytes: u64,
+    tokens: u64,
+}
+
+impl InspectArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let path = self.model.resolve()?;
+        let files = ModelFiles::open(&path)?;
+        let config = files.config();
+        let summary = files.tensors().summary();
+        let chat_template = chat_template(&path)?.is_some();
+        let costs = [("bf16", PageFormat::Bf16), ("int2", PageFormat::Int2 { groups: 1 })]
+            .map(|(kv, format)| cache_cost(config, kv, format, self.memory));
+        if self.json {
+            let model = description(&self.model.model, &path, &files, &summary, chat_template);
+            return print_json(costs.iter().map(|cost| {
+                let mut row = json!(cost);
+                if let Value::Object(row) = &mut row {
+                    row.extend(model.clone());
+                }
+                row
+            }));
+        }
+        print_fields(&fields(&path, &files, &summary, chat_template))?;
+        print_text("")?;
+        let types: Vec<Vec<String>> = summary
+            .types
+            .iter()
+            .map(|(name, totals)| {
+                vec![
+                    name.clone(),
+                    totals.tensors.to_string(),
+                    count(totals.elements),
+                    decimal_bytes(totals.bytes),
+                ]
+            })
+            .collect();
+        print_table(&["DTYPE", "TENSORS", "ELEMENTS", "SIZE"], &types, &["TENSORS", "ELEMENTS", "SIZE"])?;
+        print_text("")?;
+        let fit = format!("TOKENS IN {}", binary_bytes(self.memory));
+        let header = ["KV CACHE", "BYTES PER TOKEN", "BITS PER ELEMENT", fit.as_str()];
+        let rows: Vec<Vec<String>> = costs
+            .iter()
+            .map(|cost| {
+                vec![
+                    cost.kv.to_owned(),
+                    cost.bytes_per_token.to_string(),
+                    format!("{:.2}", cost.bits_per_element),
+                    cost.tokens.to_string(),
+                ]
+            })
+            .collect();
+        print_table(&header, &rows, &header[1..])
+    }
+}
+
+fn cache_cost(config: &ModelConfig, kv: &'static str, format: PageFormat, memory: u64) -> CacheCost {
+    let geometry = config.kv_geometry();
+    let pages = memory / geometry.page_bytes(format).max(1) as u64;
+    CacheCost {
+        kv,
+        bytes_per_token: geometry.bytes_per_token(format),
+        bits_per_element: format.bits_per_element(config.head_dim),
+        memory_bytes: memory,
+        tokens: pages * PAGE_TOKENS as u64,
+    }
+}
+
+fn fields(
+    path: &ModelPath,
+    files: &ModelFiles,
+    summary: &Summary,
+    chat_template: bool,
+) -> Vec<(&'static str, String)> {
+    let config = files.config();
+    let yes = |value: bool| if value { "yes" } else { "no" }.to_owned();
+    vec![
+        ("path", path.path().display().to_string()),
+        ("format", container(path).to_owned()),
+        ("family", config.family.to_owned()),
+        ("parameters", format!("{} ({})", count(summary.total.elements), decimal_bytes(summary.total.bytes))),
+        ("layers", config.layers.to_string()),
+        ("hidden size", config.hidden_size.to_string()),
+        ("feed-forward size", config.intermediate_size.to_string()),
+        ("heads", format!("{} query, {} KV", config.q_heads, config.kv_heads)),
+        ("head dim", config.head_dim.to_string()),
+        ("vocabulary", config.vocab_size.to_string()),
+        ("context", config.max_context.to_string()),
+        ("RoPE", rope_line(&config.rope)),
+        ("QKV bias", yes(config.qkv_bias)),
+        ("QK norm", yes(config.head_norms)),
+        ("chat template", yes(chat_template)),
+    ]
+}
+
+/// The model's part of every JSON row.
+fn description(
+    model: &str,
+    path: &ModelPath,
+    files: &ModelFiles,
+    summary: &Summary,
+    chat_template: bool,
+) -> Map<String, Value> {
+    let config = files.config();
+    let dtypes: Map<String, Value> = summary
+        .types
+        .iter()
+        .map(|(name, totals)| {
+            let totals =
+                json!({"tensors": totals.tensors, "elements": totals.elements, "bytes": totals.bytes});
+            (name.clone(), totals)
+        })
+        .collect();
+    let description = json!({
+        "model": model,
+        "path": path.path().display().to_string(),
+        "format": container(path),
+        "family": config.family,
+        "parameters": summary.total.elements,
+        "weight_bytes": summary.total.bytes,
+        "layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "q_heads": config.q_heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context": config.max_context,
+        "rope_theta": config.rope.theta,
+        "rotary_dim": config.rope.rotary_dim,
+        "rope_scaling": scaling_name(&config.rope.scaling),
+        "qkv_bias": config.qkv_bias,
+        "qk_norm": config.head_norms,
+        "tied_embeddings": config.tied_embeddings,
+        "chat_template": chat_template,
+        "dtypes": dtypes,
+    });
+    match description {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+fn container(path: &ModelPath) -> &'static str {
+    match path {
+        ModelPath::Gguf(_) => "gguf",
+        ModelPath::Folder(_) => "safetensors",
+    }
+}
+
+fn rope_line(rope: &RopeConfig) -> String {
+    let scaling = match &rope.scaling {
+        RopeScaling::None => String::new(),
+        RopeScaling::Linear { factor } => format!(", linear scaling by {factor}"),
+        RopeScaling::Yarn { factor, original_context, .. } => {
+            format!(", YaRN by {factor} from {original_context} tokens")
+        }
+        RopeScaling::Llama3 { factor, original_context, .. } => {
+            format!(", Llama 3 scaling by {factor} from {original_context} tokens")
+        }
+        RopeScaling::Divisors(_) => ", a divisor per frequency from the file".to_owned(),
+    };
+    format!("theta {}, {} channels{scaling}", rope.theta, rope.rotary_dim)
+}
+
+fn scaling_name(scaling: &RopeScaling) -> &'static str {
+    match scaling {
+        RopeScaling::None => "none",
+        RopeScaling::Linear { .. } => "linear",
+        RopeScaling::Yarn { .. } => "yarn",
+        RopeScaling::Llama3 { .. } => "llama3",
+        RopeScaling::Divisors(_) => "divisors",
+    }
+}

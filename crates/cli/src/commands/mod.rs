@@ -1,0 +1,40 @@
+//! The commands.
+
+mod bench;
+mod chat;
+mod doctor;
+mod generate;
+mod inspect;
+mod models;
+mod pull;
+
+use clap::Subcommand;
+
+use crate::failure::Failure;
+
+/// What the user asked for.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Chat(chat::ChatArguments),
+    Generate(generate::GenerateArguments),
+    Models(models::ModelsArguments),
+    Pull(pull::PullArguments),
+    Inspect(inspect::InspectArguments),
+    Bench(bench::BenchArguments),
+    Doctor(doctor::DoctorArguments),
+}
+
+impl Command {
+    /// Does it.
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        match self {
+            Command::Chat(arguments) => arguments.run(),
+            Command::Generate(arguments) => arguments.run(),
+            Command::Models(arguments) => arguments.run(),
+            Command::Pull(arguments) => arguments.run(),
+            Command::Inspect(arguments) => arguments.run(),
+            Command::Bench(arguments) => arguments.run(),
+            Command::Doctor(arguments) => arguments.run(),
+        }
+    }
+}
