@@ -138,8 +138,8 @@ def main():
     parser.add_argument("--against", help="an earlier output: print the distance from it as JSON")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--flash-attention", choices=FLASH_ATTENTION, default="off")
-    parser.add_argument("--key-value-type", choices=KEY_VALUE_TYPES, default="f16")
+    parser.add_argument("--flash-attention", choices=list(FLASH_ATTENTION), default="off")
+    parser.add_argument("--key-value-type", choices=list(KEY_VALUE_TYPES), default="f16")
     parser.add_argument("--verbose", action="store_true", help="let llama.cpp log")
     arguments = parser.parse_args()
 
