@@ -1,9 +1,8 @@
 //! The messages of a chat and the tokens they become.
 
-use oscar_model::ModelError;
-use oscar_model::files::Gguf;
-use oscar_model::source::ModelPath;
-use oscar_model::text::{ChatTemplate, RenderOptions, TextError, Tokenizer};
+use oscar_kernels::Backend;
+use oscar_model::LoadedModel;
+use oscar_model::text::{ChatTemplate, RenderOptions, TextError};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -46,7 +45,9 @@ impl Conversation {
     }
 
     /// The tokens the model reads before it answers.
-    pub(crate) fn encode(&self, template: &ChatTemplate, tokenizer: &Tokenizer) -> Result<Vec<u32>, Failure> {
+    pub(crate) fn encode<B: Backend>(&self, model: &LoadedModel<B>) -> Result<Vec<u32>, Failure> {
+        let template = required_template(model)?;
+        let tokenizer = model.tokenizer();
         let token_text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id)).transpose();
         let bos_token = token_text(tokenizer.bos_id())?.unwrap_or_default();
         let eos_token = token_text(tokenizer.eos_id())?.unwrap_or_default();
@@ -61,23 +62,13 @@ impl Conversation {
     }
 }
 
-/// The chat template among the files of a model, if there is one.
-pub(crate) fn chat_template(path: &ModelPath) -> Result<Option<ChatTemplate>, Failure> {
-    let found = match path {
-        ModelPath::Gguf(file) => ChatTemplate::from_gguf(&Gguf::open(file).map_err(ModelError::from)?),
-        ModelPath::Folder(folder) => ChatTemplate::from_folder(folder),
-    };
-    match found {
-        Ok(template) => Ok(Some(template)),
-        Err(TextError::NoChatTemplate) => Ok(None),
-        Err(source) => Err(ModelError::Text { path: path.path().to_owned(), source }.into()),
-    }
-}
-
-/// As [`chat_template`], for commands that cannot do without.
-pub(crate) fn required_chat_template(path: &ModelPath) -> Result<ChatTemplate, Failure> {
-    chat_template(path)?.ok_or_else(|| {
-        Failure::new(format!("{}: the model has no chat template", path.path().display()))
-            .with_fix("use `oscar generate` without --chat, or a model made for chat")
+/// The chat template, for commands that cannot do without.
+pub(crate) fn required_template<B: Backend>(model: &LoadedModel<B>) -> Result<&ChatTemplate, Failure> {
+    model.chat_template().map_err(|error| {
+        let fix = match error {
+            TextError::NoChatTemplate => "use `oscar generate` without --chat, or a model made for chat",
+            _ => "use `oscar generate` without --chat, or mend the template of the model",
+        };
+        Failure::new(error).with_fix(fix)
     })
 }

@@ -7,7 +7,6 @@ use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_model::LoadedModel;
-use oscar_model::source::ModelPath;
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
@@ -31,7 +30,7 @@ impl EngineArguments {
     }
 
     /// Finds and fetches the model, loads it, and makes room for a sequence.
-    pub(crate) fn load(&self, model: &ModelArguments) -> Result<(Engine<CpuBackend>, ModelPath), Failure> {
+    pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<CpuBackend>, Failure> {
         // A wrong kernel setting should not cost a download.
         let backend = Arc::new(CpuBackend::new(self.threads())?);
         let path = model.resolve()?;
@@ -47,6 +46,6 @@ impl EngineArguments {
             .with_fix(format!("use --context {most} or less")));
         }
         let options = EngineOptions { context: self.context, ..EngineOptions::default() };
-        Ok((Engine::new(model, &options)?, path))
+        Ok(Engine::new(model, &options)?)
     }
 }

@@ -70,7 +70,7 @@ impl ModelBenchArguments {
         let start = self.context.unwrap_or(0).max(self.prompt_tokens);
         let needed = start.saturating_add(self.gen_tokens).saturating_add(1);
         let engine_arguments = EngineArguments { context: Some(needed), threads: self.threads };
-        let (mut engine, _) = engine_arguments.load(&self.model)?;
+        let mut engine = engine_arguments.load(&self.model)?;
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,

