@@ -290,6 +290,12 @@ def ids(model):
     nfc = llama.metadata.get("tokenizer.ggml.pre") == "qwen2"
     cases = []
     for text in texts:
+        # llama.cpp takes an ordinary token written `</s>` for the end of text, which the models' own tokenizers do not.
+        if "</s>" in text:
+            continue
+        # Newer marks sort differently in the tables of different Unicode versions.
+        if nfc and any(unicodedata.combining(c) and not "\u0300" <= c <= "\u036f" for c in text):
+            continue
         for parse_special in (False, True):
             given = unicodedata.normalize("NFC", text) if nfc else text
             found = llama.tokenize(given.encode(), add_bos=False, special=parse_special)

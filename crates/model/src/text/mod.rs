@@ -9,6 +9,7 @@ mod added;
 mod byte_level;
 mod chat_template;
 mod error;
+mod operators;
 mod pieces;
 mod python_format;
 mod render;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, SystemTime};
 
 use minijinja::machinery::{CompiledTemplate, TemplateConfig, Vm, WhitespaceConfig, make_string_output};
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior};
 
 use super::TextError;
@@ -134,6 +134,15 @@ fn environment(
         let text = python_str(value)?;
         formatter_budget.charge(text.len() as u64)?;
         output.write_str(&text).map_err(Error::from)
+    });
+
+    // In Python nothing can be iterated over `None`, and texts and mappings have a length and items too.
+    environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    environment.add_test("sequence", |value: &Value| {
+        matches!(
+            value.kind(),
+            ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Iterable | ValueKind::Undefined
+        )
     });
 
     let refusal = Arc::clone(refusal);

@@ -2,8 +2,8 @@
 //!
 //! A template comes out of a downloaded file. Instruction fuel bounds how long it loops, but one instruction can
 //! double a string, so everything that makes values out of values is charged by size to one budget per render:
-//! the operators `+`, `*` and `~` (whose instructions are exchanged for calls of the functions here), filters,
-//! string methods and printed output.
+//! the operators `+`, `*`, `~` and slicing (whose instructions are exchanged for calls into
+//! [`super::operators`]), filters, string methods and printed output.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,15 +12,17 @@ use minijinja::machinery::{CompiledTemplate, Instruction};
 use minijinja::value::{Rest, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use super::operators::{add, concatenate, multiply, slice};
 use super::python_format::python_str;
 
 // Names no template can write, so none can shadow or call them.
 const ADD: &str = "operator +";
 const MULTIPLY: &str = "operator *";
 const CONCATENATE: &str = "operator ~";
+const SLICE: &str = "operator [:]";
 
 /// Bytes of one list entry, generously.
-const ENTRY_BYTES: u64 = 32;
+pub(super) const ENTRY_BYTES: u64 = 32;
 
 /// Instructions a template may run: real ones take a few hundred per message.
 pub(super) fn fuel(longest_literal: usize, items: usize) -> u64 {
@@ -56,7 +58,7 @@ impl Budget {
 }
 
 /// Bytes in a value, nested containers included down to a small depth.
-fn deep_size(value: &Value, depth: usize) -> u64 {
+pub(super) fn deep_size(value: &Value, depth: usize) -> u64 {
     if let Some(text) = value.as_str() {
         return ENTRY_BYTES + text.len() as u64;
     }
@@ -79,24 +81,24 @@ fn deep_size(value: &Value, depth: usize) -> u64 {
 
 /// Exchanges the growing operators for guarded calls and returns the longest literal.
 ///
-/// Each operator takes two values from the stack and leaves one, just as a call with two arguments does, so no
-/// jump target moves.
+/// Each operator takes its values from the stack and leaves one, just as a call does, so no jump target moves.
 pub(super) fn guard_operators(template: &mut CompiledTemplate<'_>) -> usize {
     let mut longest = 0;
     for instructions in std::iter::once(&mut template.instructions).chain(template.blocks.values_mut()) {
         for index in 0..instructions.len() as u32 {
             let Some(instruction) = instructions.get_mut(index) else { continue };
-            let name = match instruction {
-                Instruction::Add => ADD,
-                Instruction::Mul => MULTIPLY,
-                Instruction::StringConcat => CONCATENATE,
+            let (name, arguments) = match instruction {
+                Instruction::Add => (ADD, 2),
+                Instruction::Mul => (MULTIPLY, 2),
+                Instruction::StringConcat => (CONCATENATE, 2),
+                Instruction::Slice => (SLICE, 4),
                 Instruction::EmitRaw(text) => {
                     longest = longest.max(text.len());
                     continue;
                 }
                 _ => continue,
             };
-            *instruction = Instruction::CallFunction(name, Some(2));
+            *instruction = Instruction::CallFunction(name, Some(arguments));
         }
     }
     longest
@@ -149,11 +151,16 @@ pub(super) fn install(
     environment.add_function(ADD, operator(budget, add));
     environment.add_function(MULTIPLY, operator(budget, multiply));
     environment.add_function(CONCATENATE, operator(budget, concatenate));
+    let slices = Arc::clone(budget);
+    environment.add_function(SLICE, move |value: &Value, start: &Value, stop: &Value, step: &Value| {
+        slice(&slices, value, start, stop, step)
+    });
 
     for name in CHARGED_FILTERS {
         let (budget, filters) = (Arc::clone(budget), Arc::clone(filters));
-        environment.add_filter(name, move |arguments: Rest<Value>| {
+        environment.add_filter(name, move |mut arguments: Rest<Value>| {
             budget.charge(result_size(name, &arguments))?;
+            as_python_text(name, &mut arguments)?;
             filters.empty_state().apply_filter(name, &arguments)
         });
     }
@@ -173,6 +180,23 @@ pub(super) fn install(
             minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
         },
     );
+}
+
+/// Filters on text take any value in Python, as `str()` writes it.
+fn as_python_text(name: &str, arguments: &mut [Value]) -> Result<(), Error> {
+    let has_attribute = arguments.iter().any(Value::is_kwargs);
+    let Some(first) = arguments.first_mut() else { return Ok(()) };
+    match name {
+        "trim" | "lower" | "upper" | "title" | "capitalize" | "replace" if first.as_str().is_none() => {
+            *first = Value::from(python_str(first)?);
+        }
+        "join" if first.as_str().is_none() && !has_attribute => {
+            let texts: Result<Vec<String>, Error> = first.try_iter()?.map(|item| python_str(&item)).collect();
+            *first = Value::from(texts?);
+        }
+        _ => {}
+    }
+    Ok(())
 }
 
 /// An upper bound on what a filter or method makes of its arguments.
@@ -211,72 +235,4 @@ fn widths(pattern: &str) -> u64 {
         .filter(|digits| !digits.is_empty())
         .map(|digits| digits.parse().unwrap_or(u64::MAX))
         .fold(0, u64::saturating_add)
-}
-
-fn is_list(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
-}
-
-fn unsupported(operator: &str, left: &Value, right: &Value) -> Error {
-    Error::new(
-        ErrorKind::InvalidOperation,
-        format!("unsupported operand types for {operator}: {} and {}", left.kind(), right.kind()),
-    )
-}
-
-fn add(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
-    if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
-        budget.charge((left.len() + right.len()) as u64)?;
-        return Ok(Value::from([left, right].concat()));
-    }
-    if is_list(left) && is_list(right) {
-        let kept = left.len().unwrap_or(0) as u64;
-        budget.charge(kept.saturating_mul(ENTRY_BYTES).saturating_add(deep_size(right, 0)))?;
-        return Ok(Value::from_iter(left.try_iter()?.chain(right.try_iter()?)));
-    }
-    number(left, right, i128::checked_add, |a, b| a + b).ok_or_else(|| unsupported("+", left, right))
-}
-
-fn multiply(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
-    for (value, count) in [(left, right), (right, left)] {
-        if value.as_str().is_none() && !is_list(value) {
-            continue;
-        }
-        // A negative count repeats nothing, as in Python.
-        let Ok(count) = i64::try_from(count.clone()) else { return Err(unsupported("*", left, right)) };
-        let count = u64::try_from(count).unwrap_or(0);
-        budget.charge(deep_size(value, 0).saturating_mul(count))?;
-        let times = usize::try_from(count).map_err(|_| unsupported("*", left, right))?;
-        if let Some(text) = value.as_str() {
-            return Ok(Value::from(text.repeat(times)));
-        }
-        let items: Vec<Value> = value.try_iter()?.collect();
-        return Ok(std::iter::repeat_n(items, times).flatten().collect());
-    }
-    number(left, right, i128::checked_mul, |a, b| a * b).ok_or_else(|| unsupported("*", left, right))
-}
-
-fn concatenate(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
-    budget.charge(deep_size(left, 0).saturating_add(deep_size(right, 0)))?;
-    let mut text = python_str(left)?;
-    text.push_str(&python_str(right)?);
-    Ok(Value::from(text))
-}
-
-fn number(
-    left: &Value,
-    right: &Value,
-    whole: fn(i128, i128) -> Option<i128>,
-    real: fn(f64, f64) -> f64,
-) -> Option<Value> {
-    let numeric = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
-    if !numeric(left) || !numeric(right) {
-        return None;
-    }
-    let is_whole = |value: &Value| value.kind() == ValueKind::Bool || value.is_integer();
-    if is_whole(left) && is_whole(right) {
-        let result = whole(i128::try_from(left.clone()).ok()?, i128::try_from(right.clone()).ok()?)?;
-        return Some(i64::try_from(result).map_or_else(|_| Value::from(result), Value::from));
-    }
-    Some(Value::from(real(f64::try_from(left.clone()).ok()?, f64::try_from(right.clone()).ok()?)))
 }
