@@ -1,5 +1,7 @@
 //! The generate loop on a tiny random model: reproducible, stoppable, and the same with a warm cache.
 
+#![allow(clippy::unwrap_used)]
+
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;

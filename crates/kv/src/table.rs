@@ -1,7 +1,7 @@
 //! The pages of one sequence, in order of position.
 
-use crate::pool::{PageId, PagePool, PoolExhausted};
 use crate::PAGE_TOKENS;
+use crate::pool::{PageId, PagePool, PoolExhausted};
 
 /// Page table of one sequence. Entry `p` holds positions `[64p, 64p + 64)`.
 #[derive(Debug, Default)]
