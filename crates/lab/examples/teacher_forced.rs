@@ -55,11 +55,15 @@ fn main() -> Result<(), AnyError> {
 
     let vocab = model.config().vocab_size;
     let width = expected.len() / tokens.len();
-    let (mut kl, mut agree) = (0.0, 0);
+    let (mut kl, mut first, mut agree) = (0.0, 0.0, 0);
     for row in 0..tokens.len() {
         let ours = &ours[row * vocab..][..width.min(vocab)];
         let theirs = &expected[row * width..][..width.min(vocab)];
-        kl += divergence(theirs, ours);
+        let divergence = divergence(theirs, ours);
+        kl += divergence;
+        if row == 0 {
+            first = divergence;
+        }
         agree += usize::from(argmax(ours) == argmax(theirs));
     }
     let mut report = Report::here();
@@ -67,6 +71,9 @@ fn main() -> Result<(), AnyError> {
     report.push(json!({
         "tokens": tokens.len(),
         "kl": kl / count,
+        // The first position can hold activations so large that eight bits for them lose it altogether.
+        "kl_first": first,
+        "kl_rest": (kl - first) / (count - 1.0).max(1.0),
         "top1_agreement": agree as f64 / count,
         "threads": threads,
     }));

@@ -1,0 +1,79 @@
+//! SmolLM2-135M-Instruct against two outside references, on 128 tokens of Moby Dick.
+//!
+//! The fixture (made by `tools/exact_logits.py`) holds the most likely tokens of each position by float32 arithmetic
+//! on the dequantised weights, and by llama.cpp, which rounds activations to 8 bits. Runs when the model is in the
+//! cache directory (`oscar pull smollm2`), and says so when it is not.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{Batch, SequenceRows};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::isa::Isa;
+use oscar_model::source::{FetchPolicy, Silent, resolve};
+use oscar_model::{Model, ModelFiles};
+use serde::Deserialize;
+
+/// Most likely tokens of a position with their log-probabilities, best first.
+type Top = Vec<(u32, f64)>;
+
+#[derive(Deserialize)]
+struct Reference {
+    input_ids: Vec<u32>,
+    exact: Vec<Top>,
+    llamacpp: Vec<Top>,
+}
+
+#[test]
+fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
+    let Ok(path) = resolve("smollm2", FetchPolicy::Never, &Silent) else {
+        println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
+        return;
+    };
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/smollm2_reference.json");
+    let reference: Reference = serde_json::from_str(&std::fs::read_to_string(fixture).unwrap()).unwrap();
+    let files = ModelFiles::open(&path).unwrap();
+    for isa in Isa::available().filter(|&isa| isa != Isa::Scalar) {
+        let model = files.load_model(Arc::new(CpuBackend::with_isa(2, isa))).unwrap();
+        let ours = log_probabilities(&model, &reference.input_ids);
+        let (agree, gap) = compare(&ours, &reference.exact);
+        println!("{isa}: exact: top-1 {agree:.3}, log-probability gap {gap:.4}");
+        assert!(agree >= 0.98 && gap < 0.02, "{isa} against exact arithmetic: {agree} {gap}");
+        let (agree, gap) = compare(&ours, &reference.llamacpp);
+        println!("{isa}: llama.cpp: top-1 {agree:.3}, log-probability gap {gap:.4}");
+        assert!(agree >= 0.94 && gap < 0.1, "{isa} against llama.cpp: {agree} {gap}");
+    }
+}
+
+fn log_probabilities(model: &Model<CpuBackend>, tokens: &[u32]) -> Vec<Vec<f64>> {
+    let pages = tokens.len().div_ceil(PAGE_TOKENS);
+    let slots: Vec<u32> = (1..=pages as u32).collect();
+    let mut cache = model.cache(PageFormat::Bf16, pages + 1).unwrap();
+    let mut activations = model.activations(tokens.len(), tokens.len()).unwrap();
+    let rows = SequenceRows { start: 0, len: tokens.len(), pages: &slots };
+    let every: Vec<usize> = (0..tokens.len()).collect();
+    model.forward(&Batch { tokens, sequences: &[rows] }, &every, &mut cache, &mut activations).unwrap();
+    let logits = model.backend().read(activations.logits(), 0..tokens.len()).unwrap();
+    let normalise = |row: &[f32]| {
+        let largest = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        let total: f64 = row.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum();
+        row.iter().map(|&logit| f64::from(logit) - largest - total.ln()).collect()
+    };
+    logits.chunks(model.config().vocab_size).map(normalise).collect()
+}
+
+/// Share of positions with the same most likely token, and mean difference of its log-probability.
+fn compare(ours: &[Vec<f64>], reference: &[Top]) -> (f64, f64) {
+    assert_eq!(ours.len(), reference.len());
+    let (mut agree, mut gap) = (0, 0.0);
+    for (ours, top) in ours.iter().zip(reference) {
+        let best = (0..ours.len()).max_by(|&a, &b| ours[a].total_cmp(&ours[b])).unwrap();
+        agree += usize::from(best == top[0].0 as usize);
+        gap += (ours[top[0].0 as usize] - top[0].1).abs();
+    }
+    (agree as f64 / ours.len() as f64, gap / ours.len() as f64)
+}
