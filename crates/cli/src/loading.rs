@@ -26,7 +26,16 @@ pub(crate) struct EngineArguments {
 impl EngineArguments {
     /// Worker threads to use.
     pub(crate) fn threads(&self) -> usize {
-        self.threads.unwrap_or_else(Pool::default_threads)
+        let most = Pool::default_threads();
+        match self.threads {
+            // Workers wait for each other by spinning: more of them than cores only take turns.
+            Some(threads) if threads > most => {
+                tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
+                most
+            }
+            Some(threads) => threads,
+            None => most,
+        }
     }
 
     /// Finds and fetches the model, loads it, and makes room for a sequence.
@@ -37,13 +46,12 @@ impl EngineArguments {
         tracing::info!("loading {}", path.path().display());
         let model = Arc::new(LoadedModel::load(&path, backend)?);
         let most = model.config().max_context;
-        if self.context.is_some_and(|context| context > most) {
+        if let Some(context) = self.context.filter(|&context| context > most) {
+            let path = path.path().display();
             return Err(Failure::new(format!(
-                "--context {} is more than the {most} tokens {} was made for",
-                self.context.unwrap_or_default(),
-                path.path().display()
+                "{context} tokens are more than the {most} that {path} was made for"
             ))
-            .with_fix(format!("use --context {most} or less")));
+            .with_fix(format!("ask for {most} or less")));
         }
         let options = EngineOptions { context: self.context, ..EngineOptions::default() };
         Ok(Engine::new(model, &options)?)

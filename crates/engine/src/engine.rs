@@ -19,6 +19,9 @@ use crate::stop::StopFilter;
 /// Context when the user does not ask for one; longer ones cost memory that most runs never use.
 const DEFAULT_CONTEXT: usize = 32 * 1024;
 
+// The bookkeeping and the page formats count tokens on their own.
+const _: () = assert!(PAGE_TOKENS == oscar_codec::PAGE_TOKENS);
+
 /// Settings of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
@@ -122,6 +125,9 @@ impl<B: Backend> Engine<B> {
         }
         let tokenizer = self.model.tokenizer();
         let mut decoder = StreamDecoder::new(Arc::clone(tokenizer));
+        if options.new_text {
+            decoder = decoder.from_start();
+        }
         let mut stops = StopFilter::new(&options.stop);
         let mut emit = |text: String| {
             if text.is_empty() { ControlFlow::Continue(()) } else { on_event(Event::Text(text)) }
@@ -211,6 +217,7 @@ impl<B: Backend> Engine<B> {
             top_k: sampling.top_k,
             top_p: sampling.top_p,
             min_p: sampling.min_p,
+            vocabulary: self.model.tokenizer().vocab_size(),
             draw: draw(summary.seed, summary.tokens.len() as u64),
         };
         let drawn = self.model.model().backend().sample(self.activations.logits(), &[setting])?[0];

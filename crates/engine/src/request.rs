@@ -54,6 +54,9 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Go on when the model says that it is done.
     pub ignore_end: bool,
+    /// The answer is a text of its own rather than the rest of the prompt: the space that some tokenizers put before
+    /// the first word is dropped.
+    pub new_text: bool,
 }
 
 /// A piece of an answer.

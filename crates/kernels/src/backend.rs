@@ -180,6 +180,8 @@ pub struct Sampling {
     pub top_p: f32,
     /// Drop tokens less likely than this share of the most likely one; 0 keeps all.
     pub min_p: f32,
+    /// Only the first so many tokens may be drawn: an embedding can have more rows than the tokenizer has tokens.
+    pub vocabulary: usize,
     /// Uniform draw in `[0, 1)`; ignored when greedy. The caller owns the random state, so devices agree.
     pub draw: f32,
 }

@@ -23,6 +23,9 @@ const BF16_TOLERANCE: f64 = 1e-2;
 /// Ways of cutting the same work.
 const CHUNKING_TOLERANCE: f64 = 1e-3;
 
+/// A single position may be this much further off than the mean: random weights make some of them touchy.
+const OUTLIER: f64 = 10.0;
+
 fn fixtures() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models");
     let mut folders: Vec<PathBuf> =
@@ -74,7 +77,8 @@ fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
     logits
 }
 
-/// `‖a - b‖ / ‖b‖` of the logits of one position, mean over `positions`.
+/// `‖a - b‖ / ‖b‖` of the logits of one position: the mean over `positions`, or a tenth of the largest if that is more,
+/// so that one wrong position cannot hide among the others.
 fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |value: f64| value * value;
@@ -84,7 +88,8 @@ fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
         let norm: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
         (difference / norm).sqrt()
     });
-    each.sum::<f64>() / positions as f64
+    let (sum, largest) = each.fold((0.0, 0.0f64), |(sum, largest), value| (sum + value, largest.max(value)));
+    (sum / positions as f64).max(largest / OUTLIER)
 }
 
 #[test]

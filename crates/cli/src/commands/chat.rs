@@ -57,6 +57,7 @@ impl ChatArguments {
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
             sampling: self.sampling.options(0.7, 0.9),
+            new_text: true,
             ..GenerateOptions::default()
         };
         if terminal {

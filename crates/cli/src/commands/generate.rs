@@ -25,7 +25,8 @@ const MAX_INPUT_BYTES: u64 = 64 << 20;
     oscar generate smollm2 --temperature 0.8 --top-p 0.95 --seed 7 < prompt.txt\n  \
     oscar generate qwen2.5-coder-0.5b --prompt \"def add(a, b):\" --stop \"\\n\\n\" --json\n\n\
     The prompt is continued as it stands; --chat asks it as a question instead. Without --prompt it is read \
-    from standard input, less the line end at its end. The default is greedy and exactly reproducible.")]
+    from standard input, less the line end at its end. Text that looks like a control token is read as text. \
+    The default is greedy and exactly reproducible.")]
 pub(crate) struct GenerateArguments {
     #[command(flatten)]
     model: ModelArguments,
@@ -85,6 +86,7 @@ impl GenerateArguments {
             max_tokens: Some(self.max_tokens),
             sampling: self.sampling.options(0.0, 1.0),
             stop: self.stop.clone(),
+            new_text: self.chat,
             ..GenerateOptions::default()
         };
         let watch = Watch::new();
@@ -105,7 +107,7 @@ impl GenerateArguments {
         })?;
         written?;
         if self.json {
-            print_json([self.row(&prompt, text, &summary, &options.sampling)])?;
+            print_json([self.row(&prompt, text, engine.context(), &summary, &options.sampling)])?;
         } else {
             show("\n")?;
         }
@@ -115,7 +117,14 @@ impl GenerateArguments {
         Ok(())
     }
 
-    fn row(&self, prompt: &str, text: String, summary: &Summary, sampling: &SamplingOptions) -> Value {
+    fn row(
+        &self,
+        prompt: &str,
+        text: String,
+        context: usize,
+        summary: &Summary,
+        sampling: &SamplingOptions,
+    ) -> Value {
         let seconds = summary.first_token.as_secs_f64();
         let computed = summary.prompt_tokens - summary.cached_tokens;
         json!({
@@ -124,15 +133,18 @@ impl GenerateArguments {
             "text": text,
             "finish_reason": summary.finish.name(),
             "prompt_tokens": summary.prompt_tokens,
-            "generated_tokens": summary.tokens.len(),
+            "gen_tokens": summary.tokens.len(),
+            "kv": "bf16",
+            "threads": self.engine.threads(),
+            "context": context,
             "ttft_ms": seconds * 1e3,
             "prefill_tokens_per_s": if seconds > 0.0 { Some(computed as f64 / seconds) } else { None },
-            "tokens_per_s": summary.decode_tokens_per_s(),
+            "decode_tokens_per_s": summary.decode_tokens_per_s(),
             "temperature": as_typed(sampling.temperature),
             "top_p": as_typed(sampling.top_p),
             "top_k": sampling.top_k,
             "min_p": as_typed(sampling.min_p),
-            "seed": summary.seed,
+            "seed": if sampling.temperature > 0.0 { Some(summary.seed) } else { None },
         })
     }
 }

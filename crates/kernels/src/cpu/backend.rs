@@ -13,7 +13,7 @@ use super::memory::DisjointSlice;
 use super::pool::Pool;
 use super::project::{Mode, ProjectScratch, Projection, Projector, WorkerScratch};
 use super::sampling;
-use super::tensors::{Cache, Matrix, Step, Weight};
+use super::tensors::{Cache, DUMMY_SLOT, Matrix, Step, Weight};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
     Sampling, StoredMatrix,
@@ -221,6 +221,7 @@ impl Backend for CpuBackend {
             .iter()
             .enumerate()
             .flat_map(|(index, sequence)| sequence.written_pages().map(move |page| (index, page)))
+            .filter(|&(index, page)| step.sequences[index].pages[page] != DUMMY_SLOT)
             .collect();
         let writer = cache.writer(layer);
         let write = |task: usize| {

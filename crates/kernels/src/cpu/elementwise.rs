@@ -22,7 +22,7 @@ macro_rules! per_isa {
                     $body($($argument),*)
                 }
                 match isa {
-                    // SAFETY: an `Isa` value other than `Scalar` is only used where it was found available.
+                    // SAFETY: the backend, the only caller, checks that its path is available when it is made.
                     Isa::Avx2 => return unsafe { avx2($($argument),*) },
                     // SAFETY: as above.
                     Isa::Avx512 | Isa::Amx => return unsafe { avx512($($argument),*) },
@@ -40,7 +40,7 @@ const LANES: usize = 32;
 
 per_isa! {
     /// `out = x / sqrt(mean(x²) + eps) * weight`.
-    pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) => rms_norm_body
+    pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) => rms_norm_body
 }
 
 #[inline(always)]
@@ -53,7 +53,7 @@ fn rms_norm_body(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
 
 per_isa! {
     /// [`rms_norm`] of a row onto itself.
-    pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) => rms_norm_in_place_body
+    pub(super) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) => rms_norm_in_place_body
 }
 
 #[inline(always)]
@@ -80,7 +80,7 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
 
 per_isa! {
     /// `gate = silu(gate) * up`.
-    pub fn silu_multiply(gate: &mut [f32], up: &[f32]) => silu_multiply_body
+    pub(super) fn silu_multiply(gate: &mut [f32], up: &[f32]) => silu_multiply_body
 }
 
 #[inline(always)]
@@ -114,7 +114,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 
 per_isa! {
     /// Rotates the first `2 * cos.len()` channels of a head by the angles whose cosines and sines are given.
-    pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32], layout: RopeLayout) => rotate_body
+    pub(super) fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32], layout: RopeLayout) => rotate_body
 }
 
 #[inline(always)]
@@ -133,18 +133,6 @@ fn rotate_body(head: &mut [f32], cos: &[f32], sin: &[f32], layout: RopeLayout) {
                 (pair[0], pair[1]) = (pair[0] * cos - pair[1] * sin, pair[1] * cos + pair[0] * sin);
             }
         }
-    }
-}
-
-per_isa! {
-    /// `out += x`.
-    pub fn add(x: &[f32], out: &mut [f32]) => add_body
-}
-
-#[inline(always)]
-fn add_body(x: &[f32], out: &mut [f32]) {
-    for (out, x) in out.iter_mut().zip(x) {
-        *out += x;
     }
 }
 

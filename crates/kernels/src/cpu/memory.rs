@@ -13,9 +13,11 @@ use crate::backend::KernelError;
 const ALIGNMENT: usize = 64;
 
 /// A zeroed, cache-line aligned array of fixed length. Large ones become resident only where they are touched.
-pub struct AlignedBuffer<T> {
+pub(crate) struct AlignedBuffer<T> {
+    /// First element, on a cache line.
     pointer: NonNull<T>,
     len: usize,
+    allocation: NonNull<u8>,
 }
 
 // SAFETY: the buffer owns its memory like a `Vec<T>` does.
@@ -25,29 +27,30 @@ unsafe impl<T: Sync> Sync for AlignedBuffer<T> {}
 
 impl<T: Zeroable + Copy> AlignedBuffer<T> {
     /// Allocates `len` zeros; `what` names the buffer in the error.
-    pub fn zeroed(len: usize, what: &'static str) -> Result<AlignedBuffer<T>, KernelError> {
+    pub(crate) fn zeroed(len: usize, what: &'static str) -> Result<AlignedBuffer<T>, KernelError> {
         let bytes = len.saturating_mul(size_of::<T>());
         let failed = KernelError::OutOfMemory { what, bytes };
-        if bytes == 0 {
-            return Ok(AlignedBuffer { pointer: NonNull::dangling(), len });
-        }
-        let Ok(layout) = Layout::from_size_align(bytes, ALIGNMENT) else { return Err(failed) };
+        let Some(layout) = layout::<T>(len) else { return Err(failed) };
         // SAFETY: the layout has a non-zero size.
-        let raw = unsafe { alloc_zeroed(layout) }.cast::<T>();
-        let pointer = NonNull::new(raw).ok_or(failed)?;
-        Ok(AlignedBuffer { pointer, len })
+        let allocation = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(failed)?;
+        // SAFETY: the layout has a cache line to spare, so the next line starts inside it.
+        let pointer = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) }.cast();
+        Ok(AlignedBuffer { pointer, len, allocation })
     }
+}
+
+/// Room for `len` elements and a cache line to align them in. Asking for no more than the alignment every allocator
+/// gives anyway lets it hand out untouched pages; with a larger one it clears them, which makes them all resident.
+fn layout<T>(len: usize) -> Option<Layout> {
+    let bytes = len.checked_mul(size_of::<T>())?.checked_add(ALIGNMENT)?;
+    Layout::from_size_align(bytes, align_of::<T>().max(8)).ok()
 }
 
 impl<T> Drop for AlignedBuffer<T> {
     fn drop(&mut self) {
-        let bytes = self.len * size_of::<T>();
-        if bytes > 0 {
-            let layout =
-                Layout::from_size_align(bytes, ALIGNMENT).expect("the layout was valid when allocated");
-            // SAFETY: allocated in `zeroed` with this layout.
-            unsafe { dealloc(self.pointer.as_ptr().cast(), layout) };
-        }
+        let layout = layout::<T>(self.len).expect("the layout was valid when allocated");
+        // SAFETY: allocated in `zeroed` with this layout.
+        unsafe { dealloc(self.allocation.as_ptr(), layout) };
     }
 }
 
@@ -55,7 +58,7 @@ impl<T> Deref for AlignedBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the pointer is valid for `len` initialised elements, or dangling with length 0.
+        // SAFETY: the pointer is valid for `len` initialised elements.
         unsafe { std::slice::from_raw_parts(self.pointer.as_ptr(), self.len) }
     }
 }
@@ -106,6 +109,19 @@ mod tests {
             assert!(len == 0 || buffer.as_ptr().addr().is_multiple_of(ALIGNMENT));
             assert!(buffer.iter().all(|&value| value == 0.0));
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn untouched_memory_is_not_resident() {
+        let resident = || {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+        };
+        let before = resident();
+        let mut buffer = AlignedBuffer::<u16>::zeroed(512 << 20, "test").unwrap();
+        buffer[1 << 20] = 1;
+        assert!(resident() < before + (256 << 20), "{} bytes became resident", resident() - before);
     }
 
     #[test]

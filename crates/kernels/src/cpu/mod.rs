@@ -6,8 +6,8 @@
 //! | [`pool`] | worker threads for the decode loop |
 //! | [`activation`] | activations prepared for integer dot products |
 //! | [`dot`] | dot products of stored weights with a few rows |
-//! | [`elementwise`] | norms, activations, rotary embedding |
-//! | [`memory`] | aligned buffers and disjoint writes |
+//! | `elementwise` | norms, activations, rotary embedding |
+//! | `memory` | aligned buffers and disjoint writes |
 //! | [`gemm`] | matrix products for many rows |
 //! | [`attention`] | attention over bf16 pages |
 //! | [`sampling`] | drawing a token from logits |
@@ -20,10 +20,10 @@ mod attend;
 pub mod attention;
 pub mod backend;
 pub mod dot;
-pub mod elementwise;
+mod elementwise;
 pub mod gemm;
 pub mod isa;
-pub mod memory;
+mod memory;
 pub mod pool;
 mod project;
 pub mod sampling;

@@ -4,6 +4,7 @@ use crate::backend::{KernelError, Sampled, Sampling};
 
 /// Draws one token. Temperature first, then top-k, top-p and min-p, each on what the one before has left.
 pub fn sample(logits: &[f32], settings: &Sampling) -> Result<Sampled, KernelError> {
+    let logits = &logits[..logits.len().min(settings.vocabulary)];
     let best = argmax(logits)?;
     let largest = logits[best];
     let normaliser: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
@@ -102,7 +103,7 @@ mod tests {
     const LOGITS: [f32; 5] = [1.0, 3.0, 3.0, -2.0, 2.0];
 
     fn settings() -> Sampling {
-        Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, draw: 0.0 }
+        Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, vocabulary: usize::MAX, draw: 0.0 }
     }
 
     /// The tokens that any draw can give.
@@ -126,6 +127,7 @@ mod tests {
     #[test]
     fn filters_keep_what_they_say() {
         assert_eq!(reachable(settings()), [0, 1, 2, 3, 4]);
+        assert_eq!(reachable(Sampling { vocabulary: 3, ..settings() }), [0, 1, 2]);
         assert_eq!(reachable(Sampling { top_k: 1, ..settings() }), [1]);
         assert_eq!(reachable(Sampling { top_k: 3, ..settings() }), [1, 2, 4]);
         assert_eq!(reachable(Sampling { top_k: 99, ..settings() }), [0, 1, 2, 3, 4]);

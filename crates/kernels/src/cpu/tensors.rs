@@ -9,6 +9,9 @@ use crate::backend::{Batch, CacheSpec, KernelError, Rope, RopeLayout, StoredMatr
 use crate::dtype::DType;
 use crate::quant;
 
+/// The slot that padded rows name; nothing is written there and what is read does not matter.
+pub(super) const DUMMY_SLOT: u32 = 0;
+
 /// A weight. Matrices stay in the bytes they came from; vectors (norms, biases) are small and widened once.
 pub struct Weight {
     stored: StoredMatrix,
@@ -239,7 +242,8 @@ impl Step {
             let sequence =
                 StepSequence { first_row, start: sequence.start, len: sequence.len, pages: pages.to_vec() };
             first_row += sequence.len;
-            written.extend_from_slice(&sequence.pages[sequence.written_pages()]);
+            let slots = &sequence.pages[sequence.written_pages()];
+            written.extend(slots.iter().filter(|&&slot| slot != DUMMY_SLOT));
             step.sequences.push(sequence);
         }
         written.sort_unstable();

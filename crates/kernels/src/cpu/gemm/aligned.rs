@@ -18,7 +18,7 @@ impl AlignedScratch {
     pub(crate) fn at_least<T: Pod>(&mut self, len: usize) -> &mut [T] {
         let lines = (len * size_of::<T>()).div_ceil(size_of::<Line>());
         if self.lines.len() < lines {
-            // Replaced rather than resized: old contents need no copy, and zeroed memory comes lazily.
+            // Replaced rather than resized: old contents need no copy.
             self.lines = vec![Line([0; 16]); lines];
         }
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..len]

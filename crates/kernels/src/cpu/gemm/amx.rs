@@ -31,19 +31,19 @@ pub(super) fn weight_words(n: usize, depth: usize, low: bool) -> usize {
 /// Splits 32 values into high and low bf16 parts, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn split(even: __m512, odd: __m512) -> (__m512i, __m512i) {
+fn split(first: __m512, second: __m512) -> (__m512i, __m512i) {
     // SAFETY: same size, all bit patterns valid.
-    let high: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(odd, even)) };
+    let high: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(second, first)) };
     let rest = |value: __m512, half: __m256i| {
         let high = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half)));
         let rest = _mm512_sub_ps(value, high);
         // An infinite value would leave NaN; the high part alone says all there is to say.
         _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_ORD_Q>(rest, rest), rest)
     };
-    let rest_even = rest(even, _mm512_castsi512_si256(high));
-    let rest_odd = rest(odd, _mm512_extracti64x4_epi64::<1>(high));
+    let rest_first = rest(first, _mm512_castsi512_si256(high));
+    let rest_second = rest(second, _mm512_extracti64x4_epi64::<1>(high));
     // SAFETY: same size, all bit patterns valid.
-    let low: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(rest_odd, rest_even)) };
+    let low: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(rest_second, rest_first)) };
     (high, low)
 }
 
@@ -71,8 +71,8 @@ pub(super) fn pack_activations(rows: &[f32], depth: usize, block: &mut [u32], ha
         let mut high = [_mm512_setzero_si512(); 16];
         let mut low = high;
         for row in 0..TILE_ROWS {
-            let (even, odd) = load_step(&rows[row * depth..][..depth], step * DEPTH_STEP);
-            (high[row], low[row]) = split(even, odd);
+            let (first, second) = load_step(&rows[row * depth..][..depth], step * DEPTH_STEP);
+            (high[row], low[row]) = split(first, second);
         }
         for (part, words) in [(0, transpose(high)), (2, transpose(low))] {
             let tile = &mut block[step * STEP_WORDS + (part + half) * TILE_WORDS..][..TILE_WORDS];
@@ -91,8 +91,8 @@ pub(super) fn pack_weights(values: &[f32], row: usize, tiles: &mut [u32]) {
     let base = row / BLOCK_ROWS * steps * weight_step_words(true) + row % BLOCK_ROWS * 16;
     let tiles = &mut tiles[base..];
     for step in 0..steps {
-        let (even, odd) = load_step(values, step * DEPTH_STEP);
-        let (high, low) = split(even, odd);
+        let (first, second) = load_step(values, step * DEPTH_STEP);
+        let (high, low) = split(first, second);
         // A second tile of 16 rows follows the first, so row 16 starts where row 15 ends.
         let target = &mut tiles[step * weight_step_words(true)..][..2 * TILE_WORDS + 16];
         // SAFETY: the slice holds 16 words at both offsets.
