@@ -116,6 +116,29 @@ impl RopeConfig {
     }
 }
 
+impl RopeConfig {
+    /// Checks that the settings give usable angles; `field` as in [`crate::ModelConfig`]'s own check.
+    pub(crate) fn validate(&self, field: &dyn Fn(&str, &str) -> String) -> Result<(), String> {
+        if let RopeScaling::Yarn { beta_fast, beta_slow, attention_factor, .. } = &self.scaling {
+            let numbers = [
+                ("beta_fast", "rope.scaling.yarn_beta_fast", *beta_fast),
+                ("beta_slow", "rope.scaling.yarn_beta_slow", *beta_slow),
+                ("attention_factor", "rope.scaling.attn_factor", attention_factor.unwrap_or(1.0)),
+            ];
+            for (json, gguf, value) in numbers {
+                if !(value > 0.0 && (value as f32).is_finite()) {
+                    return Err(format!("`{}` is {value}, expected a number above 0", field(json, gguf)));
+                }
+            }
+        }
+        if self.build().inverse_frequencies.iter().all(|frequency| frequency.is_finite()) {
+            return Ok(());
+        }
+        let name = field("rope_theta", "rope.freq_base");
+        Err(format!("`{name}` is {}, which gives rotary frequencies that are not finite", self.theta))
+    }
+}
+
 /// YaRN's factor on cosine and sine for a context `factor` times longer.
 fn yarn_magnitude(factor: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }

@@ -1,5 +1,6 @@
 //! The built program, from the outside.
 
+mod bad_models;
 mod generate;
 #[cfg(unix)]
 mod pull;

@@ -35,7 +35,10 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         None => hidden_size.checked_div(q_heads).unwrap_or(0),
     };
     if let Some(value_dim) = optional("attention.value_length")?.filter(|&value_dim| value_dim != head_dim) {
-        let problem = format!("values of {value_dim} channels beside keys of {head_dim} are not supported");
+        let problem = format!(
+            "`{}` is {value_dim} beside keys of {head_dim} channels, which is not supported",
+            key("attention.value_length")
+        );
         return Err(ModelError::BadConfig { path: path(), problem });
     }
     let rotary_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
@@ -66,7 +69,9 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         mlp_bias: gguf.contains("blk.0.ffn_gate.bias"),
         head_norms: family.head_norms,
     };
-    config.validate().map_err(|problem| ModelError::BadConfig { path: path(), problem })?;
+    config
+        .validate(&|_, gguf| key(gguf))
+        .map_err(|problem| ModelError::BadConfig { path: path(), problem })?;
     Ok(config)
 }
 
@@ -89,7 +94,7 @@ fn rope_scaling(
         let mut divisors = vec![0.0; stored.cols];
         oscar_kernels::quant::dequantise(stored.dtype, stored.data()?, &mut divisors);
         if let Some(divisor) = divisors.iter().find(|divisor| !(divisor.is_finite() && **divisor > 0.0)) {
-            return Err(bad(format!("`rope_freqs.weight` holds {divisor}")));
+            return Err(bad(format!("`rope_freqs.weight` holds {divisor}, expected numbers above 0")));
         }
         return Ok(RopeScaling::Divisors(divisors));
     }
@@ -98,7 +103,7 @@ fn rope_scaling(
     match metadata.get::<&str>(&key("rope.scaling.type"))?.unwrap_or("none") {
         "none" => Ok(RopeScaling::None),
         _ if !(factor.is_finite() && factor > 0.0) => {
-            Err(bad(format!("`{}` is {factor}", key("rope.scaling.factor"))))
+            Err(bad(format!("`{}` is {factor}, expected a number above 0", key("rope.scaling.factor"))))
         }
         "linear" => Ok(RopeScaling::Linear { factor }),
         "yarn" => {

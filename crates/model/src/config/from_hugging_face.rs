@@ -22,7 +22,7 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
         name: model_type.to_owned(),
         supported: families::names(),
     })?;
-    refuse_what_would_change_the_result(&fields).map_err(bad)?;
+    refuse_what_would_change_the_result(&fields)?;
 
     let hidden_size = fields.positive("hidden_size")?;
     let q_heads = fields.positive("num_attention_heads")?;
@@ -38,8 +38,9 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
     let parameters = fields.fields_if_present("rope_parameters")?;
     let theta = match &parameters {
         Some(parameters) => parameters.float_if_present("rope_theta")?,
-        None => fields.float_if_present("rope_theta")?,
+        None => None,
     };
+    let theta = theta.or(fields.float_if_present("rope_theta")?);
     let scaling = match parameters {
         Some(parameters) => Some(parameters),
         None => fields.fields_if_present("rope_scaling")?,
@@ -71,41 +72,45 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
         mlp_bias: fields.bool_if_present("mlp_bias")?.unwrap_or(false),
         head_norms: family.head_norms,
     };
-    config.validate().map_err(bad)?;
+    config.validate(&|json, _| json.to_owned()).map_err(bad)?;
     Ok(config)
 }
 
-fn refuse_what_would_change_the_result(fields: &Fields<'_>) -> Result<(), String> {
+fn refuse_what_would_change_the_result(fields: &Fields<'_>) -> Result<(), ModelError> {
     if fields.contains("quantization_config") {
-        return Err(
-            "field `quantization_config`: quantised safetensors are not supported; use a GGUF file".into()
-        );
+        return Err(ModelError::BadConfig {
+            path: fields.path().to_path_buf(),
+            problem: "field `quantization_config`: quantised safetensors are not supported; use a GGUF file"
+                .into(),
+        });
     }
-    let text = |name: &str| fields.value(name).and_then(|value| value.as_str());
-    if let Some(activation) = text("hidden_act").filter(|activation| *activation != "silu") {
-        return Err(format!("field `hidden_act` is {activation:?}; supported: silu"));
+    if fields.str_if_present("hidden_act")?.is_some_and(|activation| activation != "silu") {
+        return Err(fields.wrong("hidden_act", "`silu`, the only activation supported").into());
     }
-    let sliding = fields.value("use_sliding_window").and_then(|value| value.as_bool()).unwrap_or(false);
-    let layer_types = fields.value("layer_types").and_then(|value| value.as_array());
-    let other_layer = layer_types.into_iter().flatten().any(|layer| layer.as_str() != Some("full_attention"));
-    if sliding || other_layer {
-        return Err("fields `use_sliding_window`, `layer_types`: only full attention is supported".into());
+    if fields.bool_if_present("use_sliding_window")? == Some(true) {
+        return Err(fields.wrong("use_sliding_window", "false, as only full attention is supported").into());
+    }
+    let layers = fields.strings_if_present("layer_types")?.unwrap_or_default();
+    if layers.iter().any(|layer| *layer != "full_attention") {
+        return Err(fields.wrong("layer_types", "only `full_attention`").into());
     }
     Ok(())
 }
 
 fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, ModelError> {
     let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
-    let kind = match fields.str_if_present("rope_type")? {
-        Some(kind) => kind,
-        None => fields.str_if_present("type")?.unwrap_or("default"),
-    };
+    let name = if fields.contains("rope_type") { "rope_type" } else { "type" };
+    let kind = fields.str_if_present(name)?.unwrap_or("default");
     if kind == "default" {
         return Ok(RopeScaling::None);
     }
+    // Before the other fields: types we do not know have other ones.
+    if !["linear", "llama3", "yarn"].contains(&kind) {
+        return Err(fields.wrong(name, "`default`, `linear`, `llama3` or `yarn`").into());
+    }
     let factor = fields.float("factor")?;
     if !(factor.is_finite() && factor >= 1.0) {
-        return Err(bad(format!("RoPE scaling `factor` is {factor}, expected 1 or more")));
+        return Err(fields.wrong("factor", "a number, 1 or more").into());
     }
     let original = fields.positive_if_present("original_max_position_embeddings")?;
     let original_context = original.unwrap_or(max_context);
@@ -125,7 +130,7 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
                 original_context,
             })
         }
-        "yarn" => {
+        _ => {
             if fields.contains("mscale") || fields.contains("mscale_all_dim") {
                 return Err(bad("RoPE scaling `mscale` is not supported".into()));
             }
@@ -138,8 +143,5 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
                 truncate: fields.bool_if_present("truncate")?.unwrap_or(true),
             })
         }
-        other => Err(bad(format!(
-            "RoPE type {other:?} is not supported; supported: default, linear, llama3, yarn"
-        ))),
     }
 }

@@ -72,44 +72,56 @@ impl ModelConfig {
         self.q_heads / self.kv_heads
     }
 
-    /// Checks that the numbers fit together; the result says which do not.
-    pub fn validate(&self) -> Result<(), String> {
-        let positive = [
-            ("vocabulary size", self.vocab_size),
-            ("hidden size", self.hidden_size),
-            ("feed-forward size", self.intermediate_size),
-            ("layer count", self.layers),
-            ("attention head count", self.q_heads),
-            ("KV head count", self.kv_heads),
-            ("head dimension", self.head_dim),
-            ("context length", self.max_context),
-        ];
-        // Far above any real model, and small enough that products of three stay far from overflow.
+    /// Checks that the numbers fit together; the result says which do not. `field` picks the name a message uses
+    /// from what `config.json` and GGUF metadata call a number.
+    pub(crate) fn validate(&self, field: &dyn Fn(&str, &str) -> String) -> Result<(), String> {
+        // Far above any real model, and small enough that the size of a KV page stays far from overflow.
         const LIMIT: usize = 1 << 24;
-        for (name, value) in positive {
-            if value == 0 || value > LIMIT {
-                return Err(format!("{name} is {value}, expected 1 to {LIMIT}"));
+        const HEAD_LIMIT: usize = 1 << 16;
+        let sizes = [
+            ("vocab_size", "vocab_size", self.vocab_size, LIMIT),
+            ("hidden_size", "embedding_length", self.hidden_size, LIMIT),
+            ("intermediate_size", "feed_forward_length", self.intermediate_size, LIMIT),
+            ("max_position_embeddings", "context_length", self.max_context, LIMIT),
+            ("num_hidden_layers", "block_count", self.layers, HEAD_LIMIT),
+            ("num_attention_heads", "attention.head_count", self.q_heads, HEAD_LIMIT),
+            ("num_key_value_heads", "attention.head_count_kv", self.kv_heads, HEAD_LIMIT),
+            ("head_dim", "attention.key_length", self.head_dim, HEAD_LIMIT),
+        ];
+        for (json, gguf, value, limit) in sizes {
+            if value == 0 || value > limit {
+                return Err(format!("`{}` is {value}, expected 1 to {limit}", field(json, gguf)));
             }
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
             return Err(format!(
-                "{} query heads cannot share {} KV heads evenly",
-                self.q_heads, self.kv_heads
+                "`{}` is {}, not a multiple of `{}`, which is {}",
+                field("num_attention_heads", "attention.head_count"),
+                self.q_heads,
+                field("num_key_value_heads", "attention.head_count_kv"),
+                self.kv_heads
             ));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(format!("head dimension {} is odd", self.head_dim));
+            let name = field("head_dim", "attention.key_length");
+            return Err(format!("`{name}` is {}, expected an even number", self.head_dim));
         }
         let rotary = self.rope.rotary_dim;
-        if rotary > self.head_dim || !rotary.is_multiple_of(2) {
-            return Err(format!("{rotary} rotary channels do not fit a head of {}", self.head_dim));
+        if rotary == 0 || rotary > self.head_dim || !rotary.is_multiple_of(2) {
+            let name = field("partial_rotary_factor", "rope.dimension_count");
+            return Err(format!(
+                "`{name}` makes {rotary} channels rotate, expected an even number up to {}",
+                self.head_dim
+            ));
         }
         if !(self.norm_eps.is_finite() && self.norm_eps >= 0.0) {
-            return Err(format!("norm epsilon is {}", self.norm_eps));
+            let name = field("rms_norm_eps", "attention.layer_norm_rms_epsilon");
+            return Err(format!("`{name}` is {}, expected 0 or more", self.norm_eps));
         }
         if !(self.rope.theta.is_finite() && self.rope.theta > 0.0) {
-            return Err(format!("RoPE base is {}", self.rope.theta));
+            let name = field("rope_theta", "rope.freq_base");
+            return Err(format!("`{name}` is {}, expected a number above 0", self.rope.theta));
         }
-        Ok(())
+        self.rope.validate(field)
     }
 }

@@ -1,5 +1,6 @@
 //! What can be wrong with a model file. Every message names the file and the field, tensor or key at fault.
 
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 
@@ -25,17 +26,27 @@ pub enum FileError {
     #[error("{}: version: {version} is not supported; supported: 2, 3", path.display())]
     UnsupportedVersion { path: PathBuf, version: u32 },
     #[error(
-        "{}: {field}: the file is truncated: expected at least {expected} bytes, it has {actual}",
-        path.display()
+        "{}: {}: the file is truncated: expected at least {expected} bytes, it has {actual}",
+        path.display(),
+        on_one_line(field)
     )]
     Truncated { path: PathBuf, field: String, expected: u64, actual: u64 },
-    #[error("{}: {field}: {count} entries cannot fit in the file, which has room for {limit}", path.display())]
+    #[error(
+        "{}: {}: {count} entries cannot fit in the file, which has room for {limit}",
+        path.display(),
+        on_one_line(field)
+    )]
     CountTooLarge { path: PathBuf, field: String, count: u64, limit: u64 },
-    #[error("{}: {field}: {problem}", path.display())]
+    #[error("{}: {}: {}", path.display(), on_one_line(field), on_one_line(problem))]
     Invalid { path: PathBuf, field: String, problem: String },
-    #[error("{}: {field}: appears twice", path.display())]
+    #[error("{}: {}: appears twice", path.display(), on_one_line(field))]
     Duplicate { path: PathBuf, field: String },
-    #[error("{}: tensors `{first}` and `{second}` overlap", path.display())]
+    #[error(
+        "{}: tensors `{}` and `{}` overlap",
+        path.display(),
+        on_one_line(first),
+        on_one_line(second)
+    )]
     Overlap { path: PathBuf, first: String, second: String },
     #[error("{}: key `{key}` is missing", path.display())]
     MissingKey { path: PathBuf, key: String },
@@ -53,10 +64,26 @@ pub enum FileError {
     UnsupportedType { path: PathBuf, tensor: String, found: String },
     #[error("{}: tensor `{tensor}`: expected {expected}, its shape is {shape:?}", path.display())]
     WrongShape { path: PathBuf, tensor: String, expected: &'static str, shape: Vec<usize> },
-    #[error("{}: shard `{shard}` named in the index is missing", path.display())]
+    #[error("{}: shard `{}` named in the index is missing", path.display(), on_one_line(shard))]
     MissingShard { path: PathBuf, shard: String },
-    #[error("{}: not valid JSON: {source}", path.display())]
+    #[error("{}: not valid JSON: {}", path.display(), on_one_line(&source.to_string()))]
     Json { path: PathBuf, source: serde_json::Error },
+}
+
+/// Text out of a file, fit for a message: a line end or a terminal's escape sequence shows instead of acting.
+pub(crate) fn on_one_line(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return Cow::Borrowed(text);
+    }
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            shown.extend(character.escape_default());
+        } else {
+            shown.push(character);
+        }
+    }
+    Cow::Owned(shown)
 }
 
 fn supported_types() -> String {

@@ -13,6 +13,7 @@ mod tensor;
 pub use bytes::MappedFile;
 pub use config::{Fields, JsonFile};
 pub use error::FileError;
+pub(crate) use error::on_one_line;
 pub use gguf::Gguf;
 pub use safetensors::Safetensors;
 pub use tensor::{ElementType, StoredTensor, Summary, TensorEntry, TensorSource, TypeTotals};

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::files::on_one_line;
+
 /// An error from a tokenizer or a chat template.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
@@ -25,7 +27,7 @@ pub enum TextError {
         limit: u64,
     },
     /// A tokenizer or configuration file does not parse or contradicts itself.
-    #[error("{path}: {reason}")]
+    #[error("{path}: {}", on_one_line(reason))]
     File {
         /// The file.
         path: PathBuf,
@@ -42,7 +44,7 @@ pub enum TextError {
         field: &'static str,
     },
     /// A metadata field is present but holds the wrong type or an impossible value.
-    #[error("vocabulary field `{field}`: {reason}")]
+    #[error("vocabulary field `{field}`: {}", on_one_line(reason))]
     BadField {
         /// GGUF key.
         field: &'static str,
@@ -50,13 +52,13 @@ pub enum TextError {
         reason: String,
     },
     /// `tokenizer.ggml.model` names a tokenizer this crate does not know.
-    #[error("vocabulary field `tokenizer.ggml.model`: unknown tokenizer `{model}` (known: gpt2, llama)")]
+    #[error("vocabulary field `tokenizer.ggml.model`: unknown tokenizer {model:?} (known: gpt2, llama)")]
     UnknownModel {
         /// The value found.
         model: String,
     },
     /// `tokenizer.ggml.pre` names a pre-tokenizer this crate does not know; guessing would silently change ids.
-    #[error("vocabulary field `tokenizer.ggml.pre`: unknown pre-tokenizer `{pre}` (known: {known})")]
+    #[error("vocabulary field `tokenizer.ggml.pre`: unknown pre-tokenizer {pre:?} (known: {known})")]
     UnknownPreTokenizer {
         /// The value found.
         pre: String,
@@ -125,7 +127,7 @@ pub enum TextError {
         tokens: usize,
     },
     /// The tokenizer library refused the text.
-    #[error("cannot encode the text: {reason}")]
+    #[error("cannot encode the text: {}", on_one_line(reason))]
     Encode {
         /// What the library said.
         reason: String,
