@@ -136,7 +136,7 @@ fn damaged_gguf(name: &str) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let whole = fs::read(fixture(name).join("model.gguf")).unwrap();
-    rounds(name, &ModelPath::Gguf(path.clone()), 1500, |random| {
+    rounds(name, &ModelPath::Gguf(path.clone()), 1000, |random| {
         let mut bytes = whole.clone();
         damage(&mut bytes, 6000, random);
         fs::write(&path, bytes).unwrap();
@@ -158,7 +158,7 @@ fn damaged_safetensors() {
     let folder = Folder::copy("qwen2-yarn");
     let path = folder.file("model.safetensors");
     let whole = fs::read(&path).unwrap();
-    rounds("safetensors", &folder.path(), 1500, |random| {
+    rounds("safetensors", &folder.path(), 1000, |random| {
         let mut bytes = whole.clone();
         damage(&mut bytes, 2500, random);
         replace(&path, &bytes);
@@ -191,10 +191,10 @@ fn damaged_json(name: &str, count: u64) {
 
 #[test]
 fn damaged_configs() {
-    damaged_json("config.json", 1500);
+    damaged_json("config.json", 1000);
 }
 
 #[test]
 fn damaged_tokenizers() {
-    damaged_json("tokenizer.json", 1500);
+    damaged_json("tokenizer.json", 1000);
 }
