@@ -11,7 +11,7 @@ use super::elementwise::{rms_norm, rms_norm_in_place, rotate, silu_multiply};
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::pool::Pool;
-use super::project::{Mode, ProjectScratch, Projection, Projector, WorkerScratch};
+use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
 use super::sampling;
 use super::tensors::{Cache, DUMMY_SLOT, Matrix, Step, Weight};
 use crate::backend::{
@@ -35,9 +35,7 @@ pub struct CpuBackend {
 /// Intermediate activations, kept between calls.
 #[derive(Default)]
 struct Workspace {
-    normed: Vec<f32>,
     gate_up: Vec<f32>,
-    activated: Vec<f32>,
     project: ProjectScratch,
 }
 
@@ -92,22 +90,6 @@ impl CpuBackend {
             // SAFETY: rows do not overlap and each index runs once.
             body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
         });
-    }
-
-    /// `normed = norm(x)` row by row.
-    fn norm_rows(
-        &self,
-        x: &[f32],
-        cols: usize,
-        norm: &RmsNorm<Self>,
-        normed: &mut Vec<f32>,
-    ) -> Result<(), KernelError> {
-        let weight = norm.weight.vector("a norm", cols)?;
-        normed.resize(x.len(), 0.0);
-        self.for_each_row(normed, cols, |row, out| {
-            rms_norm(self.isa, &x[row * cols..(row + 1) * cols], weight, norm.eps, out);
-        });
-        Ok(())
     }
 }
 
@@ -173,12 +155,16 @@ impl Backend for CpuBackend {
         linears: &[&Linear<Self>],
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
-        let mut workspace = self.workspace();
-        let Workspace { normed, project, .. } = &mut *workspace;
-        self.norm_rows(x.first_rows("hidden rows", step.rows())?, x.cols(), norm, normed)?;
+        let (rows, cols) = (step.rows(), x.cols());
+        let x = x.first_rows("hidden rows", rows)?;
+        let weight = norm.weight.vector("a norm", cols)?;
+        let fill = |row: usize, out: &mut [f32]| {
+            rms_norm(self.isa, &x[row * cols..(row + 1) * cols], weight, norm.eps, out);
+        };
         let projections = linears.iter().map(|linear| projection(linear)).collect::<Result<Vec<_>, _>>()?;
         let out = out.first_rows_mut("projected rows", step.rows())?;
-        self.projector(project).run(normed, step.rows(), &projections, out, Mode::Store)
+        let input = Input { rows, cols, fill: &fill };
+        self.projector(&mut self.workspace().project).run(input, &projections, out, Mode::Store)
     }
 
     fn rope_store(
@@ -278,30 +264,34 @@ impl Backend for CpuBackend {
         linear: &Linear<Self>,
         hidden: &mut Matrix,
     ) -> Result<(), KernelError> {
-        let mut workspace = self.workspace();
-        let x = x.first_rows("input rows", step.rows())?;
-        let out = hidden.first_rows_mut("hidden rows", step.rows())?;
-        self.projector(&mut workspace.project).run(x, step.rows(), &[projection(linear)?], out, Mode::Add)
+        let (rows, cols) = (step.rows(), x.cols());
+        let x = x.first_rows("input rows", rows)?;
+        let out = hidden.first_rows_mut("hidden rows", rows)?;
+        let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * cols..(row + 1) * cols]);
+        let input = Input { rows, cols, fill: &fill };
+        self.projector(&mut self.workspace().project).run(input, &[projection(linear)?], out, Mode::Add)
     }
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
         let mut workspace = self.workspace();
-        let Workspace { normed, gate_up, activated, project } = &mut *workspace;
-        let (rows, cols) = (step.rows(), hidden.cols());
-        let hidden = hidden.first_rows_mut("hidden rows", rows)?;
-        self.norm_rows(hidden, cols, &mlp.norm, normed)?;
-        let inner = mlp.gate.weight.rows();
+        let Workspace { gate_up, project } = &mut *workspace;
+        let (rows, cols, inner) = (step.rows(), hidden.cols(), mlp.gate.weight.rows());
         expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
+        let weight = mlp.norm.weight.vector("a norm", cols)?;
+        let hidden = hidden.first_rows_mut("hidden rows", rows)?;
         gate_up.resize(rows * 2 * inner, 0.0);
+        let fill = |row: usize, out: &mut [f32]| {
+            rms_norm(self.isa, &hidden[row * cols..(row + 1) * cols], weight, mlp.norm.eps, out);
+        };
         let projections = [projection(&mlp.gate)?, projection(&mlp.up)?];
-        self.projector(project).run(normed, rows, &projections, gate_up, Mode::Store)?;
-        activated.resize(rows * inner, 0.0);
-        self.for_each_row(activated, inner, |row, out| {
+        let input = Input { rows, cols, fill: &fill };
+        self.projector(project).run(input, &projections, gate_up, Mode::Store)?;
+        let fill = |row: usize, out: &mut [f32]| {
             let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-            out.copy_from_slice(gate);
-            silu_multiply(self.isa, out, up);
-        });
-        self.projector(project).run(activated, rows, &[projection(&mlp.down)?], hidden, Mode::Add)
+            silu_multiply(self.isa, gate, up, out);
+        };
+        let input = Input { rows, cols: inner, fill: &fill };
+        self.projector(project).run(input, &[projection(&mlp.down)?], hidden, Mode::Add)
     }
 
     fn logits(
@@ -312,23 +302,17 @@ impl Backend for CpuBackend {
         head: &Weight,
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
-        let mut workspace = self.workspace();
-        let Workspace { normed, project, .. } = &mut *workspace;
         let cols = hidden.cols();
         let weight = norm.weight.vector("the final norm", cols)?;
-        normed.resize(rows.len() * cols, 0.0);
-        for (row, out) in rows.iter().zip(normed.chunks_exact_mut(cols)) {
-            let x = &hidden.first_rows("hidden rows", row + 1)?[row * cols..];
-            rms_norm(self.isa, x, weight, norm.eps, out);
-        }
+        let last = rows.iter().max().map_or(0, |row| row + 1);
+        let x = hidden.first_rows("hidden rows", last)?;
+        let fill = |index: usize, out: &mut [f32]| {
+            rms_norm(self.isa, &x[rows[index] * cols..(rows[index] + 1) * cols], weight, norm.eps, out);
+        };
         let out = out.first_rows_mut("logits", rows.len())?;
-        self.projector(project).run(
-            normed,
-            rows.len(),
-            &[Projection { weight: head, bias: None }],
-            out,
-            Mode::Store,
-        )
+        let input = Input { rows: rows.len(), cols, fill: &fill };
+        let head = Projection { weight: head, bias: None };
+        self.projector(&mut self.workspace().project).run(input, &[head], out, Mode::Store)
     }
 
     fn sample(&self, logits: &Matrix, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError> {

@@ -3,10 +3,13 @@
 //! A decode step is hundreds of parallel regions of tens of microseconds, so waking a sleeping thread for each
 //! would cost as much as the work. Workers spin for a moment after each region and park only when nothing comes.
 //! The calling thread works too; a pool of one thread runs everything inline.
+//!
+//! Nobody waits for a worker that has not begun. When another process holds a core, the worker there may come
+//! milliseconds late; by then the caller has done the work alone and closed the region.
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -14,23 +17,29 @@ use std::time::{Duration, Instant};
 /// How long an idle worker spins before it parks.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// A region of work: called once on every worker with the worker's index.
+/// Bits of [`Shared::gate`] below the region number: the workers inside, and whether more may enter.
+const CLOSED: u64 = 1 << 31;
+const INSIDE: u64 = CLOSED - 1;
+const REGION: u64 = 1 << 32;
+
+/// A region of work: called with the index of each thread that takes part.
 type Region = dyn Fn(usize) + Sync;
 
 struct Shared {
-    /// Number of regions published so far; a change is the signal to start.
-    published: AtomicUsize,
-    /// Workers still inside the present region.
-    running: AtomicUsize,
-    /// The present region. Written only while no worker runs.
+    /// Number of the present region, a closed flag, and how many workers have entered it.
+    gate: AtomicU64,
+    /// Workers that have left the present region.
+    left: AtomicU32,
+    /// The present region. Written only while the gate is closed and nobody is inside.
     region: UnsafeCell<Option<*const Region>>,
     panicked: AtomicBool,
     stop: AtomicBool,
 }
 
-// SAFETY: `region` is written only by the thread that holds `Pool::lead`, before the release store to `published`
-// and after every worker has left the previous region, so no worker reads it during the write. The pointer it holds
-// is to a `Sync` closure that outlives the region, because `run` does not return before all workers are done.
+// SAFETY: `region` is written only by the thread that holds `Pool::lead`, while the gate is closed and every worker
+// that had entered has left. A worker reads it only after it has entered through the open gate, whose opening comes
+// after the write. The pointer it holds is to a `Sync` closure that outlives the region, because `run` does not
+// return before the gate is closed and all workers inside have left.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; nothing in it is tied to a thread.
 unsafe impl Send for Shared {}
@@ -44,26 +53,23 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of `threads` threads, the caller included.
+    /// A pool of `threads` threads, the caller included; fewer if the system cannot start so many.
     pub fn new(threads: usize) -> Pool {
         let shared = Arc::new(Shared {
-            published: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
+            gate: AtomicU64::new(CLOSED),
+            left: AtomicU32::new(0),
             region: UnsafeCell::new(None),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        let workers = (1..threads.max(1))
-            .map(|index| {
-                let shared = Arc::clone(&shared);
-                let handle = std::thread::Builder::new()
-                    .name(format!("oscar-{index}"))
-                    .spawn(move || work(&shared, index))
-                    .expect("the system can start a thread");
-                let thread = handle.thread().clone();
-                (handle, thread)
-            })
-            .collect();
+        let start = |index| {
+            let shared = Arc::clone(&shared);
+            let builder = std::thread::Builder::new().name(format!("oscar-{index}"));
+            let handle = builder.spawn(move || work(&shared, index)).ok()?;
+            let thread = handle.thread().clone();
+            Some((handle, thread))
+        };
+        let workers = (1..threads.max(1)).map_while(start).collect();
         Pool { shared, workers, lead: Mutex::new(()) }
     }
 
@@ -75,42 +81,6 @@ impl Pool {
     /// Number of threads, the caller included.
     pub fn threads(&self) -> usize {
         self.workers.len() + 1
-    }
-
-    /// Runs `region` once on every thread, with the thread's index, and waits for all of them.
-    ///
-    /// A panic in any thread is raised again here, after all threads have left the region.
-    pub fn run(&self, region: &(dyn Fn(usize) + Sync)) {
-        if self.workers.is_empty() {
-            return region(0);
-        }
-        // A poisoned lock only says that an earlier region panicked; the pool itself is in order.
-        let _lead = self.lead.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let shared = &*self.shared;
-        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Shared`).
-        let erased: *const Region =
-            unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Region>(region) };
-        // SAFETY: we hold `lead` and `running` is zero, so no worker reads the cell.
-        unsafe { *shared.region.get() = Some(erased) };
-        shared.running.store(self.workers.len(), Ordering::Relaxed);
-        shared.published.fetch_add(1, Ordering::SeqCst);
-        for (_, thread) in &self.workers {
-            thread.unpark();
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(|| region(0)));
-        let mut spins = 0u32;
-        while shared.running.load(Ordering::Acquire) != 0 {
-            spins = spins.wrapping_add(1);
-            // A worker that lost its core needs ours: give it away now and then.
-            if spins.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
-        }
-        if let Err(panic) = outcome {
-            shared.panicked.store(false, Ordering::Relaxed);
-            resume_unwind(panic);
-        }
-        if shared.panicked.swap(false, Ordering::Relaxed) {
-            panic!("a worker thread panicked");
-        }
     }
 
     /// Calls `task` for every index in `0..tasks`. Threads take the next index as they get free, so uneven tasks
@@ -135,12 +105,44 @@ impl Pool {
             }
         });
     }
+
+    /// Runs `region` on this thread and on every worker that comes before this thread is done with it.
+    ///
+    /// A panic in any thread is raised again here, after all threads have left the region.
+    fn run(&self, region: &(dyn Fn(usize) + Sync)) {
+        // A poisoned lock only says that an earlier region panicked; the pool itself is in order.
+        let _lead = self.lead.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Shared`).
+        let erased: *const Region =
+            unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Region>(region) };
+        // SAFETY: we hold `lead`, the gate is closed and the last region's workers have left.
+        unsafe { *shared.region.get() = Some(erased) };
+        shared.left.store(0, Ordering::Relaxed);
+        let number = shared.gate.load(Ordering::Relaxed) / REGION;
+        shared.gate.store(number.wrapping_add(1).wrapping_mul(REGION), Ordering::SeqCst);
+        for (_, thread) in &self.workers {
+            thread.unpark();
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| region(0)));
+        let entered = shared.gate.fetch_or(CLOSED, Ordering::SeqCst) & INSIDE;
+        let mut spins = 0u32;
+        while u64::from(shared.left.load(Ordering::Acquire)) != entered {
+            spins = spins.wrapping_add(1);
+            // A worker that lost its core in the middle of a task needs ours: give it away now and then.
+            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        let panicked = shared.panicked.swap(false, Ordering::Relaxed);
+        if let Err(panic) = outcome {
+            resume_unwind(panic);
+        }
+        assert!(!panicked, "a worker thread panicked");
+    }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.published.fetch_add(1, Ordering::SeqCst);
         for (handle, thread) in self.workers.drain(..) {
             thread.unpark();
             // A worker catches panics of its regions, so joining cannot fail in a way that matters here.
@@ -150,30 +152,53 @@ impl Drop for Pool {
 }
 
 fn work(shared: &Shared, index: usize) {
-    let mut seen = 0;
-    loop {
-        let idle = Instant::now();
-        let mut spins = 0u32;
-        while shared.published.load(Ordering::Acquire) == seen {
-            spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(256) && idle.elapsed() > SPIN {
-                // `unpark` before `park` makes `park` return at once, so a region published just now is not missed.
-                std::thread::park();
-            } else {
-                std::hint::spin_loop();
-            }
+    let mut last = 0;
+    while let Some(gate) = wait(shared, last) {
+        last = gate / REGION;
+        if !enter(shared, gate) {
+            continue;
         }
-        seen += 1;
-        if shared.stop.load(Ordering::SeqCst) {
-            return;
-        }
-        // SAFETY: `published` moved, so the cell was written before and stays until `running` is zero again.
-        let region = unsafe { &*(*shared.region.get()).expect("a published region is set") };
+        // SAFETY: we have entered, so the region was set before the gate opened and stays until we leave.
+        let region = unsafe { &*(*shared.region.get()).expect("an open region is set") };
         if catch_unwind(AssertUnwindSafe(|| region(index))).is_err() {
             shared.panicked.store(true, Ordering::Relaxed);
         }
-        shared.running.fetch_sub(1, Ordering::Release);
+        shared.left.fetch_add(1, Ordering::Release);
     }
+}
+
+/// Waits for a region after number `last`; `None` when the pool ends.
+fn wait(shared: &Shared, last: u64) -> Option<u64> {
+    let idle = Instant::now();
+    let mut spins = 0u32;
+    loop {
+        let gate = shared.gate.load(Ordering::SeqCst);
+        if gate / REGION != last && gate & CLOSED == 0 {
+            return Some(gate);
+        }
+        if shared.stop.load(Ordering::SeqCst) {
+            return None;
+        }
+        spins = spins.wrapping_add(1);
+        if spins.is_multiple_of(256) && idle.elapsed() > SPIN {
+            // `unpark` before `park` makes `park` return at once, so a region opened just now is not missed.
+            std::thread::park();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// Enters the region that `gate` belongs to, unless it has been closed meanwhile.
+fn enter(shared: &Shared, mut gate: u64) -> bool {
+    let region = gate / REGION;
+    while gate / REGION == region && gate & CLOSED == 0 {
+        match shared.gate.compare_exchange_weak(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => return true,
+            Err(now) => gate = now,
+        }
+    }
+    false
 }
 
 #[cfg(test)]
@@ -198,25 +223,40 @@ mod tests {
     fn many_short_regions_and_pauses() {
         let pool = Pool::new(3);
         let total = AtomicUsize::new(0);
-        for round in 0..2000 {
-            pool.run(&|_| {
+        for round in 0..5000 {
+            pool.for_each(3, |_| {
                 total.fetch_add(1, Ordering::Relaxed);
             });
             if round % 500 == 0 {
                 std::thread::sleep(Duration::from_millis(2));
             }
         }
-        assert_eq!(total.load(Ordering::Relaxed), 6000);
+        assert_eq!(total.load(Ordering::Relaxed), 15_000);
+    }
+
+    #[test]
+    fn workers_take_part() {
+        let pool = Pool::new(2);
+        // Two tasks that wait for each other cannot both run on one thread.
+        let (first, second) = (AtomicBool::new(false), AtomicBool::new(false));
+        pool.for_each(2, |index| {
+            let (mine, other) = if index == 0 { (&first, &second) } else { (&second, &first) };
+            mine.store(true, Ordering::SeqCst);
+            while !other.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+        });
     }
 
     #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives() {
         let pool = Pool::new(2);
-        for bad in 0..2 {
+        // Whichever thread takes the bad task.
+        for bad in 0..64 {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                pool.run(&|index| assert_ne!(index, bad, "on purpose"));
+                pool.for_each(64, |index| assert_ne!(index, bad, "on purpose"));
             }));
-            assert!(outcome.is_err());
+            assert!(outcome.is_err(), "{bad}");
         }
         let total = AtomicUsize::new(0);
         pool.for_each(10, |index| {

@@ -43,6 +43,7 @@ pub(super) struct Projection<'a> {
 /// Buffers that are kept between calls.
 #[derive(Default)]
 pub(super) struct ProjectScratch {
+    rows: Vec<f32>,
     quantised: QuantisedRows,
     packed: PackedActivations,
 }
@@ -52,6 +53,15 @@ pub(super) struct ProjectScratch {
 pub(super) struct WorkerScratch {
     tile: Vec<f32>,
     panel: PanelScratch,
+}
+
+/// Activations as they are computed: `fill(row, out)` writes a row of `cols` values. A norm or an activation function
+/// thus runs while its result is packed, and saves a trip through memory.
+#[derive(Clone, Copy)]
+pub(super) struct Input<'a> {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) fill: &'a (dyn Fn(usize, &mut [f32]) + Sync),
 }
 
 /// Runs projections of the same activations; see [`Projector::run`].
@@ -64,19 +74,18 @@ pub(super) struct Projector<'a> {
 }
 
 impl Projector<'_> {
-    /// `out = [p₀(x) | p₁(x) | ...]`, with `x` of `rows` rows and `out` of as many.
+    /// `out = [p₀(x) | p₁(x) | ...]`, with as many rows in `out` as in `x`.
     pub(super) fn run(
         &mut self,
-        x: &[f32],
-        rows: usize,
+        x: Input<'_>,
         projections: &[Projection<'_>],
         out: &mut [f32],
         mode: Mode,
     ) -> Result<(), KernelError> {
+        let Input { rows, cols, fill } = x;
         if rows == 0 {
             return Ok(());
         }
-        let cols = x.len() / rows;
         let out_cols = out.len() / rows;
         let total: usize = projections.iter().map(|projection| projection.weight.rows()).sum();
         if total != out_cols {
@@ -100,18 +109,21 @@ impl Projector<'_> {
         }
         let panels = rows >= PANEL_MIN_ROWS;
         let chunk = if panels {
-            self.scratch.packed.pack(self.isa, self.pool, x, rows, cols);
+            self.scratch.packed.pack_with(self.isa, self.pool, rows, cols, fill);
             gemm::panel_rows(total, self.pool.threads())
         } else {
+            let ProjectScratch { rows: x, quantised, .. } = &mut *self.scratch;
+            x.resize(rows * cols, 0.0);
+            x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
             if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
-                self.dot.quantise(x, rows, cols, &mut self.scratch.quantised);
+                self.dot.quantise(x, rows, cols, quantised);
             }
             let even = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD);
             even.next_multiple_of(DOT_ROWS)
         };
         let tasks = Task::split(projections, chunk);
         let target = DisjointSlice::new(out);
-        let (quantised, packed) = (&self.scratch.quantised, &self.scratch.packed);
+        let ProjectScratch { rows: x, quantised, packed } = &*self.scratch;
         self.pool.for_each_worker(tasks.len(), |worker, index| {
             let task = &tasks[index];
             let Projection { weight, bias } = projections[task.projection];
