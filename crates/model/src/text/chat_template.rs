@@ -15,6 +15,9 @@ use crate::files::gguf::Gguf;
 /// The longest published template has about 30 KB.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 
+/// The template library counts columns in 16 bits, and overflows when it reports an error in the last one.
+const MAX_LINE_BYTES: usize = u16::MAX as usize - 1;
+
 /// A Jinja chat template, and the variant for conversations with tools where a model has one.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
@@ -158,6 +161,12 @@ fn prepare(source: &str) -> Result<Arc<str>, TextError> {
         });
     }
     let source = neutralise_generation_tags(source);
+    if let Some(index) = source.split('\n').position(|line| line.len() > MAX_LINE_BYTES) {
+        return Err(TextError::TemplateLimit {
+            line: index + 1,
+            reason: format!("more than {MAX_LINE_BYTES} bytes in one line"),
+        });
+    }
     render::check(&source)?;
     Ok(Arc::from(source))
 }
@@ -171,8 +180,10 @@ fn neutralise_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let Some(length) = rest[start..].find("%}") else { break };
-        let inside = &rest[start + 2..start + length];
+        let (before, tag) = rest.split_at(start + 2);
+        // Behind the opening, or `{%}` would close itself.
+        let Some(length) = tag.find("%}") else { break };
+        let inside = &tag[..length];
         let word =
             inside.trim_matches(|character: char| character.is_whitespace() || "-+".contains(character));
         let replacement = match word {
@@ -180,13 +191,13 @@ fn neutralise_generation_tags(source: &str) -> String {
             "endgeneration" => Some("endif"),
             _ => None,
         };
-        out.push_str(&rest[..start + 2]);
+        out.push_str(before);
         match replacement {
             Some(replacement) => out.push_str(&inside.replacen(word, replacement, 1)),
             None => out.push_str(inside),
         }
         out.push_str("%}");
-        rest = &rest[start + length + 2..];
+        rest = &tag[length + 2..];
     }
     out.push_str(rest);
     out

@@ -348,7 +348,15 @@ fn the_vocabulary_must_fit_and_make_sense() {
 
 #[test]
 fn a_broken_template_waits_until_it_is_asked_for() {
-    for (value, word) in [(str_value("{% if %}"), "line 1"), (u32_value(3), "`tokenizer.chat_template`")] {
+    let cases = [
+        (str_value("{% if %}"), "line 1"),
+        // The tag closes itself and the word is one that is looked for.
+        (str_value("{%}generation"), "line 1"),
+        (str_value("{% generation"), "line 1"),
+        (str_value(&format!("\n{}{{% if", " ".repeat(70_000))), "line 2"),
+        (u32_value(3), "`tokenizer.chat_template`"),
+    ];
+    for (value, word) in cases {
         let parts = llama().set("tokenizer.chat_template", value);
         let files = ModelFiles::open(&parts.path()).unwrap();
         let error = files.chat_template().unwrap_err().to_string();

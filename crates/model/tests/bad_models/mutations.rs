@@ -5,9 +5,10 @@
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use oscar_model::source::ModelPath;
+use oscar_model::text::{ChatTemplate, RenderOptions, TextError};
 use oscar_model::{ModelError, ModelFiles};
 use serde_json::{Value, json};
 
@@ -197,4 +198,69 @@ fn damaged_configs() {
 #[test]
 fn damaged_tokenizers() {
     damaged_json("tokenizer.json", 1000);
+}
+
+/// Cuts pieces out of a text and puts them elsewhere, where characters begin.
+fn splice(text: &mut String, other: &str, random: &mut Random) {
+    let place = |text: &str, random: &mut Random| {
+        let at = random.below(text.len() + 1);
+        (at..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap()
+    };
+    for _ in 0..1 + random.below(4) {
+        let (start, end) = (place(other, random), place(other, random));
+        let piece = &other[start.min(end)..start.max(end)];
+        let (start, end) = (place(text, random), place(text, random));
+        let (from, to) = (start.min(end), start.max(end));
+        match random.below(3) {
+            0 => text.insert_str(from, &piece[..place(piece, random)]),
+            1 => text.replace_range(from..to.min(place(text, random).max(from)), ""),
+            _ => text.replace_range(from..to, piece),
+        }
+    }
+}
+
+#[test]
+fn damaged_templates() {
+    let mut paths: Vec<PathBuf> =
+        fs::read_dir(fixture("../text/templates")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jinja"));
+    paths.sort();
+    let templates: Vec<String> = paths.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    assert!(templates.len() >= 2, "fixtures are missing");
+    let messages = [
+        json!({"role": "system", "content": "Be <b>brief</b>.\n"}),
+        json!({"role": "user", "content": "é 日本 '\""}),
+        json!({"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
+    ];
+    let seed = from_environment("OSCAR_FUZZ_SEED", 0x0b5e_55ed);
+    let mut rendered = 0;
+    for round in 0..from_environment("OSCAR_FUZZ_ROUNDS", 2000) {
+        let mut random = Random(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
+        let mut source = templates[random.below(templates.len())].clone();
+        let other = templates[random.below(templates.len())].clone()
+            + "{%}generation{# {{ -1 ** {%- endgeneration -%}";
+        splice(&mut source, &other, &mut random);
+        let outcome = catch_unwind(|| {
+            let template = ChatTemplate::from_source(&source)?;
+            let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+            Ok(template.render(&messages, &options))
+        });
+        match outcome {
+            Ok(Ok(Ok(_))) => rendered += 1,
+            // What a template says of itself may have lines.
+            Ok(Ok(Err(TextError::TemplateRefused { .. }))) => {}
+            Ok(Ok(Err(error)) | Err(error)) => {
+                let message = error.to_string();
+                assert!(!message.contains(char::is_control), "more than one line: {message:?}");
+                // The thread that renders must not die either.
+                assert!(!message.contains("unexpectedly"), "{message} in round {round} of {seed}: {source}");
+            }
+            Err(panic) => {
+                eprintln!("round {round} of OSCAR_FUZZ_SEED={seed}: {source}");
+                resume_unwind(panic);
+            }
+        }
+    }
+    println!("templates: OSCAR_FUZZ_SEED={seed}, {rendered} rendered");
+    assert!(rendered > 0, "all damage showed");
 }
