@@ -103,7 +103,14 @@ impl From<EngineError> for Failure {
 }
 
 fn one_line(text: &str) -> String {
-    text.split(['\n', '\r']).map(str::trim).filter(|part| !part.is_empty()).collect::<Vec<_>>().join("; ")
+    let line = text
+        .split(['\n', '\r'])
+        .map(str::trim)
+        .filter(|part| !part.is_empty())
+        .collect::<Vec<_>>()
+        .join("; ");
+    // Names from a hostile file must not reach the terminal as commands.
+    line.replace(char::is_control, "\u{fffd}")
 }
 
 #[cfg(test)]
@@ -113,6 +120,7 @@ mod tests {
     #[test]
     fn messages_are_one_line() {
         assert_eq!(one_line("first\r\n  second\n"), "first; second");
+        assert_eq!(one_line("a\u{1b}[31mb"), "a\u{fffd}[31mb");
     }
 
     #[test]

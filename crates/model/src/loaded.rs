@@ -22,7 +22,6 @@ pub struct ModelFiles {
     tokenizer: Option<Arc<Tokenizer>>,
     /// A broken template must not stop work on plain text, so its error waits until the template is asked for.
     chat_template: Result<ChatTemplate, TextError>,
-    end_tokens: Vec<u32>,
 }
 
 impl ModelFiles {
@@ -47,14 +46,12 @@ impl ModelFiles {
         let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
         let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).map_err(text)?;
         let chat_template = ChatTemplate::from_gguf(&gguf);
-        let end_tokens = tokenizer.end_ids().to_vec();
         Ok(ModelFiles {
             config,
             naming: Naming::Gguf,
             tensors: Box::new(gguf),
             tokenizer: Some(Arc::new(tokenizer)),
             chat_template,
-            end_tokens,
         })
     }
 
@@ -69,17 +66,8 @@ impl ModelFiles {
             None
         };
         let chat_template = ChatTemplate::from_folder(folder);
-        let mut end_tokens = description.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default();
-        if let Some(generation) = JsonFile::open_if_present(&folder.join("generation_config.json"))? {
-            end_tokens.extend(generation.fields().token_ids_if_present("eos_token_id")?.unwrap_or_default());
-        }
-        if let Some(tokenizer) = &tokenizer {
-            end_tokens.extend(tokenizer.end_ids());
-        }
-        end_tokens.sort_unstable();
-        end_tokens.dedup();
         let tensors = Box::new(tensors);
-        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, chat_template, end_tokens })
+        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, chat_template })
     }
 
     /// The shape of the model.
@@ -118,7 +106,7 @@ impl ModelFiles {
                 problem: "there is no `tokenizer.json` beside the weights".into(),
             });
         };
-        Ok(LoadedModel { model, tokenizer, chat_template: self.chat_template, end_tokens: self.end_tokens })
+        Ok(LoadedModel { model, tokenizer, chat_template: self.chat_template })
     }
 }
 
@@ -127,7 +115,6 @@ pub struct LoadedModel<B: Backend> {
     model: Model<B>,
     tokenizer: Arc<Tokenizer>,
     chat_template: Result<ChatTemplate, TextError>,
-    end_tokens: Vec<u32>,
 }
 
 impl<B: Backend> LoadedModel<B> {
@@ -158,6 +145,6 @@ impl<B: Backend> LoadedModel<B> {
 
     /// Whether the model ends its turn with this token.
     pub fn is_end(&self, token: u32) -> bool {
-        self.end_tokens.contains(&token)
+        self.tokenizer.is_end(token)
     }
 }

@@ -49,6 +49,19 @@ pub enum RopeScaling {
     Divisors(Vec<f32>),
 }
 
+impl RopeScaling {
+    /// The context a model reaches with this scaling, given the one its description states. Descriptions differ in
+    /// whether they state the context before or after YaRN.
+    pub fn context(&self, stated: usize) -> usize {
+        match self {
+            RopeScaling::Yarn { factor, original_context, .. } => {
+                stated.max((*original_context as f64 * factor) as usize)
+            }
+            _ => stated,
+        }
+    }
+}
+
 impl RopeConfig {
     /// The table a backend needs.
     pub fn build(&self) -> Rope {
@@ -140,7 +153,7 @@ impl RopeConfig {
 }
 
 /// YaRN's factor on cosine and sine for a context `factor` times longer.
-fn yarn_magnitude(factor: f64) -> f64 {
+pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
 }
 
@@ -175,15 +188,16 @@ mod tests {
     #[test]
     fn yarn_keeps_fast_and_interpolates_slow_channels() {
         let plain = config(RopeScaling::None).build().inverse_frequencies;
-        let yarn = config(RopeScaling::Yarn {
+        let scaling = RopeScaling::Yarn {
             factor: 4.0,
             original_context: 4096,
             beta_fast: 32.0,
             beta_slow: 1.0,
             attention_factor: None,
             truncate: true,
-        })
-        .build();
+        };
+        let yarn = config(scaling.clone()).build();
+        assert_eq!((scaling.context(4096), scaling.context(32768)), (16384, 32768));
         assert_eq!(yarn.inverse_frequencies[0], plain[0]);
         assert!((yarn.inverse_frequencies[31] / plain[31] - 0.25).abs() < 1e-6);
         assert!((yarn.magnitude - 1.138_629_4).abs() < 1e-6);

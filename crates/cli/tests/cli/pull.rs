@@ -110,7 +110,6 @@ fn ctrl_c_stops_the_download_and_leaves_nothing() {
     assert!(killed.success());
     let outcome = Outcome::of(child.wait_with_output().expect("oscar"));
     assert_eq!(outcome.code, Some(130), "{outcome:?}");
-    assert!(begun.elapsed() < Duration::from_secs(50));
     assert!(outcome.stderr.contains("interrupted; nothing was kept"), "{}", outcome.stderr);
     assert_eq!(machine.cached(), Vec::<String>::new());
 }

@@ -4,7 +4,7 @@ use crate::config::{ModelConfig, RopeConfig};
 use crate::error::ModelError;
 use crate::families::{self, Bias};
 use crate::files::{Gguf, TensorSource};
-use crate::rope::RopeScaling;
+use crate::rope::{RopeScaling, yarn_magnitude};
 
 /// Reads the description of a model.
 pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
@@ -42,7 +42,8 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         return Err(ModelError::BadConfig { path: path(), problem });
     }
     let rotary_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
-    let max_context = size("context_length")?;
+    let trained_context = size("context_length")?;
+    let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context)?;
     // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
     let vocab_size = gguf.tensor("token_embd.weight")?.matrix()?.rows;
 
@@ -55,13 +56,13 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         q_heads,
         kv_heads,
         head_dim,
-        max_context,
+        max_context: scaling.context(trained_context),
         norm_eps: metadata.f32(&key("attention.layer_norm_rms_epsilon"))?,
         rope: RopeConfig {
             theta: metadata.get::<f32>(&key("rope.freq_base"))?.map_or(10_000.0, f64::from),
             rotary_dim,
             layout: family.gguf_rope,
-            scaling: rope_scaling(gguf, &key, rotary_dim, max_context)?,
+            scaling,
         },
         tied_embeddings: None,
         qkv_bias: family.qkv_bias == Bias::Always || gguf.contains("blk.0.attn_q.bias"),
@@ -113,7 +114,8 @@ fn rope_scaling(
                 original_context: original.map_or(max_context, |original| original as usize).max(1),
                 beta_fast: number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
-                attention_factor: number("rope.scaling.attn_factor")?,
+                // Here the file's factor comes on top of YaRN's own; in `config.json` it replaces it.
+                attention_factor: number("rope.scaling.attn_factor")?.map(|own| own * yarn_magnitude(factor)),
                 truncate: true,
             })
         }

@@ -27,23 +27,29 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
     let hidden_size = fields.positive("hidden_size")?;
     let q_heads = fields.positive("num_attention_heads")?;
     let head_dim = fields.positive_if_present("head_dim")?.unwrap_or(hidden_size / q_heads);
-    let max_context = fields.positive("max_position_embeddings")?;
+    let trained_context = fields.positive("max_position_embeddings")?;
     let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
-    let rotary_share = fields.float_if_present("partial_rotary_factor")?.unwrap_or(1.0);
+    let parameters = fields.fields_if_present("rope_parameters")?;
+    let rotary = |name: &str| {
+        let inside = match &parameters {
+            Some(parameters) => parameters.float_if_present(name)?,
+            None => None,
+        };
+        Ok::<_, ModelError>(inside.or(fields.float_if_present(name)?))
+    };
+    let theta = rotary("rope_theta")?;
+    let rotary_share = rotary("partial_rotary_factor")?.unwrap_or(1.0);
     if !(rotary_share > 0.0 && rotary_share <= 1.0) {
         return Err(bad(format!(
             "field `partial_rotary_factor` is {rotary_share}, expected above 0, at most 1"
         )));
     }
-    let parameters = fields.fields_if_present("rope_parameters")?;
-    let theta = match &parameters {
-        Some(parameters) => parameters.float_if_present("rope_theta")?,
-        None => None,
-    };
-    let theta = theta.or(fields.float_if_present("rope_theta")?);
-    let scaling = match parameters {
-        Some(parameters) => Some(parameters),
-        None => fields.fields_if_present("rope_scaling")?,
+    let scaling = match &parameters {
+        Some(parameters) => rope_scaling(parameters, trained_context)?,
+        None => match fields.fields_if_present("rope_scaling")? {
+            Some(scaling) => rope_scaling(&scaling, trained_context)?,
+            None => RopeScaling::None,
+        },
     };
     let config = ModelConfig {
         family: family.name,
@@ -54,16 +60,13 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
         q_heads,
         kv_heads: fields.positive_if_present("num_key_value_heads")?.unwrap_or(q_heads),
         head_dim,
-        max_context,
+        max_context: scaling.context(trained_context),
         norm_eps: fields.float_if_present("rms_norm_eps")?.unwrap_or(1e-6) as f32,
         rope: RopeConfig {
             theta: theta.unwrap_or(10_000.0),
             rotary_dim: (head_dim as f64 * rotary_share) as usize,
             layout: RopeLayout::Halves,
-            scaling: match scaling {
-                Some(scaling) => rope_scaling(&scaling, max_context)?,
-                None => RopeScaling::None,
-            },
+            scaling,
         },
         tied_embeddings: fields.bool_if_present("tie_word_embeddings")?,
         qkv_bias: family.qkv_bias == Bias::Always || attention_bias,
