@@ -34,13 +34,13 @@ impl ModelFiles {
         if let Some(tokenizer) = &files.tokenizer {
             tokenizer
                 .check_embedding_rows(files.config.vocab_size)
-                .map_err(|source| ModelError::Text { path: path.path().to_path_buf(), source })?;
+                .map_err(|source| in_file(path.path(), source))?;
         }
         Ok(files)
     }
 
     fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
-        let text = |source: TextError| ModelError::Text { path: path.to_path_buf(), source };
+        let text = |source| in_file(path, source);
         let gguf = Gguf::open(path)?;
         let config = from_gguf(&gguf)?;
         let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
@@ -56,7 +56,7 @@ impl ModelFiles {
     }
 
     fn open_folder(folder: &Path) -> Result<ModelFiles, ModelError> {
-        let text = |source: TextError| ModelError::Text { path: folder.to_path_buf(), source };
+        let text = |source| in_file(folder, source);
         let description = JsonFile::open(&folder.join("config.json"))?;
         let config = from_hugging_face(&description)?;
         let tensors = Safetensors::open_folder(folder)?;
@@ -107,6 +107,14 @@ impl ModelFiles {
             });
         };
         Ok(LoadedModel { model, tokenizer, chat_template: self.chat_template })
+    }
+}
+
+/// An error of the tokenizer, with the file it comes from.
+fn in_file(path: &Path, source: TextError) -> ModelError {
+    match source {
+        TextError::ModelFile(error) => error.into(),
+        source => ModelError::Text { path: path.to_path_buf(), source },
     }
 }
 

@@ -45,7 +45,9 @@ fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
         assert!(agree >= 0.98 && gap < 0.02, "{isa} against exact arithmetic: {agree} {gap}");
         let (agree, gap) = compare(&ours, &reference.llamacpp);
         println!("{isa}: llama.cpp: top-1 {agree:.3}, log-probability gap {gap:.4}");
-        assert!(agree >= 0.94 && gap < 0.1, "{isa} against llama.cpp: {agree} {gap}");
+        // As close as exact arithmetic is; the distance is llama.cpp's rounding of activations to 8 bits.
+        let floor = top_agreement(&reference.exact, &reference.llamacpp);
+        assert!(agree >= floor - 0.02 && gap < 0.1, "{isa} against llama.cpp: {agree} of {floor}, {gap}");
     }
 }
 
@@ -64,6 +66,11 @@ fn log_probabilities(model: &Model<CpuBackend>, tokens: &[u32]) -> Vec<Vec<f64>>
         row.iter().map(|&logit| f64::from(logit) - largest - total.ln()).collect()
     };
     logits.chunks(model.config().vocab_size).map(normalise).collect()
+}
+
+/// Share of positions in which two references have the same most likely token.
+fn top_agreement(a: &[Top], b: &[Top]) -> f64 {
+    a.iter().zip(b).filter(|(a, b)| a[0].0 == b[0].0).count() as f64 / a.len() as f64
 }
 
 /// Share of positions with the same most likely token, and mean difference of its log-probability.

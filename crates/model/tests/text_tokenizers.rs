@@ -294,7 +294,7 @@ fn folders_name_begin_and_end_tokens() {
     assert_eq!(tokenizer.end_ids(), [text, end, call], "ids the tokenizer does not have are left out");
     assert!(!tokenizer.adds_bos());
     std::fs::write(path.join("generation_config.json"), "{").expect("write");
-    assert!(matches!(Tokenizer::from_folder(path), Err(TextError::File { .. })));
+    assert!(matches!(Tokenizer::from_folder(path), Err(TextError::ModelFile(_))));
 }
 
 #[test]

@@ -14,6 +14,7 @@ use super::added::{AddedTokens, encode_error, id_lookup};
 use super::pieces::{PieceKind, PieceTable, Spelling};
 use super::tokenizer::{Encoder, Specials, Tokenizer, run_stages};
 use super::vocabulary::MAX_TOKENS;
+use crate::files::JsonFile;
 
 /// The largest tokenizers published are about 35 MB.
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
@@ -221,24 +222,17 @@ fn specials_of_folder(folder: &Path, inner: &tokenizers::Tokenizer) -> Result<Sp
     }
     specials.end.extend(specials.eos);
     for name in ["config.json", "generation_config.json"] {
-        let Some(config) = read_json(&folder.join(name))? else { continue };
-        match config.get("eos_token_id") {
-            Some(Value::Array(ids)) => specials.end.extend(ids.iter().filter_map(token_id_value)),
-            Some(value) => specials.end.extend(token_id_value(value)),
-            None => {}
-        }
+        let Some(config) = JsonFile::open_if_present(&folder.join(name))? else { continue };
+        let ids = |field| config.fields().token_ids_if_present(field).map(Option::unwrap_or_default);
+        specials.end.extend(ids("eos_token_id")?);
         if specials.bos.is_none() {
-            specials.bos = config.get("bos_token_id").and_then(token_id_value);
+            specials.bos = ids("bos_token_id")?.first().copied();
         }
     }
     specials.end.retain(|id| inner.id_to_token(*id).is_some());
     specials.bos = specials.bos.filter(|id| inner.id_to_token(*id).is_some());
     specials.eos = specials.eos.or(specials.end.first().copied());
     Ok(specials)
-}
-
-fn token_id_value(value: &Value) -> Option<u32> {
-    value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
 /// Reads a JSON file, or nothing where there is none.

@@ -335,7 +335,7 @@ fn the_vocabulary_must_fit_and_make_sense() {
     }
     refused!(
         llama().set("tokenizer.ggml.tokens", u32_value(3)),
-        ModelError::Text { source: TextError::ModelFile(FileError::WrongType { .. }), .. },
+        ModelError::File(FileError::WrongType { .. }),
         "`tokenizer.ggml.tokens`"
     );
     refused!(
