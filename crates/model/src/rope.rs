@@ -5,9 +5,20 @@
 
 use std::f64::consts::PI;
 
-use oscar_kernels::backend::Rope;
+use oscar_kernels::backend::{Rope, RopeLayout};
 
-use crate::config::RopeConfig;
+/// Rotary position embedding as a model describes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeConfig {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Channels of a head that rotate.
+    pub rotary_dim: usize,
+    /// Which channels form a pair.
+    pub layout: RopeLayout,
+    /// How the frequencies are changed for longer contexts.
+    pub scaling: RopeScaling,
+}
 
 /// How frequencies are changed for contexts longer than those of pre-training.
 #[derive(Clone, Debug, PartialEq)]
@@ -159,8 +170,6 @@ pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use oscar_kernels::backend::RopeLayout;
-
     use super::*;
 
     fn config(scaling: RopeScaling) -> RopeConfig {

@@ -187,7 +187,7 @@ fn without_a_client_the_error_gives_the_command() {
     let machine = Machine::new();
     let (error, fix) = machine.error("org/name");
     assert!(error.contains("no hub client"), "{error}");
-    assert!(fix.contains("`hf download org/name`"), "{fix}");
+    assert!(fix.contains("`hf download org/name --exclude 'original/*'`"), "{fix}");
     let error = machine.resolve("org/name", FetchPolicy::Never).expect_err("offline");
     assert!(error.to_string().contains("downloads are off"), "{error}");
 }
@@ -202,9 +202,9 @@ fn the_client_fetches_what_is_missing() {
     );
     let found = machine.resolve("org/name", FetchPolicy::Allow).expect("fetched");
     assert_eq!(found, ModelPath::Folder(machine.path("hub/models--org--name/snapshots/r1")));
-    assert_eq!(machine.starts(), "download org/name\n");
+    assert_eq!(machine.starts(), "download org/name --exclude original/*\n");
     machine.resolve("org/name", FetchPolicy::Allow).expect("cached");
-    assert_eq!(machine.starts(), "download org/name\n");
+    assert_eq!(machine.starts(), "download org/name --exclude original/*\n");
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use clap::Args;
 use oscar_codec::{PAGE_TOKENS, PageFormat};
-use oscar_model::config::RopeConfig;
 use oscar_model::files::Summary;
+use oscar_model::rope::RopeConfig;
 use oscar_model::rope::RopeScaling;
 use oscar_model::source::ModelPath;
 use oscar_model::{ModelConfig, ModelFiles};

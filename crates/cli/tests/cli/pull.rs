@@ -76,7 +76,7 @@ fn hub_ids_without_a_client_give_the_command() {
     let machine = Machine::new();
     machine
         .run(["pull", "org/name"])
-        .failure(1, &["org/name is not in the hub cache", "`hf download org/name`"]);
+        .failure(1, &["org/name is not in the hub cache", "`hf download org/name --exclude 'original/*'`"]);
     let outcome = machine.run(["inspect", "--offline", "org/name"]);
     outcome.failure(1, &["downloads are off", "hf download org/name"]);
 }

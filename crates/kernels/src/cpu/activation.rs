@@ -8,7 +8,7 @@
 /// Values that share a scale.
 pub const GROUP: usize = 32;
 
-/// Values per entry of [`QuantisedRows::sums`]; the smallest group of any weight format.
+/// Values per entry of [`QuantisedRow::sums`]; the smallest group of any weight format.
 pub const SUM_GROUP: usize = 16;
 
 /// Largest magnitude of the fixed-point number; keeps the high byte within ±127.
@@ -26,7 +26,7 @@ pub struct QuantisedRows {
 }
 
 impl QuantisedRows {
-    /// Resizes for `rows` rows of `cols` values; contents are unspecified until [`Self::parts_mut`] is filled.
+    /// Resizes for `rows` rows of `cols` values; contents are unspecified.
     pub fn reset(&mut self, rows: usize, cols: usize) {
         assert!(cols.is_multiple_of(GROUP), "{cols} columns are not whole groups of {GROUP}");
         (self.rows, self.cols) = (rows, cols);

@@ -1,10 +1,11 @@
 //! The shape of a model from GGUF metadata.
 
-use crate::config::{ModelConfig, RopeConfig};
+use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::families::{self, Bias};
-use crate::files::{Gguf, TensorSource};
-use crate::rope::{RopeScaling, yarn_magnitude};
+use crate::files::{FileError, Gguf, TensorSource};
+use crate::names::Naming;
+use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
 
 /// Reads the description of a model.
 pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
@@ -45,7 +46,16 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let trained_context = size("context_length")?;
     let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context)?;
     // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
-    let vocab_size = gguf.tensor("token_embd.weight")?.matrix()?.rows;
+    // Its shape is enough: a file of types that cannot be read can still be inspected.
+    let embedding = Naming::Gguf.embedding();
+    let missing = || FileError::MissingTensor { path: path(), tensor: embedding.to_owned() };
+    let vocab_size = match gguf.entries()[gguf.position(embedding).ok_or_else(missing)?].shape[..] {
+        [rows, _] => rows,
+        ref shape => {
+            let (tensor, shape) = (embedding.to_owned(), shape.to_vec());
+            return Err(FileError::WrongShape { path: path(), tensor, expected: "a matrix", shape }.into());
+        }
+    };
 
     let config = ModelConfig {
         family: family.name,

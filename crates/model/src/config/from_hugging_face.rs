@@ -5,11 +5,11 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use crate::config::{ModelConfig, RopeConfig};
+use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::families::{self, Bias};
 use crate::files::{Fields, JsonFile};
-use crate::rope::RopeScaling;
+use crate::rope::{RopeConfig, RopeScaling};
 
 /// Reads the description of a model.
 pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {

@@ -7,9 +7,8 @@ pub use from_gguf::from_gguf;
 pub use from_hugging_face::from_hugging_face;
 
 use oscar_codec::KvGeometry;
-use oscar_kernels::backend::RopeLayout;
 
-use crate::rope::RopeScaling;
+use crate::rope::RopeConfig;
 
 /// Hyper-parameters of a decoder-only transformer.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,19 +45,6 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Query and key heads are normed.
     pub head_norms: bool,
-}
-
-/// Rotary position embedding as a model describes it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RopeConfig {
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// Channels of a head that rotate.
-    pub rotary_dim: usize,
-    /// Which channels form a pair.
-    pub layout: RopeLayout,
-    /// How the frequencies are changed for longer contexts.
-    pub scaling: RopeScaling,
 }
 
 impl ModelConfig {

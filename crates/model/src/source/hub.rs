@@ -62,17 +62,17 @@ impl HubId {
             Some(part) => arguments.extend(["--include".to_owned(), pattern(part)]),
             // All files of such a repository are the same model many times over.
             None if holds_gguf => arguments.extend(["--include".to_owned(), pattern(USUAL_QUANTISATION)]),
-            None => {}
+            // Llama repositories hold the weights a second time in their maker's own form.
+            None => arguments.extend(["--exclude".to_owned(), "original/*".to_owned()]),
         }
         arguments
     }
 
     /// The command a user would type.
     fn client_command(&self) -> String {
-        let quoted = self
-            .client_arguments()
-            .into_iter()
-            .map(|argument| if argument.contains(['*', '[']) { format!("'{argument}'") } else { argument });
+        let quoted = self.client_arguments().into_iter().map(|argument| {
+            if argument.contains(['*', '[', ' ']) { format!("'{argument}'") } else { argument }
+        });
         format!("hf {}", quoted.collect::<Vec<_>>().join(" "))
     }
 }
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn the_client_fetches_one_file_of_many() {
         let command = |text| HubId::parse(text).expect("hub id").client_command();
-        assert_eq!(command("a/b"), "hf download a/b");
+        assert_eq!(command("a/b"), "hf download a/b --exclude 'original/*'");
         assert_eq!(command("a/b-GGUF:x-Q8_0.gguf"), "hf download a/b-GGUF x-Q8_0.gguf");
         assert_eq!(command("a/b-GGUF:q8_0"), "hf download a/b-GGUF --include '*[qQ]8_0*.gguf'");
         assert_eq!(command("a/b-GGUF"), "hf download a/b-GGUF --include '*[qQ]4_[kK]_[mM]*.gguf'");

@@ -87,7 +87,7 @@ fn on_disk(path: &Path) -> Result<Option<ModelPath>, SourceError> {
         return if path.join("config.json").is_file() {
             Ok(Some(ModelPath::Folder(path.to_owned())))
         } else {
-            Err(not_a_model("the folder has no config.json".to_owned()))
+            Err(not_a_model("the folder has no config.json; for a GGUF model name the .gguf file".to_owned()))
         };
     }
     if !metadata.is_file() {
