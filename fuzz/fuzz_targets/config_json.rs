@@ -14,7 +14,6 @@ fn read_all(fields: &Fields<'_>) {
         let _ = fields.bool_if_present(name);
         let _ = fields.str(name);
         let _ = fields.strings_if_present(name);
-        let _ = fields.floats_if_present(name);
         let _ = fields.token_ids_if_present(name);
         if let Ok(Some(nested)) = fields.fields_if_present(name) {
             read_all(&nested);

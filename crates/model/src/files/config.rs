@@ -129,13 +129,6 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A list of numbers.
-    pub fn floats_if_present(&self, name: &str) -> Result<Option<Vec<f64>>, FileError> {
-        self.optional(name, "a list of numbers", |value| {
-            value.as_array()?.iter().map(Value::as_f64).collect()
-        })
-    }
-
     /// The fields of a nested object; errors about them show the whole path (`rope_scaling.factor`).
     pub fn fields_if_present(&self, name: &str) -> Result<Option<Fields<'a>>, FileError> {
         let object = self.optional(name, "an object", Value::as_object)?;
@@ -241,7 +234,6 @@ mod tests {
         assert_eq!(fields.strings_if_present("architectures").unwrap(), Some(vec!["A", "B"]));
         assert_eq!(fields.token_ids_if_present("eos_token_id").unwrap(), Some(vec![1, 2]));
         assert_eq!(fields.token_ids_if_present("bos_token_id").unwrap(), Some(vec![0]));
-        assert_eq!(fields.floats_if_present("factors").unwrap(), Some(vec![1.0, 2.5]));
         assert!(!fields.contains("nothing"));
         assert_eq!(fields.float_if_present("absent").unwrap(), None);
         let nested = fields.fields_if_present("rope_scaling").unwrap().unwrap();

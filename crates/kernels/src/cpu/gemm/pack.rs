@@ -31,7 +31,8 @@ pub struct PackedActivations {
 
 impl PackedActivations {
     /// Packs a row-major matrix; the threads of `pool` share the work.
-    pub fn pack(&mut self, isa: Isa, pool: &Pool, x: &[f32], rows: usize, cols: usize) {
+    #[cfg(test)]
+    pub(super) fn pack(&mut self, isa: Isa, pool: &Pool, x: &[f32], rows: usize, cols: usize) {
         assert_eq!(x.len(), rows * cols, "{rows} rows of {cols} activations");
         self.pack_with(isa, pool, rows, cols, |row, out| out.copy_from_slice(&x[row * cols..][..cols]));
     }
