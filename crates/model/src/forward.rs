@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_kernels::backend::{Batch, CacheSpec, Rope};
+use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope};
 use oscar_kernels::{Backend, KernelError};
 
 use crate::config::ModelConfig;
@@ -25,6 +25,42 @@ pub struct Activations<B: Backend> {
     logits: B::Buffer,
     max_rows: usize,
     max_logit_rows: usize,
+}
+
+/// What happens between the projections of a layer and its output projection.
+///
+/// The ordinary way is [`Paged`]; measurements put themselves in its place, because they look at queries, keys and
+/// values on their way or change what is read back.
+pub trait LayerAttention<B: Backend> {
+    /// Takes the projected rows `qkv` (`[queries | keys | values]`, before norms and rotary embedding) to the
+    /// attention output, `q_heads * head_dim` columns of `out`.
+    fn attend(
+        &mut self,
+        backend: &B,
+        step: &B::Step,
+        spec: &AttentionSpec<B>,
+        layer: usize,
+        qkv: &mut B::Buffer,
+        out: &mut B::Buffer,
+    ) -> Result<(), KernelError>;
+}
+
+/// Attention over the pages of a cache.
+pub struct Paged<'a, B: Backend>(pub &'a mut B::Cache);
+
+impl<B: Backend> LayerAttention<B> for Paged<'_, B> {
+    fn attend(
+        &mut self,
+        backend: &B,
+        step: &B::Step,
+        spec: &AttentionSpec<B>,
+        layer: usize,
+        qkv: &mut B::Buffer,
+        out: &mut B::Buffer,
+    ) -> Result<(), KernelError> {
+        backend.rope_store(step, spec, layer, qkv, self.0)?;
+        backend.attend(step, spec, layer, qkv, self.0, out)
+    }
 }
 
 impl<B: Backend> Model<B> {
@@ -73,10 +109,15 @@ impl<B: Backend> Model<B> {
         cache: &mut B::Cache,
         activations: &mut Activations<B>,
     ) -> Result<(), KernelError> {
-        let step = self.backend.begin_step(batch, &self.rope, cache)?;
+        let step = self.begin_step(batch, cache)?;
         self.embed(batch, &step, activations)?;
-        self.run_layers(0..self.config.layers, &step, cache, activations)?;
+        self.run_layers(0..self.config.layers, &step, &mut Paged(cache), activations)?;
         self.logits(logit_rows, activations)
+    }
+
+    /// Checks a batch against a cache and prepares its tables.
+    pub fn begin_step(&self, batch: &Batch<'_>, cache: &B::Cache) -> Result<B::Step, KernelError> {
+        self.backend.begin_step(batch, &self.rope, cache)
     }
 
     /// Fills the hidden states from the token embedding.
@@ -98,7 +139,7 @@ impl<B: Backend> Model<B> {
         &self,
         layers: Range<usize>,
         step: &B::Step,
-        cache: &mut B::Cache,
+        attention: &mut dyn LayerAttention<B>,
         activations: &mut Activations<B>,
     ) -> Result<(), KernelError> {
         let Activations { hidden, qkv, attended, .. } = activations;
@@ -106,8 +147,7 @@ impl<B: Backend> Model<B> {
             let layer = &self.weights.layers[index];
             let [q, k, v] = &layer.qkv;
             self.backend.norm_linear(step, hidden, &layer.norm, &[q, k, v], qkv)?;
-            self.backend.rope_store(step, &layer.attention, index, qkv, cache)?;
-            self.backend.attend(step, &layer.attention, index, qkv, cache, attended)?;
+            attention.attend(&self.backend, step, &layer.attention, index, qkv, attended)?;
             self.backend.linear_add(step, attended, &layer.output, hidden)?;
             self.backend.gated_mlp(step, &layer.mlp, hidden)?;
         }
@@ -130,6 +170,16 @@ impl<B: Backend> Activations<B> {
     /// Logits of the last step, in the order they were asked for.
     pub fn logits(&self) -> &B::Buffer {
         &self.logits
+    }
+
+    /// Hidden states of the last step, one row per token.
+    pub fn hidden(&self) -> &B::Buffer {
+        &self.hidden
+    }
+
+    /// The same, to be changed: work that was interrupted is taken up again from stored states.
+    pub fn hidden_mut(&mut self) -> &mut B::Buffer {
+        &mut self.hidden
     }
 
     /// Tokens a step may have.

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::attention::{self, AttentionScratch, SoftmaxState};
+use super::attention::{self, AttentionScratch, SoftmaxState, Span};
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::pool::Pool;
@@ -66,8 +66,26 @@ struct Item {
 #[derive(Default)]
 pub(super) struct AttendScratch {
     queries: Vec<f32>,
-    limits: Vec<usize>,
+    spans: Vec<Span>,
     kernel: AttentionScratch,
+}
+
+/// What the rows of a step read.
+pub(super) struct Tiers<'a> {
+    /// Holds every position.
+    pub(super) exact: &'a Cache,
+    /// Layer of `exact`.
+    pub(super) layer: usize,
+    /// What is read instead for early positions, if anything.
+    pub(super) history: Option<History<'a>>,
+}
+
+/// Stand-ins for the early positions of a sequence; see [`super::CpuBackend::attend_with_history`].
+pub(super) struct History<'a> {
+    pub(super) cache: &'a Cache,
+    pub(super) layer: usize,
+    /// Positions below `ends(position of the query)` are read from the history.
+    pub(super) ends: &'a (dyn Fn(usize) -> usize + Sync),
 }
 
 /// Attends all rows of a step; `out` has `q_heads * head_dim` columns.
@@ -77,9 +95,8 @@ pub(super) fn attend(
     workers: &[Mutex<AttendScratch>],
     step: &Step,
     heads: Heads,
-    layer: usize,
+    tiers: &Tiers<'_>,
     qkv: &[f32],
-    cache: &Cache,
     out: &mut [f32],
 ) {
     let (blocks, items) = plan(step, heads, pool.threads() * ITEMS_PER_THREAD);
@@ -90,17 +107,30 @@ pub(super) fn attend(
         let item = &items[index];
         let block = &blocks[item.block];
         let mut scratch = workers[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let AttendScratch { queries, limits, kernel } = &mut *scratch;
-        gather_queries(block, heads, qkv, queries, limits);
-        let pages: Vec<&[u16]> = item
-            .pages
-            .clone()
-            .map(|page| cache.page(layer, block.sequence.pages[page], block.head))
-            .collect();
+        let AttendScratch { queries, spans, kernel } = &mut *scratch;
+        gather_queries(block, heads, qkv, queries, spans);
         let mut state = states[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.reset(limits.len(), heads.head_dim);
+        state.reset(spans.len(), heads.head_dim);
         let (first, d) = (item.pages.start, heads.head_dim);
-        attention::attend(isa, queries, heads.scale, limits, first, &pages, d, kernel, &mut state);
+        let mut read = |cache: &Cache, layer: usize, spans: &[Span]| {
+            let pages: Vec<&[u16]> = item
+                .pages
+                .clone()
+                .map(|page| cache.page(layer, block.sequence.pages[page], block.head))
+                .collect();
+            attention::attend(isa, queries, heads.scale, spans, first, &pages, d, kernel, &mut state);
+        };
+        if let Some(history) = &tiers.history {
+            let early: Vec<Span> = spans
+                .iter_mut()
+                .map(|span| {
+                    span.from = (history.ends)(span.to - 1).min(span.to);
+                    Span::up_to(span.from)
+                })
+                .collect();
+            read(history.cache, history.layer, &early);
+        }
+        read(tiers.exact, tiers.layer, spans);
         if whole {
             write_block(block, heads, &state, &target);
         }
@@ -143,21 +173,21 @@ fn plan(step: &Step, heads: Heads, wanted: usize) -> (Vec<Block<'_>>, Vec<Item>)
     (blocks, items)
 }
 
-/// Collects the query rows of a block, token by token, and how many positions each may see.
+/// Collects the query rows of a block, token by token, and what each may see.
 fn gather_queries(
     block: &Block<'_>,
     heads: Heads,
     qkv: &[f32],
     queries: &mut Vec<f32>,
-    limits: &mut Vec<usize>,
+    spans: &mut Vec<Span>,
 ) {
     queries.clear();
-    limits.clear();
+    spans.clear();
     let width = heads.group() * heads.head_dim;
     for token in block.tokens.clone() {
         let row = &qkv[(block.sequence.first_row + token) * heads.qkv_cols()..];
         queries.extend_from_slice(&row[block.head * width..(block.head + 1) * width]);
-        limits.extend(std::iter::repeat_n(block.sequence.start + token + 1, heads.group()));
+        spans.extend(std::iter::repeat_n(Span::up_to(block.sequence.start + token + 1), heads.group()));
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::attend::{self, AttendScratch, Heads};
+use super::attend::{self, AttendScratch, Heads, History, Tiers};
 use super::attention;
 use super::dot::Dot;
 use super::elementwise::{rms_norm, rms_norm_in_place, rotate, silu_multiply};
@@ -68,6 +68,50 @@ impl CpuBackend {
     /// Threads in use.
     pub fn threads(&self) -> usize {
         self.pool.threads()
+    }
+
+    /// [`Backend::attend`] with stand-ins for early positions: the query at position `p` reads positions below
+    /// `ends(p)` from `history` (layer `history_layer`) and the others, up to itself, from `exact` (layer `layer`).
+    ///
+    /// Both caches use the page slots of the step. This is how the effect of a codec is measured: `history` holds
+    /// what the codec gives back.
+    pub fn attend_with_history(
+        &self,
+        step: &Step,
+        spec: &AttentionSpec<CpuBackend>,
+        qkv: &Matrix,
+        (exact, layer): (&Cache, usize),
+        (history, history_layer): (&Cache, usize),
+        ends: &(dyn Fn(usize) -> usize + Sync),
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        expect("page slots of the history", exact.spec().slots, history.spec().slots)?;
+        expect("KV heads of the history", spec.kv_heads, history.spec().geometry.kv_heads)?;
+        expect("head dimension of the history", spec.head_dim, history.spec().geometry.head_dim)?;
+        let history = History { cache: history, layer: history_layer, ends };
+        self.attend_tiers(step, spec, qkv, &Tiers { exact, layer, history: Some(history) }, out)
+    }
+
+    fn attend_tiers(
+        &self,
+        step: &Step,
+        spec: &AttentionSpec<CpuBackend>,
+        qkv: &Matrix,
+        tiers: &Tiers<'_>,
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
+        expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols())?;
+        let heads = Heads {
+            q_heads: spec.q_heads,
+            kv_heads: spec.kv_heads,
+            head_dim: spec.head_dim,
+            scale: spec.scale,
+        };
+        let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
+        let out = out.first_rows_mut("attention rows", step.rows())?;
+        attend::attend(self.isa, &self.pool, &self.attenders, step, heads, tiers, qkv, out);
+        Ok(())
     }
 
     fn workspace(&self) -> MutexGuard<'_, Workspace> {
@@ -243,18 +287,7 @@ impl Backend for CpuBackend {
         cache: &Cache,
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
-        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
-        expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols())?;
-        let heads = Heads {
-            q_heads: spec.q_heads,
-            kv_heads: spec.kv_heads,
-            head_dim: spec.head_dim,
-            scale: spec.scale,
-        };
-        let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
-        let out = out.first_rows_mut("attention rows", step.rows())?;
-        attend::attend(self.isa, &self.pool, &self.attenders, step, heads, layer, qkv, cache, out);
-        Ok(())
+        self.attend_tiers(step, spec, qkv, &Tiers { exact: cache, layer, history: None }, out)
     }
 
     fn linear_add(

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, PageFormat};
 
+use super::attention;
 use super::memory::{AlignedBuffer, DisjointSlice};
 use crate::backend::{Batch, CacheSpec, KernelError, Rope, RopeLayout, StoredMatrix};
 use crate::dtype::DType;
@@ -82,15 +83,13 @@ impl Matrix {
         self.rows
     }
 
-    pub(super) fn first_rows(&self, what: &'static str, rows: usize) -> Result<&[f32], KernelError> {
+    /// The values of the first `rows` rows; `what` names them in the error if there are fewer.
+    pub fn first_rows(&self, what: &'static str, rows: usize) -> Result<&[f32], KernelError> {
         self.values.get(..rows * self.cols).ok_or(KernelError::Shape { what, expected: rows, got: self.rows })
     }
 
-    pub(super) fn first_rows_mut(
-        &mut self,
-        what: &'static str,
-        rows: usize,
-    ) -> Result<&mut [f32], KernelError> {
+    /// [`Self::first_rows`], to be written.
+    pub fn first_rows_mut(&mut self, what: &'static str, rows: usize) -> Result<&mut [f32], KernelError> {
         let got = self.rows;
         self.values.get_mut(..rows * self.cols).ok_or(KernelError::Shape { what, expected: rows, got })
     }
@@ -128,6 +127,46 @@ impl Cache {
     /// Size and format.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
+    }
+
+    /// Reads the keys and values of consecutive positions of one head; rows of `head_dim` values.
+    ///
+    /// `pages[p]` is the slot of positions `[64p, 64p + 64)`, as in a batch.
+    pub fn read_rows(
+        &self,
+        layer: usize,
+        head: usize,
+        pages: &[u32],
+        positions: Range<usize>,
+        keys: &mut [f32],
+        values: &mut [f32],
+    ) {
+        let d = self.spec.geometry.head_dim;
+        let rows = keys.chunks_exact_mut(d).zip(values.chunks_exact_mut(d));
+        assert!(rows.len() == positions.len(), "room for {} of {} rows", rows.len(), positions.len());
+        for (position, (key, value)) in positions.zip(rows) {
+            let page = self.page(layer, pages[position / PAGE_TOKENS], head);
+            attention::read_token(page, d, position % PAGE_TOKENS, key, value);
+        }
+    }
+
+    /// Writes the keys and values of consecutive positions of one head, rounded to bf16.
+    pub fn write_rows(
+        &mut self,
+        layer: usize,
+        head: usize,
+        pages: &[u32],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) {
+        let d = self.spec.geometry.head_dim;
+        assert_eq!(keys.len(), values.len(), "as many keys as values");
+        for (index, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
+            let position = first + index;
+            let range = self.range(layer, pages[position / PAGE_TOKENS], head);
+            attention::write_token(&mut self.elements[range], d, position % PAGE_TOKENS, key, value);
+        }
     }
 
     fn range(&self, layer: usize, slot: u32, head: usize) -> Range<usize> {

@@ -13,7 +13,7 @@ use oscar_codec::PAGE_TOKENS;
 use super::avx512::exp2;
 use super::page::split;
 use super::state::SoftmaxState;
-use super::{AttentionScratch, Work, visible, written_values};
+use super::{AttentionScratch, Span, Work, written_values};
 use crate::cpu::gemm::avx512::transpose;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
@@ -51,8 +51,8 @@ macro_rules! combine {
 }
 /// Attends all rows to all pages. AMX must be available, which [`super::attend`] has checked.
 pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
-    let Work { q, limits, d, .. } = *work;
-    let rows = limits.len();
+    let Work { q, spans, d, .. } = *work;
+    let rows = spans.len();
     let groups = rows.div_ceil(TILE_ROWS);
     let steps = d.div_ceil(STEP);
     let group_words = steps * QUERY_PARTS * TILE_WORDS;
@@ -73,29 +73,28 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
     let tile_rows = rows.min(TILE_ROWS);
     // SAFETY: AMX is available; nothing else uses tiles until the end of this function.
     let unit = unsafe { Unit::new(tile_rows) };
-    let most = limits.iter().copied().max().unwrap_or(0);
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         // A page is in the cache after its first group, which fetches the next one as it goes.
         let (next_keys, next_values) = pages.peek().map_or((keys, values), |(page, _)| split(page, d));
         let tail = padded_tail(keys, d, &mut scratch.keys);
-        let written = written_values(values, d, visible(most, start), &mut scratch.values);
+        let written = written_values(values, d, work.written(start), &mut scratch.values);
         for group in 0..groups {
             let first = group * TILE_ROWS;
             let count = TILE_ROWS.min(rows - first);
-            let limits = &limits[first..first + count];
-            let seen = limits.iter().map(|&limit| visible(limit, start)).max().unwrap_or(0);
-            if seen == 0 {
+            let spans = &spans[first..first + count];
+            let seen = spans.iter().map(|span| span.in_page(start)).filter(|seen| !seen.is_empty());
+            let Some(seen) = seen.map(|seen| seen.end).max() else {
                 continue;
-            }
+            };
             let (next_keys, next_values) = if group == 0 { (next_keys, next_values) } else { (keys, values) };
             unit.logits(&query_tiles[group * group_words..][..group_words], keys, tail, d, next_keys, scores);
             let padded = first..first + TILE_ROWS;
             let sums = &mut state.values[padded.start * d..padded.end * d];
             let rows = Rows {
                 scores,
-                limits,
+                spans,
                 start,
                 max: &mut state.max[padded.clone()],
                 sum: &mut state.sum[padded],
@@ -111,8 +110,8 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
 struct Rows<'a> {
     /// `[16][64]` logits.
     scores: &'a [f32],
-    /// Limits of up to 16 rows and the position of the page's first token.
-    limits: &'a [usize],
+    /// What up to 16 rows see, and the position of the page's first token.
+    spans: &'a [Span],
     start: usize,
     max: &'a mut [f32],
     sum: &'a mut [f32],
@@ -124,15 +123,14 @@ impl Rows<'_> {
     /// As [`super::avx512::softmax`], but what happens once per row happens for all 16 rows in one register.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
     fn softmax(self, values: &mut [f32], d: usize, tiles: &mut [u32]) {
-        let Rows { scores, limits, start, max, sum } = self;
-        assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && limits.len() <= TILE_ROWS);
+        let Rows { scores, spans, start, max, sum } = self;
+        assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && spans.len() <= TILE_ROWS);
         assert!(max.len() == TILE_ROWS && sum.len() == TILE_ROWS && values.len() == TILE_ROWS * d);
         assert!(tiles.len() >= 2 * WEIGHT_PARTS * TILE_WORDS);
         let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut masks = [0u64; TILE_ROWS];
-        for (mask, &limit) in masks.iter_mut().zip(limits) {
-            let hidden = PAGE_TOKENS - visible(limit, start);
-            *mask = u64::MAX.checked_shr(hidden as u32).unwrap_or(0);
+        for (mask, span) in masks.iter_mut().zip(spans) {
+            *mask = span.page_mask(start);
         }
         let load = |row: usize, register: usize| {
             let mask = (masks[row] >> (16 * register)) as u16;
@@ -143,7 +141,7 @@ impl Rows<'_> {
         };
 
         let mut largest = [nothing; 16];
-        for row in 0..limits.len() {
+        for row in 0..spans.len() {
             let (low, high) =
                 (_mm512_max_ps(load(row, 0), load(row, 1)), _mm512_max_ps(load(row, 2), load(row, 3)));
             largest[row] = _mm512_max_ps(low, high);
@@ -161,7 +159,7 @@ impl Rows<'_> {
         unsafe { _mm512_storeu_ps(shift.as_mut_ptr(), _mm512_mask_mov_ps(new, empty, _mm512_setzero_ps())) };
 
         let mut totals = [_mm512_setzero_ps(); 16];
-        for row in 0..limits.len() {
+        for row in 0..spans.len() {
             let shift = _mm512_set1_ps(shift[row]);
             for step in 0..2 {
                 let mut first = exp2(_mm512_sub_ps(load(row, 2 * step), shift));
@@ -188,7 +186,7 @@ impl Rows<'_> {
         let mut factors = [0.0; 16];
         // SAFETY: 16 elements.
         unsafe { _mm512_storeu_ps(factors.as_mut_ptr(), shrink) };
-        for row in (0..limits.len()).filter(|row| changed & (1 << row) != 0) {
+        for row in (0..spans.len()).filter(|row| changed & (1 << row) != 0) {
             let factor = _mm512_set1_ps(factors[row]);
             for chunk in values[row * d..(row + 1) * d].chunks_exact_mut(16) {
                 // SAFETY: the chunk has 16 elements.

@@ -5,7 +5,6 @@ use std::arch::x86_64::*;
 use oscar_codec::PAGE_TOKENS;
 
 use super::floats::SoftmaxRows;
-use super::visible;
 
 /// Lanes of a register.
 const LANES: usize = 8;
@@ -113,11 +112,13 @@ fn reduce(register: __m256, combine: impl Fn(f32, f32) -> f32) -> f32 {
 /// As [`super::avx512::softmax`].
 #[target_feature(enable = "avx2,fma")]
 pub(super) fn softmax(rows: SoftmaxRows<'_>) {
-    let SoftmaxRows { scores, limits, start, max, sum, values, d } = rows;
-    for (row, &limit) in limits.iter().enumerate() {
+    let SoftmaxRows { scores, spans, start, max, sum, values, d } = rows;
+    for (row, span) in spans.iter().enumerate() {
         let scores = &mut scores[row * PAGE_TOKENS..][..PAGE_TOKENS];
         let values = &mut values[row * d..][..d];
-        scores[visible(limit, start)..].fill(f32::NEG_INFINITY);
+        let seen = span.in_page(start);
+        scores[..seen.start].fill(f32::NEG_INFINITY);
+        scores[seen.end..].fill(f32::NEG_INFINITY);
         let mut largest = _mm256_set1_ps(f32::NEG_INFINITY);
         for chunk in scores.chunks_exact(LANES) {
             // SAFETY: the chunk has 8 elements.

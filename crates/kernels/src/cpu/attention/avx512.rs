@@ -5,7 +5,6 @@ use std::arch::x86_64::*;
 use oscar_codec::PAGE_TOKENS;
 
 use super::floats::SoftmaxRows;
-use super::visible;
 
 /// Lanes of a register.
 const LANES: usize = 16;
@@ -141,29 +140,22 @@ pub(super) fn exp2(x: __m512) -> __m512 {
 /// scaled to it.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn softmax(rows: SoftmaxRows<'_>) {
-    let SoftmaxRows { scores, limits, start, max, sum, values, d } = rows;
-    for (row, &limit) in limits.iter().enumerate() {
+    let SoftmaxRows { scores, spans, start, max, sum, values, d } = rows;
+    for (row, span) in spans.iter().enumerate() {
         let scores: &mut [f32; PAGE_TOKENS] =
-            scores[row * PAGE_TOKENS..].first_chunk_mut().expect("a row of scores per limit");
-        softmax_row(scores, visible(limit, start), &mut max[row], &mut sum[row], &mut values[row * d..][..d]);
+            scores[row * PAGE_TOKENS..].first_chunk_mut().expect("a row of scores per span");
+        softmax_row(scores, span.page_mask(start), &mut max[row], &mut sum[row], &mut values[row * d..][..d]);
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-fn softmax_row(
-    scores: &mut [f32; PAGE_TOKENS],
-    visible: usize,
-    max: &mut f32,
-    sum: &mut f32,
-    values: &mut [f32],
-) {
+fn softmax_row(scores: &mut [f32; PAGE_TOKENS], seen: u64, max: &mut f32, sum: &mut f32, values: &mut [f32]) {
     let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
     let mut logits = [nothing; 4];
     let mut largest = nothing;
     for (j, logits) in logits.iter_mut().enumerate() {
-        let seen = visible.saturating_sub(j * LANES).min(LANES);
-        let mask = ((1u32 << seen) - 1) as u16;
+        let mask = (seen >> (j * LANES)) as u16;
         // SAFETY: four registers cover the 64 scores.
         *logits = unsafe { _mm512_mask_loadu_ps(nothing, mask, scores.as_ptr().add(j * LANES)) };
         largest = _mm512_max_ps(largest, *logits);

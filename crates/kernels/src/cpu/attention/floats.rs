@@ -7,14 +7,14 @@ use oscar_codec::PAGE_TOKENS;
 
 use super::page::split;
 use super::state::SoftmaxState;
-use super::{AttentionScratch, Work, visible, written_values};
+use super::{AttentionScratch, Span, Work, written_values};
 
 /// The rows of one group inside a softmax step.
 pub(super) struct SoftmaxRows<'a> {
     /// `[rows][64]` logits; weights afterwards.
     pub(super) scores: &'a mut [f32],
-    /// Limits of the rows and the position of the page's first token.
-    pub(super) limits: &'a [usize],
+    /// What the rows see, and the position of the page's first token.
+    pub(super) spans: &'a [Span],
     pub(super) start: usize,
     pub(super) max: &'a mut [f32],
     pub(super) sum: &'a mut [f32],
@@ -56,23 +56,22 @@ pub(super) static NEON: Path = Path { rows: 4, product: super::neon::product, so
 
 /// Attends all rows to all pages. The path must be available, which [`super::attend`] has checked.
 pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
-    let Work { q, limits, d, .. } = *work;
-    let rows = limits.len();
+    let Work { q, spans, d, .. } = *work;
+    let rows = spans.len();
     // Equal groups: seven rows are four and three, not six and one.
     let group = rows.div_ceil(rows.div_ceil(path.rows));
-    let most = limits.iter().copied().max().unwrap_or(0);
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         let (next_keys, next_values) = pages.peek().map_or((&[][..], &[][..]), |(page, _)| split(page, d));
-        let values = written_values(values, d, visible(most, start), &mut scratch.values);
+        let values = written_values(values, d, work.written(start), &mut scratch.values);
         for first in (0..rows).step_by(group) {
             let count = group.min(rows - first);
-            let limits = &limits[first..first + count];
-            let seen = limits.iter().map(|&limit| visible(limit, start)).max().unwrap_or(0);
-            if seen == 0 {
+            let spans = &spans[first..first + count];
+            let seen = spans.iter().map(|span| span.in_page(start)).filter(|seen| !seen.is_empty());
+            let Some(seen) = seen.map(|seen| seen.end).max() else {
                 continue;
-            }
+            };
             // The first group fetches the next page while it computes.
             let (next_keys, next_values) =
                 if first == 0 { (next_keys, next_values) } else { (&[][..], &[][..]) };
@@ -84,7 +83,7 @@ pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratc
                 (path.product)(&q[channels.clone()], d, count, keys, d / 2, PAGE_TOKENS, scores, next_keys);
                 (path.softmax)(SoftmaxRows {
                     scores,
-                    limits,
+                    spans,
                     start,
                     max: &mut state.max[first..first + count],
                     sum: &mut state.sum[first..first + count],

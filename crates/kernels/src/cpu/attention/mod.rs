@@ -31,6 +31,8 @@ mod tests;
 pub use page::{page_elements, read_token, write_token};
 pub use state::SoftmaxState;
 
+use std::ops::Range;
+
 use oscar_codec::PAGE_TOKENS;
 
 use super::gemm::aligned::AlignedScratch;
@@ -44,6 +46,36 @@ const EXP2: [f32; 7] =
 /// Rows from which tiles beat vectors: below, most of a tile is empty.
 #[cfg(target_arch = "x86_64")]
 const TILES_FROM: usize = 5;
+
+/// The positions a query row sees, `from..to`, counted from the start of the sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// First position.
+    pub from: usize,
+    /// One past the last.
+    pub to: usize,
+}
+
+impl Span {
+    /// The first `to` positions.
+    pub fn up_to(to: usize) -> Span {
+        Span { from: 0, to }
+    }
+
+    /// The tokens of the page starting at position `start` that are seen, as a range inside the page.
+    fn in_page(self, start: usize) -> Range<usize> {
+        let inside = |position: usize| position.saturating_sub(start).min(PAGE_TOKENS);
+        inside(self.from)..inside(self.to)
+    }
+
+    /// [`Self::in_page`] as one bit per token.
+    #[cfg(target_arch = "x86_64")]
+    fn page_mask(self, start: usize) -> u64 {
+        let first = |count: usize| u64::MAX.checked_shr((PAGE_TOKENS - count) as u32).unwrap_or(0);
+        let Range { start: from, end: to } = self.in_page(start);
+        first(to) & !first(from)
+    }
+}
 
 /// Memory of one thread for [`attend`]; keeps its allocation between calls.
 #[derive(Default)]
@@ -67,10 +99,10 @@ pub struct AttentionScratch {
 
 /// Adds the tokens of `pages` to the softmax of each row.
 ///
-/// * `q`: `limits.len()` rows of `d` channels, not scaled; logits are `scale · q · k`.
-/// * `limits[row]`: number of tokens the row sees, counted from position 0 of the sequence.
+/// * `q`: `spans.len()` rows of `d` channels, not scaled; logits are `scale · q · k`.
+/// * `spans[row]`: the positions of the sequence the row sees.
 /// * `pages`: pages `first_page..` of the sequence for one layer and KV head, [`page_elements`] each. Only tokens
-///   below the largest limit need to have been written.
+///   below the largest end of a span need to have been written.
 /// * `state`: [`SoftmaxState::reset`] for these rows, or what earlier pages left.
 ///
 /// `d` is a multiple of 2; multiples of 16 from 32 to 256 have fast paths.
@@ -78,7 +110,7 @@ pub fn attend(
     isa: Isa,
     q: &[f32],
     scale: f32,
-    limits: &[usize],
+    spans: &[Span],
     first_page: usize,
     pages: &[&[u16]],
     d: usize,
@@ -86,11 +118,11 @@ pub fn attend(
     state: &mut SoftmaxState,
 ) {
     assert!(d.is_multiple_of(2), "a head of {d} channels");
-    assert_eq!(q.len(), limits.len() * d, "queries of {} rows of {d} channels", limits.len());
-    assert!(state.rows() == limits.len() && state.head_dim() == d, "a state for other rows");
+    assert_eq!(q.len(), spans.len() * d, "queries of {} rows of {d} channels", spans.len());
+    assert!(state.rows() == spans.len() && state.head_dim() == d, "a state for other rows");
     assert!(pages.iter().all(|page| page.len() == page_elements(d)), "pages of another head dimension");
     assert!(isa.is_available(), "{isa} kernels on a machine without them");
-    if limits.is_empty() || d == 0 {
+    if spans.is_empty() || d == 0 {
         return;
     }
 
@@ -98,11 +130,11 @@ pub fn attend(
     let mut queries = std::mem::take(&mut scratch.queries);
     let scaled = queries.at_least::<f32>(q.len());
     scaled.iter_mut().zip(q).for_each(|(scaled, q)| *scaled = q * scale);
-    let work = Work { q: scaled, limits, first_page, pages, d };
+    let work = Work { q: scaled, spans, first_page, pages, d };
     let fast = d.is_multiple_of(16) && (32..=256).contains(&d);
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx if fast && limits.len() >= TILES_FROM => amx::attend(&work, scratch, state),
+        Isa::Amx if fast && spans.len() >= TILES_FROM => amx::attend(&work, scratch, state),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx if fast => floats::attend(&floats::AVX512, &work, scratch, state),
         #[cfg(target_arch = "x86_64")]
@@ -111,9 +143,8 @@ pub fn attend(
         Isa::Neon if fast => floats::attend(&floats::NEON, &work, scratch, state),
         _ => {
             for (page, start) in work.visible_pages() {
-                for (row, &limit) in limits.iter().enumerate() {
-                    let visible = visible(limit, start);
-                    scalar::attend_row(&work.q[row * d..][..d], page, visible, row, state);
+                for (row, span) in spans.iter().enumerate() {
+                    scalar::attend_row(&work.q[row * d..][..d], page, span.in_page(start), row, state);
                 }
             }
         }
@@ -124,28 +155,39 @@ pub fn attend(
 /// The arguments of [`attend`], checked, with scaled queries.
 struct Work<'a> {
     q: &'a [f32],
-    limits: &'a [usize],
+    spans: &'a [Span],
     first_page: usize,
     pages: &'a [&'a [u16]],
     d: usize,
 }
 
 impl<'a> Work<'a> {
+    /// One past the last position any row sees.
+    fn end(&self) -> usize {
+        self.spans.iter().map(|span| span.to).max().unwrap_or(0)
+    }
+
+    /// The first position any row sees.
+    fn first_seen(&self) -> usize {
+        self.spans.iter().map(|span| span.from).min().unwrap_or(0)
+    }
+
+    /// Tokens of the page at `start` below the last one seen by any row.
+    fn written(&self, start: usize) -> usize {
+        Span::up_to(self.end()).in_page(start).end
+    }
+
     /// The pages that any row sees, with the position of their first token.
     fn visible_pages(&self) -> impl Iterator<Item = (&'a [u16], usize)> {
-        let limit = self.limits.iter().copied().max().unwrap_or(0);
+        let (from, to) = (self.first_seen(), self.end());
         let first_page = self.first_page;
         self.pages
             .iter()
             .enumerate()
             .map(move |(index, page)| (*page, (first_page + index) * PAGE_TOKENS))
-            .take_while(move |(_, start)| *start < limit)
+            .skip_while(move |(_, start)| start + PAGE_TOKENS <= from)
+            .take_while(move |(_, start)| *start < to)
     }
-}
-
-/// Tokens of the page starting at `start` that a row with `limit` sees.
-fn visible(limit: usize, start: usize) -> usize {
-    limit.saturating_sub(start).min(PAGE_TOKENS)
 }
 
 /// The values of a page with zeros for tokens from `visible` on.

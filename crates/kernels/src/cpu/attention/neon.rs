@@ -5,7 +5,6 @@ use std::arch::aarch64::*;
 use oscar_codec::PAGE_TOKENS;
 
 use super::floats::SoftmaxRows;
-use super::visible;
 
 /// Lanes of a register.
 const LANES: usize = 4;
@@ -107,11 +106,13 @@ pub(super) fn exp2(x: float32x4_t) -> float32x4_t {
 /// scaled to it.
 #[target_feature(enable = "neon")]
 pub(super) fn softmax(rows: SoftmaxRows<'_>) {
-    let SoftmaxRows { scores, limits, start, max, sum, values, d } = rows;
-    for (row, &limit) in limits.iter().enumerate() {
+    let SoftmaxRows { scores, spans, start, max, sum, values, d } = rows;
+    for (row, span) in spans.iter().enumerate() {
         let scores = &mut scores[row * PAGE_TOKENS..][..PAGE_TOKENS];
         let values = &mut values[row * d..][..d];
-        scores[visible(limit, start)..].fill(f32::NEG_INFINITY);
+        let seen = span.in_page(start);
+        scores[..seen.start].fill(f32::NEG_INFINITY);
+        scores[seen.end..].fill(f32::NEG_INFINITY);
         let new = scores.iter().copied().fold(max[row], f32::max);
         if new == f32::NEG_INFINITY {
             // Nothing seen, unless a logit is NaN: that must show.

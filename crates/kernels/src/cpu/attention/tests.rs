@@ -49,9 +49,11 @@ impl Sequence {
     }
 
     /// Softmax attention in `f64`, straight from the definition, and the largest value seen.
-    fn exact(&self, q: &[f32], scale: f32, limit: usize) -> (Vec<f64>, f64) {
+    fn exact(&self, q: &[f32], scale: f32, span: Span) -> (Vec<f64>, f64) {
         let d = self.d;
-        let logits: Vec<f64> = (0..limit)
+        let seen = span.from..span.to.max(span.from);
+        let logits: Vec<f64> = seen
+            .clone()
             .map(|t| {
                 let dot: f64 = (0..d).map(|c| f64::from(q[c]) * f64::from(self.keys[t * d + c])).sum();
                 dot * f64::from(scale)
@@ -63,27 +65,31 @@ impl Sequence {
         let value = |t: usize, c: usize| f64::from(self.values[t * d + c]);
         let out = (0..d)
             .map(|c| {
-                if limit == 0 { 0.0 } else { (0..limit).map(|t| weights[t] * value(t, c)).sum::<f64>() / sum }
+                let total: f64 = seen.clone().zip(&weights).map(|(t, weight)| weight * value(t, c)).sum();
+                if seen.is_empty() { 0.0 } else { total / sum }
             })
             .collect();
-        (out, self.values[..limit * d].iter().fold(0.0, |max, x| max.max(f64::from(x.abs()))))
+        (
+            out,
+            self.values[seen.start * d..seen.end * d].iter().fold(0.0, |max, x| max.max(f64::from(x.abs()))),
+        )
     }
 
-    fn attend(&self, isa: Isa, q: &[f32], scale: f32, limits: &[usize], ranges: &[usize]) -> Vec<f32> {
+    fn attend(&self, isa: Isa, q: &[f32], scale: f32, spans: &[Span], ranges: &[usize]) -> Vec<f32> {
         let d = self.d;
         let pages: Vec<&[u16]> = self.pages.iter().map(Vec::as_slice).collect();
         let mut scratch = AttentionScratch::default();
         let mut merged = SoftmaxState::default();
-        merged.reset(limits.len(), d);
+        merged.reset(spans.len(), d);
         let mut first = 0;
         for &end in ranges.iter().chain([&pages.len()]) {
             let mut state = SoftmaxState::default();
-            state.reset(limits.len(), d);
-            attend(isa, q, scale, limits, first, &pages[first..end], d, &mut scratch, &mut state);
+            state.reset(spans.len(), d);
+            attend(isa, q, scale, spans, first, &pages[first..end], d, &mut scratch, &mut state);
             merged.merge(&state);
             first = end;
         }
-        let mut out = vec![f32::NAN; limits.len() * d];
+        let mut out = vec![f32::NAN; spans.len() * d];
         for (row, out) in out.chunks_exact_mut(d).enumerate() {
             merged.finish(row, out);
         }
@@ -92,16 +98,20 @@ impl Sequence {
 
     /// Compares all rows with the definition; `tolerance` is relative to the largest value.
     fn check(&self, isa: Isa, q: &[f32], scale: f32, limits: &[usize], ranges: &[usize], tolerance: f64) {
+        self.check_spans(isa, q, scale, &up_to(limits), ranges, tolerance);
+    }
+
+    fn check_spans(&self, isa: Isa, q: &[f32], scale: f32, spans: &[Span], ranges: &[usize], tolerance: f64) {
         let d = self.d;
-        let out = self.attend(isa, q, scale, limits, ranges);
-        for (row, &limit) in limits.iter().enumerate() {
-            let (exact, size) = self.exact(&q[row * d..][..d], scale, limit);
+        let out = self.attend(isa, q, scale, spans, ranges);
+        for (row, &span) in spans.iter().enumerate() {
+            let (exact, size) = self.exact(&q[row * d..][..d], scale, span);
             for c in 0..d {
                 let got = f64::from(out[row * d + c]);
                 assert!(
                     (got - exact[c]).abs() <= tolerance * size,
-                    "{isa} d={d} row {row} of {} limit {limit} channel {c}: {got} for {}, ranges {ranges:?}",
-                    limits.len(),
+                    "{isa} d={d} row {row} of {} {span:?} channel {c}: {got} for {}, ranges {ranges:?}",
+                    spans.len(),
                     exact[c]
                 );
             }
@@ -109,7 +119,35 @@ impl Sequence {
     }
 }
 
+/// Spans from the start of the sequence.
+fn up_to(limits: &[usize]) -> Vec<Span> {
+    limits.iter().map(|&to| Span::up_to(to)).collect()
+}
+
 const TOLERANCE: f64 = 1e-5;
+
+#[test]
+fn rows_may_begin_anywhere() {
+    let mut random = Random(17);
+    for d in [32, 48, 64, 128] {
+        let sequence = Sequence::random(d, 260, &mut random);
+        let edges = [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 259, 260];
+        let spans: Vec<Span> = edges
+            .iter()
+            .flat_map(|&from| edges.iter().map(move |&to| Span { from, to }))
+            .filter(|span| span.from <= span.to)
+            .collect();
+        for rows in [1, 3, 7, 20] {
+            for spans in spans.chunks(rows) {
+                let q = random.vector(spans.len() * d);
+                for isa in Isa::available() {
+                    sequence.check_spans(isa, &q, 0.2, spans, &[], TOLERANCE);
+                    sequence.check_spans(isa, &q, 0.2, spans, &[1, 3], TOLERANCE);
+                }
+            }
+        }
+    }
+}
 
 #[test]
 fn decode_rows_agree_with_the_definition() {
@@ -230,10 +268,10 @@ fn a_row_that_is_not_a_number_stays_alone() {
     let sequence = Sequence::random(d, 100, &mut random);
     let q = random.vector(9 * d);
     for isa in Isa::available() {
-        let good = sequence.attend(isa, &q, 0.2, &[100; 9], &[]);
+        let good = sequence.attend(isa, &q, 0.2, &up_to(&[100; 9]), &[]);
         let mut bad = q.clone();
         bad[4 * d + 3] = f32::NAN;
-        let out = sequence.attend(isa, &bad, 0.2, &[100; 9], &[]);
+        let out = sequence.attend(isa, &bad, 0.2, &up_to(&[100; 9]), &[]);
         assert!(out[4 * d..5 * d].iter().all(|x| x.is_nan()), "{isa}");
         assert_eq!(out[..4 * d], good[..4 * d], "{isa}");
         assert_eq!(out[5 * d..], good[5 * d..], "{isa}");
@@ -251,7 +289,7 @@ fn an_empty_state_is_zero_and_neutral() {
     let sequence = Sequence::new(32, 1, |_| (vec![0.5; 32], vec![2.5; 32]));
     let pages: Vec<&[u16]> = sequence.pages.iter().map(Vec::as_slice).collect();
     let scratch = &mut AttentionScratch::default();
-    attend(Isa::detect(), &[1.0; 32], 1.0, &[1], 0, &pages, 32, scratch, &mut one);
+    attend(Isa::detect(), &[1.0; 32], 1.0, &up_to(&[1]), 0, &pages, 32, scratch, &mut one);
     let mut sum = empty.clone();
     sum.merge(&one);
     sum.merge(&empty);
@@ -366,10 +404,10 @@ fn speed() {
                 for group in groups {
                     let rate = parallel(&|pages| {
                         let q = Random(22).vector(group * d);
-                        let limits = vec![pages.len() * PAGE_TOKENS; group];
+                        let spans = vec![Span::up_to(pages.len() * PAGE_TOKENS); group];
                         let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
                         state.reset(group, d);
-                        attend(isa, &q, 0.1, &limits, 0, pages, d, &mut scratch, &mut state);
+                        attend(isa, &q, 0.1, &spans, 0, pages, d, &mut scratch, &mut state);
                         std::hint::black_box(state.sum[0]);
                     });
                     println!(
@@ -394,7 +432,17 @@ fn speed() {
                 for _ in 0..50 {
                     let start = thread_seconds();
                     state.reset(group, d);
-                    attend(isa, &q, 0.1, &vec![1024; group], 0, &pages, d, &mut scratch, &mut state);
+                    attend(
+                        isa,
+                        &q,
+                        0.1,
+                        &vec![Span::up_to(1024); group],
+                        0,
+                        &pages,
+                        d,
+                        &mut scratch,
+                        &mut state,
+                    );
                     best = best.min(thread_seconds() - start);
                 }
                 let bytes = (pages.len() * page_elements(d) * 2) as f64;
