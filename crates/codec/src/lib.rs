@@ -1,8 +1,29 @@
 //! What the bytes of a KV page mean.
 //!
-//! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. This crate
-//! knows numbers only: no I/O, no threads, no models.
+//! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
+//! rotated ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`])
+//! and packed ([`int2_page`]). This crate knows numbers only: no I/O, no threads, no models.
 
+pub mod cache_codec;
+pub mod composition;
+pub mod error;
+pub mod hadamard;
+pub mod int2;
+pub mod int2_page;
+pub mod matrix;
 pub mod page;
+pub mod permutation;
+pub mod quantise;
+pub mod rule;
+pub mod transform;
+pub mod windows;
 
+pub use cache_codec::{CacheCodec, HeadIndex, Side};
+pub use composition::Composition;
+pub use error::CodecError;
+pub use int2::{HeadEncoder, Int2Codec};
+pub use matrix::SquareMatrix;
 pub use page::{KvGeometry, PAGE_TOKENS, PageFormat};
+pub use rule::{Rule, ScaleType};
+pub use transform::HeadTransform;
+pub use windows::Windows;

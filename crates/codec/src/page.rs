@@ -4,7 +4,7 @@
 pub const PAGE_TOKENS: usize = 64;
 
 /// Head dimensions are padded up to a multiple of this in sealed pages; the padding is counted.
-const HEAD_DIM_STEP: usize = 32;
+pub const HEAD_DIM_STEP: usize = 32;
 
 /// How the keys and values of a page are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

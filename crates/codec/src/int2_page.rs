@@ -1,0 +1,158 @@
+//! The order inside a sealed 2-bit page. This file is the one place that knows it.
+//!
+//! A page holds 64 tokens of one layer and one KV head, `d` channels (padded to a multiple of 32), little-endian:
+//!
+//! | part | layout |
+//! |---|---|
+//! | K codes | u32 words `[d/16][64 tokens]`; byte `b`, bits `2p..2p+2` of a word: channel `16·block + 4·p + b` |
+//! | V codes | u32 words `[4 token blocks][d]`; byte `b`, bits `2p..2p+2`: token `16·block + 4·p + b` |
+//! | K scales | u16 `[group][scale, offset][64 tokens]` |
+//! | V scales | the same |
+//!
+//! `w & 0x03030303` of a K word is four neighbouring channels as bytes, of a V word four neighbouring tokens:
+//! what an 8-bit multiply-accumulate reads along its inner dimension. A code `c` stands for `c·scale - offset`.
+//! Codes of padded channels are zero and belong to no group.
+
+use crate::cache_codec::Side;
+use crate::error::{CodecError, check_length};
+use crate::page::{HEAD_DIM_STEP, PAGE_TOKENS, PageFormat};
+use crate::quantise::{ScalePair, dequantise_row};
+use crate::rule::ScaleType;
+
+/// Shape of the pages of one model: everything needed to find a code or a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Int2Layout {
+    head_dim: usize,
+    groups: usize,
+}
+
+impl Int2Layout {
+    /// The layout for rows of `head_dim` channels in `groups` groups.
+    pub fn new(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
+        if head_dim == 0 || head_dim > 1 << 16 {
+            return Err(CodecError::HeadDim { head_dim, reason: "pages need 1 to 65536 channels" });
+        }
+        if groups == 0 || !head_dim.is_multiple_of(groups) {
+            return Err(CodecError::Groups { head_dim, groups });
+        }
+        Ok(Int2Layout { head_dim, groups })
+    }
+
+    /// Channels of a row, without padding.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Channels of a row as stored.
+    pub fn padded_dim(&self) -> usize {
+        self.head_dim.next_multiple_of(HEAD_DIM_STEP)
+    }
+
+    /// Groups of a row.
+    pub fn groups(&self) -> usize {
+        self.groups
+    }
+
+    /// Bytes of a page.
+    pub fn page_bytes(&self) -> usize {
+        PageFormat::Int2 { groups: self.groups }.page_bytes(self.head_dim)
+    }
+
+    /// Byte and bit shift of the code of (`token`, `channel`).
+    pub fn code_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
+        assert!(token < PAGE_TOKENS && channel < self.padded_dim(), "({token}, {channel}) is outside a page");
+        let (word, inner) = match side {
+            Side::Key => (channel / 16 * PAGE_TOKENS + token, channel % 16),
+            Side::Value => (self.side_words() + token / 16 * self.padded_dim() + channel, token % 16),
+        };
+        (word * 4 + inner % 4, 2 * (inner / 4) as u32)
+    }
+
+    /// Byte of the little-endian u16 that holds a scale; the offset lies 128 bytes (64 tokens) after it.
+    pub fn scale_position(&self, side: Side, token: usize, group: usize) -> usize {
+        assert!(token < PAGE_TOKENS && group < self.groups, "token {token}, group {group} is outside a page");
+        let side_scales = self.groups * 2 * PAGE_TOKENS;
+        let first = match side {
+            Side::Key => 0,
+            Side::Value => side_scales,
+        };
+        2 * self.side_words() * 4 + 2 * (first + group * 2 * PAGE_TOKENS + token)
+    }
+
+    /// Words of one side's codes.
+    fn side_words(&self) -> usize {
+        PAGE_TOKENS * self.padded_dim() / 16
+    }
+
+    /// Writes one token's codes (one per channel, 0 to 3) and scales, leaving all other tokens as they are.
+    pub fn write_token(
+        &self,
+        page: &mut [u8],
+        side: Side,
+        token: usize,
+        codes: &[u8],
+        scales: &[ScalePair],
+    ) -> Result<(), CodecError> {
+        self.check(page.len(), token)?;
+        check_length("codes of a row", self.head_dim, codes.len())?;
+        check_length("scales of a row", self.groups, scales.len())?;
+        for channel in 0..self.padded_dim() {
+            let code = codes.get(channel).map_or(0, |code| code & 3);
+            let (byte, shift) = self.code_position(side, token, channel);
+            page[byte] = page[byte] & !(3 << shift) | code << shift;
+        }
+        for (group, &(scale, offset)) in scales.iter().enumerate() {
+            let at = self.scale_position(side, token, group);
+            page[at..at + 2].copy_from_slice(&scale.to_le_bytes());
+            page[at + 2 * PAGE_TOKENS..at + 2 * PAGE_TOKENS + 2].copy_from_slice(&offset.to_le_bytes());
+        }
+        Ok(())
+    }
+
+    /// Reads one token's codes and scales.
+    pub fn read_token(
+        &self,
+        page: &[u8],
+        side: Side,
+        token: usize,
+        codes: &mut [u8],
+        scales: &mut [ScalePair],
+    ) -> Result<(), CodecError> {
+        self.check(page.len(), token)?;
+        check_length("codes of a row", self.head_dim, codes.len())?;
+        check_length("scales of a row", self.groups, scales.len())?;
+        for (channel, code) in codes.iter_mut().enumerate() {
+            let (byte, shift) = self.code_position(side, token, channel);
+            *code = page[byte] >> shift & 3;
+        }
+        for (group, pair) in scales.iter_mut().enumerate() {
+            let at = self.scale_position(side, token, group);
+            let word = |at: usize| u16::from_le_bytes([page[at], page[at + 1]]);
+            *pair = (word(at), word(at + 2 * PAGE_TOKENS));
+        }
+        Ok(())
+    }
+
+    /// What a reader makes of one token: `code·scale - offset` per channel, still rotated.
+    pub fn decode_token(
+        &self,
+        page: &[u8],
+        side: Side,
+        token: usize,
+        scale_type: ScaleType,
+        row: &mut [f32],
+    ) -> Result<(), CodecError> {
+        let mut codes = vec![0; self.head_dim];
+        let mut scales = vec![(0, 0); self.groups];
+        self.read_token(page, side, token, &mut codes, &mut scales)?;
+        dequantise_row(&codes, &scales, scale_type, row)
+    }
+
+    fn check(&self, page_bytes: usize, token: usize) -> Result<(), CodecError> {
+        check_length("bytes of a 2-bit page", self.page_bytes(), page_bytes)?;
+        if token >= PAGE_TOKENS {
+            return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,199 @@
+//! What happens to a row before it is quantised: subtract a mean, rotate, round to bf16.
+//!
+//! `y = bf16((x - mean) · M)`. Each output channel is one chain of f32 fused multiply-adds over input channels
+//! 0, 1, 2, …, starting from zero, so that a SIMD path that keeps output channels (or rows) in lanes gives the
+//! same bits. The cache holds `y` in its bf16 windows too, which is why it is rounded before any code is chosen.
+//!
+//! The published system applies the rotation in bf16 ([`HeadTransform::published`]): matrix and input are rounded
+//! to bf16 first and nothing is subtracted.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use crate::error::{CodecError, check_length};
+use crate::matrix::SquareMatrix;
+
+/// The affine map of one head and side. Clones share the matrix.
+#[derive(Clone, Debug)]
+pub struct HeadTransform {
+    dim: usize,
+    mean: Option<Vec<f32>>,
+    rotation: Arc<[f32]>,
+    transposed: Arc<[f32]>,
+    round_input: bool,
+}
+
+impl HeadTransform {
+    /// `y = bf16((x - mean) · rotation)` with the rotation in f32.
+    pub fn new(mean: Option<Vec<f32>>, rotation: &SquareMatrix) -> Result<Self, CodecError> {
+        if let Some(mean) = &mean {
+            check_length("channels of a key or value mean", rotation.dim(), mean.len())?;
+            crate::error::check_finite(mean, 0)?;
+        }
+        Self::build(mean, rotation, rotation.to_f32(), false)
+    }
+
+    /// `y = bf16(bf16(x) · bf16(rotation))`: how the reference applies its rotations.
+    pub fn published(rotation: &SquareMatrix) -> Result<Self, CodecError> {
+        let rounded = rotation.to_f32().into_iter().map(round_to_bf16).collect();
+        Self::build(None, rotation, rounded, true)
+    }
+
+    /// No mean and no rotation: `y = bf16(x)`.
+    pub fn identity(dim: usize) -> Self {
+        let matrix: Arc<[f32]> = SquareMatrix::identity(dim).to_f32().into();
+        HeadTransform { dim, mean: None, rotation: matrix.clone(), transposed: matrix, round_input: false }
+    }
+
+    fn build(
+        mean: Option<Vec<f32>>,
+        rotation: &SquareMatrix,
+        values: Vec<f32>,
+        round_input: bool,
+    ) -> Result<Self, CodecError> {
+        let dim = rotation.dim();
+        if dim == 0 {
+            return Err(CodecError::HeadDim { head_dim: 0, reason: "a head has at least one channel" });
+        }
+        for (row, values) in values.chunks_exact(dim).enumerate() {
+            crate::error::check_finite(values, row)?;
+        }
+        let mut transposed = vec![0.0; values.len()];
+        for i in 0..dim {
+            for j in 0..dim {
+                transposed[j * dim + i] = values[i * dim + j];
+            }
+        }
+        Ok(HeadTransform { dim, mean, rotation: values.into(), transposed: transposed.into(), round_input })
+    }
+
+    /// The same rotation with another mean.
+    pub fn with_mean(&self, mean: Option<Vec<f32>>) -> Result<Self, CodecError> {
+        if let Some(mean) = &mean {
+            check_length("channels of a key or value mean", self.dim, mean.len())?;
+            crate::error::check_finite(mean, 0)?;
+        }
+        Ok(HeadTransform { mean, ..self.clone() })
+    }
+
+    /// Channels of a row.
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// What is subtracted before the rotation.
+    pub fn mean(&self) -> Option<&[f32]> {
+        self.mean.as_deref()
+    }
+
+    /// The rotation as it is applied, row-major: `y[j] = Σ_i x[i]·rotation[i·d + j]`.
+    pub fn rotation(&self) -> &Arc<[f32]> {
+        &self.rotation
+    }
+
+    /// Whether the input is rounded to bf16 first (published encoders only).
+    pub fn rounds_input(&self) -> bool {
+        self.round_input
+    }
+
+    /// `out = bf16((row - mean) · M)`.
+    ///
+    /// # Panics
+    /// When a slice does not have [`HeadTransform::dim`] values.
+    pub fn apply(&self, row: &[f32], out: &mut [f32]) {
+        assert_eq!(row.len(), self.dim, "row length");
+        assert_eq!(out.len(), self.dim, "output length");
+        out.fill(0.0);
+        for (i, (&x, weights)) in row.iter().zip(self.rotation.chunks_exact(self.dim)).enumerate() {
+            let x = if self.round_input { round_to_bf16(x) } else { x };
+            let x = self.mean.as_ref().map_or(x, |mean| x - mean[i]);
+            for (out, &weight) in out.iter_mut().zip(weights) {
+                *out = x.mul_add(weight, *out);
+            }
+        }
+        out.iter_mut().for_each(|value| *value = round_to_bf16(*value));
+    }
+
+    /// `out = row · Mᵀ + mean`, in f32 with separate products and sums: a reading aid of the lab, never stored.
+    ///
+    /// # Panics
+    /// When a slice does not have [`HeadTransform::dim`] values.
+    pub fn undo(&self, row: &[f32], out: &mut [f32]) {
+        assert_eq!(row.len(), self.dim, "row length");
+        assert_eq!(out.len(), self.dim, "output length");
+        out.fill(0.0);
+        for (&y, weights) in row.iter().zip(self.transposed.chunks_exact(self.dim)) {
+            for (out, &weight) in out.iter_mut().zip(weights) {
+                *out += y * weight;
+            }
+        }
+        if let Some(mean) = &self.mean {
+            out.iter_mut().zip(mean).for_each(|(out, mean)| *out += mean);
+        }
+    }
+}
+
+/// Nearest bf16, ties to even.
+pub fn round_to_bf16(value: f32) -> f32 {
+    bf16::from_f32(value).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hadamard;
+
+    fn row(dim: usize) -> Vec<f32> {
+        (0..dim).map(|i| ((i * 29 % 31) as f32 - 15.0) / 3.0).collect()
+    }
+
+    #[test]
+    fn apply_is_the_matrix_product_after_centring() {
+        for dim in [16, 48, 64] {
+            let mean: Vec<f32> = (0..dim).map(|i| i as f32 / 4.0).collect();
+            let transform = HeadTransform::new(Some(mean.clone()), &hadamard::matrix(dim)).unwrap();
+            let x = row(dim);
+            let centred: Vec<f64> = x.iter().zip(&mean).map(|(x, m)| f64::from(x - m)).collect();
+            let expected = hadamard::matrix(dim).apply_to_row(&centred);
+            let mut y = vec![0.0; dim];
+            transform.apply(&x, &mut y);
+            for (y, expected) in y.iter().zip(&expected) {
+                assert!((f64::from(*y) - expected).abs() <= expected.abs() / 256.0 + 1e-5, "{y} {expected}");
+                assert_eq!(*y, round_to_bf16(*y));
+            }
+            let mut back = vec![0.0; dim];
+            transform.undo(&y, &mut back);
+            for (back, x) in back.iter().zip(&x) {
+                assert!((back - x).abs() < 0.15, "{back} against {x}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_published_transform_rounds_matrix_and_input() {
+        let rotation = hadamard::matrix(8);
+        let transform = HeadTransform::published(&rotation).unwrap();
+        assert!(transform.rotation().iter().all(|&m| m == round_to_bf16(m)));
+        let x = [1.001_f32; 8];
+        let mut y = [0.0; 8];
+        transform.apply(&x, &mut y);
+        let mut rounded = [0.0; 8];
+        transform.apply(&[round_to_bf16(1.001); 8], &mut rounded);
+        assert_eq!(y, rounded);
+        assert!(transform.rounds_input());
+    }
+
+    #[test]
+    fn bad_means_and_matrices_are_refused() {
+        let identity = SquareMatrix::identity(4);
+        assert!(HeadTransform::new(Some(vec![0.0; 3]), &identity).is_err());
+        assert!(HeadTransform::new(Some(vec![0.0, f32::NAN, 0.0, 0.0]), &identity).is_err());
+        let broken = SquareMatrix::new(2, vec![1.0, f64::INFINITY, 0.0, 1.0]).unwrap();
+        assert_eq!(
+            HeadTransform::new(None, &broken).unwrap_err(),
+            CodecError::NotFinite { row: 0, channel: 1 }
+        );
+        assert!(HeadTransform::published(&SquareMatrix::identity(0)).is_err());
+    }
+}
