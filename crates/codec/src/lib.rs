@@ -2,11 +2,13 @@
 //!
 //! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
 //! rotated ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`])
-//! and packed ([`int2_page`]). This crate knows numbers only: no I/O, no threads, no models.
+//! and packed ([`int2_page`]). [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
 
+pub mod baselines;
 pub mod cache_codec;
 pub mod composition;
 pub mod error;
+pub mod fp8;
 pub mod hadamard;
 pub mod int2;
 pub mod int2_page;
@@ -14,6 +16,7 @@ pub mod matrix;
 pub mod page;
 pub mod permutation;
 pub mod quantise;
+pub mod quartered;
 pub mod rule;
 pub mod transform;
 pub mod windows;

@@ -16,6 +16,13 @@ pub enum PageFormat {
         /// Groups per row; 1 when the whole head shares a scale.
         groups: usize,
     },
+    /// 4-bit codes with one f16 scale and one f16 scale·zero per row and group of channels.
+    Int4 {
+        /// Groups per row; 1 when the whole head shares a scale.
+        groups: usize,
+    },
+    /// 8-bit floats (E4M3) with one f16 scale per row.
+    Fp8,
 }
 
 impl PageFormat {
@@ -23,12 +30,9 @@ impl PageFormat {
     pub fn page_bytes(self, head_dim: usize) -> usize {
         match self {
             PageFormat::Bf16 => PAGE_TOKENS * 2 * head_dim * 2,
-            PageFormat::Int2 { groups } => {
-                let padded = head_dim.next_multiple_of(HEAD_DIM_STEP);
-                let codes = PAGE_TOKENS * 2 * padded / 4;
-                let scales = PAGE_TOKENS * 2 * groups * (2 + 2);
-                codes + scales
-            }
+            PageFormat::Int2 { groups } => affine_page_bytes(head_dim, 2, groups),
+            PageFormat::Int4 { groups } => affine_page_bytes(head_dim, 4, groups),
+            PageFormat::Fp8 => PAGE_TOKENS * 2 * (head_dim.next_multiple_of(HEAD_DIM_STEP) + 2),
         }
     }
 
@@ -36,6 +40,13 @@ impl PageFormat {
     pub fn bits_per_element(self, head_dim: usize) -> f64 {
         self.page_bytes(head_dim) as f64 * 8.0 / (PAGE_TOKENS * 2 * head_dim) as f64
     }
+}
+
+/// Codes of all padded channels, and a 16-bit scale and offset per row and group.
+fn affine_page_bytes(head_dim: usize, bits: usize, groups: usize) -> usize {
+    let codes = PAGE_TOKENS * 2 * head_dim.next_multiple_of(HEAD_DIM_STEP) * bits / 8;
+    let scales = PAGE_TOKENS * 2 * groups * (2 + 2);
+    codes + scales
 }
 
 /// The part of a model's shape that decides how large its KV cache is.
@@ -79,6 +90,14 @@ mod tests {
         assert_eq!(PageFormat::Int2 { groups: 1 }.bits_per_element(128), 2.25);
         assert_eq!(PageFormat::Int2 { groups: 1 }.bits_per_element(64), 2.5);
         assert!(PageFormat::Int2 { groups: 1 }.bits_per_element(48) > 3.3);
+    }
+
+    #[test]
+    fn the_safe_tiers_have_the_documented_bits() {
+        assert_eq!(PageFormat::Int4 { groups: 1 }.bits_per_element(128), 4.25);
+        assert_eq!(PageFormat::Int4 { groups: 2 }.page_bytes(128), 64 * 2 * (64 + 8));
+        assert_eq!(PageFormat::Fp8.bits_per_element(128), 8.125);
+        assert_eq!(PageFormat::Fp8.page_bytes(48), 64 * 2 * 66);
     }
 
     #[test]

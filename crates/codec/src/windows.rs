@@ -1,4 +1,12 @@
-//! The two ends of a sequence that stay in bf16.
+//! The two ends of a sequence that stay in bf16, and what a cache costs with them.
+//!
+//! There are two ways to count. The **lab** measures quality with windows of any number of tokens: exactly
+//! `min(length, sink + recent)` tokens are in bf16 ([`Windows::lab_bits_per_element`]). The **paged cache** holds
+//! whole pages: `ceil(sink/64)` sink pages, `ceil(recent/64)` recent pages and the page being filled are in bf16
+//! whether full or not ([`Windows::cache_bytes`]). For 64 and 256 at 32K tokens that is 2.38 against 2.41 bits.
+
+use crate::cache_codec::CacheCodec;
+use crate::page::{PAGE_TOKENS, PageFormat};
 
 /// The first `sink` and the last `recent` tokens are read exactly; what lies between is read from the codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -13,5 +21,107 @@ impl Default for Windows {
     /// 64 and 256, as published.
     fn default() -> Self {
         Windows { sink: 64, recent: 256 }
+    }
+}
+
+impl Windows {
+    /// No windows at all.
+    pub const NONE: Windows = Windows { sink: 0, recent: 0 };
+
+    /// Sink pages of a paged cache.
+    pub fn sink_pages(&self) -> usize {
+        self.sink.div_ceil(PAGE_TOKENS)
+    }
+
+    /// Recent pages of a paged cache, the one being filled not counted.
+    pub fn recent_pages(&self) -> usize {
+        self.recent.div_ceil(PAGE_TOKENS)
+    }
+
+    /// Tokens of a sequence that the lab keeps in bf16.
+    pub fn exact_tokens(&self, length: usize) -> usize {
+        self.sink.saturating_add(self.recent).min(length)
+    }
+
+    /// Pages (bf16, sealed) of a sequence of `length` tokens whose last token has just been written: page `p` is in
+    /// bf16 if `p < S` or `p >= b - R`, with `b` the page being filled.
+    pub fn pages(&self, length: usize) -> (usize, usize) {
+        let pages = length.div_ceil(PAGE_TOKENS);
+        let filling = pages.saturating_sub(1);
+        let sealed = filling.saturating_sub(self.recent_pages()).saturating_sub(self.sink_pages());
+        (pages - sealed, sealed)
+    }
+
+    /// Bytes a paged cache allocates for one layer and one KV head of a sequence of `length` tokens.
+    pub fn cache_bytes(&self, format: PageFormat, head_dim: usize, length: usize) -> usize {
+        let (exact, sealed) = self.pages(length);
+        exact * PageFormat::Bf16.page_bytes(head_dim) + sealed * format.page_bytes(head_dim)
+    }
+
+    /// Bits a paged cache allocates per key or value element of a sequence of `length` tokens.
+    pub fn cache_bits_per_element(&self, format: PageFormat, head_dim: usize, length: usize) -> f64 {
+        self.cache_bytes(format, head_dim, length) as f64 * 8.0 / (length * 2 * head_dim) as f64
+    }
+
+    /// Bits per element when exactly the windows' tokens are in bf16 and the rest costs `history_bits`.
+    pub fn mixed_bits_per_element(&self, history_bits: f64, length: usize) -> f64 {
+        let exact = self.exact_tokens(length) as f64;
+        (exact * 16.0 + (length as f64 - exact) * history_bits) / length as f64
+    }
+
+    /// Bits per element of a codec under the lab's windows, token by token.
+    pub fn lab_bits_per_element(&self, codec: &dyn CacheCodec, head_dim: usize, length: usize) -> f64 {
+        self.mixed_bits_per_element(codec.bits_per_element(head_dim), length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INT2: PageFormat = PageFormat::Int2 { groups: 1 };
+
+    /// The published table of effective bits: group and scale bytes, base, at 32K, at 128K.
+    #[test]
+    fn the_published_bits_per_element() {
+        for (group, scale_bytes, base, at_32k, at_128k) in
+            [(128.0, 2.0, 2.25, 2.38, 2.284), (128.0, 4.0, 2.5, 2.63, 2.53), (32.0, 4.0, 4.0, 4.12, 4.03)]
+        {
+            let bits = 2.0 + 16.0 * scale_bytes / group;
+            assert_eq!(bits, base);
+            let windows = Windows::default();
+            assert!((windows.mixed_bits_per_element(bits, 32 << 10) - at_32k).abs() < 0.005);
+            assert!((windows.mixed_bits_per_element(bits, 128 << 10) - at_128k).abs() < 0.005);
+        }
+        assert_eq!(INT2.bits_per_element(128), 2.25);
+        let exact = Windows::default().mixed_bits_per_element(2.25, 128 << 10);
+        assert!((exact - 2.284).abs() < 0.0005, "{exact}");
+    }
+
+    /// The visibility rule itself, page by page.
+    #[test]
+    fn pages_follow_the_visibility_rule() {
+        for (sink, recent) in [(64, 256), (0, 0), (1, 65), (128, 0), (0, 64), (4, 1024)] {
+            let windows = Windows { sink, recent };
+            let (s, r) = (sink.div_ceil(64), recent.div_ceil(64));
+            for length in [0_usize, 1, 63, 64, 65, 128, 320, 321, 384, 385, 1000, 4096] {
+                let pages = length.div_ceil(64);
+                let exact = (0..pages).filter(|&p| p < s || p + r >= pages - 1).count();
+                assert_eq!(windows.pages(length), (exact, pages - exact), "{windows:?} at {length}");
+            }
+        }
+    }
+
+    #[test]
+    fn pages_cost_more_than_tokens_and_say_so() {
+        let windows = Windows::default();
+        let paged = windows.cache_bits_per_element(INT2, 128, 32 << 10);
+        assert!((paged - (6.0 * 16.0 + 506.0 * 2.25) / 512.0).abs() < 1e-12);
+        assert!((paged - 2.41).abs() < 0.005, "{paged}");
+        assert_eq!(windows.cache_bytes(INT2, 128, 64), PageFormat::Bf16.page_bytes(128));
+        // A short sequence is all bf16, and a page is allocated whole.
+        assert_eq!(windows.cache_bits_per_element(INT2, 128, 16), 64.0);
+        assert_eq!(windows.mixed_bits_per_element(2.25, 16), 16.0);
+        assert_eq!(Windows::NONE.mixed_bits_per_element(2.25, 4096), 2.25);
     }
 }
