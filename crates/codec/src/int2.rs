@@ -41,6 +41,10 @@ impl HeadEncoder {
     }
 }
 
+/// A faster way to do [`Int2Codec::encode_rows_scalar`], byte for byte: this crate's own is plain scalar code, and
+/// without hardware fused multiply-add at compile time it is slow.
+pub type EncodeRows = fn(&Int2Codec, HeadIndex, Side, &[f32], &mut [u8]) -> Result<(), CodecError>;
+
 /// A codec of real 2-bit pages, with one encoder per layer, KV head and side.
 #[derive(Clone, Debug)]
 pub struct Int2Codec {
@@ -51,6 +55,7 @@ pub struct Int2Codec {
     published: bool,
     keys: Vec<HeadEncoder>,
     values: Vec<HeadEncoder>,
+    encode: EncodeRows,
 }
 
 impl Int2Codec {
@@ -78,7 +83,15 @@ impl Int2Codec {
         for encoder in keys.iter().chain(&values) {
             check_length("channels of a rotation", head_dim, encoder.transform.dim())?;
         }
-        Ok(Int2Codec { name: name.into(), kv_heads, layout, scale_type, published, keys, values })
+        let encode = Int2Codec::encode_rows_scalar;
+        Ok(Int2Codec { name: name.into(), kv_heads, layout, scale_type, published, keys, values, encode })
+    }
+
+    /// The same codec with rows encoded by `encode`, which must write the bytes that
+    /// [`Int2Codec::encode_rows_scalar`] writes.
+    pub fn with_encode_rows(mut self, encode: EncodeRows) -> Self {
+        self.encode = encode;
+        self
     }
 
     /// The page layout.
@@ -142,6 +155,17 @@ impl Int2Codec {
 
     /// Encodes up to 64 rows of one side into `page`, from its first token on. On an error the page is as it was.
     pub fn encode_rows(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        rows: &[f32],
+        page: &mut [u8],
+    ) -> Result<(), CodecError> {
+        (self.encode)(self, head, side, rows, page)
+    }
+
+    /// [`Int2Codec::encode_rows`] in plain scalar code, the definition that faster paths are tested against.
+    pub fn encode_rows_scalar(
         &self,
         head: HeadIndex,
         side: Side,
