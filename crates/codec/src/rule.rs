@@ -84,8 +84,8 @@ pub enum ScaleType {
 }
 
 impl ScaleType {
-    /// Bits of `value` rounded to nearest even. What does not fit saturates to the largest finite number of its
-    /// sign and NaN becomes the most negative one, so a stored number is always finite.
+    /// Bits of `value` rounded to nearest even. What does not fit saturates to [`ScaleType::largest`] with its sign
+    /// and NaN becomes the most negative, so a stored number, and what it decodes to, is always finite.
     pub fn to_bits(self, value: f32) -> u16 {
         let limit = self.largest();
         // Not `clamp`: it would let NaN through. `max` and `min` of a number and NaN are the number.
@@ -105,11 +105,12 @@ impl ScaleType {
         }
     }
 
-    /// The largest finite number.
+    /// The largest number we store: 65504 in f16. In bf16 it is 2¹²², so that no code of up to four bits decodes to
+    /// infinity.
     pub fn largest(self) -> f32 {
         match self {
             ScaleType::F16 => f16::MAX.to_f32(),
-            ScaleType::Bf16 => bf16::MAX.to_f32(),
+            ScaleType::Bf16 => f32::from_bits((122 + 127) << 23),
         }
     }
 

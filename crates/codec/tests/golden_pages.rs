@@ -1,0 +1,148 @@
+//! Pages byte for byte as an implementation of its own (`tools/make_codec_fixtures.py`, numpy) writes them.
+
+#![allow(clippy::unwrap_used)] // helpers of tests are tests too
+
+use oscar_codec::{HeadEncoder, HeadIndex, HeadTransform, Int2Codec, Rule, ScaleType, SquareMatrix};
+
+const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
+
+/// Multiples of 2⁻²⁰ within ±8, every 97th eight times larger, from a 64-bit linear congruential generator.
+fn numbers(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed;
+    (0..count)
+        .map(|i| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let value = ((state >> 40) as f32 - 8_388_608.0) / 1_048_576.0;
+            if i % 97 == 96 { value * 8.0 } else { value }
+        })
+        .collect()
+}
+
+struct Case {
+    dim: usize,
+    groups: usize,
+    scale_type: ScaleType,
+    published: bool,
+    rules: [Rule; 2],
+    centred: bool,
+    seed: u64,
+}
+
+impl Case {
+    fn encode(&self) -> Vec<u8> {
+        let encoder = |side: u64| {
+            let seed = self.seed + 10 * side;
+            let values: Vec<f32> = numbers(seed + 2, self.dim * self.dim).iter().map(|x| x / 64.0).collect();
+            let matrix = SquareMatrix::from_f32(self.dim, &values).unwrap();
+            let mean = self.centred.then(|| numbers(seed + 1, self.dim));
+            let transform = if self.published {
+                HeadTransform::published(&matrix).unwrap()
+            } else {
+                HeadTransform::new(mean, &matrix).unwrap()
+            };
+            vec![HeadEncoder::new(transform, self.rules[side as usize])]
+        };
+        let codec = Int2Codec::new(
+            "golden",
+            self.dim,
+            1,
+            self.groups,
+            self.scale_type,
+            self.published,
+            encoder(0),
+            encoder(1),
+        )
+        .unwrap();
+        let rows = |side: u64| numbers(self.seed + 10 * side, 64 * self.dim);
+        codec.encode_page(HEAD, &rows(0), &rows(1)).unwrap()
+    }
+}
+
+fn assert_same(case: &Case, golden: &[u8]) {
+    let page = case.encode();
+    assert_eq!(page.len(), golden.len());
+    let different: Vec<usize> = (0..page.len()).filter(|&i| page[i] != golden[i]).collect();
+    assert!(different.is_empty(), "{} bytes differ, first at {:?}", different.len(), &different[..1]);
+}
+
+macro_rules! golden {
+    ($name:ident, $case:expr) => {
+        #[test]
+        fn $name() {
+            assert_same(&$case, include_bytes!(concat!("fixtures/", stringify!($name), ".page")));
+        }
+    };
+}
+
+golden!(
+    paper_d64,
+    Case {
+        dim: 64,
+        groups: 1,
+        scale_type: ScaleType::F16,
+        published: true,
+        rules: [Rule::Clip(0.96), Rule::Clip(0.92)],
+        centred: false,
+        seed: 1,
+    }
+);
+golden!(
+    paper_d32_groups_bf16,
+    Case {
+        dim: 32,
+        groups: 2,
+        scale_type: ScaleType::Bf16,
+        published: true,
+        rules: [Rule::MIN_MAX, Rule::Clip(0.9)],
+        centred: false,
+        seed: 2,
+    }
+);
+golden!(
+    auto_d64_search,
+    Case {
+        dim: 64,
+        groups: 1,
+        scale_type: ScaleType::F16,
+        published: false,
+        rules: [Rule::Search, Rule::Clip(0.92)],
+        centred: true,
+        seed: 3,
+    }
+);
+golden!(
+    auto_d128_groups_bf16,
+    Case {
+        dim: 128,
+        groups: 2,
+        scale_type: ScaleType::Bf16,
+        published: false,
+        rules: [Rule::Gaussian, Rule::Search],
+        centred: true,
+        seed: 4,
+    }
+);
+golden!(
+    auto_d48_padded,
+    Case {
+        dim: 48,
+        groups: 3,
+        scale_type: ScaleType::F16,
+        published: false,
+        rules: [Rule::Clip(0.9), Rule::Gaussian],
+        centred: true,
+        seed: 5,
+    }
+);
+golden!(
+    auto_d96,
+    Case {
+        dim: 96,
+        groups: 1,
+        scale_type: ScaleType::F16,
+        published: false,
+        rules: [Rule::Gaussian, Rule::MIN_MAX],
+        centred: false,
+        seed: 6,
+    }
+);
