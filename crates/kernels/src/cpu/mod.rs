@@ -6,6 +6,7 @@
 //! | [`pool`] | worker threads for the decode loop |
 //! | [`activation`] | activations prepared for integer dot products |
 //! | [`dot`] | dot products of stored weights with a few rows |
+//! | [`encode`] | rows into 2-bit pages and back |
 //! | `elementwise` | norms, activations, rotary embedding |
 //! | `memory` | aligned buffers and disjoint writes |
 //! | [`gemm`] | matrix products for many rows |
@@ -21,6 +22,7 @@ pub mod attention;
 pub mod backend;
 pub mod dot;
 mod elementwise;
+pub mod encode;
 pub mod gemm;
 pub mod isa;
 mod memory;

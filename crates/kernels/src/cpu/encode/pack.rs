@@ -1,0 +1,156 @@
+//! Blocks of codes into pages and out of them, in the order that `oscar_codec::int2_page` defines.
+//!
+//! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels, a V word to one
+//! channel and the sixteen tokens of a block; both are built from whole registers of bytes by shifts, without ever
+//! moving a single code.
+
+use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+
+use super::lanes::BLOCK;
+use super::quantise::BlockCodes;
+
+/// Writes the first `tokens` rows of a block to tokens `first..first + tokens` of `page`; `first` is a multiple of 16.
+/// Other tokens stay as they are.
+#[inline(always)]
+pub(super) fn write_block(
+    layout: &Int2Layout,
+    side: Side,
+    page: &mut [u8],
+    first: usize,
+    tokens: usize,
+    block: &BlockCodes,
+) {
+    assert!(first.is_multiple_of(BLOCK) && tokens <= BLOCK && first + tokens <= PAGE_TOKENS);
+    assert!(block.codes.len() == layout.padded_dim() && block.scales.len() == layout.groups());
+    match side {
+        Side::Key => {
+            for (index, codes) in block.codes.chunks_exact(16).enumerate() {
+                let start = layout.code_position(side, first, 16 * index).0;
+                let words = key_words(codes);
+                for (word, target) in words.iter().zip(page[start..][..4 * tokens].chunks_exact_mut(4)) {
+                    target.copy_from_slice(&word.to_le_bytes());
+                }
+            }
+        }
+        Side::Value => {
+            let start = layout.code_position(side, first, 0).0;
+            let targets = page[start..][..4 * block.codes.len()].chunks_exact_mut(4);
+            if tokens == BLOCK {
+                for (codes, target) in block.codes.iter().zip(targets) {
+                    target.copy_from_slice(&value_word(codes).to_le_bytes());
+                }
+            } else {
+                let mask = value_word(&std::array::from_fn(|lane| if lane < tokens { 3 } else { 0 }));
+                for (codes, target) in block.codes.iter().zip(targets) {
+                    let old = u32::from_le_bytes([target[0], target[1], target[2], target[3]]);
+                    target.copy_from_slice(&(old & !mask | value_word(codes) & mask).to_le_bytes());
+                }
+            }
+        }
+    }
+    for (group, pair) in block.scales.iter().enumerate() {
+        let start = layout.scale_position(side, first, group);
+        for (part, values) in pair.iter().enumerate() {
+            let target = &mut page[start + part * 2 * PAGE_TOKENS..][..2 * tokens];
+            for (value, target) in values.iter().zip(target.chunks_exact_mut(2)) {
+                target.copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+}
+
+/// The words of sixteen tokens from the codes of sixteen channels: channel `4p + b` is byte `b`, bits `2p..2p+2`.
+#[inline(always)]
+fn key_words(codes: &[[u8; BLOCK]]) -> [u32; BLOCK] {
+    let mut words = [0; BLOCK];
+    for b in 0..4 {
+        // Sixteen bytes at once: codes are below four, so no shift reaches the next byte.
+        let mut byte = 0_u128;
+        for p in 0..4 {
+            byte |= u128::from_le_bytes(codes[4 * p + b]) << (2 * p);
+        }
+        for (word, byte) in words.iter_mut().zip(byte.to_le_bytes()) {
+            *word |= u32::from(byte) << (8 * b);
+        }
+    }
+    words
+}
+
+/// The word of one channel from the codes of sixteen tokens: token `4p + b` is byte `b`, bits `2p..2p+2`.
+#[inline(always)]
+fn value_word(codes: &[u8; BLOCK]) -> u32 {
+    let codes = u128::from_le_bytes(*codes);
+    // Four dwords of four tokens each, the later ones two bits further up.
+    (codes | codes >> 30 | codes >> 60 | codes >> 90) as u32
+}
+
+/// Reads tokens `first..first + 16` of `page` as numbers, still rotated: `[channel][16]` without padding. `first` is
+/// a multiple of 16.
+#[inline(always)]
+pub(super) fn read_block(
+    layout: &Int2Layout,
+    side: Side,
+    page: &[u8],
+    first: usize,
+    scale_type: ScaleType,
+    block: &mut [f32],
+) {
+    assert!(first.is_multiple_of(BLOCK) && first + BLOCK <= PAGE_TOKENS);
+    assert_eq!(block.len(), layout.head_dim() * BLOCK);
+    let channels = layout.head_dim() / layout.groups();
+    for (group, target) in block.chunks_exact_mut(channels * BLOCK).enumerate() {
+        let start = layout.scale_position(side, first, group);
+        let scales = read_scales(page, start, scale_type);
+        let offsets = read_scales(page, start + 2 * PAGE_TOKENS, scale_type);
+        for (index, lanes) in target.chunks_exact_mut(BLOCK).enumerate() {
+            let channel = group * channels + index;
+            // One word per lane and a shift for all, or the other way round.
+            let (words, shifts): ([u32; BLOCK], [u32; BLOCK]) = match side {
+                Side::Key => {
+                    let start = layout.code_position(side, first, channel / 16 * 16).0;
+                    let inner = channel as u32 % 16;
+                    (read_words(page, start), [8 * (inner % 4) + 2 * (inner / 4); BLOCK])
+                }
+                Side::Value => {
+                    let start = layout.code_position(side, first, channel).0;
+                    let word = [page[start], page[start + 1], page[start + 2], page[start + 3]];
+                    ([u32::from_le_bytes(word); BLOCK], VALUE_SHIFTS)
+                }
+            };
+            for lane in 0..BLOCK {
+                let code = (words[lane] >> shifts[lane] & 3) as f32;
+                lanes[lane] = code.mul_add(scales[lane], -offsets[lane]);
+            }
+        }
+    }
+}
+
+/// Where the code of each of sixteen tokens lies in a V word.
+const VALUE_SHIFTS: [u32; BLOCK] = {
+    let mut shifts = [0; BLOCK];
+    let mut lane = 0;
+    while lane < BLOCK {
+        shifts[lane] = (8 * (lane % 4) + 2 * (lane / 4)) as u32;
+        lane += 1;
+    }
+    shifts
+};
+
+#[inline(always)]
+fn read_words(page: &[u8], start: usize) -> [u32; BLOCK] {
+    let mut words = [0; BLOCK];
+    for (word, bytes) in words.iter_mut().zip(page[start..][..4 * BLOCK].chunks_exact(4)) {
+        *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    }
+    words
+}
+
+#[inline(always)]
+fn read_scales(page: &[u8], start: usize, scale_type: ScaleType) -> [f32; BLOCK] {
+    let mut scales = [0.0; BLOCK];
+    for (scale, bytes) in scales.iter_mut().zip(page[start..][..2 * BLOCK].chunks_exact(2)) {
+        *scale = scale_type.to_f32(u16::from_le_bytes([bytes[0], bytes[1]]));
+    }
+    scales
+}
