@@ -222,6 +222,19 @@ fn degenerate_rows_decode_as_well_as_their_scales_allow() {
     }
 }
 
+/// The bytes of flat rows are fixed too: every path must store the same zero and the same smallest scale.
+#[test]
+fn flat_rows_have_one_set_of_bytes() {
+    for zero in [0.0, -0.0] {
+        let row = [zero; 64];
+        let stored = |published| quantise(&row, &format(1, Rule::MIN_MAX, ScaleType::F16, published)).scales;
+        assert_eq!(stored(false), [(1, 0)], "the smallest f16, and a positive zero");
+        assert_eq!(stored(true), [(0, 0)], "1e-8/3 rounds to zero in f16, as the published rule has it");
+    }
+    let bf16 = quantise(&[0.0; 64], &format(1, Rule::MIN_MAX, ScaleType::Bf16, false));
+    assert_eq!(bf16.scales, [(half::bf16::from_f32(1e-8 / 3.0).to_bits(), 0)]);
+}
+
 #[test]
 fn not_a_number_is_named_and_nothing_is_written() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
