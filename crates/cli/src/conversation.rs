@@ -2,7 +2,7 @@
 
 use oscar_kernels::Backend;
 use oscar_model::LoadedModel;
-use oscar_model::text::{ChatTemplate, RenderOptions, TextError};
+use oscar_model::text::{ChatTemplate, TextError};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -46,19 +46,8 @@ impl Conversation {
 
     /// The tokens the model reads before it answers.
     pub(crate) fn encode<B: Backend>(&self, model: &LoadedModel<B>) -> Result<Vec<u32>, Failure> {
-        let template = required_template(model)?;
-        let tokenizer = model.tokenizer();
-        let token_text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id)).transpose();
-        let bos_token = token_text(tokenizer.bos_id())?.unwrap_or_default();
-        let eos_token = token_text(tokenizer.eos_id())?.unwrap_or_default();
-        let options = RenderOptions {
-            add_generation_prompt: true,
-            bos_token: &bos_token,
-            eos_token: &eos_token,
-            ..RenderOptions::default()
-        };
-        let text = template.render(&self.messages, &options)?;
-        Ok(tokenizer.encode_with_special_tokens_parsed(&text, false)?)
+        required_template(model)?;
+        model.encode_chat(&self.messages).map_err(Failure::new)
     }
 }
 

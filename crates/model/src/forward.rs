@@ -7,7 +7,7 @@ use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope};
 use oscar_kernels::{Backend, KernelError};
 
 use crate::config::ModelConfig;
-use crate::weights::Weights;
+use crate::weights::{Layer, Weights};
 
 /// A model on a device.
 pub struct Model<B: Backend> {
@@ -78,6 +78,11 @@ impl<B: Backend> Model<B> {
     /// The shape.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The weights of one layer.
+    pub fn layer(&self, index: usize) -> &Layer<B> {
+        &self.weights.layers[index]
     }
 
     /// Buffers for steps of up to `rows` tokens, `logit_rows` of which want logits.

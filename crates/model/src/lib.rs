@@ -25,4 +25,4 @@ pub mod weights;
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, Paged};
-pub use loaded::{LoadedModel, ModelFiles};
+pub use loaded::{ChatError, LoadedModel, ModelFiles};

@@ -11,7 +11,7 @@ use crate::files::{Gguf, JsonFile, Safetensors, TensorSource};
 use crate::forward::Model;
 use crate::names::Naming;
 use crate::source::ModelPath;
-use crate::text::{ChatTemplate, GgufVocabulary, TextError, Tokenizer};
+use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, TextError, Tokenizer};
 use crate::weights::Weights;
 
 /// An opened model: everything but the weights.
@@ -118,6 +118,17 @@ fn in_file(path: &Path, source: TextError) -> ModelError {
     }
 }
 
+/// Why a chat has no tokens.
+#[derive(Debug, thiserror::Error)]
+pub enum ChatError<'a> {
+    /// The model has no template, or a broken one.
+    #[error("{0}")]
+    Template(&'a TextError),
+    /// The messages do not fit the template.
+    #[error(transparent)]
+    Messages(#[from] TextError),
+}
+
 /// A model that can talk.
 pub struct LoadedModel<B: Backend> {
     model: Model<B>,
@@ -149,6 +160,23 @@ impl<B: Backend> LoadedModel<B> {
     /// The chat template, or why there is none.
     pub fn chat_template(&self) -> Result<&ChatTemplate, &TextError> {
         self.chat_template.as_ref()
+    }
+
+    /// The tokens of a chat, rendered with the model's template, up to where the model answers.
+    pub fn encode_chat(&self, messages: &[serde_json::Value]) -> Result<Vec<u32>, ChatError<'_>> {
+        let template = self.chat_template().map_err(ChatError::Template)?;
+        let tokenizer = &self.tokenizer;
+        let token_text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id)).transpose();
+        let bos_token = token_text(tokenizer.bos_id())?.unwrap_or_default();
+        let eos_token = token_text(tokenizer.eos_id())?.unwrap_or_default();
+        let options = RenderOptions {
+            add_generation_prompt: true,
+            bos_token: &bos_token,
+            eos_token: &eos_token,
+            ..RenderOptions::default()
+        };
+        let text = template.render(messages, &options)?;
+        Ok(tokenizer.encode_with_special_tokens_parsed(&text, false)?)
     }
 
     /// Whether the model ends its turn with this token.

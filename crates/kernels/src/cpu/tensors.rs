@@ -32,6 +32,12 @@ impl Weight {
         Ok(Weight { stored: stored.clone(), row_bytes, vector })
     }
 
+    /// Some rows as floats, one after the other.
+    pub fn dequantise_rows(&self, rows: Range<usize>, out: &mut [f32]) {
+        assert_eq!(out.len(), rows.len() * self.cols(), "room for {} rows", rows.len());
+        quant::dequantise(self.dtype(), self.row_data(rows), out);
+    }
+
     /// Output channels.
     pub fn rows(&self) -> usize {
         self.stored.rows

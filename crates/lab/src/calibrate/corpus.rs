@@ -1,0 +1,148 @@
+//! The text a model is calibrated on: the user's, or its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use oscar_kernels::Backend;
+use oscar_model::LoadedModel;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::CalibrateError;
+use super::sample::sample;
+
+/// Largest file that is read.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// Tokens of one sequence, unless the model's context is shorter: long enough for a history behind the windows.
+pub const SEQUENCE_TOKENS: usize = 2048;
+
+/// Where the text comes from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Text or JSONL files.
+    Files {
+        /// In this order.
+        paths: Vec<PathBuf>,
+        /// Render `messages` of JSONL records with the model's chat template.
+        chat: bool,
+    },
+    /// Conversations drawn from the model.
+    Model {
+        /// Same seed, same text.
+        seed: u64,
+    },
+}
+
+/// Token sequences for moments, and one more for choosing and certifying.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    /// What moments are summed over.
+    pub sequences: Vec<Vec<u32>>,
+    /// Not part of the moments.
+    pub held_out: Vec<u32>,
+    /// SHA-256 of all token ids.
+    pub hash: String,
+    /// One line for people and files.
+    pub source: String,
+}
+
+impl Corpus {
+    /// Collects `tokens` tokens for moments and a held-out sequence behind them.
+    pub fn collect<B: Backend>(
+        model: &LoadedModel<B>,
+        source: &Source,
+        tokens: usize,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Corpus, CalibrateError> {
+        let length = SEQUENCE_TOKENS.min(model.config().max_context);
+        let count = tokens.div_ceil(length).max(1);
+        let (mut sequences, source) = match source {
+            Source::Model { seed } => {
+                let mut progress = progress;
+                let total = (count + 1) * length;
+                let drawn = sample(model, count + 1, length, *seed, |done| progress(done, total))?;
+                (drawn, format!("drawn from the model, seed {seed}"))
+            }
+            Source::Files { paths, chat } => {
+                let ids = read(model, paths, *chat)?;
+                let needed = (count + 1) * length;
+                if ids.len() < needed {
+                    return Err(CalibrateError::TooShort { tokens: ids.len(), needed });
+                }
+                let names: Vec<String> = paths
+                    .iter()
+                    .map(|path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned())
+                    .collect();
+                let sequences = ids[..needed].chunks_exact(length).map(<[u32]>::to_vec).collect();
+                (sequences, names.join(", "))
+            }
+        };
+        let held_out = sequences.pop().ok_or(CalibrateError::NoText)?;
+        let mut hash = Sha256::new();
+        for token in sequences.iter().chain([&held_out]).flatten() {
+            hash.update(token.to_le_bytes());
+        }
+        let hash = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Corpus { sequences, held_out, hash, source })
+    }
+
+    /// Tokens in the moments.
+    pub fn tokens(&self) -> usize {
+        self.sequences.iter().map(Vec::len).sum()
+    }
+}
+
+/// The token ids of some text or JSONL files, one after the other.
+pub fn read<B: Backend>(
+    model: &LoadedModel<B>,
+    paths: &[PathBuf],
+    chat: bool,
+) -> Result<Vec<u32>, CalibrateError> {
+    let mut ids = Vec::new();
+    for path in paths {
+        let unreadable = |source| CalibrateError::Read { path: path.clone(), source };
+        let bytes = fs::metadata(path).map_err(unreadable)?.len();
+        if bytes > MOST_BYTES {
+            return Err(CalibrateError::TooLarge { path: path.clone(), bytes, most: MOST_BYTES });
+        }
+        let text = fs::read_to_string(path).map_err(unreadable)?;
+        if is_jsonl(path) {
+            for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+                let wrong = |problem: String| CalibrateError::Record { path: path.clone(), line: index + 1, problem };
+                let record: Value = serde_json::from_str(line).map_err(|error| wrong(error.to_string()))?;
+                ids.extend(record_ids(model, &record, chat).map_err(wrong)?);
+            }
+        } else {
+            ids.extend(model.tokenizer().encode(&text, true)?);
+        }
+    }
+    Ok(ids)
+}
+
+fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"))
+}
+
+/// `{"text": …}`, `{"prompt": …, "response"|"completion": …}` or `{"messages": [{"role": …, "content": …}]}`.
+fn record_ids<B: Backend>(model: &LoadedModel<B>, record: &Value, chat: bool) -> Result<Vec<u32>, String> {
+    let text = |name: &str| record.get(name).and_then(Value::as_str);
+    if let Some(messages) = record.get("messages").and_then(Value::as_array) {
+        if chat {
+            return model.encode_chat(messages).map_err(|error| error.to_string());
+        }
+        let contents: Vec<&str> =
+            messages.iter().filter_map(|message| message.get("content").and_then(Value::as_str)).collect();
+        return model.tokenizer().encode(&contents.join("\n\n"), true).map_err(|error| error.to_string());
+    }
+    let whole = match (text("text"), text("prompt"), text("response").or_else(|| text("completion"))) {
+        (Some(text), _, _) => text.to_owned(),
+        (None, Some(prompt), answer) => format!("{prompt}{}", answer.unwrap_or_default()),
+        _ => return Err("a record has `text`, `prompt` (with `response`) or `messages`".into()),
+    };
+    if chat {
+        let messages = [serde_json::json!({"role": "user", "content": whole})];
+        return model.encode_chat(&messages).map_err(|error| error.to_string());
+    }
+    model.tokenizer().encode(&whole, true).map_err(|error| error.to_string())
+}

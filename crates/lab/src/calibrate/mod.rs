@@ -1,0 +1,71 @@
+//! Calibration: from text to rotations, means, rounding rules and a certificate.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`corpus`], [`sample`] | the text: the user's, or drawn from the model |
+//! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
+//! | [`moments`] | their second moments in f64 |
+//! | [`fit`] | eigenvectors and compositions |
+//! | [`select`] | how each head is rounded, by the error of attention on held-out text |
+//! | [`certificate`] | what to expect of the result |
+//! | [`checkpoint`] | going on after an interruption |
+//! | [`run`] | all of it |
+
+pub mod certificate;
+pub mod checkpoint;
+pub mod corpus;
+pub mod fit;
+pub mod moments;
+pub mod observe;
+pub mod run;
+pub mod sample;
+pub mod select;
+
+use std::io;
+use std::path::PathBuf;
+
+use oscar_codec::CodecError;
+use oscar_kernels::KernelError;
+use oscar_model::text::TextError;
+
+use crate::zoo::ZooError;
+
+pub use certificate::{Certificate, Verdict};
+pub use corpus::{Corpus, Source};
+pub use run::{Calibration, ValueTarget, calibrate};
+
+/// Why a calibration ended early.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CalibrateError {
+    #[error("{}: {source}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{}: {bytes} bytes are more than the {most} that are read; split the file", path.display())]
+    TooLarge { path: PathBuf, bytes: u64, most: u64 },
+    #[error("{} line {line}: {problem}", path.display())]
+    Record { path: PathBuf, line: usize, problem: String },
+    #[error("the text has {tokens} tokens and {needed} are needed; give more text or ask for fewer with --tokens")]
+    TooShort { tokens: usize, needed: usize },
+    #[error("there is no text to calibrate on")]
+    NoText,
+    #[error("{0}")]
+    Chat(String),
+    #[error("a moment is not finite at row {row}, column {column}: the model computes NaN or infinity on this text")]
+    Moment { row: usize, column: usize },
+    #[error("the eigenvectors of a moment did not converge")]
+    Eigenvectors,
+    #[error("{}: {problem}; delete it to start again", path.display())]
+    Checkpoint { path: PathBuf, problem: String },
+    #[error("interrupted")]
+    Interrupted,
+    #[error("layer {layer}, head {head}: {source}")]
+    Head { layer: usize, head: usize, source: CodecError },
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error(transparent)]
+    Text(#[from] TextError),
+    #[error(transparent)]
+    Zoo(#[from] ZooError),
+}

@@ -1,0 +1,305 @@
+//! Second moments of queries, keys, values and attention outputs, summed in `f64` while a layer runs.
+//!
+//! One set per KV head; query heads are added to the head they read from. Nothing but the sums is kept, so their
+//! size does not depend on how much text is seen.
+
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use oscar_codec::SquareMatrix;
+
+/// Positions before this one stay in bf16 in every cache (the sink), so means and plain moments leave them out.
+const SINK: usize = 64;
+
+/// Rows converted to `f64` at a time.
+const BLOCK_ROWS: usize = 256;
+
+/// Σ xᵀx over rows.
+#[derive(Clone, Debug)]
+pub struct Gram {
+    dim: usize,
+    sum: Vec<f64>,
+    rows: usize,
+}
+
+impl Gram {
+    fn new(dim: usize) -> Gram {
+        Gram { dim, sum: vec![0.0; dim * dim], rows: 0 }
+    }
+
+    /// Adds rows of `dim` values, each scaled by the root of its weight.
+    fn add<'a>(&mut self, rows: impl Iterator<Item = (&'a [f32], f64)>) {
+        let dim = self.dim;
+        let mut block = Vec::with_capacity(BLOCK_ROWS * dim);
+        let flush = |block: &mut Vec<f64>, sum: &mut [f64]| {
+            if block.is_empty() {
+                return;
+            }
+            let rows = MatRef::from_row_major_slice(block, block.len() / dim, dim);
+            let sum = MatMut::from_row_major_slice_mut(sum, dim, dim);
+            matmul(sum, Accum::Add, rows.transpose(), rows, 1.0, Par::Seq);
+            block.clear();
+        };
+        for (row, weight) in rows {
+            debug_assert_eq!(row.len(), dim);
+            let root = weight.max(0.0).sqrt();
+            block.extend(row.iter().map(|&value| f64::from(value) * root));
+            self.rows += 1;
+            if block.len() == BLOCK_ROWS * dim {
+                flush(&mut block, &mut self.sum);
+            }
+        }
+        flush(&mut block, &mut self.sum);
+    }
+
+    /// The mean over rows, exactly symmetric.
+    pub fn mean(&self) -> SquareMatrix {
+        let (dim, count) = (self.dim, self.rows.max(1) as f64);
+        let values = (0..dim * dim)
+            .map(|index| {
+                let (i, j) = (index / dim, index % dim);
+                (self.sum[i * dim + j] + self.sum[j * dim + i]) / (2.0 * count)
+            })
+            .collect();
+        SquareMatrix::new(dim, values).expect("dim · dim values")
+    }
+}
+
+/// The moments of one KV head.
+#[derive(Clone, Debug)]
+pub struct HeadMoments {
+    /// Queries of the group: C_Q, the key target.
+    pub queries: Gram,
+    /// Attention outputs before the output projection, S·V row by row: VᵀSᵀSV, the paper's value target.
+    pub attended: Gram,
+    /// Values weighted with the energy of their keys: the published code's stand-in for it.
+    pub weighted_values: Gram,
+    /// Keys past the sink.
+    pub keys: Gram,
+    /// Values past the sink.
+    pub values: Gram,
+    key_sum: Vec<f64>,
+    value_sum: Vec<f64>,
+}
+
+impl HeadMoments {
+    /// Nothing seen.
+    pub fn new(head_dim: usize) -> HeadMoments {
+        let gram = || Gram::new(head_dim);
+        HeadMoments {
+            queries: gram(),
+            attended: gram(),
+            weighted_values: gram(),
+            keys: gram(),
+            values: gram(),
+            key_sum: vec![0.0; head_dim],
+            value_sum: vec![0.0; head_dim],
+        }
+    }
+
+    /// Adds the rows of one sequence, which begins at position 0.
+    pub fn add(&mut self, rows: &SequenceRows<'_>, head: usize) {
+        let SequenceRows { heads, .. } = *rows;
+        for member in 0..heads.group() {
+            let query_head = head * heads.group() + member;
+            self.queries.add(rows.queries(query_head).map(|row| (row, 1.0)));
+            self.attended.add(rows.attended(query_head).map(|row| (row, 1.0)));
+        }
+        self.keys.add(rows.keys(head).skip(SINK).map(|row| (row, 1.0)));
+        self.values.add(rows.values(head).skip(SINK).map(|row| (row, 1.0)));
+        for (sum, rows) in [
+            (&mut self.key_sum, &mut rows.keys(head).skip(SINK) as &mut dyn Iterator<Item = &[f32]>),
+            (&mut self.value_sum, &mut rows.values(head).skip(SINK)),
+        ] {
+            for row in rows {
+                sum.iter_mut().zip(row).for_each(|(sum, &value)| *sum += f64::from(value));
+            }
+        }
+    }
+
+    /// Adds all keys and values for the weighted moment; the queries of all sequences must have been added.
+    ///
+    /// The weight of a token is `k A kᵀ` with `A` the mean of `qᵀq`, scaled so that the mean weight is 1.
+    pub fn weigh_values(&mut self, keys: &[f32], values: &[f32]) {
+        let dim = self.queries.dim;
+        let a = self.queries.mean();
+        let mut weights: Vec<f64> = Vec::with_capacity(keys.len() / dim);
+        for key in keys.chunks_exact(dim) {
+            let energy: f64 = (0..dim)
+                .map(|i| {
+                    let row = &a.values()[i * dim..(i + 1) * dim];
+                    let inner: f64 = row.iter().zip(key).map(|(a, &k)| a * f64::from(k)).sum();
+                    f64::from(key[i]) * inner
+                })
+                .sum();
+            weights.push(energy);
+        }
+        let scale = weights.len() as f64 / weights.iter().sum::<f64>().max(1e-12);
+        let rows = values.chunks_exact(dim).zip(weights.iter().map(|weight| weight * scale));
+        self.weighted_values.add(rows);
+    }
+
+    fn mean(&self, sum: &[f64], rows: usize) -> Vec<f32> {
+        sum.iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect()
+    }
+
+    /// Mean key past the sink.
+    pub fn key_mean(&self) -> Vec<f32> {
+        self.mean(&self.key_sum, self.keys.rows)
+    }
+
+    /// Mean value past the sink.
+    pub fn value_mean(&self) -> Vec<f32> {
+        self.mean(&self.value_sum, self.values.rows)
+    }
+}
+
+/// Heads of an attention layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub query: usize,
+    /// KV heads.
+    pub kv: usize,
+    /// Channels per head.
+    pub dim: usize,
+}
+
+impl Heads {
+    /// Query heads per KV head.
+    pub fn group(&self) -> usize {
+        self.query / self.kv
+    }
+
+    /// Columns of a row of queries, keys and values.
+    pub fn qkv_cols(&self) -> usize {
+        (self.query + 2 * self.kv) * self.dim
+    }
+}
+
+/// What one layer computed for the tokens of one sequence.
+#[derive(Clone, Copy)]
+pub struct SequenceRows<'a> {
+    /// The shape of a row.
+    pub heads: Heads,
+    /// `[tokens][queries | keys | values]`, after norms and rotary embedding.
+    pub qkv: &'a [f32],
+    /// `[tokens][query heads]` attention outputs.
+    pub attended: &'a [f32],
+}
+
+impl<'a> SequenceRows<'a> {
+    fn column(rows: &'a [f32], cols: usize, first: usize, dim: usize) -> impl Iterator<Item = &'a [f32]> {
+        rows.chunks_exact(cols).map(move |row| &row[first..first + dim])
+    }
+
+    /// Queries of one query head.
+    pub fn queries(&self, query_head: usize) -> impl Iterator<Item = &'a [f32]> {
+        Self::column(self.qkv, self.heads.qkv_cols(), query_head * self.heads.dim, self.heads.dim)
+    }
+
+    fn keys(&self, head: usize) -> impl Iterator<Item = &'a [f32]> {
+        let first = (self.heads.query + head) * self.heads.dim;
+        Self::column(self.qkv, self.heads.qkv_cols(), first, self.heads.dim)
+    }
+
+    fn values(&self, head: usize) -> impl Iterator<Item = &'a [f32]> {
+        let first = (self.heads.query + self.heads.kv + head) * self.heads.dim;
+        Self::column(self.qkv, self.heads.qkv_cols(), first, self.heads.dim)
+    }
+
+    fn attended(&self, query_head: usize) -> impl Iterator<Item = &'a [f32]> {
+        Self::column(self.attended, self.heads.query * self.heads.dim, query_head * self.heads.dim, self.heads.dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Deterministic numbers around zero.
+    fn numbers(len: usize, seed: u64) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                ((state >> 40) as f32 / (1u64 << 24) as f32) - 0.5
+            })
+            .collect()
+    }
+
+    fn gram(rows: &[&[f32]], weights: &[f64], dim: usize) -> Vec<f64> {
+        let mut sum = vec![0.0; dim * dim];
+        for (row, weight) in rows.iter().zip(weights) {
+            for i in 0..dim {
+                for j in 0..dim {
+                    sum[i * dim + j] += weight * f64::from(row[i]) * f64::from(row[j]);
+                }
+            }
+        }
+        sum.iter().map(|sum| sum / rows.len() as f64).collect()
+    }
+
+    fn assert_close(got: &[f64], want: &[f64]) {
+        for (got, want) in got.iter().zip(want) {
+            assert!((got - want).abs() < 1e-9, "{got} for {want}");
+        }
+    }
+
+    #[test]
+    fn moments_are_the_definitions() {
+        let heads = Heads { query: 4, kv: 2, dim: 8 };
+        let tokens = 300;
+        let qkv = numbers(tokens * heads.qkv_cols(), 1);
+        let attended = numbers(tokens * heads.query * heads.dim, 2);
+        let rows = SequenceRows { heads, qkv: &qkv, attended: &attended };
+        let head = 1;
+        let mut moments = HeadMoments::new(heads.dim);
+        moments.add(&rows, head);
+
+        let queries: Vec<&[f32]> = rows.queries(2).chain(rows.queries(3)).collect();
+        let c_q = gram(&queries, &vec![1.0; queries.len()], 8);
+        assert_close(moments.queries.mean().values(), &c_q);
+        let outputs: Vec<&[f32]> = rows.attended(2).chain(rows.attended(3)).collect();
+        assert_close(moments.attended.mean().values(), &gram(&outputs, &vec![1.0; outputs.len()], 8));
+        let keys: Vec<&[f32]> = rows.keys(head).collect();
+        let past_sink = &keys[SINK..];
+        assert_close(moments.keys.mean().values(), &gram(past_sink, &vec![1.0; past_sink.len()], 8));
+        let mean = moments.key_mean();
+        for c in 0..8 {
+            let want: f32 = past_sink.iter().map(|key| key[c]).sum::<f32>() / past_sink.len() as f32;
+            assert!((mean[c] - want).abs() < 1e-5);
+        }
+
+        // The published proxy: w = k A kᵀ, normalised to a mean of one.
+        let values: Vec<&[f32]> = rows.values(head).collect();
+        let energy: Vec<f64> = keys
+            .iter()
+            .map(|key| {
+                (0..64).map(|ij| f64::from(key[ij / 8]) * c_q[ij] * f64::from(key[ij % 8])).sum::<f64>()
+            })
+            .collect();
+        let total: f64 = energy.iter().sum();
+        let weights: Vec<f64> = energy.iter().map(|energy| energy * tokens as f64 / total).collect();
+        moments.weigh_values(&keys.concat(), &values.concat());
+        assert_close(moments.weighted_values.mean().values(), &gram(&values, &weights, 8));
+    }
+
+    #[test]
+    fn sequences_add_up() {
+        let heads = Heads { query: 2, kv: 1, dim: 4 };
+        let (qkv, attended) = (numbers(200 * 16, 3), numbers(200 * 8, 4));
+        let part = |from: usize, to: usize| SequenceRows {
+            heads,
+            qkv: &qkv[from * 16..to * 16],
+            attended: &attended[from * 8..to * 8],
+        };
+        let (mut whole, mut parts) = (HeadMoments::new(4), HeadMoments::new(4));
+        whole.add(&part(0, 200), 0);
+        parts.add(&part(0, 77), 0);
+        parts.add(&part(77, 200), 0);
+        assert_close(whole.queries.mean().values(), parts.queries.mean().values());
+        assert_eq!(whole.keys.rows, 136);
+        // Every sequence has its own sink.
+        assert_eq!(parts.keys.rows, 13 + 59);
+    }
+}

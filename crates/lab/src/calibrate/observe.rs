@@ -1,0 +1,134 @@
+//! Runs a model layer by layer over whole sequences and shows what each layer computes.
+//!
+//! Layer-major order means that all tokens of a layer are seen before the next layer begins: statistics that need
+//! two looks at a layer (a weight made from the mean of all queries) are exact, only one layer's keys and values are
+//! ever stored, and what was learned about a layer can be tried on the spot.
+
+use oscar_codec::{KvGeometry, PAGE_TOKENS, PageFormat};
+use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows as BatchRows};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::tensors::{Cache, Matrix, Step};
+use oscar_kernels::{Backend, KernelError};
+use oscar_model::{Activations, LayerAttention, LoadedModel};
+
+use super::moments::{Heads, SequenceRows};
+
+/// Sequences on their way through a model.
+pub struct Observer<'a> {
+    model: &'a LoadedModel<CpuBackend>,
+    heads: Heads,
+    sequences: Vec<Sequence>,
+    /// Keys and values of one layer, of all sequences.
+    cache: Cache,
+}
+
+struct Sequence {
+    tokens: usize,
+    pages: Vec<u32>,
+    step: Step,
+    activations: Activations<CpuBackend>,
+}
+
+impl<'a> Observer<'a> {
+    /// Embeds the sequences. Each begins at position 0.
+    pub fn new(model: &'a LoadedModel<CpuBackend>, sequences: &[&[u32]]) -> Result<Observer<'a>, KernelError> {
+        let config = model.config();
+        let heads = Heads { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
+        let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();
+        let geometry = KvGeometry { layers: 1, ..config.kv_geometry() };
+        let cache =
+            model.model().backend().cache(&CacheSpec { geometry, format: PageFormat::Bf16, slots })?;
+        let mut next_slot = 1;
+        let sequences = sequences
+            .iter()
+            .map(|ids| {
+                let pages: Vec<u32> = (next_slot..).take(ids.len().div_ceil(PAGE_TOKENS)).collect();
+                next_slot += pages.len() as u32;
+                let rows = BatchRows { start: 0, len: ids.len(), pages: &pages };
+                let batch = Batch { tokens: ids, sequences: &[rows] };
+                let step = model.model().begin_step(&batch, &cache)?;
+                let mut activations = model.model().activations(ids.len(), 1)?;
+                model.model().embed(&batch, &step, &mut activations)?;
+                Ok(Sequence { tokens: ids.len(), pages, step, activations })
+            })
+            .collect::<Result<_, KernelError>>()?;
+        Ok(Observer { model, heads, sequences, cache })
+    }
+
+    /// The shape of what is seen.
+    pub fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    /// Takes all sequences through one layer and shows each to `visit`, which also gets its index.
+    pub fn run_layer(
+        &mut self,
+        layer: usize,
+        mut visit: impl FnMut(usize, SequenceRows<'_>),
+    ) -> Result<(), KernelError> {
+        for (index, sequence) in self.sequences.iter_mut().enumerate() {
+            let mut attention = Observed {
+                cache: &mut self.cache,
+                heads: self.heads,
+                tokens: sequence.tokens,
+                visit: &mut |rows| visit(index, rows),
+            };
+            let Sequence { step, activations, .. } = sequence;
+            self.model.model().run_layers(layer..layer + 1, step, &mut attention, activations)?;
+        }
+        Ok(())
+    }
+
+    /// Keys and values of one head and sequence in the layer that ran last, as the cache stores them.
+    pub fn keys_values(&self, sequence: usize, head: usize) -> (Vec<f32>, Vec<f32>) {
+        let Sequence { tokens, pages, .. } = &self.sequences[sequence];
+        let mut keys = vec![0.0; tokens * self.heads.dim];
+        let mut values = keys.clone();
+        self.cache.read_rows(0, head, pages, 0..*tokens, &mut keys, &mut values);
+        (keys, values)
+    }
+
+    /// The hidden states of one sequence.
+    pub fn hidden(&self, sequence: usize) -> Result<&[f32], KernelError> {
+        let Sequence { tokens, activations, .. } = &self.sequences[sequence];
+        activations.hidden().first_rows("hidden rows", *tokens)
+    }
+
+    /// The hidden states of one sequence, to be replaced by stored ones.
+    pub fn hidden_mut(&mut self, sequence: usize) -> Result<&mut [f32], KernelError> {
+        let Sequence { tokens, activations, .. } = &mut self.sequences[sequence];
+        activations.hidden_mut().first_rows_mut("hidden rows", *tokens)
+    }
+
+    /// Number of sequences.
+    pub fn sequences(&self) -> usize {
+        self.sequences.len()
+    }
+}
+
+/// Ordinary attention that shows its rows.
+struct Observed<'a> {
+    cache: &'a mut Cache,
+    heads: Heads,
+    tokens: usize,
+    visit: &'a mut dyn FnMut(SequenceRows<'_>),
+}
+
+impl LayerAttention<CpuBackend> for Observed<'_> {
+    fn attend(
+        &mut self,
+        backend: &CpuBackend,
+        step: &Step,
+        spec: &AttentionSpec<CpuBackend>,
+        _layer: usize,
+        qkv: &mut Matrix,
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        backend.rope_store(step, spec, 0, qkv, self.cache)?;
+        backend.attend(step, spec, 0, qkv, self.cache, out)?;
+        let qkv = qkv.first_rows("query, key and value rows", self.tokens)?;
+        let attended = out.first_rows("attention rows", self.tokens)?;
+        (self.visit)(SequenceRows { heads: self.heads, qkv, attended });
+        Ok(())
+    }
+}

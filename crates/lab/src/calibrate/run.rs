@@ -1,0 +1,380 @@
+//! The whole of a calibration, one layer after the other.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+
+use oscar_codec::{Composition, HeadTransform, Rule, SquareMatrix, Windows};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_model::LoadedModel;
+use rayon::prelude::*;
+
+use super::CalibrateError;
+use super::certificate::{Certificate, HeadCertificate, Shares, judge, mean_of, worst};
+use super::checkpoint::Checkpoint;
+use super::corpus::Corpus;
+use super::fit::{mean, rotation};
+use super::moments::{HeadMoments, Heads, SequenceRows};
+use super::observe::Observer;
+use super::select::{CANDIDATES, HeldOut, HeldOutQuery, Trial};
+use crate::zoo::rotation::{Header, LayerRotations, RotationFile, SideRotations};
+
+/// The published clip ratios for keys and values.
+pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
+
+/// Held-out queries per query head.
+const QUERIES: usize = 32;
+
+/// What value rotations are fitted to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ValueTarget {
+    /// VᵀSᵀSV from real attention, as in the paper.
+    #[default]
+    Attention,
+    /// The published code's proxy: values weighted with the energy of their keys.
+    Proxy,
+}
+
+impl ValueTarget {
+    /// The word in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            ValueTarget::Attention => "cs",
+            ValueTarget::Proxy => "sst",
+        }
+    }
+}
+
+/// Settings of a calibration.
+#[derive(Clone, Debug)]
+pub struct Calibration {
+    /// How eigenvectors, Hadamard and permutation are multiplied.
+    pub composition: Composition,
+    /// Target of the per-head value rotations. Per-layer ones are always the published recipe.
+    pub value_target: ValueTarget,
+    /// Windows that rules are chosen and errors measured with.
+    pub windows: Windows,
+    /// Who is calibrated.
+    pub header: Header,
+}
+
+impl Calibration {
+    /// The default recipe for a model described by `header`.
+    pub fn new(header: Header) -> Calibration {
+        Calibration {
+            composition: Composition::RHPbr,
+            value_target: ValueTarget::default(),
+            windows: Windows::default(),
+            header,
+        }
+    }
+}
+
+/// Calibrates a model on a corpus. Key channels of the result are in the order of the model's own file.
+///
+/// `progress` is told how many layers are done and may break off; with a checkpoint the work so far is kept.
+pub fn calibrate(
+    model: &LoadedModel<CpuBackend>,
+    corpus: &Corpus,
+    calibration: &Calibration,
+    checkpoint: Option<&Checkpoint>,
+    mut progress: impl FnMut(usize) -> ControlFlow<()>,
+) -> Result<(RotationFile, Certificate), CalibrateError> {
+    let sequences: Vec<&[u32]> =
+        corpus.sequences.iter().chain([&corpus.held_out]).map(Vec::as_slice).collect();
+    let mut observer = Observer::new(model, &sequences)?;
+    let mut state = State::new(calibration, corpus);
+    let mut first = 0;
+    if let Some(checkpoint) = checkpoint {
+        first = checkpoint.resume(&mut state, &mut observer)?;
+    }
+    let layers = model.config().layers;
+    for layer in first..layers {
+        if progress(layer).is_break() {
+            return Err(CalibrateError::Interrupted);
+        }
+        let observed = observe_layer(&mut observer, layer, corpus)?;
+        let metrics = output_metrics(model, layer);
+        let fitted = fit_layer(model, &observed, &metrics, layer, calibration)?;
+        state.push(layer, fitted);
+        if let Some(checkpoint) = checkpoint.filter(|_| layer + 1 < layers) {
+            checkpoint.save(&state, &observer, layer + 1)?;
+        }
+    }
+    let _ = progress(layers);
+    Ok(state.finish(calibration, corpus))
+}
+
+/// Rotations and certificates of the layers so far.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// The file as far as it goes.
+    pub file: RotationFile,
+    /// Heads so far.
+    pub heads: Vec<HeadCertificate>,
+}
+
+impl State {
+    fn new(calibration: &Calibration, corpus: &Corpus) -> State {
+        let header = Header {
+            tokens: corpus.tokens(),
+            corpus: Some(corpus.hash.clone()),
+            key_objective: "qqt".into(),
+            value_objective: calibration.value_target.name().into(),
+            composition: Some(calibration.composition),
+            ..calibration.header.clone()
+        };
+        let file = RotationFile { header, heads: Some(BTreeMap::new()), layers: Some(BTreeMap::new()) };
+        State { file, heads: Vec::new() }
+    }
+
+    fn push(&mut self, layer: usize, fitted: FittedLayer) {
+        self.file.heads.get_or_insert_default().insert(layer, fitted.per_head);
+        self.file.layers.get_or_insert_default().insert(layer, fitted.per_layer);
+        self.heads.extend(fitted.certificates);
+    }
+
+    fn finish(self, calibration: &Calibration, corpus: &Corpus) -> (RotationFile, Certificate) {
+        let head_dim = self.file.header.head_dim;
+        let (verdict, reason) = judge(&self.heads);
+        let certificate = Certificate {
+            model: self.file.header.model.clone(),
+            format: "int2".into(),
+            bits_per_element: oscar_codec::PageFormat::Int2 { groups: 1 }.bits_per_element(head_dim),
+            tokens: corpus.tokens(),
+            held_out_tokens: corpus.held_out.len(),
+            sink: calibration.windows.sink,
+            recent: calibration.windows.recent,
+            verdict,
+            reason,
+            mean_output_error: mean_of(&self.heads, |head| head.output_error),
+            mean_paper_output_error: mean_of(&self.heads, |head| head.paper_output_error),
+            worst: worst(&self.heads),
+            heads: self.heads,
+        };
+        (self.file, certificate)
+    }
+}
+
+/// Moments of all heads of a layer and what the held-out sequence computed there.
+pub struct ObservedLayer {
+    /// One per KV head.
+    pub moments: Vec<HeadMoments>,
+    /// Keys and values of the held-out sequence, per KV head.
+    held_out: Vec<(Vec<f32>, Vec<f32>)>,
+    /// Some of its queries, per KV head.
+    queries: Vec<Vec<HeldOutQuery>>,
+    heads: Heads,
+}
+
+/// Runs one layer and sums its moments. The last sequence of the observer is the held-out one.
+pub fn observe_layer(
+    observer: &mut Observer<'_>,
+    layer: usize,
+    corpus: &Corpus,
+) -> Result<ObservedLayer, CalibrateError> {
+    let heads = observer.heads();
+    let held_out = corpus.sequences.len();
+    let mut moments: Vec<HeadMoments> = (0..heads.kv).map(|_| HeadMoments::new(heads.dim)).collect();
+    let mut queries = Vec::new();
+    observer.run_layer(layer, |index, rows| {
+        if index < held_out {
+            moments.par_iter_mut().enumerate().for_each(|(head, moments)| moments.add(&rows, head));
+        } else {
+            queries = (0..heads.kv).map(|head| held_out_queries(&rows, head)).collect();
+        }
+    })?;
+    let observer = &*observer;
+    moments.par_iter_mut().enumerate().for_each(|(head, moments)| {
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for index in 0..held_out {
+            let (more_keys, more_values) = observer.keys_values(index, head);
+            keys.extend(more_keys);
+            values.extend(more_values);
+        }
+        moments.weigh_values(&keys, &values);
+    });
+    let held_out = (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect();
+    Ok(ObservedLayer { moments, held_out, queries, heads })
+}
+
+/// Queries spread over the second half of a sequence, for every member of the group.
+fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> Vec<HeldOutQuery> {
+    let group = rows.heads.group();
+    (0..group)
+        .flat_map(|member| {
+            let all: Vec<&[f32]> = rows.queries(head * group + member).collect();
+            let first = all.len() / 2;
+            let step = (all.len() - first).div_ceil(QUERIES).max(1);
+            (first..all.len())
+                .step_by(step)
+                .map(move |position| HeldOutQuery { position, member, row: all[position].to_vec() })
+        })
+        .collect()
+}
+
+/// W_oᵀW_o of each query head's slice of the output projection.
+fn output_metrics(model: &LoadedModel<CpuBackend>, layer: usize) -> Vec<SquareMatrix> {
+    let config = model.config();
+    let (dim, heads) = (config.head_dim, config.q_heads);
+    let weight = &model.model().layer(layer).output.weight;
+    let mut rows = vec![0.0; weight.rows() * weight.cols()];
+    weight.dequantise_rows(0..weight.rows(), &mut rows);
+    (0..heads)
+        .into_par_iter()
+        .map(|head| {
+            let mut sum = vec![0.0; dim * dim];
+            for row in rows.chunks_exact(heads * dim) {
+                let slice = &row[head * dim..(head + 1) * dim];
+                for (i, &a) in slice.iter().enumerate() {
+                    let target = &mut sum[i * dim..(i + 1) * dim];
+                    target.iter_mut().zip(slice).for_each(|(sum, &b)| *sum += f64::from(a) * f64::from(b));
+                }
+            }
+            SquareMatrix::new(dim, sum).expect("dim · dim values")
+        })
+        .collect()
+}
+
+struct FittedLayer {
+    per_head: LayerRotations,
+    per_layer: LayerRotations,
+    certificates: Vec<HeadCertificate>,
+}
+
+/// One head's part of a [`FittedLayer`].
+struct FittedHead {
+    keys: (SquareMatrix, Vec<f64>),
+    values: (SquareMatrix, Vec<f64>),
+    key_rule: Rule,
+    value_rule: Rule,
+    key_mean: Vec<f32>,
+    key_metric: SquareMatrix,
+    value_metric: SquareMatrix,
+    certificate: HeadCertificate,
+}
+
+fn fit_layer(
+    model: &LoadedModel<CpuBackend>,
+    observed: &ObservedLayer,
+    metrics: &[SquareMatrix],
+    layer: usize,
+    calibration: &Calibration,
+) -> Result<FittedLayer, CalibrateError> {
+    let (moments, heads, composition) = (&observed.moments, observed.heads, calibration.composition);
+    let key_targets: Vec<SquareMatrix> = moments.iter().map(|head| head.queries.mean()).collect();
+    let proxies: Vec<SquareMatrix> = moments.iter().map(|head| head.weighted_values.mean()).collect();
+    let shared_keys = rotation(&mean(&key_targets), composition)?;
+    let shared_values = rotation(&mean(&proxies), composition)?;
+    let scale = model.model().layer(layer).attention.scale;
+
+    let fit_head = |head: usize| -> Result<FittedHead, CalibrateError> {
+        let own = &moments[head];
+        let keys = rotation(&key_targets[head], composition)?;
+        let values = match calibration.value_target {
+            ValueTarget::Attention => rotation(&own.attended.mean(), composition)?,
+            ValueTarget::Proxy => rotation(&proxies[head], composition)?,
+        };
+        let members = &metrics[head * heads.group()..(head + 1) * heads.group()];
+        let (held_keys, held_values) = &observed.held_out[head];
+        let held_out = HeldOut {
+            keys: held_keys,
+            values: held_values,
+            queries: &observed.queries[head],
+            output_metrics: members,
+            scale,
+            windows: calibration.windows,
+        };
+        let failed = |source| CalibrateError::Head { layer, head, source };
+        let key_mean = own.key_mean();
+        let key_transform = HeadTransform::new(Some(key_mean.clone()), &keys.0).map_err(failed)?;
+        let value_transform = HeadTransform::new(None, &values.0).map_err(failed)?;
+        let isa = model.model().backend().isa();
+        let choice = Trial::new(isa, &held_out, &key_transform, &value_transform)
+            .and_then(|trial| trial.choose(&CANDIDATES))
+            .map_err(failed)?;
+        let paper_keys = HeadTransform::published(&shared_keys.0).map_err(failed)?;
+        let paper_values = HeadTransform::published(&shared_values.0).map_err(failed)?;
+        let paper = Trial::new(isa, &held_out, &paper_keys, &paper_values)
+            .and_then(|trial| trial.measure(PAPER_RULES.0, PAPER_RULES.1))
+            .map_err(failed)?;
+        let (key_shares, value_shares) = (Shares::of(&keys.1), Shares::of(&values.1));
+        let mean_energy: f64 = key_mean.iter().map(|&x| f64::from(x).powi(2)).sum();
+        let certificate = HeadCertificate {
+            layer,
+            head,
+            key_rule: choice.key.to_string(),
+            value_rule: choice.value.to_string(),
+            logit_error: choice.logit_error,
+            key_error: choice.key_error,
+            value_error: choice.value_error,
+            output_error: choice.output_error,
+            paper_output_error: paper.output_error,
+            key_top1_share: key_shares.top1,
+            key_top8_share: key_shares.top8,
+            key_effective_rank: key_shares.effective_rank,
+            value_top1_share: value_shares.top1,
+            value_top8_share: value_shares.top8,
+            value_effective_rank: value_shares.effective_rank,
+            key_mean_share: mean_energy / own.keys.mean().trace().max(f64::MIN_POSITIVE),
+        };
+        Ok(FittedHead {
+            keys,
+            values,
+            key_rule: choice.key,
+            value_rule: choice.value,
+            key_mean,
+            key_metric: key_targets[head].clone(),
+            value_metric: sum(members),
+            certificate,
+        })
+    };
+    let fitted: Vec<FittedHead> = (0..heads.kv).into_par_iter().map(fit_head).collect::<Result<_, _>>()?;
+
+    let key_means: Vec<Vec<f32>> = fitted.iter().map(|head| head.key_mean.clone()).collect();
+    let per_layer = LayerRotations {
+        keys: SideRotations {
+            rotations: vec![shared_keys.0],
+            eigenvalues: vec![shared_keys.1],
+            means: Some(key_means.clone()),
+            metrics: None,
+            rules: vec![PAPER_RULES.0],
+        },
+        values: SideRotations {
+            rotations: vec![shared_values.0],
+            eigenvalues: vec![shared_values.1],
+            means: None,
+            metrics: None,
+            rules: vec![PAPER_RULES.1],
+        },
+    };
+    let mut keys = SideRotations {
+        rotations: Vec::new(),
+        eigenvalues: Vec::new(),
+        means: Some(key_means),
+        metrics: Some(Vec::new()),
+        rules: Vec::new(),
+    };
+    let mut values = SideRotations { means: None, ..keys.clone() };
+    let mut certificates = Vec::new();
+    for head in fitted {
+        keys.push(head.keys, head.key_metric, head.key_rule);
+        values.push(head.values, head.value_metric, head.value_rule);
+        certificates.push(head.certificate);
+    }
+    Ok(FittedLayer { per_head: LayerRotations { keys, values }, per_layer, certificates })
+}
+
+impl SideRotations {
+    fn push(&mut self, (rotation, eigenvalues): (SquareMatrix, Vec<f64>), metric: SquareMatrix, rule: Rule) {
+        self.rotations.push(rotation);
+        self.eigenvalues.push(eigenvalues);
+        self.metrics.get_or_insert_default().push(metric);
+        self.rules.push(rule);
+    }
+}
+
+fn sum(matrices: &[SquareMatrix]) -> SquareMatrix {
+    let mean = mean(matrices);
+    let values = mean.values().iter().map(|value| value * matrices.len() as f64).collect();
+    SquareMatrix::new(mean.dim(), values).expect("dim · dim values")
+}

@@ -1,0 +1,151 @@
+//! Calibration text from the model itself, for users who have none: seeded conversations, several at once.
+
+use std::collections::VecDeque;
+
+use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
+use oscar_model::LoadedModel;
+use serde_json::json;
+
+use super::CalibrateError;
+
+/// What the conversations are about. Wide rather than deep: moments need variety, not facts.
+const TOPICS: [&str; 32] = [
+    "the history of bridges",
+    "how bread is made",
+    "a walk through an old harbour town",
+    "the life of a honey bee",
+    "sorting algorithms, with code",
+    "planning a vegetable garden",
+    "the water cycle",
+    "a letter to a friend abroad",
+    "how a bicycle stays upright",
+    "a mystery set in a library",
+    "basic probability, with worked examples",
+    "the phases of the moon",
+    "repairing a wooden chair",
+    "a dialogue between two engineers",
+    "writing a small web server, with code",
+    "the geography of mountain ranges",
+    "a recipe for a winter soup",
+    "how vaccines work",
+    "the rules of chess",
+    "a fable about a fox and a river",
+    "linear equations, step by step",
+    "the invention of printing",
+    "a day in a weather station",
+    "parsing a text file, with code",
+    "how music is recorded",
+    "a short biography of an imaginary explorer",
+    "electric motors",
+    "a debate about city parks",
+    "glaciers and how they move",
+    "a checklist for moving house",
+    "databases and their indexes",
+    "a poem about the sea, with a commentary",
+];
+
+const REQUESTS: [&str; 4] = [
+    "Write a long, detailed text about",
+    "Explain step by step:",
+    "Tell me everything a beginner should know about",
+    "Write several pages about",
+];
+
+/// Draws `count` sequences of `length` tokens. `progress` is told how many tokens there are.
+pub fn sample<B: Backend>(
+    model: &LoadedModel<B>,
+    count: usize,
+    length: usize,
+    seed: u64,
+    mut progress: impl FnMut(usize),
+) -> Result<Vec<Vec<u32>>, CalibrateError> {
+    let pages = length.div_ceil(PAGE_TOKENS);
+    let mut cache = model.model().cache(PageFormat::Bf16, count * pages + 1)?;
+    let mut activations = model.model().activations(count, count)?;
+    let rows: Vec<usize> = (0..count).collect();
+    let tables: Vec<Vec<u32>> =
+        (0..count).map(|index| (0..pages).map(|page| (1 + index * pages + page) as u32).collect()).collect();
+    let mut speakers: Vec<Speaker> = (0..count).map(|index| Speaker::new(seed, index)).collect();
+    let mut drawn: Vec<Option<u32>> = vec![None; count];
+    let mut sequences: Vec<Vec<u32>> = vec![Vec::with_capacity(length); count];
+    for position in 0..length {
+        let tokens: Vec<u32> = speakers
+            .iter_mut()
+            .zip(&drawn)
+            .map(|(speaker, drawn)| speaker.next(model, *drawn))
+            .collect::<Result<_, _>>()?;
+        let batch: Vec<SequenceRows<'_>> =
+            tables.iter().map(|pages| SequenceRows { start: position, len: 1, pages }).collect();
+        let batch = Batch { tokens: &tokens, sequences: &batch };
+        model.model().forward(&batch, &rows, &mut cache, &mut activations)?;
+        let settings: Vec<Sampling> = (0..count)
+            .map(|index| Sampling {
+                temperature: 1.0,
+                top_k: 0,
+                top_p: 0.95,
+                min_p: 0.0,
+                vocabulary: model.tokenizer().vocab_size(),
+                draw: uniform(seed, (index * length + position) as u64),
+            })
+            .collect();
+        let next = model.model().backend().sample(activations.logits(), &settings)?;
+        drawn = next.iter().map(|sampled| Some(sampled.token)).collect();
+        sequences.iter_mut().zip(&tokens).for_each(|(sequence, token)| sequence.push(*token));
+        progress((position + 1) * count);
+    }
+    Ok(sequences)
+}
+
+/// One conversation: what the user says is given, the rest is drawn.
+struct Speaker {
+    seed: u64,
+    turn: u64,
+    given: VecDeque<u32>,
+}
+
+impl Speaker {
+    fn new(seed: u64, index: usize) -> Speaker {
+        Speaker { seed: mix(seed ^ mix(index as u64)), turn: 0, given: VecDeque::new() }
+    }
+
+    /// The next token: what is left of the user's turn, else what the model drew. An end of turn starts a new one.
+    fn next<B: Backend>(&mut self, model: &LoadedModel<B>, drawn: Option<u32>) -> Result<u32, CalibrateError> {
+        if let Some(token) = self.given.pop_front() {
+            return Ok(token);
+        }
+        if let Some(token) = drawn.filter(|&token| !model.is_end(token)) {
+            return Ok(token);
+        }
+        self.given.extend(drawn);
+        let asked = self.ask(model)?;
+        self.given.extend(asked);
+        self.given.pop_front().ok_or(CalibrateError::NoText)
+    }
+
+    fn ask<B: Backend>(&mut self, model: &LoadedModel<B>) -> Result<Vec<u32>, CalibrateError> {
+        let draw = mix(self.seed.wrapping_add(self.turn)) as usize;
+        self.turn += 1;
+        let request = REQUESTS[draw % REQUESTS.len()];
+        let topic = TOPICS[draw / REQUESTS.len() % TOPICS.len()];
+        let text = format!("{request} {topic}.");
+        if model.chat_template().is_ok() {
+            let messages = [json!({"role": "user", "content": text})];
+            return model.encode_chat(&messages).map_err(|error| CalibrateError::Chat(error.to_string()));
+        }
+        Ok(model.tokenizer().encode(&text, true)?)
+    }
+}
+
+fn uniform(seed: u64, index: u64) -> f32 {
+    (mix(mix(seed).wrapping_add(index)) >> 40) as f32 / (1u64 << 24) as f32
+}
+
+/// SplitMix64.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,422 @@
+//! Chooses how the rows of a head are rounded, by the error that attention makes with them.
+//!
+//! Mean squared error is a poor judge: it treats a key nobody looks at like one that everybody does. So every
+//! candidate encodes the keys (or values) of a held-out sequence, real queries read them as they would in a cache
+//! with windows, and what counts is how far the output of attention moves after the output projection.
+//!
+//! Everything happens in rotated coordinates, where scores and outputs are the same and nothing has to be undone.
+
+use faer::linalg::matmul::matmul;
+use faer::{Accum, MatMut, MatRef, Par};
+use half::bf16;
+use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::quantise::RowFormat;
+use oscar_codec::{CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, Windows};
+use oscar_kernels::cpu::encode::{Int2Encoder, Scratch};
+use oscar_kernels::cpu::isa::Isa;
+
+/// Rules tried for keys and for values.
+pub const CANDIDATES: [Rule; 8] = [
+    Rule::Clip(0.90),
+    Rule::Clip(0.92),
+    Rule::Clip(0.94),
+    Rule::Clip(0.96),
+    Rule::Clip(0.98),
+    Rule::MIN_MAX,
+    Rule::Gaussian,
+    Rule::Search,
+];
+
+/// What one KV head saw and computed on the held-out sequence.
+pub struct HeldOut<'a> {
+    /// `[tokens][d]`, as stored in bf16, not rotated.
+    pub keys: &'a [f32],
+    /// As the keys.
+    pub values: &'a [f32],
+    /// Some queries that read this head.
+    pub queries: &'a [HeldOutQuery],
+    /// Per member of the group, W_oᵀW_o of its slice of the output projection, not rotated.
+    pub output_metrics: &'a [SquareMatrix],
+    /// Logit scale.
+    pub scale: f32,
+    /// What is read exactly.
+    pub windows: Windows,
+}
+
+/// One query row.
+pub struct HeldOutQuery {
+    /// Its position.
+    pub position: usize,
+    /// Which member of the group asked.
+    pub member: usize,
+    /// After rotary embedding, not rotated.
+    pub row: Vec<f32>,
+}
+
+/// Relative errors of a head with chosen rules.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// For keys.
+    pub key: Rule,
+    /// For values.
+    pub value: Rule,
+    /// Root mean square change of a logit, weighted with the attention it gets.
+    pub logit_error: f64,
+    /// ‖ΔO·W_o‖² / ‖O·W_o‖² with only the keys encoded.
+    pub key_error: f64,
+    /// The same with only the values encoded.
+    pub value_error: f64,
+    /// With both.
+    pub output_error: f64,
+}
+
+/// The attention of a head in rotated coordinates, ready to try rules on.
+pub struct Trial<'a> {
+    held_out: &'a HeldOut<'a>,
+    isa: Isa,
+    dim: usize,
+    tokens: usize,
+    key_transform: &'a HeadTransform,
+    value_transform: &'a HeadTransform,
+    /// Rotated, in whole numbers of bf16.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    queries: Vec<f32>,
+    metrics: Vec<Vec<f32>>,
+    /// `[queries][tokens]` exact logits and weights.
+    logits: Vec<f32>,
+    weights: Vec<f32>,
+    /// Σ o M oᵀ over queries.
+    energy: f64,
+}
+
+impl<'a> Trial<'a> {
+    /// Rotates everything and computes the exact attention.
+    pub fn new(
+        isa: Isa,
+        held_out: &'a HeldOut<'a>,
+        key_transform: &'a HeadTransform,
+        value_transform: &'a HeadTransform,
+    ) -> Result<Trial<'a>, CodecError> {
+        let dim = key_transform.dim();
+        let all: Vec<f32> = held_out.queries.iter().flat_map(|query| query.row.iter().copied()).collect();
+        let metrics = held_out.output_metrics.iter();
+        let mut trial = Trial {
+            held_out,
+            isa,
+            dim,
+            tokens: held_out.keys.len() / dim,
+            key_transform,
+            value_transform,
+            keys: rotated(isa, key_transform, held_out.keys)?,
+            values: rotated(isa, value_transform, held_out.values)?,
+            queries: product(&all, held_out.queries.len(), dim, key_transform.rotation(), dim, false),
+            metrics: metrics.map(|metric| rotated_metric(metric, value_transform)).collect(),
+            logits: Vec::new(),
+            weights: Vec::new(),
+            energy: 0.0,
+        };
+        trial.logits = trial.logits_with(&trial.keys);
+        trial.weights = trial.weights_of(&trial.logits);
+        let outputs = trial.outputs(&trial.weights, &trial.values);
+        trial.energy = trial.weigh(&outputs);
+        Ok(trial)
+    }
+
+    /// Tries every candidate on keys and on values and keeps the best of each.
+    pub fn choose(&self, candidates: &[Rule]) -> Result<Choice, CodecError> {
+        let mut best_key: Option<(f64, Rule)> = None;
+        let mut best_value: Option<(f64, Rule)> = None;
+        for &rule in candidates {
+            let key = (self.key_error(rule)?, rule);
+            let value = (self.value_error(rule)?, rule);
+            if best_key.is_none_or(|best| key.0 < best.0) {
+                best_key = Some(key);
+            }
+            if best_value.is_none_or(|best| value.0 < best.0) {
+                best_value = Some(value);
+            }
+        }
+        let (key, value) = (best_key.map_or(Rule::Search, |best| best.1), best_value.map_or(Rule::Search, |best| best.1));
+        self.measure(key, value)
+    }
+
+    /// The errors with given rules.
+    pub fn measure(&self, key: Rule, value: Rule) -> Result<Choice, CodecError> {
+        let logits = self.mixed(&self.logits_with(&self.encoded_keys(key)?));
+        let weights = self.weights_of(&logits);
+        let values = self.encoded_values(value)?;
+        Ok(Choice {
+            key,
+            value,
+            logit_error: self.logit_error(&logits),
+            key_error: self.key_error(key)?,
+            value_error: self.value_error(value)?,
+            output_error: self.relative(&self.mixed_outputs(&weights, &values)),
+        })
+    }
+
+    fn key_error(&self, rule: Rule) -> Result<f64, CodecError> {
+        let logits = self.mixed(&self.logits_with(&self.encoded_keys(rule)?));
+        Ok(self.relative(&self.outputs(&self.weights_of(&logits), &self.values)))
+    }
+
+    fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
+        let values = self.encoded_values(rule)?;
+        Ok(self.relative(&self.mixed_outputs(&self.weights, &values)))
+    }
+
+    fn encoded_keys(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
+        encoded(self.isa, self.key_transform, Side::Key, rule, &self.keys)
+    }
+
+    fn encoded_values(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
+        encoded(self.isa, self.value_transform, Side::Value, rule, &self.values)
+    }
+
+    fn logits_with(&self, keys: &[f32]) -> Vec<f32> {
+        let mut logits = product(&self.queries, self.held_out.queries.len(), self.dim, keys, self.tokens, true);
+        logits.iter_mut().for_each(|logit| *logit *= self.held_out.scale);
+        logits
+    }
+
+    /// Whether the query reads the token from the codec.
+    fn is_history(&self, query: &HeldOutQuery, token: usize) -> bool {
+        let Windows { sink, recent } = self.held_out.windows;
+        token >= sink && token + recent.max(1) <= query.position
+    }
+
+    /// Encoded logits for history, exact ones for the windows.
+    fn mixed(&self, encoded: &[f32]) -> Vec<f32> {
+        let rows = self.held_out.queries.iter().zip(encoded.chunks_exact(self.tokens));
+        rows.zip(self.logits.chunks_exact(self.tokens))
+            .flat_map(|((query, encoded), exact)| {
+                (0..self.tokens)
+                    .map(move |token| if self.is_history(query, token) { encoded[token] } else { exact[token] })
+            })
+            .collect()
+    }
+
+    fn weights_of(&self, logits: &[f32]) -> Vec<f32> {
+        let mut weights = vec![0.0; logits.len()];
+        let rows = logits.chunks_exact(self.tokens).zip(weights.chunks_exact_mut(self.tokens));
+        for (query, (logits, weights)) in self.held_out.queries.iter().zip(rows) {
+            let seen = query.position + 1;
+            let max = logits[..seen].iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let mut sum = 0.0f64;
+            for (weight, logit) in weights[..seen].iter_mut().zip(logits) {
+                *weight = (logit - max).exp();
+                sum += f64::from(*weight);
+            }
+            weights[..seen].iter_mut().for_each(|weight| *weight = (f64::from(*weight) / sum) as f32);
+        }
+        weights
+    }
+
+    fn outputs(&self, weights: &[f32], values: &[f32]) -> Vec<f32> {
+        product(weights, self.held_out.queries.len(), self.tokens, values, self.dim, false)
+    }
+
+    /// Outputs with encoded values for history and exact ones for the windows.
+    fn mixed_outputs(&self, weights: &[f32], encoded: &[f32]) -> Vec<f32> {
+        let (mut history, mut windows) = (weights.to_vec(), weights.to_vec());
+        let rows = history.chunks_exact_mut(self.tokens).zip(windows.chunks_exact_mut(self.tokens));
+        for (query, (history, windows)) in self.held_out.queries.iter().zip(rows) {
+            for token in 0..self.tokens {
+                let other = if self.is_history(query, token) { &mut *windows } else { &mut *history };
+                other[token] = 0.0;
+            }
+        }
+        let mut out = self.outputs(&history, encoded);
+        let exact = self.outputs(&windows, &self.values);
+        out.iter_mut().zip(exact).for_each(|(out, exact)| *out += exact);
+        out
+    }
+
+    /// Σ x M xᵀ over queries, each with the metric of its member.
+    fn weigh(&self, rows: &[f32]) -> f64 {
+        let mut total = 0.0;
+        for (query, row) in self.held_out.queries.iter().zip(rows.chunks_exact(self.dim)) {
+            for (i, weights) in self.metrics[query.member].chunks_exact(self.dim).enumerate() {
+                let inner: f32 = weights.iter().zip(row).map(|(weight, x)| weight * x).sum();
+                total += f64::from(row[i]) * f64::from(inner);
+            }
+        }
+        total
+    }
+
+    /// How far outputs are from the exact ones, relative to their size.
+    fn relative(&self, outputs: &[f32]) -> f64 {
+        let exact = self.outputs(&self.weights, &self.values);
+        let change: Vec<f32> = outputs.iter().zip(&exact).map(|(output, exact)| output - exact).collect();
+        self.weigh(&change) / self.energy.max(f64::MIN_POSITIVE)
+    }
+
+    fn logit_error(&self, logits: &[f32]) -> f64 {
+        let sum: f64 = logits
+            .iter()
+            .zip(&self.logits)
+            .zip(&self.weights)
+            .map(|((logit, exact), weight)| f64::from(*weight) * f64::from(logit - exact).powi(2))
+            .sum();
+        (sum / self.held_out.queries.len().max(1) as f64).sqrt()
+    }
+}
+
+fn encoder(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<Int2Encoder, CodecError> {
+    let format = RowFormat::int2(1, rule, ScaleType::default());
+    let layout = Int2Layout::new(transform.dim(), 1)?;
+    Int2Encoder::new(isa, &HeadEncoder::new(transform.clone(), rule), &format, layout)
+}
+
+fn rotated(isa: Isa, transform: &HeadTransform, rows: &[f32]) -> Result<Vec<f32>, CodecError> {
+    let encoder = encoder(isa, transform, Rule::MIN_MAX)?;
+    let (page, mut scratch) = (PAGE_TOKENS * transform.dim(), Scratch::default());
+    let mut out = vec![0.0; rows.len()];
+    for (rows, out) in rows.chunks(page).zip(out.chunks_mut(page)) {
+        encoder.rotate_rows(rows, out, &mut scratch)?;
+    }
+    Ok(out)
+}
+
+/// Rotated rows as they come back from their pages, still rotated.
+fn encoded(
+    isa: Isa,
+    transform: &HeadTransform,
+    side: Side,
+    rule: Rule,
+    rows: &[f32],
+) -> Result<Vec<f32>, CodecError> {
+    let encoder = encoder(isa, transform, rule)?;
+    let mut page = vec![0; encoder.layout().page_bytes()];
+    let mut scratch = Scratch::default();
+    let values = PAGE_TOKENS * transform.dim();
+    let mut out = vec![0.0; rows.len()];
+    for (rows, out) in rows.chunks(values).zip(out.chunks_mut(values)) {
+        let rows: Vec<bf16> = rows.iter().map(|&value| bf16::from_f32(value)).collect();
+        encoder.encode_rotated_rows(side, &rows, &mut page, &mut scratch)?;
+        encoder.decode_rotated_rows(side, &page, out, &mut scratch)?;
+    }
+    Ok(out)
+}
+
+/// `left [rows][inner] · right`, where `right` is `[inner][cols]`, or `[cols][inner]` when transposed.
+fn product(left: &[f32], rows: usize, inner: usize, right: &[f32], cols: usize, transposed: bool) -> Vec<f32> {
+    let mut out = vec![0.0; rows * cols];
+    let left = MatRef::from_row_major_slice(left, rows, inner);
+    let right = if transposed {
+        MatRef::from_row_major_slice(right, cols, inner).transpose()
+    } else {
+        MatRef::from_row_major_slice(right, inner, cols)
+    };
+    let target = MatMut::from_row_major_slice_mut(&mut out, rows, cols);
+    matmul(target, Accum::Replace, left, right, 1.0f32, Par::Seq);
+    out
+}
+
+/// A metric of outputs in the coordinates of rotated values.
+fn rotated_metric(metric: &SquareMatrix, transform: &HeadTransform) -> Vec<f32> {
+    let dim = transform.dim();
+    let rotation = transform.rotation();
+    let inner = product(&metric.to_f32(), dim, dim, rotation, dim, false);
+    let mut transposed = vec![0.0; dim * dim];
+    for i in 0..dim {
+        for j in 0..dim {
+            transposed[j * dim + i] = rotation[i * dim + j];
+        }
+    }
+    product(&transposed, dim, dim, &inner, dim, false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Deterministic numbers in [-1, 1).
+    fn numbers(len: usize, seed: u64) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    const DIM: usize = 32;
+    const TOKENS: usize = 200;
+
+    fn queries() -> Vec<HeldOutQuery> {
+        [(100, 0), (150, 1), (199, 0)]
+            .into_iter()
+            .map(|(position, member)| HeldOutQuery {
+                position,
+                member,
+                row: numbers(DIM, position as u64).iter().map(|x| 3.0 * x).collect(),
+            })
+            .collect()
+    }
+
+    fn with_trial(windows: Windows, check: impl Fn(&Trial<'_>)) {
+        let (keys, values) = (numbers(TOKENS * DIM, 1), numbers(TOKENS * DIM, 2));
+        let queries = queries();
+        let metrics = [SquareMatrix::identity(DIM), SquareMatrix::identity(DIM)];
+        let held_out = HeldOut {
+            keys: &keys,
+            values: &values,
+            queries: &queries,
+            output_metrics: &metrics,
+            scale: 0.3,
+            windows,
+        };
+        let rotation = HeadTransform::new(None, &oscar_codec::hadamard::matrix(DIM)).unwrap();
+        check(&Trial::new(Isa::detect(), &held_out, &rotation, &rotation).unwrap());
+    }
+
+    #[test]
+    fn attention_in_rotated_coordinates_is_attention() {
+        with_trial(Windows { sink: 4, recent: 16 }, |trial| {
+            let held_out = trial.held_out;
+            for (index, query) in held_out.queries.iter().enumerate() {
+                for token in [0, 50, 99] {
+                    let key = &held_out.keys[token * DIM..][..DIM];
+                    let dot: f32 = query.row.iter().zip(key).map(|(q, k)| q * k).sum();
+                    let got = trial.logits[index * TOKENS + token];
+                    assert!((got - 0.3 * dot).abs() < 0.02, "{got} for {}", 0.3 * dot);
+                }
+                let row = &trial.weights[index * TOKENS..][..TOKENS];
+                assert!((row.iter().sum::<f32>() - 1.0).abs() < 1e-4);
+                assert!(row[query.position + 1..].iter().all(|&weight| weight == 0.0));
+            }
+            // The identity as metric: energy is the squared length of the outputs.
+            let outputs = trial.outputs(&trial.weights, &trial.values);
+            let length: f64 = outputs.iter().map(|&x| f64::from(x).powi(2)).sum();
+            assert!((trial.energy / length - 1.0).abs() < 1e-4);
+        });
+    }
+
+    #[test]
+    fn the_choice_is_the_best_of_what_was_tried() {
+        with_trial(Windows { sink: 4, recent: 16 }, |trial| {
+            let choice = trial.choose(&CANDIDATES).unwrap();
+            for rule in CANDIDATES {
+                assert!(choice.key_error <= trial.key_error(rule).unwrap() + 1e-12, "{rule}");
+                assert!(choice.value_error <= trial.value_error(rule).unwrap() + 1e-12, "{rule}");
+            }
+            assert!(choice.output_error > 0.0 && choice.output_error < 1.0, "{choice:?}");
+            assert!(choice.logit_error > 0.0);
+            // Plain min-max is worse than the best.
+            let plain = trial.measure(Rule::MIN_MAX, Rule::MIN_MAX).unwrap();
+            assert!(plain.output_error > choice.output_error);
+        });
+    }
+
+    #[test]
+    fn windows_that_cover_everything_leave_no_error() {
+        with_trial(Windows { sink: 100, recent: 100 }, |trial| {
+            let choice = trial.measure(Rule::MIN_MAX, Rule::MIN_MAX).unwrap();
+            assert!(choice.output_error < 1e-9, "{choice:?}");
+            assert_eq!(choice.logit_error, 0.0);
+        });
+    }
+}

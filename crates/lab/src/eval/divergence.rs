@@ -1,0 +1,237 @@
+//! How far a model with a codec is from the same model with an exact cache.
+
+use std::sync::Arc;
+
+use oscar_kernels::Backend;
+use oscar_kernels::cpu::CpuBackend;
+use oscar_model::{Activations, LoadedModel};
+use rayon::prelude::*;
+
+use super::EvalError;
+use super::evaluator::{Evaluator, STEP_TOKENS, arg_max};
+use super::history::Reading;
+
+/// Rows whose logits are in memory at once: a vocabulary is large.
+const LOGIT_ROWS: usize = 64;
+
+/// Sums over scored positions.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Divergence {
+    /// Σ KL(exact ‖ codec), in nats.
+    pub kl: f64,
+    /// Σ −ln p(next token) with the codec.
+    pub loss: f64,
+    /// Σ −ln p(next token) with the exact cache.
+    pub exact_loss: f64,
+    /// Positions at which both find the same token most likely.
+    pub agreements: usize,
+    /// Scored positions.
+    pub positions: usize,
+}
+
+impl Divergence {
+    /// Adds another sum.
+    pub fn add(&mut self, other: &Divergence) {
+        self.kl += other.kl;
+        self.loss += other.loss;
+        self.exact_loss += other.exact_loss;
+        self.agreements += other.agreements;
+        self.positions += other.positions;
+    }
+
+    fn mean(&self, sum: f64) -> f64 {
+        sum / self.positions.max(1) as f64
+    }
+
+    /// Mean KL divergence in nats.
+    pub fn mean_kl(&self) -> f64 {
+        self.mean(self.kl)
+    }
+
+    /// Perplexity with the codec.
+    pub fn perplexity(&self) -> f64 {
+        self.mean(self.loss).exp()
+    }
+
+    /// Perplexity with the exact cache.
+    pub fn exact_perplexity(&self) -> f64 {
+        self.mean(self.exact_loss).exp()
+    }
+
+    /// Share of positions with the same most likely token.
+    pub fn top1_agreement(&self) -> f64 {
+        self.mean(self.agreements as f64)
+    }
+}
+
+/// A text with its exact run, ready to be compared with any number of codecs.
+pub struct Comparison {
+    evaluator: Evaluator,
+    /// Buffers for the exact run's logits.
+    reference: Activations<CpuBackend>,
+    /// The codec's, which also hold logits of several rows.
+    codec: Activations<CpuBackend>,
+    suffix: Vec<u32>,
+    /// Hidden states of the exact run after the prefix.
+    hidden: Vec<f32>,
+    /// First position after the prefix that is scored.
+    skip: usize,
+}
+
+impl Comparison {
+    /// Room for texts of `capacity` tokens.
+    pub fn new(model: Arc<LoadedModel<CpuBackend>>, capacity: usize) -> Result<Comparison, EvalError> {
+        let rows = STEP_TOKENS.min(capacity);
+        let activations = || model.model().activations(rows, LOGIT_ROWS);
+        Ok(Comparison {
+            reference: activations()?,
+            codec: activations()?,
+            evaluator: Evaluator::new(model, capacity)?,
+            suffix: Vec::new(),
+            hidden: Vec::new(),
+            skip: 0,
+        })
+    }
+
+    /// Runs a text exactly. The first `prefix` tokens are only context; of the others, those from the `skip`-th on
+    /// are scored.
+    pub fn set_text(
+        &mut self,
+        ids: &[u32],
+        prefix: usize,
+        skip: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<(), EvalError> {
+        if ids.len() < prefix + skip + 2 {
+            return Err(EvalError::TextTooShort { tokens: ids.len(), needed: prefix + skip + 2 });
+        }
+        let (context, suffix) = ids.split_at(prefix);
+        self.evaluator.prefill(context, &mut progress)?;
+        self.suffix = suffix.to_vec();
+        self.skip = skip;
+        self.hidden.clear();
+        let hidden = &mut self.hidden;
+        let mut before = 0;
+        self.evaluator.run(suffix, None, |_, activations, done| {
+            let rows = activations.hidden().first_rows("hidden rows", done - before)?;
+            hidden.extend_from_slice(rows);
+            before = done;
+            progress(prefix + done);
+            Ok(())
+        })
+    }
+
+    /// Runs the text after the prefix again with a codec and compares every scored position.
+    pub fn measure(
+        &mut self,
+        reading: Reading<'_>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Divergence, EvalError> {
+        self.evaluator.rewind();
+        let Comparison { evaluator, reference, codec, suffix, hidden, skip } = self;
+        let width = evaluator.model().config().hidden_size;
+        let mut total = Divergence::default();
+        let mut before = 0;
+        evaluator.run(suffix, Some(reading), |model, activations, done| {
+            let count = done - before;
+            let rows = activations.hidden().first_rows("hidden rows", count)?;
+            codec.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(rows);
+            let exact = &hidden[before * width..done * width];
+            reference.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(exact);
+            let scored: Vec<usize> = (0..count)
+                .filter(|row| before + row >= *skip && before + row + 1 < suffix.len())
+                .collect();
+            for rows in scored.chunks(LOGIT_ROWS) {
+                let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
+                total.add(&compare(model, rows, &next, reference, codec)?);
+            }
+            before = done;
+            progress(done);
+            Ok(())
+        })?;
+        Ok(total)
+    }
+}
+
+fn compare(
+    model: &LoadedModel<CpuBackend>,
+    rows: &[usize],
+    next: &[u32],
+    reference: &mut Activations<CpuBackend>,
+    codec: &mut Activations<CpuBackend>,
+) -> Result<Divergence, EvalError> {
+    let vocabulary = model.tokenizer().vocab_size().min(model.config().vocab_size);
+    let logits = |activations: &mut Activations<CpuBackend>| {
+        model.model().logits(rows, activations)?;
+        model.model().backend().read(activations.logits(), 0..rows.len())
+    };
+    let (exact, approximate) = (logits(reference)?, logits(codec)?);
+    let width = model.config().vocab_size;
+    let parts: Vec<Divergence> = exact
+        .par_chunks_exact(width)
+        .zip(approximate.par_chunks_exact(width))
+        .zip(next)
+        .map(|((exact, approximate), &next)| row(&exact[..vocabulary], &approximate[..vocabulary], next))
+        .collect();
+    let mut total = Divergence::default();
+    parts.iter().for_each(|part| total.add(part));
+    if !total.kl.is_finite() {
+        return Err(EvalError::NotFinite);
+    }
+    Ok(total)
+}
+
+/// Compares the logits of one position.
+fn row(exact: &[f32], approximate: &[f32], next: u32) -> Divergence {
+    let log_sum = |logits: &[f32]| {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|logit| f64::from((logit - max).exp())).sum();
+        f64::from(max) + sum.ln()
+    };
+    let (exact_sum, sum) = (log_sum(exact), log_sum(approximate));
+    let kl = exact
+        .iter()
+        .zip(approximate)
+        .map(|(&a, &b)| {
+            let log_p = f64::from(a) - exact_sum;
+            f64::from((log_p as f32).exp()) * (log_p - (f64::from(b) - sum))
+        })
+        .sum();
+    Divergence {
+        kl,
+        loss: sum - f64::from(approximate[next as usize]),
+        exact_loss: exact_sum - f64::from(exact[next as usize]),
+        agreements: usize::from(arg_max(exact) == arg_max(approximate)),
+        positions: 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divergence_of_two_distributions_by_hand() {
+        // p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2).
+        let p = [2f32.ln(), 0.0, 0.0];
+        let q = [7.0, 7.0, 7.0 + 2f32.ln()];
+        let got = row(&p, &q, 2);
+        assert!((got.kl - 0.25 * 2f64.ln()).abs() < 1e-6, "{got:?}");
+        assert!((got.loss - 2f64.ln()).abs() < 1e-6);
+        assert!((got.exact_loss - 4f64.ln()).abs() < 1e-6);
+        assert_eq!(got.agreements, 0);
+        let same = row(&p, &p, 0);
+        assert!(same.kl.abs() < 1e-7);
+        assert_eq!(same.agreements, 1);
+    }
+
+    #[test]
+    fn means_are_over_positions() {
+        let mut total = Divergence::default();
+        total.add(&Divergence { kl: 1.0, loss: 2.0, exact_loss: 0.0, agreements: 1, positions: 1 });
+        total.add(&Divergence { kl: 0.0, loss: 0.0, exact_loss: 0.0, agreements: 0, positions: 1 });
+        assert_eq!(total.mean_kl(), 0.5);
+        assert!((total.perplexity() - 1f64.exp()).abs() < 1e-12);
+        assert_eq!(total.top1_agreement(), 0.5);
+    }
+}

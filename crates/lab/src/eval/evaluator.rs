@@ -1,0 +1,180 @@
+//! Runs one sequence of a model with an exact prefix and a cache seen through a codec.
+//!
+//! The prefix is computed once and serves every codec of a table: what a codec changes is how the tokens after it
+//! read their history.
+
+use std::sync::Arc;
+
+use oscar_codec::PageFormat;
+use oscar_kernels::Backend;
+use oscar_kernels::KernelError;
+use oscar_kernels::backend::{Batch, SequenceRows};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::tensors::Cache;
+use oscar_kv::PAGE_TOKENS;
+use oscar_model::{Activations, LoadedModel, Paged};
+
+use super::EvalError;
+use super::history::{HistoryAttention, Reading};
+
+/// Tokens computed in one pass.
+pub(super) const STEP_TOKENS: usize = 512;
+
+/// A model with room for one sequence, exact and as a codec gives it back.
+pub struct Evaluator {
+    model: Arc<LoadedModel<CpuBackend>>,
+    exact: Cache,
+    history: Cache,
+    /// Per layer, how many positions of the history are filled.
+    filled: Vec<usize>,
+    pages: Vec<u32>,
+    activations: Activations<CpuBackend>,
+    /// Tokens of the exact prefix.
+    prefix: usize,
+    /// Tokens of the prefix and what came after it.
+    tokens: usize,
+}
+
+impl Evaluator {
+    /// Room for a sequence of `capacity` tokens. Memory becomes resident as it is used.
+    pub fn new(model: Arc<LoadedModel<CpuBackend>>, capacity: usize) -> Result<Evaluator, EvalError> {
+        let most = model.config().max_context;
+        if capacity == 0 || capacity > most {
+            return Err(EvalError::Context { tokens: capacity, most });
+        }
+        let slots = capacity.div_ceil(PAGE_TOKENS) + 1;
+        let cache = || model.model().cache(PageFormat::Bf16, slots);
+        Ok(Evaluator {
+            exact: cache()?,
+            history: cache()?,
+            filled: vec![0; model.config().layers],
+            pages: (1..slots as u32).collect(),
+            activations: model.model().activations(STEP_TOKENS.min(capacity), 1)?,
+            prefix: 0,
+            tokens: 0,
+            model,
+        })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<LoadedModel<CpuBackend>> {
+        &self.model
+    }
+
+    /// Computes a prefix exactly, in place of what was there. `progress` is told how many tokens are done.
+    pub fn prefill(&mut self, ids: &[u32], mut progress: impl FnMut(usize)) -> Result<(), EvalError> {
+        (self.prefix, self.tokens) = (0, 0);
+        self.run(ids, None, |_, _, done| {
+            progress(done);
+            Ok(())
+        })?;
+        self.prefix = ids.len();
+        Ok(())
+    }
+
+    /// Goes back to the end of the prefix and forgets what a codec made of it.
+    pub fn rewind(&mut self) {
+        self.tokens = self.prefix;
+        self.filled.fill(0);
+    }
+
+    /// Appends tokens, which read their history as `reading` says, or exactly. After each pass `visit` gets the
+    /// model, its activations (the hidden states of the pass) and how many of `ids` are done.
+    pub(super) fn run(
+        &mut self,
+        ids: &[u32],
+        reading: Option<Reading<'_>>,
+        mut visit: impl FnMut(
+            &LoadedModel<CpuBackend>,
+            &mut Activations<CpuBackend>,
+            usize,
+        ) -> Result<(), EvalError>,
+    ) -> Result<(), EvalError> {
+        let needed = self.tokens + ids.len();
+        let most = self.pages.len() * PAGE_TOKENS;
+        if needed > most {
+            return Err(EvalError::Context { tokens: needed, most });
+        }
+        let mut done = 0;
+        for chunk in ids.chunks(self.activations.max_rows()) {
+            self.step(chunk, reading)?;
+            done += chunk.len();
+            visit(&self.model, &mut self.activations, done)?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, ids: &[u32], reading: Option<Reading<'_>>) -> Result<(), KernelError> {
+        let model = self.model.model();
+        let rows = SequenceRows { start: self.tokens, len: ids.len(), pages: &self.pages };
+        let batch = Batch { tokens: ids, sequences: &[rows] };
+        let step = model.begin_step(&batch, &self.exact)?;
+        model.embed(&batch, &step, &mut self.activations)?;
+        let layers = 0..self.model.config().layers;
+        match reading {
+            None => model.run_layers(layers, &step, &mut Paged(&mut self.exact), &mut self.activations)?,
+            Some(reading) => {
+                let mut attention = HistoryAttention {
+                    exact: &mut self.exact,
+                    history: &mut self.history,
+                    pages: &self.pages,
+                    filled: &mut self.filled,
+                    reading,
+                    end: self.tokens + ids.len(),
+                };
+                model.run_layers(layers, &step, &mut attention, &mut self.activations)?;
+            }
+        }
+        self.tokens += ids.len();
+        Ok(())
+    }
+
+    /// Greedy answer to `question` after the prefix, up to an end token or `max_tokens`. Starts from the end of the
+    /// prefix, whatever was run before.
+    pub fn answer(
+        &mut self,
+        question: &[u32],
+        reading: Option<Reading<'_>>,
+        max_tokens: usize,
+    ) -> Result<Vec<u32>, EvalError> {
+        self.rewind();
+        let mut answer: Vec<u32> = Vec::new();
+        let mut next: Vec<u32> = question.to_vec();
+        while answer.len() < max_tokens && !next.is_empty() {
+            let rows = (next.len() - 1) % self.activations.max_rows();
+            self.run(&next, reading, |_, _, _| Ok(()))?;
+            self.model.model().logits(&[rows], &mut self.activations)?;
+            let vocabulary = self.model.tokenizer().vocab_size();
+            let logits = self.model.model().backend().read(self.activations.logits(), 0..1)?;
+            let token = arg_max(&logits[..vocabulary.min(logits.len())]);
+            if self.model.is_end(token) {
+                break;
+            }
+            answer.push(token);
+            next = vec![token];
+        }
+        Ok(answer)
+    }
+}
+
+/// The index of the largest value, the first of equal ones; NaN is never the largest.
+pub(super) fn arg_max(values: &[f32]) -> u32 {
+    let mut best = 0;
+    for (index, &value) in values.iter().enumerate() {
+        if value > values[best] || values[best].is_nan() && !value.is_nan() {
+            best = index;
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::arg_max;
+
+    #[test]
+    fn the_first_largest_wins() {
+        assert_eq!(arg_max(&[f32::NAN, 1.0, 3.0, 3.0, -1.0]), 2);
+        assert_eq!(arg_max(&[f32::NAN]), 0);
+    }
+}

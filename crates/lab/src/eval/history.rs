@@ -1,0 +1,184 @@
+//! Attention in which early positions are read back from a codec.
+//!
+//! Keys and values are computed and stored exactly (bf16) as always. Positions outside the windows of a query are
+//! read from a second cache that holds what the codec gives back for them. The codec's round trip is the only
+//! difference to an exact run, so one loaded model serves every codec, and rotations are never folded into weights.
+
+use oscar_codec::{CacheCodec, HeadIndex, Side, Windows};
+use oscar_kernels::backend::AttentionSpec;
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::tensors::{Cache, Matrix, Step};
+use oscar_kernels::{Backend, KernelError};
+use oscar_model::LayerAttention;
+use rayon::prelude::*;
+
+/// Rows a codec is given at a time; a multiple of every codec's token group.
+const BLOCK_TOKENS: usize = 512;
+
+/// How queries read positions before them.
+#[derive(Clone, Copy)]
+pub struct Reading<'a> {
+    /// What early positions go through.
+    pub codec: &'a dyn CacheCodec,
+    /// What stays exact.
+    pub windows: Windows,
+    /// Prefill in chunks of so many tokens: a query reads its own chunk exactly, whatever the window. `None` lets
+    /// every query read its history as a decode step would.
+    pub chunk: Option<usize>,
+}
+
+impl Reading<'_> {
+    /// Positions below this are read back from the codec by the query at `position`, except the sink.
+    ///
+    /// The recent window counts the query itself, which is always exact. A codec that encodes tokens in groups reads
+    /// whole groups only, so its window is up to a group longer.
+    pub fn history_end(&self, position: usize) -> usize {
+        let Windows { sink, recent } = self.windows;
+        let mut end = (position + 1).saturating_sub(recent.max(1));
+        if let Some(chunk) = self.chunk {
+            end = end.min(position / chunk.max(1) * chunk.max(1));
+        }
+        if end <= sink {
+            return 0;
+        }
+        let group = self.codec.token_group().max(1);
+        match (end - sink) / group * group {
+            0 => 0,
+            whole => sink + whole,
+        }
+    }
+}
+
+/// [`LayerAttention`] over an exact cache and a history of one sequence.
+pub(super) struct HistoryAttention<'a> {
+    pub(super) exact: &'a mut Cache,
+    pub(super) history: &'a mut Cache,
+    pub(super) pages: &'a [u32],
+    /// Per layer, how many positions the history holds.
+    pub(super) filled: &'a mut [usize],
+    pub(super) reading: Reading<'a>,
+    /// Tokens of the sequence after this step.
+    pub(super) end: usize,
+}
+
+impl HistoryAttention<'_> {
+    /// Extends the history of a layer to what the last query of the step reads.
+    fn fill(&mut self, layer: usize, kv_heads: usize, head_dim: usize) -> Result<(), KernelError> {
+        let (from, to) = (self.filled[layer], self.reading.history_end(self.end - 1));
+        if from >= to {
+            return Ok(());
+        }
+        let sink = self.reading.windows.sink;
+        // Blocks start at whole token groups, counted from the end of the sink.
+        let mut starts: Vec<usize> = (from.max(sink)..to).step_by(BLOCK_TOKENS).collect();
+        if from < sink {
+            starts.insert(0, from);
+        }
+        let tasks: Vec<(usize, usize, usize)> = starts
+            .iter()
+            .enumerate()
+            .map(|(index, &start)| (start, starts.get(index + 1).copied().unwrap_or(to)))
+            .flat_map(|(start, end)| (0..kv_heads).map(move |head| (head, start, end)))
+            .collect();
+        let (exact, pages, codec) = (&*self.exact, self.pages, self.reading.codec);
+        let rows: Vec<(Vec<f32>, Vec<f32>)> = tasks
+            .par_iter()
+            .map(|&(head, start, end)| {
+                let mut keys = vec![0.0; (end - start) * head_dim];
+                let mut values = keys.clone();
+                exact.read_rows(layer, head, pages, start..end, &mut keys, &mut values);
+                if start >= sink {
+                    let index = HeadIndex { layer, head };
+                    codec.round_trip(index, Side::Key, &mut keys)?;
+                    codec.round_trip(index, Side::Value, &mut values)?;
+                }
+                Ok((keys, values))
+            })
+            .collect::<Result<_, oscar_codec::CodecError>>()
+            .map_err(|error| {
+                KernelError::BadSetting(format!("layer {layer}, codec {}: {error}", codec.name()))
+            })?;
+        for ((head, start, _), (keys, values)) in tasks.into_iter().zip(rows) {
+            self.history.write_rows(layer, head, self.pages, start, &keys, &values);
+        }
+        self.filled[layer] = to;
+        Ok(())
+    }
+}
+
+impl LayerAttention<CpuBackend> for HistoryAttention<'_> {
+    fn attend(
+        &mut self,
+        backend: &CpuBackend,
+        step: &Step,
+        spec: &AttentionSpec<CpuBackend>,
+        layer: usize,
+        qkv: &mut Matrix,
+        out: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        backend.rope_store(step, spec, layer, qkv, self.exact)?;
+        self.fill(layer, spec.kv_heads, spec.head_dim)?;
+        let reading = self.reading;
+        let ends = move |position: usize| reading.history_end(position);
+        backend.attend_with_history(
+            step,
+            spec,
+            qkv,
+            (self.exact, layer),
+            (self.history, layer),
+            &ends,
+            out,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::CodecError;
+
+    use super::*;
+
+    struct Groups(usize);
+
+    impl CacheCodec for Groups {
+        fn name(&self) -> &str {
+            "groups"
+        }
+        fn token_group(&self) -> usize {
+            self.0
+        }
+        fn round_trip(&self, _: HeadIndex, _: Side, _: &mut [f32]) -> Result<(), CodecError> {
+            Ok(())
+        }
+        fn token_bytes(&self, head_dim: usize) -> f64 {
+            head_dim as f64
+        }
+    }
+
+    #[test]
+    fn the_window_counts_the_query_and_the_sink_stays() {
+        let codec = Groups(1);
+        let reading = Reading { codec: &codec, windows: Windows { sink: 64, recent: 256 }, chunk: None };
+        // The query at 319 sees 64 sink tokens and itself with 255 before it: all exact.
+        assert_eq!(reading.history_end(319), 0);
+        assert_eq!(reading.history_end(320), 65);
+        assert_eq!(reading.history_end(4095), 3840);
+        let none = Reading { windows: Windows { sink: 0, recent: 0 }, ..reading };
+        assert_eq!((none.history_end(0), none.history_end(7)), (0, 7));
+    }
+
+    #[test]
+    fn groups_are_read_whole_and_chunks_exactly() {
+        let codec = Groups(32);
+        let reading = Reading { codec: &codec, windows: Windows { sink: 10, recent: 100 }, chunk: None };
+        assert_eq!(reading.history_end(140), 0);
+        assert_eq!(reading.history_end(141), 42);
+        assert_eq!(reading.history_end(172), 42);
+        assert_eq!(reading.history_end(173), 74);
+        let codec = Groups(1);
+        let chunked = Reading { codec: &codec, windows: Windows { sink: 0, recent: 8 }, chunk: Some(100) };
+        assert_eq!(chunked.history_end(99), 0);
+        assert_eq!(chunked.history_end(103), 96);
+        assert_eq!(chunked.history_end(199), 100);
+    }
+}
