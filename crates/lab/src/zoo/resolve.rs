@@ -1,0 +1,134 @@
+//! From a model to rotations that fit it: the user's own first, then those that ship with the program.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use oscar_codec::KvGeometry;
+use oscar_model::source::Settings;
+
+use super::error::ZooError;
+use super::rotation::{Header, RotationFile};
+use super::safetensors;
+use super::shipped::{SHIPPED, Shipped};
+
+/// Files looked at in the cache folder; more are not ours.
+const CACHE_LIMIT: usize = 4096;
+
+/// Where rotations are kept: a folder of the cache.
+pub fn cache_folder(settings: &Settings) -> PathBuf {
+    settings.cache.directory().join("rotations")
+}
+
+/// Where a rotation file is.
+#[derive(Clone, Debug)]
+pub enum Origin {
+    /// Inside the program.
+    Shipped(&'static Shipped),
+    /// On disk.
+    Cached(PathBuf),
+}
+
+/// A rotation file that is there to be used, with what it says about itself.
+#[derive(Clone, Debug)]
+pub struct Available {
+    /// Name without folder and ending.
+    pub name: String,
+    /// Where it is.
+    pub origin: Origin,
+    /// What it was made for.
+    pub header: Header,
+    /// Size of the file.
+    pub bytes: u64,
+}
+
+impl Available {
+    /// Reads and checks all of it.
+    pub fn load(&self) -> Result<RotationFile, ZooError> {
+        match &self.origin {
+            Origin::Cached(path) => safetensors::read(path),
+            Origin::Shipped(shipped) => {
+                let file = safetensors::parse(Path::new(shipped.name), shipped.bytes)?;
+                file.check_orthogonal(Path::new(shipped.name))?;
+                Ok(file)
+            }
+        }
+    }
+}
+
+/// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of its own.
+pub fn available(folder: &Path) -> Vec<Result<Available, ZooError>> {
+    let mut paths: Vec<PathBuf> = match fs::read_dir(folder) {
+        Ok(files) => {
+            files.take(CACHE_LIMIT).flatten().map(|file| file.path()).filter(|path| is_ours(path)).collect()
+        }
+        // A cache that was never used is empty.
+        Err(_) => Vec::new(),
+    };
+    paths.sort();
+    let cached = paths.into_iter().map(|path| {
+        let header = safetensors::read_header(&path)?;
+        let bytes = path.metadata().map_err(|error| ZooError::io(&path, "read", error))?.len();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Available { name, origin: Origin::Cached(path), header, bytes })
+    });
+    let shipped = SHIPPED.iter().map(|shipped| {
+        let header = safetensors::parse_header(Path::new(shipped.name), shipped.bytes)?;
+        let (name, bytes) = (shipped.name.to_owned(), shipped.bytes.len() as u64);
+        Ok(Available { name, origin: Origin::Shipped(shipped), header, bytes })
+    });
+    cached.chain(shipped).collect()
+}
+
+fn is_ours(path: &Path) -> bool {
+    let hidden = path.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+    !hidden && path.extension().is_some_and(|ending| ending == "safetensors")
+}
+
+/// The first rotations made for the model with this fingerprint. Files that cannot be read are passed over.
+pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
+    let fits = |found: &Available| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
+    available(folder).into_iter().filter_map(Result::ok).find(fits)
+}
+
+/// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What is
+/// returned is a warning for the user.
+pub fn check_model(
+    file: &RotationFile,
+    model_fingerprint: &str,
+    geometry: KvGeometry,
+    force: bool,
+) -> Result<Option<String>, ZooError> {
+    let header = &file.header;
+    let name = format!("the rotation file of {:?}", header.model);
+    let refused =
+        |problem: String, can_force| ZooError::OtherModel { rotations: name.clone(), problem, can_force };
+    if header.head_dim != geometry.head_dim {
+        let problem =
+            format!("its heads have {} channels, the model's {}", header.head_dim, geometry.head_dim);
+        return Err(refused(problem, false));
+    }
+    if header.kv_heads != geometry.kv_heads && header.kv_heads != 0 {
+        let problem = format!("it has {} KV heads, the model {}", header.kv_heads, geometry.kv_heads);
+        return Err(refused(problem, false));
+    }
+    for (scope, set) in file.sets() {
+        if let Some(layer) = (0..geometry.layers).find(|layer| !set.contains_key(layer)) {
+            return Err(refused(format!("it has no {scope} rotations for layer {layer}"), false));
+        }
+        if let Some((last, _)) = set.last_key_value().filter(|(last, _)| **last >= geometry.layers) {
+            let problem =
+                format!("it has rotations for layer {last}, the model has {} layers", geometry.layers);
+            return Err(refused(problem, false));
+        }
+    }
+    match header.model_fingerprint.as_deref() {
+        Some(found) if found == model_fingerprint => Ok(None),
+        Some(_) if force => Ok(Some(format!(
+            "{name} was made for another model and is used because --force-rotations was given; expect damage"
+        ))),
+        Some(_) => Err(refused("the fingerprints differ although the sizes fit".to_owned(), true)),
+        None => {
+            Ok(Some(format!("{name} does not say which model it was made for; only its sizes were checked")))
+        }
+    }
+}

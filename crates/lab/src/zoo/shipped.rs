@@ -1,0 +1,41 @@
+//! Rotations that ship with the program: one line for each file of the `zoo` folder.
+
+/// A rotation file inside the program.
+#[derive(Clone, Copy, Debug)]
+pub struct Shipped {
+    /// The model's name in the catalogue.
+    pub name: &'static str,
+    /// The file.
+    pub bytes: &'static [u8],
+}
+
+/// All of them.
+pub const SHIPPED: &[Shipped] = &[
+    // Shipped { name: "smollm2", bytes: include_bytes!("../../../../zoo/smollm2.safetensors") },
+];
+
+/// The rotations for a model of the catalogue.
+pub fn find(name: &str) -> Option<&'static Shipped> {
+    SHIPPED.iter().find(|shipped| shipped.name.eq_ignore_ascii_case(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::zoo::{safetensors, verify};
+
+    #[test]
+    fn every_shipped_file_is_sound_and_says_what_it_is_for() {
+        let catalogue = oscar_model::source::Catalogue::built_in();
+        for shipped in SHIPPED {
+            let entry = catalogue.find(shipped.name).expect("a catalogue name");
+            assert_eq!(entry.name, shipped.name);
+            let file = safetensors::parse(Path::new(shipped.name), shipped.bytes).expect("parse");
+            file.check_orthogonal(Path::new(shipped.name)).expect("rotations");
+            assert!(file.header.model_fingerprint.is_some(), "{}", shipped.name);
+            assert!(verify::verify(&file).is_sound(), "{}", shipped.name);
+        }
+    }
+}
