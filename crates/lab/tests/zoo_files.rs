@@ -1,19 +1,16 @@
-//! Our own rotation file: round trips, strict reading, verification, comparison, and which model it is for.
+//! Our own rotation file: round trips, strict reading, verification, comparison, and models it must not be
+//! used with.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use ::safetensors::Dtype;
-use ::safetensors::tensor::TensorView;
 use oscar_codec::{Composition, KvGeometry, Rule, SquareMatrix, hadamard};
 use oscar_lab::zoo::interleaved::{from_interleaved, interleaved_order, to_interleaved};
 use oscar_lab::zoo::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
 use oscar_lab::zoo::{
-    Header, LayerRotations, RotationFile, RotationSet, Scope, SideRotations, ZooError, check_model, diff,
-    fingerprint, pt, resolve, safetensors,
+    Header, LayerRotations, RotationFile, RotationSet, Scope, SideRotations, ZooError, check_model, diff, pt,
+    resolve, safetensors,
 };
-use oscar_model::ModelFiles;
-use oscar_model::source::ModelPath;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -47,7 +44,8 @@ impl Numbers {
         SquareMatrix::from_fn(dim, |i, j| columns[j][i])
     }
 
-    /// Rotations in the default composition, with the metric their eigenvectors come from if they are for keys.
+    /// Rotations in the default composition, with the metric their eigenvectors come from if they are for
+    /// keys.
     fn side(&mut self, count: usize, keys: bool) -> SideRotations {
         let mut side = SideRotations {
             rotations: Vec::new(),
@@ -450,100 +448,6 @@ fn the_cache_is_searched_by_fingerprint() {
     assert_eq!(found.load().expect("load"), file(13));
     let listed = resolve::available(folder.path());
     assert_eq!(listed.iter().take(3).map(Result::is_ok).collect::<Vec<_>>(), [true, true, false]);
-}
-
-fn model(name: &str) -> ModelFiles {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models").join(name);
-    let gguf = folder.join("model.gguf");
-    let path = if gguf.exists() { ModelPath::Gguf(gguf) } else { ModelPath::Folder(folder) };
-    ModelFiles::open(&path).unwrap_or_else(|error| panic!("{name}: {error}"))
-}
-
-#[test]
-fn fingerprints_tell_models_apart_and_stay() {
-    let names = ["llama-head48", "llama-tied", "llama3-rope", "qwen2-tied", "qwen3", "qwen3-tied"];
-    let models: Vec<String> =
-        names.iter().map(|name| fingerprint::model_fingerprint(&model(name)).expect("fingerprint")).collect();
-    let weights: Vec<String> = names
-        .iter()
-        .map(|name| fingerprint::weight_fingerprint(&model(name)).expect("fingerprint"))
-        .collect();
-    for i in 0..names.len() {
-        assert_eq!(models[i].len(), 64);
-        assert_eq!(models[i], fingerprint::model_fingerprint(&model(names[i])).expect("again"));
-        for j in 0..i {
-            assert_ne!(models[i], models[j], "{} and {}", names[i], names[j]);
-            assert_ne!(weights[i], weights[j], "{} and {}", names[i], names[j]);
-        }
-    }
-}
-
-/// A copy of the `qwen3` fixture with some of its tensors changed.
-fn changed_model(change: impl Fn(&str, Dtype, &[u8]) -> Option<(Dtype, Vec<u8>)>) -> (String, String) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models/qwen3");
-    let folder = tempfile::tempdir().expect("folder");
-    for name in ["config.json", "tokenizer.json"] {
-        fs::copy(source.join(name), folder.path().join(name)).expect("copy");
-    }
-    let bytes = fs::read(source.join("model.safetensors")).expect("weights");
-    let read = ::safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
-    let tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = read
-        .iter()
-        .map(|(name, tensor)| {
-            let (dtype, data) = change(name, tensor.dtype(), tensor.data())
-                .unwrap_or_else(|| (tensor.dtype(), tensor.data().to_vec()));
-            (name.to_owned(), dtype, tensor.shape().to_vec(), data)
-        })
-        .collect();
-    let views = tensors.iter().map(|(name, dtype, shape, data)| {
-        (name, TensorView::new(*dtype, shape.clone(), data).expect("tensor"))
-    });
-    let bytes = ::safetensors::serialize(views, None).expect("serialise");
-    fs::write(folder.path().join("model.safetensors"), bytes).expect("write");
-    let files = ModelFiles::open(&ModelPath::Folder(folder.path().to_owned())).expect("model");
-    let fingerprints = (fingerprint::model_fingerprint(&files), fingerprint::weight_fingerprint(&files));
-    (fingerprints.0.expect("model"), fingerprints.1.expect("weights"))
-}
-
-#[test]
-fn the_model_fingerprint_ignores_how_weights_are_stored() {
-    let widened = |dtype: Dtype, data: &[u8]| -> Vec<f32> {
-        match dtype {
-            Dtype::F32 => data.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect(),
-            Dtype::BF16 => data
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|&bytes| half::bf16::from_le_bytes(bytes).to_f32())
-                .collect(),
-            other => panic!("the fixture holds {other}"),
-        }
-    };
-    let (model, weights) = changed_model(|_, _, _| None);
-    // Norms in float32 and bf16; projections requantised.
-    let in_f32 = changed_model(|name, dtype, data| {
-        let values = widened(dtype, data);
-        name.contains("norm")
-            .then(|| (Dtype::F32, values.iter().flat_map(|value| value.to_le_bytes()).collect()))
-    });
-    let in_bf16 = changed_model(|name, dtype, data| {
-        let values = widened(dtype, data);
-        let rounded = values.iter().flat_map(|&value| half::bf16::from_f32(value).to_le_bytes()).collect();
-        Some((Dtype::BF16, rounded)).filter(|_| name.contains("norm"))
-    });
-    let other_projection = changed_model(|name, dtype, data| {
-        let zeros = vec![0; data.len()];
-        name.ends_with("layers.1.self_attn.v_proj.weight").then_some((dtype, zeros))
-    });
-    assert_eq!((&in_f32.0, &in_bf16.0, &other_projection.0), (&model, &model, &model));
-    assert_eq!((&in_f32.1, &in_bf16.1), (&weights, &weights));
-    assert_ne!(other_projection.1, weights);
-    let other_norm = changed_model(|name, dtype, data| {
-        let zeros = vec![0; data.len()];
-        name.ends_with("layers.1.input_layernorm.weight").then_some((dtype, zeros))
-    });
-    assert_ne!(other_norm.0, model);
-    assert_eq!(other_norm.1, weights);
 }
 
 proptest! {

@@ -1,8 +1,9 @@
 //! How two rotation files differ, head by head.
 //!
-//! Two calibrations of one model never give the same matrices: eigenvectors have arbitrary signs, and directions with
-//! nearly equal eigenvalues turn freely among themselves. What should agree is the space of the directions that
-//! matter most, so that is compared, after the part of the composition that both share is taken off.
+//! Two calibrations of one model never give the same matrices: eigenvectors have arbitrary signs, and
+//! directions with nearly equal eigenvalues turn freely among themselves. What should agree is the space of
+//! the directions that matter most, so that is compared, after the part of the composition that both share is
+//! taken off.
 
 use oscar_codec::{Composition, Rule, SquareMatrix};
 use rayon::prelude::*;
@@ -20,8 +21,8 @@ pub struct Difference {
     pub name: RotationName,
     /// Largest difference of two entries; 0 for equal matrices.
     pub rotation: f64,
-    /// Share of the space of the eight most important directions that both have in common, 0 to 1; `None` if a
-    /// rotation was not composed of eigenvectors.
+    /// Share of the space of the eight most important directions that both have in common, 0 to 1; `None` if
+    /// a rotation was not composed of eigenvectors.
     pub alignment: Option<f64>,
     /// Share of the spectrum, as it is spread over directions, that moved: 0 to 1.
     pub eigenvalues: Option<f64>,
@@ -62,8 +63,8 @@ impl Comparison {
     }
 }
 
-/// Compares two files. Rotations of heads with different numbers of channels cannot be compared; the header then
-/// says so.
+/// Compares two files. Rotations of heads with different numbers of channels cannot be compared; the header
+/// then says so.
 pub fn diff(first: &RotationFile, second: &RotationFile) -> Comparison {
     let mut comparison =
         Comparison { header: compare_headers(&first.header, &second.header), ..Comparison::default() };
@@ -129,7 +130,8 @@ fn compare(
     }
 }
 
-/// `‖Aᵀ B‖² / k` over the last `k` columns: 1 if they span the same space, `k/d` on average for unrelated ones.
+/// `‖Aᵀ B‖² / k` over the last `k` columns: 1 if they span the same space, `k/d` on average for unrelated
+/// ones.
 fn subspace_alignment(a: &SquareMatrix, b: &SquareMatrix) -> f64 {
     let dim = a.dim();
     let top = TOP.min(dim);

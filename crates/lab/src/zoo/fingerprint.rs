@@ -1,10 +1,10 @@
 //! Which model rotations belong to.
 //!
-//! Rotations fit a checkpoint, not a file: one calibrated on a Q4_K_M file serves the original just as well. The
-//! **model fingerprint** is therefore taken from what quantisers leave alone, the norm in front of each attention
-//! block, rounded to bf16 so that float32, bf16 and GGUF copies agree. (A copy that went through float16 first may
-//! round a weight differently and count as another model; rotations can be forced then.) The **weight fingerprint**
-//! tells the very files apart.
+//! Rotations fit a checkpoint, not a file: one calibrated on a Q4_K_M file serves the original just as well.
+//! The **model fingerprint** is therefore taken from what quantisers leave alone, the norm in front of each
+//! attention block, rounded to bf16 so that float32, bf16 and GGUF copies agree. (A copy that went through
+//! float16 first may round a weight differently and count as another model; rotations can be forced then.)
+//! The **weight fingerprint** tells the very files apart.
 
 use half::{bf16, f16};
 use oscar_kernels::DType;
@@ -50,7 +50,8 @@ pub fn model_fingerprint(files: &ModelFiles) -> Result<String, ZooError> {
     Ok(hexadecimal(&hash.finalize()))
 }
 
-/// Of the query, key and value projections as they are stored: names, shapes, types and a sample of the bytes.
+/// Of the query, key and value projections as they are stored: names, shapes, types and a sample of the
+/// bytes.
 pub fn weight_fingerprint(files: &ModelFiles) -> Result<String, ZooError> {
     let mut hash = Sha256::new();
     hash.update(WEIGHT_RULE);

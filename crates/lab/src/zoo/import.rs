@@ -114,8 +114,8 @@ pub(super) fn side(layer: &PtLayer, rule: Rule) -> SideRotations {
     }
 }
 
-/// The key and the value file of a published pair, ready to be written with [`super::pt::write`]. `path` names the
-/// file the rotations come from.
+/// The key and the value file of a published pair, ready to be written with [`super::pt::write`]. `path`
+/// names the file the rotations come from.
 pub fn to_pt(path: &Path, file: &RotationFile, format: PtFormat) -> Result<[PtFile; 2], ZooError> {
     let (scope, wanted, fix) = match format {
         PtFormat::PerLayer => {

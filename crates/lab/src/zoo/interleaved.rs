@@ -1,9 +1,9 @@
 //! Between the two orders of key channels.
 //!
-//! Files hold keys in the order of Hugging Face checkpoints: rotary pair `i` is channels `i` and
-//! `i + rotary_dim / 2`. Llama GGUF files keep the pair in channels `2i` and `2i + 1`, so for such a model the rows
-//! of key rotations, the key means and both sides of C_Q move. Channels that do not rotate stay where they are, and
-//! so do values, which no position embedding touches.
+//! Files hold keys in the order of Hugging Face checkpoints: rotary pair `i` is channels `i` and `i +
+//! rotary_dim / 2`. Llama GGUF files keep the pair in channels `2i` and `2i + 1`, so for such a model the
+//! rows of key rotations, the key means and both sides of C_Q move. Channels that do not rotate stay where
+//! they are, and so do values, which no position embedding touches.
 
 use super::rotation::{RotationFile, RotationSet, SideRotations};
 

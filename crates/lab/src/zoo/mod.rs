@@ -1,4 +1,5 @@
-//! Rotation files: our own, the published ones, those that ship with the program, and whether they can be trusted.
+//! Rotation files: our own, the published ones, those that ship with the program, and whether they can be
+//! trusted.
 //!
 //! | module | job |
 //! |---|---|

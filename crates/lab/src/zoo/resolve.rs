@@ -55,7 +55,8 @@ impl Available {
     }
 }
 
-/// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of its own.
+/// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of
+/// its own.
 pub fn available(folder: &Path) -> Vec<Result<Available, ZooError>> {
     let mut paths: Vec<PathBuf> = match fs::read_dir(folder) {
         Ok(files) => {
@@ -90,8 +91,8 @@ pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
     available(folder).into_iter().filter_map(Result::ok).find(fits)
 }
 
-/// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What is
-/// returned is a warning for the user.
+/// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What
+/// is returned is a warning for the user.
 pub fn check_model(
     file: &RotationFile,
     model_fingerprint: &str,

@@ -16,8 +16,8 @@ pub const FORMAT_VERSION: u32 = 1;
 /// Rotations of each layer by layer id.
 pub type RotationSet = BTreeMap<usize, LayerRotations>;
 
-/// Everything in a rotation file. Key channels are in the order of Hugging Face checkpoints: channel `i` turns
-/// with channel `i + rotary_dim / 2`.
+/// Everything in a rotation file. Key channels are in the order of Hugging Face checkpoints: channel `i`
+/// turns with channel `i + rotary_dim / 2`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RotationFile {
     /// Where it comes from and what it was made for.

@@ -1,8 +1,8 @@
 //! Our own rotation file: one safetensors file for keys and values, with what they were made for.
 //!
-//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}` in float32. Those of scope
-//! `head` begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
-//! metadata. The same rotations give the same bytes.
+//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}` in float32. Those
+//! of scope `head` begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything
+//! else is text in the metadata. The same rotations give the same bytes.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -347,8 +347,8 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, Numbers<'_>)> {
     tensors
 }
 
-/// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an order
-/// that changes from run to run.
+/// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an
+/// order that changes from run to run.
 fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, Numbers<'_>)]) -> String {
     let mut entries = Map::new();
     entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));

@@ -1,5 +1,11 @@
 //! Rotations that ship with the program: one line for each file of the `zoo` folder.
 
+use std::io::Write;
+use std::path::Path;
+
+use super::atomic::write_atomically;
+use super::error::ZooError;
+
 /// A rotation file inside the program.
 #[derive(Clone, Copy, Debug)]
 pub struct Shipped {
@@ -19,10 +25,13 @@ pub fn find(name: &str) -> Option<&'static Shipped> {
     SHIPPED.iter().find(|shipped| shipped.name.eq_ignore_ascii_case(name))
 }
 
+/// Copies a shipped file to `path`, whole or not at all.
+pub fn write(shipped: &Shipped, path: &Path) -> Result<(), ZooError> {
+    write_atomically(path, |file| file.write_all(shipped.bytes))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::zoo::{safetensors, verify};
 

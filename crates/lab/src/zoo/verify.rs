@@ -12,8 +12,8 @@ use super::limits::ORTHOGONALITY_LIMIT;
 use super::pt::PtFile;
 use super::rotation::{Header, RotationFile, RotationSet, Scope, SideRotations};
 
-/// Mixing between eigen-directions, relative to how far a metric is from a multiple of the identity: 0 for its own
-/// eigenvectors, about 1 for unrelated ones.
+/// Mixing between eigen-directions, relative to how far a metric is from a multiple of the identity: 0 for
+/// its own eigenvectors, about 1 for unrelated ones.
 const MIXING_LIMIT: f64 = 0.1;
 /// Relative slack of eigenvalues that went through float32.
 const EIGENVALUE_SLACK: f64 = 1e-4;
@@ -282,7 +282,8 @@ enum DataFree {
     Hadamard,
 }
 
-/// Rotations whose entries are all 0 or of one magnitude: permutations, and Hadamard matrices whole or in blocks.
+/// Rotations whose entries are all 0 or of one magnitude: permutations, and Hadamard matrices whole or in
+/// blocks.
 fn data_free(matrix: &SquareMatrix) -> Option<DataFree> {
     let magnitude = matrix.values().iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
     let close = |value: &f64| value.abs() < 1e-5 || (value.abs() - magnitude).abs() < 1e-5;
@@ -292,8 +293,8 @@ fn data_free(matrix: &SquareMatrix) -> Option<DataFree> {
     Some(if magnitude > 0.999 { DataFree::Permutation } else { DataFree::Hadamard })
 }
 
-/// Keys and C_Q belong together: inside the composition, a key rotation holds the eigenvectors of its metric. Values
-/// were fitted to something else, so a file with its sides swapped shows.
+/// Keys and C_Q belong together: inside the composition, a key rotation holds the eigenvectors of its metric.
+/// Values were fitted to something else, so a file with its sides swapped shows.
 fn check_metrics(findings: &mut Findings, scope: Scope, set: &RotationSet, header: &Header) {
     let place = |layers: &[usize]| format!("keys per {scope}, {}", layer_list(layers));
     let negative = |side: &SideRotations| {
@@ -382,7 +383,8 @@ fn verdict(composition: Composition, keys: &SideRotations, values: &SideRotation
     worst
 }
 
-/// How far `rotation` is from holding the eigenvectors of `metric`; `None` if the metric prefers no direction.
+/// How far `rotation` is from holding the eigenvectors of `metric`; `None` if the metric prefers no
+/// direction.
 fn mixing(composition: Composition, rotation: &SquareMatrix, metric: &SquareMatrix) -> Option<f64> {
     let rotated = conjugate(&eigenbasis(composition, rotation)?, metric);
     let level = metric.trace() / metric.dim() as f64;

@@ -1,7 +1,8 @@
 //! The zip archive around a PyTorch pickle, read with suspicion.
 //!
-//! Opening reads a bounded number of bytes, so a table of contents with millions of lines is refused before it is
-//! held in memory. Sizes are checked before a member is read, and again against what decompression really gives.
+//! Opening reads a bounded number of bytes, so a table of contents with millions of lines is refused before
+//! it is held in memory. Sizes are checked before a member is read, and again against what decompression
+//! really gives.
 
 use std::cell::Cell;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};

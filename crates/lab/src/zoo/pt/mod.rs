@@ -1,9 +1,9 @@
 //! Published rotation files: a PyTorch `.pt` archive for keys and one for values.
 //!
-//! A file is a dictionary with `format_version`, `objective`, `source_grouping` and `layers`: layer id (a number
-//! or its digits) to `layer_id`, `rotation` and `eigenvalues`. In format 1 a rotation is `[d, d]` and shared by the
-//! heads of a layer; in format 2 it is `[kv_heads, d, d]`. Layer ids may be sparse. Reading runs no code: see
-//! [`super::pickle`].
+//! A file is a dictionary with `format_version`, `objective`, `source_grouping` and `layers`: layer id (a
+//! number or its digits) to `layer_id`, `rotation` and `eigenvalues`. In format 1 a rotation is `[d, d]` and
+//! shared by the heads of a layer; in format 2 it is `[kv_heads, d, d]`. Layer ids may be sparse. Reading
+//! runs no code: see [`super::pickle`].
 
 mod archive;
 mod write;
@@ -176,7 +176,8 @@ impl<'a, R: Read + Seek> Reader<'a, R> {
     /// The numbers of a tensor in row-major order, all finite.
     fn values(&mut self, tensor: &str, view: &TensorView) -> Result<Vec<f64>, ZooError> {
         let count = view.shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size));
-        // A shared storage makes a file that is far smaller than its tensors, so they are counted on their own.
+        // A shared storage makes a file that is far smaller than its tensors, so they are counted on their
+        // own.
         let count = count.filter(|&count| count <= self.elements_left).ok_or_else(|| ZooError::TooLarge {
             path: self.path.to_owned(),
             what: "all tensors together".to_owned(),
@@ -232,8 +233,8 @@ fn describe((dim, heads): (usize, Option<usize>)) -> String {
     heads.map_or(format!("[{dim}, {dim}]"), |heads| format!("[{heads}, {dim}, {dim}]"))
 }
 
-/// The elements of a view in row-major order. The interpreter checked that the view lies in its storage, and the
-/// archive that the storage has the bytes it claims.
+/// The elements of a view in row-major order. The interpreter checked that the view lies in its storage, and
+/// the archive that the storage has the bytes it claims.
 fn gather(view: &TensorView, bytes: &[u8], count: usize) -> Vec<f64> {
     let mut values = Vec::with_capacity(count);
     let mut index = vec![0usize; view.shape.len()];

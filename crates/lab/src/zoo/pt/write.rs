@@ -1,7 +1,8 @@
 //! Writes `.pt` files that `torch.load(path, weights_only=True)` reads.
 //!
-//! The pickle is of protocol 2, as `torch.save` writes it, but without memo: names are short and few. Members are
-//! stored without compression and aligned, so that torch can map them. The same input gives the same bytes.
+//! The pickle is of protocol 2, as `torch.save` writes it, but without memo: names are short and few. Members
+//! are stored without compression and aligned, so that torch can map them. The same input gives the same
+//! bytes.
 
 use std::io::{self, Seek, Write};
 use std::path::Path;
