@@ -64,7 +64,7 @@ fn labels(rows: &[&Row], first: &str, fields: &[&str]) -> Vec<String> {
 }
 
 /// Fields that tell rows of one codec apart.
-const WINDOWS: [&str; 6] = ["setting", "sink", "recent", "tokens", "length", "rotations"];
+const WINDOWS: [&str; 8] = ["setting", "sink", "recent", "tokens", "prefix", "chunk", "length", "rotations"];
 
 /// Values of several decades need an axis that shows them all.
 fn spans_decades(values: &[f64]) -> bool {
