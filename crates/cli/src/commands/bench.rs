@@ -1,8 +1,10 @@
 //! `oscar bench`: speed on this machine.
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
+use oscar_codec::Rule;
 use oscar_lab::Report;
-use oscar_lab::bench::ModelBench;
+use oscar_lab::bench::{CodecBench, ModelBench};
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
@@ -19,6 +21,7 @@ pub(crate) struct BenchArguments {
 #[derive(Debug, Subcommand)]
 enum What {
     Model(ModelBenchArguments),
+    Codec(CodecBenchArguments),
 }
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
@@ -57,10 +60,84 @@ struct ModelBenchArguments {
     json: bool,
 }
 
+/// Encoding and decoding speed of the 2-bit cache, on every instruction set of this machine.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar bench codec\n  \
+    oscar bench codec --head-dim 128 --groups 2 --rule search --rows 8192\n  \
+    oscar bench codec --threads 2 --json\n\n\
+    Speed is bytes of bf16 input per second and core: the fastest pass of each thread, averaged over threads.\n\
+    \"scalar\" is the definition of the codec, written to be read; \"equal\" says whether a path gave its bytes.")]
+struct CodecBenchArguments {
+    /// Channels of a head.
+    #[arg(long, default_value = "64,128", value_name = "D", value_delimiter = ',', value_parser = at_most(1024))]
+    head_dim: Vec<usize>,
+
+    /// Groups of channels with a scale of their own.
+    #[arg(long, default_value = "1", value_name = "N", value_parser = positive)]
+    groups: usize,
+
+    /// Rounding rules: clip=RATIO, minmax, gaussian, search.
+    #[arg(long, default_value = "clip=0.96,gaussian,search", value_name = "RULE", value_delimiter = ',')]
+    rule: Vec<Rule>,
+
+    /// Rows per pass.
+    #[arg(long, default_value = "2048", value_name = "ROWS", value_parser = at_most(1 << 20))]
+    rows: usize,
+
+    /// Threads that encode at the same time, each its own rows.
+    #[arg(long, default_value = "1", value_name = "N", value_parser = at_most(1024))]
+    threads: usize,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A number from 1 to `limit`, so that a slip does not ask for all memory.
+fn at_most(limit: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=limit)
+}
+
+impl CodecBenchArguments {
+    fn run(self) -> Result<(), Failure> {
+        let bench = CodecBench {
+            head_dims: self.head_dim,
+            groups: self.groups,
+            rules: self.rule,
+            rows: self.rows,
+            threads: self.threads,
+        };
+        let mut report = Report::here();
+        oscar_lab::bench::codec(&bench, |row| {
+            tracing::info!("{row}");
+            report.push(row);
+        })
+        .map_err(Failure::new)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns = [
+            "head_dim",
+            "groups",
+            "stage",
+            "side",
+            "rule",
+            "path",
+            "threads",
+            "mb_per_s_per_core",
+            "times_scalar",
+            "equal",
+        ];
+        print_text(report.table(&columns).trim_end())
+    }
+}
+
 impl BenchArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         match self.what {
             What::Model(arguments) => arguments.run(),
+            What::Codec(arguments) => arguments.run(),
         }
     }
 }

@@ -1,0 +1,318 @@
+//! Speed of the 2-bit encoder on every instruction set, against the scalar definition in the same run.
+//!
+//! Speed is counted in bytes of bf16 input per second and core. Each path encodes the rows that the scalar path has
+//! encoded, and its bytes are compared: a fast path that differs would be worth nothing.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::quantise::RowFormat;
+use oscar_codec::{
+    CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, hadamard,
+};
+use oscar_kernels::cpu::encode::{Int2Encoder, Scratch};
+use oscar_kernels::cpu::isa::Isa;
+use serde::Serialize;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct CodecBench {
+    /// Channels of a head, one table part each.
+    pub head_dims: Vec<usize>,
+    /// Groups of channels with their own scale.
+    pub groups: usize,
+    /// Rounding rules.
+    pub rules: Vec<Rule>,
+    /// Rows per pass and thread.
+    pub rows: usize,
+    /// Threads that encode at the same time, each its own rows.
+    pub threads: usize,
+}
+
+/// How long fast paths are measured; at least two passes, of which the fastest counts.
+const MEASURE: Duration = Duration::from_millis(150);
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Stage {
+    /// Centre, rotate, round to bf16, quantise, write the page.
+    Encode,
+    /// Centre, rotate, round to bf16.
+    Rotate,
+    /// Quantise rotated rows and write the page.
+    Quantise,
+    /// Read the page, un-rotate, add the mean.
+    Decode,
+}
+
+/// One measurement.
+#[derive(Debug, Serialize)]
+struct Row {
+    head_dim: usize,
+    groups: usize,
+    stage: Stage,
+    side: Option<&'static str>,
+    rule: Option<String>,
+    path: String,
+    threads: usize,
+    rows: usize,
+    mb_per_s_per_core: f64,
+    times_scalar: f64,
+    equal: bool,
+}
+
+/// Measures; `on_row` is called after each path.
+pub fn run(bench: &CodecBench, mut on_row: impl FnMut(serde_json::Value)) -> Result<(), CodecError> {
+    for &head_dim in &bench.head_dims {
+        let layout = Int2Layout::new(head_dim, bench.groups)?;
+        let transform = transform(head_dim)?;
+        let input = input(head_dim, bench.rows);
+        let mut part = |stage: Stage, side: Option<Side>, rule: Option<Rule>| -> Result<(), CodecError> {
+            let encoder = HeadEncoder::new(transform.clone(), rule.unwrap_or(Rule::Gaussian));
+            let mut scalar: Option<(f64, Vec<u8>)> = None;
+            // The AMX path of the encoder is that of AVX-512: tiles cannot repeat the order of the sums.
+            for isa in Isa::available().filter(|isa| *isa != Isa::Amx) {
+                let format = RowFormat::int2(bench.groups, encoder.rule, ScaleType::F16);
+                let encoder = Int2Encoder::new(isa, &encoder, &format, layout)?;
+                let work = Work { encoder: &encoder, stage, side: side.unwrap_or(Side::Key), input: &input };
+                let (bytes_per_s, results) = work.measure(bench.threads)?;
+                let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
+                let row = Row {
+                    head_dim,
+                    groups: bench.groups,
+                    stage,
+                    side: side.map(|side| if side == Side::Key { "key" } else { "value" }),
+                    rule: rule.map(|rule| rule.to_string()),
+                    path: isa.to_string(),
+                    threads: bench.threads,
+                    rows: bench.rows,
+                    mb_per_s_per_core: bytes_per_s / 1e6,
+                    times_scalar: bytes_per_s / *baseline,
+                    equal: stage.equal(&results, expected),
+                };
+                on_row(serde_json::to_value(row).expect("a row holds plain values only"));
+            }
+            Ok(())
+        };
+        for &rule in &bench.rules {
+            part(Stage::Encode, Some(Side::Key), Some(rule))?;
+            part(Stage::Encode, Some(Side::Value), Some(rule))?;
+        }
+        part(Stage::Rotate, None, None)?;
+        for &rule in &bench.rules {
+            part(Stage::Quantise, Some(Side::Key), Some(rule))?;
+        }
+        part(Stage::Decode, Some(Side::Key), None)?;
+        part(Stage::Decode, Some(Side::Value), None)?;
+    }
+    Ok(())
+}
+
+impl Stage {
+    /// Whether two paths agree: in every byte, or, un-rotated (where no order of sums is promised), to rounding.
+    fn equal(self, results: &[u8], expected: &[u8]) -> bool {
+        if self != Stage::Decode {
+            return results == expected;
+        }
+        let numbers = |bytes: &[u8]| -> Vec<f32> {
+            let words = bytes.chunks_exact(4);
+            words.map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
+        };
+        let (results, expected) = (numbers(results), numbers(expected));
+        let largest = expected.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+        results.len() == expected.len()
+            && results.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= largest * 1e-6)
+    }
+}
+
+/// One stage of one path, ready to be timed.
+struct Work<'a> {
+    encoder: &'a Int2Encoder,
+    stage: Stage,
+    side: Side,
+    input: &'a [bf16],
+}
+
+impl Work<'_> {
+    /// Bytes of bf16 per second and core, and what came out.
+    fn measure(&self, threads: usize) -> Result<(f64, Vec<u8>), CodecError> {
+        let barrier = Barrier::new(threads);
+        let outcomes: Vec<Result<(f64, Vec<u8>), CodecError>> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| self.time_passes(&barrier))).collect();
+            let join = |worker: std::thread::ScopedJoinHandle<'_, _>| worker.join().expect("no pass panics");
+            workers.into_iter().map(join).collect()
+        });
+        let mut total = 0.0;
+        let mut results = Vec::new();
+        for outcome in outcomes {
+            let (speed, bytes) = outcome?;
+            total += speed;
+            results = bytes;
+        }
+        Ok((total / threads as f64, results))
+    }
+
+    /// The speed of the fastest pass of this thread.
+    fn time_passes(&self, barrier: &Barrier) -> Result<(f64, Vec<u8>), CodecError> {
+        let prepared = self.prepare();
+        barrier.wait();
+        let mut prepared = prepared?;
+        let mut fastest = f64::INFINITY;
+        let start = Instant::now();
+        let mut passes = 0;
+        while passes < 2 || start.elapsed() < MEASURE {
+            let pass = Instant::now();
+            self.pass(&mut prepared)?;
+            fastest = fastest.min(pass.elapsed().as_secs_f64());
+            passes += 1;
+        }
+        let results = match self.stage {
+            Stage::Encode | Stage::Quantise => prepared.pages,
+            Stage::Rotate | Stage::Decode => prepared.rows.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        Ok((size_of_val(self.input) as f64 / fastest, results))
+    }
+
+    fn prepare(&self) -> Result<Prepared, CodecError> {
+        let (values, page_bytes) = (self.page_values(), self.encoder.layout().page_bytes());
+        let mut prepared = Prepared {
+            scratch: Scratch::default(),
+            rotated: Vec::new(),
+            pages: vec![0; self.input.len().div_ceil(values) * page_bytes],
+            rows: vec![0.0; self.input.len()],
+        };
+        let Prepared { scratch, rotated, pages, rows } = &mut prepared;
+        match self.stage {
+            Stage::Encode | Stage::Rotate => {}
+            Stage::Quantise => {
+                for (input, rows) in self.input.chunks(values).zip(rows.chunks_mut(values)) {
+                    self.encoder.rotate_rows(input, rows, scratch)?;
+                }
+                *rotated = rows.iter().map(|&x| bf16::from_f32(x)).collect();
+            }
+            Stage::Decode => {
+                for (input, page) in self.input.chunks(values).zip(pages.chunks_exact_mut(page_bytes)) {
+                    self.encoder.encode_rows(self.side, input, page, scratch)?;
+                }
+            }
+        }
+        Ok(prepared)
+    }
+
+    /// All rows once.
+    fn pass(&self, prepared: &mut Prepared) -> Result<(), CodecError> {
+        let (values, page_bytes) = (self.page_values(), self.encoder.layout().page_bytes());
+        let Prepared { scratch, rotated, pages, rows } = prepared;
+        let pages = pages.chunks_exact_mut(page_bytes);
+        let rows = rows.chunks_mut(values);
+        match self.stage {
+            Stage::Encode => {
+                for (input, page) in self.input.chunks(values).zip(pages) {
+                    self.encoder.encode_rows(self.side, input, page, scratch)?;
+                }
+            }
+            Stage::Rotate => {
+                for (input, rows) in self.input.chunks(values).zip(rows) {
+                    self.encoder.rotate_rows(input, rows, scratch)?;
+                }
+            }
+            Stage::Quantise => {
+                for (rotated, page) in rotated.chunks(values).zip(pages) {
+                    self.encoder.encode_rotated_rows(self.side, rotated, page, scratch)?;
+                }
+            }
+            Stage::Decode => {
+                for (page, rows) in pages.zip(rows) {
+                    self.encoder.decode_rows(self.side, page, rows, scratch)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Values of one side of a page.
+    fn page_values(&self) -> usize {
+        PAGE_TOKENS * self.encoder.layout().head_dim()
+    }
+}
+
+struct Prepared {
+    scratch: Scratch,
+    rotated: Vec<bf16>,
+    pages: Vec<u8>,
+    rows: Vec<f32>,
+}
+
+/// A dense rotation (a Hadamard matrix behind a reflection) and a mean.
+fn transform(head_dim: usize) -> Result<HeadTransform, CodecError> {
+    let mut noise = Noise(1);
+    let normal: Vec<f64> = (0..head_dim).map(|_| f64::from(noise.next())).collect();
+    let length: f64 = normal.iter().map(|x| x * x).sum();
+    let reflection = SquareMatrix::from_fn(head_dim, |i, j| {
+        f64::from(u8::from(i == j)) - 2.0 * normal[i] * normal[j] / length
+    });
+    let mean = (0..head_dim).map(|_| noise.next() * 4.0).collect();
+    HeadTransform::new(Some(mean), &reflection.multiply(&hadamard::matrix(head_dim)))
+}
+
+/// Rows like those of keys: bell-shaped, with channels of very different sizes.
+fn input(head_dim: usize, rows: usize) -> Vec<bf16> {
+    let mut noise = Noise(2);
+    let sizes: Vec<f32> = (0..head_dim).map(|_| (2.0 * noise.next()).exp()).collect();
+    let mut value =
+        |channel: usize| bf16::from_f32((noise.next() + noise.next() + noise.next()) * sizes[channel]);
+    (0..rows * head_dim).map(|index| value(index % head_dim)).collect()
+}
+
+/// Numbers in -1..1, the same in every run.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_path_is_measured_and_equal() {
+        let bench = CodecBench {
+            head_dims: vec![32],
+            groups: 2,
+            rules: vec![Rule::Clip(0.96), Rule::Search],
+            rows: 70,
+            threads: 2,
+        };
+        let mut rows = Vec::new();
+        run(&bench, |row| rows.push(row)).unwrap();
+        let paths = Isa::available().filter(|isa| *isa != Isa::Amx).count();
+        assert_eq!(rows.len(), paths * (2 * 2 + 1 + 2 + 2));
+        for row in &rows {
+            assert_eq!(row["equal"], true, "{row}");
+            assert!(row["mb_per_s_per_core"].as_f64().unwrap() > 0.0, "{row}");
+        }
+        assert!(rows.iter().filter(|row| row["path"] == "scalar").all(|row| row["times_scalar"] == 1.0));
+    }
+
+    #[test]
+    fn a_wrong_byte_is_seen() {
+        assert!(!Stage::Encode.equal(&[1, 2], &[1, 3]));
+        let bytes = |x: f32| [1.0_f32, x].map(f32::to_le_bytes).concat();
+        assert!(Stage::Decode.equal(&bytes(0.5), &bytes(0.500_000_1)));
+        assert!(!Stage::Decode.equal(&bytes(0.5), &bytes(0.501)));
+    }
+
+    #[test]
+    fn groups_that_do_not_fit_are_refused() {
+        let bench =
+            CodecBench { head_dims: vec![32], groups: 5, rules: vec![Rule::Search], rows: 1, threads: 1 };
+        assert!(matches!(run(&bench, |_| {}), Err(CodecError::Groups { .. })));
+    }
+}
