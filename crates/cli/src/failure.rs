@@ -6,6 +6,9 @@ use std::process::ExitCode;
 
 use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
+use oscar_lab::calibrate::CalibrateError;
+use oscar_lab::eval::EvalError;
+use oscar_lab::zoo::ZooError;
 use oscar_model::ModelError;
 use oscar_model::source::SourceError;
 use oscar_model::text::TextError;
@@ -91,6 +94,31 @@ impl From<KernelError> for Failure {
 impl From<TextError> for Failure {
     fn from(error: TextError) -> Failure {
         Failure::new(error)
+    }
+}
+
+impl From<ZooError> for Failure {
+    fn from(error: ZooError) -> Failure {
+        Failure::Error { fix: error.fix(), message: error.to_string() }
+    }
+}
+
+impl From<CalibrateError> for Failure {
+    fn from(error: CalibrateError) -> Failure {
+        match error {
+            CalibrateError::Zoo(error) => error.into(),
+            error => Failure::new(error),
+        }
+    }
+}
+
+impl From<EvalError> for Failure {
+    fn from(error: EvalError) -> Failure {
+        match error {
+            EvalError::Zoo(error) => error.into(),
+            EvalError::Calibrate(error) => error.into(),
+            error => Failure::new(error),
+        }
     }
 }
 

@@ -5,6 +5,7 @@ mod commands;
 mod conversation;
 mod failure;
 mod interrupt;
+mod lab;
 mod loading;
 mod output;
 mod progress;

@@ -1,8 +1,11 @@
 //! Measurements as commands: every number comes with the machine it was measured on.
 
 pub mod bench;
+pub mod calibrate;
+pub mod eval;
 pub mod machine;
 pub mod report;
+pub mod zoo;
 
 pub use machine::Machine;
 pub use report::Report;

@@ -1,12 +1,15 @@
 //! The commands.
 
 mod bench;
+mod calibrate;
 mod chat;
 mod doctor;
+mod eval;
 mod generate;
 mod inspect;
 mod models;
 mod pull;
+mod zoo;
 
 use clap::Subcommand;
 
@@ -20,6 +23,9 @@ pub(crate) enum Command {
     Models(models::ModelsArguments),
     Pull(pull::PullArguments),
     Inspect(inspect::InspectArguments),
+    Zoo(zoo::ZooArguments),
+    Calibrate(calibrate::CalibrateArguments),
+    Eval(eval::EvalArguments),
     Bench(bench::BenchArguments),
     Doctor(doctor::DoctorArguments),
 }
@@ -33,6 +39,9 @@ impl Command {
             Command::Models(arguments) => arguments.run(),
             Command::Pull(arguments) => arguments.run(),
             Command::Inspect(arguments) => arguments.run(),
+            Command::Zoo(arguments) => arguments.run(),
+            Command::Calibrate(arguments) => arguments.run(),
+            Command::Eval(arguments) => arguments.run(),
             Command::Bench(arguments) => arguments.run(),
             Command::Doctor(arguments) => arguments.run(),
         }

@@ -133,10 +133,12 @@ pub struct Question {
 /// What an answerer fails with.
 pub type AnswererError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Something that answers questions, such as a model with a codec.
+/// Something that answers questions, such as a model with several codecs.
 pub trait Answerer {
-    /// The answer, of at most `max_tokens` tokens.
-    fn answer(&mut self, prompt: &Prompt, max_tokens: usize) -> Result<String, AnswererError>;
+    /// The answer of a variant, such as one of the codecs, of at most `max_tokens` tokens. The variants of a prompt
+    /// are asked for one after another, so that what they share can be computed once.
+    fn answer(&mut self, prompt: &Prompt, variant: usize, max_tokens: usize)
+    -> Result<String, AnswererError>;
 }
 
 /// Why questions cannot be read, asked or graded.

@@ -12,6 +12,9 @@ use super::{Answerer, Expected, Outcome, Question, Sandbox, Task, TaskError};
 /// One answer with its grade; a line of the log.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Graded {
+    /// Which variant of the answerer gave it.
+    #[serde(skip)]
+    pub variant: usize,
     /// Name of the question.
     pub id: String,
     /// Whether it was right.
@@ -29,7 +32,7 @@ pub struct Graded {
 }
 
 /// The result of a task.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Score {
     /// Right answers.
     pub correct: usize,
@@ -46,44 +49,49 @@ impl Score {
     }
 }
 
-/// Asks `questions` one after another. `sandbox` is needed for tasks whose answers are programs. Every graded
-/// answer is passed to `each`, which may end the run early by returning false.
+/// Asks each of `questions` of every variant, and gives the score of each variant. `sandbox` is needed for tasks
+/// whose answers are programs. Every graded answer is passed to `each`, which may end the run by returning false.
 pub fn run(
     task: Task,
     questions: &[Question],
     answerer: &mut dyn Answerer,
+    variants: usize,
     sandbox: Option<&Sandbox>,
     max_tokens: usize,
     each: &mut dyn FnMut(&Graded) -> bool,
-) -> Result<Score, TaskError> {
+) -> Result<Vec<Score>, TaskError> {
     if runs_code(task) && sandbox.is_none() {
         return Err(TaskError::CodeNotAllowed { task });
     }
-    let mut score = Score { correct: 0, total: 0, seconds: 0.0 };
+    let mut scores = vec![Score::default(); variants];
     for question in questions {
-        let started = Instant::now();
-        let mut answer = answerer
-            .answer(&question.prompt, max_tokens)
-            .map_err(|source| TaskError::Answerer { id: question.id.clone(), source })?;
-        let seconds = started.elapsed().as_secs_f64();
-        // An answerer may stop late; what counts ends where it should.
-        if let Some(end) = question.prompt.stop.iter().filter_map(|stop| answer.find(stop.as_str())).min() {
-            answer.truncate(end);
-        }
-        let graded = grade(task, question, answer, seconds, sandbox)?;
-        score.total += 1;
-        score.correct += usize::from(graded.correct);
-        score.seconds += seconds;
-        if !each(&graded) {
-            break;
+        for (variant, score) in scores.iter_mut().enumerate() {
+            let started = Instant::now();
+            let mut answer = answerer
+                .answer(&question.prompt, variant, max_tokens)
+                .map_err(|source| TaskError::Answerer { id: question.id.clone(), source })?;
+            let seconds = started.elapsed().as_secs_f64();
+            // An answerer may stop late; what counts ends where it should.
+            if let Some(end) = question.prompt.stop.iter().filter_map(|stop| answer.find(stop.as_str())).min()
+            {
+                answer.truncate(end);
+            }
+            let graded = grade(task, question, variant, answer, seconds, sandbox)?;
+            score.total += 1;
+            score.correct += usize::from(graded.correct);
+            score.seconds += seconds;
+            if !each(&graded) {
+                return Ok(scores);
+            }
         }
     }
-    Ok(score)
+    Ok(scores)
 }
 
 fn grade(
     task: Task,
     question: &Question,
+    variant: usize,
     answer: String,
     seconds: f64,
     sandbox: Option<&Sandbox>,
@@ -109,7 +117,7 @@ fn grade(
             (correct, Some(code), None, message)
         }
     };
-    Ok(Graded { id: question.id.clone(), correct, extracted, expected, message, answer, seconds })
+    Ok(Graded { variant, id: question.id.clone(), correct, extracted, expected, message, answer, seconds })
 }
 
 #[cfg(test)]
@@ -130,7 +138,7 @@ mod tests {
     }
 
     impl Answerer for Scripted {
-        fn answer(&mut self, prompt: &Prompt, _max_tokens: usize) -> Result<String, AnswererError> {
+        fn answer(&mut self, prompt: &Prompt, _: usize, _: usize) -> Result<String, AnswererError> {
             let answer = self.answers.get(self.asked.len()).ok_or("no answer left")?;
             self.asked.push(prompt.text.clone());
             Ok((*answer).to_owned())
@@ -153,15 +161,32 @@ mod tests {
         };
         let mut scripted = Scripted::new(&["Answer: B", "Answer: C", "no idea"]);
         let questions = [choice.clone(), choice.clone(), choice];
-        let score = run(Task::Gpqa, &questions, &mut scripted, None, 10, &mut each).expect("score");
+        let score = run(Task::Gpqa, &questions, &mut scripted, 1, None, 10, &mut each).expect("score")[0];
         assert_eq!((score.correct, score.total), (1, 3));
         assert_eq!(log, [(true, Some("B".into())), (false, Some("C".into())), (false, None)]);
 
         let maths = question(Expected::Maths("\\frac{1}{2}".into()), Style::Plain, &["\nProblem:"]);
         let mut scripted = Scripted::new(&["so 0.5\nProblem: 7", "\\boxed{2}"]);
-        let score = run(Task::Math500, &[maths.clone(), maths], &mut scripted, None, 10, &mut |_| true)
-            .expect("score");
+        let score = run(Task::Math500, &[maths.clone(), maths], &mut scripted, 1, None, 10, &mut |_| true)
+            .expect("score")[0];
         assert_eq!((score.correct, score.fraction()), (1, 0.5));
+    }
+
+    #[test]
+    fn every_variant_answers_a_question_before_the_next() {
+        struct Parrot(Vec<(String, usize)>);
+        impl Answerer for Parrot {
+            fn answer(&mut self, prompt: &Prompt, variant: usize, _: usize) -> Result<String, AnswererError> {
+                self.0.push((prompt.text.clone(), variant));
+                Ok(variant.to_string())
+            }
+        }
+        let mut questions = vec![question(Expected::Maths("1".into()), Style::Chat, &[]); 2];
+        questions[1].prompt.text = "r".into();
+        let mut parrot = Parrot(Vec::new());
+        let scores = run(Task::Aime, &questions, &mut parrot, 2, None, 9, &mut |_| true).expect("scores");
+        assert_eq!(parrot.0, [("q".into(), 0), ("q".into(), 1), ("r".into(), 0), ("r".into(), 1)]);
+        assert_eq!((scores[0].correct, scores[1].correct, scores[1].total), (0, 2, 2));
     }
 
     #[test]
@@ -169,10 +194,11 @@ mod tests {
         let maths = question(Expected::Maths("1".into()), Style::Chat, &[]);
         let questions = vec![maths; 3];
         let mut scripted = Scripted::new(&["1"]);
-        let score = run(Task::Aime, &questions, &mut scripted, None, 10, &mut |_| false).expect("score");
+        let score =
+            run(Task::Aime, &questions, &mut scripted, 1, None, 10, &mut |_| false).expect("score")[0];
         assert_eq!(score.total, 1);
-        let error =
-            run(Task::Aime, &questions, &mut Scripted::new(&[]), None, 10, &mut |_| true).expect_err("none");
+        let error = run(Task::Aime, &questions, &mut Scripted::new(&[]), 1, None, 10, &mut |_| true)
+            .expect_err("none");
         assert_eq!(error.to_string(), "question 1: no answer left");
     }
 
@@ -180,9 +206,16 @@ mod tests {
     fn code_is_not_run_unless_it_may() {
         let code = Expected::Code { prompt: String::new(), test: String::new(), entry_point: "f".into() };
         let mut scripted = Scripted::new(&["pass"]);
-        let error =
-            run(Task::HumanEval, &[question(code, Style::Chat, &[])], &mut scripted, None, 10, &mut |_| true)
-                .expect_err("not allowed");
+        let error = run(
+            Task::HumanEval,
+            &[question(code, Style::Chat, &[])],
+            &mut scripted,
+            1,
+            None,
+            10,
+            &mut |_| true,
+        )
+        .expect_err("not allowed");
         assert!(matches!(error, TaskError::CodeNotAllowed { .. }));
         assert!(scripted.asked.is_empty(), "nothing is generated for nothing");
     }
@@ -206,11 +239,11 @@ mod tests {
         ]);
         let mut messages = Vec::new();
         let questions = [chat.clone(), chat.clone(), chat, plain];
-        let score = run(Task::HumanEval, &questions, &mut scripted, Some(&sandbox), 10, &mut |graded| {
+        let score = run(Task::HumanEval, &questions, &mut scripted, 1, Some(&sandbox), 10, &mut |graded| {
             messages.push((graded.correct, graded.message.clone()));
             true
         })
-        .expect("score");
+        .expect("score")[0];
         assert_eq!(score.correct, 2, "{messages:?}");
         assert!(messages[0].0 && messages[3].0, "{messages:?}");
         assert!(messages[1].1.as_ref().is_some_and(|said| said.contains("AssertionError")), "{messages:?}");

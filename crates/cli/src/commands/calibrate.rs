@@ -1,0 +1,201 @@
+//! `oscar calibrate`: rotations for a model.
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use clap::Args;
+use oscar_codec::Composition;
+use oscar_kernels::backend::RopeLayout;
+use oscar_lab::calibrate::checkpoint::Checkpoint;
+use oscar_lab::calibrate::{CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, calibrate};
+use oscar_lab::zoo::{self, Header};
+
+use crate::arguments::positive;
+use crate::failure::Failure;
+use crate::interrupt::Watch;
+use crate::lab::{LabArguments, Steps, Subject, WindowArguments, rotation_folder};
+use crate::output::print_text;
+
+/// Make the rotations, means and rounding rules of the 2-bit cache for a model, and a certificate of what to expect.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar calibrate smollm2\n  \
+    oscar calibrate ./model.gguf --data corpus.txt --tokens 16384 -o model.safetensors\n  \
+    oscar calibrate qwen15 --data chats.jsonl --chat-template\n\n\
+    Without --data the model talks to itself, seeded. JSONL records have `text`, `prompt` and `response`, or\n\
+    `messages`. Do not calibrate on what you will evaluate on. Interrupted work is kept beside the output and taken\n\
+    up again by the same command. Without -o the file goes to the cache, where every command finds it.")]
+pub(crate) struct CalibrateArguments {
+    #[command(flatten)]
+    lab: LabArguments,
+
+    /// Text or JSONL files.
+    #[arg(long, value_name = "FILE")]
+    data: Vec<PathBuf>,
+
+    /// Render records with the model's chat template.
+    #[arg(long, requires = "data")]
+    chat_template: bool,
+
+    /// Tokens the moments are summed over; 8192 to 32768 make sense.
+    #[arg(long, default_value = "8192", value_name = "N", value_parser = positive)]
+    tokens: usize,
+
+    /// Seed of the text the model makes without --data.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+
+    /// How eigenvectors (r), Hadamard (h) and bit reversal (pbr) are multiplied.
+    #[arg(long, default_value_t = Composition::RHPbr, value_name = "NAME")]
+    composition: Composition,
+
+    /// What value rotations are fitted to: `attention` (the paper) or `proxy` (the published code).
+    #[arg(long, default_value = "attention", value_name = "TARGET", value_parser = value_target)]
+    value_target: ValueTarget,
+
+    #[command(flatten)]
+    windows: WindowArguments,
+
+    /// Where the rotations go; the certificate lies beside them.
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// Print the certificate as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+fn value_target(text: &str) -> Result<ValueTarget, String> {
+    match text {
+        "attention" | "cs" => Ok(ValueTarget::Attention),
+        "proxy" | "sst" => Ok(ValueTarget::Proxy),
+        _ => Err("must be attention or proxy".into()),
+    }
+}
+
+impl CalibrateArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        if let Some(folder) = self.output.as_deref().and_then(|output| output.parent())
+            && !folder.as_os_str().is_empty()
+            && !folder.is_dir()
+        {
+            return Err(Failure::new(format!("{}: no such folder", folder.display()))
+                .with_fix("create it, or choose another --output"));
+        }
+        let subject = self.lab.load()?;
+        let output = match &self.output {
+            Some(output) => output.clone(),
+            None => self.cached_path(&subject)?,
+        };
+        let corpus = self.corpus(&subject)?;
+        let certificate = self.calibrate(&subject, &corpus, &output)?;
+        if self.json {
+            let text = serde_json::to_string(&certificate).map_err(Failure::new)?;
+            return print_text(&text);
+        }
+        print_text(&summary(&certificate))?;
+        print_text(&format!("written to {}", output.display()))
+    }
+
+    /// A file in the cache, named after the model and a part of its fingerprint.
+    fn cached_path(&self, subject: &Subject) -> Result<PathBuf, Failure> {
+        let folder = rotation_folder()?;
+        fs::create_dir_all(&folder)
+            .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+        let name = self.lab.model.model.rsplit(['/', '\\']).next().unwrap_or_default();
+        let name: String = name
+            .trim_end_matches(".gguf")
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' })
+            .collect();
+        let fingerprint = subject.model_fingerprint.get(..12).unwrap_or(&subject.model_fingerprint);
+        Ok(folder.join(format!("{name}-{fingerprint}.safetensors")))
+    }
+
+    fn corpus(&self, subject: &Subject) -> Result<Corpus, Failure> {
+        let source = if self.data.is_empty() {
+            Source::Model { seed: self.seed }
+        } else {
+            Source::Files { paths: self.data.clone(), chat: self.chat_template }
+        };
+        let label = if self.data.is_empty() { "drawing text from the model" } else { "reading text" };
+        let mut steps: Option<Steps> = None;
+        let corpus = Corpus::collect(&subject.model, &source, self.tokens, |done, total| {
+            steps.get_or_insert_with(|| Steps::new(label, total)).set(done);
+        })?;
+        if let Some(steps) = steps {
+            steps.finish();
+        }
+        Ok(corpus)
+    }
+
+    fn calibrate(&self, subject: &Subject, corpus: &Corpus, output: &PathBuf) -> Result<Certificate, Failure> {
+        let config = subject.model.config();
+        let calibration = Calibration {
+            composition: self.composition,
+            value_target: self.value_target,
+            windows: self.windows.windows(),
+            ..Calibration::new(Header {
+                model: subject.name.clone(),
+                model_fingerprint: Some(subject.model_fingerprint.clone()),
+                weight_fingerprint: Some(subject.weight_fingerprint.clone()),
+                kv_heads: config.kv_heads,
+                head_dim: config.head_dim,
+                seed: self.data.is_empty().then_some(self.seed),
+                ..Header::default()
+            })
+        };
+        let checkpoint = Checkpoint::beside(output, &calibration, corpus);
+        let (steps, watch) = (Steps::new("calibrating, layer by layer", config.layers), Watch::new());
+        let result = calibrate(&subject.model, corpus, &calibration, Some(&checkpoint), |layers| {
+            steps.set(layers);
+            if watch.caught() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        steps.finish();
+        let (file, certificate) = result.map_err(|error| match error {
+            CalibrateError::Interrupted => {
+                Failure::Interrupted("interrupted; the same command goes on where it stopped".into())
+            }
+            error => error.into(),
+        })?;
+        let file = match config.rope.layout {
+            RopeLayout::Halves => file,
+            RopeLayout::Interleaved => zoo::interleaved::from_interleaved(&file, config.rope.rotary_dim),
+        };
+        zoo::safetensors::write(output, &file)?;
+        let beside = output.with_extension("certificate.json");
+        let text = serde_json::to_string_pretty(&certificate).map_err(Failure::new)?;
+        fs::write(&beside, text).map_err(|error| Failure::new(format!("{}: {error}", beside.display())))?;
+        checkpoint.remove();
+        Ok(certificate)
+    }
+}
+
+/// The certificate for people.
+fn summary(certificate: &Certificate) -> String {
+    let mut lines = vec![
+        format!(
+            "{} for {} at {:.2} bits: {}",
+            certificate.verdict, certificate.model, certificate.bits_per_element, certificate.reason
+        ),
+        format!(
+            "mean output error {:.4}, with the published encoder {:.4} ({} calibration tokens, {} held out)",
+            certificate.mean_output_error,
+            certificate.mean_paper_output_error,
+            certificate.tokens,
+            certificate.held_out_tokens
+        ),
+        "worst heads:  layer  head  output error  logit error  keys  values".to_owned(),
+    ];
+    for [layer, head] in &certificate.worst {
+        let found = certificate.heads.iter().find(|entry| entry.layer == *layer && entry.head == *head);
+        if let Some(entry) = found {
+            lines.push(format!(
+                "              {layer:>5}  {head:>4}  {:>12.4}  {:>11.3}  {}  {}",
+                entry.output_error, entry.logit_error, entry.key_rule, entry.value_rule
+            ));
+        }
+    }
+    lines.join("\n")
+}

@@ -1,0 +1,155 @@
+//! `oscar eval kl`: distance to the exact cache on text.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use oscar_codec::CacheCodec;
+use oscar_lab::Report;
+use oscar_lab::calibrate::corpus;
+use oscar_lab::eval::codecs::HELP;
+use oscar_lab::eval::divergence::{Comparison, Divergence};
+use oscar_lab::eval::history::Reading;
+use oscar_lab::eval::text::prose;
+use serde_json::json;
+
+use crate::arguments::positive;
+use crate::failure::Failure;
+use crate::lab::{LabArguments, RotationArguments, Steps, Subject, WindowArguments};
+use crate::output::print_text;
+
+/// KL divergence, perplexity and top-1 agreement of a model with a codec against the same model with an exact cache.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar eval kl smollm2 --kv int2,int2:paper,quarot-int2,naive-int2\n  \
+    oscar eval kl smollm2 --data book.txt --tokens 4096 --sequences 4 --json\n  \
+    oscar eval kl qwen15 --prefix 7168 --tokens 8192 --kv int2,int2:uncentred,int4\n\n\
+    Every position after --skip is scored. Without --prefix each query reads its own history through the codec, as\n\
+    it would while decoding; with it, the first tokens are computed exactly, once for all codecs.")]
+pub(crate) struct KlArguments {
+    #[command(flatten)]
+    lab: LabArguments,
+
+    #[arg(long, default_value = "int2,int2:paper,quarot-int2,naive-int2", value_name = "LIST", value_delimiter = ',',
+          help = format!("Codecs, separated by commas: {HELP}"))]
+    kv: Vec<String>,
+
+    #[command(flatten)]
+    rotations: RotationArguments,
+
+    #[command(flatten)]
+    windows: WindowArguments,
+
+    /// Text or JSONL files to measure on; generated prose by default.
+    #[arg(long, value_name = "FILE")]
+    data: Vec<PathBuf>,
+
+    /// Tokens of a sequence.
+    #[arg(long, default_value = "4096", value_name = "N", value_parser = positive)]
+    tokens: usize,
+
+    /// Sequences, taken from the text at equal distances.
+    #[arg(long, default_value = "2", value_name = "N", value_parser = positive)]
+    sequences: usize,
+
+    /// Tokens of each sequence that are computed exactly, once for all codecs.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    prefix: usize,
+
+    /// Positions after the prefix that are not scored.
+    #[arg(long, value_name = "N")]
+    skip: Option<usize>,
+
+    /// Read the own chunk of so many tokens exactly, as a chunked prefill does.
+    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    chunk: Option<usize>,
+
+    /// Seed of generated prose.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl KlArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let subject = self.lab.load()?;
+        let rotations = self.rotations.resolve(&subject)?;
+        let source = subject.codecs(rotations.as_ref());
+        let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
+        let report = self.measure(&subject, &codecs)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns =
+            ["kv", "bits_per_element", "kl", "top1_agreement", "perplexity", "exact_perplexity", "positions"];
+        print_text(report.table(&columns).trim_end())
+    }
+
+    fn measure(&self, subject: &Subject, codecs: &[Box<dyn CacheCodec>]) -> Result<Report, Failure> {
+        let windows = self.windows.windows();
+        // Queries that still see everything exactly would only dilute the numbers.
+        let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { (windows.sink + windows.recent).min(512) });
+        let texts = self.texts(subject)?;
+        let mut comparison = Comparison::new(subject.model.clone(), self.tokens)?;
+        let mut totals = vec![Divergence::default(); codecs.len()];
+        let suffix = self.tokens - self.prefix.min(self.tokens);
+        let mut steps = Steps::new("exact", texts.len() * (self.tokens + codecs.len() * suffix));
+        let mut done = 0;
+        for ids in &texts {
+            steps.say("exact");
+            comparison.set_text(ids, self.prefix, skip, |tokens| steps.set(done + tokens))?;
+            done += self.tokens;
+            for (codec, total) in codecs.iter().zip(&mut totals) {
+                steps.say(codec.name());
+                let reading = Reading { codec: &**codec, windows, chunk: self.chunk };
+                total.add(&comparison.measure(reading, |tokens| steps.set(done + tokens))?);
+                done += suffix;
+            }
+        }
+        steps.finish();
+        let head_dim = subject.model.config().head_dim;
+        let mut report = Report::here();
+        for (codec, total) in codecs.iter().zip(&totals) {
+            report.push(json!({
+                "kind": "kl",
+                "model": subject.name,
+                "kv": codec.name(),
+                "bits_per_element": codec.bits_per_element(head_dim),
+                "bits_per_element_with_windows":
+                    windows.mixed_bits_per_element(codec.bits_per_element(head_dim), self.tokens),
+                "kl": total.mean_kl(),
+                "top1_agreement": total.top1_agreement(),
+                "perplexity": total.perplexity(),
+                "exact_perplexity": total.exact_perplexity(),
+                "positions": total.positions,
+                "tokens": self.tokens,
+                "prefix": self.prefix,
+                "sequences": self.sequences,
+                "sink": windows.sink,
+                "recent": windows.recent,
+                "chunk": self.chunk,
+            }));
+        }
+        Ok(report)
+    }
+
+    /// Sequences of exactly `--tokens` tokens.
+    fn texts(&self, subject: &Subject) -> Result<Vec<Vec<u32>>, Failure> {
+        let ids = if self.data.is_empty() {
+            // Enough characters for the shortest tokens prose is made of.
+            let text = prose(self.seed, self.tokens * self.sequences * 8);
+            subject.model.tokenizer().encode(&text, true)?
+        } else {
+            corpus::read(&subject.model, &self.data, false)?
+        };
+        let needed = self.tokens * self.sequences;
+        if ids.len() < needed {
+            return Err(Failure::new(format!("the text has {} tokens and {needed} are needed", ids.len()))
+                .with_fix("give more text, fewer --sequences or shorter --tokens"));
+        }
+        let step = ids.len() / self.sequences;
+        Ok((0..self.sequences).map(|index| ids[index * step..][..self.tokens].to_vec()).collect())
+    }
+}

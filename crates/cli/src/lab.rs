@@ -1,0 +1,189 @@
+//! What the commands of the lab share: a loaded model that knows who it is, rotations that fit it, a progress bar.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use oscar_codec::Windows;
+use oscar_kernels::backend::RopeLayout;
+use oscar_kernels::cpu::CpuBackend;
+use oscar_lab::eval::codecs::CodecSource;
+use oscar_lab::zoo::{self, RotationFile};
+use oscar_model::source::Settings;
+use oscar_model::{LoadedModel, ModelFiles};
+
+use crate::arguments::{ModelArguments, positive};
+use crate::failure::Failure;
+use crate::loading::EngineArguments;
+
+/// Which model, on how many threads.
+#[derive(Debug, Args)]
+pub(crate) struct LabArguments {
+    #[command(flatten)]
+    pub(crate) model: ModelArguments,
+
+    /// Worker threads; as many as the machine has cores by default.
+    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
+    pub(crate) threads: Option<usize>,
+}
+
+/// A loaded model and its identity.
+pub(crate) struct Subject {
+    /// The model.
+    pub(crate) model: Arc<LoadedModel<CpuBackend>>,
+    /// As the user named it.
+    pub(crate) name: String,
+    /// Equal for all quantisations of a checkpoint.
+    pub(crate) model_fingerprint: String,
+    /// Of these very weights.
+    pub(crate) weight_fingerprint: String,
+}
+
+impl LabArguments {
+    /// Finds, fetches and loads the model.
+    pub(crate) fn load(&self) -> Result<Subject, Failure> {
+        let threads = EngineArguments { context: None, threads: self.threads }.threads();
+        let backend = Arc::new(CpuBackend::new(threads)?);
+        let path = self.model.resolve()?;
+        tracing::info!("loading {}", path.path().display());
+        let files = ModelFiles::open(&path)?;
+        let model_fingerprint = zoo::fingerprint::model_fingerprint(&files)?;
+        let weight_fingerprint = zoo::fingerprint::weight_fingerprint(&files)?;
+        let model = Arc::new(files.load(backend)?);
+        Ok(Subject { model, name: self.model.model.clone(), model_fingerprint, weight_fingerprint })
+    }
+}
+
+/// Which rotations.
+#[derive(Debug, Args)]
+pub(crate) struct RotationArguments {
+    /// Rotation file; by default the one that ships with the program or that `oscar calibrate` has made.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) rotations: Option<PathBuf>,
+
+    /// Published key rotations (.pt), together with --v-rotation-path.
+    #[arg(long, value_name = "FILE", requires = "v_rotation_path", conflicts_with = "rotations")]
+    k_rotation_path: Option<PathBuf>,
+
+    /// Published value rotations (.pt).
+    #[arg(long, value_name = "FILE", requires = "k_rotation_path")]
+    v_rotation_path: Option<PathBuf>,
+
+    /// Use rotations that were made for another model.
+    #[arg(long)]
+    force_rotations: bool,
+}
+
+impl RotationArguments {
+    /// The rotations for a model, with key channels in the order of its own file; `None` if there are none.
+    pub(crate) fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
+        let (path, file) = match (&self.rotations, &self.k_rotation_path, &self.v_rotation_path) {
+            (Some(path), _, _) => (path.clone(), zoo::safetensors::read(path)?),
+            (None, Some(keys), Some(values)) => {
+                let (keys_file, values_file) = (zoo::pt::read(keys)?, zoo::pt::read(values)?);
+                (keys.clone(), zoo::import::from_pt(&keys_file, &values_file, &subject.name)?)
+            }
+            _ => match zoo::resolve::find(&rotation_folder()?, &subject.model_fingerprint) {
+                Some(found) => (PathBuf::from(&found.name), found.load()?),
+                None => return Ok(None),
+            },
+        };
+        let config = subject.model.config();
+        let warning = zoo::resolve::check_model(
+            &file,
+            &subject.model_fingerprint,
+            config.kv_geometry(),
+            self.force_rotations,
+        )?;
+        if let Some(warning) = warning {
+            tracing::warn!("{warning}");
+        }
+        tracing::info!("rotations: {}", path.display());
+        Ok(Some(match config.rope.layout {
+            RopeLayout::Halves => file,
+            RopeLayout::Interleaved => zoo::interleaved::to_interleaved(&file, config.rope.rotary_dim),
+        }))
+    }
+}
+
+/// Where the rotations of this user are.
+pub(crate) fn rotation_folder() -> Result<PathBuf, Failure> {
+    Ok(zoo::resolve::cache_folder(&Settings::from_environment()?))
+}
+
+impl Subject {
+    /// Codecs for this model.
+    pub(crate) fn codecs<'a>(&self, rotations: Option<&'a RotationFile>) -> CodecSource<'a> {
+        let isa = self.model.model().backend().isa();
+        CodecSource { geometry: self.model.config().kv_geometry(), rotations, isa }
+    }
+}
+
+/// What stays exact.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WindowArguments {
+    /// Tokens at the start that are read exactly.
+    #[arg(long, default_value_t = Windows::default().sink, value_name = "TOKENS")]
+    sink_tokens: usize,
+
+    /// Tokens before a query, itself included, that are read exactly.
+    #[arg(long, default_value_t = Windows::default().recent, value_name = "TOKENS")]
+    recent_tokens: usize,
+}
+
+impl WindowArguments {
+    /// As the lab wants them.
+    pub(crate) fn windows(&self) -> Windows {
+        Windows { sink: self.sink_tokens, recent: self.recent_tokens }
+    }
+}
+
+/// A bar on a terminal, a line now and then in a log.
+pub(crate) struct Steps {
+    bar: ProgressBar,
+    terminal: bool,
+    label: String,
+}
+
+impl Steps {
+    /// Shows `label` and how many of `total` are done.
+    pub(crate) fn new(label: &str, total: usize) -> Steps {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = ProgressBar::with_draw_target(
+            Some(total as u64),
+            if terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() },
+        );
+        let style = ProgressStyle::with_template("{msg}  {wide_bar}  {pos}/{len}  {elapsed}  {eta} left");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_message(label.to_owned());
+        if !terminal {
+            eprintln!("{label}");
+        }
+        Steps { bar, terminal, label: label.to_owned() }
+    }
+
+    /// So many are done.
+    pub(crate) fn set(&self, done: usize) {
+        self.bar.set_position(done as u64);
+    }
+
+    /// Something else is being done now.
+    pub(crate) fn say(&mut self, label: &str) {
+        if label == self.label {
+            return;
+        }
+        self.label = label.to_owned();
+        if self.terminal {
+            self.bar.set_message(label.to_owned());
+        } else {
+            eprintln!("{label}");
+        }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn finish(self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,57 @@
+//! Measuring what a codec does to a model.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`codecs`] | from a name on the command line to a codec |
+//! | [`history`], [`evaluator`] | a model whose early positions are read back from a codec |
+//! | [`divergence`] | KL, perplexity and agreement with the exact cache |
+//! | [`needle`] | prompts with needles |
+//! | [`tasks`] | multiple choice, maths and code |
+//! | [`text`] | text when the user has none |
+//! | [`report`] | results as one page |
+
+pub mod codecs;
+pub mod divergence;
+pub mod evaluator;
+pub mod history;
+pub mod needle;
+pub mod report;
+pub mod tasks;
+pub mod text;
+
+use std::path::PathBuf;
+
+use oscar_codec::CodecError;
+use oscar_kernels::KernelError;
+use oscar_model::text::TextError;
+
+use crate::calibrate::CalibrateError;
+use crate::zoo::ZooError;
+
+/// Why a measurement ended early.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum EvalError {
+    #[error("{tokens} tokens are more than the {most} there is room for")]
+    Context { tokens: usize, most: usize },
+    #[error("the text has {tokens} tokens and {needed} are needed")]
+    TextTooShort { tokens: usize, needed: usize },
+    #[error("the logits are not finite")]
+    NotFinite,
+    #[error("`{spec}` is not a codec: {problem}")]
+    Codec { spec: String, problem: String },
+    #[error("`{spec}` needs rotations: run `oscar calibrate MODEL` or give --rotations FILE")]
+    NoRotations { spec: String },
+    #[error("{}: {problem}", path.display())]
+    Rotations { path: PathBuf, problem: String },
+    #[error(transparent)]
+    Encode(#[from] CodecError),
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    #[error(transparent)]
+    Text(#[from] TextError),
+    #[error(transparent)]
+    Calibrate(#[from] CalibrateError),
+    #[error(transparent)]
+    Zoo(#[from] ZooError),
+}
