@@ -2,6 +2,7 @@
 
 mod bad_models;
 mod bench;
+mod eval_tasks;
 mod generate;
 #[cfg(unix)]
 mod pull;

@@ -27,6 +27,7 @@ pub(super) fn section(kind: &str, rows: &[&Row]) -> String {
         }
         "tasks" => out += &grid(&task_charts(rows)),
         "ablation" => out += &grid(&ablation_charts(rows)),
+        "codec" => out += &grid(&speed_charts(rows)),
         _ => {}
     }
     out + &table(rows, &["kind", "model"])
@@ -297,4 +298,18 @@ fn ablation_charts(rows: &[&Row]) -> Vec<String> {
         }
     }
     charts
+}
+
+/// Speed of the stages of a codec on each path.
+fn speed_charts(rows: &[&Row]) -> Vec<String> {
+    let timed: Vec<&Row> =
+        rows.iter().copied().filter(|row| number(row, "mb_per_s_per_core").is_some()).collect();
+    if timed.is_empty() {
+        return Vec::new();
+    }
+    let names = labels(&timed, "stage", &["side", "rule", "head_dim", "groups", "path"]);
+    let values = timed.iter().zip(names);
+    let points: Vec<(String, f64, Option<f64>)> =
+        values.filter_map(|(row, name)| Some((name, number(row, "mb_per_s_per_core")?, None))).collect();
+    vec![bars("Speed of the codec", "MB/s of bf16 input per core", &points, false)]
 }
