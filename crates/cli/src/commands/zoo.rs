@@ -70,7 +70,8 @@ fn refuse_pt(path: &Path) -> Result<(), Failure> {
 
 /// `qqt / sst, r_h_pbr`.
 fn objective_line(header: &Header) -> String {
-    let objectives = format!("{} / {}", header.key_objective, header.value_objective);
+    let (keys, values) = (&header.key_objective, &header.value_objective);
+    let objectives = if keys == values { keys.clone() } else { format!("{keys} / {values}") };
     header.composition.map_or(objectives.clone(), |composition| format!("{objectives}, {composition}"))
 }
 

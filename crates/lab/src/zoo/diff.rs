@@ -107,7 +107,11 @@ fn compare(
         (Some(first), Some(second)) => Some(subspace_alignment(&first, &second)),
         _ => None,
     };
-    let mean = |side: &SideRotations| Some(side.means.as_ref()?.get(head)?.clone());
+    let mean = |side: &SideRotations| match name.scope {
+        Scope::Head => Some(side.means.as_ref()?.get(head)?.clone()),
+        // One rotation may go with the means of several heads.
+        Scope::Layer => side.means.as_ref().map(|means| means.concat()),
+    };
     let rules = (a.rules.get(head).copied(), b.rules.get(head).copied());
     Difference {
         name,
@@ -120,7 +124,7 @@ fn compare(
             .map(|(a, b)| spectrum_distance(a, b)),
         mean: match (mean(a), mean(b)) {
             (None, None) => None,
-            (Some(a), Some(b)) => Some(relative_distance(&a, &b)),
+            (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
             _ => Some(1.0),
         },
         rules: match rules {
@@ -130,8 +134,7 @@ fn compare(
     }
 }
 
-/// `‖Aᵀ B‖² / k` over the last `k` columns: 1 if they span the same space, `k/d` on average for unrelated
-/// ones.
+/// `‖Aᵀ B‖² / k` over the last `k` columns: 1 if they span the same space, about `k/d` if unrelated.
 fn subspace_alignment(a: &SquareMatrix, b: &SquareMatrix) -> f64 {
     let dim = a.dim();
     let top = TOP.min(dim);

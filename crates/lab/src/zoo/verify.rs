@@ -18,6 +18,9 @@ const MIXING_LIMIT: f64 = 0.1;
 /// Relative slack of eigenvalues that went through float32.
 const EIGENVALUE_SLACK: f64 = 1e-4;
 
+const NOT_CENTRED: &str = "no key mean: keys are not centred, and models with a large constant in their keys \
+                           (Qwen2.5) do not survive that at 2 bits";
+
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
@@ -93,8 +96,13 @@ impl Findings {
     }
 
     fn sorted(mut self) -> Findings {
-        self.findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+        self.sort();
         self
+    }
+
+    /// Puts the worst first, as they are after verification.
+    pub fn sort(&mut self) {
+        self.findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     }
 }
 
@@ -143,7 +151,7 @@ pub fn verify_pt(file: &PtFile) -> Findings {
         }
     }
     check_sequence(&mut findings, "rotations", file.layers.keys().copied());
-    note_published(&mut findings, file.heads.is_none());
+    note_published(&mut findings, file.heads.is_none(), side != Some("values"));
     findings.sorted()
 }
 
@@ -166,17 +174,16 @@ pub fn verify_pt_pair(keys: &PtFile, values: &PtFile) -> Findings {
                 .push(format!("whether the {side} file is for {side}: it names no objective"));
         }
     }
-    note_published(&mut findings, keys.heads.is_none());
+    note_published(&mut findings, keys.heads.is_none(), true);
     findings.sorted()
 }
 
-fn note_published(findings: &mut Findings, per_layer: bool) {
-    let format = if per_layer { "format 1" } else { "a .pt file" };
-    let message = format!(
-        "{format} carries no key mean: keys are not centred, which models with a large constant in their keys \
-         (Qwen2.5) do not survive at 2 bits; `oscar calibrate` estimates it"
-    );
-    findings.add(Severity::Warning, "keys", message);
+fn note_published(findings: &mut Findings, per_layer: bool, with_keys: bool) {
+    if with_keys {
+        let format = if per_layer { "format 1" } else { "a .pt file" };
+        let message = format!("{format} carries {NOT_CENTRED}; `oscar calibrate` estimates it");
+        findings.add(Severity::Warning, "keys", message);
+    }
     findings.not_checked.push("which model they are for: .pt files have no fingerprint".to_owned());
     findings.not_checked.push("rotations against their metric: .pt files have none".to_owned());
 }
@@ -434,10 +441,8 @@ fn check_means(findings: &mut Findings, scope: Scope, set: &RotationSet) {
     if without.is_empty() {
         return;
     }
-    let message = "no key mean: keys are not centred, which models with a large constant in their keys (Qwen2.5) do \
-                   not survive at 2 bits";
     let severity = if scope == Scope::Head { Severity::Warning } else { Severity::Note };
-    findings.add(severity, format!("keys per {scope}, {}", layer_list(&without)), message);
+    findings.add(severity, format!("keys per {scope}, {}", layer_list(&without)), NOT_CENTRED);
 }
 
 /// `layers 0-3, 7`.

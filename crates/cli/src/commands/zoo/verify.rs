@@ -62,6 +62,7 @@ impl VerifyArguments {
         let (file, kind, mut findings) = self.read()?;
         if let Some(model) = &self.model {
             self.compare_with(model, file.as_ref(), &mut findings)?;
+            findings.sort();
         }
         self.print(file.as_ref(), &kind, &findings)?;
         let errors: Vec<_> =
