@@ -1,20 +1,18 @@
 //! Whether a rotation file can be trusted, without the model it was made for.
 
+mod metrics;
+
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use oscar_codec::{Composition, SquareMatrix};
 use rayon::prelude::*;
 
-use super::basis::{conjugate, eigenbasis};
 use super::import;
 use super::limits::ORTHOGONALITY_LIMIT;
 use super::pt::PtFile;
-use super::rotation::{Header, RotationFile, RotationSet, Scope, SideRotations};
+use super::rotation::{RotationFile, RotationSet, Scope, SideRotations};
 
-/// Mixing between eigen-directions, relative to how far a metric is from a multiple of the identity: 0 for
-/// its own eigenvectors, about 1 for unrelated ones.
-const MIXING_LIMIT: f64 = 0.1;
 /// Relative slack of eigenvalues that went through float32.
 const EIGENVALUE_SLACK: f64 = 1e-4;
 
@@ -115,7 +113,7 @@ pub fn verify(file: &RotationFile) -> Findings {
                 set.iter().map(|(&layer, both)| (layer, both.sides()[index].1)).collect();
             check_side(&mut findings, scope, side, &rotations, file.header.composition);
         }
-        check_metrics(&mut findings, scope, set, &file.header);
+        metrics::check(&mut findings, scope, set, &file.header);
         check_sequence(&mut findings, &format!("{scope} rotations"), set.keys().copied());
         check_means(&mut findings, scope, set);
     }
@@ -298,113 +296,6 @@ fn data_free(matrix: &SquareMatrix) -> Option<DataFree> {
         return None;
     }
     Some(if magnitude > 0.999 { DataFree::Permutation } else { DataFree::Hadamard })
-}
-
-/// Keys and C_Q belong together: inside the composition, a key rotation holds the eigenvectors of its metric.
-/// Values were fitted to something else, so a file with its sides swapped shows.
-fn check_metrics(findings: &mut Findings, scope: Scope, set: &RotationSet, header: &Header) {
-    let place = |layers: &[usize]| format!("keys per {scope}, {}", layer_list(layers));
-    let negative = |side: &SideRotations| {
-        side.metrics.iter().flatten().any(|metric| metric.diagonal().iter().any(|&value| value < 0.0))
-    };
-    let layers: Vec<usize> = set
-        .iter()
-        .filter(|(_, both)| both.sides().iter().any(|(_, side)| negative(side)))
-        .map(|(&layer, _)| layer)
-        .collect();
-    if !layers.is_empty() {
-        let message = "a metric has a negative diagonal, which no sum of squares has";
-        findings.add(Severity::Error, format!("{scope} rotations, {}", layer_list(&layers)), message);
-    }
-    let basis_known = header.composition.is_some_and(|c| !matches!(c, Composition::Pbr | Composition::HPbr));
-    let composition = match header.composition {
-        Some(composition) if basis_known && header.key_objective == "qqt" => composition,
-        _ => {
-            let reason = "only rotations fitted to queries (qqt) are eigenvectors of C_Q";
-            findings.not_checked.push(format!("{scope} rotations of keys against their metric: {reason}"));
-            return;
-        }
-    };
-    let verdicts: Vec<(usize, Option<Verdict>)> = set
-        .par_iter()
-        .map(|(&layer, both)| (layer, verdict(composition, &both.keys, &both.values)))
-        .collect();
-    let layers_with = |wanted: Option<Verdict>| -> Vec<usize> {
-        verdicts.iter().filter(|(_, verdict)| *verdict == wanted).map(|(layer, _)| *layer).collect()
-    };
-    let (swapped, foreign) = (layers_with(Some(Verdict::Swapped)), layers_with(Some(Verdict::Foreign)));
-    let (scaled, unknown) = (layers_with(Some(Verdict::OtherEigenvalues)), layers_with(None));
-    if !swapped.is_empty() {
-        let message = "keys and values are swapped: the value rotations fit the metric of keys, the key rotations do not";
-        findings.add(Severity::Error, place(&swapped), message);
-    }
-    if !foreign.is_empty() {
-        let message =
-            "rotations do not belong to their metric C_Q: they come from another model, layer or side";
-        findings.add(Severity::Error, place(&foreign), message);
-    }
-    if !scaled.is_empty() {
-        findings.add(Severity::Error, place(&scaled), "eigenvalues are not those of the metric C_Q");
-    }
-    if !unknown.is_empty() {
-        let reason = "the file has no metric, or one that prefers no direction";
-        findings.not_checked.push(format!("{} against their metric: {reason}", place(&unknown)));
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
-    Fits,
-    OtherEigenvalues,
-    Swapped,
-    Foreign,
-}
-
-/// The worst of the heads of a layer; `None` if there is nothing to compare with.
-fn verdict(composition: Composition, keys: &SideRotations, values: &SideRotations) -> Option<Verdict> {
-    let metrics = keys.metrics.as_ref()?;
-    let mut worst: Option<Verdict> = None;
-    for (head, metric) in metrics.iter().enumerate() {
-        let fits = |rotation: Option<&SquareMatrix>, metric: Option<&SquareMatrix>| {
-            Some(mixing(composition, rotation?, metric?)? <= MIXING_LIMIT)
-        };
-        let Some(own) = fits(keys.rotations.get(head), Some(metric)) else { continue };
-        let other = values.rotations.get(head);
-        // The sides may have changed places with their metrics or without them.
-        let value_metric = values.metrics.as_ref().and_then(|metrics| metrics.get(head));
-        let found = if own {
-            let basis = eigenbasis(composition, keys.rotations.get(head)?)?;
-            let close = keys.eigenvalues.get(head).is_none_or(|values| {
-                let slack = 1e-2 * largest(values).max(f64::MIN_POSITIVE);
-                let measured = conjugate(&basis, metric).diagonal();
-                measured.iter().zip(values).all(|(a, b)| (a - b).abs() <= slack)
-            });
-            if close { Verdict::Fits } else { Verdict::OtherEigenvalues }
-        } else if fits(other, Some(metric)) == Some(true) || fits(other, value_metric) == Some(true) {
-            Verdict::Swapped
-        } else {
-            Verdict::Foreign
-        };
-        worst = worst.filter(|worst| *worst as u8 >= found as u8).or(Some(found));
-    }
-    worst
-}
-
-/// How far `rotation` is from holding the eigenvectors of `metric`; `None` if the metric prefers no
-/// direction.
-fn mixing(composition: Composition, rotation: &SquareMatrix, metric: &SquareMatrix) -> Option<f64> {
-    let rotated = conjugate(&eigenbasis(composition, rotation)?, metric);
-    let level = metric.trace() / metric.dim() as f64;
-    let (mut off, mut total) = (0.0, 0.0);
-    for i in 0..metric.dim() {
-        for j in 0..metric.dim() {
-            let value = rotated.get(i, j) - if i == j { level } else { 0.0 };
-            total += value * value;
-            off += if i == j { 0.0 } else { value * value };
-        }
-    }
-    let scale = metric.dim() as f64 * level * level;
-    (total > 1e-8 * scale && total.is_finite()).then(|| (off / total).sqrt())
 }
 
 /// Layer ids should follow one rule: all of them, or every so many.
