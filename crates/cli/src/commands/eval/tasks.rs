@@ -107,7 +107,10 @@ impl TasksArguments {
         let subject = self.lab.load()?;
         let rotations = self.rotations.resolve(&subject)?;
         let source = subject.codecs(rotations.as_ref());
-        let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
+        let mut codecs = Vec::with_capacity(self.kv.len());
+        for spec in &self.kv {
+            codecs.push(source.build(spec)?);
+        }
         let max_tokens = self.max_tokens();
         let mut answerer = answerer(&subject, &codecs, self.windows.windows(), &questions, max_tokens)?;
 
