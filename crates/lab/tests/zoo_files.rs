@@ -312,6 +312,28 @@ fn verification_finds_each_kind_of_damage() {
     );
 }
 
+#[test]
+fn rotations_of_layers_are_checked_with_the_metrics_of_their_heads() {
+    let mut file = file(14);
+    let heads = file.heads.as_mut().expect("heads");
+    let layers = file.layers.as_mut().expect("layers");
+    for (id, layer) in layers.iter_mut() {
+        // Heads that agree: their mean is either of them.
+        let keys = &mut heads.get_mut(id).expect("layer").keys;
+        keys.rotations[1] = keys.rotations[0].clone();
+        let metrics = keys.metrics.as_mut().expect("metrics");
+        metrics[1] = metrics[0].clone();
+        layer.keys.rotations[0] = keys.rotations[0].clone();
+        layer.keys.metrics = None;
+    }
+    let findings = verify(&file);
+    assert!(findings.is_sound() && findings.not_checked.is_empty(), "{findings:?}");
+    file.layers.as_mut().expect("layers").get_mut(&2).expect("layer").keys.rotations[0] =
+        Numbers(8).rotation(DIM);
+    let found = errors(&verify(&file)).join("\n");
+    assert!(found.contains("keys per layer, layer 2: rotations do not belong to their metric"), "{found}");
+}
+
 fn fixture(name: &str) -> pt::PtFile {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rotations");
     pt::read(&folder.join(format!("{name}.pt"))).expect("fixture")

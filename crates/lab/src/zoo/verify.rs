@@ -113,7 +113,7 @@ pub fn verify(file: &RotationFile) -> Findings {
                 set.iter().map(|(&layer, both)| (layer, both.sides()[index].1)).collect();
             check_side(&mut findings, scope, side, &rotations, file.header.composition);
         }
-        metrics::check(&mut findings, scope, set, &file.header);
+        metrics::check(&mut findings, scope, set, file.heads.as_ref(), &file.header);
         check_sequence(&mut findings, &format!("{scope} rotations"), set.keys().copied());
         check_means(&mut findings, scope, set);
     }

@@ -13,7 +13,15 @@ const MIXING_LIMIT: f64 = 0.1;
 
 /// Keys and C_Q belong together: inside the composition, a key rotation holds the eigenvectors of its metric.
 /// Values were fitted to something else, so a file with its sides swapped shows.
-pub(super) fn check(findings: &mut Findings, scope: Scope, set: &RotationSet, header: &Header) {
+///
+/// C_Q of a layer is the mean of those of its heads, so `heads` serve rotations of layers without their own.
+pub(super) fn check(
+    findings: &mut Findings,
+    scope: Scope,
+    set: &RotationSet,
+    heads: Option<&RotationSet>,
+    header: &Header,
+) {
     let place = |layers: &[usize]| format!("keys per {scope}, {}", layer_list(layers));
     let negative = |side: &SideRotations| {
         side.metrics.iter().flatten().any(|metric| metric.diagonal().iter().any(|&value| value < 0.0))
@@ -38,7 +46,14 @@ pub(super) fn check(findings: &mut Findings, scope: Scope, set: &RotationSet, he
     };
     let verdicts: Vec<(usize, Option<Verdict>)> = set
         .par_iter()
-        .map(|(&layer, both)| (layer, verdict(composition, &both.keys, &both.values)))
+        .map(|(&layer, both)| {
+            let of_heads = || mean(heads?.get(&layer)?.keys.metrics.as_ref()?).map(|metric| vec![metric]);
+            let metrics = match scope {
+                Scope::Layer => both.keys.metrics.clone().or_else(of_heads),
+                Scope::Head => both.keys.metrics.clone(),
+            };
+            (layer, metrics.and_then(|metrics| verdict(composition, &metrics, &both.keys, &both.values)))
+        })
         .collect();
     let layers_with = |wanted: Option<Verdict>| -> Vec<usize> {
         verdicts.iter().filter(|(_, verdict)| *verdict == wanted).map(|(layer, _)| *layer).collect()
@@ -72,8 +87,12 @@ enum Verdict {
 }
 
 /// The worst of the heads of a layer; `None` if there is nothing to compare with.
-fn verdict(composition: Composition, keys: &SideRotations, values: &SideRotations) -> Option<Verdict> {
-    let metrics = keys.metrics.as_ref()?;
+fn verdict(
+    composition: Composition,
+    metrics: &[SquareMatrix],
+    keys: &SideRotations,
+    values: &SideRotations,
+) -> Option<Verdict> {
     let mut worst: Option<Verdict> = None;
     for (head, metric) in metrics.iter().enumerate() {
         let fits = |rotation: Option<&SquareMatrix>, metric: Option<&SquareMatrix>| {
@@ -99,6 +118,14 @@ fn verdict(composition: Composition, keys: &SideRotations, values: &SideRotation
         worst = worst.filter(|worst| *worst as u8 >= found as u8).or(Some(found));
     }
     worst
+}
+
+fn mean(matrices: &[SquareMatrix]) -> Option<SquareMatrix> {
+    let dim = matrices.first()?.dim();
+    let count = matrices.len() as f64;
+    Some(SquareMatrix::from_fn(dim, |i, j| {
+        matrices.iter().map(|matrix| matrix.get(i, j)).sum::<f64>() / count
+    }))
 }
 
 /// How far `rotation` is from holding the eigenvectors of `metric`; `None` if the metric prefers no
