@@ -12,7 +12,7 @@ use super::evaluator::{Evaluator, STEP_TOKENS, arg_max};
 use super::history::Reading;
 
 /// Rows whose logits are in memory at once: a vocabulary is large.
-const LOGIT_ROWS: usize = 64;
+const LOGIT_ROWS: usize = 256;
 
 /// Sums over scored positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -5,7 +5,7 @@
 //! | [`codecs`] | from a name on the command line to a codec |
 //! | [`history`], [`evaluator`] | a model whose early positions are read back from a codec |
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
-//! | [`needle`] | prompts with needles |
+//! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
 //! | [`tasks`] | multiple choice, maths and code |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
@@ -16,6 +16,7 @@ pub mod evaluator;
 pub mod history;
 pub mod needle;
 pub mod report;
+pub mod retrieval;
 pub mod tasks;
 pub mod text;
 
@@ -36,6 +37,8 @@ pub enum EvalError {
     Context { tokens: usize, most: usize },
     #[error("the text has {tokens} tokens and {needed} are needed")]
     TextTooShort { tokens: usize, needed: usize },
+    #[error("{0}")]
+    Chat(String),
     #[error("the logits are not finite")]
     NotFinite,
     #[error("`{spec}` is not a codec: {problem}")]

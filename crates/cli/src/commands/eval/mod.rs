@@ -1,6 +1,7 @@
 //! `oscar eval`: what a codec does to a model.
 
 mod kl;
+mod niah;
 mod report;
 mod tasks;
 
@@ -18,6 +19,7 @@ pub(crate) struct EvalArguments {
 #[derive(Debug, Subcommand)]
 enum What {
     Kl(kl::KlArguments),
+    Niah(niah::NiahArguments),
     Tasks(tasks::TasksArguments),
     Report(report::ReportArguments),
 }
@@ -26,6 +28,7 @@ impl EvalArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         match self.what {
             What::Kl(arguments) => arguments.run(),
+            What::Niah(arguments) => arguments.run(),
             What::Tasks(arguments) => arguments.run(),
             What::Report(arguments) => arguments.run(),
         }

@@ -1,0 +1,209 @@
+//! `oscar eval niah`: needles in a haystack.
+
+use std::fs;
+use std::path::PathBuf;
+
+use clap::Args;
+use oscar_codec::CacheCodec;
+use oscar_lab::Report;
+use oscar_lab::eval::codecs::HELP;
+use oscar_lab::eval::evaluator::Evaluator;
+use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
+use oscar_lab::eval::report::{heat_map_svg, needle_maps};
+use oscar_lab::eval::retrieval::{NeedleTokens, retrieve};
+use oscar_lab::eval::text::mix;
+use serde_json::json;
+
+use crate::arguments::positive;
+use crate::failure::Failure;
+use crate::interrupt::Watch;
+use crate::lab::{LabArguments, RotationArguments, Steps, Subject, WindowArguments};
+use crate::output::print_text;
+
+/// Tokens a chat template may add around a prompt.
+const TEMPLATE_TOKENS: usize = 96;
+
+/// Find numbers hidden in long text: single, multi-key, multi-value and look-alike needles.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar eval niah smollm2 --lengths 4k,8k --keys 1 --kv bf16,int2,int2:paper\n  \
+    oscar eval niah qwen15 --lengths 8k,16k --keys 8 --depths 10,50,90 --svg needles.svg\n  \
+    oscar eval niah qwen15 --kind multi-value --haystack book.txt --prompts 4 --json\n\n\
+    The context is computed exactly, once for all codecs; question and answer read it through the codec. Prompts come\n\
+    from the seed, never from the program.")]
+pub(crate) struct NiahArguments {
+    #[command(flatten)]
+    lab: LabArguments,
+
+    #[arg(long, default_value = "bf16,int2,int2:paper", value_name = "LIST", value_delimiter = ',',
+          help = format!("Codecs, separated by commas: {HELP}"))]
+    kv: Vec<String>,
+
+    #[command(flatten)]
+    rotations: RotationArguments,
+
+    #[command(flatten)]
+    windows: WindowArguments,
+
+    /// Tokens of prompt and answer together; 4k is 4096.
+    #[arg(long, default_value = "4k", value_name = "LIST", value_delimiter = ',', value_parser = length)]
+    lengths: Vec<usize>,
+
+    /// Keys hidden, one of which is asked for.
+    #[arg(long, default_value = "1", value_name = "LIST", value_delimiter = ',', value_parser = positive)]
+    keys: Vec<usize>,
+
+    /// Where the asked needle is, in percent of the context.
+    #[arg(long, default_value = "10,30,50,70,90", value_name = "LIST", value_delimiter = ',')]
+    depths: Vec<f64>,
+
+    /// single, multi-key, multi-value or distractors; single for one key and multi-key for more by default.
+    #[arg(long, value_name = "KIND")]
+    kind: Option<NeedleKind>,
+
+    /// Numbers under the asked key of multi-value needles.
+    #[arg(long, default_value = "4", value_name = "N", value_parser = positive)]
+    values: usize,
+
+    /// Digits of a number.
+    #[arg(long, default_value_t = 7, value_name = "N")]
+    digits: usize,
+
+    /// Prompts for each length, number of keys and depth.
+    #[arg(long, default_value = "1", value_name = "N", value_parser = positive)]
+    prompts: usize,
+
+    /// Text to hide needles in; generated prose by default.
+    #[arg(long, value_name = "FILE")]
+    haystack: Option<PathBuf>,
+
+    /// Seed of the prompts.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+
+    /// Write depth x length heat maps to this file.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// `4096`, `4k`, `32k`.
+fn length(text: &str) -> Result<usize, String> {
+    let (digits, factor) = match text.strip_suffix(['k', 'K']) {
+        Some(digits) => (digits, 1024),
+        None => (text, 1),
+    };
+    let wrong = |_| format!("{text:?} is not a number of tokens such as 4096 or 4k");
+    positive(digits).map_err(wrong)?.checked_mul(factor).ok_or_else(|| format!("{text:?} is out of range"))
+}
+
+impl NiahArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let haystack = match &self.haystack {
+            None => Haystack::Generated,
+            Some(path) => {
+                let text = fs::read_to_string(path)
+                    .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
+                Haystack::from_text(&text)
+                    .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?
+            }
+        };
+        let subject = self.lab.load()?;
+        let rotations = self.rotations.resolve(&subject)?;
+        let source = subject.codecs(rotations.as_ref());
+        let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
+        let report = self.measure(&subject, &codecs, &haystack)?;
+        if let Some(path) = &self.svg {
+            let rows: Vec<_> = report.rows.iter().collect();
+            let title = format!("Needles in a haystack, {}", subject.name);
+            fs::write(path, heat_map_svg(&title, &needle_maps(&rows)))
+                .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
+        }
+        if self.json {
+            return print_text(&report.json());
+        }
+        print_text(report.table(&["kv", "needle", "keys", "length", "depth", "prompts", "score"]).trim_end())
+    }
+
+    fn measure(
+        &self,
+        subject: &Subject,
+        codecs: &[Box<dyn CacheCodec>],
+        haystack: &Haystack,
+    ) -> Result<Report, Failure> {
+        let longest = self.lengths.iter().copied().max().unwrap_or(1);
+        let most = subject.model.config().max_context;
+        if longest > most {
+            return Err(Failure::new(format!("{longest} tokens are more than the {most} of this model"))
+                .with_fix(format!("ask for --lengths of at most {most}")));
+        }
+        let mut evaluator = Evaluator::new(subject.model.clone(), longest)?;
+        let tokenizer = subject.model.tokenizer().clone();
+        let count = move |text: &str| tokenizer.encode(text, false).map_or(usize::MAX / 2, |ids| ids.len());
+        let cells: usize = self.keys.len() * self.depths.len() * self.prompts;
+        let total: usize = self.lengths.iter().map(|length| length * cells).sum();
+        let mut steps = Steps::new("needles", total);
+        let watch = Watch::new();
+        let windows = self.windows.windows();
+        let mut report = Report::here();
+        let mut done = 0;
+        'all: for &length in &self.lengths {
+            for &keys in &self.keys {
+                let kind =
+                    self.kind.unwrap_or(if keys > 1 { NeedleKind::MultiKey } else { NeedleKind::Single });
+                for &depth in &self.depths {
+                    let mut sums = vec![0.0; codecs.len()];
+                    for index in 0..self.prompts {
+                        if watch.caught() {
+                            break 'all;
+                        }
+                        let mut options = NeedleOptions {
+                            kind,
+                            tokens: length,
+                            depth,
+                            keys,
+                            values: self.values,
+                            digits: self.digits,
+                            seed: mix(&[self.seed, length as u64, keys as u64, depth.to_bits(), index as u64]),
+                        };
+                        let answers = if kind == NeedleKind::MultiValue { self.values } else { 1 };
+                        let reserved = TEMPLATE_TOKENS + NeedleTokens::tokens_for(answers);
+                        options.tokens = length.saturating_sub(reserved);
+                        let prompt = build(&options, haystack, &count).map_err(Failure::new)?;
+                        steps.say(&format!("{length} tokens, {keys} keys, depth {depth} %"));
+                        let scores =
+                            retrieve(&mut evaluator, &prompt, codecs, windows, |tokens| steps.set(done + tokens))?;
+                        for ((sum, codec), (score, text)) in sums.iter_mut().zip(codecs).zip(&scores) {
+                            tracing::info!("{}: {score} {:?} wanted {:?}", codec.name(), text, prompt.answers);
+                            *sum += score;
+                        }
+                        done += length;
+                    }
+                    for (codec, sum) in codecs.iter().zip(sums) {
+                        report.push(json!({
+                            "kind": "niah",
+                            "model": subject.name,
+                            "kv": codec.name(),
+                            "needle": kind.name(),
+                            "keys": keys,
+                            "length": length,
+                            "depth": depth,
+                            "prompts": self.prompts,
+                            "score": sum / self.prompts as f64,
+                            "sink": windows.sink,
+                            "recent": windows.recent,
+                        }));
+                    }
+                }
+            }
+        }
+        steps.finish();
+        if watch.caught() && report.rows.is_empty() {
+            return Err(Failure::Interrupted("interrupted before the first result".to_owned()));
+        }
+        Ok(report)
+    }
+}

@@ -1,0 +1,71 @@
+//! Needles answered by a model: one exact prefill of the context, one greedy answer per codec.
+
+use oscar_codec::{CacheCodec, Windows};
+use serde_json::json;
+
+use super::EvalError;
+use super::evaluator::Evaluator;
+use super::history::Reading;
+use super::needle::{NeedlePrompt, score};
+
+/// Tokens of an answer for each number asked for: a 7-digit number may be seven tokens, with words around it.
+const ANSWER_TOKENS: usize = 20;
+
+/// A prompt as token ids, cut where the exact prefill ends.
+pub struct NeedleTokens {
+    /// Instruction, haystack and needles.
+    pub context: Vec<u32>,
+    /// The question and the beginning of the answer.
+    pub question: Vec<u32>,
+}
+
+impl NeedleTokens {
+    /// Renders a prompt with the chat template of the model, or as plain text if it has none.
+    pub fn encode(evaluator: &Evaluator, prompt: &NeedlePrompt) -> Result<NeedleTokens, EvalError> {
+        let model = evaluator.model();
+        let encode = |question: &str, lead_in: &str| -> Result<Vec<u32>, EvalError> {
+            let text = format!("{}{question}", prompt.context);
+            if model.chat_template().is_err() {
+                return Ok(model.tokenizer().encode(&format!("{text}{lead_in}"), true)?);
+            }
+            let messages = [json!({"role": "user", "content": text})];
+            let mut ids = model.encode_chat(&messages).map_err(|error| EvalError::Chat(error.to_string()))?;
+            ids.extend(model.tokenizer().encode(lead_in, false)?);
+            Ok(ids)
+        };
+        let ids = encode(&prompt.question, &prompt.lead_in)?;
+        // Another question shares exactly the tokens of the context.
+        let other = encode("\n\n#", "")?;
+        let shared = ids.iter().zip(&other).take_while(|(a, b)| a == b).count().min(ids.len() - 1);
+        let question = ids[shared..].to_vec();
+        Ok(NeedleTokens { context: ids[..shared].to_vec(), question })
+    }
+
+    /// Tokens of an answer with so many numbers that are waited for.
+    pub fn tokens_for(answers: usize) -> usize {
+        answers * ANSWER_TOKENS
+    }
+}
+
+/// The share of numbers found, for each codec. The context is computed once.
+pub fn retrieve(
+    evaluator: &mut Evaluator,
+    prompt: &NeedlePrompt,
+    codecs: &[Box<dyn CacheCodec>],
+    windows: Windows,
+    progress: impl FnMut(usize),
+) -> Result<Vec<(f64, String)>, EvalError> {
+    let tokens = NeedleTokens::encode(evaluator, prompt)?;
+    evaluator.prefill(&tokens.context, progress)?;
+    codecs
+        .iter()
+        .map(|codec| {
+            let reading = Reading { codec: &**codec, windows, chunk: None };
+            // An exact cache needs no history, and that path is the ordinary one.
+            let reading = (codec.name() != "bf16").then_some(reading);
+            let answer = evaluator.answer(&tokens.question, reading, NeedleTokens::tokens_for(prompt.answers.len()))?;
+            let text = evaluator.model().tokenizer().decode(&answer, true)?;
+            Ok((score(&text, &prompt.answers), text))
+        })
+        .collect()
+}
