@@ -120,6 +120,7 @@ impl State {
             corpus: Some(corpus.hash.clone()),
             key_objective: "qqt".into(),
             value_objective: calibration.value_target.name().into(),
+            layer_value_objective: Some(ValueTarget::Proxy.name().into()),
             composition: Some(calibration.composition),
             ..calibration.header.clone()
         };

@@ -5,11 +5,13 @@
 //! | [`codecs`] | from a name on the command line to a codec |
 //! | [`history`], [`evaluator`] | a model whose early positions are read back from a codec |
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
+//! | [`ablation`] | the published recipe with one part changed |
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
 //! | [`tasks`] | multiple choice, maths and code |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
 
+pub mod ablation;
 pub mod codecs;
 pub mod divergence;
 pub mod evaluator;

@@ -127,6 +127,10 @@ pub fn to_pt(path: &Path, file: &RotationFile, format: PtFormat) -> Result<[PtFi
         return Err(ZooError::NoScope { path: path.to_owned(), wanted, fix });
     };
     let header = &file.header;
+    let value_objective = match (&header.layer_value_objective, format) {
+        (Some(objective), PtFormat::PerLayer) => objective,
+        _ => &header.value_objective,
+    };
     let objective = |objective: &str| match header.composition {
         Some(composition) => format!("{objective}_{composition}"),
         None => objective.to_owned(),
@@ -150,6 +154,6 @@ pub fn to_pt(path: &Path, file: &RotationFile, format: PtFormat) -> Result<[PtFi
     };
     Ok([
         pt("k", objective(&header.key_objective), layers(|layer| &layer.keys)),
-        pt("v", objective(&header.value_objective), layers(|layer| &layer.values)),
+        pt("v", objective(value_objective), layers(|layer| &layer.values)),
     ])
 }

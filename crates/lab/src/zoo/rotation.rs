@@ -47,6 +47,8 @@ pub struct Header {
     pub key_objective: String,
     /// What value rotations minimise: `sst` (the reference's proxy), `cs` (the paper) or `vtv`.
     pub value_objective: String,
+    /// The same for rotations that heads share, if it is another.
+    pub layer_value_objective: Option<String>,
     /// How eigenvectors, Hadamard and permutation were multiplied; `None` for rotations without eigenvectors.
     pub composition: Option<Composition>,
     /// KV heads of a layer; 0 if not known (published files of format 1 do not say).
@@ -70,6 +72,7 @@ impl Default for Header {
             corpus: None,
             key_objective: String::new(),
             value_objective: String::new(),
+            layer_value_objective: None,
             composition: None,
             kv_heads: 0,
             head_dim: 0,

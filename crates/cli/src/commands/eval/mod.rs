@@ -1,5 +1,6 @@
 //! `oscar eval`: what a codec does to a model.
 
+mod ablation;
 mod kl;
 mod niah;
 mod report;
@@ -20,6 +21,7 @@ pub(crate) struct EvalArguments {
 enum What {
     Kl(kl::KlArguments),
     Niah(niah::NiahArguments),
+    Ablation(ablation::AblationArguments),
     Tasks(tasks::TasksArguments),
     Report(report::ReportArguments),
 }
@@ -29,6 +31,7 @@ impl EvalArguments {
         match self.what {
             What::Kl(arguments) => arguments.run(),
             What::Niah(arguments) => arguments.run(),
+            What::Ablation(arguments) => arguments.run(),
             What::Tasks(arguments) => arguments.run(),
             What::Report(arguments) => arguments.run(),
         }

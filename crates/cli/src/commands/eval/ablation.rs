@@ -1,0 +1,154 @@
+//! `oscar eval ablation`: what each part of the published recipe is worth.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use clap::Args;
+use oscar_codec::CacheCodec;
+use oscar_lab::Report;
+use oscar_lab::calibrate::corpus::SEQUENCE_TOKENS;
+use oscar_lab::calibrate::{Corpus, Source, corpus};
+use oscar_lab::eval::ablation::{TargetSet, settings};
+use oscar_lab::eval::divergence::{Comparison, Divergence};
+use oscar_lab::eval::history::Reading;
+use oscar_lab::eval::text::prose;
+use serde_json::json;
+
+use crate::arguments::positive;
+use crate::failure::Failure;
+use crate::lab::{LabArguments, Steps, Subject};
+use crate::output::print_text;
+
+/// Take parts of the published recipe away, one at a time, and measure the distance to the exact cache.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar eval ablation smollm2 --calibration-data novel.txt --data other.txt\n  \
+    oscar eval ablation qwen15 --centred --studies rotation,target --calibration-tokens 8192\n\n\
+    Studies: rotation (without U, H or P, with smaller groups), target (KᵀK and VᵀV), windows, calibration tokens,\n\
+    clip. One rotation per layer and fixed clips, as published; --centred subtracts the mean key first.")]
+pub(crate) struct AblationArguments {
+    #[command(flatten)]
+    lab: LabArguments,
+
+    /// Text to calibrate on; drawn from the model by default.
+    #[arg(long, value_name = "FILE")]
+    calibration_data: Vec<PathBuf>,
+
+    /// Most tokens to calibrate on.
+    #[arg(long, default_value = "16384", value_name = "N", value_parser = positive)]
+    calibration_tokens: usize,
+
+    /// Text to measure on; generated prose by default.
+    #[arg(long, value_name = "FILE")]
+    data: Vec<PathBuf>,
+
+    /// Tokens of the sequence that is measured.
+    #[arg(long, default_value = "4096", value_name = "N", value_parser = positive)]
+    tokens: usize,
+
+    /// Tokens of it that are computed exactly, once.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    prefix: usize,
+
+    /// Subtract the mean key, without which some models collapse.
+    #[arg(long)]
+    centred: bool,
+
+    /// Only these studies.
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    studies: Vec<String>,
+
+    /// Seed of generated text.
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl AblationArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        let subject = self.lab.load()?;
+        let report = self.measure(&subject)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns = ["study", "setting", "bits_per_element", "kl", "top1_agreement", "perplexity"];
+        print_text(report.table(&columns).trim_end())
+    }
+
+    fn measure(&self, subject: &Subject) -> Result<Report, Failure> {
+        let model = &subject.model;
+        let ids = if self.data.is_empty() {
+            model.tokenizer().encode(&prose(self.seed, self.tokens * 8), true)?
+        } else {
+            corpus::read(model, &self.data, false)?
+        };
+        let ids = ids.get(..self.tokens).ok_or_else(|| {
+            Failure::new(format!("the text has {} tokens and {} are needed", ids.len(), self.tokens))
+                .with_fix("give more text or fewer --tokens")
+        })?;
+        let source = if self.calibration_data.is_empty() {
+            Source::Model { seed: self.seed }
+        } else {
+            Source::Files { paths: self.calibration_data.clone(), chat: false }
+        };
+        let mut steps: Option<Steps> = None;
+        let corpus = Corpus::collect(model, &source, self.calibration_tokens, |done, total| {
+            steps.get_or_insert_with(|| Steps::new("drawing text from the model", total)).set(done);
+        })?;
+        if let Some(steps) = steps {
+            steps.finish();
+        }
+        let sequences = corpus.sequences.len();
+        let chosen: Vec<_> = settings(model.config().head_dim, sequences, SEQUENCE_TOKENS)
+            .into_iter()
+            .filter(|setting| self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study))
+            .collect();
+        if chosen.is_empty() {
+            return Err(Failure::new("no such study")
+                .with_fix("choose from rotation, target, windows, calibration tokens, clip"));
+        }
+
+        let mut comparison = Comparison::new(model.clone(), self.tokens)?;
+        let mut steps = Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix.min(self.tokens)));
+        let skip = if self.prefix > 0 { 0 } else { 512.min(self.tokens / 4) };
+        comparison.set_text(ids, self.prefix, skip, |done| steps.set(done))?;
+        let mut done = self.tokens;
+        let mut targets: BTreeMap<usize, TargetSet> = BTreeMap::new();
+        let mut report = Report::here();
+        for setting in &chosen {
+            let count = setting.sequences.unwrap_or(sequences);
+            if !targets.contains_key(&count) {
+                steps.say(&format!("calibrating on {} tokens", count * SEQUENCE_TOKENS));
+                targets.insert(count, TargetSet::collect(model, &corpus, count, |_| ())?);
+            }
+            let codec = targets[&count].fast_codec(model, setting, self.centred)?;
+            steps.say(codec.name());
+            let reading = Reading { codec: &codec, windows: setting.windows, chunk: None };
+            let total: Divergence = comparison.measure(reading, |tokens| steps.set(done + tokens))?;
+            done += self.tokens - self.prefix.min(self.tokens);
+            let bits = codec.bits_per_element(model.config().head_dim);
+            report.push(json!({
+                "kind": "ablation",
+                "model": subject.name,
+                "study": setting.study,
+                "setting": setting.name,
+                "kv": if self.centred { "int2:paper+centred" } else { "int2:paper" },
+                "bits_per_element": bits,
+                "bits_per_element_with_windows": setting.windows.mixed_bits_per_element(bits, self.tokens),
+                "kl": total.mean_kl(),
+                "top1_agreement": total.top1_agreement(),
+                "perplexity": total.perplexity(),
+                "exact_perplexity": total.exact_perplexity(),
+                "tokens": self.tokens,
+                "prefix": self.prefix,
+                "sink": setting.windows.sink,
+                "recent": setting.windows.recent,
+            }));
+        }
+        steps.finish();
+        Ok(report)
+    }
+}

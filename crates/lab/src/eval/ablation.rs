@@ -1,0 +1,226 @@
+//! The paper's ablations: take one part of the published recipe away and measure what it was worth.
+
+use std::sync::Arc;
+
+use oscar_codec::{
+    Composition, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType, SquareMatrix, Windows,
+};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::encode::FastInt2;
+use oscar_model::LoadedModel;
+use rayon::prelude::*;
+
+use super::EvalError;
+use crate::calibrate::Corpus;
+use crate::calibrate::fit::{mean, rotation};
+use crate::calibrate::observe::Observer;
+use crate::calibrate::run::{PAPER_RULES, observe_layer};
+
+/// What rotations are fitted to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Targets {
+    /// Queries for keys, weighted values for values: the published recipe.
+    Published,
+    /// Keys for keys, values for values.
+    Plain,
+    /// Nothing: rows are not rotated.
+    None,
+}
+
+/// One line of the table: the published recipe with something changed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    /// What is varied.
+    pub study: &'static str,
+    /// How.
+    pub name: String,
+    /// Factors of the rotation.
+    pub composition: Composition,
+    /// What it is fitted to.
+    pub targets: Targets,
+    /// Channels that share a scale; all of a head when `None`.
+    pub group: Option<usize>,
+    /// Rules for keys and values.
+    pub rules: (Rule, Rule),
+    /// What stays exact.
+    pub windows: Windows,
+    /// Sequences of calibration text; all when `None`.
+    pub sequences: Option<usize>,
+}
+
+impl Setting {
+    fn published(study: &'static str, name: impl Into<String>) -> Setting {
+        Setting {
+            study,
+            name: name.into(),
+            composition: Composition::RHPbr,
+            targets: Targets::Published,
+            group: None,
+            rules: PAPER_RULES,
+            windows: Windows::default(),
+            sequences: None,
+        }
+    }
+}
+
+/// All settings for heads of `head_dim` channels and a corpus of so many sequences of `sequence` tokens.
+pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setting> {
+    let mut all = Vec::new();
+    let groups: Vec<Option<usize>> =
+        [None, Some(64), Some(32)].into_iter().filter(|group| group.is_none_or(|group| group < head_dim)).collect();
+    for group in groups {
+        let suffix = group.map_or(String::new(), |group| format!(", groups of {group}"));
+        for (name, composition, targets) in [
+            ("U·H·P", Composition::RHPbr, Targets::Published),
+            ("without P", Composition::RH, Targets::Published),
+            ("without H", Composition::Br, Targets::Published),
+            ("without U", Composition::HPbr, Targets::Published),
+            ("no rotation", Composition::Plain, Targets::None),
+        ] {
+            // A part is worth the same for every group size, but P is worth nothing without groups.
+            if group.is_none() || matches!(composition, Composition::RHPbr | Composition::RH) {
+                let setting = Setting::published("rotation", format!("{name}{suffix}"));
+                all.push(Setting { composition, targets, group, ..setting });
+            }
+        }
+    }
+    let plain = Setting::published("target", "KᵀK and VᵀV");
+    all.push(Setting { targets: Targets::Plain, ..plain });
+    for (sink, recent) in [(0, 0), (32, 128), (64, 256), (128, 512), (256, 1024)] {
+        let setting = Setting::published("windows", format!("sink {sink}, recent {recent}"));
+        all.push(Setting { windows: Windows { sink, recent }, ..setting });
+    }
+    let mut count = 1;
+    while count <= sequences {
+        let setting = Setting::published("calibration tokens", format!("{}", count * sequence));
+        all.push(Setting { sequences: Some(count), ..setting });
+        count *= 2;
+    }
+    for ratio in [0.88, 0.92, 0.96, 1.0] {
+        for (side, rules) in [
+            ("keys", (Rule::Clip(ratio), PAPER_RULES.1)),
+            ("values", (PAPER_RULES.0, Rule::Clip(ratio))),
+        ] {
+            let setting = Setting::published("clip", format!("{side} {ratio}"));
+            all.push(Setting { rules, ..setting });
+        }
+    }
+    all
+}
+
+/// Targets of one head.
+struct HeadTargets {
+    queries: SquareMatrix,
+    weighted_values: SquareMatrix,
+    keys: SquareMatrix,
+    values: SquareMatrix,
+    key_mean: Vec<f32>,
+}
+
+/// Targets of all layers from some calibration text.
+pub struct TargetSet {
+    layers: Vec<Vec<HeadTargets>>,
+    geometry: KvGeometry,
+}
+
+impl TargetSet {
+    /// Runs the first `sequences` sequences of a corpus through a model. `progress` is told layers done.
+    pub fn collect(
+        model: &Arc<LoadedModel<CpuBackend>>,
+        corpus: &Corpus,
+        sequences: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<TargetSet, EvalError> {
+        let part = Corpus { sequences: corpus.sequences[..sequences].to_vec(), ..corpus.clone() };
+        let ids: Vec<&[u32]> = part.sequences.iter().chain([&part.held_out]).map(Vec::as_slice).collect();
+        let mut observer = Observer::new(model, &ids)?;
+        let mut layers = Vec::new();
+        for layer in 0..model.config().layers {
+            let observed = observe_layer(&mut observer, layer, &part)?;
+            let targets = observed.moments.iter().map(|head| HeadTargets {
+                queries: head.queries.mean(),
+                weighted_values: head.weighted_values.mean(),
+                keys: head.keys.mean(),
+                values: head.values.mean(),
+                key_mean: head.key_mean(),
+            });
+            layers.push(targets.collect());
+            progress(layer + 1);
+        }
+        Ok(TargetSet { layers, geometry: model.config().kv_geometry() })
+    }
+
+    /// The codec of a setting: one rotation per layer, as published, or centred where a model needs it.
+    pub fn codec(&self, setting: &Setting, centred: bool) -> Result<Int2Codec, EvalError> {
+        let KvGeometry { kv_heads, head_dim, .. } = self.geometry;
+        let fitted: Vec<(SquareMatrix, SquareMatrix)> = self
+            .layers
+            .par_iter()
+            .map(|heads| {
+                let fit = |target: &dyn Fn(&HeadTargets) -> &SquareMatrix| {
+                    let all: Vec<SquareMatrix> = heads.iter().map(|head| target(head).clone()).collect();
+                    Ok::<_, EvalError>(rotation(&mean(&all), setting.composition)?.0)
+                };
+                match setting.targets {
+                    Targets::Published => Ok((fit(&|head| &head.queries)?, fit(&|head| &head.weighted_values)?)),
+                    Targets::Plain => Ok((fit(&|head| &head.keys)?, fit(&|head| &head.values)?)),
+                    Targets::None => {
+                        Ok((SquareMatrix::identity(head_dim), SquareMatrix::identity(head_dim)))
+                    }
+                }
+            })
+            .collect::<Result<_, EvalError>>()?;
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for (heads, (key, value)) in self.layers.iter().zip(&fitted) {
+            for head in heads {
+                let transform = if centred {
+                    HeadTransform::new(Some(head.key_mean.clone()), key)?
+                } else {
+                    HeadTransform::published(key)?
+                };
+                keys.push(HeadEncoder::new(transform, setting.rules.0));
+                values.push(HeadEncoder::new(HeadTransform::published(value)?, setting.rules.1));
+            }
+        }
+        let groups = head_dim / setting.group.unwrap_or(head_dim);
+        let name = format!("{}: {}", setting.study, setting.name);
+        Ok(Int2Codec::new(name, head_dim, kv_heads, groups, ScaleType::default(), true, keys, values)?)
+    }
+
+    /// [`Self::codec`], with the kernels of this machine.
+    pub fn fast_codec(
+        &self,
+        model: &LoadedModel<CpuBackend>,
+        setting: &Setting,
+        centred: bool,
+    ) -> Result<FastInt2, EvalError> {
+        Ok(FastInt2::new(model.model().backend().isa(), self.codec(setting, centred)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_vary_one_thing_at_a_time() {
+        let published = Setting::published("", "");
+        for setting in settings(128, 16, 2048) {
+            let mut differences = 0;
+            differences += usize::from(setting.composition != published.composition);
+            differences += usize::from(setting.targets == Targets::Plain);
+            differences += usize::from(setting.windows != published.windows);
+            differences += usize::from(setting.sequences.is_some());
+            differences += usize::from(setting.rules != published.rules);
+            assert!(differences <= 1, "{setting:?}");
+        }
+        let names: Vec<String> = settings(64, 16, 2048).iter().map(|s| format!("{} {}", s.study, s.name)).collect();
+        assert!(names.iter().any(|name| name.contains("groups of 32")));
+        assert!(!names.iter().any(|name| name.contains("groups of 64")), "that is the whole head");
+        assert!(names.contains(&"calibration tokens 32768".to_owned()));
+        let mut unique = names.clone();
+        unique.sort();
+        unique.dedup();
+        assert_eq!(unique.len(), names.len());
+    }
+}
