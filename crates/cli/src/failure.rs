@@ -115,8 +115,8 @@ impl From<CalibrateError> for Failure {
 impl From<EvalError> for Failure {
     fn from(error: EvalError) -> Failure {
         match error {
-            EvalError::Zoo(error) => error.into(),
-            EvalError::Calibrate(error) => error.into(),
+            EvalError::Zoo(error) => (*error).into(),
+            EvalError::Calibrate(error) => (*error).into(),
             error => Failure::new(error),
         }
     }

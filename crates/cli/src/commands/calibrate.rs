@@ -2,13 +2,15 @@
 
 use std::fs;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use oscar_codec::Composition;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
-use oscar_lab::calibrate::{CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, calibrate};
+use oscar_lab::calibrate::{
+    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, calibrate,
+};
 use oscar_lab::zoo::{self, Header};
 
 use crate::arguments::positive;
@@ -130,7 +132,12 @@ impl CalibrateArguments {
         Ok(corpus)
     }
 
-    fn calibrate(&self, subject: &Subject, corpus: &Corpus, output: &PathBuf) -> Result<Certificate, Failure> {
+    fn calibrate(
+        &self,
+        subject: &Subject,
+        corpus: &Corpus,
+        output: &Path,
+    ) -> Result<Certificate, Failure> {
         let config = subject.model.config();
         let calibration = Calibration {
             composition: self.composition,

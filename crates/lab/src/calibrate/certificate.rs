@@ -135,7 +135,8 @@ impl Shares {
 /// The verdict over heads, with its reason.
 pub fn judge(heads: &[HeadCertificate]) -> (Verdict, String) {
     let mean = mean_of(heads, |head| head.output_error);
-    let failing = heads.iter().filter(|head| head.output_error.is_nan() || head.output_error > HEAD_LIMIT).count();
+    let failing =
+        heads.iter().filter(|head| head.output_error.is_nan() || head.output_error > HEAD_LIMIT).count();
     if mean.is_nan() || mean > MEAN_LIMIT || failing * 10 > heads.len() {
         let reason = format!(
             "the output of attention moves by {:.0} % of its energy on average, and by more than {:.0} % in {failing} \

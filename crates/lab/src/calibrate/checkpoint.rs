@@ -41,11 +41,9 @@ impl Checkpoint {
         Checkpoint { folder: output.with_file_name(name), key, interval: INTERVAL, last }
     }
 
-    /// Saves after every layer.
-    #[cfg(test)]
-    pub(crate) fn eager(mut self) -> Checkpoint {
-        self.interval = Duration::ZERO;
-        self
+    /// The same, saved after every layer instead of every few seconds.
+    pub fn after_every_layer(self) -> Checkpoint {
+        Checkpoint { interval: Duration::ZERO, ..self }
     }
 
     fn error(&self, problem: impl ToString) -> CalibrateError {
@@ -65,7 +63,8 @@ impl Checkpoint {
             .map(|index| Ok(observer.hidden(index)?.iter().flat_map(|value| value.to_le_bytes()).collect()))
             .collect::<Result<_, CalibrateError>>()?;
         let views = hidden.iter().enumerate().map(|(index, bytes)| {
-            let view = TensorView::new(Dtype::F32, vec![bytes.len() / 4], bytes).expect("four bytes per value");
+            let view =
+                TensorView::new(Dtype::F32, vec![bytes.len() / 4], bytes).expect("four bytes per value");
             (format!("hidden.{index}"), view)
         });
         let metadata = HashMap::from([

@@ -44,13 +44,17 @@ pub enum CalibrateError {
     TooLarge { path: PathBuf, bytes: u64, most: u64 },
     #[error("{} line {line}: {problem}", path.display())]
     Record { path: PathBuf, line: usize, problem: String },
-    #[error("the text has {tokens} tokens and {needed} are needed; give more text or ask for fewer with --tokens")]
+    #[error(
+        "the text has {tokens} tokens and {needed} are needed; give more text or ask for fewer with --tokens"
+    )]
     TooShort { tokens: usize, needed: usize },
     #[error("there is no text to calibrate on")]
     NoText,
     #[error("{0}")]
     Chat(String),
-    #[error("a moment is not finite at row {row}, column {column}: the model computes NaN or infinity on this text")]
+    #[error(
+        "a moment is not finite at row {row}, column {column}: the model computes NaN or infinity on this text"
+    )]
     Moment { row: usize, column: usize },
     #[error("the eigenvectors of a moment did not converge")]
     Eigenvectors,

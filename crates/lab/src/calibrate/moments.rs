@@ -208,7 +208,12 @@ impl<'a> SequenceRows<'a> {
     }
 
     fn attended(&self, query_head: usize) -> impl Iterator<Item = &'a [f32]> {
-        Self::column(self.attended, self.heads.query * self.heads.dim, query_head * self.heads.dim, self.heads.dim)
+        Self::column(
+            self.attended,
+            self.heads.query * self.heads.dim,
+            query_head * self.heads.dim,
+            self.heads.dim,
+        )
     }
 }
 

@@ -31,7 +31,10 @@ struct Sequence {
 
 impl<'a> Observer<'a> {
     /// Embeds the sequences. Each begins at position 0.
-    pub fn new(model: &'a LoadedModel<CpuBackend>, sequences: &[&[u32]]) -> Result<Observer<'a>, KernelError> {
+    pub fn new(
+        model: &'a LoadedModel<CpuBackend>,
+        sequences: &[&[u32]],
+    ) -> Result<Observer<'a>, KernelError> {
         let config = model.config();
         let heads = Heads { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();

@@ -206,9 +206,11 @@ fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> Vec<HeldOutQuery> {
             let all: Vec<&[f32]> = rows.queries(head * group + member).collect();
             let first = all.len() / 2;
             let step = (all.len() - first).div_ceil(QUERIES).max(1);
-            (first..all.len())
-                .step_by(step)
-                .map(move |position| HeldOutQuery { position, member, row: all[position].to_vec() })
+            (first..all.len()).step_by(step).map(move |position| HeldOutQuery {
+                position,
+                member,
+                row: all[position].to_vec(),
+            })
         })
         .collect()
 }

@@ -111,7 +111,11 @@ impl Speaker {
     }
 
     /// The next token: what is left of the user's turn, else what the model drew. An end of turn starts a new one.
-    fn next<B: Backend>(&mut self, model: &LoadedModel<B>, drawn: Option<u32>) -> Result<u32, CalibrateError> {
+    fn next<B: Backend>(
+        &mut self,
+        model: &LoadedModel<B>,
+        drawn: Option<u32>,
+    ) -> Result<u32, CalibrateError> {
         if let Some(token) = self.given.pop_front() {
             return Ok(token);
         }

@@ -11,7 +11,9 @@ use faer::{Accum, MatMut, MatRef, Par};
 use half::bf16;
 use oscar_codec::int2_page::Int2Layout;
 use oscar_codec::quantise::RowFormat;
-use oscar_codec::{CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, Windows};
+use oscar_codec::{
+    CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, Windows,
+};
 use oscar_kernels::cpu::encode::{Int2Encoder, Scratch};
 use oscar_kernels::cpu::isa::Isa;
 
@@ -137,7 +139,8 @@ impl<'a> Trial<'a> {
                 best_value = Some(value);
             }
         }
-        let (key, value) = (best_key.map_or(Rule::Search, |best| best.1), best_value.map_or(Rule::Search, |best| best.1));
+        let (key, value) =
+            (best_key.map_or(Rule::Search, |best| best.1), best_value.map_or(Rule::Search, |best| best.1));
         self.measure(key, value)
     }
 
@@ -175,7 +178,8 @@ impl<'a> Trial<'a> {
     }
 
     fn logits_with(&self, keys: &[f32]) -> Vec<f32> {
-        let mut logits = product(&self.queries, self.held_out.queries.len(), self.dim, keys, self.tokens, true);
+        let mut logits =
+            product(&self.queries, self.held_out.queries.len(), self.dim, keys, self.tokens, true);
         logits.iter_mut().for_each(|logit| *logit *= self.held_out.scale);
         logits
     }
@@ -191,8 +195,9 @@ impl<'a> Trial<'a> {
         let rows = self.held_out.queries.iter().zip(encoded.chunks_exact(self.tokens));
         rows.zip(self.logits.chunks_exact(self.tokens))
             .flat_map(|((query, encoded), exact)| {
-                (0..self.tokens)
-                    .map(move |token| if self.is_history(query, token) { encoded[token] } else { exact[token] })
+                (0..self.tokens).map(move |token| {
+                    if self.is_history(query, token) { encoded[token] } else { exact[token] }
+                })
             })
             .collect()
     }
@@ -301,7 +306,14 @@ fn encoded(
 }
 
 /// `left [rows][inner] · right`, where `right` is `[inner][cols]`, or `[cols][inner]` when transposed.
-fn product(left: &[f32], rows: usize, inner: usize, right: &[f32], cols: usize, transposed: bool) -> Vec<f32> {
+fn product(
+    left: &[f32],
+    rows: usize,
+    inner: usize,
+    right: &[f32],
+    cols: usize,
+    transposed: bool,
+) -> Vec<f32> {
     let mut out = vec![0.0; rows * cols];
     let left = MatRef::from_row_major_slice(left, rows, inner);
     let right = if transposed {

@@ -66,8 +66,10 @@ impl Setting {
 /// All settings for heads of `head_dim` channels and a corpus of so many sequences of `sequence` tokens.
 pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setting> {
     let mut all = Vec::new();
-    let groups: Vec<Option<usize>> =
-        [None, Some(64), Some(32)].into_iter().filter(|group| group.is_none_or(|group| group < head_dim)).collect();
+    let groups: Vec<Option<usize>> = [None, Some(64), Some(32)]
+        .into_iter()
+        .filter(|group| group.is_none_or(|group| group < head_dim))
+        .collect();
     for group in groups {
         let suffix = group.map_or(String::new(), |group| format!(", groups of {group}"));
         for (name, composition, targets) in [
@@ -97,10 +99,9 @@ pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setti
         count *= 2;
     }
     for ratio in [0.88, 0.92, 0.96, 1.0] {
-        for (side, rules) in [
-            ("keys", (Rule::Clip(ratio), PAPER_RULES.1)),
-            ("values", (PAPER_RULES.0, Rule::Clip(ratio))),
-        ] {
+        for (side, rules) in
+            [("keys", (Rule::Clip(ratio), PAPER_RULES.1)), ("values", (PAPER_RULES.0, Rule::Clip(ratio)))]
+        {
             let setting = Setting::published("clip", format!("{side} {ratio}"));
             all.push(Setting { rules, ..setting });
         }
@@ -162,11 +163,11 @@ impl TargetSet {
                     Ok::<_, EvalError>(rotation(&mean(&all), setting.composition)?.0)
                 };
                 match setting.targets {
-                    Targets::Published => Ok((fit(&|head| &head.queries)?, fit(&|head| &head.weighted_values)?)),
-                    Targets::Plain => Ok((fit(&|head| &head.keys)?, fit(&|head| &head.values)?)),
-                    Targets::None => {
-                        Ok((SquareMatrix::identity(head_dim), SquareMatrix::identity(head_dim)))
+                    Targets::Published => {
+                        Ok((fit(&|head| &head.queries)?, fit(&|head| &head.weighted_values)?))
                     }
+                    Targets::Plain => Ok((fit(&|head| &head.keys)?, fit(&|head| &head.values)?)),
+                    Targets::None => Ok((SquareMatrix::identity(head_dim), SquareMatrix::identity(head_dim))),
                 }
             })
             .collect::<Result<_, EvalError>>()?;
@@ -214,7 +215,8 @@ mod tests {
             differences += usize::from(setting.rules != published.rules);
             assert!(differences <= 1, "{setting:?}");
         }
-        let names: Vec<String> = settings(64, 16, 2048).iter().map(|s| format!("{} {}", s.study, s.name)).collect();
+        let names: Vec<String> =
+            settings(64, 16, 2048).iter().map(|s| format!("{} {}", s.study, s.name)).collect();
         assert!(names.iter().any(|name| name.contains("groups of 32")));
         assert!(!names.iter().any(|name| name.contains("groups of 64")), "that is the whole head");
         assert!(names.contains(&"calibration tokens 32768".to_owned()));

@@ -5,8 +5,8 @@
 
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{
-    CacheCodec, CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType, Side,
-    SquareMatrix,
+    CacheCodec, CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType,
+    Side, SquareMatrix,
 };
 use oscar_kernels::cpu::encode::FastInt2;
 use oscar_kernels::cpu::isa::Isa;
@@ -144,13 +144,13 @@ pub fn int2_codec(
         None if file.set(scope).is_none() && !options.paper => Scope::Layer,
         _ => scope,
     };
-    let set = file
-        .set(scope)
-        .ok_or_else(|| wrong(format!("the rotation file has no rotations per {scope}")))?;
+    let set =
+        file.set(scope).ok_or_else(|| wrong(format!("the rotation file has no rotations per {scope}")))?;
     let centred = options.centred.unwrap_or(!options.paper);
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for layer in 0..geometry.layers {
-        let rotations = set.get(&layer).ok_or_else(|| wrong(format!("the rotation file has no layer {layer}")))?;
+        let rotations =
+            set.get(&layer).ok_or_else(|| wrong(format!("the rotation file has no layer {layer}")))?;
         if centred && rotations.keys.means.is_none() && layer == 0 {
             tracing::warn!("{name}: the rotation file has no key means, so keys are not centred");
         }

@@ -138,9 +138,8 @@ impl Comparison {
             codec.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(rows);
             let exact = &hidden[before * width..done * width];
             reference.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(exact);
-            let scored: Vec<usize> = (0..count)
-                .filter(|row| before + row >= *skip && before + row + 1 < suffix.len())
-                .collect();
+            let scored: Vec<usize> =
+                (0..count).filter(|row| before + row >= *skip && before + row + 1 < suffix.len()).collect();
             for rows in scored.chunks(LOGIT_ROWS) {
                 let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
                 total.add(&compare(model, rows, &next, reference, codec)?);

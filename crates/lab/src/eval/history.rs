@@ -120,15 +120,7 @@ impl LayerAttention<CpuBackend> for HistoryAttention<'_> {
         self.fill(layer, spec.kv_heads, spec.head_dim)?;
         let reading = self.reading;
         let ends = move |position: usize| reading.history_end(position);
-        backend.attend_with_history(
-            step,
-            spec,
-            qkv,
-            (self.exact, layer),
-            (self.history, layer),
-            &ends,
-            out,
-        )
+        backend.attend_with_history(step, spec, qkv, (self.exact, layer), (self.history, layer), &ends, out)
     }
 }
 

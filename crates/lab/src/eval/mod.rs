@@ -56,7 +56,20 @@ pub enum EvalError {
     #[error(transparent)]
     Text(#[from] TextError),
     #[error(transparent)]
-    Calibrate(#[from] CalibrateError),
+    Calibrate(Box<CalibrateError>),
     #[error(transparent)]
-    Zoo(#[from] ZooError),
+    Zoo(Box<ZooError>),
+}
+
+// Boxed, because they are far larger than everything else.
+impl From<CalibrateError> for EvalError {
+    fn from(error: CalibrateError) -> EvalError {
+        EvalError::Calibrate(Box::new(error))
+    }
+}
+
+impl From<ZooError> for EvalError {
+    fn from(error: ZooError) -> EvalError {
+        EvalError::Zoo(Box::new(error))
+    }
 }

@@ -63,7 +63,11 @@ pub fn retrieve(
             let reading = Reading { codec: &**codec, windows, chunk: None };
             // An exact cache needs no history, and that path is the ordinary one.
             let reading = (codec.name() != "bf16").then_some(reading);
-            let answer = evaluator.answer(&tokens.question, reading, NeedleTokens::tokens_for(prompt.answers.len()))?;
+            let answer = evaluator.answer(
+                &tokens.question,
+                reading,
+                NeedleTokens::tokens_for(prompt.answers.len()),
+            )?;
             let text = evaluator.model().tokenizer().decode(&answer, true)?;
             Ok((score(&text, &prompt.answers), text))
         })

@@ -1,6 +1,6 @@
 //! `oscar eval ablation`: what each part of the published recipe is worth.
 
-use std::collections::BTreeMap;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::path::PathBuf;
 
 use clap::Args;
@@ -104,7 +104,9 @@ impl AblationArguments {
         let sequences = corpus.sequences.len();
         let chosen: Vec<_> = settings(model.config().head_dim, sequences, SEQUENCE_TOKENS)
             .into_iter()
-            .filter(|setting| self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study))
+            .filter(|setting| {
+                self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study)
+            })
             .collect();
         if chosen.is_empty() {
             return Err(Failure::new("no such study")
@@ -112,7 +114,8 @@ impl AblationArguments {
         }
 
         let mut comparison = Comparison::new(model.clone(), self.tokens)?;
-        let mut steps = Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix.min(self.tokens)));
+        let mut steps =
+            Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix.min(self.tokens)));
         let skip = if self.prefix > 0 { 0 } else { 512.min(self.tokens / 4) };
         comparison.set_text(ids, self.prefix, skip, |done| steps.set(done))?;
         let mut done = self.tokens;
@@ -120,11 +123,14 @@ impl AblationArguments {
         let mut report = Report::here();
         for setting in &chosen {
             let count = setting.sequences.unwrap_or(sequences);
-            if !targets.contains_key(&count) {
-                steps.say(&format!("calibrating on {} tokens", count * SEQUENCE_TOKENS));
-                targets.insert(count, TargetSet::collect(model, &corpus, count, |_| ())?);
-            }
-            let codec = targets[&count].fast_codec(model, setting, self.centred)?;
+            let targets = match targets.entry(count) {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => {
+                    steps.say(&format!("calibrating on {} tokens", count * SEQUENCE_TOKENS));
+                    entry.insert(TargetSet::collect(model, &corpus, count, |_| ())?)
+                }
+            };
+            let codec = targets.fast_codec(model, setting, self.centred)?;
             steps.say(codec.name());
             let reading = Reading { codec: &codec, windows: setting.windows, chunk: None };
             let total: Divergence = comparison.measure(reading, |tokens| steps.set(done + tokens))?;

@@ -90,7 +90,8 @@ impl KlArguments {
     fn measure(&self, subject: &Subject, codecs: &[Box<dyn CacheCodec>]) -> Result<Report, Failure> {
         let windows = self.windows.windows();
         // Queries that still see everything exactly would only dilute the numbers.
-        let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { (windows.sink + windows.recent).min(512) });
+        let skip =
+            self.skip.unwrap_or(if self.prefix > 0 { 0 } else { (windows.sink + windows.recent).min(512) });
         let texts = self.texts(subject)?;
         let mut comparison = Comparison::new(subject.model.clone(), self.tokens)?;
         let mut totals = vec![Divergence::default(); codecs.len()];

@@ -167,17 +167,29 @@ impl NiahArguments {
                             keys,
                             values: self.values,
                             digits: self.digits,
-                            seed: mix(&[self.seed, length as u64, keys as u64, depth.to_bits(), index as u64]),
+                            seed: mix(&[
+                                self.seed,
+                                length as u64,
+                                keys as u64,
+                                depth.to_bits(),
+                                index as u64,
+                            ]),
                         };
                         let answers = if kind == NeedleKind::MultiValue { self.values } else { 1 };
                         let reserved = TEMPLATE_TOKENS + NeedleTokens::tokens_for(answers);
                         options.tokens = length.saturating_sub(reserved);
                         let prompt = build(&options, haystack, &count).map_err(Failure::new)?;
                         steps.say(&format!("{length} tokens, {keys} keys, depth {depth} %"));
-                        let scores =
-                            retrieve(&mut evaluator, &prompt, codecs, windows, |tokens| steps.set(done + tokens))?;
+                        let scores = retrieve(&mut evaluator, &prompt, codecs, windows, |tokens| {
+                            steps.set(done + tokens)
+                        })?;
                         for ((sum, codec), (score, text)) in sums.iter_mut().zip(codecs).zip(&scores) {
-                            tracing::info!("{}: {score} {:?} wanted {:?}", codec.name(), text, prompt.answers);
+                            tracing::info!(
+                                "{}: {score} {:?} wanted {:?}",
+                                codec.name(),
+                                text,
+                                prompt.answers
+                            );
                             *sum += score;
                         }
                         done += length;
