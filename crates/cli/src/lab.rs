@@ -46,6 +46,10 @@ impl LabArguments {
     pub(crate) fn load(&self) -> Result<Subject, Failure> {
         let threads = EngineArguments { context: None, threads: self.threads }.threads();
         let backend = Arc::new(CpuBackend::new(threads)?);
+        // Encoding and statistics run on a pool of their own; it can only be sized once, before its first use.
+        if rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().is_err() {
+            tracing::debug!("the thread pool was sized before");
+        }
         let path = self.model.resolve()?;
         tracing::info!("loading {}", path.path().display());
         let files = ModelFiles::open(&path)?;
@@ -119,6 +123,25 @@ impl Subject {
         let isa = self.model.model().backend().isa();
         CodecSource { geometry: self.model.config().kv_geometry(), rotations, isa }
     }
+}
+
+/// A prefix must leave something to measure.
+pub(crate) fn check_prefix(prefix: usize, tokens: usize) -> Result<(), Failure> {
+    if prefix < tokens {
+        return Ok(());
+    }
+    Err(Failure::new(format!("--prefix {prefix} leaves nothing of --tokens {tokens} to measure"))
+        .with_fix("give a smaller --prefix or more --tokens"))
+}
+
+/// A sequence must fit the model.
+pub(crate) fn check_context(subject: &Subject, tokens: usize) -> Result<(), Failure> {
+    let most = subject.model.config().max_context;
+    if tokens <= most {
+        return Ok(());
+    }
+    Err(Failure::new(format!("{tokens} tokens are more than the {most} of this model"))
+        .with_fix(format!("ask for {most} or less")))
 }
 
 /// What stays exact.

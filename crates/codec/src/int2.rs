@@ -41,10 +41,6 @@ impl HeadEncoder {
     }
 }
 
-/// A faster way to do [`Int2Codec::encode_rows_scalar`], byte for byte: this crate's own is plain scalar code, and
-/// without hardware fused multiply-add at compile time it is slow.
-pub type EncodeRows = fn(&Int2Codec, HeadIndex, Side, &[f32], &mut [u8]) -> Result<(), CodecError>;
-
 /// A codec of real 2-bit pages, with one encoder per layer, KV head and side.
 #[derive(Clone, Debug)]
 pub struct Int2Codec {
@@ -55,7 +51,6 @@ pub struct Int2Codec {
     published: bool,
     keys: Vec<HeadEncoder>,
     values: Vec<HeadEncoder>,
-    encode: EncodeRows,
 }
 
 impl Int2Codec {
@@ -83,15 +78,7 @@ impl Int2Codec {
         for encoder in keys.iter().chain(&values) {
             check_length("channels of a rotation", head_dim, encoder.transform.dim())?;
         }
-        let encode = Int2Codec::encode_rows_scalar;
-        Ok(Int2Codec { name: name.into(), kv_heads, layout, scale_type, published, keys, values, encode })
-    }
-
-    /// The same codec with rows encoded by `encode`, which must write the bytes that
-    /// [`Int2Codec::encode_rows_scalar`] writes.
-    pub fn with_encode_rows(mut self, encode: EncodeRows) -> Self {
-        self.encode = encode;
-        self
+        Ok(Int2Codec { name: name.into(), kv_heads, layout, scale_type, published, keys, values })
     }
 
     /// The page layout.
@@ -107,11 +94,6 @@ impl Int2Codec {
     /// How scales are stored.
     pub fn scale_type(&self) -> ScaleType {
         self.scale_type
-    }
-
-    /// Whether codes are chosen by the published rule.
-    pub fn is_published(&self) -> bool {
-        self.published
     }
 
     /// Layers this codec has encoders for.
@@ -155,17 +137,6 @@ impl Int2Codec {
 
     /// Encodes up to 64 rows of one side into `page`, from its first token on. On an error the page is as it was.
     pub fn encode_rows(
-        &self,
-        head: HeadIndex,
-        side: Side,
-        rows: &[f32],
-        page: &mut [u8],
-    ) -> Result<(), CodecError> {
-        (self.encode)(self, head, side, rows, page)
-    }
-
-    /// [`Int2Codec::encode_rows`] in plain scalar code, the definition that faster paths are tested against.
-    pub fn encode_rows_scalar(
         &self,
         head: HeadIndex,
         side: Side,

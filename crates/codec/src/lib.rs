@@ -24,7 +24,7 @@ pub mod windows;
 pub use cache_codec::{CacheCodec, HeadIndex, Side};
 pub use composition::Composition;
 pub use error::CodecError;
-pub use int2::{EncodeRows, HeadEncoder, Int2Codec};
+pub use int2::{HeadEncoder, Int2Codec};
 pub use matrix::SquareMatrix;
 pub use page::{KvGeometry, PAGE_TOKENS, PageFormat};
 pub use rule::{Rule, ScaleType};

@@ -68,15 +68,6 @@ impl HeadTransform {
         Ok(HeadTransform { dim, mean, rotation: values.into(), transposed: transposed.into(), round_input })
     }
 
-    /// The same rotation with another mean.
-    pub fn with_mean(&self, mean: Option<Vec<f32>>) -> Result<Self, CodecError> {
-        if let Some(mean) = &mean {
-            check_length("channels of a key or value mean", self.dim, mean.len())?;
-            crate::error::check_finite(mean, 0)?;
-        }
-        Ok(HeadTransform { mean, ..self.clone() })
-    }
-
     /// Channels of a row.
     pub fn dim(&self) -> usize {
         self.dim

@@ -132,12 +132,7 @@ impl CalibrateArguments {
         Ok(corpus)
     }
 
-    fn calibrate(
-        &self,
-        subject: &Subject,
-        corpus: &Corpus,
-        output: &Path,
-    ) -> Result<Certificate, Failure> {
+    fn calibrate(&self, subject: &Subject, corpus: &Corpus, output: &Path) -> Result<Certificate, Failure> {
         let config = subject.model.config();
         let calibration = Calibration {
             composition: self.composition,

@@ -14,6 +14,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use sha2::{Digest, Sha256};
 
 use super::CalibrateError;
+use super::certificate::HeadCertificate;
 use super::corpus::Corpus;
 use super::observe::Observer;
 use super::run::{Calibration, State};
@@ -52,10 +53,17 @@ impl Checkpoint {
 
     /// Keeps what is done; does nothing if the last time was a moment ago.
     pub fn save(&self, state: &State, observer: &Observer<'_>, next: usize) -> Result<(), CalibrateError> {
-        let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if last.elapsed() < self.interval {
-            return Ok(());
-        }
+        let since = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).elapsed();
+        if since < self.interval { Ok(()) } else { self.save_now(state, observer, next) }
+    }
+
+    /// Keeps what is done.
+    pub fn save_now(
+        &self,
+        state: &State,
+        observer: &Observer<'_>,
+        next: usize,
+    ) -> Result<(), CalibrateError> {
         fs::create_dir_all(&self.folder).map_err(|error| self.error(error))?;
         zoo::safetensors::write(&self.folder.join("rotations.safetensors"), &state.file)?;
         let heads = serde_json::to_string(&state.heads).map_err(|error| self.error(error))?;
@@ -77,7 +85,7 @@ impl Checkpoint {
         let temporary = self.folder.join("hidden.new");
         fs::write(&temporary, bytes).map_err(|error| self.error(error))?;
         fs::rename(&temporary, self.hidden_path()).map_err(|error| self.error(error))?;
-        *last = Instant::now();
+        *self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Instant::now();
         Ok(())
     }
 
@@ -97,6 +105,8 @@ impl Checkpoint {
         let metadata = header.metadata().as_ref().unwrap_or(&empty);
         if metadata.get("key") != Some(&self.key) {
             tracing::warn!("{}: made with other settings, starting again", self.folder.display());
+            // Its rotations must not be taken for ours if this run ends before its first commit.
+            self.remove();
             return Ok(0);
         }
         let next: usize = metadata
@@ -104,10 +114,14 @@ impl Checkpoint {
             .and_then(|next| next.parse().ok())
             .ok_or_else(|| self.error("the layer to go on with is missing"))?;
         let heads = metadata.get("heads").ok_or_else(|| self.error("the certificates are missing"))?;
-        let heads = serde_json::from_str(heads).map_err(|error| self.error(error))?;
+        let heads: Vec<HeadCertificate> = serde_json::from_str(heads).map_err(|error| self.error(error))?;
+        if heads.len() != next * observer.heads().kv {
+            return Err(self.error(format!("it holds certificates of {} heads", heads.len())));
+        }
         let mut file = zoo::safetensors::read(&self.folder.join("rotations.safetensors"))?;
-        for set in [&mut file.heads, &mut file.layers].into_iter().flatten() {
+        for set in [&mut file.heads, &mut file.layers] {
             // The rotations may be one save ahead of the hidden states.
+            let set = set.get_or_insert_default();
             set.retain(|&layer, _| layer < next);
             if set.len() != next {
                 return Err(self.error(format!("it holds {} of {next} layers", set.len())));

@@ -65,7 +65,8 @@ impl Corpus {
             Source::Model { seed } => {
                 let mut progress = progress;
                 let total = (count + 1) * length;
-                let (pieces, piece) = (total.div_ceil(PIECE_TOKENS), PIECE_TOKENS);
+                let piece = PIECE_TOKENS.min(length);
+                let pieces = total.div_ceil(piece);
                 let drawn = sample(model, pieces, piece, *seed, |done| progress(done.min(total), total))?;
                 let sequences: Vec<_> = drawn.concat().chunks_exact(length).map(<[u32]>::to_vec).collect();
                 (sequences, format!("drawn from the model, seed {seed}"))

@@ -45,9 +45,15 @@ pub enum CalibrateError {
     #[error("{} line {line}: {problem}", path.display())]
     Record { path: PathBuf, line: usize, problem: String },
     #[error(
-        "the text has {tokens} tokens and {needed} are needed; give more text or ask for fewer with --tokens"
+        "the text has {tokens} tokens and {needed} are needed, a held-out sequence included; give more text or ask \
+         for fewer with --tokens"
     )]
     TooShort { tokens: usize, needed: usize },
+    #[error(
+        "the held-out sequence has {tokens} tokens, and {needed} are needed to have a history behind the windows; \
+         ask for smaller --sink-tokens and --recent-tokens"
+    )]
+    NoHistory { tokens: usize, needed: usize },
     #[error("there is no text to calibrate on")]
     NoText,
     #[error("{0}")]

@@ -22,7 +22,10 @@ use crate::zoo::rotation::{Header, LayerRotations, RotationFile, SideRotations};
 pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
 
 /// Held-out queries per query head.
-const QUERIES: usize = 32;
+const QUERIES: usize = 64;
+
+/// Tokens a held-out sequence must have behind its windows for errors to mean anything.
+const LEAST_HISTORY: usize = 64;
 
 /// What value rotations are fitted to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -79,6 +82,11 @@ pub fn calibrate(
     checkpoint: Option<&Checkpoint>,
     mut progress: impl FnMut(usize) -> ControlFlow<()>,
 ) -> Result<(RotationFile, Certificate), CalibrateError> {
+    let Windows { sink, recent } = calibration.windows;
+    let needed = sink.saturating_add(recent).saturating_add(LEAST_HISTORY);
+    if corpus.held_out.len() < needed {
+        return Err(CalibrateError::NoHistory { tokens: corpus.held_out.len(), needed });
+    }
     let sequences: Vec<&[u32]> =
         corpus.sequences.iter().chain([&corpus.held_out]).map(Vec::as_slice).collect();
     let mut observer = Observer::new(model, &sequences)?;
@@ -90,6 +98,9 @@ pub fn calibrate(
     let layers = model.config().layers;
     for layer in first..layers {
         if progress(layer).is_break() {
+            if let Some(checkpoint) = checkpoint.filter(|_| layer > first) {
+                checkpoint.save_now(&state, &observer, layer)?;
+            }
             return Err(CalibrateError::Interrupted);
         }
         let observed = observe_layer(&mut observer, layer, corpus)?;
@@ -162,8 +173,8 @@ pub struct ObservedLayer {
     pub moments: Vec<HeadMoments>,
     /// Keys and values of the held-out sequence, per KV head.
     held_out: Vec<(Vec<f32>, Vec<f32>)>,
-    /// Some of its queries, per KV head.
-    queries: Vec<Vec<HeldOutQuery>>,
+    /// Some of its queries, per KV head: for choosing rules, and for certifying the choice.
+    queries: Vec<(Vec<HeldOutQuery>, Vec<HeldOutQuery>)>,
     heads: Heads,
 }
 
@@ -198,21 +209,20 @@ pub fn observe_layer(
     Ok(ObservedLayer { moments, held_out, queries, heads })
 }
 
-/// Queries spread over the second half of a sequence, for every member of the group.
-fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> Vec<HeldOutQuery> {
+/// Queries spread over the second half of a sequence, for every member of the group, dealt out to two sets in turn.
+fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> (Vec<HeldOutQuery>, Vec<HeldOutQuery>) {
     let group = rows.heads.group();
-    (0..group)
-        .flat_map(|member| {
-            let all: Vec<&[f32]> = rows.queries(head * group + member).collect();
-            let first = all.len() / 2;
-            let step = (all.len() - first).div_ceil(QUERIES).max(1);
-            (first..all.len()).step_by(step).map(move |position| HeldOutQuery {
-                position,
-                member,
-                row: all[position].to_vec(),
-            })
-        })
-        .collect()
+    let (mut even, mut odd) = (Vec::new(), Vec::new());
+    for member in 0..group {
+        let all: Vec<&[f32]> = rows.queries(head * group + member).collect();
+        let first = all.len() / 2;
+        let step = (all.len() - first).div_ceil(QUERIES).max(1);
+        for (index, position) in (first..all.len()).step_by(step).enumerate() {
+            let query = HeldOutQuery { position, member, row: all[position].to_vec() };
+            if index % 2 == 0 { even.push(query) } else { odd.push(query) }
+        }
+    }
+    (even, odd)
 }
 
 /// W_oᵀW_o of each query head's slice of the output projection.
@@ -251,6 +261,7 @@ struct FittedHead {
     key_rule: Rule,
     value_rule: Rule,
     key_mean: Vec<f32>,
+    value_mean: Vec<f32>,
     key_metric: SquareMatrix,
     value_metric: SquareMatrix,
     certificate: HeadCertificate,
@@ -279,25 +290,31 @@ fn fit_layer(
         };
         let members = &metrics[head * heads.group()..(head + 1) * heads.group()];
         let (held_keys, held_values) = &observed.held_out[head];
-        let held_out = HeldOut {
+        let (choosing, certifying) = &observed.queries[head];
+        let held_out = |queries| HeldOut {
             keys: held_keys,
             values: held_values,
-            queries: &observed.queries[head],
+            queries,
             output_metrics: members,
             scale,
             windows: calibration.windows,
         };
+        // Rules are chosen with some queries and judged by others.
+        let (choosing, certifying) = (held_out(choosing), held_out(certifying));
         let failed = |source| CalibrateError::Head { layer, head, source };
         let key_mean = own.key_mean();
         let key_transform = HeadTransform::new(Some(key_mean.clone()), &keys.0).map_err(failed)?;
         let value_transform = HeadTransform::new(None, &values.0).map_err(failed)?;
         let isa = model.model().backend().isa();
-        let choice = Trial::new(isa, &held_out, &key_transform, &value_transform)
+        let chosen = Trial::new(isa, &choosing, &key_transform, &value_transform)
             .and_then(|trial| trial.choose(&CANDIDATES))
+            .map_err(failed)?;
+        let choice = Trial::new(isa, &certifying, &key_transform, &value_transform)
+            .and_then(|trial| trial.measure(chosen.0, chosen.1))
             .map_err(failed)?;
         let paper_keys = HeadTransform::published(&shared_keys.0).map_err(failed)?;
         let paper_values = HeadTransform::published(&shared_values.0).map_err(failed)?;
-        let paper = Trial::new(isa, &held_out, &paper_keys, &paper_values)
+        let paper = Trial::new(isa, &certifying, &paper_keys, &paper_values)
             .and_then(|trial| trial.measure(PAPER_RULES.0, PAPER_RULES.1))
             .map_err(failed)?;
         let (key_shares, value_shares) = (Shares::of(&keys.1), Shares::of(&values.1));
@@ -326,6 +343,7 @@ fn fit_layer(
             key_rule: choice.key,
             value_rule: choice.value,
             key_mean,
+            value_mean: own.value_mean(),
             key_metric: key_targets[head].clone(),
             value_metric: sum(members),
             certificate,
@@ -334,6 +352,7 @@ fn fit_layer(
     let fitted: Vec<FittedHead> = (0..heads.kv).into_par_iter().map(fit_head).collect::<Result<_, _>>()?;
 
     let key_means: Vec<Vec<f32>> = fitted.iter().map(|head| head.key_mean.clone()).collect();
+    let value_means: Vec<Vec<f32>> = fitted.iter().map(|head| head.value_mean.clone()).collect();
     let per_layer = LayerRotations {
         keys: SideRotations {
             rotations: vec![shared_keys.0],
@@ -345,7 +364,7 @@ fn fit_layer(
         values: SideRotations {
             rotations: vec![shared_values.0],
             eigenvalues: vec![shared_values.1],
-            means: None,
+            means: Some(value_means.clone()),
             metrics: None,
             rules: vec![PAPER_RULES.1],
         },
@@ -357,7 +376,7 @@ fn fit_layer(
         metrics: Some(Vec::new()),
         rules: Vec::new(),
     };
-    let mut values = SideRotations { means: None, ..keys.clone() };
+    let mut values = SideRotations { means: Some(value_means), ..keys.clone() };
     let mut certificates = Vec::new();
     for head in fitted {
         keys.push(head.keys, head.key_metric, head.key_rule);

@@ -88,7 +88,8 @@ pub struct Trial<'a> {
     /// `[queries][tokens]` exact logits and weights.
     logits: Vec<f32>,
     weights: Vec<f32>,
-    /// Σ o M oᵀ over queries.
+    /// Exact outputs, and Σ o M oᵀ over queries.
+    exact: Vec<f32>,
     energy: f64,
 }
 
@@ -116,32 +117,27 @@ impl<'a> Trial<'a> {
             metrics: metrics.map(|metric| rotated_metric(metric, value_transform)).collect(),
             logits: Vec::new(),
             weights: Vec::new(),
+            exact: Vec::new(),
             energy: 0.0,
         };
         trial.logits = trial.logits_with(&trial.keys);
         trial.weights = trial.weights_of(&trial.logits);
-        let outputs = trial.outputs(&trial.weights, &trial.values);
-        trial.energy = trial.weigh(&outputs);
+        trial.exact = trial.outputs(&trial.weights, &trial.values);
+        trial.energy = trial.weigh(&trial.exact);
         Ok(trial)
     }
 
-    /// Tries every candidate on keys and on values and keeps the best of each.
-    pub fn choose(&self, candidates: &[Rule]) -> Result<Choice, CodecError> {
-        let mut best_key: Option<(f64, Rule)> = None;
-        let mut best_value: Option<(f64, Rule)> = None;
+    /// Tries every candidate on keys and on values; the best rule for each.
+    pub fn choose(&self, candidates: &[Rule]) -> Result<(Rule, Rule), CodecError> {
+        let mut best = [(f64::INFINITY, Rule::Search); 2];
         for &rule in candidates {
-            let key = (self.key_error(rule)?, rule);
-            let value = (self.value_error(rule)?, rule);
-            if best_key.is_none_or(|best| key.0 < best.0) {
-                best_key = Some(key);
-            }
-            if best_value.is_none_or(|best| value.0 < best.0) {
-                best_value = Some(value);
+            for (best, error) in best.iter_mut().zip([self.key_error(rule)?, self.value_error(rule)?]) {
+                if error < best.0 {
+                    *best = (error, rule);
+                }
             }
         }
-        let (key, value) =
-            (best_key.map_or(Rule::Search, |best| best.1), best_value.map_or(Rule::Search, |best| best.1));
-        self.measure(key, value)
+        Ok((best[0].1, best[1].1))
     }
 
     /// The errors with given rules.
@@ -187,7 +183,7 @@ impl<'a> Trial<'a> {
     /// Whether the query reads the token from the codec.
     fn is_history(&self, query: &HeldOutQuery, token: usize) -> bool {
         let Windows { sink, recent } = self.held_out.windows;
-        token >= sink && token + recent.max(1) <= query.position
+        token >= sink && token.saturating_add(recent.max(1)) <= query.position
     }
 
     /// Encoded logits for history, exact ones for the windows.
@@ -252,8 +248,8 @@ impl<'a> Trial<'a> {
 
     /// How far outputs are from the exact ones, relative to their size.
     fn relative(&self, outputs: &[f32]) -> f64 {
-        let exact = self.outputs(&self.weights, &self.values);
-        let change: Vec<f32> = outputs.iter().zip(&exact).map(|(output, exact)| output - exact).collect();
+        let change: Vec<f32> =
+            outputs.iter().zip(&self.exact).map(|(output, exact)| output - exact).collect();
         self.weigh(&change) / self.energy.max(f64::MIN_POSITIVE)
     }
 
@@ -269,7 +265,9 @@ impl<'a> Trial<'a> {
 }
 
 fn encoder(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<Int2Encoder, CodecError> {
-    let format = RowFormat::int2(1, rule, ScaleType::default());
+    // A published transform comes with the published choice of codes.
+    let published = transform.rounds_input();
+    let format = RowFormat { published, ..RowFormat::int2(1, rule, ScaleType::default()) };
     let layout = Int2Layout::new(transform.dim(), 1)?;
     Int2Encoder::new(isa, &HeadEncoder::new(transform.clone(), rule), &format, layout)
 }
@@ -410,7 +408,8 @@ mod tests {
     #[test]
     fn the_choice_is_the_best_of_what_was_tried() {
         with_trial(Windows { sink: 4, recent: 16 }, |trial| {
-            let choice = trial.choose(&CANDIDATES).unwrap();
+            let (key, value) = trial.choose(&CANDIDATES).unwrap();
+            let choice = trial.measure(key, value).unwrap();
             for rule in CANDIDATES {
                 assert!(choice.key_error <= trial.key_error(rule).unwrap() + 1e-12, "{rule}");
                 assert!(choice.value_error <= trial.value_error(rule).unwrap() + 1e-12, "{rule}");

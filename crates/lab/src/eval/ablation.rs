@@ -68,7 +68,7 @@ pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setti
     let mut all = Vec::new();
     let groups: Vec<Option<usize>> = [None, Some(64), Some(32)]
         .into_iter()
-        .filter(|group| group.is_none_or(|group| group < head_dim))
+        .filter(|group| group.is_none_or(|group| group < head_dim && head_dim.is_multiple_of(group)))
         .collect();
     for group in groups {
         let suffix = group.map_or(String::new(), |group| format!(", groups of {group}"));
@@ -94,7 +94,7 @@ pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setti
     }
     let mut count = 1;
     while count <= sequences {
-        let setting = Setting::published("calibration tokens", format!("{}", count * sequence));
+        let setting = Setting::published("calibration", format!("{} tokens", count * sequence));
         all.push(Setting { sequences: Some(count), ..setting });
         count *= 2;
     }
@@ -219,7 +219,7 @@ mod tests {
             settings(64, 16, 2048).iter().map(|s| format!("{} {}", s.study, s.name)).collect();
         assert!(names.iter().any(|name| name.contains("groups of 32")));
         assert!(!names.iter().any(|name| name.contains("groups of 64")), "that is the whole head");
-        assert!(names.contains(&"calibration tokens 32768".to_owned()));
+        assert!(names.contains(&"calibration 32768 tokens".to_owned()));
         let mut unique = names.clone();
         unique.sort();
         unique.dedup();

@@ -12,11 +12,12 @@ use oscar_kernels::cpu::encode::FastInt2;
 use oscar_kernels::cpu::isa::Isa;
 
 use super::EvalError;
+use crate::calibrate::run::PAPER_RULES;
 use crate::zoo::{RotationFile, Scope, SideRotations};
 
 /// What can be asked for, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
-    int2 takes options: int2:paper, int2:layer, int2:uncentred, int2:clip=0.96/0.92, int2:rule=search, \
+    int2 takes options: int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
     int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
@@ -147,6 +148,7 @@ pub fn int2_codec(
     let set =
         file.set(scope).ok_or_else(|| wrong(format!("the rotation file has no rotations per {scope}")))?;
     let centred = options.centred.unwrap_or(!options.paper);
+    let rules = options.rules.or(options.paper.then_some(PAPER_RULES));
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for layer in 0..geometry.layers {
         let rotations =
@@ -158,8 +160,9 @@ pub fn int2_codec(
             let encoder = |side: &SideRotations, centred: bool, rule: Option<Rule>| {
                 side_encoder(side, head, centred, rule, options.paper)
             };
-            keys.push(encoder(&rotations.keys, centred, options.rules.map(|rules| rules.0))?);
-            values.push(encoder(&rotations.values, centred, options.rules.map(|rules| rules.1))?);
+            keys.push(encoder(&rotations.keys, centred, rules.map(|rules| rules.0))?);
+            // Values are never centred: their mean would have to be added to every output.
+            values.push(encoder(&rotations.values, false, rules.map(|rules| rules.1))?);
         }
     }
     let group = options.group.unwrap_or(geometry.head_dim);

@@ -102,8 +102,9 @@ impl Comparison {
         skip: usize,
         mut progress: impl FnMut(usize),
     ) -> Result<(), EvalError> {
-        if ids.len() < prefix + skip + 2 {
-            return Err(EvalError::TextTooShort { tokens: ids.len(), needed: prefix + skip + 2 });
+        let needed = prefix.saturating_add(skip).saturating_add(2);
+        if ids.len() < needed {
+            return Err(EvalError::TextTooShort { tokens: ids.len(), needed });
         }
         let (context, suffix) = ids.split_at(prefix);
         self.evaluator.prefill(context, &mut progress)?;

@@ -22,8 +22,6 @@ pub mod retrieval;
 pub mod tasks;
 pub mod text;
 
-use std::path::PathBuf;
-
 use oscar_codec::CodecError;
 use oscar_kernels::KernelError;
 use oscar_model::text::TextError;
@@ -35,9 +33,11 @@ use crate::zoo::ZooError;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum EvalError {
-    #[error("{tokens} tokens are more than the {most} there is room for")]
+    #[error("{tokens} tokens are more than the {most} there is room for; ask for a shorter text")]
     Context { tokens: usize, most: usize },
-    #[error("the text has {tokens} tokens and {needed} are needed")]
+    #[error(
+        "the text has {tokens} tokens and {needed} are needed; give more text, or less --prefix and --skip"
+    )]
     TextTooShort { tokens: usize, needed: usize },
     #[error("{0}")]
     Chat(String),
@@ -47,8 +47,6 @@ pub enum EvalError {
     Codec { spec: String, problem: String },
     #[error("`{spec}` needs rotations: run `oscar calibrate MODEL` or give --rotations FILE")]
     NoRotations { spec: String },
-    #[error("{}: {problem}", path.display())]
-    Rotations { path: PathBuf, problem: String },
     #[error(transparent)]
     Encode(#[from] CodecError),
     #[error(transparent)]

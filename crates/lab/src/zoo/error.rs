@@ -46,8 +46,6 @@ pub enum ZooError {
     NoScope { path: PathBuf, wanted: &'static str, fix: &'static str },
     #[error("{rotations} was made for another model: {problem}")]
     OtherModel { rotations: String, problem: String, can_force: bool },
-    #[error("there are no rotations for {model}")]
-    NotFound { model: String },
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error("{}: {source}", path.display())]
@@ -83,7 +81,6 @@ impl ZooError {
             ZooError::OtherModel { can_force: false, .. } => {
                 "calibrate this model with `oscar calibrate MODEL`"
             }
-            ZooError::NotFound { .. } => "make them with `oscar calibrate MODEL`",
             _ => return None,
         };
         Some(fix.to_owned())

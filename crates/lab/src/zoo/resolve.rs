@@ -85,10 +85,26 @@ fn is_ours(path: &Path) -> bool {
     !hidden && path.extension().is_some_and(|ending| ending == "safetensors")
 }
 
-/// The first rotations made for the model with this fingerprint. Files that cannot be read are passed over.
+/// Rotations made for the model with this fingerprint, the newest of the cache first. Files that cannot be read are
+/// passed over with a warning.
 pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
     let fits = |found: &Available| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
-    available(folder).into_iter().filter_map(Result::ok).find(fits)
+    let mut found: Vec<Available> = Vec::new();
+    for file in available(folder) {
+        match file {
+            Ok(file) if fits(&file) => found.push(file),
+            Ok(_) => {}
+            Err(error) => tracing::warn!("passed over: {error}"),
+        }
+    }
+    // The user's latest calibration is what they mean; those that ship come last.
+    found.sort_by_key(|file| match &file.origin {
+        Origin::Cached(path) => {
+            (false, std::cmp::Reverse(fs::metadata(path).and_then(|data| data.modified()).ok()))
+        }
+        Origin::Shipped(_) => (true, std::cmp::Reverse(None)),
+    });
+    found.into_iter().next()
 }
 
 /// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use clap::Args;
 use oscar_codec::CacheCodec;
 use oscar_lab::Report;
-use oscar_lab::calibrate::corpus::SEQUENCE_TOKENS;
 use oscar_lab::calibrate::{Corpus, Source, corpus};
 use oscar_lab::eval::ablation::{TargetSet, settings};
 use oscar_lab::eval::divergence::{Comparison, Divergence};
@@ -16,15 +15,17 @@ use serde_json::json;
 
 use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::lab::{LabArguments, Steps, Subject};
+use crate::lab::{LabArguments, Steps, Subject, check_context, check_prefix};
 use crate::output::print_text;
+
+const STUDIES: [&str; 5] = ["rotation", "target", "windows", "calibration", "clip"];
 
 /// Take parts of the published recipe away, one at a time, and measure the distance to the exact cache.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     oscar eval ablation smollm2 --calibration-data novel.txt --data other.txt\n  \
     oscar eval ablation qwen15 --centred --studies rotation,target --calibration-tokens 8192\n\n\
-    Studies: rotation (without U, H or P, with smaller groups), target (KᵀK and VᵀV), windows, calibration tokens,\n\
+    Studies: rotation (without U, H or P, with smaller groups), target (KᵀK and VᵀV), windows, calibration (tokens),\n\
     clip. One rotation per layer and fixed clips, as published; --centred subtracts the mean key first.")]
 pub(crate) struct AblationArguments {
     #[command(flatten)]
@@ -35,7 +36,7 @@ pub(crate) struct AblationArguments {
     calibration_data: Vec<PathBuf>,
 
     /// Most tokens to calibrate on.
-    #[arg(long, default_value = "16384", value_name = "N", value_parser = positive)]
+    #[arg(long, default_value = "32768", value_name = "N", value_parser = positive)]
     calibration_tokens: usize,
 
     /// Text to measure on; generated prose by default.
@@ -69,6 +70,11 @@ pub(crate) struct AblationArguments {
 
 impl AblationArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
+        if let Some(unknown) = self.studies.iter().find(|study| !STUDIES.contains(&study.as_str())) {
+            return Err(Failure::new(format!("there is no study {unknown:?}"))
+                .with_fix(format!("choose from {}", STUDIES.join(", "))));
+        }
+        check_prefix(self.prefix, self.tokens)?;
         let subject = self.lab.load()?;
         let report = self.measure(&subject)?;
         if self.json {
@@ -80,6 +86,7 @@ impl AblationArguments {
 
     fn measure(&self, subject: &Subject) -> Result<Report, Failure> {
         let model = &subject.model;
+        check_context(subject, self.tokens)?;
         let ids = if self.data.is_empty() {
             model.tokenizer().encode(&prose(self.seed, self.tokens * 8), true)?
         } else {
@@ -102,21 +109,19 @@ impl AblationArguments {
             steps.finish();
         }
         let sequences = corpus.sequences.len();
-        let chosen: Vec<_> = settings(model.config().head_dim, sequences, SEQUENCE_TOKENS)
+        let sequence = corpus.held_out.len();
+        let chosen: Vec<_> = settings(model.config().head_dim, sequences, sequence)
             .into_iter()
             .filter(|setting| {
                 self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study)
             })
             .collect();
-        if chosen.is_empty() {
-            return Err(Failure::new("no such study")
-                .with_fix("choose from rotation, target, windows, calibration tokens, clip"));
-        }
-
         let mut comparison = Comparison::new(model.clone(), self.tokens)?;
         let mut steps =
             Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix.min(self.tokens)));
-        let skip = if self.prefix > 0 { 0 } else { 512.min(self.tokens / 4) };
+        // All settings score the same positions, those that have a history with every window.
+        let widest = chosen.iter().map(|setting| setting.windows.sink + setting.windows.recent).max();
+        let skip = if self.prefix > 0 { 0 } else { widest.unwrap_or(0).max(512).min(self.tokens / 2) };
         comparison.set_text(ids, self.prefix, skip, |done| steps.set(done))?;
         let mut done = self.tokens;
         let mut targets: BTreeMap<usize, TargetSet> = BTreeMap::new();
@@ -126,7 +131,7 @@ impl AblationArguments {
             let targets = match targets.entry(count) {
                 Entry::Occupied(entry) => entry.into_mut(),
                 Entry::Vacant(entry) => {
-                    steps.say(&format!("calibrating on {} tokens", count * SEQUENCE_TOKENS));
+                    steps.say(&format!("calibrating on {} tokens", count * sequence));
                     entry.insert(TargetSet::collect(model, &corpus, count, |_| ())?)
                 }
             };
@@ -150,6 +155,7 @@ impl AblationArguments {
                 "exact_perplexity": total.exact_perplexity(),
                 "tokens": self.tokens,
                 "prefix": self.prefix,
+                "skip": skip,
                 "sink": setting.windows.sink,
                 "recent": setting.windows.recent,
             }));

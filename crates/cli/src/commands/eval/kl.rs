@@ -14,8 +14,13 @@ use serde_json::json;
 
 use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::lab::{LabArguments, RotationArguments, Steps, Subject, WindowArguments};
+use crate::lab::{
+    LabArguments, RotationArguments, Steps, Subject, WindowArguments, check_context, check_prefix,
+};
 use crate::output::print_text;
+
+/// Bytes of prose that are made at most.
+const MOST_PROSE: usize = 1 << 28;
 
 /// KL divergence, perplexity and top-1 agreement of a model with a codec against the same model with an exact cache.
 #[derive(Debug, Args)]
@@ -74,7 +79,9 @@ pub(crate) struct KlArguments {
 
 impl KlArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
+        check_prefix(self.prefix, self.tokens)?;
         let subject = self.lab.load()?;
+        check_context(&subject, self.tokens)?;
         let rotations = self.rotations.resolve(&subject)?;
         let source = subject.codecs(rotations.as_ref());
         let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
@@ -90,8 +97,8 @@ impl KlArguments {
     fn measure(&self, subject: &Subject, codecs: &[Box<dyn CacheCodec>]) -> Result<Report, Failure> {
         let windows = self.windows.windows();
         // Queries that still see everything exactly would only dilute the numbers.
-        let skip =
-            self.skip.unwrap_or(if self.prefix > 0 { 0 } else { (windows.sink + windows.recent).min(512) });
+        let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
+        let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { widest });
         let texts = self.texts(subject)?;
         let mut comparison = Comparison::new(subject.model.clone(), self.tokens)?;
         let mut totals = vec![Divergence::default(); codecs.len()];
@@ -127,6 +134,7 @@ impl KlArguments {
                 "positions": total.positions,
                 "tokens": self.tokens,
                 "prefix": self.prefix,
+                "skip": skip,
                 "sequences": self.sequences,
                 "sink": windows.sink,
                 "recent": windows.recent,
@@ -140,12 +148,15 @@ impl KlArguments {
     fn texts(&self, subject: &Subject) -> Result<Vec<Vec<u32>>, Failure> {
         let ids = if self.data.is_empty() {
             // Enough characters for the shortest tokens prose is made of.
-            let text = prose(self.seed, self.tokens * self.sequences * 8);
+            let text = prose(
+                self.seed,
+                self.tokens.saturating_mul(self.sequences).saturating_mul(8).min(MOST_PROSE),
+            );
             subject.model.tokenizer().encode(&text, true)?
         } else {
             corpus::read(&subject.model, &self.data, false)?
         };
-        let needed = self.tokens * self.sequences;
+        let needed = self.tokens.saturating_mul(self.sequences);
         if ids.len() < needed {
             return Err(Failure::new(format!("the text has {} tokens and {needed} are needed", ids.len()))
                 .with_fix("give more text, fewer --sequences or shorter --tokens"));

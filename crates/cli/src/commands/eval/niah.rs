@@ -158,6 +158,7 @@ impl NiahArguments {
                     let mut sums = vec![0.0; codecs.len()];
                     for index in 0..self.prompts {
                         if watch.caught() {
+                            // A cell that is not complete is not reported.
                             break 'all;
                         }
                         let mut options = NeedleOptions {
@@ -213,8 +214,11 @@ impl NiahArguments {
             }
         }
         steps.finish();
-        if watch.caught() && report.rows.is_empty() {
-            return Err(Failure::Interrupted("interrupted before the first result".to_owned()));
+        if watch.caught() {
+            if report.rows.is_empty() {
+                return Err(Failure::Interrupted("interrupted before the first result".to_owned()));
+            }
+            eprintln!("interrupted: the table is not complete");
         }
         Ok(report)
     }

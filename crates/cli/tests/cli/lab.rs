@@ -1,0 +1,108 @@
+//! `oscar calibrate` and `oscar eval` on a tiny model: from text to rotations, a certificate and a table.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::Machine;
+
+fn fixture(name: &str) -> String {
+    crate::support::fixture(name).to_str().expect("path").to_owned()
+}
+
+/// Enough words for two sequences of the tiny model.
+fn text(machine: &Machine, name: &str, seed: usize) -> String {
+    let words = ["river", "stone", "lamp", "winter", "copper", "garden", "letter", "harbour", "window", "orchard"];
+    let text: Vec<&str> = (0..4000).map(|i| words[(i * i + seed * 7 + i / 3) % words.len()]).collect();
+    let path = machine.path(name);
+    fs::write(&path, text.join(" ")).expect("text");
+    path.to_str().expect("path").to_owned()
+}
+
+/// Calibrates the tiny model; the windows leave it a history.
+fn calibrate(machine: &Machine, model: &str, output: &str) -> Value {
+    let data = text(machine, "calibration.txt", 1);
+    let arguments = ["calibrate", model, "--data", &data, "--tokens", "512", "-o", output, "--json"];
+    let windows = ["--sink-tokens", "8", "--recent-tokens", "32"];
+    let outcome = machine.run(arguments.iter().chain(&windows)).success();
+    serde_json::from_str(&outcome.stdout).expect("a certificate")
+}
+
+#[test]
+fn rotations_are_made_verified_and_measured() {
+    let machine = Machine::new();
+    let (model, output) = (fixture("llama-tied"), machine.path("tiny.safetensors"));
+    let output = output.to_str().expect("path");
+    let certificate = calibrate(&machine, &model, output);
+    assert!(certificate["heads"].as_array().expect("heads").len() > 1);
+    assert!(["good", "caution", "bad"].contains(&certificate["verdict"].as_str().expect("verdict")));
+    assert!(certificate["mean_output_error"].as_f64().expect("error") > 0.0, "there was a history");
+    assert!(machine.path("tiny.certificate.json").exists());
+    assert!(!machine.path("tiny.safetensors.partial").exists(), "nothing is left of the way");
+    machine.run(["zoo", "verify", output, "--model", &model]).success();
+
+    let data = text(&machine, "held-out.txt", 5);
+    let arguments = ["eval", "kl", &model, "--rotations", output, "--data", &data, "--tokens", "192", "--json"];
+    let settings = ["--sequences", "1", "--sink-tokens", "8", "--recent-tokens", "16", "--skip", "32"];
+    let codecs = ["--kv", "bf16,int4,int2,int2:paper,kivi2"];
+    let outcome = machine.run(arguments.iter().chain(&settings).chain(&codecs)).success();
+    let report = outcome.json();
+    let rows = report["rows"].as_array().expect("rows");
+    let kl: Vec<f64> = rows.iter().map(|row| row["kl"].as_f64().expect("kl")).collect();
+    assert_eq!(rows.len(), 5);
+    assert!(kl[0] < 1e-6 && kl[1] < kl[2], "bf16 is exact and int4 nearer than int2: {kl:?}");
+    assert!(rows.iter().all(|row| row["positions"] == 159), "{rows:?}");
+
+    // The same numbers as a page.
+    let results = machine.path("kl.json");
+    fs::write(&results, report.to_string()).expect("results");
+    let page = machine.path("report.html");
+    let (results, page) = (results.to_str().expect("path"), page.to_str().expect("path"));
+    machine.run(["eval", "report", results, "-o", page]).success();
+    assert!(fs::read_to_string(page).expect("page").contains("int2:paper"));
+}
+
+#[test]
+fn rotations_without_a_place_go_to_the_cache_and_are_found() {
+    let machine = Machine::new();
+    let model = fixture("qwen2-tied");
+    let data = text(&machine, "calibration.txt", 2);
+    let arguments = ["calibrate", &model, "--data", &data, "--tokens", "256"];
+    let windows = ["--sink-tokens", "8", "--recent-tokens", "32"];
+    machine.run(arguments.iter().chain(&windows)).success();
+    let listed = machine.run(["zoo", "list"]).success();
+    assert!(listed.stdout.contains("qwen2-tied"), "{}", listed.stdout);
+    let settings = ["--tokens", "128", "--sequences", "1", "--kv", "int2", "--skip", "64", "--recent-tokens", "16"];
+    machine.run(["eval", "kl", &model, "--data", &data].iter().chain(&settings)).success();
+}
+
+#[test]
+fn wrong_requests_name_what_is_wrong() {
+    let machine = Machine::new();
+    let model = fixture("llama-tied");
+    let data = text(&machine, "text.txt", 3);
+    let fails = |arguments: &[&str], wanted: &str| {
+        let outcome = machine.run(arguments);
+        assert_eq!(outcome.code, Some(1), "{arguments:?}: {outcome:?}");
+        assert!(outcome.stderr.contains(wanted), "{arguments:?}: {}", outcome.stderr);
+    };
+    fails(&["eval", "kl", &model, "--prefix", "64", "--tokens", "64"], "--prefix 64");
+    fails(&["eval", "kl", &model, "--kv", "int5", "--tokens", "64"], "known are");
+    fails(&["eval", "kl", &model, "--kv", "int2", "--tokens", "64"], "oscar calibrate");
+    fails(&["eval", "kl", &model, "--tokens", "100000000000"], "more than");
+    fails(&["eval", "ablation", &model, "--studies", "colour"], "rotation, target");
+    fails(&["eval", "niah", &model, "--kv", "bf16", "--lengths", "64k"], "more than");
+    fails(&["calibrate", &model, "--data", &data, "-o", "/nonexistent/x.safetensors"], "no such folder");
+    fails(&["calibrate", &model, "--data", &data, "--tokens", "256"], "--recent-tokens");
+    fails(&["calibrate", &model, "--data", "/nonexistent.txt"], "/nonexistent.txt");
+    let broken = machine.path("broken.jsonl");
+    fs::write(&broken, "{\"text\": \"fine\"}\n{\"question\": 1}\n").expect("file");
+    fails(&["calibrate", &model, "--data", broken.to_str().expect("path")], "line 2");
+    // A rotation file of a model of another shape.
+    let foreign = machine.path("foreign.safetensors");
+    let foreign = foreign.to_str().expect("path");
+    calibrate(&machine, &fixture("llama-head48"), foreign);
+    fails(&["eval", "kl", &model, "--rotations", foreign, "--tokens", "64"], "another model");
+    assert!(Path::new(foreign).exists());
+}
