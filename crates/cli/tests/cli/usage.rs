@@ -2,7 +2,25 @@
 
 use crate::support::Machine;
 
-const COMMANDS: [&str; 7] = ["chat", "generate", "models", "pull", "inspect", "bench", "doctor"];
+const COMMANDS: [&str; 10] =
+    ["chat", "generate", "models", "pull", "inspect", "calibrate", "zoo", "eval", "bench", "doctor"];
+
+/// Commands of commands, each with examples of its own.
+const NESTED: [[&str; 2]; 13] = [
+    ["bench", "model"],
+    ["bench", "codec"],
+    ["eval", "kl"],
+    ["eval", "niah"],
+    ["eval", "ablation"],
+    ["eval", "tasks"],
+    ["eval", "report"],
+    ["zoo", "list"],
+    ["zoo", "pull"],
+    ["zoo", "verify"],
+    ["zoo", "import"],
+    ["zoo", "export"],
+    ["zoo", "diff"],
+];
 
 #[test]
 fn help_teaches() {
@@ -12,11 +30,14 @@ fn help_teaches() {
         assert!(help.stdout.contains(&format!("\n  {command} ")), "{}", help.stdout);
     }
     assert!(help.stdout.contains("oscar chat smollm2"));
-    for command in COMMANDS.iter().filter(|command| **command != "bench") {
+    for command in COMMANDS.iter().filter(|command| !["bench", "eval", "zoo"].contains(*command)) {
         let help = machine.run([command, "--help"]).success();
         assert!(help.stdout.contains("Examples:\n  "), "{}", help.stdout);
     }
-    assert!(machine.run(["bench", "model", "--help"]).success().stdout.contains("Examples:"));
+    for [command, nested] in NESTED {
+        let help = machine.run([command, nested, "--help"]).success().stdout;
+        assert!(help.contains("Examples:"), "{command} {nested}: {help}");
+    }
 }
 
 #[test]

@@ -51,6 +51,7 @@ enum Stage {
 /// One measurement.
 #[derive(Debug, Serialize)]
 struct Row {
+    kind: &'static str,
     head_dim: usize,
     groups: usize,
     stage: Stage,
@@ -81,6 +82,7 @@ pub fn run(bench: &CodecBench, mut on_row: impl FnMut(serde_json::Value)) -> Res
                 let (bytes_per_s, results) = work.measure(bench.threads)?;
                 let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
                 let row = Row {
+                    kind: "codec",
                     head_dim,
                     groups: bench.groups,
                     stage,
