@@ -17,7 +17,15 @@ pub struct Shipped {
 
 /// All of them.
 pub const SHIPPED: &[Shipped] = &[
-    // Shipped { name: "smollm2", bytes: include_bytes!("../../../../zoo/smollm2.safetensors") },
+    Shipped { name: "smollm2", bytes: include_bytes!("../../../../zoo/smollm2.safetensors") },
+    Shipped {
+        name: "qwen2.5-coder-0.5b",
+        bytes: include_bytes!("../../../../zoo/qwen2.5-coder-0.5b.safetensors"),
+    },
+    Shipped {
+        name: "qwen2.5-coder-1.5b",
+        bytes: include_bytes!("../../../../zoo/qwen2.5-coder-1.5b.safetensors"),
+    },
 ];
 
 /// The rotations for a model of the catalogue.
@@ -37,6 +45,7 @@ mod tests {
 
     #[test]
     fn every_shipped_file_is_sound_and_says_what_it_is_for() {
+        assert!(!SHIPPED.is_empty());
         let catalogue = oscar_model::source::Catalogue::built_in();
         for shipped in SHIPPED {
             let entry = catalogue.find(shipped.name).expect("a catalogue name");
