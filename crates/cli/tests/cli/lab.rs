@@ -13,7 +13,8 @@ fn fixture(name: &str) -> String {
 
 /// Enough words for two sequences of the tiny model.
 fn text(machine: &Machine, name: &str, seed: usize) -> String {
-    let words = ["river", "stone", "lamp", "winter", "copper", "garden", "letter", "harbour", "window", "orchard"];
+    let words =
+        ["river", "stone", "lamp", "winter", "copper", "garden", "letter", "harbour", "window", "orchard"];
     let text: Vec<&str> = (0..4000).map(|i| words[(i * i + seed * 7 + i / 3) % words.len()]).collect();
     let path = machine.path(name);
     fs::write(&path, text.join(" ")).expect("text");
@@ -43,7 +44,8 @@ fn rotations_are_made_verified_and_measured() {
     machine.run(["zoo", "verify", output, "--model", &model]).success();
 
     let data = text(&machine, "held-out.txt", 5);
-    let arguments = ["eval", "kl", &model, "--rotations", output, "--data", &data, "--tokens", "192", "--json"];
+    let arguments =
+        ["eval", "kl", &model, "--rotations", output, "--data", &data, "--tokens", "192", "--json"];
     let settings = ["--sequences", "1", "--sink-tokens", "8", "--recent-tokens", "16", "--skip", "32"];
     let codecs = ["--kv", "bf16,int4,int2,int2:paper,kivi2"];
     let outcome = machine.run(arguments.iter().chain(&settings).chain(&codecs)).success();
@@ -73,7 +75,8 @@ fn rotations_without_a_place_go_to_the_cache_and_are_found() {
     machine.run(arguments.iter().chain(&windows)).success();
     let listed = machine.run(["zoo", "list"]).success();
     assert!(listed.stdout.contains("qwen2-tied"), "{}", listed.stdout);
-    let settings = ["--tokens", "128", "--sequences", "1", "--kv", "int2", "--skip", "64", "--recent-tokens", "16"];
+    let settings =
+        ["--tokens", "128", "--sequences", "1", "--kv", "int2", "--skip", "64", "--recent-tokens", "16"];
     machine.run(["eval", "kl", &model, "--data", &data].iter().chain(&settings)).success();
 }
 
