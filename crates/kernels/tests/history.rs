@@ -23,6 +23,9 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
+/// From the position of a query to the end of its history.
+type Rule = fn(usize) -> usize;
+
 /// Rows of one position: what is read, `(key, value)`.
 type Row<'a> = (&'a [f32], &'a [f32]);
 
@@ -74,7 +77,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
             history.write_rows(0, head, &pages, 0, keys, values);
         }
 
-        let rules: [(&str, fn(usize) -> usize); 7] = [
+        let rules: [(&str, Rule); 7] = [
             ("nothing", |_| 0),
             ("the first", |_| 1),
             ("63", |_| 63),
