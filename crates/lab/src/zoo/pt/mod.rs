@@ -3,7 +3,7 @@
 //! A file is a dictionary with `format_version`, `objective`, `source_grouping` and `layers`: layer id (a
 //! number or its digits) to `layer_id`, `rotation` and `eigenvalues`. In format 1 a rotation is `[d, d]` and
 //! shared by the heads of a layer; in format 2 it is `[kv_heads, d, d]`. Layer ids may be sparse. Reading
-//! runs no code: see [`super::pickle`].
+//! runs no code: see the `pickle` module beside this one.
 
 mod archive;
 mod write;
