@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use oscar_codec::Windows;
+use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::eval::codecs::CodecSource;
@@ -62,10 +62,10 @@ impl LabArguments {
 
 /// Which rotations.
 #[derive(Debug, Args)]
-pub(crate) struct RotationArguments {
+struct RotationArguments {
     /// Rotation file; by default the one that ships with the program or that `oscar calibrate` has made.
     #[arg(long, value_name = "FILE")]
-    pub(crate) rotations: Option<PathBuf>,
+    rotations: Option<PathBuf>,
 
     /// Published key rotations (.pt), together with --v-rotation-path.
     #[arg(long, value_name = "FILE", requires = "v_rotation_path", conflicts_with = "rotations")]
@@ -82,7 +82,7 @@ pub(crate) struct RotationArguments {
 
 impl RotationArguments {
     /// The rotations for a model, with key channels in the order of its own file; `None` if there are none.
-    pub(crate) fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
+    fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
         let (path, file) = match (&self.rotations, &self.k_rotation_path, &self.v_rotation_path) {
             (Some(path), _, _) => (path.clone(), zoo::safetensors::read(path)?),
             (None, Some(keys), Some(values)) => {
@@ -112,17 +112,41 @@ impl RotationArguments {
     }
 }
 
+/// How a measurement reads the cache: what codecs need, and what stays exact.
+#[derive(Debug, Args)]
+pub(crate) struct ReadingArguments {
+    #[command(flatten)]
+    rotations: RotationArguments,
+
+    #[command(flatten)]
+    windows: WindowArguments,
+}
+
+impl ReadingArguments {
+    /// The codecs of a list of names.
+    pub(crate) fn codecs(
+        &self,
+        subject: &Subject,
+        specs: &[String],
+    ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
+        let rotations = self.rotations.resolve(subject)?;
+        let source = CodecSource {
+            geometry: subject.model.config().kv_geometry(),
+            rotations: rotations.as_ref(),
+            isa: subject.model.model().backend().isa(),
+        };
+        specs.iter().map(|spec| Ok(source.build(spec)?)).collect()
+    }
+
+    /// What stays exact.
+    pub(crate) fn windows(&self) -> Windows {
+        self.windows.windows()
+    }
+}
+
 /// Where the rotations of this user are.
 pub(crate) fn rotation_folder() -> Result<PathBuf, Failure> {
     Ok(zoo::resolve::cache_folder(&Settings::from_environment()?))
-}
-
-impl Subject {
-    /// Codecs for this model.
-    pub(crate) fn codecs<'a>(&self, rotations: Option<&'a RotationFile>) -> CodecSource<'a> {
-        let isa = self.model.model().backend().isa();
-        CodecSource { geometry: self.model.config().kv_geometry(), rotations, isa }
-    }
 }
 
 /// A prefix must leave something to measure.

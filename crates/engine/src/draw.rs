@@ -5,7 +5,7 @@
 use std::hash::{BuildHasher, RandomState};
 
 /// The uniform draw in `[0, 1)` for token `index` of an answer with this seed.
-pub(crate) fn draw(seed: u64, index: u64) -> f32 {
+pub fn draw(seed: u64, index: u64) -> f32 {
     // Two rounds of SplitMix64, so that neighbouring seeds and indices have nothing in common.
     let bits = mix(mix(seed).wrapping_add(index));
     (bits >> 40) as f32 / (1u64 << 24) as f32

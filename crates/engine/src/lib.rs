@@ -10,6 +10,7 @@ mod error;
 mod request;
 mod stop;
 
+pub use draw::draw;
 pub use engine::{Engine, EngineOptions};
 pub use error::EngineError;
 pub use request::{Event, FinishReason, GenerateOptions, SamplingOptions, Summary};

@@ -51,7 +51,6 @@ fn calibration(model: &Model) -> (Calibration, Corpus) {
         sequences: vec![ids(model, 1, 512), ids(model, 2, 512)],
         held_out: ids(model, 3, 384),
         hash: "test".into(),
-        source: "prose".into(),
     };
     (Calibration { windows, ..Calibration::new(header) }, corpus)
 }

@@ -47,8 +47,6 @@ pub struct Corpus {
     pub held_out: Vec<u32>,
     /// SHA-256 of all token ids.
     pub hash: String,
-    /// One line for people and files.
-    pub source: String,
 }
 
 impl Corpus {
@@ -61,15 +59,14 @@ impl Corpus {
     ) -> Result<Corpus, CalibrateError> {
         let length = SEQUENCE_TOKENS.min(model.config().max_context);
         let count = tokens.div_ceil(length).max(1);
-        let (mut sequences, source) = match source {
+        let mut sequences: Vec<Vec<u32>> = match source {
             Source::Model { seed } => {
                 let mut progress = progress;
                 let total = (count + 1) * length;
                 let piece = PIECE_TOKENS.min(length);
                 let pieces = total.div_ceil(piece);
                 let drawn = sample(model, pieces, piece, *seed, |done| progress(done.min(total), total))?;
-                let sequences: Vec<_> = drawn.concat().chunks_exact(length).map(<[u32]>::to_vec).collect();
-                (sequences, format!("drawn from the model, seed {seed}"))
+                drawn.concat().chunks_exact(length).map(<[u32]>::to_vec).collect()
             }
             Source::Files { paths, chat } => {
                 let ids = read(model, paths, *chat)?;
@@ -77,12 +74,7 @@ impl Corpus {
                 if ids.len() < needed {
                     return Err(CalibrateError::TooShort { tokens: ids.len(), needed });
                 }
-                let names: Vec<String> = paths
-                    .iter()
-                    .map(|path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned())
-                    .collect();
-                let sequences = ids[..needed].chunks_exact(length).map(<[u32]>::to_vec).collect();
-                (sequences, names.join(", "))
+                ids[..needed].chunks_exact(length).map(<[u32]>::to_vec).collect()
             }
         };
         let held_out = sequences.pop().ok_or(CalibrateError::NoText)?;
@@ -91,7 +83,7 @@ impl Corpus {
             hash.update(token.to_le_bytes());
         }
         let hash = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Corpus { sequences, held_out, hash, source })
+        Ok(Corpus { sequences, held_out, hash })
     }
 
     /// Tokens in the moments.

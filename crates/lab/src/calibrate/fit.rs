@@ -61,23 +61,20 @@ pub fn mean(matrices: &[SquareMatrix]) -> SquareMatrix {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eval::text::Random;
 
-    /// Deterministic numbers in [-1, 1).
-    struct Numbers(u64);
-
-    impl Numbers {
-        fn next(&mut self) -> f64 {
-            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (self.0 >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-        }
+    /// A number in [-1, 1).
+    fn signed(random: &mut Random) -> f64 {
+        2.0 * random.fraction() - 1.0
     }
 
     /// A positive definite matrix with a steep spectrum, as queries have.
     fn covariance(dim: usize, seed: u64) -> SquareMatrix {
-        let mut numbers = Numbers(seed);
+        let mut numbers = Random::new(seed);
         let mut sum = vec![0.0; dim * dim];
         for rank in 0..2 * dim {
-            let row: Vec<f64> = (0..dim).map(|_| numbers.next() * 0.8f64.powi(rank as i32 / 2)).collect();
+            let row: Vec<f64> =
+                (0..dim).map(|_| signed(&mut numbers) * 0.8f64.powi(rank as i32 / 2)).collect();
             for i in 0..dim {
                 for j in 0..dim {
                     sum[i * dim + j] += row[i] * row[j];
@@ -89,11 +86,11 @@ mod tests {
 
     /// A random rotation: the eigenvectors of a random symmetric matrix.
     fn random_rotation(dim: usize, seed: u64) -> SquareMatrix {
-        let mut numbers = Numbers(seed);
+        let mut numbers = Random::new(seed);
         let mut values = vec![0.0; dim * dim];
         for i in 0..dim {
             for j in 0..=i {
-                let value = numbers.next();
+                let value = signed(&mut numbers);
                 (values[i * dim + j], values[j * dim + i]) = (value, value);
             }
         }
@@ -143,8 +140,8 @@ mod tests {
         // μ, which is the eigenbasis in descending order.
         let dim = 32;
         let matrix = covariance(dim, 3);
-        let mut numbers = Numbers(77);
-        let mut errors: Vec<f64> = (0..dim).map(|_| numbers.next().abs()).collect();
+        let mut numbers = Random::new(77);
+        let mut errors: Vec<f64> = (0..dim).map(|_| signed(&mut numbers).abs()).collect();
         errors.sort_by(f64::total_cmp);
         let surrogate = |rotation: &SquareMatrix| -> f64 {
             conjugate(rotation, &matrix).diagonal().iter().zip(&errors).map(|(c, mu)| c * mu).sum()

@@ -220,16 +220,12 @@ impl<'a> SequenceRows<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eval::text::Random;
 
-    /// Deterministic numbers around zero.
+    /// Numbers in [-0.5, 0.5).
     fn numbers(len: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                ((state >> 40) as f32 / (1u64 << 24) as f32) - 0.5
-            })
-            .collect()
+        let mut random = Random::new(seed);
+        (0..len).map(|_| (random.fraction() - 0.5) as f32).collect()
     }
 
     fn gram(rows: &[&[f32]], weights: &[f64], dim: usize) -> Vec<f64> {

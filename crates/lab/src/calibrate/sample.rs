@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 
 use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_engine::draw;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
 use oscar_model::LoadedModel;
 use serde_json::json;
 
 use super::CalibrateError;
+use crate::eval::text::Random;
 
 /// What the conversations are about. Wide rather than deep: moments need variety, not facts.
 const TOPICS: [&str; 32] = [
@@ -87,7 +89,7 @@ pub fn sample<B: Backend>(
                 top_p: 0.95,
                 min_p: 0.0,
                 vocabulary: model.tokenizer().vocab_size(),
-                draw: uniform(seed, (index * length + position) as u64),
+                draw: draw(seed, (index * length + position) as u64),
             })
             .collect();
         let next = model.model().backend().sample(activations.logits(), &settings)?;
@@ -142,14 +144,7 @@ impl Speaker {
     }
 }
 
-fn uniform(seed: u64, index: u64) -> f32 {
-    (mix(mix(seed).wrapping_add(index)) >> 40) as f32 / (1u64 << 24) as f32
-}
-
-/// SplitMix64.
+/// 64 bits out of 64 bits.
 fn mix(value: u64) -> u64 {
-    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    Random::new(value).next_u64()
 }

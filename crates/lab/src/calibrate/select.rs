@@ -149,8 +149,8 @@ impl<'a> Trial<'a> {
             key,
             value,
             logit_error: self.logit_error(&logits),
-            key_error: self.key_error(key)?,
-            value_error: self.value_error(value)?,
+            key_error: self.relative(&self.outputs(&weights, &self.values)),
+            value_error: self.relative(&self.mixed_outputs(&self.weights, &values)),
             output_error: self.relative(&self.mixed_outputs(&weights, &values)),
         })
     }
@@ -341,16 +341,12 @@ fn rotated_metric(metric: &SquareMatrix, transform: &HeadTransform) -> Vec<f32> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eval::text::Random;
 
-    /// Deterministic numbers in [-1, 1).
+    /// Numbers in [-1, 1).
     fn numbers(len: usize, seed: u64) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-            })
-            .collect()
+        let mut random = Random::new(seed);
+        (0..len).map(|_| (2.0 * random.fraction() - 1.0) as f32).collect()
     }
 
     const DIM: usize = 32;

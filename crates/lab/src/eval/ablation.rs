@@ -63,6 +63,19 @@ impl Setting {
     }
 }
 
+impl Setting {
+    /// Whether both are the same recipe under other names; `all` is the number of sequences there are.
+    pub fn same_recipe(&self, other: &Setting, all: usize) -> bool {
+        let plain = |setting: &Setting| Setting {
+            study: "",
+            name: String::new(),
+            sequences: Some(setting.sequences.unwrap_or(all)),
+            ..setting.clone()
+        };
+        plain(self) == plain(other)
+    }
+}
+
 /// All settings for heads of `head_dim` channels and a corpus of so many sequences of `sequence` tokens.
 pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setting> {
     let mut all = Vec::new();
@@ -220,6 +233,11 @@ mod tests {
         assert!(names.iter().any(|name| name.contains("groups of 32")));
         assert!(!names.iter().any(|name| name.contains("groups of 64")), "that is the whole head");
         assert!(names.contains(&"calibration 32768 tokens".to_owned()));
+        let published: Vec<Setting> = settings(64, 16, 2048)
+            .into_iter()
+            .filter(|setting| setting.same_recipe(&Setting::published("", ""), 16))
+            .collect();
+        assert_eq!(published.len(), 5, "it stands in every study but the target's, and twice in clip");
         let mut unique = names.clone();
         unique.sort();
         unique.dedup();

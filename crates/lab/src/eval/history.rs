@@ -12,7 +12,7 @@ use oscar_kernels::{Backend, KernelError};
 use oscar_model::LayerAttention;
 use rayon::prelude::*;
 
-/// Rows a codec is given at a time; a multiple of every codec's token group.
+/// Rows a codec is given at a time, rounded up to whole token groups.
 const BLOCK_TOKENS: usize = 512;
 
 /// How queries read positions before them.
@@ -70,7 +70,8 @@ impl HistoryAttention<'_> {
         }
         let sink = self.reading.windows.sink;
         // Blocks start at whole token groups, counted from the end of the sink.
-        let mut starts: Vec<usize> = (from.max(sink)..to).step_by(BLOCK_TOKENS).collect();
+        let block = BLOCK_TOKENS.next_multiple_of(self.reading.codec.token_group().max(1));
+        let mut starts: Vec<usize> = (from.max(sink)..to).step_by(block).collect();
         if from < sink {
             starts.insert(0, from);
         }

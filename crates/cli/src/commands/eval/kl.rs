@@ -14,9 +14,7 @@ use serde_json::json;
 
 use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::lab::{
-    LabArguments, RotationArguments, Steps, Subject, WindowArguments, check_context, check_prefix,
-};
+use crate::lab::{LabArguments, ReadingArguments, Steps, Subject, check_context, check_prefix};
 use crate::output::print_text;
 
 /// Bytes of prose that are made at most.
@@ -39,10 +37,7 @@ pub(crate) struct KlArguments {
     kv: Vec<String>,
 
     #[command(flatten)]
-    rotations: RotationArguments,
-
-    #[command(flatten)]
-    windows: WindowArguments,
+    reading: ReadingArguments,
 
     /// Text or JSONL files to measure on; generated prose by default.
     #[arg(long, value_name = "FILE")]
@@ -82,9 +77,7 @@ impl KlArguments {
         check_prefix(self.prefix, self.tokens)?;
         let subject = self.lab.load()?;
         check_context(&subject, self.tokens)?;
-        let rotations = self.rotations.resolve(&subject)?;
-        let source = subject.codecs(rotations.as_ref());
-        let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
+        let codecs = self.reading.codecs(&subject, &self.kv)?;
         let report = self.measure(&subject, &codecs)?;
         if self.json {
             return print_text(&report.json());
@@ -95,7 +88,7 @@ impl KlArguments {
     }
 
     fn measure(&self, subject: &Subject, codecs: &[Box<dyn CacheCodec>]) -> Result<Report, Failure> {
-        let windows = self.windows.windows();
+        let windows = self.reading.windows();
         // Queries that still see everything exactly would only dilute the numbers.
         let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
         let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { widest });
@@ -126,7 +119,7 @@ impl KlArguments {
                 "kv": codec.name(),
                 "bits_per_element": codec.bits_per_element(head_dim),
                 "bits_per_element_with_windows":
-                    windows.mixed_bits_per_element(codec.bits_per_element(head_dim), self.tokens),
+                    windows.lab_bits_per_element(&**codec, head_dim, self.tokens),
                 "kl": total.mean_kl(),
                 "top1_agreement": total.top1_agreement(),
                 "perplexity": total.perplexity(),

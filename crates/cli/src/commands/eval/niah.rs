@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::arguments::positive;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, RotationArguments, Steps, Subject, WindowArguments};
+use crate::lab::{LabArguments, ReadingArguments, Steps, Subject};
 use crate::output::print_text;
 
 /// Tokens a chat template may add around a prompt.
@@ -40,10 +40,7 @@ pub(crate) struct NiahArguments {
     kv: Vec<String>,
 
     #[command(flatten)]
-    rotations: RotationArguments,
-
-    #[command(flatten)]
-    windows: WindowArguments,
+    reading: ReadingArguments,
 
     /// Tokens of prompt and answer together; 4k is 4096.
     #[arg(long, default_value = "4k", value_name = "LIST", value_delimiter = ',', value_parser = length)]
@@ -112,9 +109,7 @@ impl NiahArguments {
             }
         };
         let subject = self.lab.load()?;
-        let rotations = self.rotations.resolve(&subject)?;
-        let source = subject.codecs(rotations.as_ref());
-        let codecs = self.kv.iter().map(|spec| source.build(spec)).collect::<Result<Vec<_>, _>>()?;
+        let codecs = self.reading.codecs(&subject, &self.kv)?;
         let report = self.measure(&subject, &codecs, &haystack)?;
         if let Some(path) = &self.svg {
             let rows: Vec<_> = report.rows.iter().collect();
@@ -147,7 +142,7 @@ impl NiahArguments {
         let total: usize = self.lengths.iter().map(|length| length * cells).sum();
         let mut steps = Steps::new("needles", total);
         let watch = Watch::new();
-        let windows = self.windows.windows();
+        let windows = self.reading.windows();
         let mut report = Report::here();
         let mut done = 0;
         'all: for &length in &self.lengths {

@@ -22,7 +22,7 @@ use crate::arguments::{byte_size, positive};
 use crate::conversation::Conversation;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, RotationArguments, Steps, Subject, WindowArguments};
+use crate::lab::{LabArguments, ReadingArguments, Steps, Subject};
 use crate::output::print_text;
 use crate::progress::DownloadProgress;
 
@@ -58,10 +58,7 @@ pub(crate) struct TasksArguments {
     kv: Vec<String>,
 
     #[command(flatten)]
-    rotations: RotationArguments,
-
-    #[command(flatten)]
-    windows: WindowArguments,
+    reading: ReadingArguments,
 
     /// Most tokens of an answer; by default 512 for code, 2048 for aime, 1024 for the others.
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
@@ -105,14 +102,9 @@ impl TasksArguments {
         let mut log = self.log.as_deref().map(Log::create).transpose()?;
 
         let subject = self.lab.load()?;
-        let rotations = self.rotations.resolve(&subject)?;
-        let source = subject.codecs(rotations.as_ref());
-        let mut codecs = Vec::with_capacity(self.kv.len());
-        for spec in &self.kv {
-            codecs.push(source.build(spec)?);
-        }
+        let codecs = self.reading.codecs(&subject, &self.kv)?;
         let max_tokens = self.max_tokens();
-        let mut answerer = answerer(&subject, &codecs, self.windows.windows(), &questions, max_tokens)?;
+        let mut answerer = answerer(&subject, &codecs, self.reading.windows(), &questions, max_tokens)?;
 
         let steps = Steps::new(self.task.name(), questions.len() * codecs.len());
         let watch = Watch::new();
@@ -184,7 +176,7 @@ impl TasksArguments {
         scores: &[Score],
         sandbox: Option<&Sandbox>,
     ) -> Report {
-        let windows = self.windows.windows();
+        let windows = self.reading.windows();
         let head_dim = subject.model.config().head_dim;
         let mut report = Report::here();
         for (codec, score) in codecs.iter().zip(scores) {

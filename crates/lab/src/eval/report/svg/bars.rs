@@ -34,15 +34,6 @@ const ROW: f64 = 24.0;
 impl BarChart {
     /// The chart as SVG, to be put into a page that holds the style.
     pub fn svg(&self) -> String {
-        self.draw(false)
-    }
-
-    /// The chart as a file of its own.
-    pub fn file(&self) -> String {
-        self.draw(true)
-    }
-
-    fn draw(&self, alone: bool) -> String {
         let mut canvas = Canvas::new();
         canvas.text(4.0, 18.0, "title", &fitted(&self.title, WIDTH - 8.0));
         let widest = self.bars.iter().map(|bar| text_width(&bar.label)).fold(40.0, f64::max);
@@ -77,7 +68,7 @@ impl BarChart {
         }
         let axis = if self.logarithmic { format!("{} (log scale)", self.axis) } else { self.axis.clone() };
         canvas.text((left + right) / 2.0, bottom + 30.0, "faint middle", &axis);
-        canvas.finish(&self.title, bottom + 38.0, alone)
+        canvas.finish(&self.title, bottom + 38.0, false)
     }
 }
 
@@ -123,7 +114,7 @@ mod tests {
     fn odd_values_are_drawn_without_trouble() {
         for values in [&[][..], &[0.0], &[f64::NAN, 1.0], &[-1.0, 2.0], &[f64::INFINITY]] {
             for logarithmic in [false, true] {
-                let svg = chart(values, logarithmic).file();
+                let svg = chart(values, logarithmic).svg();
                 assert!(
                     !svg.contains("=\"NaN") && !svg.contains("=\"inf") && !svg.contains("width=\"-"),
                     "{svg}"

@@ -38,15 +38,6 @@ const RIGHT: f64 = WIDTH - 16.0;
 impl LineChart {
     /// The chart as SVG, to be put into a page that holds the style.
     pub fn svg(&self) -> String {
-        self.draw(false)
-    }
-
-    /// The chart as a file of its own.
-    pub fn file(&self) -> String {
-        self.draw(true)
-    }
-
-    fn draw(&self, alone: bool) -> String {
         let mut canvas = Canvas::new();
         canvas.text(4.0, 18.0, "title", &fitted(&self.title, WIDTH - 8.0));
         let names: Vec<String> = self.series.iter().map(|series| series.name.clone()).collect();
@@ -95,7 +86,7 @@ impl LineChart {
         }
         canvas.text((LEFT + RIGHT) / 2.0, bottom + 34.0, "faint middle", &self.x_axis);
         canvas.upright_text(14.0, (top + bottom) / 2.0, "faint middle", &self.y_axis);
-        canvas.finish(&self.title, bottom + 42.0, alone)
+        canvas.finish(&self.title, bottom + 42.0, false)
     }
 }
 
@@ -227,7 +218,7 @@ mod tests {
 
     #[test]
     fn no_points_are_no_trouble() {
-        let svg = LineChart { series: vec![Series::default()], ..chart() }.file();
+        let svg = LineChart { series: vec![Series::default()], ..chart() }.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && !svg.contains("NaN"));
     }
 }
