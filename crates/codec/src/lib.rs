@@ -29,4 +29,4 @@ pub use matrix::SquareMatrix;
 pub use page::{KvGeometry, PAGE_TOKENS, PageFormat};
 pub use rule::{Rule, ScaleType};
 pub use transform::HeadTransform;
-pub use windows::Windows;
+pub use windows::{PageWindows, Windows};
