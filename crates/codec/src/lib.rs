@@ -35,4 +35,4 @@ pub use page::{KvGeometry, PAGE_TOKENS, PageFormat};
 pub use page_codec::PageCodec;
 pub use rule::{Rule, ScaleType};
 pub use transform::HeadTransform;
-pub use windows::Windows;
+pub use windows::{PageWindows, Windows};
