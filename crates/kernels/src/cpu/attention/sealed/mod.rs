@@ -37,7 +37,7 @@ use std::ops::Range;
 
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
-use oscar_codec::{PAGE_TOKENS, ScaleType};
+use oscar_codec::{PAGE_TOKENS, PageCodec, ScaleType};
 
 use super::floats::{self, SoftmaxRows};
 use super::page::page_elements;
@@ -57,6 +57,15 @@ pub enum SealedFormat {
 }
 
 impl SealedFormat {
+    /// How a layer of a cache with this codec is read.
+    pub fn of(codec: &PageCodec, layer: usize) -> SealedFormat {
+        match (codec.code_layout(layer), codec.fp8_layout(layer)) {
+            (Some(layout), _) => SealedFormat::Codes(layout, codec.scale_type()),
+            (None, Some(layout)) => SealedFormat::Fp8(layout),
+            (None, None) => SealedFormat::Bf16,
+        }
+    }
+
     /// Bytes of a page of one layer and KV head of `head_dim` channels.
     pub fn page_bytes(&self, head_dim: usize) -> usize {
         match self {
