@@ -166,7 +166,12 @@ impl Ledger {
             need.exact -= 1;
             copy = false;
         }
-        self.check(&need)?;
+        if let Err(shortage) = self.check(&need) {
+            if !self.adopt_pages(sequence) {
+                return Err(shortage);
+            }
+            self.check(&need)?;
+        }
         if take_over {
             self.tree.give_up_tail(&mut self.pools, sequence.exact[old_pages - 1]);
         }

@@ -91,5 +91,25 @@ impl Ledger {
             tree.insert_tail(pools, parent, full_pages, rest, sequence.exact[full_pages], now);
         }
         tree.prune_root(sequence.salt);
+        self.adopt_pages(sequence);
+    }
+
+    /// Where the tree has a second copy of a page of this sequence, unused but out of reach of eviction because of
+    /// nodes below it, it takes the sequence's page instead. True if that freed something.
+    ///
+    /// So a sequence that is alone can never be short of pages because of copies of itself.
+    pub(crate) fn adopt_pages(&mut self, sequence: &Sequence) -> bool {
+        let Ledger { tree, pools, .. } = self;
+        let mut freed = false;
+        let (mut parent, mut hash) = (tree.find_root(sequence.salt), BlockHash::root(sequence.salt));
+        for page in 0..sequence.settled_tokens() / PAGE_TOKENS {
+            let next = sequence.next_hash(page, hash);
+            hash = Some(next);
+            let tokens = &sequence.tokens[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS];
+            let Some(node) = parent.and_then(|parent| tree.child(parent, next, tokens)) else { break };
+            freed |= tree.adopt(pools, node, (sequence.exact[page], sequence.settled_sealed(page)));
+            parent = Some(node);
+        }
+        freed
     }
 }

@@ -191,8 +191,8 @@ impl Ledger {
         self.tree.clear(&mut self.pools);
     }
 
-    /// Whether a sequence of `tokens` tokens could be computed if it were the only one, prompt and answer in any
-    /// proportion.
+    /// Whether a sequence of `tokens` tokens can be computed when it is the only one open, whatever the tree holds by
+    /// then and however the tokens are divided into prompts and answers.
     pub fn could_ever_fit(&self, tokens: usize) -> bool {
         let pages = tokens.div_ceil(PAGE_TOKENS);
         if !self.has_sealed() {
@@ -201,10 +201,12 @@ impl Ledger {
         let PageWindows { sink, recent } = self.options.windows;
         // A sequence that is extended beyond its window holds the old window while the new one is computed.
         let exact = recent.saturating_add(1).saturating_mul(2).saturating_add(sink).min(pages);
-        let sealed = pages.saturating_sub(sink).saturating_sub(recent.saturating_add(1));
+        let history = pages.saturating_sub(sink).saturating_sub(recent.saturating_add(1));
+        // For the tree the window is sealed early, and the tree may have a page of it that the sequence seals again.
+        let early = if self.options.prefix_tree && history > 0 { 2 * (recent + 1) } else { 0 };
         exact <= self.pools.exact.pages()
-            && sealed <= self.pools.sealed.pages()
-            && sealed <= self.pools.scratch.pages()
+            && history + early <= self.pools.sealed.pages()
+            && history <= self.pools.scratch.pages()
     }
 
     /// Every page of the prefix tree, for inspection.

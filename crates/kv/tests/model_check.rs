@@ -297,6 +297,23 @@ impl Episode {
             }
         }
 
+        // Where the tree has a second copy of a page of this sequence that only nodes below keep there, it can be had.
+        let mut parent = None;
+        for (page, block) in open.sequence.tokens().chunks_exact(PAGE_TOKENS).enumerate() {
+            let found = entries.iter().position(|entry| {
+                entry.parent == parent && entry.salt == open.sequence.salt() && entry.tokens == block
+            });
+            let Some(index) = found else { break };
+            if let Some(copy) = entries[index].sealed {
+                let unused = sealed_uses[copy.slot() as usize] == 0 && sealed[page] != 0;
+                available[1] += usize::from(busy[index] && unused);
+            } else if let Some(copy) = entries[index].exact {
+                let unused = exact_uses[copy.slot() as usize] == 0 && exact[page] != 0;
+                available[0] += usize::from(busy[index] && unused);
+            }
+            parent = found;
+        }
+
         // The page being filled is copied if somebody else has it too. If that is only a tail of the tree and there is
         // no room, the tree gives it up.
         if !start.is_multiple_of(PAGE_TOKENS) {

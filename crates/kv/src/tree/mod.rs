@@ -167,6 +167,11 @@ impl Tree {
         self.relist(id);
     }
 
+    /// The root of a salt, if there is one.
+    pub(crate) fn find_root(&self, salt: u64) -> Option<NodeId> {
+        self.roots.get(&salt).copied()
+    }
+
     /// The root of a salt, made if it is not there.
     pub(crate) fn root(&mut self, salt: u64) -> NodeId {
         if let Some(&root) = self.roots.get(&salt) {
@@ -242,16 +247,54 @@ impl Tree {
     /// Gives a node a bf16 copy of the page it has sealed.
     pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: u32) {
         debug_assert!(self.node(id).exact == 0 && self.node(id).sealed != 0);
-        // The tree may have the beginning of this very page as a tail.
-        let tail = self.exact_owner[exact as usize];
-        if tail != NONE {
-            self.remove(pools, tail);
-        }
+        self.drop_tail_of(pools, exact);
         pools.exact.share(Pools::exact_page(exact));
         self.exact_owner[exact as usize] = id;
         self.node_mut(id).exact = exact;
         self.counts.warm += 1;
         self.refresh(pools, id);
+    }
+
+    /// Lets a node own `page` in place of one with the same rows that nobody uses and that could not be evicted,
+    /// because a sequence holds a node below. True if that freed a page.
+    pub(crate) fn adopt(&mut self, pools: &mut Pools, id: NodeId, (exact, sealed): (u32, u32)) -> bool {
+        let node = self.node(id);
+        if !node.busy {
+            return false;
+        }
+        let (old_exact, old_sealed) = (node.exact, node.sealed);
+        if old_sealed != 0 {
+            if sealed == 0 || sealed == old_sealed || pools.sealed_owners(old_sealed) > 1 {
+                return false;
+            }
+            debug_assert_eq!(self.sealed_owner[sealed as usize], NONE);
+            pools.sealed.share(Pools::sealed_page(sealed));
+            pools.sealed.release(Pools::sealed_page(old_sealed));
+            self.sealed_owner[old_sealed as usize] = NONE;
+            self.sealed_owner[sealed as usize] = id;
+            self.node_mut(id).sealed = sealed;
+        } else {
+            if exact == 0 || exact == old_exact || pools.exact_owners(old_exact) > 1 {
+                return false;
+            }
+            self.drop_tail_of(pools, exact);
+            pools.exact.share(Pools::exact_page(exact));
+            pools.exact.release(Pools::exact_page(old_exact));
+            self.exact_owner[old_exact as usize] = NONE;
+            self.exact_owner[exact as usize] = id;
+            self.node_mut(id).exact = exact;
+        }
+        self.refresh(pools, id);
+        true
+    }
+
+    /// If the tree has the beginning of a full page as a tail: not any more.
+    fn drop_tail_of(&mut self, pools: &mut Pools, exact: u32) {
+        let tail = self.exact_owner[exact as usize];
+        if tail != NONE {
+            debug_assert!(self.node(tail).hash.is_none(), "one page in two nodes");
+            self.remove(pools, tail);
+        }
     }
 
     /// Tails that say nothing beyond `tokens` go: what is new below `parent` begins with them.

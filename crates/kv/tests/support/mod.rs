@@ -59,7 +59,7 @@ pub fn text(text: u32, count: usize) -> Vec<u32> {
 
 impl Cache {
     pub fn new(options: LedgerOptions) -> Cache {
-        let ledger = Ledger::new(options).unwrap();
+        let ledger = Ledger::new(options).expect("valid options");
         let slots = ledger.slots();
         Cache {
             ledger,
@@ -88,7 +88,7 @@ impl Cache {
     pub fn prompt(&mut self, salt: u64, prompt: &[u32], mode: Extend) -> Open {
         let mut open = self.open(salt, prompt);
         let cached = open.sequence.len();
-        self.extend(&mut open, &prompt[cached..], mode).unwrap();
+        self.extend(&mut open, &prompt[cached..], mode).expect("room for the prompt");
         open
     }
 
@@ -354,7 +354,7 @@ impl Cache {
 
     /// Nothing is open and nothing is kept: every page is free.
     pub fn assert_empty(&self) {
-        self.ledger.audit(&[]).unwrap();
+        self.ledger.audit(&[]).expect("right books");
         let stats = self.ledger.stats();
         for pool in [stats.exact, stats.sealed, stats.scratch] {
             assert_eq!(pool.free, pool.pages);
@@ -363,7 +363,7 @@ impl Cache {
 
     pub fn audit(&self, open: &[&Open]) {
         let sequences: Vec<&Sequence> = open.iter().map(|open| &open.sequence).collect();
-        self.ledger.audit(&sequences).unwrap();
+        self.ledger.audit(&sequences).expect("right books");
     }
 }
 
