@@ -2,19 +2,19 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use oscar_codec::PageFormat;
 use oscar_kernels::Backend;
-use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
+use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kv::{PAGE_TOKENS, PagePool, PageTable};
 use oscar_model::text::StreamDecoder;
 use oscar_model::{Activations, LoadedModel};
 
-use crate::draw::{draw, fresh_seed};
+use crate::draw::fresh_seed;
 use crate::error::EngineError;
-use crate::request::{Event, FinishReason, GenerateOptions, Summary};
-use crate::stop::StopFilter;
+use crate::event::{Event, FinishReason, Summary};
+use crate::output::Output;
+use crate::request::{GenerateOptions, Limits, Request};
 
 /// Context when the user does not ask for one; longer ones cost memory that most runs never use.
 const DEFAULT_CONTEXT: usize = 32 * 1024;
@@ -56,12 +56,7 @@ impl<B: Backend> Engine<B> {
         let most = model.config().max_context;
         let context = options.context.unwrap_or(most.min(DEFAULT_CONTEXT));
         if context == 0 || context > most {
-            let value = context.to_string();
-            return Err(EngineError::BadOption {
-                name: "context",
-                value,
-                expected: "1 up to the model's context",
-            });
+            return Err(EngineError::bad_option("context", context, format!("1 to {most}, the model's own")));
         }
         let prefill_chunk = options.prefill_chunk.clamp(1, context);
         let pool = PagePool::new(context.div_ceil(PAGE_TOKENS));
@@ -98,73 +93,42 @@ impl<B: Backend> Engine<B> {
         options: &GenerateOptions,
         mut on_event: impl FnMut(Event) -> ControlFlow<()>,
     ) -> Result<Summary, EngineError> {
-        options.sampling.validate()?;
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt.len() > self.context {
-            return Err(EngineError::PromptTooLong { tokens: prompt.len(), context: self.context });
-        }
-        let begin = Instant::now();
-        let mut summary = Summary {
-            finish: FinishReason::Length,
-            prompt_tokens: prompt.len(),
-            cached_tokens: self.keep_common_prefix(prompt),
-            tokens: Vec::new(),
-            logprobs: Vec::new(),
-            seed: options.sampling.seed.unwrap_or_else(fresh_seed),
-            first_token: Duration::ZERO,
-            decode: Duration::ZERO,
-        };
-        if self.prefill(prompt, &mut on_event)?.is_break() {
-            summary.finish = FinishReason::Cancelled;
-            return Ok(summary);
-        }
-        if options.max_tokens == Some(0) {
-            return Ok(summary);
-        }
-        let tokenizer = self.model.tokenizer();
-        let mut decoder = StreamDecoder::new(Arc::clone(tokenizer));
+        let vocabulary = self.model.config().vocab_size;
+        let request = Request::new(prompt, options.clone());
+        request.validate(&Limits { context: self.context, vocabulary, choices: 1 })?;
+        let tokenizer = Arc::clone(self.model.tokenizer());
+        let mut decoder = StreamDecoder::new(Arc::clone(&tokenizer));
         if options.new_text {
             decoder = decoder.from_start();
         }
-        let mut stops = StopFilter::new(&options.stop);
-        let mut emit = |text: String| {
-            if text.is_empty() { ControlFlow::Continue(()) } else { on_event(Event::Text(text)) }
-        };
-        summary.finish = loop {
-            let token = self.sample(options, &mut summary)?;
-            if summary.tokens.len() == 1 {
-                summary.first_token = begin.elapsed();
-            }
-            if !options.ignore_end && self.model.is_end(token) {
-                break FinishReason::End;
-            }
-            if let Some(piece) = decoder.push(token)? {
-                let filtered = stops.push(&piece);
-                if emit(filtered.text).is_break() {
-                    break FinishReason::Cancelled;
-                }
-                if filtered.stopped {
-                    break FinishReason::Stop;
-                }
-            }
-            if options.max_tokens.is_some_and(|most| summary.tokens.len() >= most) {
-                break FinishReason::Length;
-            }
-            if self.stored.len() >= self.context {
-                break FinishReason::Context;
-            }
-            self.step(&[token])?;
-        };
-        summary.decode = begin.elapsed() - summary.first_token;
-        if summary.finish != FinishReason::Stop && summary.finish != FinishReason::Cancelled {
-            let rest = decoder.finish().unwrap_or_default();
-            let filtered = stops.push(&rest);
-            let held = if filtered.stopped { String::new() } else { stops.finish() };
-            let _ = emit(filtered.text + &held);
+        let seed = options.sampling.seed.unwrap_or_else(fresh_seed);
+        let options = Arc::new(request.options);
+        let mut output =
+            Output::new(&options, seed, prompt, tokenizer.end_ids(), vocabulary, None, Box::new(decoder));
+        output.start();
+        output.cached_tokens = self.keep_common_prefix(prompt);
+        if self.prefill(prompt, &mut on_event)?.is_break() {
+            return Ok(output.summary(FinishReason::Cancelled));
         }
-        Ok(summary)
+        if options.max_tokens == Some(0) {
+            return Ok(output.summary(FinishReason::Length));
+        }
+        let finish = loop {
+            output.prepare()?;
+            let setting = output.setting(tokenizer.vocab_size());
+            let drawn =
+                self.model.model().backend().sample(self.activations.logits(), &[setting])?.remove(0)?;
+            let id = drawn.token;
+            let room = self.stored.len() < self.context;
+            let (token, finish) = output.push(drawn, tokenizer.is_end(id), room)?;
+            let broken_off = on_event(Event::Token { choice: 0, token }).is_break();
+            match finish {
+                Some(finish) => break finish,
+                None if broken_off => break FinishReason::Cancelled,
+                None => self.step(&[id])?,
+            }
+        };
+        Ok(output.summary(finish))
     }
 
     /// Keeps what the prompt shares with the stored sequence and drops the rest. The last prompt token is always
@@ -187,12 +151,12 @@ impl<B: Backend> Engine<B> {
         on_event: &mut impl FnMut(Event) -> ControlFlow<()>,
     ) -> Result<ControlFlow<()>, EngineError> {
         let first = self.stored.len();
-        let total = prompt.len() - first;
+        let total = prompt.len();
         while self.stored.len() < prompt.len() {
             let start = self.stored.len();
             let end = (start + self.prefill_chunk).min(prompt.len());
             self.step(&prompt[start..end])?;
-            if on_event(Event::Prefill { done: end - first, total }).is_break() {
+            if on_event(Event::Prefill { done: end, total, cached: first }).is_break() {
                 return Ok(ControlFlow::Break(()));
             }
         }
@@ -208,21 +172,5 @@ impl<B: Backend> Engine<B> {
         self.model.model().forward(&batch, &[tokens.len() - 1], &mut self.cache, &mut self.activations)?;
         self.stored.extend_from_slice(tokens);
         Ok(())
-    }
-
-    fn sample(&self, options: &GenerateOptions, summary: &mut Summary) -> Result<u32, EngineError> {
-        let sampling = &options.sampling;
-        let setting = Sampling {
-            temperature: sampling.temperature,
-            top_k: sampling.top_k,
-            top_p: sampling.top_p,
-            min_p: sampling.min_p,
-            vocabulary: self.model.tokenizer().vocab_size(),
-            draw: draw(summary.seed, summary.tokens.len() as u64),
-        };
-        let drawn = self.model.model().backend().sample(self.activations.logits(), &[setting])?[0];
-        summary.tokens.push(drawn.token);
-        summary.logprobs.push(drawn.logprob);
-        Ok(drawn.token)
     }
 }

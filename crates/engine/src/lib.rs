@@ -7,10 +7,20 @@
 mod draw;
 mod engine;
 mod error;
+mod event;
+mod filter;
+mod mock;
+mod output;
+mod penalties;
 mod request;
+mod serve;
 mod stop;
 
 pub use draw::draw;
 pub use engine::{Engine, EngineOptions};
 pub use error::EngineError;
-pub use request::{Event, FinishReason, GenerateOptions, SamplingOptions, Summary};
+pub use event::{Event, FinishReason, MatchedStop, PromptLogprob, Sink, Summary, Token};
+pub use filter::{TokenFilter, TokenMask};
+pub use mock::{MOCK_END, MockEngine, MockOptions};
+pub use request::{GenerateOptions, MAX_TOP_LOGPROBS, Request, SamplingOptions};
+pub use serve::{Answer, EngineInfo, EngineStats, RequestHandle, Serve};

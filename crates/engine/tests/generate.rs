@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use oscar_engine::{
-    Engine, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, SamplingOptions, Summary,
+    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplingOptions, Summary,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_model::LoadedModel;
@@ -27,16 +27,15 @@ fn prompt(len: usize) -> Vec<u32> {
 }
 
 fn options(max_tokens: usize) -> GenerateOptions {
-    GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() }
+    let logprobs = Some(0);
+    GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, logprobs, ..GenerateOptions::default() }
 }
 
 fn run(engine: &mut TestEngine, prompt: &[u32], options: &GenerateOptions) -> (Summary, String) {
     let mut text = String::new();
     let summary = engine
         .generate(prompt, options, |event| {
-            if let Event::Text(piece) = event {
-                text.push_str(&piece);
-            }
+            text.push_str(event.text().unwrap_or_default());
             ControlFlow::Continue(())
         })
         .unwrap();
@@ -60,7 +59,14 @@ fn seeded_answers_repeat_and_seeds_differ() {
     let mut engine = engine(&EngineOptions::default());
     let mut answer = |seed| {
         engine.reset();
-        let sampling = SamplingOptions { temperature: 1.0, top_p: 0.95, top_k: 40, min_p: 0.01, seed };
+        let sampling = SamplingOptions {
+            temperature: 1.0,
+            top_p: 0.95,
+            top_k: 40,
+            min_p: 0.01,
+            seed,
+            ..SamplingOptions::default()
+        };
         run(&mut engine, &prompt(20), &GenerateOptions { sampling, ..options(30) }).0
     };
     let first = answer(Some(1));
