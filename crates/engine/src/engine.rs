@@ -60,7 +60,7 @@ impl<B: Backend> Engine<B> {
         }
         let prefill_chunk = options.prefill_chunk.clamp(1, context);
         let pool = PagePool::new(context.div_ceil(PAGE_TOKENS));
-        let cache = model.model().cache(PageFormat::Bf16, pool.slots())?;
+        let cache = model.model().cache(pool.slots())?;
         let activations = model.model().activations(prefill_chunk, 1)?;
         let (stored, table) = (Vec::new(), PageTable::new());
         Ok(Engine { model, context, prefill_chunk, pool, cache, activations, stored, table })
@@ -167,7 +167,7 @@ impl<B: Backend> Engine<B> {
     fn step(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
         let start = self.stored.len();
         self.table.reserve(start + tokens.len(), &mut self.pool)?;
-        let rows = SequenceRows { start, len: tokens.len(), pages: self.table.slots() };
+        let rows = SequenceRows::exact(start, tokens.len(), self.table.slots());
         let batch = Batch { tokens, sequences: &[rows] };
         self.model.model().forward(&batch, &[tokens.len() - 1], &mut self.cache, &mut self.activations)?;
         self.stored.extend_from_slice(tokens);

@@ -24,6 +24,7 @@ mod floats;
 mod neon;
 pub mod page;
 mod scalar;
+pub mod sealed;
 mod state;
 #[cfg(test)]
 mod tests;

@@ -1,7 +1,7 @@
 //! The steps of encoding and decoding up to a page of rows, compiled once per instruction set.
 
 use half::bf16;
-use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::code_page::CodeLayout;
 use oscar_codec::quantise::RowFormat;
 use oscar_codec::{HeadTransform, Side};
 
@@ -17,7 +17,7 @@ pub(super) struct Head {
     pub(super) rotation: Panels,
     pub(super) inverse: Panels,
     pub(super) format: RowFormat,
-    pub(super) layout: Int2Layout,
+    pub(super) layout: CodeLayout,
 }
 
 /// A step over up to 64 rows, ready to run on any width.

@@ -24,9 +24,11 @@ mod lanes;
 mod pack;
 mod quantise;
 mod rotate;
+mod seal;
 #[cfg(test)]
 mod tests;
 
 pub use encoder::{Int2Encoder, Scratch};
 pub use fast::FastInt2;
 pub use rotate::Element;
+pub use seal::{SealScratch, Sealer};

@@ -1,10 +1,10 @@
-//! Blocks of codes into pages and out of them, in the order that `oscar_codec::int2_page` defines.
+//! Blocks of codes into pages and out of them, in the order that `oscar_codec::code_page` defines.
 //!
 //! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels, a V word to one
 //! channel and the sixteen tokens of a block; both are built from whole registers of bytes by shifts, without ever
 //! moving a single code.
 
-use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
 use super::lanes::BLOCK;
@@ -14,7 +14,7 @@ use super::quantise::BlockCodes;
 /// Other tokens stay as they are.
 #[inline(always)]
 pub(super) fn write_block(
-    layout: &Int2Layout,
+    layout: &CodeLayout,
     side: Side,
     page: &mut [u8],
     first: usize,
@@ -89,7 +89,7 @@ fn value_word(codes: &[u8; BLOCK]) -> u32 {
 /// a multiple of 16.
 #[inline(always)]
 pub(super) fn read_block(
-    layout: &Int2Layout,
+    layout: &CodeLayout,
     side: Side,
     page: &[u8],
     first: usize,
