@@ -1,7 +1,9 @@
 //! Why a request failed. The engine stays usable after each of these.
 
+use std::sync::Arc;
+
 use oscar_kernels::KernelError;
-use oscar_kv::PoolExhausted;
+use oscar_kv::{KvError, Shortage};
 use oscar_model::text::TextError;
 
 /// Why a request failed, or why an engine could not start.
@@ -18,16 +20,22 @@ pub enum EngineError {
     BadOption { name: &'static str, value: String, expected: String },
     #[error("{queued} requests are waiting already, as many as may wait")]
     QueueFull { queued: usize },
-    #[error("{needed}, but {available}")]
-    OutOfPages { needed: String, available: String },
+    #[error("a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}")]
+    MemoryTooSmall { context: usize, needed: usize, memory: usize, parts: String },
+    #[error("the KV cache is too small for this request: {0}")]
+    Shortage(#[from] Shortage),
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    #[error("{0}")]
+    Shared(Arc<EngineError>),
     #[error("request {id} is not open: it was not kept open, or has been closed")]
     NotOpen { id: u64 },
     #[error("the engine has stopped")]
     Stopped,
+    #[error("the model computed keys or values that are not finite")]
+    NotFinite,
     #[error("the filter of allowed tokens failed: {0}")]
     Filter(String),
-    #[error(transparent)]
-    Pages(#[from] PoolExhausted),
     #[error(transparent)]
     Kernel(#[from] KernelError),
     #[error(transparent)]

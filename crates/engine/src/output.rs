@@ -39,6 +39,7 @@ pub(crate) struct Output {
     pub(crate) cached_tokens: usize,
     pub(crate) prompt_logprobs: Vec<PromptLogprob>,
     pub(crate) preemptions: usize,
+    pub(crate) submitted: Instant,
     options: Arc<GenerateOptions>,
     seed: u64,
     tokens: Vec<u32>,
@@ -49,7 +50,6 @@ pub(crate) struct Output {
     stops: StopFilter,
     changes: LogitChanges,
     filter: Option<(Box<dyn TokenFilter>, TokenMask)>,
-    submitted: Instant,
     started: Option<Instant>,
     first: Option<Instant>,
 }

@@ -6,6 +6,8 @@
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 
+use oscar_kv::LedgerStats;
+
 use crate::error::EngineError;
 use crate::event::{Event, Sink, Summary};
 use crate::request::Request;
@@ -122,6 +124,12 @@ impl Answer {
         self.handle.take()
     }
 
+    /// The handle, and the events for an iterator of one's own.
+    pub(crate) fn split(mut self) -> (RequestHandle, Answer) {
+        let handle = self.handle.take().expect("an answer to a new request has its handle");
+        (handle, self)
+    }
+
     /// Waits for the end: the summary of each choice, in order.
     pub fn wait(mut self) -> Result<Vec<Summary>, Arc<EngineError>> {
         self.finish()
@@ -208,6 +216,27 @@ pub struct EngineStats {
     pub cached_tokens: u64,
     /// Tokens drawn.
     pub generated_tokens: u64,
+    /// Where the pages are.
+    pub cache: LedgerStats,
+    /// What is in the cache for each request.
+    pub sequences: Vec<SequenceView>,
+}
+
+/// What is in the cache for one answer, prompt or open request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SequenceView {
+    /// Number of the request.
+    pub request: u64,
+    /// Which answer.
+    pub choice: usize,
+    /// Tokens in the cache.
+    pub tokens: usize,
+    /// Those of them that came from the prefix tree.
+    pub cached_tokens: usize,
+    /// Pages in bf16: sink, recent window and the page being filled.
+    pub exact_pages: usize,
+    /// Sealed pages; those of a window may be in bf16 too.
+    pub sealed_pages: usize,
 }
 
 /// A sink that several answers share.
