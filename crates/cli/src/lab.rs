@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::cpu::CpuBackend;
+use oscar_lab::calibrate::means::{MEAN_TOKENS, estimate_key_means};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::zoo::{self, RotationFile};
 use oscar_model::source::Settings;
@@ -122,10 +123,18 @@ impl RotationArguments {
             tracing::warn!("{warning}");
         }
         tracing::info!("rotations: {}", path.display());
-        Ok(Some(match config.rope.layout {
+        let mut file = match config.rope.layout {
             RopeLayout::Halves => file,
             RopeLayout::Interleaved => zoo::interleaved::to_interleaved(&file, config.rope.rotary_dim),
-        }))
+        };
+        if file.sets().any(|(_, set)| set.values().any(|layer| layer.keys.means.is_none())) {
+            tracing::warn!(
+                "{} has no mean keys; they are estimated from {MEAN_TOKENS} tokens of generated prose",
+                path.display()
+            );
+            estimate_key_means(&subject.model, &mut file)?;
+        }
+        Ok(Some(file))
     }
 }
 

@@ -292,6 +292,11 @@ impl Sequence {
     }
 }
 
+/// The fast paths; plain Rust has its turn where it costs little.
+fn fast_paths() -> impl Iterator<Item = Isa> {
+    Isa::available().into_iter().filter(|&isa| isa != Isa::Scalar)
+}
+
 fn widen(row: &[f32]) -> Vec<f64> {
     row.iter().map(|&x| f64::from(x)).collect()
 }
@@ -322,7 +327,7 @@ fn decoding_equals_the_oracle_at_every_edge() {
         let shape = Shape { kv_heads: 2, group, d, layers: 1 };
         let edges = edges(windows);
         let tokens = edges.last().unwrap() + 1;
-        for isa in Isa::available() {
+        for isa in fast_paths() {
             let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
             for position in 0..tokens {
                 let out = sequence.decode(position);
@@ -367,7 +372,7 @@ fn every_format_reads_what_it_sealed() {
 fn prefill_seals_the_bytes_that_decoding_seals() {
     let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
     let windows = PageWindows { sink: 1, recent: 2 };
-    for isa in Isa::available() {
+    for isa in fast_paths() {
         let tokens = 64 * 7 + 1;
         let mut decoded = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
         (0..tokens).for_each(|position| {
@@ -421,19 +426,19 @@ fn what_came_from_elsewhere_may_be_sealed_inside_the_window() {
 fn a_deterministic_row_does_not_depend_on_its_company() {
     let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 1 };
     let windows = PageWindows { sink: 1, recent: 2 };
-    for isa in Isa::available() {
+    for isa in fast_paths() {
         let run = |chunk: usize| {
-            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, 1500);
+            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, 1200);
             sequence.backend = CpuBackend::with_isa(2, isa).deterministic();
-            sequence.prefill(1500, chunk, true)
+            sequence.prefill(1200, chunk, true)
         };
-        let whole = run(1500);
-        for chunk in [64, 128, 500, 1499] {
+        let whole = run(1200);
+        for chunk in [64, 128, 500, 1199] {
             assert_eq!(run(chunk), whole, "{isa} chunks of {chunk}");
         }
-        let mut decoded = Sequence::new(isa, shape, int2(shape, 1), windows, 1500);
+        let mut decoded = Sequence::new(isa, shape, int2(shape, 1), windows, 1200);
         decoded.backend = CpuBackend::with_isa(1, isa).deterministic();
-        let rows: Vec<f32> = (0..1500).flat_map(|position| decoded.decode(position)).collect();
+        let rows: Vec<f32> = (0..1200).flat_map(|position| decoded.decode(position)).collect();
         assert_eq!(rows, whole, "{isa} token by token");
     }
 }
