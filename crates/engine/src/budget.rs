@@ -127,7 +127,8 @@ impl Budget {
             budget.scratch = Share { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
             if context > options.prefill_chunk {
                 // A row of hidden states and its rotary angles, in f32.
-                budget.hidden_bytes = context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
+                budget.hidden_bytes =
+                    context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
             }
         }
         (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed);
@@ -201,7 +202,8 @@ impl Budget {
     }
 
     fn parts(&self) -> String {
-        let mut parts = vec![format!("{} bf16 pages of {}", self.exact.pages + 1, bytes(self.exact.page_bytes))];
+        let mut parts =
+            vec![format!("{} bf16 pages of {}", self.exact.pages + 1, bytes(self.exact.page_bytes))];
         for (share, name) in [(&self.sealed, "sealed pages"), (&self.scratch, "pages of prefill scratch")] {
             if share.page_bytes > 0 {
                 parts.push(format!("{} {name} of {}", share.pages + 1, bytes(share.page_bytes)));
@@ -233,7 +235,8 @@ impl fmt::Display for Budget {
             writeln!(f, "{name:<16} {pages:>10} {each:>12} {:>12}", bytes(total))
         };
         line("KV cache", "pages".into(), "each".into(), self.total_bytes())?;
-        let shares = [("bf16", &self.exact), (self.kv.as_str(), &self.sealed), ("prefill scratch", &self.scratch)];
+        let shares =
+            [("bf16", &self.exact), (self.kv.as_str(), &self.sealed), ("prefill scratch", &self.scratch)];
         for (name, share) in shares {
             if share.page_bytes > 0 {
                 line(name, share.pages.to_string(), bytes(share.page_bytes), share.bytes())?;

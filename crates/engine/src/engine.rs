@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{CacheSpec, SealedSpec};
-use oscar_kv::{Ledger, PAGE_TOKENS};
+use oscar_kv::Ledger;
 use oscar_model::LoadedModel;
 
 use crate::budget::{Budget, Shape};
@@ -18,9 +18,6 @@ use crate::request::{GenerateOptions, Limits, Request};
 use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink};
 use crate::settings::EngineOptions;
-
-// The bookkeeping and the page formats count tokens on their own.
-const _: () = assert!(PAGE_TOKENS == oscar_codec::PAGE_TOKENS);
 
 /// A model with a KV cache that answers many requests at a time.
 pub struct Engine<B: Backend> {
@@ -58,8 +55,7 @@ impl<B: Backend> Engine<B> {
         let chunk_rows = options.prefill_chunk.min(budget.context);
         let max_running = options.max_running;
         let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
-        let rules =
-            Rules { context: budget.context, chunk_rows, max_running, prompt_mode: options.extend() };
+        let rules = Rules { context: budget.context, chunk_rows, max_running, prompt_mode: options.extend() };
         let info = EngineInfo {
             context: budget.context,
             vocabulary: config.vocab_size,
@@ -71,8 +67,7 @@ impl<B: Backend> Engine<B> {
             bits_per_element: budget.bits_per_element,
             capacity_tokens: budget.capacity_tokens(),
         };
-        let limits =
-            Limits { context: budget.context, vocabulary: config.vocab_size, choices: max_running };
+        let limits = Limits { context: budget.context, vocabulary: config.vocab_size, choices: max_running };
         let (sender, commands) = mpsc::channel();
         let shared = Arc::new(Shared::new(sender));
         let scheduler = Scheduler::new(

@@ -20,7 +20,9 @@ pub enum EngineError {
     BadOption { name: &'static str, value: String, expected: String },
     #[error("{queued} requests are waiting already, as many as may wait")]
     QueueFull { queued: usize },
-    #[error("a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}")]
+    #[error(
+        "a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}"
+    )]
     MemoryTooSmall { context: usize, needed: usize, memory: usize, parts: String },
     #[error("the KV cache is too small for this request: {0}")]
     Shortage(#[from] Shortage),

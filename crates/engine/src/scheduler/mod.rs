@@ -171,9 +171,9 @@ impl<B: Backend> Scheduler<B> {
     fn hear(&mut self) -> bool {
         if self.running.is_empty() && self.prefill.is_none() && self.waiting.is_empty() {
             self.publish();
-            match self.commands.recv() {
-                Ok(command) if self.obey(command) => {}
-                _ => return false,
+            let Ok(command) = self.commands.recv() else { return false };
+            if !self.obey(command) {
+                return false;
             }
         }
         while let Ok(command) = self.commands.try_recv() {
@@ -403,7 +403,9 @@ impl<B: Backend> Scheduler<B> {
         };
         let forks: Vec<Sequence> = (1..choices).map(|_| self.ledger.fork(&sequence)).collect();
         let sequences = std::iter::once(sequence).chain(forks);
-        for (((output, sequence), prepared), drawn) in outputs.into_iter().zip(sequences).zip(prepared).zip(drawn) {
+        for (((output, sequence), prepared), drawn) in
+            outputs.into_iter().zip(sequences).zip(prepared).zip(drawn)
+        {
             let drawn = prepared.and(drawn.map_err(EngineError::from));
             self.take_token(running(output, sequence, 0), drawn);
         }

@@ -9,10 +9,11 @@ use std::ops::Range;
 use oscar_codec::PAGE_TOKENS;
 use oscar_kernels::backend::{AttentionSpec, Batch, Sampling, SealPage, SealedRows, SequenceRows};
 use oscar_kernels::{Backend, KernelError};
-use oscar_kv::{Extension, Sequence, Shortage};
+use oscar_kv::{Extend, Extension, SealWork, Sequence, Shortage};
 use oscar_model::LayerAttention;
 
 use super::Scheduler;
+use super::decode::seal_page;
 use super::job::Job;
 use crate::error::EngineError;
 use crate::event::{Event, PromptLogprob};
@@ -98,7 +99,7 @@ impl<B: Backend> Scheduler<B> {
     }
 
     /// The tokens of the next extension and how they are computed.
-    fn remaining(&self, prefill: &Prefill<B>) -> Option<(Range<usize>, oscar_kv::Extend)> {
+    fn remaining(&self, prefill: &Prefill<B>) -> Option<(Range<usize>, Extend)> {
         let start = prefill.sequence.len();
         let segment = prefill.job.segments.iter().find(|segment| segment.end > start)?;
         Some((start..segment.end, segment.mode))
@@ -130,10 +131,9 @@ impl<B: Backend> Scheduler<B> {
     fn plan(&self, rows: Range<usize>, extension: Extension) -> Work<B> {
         let recent = self.ledger.options().windows.recent;
         let scratch_from = self.ledger.slots().exact as u32;
-        let page = |work: &oscar_kv::SealWork| SealPage { exact: work.from, sealed: work.to.slot() };
-        let (before, after): (Vec<_>, Vec<_>) =
+        let (before, after): (Vec<SealWork>, Vec<SealWork>) =
             extension.seal.iter().partition(|work| work.page < extension.exact_from);
-        let mut before = before.into_iter().peekable();
+        let mut before = before.iter().peekable();
         let chunk_rows = self.chunk_rows;
         let mut chunks = Vec::new();
         for start in rows.clone().step_by(chunk_rows) {
@@ -141,12 +141,11 @@ impl<B: Backend> Scheduler<B> {
             let last_page = (rows.end - 1) / PAGE_TOKENS;
             let mut seal_before = Vec::new();
             while let Some(work) = before.next_if(|work| work.page + recent < last_page) {
-                seal_before.push(page(work));
+                seal_before.push(seal_page(work));
             }
             chunks.push(Chunk { rows, seal_before, kept: None });
         }
-        let mut seal_after: Vec<SealPage> = before.map(page).collect();
-        seal_after.extend(after.into_iter().map(page));
+        let seal_after: Vec<SealPage> = before.chain(&after).map(seal_page).collect();
         let scratch = extension.seal.iter().any(|work| work.from >= scratch_from);
         let layer_major = chunks.len() > 1 && (scratch || !seal_after.is_empty());
         Work { extension, chunks, layer_major, seal_after, layer: 0, chunk: 0 }
@@ -268,9 +267,10 @@ impl<B: Backend> Scheduler<B> {
         let (mut done, total) = (sequence.len(), job.tokens.len());
         if let Some(work) = work {
             let layers = self.model.config().layers;
-            let chunk = work.chunks.get(work.chunk).map_or(work.extension.len, |chunk| {
-                chunk.rows.start - work.extension.start
-            });
+            let chunk = work
+                .chunks
+                .get(work.chunk)
+                .map_or(work.extension.len, |chunk| chunk.rows.start - work.extension.start);
             done = work.extension.start;
             done += if work.layer_major {
                 (work.extension.len * work.layer + chunk) / layers.max(1)

@@ -20,7 +20,8 @@ impl<B: Backend> Scheduler<B> {
         }
         let Some(order) = order else { return false };
         let youngest = self.running.last().map(Running::order).filter(|&youngest| youngest > order);
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.job.order()).filter(|&prefill| prefill > order);
+        let prefill =
+            self.prefill.as_ref().map(|prefill| prefill.job.order()).filter(|&prefill| prefill > order);
         match (youngest, prefill) {
             (None, None) => false,
             (Some(youngest), prefill) if prefill.is_none_or(|prefill| prefill < youngest) => {
@@ -48,9 +49,11 @@ impl<B: Backend> Scheduler<B> {
             self.ledger.close(sequence);
             return true;
         }
-        let waiting = self.waiting.iter_mut().rev().find(|job| {
-            job.sequence.is_some() && order.is_none_or(|order| job.order() != order)
-        });
+        let waiting = self
+            .waiting
+            .iter_mut()
+            .rev()
+            .find(|job| job.sequence.is_some() && order.is_none_or(|order| job.order() != order));
         if let Some(sequence) = waiting.and_then(|job| job.sequence.take()) {
             self.ledger.close(sequence);
             return true;
