@@ -180,7 +180,7 @@ impl Cache {
     pub(super) fn sealing(&mut self) -> Option<Sealing<'_>> {
         let Cache { spec, page_len, exact, scratch, sealed } = self;
         let SealedPool { sealer, bytes, .. } = sealed.as_mut()?;
-        let ranges = DisjointSlice::new(&mut **bytes);
+        let ranges = DisjointSlice::new(bytes);
         Some(Sealing { spec, page_len: *page_len, exact, scratch, sealer, bytes: ranges })
     }
 

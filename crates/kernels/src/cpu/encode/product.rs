@@ -65,14 +65,49 @@ impl Step for Product<'_> {
                 Some(matrix) => unsafe { multiply::<V>(input, matrix, dim, finish, rows) },
                 None => {
                     for (input, row) in input.chunks_exact(dim).zip(rows.chunks_exact_mut(dim)) {
-                        // The definition adds each number to zero, which takes the sign of a negative zero.
-                        let sums = input.iter().map(|x| x + 0.0);
-                        for (channel, (out, sum)) in row.iter_mut().zip(sums).enumerate() {
-                            *out = finish_one(finish, channel, sum);
-                        }
+                        // SAFETY: as above.
+                        unsafe { finish_row::<V>(input, finish, row) };
                     }
                 }
             }
+        }
+    }
+}
+
+/// One row that is not multiplied.
+///
+/// # Safety
+/// The CPU has the instructions of `V`; the slices, and a mean to be added, are equally long.
+#[inline(always)]
+unsafe fn finish_row<V: Lanes>(input: &[f32], finish: Finish<'_>, out: &mut [f32]) {
+    let vectors = input.len() / V::WIDTH * V::WIDTH;
+    for channel in (0..vectors).step_by(V::WIDTH) {
+        // SAFETY: the caller promises the instructions, and the lengths end at `vectors` or later.
+        unsafe {
+            // The definition adds each number to zero, which takes the sign of a negative zero.
+            let sum = V::load(input.as_ptr().add(channel)).add(V::splat(0.0));
+            finish_lanes(finish, channel, sum).store(out.as_mut_ptr().add(channel));
+        }
+    }
+    for channel in vectors..input.len() {
+        out[channel] = finish_one(finish, channel, input[channel] + 0.0);
+    }
+}
+
+/// # Safety
+/// The CPU has the instructions of `V`; a mean to be added has channels `channel..channel + WIDTH`.
+#[inline(always)]
+unsafe fn finish_lanes<V: Lanes>(finish: Finish<'_>, channel: usize, sum: V) -> V {
+    // SAFETY: the caller promises both.
+    unsafe {
+        match finish {
+            Finish::Keep => sum,
+            Finish::Bf16 => {
+                // NaN must stay NaN, which the rounding alone does not promise.
+                let limit = V::splat(f32::INFINITY);
+                sum.magnitude().where_less(limit, sum.round_to_bf16(), sum)
+            }
+            Finish::Add(mean) => sum.add(V::load(mean.as_ptr().add(channel))),
         }
     }
 }
@@ -110,8 +145,8 @@ unsafe fn multiply<V: Lanes>(input: &[f32], matrix: &[f32], dim: usize, finish: 
     let mut tile = Tile { input, matrix, dim, finish, out };
     let rows = input.len() / dim;
     let mut channel = 0;
-    // One row has no use for a register of its own number, but needs many sums in flight; more rows get wide strips
-    // of four registers, which stay in the first-level cache for all rows.
+    // One row needs many sums in flight, hence wide strips; with more rows four registers of channels are enough and
+    // leave room for the sums of other rows.
     // SAFETY: the caller promises the instructions and the shapes; columns end at `dim`.
     unsafe {
         if rows == 1 {
@@ -165,6 +200,14 @@ impl Tile<'_> {
                         self.rows::<V, COLUMNS, 6>(row, channel);
                         row += 6;
                     }
+                    if row + 4 <= rows {
+                        self.rows::<V, COLUMNS, 4>(row, channel);
+                        row += 4;
+                    }
+                    if row + 3 <= rows {
+                        self.rows::<V, COLUMNS, 3>(row, channel);
+                        row += 3;
+                    }
                 }
                 while row + 2 <= rows {
                     self.rows::<V, COLUMNS, 2>(row, channel);
@@ -208,15 +251,7 @@ impl Tile<'_> {
                 for c in 0..COLUMNS {
                     let sum = sums[r][c];
                     let first = channel + c * V::WIDTH;
-                    let value = match self.finish {
-                        Finish::Keep => sum,
-                        Finish::Bf16 => {
-                            // NaN must stay NaN, which the rounding alone does not promise.
-                            let limit = V::splat(f32::INFINITY);
-                            sum.magnitude().where_less(limit, sum.round_to_bf16(), sum)
-                        }
-                        Finish::Add(mean) => sum.add(V::load(mean.as_ptr().add(first))),
-                    };
+                    let value = finish_lanes(self.finish, first, sum);
                     value.store(self.out.as_mut_ptr().add((row + r) * dim + first));
                 }
             }
