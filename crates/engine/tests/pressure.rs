@@ -49,7 +49,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
             .map(|(prompt, options)| (prompt.len() + options.max_tokens.unwrap()).div_ceil(64))
             .sum();
         // Sealed pages are smaller, so the windows of all requests are what must not fit.
-        let pages = if format == "bf16" { need / 4 } else { 26 };
+        let pages = if format == "bf16" { need / 4 } else { 42 };
         let tight = EngineOptions { max_running: 12, ..fixed_options(&model, format, Some(pages)) };
         let engine = TestEngine::new(model.clone(), &EngineOptions { context: Some(640), ..tight }).unwrap();
         println!("{format}\n{}", engine.budget());
