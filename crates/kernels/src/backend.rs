@@ -225,7 +225,7 @@ pub struct Batch<'a> {
 
 /// How one token is drawn from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
+pub struct Sampling<'a> {
     /// 0 takes the most likely token, the lowest id on a tie.
     pub temperature: f32,
     /// Keep the `top_k` most likely tokens; 0 keeps all.
@@ -238,15 +238,54 @@ pub struct Sampling {
     pub vocabulary: usize,
     /// Uniform draw in `[0, 1)`; ignored when greedy. The caller owns the random state, so devices agree.
     pub draw: f32,
+    /// Changes of single logits before anything else (penalties, biases).
+    pub changes: &'a [LogitChange],
+    /// One bit per token, lowest first: tokens without a bit are not drawn. `None` allows all.
+    pub allowed: Option<&'a [u32]>,
+    /// Takes this token instead of drawing one: its probability is what is asked for.
+    pub given: Option<u32>,
+    /// Report the probability of the token and of this many most likely ones; `None` saves the work.
+    pub logprobs: Option<usize>,
+}
+
+impl Default for Sampling<'_> {
+    /// Greedy, nothing reported.
+    fn default() -> Self {
+        Sampling {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            vocabulary: usize::MAX,
+            draw: 0.0,
+            changes: &[],
+            allowed: None,
+            given: None,
+            logprobs: None,
+        }
+    }
+}
+
+/// A change of the logit of one token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitChange {
+    /// Token id; one outside the vocabulary changes nothing.
+    pub token: u32,
+    /// Divides a positive logit and multiplies a negative one (repetition penalty); 1 changes nothing.
+    pub penalty: f32,
+    /// Added after that; negative infinity rules the token out.
+    pub add: f32,
 }
 
 /// A drawn token.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     /// Token id.
     pub token: u32,
-    /// Natural logarithm of its probability under the unmodified logits.
-    pub logprob: f32,
+    /// Natural logarithm of its probability under the unmodified logits, if asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens under the unmodified logits, most likely first, as many as asked for.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// A device that can run a decoder-only transformer.
@@ -359,6 +398,10 @@ pub trait Backend: Send + Sync + 'static {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Draws one token per row of logits.
-    fn sample(&self, logits: &Self::Buffer, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError>;
+    /// Draws one token per row of logits. A row that is not finite is an error of that row only.
+    fn sample(
+        &self,
+        logits: &Self::Buffer,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError>;
 }

@@ -1,7 +1,7 @@
 //! [`Backend`] on the CPU: checks shapes, splits work over the pool, calls the kernels.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use oscar_codec::HeadIndex;
 
@@ -397,11 +397,18 @@ impl Backend for CpuBackend {
         self.projector(&mut self.workspace().project).run(input, &[head], out, Mode::Store)
     }
 
-    fn sample(&self, logits: &Matrix, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError> {
+    fn sample(
+        &self,
+        logits: &Matrix,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
         let rows = logits.first_rows("logits", settings.len())?;
-        rows.chunks_exact(logits.cols().max(1))
-            .zip(settings)
-            .map(|(row, settings)| sampling::sample(row, settings))
-            .collect()
+        let cols = logits.cols();
+        let drawn: Vec<OnceLock<Result<Sampled, KernelError>>> =
+            settings.iter().map(|_| OnceLock::new()).collect();
+        self.pool.for_each(settings.len(), |row| {
+            let _ = drawn[row].set(sampling::sample(&rows[row * cols..(row + 1) * cols], &settings[row]));
+        });
+        Ok(drawn.into_iter().map(|row| row.into_inner().expect("every row was drawn")).collect())
     }
 }

@@ -82,18 +82,20 @@ pub fn sample<B: Backend>(
             tables.iter().map(|pages| SequenceRows::exact(position, 1, pages)).collect();
         let batch = Batch { tokens: &tokens, sequences: &batch };
         model.model().forward(&batch, &rows, &mut cache, &mut activations)?;
-        let settings: Vec<Sampling> = (0..count)
+        let settings: Vec<Sampling<'_>> = (0..count)
             .map(|index| Sampling {
                 temperature: 1.0,
-                top_k: 0,
                 top_p: 0.95,
-                min_p: 0.0,
                 vocabulary: model.tokenizer().vocab_size(),
                 draw: draw(seed, (index * length + position) as u64),
+                ..Sampling::default()
             })
             .collect();
         let next = model.model().backend().sample(activations.logits(), &settings)?;
-        drawn = next.iter().map(|sampled| Some(sampled.token)).collect();
+        drawn = next
+            .into_iter()
+            .map(|sampled| sampled.map(|sampled| Some(sampled.token)))
+            .collect::<Result<_, _>>()?;
         sequences.iter_mut().zip(&tokens).for_each(|(sequence, token)| sequence.push(*token));
         progress((position + 1) * count);
     }

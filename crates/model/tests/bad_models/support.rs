@@ -43,9 +43,7 @@ pub(crate) fn run<B: Backend>(model: &Model<B>) -> Result<Sampled, KernelError> 
     let rows = SequenceRows::exact(0, 3, &[1]);
     let batch = Batch { tokens: &[0, last / 2, last], sequences: &[rows] };
     model.forward(&batch, &[2], &mut cache, &mut activations)?;
-    let greedy =
-        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, draw: 0.0, vocabulary: usize::MAX };
-    Ok(model.backend().sample(activations.logits(), &[greedy])?[0])
+    model.backend().sample(activations.logits(), &[Sampling::default()])?.remove(0)
 }
 
 /// The error of a model that must be refused: one line that names the file and contains `words`.
