@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
-use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
+use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_engine::{KvOptions, PrefillMode};
+use oscar_kv::TailPolicy;
 use oscar_lab::eval::EvalError;
 use oscar_lab::page_codec::{CacheType, EncoderOptions, page_codec};
 use oscar_lab::zoo::RotationFile;
@@ -26,7 +28,7 @@ enum Encoder {
 
 /// How a prompt reads itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Prefill {
+enum Prefill {
     /// In bf16, layer by layer.
     #[default]
     Exact,
@@ -36,7 +38,7 @@ pub(crate) enum Prefill {
 
 /// What a prefix hit does when the bf16 copies of its last pages are gone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PrefixTail {
+enum PrefixTail {
     /// Compute the recent window anew.
     #[default]
     Recompute,
@@ -85,36 +87,28 @@ pub(crate) struct KvArguments {
 
     /// Memory for all page pools, such as 2GiB; room for one full context by default.
     #[arg(long, value_name = "SIZE", value_parser = byte_size)]
-    pub(crate) kv_memory: Option<u64>,
+    kv_memory: Option<u64>,
 
     /// How a prompt reads itself.
     #[arg(long, default_value = "exact", value_name = "MODE")]
-    pub(crate) prefill: Prefill,
+    prefill: Prefill,
 
     /// What a prefix hit does when the bf16 copies of its last pages are gone.
     #[arg(long, default_value = "recompute", value_name = "HOW")]
-    pub(crate) prefix_tail: PrefixTail,
+    prefix_tail: PrefixTail,
 
     /// Do not share pages between requests.
     #[arg(long)]
-    pub(crate) no_prefix_cache: bool,
+    no_prefix_cache: bool,
 
     /// Same request, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
     #[arg(long)]
     pub(crate) deterministic: bool,
 }
 
-/// What the pages of a cache mean and which of them stay exact.
-pub(crate) struct KvChoice {
-    /// `None` seals nothing.
-    pub(crate) codec: Option<Arc<PageCodec>>,
-    /// Pages that stay bf16.
-    pub(crate) windows: PageWindows,
-}
-
 impl KvArguments {
-    /// Settles the codec for a model: its rotations are found, or made on the spot if `int2` was asked for.
-    pub(crate) fn choose(&self, subject: &Subject) -> Result<KvChoice, Failure> {
+    /// The settings of a cache for a model: rotations are found, or made on the spot if `int2` was asked for.
+    pub(crate) fn options(&self, subject: &Subject) -> Result<KvOptions, Failure> {
         let published = Published::from_environment()?;
         let pages = |given: Option<usize>, published: Option<usize>, default: usize| {
             given.or(published).unwrap_or(default) / PAGE_TOKENS
@@ -148,7 +142,20 @@ impl KvArguments {
                 .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name)),
             error => error.into(),
         })?;
-        Ok(KvChoice { codec: codec.map(Arc::new), windows })
+        Ok(KvOptions {
+            codec: codec.map(Arc::new),
+            windows,
+            memory: self.kv_memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+            prefix_tree: !self.no_prefix_cache,
+            tail: match self.prefix_tail {
+                PrefixTail::Recompute => TailPolicy::Recompute,
+                PrefixTail::Sealed => TailPolicy::Sealed,
+            },
+            prefill: match self.prefill {
+                Prefill::Exact => PrefillMode::Exact,
+                Prefill::Uniform => PrefillMode::Uniform,
+            },
+        })
     }
 
     /// The rotations of the model. `int2` cannot do without: they are made when there are none.

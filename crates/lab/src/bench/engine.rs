@@ -70,7 +70,7 @@ pub fn long_context<B: Backend>(
     };
     engine.reset();
     // Kept open, so that what is counted is the sequence and not what the prefix tree makes of it.
-    let mut answer = engine.answer(Request::new(&prompt, options(1)))?;
+    let mut answer = engine.answer(Request::new(prompt.as_slice(), options(1)))?;
     let prefill = answer.finish().map_err(EngineError::Shared)?.remove(0);
     let rss = rss_bytes();
     let kv_bytes = engine.kv_bytes();
@@ -158,7 +158,7 @@ pub fn shared_prefix<B: Backend>(
         let due = interval * index as u32;
         std::thread::sleep(due.saturating_sub(begin.elapsed()));
         let prompt: Vec<u32> = prefix.iter().chain(suffix).copied().collect();
-        answers.push(engine.answer(Request::new(&prompt, options.clone()))?);
+        answers.push(engine.answer(Request::new(prompt, options.clone()))?);
     }
     let (mut first_tokens, mut prompt_tokens, mut cached_tokens) = (0.0, 0, 0);
     for answer in answers {
