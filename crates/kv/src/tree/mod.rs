@@ -5,7 +5,7 @@
 //! copy. A *tail* is a leaf with the partly filled last page of a finished request, matched token by token.
 //!
 //! Owning is a reference count like any other: what a sequence took from the tree stays valid when the tree lets go.
-//! [`eviction`] decides what is let go.
+//! What is let go, and when, is decided in `eviction.rs`.
 
 mod eviction;
 mod inspect;
