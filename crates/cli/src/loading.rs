@@ -23,19 +23,24 @@ pub(crate) struct EngineArguments {
     pub(crate) threads: Option<usize>,
 }
 
+/// Worker threads to use when `asked` was given.
+pub(crate) fn worker_threads(asked: Option<usize>) -> usize {
+    let most = Pool::default_threads();
+    match asked {
+        // Workers wait for each other by spinning: more of them than cores only take turns.
+        Some(threads) if threads > most => {
+            tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
+            most
+        }
+        Some(threads) => threads,
+        None => most,
+    }
+}
+
 impl EngineArguments {
     /// Worker threads to use.
     pub(crate) fn threads(&self) -> usize {
-        let most = Pool::default_threads();
-        match self.threads {
-            // Workers wait for each other by spinning: more of them than cores only take turns.
-            Some(threads) if threads > most => {
-                tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
-                most
-            }
-            Some(threads) => threads,
-            None => most,
-        }
+        worker_threads(self.threads)
     }
 
     /// Finds and fetches the model, loads it, and makes room for a sequence.

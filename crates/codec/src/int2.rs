@@ -1,8 +1,8 @@
 //! The 2-bit codec: transform a row, quantise it, put it in a page. One encoder for prefill and for sealing.
 
 use crate::cache_codec::{CacheCodec, HeadIndex, Side};
+use crate::code_page::CodeLayout;
 use crate::error::{CodecError, check_finite, check_length};
-use crate::int2_page::Int2Layout;
 use crate::page::{PAGE_TOKENS, PageFormat};
 use crate::quantise::{RowFormat, ScalePair, quantise_row};
 use crate::rule::{Rule, ScaleType};
@@ -46,7 +46,7 @@ impl HeadEncoder {
 pub struct Int2Codec {
     name: String,
     kv_heads: usize,
-    layout: Int2Layout,
+    layout: CodeLayout,
     scale_type: ScaleType,
     published: bool,
     keys: Vec<HeadEncoder>,
@@ -66,7 +66,7 @@ impl Int2Codec {
         keys: Vec<HeadEncoder>,
         values: Vec<HeadEncoder>,
     ) -> Result<Self, CodecError> {
-        let layout = Int2Layout::new(head_dim, groups)?;
+        let layout = CodeLayout::int2(head_dim, groups)?;
         check_length("value encoders (one per key encoder)", keys.len(), values.len())?;
         if kv_heads == 0 || !keys.len().is_multiple_of(kv_heads) {
             return Err(CodecError::Shape {
@@ -82,7 +82,7 @@ impl Int2Codec {
     }
 
     /// The page layout.
-    pub fn layout(&self) -> &Int2Layout {
+    pub fn layout(&self) -> &CodeLayout {
         &self.layout
     }
 
@@ -94,6 +94,16 @@ impl Int2Codec {
     /// How scales are stored.
     pub fn scale_type(&self) -> ScaleType {
         self.scale_type
+    }
+
+    /// Whether codes are chosen against the unrounded scale.
+    pub fn is_published(&self) -> bool {
+        self.published
+    }
+
+    /// The encoders of keys and of values, `[layer * kv_heads + head]`.
+    pub(crate) fn into_encoders(self) -> (Vec<HeadEncoder>, Vec<HeadEncoder>) {
+        (self.keys, self.values)
     }
 
     /// Layers this codec has encoders for.

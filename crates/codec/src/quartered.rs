@@ -5,8 +5,8 @@
 //! The reference stores the zero point `z` itself where we store `scale · z`.
 
 use crate::cache_codec::Side;
+use crate::code_page::CodeLayout;
 use crate::error::{CodecError, check_length};
-use crate::int2_page::Int2Layout;
 use crate::page::PAGE_TOKENS;
 use crate::rule::ScaleType;
 
@@ -38,11 +38,12 @@ pub fn unpack_row(bytes: &[u8]) -> Vec<u8> {
 
 /// One side of one of our pages in the reference's layout.
 pub fn from_page(
-    layout: &Int2Layout,
+    layout: &CodeLayout,
     scale_type: ScaleType,
     side: Side,
     page: &[u8],
 ) -> Result<QuarteredRows, CodecError> {
+    check_two_bits(layout)?;
     let mut rows = QuarteredRows { codes: Vec::new(), scales_zeros: Vec::new() };
     let mut codes = vec![0; layout.head_dim()];
     let mut scales = vec![(0, 0); layout.groups()];
@@ -60,12 +61,13 @@ pub fn from_page(
 
 /// Writes one side of one of our pages from the reference's layout.
 pub fn to_page(
-    layout: &Int2Layout,
+    layout: &CodeLayout,
     scale_type: ScaleType,
     side: Side,
     rows: &QuarteredRows,
     page: &mut [u8],
 ) -> Result<(), CodecError> {
+    check_two_bits(layout)?;
     check_quarters(layout.head_dim())?;
     check_length("bytes of quartered codes", PAGE_TOKENS * layout.head_dim() / 4, rows.codes.len())?;
     check_length("scales and zeros", PAGE_TOKENS * layout.groups() * 2, rows.scales_zeros.len())?;
@@ -80,6 +82,10 @@ pub fn to_page(
         layout.write_token(page, side, token, &unpack_row(codes), &scales)?;
     }
     Ok(())
+}
+
+fn check_two_bits(layout: &CodeLayout) -> Result<(), CodecError> {
+    check_length("bits of a quartered code", 2, layout.bits() as usize)
 }
 
 fn check_quarters(head_dim: usize) -> Result<(), CodecError> {

@@ -4,11 +4,10 @@
 
 mod support;
 
-use oscar_codec::int2_page::Int2Layout;
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
-    CacheCodec, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, PAGE_TOKENS,
-    PageFormat, Rule, ScaleType, Side, SquareMatrix, hadamard, quartered,
+    CacheCodec, CodeLayout, CodecError, Composition, Fp8Layout, HeadEncoder, HeadIndex, HeadTransform,
+    Int2Codec, PAGE_TOKENS, PageFormat, Rule, ScaleType, Side, SquareMatrix, hadamard, quartered,
 };
 use proptest::prelude::*;
 use support::{Random, random_rotation, relative_error};
@@ -31,13 +30,14 @@ fn codec(dim: usize, groups: usize, rule: Rule, published: bool) -> Int2Codec {
 /// The documented word layout, read with shifts and masks and none of the crate's code.
 #[test]
 fn codes_lie_where_the_documentation_says() {
-    for dim in [32, 64, 96, 128, 256] {
-        let layout = Int2Layout::new(dim, 1).unwrap();
+    for (bits, dim) in [32, 64, 96, 128, 256].into_iter().flat_map(|dim| [(2_usize, dim), (4, dim)]) {
+        let layout = CodeLayout::new(bits as u32, dim, 1).unwrap();
+        let (per_word, levels) = (32 / bits, 1 << bits);
         let mut page = vec![0; layout.page_bytes()];
         let mut random = Random::new(dim as u64);
         let mut expected = [vec![0_u8; 64 * dim], vec![0_u8; 64 * dim]];
         for (side, codes) in SIDES.into_iter().zip(&mut expected) {
-            codes.iter_mut().for_each(|code| *code = (random.uniform() * 4.0) as u8);
+            codes.iter_mut().for_each(|code| *code = (random.uniform() * f64::from(levels)) as u8);
             for (token, codes) in codes.chunks(dim).enumerate() {
                 layout
                     .write_token(&mut page, side, token, codes, &[(token as u16, 1000 + token as u16)])
@@ -47,14 +47,15 @@ fn codes_lie_where_the_documentation_says() {
         let words: Vec<u32> = page.chunks(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
         for token in 0..64 {
             for channel in 0..dim {
-                let (block, inner) = (channel / 16, channel % 16);
-                let key = words[block * 64 + token] >> (8 * (inner % 4) + 2 * (inner / 4)) & 3;
+                let (block, inner) = (channel / per_word, channel % per_word);
+                let key = words[block * 64 + token] >> (8 * (inner % 4) + bits * (inner / 4)) & (levels - 1);
                 assert_eq!(key as u8, expected[0][token * dim + channel], "K d={dim} {token} {channel}");
-                let (block, inner) = (token / 16, token % 16);
-                let value = words[4 * dim + block * dim + channel] >> (8 * (inner % 4) + 2 * (inner / 4)) & 3;
+                let (block, inner) = (token / per_word, token % per_word);
+                let word = words[(64 / per_word + block) * dim + channel];
+                let value = word >> (8 * (inner % 4) + bits * (inner / 4)) & (levels - 1);
                 assert_eq!(value as u8, expected[1][token * dim + channel], "V d={dim} {token} {channel}");
             }
-            let scales = &page[64 * 2 * dim / 4..];
+            let scales = &page[64 * 2 * dim * bits / 8..];
             let u16_at = |i: usize| u16::from_le_bytes([scales[2 * i], scales[2 * i + 1]]);
             for side in 0..2 {
                 assert_eq!(u16_at(side * 128 + token), token as u16);
@@ -67,16 +68,20 @@ fn codes_lie_where_the_documentation_says() {
 /// Every code and every scale byte of a page belongs to exactly one place.
 #[test]
 fn a_page_has_no_holes_and_no_overlaps() {
-    for (dim, groups) in [(32, 1), (48, 3), (64, 4), (96, 3), (128, 2), (256, 16)] {
-        let layout = Int2Layout::new(dim, groups).unwrap();
-        assert_eq!(layout.page_bytes(), PageFormat::Int2 { groups }.page_bytes(dim));
+    let shapes = [(32, 1), (48, 3), (64, 4), (96, 3), (128, 2), (256, 16)];
+    for (bits, (dim, groups)) in shapes.into_iter().flat_map(|shape| [(2, shape), (4, shape)]) {
+        let layout = CodeLayout::new(bits, dim, groups).unwrap();
+        let format = if bits == 2 { PageFormat::Int2 { groups } } else { PageFormat::Int4 { groups } };
+        assert_eq!(layout.format(), format);
+        assert_eq!(layout.page_bytes(), format.page_bytes(dim));
+        let mask = layout.largest_code();
         let mut used = vec![0_u8; layout.page_bytes()];
         for side in SIDES {
             for token in 0..PAGE_TOKENS {
                 for channel in 0..layout.padded_dim() {
                     let (byte, shift) = layout.code_position(side, token, channel);
-                    assert_eq!(used[byte] >> shift & 3, 0);
-                    used[byte] |= 3 << shift;
+                    assert_eq!(used[byte] >> shift & mask, 0);
+                    used[byte] |= mask << shift;
                 }
                 for group in 0..groups {
                     let at = layout.scale_position(side, token, group);
@@ -89,6 +94,55 @@ fn a_page_has_no_holes_and_no_overlaps() {
         }
         assert!(used.iter().all(|&byte| byte == 0xff), "d={dim}");
     }
+}
+
+/// 8-bit pages: the documented order, nothing twice and no hole, and rows that come back within half a step of E4M3.
+#[test]
+fn eight_bit_pages_lie_in_the_order_of_bf16_pages() {
+    for dim in [32, 48, 64, 96, 128, 256] {
+        let layout = Fp8Layout::new(dim).unwrap();
+        let padded = dim.next_multiple_of(32);
+        assert_eq!(layout.page_bytes(), PageFormat::Fp8.page_bytes(dim));
+        let mut used = vec![0_u8; layout.page_bytes()];
+        let mut page = vec![0xa5; layout.page_bytes()];
+        let mut random = Random::new(dim as u64);
+        let rows = SIDES.map(|_| random.gaussians(64 * dim));
+        for token in 0..64 {
+            for channel in 0..padded {
+                let key = channel / 2 * 128 + 2 * token + channel % 2;
+                let value = 64 * padded + token / 2 * 2 * padded + 2 * channel + token % 2;
+                assert_eq!(layout.position(Side::Key, token, channel), key);
+                assert_eq!(layout.position(Side::Value, token, channel), value);
+                used[key] += 1;
+                used[value] += 1;
+            }
+            for (index, side) in SIDES.into_iter().enumerate() {
+                assert_eq!(layout.scale_position(side, token), 128 * padded + 128 * index + 2 * token);
+                used[layout.scale_position(side, token)] += 1;
+                used[layout.scale_position(side, token) + 1] += 1;
+                layout.write_token(&mut page, side, token, &rows[index][token * dim..][..dim]).unwrap();
+            }
+        }
+        assert!(used.iter().all(|&count| count == 1), "d={dim}");
+        let mut read = vec![0.0; dim];
+        for token in 0..64 {
+            for (index, side) in SIDES.into_iter().enumerate() {
+                layout.decode_token(&page, side, token, &mut read).unwrap();
+                for (read, x) in read.iter().zip(&rows[index][token * dim..]) {
+                    assert!((read - x).abs() <= x.abs() / 16.0 + 1e-4, "d={dim}: {read} against {x}");
+                }
+            }
+        }
+    }
+    assert!(Fp8Layout::new(0).is_err());
+    let layout = Fp8Layout::new(32).unwrap();
+    let mut page = vec![7; layout.page_bytes()];
+    let mut row = [1.0; 32];
+    row[9] = f32::NAN;
+    let error = layout.write_token(&mut page, Side::Key, 0, &row).unwrap_err();
+    assert_eq!(error, CodecError::NotFinite { row: 0, channel: 9 });
+    assert!(page.iter().all(|&byte| byte == 7));
+    assert!(layout.write_token(&mut page, Side::Key, 64, &[1.0; 32]).is_err());
 }
 
 /// Ours and the reference's quartered layout hold the same codes, and converting there and back keeps every byte.
@@ -284,8 +338,14 @@ fn wrong_heads_and_shapes_are_refused() {
     assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 64], &mut page[1..]).is_err());
     assert!(codec.encode_page(HEAD, &[0.0; 64], &[0.0; 64]).is_err());
     assert!(
-        Int2Layout::new(64, 3).is_err() && Int2Layout::new(0, 1).is_err() && Int2Layout::new(64, 0).is_err()
+        CodeLayout::int2(64, 3).is_err()
+            && CodeLayout::int2(0, 1).is_err()
+            && CodeLayout::int4(64, 0).is_err()
     );
+    assert!(CodeLayout::new(3, 64, 1).is_err() && CodeLayout::new(8, 64, 1).is_err());
+    let wide = CodeLayout::int4(64, 1).unwrap();
+    let wide_page = vec![0; wide.page_bytes()];
+    assert!(quartered::from_page(&wide, ScaleType::F16, Side::Key, &wide_page).is_err());
     let encoder = || HeadEncoder::new(HeadTransform::identity(64), Rule::MIN_MAX);
     let build = |dim, heads, keys: usize, values: usize| {
         let encoders = |count| (0..count).map(|_| encoder()).collect::<Vec<_>>();

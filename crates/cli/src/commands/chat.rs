@@ -4,7 +4,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 use std::ops::ControlFlow;
 
 use clap::Args;
-use oscar_engine::{Engine, Event, FinishReason, GenerateOptions, Summary};
+use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
 use oscar_kernels::cpu::CpuBackend;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
@@ -127,9 +127,9 @@ fn turn(
     let mut answer = String::new();
     let mut written: io::Result<()> = Ok(());
     let summary = engine.generate(&ids, options, |event| {
-        if let Event::Text(piece) = event {
-            written = show(&piece);
-            answer.push_str(&piece);
+        if let Some(piece) = event.text() {
+            written = show(piece);
+            answer.push_str(piece);
         }
         if watch.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;

@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::ops::ControlFlow;
 
 use clap::Args;
-use oscar_engine::{Event, FinishReason, GenerateOptions, SamplingOptions, Summary};
+use oscar_engine::{FinishReason, GenerateOptions, SamplingOptions, Summary};
 use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
@@ -93,11 +93,11 @@ impl GenerateArguments {
         let mut text = String::new();
         let mut written = Ok(());
         let summary = engine.generate(&ids, &options, |event| {
-            if let Event::Text(piece) = event {
+            if let Some(piece) = event.text() {
                 if !self.json {
-                    written = show(&piece);
+                    written = show(piece);
                 }
-                text.push_str(&piece);
+                text.push_str(piece);
             }
             if watch.caught() || written.is_err() {
                 ControlFlow::Break(())

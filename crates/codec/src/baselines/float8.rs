@@ -6,7 +6,8 @@
 use super::{check_head_dim, count_rows};
 use crate::cache_codec::{CacheCodec, HeadIndex, Side};
 use crate::error::{CodecError, check_finite};
-use crate::fp8::{E4M3_LARGEST, e4m3_to_f32, f32_to_e4m3};
+use crate::fp8::{e4m3_to_f32, f32_to_e4m3};
+use crate::fp8_page::row_scale;
 use crate::rule::ScaleType;
 
 /// Rows of E4M3 bytes.
@@ -33,9 +34,7 @@ impl CacheCodec for Fp8Rows {
         let mut bytes = Vec::with_capacity(rows.len() / self.head_dim * (self.head_dim + 2));
         for (index, row) in rows.chunks_exact(self.head_dim).enumerate() {
             check_finite(row, index)?;
-            let largest = row.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-            let scale = (largest / E4M3_LARGEST).max(ScaleType::F16.smallest_scale());
-            let scale_bits = ScaleType::F16.to_bits(scale);
+            let scale_bits = row_scale(row);
             let scale = ScaleType::F16.to_f32(scale_bits);
             bytes.extend(row.iter().map(|x| f32_to_e4m3(x / scale)));
             bytes.extend(scale_bits.to_le_bytes());

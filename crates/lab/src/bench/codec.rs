@@ -7,7 +7,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::code_page::CodeLayout;
 use oscar_codec::quantise::RowFormat;
 use oscar_codec::{
     CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, hadamard,
@@ -68,7 +68,7 @@ struct Row {
 /// Measures; `on_row` is called after each path.
 pub fn run(bench: &CodecBench, mut on_row: impl FnMut(serde_json::Value)) -> Result<(), CodecError> {
     for &head_dim in &bench.head_dims {
-        let layout = Int2Layout::new(head_dim, bench.groups)?;
+        let layout = CodeLayout::int2(head_dim, bench.groups)?;
         let transform = transform(head_dim)?;
         let input = input(head_dim, bench.rows);
         let mut part = |stage: Stage, side: Option<Side>, rule: Option<Rule>| -> Result<(), CodecError> {

@@ -9,7 +9,7 @@
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 use half::bf16;
-use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::code_page::CodeLayout;
 use oscar_codec::quantise::RowFormat;
 use oscar_codec::{
     CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, Windows,
@@ -268,7 +268,7 @@ fn encoder(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<Int2Encode
     // A published transform comes with the published choice of codes.
     let published = transform.rounds_input();
     let format = RowFormat { published, ..RowFormat::int2(1, rule, ScaleType::default()) };
-    let layout = Int2Layout::new(transform.dim(), 1)?;
+    let layout = CodeLayout::int2(transform.dim(), 1)?;
     Int2Encoder::new(isa, &HeadEncoder::new(transform.clone(), rule), &format, layout)
 }
 

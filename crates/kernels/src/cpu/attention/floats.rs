@@ -39,9 +39,9 @@ pub(super) type Product = unsafe fn(
 /// One path.
 pub(super) struct Path {
     /// Most rows of a group.
-    rows: usize,
-    product: Product,
-    softmax: unsafe fn(SoftmaxRows<'_>),
+    pub(super) rows: usize,
+    pub(super) product: Product,
+    pub(super) softmax: unsafe fn(SoftmaxRows<'_>),
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Attention over bf16 pages: softmax of `q · k`, weighted sum of `v`, page by page.
+//! Attention over pages: softmax of `q · k`, weighted sum of `v`, page by page.
 //!
 //! Rows are (token, query head) pairs that share one KV head, so a page is read once for all of them: decoding has
 //! one row per head of the group, prefill several tokens' worth. Softmax runs online, in the way of flash
@@ -12,6 +12,7 @@
 //! | `floats` | the loop over pages and groups of rows |
 //! | `avx512`, `avx2`, `neon` | products and softmax in `f32` |
 //! | `amx` | products in tiles of split bf16 |
+//! | [`sealed`] | the same over sealed pages |
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -24,6 +25,7 @@ mod floats;
 mod neon;
 pub mod page;
 mod scalar;
+pub mod sealed;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -95,6 +97,8 @@ pub struct AttentionScratch {
     /// The last channels of the keys of a page, padded to a whole tile.
     #[cfg(target_arch = "x86_64")]
     keys: AlignedScratch,
+    /// What sealed pages need besides.
+    sealed: sealed::SealedScratch,
 }
 
 /// Adds the tokens of `pages` to the softmax of each row.
@@ -144,7 +148,10 @@ pub fn attend(
         _ => {
             for (page, start) in work.visible_pages() {
                 for (row, span) in spans.iter().enumerate() {
-                    scalar::attend_row(&work.q[row * d..][..d], page, span.in_page(start), row, state);
+                    let key = |token, channel| scalar::element(page, page::key_index(token, channel));
+                    let value = |token, channel| scalar::element(page, page::value_index(d, token, channel));
+                    let q = &work.q[row * d..][..d];
+                    scalar::attend_row(q, span.in_page(start), key, value, row, state);
                 }
             }
         }
@@ -152,16 +159,16 @@ pub fn attend(
     scratch.queries = queries;
 }
 
-/// The arguments of [`attend`], checked, with scaled queries.
-struct Work<'a> {
+/// The arguments of [`attend`], checked, with scaled queries. Pages are made of `T`.
+struct Work<'a, T = u16> {
     q: &'a [f32],
     spans: &'a [Span],
     first_page: usize,
-    pages: &'a [&'a [u16]],
+    pages: &'a [&'a [T]],
     d: usize,
 }
 
-impl<'a> Work<'a> {
+impl<'a, T> Work<'a, T> {
     /// One past the last position any row sees.
     fn end(&self) -> usize {
         self.spans.iter().map(|span| span.to).max().unwrap_or(0)
@@ -178,7 +185,7 @@ impl<'a> Work<'a> {
     }
 
     /// The pages that any row sees, with the position of their first token.
-    fn visible_pages(&self) -> impl Iterator<Item = (&'a [u16], usize)> {
+    fn visible_pages(&self) -> impl Iterator<Item = (&'a [T], usize)> + use<'a, T> {
         let (from, to) = (self.first_seen(), self.end());
         let first_page = self.first_page;
         self.pages

@@ -1,7 +1,7 @@
 //! The encoder of one head and side.
 
 use half::bf16;
-use oscar_codec::int2_page::Int2Layout;
+use oscar_codec::code_page::CodeLayout;
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{CodecError, HeadEncoder, PAGE_TOKENS, Side};
 
@@ -39,7 +39,7 @@ impl Int2Encoder {
         isa: Isa,
         encoder: &HeadEncoder,
         format: &RowFormat,
-        layout: Int2Layout,
+        layout: CodeLayout,
     ) -> Result<Self, CodecError> {
         Self::with_panels(isa, encoder, format, layout, Panels::pair(&encoder.transform))
     }
@@ -49,7 +49,7 @@ impl Int2Encoder {
         isa: Isa,
         encoder: &HeadEncoder,
         format: &RowFormat,
-        layout: Int2Layout,
+        layout: CodeLayout,
         [rotation, inverse]: [Panels; 2],
     ) -> Result<Self, CodecError> {
         assert!(isa.is_available(), "{isa} kernels on a machine without them");
@@ -57,6 +57,7 @@ impl Int2Encoder {
         let shape = |what, expected, got| {
             if expected == got { Ok(()) } else { Err(CodecError::Shape { what, expected, got }) }
         };
+        shape("bits of a code", 2, layout.bits() as usize)?;
         shape("levels of a 2-bit code", 4, format.levels.into())?;
         shape("channels of a rotation", layout.head_dim(), encoder.transform.dim())?;
         shape("groups of a page", layout.groups(), format.groups)?;
@@ -66,7 +67,7 @@ impl Int2Encoder {
     }
 
     /// The page layout.
-    pub fn layout(&self) -> &Int2Layout {
+    pub fn layout(&self) -> &CodeLayout {
         &self.head.layout
     }
 
@@ -97,7 +98,8 @@ impl Int2Encoder {
             // The definition names the row and the channel. It may also find that only lanes without a row overflowed.
             return self.encode_plainly(side, rows, page);
         }
-        let step = Quantise { head: &self.head, side, rows: count, rotated, codes, page };
+        let Head { format, layout, .. } = &self.head;
+        let step = Quantise { format, layout, side, rows: count, rotated, codes, page };
         // SAFETY: as above.
         unsafe { run(self.isa, step) };
         Ok(())
@@ -123,7 +125,8 @@ impl Int2Encoder {
         if !unsafe { run(self.isa, Arrange { dim, rows, blocks }) } {
             return self.encode_rotated_plainly(side, rows, page);
         }
-        let step = Quantise { head: &self.head, side, rows: count, rotated: blocks, codes, page };
+        let Head { format, layout, .. } = &self.head;
+        let step = Quantise { format, layout, side, rows: count, rotated: blocks, codes, page };
         // SAFETY: as above.
         unsafe { run(self.isa, step) };
         Ok(())

@@ -1,17 +1,18 @@
-//! The order inside a sealed 2-bit page. This file is the one place that knows it.
+//! The order inside a sealed page of 2-bit or 4-bit codes. This file is the one place that knows it.
 //!
-//! A page holds 64 tokens of one layer and one KV head, `d` channels (padded to a multiple of 32), little-endian:
+//! A page holds 64 tokens of one layer and one KV head, `d` channels (padded to a multiple of 32), little-endian. A
+//! word of 32 bits holds `n = 32 / bits` codes, 16 or 8 of them:
 //!
 //! | part | layout |
 //! |---|---|
-//! | K codes | u32 words `[d/16][64 tokens]`; byte `b`, bits `2p..2p+2` of a word: channel `16·block + 4·p + b` |
-//! | V codes | u32 words `[4 token blocks][d]`; byte `b`, bits `2p..2p+2`: token `16·block + 4·p + b` |
+//! | K codes | u32 words `[d/n][64 tokens]`; byte `b`, bits `bits·p..` of a word: channel `n·block + 4·p + b` |
+//! | V codes | u32 words `[64/n][d]`; byte `b`, bits `bits·p..`: token `n·block + 4·p + b` |
 //! | K scales | u16 `[group][scale, offset][64 tokens]` |
 //! | V scales | the same |
 //!
-//! `w & 0x03030303` of a K word is four neighbouring channels as bytes, of a V word four neighbouring tokens:
-//! what an 8-bit multiply-accumulate reads along its inner dimension. A code `c` stands for `c·scale - offset`.
-//! Codes of padded channels are zero and belong to no group.
+//! `w & 0x03030303` (4 bits: `0x0f0f0f0f`) of a K word is four neighbouring channels as bytes, of a V word four
+//! neighbouring tokens: what an 8-bit multiply-accumulate reads along its inner dimension. A code `c` stands for
+//! `c·scale - offset`. Codes of padded channels are zero and belong to no group.
 
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_length};
@@ -21,21 +22,54 @@ use crate::rule::ScaleType;
 
 /// Shape of the pages of one model: everything needed to find a code or a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Int2Layout {
+pub struct CodeLayout {
+    bits: u32,
     head_dim: usize,
     groups: usize,
 }
 
-impl Int2Layout {
-    /// The layout for rows of `head_dim` channels in `groups` groups.
-    pub fn new(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
+impl CodeLayout {
+    /// The layout for rows of `head_dim` channels in `groups` groups, with codes of 2 or 4 bits.
+    pub fn new(bits: u32, head_dim: usize, groups: usize) -> Result<Self, CodecError> {
+        if !matches!(bits, 2 | 4) {
+            return Err(CodecError::Shape {
+                what: "bits of a code (2 or 4)",
+                expected: 2,
+                got: bits as usize,
+            });
+        }
         if head_dim == 0 || head_dim > 1 << 16 {
             return Err(CodecError::HeadDim { head_dim, reason: "pages need 1 to 65536 channels" });
         }
         if groups == 0 || !head_dim.is_multiple_of(groups) {
             return Err(CodecError::Groups { head_dim, groups });
         }
-        Ok(Int2Layout { head_dim, groups })
+        Ok(CodeLayout { bits, head_dim, groups })
+    }
+
+    /// The layout of 2-bit pages.
+    pub fn int2(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
+        Self::new(2, head_dim, groups)
+    }
+
+    /// The layout of 4-bit pages.
+    pub fn int4(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
+        Self::new(4, head_dim, groups)
+    }
+
+    /// Bits of a code, 2 or 4.
+    pub fn bits(&self) -> u32 {
+        self.bits
+    }
+
+    /// Codes in a word: channels of a K word, tokens of a V word.
+    pub fn codes_per_word(&self) -> usize {
+        32 / self.bits as usize
+    }
+
+    /// The largest code.
+    pub fn largest_code(&self) -> u8 {
+        (1 << self.bits) - 1
     }
 
     /// Channels of a row, without padding.
@@ -53,19 +87,28 @@ impl Int2Layout {
         self.groups
     }
 
+    /// The format of these pages.
+    pub fn format(&self) -> PageFormat {
+        match self.bits {
+            2 => PageFormat::Int2 { groups: self.groups },
+            _ => PageFormat::Int4 { groups: self.groups },
+        }
+    }
+
     /// Bytes of a page.
     pub fn page_bytes(&self) -> usize {
-        PageFormat::Int2 { groups: self.groups }.page_bytes(self.head_dim)
+        self.format().page_bytes(self.head_dim)
     }
 
     /// Byte and bit shift of the code of (`token`, `channel`).
     pub fn code_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
         assert!(token < PAGE_TOKENS && channel < self.padded_dim(), "({token}, {channel}) is outside a page");
+        let codes = self.codes_per_word();
         let (word, inner) = match side {
-            Side::Key => (channel / 16 * PAGE_TOKENS + token, channel % 16),
-            Side::Value => (self.side_words() + token / 16 * self.padded_dim() + channel, token % 16),
+            Side::Key => (channel / codes * PAGE_TOKENS + token, channel % codes),
+            Side::Value => (self.side_words() + token / codes * self.padded_dim() + channel, token % codes),
         };
-        (word * 4 + inner % 4, 2 * (inner / 4) as u32)
+        (word * 4 + inner % 4, self.bits * (inner / 4) as u32)
     }
 
     /// Byte of the little-endian u16 that holds a scale; the offset lies 128 bytes (64 tokens) after it.
@@ -81,10 +124,10 @@ impl Int2Layout {
 
     /// Words of one side's codes.
     fn side_words(&self) -> usize {
-        PAGE_TOKENS * self.padded_dim() / 16
+        PAGE_TOKENS * self.padded_dim() / self.codes_per_word()
     }
 
-    /// Writes one token's codes (one per channel, 0 to 3) and scales, leaving all other tokens as they are.
+    /// Writes one token's codes (one per channel) and scales, leaving all other tokens as they are.
     pub fn write_token(
         &self,
         page: &mut [u8],
@@ -96,10 +139,11 @@ impl Int2Layout {
         self.check(page.len(), token)?;
         check_length("codes of a row", self.head_dim, codes.len())?;
         check_length("scales of a row", self.groups, scales.len())?;
+        let mask = self.largest_code();
         for channel in 0..self.padded_dim() {
-            let code = codes.get(channel).map_or(0, |code| code & 3);
+            let code = codes.get(channel).map_or(0, |code| code & mask);
             let (byte, shift) = self.code_position(side, token, channel);
-            page[byte] = page[byte] & !(3 << shift) | code << shift;
+            page[byte] = page[byte] & !(mask << shift) | code << shift;
         }
         for (group, &(scale, offset)) in scales.iter().enumerate() {
             let at = self.scale_position(side, token, group);
@@ -121,9 +165,10 @@ impl Int2Layout {
         self.check(page.len(), token)?;
         check_length("codes of a row", self.head_dim, codes.len())?;
         check_length("scales of a row", self.groups, scales.len())?;
+        let mask = self.largest_code();
         for (channel, code) in codes.iter_mut().enumerate() {
             let (byte, shift) = self.code_position(side, token, channel);
-            *code = page[byte] >> shift & 3;
+            *code = page[byte] >> shift & mask;
         }
         for (group, pair) in scales.iter_mut().enumerate() {
             let at = self.scale_position(side, token, group);
@@ -149,7 +194,7 @@ impl Int2Layout {
     }
 
     fn check(&self, page_bytes: usize, token: usize) -> Result<(), CodecError> {
-        check_length("bytes of a 2-bit page", self.page_bytes(), page_bytes)?;
+        check_length("bytes of a page of codes", self.page_bytes(), page_bytes)?;
         if token >= PAGE_TOKENS {
             return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
         }

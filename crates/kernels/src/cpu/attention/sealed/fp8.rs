@@ -1,0 +1,229 @@
+//! 8-bit floats: a page is widened to bf16, which holds every E4M3 number, and multiplied as bf16 pages are.
+//!
+//! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights.
+
+use std::ops::Range;
+
+use oscar_codec::fp8_page::Fp8Layout;
+use oscar_codec::{PAGE_TOKENS, ScaleType};
+
+use super::{Reader, read_pages, scalar};
+use crate::cpu::attention::floats::Path;
+use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work, floats};
+use crate::cpu::gemm::aligned::AlignedScratch;
+use crate::cpu::isa::Isa;
+
+/// Buffers of one thread.
+#[derive(Default)]
+pub(super) struct Fp8Scratch {
+    queries: AlignedScratch,
+    page: AlignedScratch,
+    scales: AlignedScratch,
+    sums: AlignedScratch,
+}
+
+/// What an instruction set provides.
+struct Steps {
+    path: &'static Path,
+    /// E4M3 bytes to bf16.
+    widen: unsafe fn(&[u8], &mut [u16]),
+    /// Scales to `f32`.
+    numbers: unsafe fn(&[u8], ScaleType, &mut [f32]),
+}
+
+/// Attends all rows to all pages. The instruction set must be available, which [`super::attend_sealed`] has checked.
+pub(super) fn attend(
+    isa: Isa,
+    layout: &Fp8Layout,
+    work: &Work<'_, u8>,
+    scratch: &mut AttentionScratch,
+    state: &mut SoftmaxState,
+) {
+    let steps = match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Amx => {
+            Steps { path: &floats::AVX512, widen: avx512::widen, numbers: super::vnni::numbers }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => Steps { path: &floats::AVX2, widen: avx2::widen, numbers: super::maddubs::numbers },
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon => Steps { path: &floats::NEON, widen: neon::widen, numbers: super::sdot::numbers },
+        _ => {
+            let decode =
+                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
+            return scalar::attend(work, decode, state);
+        }
+    };
+    let reader = Fp8Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
+    let path = reader.steps.path;
+    read_pages(reader, path, work, &mut scratch.scores, state);
+}
+
+/// The queries of a call, and the page that is open.
+struct Fp8Reader<'a> {
+    steps: Steps,
+    d: usize,
+    padded: usize,
+    /// Rows of padded channels.
+    queries: &'a [f32],
+    /// The page as bf16, without its scales.
+    keys: &'a mut [u16],
+    values: &'a mut [u16],
+    /// Of keys, then of values.
+    scales: &'a mut [f32],
+    /// Values summed over the page.
+    sums: &'a mut [f32],
+}
+
+impl<'a> Fp8Reader<'a> {
+    fn new(
+        steps: Steps,
+        layout: &Fp8Layout,
+        work: &Work<'a, u8>,
+        scratch: &'a mut Fp8Scratch,
+    ) -> Fp8Reader<'a> {
+        let (d, padded) = (work.d, layout.padded_dim());
+        let queries = scratch.queries.at_least::<f32>(work.spans.len() * padded);
+        for (padded, q) in queries.chunks_exact_mut(padded).zip(work.q.chunks_exact(d)) {
+            padded[..d].copy_from_slice(q);
+            padded[d..].fill(0.0);
+        }
+        let (keys, values) =
+            scratch.page.at_least(2 * PAGE_TOKENS * padded).split_at_mut(PAGE_TOKENS * padded);
+        Fp8Reader {
+            steps,
+            d,
+            padded,
+            queries,
+            keys,
+            values,
+            scales: scratch.scales.at_least(2 * PAGE_TOKENS),
+            sums: scratch.sums.at_least(Self::ROWS * padded),
+        }
+    }
+}
+
+impl<'a> Reader<'a> for Fp8Reader<'a> {
+    const ROWS: usize = 4;
+
+    fn open(&mut self, page: &'a [u8], _next: &'a [u8]) {
+        let side = PAGE_TOKENS * self.padded;
+        // SAFETY: the instruction set is available.
+        unsafe {
+            (self.steps.widen)(&page[..side], self.keys);
+            (self.steps.widen)(&page[side..2 * side], self.values);
+            (self.steps.numbers)(&page[2 * side..], ScaleType::F16, self.scales);
+        }
+    }
+
+    fn logits(&mut self, rows: Range<usize>, scores: &mut [f32]) {
+        let (count, padded) = (rows.len(), self.padded);
+        let queries = &self.queries[rows.start * padded..rows.end * padded];
+        scores.fill(0.0);
+        // SAFETY: the instruction set is available.
+        unsafe {
+            (self.steps.path.product)(
+                queries,
+                padded,
+                count,
+                self.keys,
+                padded / 2,
+                PAGE_TOKENS,
+                scores,
+                &[],
+            );
+        }
+        scale(scores, &self.scales[..PAGE_TOKENS]);
+    }
+
+    fn add_values(&mut self, rows: Range<usize>, weights: &mut [f32], values: &mut [f32]) {
+        let (count, padded) = (rows.len(), self.padded);
+        scale(weights, &self.scales[PAGE_TOKENS..]);
+        let (sums, pairs) = (&mut self.sums[..count * padded], PAGE_TOKENS / 2);
+        sums.fill(0.0);
+        // SAFETY: the instruction set is available.
+        unsafe {
+            (self.steps.path.product)(weights, PAGE_TOKENS, count, self.values, pairs, padded, sums, &[]);
+        }
+        for (values, sums) in values.chunks_exact_mut(self.d).zip(sums.chunks_exact(padded)) {
+            values.iter_mut().zip(sums).for_each(|(value, sum)| *value += sum);
+        }
+    }
+}
+
+/// Multiplies each row with one number per token.
+fn scale(rows: &mut [f32], scales: &[f32]) {
+    for row in rows.chunks_exact_mut(PAGE_TOKENS) {
+        row.iter_mut().zip(scales).for_each(|(value, scale)| *value *= scale);
+    }
+}
+
+/// E4M3 bytes to bf16, exactly: exponents move by 120, the seven numbers below the smallest exponent are multiples
+/// of 2⁻⁹, and NaN stays NaN.
+#[inline(always)]
+fn widen(bytes: &[u8], wide: &mut [u16]) {
+    for (byte, wide) in bytes.iter().zip(wide) {
+        let byte = u32::from(*byte);
+        let magnitude = byte & 0x7f;
+        let normal = (magnitude << 4) + (120 << 7);
+        let below = (magnitude as i32 as f32 * 0.001_953_125).to_bits() >> 16;
+        let bits = if magnitude < 8 { below } else { normal };
+        let bits = if magnitude == 0x7f { 0x7fc0 } else { bits };
+        *wide = (bits | (byte & 0x80) << 8) as u16;
+    }
+}
+
+/// Compiles [`widen`] for an instruction set.
+macro_rules! compile {
+    ($name:ident, $features:literal) => {
+        mod $name {
+            #[target_feature(enable = $features)]
+            pub(super) fn widen(bytes: &[u8], wide: &mut [u16]) {
+                super::widen(bytes, wide)
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+compile!(avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma");
+#[cfg(target_arch = "x86_64")]
+compile!(avx2, "avx2,fma");
+#[cfg(target_arch = "aarch64")]
+compile!(neon, "neon");
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use oscar_codec::fp8::e4m3_to_f32;
+
+    use super::*;
+
+    #[test]
+    fn every_byte_widens_exactly() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        let check = |name: &str, widen: &dyn Fn(&[u8], &mut [u16])| {
+            let mut wide = vec![0; bytes.len()];
+            widen(&bytes, &mut wide);
+            for (byte, wide) in bytes.iter().zip(wide) {
+                let (expected, got) = (e4m3_to_f32(*byte), bf16::from_bits(wide).to_f32());
+                assert!(
+                    expected.to_bits() == got.to_bits() || expected.is_nan() && got.is_nan(),
+                    "{name} {byte:#x}: {got} for {expected}"
+                );
+            }
+        };
+        check("plain", &widen);
+        #[cfg(target_arch = "x86_64")]
+        {
+            if Isa::Avx512.is_available() {
+                // SAFETY: the instruction set is available.
+                check("avx512", &|bytes, wide| unsafe { avx512::widen(bytes, wide) });
+            }
+            if Isa::Avx2.is_available() {
+                // SAFETY: as above.
+                check("avx2", &|bytes, wide| unsafe { avx2::widen(bytes, wide) });
+            }
+        }
+    }
+}

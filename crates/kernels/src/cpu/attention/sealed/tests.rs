@@ -1,0 +1,464 @@
+use oscar_codec::Side;
+
+use super::*;
+use crate::cpu::attention::tests::Random;
+use crate::cpu::attention::write_token;
+
+/// Relative to the largest value a row sees.
+const TOLERANCE: f64 = 4e-4;
+
+/// A sequence of one KV head: sealed pages, and what they say as plain rows.
+struct Sealed {
+    format: SealedFormat,
+    d: usize,
+    pages: Vec<Vec<u8>>,
+    keys: Vec<f64>,
+    values: Vec<f64>,
+}
+
+/// Scale and offset of a token's group.
+type Grid<'a> = &'a mut dyn FnMut(Side, usize, usize) -> (f32, f32);
+
+impl Sealed {
+    fn codes(
+        layout: CodeLayout,
+        scale_type: ScaleType,
+        pages: usize,
+        random: &mut Random,
+        grid: Grid<'_>,
+    ) -> Sealed {
+        let (d, groups) = (layout.head_dim(), layout.groups());
+        let mut sealed = Sealed::empty(SealedFormat::Codes(layout, scale_type), d, pages);
+        for position in 0..pages * PAGE_TOKENS {
+            for side in [Side::Key, Side::Value] {
+                let codes: Vec<u8> = (0..d)
+                    .map(|_| ((random.next() + 1.0) * 0.5 * (f32::from(layout.largest_code()) + 1.0)) as u8)
+                    .collect();
+                let scales: Vec<(u16, u16)> = (0..groups)
+                    .map(|group| grid(side, position, group))
+                    .map(|(scale, offset)| (scale_type.to_bits(scale), scale_type.to_bits(offset)))
+                    .collect();
+                let page = &mut sealed.pages[position / PAGE_TOKENS];
+                layout.write_token(page, side, position % PAGE_TOKENS, &codes, &scales).unwrap();
+                let numbers = codes.iter().enumerate().map(|(channel, code)| {
+                    let (scale, offset) = scales[channel / (d / groups)];
+                    f64::from(*code) * f64::from(scale_type.to_f32(scale))
+                        - f64::from(scale_type.to_f32(offset))
+                });
+                sealed.side(side).extend(numbers);
+            }
+        }
+        sealed
+    }
+
+    /// Codes with grids as real rows have them.
+    fn usual(layout: CodeLayout, scale_type: ScaleType, pages: usize, random: &mut Random) -> Sealed {
+        let (mut noise, half) = (Random(random.0 ^ 99), f32::from(layout.largest_code()) / 2.0);
+        Sealed::codes(layout, scale_type, pages, random, &mut |side, _, _| {
+            let size = if side == Side::Key { 3.0 } else { 1.0 };
+            let scale = size * (1.2 + noise.next()) / half;
+            (scale, scale * half + 0.2 * size * noise.next())
+        })
+    }
+
+    fn fp8(d: usize, pages: usize, random: &mut Random) -> Sealed {
+        let layout = Fp8Layout::new(d).unwrap();
+        let mut sealed = Sealed::empty(SealedFormat::Fp8(layout), d, pages);
+        for position in 0..pages * PAGE_TOKENS {
+            for side in [Side::Key, Side::Value] {
+                let size = 3.0 * (1.2 + random.next());
+                let row: Vec<f32> = random.vector(d).iter().map(|x| x * x * x * size).collect();
+                let (page, token) = (&mut sealed.pages[position / PAGE_TOKENS], position % PAGE_TOKENS);
+                layout.write_token(page, side, token, &row).unwrap();
+                let mut decoded = vec![0.0; d];
+                layout.decode_token(page, side, token, &mut decoded).unwrap();
+                sealed.side(side).extend(decoded.into_iter().map(f64::from));
+            }
+        }
+        sealed
+    }
+
+    fn bf16(d: usize, pages: usize, random: &mut Random) -> Sealed {
+        let mut sealed = Sealed::empty(SealedFormat::Bf16, d, pages);
+        for page in 0..pages {
+            let mut elements = vec![0u16; page_elements(d)];
+            for token in 0..PAGE_TOKENS {
+                let mut rows = [random.vector(d), random.vector(d)];
+                rows.iter_mut().flatten().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
+                write_token(&mut elements, d, token, &rows[0], &rows[1]);
+                sealed.keys.extend(rows[0].iter().copied().map(f64::from));
+                sealed.values.extend(rows[1].iter().copied().map(f64::from));
+            }
+            sealed.pages[page].copy_from_slice(bytemuck::cast_slice(&elements));
+        }
+        sealed
+    }
+
+    fn empty(format: SealedFormat, d: usize, pages: usize) -> Sealed {
+        let pages = vec![vec![0; format.page_bytes(d)]; pages];
+        Sealed { format, d, pages, keys: Vec::new(), values: Vec::new() }
+    }
+
+    fn side(&mut self, side: Side) -> &mut Vec<f64> {
+        match side {
+            Side::Key => &mut self.keys,
+            Side::Value => &mut self.values,
+        }
+    }
+
+    fn tokens(&self) -> usize {
+        self.pages.len() * PAGE_TOKENS
+    }
+
+    /// Softmax attention in `f64`, straight from the definition, and the largest value seen.
+    fn exact(&self, q: &[f32], scale: f32, span: Span) -> (Vec<f64>, f64) {
+        let d = self.d;
+        let seen = span.from..span.to.max(span.from);
+        let row = |t: usize| t * d..(t + 1) * d;
+        let logit = |t: usize| -> f64 {
+            let dot: f64 = q.iter().zip(&self.keys[row(t)]).map(|(q, k)| f64::from(*q) * k).sum();
+            dot * f64::from(scale)
+        };
+        let logits: Vec<f64> = seen.clone().map(logit).collect();
+        let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = logits.iter().map(|logit| (logit - max).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        let (mut out, mut largest) = (vec![0.0; d], 0.0_f64);
+        for (t, weight) in seen.zip(&weights) {
+            for (out, value) in out.iter_mut().zip(&self.values[row(t)]) {
+                *out += weight / sum * value;
+                largest = largest.max(value.abs());
+            }
+        }
+        (out, largest)
+    }
+
+    /// All rows, with the pages cut into ranges that are merged.
+    fn attend(&self, isa: Isa, q: &[f32], scale: f32, spans: &[Span], ranges: &[usize]) -> Vec<f32> {
+        let pages: Vec<&[u8]> = self.pages.iter().map(Vec::as_slice).collect();
+        let (mut scratch, mut merged) = (AttentionScratch::default(), SoftmaxState::default());
+        merged.reset(spans.len(), self.d);
+        let mut first = 0;
+        for &end in ranges.iter().chain([&pages.len()]) {
+            let mut state = SoftmaxState::default();
+            state.reset(spans.len(), self.d);
+            let pages = &pages[first..end];
+            attend_sealed(isa, &self.format, q, scale, spans, first, pages, &mut scratch, &mut state);
+            merged.merge(&state);
+            first = end;
+        }
+        finish(&merged)
+    }
+
+    /// Compares all rows with the definition and returns the largest error relative to the largest value.
+    fn check(
+        &self,
+        isa: Isa,
+        q: &[f32],
+        scale: f32,
+        spans: &[Span],
+        ranges: &[usize],
+        tolerance: f64,
+    ) -> f64 {
+        let d = self.d;
+        let out = self.attend(isa, q, scale, spans, ranges);
+        let mut worst = 0.0_f64;
+        for (row, &span) in spans.iter().enumerate() {
+            let (exact, size) = self.exact(&q[row * d..][..d], scale, span);
+            for c in 0..d {
+                let got = f64::from(out[row * d + c]);
+                let error = (got - exact[c]).abs();
+                assert!(
+                    error <= tolerance * size,
+                    "{isa} {:?} row {row} of {} {span:?} channel {c}: {got} for {}, ranges {ranges:?}",
+                    self.format,
+                    spans.len(),
+                    exact[c]
+                );
+                worst = worst.max(error / size.max(f64::MIN_POSITIVE));
+            }
+        }
+        worst
+    }
+}
+
+fn finish(state: &SoftmaxState) -> Vec<f32> {
+    let d = state.head_dim();
+    let mut out = vec![f32::NAN; state.rows() * d];
+    for (row, out) in out.chunks_exact_mut(d).enumerate() {
+        state.finish(row, out);
+    }
+    out
+}
+
+fn layouts(bits: u32) -> impl Iterator<Item = CodeLayout> {
+    let dims = [32, 48, 64, 80, 96, 128, 256];
+    dims.into_iter().flat_map(move |d| [1, 2, 4].map(|groups| CodeLayout::new(bits, d, groups).unwrap()))
+}
+
+const SCALE_TYPES: [ScaleType; 2] = [ScaleType::F16, ScaleType::Bf16];
+
+#[test]
+fn codes_of_every_shape_agree_with_the_definition() {
+    let mut random = Random(31);
+    for bits in [2, 4] {
+        let mut worst = 0.0_f64;
+        for layout in layouts(bits) {
+            for scale_type in SCALE_TYPES {
+                let sealed = Sealed::usual(layout, scale_type, 3, &mut random);
+                let scale = 1.0 / (layout.head_dim() as f32).sqrt();
+                for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 16] {
+                    let q = random.vector(rows * layout.head_dim());
+                    let spans = vec![Span::up_to(sealed.tokens()); rows];
+                    for isa in Isa::available().filter(|isa| *isa != Isa::Scalar || rows == 3) {
+                        worst = worst.max(sealed.check(isa, &q, scale, &spans, &[], TOLERANCE));
+                    }
+                }
+            }
+        }
+        println!("{bits} bits: largest error {worst:.1e} of the largest value");
+    }
+}
+
+#[test]
+fn other_formats_agree_with_the_definition() {
+    let mut random = Random(32);
+    for d in [32, 48, 64, 96, 128, 256] {
+        let scale = 1.0 / (d as f32).sqrt();
+        for sealed in [Sealed::fp8(d, 3, &mut random), Sealed::bf16(d, 3, &mut random)] {
+            for rows in [1, 3, 4, 6, 8, 12, 16] {
+                let q = random.vector(rows * d);
+                for isa in Isa::available() {
+                    let spans = vec![Span::up_to(sealed.tokens()); rows];
+                    sealed.check(isa, &q, scale, &spans, &[1], 1e-5);
+                }
+            }
+        }
+    }
+    let odd = Sealed::fp8(50, 2, &mut random);
+    let q = random.vector(3 * 50);
+    for isa in Isa::available() {
+        odd.check(isa, &q, 0.3, &[Span::up_to(100); 3], &[], 1e-5);
+    }
+}
+
+/// One sequence of each format.
+fn all_formats(d: usize, pages: usize, random: &mut Random) -> [Sealed; 4] {
+    [
+        Sealed::usual(CodeLayout::int2(d, 2).unwrap(), ScaleType::F16, pages, random),
+        Sealed::usual(CodeLayout::int4(d, 1).unwrap(), ScaleType::Bf16, pages, random),
+        Sealed::fp8(d, pages, random),
+        Sealed::bf16(d, pages, random),
+    ]
+}
+
+#[test]
+fn spans_begin_and_end_anywhere() {
+    let mut random = Random(33);
+    let edges = [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 255, 256];
+    let spans: Vec<Span> = edges
+        .iter()
+        .flat_map(|&from| edges.iter().map(move |&to| Span { from, to }))
+        .filter(|span| span.from <= span.to)
+        .collect();
+    for d in [48, 128] {
+        for sealed in all_formats(d, 4, &mut random) {
+            for rows in [1, 4, 7, 20, 64] {
+                for spans in spans.chunks(rows) {
+                    let q = random.vector(spans.len() * d);
+                    for isa in Isa::available().filter(|isa| *isa != Isa::Scalar || rows == 20) {
+                        sealed.check(isa, &q, 0.2, spans, &[], TOLERANCE);
+                        sealed.check(isa, &q, 0.2, spans, &[1, 3], TOLERANCE);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn many_pages() {
+    let mut random = Random(34);
+    for sealed in all_formats(64, 60, &mut random) {
+        let q = random.vector(6 * 64);
+        for isa in Isa::available() {
+            let spans = [64 * 60, 64 * 60, 64 * 60 - 1, 1, 64 * 30, 0].map(Span::up_to);
+            sealed.check(isa, &q, 0.2, &spans, &[], TOLERANCE);
+            sealed.check(isa, &q, 2.0, &spans, &[7, 8, 50], TOLERANCE);
+        }
+    }
+}
+
+#[test]
+fn nasty_grids() {
+    let (d, pages) = (64, 3);
+    let ones = vec![1.0; 4 * d];
+    let q: Vec<f32> = Random(36).vector(4 * d);
+    let zeros = vec![0.0; 4 * d];
+    let mut lone = zeros.clone();
+    lone.iter_mut().step_by(d).for_each(|x| *x = 1e-20);
+    for layout in [CodeLayout::int2(d, 1).unwrap(), CodeLayout::int4(d, 2).unwrap()] {
+        for scale_type in SCALE_TYPES {
+            let with = |grid: Grid<'_>| Sealed::codes(layout, scale_type, pages, &mut Random(35), grid);
+            let mut random = Random(37);
+            let cases = [
+                (
+                    "huge key offsets",
+                    with(&mut |side, _, _| match side {
+                        // Sums of q that do not vanish times an offset of thousands: it cancels in the softmax.
+                        Side::Key => (0.5, 4096.0),
+                        Side::Value => (1.0, 1.5),
+                    }),
+                ),
+                ("huge value offsets", with(&mut |_, _, _| (0.25, 30000.0))),
+                ("negative offsets", with(&mut |_, _, _| (0.25, -700.0))),
+                ("no scales", with(&mut |_, _, _| (0.0, 0.5))),
+                ("nothing", with(&mut |_, _, _| (0.0, 0.0))),
+                (
+                    "one huge key",
+                    with(&mut |side, token, _| {
+                        (if side == Side::Key && token == 70 { 3e4 } else { 0.1 }, 0.2)
+                    }),
+                ),
+                (
+                    "one huge value",
+                    with(&mut |side, token, _| {
+                        (if side == Side::Value && token == 70 { 3e4 } else { 0.1 }, 0.2)
+                    }),
+                ),
+                ("tiny scales", with(&mut |_, _, _| (1e-7, 0.3))),
+                (
+                    "scales far apart",
+                    with(&mut |_, _, _| {
+                        let scale = (12.0 * random.next()).exp2();
+                        (scale, 1.5 * scale)
+                    }),
+                ),
+            ];
+            for (name, sealed) in &cases {
+                for isa in Isa::available() {
+                    for q in [&q, &ones, &zeros, &lone] {
+                        println!("{name} {layout:?} {scale_type} {isa}");
+                        // An f32 offset of 4096·64·q leaves 2^-6 for the differences between logits.
+                        let scale = if *name == "huge key offsets" { 1e-3 } else { 0.1 };
+                        sealed.check(isa, q, scale, &[Span::up_to(192); 4], &[], 2.0 * TOLERANCE);
+                        sealed.check(isa, q, scale, &[Span { from: 66, to: 190 }; 4], &[2], 2.0 * TOLERANCE);
+                    }
+                }
+            }
+            let (_, one_huge_key) = &cases[5];
+            for isa in Isa::available() {
+                // Logits of ±1e5 and more: one token takes all, or none of it.
+                one_huge_key.check(isa, &q, 1e3, &[Span::up_to(192); 4], &[1], TOLERANCE);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_the_others() {
+    let mut random = Random(38);
+    let d = 96;
+    for sealed in all_formats(d, 5, &mut random).iter().take(3) {
+        let q = random.vector(20 * d);
+        let spans: Vec<Span> = (0..20).map(|row| Span { from: 3 * row, to: 320 - 7 * row }).collect();
+        for isa in Isa::available() {
+            let all = sealed.attend(isa, &q, 0.2, &spans, &[2]);
+            for rows in [0..1, 0..3, 1..6, 4..12, 19..20, 3..20] {
+                let (channels, spans) = (rows.start * d..rows.end * d, &spans[rows.clone()]);
+                let some = sealed.attend(isa, &q[channels.clone()], 0.2, spans, &[2]);
+                assert_eq!(some, all[channels], "{isa} {:?} rows {rows:?}", sealed.format);
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn tiles_and_vectors_agree_in_every_bit() {
+    if !Isa::Amx.is_available() {
+        return;
+    }
+    let mut random = Random(39);
+    for bits in [2, 4] {
+        for layout in layouts(bits) {
+            let sealed = Sealed::usual(layout, ScaleType::F16, 2, &mut random);
+            let q = random.vector(11 * layout.head_dim());
+            let spans: Vec<Span> = (0..11).map(|row| Span { from: row, to: 128 - row }).collect();
+            let (vectors, tiles) = (
+                sealed.attend(Isa::Avx512, &q, 0.2, &spans, &[]),
+                sealed.attend(Isa::Amx, &q, 0.2, &spans, &[]),
+            );
+            assert_eq!(vectors, tiles, "{layout:?}");
+        }
+    }
+}
+
+#[test]
+fn a_row_that_is_not_a_number_stays_alone() {
+    let mut random = Random(40);
+    let d = 64;
+    for sealed in all_formats(d, 2, &mut random) {
+        let q = random.vector(9 * d);
+        let spans = [Span::up_to(128); 9];
+        for isa in Isa::available() {
+            let good = sealed.attend(isa, &q, 0.2, &spans, &[]);
+            for poison in [f32::NAN, f32::INFINITY] {
+                let mut bad = q.clone();
+                bad[4 * d + 3] = poison;
+                let out = sealed.attend(isa, &bad, 0.2, &spans, &[]);
+                assert!(
+                    out[4 * d..5 * d].iter().all(|x| x.is_nan()),
+                    "{isa} {:?} {poison}: {:?}",
+                    sealed.format,
+                    &out[4 * d..5 * d]
+                );
+                assert_eq!(out[..4 * d], good[..4 * d], "{isa}");
+                assert_eq!(out[5 * d..], good[5 * d..], "{isa}");
+            }
+        }
+    }
+}
+
+/// A sink page in bf16, history in a sealed format, the recent window in bf16: one state, in any order.
+#[test]
+fn tiers_merge_in_one_state() {
+    let mut random = Random(41);
+    let d = 64;
+    let exact = Sealed::bf16(d, 8, &mut random);
+    for mut sealed in all_formats(d, 8, &mut random) {
+        let q = random.vector(6 * d);
+        let history = PAGE_TOKENS..5 * PAGE_TOKENS;
+        let end = 8 * PAGE_TOKENS - 20;
+        let (middle, tail) =
+            (Span { from: history.start, to: history.end }, Span { from: history.end, to: end });
+        for isa in Isa::available() {
+            let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
+            state.reset(6, d);
+            let elements: Vec<&[u16]> = exact.pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
+            let bytes: Vec<&[u8]> = sealed.pages.iter().map(Vec::as_slice).collect();
+            let scratch = &mut scratch;
+            let first = [Span::up_to(PAGE_TOKENS); 6];
+            super::super::attend(isa, &q, 0.3, &first, 0, &elements, d, scratch, &mut state);
+            attend_sealed(isa, &sealed.format, &q, 0.3, &[middle; 6], 0, &bytes, scratch, &mut state);
+            super::super::attend(isa, &q, 0.3, &[tail; 6], 5, &elements[5..], d, scratch, &mut state);
+            let out = finish(&state);
+
+            // What a reader of the mixed cache sees.
+            let (keys, values) = (sealed.keys.clone(), sealed.values.clone());
+            for t in (0..sealed.tokens()).filter(|t| !history.contains(t)) {
+                let row = t * d..(t + 1) * d;
+                sealed.keys[row.clone()].copy_from_slice(&exact.keys[row.clone()]);
+                sealed.values[row.clone()].copy_from_slice(&exact.values[row]);
+            }
+            for row in 0..6 {
+                let (expected, size) = sealed.exact(&q[row * d..][..d], 0.3, Span::up_to(end));
+                for (got, expected) in out[row * d..][..d].iter().zip(expected) {
+                    let error = (f64::from(*got) - expected).abs();
+                    assert!(error <= TOLERANCE * size, "{isa} {:?}: {got} for {expected}", sealed.format);
+                }
+            }
+            (sealed.keys, sealed.values) = (keys, values);
+        }
+    }
+}
