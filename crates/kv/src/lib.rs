@@ -56,7 +56,7 @@ pub mod tree;
 pub use block_hash::BlockHash;
 pub use error::{KvError, PoolKind, Shortage};
 pub use extension::{Append, Extend, Extension, SealWork};
-pub use ledger::{Ledger, LedgerOptions, PoolSlots, SealedPools};
+pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
 pub use oscar_codec::{PAGE_TOKENS, PageWindows};
 pub use pool::{ExactPage, PageId, PagePool, PageSlot, PoolExhausted, ScratchPage, SealedPage};
 pub use reuse::TailPolicy;
