@@ -47,3 +47,10 @@ pub struct Shortage {
     /// Pages of the pool.
     pub pages: usize,
 }
+
+impl Shortage {
+    /// Whether there would be enough pages if nobody else had any.
+    pub fn can_pass(&self) -> bool {
+        self.needed <= self.pages
+    }
+}

@@ -237,27 +237,26 @@ impl Ledger {
             self.release_exact(own);
         }
         sequence.tokens.truncate(in_flight.start);
-        sequence.hashes.truncate(in_flight.start / PAGE_TOKENS);
+        debug_assert!(sequence.hashes.len() <= in_flight.start / PAGE_TOKENS, "only settled pages are named");
         self.counters.filling += usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
     }
 
+    /// Pages of a pool that can be had now: free, or held by nobody but the prefix tree.
+    pub fn available(&self, pool: PoolKind) -> usize {
+        match pool {
+            PoolKind::Exact => self.pools.exact.free_pages() + self.tree.evictable_exact(),
+            PoolKind::Sealed => self.pools.sealed.free_pages() + self.tree.evictable_sealed(),
+            PoolKind::Scratch => self.pools.scratch.free_pages(),
+        }
+    }
+
     fn check(&self, need: &Need) -> Result<(), Shortage> {
-        let Ledger { pools, tree, .. } = self;
-        for (pool, needed, available, pages) in [
-            (
-                PoolKind::Exact,
-                need.exact,
-                pools.exact.free_pages() + tree.evictable_exact(),
-                pools.exact.pages(),
-            ),
-            (
-                PoolKind::Sealed,
-                need.sealed,
-                pools.sealed.free_pages() + tree.evictable_sealed(),
-                pools.sealed.pages(),
-            ),
-            (PoolKind::Scratch, need.scratch, pools.scratch.free_pages(), pools.scratch.pages()),
+        for (pool, needed, pages) in [
+            (PoolKind::Exact, need.exact, self.pools.exact.pages()),
+            (PoolKind::Sealed, need.sealed, self.pools.sealed.pages()),
+            (PoolKind::Scratch, need.scratch, self.pools.scratch.pages()),
         ] {
+            let available = self.available(pool);
             if needed > available {
                 return Err(Shortage { pool, needed, available, pages });
             }

@@ -46,6 +46,35 @@ pub struct PoolSlots {
     pub scratch: usize,
 }
 
+/// Pages with which a sequence that is alone can always be computed, whatever the prefix tree holds by then and however
+/// its tokens are divided into prompts and answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageNeed {
+    /// bf16, all layers.
+    pub exact: usize,
+    /// Sealed, all layers.
+    pub sealed: usize,
+    /// bf16 of one layer.
+    pub scratch: usize,
+}
+
+impl PageNeed {
+    /// The need of a sequence of `tokens` tokens.
+    pub fn of(tokens: usize, windows: PageWindows, has_sealed: bool, prefix_tree: bool) -> PageNeed {
+        let pages = tokens.div_ceil(PAGE_TOKENS);
+        if !has_sealed {
+            return PageNeed { exact: pages, sealed: 0, scratch: 0 };
+        }
+        // A sequence that is extended beyond its window holds the old window while the new one is computed.
+        let window = windows.recent.saturating_add(1);
+        let exact = window.saturating_mul(2).saturating_add(windows.sink).min(pages);
+        let history = pages.saturating_sub(windows.sink).saturating_sub(window);
+        // For the tree the window is sealed early, and the tree may have a page of it that the sequence seals again.
+        let early = if prefix_tree && history > 0 { 2 * window } else { 0 };
+        PageNeed { exact, sealed: history + early, scratch: history }
+    }
+}
+
 /// Who owns which page. Pure bookkeeping: it says what is to be copied, sealed and read, and a backend does it.
 #[derive(Debug)]
 pub struct Ledger {
@@ -191,22 +220,13 @@ impl Ledger {
         self.tree.clear(&mut self.pools);
     }
 
-    /// Whether a sequence of `tokens` tokens can be computed when it is the only one open, whatever the tree holds by
-    /// then and however the tokens are divided into prompts and answers.
+    /// Whether the pools cover the [`PageNeed`] of a sequence of `tokens` tokens.
     pub fn could_ever_fit(&self, tokens: usize) -> bool {
-        let pages = tokens.div_ceil(PAGE_TOKENS);
-        if !self.has_sealed() {
-            return pages <= self.pools.exact.pages();
-        }
-        let PageWindows { sink, recent } = self.options.windows;
-        // A sequence that is extended beyond its window holds the old window while the new one is computed.
-        let exact = recent.saturating_add(1).saturating_mul(2).saturating_add(sink).min(pages);
-        let history = pages.saturating_sub(sink).saturating_sub(recent.saturating_add(1));
-        // For the tree the window is sealed early, and the tree may have a page of it that the sequence seals again.
-        let early = if self.options.prefix_tree && history > 0 { 2 * (recent + 1) } else { 0 };
-        exact <= self.pools.exact.pages()
-            && history + early <= self.pools.sealed.pages()
-            && history <= self.pools.scratch.pages()
+        let LedgerOptions { windows, prefix_tree, .. } = self.options;
+        let need = PageNeed::of(tokens, windows, self.has_sealed(), prefix_tree);
+        need.exact <= self.pools.exact.pages()
+            && need.sealed <= self.pools.sealed.pages()
+            && need.scratch <= self.pools.scratch.pages()
     }
 
     /// Every page of the prefix tree, for inspection.

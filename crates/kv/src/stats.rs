@@ -70,7 +70,7 @@ pub struct LedgerStats {
     pub tree_tails: usize,
     /// Sealed pages of the tree that it has in bf16 too.
     pub warm_pages: usize,
-    /// Prompts looked up in the tree, and how many of them found something.
+    /// Prompts looked up in the tree.
     pub lookups: u64,
     /// Prompts of which the tree had something.
     pub hits: u64,

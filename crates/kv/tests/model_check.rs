@@ -79,9 +79,11 @@ impl Episode {
         let windows = PageWindows { sink: random.of(&[0, 1, 1, 2, 4]), recent: random.of(&[0, 1, 2, 2, 4]) };
         let options = LedgerOptions {
             windows,
-            exact_pages: 2 + random.below(30),
-            sealed: (!random.one_in(5))
-                .then(|| SealedPools { pages: 1 + random.below(40), scratch_pages: random.below(16) }),
+            exact_pages: random.of(&[2, 8, 14, 20, 32, 60]) + random.below(8),
+            sealed: (!random.one_in(5)).then(|| SealedPools {
+                pages: random.of(&[1, 8, 16, 32, 80]) + random.below(10),
+                scratch_pages: random.below(16),
+            }),
             prefix_tree: !random.one_in(12),
             tail: random.of(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         };

@@ -372,3 +372,80 @@ fn a_preempted_request_goes_on_where_it_was() {
     assert_eq!((open.sequence.cached_tokens(), open.sequence.sealed_until()), (800, 0));
     cache.close(open);
 }
+
+/// As above, but the first is still there when the second gives its pages: the copies are found when pages are short.
+#[test]
+fn copies_that_hang_above_pages_in_use_are_had_when_pages_are_short() {
+    let options = LedgerOptions { exact_pages: 20, ..small(0, 20) };
+    let mut cache = Cache::new(options);
+    let prompt = text(0, 8 * PAGE);
+    let mut first = cache.prompt(0, &prompt, Extend::Exact);
+    let mut second = cache.prompt(0, &prompt, Extend::Exact);
+    cache.insert(&mut first, true);
+    cache.extend(&mut second, &text(1, 4 * PAGE), Extend::Exact).unwrap();
+    cache.insert(&mut second, true);
+    cache.close(first);
+    // The tree alone has pages 1 to 7 of the first, and below them pages of the second.
+    let stats = cache.ledger.stats();
+    assert_eq!((stats.sealed.tree_only, stats.sealed.free), (7, 2));
+    assert_eq!(cache.ledger.available(PoolKind::Sealed), 2);
+    // Pages 12 to 18; 12 to 15 go to sealed pages.
+    cache.extend(&mut second, &text(2, 7 * PAGE), Extend::Exact).unwrap();
+    cache.audit(&[&second]);
+    cache.check_tree();
+    assert_eq!(cache.ledger.stats().sealed.tree_only, 0);
+    cache.close(second);
+    cache.ledger.flush();
+    cache.assert_empty();
+}
+
+/// A fork of a sequence that is growing holds the beginning of a page that is full by the time it is given away.
+#[test]
+fn a_page_is_a_tail_or_a_warm_copy_but_not_both() {
+    let mut cache = Cache::new(options(0, 1));
+    let tokens = text(0, 4 * PAGE);
+    let mut growing = cache.prompt(0, &tokens[..10], Extend::Exact);
+    cache.begin_extend(&mut growing, &tokens[10..PAGE], Extend::Exact).unwrap();
+    let mut fork = cache.fork(&growing);
+    assert_eq!(fork.sequence.len(), 10);
+    cache.finish(&mut growing);
+    // Somebody else gave the tree page 0, sealed and long out of its window.
+    let mut other = cache.open(0, &[]);
+    cache.extend(&mut other, &tokens, Extend::Exact).unwrap();
+    cache.insert(&mut other, true);
+    cache.insert(&mut fork, true);
+    assert_eq!((cache.ledger.stats().tree_tails, cache.ledger.stats().warm_pages), (1, 2));
+    cache.insert(&mut growing, true);
+    assert_eq!((cache.ledger.stats().tree_tails, cache.ledger.stats().warm_pages), (0, 3));
+    cache.audit(&[&growing, &fork, &other]);
+    cache.check_tree();
+    // And the other way round.
+    cache.insert(&mut fork, true);
+    assert_eq!(cache.ledger.stats().tree_tails, 0);
+    for token in 0..100 {
+        cache.append(&mut fork, token).unwrap();
+        cache.append(&mut growing, token).unwrap();
+    }
+    cache.audit(&[&growing, &fork, &other]);
+    for open in [growing, fork, other] {
+        cache.close(open);
+    }
+}
+
+#[test]
+fn a_shortage_says_whether_waiting_helps() {
+    let mut cache = Cache::new(small(6, 3));
+    let mut first = cache.prompt(0, &text(0, 4 * PAGE), Extend::Exact);
+    let mut open = cache.open(1, &[]);
+    let shortage = cache.begin_extend(&mut open, &text(1, 3 * PAGE), Extend::Exact).unwrap_err();
+    assert_eq!((shortage.pool, shortage.needed, shortage.available), (PoolKind::Exact, 3, 2));
+    assert!(shortage.can_pass());
+    assert_eq!(shortage.to_string(), "3 bf16 pages are needed and 2 of 6 can be had");
+    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), Extend::Exact).unwrap_err();
+    assert!(shortage.pool == PoolKind::Exact && shortage.can_pass());
+    cache.append(&mut first, 1).unwrap();
+    cache.close(first);
+    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), Extend::Exact).unwrap_err();
+    assert!(shortage.pool == PoolKind::Sealed && !shortage.can_pass());
+    cache.close(open);
+}

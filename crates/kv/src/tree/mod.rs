@@ -5,7 +5,7 @@
 //! copy. A *tail* is a leaf with the partly filled last page of a finished request, matched token by token.
 //!
 //! Owning is a reference count like any other: what a sequence took from the tree stays valid when the tree lets go.
-//! [`eviction`] decides what is let go.
+//! What is let go, and when, is decided in `eviction.rs`.
 
 mod eviction;
 mod inspect;
@@ -390,5 +390,29 @@ impl Tree {
             self.node_mut(node.parent).busy_children -= 1;
             self.refresh(pools, node.parent);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::PagePool;
+
+    /// A hash that two pages had in common would not make one pass for the other.
+    #[test]
+    fn a_page_is_found_by_its_tokens_not_by_its_hash_alone() {
+        let mut pools =
+            Pools { exact: PagePool::new(4), sealed: PagePool::new(0), scratch: PagePool::new(0) };
+        let mut tree = Tree::new(&pools, false);
+        let page = pools.exact.take().unwrap();
+        let tokens: Vec<u32> = (0..64).collect();
+        let hash = BlockHash::chain(None, &tokens);
+        let root = tree.root(0);
+        let node = tree.insert_page(&mut pools, root, 0, hash, &tokens, (page.slot(), 0), 1);
+        assert_eq!(tree.child(root, hash, &tokens), Some(node));
+        let others: Vec<u32> = (1..65).collect();
+        assert_eq!(tree.child(root, hash, &others), None);
+        let other_root = tree.root(1);
+        assert_eq!(tree.child(other_root, hash, &tokens), None);
     }
 }
