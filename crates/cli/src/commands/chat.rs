@@ -50,7 +50,7 @@ pub(crate) struct ChatArguments {
 impl ChatArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let terminal = io::stdin().is_terminal();
-        let mut engine = self.engine.load(&self.model)?;
+        let engine = self.engine.load(&self.model)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
         let mut conversation = Conversation::new(self.system.as_deref());
@@ -74,7 +74,7 @@ impl ChatArguments {
                     eprintln!("The conversation is forgotten.");
                 }
                 command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
-                text => match turn(&mut engine, &mut conversation, text, &options) {
+                text => match turn(&engine, &mut conversation, text, &options) {
                     // A question that does not fit is no reason to end a conversation.
                     Err(failure @ Failure::Error { .. }) if terminal => {
                         conversation.take_back();
@@ -116,7 +116,7 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 
 /// One question and its answer. On failure the question is still in the conversation.
 fn turn(
-    engine: &mut Engine<CpuBackend>,
+    engine: &Engine<CpuBackend>,
     conversation: &mut Conversation,
     question: &str,
     options: &GenerateOptions,

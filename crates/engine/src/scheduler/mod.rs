@@ -192,7 +192,7 @@ impl<B: Backend> Scheduler<B> {
             Command::Close(id) => {
                 self.cancel(id);
                 if let Some(sequence) = self.kept.remove(&id).and_then(|kept| kept.sequence) {
-                    self.ledger.close(sequence);
+                    self.retire(sequence);
                 }
             }
             Command::Flush(done) => {
@@ -305,6 +305,7 @@ impl<B: Backend> Scheduler<B> {
         }
         let whole = job.output.options().prompt_logprobs.is_some() && job.next.is_none();
         let sequence = job.sequence.take().unwrap_or_else(|| {
+            self.insert_open(job.salt, &job.tokens);
             let wanted = if whole { &job.tokens[..1] } else { &job.tokens[..] };
             self.ledger.open(job.salt, wanted)
         });
@@ -357,7 +358,13 @@ impl<B: Backend> Scheduler<B> {
     fn begin_answers(&mut self, prefill: Prefill<B>) {
         let (job, mut sequence) = self.abandon(prefill);
         let Job { id, arrival, sink, output, choices, tokens, segments, next, .. } = job;
-        if !self.insert(&mut sequence, false) {
+        let sound = if output.options().keep_open {
+            self.ledger.insert(&sequence, false);
+            true
+        } else {
+            self.insert(&mut sequence, false)
+        };
+        if !sound {
             self.ledger.close(sequence);
             let error = EngineError::NotFinite;
             return self.fail(&sink, output.choice, choices, Arc::new(error));
