@@ -180,8 +180,8 @@ pub struct Request {
 
 impl Request {
     /// A request without a filter.
-    pub fn new(prompt: impl Into<Vec<u32>>, options: GenerateOptions) -> Request {
-        Request { prompt: prompt.into(), options, filter: None }
+    pub fn new(prompt: impl AsRef<[u32]>, options: GenerateOptions) -> Request {
+        Request { prompt: prompt.as_ref().to_vec(), options, filter: None }
     }
 
     /// Checks everything that can be known before the request runs.

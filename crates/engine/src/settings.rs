@@ -18,8 +18,8 @@ pub struct EngineOptions {
     pub max_queued: usize,
     /// The cache.
     pub kv: KvOptions,
-    /// Same request, same tokens, whatever else runs. Prompts are then read as answers are, and a prefix counts only
-    /// with its whole window; the backend must have been told too.
+    /// Same request, same tokens, whatever else runs. Implies [`PrefillMode::Uniform`]; the backend must have been
+    /// told too.
     pub deterministic: bool,
 }
 
@@ -72,7 +72,7 @@ pub enum PrefillMode {
     /// In bf16, layer by layer.
     #[default]
     Exact,
-    /// As its answer will read it: pages depend on the tokens alone.
+    /// As its answer will read it: pages depend on the tokens alone. A prefix counts only with its whole window.
     Uniform,
 }
 
@@ -85,8 +85,8 @@ impl EngineOptions {
         }
     }
 
-    /// What a cold window leads to, after what `deterministic` implies.
+    /// What a cold window leads to. Where pages depend on the tokens alone, a prefix hit must not change that.
     pub(crate) fn tail(&self) -> TailPolicy {
-        if self.deterministic { TailPolicy::Exact } else { self.kv.tail }
+        if self.extend() == Extend::Uniform { TailPolicy::Exact } else { self.kv.tail }
     }
 }

@@ -162,3 +162,22 @@ fn a_turn_that_is_cancelled_can_be_followed_by_another() {
     drop(handle);
     assert_idle(&engine);
 }
+
+/// An open request holds what its visibility needs and no more, and still shares when somebody asks.
+#[test]
+fn open_requests_cost_no_more_than_their_pages_and_are_shared_on_demand() {
+    let model = model(true);
+    for deterministic in [false, true] {
+        let options =
+            EngineOptions { context: Some(1024), deterministic, ..engine_options(&model, "int2", Some(100)) };
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let (_, handle) = open(&engine, prompt(4, 640), keep(1));
+        let cache = engine.fresh_stats().cache;
+        // Ten pages: one sink, six sealed, two recent and the last one.
+        assert_eq!((cache.exact.used(), cache.sealed.used(), cache.scratch.used()), (4, 6, 0));
+        let longer = [prompt(4, 640), prompt(5, 30)].concat();
+        assert_eq!(ask(&engine, &longer, &greedy(5)).cached_tokens, 640);
+        drop(handle);
+        assert_idle(&engine);
+    }
+}

@@ -204,12 +204,12 @@ impl<B: Backend> Scheduler<B> {
         if let Some(append) = running.append.take() {
             self.ledger.abandon_append(&mut running.sequence, append);
         }
-        let sound = self.insert(&mut running.sequence, true);
         let (tokens, segments) = running.history();
-        let Running { id, sink, output, sequence, .. } = running;
-        let sequence = if sound && output.options().keep_open {
+        let Running { id, sink, output, mut sequence, .. } = running;
+        let sequence = if output.options().keep_open {
             Some(sequence)
         } else {
+            self.insert(&mut sequence, true);
             self.ledger.close(sequence);
             None
         };

@@ -5,11 +5,12 @@
 //! again when the request is taken up.
 
 use oscar_kernels::Backend;
-use oscar_kv::Sequence;
+use oscar_kv::{PAGE_TOKENS, Sequence};
 
 use super::Scheduler;
 use super::decode::seal_page;
 use super::job::{Job, Order, Running};
+use crate::error::EngineError;
 
 impl<B: Backend> Scheduler<B> {
     /// Frees some pages for the request at `order`; `false` if nothing may be taken from anybody. Without an order only
@@ -43,10 +44,10 @@ impl<B: Backend> Scheduler<B> {
     /// Takes the pages of a request that is kept open but does nothing, or that waits its turn.
     fn drop_idle(&mut self, order: Option<Order>) -> bool {
         let kept = self.kept.iter().filter(|(_, kept)| kept.sequence.is_some()).map(|(&id, _)| id).min();
-        if let Some(kept) = kept.and_then(|id| self.kept.get_mut(&id))
-            && let Some(sequence) = kept.sequence.take()
+        if let Some(sequence) =
+            kept.and_then(|id| self.kept.get_mut(&id)).and_then(|kept| kept.sequence.take())
         {
-            self.ledger.close(sequence);
+            self.retire(sequence);
             return true;
         }
         let waiting = self
@@ -55,10 +56,45 @@ impl<B: Backend> Scheduler<B> {
             .rev()
             .find(|job| job.sequence.is_some() && order.is_none_or(|order| job.order() != order));
         if let Some(sequence) = waiting.and_then(|job| job.sequence.take()) {
-            self.ledger.close(sequence);
+            self.retire(sequence);
             return true;
         }
         false
+    }
+
+    /// Closes a sequence; the tree keeps what it can.
+    pub(super) fn retire(&mut self, mut sequence: Sequence) {
+        self.insert(&mut sequence, true);
+        self.ledger.close(sequence);
+    }
+
+    /// Gives the tree what open requests have in common with a new one. They are not inserted as they grow, because
+    /// that needs a second, sealed copy of their windows and mostly nobody asks.
+    pub(super) fn insert_open(&mut self, salt: u64, tokens: &[u32]) {
+        let shares = |sequence: &Sequence| {
+            sequence.salt() == salt
+                && sequence.len() >= PAGE_TOKENS
+                && tokens.get(..PAGE_TOKENS) == sequence.tokens().get(..PAGE_TOKENS)
+        };
+        let mut kept = std::mem::take(&mut self.kept);
+        for kept in kept.values_mut() {
+            if let Some(mut sequence) = kept.sequence.take_if(|sequence| shares(sequence)) {
+                if self.insert(&mut sequence, true) {
+                    kept.sequence = Some(sequence);
+                } else {
+                    self.ledger.close(sequence);
+                }
+            }
+        }
+        self.kept = kept;
+        for mut running in std::mem::take(&mut self.running) {
+            let open = running.output.options().keep_open && shares(&running.sequence);
+            if open && !self.insert(&mut running.sequence, false) {
+                self.fail_running(running, EngineError::NotFinite);
+            } else {
+                self.running.push(running);
+            }
+        }
     }
 
     /// Takes the pages of an answer in progress; it goes on later.

@@ -54,7 +54,7 @@ pub(crate) fn model_with(
 }
 
 pub(crate) fn model(deterministic: bool) -> TestModel {
-    model_with("llama-tied", 4096, deterministic, |_| ())
+    model_with("qwen3", 4096, deterministic, |_| ())
 }
 
 /// The codec of a format; `None` for bf16.
