@@ -7,7 +7,7 @@
 use std::fmt;
 
 use oscar_codec::{KvGeometry, PAGE_TOKENS, PageFormat, PageWindows};
-use oscar_kv::{LedgerOptions, SealedPools};
+use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
 
 use crate::error::EngineError;
 use crate::settings::EngineOptions;
@@ -65,13 +65,6 @@ pub(crate) struct Shape {
     pub(crate) max_context: usize,
 }
 
-/// Pages that one sequence of some length can need.
-struct Least {
-    exact: usize,
-    sealed: usize,
-    scratch: usize,
-}
-
 impl Budget {
     pub(crate) fn plan(shape: Shape, options: &EngineOptions) -> Result<Budget, EngineError> {
         let most = shape.max_context;
@@ -121,7 +114,7 @@ impl Budget {
             bits_per_element: 0.0,
             elements_per_token: 2 * layers * kv_heads * head_dim,
         };
-        let least = least(context, kv.windows, kv.codec.is_some());
+        let least = PageNeed::of(context, kv.windows, kv.codec.is_some(), kv.prefix_tree);
         if let Some(codec) = &kv.codec {
             budget.sealed.page_bytes = codec.page_bytes();
             budget.scratch = Share { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
@@ -131,13 +124,14 @@ impl Budget {
                     context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
             }
         }
-        (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed);
+        // A pool cannot be empty, even if no sequence is long enough to seal anything.
+        (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed.max(1));
         match kv.memory {
             Some(memory) => budget.fill(memory, options.max_running)?,
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
                 budget.exact.pages += kv.windows.recent + 2;
-                budget.sealed.pages = context.div_ceil(PAGE_TOKENS);
+                budget.sealed.pages = budget.sealed.pages.max(context.div_ceil(PAGE_TOKENS));
             }
             None => budget.exact.pages += 1,
         }
@@ -214,18 +208,6 @@ impl Budget {
         }
         parts.join(", ")
     }
-}
-
-/// What [`oscar_kv::Ledger::could_ever_fit`] asks for.
-fn least(context: usize, windows: PageWindows, sealing: bool) -> Least {
-    let pages = context.div_ceil(PAGE_TOKENS);
-    if !sealing {
-        return Least { exact: pages, sealed: 0, scratch: 0 };
-    }
-    let window = windows.recent.saturating_add(1);
-    let sealed = pages.saturating_sub(windows.sink).saturating_sub(window).max(1);
-    let exact = window.saturating_mul(2).saturating_add(windows.sink).min(pages);
-    Least { exact, sealed, scratch: sealed }
 }
 
 impl fmt::Display for Budget {
