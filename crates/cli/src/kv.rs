@@ -107,6 +107,11 @@ pub(crate) struct KvArguments {
 }
 
 impl KvArguments {
+    /// The same settings for another cache type.
+    pub(crate) fn of_type(&self, kind: CacheType) -> KvArguments {
+        KvArguments { kv_cache_dtype: kind, ..self.clone() }
+    }
+
     /// The settings of a cache for a model: rotations are found, or made on the spot if `int2` was asked for.
     pub(crate) fn options(&self, subject: &Subject) -> Result<KvOptions, Failure> {
         let published = Published::from_environment()?;

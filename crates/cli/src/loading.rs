@@ -73,12 +73,8 @@ impl EngineArguments {
 
     /// Settings of the engine, the codec for this model included.
     pub(crate) fn options(&self, subject: &Subject) -> Result<EngineOptions, Failure> {
-        Ok(EngineOptions {
-            context: self.context,
-            kv: self.kv.options(subject)?,
-            deterministic: self.kv.deterministic,
-            ..EngineOptions::default()
-        })
+        let (kv, deterministic) = (self.kv.options(subject)?, self.kv.deterministic);
+        Ok(EngineOptions { context: self.context, kv, deterministic, ..EngineOptions::default() })
     }
 
     /// Starts an engine and says where its memory goes.

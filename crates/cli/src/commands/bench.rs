@@ -1,5 +1,7 @@
 //! `oscar bench`: speed on this machine.
 
+mod engine;
+
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use oscar_codec::Rule;
@@ -23,6 +25,7 @@ pub(crate) struct BenchArguments {
 enum What {
     Model(ModelBenchArguments),
     Codec(CodecBenchArguments),
+    Engine(engine::EngineBenchArguments),
 }
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
@@ -142,6 +145,7 @@ impl BenchArguments {
         match self.what {
             What::Model(arguments) => arguments.run(),
             What::Codec(arguments) => arguments.run(),
+            What::Engine(arguments) => arguments.run(),
         }
     }
 }

@@ -71,7 +71,6 @@ impl Span {
     }
 
     /// [`Self::in_page`] as one bit per token.
-    #[cfg(target_arch = "x86_64")]
     fn page_mask(self, start: usize) -> u64 {
         let first = |count: usize| u64::MAX.checked_shr((PAGE_TOKENS - count) as u32).unwrap_or(0);
         let Range { start: from, end: to } = self.in_page(start);

@@ -2,7 +2,11 @@
 //!
 //! Both products have the same shape: bytes of queries (or weights) times codes in words `[blocks][width]`, where a
 //! word holds the codes of one token (or channel) for 8 or 16 channels (or tokens) in a row, and neighbouring words
-//! are neighbouring tokens (or channels). An [`Engine`] multiplies; scales, offsets and softmax are the same for all.
+//! are neighbouring tokens (or channels). An [`Engine`] multiplies, and turns sums into weights.
+//!
+//! Steps overlap. What one part of a step stores, the next part loads only after parts of other steps that do not
+//! depend on it: a tile that was just stored row by row cannot be loaded before all of it has reached the cache, and
+//! a page that was just asked for is not there yet. See [`Reader::attend`] for the order.
 //!
 //! Groups: queries are stored once per group with zeros outside it, and weights are split once per group with its
 //! scales. A group may begin anywhere; what lies around it in the same word or register is multiplied and dropped.
@@ -12,9 +16,9 @@ use std::ops::Range;
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::fixed_point::{Affine, Tokens};
-use super::{Reader, read_pages, scalar};
-use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work, floats};
+use super::fixed_point::{split_row, total};
+use super::{Step, scalar, schedule};
+use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 
@@ -22,7 +26,10 @@ use crate::cpu::isa::Isa;
 const STRIDE_STEP: usize = 64;
 
 /// Columns that engines multiply together: results of groups are cut out of such blocks.
-pub(super) const COLUMN_STEP: usize = 16;
+const COLUMN_STEP: usize = 16;
+
+/// No engine multiplies more rows at once.
+const MOST_ROWS: usize = 8;
 
 /// Rows from which tiles beat vectors.
 #[cfg(target_arch = "x86_64")]
@@ -35,7 +42,7 @@ pub(super) struct Shape {
     pub(super) scale_type: ScaleType,
     /// Channels as stored.
     pub(super) padded: usize,
-    groups: usize,
+    pub(super) groups: usize,
     /// Channels of a group.
     channels: usize,
 }
@@ -51,7 +58,8 @@ impl Shape {
         }
     }
 
-    fn group(&self, group: usize) -> Range<usize> {
+    /// The channels of a group.
+    pub(super) fn group(&self, group: usize) -> Range<usize> {
         group * self.channels..(group + 1) * self.channels
     }
 
@@ -60,9 +68,14 @@ impl Shape {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
     }
 
-    /// Numbers of one side's scales and offsets.
-    fn side_scales(&self) -> usize {
-        self.groups * 2 * PAGE_TOKENS
+    /// Numbers of both sides' scales and offsets, `[K, V][group][scale, offset][64 tokens]`.
+    pub(super) fn numbers(&self) -> usize {
+        2 * self.groups * 2 * PAGE_TOKENS
+    }
+
+    /// The bytes of scales and offsets of a page.
+    pub(super) fn stored_numbers<'a>(&self, page: &'a [u8]) -> &'a [u8] {
+        &page[2 * self.side_bytes()..]
     }
 }
 
@@ -74,13 +87,13 @@ pub(super) struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    /// The keys (words of channels, tokens side by side) and values of a page.
-    pub(super) fn of(shape: &Shape, page: &'a [u8]) -> (Words<'a>, Words<'a>) {
+    /// Keys are words of channels with tokens side by side, values words of tokens with channels side by side.
+    pub(super) fn of(shape: &Shape, side: Side, page: &'a [u8]) -> Words<'a> {
         let (keys, rest) = page.split_at(shape.side_bytes());
-        (
-            Words { bytes: keys, width: PAGE_TOKENS },
-            Words { bytes: &rest[..shape.side_bytes()], width: shape.padded },
-        )
+        match side {
+            Side::Key => Words { bytes: keys, width: PAGE_TOKENS },
+            Side::Value => Words { bytes: &rest[..shape.side_bytes()], width: shape.padded },
+        }
     }
 }
 
@@ -92,49 +105,80 @@ pub(super) struct Left<'a> {
     pub(super) rows: usize,
 }
 
-/// Integer products on one instruction set, and the steps around them compiled for it. A value exists only where the
-/// instruction set does.
+/// What becomes weights: some rows and a page.
+pub(super) struct Sums<'a> {
+    pub(super) shape: &'a Shape,
+    /// `[group][ROWS][high, low][64 tokens]`.
+    pub(super) sums: &'a [i32],
+    /// Unit of each row's query.
+    pub(super) steps: &'a [f32],
+    /// `[group]`, `totals_stride` apart: sum of the channels of each row's query.
+    pub(super) totals: &'a [f32],
+    pub(super) totals_stride: usize,
+    /// As [`Shape::numbers`].
+    pub(super) numbers: &'a [f32],
+    pub(super) spans: &'a [Span],
+    /// Position of the page's first token.
+    pub(super) start: usize,
+    /// The tokens of the page each row sees, one bit each.
+    pub(super) seen: &'a [u64],
+}
+
+/// Weights times scales, split in bytes: `[group][ROWS][high, low][64 tokens]`, and `[group][ROWS][unit, Σ p·o]`.
+pub(super) struct Weights<'a> {
+    pub(super) bytes: &'a mut [i8],
+    pub(super) numbers: &'a mut [f32],
+}
+
+/// The softmax state of some rows.
+pub(super) struct Running<'a> {
+    pub(super) max: &'a mut [f32],
+    pub(super) sum: &'a mut [f32],
+    /// `[rows][d]`.
+    pub(super) values: &'a mut [f32],
+    pub(super) d: usize,
+}
+
+/// Integer products on one instruction set, and the steps around them. A value exists only where the instruction set
+/// does.
 pub(super) trait Engine {
     /// Most rows of one product.
     const ROWS: usize;
 
-    /// Turns to a page; `next` will be read after it.
-    fn open(&mut self, shape: &Shape, page: &[u8], next: &[u8]);
+    /// Turns to one side of a page; `ahead` will be read later.
+    fn open(&mut self, shape: &Shape, side: Side, page: &[u8], ahead: &[u8]);
 
-    /// Scales and offsets as numbers.
-    fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]);
-
-    /// `sums[row][part]` = bytes of a part of the row times codes, for all tokens or for the channels in `columns`
-    /// (widened to multiples of 16): `[rows][high, low][64 or padded channels]`, with room for [`Self::ROWS`] rows.
-    /// Only the bytes in `inner` (channels of keys, tokens of values) are not zero.
+    /// `sums[row][part]` = bytes of a part of the row times codes, for the tokens or channels in `columns` (multiples
+    /// of 16): `[rows][high, low][64 or padded channels]`, with room for [`Self::ROWS`] rows. Only the bytes in
+    /// `inner` (channels of keys, tokens of values) are not zero. The side of the page has been opened.
     fn product(
         &mut self,
         shape: &Shape,
-        page: &[u8],
         side: Side,
+        page: &[u8],
         left: &Left<'_>,
         inner: Range<usize>,
         columns: Range<usize>,
         sums: &mut [i32],
     );
 
-    /// As the functions of [`super::fixed_point`].
-    fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32;
-    fn finish_logits(
-        sums: [&Tokens<i32>; 2],
-        step: f32,
-        sum: f32,
-        affine: &Affine<'_>,
-        add: bool,
-        logits: &mut Tokens<f32>,
+    /// Scales and offsets as numbers.
+    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]);
+
+    /// Logits, one softmax step, and the weights for the product with values.
+    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>);
+
+    /// Adds `unit·(256·high + low) - Σ p·o` to the values (`[rows][d]`) of some channels, from sums
+    /// `[rows][high, low][width]` and numbers `[rows][unit, Σ p·o]`.
+    fn add_values(
+        &self,
+        sums: &[i32],
+        numbers: &[f32],
+        width: usize,
+        channels: Range<usize>,
+        d: usize,
+        values: &mut [f32],
     );
-    fn split_weights(
-        weights: &Tokens<f32>,
-        affine: &Affine<'_>,
-        high: &mut Tokens<i8>,
-        low: &mut Tokens<i8>,
-    ) -> (f32, f32);
-    fn finish_values(sums: [&[i32]; 2], step: f32, offset: f32, values: &mut [f32]);
 }
 
 /// Buffers of one thread.
@@ -144,13 +188,15 @@ pub(super) struct CodeScratch {
     /// Unpacked codes.
     #[cfg(target_arch = "x86_64")]
     tiles: AlignedScratch,
+    /// Logits.
+    logits: AlignedScratch,
 }
 
 #[derive(Default)]
 struct Buffers {
     queries: AlignedScratch,
     query_numbers: AlignedScratch,
-    scales: AlignedScratch,
+    numbers: AlignedScratch,
     weights: AlignedScratch,
     weight_numbers: AlignedScratch,
     sums: AlignedScratch,
@@ -170,30 +216,28 @@ pub(super) fn attend(
         buffers,
         #[cfg(target_arch = "x86_64")]
         tiles,
+        logits,
     } = &mut scratch.sealed.codes;
-    let scores = &mut scratch.scores;
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx if work.spans.len() >= TILES_FROM && super::tiles::is_available() => {
             // SAFETY: AMX is available; nothing else uses tiles until the end of the call.
             let engine = unsafe { super::tiles::Tdpbsud::new(&shape, work.spans.len(), tiles) };
-            let reader = CodeReader::new(engine, shape, work, buffers);
-            read_pages(reader, &floats::AVX512, work, scores, state);
+            Reader::new(engine, shape, work, buffers).attend(work, state);
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
-            let reader = CodeReader::new(super::vnni::Vpdpbusd, shape, work, buffers);
-            read_pages(reader, &floats::AVX512, work, scores, state);
+            Reader::new(super::vnni::Vpdpbusd, shape, work, buffers).attend(work, state);
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
-            let reader = CodeReader::new(super::maddubs::Maddubs, shape, work, buffers);
-            read_pages(reader, &floats::AVX2, work, scores, state);
+            let engine = super::maddubs::Maddubs::new(logits);
+            Reader::new(engine, shape, work, buffers).attend(work, state);
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => {
-            let reader = CodeReader::new(super::sdot::Sdot, shape, work, buffers);
-            read_pages(reader, &floats::NEON, work, scores, state);
+            let engine = super::sdot::Sdot::new(logits);
+            Reader::new(engine, shape, work, buffers).attend(work, state);
         }
         _ => {
             scalar::attend(
@@ -205,44 +249,41 @@ pub(super) fn attend(
     }
 }
 
-/// The queries of a call as bytes, and the page that is open.
-struct CodeReader<'a, E> {
+/// The queries of a call as bytes, and buffers for a step.
+struct Reader<'a, E> {
     engine: E,
     shape: Shape,
-    page: &'a [u8],
     stride: usize,
+    rows: usize,
     /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
     queries: &'a [i8],
     /// Unit of each row.
     query_steps: &'a [f32],
     /// `[group][row]`: sum of the channels of the group.
-    query_sums: &'a [f32],
-    /// `[K, V][group][scale, offset][64 tokens]` of the page.
-    scales: &'a mut [f32],
-    /// `[row][high, low][64 tokens]` of one group of channels.
-    weights: &'a mut [i8],
-    /// `[row][unit, offset]` of the weights.
-    weight_numbers: &'a mut [f32],
-    /// Of the product at hand.
-    sums: &'a mut [i32],
+    query_totals: &'a [f32],
+    /// Scales and offsets of the page.
+    numbers: &'a mut [f32],
+    weights: Weights<'a>,
+    /// Of the keys of this step and of the next, in turn.
+    key_sums: [&'a mut [i32]; 2],
+    value_sums: &'a mut [i32],
 }
 
-impl<'a, E: Engine> CodeReader<'a, E> {
-    fn new(engine: E, shape: Shape, work: &Work<'a, u8>, buffers: &'a mut Buffers) -> Self {
+impl<'a, E: Engine> Reader<'a, E> {
+    fn new(engine: E, shape: Shape, work: &Work<'_, u8>, buffers: &'a mut Buffers) -> Self {
         let (d, rows) = (work.d, work.spans.len());
         let stride = shape.padded.next_multiple_of(STRIDE_STEP);
         let row_bytes = 2 * stride;
         // The last rows are read as part of a full product.
         let queries = buffers.queries.at_least::<i8>((shape.groups * rows + E::ROWS) * row_bytes);
-        let (query_steps, query_sums) =
+        let (query_steps, query_totals) =
             buffers.query_numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
         queries.fill(0);
         for (row, q) in work.q.chunks_exact(d).enumerate() {
             let (high, low) = queries[row * row_bytes..][..row_bytes].split_at_mut(stride);
-            query_steps[row] = E::split_row(q, high, low);
+            query_steps[row] = split_row(q, high, low);
             for group in 0..shape.groups {
-                let sum: f64 = q[shape.group(group)].iter().copied().map(f64::from).sum();
-                query_sums[group * rows + row] = sum as f32;
+                query_totals[group * rows + row] = total(&q[shape.group(group)]);
             }
         }
         // Groups after the first get their channels of the first copy, which then loses them.
@@ -254,82 +295,134 @@ impl<'a, E: Engine> CodeReader<'a, E> {
                 from[channels.clone()].fill(0);
             }
         }
-        CodeReader {
+        let weight_bytes = buffers.weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
+        // Rows that no query has are multiplied too.
+        weight_bytes.fill(0);
+        let key_sums = shape.groups * E::ROWS * 2 * PAGE_TOKENS;
+        let sums = buffers.sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
+        let (this, rest) = sums.split_at_mut(key_sums);
+        let (next, value_sums) = rest.split_at_mut(key_sums);
+        Reader {
             engine,
             shape,
-            page: &[],
             stride,
+            rows,
             queries,
             query_steps,
-            query_sums,
-            scales: buffers.scales.at_least(2 * shape.side_scales()),
-            weights: buffers.weights.at_least(E::ROWS * 2 * PAGE_TOKENS),
-            weight_numbers: buffers.weight_numbers.at_least(E::ROWS * 2),
-            sums: buffers.sums.at_least(E::ROWS * 2 * shape.padded.max(PAGE_TOKENS)),
+            query_totals,
+            numbers: buffers.numbers.at_least(shape.numbers()),
+            weights: Weights {
+                bytes: weight_bytes,
+                numbers: buffers.weight_numbers.at_least(shape.groups * E::ROWS * 2),
+            },
+            key_sums: [this, next],
+            value_sums,
         }
     }
-}
 
-impl<'a, E: Engine> Reader<'a> for CodeReader<'a, E> {
-    const ROWS: usize = E::ROWS;
-
-    fn open(&mut self, page: &'a [u8], next: &'a [u8]) {
-        self.page = page;
-        self.engine.open(&self.shape, page, next);
-        E::numbers(&page[2 * self.shape.side_bytes()..], self.shape.scale_type, self.scales);
+    /// Keys are opened two steps and multiplied one step before the weights of a step are known, values multiplied
+    /// and added one step after.
+    fn attend(&mut self, work: &Work<'_, u8>, state: &mut SoftmaxState) {
+        let steps = schedule(work, E::ROWS);
+        let begins_page = |n: usize| n == 0 || steps[n - 1].index != steps[n].index;
+        if steps.is_empty() {
+            return;
+        }
+        self.open(Side::Key, &steps, 0);
+        self.multiply_keys(0, &steps[0]);
+        if steps.len() > 1 && begins_page(1) {
+            self.open(Side::Key, &steps, 1);
+        }
+        for n in 0..=steps.len() {
+            if let Some(next) = steps.get(n + 1) {
+                self.multiply_keys(n + 1, next);
+            }
+            if n + 2 < steps.len() && begins_page(n + 2) {
+                self.open(Side::Key, &steps, n + 2);
+            }
+            if n > 0 {
+                self.multiply_values(&steps[n - 1]);
+            }
+            if n < steps.len() && begins_page(n) {
+                self.open(Side::Value, &steps, n);
+            }
+            if n > 0 {
+                self.add_values(&steps[n - 1], work.d, state);
+            }
+            if let Some(step) = steps.get(n) {
+                self.weigh(n, step, work, state);
+            }
+        }
     }
 
-    fn logits(&mut self, rows: Range<usize>, scores: &mut [f32]) {
-        let all_rows = self.query_steps.len();
-        let row_bytes = 2 * self.stride;
-        for group in 0..self.shape.groups {
-            let bytes = &self.queries[(group * all_rows + rows.start) * row_bytes..];
-            let left = Left { bytes, stride: self.stride, rows: rows.len() };
+    fn open(&mut self, side: Side, steps: &[Step<'_>], n: usize) {
+        // Half of a later page each, fetched so that it has the time of a whole page to arrive. With several groups
+        // there are several steps to a page, and fetching one again costs little.
+        let (distance, half) = if side == Side::Key { (1, 0) } else { (2, 1) };
+        let page = steps.get(n + distance).map_or(&[][..], |step| step.page);
+        let middle = page.len() / 2;
+        let ahead = if half == 0 { &page[..middle] } else { &page[middle..] };
+        self.engine.open(&self.shape, side, steps[n].page, ahead);
+    }
+
+    fn multiply_keys(&mut self, number: usize, step: &Step<'_>) {
+        let group_sums = E::ROWS * 2 * PAGE_TOKENS;
+        let sums = &mut *self.key_sums[number % 2];
+        for (group, sums) in sums.chunks_exact_mut(group_sums).enumerate() {
+            let bytes = &self.queries[(group * self.rows + step.rows.start) * 2 * self.stride..];
+            let left = Left { bytes, stride: self.stride, rows: step.rows.len() };
             let (channels, tokens) = (self.shape.group(group), 0..PAGE_TOKENS);
-            self.engine.product(&self.shape, self.page, Side::Key, &left, channels, tokens, self.sums);
-            let affine = affine(self.scales, group);
-            let sums = self.sums.chunks_exact(2 * PAGE_TOKENS);
-            for ((row, sums), logits) in rows.clone().zip(sums).zip(scores.as_chunks_mut().0) {
-                let (high, low) = halves(sums);
-                let (step, sum) = (self.query_steps[row], self.query_sums[group * all_rows + row]);
-                E::finish_logits([high, low], step, sum, &affine, group > 0, logits);
-            }
+            self.engine.product(&self.shape, Side::Key, step.page, &left, channels, tokens, sums);
         }
     }
 
-    fn add_values(&mut self, rows: Range<usize>, weights: &mut [f32], values: &mut [f32]) {
-        let (padded, d) = (self.shape.padded, self.shape.channels * self.shape.groups);
+    fn weigh(&mut self, number: usize, step: &Step<'_>, work: &Work<'_, u8>, state: &mut SoftmaxState) {
+        let (shape, d, rows) = (&self.shape, work.d, step.rows.clone());
+        self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
+        let mut seen = [0; MOST_ROWS];
+        for (seen, span) in seen.iter_mut().zip(&work.spans[rows.clone()]) {
+            *seen = span.page_mask(step.start);
+        }
+        let sums = Sums {
+            shape,
+            sums: self.key_sums[number % 2],
+            steps: &self.query_steps[rows.clone()],
+            totals: &self.query_totals[rows.start..],
+            totals_stride: self.rows,
+            numbers: self.numbers,
+            spans: &work.spans[rows.clone()],
+            start: step.start,
+            seen: &seen[..rows.len()],
+        };
+        let running = Running {
+            max: &mut state.max[rows.clone()],
+            sum: &mut state.sum[rows.clone()],
+            values: &mut state.values[rows.start * d..rows.end * d],
+            d,
+        };
+        self.engine.weigh(sums, running, &mut self.weights);
+    }
+
+    fn multiply_values(&mut self, step: &Step<'_>) {
+        let (group_bytes, group_sums) = (E::ROWS * 2 * PAGE_TOKENS, E::ROWS * 2 * self.shape.padded);
         for group in 0..self.shape.groups {
-            let affine = affine(&self.scales[self.shape.side_scales()..], group);
-            for (row, weights) in weights.as_chunks().0.iter().enumerate() {
-                let parts = &mut self.weights[row * 2 * PAGE_TOKENS..][..2 * PAGE_TOKENS];
-                let [high, low] = parts.as_chunks_mut().0 else { unreachable!("two parts of a row") };
-                let (step, offset) = E::split_weights(weights, &affine, high, low);
-                self.weight_numbers[2 * row..2 * row + 2].copy_from_slice(&[step, offset]);
-            }
-            let left = Left { bytes: self.weights, stride: PAGE_TOKENS, rows: rows.len() };
+            let bytes = &self.weights.bytes[group * group_bytes..][..group_bytes];
+            let left = Left { bytes, stride: PAGE_TOKENS, rows: step.rows.len() };
             let (tokens, channels) = (0..PAGE_TOKENS, self.shape.group(group));
             let columns =
                 channels.start / COLUMN_STEP * COLUMN_STEP..channels.end.next_multiple_of(COLUMN_STEP);
-            self.engine.product(&self.shape, self.page, Side::Value, &left, tokens, columns, self.sums);
-            for (row, values) in values.chunks_exact_mut(d).enumerate() {
-                let sums = &self.sums[row * 2 * padded..][..2 * padded];
-                let (high, low) = (&sums[channels.clone()], &sums[padded..][channels.clone()]);
-                let [step, offset] = [self.weight_numbers[2 * row], self.weight_numbers[2 * row + 1]];
-                E::finish_values([high, low], step, offset, &mut values[channels.clone()]);
-            }
+            let sums = &mut self.value_sums[group * group_sums..][..group_sums];
+            self.engine.product(&self.shape, Side::Value, step.page, &left, tokens, columns, sums);
         }
     }
-}
 
-/// Scales and offsets of a group.
-fn affine(scales: &[f32], group: usize) -> Affine<'_> {
-    let (scale, offset) = halves(&scales[group * 2 * PAGE_TOKENS..][..2 * PAGE_TOKENS]);
-    Affine { scale, offset }
-}
-
-/// Two pages' worth of numbers, one after the other.
-fn halves<T>(both: &[T]) -> (&Tokens<T>, &Tokens<T>) {
-    let [first, second] = both.as_chunks().0 else { unreachable!("two numbers per token") };
-    (first, second)
+    fn add_values(&mut self, step: &Step<'_>, d: usize, state: &mut SoftmaxState) {
+        let group_sums = E::ROWS * 2 * self.shape.padded;
+        let values = &mut state.values[step.rows.start * d..step.rows.end * d];
+        for group in 0..self.shape.groups {
+            let sums = &self.value_sums[group * group_sums..][..group_sums];
+            let numbers = &self.weights.numbers[group * E::ROWS * 2..][..E::ROWS * 2];
+            self.engine.add_values(sums, numbers, self.shape.padded, self.shape.group(group), d, values);
+        }
+    }
 }

@@ -4,19 +4,23 @@
 //! `256·high + low` with both in -128..=127: what the byte multipliers of a CPU take. The error of a number is 1/65278
 //! of the largest in its row.
 //!
-//! The functions are plain loops that the compiler turns into vectors; [`float_steps`] compiles them for an
-//! instruction set. They round in the same way on all paths that share an instruction set, so that paths with
-//! different integer products agree bit for bit.
+//! The functions are plain loops that the compiler turns into vectors; [`plain_steps`] compiles them for an
+//! instruction set.
+
+use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
 
+use super::codes::{Running, Sums, Weights};
+use crate::cpu::attention::floats::{Path, SoftmaxRows};
+
 /// The largest integer.
-const LARGEST: f32 = 32639.0;
+pub(super) const LARGEST: f32 = 32639.0;
 
 /// Rows with a smaller largest magnitude count as zeros: the reciprocal would not be finite.
-const SMALLEST: f32 = 1e-30;
+pub(super) const SMALLEST: f32 = 1e-30;
 
-/// Adding and subtracting this rounds to the nearest integer, ties to even, and leaves it in the low bits.
+/// Adding this rounds to the nearest integer, ties to even, and leaves it in the low bits.
 const ROUND: f32 = 12_582_912.0;
 
 /// A page's worth of numbers, one per token.
@@ -40,15 +44,21 @@ fn steps(largest: f32) -> (f32, f32) {
 /// The two bytes of a number; those of NaN mean nothing.
 #[inline(always)]
 fn bytes(value: f32, inverse: f32) -> (i8, i8) {
-    let integer = (value.mul_add(inverse, ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    let integer = ((value * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let high = integer.wrapping_add(128) >> 8;
     (high as i8, integer.wrapping_sub(high << 8) as i8)
 }
 
 /// Splits a row of any length and returns the number that one unit stands for.
-#[inline(always)]
 pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
-    let largest = row.iter().fold(0.0, |largest, value| larger(value.abs(), largest));
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for lane in 0..LANES {
+            lanes[lane] = larger(block[lane].abs(), lanes[lane]);
+        }
+    }
+    let largest = rest.iter().chain(&lanes).fold(0.0, |largest, value| larger(value.abs(), largest));
     let (step, inverse) = steps(largest);
     for ((value, high), low) in row.iter().zip(high).zip(low) {
         (*high, *low) = bytes(*value, inverse);
@@ -56,25 +66,51 @@ pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     step
 }
 
-/// Scale and offset of each token, for one group of channels.
-pub(super) struct Affine<'a> {
-    pub(super) scale: &'a Tokens<f32>,
-    pub(super) offset: &'a Tokens<f32>,
+/// The sum of a row.
+pub(super) fn total(row: &[f32]) -> f32 {
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for lane in 0..LANES {
+            lanes[lane] += f64::from(block[lane]);
+        }
+    }
+    (lanes.iter().sum::<f64>() + rest.iter().copied().map(f64::from).sum::<f64>()) as f32
 }
 
-/// The logits of a row from its integer sums: `s·step·(256·high + low) - o·sum`, added to `logits` if asked.
+/// Scale and offset of each token, for one group of channels.
+pub(super) struct Affine<'a> {
+    scale: &'a Tokens<f32>,
+    offset: &'a Tokens<f32>,
+}
+
+impl Affine<'_> {
+    /// Those at the start of `numbers`.
+    #[inline(always)]
+    fn of(numbers: &[f32]) -> Affine<'_> {
+        Affine { scale: tokens(numbers), offset: tokens(&numbers[PAGE_TOKENS..]) }
+    }
+}
+
+/// The first page's worth of numbers.
 #[inline(always)]
-pub(super) fn finish_logits(
+fn tokens<T>(slice: &[T]) -> &Tokens<T> {
+    slice.first_chunk().expect("a number per token")
+}
+
+/// The logits of a row from its integer sums: `s·step·(256·high + low) - o·total`, added to `logits` if asked.
+#[inline(always)]
+fn finish_logits(
     [high, low]: [&Tokens<i32>; 2],
     step: f32,
-    sum: f32,
+    total: f32,
     affine: &Affine<'_>,
     add: bool,
     logits: &mut Tokens<f32>,
 ) {
     for t in 0..PAGE_TOKENS {
         let integer = (high[t] << 8) + low[t];
-        let offset = affine.offset[t] * sum;
+        let offset = affine.offset[t] * total;
         let logit = (integer as f32).mul_add(affine.scale[t] * step, -offset);
         logits[t] = if add { logits[t] + logit } else { logit };
     }
@@ -82,12 +118,12 @@ pub(super) fn finish_logits(
 
 /// Splits the weights of a row times the scales of a group; returns the unit and `Σ p·o`.
 #[inline(always)]
-pub(super) fn split_weights(
+fn split_weights(
     weights: &Tokens<f32>,
     affine: &Affine<'_>,
     high: &mut Tokens<i8>,
     low: &mut Tokens<i8>,
-) -> (f32, f32) {
+) -> [f32; 2] {
     let mut scaled = [0.0; PAGE_TOKENS];
     let (mut largest, mut offsets) = ([0.0; LANES], [0.0; LANES]);
     for t in (0..PAGE_TOKENS).step_by(LANES) {
@@ -111,79 +147,115 @@ pub(super) fn split_weights(
     for t in 0..PAGE_TOKENS {
         (high[t], low[t]) = bytes(scaled[t], inverse);
     }
-    (step, offsets[0])
+    [step, offsets[0]]
 }
 
-/// Adds `step·(256·high + low) - offset` to each value.
+/// `codes::Engine::weigh` for products of up to `ROWS` rows, with the softmax of `path`; `logits` is `[ROWS][64]`.
+///
+/// # Safety
+/// The path is available.
 #[inline(always)]
-pub(super) fn finish_values([high, low]: [&[i32]; 2], step: f32, offset: f32, values: &mut [f32]) {
-    for ((value, high), low) in values.iter_mut().zip(high).zip(low) {
-        *value += (((high << 8) + low) as f32).mul_add(step, -offset);
+pub(super) unsafe fn weigh<const ROWS: usize>(
+    path: &Path,
+    from: Sums<'_>,
+    running: Running<'_>,
+    weights: &mut Weights<'_>,
+    logits: &mut [f32],
+) {
+    let (rows, groups) = (from.spans.len(), from.shape.groups);
+    let (key_numbers, value_numbers) = from.numbers.split_at(from.numbers.len() / 2);
+    for group in 0..groups {
+        let affine = Affine::of(&key_numbers[group * 2 * PAGE_TOKENS..]);
+        for row in 0..rows {
+            let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
+            let total = from.totals[group * from.totals_stride + row];
+            let logits = logits[row * PAGE_TOKENS..].first_chunk_mut().expect("a logit per token");
+            let sums = [tokens(sums), tokens(&sums[PAGE_TOKENS..])];
+            finish_logits(sums, from.steps[row], total, &affine, group > 0, logits);
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        (path.softmax)(SoftmaxRows {
+            scores: &mut logits[..rows * PAGE_TOKENS],
+            spans: from.spans,
+            start: from.start,
+            max: running.max,
+            sum: running.sum,
+            values: running.values,
+            d: running.d,
+        });
+    }
+    for group in 0..groups {
+        let affine = Affine::of(&value_numbers[group * 2 * PAGE_TOKENS..]);
+        for row in 0..rows {
+            let at = group * ROWS + row;
+            let (high, low) = weights.bytes[at * 2 * PAGE_TOKENS..].split_at_mut(PAGE_TOKENS);
+            let high = high.first_chunk_mut().expect("a byte per token");
+            let low = low.first_chunk_mut().expect("a byte per token");
+            let numbers = split_weights(tokens(&logits[row * PAGE_TOKENS..]), &affine, high, low);
+            weights.numbers[2 * at..2 * at + 2].copy_from_slice(&numbers);
+        }
     }
 }
 
-/// Compiles the steps of this module for an instruction set, as associated functions of an engine.
-macro_rules! float_steps {
-    ($features:literal) => {
-        fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+/// As `codes::Engine::add_values`.
+#[inline(always)]
+pub(super) fn add_values(
+    sums: &[i32],
+    numbers: &[f32],
+    width: usize,
+    channels: Range<usize>,
+    d: usize,
+    values: &mut [f32],
+) {
+    for row in 0..values.len() / d {
+        let values = &mut values[row * d..][channels.start..channels.end];
+        let high = &sums[row * 2 * width..][channels.start..channels.end];
+        let low = &sums[(row * 2 + 1) * width..][channels.start..channels.end];
+        let (step, offset) = (numbers[2 * row], numbers[2 * row + 1]);
+        for c in 0..values.len() {
+            values[c] += (((high[c] << 8) + low[c]) as f32).mul_add(step, -offset);
+        }
+    }
+}
+
+/// Compiles the steps of this module for an instruction set, as functions of an engine with a buffer `logits`.
+macro_rules! plain_steps {
+    ($features:literal, $path:expr) => {
+        fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
             #[target_feature(enable = $features)]
-            fn compiled(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
-                fixed_point::split_row(row, high, low)
+            fn compiled(sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>, logits: &mut [f32]) {
+                // SAFETY: the path has the instruction set of this function.
+                unsafe { fixed_point::weigh::<{ ROWS }>($path, sums, running, weights, logits) }
             }
             // SAFETY: an engine exists only where its instruction set does.
-            unsafe { compiled(row, high, low) }
+            unsafe { compiled(sums, running, weights, self.logits) }
         }
 
-        fn finish_logits(
-            sums: [&Tokens<i32>; 2],
-            step: f32,
-            sum: f32,
-            affine: &Affine<'_>,
-            add: bool,
-            logits: &mut Tokens<f32>,
+        fn add_values(
+            &self,
+            sums: &[i32],
+            numbers: &[f32],
+            width: usize,
+            channels: Range<usize>,
+            d: usize,
+            values: &mut [f32],
         ) {
             #[target_feature(enable = $features)]
             fn compiled(
-                sums: [&Tokens<i32>; 2],
-                step: f32,
-                sum: f32,
-                affine: &Affine<'_>,
-                add: bool,
-                logits: &mut Tokens<f32>,
+                sums: &[i32],
+                numbers: &[f32],
+                width: usize,
+                channels: Range<usize>,
+                d: usize,
+                values: &mut [f32],
             ) {
-                fixed_point::finish_logits(sums, step, sum, affine, add, logits)
+                fixed_point::add_values(sums, numbers, width, channels, d, values)
             }
             // SAFETY: as above.
-            unsafe { compiled(sums, step, sum, affine, add, logits) }
-        }
-
-        fn split_weights(
-            weights: &Tokens<f32>,
-            affine: &Affine<'_>,
-            high: &mut Tokens<i8>,
-            low: &mut Tokens<i8>,
-        ) -> (f32, f32) {
-            #[target_feature(enable = $features)]
-            fn compiled(
-                weights: &Tokens<f32>,
-                affine: &Affine<'_>,
-                high: &mut Tokens<i8>,
-                low: &mut Tokens<i8>,
-            ) -> (f32, f32) {
-                fixed_point::split_weights(weights, affine, high, low)
-            }
-            // SAFETY: as above.
-            unsafe { compiled(weights, affine, high, low) }
-        }
-
-        fn finish_values(sums: [&[i32]; 2], step: f32, offset: f32, values: &mut [f32]) {
-            #[target_feature(enable = $features)]
-            fn compiled(sums: [&[i32]; 2], step: f32, offset: f32, values: &mut [f32]) {
-                fixed_point::finish_values(sums, step, offset, values)
-            }
-            // SAFETY: as above.
-            unsafe { compiled(sums, step, offset, values) }
+            unsafe { compiled(sums, numbers, width, channels, d, values) }
         }
     };
 }
-pub(super) use float_steps;
+pub(super) use plain_steps;

@@ -2,16 +2,17 @@
 //!
 //! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights.
 
-use std::ops::Range;
-
 use oscar_codec::fp8_page::Fp8Layout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::{Reader, read_pages, scalar};
-use crate::cpu::attention::floats::Path;
-use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work, floats};
+use super::{Step, scalar, schedule};
+use crate::cpu::attention::floats::{Path, SoftmaxRows};
+use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work, floats};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
+
+/// Most rows of a group.
+const ROWS: usize = 4;
 
 /// Buffers of one thread.
 #[derive(Default)]
@@ -42,7 +43,7 @@ pub(super) fn attend(
     let steps = match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
-            Steps { path: &floats::AVX512, widen: avx512::widen, numbers: super::vnni::numbers }
+            Steps { path: &floats::AVX512, widen: avx512::widen, numbers: super::weigh::numbers }
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => Steps { path: &floats::AVX2, widen: avx2::widen, numbers: super::maddubs::numbers },
@@ -54,13 +55,20 @@ pub(super) fn attend(
             return scalar::attend(work, decode, state);
         }
     };
-    let reader = Fp8Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
-    let path = reader.steps.path;
-    read_pages(reader, path, work, &mut scratch.scores, state);
+    let mut reader = Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
+    let scores = scratch.scores.at_least(ROWS * PAGE_TOKENS);
+    let mut open = None;
+    for step in schedule(work, ROWS) {
+        if open.replace(step.index) != Some(step.index) {
+            reader.open(step.page);
+        }
+        let count = step.rows.len();
+        reader.attend(step, work.spans, &mut scores[..count * PAGE_TOKENS], state);
+    }
 }
 
 /// The queries of a call, and the page that is open.
-struct Fp8Reader<'a> {
+struct Reader<'a> {
     steps: Steps,
     d: usize,
     padded: usize,
@@ -75,13 +83,8 @@ struct Fp8Reader<'a> {
     sums: &'a mut [f32],
 }
 
-impl<'a> Fp8Reader<'a> {
-    fn new(
-        steps: Steps,
-        layout: &Fp8Layout,
-        work: &Work<'a, u8>,
-        scratch: &'a mut Fp8Scratch,
-    ) -> Fp8Reader<'a> {
+impl<'a> Reader<'a> {
+    fn new(steps: Steps, layout: &Fp8Layout, work: &Work<'a, u8>, scratch: &'a mut Fp8Scratch) -> Reader<'a> {
         let (d, padded) = (work.d, layout.padded_dim());
         let queries = scratch.queries.at_least::<f32>(work.spans.len() * padded);
         for (padded, q) in queries.chunks_exact_mut(padded).zip(work.q.chunks_exact(d)) {
@@ -90,7 +93,7 @@ impl<'a> Fp8Reader<'a> {
         }
         let (keys, values) =
             scratch.page.at_least(2 * PAGE_TOKENS * padded).split_at_mut(PAGE_TOKENS * padded);
-        Fp8Reader {
+        Reader {
             steps,
             d,
             padded,
@@ -98,15 +101,13 @@ impl<'a> Fp8Reader<'a> {
             keys,
             values,
             scales: scratch.scales.at_least(2 * PAGE_TOKENS),
-            sums: scratch.sums.at_least(Self::ROWS * padded),
+            sums: scratch.sums.at_least(ROWS * padded),
         }
     }
 }
 
-impl<'a> Reader<'a> for Fp8Reader<'a> {
-    const ROWS: usize = 4;
-
-    fn open(&mut self, page: &'a [u8], _next: &'a [u8]) {
+impl Reader<'_> {
+    fn open(&mut self, page: &[u8]) {
         let side = PAGE_TOKENS * self.padded;
         // SAFETY: the instruction set is available.
         unsafe {
@@ -116,36 +117,32 @@ impl<'a> Reader<'a> for Fp8Reader<'a> {
         }
     }
 
-    fn logits(&mut self, rows: Range<usize>, scores: &mut [f32]) {
-        let (count, padded) = (rows.len(), self.padded);
+    fn attend(&mut self, step: Step<'_>, spans: &[Span], scores: &mut [f32], state: &mut SoftmaxState) {
+        let Step { rows, start, .. } = step;
+        let (count, padded, d) = (rows.len(), self.padded, self.d);
+        let Path { product, softmax, .. } = *self.steps.path;
+        let values = &mut state.values[rows.start * d..rows.end * d];
         let queries = &self.queries[rows.start * padded..rows.end * padded];
-        scores.fill(0.0);
-        // SAFETY: the instruction set is available.
-        unsafe {
-            (self.steps.path.product)(
-                queries,
-                padded,
-                count,
-                self.keys,
-                padded / 2,
-                PAGE_TOKENS,
-                scores,
-                &[],
-            );
-        }
-        scale(scores, &self.scales[..PAGE_TOKENS]);
-    }
-
-    fn add_values(&mut self, rows: Range<usize>, weights: &mut [f32], values: &mut [f32]) {
-        let (count, padded) = (rows.len(), self.padded);
-        scale(weights, &self.scales[PAGE_TOKENS..]);
         let (sums, pairs) = (&mut self.sums[..count * padded], PAGE_TOKENS / 2);
+        scores.fill(0.0);
         sums.fill(0.0);
         // SAFETY: the instruction set is available.
         unsafe {
-            (self.steps.path.product)(weights, PAGE_TOKENS, count, self.values, pairs, padded, sums, &[]);
+            product(queries, padded, count, self.keys, padded / 2, PAGE_TOKENS, scores, &[]);
+            scale(scores, &self.scales[..PAGE_TOKENS]);
+            softmax(SoftmaxRows {
+                scores,
+                spans: &spans[rows.clone()],
+                start,
+                max: &mut state.max[rows.clone()],
+                sum: &mut state.sum[rows],
+                values,
+                d,
+            });
+            scale(scores, &self.scales[PAGE_TOKENS..]);
+            product(scores, PAGE_TOKENS, count, self.values, pairs, padded, sums, &[]);
         }
-        for (values, sums) in values.chunks_exact_mut(self.d).zip(sums.chunks_exact(padded)) {
+        for (values, sums) in values.chunks_exact_mut(d).zip(sums.chunks_exact(padded)) {
             values.iter_mut().zip(sums).for_each(|(value, sum)| *value += sum);
         }
     }

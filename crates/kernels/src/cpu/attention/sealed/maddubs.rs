@@ -6,10 +6,12 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use oscar_codec::{ScaleType, Side};
+use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::codes::{Engine, Left, Shape, Words};
-use super::fixed_point::{self, Affine, Tokens, float_steps};
+use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::fixed_point::{self, plain_steps};
+use crate::cpu::attention::floats;
+use crate::cpu::gemm::aligned::AlignedScratch;
 
 /// Words of a register.
 const LANES: usize = 8;
@@ -18,14 +20,26 @@ const LANES: usize = 8;
 const COLUMNS: usize = 2 * LANES;
 
 /// The engine.
-pub(super) struct Maddubs;
+pub(super) struct Maddubs<'a> {
+    /// `[ROWS][64]`.
+    logits: &'a mut [f32],
+}
 
-impl Engine for Maddubs {
-    const ROWS: usize = 2;
+/// Most rows of one product.
+const ROWS: usize = 2;
 
-    fn open(&mut self, _shape: &Shape, _page: &[u8], _next: &[u8]) {}
+impl<'a> Maddubs<'a> {
+    pub(super) fn new(logits: &'a mut AlignedScratch) -> Self {
+        Maddubs { logits: logits.at_least(ROWS * PAGE_TOKENS) }
+    }
+}
 
-    fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
+impl Engine for Maddubs<'_> {
+    const ROWS: usize = ROWS;
+
+    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], _ahead: &[u8]) {}
+
+    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
         // SAFETY: an engine exists only where its instruction set does.
         unsafe { self::numbers(stored, scale_type, numbers) }
     }
@@ -33,15 +47,14 @@ impl Engine for Maddubs {
     fn product(
         &mut self,
         shape: &Shape,
-        page: &[u8],
         side: Side,
+        page: &[u8],
         left: &Left<'_>,
         inner: Range<usize>,
         columns: Range<usize>,
         sums: &mut [i32],
     ) {
-        let (keys, values) = Words::of(shape, page);
-        let words = if side == Side::Key { keys } else { values };
+        let words = Words::of(shape, side, page);
         // SAFETY: an engine exists only where its instruction set does.
         unsafe {
             match (shape.bits, left.rows) {
@@ -54,7 +67,7 @@ impl Engine for Maddubs {
         }
     }
 
-    float_steps!("avx2,fma");
+    plain_steps!("avx2,fma", &floats::AVX2);
 }
 
 /// 16-bit numbers to `f32`.

@@ -1,7 +1,7 @@
 //! Attention over sealed pages, on the bytes as they are stored.
 //!
-//! The loop over pages and groups of rows is the same for every format; a [`Reader`] knows one format on one
-//! instruction set: the logits of a page, and its values summed with weights. A new format is a new reader.
+//! A call is a [`schedule`] of [`Step`]s, one per page and group of rows. What a format provides is what happens in a
+//! step: logits, softmax, values summed with weights. A new format is a new module.
 //!
 //! Codes are never turned into numbers. With `k = s·c - o` per token and group of channels,
 //! `q · k = s·Σ q·c - o·Σ q`, and with `v = s·c - o` likewise `Σ p·v = Σ (p·s)·c - Σ p·o`: the large sums multiply
@@ -15,6 +15,7 @@
 //! | `codes` | 2-bit and 4-bit pages: what happens around the integer products |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
 //! | `vnni`, `tiles`, `maddubs`, `sdot` | the integer products: AVX-512, AMX, AVX2, NEON |
+//! | `weigh` | AVX-512: from sums to weights without leaving registers |
 //! | `fp8` | 8-bit floats, widened to bf16 |
 //! | `scalar` | the reference |
 
@@ -32,17 +33,17 @@ mod tests;
 mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+#[cfg(target_arch = "x86_64")]
+mod weigh;
 
 use std::ops::Range;
 
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
-use oscar_codec::{PAGE_TOKENS, PageCodec, ScaleType};
+use oscar_codec::{PageCodec, ScaleType};
 
-use super::floats::{self, SoftmaxRows};
 use super::page::page_elements;
 use super::{AttentionScratch, SoftmaxState, Span, Work};
-use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 
 /// What the bytes of a sealed page mean.
@@ -90,21 +91,6 @@ impl SealedFormat {
 pub(super) struct SealedScratch {
     codes: codes::CodeScratch,
     fp8: fp8::Fp8Scratch,
-}
-
-/// One page format on one instruction set, with the queries of a call.
-trait Reader<'a> {
-    /// Most rows of a group.
-    const ROWS: usize;
-
-    /// Turns to a page; `next` will be read after it.
-    fn open(&mut self, page: &'a [u8], next: &'a [u8]);
-
-    /// Logits of some rows with the 64 tokens of the page, `[rows][64]`.
-    fn logits(&mut self, rows: Range<usize>, scores: &mut [f32]);
-
-    /// Adds the values of the page with the weights (`[rows][64]`, zero for tokens not seen) of some rows.
-    fn add_values(&mut self, rows: Range<usize>, weights: &mut [f32], values: &mut [f32]);
 }
 
 /// [`super::attend`] over sealed pages: adds the tokens of `pages` to the softmax of each row.
@@ -155,45 +141,33 @@ pub fn attend_sealed(
     scratch.queries = queries;
 }
 
-/// Attends all rows to all pages. The reader and the path must be available, which [`attend_sealed`] has checked.
-fn read_pages<'a, R: Reader<'a>>(
-    mut reader: R,
-    path: &floats::Path,
-    work: &Work<'a, u8>,
-    scores: &mut AlignedScratch,
-    state: &mut SoftmaxState,
-) {
-    let Work { spans, d, .. } = *work;
-    let rows = spans.len();
-    // Equal groups: nine rows are five and four, not eight and one.
-    let group = rows.div_ceil(rows.div_ceil(R::ROWS));
-    let scores = scores.at_least::<f32>(group * PAGE_TOKENS);
-    let mut pages = work.visible_pages().peekable();
-    while let Some((page, start)) = pages.next() {
-        reader.open(page, pages.peek().map_or(&[], |(page, _)| page));
+/// Rows of a call that are attended together, and a page they see.
+struct Step<'a> {
+    rows: Range<usize>,
+    page: &'a [u8],
+    /// Position of the page's first token.
+    start: usize,
+    /// Number of the page, counted over the pages that any row sees.
+    index: usize,
+}
+
+/// Every group of up to `most` rows with every page that one of its rows sees, page by page.
+fn schedule<'a>(work: &Work<'a, u8>, most: usize) -> Vec<Step<'a>> {
+    let rows = work.spans.len();
+    let group = equal_groups(rows, most);
+    let mut steps = Vec::with_capacity(work.pages.len() * rows.div_ceil(group));
+    for (index, (page, start)) in work.visible_pages().enumerate() {
         for first in (0..rows).step_by(group) {
-            let count = group.min(rows - first);
-            let group = first..first + count;
-            let spans = &spans[group.clone()];
-            if spans.iter().all(|span| span.in_page(start).is_empty()) {
-                continue;
+            let rows = first..(first + group).min(rows);
+            if work.spans[rows.clone()].iter().any(|span| !span.in_page(start).is_empty()) {
+                steps.push(Step { rows, page, start, index });
             }
-            let scores = &mut scores[..count * PAGE_TOKENS];
-            reader.logits(group.clone(), scores);
-            let channels = first * d..(first + count) * d;
-            // SAFETY: the path is available, which the caller has checked.
-            unsafe {
-                (path.softmax)(SoftmaxRows {
-                    scores,
-                    spans,
-                    start,
-                    max: &mut state.max[group.clone()],
-                    sum: &mut state.sum[group.clone()],
-                    values: &mut state.values[channels.clone()],
-                    d,
-                });
-            }
-            reader.add_values(group, scores, &mut state.values[channels]);
         }
     }
+    steps
+}
+
+/// The size of groups of at most `most` rows that differ little: nine rows are five and four, not eight and one.
+fn equal_groups(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most).max(1)).max(1)
 }

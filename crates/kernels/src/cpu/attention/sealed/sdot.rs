@@ -5,10 +5,12 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 use std::ops::Range;
 
-use oscar_codec::{ScaleType, Side};
+use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::codes::{Engine, Left, Shape, Words};
-use super::fixed_point::{self, Affine, Tokens, float_steps};
+use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::fixed_point::{self, plain_steps};
+use crate::cpu::attention::floats;
+use crate::cpu::gemm::aligned::AlignedScratch;
 
 /// Words of a register.
 const LANES: usize = 4;
@@ -20,7 +22,19 @@ const REGISTERS: usize = 4;
 const COLUMNS: usize = REGISTERS * LANES;
 
 /// The engine.
-pub(super) struct Sdot;
+pub(super) struct Sdot<'a> {
+    /// `[ROWS][64]`.
+    logits: &'a mut [f32],
+}
+
+/// Most rows of one product.
+const ROWS: usize = 2;
+
+impl<'a> Sdot<'a> {
+    pub(super) fn new(logits: &'a mut AlignedScratch) -> Self {
+        Sdot { logits: logits.at_least(ROWS * PAGE_TOKENS) }
+    }
+}
 
 /// `sum + a · b` by fours.
 ///
@@ -40,12 +54,12 @@ unsafe fn sdot(mut sum: int32x4_t, a: uint8x16_t, b: int8x16_t) -> int32x4_t {
     sum
 }
 
-impl Engine for Sdot {
-    const ROWS: usize = 2;
+impl Engine for Sdot<'_> {
+    const ROWS: usize = ROWS;
 
-    fn open(&mut self, _shape: &Shape, _page: &[u8], _next: &[u8]) {}
+    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], _ahead: &[u8]) {}
 
-    fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
+    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
         // SAFETY: no instructions beyond the baseline.
         unsafe { self::numbers(stored, scale_type, numbers) }
     }
@@ -53,15 +67,14 @@ impl Engine for Sdot {
     fn product(
         &mut self,
         shape: &Shape,
-        page: &[u8],
         side: Side,
+        page: &[u8],
         left: &Left<'_>,
         inner: Range<usize>,
         columns: Range<usize>,
         sums: &mut [i32],
     ) {
-        let (keys, values) = Words::of(shape, page);
-        let words = if side == Side::Key { keys } else { values };
+        let words = Words::of(shape, side, page);
         match (shape.bits, left.rows) {
             (2, 1) => product::<2, 1>(left, words, inner, columns, sums),
             (2, 2) => product::<2, 2>(left, words, inner, columns, sums),
@@ -71,7 +84,7 @@ impl Engine for Sdot {
         }
     }
 
-    float_steps!("neon");
+    plain_steps!("neon", &floats::NEON);
 }
 
 /// 16-bit numbers to `f32`. Unsafe like the other instruction sets' functions of this kind.

@@ -1,4 +1,4 @@
-use oscar_codec::Side;
+use oscar_codec::{PAGE_TOKENS, Side};
 
 use super::*;
 use crate::cpu::attention::tests::Random;

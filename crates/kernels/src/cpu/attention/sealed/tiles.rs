@@ -12,9 +12,8 @@ use std::sync::OnceLock;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::codes::{Engine, Left, Shape, Words};
-use super::fixed_point::{self, Affine, Tokens, float_steps};
-use super::vnni;
+use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::{equal_groups, weigh};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
@@ -26,6 +25,9 @@ const COLUMNS: usize = 16;
 
 /// Tiles of tokens in a page.
 const TOKEN_TILES: usize = PAGE_TOKENS / COLUMNS;
+
+/// Most rows of one product.
+const ROWS: usize = TILE_ROWS / 2;
 
 /// Whether the CPU multiplies bytes in tiles; [`crate::cpu::isa::Isa::Amx`] promises bf16 only.
 pub(super) fn is_available() -> bool {
@@ -51,7 +53,7 @@ impl<'a> Tdpbsud<'a> {
     /// # Safety
     /// As [`Tiles::configure`]; [`is_available`].
     pub(super) unsafe fn new(shape: &Shape, rows: usize, scratch: &'a mut AlignedScratch) -> Tdpbsud<'a> {
-        let group = rows.div_ceil(rows.div_ceil(Self::ROWS));
+        let group = equal_groups(rows, ROWS);
         let key_bytes = shape.padded.div_ceil(STEP) * TOKEN_TILES * TILE_BYTES;
         let value_bytes = shape.padded / COLUMNS * TILE_BYTES;
         let (keys, values) = scratch.at_least(key_bytes + value_bytes).split_at_mut(key_bytes);
@@ -65,37 +67,38 @@ impl<'a> Tdpbsud<'a> {
     }
 }
 
-impl Engine for Tdpbsud<'_> {
-    const ROWS: usize = TILE_ROWS / 2;
+impl Tdpbsud<'_> {
+    /// Multiplies for nothing: a tile unit that has had nothing to do for some 400 ns goes to sleep, and takes as long
+    /// to wake up.
+    fn stay_awake(&self) {
+        // SAFETY: tiles are configured while `self` lives; sums start from zero wherever they are used.
+        unsafe { asm!("tdpbsud tmm0, tmm4, tmm5", out("tmm0") _, options(nostack, nomem, preserves_flags)) };
+    }
+}
 
-    fn open(&mut self, shape: &Shape, page: &[u8], next: &[u8]) {
-        vnni::prefetch(next);
-        let (keys, values) = Words::of(shape, page);
+impl Engine for Tdpbsud<'_> {
+    const ROWS: usize = ROWS;
+
+    fn open(&mut self, shape: &Shape, side: Side, page: &[u8], ahead: &[u8]) {
+        let words = Words::of(shape, side, page);
+        let tiles = match side {
+            Side::Key => &mut *self.keys,
+            Side::Value => &mut *self.values,
+        };
         // SAFETY: an engine exists only where its instruction set does.
         unsafe {
             match shape.bits {
-                2 => {
-                    unpack::<2>(keys, self.keys);
-                    unpack::<2>(values, self.values);
-                }
-                _ => {
-                    unpack::<4>(keys, self.keys);
-                    unpack::<4>(values, self.values);
-                }
+                2 => unpack::<2>(words, tiles, ahead),
+                _ => unpack::<4>(words, tiles, ahead),
             }
         }
-    }
-
-    fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-        // SAFETY: as above.
-        unsafe { vnni::numbers(stored, scale_type, numbers) }
     }
 
     fn product(
         &mut self,
         shape: &Shape,
-        _page: &[u8],
         side: Side,
+        _page: &[u8],
         left: &Left<'_>,
         inner: Range<usize>,
         columns: Range<usize>,
@@ -142,23 +145,36 @@ impl Engine for Tdpbsud<'_> {
         }
     }
 
-    float_steps!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma");
+    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+        self.stay_awake();
+        // SAFETY: an engine exists only where its instruction set does.
+        unsafe { weigh::weigh::<ROWS>(&sums, running, weights) }
+    }
+
+    weigh::steps!();
 }
 
-/// Codes to bytes, as tiles `[64 inner elements][16 columns]`.
+/// Codes to bytes, as tiles `[64 inner elements][16 columns]`. Every other line of what is `ahead` is fetched along
+/// the way, and the hardware adds their neighbours.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8]) {
+fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
     let mask = _mm512_set1_epi8((1 << BITS) - 1);
     let quads = 8 / BITS as usize;
     let (width, registers) = (words.width, words.width / COLUMNS);
     let blocks = words.bytes.len() / 4 / width;
     assert!(width.is_multiple_of(COLUMNS) && words.bytes.len() == 4 * blocks * width);
     assert!(tiles.len() >= (blocks * quads).div_ceil(TILE_ROWS) * registers * TILE_BYTES);
+    let mut fetched = 0;
     for block in 0..blocks {
         let (tile, row) = (block * quads / TILE_ROWS, block * quads % TILE_ROWS);
         for register in 0..registers {
-            // SAFETY: inside the lengths above: a block fills `quads` rows of one tile per register.
+            // SAFETY: inside the lengths above: a block fills `quads` rows of one tile per register. Prefetching an
+            // address is harmless whatever it is.
             unsafe {
+                if fetched < ahead.len() {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(fetched).cast());
+                    fetched += 2 * STEP;
+                }
                 let from = words.bytes.as_ptr().add(4 * (block * width + COLUMNS * register));
                 let to = tiles.as_mut_ptr().add((tile * registers + register) * TILE_BYTES + STEP * row);
                 let mut codes = _mm512_loadu_si512(from.cast());

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use oscar_codec::{ScaleType, Side};
 
-use super::codes::{Engine, Left, Shape, Words};
-use super::fixed_point::{self, Affine, Tokens, float_steps};
+use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::weigh;
 
 /// Lanes of a register.
 const LANES: usize = 16;
@@ -14,30 +14,27 @@ const LANES: usize = 16;
 /// The engine.
 pub(super) struct Vpdpbusd;
 
+/// Most rows of one product.
+const ROWS: usize = 8;
+
 impl Engine for Vpdpbusd {
-    const ROWS: usize = 8;
+    const ROWS: usize = ROWS;
 
-    fn open(&mut self, _shape: &Shape, _page: &[u8], next: &[u8]) {
-        prefetch(next);
-    }
-
-    fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-        // SAFETY: an engine exists only where its instruction set does.
-        unsafe { self::numbers(stored, scale_type, numbers) }
+    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], ahead: &[u8]) {
+        prefetch(ahead);
     }
 
     fn product(
         &mut self,
         shape: &Shape,
-        page: &[u8],
         side: Side,
+        page: &[u8],
         left: &Left<'_>,
         inner: Range<usize>,
         columns: Range<usize>,
         sums: &mut [i32],
     ) {
-        let (keys, values) = Words::of(shape, page);
-        let words = if side == Side::Key { keys } else { values };
+        let words = Words::of(shape, side, page);
         // SAFETY: an engine exists only where its instruction set does.
         unsafe {
             match shape.bits {
@@ -47,31 +44,19 @@ impl Engine for Vpdpbusd {
         }
     }
 
-    float_steps!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma");
+    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+        // SAFETY: an engine exists only where its instruction set does.
+        unsafe { weigh::weigh::<ROWS>(&sums, running, weights) }
+    }
+
+    weigh::steps!();
 }
 
-/// Fetches what will be read next.
-pub(super) fn prefetch(next: &[u8]) {
-    for line in next.chunks(64) {
+/// Fetches what will be read.
+fn prefetch(ahead: &[u8]) {
+    for line in ahead.chunks(64) {
         // SAFETY: prefetching an address is harmless whatever it is.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-    }
-}
-
-/// 16-bit numbers to `f32`.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-    assert!(stored.len() == 2 * numbers.len() && numbers.len().is_multiple_of(LANES));
-    for (stored, numbers) in stored.chunks_exact(2 * LANES).zip(numbers.chunks_exact_mut(LANES)) {
-        // SAFETY: the chunks have 32 bytes and 16 numbers.
-        unsafe {
-            let bits = _mm256_loadu_si256(stored.as_ptr().cast());
-            let wide = match scale_type {
-                ScaleType::F16 => _mm512_cvtph_ps(bits),
-                ScaleType::Bf16 => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits))),
-            };
-            _mm512_storeu_ps(numbers.as_mut_ptr(), wide);
-        }
     }
 }
 
