@@ -45,6 +45,28 @@ pub trait Serve: Send + Sync {
     }
 }
 
+impl<S: Serve + ?Sized> Serve for Arc<S> {
+    fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
+        (**self).submit(request, sink)
+    }
+
+    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
+        (**self).append(kept, request, sink)
+    }
+
+    fn info(&self) -> &EngineInfo {
+        (**self).info()
+    }
+
+    fn stats(&self) -> EngineStats {
+        (**self).stats()
+    }
+
+    fn flush(&self) {
+        (**self).flush();
+    }
+}
+
 fn channel() -> (Sink, Receiver<Event>) {
     let (sender, events) = mpsc::channel();
     // Whoever does not listen any more has nothing to be told.

@@ -4,9 +4,13 @@
 
 mod support;
 
+use std::sync::Arc;
+
+use oscar_codec::PageCodec;
 use oscar_engine::{
     EngineError, EngineOptions, FinishReason, GenerateOptions, KvOptions, Request, RequestHandle, Serve,
 };
+use oscar_kv::TailPolicy;
 use support::*;
 
 /// 30 turns; returns all answers and the share of prompt tokens that came from the cache.
@@ -178,6 +182,42 @@ fn open_requests_cost_no_more_than_their_pages_and_are_shared_on_demand() {
         let longer = [prompt(4, 640), prompt(5, 30)].concat();
         assert_eq!(ask(&engine, &longer, &greedy(5)).cached_tokens, 640);
         drop(handle);
+        assert_idle(&engine);
+    }
+}
+
+/// With pages that lose nothing, a prefix hit must change nothing either, whatever became of its window.
+#[test]
+fn cold_tails_are_computed_again_or_read_sealed() {
+    let model = model(true);
+    let geometry = model.config().kv_geometry();
+    let layers: Vec<usize> = (0..geometry.layers).collect();
+    let copies = PageCodec::int4(geometry, None).unwrap().keep_bf16(&layers).unwrap();
+    let turn = |engine: &TestEngine, histories: &mut [Vec<u32>], turn: usize| {
+        let mut cached = 0;
+        for (seed, history) in histories.iter_mut().enumerate() {
+            let summary = ask(engine, history, &greedy(20));
+            cached += summary.cached_tokens;
+            history.extend(&summary.tokens);
+            history.extend(prompt(10 * turn + seed, 30));
+        }
+        cached
+    };
+    let begin = || (0..5).map(|seed| prompt(seed, 300)).collect::<Vec<_>>();
+    let mut expected = begin();
+    let plain = TestEngine::new(model.clone(), &fixed_options(&model, "bf16", Some(300))).unwrap();
+    (0..6).for_each(|index| drop(turn(&plain, &mut expected, index)));
+    for tail in [TailPolicy::Recompute, TailPolicy::Sealed] {
+        let mut options = engine_options(&model, "bf16", Some(100));
+        (options.context, options.max_running) = (Some(640), 1);
+        options.kv.codec = Some(Arc::new(copies.clone()));
+        options.kv.tail = tail;
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let mut histories = begin();
+        let cached: usize = (0..6).map(|index| turn(&engine, &mut histories, index)).sum();
+        let cache = engine.fresh_stats().cache;
+        assert!(cache.evicted_warm > 0 && cached > 4000, "{tail:?}: {cached} {cache:?}");
+        assert_eq!(histories, expected, "{tail:?}");
         assert_idle(&engine);
     }
 }
