@@ -371,6 +371,9 @@ pub trait Backend: Send + Sync + 'static {
     /// Copies bf16 pages, all layers: `(from, to)`. A page that several sequences share is copied before it is written.
     fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Self::Cache) -> Result<(), KernelError>;
 
+    /// Nobody needs what the scratch pages hold any more: their memory may be given back until they are written again.
+    fn release_scratch(&self, cache: &mut Self::Cache);
+
     /// `hidden += linear(x)`.
     fn linear_add(
         &self,

@@ -22,7 +22,10 @@ impl<B: Backend> Scheduler<B> {
             let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return };
             match self.advance(&mut prefill, &mut allowance) {
                 Ok(Progress::More) => self.prefill = Some(prefill),
-                Ok(Progress::Done) => self.begin_answers(prefill),
+                Ok(Progress::Done) => {
+                    self.release_scratch();
+                    self.begin_answers(prefill);
+                }
                 Ok(Progress::Short(shortage)) => {
                     if !self.find_room(prefill, shortage) {
                         return;
@@ -30,6 +33,13 @@ impl<B: Backend> Scheduler<B> {
                 }
                 Err(error) => self.fail_prefill(prefill, error),
             }
+        }
+    }
+
+    /// The memory that a prompt has passed through is worth more elsewhere.
+    fn release_scratch(&mut self) {
+        if std::mem::take(&mut self.scratch_used) {
+            self.model.model().backend().release_scratch(&mut self.cache);
         }
     }
 
@@ -163,6 +173,7 @@ impl<B: Backend> Scheduler<B> {
     pub(super) fn fail_prefill(&mut self, prefill: Prefill<B>, error: EngineError) {
         let (job, sequence) = self.abandon(prefill);
         self.ledger.close(sequence);
+        self.release_scratch();
         self.fail(&job.sink, job.output.choice, job.choices, Arc::new(error));
     }
 }

@@ -102,6 +102,8 @@ pub(crate) struct Scheduler<B: Backend> {
     crowded: bool,
     /// Why the prompt in progress cannot go on.
     shortage: Option<Shortage>,
+    /// Scratch pages were written since they were last given back.
+    scratch_used: bool,
     next_arrival: u64,
     counters: EngineStats,
     published: Instant,
@@ -147,6 +149,7 @@ impl<B: Backend> Scheduler<B> {
             kept: HashMap::new(),
             crowded: false,
             shortage: None,
+            scratch_used: false,
             next_arrival: 0,
             counters: EngineStats::default(),
             published: Instant::now(),

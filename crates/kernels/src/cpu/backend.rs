@@ -339,6 +339,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn release_scratch(&self, cache: &mut Cache) {
+        cache.release_scratch();
+    }
+
     fn linear_add(
         &self,
         step: &Step,

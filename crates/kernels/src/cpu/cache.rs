@@ -100,6 +100,11 @@ impl Cache {
         self.spec.slots + self.spec.scratch_slots
     }
 
+    /// Gives the memory of the scratch pages back.
+    pub(super) fn release_scratch(&mut self) {
+        self.scratch.release();
+    }
+
     pub(super) fn sealed(&self) -> Option<&SealedPool> {
         self.sealed.as_ref()
     }
