@@ -49,6 +49,18 @@ pub(crate) struct SamplingArguments {
     /// Seed of the random choices; the same seed gives the same text.
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
+
+    /// Make tokens less likely that the prompt or the answer holds already; 1 is off, 1.1 is usual.
+    #[arg(long, default_value_t = 1.0, value_name = "F", value_parser = factor, allow_negative_numbers = true)]
+    repetition_penalty: f32,
+
+    /// Make tokens less likely that the answer holds already; 0 is off.
+    #[arg(long, default_value_t = 0.0, value_name = "X", value_parser = number, allow_negative_numbers = true)]
+    presence_penalty: f32,
+
+    /// Make tokens less likely each time the answer holds them; 0 is off.
+    #[arg(long, default_value_t = 0.0, value_name = "X", value_parser = number, allow_negative_numbers = true)]
+    frequency_penalty: f32,
 }
 
 impl SamplingArguments {
@@ -60,6 +72,10 @@ impl SamplingArguments {
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.seed,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            ..SamplingOptions::default()
         }
     }
 }
@@ -113,6 +129,14 @@ fn min_p(text: &str) -> Result<f32, String> {
     in_range(text, "at least 0 and at most 1", |value| (0.0..=1.0).contains(&value))
 }
 
+fn factor(text: &str) -> Result<f32, String> {
+    in_range(text, "a number above 0", |value| value > 0.0)
+}
+
+fn number(text: &str) -> Result<f32, String> {
+    in_range(text, "a number", |_| true)
+}
+
 fn in_range(text: &str, wanted: &str, accept: impl Fn(f32) -> bool) -> Result<f32, String> {
     let value: f32 = text.parse().map_err(|_| format!("must be {wanted}"))?;
     if value.is_finite() && accept(value) { Ok(value) } else { Err(format!("must be {wanted}")) }
@@ -139,6 +163,8 @@ mod tests {
         assert!(temperature("0").is_ok() && temperature("1.5").is_ok());
         assert!(["-0.1", "nan", "inf", "warm"].iter().all(|text| temperature(text).is_err()));
         assert!(top_p("1").is_ok() && ["0", "1.01", "-1", "NaN"].iter().all(|text| top_p(text).is_err()));
+        assert!(factor("1.1").is_ok() && ["0", "-1", "nan"].iter().all(|text| factor(text).is_err()));
+        assert!(number("-2").is_ok() && number("inf").is_err());
         assert!(min_p("0").is_ok() && ["-0.5", "2"].iter().all(|text| min_p(text).is_err()));
     }
 }

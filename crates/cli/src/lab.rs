@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::cpu::CpuBackend;
+use oscar_lab::calibrate::means::{MEAN_TOKENS, estimate_key_means};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::zoo::{self, RotationFile};
 use oscar_model::source::Settings;
@@ -16,7 +17,8 @@ use oscar_model::{LoadedModel, ModelFiles};
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
-use crate::loading::EngineArguments;
+use crate::loading::worker_threads;
+use crate::published::Published;
 
 /// Which model, on how many threads.
 #[derive(Debug, Args)]
@@ -44,25 +46,32 @@ pub(crate) struct Subject {
 impl LabArguments {
     /// Finds, fetches and loads the model.
     pub(crate) fn load(&self) -> Result<Subject, Failure> {
-        let threads = EngineArguments { context: None, threads: self.threads }.threads();
-        let backend = Arc::new(CpuBackend::new(threads)?);
+        let threads = worker_threads(self.threads);
+        Subject::load(&self.model, CpuBackend::new(threads)?)
+    }
+}
+
+impl Subject {
+    /// Finds, fetches and loads a model on a backend.
+    pub(crate) fn load(arguments: &ModelArguments, backend: CpuBackend) -> Result<Subject, Failure> {
+        let threads = backend.threads();
         // Encoding and statistics run on a pool of their own; it can only be sized once, before its first use.
         if rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().is_err() {
             tracing::debug!("the thread pool was sized before");
         }
-        let path = self.model.resolve()?;
+        let path = arguments.resolve()?;
         tracing::info!("loading {}", path.path().display());
         let files = ModelFiles::open(&path)?;
         let model_fingerprint = zoo::fingerprint::model_fingerprint(&files)?;
         let weight_fingerprint = zoo::fingerprint::weight_fingerprint(&files)?;
-        let model = Arc::new(files.load(backend)?);
-        Ok(Subject { model, name: self.model.model.clone(), model_fingerprint, weight_fingerprint })
+        let model = Arc::new(files.load(Arc::new(backend))?);
+        Ok(Subject { model, name: arguments.model.clone(), model_fingerprint, weight_fingerprint })
     }
 }
 
 /// Which rotations.
-#[derive(Debug, Args)]
-struct RotationArguments {
+#[derive(Clone, Debug, Args)]
+pub(crate) struct RotationArguments {
     /// Rotation file; by default the one that ships with the program or that `oscar calibrate` has made.
     #[arg(long, value_name = "FILE")]
     rotations: Option<PathBuf>,
@@ -81,8 +90,17 @@ struct RotationArguments {
 }
 
 impl RotationArguments {
+    /// The same arguments, with the published environment variables where nothing was given.
+    pub(crate) fn or_published(&self, published: Published) -> RotationArguments {
+        if self.rotations.is_some() || self.k_rotation_path.is_some() {
+            return self.clone();
+        }
+        let Published { key_rotations, value_rotations, .. } = published;
+        RotationArguments { k_rotation_path: key_rotations, v_rotation_path: value_rotations, ..self.clone() }
+    }
+
     /// The rotations for a model, with key channels in the order of its own file; `None` if there are none.
-    fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
+    pub(crate) fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
         let (path, file) = match (&self.rotations, &self.k_rotation_path, &self.v_rotation_path) {
             (Some(path), _, _) => (path.clone(), zoo::safetensors::read(path)?),
             (None, Some(keys), Some(values)) => {
@@ -105,10 +123,18 @@ impl RotationArguments {
             tracing::warn!("{warning}");
         }
         tracing::info!("rotations: {}", path.display());
-        Ok(Some(match config.rope.layout {
+        let mut file = match config.rope.layout {
             RopeLayout::Halves => file,
             RopeLayout::Interleaved => zoo::interleaved::to_interleaved(&file, config.rope.rotary_dim),
-        }))
+        };
+        if file.sets().any(|(_, set)| set.values().any(|layer| layer.keys.means.is_none())) {
+            tracing::warn!(
+                "{} has no mean keys; they are estimated from {MEAN_TOKENS} tokens of generated prose",
+                path.display()
+            );
+            estimate_key_means(&subject.model, &mut file)?;
+        }
+        Ok(Some(file))
     }
 }
 
@@ -178,6 +204,13 @@ pub(crate) struct WindowArguments {
     /// Tokens before a query, itself included, that are read exactly.
     #[arg(long, default_value_t = Windows::default().recent, value_name = "TOKENS")]
     recent_tokens: usize,
+}
+
+impl Default for WindowArguments {
+    fn default() -> WindowArguments {
+        let Windows { sink, recent } = Windows::default();
+        WindowArguments { sink_tokens: sink, recent_tokens: recent }
+    }
 }
 
 impl WindowArguments {

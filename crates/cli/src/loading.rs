@@ -6,10 +6,11 @@ use clap::Args;
 use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_model::LoadedModel;
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
+use crate::kv::KvArguments;
+use crate::lab::Subject;
 
 /// How a model runs.
 #[derive(Clone, Debug, Args)]
@@ -21,39 +22,71 @@ pub(crate) struct EngineArguments {
     /// Worker threads; as many as the machine has cores by default.
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     pub(crate) threads: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) kv: KvArguments,
+}
+
+/// Worker threads to use when `asked` was given.
+pub(crate) fn worker_threads(asked: Option<usize>) -> usize {
+    let most = Pool::default_threads();
+    match asked {
+        // Workers wait for each other by spinning: more of them than cores only take turns.
+        Some(threads) if threads > most => {
+            tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
+            most
+        }
+        Some(threads) => threads,
+        None => most,
+    }
 }
 
 impl EngineArguments {
     /// Worker threads to use.
     pub(crate) fn threads(&self) -> usize {
-        let most = Pool::default_threads();
-        match self.threads {
-            // Workers wait for each other by spinning: more of them than cores only take turns.
-            Some(threads) if threads > most => {
-                tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
-                most
-            }
-            Some(threads) => threads,
-            None => most,
-        }
+        worker_threads(self.threads)
     }
 
-    /// Finds and fetches the model, loads it, and makes room for a sequence.
+    /// Finds and fetches the model, loads it, settles the codec of its cache, and starts an engine.
     pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<CpuBackend>, Failure> {
+        let subject = self.load_model(model)?;
+        let options = EngineOptions { max_running: 1, ..self.options(&subject)? };
+        self.start(&subject, &options)
+    }
+
+    /// Finds, fetches and loads the model.
+    pub(crate) fn load_model(&self, model: &ModelArguments) -> Result<Subject, Failure> {
         // A wrong kernel setting should not cost a download.
-        let backend = Arc::new(CpuBackend::new(self.threads())?);
-        let path = model.resolve()?;
-        tracing::info!("loading {}", path.path().display());
-        let model = Arc::new(LoadedModel::load(&path, backend)?);
-        let most = model.config().max_context;
+        let backend = CpuBackend::new(self.threads())?;
+        let backend = if self.kv.deterministic { backend.deterministic() } else { backend };
+        let subject = Subject::load(model, backend)?;
+        let most = subject.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
-            let path = path.path().display();
             return Err(Failure::new(format!(
-                "{context} tokens are more than the {most} that {path} was made for"
+                "{context} tokens are more than the {most} that {} was made for",
+                subject.name
             ))
             .with_fix(format!("ask for {most} or less")));
         }
-        let options = EngineOptions { context: self.context, ..EngineOptions::default() };
-        Ok(Engine::new(model, &options)?)
+        Ok(subject)
+    }
+
+    /// Settings of the engine, the codec for this model included.
+    pub(crate) fn options(&self, subject: &Subject) -> Result<EngineOptions, Failure> {
+        let (kv, deterministic) = (self.kv.options(subject)?, self.kv.deterministic);
+        Ok(EngineOptions { context: self.context, kv, deterministic, ..EngineOptions::default() })
+    }
+
+    /// Starts an engine and says where its memory goes.
+    pub(crate) fn start(
+        &self,
+        subject: &Subject,
+        options: &EngineOptions,
+    ) -> Result<Engine<CpuBackend>, Failure> {
+        let engine = Engine::new(Arc::clone(&subject.model), options)?;
+        for line in engine.budget().to_string().lines() {
+            tracing::info!("{line}");
+        }
+        Ok(engine)
     }
 }

@@ -5,10 +5,12 @@ mod commands;
 mod conversation;
 mod failure;
 mod interrupt;
+mod kv;
 mod lab;
 mod loading;
 mod output;
 mod progress;
+mod published;
 
 use std::process::ExitCode;
 

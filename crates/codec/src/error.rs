@@ -4,7 +4,7 @@
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CodecError {
     /// NaN or infinity in a key or value row, before or after its rotation.
-    #[error("row {row}, channel {channel} is not a finite number; a 2-bit row cannot hold NaN or infinity")]
+    #[error("row {row}, channel {channel} is not a finite number; a sealed row cannot hold NaN or infinity")]
     NotFinite {
         /// Row (token) of the call.
         row: usize,

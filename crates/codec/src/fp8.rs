@@ -18,18 +18,24 @@ pub fn e4m3_to_f32(bits: u8) -> f32 {
 }
 
 /// The nearest E4M3 byte, ties to even; what is too large (infinity included) saturates to ±448, NaN stays NaN.
+///
+/// Without branches or tables, so that a loop over it becomes vector code.
+#[inline]
 pub fn f32_to_e4m3(value: f32) -> u8 {
-    let sign = (value.to_bits() >> 24 & 0x80) as u8;
-    if value.is_nan() {
-        return sign | 0x7f;
-    }
-    let magnitude = value.abs().min(E4M3_LARGEST);
-    // The step between neighbours: 2^-9 below 2^-6, else an eighth of the power of two below.
-    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
-    let steps = (magnitude * power_of_two(3 - exponent)).round_ties_even() as u8;
-    // `steps` is 8..=16 for a normal number, 0..=8 below; 16 is the next exponent with mantissa 0, and 8 steps of
-    // the lowest exponent are the smallest normal number. Adding lets the carry walk into the exponent.
-    sign | ((((exponent + 6) as u8) << 3) + steps)
+    const LARGEST: u32 = E4M3_LARGEST.to_bits();
+    // 2⁻⁶. Below it neighbours are 2⁻⁹ apart, as f32 numbers next to 2¹⁴ are.
+    const SMALLEST_NORMAL: u32 = (127 - 6) << 23;
+    const ROUNDER: f32 = 16384.0;
+    let sign = value.to_bits() >> 24 & 0x80;
+    let magnitude = value.to_bits() & 0x7fff_ffff;
+    let bits = magnitude.min(LARGEST);
+    // Half a step is added, less one bit where the kept part is even; a carry walks into the exponent, whose bias
+    // goes from 127 to 7.
+    let normal = ((bits + 0x7_ffff + (bits >> 20 & 1)) >> 20).wrapping_sub((127 - 7) << 3);
+    let subnormal = (f32::from_bits(bits) + ROUNDER).to_bits() & 0xff;
+    let code = if bits < SMALLEST_NORMAL { subnormal } else { normal };
+    let code = if magnitude > f32::INFINITY.to_bits() { 0x7f } else { code };
+    (sign | code) as u8
 }
 
 fn power_of_two(exponent: i32) -> f32 {

@@ -122,9 +122,13 @@ impl Fp8Layout {
     }
 }
 
-/// The f16 scale of a row of finite numbers: its largest magnitude becomes 448. Beyond the range of f16 it saturates
-/// and the elements do too.
+/// The f16 scale of a row of finite numbers.
 pub fn row_scale(row: &[f32]) -> u16 {
-    let largest = row.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+    scale_of_largest(row.iter().fold(0.0_f32, |largest, x| largest.max(x.abs())))
+}
+
+/// The f16 scale of a row by its largest magnitude, which becomes 448. Beyond the range of f16 it saturates and the
+/// elements do too.
+pub fn scale_of_largest(largest: f32) -> u16 {
     ScaleType::F16.to_bits((largest / E4M3_LARGEST).max(ScaleType::F16.smallest_scale()))
 }

@@ -96,6 +96,16 @@ impl Int2Codec {
         self.scale_type
     }
 
+    /// Whether codes are chosen against the unrounded scale.
+    pub fn is_published(&self) -> bool {
+        self.published
+    }
+
+    /// The encoders of keys and of values, `[layer * kv_heads + head]`.
+    pub(crate) fn into_encoders(self) -> (Vec<HeadEncoder>, Vec<HeadEncoder>) {
+        (self.keys, self.values)
+    }
+
     /// Layers this codec has encoders for.
     pub fn layers(&self) -> usize {
         self.keys.len() / self.kv_heads

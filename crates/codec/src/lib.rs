@@ -2,7 +2,7 @@
 //!
 //! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
 //! rotated ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`])
-//! and packed ([`code_page`], [`fp8_page`]). [`baselines`] holds the codecs we compare with. This crate knows
+//! and packed ([`code_page`], [`fp8_page`]); [`PageCodec`] is all of it for a whole cache. [`baselines`] holds the codecs we compare with. This crate knows
 //! numbers only: no I/O, no threads, no models.
 
 pub mod baselines;
@@ -16,6 +16,7 @@ pub mod hadamard;
 pub mod int2;
 pub mod matrix;
 pub mod page;
+pub mod page_codec;
 pub mod permutation;
 pub mod quantise;
 pub mod quartered;
@@ -31,6 +32,7 @@ pub use fp8_page::Fp8Layout;
 pub use int2::{HeadEncoder, Int2Codec};
 pub use matrix::SquareMatrix;
 pub use page::{KvGeometry, PAGE_TOKENS, PageFormat};
+pub use page_codec::PageCodec;
 pub use rule::{Rule, ScaleType};
 pub use transform::HeadTransform;
-pub use windows::Windows;
+pub use windows::{PageWindows, Windows};

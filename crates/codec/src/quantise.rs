@@ -167,7 +167,7 @@ fn quantise_group(group: &[f32], format: &RowFormat, codes: &mut [u8]) -> ScaleP
 
 /// The best Gaussian step for `levels` relative to that for four: 0.9957, 0.5860, 0.3352 standard deviations
 /// are the known optima of the uniform quantiser (Max 1960).
-fn step_ratio(levels: u8) -> f32 {
+pub fn step_ratio(levels: u8) -> f32 {
     match levels {
         8 => 0.5860 / 0.9957,
         16 => 0.3352 / 0.9957,

@@ -21,37 +21,46 @@ pub struct HeadTransform {
     mean: Option<Vec<f32>>,
     rotation: Arc<[f32]>,
     transposed: Arc<[f32]>,
+    /// The rotation is not the identity.
+    rotates: bool,
     round_input: bool,
 }
 
 impl HeadTransform {
     /// `y = bf16((x - mean) · rotation)` with the rotation in f32.
     pub fn new(mean: Option<Vec<f32>>, rotation: &SquareMatrix) -> Result<Self, CodecError> {
-        if let Some(mean) = &mean {
-            check_length("channels of a key or value mean", rotation.dim(), mean.len())?;
-            crate::error::check_finite(mean, 0)?;
-        }
-        Self::build(mean, rotation, rotation.to_f32(), false)
+        Self::build(rotation, rotation.to_f32(), false)?.with_mean(mean)
     }
 
     /// `y = bf16(bf16(x) · bf16(rotation))`: how the reference applies its rotations.
     pub fn published(rotation: &SquareMatrix) -> Result<Self, CodecError> {
         let rounded = rotation.to_f32().into_iter().map(round_to_bf16).collect();
-        Self::build(None, rotation, rounded, true)
+        Self::build(rotation, rounded, true)
     }
 
     /// No mean and no rotation: `y = bf16(x)`.
     pub fn identity(dim: usize) -> Self {
         let matrix: Arc<[f32]> = SquareMatrix::identity(dim).to_f32().into();
-        HeadTransform { dim, mean: None, rotation: matrix.clone(), transposed: matrix, round_input: false }
+        HeadTransform {
+            dim,
+            mean: None,
+            rotation: matrix.clone(),
+            transposed: matrix,
+            rotates: false,
+            round_input: false,
+        }
     }
 
-    fn build(
-        mean: Option<Vec<f32>>,
-        rotation: &SquareMatrix,
-        values: Vec<f32>,
-        round_input: bool,
-    ) -> Result<Self, CodecError> {
+    /// The same rotation (shared, not copied) after subtracting another mean.
+    pub fn with_mean(&self, mean: Option<Vec<f32>>) -> Result<Self, CodecError> {
+        if let Some(mean) = &mean {
+            check_length("channels of a key or value mean", self.dim, mean.len())?;
+            crate::error::check_finite(mean, 0)?;
+        }
+        Ok(HeadTransform { mean, ..self.clone() })
+    }
+
+    fn build(rotation: &SquareMatrix, values: Vec<f32>, round_input: bool) -> Result<Self, CodecError> {
         let dim = rotation.dim();
         if dim == 0 {
             return Err(CodecError::HeadDim { head_dim: 0, reason: "a head has at least one channel" });
@@ -59,13 +68,16 @@ impl HeadTransform {
         for (row, values) in values.chunks_exact(dim).enumerate() {
             crate::error::check_finite(values, row)?;
         }
+        let rotates =
+            values.iter().enumerate().any(|(at, &value)| value != f32::from(u8::from(at / dim == at % dim)));
         let mut transposed = vec![0.0; values.len()];
         for i in 0..dim {
             for j in 0..dim {
                 transposed[j * dim + i] = values[i * dim + j];
             }
         }
-        Ok(HeadTransform { dim, mean, rotation: values.into(), transposed: transposed.into(), round_input })
+        let (rotation, transposed) = (values.into(), transposed.into());
+        Ok(HeadTransform { dim, mean: None, rotation, transposed, rotates, round_input })
     }
 
     /// Channels of a row.
@@ -81,6 +93,21 @@ impl HeadTransform {
     /// The rotation as it is applied, row-major: `y[j] = Σ_i x[i]·rotation[i·d + j]`.
     pub fn rotation(&self) -> &Arc<[f32]> {
         &self.rotation
+    }
+
+    /// The inverse of the rotation, row-major: `x[j] = Σ_i y[i]·transposed[i·d + j]`.
+    pub fn transposed(&self) -> &Arc<[f32]> {
+        &self.transposed
+    }
+
+    /// Whether the rotation is anything but the identity.
+    pub fn rotates(&self) -> bool {
+        self.rotates
+    }
+
+    /// Whether nothing happens to a row but the rounding: no mean and no rotation.
+    pub fn is_identity(&self) -> bool {
+        self.mean.is_none() && !self.rotates
     }
 
     /// Whether the input is rounded to bf16 first (published encoders only).
@@ -173,6 +200,20 @@ mod tests {
         transform.apply(&[round_to_bf16(1.001); 8], &mut rounded);
         assert_eq!(y, rounded);
         assert!(transform.rounds_input());
+    }
+
+    #[test]
+    fn identities_know_themselves_and_means_are_exchanged() {
+        let identity = HeadTransform::new(None, &SquareMatrix::identity(8)).unwrap();
+        assert!(identity.is_identity() && !identity.rotates() && HeadTransform::identity(8).is_identity());
+        let centred = identity.with_mean(Some(vec![1.0; 8])).unwrap();
+        assert!(!centred.is_identity() && !centred.rotates());
+        assert!(Arc::ptr_eq(centred.rotation(), identity.rotation()));
+        assert!(
+            centred.with_mean(Some(vec![0.0; 7])).is_err() && centred.with_mean(None).unwrap().is_identity()
+        );
+        let rotated = HeadTransform::published(&hadamard::matrix(8)).unwrap();
+        assert!(rotated.rotates() && !rotated.is_identity());
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //! whole pages: `ceil(sink/64)` sink pages, `ceil(recent/64)` recent pages and the page being filled are in bf16
 //! whether full or not ([`Windows::cache_bytes`]). For 64 and 256 at 32K tokens that is 2.38 against 2.41 bits.
 
+use std::ops::Range;
+
 use crate::cache_codec::CacheCodec;
 use crate::page::{PAGE_TOKENS, PageFormat};
 
@@ -75,6 +77,42 @@ impl Windows {
     }
 }
 
+/// The windows of the paged cache in whole pages, and the one rule of who reads what.
+///
+/// A query in page `b` reads page `p` in bf16 if `p < sink` or `p >= b - recent`, else it reads the sealed page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageWindows {
+    /// Pages at the start that are never sealed.
+    pub sink: usize,
+    /// Full pages before the query's own that are read in bf16.
+    pub recent: usize,
+}
+
+impl From<Windows> for PageWindows {
+    /// Rounded up to whole pages.
+    fn from(windows: Windows) -> Self {
+        PageWindows { sink: windows.sink_pages(), recent: windows.recent_pages() }
+    }
+}
+
+impl PageWindows {
+    /// Pages that a query in `query_page` reads sealed; all others up to its own it reads in bf16.
+    ///
+    /// `exact_from`: first page of a prompt that is being prefilled in exact mode, whose tokens read their own prompt
+    /// in bf16 (`usize::MAX`: none). `sealed_until`: pages below it exist only sealed although a window might want
+    /// them (0: none).
+    pub fn history(&self, query_page: usize, exact_from: usize, sealed_until: usize) -> Range<usize> {
+        let by_rule = query_page.saturating_sub(self.recent).min(exact_from);
+        let end = by_rule.max(sealed_until).min(query_page);
+        self.sink..end.max(self.sink)
+    }
+
+    /// The page that must be sealed when `page_begun` begins: the one that leaves the window then.
+    pub fn due_before(&self, page_begun: usize) -> Option<usize> {
+        page_begun.checked_sub(self.recent)?.checked_sub(1).filter(|&page| page >= self.sink)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,5 +161,62 @@ mod tests {
         assert_eq!(windows.cache_bits_per_element(INT2, 128, 16), 64.0);
         assert_eq!(windows.mixed_bits_per_element(2.25, 16), 16.0);
         assert_eq!(Windows::NONE.mixed_bits_per_element(2.25, 4096), 2.25);
+    }
+
+    /// Every page and query of small windows against the sentence that defines them.
+    #[test]
+    fn page_windows_follow_the_visibility_rule() {
+        for (sink, recent) in
+            [(0, 0), (0, 1), (1, 0), (1, 1), (1, 4), (2, 2), (4, 4), (0, 4), (4, 0), (20, 20)]
+        {
+            let windows = PageWindows { sink, recent };
+            for query in 0..16_usize {
+                for exact_from in (0..=query).chain([usize::MAX]) {
+                    for sealed_until in 0..=query {
+                        let history = windows.history(query, exact_from, sealed_until);
+                        for page in 0..=query {
+                            let in_window = page + recent >= query;
+                            let own_prompt = page >= exact_from;
+                            let exact = page < sink || page >= sealed_until && (in_window || own_prompt);
+                            assert_eq!(
+                                !history.contains(&page),
+                                exact,
+                                "{windows:?}, page {page} for {query}, {exact_from} {sealed_until}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// A page is due in the step in which a query first reads it sealed, and only then.
+    #[test]
+    fn a_page_is_due_when_it_is_first_read_sealed() {
+        for (sink, recent) in [(0, 0), (0, 1), (1, 0), (1, 4), (2, 1), (4, 4)] {
+            let windows = PageWindows { sink, recent };
+            for begun in 1..16 {
+                let before = windows.history(begun - 1, usize::MAX, 0);
+                let after = windows.history(begun, usize::MAX, 0);
+                let due: Vec<usize> = after.filter(|page| !before.contains(page)).collect();
+                assert_eq!(
+                    windows.due_before(begun).into_iter().collect::<Vec<_>>(),
+                    due,
+                    "{windows:?} at {begun}"
+                );
+            }
+        }
+        assert_eq!(PageWindows { sink: 0, recent: usize::MAX }.due_before(9), None);
+    }
+
+    #[test]
+    fn page_windows_count_as_token_windows_do() {
+        for windows in [Windows::default(), Windows::NONE, Windows { sink: 1, recent: 65 }] {
+            let pages = PageWindows::from(windows);
+            for length in 1..2000_usize {
+                let sealed = pages.history((length - 1) / PAGE_TOKENS, usize::MAX, 0).len();
+                assert_eq!(windows.pages(length).1, sealed, "{windows:?} at {length}");
+            }
+        }
     }
 }

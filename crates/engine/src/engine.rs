@@ -1,74 +1,90 @@
-//! The generate loop of one sequence.
+//! The engine as its users see it: a handle to the thread that does the work.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Instant;
 
-use oscar_codec::PageFormat;
 use oscar_kernels::Backend;
-use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
-use oscar_kv::{PAGE_TOKENS, PagePool, PageTable};
-use oscar_model::text::StreamDecoder;
-use oscar_model::{Activations, LoadedModel};
+use oscar_kernels::backend::{CacheSpec, SealedSpec};
+use oscar_kv::Ledger;
+use oscar_model::LoadedModel;
 
-use crate::draw::{draw, fresh_seed};
+use crate::budget::{Budget, Shape};
 use crate::error::EngineError;
-use crate::request::{Event, FinishReason, GenerateOptions, Summary};
-use crate::stop::StopFilter;
+use crate::event::{Event, FinishReason, Sink, Summary};
+use crate::request::{GenerateOptions, Limits, Request};
+use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted};
+use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink};
+use crate::settings::EngineOptions;
 
-/// Context when the user does not ask for one; longer ones cost memory that most runs never use.
-const DEFAULT_CONTEXT: usize = 32 * 1024;
-
-// The bookkeeping and the page formats count tokens on their own.
-const _: () = assert!(PAGE_TOKENS == oscar_codec::PAGE_TOKENS);
-
-/// Settings of an engine.
-#[derive(Clone, Debug)]
-pub struct EngineOptions {
-    /// Tokens a sequence may have; the model's own limit, up to 32K, when `None`.
-    pub context: Option<usize>,
-    /// Prompt tokens computed in one pass.
-    pub prefill_chunk: usize,
-}
-
-impl Default for EngineOptions {
-    fn default() -> Self {
-        EngineOptions { context: None, prefill_chunk: 512 }
-    }
-}
-
-/// A model with a KV cache, running one sequence at a time.
+/// A model with a KV cache that answers many requests at a time.
 pub struct Engine<B: Backend> {
     model: Arc<LoadedModel<B>>,
-    context: usize,
-    prefill_chunk: usize,
-    pool: PagePool,
-    cache: B::Cache,
-    activations: Activations<B>,
-    /// Tokens whose keys and values are in the cache.
-    stored: Vec<u32>,
-    table: PageTable,
+    shared: Arc<Shared>,
+    info: EngineInfo,
+    budget: Budget,
+    limits: Limits,
+    next_id: AtomicU64,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl<B: Backend> Engine<B> {
-    /// Makes room for one sequence. Cache memory is reserved and becomes resident as it is used.
+    /// Makes the cache and starts the engine's thread. Cache memory is reserved and becomes resident as it is used.
     pub fn new(model: Arc<LoadedModel<B>>, options: &EngineOptions) -> Result<Engine<B>, EngineError> {
-        let most = model.config().max_context;
-        let context = options.context.unwrap_or(most.min(DEFAULT_CONTEXT));
-        if context == 0 || context > most {
-            let value = context.to_string();
-            return Err(EngineError::BadOption {
-                name: "context",
-                value,
-                expected: "1 up to the model's context",
-            });
-        }
-        let prefill_chunk = options.prefill_chunk.clamp(1, context);
-        let pool = PagePool::new(context.div_ceil(PAGE_TOKENS));
-        let cache = model.model().cache(PageFormat::Bf16, pool.slots())?;
-        let activations = model.model().activations(prefill_chunk, 1)?;
-        let (stored, table) = (Vec::new(), PageTable::new());
-        Ok(Engine { model, context, prefill_chunk, pool, cache, activations, stored, table })
+        let config = model.config();
+        let shape = Shape {
+            geometry: config.kv_geometry(),
+            hidden_size: config.hidden_size,
+            max_context: config.max_context,
+        };
+        let budget = Budget::plan(shape, options)?;
+        let ledger = Ledger::new(budget.ledger_options(options))?;
+        let slots = ledger.slots();
+        let cache = model.model().backend().cache(&CacheSpec {
+            geometry: shape.geometry,
+            slots: slots.exact,
+            scratch_slots: if options.kv.codec.is_some() { slots.scratch } else { 0 },
+            sealed: options.kv.codec.as_ref().map(|codec| SealedSpec {
+                codec: Arc::clone(codec),
+                slots: slots.sealed,
+                windows: budget.windows,
+            }),
+        })?;
+        let chunk_rows = options.prefill_chunk.min(budget.context);
+        let max_running = options.max_running;
+        let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
+        let rules = Rules { context: budget.context, chunk_rows, max_running, prompt_mode: options.extend() };
+        let info = EngineInfo {
+            context: budget.context,
+            vocabulary: config.vocab_size,
+            max_running,
+            max_queued: options.max_queued,
+            prefill_chunk: chunk_rows,
+            deterministic: options.deterministic,
+            kv: budget.kv.clone(),
+            bits_per_element: budget.bits_per_element,
+            capacity_tokens: budget.capacity_tokens(),
+        };
+        let limits = Limits { context: budget.context, vocabulary: config.vocab_size, choices: max_running };
+        let (sender, commands) = mpsc::channel();
+        let shared = Arc::new(Shared::new(sender));
+        let scheduler = Scheduler::new(
+            Arc::clone(&model),
+            ledger,
+            cache,
+            activations,
+            rules,
+            commands,
+            Arc::clone(&shared),
+        );
+        let thread = std::thread::Builder::new()
+            .name("oscar-engine".to_owned())
+            .spawn(move || scheduler.run())
+            .map_err(|_| EngineError::Stopped)?;
+        let (next_id, thread) = (AtomicU64::new(1), Some(thread));
+        Ok(Engine { model, shared, info, budget, limits, next_id, thread })
     }
 
     /// The model.
@@ -78,151 +94,141 @@ impl<B: Backend> Engine<B> {
 
     /// Tokens a sequence may have.
     pub fn context(&self) -> usize {
-        self.context
+        self.budget.context
     }
 
-    /// Bytes of KV pages in use.
+    /// Where every byte of the cache goes.
+    pub fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Bytes of KV pages in use, the prefix tree's included.
     pub fn kv_bytes(&self) -> usize {
-        self.table.slots().len() * self.model.config().kv_geometry().page_bytes(PageFormat::Bf16)
+        let cache = self.fresh_stats().cache;
+        let Budget { exact, sealed, scratch, .. } = &self.budget;
+        cache.exact.used() * exact.page_bytes
+            + cache.sealed.used() * sealed.page_bytes
+            + cache.scratch.used() * scratch.page_bytes
     }
 
-    /// Forgets the kept sequence.
-    pub fn reset(&mut self) {
-        self.rewind(0);
+    /// [`Serve::stats`] as of now: waits for the step in progress.
+    pub fn fresh_stats(&self) -> EngineStats {
+        let (reply, answer) = mpsc::channel();
+        let sent = self.send(Command::Report(reply));
+        sent.ok().and_then(|()| answer.recv().ok()).unwrap_or_else(|| self.shared.stats().clone())
     }
 
-    /// Runs a prompt and streams the answer to `on_event`, which may break it off.
+    /// Forgets cached prompts, and waits until that is done.
+    pub fn reset(&self) {
+        let (done, wait) = mpsc::channel();
+        if self.send(Command::Flush(done)).is_ok() {
+            let _ = wait.recv();
+        }
+    }
+
+    /// Runs one prompt and hands every event but the last to `on_event`, which may break it off. Waits for the end.
     pub fn generate(
-        &mut self,
+        &self,
         prompt: &[u32],
         options: &GenerateOptions,
         mut on_event: impl FnMut(Event) -> ControlFlow<()>,
     ) -> Result<Summary, EngineError> {
-        options.sampling.validate()?;
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt.len() > self.context {
-            return Err(EngineError::PromptTooLong { tokens: prompt.len(), context: self.context });
-        }
-        let begin = Instant::now();
-        let mut summary = Summary {
-            finish: FinishReason::Length,
-            prompt_tokens: prompt.len(),
-            cached_tokens: self.keep_common_prefix(prompt),
-            tokens: Vec::new(),
-            logprobs: Vec::new(),
-            seed: options.sampling.seed.unwrap_or_else(fresh_seed),
-            first_token: Duration::ZERO,
-            decode: Duration::ZERO,
-        };
-        if self.prefill(prompt, &mut on_event)?.is_break() {
-            summary.finish = FinishReason::Cancelled;
-            return Ok(summary);
-        }
-        if options.max_tokens == Some(0) {
-            return Ok(summary);
-        }
-        let tokenizer = self.model.tokenizer();
-        let mut decoder = StreamDecoder::new(Arc::clone(tokenizer));
-        if options.new_text {
-            decoder = decoder.from_start();
-        }
-        let mut stops = StopFilter::new(&options.stop);
-        let mut emit = |text: String| {
-            if text.is_empty() { ControlFlow::Continue(()) } else { on_event(Event::Text(text)) }
-        };
-        summary.finish = loop {
-            let token = self.sample(options, &mut summary)?;
-            if summary.tokens.len() == 1 {
-                summary.first_token = begin.elapsed();
-            }
-            if !options.ignore_end && self.model.is_end(token) {
-                break FinishReason::End;
-            }
-            if let Some(piece) = decoder.push(token)? {
-                let filtered = stops.push(&piece);
-                if emit(filtered.text).is_break() {
-                    break FinishReason::Cancelled;
+        let answer = self.answer(Request::new(prompt, GenerateOptions { n: 1, ..options.clone() }))?;
+        let (handle, events) = answer.split();
+        let mut broken_off = false;
+        for event in events {
+            match event {
+                Event::Finished { mut summary, .. } => {
+                    if broken_off {
+                        summary.finish = FinishReason::Cancelled;
+                    }
+                    return Ok(*summary);
                 }
-                if filtered.stopped {
-                    break FinishReason::Stop;
+                Event::Failed { error, .. } => {
+                    return Err(Arc::try_unwrap(error).unwrap_or_else(EngineError::Shared));
                 }
-            }
-            if options.max_tokens.is_some_and(|most| summary.tokens.len() >= most) {
-                break FinishReason::Length;
-            }
-            if self.stored.len() >= self.context {
-                break FinishReason::Context;
-            }
-            self.step(&[token])?;
-        };
-        summary.decode = begin.elapsed() - summary.first_token;
-        if summary.finish != FinishReason::Stop && summary.finish != FinishReason::Cancelled {
-            let rest = decoder.finish().unwrap_or_default();
-            let filtered = stops.push(&rest);
-            let held = if filtered.stopped { String::new() } else { stops.finish() };
-            let _ = emit(filtered.text + &held);
-        }
-        Ok(summary)
-    }
-
-    /// Keeps what the prompt shares with the stored sequence and drops the rest. The last prompt token is always
-    /// computed, because its logits are needed.
-    fn keep_common_prefix(&mut self, prompt: &[u32]) -> usize {
-        let common = self.stored.iter().zip(prompt).take_while(|(a, b)| a == b).count();
-        self.rewind(common.min(prompt.len() - 1));
-        self.stored.len()
-    }
-
-    fn rewind(&mut self, tokens: usize) {
-        self.stored.truncate(tokens);
-        self.table.truncate(tokens, &mut self.pool);
-    }
-
-    /// Computes the prompt from the stored tokens on, and the logits of its last token.
-    fn prefill(
-        &mut self,
-        prompt: &[u32],
-        on_event: &mut impl FnMut(Event) -> ControlFlow<()>,
-    ) -> Result<ControlFlow<()>, EngineError> {
-        let first = self.stored.len();
-        let total = prompt.len() - first;
-        while self.stored.len() < prompt.len() {
-            let start = self.stored.len();
-            let end = (start + self.prefill_chunk).min(prompt.len());
-            self.step(&prompt[start..end])?;
-            if on_event(Event::Prefill { done: end - first, total }).is_break() {
-                return Ok(ControlFlow::Break(()));
+                event if !broken_off => {
+                    broken_off = on_event(event).is_break();
+                    if broken_off {
+                        handle.cancel();
+                    }
+                }
+                _ => {}
             }
         }
-        Ok(ControlFlow::Continue(()))
+        Err(EngineError::Stopped)
     }
 
-    /// Appends tokens to the sequence; leaves the logits of the last one in the activations.
-    fn step(&mut self, tokens: &[u32]) -> Result<(), EngineError> {
-        let start = self.stored.len();
-        self.table.reserve(start + tokens.len(), &mut self.pool)?;
-        let rows = SequenceRows { start, len: tokens.len(), pages: self.table.slots() };
-        let batch = Batch { tokens, sequences: &[rows] };
-        self.model.model().forward(&batch, &[tokens.len() - 1], &mut self.cache, &mut self.activations)?;
-        self.stored.extend_from_slice(tokens);
+    fn send(&self, command: Command) -> Result<(), EngineError> {
+        self.shared.commands.send(command).map_err(|_| EngineError::Stopped)
+    }
+
+    /// Counts a request in, if it may wait.
+    fn queue(&self) -> Result<(), EngineError> {
+        let queued = self.shared.waiting.fetch_add(1, Ordering::SeqCst);
+        if queued >= self.info.max_queued {
+            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
+            return Err(EngineError::QueueFull { queued });
+        }
         Ok(())
     }
+}
 
-    fn sample(&self, options: &GenerateOptions, summary: &mut Summary) -> Result<u32, EngineError> {
-        let sampling = &options.sampling;
-        let setting = Sampling {
-            temperature: sampling.temperature,
-            top_k: sampling.top_k,
-            top_p: sampling.top_p,
-            min_p: sampling.min_p,
-            vocabulary: self.model.tokenizer().vocab_size(),
-            draw: draw(summary.seed, summary.tokens.len() as u64),
-        };
-        let drawn = self.model.model().backend().sample(self.activations.logits(), &[setting])?[0];
-        summary.tokens.push(drawn.token);
-        summary.logprobs.push(drawn.logprob);
-        Ok(drawn.token)
+impl<B: Backend> Drop for Engine<B> {
+    fn drop(&mut self) {
+        let _ = self.shared.commands.send(Command::Stop);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Control for Shared {
+    fn cancel(&self, id: u64) {
+        let _ = self.commands.send(Command::Cancel(id));
+    }
+
+    fn close(&self, id: u64) {
+        let _ = self.commands.send(Command::Close(id));
+    }
+}
+
+impl<B: Backend> Serve for Engine<B> {
+    fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
+        let at = Instant::now();
+        request.validate(&self.limits)?;
+        self.queue()?;
+        let id = self.next_id.fetch_add(1, Ordering::SeqCst);
+        let sink = SharedSink::new(sink);
+        self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })))?;
+        Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
+    }
+
+    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
+        let at = Instant::now();
+        request.validate(&self.limits)?;
+        if request.options.prompt_logprobs.is_some() {
+            let expected = "none for a request that is continued";
+            return Err(EngineError::bad_option("prompt_logprobs", "given", expected));
+        }
+        if request.options.n > 1 {
+            return Err(EngineError::bad_option("n", request.options.n, "1 for a request that is continued"));
+        }
+        self.queue()?;
+        let (id, sink) = (kept.id(), SharedSink::new(sink));
+        self.send(Command::Append(Box::new(Submitted { id, at, request, sink })))
+    }
+
+    fn info(&self) -> &EngineInfo {
+        &self.info
+    }
+
+    fn stats(&self) -> EngineStats {
+        self.shared.stats().clone()
+    }
+
+    fn flush(&self) {
+        let (done, _) = mpsc::channel();
+        let _ = self.send(Command::Flush(done));
     }
 }

@@ -1,10 +1,12 @@
 //! Why a request failed. The engine stays usable after each of these.
 
+use std::sync::Arc;
+
 use oscar_kernels::KernelError;
-use oscar_kv::PoolExhausted;
+use oscar_kv::{KvError, Shortage};
 use oscar_model::text::TextError;
 
-/// Why a request failed.
+/// Why a request failed, or why an engine could not start.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum EngineError {
@@ -12,12 +14,42 @@ pub enum EngineError {
     EmptyPrompt,
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
+    #[error("token {token} of the prompt is outside the vocabulary of {vocabulary}")]
+    TokenOutOfRange { token: u32, vocabulary: usize },
     #[error("{name} is {value}, expected {expected}")]
-    BadOption { name: &'static str, value: String, expected: &'static str },
+    BadOption { name: &'static str, value: String, expected: String },
+    #[error("{queued} requests are waiting already, as many as may wait")]
+    QueueFull { queued: usize },
+    #[error(
+        "a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}"
+    )]
+    MemoryTooSmall { context: usize, needed: usize, memory: usize, parts: String },
+    #[error("the KV cache is too small for this request: {0}")]
+    Shortage(#[from] Shortage),
     #[error(transparent)]
-    Pages(#[from] PoolExhausted),
+    Kv(#[from] KvError),
+    #[error("{0}")]
+    Shared(Arc<EngineError>),
+    #[error("request {id} is not open: it was not kept open, or has been closed")]
+    NotOpen { id: u64 },
+    #[error("the engine has stopped")]
+    Stopped,
+    #[error("the model computed keys or values that are not finite")]
+    NotFinite,
+    #[error("the filter of allowed tokens failed: {0}")]
+    Filter(String),
     #[error(transparent)]
     Kernel(#[from] KernelError),
     #[error(transparent)]
     Text(#[from] TextError),
+}
+
+impl EngineError {
+    pub(crate) fn bad_option(
+        name: &'static str,
+        value: impl ToString,
+        expected: impl ToString,
+    ) -> EngineError {
+        EngineError::BadOption { name, value: value.to_string(), expected: expected.to_string() }
+    }
 }

@@ -1,8 +1,12 @@
-//! What a request asks for and what comes back.
+//! What a request asks for, and whether it makes sense.
 
-use std::time::Duration;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::error::EngineError;
+use crate::filter::TokenFilter;
+
+/// Most alternatives to a token that may be asked for.
+pub const MAX_TOP_LOGPROBS: usize = 100;
 
 /// How tokens are drawn.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,113 +21,275 @@ pub struct SamplingOptions {
     pub min_p: f32,
     /// Seed of the draws; a fresh one is taken and reported when there is none.
     pub seed: Option<u64>,
+    /// Divides positive and multiplies negative logits of tokens that the prompt or the answer holds; 1 is off.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that the answer holds.
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of a token once for each time the answer holds it.
+    pub frequency_penalty: f32,
+    /// Added to the logits of single tokens.
+    pub logit_bias: Vec<(u32, f32)>,
 }
 
 impl Default for SamplingOptions {
     fn default() -> Self {
-        SamplingOptions { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: None }
+        SamplingOptions {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            seed: None,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+        }
     }
 }
 
 impl SamplingOptions {
-    pub(crate) fn validate(&self) -> Result<(), EngineError> {
-        let bad = |name, value: f32, expected| {
-            Err(EngineError::BadOption { name, value: value.to_string(), expected })
+    fn validate(&self, vocabulary: usize) -> Result<(), EngineError> {
+        let check = |good: bool, name, value: f32, expected| {
+            if good { Ok(()) } else { Err(EngineError::bad_option(name, value, expected)) }
         };
-        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
-            return bad("temperature", self.temperature, "a number of 0 or more");
+        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let positive = "a number above 0";
+        check(
+            temperature.is_finite() && temperature >= 0.0,
+            "temperature",
+            temperature,
+            "a number of 0 or more",
+        )?;
+        check(top_p > 0.0 && top_p <= 1.0, "top_p", top_p, "a number above 0, at most 1")?;
+        check((0.0..=1.0).contains(&min_p), "min_p", min_p, "a number from 0 to 1")?;
+        let repetition = repetition_penalty.is_finite() && repetition_penalty > 0.0;
+        check(repetition, "repetition_penalty", repetition_penalty, positive)?;
+        for (name, value) in
+            [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
+        {
+            check(value.is_finite(), name, value, "a number")?;
         }
-        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return bad("top_p", self.top_p, "a number above 0, at most 1");
-        }
-        if !(self.min_p >= 0.0 && self.min_p <= 1.0) {
-            return bad("min_p", self.min_p, "a number from 0 to 1");
+        for &(token, bias) in &self.logit_bias {
+            check(bias.is_finite(), "logit_bias", bias, "numbers")?;
+            if token as usize >= vocabulary {
+                let expected = format!("token ids below {vocabulary}");
+                return Err(EngineError::bad_option("logit_bias", token, expected));
+            }
         }
         Ok(())
     }
 }
 
 /// When and how a request ends.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
     /// Most tokens to generate; `None` goes on until the model or the context ends.
     pub max_tokens: Option<usize>,
+    /// Tokens before which neither the model nor a stop may end the answer.
+    pub min_tokens: usize,
     /// How tokens are drawn.
     pub sampling: SamplingOptions,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
+    /// Tokens that end the answer, besides the model's own; their text is not part of it.
+    pub stop_tokens: Vec<u32>,
     /// Go on when the model says that it is done.
     pub ignore_end: bool,
     /// The answer is a text of its own rather than the rest of the prompt: the space that some tokenizers put before
     /// the first word is dropped.
     pub new_text: bool,
+    /// Show the text of special tokens.
+    pub keep_special: bool,
+    /// Report the probability of each token, and of this many alternatives.
+    pub logprobs: Option<usize>,
+    /// Report the probability of each token of the prompt but the first, and of this many alternatives. The prompt
+    /// is then computed as a whole, whatever the cache holds.
+    pub prompt_logprobs: Option<usize>,
+    /// Answers to the same prompt. Choice `i` draws with the seed plus `i`.
+    pub n: usize,
+    /// Requests share cached prompts only with requests of the same salt.
+    pub cache_salt: Option<String>,
+    /// Keep the sequence when the answer ends, to be continued with an append.
+    pub keep_open: bool,
 }
 
-/// A piece of an answer.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Event {
-    /// The prompt is being read: tokens done so far, of how many.
-    Prefill {
-        /// Tokens done.
-        done: usize,
-        /// Tokens to do.
-        total: usize,
-    },
-    /// Text that can be shown. A token whose characters are not complete yet shows up with a later one.
-    Text(String),
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The model ended its turn.
-    End,
-    /// A stop text came up.
-    Stop,
-    /// `max_tokens` were generated.
-    Length,
-    /// The context is full.
-    Context,
-    /// The caller broke off.
-    Cancelled,
-}
-
-impl FinishReason {
-    /// The name OpenAI's interface has for it.
-    pub fn name(self) -> &'static str {
-        match self {
-            FinishReason::End | FinishReason::Stop => "stop",
-            FinishReason::Length | FinishReason::Context => "length",
-            FinishReason::Cancelled => "cancelled",
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        GenerateOptions {
+            max_tokens: None,
+            min_tokens: 0,
+            sampling: SamplingOptions::default(),
+            stop: Vec::new(),
+            stop_tokens: Vec::new(),
+            ignore_end: false,
+            new_text: false,
+            keep_special: false,
+            logprobs: None,
+            prompt_logprobs: None,
+            n: 1,
+            cache_salt: None,
+            keep_open: false,
         }
     }
 }
 
-/// What happened in a request.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Summary {
-    /// Why it ended.
-    pub finish: FinishReason,
-    /// Tokens of the prompt.
-    pub prompt_tokens: usize,
-    /// Tokens of the prompt whose keys and values were still there.
-    pub cached_tokens: usize,
-    /// Generated token ids, an ending one included.
-    pub tokens: Vec<u32>,
-    /// Logarithm of the probability of each generated token.
-    pub logprobs: Vec<f32>,
-    /// Seed of the draws.
-    pub seed: u64,
-    /// From the request to the first token.
-    pub first_token: Duration,
-    /// From the first token to the last.
-    pub decode: Duration,
+impl GenerateOptions {
+    /// The salt as the cache wants it; 0 for none.
+    pub(crate) fn salt(&self) -> u64 {
+        self.cache_salt.as_ref().map_or(0, |salt| {
+            let mut hasher = DefaultHasher::new();
+            salt.hash(&mut hasher);
+            hasher.finish().max(1)
+        })
+    }
+
+    fn validate(&self, limits: &Limits) -> Result<(), EngineError> {
+        self.sampling.validate(limits.vocabulary)?;
+        if self.n == 0 || self.n > limits.choices {
+            return Err(EngineError::bad_option("n", self.n, format!("1 to {}", limits.choices)));
+        }
+        if let Some(most) = self.max_tokens.filter(|&most| self.min_tokens > most) {
+            return Err(EngineError::bad_option(
+                "min_tokens",
+                self.min_tokens,
+                format!("at most max_tokens, {most}"),
+            ));
+        }
+        for (name, count) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
+            if let Some(count) = count.filter(|&count| count > MAX_TOP_LOGPROBS) {
+                return Err(EngineError::bad_option(name, count, format!("at most {MAX_TOP_LOGPROBS}")));
+            }
+        }
+        if self.keep_open && self.n > 1 {
+            return Err(EngineError::bad_option("n", self.n, "1 for a request that is kept open"));
+        }
+        Ok(())
+    }
 }
 
-impl Summary {
-    /// Tokens per second after the first one.
-    pub fn decode_tokens_per_s(&self) -> Option<f64> {
-        let steps = self.tokens.len().checked_sub(1).filter(|&steps| steps > 0)?;
-        Some(steps as f64 / self.decode.as_secs_f64())
+/// A prompt and what to do with it.
+#[derive(Default)]
+pub struct Request {
+    /// Token ids.
+    pub prompt: Vec<u32>,
+    /// What to do.
+    pub options: GenerateOptions,
+    /// Restricts what may be said.
+    pub filter: Option<Box<dyn TokenFilter>>,
+}
+
+impl Request {
+    /// A request without a filter.
+    pub fn new(prompt: impl AsRef<[u32]>, options: GenerateOptions) -> Request {
+        Request { prompt: prompt.as_ref().to_vec(), options, filter: None }
+    }
+
+    /// Checks everything that can be known before the request runs.
+    pub(crate) fn validate(&self, limits: &Limits) -> Result<(), EngineError> {
+        self.options.validate(limits)?;
+        if self.prompt.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        if self.prompt.len() > limits.context {
+            return Err(EngineError::PromptTooLong { tokens: self.prompt.len(), context: limits.context });
+        }
+        let vocabulary = limits.vocabulary;
+        match self.prompt.iter().find(|&&token| token as usize >= vocabulary) {
+            Some(&token) => Err(EngineError::TokenOutOfRange { token, vocabulary }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::fmt::Debug for Request {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Request")
+            .field("prompt", &self.prompt)
+            .field("options", &self.options)
+            .field("filter", &self.filter.is_some())
+            .finish()
+    }
+}
+
+/// What requests are checked against.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Tokens of a sequence.
+    pub(crate) context: usize,
+    /// Rows of the embedding.
+    pub(crate) vocabulary: usize,
+    /// Answers to one prompt.
+    pub(crate) choices: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { context: 100, vocabulary: 50, choices: 4 };
+
+    fn refused(options: GenerateOptions) -> String {
+        Request::new([1, 2, 3], options).validate(&LIMITS).unwrap_err().to_string()
+    }
+
+    fn sampling(sampling: SamplingOptions) -> GenerateOptions {
+        GenerateOptions { sampling, ..GenerateOptions::default() }
+    }
+
+    #[test]
+    fn the_field_the_value_and_what_was_expected_are_named() {
+        let plain = SamplingOptions::default;
+        for value in [-1.0, f32::NAN, f32::INFINITY] {
+            let text = refused(sampling(SamplingOptions { temperature: value, ..plain() }));
+            assert_eq!(text, format!("temperature is {value}, expected a number of 0 or more"));
+        }
+        assert!(refused(sampling(SamplingOptions { top_p: 0.0, ..plain() })).starts_with("top_p is 0,"));
+        assert!(refused(sampling(SamplingOptions { min_p: 1.5, ..plain() })).starts_with("min_p is 1.5,"));
+        let repetition = SamplingOptions { repetition_penalty: 0.0, ..plain() };
+        assert!(refused(sampling(repetition)).starts_with("repetition_penalty is 0,"));
+        let presence = SamplingOptions { presence_penalty: f32::NAN, ..plain() };
+        assert!(refused(sampling(presence)).starts_with("presence_penalty is NaN,"));
+        let frequency = SamplingOptions { frequency_penalty: f32::INFINITY, ..plain() };
+        assert!(refused(sampling(frequency)).starts_with("frequency_penalty is inf,"));
+        let bias = SamplingOptions { logit_bias: vec![(50, 1.0)], ..plain() };
+        assert_eq!(refused(sampling(bias)), "logit_bias is 50, expected token ids below 50");
+        let bias = SamplingOptions { logit_bias: vec![(5, f32::NEG_INFINITY)], ..plain() };
+        assert!(refused(sampling(bias)).starts_with("logit_bias is -inf,"));
+    }
+
+    #[test]
+    fn counts_are_bounded() {
+        let plain = GenerateOptions::default;
+        assert_eq!(refused(GenerateOptions { n: 0, ..plain() }), "n is 0, expected 1 to 4");
+        assert_eq!(refused(GenerateOptions { n: 5, ..plain() }), "n is 5, expected 1 to 4");
+        assert!(refused(GenerateOptions { n: 2, keep_open: true, ..plain() }).contains("kept open"));
+        let short = GenerateOptions { max_tokens: Some(3), min_tokens: 4, ..plain() };
+        assert_eq!(refused(short), "min_tokens is 4, expected at most max_tokens, 3");
+        assert!(refused(GenerateOptions { logprobs: Some(101), ..plain() }).starts_with("logprobs is 101"));
+        let odd = GenerateOptions { max_tokens: Some(0), logprobs: Some(0), n: 4, ..plain() };
+        assert!(Request::new([1], odd).validate(&LIMITS).is_ok());
+    }
+
+    #[test]
+    fn prompts_are_bounded() {
+        let check = |prompt: Vec<u32>| Request::new(prompt, GenerateOptions::default()).validate(&LIMITS);
+        assert!(matches!(check(vec![]), Err(EngineError::EmptyPrompt)));
+        let long = check(vec![1; 101]);
+        assert!(matches!(long, Err(EngineError::PromptTooLong { tokens: 101, context: 100 })));
+        let strange = check(vec![1, 50]);
+        assert!(matches!(strange, Err(EngineError::TokenOutOfRange { token: 50, vocabulary: 50 })));
+        assert!(check(vec![49; 100]).is_ok());
+    }
+
+    #[test]
+    fn salts_differ_and_none_is_zero() {
+        let salt = |text: Option<&str>| {
+            GenerateOptions { cache_salt: text.map(str::to_owned), ..GenerateOptions::default() }.salt()
+        };
+        assert_eq!(salt(None), 0);
+        assert_ne!(salt(Some("")), 0);
+        assert_ne!(salt(Some("a")), salt(Some("b")));
+        assert_eq!(salt(Some("a")), salt(Some("a")));
     }
 }

@@ -11,8 +11,8 @@ pub(crate) struct StopFilter {
 pub(crate) struct Filtered {
     /// Text that is certainly not part of a stop text.
     pub(crate) text: String,
-    /// A stop text came up; nothing after it counts.
-    pub(crate) stopped: bool,
+    /// The stop text that came up; nothing after it counts.
+    pub(crate) stopped: Option<String>,
 }
 
 impl StopFilter {
@@ -24,14 +24,15 @@ impl StopFilter {
     /// Takes the next piece.
     pub(crate) fn push(&mut self, piece: &str) -> Filtered {
         self.held.push_str(piece);
-        if let Some(start) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            let text = self.held[..start].to_owned();
+        let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));
+        if let Some((start, stop)) = found.min_by_key(|&(start, _)| start) {
+            let (text, stopped) = (self.held[..start].to_owned(), Some(stop.clone()));
             self.held.clear();
-            return Filtered { text, stopped: true };
+            return Filtered { text, stopped };
         }
         let keep = self.longest_beginning();
         let text = self.held.drain(..self.held.len() - keep).collect();
-        Filtered { text, stopped: false }
+        Filtered { text, stopped: None }
     }
 
     /// Text held back at the end of the stream.
@@ -66,7 +67,7 @@ mod tests {
             for piece in chars.chunks(size) {
                 let filtered = filter.push(&piece.concat());
                 shown.push_str(&filtered.text);
-                if filtered.stopped {
+                if filtered.stopped.is_some() {
                     stopped = true;
                     break;
                 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use oscar_engine::{
-    Engine, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, SamplingOptions, Summary,
+    Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplingOptions, Summary,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_model::LoadedModel;
@@ -27,16 +27,15 @@ fn prompt(len: usize) -> Vec<u32> {
 }
 
 fn options(max_tokens: usize) -> GenerateOptions {
-    GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() }
+    let logprobs = Some(0);
+    GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, logprobs, ..GenerateOptions::default() }
 }
 
-fn run(engine: &mut TestEngine, prompt: &[u32], options: &GenerateOptions) -> (Summary, String) {
+fn run(engine: &TestEngine, prompt: &[u32], options: &GenerateOptions) -> (Summary, String) {
     let mut text = String::new();
     let summary = engine
         .generate(prompt, options, |event| {
-            if let Event::Text(piece) = event {
-                text.push_str(&piece);
-            }
+            text.push_str(event.text().unwrap_or_default());
             ControlFlow::Continue(())
         })
         .unwrap();
@@ -45,11 +44,11 @@ fn run(engine: &mut TestEngine, prompt: &[u32], options: &GenerateOptions) -> (S
 
 #[test]
 fn greedy_answers_repeat_exactly() {
-    let first = run(&mut engine(&EngineOptions::default()), &prompt(50), &options(40)).0;
-    let mut again = engine(&EngineOptions::default());
+    let first = run(&engine(&EngineOptions::default()), &prompt(50), &options(40)).0;
+    let again = engine(&EngineOptions::default());
     for _ in 0..2 {
         again.reset();
-        let second = run(&mut again, &prompt(50), &options(40)).0;
+        let second = run(&again, &prompt(50), &options(40)).0;
         assert_eq!((&first.tokens, &first.logprobs), (&second.tokens, &second.logprobs));
     }
     assert_eq!((first.tokens.len(), first.finish), (40, FinishReason::Length));
@@ -57,11 +56,18 @@ fn greedy_answers_repeat_exactly() {
 
 #[test]
 fn seeded_answers_repeat_and_seeds_differ() {
-    let mut engine = engine(&EngineOptions::default());
-    let mut answer = |seed| {
+    let engine = engine(&EngineOptions::default());
+    let answer = |seed| {
         engine.reset();
-        let sampling = SamplingOptions { temperature: 1.0, top_p: 0.95, top_k: 40, min_p: 0.01, seed };
-        run(&mut engine, &prompt(20), &GenerateOptions { sampling, ..options(30) }).0
+        let sampling = SamplingOptions {
+            temperature: 1.0,
+            top_p: 0.95,
+            top_k: 40,
+            min_p: 0.01,
+            seed,
+            ..SamplingOptions::default()
+        };
+        run(&engine, &prompt(20), &GenerateOptions { sampling, ..options(30) }).0
     };
     let first = answer(Some(1));
     assert_eq!(first.tokens, answer(Some(1)).tokens);
@@ -72,12 +78,12 @@ fn seeded_answers_repeat_and_seeds_differ() {
 
 #[test]
 fn a_continued_conversation_equals_a_fresh_one() {
-    let mut warm = engine(&EngineOptions::default());
+    let warm = engine(&EngineOptions::default());
     let mut conversation = prompt(70);
     for turn in 0..4 {
-        let mut cold = engine(&EngineOptions::default());
-        let (kept, _) = run(&mut warm, &conversation, &options(25));
-        let (fresh, _) = run(&mut cold, &conversation, &options(25));
+        let cold = engine(&EngineOptions::default());
+        let (kept, _) = run(&warm, &conversation, &options(25));
+        let (fresh, _) = run(&cold, &conversation, &options(25));
         // The kept keys came from decode steps, the fresh ones from prefill: equal up to rounding, so compare only
         // while the tokens agree and nothing but a near-tie can part them.
         let same = kept.tokens.iter().zip(&fresh.tokens).take_while(|(a, b)| a == b).count();
@@ -97,31 +103,32 @@ fn a_continued_conversation_equals_a_fresh_one() {
 
 #[test]
 fn a_diverging_prompt_keeps_only_what_is_common() {
-    let mut engine = engine(&EngineOptions::default());
-    let first = run(&mut engine, &prompt(100), &options(10)).0;
+    let engine = engine(&EngineOptions::default());
+    let first = run(&engine, &prompt(100), &options(10)).0;
     let mut other = prompt(100);
     other[90] = 3;
-    assert_eq!(run(&mut engine, &other, &options(10)).0.cached_tokens, 90);
-    let back = run(&mut engine, &prompt(100), &options(10)).0;
-    assert_eq!((back.cached_tokens, back.tokens), (90, first.tokens));
+    assert_eq!(run(&engine, &other, &options(10)).0.cached_tokens, 90);
+    // The first one is still there, all but the token whose logits are wanted.
+    let back = run(&engine, &prompt(100), &options(10)).0;
+    assert_eq!((back.cached_tokens, back.tokens), (99, first.tokens));
 }
 
 #[test]
 fn the_context_is_a_hard_limit() {
     let small = EngineOptions { context: Some(80), ..EngineOptions::default() };
-    let mut engine = engine(&small);
+    let engine = engine(&small);
     let error = engine.generate(&prompt(81), &options(1), |_| ControlFlow::Continue(())).unwrap_err();
     assert!(matches!(error, EngineError::PromptTooLong { tokens: 81, context: 80 }), "{error}");
-    let summary = run(&mut engine, &prompt(80), &options(5)).0;
+    let summary = run(&engine, &prompt(80), &options(5)).0;
     assert_eq!((summary.tokens.len(), summary.finish), (1, FinishReason::Context));
-    let summary = run(&mut engine, &prompt(70), &options(500)).0;
+    let summary = run(&engine, &prompt(70), &options(500)).0;
     assert_eq!((summary.tokens.len(), summary.finish), (11, FinishReason::Context));
 }
 
 #[test]
 fn bad_requests_leave_the_engine_usable() {
-    let mut engine = engine(&EngineOptions::default());
-    let mut fails = |prompt: &[u32], sampling: SamplingOptions| {
+    let engine = engine(&EngineOptions::default());
+    let fails = |prompt: &[u32], sampling: SamplingOptions| {
         let options = GenerateOptions { sampling, ..options(4) };
         engine.generate(prompt, &options, |_| ControlFlow::Continue(())).unwrap_err().to_string()
     };
@@ -132,13 +139,13 @@ fn bad_requests_leave_the_engine_usable() {
     }
     assert!(fails(&[1], SamplingOptions { top_p: 0.0, ..Default::default() }).contains("top_p"));
     assert!(fails(&[1], SamplingOptions { min_p: 1.5, ..Default::default() }).contains("min_p"));
-    assert_eq!(run(&mut engine, &prompt(10), &options(4)).0.tokens.len(), 4);
+    assert_eq!(run(&engine, &prompt(10), &options(4)).0.tokens.len(), 4);
 }
 
 #[test]
 fn the_caller_can_break_off_at_any_event() {
-    let mut engine = engine(&EngineOptions { prefill_chunk: 16, ..EngineOptions::default() });
-    let whole = run(&mut engine, &prompt(60), &options(20)).0;
+    let engine = engine(&EngineOptions { prefill_chunk: 16, ..EngineOptions::default() });
+    let whole = run(&engine, &prompt(60), &options(20)).0;
     for stop_at in 0..10 {
         engine.reset();
         let mut events = 0;
@@ -149,29 +156,25 @@ fn the_caller_can_break_off_at_any_event() {
             })
             .unwrap();
         assert_eq!(summary.finish, FinishReason::Cancelled);
-        assert_eq!(
-            run(&mut engine, &prompt(60), &options(20)).0.tokens,
-            whole.tokens,
-            "after {stop_at} events"
-        );
+        assert_eq!(run(&engine, &prompt(60), &options(20)).0.tokens, whole.tokens, "after {stop_at} events");
     }
 }
 
 #[test]
 fn stop_texts_end_the_answer_and_are_not_shown() {
-    let mut engine = engine(&EngineOptions::default());
-    let (_, whole) = run(&mut engine, &prompt(30), &options(60));
+    let engine = engine(&EngineOptions::default());
+    let (_, whole) = run(&engine, &prompt(30), &options(60));
     let middle: String = whole.chars().skip(20).take(3).collect();
     let (summary, text) =
-        run(&mut engine, &prompt(30), &GenerateOptions { stop: vec![middle.clone()], ..options(60) });
+        run(&engine, &prompt(30), &GenerateOptions { stop: vec![middle.clone()], ..options(60) });
     assert_eq!(summary.finish, FinishReason::Stop);
     assert_eq!(text, whole[..whole.find(&middle).unwrap()]);
 }
 
 #[test]
 fn zero_tokens_reads_the_prompt_only() {
-    let mut engine = engine(&EngineOptions::default());
-    let summary = run(&mut engine, &prompt(10), &options(0)).0;
+    let engine = engine(&EngineOptions::default());
+    let summary = run(&engine, &prompt(10), &options(0)).0;
     assert!(summary.tokens.is_empty());
     assert_eq!(summary.prompt_tokens, 10);
 }

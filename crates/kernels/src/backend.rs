@@ -5,9 +5,10 @@
 //! so nothing crosses the door per layer but descriptors. Tables that hold for a whole step (positions, page
 //! tables, rotary angles) are prepared once in [`Backend::begin_step`].
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{KvGeometry, PageFormat};
+use oscar_codec::{CodecError, KvGeometry, PageCodec, PageWindows};
 
 use crate::dtype::DType;
 
@@ -57,8 +58,10 @@ pub enum KernelError {
     PageOutOfRange { slot: u32, slots: usize },
     #[error("cannot allocate {bytes} bytes for {what}")]
     OutOfMemory { what: &'static str, bytes: usize },
-    #[error("page format {0:?} is not supported by this backend")]
-    UnsupportedFormat(PageFormat),
+    #[error("page {page} of {tier} is read but has no slot")]
+    PageMissing { page: usize, tier: &'static str },
+    #[error("sealing page {page}, layer {layer}, KV head {head}: {source}")]
+    Seal { page: usize, layer: usize, head: usize, source: CodecError },
     #[error("{what} hold a value that is not finite at index {index}")]
     NotFinite { what: &'static str, index: usize },
     #[error("page slot {slot} is written by two sequences of one step")]
@@ -138,15 +141,36 @@ pub struct Rope {
     pub layout: RopeLayout,
 }
 
-/// Size and format of the page pools of a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Size of the page pools of a cache. Slot 0 of every pool is a dummy that padded rows may name.
+#[derive(Clone, Debug)]
 pub struct CacheSpec {
     /// Layers, KV heads and head dimension.
     pub geometry: KvGeometry,
-    /// How pages are stored.
-    pub format: PageFormat,
-    /// Page slots; slot 0 is a dummy that padded rows may write to.
+    /// Slots of bf16 pages.
     pub slots: usize,
+    /// Slots of bf16 pages that hold one layer only: a prompt on its way to sealed pages, layer by layer. They follow
+    /// the bf16 slots in number, `slots..slots + scratch_slots`.
+    pub scratch_slots: usize,
+    /// The sealed pages, if pages are ever sealed.
+    pub sealed: Option<SealedSpec>,
+}
+
+/// The sealed pages of a cache.
+#[derive(Clone, Debug)]
+pub struct SealedSpec {
+    /// What sealed bytes mean, and the maps that rows go through before they are stored in any pool.
+    pub codec: Arc<PageCodec>,
+    /// Slots of sealed pages.
+    pub slots: usize,
+    /// Which pages a query reads exactly.
+    pub windows: PageWindows,
+}
+
+impl CacheSpec {
+    /// A cache of bf16 pages alone.
+    pub fn exact(geometry: KvGeometry, slots: usize) -> CacheSpec {
+        CacheSpec { geometry, slots, scratch_slots: 0, sealed: None }
+    }
 }
 
 /// Consecutive tokens of one sequence inside a step.
@@ -156,8 +180,38 @@ pub struct SequenceRows<'a> {
     pub start: usize,
     /// Number of tokens.
     pub len: usize,
-    /// Page table: `pages[p]` is the slot that holds positions `[64p, 64p + 64)`. Covers `start + len` tokens.
+    /// Page table: `pages[p]` is the slot of the bf16 page that holds positions `[64p, 64p + 64)`, 0 if there is none.
+    /// Covers `start + len` tokens.
     pub pages: &'a [u32],
+    /// The sealed pages of a sequence that has any.
+    pub sealed: Option<SealedRows<'a>>,
+}
+
+/// The sealed side of a page table, and what is read from it; see [`PageWindows::history`].
+#[derive(Clone, Copy, Debug)]
+pub struct SealedRows<'a> {
+    /// Sealed slot of each page, 0 if there is none.
+    pub pages: &'a [u32],
+    /// Pages from here on are read exactly, whatever the windows say; `usize::MAX` if that holds for none.
+    pub exact_from: usize,
+    /// Pages below (and after the sink) are read sealed, whatever the windows say.
+    pub sealed_until: usize,
+}
+
+impl<'a> SequenceRows<'a> {
+    /// Rows of a sequence whose pages are all bf16.
+    pub fn exact(start: usize, len: usize, pages: &'a [u32]) -> SequenceRows<'a> {
+        SequenceRows { start, len, pages, sealed: None }
+    }
+}
+
+/// A full bf16 page and the sealed page it becomes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealPage {
+    /// Slot of the bf16 page, scratch slots included.
+    pub exact: u32,
+    /// Slot of the sealed page.
+    pub sealed: u32,
 }
 
 /// The tokens of one step: the rows of all sequences, one after the other.
@@ -171,7 +225,7 @@ pub struct Batch<'a> {
 
 /// How one token is drawn from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
+pub struct Sampling<'a> {
     /// 0 takes the most likely token, the lowest id on a tie.
     pub temperature: f32,
     /// Keep the `top_k` most likely tokens; 0 keeps all.
@@ -184,15 +238,54 @@ pub struct Sampling {
     pub vocabulary: usize,
     /// Uniform draw in `[0, 1)`; ignored when greedy. The caller owns the random state, so devices agree.
     pub draw: f32,
+    /// Changes of single logits before anything else (penalties, biases).
+    pub changes: &'a [LogitChange],
+    /// One bit per token, lowest first: tokens without a bit are not drawn. `None` allows all.
+    pub allowed: Option<&'a [u32]>,
+    /// Takes this token instead of drawing one: its probability is what is asked for.
+    pub given: Option<u32>,
+    /// Report the probability of the token and of this many most likely ones; `None` saves the work.
+    pub logprobs: Option<usize>,
+}
+
+impl Default for Sampling<'_> {
+    /// Greedy, nothing reported.
+    fn default() -> Self {
+        Sampling {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            vocabulary: usize::MAX,
+            draw: 0.0,
+            changes: &[],
+            allowed: None,
+            given: None,
+            logprobs: None,
+        }
+    }
+}
+
+/// A change of the logit of one token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitChange {
+    /// Token id; one outside the vocabulary changes nothing.
+    pub token: u32,
+    /// Divides a positive logit and multiplies a negative one (repetition penalty); 1 changes nothing.
+    pub penalty: f32,
+    /// Added after that; negative infinity rules the token out.
+    pub add: f32,
 }
 
 /// A drawn token.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
     /// Token id.
     pub token: u32,
-    /// Natural logarithm of its probability under the unmodified logits.
-    pub logprob: f32,
+    /// Natural logarithm of its probability under the unmodified logits, if asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens under the unmodified logits, most likely first, as many as asked for.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// A device that can run a decoder-only transformer.
@@ -215,7 +308,7 @@ pub trait Backend: Send + Sync + 'static {
     /// Page pools. Memory is reserved here and becomes resident as pages are written.
     fn cache(&self, spec: &CacheSpec) -> Result<Self::Cache, KernelError>;
     /// Copies `rows` of a buffer to the host.
-    fn read(&self, buffer: &Self::Buffer, rows: std::ops::Range<usize>) -> Result<Vec<f32>, KernelError>;
+    fn read(&self, buffer: &Self::Buffer, rows: Range<usize>) -> Result<Vec<f32>, KernelError>;
 
     /// Checks a batch against the cache and prepares its tables.
     fn begin_step(
@@ -243,7 +336,8 @@ pub trait Backend: Send + Sync + 'static {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Norms and rotates the query and key heads of `qkv`, and writes keys and values to their pages.
+    /// Norms and rotates the query and key heads of `qkv`, takes queries, keys and values to the codec's basis, and
+    /// writes keys and values to their bf16 pages.
     fn rope_store(
         &self,
         step: &Self::Step,
@@ -253,7 +347,8 @@ pub trait Backend: Send + Sync + 'static {
         cache: &mut Self::Cache,
     ) -> Result<(), KernelError>;
 
-    /// Causal attention of every row over the pages of its sequence; `out` has `q_heads * head_dim` columns.
+    /// Causal attention of every row over the pages of its sequence, each read exactly or sealed as
+    /// [`PageWindows::history`] says; `out` has `q_heads * head_dim` columns, back in the model's basis.
     fn attend(
         &self,
         step: &Self::Step,
@@ -263,6 +358,18 @@ pub trait Backend: Send + Sync + 'static {
         cache: &Self::Cache,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
+
+    /// Encodes full bf16 pages into sealed pages, for some layers. Rows that are not finite are an error that names
+    /// the entry of `pages`; the other pages may have been written.
+    fn seal(
+        &self,
+        layers: Range<usize>,
+        pages: &[SealPage],
+        cache: &mut Self::Cache,
+    ) -> Result<(), KernelError>;
+
+    /// Copies bf16 pages, all layers: `(from, to)`. A page that several sequences share is copied before it is written.
+    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Self::Cache) -> Result<(), KernelError>;
 
     /// `hidden += linear(x)`.
     fn linear_add(
@@ -291,6 +398,10 @@ pub trait Backend: Send + Sync + 'static {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Draws one token per row of logits.
-    fn sample(&self, logits: &Self::Buffer, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError>;
+    /// Draws one token per row of logits. A row that is not finite is an error of that row only.
+    fn sample(
+        &self,
+        logits: &Self::Buffer,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError>;
 }

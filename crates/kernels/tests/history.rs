@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use half::bf16;
-use oscar_codec::{KvGeometry, PageFormat};
+use oscar_codec::KvGeometry;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -50,7 +50,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
     for isa in Isa::available() {
         let backend = CpuBackend::with_isa(2, isa);
         let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
-        let spec = CacheSpec { geometry, format: PageFormat::Bf16, slots: 6 };
+        let spec = CacheSpec::exact(geometry, 6);
         let (mut exact, mut history) = (backend.cache(&spec).unwrap(), backend.cache(&spec).unwrap());
         let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
         let attention = AttentionSpec {
@@ -64,7 +64,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
         let cols = attention.qkv_cols();
         let pages = [4, 2, 5, 1];
         let tokens = vec![0; TOKENS];
-        let rows = SequenceRows { start: 0, len: TOKENS, pages: &pages };
+        let rows = SequenceRows::exact(0, TOKENS, &pages);
         let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &[rows] }, &rope, &exact).unwrap();
         let mut qkv = backend.buffer(TOKENS, cols).unwrap();
         let values = numbers(TOKENS * cols, 7);

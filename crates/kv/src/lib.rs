@@ -1,13 +1,66 @@
 //! Who owns which page.
 //!
-//! Pure bookkeeping: token positions and page ids, no tensors. The bytes of a page live in a backend's pool under
-//! the same slot number.
+//! Pure bookkeeping: token ids and page slots, no tensors. The bytes of a page live in a backend's pool under the same
+//! slot number. A [`Ledger`] has three pools of reference-counted pages and a prefix tree; a [`Sequence`] is opened on
+//! it, grows by [`Ledger::extend`] and [`Ledger::append`], gives the tree what it has computed by [`Ledger::insert`],
+//! and is closed. The ledger says what is to be copied and sealed, and when; the caller has it done.
+//!
+//! ```
+//! use oscar_kv::{Extend, Ledger, LedgerOptions, PageWindows, SealedPools, TailPolicy};
+//!
+//! let mut ledger = Ledger::new(LedgerOptions {
+//!     windows: PageWindows { sink: 1, recent: 4 },
+//!     exact_pages: 32,
+//!     sealed: Some(SealedPools { pages: 64, scratch_pages: 32 }),
+//!     prefix_tree: true,
+//!     tail: TailPolicy::Recompute,
+//! })?;
+//! let prompt: Vec<u32> = (0..1000).collect();
+//!
+//! let mut sequence = ledger.open(0, &prompt);
+//! let cached = sequence.cached_tokens();
+//! let extension = ledger.extend(&mut sequence, &prompt[cached..], Extend::Exact)?;
+//! // ... copy `extension.copies`, compute the prompt, seal `extension.seal` ...
+//! ledger.finish_extension(&mut sequence, extension);
+//! let early = ledger.plan_insert(&mut sequence);
+//! assert_eq!(early.len(), 4);
+//! // ... seal `early` ...
+//! ledger.insert(&sequence, false);
+//!
+//! let append = ledger.append(&mut sequence, 7)?;
+//! // ... copy, seal, decode ...
+//! ledger.finish_append(&mut sequence, append);
+//!
+//! // Who asks the same now computes the last, partly filled page only.
+//! let second = ledger.open(0, &prompt);
+//! assert_eq!(second.cached_tokens(), 960);
+//! ledger.close(second);
+//! ledger.close(sequence);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
+mod audit;
+pub mod block_hash;
+pub mod error;
+pub mod extension;
+mod insertion;
+pub mod ledger;
 pub mod pool;
+mod pools;
+pub mod reuse;
+pub mod sequence;
+pub mod stats;
 pub mod table;
+pub mod tree;
 
-pub use pool::{PageId, PagePool, PoolExhausted};
+pub use block_hash::BlockHash;
+pub use error::{KvError, PoolKind, Shortage};
+pub use extension::{Append, Extend, Extension, SealWork};
+pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
+pub use oscar_codec::{PAGE_TOKENS, PageWindows};
+pub use pool::{ExactPage, PageId, PagePool, PageSlot, PoolExhausted, ScratchPage, SealedPage};
+pub use reuse::TailPolicy;
+pub use sequence::Sequence;
+pub use stats::{LedgerStats, PageStates, PoolStats};
 pub use table::PageTable;
-
-/// Tokens in a page; page `p` of a sequence holds positions `[64p, 64p + 64)`.
-pub const PAGE_TOKENS: usize = 64;
+pub use tree::TreeEntry;

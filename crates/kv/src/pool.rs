@@ -1,15 +1,59 @@
-//! Free list of page slots with reference counts.
+//! Page slots of one pool with reference counts.
+//!
+//! The pools of a cache have different page sizes, so their slots are different types: a sealed page cannot be given
+//! back to the bf16 pool.
 
-/// A page slot. Slot 0 is a dummy for padded rows and is never handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PageId(u32);
+use std::marker::PhantomData;
 
-impl PageId {
+/// A slot of some pool. Slot 0 is a dummy for padded rows and is never handed out.
+pub trait PageSlot: Copy {
+    /// The page in `slot`.
+    fn from_slot(slot: u32) -> Self;
+
     /// Slot number in the backend's pool.
-    pub fn slot(self) -> u32 {
-        self.0
-    }
+    fn slot(self) -> u32;
 }
+
+macro_rules! page_slot {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(u32);
+
+        impl $name {
+            /// Slot number in the backend's pool.
+            pub fn slot(self) -> u32 {
+                self.0
+            }
+        }
+
+        impl PageSlot for $name {
+            fn from_slot(slot: u32) -> Self {
+                $name(slot)
+            }
+
+            fn slot(self) -> u32 {
+                self.0
+            }
+        }
+    };
+}
+
+page_slot! {
+    /// A bf16 page, all layers.
+    ExactPage
+}
+page_slot! {
+    /// A page of codes, all layers.
+    SealedPage
+}
+page_slot! {
+    /// A bf16 page of one layer: what a prompt's page is written to before it is sealed.
+    ScratchPage
+}
+
+/// A page of a cache without sealed pages.
+pub type PageId = ExactPage;
 
 /// There is no free page left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -21,18 +65,19 @@ pub struct PoolExhausted {
 
 /// Pages that can be taken and given back. A page is free again when its last owner releases it.
 #[derive(Debug)]
-pub struct PagePool {
+pub struct PagePool<P = ExactPage> {
     /// Owners per slot; index 0 is the dummy.
     owners: Vec<u32>,
     /// Free slots, the next one last. Low slots go first, so a short run touches little memory.
     free: Vec<u32>,
+    kind: PhantomData<P>,
 }
 
-impl PagePool {
+impl<P: PageSlot> PagePool<P> {
     /// A pool of `pages` usable pages.
-    pub fn new(pages: usize) -> PagePool {
+    pub fn new(pages: usize) -> PagePool<P> {
         let last = u32::try_from(pages).expect("fewer than 2^32 pages");
-        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().collect() }
+        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().collect(), kind: PhantomData }
     }
 
     /// Usable pages.
@@ -50,27 +95,32 @@ impl PagePool {
         self.free.len()
     }
 
+    /// Owners of a page.
+    pub fn owners(&self, page: P) -> u32 {
+        self.owners[page.slot() as usize]
+    }
+
     /// Takes a page; the caller is its one owner.
-    pub fn take(&mut self) -> Result<PageId, PoolExhausted> {
+    pub fn take(&mut self) -> Result<P, PoolExhausted> {
         let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
         self.owners[slot as usize] = 1;
-        Ok(PageId(slot))
+        Ok(P::from_slot(slot))
     }
 
     /// Adds an owner to a page in use.
-    pub fn share(&mut self, page: PageId) {
-        let owners = &mut self.owners[page.0 as usize];
-        assert!(*owners > 0, "page {} is shared while free", page.0);
+    pub fn share(&mut self, page: P) {
+        let owners = &mut self.owners[page.slot() as usize];
+        assert!(*owners > 0, "page {} is shared while free", page.slot());
         *owners += 1;
     }
 
     /// Gives up one ownership; the page is free when none is left.
-    pub fn release(&mut self, page: PageId) {
-        let owners = &mut self.owners[page.0 as usize];
-        assert!(*owners > 0, "page {} is released while free", page.0);
+    pub fn release(&mut self, page: P) {
+        let owners = &mut self.owners[page.slot() as usize];
+        assert!(*owners > 0, "page {} is released while free", page.slot());
         *owners -= 1;
         if *owners == 0 {
-            self.free.push(page.0);
+            self.free.push(page.slot());
         }
     }
 }
@@ -83,7 +133,7 @@ mod tests {
 
     #[test]
     fn the_dummy_is_never_handed_out() {
-        let mut pool = PagePool::new(3);
+        let mut pool = PagePool::<PageId>::new(3);
         let pages: Vec<_> = (0..3).map(|_| pool.take().unwrap().slot()).collect();
         assert_eq!(pages, [1, 2, 3]);
         assert_eq!(pool.take(), Err(PoolExhausted { pages: 3 }));
@@ -91,7 +141,7 @@ mod tests {
 
     #[test]
     fn a_shared_page_is_free_after_its_last_owner() {
-        let mut pool = PagePool::new(1);
+        let mut pool = PagePool::<PageId>::new(1);
         let page = pool.take().unwrap();
         pool.share(page);
         pool.release(page);
@@ -103,7 +153,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "released while free")]
     fn a_double_release_is_caught() {
-        let mut pool = PagePool::new(1);
+        let mut pool = PagePool::<PageId>::new(1);
         let page = pool.take().unwrap();
         pool.release(page);
         pool.release(page);
@@ -113,7 +163,7 @@ mod tests {
         /// Random operations against a plain list of owners.
         #[test]
         fn agrees_with_a_naive_model(operations in prop::collection::vec((0u8..3, any::<u16>()), 0..400)) {
-            let mut pool = PagePool::new(8);
+            let mut pool = PagePool::<PageId>::new(8);
             let mut owned: Vec<PageId> = Vec::new();
             for (kind, pick) in operations {
                 match kind {

@@ -6,7 +6,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use oscar_codec::PageFormat;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -43,11 +42,11 @@ fn main() -> Result<(), AnyError> {
     let (tokens, expected) = read_reference(Path::new(&reference), model.config().vocab_size)?;
 
     let mut pool = PagePool::new(tokens.len().div_ceil(oscar_kv::PAGE_TOKENS));
-    let mut cache = model.cache(PageFormat::Bf16, pool.slots())?;
+    let mut cache = model.cache(pool.slots())?;
     let mut table = PageTable::new();
     table.reserve(tokens.len(), &mut pool)?;
     let mut activations = model.activations(tokens.len(), tokens.len())?;
-    let rows = SequenceRows { start: 0, len: tokens.len(), pages: table.slots() };
+    let rows = SequenceRows::exact(0, tokens.len(), table.slots());
     let every: Vec<usize> = (0..tokens.len()).collect();
     let batch = Batch { tokens: &tokens, sequences: &[rows] };
     model.forward(&batch, &every, &mut cache, &mut activations)?;

@@ -70,6 +70,11 @@ pub fn peak_rss_bytes() -> Option<u64> {
     kibibytes(&field("/proc/self/status", "VmHWM")?)
 }
 
+/// Resident size of this process now.
+pub fn rss_bytes() -> Option<u64> {
+    kibibytes(&field("/proc/self/status", "VmRSS")?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -8,6 +8,7 @@ use oscar_codec::Windows;
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
+use oscar_lab::calibrate::means::estimate_key_means;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, Verdict, calibrate};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::{Comparison, Divergence};
@@ -92,10 +93,29 @@ fn calibrated(model: &Model) -> RotationFile {
     whole
 }
 
+/// Published files have no mean keys; an estimate from other text must come close to the calibrated ones.
+fn check_estimated_means(model: &Model, file: &RotationFile) {
+    let mut bare = file.clone();
+    for set in [&mut bare.heads, &mut bare.layers].into_iter().flatten() {
+        set.values_mut().for_each(|layer| layer.keys.means = None);
+    }
+    estimate_key_means(model, &mut bare).unwrap();
+    let (mut difference, mut size) = (0.0, 0.0);
+    for (layer, rotations) in file.heads.as_ref().unwrap() {
+        let estimated = bare.heads.as_ref().unwrap()[layer].keys.means.as_ref().unwrap();
+        for (a, b) in rotations.keys.means.iter().flatten().flatten().zip(estimated.iter().flatten()) {
+            difference += f64::from(a - b).powi(2);
+            size += f64::from(*a).powi(2);
+        }
+    }
+    assert!(difference < 0.05 * size, "{difference} of {size}");
+}
+
 #[test]
 fn calibrated_codecs_keep_the_published_order() {
     let Some(model) = smollm2() else { return };
     let file = calibrated(&model);
+    check_estimated_means(&model, &file);
     let source = CodecSource {
         geometry: model.config().kv_geometry(),
         rotations: Some(&file),

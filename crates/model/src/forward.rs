@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope};
+use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, SealPage};
 use oscar_kernels::{Backend, KernelError};
 
 use crate::config::ModelConfig;
@@ -63,6 +63,31 @@ impl<B: Backend> LayerAttention<B> for Paged<'_, B> {
     }
 }
 
+/// Attention over the pages of a cache, some of which are sealed after the layer's keys and values are written and
+/// before they are read: a prefill in which every row reads what a decoding one would.
+pub struct PagedSealing<'a, B: Backend> {
+    /// The cache.
+    pub cache: &'a mut B::Cache,
+    /// Pages that this step completes or that fall out of a window during it.
+    pub seal: &'a [SealPage],
+}
+
+impl<B: Backend> LayerAttention<B> for PagedSealing<'_, B> {
+    fn attend(
+        &mut self,
+        backend: &B,
+        step: &B::Step,
+        spec: &AttentionSpec<B>,
+        layer: usize,
+        qkv: &mut B::Buffer,
+        out: &mut B::Buffer,
+    ) -> Result<(), KernelError> {
+        backend.rope_store(step, spec, layer, qkv, self.cache)?;
+        backend.seal(layer..layer + 1, self.seal, self.cache)?;
+        backend.attend(step, spec, layer, qkv, self.cache, out)
+    }
+}
+
 impl<B: Backend> Model<B> {
     /// Puts a model together.
     pub fn new(backend: Arc<B>, config: ModelConfig, weights: Weights<B>) -> Model<B> {
@@ -100,9 +125,9 @@ impl<B: Backend> Model<B> {
         })
     }
 
-    /// Page pools for this model.
-    pub fn cache(&self, format: oscar_codec::PageFormat, slots: usize) -> Result<B::Cache, KernelError> {
-        self.backend.cache(&CacheSpec { geometry: self.config.kv_geometry(), format, slots })
+    /// A cache of `slots` bf16 pages for this model.
+    pub fn cache(&self, slots: usize) -> Result<B::Cache, KernelError> {
+        self.backend.cache(&CacheSpec::exact(self.config.kv_geometry(), slots))
     }
 
     /// Runs a batch through the model. Keys and values go to the cache; the logits of `logit_rows` (rows of the

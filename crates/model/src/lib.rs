@@ -24,5 +24,5 @@ pub mod weights;
 
 pub use config::ModelConfig;
 pub use error::ModelError;
-pub use forward::{Activations, LayerAttention, Model, Paged};
+pub use forward::{Activations, LayerAttention, Model, Paged, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};

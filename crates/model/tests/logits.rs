@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_codec::PAGE_TOKENS;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -64,11 +64,11 @@ fn expected(folder: &Path) -> Expected {
 fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let pages = tokens.len().div_ceil(PAGE_TOKENS);
     let slots: Vec<u32> = (1..=pages as u32).rev().collect();
-    let mut cache = model.cache(PageFormat::Bf16, pages + 1).unwrap();
+    let mut cache = model.cache(pages + 1).unwrap();
     let mut activations = model.activations(chunk, chunk).unwrap();
     let mut logits = Vec::new();
     for (index, chunk_tokens) in tokens.chunks(chunk).enumerate() {
-        let rows = SequenceRows { start: index * chunk, len: chunk_tokens.len(), pages: &slots };
+        let rows = SequenceRows::exact(index * chunk, chunk_tokens.len(), &slots);
         let every: Vec<usize> = (0..chunk_tokens.len()).collect();
         let batch = Batch { tokens: chunk_tokens, sequences: &[rows] };
         model.forward(&batch, &every, &mut cache, &mut activations).unwrap();
@@ -134,13 +134,13 @@ fn sequences_of_a_batch_do_not_see_each_other() {
     let (first, second) = (&tokens[..70], &tokens[30..95]);
     let backend = Arc::new(CpuBackend::new(2).unwrap());
     let model = open(&folder).load_model(backend.clone()).unwrap();
-    let mut cache = model.cache(PageFormat::Bf16, 6).unwrap();
+    let mut cache = model.cache(6).unwrap();
     let mut activations = model.activations(135, 135).unwrap();
     let batch = Batch {
         tokens: &[first, second].concat(),
         sequences: &[
-            SequenceRows { start: 0, len: 70, pages: &[1, 4] },
-            SequenceRows { start: 0, len: 65, pages: &[3, 2] },
+            SequenceRows::exact(0, 70, &[1, 4]),
+            SequenceRows::exact(0, 65, &[3, 2]),
         ],
     };
     let every: Vec<usize> = (0..135).collect();
@@ -155,14 +155,14 @@ fn sequences_of_a_batch_do_not_see_each_other() {
 fn bad_batches_are_errors() {
     let folder = fixtures().into_iter().find(|folder| folder.ends_with("llama-tied")).unwrap();
     let model = open(&folder).load_model(Arc::new(CpuBackend::new(1).unwrap())).unwrap();
-    let mut cache = model.cache(PageFormat::Bf16, 3).unwrap();
+    let mut cache = model.cache(3).unwrap();
     let mut activations = model.activations(8, 1).unwrap();
     let mut fails = |tokens: &[u32], sequences: &[SequenceRows<'_>], logits: &[usize], part: &str| {
         let error =
             model.forward(&Batch { tokens, sequences }, logits, &mut cache, &mut activations).unwrap_err();
         assert!(error.to_string().contains(part), "{error}");
     };
-    let rows = |start, len, pages| SequenceRows { start, len, pages };
+    let rows = SequenceRows::exact;
     fails(&[1, 2], &[rows(0, 1, &[1])], &[], "tokens of a batch");
     fails(&[1], &[rows(64, 1, &[1])], &[], "pages of a sequence");
     fails(&[1], &[rows(0, 1, &[3])], &[], "page slot 3");

@@ -1,5 +1,7 @@
 //! `oscar bench`: speed on this machine.
 
+mod engine;
+
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use oscar_codec::Rule;
@@ -8,6 +10,7 @@ use oscar_lab::bench::{CodecBench, ModelBench};
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
+use crate::kv::KvArguments;
 use crate::loading::EngineArguments;
 use crate::output::print_text;
 
@@ -22,6 +25,7 @@ pub(crate) struct BenchArguments {
 enum What {
     Model(ModelBenchArguments),
     Codec(CodecBenchArguments),
+    Engine(engine::EngineBenchArguments),
 }
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
@@ -54,6 +58,9 @@ struct ModelBenchArguments {
     /// How often everything is measured.
     #[arg(long, default_value = "3", value_name = "N", value_parser = positive)]
     repeat: usize,
+
+    #[command(flatten)]
+    kv: KvArguments,
 
     /// Print one JSON object.
     #[arg(long)]
@@ -138,6 +145,7 @@ impl BenchArguments {
         match self.what {
             What::Model(arguments) => arguments.run(),
             What::Codec(arguments) => arguments.run(),
+            What::Engine(arguments) => arguments.run(),
         }
     }
 }
@@ -146,8 +154,8 @@ impl ModelBenchArguments {
     fn run(self) -> Result<(), Failure> {
         let start = self.context.unwrap_or(0).max(self.prompt_tokens);
         let needed = start.saturating_add(self.gen_tokens).saturating_add(1);
-        let engine_arguments = EngineArguments { context: Some(needed), threads: self.threads };
-        let mut engine = engine_arguments.load(&self.model)?;
+        let engine_arguments = EngineArguments { context: Some(needed), threads: self.threads, kv: self.kv };
+        let engine = engine_arguments.load(&self.model)?;
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,
@@ -155,7 +163,7 @@ impl ModelBenchArguments {
             repeat: self.repeat,
         };
         let mut report = Report::here();
-        oscar_lab::bench::model(&mut engine, &bench, engine_arguments.threads(), |mut row| {
+        oscar_lab::bench::model(&engine, &bench, engine_arguments.threads(), |mut row| {
             row["model"] = self.model.model.clone().into();
             tracing::info!("{row}");
             report.push(row);
@@ -164,6 +172,7 @@ impl ModelBenchArguments {
             return print_text(&report.json());
         }
         let columns = [
+            "kv",
             "threads",
             "prompt_tokens",
             "prefill_tokens_per_s",

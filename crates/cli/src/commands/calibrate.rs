@@ -19,6 +19,9 @@ use crate::interrupt::Watch;
 use crate::lab::{LabArguments, Steps, Subject, WindowArguments, rotation_folder};
 use crate::output::print_text;
 
+/// Tokens to calibrate on when nothing is said.
+const TOKENS: usize = 8192;
+
 /// Make the rotations, means and rounding rules of the 2-bit cache for a model, and a certificate of what to expect.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
@@ -32,6 +35,21 @@ pub(crate) struct CalibrateArguments {
     #[command(flatten)]
     lab: LabArguments,
 
+    #[command(flatten)]
+    recipe: Recipe,
+
+    /// Where the rotations go; the certificate lies beside them.
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// Print the certificate as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What rotations are made from, and how.
+#[derive(Debug, Args)]
+struct Recipe {
     /// Text or JSONL files.
     #[arg(long, value_name = "FILE")]
     data: Vec<PathBuf>,
@@ -41,7 +59,7 @@ pub(crate) struct CalibrateArguments {
     chat_template: bool,
 
     /// Tokens the moments are summed over; 8192 to 32768 make sense.
-    #[arg(long, default_value = "8192", value_name = "N", value_parser = positive)]
+    #[arg(long, default_value_t = TOKENS, value_name = "N", value_parser = positive)]
     tokens: usize,
 
     /// Seed of the text the model makes without --data.
@@ -58,14 +76,22 @@ pub(crate) struct CalibrateArguments {
 
     #[command(flatten)]
     windows: WindowArguments,
+}
 
-    /// Where the rotations go; the certificate lies beside them.
-    #[arg(short, long, value_name = "FILE")]
-    output: Option<PathBuf>,
-
-    /// Print the certificate as JSON.
-    #[arg(long)]
-    json: bool,
+/// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
+pub(crate) fn on_the_spot(subject: &Subject) -> Result<(), Failure> {
+    let recipe = Recipe {
+        data: Vec::new(),
+        chat_template: false,
+        tokens: TOKENS,
+        seed: 1,
+        composition: Composition::RHPbr,
+        value_target: ValueTarget::default(),
+        windows: WindowArguments::default(),
+    };
+    let corpus = recipe.corpus(subject)?;
+    recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    Ok(())
 }
 
 fn value_target(text: &str) -> Result<ValueTarget, String> {
@@ -88,10 +114,10 @@ impl CalibrateArguments {
         let subject = self.lab.load()?;
         let output = match &self.output {
             Some(output) => output.clone(),
-            None => self.cached_path(&subject)?,
+            None => cached_path(&subject)?,
         };
-        let corpus = self.corpus(&subject)?;
-        let certificate = self.calibrate(&subject, &corpus, &output)?;
+        let corpus = self.recipe.corpus(&subject)?;
+        let certificate = self.recipe.calibrate(&subject, &corpus, &output)?;
         if self.json {
             let text = serde_json::to_string(&certificate).map_err(Failure::new)?;
             return print_text(&text);
@@ -99,22 +125,9 @@ impl CalibrateArguments {
         print_text(&summary(&certificate))?;
         print_text(&format!("written to {}", output.display()))
     }
+}
 
-    /// A file in the cache, named after the model and a part of its fingerprint.
-    fn cached_path(&self, subject: &Subject) -> Result<PathBuf, Failure> {
-        let folder = rotation_folder()?;
-        fs::create_dir_all(&folder)
-            .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
-        let name = self.lab.model.model.rsplit(['/', '\\']).next().unwrap_or_default();
-        let name: String = name
-            .trim_end_matches(".gguf")
-            .chars()
-            .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' })
-            .collect();
-        let fingerprint = subject.model_fingerprint.get(..12).unwrap_or(&subject.model_fingerprint);
-        Ok(folder.join(format!("{name}-{fingerprint}.safetensors")))
-    }
-
+impl Recipe {
     fn corpus(&self, subject: &Subject) -> Result<Corpus, Failure> {
         let source = if self.data.is_empty() {
             Source::Model { seed: self.seed }
@@ -172,6 +185,21 @@ impl CalibrateArguments {
         checkpoint.remove();
         Ok(certificate)
     }
+}
+
+/// A file in the cache, named after the model and a part of its fingerprint.
+fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
+    let folder = rotation_folder()?;
+    fs::create_dir_all(&folder)
+        .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+    let name = subject.name.rsplit(['/', '\\']).next().unwrap_or_default();
+    let name: String = name
+        .trim_end_matches(".gguf")
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' })
+        .collect();
+    let fingerprint = subject.model_fingerprint.get(..12).unwrap_or(&subject.model_fingerprint);
+    Ok(folder.join(format!("{name}-{fingerprint}.safetensors")))
 }
 
 /// The certificate for people.

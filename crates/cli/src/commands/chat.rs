@@ -4,7 +4,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 use std::ops::ControlFlow;
 
 use clap::Args;
-use oscar_engine::{Engine, Event, FinishReason, GenerateOptions, Summary};
+use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
 use oscar_kernels::cpu::CpuBackend;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
@@ -50,7 +50,7 @@ pub(crate) struct ChatArguments {
 impl ChatArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let terminal = io::stdin().is_terminal();
-        let mut engine = self.engine.load(&self.model)?;
+        let engine = self.engine.load(&self.model)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
         let mut conversation = Conversation::new(self.system.as_deref());
@@ -74,7 +74,7 @@ impl ChatArguments {
                     eprintln!("The conversation is forgotten.");
                 }
                 command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
-                text => match turn(&mut engine, &mut conversation, text, &options) {
+                text => match turn(&engine, &mut conversation, text, &options) {
                     // A question that does not fit is no reason to end a conversation.
                     Err(failure @ Failure::Error { .. }) if terminal => {
                         conversation.take_back();
@@ -116,7 +116,7 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 
 /// One question and its answer. On failure the question is still in the conversation.
 fn turn(
-    engine: &mut Engine<CpuBackend>,
+    engine: &Engine<CpuBackend>,
     conversation: &mut Conversation,
     question: &str,
     options: &GenerateOptions,
@@ -127,9 +127,9 @@ fn turn(
     let mut answer = String::new();
     let mut written: io::Result<()> = Ok(());
     let summary = engine.generate(&ids, options, |event| {
-        if let Event::Text(piece) = event {
-            written = show(&piece);
-            answer.push_str(&piece);
+        if let Some(piece) = event.text() {
+            written = show(piece);
+            answer.push_str(piece);
         }
         if watch.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })?;

@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::ops::ControlFlow;
 
 use clap::Args;
-use oscar_engine::{Event, FinishReason, GenerateOptions, SamplingOptions, Summary};
+use oscar_engine::{EngineInfo, FinishReason, GenerateOptions, SamplingOptions, Serve, Summary};
 use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
@@ -73,7 +73,7 @@ impl GenerateArguments {
                 Failure::new("the prompt is empty").with_fix("give --prompt TEXT, or text on standard input")
             );
         }
-        let mut engine = self.engine.load(&self.model)?;
+        let engine = self.engine.load(&self.model)?;
         let model = engine.model();
         let ids = if self.chat {
             let mut conversation = Conversation::new(self.system.as_deref());
@@ -93,11 +93,11 @@ impl GenerateArguments {
         let mut text = String::new();
         let mut written = Ok(());
         let summary = engine.generate(&ids, &options, |event| {
-            if let Event::Text(piece) = event {
+            if let Some(piece) = event.text() {
                 if !self.json {
-                    written = show(&piece);
+                    written = show(piece);
                 }
-                text.push_str(&piece);
+                text.push_str(piece);
             }
             if watch.caught() || written.is_err() {
                 ControlFlow::Break(())
@@ -107,7 +107,7 @@ impl GenerateArguments {
         })?;
         written?;
         if self.json {
-            print_json([self.row(&prompt, text, engine.context(), &summary, &options.sampling)])?;
+            print_json([self.row(&prompt, text, engine.info(), &summary, &options.sampling)])?;
         } else {
             show("\n")?;
         }
@@ -121,7 +121,7 @@ impl GenerateArguments {
         &self,
         prompt: &str,
         text: String,
-        context: usize,
+        engine: &EngineInfo,
         summary: &Summary,
         sampling: &SamplingOptions,
     ) -> Value {
@@ -134,9 +134,10 @@ impl GenerateArguments {
             "finish_reason": summary.finish.name(),
             "prompt_tokens": summary.prompt_tokens,
             "gen_tokens": summary.tokens.len(),
-            "kv": "bf16",
+            "kv": engine.kv,
+            "bits_per_element": engine.bits_per_element,
             "threads": self.engine.threads(),
-            "context": context,
+            "context": engine.context,
             "ttft_ms": seconds * 1e3,
             "prefill_tokens_per_s": if seconds > 0.0 { Some(computed as f64 / seconds) } else { None },
             "decode_tokens_per_s": summary.decode_tokens_per_s(),

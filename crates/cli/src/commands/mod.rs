@@ -1,7 +1,7 @@
 //! The commands.
 
 mod bench;
-mod calibrate;
+pub(crate) mod calibrate;
 mod chat;
 mod doctor;
 mod eval;

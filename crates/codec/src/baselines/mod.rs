@@ -1,8 +1,9 @@
 //! Other people's codecs, and the safe tiers, behind the same interface as ours.
 //!
 //! They exist to be compared with, so each goes through real bytes and counts them: codes, scales, masks, and the
-//! padding of a row to whole bytes. Where a publication leaves a choice open the module of the codec says what we
-//! took. Windows are not part of a codec here: the lab gives all of them the same.
+//! padding of a row to whole bytes; the padding of a head to 32 channels that our pages have (d=48) is not theirs and
+//! not counted. Where a publication leaves a choice open the module of the codec says what we took. Windows are not
+//! part of a codec here: the lab gives all of them the same.
 
 mod affine_rows;
 mod exact;

@@ -1,22 +1,26 @@
 //! [`Backend`] on the CPU: checks shapes, splits work over the pool, calls the kernels.
 
-use std::sync::{Mutex, MutexGuard};
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::HeadIndex;
 
-use super::attend::{self, AttendScratch, Heads, History, Tiers};
-use super::attention;
+use super::attend::{self, AttendScratch, Heads, History, Numerics, Tiers};
+use super::cache::{Cache, DUMMY_SLOT};
 use super::dot::Dot;
-use super::elementwise::{rms_norm, rms_norm_in_place, rotate, silu_multiply};
+use super::elementwise::{rms_norm, silu_multiply};
+use super::encode::SealScratch;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
 use super::sampling;
-use super::tensors::{Cache, DUMMY_SLOT, Matrix, Step, Weight};
+use super::step::Step;
+use super::store::Store;
+use super::tensors::{Matrix, Weight};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, StoredMatrix,
+    Sampling, SealPage, StoredMatrix,
 };
 
 /// Below this many values a loop over rows stays on the calling thread.
@@ -30,6 +34,8 @@ pub struct CpuBackend {
     workspace: Mutex<Workspace>,
     projectors: Vec<Mutex<WorkerScratch>>,
     attenders: Vec<Mutex<AttendScratch>>,
+    sealers: Vec<Mutex<SealScratch>>,
+    fixed: bool,
 }
 
 /// Intermediate activations, kept between calls.
@@ -57,7 +63,16 @@ impl CpuBackend {
             workspace: Mutex::default(),
             projectors: (0..threads).map(|_| Mutex::default()).collect(),
             attenders: (0..threads).map(|_| Mutex::default()).collect(),
+            sealers: (0..threads).map(|_| Mutex::default()).collect(),
+            fixed: false,
         }
+    }
+
+    /// The same backend with one numeric path for every batch size and attention split by position only: the result of
+    /// a row is the same to the bit, whatever else is computed with it. Prefill is slower for it.
+    pub fn deterministic(mut self) -> CpuBackend {
+        self.fixed = true;
+        self
     }
 
     /// The path in use.
@@ -89,7 +104,7 @@ impl CpuBackend {
         expect("KV heads of the history", spec.kv_heads, history.spec().geometry.kv_heads)?;
         expect("head dimension of the history", spec.head_dim, history.spec().geometry.head_dim)?;
         let history = History { cache: history, layer: history_layer, ends };
-        self.attend_tiers(step, spec, qkv, &Tiers { exact, layer, history: Some(history) }, out)
+        self.attend_tiers(step, spec, qkv, &Tiers { cache: exact, layer, history: Some(history) }, out)
     }
 
     fn attend_tiers(
@@ -102,39 +117,56 @@ impl CpuBackend {
     ) -> Result<(), KernelError> {
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
         expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols())?;
-        let heads = Heads {
-            q_heads: spec.q_heads,
-            kv_heads: spec.kv_heads,
-            head_dim: spec.head_dim,
-            scale: spec.scale,
-        };
         let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
         let out = out.first_rows_mut("attention rows", step.rows())?;
-        attend::attend(self.isa, &self.pool, &self.attenders, step, heads, tiers, qkv, out);
+        let numerics = Numerics { isa: self.isa, fixed: self.fixed };
+        attend::attend(numerics, &self.pool, &self.attenders, step, Heads::of(spec), tiers, qkv, out);
+        Ok(())
+    }
+
+    fn check_cache(
+        &self,
+        spec: &AttentionSpec<CpuBackend>,
+        layer: usize,
+        cache: &Cache,
+    ) -> Result<(), KernelError> {
+        let geometry = cache.spec().geometry;
+        expect("KV heads of the cache", spec.kv_heads, geometry.kv_heads)?;
+        expect("head dimension of the cache", spec.head_dim, geometry.head_dim)?;
+        if layer >= geometry.layers {
+            let (expected, got) = (layer + 1, geometry.layers);
+            return Err(KernelError::Shape { what: "layers of the cache", expected, got });
+        }
         Ok(())
     }
 
     fn workspace(&self) -> MutexGuard<'_, Workspace> {
-        // The workspace holds no state between calls, so a panic in an earlier one does not matter.
-        self.workspace.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        lock(&self.workspace)
     }
 
     fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
-        Projector { isa: self.isa, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
+        let (isa, fixed) = (self.isa, self.fixed);
+        Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
     }
 
-    /// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
-    fn for_each_row(&self, out: &mut [f32], cols: usize, body: impl Fn(usize, &mut [f32]) + Sync) {
+    /// Calls `body` with a worker and the index and values of every row of `out`, in parallel where it pays.
+    fn for_each_row(&self, out: &mut [f32], cols: usize, body: impl Fn(usize, usize, &mut [f32]) + Sync) {
         if out.len() < PARALLEL_VALUES {
-            return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, values)| body(row, values));
+            let rows = out.chunks_exact_mut(cols.max(1)).enumerate();
+            return rows.for_each(|(row, values)| body(0, row, values));
         }
         let rows = out.len() / cols;
         let target = DisjointSlice::new(out);
-        self.pool.for_each_worker(rows, |_, row| {
+        self.pool.for_each_worker(rows, |worker, row| {
             // SAFETY: rows do not overlap and each index runs once.
-            body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
+            body(worker, row, unsafe { target.part(row * cols..(row + 1) * cols) });
         });
     }
+}
+
+/// Scratch holds no state between calls, so a panic in an earlier one does not matter.
+fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
+    scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
@@ -166,15 +198,15 @@ impl Backend for CpuBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<Cache, KernelError> {
-        Cache::new(spec)
+        Cache::new(self.isa, spec)
     }
 
-    fn read(&self, buffer: &Matrix, rows: std::ops::Range<usize>) -> Result<Vec<f32>, KernelError> {
+    fn read(&self, buffer: &Matrix, rows: Range<usize>) -> Result<Vec<f32>, KernelError> {
         Ok(buffer.first_rows("rows read", rows.end)?[rows.start * buffer.cols()..].to_vec())
     }
 
     fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &Cache) -> Result<Step, KernelError> {
-        Step::new(batch, rope, cache.spec())
+        Step::new(batch, rope, cache)
     }
 
     fn embed(&self, table: &Weight, step: &Step, hidden: &mut Matrix) -> Result<(), KernelError> {
@@ -184,7 +216,7 @@ impl Backend for CpuBackend {
             return Err(KernelError::TokenOutOfRange { token, vocab: table.rows() });
         }
         let rows = hidden.first_rows_mut("embedding rows", step.rows())?;
-        self.for_each_row(rows, cols, |row, out| {
+        self.for_each_row(rows, cols, |_, row, out| {
             let token = step.tokens[row] as usize;
             self.dot.dequantise(table.dtype(), table.row_data(token..token + 1), out);
         });
@@ -219,61 +251,28 @@ impl Backend for CpuBackend {
         qkv: &mut Matrix,
         cache: &mut Cache,
     ) -> Result<(), KernelError> {
-        let (d, cols) = (spec.head_dim, spec.qkv_cols());
-        expect("columns of queries, keys and values", cols, qkv.cols())?;
-        expect("KV heads of the cache", spec.kv_heads, cache.spec().geometry.kv_heads)?;
-        expect("head dimension of the cache", d, cache.spec().geometry.head_dim)?;
-        if layer >= cache.spec().geometry.layers {
-            return Err(KernelError::Shape {
-                what: "layers of the cache",
-                expected: layer + 1,
-                got: cache.spec().geometry.layers,
-            });
-        }
-        let (q_norm, k_norm) = (head_norm(&spec.q_norm, d)?, head_norm(&spec.k_norm, d)?);
-        let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
-        self.for_each_row(rows, cols, |row, values| {
-            let angles = row * step.pairs..(row + 1) * step.pairs;
-            let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
-            for head in 0..spec.q_heads + spec.kv_heads {
-                let values = &mut values[head * d..(head + 1) * d];
-                if let Some((weight, eps)) = if head < spec.q_heads { q_norm } else { k_norm } {
-                    rms_norm_in_place(self.isa, values, weight, eps);
-                }
-                rotate(self.isa, values, cos, sin, step.layout);
-            }
-        });
-        let rows = &*rows;
-        let keys = spec.q_heads * d;
-        let values = keys + spec.kv_heads * d;
-        let pages: Vec<(usize, usize)> = step
-            .sequences
-            .iter()
-            .enumerate()
-            .flat_map(|(index, sequence)| sequence.written_pages().map(move |page| (index, page)))
-            .filter(|&(index, page)| step.sequences[index].pages[page] != DUMMY_SLOT)
-            .collect();
-        let writer = cache.writer(layer);
-        let write = |task: usize| {
-            let (index, page) = pages[task / spec.kv_heads];
-            let head = task % spec.kv_heads;
-            let sequence = &step.sequences[index];
-            // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
-            let target = unsafe { writer.page(sequence.pages[page], head) };
-            let first = sequence.start.max(page * PAGE_TOKENS);
-            let last = (sequence.start + sequence.len).min((page + 1) * PAGE_TOKENS);
-            for position in first..last {
-                let row = &rows[(sequence.first_row + position - sequence.start) * cols..][..cols];
-                let key = &row[keys + head * d..][..d];
-                let value = &row[values + head * d..][..d];
-                attention::write_token(target, d, position % PAGE_TOKENS, key, value);
-            }
+        self.check_cache(spec, layer, cache)?;
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
+        let store = Store {
+            isa: self.isa,
+            heads: Heads::of(spec),
+            q_norm: head_norm(&spec.q_norm, spec.head_dim)?,
+            k_norm: head_norm(&spec.k_norm, spec.head_dim)?,
+            layer,
         };
-        let tasks = pages.len() * spec.kv_heads;
+        let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
+        self.for_each_row(rows, spec.qkv_cols(), |worker, row, values| {
+            let mut scratch = lock(&self.sealers[worker]);
+            store.prepare_row(step, cache.sealed().map(|sealed| &sealed.sealer), row, values, &mut scratch);
+        });
+        let tasks = store.tasks(step);
+        let writer = cache.writer(layer);
+        // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
+        let write = |task: usize| unsafe { store.write_page(step, &tasks[task], rows, &writer) };
         if rows.len() < PARALLEL_VALUES {
-            (0..tasks).for_each(write);
+            (0..tasks.len()).for_each(write);
         } else {
-            self.pool.for_each_worker(tasks, |_, task| write(task));
+            self.pool.for_each_worker(tasks.len(), |_, task| write(task));
         }
         Ok(())
     }
@@ -287,7 +286,57 @@ impl Backend for CpuBackend {
         cache: &Cache,
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
-        self.attend_tiers(step, spec, qkv, &Tiers { exact: cache, layer, history: None }, out)
+        self.check_cache(spec, layer, cache)?;
+        self.attend_tiers(step, spec, qkv, &Tiers { cache, layer, history: None }, out)
+    }
+
+    fn seal(&self, layers: Range<usize>, pages: &[SealPage], cache: &mut Cache) -> Result<(), KernelError> {
+        let spec = cache.spec();
+        let (kv_heads, exact_slots) = (spec.geometry.kv_heads, cache.exact_slots());
+        let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        if layers.end > spec.geometry.layers {
+            let (expected, got) = (spec.geometry.layers, layers.end);
+            return Err(KernelError::Shape { what: "layers of the cache, at most", expected, got });
+        }
+        let mut targets: Vec<u32> = pages.iter().map(|page| page.sealed).collect();
+        targets.sort_unstable();
+        if let Some(pair) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(KernelError::PageWrittenTwice { slot: pair[0] });
+        }
+        for page in pages {
+            for (slot, slots) in [(page.exact, exact_slots), (page.sealed, sealed_slots)] {
+                if slot == DUMMY_SLOT || slot as usize >= slots {
+                    return Err(KernelError::PageOutOfRange { slot, slots });
+                }
+            }
+        }
+        let Some(sealing) = cache.sealing().filter(|_| !pages.is_empty()) else { return Ok(()) };
+        let failure = Mutex::new(None);
+        self.pool.for_each_worker(pages.len() * layers.len() * kv_heads, |worker, task| {
+            let (page, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
+            let head = HeadIndex { layer: layers.start + rest / kv_heads, head: rest % kv_heads };
+            let SealPage { exact, sealed } = pages[page];
+            // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
+            let target = unsafe { sealing.sealed_page(head, sealed) };
+            let mut scratch = lock(&self.sealers[worker]);
+            let sealed = sealing.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
+            if let Err(source) = sealed {
+                let HeadIndex { layer, head } = head;
+                lock(&failure).get_or_insert(KernelError::Seal { page, layer, head, source });
+            }
+        });
+        failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+
+    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Cache) -> Result<(), KernelError> {
+        let slots = cache.spec().slots;
+        for &(from, to) in pages {
+            if let Some(slot) = [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots) {
+                return Err(KernelError::PageOutOfRange { slot, slots });
+            }
+            cache.copy_page(from, to);
+        }
+        Ok(())
     }
 
     fn linear_add(
@@ -348,11 +397,18 @@ impl Backend for CpuBackend {
         self.projector(&mut self.workspace().project).run(input, &[head], out, Mode::Store)
     }
 
-    fn sample(&self, logits: &Matrix, settings: &[Sampling]) -> Result<Vec<Sampled>, KernelError> {
+    fn sample(
+        &self,
+        logits: &Matrix,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
         let rows = logits.first_rows("logits", settings.len())?;
-        rows.chunks_exact(logits.cols().max(1))
-            .zip(settings)
-            .map(|(row, settings)| sampling::sample(row, settings))
-            .collect()
+        let cols = logits.cols();
+        let drawn: Vec<OnceLock<Result<Sampled, KernelError>>> =
+            settings.iter().map(|_| OnceLock::new()).collect();
+        self.pool.for_each(settings.len(), |row| {
+            let _ = drawn[row].set(sampling::sample(&rows[row * cols..(row + 1) * cols], &settings[row]));
+        });
+        Ok(drawn.into_iter().map(|row| row.into_inner().expect("every row was drawn")).collect())
     }
 }

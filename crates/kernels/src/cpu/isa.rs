@@ -35,6 +35,11 @@ impl Isa {
         Isa::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Isa::Scalar)
     }
 
+    /// The same path without AMX tiles.
+    pub fn without_tiles(self) -> Isa {
+        if self == Isa::Amx { Isa::Avx512 } else { self }
+    }
+
     /// The path to use: the override if it is set, else the best one.
     pub fn from_env() -> Result<Isa, KernelError> {
         match std::env::var(OVERRIDE) {

@@ -12,14 +12,17 @@
 //! | [`gemm`] | matrix products for many rows |
 //! | [`attention`] | attention over bf16 pages |
 //! | [`sampling`] | drawing a token from logits |
-//! | [`tensors`] | weights, activations, page pools and step tables |
-//! | `project`, `attend` | projections and attention over the pool |
+//! | [`tensors`] | weights and activations |
+//! | [`cache`] | page pools |
+//! | [`step`] | tables of one step |
+//! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
 //! | [`backend`] | the trait, on all of these |
 
 pub mod activation;
 mod attend;
 pub mod attention;
 pub mod backend;
+pub mod cache;
 pub mod dot;
 mod elementwise;
 pub mod encode;
@@ -29,6 +32,11 @@ mod memory;
 pub mod pool;
 mod project;
 pub mod sampling;
+pub mod step;
+mod store;
 pub mod tensors;
 
 pub use backend::CpuBackend;
+pub use cache::Cache;
+pub use step::Step;
+pub use tensors::{Matrix, Weight};

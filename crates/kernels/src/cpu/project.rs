@@ -67,6 +67,8 @@ pub(super) struct Input<'a> {
 /// Runs projections of the same activations; see [`Projector::run`].
 pub(super) struct Projector<'a> {
     pub(super) isa: Isa,
+    /// Dot products for any number of rows, so that a row's result does not depend on their number.
+    pub(super) fixed: bool,
     pub(super) dot: &'a Dot,
     pub(super) pool: &'a Pool,
     pub(super) workers: &'a [Mutex<WorkerScratch>],
@@ -107,7 +109,7 @@ impl Projector<'_> {
                 return Err(KernelError::Shape { what: "a bias", expected: weight.rows(), got: bias.len() });
             }
         }
-        let panels = rows >= PANEL_MIN_ROWS;
+        let panels = rows >= PANEL_MIN_ROWS && !self.fixed;
         let chunk = if panels {
             self.scratch.packed.pack_with(self.isa, self.pool, rows, cols, fill);
             gemm::panel_rows(total, self.pool.threads())

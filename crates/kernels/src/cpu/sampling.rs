@@ -2,18 +2,81 @@
 
 use crate::backend::{KernelError, Sampled, Sampling};
 
-/// Draws one token. Temperature first, then top-k, top-p and min-p, each on what the one before has left.
-pub fn sample(logits: &[f32], settings: &Sampling) -> Result<Sampled, KernelError> {
+/// Draws one token. Changes of single logits first, then temperature, top-k, top-p and min-p, each on what the one
+/// before has left. Probabilities that are reported are those of the unmodified logits.
+pub fn sample(logits: &[f32], settings: &Sampling<'_>) -> Result<Sampled, KernelError> {
     let logits = &logits[..logits.len().min(settings.vocabulary)];
-    let best = argmax(logits)?;
-    let largest = logits[best];
-    let normaliser: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
-    let finish = |token: usize| Sampled {
-        token: token as u32,
-        logprob: (f64::from(logits[token] - largest) - normaliser.ln()) as f32,
+    let largest = check(logits)?;
+    let token = match settings.given {
+        Some(token) if (token as usize) < logits.len() => token as usize,
+        Some(token) => return Err(KernelError::TokenOutOfRange { token, vocab: logits.len() }),
+        None if settings.changes.is_empty() && settings.allowed.is_none() => draw(logits, largest, settings),
+        None => {
+            let changed = changed(logits, settings);
+            let largest = changed.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            if !largest.is_finite() {
+                return Err(KernelError::BadSetting("no token may be drawn".into()));
+            }
+            draw(&changed, largest, settings)
+        }
     };
+    let Some(count) = settings.logprobs else {
+        return Ok(Sampled { token: token as u32, logprob: None, top: Vec::new() });
+    };
+    let normaliser = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum::<f64>().ln();
+    let logprob = |token: usize| (f64::from(logits[token] - largest) - normaliser) as f32;
+    let top = most_likely(logits, count).into_iter().map(|token| (token as u32, logprob(token))).collect();
+    Ok(Sampled { token: token as u32, logprob: Some(logprob(token)), top })
+}
+
+/// The largest logit, if there is one and nothing is NaN or infinite upwards.
+fn check(logits: &[f32]) -> Result<f32, KernelError> {
+    // Lanes, because this is all a greedy step does with a vocabulary of 150,000.
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let mut bad = false;
+    let (chunks, rest) = logits.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            bad |= logit.is_nan() | (logit == f32::INFINITY);
+            *lane = if logit > *lane { logit } else { *lane };
+        }
+    }
+    for &logit in rest {
+        bad |= logit.is_nan() | (logit == f32::INFINITY);
+        lanes[0] = lanes[0].max(logit);
+    }
+    let largest = lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if bad || !largest.is_finite() {
+        let index = logits.iter().position(|&logit| logit.is_nan() || logit == f32::INFINITY).unwrap_or(0);
+        return Err(KernelError::NotFinite { what: "logits", index });
+    }
+    Ok(largest)
+}
+
+/// The logits that tokens are drawn from.
+fn changed(logits: &[f32], settings: &Sampling<'_>) -> Vec<f32> {
+    let mut changed = logits.to_vec();
+    for change in settings.changes {
+        if let Some(logit) = changed.get_mut(change.token as usize) {
+            *logit = if *logit > 0.0 { *logit / change.penalty } else { *logit * change.penalty };
+            *logit += change.add;
+        }
+    }
+    if let Some(allowed) = settings.allowed {
+        for (token, logit) in changed.iter_mut().enumerate() {
+            if allowed.get(token / 32).is_none_or(|word| word >> (token % 32) & 1 == 0) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+    changed
+}
+
+/// Draws from finite logits, the largest of which is `largest`.
+fn draw(logits: &[f32], largest: f32, settings: &Sampling<'_>) -> usize {
+    let best = logits.iter().position(|&logit| logit == largest).unwrap_or(0);
     if settings.temperature <= 0.0 {
-        return Ok(finish(best));
+        return best;
     }
     let candidates = candidates(logits, largest, settings);
     let total: f64 = candidates.iter().map(|candidate| candidate.weight).sum();
@@ -22,28 +85,28 @@ pub fn sample(logits: &[f32], settings: &Sampling) -> Result<Sampled, KernelErro
     for candidate in &candidates {
         sum += candidate.weight;
         if sum > target {
-            return Ok(finish(candidate.token));
+            return candidate.token;
         }
     }
     // Rounding can leave the last sum a hair below the target.
-    Ok(finish(candidates.last().map_or(best, |candidate| candidate.token)))
+    candidates.iter().rfind(|candidate| candidate.weight > 0.0).map_or(best, |candidate| candidate.token)
 }
 
-/// The largest logit, the lowest token on a tie.
-fn argmax(logits: &[f32]) -> Result<usize, KernelError> {
-    let mut best: Option<usize> = None;
+/// The `count` tokens with the largest logits, largest first, the lowest id first on a tie.
+fn most_likely(logits: &[f32], count: usize) -> Vec<usize> {
+    let mut best: Vec<usize> = Vec::with_capacity(count.min(logits.len()) + 1);
+    if count == 0 {
+        return best;
+    }
     for (token, &logit) in logits.iter().enumerate() {
-        if logit.is_nan() || logit == f32::INFINITY {
-            return Err(KernelError::NotFinite { what: "logits", index: token });
+        if best.len() == count && best.last().is_some_and(|&last| logit <= logits[last]) {
+            continue;
         }
-        if best.is_none_or(|best| logit > logits[best]) {
-            best = Some(token);
-        }
+        let place = best.partition_point(|&other| logits[other] >= logit);
+        best.insert(place, token);
+        best.truncate(count);
     }
-    match best {
-        Some(best) if logits[best].is_finite() => Ok(best),
-        _ => Err(KernelError::NotFinite { what: "logits", index: 0 }),
-    }
+    best
 }
 
 #[derive(Clone, Copy)]
@@ -54,7 +117,7 @@ struct Candidate {
 }
 
 /// The tokens that may be drawn. In order of token id when nothing needs an order, else most likely first.
-fn candidates(logits: &[f32], largest: f32, settings: &Sampling) -> Vec<Candidate> {
+fn candidates(logits: &[f32], largest: f32, settings: &Sampling<'_>) -> Vec<Candidate> {
     let temperature = f64::from(settings.temperature);
     let mut candidates: Vec<Candidate> = logits
         .iter()
@@ -99,15 +162,16 @@ fn candidates(logits: &[f32], largest: f32, settings: &Sampling) -> Vec<Candidat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::LogitChange;
 
     const LOGITS: [f32; 5] = [1.0, 3.0, 3.0, -2.0, 2.0];
 
-    fn settings() -> Sampling {
-        Sampling { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, vocabulary: usize::MAX, draw: 0.0 }
+    fn settings() -> Sampling<'static> {
+        Sampling { temperature: 1.0, ..Sampling::default() }
     }
 
     /// The tokens that any draw can give.
-    fn reachable(settings: Sampling) -> Vec<u32> {
+    fn reachable(settings: Sampling<'_>) -> Vec<u32> {
         let mut tokens: Vec<u32> = (0..2000)
             .map(|i| sample(&LOGITS, &Sampling { draw: i as f32 / 2000.0, ..settings }).unwrap().token)
             .collect();
@@ -118,10 +182,63 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_first_of_a_tie() {
-        let drawn = sample(&LOGITS, &Sampling { temperature: 0.0, ..settings() }).unwrap();
-        assert_eq!(drawn.token, 1);
+        let drawn = sample(&LOGITS, &Sampling { logprobs: Some(0), ..Sampling::default() }).unwrap();
+        assert_eq!((drawn.token, drawn.top.len()), (1, 0));
+        assert!((drawn.logprob.unwrap() - logprob(1)).abs() < 1e-6);
+        assert_eq!(sample(&LOGITS, &Sampling::default()).unwrap().logprob, None);
+    }
+
+    fn logprob(token: usize) -> f32 {
         let total: f32 = LOGITS.iter().map(|logit| logit.exp()).sum();
-        assert!((drawn.logprob - (3.0f32.exp() / total).ln()).abs() < 1e-6);
+        (LOGITS[token].exp() / total).ln()
+    }
+
+    #[test]
+    fn top_logprobs_are_sorted_and_belong_to_the_unmodified_logits() {
+        let rule_out = [LogitChange { token: 1, penalty: 1.0, add: f32::NEG_INFINITY }];
+        let settings = Sampling { changes: &rule_out, logprobs: Some(4), ..Sampling::default() };
+        let drawn = sample(&LOGITS, &settings).unwrap();
+        assert_eq!(drawn.token, 2);
+        assert_eq!(drawn.top.iter().map(|&(token, _)| token).collect::<Vec<_>>(), [1, 2, 4, 0]);
+        for (token, value) in drawn.top.into_iter().chain([(2, drawn.logprob.unwrap())]) {
+            assert!((value - logprob(token as usize)).abs() < 1e-6, "{token}");
+        }
+        let all = sample(&LOGITS, &Sampling { logprobs: Some(99), ..Sampling::default() }).unwrap();
+        assert_eq!(all.top.len(), LOGITS.len());
+    }
+
+    #[test]
+    fn changes_of_logits_do_what_they_say() {
+        let draw = |changes: &[LogitChange]| {
+            sample(&LOGITS, &Sampling { changes, ..Sampling::default() }).map(|drawn| drawn.token)
+        };
+        let change = |token, penalty, add| LogitChange { token, penalty, add };
+        assert_eq!(draw(&[change(0, 1.0, 2.5)]).unwrap(), 0);
+        // A penalty pulls positive logits down and pushes negative ones further down.
+        assert_eq!(draw(&[change(1, 2.0, 0.0), change(2, 2.0, 0.0)]).unwrap(), 4);
+        assert_eq!(draw(&[change(3, 0.1, 3.3)]).unwrap(), 3);
+        assert_eq!(draw(&[change(3, 2.0, 3.3)]).unwrap(), 1);
+        assert_eq!(draw(&[change(77, 1.0, 50.0)]).unwrap(), 1);
+        let none: Vec<LogitChange> = (0..5).map(|token| change(token, 1.0, f32::NEG_INFINITY)).collect();
+        assert!(matches!(draw(&none), Err(KernelError::BadSetting(_))));
+    }
+
+    #[test]
+    fn only_allowed_tokens_are_drawn() {
+        let allowed = [0b11001];
+        assert_eq!(reachable(Sampling { allowed: Some(&allowed), ..settings() }), [0, 3, 4]);
+        let all: Vec<f32> = (0..40).map(|i| i as f32).collect();
+        let setting = Sampling { allowed: Some(&[u32::MAX]), ..Sampling::default() };
+        assert_eq!(sample(&all, &setting).unwrap().token, 31, "no word is no permission");
+        assert!(sample(&all, &Sampling { allowed: Some(&[]), ..Sampling::default() }).is_err());
+    }
+
+    #[test]
+    fn a_given_token_is_scored_and_not_drawn() {
+        let score =
+            |token| sample(&LOGITS, &Sampling { given: Some(token), logprobs: Some(0), ..settings() });
+        assert!((score(3).unwrap().logprob.unwrap() - logprob(3)).abs() < 1e-6);
+        assert!(matches!(score(5), Err(KernelError::TokenOutOfRange { token: 5, vocab: 5 })));
     }
 
     #[test]
@@ -179,6 +296,14 @@ mod tests {
     fn bad_logits_are_an_error() {
         for bad in [&[][..], &[f32::NAN, 1.0], &[1.0, f32::INFINITY], &[f32::NEG_INFINITY]] {
             assert!(sample(bad, &settings()).is_err(), "{bad:?}");
+        }
+        for index in [0, 15, 16, 38] {
+            for value in [f32::NAN, f32::INFINITY] {
+                let mut row = [0.5; 39];
+                row[index] = value;
+                let error = sample(&row, &settings()).unwrap_err();
+                assert!(matches!(error, KernelError::NotFinite { index: at, .. } if at == index), "{error}");
+            }
         }
         let masked = [f32::NEG_INFINITY, 0.0];
         assert_eq!(sample(&masked, &Sampling { draw: 0.999, ..settings() }).unwrap().token, 1);

@@ -2,8 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use oscar_codec::PageFormat;
-use oscar_engine::{Engine, EngineError, GenerateOptions, Summary};
+use oscar_engine::{Engine, EngineError, GenerateOptions, Serve, Summary};
 use oscar_kernels::Backend;
 use serde::Serialize;
 
@@ -26,7 +25,7 @@ pub struct ModelBench {
 #[derive(Debug, Serialize)]
 struct Row {
     repetition: usize,
-    kv: &'static str,
+    kv: String,
     threads: usize,
     batch: usize,
     prompt_tokens: usize,
@@ -35,21 +34,20 @@ struct Row {
     context: usize,
     gen_tokens: usize,
     decode_tokens_per_s: Option<f64>,
-    bytes_per_token: usize,
+    bits_per_element: f64,
     kv_bytes: usize,
     peak_rss_bytes: Option<u64>,
 }
 
 /// Measures; `on_row` is called after each repetition, for progress.
 pub fn run<B: Backend>(
-    engine: &mut Engine<B>,
+    engine: &Engine<B>,
     bench: &ModelBench,
     threads: usize,
     mut on_row: impl FnMut(serde_json::Value),
 ) -> Result<(), EngineError> {
     let context = bench.context.unwrap_or(bench.prompt_tokens).max(bench.prompt_tokens);
     let tokens = synthetic_tokens(context, engine.model().config().vocab_size);
-    let bytes_per_token = engine.model().config().kv_geometry().bytes_per_token(PageFormat::Bf16);
     for repetition in 1..=bench.repeat {
         engine.reset();
         let prefill = generate(engine, &tokens[..bench.prompt_tokens], 1)?;
@@ -58,7 +56,7 @@ pub fn run<B: Backend>(
         let seconds = prefill.first_token.as_secs_f64();
         let row = Row {
             repetition,
-            kv: "bf16",
+            kv: engine.info().kv.clone(),
             threads,
             batch: 1,
             prompt_tokens: bench.prompt_tokens,
@@ -67,7 +65,7 @@ pub fn run<B: Backend>(
             context,
             gen_tokens: bench.gen_tokens,
             decode_tokens_per_s: decode.decode_tokens_per_s(),
-            bytes_per_token,
+            bits_per_element: engine.budget().bits_at(context),
             kv_bytes: engine.kv_bytes(),
             peak_rss_bytes: peak_rss_bytes(),
         };
@@ -77,7 +75,7 @@ pub fn run<B: Backend>(
 }
 
 fn generate<B: Backend>(
-    engine: &mut Engine<B>,
+    engine: &Engine<B>,
     prompt: &[u32],
     max_tokens: usize,
 ) -> Result<Summary, EngineError> {
@@ -87,7 +85,7 @@ fn generate<B: Backend>(
 }
 
 /// Token ids without a meaning; the speed of a dense model does not depend on them.
-fn synthetic_tokens(count: usize, vocab_size: usize) -> Vec<u32> {
+pub(super) fn synthetic_tokens(count: usize, vocab_size: usize) -> Vec<u32> {
     (0..count as u64)
         .map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33) as u32 % vocab_size as u32)
         .collect()

@@ -5,6 +5,7 @@
 //! | [`corpus`], [`sample`] | the text: the user's, or drawn from the model |
 //! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
 //! | [`moments`] | their second moments in f64 |
+//! | [`means`] | mean keys for rotations that came without |
 //! | [`fit`] | eigenvectors and compositions |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
 //! | [`certificate`] | what to expect of the result |
@@ -15,6 +16,7 @@ pub mod certificate;
 pub mod checkpoint;
 pub mod corpus;
 pub mod fit;
+pub mod means;
 pub mod moments;
 pub mod observe;
 pub mod run;

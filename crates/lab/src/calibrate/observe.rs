@@ -4,10 +4,10 @@
 //! two looks at a layer (a weight made from the mean of all queries) are exact, only one layer's keys and values are
 //! ever stored, and what was learned about a layer can be tried on the spot.
 
-use oscar_codec::{KvGeometry, PAGE_TOKENS, PageFormat};
+use oscar_codec::{KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows as BatchRows};
 use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::tensors::{Cache, Matrix, Step};
+use oscar_kernels::cpu::{Cache, Matrix, Step};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::{Activations, LayerAttention, LoadedModel};
 
@@ -39,15 +39,14 @@ impl<'a> Observer<'a> {
         let heads = Heads { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();
         let geometry = KvGeometry { layers: 1, ..config.kv_geometry() };
-        let cache =
-            model.model().backend().cache(&CacheSpec { geometry, format: PageFormat::Bf16, slots })?;
+        let cache = model.model().backend().cache(&CacheSpec::exact(geometry, slots))?;
         let mut next_slot = 1;
         let sequences = sequences
             .iter()
             .map(|ids| {
                 let pages: Vec<u32> = (next_slot..).take(ids.len().div_ceil(PAGE_TOKENS)).collect();
                 next_slot += pages.len() as u32;
-                let rows = BatchRows { start: 0, len: ids.len(), pages: &pages };
+                let rows = BatchRows::exact(0, ids.len(), &pages);
                 let batch = Batch { tokens: ids, sequences: &[rows] };
                 let step = model.model().begin_step(&batch, &cache)?;
                 let mut activations = model.model().activations(ids.len(), 1)?;

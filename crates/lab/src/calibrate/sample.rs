@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_codec::PAGE_TOKENS;
 use oscar_engine::draw;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
@@ -64,7 +64,7 @@ pub fn sample<B: Backend>(
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<Vec<u32>>, CalibrateError> {
     let pages = length.div_ceil(PAGE_TOKENS);
-    let mut cache = model.model().cache(PageFormat::Bf16, count * pages + 1)?;
+    let mut cache = model.model().cache(count * pages + 1)?;
     let mut activations = model.model().activations(count, count)?;
     let rows: Vec<usize> = (0..count).collect();
     let tables: Vec<Vec<u32>> =
@@ -79,21 +79,23 @@ pub fn sample<B: Backend>(
             .map(|(speaker, drawn)| speaker.next(model, *drawn))
             .collect::<Result<_, _>>()?;
         let batch: Vec<SequenceRows<'_>> =
-            tables.iter().map(|pages| SequenceRows { start: position, len: 1, pages }).collect();
+            tables.iter().map(|pages| SequenceRows::exact(position, 1, pages)).collect();
         let batch = Batch { tokens: &tokens, sequences: &batch };
         model.model().forward(&batch, &rows, &mut cache, &mut activations)?;
-        let settings: Vec<Sampling> = (0..count)
+        let settings: Vec<Sampling<'_>> = (0..count)
             .map(|index| Sampling {
                 temperature: 1.0,
-                top_k: 0,
                 top_p: 0.95,
-                min_p: 0.0,
                 vocabulary: model.tokenizer().vocab_size(),
                 draw: draw(seed, (index * length + position) as u64),
+                ..Sampling::default()
             })
             .collect();
         let next = model.model().backend().sample(activations.logits(), &settings)?;
-        drawn = next.iter().map(|sampled| Some(sampled.token)).collect();
+        drawn = next
+            .into_iter()
+            .map(|sampled| sampled.map(|sampled| Some(sampled.token)))
+            .collect::<Result<_, _>>()?;
         sequences.iter_mut().zip(&tokens).for_each(|(sequence, token)| sequence.push(*token));
         progress((position + 1) * count);
     }

@@ -192,8 +192,12 @@ fn side_encoder(
     Ok(HeadEncoder::new(transform, rule))
 }
 
-/// The mean keys of all heads, by `layer * kv_heads + head`, if the file has them.
 fn key_means(file: &RotationFile, geometry: KvGeometry) -> Option<KeyMeans> {
+    KeyMeans::new(geometry.kv_heads, mean_keys(file, geometry)?).ok()
+}
+
+/// The mean keys of all heads, by `layer * kv_heads + head`, if the file has them.
+pub fn mean_keys(file: &RotationFile, geometry: KvGeometry) -> Option<Vec<Vec<f32>>> {
     let set = file.heads.as_ref().or(file.layers.as_ref())?;
     let mut all = Vec::with_capacity(geometry.layers * geometry.kv_heads);
     for layer in 0..geometry.layers {
@@ -203,7 +207,7 @@ fn key_means(file: &RotationFile, geometry: KvGeometry) -> Option<KeyMeans> {
         }
         all.extend(means.iter().cloned());
     }
-    KeyMeans::new(geometry.kv_heads, all).ok()
+    Some(all)
 }
 
 /// A codec under the name it was asked for by.

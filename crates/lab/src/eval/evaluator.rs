@@ -5,12 +5,11 @@
 
 use std::sync::Arc;
 
-use oscar_codec::PageFormat;
 use oscar_kernels::Backend;
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::tensors::Cache;
+use oscar_kernels::cpu::Cache;
 use oscar_kv::PAGE_TOKENS;
 use oscar_model::{Activations, LoadedModel, Paged};
 
@@ -43,7 +42,7 @@ impl Evaluator {
             return Err(EvalError::Context { tokens: capacity, most });
         }
         let slots = capacity.div_ceil(PAGE_TOKENS) + 1;
-        let cache = || model.model().cache(PageFormat::Bf16, slots);
+        let cache = || model.model().cache(slots);
         Ok(Evaluator {
             exact: cache()?,
             history: cache()?,
@@ -106,7 +105,7 @@ impl Evaluator {
 
     fn step(&mut self, ids: &[u32], reading: Option<Reading<'_>>) -> Result<(), KernelError> {
         let model = self.model.model();
-        let rows = SequenceRows { start: self.tokens, len: ids.len(), pages: &self.pages };
+        let rows = SequenceRows::exact(self.tokens, ids.len(), &self.pages);
         let batch = Batch { tokens: ids, sequences: &[rows] };
         let step = model.begin_step(&batch, &self.exact)?;
         model.embed(&batch, &step, &mut self.activations)?;

@@ -7,7 +7,7 @@
 use oscar_codec::{CacheCodec, HeadIndex, Side, Windows};
 use oscar_kernels::backend::AttentionSpec;
 use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::tensors::{Cache, Matrix, Step};
+use oscar_kernels::cpu::{Cache, Matrix, Step};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::LayerAttention;
 use rayon::prelude::*;

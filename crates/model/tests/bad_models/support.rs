@@ -7,7 +7,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use oscar_codec::PageFormat;
 use oscar_kernels::backend::{Batch, Sampled, Sampling, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::{Backend, DType, KernelError};
@@ -39,14 +38,12 @@ pub(crate) fn load(path: &ModelPath) -> Result<Model<CpuBackend>, ModelError> {
 /// Runs three tokens and draws a fourth.
 pub(crate) fn run<B: Backend>(model: &Model<B>) -> Result<Sampled, KernelError> {
     let last = model.config().vocab_size as u32 - 1;
-    let mut cache = model.cache(PageFormat::Bf16, 2)?;
+    let mut cache = model.cache(2)?;
     let mut activations = model.activations(3, 1)?;
-    let rows = SequenceRows { start: 0, len: 3, pages: &[1] };
+    let rows = SequenceRows::exact(0, 3, &[1]);
     let batch = Batch { tokens: &[0, last / 2, last], sequences: &[rows] };
     model.forward(&batch, &[2], &mut cache, &mut activations)?;
-    let greedy =
-        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, draw: 0.0, vocabulary: usize::MAX };
-    Ok(model.backend().sample(activations.logits(), &[greedy])?[0])
+    model.backend().sample(activations.logits(), &[Sampling::default()])?.remove(0)
 }
 
 /// The error of a model that must be refused: one line that names the file and contains `words`.

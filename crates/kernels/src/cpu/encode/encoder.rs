@@ -98,7 +98,8 @@ impl Int2Encoder {
             // The definition names the row and the channel. It may also find that only lanes without a row overflowed.
             return self.encode_plainly(side, rows, page);
         }
-        let step = Quantise { head: &self.head, side, rows: count, rotated, codes, page };
+        let Head { format, layout, .. } = &self.head;
+        let step = Quantise { format, layout, side, rows: count, rotated, codes, page };
         // SAFETY: as above.
         unsafe { run(self.isa, step) };
         Ok(())
@@ -124,7 +125,8 @@ impl Int2Encoder {
         if !unsafe { run(self.isa, Arrange { dim, rows, blocks }) } {
             return self.encode_rotated_plainly(side, rows, page);
         }
-        let step = Quantise { head: &self.head, side, rows: count, rotated: blocks, codes, page };
+        let Head { format, layout, .. } = &self.head;
+        let step = Quantise { format, layout, side, rows: count, rotated: blocks, codes, page };
         // SAFETY: as above.
         unsafe { run(self.isa, step) };
         Ok(())

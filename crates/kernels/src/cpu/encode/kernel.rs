@@ -126,7 +126,8 @@ impl Step for Restore<'_> {
 
 /// Quantises rotated blocks of finite numbers into a page.
 pub(super) struct Quantise<'a> {
-    pub(super) head: &'a Head,
+    pub(super) format: &'a RowFormat,
+    pub(super) layout: &'a CodeLayout,
     pub(super) side: Side,
     pub(super) rows: usize,
     /// `[block][channel][16]`.
@@ -140,7 +141,7 @@ impl Step for Quantise<'_> {
 
     #[inline(always)]
     unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
-        let Quantise { head: Head { format, layout, .. }, side, rows, rotated, codes, page } = self;
+        let Quantise { format, layout, side, rows, rotated, codes, page } = self;
         codes.reset(layout.padded_dim(), layout.groups());
         for (index, block) in rotated.chunks_exact(layout.head_dim() * BLOCK).enumerate() {
             // SAFETY: the caller promises the instructions.

@@ -1,8 +1,8 @@
 //! Blocks of codes into pages and out of them, in the order that `oscar_codec::code_page` defines.
 //!
-//! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels, a V word to one
-//! channel and the sixteen tokens of a block; both are built from whole registers of bytes by shifts, without ever
-//! moving a single code.
+//! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels (4 bits: eight), a
+//! V word to one channel and the sixteen tokens of a block (4 bits: half of them); both are built from whole registers
+//! of bytes by shifts, without ever moving a single code.
 
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
@@ -23,31 +23,9 @@ pub(super) fn write_block(
 ) {
     assert!(first.is_multiple_of(BLOCK) && tokens <= BLOCK && first + tokens <= PAGE_TOKENS);
     assert!(block.codes.len() == layout.padded_dim() && block.scales.len() == layout.groups());
-    match side {
-        Side::Key => {
-            for (index, codes) in block.codes.chunks_exact(16).enumerate() {
-                let start = layout.code_position(side, first, 16 * index).0;
-                let words = key_words(codes);
-                for (word, target) in words.iter().zip(page[start..][..4 * tokens].chunks_exact_mut(4)) {
-                    target.copy_from_slice(&word.to_le_bytes());
-                }
-            }
-        }
-        Side::Value => {
-            let start = layout.code_position(side, first, 0).0;
-            let targets = page[start..][..4 * block.codes.len()].chunks_exact_mut(4);
-            if tokens == BLOCK {
-                for (codes, target) in block.codes.iter().zip(targets) {
-                    target.copy_from_slice(&value_word(codes).to_le_bytes());
-                }
-            } else {
-                let mask = value_word(&std::array::from_fn(|lane| if lane < tokens { 3 } else { 0 }));
-                for (codes, target) in block.codes.iter().zip(targets) {
-                    let old = u32::from_le_bytes([target[0], target[1], target[2], target[3]]);
-                    target.copy_from_slice(&(old & !mask | value_word(codes) & mask).to_le_bytes());
-                }
-            }
-        }
+    match layout.bits() {
+        2 => write_codes::<2>(layout, side, page, first, tokens, &block.codes),
+        _ => write_codes::<4>(layout, side, page, first, tokens, &block.codes),
     }
     for (group, pair) in block.scales.iter().enumerate() {
         let start = layout.scale_position(side, first, group);
@@ -60,15 +38,58 @@ pub(super) fn write_block(
     }
 }
 
-/// The words of sixteen tokens from the codes of sixteen channels: channel `4p + b` is byte `b`, bits `2p..2p+2`.
+/// The codes of [`write_block`], of `BITS` bits.
 #[inline(always)]
-fn key_words(codes: &[[u8; BLOCK]]) -> [u32; BLOCK] {
+fn write_codes<const BITS: usize>(
+    layout: &CodeLayout,
+    side: Side,
+    page: &mut [u8],
+    first: usize,
+    tokens: usize,
+    codes: &[[u8; BLOCK]],
+) {
+    let per_word = 32 / BITS;
+    match side {
+        Side::Key => {
+            for (index, codes) in codes.chunks_exact(per_word).enumerate() {
+                let start = layout.code_position(side, first, per_word * index).0;
+                let words = key_words::<BITS>(codes);
+                for (word, target) in words.iter().zip(page[start..][..4 * tokens].chunks_exact_mut(4)) {
+                    target.copy_from_slice(&word.to_le_bytes());
+                }
+            }
+        }
+        Side::Value => {
+            for part in 0..BLOCK / per_word {
+                let start = layout.code_position(side, first + part * per_word, 0).0;
+                let targets = page[start..][..4 * codes.len()].chunks_exact_mut(4);
+                let word = |codes: &[u8; BLOCK]| (value_words::<BITS>(codes) >> (32 * part)) as u32;
+                if tokens == BLOCK {
+                    for (codes, target) in codes.iter().zip(targets) {
+                        target.copy_from_slice(&word(codes).to_le_bytes());
+                    }
+                } else {
+                    let largest = layout.largest_code();
+                    let mask = word(&std::array::from_fn(|lane| if lane < tokens { largest } else { 0 }));
+                    for (codes, target) in codes.iter().zip(targets) {
+                        let old = u32::from_le_bytes([target[0], target[1], target[2], target[3]]);
+                        target.copy_from_slice(&(old & !mask | word(codes) & mask).to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The words of sixteen tokens from the codes of `32 / BITS` channels: channel `4p + b` is byte `b`, bits `BITS·p..`.
+#[inline(always)]
+fn key_words<const BITS: usize>(codes: &[[u8; BLOCK]]) -> [u32; BLOCK] {
     let mut words = [0; BLOCK];
     for b in 0..4 {
-        // Sixteen bytes at once: codes are below four, so no shift reaches the next byte.
+        // Sixteen bytes at once: a code fits its bits, so no shift reaches the next byte.
         let mut byte = 0_u128;
-        for p in 0..4 {
-            byte |= u128::from_le_bytes(codes[4 * p + b]) << (2 * p);
+        for p in 0..8 / BITS {
+            byte |= u128::from_le_bytes(codes[4 * p + b]) << (BITS * p);
         }
         for (word, byte) in words.iter_mut().zip(byte.to_le_bytes()) {
             *word |= u32::from(byte) << (8 * b);
@@ -77,15 +98,22 @@ fn key_words(codes: &[[u8; BLOCK]]) -> [u32; BLOCK] {
     words
 }
 
-/// The word of one channel from the codes of sixteen tokens: token `4p + b` is byte `b`, bits `2p..2p+2`.
+/// The words of one channel from the codes of sixteen tokens, the first in the lowest bits: token `4p + b` of a word is
+/// byte `b`, bits `BITS·p..`.
 #[inline(always)]
-fn value_word(codes: &[u8; BLOCK]) -> u32 {
+fn value_words<const BITS: usize>(codes: &[u8; BLOCK]) -> u64 {
     let codes = u128::from_le_bytes(*codes);
-    // Four dwords of four tokens each, the later ones two bits further up.
-    (codes | codes >> 30 | codes >> 60 | codes >> 90) as u32
+    if BITS == 2 {
+        // Four dwords of four tokens each, the later ones two bits further up.
+        u64::from((codes | codes >> 30 | codes >> 60 | codes >> 90) as u32)
+    } else {
+        // Two dwords make a word, the second four bits further up.
+        let word = |codes: u64| (codes | codes >> 28) as u32;
+        u64::from(word(codes as u64)) | u64::from(word((codes >> 64) as u64)) << 32
+    }
 }
 
-/// Reads tokens `first..first + 16` of `page` as numbers, still rotated: `[channel][16]` without padding. `first` is
+/// Reads tokens `first..first + 16` of a 2-bit `page` as numbers, still rotated: `[channel][16]` without padding. `first` is
 /// a multiple of 16.
 #[inline(always)]
 pub(super) fn read_block(
@@ -96,7 +124,7 @@ pub(super) fn read_block(
     scale_type: ScaleType,
     block: &mut [f32],
 ) {
-    assert!(first.is_multiple_of(BLOCK) && first + BLOCK <= PAGE_TOKENS);
+    assert!(layout.bits() == 2 && first.is_multiple_of(BLOCK) && first + BLOCK <= PAGE_TOKENS);
     assert_eq!(block.len(), layout.head_dim() * BLOCK);
     let channels = layout.head_dim() / layout.groups();
     for (group, target) in block.chunks_exact_mut(channels * BLOCK).enumerate() {

@@ -6,16 +6,13 @@
 //! * minimum and maximum are clipped instead of all values before they are compared (clipping is monotone);
 //! * search keeps the grid of the best step and computes its codes once, at the end.
 
-use oscar_codec::quantise::{RowFormat, clip_threshold};
+use oscar_codec::quantise::{RowFormat, clip_threshold, step_ratio};
 use oscar_codec::rule::{GAUSSIAN_STEP, Rule, SEARCH_STEPS, ScaleType, clip_index};
 
 use super::lanes::{BLOCK, Lanes, round_to_scale};
 
 /// The range of a flat group and the least deviation.
 const SMALLEST_RANGE: f32 = 1e-8;
-
-/// The largest code.
-const TOP: f32 = 3.0;
 
 /// Codes and scales of a block of rows, on their way into a page.
 #[derive(Default)]
@@ -45,7 +42,7 @@ pub(super) unsafe fn quantise_block<V: Lanes>(block: &[f32], format: &RowFormat,
     let channels = block.len() / BLOCK;
     assert!(block.len().is_multiple_of(BLOCK) && out.codes.len() >= channels);
     assert!(out.scales.len() == format.groups && channels.is_multiple_of(format.groups));
-    assert_eq!(format.levels, 4, "two bits");
+    assert!(matches!(format.levels, 4 | 16), "two or four bits");
     for lane in (0..BLOCK).step_by(V::WIDTH) {
         // SAFETY: the caller promises the instructions; the lengths are asserted and `lane + WIDTH <= 16`.
         unsafe {
@@ -69,6 +66,7 @@ unsafe fn quantise_lanes<V: Lanes, const PUBLISHED: bool>(
     out: &mut BlockCodes,
 ) {
     let channels = block.len() / BLOCK / format.groups;
+    let levels = Levels { top: f32::from(format.levels - 1), step_ratio: step_ratio(format.levels) };
     // SAFETY: the caller promises the instructions, and that codes and scales have room for 16 lanes of all channels
     // and groups.
     unsafe {
@@ -78,11 +76,14 @@ unsafe fn quantise_lanes<V: Lanes, const PUBLISHED: bool>(
         };
         for (index, group) in block.chunks_exact(channels * BLOCK).enumerate() {
             let grid = match format.rule {
-                Rule::Clip(_) => min_max::<V>(group, lane, threshold).stored::<PUBLISHED>(format.scale_type),
-                Rule::Gaussian => {
-                    Moments::of(group, lane).grid(GAUSSIAN_STEP).stored::<PUBLISHED>(format.scale_type)
+                Rule::Clip(_) => {
+                    min_max::<V>(group, lane, threshold, levels).stored::<PUBLISHED>(format.scale_type)
                 }
-                Rule::Search => search::<V, PUBLISHED>(group, lane, format.scale_type),
+                Rule::Gaussian => {
+                    let moments = Moments::of(group, lane);
+                    moments.grid(GAUSSIAN_STEP, levels).stored::<PUBLISHED>(format.scale_type)
+                }
+                Rule::Search => search::<V, PUBLISHED>(group, lane, format.scale_type, levels),
             };
             let [scales, offsets] = &mut out.scales[index];
             store_scale(grid.scale, format.scale_type, scales.as_mut_ptr().add(lane));
@@ -94,7 +95,7 @@ unsafe fn quantise_lanes<V: Lanes, const PUBLISHED: bool>(
                     Rule::Clip(_) => clip(x, threshold),
                     _ => x,
                 };
-                grid.code::<PUBLISHED>(x).store_bytes(codes.as_mut_ptr().add(lane));
+                grid.code::<PUBLISHED>(x, levels).store_bytes(codes.as_mut_ptr().add(lane));
             }
         }
     }
@@ -180,6 +181,15 @@ unsafe fn largest<V: Lanes, const COUNT: usize>(block: &[f32], lane: usize) -> [
     }
 }
 
+/// What differs between grids of two and of four bits.
+#[derive(Clone, Copy)]
+struct Levels {
+    /// The largest code.
+    top: f32,
+    /// The best Gaussian step relative to that of two bits.
+    step_ratio: f32,
+}
+
 /// A grid before its numbers are rounded.
 #[derive(Clone, Copy)]
 struct Grid<V> {
@@ -202,7 +212,7 @@ struct StoredGrid<V> {
 /// # Safety
 /// The CPU has the instructions of `V`; `group` is `[channel][16]`.
 #[inline(always)]
-unsafe fn min_max<V: Lanes>(group: &[f32], lane: usize, threshold: V) -> Grid<V> {
+unsafe fn min_max<V: Lanes>(group: &[f32], lane: usize, threshold: V, levels: Levels) -> Grid<V> {
     // SAFETY: the caller promises the instructions and the shape.
     unsafe {
         let mut low = V::splat(f32::INFINITY);
@@ -214,7 +224,7 @@ unsafe fn min_max<V: Lanes>(group: &[f32], lane: usize, threshold: V) -> Grid<V>
         }
         let (low, high) = (clip(low, threshold), clip(high, threshold));
         let range = high.subtract(low).maximum(V::splat(SMALLEST_RANGE));
-        Grid { step: range.divide(V::splat(TOP)), low }
+        Grid { step: range.divide(V::splat(levels.top)), low }
     }
 }
 
@@ -248,11 +258,11 @@ impl<V: Lanes> Moments<V> {
     /// # Safety
     /// The CPU has the instructions of `V`.
     #[inline(always)]
-    unsafe fn grid(&self, steps: f32) -> Grid<V> {
+    unsafe fn grid(&self, steps: f32, levels: Levels) -> Grid<V> {
         // SAFETY: the caller promises the instructions.
         unsafe {
-            let step = V::splat(steps).multiply(self.deviation);
-            Grid { step, low: self.mean.subtract(V::splat(0.5 * TOP).multiply(step)) }
+            let step = V::splat(steps * levels.step_ratio).multiply(self.deviation);
+            Grid { step, low: self.mean.subtract(V::splat(0.5 * levels.top).multiply(step)) }
         }
     }
 }
@@ -266,19 +276,21 @@ unsafe fn search<V: Lanes, const PUBLISHED: bool>(
     group: &[f32],
     lane: usize,
     scale_type: ScaleType,
+    levels: Levels,
 ) -> StoredGrid<V> {
     // SAFETY: the caller promises the instructions and the shape.
     unsafe {
         let moments = Moments::<V>::of(group, lane);
-        let mut grids = [moments.grid(SEARCH_STEPS[0]).stored::<PUBLISHED>(scale_type); SEARCH_STEPS.len()];
+        let mut grids =
+            [moments.grid(SEARCH_STEPS[0], levels).stored::<PUBLISHED>(scale_type); SEARCH_STEPS.len()];
         for (grid, step) in grids.iter_mut().zip(SEARCH_STEPS).skip(1) {
-            *grid = moments.grid(step).stored::<PUBLISHED>(scale_type);
+            *grid = moments.grid(step, levels).stored::<PUBLISHED>(scale_type);
         }
         let mut errors = [V::splat(0.0); SEARCH_STEPS.len()];
         for lanes in group.chunks_exact(BLOCK) {
             let x = V::load(lanes.as_ptr().add(lane));
             for (error, grid) in errors.iter_mut().zip(&grids) {
-                let code = grid.code::<PUBLISHED>(x).truncate();
+                let code = grid.code::<PUBLISHED>(x, levels).truncate();
                 let y = code.multiply_add(grid.scale, V::splat(0.0).subtract(grid.offset));
                 let difference = y.subtract(x);
                 *error = difference.multiply_add(difference, *error);
@@ -325,7 +337,7 @@ impl<V: Lanes> StoredGrid<V> {
     /// # Safety
     /// The CPU has the instructions of `V`.
     #[inline(always)]
-    unsafe fn code<const PUBLISHED: bool>(&self, x: V) -> V {
+    unsafe fn code<const PUBLISHED: bool>(&self, x: V, levels: Levels) -> V {
         // SAFETY: the caller promises the instructions.
         unsafe {
             let half = V::splat(0.5);
@@ -334,7 +346,7 @@ impl<V: Lanes> StoredGrid<V> {
             } else {
                 x.add(self.zero).multiply_add(self.divisor, half)
             };
-            position.maximum(V::splat(0.0)).minimum(V::splat(TOP))
+            position.maximum(V::splat(0.0)).minimum(V::splat(levels.top))
         }
     }
 }

@@ -11,24 +11,24 @@ use crate::cpu::isa::Isa;
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 const SIDES: [Side; 2] = [Side::Key, Side::Value];
-const RULES: [Rule; 6] =
+pub(super) const RULES: [Rule; 6] =
     [Rule::Clip(0.96), Rule::Clip(0.92), Rule::MIN_MAX, Rule::Clip(0.3), Rule::Gaussian, Rule::Search];
 
 /// Numbers in -1..1, the same for the same seed.
-struct Noise(u64);
+pub(super) struct Noise(pub(super) u64);
 
 impl Noise {
-    fn next(&mut self) -> f32 {
+    pub(super) fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     }
 
-    fn rows(&mut self, len: usize) -> Vec<f32> {
+    pub(super) fn rows(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| (self.next() + self.next() + self.next()) * 2.0).collect()
     }
 
     /// Nearly orthogonal is enough: no test depends on more.
-    fn rotation(&mut self, dim: usize) -> SquareMatrix {
+    pub(super) fn rotation(&mut self, dim: usize) -> SquareMatrix {
         let skew =
             SquareMatrix::new(dim, (0..dim * dim).map(|_| f64::from(self.next()) * 0.05).collect()).unwrap();
         let sum = skew.values().iter().zip(hadamard::matrix(dim).values()).map(|(a, b)| a + b).collect();
@@ -328,6 +328,31 @@ fn the_wrapper_round_trips_many_pages() {
         }
         let outside = HeadIndex { layer: 1, head: 0 };
         assert!(fast.round_trip(outside, Side::Key, &mut vec![0.0; dim]).is_err());
+    }
+}
+
+/// Page after page: a page edge must not change a byte, nor touch the tokens behind the last row.
+#[test]
+fn many_rows_fill_the_pages_of_the_scalar_codec() {
+    for (dim, groups, rule) in [(48, 2, Rule::Gaussian), (64, 1, Rule::Search), (128, 1, Rule::Clip(0.96))] {
+        let codec = Case::new(dim, groups, rule).codec(13);
+        let page_bytes = codec.layout().page_bytes();
+        for count in [1, 64, 65, 130] {
+            let rows = Noise(count as u64).rows(count * dim);
+            for side in SIDES {
+                let mut expected = vec![0xa5; count.div_ceil(PAGE_TOKENS) * page_bytes];
+                for (rows, page) in rows.chunks(PAGE_TOKENS * dim).zip(expected.chunks_exact_mut(page_bytes))
+                {
+                    codec.encode_rows(HEAD, side, rows, page).unwrap();
+                }
+                for isa in Isa::available() {
+                    let fast = FastInt2::new(isa, codec.clone());
+                    let mut pages = vec![0xa5; expected.len()];
+                    fast.encode_rows(HEAD, side, &rows, &mut pages, &mut Scratch::default()).unwrap();
+                    assert!(pages == expected, "{isa} d={dim} {count} rows {side:?}");
+                }
+            }
+        }
     }
 }
 

@@ -38,9 +38,9 @@ mod weigh;
 
 use std::ops::Range;
 
-use oscar_codec::ScaleType;
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
+use oscar_codec::{PageCodec, ScaleType};
 
 use super::page::page_elements;
 use super::{AttentionScratch, SoftmaxState, Span, Work};
@@ -58,6 +58,15 @@ pub enum SealedFormat {
 }
 
 impl SealedFormat {
+    /// How a layer of a cache with this codec is read.
+    pub fn of(codec: &PageCodec, layer: usize) -> SealedFormat {
+        match (codec.code_layout(layer), codec.fp8_layout(layer)) {
+            (Some(layout), _) => SealedFormat::Codes(layout, codec.scale_type()),
+            (None, Some(layout)) => SealedFormat::Fp8(layout),
+            (None, None) => SealedFormat::Bf16,
+        }
+    }
+
     /// Bytes of a page of one layer and KV head of `head_dim` channels.
     pub fn page_bytes(&self, head_dim: usize) -> usize {
         match self {

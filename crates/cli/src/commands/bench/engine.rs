@@ -1,0 +1,220 @@
+//! `oscar bench engine`: long contexts and shared prefixes, cache type against cache type.
+
+use std::path::Path;
+use std::time::Duration;
+
+use clap::Args;
+use oscar_engine::{Engine, EngineOptions};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_lab::Report;
+use oscar_lab::bench::{LongContext, LongContextRow, SharedPrefix, long_context, shared_prefix};
+use oscar_lab::machine::rss_bytes;
+use oscar_lab::page_codec::CacheType;
+use serde::Serialize;
+
+use crate::arguments::{ModelArguments, positive};
+use crate::failure::Failure;
+use crate::kv::KvArguments;
+use crate::lab::Subject;
+use crate::loading::EngineArguments;
+use crate::output::print_text;
+
+/// Decode speed and memory at long contexts, and requests with a common prefix, for several cache types.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar bench engine smollm2\n  \
+    oscar bench engine qwen2.5-coder-1.5b --kv bf16,int2 --contexts 8k,16k --gen-tokens 32\n  \
+    oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n\n\
+    ratio is decode speed over the first cache type, limit what the bytes of a step (weights and pages) allow for it.\n\
+    rss_delta_bytes is what the engine and the prompt have added to the resident size. Shared prefixes are measured\n\
+    with the prefix cache and without, arriving together and one after the other.")]
+pub(super) struct EngineBenchArguments {
+    #[command(flatten)]
+    model: ModelArguments,
+
+    /// Cache types; the first is what the others are compared with.
+    #[arg(long, default_value = "bf16,int2", value_name = "LIST", value_delimiter = ',')]
+    kv: Vec<CacheType>,
+
+    /// Tokens in the cache when decoding starts; 8k is 8192.
+    #[arg(long, default_value = "2k,7k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
+    contexts: Vec<usize>,
+
+    /// Tokens to decode.
+    #[arg(long, default_value = "64", value_name = "TOKENS", value_parser = positive)]
+    gen_tokens: usize,
+
+    /// How often decoding is measured; the best counts, the median is in the JSON.
+    #[arg(long, default_value = "3", value_name = "N", value_parser = positive)]
+    repeat: usize,
+
+    /// Requests with a common prefix; 0 leaves them out.
+    #[arg(long, default_value = "8", value_name = "N")]
+    requests: usize,
+
+    /// Tokens they have in common.
+    #[arg(long, default_value = "2048", value_name = "TOKENS", value_parser = positive)]
+    prefix_tokens: usize,
+
+    /// Tokens of their own.
+    #[arg(long, default_value = "32", value_name = "TOKENS", value_parser = positive)]
+    suffix_tokens: usize,
+
+    /// Tokens of each answer.
+    #[arg(long, default_value = "32", value_name = "TOKENS", value_parser = positive)]
+    output_tokens: usize,
+
+    /// Milliseconds between arrivals when they do not come together.
+    #[arg(long, default_value = "100", value_name = "MS")]
+    interval_ms: u64,
+
+    /// Worker threads; as many as the machine has cores by default.
+    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
+    threads: Option<usize>,
+
+    #[command(flatten)]
+    cache: KvArguments,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Bytes of a model file, or of the weights in a folder: what a step reads.
+fn weight_bytes(path: &Path) -> u64 {
+    let size = |path: &Path| path.metadata().map_or(0, |file| file.len());
+    let Ok(folder) = path.read_dir() else { return size(path) };
+    let files = folder.flatten().map(|file| file.path());
+    files.filter(|path| path.extension().is_some_and(|ending| ending == "safetensors")).map(|path| size(&path)).sum()
+}
+
+/// `8192` or `8k`.
+fn tokens(text: &str) -> Result<usize, String> {
+    let (digits, factor) = text.strip_suffix(['k', 'K']).map_or((text, 1), |digits| (digits, 1024));
+    positive(digits)?.checked_mul(factor).ok_or_else(|| "is too large".to_owned())
+}
+
+impl EngineBenchArguments {
+    pub(super) fn run(self) -> Result<(), Failure> {
+        let arguments = EngineArguments { context: None, threads: self.threads, kv: self.cache.clone() };
+        let subject = arguments.load_model(&self.model)?;
+        let weight_bytes = weight_bytes(self.model.resolve()?.path());
+        let (mut long, mut shared) = (Report::here(), Report::here());
+        for &context in &self.contexts {
+            let mut first: Option<LongContextRow> = None;
+            for &kind in &self.kv {
+                let rss_before = rss_bytes();
+                let needed = context + self.gen_tokens + 1;
+                let engine = self.engine(&arguments, &subject, kind, needed, 1, true)?;
+                let bench = LongContext {
+                    context,
+                    gen_tokens: self.gen_tokens,
+                    repeat: self.repeat,
+                    weight_bytes,
+                    rss_before,
+                };
+                let row = long_context(&engine, &bench, first.as_ref())?;
+                self.push(&mut long, &row)?;
+                first.get_or_insert(row);
+            }
+        }
+        if self.requests > 0 {
+            for &kind in &self.kv {
+                self.shared_prefixes(&arguments, &subject, kind, &mut shared)?;
+            }
+        }
+        if self.json {
+            long.rows.extend(shared.rows);
+            return print_text(&long.json());
+        }
+        let columns = [
+            "kv",
+            "context",
+            "prefill_tokens_per_s",
+            "decode_tokens_per_s",
+            "ratio",
+            "limit",
+            "kv_bytes",
+            "bits_per_element",
+            "rss_delta_bytes",
+        ];
+        print_text(long.table(&columns).trim_end())?;
+        if self.requests > 0 {
+            let columns =
+                ["kv", "prefix_cache", "requests", "interval_ms", "seconds", "output_tokens_per_s", "ttft_ms", "cached"];
+            print_text(shared.table(&columns).trim_end())?;
+        }
+        Ok(())
+    }
+
+    fn shared_prefixes(
+        &self,
+        arguments: &EngineArguments,
+        subject: &Subject,
+        kind: CacheType,
+        report: &mut Report,
+    ) -> Result<(), Failure> {
+        let context = self.prefix_tokens + self.suffix_tokens + self.output_tokens;
+        for prefix_tree in [true, false] {
+            let engine = self.engine(arguments, subject, kind, context, self.requests, prefix_tree)?;
+            for interval in [0, self.interval_ms] {
+                let bench = SharedPrefix {
+                    requests: self.requests,
+                    prefix_tokens: self.prefix_tokens,
+                    suffix_tokens: self.suffix_tokens,
+                    output_tokens: self.output_tokens,
+                    interval: Duration::from_millis(interval),
+                };
+                let row = shared_prefix(&engine, &bench, prefix_tree)?;
+                self.push(report, &row)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An engine with room for `running` sequences of `context` tokens.
+    fn engine(
+        &self,
+        arguments: &EngineArguments,
+        subject: &Subject,
+        kind: CacheType,
+        context: usize,
+        running: usize,
+        prefix_tree: bool,
+    ) -> Result<Engine<CpuBackend>, Failure> {
+        let mut kv = self.cache.of_type(kind).options(subject)?;
+        kv.prefix_tree = kv.prefix_tree && prefix_tree;
+        let mut options = EngineOptions {
+            context: Some(context),
+            max_running: running,
+            kv,
+            deterministic: self.cache.deterministic,
+            ..EngineOptions::default()
+        };
+        if running > 1 && options.kv.memory.is_none() {
+            // Room for all of them at once: what one needs, so many times.
+            let alone = Engine::new(subject.model.clone(), &options)?.budget().total_bytes();
+            options.kv.memory = Some(alone * running);
+        }
+        arguments.start(subject, &options)
+    }
+
+    fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {
+        let mut row = serde_json::to_value(row).map_err(Failure::new)?;
+        row["model"] = self.model.model.clone().into();
+        tracing::info!("{row}");
+        report.push(row);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tokens;
+
+    #[test]
+    fn contexts_are_read_in_thousands_too() {
+        assert_eq!((tokens("512"), tokens("8k"), tokens("2K")), (Ok(512), Ok(8192), Ok(2048)));
+        assert!(tokens("0").is_err() && tokens("k").is_err() && tokens("99999999999999999999k").is_err());
+    }
+}

@@ -1,0 +1,249 @@
+//! Where every byte of the cache goes.
+//!
+//! One amount of memory is split into bf16 pages, sealed pages, and what a long prompt needs while it is computed:
+//! bf16 pages of one layer and the hidden states of all its tokens. A sequence that fills the context always fits, so
+//! that whatever is admitted can finish once it is alone.
+
+use std::fmt;
+
+use oscar_codec::{KvGeometry, PAGE_TOKENS, PageFormat, PageWindows};
+use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
+
+use crate::error::EngineError;
+use crate::settings::EngineOptions;
+
+/// Context when the user does not ask for one; longer ones cost memory that most runs never use.
+const DEFAULT_CONTEXT: usize = 32 * 1024;
+
+/// Share of the memory for bf16 pages when there are sealed ones: a quarter keeps windows for many requests.
+const EXACT_SHARE: usize = 4;
+
+/// The pools of a cache and what they cost.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Budget {
+    /// Tokens a sequence may have.
+    pub context: usize,
+    /// How pages are sealed.
+    pub kv: String,
+    /// Pages at both ends of a sequence that stay in bf16.
+    pub windows: PageWindows,
+    /// bf16 pages.
+    pub exact: Share,
+    /// Sealed pages.
+    pub sealed: Share,
+    /// bf16 pages of one layer, for prompts on their way to sealed pages.
+    pub scratch: Share,
+    /// Bytes of the hidden states and tables of the longest prompt.
+    pub hidden_bytes: usize,
+    /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
+    pub bits_per_element: f64,
+    /// Elements (keys and values) of one token.
+    elements_per_token: usize,
+}
+
+/// One pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// Pages that can be used.
+    pub pages: usize,
+    /// Bytes of one.
+    pub page_bytes: usize,
+}
+
+impl Share {
+    /// Bytes of the pool, with the dummy that padded rows name.
+    pub fn bytes(&self) -> usize {
+        if self.page_bytes == 0 { 0 } else { (self.pages + 1).saturating_mul(self.page_bytes) }
+    }
+}
+
+/// The shape that costs are computed from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) geometry: KvGeometry,
+    pub(crate) hidden_size: usize,
+    pub(crate) max_context: usize,
+}
+
+impl Budget {
+    pub(crate) fn plan(shape: Shape, options: &EngineOptions) -> Result<Budget, EngineError> {
+        let most = shape.max_context;
+        let asked = options.context.unwrap_or(most.min(DEFAULT_CONTEXT));
+        if asked == 0 || asked > most {
+            return Err(EngineError::bad_option("context", asked, format!("1 to {most}, the model's own")));
+        }
+        if options.prefill_chunk == 0 {
+            return Err(EngineError::bad_option("prefill_chunk", 0, "at least 1"));
+        }
+        if options.max_running == 0 {
+            return Err(EngineError::bad_option("max_running", 0, "at least 1"));
+        }
+        if let Some(codec) = &options.kv.codec
+            && codec.geometry() != shape.geometry
+        {
+            let (got, expected) = (format!("{:?}", codec.geometry()), format!("{:?}", shape.geometry));
+            return Err(EngineError::bad_option("the codec of the cache", got, expected));
+        }
+        let plan = |context| Budget::for_context(shape, options, context);
+        let error = match plan(asked) {
+            Ok(budget) => return Ok(budget),
+            Err(error) if options.context.is_some() => return Err(error),
+            Err(error) => error,
+        };
+        // Nobody asked for this context: take the longest that fits.
+        let (mut fits, mut too_long) = (0, asked.div_ceil(PAGE_TOKENS));
+        while fits + 1 < too_long {
+            let middle = fits.midpoint(too_long);
+            if plan(middle * PAGE_TOKENS).is_ok() { fits = middle } else { too_long = middle }
+        }
+        if fits == 0 { Err(error) } else { plan(fits * PAGE_TOKENS) }
+    }
+
+    fn for_context(shape: Shape, options: &EngineOptions, context: usize) -> Result<Budget, EngineError> {
+        let KvGeometry { layers, kv_heads, head_dim } = shape.geometry;
+        let kv = &options.kv;
+        let exact_bytes = shape.geometry.page_bytes(PageFormat::Bf16);
+        let mut budget = Budget {
+            context,
+            kv: kv.codec.as_ref().map_or("bf16".to_owned(), |codec| codec.name().to_owned()),
+            windows: kv.windows,
+            exact: Share { pages: 0, page_bytes: exact_bytes },
+            sealed: Share::default(),
+            scratch: Share::default(),
+            hidden_bytes: 0,
+            bits_per_element: 0.0,
+            elements_per_token: 2 * layers * kv_heads * head_dim,
+        };
+        let least = PageNeed::of(context, kv.windows, kv.codec.is_some(), kv.prefix_tree);
+        if let Some(codec) = &kv.codec {
+            budget.sealed.page_bytes = codec.page_bytes();
+            budget.scratch = Share { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
+            if context > options.prefill_chunk {
+                // A row of hidden states and its rotary angles, in f32.
+                budget.hidden_bytes =
+                    context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
+            }
+        }
+        // A pool cannot be empty, even if no sequence is long enough to seal anything.
+        (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed.max(1));
+        match kv.memory {
+            Some(memory) => budget.fill(memory, options.max_running)?,
+            // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
+            None if kv.codec.is_some() => {
+                budget.exact.pages += kv.windows.recent + 2;
+                budget.sealed.pages = budget.sealed.pages.max(context.div_ceil(PAGE_TOKENS));
+            }
+            None => budget.exact.pages += 1,
+        }
+        budget.bits_per_element = budget.bits_at(context);
+        Ok(budget)
+    }
+
+    /// Shares out what is left of the memory after the least that a sequence needs.
+    fn fill(&mut self, memory: usize, max_running: usize) -> Result<(), EngineError> {
+        let Some(rest) = memory.checked_sub(self.total_bytes()) else {
+            return Err(EngineError::MemoryTooSmall {
+                context: self.context,
+                needed: self.total_bytes(),
+                memory,
+                parts: self.parts(),
+            });
+        };
+        if self.sealed.page_bytes == 0 {
+            self.exact.pages += rest / self.exact.page_bytes;
+            return Ok(());
+        }
+        let PageWindows { sink, recent } = self.windows;
+        let useful = max_running.saturating_mul(sink + 2 * (recent + 1));
+        let share = (memory - self.hidden_bytes) / EXACT_SHARE / self.exact.page_bytes;
+        let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
+        self.exact.pages += more;
+        self.sealed.pages += (rest - more * self.exact.page_bytes) / self.sealed.page_bytes;
+        Ok(())
+    }
+
+    /// Bytes of everything.
+    pub fn total_bytes(&self) -> usize {
+        [self.exact.bytes(), self.sealed.bytes(), self.scratch.bytes(), self.hidden_bytes]
+            .into_iter()
+            .fold(0, usize::saturating_add)
+    }
+
+    /// Tokens that the pools can hold.
+    pub fn capacity_tokens(&self) -> usize {
+        (self.exact.pages + self.sealed.pages).saturating_mul(PAGE_TOKENS)
+    }
+
+    /// Bits per stored key or value element of a sequence of `tokens` tokens.
+    pub fn bits_at(&self, tokens: usize) -> f64 {
+        let pages = tokens.div_ceil(PAGE_TOKENS);
+        let windows = self.windows.sink + self.windows.recent + 1;
+        let exact = if self.sealed.page_bytes == 0 { pages } else { pages.min(windows) };
+        let bytes = exact * self.exact.page_bytes + (pages - exact) * self.sealed.page_bytes;
+        bytes as f64 * 8.0 / (tokens.max(1) * self.elements_per_token) as f64
+    }
+
+    pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {
+        let sealed = (self.sealed.page_bytes > 0)
+            .then_some(SealedPools { pages: self.sealed.pages, scratch_pages: self.scratch.pages });
+        LedgerOptions {
+            windows: self.windows,
+            exact_pages: self.exact.pages,
+            sealed,
+            prefix_tree: options.kv.prefix_tree,
+            tail: options.tail(),
+        }
+    }
+
+    fn parts(&self) -> String {
+        let mut parts =
+            vec![format!("{} bf16 pages of {}", self.exact.pages + 1, bytes(self.exact.page_bytes))];
+        for (share, name) in [(&self.sealed, "sealed pages"), (&self.scratch, "pages of prefill scratch")] {
+            if share.page_bytes > 0 {
+                parts.push(format!("{} {name} of {}", share.pages + 1, bytes(share.page_bytes)));
+            }
+        }
+        if self.hidden_bytes > 0 {
+            parts.push(format!("{} of hidden states", bytes(self.hidden_bytes)));
+        }
+        parts.join(", ")
+    }
+}
+
+impl fmt::Display for Budget {
+    /// A table, one line for each part.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut line = |name: &str, pages: String, each: String, total: usize| {
+            writeln!(f, "{name:<16} {pages:>10} {each:>12} {:>12}", bytes(total))
+        };
+        line("KV cache", "pages".into(), "each".into(), self.total_bytes())?;
+        let shares =
+            [("bf16", &self.exact), (self.kv.as_str(), &self.sealed), ("prefill scratch", &self.scratch)];
+        for (name, share) in shares {
+            if share.page_bytes > 0 {
+                line(name, share.pages.to_string(), bytes(share.page_bytes), share.bytes())?;
+            }
+        }
+        if self.hidden_bytes > 0 {
+            line("prefill states", String::new(), String::new(), self.hidden_bytes)?;
+        }
+        write!(
+            f,
+            "{} tokens in all, {} in one sequence at {:.2} bits per element",
+            self.capacity_tokens(),
+            self.context,
+            self.bits_per_element
+        )
+    }
+}
+
+/// A number of bytes for people.
+fn bytes(count: usize) -> String {
+    let count = count as f64;
+    match count {
+        _ if count < 1024.0 => format!("{count} B"),
+        _ if count < 1048576.0 => format!("{:.1} KiB", count / 1024.0),
+        _ if count < 1073741824.0 => format!("{:.1} MiB", count / 1048576.0),
+        _ => format!("{:.2} GiB", count / 1073741824.0),
+    }
+}

@@ -1,0 +1,86 @@
+//! Restricting what may be said next: the hook for grammars.
+
+use crate::error::EngineError;
+
+/// Says which tokens may come next. One filter serves one choice of one request and is told every token in order.
+pub trait TokenFilter: Send {
+    /// Clears the bits of tokens that may not come next. All bits are set before the call.
+    fn allowed(&mut self, mask: &mut TokenMask) -> Result<(), EngineError>;
+
+    /// Takes note of the token that was drawn.
+    fn accept(&mut self, token: u32) -> Result<(), EngineError>;
+
+    /// A filter in the same state, for another choice of the same request.
+    fn fork(&self) -> Box<dyn TokenFilter>;
+}
+
+/// One bit per token of the vocabulary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenMask {
+    tokens: usize,
+    words: Vec<u32>,
+}
+
+impl TokenMask {
+    /// All tokens allowed.
+    pub fn all(tokens: usize) -> TokenMask {
+        TokenMask { tokens, words: vec![u32::MAX; tokens.div_ceil(32)] }
+    }
+
+    /// Tokens of the vocabulary.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Whether a token is allowed.
+    pub fn allows(&self, token: u32) -> bool {
+        let token = token as usize;
+        token < self.tokens && self.words[token / 32] >> (token % 32) & 1 == 1
+    }
+
+    /// Forbids a token.
+    pub fn forbid(&mut self, token: u32) {
+        if let Some(word) = self.words.get_mut(token as usize / 32) {
+            *word &= !(1 << (token % 32));
+        }
+    }
+
+    /// Forbids everything but these tokens.
+    pub fn keep_only(&mut self, tokens: impl IntoIterator<Item = u32>) {
+        self.words.fill(0);
+        for token in tokens.into_iter().filter(|&token| (token as usize) < self.tokens) {
+            self.words[token as usize / 32] |= 1 << (token % 32);
+        }
+    }
+
+    /// The bits, 32 tokens to a word, the lowest token in the lowest bit.
+    pub fn words(&self) -> &[u32] {
+        &self.words
+    }
+
+    /// The same, to be written by a library that makes masks of its own.
+    pub fn words_mut(&mut self) -> &mut [u32] {
+        &mut self.words
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.words.fill(u32::MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn masks_hold_what_was_put_in() {
+        let mut mask = TokenMask::all(40);
+        assert!(mask.allows(0) && mask.allows(39) && !mask.allows(40));
+        mask.forbid(33);
+        mask.forbid(1000);
+        assert!(!mask.allows(33) && mask.allows(32));
+        mask.keep_only([3, 33, 77]);
+        assert_eq!((0..100).filter(|&token| mask.allows(token)).collect::<Vec<_>>(), [3, 33]);
+        assert_eq!(mask.words(), [1 << 3, 1 << 1]);
+    }
+}

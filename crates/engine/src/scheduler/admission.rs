@@ -1,0 +1,168 @@
+//! From the queue to an answer in progress: who may begin, what happens when there is no room, and the first tokens.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use oscar_kernels::Backend;
+use oscar_kernels::backend::Sampling;
+use oscar_kv::{Sequence, Shortage};
+
+use super::Scheduler;
+use super::job::{Job, Running};
+use super::prefill::{Prefill, Progress};
+use crate::error::EngineError;
+use crate::event::{Event, FinishReason, PromptLogprob};
+use crate::output::Output;
+
+impl<B: Backend> Scheduler<B> {
+    /// Does prompt work worth one chunk through all layers.
+    pub(super) fn prefill_item(&mut self) {
+        let mut allowance = self.chunk_rows * self.model.config().layers;
+        while allowance > 0 {
+            let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return };
+            match self.advance(&mut prefill, &mut allowance) {
+                Ok(Progress::More) => self.prefill = Some(prefill),
+                Ok(Progress::Done) => self.begin_answers(prefill),
+                Ok(Progress::Short(shortage)) => {
+                    if !self.find_room(prefill, shortage) {
+                        return;
+                    }
+                }
+                Err(error) => self.fail_prefill(prefill, error),
+            }
+        }
+    }
+
+    /// The next request whose prompt is computed, if one may begin.
+    fn admit(&mut self) -> Option<Prefill<B>> {
+        let choices = self.waiting.front()?.choices;
+        let crowded = self.crowded && !self.running.is_empty();
+        if crowded || self.running.len() + choices > self.max_running {
+            return None;
+        }
+        let mut job = self.waiting.pop_front()?;
+        if std::mem::take(&mut job.counted) {
+            self.uncount();
+        }
+        let whole = job.output.options().prompt_logprobs.is_some() && job.next.is_none();
+        let sequence = job.sequence.take().unwrap_or_else(|| {
+            self.insert_open(job.salt, &job.tokens);
+            let wanted = if whole { &job.tokens[..1] } else { &job.tokens[..] };
+            self.ledger.open(job.salt, wanted)
+        });
+        job.output.start();
+        // What a request finds of itself when it is taken up again was not there before it.
+        if job.next.is_none() && job.output.preemptions == 0 {
+            job.output.cached_tokens = sequence.len();
+        }
+        if whole {
+            let first = PromptLogprob { token: job.tokens[0], logprob: None, top: Vec::new() };
+            job.output.prompt_logprobs = vec![first];
+        }
+        Some(Prefill::new(job, sequence))
+    }
+
+    /// A prompt needs pages that are not there. `true` if it is worth another try at once.
+    fn find_room(&mut self, mut prefill: Prefill<B>, shortage: Shortage) -> bool {
+        let order = prefill.job.order();
+        let begun = prefill.begun();
+        if self.make_room(Some(order).filter(|_| begun)) {
+            self.prefill = Some(prefill);
+            return true;
+        }
+        if self.running.is_empty() {
+            // Nobody will give anything back. What it shares with the tree may be in the way of what it needs.
+            if !begun && !prefill.sequence.is_empty() {
+                let fresh = self.ledger.open(prefill.job.salt, &[]);
+                self.ledger.close(std::mem::replace(&mut prefill.sequence, fresh));
+                self.ledger.flush();
+                prefill.job.output.cached_tokens = 0;
+                self.prefill = Some(prefill);
+                return true;
+            }
+            self.fail_prefill(prefill, EngineError::Shortage(shortage));
+            return true;
+        }
+        if begun {
+            self.prefill = Some(prefill);
+        } else {
+            let (mut job, sequence) = self.abandon(prefill);
+            self.retire(sequence);
+            job.counted = true;
+            self.shared.waiting.fetch_add(1, Ordering::SeqCst);
+            self.wait(job);
+            self.crowded = true;
+        }
+        false
+    }
+
+    /// A prompt is in the cache: its answers begin, or go on where they were.
+    fn begin_answers(&mut self, prefill: Prefill<B>) {
+        let (job, mut sequence) = self.abandon(prefill);
+        let Job { id, arrival, sink, output, choices, tokens, segments, next, .. } = job;
+        let sound = if output.options().keep_open {
+            self.ledger.insert(&sequence, false);
+            true
+        } else {
+            self.insert(&mut sequence, false)
+        };
+        if !sound {
+            self.ledger.close(sequence);
+            let error = EngineError::NotFinite;
+            return self.fail(&sink, output.choice, choices, Arc::new(error));
+        }
+        let running = |output, sequence, next| Running {
+            id,
+            arrival,
+            sink: sink.clone(),
+            output,
+            sequence,
+            segments: segments.clone(),
+            next,
+            append: None,
+        };
+        if let Some(next) = next {
+            return self.join(running(output, sequence, next));
+        }
+        let (total, cached) = (tokens.len(), output.cached_tokens);
+        self.counters.prompt_tokens += total as u64;
+        self.counters.cached_tokens += cached as u64;
+        sink.send(Event::Prefill { done: total, total, cached });
+        let options = Arc::clone(output.options());
+        let mut outputs: Vec<Output> =
+            (1..choices).map(|choice| output.fork(choice, self.decoder(&options))).collect();
+        outputs.insert(0, output);
+        if options.max_tokens == Some(0) {
+            let mut sequence = Some(sequence);
+            for output in outputs {
+                let history = (tokens.clone(), segments.clone(), sequence.take());
+                self.end(id, &sink, &output, FinishReason::Length, history);
+            }
+            return;
+        }
+        let prepared: Vec<Result<(), EngineError>> = outputs.iter_mut().map(Output::prepare).collect();
+        let settings: Vec<Sampling<'_>> =
+            outputs.iter().map(|output| output.setting(self.vocabulary)).collect();
+        let drawn = match self.model.model().backend().sample(self.activations.logits(), &settings) {
+            Ok(drawn) => drawn,
+            Err(error) => {
+                self.ledger.close(sequence);
+                return self.fail(&sink, 0, choices, Arc::new(error.into()));
+            }
+        };
+        let forks: Vec<Sequence> = (1..choices).map(|_| self.ledger.fork(&sequence)).collect();
+        let sequences = std::iter::once(sequence).chain(forks);
+        for (((output, sequence), prepared), drawn) in
+            outputs.into_iter().zip(sequences).zip(prepared).zip(drawn)
+        {
+            let drawn = prepared.and(drawn.map_err(EngineError::from));
+            self.take_token(running(output, sequence, 0), drawn);
+        }
+    }
+
+    pub(super) fn fail_prefill(&mut self, prefill: Prefill<B>, error: EngineError) {
+        let (job, sequence) = self.abandon(prefill);
+        self.ledger.close(sequence);
+        self.fail(&job.sink, job.output.choice, job.choices, Arc::new(error));
+    }
+}

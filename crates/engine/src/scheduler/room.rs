@@ -1,0 +1,158 @@
+//! Making room: who gives up pages for whom.
+//!
+//! The oldest request always gets on: pages are taken from what nobody waits for first, then from the youngest. What a
+//! request that loses its pages has computed stays in the prefix tree as long as there is room, so most of it is found
+//! again when the request is taken up.
+
+use oscar_kernels::Backend;
+use oscar_kv::{PAGE_TOKENS, Sequence};
+
+use super::Scheduler;
+use super::decode::seal_page;
+use super::job::{Job, Order, Running};
+use crate::error::EngineError;
+
+impl<B: Backend> Scheduler<B> {
+    /// Frees some pages for the request at `order`; `false` if nothing may be taken from anybody. Without an order only
+    /// what is idle gives way.
+    pub(super) fn make_room(&mut self, order: Option<Order>) -> bool {
+        if self.drop_idle(order) {
+            return true;
+        }
+        let Some(order) = order else { return false };
+        let youngest = self.running.last().map(Running::order).filter(|&youngest| youngest > order);
+        let prefill =
+            self.prefill.as_ref().map(|prefill| prefill.job.order()).filter(|&prefill| prefill > order);
+        match (youngest, prefill) {
+            (None, None) => false,
+            (Some(youngest), prefill) if prefill.is_none_or(|prefill| prefill < youngest) => {
+                if let Some(running) = self.running.pop() {
+                    self.preempt(running);
+                }
+                true
+            }
+            _ => {
+                if let Some(prefill) = self.prefill.take() {
+                    let (job, sequence) = self.abandon(prefill);
+                    self.requeue(job, sequence);
+                }
+                true
+            }
+        }
+    }
+
+    /// Takes the pages of a request that is kept open but does nothing, or that waits its turn.
+    fn drop_idle(&mut self, order: Option<Order>) -> bool {
+        let kept = self.kept.iter().filter(|(_, kept)| kept.sequence.is_some()).map(|(&id, _)| id).min();
+        if let Some(sequence) =
+            kept.and_then(|id| self.kept.get_mut(&id)).and_then(|kept| kept.sequence.take())
+        {
+            self.retire(sequence);
+            return true;
+        }
+        let waiting = self
+            .waiting
+            .iter_mut()
+            .rev()
+            .find(|job| job.sequence.is_some() && order.is_none_or(|order| job.order() != order));
+        if let Some(sequence) = waiting.and_then(|job| job.sequence.take()) {
+            self.retire(sequence);
+            return true;
+        }
+        false
+    }
+
+    /// Closes a sequence; the tree keeps what it can.
+    pub(super) fn retire(&mut self, mut sequence: Sequence) {
+        self.insert(&mut sequence, true);
+        self.ledger.close(sequence);
+    }
+
+    /// Gives the tree what open requests have in common with a new one. They are not inserted as they grow, because
+    /// that needs a second, sealed copy of their windows and mostly nobody asks.
+    pub(super) fn insert_open(&mut self, salt: u64, tokens: &[u32]) {
+        let shares = |sequence: &Sequence| {
+            sequence.salt() == salt
+                && sequence.len() >= PAGE_TOKENS
+                && tokens.get(..PAGE_TOKENS) == sequence.tokens().get(..PAGE_TOKENS)
+        };
+        let mut kept = std::mem::take(&mut self.kept);
+        for kept in kept.values_mut() {
+            if let Some(mut sequence) = kept.sequence.take_if(|sequence| shares(sequence)) {
+                if self.insert(&mut sequence, true) {
+                    kept.sequence = Some(sequence);
+                } else {
+                    self.ledger.close(sequence);
+                }
+            }
+        }
+        self.kept = kept;
+        for mut running in std::mem::take(&mut self.running) {
+            let open = running.output.options().keep_open && shares(&running.sequence);
+            if open && !self.insert(&mut running.sequence, false) {
+                self.fail_running(running, EngineError::NotFinite);
+            } else {
+                self.running.push(running);
+            }
+        }
+    }
+
+    /// Takes the pages of an answer in progress; it goes on later.
+    pub(super) fn preempt(&mut self, mut running: Running) {
+        if let Some(append) = running.append.take() {
+            self.ledger.abandon_append(&mut running.sequence, append);
+        }
+        self.insert(&mut running.sequence, true);
+        let (mut tokens, segments) = running.history();
+        tokens.pop();
+        let Running { id, arrival, sink, mut output, sequence, next, .. } = running;
+        output.preemptions += 1;
+        let salt = sequence.salt();
+        self.ledger.close(sequence);
+        self.counters.preemptions += 1;
+        self.crowded = true;
+        let job = Job {
+            id,
+            arrival,
+            salt,
+            sink,
+            output,
+            choices: 1,
+            tokens,
+            segments,
+            next: Some(next),
+            sequence: None,
+            counted: false,
+        };
+        self.wait(job);
+    }
+
+    /// Takes the pages of a prompt in progress; it begins again later.
+    pub(super) fn requeue(&mut self, mut job: Job, mut sequence: Sequence) {
+        self.insert(&mut sequence, false);
+        self.ledger.close(sequence);
+        job.output.preemptions += 1;
+        self.counters.preemptions += 1;
+        self.crowded = true;
+        self.wait(job);
+    }
+
+    /// Puts a request back in its place of the queue.
+    pub(super) fn wait(&mut self, job: Job) {
+        let place = self.waiting.partition_point(|other| other.order() < job.order());
+        self.waiting.insert(place, job);
+    }
+
+    /// Gives the tree what a sequence has computed; `false` if that showed that its pages are not sound.
+    pub(super) fn insert(&mut self, sequence: &mut Sequence, finished: bool) -> bool {
+        let work = self.ledger.plan_insert(sequence);
+        let pages: Vec<_> = work.iter().map(seal_page).collect();
+        let layers = self.model.config().layers;
+        let sound =
+            pages.is_empty() || self.model.model().backend().seal(0..layers, &pages, &mut self.cache).is_ok();
+        if sound {
+            self.ledger.insert(sequence, finished);
+        }
+        sound
+    }
+}

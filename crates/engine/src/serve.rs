@@ -1,0 +1,262 @@
+//! The door between an engine and what is above it: requests go in, events come out.
+//!
+//! No runtime is needed: events are handed to a function on the engine's thread, and [`Answer`] is a blocking
+//! iterator for those who want one.
+
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex};
+
+use oscar_kv::LedgerStats;
+
+use crate::error::EngineError;
+use crate::event::{Event, Sink, Summary};
+use crate::request::Request;
+
+/// Something that answers requests: an engine, or a mock of one.
+pub trait Serve: Send + Sync {
+    /// Takes a request; its events go to `sink`. An error means that no event will come.
+    fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError>;
+
+    /// Continues a request that was kept open and has finished: the new prompt follows what was said.
+    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError>;
+
+    /// What there is to know about the engine.
+    fn info(&self) -> &EngineInfo;
+
+    /// How busy it is and what it has done.
+    fn stats(&self) -> EngineStats;
+
+    /// Forgets cached prompts that no request uses.
+    fn flush(&self);
+
+    /// [`Self::submit`] with an iterator over the events.
+    fn answer(&self, request: Request) -> Result<Answer, EngineError> {
+        let choices = request.options.n;
+        let (sink, events) = channel();
+        let handle = self.submit(request, sink)?;
+        Ok(Answer { handle: Some(handle), events, open: choices })
+    }
+
+    /// [`Self::append`] with an iterator over the events.
+    fn continue_with(&self, kept: &RequestHandle, request: Request) -> Result<Answer, EngineError> {
+        let (sink, events) = channel();
+        self.append(kept, request, sink)?;
+        Ok(Answer { handle: None, events, open: 1 })
+    }
+}
+
+fn channel() -> (Sink, Receiver<Event>) {
+    let (sender, events) = mpsc::channel();
+    // Whoever does not listen any more has nothing to be told.
+    let sink = Box::new(move |event| drop(sender.send(event)));
+    (sink, events)
+}
+
+/// What a handle does to its request.
+pub(crate) trait Control: Send + Sync {
+    /// Ends the present answer.
+    fn cancel(&self, id: u64);
+    /// Ends the request, kept open or not.
+    fn close(&self, id: u64);
+}
+
+/// A request on its way. Dropping it gives the request up.
+pub struct RequestHandle {
+    id: u64,
+    control: Option<Arc<dyn Control>>,
+}
+
+impl RequestHandle {
+    pub(crate) fn new(id: u64, control: Arc<dyn Control>) -> RequestHandle {
+        RequestHandle { id, control: Some(control) }
+    }
+
+    /// Number of the request, unique within its engine.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Breaks off the present answer: it finishes as cancelled. A request that is kept open stays so.
+    pub fn cancel(&self) {
+        if let Some(control) = &self.control {
+            control.cancel(self.id);
+        }
+    }
+
+    /// Lets the request run to its end unattended. One that is kept open can then not be continued.
+    pub fn detach(mut self) {
+        self.control = None;
+    }
+}
+
+impl Drop for RequestHandle {
+    fn drop(&mut self) {
+        if let Some(control) = self.control.take() {
+            control.close(self.id);
+        }
+    }
+}
+
+impl std::fmt::Debug for RequestHandle {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("RequestHandle").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// The events of a request, as they come; ends when every choice has ended. Dropping it gives the request up.
+#[derive(Debug)]
+pub struct Answer {
+    handle: Option<RequestHandle>,
+    events: Receiver<Event>,
+    open: usize,
+}
+
+impl Answer {
+    /// Breaks it off.
+    pub fn cancel(&self) {
+        if let Some(handle) = &self.handle {
+            handle.cancel();
+        }
+    }
+
+    /// The handle, to continue a request that is kept open.
+    pub fn into_handle(mut self) -> Option<RequestHandle> {
+        self.handle.take()
+    }
+
+    /// The handle, and the events for an iterator of one's own.
+    pub(crate) fn split(mut self) -> (RequestHandle, Answer) {
+        let handle = self.handle.take().expect("an answer to a new request has its handle");
+        (handle, self)
+    }
+
+    /// Waits for the end: the summary of each choice, in order.
+    pub fn wait(mut self) -> Result<Vec<Summary>, Arc<EngineError>> {
+        self.finish()
+    }
+
+    /// [`Self::wait`] that leaves the handle in place.
+    pub fn finish(&mut self) -> Result<Vec<Summary>, Arc<EngineError>> {
+        let mut summaries = Vec::new();
+        for event in self.by_ref() {
+            match event {
+                Event::Finished { choice, summary } => summaries.push((choice, *summary)),
+                Event::Failed { error, .. } => return Err(error),
+                Event::Prefill { .. } | Event::Token { .. } => {}
+            }
+        }
+        if self.open > 0 {
+            return Err(Arc::new(EngineError::Stopped));
+        }
+        summaries.sort_by_key(|&(choice, _)| choice);
+        Ok(summaries.into_iter().map(|(_, summary)| summary).collect())
+    }
+}
+
+impl Iterator for Answer {
+    type Item = Event;
+
+    fn next(&mut self) -> Option<Event> {
+        if self.open == 0 {
+            return None;
+        }
+        let event = self.events.recv().ok()?;
+        self.open -= usize::from(event.is_last());
+        Some(event)
+    }
+}
+
+/// What there is to know about an engine.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineInfo {
+    /// Tokens of a sequence, prompt and answer together.
+    pub context: usize,
+    /// Rows of the embedding.
+    pub vocabulary: usize,
+    /// Answers in progress at a time.
+    pub max_running: usize,
+    /// Requests that may wait.
+    pub max_queued: usize,
+    /// Prompt tokens computed in one pass.
+    pub prefill_chunk: usize,
+    /// Same request, same tokens, whatever else runs.
+    pub deterministic: bool,
+    /// How keys and values are stored.
+    pub kv: String,
+    /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
+    pub bits_per_element: f64,
+    /// Tokens that the cache can hold.
+    pub capacity_tokens: usize,
+}
+
+/// How busy an engine is and what it has done since it started.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineStats {
+    /// Requests that wait to begin.
+    pub queued: usize,
+    /// Requests whose prompt is being read.
+    pub prefilling: usize,
+    /// Answers in progress.
+    pub running: usize,
+    /// Finished requests that are kept open.
+    pub kept_open: usize,
+    /// Requests taken.
+    pub requests: u64,
+    /// Answers completed.
+    pub finished: u64,
+    /// Answers broken off by the caller.
+    pub cancelled: u64,
+    /// Answers that failed.
+    pub failed: u64,
+    /// Times that an answer lost its place to an older one.
+    pub preemptions: u64,
+    /// Prompt tokens of all requests that have begun.
+    pub prompt_tokens: u64,
+    /// Those of them that came from the cache.
+    pub cached_tokens: u64,
+    /// Tokens drawn.
+    pub generated_tokens: u64,
+    /// Where the pages are.
+    pub cache: LedgerStats,
+    /// What is in the cache for each request.
+    pub sequences: Vec<SequenceView>,
+}
+
+/// What is in the cache for one answer, prompt or open request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SequenceView {
+    /// Number of the request.
+    pub request: u64,
+    /// Which answer.
+    pub choice: usize,
+    /// Tokens in the cache.
+    pub tokens: usize,
+    /// Those of them that came from the prefix tree.
+    pub cached_tokens: usize,
+    /// Pages in bf16: sink, recent window and the page being filled.
+    pub exact_pages: usize,
+    /// Sealed pages; those of a window may be in bf16 too.
+    pub sealed_pages: usize,
+}
+
+/// A sink that several answers share.
+#[derive(Clone)]
+pub(crate) struct SharedSink(Arc<Mutex<Sink>>);
+
+impl SharedSink {
+    pub(crate) fn new(sink: Sink) -> SharedSink {
+        SharedSink(Arc::new(Mutex::new(sink)))
+    }
+
+    /// Sends an event. A sink that panics is the caller's fault and must not take the engine with it.
+    pub(crate) fn send(&self, event: Event) {
+        let sink = Arc::clone(&self.0);
+        let call = move || {
+            // A sink that has panicked once is not called again.
+            if let Ok(mut sink) = sink.lock() {
+                sink(event);
+            }
+        };
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
+    }
+}

@@ -1,0 +1,246 @@
+//! Too little memory, too many requests, requests that go away: nobody gets a wrong answer and nothing is lost.
+
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::time::Duration;
+
+use oscar_engine::{
+    Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
+};
+use support::*;
+
+/// A generator for tests; the seed is in the name of the failing request.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % limit
+    }
+}
+
+#[test]
+fn a_pool_a_quarter_of_the_need_changes_no_answer() {
+    let model = model(true);
+    for format in FORMATS {
+        let roomy = EngineOptions { context: Some(640), ..fixed_options(&model, format, Some(400)) };
+        let unloaded = TestEngine::new(model.clone(), &roomy).unwrap();
+        let mut random = Random(7);
+        let common = prompt(99, 150);
+        let requests: Vec<(Vec<u32>, GenerateOptions)> = (0..24)
+            .map(|seed| {
+                let own = prompt(seed, 1 + random.below(250));
+                let prompt = if seed % 2 == 0 { own } else { [common.clone(), own].concat() };
+                let length = 20 + random.below(120);
+                (prompt, if seed % 3 == 0 { seeded(length, seed as u64) } else { greedy(length) })
+            })
+            .collect();
+        let expected: Vec<Vec<u32>> = requests
+            .iter()
+            .map(|(prompt, options)| {
+                unloaded.reset();
+                ask(&unloaded, prompt, options).tokens
+            })
+            .collect();
+        let need: usize = requests
+            .iter()
+            .map(|(prompt, options)| (prompt.len() + options.max_tokens.unwrap()).div_ceil(64))
+            .sum();
+        // Sealed pages are smaller, so the windows of all requests are what must not fit.
+        let pages = if format == "bf16" { need / 4 } else { 42 };
+        let tight = EngineOptions { max_running: 12, ..fixed_options(&model, format, Some(pages)) };
+        let engine = TestEngine::new(model.clone(), &EngineOptions { context: Some(640), ..tight }).unwrap();
+        println!("{format}\n{}", engine.budget());
+        let mut answers: Vec<(usize, Answer)> = Vec::new();
+        for (index, (prompt, options)) in requests.iter().enumerate() {
+            answers.push((index, engine.answer(Request::new(prompt.clone(), options.clone())).unwrap()));
+            match random.below(4) {
+                // Some go away, at any stage.
+                0 => drop(answers.remove(random.below(answers.len()))),
+                1 => std::thread::sleep(Duration::from_millis(random.below(20) as u64)),
+                _ => {}
+            }
+        }
+        assert!(answers.len() > 12);
+        for (index, answer) in answers {
+            let summary = answer.wait().unwrap().remove(0);
+            assert_eq!(summary.tokens, expected[index], "{format}, request {index}");
+        }
+        let stats = engine.fresh_stats();
+        assert!(stats.preemptions > 0, "{format}: {stats:?}");
+        assert_idle(&engine);
+    }
+}
+
+/// Breaks a request off after every possible event and looks whether all pages come back.
+#[test]
+fn cancelling_at_every_stage_leaves_nothing_behind() {
+    let model = model(true);
+    for format in ["bf16", "int2"] {
+        let options = EngineOptions { context: Some(640), ..fixed_options(&model, format, Some(60)) };
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let whole = ask(&engine, &prompt(3, 400), &greedy(40)).tokens;
+        for stop_after in 0..40 {
+            engine.reset();
+            let other = engine.answer(Request::new(prompt(4, 200), greedy(10))).unwrap();
+            let mut answer = engine.answer(Request::new(prompt(3, 400), greedy(40))).unwrap();
+            let seen = answer.by_ref().take(stop_after).count();
+            answer.cancel();
+            let end = answer.by_ref().last();
+            if seen == stop_after
+                && let Some(Event::Finished { summary, .. }) = end
+            {
+                let common = summary.tokens.len();
+                assert_eq!(summary.tokens, whole[..common]);
+            }
+            assert_eq!(other.wait().unwrap()[0].tokens.len(), 10);
+            drop(answer);
+            assert_eq!(ask(&engine, &prompt(3, 400), &greedy(40)).tokens, whole, "{format}, {stop_after}");
+        }
+        assert_idle(&engine);
+    }
+}
+
+#[test]
+fn a_full_queue_refuses_and_recovers() {
+    let model = model(false);
+    let options = EngineOptions { max_running: 1, max_queued: 2, ..engine_options(&model, "int4", None) };
+    let engine = TestEngine::new(model.clone(), &options).unwrap();
+    let submit = || engine.answer(Request::new(prompt(1, 50), greedy(3000)));
+    let mut first = submit().unwrap();
+    assert!(matches!(first.next(), Some(Event::Prefill { .. })));
+    let second = submit().unwrap();
+    let third = submit().unwrap();
+    assert!(matches!(submit(), Err(EngineError::QueueFull { queued: 2 })));
+    drop(second);
+    drop(first);
+    while engine.fresh_stats().queued > 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let fourth = submit().unwrap();
+    drop((third, fourth));
+    assert_idle(&engine);
+}
+
+#[test]
+fn requests_that_can_never_run_are_refused() {
+    let model = model(false);
+    let options = EngineOptions { context: Some(300), ..engine_options(&model, "int4", None) };
+    let engine = TestEngine::new(model.clone(), &options).unwrap();
+    let refuse = |prompt: Vec<u32>, options| engine.answer(Request::new(prompt, options)).unwrap_err();
+    let long = refuse(prompt(1, 301), greedy(1));
+    assert!(matches!(long, EngineError::PromptTooLong { tokens: 301, context: 300 }), "{long}");
+    assert!(matches!(refuse(vec![120], greedy(1)), EngineError::TokenOutOfRange { .. }));
+    assert!(matches!(refuse(vec![], greedy(1)), EngineError::EmptyPrompt));
+    let many = GenerateOptions { n: 33, ..greedy(1) };
+    assert!(matches!(refuse(vec![1], many), EngineError::BadOption { name: "n", .. }));
+    // A limit that is far too large ends with the context.
+    let huge = ask(&engine, &prompt(1, 290), &greedy(usize::MAX));
+    assert_eq!((huge.tokens.len(), huge.finish), (11, FinishReason::Context));
+    assert_idle(&engine);
+}
+
+/// A prompt of many chunks must not hold up an answer: at most one item of prompt work between two tokens.
+#[test]
+fn a_long_prompt_does_not_stop_answers() {
+    use std::sync::mpsc;
+    let model = model(false);
+    for format in ["bf16", "int2"] {
+        let options = EngineOptions { context: Some(4096), ..engine_options(&model, format, None) };
+        let engine = TestEngine::new(model.clone(), &EngineOptions { prefill_chunk: 64, ..options }).unwrap();
+        let (sender, events) = mpsc::channel();
+        let submit = |name: &'static str, prompt: Vec<u32>, tokens: usize| {
+            let sender = sender.clone();
+            let sink = Box::new(move |event| drop(sender.send((name, event))));
+            engine.submit(Request::new(prompt, greedy(tokens)), sink).unwrap()
+        };
+        let answer = submit("answer", prompt(1, 10), 200);
+        loop {
+            if let ("answer", Event::Token { .. }) = events.recv().unwrap() {
+                break;
+            }
+        }
+        let long = submit("prompt", prompt(2, 2500), 3);
+        let (mut between, mut most, mut ended, mut chunks) = (0, 0, 0, 0);
+        let mut answer_running = true;
+        while ended < 2 {
+            match events.recv().unwrap() {
+                ("answer", Event::Token { .. }) => between = 0,
+                ("prompt", Event::Prefill { .. }) => {
+                    chunks += 1;
+                    between += usize::from(answer_running);
+                    most = most.max(between);
+                }
+                (name, event) if event.is_last() => {
+                    ended += 1;
+                    answer_running &= name != "answer";
+                }
+                _ => {}
+            }
+        }
+        assert!(chunks > 30, "{format}: {chunks}");
+        // The last item ends with two events: the item's own and that of the complete prompt.
+        assert!(most <= 2, "{format}: {most}");
+        drop((answer, long));
+    }
+}
+
+#[test]
+fn an_engine_that_goes_away_ends_its_answers() {
+    let model = model(false);
+    let options = EngineOptions { max_running: 1, ..engine_options(&model, "int2", None) };
+    let engine = TestEngine::new(model.clone(), &options).unwrap();
+    let answers: Vec<Answer> =
+        (0..3).map(|seed| engine.answer(Request::new(prompt(seed, 300), greedy(3000))).unwrap()).collect();
+    drop(engine);
+    for answer in answers {
+        assert!(matches!(*answer.wait().unwrap_err(), EngineError::Stopped));
+    }
+}
+
+/// A model whose token 7 is not a number: requests that read it fail, their neighbours do not.
+#[test]
+fn numbers_that_are_not_finite_fail_their_own_request_only() {
+    let damaged = model_with("qwen3", 2048, true, |bytes| {
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let text = String::from_utf8(bytes[8..8 + header].to_vec()).unwrap();
+        let place = text.find("\"model.embed_tokens.weight\"").unwrap();
+        let offsets = text[place..].find("\"data_offsets\":[").unwrap() + place + 16;
+        let start: usize = text[offsets..].split(',').next().unwrap().trim().parse().unwrap();
+        let row = 8 + header + start + 7 * 64 * 2;
+        bytes[row..row + 64 * 2].chunks_exact_mut(2).for_each(|x| x.copy_from_slice(&[0xc0, 0x7f]));
+    });
+    for format in FORMATS {
+        let options = EngineOptions { context: Some(1024), ..fixed_options(&damaged, format, Some(100)) };
+        let engine = TestEngine::new(damaged.clone(), &options).unwrap();
+        // Never draws the damaged token.
+        let sound = GenerateOptions {
+            sampling: oscar_engine::SamplingOptions { logit_bias: vec![(7, -1e9)], ..Default::default() },
+            ..greedy(60)
+        };
+        let without_seven = |seed, len| -> Vec<u32> {
+            prompt(seed, len).into_iter().map(|token| if token == 7 { 8 } else { token }).collect()
+        };
+        let expected = ask(&engine, &without_seven(1, 100), &sound).tokens;
+        for length in [10, 64, 300] {
+            let mut bad = without_seven(2, length);
+            bad[length / 2] = 7;
+            let neighbour = engine.answer(Request::new(without_seven(1, 100), sound.clone())).unwrap();
+            let failed = engine.answer(Request::new(bad, sound.clone())).unwrap().wait().unwrap_err();
+            assert!(failed.to_string().contains("finite"), "{format} {length}: {failed}");
+            assert_eq!(neighbour.wait().unwrap()[0].tokens, expected, "{format} {length}");
+        }
+        // Drawn in the middle of an answer.
+        let drawn = GenerateOptions {
+            sampling: oscar_engine::SamplingOptions { logit_bias: vec![(7, 1e9)], ..Default::default() },
+            ..greedy(60)
+        };
+        let neighbour = engine.answer(Request::new(without_seven(1, 100), sound.clone())).unwrap();
+        assert!(engine.answer(Request::new(without_seven(3, 80), drawn)).unwrap().wait().is_err());
+        assert_eq!(neighbour.wait().unwrap()[0].tokens, expected, "{format}");
+        assert_eq!(engine.fresh_stats().failed, 4);
+        assert_idle(&engine);
+    }
+}

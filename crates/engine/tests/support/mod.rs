@@ -1,0 +1,127 @@
+//! Tiny random models with a longer context than their files say, and codecs for them.
+
+#![allow(dead_code)]
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use oscar_codec::{
+    HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PageCodec, PageFormat, Rule, ScaleType, hadamard,
+};
+use oscar_engine::{
+    Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
+};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_model::LoadedModel;
+use oscar_model::source::ModelPath;
+
+pub(crate) type TestModel = Arc<LoadedModel<CpuBackend>>;
+pub(crate) type TestEngine = Engine<CpuBackend>;
+
+/// All formats of a cache.
+pub(crate) const FORMATS: [&str; 4] = ["bf16", "fp8", "int4", "int2"];
+
+fn backend(deterministic: bool) -> Arc<CpuBackend> {
+    // Tests run side by side, and workers that spin would take turns on few cores.
+    let backend = CpuBackend::new(1).unwrap();
+    Arc::new(if deterministic { backend.deterministic() } else { backend })
+}
+
+/// A fixture with room for `context` tokens; `damage` may change its weights file.
+pub(crate) fn model_with(
+    name: &str,
+    context: usize,
+    deterministic: bool,
+    damage: impl FnOnce(&mut Vec<u8>),
+) -> TestModel {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models").join(name);
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["generation_config.json", "tokenizer.json"] {
+        fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
+    }
+    let config = fs::read_to_string(fixture.join("config.json")).unwrap();
+    let longer = format!("\"max_position_embeddings\": {context}");
+    let config = config.replace("\"max_position_embeddings\": 256", &longer);
+    fs::write(folder.path().join("config.json"), config).unwrap();
+    let mut weights = fs::read(fixture.join("model.safetensors")).unwrap();
+    damage(&mut weights);
+    fs::write(folder.path().join("model.safetensors"), weights).unwrap();
+    let path = ModelPath::Folder(folder.path().to_path_buf());
+    let model = LoadedModel::load(&path, backend(deterministic)).unwrap();
+    assert_eq!(model.config().max_context, context);
+    Arc::new(model)
+}
+
+pub(crate) fn model(deterministic: bool) -> TestModel {
+    model_with("qwen3", 4096, deterministic, |_| ())
+}
+
+/// The codec of a format; `None` for bf16.
+pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>> {
+    let codec = match format {
+        "bf16" => return None,
+        "fp8" => PageCodec::fp8(geometry, None).unwrap(),
+        "int4" => PageCodec::int4(geometry, None).unwrap(),
+        "int2" => {
+            let transform = HeadTransform::new(None, &hadamard::matrix(geometry.head_dim)).unwrap();
+            let heads = geometry.layers * geometry.kv_heads;
+            let encoders = vec![HeadEncoder::new(transform, Rule::Search); heads];
+            let (dim, kv_heads) = (geometry.head_dim, geometry.kv_heads);
+            PageCodec::int2(
+                Int2Codec::new("int2", dim, kv_heads, 1, ScaleType::F16, false, encoders.clone(), encoders)
+                    .unwrap(),
+            )
+        }
+        other => panic!("{other}"),
+    };
+    Some(Arc::new(codec))
+}
+
+/// Options for a cache of `format` with room for `pages` bf16 pages, or as many bytes of sealed ones.
+pub(crate) fn engine_options(model: &TestModel, format: &str, pages: Option<usize>) -> EngineOptions {
+    let geometry = model.config().kv_geometry();
+    let kv = KvOptions {
+        codec: codec(format, geometry),
+        windows: oscar_codec::PageWindows { sink: 1, recent: 2 },
+        memory: pages.map(|pages| pages * geometry.page_bytes(PageFormat::Bf16)),
+        ..KvOptions::default()
+    };
+    EngineOptions { prefill_chunk: 48, kv, ..EngineOptions::default() }
+}
+
+/// The same, answering alike whatever else runs.
+pub(crate) fn fixed_options(model: &TestModel, format: &str, pages: Option<usize>) -> EngineOptions {
+    EngineOptions { deterministic: true, ..engine_options(model, format, pages) }
+}
+
+/// Token ids without a meaning; different seeds have little in common.
+pub(crate) fn prompt(seed: usize, len: usize) -> Vec<u32> {
+    (0..len)
+        .map(|index| ((index * 37 + seed * 101 + index * index * (seed % 7) + 11) % 110 + 3) as u32)
+        .collect()
+}
+
+pub(crate) fn greedy(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_tokens: Some(max_tokens), ignore_end: true, ..GenerateOptions::default() }
+}
+
+pub(crate) fn seeded(max_tokens: usize, seed: u64) -> GenerateOptions {
+    let sampling =
+        SamplingOptions { temperature: 1.0, top_p: 0.98, seed: Some(seed), ..SamplingOptions::default() };
+    GenerateOptions { sampling, ..greedy(max_tokens) }
+}
+
+pub(crate) fn ask(engine: &TestEngine, prompt: &[u32], options: &GenerateOptions) -> Summary {
+    engine.answer(Request::new(prompt, options.clone())).unwrap().wait().unwrap().remove(0)
+}
+
+/// Nothing is held by anybody once the tree has forgotten everything.
+pub(crate) fn assert_idle(engine: &TestEngine) {
+    engine.reset();
+    let stats = engine.fresh_stats();
+    let cache = stats.cache;
+    assert_eq!((stats.queued, stats.prefilling, stats.running, stats.kept_open), (0, 0, 0, 0));
+    let used = (cache.exact.used(), cache.sealed.used(), cache.scratch.used(), cache.sequences);
+    assert_eq!(used, (0, 0, 0, 0), "{cache:?}");
+}

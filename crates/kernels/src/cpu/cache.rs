@@ -1,0 +1,273 @@
+//! The page pools of a cache in host memory.
+//!
+//! | pool | order | holds |
+//! |---|---|---|
+//! | bf16 | `[slot][layer][head]` | windows, and whole sequences when nothing is sealed |
+//! | scratch | `[slot][head]` | one layer of a prompt on its way to sealed pages |
+//! | sealed | `[slot][layer][head]`, a format per layer | history |
+//!
+//! All layers of a slot lie together, so memory becomes resident page by page as sequences grow, not layer by layer.
+//! Rows are stored in the codec's basis (centred, rotated) in every pool, because softmax over a mixture of pools is
+//! only right when all keys of a row are shifted alike.
+
+use std::ops::Range;
+
+use oscar_codec::{HeadIndex, PAGE_TOKENS, PageFormat};
+
+use super::attention;
+use super::attention::sealed::SealedFormat;
+use super::encode::Sealer;
+use super::isa::Isa;
+use super::memory::{AlignedBuffer, DisjointSlice};
+use crate::backend::{CacheSpec, KernelError};
+
+/// The slot that padded rows name; nothing is written there and what is read does not matter.
+pub(super) const DUMMY_SLOT: u32 = 0;
+
+/// Page pools in host memory.
+pub struct Cache {
+    spec: CacheSpec,
+    /// Elements of a bf16 page of one head.
+    page_len: usize,
+    exact: AlignedBuffer<u16>,
+    scratch: AlignedBuffer<u16>,
+    sealed: Option<SealedPool>,
+}
+
+/// The pool of sealed pages.
+pub(super) struct SealedPool {
+    pub(super) sealer: Sealer,
+    /// How each layer is read.
+    pub(super) formats: Vec<SealedFormat>,
+    bytes: AlignedBuffer<u8>,
+}
+
+impl SealedPool {
+    /// Where a head's page lies.
+    fn range(&self, head: HeadIndex, slot: u32) -> Range<usize> {
+        let codec = self.sealer.codec();
+        let page = codec.head_bytes(head.layer);
+        let start = slot as usize * codec.page_bytes() + codec.layer_offset(head.layer) + head.head * page;
+        start..start + page
+    }
+
+    pub(super) fn page(&self, head: HeadIndex, slot: u32) -> &[u8] {
+        &self.bytes[self.range(head, slot)]
+    }
+}
+
+impl Cache {
+    pub(super) fn new(isa: Isa, spec: &CacheSpec) -> Result<Cache, KernelError> {
+        let geometry = spec.geometry;
+        if !geometry.head_dim.is_multiple_of(2) {
+            let got = geometry.head_dim;
+            return Err(KernelError::Shape {
+                what: "head dimension, an even number",
+                expected: got + 1,
+                got,
+            });
+        }
+        let page_len = PageFormat::Bf16.page_bytes(geometry.head_dim) / size_of::<u16>();
+        let elements = |slots: usize, layers: usize| product([slots, layers, geometry.kv_heads, page_len]);
+        let sealed = spec.sealed.as_ref().map(|sealed| {
+            if sealed.codec.geometry() != geometry {
+                let (expected, got) = (geometry.layers, sealed.codec.geometry().layers);
+                return Err(KernelError::Shape { what: "layers, heads and channels of a codec", expected, got });
+            }
+            let bytes = product([sealed.slots, sealed.codec.page_bytes(), 1, 1]);
+            Ok(SealedPool {
+                formats: (0..geometry.layers).map(|layer| SealedFormat::of(&sealed.codec, layer)).collect(),
+                bytes: AlignedBuffer::zeroed(bytes, "sealed pages of the KV cache")?,
+                sealer: Sealer::new(isa, sealed.codec.clone()),
+            })
+        });
+        Ok(Cache {
+            page_len,
+            exact: AlignedBuffer::zeroed(elements(spec.slots, geometry.layers), "the KV cache")?,
+            scratch: AlignedBuffer::zeroed(elements(spec.scratch_slots, 1), "prefill scratch of the KV cache")?,
+            sealed: sealed.transpose()?,
+            spec: spec.clone(),
+        })
+    }
+
+    /// Sizes and formats.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+
+    /// Slots of bf16 pages, scratch included.
+    pub(super) fn exact_slots(&self) -> usize {
+        self.spec.slots + self.spec.scratch_slots
+    }
+
+    pub(super) fn sealed(&self) -> Option<&SealedPool> {
+        self.sealed.as_ref()
+    }
+
+    /// Reads the keys and values of consecutive positions of one head; rows of `head_dim` values.
+    ///
+    /// `pages[p]` is the slot of positions `[64p, 64p + 64)`, as in a batch.
+    pub fn read_rows(
+        &self,
+        layer: usize,
+        head: usize,
+        pages: &[u32],
+        positions: Range<usize>,
+        keys: &mut [f32],
+        values: &mut [f32],
+    ) {
+        let d = self.spec.geometry.head_dim;
+        let rows = keys.chunks_exact_mut(d).zip(values.chunks_exact_mut(d));
+        assert!(rows.len() == positions.len(), "room for {} of {} rows", rows.len(), positions.len());
+        for (position, (key, value)) in positions.zip(rows) {
+            let page = self.page(layer, pages[position / PAGE_TOKENS], head);
+            attention::read_token(page, d, position % PAGE_TOKENS, key, value);
+        }
+    }
+
+    /// Writes the keys and values of consecutive positions of one head, rounded to bf16.
+    pub fn write_rows(
+        &mut self,
+        layer: usize,
+        head: usize,
+        pages: &[u32],
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) {
+        let d = self.spec.geometry.head_dim;
+        assert_eq!(keys.len(), values.len(), "as many keys as values");
+        for (index, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
+            let position = first + index;
+            let writer = self.writer(layer);
+            // SAFETY: the writer is borrowed exclusively and gives out one page at a time.
+            let page = unsafe { writer.page(pages[position / PAGE_TOKENS], head) };
+            attention::write_token(page, d, position % PAGE_TOKENS, key, value);
+        }
+    }
+
+    /// The bytes of a sealed page of one head, for tests and tools.
+    pub fn sealed_bytes(&self, layer: usize, head: usize, slot: u32) -> Option<&[u8]> {
+        self.sealed.as_ref().map(|sealed| sealed.page(HeadIndex { layer, head }, slot))
+    }
+
+    /// The bf16 page of one head.
+    pub(super) fn page(&self, layer: usize, slot: u32, head: usize) -> &[u16] {
+        let (pool, index) = self.place(layer, slot, head);
+        let elements = match pool {
+            Pool::Exact => &self.exact,
+            Pool::Scratch => &self.scratch,
+        };
+        &elements[index * self.page_len..(index + 1) * self.page_len]
+    }
+
+    fn place(&self, layer: usize, slot: u32, head: usize) -> (Pool, usize) {
+        place(&self.spec, layer, slot, head)
+    }
+
+    /// The bf16 pages of a layer, to be written by several threads.
+    pub(super) fn writer(&mut self, layer: usize) -> PageWriter<'_> {
+        PageWriter {
+            spec: &self.spec,
+            layer,
+            page_len: self.page_len,
+            exact: DisjointSlice::new(&mut self.exact),
+            scratch: DisjointSlice::new(&mut self.scratch),
+        }
+    }
+
+    /// Everything needed to seal: bf16 pages to read, sealed pages to write.
+    pub(super) fn sealing(&mut self) -> Option<Sealing<'_>> {
+        let Cache { spec, page_len, exact, scratch, sealed } = self;
+        let SealedPool { sealer, bytes, .. } = sealed.as_mut()?;
+        let ranges = DisjointSlice::new(bytes);
+        Some(Sealing { spec, page_len: *page_len, exact, scratch, sealer, bytes: ranges })
+    }
+
+    /// Copies a bf16 page, all layers.
+    pub(super) fn copy_page(&mut self, from: u32, to: u32) {
+        let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;
+        let start = from as usize * slot_len;
+        self.exact.copy_within(start..start + slot_len, to as usize * slot_len);
+    }
+}
+
+enum Pool {
+    Exact,
+    Scratch,
+}
+
+/// The pool of a bf16 slot, and the index of a head's page in it.
+fn place(spec: &CacheSpec, layer: usize, slot: u32, head: usize) -> (Pool, usize) {
+    let heads = spec.geometry.kv_heads;
+    match (slot as usize).checked_sub(spec.slots) {
+        Some(scratch) => (Pool::Scratch, scratch * heads + head),
+        None => (Pool::Exact, (slot as usize * spec.geometry.layers + layer) * heads + head),
+    }
+}
+
+/// Sizes multiplied; what does not fit is more memory than there is.
+fn product(factors: [usize; 4]) -> usize {
+    factors.into_iter().try_fold(1usize, usize::checked_mul).unwrap_or(usize::MAX)
+}
+
+/// The bf16 pages of one layer, written by several threads.
+pub(super) struct PageWriter<'a> {
+    spec: &'a CacheSpec,
+    layer: usize,
+    page_len: usize,
+    exact: DisjointSlice<'a, u16>,
+    scratch: DisjointSlice<'a, u16>,
+}
+
+impl PageWriter<'_> {
+    /// One page.
+    ///
+    /// # Safety
+    /// Nobody else may hold the same page at the same time.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn page(&self, slot: u32, head: usize) -> &mut [u16] {
+        let (pool, index) = place(self.spec, self.layer, slot, head);
+        let pages = match pool {
+            Pool::Exact => &self.exact,
+            Pool::Scratch => &self.scratch,
+        };
+        // SAFETY: different (slot, head) pairs give disjoint ranges; the caller promises the rest.
+        unsafe { pages.part(index * self.page_len..(index + 1) * self.page_len) }
+    }
+}
+
+/// The pools while pages are being sealed by several threads.
+pub(super) struct Sealing<'a> {
+    spec: &'a CacheSpec,
+    page_len: usize,
+    exact: &'a [u16],
+    scratch: &'a [u16],
+    pub(super) sealer: &'a Sealer,
+    bytes: DisjointSlice<'a, u8>,
+}
+
+impl Sealing<'_> {
+    /// The bf16 page to be sealed.
+    pub(super) fn exact_page(&self, head: HeadIndex, slot: u32) -> &[u16] {
+        let (pool, index) = place(self.spec, head.layer, slot, head.head);
+        let pages = match pool {
+            Pool::Exact => self.exact,
+            Pool::Scratch => self.scratch,
+        };
+        &pages[index * self.page_len..(index + 1) * self.page_len]
+    }
+
+    /// The sealed page of one head.
+    ///
+    /// # Safety
+    /// Nobody else may hold the same page at the same time.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn sealed_page(&self, head: HeadIndex, slot: u32) -> &mut [u8] {
+        let codec = self.sealer.codec();
+        let page = codec.head_bytes(head.layer);
+        let start = slot as usize * codec.page_bytes() + codec.layer_offset(head.layer) + head.head * page;
+        // SAFETY: different (slot, layer, head) triples give disjoint ranges; the caller promises the rest.
+        unsafe { self.bytes.part(start..start + page) }
+    }
+}

@@ -1,0 +1,260 @@
+//! A few rows times a square matrix, with output channels in lanes.
+//!
+//! This is the product of a decode step, where a head has one new row: `rotate` keeps sixteen rows in lanes and would
+//! waste fifteen. Each output channel is one chain of fused multiply-adds over input channels 0, 1, 2, …, starting from
+//! zero, as [`HeadTransform::apply`] defines, so the results are equal to the bit. Rows share each load of the matrix.
+
+use oscar_codec::HeadTransform;
+use oscar_codec::transform::round_to_bf16;
+
+use super::kernel::Step;
+use super::lanes::Lanes;
+
+/// Rows that go through the product together: the matrix comes from the second-level cache once for all of them.
+pub(super) const ROW_BLOCK: usize = 48;
+
+/// What happens to rows before the product.
+#[derive(Clone, Copy)]
+pub(super) enum Prepare<'a> {
+    /// Nothing.
+    Copy,
+    /// The input of [`HeadTransform::apply`]: rounding where it is published, and centring.
+    Centre(&'a HeadTransform),
+}
+
+/// What happens to finished sums.
+#[derive(Clone, Copy)]
+pub(super) enum Finish<'a> {
+    /// Nothing.
+    Keep,
+    /// Rounding to bf16.
+    Bf16,
+    /// The mean of the channel is added.
+    Add(&'a [f32]),
+}
+
+/// `rows = finish(prepare(rows) · matrix)` in place.
+pub(super) struct Product<'a> {
+    /// `[d][d]`, input channel by output channel; without one the rows are not multiplied.
+    pub(super) matrix: Option<&'a [f32]>,
+    pub(super) dim: usize,
+    pub(super) prepare: Prepare<'a>,
+    pub(super) finish: Finish<'a>,
+    /// Whole rows.
+    pub(super) rows: &'a mut [f32],
+    /// Room for [`ROW_BLOCK`] rows.
+    pub(super) input: &'a mut [f32],
+}
+
+impl Step for Product<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+        let Product { matrix, dim, prepare, finish, rows, input } = self;
+        assert!(dim > 0 && rows.len().is_multiple_of(dim) && input.len() >= ROW_BLOCK * dim);
+        assert!(matrix.is_none_or(|matrix| matrix.len() == dim * dim));
+        if let Finish::Add(mean) = finish {
+            assert_eq!(mean.len(), dim);
+        }
+        for rows in rows.chunks_mut(ROW_BLOCK * dim) {
+            let input = &mut input[..rows.len()];
+            prepare_rows(prepare, dim, rows, input);
+            match matrix {
+                // SAFETY: the caller promises the instructions; the lengths are asserted and equal.
+                Some(matrix) => unsafe { multiply::<V>(input, matrix, dim, finish, rows) },
+                None => {
+                    for (input, row) in input.chunks_exact(dim).zip(rows.chunks_exact_mut(dim)) {
+                        // SAFETY: as above.
+                        unsafe { finish_row::<V>(input, finish, row) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One row that is not multiplied.
+///
+/// # Safety
+/// The CPU has the instructions of `V`; the slices, and a mean to be added, are equally long.
+#[inline(always)]
+unsafe fn finish_row<V: Lanes>(input: &[f32], finish: Finish<'_>, out: &mut [f32]) {
+    let vectors = input.len() / V::WIDTH * V::WIDTH;
+    for channel in (0..vectors).step_by(V::WIDTH) {
+        // SAFETY: the caller promises the instructions, and the lengths end at `vectors` or later.
+        unsafe {
+            // The definition adds each number to zero, which takes the sign of a negative zero.
+            let sum = V::load(input.as_ptr().add(channel)).add(V::splat(0.0));
+            finish_lanes(finish, channel, sum).store(out.as_mut_ptr().add(channel));
+        }
+    }
+    for channel in vectors..input.len() {
+        out[channel] = finish_one(finish, channel, input[channel] + 0.0);
+    }
+}
+
+/// # Safety
+/// The CPU has the instructions of `V`; a mean to be added has channels `channel..channel + WIDTH`.
+#[inline(always)]
+unsafe fn finish_lanes<V: Lanes>(finish: Finish<'_>, channel: usize, sum: V) -> V {
+    // SAFETY: the caller promises both.
+    unsafe {
+        match finish {
+            Finish::Keep => sum,
+            Finish::Bf16 => {
+                // NaN must stay NaN, which the rounding alone does not promise.
+                let limit = V::splat(f32::INFINITY);
+                sum.magnitude().where_less(limit, sum.round_to_bf16(), sum)
+            }
+            Finish::Add(mean) => sum.add(V::load(mean.as_ptr().add(channel))),
+        }
+    }
+}
+
+#[inline(always)]
+fn prepare_rows(prepare: Prepare<'_>, dim: usize, rows: &[f32], input: &mut [f32]) {
+    input.copy_from_slice(rows);
+    let Prepare::Centre(transform) = prepare else { return };
+    if transform.rounds_input() {
+        input.iter_mut().for_each(|x| *x = round_to_bf16(*x));
+    }
+    if let Some(mean) = transform.mean() {
+        for row in input.chunks_exact_mut(dim) {
+            row.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+        }
+    }
+}
+
+#[inline(always)]
+fn finish_one(finish: Finish<'_>, channel: usize, sum: f32) -> f32 {
+    match finish {
+        Finish::Keep => sum,
+        Finish::Bf16 => round_to_bf16(sum),
+        Finish::Add(mean) => sum + mean[channel],
+    }
+}
+
+/// `out = finish(input · matrix)`.
+///
+/// # Safety
+/// The CPU has the instructions of `V`; `input` and `out` are as many whole rows of `dim`, the matrix is `dim x dim`
+/// and a mean to be added has `dim` channels.
+#[inline(always)]
+unsafe fn multiply<V: Lanes>(input: &[f32], matrix: &[f32], dim: usize, finish: Finish<'_>, out: &mut [f32]) {
+    let mut tile = Tile { input, matrix, dim, finish, out };
+    let rows = input.len() / dim;
+    let mut channel = 0;
+    // One row needs many sums in flight, hence wide strips; with more rows four registers of channels are enough and
+    // leave room for the sums of other rows.
+    // SAFETY: the caller promises the instructions and the shapes; columns end at `dim`.
+    unsafe {
+        if rows == 1 {
+            while channel + 8 * V::WIDTH <= dim {
+                tile.columns::<V, 8>(rows, channel);
+                channel += 8 * V::WIDTH;
+            }
+        }
+        while channel + 4 * V::WIDTH <= dim {
+            tile.columns::<V, 4>(rows, channel);
+            channel += 4 * V::WIDTH;
+        }
+        while channel + V::WIDTH <= dim {
+            tile.columns::<V, 1>(rows, channel);
+            channel += V::WIDTH;
+        }
+    }
+    for channel in channel..dim {
+        for row in 0..rows {
+            let mut sum = 0.0;
+            for (i, &x) in tile.input[row * dim..][..dim].iter().enumerate() {
+                sum = x.mul_add(matrix[i * dim + channel], sum);
+            }
+            tile.out[row * dim + channel] = finish_one(finish, channel, sum);
+        }
+    }
+}
+
+struct Tile<'a> {
+    input: &'a [f32],
+    matrix: &'a [f32],
+    dim: usize,
+    finish: Finish<'a>,
+    out: &'a mut [f32],
+}
+
+impl Tile<'_> {
+    /// Channels `channel..channel + COLUMNS · WIDTH` of all rows.
+    ///
+    /// # Safety
+    /// As [`multiply`]; these channels exist.
+    #[inline(always)]
+    unsafe fn columns<V: Lanes, const COLUMNS: usize>(&mut self, rows: usize, channel: usize) {
+        let mut row = 0;
+        // SAFETY: the caller promises the instructions and the shapes; `row` counts up to `rows`.
+        unsafe {
+            if COLUMNS <= 4 {
+                // As many sums as registers allow: 24 of 32, or 8 of 16.
+                if V::WIDTH == 16 {
+                    while row + 6 <= rows {
+                        self.rows::<V, COLUMNS, 6>(row, channel);
+                        row += 6;
+                    }
+                    if row + 4 <= rows {
+                        self.rows::<V, COLUMNS, 4>(row, channel);
+                        row += 4;
+                    }
+                    if row + 3 <= rows {
+                        self.rows::<V, COLUMNS, 3>(row, channel);
+                        row += 3;
+                    }
+                }
+                while row + 2 <= rows {
+                    self.rows::<V, COLUMNS, 2>(row, channel);
+                    row += 2;
+                }
+            }
+            while row < rows {
+                self.rows::<V, COLUMNS, 1>(row, channel);
+                row += 1;
+            }
+        }
+    }
+
+    /// [`Tile::columns`] of `ROWS` rows.
+    ///
+    /// # Safety
+    /// As there; these rows exist.
+    #[inline(always)]
+    unsafe fn rows<V: Lanes, const COLUMNS: usize, const ROWS: usize>(&mut self, row: usize, channel: usize) {
+        let dim = self.dim;
+        // SAFETY: the caller promises the instructions, that rows `row..row + ROWS` are inside `input` and `out`, and
+        // that channels `channel..channel + COLUMNS · WIDTH` are below `dim`, which is also the size of a mean.
+        unsafe {
+            let mut sums = [[V::splat(0.0); COLUMNS]; ROWS];
+            let mut weights = self.matrix.as_ptr().add(channel);
+            let inputs = self.input.as_ptr().add(row * dim);
+            for i in 0..dim {
+                let mut column = [V::splat(0.0); COLUMNS];
+                for c in 0..COLUMNS {
+                    column[c] = V::load(weights.add(c * V::WIDTH));
+                }
+                for r in 0..ROWS {
+                    let x = V::splat(*inputs.add(r * dim + i));
+                    for c in 0..COLUMNS {
+                        sums[r][c] = x.multiply_add(column[c], sums[r][c]);
+                    }
+                }
+                weights = weights.wrapping_add(dim);
+            }
+            for r in 0..ROWS {
+                for c in 0..COLUMNS {
+                    let sum = sums[r][c];
+                    let first = channel + c * V::WIDTH;
+                    let value = finish_lanes(self.finish, first, sum);
+                    value.store(self.out.as_mut_ptr().add((row + r) * dim + first));
+                }
+            }
+        }
+    }
+}

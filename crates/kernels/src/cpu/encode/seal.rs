@@ -1,0 +1,217 @@
+//! What the cache does to rows and pages: transform rows on their way in, seal full pages, undo the values of a result.
+//!
+//! Everything repeats [`PageCodec`] to the bit on every instruction set. [`Isa::Scalar`] runs that code.
+
+use std::sync::Arc;
+
+use oscar_codec::{
+    CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Side,
+};
+
+use super::kernel::{Quantise, run};
+use super::product::{Finish, Prepare, Product, ROW_BLOCK};
+use super::quantise::BlockCodes;
+use super::unpack::{AllFinite, ToFp8, Unpack};
+use crate::cpu::attention::page::{page_elements, read_token};
+use crate::cpu::gemm::aligned::AlignedScratch;
+use crate::cpu::isa::Isa;
+
+/// Working memory of a [`Sealer`]; keep one per thread.
+#[derive(Default)]
+pub struct SealScratch {
+    keys: AlignedScratch,
+    values: AlignedScratch,
+    rows: AlignedScratch,
+    codes: BlockCodes,
+}
+
+/// A [`PageCodec`] on one instruction set.
+pub struct Sealer {
+    pub(super) isa: Isa,
+    codec: Arc<PageCodec>,
+}
+
+impl Sealer {
+    /// # Panics
+    /// When this machine does not have `isa`.
+    pub fn new(isa: Isa, codec: Arc<PageCodec>) -> Sealer {
+        assert!(isa.is_available(), "{isa} kernels on a machine without them");
+        Sealer { isa, codec }
+    }
+
+    /// The codec this repeats.
+    pub fn codec(&self) -> &Arc<PageCodec> {
+        &self.codec
+    }
+
+    /// Whether nothing happens to the rows of a head and side but their rounding.
+    ///
+    /// # Panics
+    /// As all methods about rows: when the codec has no such head.
+    pub fn is_identity(&self, head: HeadIndex, side: Side) -> bool {
+        self.transform(head, side).is_identity()
+    }
+
+    /// Seals a full bf16 page of one head, in the order of [`crate::cpu::attention::page`], to that head's bytes of a
+    /// sealed page. On an error `out` is as it was.
+    pub fn seal(
+        &self,
+        head: HeadIndex,
+        page: &[u16],
+        out: &mut [u8],
+        scratch: &mut SealScratch,
+    ) -> Result<(), CodecError> {
+        let KvGeometry { head_dim: dim, .. } = self.codec.geometry();
+        let bytes = self.codec.head_range(head)?.len();
+        if !dim.is_multiple_of(2) {
+            let reason = "bf16 pages hold channels in pairs";
+            return Err(CodecError::HeadDim { head_dim: dim, reason });
+        }
+        let shape = |what, expected, got| {
+            if expected == got { Ok(()) } else { Err(CodecError::Shape { what, expected, got }) }
+        };
+        shape("elements of a bf16 page", page_elements(dim), page.len())?;
+        shape("bytes of a sealed page", bytes, out.len())?;
+        // SAFETY: the constructor has found the path available.
+        if self.isa == Isa::Scalar || !unsafe { run(self.isa, AllFinite(page)) } {
+            // The definition also names the row and the channel of what is not finite.
+            return self.seal_plainly(head, page, out);
+        }
+        match self.codec.layer_format(head.layer) {
+            PageFormat::Bf16 => {
+                for (bits, out) in page.iter().zip(out.chunks_exact_mut(2)) {
+                    out.copy_from_slice(&bits.to_le_bytes());
+                }
+            }
+            PageFormat::Fp8 => {
+                let layout =
+                    self.codec.fp8_layout(head.layer).expect("a layer of 8-bit floats has their layout");
+                // SAFETY: as above.
+                unsafe { run(self.isa, ToFp8 { layout, page, out }) };
+            }
+            PageFormat::Int2 { .. } | PageFormat::Int4 { .. } => {
+                let layout = self.codec.code_layout(head.layer).expect("a layer of codes has their layout");
+                let SealScratch { keys, values, rows, codes } = scratch;
+                let len = PAGE_TOKENS * dim;
+                let (keys, values, rows) = (keys.at_least(len), values.at_least(len), rows.at_least(len));
+                // SAFETY: as above.
+                unsafe { run(self.isa, Unpack { dim, page, keys, values, rows }) };
+                for (side, rotated) in [(Side::Key, keys), (Side::Value, values)] {
+                    let format = &self.codec.row_format(head, side)?;
+                    let (layout, rows) = (&layout, PAGE_TOKENS);
+                    let step = Quantise { format, layout, side, rows, rotated, codes, page: &mut *out };
+                    // SAFETY: as above.
+                    unsafe { run(self.isa, step) };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The definition, on rows gathered one by one.
+    fn seal_plainly(&self, head: HeadIndex, page: &[u16], out: &mut [u8]) -> Result<(), CodecError> {
+        let dim = self.codec.geometry().head_dim;
+        let (mut keys, mut values) = (vec![0.0; PAGE_TOKENS * dim], vec![0.0; PAGE_TOKENS * dim]);
+        for (token, (key, value)) in keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim)).enumerate()
+        {
+            read_token(page, dim, token, key, value);
+        }
+        self.codec.seal_page(head, &keys, &values, out)
+    }
+
+    /// Centres and rotates keys or values of one head in place and rounds them to bf16: what every tier stores. Equal
+    /// to [`HeadTransform::apply`] for finite rows; a row with NaN or infinity gets some that are not finite.
+    ///
+    /// # Panics
+    /// When the codec has no such head or `rows` are not whole rows.
+    pub fn transform_rows(&self, head: HeadIndex, side: Side, rows: &mut [f32], scratch: &mut SealScratch) {
+        let transform = self.transform(head, side);
+        self.check_rows(rows);
+        if self.isa == Isa::Scalar {
+            return each_row(transform.dim(), rows, scratch, |row, out| transform.apply(row, out));
+        }
+        let matrix = transform.rotates().then(|| &transform.rotation()[..]);
+        self.multiply(matrix, Prepare::Centre(transform), Finish::Bf16, rows, scratch);
+    }
+
+    /// Rotates the queries that read a KV head as its keys are rotated, in place and in f32. Queries are not centred:
+    /// the mean key adds the same to all logits of a query.
+    ///
+    /// # Panics
+    /// When the codec has no such head or `rows` are not whole rows.
+    pub fn rotate_queries(&self, head: HeadIndex, rows: &mut [f32], scratch: &mut SealScratch) {
+        let transform = self.transform(head, Side::Key);
+        self.check_rows(rows);
+        if !transform.rotates() {
+            return;
+        }
+        let matrix = &transform.rotation()[..];
+        if self.isa == Isa::Scalar {
+            return each_row(transform.dim(), rows, scratch, |row, out| multiply_plainly(row, matrix, out));
+        }
+        self.multiply(Some(matrix), Prepare::Copy, Finish::Keep, rows, scratch);
+    }
+
+    /// Takes sums of value rows (whose weights add up to one) back to where values came from, in place and in f32.
+    ///
+    /// # Panics
+    /// When the codec has no such head or `rows` are not whole rows.
+    pub fn undo_values(&self, head: HeadIndex, rows: &mut [f32], scratch: &mut SealScratch) {
+        let transform = self.transform(head, Side::Value);
+        self.check_rows(rows);
+        if transform.is_identity() {
+            return;
+        }
+        if self.isa == Isa::Scalar {
+            return each_row(transform.dim(), rows, scratch, |row, out| transform.undo(row, out));
+        }
+        let matrix = transform.rotates().then(|| &transform.transposed()[..]);
+        let finish = transform.mean().map_or(Finish::Keep, Finish::Add);
+        self.multiply(matrix, Prepare::Copy, finish, rows, scratch);
+    }
+
+    fn multiply(
+        &self,
+        matrix: Option<&[f32]>,
+        prepare: Prepare<'_>,
+        finish: Finish<'_>,
+        rows: &mut [f32],
+        scratch: &mut SealScratch,
+    ) {
+        let dim = self.codec.geometry().head_dim;
+        let input = scratch.rows.at_least(ROW_BLOCK * dim);
+        // SAFETY: the constructor has found the path available.
+        unsafe { run(self.isa, Product { matrix, dim, prepare, finish, rows, input }) };
+    }
+
+    fn transform(&self, head: HeadIndex, side: Side) -> &HeadTransform {
+        match self.codec.transform(head, side) {
+            Ok(transform) => transform,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn check_rows(&self, rows: &[f32]) {
+        let dim = self.codec.geometry().head_dim;
+        assert!(rows.len().is_multiple_of(dim), "{} values are no whole rows of {dim}", rows.len());
+    }
+}
+
+/// Replaces each row by what `f` makes of it.
+fn each_row(dim: usize, rows: &mut [f32], scratch: &mut SealScratch, f: impl Fn(&[f32], &mut [f32])) {
+    let input: &mut [f32] = scratch.rows.at_least(dim);
+    for row in rows.chunks_exact_mut(dim) {
+        input.copy_from_slice(row);
+        f(input, row);
+    }
+}
+
+/// `out = row · matrix` in the order of [`HeadTransform::apply`].
+fn multiply_plainly(row: &[f32], matrix: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for (&x, weights) in row.iter().zip(matrix.chunks_exact(row.len())) {
+        for (out, &weight) in out.iter_mut().zip(weights) {
+            *out = x.mul_add(weight, *out);
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! From projected rows to pages: norms, rotary embedding, the codec's basis, and the write.
+
+use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
+
+use super::attend::Heads;
+use super::attention;
+use super::cache::{DUMMY_SLOT, PageWriter};
+use super::elementwise::{rms_norm_in_place, rotate};
+use super::encode::{SealScratch, Sealer};
+use super::isa::Isa;
+use super::step::Step;
+
+/// Gain and epsilon of a norm over one head.
+pub(super) type HeadNorm<'a> = Option<(&'a [f32], f32)>;
+
+/// One layer's way of storing rows.
+pub(super) struct Store<'a> {
+    pub(super) isa: Isa,
+    pub(super) heads: Heads,
+    pub(super) q_norm: HeadNorm<'a>,
+    pub(super) k_norm: HeadNorm<'a>,
+    pub(super) layer: usize,
+}
+
+/// One page of one head that a step writes to.
+pub(super) struct WriteTask {
+    sequence: usize,
+    page: usize,
+    head: usize,
+}
+
+impl Store<'_> {
+    /// Norms and rotates the queries and keys of a row. With a codec, queries, keys and values then go to its basis:
+    /// `q·M` and `(k - mean)·M` differ from `q·k` by the same amount for all keys, which softmax does not see.
+    pub(super) fn prepare_row(
+        &self,
+        step: &Step,
+        sealer: Option<&Sealer>,
+        row: usize,
+        values: &mut [f32],
+        scratch: &mut SealScratch,
+    ) {
+        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
+        let angles = row * step.pairs..(row + 1) * step.pairs;
+        let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
+        for (head, values) in values.chunks_exact_mut(d).take(q_heads + kv_heads).enumerate() {
+            if let Some((weight, eps)) = if head < q_heads { self.q_norm } else { self.k_norm } {
+                rms_norm_in_place(self.isa, values, weight, eps);
+            }
+            rotate(self.isa, values, cos, sin, step.layout);
+        }
+        let Some(sealer) = sealer else { return };
+        let (queries, rest) = values.split_at_mut(q_heads * d);
+        let (keys, values) = rest.split_at_mut(kv_heads * d);
+        let groups = queries.chunks_exact_mut(self.heads.group() * d);
+        let rows = groups.zip(keys.chunks_exact_mut(d)).zip(values.chunks_exact_mut(d));
+        for (head, ((queries, key), value)) in rows.enumerate() {
+            let head = HeadIndex { layer: self.layer, head };
+            sealer.rotate_queries(head, queries, scratch);
+            sealer.transform_rows(head, Side::Key, key, scratch);
+            sealer.transform_rows(head, Side::Value, value, scratch);
+        }
+    }
+
+    /// The pages a step writes to, head by head.
+    pub(super) fn tasks(&self, step: &Step) -> Vec<WriteTask> {
+        let pages = step
+            .sequences
+            .iter()
+            .enumerate()
+            .flat_map(|(index, sequence)| sequence.written_pages().map(move |page| (index, page)))
+            .filter(|&(index, page)| step.sequences[index].pages[page] != DUMMY_SLOT);
+        pages
+            .flat_map(|(sequence, page)| {
+                (0..self.heads.kv_heads).map(move |head| WriteTask { sequence, page, head })
+            })
+            .collect()
+    }
+
+    /// Writes the prepared rows that belong to one page.
+    ///
+    /// # Safety
+    /// No two tasks that run at the same time may be of the same slot and head.
+    pub(super) unsafe fn write_page(
+        &self,
+        step: &Step,
+        task: &WriteTask,
+        rows: &[f32],
+        writer: &PageWriter<'_>,
+    ) {
+        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
+        let &WriteTask { sequence, page, head } = task;
+        let sequence = &step.sequences[sequence];
+        // SAFETY: the caller's promise.
+        let target = unsafe { writer.page(sequence.pages[page], head) };
+        let first = sequence.start.max(page * PAGE_TOKENS);
+        let last = (sequence.start + sequence.len).min((page + 1) * PAGE_TOKENS);
+        let cols = self.heads.qkv_cols();
+        for position in first..last {
+            let row = &rows[(sequence.first_row + position - sequence.start) * cols..][..cols];
+            let key = &row[(q_heads + head) * d..][..d];
+            let value = &row[(q_heads + kv_heads + head) * d..][..d];
+            attention::write_token(target, d, position % PAGE_TOKENS, key, value);
+        }
+    }
+}

@@ -1,0 +1,490 @@
+//! The mixed cache against its definition in f64: sink and window in bf16, history sealed, one softmax.
+#![allow(clippy::unwrap_used)]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use half::bf16;
+use oscar_codec::{
+    HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+    ScaleType, Side, hadamard,
+};
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{
+    AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
+    SequenceRows,
+};
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cpu::{Cache, CpuBackend, Matrix};
+
+const NEVER: usize = usize::MAX;
+
+fn numbers(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    kv_heads: usize,
+    group: usize,
+    d: usize,
+    layers: usize,
+}
+
+impl Shape {
+    fn geometry(self) -> KvGeometry {
+        KvGeometry { layers: self.layers, kv_heads: self.kv_heads, head_dim: self.d }
+    }
+
+    fn cols(self) -> usize {
+        self.kv_heads * (self.group + 2) * self.d
+    }
+}
+
+/// A 2-bit codec that centres keys far from zero and mixes channels.
+fn int2(shape: Shape, groups: usize) -> PageCodec {
+    let heads = shape.layers * shape.kv_heads;
+    let encoders = |mean: bool, rule: Rule| -> Vec<HeadEncoder> {
+        (0..heads)
+            .map(|head| {
+                let mean =
+                    mean.then(|| numbers(shape.d, head as u64 + 77).iter().map(|x| 5.0 * x).collect());
+                let transform = HeadTransform::new(mean, &hadamard::matrix(shape.d)).unwrap();
+                HeadEncoder::new(transform, rule)
+            })
+            .collect()
+    };
+    let (keys, values) = (encoders(true, Rule::Search), encoders(false, Rule::Clip(0.92)));
+    let codec =
+        Int2Codec::new("int2", shape.d, shape.kv_heads, groups, ScaleType::F16, false, keys, values);
+    PageCodec::int2(codec.unwrap())
+}
+
+/// One sequence in a cache, driven by hand.
+struct Sequence {
+    backend: CpuBackend,
+    cache: Cache,
+    shape: Shape,
+    windows: PageWindows,
+    codec: Arc<PageCodec>,
+    exact: Vec<u32>,
+    sealed: Vec<u32>,
+    /// `[position][q | k | v]` as projected.
+    rows: Vec<f32>,
+    /// Sealed slots handed out so far.
+    next_sealed: u32,
+}
+
+impl Sequence {
+    fn new(isa: Isa, shape: Shape, codec: PageCodec, windows: PageWindows, tokens: usize) -> Sequence {
+        let backend = CpuBackend::with_isa(2, isa);
+        let pages = tokens.div_ceil(PAGE_TOKENS);
+        let codec = Arc::new(codec);
+        let spec = CacheSpec {
+            geometry: shape.geometry(),
+            slots: pages + 1,
+            scratch_slots: pages,
+            sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows }),
+        };
+        let cache = backend.cache(&spec).unwrap();
+        let mut rows = numbers(tokens * shape.cols(), 5);
+        // Keys near their mean, as a model's are.
+        for row in rows.chunks_exact_mut(shape.cols()) {
+            let keys = &mut row[shape.kv_heads * shape.group * shape.d..][..shape.kv_heads * shape.d];
+            for (head, key) in keys.chunks_exact_mut(shape.d).enumerate() {
+                let mean = numbers(shape.d, head as u64 + 77);
+                key.iter_mut().zip(mean).for_each(|(x, mean)| *x = 2.0 * *x + 5.0 * mean);
+            }
+        }
+        Sequence {
+            backend,
+            cache,
+            shape,
+            windows,
+            codec,
+            exact: vec![0; pages],
+            sealed: vec![0; pages],
+            rows,
+            next_sealed: 1,
+        }
+    }
+
+    fn spec(&self) -> AttentionSpec<CpuBackend> {
+        let Shape { kv_heads, group, d, .. } = self.shape;
+        let scale = 2.0 / (d as f32).sqrt();
+        AttentionSpec { q_heads: kv_heads * group, kv_heads, head_dim: d, scale, q_norm: None, k_norm: None }
+    }
+
+    /// Runs the rows of `positions` through layer `layer` and returns the attention output.
+    fn step(
+        &mut self,
+        layer: usize,
+        positions: Range<usize>,
+        exact_from: usize,
+        sealed_until: usize,
+        seal: &[SealPage],
+    ) -> Result<Vec<f32>, KernelError> {
+        let (cols, width) = (self.shape.cols(), self.shape.kv_heads * self.shape.group * self.shape.d);
+        let sealed = SealedRows { pages: &self.sealed, exact_from, sealed_until };
+        let rows = SequenceRows {
+            start: positions.start,
+            len: positions.len(),
+            pages: &self.exact,
+            sealed: Some(sealed),
+        };
+        let tokens = vec![0; positions.len()];
+        let batch = Batch { tokens: &tokens, sequences: &[rows] };
+        let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
+        let step = self.backend.begin_step(&batch, &rope, &self.cache)?;
+        let mut qkv = self.backend.buffer(positions.len(), cols)?;
+        fill(&mut qkv, &self.rows[positions.start * cols..positions.end * cols]);
+        let mut out = self.backend.buffer(positions.len(), width)?;
+        let spec = self.spec();
+        self.backend.rope_store(&step, &spec, layer, &mut qkv, &mut self.cache)?;
+        self.backend.seal(layer..layer + 1, seal, &mut self.cache)?;
+        self.backend.attend(&step, &spec, layer, &qkv, &self.cache, &mut out)?;
+        Ok(out.first_rows("rows", positions.len())?.to_vec())
+    }
+
+    fn seal_slot(&mut self, page: usize) -> u32 {
+        self.sealed[page] = self.next_sealed;
+        self.next_sealed += 1;
+        self.sealed[page]
+    }
+
+    /// One decoded token on all layers: a page that falls out of the window is sealed and its bf16 forgotten.
+    fn decode(&mut self, position: usize) -> Vec<f32> {
+        let page = position / PAGE_TOKENS;
+        if position.is_multiple_of(PAGE_TOKENS) {
+            self.exact[page] = page as u32 + 1;
+            if let Some(due) = self.windows.due_before(page) {
+                let pages = [SealPage { exact: self.exact[due], sealed: self.seal_slot(due) }];
+                self.backend.seal(0..self.shape.layers, &pages, &mut self.cache).unwrap();
+                self.exact[due] = 0;
+            }
+        }
+        (0..self.shape.layers).map(|layer| self.step(layer, position..position + 1, NEVER, 0, &[]).unwrap()).last().unwrap()
+    }
+
+    /// A prompt, layer by layer, in chunks. Returns the output of the last layer.
+    fn prefill(&mut self, tokens: usize, chunk: usize, uniform: bool) -> Vec<f32> {
+        let last = (tokens - 1) / PAGE_TOKENS;
+        let mut seal = Vec::new();
+        let kept = self.windows.history(last, NEVER, 0);
+        for page in 0..=last {
+            if kept.contains(&page) {
+                self.exact[page] = (self.cache.spec().slots + page) as u32;
+                let sealed = self.seal_slot(page);
+                seal.push((page, SealPage { exact: self.exact[page], sealed }));
+            } else {
+                self.exact[page] = page as u32 + 1;
+            }
+        }
+        let mut out = Vec::new();
+        for layer in 0..self.shape.layers {
+            out.clear();
+            let mut done = 0;
+            for start in (0..tokens).step_by(chunk) {
+                let end = (start + chunk).min(tokens);
+                let mut due = Vec::new();
+                if uniform {
+                    let needed = self.windows.history((end - 1) / PAGE_TOKENS, NEVER, 0);
+                    while done < seal.len() && needed.contains(&seal[done].0) {
+                        due.push(seal[done].1);
+                        done += 1;
+                    }
+                }
+                let exact_from = if uniform { NEVER } else { 0 };
+                out.extend(self.step(layer, start..end, exact_from, 0, &due).unwrap());
+            }
+            let rest: Vec<SealPage> = seal[done..].iter().map(|entry| entry.1).collect();
+            self.backend.seal(layer..layer + 1, &rest, &mut self.cache).unwrap();
+        }
+        for (page, _) in seal {
+            self.exact[page] = 0;
+        }
+        out
+    }
+
+    /// The sealed bytes of all layers and heads of a page.
+    fn bytes(&self, page: usize) -> Vec<u8> {
+        let slot = self.sealed[page];
+        assert_ne!(slot, 0, "page {page} is not sealed");
+        let heads = (0..self.shape.layers).flat_map(|l| (0..self.shape.kv_heads).map(move |h| (l, h)));
+        heads.flat_map(|(layer, head)| self.cache.sealed_bytes(layer, head, slot).unwrap().to_vec()).collect()
+    }
+
+    /// The definition in f64: the output of the query at `position` in layer `layer` when the pages of `history` are
+    /// read as the codec decodes them.
+    fn oracle(&self, layer: usize, position: usize, history: Range<usize>) -> Vec<f64> {
+        let Shape { kv_heads, group, d, .. } = self.shape;
+        let cols = self.shape.cols();
+        let row = |position: usize| &self.rows[position * cols..(position + 1) * cols];
+        let mut out = Vec::new();
+        for head in 0..kv_heads {
+            let index = HeadIndex { layer, head };
+            // Every position as it is stored: transformed, and through the codec where it is history.
+            let transformed = |side: Side, positions: Range<usize>| -> Vec<f32> {
+                let offset = match side {
+                    Side::Key => kv_heads * group + head,
+                    Side::Value => kv_heads * (group + 1) + head,
+                };
+                let mut rows = vec![0.0; positions.len() * d];
+                for (position, out) in positions.zip(rows.chunks_exact_mut(d)) {
+                    let transform = self.codec.transform(index, side).unwrap();
+                    transform.apply(&row(position)[offset * d..][..d], out);
+                }
+                rows
+            };
+            let (mut keys, mut values) = (Vec::new(), Vec::new());
+            for page in 0..=position / PAGE_TOKENS {
+                let positions = page * PAGE_TOKENS..((page + 1) * PAGE_TOKENS).min(position + 1);
+                let mut read =
+                    [transformed(Side::Key, positions.clone()), transformed(Side::Value, positions)];
+                if history.contains(&page) {
+                    let mut bytes = vec![0; self.codec.head_bytes(layer)];
+                    let [key, value] = &mut read;
+                    self.codec.seal_page(index, key, value, &mut bytes).unwrap();
+                    self.codec.decode_page(index, &bytes, key, value).unwrap();
+                }
+                keys.extend(read[0].chunks(d).map(widen));
+                values.extend(read[1].chunks(d).map(widen));
+            }
+            let rotation = self.codec.transform(index, Side::Key).unwrap().rotation().clone();
+            for member in 0..group {
+                let query = &row(position)[(head * group + member) * d..][..d];
+                let rotated: Vec<f64> = (0..d)
+                    .map(|j| (0..d).map(|i| f64::from(query[i]) * f64::from(rotation[i * d + j])).sum())
+                    .collect();
+                let logits: Vec<f64> = keys
+                    .iter()
+                    .map(|key| {
+                        let dot: f64 = rotated.iter().zip(key).map(|(q, k)| q * k).sum();
+                        dot * f64::from(self.spec().scale)
+                    })
+                    .collect();
+                let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = logits.iter().map(|logit| (logit - max).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                let mixed: Vec<f64> = (0..d)
+                    .map(|c| values.iter().zip(&weights).map(|(value, w)| w * value[c]).sum::<f64>() / sum)
+                    .collect();
+                let back = self.codec.transform(index, Side::Value).unwrap().rotation().clone();
+                out.extend((0..d).map(|i| (0..d).map(|j| mixed[j] * f64::from(back[i * d + j])).sum::<f64>()));
+            }
+        }
+        out
+    }
+
+    fn check(&self, position: usize, history: Range<usize>, got: &[f32], what: &str) {
+        let expected = self.oracle(self.shape.layers - 1, position, history);
+        let largest = expected.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+        for (index, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let error = (f64::from(*got) - expected).abs() / largest;
+            assert!(error < 2e-3, "{what}, position {position}, channel {index}: {got} against {expected}");
+        }
+    }
+}
+
+/// The fast paths; plain Rust has its turn where it costs little.
+fn fast_paths() -> impl Iterator<Item = Isa> {
+    Isa::available().into_iter().filter(|&isa| isa != Isa::Scalar)
+}
+
+fn widen(row: &[f32]) -> Vec<f64> {
+    row.iter().map(|&x| f64::from(x)).collect()
+}
+
+fn fill(matrix: &mut Matrix, rows: &[f32]) {
+    let count = matrix.rows();
+    matrix.first_rows_mut("rows", count).unwrap().copy_from_slice(rows);
+}
+
+/// Positions around every edge up to the second seal.
+fn edges(windows: PageWindows) -> Vec<usize> {
+    let PageWindows { sink, recent } = windows;
+    let pages = [0, 1, sink, sink + recent, sink + recent + 1, sink + recent + 2];
+    let mut positions: Vec<usize> =
+        pages.into_iter().flat_map(|page| (64 * page).saturating_sub(1)..64 * page + 2).collect();
+    positions.sort_unstable();
+    positions.dedup();
+    positions
+}
+
+#[test]
+fn decoding_equals_the_oracle_at_every_edge() {
+    let windows = [(1, 4), (0, 0), (1, 0), (0, 1), (2, 1)];
+    let shapes = [(1, 64), (3, 64), (4, 96), (6, 128), (8, 128), (12, 64), (2, 256)];
+    for (index, (group, d)) in shapes.into_iter().enumerate() {
+        let (sink, recent) = windows[index % windows.len()];
+        let windows = PageWindows { sink, recent };
+        let shape = Shape { kv_heads: 2, group, d, layers: 1 };
+        let edges = edges(windows);
+        let tokens = edges.last().unwrap() + 1;
+        for isa in fast_paths() {
+            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
+            for position in 0..tokens {
+                let out = sequence.decode(position);
+                if edges.contains(&position) {
+                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                    sequence.check(position, history, &out, &format!("{isa} {shape:?} {windows:?}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_format_reads_what_it_sealed() {
+    let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
+    let windows = PageWindows { sink: 1, recent: 1 };
+    let means = Some((0..4).map(|head| numbers(64, head % 2 + 77).iter().map(|x| 5.0 * x).collect()).collect());
+    let codecs = [
+        int2(shape, 2),
+        PageCodec::int4(shape.geometry(), means.clone()).unwrap(),
+        PageCodec::fp8(shape.geometry(), means).unwrap(),
+        int2(shape, 1).keep_bf16(&[1]).unwrap(),
+        int2(shape, 1).keep_bf16(&[0]).unwrap(),
+    ];
+    for codec in codecs {
+        for isa in Isa::available() {
+            let name = format!("{isa} {} {:?}", codec.name(), codec.layer_format(1));
+            let mut sequence = Sequence::new(isa, shape, codec.clone(), windows, 300);
+            for position in 0..300 {
+                let out = sequence.decode(position);
+                if [63, 64, 191, 192, 193, 256, 299].contains(&position) {
+                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                    sequence.check(position, history, &out, &name);
+                }
+            }
+        }
+    }
+}
+
+/// A token seals to the same bytes by every path, and both prefills read what they should.
+#[test]
+fn prefill_seals_the_bytes_that_decoding_seals() {
+    let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
+    let windows = PageWindows { sink: 1, recent: 2 };
+    for isa in fast_paths() {
+        let tokens = 64 * 7 + 1;
+        let mut decoded = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
+        (0..tokens).for_each(|position| {
+            decoded.decode(position);
+        });
+        let kept = windows.history((tokens - 1) / PAGE_TOKENS, NEVER, 0);
+        assert_eq!(kept, 1..5);
+        for uniform in [false, true] {
+            for chunk in [tokens, 64, 100, 448] {
+                let mut prompt = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
+                let out = prompt.prefill(tokens, chunk, uniform);
+                for page in kept.clone() {
+                    assert_eq!(prompt.bytes(page), decoded.bytes(page), "{isa} page {page} chunk {chunk}");
+                }
+                let width = shape.kv_heads * shape.group * shape.d;
+                for position in [0, 63, 64, 191, 192, 255, 256, 320, 447, 448] {
+                    let page = position / PAGE_TOKENS;
+                    let history = if uniform { windows.history(page, NEVER, 0) } else { 0..0 };
+                    let out = &out[position * width..(position + 1) * width];
+                    let what = format!("{isa} uniform {uniform} chunk {chunk}");
+                    prompt.check(position, history, out, &what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_came_from_elsewhere_may_be_sealed_inside_the_window() {
+    let shape = Shape { kv_heads: 1, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 1, recent: 2 };
+    let mut sequence = Sequence::new(Isa::detect(), shape, int2(shape, 1), windows, 400);
+    sequence.prefill(384, 384, false);
+    // As after a prefix hit without its warm tail: pages 3 and 4 exist only sealed.
+    for page in [3, 4] {
+        let pages = [SealPage { exact: sequence.exact[page], sealed: sequence.seal_slot(page) }];
+        sequence.backend.seal(0..1, &pages, &mut sequence.cache).unwrap();
+        sequence.exact[page] = 0;
+    }
+    sequence.exact[6] = 7;
+    assert!(matches!(
+        sequence.step(0, 384..400, NEVER, 0, &[]),
+        Err(KernelError::PageMissing { page: 4, tier: "the bf16 pool" })
+    ));
+    let out = sequence.step(0, 384..400, NEVER, 5, &[]).unwrap();
+    sequence.check(399, 1..5, &out[15 * 3 * 64..], "sealed until page 5");
+}
+
+/// With fixed numerics a row has the same bits alone, in a batch, and in any chunk.
+#[test]
+fn a_deterministic_row_does_not_depend_on_its_company() {
+    let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 1, recent: 2 };
+    for isa in fast_paths() {
+        let run = |chunk: usize| {
+            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, 1200);
+            sequence.backend = CpuBackend::with_isa(2, isa).deterministic();
+            sequence.prefill(1200, chunk, true)
+        };
+        let whole = run(1200);
+        for chunk in [64, 128, 500, 1199] {
+            assert_eq!(run(chunk), whole, "{isa} chunks of {chunk}");
+        }
+        let mut decoded = Sequence::new(isa, shape, int2(shape, 1), windows, 1200);
+        decoded.backend = CpuBackend::with_isa(1, isa).deterministic();
+        let rows: Vec<f32> = (0..1200).flat_map(|position| decoded.decode(position)).collect();
+        assert_eq!(rows, whole, "{isa} token by token");
+    }
+}
+
+#[test]
+fn bad_pages_are_refused_and_nan_is_named() {
+    let shape = Shape { kv_heads: 2, group: 1, d: 64, layers: 2 };
+    let windows = PageWindows { sink: 0, recent: 1 };
+    let mut sequence = Sequence::new(Isa::detect(), shape, int2(shape, 1), windows, 256);
+    let pages = |exact, sealed| [SealPage { exact, sealed }];
+    let Sequence { backend, cache, .. } = &mut sequence;
+    for (exact, sealed) in [(0, 1), (1, 0), (1, 99), (99, 1)] {
+        let error = backend.seal(0..2, &pages(exact, sealed), cache).unwrap_err();
+        assert!(matches!(error, KernelError::PageOutOfRange { .. }), "{error}");
+    }
+    let twice = [SealPage { exact: 1, sealed: 1 }, SealPage { exact: 2, sealed: 1 }];
+    assert!(matches!(backend.seal(0..1, &twice, cache), Err(KernelError::PageWrittenTwice { slot: 1 })));
+    assert!(backend.seal(0..3, &pages(1, 1), cache).is_err());
+    assert!(backend.copy_pages(&[(1, 0)], cache).is_err() && backend.copy_pages(&[(77, 1)], cache).is_err());
+    let bad = sequence.shape.cols() * 70 + sequence.shape.kv_heads * sequence.shape.d;
+    sequence.rows[bad] = f32::NAN;
+    (0..128).for_each(|position| {
+        sequence.decode(position);
+    });
+    let two = [SealPage { exact: 1, sealed: 1 }, SealPage { exact: 2, sealed: 2 }];
+    let error = sequence.backend.seal(0..2, &two, &mut sequence.cache).unwrap_err();
+    assert!(matches!(error, KernelError::Seal { page: 1, head: 0, .. }), "{error}");
+    // The rest of the cache is unharmed.
+    assert!(sequence.backend.seal(0..2, &two[..1], &mut sequence.cache).is_ok());
+}
+
+#[test]
+fn copies_are_whole_and_sources_stay() {
+    let shape = Shape { kv_heads: 2, group: 1, d: 64, layers: 3 };
+    let geometry = shape.geometry();
+    let backend = CpuBackend::with_isa(1, Isa::detect());
+    let mut cache = backend.cache(&CacheSpec::exact(geometry, 4)).unwrap();
+    let rows = numbers(64 * 64, 3);
+    for layer in 0..3 {
+        cache.write_rows(layer, 1, &[2], 0, &rows, &rows);
+    }
+    backend.copy_pages(&[(2, 3)], &mut cache).unwrap();
+    let (mut keys, mut values) = (vec![0.0; 64 * 64], vec![0.0; 64 * 64]);
+    for (slot, layer) in [(3, 0), (3, 2), (2, 2)] {
+        cache.read_rows(layer, 1, &[slot], 0..64, &mut keys, &mut values);
+        let rounded: Vec<f32> = rows.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_eq!((&keys, &values), (&rounded, &rounded), "slot {slot} layer {layer}");
+    }
+}

@@ -1,0 +1,295 @@
+//! Growing a sequence: the pages that new tokens need, what is sealed for them, and what is given back afterwards.
+//!
+//! An extension takes all its pages or none. Between `extend` and `finish_extension` (or `abandon_extension`) the
+//! sequence's tables name what the step reads and writes; nothing that it held before is let go until the step is
+//! known to be done, so abandoning restores it exactly.
+
+use oscar_codec::PageWindows;
+
+use crate::PAGE_TOKENS;
+use crate::error::{PoolKind, Shortage};
+use crate::ledger::Ledger;
+use crate::pool::{ExactPage, PageSlot, SealedPage};
+use crate::sequence::{InFlight, Sequence};
+
+/// How the tokens of an extension read each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extend {
+    /// In bf16, however far apart they are.
+    Exact,
+    /// As decoded tokens would.
+    Uniform,
+}
+
+/// A page that is to be sealed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealWork {
+    /// Its index in the sequence.
+    pub page: usize,
+    /// Its bf16 or scratch slot.
+    pub from: u32,
+    /// Where its codes go.
+    pub to: SealedPage,
+}
+
+/// What an extension needs done. Its pages belong to the sequence; losing it loses nothing.
+#[derive(Debug)]
+#[must_use = "an extension is to be finished or abandoned"]
+pub struct Extension {
+    /// Pages to copy before anything is written, all layers: (from, to).
+    pub copies: Vec<(ExactPage, ExactPage)>,
+    /// Pages to seal, in order of position. Page `p` must be sealed before rows of a later page read it sealed: those
+    /// below `exact_from` before rows of page `p + R + 1` attend, the others when the layer is done.
+    pub seal: Vec<SealWork>,
+    /// First page whose rows are read in bf16 by all rows of this extension; `usize::MAX` in uniform mode.
+    pub exact_from: usize,
+    /// Position of the first new token.
+    pub start: usize,
+    /// New tokens.
+    pub len: usize,
+}
+
+/// What one decoded token needs done before its step.
+#[derive(Debug)]
+#[must_use = "an append is to be finished"]
+pub struct Append {
+    /// A page to copy, all layers: (from, to).
+    pub copy: Option<(ExactPage, ExactPage)>,
+    /// A page to seal, all layers, after the copy.
+    pub seal: Option<SealWork>,
+}
+
+/// Pages that an operation takes, by pool.
+struct Need {
+    exact: usize,
+    sealed: usize,
+    scratch: usize,
+}
+
+/// What is to be done for new tokens.
+struct Work {
+    copy: Option<(ExactPage, ExactPage)>,
+    seal: Vec<SealWork>,
+}
+
+impl Ledger {
+    /// Makes room for `tokens` after what the sequence has: all pages or none. Evicts prefixes when a pool is short.
+    ///
+    /// The keys and values of the tokens are valid when [`finish_extension`](Self::finish_extension) is called.
+    pub fn extend(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        mode: Extend,
+    ) -> Result<Extension, Shortage> {
+        let start = sequence.len();
+        let Work { copy, seal } = self.begin(sequence, tokens, true)?;
+        let exact_from = match mode {
+            Extend::Exact => start / PAGE_TOKENS,
+            Extend::Uniform => usize::MAX,
+        };
+        Ok(Extension { copies: Vec::from_iter(copy), seal, exact_from, start, len: tokens.len() })
+    }
+
+    /// All layers of an extension are computed and sealed: scratch goes back, and bf16 pages that left the window.
+    pub fn finish_extension(&mut self, sequence: &mut Sequence, extension: Extension) {
+        debug_assert!(in_flight_from(sequence, extension.start), "an extension of another sequence");
+        self.settle(sequence);
+    }
+
+    /// An extension was cancelled or failed: the sequence is as it was before.
+    pub fn abandon_extension(&mut self, sequence: &mut Sequence, extension: Extension) {
+        debug_assert!(in_flight_from(sequence, extension.start), "an extension of another sequence");
+        self.undo(sequence);
+    }
+
+    /// Makes room for one decoded token. Takes pages only when the token begins a page or its page is shared.
+    pub fn append(&mut self, sequence: &mut Sequence, token: u32) -> Result<Append, Shortage> {
+        let Work { copy, seal } = self.begin(sequence, &[token], false)?;
+        debug_assert!(seal.len() <= 1, "one page at most leaves the window when a page begins");
+        Ok(Append { copy, seal: seal.into_iter().next() })
+    }
+
+    /// The step of an append is done: the bf16 page that left the window goes back.
+    pub fn finish_append(&mut self, sequence: &mut Sequence, append: Append) {
+        let Append { .. } = append;
+        self.settle(sequence);
+    }
+
+    /// The step of an append is not going to happen: the sequence is as it was before.
+    pub fn abandon_append(&mut self, sequence: &mut Sequence, append: Append) {
+        let Append { .. } = append;
+        self.undo(sequence);
+    }
+
+    fn begin(
+        &mut self,
+        sequence: &mut Sequence,
+        tokens: &[u32],
+        is_extension: bool,
+    ) -> Result<Work, Shortage> {
+        debug_assert!(
+            sequence.in_flight.as_ref().is_none_or(|in_flight| !in_flight.is_extension),
+            "a sequence grows while an extension is in flight"
+        );
+        // A next token can only be known when the step before it is done.
+        self.settle(sequence);
+        let start = sequence.len();
+        let old_pages = sequence.exact.len();
+        let partial = !start.is_multiple_of(PAGE_TOKENS);
+        let last = (start + tokens.len()).saturating_sub(1) / PAGE_TOKENS;
+        let PageWindows { sink, recent } = self.options.windows;
+        // Pages from `sink` up to here are sealed in the end.
+        let horizon = if self.has_sealed() { last.saturating_sub(recent) } else { 0 };
+
+        let window = (start.saturating_sub(1) / PAGE_TOKENS).saturating_sub(recent).max(sink);
+        let leaving: Vec<usize> =
+            (window..horizon.min(old_pages)).filter(|&page| sequence.exact[page] != 0).collect();
+        let sealing: Vec<usize> =
+            leaving.iter().copied().filter(|&page| sequence.sealed[page] == 0).collect();
+        let new_pages = (start + tokens.len()).div_ceil(PAGE_TOKENS) - old_pages;
+        let scratch_from = old_pages.max(sink);
+        let scratch = scratch_from..horizon.max(scratch_from);
+        let mut copy =
+            partial && !tokens.is_empty() && self.pools.exact_owners(sequence.exact[old_pages - 1]) > 1;
+
+        let mut need = Need {
+            exact: new_pages - scratch.len() + usize::from(copy),
+            sealed: scratch.len() + sealing.len(),
+            scratch: scratch.len(),
+        };
+        // Rather than copy a page out of the tree when there is no room for it, take it over.
+        let take_over = copy
+            && need.exact > self.pools.exact.free_pages()
+            && self.tree.shares_tail(&self.pools, sequence.exact[old_pages - 1]);
+        if take_over {
+            need.exact -= 1;
+            copy = false;
+        }
+        if let Err(shortage) = self.check(&need) {
+            if !self.adopt_pages(sequence) {
+                return Err(shortage);
+            }
+            self.check(&need)?;
+        }
+        if take_over {
+            self.tree.give_up_tail(&mut self.pools, sequence.exact[old_pages - 1]);
+        }
+
+        self.counters.filling -= usize::from(partial);
+        let (mut copied, mut work) = (None, Work { copy: None, seal: Vec::with_capacity(need.sealed) });
+        if copy {
+            let page = old_pages - 1;
+            let before = ExactPage::from_slot(sequence.exact[page]);
+            let own = self.take_exact();
+            self.set_entry(sequence, page, own.slot(), sequence.sealed[page]);
+            copied = Some((page, before));
+            work.copy = Some((before, own));
+        }
+        for &page in &sealing {
+            let to = self.take_sealed();
+            self.set_entry(sequence, page, sequence.exact[page], to.slot());
+            work.seal.push(SealWork { page, from: sequence.exact[page], to });
+        }
+        for page in old_pages..old_pages + new_pages {
+            if scratch.contains(&page) {
+                let from = self.take_scratch();
+                let to = self.take_sealed();
+                self.push_entry(sequence, from, to.slot());
+                work.seal.push(SealWork { page, from, to });
+            } else {
+                let own = self.take_exact();
+                self.push_entry(sequence, own.slot(), 0);
+            }
+        }
+        sequence.tokens.extend_from_slice(tokens);
+        self.counters.filling += usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
+        sequence.in_flight = Some(InFlight { is_extension, start, copied, sealing, leaving, scratch });
+        Ok(work)
+    }
+
+    fn settle(&mut self, sequence: &mut Sequence) {
+        let Some(in_flight) = sequence.in_flight.take() else { return };
+        if let Some((_, before)) = in_flight.copied {
+            self.release_exact(before.slot());
+        }
+        for page in in_flight.leaving.into_iter().chain(in_flight.scratch) {
+            let exact = sequence.exact[page];
+            self.set_entry(sequence, page, 0, sequence.sealed[page]);
+            self.release_exact(exact);
+        }
+    }
+
+    fn undo(&mut self, sequence: &mut Sequence) {
+        let Some(in_flight) = sequence.in_flight.take() else { return };
+        self.counters.filling -= usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
+        while sequence.exact.len() > in_flight.start.div_ceil(PAGE_TOKENS) {
+            self.drop_last_entry(sequence);
+        }
+        for page in in_flight.sealing {
+            let sealed = sequence.sealed[page];
+            self.set_entry(sequence, page, sequence.exact[page], 0);
+            self.release_sealed(sealed);
+        }
+        if let Some((page, before)) = in_flight.copied {
+            let own = sequence.exact[page];
+            self.set_entry(sequence, page, before.slot(), sequence.sealed[page]);
+            self.release_exact(own);
+        }
+        sequence.tokens.truncate(in_flight.start);
+        debug_assert!(sequence.hashes.len() <= in_flight.start / PAGE_TOKENS, "only settled pages are named");
+        self.counters.filling += usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
+    }
+
+    /// Pages of a pool that can be had now: free, or held by nobody but the prefix tree.
+    pub fn available(&self, pool: PoolKind) -> usize {
+        match pool {
+            PoolKind::Exact => self.pools.exact.free_pages() + self.tree.evictable_exact(),
+            PoolKind::Sealed => self.pools.sealed.free_pages() + self.tree.evictable_sealed(),
+            PoolKind::Scratch => self.pools.scratch.free_pages(),
+        }
+    }
+
+    fn check(&self, need: &Need) -> Result<(), Shortage> {
+        for (pool, needed, pages) in [
+            (PoolKind::Exact, need.exact, self.pools.exact.pages()),
+            (PoolKind::Sealed, need.sealed, self.pools.sealed.pages()),
+            (PoolKind::Scratch, need.scratch, self.pools.scratch.pages()),
+        ] {
+            let available = self.available(pool);
+            if needed > available {
+                return Err(Shortage { pool, needed, available, pages });
+            }
+        }
+        Ok(())
+    }
+
+    fn take_exact(&mut self) -> ExactPage {
+        if self.pools.exact.free_pages() == 0 {
+            self.tree.evict_exact(&mut self.pools);
+        }
+        self.pools.exact.take().expect("checked that there are enough pages")
+    }
+
+    fn take_sealed(&mut self) -> SealedPage {
+        self.try_take_sealed().expect("checked that there are enough pages")
+    }
+
+    /// A sealed page if one can be had.
+    pub(crate) fn try_take_sealed(&mut self) -> Option<SealedPage> {
+        if self.pools.sealed.free_pages() == 0 {
+            self.tree.evict_sealed(&mut self.pools);
+        }
+        self.pools.sealed.take().ok()
+    }
+
+    /// A scratch page in the numbers of the door.
+    fn take_scratch(&mut self) -> u32 {
+        let page = self.pools.scratch.take().expect("checked that there are enough pages");
+        self.pools.exact.slots() as u32 + page.slot()
+    }
+}
+
+fn in_flight_from(sequence: &Sequence, start: usize) -> bool {
+    sequence.in_flight.as_ref().is_some_and(|in_flight| in_flight.start == start)
+}

@@ -1,0 +1,300 @@
+//! Opening, forking and closing sequences: who owns which page of a cache.
+
+use oscar_codec::PageWindows;
+
+use crate::PAGE_TOKENS;
+use crate::error::{KvError, PoolKind};
+use crate::pool::{ExactPage, PagePool, PageSlot, ScratchPage, SealedPage};
+use crate::pools::Pools;
+use crate::reuse::{Reuse, TailPolicy, reuse};
+use crate::sequence::Sequence;
+use crate::stats::Counters;
+use crate::tree::{Tree, TreeEntry};
+
+/// What a cache consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LedgerOptions {
+    /// The pages that are read in bf16 at both ends of a sequence.
+    pub windows: PageWindows,
+    /// bf16 pages, all layers.
+    pub exact_pages: usize,
+    /// `None`: every page is and stays bf16.
+    pub sealed: Option<SealedPools>,
+    /// Whether prompts and answers are kept for later requests.
+    pub prefix_tree: bool,
+    /// What a prefix hit does about a window that is not there in bf16.
+    pub tail: TailPolicy,
+}
+
+/// The pools of a cache with sealed pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealedPools {
+    /// Sealed pages, all layers.
+    pub pages: usize,
+    /// bf16 pages of one layer.
+    pub scratch_pages: usize,
+}
+
+/// Slots that a backend must provide, the dummy of each pool included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolSlots {
+    /// bf16, all layers.
+    pub exact: usize,
+    /// Sealed, all layers.
+    pub sealed: usize,
+    /// bf16 of one layer; slot `i` is named `exact + i`.
+    pub scratch: usize,
+}
+
+/// Pages with which a sequence that is alone can always be computed, whatever the prefix tree holds by then and however
+/// its tokens are divided into prompts and answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageNeed {
+    /// bf16, all layers.
+    pub exact: usize,
+    /// Sealed, all layers.
+    pub sealed: usize,
+    /// bf16 of one layer.
+    pub scratch: usize,
+}
+
+impl PageNeed {
+    /// The need of a sequence of `tokens` tokens.
+    pub fn of(tokens: usize, windows: PageWindows, has_sealed: bool, prefix_tree: bool) -> PageNeed {
+        let pages = tokens.div_ceil(PAGE_TOKENS);
+        if !has_sealed {
+            return PageNeed { exact: pages, sealed: 0, scratch: 0 };
+        }
+        // A sequence that is extended beyond its window holds the old window while the new one is computed.
+        let window = windows.recent.saturating_add(1);
+        let exact = window.saturating_mul(2).saturating_add(windows.sink).min(pages);
+        let history = pages.saturating_sub(windows.sink).saturating_sub(window);
+        // For the tree the window is sealed early, and the tree may have a page of it that the sequence seals again.
+        let early = if prefix_tree && history > 0 { 2 * window } else { 0 };
+        PageNeed { exact, sealed: history + early, scratch: history }
+    }
+}
+
+/// Who owns which page. Pure bookkeeping: it says what is to be copied, sealed and read, and a backend does it.
+#[derive(Debug)]
+pub struct Ledger {
+    pub(crate) options: LedgerOptions,
+    pub(crate) pools: Pools,
+    pub(crate) tree: Tree,
+    pub(crate) counters: Counters,
+}
+
+impl Ledger {
+    /// A ledger of empty pools.
+    pub fn new(options: LedgerOptions) -> Result<Ledger, KvError> {
+        let sealed = options.sealed.unwrap_or(SealedPools { pages: 0, scratch_pages: 0 });
+        if options.exact_pages == 0 {
+            return Err(KvError::EmptyPool(PoolKind::Exact));
+        }
+        if options.sealed.is_some() && sealed.pages == 0 {
+            return Err(KvError::EmptyPool(PoolKind::Sealed));
+        }
+        // Exact and scratch slots share one space of numbers, with a dummy each; a tree may have a node per page.
+        let pages = options.exact_pages.saturating_add(sealed.pages).saturating_add(sealed.scratch_pages);
+        if pages > u32::MAX as usize - 8 {
+            return Err(KvError::TooManyPages(pages));
+        }
+        let pools = Pools {
+            exact: PagePool::new(options.exact_pages),
+            sealed: PagePool::new(sealed.pages),
+            scratch: PagePool::new(sealed.scratch_pages),
+        };
+        let tree = Tree::new(&pools, options.sealed.is_some());
+        Ok(Ledger { options, pools, tree, counters: Counters::default() })
+    }
+
+    /// What it was made of.
+    pub fn options(&self) -> &LedgerOptions {
+        &self.options
+    }
+
+    /// Slots that a backend must provide.
+    pub fn slots(&self) -> PoolSlots {
+        PoolSlots {
+            exact: self.pools.exact.slots(),
+            sealed: self.pools.sealed.slots(),
+            scratch: self.pools.scratch.slots(),
+        }
+    }
+
+    /// Begins a sequence with what the prefix tree has of `prompt`: at most all but its last token, whose logits are
+    /// wanted. Takes no new page. `salt` keeps sequences apart that must not share.
+    pub fn open(&mut self, salt: u64, prompt: &[u32]) -> Sequence {
+        let mut sequence = Sequence::new(salt);
+        self.counters.sequences += 1;
+        if !self.options.prefix_tree {
+            return sequence;
+        }
+        let usable = prompt.len().saturating_sub(1);
+        let found = self.tree.find(salt, prompt, usable / PAGE_TOKENS);
+        let matched = found.nodes.len();
+        let reuse = if self.has_sealed() {
+            let warm = |page: usize| self.tree.slots(found.nodes[page]).0 != 0;
+            reuse(self.options.tail, self.options.windows, matched, warm)
+        } else {
+            Reuse { pages: matched, warm_from: 0, sealed_until: 0 }
+        };
+        let mut length = reuse.pages * PAGE_TOKENS;
+        let tail = if reuse.pages == matched {
+            let rest = &prompt[length..usable.min(length + PAGE_TOKENS)];
+            self.tree.find_tail(salt, &found.nodes, rest)
+        } else {
+            None
+        };
+        let now = self.tree.tick();
+        for &node in &found.nodes {
+            self.tree.touch(node, now);
+        }
+        for (page, &node) in found.nodes[..reuse.pages].iter().enumerate() {
+            let (exact, sealed) = self.tree.slots(node);
+            let exact = if sealed == 0 || page >= reuse.warm_from { exact } else { 0 };
+            self.share_entry(&mut sequence, exact, sealed);
+        }
+        if let Some((node, common)) = tail {
+            self.tree.touch(node, now);
+            let (exact, _) = self.tree.slots(node);
+            self.share_entry(&mut sequence, exact, 0);
+            length += common;
+        }
+        sequence.tokens.extend_from_slice(&prompt[..length]);
+        sequence.hashes.extend_from_slice(&found.hashes[..reuse.pages]);
+        sequence.cached_tokens = length;
+        sequence.sealed_until = reuse.sealed_until;
+        self.counters.filling += usize::from(!length.is_multiple_of(PAGE_TOKENS));
+        self.counters.lookups += 1;
+        self.counters.hits += u64::from(length > 0);
+        self.counters.prompt_tokens += prompt.len() as u64;
+        self.counters.cached_tokens += length as u64;
+        sequence
+    }
+
+    /// A second sequence with the same tokens that shares every page; whoever writes to a shared page first gets a copy
+    /// of it. What is in flight in `sequence` is not shared.
+    ///
+    /// Pages of the window that are not sealed yet will be sealed once per fork, so [`plan_insert`](Self::plan_insert)
+    /// should come first.
+    pub fn fork(&mut self, sequence: &Sequence) -> Sequence {
+        let mut fork = Sequence::new(sequence.salt);
+        let length = sequence.settled_tokens();
+        for page in 0..length.div_ceil(PAGE_TOKENS) {
+            let exact = match &sequence.in_flight {
+                Some(in_flight) => match in_flight.copied {
+                    Some((copied, before)) if copied == page => before.slot(),
+                    _ => sequence.exact[page],
+                },
+                None => sequence.exact[page],
+            };
+            self.share_entry(&mut fork, exact, sequence.settled_sealed(page));
+        }
+        fork.tokens.extend_from_slice(&sequence.tokens[..length]);
+        let hashes = sequence.hashes.len().min(length / PAGE_TOKENS);
+        fork.hashes.extend_from_slice(&sequence.hashes[..hashes]);
+        fork.cached_tokens = sequence.cached_tokens;
+        fork.sealed_until = sequence.sealed_until;
+        self.counters.sequences += 1;
+        self.counters.filling += usize::from(!length.is_multiple_of(PAGE_TOKENS));
+        fork
+    }
+
+    /// Gives back everything a sequence holds, what is in flight too.
+    pub fn close(&mut self, mut sequence: Sequence) {
+        if let Some((_, before)) = sequence.in_flight.take().and_then(|in_flight| in_flight.copied) {
+            self.release_exact(before.slot());
+        }
+        self.counters.filling -= usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
+        // The deepest first: a node of the tree becomes free for eviction after those below it.
+        while !sequence.exact.is_empty() {
+            self.drop_last_entry(&mut sequence);
+        }
+        self.counters.sequences -= 1;
+        sequence.closed = true;
+    }
+
+    /// Forgets every prefix. What open sequences hold stays theirs.
+    pub fn flush(&mut self) {
+        self.tree.clear(&mut self.pools);
+    }
+
+    /// Whether the pools cover the [`PageNeed`] of a sequence of `tokens` tokens.
+    pub fn could_ever_fit(&self, tokens: usize) -> bool {
+        let LedgerOptions { windows, prefix_tree, .. } = self.options;
+        let need = PageNeed::of(tokens, windows, self.has_sealed(), prefix_tree);
+        need.exact <= self.pools.exact.pages()
+            && need.sealed <= self.pools.sealed.pages()
+            && need.scratch <= self.pools.scratch.pages()
+    }
+
+    /// Every page of the prefix tree, for inspection.
+    pub fn tree_entries(&self) -> Vec<TreeEntry<'_>> {
+        self.tree.entries()
+    }
+
+    pub(crate) fn has_sealed(&self) -> bool {
+        self.options.sealed.is_some()
+    }
+
+    /// Appends a page that others own too.
+    fn share_entry(&mut self, sequence: &mut Sequence, exact: u32, sealed: u32) {
+        if exact != 0 {
+            self.pools.exact.share(ExactPage::from_slot(exact));
+            self.tree.exact_changed(&self.pools, exact);
+        }
+        if sealed != 0 {
+            self.pools.sealed.share(SealedPage::from_slot(sealed));
+            self.tree.sealed_changed(&self.pools, sealed);
+        }
+        self.push_entry(sequence, exact, sealed);
+    }
+
+    /// Appends a page that the sequence is counted as an owner of.
+    pub(crate) fn push_entry(&mut self, sequence: &mut Sequence, exact: u32, sealed: u32) {
+        sequence.exact.push(exact);
+        sequence.sealed.push(sealed);
+        self.counters.of(exact, sealed).into_iter().for_each(|count| *count += 1);
+    }
+
+    /// Changes which slots a page has; ownership is the caller's business.
+    pub(crate) fn set_entry(&mut self, sequence: &mut Sequence, page: usize, exact: u32, sealed: u32) {
+        let was = (
+            std::mem::replace(&mut sequence.exact[page], exact),
+            std::mem::replace(&mut sequence.sealed[page], sealed),
+        );
+        self.counters.of(was.0, was.1).into_iter().for_each(|count| *count -= 1);
+        self.counters.of(exact, sealed).into_iter().for_each(|count| *count += 1);
+    }
+
+    /// Removes the last page and gives it back.
+    pub(crate) fn drop_last_entry(&mut self, sequence: &mut Sequence) {
+        let (Some(exact), Some(sealed)) = (sequence.exact.pop(), sequence.sealed.pop()) else { return };
+        self.counters.of(exact, sealed).into_iter().for_each(|count| *count -= 1);
+        self.release_exact(exact);
+        self.release_sealed(sealed);
+    }
+
+    /// Gives back a bf16 or scratch slot; 0 is no page.
+    pub(crate) fn release_exact(&mut self, slot: u32) {
+        if slot == 0 {
+            return;
+        }
+        match slot.checked_sub(self.pools.exact.slots() as u32) {
+            Some(scratch) => self.pools.scratch.release(ScratchPage::from_slot(scratch)),
+            None => {
+                self.pools.exact.release(ExactPage::from_slot(slot));
+                self.tree.exact_changed(&self.pools, slot);
+            }
+        }
+    }
+
+    /// Gives back a sealed slot; 0 is no page.
+    pub(crate) fn release_sealed(&mut self, slot: u32) {
+        if slot != 0 {
+            self.pools.sealed.release(SealedPage::from_slot(slot));
+            self.tree.sealed_changed(&self.pools, slot);
+        }
+    }
+}

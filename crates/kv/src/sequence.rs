@@ -1,0 +1,133 @@
+//! The pages of one sequence: token ids and two slot tables in the form a backend reads.
+//!
+//! Entry `p` of a table is the slot of the page with positions `[64p, 64p + 64)`, 0 if there is none. A page with a
+//! bf16 slot only is being filled or in a window, one with both is in the window and sealed already, one with a sealed
+//! slot only is history. The tables change entry by entry, never as a whole.
+
+use crate::PAGE_TOKENS;
+use crate::block_hash::BlockHash;
+use crate::pool::ExactPage;
+
+/// A sequence that holds pages of a [`Ledger`](crate::Ledger). It must be given back with `Ledger::close`.
+#[derive(Debug)]
+#[must_use = "a sequence holds pages until it is closed"]
+pub struct Sequence {
+    pub(crate) salt: u64,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) exact: Vec<u32>,
+    pub(crate) sealed: Vec<u32>,
+    /// Names of the full pages, as far as they were needed.
+    pub(crate) hashes: Vec<BlockHash>,
+    pub(crate) cached_tokens: usize,
+    pub(crate) sealed_until: usize,
+    pub(crate) in_flight: Option<InFlight>,
+    pub(crate) closed: bool,
+}
+
+/// An extension or append that has its pages but whose rows are not written yet.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    /// Of many tokens by `extend`, not of one by `append`.
+    pub(crate) is_extension: bool,
+    /// Tokens before.
+    pub(crate) start: usize,
+    /// A page that was shared and written to, and what it was: still held, so that it can be copied from and put back.
+    pub(crate) copied: Option<(usize, ExactPage)>,
+    /// Pages of before that are being sealed now.
+    pub(crate) sealing: Vec<usize>,
+    /// Pages of before whose bf16 nobody reads afterwards.
+    pub(crate) leaving: Vec<usize>,
+    /// New pages in scratch; the entries are scratch slots.
+    pub(crate) scratch: std::ops::Range<usize>,
+}
+
+impl Sequence {
+    pub(crate) fn new(salt: u64) -> Sequence {
+        Sequence {
+            salt,
+            tokens: Vec::new(),
+            exact: Vec::new(),
+            sealed: Vec::new(),
+            hashes: Vec::new(),
+            cached_tokens: 0,
+            sealed_until: 0,
+            in_flight: None,
+            closed: false,
+        }
+    }
+
+    /// Token ids that have, or in this step get, their keys and values in the cache.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether there is no token yet.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// What keeps it apart in the prefix tree.
+    pub fn salt(&self) -> u64 {
+        self.salt
+    }
+
+    /// Tokens that came from the prefix tree when it was opened.
+    pub fn cached_tokens(&self) -> usize {
+        self.cached_tokens
+    }
+
+    /// bf16 slot of each page, 0 if it has none. During an extension also scratch slots, numbered after the bf16 pool.
+    pub fn exact_slots(&self) -> &[u32] {
+        &self.exact
+    }
+
+    /// Sealed slot of each page, 0 if it has none.
+    pub fn sealed_slots(&self) -> &[u32] {
+        &self.sealed
+    }
+
+    /// Pages below this (sinks excepted) can only be read sealed, even by a window that reaches so far.
+    pub fn sealed_until(&self) -> usize {
+        self.sealed_until
+    }
+
+    /// Full pages.
+    pub(crate) fn full_pages(&self) -> usize {
+        self.tokens.len() / PAGE_TOKENS
+    }
+
+    /// Tokens whose rows are written for certain.
+    pub(crate) fn settled_tokens(&self) -> usize {
+        self.in_flight.as_ref().map_or(self.tokens.len(), |in_flight| in_flight.start)
+    }
+
+    /// The sealed slot of a page if its bytes are written for certain.
+    pub(crate) fn settled_sealed(&self, page: usize) -> u32 {
+        match &self.in_flight {
+            Some(in_flight) if in_flight.sealing.contains(&page) => 0,
+            _ => self.sealed[page],
+        }
+    }
+
+    /// The name of full page `page`, computed if it is the next unknown one.
+    pub(crate) fn next_hash(&self, page: usize, previous: Option<BlockHash>) -> BlockHash {
+        self.hashes.get(page).copied().unwrap_or_else(|| {
+            BlockHash::chain(previous, &self.tokens[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS])
+        })
+    }
+}
+
+impl Drop for Sequence {
+    fn drop(&mut self) {
+        debug_assert!(
+            self.closed || std::thread::panicking(),
+            "a sequence of {} tokens was dropped without being closed",
+            self.tokens.len()
+        );
+    }
+}

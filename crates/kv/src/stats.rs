@@ -1,0 +1,139 @@
+//! Where the pages are.
+
+use crate::ledger::Ledger;
+use crate::pool::{PagePool, PageSlot};
+
+/// Pages of one pool, by owner.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Usable pages.
+    pub pages: usize,
+    /// Pages that nobody owns.
+    pub free: usize,
+    /// Pages that only the prefix tree owns.
+    pub tree_only: usize,
+    /// Pages with more than one owner.
+    pub shared: usize,
+    /// Pages that one request owns.
+    pub request_only: usize,
+}
+
+impl PoolStats {
+    /// Pages in use.
+    pub fn used(&self) -> usize {
+        self.pages - self.free
+    }
+
+    fn count<P: PageSlot>(pool: &PagePool<P>, in_tree: impl Fn(u32) -> bool) -> PoolStats {
+        let mut stats = PoolStats { pages: pool.pages(), free: pool.free_pages(), ..PoolStats::default() };
+        for slot in 1..pool.slots() as u32 {
+            match pool.owners(P::from_slot(slot)) {
+                0 => {}
+                1 if in_tree(slot) => stats.tree_only += 1,
+                1 => stats.request_only += 1,
+                _ => stats.shared += 1,
+            }
+        }
+        stats
+    }
+}
+
+/// Pages of the open sequences, by state. A page of two sequences counts twice.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageStates {
+    /// Partly filled, bf16.
+    pub filling: usize,
+    /// Full, bf16 only.
+    pub exact: usize,
+    /// bf16 and sealed.
+    pub both: usize,
+    /// Sealed only.
+    pub sealed: usize,
+}
+
+/// What [`Ledger::stats`] says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LedgerStats {
+    /// The bf16 pool.
+    pub exact: PoolStats,
+    /// The sealed pool.
+    pub sealed: PoolStats,
+    /// The prefill scratch.
+    pub scratch: PoolStats,
+    /// Open sequences.
+    pub sequences: usize,
+    /// Their pages.
+    pub states: PageStates,
+    /// Full pages in the prefix tree.
+    pub tree_pages: usize,
+    /// Partly filled pages in the prefix tree.
+    pub tree_tails: usize,
+    /// Sealed pages of the tree that it has in bf16 too.
+    pub warm_pages: usize,
+    /// Prompts looked up in the tree.
+    pub lookups: u64,
+    /// Prompts of which the tree had something.
+    pub hits: u64,
+    /// Tokens of all prompts.
+    pub prompt_tokens: u64,
+    /// Tokens of prompts that came from the tree.
+    pub cached_tokens: u64,
+    /// Pages that the tree forgot under pressure.
+    pub evicted_pages: u64,
+    /// Warm copies that the tree gave up under pressure.
+    pub evicted_warm: u64,
+}
+
+/// Counts that no pool and no tree knows.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) sequences: usize,
+    pub(crate) filling: usize,
+    pub(crate) exact: usize,
+    pub(crate) both: usize,
+    pub(crate) sealed: usize,
+    pub(crate) lookups: u64,
+    pub(crate) hits: u64,
+    pub(crate) prompt_tokens: u64,
+    pub(crate) cached_tokens: u64,
+}
+
+impl Counters {
+    /// The counter of a table entry, `None` for an entry without a page.
+    pub(crate) fn of(&mut self, exact: u32, sealed: u32) -> Option<&mut usize> {
+        match (exact, sealed) {
+            (0, 0) => None,
+            (_, 0) => Some(&mut self.exact),
+            (0, _) => Some(&mut self.sealed),
+            _ => Some(&mut self.both),
+        }
+    }
+}
+
+impl Ledger {
+    /// Where the pages are, and what the prefix tree was good for.
+    pub fn stats(&self) -> LedgerStats {
+        let (tree, counters) = (self.tree.counts(), &self.counters);
+        LedgerStats {
+            exact: PoolStats::count(&self.pools.exact, |slot| self.tree.owns_exact(slot)),
+            sealed: PoolStats::count(&self.pools.sealed, |slot| self.tree.owns_sealed(slot)),
+            scratch: PoolStats::count(&self.pools.scratch, |_| false),
+            sequences: counters.sequences,
+            states: PageStates {
+                filling: counters.filling,
+                exact: counters.exact - counters.filling,
+                both: counters.both,
+                sealed: counters.sealed,
+            },
+            tree_pages: tree.nodes,
+            tree_tails: tree.tails,
+            warm_pages: tree.warm,
+            lookups: counters.lookups,
+            hits: counters.hits,
+            prompt_tokens: counters.prompt_tokens,
+            cached_tokens: counters.cached_tokens,
+            evicted_pages: tree.evicted_nodes,
+            evicted_warm: tree.evicted_warm,
+        }
+    }
+}

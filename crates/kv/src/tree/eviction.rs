@@ -1,0 +1,221 @@
+//! What the tree lets go of, and in which order.
+//!
+//! Three ordered sets hold what may go: warm copies (and tails, in a cache with sealed pages), full pages in bf16, and
+//! sealed pages. A node is *busy* while a sequence holds its page, or that of a node below it; busy nodes stay, but
+//! their warm copies may go. The sizes of the sets are therefore exactly what can be had, and every step costs the
+//! logarithm of the tree's size.
+//!
+//! The order is least recently used first, the deepest first among equals. A node is never older than one below it, so
+//! the first page of a set has no other page of that set below it.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+
+use super::{NONE, NodeId, Tree};
+use crate::pools::Pools;
+
+pub(super) type Key = (u64, Reverse<u32>, NodeId);
+
+/// In which sets a node stands, and under which key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Listed {
+    last_use: u64,
+    warm: bool,
+    exact: bool,
+    sealed: bool,
+}
+
+/// What may go.
+#[derive(Debug, Default)]
+pub(super) struct Candidates {
+    /// Gives back a bf16 page and costs the recomputation of a window at most.
+    pub(super) warm: BTreeSet<Key>,
+    /// Gives back a bf16 page and forgets a page.
+    pub(super) exact: BTreeSet<Key>,
+    /// Gives back a sealed page and forgets a page.
+    pub(super) sealed: BTreeSet<Key>,
+}
+
+impl Tree {
+    /// bf16 pages that could be had from the tree.
+    pub(crate) fn evictable_exact(&self) -> usize {
+        self.candidates.warm.len() + self.candidates.exact.len()
+    }
+
+    /// Sealed pages that could be had from the tree.
+    pub(crate) fn evictable_sealed(&self) -> usize {
+        self.candidates.sealed.len()
+    }
+
+    /// Frees one bf16 page. False if the tree has none to give.
+    pub(crate) fn evict_exact(&mut self, pools: &mut Pools) -> bool {
+        if let Some(&(_, _, id)) = self.candidates.warm.first() {
+            if self.node(id).sealed == 0 {
+                self.counts.evicted_nodes += 1;
+                self.remove_and_prune(pools, id);
+            } else {
+                self.counts.evicted_warm += 1;
+                self.cool(pools, id);
+            }
+            return true;
+        }
+        let Some(&(_, _, id)) = self.candidates.exact.first() else { return false };
+        self.remove_subtree(pools, id);
+        true
+    }
+
+    /// Frees one sealed page. False if the tree has none to give.
+    pub(crate) fn evict_sealed(&mut self, pools: &mut Pools) -> bool {
+        let Some(&(_, _, id)) = self.candidates.sealed.first() else { return false };
+        self.remove_subtree(pools, id);
+        true
+    }
+
+    /// If the tree and one other own a bf16 page, and the tree has it as a tail: forgets the tail.
+    pub(crate) fn give_up_tail(&mut self, pools: &mut Pools, exact: u32) -> bool {
+        if !self.shares_tail(pools, exact) {
+            return false;
+        }
+        self.counts.evicted_nodes += 1;
+        self.remove_and_prune(pools, self.exact_owner[exact as usize]);
+        true
+    }
+
+    /// Whether [`give_up_tail`](Self::give_up_tail) would leave the page to one owner.
+    pub(crate) fn shares_tail(&self, pools: &Pools, exact: u32) -> bool {
+        let id = self.exact_owner[exact as usize];
+        id != NONE && self.node(id).hash.is_none() && pools.exact_owners(exact) == 2
+    }
+
+    /// Lets go of everything, what sequences hold too.
+    pub(crate) fn clear(&mut self, pools: &mut Pools) {
+        let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
+        roots.sort_unstable();
+        let evicted = self.counts.evicted_nodes;
+        for root in roots {
+            let below: Vec<NodeId> =
+                self.node(root).children.iter().chain(self.node(root).tails.values()).copied().collect();
+            for id in below {
+                self.remove_subtree(pools, id);
+            }
+        }
+        self.counts.evicted_nodes = evicted;
+    }
+
+    /// The owners of a bf16 slot have changed.
+    pub(crate) fn exact_changed(&mut self, pools: &Pools, slot: u32) {
+        let id = self.exact_owner[slot as usize];
+        if id != NONE {
+            self.refresh(pools, id);
+        }
+    }
+
+    /// The owners of a sealed slot have changed.
+    pub(crate) fn sealed_changed(&mut self, pools: &Pools, slot: u32) {
+        let id = self.sealed_owner[slot as usize];
+        if id != NONE {
+            self.refresh(pools, id);
+        }
+    }
+
+    /// Brings a node's business and its places in the sets up to date, and its parents' as far as they change.
+    pub(super) fn refresh(&mut self, pools: &Pools, mut id: NodeId) {
+        loop {
+            let node = self.node(id);
+            if node.parent == NONE {
+                return;
+            }
+            // A sequence that only has the bf16 page in common with a node does not need the node's own page.
+            let owners = match (node.sealed, node.exact) {
+                (0, exact) => pools.exact_owners(exact),
+                (sealed, _) => pools.sealed_owners(sealed),
+            };
+            let busy = owners > 1 || node.busy_children > 0;
+            let is_tail = node.hash.is_none();
+            let as_warm = node.sealed != 0 || is_tail && self.has_sealed;
+            let alone = node.exact != 0 && pools.exact_owners(node.exact) == 1;
+            let listed = Listed {
+                last_use: node.last_use,
+                warm: alone && as_warm,
+                exact: alone && !as_warm && !busy,
+                sealed: node.sealed != 0 && !busy,
+            };
+            let (was_busy, parent) = (node.busy, node.parent);
+            if listed != node.listed {
+                self.list(id, listed);
+            }
+            if busy == was_busy {
+                return;
+            }
+            self.node_mut(id).busy = busy;
+            let above = self.node_mut(parent);
+            if busy {
+                above.busy_children += 1;
+            } else {
+                above.busy_children -= 1;
+            }
+            id = parent;
+        }
+    }
+
+    /// The key of a node has changed.
+    pub(super) fn relist(&mut self, id: NodeId) {
+        let node = self.node(id);
+        if node.parent != NONE {
+            let listed = Listed { last_use: node.last_use, ..node.listed };
+            self.list(id, listed);
+        }
+    }
+
+    pub(super) fn unlist(&mut self, id: NodeId) {
+        self.list(id, Listed::default());
+    }
+
+    fn list(&mut self, id: NodeId, listed: Listed) {
+        let node = self.nodes[id as usize].as_mut().expect("node ids are of living nodes");
+        let was = std::mem::replace(&mut node.listed, listed);
+        let (old, new) = ((was.last_use, Reverse(node.page), id), (listed.last_use, Reverse(node.page), id));
+        let sets = &mut self.candidates;
+        for (set, was, is) in [
+            (&mut sets.warm, was.warm, listed.warm),
+            (&mut sets.exact, was.exact, listed.exact),
+            (&mut sets.sealed, was.sealed, listed.sealed),
+        ] {
+            if was && (!is || old != new) {
+                set.remove(&old);
+            }
+            if is && (!was || old != new) {
+                set.insert(new);
+            }
+        }
+    }
+
+    /// Lets go of a warm copy.
+    fn cool(&mut self, pools: &mut Pools, id: NodeId) {
+        let exact = std::mem::replace(&mut self.node_mut(id).exact, 0);
+        self.exact_owner[exact as usize] = NONE;
+        self.counts.warm -= 1;
+        pools.exact.release(Pools::exact_page(exact));
+        self.refresh(pools, id);
+    }
+
+    fn remove_subtree(&mut self, pools: &mut Pools, top: NodeId) {
+        let mut order = vec![top];
+        let mut next = 0;
+        while let Some(&id) = order.get(next) {
+            let node = self.node(id);
+            order.extend(node.children.iter().chain(node.tails.values()));
+            next += 1;
+        }
+        self.counts.evicted_nodes += order.len() as u64;
+        for id in order.into_iter().rev() {
+            self.remove_and_prune(pools, id);
+        }
+    }
+
+    fn remove_and_prune(&mut self, pools: &mut Pools, id: NodeId) {
+        let salt = self.node(id).salt;
+        self.remove(pools, id);
+        self.prune_root(salt);
+    }
+}

@@ -1,0 +1,145 @@
+//! What the tree holds, spelled out: for tests, and to check its books.
+
+use std::collections::BTreeSet;
+
+use super::{NONE, NodeId, Tree};
+use crate::pool::{ExactPage, SealedPage};
+use crate::pools::Pools;
+
+/// One page that the prefix tree owns.
+#[derive(Clone, Debug)]
+pub struct TreeEntry<'a> {
+    /// Index of the entry with the page before this one; `None` for first pages.
+    pub parent: Option<usize>,
+    /// Salt of the sequences that may use it.
+    pub salt: u64,
+    /// Index of the page in its sequences.
+    pub page: usize,
+    /// Its tokens; fewer than 64 for the partly filled last page of a finished request.
+    pub tokens: &'a [u32],
+    /// The page in bf16.
+    pub exact: Option<ExactPage>,
+    /// The page sealed.
+    pub sealed: Option<SealedPage>,
+}
+
+impl Tree {
+    /// Every page of the tree, parents before children.
+    pub(crate) fn entries(&self) -> Vec<TreeEntry<'_>> {
+        let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
+        roots.sort_unstable_by_key(|&root| self.node(root).salt);
+        let mut entries = Vec::new();
+        let mut open: Vec<(NodeId, Option<usize>)> = roots.into_iter().map(|root| (root, None)).collect();
+        while let Some((id, parent)) = open.pop() {
+            let node = self.node(id);
+            let mut above = None;
+            if node.parent != NONE {
+                above = Some(entries.len());
+                entries.push(TreeEntry {
+                    parent,
+                    salt: node.salt,
+                    page: node.page as usize,
+                    tokens: &node.tokens,
+                    exact: (node.exact != 0).then(|| Pools::exact_page(node.exact)),
+                    sealed: (node.sealed != 0).then(|| Pools::sealed_page(node.sealed)),
+                });
+            }
+            open.extend(node.children.iter().chain(node.tails.values()).map(|&child| (child, above)));
+        }
+        entries
+    }
+
+    /// Whether a bf16 slot belongs to the tree.
+    pub(crate) fn owns_exact(&self, slot: u32) -> bool {
+        self.exact_owner[slot as usize] != NONE
+    }
+
+    /// Whether a sealed slot belongs to the tree.
+    pub(crate) fn owns_sealed(&self, slot: u32) -> bool {
+        self.sealed_owner[slot as usize] != NONE
+    }
+
+    /// Recomputes everything that is kept as the tree changes and says what differs.
+    pub(crate) fn audit(&self, pools: &Pools) -> Result<(), String> {
+        let living: Vec<NodeId> =
+            (0..self.nodes.len() as NodeId).filter(|&id| self.nodes[id as usize].is_some()).collect();
+        let mut found = super::TreeCounts { ..self.counts };
+        (found.nodes, found.tails, found.warm) = (0, 0, 0);
+        let (mut warm, mut exact, mut sealed) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        for &id in &living {
+            let node = self.node(id);
+            let below = || node.children.iter().chain(node.tails.values()).map(|&child| self.node(child));
+            let busy_children = below().filter(|child| child.busy).count();
+            if busy_children != node.busy_children as usize || below().any(|child| child.parent != id) {
+                return Err(format!(
+                    "node {id} has {busy_children} busy children, not {}",
+                    node.busy_children
+                ));
+            }
+            if node.parent == NONE {
+                if node.children.is_empty() && node.tails.is_empty()
+                    || self.roots.get(&node.salt) != Some(&id)
+                {
+                    return Err(format!("root {id} of salt {} should not be there", node.salt));
+                }
+                continue;
+            }
+            if below().any(|child| child.last_use > node.last_use || child.page != node.page + 1) {
+                return Err(format!("node {id} is older than what is below it, or on the wrong level"));
+            }
+            if node.exact != 0 && self.exact_owner[node.exact as usize] != id
+                || node.sealed != 0 && self.sealed_owner[node.sealed as usize] != id
+            {
+                return Err(format!("node {id} is not known as the owner of its pages"));
+            }
+            let own = match (node.exact, node.sealed) {
+                (0, 0) => return Err(format!("node {id} has no page")),
+                (page, 0) => pools.exact_owners(page),
+                (_, page) => pools.sealed_owners(page),
+            };
+            let busy = own > 1 || busy_children > 0;
+            if busy != node.busy {
+                return Err(format!("node {id}: busy is {busy}"));
+            }
+            let is_tail = node.hash.is_none();
+            let alone = node.exact != 0 && pools.exact_owners(node.exact) == 1;
+            if alone && (node.sealed != 0 || is_tail && self.has_sealed) {
+                warm.insert(id);
+            } else if alone && !busy {
+                exact.insert(id);
+            }
+            if node.sealed != 0 && !busy {
+                sealed.insert(id);
+            }
+            found.nodes += usize::from(!is_tail);
+            found.tails += usize::from(is_tail);
+            found.warm += usize::from(node.exact != 0 && node.sealed != 0);
+        }
+        for (name, set, expected) in [
+            ("warm", &self.candidates.warm, warm),
+            ("bf16", &self.candidates.exact, exact),
+            ("sealed", &self.candidates.sealed, sealed),
+        ] {
+            let listed: BTreeSet<NodeId> = set.iter().map(|key| key.2).collect();
+            let stale = set.iter().any(|key| self.node(key.2).last_use != key.0);
+            if listed != expected || set.len() != listed.len() || stale {
+                return Err(format!("{name} candidates are {set:?}, not {expected:?}"));
+            }
+        }
+        if found != self.counts
+            || self.by_hash.len() != found.nodes
+            || living.len() + self.free.len() != self.nodes.len()
+        {
+            return Err(format!("counted {found:?}, kept {:?}", self.counts));
+        }
+        let owned = |owners: &[NodeId]| owners.iter().filter(|&&id| id != NONE).count();
+        let pages = living.iter().map(|&id| self.node(id));
+        let (exact, sealed) = pages.fold((0, 0), |(exact, sealed), node| {
+            (exact + usize::from(node.exact != 0), sealed + usize::from(node.sealed != 0))
+        });
+        if (owned(&self.exact_owner), owned(&self.sealed_owner)) != (exact, sealed) {
+            return Err("a slot has an owner that does not own it".to_owned());
+        }
+        Ok(())
+    }
+}

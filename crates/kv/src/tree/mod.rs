@@ -1,0 +1,418 @@
+//! The prefix tree: which pages hold which tokens after which tokens.
+//!
+//! A node is one full page, found by its chained hash and compared token by token. It owns the page in the form in
+//! which it is kept for good (sealed, or bf16 for sinks and in a cache without sealed pages) and perhaps a *warm* bf16
+//! copy. A *tail* is a leaf with the partly filled last page of a finished request, matched token by token.
+//!
+//! Owning is a reference count like any other: what a sequence took from the tree stays valid when the tree lets go.
+//! What is let go, and when, is decided in `eviction.rs`.
+
+mod eviction;
+mod inspect;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Bound;
+
+pub use inspect::TreeEntry;
+
+use crate::PAGE_TOKENS;
+use crate::block_hash::BlockHash;
+use crate::pools::Pools;
+use eviction::Candidates;
+
+/// Index of a node.
+pub(crate) type NodeId = u32;
+
+/// "No node", and the parent of a root.
+pub(crate) const NONE: NodeId = u32::MAX;
+
+#[derive(Debug)]
+struct Node {
+    parent: NodeId,
+    salt: u64,
+    /// Index of the page in its sequences; roots have none and say 0.
+    page: u32,
+    /// `None` for tails and roots, which are not found by hash.
+    hash: Option<BlockHash>,
+    /// 64 token ids, fewer for a tail, none for a root.
+    tokens: Box<[u32]>,
+    exact: u32,
+    sealed: u32,
+    children: BTreeSet<NodeId>,
+    /// In order of their tokens, so that the one with the longest common beginning is a neighbour of what is looked for.
+    tails: BTreeMap<Box<[u32]>, NodeId>,
+    /// Never less than that of any node below.
+    last_use: u64,
+    /// Children (full pages and tails) that are busy.
+    busy_children: u32,
+    /// A sequence holds the page of this node or of one below.
+    busy: bool,
+    listed: eviction::Listed,
+}
+
+/// What the tree has of a prompt.
+#[derive(Debug, Default)]
+pub(crate) struct Match {
+    /// Nodes of the full pages, from the first page.
+    pub(crate) nodes: Vec<NodeId>,
+    pub(crate) hashes: Vec<BlockHash>,
+}
+
+/// Counts of the tree, kept as it changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TreeCounts {
+    pub(crate) nodes: usize,
+    pub(crate) tails: usize,
+    pub(crate) warm: usize,
+    pub(crate) evicted_nodes: u64,
+    pub(crate) evicted_warm: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Tree {
+    nodes: Vec<Option<Node>>,
+    free: Vec<NodeId>,
+    roots: HashMap<u64, NodeId>,
+    by_hash: HashMap<BlockHash, NodeId>,
+    /// Node that owns a bf16 or sealed slot.
+    exact_owner: Vec<NodeId>,
+    sealed_owner: Vec<NodeId>,
+    candidates: Candidates,
+    counts: TreeCounts,
+    clock: u64,
+    /// Without sealed pages a tail is a page like any other; with them it is as cheap to lose as a warm copy.
+    has_sealed: bool,
+}
+
+impl Tree {
+    pub(crate) fn new(pools: &Pools, has_sealed: bool) -> Tree {
+        Tree {
+            nodes: Vec::new(),
+            free: Vec::new(),
+            roots: HashMap::new(),
+            by_hash: HashMap::new(),
+            exact_owner: vec![NONE; pools.exact.slots()],
+            sealed_owner: vec![NONE; pools.sealed.slots()],
+            candidates: Candidates::default(),
+            counts: TreeCounts::default(),
+            clock: 0,
+            has_sealed,
+        }
+    }
+
+    fn node(&self, id: NodeId) -> &Node {
+        self.nodes[id as usize].as_ref().expect("node ids are of living nodes")
+    }
+
+    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+        self.nodes[id as usize].as_mut().expect("node ids are of living nodes")
+    }
+
+    pub(crate) fn counts(&self) -> TreeCounts {
+        self.counts
+    }
+
+    /// bf16 and sealed slot of a node, 0 if it has none.
+    pub(crate) fn slots(&self, id: NodeId) -> (u32, u32) {
+        let node = self.node(id);
+        (node.exact, node.sealed)
+    }
+
+    /// A moment later than all before.
+    pub(crate) fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// Full pages at the start of `tokens`, at most `pages`.
+    pub(crate) fn find(&self, salt: u64, tokens: &[u32], pages: usize) -> Match {
+        let mut found = Match::default();
+        let Some(&root) = self.roots.get(&salt) else { return found };
+        let (mut parent, mut hash) = (root, BlockHash::root(salt));
+        for block in tokens.chunks_exact(PAGE_TOKENS).take(pages) {
+            let next = BlockHash::chain(hash, block);
+            let Some(node) = self.child(parent, next, block) else { break };
+            found.nodes.push(node);
+            found.hashes.push(next);
+            (parent, hash) = (node, Some(next));
+        }
+        found
+    }
+
+    /// The full page with `tokens` below `parent`.
+    pub(crate) fn child(&self, parent: NodeId, hash: BlockHash, tokens: &[u32]) -> Option<NodeId> {
+        let id = *self.by_hash.get(&hash)?;
+        let node = self.node(id);
+        (node.parent == parent && *node.tokens == *tokens).then_some(id)
+    }
+
+    /// The tail below the last of `path` (or the root of `salt`) that has most tokens in common with `tokens`, and how
+    /// many.
+    pub(crate) fn find_tail(&self, salt: u64, path: &[NodeId], tokens: &[u32]) -> Option<(NodeId, usize)> {
+        let parent = path.last().or_else(|| self.roots.get(&salt))?;
+        let tails = &self.node(*parent).tails;
+        let before = tails.range::<[u32], _>((Bound::Unbounded, Bound::Included(tokens))).next_back();
+        let after = tails.range::<[u32], _>((Bound::Excluded(tokens), Bound::Unbounded)).next();
+        [before, after]
+            .into_iter()
+            .flatten()
+            .map(|(tail, &id)| (id, tail.iter().zip(tokens).take_while(|(a, b)| a == b).count()))
+            .filter(|&(_, common)| common > 0)
+            .max_by_key(|&(_, common)| common)
+    }
+
+    /// Marks a path from the first page as used now, the root included.
+    pub(crate) fn touch(&mut self, id: NodeId, now: u64) {
+        self.node_mut(id).last_use = now;
+        self.relist(id);
+    }
+
+    /// The root of a salt, if there is one.
+    pub(crate) fn find_root(&self, salt: u64) -> Option<NodeId> {
+        self.roots.get(&salt).copied()
+    }
+
+    /// The root of a salt, made if it is not there.
+    pub(crate) fn root(&mut self, salt: u64) -> NodeId {
+        if let Some(&root) = self.roots.get(&salt) {
+            return root;
+        }
+        let root = self.add(NONE, salt, 0, None, &[]);
+        self.roots.insert(salt, root);
+        root
+    }
+
+    /// Removes the root of a salt if nothing hangs on it.
+    pub(crate) fn prune_root(&mut self, salt: u64) {
+        if let Some(&root) = self.roots.get(&salt)
+            && self.node(root).children.is_empty()
+            && self.node(root).tails.is_empty()
+        {
+            self.roots.remove(&salt);
+            self.nodes[root as usize] = None;
+            self.free.push(root);
+        }
+    }
+
+    /// Adds a full page below `parent` and makes the tree an owner of its slots.
+    pub(crate) fn insert_page(
+        &mut self,
+        pools: &mut Pools,
+        parent: NodeId,
+        page: usize,
+        hash: BlockHash,
+        tokens: &[u32],
+        slots: (u32, u32),
+        now: u64,
+    ) -> NodeId {
+        self.drop_prefixes(pools, parent, tokens);
+        let salt = self.node(parent).salt;
+        let id = self.add(parent, salt, page, Some(hash), tokens);
+        self.node_mut(parent).children.insert(id);
+        self.by_hash.insert(hash, id);
+        self.counts.nodes += 1;
+        self.own(pools, id, slots, now);
+        id
+    }
+
+    /// Adds a partly filled page below `parent`, unless one that begins with the same tokens is there.
+    pub(crate) fn insert_tail(
+        &mut self,
+        pools: &mut Pools,
+        parent: NodeId,
+        page: usize,
+        tokens: &[u32],
+        exact: u32,
+        now: u64,
+    ) {
+        // A fork of a sequence that was growing may hold the beginning of a page that the tree has by now as a whole.
+        if self.exact_owner[exact as usize] != NONE {
+            return;
+        }
+        let tails = &self.node(parent).tails;
+        let next = tails.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next();
+        if let Some((tail, &id)) = next
+            && tail.starts_with(tokens)
+        {
+            return self.touch(id, now);
+        }
+        self.drop_prefixes(pools, parent, tokens);
+        let salt = self.node(parent).salt;
+        let id = self.add(parent, salt, page, None, tokens);
+        self.node_mut(parent).tails.insert(tokens.into(), id);
+        self.counts.tails += 1;
+        self.own(pools, id, (exact, 0), now);
+    }
+
+    /// Gives a node a bf16 copy of the page it has sealed.
+    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: u32) {
+        debug_assert!(self.node(id).exact == 0 && self.node(id).sealed != 0);
+        self.drop_tail_of(pools, exact);
+        pools.exact.share(Pools::exact_page(exact));
+        self.exact_owner[exact as usize] = id;
+        self.node_mut(id).exact = exact;
+        self.counts.warm += 1;
+        self.refresh(pools, id);
+    }
+
+    /// Lets a node own `page` in place of one with the same rows that nobody uses and that could not be evicted,
+    /// because a sequence holds a node below. True if that freed a page.
+    pub(crate) fn adopt(&mut self, pools: &mut Pools, id: NodeId, (exact, sealed): (u32, u32)) -> bool {
+        let node = self.node(id);
+        if !node.busy {
+            return false;
+        }
+        let (old_exact, old_sealed) = (node.exact, node.sealed);
+        if old_sealed != 0 {
+            if sealed == 0 || sealed == old_sealed || pools.sealed_owners(old_sealed) > 1 {
+                return false;
+            }
+            debug_assert_eq!(self.sealed_owner[sealed as usize], NONE);
+            pools.sealed.share(Pools::sealed_page(sealed));
+            pools.sealed.release(Pools::sealed_page(old_sealed));
+            self.sealed_owner[old_sealed as usize] = NONE;
+            self.sealed_owner[sealed as usize] = id;
+            self.node_mut(id).sealed = sealed;
+        } else {
+            if exact == 0 || exact == old_exact || pools.exact_owners(old_exact) > 1 {
+                return false;
+            }
+            self.drop_tail_of(pools, exact);
+            pools.exact.share(Pools::exact_page(exact));
+            pools.exact.release(Pools::exact_page(old_exact));
+            self.exact_owner[old_exact as usize] = NONE;
+            self.exact_owner[exact as usize] = id;
+            self.node_mut(id).exact = exact;
+        }
+        self.refresh(pools, id);
+        true
+    }
+
+    /// If the tree has the beginning of a full page as a tail: not any more.
+    fn drop_tail_of(&mut self, pools: &mut Pools, exact: u32) {
+        let tail = self.exact_owner[exact as usize];
+        if tail != NONE {
+            debug_assert!(self.node(tail).hash.is_none(), "one page in two nodes");
+            self.remove(pools, tail);
+        }
+    }
+
+    /// Tails that say nothing beyond `tokens` go: what is new below `parent` begins with them.
+    fn drop_prefixes(&mut self, pools: &mut Pools, parent: NodeId, tokens: &[u32]) {
+        for length in 1..tokens.len() {
+            let tails = &self.node(parent).tails;
+            if tails.is_empty() {
+                return;
+            }
+            if let Some(&tail) = tails.get(&tokens[..length]) {
+                self.remove(pools, tail);
+            }
+        }
+    }
+
+    fn add(
+        &mut self,
+        parent: NodeId,
+        salt: u64,
+        page: usize,
+        hash: Option<BlockHash>,
+        tokens: &[u32],
+    ) -> NodeId {
+        let node = Node {
+            parent,
+            salt,
+            page: u32::try_from(page).expect("pages of a sequence are fewer than slots of a pool"),
+            hash,
+            tokens: tokens.into(),
+            exact: 0,
+            sealed: 0,
+            children: BTreeSet::new(),
+            tails: BTreeMap::new(),
+            last_use: 0,
+            busy_children: 0,
+            busy: false,
+            listed: eviction::Listed::default(),
+        };
+        match self.free.pop() {
+            Some(id) => {
+                self.nodes[id as usize] = Some(node);
+                id
+            }
+            None => {
+                self.nodes.push(Some(node));
+                NodeId::try_from(self.nodes.len() - 1).expect("nodes are fewer than slots")
+            }
+        }
+    }
+
+    fn own(&mut self, pools: &mut Pools, id: NodeId, (exact, sealed): (u32, u32), now: u64) {
+        if exact != 0 {
+            pools.exact.share(Pools::exact_page(exact));
+            self.exact_owner[exact as usize] = id;
+        }
+        if sealed != 0 {
+            pools.sealed.share(Pools::sealed_page(sealed));
+            self.sealed_owner[sealed as usize] = id;
+        }
+        self.counts.warm += usize::from(exact != 0 && sealed != 0);
+        let node = self.node_mut(id);
+        (node.exact, node.sealed, node.last_use) = (exact, sealed, now);
+        self.refresh(pools, id);
+    }
+
+    /// Lets go of a node without anything below it.
+    fn remove(&mut self, pools: &mut Pools, id: NodeId) {
+        self.unlist(id);
+        let node = self.nodes[id as usize].take().expect("node ids are of living nodes");
+        debug_assert!(node.children.is_empty() && node.tails.is_empty());
+        self.free.push(id);
+        if node.exact != 0 {
+            self.exact_owner[node.exact as usize] = NONE;
+            pools.exact.release(Pools::exact_page(node.exact));
+        }
+        if node.sealed != 0 {
+            self.sealed_owner[node.sealed as usize] = NONE;
+            pools.sealed.release(Pools::sealed_page(node.sealed));
+        }
+        self.counts.warm -= usize::from(node.exact != 0 && node.sealed != 0);
+        match &node.hash {
+            Some(hash) => {
+                self.by_hash.remove(hash);
+                self.node_mut(node.parent).children.remove(&id);
+                self.counts.nodes -= 1;
+            }
+            None => {
+                self.node_mut(node.parent).tails.remove(&node.tokens);
+                self.counts.tails -= 1;
+            }
+        }
+        if node.busy {
+            self.node_mut(node.parent).busy_children -= 1;
+            self.refresh(pools, node.parent);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::PagePool;
+
+    /// A hash that two pages had in common would not make one pass for the other.
+    #[test]
+    fn a_page_is_found_by_its_tokens_not_by_its_hash_alone() {
+        let mut pools =
+            Pools { exact: PagePool::new(4), sealed: PagePool::new(0), scratch: PagePool::new(0) };
+        let mut tree = Tree::new(&pools, false);
+        let page = pools.exact.take().unwrap();
+        let tokens: Vec<u32> = (0..64).collect();
+        let hash = BlockHash::chain(None, &tokens);
+        let root = tree.root(0);
+        let node = tree.insert_page(&mut pools, root, 0, hash, &tokens, (page.slot(), 0), 1);
+        assert_eq!(tree.child(root, hash, &tokens), Some(node));
+        let others: Vec<u32> = (1..65).collect();
+        assert_eq!(tree.child(root, hash, &others), None);
+        let other_root = tree.root(1);
+        assert_eq!(tree.child(other_root, hash, &tokens), None);
+    }
+}

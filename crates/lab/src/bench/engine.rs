@@ -1,0 +1,182 @@
+//! Speed and memory of an engine: long contexts in several cache types, and many requests with a common prefix.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use oscar_engine::{Engine, EngineError, GenerateOptions, Request, Serve};
+use oscar_kernels::Backend;
+use serde::Serialize;
+
+use super::model::synthetic_tokens;
+use crate::machine::{peak_rss_bytes, rss_bytes};
+
+/// A long context and some tokens after it.
+#[derive(Clone, Copy, Debug)]
+pub struct LongContext {
+    /// Tokens in the cache when decoding starts.
+    pub context: usize,
+    /// Tokens decoded.
+    pub gen_tokens: usize,
+    /// How often decoding is measured.
+    pub repeat: usize,
+    /// Bytes of weights that a step reads.
+    pub weight_bytes: u64,
+    /// Resident bytes before the engine was made.
+    pub rss_before: Option<u64>,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct LongContextRow {
+    /// Cache type.
+    pub kv: String,
+    /// Tokens in the cache when decoding starts.
+    pub context: usize,
+    /// Tokens of the prompt per second.
+    pub prefill_tokens_per_s: f64,
+    /// The best repetition.
+    pub decode_tokens_per_s: f64,
+    /// The median repetition.
+    pub decode_tokens_per_s_median: f64,
+    /// Bytes of pages the sequence holds.
+    pub kv_bytes: usize,
+    /// Bits per key or value element, windows and scales included.
+    pub bits_per_element: f64,
+    /// Resident bytes that the engine and the prompt have added.
+    pub rss_delta_bytes: Option<u64>,
+    /// Largest resident size so far, of this and every engine before it.
+    pub peak_rss_bytes: Option<u64>,
+    /// Bytes a step reads: weights and pages.
+    pub step_bytes: u64,
+    /// Decode speed over the first cache type's.
+    pub ratio: f64,
+    /// What the bytes of a step allow for that ratio.
+    pub limit: f64,
+}
+
+/// Fills a context and decodes after it. `first` is the row to compare with, if there is one.
+pub fn long_context<B: Backend>(
+    engine: &Engine<B>,
+    bench: &LongContext,
+    first: Option<&LongContextRow>,
+) -> Result<LongContextRow, EngineError> {
+    let LongContext { context, gen_tokens, .. } = *bench;
+    let prompt = synthetic_tokens(context, engine.model().config().vocab_size);
+    let options = |tokens| GenerateOptions {
+        max_tokens: Some(tokens),
+        ignore_end: true,
+        keep_open: tokens == 1,
+        ..GenerateOptions::default()
+    };
+    engine.reset();
+    // Kept open, so that what is counted is the sequence and not what the prefix tree makes of it.
+    let mut answer = engine.answer(Request::new(prompt.as_slice(), options(1)))?;
+    let prefill = answer.finish().map_err(EngineError::Shared)?.remove(0);
+    let rss = rss_bytes();
+    let kv_bytes = engine.kv_bytes();
+    drop(answer);
+    let mut speeds = Vec::new();
+    for _ in 0..bench.repeat.max(1) {
+        // The prompt comes from the prefix tree but for its last tokens.
+        let run = engine.generate(&prompt, &options(gen_tokens + 1), |_| ControlFlow::Continue(()))?;
+        speeds.extend(run.decode_tokens_per_s());
+    }
+    speeds.sort_by(f64::total_cmp);
+    let best = speeds.last().copied().unwrap_or(f64::NAN);
+    let step_bytes = bench.weight_bytes + kv_bytes as u64;
+    Ok(LongContextRow {
+        kv: engine.info().kv.clone(),
+        context,
+        prefill_tokens_per_s: context as f64 / prefill.first_token.as_secs_f64(),
+        decode_tokens_per_s: best,
+        decode_tokens_per_s_median: speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN),
+        kv_bytes,
+        bits_per_element: engine.budget().bits_at(context),
+        rss_delta_bytes: rss.zip(bench.rss_before).map(|(after, before)| after.saturating_sub(before)),
+        peak_rss_bytes: peak_rss_bytes(),
+        step_bytes,
+        ratio: first.map_or(1.0, |first| best / first.decode_tokens_per_s),
+        limit: first.map_or(1.0, |first| first.step_bytes as f64 / step_bytes as f64),
+    })
+}
+
+/// Requests that begin alike.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPrefix {
+    /// Number of requests.
+    pub requests: usize,
+    /// Tokens they have in common.
+    pub prefix_tokens: usize,
+    /// Tokens of their own.
+    pub suffix_tokens: usize,
+    /// Tokens of each answer.
+    pub output_tokens: usize,
+    /// Time from one arrival to the next.
+    pub interval: Duration,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct SharedPrefixRow {
+    /// Cache type.
+    pub kv: String,
+    /// Whether prefixes were shared.
+    pub prefix_cache: bool,
+    /// Number of requests.
+    pub requests: usize,
+    /// Milliseconds from one arrival to the next.
+    pub interval_ms: f64,
+    /// From the first arrival to the last answer.
+    pub seconds: f64,
+    /// Answer tokens per second, all requests together.
+    pub output_tokens_per_s: f64,
+    /// Mean time to the first token.
+    pub ttft_ms: f64,
+    /// Share of prompt tokens that came from the cache.
+    pub cached: f64,
+}
+
+/// Sends the requests and waits for all answers.
+pub fn shared_prefix<B: Backend>(
+    engine: &Engine<B>,
+    bench: &SharedPrefix,
+    prefix_cache: bool,
+) -> Result<SharedPrefixRow, EngineError> {
+    let SharedPrefix { requests, prefix_tokens, suffix_tokens, output_tokens, interval } = *bench;
+    let vocabulary = engine.model().config().vocab_size;
+    let tokens = synthetic_tokens(prefix_tokens + requests * suffix_tokens, vocabulary);
+    let (prefix, suffixes) = tokens.split_at(prefix_tokens);
+    let options = GenerateOptions {
+        max_tokens: Some(output_tokens),
+        ignore_end: true,
+        ..GenerateOptions::default()
+    };
+    engine.reset();
+    let begin = Instant::now();
+    let mut answers = Vec::new();
+    for (index, suffix) in suffixes.chunks(suffix_tokens.max(1)).enumerate() {
+        let due = interval * index as u32;
+        std::thread::sleep(due.saturating_sub(begin.elapsed()));
+        let prompt: Vec<u32> = prefix.iter().chain(suffix).copied().collect();
+        answers.push(engine.answer(Request::new(prompt, options.clone()))?);
+    }
+    let (mut first_tokens, mut prompt_tokens, mut cached_tokens) = (0.0, 0, 0);
+    for answer in answers {
+        for summary in answer.wait().map_err(EngineError::Shared)? {
+            first_tokens += summary.first_token.as_secs_f64();
+            prompt_tokens += summary.prompt_tokens;
+            cached_tokens += summary.cached_tokens;
+        }
+    }
+    let seconds = begin.elapsed().as_secs_f64();
+    Ok(SharedPrefixRow {
+        kv: engine.info().kv.clone(),
+        prefix_cache,
+        requests,
+        interval_ms: interval.as_secs_f64() * 1e3,
+        seconds,
+        output_tokens_per_s: (requests * output_tokens) as f64 / seconds,
+        ttft_ms: first_tokens * 1e3 / requests as f64,
+        cached: cached_tokens as f64 / prompt_tokens.max(1) as f64,
+    })
+}
