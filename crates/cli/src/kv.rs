@@ -176,7 +176,13 @@ impl KvArguments {
             return Ok(None);
         }
         eprintln!("{} has no rotations yet; calibrating once (`oscar calibrate {0} --help`)", subject.name);
-        calibrate::on_the_spot(subject)?;
+        calibrate::on_the_spot(subject).map_err(|failure| {
+            failure.with_fix(format!(
+                "give --rotations FILE, calibrate on text of your own (`oscar calibrate {} --data FILE`), or choose \
+                 another --kv-cache-dtype",
+                subject.name
+            ))
+        })?;
         rotations.resolve(subject)
     }
 }
