@@ -108,6 +108,11 @@ fn main() {
                     let page_bytes = format.page_bytes(d);
                     let sample: Vec<Vec<u8>> = (0..8).map(|_| page(&format, d, &mut seed)).collect();
                     let mut memory: Vec<u64> = vec![0; bytes / 8];
+                    if std::env::var("HUGE").is_ok() {
+                        let start = memory.as_mut_ptr().addr().next_multiple_of(4096);
+                        // SAFETY: advice about pages of this vector.
+                        unsafe { libc::madvise(start as *mut libc::c_void, bytes - 8192, libc::MADV_HUGEPAGE) };
+                    }
                     let memory: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
                     for (at, page) in memory.chunks_exact_mut(page_bytes).zip(sample.iter().cycle()) {
                         at.copy_from_slice(page);

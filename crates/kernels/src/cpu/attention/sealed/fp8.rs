@@ -182,8 +182,54 @@ macro_rules! compile {
     };
 }
 
+/// [`widen`] with AVX-512.
 #[cfg(target_arch = "x86_64")]
-compile!(avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma");
+mod avx512 {
+    use std::arch::x86_64::*;
+
+    /// The bf16 numbers n·2⁻⁹ for n = 0..8, four times.
+    #[repr(align(64))]
+    struct Table([u16; 32]);
+
+    static BELOW: Table = {
+        let mut table = [0; 32];
+        let below = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
+        let mut i = 0;
+        while i < 32 {
+            table[i] = below[i % 8];
+            i += 1;
+        }
+        Table(table)
+    };
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(super) fn widen(bytes: &[u8], wide: &mut [u16]) {
+        assert!(bytes.len() == wide.len() && bytes.len().is_multiple_of(32));
+        // SAFETY: the table has 64 bytes.
+        let table = unsafe { _mm512_loadu_si512(BELOW.0.as_ptr().cast()) };
+        let set = |word: u16| _mm512_set1_epi16(word as i16);
+        let (magnitude_mask, exponent_mask, bias) = (set(0x7f), set(0x78), set(120 << 7));
+        let (nan, sign) = (set(0x7fc0), set(0x8000));
+        let mut at = 0;
+        while at < bytes.len() {
+            // SAFETY: 32 elements of each, see the lengths above.
+            unsafe {
+                let words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes.as_ptr().add(at).cast()));
+                let magnitude = _mm512_and_si512(words, magnitude_mask);
+                let normal = _mm512_add_epi16(_mm512_slli_epi16::<4>(magnitude), bias);
+                let below = _mm512_testn_epi16_mask(words, exponent_mask);
+                let number = _mm512_mask_permutexvar_epi16(normal, below, magnitude, table);
+                let number =
+                    _mm512_mask_mov_epi16(number, _mm512_cmpeq_epi16_mask(magnitude, magnitude_mask), nan);
+                // number | (words << 8) & sign
+                let number =
+                    _mm512_ternarylogic_epi32::<0b1111_1000>(number, _mm512_slli_epi16::<8>(words), sign);
+                _mm512_storeu_si512(wide.as_mut_ptr().add(at).cast(), number);
+            }
+            at += 32;
+        }
+    }
+}
 #[cfg(target_arch = "x86_64")]
 compile!(avx2, "avx2,fma");
 #[cfg(target_arch = "aarch64")]
