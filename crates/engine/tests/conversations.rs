@@ -206,7 +206,9 @@ fn cold_tails_are_computed_again_or_read_sealed() {
     let begin = || (0..5).map(|seed| prompt(seed, 300)).collect::<Vec<_>>();
     let mut expected = begin();
     let plain = TestEngine::new(model.clone(), &fixed_options(&model, "bf16", Some(300))).unwrap();
-    (0..6).for_each(|index| drop(turn(&plain, &mut expected, index)));
+    for index in 0..6 {
+        turn(&plain, &mut expected, index);
+    }
     for tail in [TailPolicy::Recompute, TailPolicy::Sealed] {
         let mut options = engine_options(&model, "bf16", Some(100));
         (options.context, options.max_running) = (Some(640), 1);
