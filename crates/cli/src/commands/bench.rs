@@ -1,5 +1,6 @@
 //! `oscar bench`: speed on this machine.
 
+mod attention;
 mod engine;
 
 use clap::builder::RangedU64ValueParser;
@@ -25,6 +26,7 @@ pub(crate) struct BenchArguments {
 enum What {
     Model(ModelBenchArguments),
     Codec(CodecBenchArguments),
+    Attention(attention::AttentionBenchArguments),
     Engine(engine::EngineBenchArguments),
 }
 
@@ -106,6 +108,12 @@ fn at_most(limit: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=limit)
 }
 
+/// `8192` or `8k`.
+fn tokens(text: &str) -> Result<usize, String> {
+    let (digits, factor) = text.strip_suffix(['k', 'K']).map_or((text, 1), |digits| (digits, 1024));
+    positive(digits)?.checked_mul(factor).ok_or_else(|| "is too large".to_owned())
+}
+
 impl CodecBenchArguments {
     fn run(self) -> Result<(), Failure> {
         let bench = CodecBench {
@@ -145,6 +153,7 @@ impl BenchArguments {
         match self.what {
             What::Model(arguments) => arguments.run(),
             What::Codec(arguments) => arguments.run(),
+            What::Attention(arguments) => arguments.run(),
             What::Engine(arguments) => arguments.run(),
         }
     }
@@ -183,5 +192,16 @@ impl ModelBenchArguments {
             "peak_rss_bytes",
         ];
         print_text(report.table(&columns).trim_end())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tokens;
+
+    #[test]
+    fn contexts_are_read_in_thousands_too() {
+        assert_eq!((tokens("512"), tokens("8k"), tokens("2K")), (Ok(512), Ok(8192), Ok(2048)));
+        assert!(tokens("0").is_err() && tokens("k").is_err() && tokens("99999999999999999999k").is_err());
     }
 }

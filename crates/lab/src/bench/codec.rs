@@ -270,10 +270,10 @@ fn input(head_dim: usize, rows: usize) -> Vec<bf16> {
 }
 
 /// Numbers in -1..1, the same in every run.
-struct Noise(u64);
+pub(super) struct Noise(pub(super) u64);
 
 impl Noise {
-    fn next(&mut self) -> f32 {
+    pub(super) fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
     }

@@ -1,9 +1,11 @@
 //! Benchmarks.
 
+mod attention;
 mod codec;
 mod engine;
 mod model;
 
+pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use codec::{CodecBench, run as codec};
 pub use engine::{
     LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, long_context, shared_prefix,

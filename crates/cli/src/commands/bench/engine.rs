@@ -12,6 +12,7 @@ use oscar_lab::machine::rss_bytes;
 use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
+use super::tokens;
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
 use crate::kv::KvArguments;
@@ -85,13 +86,10 @@ fn weight_bytes(path: &Path) -> u64 {
     let size = |path: &Path| path.metadata().map_or(0, |file| file.len());
     let Ok(folder) = path.read_dir() else { return size(path) };
     let files = folder.flatten().map(|file| file.path());
-    files.filter(|path| path.extension().is_some_and(|ending| ending == "safetensors")).map(|path| size(&path)).sum()
-}
-
-/// `8192` or `8k`.
-fn tokens(text: &str) -> Result<usize, String> {
-    let (digits, factor) = text.strip_suffix(['k', 'K']).map_or((text, 1), |digits| (digits, 1024));
-    positive(digits)?.checked_mul(factor).ok_or_else(|| "is too large".to_owned())
+    files
+        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .map(|path| size(&path))
+        .sum()
 }
 
 impl EngineBenchArguments {
@@ -140,8 +138,16 @@ impl EngineBenchArguments {
         ];
         print_text(long.table(&columns).trim_end())?;
         if self.requests > 0 {
-            let columns =
-                ["kv", "prefix_cache", "requests", "interval_ms", "seconds", "output_tokens_per_s", "ttft_ms", "cached"];
+            let columns = [
+                "kv",
+                "prefix_cache",
+                "requests",
+                "interval_ms",
+                "seconds",
+                "output_tokens_per_s",
+                "ttft_ms",
+                "cached",
+            ];
             print_text(shared.table(&columns).trim_end())?;
         }
         Ok(())
@@ -205,16 +211,5 @@ impl EngineBenchArguments {
         tracing::info!("{row}");
         report.push(row);
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::tokens;
-
-    #[test]
-    fn contexts_are_read_in_thousands_too() {
-        assert_eq!((tokens("512"), tokens("8k"), tokens("2K")), (Ok(512), Ok(8192), Ok(2048)));
-        assert!(tokens("0").is_err() && tokens("k").is_err() && tokens("99999999999999999999k").is_err());
     }
 }

@@ -1,0 +1,109 @@
+//! `oscar bench attention`: attention alone, format against format, without a model.
+
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cpu::pool::Pool;
+use oscar_lab::Report;
+use oscar_lab::bench::AttentionBench;
+use oscar_lab::page_codec::CacheType;
+
+use super::{at_most, tokens};
+use crate::arguments::positive;
+use crate::failure::Failure;
+use crate::output::print_text;
+
+/// Attention over pages of every cache type, without a model.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    oscar bench attention\n  \
+    oscar bench attention --q-heads 12 --kv-heads 2 --head-dim 128 --contexts 8k,16k,32k\n  \
+    oscar bench attention --kv bf16,int2 --threads 1 --json\n\n\
+    One token attends to a context, in as many layers as it takes to read --pool-mb of pages: us_per_layer is the time\n\
+    of one layer. read_gb_per_s is a plain read of the same pages, read_share how close attention comes to it, and\n\
+    error the difference to the definition of the format. The second table is the cost per 1024 tokens of context.")]
+pub(super) struct AttentionBenchArguments {
+    /// Query heads.
+    #[arg(long, default_value = "12", value_name = "N", value_parser = at_most(1024))]
+    q_heads: usize,
+
+    /// KV heads.
+    #[arg(long, default_value = "2", value_name = "N", value_parser = at_most(1024))]
+    kv_heads: usize,
+
+    /// Channels of a head.
+    #[arg(long, default_value = "128", value_name = "D", value_parser = at_most(1024))]
+    head_dim: usize,
+
+    /// Groups of channels with a scale of their own, in int2 and int4.
+    #[arg(long, default_value = "1", value_name = "N", value_parser = at_most(1024))]
+    groups: usize,
+
+    /// Tokens in the cache; 8k is 8192.
+    #[arg(long, default_value = "8k,16k,32k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
+    contexts: Vec<usize>,
+
+    /// Cache types.
+    #[arg(long, default_value = "bf16,fp8,int4,int2", value_name = "LIST", value_delimiter = ',')]
+    kv: Vec<CacheType>,
+
+    /// Worker threads; as many as the machine has cores by default.
+    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = at_most(1024))]
+    threads: Option<usize>,
+
+    /// Megabytes of pages to read per measurement, more than any cache holds.
+    #[arg(long, default_value = "1024", value_name = "MB",
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
+    pool_mb: usize,
+
+    /// How often everything is measured; the fastest counts.
+    #[arg(long, default_value = "5", value_name = "N", value_parser = positive)]
+    repeat: usize,
+
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl AttentionBenchArguments {
+    pub(super) fn run(self) -> Result<(), Failure> {
+        let bench = AttentionBench {
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            groups: self.groups,
+            contexts: self.contexts,
+            formats: self.kv,
+            threads: self.threads.unwrap_or_else(Pool::default_threads),
+            pool_bytes: self.pool_mb << 20,
+            repeat: self.repeat,
+            isa: Isa::from_env().map_err(Failure::new)?,
+        };
+        let (mut report, mut slopes) = (Report::here(), Report::here());
+        let lines = oscar_lab::bench::attention(&bench, |row| {
+            tracing::info!("{row:?}");
+            report.push(row);
+        })
+        .map_err(Failure::new)?;
+        lines.into_iter().for_each(|line| slopes.push(line));
+        if self.json {
+            report.rows.extend(slopes.rows);
+            return print_text(&report.json());
+        }
+        let columns = [
+            "kv",
+            "context",
+            "threads",
+            "path",
+            "layers",
+            "us_per_layer",
+            "gb_per_s",
+            "read_gb_per_s",
+            "read_share",
+            "times_bf16",
+            "error",
+        ];
+        print_text(report.table(&columns).trim_end())?;
+        print_text(slopes.table(&["kv", "us_per_1k_tokens", "of_bf16"]).trim_end())
+    }
+}

@@ -1,0 +1,506 @@
+//! Attention alone, over pages of every format: a decode step of one sequence against a long context, no model.
+//!
+//! Pages lie as in a pool, `[page][layer][head]`, and there are as many layers as it takes to fill more memory than
+//! caches hold; a pass attends once in each of them, as a decode step does. Each format is compared with a plain read
+//! of the same pages in the same order, and with bf16. The step is cut over threads as the engine cuts it.
+
+use std::ops::Range;
+use std::sync::Mutex;
+use std::time::Instant;
+
+use oscar_codec::code_page::CodeLayout;
+use oscar_codec::fp8_page::Fp8Layout;
+use oscar_codec::{CodecError, PAGE_TOKENS, ScaleType, Side};
+use oscar_kernels::cpu::attention::sealed::{SealedFormat, attend_sealed};
+use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span, page_elements, write_token};
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cpu::pool::Pool;
+use serde::Serialize;
+
+use super::codec::Noise;
+use crate::page_codec::CacheType;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct AttentionBench {
+    /// Query heads, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Groups of channels with their own scale, in formats that have them.
+    pub groups: usize,
+    /// Tokens in the cache.
+    pub contexts: Vec<usize>,
+    /// Formats; [`CacheType::Auto`] counts as 2-bit.
+    pub formats: Vec<CacheType>,
+    /// Worker threads.
+    pub threads: usize,
+    /// Memory to read per pass, at least.
+    pub pool_bytes: usize,
+    /// Passes, of which the fastest counts.
+    pub repeat: usize,
+    /// The kernels.
+    pub isa: Isa,
+}
+
+/// Page ranges per thread, as in the engine.
+const ITEMS_PER_THREAD: usize = 8;
+
+/// Different pages that fill the memory in turn.
+const SAMPLES: usize = 8;
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct AttentionRow {
+    kind: &'static str,
+    /// The format.
+    pub kv: &'static str,
+    /// Tokens in the cache.
+    pub context: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    threads: usize,
+    path: String,
+    /// Layers that a pass attends in, each with its own pages.
+    layers: usize,
+    /// Bytes of pages that a pass reads.
+    pub pool_bytes: usize,
+    /// Microseconds per token and layer.
+    pub us_per_layer: f64,
+    /// Bytes of pages per second.
+    pub gb_per_s: f64,
+    /// The same pages in the same order, without attention.
+    pub read_gb_per_s: f64,
+    /// Time of the plain read over time of attention.
+    pub read_share: f64,
+    /// Times faster than bf16 at this context, if that is measured.
+    pub times_bf16: Option<f64>,
+    /// Largest difference to the definition of the format, relative to the largest output.
+    pub error: f64,
+}
+
+/// How the time of a format grows with the context.
+#[derive(Clone, Debug, Serialize)]
+pub struct AttentionSlope {
+    kind: &'static str,
+    /// The format.
+    pub kv: &'static str,
+    /// Microseconds per layer and 1024 tokens of context: the least-squares line through all contexts, or through
+    /// the origin where there is only one.
+    pub us_per_1k_tokens: f64,
+    /// Relative to bf16, if that is measured.
+    pub of_bf16: Option<f64>,
+}
+
+/// What cannot be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum AttentionBenchError {
+    /// The shape of pages.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// Query heads do not divide among KV heads.
+    #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
+    Heads {
+        /// Query heads.
+        q_heads: usize,
+        /// KV heads.
+        kv_heads: usize,
+    },
+    /// bf16 pages hold pairs of channels.
+    #[error("a head of {0} channels: bf16 pages need an even number")]
+    OddHead(usize),
+    /// The pages of one context do not fit the address space.
+    #[error("the pages of {0} tokens are too large")]
+    TooLarge(usize),
+}
+
+/// Measures; `on_row` is called after each row.
+pub fn run(
+    bench: &AttentionBench,
+    mut on_row: impl FnMut(&AttentionRow),
+) -> Result<Vec<AttentionSlope>, AttentionBenchError> {
+    let AttentionBench { q_heads, kv_heads, head_dim, .. } = *bench;
+    if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
+        return Err(AttentionBenchError::Heads { q_heads, kv_heads });
+    }
+    let pool = Pool::new(bench.threads);
+    let mut rows: Vec<AttentionRow> = Vec::new();
+    for &kind in &bench.formats {
+        let format = format(kind, head_dim, bench.groups)?;
+        let samples = samples(&format, head_dim)?;
+        let page_bytes = format.page_bytes(head_dim);
+        let error = error(bench, &format, &samples);
+        let mut memory = Memory::default();
+        for &context in &bench.contexts {
+            let pages = context.div_ceil(PAGE_TOKENS);
+            let layer_bytes = pages
+                .checked_mul(kv_heads * page_bytes)
+                .filter(|bytes| bytes.checked_add(bench.pool_bytes).is_some_and(|sum| sum < 1 << 46))
+                .ok_or(AttentionBenchError::TooLarge(context))?;
+            let layers = bench.pool_bytes.div_ceil(layer_bytes).max(1);
+            memory.fill(layers * layer_bytes, &samples);
+            let cache = Cache { bytes: memory.bytes(), layers, kv_heads, page_bytes };
+            let step = Step { bench, format: &format, context, pool: &pool };
+            let read = fastest(bench.repeat, || step.read(&cache));
+            let time = fastest(bench.repeat, || step.attend(&cache));
+            let pool_bytes = layers * layer_bytes;
+            let us_per_layer = time / layers as f64 * 1e6;
+            let exact = |row: &&AttentionRow| row.kv == "bf16" && row.context == context;
+            let exact = if kind == CacheType::Bf16 {
+                Some(us_per_layer)
+            } else {
+                rows.iter().find(exact).map(|row| row.us_per_layer)
+            };
+            let row = AttentionRow {
+                kind: "attention",
+                kv: name(kind),
+                context,
+                q_heads,
+                kv_heads,
+                head_dim,
+                threads: bench.threads,
+                path: bench.isa.to_string(),
+                layers,
+                pool_bytes,
+                us_per_layer,
+                gb_per_s: pool_bytes as f64 / time / 1e9,
+                read_gb_per_s: pool_bytes as f64 / read / 1e9,
+                read_share: read / time,
+                times_bf16: exact.map(|exact| exact / us_per_layer),
+                error,
+            };
+            on_row(&row);
+            rows.push(row);
+        }
+    }
+    Ok(slopes(bench, &rows))
+}
+
+fn name(kind: CacheType) -> &'static str {
+    match kind {
+        CacheType::Auto => CacheType::Int2.name(),
+        kind => kind.name(),
+    }
+}
+
+fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<SealedFormat, AttentionBenchError> {
+    Ok(match kind {
+        CacheType::Bf16 if !head_dim.is_multiple_of(2) => return Err(AttentionBenchError::OddHead(head_dim)),
+        CacheType::Bf16 => SealedFormat::Bf16,
+        CacheType::Fp8 => SealedFormat::Fp8(Fp8Layout::new(head_dim)?),
+        CacheType::Int4 => SealedFormat::Codes(CodeLayout::int4(head_dim, groups)?, ScaleType::F16),
+        CacheType::Auto | CacheType::Int2 => {
+            SealedFormat::Codes(CodeLayout::int2(head_dim, groups)?, ScaleType::F16)
+        }
+    })
+}
+
+/// Pages of random rows, quantised as plainly as their format allows: speed does not depend on how well.
+fn samples(format: &SealedFormat, head_dim: usize) -> Result<Vec<Vec<u8>>, CodecError> {
+    let mut noise = Noise(5);
+    (0..SAMPLES).map(|_| sample(format, head_dim, &mut noise)).collect()
+}
+
+fn sample(format: &SealedFormat, head_dim: usize, noise: &mut Noise) -> Result<Vec<u8>, CodecError> {
+    let mut page = vec![0; format.page_bytes(head_dim)];
+    let mut elements = match format {
+        SealedFormat::Bf16 => vec![0; page_elements(head_dim)],
+        _ => Vec::new(),
+    };
+    for token in 0..PAGE_TOKENS {
+        let rows = [Side::Key, Side::Value]
+            .map(|side| (side, (0..head_dim).map(|_| 2.0 * noise.next()).collect::<Vec<f32>>()));
+        match format {
+            SealedFormat::Bf16 => write_token(&mut elements, head_dim, token, &rows[0].1, &rows[1].1),
+            SealedFormat::Fp8(layout) => {
+                for (side, row) in &rows {
+                    layout.write_token(&mut page, *side, token, row)?;
+                }
+            }
+            SealedFormat::Codes(layout, scale_type) => {
+                let top = f32::from(layout.largest_code());
+                let scales = vec![(scale_type.to_bits(4.0 / top), scale_type.to_bits(2.0)); layout.groups()];
+                for (side, row) in &rows {
+                    let codes: Vec<u8> = row.iter().map(|x| ((x + 2.0) / 4.0 * top).round() as u8).collect();
+                    layout.write_token(&mut page, *side, token, &codes, &scales)?;
+                }
+            }
+        }
+    }
+    if *format == SealedFormat::Bf16 {
+        page.copy_from_slice(bytemuck::cast_slice(&elements));
+    }
+    Ok(page)
+}
+
+/// Difference between the path and the scalar definition on the sample pages.
+fn error(bench: &AttentionBench, format: &SealedFormat, samples: &[Vec<u8>]) -> f64 {
+    let (rows, d) = (bench.q_heads / bench.kv_heads, bench.head_dim);
+    // In whole words, so that bf16 pages lie on even addresses.
+    let mut memory = Memory::default();
+    memory.fill(samples.iter().map(Vec::len).sum(), samples);
+    let pages: Vec<&[u8]> = memory.bytes().chunks_exact(samples[0].len()).take(samples.len()).collect();
+    let (queries, scale) = (queries(rows * d), 1.0 / (d as f32).sqrt());
+    let spans = vec![Span::up_to(pages.len() * PAGE_TOKENS); rows];
+    let outputs = |isa: Isa| -> Vec<f32> {
+        let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
+        state.reset(rows, d);
+        attend_sealed(isa, format, &queries, scale, &spans, 0, &pages, &mut scratch, &mut state);
+        let mut out = vec![0.0; rows * d];
+        out.chunks_exact_mut(d).enumerate().for_each(|(row, out)| state.finish(row, out));
+        out
+    };
+    let (expected, got) = (outputs(Isa::Scalar), outputs(bench.isa));
+    let largest = expected.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+    let error = expected.iter().zip(&got).fold(0.0_f32, |error, (a, b)| error.max((a - b).abs()));
+    f64::from(error / largest)
+}
+
+fn queries(len: usize) -> Vec<f32> {
+    let mut noise = Noise(6);
+    (0..len).map(|_| noise.next()).collect()
+}
+
+/// The memory of all pages, in words so that every format is aligned; grows and is filled only once.
+#[derive(Default)]
+struct Memory {
+    words: Vec<u64>,
+    len: usize,
+}
+
+impl Memory {
+    fn fill(&mut self, len: usize, samples: &[Vec<u8>]) {
+        let page_bytes = samples[0].len();
+        if self.len < len {
+            self.words = Vec::new();
+            self.words = vec![0; len.div_ceil(8)];
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words);
+            for (page, sample) in bytes.chunks_exact_mut(page_bytes).zip(samples.iter().cycle()) {
+                page.copy_from_slice(sample);
+            }
+        }
+        self.len = self.len.max(len);
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.words)
+    }
+}
+
+/// Pages as they lie in a pool.
+struct Cache<'a> {
+    bytes: &'a [u8],
+    layers: usize,
+    kv_heads: usize,
+    page_bytes: usize,
+}
+
+impl<'a> Cache<'a> {
+    fn page(&self, page: usize, layer: usize, head: usize) -> &'a [u8] {
+        let index = (page * self.layers + layer) * self.kv_heads + head;
+        &self.bytes[index * self.page_bytes..][..self.page_bytes]
+    }
+}
+
+/// One head and some of its pages.
+struct Item {
+    head: usize,
+    pages: Range<usize>,
+}
+
+/// A decode step of one token.
+struct Step<'a> {
+    bench: &'a AttentionBench,
+    format: &'a SealedFormat,
+    context: usize,
+    pool: &'a Pool,
+}
+
+impl Step<'_> {
+    /// The work of one layer.
+    fn items(&self) -> Vec<Item> {
+        let pages = self.context.div_ceil(PAGE_TOKENS);
+        let splits = (self.pool.threads() * ITEMS_PER_THREAD).div_ceil(self.bench.kv_heads);
+        let range = pages.div_ceil(splits).max(1);
+        let ranges = (0..pages).step_by(range).map(|first| first..(first + range).min(pages));
+        let heads = 0..self.bench.kv_heads;
+        heads.flat_map(|head| ranges.clone().map(move |pages| Item { head, pages })).collect()
+    }
+
+    /// Reads every page of every layer.
+    fn read(&self, cache: &Cache<'_>) {
+        let items = self.items();
+        for layer in 0..cache.layers {
+            self.pool.for_each(items.len(), |index| {
+                let item = &items[index];
+                let mut sum = [0_u64; 32];
+                for page in item.pages.clone() {
+                    let words: &[u64] = bytemuck::cast_slice(cache.page(page, layer, item.head));
+                    for words in words.as_chunks::<32>().0 {
+                        sum.iter_mut().zip(words).for_each(|(sum, word)| *sum ^= word);
+                    }
+                }
+                std::hint::black_box(sum);
+            });
+        }
+    }
+
+    /// Attends in every layer.
+    fn attend(&self, cache: &Cache<'_>) {
+        let AttentionBench { q_heads, kv_heads, head_dim: d, .. } = *self.bench;
+        let rows = q_heads / kv_heads;
+        let (queries, scale) = (queries(q_heads * d), 1.0 / (d as f32).sqrt());
+        let spans = vec![Span::up_to(self.context); rows];
+        let items = self.items();
+        let scratches: Vec<Mutex<AttentionScratch>> =
+            (0..self.pool.threads()).map(|_| Mutex::default()).collect();
+        let states: Vec<Mutex<SoftmaxState>> = items.iter().map(|_| Mutex::default()).collect();
+        let mut out = vec![0.0; d];
+        for layer in 0..cache.layers {
+            self.pool.for_each_worker(items.len(), |worker, index| {
+                let Item { head, pages } = &items[index];
+                let mut scratch = scratches[worker].lock().expect("no task panics");
+                let mut state = states[index].lock().expect("no task panics");
+                state.reset(rows, d);
+                let q = &queries[head * rows * d..][..rows * d];
+                let first = pages.start;
+                let pages: Vec<&[u8]> = pages.clone().map(|page| cache.page(page, layer, *head)).collect();
+                attend_sealed(
+                    self.bench.isa,
+                    self.format,
+                    q,
+                    scale,
+                    &spans,
+                    first,
+                    &pages,
+                    &mut scratch,
+                    &mut state,
+                );
+            });
+            let mut merged: Option<(usize, SoftmaxState)> = None;
+            for (item, state) in items.iter().zip(&states) {
+                let state = state.lock().expect("no task panics");
+                match &mut merged {
+                    Some((head, merged)) if *head == item.head => merged.merge(&state),
+                    _ => merged = Some((item.head, state.clone())),
+                }
+                if let Some((_, merged)) = &merged {
+                    merged.finish(0, &mut out);
+                }
+            }
+            std::hint::black_box(&out);
+        }
+    }
+}
+
+/// Seconds of the fastest pass.
+fn fastest(repeat: usize, mut pass: impl FnMut()) -> f64 {
+    let mut fastest = f64::INFINITY;
+    for _ in 0..repeat.max(1) {
+        let start = Instant::now();
+        pass();
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+    }
+    fastest
+}
+
+/// The line of each format through its contexts.
+fn slopes(bench: &AttentionBench, rows: &[AttentionRow]) -> Vec<AttentionSlope> {
+    let slope = |kv: &str| {
+        let points =
+            rows.iter().filter(|row| row.kv == kv).map(|row| (row.context as f64 / 1024.0, row.us_per_layer));
+        slope(&points.collect::<Vec<_>>())
+    };
+    let exact = slope(CacheType::Bf16.name());
+    let names = bench.formats.iter().map(|kind| name(*kind));
+    names
+        .filter_map(|kv| {
+            let us_per_1k_tokens = slope(kv)?;
+            let of_bf16 = exact.map(|exact| us_per_1k_tokens / exact);
+            Some(AttentionSlope { kind: "slope", kv, us_per_1k_tokens, of_bf16 })
+        })
+        .collect()
+}
+
+/// The least-squares slope; through the origin if all points have one x.
+fn slope(points: &[(f64, f64)]) -> Option<f64> {
+    let count = points.len() as f64;
+    let mean = |of: &dyn Fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
+    let (mean_x, mean_y) = (mean(&|point| point.0), mean(&|point| point.1));
+    let variance = mean(&|point| (point.0 - mean_x).powi(2));
+    if points.is_empty() {
+        return None;
+    }
+    if variance == 0.0 {
+        return Some(mean_y / mean_x);
+    }
+    Some(mean(&|point| (point.0 - mean_x) * (point.1 - mean_y)) / variance)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bench() -> AttentionBench {
+        AttentionBench {
+            q_heads: 6,
+            kv_heads: 2,
+            head_dim: 64,
+            groups: 1,
+            contexts: vec![100, 300],
+            formats: vec![CacheType::Bf16, CacheType::Fp8, CacheType::Int4, CacheType::Int2],
+            threads: 2,
+            pool_bytes: 1 << 20,
+            repeat: 2,
+            isa: Isa::detect(),
+        }
+    }
+
+    #[test]
+    fn every_format_is_measured_and_right() {
+        let mut rows = Vec::new();
+        let slopes = run(&bench(), |row| rows.push(row.clone())).unwrap();
+        let names: Vec<(&str, usize)> = rows.iter().map(|row| (row.kv, row.context)).collect();
+        let expected = ["bf16", "fp8", "int4", "int2"].map(|kv| [(kv, 100), (kv, 300)]);
+        assert_eq!(names, expected.concat());
+        for row in &rows {
+            assert!(row.pool_bytes >= 1 << 20 && row.us_per_layer > 0.0 && row.gb_per_s > 0.0, "{row:?}");
+            assert!(row.error < 1e-3, "{row:?}");
+            assert_eq!(row.kv == "bf16", row.times_bf16 == Some(1.0), "{row:?}");
+        }
+        assert_eq!(slopes.len(), 4);
+        assert_eq!(slopes[0].of_bf16, Some(1.0));
+    }
+
+    #[test]
+    fn every_path_can_be_measured() {
+        for isa in Isa::available() {
+            let bench = AttentionBench { isa, contexts: vec![64], pool_bytes: 1, ..bench() };
+            run(&bench, |row| assert!(row.error < 1e-3 && row.path == isa.to_string(), "{row:?}")).unwrap();
+        }
+    }
+
+    #[test]
+    fn slopes_are_those_of_a_line() {
+        assert_eq!(slope(&[(1.0, 5.0), (2.0, 7.0), (4.0, 11.0)]), Some(2.0));
+        assert_eq!(slope(&[(2.0, 5.0)]), Some(2.5));
+        assert_eq!(slope(&[]), None);
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused() {
+        let refused = |change: &dyn Fn(&mut AttentionBench)| {
+            let mut bench = bench();
+            change(&mut bench);
+            run(&bench, |_| {}).unwrap_err()
+        };
+        assert!(matches!(refused(&|bench| bench.kv_heads = 4), AttentionBenchError::Heads { .. }));
+        assert!(matches!(refused(&|bench| bench.kv_heads = 0), AttentionBenchError::Heads { .. }));
+        assert!(matches!(refused(&|bench| bench.head_dim = 63), AttentionBenchError::OddHead(63)));
+        assert!(matches!(refused(&|bench| bench.groups = 5), AttentionBenchError::Codec(_)));
+        assert!(matches!(refused(&|bench| bench.contexts = vec![1 << 50]), AttentionBenchError::TooLarge(_)));
+    }
+}
