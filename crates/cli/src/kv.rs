@@ -137,7 +137,8 @@ impl KvArguments {
         };
         if kind == CacheType::Auto && rotations.is_none() {
             let name = &subject.name;
-            let why = format!("no rotations for {name}, so the cache is bf16; `oscar calibrate {name}` makes them");
+            let why =
+                format!("no rotations for {name}, so the cache is bf16; `oscar calibrate {name}` makes them");
             // Whoever did not ask need not be told at every start.
             match self.kv_cache_dtype {
                 Some(_) => tracing::warn!("{why}"),
@@ -145,11 +146,14 @@ impl KvArguments {
             }
         }
         let geometry = subject.model.config().kv_geometry();
-        let codec = page_codec(kind, &options, rotations.as_ref(), geometry).map_err(|error| match error {
-            EvalError::NoRotations { .. } => Failure::new(format!("there are no rotations for {}", subject.name))
-                .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name)),
-            error => error.into(),
-        })?;
+        let codec =
+            page_codec(kind, &options, rotations.as_ref(), geometry).map_err(|error| match error {
+                EvalError::NoRotations { .. } => {
+                    Failure::new(format!("there are no rotations for {}", subject.name))
+                        .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name))
+                }
+                error => error.into(),
+            })?;
         Ok(KvOptions {
             codec: codec.map(Arc::new),
             windows,

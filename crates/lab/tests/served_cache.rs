@@ -38,7 +38,13 @@ fn smollm2() -> Option<(Model, RotationFile)> {
 }
 
 /// Logits of every position when all rows read the mixed cache by the rule of visibility.
-fn served_logits(model: &Model, file: &RotationFile, kind: CacheType, windows: PageWindows, ids: &[u32]) -> Vec<f32> {
+fn served_logits(
+    model: &Model,
+    file: &RotationFile,
+    kind: CacheType,
+    windows: PageWindows,
+    ids: &[u32],
+) -> Vec<f32> {
     let geometry = model.config().kv_geometry();
     let pages = ids.len().div_ceil(PAGE_TOKENS);
     let codec = page_codec(kind, &EncoderOptions::default(), Some(file), geometry).unwrap();

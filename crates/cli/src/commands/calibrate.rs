@@ -190,8 +190,7 @@ impl Recipe {
 /// A file in the cache, named after the model and a part of its fingerprint.
 fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
     let folder = rotation_folder()?;
-    fs::create_dir_all(&folder)
-        .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+    fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
     let name = subject.name.rsplit(['/', '\\']).next().unwrap_or_default();
     let name: String = name
         .trim_end_matches(".gguf")

@@ -70,8 +70,16 @@ fn published_variables_are_taken_with_a_notice() {
     let machine = Machine::new();
     let model = fixture("qwen3");
     let run = |name: &str, value: &str| {
-        let arguments =
-            ["generate", model.to_str().expect("path"), "--prompt", "hello", "-n", "4", "--kv-cache-dtype", "int4"];
+        let arguments = [
+            "generate",
+            model.to_str().expect("path"),
+            "--prompt",
+            "hello",
+            "-n",
+            "4",
+            "--kv-cache-dtype",
+            "int4",
+        ];
         let output = machine.oscar(arguments).env(name, value).output().expect("oscar");
         crate::support::Outcome::of(output)
     };

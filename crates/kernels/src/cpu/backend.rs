@@ -331,7 +331,9 @@ impl Backend for CpuBackend {
     fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Cache) -> Result<(), KernelError> {
         let slots = cache.spec().slots;
         for &(from, to) in pages {
-            if let Some(slot) = [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots) {
+            if let Some(slot) =
+                [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots)
+            {
                 return Err(KernelError::PageOutOfRange { slot, slots });
             }
             cache.copy_page(from, to);

@@ -23,7 +23,8 @@ pub fn estimate_key_means(
     let heads = observer.heads();
     for layer in 0..model.config().layers {
         observer.run_layer(layer, |_, _| {})?;
-        let means: Vec<Vec<f32>> = (0..heads.kv).map(|head| mean(&observer.keys_values(0, head).0, heads.dim)).collect();
+        let means: Vec<Vec<f32>> =
+            (0..heads.kv).map(|head| mean(&observer.keys_values(0, head).0, heads.dim)).collect();
         for set in [&mut file.heads, &mut file.layers].into_iter().flatten() {
             if let Some(rotations) = set.get_mut(&layer).filter(|rotations| rotations.keys.means.is_none()) {
                 rotations.keys.means = Some(means.clone());
