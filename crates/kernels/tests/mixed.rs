@@ -297,7 +297,7 @@ impl Sequence {
 
 /// The fast paths; plain Rust has its turn where it costs little.
 fn fast_paths() -> impl Iterator<Item = Isa> {
-    Isa::available().into_iter().filter(|&isa| isa != Isa::Scalar)
+    Isa::available().filter(|&isa| isa != Isa::Scalar)
 }
 
 fn widen(row: &[f32]) -> Vec<f64> {
