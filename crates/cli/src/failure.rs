@@ -125,7 +125,9 @@ impl From<EvalError> for Failure {
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
         let fix = match error {
-            EngineError::PromptTooLong { .. } => Some("shorten the prompt, or give a larger --context"),
+            EngineError::PromptTooLong { .. } => {
+                Some("shorten the prompt, or give a larger --context (and --kv-memory, if that is given)")
+            }
             EngineError::MemoryTooSmall { .. } => Some("give a larger --kv-memory, or a smaller --context"),
             _ => None,
         };

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use oscar_codec::{PAGE_TOKENS, PageWindows};
 use oscar_engine::{KvOptions, PrefillMode};
 use oscar_kv::TailPolicy;
+use oscar_lab::calibrate::means::{MEAN_TOKENS, mean_keys};
 use oscar_lab::eval::EvalError;
 use oscar_lab::page_codec::{CacheType, EncoderOptions, page_codec};
 use oscar_lab::zoo::RotationFile;
@@ -66,11 +67,11 @@ pub(crate) struct KvArguments {
     #[command(flatten)]
     rotations: RotationArguments,
 
-    /// Clip ratio of 2-bit keys, for all heads.
+    /// Clip ratio of 2-bit keys, for all heads; values get 0.92 unless --v-clip says otherwise.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     k_clip: Option<f32>,
 
-    /// Clip ratio of 2-bit values, for all heads.
+    /// Clip ratio of 2-bit values, for all heads; keys get 0.96 unless --k-clip says otherwise.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     v_clip: Option<f32>,
 
@@ -102,7 +103,7 @@ pub(crate) struct KvArguments {
     #[arg(long)]
     no_prefix_cache: bool,
 
-    /// Same request, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
+    /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
     #[arg(long)]
     pub(crate) deterministic: bool,
 }
@@ -146,14 +147,22 @@ impl KvArguments {
             }
         }
         let geometry = subject.model.config().kv_geometry();
-        let codec =
-            page_codec(kind, &options, rotations.as_ref(), geometry).map_err(|error| match error {
-                EvalError::NoRotations { .. } => {
-                    Failure::new(format!("there are no rotations for {}", subject.name))
-                        .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name))
-                }
-                error => error.into(),
-            })?;
+        // Some models collapse even in 4 bits when their keys are not centred.
+        let means = || {
+            tracing::warn!(
+                "no rotations for {}: mean keys are estimated from {MEAN_TOKENS} tokens of generated prose",
+                subject.name
+            );
+            Ok(Some(mean_keys(&subject.model)?.concat()))
+        };
+        let codec = page_codec(kind, &options, rotations.as_ref(), means, geometry);
+        let codec = codec.map_err(|error| match error {
+            EvalError::NoRotations { .. } => {
+                Failure::new(format!("there are no rotations for {}", subject.name))
+                    .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name))
+            }
+            error => error.into(),
+        })?;
         Ok(KvOptions {
             codec: codec.map(Arc::new),
             windows,

@@ -203,6 +203,8 @@ pub struct EngineInfo {
     pub prefill_chunk: usize,
     /// Same request, same tokens, whatever else runs.
     pub deterministic: bool,
+    /// Prompts and answers are kept for later requests.
+    pub prefix_cache: bool,
     /// How keys and values are stored.
     pub kv: String,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.

@@ -223,3 +223,27 @@ fn cold_tails_are_computed_again_or_read_sealed() {
         assert_idle(&engine);
     }
 }
+
+/// What is kept open stays under the salt it was begun with: a continuation that names none must not publish it.
+#[test]
+fn a_continuation_keeps_the_salt_of_its_conversation() {
+    let model = model(true);
+    let options = EngineOptions { context: Some(1024), ..fixed_options(&model, "bf16", Some(20)) };
+    let engine = TestEngine::new(model, &options).unwrap();
+    let salted = GenerateOptions { cache_salt: Some("tenant".to_owned()), ..keep(1) };
+    let (first, handle) = open(&engine, prompt(4, 640), salted);
+    let more = |seed| engine.continue_with(&handle, Request::new(prompt(seed, 20), keep(1))).unwrap();
+    let second = more(5).wait().unwrap().remove(0);
+    // Somebody else needs the pages, so that the next continuation computes everything again.
+    assert_eq!(ask(&engine, &prompt(6, 900), &greedy(1)).cached_tokens, 0);
+    let third = more(7).wait().unwrap().remove(0);
+    drop(handle);
+    let said = [&first[..], &prompt(5, 20), &second.tokens, &prompt(7, 20), &third.tokens].concat();
+    let whole = [prompt(4, 640), said].concat();
+    assert_eq!(ask(&engine, &whole, &greedy(1)).cached_tokens, 0, "another tenant's pages");
+    let own = GenerateOptions { cache_salt: Some("tenant".to_owned()), ..greedy(1) };
+    engine.reset();
+    assert_eq!(ask(&engine, &whole, &own).cached_tokens, 0);
+    assert!(ask(&engine, &whole, &own).cached_tokens >= 640);
+    assert_idle(&engine);
+}

@@ -9,7 +9,7 @@ use oscar_codec::Composition;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{
-    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, calibrate,
+    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, Verdict, calibrate,
 };
 use oscar_lab::zoo::{self, Header};
 
@@ -90,7 +90,10 @@ pub(crate) fn on_the_spot(subject: &Subject) -> Result<(), Failure> {
         windows: WindowArguments::default(),
     };
     let corpus = recipe.corpus(subject)?;
-    recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    let certificate = recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    if certificate.verdict != Verdict::Good {
+        tracing::warn!("the certificate says {}: {}", certificate.verdict, certificate.reason);
+    }
     Ok(())
 }
 

@@ -16,9 +16,9 @@ fn every_type_answers_and_says_what_it_is() {
         let row = generate(&machine, &["--kv-cache-dtype", kv, "--json"]).success().json()["rows"][0].clone();
         assert_eq!(row["kv"], name, "{row}");
         assert!(row["bits_per_element"].as_f64().is_some_and(|bits| bits > 0.0), "{row}");
-        // Everything is inside the windows, so no code is ever read. Rotated rows round differently, and the random
-        // model's answer hangs on a hair.
-        if kv != "int4" {
+        // Everything is inside the windows, so no code is ever read. Centred and rotated rows round differently, and
+        // the random model's answer hangs on a hair.
+        if name == "bf16" {
             assert_eq!(format!("{}\n", row["text"].as_str().expect("text")), exact, "{kv}");
         }
     }

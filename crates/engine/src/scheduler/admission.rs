@@ -8,7 +8,7 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Running};
+use super::job::{Job, Kept, Running};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
@@ -109,7 +109,7 @@ impl<B: Backend> Scheduler<B> {
     /// A prompt is in the cache: its answers begin, or go on where they were.
     fn begin_answers(&mut self, prefill: Prefill<B>) {
         let (job, mut sequence) = self.abandon(prefill);
-        let Job { id, arrival, sink, output, choices, tokens, segments, next, .. } = job;
+        let Job { id, arrival, salt, sink, output, choices, tokens, segments, next, .. } = job;
         let sound = if output.options().keep_open {
             self.ledger.insert(&sequence, false);
             true
@@ -145,8 +145,9 @@ impl<B: Backend> Scheduler<B> {
         if options.max_tokens == Some(0) {
             let mut sequence = Some(sequence);
             for output in outputs {
-                let history = (tokens.clone(), segments.clone(), sequence.take());
-                self.end(id, &sink, &output, FinishReason::Length, history);
+                let (tokens, segments, sequence) = (tokens.clone(), segments.clone(), sequence.take());
+                let kept = Kept { salt, tokens, segments, sequence };
+                self.end(id, &sink, &output, FinishReason::Length, kept);
             }
             return;
         }

@@ -189,6 +189,10 @@ impl Backend for CpuBackend {
     type Cache = Cache;
     type Step = Step;
 
+    fn is_deterministic(&self) -> bool {
+        self.fixed
+    }
+
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
         Weight::new(stored)
     }

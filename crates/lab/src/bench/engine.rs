@@ -148,7 +148,6 @@ pub struct SharedPrefixRow {
 pub fn shared_prefix<B: Backend>(
     engine: &Engine<B>,
     bench: &SharedPrefix,
-    prefix_cache: bool,
 ) -> Result<SharedPrefixRow, EngineError> {
     let SharedPrefix { requests, prefix_tokens, suffix_tokens, output_tokens, interval } = *bench;
     let vocabulary = engine.model().config().vocab_size;
@@ -176,7 +175,7 @@ pub fn shared_prefix<B: Backend>(
     let seconds = begin.elapsed().as_secs_f64();
     Ok(SharedPrefixRow {
         kv: engine.info().kv.clone(),
-        prefix_cache,
+        prefix_cache: engine.info().prefix_cache,
         requests,
         interval_ms: interval.as_secs_f64() * 1e3,
         seconds,

@@ -164,7 +164,7 @@ impl EngineBenchArguments {
                     output_tokens: self.output_tokens,
                     interval: Duration::from_millis(interval),
                 };
-                let row = shared_prefix(&engine, &bench, prefix_tree)?;
+                let row = shared_prefix(&engine, &bench)?;
                 self.push(report, &row)?;
             }
         }
