@@ -9,15 +9,36 @@ use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::codes::{Running, Sums, Weights};
 use super::fixed_point::{LARGEST, SMALLEST};
-use crate::cpu::attention::avx512::exp2;
 
 /// Lanes of a register.
 const LANES: usize = 16;
+
+/// Selects the larger magnitude of two numbers, without its sign.
+const LARGER_MAGNITUDE: i32 = 0b10_11;
 
 /// Registers of a page's tokens.
 const REGISTERS: usize = PAGE_TOKENS / LANES;
 
 type Page = [__m512; REGISTERS];
+
+/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
+/// the largest afterwards.
+const EXP2: [f32; 5] = [1.0, 0.693_124_2, 0.240_240_99, 0.055_906_426, 0.009_582_853];
+
+/// 2ˣ for `x <= 128`; 0 far below, NaN stays NaN.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn exp2(x: __m512) -> __m512 {
+    // The second operand is returned if either is NaN.
+    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
+    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+    let rest = _mm512_sub_ps(x, whole);
+    let mut power = _mm512_set1_ps(EXP2[4]);
+    for i in (0..4).rev() {
+        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(EXP2[i]));
+    }
+    _mm512_scalef_ps(power, whole)
+}
 
 /// 16-bit numbers to `f32`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -53,12 +74,13 @@ pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, we
     let mut row = 0;
     // SAFETY: all lengths are as promised, see above.
     unsafe {
-        while row + 2 <= rows {
-            weigh_rows::<ROWS, 2>(from, row, &mut running, weights);
-            row += 2;
-        }
-        if row < rows {
-            weigh_rows::<ROWS, 1>(from, row, &mut running, weights);
+        while row < rows {
+            match rows - row {
+                1 => weigh_rows::<ROWS, 1>(from, row, &mut running, weights),
+                3 => weigh_rows::<ROWS, 3>(from, row, &mut running, weights),
+                _ => weigh_rows::<ROWS, 2>(from, row, &mut running, weights),
+            }
+            row += if rows - row == 3 { 3 } else { 2 };
         }
     }
 }
@@ -140,23 +162,21 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
                 for r in 0..R {
                     offsets[r] = _mm512_fmadd_ps(logits[r][j], offset, offsets[r]);
                     scaled[r][j] = _mm512_mul_ps(logits[r][j], scale);
-                    largest[r] = _mm512_max_ps(largest[r], _mm512_abs_ps(scaled[r][j]));
+                    largest[r] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[r], scaled[r][j]);
                 }
             }
         }
-        let mut inverse = [0.0; R];
+        let largest = reduce_max(largest);
+        let reduced = reduce_sums(totals, offsets);
         for r in 0..R {
-            let largest = _mm512_reduce_max_ps(largest[r]);
-            let at = 2 * (group * ROWS + first + r);
-            let zero = largest < SMALLEST;
-            weights.numbers[at] = if zero { 0.0 } else { largest * (1.0 / LARGEST) };
-            inverse[r] = if zero { 0.0 } else { LARGEST / largest };
-        }
-        for r in 0..R {
+            let zero = largest[r] < SMALLEST;
+            let step = if zero { 0.0 } else { largest[r] * (1.0 / LARGEST) };
+            let inverse = if zero { 0.0 } else { LARGEST / largest[r] };
+            let [sum, offset] = reduced[r];
             let at = group * ROWS + first + r;
             // SAFETY: two parts of 64 bytes, by the caller's promise.
-            unsafe { split(scaled[r], inverse[r], weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS)) };
-            let [sum, offset] = reduce_two(totals[r], offsets[r]);
+            unsafe { split(scaled[r], inverse, weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS)) };
+            weights.numbers[2 * at] = step;
             weights.numbers[2 * at + 1] = offset;
             if group == 0 {
                 running.sum[first + r] += sum;
@@ -218,19 +238,63 @@ unsafe fn split(values: Page, inverse: f32, bytes: *mut i8) {
     }
 }
 
-/// The sums of the lanes of two registers.
+/// Halves of two registers combined: eight lanes of `a`, then eight of `b`.
+macro_rules! combine_halves {
+    ($with:ident, $a:expr, $b:expr) => {
+        $with(_mm512_shuffle_f32x4::<0b01_00_01_00>($a, $b), _mm512_shuffle_f32x4::<0b11_10_11_10>($a, $b))
+    };
+}
+
+/// The lanes of each quarter of a register combined; all lanes of a quarter are equal.
+macro_rules! combine_quarters {
+    ($with:ident, $a:expr) => {{
+        let pairs = $with($a, _mm512_permute_ps::<0b01_00_11_10>($a));
+        $with(pairs, _mm512_permute_ps::<0b10_11_00_01>(pairs))
+    }};
+}
+
+/// The largest lane of each register.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn reduce_two(a: __m512, b: __m512) -> [f32; 2] {
-    // The lower half gets eight sums of `a`, the upper half eight of `b`.
-    let sums = _mm512_add_ps(
-        _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b),
-        _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b),
-    );
-    let sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4::<0b10_11_00_01>(sums, sums));
-    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b01_00_11_10>(sums));
-    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b10_11_00_01>(sums));
-    [_mm512_cvtss_f32(sums), _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(sums))]
+fn reduce_max<const R: usize>(registers: [__m512; R]) -> [f32; R] {
+    let mut out = [0.0; R];
+    for r in (0..R).step_by(2) {
+        let last = (r + 1).min(R - 1);
+        let halves = combine_halves!(_mm512_max_ps, registers[r], registers[last]);
+        let quarters = _mm512_max_ps(halves, _mm512_shuffle_f32x4::<0b10_11_00_01>(halves, halves));
+        let lanes = combine_quarters!(_mm512_max_ps, quarters);
+        out[r] = _mm512_cvtss_f32(lanes);
+        if last > r {
+            out[last] = _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(lanes));
+        }
+    }
+    out
+}
+
+/// The sums of the lanes of each register of `a` and of `b`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn reduce_sums<const R: usize>(a: [__m512; R], b: [__m512; R]) -> [[f32; 2]; R] {
+    let mut out = [[0.0; 2]; R];
+    for r in (0..R).step_by(2) {
+        let last = (r + 1).min(R - 1);
+        let first = combine_halves!(_mm512_add_ps, a[r], b[r]);
+        let second = if last > r { combine_halves!(_mm512_add_ps, a[last], b[last]) } else { first };
+        // A quarter for each register.
+        let quarters = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(first, second),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(first, second),
+        );
+        let lanes = combine_quarters!(_mm512_add_ps, quarters);
+        let mut sums = [0.0; LANES];
+        // SAFETY: 16 lanes.
+        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), lanes) };
+        out[r] = [sums[0], sums[4]];
+        if last > r {
+            out[last] = [sums[8], sums[12]];
+        }
+    }
+    out
 }
 
 /// As `codes::Engine::add_values`.
