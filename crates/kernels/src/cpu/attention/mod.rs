@@ -72,6 +72,7 @@ impl Span {
     }
 
     /// [`Self::in_page`] as one bit per token.
+    #[cfg(target_arch = "x86_64")]
     #[inline]
     fn page_mask(self, start: usize) -> u64 {
         let first = |count: usize| u64::MAX.checked_shr((PAGE_TOKENS - count) as u32).unwrap_or(0);

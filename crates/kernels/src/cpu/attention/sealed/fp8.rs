@@ -1,6 +1,8 @@
 //! 8-bit floats: a page is widened to bf16, which holds every E4M3 number, and multiplied as bf16 pages are.
 //!
-//! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights.
+//! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights. Numbers are
+//! widened to 1/256 of what they stand for, and the scales make up for it: exponents then differ by 112, whose low
+//! bits are zero, and no addition is needed to move them.
 
 use oscar_codec::fp8_page::Fp8Layout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
@@ -129,6 +131,7 @@ impl<'a> OpenPage<'a> {
             (steps.widen)(&page[side..2 * side], self.values, next_values);
             (steps.numbers)(&page[2 * side..], ScaleType::F16, self.scales);
         }
+        self.scales.iter_mut().for_each(|scale| *scale *= UNIT);
     }
 }
 
@@ -202,17 +205,19 @@ fn scale(rows: &mut [f32], scales: &[f32]) {
     }
 }
 
-/// E4M3 bytes to bf16, exactly: exponents move by 120, the seven numbers below the smallest exponent are multiples
-/// of 2⁻⁹, and NaN stays NaN.
+/// What a widened number is to be multiplied with.
+const UNIT: f32 = 256.0;
+
+/// E4M3 bytes to bf16 in units of [`UNIT`], exactly. The seven numbers below the smallest exponent are multiples of
+/// 2⁻⁹. Bytes that stand for NaN, which no page has, become 480.
 #[inline(always)]
 fn widen(bytes: &[u8], wide: &mut [u16]) {
     for (byte, wide) in bytes.iter().zip(wide) {
         let byte = u32::from(*byte);
         let magnitude = byte & 0x7f;
-        let normal = (magnitude << 4) + (120 << 7);
-        let below = (magnitude as i32 as f32 * 0.001_953_125).to_bits() >> 16;
+        let normal = magnitude << 4 | 112 << 7;
+        let below = (magnitude as i32 as f32 * (0.001_953_125 / UNIT)).to_bits() >> 16;
         let bits = if magnitude < 8 { below } else { normal };
-        let bits = if magnitude == 0x7f { 0x7fc0 } else { bits };
         *wide = (bits | (byte & 0x80) << 8) as u16;
     }
 }
@@ -234,29 +239,25 @@ macro_rules! compile {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// The bf16 numbers n·2⁻⁹ for n = 0..8, four times.
-    #[repr(align(64))]
-    struct Table([u16; 32]);
-
-    static BELOW: Table = {
+    /// The bf16 numbers n·2⁻¹⁷ for n = 0..8, four times.
+    static BELOW: [u16; 32] = {
+        let below = [0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860];
         let mut table = [0; 32];
-        let below = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
         let mut i = 0;
         while i < 32 {
             table[i] = below[i % 8];
             i += 1;
         }
-        Table(table)
+        table
     };
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) fn widen(bytes: &[u8], wide: &mut [u16], ahead: &[u8]) {
         assert!(bytes.len() == wide.len() && bytes.len().is_multiple_of(32));
         // SAFETY: the table has 64 bytes.
-        let table = unsafe { _mm512_loadu_si512(BELOW.0.as_ptr().cast()) };
-        let set = |word: u16| _mm512_set1_epi16(word as i16);
-        let (magnitude_mask, exponent_mask, bias) = (set(0x7f), set(0x78), set(120 << 7));
-        let (nan, sign) = (set(0x7fc0), set(0x8000));
+        let table = unsafe { _mm512_loadu_si512(BELOW.as_ptr().cast()) };
+        let (kept, exponent) = (_mm512_set1_epi16(0x87f0_u16 as i16), _mm512_set1_epi16(0x78));
+        let (moved, sign) = (_mm512_set1_epi16(112 << 7), _mm512_set1_epi16(i16::MIN));
         let mut at = 0;
         while at < bytes.len() {
             // SAFETY: 32 elements of each, see the lengths above. Prefetching an address is harmless whatever it is.
@@ -264,16 +265,14 @@ mod avx512 {
                 if at % 64 == 0 && at < ahead.len() {
                     _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(at).cast());
                 }
-                let words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes.as_ptr().add(at).cast()));
-                let magnitude = _mm512_and_si512(words, magnitude_mask);
-                let normal = _mm512_add_epi16(_mm512_slli_epi16::<4>(magnitude), bias);
-                let below = _mm512_testn_epi16_mask(words, exponent_mask);
-                let number = _mm512_mask_permutexvar_epi16(normal, below, magnitude, table);
-                let number =
-                    _mm512_mask_mov_epi16(number, _mm512_cmpeq_epi16_mask(magnitude, magnitude_mask), nan);
-                // number | (words << 8) & sign
-                let number =
-                    _mm512_ternarylogic_epi32::<0b1111_1000>(number, _mm512_slli_epi16::<8>(words), sign);
+                let words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(bytes.as_ptr().add(at).cast()));
+                let shifted = _mm512_slli_epi16::<4>(words);
+                // shifted & kept | moved
+                let normal = _mm512_ternarylogic_epi32::<0b1110_1010>(shifted, kept, moved);
+                let below = _mm512_testn_epi16_mask(words, exponent);
+                let number = _mm512_mask_permutexvar_epi16(normal, below, words, table);
+                // number | shifted & sign
+                let number = _mm512_ternarylogic_epi32::<0b1111_1000>(number, shifted, sign);
                 _mm512_storeu_si512(wide.as_mut_ptr().add(at).cast(), number);
             }
             at += 32;
@@ -299,11 +298,13 @@ mod tests {
             let mut wide = vec![0; bytes.len()];
             widen(&bytes, &mut wide);
             for (byte, wide) in bytes.iter().zip(wide) {
-                let (expected, got) = (e4m3_to_f32(*byte), bf16::from_bits(wide).to_f32());
-                assert!(
-                    expected.to_bits() == got.to_bits() || expected.is_nan() && got.is_nan(),
-                    "{name} {byte:#x}: {got} for {expected}"
-                );
+                let (expected, got) = (e4m3_to_f32(*byte), bf16::from_bits(wide).to_f32() * UNIT);
+                let expected = if expected.is_nan() {
+                    480_f32.copysign(if byte & 0x80 == 0 { 1.0 } else { -1.0 })
+                } else {
+                    expected
+                };
+                assert_eq!(got.to_bits(), expected.to_bits(), "{name} {byte:#x}: {got} for {expected}");
             }
         };
         check("plain", &widen);
