@@ -48,6 +48,9 @@ pub struct AttentionBench {
 /// Page ranges per thread, as in the engine.
 const ITEMS_PER_THREAD: usize = 8;
 
+/// What pools are aligned to.
+const CACHE_LINE: usize = 64;
+
 /// Different pages that fill the memory in turn.
 const SAMPLES: usize = 8;
 
@@ -264,10 +267,13 @@ fn queries(len: usize) -> Vec<f32> {
     (0..len).map(|_| noise.next()).collect()
 }
 
-/// The memory of all pages, in words so that every format is aligned; grows and is filled only once.
+/// The memory of all pages, on a cache line as in a pool; grows and is filled only once.
 #[derive(Default)]
 struct Memory {
     words: Vec<u64>,
+    /// Words before the first cache line.
+    skip: usize,
+    /// Bytes in use.
     len: usize,
 }
 
@@ -276,8 +282,10 @@ impl Memory {
         let page_bytes = samples[0].len();
         if self.len < len {
             self.words = Vec::new();
-            self.words = vec![0; len.div_ceil(8)];
-            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words);
+            self.words = vec![0; len.div_ceil(8) + CACHE_LINE / 8];
+            // Only the allocator's choice where a vector begins is known, so some words are left out.
+            self.skip = self.words.as_ptr().align_offset(CACHE_LINE);
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words[self.skip..]);
             for (page, sample) in bytes.chunks_exact_mut(page_bytes).zip(samples.iter().cycle()) {
                 page.copy_from_slice(sample);
             }
@@ -286,7 +294,7 @@ impl Memory {
     }
 
     fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.words)
+        bytemuck::cast_slice(&self.words[self.skip..])
     }
 }
 

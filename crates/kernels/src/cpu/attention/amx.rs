@@ -14,6 +14,7 @@ use super::avx512::exp2;
 use super::page::split;
 use super::state::SoftmaxState;
 use super::{AttentionScratch, Span, Work, written_values};
+use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::avx512::transpose;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
@@ -49,61 +50,122 @@ macro_rules! combine {
         lanes[0]
     }};
 }
+
 /// Attends all rows to all pages. AMX must be available, which [`super::attend`] has checked.
 pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
-    let Work { q, spans, d, .. } = *work;
-    let rows = spans.len();
-    let groups = rows.div_ceil(TILE_ROWS);
-    let steps = d.div_ceil(STEP);
-    let group_words = steps * QUERY_PARTS * TILE_WORDS;
-
-    let query_tiles = scratch.query_tiles.at_least::<u32>(groups * group_words);
-    for (group, tiles) in query_tiles.chunks_exact_mut(group_words).enumerate() {
-        let first = group * TILE_ROWS;
-        let count = TILE_ROWS.min(rows - first);
-        // SAFETY: AMX implies the instruction sets of the function.
-        unsafe { pack::<QUERY_PARTS>(&q[first * d..(first + count) * d], d, tiles) };
-    }
-    let weight_tiles = scratch.score_tiles.at_least::<u32>(2 * WEIGHT_PARTS * TILE_WORDS);
-    weight_tiles.fill(0);
-    let scores = scratch.scores.at_least::<f32>(TILE_ROWS * PAGE_TOKENS);
-    scores.fill(0.0);
-
-    // Products take as long as their tiles have rows, so a few rows of a decode step are not padded to 16.
-    let tile_rows = rows.min(TILE_ROWS);
-    // SAFETY: AMX is available; nothing else uses tiles until the end of this function.
-    let unit = unsafe { Unit::new(tile_rows) };
+    let d = work.d;
+    let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, values: filled, .. } = scratch;
+    let mut tiled = Tiled::new(work.q, work.spans, d, query_tiles, score_tiles, scores);
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         // A page is in the cache after its first group, which fetches the next one as it goes.
         let (next_keys, next_values) = pages.peek().map_or((keys, values), |(page, _)| split(page, d));
-        let tail = padded_tail(keys, d, &mut scratch.keys);
-        let written = written_values(values, d, work.written(start), &mut scratch.values);
-        for group in 0..groups {
+        let values = written_values(values, d, work.written(start), filled);
+        let page = Page { keys, values, next_keys, next_values, start, scales: None };
+        tiled.attend(&page, tail, state);
+    }
+}
+
+/// A page in bf16.
+pub(super) struct Page<'a> {
+    pub(super) keys: &'a [u16],
+    /// Numbers for all tokens, seen or not.
+    pub(super) values: &'a [u16],
+    /// Will be read after this page.
+    pub(super) next_keys: &'a [u16],
+    pub(super) next_values: &'a [u16],
+    /// Position of the first token.
+    pub(super) start: usize,
+    /// What the keys and the values of each token are to be multiplied with, one after the other.
+    pub(super) scales: Option<&'a [f32; 2 * PAGE_TOKENS]>,
+}
+
+/// The queries of a call as tiles, and the unit that multiplies them.
+pub(super) struct Tiled<'a> {
+    unit: Unit,
+    spans: &'a [Span],
+    d: usize,
+    query_tiles: &'a [u32],
+    weight_tiles: &'a mut [u32],
+    scores: &'a mut [f32],
+}
+
+impl<'a> Tiled<'a> {
+    /// `q` is scaled. AMX must be available.
+    pub(super) fn new(
+        q: &[f32],
+        spans: &'a [Span],
+        d: usize,
+        query_tiles: &'a mut AlignedScratch,
+        weight_tiles: &'a mut AlignedScratch,
+        scores: &'a mut AlignedScratch,
+    ) -> Tiled<'a> {
+        let rows = spans.len();
+        let group_words = d.div_ceil(STEP) * QUERY_PARTS * TILE_WORDS;
+        let query_tiles = query_tiles.at_least::<u32>(rows.div_ceil(TILE_ROWS) * group_words);
+        for (group, tiles) in query_tiles.chunks_exact_mut(group_words).enumerate() {
             let first = group * TILE_ROWS;
             let count = TILE_ROWS.min(rows - first);
-            let spans = &spans[first..first + count];
+            // SAFETY: AMX implies the instruction sets of the function.
+            unsafe { pack::<QUERY_PARTS>(&q[first * d..(first + count) * d], d, tiles) };
+        }
+        let weight_tiles = weight_tiles.at_least::<u32>(2 * WEIGHT_PARTS * TILE_WORDS);
+        weight_tiles.fill(0);
+        let scores = scores.at_least::<f32>(TILE_ROWS * PAGE_TOKENS);
+        scores.fill(0.0);
+        // Products take as long as their tiles have rows, so a few rows of a decode step are not padded to 16.
+        // SAFETY: AMX is available; nothing else uses tiles while the value lives.
+        let unit = unsafe { Unit::new(rows.min(TILE_ROWS)) };
+        Tiled { unit, spans, d, query_tiles, weight_tiles, scores }
+    }
+
+    /// Attends all rows to a page; `tail` is scratch.
+    pub(super) fn attend(&mut self, page: &Page<'_>, tail: &mut AlignedScratch, state: &mut SoftmaxState) {
+        let Page { keys, values, start, .. } = *page;
+        let (d, rows) = (self.d, self.spans.len());
+        let group_words = d.div_ceil(STEP) * QUERY_PARTS * TILE_WORDS;
+        let tail = padded_tail(keys, d, tail);
+        for (group, queries) in self.query_tiles.chunks_exact(group_words).enumerate() {
+            let first = group * TILE_ROWS;
+            let spans = &self.spans[first..rows.min(first + TILE_ROWS)];
             let seen = spans.iter().map(|span| span.in_page(start)).filter(|seen| !seen.is_empty());
             let Some(seen) = seen.map(|seen| seen.end).max() else {
                 continue;
             };
-            let (next_keys, next_values) = if group == 0 { (next_keys, next_values) } else { (keys, values) };
-            unit.logits(&query_tiles[group * group_words..][..group_words], keys, tail, d, next_keys, scores);
+            let (next_keys, next_values) =
+                if group == 0 { (page.next_keys, page.next_values) } else { (keys, values) };
+            self.unit.logits(queries, keys, tail, d, next_keys, self.scores);
             let padded = first..first + TILE_ROWS;
             let sums = &mut state.values[padded.start * d..padded.end * d];
             let rows = Rows {
-                scores,
+                scores: self.scores,
                 spans,
                 start,
                 max: &mut state.max[padded.clone()],
                 sum: &mut state.sum[padded],
             };
             // SAFETY: AMX implies the instruction sets of the function.
-            unsafe { rows.softmax(sums, d, weight_tiles) };
-            unit.values(weight_tiles, written, seen.div_ceil(STEP), d, next_values, sums);
+            unsafe {
+                match page.scales {
+                    None => rows.softmax::<false>(&[0.0; 2 * PAGE_TOKENS], sums, d, self.weight_tiles),
+                    Some(scales) => rows.softmax::<true>(scales, sums, d, self.weight_tiles),
+                }
+            }
+            self.unit.values(self.weight_tiles, values, seen.div_ceil(STEP), d, next_values, sums);
         }
     }
+}
+
+/// Multiplies for nothing: a tile unit that has had nothing to do for some 400 ns goes to sleep, and takes almost as
+/// long to wake up.
+///
+/// # Safety
+/// Tiles are configured, and the sums in `tmm0` are of no use any more.
+#[inline]
+pub(super) unsafe fn stay_awake() {
+    // SAFETY: only a tile register is touched, and the caller does not need it.
+    unsafe { asm!("tdpbf16ps tmm0, tmm4, tmm5", out("tmm0") _, options(nostack, nomem, preserves_flags)) };
 }
 
 /// The rows of one group inside a softmax step.
@@ -120,9 +182,19 @@ struct Rows<'a> {
 impl Rows<'_> {
     /// Turns logits into weights, packed as tiles, and scales what was summed before to the new maximum.
     ///
-    /// As [`super::avx512::softmax`], but what happens once per row happens for all 16 rows in one register.
+    /// As [`super::avx512::softmax`], but what happens once per row happens for all 16 rows in one register. With
+    /// `SCALED`, logits and weights are multiplied with the scales of keys and values.
+    ///
+    /// # Safety
+    /// Tiles are configured, and the sums in `tmm0` are of no use any more.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-    fn softmax(self, values: &mut [f32], d: usize, tiles: &mut [u32]) {
+    unsafe fn softmax<const SCALED: bool>(
+        self,
+        scales: &[f32; 2 * PAGE_TOKENS],
+        values: &mut [f32],
+        d: usize,
+        tiles: &mut [u32],
+    ) {
         let Rows { scores, spans, start, max, sum } = self;
         assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && spans.len() <= TILE_ROWS);
         assert!(max.len() == TILE_ROWS && sum.len() == TILE_ROWS && values.len() == TILE_ROWS * d);
@@ -134,9 +206,15 @@ impl Rows<'_> {
         }
         let load = |row: usize, register: usize| {
             let mask = (masks[row] >> (16 * register)) as u16;
-            // SAFETY: 16 rows of four registers, see the lengths above.
+            // SAFETY: 16 rows of four registers, see the lengths above; scales of 64 keys.
             unsafe {
-                _mm512_mask_loadu_ps(nothing, mask, scores.as_ptr().add(row * PAGE_TOKENS + 16 * register))
+                let logits = scores.as_ptr().add(row * PAGE_TOKENS + 16 * register);
+                if SCALED {
+                    let scale = _mm512_loadu_ps(scales.as_ptr().add(16 * register));
+                    _mm512_mask_mul_ps(nothing, mask, _mm512_loadu_ps(logits), scale)
+                } else {
+                    _mm512_mask_loadu_ps(nothing, mask, logits)
+                }
             }
         };
 
@@ -160,11 +238,23 @@ impl Rows<'_> {
 
         let mut totals = [_mm512_setzero_ps(); 16];
         for row in 0..spans.len() {
+            if row % 4 == 0 {
+                // SAFETY: the caller's promise.
+                unsafe { stay_awake() };
+            }
             let shift = _mm512_set1_ps(shift[row]);
             for step in 0..2 {
                 let mut first = exp2(_mm512_sub_ps(load(row, 2 * step), shift));
                 let mut second = exp2(_mm512_sub_ps(load(row, 2 * step + 1), shift));
                 totals[row] = _mm512_add_ps(totals[row], _mm512_add_ps(first, second));
+                if SCALED {
+                    // SAFETY: scales of 64 values after those of the keys.
+                    let [low, high] = unsafe {
+                        let scale = scales.as_ptr().add(PAGE_TOKENS + STEP * step);
+                        [_mm512_loadu_ps(scale), _mm512_loadu_ps(scale.add(16))]
+                    };
+                    (first, second) = (_mm512_mul_ps(first, low), _mm512_mul_ps(second, high));
+                }
                 for part in 0..WEIGHT_PARTS {
                     let high;
                     (high, first, second) = peel(first, second);
@@ -200,11 +290,7 @@ impl Rows<'_> {
 }
 
 /// Keys of the channels past the last whole tile, followed by zeros; empty if there are none.
-fn padded_tail<'a>(
-    keys: &[u16],
-    d: usize,
-    scratch: &'a mut crate::cpu::gemm::aligned::AlignedScratch,
-) -> &'a [u16] {
+fn padded_tail<'a>(keys: &[u16], d: usize, scratch: &'a mut AlignedScratch) -> &'a [u16] {
     let whole = d / STEP * STEP;
     if whole == d {
         return &[];

@@ -65,12 +65,15 @@ impl Span {
     }
 
     /// The tokens of the page starting at position `start` that are seen, as a range inside the page.
+    #[inline]
     fn in_page(self, start: usize) -> Range<usize> {
         let inside = |position: usize| position.saturating_sub(start).min(PAGE_TOKENS);
         inside(self.from)..inside(self.to)
     }
 
     /// [`Self::in_page`] as one bit per token.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
     fn page_mask(self, start: usize) -> u64 {
         let first = |count: usize| u64::MAX.checked_shr((PAGE_TOKENS - count) as u32).unwrap_or(0);
         let Range { start: from, end: to } = self.in_page(start);

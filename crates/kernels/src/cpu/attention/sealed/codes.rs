@@ -29,6 +29,7 @@ const STRIDE_STEP: usize = 64;
 const COLUMN_STEP: usize = 16;
 
 /// No engine multiplies more rows at once.
+#[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
 
 /// Rows from which tiles beat vectors.
@@ -121,6 +122,7 @@ pub(super) struct Sums<'a> {
     /// Position of the page's first token.
     pub(super) start: usize,
     /// The tokens of the page each row sees, one bit each.
+    #[cfg(target_arch = "x86_64")]
     pub(super) seen: &'a [u64],
 }
 
@@ -379,7 +381,9 @@ impl<'a, E: Engine> Reader<'a, E> {
     fn weigh(&mut self, number: usize, step: &Step<'_>, work: &Work<'_, u8>, state: &mut SoftmaxState) {
         let (shape, d, rows) = (&self.shape, work.d, step.rows.clone());
         self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
+        #[cfg(target_arch = "x86_64")]
         let mut seen = [0; MOST_ROWS];
+        #[cfg(target_arch = "x86_64")]
         for (seen, span) in seen.iter_mut().zip(&work.spans[rows.clone()]) {
             *seen = span.page_mask(step.start);
         }
@@ -392,6 +396,7 @@ impl<'a, E: Engine> Reader<'a, E> {
             numbers: self.numbers,
             spans: &work.spans[rows.clone()],
             start: step.start,
+            #[cfg(target_arch = "x86_64")]
             seen: &seen[..rows.len()],
         };
         let running = Running {

@@ -1,11 +1,17 @@
 //! 8-bit floats: a page is widened to bf16, which holds every E4M3 number, and multiplied as bf16 pages are.
 //!
-//! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights.
+//! Elements lie in the order of bf16 pages already. The scales of tokens act on logits and on weights. Numbers are
+//! widened to 1/256 of what they stand for, and the scales make up for it: exponents then differ by 112, whose low
+//! bits are zero, and no addition is needed to move them.
 
 use oscar_codec::fp8_page::Fp8Layout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::{Step, scalar, schedule};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::attention::TILES_FROM;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::attention::amx::{Page, Tiled};
 use crate::cpu::attention::floats::{Path, SoftmaxRows};
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work, floats};
 use crate::cpu::gemm::aligned::AlignedScratch;
@@ -26,8 +32,8 @@ pub(super) struct Fp8Scratch {
 /// What an instruction set provides.
 struct Steps {
     path: &'static Path,
-    /// E4M3 bytes to bf16.
-    widen: unsafe fn(&[u8], &mut [u16]),
+    /// E4M3 bytes to bf16; the last argument will be read later.
+    widen: unsafe fn(&[u8], &mut [u16], &[u8]),
     /// Scales to `f32`.
     numbers: unsafe fn(&[u8], ScaleType, &mut [f32]),
 }
@@ -55,15 +61,77 @@ pub(super) fn attend(
             return scalar::attend(work, decode, state);
         }
     };
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && work.spans.len() >= TILES_FROM && work.d == layout.padded_dim() && work.d <= 256 {
+        return attend_tiled(&steps, work, scratch, state);
+    }
     let mut reader = Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
     let scores = scratch.scores.at_least(ROWS * PAGE_TOKENS);
-    let mut open = None;
-    for step in schedule(work, ROWS) {
-        if open.replace(step.index) != Some(step.index) {
-            reader.open(step.page);
+    let steps = schedule(work, ROWS);
+    for (n, step) in steps.iter().enumerate() {
+        if n == 0 || steps[n - 1].index != step.index {
+            // The next page, if the rows are one group; else this one, which costs little.
+            let next = steps.get(n + 1).map_or(&[][..], |next| next.page);
+            reader.page.open(&reader.steps, step.page, next);
         }
-        let count = step.rows.len();
-        reader.attend(step, work.spans, &mut scores[..count * PAGE_TOKENS], state);
+        let scores = &mut scores[..step.rows.len() * PAGE_TOKENS];
+        reader.attend(step, work.spans, scores, state);
+    }
+}
+
+/// [`attend`] with tiles, for heads that are not padded.
+#[cfg(target_arch = "x86_64")]
+fn attend_tiled(
+    steps: &Steps,
+    work: &Work<'_, u8>,
+    scratch: &mut AttentionScratch,
+    state: &mut SoftmaxState,
+) {
+    let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, sealed, .. } = scratch;
+    let mut open = OpenPage::new(work.d, &mut sealed.fp8.page, &mut sealed.fp8.scales);
+    let mut tiled = Tiled::new(work.q, work.spans, work.d, query_tiles, score_tiles, scores);
+    let mut pages = work.visible_pages().peekable();
+    while let Some((page, start)) = pages.next() {
+        open.open(steps, page, pages.peek().map_or(&[], |(page, _)| page));
+        let page = Page {
+            keys: open.keys,
+            values: open.values,
+            next_keys: open.keys,
+            next_values: open.values,
+            start,
+            scales: Some(open.scales),
+        };
+        tiled.attend(&page, tail, state);
+    }
+}
+
+/// A page widened to bf16, its scales apart.
+struct OpenPage<'a> {
+    keys: &'a mut [u16],
+    values: &'a mut [u16],
+    /// Of keys, then of values.
+    scales: &'a mut [f32; 2 * PAGE_TOKENS],
+}
+
+impl<'a> OpenPage<'a> {
+    fn new(padded: usize, page: &'a mut AlignedScratch, scales: &'a mut AlignedScratch) -> OpenPage<'a> {
+        let side = PAGE_TOKENS * padded;
+        let (keys, values) = page.at_least(2 * side).split_at_mut(side);
+        let scales = scales.at_least(2 * PAGE_TOKENS).first_chunk_mut().expect("two scales per token");
+        OpenPage { keys, values, scales }
+    }
+
+    /// Turns to a page; `next` will be read after it.
+    fn open(&mut self, steps: &Steps, page: &[u8], next: &[u8]) {
+        let side = self.keys.len();
+        let (next_keys, next_values) = next.split_at(side.min(next.len()));
+        // SAFETY: the instruction set is available.
+        unsafe {
+            (steps.widen)(&page[..side], self.keys, next_keys);
+            (steps.widen)(&page[side..2 * side], self.values, next_values);
+            (steps.numbers)(&page[2 * side..], ScaleType::F16, self.scales);
+        }
+        self.scales.iter_mut().for_each(|scale| *scale *= UNIT);
     }
 }
 
@@ -74,11 +142,7 @@ struct Reader<'a> {
     padded: usize,
     /// Rows of padded channels.
     queries: &'a [f32],
-    /// The page as bf16, without its scales.
-    keys: &'a mut [u16],
-    values: &'a mut [u16],
-    /// Of keys, then of values.
-    scales: &'a mut [f32],
+    page: OpenPage<'a>,
     /// Values summed over the page.
     sums: &'a mut [f32],
 }
@@ -91,34 +155,20 @@ impl<'a> Reader<'a> {
             padded[..d].copy_from_slice(q);
             padded[d..].fill(0.0);
         }
-        let (keys, values) =
-            scratch.page.at_least(2 * PAGE_TOKENS * padded).split_at_mut(PAGE_TOKENS * padded);
         Reader {
             steps,
             d,
             padded,
             queries,
-            keys,
-            values,
-            scales: scratch.scales.at_least(2 * PAGE_TOKENS),
+            page: OpenPage::new(padded, &mut scratch.page, &mut scratch.scales),
             sums: scratch.sums.at_least(ROWS * padded),
         }
     }
 }
 
 impl Reader<'_> {
-    fn open(&mut self, page: &[u8]) {
-        let side = PAGE_TOKENS * self.padded;
-        // SAFETY: the instruction set is available.
-        unsafe {
-            (self.steps.widen)(&page[..side], self.keys);
-            (self.steps.widen)(&page[side..2 * side], self.values);
-            (self.steps.numbers)(&page[2 * side..], ScaleType::F16, self.scales);
-        }
-    }
-
-    fn attend(&mut self, step: Step<'_>, spans: &[Span], scores: &mut [f32], state: &mut SoftmaxState) {
-        let Step { rows, start, .. } = step;
+    fn attend(&mut self, step: &Step<'_>, spans: &[Span], scores: &mut [f32], state: &mut SoftmaxState) {
+        let (rows, start) = (step.rows.clone(), step.start);
         let (count, padded, d) = (rows.len(), self.padded, self.d);
         let Path { product, softmax, .. } = *self.steps.path;
         let values = &mut state.values[rows.start * d..rows.end * d];
@@ -128,8 +178,8 @@ impl Reader<'_> {
         sums.fill(0.0);
         // SAFETY: the instruction set is available.
         unsafe {
-            product(queries, padded, count, self.keys, padded / 2, PAGE_TOKENS, scores, &[]);
-            scale(scores, &self.scales[..PAGE_TOKENS]);
+            product(queries, padded, count, self.page.keys, padded / 2, PAGE_TOKENS, scores, &[]);
+            scale(scores, &self.page.scales[..PAGE_TOKENS]);
             softmax(SoftmaxRows {
                 scores,
                 spans: &spans[rows.clone()],
@@ -139,8 +189,8 @@ impl Reader<'_> {
                 values,
                 d,
             });
-            scale(scores, &self.scales[PAGE_TOKENS..]);
-            product(scores, PAGE_TOKENS, count, self.values, pairs, padded, sums, &[]);
+            scale(scores, &self.page.scales[PAGE_TOKENS..]);
+            product(scores, PAGE_TOKENS, count, self.page.values, pairs, padded, sums, &[]);
         }
         for (values, sums) in values.chunks_exact_mut(d).zip(sums.chunks_exact(padded)) {
             values.iter_mut().zip(sums).for_each(|(value, sum)| *value += sum);
@@ -155,17 +205,19 @@ fn scale(rows: &mut [f32], scales: &[f32]) {
     }
 }
 
-/// E4M3 bytes to bf16, exactly: exponents move by 120, the seven numbers below the smallest exponent are multiples
-/// of 2⁻⁹, and NaN stays NaN.
+/// What a widened number is to be multiplied with.
+const UNIT: f32 = 256.0;
+
+/// E4M3 bytes to bf16 in units of [`UNIT`], exactly. The seven numbers below the smallest exponent are multiples of
+/// 2⁻⁹. Bytes that stand for NaN, which no page has, become 480.
 #[inline(always)]
 fn widen(bytes: &[u8], wide: &mut [u16]) {
     for (byte, wide) in bytes.iter().zip(wide) {
         let byte = u32::from(*byte);
         let magnitude = byte & 0x7f;
-        let normal = (magnitude << 4) + (120 << 7);
-        let below = (magnitude as i32 as f32 * 0.001_953_125).to_bits() >> 16;
+        let normal = magnitude << 4 | 112 << 7;
+        let below = (magnitude as i32 as f32 * (0.001_953_125 / UNIT)).to_bits() >> 16;
         let bits = if magnitude < 8 { below } else { normal };
-        let bits = if magnitude == 0x7f { 0x7fc0 } else { bits };
         *wide = (bits | (byte & 0x80) << 8) as u16;
     }
 }
@@ -175,7 +227,7 @@ macro_rules! compile {
     ($name:ident, $features:literal) => {
         mod $name {
             #[target_feature(enable = $features)]
-            pub(super) fn widen(bytes: &[u8], wide: &mut [u16]) {
+            pub(super) fn widen(bytes: &[u8], wide: &mut [u16], _ahead: &[u8]) {
                 super::widen(bytes, wide)
             }
         }
@@ -187,43 +239,40 @@ macro_rules! compile {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// The bf16 numbers n·2⁻⁹ for n = 0..8, four times.
-    #[repr(align(64))]
-    struct Table([u16; 32]);
-
-    static BELOW: Table = {
+    /// The bf16 numbers n·2⁻¹⁷ for n = 0..8, four times.
+    static BELOW: [u16; 32] = {
+        let below = [0, 0x3700, 0x3780, 0x37c0, 0x3800, 0x3820, 0x3840, 0x3860];
         let mut table = [0; 32];
-        let below = [0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60];
         let mut i = 0;
         while i < 32 {
             table[i] = below[i % 8];
             i += 1;
         }
-        Table(table)
+        table
     };
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(super) fn widen(bytes: &[u8], wide: &mut [u16]) {
+    pub(super) fn widen(bytes: &[u8], wide: &mut [u16], ahead: &[u8]) {
         assert!(bytes.len() == wide.len() && bytes.len().is_multiple_of(32));
         // SAFETY: the table has 64 bytes.
-        let table = unsafe { _mm512_loadu_si512(BELOW.0.as_ptr().cast()) };
-        let set = |word: u16| _mm512_set1_epi16(word as i16);
-        let (magnitude_mask, exponent_mask, bias) = (set(0x7f), set(0x78), set(120 << 7));
-        let (nan, sign) = (set(0x7fc0), set(0x8000));
+        let table = unsafe { _mm512_loadu_si512(BELOW.as_ptr().cast()) };
+        let (kept, exponent) = (_mm512_set1_epi16(0x87f0_u16 as i16), _mm512_set1_epi16(0x78));
+        let (moved, sign) = (_mm512_set1_epi16(112 << 7), _mm512_set1_epi16(i16::MIN));
         let mut at = 0;
         while at < bytes.len() {
-            // SAFETY: 32 elements of each, see the lengths above.
+            // SAFETY: 32 elements of each, see the lengths above. Prefetching an address is harmless whatever it is.
             unsafe {
-                let words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(bytes.as_ptr().add(at).cast()));
-                let magnitude = _mm512_and_si512(words, magnitude_mask);
-                let normal = _mm512_add_epi16(_mm512_slli_epi16::<4>(magnitude), bias);
-                let below = _mm512_testn_epi16_mask(words, exponent_mask);
-                let number = _mm512_mask_permutexvar_epi16(normal, below, magnitude, table);
-                let number =
-                    _mm512_mask_mov_epi16(number, _mm512_cmpeq_epi16_mask(magnitude, magnitude_mask), nan);
-                // number | (words << 8) & sign
-                let number =
-                    _mm512_ternarylogic_epi32::<0b1111_1000>(number, _mm512_slli_epi16::<8>(words), sign);
+                if at % 64 == 0 && at < ahead.len() {
+                    _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(at).cast());
+                }
+                let words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(bytes.as_ptr().add(at).cast()));
+                let shifted = _mm512_slli_epi16::<4>(words);
+                // shifted & kept | moved
+                let normal = _mm512_ternarylogic_epi32::<0b1110_1010>(shifted, kept, moved);
+                let below = _mm512_testn_epi16_mask(words, exponent);
+                let number = _mm512_mask_permutexvar_epi16(normal, below, words, table);
+                // number | shifted & sign
+                let number = _mm512_ternarylogic_epi32::<0b1111_1000>(number, shifted, sign);
                 _mm512_storeu_si512(wide.as_mut_ptr().add(at).cast(), number);
             }
             at += 32;
@@ -249,11 +298,13 @@ mod tests {
             let mut wide = vec![0; bytes.len()];
             widen(&bytes, &mut wide);
             for (byte, wide) in bytes.iter().zip(wide) {
-                let (expected, got) = (e4m3_to_f32(*byte), bf16::from_bits(wide).to_f32());
-                assert!(
-                    expected.to_bits() == got.to_bits() || expected.is_nan() && got.is_nan(),
-                    "{name} {byte:#x}: {got} for {expected}"
-                );
+                let (expected, got) = (e4m3_to_f32(*byte), bf16::from_bits(wide).to_f32() * UNIT);
+                let expected = if expected.is_nan() {
+                    480_f32.copysign(if byte & 0x80 == 0 { 1.0 } else { -1.0 })
+                } else {
+                    expected
+                };
+                assert_eq!(got.to_bits(), expected.to_bits(), "{name} {byte:#x}: {got} for {expected}");
             }
         };
         check("plain", &widen);
@@ -261,11 +312,11 @@ mod tests {
         {
             if Isa::Avx512.is_available() {
                 // SAFETY: the instruction set is available.
-                check("avx512", &|bytes, wide| unsafe { avx512::widen(bytes, wide) });
+                check("avx512", &|bytes, wide| unsafe { avx512::widen(bytes, wide, &[]) });
             }
             if Isa::Avx2.is_available() {
                 // SAFETY: as above.
-                check("avx2", &|bytes, wide| unsafe { avx2::widen(bytes, wide) });
+                check("avx2", &|bytes, wide| unsafe { avx2::widen(bytes, wide, &[]) });
             }
         }
     }

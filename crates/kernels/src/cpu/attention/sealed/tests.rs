@@ -364,7 +364,11 @@ fn a_row_does_not_depend_on_the_others() {
         let spans: Vec<Span> = (0..20).map(|row| Span { from: 3 * row, to: 320 - 7 * row }).collect();
         for isa in Isa::available() {
             let all = sealed.attend(isa, &q, 0.2, &spans, &[2]);
-            for rows in [0..1, 0..3, 1..6, 4..12, 19..20, 3..20] {
+            // As with bf16, few rows of 8-bit floats are multiplied as vectors and many as tiles, which round differently.
+            let tiled = isa == Isa::Amx && matches!(sealed.format, SealedFormat::Fp8(_));
+            for rows in
+                [0..1, 0..3, 1..6, 4..12, 19..20, 3..20].into_iter().filter(|rows| !tiled || rows.len() > 4)
+            {
                 let (channels, spans) = (rows.start * d..rows.end * d, &spans[rows.clone()]);
                 let some = sealed.attend(isa, &q[channels.clone()], 0.2, spans, &[2]);
                 assert_eq!(some, all[channels], "{isa} {:?} rows {rows:?}", sealed.format);

@@ -14,11 +14,15 @@ use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
 use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
 use super::{equal_groups, weigh};
+use crate::cpu::attention::amx::stay_awake;
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
 /// Bytes of a row of a tile, and summed elements of one product.
 const STEP: usize = 64;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Columns of a tile of sums.
 const COLUMNS: usize = 16;
@@ -64,15 +68,6 @@ impl<'a> Tdpbsud<'a> {
         // SAFETY: the caller's promise.
         let tiles = unsafe { Tiles::configure(2 * group, [2 * group, TILE_ROWS, TILE_ROWS, TILE_ROWS]) };
         Tdpbsud { _tiles: tiles, keys, values }
-    }
-}
-
-impl Tdpbsud<'_> {
-    /// Multiplies for nothing: a tile unit that has had nothing to do for some 400 ns goes to sleep, and takes as long
-    /// to wake up.
-    fn stay_awake(&self) {
-        // SAFETY: tiles are configured while `self` lives; sums start from zero wherever they are used.
-        unsafe { asm!("tdpbsud tmm0, tmm4, tmm5", out("tmm0") _, options(nostack, nomem, preserves_flags)) };
     }
 }
 
@@ -146,16 +141,19 @@ impl Engine for Tdpbsud<'_> {
     }
 
     fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
-        self.stay_awake();
-        // SAFETY: an engine exists only where its instruction set does.
-        unsafe { weigh::weigh::<ROWS>(&sums, running, weights) }
+        // SAFETY: tiles are configured while `self` lives, and sums start from zero wherever they are used; an engine
+        // exists only where its instruction set does.
+        unsafe {
+            stay_awake();
+            weigh::weigh::<ROWS>(&sums, running, weights);
+        }
     }
 
     weigh::steps!();
 }
 
-/// Codes to bytes, as tiles `[64 inner elements][16 columns]`. Every other line of what is `ahead` is fetched along
-/// the way, and the hardware adds their neighbours.
+/// Codes to bytes, as tiles `[64 inner elements][16 columns]`. What is `ahead` is fetched along the way, a line at a
+/// time: all at once would fill the queue for lines and stop everything else.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
     let mask = _mm512_set1_epi8((1 << BITS) - 1);
@@ -173,7 +171,7 @@ fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
             unsafe {
                 if fetched < ahead.len() {
                     _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(fetched).cast());
-                    fetched += 2 * STEP;
+                    fetched += LINE;
                 }
                 let from = words.bytes.as_ptr().add(4 * (block * width + COLUMNS * register));
                 let to = tiles.as_mut_ptr().add((tile * registers + register) * TILE_BYTES + STEP * row);
@@ -184,6 +182,11 @@ fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
                 }
             }
         }
+    }
+    while fetched < ahead.len() {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(fetched).cast()) };
+        fetched += LINE;
     }
 }
 

@@ -9,15 +9,36 @@ use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::codes::{Running, Sums, Weights};
 use super::fixed_point::{LARGEST, SMALLEST};
-use crate::cpu::attention::avx512::exp2;
 
 /// Lanes of a register.
 const LANES: usize = 16;
+
+/// Selects the larger magnitude of two numbers, without its sign.
+const LARGER_MAGNITUDE: i32 = 0b10_11;
 
 /// Registers of a page's tokens.
 const REGISTERS: usize = PAGE_TOKENS / LANES;
 
 type Page = [__m512; REGISTERS];
+
+/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
+/// the largest afterwards.
+const EXP2: [f32; 5] = [1.0, 0.693_124_2, 0.240_240_99, 0.055_906_426, 0.009_582_853];
+
+/// 2ˣ for `x <= 128`; 0 far below, NaN stays NaN.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn exp2(x: __m512) -> __m512 {
+    // The second operand is returned if either is NaN.
+    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
+    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+    let rest = _mm512_sub_ps(x, whole);
+    let mut power = _mm512_set1_ps(EXP2[4]);
+    for i in (0..4).rev() {
+        power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(EXP2[i]));
+    }
+    _mm512_scalef_ps(power, whole)
+}
 
 /// 16-bit numbers to `f32`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
@@ -49,121 +70,139 @@ pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, we
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
     assert!(weights.numbers.len() >= groups * ROWS * 2);
     assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
-    // SAFETY: `at` rows of 64 numbers, or pairs of them, are inside the lengths above in each of the loops below.
-    let load = |from: *const f32, at: usize| unsafe { load_page(from.add(at * PAGE_TOKENS)) };
+    let mut running = running;
+    let mut row = 0;
+    // SAFETY: all lengths are as promised, see above.
+    unsafe {
+        while row < rows {
+            match rows - row {
+                1 => weigh_rows::<ROWS, 1>(from, row, &mut running, weights),
+                3 => weigh_rows::<ROWS, 3>(from, row, &mut running, weights),
+                _ => weigh_rows::<ROWS, 2>(from, row, &mut running, weights),
+            }
+            row += if rows - row == 3 { 3 } else { 2 };
+        }
+    }
+}
+
+/// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other.
+///
+/// # Safety
+/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
+    from: &Sums<'_>,
+    first: usize,
+    running: &mut Running<'_>,
+    weights: &mut Weights<'_>,
+) {
+    let (groups, d) = (from.shape.groups, running.d);
     let (sums, numbers) = (from.sums.as_ptr(), from.numbers.as_ptr());
-    for row in 0..rows {
-        let mut logits = [_mm512_setzero_ps(); REGISTERS];
-        for group in 0..groups {
-            let (scale, offset) = (load(numbers, 2 * group), load(numbers, 2 * group + 1));
-            let step = _mm512_set1_ps(from.steps[row]);
-            let total = _mm512_set1_ps(from.totals[group * from.totals_stride + row]);
-            // SAFETY: a row of sums, see above.
-            let integers = unsafe { join(sums.add((group * ROWS + row) * 2 * PAGE_TOKENS), PAGE_TOKENS) };
+    let mut logits = [[_mm512_setzero_ps(); REGISTERS]; R];
+    for group in 0..groups {
+        // SAFETY: scales and offsets of the keys of a group, and a row of sums, by the caller's promise.
+        unsafe {
+            let scale = numbers.add(2 * group * PAGE_TOKENS);
             for j in 0..REGISTERS {
-                let offset = _mm512_mul_ps(offset[j], total);
-                let logit = _mm512_fmsub_ps(integers[j], _mm512_mul_ps(scale[j], step), offset);
-                logits[j] = if group == 0 { logit } else { _mm512_add_ps(logits[j], logit) };
+                let (scale, offset) = load_pair(scale.add(j * LANES));
+                for r in 0..R {
+                    let row = first + r;
+                    let step = _mm512_set1_ps(*from.steps.get_unchecked(row));
+                    let total = _mm512_set1_ps(*from.totals.get_unchecked(group * from.totals_stride + row));
+                    let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
+                    let integers = join(sums.add(at), PAGE_TOKENS);
+                    let offset = _mm512_mul_ps(offset, total);
+                    let logit = _mm512_fmsub_ps(integers, _mm512_mul_ps(scale, step), offset);
+                    logits[r][j] = if group == 0 { logit } else { _mm512_add_ps(logits[r][j], logit) };
+                }
             }
         }
+    }
+    let mut shift = [_mm512_setzero_ps(); R];
+    for r in 0..R {
+        let row = first + r;
         let seen = from.seen[row];
         if seen != u64::MAX {
             for j in 0..REGISTERS {
                 let mask = (seen >> (j * LANES)) as u16;
-                logits[j] = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, logits[j]);
+                logits[r][j] = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, logits[r][j]);
             }
         }
-        let max = running.max[row];
-        let largest = _mm512_max_ps(_mm512_max_ps(logits[0], logits[1]), _mm512_max_ps(logits[2], logits[3]));
-        let new = max.max(_mm512_reduce_max_ps(largest));
-        if new == f32::NEG_INFINITY {
-            // Nothing seen, unless a logit is NaN: that must show.
-            let nan = logits.iter().any(|&logits| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(logits, logits) != 0);
-            if nan {
-                running.sum[row] = f32::NAN;
-            }
-            for group in 0..groups {
-                let at = group * ROWS + row;
-                weights.bytes[at * 2 * PAGE_TOKENS..][..2 * PAGE_TOKENS].fill(0);
-                weights.numbers[2 * at..2 * at + 2].fill(0.0);
-            }
-            continue;
-        }
-        if new > max {
-            let shrink = (max - new).exp2();
-            running.max[row] = new;
+        let largest = _mm512_max_ps(
+            _mm512_max_ps(logits[r][0], logits[r][1]),
+            _mm512_max_ps(logits[r][2], logits[r][3]),
+        );
+        // The maximum grows in few pages; in the others nothing waits for a maximum over lanes.
+        let max = &mut running.max[row];
+        if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm512_set1_ps(*max)) != 0 {
+            let new = _mm512_reduce_max_ps(largest).max(*max);
+            let shrink = (*max - new).exp2();
+            *max = new;
             running.sum[row] *= shrink;
             running.values[row * d..][..d].iter_mut().for_each(|value| *value *= shrink);
         }
-        let shift = _mm512_set1_ps(new);
-        for logits in &mut logits {
-            *logits = exp2(_mm512_sub_ps(*logits, shift));
+        // A row that has seen nothing must not subtract -∞ from -∞.
+        shift[r] = _mm512_set1_ps(if *max == f32::NEG_INFINITY { 0.0 } else { *max });
+    }
+    let mut totals = [_mm512_setzero_ps(); R];
+    for j in 0..REGISTERS {
+        for r in 0..R {
+            logits[r][j] = exp2(_mm512_sub_ps(logits[r][j], shift[r]));
+            totals[r] = _mm512_add_ps(totals[r], logits[r][j]);
         }
-        let mut total =
-            _mm512_add_ps(_mm512_add_ps(logits[0], logits[1]), _mm512_add_ps(logits[2], logits[3]));
-        for group in 0..groups {
-            let at = groups + group;
-            let (scale, offset) = (load(numbers, 2 * at), load(numbers, 2 * at + 1));
-            let mut offsets = _mm512_mul_ps(logits[0], offset[0]);
-            for j in 1..REGISTERS {
-                offsets = _mm512_fmadd_ps(logits[j], offset[j], offsets);
-            }
-            let mut scaled = [_mm512_setzero_ps(); REGISTERS];
-            let mut largest = _mm512_setzero_ps();
+    }
+    for group in 0..groups {
+        let mut scaled = [[_mm512_setzero_ps(); REGISTERS]; R];
+        let (mut largest, mut offsets) = ([_mm512_setzero_ps(); R], [_mm512_setzero_ps(); R]);
+        // SAFETY: scales and offsets of the values of a group.
+        unsafe {
+            let scale = numbers.add(2 * (groups + group) * PAGE_TOKENS);
             for j in 0..REGISTERS {
-                scaled[j] = _mm512_mul_ps(logits[j], scale[j]);
-                largest = _mm512_max_ps(largest, _mm512_abs_ps(scaled[j]));
+                let (scale, offset) = load_pair(scale.add(j * LANES));
+                for r in 0..R {
+                    offsets[r] = _mm512_fmadd_ps(logits[r][j], offset, offsets[r]);
+                    scaled[r][j] = _mm512_mul_ps(logits[r][j], scale);
+                    largest[r] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[r], scaled[r][j]);
+                }
             }
-            let largest = _mm512_reduce_max_ps(largest);
-            let (step, inverse) =
-                if largest < SMALLEST { (0.0, 0.0) } else { (largest * (1.0 / LARGEST), LARGEST / largest) };
-            let at = group * ROWS + row;
-            // SAFETY: two parts of 64 bytes, inside the lengths above.
-            unsafe { split(scaled, inverse, weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS)) };
-            let [sum, offset] = reduce_two(total, offsets);
+        }
+        let largest = reduce_max(largest);
+        let reduced = reduce_sums(totals, offsets);
+        for r in 0..R {
+            let zero = largest[r] < SMALLEST;
+            let step = if zero { 0.0 } else { largest[r] * (1.0 / LARGEST) };
+            let inverse = if zero { 0.0 } else { LARGEST / largest[r] };
+            let [sum, offset] = reduced[r];
+            let at = group * ROWS + first + r;
+            // SAFETY: two parts of 64 bytes, by the caller's promise.
+            unsafe { split(scaled[r], inverse, weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS)) };
             weights.numbers[2 * at] = step;
             weights.numbers[2 * at + 1] = offset;
-            running.sum[row] += sum;
-            total = _mm512_setzero_ps();
+            if group == 0 {
+                running.sum[first + r] += sum;
+            }
         }
     }
 }
 
-/// # Safety
-/// The pointer reaches 64 numbers.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn load_page(from: *const f32) -> Page {
-    let mut page = [_mm512_setzero_ps(); REGISTERS];
-    for j in 0..REGISTERS {
-        // SAFETY: the caller's promise.
-        page[j] = unsafe { _mm512_loadu_ps(from.add(j * LANES)) };
-    }
-    page
-}
-
-/// `256·high + low` of 64 sums as numbers; `low` lies `distance` after `high`.
+/// 16 scales and the offsets 64 numbers after them.
 ///
 /// # Safety
-/// The pointer reaches 64 integers, and so does the one `distance` after it.
+/// The pointer reaches 64 + 16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn join(high: *const i32, distance: usize) -> Page {
-    let mut page = [_mm512_setzero_ps(); REGISTERS];
-    for j in 0..REGISTERS {
-        // SAFETY: the caller's promise.
-        page[j] = unsafe { join_register(high.add(j * LANES), distance) };
-    }
-    page
+unsafe fn load_pair(scale: *const f32) -> (__m512, __m512) {
+    // SAFETY: the caller's promise.
+    unsafe { (_mm512_loadu_ps(scale), _mm512_loadu_ps(scale.add(PAGE_TOKENS))) }
 }
 
-/// As [`join`], for 16 sums.
+/// `256·high + low` of 16 sums as numbers; `low` lies `distance` after `high`.
 ///
 /// # Safety
 /// The pointer reaches 16 integers, and so does the one `distance` after it.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn join_register(high: *const i32, distance: usize) -> __m512 {
+unsafe fn join(high: *const i32, distance: usize) -> __m512 {
     // SAFETY: the caller's promise.
     let (high, low) =
         unsafe { (_mm512_loadu_si512(high.cast()), _mm512_loadu_si512(high.add(distance).cast())) };
@@ -199,19 +238,63 @@ unsafe fn split(values: Page, inverse: f32, bytes: *mut i8) {
     }
 }
 
-/// The sums of the lanes of two registers.
+/// Halves of two registers combined: eight lanes of `a`, then eight of `b`.
+macro_rules! combine_halves {
+    ($with:ident, $a:expr, $b:expr) => {
+        $with(_mm512_shuffle_f32x4::<0b01_00_01_00>($a, $b), _mm512_shuffle_f32x4::<0b11_10_11_10>($a, $b))
+    };
+}
+
+/// The lanes of each quarter of a register combined; all lanes of a quarter are equal.
+macro_rules! combine_quarters {
+    ($with:ident, $a:expr) => {{
+        let pairs = $with($a, _mm512_permute_ps::<0b01_00_11_10>($a));
+        $with(pairs, _mm512_permute_ps::<0b10_11_00_01>(pairs))
+    }};
+}
+
+/// The largest lane of each register.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn reduce_two(a: __m512, b: __m512) -> [f32; 2] {
-    // The lower half gets eight sums of `a`, the upper half eight of `b`.
-    let sums = _mm512_add_ps(
-        _mm512_shuffle_f32x4::<0b01_00_01_00>(a, b),
-        _mm512_shuffle_f32x4::<0b11_10_11_10>(a, b),
-    );
-    let sums = _mm512_add_ps(sums, _mm512_shuffle_f32x4::<0b10_11_00_01>(sums, sums));
-    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b01_00_11_10>(sums));
-    let sums = _mm512_add_ps(sums, _mm512_permute_ps::<0b10_11_00_01>(sums));
-    [_mm512_cvtss_f32(sums), _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(sums))]
+fn reduce_max<const R: usize>(registers: [__m512; R]) -> [f32; R] {
+    let mut out = [0.0; R];
+    for r in (0..R).step_by(2) {
+        let last = (r + 1).min(R - 1);
+        let halves = combine_halves!(_mm512_max_ps, registers[r], registers[last]);
+        let quarters = _mm512_max_ps(halves, _mm512_shuffle_f32x4::<0b10_11_00_01>(halves, halves));
+        let lanes = combine_quarters!(_mm512_max_ps, quarters);
+        out[r] = _mm512_cvtss_f32(lanes);
+        if last > r {
+            out[last] = _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(lanes));
+        }
+    }
+    out
+}
+
+/// The sums of the lanes of each register of `a` and of `b`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn reduce_sums<const R: usize>(a: [__m512; R], b: [__m512; R]) -> [[f32; 2]; R] {
+    let mut out = [[0.0; 2]; R];
+    for r in (0..R).step_by(2) {
+        let last = (r + 1).min(R - 1);
+        let first = combine_halves!(_mm512_add_ps, a[r], b[r]);
+        let second = if last > r { combine_halves!(_mm512_add_ps, a[last], b[last]) } else { first };
+        // A quarter for each register.
+        let quarters = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0b10_00_10_00>(first, second),
+            _mm512_shuffle_f32x4::<0b11_01_11_01>(first, second),
+        );
+        let lanes = combine_quarters!(_mm512_add_ps, quarters);
+        let mut sums = [0.0; LANES];
+        // SAFETY: 16 lanes.
+        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), lanes) };
+        out[r] = [sums[0], sums[4]];
+        if last > r {
+            out[last] = [sums[8], sums[12]];
+        }
+    }
+    out
 }
 
 /// As `codes::Engine::add_values`.
@@ -240,7 +323,7 @@ pub(super) fn add_values(
             // SAFETY: 16 channels of the row.
             unsafe {
                 let target = values.add(first);
-                let sum = _mm512_fmsub_ps(join_register(sums.add(first), width), step, offset);
+                let sum = _mm512_fmsub_ps(join(sums.add(first), width), step, offset);
                 _mm512_storeu_ps(target, _mm512_add_ps(_mm512_loadu_ps(target), sum));
             }
             first += LANES;
@@ -258,7 +341,7 @@ pub(super) fn add_values(
             // SAFETY: sums are padded to whole registers; the mask has only channels of the row.
             unsafe {
                 let target = values.add(first);
-                let sum = _mm512_fmsub_ps(join_register(sums.add(first), width), step, offset);
+                let sum = _mm512_fmsub_ps(join(sums.add(first), width), step, offset);
                 let sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, target), sum);
                 _mm512_mask_storeu_ps(target, mask, sum);
             }
