@@ -108,7 +108,8 @@ fn check_estimated_means(model: &Model, file: &RotationFile) {
             size += f64::from(*a).powi(2);
         }
     }
-    assert!(difference < 0.05 * size, "{difference} of {size}");
+    // Sequences of another length rotate the same keys by other angles, so not all of it can agree.
+    assert!(difference < 0.1 * size, "{difference} of {size}");
 }
 
 #[test]
