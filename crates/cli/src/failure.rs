@@ -124,9 +124,14 @@ impl From<EvalError> for Failure {
 
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
-        let too_long = matches!(error, EngineError::PromptTooLong { .. });
-        let failure = Failure::new(error);
-        if too_long { failure.with_fix("shorten the prompt, or give a larger --context") } else { failure }
+        let fix = match error {
+            EngineError::PromptTooLong { .. } => {
+                Some("shorten the prompt, or give a larger --context (and --kv-memory, if that is given)")
+            }
+            EngineError::MemoryTooSmall { .. } => Some("give a larger --kv-memory, or a smaller --context"),
+            _ => None,
+        };
+        Failure::Error { message: error.to_string(), fix: fix.map(str::to_owned) }
     }
 }
 

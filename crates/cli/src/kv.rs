@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use oscar_codec::{PAGE_TOKENS, PageWindows};
 use oscar_engine::{KvOptions, PrefillMode};
 use oscar_kv::TailPolicy;
+use oscar_lab::calibrate::means::{MEAN_TOKENS, mean_keys};
 use oscar_lab::eval::EvalError;
 use oscar_lab::page_codec::{CacheType, EncoderOptions, page_codec};
 use oscar_lab::zoo::RotationFile;
@@ -50,9 +51,10 @@ enum PrefixTail {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "KV cache")]
 pub(crate) struct KvArguments {
-    /// How history is stored: auto (int2 if there are rotations for the model, else bf16), bf16, fp8, int4, int2.
-    #[arg(long, default_value_t, value_name = "TYPE")]
-    kv_cache_dtype: CacheType,
+    /// How history is stored: auto (int2 if there are rotations for the model, else bf16), bf16, fp8, int4 or int2
+    /// [default: auto].
+    #[arg(long, value_name = "TYPE")]
+    kv_cache_dtype: Option<CacheType>,
 
     /// How 2-bit codes are chosen.
     #[arg(long, default_value = "auto", value_name = "ENCODER")]
@@ -65,11 +67,11 @@ pub(crate) struct KvArguments {
     #[command(flatten)]
     rotations: RotationArguments,
 
-    /// Clip ratio of 2-bit keys, for all heads.
+    /// Clip ratio of 2-bit keys, for all heads; values get 0.92 unless --v-clip says otherwise.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     k_clip: Option<f32>,
 
-    /// Clip ratio of 2-bit values, for all heads.
+    /// Clip ratio of 2-bit values, for all heads; keys get 0.96 unless --k-clip says otherwise.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     v_clip: Option<f32>,
 
@@ -101,7 +103,7 @@ pub(crate) struct KvArguments {
     #[arg(long)]
     no_prefix_cache: bool,
 
-    /// Same request, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
+    /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
     #[arg(long)]
     pub(crate) deterministic: bool,
 }
@@ -109,7 +111,7 @@ pub(crate) struct KvArguments {
 impl KvArguments {
     /// The same settings for another cache type.
     pub(crate) fn of_type(&self, kind: CacheType) -> KvArguments {
-        KvArguments { kv_cache_dtype: kind, ..self.clone() }
+        KvArguments { kv_cache_dtype: Some(kind), ..self.clone() }
     }
 
     /// The settings of a cache for a model: rotations are found, or made on the spot if `int2` was asked for.
@@ -129,22 +131,36 @@ impl KvArguments {
             group: self.kv_cache_quant_group_size,
             bf16_layers: self.kv_bf16_layers.clone(),
         };
-        let kind = self.kv_cache_dtype;
+        let kind = self.kv_cache_dtype.unwrap_or_default();
         let rotations = match kind {
             CacheType::Bf16 => None,
             _ => self.rotations(subject, published)?,
         };
         if kind == CacheType::Auto && rotations.is_none() {
-            tracing::warn!(
-                "no rotations for {}, so the cache is bf16; `oscar calibrate {}` makes them",
-                subject.name,
-                subject.name
-            );
+            let name = &subject.name;
+            let why =
+                format!("no rotations for {name}, so the cache is bf16; `oscar calibrate {name}` makes them");
+            // Whoever did not ask need not be told at every start.
+            match self.kv_cache_dtype {
+                Some(_) => tracing::warn!("{why}"),
+                None => tracing::info!("{why}"),
+            }
         }
         let geometry = subject.model.config().kv_geometry();
-        let codec = page_codec(kind, &options, rotations.as_ref(), geometry).map_err(|error| match error {
-            EvalError::NoRotations { .. } => Failure::new(format!("there are no rotations for {}", subject.name))
-                .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name)),
+        // Some models collapse even in 4 bits when their keys are not centred.
+        let means = || {
+            tracing::warn!(
+                "no rotations for {}: mean keys are estimated from {MEAN_TOKENS} tokens of generated prose",
+                subject.name
+            );
+            Ok(Some(mean_keys(&subject.model)?.concat()))
+        };
+        let codec = page_codec(kind, &options, rotations.as_ref(), means, geometry);
+        let codec = codec.map_err(|error| match error {
+            EvalError::NoRotations { .. } => {
+                Failure::new(format!("there are no rotations for {}", subject.name))
+                    .with_fix(format!("run `oscar calibrate {}`, or give --rotations FILE", subject.name))
+            }
             error => error.into(),
         })?;
         Ok(KvOptions {
@@ -169,11 +185,17 @@ impl KvArguments {
         if let Some(file) = rotations.resolve(subject)? {
             return Ok(Some(file));
         }
-        if self.kv_cache_dtype != CacheType::Int2 {
+        if self.kv_cache_dtype != Some(CacheType::Int2) {
             return Ok(None);
         }
         eprintln!("{} has no rotations yet; calibrating once (`oscar calibrate {0} --help`)", subject.name);
-        calibrate::on_the_spot(subject)?;
+        calibrate::on_the_spot(subject).map_err(|failure| {
+            failure.with_fix(format!(
+                "give --rotations FILE, calibrate on text of your own (`oscar calibrate {} --data FILE`), or choose \
+                 another --kv-cache-dtype",
+                subject.name
+            ))
+        })?;
         rotations.resolve(subject)
     }
 }

@@ -61,11 +61,16 @@ impl Published {
             }
         };
         let path = |name: &str, option: &str| taken(name, option).map(PathBuf::from);
+        let (keys, values) = ("SGLANG_OSCAR_K_ROTATION_PATH", "SGLANG_OSCAR_V_ROTATION_PATH");
+        if get(keys).is_some() != get(values).is_some() {
+            return Err(Failure::new(format!("{keys} and {values} go together, and only one is set"))
+                .with_fix("set both, or neither"));
+        }
         Ok(Published {
             sink_tokens: pages("SGLANG_MIXED_KV_PREFIX_TOKENS", "--sink-tokens")?,
             recent_tokens: pages("SGLANG_MIXED_KV_RECENT_TOKENS", "--recent-tokens")?,
-            key_rotations: path("SGLANG_OSCAR_K_ROTATION_PATH", "--k-rotation-path"),
-            value_rotations: path("SGLANG_OSCAR_V_ROTATION_PATH", "--v-rotation-path"),
+            key_rotations: path(keys, "--k-rotation-path"),
+            value_rotations: path(values, "--v-rotation-path"),
             key_clip: clip("SGLANG_OSCAR_K_CLIP_RATIO", "--k-clip")?,
             value_clip: clip("SGLANG_OSCAR_V_CLIP_RATIO", "--v-clip")?,
         })
@@ -87,6 +92,7 @@ mod tests {
                 "SGLANG_MIXED_KV_PREFIX_TOKENS" => "32",
                 "SGLANG_MIXED_KV_RECENT_TOKENS" => "256",
                 "SGLANG_OSCAR_K_ROTATION_PATH" => "k.pt",
+                "SGLANG_OSCAR_V_ROTATION_PATH" => "v.pt",
                 "SGLANG_OSCAR_K_CLIP_RATIO" => "0.96",
                 _ => return None,
             };
@@ -101,7 +107,9 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_by_name() {
-        for name in ["SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_OSCAR_V_CLIP_RATIO"] {
+        for name in
+            ["SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_OSCAR_V_CLIP_RATIO", "SGLANG_OSCAR_K_ROTATION_PATH"]
+        {
             let get = |asked: &str| (asked == name).then(|| "much".to_owned());
             let Err(Failure::Error { message, .. }) = Published::read(get) else { panic!("accepted") };
             assert!(message.contains(name), "{message}");

@@ -127,7 +127,7 @@ impl Budget {
         // A pool cannot be empty, even if no sequence is long enough to seal anything.
         (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed.max(1));
         match kv.memory {
-            Some(memory) => budget.fill(memory, options.max_running)?,
+            Some(memory) => budget.fill(memory, options)?,
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
                 budget.exact.pages += kv.windows.recent + 2;
@@ -140,7 +140,7 @@ impl Budget {
     }
 
     /// Shares out what is left of the memory after the least that a sequence needs.
-    fn fill(&mut self, memory: usize, max_running: usize) -> Result<(), EngineError> {
+    fn fill(&mut self, memory: usize, options: &EngineOptions) -> Result<(), EngineError> {
         let Some(rest) = memory.checked_sub(self.total_bytes()) else {
             return Err(EngineError::MemoryTooSmall {
                 context: self.context,
@@ -154,7 +154,11 @@ impl Budget {
             return Ok(());
         }
         let PageWindows { sink, recent } = self.windows;
-        let useful = max_running.saturating_mul(sink + 2 * (recent + 1));
+        // Every prefix that is kept for later holds its sink in bf16, and its window as long as there is room.
+        let useful = match options.kv.prefix_tree {
+            true => usize::MAX,
+            false => options.max_running.saturating_mul(sink + 2 * (recent + 1)),
+        };
         let share = (memory - self.hidden_bytes) / EXACT_SHARE / self.exact.page_bytes;
         let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
         self.exact.pages += more;

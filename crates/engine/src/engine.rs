@@ -34,6 +34,10 @@ impl<B: Backend> Engine<B> {
     /// Makes the cache and starts the engine's thread. Cache memory is reserved and becomes resident as it is used.
     pub fn new(model: Arc<LoadedModel<B>>, options: &EngineOptions) -> Result<Engine<B>, EngineError> {
         let config = model.config();
+        if options.deterministic && !model.model().backend().is_deterministic() {
+            let expected = "a backend with one numeric path, such as CpuBackend::deterministic";
+            return Err(EngineError::bad_option("deterministic", true, expected));
+        }
         let shape = Shape {
             geometry: config.kv_geometry(),
             hidden_size: config.hidden_size,
@@ -63,6 +67,7 @@ impl<B: Backend> Engine<B> {
             max_queued: options.max_queued,
             prefill_chunk: chunk_rows,
             deterministic: options.deterministic,
+            prefix_cache: options.kv.prefix_tree,
             kv: budget.kv.clone(),
             bits_per_element: budget.bits_per_element,
             capacity_tokens: budget.capacity_tokens(),

@@ -1,5 +1,7 @@
 //! Restricting what may be said next: the hook for grammars.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use crate::error::EngineError;
 
 /// Says which tokens may come next. One filter serves one choice of one request and is told every token in order.
@@ -12,6 +14,34 @@ pub trait TokenFilter: Send {
 
     /// A filter in the same state, for another choice of the same request.
     fn fork(&self) -> Box<dyn TokenFilter>;
+}
+
+/// Calls a filter. It is the caller's code: a panic in it must not take the engine along.
+pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+    let panicked = |_| Err(EngineError::Filter("it panicked".to_owned()));
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(panicked)
+}
+
+/// [`TokenFilter::fork`]; a filter that panics there is replaced by one that fails its choice.
+pub(crate) fn fork(filter: &dyn TokenFilter) -> Box<dyn TokenFilter> {
+    guarded(|| Ok(filter.fork())).unwrap_or_else(|_| Box::new(Broken))
+}
+
+/// What is left of a filter that could not be forked.
+struct Broken;
+
+impl TokenFilter for Broken {
+    fn allowed(&mut self, _: &mut TokenMask) -> Result<(), EngineError> {
+        Err(EngineError::Filter("it panicked".to_owned()))
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn TokenFilter> {
+        Box::new(Broken)
+    }
 }
 
 /// One bit per token of the vocabulary.

@@ -122,6 +122,7 @@ impl MockEngine {
             max_queued: options.max_queued,
             prefill_chunk: options.context,
             deterministic: true,
+            prefix_cache: false,
             kv: "mock".to_owned(),
             bits_per_element: 16.0,
             capacity_tokens: options.context.saturating_mul(options.max_running),

@@ -9,7 +9,7 @@ use oscar_model::text::{StreamDecoder, TextError};
 use crate::draw::draw;
 use crate::error::EngineError;
 use crate::event::{FinishReason, MatchedStop, PromptLogprob, Summary, Token};
-use crate::filter::{TokenFilter, TokenMask};
+use crate::filter::{self, TokenFilter, TokenMask};
 use crate::penalties::LogitChanges;
 use crate::request::GenerateOptions;
 use crate::stop::StopFilter;
@@ -103,7 +103,7 @@ impl Output {
             decoder,
             stops: StopFilter::new(&self.options.stop),
             changes: self.changes.clone(),
-            filter: self.filter.as_ref().map(|(filter, mask)| (filter.fork(), mask.clone())),
+            filter: self.filter.as_ref().map(|(filter, mask)| (filter::fork(&**filter), mask.clone())),
             ..*self
         }
     }
@@ -126,7 +126,7 @@ impl Output {
         self.changes.prepare(self.may_end());
         if let Some((filter, mask)) = &mut self.filter {
             mask.reset();
-            filter.allowed(mask)?;
+            filter::guarded(|| filter.allowed(mask))?;
         }
         Ok(())
     }
@@ -170,7 +170,7 @@ impl Output {
         self.logprobs.extend(drawn.logprob);
         self.changes.drawn(id);
         if let Some((filter, _)) = &mut self.filter {
-            filter.accept(id)?;
+            filter::guarded(|| filter.accept(id))?;
         }
         let mut text = String::new();
         let mut finish = None;

@@ -45,6 +45,28 @@ pub trait Serve: Send + Sync {
     }
 }
 
+impl<S: Serve + ?Sized> Serve for Arc<S> {
+    fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
+        (**self).submit(request, sink)
+    }
+
+    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
+        (**self).append(kept, request, sink)
+    }
+
+    fn info(&self) -> &EngineInfo {
+        (**self).info()
+    }
+
+    fn stats(&self) -> EngineStats {
+        (**self).stats()
+    }
+
+    fn flush(&self) {
+        (**self).flush();
+    }
+}
+
 fn channel() -> (Sink, Receiver<Event>) {
     let (sender, events) = mpsc::channel();
     // Whoever does not listen any more has nothing to be told.
@@ -181,6 +203,8 @@ pub struct EngineInfo {
     pub prefill_chunk: usize,
     /// Same request, same tokens, whatever else runs.
     pub deterministic: bool,
+    /// Prompts and answers are kept for later requests.
+    pub prefix_cache: bool,
     /// How keys and values are stored.
     pub kv: String,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.

@@ -4,9 +4,13 @@
 
 mod support;
 
+use std::sync::Arc;
+
+use oscar_codec::PageCodec;
 use oscar_engine::{
     EngineError, EngineOptions, FinishReason, GenerateOptions, KvOptions, Request, RequestHandle, Serve,
 };
+use oscar_kv::TailPolicy;
 use support::*;
 
 /// 30 turns; returns all answers and the share of prompt tokens that came from the cache.
@@ -180,4 +184,66 @@ fn open_requests_cost_no_more_than_their_pages_and_are_shared_on_demand() {
         drop(handle);
         assert_idle(&engine);
     }
+}
+
+/// With pages that lose nothing, a prefix hit must change nothing either, whatever became of its window.
+#[test]
+fn cold_tails_are_computed_again_or_read_sealed() {
+    let model = model(true);
+    let geometry = model.config().kv_geometry();
+    let layers: Vec<usize> = (0..geometry.layers).collect();
+    let copies = PageCodec::int4(geometry, None).unwrap().keep_bf16(&layers).unwrap();
+    let turn = |engine: &TestEngine, histories: &mut [Vec<u32>], turn: usize| {
+        let mut cached = 0;
+        for (seed, history) in histories.iter_mut().enumerate() {
+            let summary = ask(engine, history, &greedy(20));
+            cached += summary.cached_tokens;
+            history.extend(&summary.tokens);
+            history.extend(prompt(10 * turn + seed, 30));
+        }
+        cached
+    };
+    let begin = || (0..5).map(|seed| prompt(seed, 300)).collect::<Vec<_>>();
+    let mut expected = begin();
+    let plain = TestEngine::new(model.clone(), &fixed_options(&model, "bf16", Some(300))).unwrap();
+    for index in 0..6 {
+        turn(&plain, &mut expected, index);
+    }
+    for tail in [TailPolicy::Recompute, TailPolicy::Sealed] {
+        let mut options = engine_options(&model, "bf16", Some(100));
+        (options.context, options.max_running) = (Some(640), 1);
+        options.kv.codec = Some(Arc::new(copies.clone()));
+        options.kv.tail = tail;
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let mut histories = begin();
+        let cached: usize = (0..6).map(|index| turn(&engine, &mut histories, index)).sum();
+        let cache = engine.fresh_stats().cache;
+        assert!(cache.evicted_warm > 0 && cached > 4000, "{tail:?}: {cached} {cache:?}");
+        assert_eq!(histories, expected, "{tail:?}");
+        assert_idle(&engine);
+    }
+}
+
+/// What is kept open stays under the salt it was begun with: a continuation that names none must not publish it.
+#[test]
+fn a_continuation_keeps_the_salt_of_its_conversation() {
+    let model = model(true);
+    let options = EngineOptions { context: Some(1024), ..fixed_options(&model, "bf16", Some(20)) };
+    let engine = TestEngine::new(model, &options).unwrap();
+    let salted = GenerateOptions { cache_salt: Some("tenant".to_owned()), ..keep(1) };
+    let (first, handle) = open(&engine, prompt(4, 640), salted);
+    let more = |seed| engine.continue_with(&handle, Request::new(prompt(seed, 20), keep(1))).unwrap();
+    let second = more(5).wait().unwrap().remove(0);
+    // Somebody else needs the pages, so that the next continuation computes everything again.
+    assert_eq!(ask(&engine, &prompt(6, 900), &greedy(1)).cached_tokens, 0);
+    let third = more(7).wait().unwrap().remove(0);
+    drop(handle);
+    let said = [&first[..], &prompt(5, 20), &second.tokens, &prompt(7, 20), &third.tokens].concat();
+    let whole = [prompt(4, 640), said].concat();
+    assert_eq!(ask(&engine, &whole, &greedy(1)).cached_tokens, 0, "another tenant's pages");
+    let own = GenerateOptions { cache_salt: Some("tenant".to_owned()), ..greedy(1) };
+    engine.reset();
+    assert_eq!(ask(&engine, &whole, &own).cached_tokens, 0);
+    assert!(ask(&engine, &whole, &own).cached_tokens >= 640);
+    assert_idle(&engine);
 }

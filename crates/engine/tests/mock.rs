@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use oscar_engine::{
@@ -203,7 +203,8 @@ fn a_sink_that_panics_harms_nobody_else() {
 
 #[test]
 fn many_clients_are_served() {
-    let engine = mock();
+    // Shared by several owners, as a server would.
+    let engine: Arc<dyn Serve> = Arc::new(mock());
     let (sender, ends) = mpsc::channel();
     let mut handles = Vec::new();
     for client in 0..300 {

@@ -185,6 +185,48 @@ fn filters_decide_what_is_said() {
     assert_idle(&engine);
 }
 
+/// A filter with a bug: it panics when asked, told or forked.
+#[derive(Clone, Copy)]
+struct Panics(usize);
+
+impl TokenFilter for Panics {
+    fn allowed(&mut self, _: &mut TokenMask) -> Result<(), EngineError> {
+        assert_ne!(self.0, 0, "asked");
+        Ok(())
+    }
+
+    fn accept(&mut self, _: u32) -> Result<(), EngineError> {
+        assert_ne!(self.0, 1, "told");
+        Ok(())
+    }
+
+    fn fork(&self) -> Box<dyn TokenFilter> {
+        assert_ne!(self.0, 2, "forked");
+        Box::new(*self)
+    }
+}
+
+#[test]
+fn a_filter_that_panics_fails_its_own_request() {
+    let engine = engine("int4");
+    for bug in 0..3 {
+        let options = GenerateOptions { n: 2, ..seeded(5, 1) };
+        let filter: Option<Box<dyn TokenFilter>> = Some(Box::new(Panics(bug)));
+        let request = Request { filter, ..Request::new(prompt(1, 80), options) };
+        let failed = engine.answer(request).unwrap().wait().unwrap_err();
+        assert!(failed.to_string().contains("panicked"), "{failed}");
+        assert_eq!(ask(&engine, &prompt(1, 80), &greedy(6)).tokens.len(), 6);
+    }
+    assert_idle(&engine);
+}
+
+#[test]
+fn determinism_needs_a_backend_that_has_it() {
+    let model = model(false);
+    let options = EngineOptions { deterministic: true, ..engine_options(&model, "bf16", None) };
+    assert!(matches!(TestEngine::new(model, &options), Err(EngineError::BadOption { .. })));
+}
+
 #[test]
 fn budgets_add_up_and_say_so() {
     let model = model(false);

@@ -60,7 +60,7 @@ pub enum KernelError {
     OutOfMemory { what: &'static str, bytes: usize },
     #[error("page {page} of {tier} is read but has no slot")]
     PageMissing { page: usize, tier: &'static str },
-    #[error("sealing page {page}, layer {layer}, KV head {head}: {source}")]
+    #[error("sealing entry {page} of the list, layer {layer}, KV head {head}: {source}")]
     Seal { page: usize, layer: usize, head: usize, source: CodecError },
     #[error("{what} hold a value that is not finite at index {index}")]
     NotFinite { what: &'static str, index: usize },
@@ -301,6 +301,11 @@ pub trait Backend: Send + Sync + 'static {
     /// Tables of one step on the device.
     type Step: Send;
 
+    /// Whether the result of a row is the same to the bit whatever else is computed with it.
+    fn is_deterministic(&self) -> bool {
+        false
+    }
+
     /// Takes over a stored matrix; it stays in its stored type.
     fn weight(&self, stored: &StoredMatrix) -> Result<Self::Weight, KernelError>;
     /// A zeroed matrix of activations.
@@ -370,6 +375,9 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Copies bf16 pages, all layers: `(from, to)`. A page that several sequences share is copied before it is written.
     fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Self::Cache) -> Result<(), KernelError>;
+
+    /// Nobody needs what the scratch pages hold any more: their memory may be given back until they are written again.
+    fn release_scratch(&self, cache: &mut Self::Cache);
 
     /// `hidden += linear(x)`.
     fn linear_add(

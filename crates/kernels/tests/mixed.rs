@@ -53,16 +53,14 @@ fn int2(shape: Shape, groups: usize) -> PageCodec {
     let encoders = |mean: bool, rule: Rule| -> Vec<HeadEncoder> {
         (0..heads)
             .map(|head| {
-                let mean =
-                    mean.then(|| numbers(shape.d, head as u64 + 77).iter().map(|x| 5.0 * x).collect());
+                let mean = mean.then(|| numbers(shape.d, head as u64 + 77).iter().map(|x| 5.0 * x).collect());
                 let transform = HeadTransform::new(mean, &hadamard::matrix(shape.d)).unwrap();
                 HeadEncoder::new(transform, rule)
             })
             .collect()
     };
     let (keys, values) = (encoders(true, Rule::Search), encoders(false, Rule::Clip(0.92)));
-    let codec =
-        Int2Codec::new("int2", shape.d, shape.kv_heads, groups, ScaleType::F16, false, keys, values);
+    let codec = Int2Codec::new("int2", shape.d, shape.kv_heads, groups, ScaleType::F16, false, keys, values);
     PageCodec::int2(codec.unwrap())
 }
 
@@ -169,7 +167,10 @@ impl Sequence {
                 self.exact[due] = 0;
             }
         }
-        (0..self.shape.layers).map(|layer| self.step(layer, position..position + 1, NEVER, 0, &[]).unwrap()).last().unwrap()
+        (0..self.shape.layers)
+            .map(|layer| self.step(layer, position..position + 1, NEVER, 0, &[]).unwrap())
+            .last()
+            .unwrap()
     }
 
     /// A prompt, layer by layer, in chunks. Returns the output of the last layer.
@@ -276,7 +277,9 @@ impl Sequence {
                     .map(|c| values.iter().zip(&weights).map(|(value, w)| w * value[c]).sum::<f64>() / sum)
                     .collect();
                 let back = self.codec.transform(index, Side::Value).unwrap().rotation().clone();
-                out.extend((0..d).map(|i| (0..d).map(|j| mixed[j] * f64::from(back[i * d + j])).sum::<f64>()));
+                out.extend(
+                    (0..d).map(|i| (0..d).map(|j| mixed[j] * f64::from(back[i * d + j])).sum::<f64>()),
+                );
             }
         }
         out
@@ -294,7 +297,7 @@ impl Sequence {
 
 /// The fast paths; plain Rust has its turn where it costs little.
 fn fast_paths() -> impl Iterator<Item = Isa> {
-    Isa::available().into_iter().filter(|&isa| isa != Isa::Scalar)
+    Isa::available().filter(|&isa| isa != Isa::Scalar)
 }
 
 fn widen(row: &[f32]) -> Vec<f64> {
@@ -344,7 +347,8 @@ fn decoding_equals_the_oracle_at_every_edge() {
 fn every_format_reads_what_it_sealed() {
     let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
     let windows = PageWindows { sink: 1, recent: 1 };
-    let means = Some((0..4).map(|head| numbers(64, head % 2 + 77).iter().map(|x| 5.0 * x).collect()).collect());
+    let means =
+        Some((0..4).map(|head| numbers(64, head % 2 + 77).iter().map(|x| 5.0 * x).collect()).collect());
     let codecs = [
         int2(shape, 2),
         PageCodec::int4(shape.geometry(), means.clone()).unwrap(),

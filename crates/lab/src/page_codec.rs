@@ -73,19 +73,24 @@ pub struct EncoderOptions {
     pub bf16_layers: Vec<usize>,
 }
 
-/// The codec of a cache; `None` if nothing is sealed. `rotations` have key channels in the model's own order.
+/// The codec of a cache; `None` if nothing is sealed. `rotations` have key channels in the model's own order; `means`
+/// says what to centre keys with where the type needs no rotations and there are none.
 pub fn page_codec(
     kind: CacheType,
     options: &EncoderOptions,
     rotations: Option<&RotationFile>,
+    means: impl FnOnce() -> Result<Option<Vec<Vec<f32>>>, EvalError>,
     geometry: KvGeometry,
 ) -> Result<Option<PageCodec>, EvalError> {
-    let means = || rotations.and_then(|file| mean_keys(file, geometry));
+    let means = || match rotations.and_then(|file| mean_keys(file, geometry)) {
+        Some(means) => Ok(Some(means)),
+        None => means(),
+    };
     let codec = match kind {
         CacheType::Bf16 => return Ok(None),
         CacheType::Auto if rotations.is_none() => return Ok(None),
-        CacheType::Fp8 => PageCodec::fp8(geometry, means())?,
-        CacheType::Int4 => PageCodec::int4(geometry, means())?,
+        CacheType::Fp8 => PageCodec::fp8(geometry, means()?)?,
+        CacheType::Int4 => PageCodec::int4(geometry, means()?)?,
         CacheType::Auto | CacheType::Int2 => {
             let Some(file) = rotations else {
                 return Err(EvalError::NoRotations { spec: kind.name().to_owned() });

@@ -38,10 +38,16 @@ fn smollm2() -> Option<(Model, RotationFile)> {
 }
 
 /// Logits of every position when all rows read the mixed cache by the rule of visibility.
-fn served_logits(model: &Model, file: &RotationFile, kind: CacheType, windows: PageWindows, ids: &[u32]) -> Vec<f32> {
+fn served_logits(
+    model: &Model,
+    file: &RotationFile,
+    kind: CacheType,
+    windows: PageWindows,
+    ids: &[u32],
+) -> Vec<f32> {
     let geometry = model.config().kv_geometry();
     let pages = ids.len().div_ceil(PAGE_TOKENS);
-    let codec = page_codec(kind, &EncoderOptions::default(), Some(file), geometry).unwrap();
+    let codec = page_codec(kind, &EncoderOptions::default(), Some(file), || Ok(None), geometry).unwrap();
     let sealed = codec.map(|codec| SealedSpec { codec: Arc::new(codec), slots: pages + 1, windows });
     let mixed = sealed.is_some();
     let spec = CacheSpec { geometry, slots: pages + 1, scratch_slots: 0, sealed };

@@ -138,10 +138,7 @@ fn sequences_of_a_batch_do_not_see_each_other() {
     let mut activations = model.activations(135, 135).unwrap();
     let batch = Batch {
         tokens: &[first, second].concat(),
-        sequences: &[
-            SequenceRows::exact(0, 70, &[1, 4]),
-            SequenceRows::exact(0, 65, &[3, 2]),
-        ],
+        sequences: &[SequenceRows::exact(0, 70, &[1, 4]), SequenceRows::exact(0, 65, &[3, 2])],
     };
     let every: Vec<usize> = (0..135).collect();
     model.forward(&batch, &every, &mut cache, &mut activations).unwrap();

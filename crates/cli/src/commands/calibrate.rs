@@ -9,7 +9,7 @@ use oscar_codec::Composition;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{
-    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, calibrate,
+    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, Verdict, calibrate,
 };
 use oscar_lab::zoo::{self, Header};
 
@@ -90,7 +90,10 @@ pub(crate) fn on_the_spot(subject: &Subject) -> Result<(), Failure> {
         windows: WindowArguments::default(),
     };
     let corpus = recipe.corpus(subject)?;
-    recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    let certificate = recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    if certificate.verdict != Verdict::Good {
+        tracing::warn!("the certificate says {}: {}", certificate.verdict, certificate.reason);
+    }
     Ok(())
 }
 
@@ -190,8 +193,7 @@ impl Recipe {
 /// A file in the cache, named after the model and a part of its fingerprint.
 fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
     let folder = rotation_folder()?;
-    fs::create_dir_all(&folder)
-        .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+    fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
     let name = subject.name.rsplit(['/', '\\']).next().unwrap_or_default();
     let name: String = name
         .trim_end_matches(".gguf")

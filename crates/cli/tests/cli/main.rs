@@ -4,6 +4,7 @@ mod bad_models;
 mod bench;
 mod eval_tasks;
 mod generate;
+mod kv;
 mod lab;
 #[cfg(unix)]
 mod pull;

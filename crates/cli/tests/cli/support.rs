@@ -114,6 +114,16 @@ impl Outcome {
         self
     }
 
+    /// Failed with an error that contains `words`, after other lines.
+    pub(crate) fn failure_after_notice(self, words: &[&str]) -> Outcome {
+        assert_eq!(self.code, Some(1), "{self:?}");
+        let error: String = self.stderr.lines().skip_while(|line| !line.starts_with("error: ")).collect();
+        for word in words {
+            assert!(error.contains(word), "{word:?} is not in {error:?}");
+        }
+        self
+    }
+
     /// The one object every `--json` prints.
     pub(crate) fn json(&self) -> serde_json::Value {
         let value: serde_json::Value = serde_json::from_str(&self.stdout).expect("one JSON object");

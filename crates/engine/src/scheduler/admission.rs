@@ -8,7 +8,7 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Running};
+use super::job::{Job, Kept, Running};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
@@ -22,7 +22,10 @@ impl<B: Backend> Scheduler<B> {
             let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return };
             match self.advance(&mut prefill, &mut allowance) {
                 Ok(Progress::More) => self.prefill = Some(prefill),
-                Ok(Progress::Done) => self.begin_answers(prefill),
+                Ok(Progress::Done) => {
+                    self.release_scratch();
+                    self.begin_answers(prefill);
+                }
                 Ok(Progress::Short(shortage)) => {
                     if !self.find_room(prefill, shortage) {
                         return;
@@ -30,6 +33,13 @@ impl<B: Backend> Scheduler<B> {
                 }
                 Err(error) => self.fail_prefill(prefill, error),
             }
+        }
+    }
+
+    /// The memory that a prompt has passed through is worth more elsewhere.
+    fn release_scratch(&mut self) {
+        if std::mem::take(&mut self.scratch_used) {
+            self.model.model().backend().release_scratch(&mut self.cache);
         }
     }
 
@@ -99,7 +109,7 @@ impl<B: Backend> Scheduler<B> {
     /// A prompt is in the cache: its answers begin, or go on where they were.
     fn begin_answers(&mut self, prefill: Prefill<B>) {
         let (job, mut sequence) = self.abandon(prefill);
-        let Job { id, arrival, sink, output, choices, tokens, segments, next, .. } = job;
+        let Job { id, arrival, salt, sink, output, choices, tokens, segments, next, .. } = job;
         let sound = if output.options().keep_open {
             self.ledger.insert(&sequence, false);
             true
@@ -135,8 +145,9 @@ impl<B: Backend> Scheduler<B> {
         if options.max_tokens == Some(0) {
             let mut sequence = Some(sequence);
             for output in outputs {
-                let history = (tokens.clone(), segments.clone(), sequence.take());
-                self.end(id, &sink, &output, FinishReason::Length, history);
+                let (tokens, segments, sequence) = (tokens.clone(), segments.clone(), sequence.take());
+                let kept = Kept { salt, tokens, segments, sequence };
+                self.end(id, &sink, &output, FinishReason::Length, kept);
             }
             return;
         }
@@ -163,6 +174,7 @@ impl<B: Backend> Scheduler<B> {
     pub(super) fn fail_prefill(&mut self, prefill: Prefill<B>, error: EngineError) {
         let (job, sequence) = self.abandon(prefill);
         self.ledger.close(sequence);
+        self.release_scratch();
         self.fail(&job.sink, job.output.choice, job.choices, Arc::new(error));
     }
 }

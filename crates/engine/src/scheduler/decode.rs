@@ -7,7 +7,7 @@ use oscar_kernels::{Backend, KernelError};
 use oscar_kv::{Append, SealWork};
 
 use super::Scheduler;
-use super::job::Running;
+use super::job::{Kept, Running};
 use super::prefill::sequence_rows;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason};
@@ -206,6 +206,7 @@ impl<B: Backend> Scheduler<B> {
         }
         let (tokens, segments) = running.history();
         let Running { id, sink, output, mut sequence, .. } = running;
+        let salt = sequence.salt();
         let sequence = if output.options().keep_open {
             Some(sequence)
         } else {
@@ -213,7 +214,7 @@ impl<B: Backend> Scheduler<B> {
             self.ledger.close(sequence);
             None
         };
-        self.end(id, &sink, &output, finish, (tokens, segments, sequence));
+        self.end(id, &sink, &output, finish, Kept { salt, tokens, segments, sequence });
     }
 
     pub(super) fn fail_running(&mut self, running: Running, error: EngineError) {

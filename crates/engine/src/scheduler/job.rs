@@ -87,3 +87,10 @@ pub(super) struct Kept {
     /// Its pages, unless others needed them more.
     pub(super) sequence: Option<Sequence>,
 }
+
+impl Kept {
+    /// No tokens and no pages.
+    pub(super) fn nothing(salt: u64) -> Kept {
+        Kept { salt, tokens: Vec::new(), segments: Vec::new(), sequence: None }
+    }
+}

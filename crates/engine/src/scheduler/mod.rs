@@ -102,6 +102,8 @@ pub(crate) struct Scheduler<B: Backend> {
     crowded: bool,
     /// Why the prompt in progress cannot go on.
     shortage: Option<Shortage>,
+    /// Scratch pages were written since they were last given back.
+    scratch_used: bool,
     next_arrival: u64,
     counters: EngineStats,
     published: Instant,
@@ -147,6 +149,7 @@ impl<B: Backend> Scheduler<B> {
             kept: HashMap::new(),
             crowded: false,
             shortage: None,
+            scratch_used: false,
             next_arrival: 0,
             counters: EngineStats::default(),
             published: Instant::now(),
@@ -301,25 +304,20 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    fn cancel_job(&mut self, job: Job, mut sequence: Option<Sequence>) {
-        let Job { id, sink, output, choices, mut tokens, segments, next, .. } = job;
+    fn cancel_job(&mut self, job: Job, sequence: Option<Sequence>) {
+        let Job { id, salt, sink, output, choices, mut tokens, segments, next, .. } = job;
         tokens.extend(next);
         for choice in 1..choices {
             let other = output.fork(choice, self.decoder(output.options()));
-            self.end(id, &sink, &other, FinishReason::Cancelled, (Vec::new(), Vec::new(), None));
+            self.end(id, &sink, &other, FinishReason::Cancelled, Kept::nothing(salt));
         }
-        self.end(id, &sink, &output, FinishReason::Cancelled, (tokens, segments, sequence.take()));
+        let kept = Kept { salt, tokens, segments, sequence };
+        self.end(id, &sink, &output, FinishReason::Cancelled, kept);
     }
 
-    /// Keeps or closes a sequence and tells that an answer has ended.
-    fn end(
-        &mut self,
-        id: u64,
-        sink: &SharedSink,
-        output: &Output,
-        finish: FinishReason,
-        (tokens, segments, sequence): (Vec<u32>, Vec<Segment>, Option<Sequence>),
-    ) {
+    /// Keeps or closes a sequence and tells that an answer has ended. What is kept stays under the salt it was begun
+    /// with, whatever a continuation says.
+    fn end(&mut self, id: u64, sink: &SharedSink, output: &Output, finish: FinishReason, kept: Kept) {
         self.crowded = false;
         let counter = match finish {
             FinishReason::Cancelled => &mut self.counters.cancelled,
@@ -327,9 +325,8 @@ impl<B: Backend> Scheduler<B> {
         };
         *counter += 1;
         if output.options().keep_open {
-            let salt = output.options().salt();
-            self.kept.insert(id, Kept { salt, tokens, segments, sequence });
-        } else if let Some(sequence) = sequence {
+            self.kept.insert(id, kept);
+        } else if let Some(sequence) = kept.sequence {
             self.ledger.close(sequence);
         }
         let summary = Box::new(output.summary(finish));

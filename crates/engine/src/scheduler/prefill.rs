@@ -119,6 +119,8 @@ impl<B: Backend> Scheduler<B> {
         prefill.begun = true;
         let copies: Vec<(u32, u32)> =
             extension.copies.iter().map(|(from, to)| (from.slot(), to.slot())).collect();
+        let scratch = self.ledger.slots().exact as u32;
+        self.scratch_used |= extension.seal.iter().any(|work| work.from >= scratch);
         let work = self.plan(range, extension);
         let work = prefill.work.insert(work);
         self.model.model().backend().copy_pages(&copies, &mut self.cache)?;

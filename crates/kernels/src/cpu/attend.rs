@@ -190,7 +190,8 @@ fn read_item(
         let start = pages.start.max(item.pages.start);
         start..pages.end.min(item.pages.end).max(start)
     };
-    let positions = |pages: Range<usize>| Span { from: pages.start * PAGE_TOKENS, to: pages.end * PAGE_TOKENS };
+    let positions =
+        |pages: Range<usize>| Span { from: pages.start * PAGE_TOKENS, to: pages.end * PAGE_TOKENS };
     let history = |span: &Span| block.sequence.history(span.to - 1);
     // Rows of one block are neighbours: the first has the shortest history, the last the longest.
     let shortest = spans.first().map_or(0..0, history);
@@ -240,7 +241,17 @@ impl Reader<'_> {
         let pages: Vec<&[u8]> =
             pages.map(|page| sealed.page(head, self.block.sequence.sealed_slot(page))).collect();
         let Reader { isa, heads, queries, kernel, state, .. } = self;
-        attend_sealed(*isa, &sealed.formats[layer], queries, heads.scale, spans, first, &pages, kernel, state);
+        attend_sealed(
+            *isa,
+            &sealed.formats[layer],
+            queries,
+            heads.scale,
+            spans,
+            first,
+            &pages,
+            kernel,
+            state,
+        );
     }
 }
 

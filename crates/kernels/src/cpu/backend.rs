@@ -189,6 +189,10 @@ impl Backend for CpuBackend {
     type Cache = Cache;
     type Step = Step;
 
+    fn is_deterministic(&self) -> bool {
+        self.fixed
+    }
+
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
         Weight::new(stored)
     }
@@ -331,12 +335,18 @@ impl Backend for CpuBackend {
     fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Cache) -> Result<(), KernelError> {
         let slots = cache.spec().slots;
         for &(from, to) in pages {
-            if let Some(slot) = [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots) {
+            if let Some(slot) =
+                [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots)
+            {
                 return Err(KernelError::PageOutOfRange { slot, slots });
             }
             cache.copy_page(from, to);
         }
         Ok(())
+    }
+
+    fn release_scratch(&self, cache: &mut Cache) {
+        cache.release_scratch();
     }
 
     fn linear_add(

@@ -72,7 +72,11 @@ impl Cache {
         let sealed = spec.sealed.as_ref().map(|sealed| {
             if sealed.codec.geometry() != geometry {
                 let (expected, got) = (geometry.layers, sealed.codec.geometry().layers);
-                return Err(KernelError::Shape { what: "layers, heads and channels of a codec", expected, got });
+                return Err(KernelError::Shape {
+                    what: "layers, heads and channels of a codec",
+                    expected,
+                    got,
+                });
             }
             let bytes = product([sealed.slots, sealed.codec.page_bytes(), 1, 1]);
             Ok(SealedPool {
@@ -84,7 +88,10 @@ impl Cache {
         Ok(Cache {
             page_len,
             exact: AlignedBuffer::zeroed(elements(spec.slots, geometry.layers), "the KV cache")?,
-            scratch: AlignedBuffer::zeroed(elements(spec.scratch_slots, 1), "prefill scratch of the KV cache")?,
+            scratch: AlignedBuffer::zeroed(
+                elements(spec.scratch_slots, 1),
+                "prefill scratch of the KV cache",
+            )?,
             sealed: sealed.transpose()?,
             spec: spec.clone(),
         })
@@ -98,6 +105,11 @@ impl Cache {
     /// Slots of bf16 pages, scratch included.
     pub(super) fn exact_slots(&self) -> usize {
         self.spec.slots + self.spec.scratch_slots
+    }
+
+    /// Gives the memory of the scratch pages back.
+    pub(super) fn release_scratch(&mut self) {
+        self.scratch.release();
     }
 
     pub(super) fn sealed(&self) -> Option<&SealedPool> {

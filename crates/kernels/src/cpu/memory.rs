@@ -12,6 +12,10 @@ use crate::backend::KernelError;
 /// One cache line, and one AMX or AVX-512 register row.
 const ALIGNMENT: usize = 64;
 
+/// Buffers from this size on are mapped by themselves: untouched parts are not resident, and all of it goes back when
+/// the buffer is dropped, which an allocator's heap does not promise.
+const MAPPED_BYTES: usize = 256 * 1024;
+
 /// A zeroed, cache-line aligned array of fixed length. Large ones become resident only where they are touched.
 pub(crate) struct AlignedBuffer<T> {
     /// First element, on a cache line.
@@ -31,12 +35,62 @@ impl<T: Zeroable + Copy> AlignedBuffer<T> {
         let bytes = len.saturating_mul(size_of::<T>());
         let failed = KernelError::OutOfMemory { what, bytes };
         let Some(layout) = layout::<T>(len) else { return Err(failed) };
-        // SAFETY: the layout has a non-zero size.
-        let allocation = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(failed)?;
+        let allocation = if layout.size() >= MAPPED_BYTES {
+            map(layout)
+        } else {
+            // SAFETY: the layout has a non-zero size.
+            NonNull::new(unsafe { alloc_zeroed(layout) })
+        }
+        .ok_or(failed)?;
         // SAFETY: the layout has a cache line to spare, so the next line starts inside it.
         let pointer = unsafe { allocation.add(allocation.align_offset(ALIGNMENT)) }.cast();
         Ok(AlignedBuffer { pointer, len, allocation })
     }
+
+    /// Makes everything zero again and gives the memory back until it is touched.
+    pub(crate) fn release(&mut self) {
+        #[cfg(target_os = "linux")]
+        if let Some(layout) = layout::<T>(self.len).filter(|layout| layout.size() >= MAPPED_BYTES) {
+            // SAFETY: a private mapping of this size that belongs to this buffer; its pages read as zero afterwards.
+            let given =
+                unsafe { libc::madvise(self.allocation.as_ptr().cast(), layout.size(), libc::MADV_DONTNEED) };
+            if given == 0 {
+                return;
+            }
+        }
+        self.fill(T::zeroed());
+    }
+}
+
+/// A mapping of zeros that nobody else has.
+#[cfg(unix)]
+fn map(layout: Layout) -> Option<NonNull<u8>> {
+    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new anonymous mapping touches nothing that exists.
+    let address = unsafe { libc::mmap(std::ptr::null_mut(), layout.size(), protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED { None } else { NonNull::new(address.cast()) }
+}
+
+/// # Safety
+/// `allocation` must come from [`map`] with this layout.
+#[cfg(unix)]
+unsafe fn unmap(allocation: NonNull<u8>, layout: Layout) {
+    // SAFETY: by the caller's promise a mapping of this size.
+    unsafe { libc::munmap(allocation.as_ptr().cast(), layout.size()) };
+}
+
+#[cfg(not(unix))]
+fn map(layout: Layout) -> Option<NonNull<u8>> {
+    // SAFETY: the layout has a non-zero size.
+    NonNull::new(unsafe { alloc_zeroed(layout) })
+}
+
+/// # Safety
+/// `allocation` must come from [`map`] with this layout.
+#[cfg(not(unix))]
+unsafe fn unmap(allocation: NonNull<u8>, layout: Layout) {
+    // SAFETY: by the caller's promise allocated with this layout.
+    unsafe { dealloc(allocation.as_ptr(), layout) };
 }
 
 /// Room for `len` elements and a cache line to align them in. Asking for no more than the alignment every allocator
@@ -49,8 +103,14 @@ fn layout<T>(len: usize) -> Option<Layout> {
 impl<T> Drop for AlignedBuffer<T> {
     fn drop(&mut self) {
         let layout = layout::<T>(self.len).expect("the layout was valid when allocated");
-        // SAFETY: allocated in `zeroed` with this layout.
-        unsafe { dealloc(self.allocation.as_ptr(), layout) };
+        // SAFETY: allocated in `zeroed` with this layout, in the same of two ways.
+        unsafe {
+            if layout.size() >= MAPPED_BYTES {
+                unmap(self.allocation, layout);
+            } else {
+                dealloc(self.allocation.as_ptr(), layout);
+            }
+        }
     }
 }
 
@@ -122,6 +182,37 @@ mod tests {
         let mut buffer = AlignedBuffer::<u16>::zeroed(512 << 20, "test").unwrap();
         buffer[1 << 20] = 1;
         assert!(resident() < before + (256 << 20), "{} bytes became resident", resident() - before);
+    }
+
+    #[test]
+    fn released_buffers_are_zero_again() {
+        for len in [0, 100, 1 << 20] {
+            let mut buffer = AlignedBuffer::<u16>::zeroed(len, "test").unwrap();
+            buffer.fill(7);
+            buffer.release();
+            assert!(buffer.iter().all(|&value| value == 0), "{len}");
+            buffer.fill(9);
+            assert!(buffer.iter().all(|&value| value == 9), "{len}");
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn released_memory_is_not_resident() {
+        let mut buffer = AlignedBuffer::<u8>::zeroed(1 << 20, "test").unwrap();
+        let resident = |buffer: &AlignedBuffer<u8>| {
+            let mut pages = vec![0u8; buffer.len().div_ceil(4096) + 1];
+            // SAFETY: the range is mapped and `pages` has a byte for each of its pages.
+            let asked =
+                unsafe { libc::mincore(buffer.allocation.as_ptr().cast(), buffer.len(), pages.as_mut_ptr()) };
+            assert_eq!(asked, 0);
+            pages.iter().filter(|&&page| page & 1 == 1).count()
+        };
+        assert_eq!(resident(&buffer), 0);
+        buffer.fill(1);
+        assert_eq!(resident(&buffer), 256);
+        buffer.release();
+        assert_eq!(resident(&buffer), 0);
     }
 
     #[test]

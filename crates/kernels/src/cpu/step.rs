@@ -113,11 +113,7 @@ impl StepSequence {
 /// The first `needed` slots of a page table, each inside its pool.
 fn table(pages: &[u32], needed: usize, slots: usize) -> Result<Vec<u32>, KernelError> {
     let Some(pages) = pages.get(..needed) else {
-        return Err(KernelError::Shape {
-            what: "pages of a sequence",
-            expected: needed,
-            got: pages.len(),
-        });
+        return Err(KernelError::Shape { what: "pages of a sequence", expected: needed, got: pages.len() });
     };
     if let Some(&slot) = pages.iter().find(|&&slot| slot as usize >= slots) {
         return Err(KernelError::PageOutOfRange { slot, slots });

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use oscar_engine::{Engine, EngineError, GenerateOptions, Request, Serve};
+use oscar_engine::{Engine, EngineError, GenerateOptions, Request, Serve, Summary};
 use oscar_kernels::Backend;
 use serde::Serialize;
 
@@ -21,9 +21,10 @@ pub struct LongContext {
     pub repeat: usize,
     /// Bytes of weights that a step reads.
     pub weight_bytes: u64,
-    /// Resident bytes before the engine was made.
-    pub rss_before: Option<u64>,
 }
+
+/// Tokens of the prompt that makes everything but pages resident before memory is measured: one chunk.
+const WARM_UP_TOKENS: usize = 512;
 
 /// What was measured.
 #[derive(Clone, Debug, Serialize)]
@@ -42,7 +43,8 @@ pub struct LongContextRow {
     pub kv_bytes: usize,
     /// Bits per key or value element, windows and scales included.
     pub bits_per_element: f64,
-    /// Resident bytes that the engine and the prompt have added.
+    /// Growth of the resident size by the prompt, from an engine whose buffers are in use already and whose cache is
+    /// empty.
     pub rss_delta_bytes: Option<u64>,
     /// Largest resident size so far, of this and every engine before it.
     pub peak_rss_bytes: Option<u64>,
@@ -68,13 +70,19 @@ pub fn long_context<B: Backend>(
         keep_open: tokens == 1,
         ..GenerateOptions::default()
     };
-    engine.reset();
     // Kept open, so that what is counted is the sequence and not what the prefix tree makes of it.
-    let mut answer = engine.answer(Request::new(prompt.as_slice(), options(1)))?;
-    let prefill = answer.finish().map_err(EngineError::Shared)?.remove(0);
-    let rss = rss_bytes();
-    let kv_bytes = engine.kv_bytes();
-    drop(answer);
+    let fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
+        engine.reset();
+        let mut answer = engine.answer(Request::new(tokens, options(1)))?;
+        let summary = answer.finish().map_err(EngineError::Shared)?.remove(0);
+        Ok((summary, engine.kv_bytes()))
+    };
+    // The pages of the first chunk stay resident and are used again, so they are counted with the prompt.
+    let (_, warm_bytes) = fill(&prompt[..context.min(WARM_UP_TOKENS)])?;
+    let rss_before = rss_bytes();
+    let (prefill, kv_bytes) = fill(&prompt)?;
+    let rss_delta =
+        rss_bytes().zip(rss_before).map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));
     let mut speeds = Vec::new();
     for _ in 0..bench.repeat.max(1) {
         // The prompt comes from the prefix tree but for its last tokens.
@@ -92,7 +100,7 @@ pub fn long_context<B: Backend>(
         decode_tokens_per_s_median: speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN),
         kv_bytes,
         bits_per_element: engine.budget().bits_at(context),
-        rss_delta_bytes: rss.zip(bench.rss_before).map(|(after, before)| after.saturating_sub(before)),
+        rss_delta_bytes: rss_delta,
         peak_rss_bytes: peak_rss_bytes(),
         step_bytes,
         ratio: first.map_or(1.0, |first| best / first.decode_tokens_per_s),
@@ -140,17 +148,13 @@ pub struct SharedPrefixRow {
 pub fn shared_prefix<B: Backend>(
     engine: &Engine<B>,
     bench: &SharedPrefix,
-    prefix_cache: bool,
 ) -> Result<SharedPrefixRow, EngineError> {
     let SharedPrefix { requests, prefix_tokens, suffix_tokens, output_tokens, interval } = *bench;
     let vocabulary = engine.model().config().vocab_size;
     let tokens = synthetic_tokens(prefix_tokens + requests * suffix_tokens, vocabulary);
     let (prefix, suffixes) = tokens.split_at(prefix_tokens);
-    let options = GenerateOptions {
-        max_tokens: Some(output_tokens),
-        ignore_end: true,
-        ..GenerateOptions::default()
-    };
+    let options =
+        GenerateOptions { max_tokens: Some(output_tokens), ignore_end: true, ..GenerateOptions::default() };
     engine.reset();
     let begin = Instant::now();
     let mut answers = Vec::new();
@@ -171,7 +175,7 @@ pub fn shared_prefix<B: Backend>(
     let seconds = begin.elapsed().as_secs_f64();
     Ok(SharedPrefixRow {
         kv: engine.info().kv.clone(),
-        prefix_cache,
+        prefix_cache: engine.info().prefix_cache,
         requests,
         interval_ms: interval.as_secs_f64() * 1e3,
         seconds,

@@ -11,19 +11,25 @@ use crate::zoo::RotationFile;
 /// Tokens the means are taken over. A mean settles far sooner than a covariance.
 pub const MEAN_TOKENS: usize = 1024;
 
-/// Fills in the mean keys of a file that has none, from generated prose. `file` has key channels in the order of the
-/// model's own file.
+/// The mean keys of every layer and KV head over generated prose, channels in the order of the model's own file.
+pub fn mean_keys(model: &LoadedModel<CpuBackend>) -> Result<Vec<Vec<Vec<f32>>>, CalibrateError> {
+    let ids = model.tokenizer().encode(&prose(1, 8 * MEAN_TOKENS), true)?;
+    let tokens = ids.len().min(MEAN_TOKENS).min(model.config().max_context);
+    let mut observer = Observer::new(model, &[&ids[..tokens]])?;
+    let heads = observer.heads();
+    let layers = (0..model.config().layers).map(|layer| {
+        observer.run_layer(layer, |_, _| {})?;
+        Ok((0..heads.kv).map(|head| mean(&observer.keys_values(0, head).0, heads.dim)).collect())
+    });
+    layers.collect()
+}
+
+/// Fills in the mean keys of a file that has none. `file` has key channels in the order of the model's own file.
 pub fn estimate_key_means(
     model: &LoadedModel<CpuBackend>,
     file: &mut RotationFile,
 ) -> Result<(), CalibrateError> {
-    let ids = model.tokenizer().encode(&prose(1, 8 * MEAN_TOKENS), true)?;
-    let ids = &ids[..ids.len().min(MEAN_TOKENS)];
-    let mut observer = Observer::new(model, &[ids])?;
-    let heads = observer.heads();
-    for layer in 0..model.config().layers {
-        observer.run_layer(layer, |_, _| {})?;
-        let means: Vec<Vec<f32>> = (0..heads.kv).map(|head| mean(&observer.keys_values(0, head).0, heads.dim)).collect();
+    for (layer, means) in mean_keys(model)?.into_iter().enumerate() {
         for set in [&mut file.heads, &mut file.layers].into_iter().flatten() {
             if let Some(rotations) = set.get_mut(&layer).filter(|rotations| rotations.keys.means.is_none()) {
                 rotations.keys.means = Some(means.clone());

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use oscar_kernels::Backend;
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{Batch, SequenceRows};
-use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::Cache;
+use oscar_kernels::cpu::CpuBackend;
 use oscar_kv::PAGE_TOKENS;
 use oscar_model::{Activations, LoadedModel, Paged};
 

@@ -8,7 +8,6 @@ use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Report;
 use oscar_lab::bench::{LongContext, LongContextRow, SharedPrefix, long_context, shared_prefix};
-use oscar_lab::machine::rss_bytes;
 use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
@@ -27,7 +26,7 @@ use crate::output::print_text;
     oscar bench engine qwen2.5-coder-1.5b --kv bf16,int2 --contexts 8k,16k --gen-tokens 32\n  \
     oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n\n\
     ratio is decode speed over the first cache type, limit what the bytes of a step (weights and pages) allow for it.\n\
-    rss_delta_bytes is what the engine and the prompt have added to the resident size. Shared prefixes are measured\n\
+    rss_delta_bytes is what the prompt has added to the resident size. Shared prefixes are measured\n\
     with the prefix cache and without, arriving together and one after the other.")]
 pub(super) struct EngineBenchArguments {
     #[command(flatten)]
@@ -101,16 +100,10 @@ impl EngineBenchArguments {
         for &context in &self.contexts {
             let mut first: Option<LongContextRow> = None;
             for &kind in &self.kv {
-                let rss_before = rss_bytes();
                 let needed = context + self.gen_tokens + 1;
                 let engine = self.engine(&arguments, &subject, kind, needed, 1, true)?;
-                let bench = LongContext {
-                    context,
-                    gen_tokens: self.gen_tokens,
-                    repeat: self.repeat,
-                    weight_bytes,
-                    rss_before,
-                };
+                let bench =
+                    LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
                 let row = long_context(&engine, &bench, first.as_ref())?;
                 self.push(&mut long, &row)?;
                 first.get_or_insert(row);
@@ -171,7 +164,7 @@ impl EngineBenchArguments {
                     output_tokens: self.output_tokens,
                     interval: Duration::from_millis(interval),
                 };
-                let row = shared_prefix(&engine, &bench, prefix_tree)?;
+                let row = shared_prefix(&engine, &bench)?;
                 self.push(report, &row)?;
             }
         }

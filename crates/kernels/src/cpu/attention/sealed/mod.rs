@@ -1,11 +1,11 @@
 //! Attention over sealed pages, on the bytes as they are stored.
 //!
-//! A call is a [`schedule`] of [`Step`]s, one per page and group of rows. What a format provides is what happens in a
+//! A call is a `schedule` of `Step`s, one per page and group of rows. What a format provides is what happens in a
 //! step: logits, softmax, values summed with weights. A new format is a new module.
 //!
 //! Codes are never turned into numbers. With `k = s·c - o` per token and group of channels,
 //! `q · k = s·Σ q·c - o·Σ q`, and with `v = s·c - o` likewise `Σ p·v = Σ (p·s)·c - Σ p·o`: the large sums multiply
-//! small integers. Queries and weights are split into two signed bytes each ([`fixed_point`]), so these sums are
+//! small integers. Queries and weights are split into two signed bytes each (`fixed_point`), so these sums are
 //! exact, in whatever order and on whatever instruction set.
 //!
 //! A row's result does not depend on the rows it shares a call with.
