@@ -1,7 +1,7 @@
 //! Attention alone, over pages of every format: a decode step of one sequence against a long context, no model.
 //!
-//! Pages lie as in a pool, `[page][layer][head]`, and there are as many layers as it takes to fill more memory than
-//! caches hold; a pass attends once in each of them, as a decode step does. Each format is compared with a plain read
+//! Pages lie as in a pool, `[page][layer][head]`, and there are as many models of 32 layers as it takes to fill more
+//! memory than caches hold; a pass attends once in each layer, as a decode step does. Each format is compared with a plain read
 //! of the same pages in the same order, and with bf16. The step is cut over threads as the engine cuts it.
 
 use std::ops::Range;
@@ -50,6 +50,9 @@ const ITEMS_PER_THREAD: usize = 8;
 
 /// What pools are aligned to.
 const CACHE_LINE: usize = 64;
+
+/// Layers of a model: how far apart the pages of a layer lie.
+const MODEL_LAYERS: usize = 32;
 
 /// Different pages that fill the memory in turn.
 const SAMPLES: usize = 8;
@@ -144,8 +147,10 @@ pub fn run(
                 .filter(|bytes| bytes.checked_add(bench.pool_bytes).is_some_and(|sum| sum < 1 << 46))
                 .ok_or(AttentionBenchError::TooLarge(context))?;
             let layers = bench.pool_bytes.div_ceil(layer_bytes).max(1);
+            let model_layers = layers.min(MODEL_LAYERS);
+            let layers = layers.next_multiple_of(model_layers);
             memory.fill(layers * layer_bytes, &samples);
-            let cache = Cache { bytes: memory.bytes(), layers, kv_heads, page_bytes };
+            let cache = Cache { bytes: memory.bytes(), pages, layers, model_layers, kv_heads, page_bytes };
             let step = Step { bench, format: &format, context, pool: &pool };
             let read = fastest(bench.repeat, || step.read(&cache));
             let time = fastest(bench.repeat, || step.attend(&cache));
@@ -301,14 +306,19 @@ impl Memory {
 /// Pages as they lie in a pool.
 struct Cache<'a> {
     bytes: &'a [u8],
+    /// Pages of a context.
+    pages: usize,
+    /// Layers of all models.
     layers: usize,
+    model_layers: usize,
     kv_heads: usize,
     page_bytes: usize,
 }
 
 impl<'a> Cache<'a> {
     fn page(&self, page: usize, layer: usize, head: usize) -> &'a [u8] {
-        let index = (page * self.layers + layer) * self.kv_heads + head;
+        let (model, layer) = (layer / self.model_layers, layer % self.model_layers);
+        let index = ((model * self.pages + page) * self.model_layers + layer) * self.kv_heads + head;
         &self.bytes[index * self.page_bytes..][..self.page_bytes]
     }
 }

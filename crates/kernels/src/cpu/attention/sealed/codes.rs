@@ -16,8 +16,7 @@ use std::ops::Range;
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::fixed_point::{split_row, total};
-use super::{Step, scalar, schedule};
+use super::{Step, fixed_point, scalar, schedule};
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
@@ -164,6 +163,16 @@ pub(super) trait Engine {
         sums: &mut [i32],
     );
 
+    /// Splits a row into bytes (as many as a multiple of 64, zeros after the row) and returns what one unit stands for.
+    fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+        fixed_point::split_row(row, high, low)
+    }
+
+    /// The sum of a row.
+    fn total(&self, row: &[f32]) -> f32 {
+        fixed_point::total(row)
+    }
+
     /// Scales and offsets as numbers.
     fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]);
 
@@ -280,12 +289,12 @@ impl<'a, E: Engine> Reader<'a, E> {
         let queries = buffers.queries.at_least::<i8>((shape.groups * rows + E::ROWS) * row_bytes);
         let (query_steps, query_totals) =
             buffers.query_numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
-        queries.fill(0);
+        queries[rows * row_bytes..].fill(0);
         for (row, q) in work.q.chunks_exact(d).enumerate() {
             let (high, low) = queries[row * row_bytes..][..row_bytes].split_at_mut(stride);
-            query_steps[row] = split_row(q, high, low);
+            query_steps[row] = engine.split_row(q, high, low);
             for group in 0..shape.groups {
-                query_totals[group * rows + row] = total(&q[shape.group(group)]);
+                query_totals[group * rows + row] = engine.total(&q[shape.group(group)]);
             }
         }
         // Groups after the first get their channels of the first copy, which then loses them.

@@ -49,8 +49,10 @@ fn bytes(value: f32, inverse: f32) -> (i8, i8) {
     (high as i8, integer.wrapping_sub(high << 8) as i8)
 }
 
-/// Splits a row of any length and returns the number that one unit stands for.
+/// As `codes::Engine::split_row`.
 pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+    high[row.len()..].fill(0);
+    low[row.len()..].fill(0);
     let (blocks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
     for block in blocks {

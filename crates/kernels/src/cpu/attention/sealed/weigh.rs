@@ -169,13 +169,14 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
         let largest = reduce_max(largest);
         let reduced = reduce_sums(totals, offsets);
         for r in 0..R {
-            let zero = largest[r] < SMALLEST;
-            let step = if zero { 0.0 } else { largest[r] * (1.0 / LARGEST) };
-            let inverse = if zero { 0.0 } else { LARGEST / largest[r] };
+            let (step, inverse) = units(largest[r]);
             let [sum, offset] = reduced[r];
             let at = group * ROWS + first + r;
             // SAFETY: two parts of 64 bytes, by the caller's promise.
-            unsafe { split(scaled[r], inverse, weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS)) };
+            unsafe {
+                let high = weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS);
+                split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
+            }
             weights.numbers[2 * at] = step;
             weights.numbers[2 * at + 1] = offset;
             if group == 0 {
@@ -183,6 +184,55 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
             }
         }
     }
+}
+
+/// What integers are multiplied with to get numbers back, and numbers to get integers.
+#[inline]
+fn units(largest: f32) -> (f32, f32) {
+    if largest < SMALLEST { (0.0, 0.0) } else { (largest * (1.0 / LARGEST), LARGEST / largest) }
+}
+
+/// As `codes::Engine::split_row`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+    assert!(high.len() == low.len() && high.len() >= row.len() && high.len().is_multiple_of(PAGE_TOKENS));
+    let mut largest = _mm512_setzero_ps();
+    for first in (0..row.len()).step_by(LANES) {
+        largest = _mm512_range_ps::<LARGER_MAGNITUDE>(largest, load_some(row, first));
+    }
+    let [largest] = reduce_max([largest]);
+    let (step, inverse) = units(largest);
+    for first in (0..high.len()).step_by(PAGE_TOKENS) {
+        let mut values = [_mm512_setzero_ps(); REGISTERS];
+        for j in 0..REGISTERS {
+            values[j] = load_some(row, first + j * LANES);
+        }
+        // SAFETY: 64 bytes each, see the lengths above.
+        unsafe { split(values, inverse, high.as_mut_ptr().add(first), low.as_mut_ptr().add(first)) };
+    }
+    step
+}
+
+/// As `codes::Engine::total`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) fn total(row: &[f32]) -> f32 {
+    let mut sums = [_mm512_setzero_pd(); 2];
+    for first in (0..row.len()).step_by(LANES) {
+        let values = load_some(row, first);
+        sums[0] = _mm512_add_pd(sums[0], _mm512_cvtps_pd(_mm512_castps512_ps256(values)));
+        sums[1] = _mm512_add_pd(sums[1], _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(values)));
+    }
+    _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1])) as f32
+}
+
+/// 16 numbers of a row from `first` on; zeros past its end.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_some(row: &[f32], first: usize) -> __m512 {
+    let rest = row.len().saturating_sub(first);
+    let mask = if rest >= LANES { u16::MAX } else { (1 << rest) - 1 };
+    // SAFETY: the mask has only numbers of the row, and the address is not used where it has none.
+    unsafe { _mm512_maskz_loadu_ps(mask, row.as_ptr().wrapping_add(first)) }
 }
 
 /// 16 scales and the offsets 64 numbers after them.
@@ -209,13 +259,13 @@ unsafe fn join(high: *const i32, distance: usize) -> __m512 {
     _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<8>(high), low))
 }
 
-/// Writes the high bytes of 64 numbers times `inverse`, then their low bytes.
+/// The high and the low bytes of 64 numbers times `inverse`.
 ///
 /// # Safety
-/// The pointer reaches 128 bytes.
+/// The pointers reach 64 bytes each.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn split(values: Page, inverse: f32, bytes: *mut i8) {
+unsafe fn split(values: Page, inverse: f32, high_bytes: *mut i8, low_bytes: *mut i8) {
     let inverse = _mm512_set1_ps(inverse);
     let mut integers = [_mm512_setzero_si512(); REGISTERS];
     for j in 0..REGISTERS {
@@ -233,8 +283,8 @@ unsafe fn split(values: Page, inverse: f32, bytes: *mut i8) {
     let low = _mm512_packus_epi16(_mm512_and_si512(words[0], mask), _mm512_and_si512(words[1], mask));
     // SAFETY: the caller's promise.
     unsafe {
-        _mm512_storeu_si512(bytes.cast(), _mm512_permutexvar_epi32(order, high));
-        _mm512_storeu_si512(bytes.add(PAGE_TOKENS).cast(), _mm512_permutexvar_epi32(order, low));
+        _mm512_storeu_si512(high_bytes.cast(), _mm512_permutexvar_epi32(order, high));
+        _mm512_storeu_si512(low_bytes.cast(), _mm512_permutexvar_epi32(order, low));
     }
 }
 
@@ -352,6 +402,16 @@ pub(super) fn add_values(
 /// The steps of this module as functions of an engine for products of `ROWS` rows.
 macro_rules! steps {
     () => {
+        fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+            // SAFETY: an engine exists only where its instruction set does.
+            unsafe { weigh::split_row(row, high, low) }
+        }
+
+        fn total(&self, row: &[f32]) -> f32 {
+            // SAFETY: as above.
+            unsafe { weigh::total(row) }
+        }
+
         fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
             // SAFETY: an engine exists only where its instruction set does.
             unsafe { weigh::numbers(stored, scale_type, numbers) }
