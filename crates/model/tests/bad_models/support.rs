@@ -43,7 +43,10 @@ pub(crate) fn run<B: Backend>(model: &Model<B>) -> Result<Sampled, KernelError> 
     let rows = SequenceRows::exact(0, 3, &[1]);
     let batch = Batch { tokens: &[0, last / 2, last], sequences: &[rows] };
     model.forward(&batch, &[2], &mut cache, &mut activations)?;
-    model.backend().sample(activations.logits(), &[Sampling { logprobs: Some(0), ..Sampling::default() }])?.remove(0)
+    model
+        .backend()
+        .sample(activations.logits(), &[Sampling { logprobs: Some(0), ..Sampling::default() }])?
+        .remove(0)
 }
 
 /// The error of a model that must be refused: one line that names the file and contains `words`.
