@@ -70,9 +70,9 @@ pub fn peak_rss_bytes() -> Option<u64> {
     kibibytes(&field("/proc/self/status", "VmHWM")?)
 }
 
-/// Resident size of this process now.
-pub fn rss_bytes() -> Option<u64> {
-    kibibytes(&field("/proc/self/status", "VmRSS")?)
+/// Resident size of this process now without mapped files: weights become resident whenever they are first read.
+pub fn anonymous_bytes() -> Option<u64> {
+    kibibytes(&field("/proc/self/status", "RssAnon")?)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use oscar_kernels::Backend;
 use serde::Serialize;
 
 use super::model::synthetic_tokens;
-use crate::machine::{peak_rss_bytes, rss_bytes};
+use crate::machine::{anonymous_bytes, peak_rss_bytes};
 
 /// A long context and some tokens after it.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +43,7 @@ pub struct LongContextRow {
     pub kv_bytes: usize,
     /// Bits per key or value element, windows and scales included.
     pub bits_per_element: f64,
-    /// Growth of the resident size by the prompt, from an engine whose buffers are in use already and whose cache is
+    /// Growth of the resident size (mapped files aside) by the prompt, from an engine whose buffers are in use already and whose cache is
     /// empty.
     pub rss_delta_bytes: Option<u64>,
     /// Largest resident size so far, of this and every engine before it.
@@ -79,10 +79,11 @@ pub fn long_context<B: Backend>(
     };
     // The pages of the first chunk stay resident and are used again, so they are counted with the prompt.
     let (_, warm_bytes) = fill(&prompt[..context.min(WARM_UP_TOKENS)])?;
-    let rss_before = rss_bytes();
+    let rss_before = anonymous_bytes();
     let (prefill, kv_bytes) = fill(&prompt)?;
-    let rss_delta =
-        rss_bytes().zip(rss_before).map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));
+    let rss_delta = anonymous_bytes()
+        .zip(rss_before)
+        .map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));
     let mut speeds = Vec::new();
     for _ in 0..bench.repeat.max(1) {
         // The prompt comes from the prefix tree but for its last tokens.
