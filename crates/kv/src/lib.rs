@@ -50,7 +50,6 @@ mod pools;
 pub mod reuse;
 pub mod sequence;
 pub mod stats;
-pub mod table;
 pub mod tree;
 
 pub use block_hash::BlockHash;
@@ -62,5 +61,4 @@ pub use pool::{ExactPage, PageId, PagePool, PageSlot, PoolExhausted, ScratchPage
 pub use reuse::TailPolicy;
 pub use sequence::Sequence;
 pub use stats::{LedgerStats, PageStates, PoolStats};
-pub use table::PageTable;
 pub use tree::TreeEntry;

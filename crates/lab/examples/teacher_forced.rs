@@ -6,11 +6,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use oscar_codec::PAGE_TOKENS;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_kv::{PagePool, PageTable};
 use oscar_lab::Report;
 use oscar_model::ModelFiles;
 use oscar_model::source::ModelPath;
@@ -41,12 +41,11 @@ fn main() -> Result<(), AnyError> {
     let model = ModelFiles::open(&path)?.load_model(backend.clone())?;
     let (tokens, expected) = read_reference(Path::new(&reference), model.config().vocab_size)?;
 
-    let mut pool = PagePool::new(tokens.len().div_ceil(oscar_kv::PAGE_TOKENS));
-    let mut cache = model.cache(pool.slots())?;
-    let mut table = PageTable::new();
-    table.reserve(tokens.len(), &mut pool)?;
+    // Slot 0 is the dummy.
+    let slots: Vec<u32> = (1..).take(tokens.len().div_ceil(PAGE_TOKENS)).collect();
+    let mut cache = model.cache(slots.len() + 1)?;
     let mut activations = model.activations(tokens.len(), tokens.len())?;
-    let rows = SequenceRows::exact(0, tokens.len(), table.slots());
+    let rows = SequenceRows::exact(0, tokens.len(), &slots);
     let every: Vec<usize> = (0..tokens.len()).collect();
     let batch = Batch { tokens: &tokens, sequences: &[rows] };
     model.forward(&batch, &every, &mut cache, &mut activations)?;

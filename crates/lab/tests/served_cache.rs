@@ -69,7 +69,7 @@ fn served_logits(
         let batch = Batch { tokens: chunk, sequences: &[rows] };
         let step = forward.begin_step(&batch, &cache).unwrap();
         forward.embed(&batch, &step, &mut activations).unwrap();
-        let mut attention = PagedSealing { cache: &mut cache, seal: &seal };
+        let mut attention = PagedSealing { cache: &mut cache, before: &seal, after: &[] };
         forward.run_layers(0..model.config().layers, &step, &mut attention, &mut activations).unwrap();
         forward.logits(&(0..chunk.len()).collect::<Vec<_>>(), &mut activations).unwrap();
         logits.extend(forward.backend().read(activations.logits(), 0..chunk.len()).unwrap());

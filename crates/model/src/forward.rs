@@ -63,13 +63,15 @@ impl<B: Backend> LayerAttention<B> for Paged<'_, B> {
     }
 }
 
-/// Attention over the pages of a cache, some of which are sealed after the layer's keys and values are written and
-/// before they are read: a prefill in which every row reads what a decoding one would.
+/// Attention over the pages of a cache, some of which are sealed on the way, layer by layer.
 pub struct PagedSealing<'a, B: Backend> {
     /// The cache.
     pub cache: &'a mut B::Cache,
-    /// Pages that this step completes or that fall out of a window during it.
-    pub seal: &'a [SealPage],
+    /// Pages that rows of this step read sealed: sealed after the layer's keys and values are written, before they are
+    /// read.
+    pub before: &'a [SealPage],
+    /// Pages that rows of this step may still read in bf16: sealed when the layer's attention is done.
+    pub after: &'a [SealPage],
 }
 
 impl<B: Backend> LayerAttention<B> for PagedSealing<'_, B> {
@@ -83,8 +85,9 @@ impl<B: Backend> LayerAttention<B> for PagedSealing<'_, B> {
         out: &mut B::Buffer,
     ) -> Result<(), KernelError> {
         backend.rope_store(step, spec, layer, qkv, self.cache)?;
-        backend.seal(layer..layer + 1, self.seal, self.cache)?;
-        backend.attend(step, spec, layer, qkv, self.cache, out)
+        backend.seal(layer..layer + 1, self.before, self.cache)?;
+        backend.attend(step, spec, layer, qkv, self.cache, out)?;
+        backend.seal(layer..layer + 1, self.after, self.cache)
     }
 }
 

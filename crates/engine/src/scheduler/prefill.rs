@@ -7,10 +7,10 @@
 use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_kernels::backend::{AttentionSpec, Batch, Sampling, SealPage, SealedRows, SequenceRows};
-use oscar_kernels::{Backend, KernelError};
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{Batch, Sampling, SealPage, SealedRows, SequenceRows};
 use oscar_kv::{Extend, Extension, SealWork, Sequence, Shortage};
-use oscar_model::LayerAttention;
+use oscar_model::PagedSealing;
 
 use super::Scheduler;
 use super::decode::seal_page;
@@ -186,7 +186,7 @@ impl<B: Backend> Scheduler<B> {
             None => (0..layers, None),
         };
         *allowance = allowance.saturating_sub(chunk.rows.len() * range.len());
-        let mut attention = SealingAttention::<B> {
+        let mut attention = PagedSealing::<B> {
             cache: &mut self.cache,
             before: &chunk.seal_before,
             after: if last_chunk { &work.seal_after } else { &[] },
@@ -306,33 +306,4 @@ pub(super) fn sequence_rows<'a>(
         sealed_until: sequence.sealed_until(),
     });
     SequenceRows { start: rows.start, len: rows.len(), pages: sequence.exact_slots(), sealed }
-}
-
-/// Attention over pages, some of which are sealed before the rows of a layer read and some after.
-struct SealingAttention<'a, B: Backend> {
-    cache: &'a mut B::Cache,
-    before: &'a [SealPage],
-    after: &'a [SealPage],
-}
-
-impl<B: Backend> LayerAttention<B> for SealingAttention<'_, B> {
-    fn attend(
-        &mut self,
-        backend: &B,
-        step: &B::Step,
-        spec: &AttentionSpec<B>,
-        layer: usize,
-        qkv: &mut B::Buffer,
-        out: &mut B::Buffer,
-    ) -> Result<(), KernelError> {
-        backend.rope_store(step, spec, layer, qkv, self.cache)?;
-        if !self.before.is_empty() {
-            backend.seal(layer..layer + 1, self.before, self.cache)?;
-        }
-        backend.attend(step, spec, layer, qkv, self.cache, out)?;
-        if !self.after.is_empty() {
-            backend.seal(layer..layer + 1, self.after, self.cache)?;
-        }
-        Ok(())
-    }
 }
