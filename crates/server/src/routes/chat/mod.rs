@@ -1,0 +1,173 @@
+//! `/v1/chat/completions`: a conversation goes on.
+
+mod message;
+mod writer;
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
+use serde_json::{Value, json};
+
+use self::message::Message;
+use self::writer::ChatWriter;
+use super::collect::{Whole, collect};
+use super::completions::matched;
+use super::{finish_name, fresh_id};
+use crate::answers::{Answers, Asked};
+use crate::app::{App, unix_seconds};
+use crate::body::JsonBody;
+use crate::constraint::Constraint;
+use crate::error::ApiError;
+use crate::frames::stream;
+use crate::logprobs::{ChatLogprob, Endings};
+use crate::parse::OutputParser;
+use crate::protocol::{OpenAiRequest, Usage, check_kv_precision};
+use crate::text::{Chat, Prompted};
+
+/// Answers the last message of a conversation.
+pub(crate) async fn chat_completions(
+    State(app): State<Arc<App>>,
+    JsonBody(mut request): JsonBody<OpenAiRequest>,
+) -> Result<Response, ApiError> {
+    app.model.check_name(request.model.as_deref())?;
+    check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
+    check_tool_choice(&request)?;
+    let logprobs = request.chat_logprobs()?;
+    let new_text = !request.continue_final_message.unwrap_or(false);
+    let options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
+    let filter = app.filter(Constraint::of_openai(&request)?)?;
+    let salt = options.cache_salt.clone();
+    let prompted = prepare(&app, &mut request, salt).await?;
+    let id = fresh_id("chatcmpl");
+    let asked = Asked {
+        id: request.rid.clone().unwrap_or_else(|| id.clone()),
+        prompt: prompted.ids.clone(),
+        options: options.clone(),
+        filter,
+    };
+    let mut answers = Answers::submit(&app, vec![asked])?;
+    let turn = Turn {
+        endings: Endings::new(app.model.tokenizer(), &options),
+        salt: options.cache_salt.clone(),
+        wants_logprobs: logprobs.is_some(),
+        prompted,
+        app: Arc::clone(&app),
+    };
+    if request.streams() {
+        return Ok(stream(answers, ChatWriter::new(turn, &id, request.includes_usage())));
+    }
+    let whole = collect(&mut answers, 1, options.n, logprobs.is_some()).await?;
+    let mut usage = Usage::default();
+    let mut choices = Vec::with_capacity(whole.len());
+    for Whole { choice, tokens, summary, .. } in whole {
+        usage.add(choice, &summary);
+        turn.remember(&summary);
+        let mut parser = turn.parser();
+        let mut message = Message::default();
+        parser.push(&summary.text).into_iter().for_each(|piece| message.add(piece));
+        parser.finish().into_iter().for_each(|piece| message.add(piece));
+        let tokens = tokens.iter().filter(|token| !turn.endings.contains(token.id));
+        let list: Vec<ChatLogprob> =
+            tokens.map(|token| ChatLogprob::new(app.model.tokenizer(), token)).collect();
+        choices.push(json!({
+            "index": choice,
+            "finish_reason": chat_finish(summary.finish, message.has_calls()),
+            "message": message,
+            "logprobs": logprobs.map(|_| json!({"content": list, "refusal": null})),
+            "matched_stop": matched(&summary),
+        }));
+    }
+    Ok(Json(json!({
+        "id": id,
+        "object": "chat.completion",
+        "created": unix_seconds(SystemTime::now()),
+        "model": app.model.name,
+        "system_fingerprint": app.fingerprint,
+        "choices": choices,
+        "usage": usage,
+    }))
+    .into_response())
+}
+
+/// What the answers to one conversation share.
+struct Turn {
+    app: Arc<App>,
+    prompted: Prompted,
+    salt: Option<String>,
+    endings: Endings,
+    wants_logprobs: bool,
+}
+
+impl Turn {
+    /// Tells the parts of an answer apart.
+    fn parser(&self) -> OutputParser {
+        OutputParser
+    }
+
+    /// Remembers which ids the conversation had, for its next turn.
+    fn remember(&self, summary: &Summary) {
+        let tokenizer = self.app.model.tokenizer();
+        let ended = match (&summary.finish, &summary.matched) {
+            (FinishReason::End | FinishReason::Stop, Some(MatchedStop::Token(_))) => 1,
+            (FinishReason::Length, None) => 0,
+            // A stop text is cut out of the tokens, and a broken answer may miss the end of its text.
+            _ => return,
+        };
+        let said = &summary.tokens[..summary.tokens.len().saturating_sub(ended)];
+        // Tokens without a text would come back where nobody wrote them.
+        if said.iter().all(|&token| !tokenizer.is_special(token)) {
+            self.app.memory.remember(self.salt.as_deref(), &self.prompted, &summary.text, said);
+        }
+    }
+}
+
+/// Why a chat's answer ended.
+fn chat_finish(finish: FinishReason, called: bool) -> &'static str {
+    match finish {
+        FinishReason::End | FinishReason::Stop if called => "tool_calls",
+        finish => finish_name(finish),
+    }
+}
+
+async fn prepare(
+    app: &Arc<App>,
+    request: &mut OpenAiRequest,
+    salt: Option<String>,
+) -> Result<Prompted, ApiError> {
+    let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
+    let mut chat = Chat::new(request)?;
+    app.encode(bytes, move |app| {
+        let text = chat.render(&app.model)?;
+        app.model.check_length(&text, app.engine.info().context, "messages")?;
+        app.model.encode_chat(&app.memory, salt.as_deref(), text)
+    })
+    .await
+}
+
+/// Text in a value, roughly.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(fields) => fields.values().map(text_bytes).sum(),
+        _ => 8,
+    }
+}
+
+fn check_tool_choice(request: &OpenAiRequest) -> Result<(), ApiError> {
+    match request.tool_choice.as_ref() {
+        None | Some(Value::Null) => Ok(()),
+        Some(Value::String(choice)) if choice == "auto" || choice == "none" => Ok(()),
+        Some(Value::String(choice)) if choice == "required" => {
+            Err(ApiError::unsupported("tool_choice", "a call cannot be forced; use auto"))
+        }
+        Some(Value::Object(_)) => {
+            Err(ApiError::unsupported("tool_choice", "a call cannot be forced; use auto"))
+        }
+        Some(_) => Err(ApiError::bad_field("tool_choice", "tool_choice must be auto, none or required")),
+    }
+}
