@@ -1,0 +1,3 @@
+//! The server: what clients send, and what the model says to them.
+
+pub mod parse;
