@@ -11,6 +11,7 @@ use crate::constraint::Constraint;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::ongoing::Ongoing;
+use crate::parse::{ReasoningKind, ToolKind};
 use crate::text::{Memory, ServedModel};
 
 /// Texts longer than this are encoded beside the threads that serve connections.
@@ -35,6 +36,10 @@ pub struct ServerOptions {
     pub connections: usize,
     /// How long answers in progress may go on after the server was told to stop.
     pub shutdown: Duration,
+    /// How the model writes its reasoning; it stays in the answer when `None`.
+    pub reasoning_parser: Option<ReasoningKind>,
+    /// How the model writes calls of tools; they stay in the answer when `None`.
+    pub tool_parser: Option<ToolKind>,
     /// How the cache is laid out, for the picture of it.
     pub cache: CacheShape,
 }
@@ -50,6 +55,8 @@ impl Default for ServerOptions {
             write_timeout: Duration::from_secs(60),
             connections: 4096,
             shutdown: Duration::from_secs(30),
+            reasoning_parser: None,
+            tool_parser: None,
             cache: CacheShape::default(),
         }
     }

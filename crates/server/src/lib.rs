@@ -10,6 +10,7 @@
 //! | `text` | prompts, chats, token ids |
 //! | `answers`, `ongoing` | to the engine and back, without anybody waiting for anybody |
 //! | `routes`, `frames`, `logprobs` | what is sent back: whole or as server-sent events |
+//! | [`parse`] | reasoning and calls of tools in what the model wrote |
 //! | `metrics` | numbers for Prometheus |
 
 mod answers;

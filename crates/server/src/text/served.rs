@@ -76,6 +76,11 @@ impl ServedModel {
         self.template.as_ref().ok_or_else(missing)
     }
 
+    /// The text of the chat template, by which parsers are chosen.
+    pub fn template_source(&self) -> Option<&str> {
+        self.template.as_ref().map(ChatTemplate::source)
+    }
+
     /// Whether the model can chat.
     pub fn has_template(&self) -> bool {
         self.template.is_some()

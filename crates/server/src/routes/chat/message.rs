@@ -1,66 +1,28 @@
-//! A whole answer, its parts told apart.
+//! A whole answer in the form clients expect.
 
-use serde::ser::{Serialize, SerializeMap, Serializer};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::parse::Piece;
+use crate::parse::{Message, MessageCall};
 
-/// An answer in the form of a message.
-#[derive(Debug, Default)]
-pub(super) struct Message {
-    content: String,
-    reasoning: String,
-    calls: Vec<Call>,
-}
-
-#[derive(Debug)]
-struct Call {
-    id: String,
-    name: String,
-    arguments: String,
-}
-
-impl Message {
-    pub(super) fn add(&mut self, piece: Piece) {
-        match piece {
-            Piece::Content(text) => self.content.push_str(&text),
-            Piece::Reasoning(text) => self.reasoning.push_str(&text),
-            Piece::ToolCallStart { id, name, .. } => {
-                self.calls.push(Call { id, name, arguments: String::new() });
-            }
-            Piece::ToolCallArguments { index, text } => {
-                if let Some(call) = self.calls.get_mut(index) {
-                    call.arguments.push_str(&text);
-                }
-            }
-        }
+/// The message of a choice.
+pub(super) fn message_json(message: &Message) -> Value {
+    let mut fields = Map::new();
+    fields.insert("role".to_owned(), "assistant".into());
+    // Where there is nothing but calls, clients expect no content at all.
+    let silent = message.content.is_empty() && !message.tool_calls.is_empty();
+    let content = if silent { Value::Null } else { message.content.as_str().into() };
+    fields.insert("content".to_owned(), content);
+    if !message.reasoning.is_empty() {
+        fields.insert("reasoning_content".to_owned(), message.reasoning.as_str().into());
     }
-
-    pub(super) fn has_calls(&self) -> bool {
-        !self.calls.is_empty()
+    if !message.tool_calls.is_empty() {
+        fields.insert("tool_calls".to_owned(), message.tool_calls.iter().map(call_json).collect());
     }
+    fields.insert("refusal".to_owned(), Value::Null);
+    fields.into()
 }
 
-impl Serialize for Message {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        map.serialize_entry("role", "assistant")?;
-        // Where there is nothing but calls, clients expect no content at all.
-        let silent = self.content.is_empty() && self.has_calls();
-        map.serialize_entry("content", &(!silent).then_some(&self.content))?;
-        if !self.reasoning.is_empty() {
-            map.serialize_entry("reasoning_content", &self.reasoning)?;
-        }
-        if self.has_calls() {
-            let calls: Vec<Value> = self.calls.iter().map(call_json).collect();
-            map.serialize_entry("tool_calls", &calls)?;
-        }
-        map.serialize_entry("refusal", &Value::Null)?;
-        map.end()
-    }
-}
-
-fn call_json(call: &Call) -> Value {
+fn call_json(call: &MessageCall) -> Value {
     let function = json!({"name": call.name, "arguments": call.arguments});
     json!({"id": call.id, "type": "function", "function": function})
 }
@@ -68,21 +30,20 @@ fn call_json(call: &Call) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::parse::Piece;
 
     #[test]
     fn parts_end_up_in_their_fields() {
         let mut message = Message::default();
-        message.add(Piece::Content("Hel".into()));
-        message.add(Piece::Content("lo".into()));
-        assert_eq!(json!(message), json!({"role": "assistant", "content": "Hello", "refusal": null}));
+        message.push(Piece::Content("Hello".into()));
+        assert_eq!(message_json(&message), json!({"role": "assistant", "content": "Hello", "refusal": null}));
         let mut message = Message::default();
-        message.add(Piece::Reasoning("hm".into()));
-        message.add(Piece::ToolCallStart { index: 0, id: "call_1".into(), name: "f".into() });
-        message.add(Piece::ToolCallArguments { index: 0, text: "{\"x\"".into() });
-        message.add(Piece::ToolCallArguments { index: 0, text: ": 1}".into() });
+        message.push(Piece::Reasoning("hm".into()));
+        message.push(Piece::ToolCallStart { index: 0, id: "call_1".into(), name: "f".into() });
+        message.push(Piece::ToolCallArguments { index: 0, text: "{\"x\": 1}".into() });
         let expected = json!({"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}}],
             "refusal": null});
-        assert_eq!(json!(message), expected);
+        assert_eq!(message_json(&message), expected);
     }
 }

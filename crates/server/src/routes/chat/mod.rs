@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
 use serde_json::{Value, json};
 
-use self::message::Message;
+use self::message::message_json;
 use self::writer::ChatWriter;
 use super::collect::{Whole, collect};
 use super::completions::matched;
@@ -24,7 +24,7 @@ use crate::constraint::Constraint;
 use crate::error::ApiError;
 use crate::frames::stream;
 use crate::logprobs::{ChatLogprob, Endings};
-use crate::parse::OutputParser;
+use crate::parse::{Message, OutputParser, ReasoningParser, Tool, ToolKind, ToolParser};
 use crate::protocol::{OpenAiRequest, Usage, check_kv_precision};
 use crate::text::{Chat, Prompted};
 
@@ -38,7 +38,12 @@ pub(crate) async fn chat_completions(
     check_tool_choice(&request)?;
     let logprobs = request.chat_logprobs()?;
     let new_text = !request.continue_final_message.unwrap_or(false);
-    let options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
+    let mut options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
+    let tools = if calls_allowed(&request) { tools(&request) } else { Vec::new() };
+    if !tools.is_empty() && app.options.tool_parser.is_some_and(ToolKind::needs_special_tokens) {
+        options.keep_special = true;
+    }
+    let separate_reasoning = request.separate_reasoning.unwrap_or(true);
     let filter = app.filter(Constraint::of_openai(&request)?)?;
     let salt = options.cache_salt.clone();
     let prompted = prepare(&app, &mut request, salt).await?;
@@ -54,6 +59,9 @@ pub(crate) async fn chat_completions(
         endings: Endings::new(app.model.tokenizer(), &options),
         salt: options.cache_salt.clone(),
         wants_logprobs: logprobs.is_some(),
+        tools: tools.into(),
+        id_stem: id.trim_start_matches("chatcmpl-").chars().take(16).collect(),
+        separate_reasoning,
         prompted,
         app: Arc::clone(&app),
     };
@@ -66,17 +74,17 @@ pub(crate) async fn chat_completions(
     for Whole { choice, tokens, summary, .. } in whole {
         usage.add(choice, &summary);
         turn.remember(&summary);
-        let mut parser = turn.parser();
+        let mut parser = turn.parser(choice);
         let mut message = Message::default();
-        parser.push(&summary.text).into_iter().for_each(|piece| message.add(piece));
-        parser.finish().into_iter().for_each(|piece| message.add(piece));
+        message.extend(parser.push(&summary.text));
+        message.extend(parser.finish());
         let tokens = tokens.iter().filter(|token| !turn.endings.contains(token.id));
         let list: Vec<ChatLogprob> =
             tokens.map(|token| ChatLogprob::new(app.model.tokenizer(), token)).collect();
         choices.push(json!({
             "index": choice,
-            "finish_reason": chat_finish(summary.finish, message.has_calls()),
-            "message": message,
+            "finish_reason": chat_finish(summary.finish, !message.tool_calls.is_empty()),
+            "message": message_json(&message),
             "logprobs": logprobs.map(|_| json!({"content": list, "refusal": null})),
             "matched_stop": matched(&summary),
         }));
@@ -100,12 +108,25 @@ struct Turn {
     salt: Option<String>,
     endings: Endings,
     wants_logprobs: bool,
+    /// Functions that may be called.
+    tools: Arc<[Tool]>,
+    /// What the ids of calls begin with.
+    id_stem: String,
+    separate_reasoning: bool,
 }
 
 impl Turn {
     /// Tells the parts of an answer apart.
-    fn parser(&self) -> OutputParser {
-        OutputParser
+    fn parser(&self, choice: usize) -> OutputParser {
+        let options = &self.app.options;
+        let calls = options.tool_parser.filter(|_| !self.tools.is_empty());
+        let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|kind| {
+            let inside = kind.starts_in_reasoning(&self.prompted.text);
+            ReasoningParser::new(kind, inside, calls.map_or(&[][..], ToolKind::openers))
+        });
+        let stem = || format!("{}_{choice}_", self.id_stem);
+        let calls = calls.map(|kind| ToolParser::new(kind, Arc::clone(&self.tools), stem()));
+        OutputParser::new(reasoning, calls)
     }
 
     /// Remembers which ids the conversation had, for its next turn.
@@ -146,6 +167,23 @@ async fn prepare(
         app.model.encode_chat(&app.memory, salt.as_deref(), text)
     })
     .await
+}
+
+/// Whether the model may call tools.
+fn calls_allowed(request: &OpenAiRequest) -> bool {
+    request.tool_choice.as_ref().and_then(Value::as_str) != Some("none")
+}
+
+/// The functions of a request.
+fn tools(request: &OpenAiRequest) -> Vec<Tool> {
+    let functions = request.tools.iter().flatten().filter_map(|tool| tool.get("function"));
+    let tool = |function: &Value| {
+        let name = function.get("name")?.as_str()?.to_owned();
+        let parameters = function.get("parameters").cloned().unwrap_or_default();
+        let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
+        Some(Tool { name, parameters, strict })
+    };
+    functions.filter_map(tool).collect()
 }
 
 /// Text in a value, roughly.

@@ -41,7 +41,7 @@ impl ChatWriter {
     /// Says who speaks, before the first piece of a choice.
     fn begin(&mut self, index: usize, out: &mut BytesMut) {
         if !self.choices.contains_key(&index) {
-            self.choices.insert(index, Choice { parser: self.turn.parser(), called: false });
+            self.choices.insert(index, Choice { parser: self.turn.parser(index), called: false });
             self.open(index, out);
             out.put_slice(b"\"role\":\"assistant\",\"content\":\"\"");
             self.close(None, None, out);
