@@ -100,7 +100,7 @@ pub(crate) struct KvArguments {
     prefix_tail: PrefixTail,
 
     /// Do not share pages between requests.
-    #[arg(long)]
+    #[arg(long, alias = "disable-radix-cache")]
     no_prefix_cache: bool,
 
     /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
