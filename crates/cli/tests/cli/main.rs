@@ -8,6 +8,7 @@ mod kv;
 mod lab;
 #[cfg(unix)]
 mod pull;
+mod serve;
 mod support;
 mod usage;
 mod zoo;

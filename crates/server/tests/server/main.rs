@@ -9,4 +9,5 @@ mod connections;
 mod model;
 mod native;
 mod observe;
+mod parsed;
 mod support;
