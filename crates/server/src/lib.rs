@@ -1,3 +1,4 @@
 //! The server: what clients send, and what the model says to them.
 
+pub mod grammar;
 pub mod parse;

@@ -12,6 +12,7 @@ mod tools;
 
 pub use message::{Message, MessageCall};
 pub use reasoning::{ReasoningKind, ReasoningParser};
+pub(crate) use tools::may_be_text;
 pub use tools::{Tool, ToolKind, ToolParser};
 
 /// A part of an answer.
