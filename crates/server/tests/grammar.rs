@@ -31,6 +31,10 @@ fn schemas() -> Vec<Value> {
             "children": {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "maxItems": 2},
         }, "required": ["value", "children"], "additionalProperties": false}}}),
         json!({"type": "object", "additionalProperties": {"type": "integer"}}),
+        json!({"oneOf": [
+            {"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
+            {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
+        ]}),
         json!({"type": "string", "maxLength": 6}),
         json!(true),
     ]
@@ -260,6 +264,20 @@ fn sizes_are_bounded() {
     let words: Vec<String> = (0..60_000).map(|index| format!("word {index}")).collect();
     let error = refused(factory.json_schema(&json!({"enum": words})));
     assert!(matches!(error, GrammarError::TooLarge { limit: 262_144, .. }), "{error}");
+    let properties = |count: usize| {
+        let names = (0..count).map(|index| (format!("p{index}"), json!({"type": "null"})));
+        json!({"type": "object", "properties": names.collect::<serde_json::Map<_, _>>()})
+    };
+    assert!(refused(factory.json_schema(&properties(501))).to_string().contains("500 properties"));
+    let five = json!({"anyOf": (0..5).map(|_| properties(450)).collect::<Vec<_>>()});
+    assert!(refused(factory.json_schema(&five)).to_string().contains("2000"));
+    for multiple in [json!(99_991), json!(1.0625), json!(1e300)] {
+        let error = refused(factory.json_schema(&json!({"type": "number", "multipleOf": multiple})));
+        assert!(error.to_string().contains("multipleOf"), "{error}");
+    }
+    let mut filter = factory.json_schema(&json!({"type": "number", "multipleOf": 0.25})).unwrap();
+    assert_eq!(feed(&mut *filter, &tokenizer, "1.75"), 4);
+    assert!(may_end(&mut *filter, &tokenizer));
     let error = refused(factory.regex(&"a".repeat(20_000)));
     assert_eq!(error.to_string(), "the regular expression has 20000 bytes, at most 16384 are allowed");
     let error = refused(factory.lark(&format!("start: {}\"a\"{}", "(".repeat(100), ")".repeat(100))));
@@ -323,6 +341,19 @@ fn hostile_expressions_end_in_an_error_or_work() {
         let error = refused(factory.ebnf(grammar)).to_string();
         assert!(error.starts_with("the grammar cannot be used: "), "{error}");
     }
+}
+
+/// A grammar may be too much only once an answer is under way; the answer then fails rather than going on unchecked.
+#[test]
+fn a_grammar_that_grows_too_large_fails_its_answer() {
+    let (tokenizer, factory) = factory();
+    let letter = (0..).find(|&token| tokenizer.token_bytes(token).unwrap() == b"a").unwrap();
+    let mut filter = factory.regex("(a{0,300}){0,300}").unwrap();
+    let mut mask = oscar_engine::TokenMask::all(tokenizer.vocab_size());
+    let failed = (0..2000).find_map(|_| filter.allowed(&mut mask).and_then(|()| filter.accept(letter)).err());
+    let error = failed.expect("it runs out of something").to_string();
+    assert!(error.contains("too") && !error.contains('\n'), "{error}");
+    assert!(filter.allowed(&mut mask).is_err());
 }
 
 #[test]

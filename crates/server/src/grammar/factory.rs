@@ -243,7 +243,7 @@ fn from_schema(schema: &Value) -> GrammarWithLexer {
     GrammarWithLexer::from_json_schema(with_blanks(schema))
 }
 
-/// The schema with our white space, whatever it says about the library's options itself.
+/// The schema with our choice of the library's options, whatever it says about them itself.
 pub(super) fn with_blanks(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Object(_) => schema.clone(),
@@ -251,7 +251,8 @@ pub(super) fn with_blanks(schema: &Value) -> Value {
         Value::Bool(true) | Value::Null => json!({}),
         other => return other.clone(),
     };
-    schema["x-guidance"] = json!({"whitespace_pattern": JSON_BLANKS});
+    // Generators of schemas write `oneOf` for unions whose parts exclude each other, where `anyOf` is the same.
+    schema["x-guidance"] = json!({"whitespace_pattern": JSON_BLANKS, "coerce_one_of": true});
     schema
 }
 

@@ -20,9 +20,7 @@ impl GrammarFilter {
             StopReason::LexerTooComplex | StopReason::ParserTooComplex => {
                 Err(EngineError::Filter("the grammar is too complex".to_owned()))
             }
-            reason => {
-                Err(EngineError::Filter(self.matcher.get_error().unwrap_or_else(|| reason.to_string())))
-            }
+            reason => Err(failed(self.matcher.get_error().unwrap_or_else(|| reason.to_string()))),
         }
     }
 }
@@ -53,6 +51,8 @@ impl TokenFilter for GrammarFilter {
     }
 }
 
+/// The first line says what went wrong; what follows is for the library's authors.
 fn failed(error: impl ToString) -> EngineError {
-    EngineError::Filter(error.to_string())
+    let text = error.to_string();
+    EngineError::Filter(text.lines().next().unwrap_or_default().to_owned())
 }

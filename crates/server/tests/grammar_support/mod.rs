@@ -108,7 +108,7 @@ pub(crate) fn wrong(value: &Value, schema: &Value, root: &Value) -> Option<Strin
                 let target = root.pointer(rule.as_str().unwrap().trim_start_matches('#')).unwrap();
                 wrong(value, target, root).is_none()
             }
-            ("anyOf", _) => {
+            ("anyOf" | "oneOf", _) => {
                 rule.as_array().unwrap().iter().any(|schema| wrong(value, schema, root).is_none())
             }
             ("required", Value::Object(given)) => {
