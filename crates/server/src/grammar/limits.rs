@@ -38,7 +38,8 @@ pub(super) fn check_schema(schema: &Value) -> Result<(), GrammarError> {
                 2 + items.len()
             }
             Value::Object(fields) => {
-                let here = fields.get("properties").and_then(Value::as_object).map_or(0, serde_json::Map::len);
+                let here =
+                    fields.get("properties").and_then(Value::as_object).map_or(0, serde_json::Map::len);
                 properties += here;
                 if here > MAX_PROPERTIES || properties > MAX_ALL_PROPERTIES {
                     return refused(format!(
