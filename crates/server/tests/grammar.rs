@@ -1,6 +1,6 @@
 //! Constrained answers: whatever is drawn has the shape that was asked for, and bad requests are refused.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
 mod grammar_support;
 

@@ -1,6 +1,6 @@
 //! Tool calls in every layout: as the families' templates write them, as models get them wrong, and cut anywhere.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
 use std::sync::Arc;
 
