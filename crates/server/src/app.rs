@@ -1,14 +1,14 @@
 //! What all requests share, and how the server is set up.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use oscar_engine::{Serve, TokenFilter};
+use oscar_engine::Serve;
 use tokio::sync::Semaphore;
 
-use crate::constraint::Constraint;
 use crate::error::ApiError;
+use crate::grammar::{GrammarError, GrammarFactory};
 use crate::metrics::Metrics;
 use crate::ongoing::Ongoing;
 use crate::parse::{ReasoningKind, ToolKind};
@@ -88,6 +88,7 @@ pub(crate) struct App {
     /// Names what an answer depends on besides the request.
     pub(crate) fingerprint: String,
     pub(crate) started: SystemTime,
+    pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
     draining: AtomicBool,
     /// Long texts that may be encoded at a time.
     encoders: Semaphore,
@@ -105,6 +106,7 @@ impl App {
             ongoing: Ongoing::default(),
             memory: Memory::default(),
             started: SystemTime::now(),
+            grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             encoders: Semaphore::new(cores),
         }
@@ -120,18 +122,9 @@ impl App {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// What keeps an answer to the form that was asked for.
-    pub(crate) fn filter(
-        &self,
-        constraint: Option<Constraint>,
-    ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
-        match constraint {
-            None => Ok(None),
-            Some(_) => Err(ApiError::unsupported(
-                "response_format",
-                "answers cannot be kept to a form by this server",
-            )),
-        }
+    /// Grammars over this model's vocabulary; made when the first is asked for.
+    pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
+        GrammarFactory::new(self.model.tokenizer())
     }
 
     /// Does work on a text of `bytes`. Long ones must not hold up other connections, nor take all cores.

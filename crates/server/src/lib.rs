@@ -10,6 +10,7 @@
 //! | `text` | prompts, chats, token ids |
 //! | `answers`, `ongoing` | to the engine and back, without anybody waiting for anybody |
 //! | `routes`, `frames`, `logprobs` | what is sent back: whole or as server-sent events |
+//! | [`grammar`], `form` | answers that must look like something |
 //! | [`parse`] | reasoning and calls of tools in what the model wrote |
 //! | `metrics` | numbers for Prometheus |
 
@@ -17,9 +18,10 @@ mod answers;
 mod app;
 mod auth;
 mod body;
-mod constraint;
 mod error;
+mod form;
 mod frames;
+pub mod grammar;
 mod listen;
 mod logprobs;
 mod metrics;

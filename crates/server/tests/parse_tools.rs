@@ -1,5 +1,7 @@
 //! Tool calls in every layout: as the families' templates write them, as models get them wrong, and cut anywhere.
 
+#![allow(clippy::unwrap_used)] // helpers of tests are tests too
+
 use std::sync::Arc;
 
 use oscar_server::parse::{
@@ -347,7 +349,7 @@ fn a_call_ends_reasoning() {
         message.extend(parser.push("I need the time.\n<tool_call>now</tool_call>"));
         message.extend(parser.finish());
         assert_eq!(message.tool_calls.len(), calls);
-        assert_eq!(message.reasoning.starts_with("I need the time."), true);
+        assert!(message.reasoning.starts_with("I need the time."));
         assert_eq!(message.content, "");
     }
 }

@@ -55,8 +55,8 @@ pub(crate) struct ServeArguments {
     #[arg(value_name = "MODEL")]
     model: Option<String>,
 
-    /// The same as MODEL.
-    #[arg(long, value_name = "MODEL", alias = "model", conflicts_with = "model")]
+    /// The same as MODEL, which wins.
+    #[arg(long, value_name = "MODEL", alias = "model")]
     model_path: Option<String>,
 
     /// Use only what is on disk; never download.

@@ -8,10 +8,13 @@
 mod marker;
 mod message;
 mod reasoning;
+mod request;
 mod tools;
 
 pub use message::{Message, MessageCall};
 pub use reasoning::{ReasoningKind, ReasoningParser};
+pub use request::{AnswerForm, AnswerRequest, FieldError, ToolChoice};
+pub(crate) use tools::may_be_text;
 pub use tools::{Tool, ToolKind, ToolParser};
 
 /// A part of an answer.

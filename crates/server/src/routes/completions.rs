@@ -18,8 +18,8 @@ use super::{chunk_head, finish_name, fresh_id};
 use crate::answers::{Answers, Asked, Delivered};
 use crate::app::{App, unix_seconds};
 use crate::body::JsonBody;
-use crate::constraint::Constraint;
 use crate::error::ApiError;
+use crate::form;
 use crate::frames::{EventWriter, stream, write_done, write_event, write_json};
 use crate::logprobs::{CompletionLogprobs, CompletionTokens, Endings};
 use crate::protocol::{OpenAiRequest, Prompt, Usage, check_kv_precision};
@@ -49,8 +49,10 @@ pub(crate) async fn completions(
     let wishes = request.wishes(Some(DEFAULT_MAX_TOKENS))?;
     let prompt_logprobs = logprobs.filter(|_| echo);
     let options = GenerateOptions { logprobs, prompt_logprobs, ..wishes.options()? };
-    let constraint = Constraint::of_openai(&request)?;
-    let filter = app.filter(constraint)?;
+    // Plain text has no tools.
+    request.tools = None;
+    request.tool_choice = None;
+    let filter = form::filter(&app, form::of_openai(&request)?, None).await?;
     let prepared = prepare(&app, request.prompt.take(), echo).await?;
     let id = fresh_id("cmpl");
     let rid = request.rid.clone().unwrap_or_else(|| id.clone());

@@ -27,9 +27,6 @@ impl Chat {
         let messages = messages.into_iter().enumerate();
         let messages = messages.map(|(index, message)| checked(index, message)).collect::<Result<_, _>>()?;
         let tools = request.tools.take().filter(|tools| !tools.is_empty());
-        for (index, tool) in tools.iter().flatten().enumerate() {
-            check_tool(index, tool)?;
-        }
         let mut variables = request.chat_template_kwargs.take().unwrap_or_default();
         if let Some(effort) = request.reasoning_effort.take() {
             variables.entry("reasoning_effort").or_insert(effort.into());
@@ -145,20 +142,6 @@ fn read_arguments(call: &mut Value) {
     }
 }
 
-fn check_tool(index: usize, tool: &Value) -> Result<(), ApiError> {
-    let place = format!("tools[{index}]");
-    if tool.get("type").and_then(Value::as_str) != Some("function") {
-        let message = format!("{place} must have the type \"function\"");
-        return Err(ApiError::bad_field(format!("{place}.type"), message));
-    }
-    let name = tool.get("function").and_then(|function| function.get("name")).and_then(Value::as_str);
-    if name.is_none_or(str::is_empty) {
-        let message = format!("{place}.function must have a name");
-        return Err(ApiError::bad_field(format!("{place}.function.name"), message));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -197,11 +180,6 @@ mod tests {
             (
                 json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
                 "messages[0].content[0]",
-            ),
-            (json!({"messages": [user], "tools": [{"type": "web"}]}), "tools[0].type"),
-            (
-                json!({"messages": [user], "tools": [{"type": "function", "function": {}}]}),
-                "tools[0].function.name",
             ),
         ] {
             let error = chat(request.clone()).unwrap_err();

@@ -99,7 +99,15 @@ async fn fields_at_fault_are_named() {
         (json!({}), "messages"),
         (json!({"messages": "hi"}), "messages"),
         (json!({"messages": [{"role": "user", "content": "a"}], "logprobs": 3}), "logprobs"),
-        (json!({"messages": [{"role": "user", "content": "a"}], "tool_choice": 3}), "tool_choice"),
+        (json!({"messages": [{"role": "user", "content": "a"}], "tool_choice": "must"}), "tool_choice"),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web"}]}),
+            "tools[0].type",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "xml"}}),
+            "response_format.type",
+        ),
         (json!({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}), "top_logprobs"),
     ] {
         let error = house.post("/v1/chat/completions", request.clone()).await.refused(400);

@@ -1,9 +1,11 @@
 //! In front of a tiny model: what only a real engine can get wrong.
 
 use oscar_engine::EngineOptions;
+use oscar_server::ServerOptions;
+use oscar_server::parse::ToolKind;
 use serde_json::{Value, json};
 
-use crate::support::tiny;
+use crate::support::{tiny, tiny_with};
 
 fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|index| 3 + index * index % 101).collect()
@@ -123,4 +125,63 @@ async fn a_seed_makes_answers_repeatable() {
     let text = |answer: Value| answer["choices"][0]["text"].clone();
     assert_eq!(text(ask(7).await.ok()), text(ask(7).await.ok()));
     assert_ne!(text(ask(7).await.ok()), text(ask(8).await.ok()));
+}
+
+/// A random model says nothing sensible, so whatever has the form has it because it must.
+#[tokio::test]
+async fn answers_have_the_form_that_was_asked_for() {
+    let house = tiny(1024, EngineOptions::default());
+    let schema = json!({"type": "object", "properties": {"name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150}}, "required": ["name", "age"],
+        "additionalProperties": false});
+    let messages = json!([{"role": "user", "content": "Who?"}]);
+    let format = json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema}});
+    for seed in 0..3 {
+        let mut request =
+            json!({"messages": messages, "response_format": format, "seed": seed, "max_tokens": 200});
+        let body = house.post("/v1/chat/completions", request.clone()).await.ok();
+        let text = body["choices"][0]["message"]["content"].as_str().unwrap();
+        let person: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        assert!(person["name"].is_string() && (0..=150).contains(&person["age"].as_i64().unwrap()), "{text}");
+        request["stream"] = true.into();
+        let events = house.post("/v1/chat/completions", request).await.events();
+        let pieces = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
+        assert_eq!(pieces.collect::<String>(), text);
+    }
+    let request = json!({"prompt": "A date:", "regex": "[0-9]{4}-[0-9]{2}", "max_tokens": 50});
+    let body = house.post("/v1/completions", request).await.ok();
+    let text = body["choices"][0]["text"].as_str().unwrap();
+    assert!(text.len() == 7 && text.as_bytes()[4] == b'-', "{text:?}");
+    assert_eq!(body["choices"][0]["finish_reason"], "stop");
+    let params = json!({"ebnf": "root ::= \"yes\" | \"no\"", "max_new_tokens": 20, "n": 2});
+    let answers = house.post("/generate", json!({"text": "Really?", "sampling_params": params})).await.ok();
+    for answer in answers.as_array().unwrap() {
+        assert!(["yes", "no"].contains(&answer["text"].as_str().unwrap()), "{answer}");
+    }
+    let bad = json!({"prompt": "a", "regex": "(["});
+    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "response_format");
+}
+
+#[tokio::test]
+async fn calls_can_be_demanded() {
+    let options = ServerOptions { tool_parser: Some(ToolKind::Hermes), ..ServerOptions::default() };
+    let house = tiny_with(1024, EngineOptions::default(), options);
+    let tool = |name: &str| {
+        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object",
+            "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"],
+            "additionalProperties": false}}})
+    };
+    let messages = json!([{"role": "user", "content": "Roll the dice."}]);
+    let named = json!({"type": "function", "function": {"name": "roll"}});
+    let request = json!({"messages": messages, "tools": [tool("roll"), tool("draw")], "tool_choice": named,
+        "max_tokens": 200, "seed": 5});
+    let body = house.post("/v1/chat/completions", request).await.ok();
+    let choice = &body["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls", "{body}");
+    let call = &choice["message"]["tool_calls"][0]["function"];
+    assert_eq!(call["name"], "roll");
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+    assert!((0..=99).contains(&arguments["n"].as_i64().unwrap()));
+    let request = json!({"messages": messages, "tool_choice": "required"});
+    house.post("/v1/chat/completions", request).await.refused(400);
 }

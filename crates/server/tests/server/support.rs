@@ -54,6 +54,14 @@ pub(crate) fn mock_with(engine: MockOptions, options: ServerOptions) -> House<Mo
 
 /// A tiny random model with room for `context` tokens.
 pub(crate) fn tiny(context: usize, options: EngineOptions) -> House<Engine<CpuBackend>> {
+    tiny_with(context, options, ServerOptions::default())
+}
+
+pub(crate) fn tiny_with(
+    context: usize,
+    options: EngineOptions,
+    server: ServerOptions,
+) -> House<Engine<CpuBackend>> {
     let folder = tempfile::tempdir().unwrap();
     for file in ["generation_config.json", "tokenizer.json", "model.safetensors"] {
         fs::copy(fixture().join(file), folder.path().join(file)).unwrap();
@@ -68,7 +76,7 @@ pub(crate) fn tiny(context: usize, options: EngineOptions) -> House<Engine<CpuBa
     let options = EngineOptions { prefill_chunk: 64, kv: KvOptions::default(), ..options };
     let engine = Arc::new(Engine::new(Arc::new(model), &options).unwrap());
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
-    House { engine, server: Arc::new(Server::new(serve, served(TEMPLATE), ServerOptions::default())) }
+    House { engine, server: Arc::new(Server::new(serve, served(TEMPLATE), server)) }
 }
 
 impl<E> House<E> {

@@ -23,6 +23,13 @@ pub(super) fn json_of(value: &str, parameters: Option<&Value>, key: &str) -> Str
     types.read(value).unwrap_or_else(|| Value::from(value).to_string())
 }
 
+/// Whether a value by this schema may be text, which stands between tags as it is.
+pub(crate) fn may_be_text(schema: &Value, root: &Value) -> bool {
+    let mut types = Types::default();
+    types.add(schema, root, 0);
+    types.any || types.string || types.listed.iter().any(Value::is_string)
+}
+
 /// A JSON object of names and JSON texts.
 pub(super) fn arguments_text(arguments: &[(String, String)]) -> String {
     let fields: Vec<_> =

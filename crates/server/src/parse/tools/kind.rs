@@ -58,7 +58,7 @@ impl ToolKind {
             () if has("<minimax:tool_call>") => Some(ToolKind::MiniMaxM2),
             () if has("<tool_call>") && has("<arg_key>") => Some(ToolKind::Glm),
             () if has("<tool_call>") && has("<function=") && has("<parameter=") => Some(ToolKind::QwenCoder),
-            () if has("<tool_call>") && has("arguments") => Some(ToolKind::Hermes),
+            () if has("<tool_call>") && has("arguments") && !has("<invoke") => Some(ToolKind::Hermes),
             // The tag alone is not enough: templates of other layouts of the same family have it too.
             () if has(r#"{"name": function name, "parameters": dictionary"#) => Some(ToolKind::Llama3),
             () => None,

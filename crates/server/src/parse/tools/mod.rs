@@ -7,6 +7,7 @@ mod kind;
 mod parser;
 mod xml_call;
 
+pub(crate) use arguments::may_be_text;
 pub use kind::ToolKind;
 pub use parser::ToolParser;
 

@@ -20,8 +20,8 @@ use super::{finish_name, fresh_id};
 use crate::answers::{Answers, Asked};
 use crate::app::{App, unix_seconds};
 use crate::body::JsonBody;
-use crate::constraint::Constraint;
 use crate::error::ApiError;
+use crate::form;
 use crate::frames::stream;
 use crate::logprobs::{ChatLogprob, Endings};
 use crate::parse::{Message, OutputParser, ReasoningParser, Tool, ToolKind, ToolParser};
@@ -35,18 +35,20 @@ pub(crate) async fn chat_completions(
 ) -> Result<Response, ApiError> {
     app.model.check_name(request.model.as_deref())?;
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
-    check_tool_choice(&request)?;
     let logprobs = request.chat_logprobs()?;
     let new_text = !request.continue_final_message.unwrap_or(false);
     let mut options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
-    let tools = if calls_allowed(&request) { tools(&request) } else { Vec::new() };
+    let form = form::of_openai(&request)?;
+    let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
     if !tools.is_empty() && app.options.tool_parser.is_some_and(ToolKind::needs_special_tokens) {
         options.keep_special = true;
     }
     let separate_reasoning = request.separate_reasoning.unwrap_or(true);
-    let filter = app.filter(Constraint::of_openai(&request)?)?;
     let salt = options.cache_salt.clone();
     let prompted = prepare(&app, &mut request, salt).await?;
+    // What a thinking model must keep to begins after its thoughts.
+    let thinks = app.options.reasoning_parser.filter(|kind| kind.starts_in_reasoning(&prompted.text));
+    let filter = form::filter(&app, form, thinks.map(|kind| kind.markers().1)).await?;
     let id = fresh_id("chatcmpl");
     let asked = Asked {
         id: request.rid.clone().unwrap_or_else(|| id.clone()),
@@ -169,23 +171,6 @@ async fn prepare(
     .await
 }
 
-/// Whether the model may call tools.
-fn calls_allowed(request: &OpenAiRequest) -> bool {
-    request.tool_choice.as_ref().and_then(Value::as_str) != Some("none")
-}
-
-/// The functions of a request.
-fn tools(request: &OpenAiRequest) -> Vec<Tool> {
-    let functions = request.tools.iter().flatten().filter_map(|tool| tool.get("function"));
-    let tool = |function: &Value| {
-        let name = function.get("name")?.as_str()?.to_owned();
-        let parameters = function.get("parameters").cloned().unwrap_or_default();
-        let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
-        Some(Tool { name, parameters, strict })
-    };
-    functions.filter_map(tool).collect()
-}
-
 /// Text in a value, roughly.
 fn text_bytes(value: &Value) -> usize {
     match value {
@@ -193,19 +178,5 @@ fn text_bytes(value: &Value) -> usize {
         Value::Array(items) => items.iter().map(text_bytes).sum(),
         Value::Object(fields) => fields.values().map(text_bytes).sum(),
         _ => 8,
-    }
-}
-
-fn check_tool_choice(request: &OpenAiRequest) -> Result<(), ApiError> {
-    match request.tool_choice.as_ref() {
-        None | Some(Value::Null) => Ok(()),
-        Some(Value::String(choice)) if choice == "auto" || choice == "none" => Ok(()),
-        Some(Value::String(choice)) if choice == "required" => {
-            Err(ApiError::unsupported("tool_choice", "a call cannot be forced; use auto"))
-        }
-        Some(Value::Object(_)) => {
-            Err(ApiError::unsupported("tool_choice", "a call cannot be forced; use auto"))
-        }
-        Some(_) => Err(ApiError::bad_field("tool_choice", "tool_choice must be auto, none or required")),
     }
 }

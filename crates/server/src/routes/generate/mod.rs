@@ -18,8 +18,8 @@ use super::fresh_id;
 use crate::answers::{Answers, Asked};
 use crate::app::App;
 use crate::body::JsonBody;
-use crate::constraint::Constraint;
 use crate::error::ApiError;
+use crate::form;
 use crate::frames::stream;
 use crate::protocol::{GenerateRequest, Ids, OneOrMany, SamplingParams, check_kv_precision};
 
@@ -52,7 +52,7 @@ pub(crate) async fn generate(
     let mut asked = Vec::with_capacity(count);
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
-        let filter = app.filter(Constraint::of_native(&params)?)?;
+        let filter = form::filter(&app, form::of_native(&params)?, None).await?;
         let options = params.wishes(salt.clone())?.options()?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
