@@ -158,6 +158,8 @@ impl ServeArguments {
                 .with_fix("give a MODEL, such as `oscar serve smollm2`, or --model-path"));
         };
         let model = ModelArguments { model, offline: self.offline };
+        // What can be wrong without a model is said before one is loaded.
+        self.parsers(None)?;
         let runtime = self.runtime()?;
         // A port that is taken should not cost the loading of a model.
         let socket = self.bind(&runtime)?;
@@ -226,6 +228,13 @@ impl ServeArguments {
         Ok(options)
     }
 
+    /// How a model with this chat template writes its reasoning and its calls.
+    fn parsers(&self, template: Option<&str>) -> Result<(Option<ReasoningKind>, Option<ToolKind>), Failure> {
+        let reasoning = ReasoningKind::choose(&self.reasoning_parser, template).map_err(Failure::new)?;
+        let calls = ToolKind::choose(&self.tool_call_parser, template).map_err(Failure::new)?;
+        Ok((reasoning, calls))
+    }
+
     /// The model under its name, and the settings of the server.
     fn server(
         &self,
@@ -247,9 +256,7 @@ impl ServeArguments {
         let tokenizer = Arc::clone(subject.model.tokenizer());
         let family = subject.model.config().family;
         let served = ServedModel::new(name, subject.name.clone(), family, tokenizer, template);
-        let source = served.template_source();
-        let reasoning_parser = ReasoningKind::choose(&self.reasoning_parser, source).map_err(Failure::new)?;
-        let tool_parser = ToolKind::choose(&self.tool_call_parser, source).map_err(Failure::new)?;
+        let (reasoning_parser, tool_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
         let budget = engine.budget();
         let options = ServerOptions {
