@@ -358,6 +358,8 @@ fn a_grammar_that_grows_too_large_fails_its_answer() {
 
 #[test]
 fn vocabularies_are_checked() {
+    fn shared<T: Send + Sync>() {}
+    shared::<GrammarFactory>();
     let tokens: [Option<&[u8]>; 3] = [Some(b"a"), Some(b"\xff"), None];
     let reason = |end: &[u32]| match GrammarFactory::from_tokens(&tokens, end) {
         Ok(_) => panic!("it was taken"),
@@ -443,6 +445,11 @@ fn forced_calls_that_cannot_be() {
     };
     assert_eq!(make(&tools, Some("later")), "tool_choice names `later`, which is not among the tools");
     assert_eq!(make(&[], None), "tool_choice demands a call, and there are no tools");
+    let large = json!({"enum": (0..3_000).map(|index| format!("value {index}")).collect::<Vec<_>>()});
+    let many: Vec<Tool> = (0..10)
+        .map(|index| Tool { name: format!("t{index}"), parameters: large.clone(), strict: true })
+        .collect();
+    assert!(make(&many, None).starts_with("the set of tools has "));
     tools[2].strict = true;
     let reason = make(&tools, None);
     assert!(

@@ -117,7 +117,15 @@ fn hermes() {
 #[test]
 fn hermes_as_models_get_it_wrong() {
     let kind = ToolKind::Hermes;
-    // The marker twice, no closing marker, two calls in one block, no outer brace, a brace too many.
+    // No marker at all, the marker twice, no closing marker, two calls in one block, no outer brace, a brace too many.
+    check(kind, "{\"name\": \"now\", \"arguments\": {\"a\": 1}}", "", &["now({\"a\": 1})"]);
+    check(
+        kind,
+        "```json\n{\n  \"name\": \"now\",\n  \"arguments\": {\n    \"a\": 1\n  }\n}\n```\n",
+        "",
+        &["now({\n    \"a\": 1\n  })"],
+    );
+    check(kind, "```\n{\"name\": \"now\"}\n``` Done", " Done", &["now({})"]);
     check(kind, "<tool_call>\n<tool_call>\n{\"name\": \"now\"}\n</tool_call>", "<tool_call>", &["now({})"]);
     check(kind, "<tool_call>\n{\"name\": \"now\", \"arguments\": {}}", "", &["now({})"]);
     check(
@@ -166,7 +174,13 @@ fn hermes_as_models_get_it_wrong() {
         "a < b, <tool, </tool_call>  \n\n",
         "  \n",
         "",
-        "{\"name\": \"now\", \"arguments\": {}}",
+        "{\"name\": \"later\", \"arguments\": {}}",
+        "```json\n{\"name\": \"later\"}\n```",
+        "```json\n{\"a\": 1}\n```",
+        "```js\nnow()\n```",
+        "```json\n",
+        "``",
+        "So: {\"name\": \"now\", \"arguments\": {}}",
     ] {
         no_call(kind, text);
     }
@@ -440,6 +454,8 @@ fn fragments() -> impl Strategy<Value = String> {
         "{",
         "}",
         "[1, 2]",
+        "```json\n",
+        "```\n",
         "H I",
         "é😀",
         "\n",
