@@ -422,52 +422,39 @@ fn names_and_templates() {
     assert_eq!(of(llama), Some(ToolKind::Llama3));
 }
 
+/// Markers that the vocabulary hides as special tokens have to be asked for.
+#[test]
+fn special_tokens_are_asked_for_where_they_are_markers() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/text/tokenizers/");
+    let text = std::fs::read_to_string(format!("{folder}qwen2.tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let needs = |json: &Value, kind| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), json.to_string()).unwrap();
+        let tokenizer = oscar_model::text::Tokenizer::from_file(file.path()).unwrap();
+        oscar_server::parse::needs_special_tokens(&tokenizer, Some(ReasoningKind::Qwen3), Some(kind))
+    };
+    assert!(!needs(&json, ToolKind::Hermes));
+    for token in json["added_tokens"].as_array_mut().unwrap() {
+        token["special"] = (token["special"] == true || token["content"] == "<tool_call>").into();
+    }
+    assert!(needs(&json, ToolKind::Hermes));
+    assert!(!needs(&json, ToolKind::MiniMaxM2));
+}
+
 const KINDS: [ToolKind; 5] =
     [ToolKind::Hermes, ToolKind::QwenCoder, ToolKind::Llama3, ToolKind::Glm, ToolKind::MiniMaxM2];
 
 /// Bits of all layouts, to be put together at random. Words in capitals must not get lost.
 fn fragments() -> impl Strategy<Value = String> {
+    #[rustfmt::skip]
     let bits = [
-        "<tool_call>",
-        "</tool_call>",
-        "<function=now>",
-        "<function=",
-        "</function>",
-        "<parameter=A>",
-        "</parameter>",
-        "<|python_tag|>",
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        "<invoke name=\"now\">",
-        "</invoke>",
-        "<parameter name=\"B\">",
-        "now",
-        "get_weather\n",
-        "<arg_key>C</arg_key>",
-        "<arg_value>D</arg_value>",
-        "<arg_value>",
-        "{\"name\": \"now\"",
-        "\"name\": \"E\"",
-        ", \"arguments\": ",
-        "\"parameters\":",
-        "{\"F\": \"G\"}",
-        "{",
-        "}",
-        "[1, 2]",
-        "```json\n",
-        "```\n",
-        "H I",
-        "é😀",
-        "\n",
-        "  ",
-        ";",
-        "<",
-        ">",
-        "\"",
-        "\\",
-        ":",
-        ",",
-        "5",
+        "<tool_call>", "</tool_call>", "<function=now>", "<function=", "</function>", "<parameter=A>",
+        "</parameter>", "<|python_tag|>", "<minimax:tool_call>", "</minimax:tool_call>",
+        "<invoke name=\"now\">", "</invoke>", "<parameter name=\"B\">", "now", "get_weather\n",
+        "<arg_key>C</arg_key>", "<arg_value>D</arg_value>", "<arg_value>", "{\"name\": \"now\"",
+        "\"name\": \"E\"", ", \"arguments\": ", "\"parameters\":", "{\"F\": \"G\"}", "{", "}", "[1, 2]",
+        "```json\n", "```\n", "H I", "é😀", "\n", "  ", ";", "<", ">", "\"", "\\", ":", ",", "5",
         "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"J\": 1}}\n</tool_call>",
         "<tool_call>now<arg_key>K</arg_key><arg_value>L</arg_value></tool_call>",
         "<tool_call><function=now><parameter=M>N</parameter></function></tool_call>",
