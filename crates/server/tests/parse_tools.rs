@@ -234,6 +234,13 @@ fn qwen_coder() {
         "",
         &["write_file({\"text\": \"\\n  <a>\\n</function>\\n\\\"x\\\"\\n\"})"],
     );
+    // The closing tag itself, too.
+    check(
+        kind,
+        "<tool_call>\n<function=write_file>\n<parameter=text>\n<x></parameter> </parameter\n</parameter>\n</function>\n</tool_call>",
+        "",
+        &["write_file({\"text\": \"<x></parameter> </parameter\"})"],
+    );
     check(kind, "<tool_call>\n<function=now>\n</function>\n</tool_call>\n", "", &["now({})"]);
     // Without the outer marker, without the inner closing one, two in one block, JSON after all.
     check(kind, "<function=now>\n</function>\n</tool_call>", "", &["now({})"]);
@@ -264,6 +271,7 @@ fn qwen_coder() {
         "<tool_call>\n</tool_call>",
         "<tool_call>\n<function=now>\n<parameter=>\n1\n</parameter>\n</function>\n</tool_call>",
         "a <function b",
+        "The literal token \"<tool_call>\" opens a call; \"<function=\" names it.",
     ] {
         no_call(kind, text);
     }
