@@ -35,6 +35,7 @@ fn schemas() -> Vec<Value> {
             {"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
             {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
         ]}),
+        json!({"oneOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"type": "integer", "minimum": 3, "maximum": 9}]}),
         json!({"type": "string", "maxLength": 6}),
         json!(true),
     ]
@@ -370,6 +371,10 @@ fn vocabularies_are_checked() {
     let factory = GrammarFactory::from_tokens(&tokens, &[2]).unwrap();
     let mut filter = factory.regex("(?s:.)*").unwrap();
     assert_eq!(allowed(&mut *filter, 3), [0, 2]);
+    // What ends an answer is not text, even if it looks like it.
+    let tokens: [Option<&[u8]>; 3] = [Some(b"a"), Some(b"</s>"), Some(b"b")];
+    let mut filter = GrammarFactory::from_tokens(&tokens, &[1]).unwrap().regex("(a|</s>)b").unwrap();
+    assert_eq!(allowed(&mut *filter, 3), [0]);
 }
 
 fn tools() -> Vec<Tool> {

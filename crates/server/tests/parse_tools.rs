@@ -89,6 +89,7 @@ fn hermes() {
         &["now({})", "now({\"a\": [1, {\"b\": \"}\\\"</tool_call>\"}]})"],
     );
     check(kind, "<tool_call>{\"name\": \"now\"}</tool_call> Done.", " Done.", &["now({})"]);
+    check(kind, "One.\n\n<tool_call>{\"name\": \"now\"}</tool_call>Two.", "One.Two.", &["now({})"]);
     check(
         kind,
         "<tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"now\"}</tool_call>",
@@ -126,6 +127,8 @@ fn hermes_as_models_get_it_wrong() {
         &["now({\n    \"a\": 1\n  })"],
     );
     check(kind, "```\n{\"name\": \"now\"}\n``` Done", " Done", &["now({})"]);
+    let quoted = "```json\n{}\n```\n<tool_call>{\"name\": \"now\"}</tool_call>```";
+    check(kind, quoted, "```json\n{}\n``````", &["now({})"]);
     check(kind, "<tool_call>\n<tool_call>\n{\"name\": \"now\"}\n</tool_call>", "<tool_call>", &["now({})"]);
     check(kind, "<tool_call>\n{\"name\": \"now\", \"arguments\": {}}", "", &["now({})"]);
     check(
