@@ -107,6 +107,17 @@ impl Cache {
         self.spec.slots + self.spec.scratch_slots
     }
 
+    /// Tells how far the pools are in use: slots below these are, or were.
+    pub(super) fn settle(&self, exact: usize, sealed: usize) {
+        let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;
+        // The dummy is never written to.
+        self.exact.merge_pages(slot_len..exact * slot_len);
+        if let Some(pool) = &self.sealed {
+            let bytes = pool.sealer.codec().page_bytes();
+            pool.bytes.merge_pages(bytes..sealed * bytes);
+        }
+    }
+
     /// Gives the memory of the scratch pages back.
     pub(super) fn release_scratch(&mut self) {
         self.scratch.release();

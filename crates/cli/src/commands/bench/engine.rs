@@ -7,7 +7,7 @@ use clap::Args;
 use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Report;
-use oscar_lab::bench::{LongContext, LongContextRow, SharedPrefix, long_context, shared_prefix};
+use oscar_lab::bench::{LongContext, SharedPrefix, long_context, shared_prefix};
 use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
@@ -98,15 +98,13 @@ impl EngineBenchArguments {
         let weight_bytes = weight_bytes(self.model.resolve()?.path());
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
-            let mut first: Option<LongContextRow> = None;
-            for &kind in &self.kv {
-                let needed = context + self.gen_tokens + 1;
-                let engine = self.engine(&arguments, &subject, kind, needed, 1, true)?;
-                let bench =
-                    LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
-                let row = long_context(&engine, &bench, first.as_ref())?;
+            let needed = context + self.gen_tokens + 1;
+            let engine = |&kind| self.engine(&arguments, &subject, kind, needed, 1, true);
+            let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
+            let bench =
+                LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
+            for row in long_context(&engines, &bench)? {
                 self.push(&mut long, &row)?;
-                first.get_or_insert(row);
             }
         }
         if self.requests > 0 {
