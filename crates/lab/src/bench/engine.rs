@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use oscar_engine::{Engine, EngineError, GenerateOptions, Request, Serve, Summary};
+use oscar_engine::{Engine, EngineError, Event, GenerateOptions, Request, Serve, Summary};
 use oscar_kernels::Backend;
 use serde::Serialize;
 
@@ -56,15 +56,41 @@ pub struct LongContextRow {
     pub limit: f64,
 }
 
+/// What a measurement is at.
+#[derive(Clone, Copy, Debug)]
+pub enum Stage<'a> {
+    /// An engine reads the context.
+    Filling {
+        /// Its cache type.
+        kv: &'a str,
+        /// Tokens read.
+        done: usize,
+        /// Tokens of the context.
+        total: usize,
+    },
+    /// The engines decode in turn.
+    Decoding {
+        /// Repetitions done.
+        done: usize,
+        /// Repetitions in all.
+        total: usize,
+    },
+}
+
 /// Fills a context in each engine, then decodes after it in each in turn: a machine that is faster one minute and
 /// slower the next is so for all of them. The first engine is what the others are compared with.
 pub fn long_context<B: Backend>(
     engines: &[Engine<B>],
     bench: &LongContext,
+    mut on_stage: impl FnMut(Stage<'_>),
 ) -> Result<Vec<LongContextRow>, EngineError> {
-    let mut rows = engines.iter().map(|engine| fill(engine, bench)).collect::<Result<Vec<_>, _>>()?;
+    let mut rows = Vec::new();
+    for engine in engines {
+        rows.push(fill(engine, bench, &mut on_stage)?);
+    }
     let mut speeds = vec![Vec::new(); engines.len()];
-    for _ in 0..bench.repeat.max(1) {
+    for done in 0..bench.repeat.max(1) {
+        on_stage(Stage::Decoding { done, total: bench.repeat.max(1) });
         for (engine, speeds) in engines.iter().zip(&mut speeds) {
             // The prompt comes from the prefix tree but for its last tokens.
             let prompt = bench.prompt(engine);
@@ -102,14 +128,28 @@ impl LongContext {
 }
 
 /// Computes the context; speeds of decoding are left open.
-fn fill<B: Backend>(engine: &Engine<B>, bench: &LongContext) -> Result<LongContextRow, EngineError> {
+fn fill<B: Backend>(
+    engine: &Engine<B>,
+    bench: &LongContext,
+    on_stage: &mut impl FnMut(Stage<'_>),
+) -> Result<LongContextRow, EngineError> {
     let context = bench.context;
     let prompt = bench.prompt(engine);
-    let fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
+    let mut fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
         engine.reset();
         let mut answer = engine.answer(Request::new(tokens, bench.options(1)))?;
-        let summary = answer.finish().map_err(EngineError::Shared)?.remove(0);
-        Ok((summary, engine.kv_bytes()))
+        for event in answer.by_ref() {
+            match event {
+                Event::Prefill { done, total, .. } => {
+                    on_stage(Stage::Filling { kv: &engine.info().kv, done, total });
+                }
+                Event::Token { .. } => {}
+                // The answer is alive until its pages are counted.
+                Event::Finished { summary, .. } => return Ok((*summary, engine.kv_bytes())),
+                Event::Failed { error, .. } => return Err(EngineError::Shared(error)),
+            }
+        }
+        Err(EngineError::Stopped)
     };
     // The pages of the first chunk stay resident and are used again, so they are counted with the prompt.
     let (_, warm_bytes) = fill(&prompt[..context.min(WARM_UP_TOKENS)])?;
