@@ -18,7 +18,7 @@ use super::attention;
 use super::attention::sealed::SealedFormat;
 use super::encode::Sealer;
 use super::isa::Isa;
-use super::memory::{AlignedBuffer, DisjointSlice};
+use super::memory::{self, AlignedBuffer, DisjointSlice};
 use crate::backend::{CacheSpec, KernelError};
 
 /// The slot that padded rows name; nothing is written there and what is read does not matter.
@@ -118,9 +118,10 @@ impl Cache {
         }
     }
 
-    /// Gives the memory of the scratch pages back.
+    /// Gives the memory of the scratch pages back, and with it what a long prompt has left in the allocator.
     pub(super) fn release_scratch(&mut self) {
         self.scratch.release();
+        memory::trim();
     }
 
     pub(super) fn sealed(&self) -> Option<&SealedPool> {
