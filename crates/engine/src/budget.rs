@@ -23,6 +23,8 @@ const EXACT_SHARE: usize = 4;
 pub struct Budget {
     /// Tokens a sequence may have.
     pub context: usize,
+    /// Tokens it would have if the memory were not limited.
+    pub wanted_context: usize,
     /// How pages are sealed.
     pub kv: String,
     /// Pages at both ends of a sequence that stay in bf16.
@@ -96,7 +98,10 @@ impl Budget {
             let middle = fits.midpoint(too_long);
             if plan(middle * PAGE_TOKENS).is_ok() { fits = middle } else { too_long = middle }
         }
-        if fits == 0 { Err(error) } else { plan(fits * PAGE_TOKENS) }
+        if fits == 0 {
+            return Err(error);
+        }
+        Ok(Budget { wanted_context: asked, ..plan(fits * PAGE_TOKENS)? })
     }
 
     fn for_context(shape: Shape, options: &EngineOptions, context: usize) -> Result<Budget, EngineError> {
@@ -105,6 +110,7 @@ impl Budget {
         let exact_bytes = shape.geometry.page_bytes(PageFormat::Bf16);
         let mut budget = Budget {
             context,
+            wanted_context: context,
             kv: kv.codec.as_ref().map_or("bf16".to_owned(), |codec| codec.name().to_owned()),
             windows: kv.windows,
             exact: Share { pages: 0, page_bytes: exact_bytes },
@@ -124,14 +130,16 @@ impl Budget {
                     context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
             }
         }
+        budget.exact.pages = least.exact;
         // A pool cannot be empty, even if no sequence is long enough to seal anything.
-        (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed.max(1));
+        budget.sealed.pages = if kv.codec.is_some() { least.sealed.max(1) } else { 0 };
+        let pages = context.div_ceil(PAGE_TOKENS);
         match kv.memory {
             Some(memory) => budget.fill(memory, options)?,
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
-                budget.exact.pages += kv.windows.recent + 2;
-                budget.sealed.pages = budget.sealed.pages.max(context.div_ceil(PAGE_TOKENS));
+                budget.exact.pages += kv.windows.recent.saturating_add(2).min(pages);
+                budget.sealed.pages = budget.sealed.pages.max(pages);
             }
             None => budget.exact.pages += 1,
         }
@@ -173,18 +181,35 @@ impl Budget {
             .fold(0, usize::saturating_add)
     }
 
-    /// Tokens that the pools can hold.
+    /// Tokens of sequences that fill the context for which there are pages of both kinds at the same time.
     pub fn capacity_tokens(&self) -> usize {
-        (self.exact.pages + self.sealed.pages).saturating_mul(PAGE_TOKENS)
+        let (exact, sealed) = self.pages_at(self.context);
+        let share = |pool: &Share, pages: usize| match pages {
+            0 => usize::MAX,
+            _ => (self.context as u128 * pool.pages as u128 / pages as u128) as usize,
+        };
+        share(&self.exact, exact).min(share(&self.sealed, sealed))
+    }
+
+    /// Pages (bf16, sealed) of a sequence of `tokens` tokens.
+    fn pages_at(&self, tokens: usize) -> (usize, usize) {
+        match self.sealed.page_bytes {
+            0 => (tokens.div_ceil(PAGE_TOKENS), 0),
+            _ => self.windows.pages(tokens),
+        }
     }
 
     /// Bits per stored key or value element of a sequence of `tokens` tokens.
     pub fn bits_at(&self, tokens: usize) -> f64 {
-        let pages = tokens.div_ceil(PAGE_TOKENS);
-        let windows = self.windows.sink + self.windows.recent + 1;
-        let exact = if self.sealed.page_bytes == 0 { pages } else { pages.min(windows) };
-        let bytes = exact * self.exact.page_bytes + (pages - exact) * self.sealed.page_bytes;
+        let (exact, sealed) = self.pages_at(tokens);
+        let bytes = exact * self.exact.page_bytes + sealed * self.sealed.page_bytes;
         bytes as f64 * 8.0 / (tokens.max(1) * self.elements_per_token) as f64
+    }
+
+    /// Bits per key or value element of a page that is not in a window.
+    pub fn history_bits(&self) -> f64 {
+        let page = if self.sealed.page_bytes > 0 { self.sealed.page_bytes } else { self.exact.page_bytes };
+        page as f64 * 8.0 / (PAGE_TOKENS * self.elements_per_token).max(1) as f64
     }
 
     pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {
