@@ -32,7 +32,8 @@ fn greedy_text_is_the_same_from_a_prompt_and_from_standard_input() {
         let arguments = ["generate", text(&model), "--max-tokens", "24"];
         let first = machine.run([&arguments[..], &["--prompt", "hello world"]].concat()).success();
         assert!(first.stdout.len() > 1 && first.stdout.ends_with('\n'), "{first:?}");
-        assert_eq!(first.stderr, "");
+        let said = "KV cache: bf16, 16.00 bits per element, room for ";
+        assert!(first.stderr.starts_with(said) && first.stderr.lines().count() == 1, "{first:?}");
         let again = machine.run_with_input(&arguments, b"hello world\n").success();
         assert_eq!(first.stdout, again.stdout, "{}", model.display());
     }
@@ -193,6 +194,37 @@ fn a_chat_answers_each_line_of_a_pipe() {
     let unknown = machine.run_with_input(&arguments, b"/restart\n").success();
     assert!(unknown.stderr.contains("Unknown command /restart"), "{unknown:?}");
     machine.run_with_input(&arguments, b"caf\xe9\n").failure(1, &["not UTF-8", "position 3"]);
+}
+
+/// What a random model says is hardly ever what its encoder would write, and is found again all the same.
+#[test]
+fn a_chat_finds_everything_that_was_said_in_the_cache() {
+    let machine = Machine::new();
+    let model = chat_model(&machine);
+    // Letters alone: a character in several tokens may stay half.
+    let arguments =
+        ["chat", text(&model), "-n", "24", "--temperature", "3", "--seed", "3", "--context", "256"];
+    let outcome = machine.run_with_input(&arguments, b"a\nb\nc\nd\n").success();
+    let numbers = |line: &str, before: &str| -> usize {
+        let start = line.find(before).unwrap_or_else(|| panic!("{before} in {line}")) + before.len();
+        line[start..]
+            .split(|c: char| !c.is_ascii_digit())
+            .next()
+            .and_then(|n| n.parse().ok())
+            .expect("a number")
+    };
+    let turns: Vec<(usize, usize, usize)> = outcome
+        .stderr
+        .lines()
+        .filter(|line| line.starts_with('['))
+        .map(|line| (numbers(line, "context "), numbers(line, "/256, "), numbers(line, " of ")))
+        .collect();
+    assert_eq!(turns.len(), 4, "{}", outcome.stderr);
+    for (before, after) in turns.iter().zip(&turns[1..]) {
+        let (seen, (_, cached, prompt)) = (before.0, *after);
+        // The last token of an answer was drawn and not computed.
+        assert!(prompt > seen && cached + 1 >= seen, "{cached} cached of {seen} seen: {}", outcome.stderr);
+    }
 }
 
 #[test]
