@@ -276,3 +276,74 @@ fn bytes(count: usize) -> String {
         _ => format!("{:.2} GiB", count / 1073741824.0),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use oscar_codec::PageCodec;
+
+    use super::*;
+    use crate::settings::KvOptions;
+
+    const SHAPE: Shape = Shape {
+        geometry: KvGeometry { layers: 28, kv_heads: 2, head_dim: 128 },
+        hidden_size: 1536,
+        max_context: 32 << 10,
+    };
+
+    fn plan(codec: bool, context: Option<usize>, memory: Option<usize>) -> Budget {
+        let codec = codec.then(|| Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec")));
+        let kv = KvOptions { codec, memory, ..KvOptions::default() };
+        Budget::plan(SHAPE, &EngineOptions { context, kv, ..EngineOptions::default() }).expect("a budget")
+    }
+
+    #[test]
+    fn capacity_counts_windows_and_history_together() {
+        let exact = plan(false, Some(1024), None);
+        assert_eq!((exact.exact.pages, exact.sealed.pages), (17, 0));
+        assert_eq!(exact.capacity_tokens(), 17 * 64);
+        // One sequence of 16 pages has 6 in bf16 and 10 sealed; the pools have 17 and 20 of them.
+        let mixed = plan(true, Some(1024), None);
+        assert_eq!((mixed.exact.pages, mixed.sealed.pages), (17, 20));
+        assert_eq!(mixed.capacity_tokens(), 1024 * 20 / 10);
+        // Nothing is ever sealed: what counts is bf16, and no more of it than two such sequences have.
+        let short = plan(true, Some(256), None);
+        assert_eq!((short.exact.pages, short.capacity_tokens()), (8, 8 * 64));
+        for context in [1, 64, 384, 385, 4096, 32 << 10] {
+            for codec in [false, true] {
+                let capacity = plan(codec, Some(context), None).capacity_tokens();
+                assert!(capacity >= context, "{capacity} of {context}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_context_that_is_shortened_says_what_it_was() {
+        let whole = plan(true, None, None);
+        assert_eq!((whole.context, whole.wanted_context), (32 << 10, 32 << 10));
+        let small = plan(true, None, Some(64 << 20));
+        assert!(small.context < small.wanted_context && small.wanted_context == 32 << 10, "{small}");
+        assert!(small.total_bytes() <= 64 << 20 && small.context.is_multiple_of(64));
+        // More would not have fit.
+        let longer = EngineOptions {
+            context: Some(small.context + 64),
+            kv: KvOptions {
+                codec: Some(Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec"))),
+                memory: Some(64 << 20),
+                ..KvOptions::default()
+            },
+            ..EngineOptions::default()
+        };
+        assert!(matches!(Budget::plan(SHAPE, &longer), Err(EngineError::MemoryTooSmall { .. })));
+    }
+
+    #[test]
+    fn history_costs_what_its_format_does() {
+        assert_eq!(plan(false, Some(1024), None).history_bits(), 16.0);
+        assert_eq!(plan(true, Some(1024), None).history_bits(), 4.25);
+        let budget = plan(true, Some(32 << 10), None);
+        assert_eq!(budget.bits_at(32 << 10), (6.0 * 16.0 + 506.0 * 4.25) / 512.0);
+        assert_eq!(budget.bits_at(64), 16.0);
+    }
+}
