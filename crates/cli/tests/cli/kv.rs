@@ -99,7 +99,7 @@ fn a_cache_says_at_the_start_what_it_is() {
     // Three of four pages sealed: 32 channels of 8 bits with a scale of 16, after 16 of bf16.
     assert_eq!(
         fp8,
-        "KV cache: fp8, mean keys estimated, 10.38 bits per element, room for 341 tokens, 256 in one sequence"
+        "KV cache: fp8, mean keys estimated, 10.38 bits per element, room for 426 tokens, 256 in one sequence"
     );
     assert!(!log.contains("prefill scratch"), "the table is for those who ask");
     let (_, log) = line(&["--kv-cache-dtype", "fp8", "--log-level", "info"]);
