@@ -14,9 +14,9 @@ use serde::Serialize;
 use super::tokens;
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
-use crate::kv::KvArguments;
+use crate::kv::{KvArguments, warn_without_effect};
 use crate::lab::{Steps, Subject};
-use crate::loading::EngineArguments;
+use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
 
 /// Decode speed and memory at long contexts, and requests with a common prefix, for several cache types.
@@ -111,12 +111,14 @@ fn show(steps: &mut Option<(String, Steps)>, stage: Stage<'_>) {
 impl EngineBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
         let arguments = EngineArguments { context: None, threads: self.threads, kv: self.cache.clone() };
+        let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
+        warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
         let subject = arguments.load_model(&self.model)?;
         let weight_bytes = weight_bytes(self.model.resolve()?.path());
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
-            let engine = |&kind| self.engine(&arguments, &subject, kind, needed, 1, true);
+            let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
             let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
             let bench =
                 LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
@@ -131,7 +133,7 @@ impl EngineBenchArguments {
         }
         if self.requests > 0 {
             for &kind in &self.kv {
-                self.shared_prefixes(&arguments, &subject, kind, &mut shared)?;
+                self.shared_prefixes(&subject, kind, &mut shared)?;
             }
         }
         if self.json {
@@ -168,14 +170,13 @@ impl EngineBenchArguments {
 
     fn shared_prefixes(
         &self,
-        arguments: &EngineArguments,
         subject: &Subject,
         kind: CacheType,
         report: &mut Report,
     ) -> Result<(), Failure> {
         let context = self.prefix_tokens + self.suffix_tokens + self.output_tokens;
         for prefix_tree in [true, false] {
-            let engine = self.engine(arguments, subject, kind, context, self.requests, prefix_tree)?;
+            let engine = self.engine(subject, kind, context, self.requests, prefix_tree)?;
             for interval in [0, self.interval_ms] {
                 let bench = SharedPrefix {
                     requests: self.requests,
@@ -194,20 +195,20 @@ impl EngineBenchArguments {
     /// An engine with room for `running` sequences of `context` tokens.
     fn engine(
         &self,
-        arguments: &EngineArguments,
         subject: &Subject,
         kind: CacheType,
         context: usize,
         running: usize,
         prefix_tree: bool,
     ) -> Result<Engine<CpuBackend>, Failure> {
-        let mut kv = self.cache.of_type(kind).options(subject)?;
+        let settled = self.cache.of_type(kind).settle_quietly(subject)?;
+        let mut kv = settled.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;
         let mut options = EngineOptions {
             context: Some(context),
             max_running: running,
             kv,
-            deterministic: self.cache.deterministic,
+            deterministic: self.cache.cache.deterministic,
             ..EngineOptions::default()
         };
         if running > 1 && options.kv.memory.is_none() {
@@ -215,7 +216,7 @@ impl EngineBenchArguments {
             let alone = Engine::new(subject.model.clone(), &options)?.budget().total_bytes();
             options.kv.memory = Some(alone * running);
         }
-        arguments.start(subject, &options)
+        start(subject, &options, &settled)
     }
 
     fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {
