@@ -2,12 +2,14 @@
 
 mod bad_models;
 mod bench;
+mod eval_served;
 mod eval_tasks;
 mod generate;
 mod kv;
 mod lab;
 #[cfg(unix)]
 mod pull;
+mod serve;
 mod support;
 mod usage;
 mod zoo;
