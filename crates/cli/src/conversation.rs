@@ -44,6 +44,12 @@ impl Conversation {
         self.messages.pop();
     }
 
+    /// The text the model reads before it answers.
+    pub(crate) fn render<B: Backend>(&self, model: &LoadedModel<B>) -> Result<String, Failure> {
+        required_template(model)?;
+        model.render_chat(&self.messages).map_err(Failure::new)
+    }
+
     /// The tokens the model reads before it answers.
     pub(crate) fn encode<B: Backend>(&self, model: &LoadedModel<B>) -> Result<Vec<u32>, Failure> {
         required_template(model)?;

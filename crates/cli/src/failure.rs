@@ -117,6 +117,7 @@ impl From<EvalError> for Failure {
         match error {
             EvalError::Zoo(error) => (*error).into(),
             EvalError::Calibrate(error) => (*error).into(),
+            EvalError::Engine(error) => engine(&error),
             error => Failure::new(error),
         }
     }
@@ -124,15 +125,19 @@ impl From<EvalError> for Failure {
 
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
-        let fix = match error {
-            EngineError::PromptTooLong { .. } => {
-                Some("shorten the prompt, or give a larger --context (and --kv-memory, if that is given)")
-            }
-            EngineError::MemoryTooSmall { .. } => Some("give a larger --kv-memory, or a smaller --context"),
-            _ => None,
-        };
-        Failure::Error { message: error.to_string(), fix: fix.map(str::to_owned) }
+        engine(&error)
     }
+}
+
+fn engine(error: &EngineError) -> Failure {
+    let fix = match error {
+        EngineError::PromptTooLong { .. } => {
+            Some("shorten the prompt, or give a larger --context (and --kv-memory, if that is given)")
+        }
+        EngineError::MemoryTooSmall { .. } => Some("give a larger --kv-memory, or a smaller --context"),
+        _ => None,
+    };
+    Failure::Error { message: error.to_string(), fix: fix.map(str::to_owned) }
 }
 
 fn one_line(text: &str) -> String {

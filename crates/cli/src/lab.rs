@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::cpu::CpuBackend;
+use oscar_lab::calibrate::Certificate;
 use oscar_lab::calibrate::means::{MEAN_TOKENS, estimate_key_means};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::zoo::{self, RotationFile};
@@ -17,6 +18,7 @@ use oscar_model::{LoadedModel, ModelFiles};
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
+use crate::kv::{GivenWindows, check_whole_pages};
 use crate::loading::worker_threads;
 use crate::published::Published;
 
@@ -46,8 +48,13 @@ pub(crate) struct Subject {
 impl LabArguments {
     /// Finds, fetches and loads the model.
     pub(crate) fn load(&self) -> Result<Subject, Failure> {
-        let threads = worker_threads(self.threads);
-        Subject::load(&self.model, CpuBackend::new(threads)?)
+        self.load_on(false)
+    }
+
+    /// [`Self::load`], on one numeric path for batches of every size if that is asked for.
+    pub(crate) fn load_on(&self, deterministic: bool) -> Result<Subject, Failure> {
+        let backend = CpuBackend::new(worker_threads(self.threads))?;
+        Subject::load(&self.model, if deterministic { backend.deterministic() } else { backend })
     }
 }
 
@@ -67,6 +74,17 @@ impl Subject {
         let model = Arc::new(files.load(Arc::new(backend))?);
         Ok(Subject { model, name: arguments.model.clone(), model_fingerprint, weight_fingerprint })
     }
+}
+
+/// Rotations that fit a model.
+#[derive(Clone, Debug)]
+pub(crate) struct FoundRotations {
+    /// With key channels in the order of the model's own file.
+    pub(crate) file: RotationFile,
+    /// Where they come from.
+    pub(crate) name: String,
+    /// What calibration said of them, if that is known.
+    pub(crate) certificate: Option<Certificate>,
 }
 
 /// Which rotations.
@@ -99,16 +117,36 @@ impl RotationArguments {
         RotationArguments { k_rotation_path: key_rotations, v_rotation_path: value_rotations, ..self.clone() }
     }
 
+    /// Whether a file of our own was named.
+    pub(crate) fn names_a_file(&self) -> bool {
+        self.rotations.is_some()
+    }
+
+    /// Whether published files were named.
+    pub(crate) fn names_published(&self) -> bool {
+        self.k_rotation_path.is_some()
+    }
+
+    /// Whether rotations of another model would be taken.
+    pub(crate) fn is_forced(&self) -> bool {
+        self.force_rotations
+    }
+
     /// The rotations for a model, with key channels in the order of its own file; `None` if there are none.
-    pub(crate) fn resolve(&self, subject: &Subject) -> Result<Option<RotationFile>, Failure> {
-        let (path, file) = match (&self.rotations, &self.k_rotation_path, &self.v_rotation_path) {
-            (Some(path), _, _) => (path.clone(), zoo::safetensors::read(path)?),
+    pub(crate) fn resolve(&self, subject: &Subject) -> Result<Option<FoundRotations>, Failure> {
+        let (name, file, certificate) = match (&self.rotations, &self.k_rotation_path, &self.v_rotation_path)
+        {
+            (Some(path), _, _) => {
+                let file = zoo::safetensors::read(path)?;
+                (path.display().to_string(), file, zoo::resolve::certificate_beside(path))
+            }
             (None, Some(keys), Some(values)) => {
                 let (keys_file, values_file) = (zoo::pt::read(keys)?, zoo::pt::read(values)?);
-                (keys.clone(), zoo::import::from_pt(&keys_file, &values_file, &subject.name)?)
+                let file = zoo::import::from_pt(&keys_file, &values_file, &subject.name)?;
+                (keys.display().to_string(), file, None)
             }
             _ => match zoo::resolve::find(&rotation_folder()?, &subject.model_fingerprint) {
-                Some(found) => (PathBuf::from(&found.name), found.load()?),
+                Some(found) => (found.name.clone(), found.load()?, found.certificate()),
                 None => return Ok(None),
             },
         };
@@ -122,19 +160,35 @@ impl RotationArguments {
         if let Some(warning) = warning {
             tracing::warn!("{warning}");
         }
-        tracing::info!("rotations: {}", path.display());
+        tracing::info!("rotations: {name}");
         let mut file = match config.rope.layout {
             RopeLayout::Halves => file,
             RopeLayout::Interleaved => zoo::interleaved::to_interleaved(&file, config.rope.rotary_dim),
         };
         if file.sets().any(|(_, set)| set.values().any(|layer| layer.keys.means.is_none())) {
             tracing::warn!(
-                "{} has no mean keys; they are estimated from {MEAN_TOKENS} tokens of generated prose",
-                path.display()
+                "{name} has no mean keys; they are estimated from {MEAN_TOKENS} tokens of generated prose"
             );
             estimate_key_means(&subject.model, &mut file)?;
         }
-        Ok(Some(file))
+        Ok(Some(FoundRotations { file, name, certificate }))
+    }
+}
+
+impl RotationArguments {
+    /// The lab's codecs of a list of names.
+    pub(crate) fn codecs(
+        &self,
+        subject: &Subject,
+        specs: &[String],
+    ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
+        let found = self.resolve(subject)?;
+        let source = CodecSource {
+            geometry: subject.model.config().kv_geometry(),
+            rotations: found.as_ref().map(|found| &found.file),
+            isa: subject.model.model().backend().isa(),
+        };
+        specs.iter().map(|spec| Ok(source.build(spec)?)).collect()
     }
 }
 
@@ -155,13 +209,7 @@ impl ReadingArguments {
         subject: &Subject,
         specs: &[String],
     ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
-        let rotations = self.rotations.resolve(subject)?;
-        let source = CodecSource {
-            geometry: subject.model.config().kv_geometry(),
-            rotations: rotations.as_ref(),
-            isa: subject.model.model().backend().isa(),
-        };
-        specs.iter().map(|spec| Ok(source.build(spec)?)).collect()
+        self.rotations.codecs(subject, specs)
     }
 
     /// What stays exact.
@@ -195,28 +243,34 @@ pub(crate) fn check_context(subject: &Subject, tokens: usize) -> Result<(), Fail
 }
 
 /// What stays exact.
-#[derive(Clone, Copy, Debug, Args)]
+#[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct WindowArguments {
-    /// Tokens at the start that are read exactly.
-    #[arg(long, default_value_t = Windows::default().sink, value_name = "TOKENS")]
-    sink_tokens: usize,
+    /// Tokens at the start that are read exactly [default: 64].
+    #[arg(long, value_name = "TOKENS")]
+    sink_tokens: Option<usize>,
 
-    /// Tokens before a query, itself included, that are read exactly.
-    #[arg(long, default_value_t = Windows::default().recent, value_name = "TOKENS")]
-    recent_tokens: usize,
-}
-
-impl Default for WindowArguments {
-    fn default() -> WindowArguments {
-        let Windows { sink, recent } = Windows::default();
-        WindowArguments { sink_tokens: sink, recent_tokens: recent }
-    }
+    /// Tokens before a query, itself included, that are read exactly [default: 256].
+    #[arg(long, value_name = "TOKENS")]
+    recent_tokens: Option<usize>,
 }
 
 impl WindowArguments {
     /// As the lab wants them.
     pub(crate) fn windows(&self) -> Windows {
-        Windows { sink: self.sink_tokens, recent: self.recent_tokens }
+        let Windows { sink, recent } = Windows::default();
+        Windows { sink: self.sink_tokens.unwrap_or(sink), recent: self.recent_tokens.unwrap_or(recent) }
+    }
+
+    /// As a served cache wants them: whole pages only.
+    pub(crate) fn whole_pages(&self) -> Result<GivenWindows, Failure> {
+        for (name, given) in [("--sink-tokens", self.sink_tokens), ("--recent-tokens", self.recent_tokens)] {
+            if let Some(tokens) = given {
+                check_whole_pages(tokens).map_err(|problem| {
+                    Failure::new(format!("{name} {tokens} with --kv-cache-dtype: {problem}"))
+                })?;
+            }
+        }
+        Ok(GivenWindows { sink: self.sink_tokens, recent: self.recent_tokens })
     }
 }
 

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use clap::Args;
-use oscar_engine::{Engine, EngineOptions};
+use oscar_engine::{Budget, Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
-use crate::kv::KvArguments;
+use crate::kv::{KvArguments, Settled};
 use crate::lab::Subject;
 
 /// How a model runs.
@@ -50,15 +50,16 @@ impl EngineArguments {
     /// Finds and fetches the model, loads it, settles the codec of its cache, and starts an engine.
     pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<CpuBackend>, Failure> {
         let subject = self.load_model(model)?;
-        let options = EngineOptions { max_running: 1, ..self.options(&subject)? };
-        self.start(&subject, &options)
+        let settled = self.kv.settle(&subject)?;
+        let options = EngineOptions { max_running: 1, ..self.options(&settled) };
+        start(&subject, &options, &settled)
     }
 
     /// Finds, fetches and loads the model.
     pub(crate) fn load_model(&self, model: &ModelArguments) -> Result<Subject, Failure> {
         // A wrong kernel setting should not cost a download.
         let backend = CpuBackend::new(self.threads())?;
-        let backend = if self.kv.deterministic { backend.deterministic() } else { backend };
+        let backend = if self.kv.cache.deterministic { backend.deterministic() } else { backend };
         let subject = Subject::load(model, backend)?;
         let most = subject.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
@@ -71,22 +72,46 @@ impl EngineArguments {
         Ok(subject)
     }
 
-    /// Settings of the engine, the codec for this model included.
-    pub(crate) fn options(&self, subject: &Subject) -> Result<EngineOptions, Failure> {
-        let (kv, deterministic) = (self.kv.options(subject)?, self.kv.deterministic);
-        Ok(EngineOptions { context: self.context, kv, deterministic, ..EngineOptions::default() })
-    }
-
-    /// Starts an engine and says where its memory goes.
-    pub(crate) fn start(
-        &self,
-        subject: &Subject,
-        options: &EngineOptions,
-    ) -> Result<Engine<CpuBackend>, Failure> {
-        let engine = Engine::new(Arc::clone(&subject.model), options)?;
-        for line in engine.budget().to_string().lines() {
-            tracing::info!("{line}");
+    /// Settings of an engine with this cache.
+    pub(crate) fn options(&self, settled: &Settled) -> EngineOptions {
+        EngineOptions {
+            context: self.context,
+            kv: settled.options.clone(),
+            deterministic: self.kv.cache.deterministic,
+            ..EngineOptions::default()
         }
-        Ok(engine)
+    }
+}
+
+/// Starts an engine and says what its cache is.
+pub(crate) fn start(
+    subject: &Subject,
+    options: &EngineOptions,
+    settled: &Settled,
+) -> Result<Engine<CpuBackend>, Failure> {
+    let engine = Engine::new(Arc::clone(&subject.model), options)?;
+    announce(engine.budget(), settled);
+    Ok(engine)
+}
+
+/// One line about a cache, a warning if it is smaller than it would be without a limit, and in the log every byte of it.
+pub(crate) fn announce(budget: &Budget, settled: &Settled) {
+    let Budget { context, wanted_context, .. } = *budget;
+    let separator = if settled.source.is_empty() { "" } else { ", " };
+    eprintln!(
+        "KV cache: {}{separator}{}, {:.2} bits per element, room for {} tokens, {context} in one sequence",
+        budget.kv,
+        settled.source,
+        budget.bits_per_element,
+        budget.capacity_tokens()
+    );
+    if context < wanted_context {
+        tracing::warn!(
+            "context shortened from {wanted_context} to {context} tokens by --kv-memory; give more, or --context to \
+             choose a length"
+        );
+    }
+    for line in budget.to_string().lines() {
+        tracing::info!("{line}");
     }
 }

@@ -48,10 +48,7 @@ impl Windows {
     /// Pages (bf16, sealed) of a sequence of `length` tokens whose last token has just been written: page `p` is in
     /// bf16 if `p < S` or `p >= b - R`, with `b` the page being filled.
     pub fn pages(&self, length: usize) -> (usize, usize) {
-        let pages = length.div_ceil(PAGE_TOKENS);
-        let filling = pages.saturating_sub(1);
-        let sealed = filling.saturating_sub(self.recent_pages()).saturating_sub(self.sink_pages());
-        (pages - sealed, sealed)
+        PageWindows::from(*self).pages(length)
     }
 
     /// Bytes a paged cache allocates for one layer and one KV head of a sequence of `length` tokens.
@@ -105,6 +102,13 @@ impl PageWindows {
         let by_rule = query_page.saturating_sub(self.recent).min(exact_from);
         let end = by_rule.max(sealed_until).min(query_page);
         self.sink..end.max(self.sink)
+    }
+
+    /// Pages (bf16, sealed) of a sequence of `length` tokens whose last token has just been written.
+    pub fn pages(&self, length: usize) -> (usize, usize) {
+        let pages = length.div_ceil(PAGE_TOKENS);
+        let sealed = self.history(pages.saturating_sub(1), usize::MAX, 0).len();
+        (pages - sealed, sealed)
     }
 
     /// The page that must be sealed when `page_begun` begins: the one that leaves the window then.

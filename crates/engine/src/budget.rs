@@ -23,6 +23,8 @@ const EXACT_SHARE: usize = 4;
 pub struct Budget {
     /// Tokens a sequence may have.
     pub context: usize,
+    /// Tokens it would have if the memory were not limited.
+    pub wanted_context: usize,
     /// How pages are sealed.
     pub kv: String,
     /// Pages at both ends of a sequence that stay in bf16.
@@ -96,7 +98,10 @@ impl Budget {
             let middle = fits.midpoint(too_long);
             if plan(middle * PAGE_TOKENS).is_ok() { fits = middle } else { too_long = middle }
         }
-        if fits == 0 { Err(error) } else { plan(fits * PAGE_TOKENS) }
+        if fits == 0 {
+            return Err(error);
+        }
+        Ok(Budget { wanted_context: asked, ..plan(fits * PAGE_TOKENS)? })
     }
 
     fn for_context(shape: Shape, options: &EngineOptions, context: usize) -> Result<Budget, EngineError> {
@@ -105,6 +110,7 @@ impl Budget {
         let exact_bytes = shape.geometry.page_bytes(PageFormat::Bf16);
         let mut budget = Budget {
             context,
+            wanted_context: context,
             kv: kv.codec.as_ref().map_or("bf16".to_owned(), |codec| codec.name().to_owned()),
             windows: kv.windows,
             exact: Share { pages: 0, page_bytes: exact_bytes },
@@ -124,14 +130,16 @@ impl Budget {
                     context.saturating_mul((shape.hidden_size + head_dim) * size_of::<f32>());
             }
         }
+        budget.exact.pages = least.exact;
         // A pool cannot be empty, even if no sequence is long enough to seal anything.
-        (budget.exact.pages, budget.sealed.pages) = (least.exact, least.sealed.max(1));
+        budget.sealed.pages = if kv.codec.is_some() { least.sealed.max(1) } else { 0 };
+        let pages = context.div_ceil(PAGE_TOKENS);
         match kv.memory {
             Some(memory) => budget.fill(memory, options)?,
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
-                budget.exact.pages += kv.windows.recent + 2;
-                budget.sealed.pages = budget.sealed.pages.max(context.div_ceil(PAGE_TOKENS));
+                budget.exact.pages += kv.windows.recent.saturating_add(2).min(pages);
+                budget.sealed.pages = budget.sealed.pages.max(pages);
             }
             None => budget.exact.pages += 1,
         }
@@ -173,18 +181,35 @@ impl Budget {
             .fold(0, usize::saturating_add)
     }
 
-    /// Tokens that the pools can hold.
+    /// Tokens of sequences that fill the context for which there are pages of both kinds at the same time.
     pub fn capacity_tokens(&self) -> usize {
-        (self.exact.pages + self.sealed.pages).saturating_mul(PAGE_TOKENS)
+        let (exact, sealed) = self.pages_at(self.context);
+        let share = |pool: &Share, pages: usize| match pages {
+            0 => usize::MAX,
+            _ => (self.context as u128 * pool.pages as u128 / pages as u128) as usize,
+        };
+        share(&self.exact, exact).min(share(&self.sealed, sealed))
+    }
+
+    /// Pages (bf16, sealed) of a sequence of `tokens` tokens.
+    fn pages_at(&self, tokens: usize) -> (usize, usize) {
+        match self.sealed.page_bytes {
+            0 => (tokens.div_ceil(PAGE_TOKENS), 0),
+            _ => self.windows.pages(tokens),
+        }
     }
 
     /// Bits per stored key or value element of a sequence of `tokens` tokens.
     pub fn bits_at(&self, tokens: usize) -> f64 {
-        let pages = tokens.div_ceil(PAGE_TOKENS);
-        let windows = self.windows.sink + self.windows.recent + 1;
-        let exact = if self.sealed.page_bytes == 0 { pages } else { pages.min(windows) };
-        let bytes = exact * self.exact.page_bytes + (pages - exact) * self.sealed.page_bytes;
+        let (exact, sealed) = self.pages_at(tokens);
+        let bytes = exact * self.exact.page_bytes + sealed * self.sealed.page_bytes;
         bytes as f64 * 8.0 / (tokens.max(1) * self.elements_per_token) as f64
+    }
+
+    /// Bits per key or value element of a page that is not in a window.
+    pub fn history_bits(&self) -> f64 {
+        let page = if self.sealed.page_bytes > 0 { self.sealed.page_bytes } else { self.exact.page_bytes };
+        page as f64 * 8.0 / (PAGE_TOKENS * self.elements_per_token).max(1) as f64
     }
 
     pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {
@@ -249,5 +274,76 @@ fn bytes(count: usize) -> String {
         _ if count < 1048576.0 => format!("{:.1} KiB", count / 1024.0),
         _ if count < 1073741824.0 => format!("{:.1} MiB", count / 1048576.0),
         _ => format!("{:.2} GiB", count / 1073741824.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use oscar_codec::PageCodec;
+
+    use super::*;
+    use crate::settings::KvOptions;
+
+    const SHAPE: Shape = Shape {
+        geometry: KvGeometry { layers: 28, kv_heads: 2, head_dim: 128 },
+        hidden_size: 1536,
+        max_context: 32 << 10,
+    };
+
+    fn plan(codec: bool, context: Option<usize>, memory: Option<usize>) -> Budget {
+        let codec = codec.then(|| Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec")));
+        let kv = KvOptions { codec, memory, ..KvOptions::default() };
+        Budget::plan(SHAPE, &EngineOptions { context, kv, ..EngineOptions::default() }).expect("a budget")
+    }
+
+    #[test]
+    fn capacity_counts_windows_and_history_together() {
+        let exact = plan(false, Some(1024), None);
+        assert_eq!((exact.exact.pages, exact.sealed.pages), (17, 0));
+        assert_eq!(exact.capacity_tokens(), 17 * 64);
+        // One sequence of 16 pages has 6 in bf16 and 10 sealed; the pools have 17 and 20 of them.
+        let mixed = plan(true, Some(1024), None);
+        assert_eq!((mixed.exact.pages, mixed.sealed.pages), (17, 20));
+        assert_eq!(mixed.capacity_tokens(), 1024 * 20 / 10);
+        // Nothing is ever sealed: what counts is bf16, and no more of it than two such sequences have.
+        let short = plan(true, Some(256), None);
+        assert_eq!((short.exact.pages, short.capacity_tokens()), (8, 8 * 64));
+        for context in [1, 64, 384, 385, 4096, 32 << 10] {
+            for codec in [false, true] {
+                let capacity = plan(codec, Some(context), None).capacity_tokens();
+                assert!(capacity >= context, "{capacity} of {context}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_context_that_is_shortened_says_what_it_was() {
+        let whole = plan(true, None, None);
+        assert_eq!((whole.context, whole.wanted_context), (32 << 10, 32 << 10));
+        let small = plan(true, None, Some(64 << 20));
+        assert!(small.context < small.wanted_context && small.wanted_context == 32 << 10, "{small}");
+        assert!(small.total_bytes() <= 64 << 20 && small.context.is_multiple_of(64));
+        // More would not have fit.
+        let longer = EngineOptions {
+            context: Some(small.context + 64),
+            kv: KvOptions {
+                codec: Some(Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec"))),
+                memory: Some(64 << 20),
+                ..KvOptions::default()
+            },
+            ..EngineOptions::default()
+        };
+        assert!(matches!(Budget::plan(SHAPE, &longer), Err(EngineError::MemoryTooSmall { .. })));
+    }
+
+    #[test]
+    fn history_costs_what_its_format_does() {
+        assert_eq!(plan(false, Some(1024), None).history_bits(), 16.0);
+        assert_eq!(plan(true, Some(1024), None).history_bits(), 4.25);
+        let budget = plan(true, Some(32 << 10), None);
+        assert_eq!(budget.bits_at(32 << 10), (6.0 * 16.0 + 506.0 * 4.25) / 512.0);
+        assert_eq!(budget.bits_at(64), 16.0);
     }
 }

@@ -196,6 +196,10 @@ impl Control for Shared {
     fn close(&self, id: u64) {
         let _ = self.commands.send(Command::Close(id));
     }
+
+    fn detach(&self, id: u64) {
+        let _ = self.commands.send(Command::Detach(id));
+    }
 }
 
 impl<B: Backend> Serve for Engine<B> {

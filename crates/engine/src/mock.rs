@@ -90,6 +90,7 @@ enum Command {
     Append(Box<Submitted>),
     Cancel(u64),
     Close(u64),
+    Detach(u64),
     Stop,
 }
 
@@ -106,6 +107,10 @@ impl Control for Shared {
 
     fn close(&self, id: u64) {
         let _ = self.commands.send(Command::Close(id));
+    }
+
+    fn detach(&self, id: u64) {
+        let _ = self.commands.send(Command::Detach(id));
     }
 }
 
@@ -300,6 +305,15 @@ impl Worker {
                 self.cancel(id);
                 self.kept.remove(&id);
             }
+            Command::Detach(id) => {
+                for submitted in self.waiting.iter_mut().filter(|submitted| submitted.id == id) {
+                    submitted.request.options.keep_open = false;
+                }
+                for active in self.active.values_mut().filter(|active| active.id == id) {
+                    active.output.keep_open = false;
+                }
+                self.kept.remove(&id);
+            }
             Command::Stop => return false,
         }
         true
@@ -398,7 +412,7 @@ impl Worker {
                 if finish == FinishReason::Cancelled { &mut stats.cancelled } else { &mut stats.finished };
             *counter += 1;
         }
-        if output.options().keep_open {
+        if output.keep_open {
             self.kept.insert(id, prompt.iter().chain(output.tokens()).copied().collect());
         }
         let summary = Box::new(output.summary(finish));

@@ -80,6 +80,8 @@ pub(crate) trait Control: Send + Sync {
     fn cancel(&self, id: u64);
     /// Ends the request, kept open or not.
     fn close(&self, id: u64);
+    /// Lets the present answer end, and the request with it.
+    fn detach(&self, id: u64);
 }
 
 /// A request on its way. Dropping it gives the request up.
@@ -98,16 +100,19 @@ impl RequestHandle {
         self.id
     }
 
-    /// Breaks off the present answer: it finishes as cancelled. A request that is kept open stays so.
+    /// Breaks off the present answer: it finishes as cancelled. A request that was to be kept open after it is, with
+    /// what was asked and said so far.
     pub fn cancel(&self) {
         if let Some(control) = &self.control {
             control.cancel(self.id);
         }
     }
 
-    /// Lets the request run to its end unattended. One that is kept open can then not be continued.
+    /// Lets the request run to its end unattended. Nobody can continue it then, so it is not kept open.
     pub fn detach(mut self) {
-        self.control = None;
+        if let Some(control) = self.control.take() {
+            control.detach(self.id);
+        }
     }
 }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use oscar_codec::PageCodec;
 use oscar_engine::{
-    EngineError, EngineOptions, FinishReason, GenerateOptions, KvOptions, Request, RequestHandle, Serve,
+    EngineError, EngineOptions, Event, FinishReason, GenerateOptions, KvOptions, Request, RequestHandle,
+    Serve,
 };
 use oscar_kv::TailPolicy;
 use support::*;
@@ -155,7 +156,7 @@ fn a_turn_that_is_cancelled_can_be_followed_by_another() {
     for event in answer.by_ref() {
         last = Some(event);
     }
-    let Some(oscar_engine::Event::Finished { summary, .. }) = last else { panic!("{last:?}") };
+    let Some(Event::Finished { summary, .. }) = last else { panic!("{last:?}") };
     assert_eq!(summary.finish, FinishReason::Cancelled);
     let handle = answer.into_handle().unwrap();
     let next = engine.continue_with(&handle, Request::new(prompt(8, 20), keep(30))).unwrap();
@@ -246,4 +247,71 @@ fn a_continuation_keeps_the_salt_of_its_conversation() {
     assert_eq!(ask(&engine, &whole, &own).cached_tokens, 0);
     assert!(ask(&engine, &whole, &own).cached_tokens >= 640);
     assert_idle(&engine);
+}
+
+/// Nobody can continue a request whose handle was given away, so it does not stay open for ever.
+#[test]
+fn a_request_that_is_left_to_itself_is_closed_at_its_end() {
+    let model = model(true);
+    let options = EngineOptions { context: Some(1024), ..fixed_options(&model, "int2", None) };
+    let engine = TestEngine::new(model, &options).unwrap();
+    let after = |engine: &TestEngine| {
+        let stats = engine.fresh_stats();
+        (stats.running, stats.kept_open)
+    };
+    // Before its answer, in the midst of it, and when it has ended.
+    for (index, tokens) in [0, 5, 60].into_iter().enumerate() {
+        let (sender, events) = std::sync::mpsc::channel();
+        let sink = Box::new(move |event| drop(sender.send(event)));
+        let handle = engine.submit(Request::new(prompt(index, 300), keep(60)), sink).unwrap();
+        let mut heard = events.iter();
+        let said = heard.by_ref().filter(|event| matches!(event, Event::Token { .. })).take(tokens).count();
+        assert_eq!(said, tokens);
+        handle.detach();
+        let Some(Event::Finished { summary, .. }) = heard.last() else { panic!("not finished") };
+        assert_eq!((summary.finish, summary.tokens.len()), (FinishReason::Length, 60));
+        assert_eq!(after(&engine), (0, 0));
+        // What it said is found all the same.
+        let whole = [prompt(index, 300), summary.tokens].concat();
+        let nothing = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::default() };
+        assert!(ask(&engine, &whole, &nothing).cached_tokens >= 320);
+    }
+    assert_idle(&engine);
+}
+
+/// A turn that is cancelled before it began: the request stays open, or its pages go to the tree, as the turn said.
+#[test]
+fn a_turn_that_is_cancelled_while_it_waits_loses_nothing() {
+    let model = model(true);
+    let options =
+        EngineOptions { context: Some(1024), max_running: 1, ..fixed_options(&model, "int4", Some(200)) };
+    for kept in [true, false] {
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let (first, handle) = open(&engine, prompt(4, 300), keep(40));
+        // Somebody else holds the only place, so the turn waits.
+        let other = engine.answer(Request::new(prompt(5, 100), greedy(400))).unwrap();
+        let turn = if kept { keep(30) } else { greedy(30) };
+        let waiting = engine.continue_with(&handle, Request::new(prompt(6, 20), turn)).unwrap();
+        while engine.fresh_stats().queued == 0 {
+            std::thread::yield_now();
+        }
+        handle.cancel();
+        let cancelled = waiting.wait().unwrap().remove(0);
+        assert_eq!((cancelled.finish, cancelled.tokens.len()), (FinishReason::Cancelled, 0));
+        assert_eq!(engine.fresh_stats().kept_open, usize::from(kept));
+        drop(other);
+        let said = [prompt(4, 300), first].concat();
+        if kept {
+            let next = engine.continue_with(&handle, Request::new(prompt(7, 10), keep(20))).unwrap();
+            let next = next.wait().unwrap().remove(0);
+            let whole = [said, prompt(6, 20), prompt(7, 10)].concat();
+            let cold = TestEngine::new(model.clone(), &options).unwrap();
+            assert_eq!(next.prompt_tokens, whole.len());
+            assert_eq!(next.tokens, ask(&cold, &whole, &greedy(20)).tokens);
+        } else {
+            assert!(ask(&engine, &said, &greedy(1)).cached_tokens >= 320, "the tree has it");
+        }
+        drop(handle);
+        assert_idle(&engine);
+    }
 }

@@ -220,3 +220,21 @@ fn many_clients_are_served() {
     ended.sort_unstable();
     assert_eq!(ended, (0..300).collect::<Vec<_>>());
 }
+
+#[test]
+fn a_request_that_is_left_to_itself_is_not_kept_open() {
+    let pace = MockOptions { tokens_per_s: Some(500.0), max_running: 1, ..MockOptions::default() };
+    let engine = MockEngine::new(pace);
+    let options = GenerateOptions { keep_open: true, max_tokens: Some(3), ..GenerateOptions::default() };
+    let (sender, events) = mpsc::channel();
+    for _ in 0..3 {
+        let sender = sender.clone();
+        let sink = Box::new(move |event| drop(sender.send(event)));
+        engine.submit(Request::new([1, 2], options.clone()), sink).unwrap().detach();
+    }
+    drop(sender);
+    assert_eq!(events.iter().filter(Event::is_last).count(), 3);
+    // The mock counts when its round is over; another request makes sure that it is.
+    one(&engine, &[1], GenerateOptions { max_tokens: Some(1), ..GenerateOptions::default() });
+    assert_eq!(engine.stats().kept_open, 0);
+}

@@ -4,8 +4,6 @@
 //! sequence's tables name what the step reads and writes; nothing that it held before is let go until the step is
 //! known to be done, so abandoning restores it exactly.
 
-use oscar_codec::PageWindows;
-
 use crate::PAGE_TOKENS;
 use crate::error::{PoolKind, Shortage};
 use crate::ledger::Ledger;
@@ -138,18 +136,17 @@ impl Ledger {
         let old_pages = sequence.exact.len();
         let partial = !start.is_multiple_of(PAGE_TOKENS);
         let last = (start + tokens.len()).saturating_sub(1) / PAGE_TOKENS;
-        let PageWindows { sink, recent } = self.options.windows;
-        // Pages from `sink` up to here are sealed in the end.
-        let horizon = if self.has_sealed() { last.saturating_sub(recent) } else { 0 };
-
-        let window = (start.saturating_sub(1) / PAGE_TOKENS).saturating_sub(recent).max(sink);
+        let windows = self.options.windows;
+        // What the last token reads sealed, and what the token before the first new one does.
+        let history = if self.has_sealed() { windows.history(last, usize::MAX, 0) } else { 0..0 };
+        let before = windows.history(start.saturating_sub(1) / PAGE_TOKENS, usize::MAX, 0);
         let leaving: Vec<usize> =
-            (window..horizon.min(old_pages)).filter(|&page| sequence.exact[page] != 0).collect();
+            (before.end..history.end.min(old_pages)).filter(|&page| sequence.exact[page] != 0).collect();
         let sealing: Vec<usize> =
             leaving.iter().copied().filter(|&page| sequence.sealed[page] == 0).collect();
         let new_pages = (start + tokens.len()).div_ceil(PAGE_TOKENS) - old_pages;
-        let scratch_from = old_pages.max(sink);
-        let scratch = scratch_from..horizon.max(scratch_from);
+        let scratch_from = old_pages.max(history.start);
+        let scratch = scratch_from..history.end.max(scratch_from);
         let mut copy =
             partial && !tokens.is_empty() && self.pools.exact_owners(sequence.exact[old_pages - 1]) > 1;
 

@@ -68,7 +68,7 @@ impl PageNeed {
         // A sequence that is extended beyond its window holds the old window while the new one is computed.
         let window = windows.recent.saturating_add(1);
         let exact = window.saturating_mul(2).saturating_add(windows.sink).min(pages);
-        let history = pages.saturating_sub(windows.sink).saturating_sub(window);
+        let (_, history) = windows.pages(tokens);
         // For the tree the window is sealed early, and the tree may have a page of it that the sequence seals again.
         let early = if prefix_tree && history > 0 { 2 * window } else { 0 };
         PageNeed { exact, sealed: history + early, scratch: history }

@@ -35,7 +35,8 @@ pub(crate) fn reuse(
     matched: usize,
     warm: impl Fn(usize) -> bool,
 ) -> Reuse {
-    let window = |pages: usize| pages.saturating_sub(windows.recent).max(windows.sink);
+    // First page that a row after so many pages reads in bf16, sinks aside.
+    let window = |pages: usize| windows.history(pages, usize::MAX, 0).end;
     let pages = match policy {
         TailPolicy::Sealed => matched,
         // Rows after the hit get their whole window: what is there, and from the first gap on what is computed again.

@@ -164,6 +164,12 @@ impl<B: Backend> LoadedModel<B> {
 
     /// The tokens of a chat, rendered with the model's template, up to where the model answers.
     pub fn encode_chat(&self, messages: &[serde_json::Value]) -> Result<Vec<u32>, ChatError<'_>> {
+        let text = self.render_chat(messages)?;
+        Ok(self.tokenizer.encode_with_special_tokens_parsed(&text, false)?)
+    }
+
+    /// The text of a chat, rendered with the model's template, up to where the model answers.
+    pub fn render_chat(&self, messages: &[serde_json::Value]) -> Result<String, ChatError<'_>> {
         let template = self.chat_template().map_err(ChatError::Template)?;
         let tokenizer = &self.tokenizer;
         let token_text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id)).transpose();
@@ -175,8 +181,7 @@ impl<B: Backend> LoadedModel<B> {
             eos_token: &eos_token,
             ..RenderOptions::default()
         };
-        let text = template.render(messages, &options)?;
-        Ok(tokenizer.encode_with_special_tokens_parsed(&text, false)?)
+        Ok(template.render(messages, &options)?)
     }
 
     /// Whether the model ends its turn with this token.

@@ -182,7 +182,7 @@ impl Recipe {
             RopeLayout::Interleaved => zoo::interleaved::from_interleaved(&file, config.rope.rotary_dim),
         };
         zoo::safetensors::write(output, &file)?;
-        let beside = output.with_extension("certificate.json");
+        let beside = output.with_extension(zoo::resolve::CERTIFICATE_ENDING);
         let text = serde_json::to_string_pretty(&certificate).map_err(Failure::new)?;
         fs::write(&beside, text).map_err(|error| Failure::new(format!("{}: {error}", beside.display())))?;
         checkpoint.remove();

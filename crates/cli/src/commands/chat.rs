@@ -6,12 +6,16 @@ use std::ops::ControlFlow;
 use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
 use oscar_kernels::cpu::CpuBackend;
+use oscar_model::text::RememberedText;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
 use crate::conversation::{Conversation, required_template};
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
+
+/// Text and ids of the conversation that are kept; no context is longer.
+const MEMORY_BYTES: usize = 64 << 20;
 
 const HELP: &str = "\
 /help   this text
@@ -53,7 +57,11 @@ impl ChatArguments {
         let engine = self.engine.load(&self.model)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
-        let mut conversation = Conversation::new(self.system.as_deref());
+        let mut chat = Chat {
+            engine,
+            conversation: Conversation::new(self.system.as_deref()),
+            memory: RememberedText::new(MEMORY_BYTES),
+        };
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
             sampling: self.sampling.options(0.7, 0.9),
@@ -69,15 +77,16 @@ impl ChatArguments {
                 "/help" => eprintln!("{HELP}"),
                 "/exit" | "/quit" => break,
                 "/reset" => {
-                    conversation.reset();
-                    engine.reset();
+                    chat.conversation.reset();
+                    chat.memory.clear();
+                    chat.engine.reset();
                     eprintln!("The conversation is forgotten.");
                 }
                 command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
-                text => match turn(&engine, &mut conversation, text, &options) {
+                text => match chat.turn(text, &options) {
                     // A question that does not fit is no reason to end a conversation.
                     Err(failure @ Failure::Error { .. }) if terminal => {
-                        conversation.take_back();
+                        chat.conversation.take_back();
                         failure.report();
                         eprintln!("Type /reset to start again.");
                     }
@@ -114,30 +123,43 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
     })
 }
 
-/// One question and its answer. On failure the question is still in the conversation.
-fn turn(
-    engine: &Engine<CpuBackend>,
-    conversation: &mut Conversation,
-    question: &str,
-    options: &GenerateOptions,
-) -> Result<(), Failure> {
-    conversation.ask(question);
-    let ids = conversation.encode(engine.model())?;
-    let watch = Watch::new();
-    let mut answer = String::new();
-    let mut written: io::Result<()> = Ok(());
-    let summary = engine.generate(&ids, options, |event| {
-        if let Some(piece) = event.text() {
-            written = show(piece);
-            answer.push_str(piece);
-        }
-        if watch.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })?;
-    written?;
-    show("\n")?;
-    conversation.answer(&answer);
-    eprintln!("{}", status(&summary, engine.context()));
-    Ok(())
+/// A conversation with an engine.
+struct Chat {
+    engine: Engine<CpuBackend>,
+    conversation: Conversation,
+    /// The ids of what was said, so that every turn finds the pages of the turns before it.
+    memory: RememberedText,
+}
+
+impl Chat {
+    /// One question and its answer. On failure the question is still in the conversation.
+    fn turn(&mut self, question: &str, options: &GenerateOptions) -> Result<(), Failure> {
+        let Chat { engine, conversation, memory } = self;
+        conversation.ask(question);
+        let text = conversation.render(engine.model())?;
+        let tokenizer = engine.model().tokenizer();
+        let prompt = memory.encode(tokenizer, "", &text)?.ids;
+        let watch = Watch::new();
+        let mut answer = String::new();
+        let mut written: io::Result<()> = Ok(());
+        let summary = engine.generate(&prompt, options, |event| {
+            if let Some(piece) = event.text() {
+                written = show(piece);
+                answer.push_str(piece);
+            }
+            if watch.caught() || written.is_err() {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
+        })?;
+        written?;
+        show("\n")?;
+        conversation.answer(&answer);
+        memory.remember(tokenizer, "", &text, &prompt, &summary.tokens)?;
+        eprintln!("{}", status(&summary, engine.context()));
+        Ok(())
+    }
 }
 
 fn show(text: &str) -> io::Result<()> {
@@ -157,9 +179,11 @@ fn status(summary: &Summary, context: usize) -> String {
         FinishReason::Cancelled => ", interrupted",
     };
     format!(
-        "[{} tokens{speed}, first after {:.2} s, context {used}/{context}{ended}]",
+        "[{} tokens{speed}, first after {:.2} s, context {used}/{context}, {} of {} prompt tokens cached{ended}]",
         summary.tokens.len(),
-        summary.first_token.as_secs_f64()
+        summary.first_token.as_secs_f64(),
+        summary.cached_tokens,
+        summary.prompt_tokens
     )
 }
 

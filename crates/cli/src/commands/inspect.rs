@@ -20,8 +20,8 @@ use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json
     oscar inspect smollm2\n  \
     oscar inspect ./model.gguf --memory 24GiB\n  \
     oscar inspect ./folder --json\n\n\
-    Weights are not loaded. Bytes per token count scales and padding; with int2 the most recent pages and the \
-    first one stay in bf16, a fixed cost per sequence that is not counted here.")]
+    Weights are not loaded. Bytes per token count scales and padding; of all but bf16 the most recent pages and \
+    the first one stay in bf16, a fixed cost per sequence that is not counted here.")]
 pub(crate) struct InspectArguments {
     #[command(flatten)]
     model: ModelArguments,
@@ -51,8 +51,13 @@ impl InspectArguments {
         let files = ModelFiles::open(&path)?;
         let config = files.config();
         let summary = files.tensors().summary();
-        let costs = [("bf16", PageFormat::Bf16), ("int2", PageFormat::Int2 { groups: 1 })]
-            .map(|(kv, format)| cache_cost(config, kv, format, self.memory));
+        let formats = [
+            ("bf16", PageFormat::Bf16),
+            ("fp8", PageFormat::Fp8),
+            ("int4", PageFormat::Int4 { groups: 1 }),
+            ("int2", PageFormat::Int2 { groups: 1 }),
+        ];
+        let costs = formats.map(|(kv, format)| cache_cost(config, kv, format, self.memory));
         if self.json {
             let model = description(&self.model.model, &path, &files, &summary);
             return print_json(costs.iter().map(|cost| {

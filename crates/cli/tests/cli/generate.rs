@@ -32,7 +32,8 @@ fn greedy_text_is_the_same_from_a_prompt_and_from_standard_input() {
         let arguments = ["generate", text(&model), "--max-tokens", "24"];
         let first = machine.run([&arguments[..], &["--prompt", "hello world"]].concat()).success();
         assert!(first.stdout.len() > 1 && first.stdout.ends_with('\n'), "{first:?}");
-        assert_eq!(first.stderr, "");
+        let said = "KV cache: bf16, 16.00 bits per element, room for ";
+        assert!(first.stderr.starts_with(said) && first.stderr.lines().count() == 1, "{first:?}");
         let again = machine.run_with_input(&arguments, b"hello world\n").success();
         assert_eq!(first.stdout, again.stdout, "{}", model.display());
     }
@@ -125,10 +126,11 @@ fn models_are_inspected_without_loading() {
             (row["kv"].as_str().expect("kv"), number("bytes_per_token"), number("tokens"))
         })
         .collect();
-    // 2 layers of 2 KV heads; 16 channels in bf16, padded to 32 in 2 bits, plus 8 bytes of scales.
-    let (bf16, int2) = (2 * 2 * 2 * 16 * 2, 2 * 2 * (2 * 32 / 4 + 8));
-    let fit = |bytes: u64| (1 << 20) / (64 * bytes) * 64;
-    assert_eq!(costs, [("bf16", bf16, fit(bf16)), ("int2", int2, fit(int2))]);
+    // 2 layers of 2 KV heads, 16 channels; all but bf16 are padded to 32, with 8 bytes of scales, fp8 with 4.
+    let (bf16, fp8) = (2 * 2 * 2 * 16 * 2, 2 * 2 * (2 * 32 + 4));
+    let (int4, int2) = (2 * 2 * (2 * 32 / 2 + 8), 2 * 2 * (2 * 32 / 4 + 8));
+    let expected = [("bf16", bf16), ("fp8", fp8), ("int4", int4), ("int2", int2)];
+    assert_eq!(costs, expected.map(|(name, bytes)| (name, bytes, (1 << 20) / (64 * bytes) * 64)));
     assert_eq!(rows[0]["family"], "qwen2");
     assert_eq!(rows[0]["dtypes"]["Q8_0"]["tensors"], 14);
     let table = machine.run(["inspect", text(&fixture("qwen3"))]).success().stdout;
@@ -193,6 +195,35 @@ fn a_chat_answers_each_line_of_a_pipe() {
     let unknown = machine.run_with_input(&arguments, b"/restart\n").success();
     assert!(unknown.stderr.contains("Unknown command /restart"), "{unknown:?}");
     machine.run_with_input(&arguments, b"caf\xe9\n").failure(1, &["not UTF-8", "position 3"]);
+}
+
+/// What a random model says is hardly ever what its encoder would write, and is found again all the same, unless it
+/// cannot be said again: half a character, or a control token that is not shown.
+#[test]
+fn a_chat_finds_what_was_said_in_the_cache() {
+    let machine = Machine::new();
+    let model = chat_model(&machine);
+    let number = |line: &str, before: &str| -> usize {
+        let (_, after) = line.split_once(before).unwrap_or_else(|| panic!("{before:?} in {line:?}"));
+        let digits = after.find(|c: char| !c.is_ascii_digit()).unwrap_or(after.len());
+        after[..digits].parse().expect("a number")
+    };
+    let (mut found, mut turns) = (0, 0);
+    for seed in ["1", "2", "3", "4"] {
+        let arguments = ["chat", text(&model), "-n", "24", "--temperature", "3", "--seed", seed];
+        let outcome = machine.run_with_input(&arguments, b"a\nb\nc\nd\n").success();
+        let status: Vec<&str> = outcome.stderr.lines().filter(|line| line.starts_with('[')).collect();
+        assert_eq!(status.len(), 4, "{}", outcome.stderr);
+        for (before, after) in status.iter().zip(&status[1..]) {
+            // The last token of an answer was drawn and not computed.
+            let seen = number(before, "context ") - 1;
+            let cached = number(after, "/256, ");
+            assert!(cached <= number(after, " of "), "{after}");
+            found += usize::from(cached >= seen);
+            turns += 1;
+        }
+    }
+    assert!(found * 3 >= turns * 2, "{found} of {turns} turns found all that was said before them");
 }
 
 #[test]

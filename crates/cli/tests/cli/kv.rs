@@ -1,5 +1,7 @@
 //! Cache types on the command line.
 
+use std::fs;
+
 use crate::support::{Machine, fixture};
 
 fn generate(machine: &Machine, options: &[&str]) -> crate::support::Outcome {
@@ -63,6 +65,99 @@ fn what_makes_no_sense_is_refused() {
     generate(&machine, &layers).failure_after_notice(&["99"]);
     // This model's context is too short to calibrate on; another file must be given.
     generate(&machine, &["--kv-cache-dtype", "int2"]).failure_after_notice(&["--kv-cache-dtype"]);
+}
+
+#[test]
+fn options_without_effect_are_named() {
+    let machine = Machine::new();
+    let notice = |options: &[&str]| {
+        let outcome = generate(&machine, options).success();
+        let lines = outcome.stderr.lines().filter(|line| line.contains("no effect"));
+        lines.map(|line| line.split_once("WARN").expect("a warning").1.to_owned()).collect::<Vec<_>>()
+    };
+    let clips = ["--k-clip", "0.9", "--v-clip", "0.9"];
+    let lines = notice(&[&clips[..], &["--kv-cache-dtype", "int4"]].concat());
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].contains("--k-clip, --v-clip have no effect on a KV cache of type int4"), "{lines:?}");
+    // What auto came to is what counts.
+    let lines = notice(&["--kv-encoder", "paper", "--recent-tokens", "128"]);
+    assert!(lines[0].contains("--kv-encoder, --recent-tokens have no effect on a KV cache of type bf16"));
+    assert_eq!(notice(&["--kv-cache-dtype", "int4", "--kv-bf16-layers", "0", "--sink-tokens", "0"]), [""; 0]);
+    let both = generate(&machine, &["--deterministic", "--prefill", "exact"]);
+    both.failure(1, &["--prefill exact contradicts --deterministic", "fix: "]);
+}
+
+#[test]
+fn a_cache_says_at_the_start_what_it_is() {
+    let machine = Machine::new();
+    let line = |options: &[&str]| {
+        let outcome = generate(&machine, options).success();
+        let line = outcome.stderr.lines().find(|line| line.starts_with("KV cache: ")).map(str::to_owned);
+        (line.expect("a line"), outcome.stderr)
+    };
+    let (fp8, log) = line(&["--kv-cache-dtype", "fp8", "--sink-tokens", "0", "--recent-tokens", "0"]);
+    // Three of four pages sealed: 32 channels of 8 bits with a scale of 16, after 16 of bf16.
+    assert_eq!(
+        fp8,
+        "KV cache: fp8, mean keys estimated, 10.38 bits per element, room for 426 tokens, 256 in one sequence"
+    );
+    assert!(!log.contains("prefill scratch"), "the table is for those who ask");
+    let (_, log) = line(&["--kv-cache-dtype", "fp8", "--log-level", "info"]);
+    assert!(log.contains("prefill scratch") && log.contains("bits per element"), "{log}");
+    assert!(!log.contains("shortened"), "{log}");
+    let (_, log) = line(&["--kv-memory", "100KiB"]);
+    assert!(log.contains("context shortened from 256 to ") && log.contains("--kv-memory"), "{log}");
+    // Whoever chooses a context that fits has no need to be told.
+    let (_, log) = line(&["--kv-memory", "100KiB", "--context", "64"]);
+    assert!(!log.contains("shortened"), "{log}");
+}
+
+/// Rotations of the tiny model in the cache, with a certificate of our choice.
+#[test]
+fn a_certificate_that_failed_is_heard() {
+    let machine = Machine::new();
+    let model = fixture("qwen2-tied");
+    let model = model.to_str().expect("path");
+    let data = machine.path("text.txt");
+    fs::write(&data, "the river and the stone and a lamp in winter ".repeat(120)).expect("text");
+    let calibrate =
+        ["calibrate", model, "--tokens", "256", "--sink-tokens", "8", "--recent-tokens", "32", "--data"];
+    machine.run(calibrate.iter().copied().chain([data.to_str().expect("path")])).success();
+    let folder = machine.path("cache/rotations");
+    let files = fs::read_dir(&folder).expect("rotations").map(|file| file.expect("file").path());
+    let certificate = files
+        .into_iter()
+        .find(|path| path.to_str().is_some_and(|path| path.ends_with(".certificate.json")))
+        .expect("a certificate");
+    let verdict = |verdict: &str| {
+        let text = fs::read_to_string(&certificate).expect("certificate");
+        let mut value: serde_json::Value = serde_json::from_str(&text).expect("certificate");
+        value["verdict"] = verdict.into();
+        value["reason"] = "because of this test; use int4 or fp8".into();
+        fs::write(&certificate, value.to_string()).expect("certificate");
+    };
+    let run = |kv: &str| {
+        let arguments = ["generate", model, "--prompt", "hello", "-n", "4", "--json", "--kv-cache-dtype", kv];
+        let outcome = machine.run(arguments).success();
+        (outcome.json()["rows"][0]["kv"].as_str().expect("kv").to_owned(), outcome.stderr)
+    };
+    verdict("good");
+    let (kv, log) = run("auto");
+    assert!(kv == "int2" && !log.contains("advises"), "{kv}: {log}");
+    assert!(log.contains("KV cache: int2, encoder auto, rotations qwen2-tied"), "{log}");
+    verdict("bad");
+    let (kv, log) = run("auto");
+    assert!(
+        kv == "int4" && log.contains("advises against int2, so the cache is int4: because"),
+        "{kv}: {log}"
+    );
+    let (kv, log) = run("int2");
+    assert!(kv == "int2" && log.contains("advises against int2: because"), "{kv}: {log}");
+    assert!(!run("fp8").1.contains("advises"));
+    // One that cannot be read says nothing about the rotations.
+    fs::write(&certificate, "{").expect("certificate");
+    let (kv, log) = run("auto");
+    assert!(kv == "int2" && log.contains("passed over"), "{kv}: {log}");
 }
 
 #[test]

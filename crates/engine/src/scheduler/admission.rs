@@ -110,7 +110,7 @@ impl<B: Backend> Scheduler<B> {
     fn begin_answers(&mut self, prefill: Prefill<B>) {
         let (job, mut sequence) = self.abandon(prefill);
         let Job { id, arrival, salt, sink, output, choices, tokens, segments, next, .. } = job;
-        let sound = if output.options().keep_open {
+        let sound = if output.keep_open {
             self.ledger.insert(&sequence, false);
             true
         } else {

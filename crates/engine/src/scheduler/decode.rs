@@ -207,7 +207,7 @@ impl<B: Backend> Scheduler<B> {
         let (tokens, segments) = running.history();
         let Running { id, sink, output, mut sequence, .. } = running;
         let salt = sequence.salt();
-        let sequence = if output.options().keep_open {
+        let sequence = if output.keep_open {
             Some(sequence)
         } else {
             self.insert(&mut sequence, true);

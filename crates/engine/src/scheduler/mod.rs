@@ -41,6 +41,8 @@ pub(crate) enum Command {
     Append(Box<Submitted>),
     Cancel(u64),
     Close(u64),
+    /// End the request when its present answer ends.
+    Detach(u64),
     /// Forget the prefix tree; answered when done.
     Flush(Sender<()>),
     /// Statistics as of now.
@@ -194,9 +196,15 @@ impl<B: Backend> Scheduler<B> {
             Command::Cancel(id) => self.cancel(id),
             Command::Close(id) => {
                 self.cancel(id);
-                if let Some(sequence) = self.kept.remove(&id).and_then(|kept| kept.sequence) {
-                    self.retire(sequence);
-                }
+                self.close_kept(id);
+            }
+            Command::Detach(id) => {
+                let waiting = self.waiting.iter_mut();
+                let jobs = waiting.chain(self.prefill.as_mut().map(|prefill| &mut prefill.job));
+                jobs.filter(|job| job.id == id).for_each(|job| job.output.keep_open = false);
+                let running = self.running.iter_mut().filter(|running| running.id == id);
+                running.for_each(|running| running.output.keep_open = false);
+                self.close_kept(id);
             }
             Command::Flush(done) => {
                 self.ledger.flush();
@@ -208,6 +216,12 @@ impl<B: Backend> Scheduler<B> {
             Command::Stop => return false,
         }
         true
+    }
+
+    fn close_kept(&mut self, id: u64) {
+        if let Some(sequence) = self.kept.remove(&id).and_then(|kept| kept.sequence) {
+            self.retire(sequence);
+        }
     }
 
     fn submit(&mut self, submitted: Submitted) {
@@ -315,7 +329,7 @@ impl<B: Backend> Scheduler<B> {
         self.end(id, &sink, &output, FinishReason::Cancelled, kept);
     }
 
-    /// Keeps or closes a sequence and tells that an answer has ended. What is kept stays under the salt it was begun
+    /// Keeps or retires a sequence and tells that an answer has ended. What is kept stays under the salt it was begun
     /// with, whatever a continuation says.
     fn end(&mut self, id: u64, sink: &SharedSink, output: &Output, finish: FinishReason, kept: Kept) {
         self.crowded = false;
@@ -324,10 +338,10 @@ impl<B: Backend> Scheduler<B> {
             _ => &mut self.counters.finished,
         };
         *counter += 1;
-        if output.options().keep_open {
+        if output.keep_open {
             self.kept.insert(id, kept);
         } else if let Some(sequence) = kept.sequence {
-            self.ledger.close(sequence);
+            self.retire(sequence);
         }
         let summary = Box::new(output.summary(finish));
         sink.send(Event::Finished { choice: output.choice, summary });

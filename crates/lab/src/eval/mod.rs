@@ -7,6 +7,7 @@
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
 //! | [`ablation`] | the published recipe with one part changed |
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
+//! | [`served`] | answers of the engine, with the cache that serves |
 //! | [`tasks`] | multiple choice, maths and code |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
@@ -19,10 +20,14 @@ pub mod history;
 pub mod needle;
 pub mod report;
 pub mod retrieval;
+pub mod served;
 pub mod tasks;
 pub mod text;
 
+use std::sync::Arc;
+
 use oscar_codec::CodecError;
+use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
 use oscar_model::text::TextError;
 
@@ -53,6 +58,8 @@ pub enum EvalError {
     Kernel(#[from] KernelError),
     #[error(transparent)]
     Text(#[from] TextError),
+    #[error("{0}")]
+    Engine(Arc<EngineError>),
     #[error(transparent)]
     Calibrate(Box<CalibrateError>),
     #[error(transparent)]
@@ -69,5 +76,11 @@ impl From<CalibrateError> for EvalError {
 impl From<ZooError> for EvalError {
     fn from(error: ZooError) -> EvalError {
         EvalError::Zoo(Box::new(error))
+    }
+}
+
+impl From<EngineError> for EvalError {
+    fn from(error: EngineError) -> EvalError {
+        EvalError::Engine(Arc::new(error))
     }
 }

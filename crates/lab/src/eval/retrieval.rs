@@ -1,12 +1,15 @@
-//! Needles answered by a model: one exact prefill of the context, one greedy answer per codec.
+//! Needles answered by a model: greedy answers of every codec to one exact prefill, or of a cache that serves.
 
 use oscar_codec::{CacheCodec, Windows};
+use oscar_kernels::Backend;
+use oscar_model::LoadedModel;
 use serde_json::json;
 
 use super::EvalError;
 use super::evaluator::Evaluator;
 use super::history::Reading;
 use super::needle::{NeedlePrompt, score};
+use super::served::ServedCache;
 
 /// Tokens of an answer for each number asked for: a 7-digit number may be seven tokens, with words around it.
 const ANSWER_TOKENS: usize = 20;
@@ -21,8 +24,10 @@ pub struct NeedleTokens {
 
 impl NeedleTokens {
     /// Renders a prompt with the chat template of the model, or as plain text if it has none.
-    pub fn encode(evaluator: &Evaluator, prompt: &NeedlePrompt) -> Result<NeedleTokens, EvalError> {
-        let model = evaluator.model();
+    pub fn encode<B: Backend>(
+        model: &LoadedModel<B>,
+        prompt: &NeedlePrompt,
+    ) -> Result<NeedleTokens, EvalError> {
         let encode = |question: &str, lead_in: &str| -> Result<Vec<u32>, EvalError> {
             let text = format!("{}{question}", prompt.context);
             if model.chat_template().is_err() {
@@ -47,7 +52,7 @@ impl NeedleTokens {
     }
 }
 
-/// The share of numbers found, for each codec. The context is computed once.
+/// The share of numbers found and what was said, for each codec. The context is computed once.
 pub fn retrieve(
     evaluator: &mut Evaluator,
     prompt: &NeedlePrompt,
@@ -55,7 +60,7 @@ pub fn retrieve(
     windows: Windows,
     progress: impl FnMut(usize),
 ) -> Result<Vec<(f64, String)>, EvalError> {
-    let tokens = NeedleTokens::encode(evaluator, prompt)?;
+    let tokens = NeedleTokens::encode(evaluator.model(), prompt)?;
     evaluator.prefill(&tokens.context, progress)?;
     codecs
         .iter()
@@ -68,8 +73,29 @@ pub fn retrieve(
                 reading,
                 NeedleTokens::tokens_for(prompt.answers.len()),
             )?;
-            let text = evaluator.model().tokenizer().decode(&answer, true)?;
-            Ok((score(&text, &prompt.answers), text))
+            graded(evaluator.model(), &answer, prompt)
         })
         .collect()
+}
+
+/// The share of numbers found and what was said with a cache that serves.
+pub fn retrieve_served(
+    served: &ServedCache,
+    prompt: &NeedlePrompt,
+    progress: impl FnMut(usize),
+) -> Result<(f64, String), EvalError> {
+    let model = served.engine().model();
+    let tokens = NeedleTokens::encode(model, prompt)?;
+    let most = NeedleTokens::tokens_for(prompt.answers.len());
+    let answer = served.answer(&tokens.context, &tokens.question, &[], most, progress)?;
+    graded(model, &answer, prompt)
+}
+
+fn graded<B: Backend>(
+    model: &LoadedModel<B>,
+    answer: &[u32],
+    prompt: &NeedlePrompt,
+) -> Result<(f64, String), EvalError> {
+    let text = model.tokenizer().decode(answer, true)?;
+    Ok((score(&text, &prompt.answers), text))
 }

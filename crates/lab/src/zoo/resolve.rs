@@ -1,6 +1,7 @@
 //! From a model to rotations that fit it: the user's own first, then those that ship with the program.
 
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use oscar_codec::KvGeometry;
@@ -10,9 +11,16 @@ use super::error::ZooError;
 use super::rotation::{Header, RotationFile};
 use super::safetensors;
 use super::shipped::{SHIPPED, Shipped};
+use crate::calibrate::Certificate;
 
 /// Files looked at in the cache folder; more are not ours.
 const CACHE_LIMIT: usize = 4096;
+
+/// What the name of a certificate ends in, instead of the ending of the rotations.
+pub const CERTIFICATE_ENDING: &str = "certificate.json";
+
+/// Bytes read of a certificate; that of a model with thousands of heads has a few MB.
+const CERTIFICATE_LIMIT: u64 = 64 << 20;
 
 /// Where rotations are kept: a folder of the cache.
 pub fn cache_folder(settings: &Settings) -> PathBuf {
@@ -53,6 +61,26 @@ impl Available {
             }
         }
     }
+}
+
+impl Available {
+    /// What calibration said of them; `None` if nobody knows.
+    pub fn certificate(&self) -> Option<Certificate> {
+        match &self.origin {
+            Origin::Cached(path) => certificate_beside(path),
+            Origin::Shipped(shipped) => shipped.certificate(),
+        }
+    }
+}
+
+/// The certificate that lies beside a rotation file. One that cannot be read is passed over with a warning.
+pub fn certificate_beside(rotations: &Path) -> Option<Certificate> {
+    let path = rotations.with_extension(CERTIFICATE_ENDING);
+    let file = fs::File::open(&path).ok()?;
+    let mut text = String::new();
+    let read = file.take(CERTIFICATE_LIMIT).read_to_string(&mut text).map_err(|error| error.to_string());
+    let parsed = read.and_then(|_| serde_json::from_str(&text).map_err(|error| error.to_string()));
+    parsed.map_err(|error| tracing::warn!("{}: passed over: {error}", path.display())).ok()
 }
 
 /// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::atomic::write_atomically;
 use super::error::ZooError;
+use crate::calibrate::Certificate;
 
 /// A rotation file inside the program.
 #[derive(Clone, Copy, Debug)]
@@ -13,20 +14,30 @@ pub struct Shipped {
     pub name: &'static str,
     /// The file.
     pub bytes: &'static [u8],
+    /// The certificate that lies beside it, as JSON.
+    pub certificate: &'static str,
+}
+
+impl Shipped {
+    /// What calibration said of it.
+    pub fn certificate(&self) -> Option<Certificate> {
+        serde_json::from_str(self.certificate).ok()
+    }
+}
+
+macro_rules! shipped {
+    ($name:literal) => {
+        Shipped {
+            name: $name,
+            bytes: include_bytes!(concat!("../../../../zoo/", $name, ".safetensors")),
+            certificate: include_str!(concat!("../../../../zoo/", $name, ".certificate.json")),
+        }
+    };
 }
 
 /// All of them.
-pub const SHIPPED: &[Shipped] = &[
-    Shipped { name: "smollm2", bytes: include_bytes!("../../../../zoo/smollm2.safetensors") },
-    Shipped {
-        name: "qwen2.5-coder-0.5b",
-        bytes: include_bytes!("../../../../zoo/qwen2.5-coder-0.5b.safetensors"),
-    },
-    Shipped {
-        name: "qwen2.5-coder-1.5b",
-        bytes: include_bytes!("../../../../zoo/qwen2.5-coder-1.5b.safetensors"),
-    },
-];
+pub const SHIPPED: &[Shipped] =
+    &[shipped!("smollm2"), shipped!("qwen2.5-coder-0.5b"), shipped!("qwen2.5-coder-1.5b")];
 
 /// The rotations for a model of the catalogue.
 pub fn find(name: &str) -> Option<&'static Shipped> {
@@ -41,6 +52,7 @@ pub fn write(shipped: &Shipped, path: &Path) -> Result<(), ZooError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calibrate::Verdict;
     use crate::zoo::{safetensors, verify};
 
     #[test]
@@ -54,6 +66,8 @@ mod tests {
             file.check_orthogonal(Path::new(shipped.name)).expect("rotations");
             assert!(file.header.model_fingerprint.is_some(), "{}", shipped.name);
             assert!(verify::verify(&file).is_sound(), "{}", shipped.name);
+            let certificate = shipped.certificate().expect("a certificate");
+            assert_ne!(certificate.verdict, Verdict::Bad, "{}", shipped.name);
         }
     }
 }

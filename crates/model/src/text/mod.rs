@@ -3,7 +3,7 @@
 //! A model file carries its vocabulary either as a `tokenizer.json` or as GGUF metadata; both become one
 //! [`Tokenizer`]. Every token also has its raw bytes in a table, so decoding is a table walk that never has to
 //! look at more than the newest token ([`StreamDecoder`]). [`ChatTemplate`] turns a conversation into the exact
-//! prompt text the model was trained on.
+//! prompt text the model was trained on, and [`RememberedText`] keeps the ids of what was said in it.
 
 mod added;
 mod byte_level;
@@ -12,6 +12,7 @@ mod error;
 mod operators;
 mod pieces;
 mod python_format;
+mod remembered;
 mod render;
 mod render_limits;
 mod sentence_piece;
@@ -23,6 +24,7 @@ mod vocabulary;
 
 pub use chat_template::{ChatTemplate, RenderOptions};
 pub use error::TextError;
+pub use remembered::{RememberedIds, RememberedText};
 pub use stream::StreamDecoder;
 pub use tokenizer::Tokenizer;
 pub use vocabulary::GgufVocabulary;

@@ -7,16 +7,16 @@ use clap::Args;
 use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Report;
-use oscar_lab::bench::{LongContext, LongContextRow, SharedPrefix, long_context, shared_prefix};
+use oscar_lab::bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
 use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
 use super::tokens;
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
-use crate::kv::KvArguments;
-use crate::lab::Subject;
-use crate::loading::EngineArguments;
+use crate::kv::{KvArguments, warn_without_effect};
+use crate::lab::{Steps, Subject};
+use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
 
 /// Decode speed and memory at long contexts, and requests with a common prefix, for several cache types.
@@ -91,27 +91,49 @@ fn weight_bytes(path: &Path) -> u64 {
         .sum()
 }
 
+/// Shows what is being done, with a bar for each part.
+fn show(steps: &mut Option<(String, Steps)>, stage: Stage<'_>) {
+    let (label, done, total) = match stage {
+        Stage::Filling { kv, done, total } => (format!("{kv}: reading {total} tokens"), done, total),
+        Stage::Decoding { done, total } => (format!("decoding {total} times in turn"), done, total),
+    };
+    if steps.as_ref().is_none_or(|(shown, _)| *shown != label) {
+        if let Some((_, steps)) = steps.take() {
+            steps.finish();
+        }
+        *steps = Some((label.clone(), Steps::new(&label, total)));
+    }
+    if let Some((_, steps)) = steps {
+        steps.set(done);
+    }
+}
+
 impl EngineBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
         let arguments = EngineArguments { context: None, threads: self.threads, kv: self.cache.clone() };
+        let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
+        warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
         let subject = arguments.load_model(&self.model)?;
         let weight_bytes = weight_bytes(self.model.resolve()?.path());
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
-            let mut first: Option<LongContextRow> = None;
-            for &kind in &self.kv {
-                let needed = context + self.gen_tokens + 1;
-                let engine = self.engine(&arguments, &subject, kind, needed, 1, true)?;
-                let bench =
-                    LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
-                let row = long_context(&engine, &bench, first.as_ref())?;
+            let needed = context + self.gen_tokens + 1;
+            let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
+            let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
+            let bench =
+                LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
+            let mut steps = None;
+            let rows = long_context(&engines, &bench, |stage| show(&mut steps, stage))?;
+            if let Some((_, steps)) = steps {
+                steps.finish();
+            }
+            for row in rows {
                 self.push(&mut long, &row)?;
-                first.get_or_insert(row);
             }
         }
         if self.requests > 0 {
             for &kind in &self.kv {
-                self.shared_prefixes(&arguments, &subject, kind, &mut shared)?;
+                self.shared_prefixes(&subject, kind, &mut shared)?;
             }
         }
         if self.json {
@@ -148,14 +170,13 @@ impl EngineBenchArguments {
 
     fn shared_prefixes(
         &self,
-        arguments: &EngineArguments,
         subject: &Subject,
         kind: CacheType,
         report: &mut Report,
     ) -> Result<(), Failure> {
         let context = self.prefix_tokens + self.suffix_tokens + self.output_tokens;
         for prefix_tree in [true, false] {
-            let engine = self.engine(arguments, subject, kind, context, self.requests, prefix_tree)?;
+            let engine = self.engine(subject, kind, context, self.requests, prefix_tree)?;
             for interval in [0, self.interval_ms] {
                 let bench = SharedPrefix {
                     requests: self.requests,
@@ -174,20 +195,20 @@ impl EngineBenchArguments {
     /// An engine with room for `running` sequences of `context` tokens.
     fn engine(
         &self,
-        arguments: &EngineArguments,
         subject: &Subject,
         kind: CacheType,
         context: usize,
         running: usize,
         prefix_tree: bool,
     ) -> Result<Engine<CpuBackend>, Failure> {
-        let mut kv = self.cache.of_type(kind).options(subject)?;
+        let settled = self.cache.of_type(kind).settle_quietly(subject)?;
+        let mut kv = settled.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;
         let mut options = EngineOptions {
             context: Some(context),
             max_running: running,
             kv,
-            deterministic: self.cache.deterministic,
+            deterministic: self.cache.cache.deterministic,
             ..EngineOptions::default()
         };
         if running > 1 && options.kv.memory.is_none() {
@@ -195,7 +216,7 @@ impl EngineBenchArguments {
             let alone = Engine::new(subject.model.clone(), &options)?.budget().total_bytes();
             options.kv.memory = Some(alone * running);
         }
-        arguments.start(subject, &options)
+        start(subject, &options, &settled)
     }
 
     fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {

@@ -4,6 +4,7 @@ mod ablation;
 mod kl;
 mod niah;
 mod report;
+mod served;
 mod tasks;
 
 use clap::{Args, Subcommand};

@@ -4,20 +4,19 @@ use std::fs;
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_codec::CacheCodec;
 use oscar_lab::Report;
-use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
 use oscar_lab::eval::report::{heat_map_svg, needle_maps};
-use oscar_lab::eval::retrieval::{NeedleTokens, retrieve};
+use oscar_lab::eval::retrieval::{NeedleTokens, retrieve, retrieve_served};
 use oscar_lab::eval::text::mix;
 use serde_json::json;
 
+use super::served::{ReaderArguments, Readers};
 use crate::arguments::positive;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, ReadingArguments, Steps, Subject};
+use crate::lab::{LabArguments, Steps, Subject, check_context};
 use crate::output::print_text;
 
 /// Tokens a chat template may add around a prompt.
@@ -27,20 +26,19 @@ const TEMPLATE_TOKENS: usize = 96;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     oscar eval niah smollm2 --lengths 4k,8k --keys 1 --kv bf16,int2,int2:paper\n  \
+    oscar eval niah smollm2 --lengths 4k --kv-cache-dtype bf16,int4,int2\n  \
     oscar eval niah qwen15 --lengths 8k,16k --keys 8 --depths 10,50,90 --svg needles.svg\n  \
     oscar eval niah qwen15 --kind multi-value --haystack book.txt --prompts 4 --json\n\n\
-    The context is computed exactly, once for all codecs; question and answer read it through the codec. Prompts come\n\
-    from the seed, never from the program.")]
+    --kv measures codecs in the lab (bf16, int2 and int2:paper if neither list is given): the context is computed\n\
+    exactly, once for all codecs; question and answer read it through the codec. --kv-cache-dtype measures caches as\n\
+    they are served: the context is a request that is kept open, and the question continues it. bits_per_element is\n\
+    that of history, bits_with_windows that of the whole sequence. Prompts come from the seed, never from the program.")]
 pub(crate) struct NiahArguments {
     #[command(flatten)]
     lab: LabArguments,
 
-    #[arg(long, default_value = "bf16,int2,int2:paper", value_name = "LIST", value_delimiter = ',',
-          help = format!("Codecs, separated by commas: {HELP}"))]
-    kv: Vec<String>,
-
     #[command(flatten)]
-    reading: ReadingArguments,
+    readers: ReaderArguments,
 
     /// Tokens of prompt and answer together; 4k is 4096.
     #[arg(long, default_value = "4k", value_name = "LIST", value_delimiter = ',', value_parser = length)]
@@ -108,9 +106,11 @@ impl NiahArguments {
                     .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?
             }
         };
-        let subject = self.lab.load()?;
-        let codecs = self.reading.codecs(&subject, &self.kv)?;
-        let report = self.measure(&subject, &codecs, &haystack)?;
+        let subject = self.readers.load(&self.lab)?;
+        let longest = self.lengths.iter().copied().max().unwrap_or(1);
+        check_context(&subject, longest)?;
+        let readers = self.readers.readers(&subject, &["bf16", "int2", "int2:paper"], longest)?;
+        let report = self.measure(&subject, &readers, longest, &haystack)?;
         if let Some(path) = &self.svg {
             let rows: Vec<_> = report.rows.iter().collect();
             let title = format!("Needles in a haystack, {}", subject.name);
@@ -120,29 +120,41 @@ impl NiahArguments {
         if self.json {
             return print_text(&report.json());
         }
-        print_text(report.table(&["kv", "needle", "keys", "length", "depth", "prompts", "score"]).trim_end())
+        let columns = [
+            "kv",
+            "bits_per_element",
+            "bits_with_windows",
+            "needle",
+            "keys",
+            "length",
+            "depth",
+            "prompts",
+            "score",
+        ];
+        print_text(report.table(&columns).trim_end())
     }
 
     fn measure(
         &self,
         subject: &Subject,
-        codecs: &[Box<dyn CacheCodec>],
+        readers: &Readers,
+        longest: usize,
         haystack: &Haystack,
     ) -> Result<Report, Failure> {
-        let longest = self.lengths.iter().copied().max().unwrap_or(1);
-        let most = subject.model.config().max_context;
-        if longest > most {
-            return Err(Failure::new(format!("{longest} tokens are more than the {most} of this model"))
-                .with_fix(format!("ask for --lengths of at most {most}")));
-        }
-        let mut evaluator = Evaluator::new(subject.model.clone(), longest)?;
+        let codecs = &readers.codecs;
+        let mut evaluator = match codecs.is_empty() {
+            true => None,
+            false => Some(Evaluator::new(subject.model.clone(), longest)?),
+        };
+        // A codec of the lab reads a context that all of them share; a cache that serves computes its own.
+        let passes = usize::from(evaluator.is_some()) + readers.served.len();
         let tokenizer = subject.model.tokenizer().clone();
         let count = move |text: &str| tokenizer.encode(text, false).map_or(usize::MAX / 2, |ids| ids.len());
         let cells: usize = self.keys.len() * self.depths.len() * self.prompts;
-        let total: usize = self.lengths.iter().map(|length| length * cells).sum();
+        let total: usize = self.lengths.iter().map(|length| length * cells * passes).sum();
         let mut steps = Steps::new("needles", total);
         let watch = Watch::new();
-        let windows = self.reading.windows();
+        let windows = readers.windows;
         let mut report = Report::here();
         let mut done = 0;
         'all: for &length in &self.lengths {
@@ -150,7 +162,7 @@ impl NiahArguments {
                 let kind =
                     self.kind.unwrap_or(if keys > 1 { NeedleKind::MultiKey } else { NeedleKind::Single });
                 for &depth in &self.depths {
-                    let mut sums = vec![0.0; codecs.len()];
+                    let mut sums = vec![0.0; readers.len()];
                     for index in 0..self.prompts {
                         if watch.caught() {
                             // A cell that is not complete is not reported.
@@ -176,25 +188,30 @@ impl NiahArguments {
                         options.tokens = length.saturating_sub(reserved);
                         let prompt = build(&options, haystack, &count).map_err(Failure::new)?;
                         steps.say(&format!("{length} tokens, {keys} keys, depth {depth} %"));
-                        let scores = retrieve(&mut evaluator, &prompt, codecs, windows, |tokens| {
-                            steps.set(done + tokens)
-                        })?;
-                        for ((sum, codec), (score, text)) in sums.iter_mut().zip(codecs).zip(&scores) {
-                            tracing::info!(
-                                "{}: {score} {:?} wanted {:?}",
-                                codec.name(),
-                                text,
-                                prompt.answers
-                            );
-                            *sum += score;
+                        let mut scores = Vec::new();
+                        if let Some(evaluator) = &mut evaluator {
+                            scores = retrieve(evaluator, &prompt, codecs, windows, |tokens| {
+                                steps.set(done + tokens)
+                            })?;
+                            done += length;
                         }
-                        done += length;
+                        for served in &readers.served {
+                            scores.push(retrieve_served(served, &prompt, |tokens| steps.set(done + tokens))?);
+                            done += length;
+                        }
+                        for (reader, (score, text)) in scores.into_iter().enumerate() {
+                            let wanted = &prompt.answers;
+                            tracing::info!("{}: {score} {text:?} wanted {wanted:?}", readers.name(reader));
+                            sums[reader] += score;
+                        }
                     }
-                    for (codec, sum) in codecs.iter().zip(sums) {
+                    for (reader, sum) in sums.into_iter().enumerate() {
                         report.push(json!({
                             "kind": "niah",
                             "model": subject.name,
-                            "kv": codec.name(),
+                            "kv": readers.name(reader),
+                            "bits_per_element": readers.history_bits(reader),
+                            "bits_with_windows": readers.bits_at(reader, length),
                             "needle": kind.name(),
                             "keys": keys,
                             "length": length,

@@ -6,9 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use oscar_codec::{CacheCodec, Windows};
 use oscar_lab::Report;
-use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::tasks::{
@@ -18,11 +16,12 @@ use oscar_lab::eval::tasks::{
 use oscar_model::source::{FetchPolicy, Settings, SourceError};
 use serde_json::json;
 
+use super::served::{ReaderArguments, Readers};
 use crate::arguments::{byte_size, positive};
 use crate::conversation::Conversation;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, ReadingArguments, Steps, Subject};
+use crate::lab::{LabArguments, Steps, Subject};
 use crate::output::print_text;
 use crate::progress::DownloadProgress;
 
@@ -30,11 +29,13 @@ use crate::progress::DownloadProgress;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     oscar eval tasks smollm2 --task math500 --limit 50 --kv bf16,int2\n  \
+    oscar eval tasks smollm2 --task math500 --limit 50 --kv-cache-dtype bf16,int4,int2\n  \
     oscar eval tasks qwen15 --task humaneval --allow-code-execution --log answers.jsonl\n  \
     oscar eval tasks qwen15 --task gpqa --data gpqa_diamond.jsonl --json\n\n\
     humaneval and math500 are fetched by package name; gpqa and aime need --data. Files are JSONL (or .jsonl.gz) in\n\
-    the layout their authors publish. The prompt is computed exactly once for all codecs; the answer reads it\n\
-    through the codec, outside of the windows. Answers are greedy.\n\n\
+    the layout their authors publish. --kv measures codecs in the lab (bf16 and int2 if neither list is given): the\n\
+    prompt is computed exactly once for all codecs; the answer reads it through the codec, outside of the windows.\n\
+    --kv-cache-dtype measures caches as they are served, through the engine. Answers are greedy.\n\n\
     Programs that a model writes run in a process without network, with limits on time, memory and files. That\n\
     stops accidents, not attacks: use a machine you can lose for models you do not trust.")]
 pub(crate) struct TasksArguments {
@@ -53,12 +54,8 @@ pub(crate) struct TasksArguments {
     #[arg(long, value_name = "N", value_parser = positive)]
     limit: Option<usize>,
 
-    #[arg(long, default_value = "bf16,int2", value_name = "LIST", value_delimiter = ',',
-          help = format!("Codecs, separated by commas: {HELP}"))]
-    kv: Vec<String>,
-
     #[command(flatten)]
-    reading: ReadingArguments,
+    readers: ReaderArguments,
 
     /// Most tokens of an answer; by default 512 for code, 2048 for aime, 1024 for the others.
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
@@ -101,35 +98,37 @@ impl TasksArguments {
         let questions = read(self.task, &self.data()?, style, self.seed, self.limit).map_err(failed)?;
         let mut log = self.log.as_deref().map(Log::create).transpose()?;
 
-        let subject = self.lab.load()?;
-        let codecs = self.reading.codecs(&subject, &self.kv)?;
+        let subject = self.readers.load(&self.lab)?;
         let max_tokens = self.max_tokens();
-        let mut answerer = answerer(&subject, &codecs, self.reading.windows(), &questions, max_tokens)?;
+        let capacity = capacity(&subject, &questions, max_tokens)?;
+        let readers = self.readers.readers(&subject, &["bf16", "int2"], capacity)?;
+        let mut answerer = ModelAnswerer::new(&subject, &readers, capacity)?;
 
-        let steps = Steps::new(self.task.name(), questions.len() * codecs.len());
+        let steps = Steps::new(self.task.name(), questions.len() * readers.len());
         let watch = Watch::new();
         let (mut done, mut written) = (0, Ok(()));
         let mut each = |graded: &Graded| {
             done += 1;
             steps.set(done);
             if let Some(log) = &mut log {
-                written = log.write(self.task, codecs[graded.variant].name(), graded);
+                written = log.write(self.task, readers.name(graded.variant), graded);
             }
             written.is_ok() && !watch.caught()
         };
         let scores =
-            run(self.task, &questions, &mut answerer, codecs.len(), sandbox.as_ref(), max_tokens, &mut each)
+            run(self.task, &questions, &mut answerer, readers.len(), sandbox.as_ref(), max_tokens, &mut each)
                 .map_err(failed)?;
         steps.finish();
         written?;
         if watch.caught() {
             return Err(Failure::Interrupted("interrupted".to_owned()));
         }
-        let report = self.report(&subject, &codecs, &scores, sandbox.as_ref());
+        let report = self.report(&subject, &readers, &scores, sandbox.as_ref());
         if self.json {
             return print_text(&report.json());
         }
-        print_text(report.table(&["task", "metric", "kv", "score", "correct", "total", "seconds"]).trim_end())
+        let columns = ["task", "metric", "kv", "bits_per_element", "score", "correct", "total", "seconds"];
+        print_text(report.table(&columns).trim_end())
     }
 
     fn max_tokens(&self) -> usize {
@@ -172,21 +171,20 @@ impl TasksArguments {
     fn report(
         &self,
         subject: &Subject,
-        codecs: &[Box<dyn CacheCodec>],
+        readers: &Readers,
         scores: &[Score],
         sandbox: Option<&Sandbox>,
     ) -> Report {
-        let windows = self.reading.windows();
-        let head_dim = subject.model.config().head_dim;
+        let windows = readers.windows;
         let mut report = Report::here();
-        for (codec, score) in codecs.iter().zip(scores) {
+        for (reader, score) in scores.iter().enumerate() {
             report.push(json!({
                 "kind": "tasks",
                 "model": subject.name,
                 "task": self.task.name(),
                 "metric": self.task.metric(),
-                "kv": codec.name(),
-                "bits_per_element": codec.bits_per_element(head_dim),
+                "kv": readers.name(reader),
+                "bits_per_element": readers.history_bits(reader),
                 "score": score.fraction(),
                 "correct": score.correct,
                 "total": score.total,
@@ -201,14 +199,8 @@ impl TasksArguments {
     }
 }
 
-/// A model that answers with each codec from one exact prompt.
-fn answerer<'a>(
-    subject: &'a Subject,
-    codecs: &'a [Box<dyn CacheCodec>],
-    windows: Windows,
-    questions: &[Question],
-    max_tokens: usize,
-) -> Result<ModelAnswerer<'a>, Failure> {
+/// Tokens of the longest question and its answer.
+fn capacity(subject: &Subject, questions: &[Question], max_tokens: usize) -> Result<usize, Failure> {
     let most = subject.model.config().max_context;
     let mut longest = 0;
     for question in questions {
@@ -222,9 +214,7 @@ fn answerer<'a>(
         }
         longest = longest.max(tokens);
     }
-    let capacity = longest.saturating_add(max_tokens).min(most);
-    let evaluator = Evaluator::new(subject.model.clone(), capacity)?;
-    Ok(ModelAnswerer { subject, codecs, windows, evaluator, capacity, prefix: Vec::new() })
+    Ok(longest.saturating_add(max_tokens).min(most))
 }
 
 fn encode(subject: &Subject, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
@@ -238,14 +228,24 @@ fn encode(subject: &Subject, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
     }
 }
 
+/// A model that answers with each cache. Codecs of the lab share one exact prompt.
 struct ModelAnswerer<'a> {
     subject: &'a Subject,
-    codecs: &'a [Box<dyn CacheCodec>],
-    windows: Windows,
-    evaluator: Evaluator,
+    readers: &'a Readers,
+    evaluator: Option<Evaluator>,
     capacity: usize,
     /// What the evaluator holds.
     prefix: Vec<u32>,
+}
+
+impl<'a> ModelAnswerer<'a> {
+    fn new(subject: &'a Subject, readers: &'a Readers, capacity: usize) -> Result<Self, Failure> {
+        let evaluator = match readers.codecs.is_empty() {
+            true => None,
+            false => Some(Evaluator::new(subject.model.clone(), capacity)?),
+        };
+        Ok(ModelAnswerer { subject, readers, evaluator, capacity, prefix: Vec::new() })
+    }
 }
 
 impl Answerer for ModelAnswerer<'_> {
@@ -259,15 +259,26 @@ impl Answerer for ModelAnswerer<'_> {
             Failure::Error { message, .. } | Failure::Interrupted(message) => message,
             Failure::OutputClosed => "the output is closed".to_owned(),
         })?;
-        // The last token is read as the codec says, so that the first word of the answer is too.
+        // The last token is read as the cache says, so that the first word of the answer is too.
         let Some((last, prefix)) = ids.split_last() else { return Err("the prompt is empty".into()) };
-        if self.prefix != prefix {
-            self.evaluator.prefill(prefix, |_| ())?;
-            self.prefix = prefix.to_vec();
-        }
-        let reading = Reading { codec: &*self.codecs[variant], windows: self.windows, chunk: None };
-        let room = self.capacity - prefix.len();
-        let answer = self.evaluator.answer(&[*last], Some(reading), max_tokens.min(room))?;
+        let most = max_tokens.min(self.capacity - prefix.len());
+        let Readers { codecs, windows, served, .. } = self.readers;
+        let answer = match (&mut self.evaluator, codecs.get(variant)) {
+            (Some(evaluator), Some(codec)) => {
+                if self.prefix != prefix {
+                    evaluator.prefill(prefix, |_| ())?;
+                    self.prefix = prefix.to_vec();
+                }
+                let reading = Reading { codec: &**codec, windows: *windows, chunk: None };
+                evaluator.answer(&[*last], Some(reading), most)?
+            }
+            _ => {
+                let Some(served) = served.get(variant - codecs.len()) else {
+                    return Err(format!("there is no cache {variant}").into());
+                };
+                served.answer(prefix, &[*last], &prompt.stop, most, |_| ())?
+            }
+        };
         Ok(self.subject.model.tokenizer().decode(&answer, true)?)
     }
 }

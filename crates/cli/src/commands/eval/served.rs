@@ -1,0 +1,124 @@
+//! Caches of both kinds in one table: codecs of the lab, and caches that serve.
+
+use clap::Args;
+use oscar_codec::{CacheCodec, Windows};
+use oscar_engine::EngineOptions;
+use oscar_lab::eval::codecs::HELP;
+use oscar_lab::eval::served::ServedCache;
+use oscar_lab::page_codec::CacheType;
+
+use crate::failure::Failure;
+use crate::kv::{CacheArguments, warn_without_effect};
+use crate::lab::{LabArguments, Subject, WindowArguments};
+use crate::loading::announce;
+
+/// Which caches are measured.
+#[derive(Debug, Args)]
+pub(super) struct ReaderArguments {
+    #[arg(long, value_name = "LIST", value_delimiter = ',',
+          help = format!("Codecs of the lab, separated by commas: {HELP}"))]
+    kv: Vec<String>,
+
+    /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2. Each answers through an engine, with the
+    /// options under "KV cache", and is named `served TYPE` in the table.
+    #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
+    kv_cache_dtype: Vec<CacheType>,
+
+    #[command(flatten)]
+    cache: CacheArguments,
+
+    #[command(flatten)]
+    windows: WindowArguments,
+}
+
+/// Caches to be compared on one model.
+pub(super) struct Readers {
+    /// Codecs of the lab, first in every table.
+    pub(super) codecs: Vec<Box<dyn CacheCodec>>,
+    /// What codecs leave exact.
+    pub(super) windows: Windows,
+    /// Caches that serve.
+    pub(super) served: Vec<ServedCache>,
+    head_dim: usize,
+}
+
+impl ReaderArguments {
+    /// Loads the model on a backend that suits the caches.
+    pub(super) fn load(&self, lab: &LabArguments) -> Result<Subject, Failure> {
+        lab.load_on(self.cache.deterministic)
+    }
+
+    /// The caches, with room for sequences of `context` tokens. Without either list the `default` codecs are measured.
+    pub(super) fn readers(
+        &self,
+        subject: &Subject,
+        default: &[&str],
+        context: usize,
+    ) -> Result<Readers, Failure> {
+        let mut specs = self.kv.clone();
+        if specs.is_empty() && self.kv_cache_dtype.is_empty() {
+            specs = default.iter().map(|&spec| spec.to_owned()).collect();
+        }
+        let ignored = self.cache.given_for_an_engine();
+        if self.kv_cache_dtype.is_empty() && !ignored.is_empty() {
+            tracing::warn!("{}: no effect without --kv-cache-dtype", ignored.join(", "));
+        }
+        let codecs = match specs.is_empty() {
+            true => Vec::new(),
+            false => self.cache.rotations.codecs(subject, &specs)?,
+        };
+        let mut served = Vec::new();
+        let mut idle: Option<Vec<&'static str>> = None;
+        for &asked in &self.kv_cache_dtype {
+            let settled = self.cache.settle(subject, Some(asked), self.windows.whole_pages()?)?;
+            let options = EngineOptions {
+                context: Some(context),
+                kv: settled.options.clone(),
+                deterministic: self.cache.deterministic,
+                ..EngineOptions::default()
+            };
+            let name = format!("served {}", self.cache.label(settled.kind));
+            let cache = ServedCache::new(subject.model.clone(), &options, name)?;
+            announce(cache.engine().budget(), &settled);
+            served.push(cache);
+            let mut here = self.cache.without_effect(settled.kind);
+            here.retain(|name| idle.as_ref().is_none_or(|idle| idle.contains(name)));
+            idle = Some(here);
+        }
+        let types = self.kv_cache_dtype.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
+        warn_without_effect(idle.unwrap_or_default(), &types);
+        let head_dim = subject.model.config().head_dim;
+        Ok(Readers { codecs, windows: self.windows.windows(), served, head_dim })
+    }
+}
+
+impl Readers {
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.codecs.len() + self.served.len()
+    }
+
+    /// What tables call one.
+    pub(super) fn name(&self, index: usize) -> &str {
+        match self.codecs.get(index) {
+            Some(codec) => codec.name(),
+            None => self.served[index - self.codecs.len()].name(),
+        }
+    }
+
+    /// Bits per element of history.
+    pub(super) fn history_bits(&self, index: usize) -> f64 {
+        match self.codecs.get(index) {
+            Some(codec) => codec.bits_per_element(self.head_dim),
+            None => self.served[index - self.codecs.len()].engine().budget().history_bits(),
+        }
+    }
+
+    /// Bits per element of a sequence, windows included: by tokens in the lab, by pages where it is served.
+    pub(super) fn bits_at(&self, index: usize, tokens: usize) -> f64 {
+        match self.codecs.get(index) {
+            Some(codec) => self.windows.lab_bits_per_element(&**codec, self.head_dim, tokens),
+            None => self.served[index - self.codecs.len()].engine().budget().bits_at(tokens),
+        }
+    }
+}

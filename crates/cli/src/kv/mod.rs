@@ -1,0 +1,242 @@
+//! Arguments of the KV cache: how history is stored, what stays exact, and how much memory it may take.
+
+mod notices;
+mod settle;
+
+use clap::{Args, ValueEnum};
+use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_engine::{KvOptions, PrefillMode};
+use oscar_kv::TailPolicy;
+use oscar_lab::page_codec::CacheType;
+
+use crate::arguments::byte_size;
+use crate::failure::Failure;
+use crate::lab::{RotationArguments, Subject};
+use crate::published::Published;
+use notices::contradiction;
+pub(crate) use notices::warn_without_effect;
+pub(crate) use settle::Settled;
+
+/// How codes are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Encoder {
+    /// Per head, centred, with the rules that calibration chose.
+    #[default]
+    Auto,
+    /// As published: per layer, not centred, fixed clips.
+    Paper,
+}
+
+/// How a prompt reads itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Prefill {
+    /// In bf16, layer by layer.
+    #[default]
+    Exact,
+    /// As its answer will read it: pages depend on the tokens alone.
+    Uniform,
+}
+
+/// What a prefix hit does when the bf16 copies of its last pages are gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum PrefixTail {
+    /// Compute the recent window anew.
+    #[default]
+    Recompute,
+    /// Read it sealed.
+    Sealed,
+}
+
+/// The KV cache of an engine that serves.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "KV cache")]
+pub(crate) struct KvArguments {
+    /// How history is stored: auto (int2 if there are rotations for the model and their certificate allows it, else
+    /// bf16), bf16, fp8, int4 or int2 [default: auto].
+    #[arg(long, value_name = "TYPE")]
+    kv_cache_dtype: Option<CacheType>,
+
+    #[command(flatten)]
+    pub(crate) cache: CacheArguments,
+
+    /// Tokens at the start that stay bf16, a multiple of 64 [default: 64].
+    #[arg(long, value_name = "TOKENS", value_parser = whole_pages)]
+    sink_tokens: Option<usize>,
+
+    /// Tokens before the page being filled that stay bf16, a multiple of 64 [default: 256].
+    #[arg(long, value_name = "TOKENS", value_parser = whole_pages)]
+    recent_tokens: Option<usize>,
+
+    /// What a prefix hit does when the bf16 copies of its last pages are gone [default: recompute].
+    #[arg(long, value_name = "HOW")]
+    prefix_tail: Option<PrefixTail>,
+
+    /// Do not share pages between requests.
+    #[arg(long, alias = "disable-radix-cache")]
+    no_prefix_cache: bool,
+}
+
+/// What there is to say about a cache whose type and windows are known.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "KV cache")]
+pub(crate) struct CacheArguments {
+    /// How 2-bit codes are chosen [default: auto].
+    #[arg(long, value_name = "ENCODER")]
+    kv_encoder: Option<Encoder>,
+
+    /// Channels that share a scale in 2 bits; a whole head by default.
+    #[arg(long, value_name = "N")]
+    kv_cache_quant_group_size: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) rotations: RotationArguments,
+
+    /// Clip ratio of 2-bit keys, for all heads; values get 0.92 unless --v-clip says otherwise.
+    #[arg(long, value_name = "RATIO", value_parser = ratio)]
+    k_clip: Option<f32>,
+
+    /// Clip ratio of 2-bit values, for all heads; keys get 0.96 unless --k-clip says otherwise.
+    #[arg(long, value_name = "RATIO", value_parser = ratio)]
+    v_clip: Option<f32>,
+
+    /// Layers that stay bf16, such as 0,1,27.
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    kv_bf16_layers: Vec<usize>,
+
+    /// Memory for all page pools, such as 2GiB; room for one full context by default.
+    #[arg(long, value_name = "SIZE", value_parser = byte_size)]
+    kv_memory: Option<u64>,
+
+    /// How a prompt reads itself [default: exact].
+    #[arg(long, value_name = "MODE")]
+    prefill: Option<Prefill>,
+
+    /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+}
+
+/// Windows in tokens, as far as they were given.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GivenWindows {
+    pub(crate) sink: Option<usize>,
+    pub(crate) recent: Option<usize>,
+}
+
+impl GivenWindows {
+    /// In whole pages, with the published variables and then the defaults where nothing was given.
+    fn pages(self, published: &Published) -> PageWindows {
+        let pages = |given: Option<usize>, published: Option<usize>, default: usize| {
+            given.or(published).unwrap_or(default).div_ceil(PAGE_TOKENS)
+        };
+        PageWindows {
+            sink: pages(self.sink, published.sink_tokens, 64),
+            recent: pages(self.recent, published.recent_tokens, 256),
+        }
+    }
+}
+
+impl KvArguments {
+    /// The same settings for another cache type.
+    pub(crate) fn of_type(&self, kind: CacheType) -> KvArguments {
+        KvArguments { kv_cache_dtype: Some(kind), ..self.clone() }
+    }
+
+    /// The cache for a model. Rotations are found, or made on the spot if `int2` was asked for; options without effect
+    /// are named.
+    pub(crate) fn settle(&self, subject: &Subject) -> Result<Settled, Failure> {
+        let settled = self.settle_quietly(subject)?;
+        warn_without_effect(self.without_effect(settled.kind), settled.kind.name());
+        Ok(settled)
+    }
+
+    /// [`Self::settle`] without a word about options, for those who try several types with the same ones.
+    pub(crate) fn settle_quietly(&self, subject: &Subject) -> Result<Settled, Failure> {
+        let windows = GivenWindows { sink: self.sink_tokens, recent: self.recent_tokens };
+        let mut settled = self.cache.settle(subject, self.kv_cache_dtype, windows)?;
+        settled.options.prefix_tree = !self.no_prefix_cache;
+        settled.options.tail = match self.prefix_tail.unwrap_or_default() {
+            PrefixTail::Recompute => TailPolicy::Recompute,
+            PrefixTail::Sealed => TailPolicy::Sealed,
+        };
+        Ok(settled)
+    }
+
+    /// Options that change nothing for any of some types.
+    pub(crate) fn without_effect_on_any(&self, kinds: &[CacheType]) -> Vec<&'static str> {
+        let mut kinds = kinds.iter().map(|&kind| self.without_effect(kind));
+        let first = kinds.next().unwrap_or_default();
+        kinds.fold(first, |common, other| common.into_iter().filter(|name| other.contains(name)).collect())
+    }
+}
+
+impl CacheArguments {
+    fn prefill_mode(&self) -> Result<PrefillMode, Failure> {
+        match self.prefill {
+            Some(Prefill::Exact) if self.deterministic => {
+                Err(contradiction("--prefill exact", "--deterministic", "leave out one of the two"))
+            }
+            Some(Prefill::Uniform) => Ok(PrefillMode::Uniform),
+            Some(Prefill::Exact) | None => Ok(PrefillMode::Exact),
+        }
+    }
+
+    /// The settings that do not depend on the type.
+    fn options(&self, windows: PageWindows) -> Result<KvOptions, Failure> {
+        Ok(KvOptions {
+            windows,
+            memory: self.kv_memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+            prefill: self.prefill_mode()?,
+            ..KvOptions::default()
+        })
+    }
+
+    /// The name in tables: the type, and the encoder if it is not our own.
+    pub(crate) fn label(&self, kind: CacheType) -> String {
+        match self.kv_encoder {
+            Some(Encoder::Paper) if kind == CacheType::Int2 => format!("{kind}:paper"),
+            _ => kind.to_string(),
+        }
+    }
+}
+
+fn ratio(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(ratio) if (0.0..=1.0).contains(&ratio) => Ok(ratio),
+        _ => Err("must be a number from 0 (no clip) to 1".to_owned()),
+    }
+}
+
+/// A number of tokens that is a whole number of pages.
+pub(crate) fn whole_pages(text: &str) -> Result<usize, String> {
+    let tokens = text.parse::<usize>().map_err(|error| error.to_string())?;
+    check_whole_pages(tokens).map(|()| tokens)
+}
+
+/// Whether a window is a whole number of pages, or which ones are near.
+pub(crate) fn check_whole_pages(tokens: usize) -> Result<(), String> {
+    if tokens.is_multiple_of(PAGE_TOKENS) {
+        return Ok(());
+    }
+    let below = tokens / PAGE_TOKENS * PAGE_TOKENS;
+    Err(format!("windows are counted in pages of {PAGE_TOKENS}: {below} or {}", below + PAGE_TOKENS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_are_whole_pages() {
+        assert_eq!(whole_pages("0"), Ok(0));
+        assert_eq!(whole_pages("256"), Ok(256));
+        assert!(whole_pages("100").unwrap_err().contains("64 or 128"));
+        assert!(whole_pages("-1").is_err() && whole_pages("many").is_err());
+    }
+
+    #[test]
+    fn ratios_are_bounded() {
+        assert!(ratio("0").is_ok() && ratio("0.96").is_ok() && ratio("1").is_ok());
+        assert!(["-0.1", "1.1", "nan", "x"].iter().all(|text| ratio(text).is_err()));
+    }
+}

@@ -1,0 +1,118 @@
+//! `oscar eval` with caches that serve: the engine answers, and is graded as the lab is.
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use crate::support::{Machine, Outcome, fixture};
+
+/// A tiny model that may read longer texts than its own limit.
+fn patient_model(machine: &Machine) -> PathBuf {
+    let folder = machine.path("patient");
+    fs::create_dir(&folder).expect("folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(fixture("llama-tied").join(file), folder.join(file)).expect(file);
+    }
+    let config = fs::read_to_string(folder.join("config.json")).expect("config");
+    let mut config: Value = serde_json::from_str(&config).expect("config");
+    config["max_position_embeddings"] = 2048.into();
+    fs::write(folder.join("config.json"), config.to_string()).expect("config");
+    folder
+}
+
+/// Everything outside of the page being filled is read from the cache's codes.
+const NO_WINDOWS: [&str; 4] = ["--sink-tokens", "0", "--recent-tokens", "0"];
+
+fn rows(outcome: &Outcome) -> Vec<Value> {
+    outcome.json()["rows"].as_array().expect("rows").clone()
+}
+
+#[test]
+fn needles_are_sought_by_the_engine_and_by_the_lab() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let arguments = ["eval", "niah", model.to_str().expect("path"), "--lengths", "1k", "--depths", "20,80"];
+    let caches = ["--kv", "bf16", "--kv-cache-dtype", "bf16,int4", "--json", "--log-level", "info"];
+    let outcome = machine.run(arguments.iter().chain(&caches).chain(&NO_WINDOWS)).success();
+    let rows = rows(&outcome);
+    let names: Vec<&str> = rows.iter().filter_map(|row| row["kv"].as_str()).collect();
+    assert_eq!(names, ["bf16", "served bf16", "served int4", "bf16", "served bf16", "served int4"]);
+    let number = |row: &Value, name: &str| row[name].as_f64().expect("a number");
+    for cell in rows.chunks(3) {
+        assert_eq!(cell[0]["score"], cell[1]["score"], "{cell:?}");
+        let bits: Vec<f64> = cell.iter().map(|row| number(row, "bits_per_element")).collect();
+        assert_eq!(bits[..2], [16.0, 16.0]);
+        // 16 channels of 4 bits are padded to 32, with two scales of 16 bits; the page being filled is bf16.
+        assert_eq!(bits[2], 10.0);
+        let whole = number(&cell[2], "bits_with_windows");
+        assert!(whole > bits[2] && whole < 16.0, "{whole}");
+    }
+    // A score of 0 proves little: what was said must be the same too.
+    let said = |served: bool| -> Vec<&str> {
+        let lines = outcome.stderr.lines().filter(|line| line.contains("served bf16: ") == served);
+        lines.filter_map(|line| Some(line.split_once(" bf16: ")?.1)).collect()
+    };
+    assert_eq!(said(true).len(), 2, "{}", outcome.stderr);
+    assert!(said(true).iter().all(|line| line.contains("wanted")));
+    assert_eq!(said(false), said(true));
+    assert!(outcome.stderr.contains("KV cache: int4, mean keys estimated"), "{}", outcome.stderr);
+
+    // Without codecs of the lab there is nothing but the engine.
+    let alone = ["--kv-cache-dtype", "fp8", "--depths", "50"];
+    let outcome = machine.run(arguments[..5].iter().chain(&alone)).success();
+    assert!(outcome.stdout.contains("served fp8") && !outcome.stdout.contains("int2"), "{}", outcome.stdout);
+    assert!(outcome.stdout.contains("bits_per_element"), "{}", outcome.stdout);
+}
+
+#[test]
+fn questions_are_answered_by_the_engine_as_by_the_lab() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let (data, log) = (machine.path("q.jsonl"), machine.path("log.jsonl"));
+    let question = |id: &str, words: usize| {
+        let problem = "the river and the stone ".repeat(words);
+        serde_json::json!({"problem": problem, "answer": "2", "id": id}).to_string()
+    };
+    fs::write(&data, [question("long", 24), question("short", 1)].join("\n")).expect("data");
+    let (model, data) = (model.to_str().expect("path"), data.to_str().expect("path"));
+    let ask = ["eval", "tasks", model, "--task", "math500", "--plain", "--data", data, "--max-tokens", "24"];
+    let caches = ["--kv", "bf16", "--kv-cache-dtype", "bf16,int4", "--json", "--log"];
+    let log_path = log.to_str().expect("path");
+    let outcome = machine.run(ask.iter().chain(&caches).chain(&[log_path]).chain(&NO_WINDOWS)).success();
+    let rows = rows(&outcome);
+    let names: Vec<&str> = rows.iter().filter_map(|row| row["kv"].as_str()).collect();
+    assert_eq!(names, ["bf16", "served bf16", "served int4"]);
+    assert_eq!(rows[0]["score"], rows[1]["score"]);
+    assert_eq!(rows[2]["bits_per_element"], 10.0);
+    let lines: Vec<Value> = fs::read_to_string(&log)
+        .expect("log")
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("a JSON object a line"))
+        .collect();
+    let answer = |kv: &str, id: &str| -> String {
+        let line = lines.iter().find(|line| line["kv"] == kv && line["id"] == id).expect("a line");
+        line["answer"].as_str().expect("text").to_owned()
+    };
+    for id in ["long", "short"] {
+        assert!(!answer("bf16", id).is_empty());
+        assert_eq!(answer("bf16", id), answer("served bf16", id), "{id}");
+    }
+    // 4 bits move the answer of a random model, so the served cache is really read.
+    assert_ne!(answer("served bf16", "long"), answer("served int4", "long"));
+}
+
+#[test]
+fn a_served_cache_says_what_it_cannot_do() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let model = model.to_str().expect("path");
+    let run = |options: &[&str]| machine.run([&["eval", "niah", model, "--lengths", "1k"], options].concat());
+    let odd = run(&["--kv-cache-dtype", "int4", "--sink-tokens", "100"]);
+    odd.failure(1, &["--sink-tokens 100", "64 or 128"]);
+    run(&["--kv-cache-dtype", "int5"]).failure(2, &["auto, bf16, fp8, int4 or int2"]);
+    let memory = run(&["--kv-cache-dtype", "bf16", "--kv-memory", "4KiB"]);
+    memory.failure(1, &["KV memory", "fix: give a larger --kv-memory"]);
+    let idle = run(&["--kv", "bf16", "--depths", "50", "--k-clip", "0.9", "--kv-memory", "1GiB"]).success();
+    assert!(idle.stderr.contains("--k-clip, --kv-memory: no effect without --kv-cache-dtype"), "{idle:?}");
+}

@@ -1,0 +1,87 @@
+//! A model that answers through the engine: what a user of a served cache gets.
+//!
+//! The context is a request of its own that is kept open, and the question continues it. So question and answer read
+//! the context as the cache has stored it, which is how the lab's codecs are measured too.
+
+use std::sync::Arc;
+
+use oscar_engine::{Engine, EngineError, EngineOptions, Event, GenerateOptions, Request, Serve};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_model::LoadedModel;
+
+use super::EvalError;
+
+/// An engine with one kind of cache.
+pub struct ServedCache {
+    engine: Engine<CpuBackend>,
+    name: String,
+}
+
+impl ServedCache {
+    /// Starts an engine that answers one question at a time. Nothing is shared between questions, so that no answer
+    /// depends on what was asked before.
+    pub fn new(
+        model: Arc<LoadedModel<CpuBackend>>,
+        options: &EngineOptions,
+        name: impl Into<String>,
+    ) -> Result<ServedCache, EvalError> {
+        let mut options = EngineOptions { max_running: 1, ..options.clone() };
+        options.kv.prefix_tree = false;
+        Ok(ServedCache { engine: Engine::new(model, &options)?, name: name.into() })
+    }
+
+    /// What tables call it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &Engine<CpuBackend> {
+        &self.engine
+    }
+
+    /// Greedy answer to `question` after `context`, up to an end token, a stop text or `max_tokens`. `progress` is told
+    /// how many tokens of the context are done.
+    pub fn answer(
+        &self,
+        context: &[u32],
+        question: &[u32],
+        stop: &[String],
+        max_tokens: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Vec<u32>, EvalError> {
+        let ask = GenerateOptions {
+            max_tokens: Some(max_tokens),
+            stop: stop.to_vec(),
+            ..GenerateOptions::default()
+        };
+        if context.is_empty() {
+            let answer = self.engine.answer(Request::new(question, ask))?;
+            return self.tokens(answer);
+        }
+        let read = GenerateOptions { max_tokens: Some(0), keep_open: true, ..GenerateOptions::default() };
+        let mut reading = self.engine.answer(Request::new(context, read))?;
+        for event in reading.by_ref() {
+            match event {
+                Event::Prefill { done, .. } => progress(done),
+                Event::Failed { error, .. } => return Err(EvalError::Engine(error)),
+                _ => {}
+            }
+        }
+        // Dropping the handle closes the request, whatever becomes of the question.
+        let Some(open) = reading.into_handle() else {
+            return Err(EngineError::Stopped.into());
+        };
+        self.tokens(self.engine.continue_with(&open, Request::new(question, ask))?)
+    }
+
+    fn tokens(&self, answer: oscar_engine::Answer) -> Result<Vec<u32>, EvalError> {
+        let summaries = answer.wait().map_err(EvalError::Engine)?;
+        let mut tokens = summaries.into_iter().next().map(|summary| summary.tokens).unwrap_or_default();
+        // The lab's answers end before the end token.
+        if tokens.last().is_some_and(|&last| self.engine.model().is_end(last)) {
+            tokens.pop();
+        }
+        Ok(tokens)
+    }
+}

@@ -1,0 +1,199 @@
+//! Which ids a text had when the model saw it.
+//!
+//! A chat is rendered anew for every turn, and encoding what the model itself has said need not give the ids it said:
+//! any spelling of a text decodes to it, and a model does not always choose the encoder's. Then the next turn shares no
+//! more cached pages than up to its first such word. [`RememberedText`] keeps what was seen: the rendered prompt and
+//! the answer with their ids. A text that begins with one of them gets those ids, and only the rest is encoded.
+//!
+//! Text is cut only where an answer ended, so the ids before the cut are exactly those in the cache. What follows is
+//! encoded as it would be in the whole text: behind a special token, which nothing merges across, or else only if its
+//! ids spell it out byte for byte. Where a template renders an earlier turn differently (dropped thinking, trimmed
+//! space), what was remembered counts up to the last answer before that.
+
+use super::{TextError, Tokenizer};
+
+/// Bytes counted for a conversation besides its text and ids.
+const ENTRY_BYTES: usize = 128;
+
+/// Texts and the ids that the model saw or said for them, least recently used forgotten first.
+#[derive(Debug)]
+pub struct RememberedText {
+    conversations: Vec<Conversation>,
+    most_bytes: usize,
+    bytes: usize,
+    clock: u64,
+}
+
+/// A text as token ids.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RememberedIds {
+    /// All of them.
+    pub ids: Vec<u32>,
+    /// How many at the start are remembered, not encoded.
+    pub remembered: usize,
+}
+
+/// A prompt and its answer.
+#[derive(Debug)]
+struct Conversation {
+    scope: String,
+    text: String,
+    ids: Vec<u32>,
+    /// Where answers ended, ascending.
+    ends: Vec<End>,
+    used: u64,
+}
+
+/// A place where text and ids may be cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct End {
+    text: usize,
+    ids: usize,
+}
+
+impl Conversation {
+    fn bytes(&self) -> usize {
+        let (ids, ends) = (size_of_val(&self.ids[..]), size_of_val(&self.ends[..]));
+        self.scope.len() + self.text.len() + ids + ends + ENTRY_BYTES
+    }
+
+    /// The last place to cut that lies in what is common with `text`.
+    fn last_end(&self, text: &str) -> Option<End> {
+        let common = self.text.bytes().zip(text.bytes()).take_while(|(a, b)| a == b).count();
+        self.ends.iter().rfind(|end| end.text <= common).copied()
+    }
+}
+
+impl RememberedText {
+    /// Remembers up to `most_bytes` of text and ids.
+    pub fn new(most_bytes: usize) -> RememberedText {
+        RememberedText { conversations: Vec::new(), most_bytes, bytes: 0, clock: 0 }
+    }
+
+    /// Encodes a rendered prompt, special tokens parsed, with the ids that were seen for the longest beginning of it
+    /// that is remembered in `scope`. Scopes share nothing: what one user's model said must not change how another's
+    /// text is read.
+    pub fn encode(
+        &mut self,
+        tokenizer: &Tokenizer,
+        scope: &str,
+        text: &str,
+    ) -> Result<RememberedIds, TextError> {
+        let ends = self.conversations.iter().enumerate().filter(|(_, known)| known.scope == scope);
+        let ends = ends.filter_map(|(index, known)| Some((known.last_end(text)?, index)));
+        if let Some((end, index)) = ends.max_by_key(|(end, index)| (end.text, *index)) {
+            self.clock += 1;
+            let known = &mut self.conversations[index];
+            known.used = self.clock;
+            let seen = &known.ids[..end.ids];
+            if let Some(rest) = encode_rest(tokenizer, seen, &text[end.text..])? {
+                return Ok(RememberedIds { ids: [seen, &rest[..]].concat(), remembered: seen.len() });
+            }
+        }
+        let ids = tokenizer.encode_with_special_tokens_parsed(text, false)?;
+        Ok(RememberedIds { ids, remembered: 0 })
+    }
+
+    /// Remembers that the model was given `prompt` as `prompt_ids` and said `answer_ids`, an ending token included.
+    pub fn remember(
+        &mut self,
+        tokenizer: &Tokenizer,
+        scope: &str,
+        prompt: &str,
+        prompt_ids: &[u32],
+        answer_ids: &[u32],
+    ) -> Result<(), TextError> {
+        let ended = answer_ids.last().is_some_and(|&last| tokenizer.is_end(last));
+        let said = &answer_ids[..answer_ids.len() - usize::from(ended)];
+        // Half a character cannot be part of a prompt again.
+        let Ok(answer) = String::from_utf8(spelling(tokenizer, said)?) else { return Ok(()) };
+        if said.is_empty() {
+            return Ok(());
+        }
+        let mut text = [prompt, &answer].concat();
+        let mut ids = [prompt_ids, said].concat();
+        let mut ends = self.inherited(scope, prompt, prompt_ids);
+        ends.push(End { text: text.len(), ids: ids.len() });
+        // The template may end a turn with another token than the model does, so both sides of it count.
+        if let Some(&last) = answer_ids.last().filter(|_| ended) {
+            text.push_str(&tokenizer.token_text(last)?);
+            ids.push(last);
+            ends.push(End { text: text.len(), ids: ids.len() });
+        }
+        self.clock += 1;
+        self.keep(Conversation { scope: scope.to_owned(), text, ids, ends, used: self.clock });
+        Ok(())
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.conversations.clear();
+        self.bytes = 0;
+    }
+
+    /// Bytes of text and ids that are remembered.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where earlier answers in a prompt ended: those that it got from here.
+    fn inherited(&self, scope: &str, prompt: &str, ids: &[u32]) -> Vec<End> {
+        let known = self.conversations.iter().filter(|known| known.scope == scope);
+        let shared = |known: &Conversation| -> Vec<End> {
+            let ends = known.ends.iter().copied().filter(|end| {
+                prompt.get(..end.text) == known.text.get(..end.text)
+                    && ids.get(..end.ids) == known.ids.get(..end.ids)
+            });
+            ends.collect()
+        };
+        known.map(shared).max_by_key(Vec::len).unwrap_or_default()
+    }
+
+    fn keep(&mut self, new: Conversation) {
+        if new.bytes() > self.most_bytes {
+            return;
+        }
+        // A conversation that goes on needs its earlier state no more.
+        let continued = |known: &Conversation| {
+            known.scope == new.scope && new.text.starts_with(&known.text) && new.ids.starts_with(&known.ids)
+        };
+        self.conversations.retain(|known| !continued(known));
+        self.conversations.push(new);
+        self.bytes = self.conversations.iter().map(Conversation::bytes).sum();
+        while self.bytes > self.most_bytes {
+            let oldest = self.conversations.iter().enumerate().min_by_key(|(_, known)| known.used);
+            let Some((oldest, _)) = oldest else { break };
+            self.bytes -= self.conversations.swap_remove(oldest).bytes();
+        }
+    }
+}
+
+/// The ids of `rest` after ids that the model has seen; `None` if they would not be those of the same text.
+fn encode_rest(tokenizer: &Tokenizer, seen: &[u32], rest: &str) -> Result<Option<Vec<u32>>, TextError> {
+    if rest.is_empty() {
+        return Ok(Some(Vec::new()));
+    }
+    let encode = |text: &str| tokenizer.encode_with_special_tokens_parsed(text, false);
+    match seen.last() {
+        // Some encoders treat the start of a text in their own way, so the token before is encoded with it.
+        Some(&last) if tokenizer.is_special(last) => {
+            let mut ids = encode(&[&tokenizer.token_text(last)?, rest].concat())?;
+            Ok((ids.first() == Some(&last)).then(|| ids.split_off(1)))
+        }
+        _ => {
+            let ids = encode(rest)?;
+            let begins_special = ids.first().is_some_and(|&first| tokenizer.is_special(first));
+            let same = begins_special || spelling(tokenizer, &ids)? == rest.as_bytes();
+            Ok(same.then_some(ids))
+        }
+    }
+}
+
+/// The bytes that ids stand for.
+fn spelling(tokenizer: &Tokenizer, ids: &[u32]) -> Result<Vec<u8>, TextError> {
+    let mut bytes = Vec::with_capacity(ids.len() * 4);
+    for &id in ids {
+        bytes.extend_from_slice(tokenizer.token_bytes(id)?);
+    }
+    Ok(bytes)
+}
