@@ -86,7 +86,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server():
-    server = Server(["--context-length", "4096", "--max-running-requests", "64", "--kv-memory", "1GiB"])
+    server = Server(["--context-length", "4096", "--max-running-requests", "64", "--kv-memory", "1GiB",
+                     "--tool-call-parser", "hermes"])
     yield server
     server.stop()
 

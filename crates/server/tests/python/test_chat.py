@@ -1,6 +1,7 @@
 """Chats by the official client."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -120,6 +121,40 @@ def test_tools_are_taken(client, model):
     assert message.content is not None or message.tool_calls
     for call in message.tool_calls or []:
         assert call.type == "function" and call.function.name == "weather"
+
+
+def test_a_call_can_be_demanded(client, model):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"place": {"type": "string", "maxLength": 20}}, "required": ["place"],
+        "additionalProperties": False}}}
+    settings = dict(
+        model=model, messages=[{"role": "user", "content": "How is the weather in Rome?"}], tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "weather"}}, temperature=0, max_tokens=120)
+    choice = client.chat.completions.create(**settings).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    call = choice.message.tool_calls[0]
+    assert call.function.name == "weather" and set(json.loads(call.function.arguments)) == {"place"}
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(**settings, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            name += piece.function.name or ""
+            arguments += piece.function.arguments or ""
+    assert name == "weather" and json.loads(arguments) == json.loads(call.function.arguments)
+
+
+def test_answers_fit_a_schema(client, model):
+    schema = {"type": "object", "properties": {
+        "city": {"type": "string", "maxLength": 20}, "country": {"type": "string", "enum": ["France", "Italy"]}},
+        "required": ["city", "country"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, response_format=form, temperature=0, max_tokens=120)
+    place = json.loads(text(answer))
+    assert set(place) == {"city", "country"} and place["country"] in ("France", "Italy")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=model, messages=QUESTION, response_format={"type": "json_schema", "json_schema": {"name": "x"}})
+    assert caught.value.param == "response_format.json_schema.schema"
 
 
 def test_closing_a_stream_gives_the_request_up(server, client, model):

@@ -68,6 +68,7 @@ pub(crate) async fn chat_completions(
         tools: tools.into(),
         id_stem: id.trim_start_matches("chatcmpl-").chars().take(16).collect(),
         separate_reasoning,
+        shows_special: options.keep_special,
         prompted,
         app: Arc::clone(&app),
     };
@@ -119,6 +120,8 @@ struct Turn {
     /// What the ids of calls begin with.
     id_stem: String,
     separate_reasoning: bool,
+    /// Special tokens are part of the text.
+    shows_special: bool,
 }
 
 impl Turn {
@@ -146,7 +149,7 @@ impl Turn {
         };
         let said = &summary.tokens[..summary.tokens.len().saturating_sub(ended)];
         // Tokens without a text would come back where nobody wrote them.
-        if said.iter().all(|&token| !tokenizer.is_special(token)) {
+        if self.shows_special || said.iter().all(|&token| !tokenizer.is_special(token)) {
             self.app.memory.remember(self.salt.as_deref(), &self.prompted, &summary.text, said);
         }
     }
