@@ -35,6 +35,7 @@ fn schemas() -> Vec<Value> {
             {"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind", "x"]},
             {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
         ]}),
+        json!({"oneOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"type": "integer", "minimum": 3, "maximum": 9}]}),
         json!({"type": "string", "maxLength": 6}),
         json!(true),
     ]
@@ -358,6 +359,8 @@ fn a_grammar_that_grows_too_large_fails_its_answer() {
 
 #[test]
 fn vocabularies_are_checked() {
+    fn shared<T: Send + Sync>() {}
+    shared::<GrammarFactory>();
     let tokens: [Option<&[u8]>; 3] = [Some(b"a"), Some(b"\xff"), None];
     let reason = |end: &[u32]| match GrammarFactory::from_tokens(&tokens, end) {
         Ok(_) => panic!("it was taken"),
@@ -368,6 +371,10 @@ fn vocabularies_are_checked() {
     let factory = GrammarFactory::from_tokens(&tokens, &[2]).unwrap();
     let mut filter = factory.regex("(?s:.)*").unwrap();
     assert_eq!(allowed(&mut *filter, 3), [0, 2]);
+    // What ends an answer is not text, even if it looks like it.
+    let tokens: [Option<&[u8]>; 3] = [Some(b"a"), Some(b"</s>"), Some(b"b")];
+    let mut filter = GrammarFactory::from_tokens(&tokens, &[1]).unwrap().regex("(a|</s>)b").unwrap();
+    assert_eq!(allowed(&mut *filter, 3), [0]);
 }
 
 fn tools() -> Vec<Tool> {
@@ -443,6 +450,11 @@ fn forced_calls_that_cannot_be() {
     };
     assert_eq!(make(&tools, Some("later")), "tool_choice names `later`, which is not among the tools");
     assert_eq!(make(&[], None), "tool_choice demands a call, and there are no tools");
+    let large = json!({"enum": (0..3_000).map(|index| format!("value {index}")).collect::<Vec<_>>()});
+    let many: Vec<Tool> = (0..10)
+        .map(|index| Tool { name: format!("t{index}"), parameters: large.clone(), strict: true })
+        .collect();
+    assert!(make(&many, None).starts_with("the set of tools has "));
     tools[2].strict = true;
     let reason = make(&tools, None);
     assert!(

@@ -89,6 +89,7 @@ fn hermes() {
         &["now({})", "now({\"a\": [1, {\"b\": \"}\\\"</tool_call>\"}]})"],
     );
     check(kind, "<tool_call>{\"name\": \"now\"}</tool_call> Done.", " Done.", &["now({})"]);
+    check(kind, "One.\n\n<tool_call>{\"name\": \"now\"}</tool_call>Two.", "One.Two.", &["now({})"]);
     check(
         kind,
         "<tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"now\"}</tool_call>",
@@ -117,7 +118,17 @@ fn hermes() {
 #[test]
 fn hermes_as_models_get_it_wrong() {
     let kind = ToolKind::Hermes;
-    // The marker twice, no closing marker, two calls in one block, no outer brace, a brace too many.
+    // No marker at all, the marker twice, no closing marker, two calls in one block, no outer brace, a brace too many.
+    check(kind, "{\"name\": \"now\", \"arguments\": {\"a\": 1}}", "", &["now({\"a\": 1})"]);
+    check(
+        kind,
+        "```json\n{\n  \"name\": \"now\",\n  \"arguments\": {\n    \"a\": 1\n  }\n}\n```\n",
+        "",
+        &["now({\n    \"a\": 1\n  })"],
+    );
+    check(kind, "```\n{\"name\": \"now\"}\n``` Done", " Done", &["now({})"]);
+    let quoted = "```json\n{}\n```\n<tool_call>{\"name\": \"now\"}</tool_call>```";
+    check(kind, quoted, "```json\n{}\n``````", &["now({})"]);
     check(kind, "<tool_call>\n<tool_call>\n{\"name\": \"now\"}\n</tool_call>", "<tool_call>", &["now({})"]);
     check(kind, "<tool_call>\n{\"name\": \"now\", \"arguments\": {}}", "", &["now({})"]);
     check(
@@ -166,7 +177,13 @@ fn hermes_as_models_get_it_wrong() {
         "a < b, <tool, </tool_call>  \n\n",
         "  \n",
         "",
-        "{\"name\": \"now\", \"arguments\": {}}",
+        "{\"name\": \"later\", \"arguments\": {}}",
+        "```json\n{\"name\": \"later\"}\n```",
+        "```json\n{\"a\": 1}\n```",
+        "```js\nnow()\n```",
+        "```json\n",
+        "``",
+        "So: {\"name\": \"now\", \"arguments\": {}}",
     ] {
         no_call(kind, text);
     }
@@ -220,6 +237,13 @@ fn qwen_coder() {
         "",
         &["write_file({\"text\": \"\\n  <a>\\n</function>\\n\\\"x\\\"\\n\"})"],
     );
+    // The closing tag itself, too.
+    check(
+        kind,
+        "<tool_call>\n<function=write_file>\n<parameter=text>\n<x></parameter> </parameter\n</parameter>\n</function>\n</tool_call>",
+        "",
+        &["write_file({\"text\": \"<x></parameter> </parameter\"})"],
+    );
     check(kind, "<tool_call>\n<function=now>\n</function>\n</tool_call>\n", "", &["now({})"]);
     // Without the outer marker, without the inner closing one, two in one block, JSON after all.
     check(kind, "<function=now>\n</function>\n</tool_call>", "", &["now({})"]);
@@ -250,6 +274,7 @@ fn qwen_coder() {
         "<tool_call>\n</tool_call>",
         "<tool_call>\n<function=now>\n<parameter=>\n1\n</parameter>\n</function>\n</tool_call>",
         "a <function b",
+        "The literal token \"<tool_call>\" opens a call; \"<function=\" names it.",
     ] {
         no_call(kind, text);
     }
@@ -408,50 +433,39 @@ fn names_and_templates() {
     assert_eq!(of(llama), Some(ToolKind::Llama3));
 }
 
+/// Markers that the vocabulary hides as special tokens have to be asked for.
+#[test]
+fn special_tokens_are_asked_for_where_they_are_markers() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/text/tokenizers/");
+    let text = std::fs::read_to_string(format!("{folder}qwen2.tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_str(&text).unwrap();
+    let needs = |json: &Value, kind| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), json.to_string()).unwrap();
+        let tokenizer = oscar_model::text::Tokenizer::from_file(file.path()).unwrap();
+        oscar_server::parse::needs_special_tokens(&tokenizer, Some(ReasoningKind::Qwen3), Some(kind))
+    };
+    assert!(!needs(&json, ToolKind::Hermes));
+    for token in json["added_tokens"].as_array_mut().unwrap() {
+        token["special"] = (token["special"] == true || token["content"] == "<tool_call>").into();
+    }
+    assert!(needs(&json, ToolKind::Hermes));
+    assert!(!needs(&json, ToolKind::MiniMaxM2));
+}
+
 const KINDS: [ToolKind; 5] =
     [ToolKind::Hermes, ToolKind::QwenCoder, ToolKind::Llama3, ToolKind::Glm, ToolKind::MiniMaxM2];
 
 /// Bits of all layouts, to be put together at random. Words in capitals must not get lost.
 fn fragments() -> impl Strategy<Value = String> {
+    #[rustfmt::skip]
     let bits = [
-        "<tool_call>",
-        "</tool_call>",
-        "<function=now>",
-        "<function=",
-        "</function>",
-        "<parameter=A>",
-        "</parameter>",
-        "<|python_tag|>",
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        "<invoke name=\"now\">",
-        "</invoke>",
-        "<parameter name=\"B\">",
-        "now",
-        "get_weather\n",
-        "<arg_key>C</arg_key>",
-        "<arg_value>D</arg_value>",
-        "<arg_value>",
-        "{\"name\": \"now\"",
-        "\"name\": \"E\"",
-        ", \"arguments\": ",
-        "\"parameters\":",
-        "{\"F\": \"G\"}",
-        "{",
-        "}",
-        "[1, 2]",
-        "H I",
-        "é😀",
-        "\n",
-        "  ",
-        ";",
-        "<",
-        ">",
-        "\"",
-        "\\",
-        ":",
-        ",",
-        "5",
+        "<tool_call>", "</tool_call>", "<function=now>", "<function=", "</function>", "<parameter=A>",
+        "</parameter>", "<|python_tag|>", "<minimax:tool_call>", "</minimax:tool_call>",
+        "<invoke name=\"now\">", "</invoke>", "<parameter name=\"B\">", "now", "get_weather\n",
+        "<arg_key>C</arg_key>", "<arg_value>D</arg_value>", "<arg_value>", "{\"name\": \"now\"",
+        "\"name\": \"E\"", ", \"arguments\": ", "\"parameters\":", "{\"F\": \"G\"}", "{", "}", "[1, 2]",
+        "```json\n", "```\n", "H I", "é😀", "\n", "  ", ";", "<", ">", "\"", "\\", ":", ",", "5",
         "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"J\": 1}}\n</tool_call>",
         "<tool_call>now<arg_key>K</arg_key><arg_value>L</arg_value></tool_call>",
         "<tool_call><function=now><parameter=M>N</parameter></function></tool_call>",

@@ -13,8 +13,9 @@ use serde_json::{Value, json};
 use super::calls::ForcedCalls;
 use super::ebnf;
 use super::filter::GrammarFilter;
-use super::limits::{check_grammar, check_regex, check_schema};
+use super::limits::{check_grammar, check_regex, check_schemas};
 use super::{GrammarError, calls};
+use crate::parse::Tool;
 
 /// Longer tokens, of which real vocabularies have none, are left out: the library's tree cannot hold them.
 const LONGEST_TOKEN: usize = 1000;
@@ -96,8 +97,8 @@ impl GrammarFactory {
             .map_err(|error| GrammarError::Vocabulary(error.to_string()))?;
         parsers.quiet();
         *parsers.limits_mut() = ParserLimits {
-            // One or two KB each.
-            max_lexer_states: 50_000,
+            // One or two KB each, for every answer under way.
+            max_lexer_states: 20_000,
             max_grammar_size: 200_000,
             // The client should hear what is wrong, not what the library was doing.
             verbose_errors: false,
@@ -154,21 +155,27 @@ impl GrammarFactory {
         forced: &ForcedCalls<'_>,
         after: Option<&str>,
     ) -> Result<Box<dyn TokenFilter>, GrammarError> {
-        let mut loose = Vec::new();
-        for tool in forced.chosen()? {
-            check_schema(&tool.parameters)?;
-            // Each by itself, so that the one at fault can be named, or done without.
-            let alone = TopLevelGrammar::from_lark(calls::grammar(forced, &[tool], &[]));
-            match self.compile(alone) {
-                Ok(_) => {}
-                Err(_) if !tool.strict => loose.push(tool.name.as_str()),
-                Err(reason) => return Err(GrammarError::Tool { tool: tool.name.clone(), reason }),
+        let what = "the set of tools";
+        let chosen = forced.chosen()?;
+        check_schemas(what, chosen.iter().map(|tool| &tool.parameters))?;
+        let compile = |tools: &[&Tool], loose: &[&str], after| {
+            self.compile(within(GrammarWithLexer::from_lark(calls::grammar(forced, tools, loose)), after))
+        };
+        let matcher = match compile(&chosen, &[], after) {
+            Ok(matcher) => matcher,
+            Err(_) => {
+                // Each by itself, so that the one at fault can be named, or done without.
+                let mut loose = Vec::new();
+                for tool in &chosen {
+                    match compile(&[tool], &[], None) {
+                        Ok(_) => {}
+                        Err(_) if !tool.strict => loose.push(tool.name.as_str()),
+                        Err(reason) => return Err(GrammarError::Tool { tool: tool.name.clone(), reason }),
+                    }
+                }
+                compile(&chosen, &loose, after).map_err(|reason| GrammarError::Invalid { what, reason })?
             }
-        }
-        let grammar = calls::grammar(forced, &forced.chosen()?, &loose);
-        let matcher = self
-            .compile(within(GrammarWithLexer::from_lark(grammar), after))
-            .map_err(|reason| GrammarError::Invalid { what: "the set of tools", reason })?;
+        };
         Ok(Box::new(GrammarFilter::new(matcher)))
     }
 
@@ -214,7 +221,7 @@ fn grammar_of(constraint: &Constraint<'_>) -> Result<(&'static str, GrammarWithL
     Ok(match constraint {
         Constraint::JsonObject => ("JSON", from_schema(&json!({"type": "object"}))),
         Constraint::JsonSchema(schema) => {
-            check_schema(schema)?;
+            check_schemas("the JSON schema", [*schema])?;
             ("the JSON schema", from_schema(schema))
         }
         Constraint::Regex(regex) => {

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::GrammarError;
 
-/// Bytes of a schema, as JSON text.
+/// Bytes of the schemas of a request, as JSON text.
 const MAX_SCHEMA: usize = 256 << 10;
 /// Bytes of a regular expression.
 const MAX_REGEX: usize = 16 << 10;
@@ -15,19 +15,21 @@ const MAX_DEPTH: usize = 64;
 
 /// Properties of one object; the time to compile them grows with the square.
 const MAX_PROPERTIES: usize = 500;
-/// Properties of all objects together.
+/// Properties of all objects of a request together.
 const MAX_ALL_PROPERTIES: usize = 2000;
 /// Digits of `multipleOf`, read as an integer; the grammar counts as far.
 const MAX_MULTIPLE: f64 = 1000.0;
 
-/// Checks a schema.
-pub(super) fn check_schema(schema: &Value) -> Result<(), GrammarError> {
-    let what = "the JSON schema";
+/// Checks the schemas of a request; `what` is what to call them.
+pub(super) fn check_schemas<'a>(
+    what: &'static str,
+    schemas: impl IntoIterator<Item = &'a Value>,
+) -> Result<(), GrammarError> {
     let refused = |reason| Err(GrammarError::Invalid { what, reason });
     let mut size = 0;
     let mut properties = 0;
     // Not by recursion: the depth is what is to be found out.
-    let mut open = vec![(schema, 0)];
+    let mut open: Vec<_> = schemas.into_iter().map(|schema| (schema, 0)).collect();
     while let Some((value, depth)) = open.pop() {
         if depth > MAX_DEPTH {
             return Err(GrammarError::TooDeep { what, limit: MAX_DEPTH });

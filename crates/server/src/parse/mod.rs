@@ -5,6 +5,8 @@
 //! Text is held back only while it may still turn out to be a marker, or layout beside one. What does not form a call
 //! comes out as content, unchanged.
 
+use oscar_model::text::Tokenizer;
+
 mod marker;
 mod message;
 mod reasoning;
@@ -52,6 +54,20 @@ pub struct UnknownParser {
     pub name: String,
     /// Names that would do.
     pub known: String,
+}
+
+/// Whether the engine must be asked to show special tokens: some vocabularies have the markers among them, and parsers
+/// can only find what is in the text.
+pub fn needs_special_tokens(
+    tokenizer: &Tokenizer,
+    reasoning: Option<ReasoningKind>,
+    tools: Option<ToolKind>,
+) -> bool {
+    let (open, close) = reasoning.map(ReasoningKind::markers).unzip();
+    let markers =
+        open.into_iter().chain(close).chain(tools.iter().flat_map(|kind| kind.markers().iter().copied()));
+    let mut ids = markers.filter_map(|marker| tokenizer.token_id(marker));
+    ids.any(|id| tokenizer.is_special(id))
 }
 
 /// Both parsers in a row: the reasoning is taken off first, calls are looked for in the rest.

@@ -12,6 +12,12 @@ use super::{Calls, Progress, Tool};
 /// Fields that a call may have. An object with others is part of the answer.
 const FIELDS: [&str; 6] = ["name", "arguments", "parameters", "type", "function", "id"];
 
+/// Openings of a block of code that may be a call.
+pub(super) const FENCES: [&str; 2] = ["```json\n", "```\n"];
+
+/// Closes such a block.
+pub(super) const FENCE_END: &str = "```";
+
 /// Reads one call.
 #[derive(Debug)]
 pub(super) struct JsonCall {
@@ -70,6 +76,11 @@ impl JsonCall {
     /// Where no marker says that it is a call.
     pub(super) fn unmarked(tools: Arc<[Tool]>) -> JsonCall {
         JsonCall { only: Some(tools), ..JsonCall::marked("", &[]) }
+    }
+
+    /// In a fence, which is taken already and says only that it is JSON.
+    pub(super) fn fenced(fence: &str, tools: Arc<[Tool]>) -> JsonCall {
+        JsonCall { only: Some(tools), ..JsonCall::marked(fence, &[FENCE_END]) }
     }
 
     /// What was taken of a call that is none.

@@ -84,10 +84,16 @@ impl ToolKind {
         }
     }
 
-    /// Whether a marker of the layout is a special token in its family's vocabulary, so that the engine must be asked
-    /// to keep the text of special tokens.
-    pub fn needs_special_tokens(self) -> bool {
-        self == ToolKind::Llama3
+    /// All markers of the layout that a vocabulary may have as single tokens.
+    pub(in super::super) fn markers(self) -> &'static [&'static str] {
+        match self {
+            ToolKind::Hermes | ToolKind::QwenCoder => &["<tool_call>", "</tool_call>"],
+            ToolKind::Llama3 => &["<|python_tag|>"],
+            ToolKind::Glm => {
+                &["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+            }
+            ToolKind::MiniMaxM2 => &["<minimax:tool_call>", "</minimax:tool_call>"],
+        }
     }
 
     /// Whether calls are JSON objects.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::super::Piece;
 use super::super::marker::{Start, find_first, held_back, start_of};
-use super::json_call::JsonCall;
+use super::json_call::{FENCE_END, FENCES, JsonCall};
 use super::xml_call::XmlCall;
 use super::{Calls, Progress, Tool, ToolKind};
 
@@ -25,6 +25,8 @@ pub struct ToolParser {
     tools: Arc<[Tool]>,
     state: State,
     buffer: String,
+    /// Markers that may follow the end of a call and mean nothing more.
+    closers: Vec<&'static str>,
     /// White space that ends the content so far, to be dropped if a call follows.
     layout: String,
     calls: Calls,
@@ -49,6 +51,7 @@ impl ToolParser {
             tools,
             state: State::Start,
             buffer: String::new(),
+            closers: kind.closers().to_vec(),
             layout: String::new(),
             calls: Calls { out: Vec::new(), id_stem: id_stem.into(), begun: 0 },
         }
@@ -92,23 +95,7 @@ impl ToolParser {
     /// Does what the buffer allows; whether there may be more to do.
     fn step(&mut self) -> bool {
         match &mut self.state {
-            State::Start => {
-                // Llama writes calls without a marker, if nothing else is in the answer.
-                if self.kind == ToolKind::Llama3 {
-                    let blank = leading(&self.buffer, |byte| byte.is_ascii_whitespace());
-                    match self.buffer.as_bytes().get(blank) {
-                        None => return false,
-                        Some(b'{') => {
-                            self.take_content(blank);
-                            self.state = State::Json(Box::new(JsonCall::unmarked(Arc::clone(&self.tools))));
-                            return true;
-                        }
-                        Some(_) => {}
-                    }
-                }
-                self.state = State::Content;
-                true
-            }
+            State::Start => self.start(),
             State::Content => {
                 let openers = self.kind.openers();
                 if let Some((start, opener)) = find_first(&self.buffer, openers) {
@@ -143,6 +130,35 @@ impl ToolParser {
         }
     }
 
+    /// Calls without a marker, if nothing else is in the answer: Llama's are written so, and small Qwen models forget
+    /// the marker, or put a fence in its place.
+    fn start(&mut self) -> bool {
+        let blank = leading(&self.buffer, |byte| byte.is_ascii_whitespace());
+        let rest = &self.buffer[blank..];
+        if rest.is_empty() {
+            return false;
+        }
+        let tools = Arc::clone(&self.tools);
+        self.state = if !self.kind.is_json() {
+            State::Content
+        } else if rest.starts_with('{') {
+            self.take_content(blank);
+            State::Json(Box::new(JsonCall::unmarked(tools)))
+        } else {
+            match start_of(rest, &FENCES) {
+                Start::Partial => return false,
+                Start::Other => State::Content,
+                Start::Marker(fence) => {
+                    self.take_content(blank);
+                    self.buffer.drain(..FENCES[fence].len());
+                    self.closers.push(FENCE_END);
+                    State::Json(Box::new(JsonCall::fenced(FENCES[fence], tools)))
+                }
+            }
+        };
+        true
+    }
+
     fn open(&mut self, opener: &str) {
         self.state = match self.kind.xml_layout() {
             Some(layout) => State::Xml(Box::new(XmlCall::new(layout, opener, Arc::clone(&self.tools)))),
@@ -160,6 +176,7 @@ impl ToolParser {
             Progress::Done => self.state = State::AfterCall,
             Progress::Malformed => {
                 self.state = State::Content;
+                self.closers.truncate(self.kind.closers().len());
                 self.content(text);
             }
         }
@@ -169,9 +186,9 @@ impl ToolParser {
     fn after_call(&mut self) -> bool {
         let blank = leading(&self.buffer, |byte| self.is_layout(byte));
         let rest = &self.buffer[blank..];
-        match start_of(rest, self.kind.closers()) {
+        match start_of(rest, &self.closers) {
             Start::Marker(closer) => {
-                self.buffer.drain(..blank + self.kind.closers()[closer].len());
+                self.buffer.drain(..blank + self.closers[closer].len());
                 return true;
             }
             Start::Partial => return false,

@@ -218,10 +218,9 @@ impl XmlCall {
                 Start::Other => return Some(Progress::Malformed),
             },
             Phase::Value => {
-                let value = match self.until(buffer, layout.value.1, usize::MAX) {
-                    Ok(value) => value,
-                    Err(progress) => return Some(progress),
-                };
+                let Some(end) = self.value_end(buffer) else { return Some(Progress::More) };
+                let value = buffer[..end].to_owned();
+                self.take(buffer, end + layout.value.1.len());
                 let value = if layout.values_on_lines { without_line_breaks(&value) } else { &value };
                 let tool = self.tools.iter().find(|tool| tool.name == self.name);
                 let json = json_of(value, tool.map(|tool| &tool.parameters), &self.key);
@@ -258,20 +257,37 @@ impl XmlCall {
 
     /// Takes what stands before a tag, and the tag.
     fn until(&mut self, buffer: &mut String, tag: &str, longest: usize) -> Result<String, Progress> {
-        // Not inside a character: tags are ASCII, so a match cannot begin there, but a slice would panic.
-        let from = (0..=self.searched.min(buffer.len())).rev().find(|&at| buffer.is_char_boundary(at));
-        let from = from.unwrap_or(0);
-        match buffer[from..].find(tag).map(|at| from + at) {
+        match buffer.find(tag) {
             Some(at) if at <= longest => {
                 let found = buffer[..at].to_owned();
                 self.take(buffer, at + tag.len());
                 Ok(found)
             }
-            None if buffer.len() <= longest => {
-                self.searched = (buffer.len() + 1).saturating_sub(tag.len());
-                Err(Progress::More)
-            }
+            None if buffer.len() <= longest => Err(Progress::More),
             _ => Err(Progress::Malformed),
+        }
+    }
+
+    /// Where the value ends. Values may contain the tag that closes them, as code that deals with such tags does: it
+    /// counts only where the call goes on, or ends, behind it.
+    fn value_end(&mut self, buffer: &str) -> Option<usize> {
+        let tag = self.layout.value.1;
+        let next = [self.layout.key.0, self.layout.call_close, self.layout.block_close];
+        loop {
+            let from = buffer.floor_char_boundary(self.searched);
+            let Some(end) = buffer[from..].find(tag).map(|at| from + at) else {
+                self.searched = (buffer.len() + 1).saturating_sub(tag.len()).max(self.searched);
+                return None;
+            };
+            let behind = end + tag.len();
+            match start_of(buffer[behind..].trim_ascii_start(), &next) {
+                Start::Marker(_) => return Some(end),
+                Start::Partial => {
+                    self.searched = end;
+                    return None;
+                }
+                Start::Other => self.searched = behind,
+            }
         }
     }
 }

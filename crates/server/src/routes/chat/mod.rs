@@ -24,7 +24,9 @@ use crate::error::ApiError;
 use crate::form;
 use crate::frames::stream;
 use crate::logprobs::{ChatLogprob, Endings};
-use crate::parse::{Message, OutputParser, ReasoningParser, Tool, ToolKind, ToolParser};
+use crate::parse::{
+    Message, OutputParser, ReasoningParser, Tool, ToolKind, ToolParser, needs_special_tokens,
+};
 use crate::protocol::{OpenAiRequest, Usage, check_kv_precision};
 use crate::text::{Chat, Prompted};
 
@@ -40,10 +42,12 @@ pub(crate) async fn chat_completions(
     let mut options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
     let form = form::of_openai(&request)?;
     let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
-    if !tools.is_empty() && app.options.tool_parser.is_some_and(ToolKind::needs_special_tokens) {
+    let separate_reasoning = request.separate_reasoning.unwrap_or(true);
+    let reasoning_markers = app.options.reasoning_parser.filter(|_| separate_reasoning);
+    let tool_markers = app.options.tool_parser.filter(|_| !tools.is_empty());
+    if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
         options.keep_special = true;
     }
-    let separate_reasoning = request.separate_reasoning.unwrap_or(true);
     let salt = options.cache_salt.clone();
     let prompted = prepare(&app, &mut request, salt).await?;
     // What a thinking model must keep to begins after its thoughts.
