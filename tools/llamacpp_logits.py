@@ -26,7 +26,10 @@ FLASH_ATTENTION = {
     "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
-KEY_VALUE_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32}
+KEY_VALUE_TYPES = {
+    "f16": llama_cpp.GGML_TYPE_F16, "f32": llama_cpp.GGML_TYPE_F32, "q4_0": llama_cpp.GGML_TYPE_Q4_0,
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+}
 
 # ctypes keeps no reference of its own, and llama.cpp calls this until the process ends.
 _quiet_log = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
@@ -80,6 +83,13 @@ class Session:
     def clear(self):
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         self.position = 0
+
+    def forget_from(self, position):
+        """Go back to just before a position."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, position, -1):
+            raise SystemExit(f"llama.cpp could not forget the tokens from {position} on")
+        self.position = position
 
     def decode(self, ids, every_logit=False):
         """Run the tokens after those already seen, and wait until they are done."""

@@ -16,7 +16,7 @@ use crate::lab::Subject;
 #[derive(Clone, Debug, Args)]
 pub(crate) struct EngineArguments {
     /// Tokens the sequence may have, prompt and answer together; the model's own limit, up to 32768, by default.
-    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    #[arg(long, alias = "context-length", value_name = "TOKENS", value_parser = positive)]
     pub(crate) context: Option<usize>,
 
     /// Worker threads; as many as the machine has cores by default.

@@ -14,10 +14,11 @@ mod published;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use tracing_subscriber::EnvFilter;
 
 use crate::commands::Command;
+use crate::commands::serve::with_config_file;
 
 /// Runs language models on this machine, from a GGUF file, a folder or a name.
 #[derive(Debug, Parser)]
@@ -29,6 +30,7 @@ use crate::commands::Command;
                   safetensors, or a hub id such as Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF.\n\n\
                   Examples:\n  \
                   oscar chat smollm2\n  \
+                  oscar serve smollm2\n  \
                   oscar generate smollm2 --prompt \"Why is the sky blue?\" --max-tokens 64\n  \
                   oscar inspect ./model.gguf --memory 8GiB\n  \
                   oscar doctor"
@@ -38,17 +40,36 @@ struct Arguments {
     #[arg(long, global = true, env = "OSCAR_LOG", default_value = "warn", value_name = "LEVEL", value_parser = log_filter)]
     log_level: String,
 
+    /// How it is logged.
+    #[arg(long, global = true, env = "OSCAR_LOG_FORMAT", default_value = "text", value_name = "FORMAT")]
+    log_format: LogFormat,
+
     #[command(subcommand)]
     command: Command,
 }
 
+/// The form of log lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    tracing_subscriber::fmt()
+    let arguments = match with_config_file(std::env::args_os().collect()) {
+        Ok(arguments) => Arguments::parse_from(arguments),
+        Err(failure) => return failure.report(),
+    };
+    let log = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .with_env_filter(EnvFilter::new(&arguments.log_level))
-        .with_target(false)
-        .init();
+        .with_target(false);
+    match arguments.log_format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
     match arguments.command.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),

@@ -246,6 +246,8 @@ impl Worker {
                 if !self.obey(command) {
                     return;
                 }
+                // The next command may be long in coming.
+                self.count();
             }
             self.admit();
             let now = Instant::now();
@@ -259,10 +261,14 @@ impl Worker {
                     _ => break,
                 }
             }
-            let (running, kept_open) = (self.active.len(), self.kept.len());
-            let mut stats = self.shared.stats();
-            (stats.running, stats.kept_open) = (running, kept_open);
+            self.count();
         }
+    }
+
+    fn count(&self) {
+        let (running, kept_open) = (self.active.len(), self.kept.len());
+        let mut stats = self.shared.stats();
+        (stats.running, stats.kept_open) = (running, kept_open);
     }
 
     /// The next command; waits for one as long as there is nothing else to do.

@@ -9,6 +9,7 @@ mod generate;
 mod inspect;
 mod models;
 mod pull;
+pub(crate) mod serve;
 mod zoo;
 
 use clap::Subcommand;
@@ -20,6 +21,7 @@ use crate::failure::Failure;
 pub(crate) enum Command {
     Chat(chat::ChatArguments),
     Generate(generate::GenerateArguments),
+    Serve(Box<serve::ServeArguments>),
     Models(models::ModelsArguments),
     Pull(pull::PullArguments),
     Inspect(inspect::InspectArguments),
@@ -36,6 +38,7 @@ impl Command {
         match self {
             Command::Chat(arguments) => arguments.run(),
             Command::Generate(arguments) => arguments.run(),
+            Command::Serve(arguments) => arguments.run(),
             Command::Models(arguments) => arguments.run(),
             Command::Pull(arguments) => arguments.run(),
             Command::Inspect(arguments) => arguments.run(),

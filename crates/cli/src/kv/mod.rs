@@ -72,7 +72,7 @@ pub(crate) struct KvArguments {
     prefix_tail: Option<PrefixTail>,
 
     /// Do not share pages between requests.
-    #[arg(long)]
+    #[arg(long, alias = "disable-radix-cache")]
     no_prefix_cache: bool,
 }
 

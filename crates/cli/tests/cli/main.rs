@@ -9,6 +9,7 @@ mod kv;
 mod lab;
 #[cfg(unix)]
 mod pull;
+mod serve;
 mod support;
 mod usage;
 mod zoo;

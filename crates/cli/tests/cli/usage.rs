@@ -2,8 +2,8 @@
 
 use crate::support::Machine;
 
-const COMMANDS: [&str; 10] =
-    ["chat", "generate", "models", "pull", "inspect", "calibrate", "zoo", "eval", "bench", "doctor"];
+const COMMANDS: [&str; 11] =
+    ["chat", "generate", "serve", "models", "pull", "inspect", "calibrate", "zoo", "eval", "bench", "doctor"];
 
 /// Commands of commands, each with examples of its own.
 const NESTED: [[&str; 2]; 13] = [

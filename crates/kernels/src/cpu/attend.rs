@@ -6,7 +6,8 @@
 //! sealed, all into one softmax.
 
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oscar_codec::{HeadIndex, PAGE_TOKENS};
 
@@ -98,7 +99,12 @@ pub(super) struct AttendScratch {
     spans: Vec<Span>,
     kernel: AttentionScratch,
     transform: SealScratch,
+    /// Softmax of a block that is one item.
+    state: SoftmaxState,
 }
+
+/// Softmax of each item of blocks that are several; kept between steps.
+pub(super) type PartialStates = Vec<Mutex<SoftmaxState>>;
 
 /// What the rows of a step read.
 pub(super) struct Tiers<'a> {
@@ -123,6 +129,7 @@ pub(super) fn attend(
     numerics: Numerics,
     pool: &Pool,
     workers: &[Mutex<AttendScratch>],
+    partial: &mut PartialStates,
     step: &Step,
     heads: Heads,
     tiers: &Tiers<'_>,
@@ -133,36 +140,42 @@ pub(super) fn attend(
         false => plan(step, heads, Split::Items(pool.threads() * ITEMS_PER_THREAD)),
         true => plan(step, heads, Split::Pages(FIXED_PAGES)),
     };
-    let states: Vec<Mutex<SoftmaxState>> = items.iter().map(|_| Mutex::default()).collect();
+    partial.resize_with(partial.len().max(items.len()), Mutex::default);
+    let partial = &*partial;
+    let unfinished: Vec<AtomicUsize> =
+        blocks.iter().map(|block| AtomicUsize::new(block.items.len())).collect();
     let target = DisjointSlice::new(out);
-    let whole = items.len() == blocks.len();
     let isa = numerics.attention_isa();
     pool.for_each_worker(items.len(), |worker, index| {
         let item = &items[index];
         let block = &blocks[item.block];
-        let mut scratch = workers[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        gather_queries(block, heads, qkv, &mut scratch);
-        let mut state = states[index].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.reset(scratch.spans.len(), heads.head_dim);
-        read_item(isa, block, item, heads, tiers, &mut scratch, &mut state);
-        if whole {
+        let scratch = &mut *lock(&workers[worker]);
+        gather_queries(block, heads, qkv, scratch);
+        if block.items.len() == 1 {
+            let mut state = std::mem::take(&mut scratch.state);
+            read_item(isa, block, item, heads, tiers, scratch, &mut state);
             write_block(block, heads, tiers, &state, &mut scratch.transform, &target);
+            scratch.state = state;
+            return;
+        }
+        read_item(isa, block, item, heads, tiers, scratch, &mut lock(&partial[index]));
+        // Whoever comes last puts the parts together, in order.
+        if unfinished[item.block].fetch_sub(1, Ordering::AcqRel) == 1 {
+            let mut merged = lock(&partial[block.items.start]);
+            for item in block.items.clone().skip(1) {
+                merged.merge(&lock(&partial[item]));
+            }
+            write_block(block, heads, tiers, &merged, &mut scratch.transform, &target);
         }
     });
-    if whole {
-        return;
-    }
-    let mut scratch = workers[0].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    for block in &blocks {
-        let mut merged = states[block.items.start].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        for item in block.items.clone().skip(1) {
-            merged.merge(&states[item].lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        }
-        write_block(block, heads, tiers, &merged, &mut scratch.transform, &target);
-    }
 }
 
-/// Adds the pages of an item to the softmax of its rows: sink, sealed history, and the rest.
+/// Buffers hold nothing that matters between steps, so a panic in an earlier one does not either.
+fn lock<T>(buffer: &Mutex<T>) -> MutexGuard<'_, T> {
+    buffer.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The softmax of a block's rows over the pages of an item: sink, sealed history, and the rest.
 fn read_item(
     isa: Isa,
     block: &Block<'_>,
@@ -173,6 +186,7 @@ fn read_item(
     state: &mut SoftmaxState,
 ) {
     let AttendScratch { queries, spans, kernel, .. } = scratch;
+    state.reset(spans.len(), heads.head_dim);
     let mut reader = Reader { isa, block, heads, queries, kernel, state };
     let (cache, layer) = (tiers.cache, tiers.layer);
     if let Some(history) = &tiers.history {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use oscar_codec::HeadIndex;
 
-use super::attend::{self, AttendScratch, Heads, History, Numerics, Tiers};
+use super::attend::{self, AttendScratch, Heads, History, Numerics, PartialStates, Tiers};
 use super::cache::{Cache, DUMMY_SLOT};
 use super::dot::Dot;
 use super::elementwise::{rms_norm, silu_multiply};
@@ -35,6 +35,7 @@ pub struct CpuBackend {
     projectors: Vec<Mutex<WorkerScratch>>,
     attenders: Vec<Mutex<AttendScratch>>,
     sealers: Vec<Mutex<SealScratch>>,
+    partial_states: Mutex<PartialStates>,
     fixed: bool,
 }
 
@@ -64,6 +65,7 @@ impl CpuBackend {
             projectors: (0..threads).map(|_| Mutex::default()).collect(),
             attenders: (0..threads).map(|_| Mutex::default()).collect(),
             sealers: (0..threads).map(|_| Mutex::default()).collect(),
+            partial_states: Mutex::default(),
             fixed: false,
         }
     }
@@ -120,7 +122,18 @@ impl CpuBackend {
         let qkv = qkv.first_rows("query, key and value rows", step.rows())?;
         let out = out.first_rows_mut("attention rows", step.rows())?;
         let numerics = Numerics { isa: self.isa, fixed: self.fixed };
-        attend::attend(numerics, &self.pool, &self.attenders, step, Heads::of(spec), tiers, qkv, out);
+        let partial = &mut lock(&self.partial_states);
+        attend::attend(
+            numerics,
+            &self.pool,
+            &self.attenders,
+            partial,
+            step,
+            Heads::of(spec),
+            tiers,
+            qkv,
+            out,
+        );
         Ok(())
     }
 
@@ -147,6 +160,14 @@ impl CpuBackend {
     fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
         let (isa, fixed) = (self.isa, self.fixed);
         Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
+    }
+
+    /// Calls `body` with a worker and every task.
+    fn for_each_task(&self, parallel: bool, tasks: usize, body: impl Fn(usize, usize) + Sync) {
+        match parallel {
+            true => self.pool.for_each_worker(tasks, body),
+            false => (0..tasks).for_each(|task| body(0, task)),
+        }
     }
 
     /// Calls `body` with a worker and the index and values of every row of `out`, in parallel where it pays.
@@ -265,19 +286,20 @@ impl Backend for CpuBackend {
             layer,
         };
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
-        self.for_each_row(rows, spec.qkv_cols(), |worker, row, values| {
-            let mut scratch = lock(&self.sealers[worker]);
-            store.prepare_row(step, cache.sealed().map(|sealed| &sealed.sealer), row, values, &mut scratch);
+        let sealer = cache.sealed().map(|sealed| &sealed.sealer);
+        // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
+        let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
+        let (tasks, heads) = (step.rows() * spec.kv_heads, DisjointSlice::new(rows));
+        self.for_each_task(parallel, tasks, |worker, task| {
+            let (row, head) = (task / spec.kv_heads, task % spec.kv_heads);
+            // SAFETY: each task is a row and a head of its own.
+            unsafe { store.prepare_head(step, sealer, row, head, &heads, &mut lock(&self.sealers[worker])) };
         });
         let tasks = store.tasks(step);
         let writer = cache.writer(layer);
         // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
         let write = |task: usize| unsafe { store.write_page(step, &tasks[task], rows, &writer) };
-        if rows.len() < PARALLEL_VALUES {
-            (0..tasks.len()).for_each(write);
-        } else {
-            self.pool.for_each_worker(tasks.len(), |_, task| write(task));
-        }
+        self.for_each_task(rows.len() >= PARALLEL_VALUES, tasks.len(), |_, task| write(task));
         Ok(())
     }
 

@@ -18,7 +18,7 @@ use super::attention;
 use super::attention::sealed::SealedFormat;
 use super::encode::Sealer;
 use super::isa::Isa;
-use super::memory::{AlignedBuffer, DisjointSlice};
+use super::memory::{self, AlignedBuffer, DisjointSlice};
 use crate::backend::{CacheSpec, KernelError};
 
 /// The slot that padded rows name; nothing is written there and what is read does not matter.
@@ -107,9 +107,21 @@ impl Cache {
         self.spec.slots + self.spec.scratch_slots
     }
 
-    /// Gives the memory of the scratch pages back.
+    /// Tells how far the pools are in use: slots below these are, or were.
+    pub(super) fn settle(&self, exact: usize, sealed: usize) {
+        let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;
+        // The dummy is never written to.
+        self.exact.merge_pages(slot_len..exact * slot_len);
+        if let Some(pool) = &self.sealed {
+            let bytes = pool.sealer.codec().page_bytes();
+            pool.bytes.merge_pages(bytes..sealed * bytes);
+        }
+    }
+
+    /// Gives the memory of the scratch pages back, and with it what a long prompt has left in the allocator.
     pub(super) fn release_scratch(&mut self) {
         self.scratch.release();
+        memory::trim();
     }
 
     pub(super) fn sealed(&self) -> Option<&SealedPool> {

@@ -28,7 +28,7 @@ mod elementwise;
 pub mod encode;
 pub mod gemm;
 pub mod isa;
-mod memory;
+pub mod memory;
 pub mod pool;
 mod project;
 pub mod sampling;

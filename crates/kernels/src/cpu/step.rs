@@ -168,6 +168,12 @@ impl Step {
         if let Some(pair) = written.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(KernelError::PageWrittenTwice { slot: pair[0] });
         }
+        let slots = cache.spec().slots;
+        let exact = step.sequences.iter().flat_map(|sequence| &sequence.pages);
+        let exact = exact.map(|&slot| slot as usize + 1).filter(|&end| end <= slots);
+        let sealed = step.sequences.iter().filter_map(|sequence| sequence.sealed.as_ref());
+        let sealed = sealed.flat_map(|table| &table.pages).map(|&slot| slot as usize + 1);
+        cache.settle(exact.max().unwrap_or(0), sealed.max().unwrap_or(0));
         Ok(step)
     }
 

@@ -8,6 +8,7 @@ use super::cache::{DUMMY_SLOT, PageWriter};
 use super::elementwise::{rms_norm_in_place, rotate};
 use super::encode::{SealScratch, Sealer};
 use super::isa::Isa;
+use super::memory::DisjointSlice;
 use super::step::Step;
 
 /// Gain and epsilon of a norm over one head.
@@ -30,31 +31,41 @@ pub(super) struct WriteTask {
 }
 
 impl Store<'_> {
-    /// Norms and rotates the queries and keys of a row. With a codec, queries, keys and values then go to its basis:
-    /// `q·M` and `(k - mean)·M` differ from `q·k` by the same amount for all keys, which softmax does not see.
-    pub(super) fn prepare_row(
+    /// Norms and rotates the key of a KV head and the queries that read it, in one row. With a codec, queries, key and
+    /// value then go to its basis: `q·M` and `(k - mean)·M` differ from `q·k` by the same amount for all keys, which
+    /// softmax does not see.
+    ///
+    /// # Safety
+    /// No two calls at the same time may be of the same row and head. `rows` has whole rows.
+    pub(super) unsafe fn prepare_head(
         &self,
         step: &Step,
         sealer: Option<&Sealer>,
         row: usize,
-        values: &mut [f32],
+        head: usize,
+        rows: &DisjointSlice<'_, f32>,
         scratch: &mut SealScratch,
     ) {
         let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
         let angles = row * step.pairs..(row + 1) * step.pairs;
         let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
-        for (head, values) in values.chunks_exact_mut(d).take(q_heads + kv_heads).enumerate() {
-            if let Some((weight, eps)) = if head < q_heads { self.q_norm } else { self.k_norm } {
-                rms_norm_in_place(self.isa, values, weight, eps);
+        let part = |first: usize, count: usize| {
+            let start = row * self.heads.qkv_cols() + first * d;
+            // SAFETY: these heads are nobody else's, by the caller's promise, and the three parts do not overlap.
+            unsafe { rows.part(start..start + count * d) }
+        };
+        let group = self.heads.group();
+        let (queries, key) = (part(head * group, group), part(q_heads + head, 1));
+        for (values, norm) in [(&mut *queries, self.q_norm), (&mut *key, self.k_norm)] {
+            for values in values.chunks_exact_mut(d) {
+                if let Some((weight, eps)) = norm {
+                    rms_norm_in_place(self.isa, values, weight, eps);
+                }
+                rotate(self.isa, values, cos, sin, step.layout);
             }
-            rotate(self.isa, values, cos, sin, step.layout);
         }
-        let Some(sealer) = sealer else { return };
-        let (queries, rest) = values.split_at_mut(q_heads * d);
-        let (keys, values) = rest.split_at_mut(kv_heads * d);
-        let groups = queries.chunks_exact_mut(self.heads.group() * d);
-        let rows = groups.zip(keys.chunks_exact_mut(d)).zip(values.chunks_exact_mut(d));
-        for (head, ((queries, key), value)) in rows.enumerate() {
+        if let Some(sealer) = sealer {
+            let value = part(q_heads + kv_heads + head, 1);
             let head = HeadIndex { layer: self.layer, head };
             sealer.rotate_queries(head, queries, scratch);
             sealer.transform_rows(head, Side::Key, key, scratch);

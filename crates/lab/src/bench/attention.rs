@@ -11,9 +11,11 @@ use std::time::Instant;
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
 use oscar_codec::{CodecError, PAGE_TOKENS, ScaleType, Side};
+use oscar_kernels::KernelError;
 use oscar_kernels::cpu::attention::sealed::{SealedFormat, attend_sealed};
 use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span, page_elements, write_token};
 use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cpu::memory::AlignedBuffer;
 use oscar_kernels::cpu::pool::Pool;
 use serde::Serialize;
 
@@ -47,9 +49,6 @@ pub struct AttentionBench {
 
 /// Page ranges per thread, as in the engine.
 const ITEMS_PER_THREAD: usize = 8;
-
-/// What pools are aligned to.
-const CACHE_LINE: usize = 64;
 
 /// Layers of a model: how far apart the pages of a layer lie.
 const MODEL_LAYERS: usize = 32;
@@ -107,6 +106,9 @@ pub enum AttentionBenchError {
     /// The shape of pages.
     #[error(transparent)]
     Codec(#[from] CodecError),
+    /// The memory for the pages.
+    #[error(transparent)]
+    Memory(#[from] KernelError),
     /// Query heads do not divide among KV heads.
     #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
     Heads {
@@ -138,7 +140,7 @@ pub fn run(
         let format = format(kind, head_dim, bench.groups)?;
         let samples = samples(&format, head_dim)?;
         let page_bytes = format.page_bytes(head_dim);
-        let error = error(bench, &format, &samples);
+        let error = error(bench, &format, &samples)?;
         let mut memory = Memory::default();
         for &context in &bench.contexts {
             let pages = context.div_ceil(PAGE_TOKENS);
@@ -149,7 +151,7 @@ pub fn run(
             let layers = bench.pool_bytes.div_ceil(layer_bytes).max(1);
             let model_layers = layers.min(MODEL_LAYERS);
             let layers = layers.next_multiple_of(model_layers);
-            memory.fill(layers * layer_bytes, &samples);
+            memory.fill(layers * layer_bytes, &samples)?;
             let cache = Cache { bytes: memory.bytes(), pages, layers, model_layers, kv_heads, page_bytes };
             let step = Step { bench, format: &format, context, pool: &pool };
             let read = fastest(bench.repeat, || step.read(&cache));
@@ -245,11 +247,11 @@ fn sample(format: &SealedFormat, head_dim: usize, noise: &mut Noise) -> Result<V
 }
 
 /// Difference between the path and the scalar definition on the sample pages.
-fn error(bench: &AttentionBench, format: &SealedFormat, samples: &[Vec<u8>]) -> f64 {
+fn error(bench: &AttentionBench, format: &SealedFormat, samples: &[Vec<u8>]) -> Result<f64, KernelError> {
     let (rows, d) = (bench.q_heads / bench.kv_heads, bench.head_dim);
     // In whole words, so that bf16 pages lie on even addresses.
     let mut memory = Memory::default();
-    memory.fill(samples.iter().map(Vec::len).sum(), samples);
+    memory.fill(samples.iter().map(Vec::len).sum(), samples)?;
     let pages: Vec<&[u8]> = memory.bytes().chunks_exact(samples[0].len()).take(samples.len()).collect();
     let (queries, scale) = (queries(rows * d), 1.0 / (d as f32).sqrt());
     let spans = vec![Span::up_to(pages.len() * PAGE_TOKENS); rows];
@@ -264,7 +266,7 @@ fn error(bench: &AttentionBench, format: &SealedFormat, samples: &[Vec<u8>]) -> 
     let (expected, got) = (outputs(Isa::Scalar), outputs(bench.isa));
     let largest = expected.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
     let error = expected.iter().zip(&got).fold(0.0_f32, |error, (a, b)| error.max((a - b).abs()));
-    f64::from(error / largest)
+    Ok(f64::from(error / largest))
 }
 
 fn queries(len: usize) -> Vec<f32> {
@@ -272,34 +274,28 @@ fn queries(len: usize) -> Vec<f32> {
     (0..len).map(|_| noise.next()).collect()
 }
 
-/// The memory of all pages, on a cache line as in a pool; grows and is filled only once.
+/// The memory of all pages, of the kind that pools have; grows and is filled only once.
 #[derive(Default)]
-struct Memory {
-    words: Vec<u64>,
-    /// Words before the first cache line.
-    skip: usize,
-    /// Bytes in use.
-    len: usize,
-}
+struct Memory(Option<AlignedBuffer<u64>>);
 
 impl Memory {
-    fn fill(&mut self, len: usize, samples: &[Vec<u8>]) {
-        let page_bytes = samples[0].len();
-        if self.len < len {
-            self.words = Vec::new();
-            self.words = vec![0; len.div_ceil(8) + CACHE_LINE / 8];
-            // Only the allocator's choice where a vector begins is known, so some words are left out.
-            self.skip = self.words.as_ptr().align_offset(CACHE_LINE);
-            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words[self.skip..]);
-            for (page, sample) in bytes.chunks_exact_mut(page_bytes).zip(samples.iter().cycle()) {
-                page.copy_from_slice(sample);
-            }
+    fn fill(&mut self, len: usize, samples: &[Vec<u8>]) -> Result<(), KernelError> {
+        if self.bytes().len() >= len {
+            return Ok(());
         }
-        self.len = self.len.max(len);
+        self.0 = None;
+        let mut words = AlignedBuffer::zeroed(len.div_ceil(8), "the pages to attend to")?;
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        for (page, sample) in bytes.chunks_exact_mut(samples[0].len()).zip(samples.iter().cycle()) {
+            page.copy_from_slice(sample);
+        }
+        while words.merge_pages(0..words.len()) {}
+        self.0 = Some(words);
+        Ok(())
     }
 
     fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.words[self.skip..])
+        self.0.as_ref().map_or(&[], |words| bytemuck::cast_slice(words))
     }
 }
 

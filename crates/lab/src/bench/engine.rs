@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use oscar_engine::{Engine, EngineError, GenerateOptions, Request, Serve, Summary};
+use oscar_engine::{Engine, EngineError, Event, GenerateOptions, Request, Serve, Summary};
 use oscar_kernels::Backend;
 use serde::Serialize;
 
@@ -50,32 +50,106 @@ pub struct LongContextRow {
     pub peak_rss_bytes: Option<u64>,
     /// Bytes a step reads: weights and pages.
     pub step_bytes: u64,
-    /// Decode speed over the first cache type's.
+    /// Decode speed over the first engine's: the median over repetitions, in each of which all engines take turns.
     pub ratio: f64,
     /// What the bytes of a step allow for that ratio.
     pub limit: f64,
 }
 
-/// Fills a context and decodes after it. `first` is the row to compare with, if there is one.
+/// What a measurement is at.
+#[derive(Clone, Copy, Debug)]
+pub enum Stage<'a> {
+    /// An engine reads the context.
+    Filling {
+        /// Its cache type.
+        kv: &'a str,
+        /// Tokens read.
+        done: usize,
+        /// Tokens of the context.
+        total: usize,
+    },
+    /// The engines decode in turn.
+    Decoding {
+        /// Repetitions done.
+        done: usize,
+        /// Repetitions in all.
+        total: usize,
+    },
+}
+
+/// Fills a context in each engine, then decodes after it in each in turn: a machine that is faster one minute and
+/// slower the next is so for all of them. The first engine is what the others are compared with.
 pub fn long_context<B: Backend>(
+    engines: &[Engine<B>],
+    bench: &LongContext,
+    mut on_stage: impl FnMut(Stage<'_>),
+) -> Result<Vec<LongContextRow>, EngineError> {
+    let mut rows = Vec::new();
+    for engine in engines {
+        rows.push(fill(engine, bench, &mut on_stage)?);
+    }
+    let mut speeds = vec![Vec::new(); engines.len()];
+    for done in 0..bench.repeat.max(1) {
+        on_stage(Stage::Decoding { done, total: bench.repeat.max(1) });
+        for (engine, speeds) in engines.iter().zip(&mut speeds) {
+            // The prompt comes from the prefix tree but for its last tokens.
+            let prompt = bench.prompt(engine);
+            let run = engine
+                .generate(&prompt, &bench.options(bench.gen_tokens + 1), |_| ControlFlow::Continue(()))?;
+            speeds.push(run.decode_tokens_per_s().unwrap_or(f64::NAN));
+        }
+    }
+    let first_bytes = rows.first().map_or(0, |row| row.step_bytes);
+    for (row, own) in rows.iter_mut().zip(&speeds) {
+        row.decode_tokens_per_s = own.iter().copied().fold(f64::NAN, f64::max);
+        row.decode_tokens_per_s_median = median(own.iter().copied());
+        row.ratio = median(own.iter().zip(&speeds[0]).map(|(own, first)| own / first));
+        row.limit = first_bytes as f64 / row.step_bytes as f64;
+    }
+    Ok(rows)
+}
+
+impl LongContext {
+    fn prompt<B: Backend>(&self, engine: &Engine<B>) -> Vec<u32> {
+        synthetic_tokens(self.context, engine.model().config().vocab_size)
+    }
+
+    fn options(&self, tokens: usize) -> GenerateOptions {
+        // Kept open while it is filled, so that what is counted is the sequence and not what the prefix tree makes of
+        // it.
+        let keep_open = tokens == 1;
+        GenerateOptions {
+            max_tokens: Some(tokens),
+            ignore_end: true,
+            keep_open,
+            ..GenerateOptions::default()
+        }
+    }
+}
+
+/// Computes the context; speeds of decoding are left open.
+fn fill<B: Backend>(
     engine: &Engine<B>,
     bench: &LongContext,
-    first: Option<&LongContextRow>,
+    on_stage: &mut impl FnMut(Stage<'_>),
 ) -> Result<LongContextRow, EngineError> {
-    let LongContext { context, gen_tokens, .. } = *bench;
-    let prompt = synthetic_tokens(context, engine.model().config().vocab_size);
-    let options = |tokens| GenerateOptions {
-        max_tokens: Some(tokens),
-        ignore_end: true,
-        keep_open: tokens == 1,
-        ..GenerateOptions::default()
-    };
-    // Kept open, so that what is counted is the sequence and not what the prefix tree makes of it.
-    let fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
+    let context = bench.context;
+    let prompt = bench.prompt(engine);
+    let mut fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
         engine.reset();
-        let mut answer = engine.answer(Request::new(tokens, options(1)))?;
-        let summary = answer.finish().map_err(EngineError::Shared)?.remove(0);
-        Ok((summary, engine.kv_bytes()))
+        let mut answer = engine.answer(Request::new(tokens, bench.options(1)))?;
+        for event in answer.by_ref() {
+            match event {
+                Event::Prefill { done, total, .. } => {
+                    on_stage(Stage::Filling { kv: &engine.info().kv, done, total });
+                }
+                Event::Token { .. } => {}
+                // The answer is alive until its pages are counted.
+                Event::Finished { summary, .. } => return Ok((*summary, engine.kv_bytes())),
+                Event::Failed { error, .. } => return Err(EngineError::Shared(error)),
+            }
+        }
+        Err(EngineError::Stopped)
     };
     // The pages of the first chunk stay resident and are used again, so they are counted with the prompt.
     let (_, warm_bytes) = fill(&prompt[..context.min(WARM_UP_TOKENS)])?;
@@ -84,29 +158,27 @@ pub fn long_context<B: Backend>(
     let rss_delta = anonymous_bytes()
         .zip(rss_before)
         .map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));
-    let mut speeds = Vec::new();
-    for _ in 0..bench.repeat.max(1) {
-        // The prompt comes from the prefix tree but for its last tokens.
-        let run = engine.generate(&prompt, &options(gen_tokens + 1), |_| ControlFlow::Continue(()))?;
-        speeds.extend(run.decode_tokens_per_s());
-    }
-    speeds.sort_by(f64::total_cmp);
-    let best = speeds.last().copied().unwrap_or(f64::NAN);
-    let step_bytes = bench.weight_bytes + kv_bytes as u64;
     Ok(LongContextRow {
         kv: engine.info().kv.clone(),
         context,
         prefill_tokens_per_s: context as f64 / prefill.first_token.as_secs_f64(),
-        decode_tokens_per_s: best,
-        decode_tokens_per_s_median: speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN),
+        decode_tokens_per_s: f64::NAN,
+        decode_tokens_per_s_median: f64::NAN,
         kv_bytes,
         bits_per_element: engine.budget().bits_at(context),
         rss_delta_bytes: rss_delta,
         peak_rss_bytes: peak_rss_bytes(),
-        step_bytes,
-        ratio: first.map_or(1.0, |first| best / first.decode_tokens_per_s),
-        limit: first.map_or(1.0, |first| first.step_bytes as f64 / step_bytes as f64),
+        step_bytes: bench.weight_bytes + kv_bytes as u64,
+        ratio: f64::NAN,
+        limit: f64::NAN,
     })
+}
+
+/// The middle of some numbers; NaN if there are none.
+fn median(numbers: impl Iterator<Item = f64>) -> f64 {
+    let mut numbers: Vec<f64> = numbers.collect();
+    numbers.sort_by(f64::total_cmp);
+    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Requests that begin alike.

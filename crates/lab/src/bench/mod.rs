@@ -7,5 +7,7 @@ mod model;
 
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use codec::{CodecBench, run as codec};
-pub use engine::{LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, long_context, shared_prefix};
+pub use engine::{
+    LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
+};
 pub use model::{ModelBench, run as model};

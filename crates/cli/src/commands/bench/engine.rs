@@ -7,7 +7,7 @@ use clap::Args;
 use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Report;
-use oscar_lab::bench::{LongContext, LongContextRow, SharedPrefix, long_context, shared_prefix};
+use oscar_lab::bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
 use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ use super::tokens;
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
-use crate::lab::Subject;
+use crate::lab::{Steps, Subject};
 use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
 
@@ -91,6 +91,23 @@ fn weight_bytes(path: &Path) -> u64 {
         .sum()
 }
 
+/// Shows what is being done, with a bar for each part.
+fn show(steps: &mut Option<(String, Steps)>, stage: Stage<'_>) {
+    let (label, done, total) = match stage {
+        Stage::Filling { kv, done, total } => (format!("{kv}: reading {total} tokens"), done, total),
+        Stage::Decoding { done, total } => (format!("decoding {total} times in turn"), done, total),
+    };
+    if steps.as_ref().is_none_or(|(shown, _)| *shown != label) {
+        if let Some((_, steps)) = steps.take() {
+            steps.finish();
+        }
+        *steps = Some((label.clone(), Steps::new(&label, total)));
+    }
+    if let Some((_, steps)) = steps {
+        steps.set(done);
+    }
+}
+
 impl EngineBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
         let arguments = EngineArguments { context: None, threads: self.threads, kv: self.cache.clone() };
@@ -100,15 +117,18 @@ impl EngineBenchArguments {
         let weight_bytes = weight_bytes(self.model.resolve()?.path());
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
-            let mut first: Option<LongContextRow> = None;
-            for &kind in &self.kv {
-                let needed = context + self.gen_tokens + 1;
-                let engine = self.engine(&subject, kind, needed, 1, true)?;
-                let bench =
-                    LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
-                let row = long_context(&engine, &bench, first.as_ref())?;
+            let needed = context + self.gen_tokens + 1;
+            let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
+            let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
+            let bench =
+                LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
+            let mut steps = None;
+            let rows = long_context(&engines, &bench, |stage| show(&mut steps, stage))?;
+            if let Some((_, steps)) = steps {
+                steps.finish();
+            }
+            for row in rows {
                 self.push(&mut long, &row)?;
-                first.get_or_insert(row);
             }
         }
         if self.requests > 0 {

@@ -427,8 +427,11 @@ macro_rules! part {
             $("tileloadd tmm", $right, ", [{b} + {stride} + ", $column, "]\n",
               "tdpbf16ps tmm", $sum, ", tmm4, tmm", $right, "\n",
               "prefetcht0 [{next}]\n",
+              "prefetcht0 [{next} + 64]\n",
               "prefetcht0 [{next} + 128]\n",
+              "prefetcht0 [{next} + 192]\n",
               "prefetcht0 [{next} + 256]\n",
+              "prefetcht0 [{next} + 320]\n",
               "add {next}, 384\n",)*
         )
     };
@@ -450,8 +453,8 @@ macro_rules! from_sums {
 ///
 /// `left` is `[step][part]` tiles; `right` is rows of `width` pairs, 16 rows per step; `sums` has rows of `width`
 /// floats. Every part of the left operand visits all tiles of sums before the next one, so that consecutive
-/// products do not wait for each other; what this reloads comes from the first-level cache. Every other line of
-/// what comes next is fetched along the way, and the hardware adds their neighbours.
+/// products do not wait for each other; what this reloads comes from the first-level cache. What comes
+/// next is fetched along the way.
 macro_rules! product {
     ($name:ident, $start:ident, [$($part:literal),*] of $bytes:literal, $tiles:tt,
      sums: [$(($sum:literal, $column:literal)),*]) => {

@@ -13,6 +13,8 @@ use super::{Activations, Pass, Weights, dot_pair, prefetch, sum};
 const BLOCKS: usize = 4;
 /// Weight rows per pass.
 const ROWS: usize = 4;
+/// Bytes that are fetched ahead at least: four short rows are read in less time than memory takes to answer.
+const FETCH_AHEAD: usize = 5 * 1024;
 
 pub(super) trait Small {
     const BYTES: usize;
@@ -291,7 +293,7 @@ impl<B: Small> Pass for B {
     unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
         let blocks = weights.cols / 32;
         let outputs = weights.outputs;
-        let distance = ROWS * weights.row_bytes();
+        let distance = (ROWS * weights.row_bytes()).max(FETCH_AHEAD);
         for first in (0..outputs).step_by(ROWS) {
             let rows = weights.rows::<ROWS>(first);
             // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.

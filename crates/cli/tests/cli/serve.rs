@@ -1,0 +1,153 @@
+//! `oscar serve` as a process: ready, asked, told to stop; and what it refuses.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::{Machine, fixture};
+
+/// A server that is ready.
+struct Serving {
+    child: Child,
+    address: String,
+    /// Kept open: a server whose standard error is closed cannot say why it ends.
+    stderr: BufReader<std::process::ChildStderr>,
+    banner: String,
+}
+
+impl Serving {
+    fn start(machine: &Machine, arguments: &[&str]) -> Serving {
+        let model = fixture("qwen3");
+        let mut command = machine.oscar(["serve", model.to_str().expect("path"), "--port", "0"]);
+        let mut child = command.args(arguments).stderr(Stdio::piped()).spawn().expect("oscar");
+        let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
+        let mut banner = String::new();
+        while !banner.contains("requests at a time") {
+            assert!(stderr.read_line(&mut banner).expect("stderr") > 0, "{banner}");
+        }
+        let url = banner.split("http://").nth(1).expect("URL").lines().next().expect("URL");
+        Serving { child, address: url.trim().to_owned(), stderr, banner }
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> String {
+        let mut stream = TcpStream::connect(&self.address).expect("connection");
+        let length = body.len();
+        let head = "host: x\r\nconnection: close\r\ncontent-type: application/json";
+        write!(stream, "{method} {path} HTTP/1.1\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
+            .expect("write");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("read");
+        answer
+    }
+
+    #[cfg(unix)]
+    fn terminate(mut self) -> (Option<i32>, String) {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("wait") {
+                break status;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(30), "the server does not end");
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let mut rest = String::new();
+        self.stderr.read_to_string(&mut rest).expect("stderr");
+        (status.code(), rest)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn a_server_starts_answers_and_stops() {
+    let machine = Machine::new();
+    let arguments = ["--served-model-name", "tiny", "--max-running-requests", "4", "--context-length", "128"];
+    let serving = Serving::start(&machine, &arguments);
+    assert!(serving.banner.contains("tiny is ready at http://127.0.0.1:"), "{}", serving.banner);
+    assert!(
+        serving.banner.contains("bits per element") && serving.banner.contains("4 requests"),
+        "{}",
+        serving.banner
+    );
+    assert!(serving.ask("GET", "/health", "").starts_with("HTTP/1.1 200"));
+    let body = r#"{"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": true}"#;
+    let answer = serving.ask("POST", "/v1/completions", body);
+    assert!(answer.contains("\"completion_tokens\":3"), "{answer}");
+    assert!(serving.ask("GET", "/v1/models", "").contains("\"max_model_len\":128"));
+    let (code, rest) = serving.terminate();
+    assert_eq!(code, Some(0), "{rest}");
+    assert!(rest.contains("has stopped") && !rest.contains("panicked"), "{rest}");
+}
+
+#[test]
+fn settings_come_from_a_file_and_flags_win() {
+    let machine = Machine::new();
+    let file = machine.path("server.toml");
+    std::fs::write(&file, "served-model-name = \"from-file\"\nmax_running_requests = 3\napi-key = \"k\"\n")
+        .expect("file");
+    let serving =
+        Serving::start(&machine, &["--config", file.to_str().expect("path"), "--max-running-requests", "5"]);
+    assert!(
+        serving.banner.contains("from-file") && serving.banner.contains("5 requests"),
+        "{}",
+        serving.banner
+    );
+    assert!(serving.ask("GET", "/v1/models", "").starts_with("HTTP/1.1 401"));
+}
+
+#[test]
+fn logs_are_json_when_asked_for() {
+    let machine = Machine::new();
+    let mut serving = Serving::start(&machine, &["--log-format", "json", "--log-level", "oscar_server=info"]);
+    assert!(serving.ask("GET", "/version", "").starts_with("HTTP/1.1 200"));
+    let mut line = String::new();
+    serving.stderr.read_line(&mut line).expect("stderr");
+    let value: serde_json::Value =
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+    assert_eq!((&value["path"], &value["status"]), (&"/version".into(), &200.into()));
+}
+
+#[test]
+fn what_is_not_there_is_refused_in_one_line() {
+    let machine = Machine::new();
+    for (arguments, words) in [
+        (vec!["--tp-size", "2"], "--tensor-parallel-size is not supported"),
+        (vec!["--tensor-parallel-size", "4"], "--tensor-parallel-size is not supported"),
+        (vec!["--dp", "2"], "--data-parallel-size is not supported"),
+        (vec!["--lora-paths", "a", "b"], "--lora-paths is not supported"),
+        (vec!["--speculative-algorithm", "EAGLE"], "--speculative-algorithm is not supported"),
+        (vec!["--enable-multimodal"], "--enable-multimodal is not supported"),
+        (vec!["--device", "cuda"], "--device is not supported"),
+    ] {
+        let all = ["serve", "--model-path", "nowhere"].into_iter().chain(arguments);
+        machine.run(all).failure(1, &[words]);
+    }
+    machine.run(["serve"]).failure(1, &["no model"]);
+    machine.run(["serve", "nowhere", "--host", "no.such.host.invalid"]).failure(1, &["no.such.host.invalid"]);
+    machine.run(["serve", "--config", "nowhere.toml"]).failure(1, &["nowhere.toml"]);
+    let file = machine.path("bad.toml");
+    std::fs::write(&file, "port = 1\nname = = 2\n").expect("file");
+    machine.run(["serve", "--config", file.to_str().expect("path")]).failure(1, &["bad.toml line 2"]);
+    let model = fixture("qwen3");
+    let model = model.to_str().expect("path");
+    machine
+        .run(["serve", model, "--port", "0", "--tool-call-parser", "x"])
+        .failure(1, &["--tool-call-parser", "qwen25"]);
+}
+
+#[test]
+fn a_port_that_is_taken_is_said_before_anything_is_loaded() {
+    let machine = Machine::new();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("port");
+    let port = taken.local_addr().expect("address").port().to_string();
+    machine.run(["serve", "no-such-model", "--port", &port]).failure(1, &["cannot listen", &port]);
+}

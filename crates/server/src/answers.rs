@@ -1,0 +1,127 @@
+//! Requests handed to the engine, and their events as they come back.
+//!
+//! The engine calls a sink on its own thread; the sink puts the event into a channel and never waits. A channel holds
+//! at most the tokens of its answers, which the context bounds.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use oscar_engine::{Event, GenerateOptions, Request, TokenFilter};
+use tokio::sync::mpsc::{self, UnboundedReceiver};
+
+use crate::app::App;
+use crate::error::ApiError;
+use crate::ongoing::Ticket;
+
+/// One prompt of a request.
+pub(crate) struct Asked {
+    pub(crate) id: String,
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) options: GenerateOptions,
+    pub(crate) filter: Option<Box<dyn TokenFilter>>,
+}
+
+/// An event of one of the prompts of a request.
+#[derive(Debug)]
+pub(crate) struct Delivered {
+    /// Which prompt.
+    pub(crate) prompt: usize,
+    /// When the engine said so.
+    pub(crate) at: Instant,
+    pub(crate) event: Event,
+}
+
+/// All answers of a request. Dropping it gives up those that have not ended.
+pub(crate) struct Answers {
+    app: Arc<App>,
+    events: UnboundedReceiver<Delivered>,
+    tickets: Vec<Ticket>,
+    /// Choices that have not ended.
+    open: usize,
+    begun: Instant,
+    /// When each choice last got a token.
+    latest: HashMap<(usize, usize), Instant>,
+}
+
+impl Answers {
+    /// Hands prompts to the engine: all of them or none.
+    pub(crate) fn submit(app: &Arc<App>, asked: Vec<Asked>) -> Result<Answers, ApiError> {
+        if app.is_draining() {
+            return Err(ApiError::shutting_down());
+        }
+        let (sender, events) = mpsc::unbounded_channel();
+        let begun = Instant::now();
+        let mut answers = Answers {
+            app: Arc::clone(app),
+            events,
+            tickets: Vec::with_capacity(asked.len()),
+            open: 0,
+            begun,
+            latest: HashMap::new(),
+        };
+        for (prompt, Asked { id, prompt: ids, options, filter }) in asked.into_iter().enumerate() {
+            let sender = sender.clone();
+            // Whoever does not listen any more has nothing to be told.
+            let sink = move |event| drop(sender.send(Delivered { prompt, at: Instant::now(), event }));
+            let choices = options.n;
+            let handle = app.engine.submit(Request { prompt: ids, options, filter }, Box::new(sink))?;
+            answers.tickets.push(app.ongoing.enter(&id, handle));
+            answers.open += choices;
+        }
+        app.metrics.requests.inc_by(answers.tickets.len() as u64);
+        Ok(answers)
+    }
+
+    /// The next event; `None` after the last one of the last choice.
+    pub(crate) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Delivered>> {
+        if self.open == 0 {
+            return Poll::Ready(None);
+        }
+        let Poll::Ready(delivered) = self.events.poll_recv(context) else { return Poll::Pending };
+        match &delivered {
+            Some(delivered) => {
+                self.measure(delivered);
+                self.open -= usize::from(delivered.event.is_last());
+            }
+            // Every sink is gone without a last event: the engine has died.
+            None => self.open = 0,
+        }
+        Poll::Ready(delivered)
+    }
+
+    /// [`Self::poll_next`] for those who wait.
+    pub(crate) async fn next(&mut self) -> Option<Delivered> {
+        std::future::poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// When the request began.
+    pub(crate) fn begun(&self) -> Instant {
+        self.begun
+    }
+
+    fn measure(&mut self, delivered: &Delivered) {
+        let metrics = &self.app.metrics;
+        match &delivered.event {
+            Event::Token { choice, .. } => {
+                match self.latest.insert((delivered.prompt, *choice), delivered.at) {
+                    Some(before) => metrics.inter_token.observe((delivered.at - before).as_secs_f64()),
+                    None => metrics.first_token.observe((delivered.at - self.begun).as_secs_f64()),
+                }
+            }
+            Event::Finished { .. } => {
+                metrics.finished.inc();
+                metrics.end_to_end.observe((delivered.at - self.begun).as_secs_f64());
+            }
+            Event::Failed { .. } => drop(metrics.failed.inc()),
+            Event::Prefill { .. } => {}
+        }
+    }
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        self.app.metrics.abandoned.inc_by(self.open as u64);
+    }
+}

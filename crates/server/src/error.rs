@@ -1,0 +1,192 @@
+//! What a client is told when a request cannot be served: a status and an OpenAI-shaped body.
+//!
+//! Messages name the field and the fix. What went wrong inside is logged and never sent.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use oscar_engine::EngineError;
+use oscar_model::text::TextError;
+use serde_json::{Value, json};
+
+/// Seconds after which a client may try again when the queue was full.
+const RETRY_AFTER_S: u64 = 1;
+
+/// Why a request is not answered.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct ApiError {
+    status: StatusCode,
+    message: String,
+    param: Option<String>,
+    code: Option<&'static str>,
+    retry_after: Option<u64>,
+}
+
+impl ApiError {
+    /// An error with this status.
+    pub fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
+        ApiError { status, message: message.into(), param: None, code: None, retry_after: None }
+    }
+
+    /// The request makes no sense: 400.
+    pub fn bad_request(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// A field of the request makes no sense: 400.
+    pub fn bad_field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+        ApiError::bad_request(message).with_param(param)
+    }
+
+    /// A field asks for something that is not there: 400.
+    pub fn unsupported(param: &str, message: impl Into<String>) -> ApiError {
+        ApiError::bad_field(param, message).with_code("unsupported_parameter")
+    }
+
+    /// The server is going down: 503.
+    pub fn shutting_down() -> ApiError {
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down");
+        ApiError { code: Some("shutting_down"), retry_after: Some(RETRY_AFTER_S), ..error }
+    }
+
+    /// Something broke here. The reason goes to the log, not to the client: 500.
+    pub fn internal(reason: &dyn std::fmt::Display) -> ApiError {
+        tracing::error!("request failed: {reason}");
+        let message = "the server failed to answer this request; its log says why";
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message).with_code("internal_error")
+    }
+
+    /// Names the field at fault.
+    #[must_use]
+    pub fn with_param(mut self, param: impl Into<String>) -> ApiError {
+        self.param = Some(param.into());
+        self
+    }
+
+    /// Adds a code for programs.
+    #[must_use]
+    pub fn with_code(mut self, code: &'static str) -> ApiError {
+        self.code = Some(code);
+        self
+    }
+
+    /// The HTTP status.
+    pub fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// The code for programs.
+    pub fn code(&self) -> Option<&'static str> {
+        self.code
+    }
+
+    /// The body: `{"error": {"message", "type", "param", "code"}}`.
+    pub fn body(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "service_unavailable_error",
+            status if status.is_server_error() => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, axum::Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+impl From<&EngineError> for ApiError {
+    fn from(error: &EngineError) -> ApiError {
+        match error {
+            EngineError::EmptyPrompt => ApiError::bad_field("prompt", error.to_string()),
+            EngineError::PromptTooLong { .. } | EngineError::Shortage(_) => {
+                ApiError::bad_field("prompt", error.to_string()).with_code("context_length_exceeded")
+            }
+            EngineError::TokenOutOfRange { .. } => ApiError::bad_field("prompt", error.to_string()),
+            EngineError::BadOption { name, .. } => ApiError::bad_field(*name, error.to_string()),
+            EngineError::QueueFull { .. } => {
+                let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, error.to_string());
+                ApiError { code: Some("queue_full"), retry_after: Some(RETRY_AFTER_S), ..error }
+            }
+            EngineError::Stopped => {
+                let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine has stopped");
+                error.with_code("engine_stopped")
+            }
+            EngineError::Shared(error) => ApiError::from(&**error),
+            error => ApiError::internal(error),
+        }
+    }
+}
+
+impl From<EngineError> for ApiError {
+    fn from(error: EngineError) -> ApiError {
+        ApiError::from(&error)
+    }
+}
+
+/// Errors of templates and tokenizers that a request can cause are the client's; the rest is ours.
+pub(crate) fn text_error(param: &str, error: &TextError) -> ApiError {
+    match error {
+        TextError::TemplateRefused { .. } | TextError::UnknownId { .. } | TextError::TemplateLimit { .. } => {
+            ApiError::bad_field(param, error.to_string())
+        }
+        TextError::NoChatTemplate => ApiError::bad_field(
+            param,
+            "this model has no chat template; use /v1/completions, which continues plain text",
+        ),
+        // Where a template trips over a message, its line tells the client nothing.
+        TextError::Template { .. } => {
+            tracing::info!("{error}");
+            ApiError::bad_field(param, "the chat template of this model cannot render these messages")
+        }
+        error => ApiError::internal(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn bodies_have_the_shape_clients_expect() {
+        let error = ApiError::bad_field("n", "n is 0, expected 1 to 4");
+        let body = json!({"error": {"message": "n is 0, expected 1 to 4", "type": "invalid_request_error",
+            "param": "n", "code": null}});
+        assert_eq!(error.body(), body);
+        assert_eq!(error.into_response().status(), 400);
+    }
+
+    #[test]
+    fn errors_of_the_engine_get_their_status() {
+        let status = |error: EngineError| ApiError::from(error).status().as_u16();
+        assert_eq!(status(EngineError::EmptyPrompt), 400);
+        assert_eq!(status(EngineError::PromptTooLong { tokens: 9, context: 8 }), 400);
+        assert_eq!(status(EngineError::QueueFull { queued: 3 }), 429);
+        assert_eq!(status(EngineError::Stopped), 503);
+        assert_eq!(status(EngineError::NotFinite), 500);
+        assert_eq!(status(EngineError::Shared(Arc::new(EngineError::QueueFull { queued: 3 }))), 429);
+        let response = ApiError::from(EngineError::QueueFull { queued: 3 }).into_response();
+        assert_eq!(response.headers()["retry-after"], "1");
+    }
+
+    #[test]
+    fn nothing_internal_is_told() {
+        let error = ApiError::from(EngineError::Filter("/etc/secret line 3".to_owned()));
+        assert!(!error.body().to_string().contains("secret"), "{}", error.body());
+        let template = TextError::Template { line: 7, reason: "secret_variable is undefined".to_owned() };
+        assert!(!text_error("messages", &template).body().to_string().contains("secret"));
+    }
+}

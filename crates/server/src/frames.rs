@@ -1,0 +1,97 @@
+//! Server-sent events, framed by hand: one event per piece of an answer, all that are ready in one write.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use axum::body::Body;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::Stream;
+use serde::Serialize;
+
+use crate::answers::{Answers, Delivered};
+
+/// A write is not made longer than this while more is ready.
+const WRITE_BYTES: usize = 16 << 10;
+
+/// Writes the events of a request in the form a client expects.
+pub(crate) trait EventWriter: Send + Unpin {
+    /// Writes what an event is worth.
+    fn event(&mut self, delivered: Delivered, out: &mut BytesMut);
+
+    /// Writes what was put off, now that no more events are ready.
+    fn flush(&mut self, _out: &mut BytesMut) {}
+
+    /// Writes what comes after the last event.
+    fn end(&mut self, out: &mut BytesMut);
+}
+
+/// The body of a streamed answer. Dropping it, as happens when the client goes away, gives the request up.
+struct Frames<W> {
+    answers: Answers,
+    writer: W,
+    buffer: BytesMut,
+    ended: bool,
+}
+
+impl<W: EventWriter> Stream for Frames<W> {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        if this.ended {
+            return Poll::Ready(None);
+        }
+        while this.buffer.len() < WRITE_BYTES {
+            match this.answers.poll_next(context) {
+                Poll::Ready(Some(delivered)) => this.writer.event(delivered, &mut this.buffer),
+                Poll::Ready(None) => {
+                    this.writer.end(&mut this.buffer);
+                    this.ended = true;
+                    break;
+                }
+                Poll::Pending => {
+                    this.writer.flush(&mut this.buffer);
+                    if this.buffer.is_empty() {
+                        return Poll::Pending;
+                    }
+                    break;
+                }
+            }
+        }
+        Poll::Ready(Some(Ok(this.buffer.split().freeze())))
+    }
+}
+
+/// The response that streams a request's answers.
+pub(crate) fn stream(answers: Answers, writer: impl EventWriter + 'static) -> Response {
+    let frames = Frames { answers, writer, buffer: BytesMut::with_capacity(4 << 10), ended: false };
+    let mut response = Body::from_stream(frames).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Proxies that buffer would turn a stream into one late lump.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}
+
+/// Writes a value as one event.
+pub(crate) fn write_event(out: &mut BytesMut, value: &impl Serialize) {
+    out.put_slice(b"data: ");
+    write_json(out, value);
+    out.put_slice(b"\n\n");
+}
+
+/// Writes the event after the last one.
+pub(crate) fn write_done(out: &mut BytesMut) {
+    out.put_slice(b"data: [DONE]\n\n");
+}
+
+/// Writes JSON; our own types cannot fail to become it.
+pub(crate) fn write_json(out: &mut BytesMut, value: &(impl Serialize + ?Sized)) {
+    if let Err(error) = serde_json::to_writer(out.writer(), value) {
+        tracing::error!("cannot write an event: {error}");
+    }
+}

@@ -1,0 +1,268 @@
+//! Compiles constraints for one vocabulary.
+
+use std::sync::Arc;
+
+use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use oscar_engine::TokenFilter;
+use oscar_model::text::Tokenizer;
+use serde_json::{Value, json};
+
+use super::calls::ForcedCalls;
+use super::ebnf;
+use super::filter::GrammarFilter;
+use super::limits::{check_grammar, check_regex, check_schema};
+use super::{GrammarError, calls};
+
+/// Longer tokens, of which real vocabularies have none, are left out: the library's tree cannot hold them.
+const LONGEST_TOKEN: usize = 1000;
+
+/// So many tokens fit into the library's tree.
+const MAX_TOKENS: usize = 1 << 21;
+
+/// White space that may stand between the parts of a JSON text: enough for every common way to lay it out, and too
+/// little for a model to lose itself in.
+const JSON_BLANKS: &str = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{0,20}";
+
+/// Bytes of a reason for refusal.
+const LONGEST_REASON: usize = 400;
+
+/// Grammars are compiled by recursion. Their depth is limited, but rules may refer to rules in long chains.
+const COMPILER_STACK: usize = 256 << 20;
+
+/// What an answer must look like.
+#[derive(Clone, Debug)]
+pub enum Constraint<'a> {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON by a schema.
+    JsonSchema(&'a Value),
+    /// Text that a regular expression matches as a whole.
+    Regex(&'a str),
+    /// A grammar in the library's variant of Lark, whose rule is `start`.
+    Lark(&'a str),
+    /// A grammar as SGLang's `ebnf` takes it, whose rule is `root`.
+    Ebnf(&'a str),
+    /// One of these texts.
+    Choice(&'a [String]),
+    /// Calls of tools, and nothing else.
+    Calls(ForcedCalls<'a>),
+}
+
+/// Makes filters.
+pub struct GrammarFactory {
+    parsers: ParserFactory,
+}
+
+impl GrammarFactory {
+    /// Takes the vocabulary of a model. Answers end with any of the tokens at which its generations stop.
+    pub fn new(tokenizer: &Tokenizer) -> Result<GrammarFactory, GrammarError> {
+        let mut tokens = Vec::with_capacity(tokenizer.vocab_size());
+        for id in 0..tokenizer.vocab_size() as u32 {
+            let bytes =
+                tokenizer.token_bytes(id).map_err(|error| GrammarError::Vocabulary(error.to_string()))?;
+            tokens.push((!tokenizer.is_special(id)).then_some(bytes));
+        }
+        GrammarFactory::from_tokens(&tokens, tokenizer.end_ids())
+    }
+
+    /// Takes the bytes of each token, `None` for those that are not text, and the tokens that end an answer.
+    pub fn from_tokens(tokens: &[Option<&[u8]>], end: &[u32]) -> Result<GrammarFactory, GrammarError> {
+        let count = tokens.len();
+        let refused = |reason: String| Err(GrammarError::Vocabulary(reason));
+        let Some(&first) = end.first() else {
+            return refused("it has no token that ends an answer".to_owned());
+        };
+        if let Some(token) = end.iter().find(|&&token| token as usize >= count) {
+            return refused(format!("token {token} ends an answer and is not one of the {count} tokens"));
+        }
+        if count > MAX_TOKENS {
+            return refused(format!("{count} tokens are more than {MAX_TOKENS}"));
+        }
+        let text = |(id, bytes): (usize, &Option<&[u8]>)| {
+            // The byte 0xff, which no text contains, has a meaning of its own in the library.
+            let usable = |bytes: &&[u8]| bytes.len() <= LONGEST_TOKEN && !bytes.contains(&0xff);
+            let ends = end.contains(&(id as u32));
+            bytes.filter(usable).filter(|_| !ends).map(<[u8]>::to_vec).unwrap_or_default()
+        };
+        let words: Vec<Vec<u8>> = tokens.iter().enumerate().map(text).collect();
+        let trie = TokTrie::from(&TokRxInfo::new(count as u32, first), &words).with_eos_tokens(end);
+        let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let capabilities = InferenceCapabilities::default();
+        let slices = SlicedBiasComputer::general_slices();
+        let mut parsers = ParserFactory::new(&environment, capabilities, &slices)
+            .map_err(|error| GrammarError::Vocabulary(error.to_string()))?;
+        parsers.quiet();
+        *parsers.limits_mut() = ParserLimits {
+            // One or two KB each.
+            max_lexer_states: 50_000,
+            max_grammar_size: 200_000,
+            // The client should hear what is wrong, not what the library was doing.
+            verbose_errors: false,
+            ..ParserLimits::default()
+        };
+        Ok(GrammarFactory { parsers })
+    }
+
+    /// Any JSON object.
+    pub fn json_object(&self) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        self.filter(&Constraint::JsonObject, None)
+    }
+
+    /// JSON by a schema.
+    pub fn json_schema(&self, schema: &Value) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        self.filter(&Constraint::JsonSchema(schema), None)
+    }
+
+    /// Text that a regular expression matches as a whole.
+    pub fn regex(&self, regex: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        self.filter(&Constraint::Regex(regex), None)
+    }
+
+    /// A grammar in the library's variant of Lark.
+    pub fn lark(&self, grammar: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        self.filter(&Constraint::Lark(grammar), None)
+    }
+
+    /// A grammar as SGLang's `ebnf` takes it.
+    pub fn ebnf(&self, grammar: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        self.filter(&Constraint::Ebnf(grammar), None)
+    }
+
+    /// Makes the filter of a request. With `after`, anything may be said until this text has been: the marker that
+    /// ends the reasoning of an answer that begins with it.
+    ///
+    /// Compiling takes from under a millisecond to some tens of them, for the largest schemas.
+    pub fn filter(
+        &self,
+        constraint: &Constraint<'_>,
+        after: Option<&str>,
+    ) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        if let Constraint::Calls(calls) = constraint {
+            return self.forced_calls(calls, after);
+        }
+        let (what, grammar) = grammar_of(constraint)?;
+        let matcher =
+            self.compile(within(grammar, after)).map_err(|reason| GrammarError::Invalid { what, reason })?;
+        Ok(Box::new(GrammarFilter::new(matcher)))
+    }
+
+    fn forced_calls(
+        &self,
+        forced: &ForcedCalls<'_>,
+        after: Option<&str>,
+    ) -> Result<Box<dyn TokenFilter>, GrammarError> {
+        let mut loose = Vec::new();
+        for tool in forced.chosen()? {
+            check_schema(&tool.parameters)?;
+            // Each by itself, so that the one at fault can be named, or done without.
+            let alone = TopLevelGrammar::from_lark(calls::grammar(forced, &[tool], &[]));
+            match self.compile(alone) {
+                Ok(_) => {}
+                Err(_) if !tool.strict => loose.push(tool.name.as_str()),
+                Err(reason) => return Err(GrammarError::Tool { tool: tool.name.clone(), reason }),
+            }
+        }
+        let grammar = calls::grammar(forced, &forced.chosen()?, &loose);
+        let matcher = self
+            .compile(within(GrammarWithLexer::from_lark(grammar), after))
+            .map_err(|reason| GrammarError::Invalid { what: "the set of tools", reason })?;
+        Ok(Box::new(GrammarFilter::new(matcher)))
+    }
+
+    fn compile(&self, grammar: TopLevelGrammar) -> Result<Matcher, String> {
+        std::thread::scope(|scope| {
+            let compile = || {
+                let mut matcher = Matcher::new(self.parsers.create_parser(grammar));
+                // The first mask is where a lexer that is too large shows.
+                if matcher.get_error().is_none() && !matcher.is_stopped() {
+                    let _ = matcher.compute_mask();
+                }
+                match matcher.get_error() {
+                    Some(error) => Err(tidy(&error)),
+                    None if !matcher.stop_reason().is_ok() => Err("it is too complex".to_owned()),
+                    None => Ok(matcher),
+                }
+            };
+            let thread = std::thread::Builder::new().stack_size(COMPILER_STACK).spawn_scoped(scope, compile);
+            let thread = thread.map_err(|error| format!("no thread to compile it: {error}"))?;
+            thread.join().unwrap_or_else(|_| Err("it cannot be compiled".to_owned()))
+        })
+    }
+}
+
+/// What a client may read of the library's complaint: no backtraces, and not a whole schema again.
+fn tidy(error: &str) -> String {
+    if error.starts_with("panic") {
+        return "it cannot be compiled".to_owned();
+    }
+    let end = error.floor_char_boundary(LONGEST_REASON);
+    if end < error.len() { format!("{}…", &error[..end]) } else { error.to_owned() }
+}
+
+impl std::fmt::Debug for GrammarFactory {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tokens = self.parsers.tok_env().tok_trie().vocab_size();
+        formatter.debug_struct("GrammarFactory").field("tokens", &tokens).finish_non_exhaustive()
+    }
+}
+
+/// The grammar, and what to call it when it cannot be used.
+fn grammar_of(constraint: &Constraint<'_>) -> Result<(&'static str, GrammarWithLexer), GrammarError> {
+    Ok(match constraint {
+        Constraint::JsonObject => ("JSON", from_schema(&json!({"type": "object"}))),
+        Constraint::JsonSchema(schema) => {
+            check_schema(schema)?;
+            ("the JSON schema", from_schema(schema))
+        }
+        Constraint::Regex(regex) => {
+            check_regex(regex)?;
+            ("the regular expression", GrammarWithLexer::from_regex(regex))
+        }
+        Constraint::Lark(grammar) => {
+            check_grammar(grammar)?;
+            ("the grammar", GrammarWithLexer::from_lark((*grammar).to_owned()))
+        }
+        Constraint::Ebnf(grammar) => {
+            check_grammar(grammar)?;
+            ("the grammar", GrammarWithLexer::from_lark(ebnf::to_lark(grammar)?))
+        }
+        Constraint::Choice(texts) => {
+            let literals: Vec<_> = texts.iter().map(|text| Value::from(text.as_str()).to_string()).collect();
+            let grammar = format!("start: {}", literals.join(" | "));
+            check_grammar(&grammar)?;
+            ("the list of choices", GrammarWithLexer::from_lark(grammar))
+        }
+        Constraint::Calls(_) => unreachable!("forced calls are compiled tool by tool"),
+    })
+}
+
+fn from_schema(schema: &Value) -> GrammarWithLexer {
+    GrammarWithLexer::from_json_schema(with_blanks(schema))
+}
+
+/// The schema with our choice of the library's options, whatever it says about them itself.
+pub(super) fn with_blanks(schema: &Value) -> Value {
+    let mut schema = match schema {
+        Value::Object(_) => schema.clone(),
+        // `true` and `null` say nothing; anything else is for the library to refuse.
+        Value::Bool(true) | Value::Null => json!({}),
+        other => return other.clone(),
+    };
+    // Generators of schemas write `oneOf` for unions whose parts exclude each other, where `anyOf` is the same.
+    schema["x-guidance"] = json!({"whitespace_pattern": JSON_BLANKS, "coerce_one_of": true});
+    schema
+}
+
+/// The grammar behind the end of the reasoning.
+fn within(grammar: GrammarWithLexer, after: Option<&str>) -> TopLevelGrammar {
+    let Some(marker) = after else { return TopLevelGrammar::from_grammar(grammar) };
+    let marker = Value::from(marker);
+    let outer = format!(
+        "start: reasoning BREAKS? @answer\nreasoning[suffix={marker}]: /(?s:.*)/\nBREAKS: /\\n{{1,4}}/\n"
+    );
+    let answer = GrammarWithLexer { name: Some("answer".to_owned()), ..grammar };
+    TopLevelGrammar { grammars: vec![GrammarWithLexer::from_lark(outer), answer], max_tokens: None }
+}

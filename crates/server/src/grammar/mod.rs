@@ -1,0 +1,34 @@
+//! Answers in a given shape: JSON by a schema, a regular expression, a grammar, a call of a tool.
+//!
+//! A [`GrammarFactory`] knows the bytes of every token and is built once for a model. Each request gets a
+//! [`TokenFilter`](oscar_engine::TokenFilter) from it, which the engine asks which tokens may come next. The work is
+//! bounded on the way in (size and depth of what the client sent) and by the library's limits on what it compiles to.
+
+mod calls;
+mod ebnf;
+mod factory;
+mod filter;
+mod limits;
+
+pub use calls::ForcedCalls;
+pub use factory::{Constraint, GrammarFactory};
+
+/// Why an answer cannot be constrained as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum GrammarError {
+    #[error("the model's vocabulary cannot be used for constrained answers: {0}")]
+    Vocabulary(String),
+    #[error("{what} has {size} bytes, at most {limit} are allowed")]
+    TooLarge { what: &'static str, size: usize, limit: usize },
+    #[error("{what} is nested more than {limit} levels deep")]
+    TooDeep { what: &'static str, limit: usize },
+    #[error("{what} cannot be used: {reason}")]
+    Invalid { what: &'static str, reason: String },
+    #[error("tool_choice names `{name}`, which is not among the tools")]
+    UnknownTool { name: String },
+    #[error("tool_choice demands a call, and there are no tools")]
+    NoTools,
+    #[error("the schema of tool `{tool}` cannot be used: {reason}")]
+    Tool { tool: String, reason: String },
+}

@@ -1,0 +1,239 @@
+//! Connections: how many, how slow they may be, and how they end.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::Sleep;
+
+use crate::Server;
+use crate::app::App;
+
+/// Longest head of a request, all headers together.
+const HEAD_BYTES: usize = 64 << 10;
+
+/// Headers of a request.
+const HEADERS: usize = 100;
+
+/// How long broken-off answers may take to say so.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// What is sent to a connection too many.
+const FULL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n\
+    connection: close\r\ncontent-length: 142\r\n\r\n{\"error\":{\"message\":\"the server has as many \
+    connections as it may have\",\"type\":\"service_unavailable_error\",\"param\":null,\"code\":\"connections\"}}";
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Requests that were still on their way when their time was up.
+    pub broken_off: usize,
+}
+
+impl Server {
+    /// Serves connections until `stop` is done; then answers what is in progress, refuses what is new, and returns
+    /// when nothing is left or the time is up. `hurry` cuts that short.
+    pub async fn serve(
+        &self,
+        listener: TcpListener,
+        stop: impl Future<Output = ()>,
+        hurry: impl Future<Output = ()>,
+    ) -> Ended {
+        let app = Arc::clone(&self.app);
+        let router = self.router();
+        let connections = Arc::new(Semaphore::new(app.options.connections));
+        let (draining, watch) = watch::channel(false);
+        let accepting = {
+            let (app, connections) = (Arc::clone(&app), Arc::clone(&connections));
+            accept(listener, app, router, connections, watch)
+        };
+        let mut accepting = pin!(accepting);
+        tokio::select! {
+            never = &mut accepting => match never {},
+            () = stop => {}
+        }
+        app.drain();
+        // Nobody listens when there is no connection.
+        let _ = draining.send(true);
+        let deadline = tokio::time::sleep(app.options.shutdown);
+        let quiet = async {
+            while app.ongoing.len() > 0 {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            never = &mut accepting => match never {},
+            () = quiet => {}
+            () = deadline => {}
+            () = hurry => {}
+        }
+        let broken_off = app.ongoing.abort(None);
+        // Connections hold what they have left to write.
+        let all = u32::try_from(app.options.connections).unwrap_or(u32::MAX);
+        let _ = tokio::time::timeout(LAST_WORDS, connections.acquire_many(all)).await;
+        Ended { broken_off }
+    }
+}
+
+async fn accept(
+    listener: TcpListener,
+    app: Arc<App>,
+    router: Router,
+    connections: Arc<Semaphore>,
+    draining: watch::Receiver<bool>,
+) -> Infallible {
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, most likely: connections that end will make room.
+                tracing::warn!("cannot accept a connection: {error}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let Ok(place) = Arc::clone(&connections).try_acquire_owned() else {
+            tokio::spawn(refuse(stream));
+            continue;
+        };
+        let (app, router, draining) = (Arc::clone(&app), router.clone(), draining.clone());
+        tokio::spawn(async move {
+            connection(stream, &app, router, draining).await;
+            drop(place);
+        });
+    }
+}
+
+async fn refuse(mut stream: TcpStream) {
+    let write = async {
+        stream.write_all(FULL).await?;
+        stream.shutdown().await
+    };
+    let _ = tokio::time::timeout(Duration::from_secs(1), write).await;
+}
+
+async fn connection(stream: TcpStream, app: &App, router: Router, mut draining: watch::Receiver<bool>) {
+    // Tokens are small and must not wait for each other.
+    let _ = stream.set_nodelay(true);
+    let io = TokioIo::new(Patient::new(stream, app.options.write_timeout));
+    // Whoever comes while the server goes down is still told so, once.
+    let late = *draining.borrow();
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(app.options.header_timeout)
+        .max_headers(HEADERS)
+        .max_buf_size(HEAD_BYTES)
+        .keep_alive(!late);
+    let mut connection = pin!(builder.serve_connection(io, TowerToHyperService::new(router)));
+    let begun = Instant::now();
+    let ended = tokio::select! {
+        ended = &mut connection => ended,
+        () = told(&mut draining), if !late => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(seconds = begun.elapsed().as_secs_f64(), "a connection ended: {error}");
+    }
+}
+
+/// Waits until the server is going down.
+async fn told(draining: &mut watch::Receiver<bool>) {
+    let _ = draining.wait_for(|draining| *draining).await;
+}
+
+/// A connection that gives up on a client which does not read.
+struct Patient {
+    stream: TcpStream,
+    patience: Duration,
+    waiting: Option<Pin<Box<Sleep>>>,
+}
+
+impl Patient {
+    fn new(stream: TcpStream, patience: Duration) -> Patient {
+        Patient { stream, patience, waiting: None }
+    }
+
+    /// Passes on what writing came to, unless it has come to nothing for too long.
+    fn watched<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.waiting = None;
+            return written;
+        }
+        let patience = self.patience;
+        let waiting = self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep(patience)));
+        match waiting.as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl AsyncRead for Patient {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Patient {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.watched(context, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, parts);
+        self.watched(context, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_answer_to_a_connection_too_many_is_well_formed() {
+        let text = std::str::from_utf8(FULL).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        assert!(head.contains(&format!("content-length: {}", body.len())), "{} {head}", body.len());
+        let value: serde_json::Value = serde_json::from_str(body).unwrap();
+        assert_eq!(value["error"]["code"], "connections");
+    }
+}

@@ -1,0 +1,144 @@
+//! Probabilities of tokens, in the forms of chats and of completions.
+
+use std::sync::Arc;
+
+use oscar_engine::{GenerateOptions, PromptLogprob, Token};
+use oscar_model::text::{StreamDecoder, Tokenizer};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::text::{bytes_of, shown};
+
+/// What stands for a probability of zero: JSON has no infinity.
+const LEAST: f32 = -9999.0;
+
+/// A number for JSON. It is as short as its 32 bits allow wherever it is written, so that equal ones look equal:
+/// evaluation harnesses compare them.
+pub(crate) fn number(logprob: f32) -> f64 {
+    let finite = if logprob.is_nan() { LEAST } else { logprob.max(LEAST) };
+    finite.to_string().parse().unwrap_or(f64::from(finite))
+}
+
+/// Which drawn tokens end an answer. They are no part of it, and so not of its list either.
+#[derive(Clone, Debug)]
+pub(crate) struct Endings {
+    tokenizer: Arc<Tokenizer>,
+    ignore_end: bool,
+    stop_tokens: Vec<u32>,
+}
+
+impl Endings {
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, options: &GenerateOptions) -> Endings {
+        let stop_tokens = options.stop_tokens.clone();
+        Endings { tokenizer: Arc::clone(tokenizer), ignore_end: options.ignore_end, stop_tokens }
+    }
+
+    pub(crate) fn contains(&self, token: u32) -> bool {
+        !self.ignore_end && self.tokenizer.is_end(token) || self.stop_tokens.contains(&token)
+    }
+}
+
+/// A token of a chat's answer.
+#[derive(Debug, Serialize)]
+pub(crate) struct ChatLogprob {
+    token: String,
+    logprob: f64,
+    bytes: Vec<u8>,
+    top_logprobs: Vec<Alternative>,
+}
+
+/// A token that could have been drawn.
+#[derive(Debug, Serialize)]
+struct Alternative {
+    token: String,
+    logprob: f64,
+    bytes: Vec<u8>,
+}
+
+impl ChatLogprob {
+    pub(crate) fn new(tokenizer: &Tokenizer, token: &Token) -> ChatLogprob {
+        let alternative = |&(id, logprob): &(u32, f32)| Alternative {
+            token: shown(tokenizer, id),
+            logprob: number(logprob),
+            bytes: bytes_of(tokenizer, id).to_vec(),
+        };
+        ChatLogprob {
+            token: shown(tokenizer, token.id),
+            logprob: number(token.logprob.unwrap_or(LEAST)),
+            bytes: bytes_of(tokenizer, token.id).to_vec(),
+            top_logprobs: token.top.iter().map(alternative).collect(),
+        }
+    }
+}
+
+/// The tokens of a completion, side by side. The prompt's come first if it is echoed.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct CompletionLogprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<Option<f64>>,
+    top_logprobs: Vec<Option<Value>>,
+    text_offset: Vec<usize>,
+}
+
+/// Builds [`CompletionLogprobs`] and keeps count of characters across the pieces of a stream.
+#[derive(Debug)]
+pub(crate) struct CompletionTokens {
+    tokenizer: Arc<Tokenizer>,
+    decoder: StreamDecoder,
+    offset: usize,
+    list: CompletionLogprobs,
+}
+
+impl CompletionTokens {
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>) -> CompletionTokens {
+        let decoder = StreamDecoder::new(Arc::clone(tokenizer)).keep_special();
+        let tokenizer = Arc::clone(tokenizer);
+        CompletionTokens { tokenizer, decoder, offset: 0, list: CompletionLogprobs::default() }
+    }
+
+    /// Adds the tokens of the prompt; the first has no probability.
+    pub(crate) fn prompt(&mut self, prompt: &[PromptLogprob]) {
+        for entry in prompt {
+            self.push(entry.token, entry.logprob, &entry.top);
+        }
+    }
+
+    pub(crate) fn token(&mut self, token: &Token) {
+        self.push(token.id, token.logprob, &token.top);
+    }
+
+    fn push(&mut self, id: u32, logprob: Option<f32>, top: &[(u32, f32)]) {
+        self.list.tokens.push(shown(&self.tokenizer, id));
+        self.list.token_logprobs.push(logprob.map(number));
+        let top = logprob.map(|own| {
+            // The token itself is always among them; ids that look alike keep the likeliest.
+            let mut map = Map::new();
+            for &(id, logprob) in top.iter().chain([&(id, own)]) {
+                map.entry(shown(&self.tokenizer, id)).or_insert_with(|| number(logprob).into());
+            }
+            Value::Object(map)
+        });
+        self.list.top_logprobs.push(top);
+        self.list.text_offset.push(self.offset);
+        if let Ok(Some(text)) = self.decoder.push(id) {
+            self.offset += text.chars().count();
+        }
+    }
+
+    /// What was added since the last time.
+    pub(crate) fn take(&mut self) -> CompletionLogprobs {
+        std::mem::take(&mut self.list)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short_and_finite() {
+        assert_eq!(number(-0.1).to_string(), "-0.1");
+        assert_eq!(number(f32::NEG_INFINITY), -9999.0);
+        assert_eq!(number(f32::NAN), -9999.0);
+    }
+}

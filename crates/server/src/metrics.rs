@@ -1,0 +1,208 @@
+//! Numbers for Prometheus, under SGLang's names where it has one, so that its dashboards work.
+
+use std::borrow::Cow;
+
+use oscar_engine::{EngineInfo, EngineStats};
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+/// Seconds to the first token.
+const FIRST_TOKEN_BUCKETS: [f64; 15] =
+    [0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+/// Seconds from token to token.
+const INTER_TOKEN_BUCKETS: [f64; 14] =
+    [0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0];
+/// Seconds of whole requests.
+const END_TO_END_BUCKETS: [f64; 14] =
+    [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0];
+
+type Labels = Vec<(&'static str, String)>;
+
+/// What the server counts itself; the rest is asked of the engine when somebody looks.
+pub(crate) struct Metrics {
+    model: String,
+    registry: Registry,
+    pub(crate) requests: Counter,
+    pub(crate) finished: Counter,
+    pub(crate) failed: Counter,
+    pub(crate) abandoned: Counter,
+    pub(crate) first_token: Histogram,
+    pub(crate) inter_token: Histogram,
+    pub(crate) end_to_end: Histogram,
+    responses: Family<Labels, Counter>,
+}
+
+impl Metrics {
+    pub(crate) fn new(model: &str) -> Metrics {
+        let mut registry = labelled(model);
+        let requests = Counter::default();
+        let finished = Counter::default();
+        let (failed, abandoned) = (Counter::default(), Counter::default());
+        let first_token = Histogram::new(FIRST_TOKEN_BUCKETS);
+        let inter_token = Histogram::new(INTER_TOKEN_BUCKETS);
+        let end_to_end = Histogram::new(END_TO_END_BUCKETS);
+        let responses = Family::default();
+        for (name, help, counter) in [
+            ("sglang:num_requests", "Requests taken", &requests),
+            ("oscar_answers_finished", "Answers that came to an end", &finished),
+            ("oscar_answers_failed", "Answers that failed", &failed),
+            ("sglang:num_aborted_requests", "Answers whose client went away", &abandoned),
+        ] {
+            registry.register(name, help, counter.clone());
+        }
+        for (name, help, histogram) in [
+            ("sglang:time_to_first_token_seconds", "From a request to its first token", &first_token),
+            ("sglang:inter_token_latency_seconds", "From one token to the next", &inter_token),
+            ("sglang:e2e_request_latency_seconds", "From a request to its last token", &end_to_end),
+        ] {
+            registry.register(name, help, histogram.clone());
+        }
+        registry.register("oscar_http_responses", "Responses by status", Family::clone(&responses));
+        Metrics {
+            model: model.to_owned(),
+            registry,
+            requests,
+            finished,
+            failed,
+            abandoned,
+            first_token,
+            inter_token,
+            end_to_end,
+            responses,
+        }
+    }
+
+    /// Counts a response.
+    pub(crate) fn responded(&self, status: u16) {
+        self.responses.get_or_create(&vec![("status", status.to_string())]).inc();
+    }
+
+    /// Everything, as Prometheus reads it.
+    pub(crate) fn text(&self, info: &EngineInfo, stats: &EngineStats) -> Result<String, std::fmt::Error> {
+        let mut text = String::with_capacity(16 << 10);
+        encode_registry(&mut text, &self.registry)?;
+        encode_registry(&mut text, &engine_registry(&self.model, info, stats))?;
+        encode_eof(&mut text)?;
+        Ok(text)
+    }
+}
+
+/// Every series carries the name of the model.
+fn labelled(model: &str) -> Registry {
+    Registry::with_labels([(Cow::Borrowed("model_name"), Cow::Owned(model.to_owned()))].into_iter())
+}
+
+/// Share of the cache's tokens that are in use by requests.
+pub(crate) fn token_usage(info: &EngineInfo, stats: &EngineStats) -> f64 {
+    ratio(used_tokens(stats) as f64, info.capacity_tokens as f64)
+}
+
+/// Tokens of all sequences in the cache.
+pub(crate) fn used_tokens(stats: &EngineStats) -> usize {
+    stats.sequences.iter().map(|sequence| sequence.tokens).sum()
+}
+
+/// Share of prompt tokens that came from the cache.
+pub(crate) fn hit_rate(stats: &EngineStats) -> f64 {
+    ratio(stats.cached_tokens as f64, stats.prompt_tokens as f64)
+}
+
+fn ratio(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}
+
+fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Registry {
+    let mut registry = labelled(model);
+    for (name, help, value) in [
+        ("sglang:num_running_reqs", "Answers in progress", (stats.running + stats.prefilling) as f64),
+        ("sglang:num_queue_reqs", "Requests that wait", stats.queued as f64),
+        ("sglang:num_used_tokens", "Tokens of requests in the cache", used_tokens(stats) as f64),
+        ("sglang:max_total_num_tokens", "Tokens the cache can hold", info.capacity_tokens as f64),
+        ("sglang:token_usage", "Share of the cache that requests use", token_usage(info, stats)),
+        ("sglang:cache_hit_rate", "Share of prompt tokens that came from the cache", hit_rate(stats)),
+        ("oscar_kept_open_requests", "Finished requests that are kept open", stats.kept_open as f64),
+        ("oscar_kv_bits_per_element", "Bits per stored key or value element", info.bits_per_element),
+        ("oscar_prefix_tree_pages", "Full pages in the prefix tree", stats.cache.tree_pages as f64),
+        ("oscar_prefix_tree_warm_pages", "Sealed pages that are in bf16 too", stats.cache.warm_pages as f64),
+    ] {
+        registry.register(name, help, ConstGauge::new(value));
+    }
+    for (name, help, value) in [
+        ("sglang:prompt_tokens", "Prompt tokens", stats.prompt_tokens),
+        ("sglang:generation_tokens", "Tokens drawn", stats.generated_tokens),
+        ("sglang:cached_tokens", "Prompt tokens that came from the cache", stats.cached_tokens),
+        ("oscar_preemptions", "Answers that lost their place to an older one", stats.preemptions),
+        ("oscar_evicted_pages", "Pages that the prefix tree forgot", stats.cache.evicted_pages),
+        ("oscar_evicted_warm_pages", "bf16 copies that the prefix tree gave up", stats.cache.evicted_warm),
+        ("oscar_prefix_lookups", "Prompts looked up in the prefix tree", stats.cache.lookups),
+        ("oscar_prefix_hits", "Prompts of which the prefix tree had something", stats.cache.hits),
+    ] {
+        registry.register(name, help, ConstCounter::new(value));
+    }
+    let pages = Family::<Labels, Gauge>::default();
+    for (pool, count) in
+        [("exact", stats.cache.exact), ("sealed", stats.cache.sealed), ("scratch", stats.cache.scratch)]
+    {
+        for (owner, value) in [
+            ("free", count.free),
+            ("tree", count.tree_only),
+            ("shared", count.shared),
+            ("request", count.request_only),
+        ] {
+            let labels = vec![("pool", pool.to_owned()), ("owner", owner.to_owned())];
+            pages.get_or_create(&labels).set(value as i64);
+        }
+    }
+    registry.register("oscar_pages", "Pages by pool and owner", pages);
+    let states = Family::<Labels, Gauge>::default();
+    let count = stats.cache.states;
+    for (state, value) in
+        [("filling", count.filling), ("exact", count.exact), ("both", count.both), ("sealed", count.sealed)]
+    {
+        states.get_or_create(&vec![("state", state.to_owned())]).set(value as i64);
+    }
+    registry.register("oscar_sequence_pages", "Pages of open sequences by state", states);
+    registry
+}
+
+/// A series of the text, for those who read one number.
+#[cfg(test)]
+pub(crate) fn series<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let head = format!("{name}{{");
+    text.lines().find(|line| line.starts_with(&head)).and_then(|line| line.rsplit(' ').next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_carry_the_names_dashboards_know() {
+        let metrics = Metrics::new("m");
+        metrics.first_token.observe(0.5);
+        metrics.requests.inc();
+        metrics.responded(200);
+        let info = EngineInfo { capacity_tokens: 1000, bits_per_element: 2.5, ..EngineInfo::default() };
+        let mut stats = EngineStats { running: 3, queued: 2, prompt_tokens: 10, ..EngineStats::default() };
+        stats.cached_tokens = 4;
+        stats.cache.exact.free = 7;
+        let text = metrics.text(&info, &stats).unwrap();
+        for (name, value) in [
+            ("sglang:num_running_reqs", "3.0"),
+            ("sglang:num_queue_reqs", "2.0"),
+            ("sglang:cache_hit_rate", "0.4"),
+            ("sglang:prompt_tokens_total", "10"),
+            ("sglang:time_to_first_token_seconds_count", "1"),
+            ("sglang:num_requests_total", "1"),
+            ("oscar_kv_bits_per_element", "2.5"),
+        ] {
+            assert_eq!(series(&text, name), Some(value), "{text}");
+        }
+        assert!(text.contains("oscar_pages{model_name=\"m\",pool=\"exact\",owner=\"free\"} 7"), "{text}");
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

@@ -1,0 +1,63 @@
+//! Requests on their way, by the id their client gave: what `/abort_request` and the end of the server need.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use oscar_engine::RequestHandle;
+
+/// Requests on their way.
+#[derive(Debug, Default)]
+pub(crate) struct Ongoing {
+    list: Arc<Mutex<List>>,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    next: u64,
+    entries: HashMap<u64, (String, Arc<RequestHandle>)>,
+}
+
+/// A request's place in the list. Dropping it gives the request up.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    key: u64,
+    list: Arc<Mutex<List>>,
+}
+
+impl Ongoing {
+    /// Takes note of a request.
+    pub(crate) fn enter(&self, id: &str, handle: RequestHandle) -> Ticket {
+        let mut list = lock(&self.list);
+        let key = list.next;
+        list.next += 1;
+        list.entries.insert(key, (id.to_owned(), Arc::new(handle)));
+        Ticket { key, list: Arc::clone(&self.list) }
+    }
+
+    /// Breaks off the requests with this id, or all of them. Says how many there were.
+    pub(crate) fn abort(&self, id: Option<&str>) -> usize {
+        let list = lock(&self.list);
+        let chosen = list.entries.values().filter(|(known, _)| id.is_none_or(|id| id == known));
+        let handles: Vec<Arc<RequestHandle>> = chosen.map(|(_, handle)| Arc::clone(handle)).collect();
+        drop(list);
+        handles.iter().for_each(|handle| handle.cancel());
+        handles.len()
+    }
+
+    /// Requests on their way.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.list).entries.len()
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        // The handle goes after the lock does: giving a request up sends a command to the engine.
+        let entry = lock(&self.list).entries.remove(&self.key);
+        drop(entry);
+    }
+}
+
+fn lock(list: &Mutex<List>) -> MutexGuard<'_, List> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,359 @@
+//! What a request says about the form of its answer: `tools`, `tool_choice`, `response_format`, `regex` and the like,
+//! checked and typed.
+
+use serde_json::Value;
+
+use super::{Tool, ToolKind};
+use crate::grammar::{Constraint, ForcedCalls};
+
+/// Tools of one request.
+const MAX_TOOLS: usize = 128;
+/// Bytes of a tool's name.
+const MAX_NAME: usize = 128;
+
+/// A field of the request that is not what it should be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{field}` {problem}")]
+pub struct FieldError {
+    /// Where, such as `tools[0].function.name`.
+    pub field: String,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+/// Whether tools are to be called.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// They are not: whatever looks like a call is content.
+    #[default]
+    None,
+    /// The model decides.
+    Auto,
+    /// One at least.
+    Required,
+    /// This one.
+    Named(String),
+}
+
+/// What the content must look like.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum AnswerForm {
+    /// Anything.
+    #[default]
+    Text,
+    /// Any JSON object.
+    JsonObject,
+    /// JSON by a schema.
+    JsonSchema(Value),
+    /// Text that a regular expression matches.
+    Regex(String),
+    /// A grammar with a rule `root`.
+    Ebnf(String),
+}
+
+/// The form of an answer, as far as the request sets it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AnswerRequest {
+    /// Tools that may be called, in order.
+    pub tools: Vec<Tool>,
+    /// Whether they are to be.
+    pub tool_choice: ToolChoice,
+    /// More than one call is allowed.
+    pub parallel_tool_calls: bool,
+    /// What the content must look like.
+    pub form: AnswerForm,
+}
+
+impl AnswerRequest {
+    /// Reads the fields of a request's body. Fields that are `null` count as missing.
+    pub fn from_body(body: &Value) -> Result<AnswerRequest, FieldError> {
+        let tools = tools(get(body, "tools"))?;
+        let tool_choice = tool_choice(get(body, "tool_choice"), &tools)?;
+        let parallel_tool_calls = match get(body, "parallel_tool_calls") {
+            None => true,
+            Some(value) => {
+                value.as_bool().ok_or_else(|| wrong("parallel_tool_calls", "must be a boolean"))?
+            }
+        };
+        Ok(AnswerRequest { tools, tool_choice, parallel_tool_calls, form: form(body)? })
+    }
+
+    /// Whether calls are to be looked for in the answer.
+    pub fn wants_calls(&self) -> bool {
+        !self.tools.is_empty() && self.tool_choice != ToolChoice::None
+    }
+
+    /// What the answer must be held to, if anything. `kind` is the layout of the model's calls, if it is known.
+    pub fn constraint(&self, kind: Option<ToolKind>) -> Result<Option<Constraint<'_>>, FieldError> {
+        let name = match &self.tool_choice {
+            ToolChoice::None | ToolChoice::Auto => None,
+            ToolChoice::Required => Some(None),
+            ToolChoice::Named(name) => Some(Some(name.as_str())),
+        };
+        if let Some(name) = name {
+            let kind = kind.ok_or_else(|| {
+                wrong("tool_choice", "demands a call, and how this model writes calls is not known")
+            })?;
+            // A named tool is called once, as clients of the API expect.
+            let parallel = self.parallel_tool_calls && name.is_none();
+            return Ok(Some(Constraint::Calls(ForcedCalls { kind, tools: &self.tools, name, parallel })));
+        }
+        Ok(match &self.form {
+            AnswerForm::Text => None,
+            AnswerForm::JsonObject => Some(Constraint::JsonObject),
+            AnswerForm::JsonSchema(schema) => Some(Constraint::JsonSchema(schema)),
+            AnswerForm::Regex(regex) => Some(Constraint::Regex(regex)),
+            AnswerForm::Ebnf(grammar) => Some(Constraint::Ebnf(grammar)),
+        })
+    }
+}
+
+/// Reads `tools`.
+fn tools(value: Option<&Value>) -> Result<Vec<Tool>, FieldError> {
+    let Some(value) = value else { return Ok(Vec::new()) };
+    let list = value.as_array().ok_or_else(|| wrong("tools", "must be a list"))?;
+    if list.len() > MAX_TOOLS {
+        return Err(wrong("tools", format!("has {} entries, at most {MAX_TOOLS} are allowed", list.len())));
+    }
+    let mut tools: Vec<Tool> = Vec::with_capacity(list.len());
+    for (index, entry) in list.iter().enumerate() {
+        let at = |field: &str| format!("tools[{index}]{field}");
+        if !entry.is_object() {
+            return Err(wrong(at(""), "must be an object"));
+        }
+        if let Some(kind) = get(entry, "type").filter(|kind| *kind != "function") {
+            return Err(wrong(at(".type"), format!("is {kind}, only \"function\" is supported")));
+        }
+        let function = get(entry, "function")
+            .filter(|function| function.is_object())
+            .ok_or_else(|| wrong(at(".function"), "must be an object"))?;
+        let name = get(function, "name")
+            .and_then(Value::as_str)
+            .ok_or_else(|| wrong(at(".function.name"), "must be a string"))?;
+        let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte);
+        if name.is_empty() || name.len() > MAX_NAME || !name.bytes().all(fits) {
+            let expected = format!("must have 1 to {MAX_NAME} letters, digits, and characters of `_-.:/`");
+            return Err(wrong(at(".function.name"), expected));
+        }
+        if tools.iter().any(|tool| tool.name == name) {
+            return Err(wrong(at(".function.name"), format!("is `{name}`, as of another tool")));
+        }
+        let parameters = get(function, "parameters").cloned().unwrap_or(Value::Null);
+        if !parameters.is_null() && !parameters.is_object() {
+            return Err(wrong(at(".function.parameters"), "must be a JSON schema, an object"));
+        }
+        let strict = match get(function, "strict") {
+            None => false,
+            Some(value) => {
+                value.as_bool().ok_or_else(|| wrong(at(".function.strict"), "must be a boolean"))?
+            }
+        };
+        tools.push(Tool { name: name.to_owned(), parameters, strict });
+    }
+    Ok(tools)
+}
+
+/// Reads `tool_choice`.
+fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, FieldError> {
+    let choice = match value {
+        None if tools.is_empty() => ToolChoice::None,
+        None => ToolChoice::Auto,
+        Some(Value::String(word)) => match word.as_str() {
+            "none" => ToolChoice::None,
+            "auto" if tools.is_empty() => ToolChoice::None,
+            "auto" => ToolChoice::Auto,
+            "required" => ToolChoice::Required,
+            other => {
+                let problem = format!("is `{other}`, expected none, auto, required or a function");
+                return Err(wrong("tool_choice", problem));
+            }
+        },
+        Some(object) => {
+            if get(object, "type").is_some_and(|kind| kind != "function") {
+                return Err(wrong("tool_choice.type", "must be \"function\""));
+            }
+            let name = get(object, "function").and_then(|function| get(function, "name")?.as_str());
+            let name = name.ok_or_else(|| wrong("tool_choice.function.name", "must be a string"))?;
+            if !tools.iter().any(|tool| tool.name == name) {
+                let problem = format!("is `{name}`, which is not among the tools");
+                return Err(wrong("tool_choice.function.name", problem));
+            }
+            ToolChoice::Named(name.to_owned())
+        }
+    };
+    if choice == ToolChoice::Required && tools.is_empty() {
+        return Err(wrong("tool_choice", "is `required`, and there are no tools"));
+    }
+    Ok(choice)
+}
+
+/// Reads `response_format`, `json_schema`, `regex` and `ebnf`, of which there may be one.
+fn form(body: &Value) -> Result<AnswerForm, FieldError> {
+    let mut form = AnswerForm::Text;
+    for field in ["response_format", "json_schema", "regex", "ebnf"] {
+        let Some(value) = get(body, field) else { continue };
+        let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong(field, "must be a string"));
+        let this = match field {
+            "response_format" => response_format(value)?,
+            // As a text or as what the text stands for.
+            "json_schema" => AnswerForm::JsonSchema(match value {
+                Value::String(text) => serde_json::from_str(text)
+                    .map_err(|error| wrong(field, format!("is not JSON: {error}")))?,
+                other => other.clone(),
+            }),
+            "regex" => AnswerForm::Regex(text()?),
+            _ => AnswerForm::Ebnf(text()?),
+        };
+        if this == AnswerForm::Text {
+            continue;
+        }
+        if form != AnswerForm::Text {
+            return Err(wrong(field, "cannot be combined with another form of answer"));
+        }
+        form = this;
+    }
+    Ok(form)
+}
+
+fn response_format(value: &Value) -> Result<AnswerForm, FieldError> {
+    let kind = get(value, "type").and_then(Value::as_str);
+    match kind.ok_or_else(|| wrong("response_format.type", "must be a string"))? {
+        "text" => Ok(AnswerForm::Text),
+        "json_object" => Ok(AnswerForm::JsonObject),
+        "json_schema" => {
+            let schema = get(value, "json_schema").and_then(|format| get(format, "schema"));
+            let schema =
+                schema.ok_or_else(|| wrong("response_format.json_schema.schema", "must be a JSON schema"))?;
+            Ok(AnswerForm::JsonSchema(schema.clone()))
+        }
+        other => {
+            let problem = format!("is `{other}`, expected text, json_object or json_schema");
+            Err(wrong("response_format.type", problem))
+        }
+    }
+}
+
+/// A field that is there and not `null`.
+fn get<'v>(value: &'v Value, field: &str) -> Option<&'v Value> {
+    value.get(field).filter(|value| !value.is_null())
+}
+
+fn wrong(field: impl Into<String>, problem: impl Into<String>) -> FieldError {
+    FieldError { field: field.into(), problem: problem.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(body: Value) -> Result<AnswerRequest, FieldError> {
+        AnswerRequest::from_body(&body)
+    }
+
+    fn tool(name: &str) -> Value {
+        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
+    }
+
+    #[test]
+    fn nothing_is_asked_for() {
+        for body in
+            [json!({}), json!({"tools": null, "tool_choice": null, "response_format": null, "regex": null})]
+        {
+            let request = read(body).unwrap();
+            assert_eq!(request, AnswerRequest { parallel_tool_calls: true, ..AnswerRequest::default() });
+            assert!(!request.wants_calls());
+            assert!(request.constraint(None).unwrap().is_none());
+        }
+        assert!(!read(json!({"tools": [], "tool_choice": "auto"})).unwrap().wants_calls());
+        assert_eq!(read(json!({"response_format": {"type": "text"}})).unwrap().form, AnswerForm::Text);
+    }
+
+    #[test]
+    fn tools_and_choices() {
+        let strict = json!({"function": {"name": "f", "strict": true, "description": "x"}});
+        let request = read(json!({"tools": [tool("a.b-c"), strict]})).unwrap();
+        assert_eq!(request.tool_choice, ToolChoice::Auto);
+        assert!(request.wants_calls() && request.constraint(None).unwrap().is_none());
+        assert_eq!(request.tools[0].name, "a.b-c");
+        assert_eq!(request.tools[1], Tool { name: "f".to_owned(), parameters: Value::Null, strict: true });
+
+        let none = read(json!({"tools": [tool("f")], "tool_choice": "none"})).unwrap();
+        assert!(!none.wants_calls());
+        let required = read(json!({"tools": [tool("f")], "tool_choice": "required"})).unwrap();
+        let error = required.constraint(None).unwrap_err();
+        assert_eq!(error.field, "tool_choice");
+        let constraint = required.constraint(Some(ToolKind::Hermes)).unwrap();
+        let forced = match constraint {
+            Some(Constraint::Calls(forced)) => forced,
+            other => panic!("{other:?}"),
+        };
+        assert!(forced.parallel && forced.name.is_none());
+        let one = json!({"tools": [tool("f"), tool("g")], "tool_choice": {"type": "function", "function": {"name": "g"}}});
+        match read(one).unwrap().constraint(Some(ToolKind::Glm)).unwrap() {
+            Some(Constraint::Calls(ForcedCalls { name: Some("g"), parallel: false, .. })) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn forms() {
+        let form = |body| read(body).unwrap().form;
+        let schema = || json!({"type": "integer"});
+        let openai = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema(), "strict": true}}});
+        assert_eq!(form(openai), AnswerForm::JsonSchema(schema()));
+        assert_eq!(form(json!({"response_format": {"type": "json_object"}})), AnswerForm::JsonObject);
+        assert_eq!(form(json!({"json_schema": "{\"type\": \"integer\"}"})), AnswerForm::JsonSchema(schema()));
+        assert_eq!(form(json!({"json_schema": schema()})), AnswerForm::JsonSchema(schema()));
+        assert_eq!(form(json!({"regex": "a+"})), AnswerForm::Regex("a+".to_owned()));
+        assert_eq!(form(json!({"ebnf": "root ::= \"a\""})), AnswerForm::Ebnf("root ::= \"a\"".to_owned()));
+        assert_eq!(
+            form(json!({"regex": "a", "response_format": {"type": "text"}})),
+            AnswerForm::Regex("a".to_owned())
+        );
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        let many: Vec<Value> = (0..129).map(|index| tool(&format!("f{index}"))).collect();
+        for (body, field) in [
+            (json!({"tools": {}}), "tools"),
+            (json!({"tools": many}), "tools"),
+            (json!({"tools": [5]}), "tools[0]"),
+            (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+            (json!({"tools": [{"type": "function"}]}), "tools[0].function"),
+            (json!({"tools": [tool("f"), {"function": {}}]}), "tools[1].function.name"),
+            (json!({"tools": [tool("")]}), "tools[0].function.name"),
+            (json!({"tools": [tool("a b")]}), "tools[0].function.name"),
+            (json!({"tools": [tool(&"x".repeat(129))]}), "tools[0].function.name"),
+            (json!({"tools": [tool("f"), tool("f")]}), "tools[1].function.name"),
+            (
+                json!({"tools": [{"function": {"name": "f", "parameters": []}}]}),
+                "tools[0].function.parameters",
+            ),
+            (json!({"tools": [{"function": {"name": "f", "strict": "yes"}}]}), "tools[0].function.strict"),
+            (json!({"tool_choice": "required"}), "tool_choice"),
+            (json!({"tool_choice": "maybe"}), "tool_choice"),
+            (json!({"tool_choice": {}}), "tool_choice.function.name"),
+            (json!({"tool_choice": 5}), "tool_choice.function.name"),
+            (json!({"tool_choice": {"type": "allowed_tools"}}), "tool_choice.type"),
+            (
+                json!({"tools": [tool("f")], "tool_choice": {"function": {"name": "g"}}}),
+                "tool_choice.function.name",
+            ),
+            (json!({"parallel_tool_calls": 1}), "parallel_tool_calls"),
+            (json!({"response_format": "json"}), "response_format.type"),
+            (json!({"response_format": {"type": "xml"}}), "response_format.type"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
+            (json!({"json_schema": "{"}), "json_schema"),
+            (json!({"regex": 5}), "regex"),
+            (json!({"regex": "a", "ebnf": "b"}), "ebnf"),
+            (json!({"regex": "a", "response_format": {"type": "json_object"}}), "regex"),
+        ] {
+            let error = read(body.clone()).unwrap_err();
+            assert_eq!(error.field, field, "{body}");
+            assert!(error.to_string().starts_with(&format!("`{field}` ")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! A call written as a JSON object: `{"name": "…", "arguments": {…}}`.
+//!
+//! Arguments are passed on as they come when the name stands before them, as it nearly always does. Otherwise the
+//! call comes when its object ends.
+
+use std::sync::Arc;
+
+use super::super::marker::{find_first, held_back};
+use super::json_text::{JsonText, Step, is_json};
+use super::{Calls, Progress, Tool};
+
+/// Fields that a call may have. An object with others is part of the answer.
+const FIELDS: [&str; 6] = ["name", "arguments", "parameters", "type", "function", "id"];
+
+/// Reads one call.
+#[derive(Debug)]
+pub(super) struct JsonCall {
+    /// All that was taken, until the call begins.
+    text: String,
+    /// Only these names make a call; any name does behind a marker.
+    only: Option<Arc<[Tool]>>,
+    /// End arguments that are not JSON.
+    closers: &'static [&'static str],
+    phase: Phase,
+    value: JsonText,
+    /// Where in `text` the key or value began.
+    began: usize,
+    key: String,
+    name: Option<String>,
+    /// JSON text.
+    arguments: Option<String>,
+    begun: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Open,
+    /// A key, or the end of an object without fields.
+    FirstKey,
+    Key,
+    KeyText,
+    Colon,
+    /// Before a value.
+    Value,
+    ValueText,
+    /// In arguments that are passed on as they come.
+    Arguments,
+    /// The same, after they have ceased to be JSON.
+    Broken,
+    Comma,
+}
+
+impl JsonCall {
+    /// Behind a marker, which is taken already.
+    pub(super) fn marked(opener: &str, closers: &'static [&'static str]) -> JsonCall {
+        JsonCall {
+            text: opener.to_owned(),
+            only: None,
+            closers,
+            phase: Phase::Open,
+            value: JsonText::default(),
+            began: 0,
+            key: String::new(),
+            name: None,
+            arguments: None,
+            begun: false,
+        }
+    }
+
+    /// Where no marker says that it is a call.
+    pub(super) fn unmarked(tools: Arc<[Tool]>) -> JsonCall {
+        JsonCall { only: Some(tools), ..JsonCall::marked("", &[]) }
+    }
+
+    /// What was taken of a call that is none.
+    pub(super) fn take_text(&mut self) -> String {
+        std::mem::take(&mut self.text)
+    }
+
+    /// The text has ended: what was taken of a call that has not begun.
+    pub(super) fn finish(&mut self) -> String {
+        if self.begun { String::new() } else { self.take_text() }
+    }
+
+    /// Takes what it can of the buffer.
+    pub(super) fn read(&mut self, buffer: &mut String, calls: &mut Calls) -> Progress {
+        loop {
+            let progress = match self.phase {
+                Phase::Arguments => self.pass_on(buffer, calls),
+                Phase::Broken => self.pass_on_all(buffer, calls),
+                _ => self.read_around(buffer, calls),
+            };
+            if let Some(progress) = progress {
+                return progress;
+            }
+        }
+    }
+
+    /// Reads what is around arguments that are passed on, and those that are not. `None` when another phase begins.
+    fn read_around(&mut self, buffer: &mut String, calls: &mut Calls) -> Option<Progress> {
+        for (index, character) in buffer.char_indices() {
+            // Bytes of characters outside ASCII are all the same to JSON.
+            let byte = u8::try_from(character).ok().filter(u8::is_ascii).unwrap_or(0x80);
+            self.text.push(character);
+            match self.step(byte) {
+                Around::Inside => {}
+                Around::Arguments => {
+                    self.begun = true;
+                    calls.start(self.name.as_deref().unwrap_or_default());
+                    buffer.drain(..index);
+                    self.phase = Phase::Arguments;
+                    self.value = JsonText::default();
+                    return None;
+                }
+                Around::End => {
+                    buffer.drain(..index + character.len_utf8());
+                    return Some(self.complete(calls));
+                }
+                Around::Invalid => {
+                    self.text.pop();
+                    buffer.drain(..index);
+                    // A call that has all it needs is not undone by a missing brace.
+                    return Some(if self.begun { Progress::Done } else { Progress::Malformed });
+                }
+            }
+        }
+        buffer.clear();
+        Some(Progress::More)
+    }
+
+    /// Takes a byte, which ends `text`.
+    fn step(&mut self, byte: u8) -> Around {
+        let last = self.text.len() - 1;
+        match (self.phase, byte) {
+            (Phase::KeyText, _) => match self.value.step(byte) {
+                Step::More | Step::Unescaped => Around::Inside,
+                Step::Last => self.key_ends(),
+                Step::Before | Step::Invalid => Around::Invalid,
+            },
+            (Phase::ValueText, _) => match self.value.step(byte) {
+                Step::More | Step::Unescaped => Around::Inside,
+                Step::Last => self.value_ends(last + 1),
+                Step::Before => match self.value_ends(last) {
+                    Around::Inside => self.step(byte),
+                    other => other,
+                },
+                Step::Invalid => Around::Invalid,
+            },
+            (_, b' ' | b'\n' | b'\r' | b'\t') => Around::Inside,
+            (Phase::Open, b'{') => self.go(Phase::FirstKey),
+            (Phase::FirstKey | Phase::Comma, b'}') => Around::End,
+            (Phase::FirstKey | Phase::Key, b'"') => self.begin(Phase::KeyText, last, byte),
+            (Phase::Colon, b':') => self.go(Phase::Value),
+            (Phase::Value, b'{') if self.is_arguments() && self.name.is_some() && !self.begun => {
+                Around::Arguments
+            }
+            (Phase::Value, _) => self.begin(Phase::ValueText, last, byte),
+            (Phase::Comma, b',') => self.go(Phase::Key),
+            _ => Around::Invalid,
+        }
+    }
+
+    fn go(&mut self, phase: Phase) -> Around {
+        self.phase = phase;
+        Around::Inside
+    }
+
+    fn begin(&mut self, phase: Phase, at: usize, byte: u8) -> Around {
+        self.phase = phase;
+        self.began = at;
+        self.value = JsonText::default();
+        if self.value.step(byte) == Step::Invalid { Around::Invalid } else { Around::Inside }
+    }
+
+    fn is_arguments(&self) -> bool {
+        matches!(self.key.as_str(), "arguments" | "parameters")
+    }
+
+    fn key_ends(&mut self) -> Around {
+        let Ok(key) = serde_json::from_str::<String>(&self.text[self.began..]) else {
+            return Around::Invalid;
+        };
+        if !FIELDS.contains(&key.as_str()) {
+            return Around::Invalid;
+        }
+        self.key = key;
+        self.go(Phase::Colon)
+    }
+
+    /// The value ends at this place in `text`.
+    fn value_ends(&mut self, end: usize) -> Around {
+        let value = &self.text[self.began..end];
+        let text = || serde_json::from_str::<String>(value).ok();
+        match self.key.as_str() {
+            "name" if !self.begun => match text().filter(|name| self.may_be(name)) {
+                Some(name) => self.name = Some(name),
+                None => return Around::Invalid,
+            },
+            // One of the ways in which Llama gets it wrong.
+            "function" if self.name.is_none() => self.name = text().filter(|name| self.may_be(name)),
+            "arguments" | "parameters" if !self.begun => self.arguments = Some(value.to_owned()),
+            _ => {}
+        }
+        self.go(Phase::Comma)
+    }
+
+    fn may_be(&self, name: &str) -> bool {
+        let known = |tools: &Arc<[Tool]>| tools.iter().any(|tool| tool.name == name);
+        !name.is_empty() && self.only.as_ref().is_none_or(known)
+    }
+
+    /// The object has ended.
+    fn complete(&mut self, calls: &mut Calls) -> Progress {
+        if self.begun {
+            return Progress::Done;
+        }
+        let arguments = match self.arguments.as_deref() {
+            None | Some("null") => Some("{}".to_owned()),
+            // Arguments written as a string, the way they are sent to clients.
+            Some(text) if text.starts_with('"') => serde_json::from_str::<String>(text).ok(),
+            Some(text) => Some(text.to_owned()),
+        };
+        let arguments = arguments.filter(|text| text.trim_start().starts_with('{') && is_json(text));
+        let (Some(name), Some(arguments)) = (&self.name, arguments) else { return Progress::Malformed };
+        self.begun = true;
+        calls.start(name);
+        calls.arguments(&arguments);
+        Progress::Done
+    }
+
+    /// Passes arguments on. `None` when they have ended.
+    fn pass_on(&mut self, buffer: &mut String, calls: &mut Calls) -> Option<Progress> {
+        let mut repaired = String::new();
+        let mut taken = 0;
+        for (index, character) in buffer.char_indices() {
+            let byte = u8::try_from(character).ok().filter(u8::is_ascii).unwrap_or(0x80);
+            let end = match self.value.step(byte) {
+                Step::More => continue,
+                Step::Unescaped => {
+                    repaired.push_str(&buffer[taken..index]);
+                    repaired.push_str(&format!("\\u{byte:04x}"));
+                    taken = index + 1;
+                    continue;
+                }
+                Step::Last => {
+                    self.phase = Phase::Comma;
+                    index + 1
+                }
+                Step::Before | Step::Invalid => {
+                    self.phase = Phase::Broken;
+                    index
+                }
+            };
+            calls.arguments(&(repaired + &buffer[taken..end]));
+            buffer.drain(..end);
+            return None;
+        }
+        calls.arguments(&(repaired + &buffer[taken..]));
+        buffer.clear();
+        Some(Progress::More)
+    }
+
+    /// Passes on what the model wrote where arguments should be.
+    fn pass_on_all(&self, buffer: &mut String, calls: &mut Calls) -> Option<Progress> {
+        let (end, progress) = match find_first(buffer, self.closers) {
+            Some((start, _)) => (start, Progress::Done),
+            None => (buffer.len() - held_back(buffer, self.closers), Progress::More),
+        };
+        calls.arguments(&buffer[..end]);
+        buffer.drain(..end);
+        Some(progress)
+    }
+}
+
+/// What a byte around the arguments did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Around {
+    Inside,
+    /// Opens arguments that can be passed on.
+    Arguments,
+    /// Closes the call.
+    End,
+    Invalid,
+}

@@ -1,0 +1,62 @@
+//! Calls of tools in what the model writes, in the layout of its family.
+
+mod arguments;
+mod json_call;
+mod json_text;
+mod kind;
+mod parser;
+mod xml_call;
+
+pub(crate) use arguments::may_be_text;
+pub use kind::ToolKind;
+pub use parser::ToolParser;
+
+use serde_json::Value;
+
+use super::Piece;
+
+/// A function that the model may call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tool {
+    /// Its name.
+    pub name: String,
+    /// JSON schema of its arguments; `null` when it is not described.
+    pub parameters: Value,
+    /// Whether forced calls must match the schema in full.
+    pub strict: bool,
+}
+
+/// Where calls go; numbers them.
+#[derive(Debug)]
+struct Calls {
+    out: Vec<Piece>,
+    id_stem: String,
+    begun: usize,
+}
+
+impl Calls {
+    fn start(&mut self, name: &str) {
+        let index = self.begun;
+        self.begun += 1;
+        let id = format!("call_{}{index}", self.id_stem);
+        self.out.push(Piece::ToolCallStart { index, id, name: name.to_owned() });
+    }
+
+    /// Of the call begun last.
+    fn arguments(&mut self, text: &str) {
+        if let Some(index) = self.begun.checked_sub(1).filter(|_| !text.is_empty()) {
+            self.out.push(Piece::ToolCallArguments { index, text: text.to_owned() });
+        }
+    }
+}
+
+/// What a reader of one call made of the buffer.
+#[derive(Debug, PartialEq, Eq)]
+enum Progress {
+    /// All of it was taken, or what is left of it is not yet clear.
+    More,
+    /// The call, or the block of calls, has ended; the rest of the buffer is behind it.
+    Done,
+    /// Not a call after all; the rest of the buffer follows the text given back by the reader.
+    Malformed,
+}

@@ -1,0 +1,294 @@
+//! Calls written with tags, one for each argument. Each call comes when it is complete: only then is it known whether
+//! it is one.
+
+use std::sync::Arc;
+
+use super::super::marker::{Start, start_of};
+use super::arguments::{arguments_text, json_of};
+use super::{Calls, Progress, Tool};
+
+/// Longer names of functions and arguments are not names.
+const LONGEST_NAME: usize = 256;
+
+/// The tags of a family.
+#[derive(Debug)]
+pub(super) struct XmlLayout {
+    /// Before the name; without one the name follows the opening marker.
+    call_open: Option<&'static str>,
+    call_close: &'static str,
+    block_close: &'static str,
+    /// Before and behind the name of an argument.
+    key: (&'static str, &'static str),
+    /// Before and behind the value.
+    value: (&'static str, &'static str),
+    /// Values stand on lines of their own.
+    values_on_lines: bool,
+}
+
+pub(super) const QWEN_CODER: XmlLayout = XmlLayout {
+    call_open: Some("<function="),
+    call_close: "</function>",
+    block_close: "</tool_call>",
+    key: ("<parameter=", ">"),
+    value: ("", "</parameter>"),
+    values_on_lines: true,
+};
+
+pub(super) const GLM: XmlLayout = XmlLayout {
+    call_open: None,
+    call_close: "</tool_call>",
+    block_close: "</tool_call>",
+    key: ("<arg_key>", "</arg_key>"),
+    value: ("<arg_value>", "</arg_value>"),
+    values_on_lines: false,
+};
+
+pub(super) const MINIMAX: XmlLayout = XmlLayout {
+    call_open: Some("<invoke name="),
+    call_close: "</invoke>",
+    block_close: "</minimax:tool_call>",
+    key: ("<parameter name=", ">"),
+    value: ("", "</parameter>"),
+    values_on_lines: false,
+};
+
+/// Reads a block of calls.
+#[derive(Debug)]
+pub(super) struct XmlCall {
+    layout: &'static XmlLayout,
+    tools: Arc<[Tool]>,
+    /// All that was taken since the last complete call.
+    text: String,
+    phase: Phase,
+    /// Bytes of the buffer that were searched in vain.
+    searched: usize,
+    name: String,
+    key: String,
+    /// Names and JSON texts.
+    arguments: Vec<(String, String)>,
+    calls: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// In the block, outside a call.
+    Block,
+    /// In a name that a tag closes.
+    Name,
+    /// In a name that ends where something else begins.
+    BareName,
+    /// In a call, outside an argument.
+    Call,
+    Key,
+    /// Before the tag of a value.
+    BeforeValue,
+    Value,
+}
+
+impl XmlCall {
+    pub(super) fn new(layout: &'static XmlLayout, opener: &str, tools: Arc<[Tool]>) -> XmlCall {
+        let phase = match layout.call_open {
+            None => Phase::BareName,
+            Some(open) if open == opener => Phase::Name,
+            Some(_) => Phase::Block,
+        };
+        XmlCall {
+            layout,
+            tools,
+            text: opener.to_owned(),
+            phase,
+            searched: 0,
+            name: String::new(),
+            key: String::new(),
+            arguments: Vec::new(),
+            calls: 0,
+        }
+    }
+
+    /// What was taken of a call that is none.
+    pub(super) fn take_text(&mut self) -> String {
+        std::mem::take(&mut self.text)
+    }
+
+    /// The text has ended: what was taken since the last complete call.
+    pub(super) fn finish(&mut self) -> String {
+        if self.calls > 0 && self.phase == Phase::Block { String::new() } else { self.take_text() }
+    }
+
+    /// Nothing but the opening marker was taken.
+    pub(super) fn is_blank(&self) -> bool {
+        self.calls == 0 && matches!(self.phase, Phase::Block | Phase::BareName)
+    }
+
+    /// Takes what it can of the buffer.
+    pub(super) fn read(&mut self, buffer: &mut String, calls: &mut Calls) -> Progress {
+        loop {
+            if matches!(self.phase, Phase::Block | Phase::Call | Phase::BeforeValue) {
+                let blank = buffer.len() - buffer.trim_ascii_start().len();
+                self.take(buffer, blank);
+            }
+            if buffer.is_empty() {
+                return Progress::More;
+            }
+            if let Some(progress) = self.step(buffer, calls) {
+                return progress;
+            }
+        }
+    }
+
+    /// One tag, name or value; `None` when there may be more.
+    fn step(&mut self, buffer: &mut String, calls: &mut Calls) -> Option<Progress> {
+        let layout = self.layout;
+        match self.phase {
+            Phase::Block => {
+                let call_open = layout.call_open.unwrap_or(layout.block_close);
+                let tags = [call_open, layout.block_close];
+                match start_of(buffer, &tags) {
+                    Start::Partial => return Some(Progress::More),
+                    Start::Marker(0) => {
+                        self.take(buffer, call_open.len());
+                        self.phase = Phase::Name;
+                    }
+                    // The marker, or anything else, behind a call ends the block.
+                    _ if self.calls > 0 => return Some(Progress::Done),
+                    _ => return Some(Progress::Malformed),
+                }
+            }
+            Phase::Name => {
+                let name = match self.until(buffer, ">", LONGEST_NAME) {
+                    Ok(name) => unquoted(&name).to_owned(),
+                    Err(progress) => return Some(progress),
+                };
+                if !is_name(&name) {
+                    return Some(Progress::Malformed);
+                }
+                self.name = name;
+                self.phase = Phase::Call;
+            }
+            Phase::BareName => {
+                let blank = buffer.len() - buffer.trim_ascii_start().len();
+                let ends = |character: char| character == '<' || character.is_ascii_whitespace();
+                let Some(length) = buffer[blank..].find(ends) else {
+                    if buffer[blank..].is_empty() || is_name(&buffer[blank..]) {
+                        return Some(Progress::More);
+                    }
+                    self.take(buffer, blank);
+                    return Some(Progress::Malformed);
+                };
+                let name = buffer[blank..blank + length].to_owned();
+                if !is_name(&name) {
+                    self.take(buffer, blank);
+                    return Some(Progress::Malformed);
+                }
+                self.take(buffer, blank + length);
+                self.name = name;
+                self.phase = Phase::Call;
+            }
+            Phase::Call => match start_of(buffer, &[layout.key.0, layout.call_close, layout.block_close]) {
+                Start::Partial => return Some(Progress::More),
+                Start::Marker(0) => {
+                    self.take(buffer, layout.key.0.len());
+                    self.phase = Phase::Key;
+                }
+                Start::Marker(closer) => {
+                    if closer == 1 {
+                        self.take(buffer, layout.call_close.len());
+                    }
+                    return self.complete(calls);
+                }
+                Start::Other => return Some(Progress::Malformed),
+            },
+            Phase::Key => {
+                let key = match self.until(buffer, layout.key.1, LONGEST_NAME) {
+                    Ok(key) => unquoted(&key).to_owned(),
+                    Err(progress) => return Some(progress),
+                };
+                if key.is_empty() {
+                    return Some(Progress::Malformed);
+                }
+                self.key = key;
+                self.phase = if layout.value.0.is_empty() { Phase::Value } else { Phase::BeforeValue };
+            }
+            Phase::BeforeValue => match start_of(buffer, &[layout.value.0]) {
+                Start::Partial => return Some(Progress::More),
+                Start::Marker(_) => {
+                    self.take(buffer, layout.value.0.len());
+                    self.phase = Phase::Value;
+                }
+                Start::Other => return Some(Progress::Malformed),
+            },
+            Phase::Value => {
+                let value = match self.until(buffer, layout.value.1, usize::MAX) {
+                    Ok(value) => value,
+                    Err(progress) => return Some(progress),
+                };
+                let value = if layout.values_on_lines { without_line_breaks(&value) } else { &value };
+                let tool = self.tools.iter().find(|tool| tool.name == self.name);
+                let json = json_of(value, tool.map(|tool| &tool.parameters), &self.key);
+                // Told twice, the last counts.
+                self.arguments.retain(|(key, _)| *key != self.key);
+                self.arguments.push((std::mem::take(&mut self.key), json));
+                self.phase = Phase::Call;
+            }
+        }
+        None
+    }
+
+    /// The call has ended.
+    fn complete(&mut self, calls: &mut Calls) -> Option<Progress> {
+        // A word between the markers is hardly a layout: it must at least be the name of something.
+        let known = || self.tools.iter().any(|tool| tool.name == self.name);
+        if self.layout.call_open.is_none() && self.arguments.is_empty() && !known() {
+            return Some(Progress::Malformed);
+        }
+        calls.start(&self.name);
+        calls.arguments(&arguments_text(&self.arguments));
+        self.arguments.clear();
+        self.text.clear();
+        self.calls += 1;
+        self.phase = Phase::Block;
+        self.layout.call_open.is_none().then_some(Progress::Done)
+    }
+
+    fn take(&mut self, buffer: &mut String, length: usize) {
+        self.text.push_str(&buffer[..length]);
+        buffer.drain(..length);
+        self.searched = 0;
+    }
+
+    /// Takes what stands before a tag, and the tag.
+    fn until(&mut self, buffer: &mut String, tag: &str, longest: usize) -> Result<String, Progress> {
+        // Not inside a character: tags are ASCII, so a match cannot begin there, but a slice would panic.
+        let from = (0..=self.searched.min(buffer.len())).rev().find(|&at| buffer.is_char_boundary(at));
+        let from = from.unwrap_or(0);
+        match buffer[from..].find(tag).map(|at| from + at) {
+            Some(at) if at <= longest => {
+                let found = buffer[..at].to_owned();
+                self.take(buffer, at + tag.len());
+                Ok(found)
+            }
+            None if buffer.len() <= longest => {
+                self.searched = (buffer.len() + 1).saturating_sub(tag.len());
+                Err(Progress::More)
+            }
+            _ => Err(Progress::Malformed),
+        }
+    }
+}
+
+fn is_name(text: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte);
+    !text.is_empty() && text.len() <= LONGEST_NAME && text.bytes().all(fits)
+}
+
+fn unquoted(text: &str) -> &str {
+    let text = text.trim();
+    let quoted = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
+    quoted('"').or_else(|| quoted('\'')).unwrap_or(text)
+}
+
+/// Without the line break before and the one behind.
+fn without_line_breaks(value: &str) -> &str {
+    let value = value.strip_prefix('\n').unwrap_or(value);
+    value.strip_suffix('\n').unwrap_or(value)
+}

@@ -1,0 +1,98 @@
+//! The request of SGLang's own `/generate`: one prompt or a batch, with settings for all or for each.
+
+use std::collections::HashMap;
+
+use serde::Deserialize;
+use serde_json::{Number, Value};
+
+use super::sampling::{OneOrMany, Wishes};
+use crate::error::ApiError;
+
+/// Tokens when the client gives no limit, as SGLang has it.
+const DEFAULT_NEW_TOKENS: u64 = 128;
+
+/// A request.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct GenerateRequest {
+    pub(crate) text: Option<OneOrMany<String>>,
+    pub(crate) input_ids: Option<Ids>,
+    pub(crate) sampling_params: Option<OneOrMany<SamplingParams>>,
+    pub(crate) rid: Option<OneOrMany<String>>,
+    pub(crate) return_logprob: Option<OneOrMany<bool>>,
+    pub(crate) logprob_start_len: Option<OneOrMany<i64>>,
+    pub(crate) top_logprobs_num: Option<OneOrMany<u32>>,
+    pub(crate) return_text_in_logprobs: Option<bool>,
+    pub(crate) stream: Option<bool>,
+    pub(crate) cache_salt: Option<String>,
+    pub(crate) extra_key: Option<String>,
+    pub(crate) kv_precision: Option<Value>,
+    pub(crate) input_embeds: Option<Value>,
+    pub(crate) image_data: Option<Value>,
+    pub(crate) lora_path: Option<Value>,
+    pub(crate) return_hidden_states: Option<Value>,
+}
+
+/// Token ids of one prompt or of several.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(untagged, expecting = "expected a list of token ids or a list of such lists")]
+pub(crate) enum Ids {
+    One(Vec<u32>),
+    Many(Vec<Vec<u32>>),
+}
+
+/// Settings under SGLang's names.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct SamplingParams {
+    max_new_tokens: Option<u64>,
+    min_new_tokens: Option<u64>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    sampling_seed: Option<Number>,
+    seed: Option<Number>,
+    repetition_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+    logit_bias: Option<HashMap<String, f32>>,
+    stop: Option<OneOrMany<String>>,
+    stop_token_ids: Option<Vec<u32>>,
+    ignore_eos: Option<bool>,
+    skip_special_tokens: Option<bool>,
+    no_stop_trim: Option<bool>,
+    n: Option<u32>,
+    pub(crate) json_schema: Option<Value>,
+    pub(crate) regex: Option<String>,
+    pub(crate) ebnf: Option<String>,
+}
+
+impl SamplingParams {
+    /// The limits and settings.
+    pub(crate) fn wishes(self, cache_salt: Option<String>) -> Result<Wishes, ApiError> {
+        if self.no_stop_trim == Some(true) {
+            let name = "sampling_params.no_stop_trim";
+            return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
+        }
+        Ok(Wishes {
+            max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
+            min_tokens: self.min_new_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.sampling_seed.or(self.seed),
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias,
+            stop: self.stop,
+            stop_token_ids: self.stop_token_ids,
+            ignore_eos: self.ignore_eos,
+            skip_special_tokens: self.skip_special_tokens,
+            n: self.n,
+            cache_salt,
+        })
+    }
+}

@@ -1,0 +1,260 @@
+//! The request of `/v1/completions` and `/v1/chat/completions`, with the extensions SGLang's and vLLM's clients send.
+//!
+//! Both share nearly all fields, so they are one type; each route reads what concerns it.
+
+use std::collections::HashMap;
+
+use oscar_engine::MAX_TOP_LOGPROBS;
+use serde::Deserialize;
+use serde_json::{Map, Number, Value};
+
+use super::sampling::{OneOrMany, Wishes};
+use crate::error::ApiError;
+
+/// A request.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct OpenAiRequest {
+    pub(crate) model: Option<String>,
+    pub(crate) stream: Option<bool>,
+    pub(crate) stream_options: Option<StreamOptions>,
+    /// Own id, for `/abort_request`.
+    pub(crate) rid: Option<String>,
+
+    // What is asked.
+    pub(crate) messages: Option<Vec<Value>>,
+    pub(crate) prompt: Option<Prompt>,
+    pub(crate) tools: Option<Vec<Value>>,
+    pub(crate) tool_choice: Option<Value>,
+    pub(crate) parallel_tool_calls: Option<bool>,
+    pub(crate) chat_template_kwargs: Option<Map<String, Value>>,
+    pub(crate) reasoning_effort: Option<String>,
+    pub(crate) add_generation_prompt: Option<bool>,
+    pub(crate) continue_final_message: Option<bool>,
+    pub(crate) separate_reasoning: Option<bool>,
+
+    // What comes back.
+    pub(crate) logprobs: Option<Logprobs>,
+    pub(crate) top_logprobs: Option<u32>,
+    pub(crate) echo: Option<bool>,
+    suffix: Option<String>,
+    best_of: Option<u32>,
+    include_stop_str_in_output: Option<bool>,
+    no_stop_trim: Option<bool>,
+
+    // How it is drawn and when it ends.
+    max_tokens: Option<u64>,
+    max_completion_tokens: Option<u64>,
+    min_tokens: Option<u64>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    seed: Option<Number>,
+    repetition_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+    logit_bias: Option<HashMap<String, f32>>,
+    stop: Option<OneOrMany<String>>,
+    stop_token_ids: Option<Vec<u32>>,
+    ignore_eos: Option<bool>,
+    skip_special_tokens: Option<bool>,
+    n: Option<u32>,
+
+    // What it must look like.
+    pub(crate) response_format: Option<Value>,
+    pub(crate) regex: Option<String>,
+    pub(crate) ebnf: Option<String>,
+    pub(crate) guided_json: Option<Value>,
+    pub(crate) guided_regex: Option<String>,
+    pub(crate) guided_grammar: Option<String>,
+
+    // The cache.
+    cache_salt: Option<String>,
+    extra_key: Option<String>,
+    pub(crate) kv_precision: Option<Value>,
+}
+
+/// What a stream carries besides the answer.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct StreamOptions {
+    pub(crate) include_usage: Option<bool>,
+}
+
+/// A prompt as text or as token ids, or several.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(
+    untagged,
+    expecting = "expected a text, a list of texts, a list of token ids or a list of such lists"
+)]
+pub(crate) enum Prompt {
+    Text(String),
+    Texts(Vec<String>),
+    Ids(Vec<u32>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+/// Whether (chat) or how many (completions) probabilities are wanted.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(untagged, expecting = "expected true, false or a number")]
+pub(crate) enum Logprobs {
+    Flag(bool),
+    Count(u32),
+}
+
+impl OpenAiRequest {
+    /// A chat and nothing else.
+    pub(crate) fn of_chat(
+        messages: Option<Vec<Value>>,
+        tools: Option<Vec<Value>>,
+        add_generation_prompt: Option<bool>,
+    ) -> OpenAiRequest {
+        OpenAiRequest { messages, tools, add_generation_prompt, ..OpenAiRequest::default() }
+    }
+
+    /// The limits and settings. `default_max_tokens` holds when the client gives none.
+    pub(crate) fn wishes(&self, default_max_tokens: Option<u64>) -> Result<Wishes, ApiError> {
+        if let Some(best_of) = self.best_of.filter(|&best_of| best_of != self.n.unwrap_or(1)) {
+            let message = format!("best_of is {best_of}; only n answers are made, ask for n of them");
+            return Err(ApiError::unsupported("best_of", message));
+        }
+        if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
+            return Err(ApiError::unsupported("suffix", "text cannot be inserted before a suffix"));
+        }
+        for (name, value) in [
+            ("include_stop_str_in_output", self.include_stop_str_in_output),
+            ("no_stop_trim", self.no_stop_trim),
+        ] {
+            if value == Some(true) {
+                return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
+            }
+        }
+        Ok(Wishes {
+            max_tokens: self.max_completion_tokens.or(self.max_tokens).or(default_max_tokens),
+            min_tokens: self.min_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.seed.clone(),
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.clone(),
+            stop: self.stop.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
+            ignore_eos: self.ignore_eos,
+            skip_special_tokens: self.skip_special_tokens,
+            n: self.n,
+            cache_salt: self.cache_salt.clone().or_else(|| self.extra_key.clone()),
+        })
+    }
+
+    pub(crate) fn streams(&self) -> bool {
+        self.stream.unwrap_or(false)
+    }
+
+    pub(crate) fn includes_usage(&self) -> bool {
+        self.stream_options.and_then(|options| options.include_usage).unwrap_or(false)
+    }
+
+    /// Alternatives per token that a chat asks for, if it asks for probabilities.
+    pub(crate) fn chat_logprobs(&self) -> Result<Option<usize>, ApiError> {
+        let count = self.top_logprobs.unwrap_or(0);
+        let wanted = match self.logprobs {
+            None | Some(Logprobs::Flag(false)) => {
+                if count > 0 {
+                    return Err(ApiError::bad_field("top_logprobs", "top_logprobs needs logprobs: true"));
+                }
+                return Ok(None);
+            }
+            Some(Logprobs::Flag(true)) => count,
+            Some(Logprobs::Count(_)) => {
+                return Err(ApiError::bad_field("logprobs", "logprobs of a chat is true or false"));
+            }
+        };
+        bounded("top_logprobs", wanted).map(Some)
+    }
+
+    /// The same for a completion.
+    pub(crate) fn completion_logprobs(&self) -> Result<Option<usize>, ApiError> {
+        match self.logprobs {
+            None | Some(Logprobs::Flag(false)) => Ok(None),
+            // Some clients know only the form of chats.
+            Some(Logprobs::Flag(true)) => bounded("logprobs", self.top_logprobs.unwrap_or(1)).map(Some),
+            Some(Logprobs::Count(count)) => bounded("logprobs", count).map(Some),
+        }
+    }
+}
+
+fn bounded(name: &str, count: u32) -> Result<usize, ApiError> {
+    let count = count as usize;
+    if count > MAX_TOP_LOGPROBS {
+        let message = format!("{name} is {count}, expected at most {MAX_TOP_LOGPROBS}");
+        return Err(ApiError::bad_field(name, message));
+    }
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::body::parse;
+
+    fn request(text: &str) -> OpenAiRequest {
+        parse(text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn prompts_come_in_four_forms() {
+        let prompt = |text: &str| request(&format!("{{\"prompt\": {text}}}")).prompt.unwrap();
+        assert_eq!(prompt("\"a\""), Prompt::Text("a".into()));
+        assert_eq!(prompt("[\"a\", \"b\"]"), Prompt::Texts(vec!["a".into(), "b".into()]));
+        assert_eq!(prompt("[1, 2]"), Prompt::Ids(vec![1, 2]));
+        assert_eq!(prompt("[[1], [2, 3]]"), Prompt::IdLists(vec![vec![1], vec![2, 3]]));
+        for bad in ["{}", "[1, \"a\"]", "3", "[-1]", "[[1], \"a\"]"] {
+            let error = parse::<OpenAiRequest>(format!("{{\"prompt\": {bad}}}").as_bytes()).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], "prompt", "{bad}");
+        }
+    }
+
+    #[test]
+    fn every_field_may_be_null() {
+        let nulls = "{\"model\": null, \"stream\": null, \"stream_options\": null, \"n\": null, \"stop\": null,
+            \"logprobs\": null, \"prompt\": null, \"seed\": null, \"tools\": null, \"user\": null, \"x\": {}}";
+        assert!(request(nulls).wishes(None).is_ok());
+    }
+
+    #[test]
+    fn the_newer_limit_wins() {
+        let wishes = request("{\"max_tokens\": 5, \"max_completion_tokens\": 7}").wishes(Some(16)).unwrap();
+        assert_eq!(wishes.max_tokens, Some(7));
+        assert_eq!(request("{}").wishes(Some(16)).unwrap().max_tokens, Some(16));
+    }
+
+    #[test]
+    fn probabilities_are_asked_for_in_two_ways() {
+        let chat = |text: &str| request(text).chat_logprobs();
+        assert_eq!(chat("{\"logprobs\": true}"), Ok(Some(0)));
+        assert_eq!(chat("{\"logprobs\": true, \"top_logprobs\": 3}"), Ok(Some(3)));
+        assert_eq!(chat("{}"), Ok(None));
+        assert!(chat("{\"top_logprobs\": 3}").is_err() && chat("{\"logprobs\": 3}").is_err());
+        assert!(chat("{\"logprobs\": true, \"top_logprobs\": 101}").is_err());
+        assert_eq!(request("{\"logprobs\": 0}").completion_logprobs(), Ok(Some(0)));
+        assert_eq!(request("{\"logprobs\": 5}").completion_logprobs(), Ok(Some(5)));
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused_by_name() {
+        for (text, name) in [
+            ("{\"best_of\": 3}", "best_of"),
+            ("{\"suffix\": \"end\"}", "suffix"),
+            ("{\"no_stop_trim\": true}", "no_stop_trim"),
+        ] {
+            let error = request(text).wishes(None).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], name);
+        }
+        assert!(request("{\"best_of\": 2, \"n\": 2, \"suffix\": \"\"}").wishes(None).is_ok());
+    }
+}

@@ -1,0 +1,189 @@
+//! How an answer is drawn and when it ends: what all interfaces share, checked and handed to the engine.
+
+use std::collections::HashMap;
+
+use oscar_engine::{GenerateOptions, SamplingOptions};
+use serde::Deserialize;
+use serde_json::{Number, Value};
+
+use crate::error::ApiError;
+
+/// Stop texts a request may have, and how long they may be: each is looked for after every token.
+const MAX_STOPS: usize = 32;
+const MAX_STOP_BYTES: usize = 1024;
+
+/// Longest salt.
+const MAX_SALT_BYTES: usize = 1024;
+
+/// One value or a list of them.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T> OneOrMany<T> {
+    pub(crate) fn into_vec(self) -> Vec<T> {
+        match self {
+            OneOrMany::One(value) => vec![value],
+            OneOrMany::Many(values) => values,
+        }
+    }
+}
+
+/// What a client wishes, under whatever names it said so.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Wishes {
+    pub(crate) max_tokens: Option<u64>,
+    pub(crate) min_tokens: Option<u64>,
+    pub(crate) temperature: Option<f32>,
+    pub(crate) top_p: Option<f32>,
+    pub(crate) top_k: Option<i64>,
+    pub(crate) min_p: Option<f32>,
+    pub(crate) seed: Option<Number>,
+    pub(crate) repetition_penalty: Option<f32>,
+    pub(crate) presence_penalty: Option<f32>,
+    pub(crate) frequency_penalty: Option<f32>,
+    pub(crate) logit_bias: Option<HashMap<String, f32>>,
+    pub(crate) stop: Option<OneOrMany<String>>,
+    pub(crate) stop_token_ids: Option<Vec<u32>>,
+    pub(crate) ignore_eos: Option<bool>,
+    pub(crate) skip_special_tokens: Option<bool>,
+    pub(crate) n: Option<u32>,
+    pub(crate) cache_salt: Option<String>,
+}
+
+impl Wishes {
+    /// What the engine is asked to do.
+    pub(crate) fn options(self) -> Result<GenerateOptions, ApiError> {
+        let stop = self.stop.map(OneOrMany::into_vec).unwrap_or_default();
+        if stop.len() > MAX_STOPS || stop.iter().any(|text| text.len() > MAX_STOP_BYTES) {
+            let message = format!("stop may have {MAX_STOPS} texts of {MAX_STOP_BYTES} bytes");
+            return Err(ApiError::bad_field("stop", message));
+        }
+        if self.cache_salt.as_ref().is_some_and(|salt| salt.len() > MAX_SALT_BYTES) {
+            let message = format!("cache_salt is longer than {MAX_SALT_BYTES} bytes");
+            return Err(ApiError::bad_field("cache_salt", message));
+        }
+        let sampling = SamplingOptions {
+            temperature: self.temperature.unwrap_or(1.0),
+            top_p: self.top_p.unwrap_or(1.0),
+            top_k: top_k(self.top_k)?,
+            min_p: self.min_p.unwrap_or(0.0),
+            seed: self.seed.map(|seed| whole_seed(&seed)).transpose()?,
+            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            presence_penalty: self.presence_penalty.unwrap_or(0.0),
+            frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
+            logit_bias: self.logit_bias.map(bias).transpose()?.unwrap_or_default(),
+        };
+        // Clients send huge limits to say "no limit": the context ends such an answer.
+        let count = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+        Ok(GenerateOptions {
+            max_tokens: self.max_tokens.map(count),
+            min_tokens: self.min_tokens.map_or(0, count),
+            sampling,
+            stop,
+            stop_tokens: self.stop_token_ids.unwrap_or_default(),
+            ignore_end: self.ignore_eos.unwrap_or(false),
+            keep_special: !self.skip_special_tokens.unwrap_or(true),
+            n: self.n.map_or(1, |n| n as usize),
+            // An empty salt is what clients send for none.
+            cache_salt: self.cache_salt.filter(|salt| !salt.is_empty()),
+            ..GenerateOptions::default()
+        })
+    }
+}
+
+/// -1 and 0 keep all tokens.
+fn top_k(value: Option<i64>) -> Result<usize, ApiError> {
+    match value.unwrap_or(0) {
+        -1 => Ok(0),
+        value => usize::try_from(value)
+            .map_err(|_| ApiError::bad_field("top_k", format!("top_k is {value}, expected -1, 0 or more"))),
+    }
+}
+
+/// Negative seeds are as good as others.
+fn whole_seed(seed: &Number) -> Result<u64, ApiError> {
+    let whole = seed.as_u64().or_else(|| seed.as_i64().map(i64::cast_unsigned));
+    whole.ok_or_else(|| ApiError::bad_field("seed", format!("seed is {seed}, expected a whole number")))
+}
+
+fn bias(map: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, ApiError> {
+    let mut list = Vec::with_capacity(map.len());
+    for (token, value) in map {
+        let id = token.parse().map_err(|_| {
+            let token: String = token.chars().take(40).collect();
+            ApiError::bad_field("logit_bias", format!("logit_bias has {token:?} for a token id"))
+        })?;
+        list.push((id, value));
+    }
+    // A map has no order, and the same request should always be the same.
+    list.sort_unstable_by_key(|&(id, _)| id);
+    Ok(list)
+}
+
+/// A precision of the cache per request is reserved: only the one that is served is taken.
+pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result<(), ApiError> {
+    match wanted {
+        None | Some(Value::Null) => Ok(()),
+        Some(Value::String(name)) if name == served => Ok(()),
+        Some(_) => Err(ApiError::unsupported(
+            "kv_precision",
+            format!("kv_precision must be absent or {served:?}, as this server stores its cache"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn param(wishes: Wishes) -> Value {
+        wishes.options().unwrap_err().body()["error"]["param"].clone()
+    }
+
+    #[test]
+    fn nothing_said_is_plain_sampling() {
+        let options = Wishes::default().options().unwrap();
+        let sampling = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
+        assert_eq!(options, GenerateOptions { sampling, ..GenerateOptions::default() });
+    }
+
+    #[test]
+    fn numbers_in_disguise_are_understood() {
+        let seed = |text: &str| Wishes { seed: serde_json::from_str(text).unwrap(), ..Wishes::default() };
+        assert_eq!(seed("-1").options().unwrap().sampling.seed, Some(u64::MAX));
+        assert_eq!(seed("18446744073709551615").options().unwrap().sampling.seed, Some(u64::MAX));
+        assert_eq!(param(seed("0.5")), "seed");
+        let top_k = |k| Wishes { top_k: Some(k), ..Wishes::default() };
+        assert_eq!(top_k(-1).options().unwrap().sampling.top_k, 0);
+        assert_eq!(top_k(7).options().unwrap().sampling.top_k, 7);
+        assert_eq!(param(top_k(-2)), "top_k");
+        let huge = Wishes { max_tokens: Some(u64::MAX), ..Wishes::default() };
+        assert_eq!(huge.options().unwrap().max_tokens, Some(usize::MAX));
+    }
+
+    #[test]
+    fn lists_are_bounded_and_bias_is_ordered() {
+        let stop = OneOrMany::Many(vec!["x".to_owned(); MAX_STOPS + 1]);
+        assert_eq!(param(Wishes { stop: Some(stop), ..Wishes::default() }), "stop");
+        let bias = |pairs: &[(&str, f32)]| Wishes {
+            logit_bias: Some(pairs.iter().map(|&(token, value)| (token.to_owned(), value)).collect()),
+            ..Wishes::default()
+        };
+        let options = bias(&[("9", 1.0), ("3", -100.0)]).options().unwrap();
+        assert_eq!(options.sampling.logit_bias, [(3, -100.0), (9, 1.0)]);
+        assert_eq!(param(bias(&[("hello", 1.0)])), "logit_bias");
+    }
+
+    #[test]
+    fn only_the_served_precision_is_taken() {
+        assert!(check_kv_precision(None, "int2").is_ok());
+        assert!(check_kv_precision(Some(&Value::Null), "int2").is_ok());
+        assert!(check_kv_precision(Some(&"int2".into()), "int2").is_ok());
+        let error = check_kv_precision(Some(&"bf16".into()), "int2").unwrap_err();
+        assert_eq!((error.status().as_u16(), error.code()), (400, Some("unsupported_parameter")));
+    }
+}

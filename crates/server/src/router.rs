@@ -1,0 +1,128 @@
+//! Which path leads where, and what happens to every request before and after.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use tower_http::catch_panic::CatchPanicLayer;
+use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
+use uuid::Uuid;
+
+use crate::app::App;
+use crate::auth::ApiKey;
+use crate::error::ApiError;
+use crate::routes::{chat, completions, generate, health, info, models, observe, tokens};
+
+/// Names a request in logs and answers.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Longest id that is taken from a client.
+const MAX_REQUEST_ID: usize = 128;
+
+/// Paths that need no key: probes do not have one.
+const OPEN_PATHS: [&str; 3] = ["/health", "/health_generate", "/metrics"];
+
+/// All routes.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let guard =
+        Arc::new(Guard { key: app.options.api_key.as_deref().map(ApiKey::new), app: Arc::clone(&app) });
+    let cors = cors(&app.options.allowed_origins);
+    Router::new()
+        .route("/v1/chat/completions", post(chat::chat_completions))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*name}", get(models::one))
+        .route("/generate", post(generate::generate).put(generate::generate))
+        .route("/health", get(health::health))
+        .route("/health_generate", get(health::health_generate))
+        .route("/model_info", get(info::model_info))
+        .route("/get_model_info", get(info::model_info))
+        .route("/server_info", get(info::server_info))
+        .route("/get_server_info", get(info::server_info))
+        .route("/get_load", get(info::get_load))
+        .route("/v1/loads", get(info::loads))
+        .route("/flush_cache", post(info::flush_cache).get(info::flush_cache))
+        .route("/abort_request", post(info::abort_request))
+        .route("/version", get(info::version))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/v1/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/v1/detokenize", post(tokens::detokenize))
+        .route("/metrics", get(observe::metrics))
+        .route("/oscar/cache", get(observe::cache))
+        .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "there is nothing at this path") })
+        .method_not_allowed_fallback(|| async {
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
+        })
+        .with_state(app)
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn_with_state(guard, Guard::pass))
+        .layer(cors)
+}
+
+/// A bug in one request must not look like a broken connection.
+fn panicked(_: Box<dyn Any + Send>) -> Response {
+    ApiError::internal(&"a handler panicked").into_response()
+}
+
+fn cors(origins: &[String]) -> CorsLayer {
+    let layer = CorsLayer::new()
+        .allow_methods([Method::GET, Method::POST, Method::PUT])
+        .allow_headers([header::AUTHORIZATION, header::CONTENT_TYPE, REQUEST_ID])
+        .expose_headers([REQUEST_ID, header::RETRY_AFTER]);
+    if origins.iter().any(|origin| origin == "*") {
+        return layer.allow_origin(AnyOrigin);
+    }
+    let known = origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok());
+    layer.allow_origin(AllowOrigin::list(known))
+}
+
+/// Stands before all routes: names the request, asks for the key, counts and logs.
+struct Guard {
+    app: Arc<App>,
+    key: Option<ApiKey>,
+}
+
+impl Guard {
+    async fn pass(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+        let begun = Instant::now();
+        let id = request_id(&request);
+        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+        let mut response = match guard.admit(&request) {
+            Ok(()) => next.run(request).await,
+            Err(error) => error.into_response(),
+        };
+        let status = response.status().as_u16();
+        guard.app.metrics.responded(status);
+        let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
+        let path: String = path.chars().take(200).collect();
+        tracing::info!(request = %id.to_str().unwrap_or("?"), %method, path, status, milliseconds, "answered");
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+
+    fn admit(&self, request: &Request) -> Result<(), ApiError> {
+        let open = OPEN_PATHS.contains(&request.uri().path());
+        match &self.key {
+            Some(key) if !open => key.check(request.headers()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The client's own id if it is printable and short, else a new one.
+fn request_id(request: &Request) -> HeaderValue {
+    let given = request.headers().get(REQUEST_ID);
+    let good = |value: &&HeaderValue| {
+        value.to_str().is_ok_and(|text| !text.is_empty() && text.len() <= MAX_REQUEST_ID)
+    };
+    given.filter(good).cloned().unwrap_or_else(|| {
+        HeaderValue::from_str(&Uuid::new_v4().to_string()).unwrap_or(HeaderValue::from_static("unnamed"))
+    })
+}

@@ -1,0 +1,44 @@
+//! Whole answers, for clients that do not stream.
+
+use oscar_engine::{EngineError, Event, Summary, Token};
+
+use crate::answers::Answers;
+use crate::error::ApiError;
+
+/// One answer.
+#[derive(Debug)]
+pub(crate) struct Whole {
+    pub(crate) prompt: usize,
+    pub(crate) choice: usize,
+    /// The tokens with their alternatives, if they were asked for.
+    pub(crate) tokens: Vec<Token>,
+    pub(crate) summary: Summary,
+}
+
+/// Waits for all answers of `prompts` prompts with `n` choices each; they come back in order.
+pub(crate) async fn collect(
+    answers: &mut Answers,
+    prompts: usize,
+    n: usize,
+    keep_tokens: bool,
+) -> Result<Vec<Whole>, ApiError> {
+    let mut tokens: Vec<Vec<Token>> = vec![Vec::new(); prompts * n];
+    let mut whole = Vec::with_capacity(prompts * n);
+    while let Some(delivered) = answers.next().await {
+        let place = |choice: usize| delivered.prompt * n + choice;
+        match delivered.event {
+            Event::Token { choice, token } if keep_tokens => tokens[place(choice)].push(token),
+            Event::Finished { choice, summary } => {
+                let tokens = std::mem::take(&mut tokens[place(choice)]);
+                whole.push(Whole { prompt: delivered.prompt, choice, tokens, summary: *summary });
+            }
+            Event::Failed { error, .. } => return Err(ApiError::from(&*error)),
+            Event::Token { .. } | Event::Prefill { .. } => {}
+        }
+    }
+    if whole.len() < prompts * n {
+        return Err(EngineError::Stopped.into());
+    }
+    whole.sort_by_key(|answer| (answer.prompt, answer.choice));
+    Ok(whole)
+}

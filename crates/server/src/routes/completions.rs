@@ -1,0 +1,256 @@
+//! `/v1/completions`: plain text goes on.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, Bytes, BytesMut};
+use oscar_engine::{Event, GenerateOptions, MatchedStop, Summary, Token};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::collect::{Whole, collect};
+use super::{chunk_head, finish_name, fresh_id};
+use crate::answers::{Answers, Asked, Delivered};
+use crate::app::{App, unix_seconds};
+use crate::body::JsonBody;
+use crate::error::ApiError;
+use crate::form;
+use crate::frames::{EventWriter, stream, write_done, write_event, write_json};
+use crate::logprobs::{CompletionLogprobs, CompletionTokens, Endings};
+use crate::protocol::{OpenAiRequest, Prompt, Usage, check_kv_precision};
+
+/// Tokens when the client gives no limit, as OpenAI has it.
+const DEFAULT_MAX_TOKENS: u64 = 16;
+
+/// A prompt and the text it is echoed as.
+struct Prepared {
+    ids: Vec<u32>,
+    echo: Option<String>,
+}
+
+/// Continues one prompt or several.
+pub(crate) async fn completions(
+    State(app): State<Arc<App>>,
+    JsonBody(mut request): JsonBody<OpenAiRequest>,
+) -> Result<Response, ApiError> {
+    app.model.check_name(request.model.as_deref())?;
+    check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
+    let echo = request.echo.unwrap_or(false);
+    let logprobs = request.completion_logprobs()?;
+    if echo && logprobs.is_some() && request.streams() {
+        let message = "probabilities of an echoed prompt are known at the end only and cannot be streamed";
+        return Err(ApiError::unsupported("stream", message));
+    }
+    let wishes = request.wishes(Some(DEFAULT_MAX_TOKENS))?;
+    let prompt_logprobs = logprobs.filter(|_| echo);
+    let options = GenerateOptions { logprobs, prompt_logprobs, ..wishes.options()? };
+    // Plain text has no tools.
+    request.tools = None;
+    request.tool_choice = None;
+    let filter = form::filter(&app, form::of_openai(&request)?, None).await?;
+    let prepared = prepare(&app, request.prompt.take(), echo).await?;
+    let id = fresh_id("cmpl");
+    let rid = request.rid.clone().unwrap_or_else(|| id.clone());
+    let mut echoes = Vec::with_capacity(prepared.len());
+    let mut asked = Vec::with_capacity(prepared.len());
+    for Prepared { ids, echo } in prepared {
+        let filter = filter.as_ref().map(|filter| filter.fork());
+        echoes.push(echo);
+        asked.push(Asked { id: rid.clone(), prompt: ids, options: options.clone(), filter });
+    }
+    let mut answers = Answers::submit(&app, asked)?;
+    let endings = Endings::new(app.model.tokenizer(), &options);
+    if request.streams() {
+        let writer = CompletionWriter {
+            head: chunk_head(&app, &id, "text_completion"),
+            include_usage: request.includes_usage(),
+            usage: Usage::default(),
+            echoes,
+            n: options.n,
+            tokens: HashMap::new(),
+            begun: HashSet::new(),
+            wants_logprobs: logprobs.is_some(),
+            endings,
+            app,
+        };
+        return Ok(stream(answers, writer));
+    }
+    let whole = collect(&mut answers, echoes.len(), options.n, logprobs.is_some()).await?;
+    let mut usage = Usage::default();
+    let mut choices = Vec::with_capacity(whole.len());
+    for Whole { prompt, choice, tokens, summary } in whole {
+        usage.add(choice, &summary);
+        let list = logprobs.map(|_| {
+            let mut list = CompletionTokens::new(app.model.tokenizer());
+            list.prompt(&summary.prompt_logprobs);
+            tokens.iter().filter(|token| !endings.contains(token.id)).for_each(|token| list.token(token));
+            list.take()
+        });
+        let text = match &echoes[prompt] {
+            Some(echo) => [echo, summary.text.as_str()].concat(),
+            None => summary.text.clone(),
+        };
+        choices.push(json!({
+            "index": prompt * options.n + choice,
+            "text": text,
+            "logprobs": list,
+            "finish_reason": finish_name(summary.finish),
+            "matched_stop": matched(&summary),
+        }));
+    }
+    Ok(Json(json!({
+        "id": id,
+        "object": "text_completion",
+        "created": unix_seconds(SystemTime::now()),
+        "model": app.model.name,
+        "system_fingerprint": app.fingerprint,
+        "choices": choices,
+        "usage": usage,
+    }))
+    .into_response())
+}
+
+/// The token or text that ended an answer.
+pub(crate) fn matched(summary: &Summary) -> Value {
+    match &summary.matched {
+        None => Value::Null,
+        Some(MatchedStop::Token(id)) => (*id).into(),
+        Some(MatchedStop::Text(text)) => text.as_str().into(),
+    }
+}
+
+async fn prepare(app: &Arc<App>, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
+    let from_text = move |app: &App, text: String| -> Result<Prepared, ApiError> {
+        app.model.check_length(&text, app.engine.info().context, "prompt")?;
+        Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })
+    };
+    let from_ids = move |app: &App, ids: Vec<u32>| -> Result<Prepared, ApiError> {
+        let text = echo.then(|| app.model.decode(&ids, false, "prompt")).transpose()?;
+        Ok(Prepared { ids, echo: text })
+    };
+    let prompt = prompt.ok_or_else(|| ApiError::bad_field("prompt", "there is no prompt"))?;
+    let bytes = match &prompt {
+        Prompt::Text(text) => text.len(),
+        Prompt::Texts(texts) => texts.iter().map(String::len).sum(),
+        Prompt::Ids(_) | Prompt::IdLists(_) => 0,
+    };
+    let prepared = app
+        .encode(bytes, move |app| match prompt {
+            Prompt::Text(text) => Ok(vec![from_text(app, text)?]),
+            Prompt::Texts(texts) => texts.into_iter().map(|text| from_text(app, text)).collect(),
+            Prompt::Ids(ids) => Ok(vec![from_ids(app, ids)?]),
+            Prompt::IdLists(lists) => lists.into_iter().map(|ids| from_ids(app, ids)).collect(),
+        })
+        .await?;
+    if prepared.is_empty() {
+        return Err(ApiError::bad_field("prompt", "the list of prompts is empty"));
+    }
+    Ok(prepared)
+}
+
+/// Writes the chunks of a streamed completion.
+struct CompletionWriter {
+    app: Arc<App>,
+    head: Bytes,
+    include_usage: bool,
+    usage: Usage,
+    echoes: Vec<Option<String>>,
+    n: usize,
+    tokens: HashMap<usize, CompletionTokens>,
+    /// Choices whose prompt has been echoed.
+    begun: HashSet<usize>,
+    wants_logprobs: bool,
+    endings: Endings,
+}
+
+impl CompletionWriter {
+    /// The prompt, before the first piece of a choice.
+    fn echo(&mut self, prompt: usize, index: usize) -> Option<String> {
+        let echo = self.echoes[prompt].as_ref()?;
+        self.begun.insert(index).then(|| echo.clone())
+    }
+
+    fn token(&mut self, prompt: usize, choice: usize, token: &Token, out: &mut BytesMut) {
+        let index = prompt * self.n + choice;
+        let list = (self.wants_logprobs && !self.endings.contains(token.id)).then(|| {
+            let tokenizer = self.app.model.tokenizer();
+            let tokens = self.tokens.entry(index).or_insert_with(|| CompletionTokens::new(tokenizer));
+            tokens.token(token);
+            tokens.take()
+        });
+        match self.echo(prompt, index) {
+            Some(echo) => self.chunk(index, &[&echo, token.text.as_str()].concat(), list.as_ref(), None, out),
+            None if token.text.is_empty() && list.is_none() => {}
+            None => self.chunk(index, &token.text, list.as_ref(), None, out),
+        }
+    }
+
+    fn chunk(
+        &self,
+        index: usize,
+        text: &str,
+        logprobs: Option<&CompletionLogprobs>,
+        finished: Option<&Summary>,
+        out: &mut BytesMut,
+    ) {
+        out.put_slice(&self.head);
+        let _ = write!(out, "{{\"index\":{index},\"text\":");
+        write_json(out, text);
+        match logprobs {
+            Some(list) => {
+                out.put_slice(b",\"logprobs\":");
+                write_json(out, list);
+            }
+            None => out.put_slice(b",\"logprobs\":null"),
+        }
+        match finished {
+            Some(summary) => {
+                let _ =
+                    write!(out, ",\"finish_reason\":\"{}\",\"matched_stop\":", finish_name(summary.finish));
+                write_json(out, &matched(summary));
+            }
+            None => out.put_slice(b",\"finish_reason\":null"),
+        }
+        self.close(out, None::<&Usage>);
+    }
+
+    /// Ends the list of choices and the chunk.
+    fn close(&self, out: &mut BytesMut, usage: Option<&impl Serialize>) {
+        out.put_slice(if usage.is_some() { b"]" } else { b"}]" });
+        if self.include_usage {
+            out.put_slice(b",\"usage\":");
+            write_json(out, &usage);
+        }
+        out.put_slice(b"}\n\n");
+    }
+}
+
+impl EventWriter for CompletionWriter {
+    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+        let prompt = delivered.prompt;
+        match delivered.event {
+            Event::Token { choice, token } => self.token(prompt, choice, &token, out),
+            Event::Finished { choice, summary } => {
+                self.usage.add(choice, &summary);
+                let index = prompt * self.n + choice;
+                let echo = self.echo(prompt, index).unwrap_or_default();
+                self.chunk(index, &echo, None, Some(&summary), out);
+            }
+            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Prefill { .. } => {}
+        }
+    }
+
+    fn end(&mut self, out: &mut BytesMut) {
+        if self.include_usage {
+            out.put_slice(&self.head);
+            self.close(out, Some(&self.usage));
+        }
+        write_done(out);
+    }
+}

@@ -1,0 +1,163 @@
+//! SGLang's own `/generate`: one prompt or a batch, as text or ids.
+
+mod answer;
+mod writer;
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use oscar_engine::GenerateOptions;
+use serde_json::Value;
+
+use self::answer::{Listing, Shape};
+use self::writer::GenerateWriter;
+use super::collect::collect;
+use super::fresh_id;
+use crate::answers::{Answers, Asked};
+use crate::app::App;
+use crate::body::JsonBody;
+use crate::error::ApiError;
+use crate::form;
+use crate::frames::stream;
+use crate::protocol::{GenerateRequest, Ids, OneOrMany, SamplingParams, check_kv_precision};
+
+/// Continues one prompt or a batch of them.
+pub(crate) async fn generate(
+    State(app): State<Arc<App>>,
+    JsonBody(mut request): JsonBody<GenerateRequest>,
+) -> Result<Response, ApiError> {
+    check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
+    refuse_what_is_missing(&request)?;
+    let (prompts, batch) = prompts(&app, &mut request).await?;
+    let count = prompts.len();
+    let params: Vec<SamplingParams> = match request.sampling_params.take() {
+        None => vec![SamplingParams::default(); count],
+        Some(OneOrMany::One(params)) => vec![params; count],
+        Some(OneOrMany::Many(list)) => of_each(list, count, "sampling_params")?,
+    };
+    let ids = match request.rid.take() {
+        Some(OneOrMany::One(id)) if count == 1 => vec![id],
+        Some(OneOrMany::One(id)) => (0..count).map(|index| format!("{id}_{index}")).collect(),
+        Some(OneOrMany::Many(list)) => of_each(list, count, "rid")?,
+        None => (0..count).map(|_| fresh_id("gen")).collect(),
+    };
+    let wanted = for_all(request.return_logprob.take(), false, count, "return_logprob")?;
+    let starts = for_all(request.logprob_start_len.take(), -1, count, "logprob_start_len")?;
+    let tops = for_all(request.top_logprobs_num.take(), 0, count, "top_logprobs_num")?;
+    let salt = request.cache_salt.take().or(request.extra_key.take());
+    let with_text = request.return_text_in_logprobs.unwrap_or(false);
+    let mut shapes = Vec::with_capacity(count);
+    let mut asked = Vec::with_capacity(count);
+    let per_prompt = params.into_iter().zip(prompts).zip(ids);
+    for (index, ((params, prompt), id)) in per_prompt.enumerate() {
+        let filter = form::filter(&app, form::of_native(&params)?, None).await?;
+        let options = params.wishes(salt.clone())?.options()?;
+        let top = tops[index] as usize;
+        let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
+        let listing = wanted[index].then_some(Listing { start, top, with_text });
+        let options = GenerateOptions {
+            logprobs: listing.map(|_| top),
+            prompt_logprobs: start.map(|_| top),
+            ..options
+        };
+        shapes.push(Shape { id: id.clone(), n: options.n, listing });
+        asked.push(Asked { id, prompt, options, filter });
+    }
+    let choices = shapes[0].n;
+    if shapes.iter().any(|shape| shape.n != choices) {
+        return Err(ApiError::bad_field(
+            "sampling_params.n",
+            "n must be the same for all prompts of a batch",
+        ));
+    }
+    let mut answers = Answers::submit(&app, asked)?;
+    let many = batch || choices > 1;
+    if request.stream.unwrap_or(false) {
+        let begun = answers.begun();
+        return Ok(stream(answers, GenerateWriter::new(app, shapes, many, begun)));
+    }
+    let begun = answers.begun();
+    let keep_tokens = shapes.iter().any(|shape| shape.listing.is_some());
+    let whole = collect(&mut answers, count, choices, keep_tokens).await?;
+    let mut list: Vec<Value> = Vec::with_capacity(whole.len());
+    for answer in &whole {
+        let shape = &shapes[answer.prompt];
+        list.push(shape.finished(&app, answer.choice, &answer.summary, &answer.tokens, begun.elapsed()));
+    }
+    let value = if many { Value::Array(list) } else { list.pop().unwrap_or_default() };
+    Ok(Json(value).into_response())
+}
+
+/// The prompts, and whether they came as a list.
+async fn prompts(app: &Arc<App>, request: &mut GenerateRequest) -> Result<(Vec<Vec<u32>>, bool), ApiError> {
+    let (prompts, batch) = match (request.text.take(), request.input_ids.take()) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::bad_field("text", "text and input_ids exclude each other"));
+        }
+        (None, None) => return Err(ApiError::bad_field("text", "there is neither text nor input_ids")),
+        (None, Some(Ids::One(ids))) => (vec![ids], false),
+        (None, Some(Ids::Many(lists))) => (lists, true),
+        (Some(text), None) => {
+            let batch = matches!(text, OneOrMany::Many(_));
+            let texts = text.into_vec();
+            let bytes = texts.iter().map(String::len).sum();
+            let encoded = app.encode(bytes, move |app| {
+                let context = app.engine.info().context;
+                let encode = |text: &String| {
+                    app.model.check_length(text, context, "text")?;
+                    app.model.encode(text, "text")
+                };
+                texts.iter().map(encode).collect::<Result<Vec<_>, ApiError>>()
+            });
+            (encoded.await?, batch)
+        }
+    };
+    if prompts.is_empty() {
+        return Err(ApiError::bad_field("text", "the batch is empty"));
+    }
+    Ok((prompts, batch))
+}
+
+fn refuse_what_is_missing(request: &GenerateRequest) -> Result<(), ApiError> {
+    let asked = |value: &Option<Value>| {
+        let value = value.as_ref().unwrap_or(&Value::Null);
+        !matches!(value, Value::Null | Value::Bool(false))
+            && value.as_array().is_none_or(|list| !list.is_empty())
+    };
+    for (name, value, what) in [
+        ("input_embeds", &request.input_embeds, "prompts are text or token ids"),
+        ("image_data", &request.image_data, "this model reads text only"),
+        ("lora_path", &request.lora_path, "there are no adapters"),
+        ("return_hidden_states", &request.return_hidden_states, "hidden states are not given out"),
+    ] {
+        if asked(value) {
+            return Err(ApiError::unsupported(name, format!("{name}: {what}")));
+        }
+    }
+    Ok(())
+}
+
+/// A list that must have an entry for each prompt.
+fn of_each<T>(list: Vec<T>, count: usize, name: &str) -> Result<Vec<T>, ApiError> {
+    if list.len() != count {
+        let message = format!("{name} has {} entries for {count} prompts", list.len());
+        return Err(ApiError::bad_field(name, message));
+    }
+    Ok(list)
+}
+
+/// One value for all prompts, or one for each.
+fn for_all<T: Clone>(
+    value: Option<OneOrMany<T>>,
+    default: T,
+    count: usize,
+    name: &str,
+) -> Result<Vec<T>, ApiError> {
+    match value {
+        None => Ok(vec![default; count]),
+        Some(OneOrMany::One(value)) => Ok(vec![value; count]),
+        Some(OneOrMany::Many(list)) => of_each(list, count, name),
+    }
+}

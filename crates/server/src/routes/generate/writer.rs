@@ -1,0 +1,105 @@
+//! A native stream: every event holds all of the text so far.
+//!
+//! Because of that an event makes those before it superfluous: where several tokens are ready, only the last state of
+//! each answer is written.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytes::BytesMut;
+use oscar_engine::{Event, Token};
+use serde_json::{Value, json};
+
+use super::answer::Shape;
+use crate::answers::Delivered;
+use crate::app::App;
+use crate::error::ApiError;
+use crate::frames::{EventWriter, write_done, write_event};
+
+/// Writes the events of a native stream.
+pub(super) struct GenerateWriter {
+    app: Arc<App>,
+    shapes: Vec<Shape>,
+    /// Answers are numbered.
+    many: bool,
+    begun: Instant,
+    choices: Vec<Growing>,
+    n: usize,
+    /// Tokens of each prompt, and those of them that came from the cache.
+    prompts: Vec<(usize, usize)>,
+}
+
+/// An answer so far.
+#[derive(Clone, Default)]
+struct Growing {
+    text: String,
+    ids: Vec<u32>,
+    /// With their probabilities, if they are listed.
+    tokens: Vec<Token>,
+    /// There is news that was not written.
+    changed: bool,
+}
+
+impl GenerateWriter {
+    pub(super) fn new(app: Arc<App>, shapes: Vec<Shape>, many: bool, begun: Instant) -> GenerateWriter {
+        let n = shapes.first().map_or(1, |shape| shape.n);
+        let choices = vec![Growing::default(); shapes.len() * n];
+        let prompts = vec![(0, 0); shapes.len()];
+        GenerateWriter { app, shapes, many, begun, choices, n, prompts }
+    }
+
+    fn write(&self, index: usize, mut answer: Value, out: &mut BytesMut) {
+        if self.many {
+            answer["index"] = index.into();
+        }
+        write_event(out, &answer);
+    }
+}
+
+impl EventWriter for GenerateWriter {
+    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+        let prompt = delivered.prompt;
+        let shape = &self.shapes[prompt];
+        match delivered.event {
+            Event::Prefill { total, cached, .. } => self.prompts[prompt] = (total, cached),
+            Event::Token { choice, token } => {
+                let growing = &mut self.choices[prompt * self.n + choice];
+                growing.text.push_str(&token.text);
+                growing.ids.push(token.id);
+                growing.changed = true;
+                if shape.listing.is_some() {
+                    growing.tokens.push(token);
+                }
+            }
+            Event::Finished { choice, summary } => {
+                let index = prompt * self.n + choice;
+                let growing = std::mem::take(&mut self.choices[index]);
+                let elapsed = delivered.at - self.begun;
+                let answer = shape.finished(&self.app, choice, &summary, &growing.tokens, elapsed);
+                self.write(index, answer, out);
+            }
+            Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+        }
+    }
+
+    fn flush(&mut self, out: &mut BytesMut) {
+        for index in 0..self.choices.len() {
+            if !std::mem::take(&mut self.choices[index].changed) {
+                continue;
+            }
+            let growing = &self.choices[index];
+            let (prompt, choice) = (index / self.n, index % self.n);
+            let (shape, (total, cached)) = (&self.shapes[prompt], self.prompts[prompt]);
+            let mut meta = shape.meta(choice, total, cached, growing.ids.len());
+            if let Some(listing) = shape.listing {
+                listing.add_tokens(&self.app, &growing.tokens, &mut meta);
+            }
+            let answer = json!({"text": growing.text, "output_ids": growing.ids, "meta_info": meta});
+            self.write(index, answer, out);
+        }
+    }
+
+    fn end(&mut self, out: &mut BytesMut) {
+        write_done(out);
+    }
+}

@@ -1,0 +1,73 @@
+//! Whether the server is up (`/health`), and whether it can still say something (`/health_generate`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use oscar_engine::{Event, GenerateOptions};
+use serde_json::{Value, json};
+
+use super::fresh_id;
+use crate::answers::{Answers, Asked};
+use crate::app::App;
+use crate::error::ApiError;
+
+/// How long a token may take before the engine counts as stuck.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How often a busy engine is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Up and taking requests.
+pub(crate) async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+    if app.is_draining() {
+        return Err(ApiError::shutting_down());
+    }
+    Ok(Json(json!({"status": "ok"})))
+}
+
+/// Draws one token. An engine that is busy with others is well, too.
+pub(crate) async fn health_generate(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+    let drawn = app.engine.stats().generated_tokens;
+    let options = GenerateOptions {
+        max_tokens: Some(1),
+        // Whatever is in the cache must not be changed by this.
+        cache_salt: Some("health".to_owned()),
+        ..GenerateOptions::default()
+    };
+    let asked = Asked { id: fresh_id("health"), prompt: vec![0], options, filter: None };
+    let busy = Answers::submit(&app, vec![asked]);
+    let mut answers = match busy {
+        Ok(answers) => Some(answers),
+        Err(error) if error.status() == StatusCode::TOO_MANY_REQUESTS => None,
+        Err(error) => return Err(error),
+    };
+    let well = async {
+        loop {
+            let token = async {
+                match &mut answers {
+                    Some(answers) => answers.next().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                delivered = token => match delivered.map(|delivered| delivered.event) {
+                    Some(Event::Token { .. } | Event::Finished { .. }) => return true,
+                    Some(Event::Prefill { .. }) => {}
+                    Some(Event::Failed { .. }) | None => return false,
+                },
+                () = tokio::time::sleep(LOOK) => {
+                    if app.engine.stats().generated_tokens > drawn {
+                        return true;
+                    }
+                }
+            }
+        }
+    };
+    match tokio::time::timeout(PATIENCE, well).await {
+        Ok(true) => Ok(Json(json!({"status": "ok"}))),
+        _ => Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine does not answer")),
+    }
+}

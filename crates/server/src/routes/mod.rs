@@ -1,0 +1,45 @@
+//! The routes, one file per group.
+
+pub(crate) mod chat;
+pub(crate) mod collect;
+pub(crate) mod completions;
+pub(crate) mod generate;
+pub(crate) mod health;
+pub(crate) mod info;
+pub(crate) mod models;
+pub(crate) mod observe;
+pub(crate) mod tokens;
+
+use oscar_engine::FinishReason;
+use uuid::Uuid;
+
+use crate::app::{App, unix_seconds};
+use crate::frames::write_json;
+
+/// A new id such as `chatcmpl-…`.
+pub(crate) fn fresh_id(prefix: &str) -> String {
+    format!("{prefix}-{}", Uuid::new_v4().simple())
+}
+
+/// Why an answer ended, as OpenAI's clients know it.
+pub(crate) fn finish_name(finish: FinishReason) -> &'static str {
+    match finish {
+        FinishReason::Cancelled => "abort",
+        finish => finish.name(),
+    }
+}
+
+/// The beginning that all chunks of a stream share, up to the number of the choice.
+pub(crate) fn chunk_head(app: &App, id: &str, object: &str) -> bytes::Bytes {
+    use std::fmt::Write;
+    let mut head = bytes::BytesMut::new();
+    let _ = write!(head, "data: {{\"id\":");
+    write_json(&mut head, id);
+    let now = unix_seconds(std::time::SystemTime::now());
+    let _ = write!(head, ",\"object\":\"{object}\",\"created\":{now},\"model\":");
+    write_json(&mut head, &app.model.name);
+    let _ = write!(head, ",\"system_fingerprint\":");
+    write_json(&mut head, &app.fingerprint);
+    let _ = write!(head, ",\"choices\":[");
+    head.freeze()
+}

@@ -1,0 +1,36 @@
+//! `/v1/models`: what is served.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use serde_json::{Value, json};
+
+use crate::app::{App, unix_seconds};
+use crate::error::ApiError;
+
+/// All models: the one there is.
+pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
+    Json(json!({"object": "list", "data": [card(&app)]}))
+}
+
+/// One model by name.
+pub(crate) async fn one(
+    State(app): State<Arc<App>>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    app.model.check_name(Some(&name))?;
+    Ok(Json(card(&app)))
+}
+
+fn card(app: &App) -> Value {
+    json!({
+        "id": app.model.name,
+        "object": "model",
+        "created": unix_seconds(app.started),
+        "owned_by": "oscar",
+        "root": app.model.name,
+        "parent": null,
+        "max_model_len": app.engine.info().context,
+    })
+}

@@ -1,0 +1,118 @@
+//! `/metrics` for Prometheus and `/oscar/cache` for the picture of the cache.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use oscar_engine::SequenceView;
+use serde_json::{Value, json};
+
+use super::info::PAGE_TOKENS;
+use crate::app::{App, CacheShape};
+use crate::error::ApiError;
+use crate::metrics::hit_rate;
+
+/// The form of `/metrics`.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Numbers for Prometheus.
+pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
+    let text = app.metrics.text(app.engine.info(), &app.engine.stats());
+    let text = text.map_err(|error| ApiError::internal(&error))?;
+    Ok(([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response())
+}
+
+/// Where the pages are: pools, and for each request what its pages are, from its first token to its last.
+pub(crate) async fn cache(State(app): State<Arc<App>>) -> Json<Value> {
+    let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
+    let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
+        json!({
+            "pages": pool.pages,
+            "free": pool.free,
+            "tree": pool.tree_only,
+            "shared": pool.shared,
+            "request": pool.request_only,
+            "page_bytes": page_bytes,
+        })
+    };
+    let cache = stats.cache;
+    let stored = cache.exact.used() * shape.exact_page_bytes + cache.sealed.used() * shape.sealed_page_bytes;
+    // A sealed page that is in bf16 too would be one page in a bf16 cache.
+    let pages = cache.exact.used() + cache.sealed.used();
+    let pages = pages.saturating_sub(cache.states.both.max(cache.warm_pages));
+    let as_bf16 = pages * shape.exact_page_bytes;
+    Json(json!({
+        "model": app.model.name,
+        "kv": info.kv,
+        "bits_per_element": info.bits_per_element,
+        "page_tokens": PAGE_TOKENS,
+        "sink_pages": shape.sink_pages,
+        "recent_pages": shape.recent_pages,
+        "capacity_tokens": info.capacity_tokens,
+        "hit_rate": hit_rate(&stats),
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "running": stats.running,
+        "prefilling": stats.prefilling,
+        "queued": stats.queued,
+        "pools": {
+            "exact": pool(cache.exact, shape.exact_page_bytes),
+            "sealed": pool(cache.sealed, shape.sealed_page_bytes),
+            "scratch": pool(cache.scratch, shape.scratch_page_bytes),
+        },
+        "tree": {"pages": cache.tree_pages, "tails": cache.tree_tails, "warm": cache.warm_pages,
+            "evicted": cache.evicted_pages},
+        "stored_bytes": stored,
+        "bf16_bytes": as_bf16,
+        "saved_bytes": as_bf16.saturating_sub(stored),
+        "requests": stats.sequences.iter().map(|sequence| request(sequence, shape)).collect::<Vec<_>>(),
+    }))
+}
+
+fn request(sequence: &SequenceView, shape: CacheShape) -> Value {
+    json!({
+        "request": sequence.request,
+        "choice": sequence.choice,
+        "tokens": sequence.tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "shared_pages": sequence.cached_tokens / PAGE_TOKENS,
+        "runs": runs(sequence, shape),
+    })
+}
+
+/// The states of a sequence's pages, from the first to the last: `[["sink", 1], ["sealed", 12], ["recent", 5]]`.
+fn runs(sequence: &SequenceView, shape: CacheShape) -> Vec<(&'static str, usize)> {
+    let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
+    let sealed = sequence.sealed_pages.min(pages);
+    let exact = pages - sealed;
+    let sink = shape.sink_pages.min(exact);
+    let filling = usize::from(!sequence.tokens.is_multiple_of(PAGE_TOKENS)).min(exact - sink);
+    let recent = exact - sink - filling;
+    let runs = [("sink", sink), ("sealed", sealed), ("recent", recent), ("filling", filling)];
+    runs.into_iter().filter(|&(_, count)| count > 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_shown_in_their_order() {
+        let shape = CacheShape { sink_pages: 1, recent_pages: 2, ..CacheShape::default() };
+        let view = |tokens, exact_pages, sealed_pages| SequenceView {
+            tokens,
+            exact_pages,
+            sealed_pages,
+            ..SequenceView::default()
+        };
+        assert_eq!(runs(&view(10, 1, 0), shape), [("sink", 1)]);
+        assert_eq!(
+            runs(&view(64 * 8 + 1, 4, 5), shape),
+            [("sink", 1), ("sealed", 5), ("recent", 2), ("filling", 1)]
+        );
+        assert_eq!(runs(&view(0, 0, 0), shape), []);
+    }
+}

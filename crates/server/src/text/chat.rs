@@ -1,0 +1,198 @@
+//! From the messages of a request to the text the model reads.
+
+use oscar_model::text::RenderOptions;
+use serde_json::{Map, Value};
+
+use super::ServedModel;
+use crate::error::{ApiError, text_error};
+use crate::protocol::OpenAiRequest;
+
+/// A chat, checked and in the form templates expect.
+#[derive(Debug)]
+pub(crate) struct Chat {
+    messages: Vec<Value>,
+    tools: Option<Vec<Value>>,
+    variables: Map<String, Value>,
+    generation_prompt: bool,
+    continues: bool,
+}
+
+impl Chat {
+    /// Takes the messages and tools of a request.
+    pub(crate) fn new(request: &mut OpenAiRequest) -> Result<Chat, ApiError> {
+        let messages = request.messages.take().unwrap_or_default();
+        if messages.is_empty() {
+            return Err(ApiError::bad_field("messages", "messages must have at least one message"));
+        }
+        let messages = messages.into_iter().enumerate();
+        let messages = messages.map(|(index, message)| checked(index, message)).collect::<Result<_, _>>()?;
+        let tools = request.tools.take().filter(|tools| !tools.is_empty());
+        let mut variables = request.chat_template_kwargs.take().unwrap_or_default();
+        if let Some(effort) = request.reasoning_effort.take() {
+            variables.entry("reasoning_effort").or_insert(effort.into());
+        }
+        let continues = request.continue_final_message.unwrap_or(false);
+        if continues && request.add_generation_prompt == Some(true) {
+            return Err(ApiError::bad_field(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other",
+            ));
+        }
+        let generation_prompt = request.add_generation_prompt.unwrap_or(!continues);
+        // A model that must not call tools had better not see them.
+        let tools = tools.filter(|_| request.tool_choice.as_ref().and_then(Value::as_str) != Some("none"));
+        Ok(Chat { messages, tools, variables, generation_prompt, continues })
+    }
+
+    /// The text the model reads.
+    pub(crate) fn render(&mut self, model: &ServedModel) -> Result<String, ApiError> {
+        let template = model.template()?;
+        if !template.source().contains("developer") {
+            for message in &mut self.messages {
+                if message["role"] == "developer" {
+                    message["role"] = "system".into();
+                }
+            }
+        }
+        let options = RenderOptions {
+            tools: self.tools.as_deref(),
+            add_generation_prompt: self.generation_prompt,
+            bos_token: model.bos(),
+            eos_token: model.eos(),
+            extra: Some(&self.variables),
+            now: None,
+        };
+        let rendered = template.render(&self.messages, &options);
+        let mut text = rendered.map_err(|error| text_error("messages", &error))?;
+        if self.continues {
+            let last =
+                self.messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default();
+            let Some(end) = text.rfind(last.trim()).map(|start| start + last.trim().len()) else {
+                let message = "the last message cannot be continued: the template changes its text";
+                return Err(ApiError::bad_field("continue_final_message", message));
+            };
+            text.truncate(end);
+        }
+        Ok(text)
+    }
+}
+
+/// A message as templates expect it: text content, arguments of calls as objects.
+fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
+    let here = |field: &str| format!("messages[{index}]{field}");
+    let Some(fields) = message.as_object_mut() else {
+        return Err(ApiError::bad_field(here(""), format!("{} must be an object", here(""))));
+    };
+    if fields.get("role").and_then(Value::as_str).is_none_or(str::is_empty) {
+        return Err(ApiError::bad_field(here(".role"), format!("{} must be a text", here(".role"))));
+    }
+    let content = match fields.remove("content") {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text,
+        Some(Value::Array(parts)) => joined(&parts, &here(".content"))?,
+        Some(_) => {
+            let message = format!("{} must be a text, a list of parts or null", here(".content"));
+            return Err(ApiError::bad_field(here(".content"), message));
+        }
+    };
+    fields.insert("content".to_owned(), content.into());
+    match fields.get_mut("tool_calls") {
+        None => {}
+        Some(Value::Null) => drop(fields.remove("tool_calls")),
+        Some(Value::Array(calls)) => {
+            for call in calls {
+                read_arguments(call);
+            }
+        }
+        Some(_) => {
+            let message = format!("{} must be a list", here(".tool_calls"));
+            return Err(ApiError::bad_field(here(".tool_calls"), message));
+        }
+    }
+    Ok(message)
+}
+
+/// The text of content parts.
+fn joined(parts: &[Value], place: &str) -> Result<String, ApiError> {
+    let mut texts = Vec::with_capacity(parts.len());
+    for (index, part) in parts.iter().enumerate() {
+        let place = format!("{place}[{index}]");
+        match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
+            (Some("text" | "input_text" | "output_text"), Some(text)) => texts.push(text),
+            (Some("text"), None) => {
+                return Err(ApiError::bad_field(place.clone(), format!("{place} has no text")));
+            }
+            _ => {
+                let message = format!("{place} is not text, and this model reads nothing else");
+                return Err(ApiError::unsupported(&place, message));
+            }
+        }
+    }
+    Ok(texts.join("\n"))
+}
+
+/// Clients send the arguments of a call as JSON in a string; templates write out an object.
+fn read_arguments(call: &mut Value) {
+    let arguments = call.get_mut("function").and_then(|function| function.get_mut("arguments"));
+    if let Some(arguments) = arguments
+        && let Some(text) = arguments.as_str()
+        && let Ok(object @ Value::Object(_)) = serde_json::from_str(text)
+    {
+        *arguments = object;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn chat(request: Value) -> Result<Chat, ApiError> {
+        Chat::new(&mut serde_json::from_value(request).unwrap())
+    }
+
+    #[test]
+    fn messages_take_the_form_templates_expect() {
+        let chat = chat(json!({"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": null, "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}},
+                {"type": "function", "function": {"name": "g", "arguments": "not json"}}]},
+            {"role": "tool"}]}))
+        .unwrap();
+        assert_eq!(chat.messages[0]["content"], "a\nb");
+        assert_eq!(chat.messages[1]["content"], "");
+        assert_eq!(chat.messages[1]["tool_calls"][0]["function"]["arguments"], json!({"x": 1}));
+        assert_eq!(chat.messages[1]["tool_calls"][1]["function"]["arguments"], "not json");
+        assert_eq!(chat.messages[2]["content"], "");
+    }
+
+    #[test]
+    fn bad_messages_are_named() {
+        let user = json!({"role": "user", "content": "hi"});
+        for (request, param) in [
+            (json!({}), "messages"),
+            (json!({"messages": []}), "messages"),
+            (json!({"messages": [user, 3]}), "messages[1]"),
+            (json!({"messages": [{"content": "hi"}]}), "messages[0].role"),
+            (json!({"messages": [{"role": "user", "content": 3}]}), "messages[0].content"),
+            (
+                json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+                "messages[0].content[0]",
+            ),
+        ] {
+            let error = chat(request.clone()).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], param, "{request}");
+        }
+    }
+
+    #[test]
+    fn tools_are_hidden_from_a_model_that_must_not_call_them() {
+        let tool = json!({"type": "function", "function": {"name": "f"}});
+        let request = |choice: Value| json!({"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "tool_choice": choice});
+        assert!(chat(request("auto".into())).unwrap().tools.is_some());
+        assert!(chat(request(Value::Null)).unwrap().tools.is_some());
+        assert!(chat(request("none".into())).unwrap().tools.is_none());
+    }
+}

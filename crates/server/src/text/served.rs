@@ -1,0 +1,153 @@
+//! What the server knows about its model: names, tokenizer, template.
+
+use std::sync::Arc;
+
+use oscar_model::text::{ChatTemplate, Tokenizer};
+
+use super::{Memory, Prompted};
+use crate::error::{ApiError, text_error};
+
+/// The name by which clients that name no model in particular ask for it.
+const DEFAULT_NAME: &str = "default";
+
+/// A model under the name it is served by.
+#[derive(Debug)]
+pub struct ServedModel {
+    /// What clients call it.
+    pub name: String,
+    /// Where it came from, as the user named it; clients may use this too.
+    pub path: String,
+    /// Family, as in `config.json` (`qwen3`).
+    pub family: String,
+    tokenizer: Arc<Tokenizer>,
+    template: Option<ChatTemplate>,
+    /// Bytes of the longest token.
+    longest_token: usize,
+    bos: String,
+    eos: String,
+    /// Texts of special tokens: a text may be cut before them.
+    specials: Vec<String>,
+    /// Encoding a text puts a space before it, so a text may be cut nowhere else.
+    adds_space: bool,
+}
+
+impl ServedModel {
+    /// A model with its tokenizer and, where it has one, its chat template.
+    pub fn new(
+        name: impl Into<String>,
+        path: impl Into<String>,
+        family: impl Into<String>,
+        tokenizer: Arc<Tokenizer>,
+        template: Option<ChatTemplate>,
+    ) -> ServedModel {
+        let ids = 0..u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
+        let longest = ids.filter_map(|id| tokenizer.token_bytes(id).ok()).map(<[u8]>::len).max();
+        let text = |id: Option<u32>| id.and_then(|id| tokenizer.token_text(id).ok()).unwrap_or_default();
+        let (bos, eos) = (text(tokenizer.bos_id()), text(tokenizer.eos_id()));
+        let specials = (0..tokenizer.vocab_size() as u32).filter(|&id| tokenizer.is_special(id));
+        let specials =
+            specials.filter_map(|id| tokenizer.token_text(id).ok()).filter(|text| !text.is_empty());
+        let specials = specials.collect();
+        let probe = tokenizer.encode("a", false).unwrap_or_default();
+        let first = probe.first().and_then(|&id| tokenizer.token_bytes(id).ok()).unwrap_or_default();
+        let adds_space = first.starts_with(b" ");
+        ServedModel {
+            name: name.into(),
+            path: path.into(),
+            family: family.into(),
+            tokenizer,
+            template,
+            longest_token: longest.unwrap_or(1).max(1),
+            bos,
+            eos,
+            specials,
+            adds_space,
+        }
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// The chat template.
+    pub(crate) fn template(&self) -> Result<&ChatTemplate, ApiError> {
+        let missing = || text_error("messages", &oscar_model::text::TextError::NoChatTemplate);
+        self.template.as_ref().ok_or_else(missing)
+    }
+
+    /// The text of the chat template, by which parsers are chosen.
+    pub fn template_source(&self) -> Option<&str> {
+        self.template.as_ref().map(ChatTemplate::source)
+    }
+
+    /// Whether the model can chat.
+    pub fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    pub(crate) fn bos(&self) -> &str {
+        &self.bos
+    }
+
+    pub(crate) fn eos(&self) -> &str {
+        &self.eos
+    }
+
+    /// Refuses requests for other models.
+    pub(crate) fn check_name(&self, asked: Option<&str>) -> Result<(), ApiError> {
+        match asked {
+            None | Some("" | DEFAULT_NAME) => Ok(()),
+            Some(asked) if asked == self.name || asked == self.path => Ok(()),
+            Some(asked) => {
+                let asked: String = asked.chars().take(120).collect();
+                let message = format!("the model {asked:?} is not served here; {:?} is", self.name);
+                let error = ApiError::new(axum::http::StatusCode::NOT_FOUND, message);
+                Err(error.with_param("model").with_code("model_not_found"))
+            }
+        }
+    }
+
+    /// Refuses a text that is too long whatever its tokens are, without spending time on them.
+    pub(crate) fn check_length(&self, text: &str, context: usize, param: &str) -> Result<(), ApiError> {
+        if text.len() / self.longest_token > context {
+            let message =
+                format!("the prompt has {} bytes, more than {context} tokens can stand for", text.len());
+            return Err(ApiError::bad_field(param, message).with_code("context_length_exceeded"));
+        }
+        Ok(())
+    }
+
+    /// The tokens of a raw prompt. Special tokens are meant where they are written, and a begin token is not doubled.
+    pub(crate) fn encode(&self, text: &str, param: &str) -> Result<Vec<u32>, ApiError> {
+        let begun = !self.bos.is_empty() && text.starts_with(&self.bos);
+        let encoded = self.tokenizer.encode_with_special_tokens_parsed(text, !begun);
+        encoded.map_err(|error| text_error(param, &error))
+    }
+
+    /// The tokens of a rendered chat. What `memory` knows of it gets the ids it had.
+    pub(crate) fn encode_chat(
+        &self,
+        memory: &Memory,
+        salt: Option<&str>,
+        text: String,
+    ) -> Result<Prompted, ApiError> {
+        let known = memory.beginning(salt, &text, |before, rest| self.may_cut(before, rest));
+        let (bytes, mut ids) = known.unwrap_or_default();
+        let rest = self.tokenizer.encode_with_special_tokens_parsed(&text[bytes..], false);
+        ids.extend(rest.map_err(|error| text_error("messages", &error))?);
+        Ok(Prompted { text, ids })
+    }
+
+    /// Whether both parts encode to what the whole does, as far as one can tell from the place.
+    fn may_cut(&self, before: &str, rest: &str) -> bool {
+        let special = rest.is_empty() || self.specials.iter().any(|text| rest.starts_with(text.as_str()));
+        let line = before.ends_with('\n') && !rest.starts_with(char::is_whitespace) && !self.adds_space;
+        special || line
+    }
+
+    /// The text of tokens, special ones included.
+    pub(crate) fn decode(&self, ids: &[u32], skip_special: bool, param: &str) -> Result<String, ApiError> {
+        self.tokenizer.decode(ids, skip_special).map_err(|error| text_error(param, &error))
+    }
+}

@@ -1,0 +1,13 @@
+//! The server as its clients see it: in front of a mock, and in front of a tiny model.
+
+#![allow(clippy::unwrap_used)]
+
+mod bad_input;
+mod chat;
+mod completions;
+mod connections;
+mod model;
+mod native;
+mod observe;
+mod parsed;
+mod support;

@@ -1,0 +1,71 @@
+//! Numbers and pictures.
+
+use oscar_engine::{EngineOptions, MockOptions, Serve};
+use oscar_server::ServerOptions;
+use serde_json::json;
+
+use crate::support::{eventually, mock, mock_with, tiny};
+
+#[tokio::test]
+async fn metrics_count_what_was_done() {
+    let house = mock();
+    for _ in 0..3 {
+        let request = json!({"prompt": "a", "max_tokens": 5, "ignore_eos": true});
+        house.post("/v1/completions", request).await.ok();
+    }
+    house.post("/v1/completions", json!({})).await.refused(400);
+    let answer = house.get("/metrics").await;
+    assert_eq!(answer.status, 200);
+    let value = |name: &str| {
+        let line = answer.text.lines().find(|line| line.starts_with(name));
+        let line = line.unwrap_or_else(|| panic!("{name} is not in {}", answer.text));
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert_eq!(value("sglang:num_requests_total{"), 3.0);
+    assert_eq!(value("sglang:generation_tokens_total{"), 15.0);
+    assert_eq!(value("sglang:time_to_first_token_seconds_count{"), 3.0);
+    assert_eq!(value("sglang:inter_token_latency_seconds_count{"), 12.0);
+    assert_eq!(value("sglang:e2e_request_latency_seconds_count{"), 3.0);
+    assert_eq!(value("sglang:num_running_reqs{"), 0.0);
+    assert_eq!(value("oscar_http_responses_total{model_name=\"tiny\",status=\"400\"}"), 1.0);
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_is_counted() {
+    let options = MockOptions { tokens_per_s: Some(10.0), ..MockOptions::default() };
+    let house = mock_with(options, ServerOptions::default());
+    let request = json!({"prompt": "a", "max_tokens": 5000, "ignore_eos": true});
+    let mut asked = Box::pin(house.post("/v1/completions", request));
+    tokio::select! {
+        _ = &mut asked => panic!("too quick"),
+        () = eventually("it runs", || house.engine.stats().running == 1) => {}
+    }
+    drop(asked);
+    eventually("it is given up", || house.engine.stats().running == 0).await;
+    let text = house.get("/metrics").await.text;
+    assert!(text.contains("sglang:num_aborted_requests_total{model_name=\"tiny\"} 1"), "{text}");
+}
+
+#[tokio::test]
+async fn the_cache_is_drawn_page_by_page() {
+    let house = tiny(2048, EngineOptions::default());
+    let prompt: Vec<u32> = (0..200).map(|index| 3 + index * 7 % 100).collect();
+    let request = json!({"prompt": prompt, "max_tokens": 1800, "ignore_eos": true, "temperature": 0});
+    let mut asked = Box::pin(house.post("/v1/completions", request));
+    tokio::select! {
+        _ = &mut asked => panic!("too quick"),
+        () = eventually("it runs", || house.engine.stats().sequences.iter().any(|view| view.tokens > 200)) => {}
+    }
+    let picture = house.get("/oscar/cache").await.ok();
+    let view = &picture["requests"][0];
+    let tokens = view["tokens"].as_u64().unwrap();
+    let pages: u64 = view["runs"].as_array().unwrap().iter().map(|run| run[1].as_u64().unwrap()).sum();
+    assert_eq!(pages, tokens.div_ceil(64));
+    assert_eq!((&picture["kv"], &picture["page_tokens"]), (&json!("bf16"), &json!(64)));
+    let exact = &picture["pools"]["exact"];
+    let sum =
+        ["free", "tree", "shared", "request"].iter().map(|name| exact[name].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(exact["pages"], sum);
+    drop(asked);
+    eventually("it is given up", || house.engine.stats().sequences.is_empty()).await;
+}
