@@ -215,14 +215,7 @@ impl<B: Backend> Serve for Engine<B> {
 
     fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
         let at = Instant::now();
-        request.validate(&self.limits)?;
-        if request.options.prompt_logprobs.is_some() {
-            let expected = "none for a request that is continued";
-            return Err(EngineError::bad_option("prompt_logprobs", "given", expected));
-        }
-        if request.options.n > 1 {
-            return Err(EngineError::bad_option("n", request.options.n, "1 for a request that is continued"));
-        }
+        request.validate_append(&self.limits)?;
         self.queue()?;
         let (id, sink) = (kept.id(), SharedSink::new(sink));
         self.send(Command::Append(Box::new(Submitted { id, at, request, sink })))

@@ -149,6 +149,16 @@ impl MockEngine {
         text.split_whitespace().map(id).collect()
     }
 
+    /// Counts a request in, if it may wait.
+    fn queue(&self) -> Result<(), EngineError> {
+        let queued = self.shared.waiting.fetch_add(1, Ordering::SeqCst);
+        if queued >= self.info.max_queued {
+            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
+            return Err(EngineError::QueueFull { queued });
+        }
+        Ok(())
+    }
+
     fn send(&self, command: Command) -> Result<(), EngineError> {
         self.shared.commands.send(command).map_err(|_| EngineError::Stopped)
     }
@@ -166,11 +176,7 @@ impl Drop for MockEngine {
 impl Serve for MockEngine {
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
         request.validate(&self.limits)?;
-        let queued = self.shared.waiting.fetch_add(1, Ordering::SeqCst);
-        if queued >= self.info.max_queued {
-            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-            return Err(EngineError::QueueFull { queued });
-        }
+        self.queue()?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         self.shared.stats().requests += 1;
         self.send(Command::Submit(Box::new(Submitted { id, request, sink: SharedSink::new(sink) })))?;
@@ -178,9 +184,9 @@ impl Serve for MockEngine {
     }
 
     fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
-        request.validate(&self.limits)?;
+        request.validate_append(&self.limits)?;
+        self.queue()?;
         let sink = SharedSink::new(sink);
-        self.shared.waiting.fetch_add(1, Ordering::SeqCst);
         self.send(Command::Append(Box::new(Submitted { id: kept.id(), request, sink })))
     }
 

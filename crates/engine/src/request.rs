@@ -201,6 +201,21 @@ impl Request {
     }
 }
 
+impl Request {
+    /// [`Self::validate`] for the continuation of a request that was kept open.
+    pub(crate) fn validate_append(&self, limits: &Limits) -> Result<(), EngineError> {
+        self.validate(limits)?;
+        if self.options.prompt_logprobs.is_some() {
+            let expected = "none for a request that is continued";
+            return Err(EngineError::bad_option("prompt_logprobs", "given", expected));
+        }
+        if self.options.n > 1 {
+            return Err(EngineError::bad_option("n", self.options.n, "1 for a request that is continued"));
+        }
+        Ok(())
+    }
+}
+
 impl std::fmt::Debug for Request {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter

@@ -243,6 +243,8 @@ pub struct EngineStats {
     pub prompt_tokens: u64,
     /// Those of them that came from the cache.
     pub cached_tokens: u64,
+    /// Prompts that were computed in one pass with others.
+    pub batched_prompts: u64,
     /// Tokens drawn.
     pub generated_tokens: u64,
     /// Where the pages are.

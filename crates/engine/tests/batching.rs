@@ -4,7 +4,9 @@
 
 mod support;
 
-use oscar_engine::{EngineOptions, GenerateOptions, KvOptions, PrefillMode, Request, Serve};
+use std::sync::mpsc;
+
+use oscar_engine::{EngineOptions, GenerateOptions, KvOptions, PrefillMode, Request, Serve, Summary};
 use support::*;
 
 /// Lengths below, at and above pages, windows and chunks.
@@ -113,6 +115,73 @@ fn requests_that_arrive_together_share_their_prefix() {
         for (summary, seed) in summaries.iter().zip(10..) {
             assert_eq!(summary.tokens, ask(&cold, &with_suffix(seed), &greedy(16)).tokens, "{format} {seed}");
         }
+        assert_idle(&engine);
+    }
+}
+
+/// Submits prompts while the engine is held up, so that they all wait when it goes on.
+fn arriving_together(engine: &TestEngine, prompts: &[Vec<u32>]) -> Vec<Summary> {
+    let (resume, held) = mpsc::channel::<()>();
+    let (entered, inside) = mpsc::channel();
+    let sink = Box::new(move |_| {
+        let _ = entered.send(());
+        let _ = held.recv();
+    });
+    let first = engine.submit(Request::new(prompt(99, 3), greedy(1)), sink).unwrap();
+    inside.recv().unwrap();
+    let answers: Vec<_> =
+        prompts.iter().map(|prompt| engine.answer(Request::new(prompt, greedy(12))).unwrap()).collect();
+    drop(resume);
+    let summaries = answers.into_iter().map(|answer| answer.wait().unwrap().remove(0)).collect();
+    drop(first);
+    summaries
+}
+
+#[test]
+fn short_prompts_that_wait_together_are_computed_together() {
+    let model = model(true);
+    for format in FORMATS {
+        let mut options = fixed_options(&model, format, Some(200));
+        (options.context, options.prefill_chunk) = (Some(1024), 256);
+        let kv = KvOptions { prefix_tree: false, ..options.kv.clone() };
+        let cold = TestEngine::new(model.clone(), &EngineOptions { kv, ..options.clone() }).unwrap();
+        let batched = |engine: &TestEngine| engine.fresh_stats().batched_prompts;
+        let check = |engine: &TestEngine, prompts: &[Vec<u32>]| -> Vec<usize> {
+            let summaries = arriving_together(engine, prompts);
+            for (summary, prompt) in summaries.iter().zip(prompts) {
+                assert_eq!(summary.tokens, ask(&cold, prompt, &greedy(12)).tokens, "{format}");
+                assert_eq!(summary.prompt_tokens, prompt.len());
+            }
+            summaries.iter().map(|summary| summary.cached_tokens).collect()
+        };
+
+        // 1 + 20 + ... + 63 rows: one pass for the first seven, and the last is for the next turn.
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let lengths = [1, 20, 33, 40, 48, 50, 63, 63];
+        let prompts: Vec<_> = lengths.iter().enumerate().map(|(seed, &len)| prompt(seed, len)).collect();
+        check(&engine, &prompts);
+        assert_eq!(batched(&engine), 7, "{format}");
+        assert_idle(&engine);
+
+        // After a common prefix that is in the cache, and long enough for windows to move.
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        ask(&engine, &prompt(1, 512), &greedy(1));
+        let longer = |seed: usize, len: usize| [prompt(1, 512), prompt(seed, len)].concat();
+        let prompts: Vec<_> = (10..15).map(|seed| longer(seed, 3 * seed)).collect();
+        let cached = check(&engine, &prompts);
+        assert!(cached.iter().all(|&cached| cached >= 448), "{format}: {cached:?}");
+        assert_eq!(batched(&engine), 5, "{format}");
+        assert_idle(&engine);
+
+        // Those that could share a page come one after the other, and share it.
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        let prompts: Vec<_> = (20..24).map(|seed| [prompt(2, 64), prompt(seed, 10)].concat()).collect();
+        let cached = check(&engine, &prompts);
+        assert_eq!(cached[0], 0);
+        if format == "bf16" {
+            assert_eq!(cached[1..], [64; 3]);
+        }
+        assert!(batched(&engine) <= 3, "{format}: the first is not among them");
         assert_idle(&engine);
     }
 }

@@ -154,6 +154,14 @@ fn a_kept_request_is_continued_with_what_was_said() {
         second[0].tokens,
         one(&engine, &whole, GenerateOptions { keep_open: false, ..options }).tokens
     );
+    // As in a real engine, a continuation has one answer and no probabilities of its prompt.
+    for options in [
+        GenerateOptions { n: 2, ..GenerateOptions::default() },
+        GenerateOptions { prompt_logprobs: Some(0), ..GenerateOptions::default() },
+    ] {
+        let refused = engine.continue_with(&handle, Request::new([7], options)).unwrap_err();
+        assert!(matches!(refused, EngineError::BadOption { .. }), "{refused}");
+    }
     // A request that was not kept cannot be continued.
     let mut answer = engine.answer(Request::new([1, 2], GenerateOptions::default())).unwrap();
     answer.finish().unwrap();

@@ -242,6 +242,40 @@ fn numbers_that_are_not_finite_fail_their_own_request_only() {
         assert_eq!(neighbour.wait().unwrap()[0].tokens, expected, "{format}");
         assert_eq!(engine.fresh_stats().failed, 4);
         assert_idle(&engine);
+
+        // In one pass with others: found out when a page is sealed on the way, when the tree gets it, or when a token
+        // is drawn, depending on the length.
+        let options = EngineOptions { prefill_chunk: 512, ..options.clone() };
+        let engine = TestEngine::new(damaged.clone(), &options).unwrap();
+        let good = |seed| without_seven(seed, 20 + seed);
+        let expected: Vec<_> = (20..24).map(|seed| ask(&engine, &good(seed), &sound).tokens).collect();
+        engine.reset();
+        for length in [10, 150, 300] {
+            let mut bad = without_seven(2, length);
+            bad[length / 2] = 7;
+            let (resume, held) = std::sync::mpsc::channel::<()>();
+            let (entered, inside) = std::sync::mpsc::channel();
+            let sink = Box::new(move |_| {
+                let _ = entered.send(());
+                let _ = held.recv();
+            });
+            let first = engine.submit(Request::new(without_seven(9, 3), greedy(1)), sink).unwrap();
+            inside.recv().unwrap();
+            let submit = |prompt| engine.answer(Request::new(prompt, sound.clone())).unwrap();
+            let before: Vec<Answer> = (20..22).map(|seed| submit(good(seed))).collect();
+            let failed = submit(bad);
+            let after: Vec<Answer> = (22..24).map(|seed| submit(good(seed))).collect();
+            drop(resume);
+            assert!(failed.wait().unwrap_err().to_string().contains("finite"), "{format} {length}");
+            for (answer, expected) in before.into_iter().chain(after).zip(&expected) {
+                assert_eq!(&answer.wait().unwrap()[0].tokens, expected, "{format} {length}");
+            }
+            drop(first);
+            engine.reset();
+        }
+        assert_eq!(engine.fresh_stats().failed, 3);
+        assert!(engine.fresh_stats().batched_prompts >= 10, "{format}");
+        assert_idle(&engine);
     }
 }
 

@@ -24,8 +24,9 @@ use tokio::sync::watch;
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, byte_size, non_empty, positive};
 use crate::failure::Failure;
+use crate::kv::Settled;
 use crate::lab::Subject;
-use crate::loading::EngineArguments;
+use crate::loading::{EngineArguments, start};
 use crate::output::{binary_bytes, count};
 
 pub(crate) use config_file::with_config_file;
@@ -164,8 +165,9 @@ impl ServeArguments {
         // A port that is taken should not cost the loading of a model.
         let socket = self.bind(&runtime)?;
         let subject = self.engine.load_model(&model)?;
-        let options = self.engine_options(&model, &subject)?;
-        let engine = Arc::new(self.engine.start(&subject, &options)?);
+        let settled = self.engine.kv.settle(&subject)?;
+        let options = self.engine_options(&model, &settled)?;
+        let engine = Arc::new(start(&subject, &options, &settled)?);
         let (served, options) = self.server(&subject, &engine)?;
         let name = served.name.clone();
         let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, options);
@@ -215,12 +217,12 @@ impl ServeArguments {
             .with_fix("give another --port, or end the program that has this one")
     }
 
-    fn engine_options(&self, model: &ModelArguments, subject: &Subject) -> Result<EngineOptions, Failure> {
+    fn engine_options(&self, model: &ModelArguments, settled: &Settled) -> Result<EngineOptions, Failure> {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
             prefill_chunk: self.chunked_prefill_size,
-            ..self.engine.options(subject)?
+            ..self.engine.options(settled)
         };
         if let Some(share) = self.mem_fraction_static {
             options.kv.memory = Some(memory_for_cache(share, &model.resolve()?)?);

@@ -8,17 +8,31 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Kept, Running};
+use super::job::{Job, Kept, Running, Segment};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
 use crate::output::Output;
+use crate::serve::SharedSink;
+
+/// A prompt in the cache whose answers are about to begin.
+pub(super) struct Begun {
+    id: u64,
+    arrival: u64,
+    sink: SharedSink,
+    segments: Vec<Segment>,
+    outputs: Vec<Output>,
+    sequence: Sequence,
+}
 
 impl<B: Backend> Scheduler<B> {
     /// Does prompt work worth one chunk through all layers.
     pub(super) fn prefill_item(&mut self) {
         let mut allowance = self.chunk_rows * self.model.config().layers;
         while allowance > 0 {
+            if self.prefill.is_none() && self.prefill_together(&mut allowance) {
+                continue;
+            }
             let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return };
             match self.advance(&mut prefill, &mut allowance) {
                 Ok(Progress::More) => self.prefill = Some(prefill),
@@ -37,14 +51,14 @@ impl<B: Backend> Scheduler<B> {
     }
 
     /// The memory that a prompt has passed through is worth more elsewhere.
-    fn release_scratch(&mut self) {
+    pub(super) fn release_scratch(&mut self) {
         if std::mem::take(&mut self.scratch_used) {
             self.model.model().backend().release_scratch(&mut self.cache);
         }
     }
 
     /// The next request whose prompt is computed, if one may begin.
-    fn admit(&mut self) -> Option<Prefill<B>> {
+    pub(super) fn admit(&mut self) -> Option<Prefill<B>> {
         let choices = self.waiting.front()?.choices;
         let crowded = self.crowded && !self.running.is_empty();
         if crowded || self.running.len() + choices > self.max_running {
@@ -106,8 +120,15 @@ impl<B: Backend> Scheduler<B> {
         false
     }
 
-    /// A prompt is in the cache: its answers begin, or go on where they were.
+    /// A prompt is in the cache and its logits are there: its answers begin, or go on where they were.
     fn begin_answers(&mut self, prefill: Prefill<B>) {
+        if let Some(begun) = self.settle_prompt(prefill) {
+            self.draw_first(vec![begun]);
+        }
+    }
+
+    /// A prompt is in the cache: the tree gets it. What is to be drawn for it, if anything.
+    pub(super) fn settle_prompt(&mut self, prefill: Prefill<B>) -> Option<Begun> {
         let (job, mut sequence) = self.abandon(prefill);
         let Job { id, arrival, salt, sink, output, choices, tokens, segments, next, .. } = job;
         let sound = if output.keep_open {
@@ -119,20 +140,12 @@ impl<B: Backend> Scheduler<B> {
         if !sound {
             self.ledger.close(sequence);
             let error = EngineError::NotFinite;
-            return self.fail(&sink, output.choice, choices, Arc::new(error));
+            self.fail(&sink, output.choice, choices, Arc::new(error));
+            return None;
         }
-        let running = |output, sequence, next| Running {
-            id,
-            arrival,
-            sink: sink.clone(),
-            output,
-            sequence,
-            segments: segments.clone(),
-            next,
-            append: None,
-        };
         if let Some(next) = next {
-            return self.join(running(output, sequence, next));
+            self.join(Running { id, arrival, sink, output, sequence, segments, next, append: None });
+            return None;
         }
         let (total, cached) = (tokens.len(), output.cached_tokens);
         self.counters.prompt_tokens += total as u64;
@@ -149,25 +162,42 @@ impl<B: Backend> Scheduler<B> {
                 let kept = Kept { salt, tokens, segments, sequence };
                 self.end(id, &sink, &output, FinishReason::Length, kept);
             }
-            return;
+            return None;
         }
-        let prepared: Vec<Result<(), EngineError>> = outputs.iter_mut().map(Output::prepare).collect();
-        let settings: Vec<Sampling<'_>> =
-            outputs.iter().map(|output| output.setting(self.vocabulary)).collect();
+        Some(Begun { id, arrival, sink, segments, outputs, sequence })
+    }
+
+    /// Draws the first token of every answer; the logits are in their order.
+    pub(super) fn draw_first(&mut self, mut begun: Vec<Begun>) {
+        let outputs = begun.iter_mut().flat_map(|begun| &mut begun.outputs);
+        let prepared: Vec<Result<(), EngineError>> = outputs.map(Output::prepare).collect();
+        let outputs = begun.iter().flat_map(|begun| &begun.outputs);
+        let settings: Vec<Sampling<'_>> = outputs.map(|output| output.setting(self.vocabulary)).collect();
         let drawn = match self.model.model().backend().sample(self.activations.logits(), &settings) {
             Ok(drawn) => drawn,
-            Err(error) => {
-                self.ledger.close(sequence);
-                return self.fail(&sink, 0, choices, Arc::new(error.into()));
-            }
+            Err(error) => return self.fail_begun(begun, error.into()),
         };
-        let forks: Vec<Sequence> = (1..choices).map(|_| self.ledger.fork(&sequence)).collect();
-        let sequences = std::iter::once(sequence).chain(forks);
-        for (((output, sequence), prepared), drawn) in
-            outputs.into_iter().zip(sequences).zip(prepared).zip(drawn)
-        {
-            let drawn = prepared.and(drawn.map_err(EngineError::from));
-            self.take_token(running(output, sequence, 0), drawn);
+        let drawn = prepared.into_iter().zip(drawn);
+        let mut drawn = drawn.map(|(prepared, drawn)| prepared.and(drawn.map_err(EngineError::from)));
+        for Begun { id, arrival, sink, segments, outputs, sequence } in begun {
+            let forks: Vec<Sequence> = (1..outputs.len()).map(|_| self.ledger.fork(&sequence)).collect();
+            let sequences = std::iter::once(sequence).chain(forks);
+            let drawn: Vec<_> = drawn.by_ref().take(outputs.len()).collect();
+            for ((output, sequence), drawn) in outputs.into_iter().zip(sequences).zip(drawn) {
+                let (sink, segments) = (sink.clone(), segments.clone());
+                let running =
+                    Running { id, arrival, sink, output, sequence, segments, next: 0, append: None };
+                self.take_token(running, drawn);
+            }
+        }
+    }
+
+    /// No answer of some prompts can begin.
+    pub(super) fn fail_begun(&mut self, begun: Vec<Begun>, error: EngineError) {
+        let error = Arc::new(error);
+        for Begun { sink, outputs, sequence, .. } in begun {
+            self.ledger.close(sequence);
+            self.fail(&sink, 0, outputs.len(), Arc::clone(&error));
         }
     }
 

@@ -33,6 +33,8 @@ pub(super) struct Job {
     pub(super) sequence: Option<Sequence>,
     /// Counted as waiting by those who submit.
     pub(super) counted: bool,
+    /// Not to be computed together with others: that went wrong once.
+    pub(super) alone: bool,
 }
 
 impl Job {

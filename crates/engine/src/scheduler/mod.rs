@@ -2,14 +2,16 @@
 //!
 //! Each turn hears commands, takes every answer in progress one token further in one batch, and does one bounded item
 //! of prompt work. So a long prompt never holds up answers for longer than an item, and answers never hold up a prompt
-//! for longer than a step. Prompts are computed one after the other in order of arrival, and each is given to the
-//! prefix tree when it is done: requests that arrive together share what the first of them has computed.
+//! for longer than a step. Prompts are computed in order of arrival, short ones several at a time unless they could share
+//! pages, and each is given to the prefix tree when it is done: requests that arrive together share what the first of
+//! them has computed.
 
 mod admission;
 mod decode;
 mod job;
 mod prefill;
 mod room;
+mod together;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -271,8 +273,20 @@ impl<B: Backend> Scheduler<B> {
         self.next_arrival += 1;
         self.counters.requests += 1;
         let next = None;
-        let job =
-            Job { id, arrival, salt, sink, output, choices, tokens, segments, next, sequence, counted: true };
+        let job = Job {
+            id,
+            arrival,
+            salt,
+            sink,
+            output,
+            choices,
+            tokens,
+            segments,
+            next,
+            sequence,
+            counted: true,
+            alone: false,
+        };
         self.wait(job);
     }
 

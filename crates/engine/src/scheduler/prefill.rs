@@ -22,29 +22,31 @@ use crate::event::{Event, PromptLogprob};
 pub(super) struct Prefill<B: Backend> {
     pub(super) job: Job,
     pub(super) sequence: Sequence,
-    work: Option<Work<B>>,
+    /// The sequence is that of a request that was kept open.
+    pub(super) kept: bool,
+    pub(super) work: Option<Work<B>>,
     /// Pages were written for it since it was admitted.
     begun: bool,
 }
 
 /// One extension of the sequence.
-struct Work<B: Backend> {
-    extension: Extension,
-    /// Position of the first row of each chunk, and the end.
-    chunks: Vec<Chunk<B>>,
+pub(super) struct Work<B: Backend> {
+    pub(super) extension: Extension,
+    /// Consecutive rows, in order.
+    pub(super) chunks: Vec<Chunk<B>>,
     layer_major: bool,
     /// Pages that are sealed when a layer is done with all rows.
-    seal_after: Vec<SealPage>,
+    pub(super) seal_after: Vec<SealPage>,
     /// Next unit.
     layer: usize,
     chunk: usize,
 }
 
 /// Consecutive rows of a prompt.
-struct Chunk<B: Backend> {
+pub(super) struct Chunk<B: Backend> {
     rows: Range<usize>,
     /// Pages that must be sealed before these rows read.
-    seal_before: Vec<SealPage>,
+    pub(super) seal_before: Vec<SealPage>,
     /// Tables and hidden states between layers.
     kept: Option<(B::Step, B::Buffer)>,
 }
@@ -61,7 +63,7 @@ pub(super) enum Progress {
 
 impl<B: Backend> Prefill<B> {
     pub(super) fn new(job: Job, sequence: Sequence) -> Prefill<B> {
-        Prefill { job, sequence, work: None, begun: false }
+        Prefill { job, sequence, kept: false, work: None, begun: false }
     }
 
     /// Whether anything was computed for it.
@@ -99,14 +101,14 @@ impl<B: Backend> Scheduler<B> {
     }
 
     /// The tokens of the next extension and how they are computed.
-    fn remaining(&self, prefill: &Prefill<B>) -> Option<(Range<usize>, Extend)> {
+    pub(super) fn remaining(&self, prefill: &Prefill<B>) -> Option<(Range<usize>, Extend)> {
         let start = prefill.sequence.len();
         let segment = prefill.job.segments.iter().find(|segment| segment.end > start)?;
         Some((start..segment.end, segment.mode))
     }
 
     /// Takes the pages of the next extension; `false` if there is none to do. A shortage is left in `self.shortage`.
-    fn next_extension(&mut self, prefill: &mut Prefill<B>) -> Result<bool, EngineError> {
+    pub(super) fn next_extension(&mut self, prefill: &mut Prefill<B>) -> Result<bool, EngineError> {
         let Some((range, mode)) = self.remaining(prefill) else { return Ok(false) };
         let extension =
             match self.ledger.extend(&mut prefill.sequence, &prefill.job.tokens[range.clone()], mode) {

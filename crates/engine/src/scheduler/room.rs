@@ -123,6 +123,7 @@ impl<B: Backend> Scheduler<B> {
             next: Some(next),
             sequence: None,
             counted: false,
+            alone: false,
         };
         self.wait(job);
     }
