@@ -12,7 +12,7 @@ use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
-use super::plan::{DecodeSequence, MOST_PARTIALS, Plan, PlanShape, Segment, Split};
+use super::plan::{DecodeSequence, MOST_PARTIALS, Plan, PlanShape, Split};
 use crate::cpu::attention::sealed::SealedFormat;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
@@ -144,8 +144,8 @@ impl PoolView<'_> {
 /// A plan on the device, with room for partial results.
 pub struct DevicePlan {
     plan: Plan,
+    shape: PlanShape,
     segments: CudaSlice<u8>,
-    first_segment: CudaSlice<i32>,
     first_partial: CudaSlice<i32>,
     table: CudaSlice<i32>,
     partial_values: CudaSlice<f32>,
@@ -172,7 +172,6 @@ struct Arguments {
     table: u64,
     table_width: i64,
     segments: u64,
-    first_segment: u64,
     first_partial: u64,
     partial_values: u64,
     partial_states: u64,
@@ -255,21 +254,21 @@ impl DecodeAttention {
         if none && sequences.iter().any(|sequence| sequence.history_end > sequence.sink_pages) {
             return Err(CudaError::Unsupported("sealed pages for a kernel of bf16 pages".into()));
         }
-        let plan = Plan::new(&self.plan_shape(), split, sequences)?;
+        let shape = self.plan_shape();
+        let plan = Plan::new(&shape, split, sequences)?;
         let stream = self.device.stream();
         let rows = self.shape.rows();
-        let partials = plan.partials().max(1);
+        let partials = plan.partials.max(1);
         let whole = |numbers: &[i32]| if numbers.is_empty() { vec![0] } else { numbers.to_vec() };
-        let segments = if plan.segments.is_empty() { vec![Segment::default()] } else { plan.segments.clone() };
         Ok(DevicePlan {
-            segments: stream.clone_htod(bytemuck::cast_slice::<_, u8>(&segments))?,
-            first_segment: stream.clone_htod(&plan.first_segment)?,
+            segments: stream.clone_htod(bytemuck::cast_slice::<_, u8>(&plan.segments))?,
             first_partial: stream.clone_htod(&plan.first_partial)?,
             table: stream.clone_htod(&whole(&plan.table))?,
             partial_values: stream.alloc_zeros(partials * rows * self.shape.head_dim)?,
             partial_states: stream.alloc_zeros(partials * rows * 2)?,
             arrivals: stream.alloc_zeros(plan.first_partial.len())?,
             plan,
+            shape,
         })
     }
 
@@ -291,9 +290,8 @@ impl DecodeAttention {
                 return Err(CudaError::Shape { what, expected: numbers, got });
             }
         }
-        if plan.plan.first_segment.len() != self.plan_shape().blocks + 1 {
-            let (expected, got) = (self.plan_shape().blocks, plan.plan.first_segment.len() - 1);
-            return Err(CudaError::Shape { what: "blocks of a plan", expected, got });
+        if plan.shape != self.plan_shape() {
+            return Err(CudaError::Unsupported("a plan for another kernel".into()));
         }
         if plan.plan.sequences == 0 {
             return Ok(());
@@ -315,7 +313,6 @@ impl DecodeAttention {
             table: plan.table.device_ptr(stream).0,
             table_width: plan.plan.table_width as i64,
             segments: plan.segments.device_ptr(stream).0,
-            first_segment: plan.first_segment.device_ptr(stream).0,
             first_partial: plan.first_partial.device_ptr(stream).0,
             partial_values: plan.partial_values.device_ptr_mut(stream).0,
             partial_states: plan.partial_states.device_ptr_mut(stream).0,

@@ -12,6 +12,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Split};
+use super::read::ReadAll;
 use crate::cpu::attention::sealed::SealedFormat;
 use crate::cpu::attention::{page_elements, read_token, write_token};
 
@@ -88,6 +89,26 @@ pub fn replay(
     }
     seconds.sort_by(f64::total_cmp);
     Ok(seconds)
+}
+
+/// Bytes per second of a kernel that only reads, the best of several launches, on random bytes.
+pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
+    let bytes = (4_usize << 30).min(device.free_memory()? / 2) & !15;
+    let mut noise = Noise(1);
+    let chunk: Vec<u8> = (0..16 << 20).map(|_| (noise.next() * 127.0) as i8 as u8).collect();
+    let staged = device.stream().clone_htod(&chunk)?;
+    let mut memory = device.zeroed(bytes)?;
+    for begin in (0..bytes).step_by(chunk.len()) {
+        let len = chunk.len().min(bytes - begin);
+        device.stream().memcpy_dtod(&staged.slice(..len), &mut memory.slice_mut(begin..begin + len))?;
+    }
+    let mut read = ReadAll::new(device)?;
+    let mut best = f64::INFINITY;
+    for blocks in [2, 4, 8] {
+        let seconds = replay(device, 15, || read.launch(&memory, blocks))?;
+        best = best.min(seconds[seconds.len() / 2]);
+    }
+    Ok(bytes as f64 / best)
 }
 
 /// Measures a case.
@@ -168,7 +189,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
         error,
         registers,
         spilled,
-        partials: plan.plan().partials(),
+        partials: plan.plan().partials,
     })
 }
 

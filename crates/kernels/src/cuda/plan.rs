@@ -40,6 +40,8 @@ pub struct Segment {
     pub history_end: i32,
     /// Tokens of the sequence.
     pub tokens: i32,
+    /// The next segment of the same block, or -1.
+    pub next: i32,
 }
 
 /// One sequence of a decode step.
@@ -90,10 +92,10 @@ pub struct PlanShape {
 /// The tables of a launch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The work, block after block.
+    /// The first segment of every block, then all others. A block without work has one of unit -1.
     pub segments: Vec<Segment>,
-    /// First segment of each block, and the end.
-    pub first_segment: Vec<i32>,
+    /// Partial results.
+    pub partials: usize,
     /// First partial result of each unit, and the end.
     pub first_partial: Vec<i32>,
     /// `[sequence][page]`: slots.
@@ -134,11 +136,6 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Partial results.
-    pub fn partials(&self) -> usize {
-        self.segments.len()
-    }
-
     fn take_slots(&mut self, sequence: &DecodeSequence<'_>) -> Result<(), CudaError> {
         let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
         if sequence.slots.len() < pages {
@@ -166,6 +163,7 @@ impl Plan {
     fn lay_out(&mut self, blocks: usize, units: usize, cuts: Vec<(usize, Segment)>) {
         let mut by_block = vec![Vec::new(); blocks];
         let mut counts = vec![0; units];
+        self.partials = cuts.len();
         for (partial, (block, mut segment)) in cuts.into_iter().enumerate() {
             segment.partial = partial as i32;
             counts[segment.unit as usize] += 1;
@@ -178,10 +176,18 @@ impl Plan {
                 first
             }))
             .collect();
-        self.first_segment.push(0);
-        for segments in by_block {
-            self.segments.extend(segments);
-            self.first_segment.push(self.segments.len() as i32);
+        // A block finds its first segment without looking anything up.
+        self.segments = vec![Segment { unit: -1, next: -1, ..Segment::default() }; blocks];
+        for (block, segments) in by_block.into_iter().enumerate() {
+            let mut place = block;
+            for (index, segment) in segments.into_iter().enumerate() {
+                if index > 0 {
+                    self.segments[place].next = self.segments.len() as i32;
+                    place = self.segments.len();
+                    self.segments.push(Segment::default());
+                }
+                self.segments[place] = Segment { next: -1, ..segment };
+            }
         }
     }
 }
@@ -243,7 +249,9 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
             cuts.push((block, unit[1].segment));
         }
         for piece in unit {
-            let least = shape.warps.max(piece.tiles.div_ceil(MOST_PARTIALS / 2 - 1));
+            // Four fifths of the partial results for sealed tiles, the rest for bf16.
+            let most = if piece.segment.kind == 1 { MOST_PARTIALS * 4 / 5 } else { MOST_PARTIALS / 5 - 1 };
+            let least = shape.warps.max(piece.tiles.div_ceil(most));
             let mut begin = 0;
             while begin < piece.tiles {
                 let remaining = piece.tiles - begin;

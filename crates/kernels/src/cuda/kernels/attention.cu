@@ -11,6 +11,7 @@ struct Segment {
   int unit;  // what is merged: a sequence, KV head and range of query heads
   int sink_pages, history_end;  // pages sink_pages..history_end are sealed
   int tokens;
+  int next;  // of the same block, or -1
 };
 
 #if SEALED_BITS == 8
@@ -22,6 +23,7 @@ typedef Floats<false> Exact;
 
 constexpr int ROWS = 8 * ROW_TILES;
 constexpr int THREADS = 32 * WARPS;
+constexpr int MOST_PARTIALS = 256;  // of a unit; `plan.rs` keeps to it
 // Rows of partial results in shared memory, apart by more than a multiple of 128 bytes.
 constexpr int ROW_STRIDE = HEAD_DIM + 4;
 
@@ -32,8 +34,7 @@ struct Arguments {
   long long exact_stride, sealed_stride;
   const int* table;  // [sequence][page]: the slot in the pool the page is read from
   long long table_width;
-  const Segment* segments;
-  const int* first_segment;  // of each block, and the end
+  const Segment* segments;   // the first of each block, then all others
   const int* first_partial;  // of each unit, and the end
   float* partial_values;     // [partial][row][channel]
   float2* partial_states;    // [partial][row]: largest logit, sum of weights
@@ -168,13 +169,22 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
   float* factors = scratch + THREADS * 4;  // [partial][row]
   for (int row = warp; row < s.rows; row += WARPS) {
     float most = NEGATIVE_INFINITY, total = 0.0f;
-    for (int i = lane; i < count; i += 32) most = fmaxf(most, load_from_l2(&a.partial_states[(first + i) * ROWS + row]).x);
+    float2 states[MOST_PARTIALS / 32];
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      const int i = lane + 32 * k;
+      states[k] = make_float2(NEGATIVE_INFINITY, 0.0f);
+      if (i < count) states[k] = load_from_l2(&a.partial_states[(first + i) * ROWS + row]);
+    }
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) most = fmaxf(most, states[k].x);
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
-    for (int i = lane; i < count; i += 32) {
-      const float2 state = load_from_l2(&a.partial_states[(first + i) * ROWS + row]);
-      const float factor = state.x == NEGATIVE_INFINITY ? 0.0f : exp2_fast(state.x - most);
-      factors[i * ROWS + row] = factor;
-      total += factor * state.y;
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      const int i = lane + 32 * k;
+      const float factor = states[k].x == NEGATIVE_INFINITY ? 0.0f : exp2_fast(states[k].x - most);
+      if (i < count) factors[i * ROWS + row] = factor;
+      total += factor * states[k].y;
     }
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
     if (lane == 0) shared.merged_total[row] = total;
@@ -189,7 +199,7 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
     const int row = index / (HEAD_DIM / 4), channel = index % (HEAD_DIM / 4) * 4;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (busy) {
-      #pragma unroll 8
+      #pragma unroll 12
       for (int i = items >= THREADS ? 0 : slice; i < count; i += slices) {
         const float4 x = load_from_l2(&a.partial_values[((long long)(first + i) * ROWS + row) * HEAD_DIM + channel]);
         const float factor = factors[i * ROWS + row];
@@ -222,9 +232,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
   float* scratch = (float*)memory;
   Ring ring;
   ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers[warp], lane);
-  const int last_segment = a.first_segment[blockIdx.x + 1];
-  for (int index = a.first_segment[blockIdx.x]; index < last_segment; index++) {
+  for (int index = blockIdx.x; index >= 0;) {
     const Segment s = a.segments[index];
+    // A block without work has a segment that is no part of anything.
+    if (s.unit < 0) return;
+    index = s.next;
 #if SEALED_BITS
     if (s.kind) {
       Sealed state;

@@ -2,16 +2,16 @@
 // q.k = s*sum(q*c) - o*sum(q), and likewise for values. Queries and weights become integers of two bytes; the high bytes
 // are rows 0-7 of an 8-bit MMA and the low bytes rows 8-15, so one instruction multiplies both, and sums are exact.
 //
-// The weighted sum of values stays in integers over all tiles of a segment. Weights are multiples of a unit, the
-// largest weight so far over 65534; when a larger one comes, the sums are rescaled, which happens a few times in all.
+// The weighted sum of values stays in integers over all tiles of a segment. Weights are multiples of a unit, a bound
+// over 65534; when a weight exceeds the bound, the sums are rescaled, which happens a few times in all.
 
 DEVICE void mma_signed(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 DEVICE void mma_unsigned(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -50,9 +50,11 @@ struct Codes {
   static constexpr int WORD_STEPS = 4 / BITS;
   // An odd number of steps would put a step now in the first, now in the second half of a word.
   static constexpr bool QUARTER = BITS == 2 && CHANNEL_STEPS % 2 == 0;
-  // A float of this value has integers in its low bits: adding one to an accumulator that starts here converts it.
-  static constexpr int MAGIC_BITS = 0x4b400000;
-  static constexpr float MAGIC = 12582912.0f;
+  // A float of this value has integers in its low bits: adding to an accumulator that starts here converts it, one
+  // slow instruction less per logit. It holds 22 bits, which sums of 4-bit codes would have to be cut down to.
+  static constexpr bool MAGIC = BITS == 2;
+  static constexpr int MAGIC_BITS = MAGIC ? 0x4b400000 : 0;
+  static constexpr float MAGIC_VALUE = 12582912.0f;
 
   u32 q[ROW_TILES][CHANNEL_STEPS][4];
   float q_step[ROW_TILES], q_sum[ROW_TILES][GROUPS];
@@ -90,9 +92,9 @@ struct Codes {
       }
       most = quad_max(most);
       absolute = quad_sum(absolute);
-      // High bytes up to 127, and sums below 2^22 so that the magic float holds them.
-      const float inverse =
-          most < 1e-30f ? 0.0f : fminf(32512.0f / most, 4180000.0f / (((1 << BITS) - 1) * absolute));
+      // High bytes up to 127, and sums below 2^22 where the magic float must hold them.
+      float inverse = most < 1e-30f ? 0.0f : 32512.0f / most;
+      if (MAGIC && inverse > 0.0f) inverse = fminf(inverse, 4180000.0f / (3.0f * absolute));
       q_step[tile] = inverse > 0.0f ? scale / inverse : 0.0f;
       #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
@@ -160,7 +162,8 @@ struct Codes {
           for (int tile = 0; tile < ROW_TILES; tile++)
             #pragma unroll
             for (int e = 0; e < 2; e++) {
-              const float sum = __int_as_float(c[tile][e] * 256 + c[tile][e + 2]) - MAGIC;
+              const int integer = c[tile][e] * 256 + c[tile][e + 2];
+              const float sum = MAGIC ? __int_as_float(integer) - MAGIC_VALUE : (float)integer;
               const float offset = affine[e].y * q_sum[tile][group];
               const float part = fmaf(affine[e].x, sum * q_step[tile], offset);
               logit[tile][2 * j + e] = group == 0 ? part : logit[tile][2 * j + e] + part;
@@ -170,10 +173,7 @@ struct Codes {
     }
     #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++) {
-      float most = logit[tile][0];
-      #pragma unroll
-      for (int i = 1; i < LANE_TOKENS; i++) most = fmaxf(most, logit[tile][i]);
-      most = quad_max(most);
+      const float most = quad_max(largest_of(logit[tile]));
       if (__any_sync(ALL_LANES, most > largest[tile])) {
         const float larger = fmaxf(largest[tile], most), shrink = exp2_fast(largest[tile] - larger);
         largest[tile] = larger;
@@ -185,10 +185,8 @@ struct Codes {
         }
       }
       #pragma unroll
-      for (int i = 0; i < LANE_TOKENS; i++) {
-        logit[tile][i] = exp2_fast(logit[tile][i] - largest[tile]);
-        total[tile] += logit[tile][i];
-      }
+      for (int i = 0; i < LANE_TOKENS; i++) logit[tile][i] = exp2_fast(logit[tile][i] - largest[tile]);
+      total[tile] += sum_of(logit[tile]);
     }
     const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
     const u8* values = page + SIDE_BYTES;
@@ -198,7 +196,8 @@ struct Codes {
       u32 weights[ROW_TILES][TOKEN_STEPS][4];
       #pragma unroll
       for (int tile = 0; tile < ROW_TILES; tile++) {
-        float weight[LANE_TOKENS], most = 0.0f;
+        // Two chains each, so that additions do not wait for one another.
+        float weight[LANE_TOKENS], offset[2] = {offsets[tile][group], 0.0f};
         #pragma unroll
         for (int pair = 0; pair < LANE_TOKENS / 2; pair++) {
           const uint2 words = two_scales(scales, group, pair, t);
@@ -207,11 +206,11 @@ struct Codes {
           for (int e = 0; e < 2; e++) {
             const float probability = logit[tile][2 * pair + e];
             weight[2 * pair + e] = probability * affine[e].x;
-            offsets[tile][group] = fmaf(probability, affine[e].y, offsets[tile][group]);
-            most = fmaxf(most, weight[2 * pair + e]);
+            offset[e] = fmaf(probability, affine[e].y, offset[e]);
           }
         }
-        most = quad_max(most);
+        offsets[tile][group] = offset[0] + offset[1];
+        const float most = quad_max(largest_of(weight));
         if (__any_sync(ALL_LANES, most > bound[tile][group])) rescale(tile, group, most);
         const float inverse = bound[tile][group] > 1e-30f ? __fdividef(65534.0f, bound[tile][group]) : 0.0f;
         #pragma unroll
@@ -247,12 +246,15 @@ struct Codes {
     }
   }
 
-  // Makes room for a larger weight, with some to spare.
+  // Makes room for a larger weight, and for eight times that: conversions are slow, and the largest of several rows
+  // grows often, if only by a little. It costs three of sixteen bits.
   DEVICE void rescale(int tile, int group, float most) {
     const float old = bound[tile][group];
-    const float now = most > old ? 1.25f * most : old;
+    const float now = most > old ? 8.0f * most : old;
     const float ratio = now > 1e-30f ? old / now : 0.0f;
     bound[tile][group] = now;
+    // The first tile, usually: there is nothing to rescale yet.
+    if (!__any_sync(ALL_LANES, old > 0.0f)) return;
     #pragma unroll
     for (int inner = 0; inner < CHANNEL_TILES / GROUPS; inner++) {
       int (&c)[4] = sums[tile][group * (CHANNEL_TILES / GROUPS) + inner];

@@ -29,6 +29,22 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
+// Largest and sum of an array as trees: a chain would wait for every step.
+template <int N>
+DEVICE float largest_of(const float (&x)[N]) {
+  float part[4] = {x[0], x[1], x[2], x[3]};
+  #pragma unroll
+  for (int i = 4; i < N; i++) part[i & 3] = fmaxf(part[i & 3], x[i]);
+  return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+}
+template <int N>
+DEVICE float sum_of(const float (&x)[N]) {
+  float part[4] = {x[0], x[1], x[2], x[3]};
+  #pragma unroll
+  for (int i = 4; i < N; i++) part[i & 3] += x[i];
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
 DEVICE u32 word_of(const uint4& chunk, int index) {
   return index == 0 ? chunk.x : index == 1 ? chunk.y : index == 2 ? chunk.z : chunk.w;
 }
