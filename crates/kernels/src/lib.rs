@@ -6,9 +6,11 @@
 //! | [`dtype`] | element types and block sizes of stored weights |
 //! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
+//! | [`cuda`] | kernels for NVIDIA GPUs, compiled at run time; builds and loads without CUDA |
 
 pub mod backend;
 pub mod cpu;
+pub mod cuda;
 pub mod dtype;
 pub mod quant;
 

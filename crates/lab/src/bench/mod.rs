@@ -2,6 +2,7 @@
 
 mod attention;
 mod codec;
+mod cuda;
 mod engine;
 mod model;
 
@@ -10,4 +11,5 @@ pub use codec::{CodecBench, run as codec};
 pub use engine::{
     LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
 };
+pub use cuda::{CudaBench, CudaBenchError, CudaRow, run as cuda_attention};
 pub use model::{ModelBench, run as model};

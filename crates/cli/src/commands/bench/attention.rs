@@ -1,11 +1,11 @@
 //! `oscar bench attention`: attention alone, format against format, without a model.
 
-use clap::Args;
 use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
-use oscar_lab::bench::AttentionBench;
+use oscar_lab::bench::{AttentionBench, CudaBench};
 use oscar_lab::page_codec::CacheType;
 
 use super::{at_most, tokens};
@@ -18,11 +18,34 @@ use crate::output::print_text;
 #[command(after_help = "Examples:\n  \
     oscar bench attention\n  \
     oscar bench attention --q-heads 12 --kv-heads 2 --head-dim 128 --contexts 8k,16k,32k\n  \
-    oscar bench attention --kv bf16,int2 --threads 1 --json\n\n\
+    oscar bench attention --kv bf16,int2 --threads 1 --json\n  \
+    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k\n\n\
     One token attends to a context, in as many layers as it takes to read --pool-mb of pages: us_per_layer is the time\n\
     of one layer. read_gb_per_s is a plain read of the same pages, read_share how close attention comes to it, and\n\
-    error the difference to the definition of the format. The second table is the cost per 1024 tokens of context.")]
+    error the difference to the definition of the format. The second table is the cost per 1024 tokens of context.\n\
+    On a GPU, --batch sequences attend at once, sink and window in bf16; of_ceiling compares with a plain read of the\n\
+    card's memory.")]
 pub(super) struct AttentionBenchArguments {
+    /// Where to measure.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    device: BenchDevice,
+
+    /// Sequences that decode together; on a GPU only.
+    #[arg(long, default_value = "1", value_name = "LIST", value_delimiter = ',', value_parser = at_most(4096))]
+    batch: Vec<usize>,
+
+    /// Tokens at the start that are read in bf16; on a GPU only.
+    #[arg(long, default_value = "64", value_name = "TOKENS")]
+    sink_tokens: usize,
+
+    /// Latest tokens that are read in bf16; on a GPU only.
+    #[arg(long, default_value = "256", value_name = "TOKENS")]
+    recent_tokens: usize,
+
+    /// Results that do not depend on the batch; on a GPU only.
+    #[arg(long)]
+    deterministic: bool,
+
     /// Query heads.
     #[arg(long, default_value = "12", value_name = "N", value_parser = at_most(1024))]
     q_heads: usize,
@@ -65,8 +88,20 @@ pub(super) struct AttentionBenchArguments {
     json: bool,
 }
 
+/// What `--device` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BenchDevice {
+    /// This machine's processor.
+    Cpu,
+    /// The first NVIDIA GPU.
+    Cuda,
+}
+
 impl AttentionBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
+        if self.device == BenchDevice::Cuda {
+            return self.run_cuda();
+        }
         let bench = AttentionBench {
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,
@@ -105,5 +140,46 @@ impl AttentionBenchArguments {
         ];
         print_text(report.table(&columns).trim_end())?;
         print_text(slopes.table(&["kv", "us_per_1k_tokens", "of_bf16"]).trim_end())
+    }
+
+    fn run_cuda(self) -> Result<(), Failure> {
+        let bench = CudaBench {
+            card: 0,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            groups: self.groups,
+            batches: self.batch,
+            contexts: self.contexts,
+            formats: self.kv,
+            sink_tokens: self.sink_tokens,
+            recent_tokens: self.recent_tokens,
+            deterministic: self.deterministic,
+            pool_bytes: self.pool_mb << 20,
+            repeat: self.repeat,
+        };
+        let mut report = Report::here();
+        oscar_lab::bench::cuda_attention(&bench, |row| {
+            tracing::info!("{row:?}");
+            report.push(row);
+        })
+        .map_err(Failure::new)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns = [
+            "card",
+            "kv",
+            "batch",
+            "context",
+            "layers",
+            "us_per_layer",
+            "gb_per_s",
+            "ceiling_gb_per_s",
+            "of_ceiling",
+            "times_bf16",
+            "error",
+        ];
+        print_text(report.table(&columns).trim_end())
     }
 }

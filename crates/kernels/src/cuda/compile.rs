@@ -1,0 +1,191 @@
+//! Kernel sources to machine code, with NVRTC and a cache on disk.
+//!
+//! Kernels are compiled for the card that is there, once per shape: head dimension, format and the like are macros, so
+//! that every loop has a constant length. The cache is keyed by the text, the options and the architecture; a file that
+//! is not there, or cannot be written, costs a compilation of some seconds and nothing else.
+
+use std::ffi::{CString, OsString};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use cudarc::nvrtc::{result, sys};
+use sha2::{Digest, Sha256};
+
+use super::error::CudaError;
+
+/// Options of every kernel. `configurations.json` has the same, for the check without a card.
+pub const OPTIONS: [&str; 2] = ["--std=c++17", "--use_fast_math"];
+
+/// A kernel before it is compiled.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// For messages.
+    pub name: String,
+    /// The text of all files, one after the other.
+    pub text: String,
+    /// Macros.
+    pub defines: Vec<(&'static str, usize)>,
+}
+
+impl Source {
+    /// The options for an architecture such as `sm_90a`.
+    pub fn options(&self, architecture: &str) -> Vec<String> {
+        let mut options = vec![format!("--gpu-architecture={architecture}")];
+        options.extend(OPTIONS.map(str::to_owned));
+        options.extend(self.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+        options
+    }
+
+    /// Name of the file that caches the machine code: a hash of text, options and architecture.
+    pub fn cache_name(&self, architecture: &str) -> String {
+        let mut hash = Sha256::new();
+        for option in self.options(architecture) {
+            hash.update(option.as_bytes());
+            hash.update([0]);
+        }
+        hash.update(self.text.as_bytes());
+        let mut name = String::with_capacity(70);
+        for byte in hash.finalize() {
+            let _ = write!(name, "{byte:02x}");
+        }
+        name + ".cubin"
+    }
+
+    /// Machine code for an architecture, from the folder `cache` if it is there.
+    pub fn machine_code(&self, architecture: &str, cache: Option<&Path>) -> Result<Vec<u8>, CudaError> {
+        let file = cache.map(|folder| folder.join(self.cache_name(architecture)));
+        if let Some(code) = file.as_deref().and_then(|file| std::fs::read(file).ok()).filter(is_machine_code) {
+            return Ok(code);
+        }
+        let code = self.compile(architecture)?;
+        if let Some(file) = file {
+            // A cache that cannot be written is no reason to fail.
+            let _ = store(&file, &code);
+        }
+        Ok(code)
+    }
+
+    /// Compiles, whatever the cache holds.
+    pub fn compile(&self, architecture: &str) -> Result<Vec<u8>, CudaError> {
+        // SAFETY: probing opens and closes the library, whose initialisers are those of a CUDA installation.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(CudaError::LibraryMissing {
+                library: "libnvrtc.so (NVIDIA's run-time compiler)",
+                fix: "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc` and put its `lib` folder on \
+                      LD_LIBRARY_PATH",
+            });
+        }
+        let failed = |log: String| CudaError::Compile {
+            name: self.name.clone(),
+            architecture: architecture.to_owned(),
+            log,
+        };
+        let text = CString::new(self.text.as_str()).map_err(|error| failed(error.to_string()))?;
+        let program = Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
+        // SAFETY: the program was created above and lives until the end of this function.
+        let compiled = unsafe { result::compile_program(program.0, &self.options(architecture)) };
+        if let Err(error) = compiled {
+            // SAFETY: as above.
+            let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+            let log: Vec<u8> = log.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
+            return Err(failed(format!("{error}\n{}", String::from_utf8_lossy(&log))));
+        }
+        let mut size = 0;
+        // SAFETY: as above; `size` outlives the call.
+        unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size).result() }
+            .map_err(|error| failed(error.to_string()))?;
+        let mut code = vec![0_u8; size];
+        // SAFETY: as above; the library writes exactly `size` bytes.
+        unsafe { sys::nvrtcGetCUBIN(program.0, code.as_mut_ptr().cast()).result() }
+            .map_err(|error| failed(error.to_string()))?;
+        Ok(code)
+    }
+}
+
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program is destroyed once, here. An error leaves nothing to be done.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// A file that was cut short is compiled again; machine code is an ELF file.
+fn is_machine_code(bytes: &Vec<u8>) -> bool {
+    bytes.starts_with(b"\x7fELF")
+}
+
+/// Under another name first, so that nobody reads half a file.
+fn store(file: &Path, code: &[u8]) -> std::io::Result<()> {
+    let folder = file.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let mut temporary = OsString::from(file.as_os_str());
+    temporary.push(format!(".{}", std::process::id()));
+    std::fs::write(&temporary, code)?;
+    std::fs::rename(&temporary, file)
+}
+
+/// The folder of compiled kernels: `cuda` in `OSCAR_CACHE`, by default in the user's cache directory.
+pub fn cache_folder(get: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let get = |name| get(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let base = get("OSCAR_CACHE").or_else(|| get("XDG_CACHE_HOME").map(|base| base.join("oscar")));
+    let base = base.or_else(|| match cfg!(windows) {
+        true => get("LOCALAPPDATA").map(|base| base.join("oscar").join("cache")),
+        false => {
+            get("HOME").map(|home| home.join(if cfg!(target_os = "macos") { "Library/Caches" } else { ".cache" }).join("oscar"))
+        }
+    });
+    base.map(|base| base.join("cuda"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source() -> Source {
+        let text = "extern \"C\" __global__ void kernel() {}".to_owned();
+        Source { name: "test".into(), text, defines: vec![("HEAD_DIM", 64)] }
+    }
+
+    #[test]
+    fn the_cache_name_depends_on_everything_that_changes_the_code() {
+        let name = source().cache_name("sm_90a");
+        assert_eq!(name, source().cache_name("sm_90a"));
+        assert_eq!(name.len(), 64 + ".cubin".len());
+        let mut others = vec![source().cache_name("sm_80")];
+        others.push(Source { text: source().text + " ", ..source() }.cache_name("sm_90a"));
+        others.push(Source { defines: vec![("HEAD_DIM", 128)], ..source() }.cache_name("sm_90a"));
+        others.push(Source { defines: vec![], ..source() }.cache_name("sm_90a"));
+        assert!(others.iter().all(|other| *other != name), "{others:?}");
+        // A message may call a kernel something else.
+        assert_eq!(Source { name: "other".into(), ..source() }.cache_name("sm_90a"), name);
+    }
+
+    #[test]
+    fn cached_code_is_used_and_broken_files_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("sub").join(source().cache_name("sm_90a"));
+        store(&file, b"\x7fELF and so on").unwrap();
+        let cache = file.parent().unwrap();
+        assert_eq!(source().machine_code("sm_90a", Some(cache)).unwrap(), b"\x7fELF and so on");
+        assert_eq!(std::fs::read_dir(cache).unwrap().count(), 1, "no temporary file stays");
+        std::fs::write(&file, b"").unwrap();
+        match source().machine_code("sm_90a", Some(cache)) {
+            Ok(code) => assert!(is_machine_code(&code)),
+            Err(error) => assert!(error.to_string().contains("libnvrtc"), "{error}"),
+        }
+    }
+
+    #[test]
+    fn kernels_are_cached_beside_the_models() {
+        let folder = |set: &[(&str, &str)]| {
+            let set: Vec<(String, OsString)> = set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
+            cache_folder(&move |name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
+        };
+        assert_eq!(folder(&[("OSCAR_CACHE", "/o"), ("HOME", "/h")]), Some("/o/cuda".into()));
+        assert_eq!(folder(&[("XDG_CACHE_HOME", "/x"), ("HOME", "/h")]), Some("/x/oscar/cuda".into()));
+        assert_eq!(folder(&[("OSCAR_CACHE", ""), ("XDG_CACHE_HOME", "/x")]), Some("/x/oscar/cuda".into()));
+        assert_eq!(folder(&[]), None);
+    }
+}

@@ -1,0 +1,159 @@
+//! A card: opening it, its limits, and kernels loaded on it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream};
+use cudarc::nvrtc::Ptx;
+
+use super::compile::{Source, cache_folder};
+use super::error::CudaError;
+
+/// An open card with one stream that all work goes to.
+#[derive(Debug)]
+pub struct Device {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    name: String,
+    capability: (i32, i32),
+    multiprocessors: usize,
+    block_memory: usize,
+    multiprocessor_memory: usize,
+    l2_bytes: usize,
+    cache: Option<PathBuf>,
+}
+
+impl Device {
+    /// Opens a card. Without a driver, or without that card, the error says what is missing.
+    pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
+        // SAFETY: probing opens and closes the driver library. Everything else panics if it is not there.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(CudaError::LibraryMissing {
+                library: "libcuda.so (NVIDIA's driver)",
+                fix: "install the driver of the card, or run on the CPU",
+            });
+        }
+        let count = CudaContext::device_count().map_err(CudaError::Driver).or_else(|error| match error {
+            // A driver without a card.
+            CudaError::Driver(driver) if driver.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
+            error => Err(error),
+        })?;
+        let count = usize::try_from(count).unwrap_or(0);
+        if ordinal >= count {
+            return Err(CudaError::NoDevice { ordinal, count });
+        }
+        let context = CudaContext::new(ordinal)?;
+        // SAFETY: there is one stream, so nothing is used before it is there or after it is gone. Tracked events would
+        // be recorded into graphs, which then wait for events of the past.
+        unsafe { context.disable_event_tracking() };
+        let name = context.name()?;
+        let capability = context.compute_capability()?;
+        if capability.0 < 8 {
+            return Err(CudaError::TooOld { name, major: capability.0, minor: capability.1 });
+        }
+        let attribute = |attribute| context.attribute(attribute).map(|value| value.max(0) as usize);
+        Ok(Arc::new(Device {
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            block_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            multiprocessor_memory: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            )?,
+            l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+            stream: context.new_stream()?,
+            cache: cache_folder(&|name| std::env::var_os(name)),
+            context,
+            name,
+            capability,
+        }))
+    }
+
+    /// The name of the card.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What code is compiled for. Code for Hopper's own instructions runs on no other card, hence the `a`.
+    pub fn architecture(&self) -> String {
+        match self.capability {
+            (9, 0) => "sm_90a".to_owned(),
+            (major, minor) => format!("sm_{major}{minor}"),
+        }
+    }
+
+    /// Version of the CUDA interface of the driver, such as 13000.
+    pub fn driver_version(&self) -> Result<i32, CudaError> {
+        let mut version = 0;
+        // SAFETY: the driver is there, and `version` outlives the call.
+        unsafe { sys::cuDriverGetVersion(&mut version).result() }?;
+        Ok(version)
+    }
+
+    /// Multiprocessors.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    /// Shared memory that a block may have.
+    pub fn block_memory(&self) -> usize {
+        self.block_memory
+    }
+
+    /// Shared memory of a multiprocessor, which its blocks divide.
+    pub fn multiprocessor_memory(&self) -> usize {
+        self.multiprocessor_memory
+    }
+
+    /// Bytes of the second-level cache.
+    pub fn l2_bytes(&self) -> usize {
+        self.l2_bytes
+    }
+
+    /// The stream of all work.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    /// Bytes on the card that are free.
+    pub fn free_memory(&self) -> Result<usize, CudaError> {
+        Ok(self.context.mem_get_info()?.0)
+    }
+
+    /// Loads a kernel, compiled for this card.
+    pub fn load(&self, source: &Source, function: &str) -> Result<CudaFunction, CudaError> {
+        let code = source.machine_code(&self.architecture(), self.cache.as_deref())?;
+        Ok(self.context.load_module(Ptx::from_binary(code))?.load_function(function)?)
+    }
+
+    /// Zeroed memory.
+    pub fn zeroed(&self, bytes: usize) -> Result<CudaSlice<u8>, CudaError> {
+        Ok(self.stream.alloc_zeros(bytes.max(1))?)
+    }
+
+    /// Waits for all work.
+    pub fn synchronise(&self) -> Result<(), CudaError> {
+        Ok(self.stream.synchronize()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_a_card_gets_an_error_that_says_so() {
+        match Device::open(0) {
+            Ok(device) => assert!(!device.name().is_empty() && device.multiprocessors() > 0),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("libcuda") || text.contains("no CUDA device"), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_card_that_is_not_there_is_refused() {
+        let error = Device::open(4096).unwrap_err();
+        assert!(matches!(error, CudaError::LibraryMissing { .. } | CudaError::NoDevice { ordinal: 4096, .. }));
+    }
+}

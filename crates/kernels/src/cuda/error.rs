@@ -1,0 +1,23 @@
+//! What can go wrong between here and a card.
+
+use cudarc::driver::DriverError;
+
+/// An error of the CUDA side.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CudaError {
+    #[error("{library} cannot be loaded: {fix}")]
+    LibraryMissing { library: &'static str, fix: &'static str },
+    #[error("there is no CUDA device {ordinal}: the driver sees {count}")]
+    NoDevice { ordinal: usize, count: usize },
+    #[error("{name} has compute capability {major}.{minor}; the kernels need 8.0 or later")]
+    TooOld { name: String, major: i32, minor: i32 },
+    #[error("the CUDA driver failed: {0}")]
+    Driver(#[from] DriverError),
+    #[error("kernel {name} does not compile for {architecture}:\n{log}")]
+    Compile { name: String, architecture: String, log: String },
+    #[error("{what}: expected {expected}, got {got}")]
+    Shape { what: &'static str, expected: usize, got: usize },
+    #[error("{0}")]
+    Unsupported(String),
+}

@@ -1,0 +1,268 @@
+// Decode attention of a ragged batch in one launch: bf16 tiles of sinks and windows, sealed tiles of histories, and the
+// merge. The host cuts the work into segments, runs of tiles of one kind, and gives every block a list of about equal
+// cost. The warps of a block take the tiles of a segment in turn, put their softmax states together in shared memory
+// and write one partial result. Whoever writes the last one of a (sequence, KV head) merges them, in their order.
+
+struct Segment {
+  int kind;  // 0: bf16 tiles, 1: sealed tiles
+  int sequence, head, first_row, rows;
+  int begin, end;  // tiles of this kind, counted from the first of the sequence
+  int partial;
+  int unit;  // what is merged: a sequence, KV head and range of query heads
+  int sink_pages, history_end;  // pages sink_pages..history_end are sealed
+  int tokens;
+  int next;  // of the same block, or -1
+};
+
+#if SEALED_BITS == 8
+typedef Floats<true> Sealed;
+#elif SEALED_BITS == 2 || SEALED_BITS == 4
+typedef Codes<SEALED_BITS> Sealed;
+#endif
+typedef Floats<false> Exact;
+
+constexpr int ROWS = 8 * ROW_TILES;
+constexpr int THREADS = 32 * WARPS;
+constexpr int MOST_PARTIALS = 256;  // of a unit; `plan.rs` keeps to it
+// Rows of partial results in shared memory, apart by more than a multiple of 128 bytes.
+constexpr int ROW_STRIDE = HEAD_DIM + 4;
+
+struct Arguments {
+  const float* queries;  // [sequence][kv head][group][channel]
+  const u8* exact_pool;  // of one layer: page `slot`, head `h` at slot * exact_stride + h * page bytes
+  const u8* sealed_pool;
+  long long exact_stride, sealed_stride;
+  const int* table;  // [sequence][page]: the slot in the pool the page is read from
+  long long table_width;
+  const Segment* segments;   // the first of each block, then all others
+  const int* first_partial;  // of each unit, and the end
+  float* partial_values;     // [partial][row][channel]
+  float2* partial_states;    // [partial][row]: largest logit, sum of weights
+  int* arrivals;             // of each unit, zero before and after
+  float* out;                // like queries
+  int kv_heads, group;
+  float scale;  // of logits, times log2(e)
+};
+
+template <class Provider>
+DEVICE void attend_tiles(const Arguments& a, const Segment& s, Ring& ring, int warp, int lane, Provider& state) {
+  constexpr bool EXACT = Provider::TOKENS == 8;
+  const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
+  const long long stride = EXACT ? a.exact_stride : a.sealed_stride;
+  pool += (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE);
+  const int* table = a.table + s.sequence * a.table_width;
+  const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
+  const int sink_tiles = s.sink_pages * Provider::TILES_PER_PAGE;
+  // The page of the i-th tile of this warp.
+  auto page_of = [&](int i) {
+    const int tile = s.begin + warp + i * WARPS, page = tile / Provider::TILES_PER_PAGE;
+    if (!EXACT) return s.sink_pages + page;
+    return tile < sink_tiles ? page : page - s.sink_pages + s.history_end;
+  };
+  // Slots are looked up 32 tiles at a time and one round ahead: a lookup costs as much time as a tile.
+  auto slot_of = [&](int i) { return i < count ? __ldg(table + page_of(i)) : 0; };
+  int slots = slot_of(lane), later = slot_of(lane + 32);
+  auto fetch = [&](int i) {
+    const bool there = i < count;
+    if ((i & 31) == 0 && i > 0) {
+      slots = later;
+      later = slot_of(i + 32 + lane);
+    }
+    const long long slot = __shfl_sync(ALL_LANES, slots, i & 31);
+    const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
+    ring_fetch<Provider::TILE_BYTES>(ring, pool + slot * stride + part * Provider::TILE_BYTES, there, lane);
+  };
+  #pragma unroll 1
+  for (int i = 0; i < STAGES - 1; i++) fetch(i);
+  const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
+  state.begin(a.queries + row * HEAD_DIM, s.rows, a.scale, lane);
+  #pragma unroll 1
+  for (int i = 0; i < count; i++) {
+    __syncwarp();
+    fetch(i + STAGES - 1);
+    const u8* tile = ring_take(ring);
+    int visible = Provider::TOKENS;
+    if (EXACT) {
+      const int first = page_of(i) * 64 + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;
+      visible = min(8, s.tokens - first);
+    }
+    state.add(tile, visible, lane);
+  }
+}
+
+struct Shared {
+  float largest[WARPS][ROWS], total[WARPS][ROWS];
+  float merged_total[ROWS];
+  int last;
+};
+
+// Puts the states of all warps together and writes the partial result.
+template <class Provider>
+DEVICE void write_partial(
+    const Arguments& a, const Segment& s, const Provider& state, float* scratch, Shared& shared, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  #pragma unroll
+  for (int tile = 0; tile < ROW_TILES; tile++) {
+    const float total = state.row_total(tile);
+    if (t == 0) {
+      shared.largest[warp][tile * 8 + g] = state.row_largest(tile);
+      shared.total[warp][tile * 8 + g] = total;
+    }
+  }
+  // Also: no warp is still reading tiles from the memory that the values go to.
+  __syncthreads();
+  #pragma unroll
+  for (int tile = 0; tile < ROW_TILES; tile++) {
+    const int row = tile * 8 + g;
+    float most = NEGATIVE_INFINITY;
+    #pragma unroll
+    for (int i = 0; i < WARPS; i++) most = fmaxf(most, shared.largest[i][row]);
+    const float mine = state.row_largest(tile);
+    const float factor = mine == NEGATIVE_INFINITY ? 0.0f : exp2_fast(mine - most);
+    float2 values[Provider::CHANNEL_TILES];
+    state.end(tile, values);
+    if (row < s.rows) {
+      #pragma unroll
+      for (int i = 0; i < Provider::CHANNEL_TILES; i++)
+        *(float2*)&scratch[(warp * ROWS + row) * ROW_STRIDE + i * 8 + 2 * t] =
+            make_float2(values[i].x * factor, values[i].y * factor);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < s.rows * (HEAD_DIM / 4); i += THREADS) {
+    const int row = i / (HEAD_DIM / 4), channel = i % (HEAD_DIM / 4) * 4;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float4 x = *(const float4*)&scratch[(w * ROWS + row) * ROW_STRIDE + channel];
+      sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
+    }
+    *(float4*)&a.partial_values[((long long)s.partial * ROWS + row) * HEAD_DIM + channel] = sum;
+  }
+  if (threadIdx.x < s.rows) {
+    const int row = threadIdx.x;
+    float most = NEGATIVE_INFINITY, total = 0.0f;
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.largest[w][row]);
+    for (int w = 0; w < WARPS; w++) {
+      const float mine = shared.largest[w][row];
+      if (mine != NEGATIVE_INFINITY) total += shared.total[w][row] * exp2_fast(mine - most);
+    }
+    a.partial_states[s.partial * ROWS + row] = make_float2(most, total);
+  }
+}
+
+DEVICE float4 load_from_l2(const float* pointer) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(pointer) : "memory");
+  return x;
+}
+DEVICE float2 load_from_l2(const float2* pointer) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(pointer) : "memory");
+  return x;
+}
+
+// All partial results of a unit are there: the output. A unit without tokens gives zeros.
+DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& shared, int warp, int lane) {
+  const int first = a.first_partial[s.unit], count = a.first_partial[s.unit + 1] - first;
+  float* factors = scratch + THREADS * 4;  // [partial][row]
+  for (int row = warp; row < s.rows; row += WARPS) {
+    float most = NEGATIVE_INFINITY, total = 0.0f;
+    float2 states[MOST_PARTIALS / 32];
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      const int i = lane + 32 * k;
+      states[k] = make_float2(NEGATIVE_INFINITY, 0.0f);
+      if (i < count) states[k] = load_from_l2(&a.partial_states[(first + i) * ROWS + row]);
+    }
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) most = fmaxf(most, states[k].x);
+    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+    #pragma unroll
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      const int i = lane + 32 * k;
+      const float factor = states[k].x == NEGATIVE_INFINITY ? 0.0f : exp2_fast(states[k].x - most);
+      if (i < count) factors[i * ROWS + row] = factor;
+      total += factor * states[k].y;
+    }
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+    if (lane == 0) shared.merged_total[row] = total;
+  }
+  __syncthreads();
+  // Threads beyond the first s.rows * HEAD_DIM / 4 take every so many partials, and their sums are added at the end.
+  const int items = s.rows * (HEAD_DIM / 4), slices = max(1, THREADS / items);
+  for (int base = 0; base < items; base += THREADS) {
+    const int item = base + (int)threadIdx.x % items, slice = threadIdx.x / items;
+    const bool busy = items >= THREADS ? base + (int)threadIdx.x < items : slice < slices;
+    const int index = items >= THREADS ? base + (int)threadIdx.x : item;
+    const int row = index / (HEAD_DIM / 4), channel = index % (HEAD_DIM / 4) * 4;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (busy) {
+      #pragma unroll 12
+      for (int i = items >= THREADS ? 0 : slice; i < count; i += slices) {
+        const float4 x = load_from_l2(&a.partial_values[((long long)(first + i) * ROWS + row) * HEAD_DIM + channel]);
+        const float factor = factors[i * ROWS + row];
+        sum.x += factor * x.x; sum.y += factor * x.y; sum.z += factor * x.z; sum.w += factor * x.w;
+      }
+    }
+    if (slices > 1) {
+      ((float4*)scratch)[threadIdx.x] = sum;
+      __syncthreads();
+      if (slice == 0)
+        for (int other = 1; other < slices; other++) {
+          const float4 x = ((const float4*)scratch)[threadIdx.x + other * items];
+          sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
+        }
+    }
+    if (busy && (items >= THREADS || slice == 0)) {
+      const float total = shared.merged_total[row], inverse = total > 0.0f ? 1.0f / total : 0.0f;
+      const long long out_row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row + row;
+      *(float4*)&a.out[out_row * HEAD_DIM + channel] =
+          make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ u64 barriers[WARPS][STAGES];
+  __shared__ Shared shared;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  float* scratch = (float*)memory;
+  Ring ring;
+  ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers[warp], lane);
+  for (int index = blockIdx.x; index >= 0;) {
+    const Segment s = a.segments[index];
+    // A block without work has a segment that is no part of anything.
+    if (s.unit < 0) return;
+    index = s.next;
+#if SEALED_BITS
+    if (s.kind) {
+      Sealed state;
+      attend_tiles(a, s, ring, warp, lane, state);
+      write_partial(a, s, state, scratch, shared, warp, lane);
+    } else
+#endif
+    {
+      Exact state;
+      attend_tiles(a, s, ring, warp, lane, state);
+      write_partial(a, s, state, scratch, shared, warp, lane);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int count = a.first_partial[s.unit + 1] - a.first_partial[s.unit];
+      shared.last = atomicAdd(&a.arrivals[s.unit], 1) == count - 1;
+      if (shared.last) a.arrivals[s.unit] = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    if (shared.last) merge(a, s, scratch, shared, warp, lane);
+#if __CUDA_ARCH__ >= 900
+    // The next tiles are copied over what was just written by ordinary stores.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    __syncthreads();
+  }
+}

@@ -1,0 +1,241 @@
+// Tiles of bf16 or of 8-bit floats (E4M3, widened to f16 with a shift: a factor of 2^8 that the scales take). Queries and
+// weights are split into a number and its rounding error. With up to eight rows the errors are rows 8-15 of the same
+// MMA; with more, a second MMA adds them.
+
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_bf16_short(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two numbers as 16-bit floats and what rounding left of them, in the same type.
+template <bool FP8>
+DEVICE void split(float x, float y, u32& rounded, u32& rest) {
+  if (FP8) {
+    float rx, ry;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(rx), "=f"(ry) : "r"(rounded));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(y - ry), "f"(x - rx));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(y), "f"(x));
+    const float rx = __uint_as_float(rounded << 16), ry = __uint_as_float(rounded & 0xffff0000u);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(y - ry), "f"(x - rx));
+  }
+}
+
+// Four E4M3 bytes as two pairs of f16, 2^8 times too small: bytes 0 and 2, bytes 1 and 3.
+DEVICE void widen(u32 word, u32& even, u32& odd) {
+  even = ((word & 0x007f007fu) << 7) | ((word & 0x00800080u) << 8);
+  odd = ((word & 0x7f007f00u) >> 1) | (word & 0x80008000u);
+}
+
+template <bool FP8>
+struct Floats {
+  static constexpr int TOKENS = FP8 ? 16 : 8;
+  static constexpr int TILES_PER_PAGE = 64 / TOKENS;
+  static constexpr int SIDE_BYTES = 16 * HEAD_DIM;
+  static constexpr int TILE_BYTES = 2 * SIDE_BYTES + (FP8 ? 4 * TOKENS : 0);
+  static constexpr int TOKEN_TILES = TOKENS / 8;
+  static constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
+  static constexpr int CHANNEL_TILES = HEAD_DIM / 8;
+  static constexpr int LANE_TOKENS = 2 * TOKEN_TILES;
+
+  // [0] alone with up to eight rows: numbers in rows 0-7, errors in rows 8-15. Otherwise numbers in [0], errors in [1].
+  u32 q[ROW_TILES][CHANNEL_STEPS][4];
+  float q_step[ROW_TILES], largest[ROW_TILES], total[ROW_TILES];
+  // The largest weight so far: weights are divided by it, so that they fit f16.
+  float bound[ROW_TILES];
+  float sums[CHANNEL_TILES][4];
+
+  DEVICE static int channel(int step, int part, int e, int t) {
+    return FP8 ? step * 16 + t * 4 + e * 2 + part : step / 2 * 32 + t * 8 + (step & 1) * 4 + part * 2 + e;
+  }
+
+  DEVICE void begin(const float* queries, int rows, float scale, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) {
+      const int row = tile * 8 + g;
+      const float* source = queries + row * HEAD_DIM;
+      float most = 0.0f;
+      if (FP8) {
+        #pragma unroll
+        for (int i = 0; i < HEAD_DIM / 4; i++) most = fmaxf(most, row < rows ? fabsf(source[i * 4 + t]) : 0.0f);
+        most = quad_max(most);
+      } else {
+        most = 1.0f;
+      }
+      const float inverse = most < 1e-30f ? 0.0f : 1.0f / most;
+      q_step[tile] = scale * most * (FP8 ? 256.0f : 1.0f);
+      largest[tile] = NEGATIVE_INFINITY;
+      total[tile] = 0.0f;
+      bound[tile] = 0.0f;
+      #pragma unroll
+      for (int step = 0; step < CHANNEL_STEPS; step++)
+        #pragma unroll
+        for (int part = 0; part < 2; part++) {
+          float x = 0.0f, y = 0.0f;
+          if (row < rows) {
+            x = source[channel(step, part, 0, t)] * inverse;
+            y = source[channel(step, part, 1, t)] * inverse;
+          }
+          u32 rounded, rest;
+          split<FP8>(x, y, rounded, rest);
+          if (ROW_TILES == 1) {
+            q[0][step][part * 2] = rounded;
+            q[0][step][part * 2 + 1] = rest;
+          } else {
+            q[0][step][part * 2 + tile] = rounded;
+            q[ROW_TILES - 1][step][part * 2 + tile] = rest;
+          }
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++)
+      #pragma unroll
+      for (int e = 0; e < 4; e++) sums[i][e] = 0.0f;
+  }
+
+  // `visible`: tokens of the tile that are there. What was never written may be NaN.
+  DEVICE void add(const u8* page, int visible, int lane) {
+    const int t = lane & 3;
+    float logit[ROW_TILES][LANE_TOKENS];
+    float value_scale[LANE_TOKENS];
+    uint4 chunk;
+    #pragma unroll
+    for (int j = 0; j < TOKEN_TILES; j++) {
+      // Two chains, so that an MMA does not wait for the one before it.
+      float c[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+      #pragma unroll
+      for (int step = 0; step < CHANNEL_STEPS; step++) {
+        u32 b0, b1;
+        if (FP8) {
+          const int word = j * CHANNEL_STEPS + step;
+          if (word % 4 == 0) chunk = *(const uint4*)(page + word / 4 * 512 + lane * 16);
+          widen(word_of(chunk, word % 4), b0, b1);
+        } else {
+          if (step % 2 == 0) chunk = *(const uint4*)(page + step / 2 * 512 + lane * 16);
+          b0 = step % 2 ? chunk.z : chunk.x;
+          b1 = step % 2 ? chunk.w : chunk.y;
+        }
+        #pragma unroll
+        for (int part = 0; part < ROW_TILES; part++) {
+          if (FP8) mma_f16(c[step & 1], q[part][step], b0, b1);
+          else mma_bf16(c[step & 1], q[part][step], b0, b1);
+        }
+      }
+      float2 key_scale = make_float2(1.0f, 1.0f);
+      if (FP8) {
+        const u8* scales = page + 2 * SIDE_BYTES + j * 16 + t * 4;
+        key_scale = scale_pair(*(const u32*)scales);
+        const float2 pair = scale_pair(*(const u32*)(scales + 2 * TOKENS));
+        value_scale[2 * j] = pair.x;
+        value_scale[2 * j + 1] = pair.y;
+      }
+      #pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float scale = e ? key_scale.y : key_scale.x;
+        const bool there = FP8 || 2 * t + e < visible;
+        const float low = c[0][e] + c[1][e], high = c[0][e + 2] + c[1][e + 2];
+        if (ROW_TILES == 1) {
+          logit[0][2 * j + e] = there ? (low + high) * (q_step[0] * scale) : NEGATIVE_INFINITY;
+        } else {
+          logit[0][2 * j + e] = there ? low * (q_step[0] * scale) : NEGATIVE_INFINITY;
+          logit[ROW_TILES - 1][2 * j + e] =
+              there ? high * (q_step[ROW_TILES - 1] * scale) : NEGATIVE_INFINITY;
+        }
+      }
+    }
+    float shrink[ROW_TILES];
+    bool changed = false;
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) {
+      float most = logit[tile][0];
+      #pragma unroll
+      for (int i = 1; i < LANE_TOKENS; i++) most = fmaxf(most, logit[tile][i]);
+      const float larger = fmaxf(largest[tile], quad_max(most));
+      shrink[tile] = exp2_fast(largest[tile] - larger);
+      changed |= larger > largest[tile];
+      largest[tile] = larger;
+      total[tile] *= shrink[tile];
+      #pragma unroll
+      for (int i = 0; i < LANE_TOKENS; i++) {
+        logit[tile][i] = exp2_fast(logit[tile][i] - larger);
+        total[tile] += logit[tile][i];
+      }
+      if (FP8) {
+        // The sums are in multiples of the bound: they shrink with it, not by themselves.
+        bound[tile] *= shrink[tile];
+        float heaviest = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < LANE_TOKENS; i++) {
+          logit[tile][i] *= value_scale[i];
+          heaviest = fmaxf(heaviest, logit[tile][i]);
+        }
+        heaviest = quad_max(heaviest);
+        const float now = heaviest > bound[tile] ? 1.25f * heaviest : bound[tile];
+        shrink[tile] = now > 1e-30f ? bound[tile] / now : 0.0f;
+        changed |= now > bound[tile];
+        bound[tile] = now;
+        const float inverse = now > 1e-30f ? 1.0f / now : 0.0f;
+        #pragma unroll
+        for (int i = 0; i < LANE_TOKENS; i++) logit[tile][i] *= inverse;
+      }
+    }
+    if (__any_sync(ALL_LANES, changed)) {
+      #pragma unroll
+      for (int i = 0; i < CHANNEL_TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) sums[i][e] *= shrink[e < 2 ? 0 : ROW_TILES - 1];
+    }
+    u32 weights[ROW_TILES][4] = {};
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++)
+      #pragma unroll
+      for (int j = 0; j < TOKEN_TILES; j++) {
+        u32 rounded, rest;
+        split<FP8>(logit[tile][2 * j], logit[tile][2 * j + 1], rounded, rest);
+        weights[0][2 * j + tile] = rounded;
+        weights[ROW_TILES - 1][2 * j + (ROW_TILES == 1 ? 1 : tile)] = rest;
+      }
+    const u32 written = (2 * t < visible ? 0xffffu : 0u) | (2 * t + 1 < visible ? 0xffff0000u : 0u);
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++) {
+      if (i % 4 == 0) chunk = *(const uint4*)(page + SIDE_BYTES + i / 4 * 512 + lane * 16);
+      const u32 word = word_of(chunk, i % 4);
+      #pragma unroll
+      for (int part = 0; part < ROW_TILES; part++) {
+        if (FP8) {
+          u32 b0, b1;
+          widen(word, b0, b1);
+          mma_f16(sums[i], weights[part], b0, b1);
+        } else {
+          mma_bf16_short(sums[i], weights[part][0], weights[part][1], word & written);
+        }
+      }
+    }
+  }
+
+  DEVICE float row_largest(int tile) const { return largest[tile]; }
+  DEVICE float row_total(int tile) const { return quad_sum(total[tile]); }
+
+  DEVICE void end(int tile, float2 (&out)[CHANNEL_TILES]) const {
+    const float unit = FP8 ? 256.0f * bound[tile] : 1.0f;
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++) {
+      const float (&c)[4] = sums[i];
+      if (ROW_TILES == 1) out[i] = make_float2((c[0] + c[2]) * unit, (c[1] + c[3]) * unit);
+      else out[i] = tile == 0 ? make_float2(c[0] * unit, c[1] * unit) : make_float2(c[2] * unit, c[3] * unit);
+    }
+  }
+};

@@ -1,0 +1,131 @@
+// What the other sources share: integer types, instructions without a C++ spelling, and the ring of tiles in shared
+// memory that a warp fills ahead of itself. No source includes a header: the run-time compiler finds none on a user's
+// machine. Sources are put together in the order primitives, codes, floats, attention.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Largest and sum over the four lanes that hold one row of an MMA accumulator.
+DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+  return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(ALL_LANES, x, 1);
+  return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
+// Largest and sum of an array as trees: a chain would wait for every step.
+template <int N>
+DEVICE float largest_of(const float (&x)[N]) {
+  float part[4] = {x[0], x[1], x[2], x[3]};
+  #pragma unroll
+  for (int i = 4; i < N; i++) part[i & 3] = fmaxf(part[i & 3], x[i]);
+  return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+}
+template <int N>
+DEVICE float sum_of(const float (&x)[N]) {
+  float part[4] = {x[0], x[1], x[2], x[3]};
+  #pragma unroll
+  for (int i = 4; i < N; i++) part[i & 3] += x[i];
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+DEVICE u32 word_of(const uint4& chunk, int index) {
+  return index == 0 ? chunk.x : index == 1 ? chunk.y : index == 2 ? chunk.z : chunk.w;
+}
+
+// The two 16-bit numbers of a word, as stored scales and offsets.
+DEVICE float2 scale_pair(u32 word) {
+#if SCALE_BF16
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+#else
+  float2 pair;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(pair.x), "=f"(pair.y) : "r"(word));
+  return pair;
+#endif
+}
+
+// Pages come in tiles of about 32 bytes per channel, whatever their format: 64 tokens of 2 bits, 8 of bf16. A tile is
+// contiguous, so one bulk copy fetches it, and a warp works on one tile at a time. Each warp has a ring of its own:
+// no warp ever waits for another one between the first and the last tile of a segment.
+struct Ring {
+  u8* stages;
+  u64* barriers;
+  int write_stage, read_stage;
+  u32 read_phase;
+};
+
+DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int lane) {
+  ring.stages = stages;
+  ring.barriers = barriers;
+  ring.write_stage = ring.read_stage = 0;
+  ring.read_phase = 0;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    for (int i = 0; i < STAGES; i++)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(&barriers[i])));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+#endif
+}
+
+// Begins to fetch a tile into the next stage. Before sm_90 a call without a tile keeps the count of groups right.
+template <int BYTES>
+DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
+  u8* stage = ring.stages + ring.write_stage * STAGE_BYTES;
+#if __CUDA_ARCH__ >= 900
+  if (there && lane == 0) {
+    const u32 barrier = shared_address(&ring.barriers[ring.write_stage]);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :: "r"(shared_address(stage)), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
+  }
+#else
+  if (there) {
+    for (int at = lane * 16; at < BYTES; at += 512)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+          :: "r"(shared_address(stage + at)), "l"(source + at) : "memory");
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  if (there && ++ring.write_stage == STAGES) ring.write_stage = 0;
+}
+
+// Waits for the oldest tile. STAGES - 1 fetches have begun after it.
+DEVICE const u8* ring_take(Ring& ring) {
+  const u8* stage = ring.stages + ring.read_stage * STAGE_BYTES;
+#if __CUDA_ARCH__ >= 900
+  const u32 barrier = shared_address(&ring.barriers[ring.read_stage]);
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(barrier), "r"(ring.read_phase) : "memory");
+  } while (!done);
+#else
+  asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+  __syncwarp();
+#endif
+  if (++ring.read_stage == STAGES) {
+    ring.read_stage = 0;
+    ring.read_phase ^= 1;
+  }
+  return stage;
+}

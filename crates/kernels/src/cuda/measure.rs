@@ -1,0 +1,388 @@
+//! One kernel on one batch, timed as it runs in a model: pages of several layers, so that none is in a cache when its turn
+//! comes, launches replayed from a graph. The result of one head is compared with attention in f64 on the decoded pages.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaSlice;
+use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use oscar_codec::{PAGE_TOKENS, Side};
+
+use super::attention::{DecodeAttention, DecodeShape, PoolView, Tuning};
+use super::device::Device;
+use super::error::CudaError;
+use super::page_order::PageOrder;
+use super::plan::{DecodeSequence, Split};
+use super::read::ReadAll;
+use crate::cpu::attention::sealed::SealedFormat;
+use crate::cpu::attention::{page_elements, read_token, write_token};
+
+/// A batch of sequences of one length.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    /// Heads and format.
+    pub shape: DecodeShape,
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of each.
+    pub tokens: usize,
+    /// Pages read in bf16 at the start.
+    pub sink_pages: usize,
+    /// Full pages read in bf16 before that of the query.
+    pub recent_pages: usize,
+    /// How work is divided.
+    pub split: Split,
+    /// A layout other than the usual one.
+    pub tuning: Option<Tuning>,
+    /// Pages to go through before one is read again, in bytes.
+    pub pool_bytes: usize,
+    /// Timed passes over all layers.
+    pub passes: usize,
+}
+
+/// What was measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Measured {
+    /// Median over passes, divided by the layers of a pass.
+    pub seconds: f64,
+    /// The fastest pass.
+    pub fastest: f64,
+    /// Bytes of pages that a layer reads.
+    pub bytes: usize,
+    /// Layers of a pass.
+    pub layers: usize,
+    /// Norm of the difference to f64 over the norm of the result.
+    pub error: f64,
+    /// Registers of a thread.
+    pub registers: usize,
+    /// Bytes of local memory of a thread.
+    pub spilled: usize,
+    /// Partial results of a layer.
+    pub partials: usize,
+}
+
+/// Different pages that fill the pools in turn; odd, so that heads and pages differ.
+const SAMPLES: usize = 7;
+
+/// Replays what `record` launches as a graph; seconds of each pass, sorted.
+pub fn replay(
+    device: &Device,
+    passes: usize,
+    record: impl FnOnce() -> Result<(), CudaError>,
+) -> Result<Vec<f64>, CudaError> {
+    let stream = device.stream();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+    let recorded = record();
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0));
+    recorded?;
+    let Some(graph) = graph? else {
+        return Err(CudaError::Unsupported("nothing was launched, so nothing can be timed".into()));
+    };
+    for _ in 0..2 {
+        graph.launch()?;
+    }
+    let mut seconds = Vec::new();
+    for _ in 0..passes.max(1) {
+        let start = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT))?;
+        graph.launch()?;
+        let end = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT))?;
+        seconds.push(f64::from(start.elapsed_ms(&end)?) / 1e3);
+    }
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds)
+}
+
+/// Bytes per second of a kernel that only reads, the best of several launches, on random bytes.
+pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
+    let bytes = (4_usize << 30).min(device.free_memory()? / 2) & !15;
+    let mut noise = Noise(1);
+    let chunk: Vec<u8> = (0..16 << 20).map(|_| (noise.next() * 127.0) as i8 as u8).collect();
+    let staged = device.stream().clone_htod(&chunk)?;
+    let mut memory = device.zeroed(bytes)?;
+    for begin in (0..bytes).step_by(chunk.len()) {
+        let len = chunk.len().min(bytes - begin);
+        device.stream().memcpy_dtod(&staged.slice(..len), &mut memory.slice_mut(begin..begin + len))?;
+    }
+    let mut read = ReadAll::new(device)?;
+    let mut best = f64::INFINITY;
+    for blocks in [2, 4, 8] {
+        let seconds = replay(device, 15, || read.launch(&memory, blocks))?;
+        best = best.min(seconds[seconds.len() / 2]);
+    }
+    Ok(bytes as f64 / best)
+}
+
+/// Measures a case.
+pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError> {
+    let kernel = match case.tuning {
+        Some(tuning) => DecodeAttention::with_tuning(device, case.shape, tuning)?,
+        None => DecodeAttention::new(device, case.shape)?,
+    };
+    let pages = case.tokens.div_ceil(PAGE_TOKENS);
+    let history_end = match case.shape.sealed {
+        SealedFormat::Bf16 => 0,
+        _ => pages.saturating_sub(1 + case.recent_pages),
+    };
+    let is_sealed = |page: usize| (case.sink_pages..history_end).contains(&page);
+    let sealed_pages = (0..pages).filter(|&page| is_sealed(page)).count();
+    let mut noise = Noise(11);
+    // Slots of each pool in random order, as after some hours of serving.
+    let mut free =
+        [pages - sealed_pages, sealed_pages].map(|count| shuffled(case.batch * count, &mut noise).into_iter());
+    let tables: Vec<Vec<u32>> = (0..case.batch)
+        .map(|_| {
+            let slot = |page| free[usize::from(is_sealed(page))].next().expect("a slot per page");
+            (0..pages).map(slot).collect()
+        })
+        .collect();
+    let sequences: Vec<DecodeSequence<'_>> = tables
+        .iter()
+        .map(|slots| DecodeSequence { tokens: case.tokens, sink_pages: case.sink_pages, history_end, slots })
+        .collect();
+    let mut plan = kernel.plan(case.split, &sequences)?;
+    let bytes = plan.plan().bytes;
+    let layers = case.pool_bytes.div_ceil(bytes.max(1)).clamp(1, 1024);
+
+    let samples = [0, 1].map(|pool| Samples::new(&kernel.orders()[pool], &mut noise));
+    let heads = case.shape.kv_heads;
+    let pools = [(0, pages - sealed_pages), (1, sealed_pages)]
+        .map(|(pool, count): (usize, usize)| samples[pool].fill(device, layers * case.batch * count * heads));
+    let [exact, sealed] = pools;
+    let (exact, sealed) = (exact?, sealed?);
+    let view = |pool: usize, memory: &CudaSlice<u8>, count: usize, layer: usize| -> (usize, usize) {
+        debug_assert!(!memory.is_empty());
+        let stride = kernel.orders()[pool].page_bytes() * heads;
+        (layer * case.batch * count * stride, stride)
+    };
+
+    let numbers = case.batch * heads * case.shape.group * case.shape.head_dim;
+    let queries: Vec<f32> = (0..numbers).map(|_| 2.0 * noise.next()).collect();
+    let scale = 1.0 / (case.shape.head_dim as f32).sqrt();
+    let device_queries = device.stream().clone_htod(&queries)?;
+    let mut out = device.stream().clone_htod(&vec![f32::NAN; numbers])?;
+    let mut launch = |layer: usize| {
+        let (offset, stride) = view(0, &exact, pages - sealed_pages, layer);
+        let exact = PoolView { memory: &exact, offset, stride };
+        let (offset, stride) = view(1, &sealed, sealed_pages, layer);
+        let sealed = (sealed_pages > 0).then_some(PoolView { memory: &sealed, offset, stride });
+        kernel.launch(&mut plan, exact, sealed, &device_queries, scale, &mut out)
+    };
+    launch(0)?;
+    device.synchronise()?;
+    let seconds = replay(device, case.passes, || (0..layers).try_for_each(&mut launch))?;
+    launch(0)?;
+    let got = device.stream().clone_dtoh(&out)?;
+    device.synchronise()?;
+
+    let slots = &tables[0];
+    let rows = |page: usize| {
+        let pool = usize::from(is_sealed(page));
+        &samples[pool].rows[slots[page] as usize * heads % SAMPLES]
+    };
+    let width = case.shape.group * case.shape.head_dim;
+    let error = relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, rows);
+    let (registers, spilled) = kernel.resources()?;
+    Ok(Measured {
+        seconds: seconds[seconds.len() / 2] / layers as f64,
+        fastest: seconds[0] / layers as f64,
+        bytes,
+        layers,
+        error,
+        registers,
+        spilled,
+        partials: plan.plan().partials,
+    })
+}
+
+/// Norm of the difference to attention in f64 over the norm of that, for rows of one head; `rows(page)` is what pages hold.
+pub fn relative_error<'a>(
+    queries: &[f32],
+    got: &[f32],
+    head_dim: usize,
+    scale: f32,
+    tokens: usize,
+    rows: impl Fn(usize) -> &'a [Vec<f32>; 2],
+) -> f64 {
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (query, got) in queries.chunks_exact(head_dim).zip(got.chunks_exact(head_dim)) {
+        for (expected, &got) in reference(query, scale, tokens, &rows).iter().zip(got) {
+            difference += (expected - f64::from(got)).powi(2);
+            norm += expected.powi(2);
+        }
+    }
+    // Not a number, if anything was not.
+    if norm == 0.0 { f64::sqrt(difference) } else { f64::sqrt(difference / norm) }
+}
+
+/// Attention of one query in f64.
+pub fn reference<'a>(query: &[f32], scale: f32, tokens: usize, rows: impl Fn(usize) -> &'a [Vec<f32>; 2]) -> Vec<f64> {
+    let d = query.len();
+    let row = |token: usize, side: usize| &rows(token / PAGE_TOKENS)[side][token % PAGE_TOKENS * d..][..d];
+    let logits: Vec<f64> = (0..tokens)
+        .map(|token| {
+            let dot: f64 = query.iter().zip(row(token, 0)).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+            dot * f64::from(scale)
+        })
+        .collect();
+    let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let (mut out, mut total) = (vec![0.0; d], 0.0);
+    for (token, logit) in logits.iter().enumerate() {
+        let weight = (logit - largest).exp();
+        total += weight;
+        out.iter_mut().zip(row(token, 1)).for_each(|(out, &v)| *out += weight * f64::from(v));
+    }
+    if tokens > 0 {
+        out.iter_mut().for_each(|out| *out /= total);
+    }
+    out
+}
+
+/// Random pages of one format: bytes of the device and what they mean.
+pub struct Samples {
+    /// In the order of the device.
+    pub pages: Vec<Vec<u8>>,
+    /// Keys and values of each, 64 rows.
+    pub rows: Vec<[Vec<f32>; 2]>,
+}
+
+impl Samples {
+    fn new(order: &PageOrder, noise: &mut Noise) -> Samples {
+        let drawn = (0..SAMPLES).map(|_| {
+            let rows = [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * noise.next()).collect());
+            random_page(order, &rows, noise)
+        });
+        let (pages, rows) = drawn.unzip();
+        Samples { pages, rows }
+    }
+
+    /// Device memory full of them.
+    fn fill(&self, device: &Device, pages: usize) -> Result<CudaSlice<u8>, CudaError> {
+        let page = self.pages[0].len();
+        let mut memory = device.zeroed(pages * page)?;
+        if pages == 0 {
+            return Ok(memory);
+        }
+        let chunk: Vec<u8> = self.pages.concat().repeat((32 << 20) / (page * SAMPLES) + 1);
+        let staged = device.stream().clone_htod(&chunk)?;
+        for begin in (0..pages * page).step_by(chunk.len()) {
+            let len = chunk.len().min(pages * page - begin);
+            device.stream().memcpy_dtod(&staged.slice(..len), &mut memory.slice_mut(begin..begin + len))?;
+        }
+        device.synchronise()?;
+        Ok(memory)
+    }
+}
+
+/// A page that holds about these rows, with scales that differ from token to token, and what it holds exactly.
+pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -> (Vec<u8>, [Vec<f32>; 2]) {
+    let d = order.head_dim();
+    let mut cpu = vec![0; order.page_bytes()];
+    let mut held = [vec![0.0; PAGE_TOKENS * d], vec![0.0; PAGE_TOKENS * d]];
+    let mut elements = vec![0; if order.bits() == 16 { page_elements(d) } else { 0 }];
+    for token in 0..PAGE_TOKENS {
+        let range = token * d..(token + 1) * d;
+        if order.bits() == 16 {
+            write_token(&mut elements, d, token, &rows[0][range.clone()], &rows[1][range.clone()]);
+            let [keys, values] = &mut held;
+            read_token(&elements, d, token, &mut keys[range.clone()], &mut values[range.clone()]);
+        }
+        for (index, side) in [Side::Key, Side::Value].into_iter().enumerate() {
+            let row = &rows[index][range.clone()];
+            match order.format() {
+                SealedFormat::Bf16 => {}
+                SealedFormat::Fp8(layout) => {
+                    layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
+                    layout.decode_token(&cpu, side, token, &mut held[index][range.clone()]).expect("as above");
+                }
+                SealedFormat::Codes(layout, scale_type) => {
+                    let top = f32::from(layout.largest_code());
+                    let group = d / layout.groups();
+                    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+                    for row in row.chunks_exact(group) {
+                        let (low, high) =
+                            row.iter().fold((f32::MAX, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
+                        let step = ((high - low) / top * (1.0 + 0.05 * noise.next())).max(1e-4);
+                        let bits = (scale_type.to_bits(step), scale_type.to_bits(-low));
+                        let (step, offset) = (scale_type.to_f32(bits.0), scale_type.to_f32(bits.1));
+                        scales.push(bits);
+                        codes.extend(row.iter().map(|x| ((x + offset) / step).round().clamp(0.0, top) as u8));
+                    }
+                    layout.write_token(&mut cpu, side, token, &codes, &scales).expect("codes of one row");
+                    let held = &mut held[index][range.clone()];
+                    layout.decode_token(&cpu, side, token, scale_type, held).expect("as above");
+                }
+            }
+        }
+    }
+    if order.bits() == 16 {
+        cpu = elements.iter().flat_map(|element: &u16| element.to_le_bytes()).collect();
+    }
+    (order.from_cpu(&cpu).expect("a page of the right size"), held)
+}
+
+/// Random numbers from -1 to 1, the same in every run.
+pub struct Noise(pub u64);
+
+impl Noise {
+    /// The next number.
+    #[allow(clippy::should_implement_trait)]
+    pub fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    }
+
+    /// An index below `count`.
+    pub fn below(&mut self, count: usize) -> usize {
+        (((f64::from(self.next()) + 1.0) / 2.0 * count as f64) as usize).min(count - 1)
+    }
+}
+
+/// The numbers below `count` in random order.
+pub fn shuffled(count: usize, noise: &mut Noise) -> Vec<u32> {
+    let mut numbers: Vec<u32> = (0..count as u32).collect();
+    for last in (1..count).rev() {
+        numbers.swap(last, noise.below(last + 1));
+    }
+    numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::{CodeLayout, ScaleType};
+
+    use super::*;
+
+    #[test]
+    fn a_page_holds_about_the_rows_it_was_made_of() {
+        for bits in [2, 4] {
+            let layout = CodeLayout::new(bits, 64, 2).unwrap();
+            let order = PageOrder::new(SealedFormat::Codes(layout, ScaleType::F16), 64).unwrap();
+            let mut noise = Noise(3);
+            let rows = [0, 1].map(|_| (0..64 * 64).map(|_| noise.next()).collect::<Vec<f32>>());
+            let (page, held) = random_page(&order, &rows, &mut noise);
+            assert_eq!(page.len(), order.page_bytes());
+            let step = 2.0 / f32::from(layout.largest_code());
+            for (held, rows) in held.iter().zip(&rows) {
+                assert!(held.iter().zip(rows).all(|(a, b)| (a - b).abs() < 1.3 * step), "{bits} bits");
+            }
+        }
+    }
+
+    #[test]
+    fn the_reference_is_attention() {
+        // Two tokens with logits 0 and ln 3: weights 1/4 and 3/4.
+        let page = [vec![0.0, 3_f32.ln()].repeat(32), vec![4.0, 8.0].repeat(32)];
+        let out = reference(&[1.0], 1.0, 2, |_| &page);
+        assert!((out[0] - 7.0).abs() < 1e-6, "{out:?}");
+        assert_eq!(reference(&[1.0], 1.0, 0, |_| &page), [0.0]);
+        assert!(relative_error(&[1.0], &[7.07], 1, 1.0, 2, |_| &page) - 0.01 < 1e-6);
+        assert!(relative_error(&[1.0], &[f32::NAN], 1, 1.0, 2, |_| &page).is_nan());
+    }
+
+    #[test]
+    fn shuffling_keeps_every_number() {
+        let mut numbers = shuffled(1000, &mut Noise(1));
+        assert!(numbers.iter().enumerate().filter(|(i, n)| *i as u32 == **n).count() < 20);
+        numbers.sort_unstable();
+        assert!(numbers.into_iter().eq(0..1000));
+    }
+}

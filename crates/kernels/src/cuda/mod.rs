@@ -1,0 +1,28 @@
+//! Kernels for NVIDIA GPUs from sm_80 on. Nothing here needs CUDA to build: the driver and the run-time compiler are
+//! looked for when [`Device::open`] is called, and what is missing is an error that names it.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`device`] | opening a card, its limits, loading kernels |
+//! | [`compile`] | `.cu` sources to machine code with NVRTC, and the cache on disk |
+//! | [`page_order`] | the order of bytes inside a page on the device, and converters from and to the CPU's |
+//! | [`plan`] | a ragged batch cut into work of equal cost for every block |
+//! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
+//! | [`read`] | the read ceiling of a card |
+//! | [`measure`] | a kernel timed on cold pages, and its error |
+//! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
+
+pub mod attention;
+pub mod compile;
+pub mod device;
+pub mod error;
+pub mod measure;
+pub mod page_order;
+pub mod plan;
+pub mod read;
+
+pub use attention::{DecodeAttention, DecodeShape, PoolView};
+pub use device::Device;
+pub use error::CudaError;
+pub use page_order::PageOrder;
+pub use plan::{DecodeSequence, Plan, Split};

@@ -1,0 +1,392 @@
+//! The order of bytes inside a page on the device, and converters from and to the CPU's.
+//!
+//! A page of 64 tokens is cut into tiles of about 32 bytes per channel, the unit a warp works on: 64 tokens of 2 bits,
+//! 32 of 4, 16 of 8-bit floats, 8 of bf16. A tile is keys, values and scales, contiguous, so one copy fetches it. Inside,
+//! elements lie in the order in which the 32 lanes of a warp hold the operands of a matrix instruction: 16 bytes per
+//! lane, 512 per load, no shuffles. A page has as many bytes as on the CPU.
+
+use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
+
+use super::error::CudaError;
+use crate::cpu::attention::sealed::SealedFormat;
+use crate::cpu::attention::{page_elements, read_token, write_token};
+
+/// Shape of the pages of one format on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageOrder {
+    format: SealedFormat,
+    head_dim: usize,
+}
+
+impl PageOrder {
+    /// The order for heads of `head_dim` channels: a multiple of 32 up to 256, in groups that are multiples of 32.
+    pub fn new(format: SealedFormat, head_dim: usize) -> Result<PageOrder, CudaError> {
+        if head_dim == 0 || !head_dim.is_multiple_of(32) || head_dim > 256 {
+            return Err(CudaError::Unsupported(format!(
+                "heads of {head_dim} channels: CUDA kernels need a multiple of 32 up to 256"
+            )));
+        }
+        let order = PageOrder { format, head_dim };
+        let described = match format {
+            SealedFormat::Bf16 => head_dim,
+            SealedFormat::Codes(layout, _) => layout.head_dim(),
+            SealedFormat::Fp8(layout) => layout.head_dim(),
+        };
+        if described != head_dim {
+            return Err(CudaError::Shape {
+                what: "channels of a page",
+                expected: head_dim,
+                got: described,
+            });
+        }
+        let group = head_dim / order.groups();
+        if !group.is_multiple_of(32) {
+            return Err(CudaError::Unsupported(format!(
+                "groups of {group} channels: CUDA kernels need a multiple of 32"
+            )));
+        }
+        Ok(order)
+    }
+
+    /// The format of the pages.
+    pub fn format(&self) -> SealedFormat {
+        self.format
+    }
+
+    /// Channels of a head.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Bits of an element: 2, 4, 8 or 16.
+    pub fn bits(&self) -> usize {
+        match self.format {
+            SealedFormat::Bf16 => 16,
+            SealedFormat::Codes(layout, _) => layout.bits() as usize,
+            SealedFormat::Fp8(_) => 8,
+        }
+    }
+
+    /// Groups of channels with their own scale; 1 where there are none.
+    pub fn groups(&self) -> usize {
+        match self.format {
+            SealedFormat::Codes(layout, _) => layout.groups(),
+            _ => 1,
+        }
+    }
+
+    /// Tokens of a tile.
+    pub fn tile_tokens(&self) -> usize {
+        128 / self.bits()
+    }
+
+    /// Tiles of a page.
+    pub fn tiles(&self) -> usize {
+        PAGE_TOKENS / self.tile_tokens()
+    }
+
+    /// Bytes of a tile.
+    pub fn tile_bytes(&self) -> usize {
+        2 * self.side_bytes() + 2 * self.side_scale_bytes()
+    }
+
+    /// Bytes of a page, as many as on the CPU.
+    pub fn page_bytes(&self) -> usize {
+        self.tiles() * self.tile_bytes()
+    }
+
+    /// Elements of keys or of values in a tile.
+    fn side_bytes(&self) -> usize {
+        16 * self.head_dim
+    }
+
+    /// Scales of keys or of values in a tile.
+    fn side_scale_bytes(&self) -> usize {
+        match self.format {
+            SealedFormat::Bf16 => 0,
+            SealedFormat::Codes(layout, _) => layout.groups() * self.tile_tokens() * 4,
+            SealedFormat::Fp8(_) => self.tile_tokens() * 2,
+        }
+    }
+
+    /// Byte and bit shift of the element of (`token`, `channel`).
+    pub fn element_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
+        assert!(token < PAGE_TOKENS && channel < self.head_dim, "({token}, {channel}) is outside a page");
+        let (tile, token) = (token / self.tile_tokens(), token % self.tile_tokens());
+        let (word, lane, byte, shift) = match (self.bits(), side) {
+            (16, Side::Key) => {
+                let (chunk, inner) = (channel / 32, channel % 32);
+                (chunk * 4 + inner % 8 / 2, token * 4 + inner / 8, inner % 2 * 2, 0)
+            }
+            (16, Side::Value) => (channel / 8, channel % 8 * 4 + token / 2, token % 2 * 2, 0),
+            (8, Side::Key) => {
+                let (step, inner) = (channel / 16, channel % 16);
+                let word = token / 8 * (self.head_dim / 16) + step;
+                (word, token % 8 * 4 + inner / 4, inner % 4, 0)
+            }
+            (8, Side::Value) => {
+                (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0)
+            }
+            (bits, Side::Key) => {
+                let (lane_token, column) = self.lane_token(token);
+                let (step, inner) = (channel / 32, channel % 32);
+                let flat = lane_token / 2 * (self.head_dim / 32) + step;
+                let (word, half) = (flat * bits / 4, flat % (4 / bits));
+                let lane = (2 * column + lane_token % 2) * 4 + inner % 16 / 4;
+                (word, lane, inner % 4, code_shift(bits, half, inner / 16))
+            }
+            (bits, Side::Value) => {
+                let (lane_token, column) = self.lane_token(token);
+                let (tile, half) = (channel / 8, channel / 8 % (4 / bits));
+                let word = tile * bits / 4 * (self.tile_tokens() / 32) + lane_token / 8;
+                let shift = code_shift(bits, half, lane_token % 8 / 4);
+                (word, channel % 8 * 4 + column, lane_token % 4, shift)
+            }
+        };
+        let side = if side == Side::Key { 0 } else { self.side_bytes() };
+        (tile * self.tile_bytes() + side + word / 4 * 512 + lane * 16 + word % 4 * 4 + byte, shift)
+    }
+
+    /// A lane holds a run of the tokens of a tile: which of them, and which lane of four.
+    fn lane_token(&self, token: usize) -> (usize, usize) {
+        let run = self.tile_tokens() / 4;
+        (token % run, token / run)
+    }
+
+    /// Byte of the 16-bit scale of a token and group; an offset, where there is one, follows it.
+    pub fn scale_position(&self, side: Side, token: usize, group: usize) -> usize {
+        assert!(token < PAGE_TOKENS && group < self.groups(), "token {token}, group {group} is outside a page");
+        let (tile, token) = (token / self.tile_tokens(), token % self.tile_tokens());
+        let side = if side == Side::Key { 0 } else { self.side_scale_bytes() };
+        let inside = if self.bits() == 8 {
+            token * 2
+        } else {
+            let (lane_token, column) = self.lane_token(token);
+            group * self.tile_tokens() * 4 + lane_token / 4 * 64 + column * 16 + lane_token % 4 * 4
+        };
+        tile * self.tile_bytes() + 2 * self.side_bytes() + side + inside
+    }
+
+    /// A page of the CPU in the order of the device.
+    pub fn from_cpu(&self, cpu: &[u8]) -> Result<Vec<u8>, CudaError> {
+        self.check(cpu)?;
+        let mut page = vec![0; self.page_bytes()];
+        match self.format {
+            SealedFormat::Bf16 => {
+                let (elements, mut key, mut value) = (elements(cpu), vec![0.0; self.head_dim], vec![0.0; self.head_dim]);
+                for token in 0..PAGE_TOKENS {
+                    read_token(&elements, self.head_dim, token, &mut key, &mut value);
+                    self.write_bf16(&mut page, token, &key, &value);
+                }
+            }
+            SealedFormat::Codes(layout, _) => self.copy_codes(&layout, cpu, &mut page, true),
+            SealedFormat::Fp8(layout) => self.copy_fp8(&layout, cpu, &mut page, true),
+        }
+        Ok(page)
+    }
+
+    /// A page of the device in the order of the CPU.
+    pub fn to_cpu(&self, page: &[u8]) -> Result<Vec<u8>, CudaError> {
+        self.check(page)?;
+        let mut cpu = vec![0; self.page_bytes()];
+        match self.format {
+            SealedFormat::Bf16 => {
+                let mut elements = vec![0; page_elements(self.head_dim)];
+                for token in 0..PAGE_TOKENS {
+                    let row = |side| -> Vec<f32> {
+                        let position = |channel| self.element_position(side, token, channel).0;
+                        (0..self.head_dim)
+                            .map(|channel| half::bf16::from_le_bytes([page[position(channel)], page[position(channel) + 1]]))
+                            .map(half::bf16::to_f32)
+                            .collect()
+                    };
+                    write_token(&mut elements, self.head_dim, token, &row(Side::Key), &row(Side::Value));
+                }
+                cpu.chunks_exact_mut(2).zip(elements).for_each(|(bytes, x)| bytes.copy_from_slice(&x.to_le_bytes()));
+            }
+            SealedFormat::Codes(layout, _) => self.copy_codes(&layout, page, &mut cpu, false),
+            SealedFormat::Fp8(layout) => self.copy_fp8(&layout, page, &mut cpu, false),
+        }
+        Ok(cpu)
+    }
+
+    /// Writes the key and value of one token to a bf16 page of the device.
+    pub fn write_bf16(&self, page: &mut [u8], token: usize, key: &[f32], value: &[f32]) {
+        assert_eq!(self.format, SealedFormat::Bf16, "a page of codes is written as a whole");
+        for (side, row) in [(Side::Key, key), (Side::Value, value)] {
+            for (channel, &x) in row.iter().enumerate() {
+                let at = self.element_position(side, token, channel).0;
+                page[at..at + 2].copy_from_slice(&half::bf16::from_f32(x).to_le_bytes());
+            }
+        }
+    }
+
+    fn copy_codes(&self, layout: &CodeLayout, from: &[u8], to: &mut [u8], to_device: bool) {
+        let mask = layout.largest_code();
+        for side in [Side::Key, Side::Value] {
+            for token in 0..PAGE_TOKENS {
+                for channel in 0..self.head_dim {
+                    let cpu = layout.code_position(side, token, channel);
+                    let device = self.element_position(side, token, channel);
+                    let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                    to[write.0] |= (from[read.0] >> read.1 & mask) << write.1;
+                }
+                for group in 0..self.groups() {
+                    let cpu = layout.scale_position(side, token, group);
+                    let device = self.scale_position(side, token, group);
+                    // On the CPU the offsets of all tokens follow the scales of all tokens.
+                    for (cpu, device) in [(cpu, device), (cpu + 2 * PAGE_TOKENS, device + 2)] {
+                        let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                        to[write..write + 2].copy_from_slice(&from[read..read + 2]);
+                    }
+                }
+            }
+        }
+    }
+
+    fn copy_fp8(&self, layout: &Fp8Layout, from: &[u8], to: &mut [u8], to_device: bool) {
+        for side in [Side::Key, Side::Value] {
+            for token in 0..PAGE_TOKENS {
+                for channel in 0..self.head_dim {
+                    let cpu = layout.position(side, token, channel);
+                    let device = self.element_position(side, token, channel).0;
+                    let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                    to[write] = from[read];
+                }
+                let (cpu, device) = (layout.scale_position(side, token), self.scale_position(side, token, 0));
+                let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                to[write..write + 2].copy_from_slice(&from[read..read + 2]);
+            }
+        }
+    }
+
+    /// Whether scales are bf16; f16 otherwise.
+    pub fn bf16_scales(&self) -> bool {
+        matches!(self.format, SealedFormat::Codes(_, ScaleType::Bf16))
+    }
+
+    fn check(&self, page: &[u8]) -> Result<(), CudaError> {
+        if page.len() != self.page_bytes() {
+            return Err(CudaError::Shape {
+                what: "bytes of a page",
+                expected: self.page_bytes(),
+                got: page.len(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Where a code lies in its byte: 2-bit codes of two steps lie side by side, the second part of a step above both.
+fn code_shift(bits: usize, half: usize, part: usize) -> u32 {
+    if bits == 4 { 4 * part as u32 } else { 2 * (half + 2 * part) as u32 }
+}
+
+fn elements(bytes: &[u8]) -> Vec<u16> {
+    bytes.as_chunks::<2>().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn orders() -> Vec<PageOrder> {
+        let mut orders = Vec::new();
+        for d in [32, 64, 96, 128, 256] {
+            orders.push(PageOrder::new(SealedFormat::Bf16, d).unwrap());
+            orders.push(PageOrder::new(SealedFormat::Fp8(Fp8Layout::new(d).unwrap()), d).unwrap());
+            for bits in [2, 4] {
+                for groups in (1..=d / 32).filter(|groups| (d / 32).is_multiple_of(*groups)) {
+                    let layout = CodeLayout::new(bits, d, groups).unwrap();
+                    orders.push(PageOrder::new(SealedFormat::Codes(layout, ScaleType::F16), d).unwrap());
+                }
+            }
+        }
+        orders
+    }
+
+    fn noise(len: usize) -> Vec<u8> {
+        let mut state = 9_u64;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 56) as u8
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_bit_of_a_page_has_one_place() {
+        for order in orders() {
+            let mut taken = vec![0_u8; order.page_bytes()];
+            let mut take = |byte: usize, mask: u8| {
+                assert_eq!(taken[byte] & mask, 0, "{order:?}: byte {byte} twice");
+                taken[byte] |= mask;
+            };
+            for side in [Side::Key, Side::Value] {
+                for token in 0..PAGE_TOKENS {
+                    for channel in 0..order.head_dim() {
+                        let (byte, shift) = order.element_position(side, token, channel);
+                        match order.bits() {
+                            16 => (0..2).for_each(|i| take(byte + i, 0xff)),
+                            8 => take(byte, 0xff),
+                            bits => take(byte, ((1 << bits) - 1) << shift),
+                        }
+                    }
+                    let scales = match order.bits() {
+                        16 => 0,
+                        8 => 2,
+                        _ => 4,
+                    };
+                    for group in 0..order.groups() {
+                        (0..scales).for_each(|i| take(order.scale_position(side, token, group) + i, 0xff));
+                    }
+                }
+            }
+            assert!(taken.iter().all(|&byte| byte == 0xff), "{order:?}: a gap");
+            assert_eq!(order.page_bytes(), order.format().page_bytes(order.head_dim()), "{order:?}");
+            assert!(order.tile_bytes().is_multiple_of(16), "{order:?}: copies are of 16 bytes");
+        }
+    }
+
+    #[test]
+    fn codes_and_scales_are_the_same_on_both_sides() {
+        for order in orders() {
+            let mut cpu = noise(order.page_bytes());
+            if order.format() == SealedFormat::Bf16 {
+                // Numbers only: the payload of a NaN is nobody's business.
+                cpu.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0xbf);
+            }
+            let device = order.from_cpu(&cpu).unwrap();
+            assert_eq!(order.to_cpu(&device).unwrap(), cpu, "{order:?}");
+            let (SealedFormat::Codes(layout, _), groups) = (order.format(), order.groups()) else { continue };
+            let (mut codes, mut scales) = (vec![0; order.head_dim()], vec![(0, 0); groups]);
+            let word = |at: usize| u16::from_le_bytes([device[at], device[at + 1]]);
+            for side in [Side::Key, Side::Value] {
+                for token in 0..PAGE_TOKENS {
+                    layout.read_token(&cpu, side, token, &mut codes, &mut scales).unwrap();
+                    for (channel, &code) in codes.iter().enumerate() {
+                        let (byte, shift) = order.element_position(side, token, channel);
+                        assert_eq!(device[byte] >> shift & layout.largest_code(), code, "{order:?}");
+                    }
+                    for (group, &scale) in scales.iter().enumerate() {
+                        let at = order.scale_position(side, token, group);
+                        assert_eq!((word(at), word(at + 2)), scale, "{order:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_the_kernels_do_not_have_are_refused() {
+        assert!(matches!(PageOrder::new(SealedFormat::Bf16, 48), Err(CudaError::Unsupported(_))));
+        assert!(matches!(PageOrder::new(SealedFormat::Bf16, 288), Err(CudaError::Unsupported(_))));
+        let codes = |d, groups| SealedFormat::Codes(CodeLayout::int2(d, groups).unwrap(), ScaleType::F16);
+        assert!(matches!(PageOrder::new(codes(128, 8), 128), Err(CudaError::Unsupported(_))));
+        assert!(matches!(PageOrder::new(codes(96, 2), 96), Err(CudaError::Unsupported(_))));
+        assert!(matches!(PageOrder::new(codes(64, 1), 128), Err(CudaError::Shape { .. })));
+        let order = PageOrder::new(codes(64, 1), 64).unwrap();
+        assert!(matches!(order.from_cpu(&[0; 7]), Err(CudaError::Shape { .. })));
+    }
+}

@@ -1,0 +1,143 @@
+//! Every token of every unit is read once, whatever the batch, and no block has much more to do than another.
+
+use super::*;
+
+fn shape(blocks: usize) -> PlanShape {
+    PlanShape { kv_heads: 2, group: 12, rows: 8, warps: 4, blocks, exact: (8, 4096), sealed: (1, 4608) }
+}
+
+/// Slots that tell pages apart.
+fn slots(pages: usize, first: u32) -> Vec<u32> {
+    (0..pages as u32).map(|page| first + 3 * page).collect()
+}
+
+/// The segments of a block, as the kernel finds them.
+fn of_block(plan: &Plan, block: usize) -> Vec<Segment> {
+    let mut segments = Vec::new();
+    let mut index = block as i32;
+    while index >= 0 && plan.segments[index as usize].unit >= 0 {
+        segments.push(plan.segments[index as usize]);
+        index = plan.segments[index as usize].next;
+    }
+    segments
+}
+
+/// The positions a unit reads, as the kernel derives them from segments.
+fn check(shape: &PlanShape, plan: &Plan, sequences: &[DecodeSequence<'_>]) {
+    let parts = shape.group.div_ceil(shape.rows);
+    let units = sequences.len() * shape.kv_heads * parts;
+    assert_eq!(plan.first_partial.len(), units + 1);
+    let mut partials = vec![false; plan.partials];
+    let mut seen = vec![Vec::new(); units];
+    let all: Vec<Segment> = (0..shape.blocks).flat_map(|block| of_block(plan, block)).collect();
+    assert_eq!(all.len(), plan.partials);
+    for segment in &all {
+        let unit = segment.unit as usize;
+        assert!(!std::mem::replace(&mut partials[segment.partial as usize], true), "a partial result twice");
+        let range = plan.first_partial[unit]..plan.first_partial[unit + 1];
+        assert!(range.contains(&segment.partial) && range.len() <= MOST_PARTIALS, "{segment:?} {range:?}");
+        assert!(segment.rows as usize <= shape.rows);
+        let sequence = &sequences[segment.sequence as usize];
+        for tile in segment.begin..segment.end {
+            let (per_page, sealed) = if segment.kind == 1 { (shape.sealed.0, true) } else { (shape.exact.0, false) };
+            let (page, part) = (tile / per_page as i32, tile as usize % per_page);
+            let page = match sealed {
+                true => segment.sink_pages + page,
+                false if page < segment.sink_pages => page,
+                false => page - segment.sink_pages + segment.history_end,
+            } as usize;
+            let history = sequence.sink_pages..sequence.history_end;
+            assert_eq!(history.contains(&page), sealed, "{segment:?} page {page}");
+            let tokens = PAGE_TOKENS / per_page;
+            let first = page * PAGE_TOKENS + part * tokens;
+            seen[unit].extend(first..(first + tokens).min(sequence.tokens));
+        }
+    }
+    for (unit, mut seen) in seen.into_iter().enumerate() {
+        seen.sort_unstable();
+        let tokens = sequences[unit / (shape.kv_heads * parts)].tokens;
+        assert!(seen.iter().copied().eq(0..tokens), "unit {unit} of {tokens} tokens");
+    }
+    for (index, sequence) in sequences.iter().enumerate() {
+        let row = &plan.table[index * plan.table_width..][..sequence.slots.len()];
+        assert!(row.iter().map(|&slot| slot as u32).eq(sequence.slots.iter().copied()));
+    }
+}
+
+fn sequence(tokens: usize, sink_pages: usize, history_end: usize, slots: &[u32]) -> DecodeSequence<'_> {
+    DecodeSequence { tokens, sink_pages, history_end, slots }
+}
+
+#[test]
+fn every_token_is_read_once() {
+    let slots = slots(2000, 1);
+    let batches: Vec<Vec<DecodeSequence<'_>>> = vec![
+        vec![sequence(1, 1, 0, &slots[..1])],
+        vec![sequence(0, 1, 0, &[])],
+        vec![sequence(64, 1, 1, &slots[..1]), sequence(65, 1, 1, &slots[..2]), sequence(63, 0, 0, &slots[..1])],
+        vec![sequence(100_000, 1, 1558, &slots)],
+        vec![sequence(64 * 9, 0, 9, &slots[..9]), sequence(0, 0, 0, &[]), sequence(5000, 1, 70, &slots[..200])],
+        (0..40).map(|i| sequence(i * 517, 1, (i * 517 / 64).saturating_sub(5), &slots[..400])).collect(),
+    ];
+    for blocks in [1, 7, 132, 396] {
+        for split in [Split::Balanced, Split::Fixed { pages: 1 }, Split::Fixed { pages: 16 }] {
+            for batch in &batches {
+                let plan = Plan::new(&shape(blocks), split, batch).unwrap();
+                check(&shape(blocks), &plan, batch);
+            }
+        }
+    }
+    let none = Plan::new(&shape(3), Split::Balanced, &[]).unwrap();
+    assert_eq!((none.partials, none.bytes), (0, 0));
+}
+
+#[test]
+fn blocks_have_about_the_same_to_do() {
+    let slots = slots(2000, 1);
+    let load = |shape: &PlanShape, batch: &[DecodeSequence<'_>]| -> f64 {
+        let plan = Plan::new(shape, Split::Balanced, batch).unwrap();
+        let loads = (0..shape.blocks).map(|block| -> usize {
+            of_block(&plan, block)
+                .iter()
+                .map(|s| (s.end - s.begin) as usize * if s.kind == 1 { shape.sealed.1 } else { shape.exact.1 })
+                .sum()
+        });
+        loads.max().unwrap() as f64 / (plan.bytes as f64 / shape.blocks as f64)
+    };
+    let shape = PlanShape { kv_heads: 8, group: 4, ..shape(396) };
+    let batch: Vec<DecodeSequence<'_>> = (0..32).map(|_| sequence(32768, 1, 507, &slots[..512])).collect();
+    assert!(load(&shape, &batch) < 1.08, "{}", load(&shape, &batch));
+    let ragged: Vec<DecodeSequence<'_>> =
+        (0..32).map(|i| sequence(1000 + 3000 * i, 1, (1000 + 3000 * i) / 64 - 4, &slots)).collect();
+    assert!(load(&shape, &ragged) < 1.08, "{}", load(&shape, &ragged));
+    let single = [sequence(100_000, 1, 1558, &slots)];
+    assert!(load(&shape, &single) < 1.3, "{}", load(&shape, &single));
+}
+
+#[test]
+fn fixed_splits_do_not_see_the_rest_of_the_batch() {
+    let slots = slots(2000, 1);
+    let cuts = |batch: &[DecodeSequence<'_>], blocks: usize, index: i32| {
+        let plan = Plan::new(&shape(blocks), Split::Fixed { pages: 8 }, batch).unwrap();
+        let first = plan.first_partial[index as usize * 4];
+        let mut cuts: Vec<_> = plan.segments.iter().filter(|segment| segment.unit >= 0 && segment.sequence == index).collect();
+        cuts.sort_by_key(|segment| segment.partial);
+        cuts.iter().map(|s| (s.head, s.first_row, s.kind, s.begin, s.end, s.partial - first)).collect::<Vec<_>>()
+    };
+    let long = sequence(20_000, 1, 300, &slots);
+    let alone = cuts(&[long], 132, 0);
+    assert!(alone.len() > 8);
+    assert_eq!(alone, cuts(&[sequence(7777, 1, 100, &slots), sequence(64, 1, 0, &slots), long], 17, 2));
+}
+
+#[test]
+fn batches_that_cannot_be_read_are_refused() {
+    let slots = slots(10, 1);
+    let refused = |s: DecodeSequence<'_>| Plan::new(&shape(4), Split::Balanced, &[s]).unwrap_err();
+    assert!(matches!(refused(sequence(65, 0, 0, &slots[..1])), CudaError::Shape { expected: 2, got: 1, .. }));
+    assert!(matches!(refused(sequence(100, 0, 2, &slots)), CudaError::Shape { expected: 2, got: 1, .. }));
+    assert!(matches!(refused(sequence(1 << 40, 0, 0, &slots)), CudaError::Shape { .. }));
+    assert!(matches!(refused(sequence(64, 0, 0, &[u32::MAX])), CudaError::Unsupported(_)));
+    let plan = Plan::new(&shape(4), Split::Balanced, &[sequence(640, 1, 7, &slots)]).unwrap();
+    assert_eq!(plan.slots, [28 + 1, 19 + 1]);
+}

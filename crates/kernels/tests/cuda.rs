@@ -1,0 +1,282 @@
+//! Every CUDA kernel against attention in f64 on what its pages decode to, on a card. Without one, a line says so.
+//!
+//! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
+//! not written yet, and outputs all begin as NaN.
+#![allow(clippy::unwrap_used)]
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cudarc::driver::CudaSlice;
+use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType};
+use oscar_kernels::cpu::attention::sealed::SealedFormat;
+use oscar_kernels::cuda::measure::{Noise, random_page, reference, shuffled};
+use oscar_kernels::cuda::{DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split};
+
+/// Largest relative error that passes; outputs are f32.
+const LIMIT: f64 = 1e-3;
+
+fn main() -> ExitCode {
+    let device = match Device::open(0) {
+        Ok(device) => device,
+        Err(error) => {
+            println!("cuda: SKIPPED, no kernel was run: {error}");
+            return ExitCode::SUCCESS;
+        }
+    };
+    println!("cuda: {} ({}, driver {})", device.name(), device.architecture(), device.driver_version().unwrap());
+    // A quick run for checkers that slow everything down a hundredfold.
+    let quick = std::env::var_os("OSCAR_CUDA_QUICK").is_some();
+    let mut failures = 0;
+    let (mut runs, mut worst) = (0, 0.0_f64);
+    for (name, shape) in shapes(quick) {
+        let kernel = match DecodeAttention::new(&device, shape) {
+            Ok(kernel) => kernel,
+            Err(error) => {
+                println!("FAILED {name}: {error}");
+                failures += 1;
+                continue;
+            }
+        };
+        let (registers, spilled) = kernel.resources().unwrap();
+        let mut worst_here = 0.0_f64;
+        for (kind, batch) in batches(quick) {
+            let case = Batch::new(&device, &kernel, kind, &batch);
+            for split in [Split::Balanced, Split::Fixed { pages: 4 }] {
+                let (error, got) = case.run(&kernel, split, None);
+                // A second time: nothing may be left over, and nothing may depend on who comes first.
+                let again = case.run(&kernel, split, None).1;
+                let same = got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits());
+                runs += 1;
+                if error.is_nan() || error > LIMIT || !same {
+                    println!("FAILED {name}, {kind:?} {batch:?}, {split:?}: error {error:.2e}, repeatable: {same}");
+                    failures += 1;
+                }
+                worst_here = if error.is_nan() { error } else { worst_here.max(error) };
+            }
+            if !case.alone_is_the_same(&kernel) {
+                println!("FAILED {name}, {kind:?} {batch:?}: a fixed split depends on the batch");
+                failures += 1;
+            }
+        }
+        println!("{name:34} largest error {worst_here:.1e}  ({registers} registers, {spilled} bytes spilled)");
+        worst = worst.max(worst_here);
+    }
+    println!("cuda: {runs} runs, largest error {worst:.1e}, limit {LIMIT:.0e}, {failures} failed");
+    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
+    let mut shapes = Vec::new();
+    for head_dim in [64, 96, 128, 256] {
+        let codes = |bits, groups, scale| {
+            (
+                format!("int{bits} x{groups}{}", if scale == ScaleType::Bf16 { " bf16 scales" } else { "" }),
+                SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), scale),
+            )
+        };
+        let mut formats = vec![
+            codes(2, 1, ScaleType::F16),
+            codes(4, 1, ScaleType::F16),
+            ("fp8".into(), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())),
+            ("bf16".into(), SealedFormat::Bf16),
+            codes(2, head_dim / 32, ScaleType::F16),
+        ];
+        if head_dim == 128 {
+            formats.push(codes(2, 2, ScaleType::F16));
+            formats.push(codes(4, 2, ScaleType::F16));
+            formats.push(codes(2, 1, ScaleType::Bf16));
+        }
+        for (name, sealed) in formats {
+            let groups: &[usize] = match head_dim {
+                128 if quick => &[4, 12],
+                _ if quick => continue,
+                128 => &[1, 4, 8, 12, 16],
+                _ => &[3, 16],
+            };
+            for &group in groups {
+                let shape = DecodeShape { head_dim, kv_heads: 2, group, sealed };
+                shapes.push((format!("{name}, d {head_dim}, {group} rows"), shape));
+            }
+        }
+    }
+    shapes
+}
+
+/// What the numbers of a batch are like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Plain,
+    /// Logits of hundreds: one token takes all.
+    Sharp,
+    /// Queries of zero: all tokens weigh the same.
+    Equal,
+    /// Keys and values far from zero, as with biases.
+    Offset,
+    /// Logits that grow along the sequence: the running maximum changes with every page.
+    Growing,
+    /// Numbers close to zero.
+    Tiny,
+}
+
+/// Lengths of sequences, with the number of sealed pages after the sink that is aimed at.
+fn batches(quick: bool) -> Vec<(Kind, Vec<(usize, usize)>)> {
+    let ragged = vec![(1, 0), (0, 0), (63, 0), (64, 0), (65, 0), (128, 1), (129, 1), (700, 8), (2100, 28)];
+    if quick {
+        return vec![(Kind::Plain, ragged)];
+    }
+    vec![
+        (Kind::Plain, vec![(0, 0)]),
+        (Kind::Plain, vec![(1, 0)]),
+        (Kind::Plain, ragged.clone()),
+        (Kind::Plain, vec![(64 * 12, 11)]),
+        (Kind::Plain, vec![(5003, 70)]),
+        (Kind::Sharp, ragged.clone()),
+        (Kind::Equal, ragged.clone()),
+        (Kind::Offset, ragged.clone()),
+        (Kind::Growing, ragged.clone()),
+        (Kind::Tiny, ragged),
+    ]
+}
+
+/// A batch with its pages on the device and what they hold.
+struct Batch {
+    device: Arc<Device>,
+    lengths: Vec<(usize, usize)>,
+    tables: Vec<Vec<u32>>,
+    pools: [CudaSlice<u8>; 2],
+    queries: Vec<f32>,
+    /// `[sequence][head][page]`.
+    rows: Vec<Vec<Vec<[Vec<f32>; 2]>>>,
+    scale: f32,
+}
+
+impl Batch {
+    fn new(device: &Arc<Device>, kernel: &DecodeAttention, kind: Kind, lengths: &[(usize, usize)]) -> Batch {
+        let DecodeShape { head_dim: d, kv_heads, group, sealed } = *kernel.shape();
+        let lengths: Vec<(usize, usize)> = lengths
+            .iter()
+            .map(|&(tokens, sealed_pages)| (tokens, if sealed == SealedFormat::Bf16 { 0 } else { sealed_pages }))
+            .collect();
+        let mut noise = Noise(kind as u64 + 17 * d as u64 + group as u64);
+        let total: usize = lengths.iter().map(|(tokens, _)| tokens.div_ceil(PAGE_TOKENS)).sum();
+        // Twice as many slots as pages, so that there is something to keep away from.
+        let slots = 2 * total + 1;
+        let mut free = shuffled(slots, &mut noise).into_iter();
+        let orders = kernel.orders();
+        let mut pools = orders.map(|order| vec![0xff_u8; slots * kv_heads * order.page_bytes()]);
+        let (mut tables, mut rows) = (Vec::new(), Vec::new());
+        for &(tokens, sealed_pages) in &lengths {
+            let pages = tokens.div_ceil(PAGE_TOKENS);
+            let table: Vec<u32> = (0..pages).map(|_| free.next().unwrap()).collect();
+            let mut heads = Vec::new();
+            for head in 0..kv_heads {
+                let mut held = Vec::new();
+                for (page, &slot) in table.iter().enumerate() {
+                    let pool = usize::from((1..1 + sealed_pages).contains(&page));
+                    let drawn = [0, 1].map(|side| -> Vec<f32> {
+                        let value = |index: usize| {
+                            let x = noise.next();
+                            match kind {
+                                Kind::Offset => x + if side == 0 { 40.0 } else { 7.0 },
+                                Kind::Tiny => x * 1e-3,
+                                Kind::Growing if side == 0 => {
+                                    x + (page * PAGE_TOKENS + index / d) as f32 * 0.01
+                                }
+                                _ => 2.0 * x,
+                            }
+                        };
+                        (0..PAGE_TOKENS * d).map(value).collect()
+                    });
+                    let (mut bytes, rows) = random_page(&orders[pool], &drawn, &mut noise);
+                    if pool == 0 {
+                        let nan = vec![f32::NAN; d];
+                        let written = tokens.saturating_sub(page * PAGE_TOKENS).min(PAGE_TOKENS);
+                        for token in written..PAGE_TOKENS {
+                            orders[0].write_bf16(&mut bytes, token, &nan, &nan);
+                        }
+                    }
+                    let at = (slot as usize * kv_heads + head) * bytes.len();
+                    pools[pool][at..at + bytes.len()].copy_from_slice(&bytes);
+                    held.push(rows);
+                }
+                heads.push(held);
+            }
+            tables.push(table);
+            rows.push(heads);
+        }
+        let factor = match kind {
+            Kind::Sharp => 60.0,
+            Kind::Equal => 0.0,
+            _ => 2.0,
+        };
+        let numbers = lengths.len() * kv_heads * group * d;
+        let positive = kind == Kind::Growing;
+        let queries =
+            (0..numbers).map(|_| noise.next()).map(|x| factor * if positive { x.abs() } else { x }).collect();
+        let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());
+        let scale = 1.0 / (d as f32).sqrt();
+        Batch { device: device.clone(), lengths, tables, pools, queries, rows, scale }
+    }
+
+    /// The relative error of the worst sequence, and the outputs. `only` runs one sequence by itself.
+    fn run(&self, kernel: &DecodeAttention, split: Split, only: Option<usize>) -> (f64, Vec<f32>) {
+        let DecodeShape { head_dim: d, kv_heads, group, .. } = *kernel.shape();
+        let width = kv_heads * group * d;
+        let chosen: Vec<usize> = only.map_or((0..self.lengths.len()).collect(), |index| vec![index]);
+        let sequences: Vec<DecodeSequence<'_>> = chosen
+            .iter()
+            .map(|&index| DecodeSequence {
+                tokens: self.lengths[index].0,
+                sink_pages: 1,
+                history_end: 1 + self.lengths[index].1,
+                slots: &self.tables[index],
+            })
+            .collect();
+        let queries: Vec<f32> =
+            chosen.iter().flat_map(|&index| &self.queries[index * width..(index + 1) * width]).copied().collect();
+        let stream = self.device.stream();
+        let mut plan = kernel.plan(split, &sequences).unwrap();
+        let device_queries = stream.clone_htod(&queries).unwrap();
+        let mut out = stream.clone_htod(&vec![f32::NAN; queries.len()]).unwrap();
+        let view = |pool: usize| PoolView {
+            memory: &self.pools[pool],
+            offset: 0,
+            stride: kernel.orders()[pool].page_bytes() * kv_heads,
+        };
+        kernel.launch(&mut plan, view(0), Some(view(1)), &device_queries, self.scale, &mut out).unwrap();
+        let got = stream.clone_dtoh(&out).unwrap();
+        self.device.synchronise().unwrap();
+        let mut worst = 0.0_f64;
+        for (place, &index) in chosen.iter().enumerate() {
+            let (mut difference, mut norm) = (0.0, 0.0);
+            for row in 0..kv_heads * group {
+                let at = place * width + row * d;
+                let pages = &self.rows[index][row / group];
+                let expected =
+                    reference(&queries[at..at + d], self.scale, self.lengths[index].0, |page| &pages[page]);
+                for (expected, &got) in expected.iter().zip(&got[at..at + d]) {
+                    difference += (expected - f64::from(got)).powi(2);
+                    norm += expected.powi(2);
+                }
+            }
+            let error = if norm > 0.0 { (difference / norm).sqrt() } else { difference.sqrt() };
+            worst = if error.is_nan() { f64::NAN } else { worst.max(error) };
+            if error.is_nan() {
+                break;
+            }
+        }
+        (worst, got)
+    }
+
+    /// Whether the longest sequence gets the same bits alone as in the batch, with fixed splits.
+    fn alone_is_the_same(&self, kernel: &DecodeAttention) -> bool {
+        let split = Split::Fixed { pages: 4 };
+        let longest = (0..self.lengths.len()).max_by_key(|&index| self.lengths[index].0).unwrap();
+        let width = kernel.shape().kv_heads * kernel.shape().group * kernel.shape().head_dim;
+        let together = self.run(kernel, split, None).1;
+        let alone = self.run(kernel, split, Some(longest)).1;
+        let part = &together[longest * width..(longest + 1) * width];
+        part.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits())
+    }
+}

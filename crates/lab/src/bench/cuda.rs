@@ -1,0 +1,256 @@
+//! Decode attention on a GPU: every format at every batch and context, against the read ceiling of the card.
+//!
+//! Pages of as many layers as it takes to leave no cache warm are attended to one layer after the other, replayed from a
+//! graph; a row is the median over passes, divided by layers. Bytes are those of the pages that are read.
+
+use oscar_codec::{CodeLayout, CodecError, Fp8Layout, PAGE_TOKENS, ScaleType};
+use oscar_kernels::cpu::attention::sealed::SealedFormat;
+use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
+use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
+use serde::Serialize;
+
+use crate::page_codec::CacheType;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct CudaBench {
+    /// Number of the card.
+    pub card: usize,
+    /// Query heads, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Groups of channels with their own scale, in formats that have them.
+    pub groups: usize,
+    /// Sequences of a step.
+    pub batches: Vec<usize>,
+    /// Tokens in the cache of each.
+    pub contexts: Vec<usize>,
+    /// Formats; [`CacheType::Auto`] counts as 2-bit.
+    pub formats: Vec<CacheType>,
+    /// Tokens read in bf16 at the start, in whole pages.
+    pub sink_tokens: usize,
+    /// Tokens read in bf16 before the page of the query, in whole pages.
+    pub recent_tokens: usize,
+    /// Split at fixed pages, so that results do not depend on the batch.
+    pub deterministic: bool,
+    /// Pages to go through before one is read again, in bytes.
+    pub pool_bytes: usize,
+    /// Timed passes.
+    pub repeat: usize,
+}
+
+/// Pages of a segment in deterministic mode.
+const FIXED_PAGES: usize = 32;
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct CudaRow {
+    kind: &'static str,
+    card: String,
+    /// Version of the CUDA interface of the driver.
+    cuda: i32,
+    /// The format.
+    pub kv: &'static str,
+    batch: usize,
+    context: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    groups: usize,
+    sink_tokens: usize,
+    recent_tokens: usize,
+    deterministic: bool,
+    layers: usize,
+    /// Bytes of pages that a layer reads.
+    bytes: usize,
+    /// Microseconds per layer, median.
+    pub us_per_layer: f64,
+    /// The fastest pass.
+    fastest_us: f64,
+    /// Bytes of pages per second.
+    gb_per_s: f64,
+    /// What a kernel reads that does nothing else.
+    ceiling_gb_per_s: f64,
+    /// The one over the other.
+    of_ceiling: f64,
+    /// Times faster than bf16 of the same batch and context, if that is measured.
+    times_bf16: Option<f64>,
+    /// Norm of the difference to f64 over the norm of the result, for one head.
+    error: f64,
+    registers: usize,
+    spilled_bytes: usize,
+}
+
+/// What cannot be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaBenchError {
+    /// The shape of pages.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// The card.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// Query heads do not divide among KV heads.
+    #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
+    Heads {
+        /// Query heads.
+        q_heads: usize,
+        /// KV heads.
+        kv_heads: usize,
+    },
+    /// More pages than the card has memory for.
+    #[error("{needed} MB of pages do not fit the {free} MB that are free on the card: fewer sequences or tokens")]
+    Memory {
+        /// Megabytes of pages.
+        needed: usize,
+        /// Megabytes free.
+        free: usize,
+    },
+}
+
+/// Measures; `on_row` is called after each row.
+pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), CudaBenchError> {
+    let CudaBench { q_heads, kv_heads, head_dim, groups, .. } = *bench;
+    if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
+        return Err(CudaBenchError::Heads { q_heads, kv_heads });
+    }
+    let formats: Vec<(CacheType, SealedFormat)> = bench
+        .formats
+        .iter()
+        .map(|&kind| Ok((kind, format(kind, head_dim, groups)?)))
+        .collect::<Result<_, CodecError>>()?;
+    let device = Device::open(bench.card)?;
+    let ceiling = read_ceiling(&device)?;
+    let mut exact = Vec::new();
+    for &(kind, sealed) in &formats {
+        for &batch in &bench.batches {
+            for &context in &bench.contexts {
+                let shape = DecodeShape { head_dim, kv_heads, group: q_heads / kv_heads, sealed };
+                let split = match bench.deterministic {
+                    true => Split::Fixed { pages: FIXED_PAGES },
+                    false => Split::Balanced,
+                };
+                let layer = batch * kv_heads * context.div_ceil(PAGE_TOKENS) * sealed.page_bytes(head_dim);
+                let (needed, free) = ((layer + bench.pool_bytes) >> 20, device.free_memory()? >> 20);
+                if needed > free * 9 / 10 {
+                    return Err(CudaBenchError::Memory { needed, free });
+                }
+                let case = Case {
+                    shape,
+                    batch,
+                    tokens: context,
+                    sink_pages: bench.sink_tokens.div_ceil(PAGE_TOKENS),
+                    recent_pages: bench.recent_tokens.div_ceil(PAGE_TOKENS),
+                    split,
+                    tuning: None,
+                    pool_bytes: bench.pool_bytes,
+                    passes: bench.repeat,
+                };
+                let measured = measure(&device, &case)?;
+                if kind == CacheType::Bf16 {
+                    exact.push((batch, context, measured.seconds));
+                }
+                let same = exact.iter().find(|(b, c, _)| (*b, *c) == (batch, context));
+                let rate = measured.bytes as f64 / measured.seconds;
+                on_row(&CudaRow {
+                    kind: "cuda_attention",
+                    card: device.name().to_owned(),
+                    cuda: device.driver_version()?,
+                    kv: name(kind),
+                    batch,
+                    context,
+                    q_heads,
+                    kv_heads,
+                    head_dim,
+                    groups,
+                    sink_tokens: bench.sink_tokens,
+                    recent_tokens: bench.recent_tokens,
+                    deterministic: bench.deterministic,
+                    layers: measured.layers,
+                    bytes: measured.bytes,
+                    us_per_layer: measured.seconds * 1e6,
+                    fastest_us: measured.fastest * 1e6,
+                    gb_per_s: rate / 1e9,
+                    ceiling_gb_per_s: ceiling / 1e9,
+                    of_ceiling: rate / ceiling,
+                    times_bf16: same.map(|(_, _, seconds)| seconds / measured.seconds),
+                    error: measured.error,
+                    registers: measured.registers,
+                    spilled_bytes: measured.spilled,
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+fn name(kind: CacheType) -> &'static str {
+    match kind {
+        CacheType::Auto => CacheType::Int2.name(),
+        kind => kind.name(),
+    }
+}
+
+fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<SealedFormat, CodecError> {
+    Ok(match kind {
+        CacheType::Bf16 => SealedFormat::Bf16,
+        CacheType::Fp8 => SealedFormat::Fp8(Fp8Layout::new(head_dim)?),
+        CacheType::Int4 => SealedFormat::Codes(CodeLayout::int4(head_dim, groups)?, ScaleType::F16),
+        CacheType::Auto | CacheType::Int2 => {
+            SealedFormat::Codes(CodeLayout::int2(head_dim, groups)?, ScaleType::F16)
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bench() -> CudaBench {
+        CudaBench {
+            card: 0,
+            q_heads: 8,
+            kv_heads: 2,
+            head_dim: 64,
+            groups: 1,
+            batches: vec![1, 3],
+            contexts: vec![1000],
+            formats: vec![CacheType::Bf16, CacheType::Int2],
+            sink_tokens: 64,
+            recent_tokens: 256,
+            deterministic: false,
+            pool_bytes: 1 << 20,
+            repeat: 2,
+        }
+    }
+
+    #[test]
+    fn rows_come_from_a_card_or_an_error_says_that_there_is_none() {
+        let mut rows = Vec::new();
+        match run(&bench(), |row| rows.push(row.clone())) {
+            Ok(()) => {
+                assert_eq!(rows.len(), 4);
+                assert!(rows.iter().all(|row| row.error < 1e-3 && row.us_per_layer > 0.0), "{rows:?}");
+            }
+            Err(error) => {
+                println!("skipped: {error}");
+                assert!(matches!(error, CudaBenchError::Cuda(_)), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_refused_before_a_card_is_needed() {
+        let refused = |change: &dyn Fn(&mut CudaBench)| {
+            let mut bench = bench();
+            change(&mut bench);
+            run(&bench, |_| {}).unwrap_err()
+        };
+        assert!(matches!(refused(&|bench| bench.kv_heads = 3), CudaBenchError::Heads { .. }));
+        assert!(matches!(refused(&|bench| bench.kv_heads = 0), CudaBenchError::Heads { .. }));
+        assert!(matches!(refused(&|bench| bench.groups = 7), CudaBenchError::Codec(_)));
+    }
+}
