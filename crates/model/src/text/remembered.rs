@@ -33,6 +33,29 @@ pub struct RememberedIds {
     pub remembered: usize,
 }
 
+/// The beginning of a text whose ids are remembered; empty if nothing is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Beginning {
+    bytes: usize,
+    ids: Vec<u32>,
+}
+
+impl Beginning {
+    /// The ids of the whole text.
+    pub fn encode(self, tokenizer: &Tokenizer, text: &str) -> Result<RememberedIds, TextError> {
+        let Beginning { bytes, mut ids } = self;
+        if bytes > 0
+            && let Some(rest) = encode_rest(tokenizer, &ids, &text[bytes..])?
+        {
+            let remembered = ids.len();
+            ids.extend(rest);
+            return Ok(RememberedIds { ids, remembered });
+        }
+        let ids = tokenizer.encode_with_special_tokens_parsed(text, false)?;
+        Ok(RememberedIds { ids, remembered: 0 })
+    }
+}
+
 /// A prompt and its answer.
 #[derive(Debug)]
 struct Conversation {
@@ -79,19 +102,20 @@ impl RememberedText {
         scope: &str,
         text: &str,
     ) -> Result<RememberedIds, TextError> {
+        self.beginning(scope, text).encode(tokenizer, text)
+    }
+
+    /// The first half of [`Self::encode`], for those who share what is remembered and encode without it.
+    pub fn beginning(&mut self, scope: &str, text: &str) -> Beginning {
         let ends = self.conversations.iter().enumerate().filter(|(_, known)| known.scope == scope);
         let ends = ends.filter_map(|(index, known)| Some((known.last_end(text)?, index)));
-        if let Some((end, index)) = ends.max_by_key(|(end, index)| (end.text, *index)) {
-            self.clock += 1;
-            let known = &mut self.conversations[index];
-            known.used = self.clock;
-            let seen = &known.ids[..end.ids];
-            if let Some(rest) = encode_rest(tokenizer, seen, &text[end.text..])? {
-                return Ok(RememberedIds { ids: [seen, &rest[..]].concat(), remembered: seen.len() });
-            }
-        }
-        let ids = tokenizer.encode_with_special_tokens_parsed(text, false)?;
-        Ok(RememberedIds { ids, remembered: 0 })
+        let Some((end, index)) = ends.max_by_key(|(end, index)| (end.text, *index)) else {
+            return Beginning::default();
+        };
+        self.clock += 1;
+        let known = &mut self.conversations[index];
+        known.used = self.clock;
+        Beginning { bytes: end.text, ids: known.ids[..end.ids].to_vec() }
     }
 
     /// Remembers that the model was given `prompt` as `prompt_ids` and said `answer_ids`, an ending token included.

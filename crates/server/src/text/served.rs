@@ -25,10 +25,6 @@ pub struct ServedModel {
     longest_token: usize,
     bos: String,
     eos: String,
-    /// Texts of special tokens: a text may be cut before them.
-    specials: Vec<String>,
-    /// Encoding a text puts a space before it, so a text may be cut nowhere else.
-    adds_space: bool,
 }
 
 impl ServedModel {
@@ -44,13 +40,6 @@ impl ServedModel {
         let longest = ids.filter_map(|id| tokenizer.token_bytes(id).ok()).map(<[u8]>::len).max();
         let text = |id: Option<u32>| id.and_then(|id| tokenizer.token_text(id).ok()).unwrap_or_default();
         let (bos, eos) = (text(tokenizer.bos_id()), text(tokenizer.eos_id()));
-        let specials = (0..tokenizer.vocab_size() as u32).filter(|&id| tokenizer.is_special(id));
-        let specials =
-            specials.filter_map(|id| tokenizer.token_text(id).ok()).filter(|text| !text.is_empty());
-        let specials = specials.collect();
-        let probe = tokenizer.encode("a", false).unwrap_or_default();
-        let first = probe.first().and_then(|&id| tokenizer.token_bytes(id).ok()).unwrap_or_default();
-        let adds_space = first.starts_with(b" ");
         ServedModel {
             name: name.into(),
             path: path.into(),
@@ -60,8 +49,6 @@ impl ServedModel {
             longest_token: longest.unwrap_or(1).max(1),
             bos,
             eos,
-            specials,
-            adds_space,
         }
     }
 
@@ -132,18 +119,7 @@ impl ServedModel {
         salt: Option<&str>,
         text: String,
     ) -> Result<Prompted, ApiError> {
-        let known = memory.beginning(salt, &text, |before, rest| self.may_cut(before, rest));
-        let (bytes, mut ids) = known.unwrap_or_default();
-        let rest = self.tokenizer.encode_with_special_tokens_parsed(&text[bytes..], false);
-        ids.extend(rest.map_err(|error| text_error("messages", &error))?);
-        Ok(Prompted { text, ids })
-    }
-
-    /// Whether both parts encode to what the whole does, as far as one can tell from the place.
-    fn may_cut(&self, before: &str, rest: &str) -> bool {
-        let special = rest.is_empty() || self.specials.iter().any(|text| rest.starts_with(text.as_str()));
-        let line = before.ends_with('\n') && !rest.starts_with(char::is_whitespace) && !self.adds_space;
-        special || line
+        memory.encode(&self.tokenizer, salt, text).map_err(|error| text_error("messages", &error))
     }
 
     /// The text of tokens, special ones included.

@@ -68,7 +68,6 @@ pub(crate) async fn chat_completions(
         tools: tools.into(),
         id_stem: id.trim_start_matches("chatcmpl-").chars().take(16).collect(),
         separate_reasoning,
-        shows_special: options.keep_special,
         prompted,
         app: Arc::clone(&app),
     };
@@ -120,8 +119,6 @@ struct Turn {
     /// What the ids of calls begin with.
     id_stem: String,
     separate_reasoning: bool,
-    /// Special tokens are part of the text.
-    shows_special: bool,
 }
 
 impl Turn {
@@ -141,17 +138,17 @@ impl Turn {
     /// Remembers which ids the conversation had, for its next turn.
     fn remember(&self, summary: &Summary) {
         let tokenizer = self.app.model.tokenizer();
-        let ended = match (&summary.finish, &summary.matched) {
-            (FinishReason::End | FinishReason::Stop, Some(MatchedStop::Token(_))) => 1,
-            (FinishReason::Length, None) => 0,
+        let said = match (&summary.finish, &summary.matched) {
+            (FinishReason::End, Some(MatchedStop::Token(_))) | (FinishReason::Length, None) => {
+                &summary.tokens[..]
+            }
+            (FinishReason::Stop, Some(MatchedStop::Token(_))) => {
+                &summary.tokens[..summary.tokens.len().saturating_sub(1)]
+            }
             // A stop text is cut out of the tokens, and a broken answer may miss the end of its text.
             _ => return,
         };
-        let said = &summary.tokens[..summary.tokens.len().saturating_sub(ended)];
-        // Tokens without a text would come back where nobody wrote them.
-        if self.shows_special || said.iter().all(|&token| !tokenizer.is_special(token)) {
-            self.app.memory.remember(self.salt.as_deref(), &self.prompted, &summary.text, said);
-        }
+        self.app.memory.remember(tokenizer, self.salt.as_deref(), &self.prompted, said);
     }
 }
 
