@@ -21,23 +21,24 @@ const REGISTERS: usize = PAGE_TOKENS / LANES;
 
 type Page = [__m512; REGISTERS];
 
-/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
+/// 2ˣ for x in 0..1 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
 /// the largest afterwards.
-const EXP2: [f32; 5] = [1.0, 0.693_124_2, 0.240_240_99, 0.055_906_426, 0.009_582_853];
+const EXP2: [f32; 5] = [1.0, 0.693_044_84, 0.241_280_21, 0.052_242_47, 0.013_426_69];
 
-/// 2ˣ for `x <= 128`; 0 far below, NaN stays NaN.
+/// What `x` has above the next lower integer: no fraction bits, rounding down, no exceptions.
+const FRACTION: i32 = 0b1001;
+
+/// 2ˣ for `x <= 128`; 0 far below and at -∞, NaN stays NaN.
 #[inline]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512dq")]
 fn exp2(x: __m512) -> __m512 {
-    // The second operand is returned if either is NaN.
-    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
-    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-    let rest = _mm512_sub_ps(x, whole);
+    let rest = _mm512_reduce_ps::<FRACTION>(x);
     let mut power = _mm512_set1_ps(EXP2[4]);
     for i in (0..4).rev() {
         power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(EXP2[i]));
     }
-    _mm512_scalef_ps(power, whole)
+    // Scaling rounds its exponent down.
+    _mm512_scalef_ps(power, x)
 }
 
 /// 16-bit numbers to `f32`.
@@ -57,6 +58,14 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
             _mm512_storeu_ps(numbers.as_mut_ptr().add(at), wide);
         }
         at += LANES;
+    }
+}
+
+/// As `codes::Engine::fetch`.
+pub(super) fn prefetch(ahead: &[u8]) {
+    for line in ahead.chunks(64) {
+        // SAFETY: prefetching an address is harmless whatever it is.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
 }
 
@@ -354,10 +363,10 @@ pub(super) fn add_values(
     numbers: &[f32],
     width: usize,
     channels: Range<usize>,
+    rows: usize,
     d: usize,
     values: &mut [f32],
 ) {
-    let rows = values.len() / d;
     let end = channels.end.next_multiple_of(LANES);
     assert!(channels.start < channels.end && channels.end <= d && end <= width);
     assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && numbers.len() >= rows * 2);
@@ -402,6 +411,10 @@ pub(super) fn add_values(
 /// The steps of this module as functions of an engine for products of `ROWS` rows.
 macro_rules! steps {
     () => {
+        fn fetch(&self, ahead: &[u8]) {
+            weigh::prefetch(ahead);
+        }
+
         fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
             // SAFETY: an engine exists only where its instruction set does.
             unsafe { weigh::split_row(row, high, low) }
@@ -423,11 +436,12 @@ macro_rules! steps {
             numbers: &[f32],
             width: usize,
             channels: Range<usize>,
+            rows: usize,
             d: usize,
             values: &mut [f32],
         ) {
             // SAFETY: as above.
-            unsafe { weigh::add_values(sums, numbers, width, channels, d, values) }
+            unsafe { weigh::add_values(sums, numbers, width, channels, rows, d, values) }
         }
     };
 }
