@@ -21,24 +21,23 @@ const REGISTERS: usize = PAGE_TOKENS / LANES;
 
 type Page = [__m512; REGISTERS];
 
-/// 2ˣ for x in 0..1 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
+/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
 /// the largest afterwards.
-const EXP2: [f32; 5] = [1.0, 0.693_044_84, 0.241_280_21, 0.052_242_47, 0.013_426_69];
+const EXP2: [f32; 5] = [1.0, 0.693_124_2, 0.240_240_99, 0.055_906_426, 0.009_582_853];
 
-/// What `x` has above the next lower integer: no fraction bits, rounding down, no exceptions.
-const FRACTION: i32 = 0b1001;
-
-/// 2ˣ for `x <= 128`; 0 far below and at -∞, NaN stays NaN.
+/// 2ˣ for `x <= 128`; 0 far below, NaN stays NaN.
 #[inline]
-#[target_feature(enable = "avx512f,avx512dq")]
+#[target_feature(enable = "avx512f")]
 fn exp2(x: __m512) -> __m512 {
-    let rest = _mm512_reduce_ps::<FRACTION>(x);
+    // The second operand is returned if either is NaN.
+    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
+    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+    let rest = _mm512_sub_ps(x, whole);
     let mut power = _mm512_set1_ps(EXP2[4]);
     for i in (0..4).rev() {
         power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(EXP2[i]));
     }
-    // Scaling rounds its exponent down.
-    _mm512_scalef_ps(power, x)
+    _mm512_scalef_ps(power, whole)
 }
 
 /// 16-bit numbers to `f32`.
