@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use oscar_codec::{HeadIndex, PAGE_TOKENS};
 
 use super::CpuBackend;
-use super::attention::sealed::attend_sealed;
+use super::attention::sealed::attend_sealed_heads;
 use super::attention::{self, AttentionScratch, SoftmaxState, Span};
 use super::cache::Cache;
 use super::encode::SealScratch;
@@ -26,7 +26,10 @@ use crate::backend::AttentionSpec;
 const BLOCK_ROWS: usize = 64;
 
 /// Work items per thread, so that uneven ones balance out.
-const ITEMS_PER_THREAD: usize = 8;
+const ITEMS_PER_THREAD: usize = 6;
+
+/// Heads are read together where an item gets at least this many pages of each.
+const PAGES_TOGETHER: usize = 4;
 
 /// Pages of an item when results must not depend on what else is computed.
 const FIXED_PAGES: usize = 16;
@@ -70,10 +73,11 @@ impl Heads {
     }
 }
 
-/// Tokens of one sequence that share a KV head.
+/// Tokens of one sequence, and KV heads they read.
 struct Block<'a> {
     sequence: &'a StepSequence,
-    head: usize,
+    /// One when there are many rows. Of few rows all heads are read together: their pages are neighbours in memory.
+    heads: Range<usize>,
     /// Tokens inside the sequence's rows.
     tokens: Range<usize>,
     /// Items of this block.
@@ -81,6 +85,7 @@ struct Block<'a> {
 }
 
 impl Block<'_> {
+    /// Pages up to its last token.
     fn pages(&self) -> usize {
         (self.sequence.start + self.tokens.end).div_ceil(PAGE_TOKENS)
     }
@@ -100,11 +105,14 @@ pub(super) struct AttendScratch {
     kernel: AttentionScratch,
     transform: SealScratch,
     /// Softmax of a block that is one item.
-    state: SoftmaxState,
+    states: HeadStates,
 }
 
+/// Softmax of the rows of each head of a block.
+type HeadStates = Vec<SoftmaxState>;
+
 /// Softmax of each item of blocks that are several; kept between steps.
-pub(super) type PartialStates = Vec<Mutex<SoftmaxState>>;
+pub(super) type PartialStates = Vec<Mutex<HeadStates>>;
 
 /// What the rows of a step read.
 pub(super) struct Tiers<'a> {
@@ -147,15 +155,17 @@ pub(super) fn attend(
     let target = DisjointSlice::new(out);
     let isa = numerics.attention_isa();
     pool.for_each_worker(items.len(), |worker, index| {
+        // From the end: the last pages are bf16 and take longest, and long items go first.
+        let index = items.len() - 1 - index;
         let item = &items[index];
         let block = &blocks[item.block];
         let scratch = &mut *lock(&workers[worker]);
         gather_queries(block, heads, qkv, scratch);
         if block.items.len() == 1 {
-            let mut state = std::mem::take(&mut scratch.state);
-            read_item(isa, block, item, heads, tiers, scratch, &mut state);
-            write_block(block, heads, tiers, &state, &mut scratch.transform, &target);
-            scratch.state = state;
+            let mut states = std::mem::take(&mut scratch.states);
+            read_item(isa, block, item, heads, tiers, scratch, &mut states);
+            write_block(block, heads, tiers, &states, &mut scratch.transform, &target);
+            scratch.states = states;
             return;
         }
         read_item(isa, block, item, heads, tiers, scratch, &mut lock(&partial[index]));
@@ -163,7 +173,7 @@ pub(super) fn attend(
         if unfinished[item.block].fetch_sub(1, Ordering::AcqRel) == 1 {
             let mut merged = lock(&partial[block.items.start]);
             for item in block.items.clone().skip(1) {
-                merged.merge(&lock(&partial[item]));
+                merged.iter_mut().zip(&*lock(&partial[item])).for_each(|(merged, part)| merged.merge(part));
             }
             write_block(block, heads, tiers, &merged, &mut scratch.transform, &target);
         }
@@ -183,11 +193,12 @@ fn read_item(
     heads: Heads,
     tiers: &Tiers<'_>,
     scratch: &mut AttendScratch,
-    state: &mut SoftmaxState,
+    states: &mut HeadStates,
 ) {
     let AttendScratch { queries, spans, kernel, .. } = scratch;
-    state.reset(spans.len(), heads.head_dim);
-    let mut reader = Reader { isa, block, heads, queries, kernel, state };
+    states.resize_with(block.heads.len(), SoftmaxState::default);
+    states.iter_mut().for_each(|state| state.reset(spans.len(), heads.head_dim));
+    let mut reader = Reader { isa, block, heads, queries, kernel, states };
     let (cache, layer) = (tiers.cache, tiers.layer);
     if let Some(history) = &tiers.history {
         let early: Vec<Span> = spans
@@ -231,7 +242,7 @@ struct Reader<'a> {
     heads: Heads,
     queries: &'a [f32],
     kernel: &'a mut AttentionScratch,
-    state: &'a mut SoftmaxState,
+    states: &'a mut [SoftmaxState],
 }
 
 impl Reader<'_> {
@@ -239,10 +250,13 @@ impl Reader<'_> {
     fn exact(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let (first, Heads { head_dim, scale, .. }) = (pages.start, self.heads);
         let slots = &self.block.sequence.pages[pages];
-        if !slots.is_empty() {
-            let pages: Vec<&[u16]> =
-                slots.iter().map(|&slot| cache.page(layer, slot, self.block.head)).collect();
-            let Reader { isa, queries, kernel, state, .. } = self;
+        if slots.is_empty() {
+            return;
+        }
+        let Reader { isa, block, queries, kernel, states, .. } = self;
+        let rows = queries.chunks_exact(spans.len() * head_dim);
+        for ((head, queries), state) in block.heads.clone().zip(rows).zip(states.iter_mut()) {
+            let pages: Vec<&[u16]> = slots.iter().map(|&slot| cache.page(layer, slot, head)).collect();
             attention::attend(*isa, queries, scale, spans, first, &pages, head_dim, kernel, state);
         }
     }
@@ -251,21 +265,14 @@ impl Reader<'_> {
     fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let first = pages.start;
         let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
-        let head = HeadIndex { layer, head: self.block.head };
-        let pages: Vec<&[u8]> =
-            pages.map(|page| sealed.page(head, self.block.sequence.sealed_slot(page))).collect();
-        let Reader { isa, heads, queries, kernel, state, .. } = self;
-        attend_sealed(
-            *isa,
-            &sealed.formats[layer],
-            queries,
-            heads.scale,
-            spans,
-            first,
-            &pages,
-            kernel,
-            state,
-        );
+        let Reader { isa, block, heads, queries, kernel, states } = self;
+        let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * block.heads.len());
+        for page in pages {
+            let slot = block.sequence.sealed_slot(page);
+            found.extend(block.heads.clone().map(|head| sealed.page(HeadIndex { layer, head }, slot)));
+        }
+        let format = &sealed.formats[layer];
+        attend_sealed_heads(*isa, format, queries, heads.scale, spans, first, &found, kernel, states);
     }
 }
 
@@ -281,41 +288,50 @@ enum Split {
 fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) {
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
     let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
+    let ranges = match split {
+        Split::Items(wanted) => wanted.div_ceil(block_count.max(1)),
+        Split::Pages(_) => 1,
+    };
     let mut blocks = Vec::new();
     let mut items = Vec::new();
     for sequence in &step.sequences {
-        for head in 0..heads.kv_heads {
-            for first in (0..sequence.len).step_by(block_tokens) {
-                let tokens = first..(first + block_tokens).min(sequence.len);
-                let mut block = Block { sequence, head, tokens, items: 0..0 };
-                let pages = block.pages();
-                let range = match split {
-                    Split::Items(wanted) => {
-                        pages.div_ceil(wanted.div_ceil((block_count * heads.kv_heads).max(1))).max(1)
-                    }
-                    Split::Pages(pages) => pages,
-                };
+        for first in (0..sequence.len).step_by(block_tokens) {
+            let tokens = first..(first + block_tokens).min(sequence.len);
+            let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
+            let together = tokens.len() == 1 && pages >= ranges * PAGES_TOGETHER;
+            let block_heads = if together { heads.kv_heads } else { 1 };
+            let range = match split {
+                Split::Items(_) if together => pages.div_ceil(ranges),
+                Split::Items(_) => pages.div_ceil(ranges.div_ceil(heads.kv_heads)),
+                Split::Pages(pages) => pages,
+            };
+            for head in (0..heads.kv_heads).step_by(block_heads) {
                 let first_item = items.len();
-                for start in (0..pages).step_by(range) {
+                for start in (0..pages).step_by(range.max(1)) {
                     items.push(Item { block: blocks.len(), pages: start..(start + range).min(pages) });
                 }
-                block.items = first_item..items.len();
-                blocks.push(block);
+                let heads = head..head + block_heads;
+                let items = first_item..items.len();
+                blocks.push(Block { sequence, heads, tokens: tokens.clone(), items });
             }
         }
     }
     (blocks, items)
 }
 
-/// Collects the query rows of a block, token by token, and what each may see.
+/// Collects the query rows of a block, head by head and token by token, and what each row of a head may see.
 fn gather_queries(block: &Block<'_>, heads: Heads, qkv: &[f32], scratch: &mut AttendScratch) {
     let AttendScratch { queries, spans, .. } = scratch;
     queries.clear();
     spans.clear();
     let width = heads.group() * heads.head_dim;
+    for head in block.heads.clone() {
+        for token in block.tokens.clone() {
+            let row = &qkv[(block.sequence.first_row + token) * heads.qkv_cols()..];
+            queries.extend_from_slice(&row[head * width..(head + 1) * width]);
+        }
+    }
     for token in block.tokens.clone() {
-        let row = &qkv[(block.sequence.first_row + token) * heads.qkv_cols()..];
-        queries.extend_from_slice(&row[block.head * width..(block.head + 1) * width]);
         spans.extend(std::iter::repeat_n(Span::up_to(block.sequence.start + token + 1), heads.group()));
     }
 }
@@ -325,22 +341,23 @@ fn write_block(
     block: &Block<'_>,
     heads: Heads,
     tiers: &Tiers<'_>,
-    state: &SoftmaxState,
+    states: &[SoftmaxState],
     scratch: &mut SealScratch,
     target: &DisjointSlice<'_, f32>,
 ) {
     let (group, d) = (heads.group(), heads.head_dim);
-    let head = HeadIndex { layer: tiers.layer, head: block.head };
-    for (index, token) in block.tokens.clone().enumerate() {
-        let row = block.sequence.first_row + token;
-        let start = (row * heads.q_heads + block.head * group) * d;
-        // SAFETY: every (row, KV head) belongs to one block, and a block is written by one thread.
-        let target = unsafe { target.part(start..start + group * d) };
-        for (member, target) in target.chunks_exact_mut(d).enumerate() {
-            state.finish(index * group + member, target);
-        }
-        if let Some(sealed) = tiers.cache.sealed() {
-            sealed.sealer.undo_values(head, target, scratch);
+    for (head, state) in block.heads.clone().zip(states) {
+        for (index, token) in block.tokens.clone().enumerate() {
+            let row = block.sequence.first_row + token;
+            let start = (row * heads.q_heads + head * group) * d;
+            // SAFETY: every (row, KV head) belongs to one block, and a block is written by one thread.
+            let target = unsafe { target.part(start..start + group * d) };
+            for (member, target) in target.chunks_exact_mut(d).enumerate() {
+                state.finish(index * group + member, target);
+            }
+            if let Some(sealed) = tiers.cache.sealed() {
+                sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, target, scratch);
+            }
         }
     }
 }

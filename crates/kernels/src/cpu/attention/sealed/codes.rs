@@ -27,6 +27,12 @@ const STRIDE_STEP: usize = 64;
 /// Columns that engines multiply together: results of groups are cut out of such blocks.
 const COLUMN_STEP: usize = 16;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Steps between asking for a page and the softmax over it. Its keys are read two steps before that.
+const AHEAD: usize = 4;
+
 /// No engine multiplies more rows at once.
 #[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
@@ -146,8 +152,11 @@ pub(super) trait Engine {
     /// Most rows of one product.
     const ROWS: usize;
 
-    /// Turns to one side of a page; `ahead` will be read later.
-    fn open(&mut self, shape: &Shape, side: Side, page: &[u8], ahead: &[u8]);
+    /// Asks for memory that will be read later.
+    fn fetch(&self, _ahead: &[u8]) {}
+
+    /// Turns to one side of a page.
+    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8]) {}
 
     /// `sums[row][part]` = bytes of a part of the row times codes, for the tokens or channels in `columns` (multiples
     /// of 16): `[rows][high, low][64 or padded channels]`, with room for [`Self::ROWS`] rows. Only the bytes in
@@ -187,6 +196,7 @@ pub(super) trait Engine {
         numbers: &[f32],
         width: usize,
         channels: Range<usize>,
+        rows: usize,
         d: usize,
         values: &mut [f32],
     );
@@ -213,14 +223,15 @@ struct Buffers {
     sums: AlignedScratch,
 }
 
-/// Attends all rows to all pages. The instruction set must be available, which [`super::attend_sealed`] has checked.
+/// Attends all rows of all heads to all pages. The instruction set must be available, which
+/// [`super::attend_sealed_heads`] has checked; without one there is one head.
 pub(super) fn attend(
     isa: Isa,
     layout: &CodeLayout,
     scale_type: ScaleType,
     work: &Work<'_, u8>,
     scratch: &mut AttentionScratch,
-    state: &mut SoftmaxState,
+    states: &mut [SoftmaxState],
 ) {
     let shape = Shape::new(layout, scale_type);
     let CodeScratch {
@@ -234,27 +245,27 @@ pub(super) fn attend(
         Isa::Amx if work.spans.len() >= TILES_FROM && super::tiles::is_available() => {
             // SAFETY: AMX is available; nothing else uses tiles until the end of the call.
             let engine = unsafe { super::tiles::Tdpbsud::new(&shape, work.spans.len(), tiles) };
-            Reader::new(engine, shape, work, buffers).attend(work, state);
+            Reader::new(engine, shape, work, buffers).attend(work, states);
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
-            Reader::new(super::vnni::Vpdpbusd, shape, work, buffers).attend(work, state);
+            Reader::new(super::vnni::Vpdpbusd, shape, work, buffers).attend(work, states);
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
             let engine = super::maddubs::Maddubs::new(logits);
-            Reader::new(engine, shape, work, buffers).attend(work, state);
+            Reader::new(engine, shape, work, buffers).attend(work, states);
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => {
             let engine = super::sdot::Sdot::new(logits);
-            Reader::new(engine, shape, work, buffers).attend(work, state);
+            Reader::new(engine, shape, work, buffers).attend(work, states);
         }
         _ => {
             scalar::attend(
                 work,
                 |page, side, token, row| layout.decode_token(page, side, token, scale_type, row),
-                state,
+                &mut states[0],
             );
         }
     }
@@ -265,7 +276,9 @@ struct Reader<'a, E> {
     engine: E,
     shape: Shape,
     stride: usize,
+    /// Of all heads, `[head][row]`.
     rows: usize,
+    head_rows: usize,
     /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
     queries: &'a [i8],
     /// Unit of each row.
@@ -282,7 +295,7 @@ struct Reader<'a, E> {
 
 impl<'a, E: Engine> Reader<'a, E> {
     fn new(engine: E, shape: Shape, work: &Work<'_, u8>, buffers: &'a mut Buffers) -> Self {
-        let (d, rows) = (work.d, work.spans.len());
+        let (d, rows, head_rows) = (work.d, work.q.len() / work.d, work.spans.len());
         let stride = shape.padded.next_multiple_of(STRIDE_STEP);
         let row_bytes = 2 * stride;
         // The last rows are read as part of a full product.
@@ -318,6 +331,7 @@ impl<'a, E: Engine> Reader<'a, E> {
             shape,
             stride,
             rows,
+            head_rows,
             queries,
             query_steps,
             query_totals,
@@ -333,62 +347,86 @@ impl<'a, E: Engine> Reader<'a, E> {
 
     /// Keys are opened two steps and multiplied one step before the weights of a step are known, values multiplied
     /// and added one step after.
-    fn attend(&mut self, work: &Work<'_, u8>, state: &mut SoftmaxState) {
-        let steps = schedule(work, E::ROWS);
-        let begins_page = |n: usize| n == 0 || steps[n - 1].index != steps[n].index;
+    fn attend(&mut self, work: &Work<'_, u8>, states: &mut [SoftmaxState]) {
+        let steps = schedule(work, states.len(), E::ROWS);
         if steps.is_empty() {
             return;
         }
-        self.open(Side::Key, &steps, 0);
-        self.multiply_keys(0, &steps[0]);
-        if steps.len() > 1 && begins_page(1) {
-            self.open(Side::Key, &steps, 1);
+        self.engine.open(&self.shape, Side::Key, steps[0].page);
+        self.engine.open(&self.shape, Side::Value, steps[0].page);
+        for step in steps.iter().take(AHEAD).skip(1) {
+            self.engine.fetch(step.page);
         }
+        self.multiply(Side::Key, &steps, 0);
         for n in 0..=steps.len() {
-            if let Some(next) = steps.get(n + 1) {
-                self.multiply_keys(n + 1, next);
+            self.fetch(&steps, n, 0);
+            if n + 1 < steps.len() {
+                self.multiply(Side::Key, &steps, n + 1);
             }
-            if n + 2 < steps.len() && begins_page(n + 2) {
-                self.open(Side::Key, &steps, n + 2);
-            }
+            self.fetch(&steps, n, 1);
             if n > 0 {
-                self.multiply_values(&steps[n - 1]);
+                self.multiply(Side::Value, &steps, n - 1);
+                self.fetch(&steps, n, 2);
+                self.add_values(&steps[n - 1], work.d, &mut states[steps[n - 1].head]);
             }
-            if n < steps.len() && begins_page(n) {
-                self.open(Side::Value, &steps, n);
-            }
-            if n > 0 {
-                self.add_values(&steps[n - 1], work.d, state);
-            }
+            self.fetch(&steps, n, 3);
             if let Some(step) = steps.get(n) {
-                self.weigh(n, step, work, state);
+                self.weigh(n, step, work, &mut states[step.head]);
             }
         }
     }
 
-    fn open(&mut self, side: Side, steps: &[Step<'_>], n: usize) {
-        // Half of a later page each, fetched so that it has the time of a whole page to arrive. With several groups
-        // there are several steps to a page, and fetching one again costs little.
-        let (distance, half) = if side == Side::Key { (1, 0) } else { (2, 1) };
-        let page = steps.get(n + distance).map_or(&[][..], |step| step.page);
-        let middle = page.len() / 2;
-        let ahead = if half == 0 { &page[..middle] } else { &page[middle..] };
-        self.engine.open(&self.shape, side, steps[n].page, ahead);
+    /// Asks for a quarter of the page [`AHEAD`] steps after step `n`. All lines at once would fill the queue for them
+    /// and stop everything else.
+    fn fetch(&self, steps: &[Step<'_>], n: usize, quarter: usize) {
+        if let Some([before, step]) = steps.get(n + AHEAD - 1..=n + AHEAD)
+            && before.index != step.index
+        {
+            let lines = (step.page.len() / 4).next_multiple_of(LINE);
+            let start = (quarter * lines).min(step.page.len());
+            self.engine.fetch(&step.page[start..(start + lines).min(step.page.len())]);
+        }
     }
 
-    fn multiply_keys(&mut self, number: usize, step: &Step<'_>) {
-        let group_sums = E::ROWS * 2 * PAGE_TOKENS;
-        let sums = &mut *self.key_sums[number % 2];
-        for (group, sums) in sums.chunks_exact_mut(group_sums).enumerate() {
-            let bytes = &self.queries[(group * self.rows + step.rows.start) * 2 * self.stride..];
-            let left = Left { bytes, stride: self.stride, rows: step.rows.len() };
-            let (channels, tokens) = (self.shape.group(group), 0..PAGE_TOKENS);
-            self.engine.product(&self.shape, Side::Key, step.page, &left, channels, tokens, sums);
+    /// Multiplies one side of step `n`, and opens the page of the next step if it is another.
+    fn multiply(&mut self, side: Side, steps: &[Step<'_>], n: usize) {
+        let step = &steps[n];
+        let group_sums = match side {
+            Side::Key => E::ROWS * 2 * PAGE_TOKENS,
+            Side::Value => E::ROWS * 2 * self.shape.padded,
+        };
+        for group in 0..self.shape.groups {
+            let (bytes, stride) = match side {
+                Side::Key => {
+                    let row = group * self.rows + step.head * self.head_rows + step.rows.start;
+                    (&self.queries[row * 2 * self.stride..], self.stride)
+                }
+                Side::Value => (&self.weights.bytes[group * E::ROWS * 2 * PAGE_TOKENS..], PAGE_TOKENS),
+            };
+            let left = Left { bytes, stride, rows: step.rows.len() };
+            let sums = match side {
+                Side::Key => &mut *self.key_sums[n % 2],
+                Side::Value => &mut *self.value_sums,
+            };
+            let sums = &mut sums[group * group_sums..][..group_sums];
+            let channels = self.shape.group(group);
+            let (inner, columns) = match side {
+                Side::Key => (channels, 0..PAGE_TOKENS),
+                Side::Value => {
+                    let first = channels.start / COLUMN_STEP * COLUMN_STEP;
+                    (0..PAGE_TOKENS, first..channels.end.next_multiple_of(COLUMN_STEP))
+                }
+            };
+            self.engine.product(&self.shape, side, step.page, &left, inner, columns, sums);
+        }
+        if steps.get(n + 1).is_some_and(|next| next.index != step.index) {
+            self.engine.open(&self.shape, side, steps[n + 1].page);
         }
     }
 
     fn weigh(&mut self, number: usize, step: &Step<'_>, work: &Work<'_, u8>, state: &mut SoftmaxState) {
         let (shape, d, rows) = (&self.shape, work.d, step.rows.clone());
+        let first = step.head * self.head_rows + rows.start;
         self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
         #[cfg(target_arch = "x86_64")]
         let mut seen = [0; MOST_ROWS];
@@ -399,8 +437,8 @@ impl<'a, E: Engine> Reader<'a, E> {
         let sums = Sums {
             shape,
             sums: self.key_sums[number % 2],
-            steps: &self.query_steps[rows.clone()],
-            totals: &self.query_totals[rows.start..],
+            steps: &self.query_steps[first..first + rows.len()],
+            totals: &self.query_totals[first..],
             totals_stride: self.rows,
             numbers: self.numbers,
             spans: &work.spans[rows.clone()],
@@ -417,26 +455,21 @@ impl<'a, E: Engine> Reader<'a, E> {
         self.engine.weigh(sums, running, &mut self.weights);
     }
 
-    fn multiply_values(&mut self, step: &Step<'_>) {
-        let (group_bytes, group_sums) = (E::ROWS * 2 * PAGE_TOKENS, E::ROWS * 2 * self.shape.padded);
-        for group in 0..self.shape.groups {
-            let bytes = &self.weights.bytes[group * group_bytes..][..group_bytes];
-            let left = Left { bytes, stride: PAGE_TOKENS, rows: step.rows.len() };
-            let (tokens, channels) = (0..PAGE_TOKENS, self.shape.group(group));
-            let columns =
-                channels.start / COLUMN_STEP * COLUMN_STEP..channels.end.next_multiple_of(COLUMN_STEP);
-            let sums = &mut self.value_sums[group * group_sums..][..group_sums];
-            self.engine.product(&self.shape, Side::Value, step.page, &left, tokens, columns, sums);
-        }
-    }
-
     fn add_values(&mut self, step: &Step<'_>, d: usize, state: &mut SoftmaxState) {
         let group_sums = E::ROWS * 2 * self.shape.padded;
         let values = &mut state.values[step.rows.start * d..step.rows.end * d];
         for group in 0..self.shape.groups {
             let sums = &self.value_sums[group * group_sums..][..group_sums];
             let numbers = &self.weights.numbers[group * E::ROWS * 2..][..E::ROWS * 2];
-            self.engine.add_values(sums, numbers, self.shape.padded, self.shape.group(group), d, values);
+            self.engine.add_values(
+                sums,
+                numbers,
+                self.shape.padded,
+                self.shape.group(group),
+                step.rows.len(),
+                d,
+                values,
+            );
         }
     }
 }

@@ -208,10 +208,11 @@ pub(super) fn add_values(
     numbers: &[f32],
     width: usize,
     channels: Range<usize>,
+    rows: usize,
     d: usize,
     values: &mut [f32],
 ) {
-    for row in 0..values.len() / d {
+    for row in 0..rows {
         let values = &mut values[row * d..][channels.start..channels.end];
         let high = &sums[row * 2 * width..][channels.start..channels.end];
         let low = &sums[(row * 2 + 1) * width..][channels.start..channels.end];
@@ -241,6 +242,7 @@ macro_rules! plain_steps {
             numbers: &[f32],
             width: usize,
             channels: Range<usize>,
+            rows: usize,
             d: usize,
             values: &mut [f32],
         ) {
@@ -250,13 +252,14 @@ macro_rules! plain_steps {
                 numbers: &[f32],
                 width: usize,
                 channels: Range<usize>,
+                rows: usize,
                 d: usize,
                 values: &mut [f32],
             ) {
-                fixed_point::add_values(sums, numbers, width, channels, d, values)
+                fixed_point::add_values(sums, numbers, width, channels, rows, d, values)
             }
             // SAFETY: as above.
-            unsafe { compiled(sums, numbers, width, channels, d, values) }
+            unsafe { compiled(sums, numbers, width, channels, rows, d, values) }
         }
     };
 }

@@ -67,7 +67,7 @@ pub(super) fn attend(
     }
     let mut reader = Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
     let scores = scratch.scores.at_least(ROWS * PAGE_TOKENS);
-    let steps = schedule(work, ROWS);
+    let steps = schedule(work, 1, ROWS);
     for (n, step) in steps.iter().enumerate() {
         if n == 0 || steps[n - 1].index != step.index {
             // The next page, if the rows are one group; else this one, which costs little.

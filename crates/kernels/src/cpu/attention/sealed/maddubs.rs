@@ -37,8 +37,6 @@ impl<'a> Maddubs<'a> {
 impl Engine for Maddubs<'_> {
     const ROWS: usize = ROWS;
 
-    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], _ahead: &[u8]) {}
-
     fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
         // SAFETY: an engine exists only where its instruction set does.
         unsafe { self::numbers(stored, scale_type, numbers) }

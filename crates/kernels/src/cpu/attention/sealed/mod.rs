@@ -40,7 +40,7 @@ use std::ops::Range;
 
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
-use oscar_codec::{PageCodec, ScaleType};
+use oscar_codec::{PAGE_TOKENS, PageCodec, ScaleType};
 
 use super::page::page_elements;
 use super::{AttentionScratch, SoftmaxState, Span, Work};
@@ -112,18 +112,48 @@ pub fn attend_sealed(
     scratch: &mut AttentionScratch,
     state: &mut SoftmaxState,
 ) {
-    let d = state.head_dim();
+    let states = std::slice::from_mut(state);
+    attend_sealed_heads(isa, format, q, scale, spans, first_page, pages, scratch, states);
+}
+
+/// [`attend_sealed`] for several KV heads, each with its own state, pages and queries, and rows that see the same.
+///
+/// * `q`: `[head][row]`.
+/// * `pages`: `[page][head]`. The pages of neighbouring heads are neighbours in a pool, so memory is read in longer
+///   stretches than head by head.
+pub fn attend_sealed_heads(
+    isa: Isa,
+    format: &SealedFormat,
+    q: &[f32],
+    scale: f32,
+    spans: &[Span],
+    first_page: usize,
+    pages: &[&[u8]],
+    scratch: &mut AttentionScratch,
+    states: &mut [SoftmaxState],
+) {
+    let heads = states.len();
+    let d = states.first().map_or(0, SoftmaxState::head_dim);
+    assert!(states.iter().all(|state| state.head_dim() == d), "states of different head dimensions");
     assert!(format.head_dim().is_none_or(|head_dim| head_dim == d), "pages of another head dimension");
-    assert_eq!(q.len(), spans.len() * d, "queries of {} rows of {d} channels", spans.len());
-    assert_eq!(state.rows(), spans.len(), "a state for other rows");
+    assert_eq!(q.len(), heads * spans.len() * d, "queries of {heads} x {} rows of {d} channels", spans.len());
+    assert!(states.iter().all(|state| state.rows() == spans.len()), "a state for other rows");
     assert!(pages.iter().all(|page| page.len() == format.page_bytes(d)), "pages of another size");
     assert!(isa.is_available(), "{isa} kernels on a machine without them");
     if spans.is_empty() || d == 0 {
         return;
     }
+    assert!(pages.len().is_multiple_of(heads), "{} pages of {heads} heads", pages.len());
+    if heads > 1 && (isa == Isa::Scalar || !matches!(format, SealedFormat::Codes(..))) {
+        for (head, (q, state)) in q.chunks_exact(spans.len() * d).zip(states).enumerate() {
+            let pages: Vec<&[u8]> = pages.iter().skip(head).step_by(heads).copied().collect();
+            attend_sealed(isa, format, q, scale, spans, first_page, &pages, scratch, state);
+        }
+        return;
+    }
     if *format == SealedFormat::Bf16 {
         let pages: Vec<&[u16]> = pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
-        return super::attend(isa, q, scale, spans, first_page, &pages, d, scratch, state);
+        return super::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
     }
 
     let scale = scale * std::f32::consts::LOG2_E;
@@ -133,9 +163,9 @@ pub fn attend_sealed(
     let work = Work { q: scaled, spans, first_page, pages, d };
     match format {
         SealedFormat::Codes(layout, scale_type) => {
-            codes::attend(isa, layout, *scale_type, &work, scratch, state);
+            codes::attend(isa, layout, *scale_type, &work, scratch, states);
         }
-        SealedFormat::Fp8(layout) => fp8::attend(isa, layout, &work, scratch, state),
+        SealedFormat::Fp8(layout) => fp8::attend(isa, layout, &work, scratch, &mut states[0]),
         SealedFormat::Bf16 => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
@@ -143,6 +173,8 @@ pub fn attend_sealed(
 
 /// Rows of a call that are attended together, and a page they see.
 struct Step<'a> {
+    head: usize,
+    /// Of the head.
     rows: Range<usize>,
     page: &'a [u8],
     /// Position of the page's first token.
@@ -151,16 +183,23 @@ struct Step<'a> {
     index: usize,
 }
 
-/// Every group of up to `most` rows with every page that one of its rows sees, page by page.
-fn schedule<'a>(work: &Work<'a, u8>, most: usize) -> Vec<Step<'a>> {
+/// Every group of up to `most` rows with every page that one of its rows sees, page by page and head by head.
+fn schedule<'a>(work: &Work<'a, u8>, heads: usize, most: usize) -> Vec<Step<'a>> {
     let rows = work.spans.len();
     let group = equal_groups(rows, most);
     let mut steps = Vec::with_capacity(work.pages.len() * rows.div_ceil(group));
-    for (index, (page, start)) in work.visible_pages().enumerate() {
-        for first in (0..rows).step_by(group) {
-            let rows = first..(first + group).min(rows);
-            if work.spans[rows.clone()].iter().any(|span| !span.in_page(start).is_empty()) {
-                steps.push(Step { rows, page, start, index });
+    let (from, to) = (work.first_seen(), work.end());
+    for (number, pages) in work.pages.chunks_exact(heads).enumerate() {
+        let start = (work.first_page + number) * PAGE_TOKENS;
+        if start + PAGE_TOKENS <= from || start >= to {
+            continue;
+        }
+        for (head, page) in pages.iter().enumerate() {
+            for first in (0..rows).step_by(group) {
+                let rows = first..(first + group).min(rows);
+                if work.spans[rows.clone()].iter().any(|span| !span.in_page(start).is_empty()) {
+                    steps.push(Step { head, rows, page, start, index: number * heads + head });
+                }
             }
         }
     }

@@ -57,8 +57,6 @@ unsafe fn sdot(mut sum: int32x4_t, a: uint8x16_t, b: int8x16_t) -> int32x4_t {
 impl Engine for Sdot<'_> {
     const ROWS: usize = ROWS;
 
-    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], _ahead: &[u8]) {}
-
     fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
         // SAFETY: no instructions beyond the baseline.
         unsafe { self::numbers(stored, scale_type, numbers) }

@@ -377,6 +377,37 @@ fn a_row_does_not_depend_on_the_others() {
     }
 }
 
+/// Heads read together give the bits that each gives alone, whatever its pages and queries.
+#[test]
+fn a_head_does_not_depend_on_the_others() {
+    let mut random = Random(40);
+    const HEADS: usize = 3;
+    let d = 64;
+    let formats: Vec<[Sealed; 4]> = (0..HEADS).map(|_| all_formats(d, 7, &mut random)).collect();
+    for format in 0..formats[0].len() {
+        let heads: Vec<&Sealed> = formats.iter().map(|of_head| &of_head[format]).collect();
+        // One group of rows, and several; pages that nobody sees on either side.
+        for rows in [1, 3, 11] {
+            let q = random.vector(HEADS * rows * d);
+            let spans: Vec<Span> = (0..rows).map(|row| Span { from: 70 + row, to: 400 - 9 * row }).collect();
+            let pages: Vec<&[u8]> =
+                (0..7).flat_map(|page| heads.iter().map(move |head| head.pages[page].as_slice())).collect();
+            for isa in Isa::available() {
+                let mut states = vec![SoftmaxState::default(); HEADS];
+                states.iter_mut().for_each(|state| state.reset(rows, d));
+                let scratch = &mut AttentionScratch::default();
+                let format = &heads[0].format;
+                attend_sealed_heads(isa, format, &q, 0.2, &spans, 0, &pages, scratch, &mut states);
+                for (head, q) in q.chunks_exact(rows * d).enumerate() {
+                    let alone = heads[head].attend(isa, q, 0.2, &spans, &[]);
+                    // Merging into an empty state, as `attend` does, changes nothing.
+                    assert_eq!(finish(&states[head]), alone, "{isa} {format:?} head {head} of {rows} rows");
+                }
+            }
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn tiles_and_vectors_agree_in_every_bit() {

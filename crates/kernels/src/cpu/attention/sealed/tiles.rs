@@ -21,9 +21,6 @@ use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 /// Bytes of a row of a tile, and summed elements of one product.
 const STEP: usize = 64;
 
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
 /// Columns of a tile of sums.
 const COLUMNS: usize = 16;
 
@@ -74,7 +71,7 @@ impl<'a> Tdpbsud<'a> {
 impl Engine for Tdpbsud<'_> {
     const ROWS: usize = ROWS;
 
-    fn open(&mut self, shape: &Shape, side: Side, page: &[u8], ahead: &[u8]) {
+    fn open(&mut self, shape: &Shape, side: Side, page: &[u8]) {
         let words = Words::of(shape, side, page);
         let tiles = match side {
             Side::Key => &mut *self.keys,
@@ -83,8 +80,8 @@ impl Engine for Tdpbsud<'_> {
         // SAFETY: an engine exists only where its instruction set does.
         unsafe {
             match shape.bits {
-                2 => unpack::<2>(words, tiles, ahead),
-                _ => unpack::<4>(words, tiles, ahead),
+                2 => unpack::<2>(words, tiles),
+                _ => unpack::<4>(words, tiles),
             }
         }
     }
@@ -152,27 +149,20 @@ impl Engine for Tdpbsud<'_> {
     weigh::steps!();
 }
 
-/// Codes to bytes, as tiles `[64 inner elements][16 columns]`. What is `ahead` is fetched along the way, a line at a
-/// time: all at once would fill the queue for lines and stop everything else.
+/// Codes to bytes, as tiles `[64 inner elements][16 columns]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
+fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8]) {
     let mask = _mm512_set1_epi8((1 << BITS) - 1);
     let quads = 8 / BITS as usize;
     let (width, registers) = (words.width, words.width / COLUMNS);
     let blocks = words.bytes.len() / 4 / width;
     assert!(width.is_multiple_of(COLUMNS) && words.bytes.len() == 4 * blocks * width);
     assert!(tiles.len() >= (blocks * quads).div_ceil(TILE_ROWS) * registers * TILE_BYTES);
-    let mut fetched = 0;
     for block in 0..blocks {
         let (tile, row) = (block * quads / TILE_ROWS, block * quads % TILE_ROWS);
         for register in 0..registers {
-            // SAFETY: inside the lengths above: a block fills `quads` rows of one tile per register. Prefetching an
-            // address is harmless whatever it is.
+            // SAFETY: inside the lengths above: a block fills `quads` rows of one tile per register.
             unsafe {
-                if fetched < ahead.len() {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(fetched).cast());
-                    fetched += LINE;
-                }
                 let from = words.bytes.as_ptr().add(4 * (block * width + COLUMNS * register));
                 let to = tiles.as_mut_ptr().add((tile * registers + register) * TILE_BYTES + STEP * row);
                 let mut codes = _mm512_loadu_si512(from.cast());
@@ -182,11 +172,6 @@ fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8], ahead: &[u8]) {
                 }
             }
         }
-    }
-    while fetched < ahead.len() {
-        // SAFETY: as above.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().add(fetched).cast()) };
-        fetched += LINE;
     }
 }
 

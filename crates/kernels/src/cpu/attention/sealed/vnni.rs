@@ -20,10 +20,6 @@ const ROWS: usize = 8;
 impl Engine for Vpdpbusd {
     const ROWS: usize = ROWS;
 
-    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8], ahead: &[u8]) {
-        prefetch(ahead);
-    }
-
     fn product(
         &mut self,
         shape: &Shape,
@@ -50,14 +46,6 @@ impl Engine for Vpdpbusd {
     }
 
     weigh::steps!();
-}
-
-/// Fetches what will be read.
-fn prefetch(ahead: &[u8]) {
-    for line in ahead.chunks(64) {
-        // SAFETY: prefetching an address is harmless whatever it is.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]

@@ -60,6 +60,14 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
     }
 }
 
+/// As `codes::Engine::fetch`.
+pub(super) fn prefetch(ahead: &[u8]) {
+    for line in ahead.chunks(64) {
+        // SAFETY: prefetching an address is harmless whatever it is.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+}
+
 /// As `codes::Engine::weigh` for products of up to `ROWS` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
@@ -354,10 +362,10 @@ pub(super) fn add_values(
     numbers: &[f32],
     width: usize,
     channels: Range<usize>,
+    rows: usize,
     d: usize,
     values: &mut [f32],
 ) {
-    let rows = values.len() / d;
     let end = channels.end.next_multiple_of(LANES);
     assert!(channels.start < channels.end && channels.end <= d && end <= width);
     assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && numbers.len() >= rows * 2);
@@ -402,6 +410,10 @@ pub(super) fn add_values(
 /// The steps of this module as functions of an engine for products of `ROWS` rows.
 macro_rules! steps {
     () => {
+        fn fetch(&self, ahead: &[u8]) {
+            weigh::prefetch(ahead);
+        }
+
         fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
             // SAFETY: an engine exists only where its instruction set does.
             unsafe { weigh::split_row(row, high, low) }
@@ -423,11 +435,12 @@ macro_rules! steps {
             numbers: &[f32],
             width: usize,
             channels: Range<usize>,
+            rows: usize,
             d: usize,
             values: &mut [f32],
         ) {
             // SAFETY: as above.
-            unsafe { weigh::add_values(sums, numbers, width, channels, d, values) }
+            unsafe { weigh::add_values(sums, numbers, width, channels, rows, d, values) }
         }
     };
 }
