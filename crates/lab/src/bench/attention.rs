@@ -12,7 +12,7 @@ use oscar_codec::code_page::CodeLayout;
 use oscar_codec::fp8_page::Fp8Layout;
 use oscar_codec::{CodecError, PAGE_TOKENS, ScaleType, Side};
 use oscar_kernels::KernelError;
-use oscar_kernels::cpu::attention::sealed::{SealedFormat, attend_sealed};
+use oscar_kernels::cpu::attention::sealed::{SealedFormat, attend_sealed, attend_sealed_heads};
 use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span, page_elements, write_token};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
@@ -48,7 +48,7 @@ pub struct AttentionBench {
 }
 
 /// Page ranges per thread, as in the engine.
-const ITEMS_PER_THREAD: usize = 8;
+const ITEMS_PER_THREAD: usize = 6;
 
 /// Layers of a model: how far apart the pages of a layer lie.
 const MODEL_LAYERS: usize = 32;
@@ -312,17 +312,15 @@ struct Cache<'a> {
 }
 
 impl<'a> Cache<'a> {
-    fn page(&self, page: usize, layer: usize, head: usize) -> &'a [u8] {
-        let (model, layer) = (layer / self.model_layers, layer % self.model_layers);
-        let index = ((model * self.pages + page) * self.model_layers + layer) * self.kv_heads + head;
-        &self.bytes[index * self.page_bytes..][..self.page_bytes]
+    /// The pages of a range in one layer, head by head within each.
+    fn pages(&self, range: &Range<usize>, layer: usize) -> impl Iterator<Item = &'a [u8]> {
+        let Cache { bytes, pages, model_layers, kv_heads, page_bytes, .. } = *self;
+        let (model, layer) = (layer / model_layers, layer % model_layers);
+        range.clone().flat_map(move |page| {
+            let first = ((model * pages + page) * model_layers + layer) * kv_heads;
+            bytes[first * page_bytes..][..kv_heads * page_bytes].chunks_exact(page_bytes)
+        })
     }
-}
-
-/// One head and some of its pages.
-struct Item {
-    head: usize,
-    pages: Range<usize>,
 }
 
 /// A decode step of one token.
@@ -334,14 +332,11 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// The work of one layer.
-    fn items(&self) -> Vec<Item> {
+    /// The work of one layer: ranges of pages, each for all heads.
+    fn items(&self) -> Vec<Range<usize>> {
         let pages = self.context.div_ceil(PAGE_TOKENS);
-        let splits = (self.pool.threads() * ITEMS_PER_THREAD).div_ceil(self.bench.kv_heads);
-        let range = pages.div_ceil(splits).max(1);
-        let ranges = (0..pages).step_by(range).map(|first| first..(first + range).min(pages));
-        let heads = 0..self.bench.kv_heads;
-        heads.flat_map(|head| ranges.clone().map(move |pages| Item { head, pages })).collect()
+        let range = pages.div_ceil(self.pool.threads() * ITEMS_PER_THREAD).max(1);
+        (0..pages).step_by(range).map(|first| first..(first + range).min(pages)).collect()
     }
 
     /// Reads every page of every layer.
@@ -349,11 +344,9 @@ impl Step<'_> {
         let items = self.items();
         for layer in 0..cache.layers {
             self.pool.for_each(items.len(), |index| {
-                let item = &items[index];
                 let mut sum = [0_u64; 32];
-                for page in item.pages.clone() {
-                    let words: &[u64] = bytemuck::cast_slice(cache.page(page, layer, item.head));
-                    for words in words.as_chunks::<32>().0 {
+                for page in cache.pages(&items[index], layer) {
+                    for words in bytemuck::cast_slice::<u8, u64>(page).as_chunks::<32>().0 {
                         sum.iter_mut().zip(words).for_each(|(sum, word)| *sum ^= word);
                     }
                 }
@@ -371,40 +364,33 @@ impl Step<'_> {
         let items = self.items();
         let scratches: Vec<Mutex<AttentionScratch>> =
             (0..self.pool.threads()).map(|_| Mutex::default()).collect();
-        let states: Vec<Mutex<SoftmaxState>> = items.iter().map(|_| Mutex::default()).collect();
+        let states: Vec<Mutex<Vec<SoftmaxState>>> =
+            items.iter().map(|_| Mutex::new(vec![SoftmaxState::default(); kv_heads])).collect();
         let mut out = vec![0.0; d];
         for layer in 0..cache.layers {
             self.pool.for_each_worker(items.len(), |worker, index| {
-                let Item { head, pages } = &items[index];
                 let mut scratch = scratches[worker].lock().expect("no task panics");
-                let mut state = states[index].lock().expect("no task panics");
-                state.reset(rows, d);
-                let q = &queries[head * rows * d..][..rows * d];
-                let first = pages.start;
-                let pages: Vec<&[u8]> = pages.clone().map(|page| cache.page(page, layer, *head)).collect();
-                attend_sealed(
+                let mut states = states[index].lock().expect("no task panics");
+                states.iter_mut().for_each(|state| state.reset(rows, d));
+                let pages: Vec<&[u8]> = cache.pages(&items[index], layer).collect();
+                attend_sealed_heads(
                     self.bench.isa,
                     self.format,
-                    q,
+                    &queries,
                     scale,
                     &spans,
-                    first,
+                    items[index].start,
                     &pages,
                     &mut scratch,
-                    &mut state,
+                    &mut states,
                 );
             });
-            let mut merged: Option<(usize, SoftmaxState)> = None;
-            for (item, state) in items.iter().zip(&states) {
-                let state = state.lock().expect("no task panics");
-                match &mut merged {
-                    Some((head, merged)) if *head == item.head => merged.merge(&state),
-                    _ => merged = Some((item.head, state.clone())),
-                }
-                if let Some((_, merged)) = &merged {
-                    merged.finish(0, &mut out);
-                }
+            let mut merged = states[0].lock().expect("no task panics").clone();
+            for states in &states[1..] {
+                let states = states.lock().expect("no task panics");
+                merged.iter_mut().zip(states.iter()).for_each(|(merged, state)| merged.merge(state));
             }
+            merged.iter().for_each(|state| state.finish(0, &mut out));
             std::hint::black_box(&out);
         }
     }
