@@ -122,7 +122,7 @@ const more = document.createElement("p");
 more.className = "note";
 
 function showFigures(cache) {
-  const found = `${count(cache.cached_tokens)} of ${plural(cache.prompt_tokens, "prompt token", "prompt tokens")}`;
+  const found = `${count(cache.cached_tokens)} of ${plural(cache.prompt_tokens, "token", "tokens")}`;
   figures["Hit rate"](cache.prompt_tokens ? percent(cache.hit_rate) : "–", found);
   const exact = cache.pools.exact.page_bytes;
   const bits = cache.bits_per_element.toLocaleString("en-GB", { maximumFractionDigits: 2 });
