@@ -13,6 +13,7 @@
 //! | [`grammar`], `form` | answers that must look like something |
 //! | [`parse`] | reasoning and calls of tools in what the model wrote |
 //! | `metrics` | numbers for Prometheus |
+//! | `page` | the web page at `/` |
 
 mod answers;
 mod app;
@@ -26,6 +27,7 @@ mod listen;
 mod logprobs;
 mod metrics;
 mod ongoing;
+mod page;
 pub mod parse;
 mod protocol;
 mod router;

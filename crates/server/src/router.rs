@@ -17,6 +17,7 @@ use uuid::Uuid;
 use crate::app::App;
 use crate::auth::ApiKey;
 use crate::error::ApiError;
+use crate::page;
 use crate::routes::{chat, completions, generate, health, info, models, observe, tokens};
 
 /// Names a request in logs and answers.
@@ -56,6 +57,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/detokenize", post(tokens::detokenize))
         .route("/metrics", get(observe::metrics))
         .route("/oscar/cache", get(observe::cache))
+        .merge(page::routes())
         .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "there is nothing at this path") })
         .method_not_allowed_fallback(|| async {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this path does not take this method")
@@ -108,7 +110,8 @@ impl Guard {
     }
 
     fn admit(&self, request: &Request) -> Result<(), ApiError> {
-        let open = OPEN_PATHS.contains(&request.uri().path());
+        let path = request.uri().path();
+        let open = OPEN_PATHS.contains(&path) || page::is_part(path);
         match &self.key {
             Some(key) if !open => key.check(request.headers()),
             _ => Ok(()),

@@ -86,7 +86,9 @@ fn request(sequence: &SequenceView, shape: CacheShape) -> Value {
 /// The states of a sequence's pages, from the first to the last: `[["sink", 1], ["sealed", 12], ["recent", 5]]`.
 fn runs(sequence: &SequenceView, shape: CacheShape) -> Vec<(&'static str, usize)> {
     let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
-    let sealed = sequence.sealed_pages.min(pages);
+    // Pages of the window that are sealed already are still read in bf16.
+    let both = (sequence.exact_pages + sequence.sealed_pages).saturating_sub(pages);
+    let sealed = sequence.sealed_pages.saturating_sub(both).min(pages);
     let exact = pages - sealed;
     let sink = shape.sink_pages.min(exact);
     let filling = usize::from(!sequence.tokens.is_multiple_of(PAGE_TOKENS)).min(exact - sink);
@@ -111,6 +113,10 @@ mod tests {
         assert_eq!(runs(&view(10, 1, 0), shape), [("sink", 1)]);
         assert_eq!(
             runs(&view(64 * 8 + 1, 4, 5), shape),
+            [("sink", 1), ("sealed", 5), ("recent", 2), ("filling", 1)]
+        );
+        assert_eq!(
+            runs(&view(64 * 8 + 1, 4, 7), shape),
             [("sink", 1), ("sealed", 5), ("recent", 2), ("filling", 1)]
         );
         assert_eq!(runs(&view(0, 0, 0), shape), []);

@@ -9,5 +9,6 @@ mod connections;
 mod model;
 mod native;
 mod observe;
+mod page;
 mod parsed;
 mod support;
