@@ -4,6 +4,7 @@ mod attention;
 mod codec;
 mod engine;
 mod model;
+mod serve;
 
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use codec::{CodecBench, run as codec};
@@ -11,3 +12,7 @@ pub use engine::{
     LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
 };
 pub use model::{ModelBench, run as model};
+pub use serve::{
+    AddedLatencyRow, Arrival, Limits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow, Workload,
+    added_latency, serve, streamed,
+};
