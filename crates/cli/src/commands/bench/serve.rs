@@ -44,8 +44,8 @@ const MOCK_TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normaliz
     A MODEL is served in this process, on loopback. --url takes any server that speaks OpenAI's protocol over HTTP.\n\
     --mock measures the server alone, with an engine that says words without a model: events per second with 256\n\
     streams, and how much later than they were due tokens arrive at 64 clients.\n\n\
-    ttft is the time to the first piece of text, tpot an answer's mean time per token after it, itl the time from piece\n\
-    to piece. Good answers keep to --ttft-limit-ms and --tpot-limit-ms. hit_rate is what the server says in\n\
+    ttft is the time to the first piece of text, tpot an answer's mean time per token after it, itl the time from\n\
+    piece to piece. Good answers keep to --ttft-limit-ms and --tpot-limit-ms. hit_rate is what the server says in\n\
     usage.prompt_tokens_details.")]
 pub(super) struct ServeBenchArguments {
     /// Model to serve: catalogue name, .gguf file, folder with config.json, or hub id.
