@@ -2,6 +2,7 @@
 
 mod attention;
 mod engine;
+mod serve;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
@@ -28,6 +29,7 @@ enum What {
     Codec(CodecBenchArguments),
     Attention(attention::AttentionBenchArguments),
     Engine(engine::EngineBenchArguments),
+    Serve(serve::ServeBenchArguments),
 }
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
@@ -155,6 +157,7 @@ impl BenchArguments {
             What::Codec(arguments) => arguments.run(),
             What::Attention(arguments) => arguments.run(),
             What::Engine(arguments) => arguments.run(),
+            What::Serve(arguments) => arguments.run(),
         }
     }
 }

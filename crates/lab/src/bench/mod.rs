@@ -5,6 +5,7 @@ mod codec;
 mod cuda;
 mod engine;
 mod model;
+mod serve;
 
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use codec::{CodecBench, run as codec};
@@ -13,3 +14,7 @@ pub use engine::{
     LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
 };
 pub use model::{ModelBench, run as model};
+pub use serve::{
+    AddedLatencyRow, Arrival, Limits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow, Workload,
+    added_latency, serve, streamed,
+};

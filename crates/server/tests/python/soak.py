@@ -23,8 +23,11 @@ from processes import Server, call, tiny_model
 PAGE_BYTES = 32 << 10  # of the tiny model, bf16, all layers
 PAGE_TOKENS = 64
 SHUTDOWN_SECONDS = 1
-# Wide of the mark for noise of the allocator, narrow for a leak: a few bytes a request add up to more.
+# Wide of the mark for noise of the allocator, narrow for a leak: a kilobyte a request adds up to more.
 GROWTH_BYTES = 8 << 20
+
+# Encoded on threads of its own, of which the allocator keeps what the worst moment took.
+LONG = json.dumps({"prompt": "too long " * 2000}).encode()
 
 
 def cases(random_numbers):
@@ -61,7 +64,7 @@ BAD = [
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', {400}),
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "model": "no-such"}', {404}),
     ("/v1/chat/completions", b"\xff\xfe{}", {400}),
-    ("/v1/completions", json.dumps({"prompt": "too long " * 2000}).encode(), {400}),
+    ("/v1/completions", LONG, {400}),
     ("/v1/completions", b'{"prompt": [99999999], "max_tokens": 4}', {400}),
     ("/v1/completions", b'{"prompt": "x", "regex": "(["}', {400}),
     ("/generate", b'{"sampling_params": {"max_new_tokens": 4}}', {400}),
@@ -210,6 +213,8 @@ class Soak:
     async def run(self, seconds):
         self.expected = await self.ask_alone()
         assert len(set(self.expected.values())) > 20, "answers are too much alike to be compared"
+        for _ in range(5):
+            await asyncio.gather(*[exchange(self.server.port, "/v1/completions", LONG) for _ in range(self.clients)])
         await self.load(max(seconds / 5, 5))
         await self.idle()
         warm = resident(self.server.process.pid)

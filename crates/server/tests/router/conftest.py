@@ -50,7 +50,7 @@ class Fleet:
         return sum(worker.cache()["running"] for worker in self.workers)
 
     def ask(self, url, body):
-        """The answer to a chat, and the number of the worker that gave it: the one whose count of prompt tokens grows."""
+        """The answer to a chat, and the number of the worker that gave it: its count of prompt tokens grows."""
         before = [worker.cache()["prompt_tokens"] for worker in self.workers]
         status, answer = call(url, "/v1/chat/completions", body)
         assert status == 200, answer
