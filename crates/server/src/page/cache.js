@@ -7,8 +7,10 @@ import { setting } from "./settings.js";
 const BUSY = 400;
 const REST = 2000;
 const FAILED = 5000;
-/** Cells of a strip, and strips; more would only be slow. */
+/** Cells of a strip, and strips; more would only be slow. Longer runs are drawn with several pages to a cell. */
 const MOST_CELLS = 160;
+/** Runs of so many pages always have a cell for each. */
+const FEW = 8;
 const MOST_STRIPS = 12;
 
 const panel = document.getElementById("cache");
@@ -44,18 +46,16 @@ class Strip {
 
   /** Shows runs of pages, each with its state, length and perhaps another word for it; `shared` are underlined. */
   show(name, runs, shared = 0, filled = 0.5) {
-    const longest = Math.max(0, ...runs.map(([, pages]) => pages));
-    const others = runs.reduce((sum, [, pages]) => sum + pages, 0) - longest;
-    const group = Math.max(1, Math.ceil(longest / Math.max(1, MOST_CELLS - others)));
+    const group = Math.ceil(runs.reduce((sum, [, pages]) => sum + pages, 0) / MOST_CELLS);
     const classes = [];
     let page = 0;
     for (const [state, pages] of runs) {
-      for (let done = 0; done < pages; done += pages === longest ? group : 1) {
+      const step = pages > FEW ? group : 1;
+      for (let done = 0; done < pages; done += step) {
         classes.push(`cell ${state}${page + done < shared ? " shared" : ""}`);
       }
       page += pages;
     }
-    classes.length = Math.min(classes.length, 2 * MOST_CELLS);
     while (this.cells.childNodes.length > classes.length) this.cells.lastChild.remove();
     classes.forEach((name, index) => {
       const cell = this.cells.childNodes[index] ?? this.cells.appendChild(document.createElement("span"));
@@ -64,7 +64,7 @@ class Strip {
     });
     const said = runs.map(([state, pages, word]) => `${count(pages)} ${word ?? state}`);
     if (shared) said.push(`${count(shared)} shared`);
-    const scale = group > 1 ? ` · a cell of the longest run is ${group} pages` : "";
+    const scale = group > 1 ? ` · a cell is up to ${group} pages` : "";
     write(this.label, `${name} · ${said.join(", ") || "empty"}${scale}`);
     this.cells.setAttribute("aria-label", this.label.textContent);
   }

@@ -235,6 +235,33 @@ describe("without a key", () => {
     await visit.close();
   });
 
+  test("many long requests are drawn in bounds", async () => {
+    const cache = await server.cache();
+    const runs = [["sink", 1], ["sealed", 5000], ["recent", 4], ["filling", 1]];
+    const request = { choice: 0, tokens: 5006 * 64 - 1, cached_tokens: 64 * 2500, shared_pages: 2500, runs };
+    cache.requests = Array.from({ length: 40 }, (_, index) => ({ ...request, request: index + 1 }));
+    Object.assign(cache.tree, { pages: 100_000, tails: 3000, warm: 50 });
+    Object.assign(cache.pools.sealed, { pages: 200_000, free: 100_000, tree: 99_000, shared: 0 });
+    const visit = await Visit.to(browser, server, { width: 360, height: 640, cache });
+    await visit.page.click("#cache-toggle");
+    const picture = await eventually("it is drawn", async () => {
+      const picture = await visit.picture();
+      return picture.strips > 0 && picture;
+    });
+    assert.equal(picture.strips, 12);
+    assert.match(await visit.text("#requests"), /and 28 more$/);
+    assert.ok(Math.max(picture.request.length, picture.tree.length) <= 180);
+    // What is few is drawn page by page, what is many in groups, and half of them underlined.
+    const ends = [picture.request[0], ...picture.request.slice(-5)];
+    assert.deepEqual(ends, ["sink shared", "recent", "recent", "recent", "recent", "filling"]);
+    const shared = picture.request.filter((cell) => cell === "sealed shared").length;
+    assert.ok(Math.abs(shared / (picture.request.length - 6) - 0.5) < 0.02, `${shared} are underlined`);
+    assert.match(await visit.text("#requests .strip p"), /5,000 sealed.*2,500 shared.*up to 32 pages/);
+    assert.equal(await visit.page.evaluate(() => document.documentElement.scrollWidth), 360);
+    assert.deepEqual(visit.complaints, []);
+    await visit.close();
+  });
+
   test("on a phone nothing is wider than the screen", async () => {
     const visit = await Visit.to(browser, server, { width: 360, height: 640, answer: () => hostileAnswer("x".repeat(400)) });
     const fits = async (where) => {

@@ -60,7 +60,7 @@ export async function startBrowser() {
 
 /** The page in a tab of its own, with what went wrong in it. */
 export class Visit {
-  static async to(browser, server, { width = 1200, height = 800, scheme = "light", edit, answer } = {}) {
+  static async to(browser, server, { width = 1200, height = 800, scheme = "light", edit, answer, cache } = {}) {
     // A context of its own has storage of its own.
     const context = await browser.createBrowserContext();
     const page = await context.newPage();
@@ -77,7 +77,7 @@ export class Visit {
         console.error(`policy: ${event.violatedDirective} ${event.blockedURI}`);
       });
     });
-    if (edit || answer) await visit.intercept(edit, answer);
+    if (edit || answer || cache) await visit.intercept(edit, answer, cache);
     await page.goto(server.url, { waitUntil: "networkidle2" });
     return visit;
   }
@@ -87,10 +87,13 @@ export class Visit {
   }
 
   /** Changes what the page sends to the chat route, or answers in the server's place. */
-  async intercept(edit, answer) {
+  async intercept(edit, answer, cache) {
     await this.page.setRequestInterception(true);
     this.page.on("request", (request) => {
-      if (!request.url().endsWith("/v1/chat/completions")) return request.continue();
+      if (cache && request.url().endsWith("/oscar/cache")) {
+        return request.respond({ contentType: "application/json", body: JSON.stringify(cache) });
+      }
+      if (!request.url().endsWith("/v1/chat/completions") || (!edit && !answer)) return request.continue();
       const body = JSON.parse(request.postData());
       if (answer) return request.respond(answer(body));
       return request.continue({ postData: JSON.stringify({ ...body, ...edit(body) }) });
