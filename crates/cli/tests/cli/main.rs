@@ -2,6 +2,7 @@
 
 mod bad_models;
 mod bench;
+mod bench_serve;
 mod eval_served;
 mod eval_tasks;
 mod generate;

@@ -29,10 +29,11 @@ const MOCK_TOKENS_PER_S: f64 = 50.0;
 /// Time to the first.
 const MOCK_LATENCY: Duration = Duration::from_millis(20);
 
-/// Every byte is a token: what a mock needs of a tokenizer.
-const MOCK_TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null,
-    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
-    "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "go": 1, "on": 2}, "unk_token": "<unk>"}}"#;
+/// Just enough of a tokenizer for the prompt that a mock gets.
+const MOCK_TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+    "model": {"type": "BPE", "vocab": {"g": 0, "o": 1, "n": 2, "Ġ": 3}, "merges": []}}"#;
 
 /// Latency, throughput and cache hits of a server, as its clients see them.
 #[derive(Debug, Args)]
@@ -49,7 +50,7 @@ const MOCK_TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normaliz
     usage.prompt_tokens_details.")]
 pub(super) struct ServeBenchArguments {
     /// Model to serve: catalogue name, .gguf file, folder with config.json, or hub id.
-    #[arg(value_name = "MODEL", required_unless_present_any = ["url", "mock"], conflicts_with_all = ["url", "mock"])]
+    #[arg(value_name = "MODEL", conflicts_with_all = ["url", "mock"])]
     model: Option<String>,
 
     /// Use only what is on disk; never download.
@@ -189,7 +190,10 @@ impl ServeBenchArguments {
                 let model = ModelArguments { model: model.clone(), offline: self.offline };
                 self.start_model(runtime, &model)?
             }
-            (None, None) => return Err(Failure::new("there is no model to serve and no --url to ask")),
+            (None, None) => {
+                return Err(Failure::new("there is no server to measure")
+                    .with_fix("give a MODEL to serve, the --url of a server, or --mock"));
+            }
         };
         let arrival = match self.rate {
             Some(rate) => Arrival::Poisson { rate },
