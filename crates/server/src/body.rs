@@ -73,6 +73,10 @@ async fn read(request: Request, app: &App) -> Result<Bytes, ApiError> {
 
 /// Reads JSON; an error says where.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    // Types would also take a list, as their fields in order.
+    if bytes.trim_ascii_start().first() == Some(&b'[') {
+        return Err(ApiError::bad_request("the body is a JSON list, expected an object"));
+    }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
         let path = error.path().to_string();

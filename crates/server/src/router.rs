@@ -18,7 +18,7 @@ use crate::app::App;
 use crate::auth::ApiKey;
 use crate::error::ApiError;
 use crate::page;
-use crate::routes::{chat, completions, generate, health, info, models, observe, tokens};
+use crate::routes::{chat, completions, generate, health, info, models, observe, openapi, tokens};
 
 /// Names a request in logs and answers.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -26,8 +26,8 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest id that is taken from a client.
 const MAX_REQUEST_ID: usize = 128;
 
-/// Paths that need no key: probes do not have one.
-const OPEN_PATHS: [&str; 3] = ["/health", "/health_generate", "/metrics"];
+/// Paths that need no key: probes do not have one, and the description is no secret.
+const OPEN_PATHS: [&str; 4] = ["/health", "/health_generate", "/metrics", "/openapi.json"];
 
 /// All routes.
 pub(crate) fn router(app: Arc<App>) -> Router {
@@ -57,6 +57,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/detokenize", post(tokens::detokenize))
         .route("/metrics", get(observe::metrics))
         .route("/oscar/cache", get(observe::cache))
+        .route("/openapi.json", get(openapi::openapi))
         .merge(page::routes())
         .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "there is nothing at this path") })
         .method_not_allowed_fallback(|| async {

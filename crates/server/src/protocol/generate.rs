@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde::Deserialize;
 use serde_json::{Number, Value};
 
-use super::sampling::{OneOrMany, Wishes};
+use super::sampling::{Object, OneOrMany, Wishes};
 use crate::error::ApiError;
 
 /// Tokens when the client gives no limit, as SGLang has it.
@@ -17,7 +17,7 @@ const DEFAULT_NEW_TOKENS: u64 = 128;
 pub(crate) struct GenerateRequest {
     pub(crate) text: Option<OneOrMany<String>>,
     pub(crate) input_ids: Option<Ids>,
-    pub(crate) sampling_params: Option<OneOrMany<SamplingParams>>,
+    pub(crate) sampling_params: Option<OneOrMany<Object<SamplingParams>>>,
     pub(crate) rid: Option<OneOrMany<String>>,
     pub(crate) return_logprob: Option<OneOrMany<bool>>,
     pub(crate) logprob_start_len: Option<OneOrMany<i64>>,

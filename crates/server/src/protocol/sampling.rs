@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use oscar_engine::{GenerateOptions, SamplingOptions};
-use serde::Deserialize;
-use serde_json::{Number, Value};
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Number, Value};
 
 use crate::error::ApiError;
 
@@ -29,6 +30,17 @@ impl<T> OneOrMany<T> {
             OneOrMany::One(value) => vec![value],
             OneOrMany::Many(values) => values,
         }
+    }
+}
+
+/// A JSON object. Derived types also take a list, as their fields in order, which no client means.
+#[derive(Clone, Debug)]
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let fields = Map::<String, Value>::deserialize(deserializer)?;
+        T::deserialize(Value::Object(fields)).map(Object).map_err(D::Error::custom)
     }
 }
 

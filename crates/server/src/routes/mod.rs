@@ -8,6 +8,7 @@ pub(crate) mod health;
 pub(crate) mod info;
 pub(crate) mod models;
 pub(crate) mod observe;
+pub(crate) mod openapi;
 pub(crate) mod tokens;
 
 use oscar_engine::FinishReason;

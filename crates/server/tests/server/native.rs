@@ -175,3 +175,15 @@ async fn a_stuck_engine_is_not_well_but_a_busy_one_is() {
     };
     tokio::join!(asked, probe);
 }
+
+#[tokio::test]
+async fn lists_are_not_objects() {
+    let house = mock();
+    for params in [json!([[null, null]]), json!([5]), json!([])] {
+        let error =
+            house.post("/generate", json!({"text": "a", "sampling_params": params})).await.refused(400);
+        assert_eq!(error["param"], "sampling_params", "{params}");
+    }
+    house.post("/v1/completions", json!(["tiny", false, null, null, null, "hello"])).await.refused(400);
+    house.post("/abort_request", json!([null, true])).await.refused(400);
+}

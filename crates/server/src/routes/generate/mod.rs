@@ -34,8 +34,11 @@ pub(crate) async fn generate(
     let count = prompts.len();
     let params: Vec<SamplingParams> = match request.sampling_params.take() {
         None => vec![SamplingParams::default(); count],
-        Some(OneOrMany::One(params)) => vec![params; count],
-        Some(OneOrMany::Many(list)) => of_each(list, count, "sampling_params")?,
+        Some(OneOrMany::One(params)) => vec![params.0; count],
+        Some(OneOrMany::Many(list)) => {
+            let list = list.into_iter().map(|params| params.0).collect();
+            of_each(list, count, "sampling_params")?
+        }
     };
     let ids = match request.rid.take() {
         Some(OneOrMany::One(id)) if count == 1 => vec![id],
