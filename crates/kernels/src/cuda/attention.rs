@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
-use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg};
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+};
 
 use super::compile::Source;
 use super::device::Device;
@@ -72,8 +74,9 @@ impl DecodeShape {
 
     /// Four warps, and as many blocks and stages as registers and shared memory allow.
     pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
-        // Sums take a register per eight channels, row and two lanes.
-        let registers = if self.head_dim * self.rows() > 128 * 8 { 2 } else { 3 };
+        // Sums take a register per eight channels, row and two lanes; several groups have more scales at hand.
+        let groups = self.orders()?[1].groups();
+        let registers = if self.head_dim * self.rows() > 128 * 8 || groups > 1 { 2 } else { 3 };
         for blocks_per_multiprocessor in (1..=registers).rev() {
             for stages in [3, 2] {
                 let tuning = Tuning { warps: 4, stages, blocks_per_multiprocessor };
@@ -124,9 +127,9 @@ impl PoolView<'_> {
         if !self.offset.is_multiple_of(16) || !self.stride.is_multiple_of(16) {
             return Err(CudaError::Unsupported("pages lie on multiples of 16 bytes".into()));
         }
-        let end = slots
-            .checked_sub(1)
-            .map_or(Some(0), |last| last.checked_mul(self.stride)?.checked_add(self.offset)?.checked_add(bytes));
+        let end = slots.checked_sub(1).map_or(Some(0), |last| {
+            last.checked_mul(self.stride)?.checked_add(self.offset)?.checked_add(bytes)
+        });
         match end {
             Some(end) if end <= self.memory.len() => {}
             _ => {
@@ -203,7 +206,11 @@ impl DecodeAttention {
     }
 
     /// With a layout of one's own choice.
-    pub fn with_tuning(device: &Arc<Device>, shape: DecodeShape, tuning: Tuning) -> Result<DecodeAttention, CudaError> {
+    pub fn with_tuning(
+        device: &Arc<Device>,
+        shape: DecodeShape,
+        tuning: Tuning,
+    ) -> Result<DecodeAttention, CudaError> {
         if shape.kv_heads == 0 || shape.group == 0 {
             return Err(CudaError::Unsupported("attention without heads".into()));
         }
@@ -211,7 +218,14 @@ impl DecodeAttention {
         let memory = shape.block_memory(&tuning)?;
         let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, memory as i32)?;
-        Ok(DecodeAttention { device: device.clone(), shape, tuning, orders: shape.orders()?, function, memory })
+        Ok(DecodeAttention {
+            device: device.clone(),
+            shape,
+            tuning,
+            orders: shape.orders()?,
+            function,
+            memory,
+        })
     }
 
     /// The shape it was made for.
@@ -350,7 +364,8 @@ mod tests {
                 let codes = |bits, groups| {
                     SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), ScaleType::F16)
                 };
-                let mut formats = vec![codes(2, 1), codes(4, 1), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())];
+                let mut formats =
+                    vec![codes(2, 1), codes(4, 1), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())];
                 formats.push(SealedFormat::Bf16);
                 formats.push(codes(2, head_dim / 32));
                 if head_dim == 128 {
@@ -358,9 +373,12 @@ mod tests {
                     let layout = CodeLayout::int2(head_dim, 1).unwrap();
                     formats.push(SealedFormat::Codes(layout, ScaleType::Bf16));
                 }
-                shapes.extend(
-                    formats.into_iter().map(|sealed| DecodeShape { head_dim, kv_heads: 8, group, sealed }),
-                );
+                shapes.extend(formats.into_iter().map(|sealed| DecodeShape {
+                    head_dim,
+                    kv_heads: 8,
+                    group,
+                    sealed,
+                }));
             }
         }
         shapes.retain(|shape| shape.group <= 8 || shape.head_dim <= 128);
@@ -371,8 +389,12 @@ mod tests {
         let format = match shape.sealed {
             SealedFormat::Bf16 => "bf16".to_owned(),
             SealedFormat::Fp8(_) => "fp8".to_owned(),
-            SealedFormat::Codes(layout, ScaleType::F16) => format!("int{} x{}", layout.bits(), layout.groups()),
-            SealedFormat::Codes(layout, _) => format!("int{} x{} bf16 scales", layout.bits(), layout.groups()),
+            SealedFormat::Codes(layout, ScaleType::F16) => {
+                format!("int{} x{}", layout.bits(), layout.groups())
+            }
+            SealedFormat::Codes(layout, _) => {
+                format!("int{} x{} bf16 scales", layout.bits(), layout.groups())
+            }
         };
         format!("{format} d{} rows {}", shape.head_dim, shape.rows())
     }
@@ -401,7 +423,8 @@ mod tests {
         if std::env::var_os("OSCAR_WRITE").is_some() {
             std::fs::write(path, format!("{expected:#}\n")).unwrap();
         }
-        let listed: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let listed: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         assert_eq!(listed, expected, "run this test with OSCAR_WRITE=1");
     }
 

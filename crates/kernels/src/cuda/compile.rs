@@ -54,7 +54,8 @@ impl Source {
     /// Machine code for an architecture, from the folder `cache` if it is there.
     pub fn machine_code(&self, architecture: &str, cache: Option<&Path>) -> Result<Vec<u8>, CudaError> {
         let file = cache.map(|folder| folder.join(self.cache_name(architecture)));
-        if let Some(code) = file.as_deref().and_then(|file| std::fs::read(file).ok()).filter(is_machine_code) {
+        if let Some(code) = file.as_deref().and_then(|file| std::fs::read(file).ok()).filter(is_machine_code)
+        {
             return Ok(code);
         }
         let code = self.compile(architecture)?;
@@ -81,7 +82,8 @@ impl Source {
             log,
         };
         let text = CString::new(self.text.as_str()).map_err(|error| failed(error.to_string()))?;
-        let program = Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
+        let program =
+            Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
         // SAFETY: the program was created above and lives until the end of this function.
         let compiled = unsafe { result::compile_program(program.0, &self.options(architecture)) };
         if let Err(error) = compiled {
@@ -132,9 +134,9 @@ pub fn cache_folder(get: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let base = get("OSCAR_CACHE").or_else(|| get("XDG_CACHE_HOME").map(|base| base.join("oscar")));
     let base = base.or_else(|| match cfg!(windows) {
         true => get("LOCALAPPDATA").map(|base| base.join("oscar").join("cache")),
-        false => {
-            get("HOME").map(|home| home.join(if cfg!(target_os = "macos") { "Library/Caches" } else { ".cache" }).join("oscar"))
-        }
+        false => get("HOME").map(|home| {
+            home.join(if cfg!(target_os = "macos") { "Library/Caches" } else { ".cache" }).join("oscar")
+        }),
     });
     base.map(|base| base.join("cuda"))
 }

@@ -154,6 +154,9 @@ mod tests {
     #[test]
     fn a_card_that_is_not_there_is_refused() {
         let error = Device::open(4096).unwrap_err();
-        assert!(matches!(error, CudaError::LibraryMissing { .. } | CudaError::NoDevice { ordinal: 4096, .. }));
+        assert!(matches!(
+            error,
+            CudaError::LibraryMissing { .. } | CudaError::NoDevice { ordinal: 4096, .. }
+        ));
     }
 }

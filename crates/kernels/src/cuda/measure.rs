@@ -126,8 +126,8 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     let sealed_pages = (0..pages).filter(|&page| is_sealed(page)).count();
     let mut noise = Noise(11);
     // Slots of each pool in random order, as after some hours of serving.
-    let mut free =
-        [pages - sealed_pages, sealed_pages].map(|count| shuffled(case.batch * count, &mut noise).into_iter());
+    let mut free = [pages - sealed_pages, sealed_pages]
+        .map(|count| shuffled(case.batch * count, &mut noise).into_iter());
     let tables: Vec<Vec<u32>> = (0..case.batch)
         .map(|_| {
             let slot = |page| free[usize::from(is_sealed(page))].next().expect("a slot per page");
@@ -179,7 +179,8 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
         &samples[pool].rows[slots[page] as usize * heads % SAMPLES]
     };
     let width = case.shape.group * case.shape.head_dim;
-    let error = relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, rows);
+    let error =
+        relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, rows);
     let (registers, spilled) = kernel.resources()?;
     Ok(Measured {
         seconds: seconds[seconds.len() / 2] / layers as f64,
@@ -214,7 +215,12 @@ pub fn relative_error<'a>(
 }
 
 /// Attention of one query in f64.
-pub fn reference<'a>(query: &[f32], scale: f32, tokens: usize, rows: impl Fn(usize) -> &'a [Vec<f32>; 2]) -> Vec<f64> {
+pub fn reference<'a>(
+    query: &[f32],
+    scale: f32,
+    tokens: usize,
+    rows: impl Fn(usize) -> &'a [Vec<f32>; 2],
+) -> Vec<f64> {
     let d = query.len();
     let row = |token: usize, side: usize| &rows(token / PAGE_TOKENS)[side][token % PAGE_TOKENS * d..][..d];
     let logits: Vec<f64> = (0..tokens)
@@ -247,7 +253,8 @@ pub struct Samples {
 impl Samples {
     fn new(order: &PageOrder, noise: &mut Noise) -> Samples {
         let drawn = (0..SAMPLES).map(|_| {
-            let rows = [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * noise.next()).collect());
+            let rows =
+                [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * noise.next()).collect());
             random_page(order, &rows, noise)
         });
         let (pages, rows) = drawn.unzip();
@@ -291,15 +298,18 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -
                 SealedFormat::Bf16 => {}
                 SealedFormat::Fp8(layout) => {
                     layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
-                    layout.decode_token(&cpu, side, token, &mut held[index][range.clone()]).expect("as above");
+                    layout
+                        .decode_token(&cpu, side, token, &mut held[index][range.clone()])
+                        .expect("as above");
                 }
                 SealedFormat::Codes(layout, scale_type) => {
                     let top = f32::from(layout.largest_code());
                     let group = d / layout.groups();
                     let (mut codes, mut scales) = (Vec::new(), Vec::new());
                     for row in row.chunks_exact(group) {
-                        let (low, high) =
-                            row.iter().fold((f32::MAX, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
+                        let (low, high) = row
+                            .iter()
+                            .fold((f32::MAX, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
                         let step = ((high - low) / top * (1.0 + 0.05 * noise.next())).max(1e-4);
                         let bits = (scale_type.to_bits(step), scale_type.to_bits(-low));
                         let (step, offset) = (scale_type.to_f32(bits.0), scale_type.to_f32(bits.1));

@@ -33,11 +33,7 @@ impl PageOrder {
             SealedFormat::Fp8(layout) => layout.head_dim(),
         };
         if described != head_dim {
-            return Err(CudaError::Shape {
-                what: "channels of a page",
-                expected: head_dim,
-                got: described,
-            });
+            return Err(CudaError::Shape { what: "channels of a page", expected: head_dim, got: described });
         }
         let group = head_dim / order.groups();
         if !group.is_multiple_of(32) {
@@ -124,9 +120,7 @@ impl PageOrder {
                 let word = token / 8 * (self.head_dim / 16) + step;
                 (word, token % 8 * 4 + inner / 4, inner % 4, 0)
             }
-            (8, Side::Value) => {
-                (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0)
-            }
+            (8, Side::Value) => (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0),
             (bits, Side::Key) => {
                 let (lane_token, column) = self.lane_token(token);
                 let (step, inner) = (channel / 32, channel % 32);
@@ -155,7 +149,10 @@ impl PageOrder {
 
     /// Byte of the 16-bit scale of a token and group; an offset, where there is one, follows it.
     pub fn scale_position(&self, side: Side, token: usize, group: usize) -> usize {
-        assert!(token < PAGE_TOKENS && group < self.groups(), "token {token}, group {group} is outside a page");
+        assert!(
+            token < PAGE_TOKENS && group < self.groups(),
+            "token {token}, group {group} is outside a page"
+        );
         let (tile, token) = (token / self.tile_tokens(), token % self.tile_tokens());
         let side = if side == Side::Key { 0 } else { self.side_scale_bytes() };
         let inside = if self.bits() == 8 {
@@ -173,7 +170,8 @@ impl PageOrder {
         let mut page = vec![0; self.page_bytes()];
         match self.format {
             SealedFormat::Bf16 => {
-                let (elements, mut key, mut value) = (elements(cpu), vec![0.0; self.head_dim], vec![0.0; self.head_dim]);
+                let (elements, mut key, mut value) =
+                    (elements(cpu), vec![0.0; self.head_dim], vec![0.0; self.head_dim]);
                 for token in 0..PAGE_TOKENS {
                     read_token(&elements, self.head_dim, token, &mut key, &mut value);
                     self.write_bf16(&mut page, token, &key, &value);
@@ -196,13 +194,20 @@ impl PageOrder {
                     let row = |side| -> Vec<f32> {
                         let position = |channel| self.element_position(side, token, channel).0;
                         (0..self.head_dim)
-                            .map(|channel| half::bf16::from_le_bytes([page[position(channel)], page[position(channel) + 1]]))
+                            .map(|channel| {
+                                half::bf16::from_le_bytes([
+                                    page[position(channel)],
+                                    page[position(channel) + 1],
+                                ])
+                            })
                             .map(half::bf16::to_f32)
                             .collect()
                     };
                     write_token(&mut elements, self.head_dim, token, &row(Side::Key), &row(Side::Value));
                 }
-                cpu.chunks_exact_mut(2).zip(elements).for_each(|(bytes, x)| bytes.copy_from_slice(&x.to_le_bytes()));
+                cpu.chunks_exact_mut(2)
+                    .zip(elements)
+                    .for_each(|(bytes, x)| bytes.copy_from_slice(&x.to_le_bytes()));
             }
             SealedFormat::Codes(layout, _) => self.copy_codes(&layout, page, &mut cpu, false),
             SealedFormat::Fp8(layout) => self.copy_fp8(&layout, page, &mut cpu, false),

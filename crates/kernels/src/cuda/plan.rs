@@ -139,15 +139,25 @@ impl Plan {
     fn take_slots(&mut self, sequence: &DecodeSequence<'_>) -> Result<(), CudaError> {
         let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
         if sequence.slots.len() < pages {
-            return Err(CudaError::Shape { what: "slots of a sequence", expected: pages, got: sequence.slots.len() });
+            return Err(CudaError::Shape {
+                what: "slots of a sequence",
+                expected: pages,
+                got: sequence.slots.len(),
+            });
         }
-        if sequence.tokens > i32::MAX as usize / 2 || sequence.slots.iter().any(|&slot| slot > i32::MAX as u32) {
+        if sequence.tokens > i32::MAX as usize / 2
+            || sequence.slots.iter().any(|&slot| slot > i32::MAX as u32)
+        {
             return Err(CudaError::Unsupported("more than 2^30 tokens or 2^31 slots".into()));
         }
         let full = sequence.tokens / PAGE_TOKENS;
         if sequence.history_end > full && sequence.history_end > sequence.sink_pages {
             // A sealed page holds 64 tokens, and all are read.
-            return Err(CudaError::Shape { what: "full pages of a sequence", expected: sequence.history_end, got: full });
+            return Err(CudaError::Shape {
+                what: "full pages of a sequence",
+                expected: sequence.history_end,
+                got: full,
+            });
         }
         for (page, &slot) in sequence.slots[..pages].iter().enumerate() {
             let sealed = (sequence.sink_pages..sequence.history_end).contains(&page);
@@ -199,11 +209,8 @@ fn unit_pieces(shape: &PlanShape, index: usize, sequence: &DecodeSequence<'_>) -
     // Parts that differ little: nine rows are five and four.
     let rows = shape.group.div_ceil(parts.max(1));
     let sealed_pages = history_end - sequence.sink_pages;
-    let (sealed_pages, history_end) = if sealed_pages == 0 {
-        (0, sequence.sink_pages)
-    } else {
-        (sealed_pages, history_end)
-    };
+    let (sealed_pages, history_end) =
+        if sealed_pages == 0 { (0, sequence.sink_pages) } else { (sealed_pages, history_end) };
     let exact_tokens = sequence.tokens - sealed_pages * PAGE_TOKENS;
     let exact_tiles = exact_tokens.div_ceil(PAGE_TOKENS / shape.exact.0);
     let units = shape.kv_heads * parts;

@@ -102,7 +102,9 @@ pub enum CudaBenchError {
         kv_heads: usize,
     },
     /// More pages than the card has memory for.
-    #[error("{needed} MB of pages do not fit the {free} MB that are free on the card: fewer sequences or tokens")]
+    #[error(
+        "{needed} MB of pages do not fit the {free} MB that are free on the card: fewer sequences or tokens"
+    )]
     Memory {
         /// Megabytes of pages.
         needed: usize,

@@ -2,8 +2,11 @@
 // q.k = s*sum(q*c) - o*sum(q), and likewise for values. Queries and weights become integers of two bytes; the high bytes
 // are rows 0-7 of an 8-bit MMA and the low bytes rows 8-15, so one instruction multiplies both, and sums are exact.
 //
-// The weighted sum of values stays in integers over all tiles of a segment. Weights are multiples of a unit, a bound
-// over 65534; when a weight exceeds the bound, the sums are rescaled, which happens a few times in all.
+// The weighted sum of values stays in integers over all tiles of a segment: weights are rounded in units of 2^reference,
+// and so are their total and the sum of offsets. The reference is chosen optimistically, not tile by tile: a tile is
+// weighed with that of the tiles before it, and only if a weight does not fit 16 bits is a new one chosen, with room for
+// weights eight times as large, and everything so far rescaled. That happens a few times in a segment; looking for the
+// largest logit of every tile would cost more than all of its exponentials.
 
 DEVICE void mma_signed(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -57,10 +60,9 @@ struct Codes {
   static constexpr float MAGIC_VALUE = 12582912.0f;
 
   u32 q[ROW_TILES][CHANNEL_STEPS][4];
+  // Logits are in units of q_step; q_sum is that of each group of channels, in the same unit and negative.
   float q_step[ROW_TILES], q_sum[ROW_TILES][GROUPS];
-  float largest[ROW_TILES], total[ROW_TILES];
-  // Per group of channels: the largest weight that 16 bits hold, and the sum of weighted offsets.
-  float bound[ROW_TILES][GROUPS], offsets[ROW_TILES][GROUPS];
+  float reference[ROW_TILES], total[ROW_TILES], offsets[ROW_TILES][GROUPS];
   int sums[ROW_TILES][CHANNEL_TILES][4];
 
   DEVICE void begin(const float* queries, int rows, float scale, int lane) {
@@ -98,10 +100,11 @@ struct Codes {
       q_step[tile] = inverse > 0.0f ? scale / inverse : 0.0f;
       #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
-        q_sum[tile][group] = -scale * quad_sum(q_sum[tile][group]);
-        bound[tile][group] = offsets[tile][group] = 0.0f;
+        q_sum[tile][group] = -inverse * quad_sum(q_sum[tile][group]);
+        offsets[tile][group] = 0.0f;
       }
-      largest[tile] = NEGATIVE_INFINITY;
+      // Nothing fits: the first tile chooses.
+      reference[tile] = NEGATIVE_INFINITY;
       total[tile] = 0.0f;
       #pragma unroll
       for (int step = 0; step < CHANNEL_STEPS; step++) {
@@ -165,66 +168,36 @@ struct Codes {
               const int integer = c[tile][e] * 256 + c[tile][e + 2];
               const float sum = MAGIC ? __int_as_float(integer) - MAGIC_VALUE : (float)integer;
               const float offset = affine[e].y * q_sum[tile][group];
-              const float part = fmaf(affine[e].x, sum * q_step[tile], offset);
+              const float part = fmaf(affine[e].x, sum, offset);
               logit[tile][2 * j + e] = group == 0 ? part : logit[tile][2 * j + e] + part;
             }
         }
       }
     }
-    #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-      const float most = quad_max(largest_of(logit[tile]));
-      if (__any_sync(ALL_LANES, most > largest[tile])) {
-        const float larger = fmaxf(largest[tile], most), shrink = exp2_fast(largest[tile] - larger);
-        largest[tile] = larger;
-        total[tile] *= shrink;
-        #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-          bound[tile][group] *= shrink;
-          offsets[tile][group] *= shrink;
-        }
-      }
-      #pragma unroll
-      for (int i = 0; i < LANE_TOKENS; i++) logit[tile][i] = exp2_fast(logit[tile][i] - largest[tile]);
-      total[tile] += sum_of(logit[tile]);
-    }
     const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
     const u8* values = page + SIDE_BYTES;
+    float probability[ROW_TILES][LANE_TOKENS];
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) exponentiate(tile, logit[tile], probability[tile]);
     uint4 chunk;
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       u32 weights[ROW_TILES][TOKEN_STEPS][4];
-      #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; tile++) {
-        // Two chains each, so that additions do not wait for one another.
-        float weight[LANE_TOKENS], offset[2] = {offsets[tile][group], 0.0f};
+      if (!weigh_all(group, probability, scales, t, weights)) {
         #pragma unroll
-        for (int pair = 0; pair < LANE_TOKENS / 2; pair++) {
-          const uint2 words = two_scales(scales, group, pair, t);
-          const float2 affine[2] = {scale_pair(words.x), scale_pair(words.y)};
-          #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const float probability = logit[tile][2 * pair + e];
-            weight[2 * pair + e] = probability * affine[e].x;
-            offset[e] = fmaf(probability, affine[e].y, offset[e]);
+        for (int tile = 0; tile < ROW_TILES; tile++) {
+          if (group == 0) {
+            choose_reference(tile, largest_of(logit[tile]) * q_step[tile], scales, t);
+            exponentiate(tile, logit[tile], probability[tile]);
+          } else {
+            // Logits are gone, but the first group has made sure that these are finite.
+            const float most = reference[tile] + __log2f(largest_of(probability[tile]));
+            const float ratio = choose_reference(tile, most, scales, t);
+            #pragma unroll
+            for (int i = 0; i < LANE_TOKENS; i++) probability[tile][i] *= ratio;
           }
         }
-        offsets[tile][group] = offset[0] + offset[1];
-        const float most = quad_max(largest_of(weight));
-        if (__any_sync(ALL_LANES, most > bound[tile][group])) rescale(tile, group, most);
-        const float inverse = bound[tile][group] > 1e-30f ? __fdividef(65534.0f, bound[tile][group]) : 0.0f;
-        #pragma unroll
-        for (int step = 0; step < TOKEN_STEPS; step++)
-          #pragma unroll
-          for (int part = 0; part < 2; part++) {
-            u32 r[4];
-            #pragma unroll
-            for (int e = 0; e < 4; e++)
-              r[e] = __float_as_uint(fmaf(weight[step * 8 + part * 4 + e], inverse, 8388608.0f));
-            const u32 a = __byte_perm(r[0], r[1], 0x4051), b = __byte_perm(r[2], r[3], 0x4051);
-            weights[tile][step][part * 2] = __byte_perm(a, b, 0x5410);
-            weights[tile][step][part * 2 + 1] = __byte_perm(a, b, 0x7632);
-          }
+        weigh_all(group, probability, scales, t, weights);
       }
       #pragma unroll
       for (int inner = 0; inner < CHANNEL_TILES / GROUPS; inner += WORD_STEPS) {
@@ -246,18 +219,89 @@ struct Codes {
     }
   }
 
-  // Makes room for a larger weight, and for eight times that: conversions are slow, and the largest of several rows
-  // grows often, if only by a little. It costs three of sixteen bits.
-  DEVICE void rescale(int tile, int group, float most) {
-    const float old = bound[tile][group];
-    const float now = most > old ? 8.0f * most : old;
-    const float ratio = now > 1e-30f ? old / now : 0.0f;
-    bound[tile][group] = now;
-    // The first tile, usually: there is nothing to rescale yet.
-    if (!__any_sync(ALL_LANES, old > 0.0f)) return;
+  DEVICE void exponentiate(int tile, const float (&logit)[LANE_TOKENS], float (&probability)[LANE_TOKENS]) const {
     #pragma unroll
-    for (int inner = 0; inner < CHANNEL_TILES / GROUPS; inner++) {
-      int (&c)[4] = sums[tile][group * (CHANNEL_TILES / GROUPS) + inner];
+    for (int i = 0; i < LANE_TOKENS; i++)
+      probability[i] = exp2_fast(fmaf(logit[i], q_step[tile], -reference[tile]));
+  }
+
+  // The weights of a tile for a group of channels, as bytes, their sum and that of offsets; whether all weights fit.
+  DEVICE static bool weigh(
+      int group, const float (&probability)[LANE_TOKENS], const u8* scales, int t, u32 (&weights)[TOKEN_STEPS][4],
+      float& sum, float& offset_sum) {
+    sum = group == 0 ? sum_of(probability) : 0.0f;
+    // Two chains, so that additions do not wait for one another.
+    float offset[2] = {0.0f, 0.0f};
+    u32 r[LANE_TOKENS], bits = 0;
+    #pragma unroll
+    for (int pair = 0; pair < LANE_TOKENS / 2; pair++) {
+      const uint2 words = two_scales(scales, group, pair, t);
+      const float2 affine[2] = {scale_pair(words.x), scale_pair(words.y)};
+      #pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int i = 2 * pair + e;
+        offset[e] = fmaf(probability[i], affine[e].y, offset[e]);
+        r[i] = __float_as_uint(fmaf(probability[i], affine[e].x, 8388608.0f));
+        bits |= r[i];
+      }
+    }
+    #pragma unroll
+    for (int step = 0; step < TOKEN_STEPS; step++)
+      #pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const u32* four = &r[step * 8 + half * 4];
+        const u32 a = __byte_perm(four[0], four[1], 0x4051), b = __byte_perm(four[2], four[3], 0x4051);
+        weights[step][half * 2] = __byte_perm(a, b, 0x5410);
+        weights[step][half * 2 + 1] = __byte_perm(a, b, 0x7632);
+      }
+    // 2^23 has these bits: anything else is more than 16 bits, infinite or not a number. The sum is looked at too, because
+    // a scale may be zero.
+    offset_sum = offset[0] + offset[1];
+    return (bits & 0xffff0000u) == 0x4b000000u && sum < 1e30f;
+  }
+
+  // All rows; false, and nothing added to the sums, if a weight of any does not fit.
+  DEVICE bool weigh_all(
+      int group, const float (&probability)[ROW_TILES][LANE_TOKENS], const u8* scales, int t,
+      u32 (&weights)[ROW_TILES][TOKEN_STEPS][4]) {
+    float sum[ROW_TILES], offset[ROW_TILES];
+    bool fits = true;
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++)
+      fits &= weigh(group, probability[tile], scales, t, weights[tile], sum[tile], offset[tile]);
+    if (!__all_sync(ALL_LANES, fits)) return false;
+    #pragma unroll
+    for (int tile = 0; tile < ROW_TILES; tile++) {
+      total[tile] += sum[tile];
+      offsets[tile][group] += offset[tile];
+    }
+    return true;
+  }
+
+  // A reference at which the weights of this tile and of all before it fit. What groups before this one have added of the
+  // tile is rescaled with the rest. There is room for eight times as much: the largest of several rows grows often, if
+  // only by a little. It costs three of sixteen bits.
+  // Returns what everything was multiplied with. `lane_most`: the largest logit of this lane.
+  DEVICE float choose_reference(int tile, float lane_most, const u8* scales, int t) {
+    float scale = 1e-20f;
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+      #pragma unroll
+      for (int pair = 0; pair < LANE_TOKENS / 2; pair++) {
+        const uint2 words = two_scales(scales, group, pair, t);
+        scale = fmaxf(scale, fmaxf(scale_pair(words.x).x, scale_pair(words.y).x));
+      }
+    const float lowest = quad_max(lane_most) + __log2f(quad_max(scale) * (8.0f / 65000.0f));
+    const float old = reference[tile], now = fmaxf(old, lowest);
+    reference[tile] = now;
+    const float ratio = exp2_fast(old - now);
+    if (!__any_sync(ALL_LANES, old != NEGATIVE_INFINITY)) return ratio;
+    total[tile] *= ratio;
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++) offsets[tile][group] *= ratio;
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++) {
+      int (&c)[4] = sums[tile][i];
       #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float value = fmaf((float)c[e], 256.0f, (float)c[e + 2]) * ratio;
@@ -266,17 +310,17 @@ struct Codes {
         c[e + 2] = __float2int_rn(fmaf(top, -256.0f, value));
       }
     }
+    return ratio;
   }
 
-  DEVICE float row_largest(int tile) const { return largest[tile]; }
+  DEVICE float row_largest(int tile) const { return reference[tile]; }
   DEVICE float row_total(int tile) const { return quad_sum(total[tile]); }
 
   // The weighted sums of values, columns 2t and 2t + 1 of every eight channels.
   DEVICE void end(int tile, float2 (&out)[CHANNEL_TILES]) const {
     #pragma unroll
     for (int i = 0; i < CHANNEL_TILES; i++) {
-      const int group = i * GROUPS / CHANNEL_TILES;
-      const float unit = bound[tile][group] * (BITS == 2 && (i & 1) ? 0.25f / 65534.0f : 1.0f / 65534.0f);
+      const float unit = BITS == 2 && (i & 1) ? 0.25f : 1.0f;
       const int (&c)[4] = sums[tile][i];
       out[i].x = fmaf((float)c[0], 256.0f, (float)c[2]) * unit;
       out[i].y = fmaf((float)c[1], 256.0f, (float)c[3]) * unit;
