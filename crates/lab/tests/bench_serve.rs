@@ -32,8 +32,8 @@ struct Seen {
 
 /// Starts a server that answers its requests in this order, and all after them as the last.
 async fn start(answers: &'static [Answer]) -> (String, Arc<Seen>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}/v1", listener.local_addr().unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("port");
+    let url = format!("http://{}/v1", listener.local_addr().expect("address"));
     let seen = Arc::new(Seen::default());
     let counted = Arc::clone(&seen);
     tokio::spawn(async move {
@@ -58,7 +58,7 @@ async fn connection(stream: TcpStream, answers: &[Answer], seen: Arc<Seen>) -> s
                 first.clone_from(&line);
             }
             if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
-                length = value.trim().parse().unwrap();
+                length = value.trim().parse().expect("length");
             }
             if line == "\r\n" {
                 break;
@@ -66,12 +66,12 @@ async fn connection(stream: TcpStream, answers: &[Answer], seen: Arc<Seen>) -> s
         }
         let mut body = vec![0; length];
         stream.read_exact(&mut body).await?;
-        let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        let body: serde_json::Value = serde_json::from_slice(&body).expect("JSON");
         assert!(body["stream"] == true && body["stream_options"]["include_usage"] == true, "{body}");
         let expected = if body["messages"].is_array() { "/v1/chat/completions" } else { "/v1/completions" };
         assert_eq!(first.split(' ').nth(1), Some(expected));
         let number = seen.requests.fetch_add(1, Ordering::SeqCst);
-        answer(stream.get_mut(), *answers.get(number).or(answers.last()).unwrap()).await?;
+        answer(stream.get_mut(), *answers.get(number).or(answers.last()).expect("an answer")).await?;
     }
 }
 

@@ -277,6 +277,15 @@ fn request(chat: bool, prompt: &str, output_tokens: usize) -> (&'static str, Val
     }
 }
 
+/// Path and body of a request whose every token must have a text.
+fn wordy_request(output_tokens: usize) -> (&'static str, Value) {
+    let (path, mut body) = request(true, "go on", output_tokens);
+    // Instead of an end that is ignored and has no text, there is none.
+    body["ignore_eos"] = json!(false);
+    body["min_tokens"] = json!(output_tokens);
+    (path, body)
+}
+
 /// How many tokens a second a server can stream.
 #[derive(Clone, Debug, Serialize)]
 pub struct StreamedRow {
@@ -296,7 +305,7 @@ pub async fn streamed(url: &str, clients: usize, seconds: f64) -> Result<Streame
     for _ in 0..clients {
         let (client, events) = (Arc::clone(&client), Arc::clone(&events));
         tasks.spawn(async move {
-            let (path, body) = request(true, "go on", 1_000_000_000);
+            let (path, body) = wordy_request(1_000_000_000);
             let add = |count| {
                 events.fetch_add(count, Ordering::Relaxed);
             };
@@ -366,7 +375,7 @@ pub async fn added_latency(
         tasks.spawn(async move {
             // People do not press their keys together.
             tokio::time::sleep(pace.interval.mul_f64(number as f64 * 0.618_034)).await;
-            let (path, body) = request(true, "go on", output_tokens);
+            let (path, body) = wordy_request(output_tokens);
             let mut answers = Vec::new();
             for _ in 0..requests {
                 answers.push(client.ask(path, &body).await?);
