@@ -105,7 +105,14 @@ impl Guard {
         guard.app.metrics.responded(status);
         let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
         let path: String = path.chars().take(200).collect();
-        tracing::info!(request = %id.to_str().unwrap_or("?"), %method, path, status, milliseconds, "answered");
+        let request = id.to_str().unwrap_or("?");
+        // Pages and dashboards ask for these all the time.
+        match path.as_str() {
+            "/oscar/cache" | "/metrics" | "/health" => {
+                tracing::debug!(request, %method, path, status, milliseconds, "answered");
+            }
+            _ => tracing::info!(request, %method, path, status, milliseconds, "answered"),
+        }
         response.headers_mut().insert(REQUEST_ID, id);
         response
     }
