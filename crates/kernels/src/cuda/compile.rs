@@ -54,7 +54,8 @@ impl Source {
     /// Machine code for an architecture, from the folder `cache` if it is there.
     pub fn machine_code(&self, architecture: &str, cache: Option<&Path>) -> Result<Vec<u8>, CudaError> {
         let file = cache.map(|folder| folder.join(self.cache_name(architecture)));
-        if let Some(code) = file.as_deref().and_then(|file| std::fs::read(file).ok()).filter(is_machine_code)
+        if let Some(code) =
+            file.as_deref().and_then(|file| std::fs::read(file).ok()).filter(|code| is_machine_code(code))
         {
             return Ok(code);
         }
@@ -114,7 +115,7 @@ impl Drop for Program {
 }
 
 /// A file that was cut short is compiled again; machine code is an ELF file.
-fn is_machine_code(bytes: &Vec<u8>) -> bool {
+fn is_machine_code(bytes: &[u8]) -> bool {
     bytes.starts_with(b"\x7fELF")
 }
 

@@ -380,7 +380,7 @@ mod tests {
     #[test]
     fn the_reference_is_attention() {
         // Two tokens with logits 0 and ln 3: weights 1/4 and 3/4.
-        let page = [vec![0.0, 3_f32.ln()].repeat(32), vec![4.0, 8.0].repeat(32)];
+        let page = [[0.0, 3_f32.ln()].repeat(32), [4.0, 8.0].repeat(32)];
         let out = reference(&[1.0], 1.0, 2, |_| &page);
         assert!((out[0] - 7.0).abs() < 1e-6, "{out:?}");
         assert_eq!(reference(&[1.0], 1.0, 0, |_| &page), [0.0]);
