@@ -273,10 +273,13 @@ impl Worker {
 
     /// The next command; waits for one as long as there is nothing else to do.
     fn next_command(&mut self) -> Option<Command> {
-        let full = self.active.len() >= self.options.max_running;
+        // A request that can begin must not wait for another one's word to be due.
+        let room = self.options.max_running.saturating_sub(self.active.len());
+        if self.waiting.front().is_some_and(|submitted| submitted.request.options.n <= room) {
+            return self.commands.try_recv().ok();
+        }
         match self.due.peek() {
-            None if self.waiting.is_empty() || full => Some(self.commands.recv().unwrap_or(Command::Stop)),
-            None => self.commands.try_recv().ok(),
+            None => Some(self.commands.recv().unwrap_or(Command::Stop)),
             Some(Reverse((due, _))) => {
                 let wait = due.saturating_duration_since(Instant::now());
                 if wait.is_zero() {
