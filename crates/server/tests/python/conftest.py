@@ -72,9 +72,13 @@ class Server:
         return self.request("/get_load")[1][0]["num_reqs"]
 
     def wait_until_idle(self):
+        self.wait_until_running(0)
+
+    def wait_until_running(self, requests):
+        # Counts are published now and then, not with every token.
         deadline = time.monotonic() + 60
-        while self.running() > 0:
-            assert time.monotonic() < deadline, "requests are still running"
+        while self.running() != requests:
+            assert time.monotonic() < deadline, f"{self.running()} requests are running, expected {requests}"
             time.sleep(0.05)
 
     def stop(self):

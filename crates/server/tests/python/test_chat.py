@@ -163,7 +163,7 @@ def test_closing_a_stream_gives_the_request_up(server, client, model):
         max_tokens=3000, extra_body={"ignore_eos": True})
     for _, _chunk in zip(range(3), stream):
         pass
-    assert server.running() == 1
+    server.wait_until_running(1)
     stream.close()
     server.wait_until_idle()
 
