@@ -142,7 +142,7 @@ struct LimitArguments {
     #[arg(long, default_value = "30", value_name = "S")]
     shutdown_seconds: u64,
 
-    /// Web origin whose pages may ask, such as https://chat.example; * is any. May be given several times.
+    /// Web origin whose pages may ask, such as `https://chat.example`; * is any. May be given several times.
     #[arg(long, value_name = "ORIGIN")]
     cors_allow_origin: Vec<String>,
 
