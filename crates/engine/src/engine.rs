@@ -16,7 +16,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
 use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink};
+use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
 use crate::settings::EngineOptions;
 
 /// A model with a KV cache that answers many requests at a time.
@@ -170,12 +170,7 @@ impl<B: Backend> Engine<B> {
 
     /// Counts a request in, if it may wait.
     fn queue(&self) -> Result<(), EngineError> {
-        let queued = self.shared.waiting.fetch_add(1, Ordering::SeqCst);
-        if queued >= self.info.max_queued {
-            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-            return Err(EngineError::QueueFull { queued });
-        }
-        Ok(())
+        count_in(&self.shared.waiting, self.info.max_queued)
     }
 }
 

@@ -19,7 +19,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink};
 use crate::output::{Decode, Output};
 use crate::request::{Limits, Request};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink};
+use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
 
 /// The token with which the mock ends its turn; it has no text.
 pub const MOCK_END: u32 = 0;
@@ -151,12 +151,7 @@ impl MockEngine {
 
     /// Counts a request in, if it may wait.
     fn queue(&self) -> Result<(), EngineError> {
-        let queued = self.shared.waiting.fetch_add(1, Ordering::SeqCst);
-        if queued >= self.info.max_queued {
-            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-            return Err(EngineError::QueueFull { queued });
-        }
-        Ok(())
+        count_in(&self.shared.waiting, self.info.max_queued)
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {

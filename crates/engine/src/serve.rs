@@ -3,6 +3,7 @@
 //! No runtime is needed: events are handed to a function on the engine's thread, and [`Answer`] is a blocking
 //! iterator for those who want one.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
 
@@ -72,6 +73,16 @@ fn channel() -> (Sink, Receiver<Event>) {
     // Whoever does not listen any more has nothing to be told.
     let sink = Box::new(move |event| drop(sender.send(event)));
     (sink, events)
+}
+
+/// Counts a request in among those that wait, unless there are `most` already.
+pub(crate) fn count_in(waiting: &AtomicUsize, most: usize) -> Result<(), EngineError> {
+    let queued = waiting.fetch_add(1, Ordering::SeqCst);
+    if queued >= most {
+        waiting.fetch_sub(1, Ordering::SeqCst);
+        return Err(EngineError::QueueFull { queued });
+    }
+    Ok(())
 }
 
 /// What a handle does to its request.

@@ -12,6 +12,9 @@
 
 use super::{TextError, Tokenizer};
 
+/// Conversations that are remembered: all of them are looked at for every prompt.
+const MOST_CONVERSATIONS: usize = 1024;
+
 /// Bytes counted for a conversation besides its text and ids.
 const ENTRY_BYTES: usize = 128;
 
@@ -184,7 +187,7 @@ impl RememberedText {
         self.conversations.retain(|known| !continued(known));
         self.conversations.push(new);
         self.bytes = self.conversations.iter().map(Conversation::bytes).sum();
-        while self.bytes > self.most_bytes {
+        while self.bytes > self.most_bytes || self.conversations.len() > MOST_CONVERSATIONS {
             let oldest = self.conversations.iter().enumerate().min_by_key(|(_, known)| known.used);
             let Some((oldest, _)) = oldest else { break };
             self.bytes -= self.conversations.swap_remove(oldest).bytes();
