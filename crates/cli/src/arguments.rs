@@ -2,6 +2,7 @@
 
 use clap::Args;
 use oscar_engine::SamplingOptions;
+use oscar_model::SamplingDefaults;
 use oscar_model::source::{FetchPolicy, ModelPath, resolve};
 
 use crate::failure::Failure;
@@ -39,20 +40,20 @@ pub(crate) struct SamplingArguments {
     top_p: Option<f32>,
 
     /// Keep the K most likely tokens; 0 keeps all.
-    #[arg(long, default_value_t = 0, value_name = "K")]
-    top_k: usize,
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
 
     /// Drop tokens less likely than this share of the most likely one.
-    #[arg(long, default_value_t = 0.0, value_name = "P", value_parser = min_p, allow_negative_numbers = true)]
-    min_p: f32,
+    #[arg(long, value_name = "P", value_parser = min_p, allow_negative_numbers = true)]
+    min_p: Option<f32>,
 
     /// Seed of the random choices; the same seed gives the same text.
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
 
     /// Make tokens less likely that the prompt or the answer holds already; 1 is off, 1.1 is usual.
-    #[arg(long, default_value_t = 1.0, value_name = "F", value_parser = factor, allow_negative_numbers = true)]
-    repetition_penalty: f32,
+    #[arg(long, value_name = "F", value_parser = factor, allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
 
     /// Make tokens less likely that the answer holds already; 0 is off.
     #[arg(long, default_value_t = 0.0, value_name = "X", value_parser = number, allow_negative_numbers = true)]
@@ -64,18 +65,22 @@ pub(crate) struct SamplingArguments {
 }
 
 impl SamplingArguments {
-    /// The settings, with the command's own defaults where the user gave none.
-    pub(crate) fn options(&self, default_temperature: f32, default_top_p: f32) -> SamplingOptions {
+    /// The settings, with `defaults` where the user gave none.
+    pub(crate) fn options(&self, defaults: &SamplingDefaults) -> SamplingOptions {
+        let plain = SamplingOptions::default();
         SamplingOptions {
-            temperature: self.temperature.unwrap_or(default_temperature),
-            top_p: self.top_p.unwrap_or(default_top_p),
-            top_k: self.top_k,
-            min_p: self.min_p,
+            temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
+            top_p: self.top_p.or(defaults.top_p).unwrap_or(plain.top_p),
+            top_k: self.top_k.or(defaults.top_k).unwrap_or(plain.top_k),
+            min_p: self.min_p.or(defaults.min_p).unwrap_or(plain.min_p),
             seed: self.seed,
-            repetition_penalty: self.repetition_penalty,
+            repetition_penalty: self
+                .repetition_penalty
+                .or(defaults.repetition_penalty)
+                .unwrap_or(plain.repetition_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            ..SamplingOptions::default()
+            ..plain
         }
     }
 }
@@ -156,6 +161,27 @@ mod tests {
         for text in ["", "GiB", "-1", "0", "1e30TiB", "99999999999TiB", "3 apples", "1.2.3"] {
             assert!(byte_size(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn the_user_wins_over_the_model() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            sampling: SamplingArguments,
+        }
+        let read = |line: &str| <Line as clap::Parser>::parse_from(line.split(' ')).sampling;
+        let defaults = SamplingDefaults {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            repetition_penalty: Some(1.05),
+            ..SamplingDefaults::default()
+        };
+        let options = read("oscar").options(&defaults);
+        assert_eq!((options.temperature, options.top_k, options.repetition_penalty), (0.6, 20, 1.05));
+        assert_eq!((options.top_p, options.min_p), (1.0, 0.0));
+        let options = read("oscar --temperature 0 --top-k 0 --repetition-penalty 1").options(&defaults);
+        assert_eq!((options.temperature, options.top_k, options.repetition_penalty), (0.0, 0, 1.0));
     }
 
     #[test]

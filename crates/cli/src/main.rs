@@ -88,4 +88,26 @@ mod tests {
     fn the_argument_definitions_are_consistent() {
         super::Arguments::command().debug_assert();
     }
+
+    #[test]
+    fn the_sample_configuration_is_understood() {
+        use clap::Parser;
+
+        let sample = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/oscar.toml");
+        let read = |file: &str| {
+            let line = ["oscar", "serve", "--config", file].map(std::ffi::OsString::from);
+            let line = super::with_config_file(line.to_vec()).map_err(|_| "not TOML".to_owned())?;
+            super::Arguments::try_parse_from(line).map_err(|error| error.to_string())
+        };
+        let arguments = read(sample).expect("deploy/oscar.toml");
+        let shown = format!("{:?}", arguments.command);
+        assert!(shown.contains("port: 30000") && shown.contains("\"smollm2\""), "{shown}");
+        // Every key is looked at: one that is no flag is refused.
+        let folder = tempfile::tempdir().expect("folder");
+        let misspelt = folder.path().join("misspelt.toml");
+        let text = std::fs::read_to_string(sample).expect("deploy/oscar.toml");
+        std::fs::write(&misspelt, text.replace("max-queued-requests", "max-queued")).expect("file");
+        let refused = read(misspelt.to_str().expect("path")).expect_err("a key that is no flag");
+        assert!(refused.contains("--max-queued"), "{refused}");
+    }
 }

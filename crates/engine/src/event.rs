@@ -20,6 +20,12 @@ pub enum Event {
         /// Tokens that came from the cache.
         cached: usize,
     },
+    /// The prompt has been read and its probabilities are known. Comes before the first token, once for all choices,
+    /// if they were asked for.
+    Scored {
+        /// One entry per token of the prompt.
+        prompt: Arc<[PromptLogprob]>,
+    },
     /// A token was drawn.
     Token {
         /// Which answer.

@@ -180,7 +180,7 @@ impl Answer {
             match event {
                 Event::Finished { choice, summary } => summaries.push((choice, *summary)),
                 Event::Failed { error, .. } => return Err(error),
-                Event::Prefill { .. } | Event::Token { .. } => {}
+                Event::Prefill { .. } | Event::Scored { .. } | Event::Token { .. } => {}
             }
         }
         if self.open > 0 {

@@ -50,6 +50,7 @@ fn events_add_up_to_the_summary() {
                 ids.push(token.id);
             }
             Event::Finished { summary: end, .. } => summary = Some(end),
+            Event::Scored { .. } => panic!("nobody asked for probabilities of the prompt"),
             Event::Failed { error, .. } => panic!("{error}"),
         }
     }

@@ -8,6 +8,7 @@
 //! | [`families`] | what sets model families apart |
 //! | [`config`], [`rope`] | the shape of a model |
 //! | [`weights`], [`forward`] | one forward pass over any backend |
+//! | [`SamplingDefaults`] | how a model's makers say that answers should be drawn |
 //! | [`loaded`] | all of it put together |
 
 pub mod config;
@@ -18,6 +19,7 @@ pub mod forward;
 pub mod loaded;
 mod names;
 pub mod rope;
+mod sampling;
 pub mod source;
 pub mod text;
 pub mod weights;
@@ -26,3 +28,4 @@ pub use config::ModelConfig;
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, Paged, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
+pub use sampling::SamplingDefaults;

@@ -7,9 +7,10 @@ use oscar_kernels::Backend;
 
 use crate::config::{ModelConfig, from_gguf, from_hugging_face};
 use crate::error::ModelError;
-use crate::files::{Gguf, JsonFile, Safetensors, TensorSource};
+use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource};
 use crate::forward::Model;
 use crate::names::Naming;
+use crate::sampling::SamplingDefaults;
 use crate::source::ModelPath;
 use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, TextError, Tokenizer};
 use crate::weights::Weights;
@@ -22,6 +23,8 @@ pub struct ModelFiles {
     tokenizer: Option<Arc<Tokenizer>>,
     /// A broken template must not stop work on plain text, so its error waits until the template is asked for.
     chat_template: Result<ChatTemplate, TextError>,
+    /// Likewise: who says how to draw needs no defaults.
+    sampling_defaults: Result<SamplingDefaults, FileError>,
 }
 
 impl ModelFiles {
@@ -46,12 +49,14 @@ impl ModelFiles {
         let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
         let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).map_err(text)?;
         let chat_template = ChatTemplate::from_gguf(&gguf);
+        let sampling_defaults = SamplingDefaults::from_gguf(&gguf);
         Ok(ModelFiles {
             config,
             naming: Naming::Gguf,
             tensors: Box::new(gguf),
             tokenizer: Some(Arc::new(tokenizer)),
             chat_template,
+            sampling_defaults,
         })
     }
 
@@ -66,8 +71,14 @@ impl ModelFiles {
             None
         };
         let chat_template = ChatTemplate::from_folder(folder);
-        let tensors = Box::new(tensors);
-        Ok(ModelFiles { config, naming: Naming::HuggingFace, tensors, tokenizer, chat_template })
+        Ok(ModelFiles {
+            config,
+            naming: Naming::HuggingFace,
+            tensors: Box::new(tensors),
+            tokenizer,
+            chat_template,
+            sampling_defaults: SamplingDefaults::from_folder(folder),
+        })
     }
 
     /// The shape of the model.
@@ -90,6 +101,11 @@ impl ModelFiles {
         self.chat_template.as_ref()
     }
 
+    /// How answers should be drawn when nobody says, or what is wrong with what the files say about it.
+    pub fn sampling_defaults(&self) -> Result<&SamplingDefaults, &FileError> {
+        self.sampling_defaults.as_ref()
+    }
+
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
         let weights = Weights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
@@ -106,7 +122,8 @@ impl ModelFiles {
                 problem: "there is no `tokenizer.json` beside the weights".into(),
             });
         };
-        Ok(LoadedModel { model, tokenizer, chat_template: self.chat_template })
+        let (chat_template, sampling_defaults) = (self.chat_template, self.sampling_defaults);
+        Ok(LoadedModel { model, tokenizer, chat_template, sampling_defaults })
     }
 }
 
@@ -134,6 +151,7 @@ pub struct LoadedModel<B: Backend> {
     model: Model<B>,
     tokenizer: Arc<Tokenizer>,
     chat_template: Result<ChatTemplate, TextError>,
+    sampling_defaults: Result<SamplingDefaults, FileError>,
 }
 
 impl<B: Backend> LoadedModel<B> {
@@ -160,6 +178,11 @@ impl<B: Backend> LoadedModel<B> {
     /// The chat template, or why there is none.
     pub fn chat_template(&self) -> Result<&ChatTemplate, &TextError> {
         self.chat_template.as_ref()
+    }
+
+    /// How answers should be drawn when nobody says, or what is wrong with what the files say about it.
+    pub fn sampling_defaults(&self) -> Result<&SamplingDefaults, &FileError> {
+        self.sampling_defaults.as_ref()
     }
 
     /// The tokens of a chat, rendered with the model's template, up to where the model answers.

@@ -115,7 +115,7 @@ impl Answers {
                 metrics.end_to_end.observe((delivered.at - self.begun).as_secs_f64());
             }
             Event::Failed { .. } => drop(metrics.failed.inc()),
-            Event::Prefill { .. } => {}
+            Event::Prefill { .. } | Event::Scored { .. } => {}
         }
     }
 }

@@ -6,6 +6,8 @@ use std::ops::ControlFlow;
 use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
 use oscar_kernels::cpu::CpuBackend;
+use oscar_model::SamplingDefaults;
+use oscar_model::files::FileError;
 use oscar_model::text::RememberedText;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
@@ -31,7 +33,8 @@ Ctrl-C stops an answer; without one it ends the program.";
     printf 'Hello!\\nAnd in French?\\n' | oscar chat smollm2 --temperature 0\n\n\
     The model is fetched on first use. In the chat, /help lists what you can type. When standard input is not \
     a terminal, each line is a turn. Answers go to standard output, everything else to standard error. \
-    Unless told otherwise, answers are drawn with --temperature 0.7 --top-p 0.9.")]
+    Unless told otherwise, answers are drawn as the model's own files say (generation_config.json), or with \
+    --temperature 0.7 --top-p 0.9 where they say nothing.")]
 pub(crate) struct ChatArguments {
     #[command(flatten)]
     model: ModelArguments,
@@ -57,6 +60,7 @@ impl ChatArguments {
         let engine = self.engine.load(&self.model)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
+        let defaults = defaults(engine.model().sampling_defaults())?;
         let mut chat = Chat {
             engine,
             conversation: Conversation::new(self.system.as_deref()),
@@ -64,7 +68,7 @@ impl ChatArguments {
         };
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
-            sampling: self.sampling.options(0.7, 0.9),
+            sampling: self.sampling.options(&defaults),
             new_text: true,
             ..GenerateOptions::default()
         };
@@ -96,6 +100,16 @@ impl ChatArguments {
         }
         Ok(())
     }
+}
+
+/// What the model's files say about drawing, or what suits most models.
+fn defaults(said: Result<&SamplingDefaults, &FileError>) -> Result<SamplingDefaults, Failure> {
+    let said = said.map_err(|error| {
+        Failure::new(format!("how to draw answers: {error}")).with_fix("correct the file, or remove the field")
+    })?;
+    let usual =
+        SamplingDefaults { temperature: Some(0.7), top_p: Some(0.9), ..SamplingDefaults::default() };
+    Ok(if said.is_empty() { usual } else { *said })
 }
 
 /// A word of letters after a slash: a path or a regular expression is a question.
@@ -190,6 +204,16 @@ fn status(summary: &Summary, context: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_model_says_how_answers_are_drawn() {
+        let usual = defaults(Ok(&SamplingDefaults::default())).unwrap();
+        assert_eq!((usual.temperature, usual.top_p), (Some(0.7), Some(0.9)));
+        let own = SamplingDefaults { top_k: Some(20), ..SamplingDefaults::default() };
+        assert_eq!(defaults(Ok(&own)).unwrap(), own);
+        let broken = FileError::NotAFile { path: "generation_config.json".into() };
+        assert!(defaults(Err(&broken)).is_err());
+    }
 
     #[test]
     fn only_words_after_a_slash_are_commands() {

@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 
 use clap::Args;
 use oscar_engine::{EngineInfo, FinishReason, GenerateOptions, SamplingOptions, Serve, Summary};
+use oscar_model::SamplingDefaults;
 use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
@@ -16,6 +17,15 @@ use crate::output::print_json;
 
 /// Longest prompt read from standard input; no model has a context for more.
 const MAX_INPUT_BYTES: u64 = 64 << 20;
+
+/// What a prompt is continued with can be compared, unless the user says otherwise.
+const GREEDY: SamplingDefaults = SamplingDefaults {
+    temperature: Some(0.0),
+    top_p: None,
+    top_k: None,
+    min_p: None,
+    repetition_penalty: None,
+};
 
 /// Continue a prompt.
 #[derive(Debug, Args)]
@@ -84,7 +94,7 @@ impl GenerateArguments {
         };
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
-            sampling: self.sampling.options(0.0, 1.0),
+            sampling: self.sampling.options(&GREEDY),
             stop: self.stop.clone(),
             new_text: self.chat,
             ..GenerateOptions::default()

@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use oscar_engine::{Engine, EngineOptions, Serve};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Machine;
+use oscar_model::SamplingDefaults;
 use oscar_model::source::ModelPath;
 use oscar_model::text::TextError;
 use oscar_server::parse::{ReasoningKind, ToolKind};
@@ -108,6 +109,11 @@ pub(crate) struct ServeArguments {
     #[arg(long, default_value = "auto", value_name = "NAME")]
     tool_call_parser: String,
 
+    /// How answers are drawn when a request does not say: as the model's own files do (generation_config.json), or
+    /// with temperature 1 and all tokens, as OpenAI's do.
+    #[arg(long, value_enum, default_value_t, value_name = "SOURCE")]
+    sampling_defaults: SamplingSource,
+
     #[command(flatten)]
     engine: EngineArguments,
 
@@ -116,6 +122,14 @@ pub(crate) struct ServeArguments {
 
     #[command(flatten)]
     unsupported: UnsupportedArguments,
+}
+
+/// Where settings come from that a request does not make.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum SamplingSource {
+    #[default]
+    Model,
+    Openai,
 }
 
 /// What clients may do to the server.
@@ -237,6 +251,17 @@ impl ServeArguments {
         Ok((reasoning, calls))
     }
 
+    /// How answers are drawn when a request does not say.
+    fn sampling(&self, subject: &Subject) -> Result<SamplingDefaults, Failure> {
+        match self.sampling_defaults {
+            SamplingSource::Openai => Ok(SamplingDefaults::default()),
+            SamplingSource::Model => subject.model.sampling_defaults().copied().map_err(|error| {
+                Failure::new(format!("how to draw answers: {error}"))
+                    .with_fix("correct the file, or give --sampling-defaults openai")
+            }),
+        }
+    }
+
     /// The model under its name, and the settings of the server.
     fn server(
         &self,
@@ -257,7 +282,8 @@ impl ServeArguments {
         let name = self.served_model_name.clone().unwrap_or_else(|| subject.name.clone());
         let tokenizer = Arc::clone(subject.model.tokenizer());
         let family = subject.model.config().family;
-        let served = ServedModel::new(name, subject.name.clone(), family, tokenizer, template);
+        let served = ServedModel::new(name, subject.name.clone(), family, tokenizer, template)
+            .with_sampling(self.sampling(subject)?);
         let (reasoning_parser, tool_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
         let budget = engine.budget();

@@ -18,8 +18,11 @@ struct Serving {
 
 impl Serving {
     fn start(machine: &Machine, arguments: &[&str]) -> Serving {
-        let model = fixture("qwen3");
-        let mut command = machine.oscar(["serve", model.to_str().expect("path"), "--port", "0"]);
+        Serving::of(machine, fixture("qwen3").to_str().expect("path"), arguments)
+    }
+
+    fn of(machine: &Machine, model: &str, arguments: &[&str]) -> Serving {
+        let mut command = machine.oscar(["serve", model, "--port", "0"]);
         let mut child = command.args(arguments).stderr(Stdio::piped()).spawn().expect("oscar");
         let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
         let mut banner = String::new();
@@ -102,6 +105,40 @@ fn settings_come_from_a_file_and_flags_win() {
         serving.banner
     );
     assert!(serving.ask("GET", "/v1/models", "").starts_with("HTTP/1.1 401"));
+}
+
+/// A folder of the fixtures whose `generation_config.json` says this.
+fn model_that_says(machine: &Machine, generation: &str) -> String {
+    let folder = machine.path("model");
+    std::fs::create_dir_all(&folder).expect("folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(fixture("qwen3").join(file), folder.join(file)).expect(file);
+    }
+    std::fs::write(folder.join("generation_config.json"), generation).expect("file");
+    folder.to_str().expect("path").to_owned()
+}
+
+#[test]
+fn answers_are_drawn_as_the_model_says() {
+    let machine = Machine::new();
+    let model = model_that_says(&machine, r#"{"temperature": 0.0, "top_k": 20, "eos_token_id": 2}"#);
+    let body = r#"{"prompt": [5, 6, 7], "max_tokens": 24, "ignore_eos": true}"#;
+    let text = |answer: String| {
+        let body = answer.split("\r\n\r\n").nth(1).expect("body").to_owned();
+        serde_json::from_str::<serde_json::Value>(&body).expect("JSON")["choices"][0]["text"].clone()
+    };
+    let serving = Serving::of(&machine, &model, &[]);
+    let told = serving.ask("GET", "/get_model_info", "");
+    assert!(told.contains(r#""preferred_sampling_params":{"temperature":0.0,"top_k":20}"#), "{told}");
+    let ask = || text(serving.ask("POST", "/v1/completions", body));
+    assert_eq!(ask(), ask());
+    let serving = Serving::of(&machine, &model, &["--sampling-defaults", "openai"]);
+    assert!(serving.ask("GET", "/get_model_info", "").contains(r#""preferred_sampling_params":null"#));
+    let ask = || text(serving.ask("POST", "/v1/completions", body));
+    assert_ne!(ask(), ask());
+    model_that_says(&machine, r#"{"top_p": 7}"#);
+    let fix = ["generation_config.json", "top_p", "--sampling-defaults openai"];
+    machine.run(["serve", &model, "--port", "0"]).failure(1, &fix);
 }
 
 #[test]

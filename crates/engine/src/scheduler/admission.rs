@@ -151,6 +151,9 @@ impl<B: Backend> Scheduler<B> {
         self.counters.prompt_tokens += total as u64;
         self.counters.cached_tokens += cached as u64;
         sink.send(Event::Prefill { done: total, total, cached });
+        if !output.prompt_logprobs.is_empty() {
+            sink.send(Event::Scored { prompt: output.prompt_logprobs.as_slice().into() });
+        }
         let options = Arc::clone(output.options());
         let mut outputs: Vec<Output> =
             (1..choices).map(|choice| output.fork(choice, self.decoder(&options))).collect();

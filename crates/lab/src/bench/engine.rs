@@ -143,7 +143,7 @@ fn fill<B: Backend>(
                 Event::Prefill { done, total, .. } => {
                     on_stage(Stage::Filling { kv: &engine.info().kv, done, total });
                 }
-                Event::Token { .. } => {}
+                Event::Scored { .. } | Event::Token { .. } => {}
                 // The answer is alive until its pages are counted.
                 Event::Finished { summary, .. } => return Ok((*summary, engine.kv_bytes())),
                 Event::Failed { error, .. } => return Err(EngineError::Shared(error)),

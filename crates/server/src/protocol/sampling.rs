@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use oscar_engine::{GenerateOptions, SamplingOptions};
+use oscar_model::SamplingDefaults;
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Number, Value};
@@ -67,8 +68,8 @@ pub(crate) struct Wishes {
 }
 
 impl Wishes {
-    /// What the engine is asked to do.
-    pub(crate) fn options(self) -> Result<GenerateOptions, ApiError> {
+    /// What the engine is asked to do. `defaults` hold where the client says nothing.
+    pub(crate) fn options(self, defaults: &SamplingDefaults) -> Result<GenerateOptions, ApiError> {
         let stop = self.stop.map(OneOrMany::into_vec).unwrap_or_default();
         if stop.len() > MAX_STOPS || stop.iter().any(|text| text.len() > MAX_STOP_BYTES) {
             let message = format!("stop may have {MAX_STOPS} texts of {MAX_STOP_BYTES} bytes");
@@ -79,12 +80,12 @@ impl Wishes {
             return Err(ApiError::bad_field("cache_salt", message));
         }
         let sampling = SamplingOptions {
-            temperature: self.temperature.unwrap_or(1.0),
-            top_p: self.top_p.unwrap_or(1.0),
-            top_k: top_k(self.top_k)?,
-            min_p: self.min_p.unwrap_or(0.0),
+            temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
+            top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            top_k: self.top_k.map(top_k).transpose()?.or(defaults.top_k).unwrap_or(0),
+            min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
             seed: self.seed.map(|seed| whole_seed(&seed)).transpose()?,
-            repetition_penalty: self.repetition_penalty.unwrap_or(1.0),
+            repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
             presence_penalty: self.presence_penalty.unwrap_or(0.0),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             logit_bias: self.logit_bias.map(bias).transpose()?.unwrap_or_default(),
@@ -108,8 +109,8 @@ impl Wishes {
 }
 
 /// -1 and 0 keep all tokens.
-fn top_k(value: Option<i64>) -> Result<usize, ApiError> {
-    match value.unwrap_or(0) {
+fn top_k(value: i64) -> Result<usize, ApiError> {
+    match value {
         -1 => Ok(0),
         value => usize::try_from(value)
             .map_err(|_| ApiError::bad_field("top_k", format!("top_k is {value}, expected -1, 0 or more"))),
@@ -152,13 +153,49 @@ pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result
 mod tests {
     use super::*;
 
+    impl Wishes {
+        fn plain(self) -> Result<GenerateOptions, ApiError> {
+            self.options(&SamplingDefaults::default())
+        }
+    }
+
     fn param(wishes: Wishes) -> Value {
-        wishes.options().unwrap_err().body()["error"]["param"].clone()
+        wishes.plain().unwrap_err().body()["error"]["param"].clone()
+    }
+
+    #[test]
+    fn the_client_wins_over_the_model_and_the_model_over_nothing() {
+        let defaults = SamplingDefaults {
+            temperature: Some(0.6),
+            top_p: Some(0.95),
+            top_k: Some(20),
+            min_p: Some(0.1),
+            repetition_penalty: Some(1.05),
+        };
+        let sampling = Wishes::default().options(&defaults).unwrap().sampling;
+        let expected = SamplingOptions {
+            temperature: 0.6,
+            top_p: 0.95,
+            top_k: 20,
+            min_p: 0.1,
+            repetition_penalty: 1.05,
+            ..SamplingOptions::default()
+        };
+        assert_eq!(sampling, expected);
+        let said = Wishes {
+            temperature: Some(0.0),
+            top_p: Some(1.0),
+            top_k: Some(-1),
+            min_p: Some(0.0),
+            repetition_penalty: Some(1.0),
+            ..Wishes::default()
+        };
+        assert_eq!(said.options(&defaults).unwrap().sampling, SamplingOptions::default());
     }
 
     #[test]
     fn nothing_said_is_plain_sampling() {
-        let options = Wishes::default().options().unwrap();
+        let options = Wishes::default().plain().unwrap();
         let sampling = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
         assert_eq!(options, GenerateOptions { sampling, ..GenerateOptions::default() });
     }
@@ -166,15 +203,15 @@ mod tests {
     #[test]
     fn numbers_in_disguise_are_understood() {
         let seed = |text: &str| Wishes { seed: serde_json::from_str(text).unwrap(), ..Wishes::default() };
-        assert_eq!(seed("-1").options().unwrap().sampling.seed, Some(u64::MAX));
-        assert_eq!(seed("18446744073709551615").options().unwrap().sampling.seed, Some(u64::MAX));
+        assert_eq!(seed("-1").plain().unwrap().sampling.seed, Some(u64::MAX));
+        assert_eq!(seed("18446744073709551615").plain().unwrap().sampling.seed, Some(u64::MAX));
         assert_eq!(param(seed("0.5")), "seed");
         let top_k = |k| Wishes { top_k: Some(k), ..Wishes::default() };
-        assert_eq!(top_k(-1).options().unwrap().sampling.top_k, 0);
-        assert_eq!(top_k(7).options().unwrap().sampling.top_k, 7);
+        assert_eq!(top_k(-1).plain().unwrap().sampling.top_k, 0);
+        assert_eq!(top_k(7).plain().unwrap().sampling.top_k, 7);
         assert_eq!(param(top_k(-2)), "top_k");
         let huge = Wishes { max_tokens: Some(u64::MAX), ..Wishes::default() };
-        assert_eq!(huge.options().unwrap().max_tokens, Some(usize::MAX));
+        assert_eq!(huge.plain().unwrap().max_tokens, Some(usize::MAX));
     }
 
     #[test]
@@ -185,7 +222,7 @@ mod tests {
             logit_bias: Some(pairs.iter().map(|&(token, value)| (token.to_owned(), value)).collect()),
             ..Wishes::default()
         };
-        let options = bias(&[("9", 1.0), ("3", -100.0)]).options().unwrap();
+        let options = bias(&[("9", 1.0), ("3", -100.0)]).plain().unwrap();
         assert_eq!(options.sampling.logit_bias, [(3, -100.0), (9, 1.0)]);
         assert_eq!(param(bias(&[("hello", 1.0)])), "logit_bias");
     }

@@ -33,7 +33,7 @@ pub(crate) async fn collect(
                 whole.push(Whole { prompt: delivered.prompt, choice, tokens, summary: *summary });
             }
             Event::Failed { error, .. } => return Err(ApiError::from(&*error)),
-            Event::Token { .. } | Event::Prefill { .. } => {}
+            Event::Token { .. } | Event::Prefill { .. } | Event::Scored { .. } => {}
         }
     }
     if whole.len() < prompts * n {

@@ -9,7 +9,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use oscar_engine::{Event, GenerateOptions, MatchedStop, Summary, Token};
+use oscar_engine::{Event, GenerateOptions, MatchedStop, PromptLogprob, Summary, Token};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -42,13 +42,9 @@ pub(crate) async fn completions(
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;
-    if echo && logprobs.is_some() && request.streams() {
-        let message = "probabilities of an echoed prompt are known at the end only and cannot be streamed";
-        return Err(ApiError::unsupported("stream", message));
-    }
     let wishes = request.wishes(Some(DEFAULT_MAX_TOKENS))?;
     let prompt_logprobs = logprobs.filter(|_| echo);
-    let options = GenerateOptions { logprobs, prompt_logprobs, ..wishes.options()? };
+    let options = GenerateOptions { logprobs, prompt_logprobs, ..wishes.options(&app.model.sampling)? };
     // Plain text has no tools.
     request.tools = None;
     request.tool_choice = None;
@@ -175,6 +171,18 @@ impl CompletionWriter {
         self.begun.insert(index).then(|| echo.clone())
     }
 
+    /// The prompt with its probabilities, as the first chunk of every choice.
+    fn scored(&mut self, prompt: usize, scored: &[PromptLogprob], out: &mut BytesMut) {
+        for index in prompt * self.n..(prompt + 1) * self.n {
+            let Some(echo) = self.echo(prompt, index) else { continue };
+            let mut tokens = CompletionTokens::new(self.app.model.tokenizer());
+            tokens.prompt(scored);
+            let list = tokens.take();
+            self.tokens.insert(index, tokens);
+            self.chunk(index, &echo, Some(&list), None, out);
+        }
+    }
+
     fn token(&mut self, prompt: usize, choice: usize, token: &Token, out: &mut BytesMut) {
         let index = prompt * self.n + choice;
         let list = (self.wants_logprobs && !self.endings.contains(token.id)).then(|| {
@@ -242,6 +250,7 @@ impl EventWriter for CompletionWriter {
                 self.chunk(index, &echo, None, Some(&summary), out);
             }
             Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
+            Event::Scored { prompt: list } => self.scored(prompt, &list, out),
             Event::Prefill { .. } => {}
         }
     }

@@ -55,7 +55,7 @@ pub(crate) async fn health_generate(State(app): State<Arc<App>>) -> Result<Json<
             tokio::select! {
                 delivered = token => match delivered.map(|delivered| delivered.event) {
                     Some(Event::Token { .. } | Event::Finished { .. }) => return true,
-                    Some(Event::Prefill { .. }) => {}
+                    Some(Event::Prefill { .. } | Event::Scored { .. }) => {}
                     Some(Event::Failed { .. }) | None => return false,
                 },
                 () = tokio::time::sleep(LOOK) => {

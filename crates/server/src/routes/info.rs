@@ -5,8 +5,9 @@ use std::time::SystemTime;
 
 use axum::Json;
 use axum::extract::State;
+use oscar_model::SamplingDefaults;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::app::{App, unix_seconds};
 use crate::body::OptionalJsonBody;
@@ -29,7 +30,28 @@ pub(crate) async fn model_info(State(app): State<Arc<App>>) -> Json<Value> {
         "has_audio_understanding": false,
         "max_model_len": app.engine.info().context,
         "weight_version": "default",
+        "preferred_sampling_params": preferred(&app.model.sampling),
     }))
+}
+
+/// Settings for requests that do not say; null where the model comes with none.
+fn preferred(sampling: &SamplingDefaults) -> Value {
+    let SamplingDefaults { temperature, top_p, top_k, min_p, repetition_penalty } = *sampling;
+    let all = [
+        ("temperature", temperature.map(short)),
+        ("top_p", top_p.map(short)),
+        ("top_k", top_k.map(Value::from)),
+        ("min_p", min_p.map(short)),
+        ("repetition_penalty", repetition_penalty.map(short)),
+    ];
+    let said: Map<String, Value> =
+        all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
+    if said.is_empty() { Value::Null } else { said.into() }
+}
+
+/// 0.6, not the nearest f32 written out in f64.
+fn short(value: f32) -> Value {
+    value.to_string().parse::<f64>().unwrap_or(f64::from(value)).into()
 }
 
 /// `qwen3` is `Qwen3ForCausalLM` in Hugging Face's names.

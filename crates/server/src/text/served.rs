@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use oscar_model::SamplingDefaults;
 use oscar_model::text::{ChatTemplate, Tokenizer};
 
 use super::{Memory, Prompted};
@@ -19,6 +20,8 @@ pub struct ServedModel {
     pub path: String,
     /// Family, as in `config.json` (`qwen3`).
     pub family: String,
+    /// How answers are drawn when a request does not say.
+    pub sampling: SamplingDefaults,
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
     /// Bytes of the longest token.
@@ -44,12 +47,19 @@ impl ServedModel {
             name: name.into(),
             path: path.into(),
             family: family.into(),
+            sampling: SamplingDefaults::default(),
             tokenizer,
             template,
             longest_token: longest.unwrap_or(1).max(1),
             bos,
             eos,
         }
+    }
+
+    /// The same model, whose answers are drawn by these settings when a request does not say.
+    #[must_use]
+    pub fn with_sampling(self, sampling: SamplingDefaults) -> ServedModel {
+        ServedModel { sampling, ..self }
     }
 
     /// The tokenizer.

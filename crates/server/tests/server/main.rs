@@ -13,4 +13,5 @@ mod observe;
 mod openapi;
 mod page;
 mod parsed;
+mod sampling;
 mod support;

@@ -51,6 +51,47 @@ async fn an_echoed_prompt_has_its_probabilities() {
 }
 
 #[tokio::test]
+async fn an_echoed_prompt_and_its_probabilities_are_streamed_first() {
+    let house = tiny(512, EngineOptions::default());
+    for (max_tokens, n) in [(0, 1), (5, 1), (5, 2)] {
+        let mut request = json!({"prompt": [prompt(20), prompt(7)], "echo": true, "logprobs": 2,
+            "max_tokens": max_tokens, "n": n, "seed": 3, "ignore_eos": true});
+        let whole = house.post("/v1/completions", request.clone()).await.ok();
+        request["stream"] = true.into();
+        let events = house.post("/v1/completions", request).await.events();
+        for index in 0..2 * n {
+            let pieces: Vec<&Value> = events
+                .iter()
+                .map(|event| &event["choices"][0])
+                .filter(|choice| choice["index"] == index)
+                .collect();
+            let expected = &whole["choices"][index];
+            // The prompt is there before anything is said, and once.
+            let read = if index < n { 20 } else { 7 };
+            assert_eq!(pieces[0]["logprobs"]["tokens"].as_array().unwrap().len(), read);
+            assert_eq!(pieces[0]["logprobs"]["token_logprobs"][0], Value::Null);
+            let prompt = pieces[0]["text"].as_str().unwrap();
+            assert!(expected["text"].as_str().unwrap().starts_with(prompt) && !prompt.is_empty());
+            let text: String = pieces.iter().filter_map(|choice| choice["text"].as_str()).collect();
+            assert_eq!(text, expected["text"].as_str().unwrap());
+            for field in ["tokens", "text_offset"] {
+                let lists = pieces.iter().filter_map(|choice| choice["logprobs"][field].as_array());
+                let joined: Vec<Value> = lists.flatten().cloned().collect();
+                assert_eq!(Value::from(joined), expected["logprobs"][field], "{field}");
+            }
+            let numbers = pieces.iter().filter_map(|choice| choice["logprobs"]["token_logprobs"].as_array());
+            let numbers: Vec<&Value> = numbers.flatten().collect();
+            assert_eq!(numbers.len(), read + max_tokens);
+            for (streamed, whole) in
+                numbers[1..].iter().zip(&expected["logprobs"]["token_logprobs"].as_array().unwrap()[1..])
+            {
+                assert!((streamed.as_f64().unwrap() - whole.as_f64().unwrap()).abs() < 1e-3);
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn native_probabilities_agree_with_the_echoed_ones() {
     let house = tiny(512, EngineOptions::default());
     let ids = prompt(20);

@@ -11,7 +11,7 @@ use axum::http::{Request, Response};
 use http_body_util::BodyExt;
 use oscar_engine::{Engine, EngineOptions, KvOptions, MockEngine, MockOptions, Serve};
 use oscar_kernels::cpu::CpuBackend;
-use oscar_model::LoadedModel;
+use oscar_model::{LoadedModel, SamplingDefaults};
 use oscar_model::source::ModelPath;
 use oscar_model::text::{ChatTemplate, Tokenizer};
 use oscar_server::{ServedModel, Server, ServerOptions};
@@ -49,6 +49,14 @@ pub(crate) fn mock() -> House<MockEngine> {
 pub(crate) fn mock_with(engine: MockOptions, options: ServerOptions) -> House<MockEngine> {
     let engine = Arc::new(MockEngine::new(engine));
     let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served(TEMPLATE), options);
+    House { engine, server: Arc::new(server) }
+}
+
+/// A mock in front of which a model is served that comes with settings of its own.
+pub(crate) fn mock_drawing(sampling: SamplingDefaults) -> House<MockEngine> {
+    let engine = Arc::new(MockEngine::new(MockOptions::default()));
+    let served = served(TEMPLATE).with_sampling(sampling);
+    let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, ServerOptions::default());
     House { engine, server: Arc::new(server) }
 }
 

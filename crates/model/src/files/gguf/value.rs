@@ -106,7 +106,7 @@ impl Value {
     }
 
     /// What was found, for messages: the type, and the value where it is short.
-    pub(super) fn describe(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         match self {
             Value::U8(v) => format!("u8 {v}"),
             Value::I8(v) => format!("i8 {v}"),

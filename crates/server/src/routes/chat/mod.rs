@@ -39,7 +39,7 @@ pub(crate) async fn chat_completions(
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let logprobs = request.chat_logprobs()?;
     let new_text = !request.continue_final_message.unwrap_or(false);
-    let mut options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options()? };
+    let mut options = GenerateOptions { logprobs, new_text, ..request.wishes(None)?.options(&app.model.sampling)? };
     let form = form::of_openai(&request)?;
     let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
     let separate_reasoning = request.separate_reasoning.unwrap_or(true);

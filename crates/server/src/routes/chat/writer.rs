@@ -140,7 +140,7 @@ impl EventWriter for ChatWriter {
             Event::Token { choice, token } => self.token(choice, &token, out),
             Event::Finished { choice, summary } => self.finished(choice, &summary, out),
             Event::Failed { error, .. } => write_event(out, &ApiError::from(&*error).body()),
-            Event::Prefill { .. } => {}
+            Event::Prefill { .. } | Event::Scored { .. } => {}
         }
     }
 

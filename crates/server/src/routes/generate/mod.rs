@@ -56,7 +56,7 @@ pub(crate) async fn generate(
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
         let filter = form::filter(&app, form::of_native(&params)?, None).await?;
-        let options = params.wishes(salt.clone())?.options()?;
+        let options = params.wishes(salt.clone())?.options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { start, top, with_text });

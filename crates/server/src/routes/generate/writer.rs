@@ -62,6 +62,8 @@ impl EventWriter for GenerateWriter {
         let shape = &self.shapes[prompt];
         match delivered.event {
             Event::Prefill { total, cached, .. } => self.prompts[prompt] = (total, cached),
+            // Comes with the summary.
+            Event::Scored { .. } => {}
             Event::Token { choice, token } => {
                 let growing = &mut self.choices[prompt * self.n + choice];
                 growing.text.push_str(&token.text);
