@@ -102,6 +102,8 @@ impl IntoResponse for ApiError {
         if self.status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // Some routes tell it in a shape of their own.
+        response.extensions_mut().insert(self);
         response
     }
 }

@@ -84,6 +84,14 @@ pub(crate) fn write_event(out: &mut BytesMut, value: &impl Serialize) {
     out.put_slice(b"\n\n");
 }
 
+/// Writes a value as one event with a name.
+pub(crate) fn write_named_event(out: &mut BytesMut, name: &str, value: &impl Serialize) {
+    out.put_slice(b"event: ");
+    out.put_slice(name.as_bytes());
+    out.put_slice(b"\n");
+    write_event(out, value);
+}
+
 /// Writes the event after the last one.
 pub(crate) fn write_done(out: &mut BytesMut) {
     out.put_slice(b"data: [DONE]\n\n");

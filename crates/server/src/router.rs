@@ -18,10 +18,16 @@ use crate::app::App;
 use crate::auth::ApiKey;
 use crate::error::ApiError;
 use crate::page;
-use crate::routes::{chat, completions, generate, health, info, models, observe, openapi, tokens};
+use crate::routes::{
+    chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
+};
 
 /// Names a request in logs and answers.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// Sent by clients of `/v1/messages`: the key, and which year's interface they know.
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
 
 /// Longest id that is taken from a client.
 const MAX_REQUEST_ID: usize = 128;
@@ -37,6 +43,9 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
         .route("/v1/completions", post(completions::completions))
+        .route("/v1/responses", post(responses::responses))
+        .route("/v1/messages", post(messages::messages))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
         .route("/generate", post(generate::generate).put(generate::generate))
@@ -77,7 +86,7 @@ fn panicked(_: Box<dyn Any + Send>) -> Response {
 fn cors(origins: &[String]) -> CorsLayer {
     let layer = CorsLayer::new()
         .allow_methods([Method::GET, Method::POST, Method::PUT])
-        .allow_headers([header::AUTHORIZATION, header::CONTENT_TYPE, REQUEST_ID])
+        .allow_headers([header::AUTHORIZATION, header::CONTENT_TYPE, REQUEST_ID, API_KEY, ANTHROPIC_VERSION])
         .expose_headers([REQUEST_ID, header::RETRY_AFTER]);
     if origins.iter().any(|origin| origin == "*") {
         return layer.allow_origin(AnyOrigin);
@@ -101,6 +110,9 @@ impl Guard {
             Ok(()) => next.run(request).await,
             Err(error) => error.into_response(),
         };
+        if messages::is_path(&path) {
+            response = messages::reshape(response, &id);
+        }
         let status = response.status().as_u16();
         guard.app.metrics.responded(status);
         let milliseconds = begun.elapsed().as_secs_f64() * 1e3;

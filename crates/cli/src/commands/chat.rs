@@ -105,10 +105,10 @@ impl ChatArguments {
 /// What the model's files say about drawing, or what suits most models.
 fn defaults(said: Result<&SamplingDefaults, &FileError>) -> Result<SamplingDefaults, Failure> {
     let said = said.map_err(|error| {
-        Failure::new(format!("how to draw answers: {error}")).with_fix("correct the file, or remove the field")
+        Failure::new(format!("how to draw answers: {error}"))
+            .with_fix("correct the file, or remove the field")
     })?;
-    let usual =
-        SamplingDefaults { temperature: Some(0.7), top_p: Some(0.9), ..SamplingDefaults::default() };
+    let usual = SamplingDefaults { temperature: Some(0.7), top_p: Some(0.9), ..SamplingDefaults::default() };
     Ok(if said.is_empty() { usual } else { *said })
 }
 

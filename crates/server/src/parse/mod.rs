@@ -9,11 +9,13 @@ use oscar_model::text::Tokenizer;
 
 mod marker;
 mod message;
+mod parts;
 mod reasoning;
 mod request;
 mod tools;
 
 pub use message::{Message, MessageCall};
+pub(crate) use parts::{Change, Part, Parts};
 pub use reasoning::{ReasoningKind, ReasoningParser};
 pub use request::{AnswerForm, AnswerRequest, FieldError, ToolChoice};
 pub(crate) use tools::may_be_text;

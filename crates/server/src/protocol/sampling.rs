@@ -137,6 +137,11 @@ fn bias(map: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, ApiError> {
     Ok(list)
 }
 
+/// A setting for JSON: 0.6, not the nearest f32 written out in f64.
+pub(crate) fn short(value: f32) -> Value {
+    value.to_string().parse::<f64>().unwrap_or(f64::from(value)).into()
+}
+
 /// A precision of the cache per request is reserved: only the one that is served is taken.
 pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result<(), ApiError> {
     match wanted {

@@ -50,7 +50,7 @@ pub(crate) async fn completions(
     request.tool_choice = None;
     let filter = form::filter(&app, form::of_openai(&request)?, None).await?;
     let prepared = prepare(&app, request.prompt.take(), echo).await?;
-    let id = fresh_id("cmpl");
+    let id = fresh_id("cmpl-");
     let rid = request.rid.clone().unwrap_or_else(|| id.clone());
     let mut echoes = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());

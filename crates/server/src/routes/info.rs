@@ -13,6 +13,7 @@ use crate::app::{App, unix_seconds};
 use crate::body::OptionalJsonBody;
 use crate::error::ApiError;
 use crate::metrics::{hit_rate, token_usage, used_tokens};
+use crate::protocol::short;
 
 /// The version of this program.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -47,11 +48,6 @@ fn preferred(sampling: &SamplingDefaults) -> Value {
     let said: Map<String, Value> =
         all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
     if said.is_empty() { Value::Null } else { said.into() }
-}
-
-/// 0.6, not the nearest f32 written out in f64.
-fn short(value: f32) -> Value {
-    value.to_string().parse::<f64>().unwrap_or(f64::from(value)).into()
 }
 
 /// `qwen3` is `Qwen3ForCausalLM` in Hugging Face's names.

@@ -6,9 +6,11 @@ pub(crate) mod completions;
 pub(crate) mod generate;
 pub(crate) mod health;
 pub(crate) mod info;
+pub(crate) mod messages;
 pub(crate) mod models;
 pub(crate) mod observe;
 pub(crate) mod openapi;
+pub(crate) mod responses;
 pub(crate) mod tokens;
 
 use oscar_engine::FinishReason;
@@ -17,9 +19,9 @@ use uuid::Uuid;
 use crate::app::{App, unix_seconds};
 use crate::frames::write_json;
 
-/// A new id such as `chatcmpl-…`.
+/// A new id such as `chatcmpl-…`; `prefix` is all before the dots.
 pub(crate) fn fresh_id(prefix: &str) -> String {
-    format!("{prefix}-{}", Uuid::new_v4().simple())
+    format!("{prefix}{}", Uuid::new_v4().simple())
 }
 
 /// Why an answer ended, as OpenAI's clients know it.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::support::{House, TEMPLATE, served};
 
 /// A mock whose tokens have the texts of a script.
-struct Parrot {
+pub(crate) struct Parrot {
     mock: MockEngine,
     script: Vec<&'static str>,
 }
@@ -55,7 +55,7 @@ impl Serve for Parrot {
     fn flush(&self) {}
 }
 
-fn parrot(script: &[&'static str]) -> House<Parrot> {
+pub(crate) fn parrot(script: &[&'static str]) -> House<Parrot> {
     let engine = Arc::new(Parrot { mock: MockEngine::new(MockOptions::default()), script: script.to_vec() });
     let options = ServerOptions {
         reasoning_parser: Some(ReasoningKind::Qwen3),
@@ -76,7 +76,7 @@ fn chat(extra: Value) -> Value {
     request
 }
 
-const SCRIPT: [&str; 12] = [
+pub(crate) const SCRIPT: [&str; 12] = [
     "<th",
     "ink>\n",
     "Where",

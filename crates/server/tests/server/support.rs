@@ -11,9 +11,9 @@ use axum::http::{Request, Response};
 use http_body_util::BodyExt;
 use oscar_engine::{Engine, EngineOptions, KvOptions, MockEngine, MockOptions, Serve};
 use oscar_kernels::cpu::CpuBackend;
-use oscar_model::{LoadedModel, SamplingDefaults};
 use oscar_model::source::ModelPath;
 use oscar_model::text::{ChatTemplate, Tokenizer};
+use oscar_model::{LoadedModel, SamplingDefaults};
 use oscar_server::{ServedModel, Server, ServerOptions};
 use serde_json::Value;
 use tower::ServiceExt;
@@ -160,6 +160,20 @@ impl Answer {
         assert_eq!(fields, ["message", "type", "param", "code"]);
         assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()));
         error
+    }
+
+    /// The events of a stream whose events have names, which their data repeat as `type`.
+    pub(crate) fn named_events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.text);
+        assert_eq!(self.headers["content-type"], "text/event-stream; charset=utf-8");
+        let event = |block: &str| {
+            let (name, data) = block.split_once('\n').unwrap_or_else(|| panic!("{block:?}"));
+            let (name, data) = (name.strip_prefix("event: ").unwrap(), data.strip_prefix("data: ").unwrap());
+            let event: Value = serde_json::from_str(data).unwrap_or_else(|error| panic!("{error}: {data}"));
+            assert_eq!(event["type"], name);
+            event
+        };
+        self.text.split_terminator("\n\n").map(event).collect()
     }
 
     /// The events of a stream, which must end as streams end.

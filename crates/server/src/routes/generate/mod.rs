@@ -44,7 +44,7 @@ pub(crate) async fn generate(
         Some(OneOrMany::One(id)) if count == 1 => vec![id],
         Some(OneOrMany::One(id)) => (0..count).map(|index| format!("{id}_{index}")).collect(),
         Some(OneOrMany::Many(list)) => of_each(list, count, "rid")?,
-        None => (0..count).map(|_| fresh_id("gen")).collect(),
+        None => (0..count).map(|_| fresh_id("gen-")).collect(),
     };
     let wanted = for_all(request.return_logprob.take(), false, count, "return_logprob")?;
     let starts = for_all(request.logprob_start_len.take(), -1, count, "logprob_start_len")?;

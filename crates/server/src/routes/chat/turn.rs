@@ -1,0 +1,134 @@
+//! One turn of a conversation, whatever interface it came by: from a request to the engine, and how the answer is read.
+
+use std::sync::Arc;
+
+use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
+use serde_json::Value;
+
+use crate::answers::{Answers, Asked};
+use crate::app::App;
+use crate::error::ApiError;
+use crate::form;
+use crate::logprobs::Endings;
+use crate::parse::{OutputParser, ReasoningParser, Tool, ToolKind, ToolParser, needs_special_tokens};
+use crate::protocol::{OpenAiRequest, check_kv_precision};
+use crate::text::{Chat, Prompted};
+
+/// What the answers to one conversation share.
+pub(crate) struct Turn {
+    pub(crate) app: Arc<App>,
+    prompted: Prompted,
+    salt: Option<String>,
+    pub(super) endings: Endings,
+    pub(super) wants_logprobs: bool,
+    /// How many answers there are.
+    pub(super) choices: usize,
+    /// Functions that may be called.
+    tools: Arc<[Tool]>,
+    /// What the ids of calls begin with.
+    id_stem: String,
+    separate_reasoning: bool,
+}
+
+impl Turn {
+    /// Renders a conversation, hands it to the engine, and says what its answers are to be read with. `id` names it in
+    /// the answer, and its calls are named after it.
+    pub(crate) async fn begin(
+        app: &Arc<App>,
+        request: &mut OpenAiRequest,
+        id: &str,
+    ) -> Result<(Turn, Answers), ApiError> {
+        app.model.check_name(request.model.as_deref())?;
+        check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
+        let logprobs = request.chat_logprobs()?;
+        let new_text = !request.continue_final_message.unwrap_or(false);
+        let wishes = request.wishes(None)?.options(&app.model.sampling)?;
+        let mut options = GenerateOptions { logprobs, new_text, ..wishes };
+        let form = form::of_openai(request)?;
+        let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
+        let separate_reasoning = request.separate_reasoning.unwrap_or(true);
+        let reasoning_markers = app.options.reasoning_parser.filter(|_| separate_reasoning);
+        let tool_markers = app.options.tool_parser.filter(|_| !tools.is_empty());
+        if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
+            options.keep_special = true;
+        }
+        let salt = options.cache_salt.clone();
+        let prompted = prepare(app, request, salt.clone()).await?;
+        // What a thinking model must keep to begins after its thoughts.
+        let thinks = app.options.reasoning_parser.filter(|kind| kind.starts_in_reasoning(&prompted.text));
+        let filter = form::filter(app, form, thinks.map(|kind| kind.markers().1)).await?;
+        let turn = Turn {
+            endings: Endings::new(app.model.tokenizer(), &options),
+            salt,
+            wants_logprobs: logprobs.is_some(),
+            choices: options.n,
+            tools: tools.into(),
+            id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
+            separate_reasoning,
+            prompted,
+            app: Arc::clone(app),
+        };
+        let asked = Asked {
+            id: request.rid.clone().unwrap_or_else(|| id.to_owned()),
+            prompt: turn.prompted.ids.clone(),
+            options,
+            filter,
+        };
+        Ok((turn, Answers::submit(app, vec![asked])?))
+    }
+
+    /// Tells the parts of an answer apart.
+    pub(crate) fn parser(&self, choice: usize) -> OutputParser {
+        let options = &self.app.options;
+        let calls = options.tool_parser.filter(|_| !self.tools.is_empty());
+        let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|kind| {
+            let inside = kind.starts_in_reasoning(&self.prompted.text);
+            ReasoningParser::new(kind, inside, calls.map_or(&[][..], ToolKind::openers))
+        });
+        let stem = || format!("{}_{choice}_", self.id_stem);
+        let calls = calls.map(|kind| ToolParser::new(kind, Arc::clone(&self.tools), stem()));
+        OutputParser::new(reasoning, calls)
+    }
+
+    /// Remembers which ids the conversation had, for its next turn.
+    pub(crate) fn remember(&self, summary: &Summary) {
+        let tokenizer = self.app.model.tokenizer();
+        let said = match (&summary.finish, &summary.matched) {
+            (FinishReason::End, Some(MatchedStop::Token(_))) | (FinishReason::Length, None) => {
+                &summary.tokens[..]
+            }
+            (FinishReason::Stop, Some(MatchedStop::Token(_))) => {
+                &summary.tokens[..summary.tokens.len().saturating_sub(1)]
+            }
+            // A stop text is cut out of the tokens, and a broken answer may miss the end of its text.
+            _ => return,
+        };
+        self.app.memory.remember(tokenizer, self.salt.as_deref(), &self.prompted, said);
+    }
+}
+
+/// The text and the ids of a conversation.
+pub(crate) async fn prepare(
+    app: &Arc<App>,
+    request: &mut OpenAiRequest,
+    salt: Option<String>,
+) -> Result<Prompted, ApiError> {
+    let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
+    let mut chat = Chat::new(request)?;
+    app.encode(bytes, move |app| {
+        let text = chat.render(&app.model)?;
+        app.model.check_length(&text, app.engine.info().context, "messages")?;
+        app.model.encode_chat(&app.memory, salt.as_deref(), text)
+    })
+    .await
+}
+
+/// Text in a value, roughly.
+fn text_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(text_bytes).sum(),
+        Value::Object(fields) => fields.values().map(text_bytes).sum(),
+        _ => 8,
+    }
+}

@@ -1,0 +1,106 @@
+//! A whole answer as a message of blocks, and the parts of it that streams share.
+
+use oscar_engine::{FinishReason, MatchedStop, Summary};
+use serde_json::{Map, Value, json};
+
+use crate::parse::{MessageCall, Part};
+use crate::routes::chat::PartedAnswer;
+
+/// The answer.
+pub(super) fn whole_message(id: &str, answer: &PartedAnswer, summary: &Summary) -> Value {
+    let blocks: Vec<Value> = answer.parts().list().iter().map(whole_block).collect();
+    let (reason, sequence) = stopped(summary, answer.parts().has_calls());
+    let mut message = empty_message(id, &answer.turn().app.model.name);
+    message["content"] = blocks.into();
+    message["stop_reason"] = reason.into();
+    message["stop_sequence"] = sequence.into();
+    message["usage"] = usage(answer, summary);
+    message
+}
+
+/// A message that nothing is known of yet.
+pub(super) fn empty_message(id: &str, model: &str) -> Value {
+    json!({
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": null,
+        "stop_sequence": null,
+        "usage": null,
+    })
+}
+
+/// A block as it begins: all of its fields, without what it says.
+pub(super) fn empty_block(part: &Part) -> Value {
+    match part {
+        // Thoughts are signed where their text is kept from changing; here it is just text.
+        Part::Reasoning(_) => json!({"type": "thinking", "thinking": "", "signature": ""}),
+        Part::Text(_) => json!({"type": "text", "text": ""}),
+        Part::Call(MessageCall { id, name, .. }) => {
+            json!({"type": "tool_use", "id": id, "name": name, "input": {}})
+        }
+    }
+}
+
+fn whole_block(part: &Part) -> Value {
+    let mut block = empty_block(part);
+    match part {
+        Part::Reasoning(text) => block["thinking"] = text.as_str().into(),
+        Part::Text(text) => block["text"] = text.as_str().into(),
+        Part::Call(call) => block["input"] = input(call),
+    }
+    block
+}
+
+/// The arguments of a call. One that was cut off has none that could be read.
+fn input(call: &MessageCall) -> Value {
+    let object: Result<Map<String, Value>, _> = serde_json::from_str(&call.arguments);
+    object.unwrap_or_default().into()
+}
+
+/// Why an answer ended, and the text that ended it.
+pub(super) fn stopped(summary: &Summary, called: bool) -> (&'static str, Option<&str>) {
+    match (summary.finish, &summary.matched) {
+        (FinishReason::Stop, Some(MatchedStop::Text(text))) => ("stop_sequence", Some(text)),
+        (FinishReason::End | FinishReason::Stop, _) if called => ("tool_use", None),
+        (FinishReason::End | FinishReason::Stop, _) => ("end_turn", None),
+        (FinishReason::Length, _) => ("max_tokens", None),
+        (FinishReason::Context, _) => ("model_context_window_exceeded", None),
+        (FinishReason::Cancelled, _) => ("abort", None),
+    }
+}
+
+/// Tokens of the request. What came from the cache is counted apart.
+pub(super) fn usage(answer: &PartedAnswer, summary: &Summary) -> Value {
+    let mut usage = prompt_usage(summary.prompt_tokens, summary.cached_tokens);
+    usage["output_tokens"] = summary.tokens.len().into();
+    usage["output_tokens_details"] = json!({"thinking_tokens": answer.reasoning_tokens()});
+    usage
+}
+
+/// The same when nothing has been said.
+pub(super) fn prompt_usage(tokens: usize, cached: usize) -> Value {
+    json!({
+        "input_tokens": tokens.saturating_sub(cached),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": 0,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_an_object_whatever_was_written() {
+        let call =
+            |arguments: &str| MessageCall { arguments: arguments.to_owned(), ..MessageCall::default() };
+        assert_eq!(input(&call("{\"a\": [1]}")), json!({"a": [1]}));
+        for bad in ["", "{\"a\": [1", "[1]", "3"] {
+            assert_eq!(input(&call(bad)), json!({}), "{bad}");
+        }
+    }
+}

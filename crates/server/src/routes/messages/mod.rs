@@ -1,0 +1,53 @@
+//! `/v1/messages`: a conversation goes on, as Anthropic's clients ask for it.
+
+mod error;
+mod message;
+mod writer;
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+pub(crate) use self::error::{is_path, reshape};
+use self::message::whole_message;
+use self::writer::MessageWriter;
+use super::chat::{PartedAnswer, Turn, prepare};
+use super::fresh_id;
+use crate::app::App;
+use crate::body::JsonBody;
+use crate::error::ApiError;
+use crate::form;
+use crate::frames::stream;
+use crate::protocol::MessagesRequest;
+
+/// Answers the last message of a conversation.
+pub(crate) async fn messages(
+    State(app): State<Arc<App>>,
+    JsonBody(request): JsonBody<MessagesRequest>,
+) -> Result<Response, ApiError> {
+    let mut request = request.into_chat()?;
+    let id = fresh_id("msg_");
+    let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    let mut answer = PartedAnswer::new(turn);
+    if request.streams() {
+        return Ok(stream(answers, MessageWriter::new(answer, id)));
+    }
+    let summary = answer.collect(&mut answers).await?;
+    Ok(Json(whole_message(&id, &answer, &summary)).into_response())
+}
+
+/// How many tokens a conversation has.
+pub(crate) async fn count_tokens(
+    State(app): State<Arc<App>>,
+    JsonBody(request): JsonBody<MessagesRequest>,
+) -> Result<Json<Value>, ApiError> {
+    let mut request = request.into_unlimited()?;
+    app.model.check_name(request.model.as_deref())?;
+    // What would be refused has no tokens either.
+    form::of_openai(&request)?;
+    let prompted = prepare(&app, &mut request, None).await?;
+    Ok(Json(json!({"input_tokens": prompted.ids.len()})))
+}

@@ -1,0 +1,37 @@
+//! `/v1/responses`: OpenAI's newer interface, the part of it that keeps nothing between requests.
+
+mod object;
+mod writer;
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+
+use self::object::ResponseObject;
+use self::writer::ResponseWriter;
+use super::chat::{PartedAnswer, Turn};
+use super::fresh_id;
+use crate::app::App;
+use crate::body::JsonBody;
+use crate::error::ApiError;
+use crate::frames::stream;
+use crate::protocol::ResponsesRequest;
+
+/// Answers the input.
+pub(crate) async fn responses(
+    State(app): State<Arc<App>>,
+    JsonBody(request): JsonBody<ResponsesRequest>,
+) -> Result<Response, ApiError> {
+    let id = fresh_id("resp_");
+    let object = ResponseObject::new(&app, &id, &request);
+    let mut request = request.into_chat()?;
+    let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    let mut answer = PartedAnswer::new(turn);
+    if request.streams() {
+        return Ok(stream(answers, ResponseWriter::new(answer, object)));
+    }
+    let summary = answer.collect(&mut answers).await?;
+    Ok(Json(object.finished(&answer, &summary)).into_response())
+}

@@ -1,0 +1,149 @@
+//! A response and its items, whole and as streams begin them.
+
+use std::time::SystemTime;
+
+use oscar_engine::{FinishReason, Summary};
+use serde_json::{Value, json};
+
+use crate::app::{App, unix_seconds};
+use crate::error::ApiError;
+use crate::parse::{MessageCall, Part};
+use crate::protocol::{ResponsesRequest, short};
+use crate::routes::chat::PartedAnswer;
+
+/// A response that has not ended: what was asked, and who answers.
+pub(super) struct ResponseObject {
+    fields: Value,
+    /// What the ids of its items end with.
+    stem: String,
+}
+
+impl ResponseObject {
+    /// Repeats what a request says, as clients expect it.
+    pub(super) fn new(app: &App, id: &str, request: &ResponsesRequest) -> ResponseObject {
+        let drawn = &app.model.sampling;
+        let format = request.text.as_ref().and_then(|text| text.0.format.clone());
+        let effort = request.reasoning.as_ref().and_then(|reasoning| reasoning.0.effort.clone());
+        let fields = json!({
+            "id": id,
+            "object": "response",
+            "created_at": unix_seconds(SystemTime::now()),
+            "status": "in_progress",
+            "background": false,
+            "error": null,
+            "incomplete_details": null,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata.clone().unwrap_or_default(),
+            "model": app.model.name,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true),
+            "previous_response_id": null,
+            "reasoning": {"effort": effort, "summary": null},
+            "store": false,
+            "temperature": short(request.temperature.or(drawn.temperature).unwrap_or(1.0)),
+            "text": {"format": format.unwrap_or_else(|| json!({"type": "text"}))},
+            "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
+            "tools": request.tools.clone().unwrap_or_default(),
+            "top_p": short(request.top_p.or(drawn.top_p).unwrap_or(1.0)),
+            "truncation": "disabled",
+            "usage": null,
+        });
+        ResponseObject { fields, stem: id.trim_start_matches("resp_").to_owned() }
+    }
+
+    /// As far as it is known at the beginning.
+    pub(super) fn begun(&self) -> &Value {
+        &self.fields
+    }
+
+    /// The whole of it.
+    pub(super) fn finished(&self, answer: &PartedAnswer, summary: &Summary) -> Value {
+        let parts = answer.parts().list();
+        let last = parts.len().saturating_sub(1);
+        let item = |(index, part)| {
+            let status = if index == last { item_status(summary) } else { "completed" };
+            self.item(index, part, status)
+        };
+        let (status, why) = status(summary);
+        let mut response = self.fields.clone();
+        response["status"] = status.into();
+        response["incomplete_details"] = why.map_or(Value::Null, |reason| json!({"reason": reason}));
+        response["output"] = parts.iter().enumerate().map(item).collect();
+        response["usage"] = json!({
+            "input_tokens": summary.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": summary.cached_tokens},
+            "output_tokens": summary.tokens.len(),
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens()},
+            "total_tokens": summary.prompt_tokens + summary.tokens.len(),
+        });
+        response
+    }
+
+    /// What is left of it when it fails.
+    pub(super) fn failed(&self, error: &ApiError) -> Value {
+        let mut response = self.fields.clone();
+        response["status"] = "failed".into();
+        let code = error.code().unwrap_or("server_error");
+        response["error"] = json!({"code": code, "message": error.to_string()});
+        response
+    }
+
+    /// The id of an item.
+    pub(super) fn item_id(&self, index: usize, part: &Part) -> String {
+        let prefix = match part {
+            Part::Reasoning(_) => "rs",
+            Part::Text(_) => "msg",
+            Part::Call(_) => "fc",
+        };
+        format!("{prefix}_{}_{index}", self.stem)
+    }
+
+    /// An item with all it says.
+    pub(super) fn item(&self, index: usize, part: &Part, status: &str) -> Value {
+        let mut item = self.empty_item(index, part);
+        item["status"] = status.into();
+        match part {
+            Part::Reasoning(text) | Part::Text(text) => item["content"] = json!([content(part, text)]),
+            Part::Call(MessageCall { arguments, .. }) => item["arguments"] = arguments.as_str().into(),
+        }
+        item
+    }
+
+    /// An item that begins.
+    pub(super) fn empty_item(&self, index: usize, part: &Part) -> Value {
+        let (id, status) = (self.item_id(index, part), "in_progress");
+        match part {
+            Part::Reasoning(_) => {
+                json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": []})
+            }
+            Part::Text(_) => {
+                json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": []})
+            }
+            Part::Call(MessageCall { id: call, name, .. }) => json!({"id": id, "type": "function_call",
+                "status": status, "call_id": call, "name": name, "arguments": ""}),
+        }
+    }
+}
+
+/// The one part of an item's content.
+pub(super) fn content(part: &Part, text: &str) -> Value {
+    match part {
+        Part::Reasoning(_) => json!({"type": "reasoning_text", "text": text}),
+        _ => json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []}),
+    }
+}
+
+/// How a response ended, and why if not by itself.
+pub(super) fn status(summary: &Summary) -> (&'static str, Option<&'static str>) {
+    match summary.finish {
+        FinishReason::End | FinishReason::Stop => ("completed", None),
+        FinishReason::Length | FinishReason::Context => ("incomplete", Some("max_output_tokens")),
+        FinishReason::Cancelled => ("cancelled", None),
+    }
+}
+
+/// How the last item ended; those before it are complete.
+pub(super) fn item_status(summary: &Summary) -> &'static str {
+    if status(summary).0 == "completed" { "completed" } else { "incomplete" }
+}
