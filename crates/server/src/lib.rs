@@ -1,6 +1,6 @@
 //! The server: what clients send, and what the model says to them.
 //!
-//! OpenAI's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`]. A request's way:
+//! OpenAI's, Anthropic's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`]. A request's way:
 //!
 //! | module | job |
 //! |---|---|

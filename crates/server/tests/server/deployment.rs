@@ -1,6 +1,7 @@
 //! Files under `deploy/` against the server they are for.
 
 use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
@@ -66,4 +67,77 @@ fn the_time_to_stop_is_longer_than_the_servers_own() {
         let seconds: u64 = value.and_then(|value| value.parse().ok()).expect(file);
         assert!(seconds > own + 5, "{file}: {seconds}");
     }
+}
+
+/// The folder of the whole project.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// What the image is built from: sources of `COPY` that come from the project and not from another stage.
+fn copied() -> Vec<String> {
+    let dockerfile = include_str!("../../../../deploy/Dockerfile");
+    let copies = dockerfile.lines().filter_map(|line| line.strip_prefix("COPY "));
+    let mut sources = Vec::new();
+    for copy in copies.filter(|copy| !copy.contains("--from=")) {
+        let words: Vec<&str> = copy.split_whitespace().filter(|word| !word.starts_with("--")).collect();
+        let (_, from) = words.split_last().expect(copy);
+        sources.extend(from.iter().map(|&source| source.to_owned()));
+    }
+    assert!(sources.len() >= 3, "{sources:?}");
+    sources
+}
+
+#[test]
+fn the_image_is_built_from_what_is_there() {
+    let ignore = include_str!("../../../../deploy/Dockerfile.dockerignore");
+    let sent: Vec<&str> = ignore.lines().filter_map(|line| line.strip_prefix('!')).collect();
+    for source in copied() {
+        assert!(root().join(&source).exists(), "{source}");
+        assert!(sent.contains(&source.as_str()), "{source} is not sent to the builder: {sent:?}");
+    }
+    let manifest = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    let version = |text: &str, before: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(before)).expect(before).to_owned();
+        line.trim_matches('"').to_owned()
+    };
+    let dockerfile = include_str!("../../../../deploy/Dockerfile");
+    assert_eq!(version(dockerfile, "ARG RUST_VERSION="), version(&manifest, "rust-version = "));
+    assert!(dockerfile.contains("--package oscar ") && root().join("crates/cli/Cargo.toml").exists());
+}
+
+/// Files that are built into the binary must be in the image's sources, too.
+#[test]
+fn the_image_has_every_file_that_is_compiled_in() {
+    let copied = copied();
+    let mut found = 0;
+    let mut folders: Vec<PathBuf> = std::fs::read_dir(root().join("crates"))
+        .unwrap()
+        .flatten()
+        .map(|entry| entry.path().join("src"))
+        .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            if path.extension().is_none_or(|kind| kind != "rs") {
+                continue;
+            }
+            let source = std::fs::read_to_string(&path).unwrap();
+            for include in ["include_str!(\"", "include_bytes!(\"", "include_bytes!(concat!(\""] {
+                for rest in source.split(include).skip(1) {
+                    let file = folder.join(rest.split('"').next().unwrap());
+                    let file =
+                        file.canonicalize().unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+                    let inside = file.strip_prefix(root()).unwrap();
+                    assert!(copied.iter().any(|source| inside.starts_with(source)), "{}", inside.display());
+                    found += 1;
+                }
+            }
+        }
+    }
+    assert!(found > 10, "{found}");
 }
