@@ -268,6 +268,7 @@ impl ServeArguments {
         subject: &Subject,
         engine: &Engine<CpuBackend>,
     ) -> Result<(ServedModel, ServerOptions), Failure> {
+        let sampling = self.sampling(subject)?;
         let template = match subject.model.chat_template() {
             Ok(template) => Some(template.clone()),
             Err(TextError::NoChatTemplate) => {
@@ -282,8 +283,8 @@ impl ServeArguments {
         let name = self.served_model_name.clone().unwrap_or_else(|| subject.name.clone());
         let tokenizer = Arc::clone(subject.model.tokenizer());
         let family = subject.model.config().family;
-        let served = ServedModel::new(name, subject.name.clone(), family, tokenizer, template)
-            .with_sampling(self.sampling(subject)?);
+        let served =
+            ServedModel::new(name, subject.name.clone(), family, tokenizer, template).with_sampling(sampling);
         let (reasoning_parser, tool_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
         let budget = engine.budget();

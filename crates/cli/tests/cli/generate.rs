@@ -243,6 +243,22 @@ fn chat_and_generate_ask_the_same_question() {
 }
 
 #[test]
+fn a_chat_draws_as_the_model_says() {
+    let machine = Machine::new();
+    let model = chat_model(&machine);
+    let chat = |generation: &str, more: &[&str]| {
+        fs::write(model.join("generation_config.json"), generation).expect("file");
+        let arguments = [&["chat", text(&model), "-n", "24"], more].concat();
+        machine.run_with_input(&arguments, b"hello\n")
+    };
+    let greedy = chat(r#"{"temperature": 0.0, "eos_token_id": 2}"#, &[]).success().stdout;
+    assert_eq!(chat(r#"{"temperature": 0.0, "eos_token_id": 2}"#, &[]).success().stdout, greedy);
+    assert_eq!(chat(r#"{"temperature": 5.0}"#, &["--temperature", "0"]).success().stdout, greedy);
+    assert_ne!(chat(r#"{"temperature": 5.0}"#, &["--seed", "7"]).success().stdout, greedy);
+    chat(r#"{"min_p": "some"}"#, &[]).failure(1, &["generation_config.json", "min_p", "correct the file"]);
+}
+
+#[test]
 fn a_model_without_a_template_cannot_chat() {
     let machine = Machine::new();
     let model = fixture("llama-tied");
