@@ -92,6 +92,7 @@ impl Tree {
         let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
         roots.sort_unstable();
         let evicted = self.counts.evicted_nodes;
+        let mut journal = std::mem::take(&mut self.journal);
         for root in roots {
             let below: Vec<NodeId> =
                 self.node(root).children.iter().chain(self.node(root).tails.values()).copied().collect();
@@ -100,6 +101,8 @@ impl Tree {
             }
         }
         self.counts.evicted_nodes = evicted;
+        journal.cleared();
+        self.journal = journal;
     }
 
     /// The owners of a bf16 slot have changed.

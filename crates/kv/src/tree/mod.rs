@@ -9,11 +9,13 @@
 
 mod eviction;
 mod inspect;
+mod journal;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 
 pub use inspect::TreeEntry;
+pub use journal::CacheEvent;
 
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
@@ -82,6 +84,7 @@ pub(crate) struct Tree {
     clock: u64,
     /// Without sealed pages a tail is a page like any other; with them it is as cheap to lose as a warm copy.
     has_sealed: bool,
+    journal: journal::Journal,
 }
 
 impl Tree {
@@ -97,6 +100,7 @@ impl Tree {
             counts: TreeCounts::default(),
             clock: 0,
             has_sealed,
+            journal: journal::Journal::default(),
         }
     }
 
@@ -210,6 +214,7 @@ impl Tree {
         let id = self.add(parent, salt, page, Some(hash), tokens);
         self.node_mut(parent).children.insert(id);
         self.by_hash.insert(hash, id);
+        self.journal.stored(self.node(parent).hash, hash, tokens);
         self.counts.nodes += 1;
         self.own(pools, id, slots, now);
         id
@@ -378,6 +383,7 @@ impl Tree {
         match &node.hash {
             Some(hash) => {
                 self.by_hash.remove(hash);
+                self.journal.removed(*hash);
                 self.node_mut(node.parent).children.remove(&id);
                 self.counts.nodes -= 1;
             }
