@@ -153,10 +153,14 @@ impl Ledger {
         for (page, &node) in found.nodes[..reuse.pages].iter().enumerate() {
             let (exact, sealed) = self.tree.slots(node);
             let exact = if sealed == 0 || page >= reuse.warm_from { exact } else { 0 };
+            if exact != 0 {
+                self.tree.touch_warm(node, now);
+            }
             self.share_entry(&mut sequence, exact, sealed);
         }
         if let Some((node, common)) = tail {
             self.tree.touch(node, now);
+            self.tree.touch_warm(node, now);
             let (exact, _) = self.tree.slots(node);
             self.share_entry(&mut sequence, exact, 0);
             length += common;
