@@ -85,12 +85,11 @@ class View:
 class Subscriber:
     """A SUB socket, and a DEALER for what came before it was there."""
 
-    def __init__(self, server, context, hwm=1000):
+    def __init__(self, server, context):
         info = call(server.url, "/server_info")[1]["kv_events"]
         assert info["publisher"] == "zmq" and info["block_size"] == PAGE and info["dp_size"] == 1
         self.server = server
         self.socket = context.socket(zmq.SUB)
-        self.socket.setsockopt(zmq.RCVHWM, hwm)
         self.socket.subscribe(info["topic"])
         self.socket.connect(f"tcp://{info['endpoint_host']}:{info['endpoint_port_base']}")
         self.replay = context.socket(zmq.DEALER)
@@ -112,9 +111,13 @@ class Subscriber:
     def follow(self, holds, seconds=30):
         """Hears events until something holds."""
         deadline = time.monotonic() + seconds
-        while not holds():
+        quiet = 0
+        # What the server says of itself is up to a tenth of a second old, so it must hold for longer.
+        while quiet < 3 or not holds():
             assert time.monotonic() < deadline, f"{len(self.view.blocks)} blocks, {self.server.cache()['tree']}"
-            if self.socket.poll(50):
+            quiet += 1
+            if self.socket.poll(100):
+                quiet = 0
                 topic, number, payload = self.socket.recv_multipart()
                 # A replay may have told this already.
                 if self.view.next is None or int.from_bytes(number, "big") >= self.view.next:
@@ -192,29 +195,3 @@ def test_a_router_knows_what_is_cached(server, context):
     late.catch_up()
     assert late.view.blocks == view.blocks
     assert late.view.next == view.next
-
-
-def resident(process):
-    with open(f"/proc/{process.pid}/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_subscriber_that_does_not_read_holds_up_nobody(server, context):
-    sleeping = [Subscriber(server, context, hwm=1) for _ in range(8)]
-    awake = Subscriber(server, context)
-    awake.catch_up()
-
-    def load(seeds):
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda seed: complete(server, prompt(seed, 1500)), seeds))
-        awake.follow(awake.agrees)
-
-    load(range(100, 160))
-    before = resident(server.process)
-    load(range(200, 320))
-    grown = resident(server.process) - before
-    assert grown < 48 << 20, f"grown by {grown >> 20} MiB"
-    assert awake.view.gaps == 0
-    for subscriber in sleeping:
-        subscriber.socket.close()
-    assert call(server.url, "/health")[0] == 200

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use oscar_engine::EngineOptions;
+use oscar_kv::CacheEvent;
 use oscar_server::{KvEventAddress, KvEventOptions, KvEventPublisher, ServerOptions};
 use serde::Deserialize;
 use serde_json::json;
@@ -213,22 +214,58 @@ async fn a_ping_is_answered() {
     assert_eq!((flags, &pong[..]), (4, &b"\x04PONGhi"[..]));
 }
 
-/// A subscriber that never reads holds up nobody, and what waits for it is bounded (`hub` has a test of the bound).
-#[tokio::test]
+/// A subscriber that does not read holds up neither the engine nor others. What waits for it is bounded, so it misses
+/// batches, and can tell.
+#[tokio::test(flavor = "multi_thread")]
 async fn a_subscriber_that_does_not_read_is_left_behind() {
-    let (house, address) = house("").await;
-    let sleeping = Peer::subscribe(address.port, b"").await;
-    for text in 0..30 {
-        complete(&house, text, None).await;
+    const BATCHES: u64 = 100;
+    let endpoint: oscar_server::Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let options = KvEventOptions { replay: None, endpoint, topic: String::new() };
+    let publisher = KvEventPublisher::bind(&options).await.unwrap();
+    let port = publisher.address().port;
+    let (sender, events) = std::sync::mpsc::sync_channel(2);
+    publisher.start(events).unwrap();
+    let mut sleeping = Peer::subscribe(port, b"").await;
+    let mut awake = Peer::subscribe(port, b"").await;
+    let number = |message: &[Vec<u8>]| u64::from_be_bytes(message[1].as_slice().try_into().unwrap());
+    // A small one until both are there.
+    let mut before = 0;
+    for peer in [&mut sleeping, &mut awake] {
+        before = loop {
+            sender.send(vec![CacheEvent::Cleared]).unwrap();
+            if let Ok(message) = tokio::time::timeout(Duration::from_millis(100), peer.message()).await {
+                break number(&message);
+            }
+        };
     }
-    drop(sleeping);
-    complete(&house, 31, None).await;
-    let mut subscriber = Peer::subscribe(address.port, b"").await;
-    for text in 32.. {
-        complete(&house, text, None).await;
-        if tokio::time::timeout(Duration::from_millis(200), subscriber.message()).await.is_ok() {
-            break;
+    // About a MiB each.
+    let large = CacheEvent::Stored { parent: None, blocks: vec![], tokens: vec![u32::MAX; 200_000] };
+    let told = tokio::task::spawn_blocking(move || {
+        for _ in 0..BATCHES {
+            sender.send(vec![large.clone()]).unwrap();
+            // The other one must not be left behind because it is on the same few cores.
+            std::thread::sleep(Duration::from_millis(10));
         }
-        assert!(text < 100);
+        sender
+    });
+    let mut large = 0;
+    while large < BATCHES {
+        let message = awake.message().await;
+        assert_eq!(number(&message), before + 1, "nothing is missing");
+        before += 1;
+        large += u64::from(message[2].len() > 1_000_000);
     }
+    let sender = told.await.unwrap();
+    let mut heard = 0;
+    let mut last = None;
+    while let Ok(message) = tokio::time::timeout(Duration::from_millis(500), sleeping.message()).await {
+        assert!(last.is_none_or(|last| last < number(&message)));
+        last = Some(number(&message));
+        heard += u64::from(message[2].len() > 1_000_000);
+    }
+    assert!(heard > 10 && heard < BATCHES / 2, "{heard} of {BATCHES}: what waits is bounded");
+    sender.send(vec![CacheEvent::Cleared]).unwrap();
+    let after = number(&sleeping.message().await);
+    assert_eq!(after, before + 1, "it hears again");
+    assert!(last.is_some_and(|last| last + 1 < after), "and sees that something is missing");
 }
