@@ -8,14 +8,14 @@ use std::time::Instant;
 
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{CacheSpec, SealedSpec};
-use oscar_kv::Ledger;
+use oscar_kv::{CacheEvent, Ledger};
 use oscar_model::LoadedModel;
 
 use crate::budget::{Budget, Shape};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
-use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted};
+use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted, watch_channel};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
 use crate::settings::EngineOptions;
 
@@ -129,6 +129,16 @@ impl<B: Backend> Engine<B> {
         if self.send(Command::Flush(done)).is_ok() {
             let _ = wait.recv();
         }
+    }
+
+    /// What changes in the prefix tree from now on, in order, beginning with what is there. Whoever takes it too slowly
+    /// is told everything anew, beginning with [`CacheEvent::Cleared`]; the engine never waits. There is one follower
+    /// at a time.
+    pub fn watch_cache(&self) -> mpsc::Receiver<Vec<CacheEvent>> {
+        let (sender, events) = watch_channel();
+        // An engine that has stopped tells nothing: the other end is dropped with the command.
+        let _ = self.send(Command::Watch(sender));
+        events
     }
 
     /// Runs one prompt and hands every event but the last to `on_event`, which may break it off. Waits for the end.

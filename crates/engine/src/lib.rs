@@ -49,6 +49,7 @@ pub use error::EngineError;
 pub use event::{Event, FinishReason, MatchedStop, PromptLogprob, Sink, Summary, Token};
 pub use filter::{TokenFilter, TokenMask};
 pub use mock::{MOCK_END, MockEngine, MockOptions};
+pub use oscar_kv::CacheEvent;
 pub use request::{GenerateOptions, MAX_TOP_LOGPROBS, Request, SamplingOptions};
 pub use serve::{Answer, EngineInfo, EngineStats, RequestHandle, SequenceView, Serve};
 pub use settings::{EngineOptions, KvOptions, PrefillMode};

@@ -72,8 +72,11 @@ impl Ledger {
             let exact = sequence.exact[page];
             if let Some(node) = tree.child(parent, next, tokens) {
                 tree.touch(node, now);
-                if exact != 0 && tree.slots(node).0 == 0 {
-                    tree.warm(pools, node, exact);
+                if exact != 0 {
+                    match tree.slots(node).0 {
+                        0 => tree.warm(pools, node, exact, now),
+                        _ => tree.touch_warm(node, now),
+                    }
                 }
                 parent = node;
                 continue;

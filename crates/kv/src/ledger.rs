@@ -9,7 +9,7 @@ use crate::pools::Pools;
 use crate::reuse::{Reuse, TailPolicy, reuse};
 use crate::sequence::Sequence;
 use crate::stats::Counters;
-use crate::tree::{Tree, TreeEntry};
+use crate::tree::{CacheEvent, Tree, TreeEntry};
 
 /// What a cache consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,10 +153,14 @@ impl Ledger {
         for (page, &node) in found.nodes[..reuse.pages].iter().enumerate() {
             let (exact, sealed) = self.tree.slots(node);
             let exact = if sealed == 0 || page >= reuse.warm_from { exact } else { 0 };
+            if exact != 0 {
+                self.tree.touch_warm(node, now);
+            }
             self.share_entry(&mut sequence, exact, sealed);
         }
         if let Some((node, common)) = tail {
             self.tree.touch(node, now);
+            self.tree.touch_warm(node, now);
             let (exact, _) = self.tree.slots(node);
             self.share_entry(&mut sequence, exact, 0);
             length += common;
@@ -218,6 +222,22 @@ impl Ledger {
     /// Forgets every prefix. What open sequences hold stays theirs.
     pub fn flush(&mut self) {
         self.tree.clear(&mut self.pools);
+    }
+
+    /// Writes down what changes in the prefix tree from now on, and tells what it has, beginning with
+    /// [`CacheEvent::Cleared`]. Whoever watches should [take](Self::take_events) what happened after every few operations.
+    pub fn watch(&mut self) -> Vec<CacheEvent> {
+        self.tree.watch()
+    }
+
+    /// What has changed in the prefix tree since it was last asked, in order; nothing if nobody watches.
+    pub fn take_events(&mut self) -> Vec<CacheEvent> {
+        self.tree.take_events()
+    }
+
+    /// Nobody watches any more.
+    pub fn unwatch(&mut self) {
+        self.tree.unwatch();
     }
 
     /// Whether the pools cover the [`PageNeed`] of a sequence of `tokens` tokens.

@@ -61,4 +61,4 @@ pub use pool::{ExactPage, PageId, PagePool, PageSlot, PoolExhausted, ScratchPage
 pub use reuse::TailPolicy;
 pub use sequence::Sequence;
 pub use stats::{LedgerStats, PageStates, PoolStats};
-pub use tree::TreeEntry;
+pub use tree::{CacheEvent, TreeEntry};

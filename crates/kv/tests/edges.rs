@@ -4,6 +4,7 @@ mod support;
 
 use oscar_kv::{
     Extend, KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageStates, PageWindows, PoolKind, SealedPools,
+    TailPolicy,
 };
 use support::{Cache, Flight, Open, options, text};
 
@@ -309,4 +310,26 @@ fn an_empty_prompt_and_an_empty_extension_are_harmless() {
 fn a_sequence_must_be_closed() {
     let mut ledger = Ledger::new(options(1, 1)).unwrap();
     drop(ledger.open(0, &[1]));
+}
+
+/// Each turn leaves a thought behind that the next prompt does not have. What it goes on from is the end of the prompt
+/// before; bf16 copies that earlier turns left along the way must not push that out.
+#[test]
+fn a_conversation_keeps_the_copies_at_the_end_of_its_prompt() {
+    let mut cache = Cache::new(LedgerOptions { exact_pages: 14, tail: TailPolicy::Exact, ..options(1, 4) });
+    let mut prompt = text(1, 300);
+    let mut before = 0;
+    for turn in 0..20 {
+        let mut open = cache.prompt(0, &prompt, Extend::Uniform);
+        let cached = open.sequence.cached_tokens();
+        assert_eq!(cached, before / PAGE_TOKENS * PAGE_TOKENS, "turn {turn}");
+        cache.insert(&mut open, false);
+        for thought in 0..100 {
+            cache.append(&mut open, 90_000_000 + thought).expect("room for a thought");
+        }
+        cache.insert(&mut open, true);
+        cache.close(open);
+        before = prompt.len();
+        prompt.extend(text(turn + 2, 110));
+    }
 }

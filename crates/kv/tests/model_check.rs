@@ -7,6 +7,7 @@ mod support;
 use oscar_kv::{
     Extend, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, SealedPools, Shortage, TailPolicy, TreeEntry,
 };
+use support::follower::Follower;
 use support::{Cache, Flight, Open, mix};
 
 /// Operations per cache.
@@ -70,6 +71,7 @@ struct Episode {
     open: Vec<Open>,
     /// Texts that were computed before, to be asked for again.
     past: Vec<Vec<u32>>,
+    follower: Follower,
     seen: Seen,
 }
 
@@ -87,8 +89,10 @@ impl Episode {
             prefix_tree: !random.one_in(12),
             tail: random.of(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         };
-        let cache = Cache::new(options);
-        Episode { random, cache, options, open: Vec::new(), past: Vec::new(), seen: Seen::default() }
+        let mut cache = Cache::new(options);
+        let follower = Follower::new(&mut cache.ledger);
+        let (open, past, seen) = (Vec::new(), Vec::new(), Seen::default());
+        Episode { random, cache, options, open, past, follower, seen }
     }
 
     /// A length, more often than not near the edge of a page.
@@ -379,13 +383,24 @@ impl Episode {
         (pages * PAGE_TOKENS + if pages == matched { tail } else { 0 }, sealed_until)
     }
 
-    fn check(&self, operation: usize) {
+    fn check(&mut self, operation: usize) {
         for open in &self.open {
             self.cache.check(open);
         }
         self.cache.audit(&self.open.iter().collect::<Vec<_>>());
         if operation.is_multiple_of(32) {
             self.cache.check_tree();
+            self.follow();
+        }
+    }
+
+    /// Who hears what changes in the tree knows what is in it, and so does who begins to listen now.
+    fn follow(&mut self) {
+        self.follower.hear(self.cache.ledger.take_events());
+        self.follower.assert_knows(&self.cache.ledger);
+        if self.random.one_in(8) {
+            self.follower = Follower::new(&mut self.cache.ledger);
+            self.follower.assert_knows(&self.cache.ledger);
         }
     }
 

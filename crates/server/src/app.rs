@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use crate::error::ApiError;
 use crate::grammar::{GrammarError, GrammarFactory};
+use crate::kv_events::KvEventAddress;
 use crate::metrics::Metrics;
 use crate::ongoing::Ongoing;
 use crate::parse::{ReasoningKind, ToolKind};
@@ -42,6 +43,8 @@ pub struct ServerOptions {
     pub tool_parser: Option<ToolKind>,
     /// How the cache is laid out, for the picture of it.
     pub cache: CacheShape,
+    /// Where changes of the prefix tree are told, if they are.
+    pub kv_events: Option<KvEventAddress>,
 }
 
 impl Default for ServerOptions {
@@ -58,6 +61,7 @@ impl Default for ServerOptions {
             reasoning_parser: None,
             tool_parser: None,
             cache: CacheShape::default(),
+            kv_events: None,
         }
     }
 }

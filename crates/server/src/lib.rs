@@ -13,6 +13,7 @@
 //! | [`grammar`], `form` | answers that must look like something |
 //! | [`parse`] | reasoning and calls of tools in what the model wrote |
 //! | `metrics` | numbers for Prometheus |
+//! | `kv_events` | what is in the prefix tree, for routers |
 //! | `page` | the web page at `/` |
 
 mod answers;
@@ -23,6 +24,7 @@ mod error;
 mod form;
 mod frames;
 pub mod grammar;
+mod kv_events;
 mod listen;
 mod logprobs;
 mod metrics;
@@ -41,6 +43,7 @@ use oscar_engine::Serve;
 
 pub use app::{CacheShape, ServerOptions};
 pub use error::ApiError;
+pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
 pub use listen::Ended;
 pub use text::ServedModel;
 

@@ -1,6 +1,7 @@
 //! `oscar serve`: a model behind OpenAI's and SGLang's interfaces.
 
 mod config_file;
+mod events;
 mod unsupported;
 
 use std::io;
@@ -17,11 +18,12 @@ use oscar_model::SamplingDefaults;
 use oscar_model::source::ModelPath;
 use oscar_model::text::TextError;
 use oscar_server::parse::{ReasoningKind, ToolKind};
-use oscar_server::{CacheShape, ServedModel, Server, ServerOptions};
+use oscar_server::{CacheShape, KvEventAddress, ServedModel, Server, ServerOptions};
 use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
+use self::events::EventArguments;
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, byte_size, non_empty, positive};
 use crate::failure::Failure;
@@ -118,6 +120,9 @@ pub(crate) struct ServeArguments {
     engine: EngineArguments,
 
     #[command(flatten)]
+    events: EventArguments,
+
+    #[command(flatten)]
     limits: LimitArguments,
 
     #[command(flatten)]
@@ -178,12 +183,22 @@ impl ServeArguments {
         let runtime = self.runtime()?;
         // A port that is taken should not cost the loading of a model.
         let socket = self.bind(&runtime)?;
+        let publisher = self.events.publisher(&runtime)?;
         let subject = self.engine.load_model(&model)?;
         let settled = self.engine.kv.settle(&subject)?;
         let options = self.engine_options(&model, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
-        let (served, options) = self.server(&subject, &engine)?;
+        let (served, mut options) = self.server(&subject, &engine)?;
         let name = served.name.clone();
+        if let Some(publisher) = publisher {
+            if !engine.info().prefix_cache {
+                tracing::warn!("--kv-events has nothing to tell without a prefix cache");
+            }
+            options.kv_events = Some(publisher.address().clone());
+            let _context = runtime.enter();
+            publisher.start(engine.watch_cache()).map_err(|error| Failure::new(error.to_string()))?;
+        }
+        let events = options.kv_events.clone();
         let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, options);
         let ended = runtime.block_on(async {
             let listener = socket.listen(BACKLOG).map_err(|error| self.cannot_listen(&error))?;
@@ -191,6 +206,9 @@ impl ServeArguments {
             let signals =
                 Signals::new().map_err(|error| Failure::new(format!("cannot watch signals: {error}")))?;
             eprintln!("{}", banner(address, &name, &engine));
+            if let Some(KvEventAddress { host, port, .. }) = &events {
+                eprintln!("  events    tcp://{host}:{port}");
+            }
             Ok::<_, Failure>(server.serve(listener, signals.nth(1), signals.nth(2)).await)
         })?;
         runtime.shutdown_timeout(Duration::from_secs(1));
@@ -306,6 +324,7 @@ impl ServeArguments {
                 sealed_page_bytes: budget.sealed.page_bytes,
                 scratch_page_bytes: budget.scratch.page_bytes,
             },
+            kv_events: None,
         };
         Ok((served, options))
     }

@@ -12,15 +12,16 @@ mod job;
 mod prefill;
 mod room;
 mod together;
+mod watch;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use oscar_kernels::Backend;
-use oscar_kv::{Extend, Ledger, Sequence, Shortage};
+use oscar_kv::{CacheEvent, Extend, Ledger, Sequence, Shortage};
 use oscar_model::text::StreamDecoder;
 use oscar_model::{Activations, LoadedModel};
 
@@ -32,6 +33,8 @@ use crate::request::{GenerateOptions, Request};
 use crate::serve::{EngineStats, SequenceView, SharedSink};
 use job::{Job, Kept, Running, Segment};
 use prefill::Prefill;
+pub(crate) use watch::channel as watch_channel;
+use watch::{TRY_AGAIN, Watcher};
 
 /// How often a busy engine makes its statistics known.
 const PUBLISH_EVERY: Duration = Duration::from_millis(100);
@@ -49,6 +52,8 @@ pub(crate) enum Command {
     Flush(Sender<()>),
     /// Statistics as of now.
     Report(Sender<EngineStats>),
+    /// Tell what changes in the prefix tree.
+    Watch(SyncSender<Vec<CacheEvent>>),
     Stop,
 }
 
@@ -111,6 +116,8 @@ pub(crate) struct Scheduler<B: Backend> {
     next_arrival: u64,
     counters: EngineStats,
     published: Instant,
+    /// Who is told what changes in the prefix tree.
+    watcher: Option<Watcher>,
 }
 
 /// Limits that the scheduler keeps.
@@ -157,6 +164,7 @@ impl<B: Backend> Scheduler<B> {
             next_arrival: 0,
             counters: EngineStats::default(),
             published: Instant::now(),
+            watcher: None,
         }
     }
 
@@ -167,6 +175,7 @@ impl<B: Backend> Scheduler<B> {
                 self.decode();
             }
             self.prefill_item();
+            self.tell_changes();
             if self.published.elapsed() >= PUBLISH_EVERY {
                 self.publish();
             }
@@ -178,9 +187,15 @@ impl<B: Backend> Scheduler<B> {
     fn hear(&mut self) -> bool {
         if self.running.is_empty() && self.prefill.is_none() && self.waiting.is_empty() {
             self.publish();
-            let Ok(command) = self.commands.recv() else { return false };
-            if !self.obey(command) {
-                return false;
+            match self.next_command() {
+                Ok(command) => {
+                    if !self.obey(command) {
+                        return false;
+                    }
+                }
+                // Nothing to do but to let a follower catch up.
+                Err(RecvTimeoutError::Timeout) => return true,
+                Err(RecvTimeoutError::Disconnected) => return false,
             }
         }
         while let Ok(command) = self.commands.try_recv() {
@@ -189,6 +204,14 @@ impl<B: Backend> Scheduler<B> {
             }
         }
         true
+    }
+
+    /// Waits for a command; not for ever if somebody has to be told something.
+    fn next_command(&self) -> Result<Command, RecvTimeoutError> {
+        if self.watcher.as_ref().is_some_and(Watcher::is_behind) {
+            return self.commands.recv_timeout(TRY_AGAIN);
+        }
+        self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
     }
 
     fn obey(&mut self, command: Command) -> bool {
@@ -210,11 +233,13 @@ impl<B: Backend> Scheduler<B> {
             }
             Command::Flush(done) => {
                 self.ledger.flush();
+                self.tell_changes();
                 let _ = done.send(());
             }
             Command::Report(reply) => {
                 let _ = reply.send(self.stats());
             }
+            Command::Watch(sender) => self.watch(sender),
             Command::Stop => return false,
         }
         true

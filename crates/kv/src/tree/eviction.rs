@@ -6,7 +6,9 @@
 //! logarithm of the tree's size.
 //!
 //! The order is least recently used first, the deepest first among equals. A node is never older than one below it, so
-//! the first page of a set has no other page of that set below it.
+//! the first page of a set has no other page of that set below it. Warm copies go by when they were last part of a
+//! window: a conversation touches every page before its end, but goes on from the last ones only, and copies that older
+//! turns left along the way must not outlive those.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -20,6 +22,7 @@ pub(super) type Key = (u64, Reverse<u32>, NodeId);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Listed {
     last_use: u64,
+    warm_use: u64,
     warm: bool,
     exact: bool,
     sealed: bool,
@@ -92,6 +95,7 @@ impl Tree {
         let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
         roots.sort_unstable();
         let evicted = self.counts.evicted_nodes;
+        let mut journal = std::mem::take(&mut self.journal);
         for root in roots {
             let below: Vec<NodeId> =
                 self.node(root).children.iter().chain(self.node(root).tails.values()).copied().collect();
@@ -100,6 +104,8 @@ impl Tree {
             }
         }
         self.counts.evicted_nodes = evicted;
+        journal.cleared();
+        self.journal = journal;
     }
 
     /// The owners of a bf16 slot have changed.
@@ -136,6 +142,7 @@ impl Tree {
             let alone = node.exact != 0 && pools.exact_owners(node.exact) == 1;
             let listed = Listed {
                 last_use: node.last_use,
+                warm_use: node.warm_use,
                 warm: alone && as_warm,
                 exact: alone && !as_warm && !busy,
                 sealed: node.sealed != 0 && !busy,
@@ -162,7 +169,7 @@ impl Tree {
     pub(super) fn relist(&mut self, id: NodeId) {
         let node = self.node(id);
         if node.parent != NONE {
-            let listed = Listed { last_use: node.last_use, ..node.listed };
+            let listed = Listed { last_use: node.last_use, warm_use: node.warm_use, ..node.listed };
             self.list(id, listed);
         }
     }
@@ -174,12 +181,12 @@ impl Tree {
     fn list(&mut self, id: NodeId, listed: Listed) {
         let node = self.nodes[id as usize].as_mut().expect("node ids are of living nodes");
         let was = std::mem::replace(&mut node.listed, listed);
-        let (old, new) = ((was.last_use, Reverse(node.page), id), (listed.last_use, Reverse(node.page), id));
+        let key = |time: u64| (time, Reverse(node.page), id);
         let sets = &mut self.candidates;
-        for (set, was, is) in [
-            (&mut sets.warm, was.warm, listed.warm),
-            (&mut sets.exact, was.exact, listed.exact),
-            (&mut sets.sealed, was.sealed, listed.sealed),
+        for (set, was, is, old, new) in [
+            (&mut sets.warm, was.warm, listed.warm, key(was.warm_use), key(listed.warm_use)),
+            (&mut sets.exact, was.exact, listed.exact, key(was.last_use), key(listed.last_use)),
+            (&mut sets.sealed, was.sealed, listed.sealed, key(was.last_use), key(listed.last_use)),
         ] {
             if was && (!is || old != new) {
                 set.remove(&old);

@@ -121,7 +121,8 @@ impl Tree {
             ("sealed", &self.candidates.sealed, sealed),
         ] {
             let listed: BTreeSet<NodeId> = set.iter().map(|key| key.2).collect();
-            let stale = set.iter().any(|key| self.node(key.2).last_use != key.0);
+            let time = |node: &super::Node| if name == "warm" { node.warm_use } else { node.last_use };
+            let stale = set.iter().any(|key| time(self.node(key.2)) != key.0);
             if listed != expected || set.len() != listed.len() || stale {
                 return Err(format!("{name} candidates are {set:?}, not {expected:?}"));
             }

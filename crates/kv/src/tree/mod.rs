@@ -9,11 +9,13 @@
 
 mod eviction;
 mod inspect;
+mod journal;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 
 pub use inspect::TreeEntry;
+pub use journal::CacheEvent;
 
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
@@ -43,6 +45,8 @@ struct Node {
     tails: BTreeMap<Box<[u32]>, NodeId>,
     /// Never less than that of any node below.
     last_use: u64,
+    /// When its bf16 copy was last part of somebody's window. Being on the way to what is used does not count.
+    warm_use: u64,
     /// Children (full pages and tails) that are busy.
     busy_children: u32,
     /// A sequence holds the page of this node or of one below.
@@ -82,6 +86,7 @@ pub(crate) struct Tree {
     clock: u64,
     /// Without sealed pages a tail is a page like any other; with them it is as cheap to lose as a warm copy.
     has_sealed: bool,
+    journal: journal::Journal,
 }
 
 impl Tree {
@@ -97,6 +102,7 @@ impl Tree {
             counts: TreeCounts::default(),
             clock: 0,
             has_sealed,
+            journal: journal::Journal::default(),
         }
     }
 
@@ -167,6 +173,12 @@ impl Tree {
         self.relist(id);
     }
 
+    /// Marks the bf16 copy of a page, or a tail, as used now.
+    pub(crate) fn touch_warm(&mut self, id: NodeId, now: u64) {
+        self.node_mut(id).warm_use = now;
+        self.relist(id);
+    }
+
     /// The root of a salt, if there is one.
     pub(crate) fn find_root(&self, salt: u64) -> Option<NodeId> {
         self.roots.get(&salt).copied()
@@ -210,6 +222,7 @@ impl Tree {
         let id = self.add(parent, salt, page, Some(hash), tokens);
         self.node_mut(parent).children.insert(id);
         self.by_hash.insert(hash, id);
+        self.journal.stored(self.node(parent).hash, hash, tokens);
         self.counts.nodes += 1;
         self.own(pools, id, slots, now);
         id
@@ -234,6 +247,7 @@ impl Tree {
         if let Some((tail, &id)) = next
             && tail.starts_with(tokens)
         {
+            self.touch_warm(id, now);
             return self.touch(id, now);
         }
         self.drop_prefixes(pools, parent, tokens);
@@ -245,12 +259,13 @@ impl Tree {
     }
 
     /// Gives a node a bf16 copy of the page it has sealed.
-    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: u32) {
+    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: u32, now: u64) {
         debug_assert!(self.node(id).exact == 0 && self.node(id).sealed != 0);
         self.drop_tail_of(pools, exact);
         pools.exact.share(Pools::exact_page(exact));
         self.exact_owner[exact as usize] = id;
-        self.node_mut(id).exact = exact;
+        let node = self.node_mut(id);
+        (node.exact, node.warm_use) = (exact, now);
         self.counts.warm += 1;
         self.refresh(pools, id);
     }
@@ -329,6 +344,7 @@ impl Tree {
             children: BTreeSet::new(),
             tails: BTreeMap::new(),
             last_use: 0,
+            warm_use: 0,
             busy_children: 0,
             busy: false,
             listed: eviction::Listed::default(),
@@ -356,7 +372,7 @@ impl Tree {
         }
         self.counts.warm += usize::from(exact != 0 && sealed != 0);
         let node = self.node_mut(id);
-        (node.exact, node.sealed, node.last_use) = (exact, sealed, now);
+        (node.exact, node.sealed, node.last_use, node.warm_use) = (exact, sealed, now, now);
         self.refresh(pools, id);
     }
 
@@ -378,6 +394,7 @@ impl Tree {
         match &node.hash {
             Some(hash) => {
                 self.by_hash.remove(hash);
+                self.journal.removed(*hash);
                 self.node_mut(node.parent).children.remove(&id);
                 self.counts.nodes -= 1;
             }

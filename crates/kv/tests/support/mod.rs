@@ -5,6 +5,8 @@
 
 #![allow(dead_code, unreachable_pub)]
 
+pub mod follower;
+
 use oscar_kv::{
     Append, Extend, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, SealWork, SealedPools,
     Sequence, Shortage, TailPolicy,

@@ -84,7 +84,10 @@ pub(crate) async fn completions(
         let list = logprobs.map(|_| {
             let mut list = CompletionTokens::new(app.model.tokenizer());
             list.prompt(&summary.prompt_logprobs);
-            tokens.iter().filter(|token| !endings.contains(token.id)).for_each(|token| list.token(token));
+            // Whoever has the prompt echoed counts: harnesses ask for one token and cut it off, also when it is the end.
+            let with_end = echoes[prompt].is_some();
+            let listed = tokens.iter().filter(|token| with_end || !endings.contains(token.id));
+            listed.for_each(|token| list.token(token));
             list.take()
         });
         let text = match &echoes[prompt] {

@@ -60,6 +60,17 @@ fn architecture(family: &str) -> String {
 /// `/server_info`: how it is served.
 pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
+    let kv_events = app.options.kv_events.as_ref().map(|address| {
+        json!({
+            "publisher": "zmq",
+            "endpoint_host": address.host,
+            "endpoint_port_base": address.port,
+            "replay_port_base": address.replay_port,
+            "topic": address.topic,
+            "block_size": PAGE_TOKENS,
+            "dp_size": 1,
+        })
+    });
     Json(json!({
         "model_path": app.model.path,
         "served_model_name": app.model.name,
@@ -85,6 +96,7 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Json<Value> {
         "disable_radix_cache": !info.prefix_cache,
         "deterministic": info.deterministic,
         "enable_metrics": true,
+        "kv_events": kv_events,
         "internal_states": [{
             "memory_usage": {"token_capacity": info.capacity_tokens},
             "effective_max_running_requests_per_dp": info.max_running,

@@ -5,7 +5,7 @@ use oscar_server::ServerOptions;
 use oscar_server::parse::ToolKind;
 use serde_json::{Value, json};
 
-use crate::support::{tiny, tiny_with};
+use crate::support::{tiny, tiny_with, tokenizer};
 
 fn prompt(length: u32) -> Vec<u32> {
     (0..length).map(|index| 3 + index * index % 101).collect()
@@ -47,6 +47,21 @@ async fn an_echoed_prompt_has_its_probabilities() {
     {
         let rest: String = text.chars().skip(offset.as_u64().unwrap() as usize).collect();
         assert!(rest.starts_with(token.as_str().unwrap()), "{rest:?} {token}");
+    }
+}
+
+/// Evaluation harnesses ask for one token more than they want and cut it off, whatever it is.
+#[tokio::test]
+async fn an_echoed_prompt_is_followed_by_one_token_even_if_it_is_the_end() {
+    let house = tiny(512, EngineOptions::default());
+    let end = tokenizer().end_ids()[0].to_string();
+    let request = json!({"prompt": prompt(20), "echo": true, "logprobs": 1, "max_tokens": 1, "temperature": 0,
+        "logit_bias": {end: 100}});
+    let answer = house.post("/v1/completions", request).await.ok();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["finish_reason"], "stop");
+    for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+        assert_eq!(choice["logprobs"][list].as_array().unwrap().len(), 21, "{list}");
     }
 }
 

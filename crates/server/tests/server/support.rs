@@ -70,6 +70,16 @@ pub(crate) fn tiny_with(
     options: EngineOptions,
     server: ServerOptions,
 ) -> House<Engine<CpuBackend>> {
+    tiny_chatting(context, EngineOptions { kv: KvOptions::default(), ..options }, server, TEMPLATE)
+}
+
+/// The same with a chat template, and with the cache that the options say.
+pub(crate) fn tiny_chatting(
+    context: usize,
+    options: EngineOptions,
+    server: ServerOptions,
+    template: &str,
+) -> House<Engine<CpuBackend>> {
     let folder = tempfile::tempdir().unwrap();
     for file in ["generation_config.json", "tokenizer.json", "model.safetensors"] {
         fs::copy(fixture().join(file), folder.path().join(file)).unwrap();
@@ -79,12 +89,13 @@ pub(crate) fn tiny_with(
     let config = config.replace("\"max_position_embeddings\": 256", &longer);
     fs::write(folder.path().join("config.json"), config).unwrap();
     // Tests run side by side, and workers that spin would take turns on few cores.
-    let backend = Arc::new(CpuBackend::new(1).unwrap());
+    let backend = CpuBackend::new(1).unwrap();
+    let backend = Arc::new(if options.deterministic { backend.deterministic() } else { backend });
     let model = LoadedModel::load(&ModelPath::Folder(folder.path().to_path_buf()), backend).unwrap();
-    let options = EngineOptions { prefill_chunk: 64, kv: KvOptions::default(), ..options };
+    let options = EngineOptions { prefill_chunk: 64, ..options };
     let engine = Arc::new(Engine::new(Arc::new(model), &options).unwrap());
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
-    House { engine, server: Arc::new(Server::new(serve, served(TEMPLATE), server)) }
+    House { engine, server: Arc::new(Server::new(serve, served(template), server)) }
 }
 
 impl<E> House<E> {

@@ -1,0 +1,199 @@
+//! Who is told events, and what is kept for those who missed some.
+//!
+//! Every batch has a number, so whoever misses one can tell. A subscriber that does not read misses batches once as much
+//! waits for it as may wait; nobody else notices.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use oscar_kv::CacheEvent;
+use tokio::sync::mpsc;
+
+use super::{batch, zmtp};
+
+/// Messages and bytes that may wait for a subscriber.
+const WAITING_MESSAGES: usize = 4096;
+const WAITING_BYTES: usize = 16 << 20;
+
+/// Batches and bytes that are kept for those who missed some.
+const KEPT_BATCHES: usize = 10_000;
+const KEPT_BYTES: usize = 64 << 20;
+
+/// Topics of a subscriber.
+const TOPICS: usize = 64;
+
+/// All subscribers, and the past.
+#[derive(Debug)]
+pub(super) struct Hub {
+    topic: Vec<u8>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Number of the next batch.
+    next: u64,
+    kept: VecDeque<(u64, Bytes)>,
+    kept_bytes: usize,
+    subscribers: Vec<Arc<Subscriber>>,
+}
+
+/// One who is told.
+#[derive(Debug)]
+pub(super) struct Subscriber {
+    topics: Mutex<Vec<Vec<u8>>>,
+    sender: mpsc::Sender<Bytes>,
+    waiting: AtomicUsize,
+    missed: AtomicUsize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Hub {
+    pub(super) fn new(topic: &str) -> Hub {
+        Hub { topic: topic.as_bytes().to_vec(), state: Mutex::default() }
+    }
+
+    /// Tells the events of a turn.
+    pub(super) fn publish(&self, events: &[CacheEvent]) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        match batch::encode(now, events) {
+            Ok(payload) => self.send(&payload),
+            Err(error) => tracing::error!("cache events cannot be told: {error}"),
+        }
+    }
+
+    fn send(&self, payload: &[u8]) {
+        let mut state = lock(&self.state);
+        let number = state.next;
+        state.next += 1;
+        let mut message = Vec::with_capacity(payload.len() + self.topic.len() + 32);
+        zmtp::put_frame(&mut message, &self.topic, true);
+        zmtp::put_frame(&mut message, &number.to_be_bytes(), true);
+        zmtp::put_frame(&mut message, payload, false);
+        let message = Bytes::from(message);
+        state.kept_bytes += payload.len();
+        state.kept.push_back((number, message.slice(message.len() - payload.len()..)));
+        while state.kept.len() > KEPT_BATCHES || state.kept_bytes > KEPT_BYTES {
+            let Some((_, oldest)) = state.kept.pop_front() else { break };
+            state.kept_bytes -= oldest.len();
+        }
+        let told = state.subscribers.iter().filter(|subscriber| subscriber.wants(&self.topic));
+        told.for_each(|subscriber| subscriber.tell(&message));
+    }
+
+    /// One more subscriber, and what it is to be sent.
+    pub(super) fn subscribe(&self) -> (Arc<Subscriber>, mpsc::Receiver<Bytes>) {
+        let (sender, messages) = mpsc::channel(WAITING_MESSAGES);
+        let subscriber = Arc::new(Subscriber {
+            topics: Mutex::default(),
+            sender,
+            waiting: AtomicUsize::new(0),
+            missed: AtomicUsize::new(0),
+        });
+        lock(&self.state).subscribers.push(Arc::clone(&subscriber));
+        (subscriber, messages)
+    }
+
+    pub(super) fn unsubscribe(&self, subscriber: &Arc<Subscriber>) {
+        lock(&self.state).subscribers.retain(|other| !Arc::ptr_eq(other, subscriber));
+    }
+
+    /// The first batch that is kept from a number on.
+    pub(super) fn kept_from(&self, number: u64) -> Option<(u64, Bytes)> {
+        let state = lock(&self.state);
+        let first = state.kept.front()?.0;
+        state.kept.get(usize::try_from(number.saturating_sub(first)).ok()?).cloned()
+    }
+}
+
+impl Subscriber {
+    fn wants(&self, topic: &[u8]) -> bool {
+        lock(&self.topics).iter().any(|prefix| topic.starts_with(prefix))
+    }
+
+    /// A message of a subscriber: 1 and a topic it wants, or 0 and one it does not want any more. False if it wants too
+    /// much.
+    pub(super) fn hear(&self, message: &[u8]) -> bool {
+        let mut topics = lock(&self.topics);
+        match message.split_first() {
+            Some((1, topic)) if topics.len() < TOPICS => topics.push(topic.to_vec()),
+            Some((1, _)) => return false,
+            Some((0, topic)) => {
+                if let Some(place) = topics.iter().position(|other| other == topic) {
+                    topics.swap_remove(place);
+                }
+            }
+            _ => {}
+        }
+        true
+    }
+
+    /// Has a message sent, unless too much waits.
+    pub(super) fn tell(&self, message: &Bytes) {
+        let waiting = self.waiting.fetch_add(message.len(), Ordering::SeqCst);
+        let fits = waiting == 0 || waiting + message.len() <= WAITING_BYTES;
+        if fits && self.sender.try_send(message.clone()).is_ok() {
+            return;
+        }
+        self.waiting.fetch_sub(message.len(), Ordering::SeqCst);
+        if self.missed.fetch_add(1, Ordering::SeqCst) == 0 {
+            tracing::warn!("a subscriber of cache events reads too slowly and misses some");
+        }
+    }
+
+    /// A message has been sent.
+    pub(super) fn sent(&self, message: &Bytes) {
+        self.waiting.fetch_sub(message.len(), Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_does_not_read_misses_batches_and_nothing_grows() {
+        let hub = Hub::new("kv");
+        let (slow, mut messages) = hub.subscribe();
+        let (other, _unread) = hub.subscribe();
+        assert!(slow.hear(b"\x01k") && other.hear(b"\x01elsewhere"));
+        let payload = vec![0; 1 << 20];
+        for _ in 0..100 {
+            hub.send(&payload);
+        }
+        assert_eq!(other.waiting.load(Ordering::SeqCst), 0);
+        assert!(slow.waiting.load(Ordering::SeqCst) <= WAITING_BYTES);
+        assert_eq!(slow.missed.load(Ordering::SeqCst), 85);
+        assert!(lock(&hub.state).kept_bytes <= KEPT_BYTES);
+        let mut numbers = Vec::new();
+        while let Ok(message) = messages.try_recv() {
+            numbers.push(message[4 + 2 + 7]);
+            slow.sent(&message);
+        }
+        assert_eq!(numbers, (0..15).collect::<Vec<u8>>());
+        hub.send(&payload);
+        assert_eq!(messages.try_recv().unwrap()[4 + 2 + 7], 100, "the gap shows");
+        assert_eq!(hub.kept_from(0).unwrap().0, 37);
+        assert_eq!(hub.kept_from(99).unwrap().0, 99);
+        assert!(hub.kept_from(101).is_none());
+        hub.unsubscribe(&slow);
+        assert_eq!(lock(&hub.state).subscribers.len(), 1);
+    }
+
+    #[test]
+    fn topics_come_and_go() {
+        let hub = Hub::new("");
+        let (subscriber, _messages) = hub.subscribe();
+        assert!(!subscriber.wants(b""));
+        assert!(subscriber.hear(b"\x01") && subscriber.wants(b""));
+        assert!(subscriber.hear(b"\x00") && !subscriber.wants(b""));
+        assert!(subscriber.hear(b"") && subscriber.hear(b"\x02x"));
+        assert!((0..TOPICS).all(|_| subscriber.hear(b"\x01a")) && !subscriber.hear(b"\x01a"));
+    }
+}
