@@ -1,6 +1,7 @@
 """Two oscar servers behind Dynamo's unmodified frontend, on this machine. Run by tools/check-dynamo."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 FIXTURE = HERE / "../../crates/model/tests/fixtures/models/qwen3"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+PADDING = "hello and goodbye " * 40
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
 
 
@@ -69,17 +71,20 @@ def model(tmp_path_factory):
     return folder
 
 
+BINARY = os.environ.get("OSCAR_BINARY", "target/release/oscar")
+
+
 class Cluster:
     """Two workers and a frontend."""
 
-    def __init__(self, model, folder, stack):
+    def __init__(self, model, folder, stack, by_cache=False):
         self.stack, self.folder = stack, folder
-        binary = os.environ.get("OSCAR_BINARY", "target/release/oscar")
         environment = {**os.environ, "DYN_FILE_KV": str(folder / "store"), "HF_HUB_OFFLINE": "1"}
         self.oscars, self.sidecars = [], []
         for number in range(2):
-            self.start(f"oscar{number}", [binary, "serve", str(model), "--served-model-name", "tiny", "--port", "0",
-                                          "--threads", "1", "--kv-memory", "256MiB"])
+            events = ["--kv-events", f"tcp://127.0.0.1:{free_port()}"] if by_cache else []
+            self.start(f"oscar{number}", [BINARY, "serve", str(model), "--served-model-name", "tiny", "--port", "0",
+                                          "--threads", "1", "--kv-memory", "256MiB", *events])
             url = self.wait_for(f"oscar{number}", r"is ready at (http://\S+)")
             self.oscars.append(url)
             self.sidecars.append(self.start(f"sidecar{number}", [
@@ -89,11 +94,17 @@ class Cluster:
         self.url = f"http://127.0.0.1:{port}"
         self.start("frontend", [
             sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port),
-            "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"], environment)
+            "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq",
+            *(["--router-mode", "kv", "--kv-cache-block-size", "64"] if by_cache else [])], environment)
         until("the frontend sees no model", self.listed)
-        # Both workers are known when both have answered.
-        until("only one worker gets requests", lambda: ask(self.url + "/v1/chat/completions", CHAT)
+        # Both workers are known when both have answered. A prompt is asked once, lest it be sent where it is cached.
+        numbers = itertools.count()
+        until("only one worker gets requests", lambda: self.complete(f"{next(numbers)} {PADDING}")
               and all(self.taken(oscar) > 0 for oscar in self.oscars))
+
+    def complete(self, prompt, url=None):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        return ask((url or self.url) + "/v1/completions", body)
 
     def start(self, name, command, environment=None):
         log = self.stack.enter_context((self.folder / f"{name}.log").open("wb"))
@@ -189,3 +200,21 @@ def test_the_other_worker_takes_over(cluster):
     for _ in range(4):
         assert said(ask(cluster.url + "/v1/chat/completions", CHAT))
     assert cluster.taken(cluster.oscars[1]) == before + 4
+
+
+def test_requests_go_where_their_prompt_is_cached(model, tmp_path_factory):
+    """Prompts are put into one server past Dynamo, which can know of them only by that server's events."""
+    if "--kv-events" not in subprocess.run([BINARY, "serve", "--help"], capture_output=True, text=True).stdout:
+        pytest.skip("this oscar tells no events")
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(model, tmp_path_factory.mktemp("by-cache"), stack, by_cache=True)
+        for number in range(8):
+            prompt = f"story {number} {chr(97 + number) * 7} {PADDING}"
+            holder = cluster.oscars[number % 2]
+            cluster.complete(prompt, holder)
+            # Events take a moment.
+            time.sleep(1)
+            before = cluster.taken(holder)
+            usage = cluster.complete(prompt)["usage"]
+            assert cluster.taken(holder) == before + 1, f"prompt {number} went to the other server"
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 128

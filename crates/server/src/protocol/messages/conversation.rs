@@ -15,9 +15,11 @@ pub(super) struct Conversation {
 /// Messages of the same role in a row are one turn.
 struct Turn {
     role: &'static str,
-    /// Blocks and where they were.
-    blocks: Vec<(String, Value)>,
+    blocks: Vec<Block>,
 }
+
+/// Where a block was, and the block.
+type Block = (String, Value);
 
 /// Translates all messages.
 pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiError> {
@@ -26,10 +28,10 @@ pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiErro
     }
     let mut turns: Vec<Turn> = Vec::new();
     for (index, message) in messages.into_iter().enumerate() {
-        let (role, blocks) = turn(&format!("messages[{index}]"), message)?;
+        let turn = turn(&format!("messages[{index}]"), message)?;
         match turns.last_mut() {
-            Some(last) if last.role == role => last.blocks.extend(blocks),
-            _ => turns.push(Turn { role, blocks }),
+            Some(last) if last.role == turn.role => last.blocks.extend(turn.blocks),
+            _ => turns.push(turn),
         }
     }
     let mut all = Vec::new();
@@ -60,7 +62,7 @@ pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiErro
 }
 
 /// Role and blocks of a message.
-fn turn(place: &str, mut message: Value) -> Result<(&'static str, Vec<(String, Value)>), ApiError> {
+fn turn(place: &str, mut message: Value) -> Result<Turn, ApiError> {
     let role = match message.get("role").and_then(Value::as_str) {
         Some("user") => "user",
         Some("assistant") => "assistant",
@@ -83,11 +85,11 @@ fn turn(place: &str, mut message: Value) -> Result<(&'static str, Vec<(String, V
             return Err(ApiError::bad_field(place, problem));
         }
     };
-    Ok((role, blocks))
+    Ok(Turn { role, blocks })
 }
 
 /// What the model said: text, thoughts and calls in one message.
-fn said(blocks: Vec<(String, Value)>) -> Result<Value, ApiError> {
+fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
     let (mut texts, mut thoughts, mut calls) = (Vec::new(), Vec::new(), Vec::new());
     for (place, mut block) in blocks {
         match kind(&block) {
@@ -119,7 +121,7 @@ fn said(blocks: Vec<(String, Value)>) -> Result<Value, ApiError> {
 }
 
 /// What the model was told: text, and results of tools as messages of their own.
-fn heard(role: &str, blocks: Vec<(String, Value)>, all: &mut Vec<Value>) -> Result<(), ApiError> {
+fn heard(role: &str, blocks: Vec<Block>, all: &mut Vec<Value>) -> Result<(), ApiError> {
     let mut run = Vec::new();
     let tell = |run: &mut Vec<String>, all: &mut Vec<Value>| {
         if !run.is_empty() {
