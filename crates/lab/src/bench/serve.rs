@@ -359,7 +359,8 @@ pub struct AddedLatencyRow {
     pub added_ms_max: f64,
 }
 
-/// Asks a server whose engine keeps a known pace, and compares with it when tokens arrive.
+/// Asks a server whose engine keeps a known pace, and compares with it when tokens arrive; each client first asks
+/// something short that does not count.
 pub async fn added_latency(
     url: &str,
     pace: Pace,
@@ -375,6 +376,9 @@ pub async fn added_latency(
         tasks.spawn(async move {
             // People do not press their keys together.
             tokio::time::sleep(pace.interval.mul_f64(number as f64 * 0.618_034)).await;
+            // A process that has just started touches its code and memory for the first time.
+            let (path, body) = wordy_request(2);
+            client.ask(path, &body).await?;
             let (path, body) = wordy_request(output_tokens);
             let mut answers = Vec::new();
             for _ in 0..requests {
