@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
     CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
 };
@@ -21,6 +22,12 @@ use crate::cpu::attention::sealed::SealedFormat;
 
 /// Vectors of a thread: few rows are spread over more threads.
 pub(super) const PER_THREAD: [usize; 2] = [2, 8];
+
+/// Shared memory that a block has for rows of a matrix, as the source says.
+fn staged_bytes(head_dim: usize, per_thread: usize) -> usize {
+    let rows = if head_dim <= 128 { head_dim } else { 64 };
+    if per_thread <= 2 { rows * head_dim * 4 } else { 0 }
+}
 
 /// The kernel for heads of `head_dim` channels.
 pub fn source(head_dim: usize, per_thread: usize) -> Source {
@@ -158,7 +165,13 @@ impl RowWriter {
         }
         let stream = device.stream();
         let whole = |numbers: Vec<f32>| if numbers.is_empty() { vec![0.0] } else { numbers };
-        let [few, many] = PER_THREAD.map(|count| device.load(&source(head_dim, count), "write_rows"));
+        let load = |count: usize| -> Result<CudaFunction, CudaError> {
+            let function = device.load(&source(head_dim, count), "write_rows")?;
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, staged_bytes(head_dim, count) as i32)?;
+            Ok(function)
+        };
+        let [few, many] = PER_THREAD.map(load);
         Ok(RowWriter {
             geometry,
             group,
@@ -274,7 +287,7 @@ impl RowWriter {
         let config = LaunchConfig {
             grid_dim: ((key_tiles + value_tiles) as u32, kv_heads as u32, 1),
             block_dim: (head_dim as u32, 1, 1),
-            shared_mem_bytes: 0,
+            shared_mem_bytes: staged_bytes(head_dim, PER_THREAD[many]) as u32,
         };
         let mut launch = stream.launch_builder(&self.functions[many]);
         launch.arg(&arguments);

@@ -204,7 +204,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     }
     let gains = [0, 1].map(|_| numbers(d, 2.0, &mut noise));
 
-    let backend = CpuBackend::with_isa(1, Isa::Scalar);
+    let backend = CpuBackend::with_isa(4, Isa::detect());
     let spec = CacheSpec {
         geometry: geometry(case),
         slots: EXACT_SLOTS,

@@ -6,7 +6,20 @@
 constexpr int THREADS = HEAD_DIM;
 constexpr int WARPS = HEAD_DIM / 32;
 constexpr int VECTORS = 4 * PER_THREAD;
+constexpr int HELD = (VECTORS + WARPS - 1) / WARPS;  // by a warp
 constexpr int STRIDE = VECTORS + 4;  // of channels in shared memory: fewer of them in one bank
+
+// With few vectors a block waits for its matrix more than it computes, so so many of its rows come to shared memory at
+// once, beginning before anything else. With many, other blocks compute meanwhile.
+constexpr bool STAGED = PER_THREAD <= 2;
+constexpr int STAGED_ROWS = STAGED ? (HEAD_DIM <= 128 ? HEAD_DIM : 64) : HEAD_DIM;
+
+DEVICE void stage(float4* to, const float* from, int rows) {
+  for (int i = threadIdx.x; i < rows * HEAD_DIM / 4; i += THREADS)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+        :: "r"((u32)__cvta_generic_to_shared(to + i)), "l"(from + 4 * i) : "memory");
+}
+DEVICE void wait_for_stage() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // What happens to the rows of one head and side.
 struct Transform {
@@ -41,18 +54,6 @@ DEVICE Vector vector_of(const Arguments& a, bool values, int index) {
   return {row, which < a.group ? which : -1};
 }
 
-// `x / sqrt(mean(x^2) + epsilon) * gain`. Squares are summed in 32 lanes, and these one after the other, as on the CPU.
-DEVICE void norm(float (&x)[CHUNKS], const float* gain, float epsilon, int lane) {
-  float squares = 0.0f, sum = 0.0f;
-  #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) squares += x[i] * x[i];
-  #pragma unroll
-  for (int i = 0; i < 32; i++) sum += __shfl_sync(ALL_LANES, squares, i);
-  const float inverse = 1.0f / __fsqrt_rn(sum / (float)HEAD_DIM + epsilon);
-  #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) x[i] *= inverse * gain[lane + 32 * i];
-}
-
 // Rotates the first 2 * pairs channels. `whole` is room for one vector.
 DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row, int lane) {
   const float *cos = a.cos + (long long)row * a.pairs, *sin = a.sin + (long long)row * a.pairs;
@@ -74,7 +75,7 @@ DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row
 
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   __shared__ __align__(16) float input[HEAD_DIM * STRIDE];
-  __shared__ float whole[WARPS][HEAD_DIM];
+  __shared__ float whole[WARPS][HEAD_DIM], inverses[VECTORS];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = blockIdx.y;
   const bool values = blockIdx.x >= a.key_tiles;
   const int first = (values ? blockIdx.x - a.key_tiles : blockIdx.x) * VECTORS;
@@ -83,51 +84,99 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   const long long columns = (long long)(q_heads + 2 * a.kv_heads) * HEAD_DIM;
   const Transform transform = a.transforms[(a.layer * a.kv_heads + head) * 2 + values];
 
-  for (int v = warp; v < count; v += WARPS) {
+  extern __shared__ float4 staged[];
+  const float* matrix = a.matrices + (long long)transform.matrix * (HEAD_DIM * HEAD_DIM);
+  if (STAGED && transform.matrix >= 0) stage(staged, matrix, STAGED_ROWS);
+
+  // Squares are summed in 32 lanes, and these one after the other, as on the CPU.
+  float x[HELD][CHUNKS];
+  #pragma unroll
+  for (int held = 0; held < HELD; held++) {
+    const int v = warp + held * WARPS;
+    if (v >= count) break;
     const Vector vector = vector_of(a, values, first + v);
     const bool is_query = vector.query >= 0;
     const int place = values ? q_heads + a.kv_heads + head : is_query ? head * a.group + vector.query : q_heads + head;
     const float* source = a.rows + vector.row * columns + (long long)place * HEAD_DIM;
-    float x[CHUNKS];
+    float squares = 0.0f;
     #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) x[i] = source[lane + 32 * i];
+    for (int i = 0; i < CHUNKS; i++) {
+      x[held][i] = source[lane + 32 * i];
+      squares += x[held][i] * x[held][i];
+    }
+    input[v * 33 + lane] = squares;
+  }
+  const bool normed = !values && (a.q_gain || a.k_gain);
+  if (normed) {
+    __syncthreads();
+    if (thread < count) {
+      float sum = 0.0f;
+      #pragma unroll
+      for (int i = 0; i < 32; i++) sum += input[thread * 33 + i];
+      const bool is_query = vector_of(a, values, first + thread).query >= 0;
+      inverses[thread] = 1.0f / __fsqrt_rn(sum / (float)HEAD_DIM + (is_query ? a.q_epsilon : a.k_epsilon));
+    }
+  }
+  __syncthreads();
+  #pragma unroll
+  for (int held = 0; held < HELD; held++) {
+    const int v = warp + held * WARPS;
+    if (v >= count) break;
+    const Vector vector = vector_of(a, values, first + v);
+    const bool is_query = vector.query >= 0;
     if (!values) {
       const float* gain = is_query ? a.q_gain : a.k_gain;
-      if (gain) norm(x, gain, is_query ? a.q_epsilon : a.k_epsilon, lane);
-      rotate(a, x, whole[warp], vector.row, lane);
+      if (gain) {
+        #pragma unroll
+        for (int i = 0; i < CHUNKS; i++) x[held][i] *= inverses[v] * gain[lane + 32 * i];
+      }
+      rotate(a, x[held], whole[warp], vector.row, lane);
     }
     if (!is_query) {
       #pragma unroll
       for (int i = 0; i < CHUNKS; i++) {
-        if (transform.rounds_input) x[i] = round_to_bf16(x[i]);
-        if (transform.mean >= 0) x[i] = x[i] - a.means[(long long)transform.mean * HEAD_DIM + lane + 32 * i];
+        if (transform.rounds_input) x[held][i] = round_to_bf16(x[held][i]);
+        if (transform.mean >= 0)
+          x[held][i] = x[held][i] - a.means[(long long)transform.mean * HEAD_DIM + lane + 32 * i];
       }
     }
     #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) input[(lane + 32 * i) * STRIDE + v] = x[i];
+    for (int i = 0; i < CHUNKS; i++) input[(lane + 32 * i) * STRIDE + v] = x[held][i];
   }
+  if (STAGED) wait_for_stage();
   __syncthreads();
 
   const int channel = thread % (HEAD_DIM / 4) * 4, first_here = thread / (HEAD_DIM / 4) * PER_THREAD;
-  if (first_here >= count) return;
+  const bool busy = first_here < count;
   float sums[PER_THREAD][4];
   if (transform.matrix >= 0) {
     // Each sum is one chain over input channels 0, 1, 2, ..., as the codec defines it.
-    const float* matrix = a.matrices + (long long)transform.matrix * (HEAD_DIM * HEAD_DIM) + channel;
     #pragma unroll
     for (int v = 0; v < PER_THREAD; v++)
       #pragma unroll
       for (int c = 0; c < 4; c++) sums[v][c] = 0.0f;
-    #pragma unroll 8
-    for (int i = 0; i < HEAD_DIM; i++) {
-      const float4 weights = __ldg((const float4*)(matrix + i * HEAD_DIM));
-      #pragma unroll
-      for (int v = 0; v < PER_THREAD; v++) {
-        const float x = input[i * STRIDE + first_here + v];
-        sums[v][0] = __fmaf_rn(x, weights.x, sums[v][0]);
-        sums[v][1] = __fmaf_rn(x, weights.y, sums[v][1]);
-        sums[v][2] = __fmaf_rn(x, weights.z, sums[v][2]);
-        sums[v][3] = __fmaf_rn(x, weights.w, sums[v][3]);
+    #pragma unroll 1
+    for (int begin = 0; begin < HEAD_DIM; begin += STAGED_ROWS) {
+      const int rows = min(STAGED_ROWS, HEAD_DIM - begin);
+      if (begin > 0) {
+        __syncthreads();
+        stage(staged, matrix + begin * HEAD_DIM, rows);
+        wait_for_stage();
+        __syncthreads();
+      }
+      if (!busy) continue;
+      #pragma unroll 8
+      for (int i = 0; i < rows; i++) {
+        const int at = i * HEAD_DIM + channel;
+        const float4 weights = STAGED ? staged[at / 4] : __ldg((const float4*)(matrix + at));
+        #pragma unroll
+        for (int v = 0; v < PER_THREAD; v++) {
+          const float x = input[(begin + i) * STRIDE + first_here + v];
+          sums[v][0] = __fmaf_rn(x, weights.x, sums[v][0]);
+          sums[v][1] = __fmaf_rn(x, weights.y, sums[v][1]);
+          sums[v][2] = __fmaf_rn(x, weights.z, sums[v][2]);
+          sums[v][3] = __fmaf_rn(x, weights.w, sums[v][3]);
+        }
       }
     }
   } else {
@@ -139,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
 
   #pragma unroll
   for (int v = 0; v < PER_THREAD; v++) {
-    if (first_here + v >= count) break;
+    if (first_here + v >= count) return;
     const Vector vector = vector_of(a, values, first + first_here + v);
     if (vector.query >= 0) {
       const long long at = ((long long)vector.row * q_heads + head * a.group + vector.query) * HEAD_DIM + channel;
