@@ -58,21 +58,25 @@ DEVICE u32 zero_times(u32 word, u32 sum) {
   return c;
 }
 
-// Calls `f` with each word (two channels) of chunks `begin..end` in order, eight channels unrolled.
-template <class F>
+// Calls `f` with each word (two channels) of chunks `begin..end` in order, so many units of eight channels unrolled: more
+// are fewer instructions, and too many for the instruction cache where `f` is long.
+template <int UNROLLED, class F>
 DEVICE void for_words(const Row& row, int begin, int end, F f) {
   #pragma unroll 1
-  for (int i = begin * 4; i < end * 4; i++) {
-    const uint4 unit = row.unit(i >> 2, i & 3);
-    f(unit.x);
-    f(unit.y);
-    f(unit.z);
-    f(unit.w);
+  for (int first = begin * 4; first < end * 4; first += UNROLLED) {
+    #pragma unroll
+    for (int i = 0; i < UNROLLED; i++) {
+      const uint4 unit = row.unit(first >> 2, UNROLLED == 4 ? i : (first & 3) + i);
+      f(unit.x);
+      f(unit.y);
+      f(unit.z);
+      f(unit.w);
+    }
   }
 }
-template <class F>
+template <int UNROLLED, class F>
 DEVICE void for_values(const Row& row, int begin, int end, F f) {
-  for_words(row, begin, end, [&](u32 word) {
+  for_words<UNROLLED>(row, begin, end, [&](u32 word) {
     f(low_half(word));
     f(high_half(word));
   });
@@ -80,7 +84,7 @@ DEVICE void for_values(const Row& row, int begin, int end, F f) {
 
 DEVICE u32 largest_magnitude(const Row& row) {
   u32 most = 0;
-  for_words(row, 0, CHUNKS, [&](u32 word) { most = max_halves(most, word & 0x7fff7fffu); });
+  for_words<4>(row, 0, CHUNKS, [&](u32 word) { most = max_halves(most, word & 0x7fff7fffu); });
   return max(most & 0xffffu, most >> 16);
 }
 
@@ -90,7 +94,7 @@ DEVICE int count_from(const Row& row, u32 bits) {
   u32 sum = 0;
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
   // Counts up to 256 are exact in bf16.
-  for_words(row, 0, CHUNKS, [&](u32 word) {
+  for_words<4>(row, 0, CHUNKS, [&](u32 word) {
     u32 one;
     asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(one) : "r"(word & 0x7fff7fffu), "r"(both));
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(one));
@@ -98,7 +102,7 @@ DEVICE int count_from(const Row& row, u32 bits) {
   return (int)low_half(sum) + (int)high_half(sum);
 #else
   // The sign bit of each half survives a subtraction of what is not larger.
-  for_words(row, 0, CHUNKS, [&](u32 word) { sum += ((word | 0x80008000u) - both) >> 15 & 0x10001u; });
+  for_words<4>(row, 0, CHUNKS, [&](u32 word) { sum += ((word | 0x80008000u) - both) >> 15 & 0x10001u; });
   return (sum & 0xffffu) + (sum >> 16);
 #endif
 }
@@ -175,10 +179,10 @@ struct Moments {
   DEVICE Moments(const Row& row, int begin, int end) {
     constexpr float count = (float)(GROUP_CHUNKS * 32);
     float sum = 0.0f;
-    for_values(row, begin, end, [&](float x) { sum += x; });
+    for_values<4>(row, begin, end, [&](float x) { sum += x; });
     mean = sum / count;
     squares = 0.0f;
-    for_values(row, begin, end, [&](float x) { squares = __fmaf_rn(x - mean, x - mean, squares); });
+    for_values<4>(row, begin, end, [&](float x) { squares = __fmaf_rn(x - mean, x - mean, squares); });
     deviation = __fsqrt_rn(squares / count) + SMALLEST_RANGE;
   }
   DEVICE u32 choose(u32 step_bits, Grid& grid) const {
@@ -189,10 +193,11 @@ struct Moments {
 
 // The steps, as bits, that can be the best: all but those whose error is larger than the least for certain. The distance of
 // x to the nearest of four levels around a centre is ||x - centre| - scale| - scale / 2, four instructions instead of the
-// nine that are defined. In every channel it differs from what is defined by less than 2^-21 (|x| + |offset| + 4 scale):
-// eight roundings, and codes that are not the nearest within rounding. The roots of both sums then differ by less than the
-// norm of that over all channels, and by 2^-16 of themselves for the roundings of the sums. Where numbers are so small or
-// so large that this does not hold, or the rules are others, every step stays.
+// nine that are defined. Let u be 2^-24. Its four roundings are at most u (3 |x| + 4 |offset| + 9 scale), the two of what is
+// defined u (|x| + 2 |offset| + 6 scale), and a code that is not the nearest, since it was rounded three times, adds 24 u
+// scale. So in every channel the two differ by less than 2^-22 (|x| + 1.5 |offset| + 10 scale), the roots of the sums of
+// squares by less than the norm of that over all channels, and by 2^-17 of themselves for the roundings of the sums of up to
+// 256 squares. Where numbers are so small or so large that this does not hold, or the rules are others, every step stays.
 DEVICE u32 contenders(const Row& row, const Moments& moments, int begin, int end) {
   constexpr u32 all = (1 << SEARCH_COUNT) - 1;
   if (BITS != 2 || PUBLISHED) return all;
@@ -206,9 +211,9 @@ DEVICE u32 contenders(const Row& row, const Moments& moments, int begin, int end
     scales[i] = grid.scale;
     halves[i] = 0.5f * grid.scale;
     sums[i] = 0.0f;
-    largest = fmaxf(largest, fabsf(grid.offset) + 4.0f * grid.scale);
+    largest = fmaxf(largest, 1.5f * fabsf(grid.offset) + 10.0f * grid.scale);
   }
-  for_values(row, begin, end, [&](float x) {
+  for_values<1>(row, begin, end, [&](float x) {
     #pragma unroll
     for (int i = 0; i < SEARCH_COUNT; i++) {
       const float error = fabsf(fabsf(x - centres[i]) - scales[i]) - halves[i];
@@ -219,14 +224,14 @@ DEVICE u32 contenders(const Row& row, const Moments& moments, int begin, int end
   #pragma unroll
   for (int i = 1; i < SEARCH_COUNT; i++) least = fminf(least, sums[i]);
   const float root = __fsqrt_rn((float)(GROUP_CHUNKS * 32));
-  const float difference =
-      4.7683716e-7f * (root * (fabsf(moments.mean) + largest) + __fsqrt_rn(moments.squares));
-  const float limit = __fsqrt_rn(least) * 1.0000611f + 2.5f * difference;
+  const float difference = 2.3841858e-7f * (root * (fabsf(moments.mean) + largest) + __fsqrt_rn(moments.squares));
+  // 1 + 2^-15 for the sums of both, and a little for the roundings of this.
+  const float limit = __fsqrt_rn(least) * 1.000032f + 2.01f * difference;
   u32 kept = 0;
   #pragma unroll
   for (int i = 0; i < SEARCH_COUNT; i++)
     // Not a number is not larger: such a step stays.
-    if (!(__fsqrt_rn(sums[i]) > limit) || least < 1e-30f) kept |= 1 << i;
+    if (!(sums[i] > limit * limit) || least < 1e-30f) kept |= 1 << i;
   return kept;
 }
 
@@ -234,7 +239,7 @@ DEVICE u32 contenders(const Row& row, const Moments& moments, int begin, int end
 DEVICE u32 group_grid(const Row& row, int rule, float threshold, int begin, int end, Grid& grid) {
   if ((RULES & 3) && rule <= CLIP) {
     u32 least = row.unit(begin, 0).x, most = least;
-    for_words(row, begin, end, [&](u32 word) {
+    for_words<4>(row, begin, end, [&](u32 word) {
       least = min_halves(least, word);
       most = max_halves(most, word);
     });
@@ -257,7 +262,7 @@ DEVICE u32 group_grid(const Row& row, int rule, float threshold, int begin, int 
         Grid trial;
         moments.choose(search_steps[i], trial);
         float error = 0.0f;
-        for_values(row, begin, end, [&](float x) { error = trial.squared_error(x, error); });
+        for_values<2>(row, begin, end, [&](float x) { error = trial.squared_error(x, error); });
         // The first of equals wins.
         if (i == best || error < least) {
           least = error;
@@ -388,7 +393,7 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
   page += token / 16 * TILE_BYTES;
   token %= 16;
   *(u16*)(page + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + token * 2) = (u16)bits;
-  #pragma unroll 1
+  #pragma unroll 4
   for (int i = 0; i < CHUNKS * 4; i++) {
     const uint4 unit = row.unit(i >> 2, i & 3);
     const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};

@@ -6,7 +6,6 @@
 constexpr int THREADS = HEAD_DIM;
 constexpr int WARPS = HEAD_DIM / 32;
 constexpr int VECTORS = 4 * PER_THREAD;
-constexpr int HELD = (VECTORS + WARPS - 1) / WARPS;  // by a warp
 constexpr int STRIDE = VECTORS + 4;  // of channels in shared memory: fewer of them in one bank
 
 // With few vectors a block waits for its matrix more than it computes, so so many of its rows come to shared memory at
@@ -54,6 +53,18 @@ DEVICE Vector vector_of(const Arguments& a, bool values, int index) {
   return {row, which < a.group ? which : -1};
 }
 
+// `x / sqrt(mean(x^2) + epsilon) * gain`. Squares are summed in 32 lanes, and these one after the other, as on the CPU.
+DEVICE void norm(float (&x)[CHUNKS], const float* gain, float epsilon, int lane) {
+  float squares = 0.0f, sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) squares += x[i] * x[i];
+  #pragma unroll
+  for (int i = 0; i < 32; i++) sum += __shfl_sync(ALL_LANES, squares, i);
+  const float inverse = 1.0f / __fsqrt_rn(sum / (float)HEAD_DIM + epsilon);
+  #pragma unroll
+  for (int i = 0; i < CHUNKS; i++) x[i] *= inverse * gain[lane + 32 * i];
+}
+
 // Rotates the first 2 * pairs channels. `whole` is room for one vector.
 DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row, int lane) {
   const float *cos = a.cos + (long long)row * a.pairs, *sin = a.sin + (long long)row * a.pairs;
@@ -75,7 +86,7 @@ DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row
 
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   __shared__ __align__(16) float input[HEAD_DIM * STRIDE];
-  __shared__ float whole[WARPS][HEAD_DIM], inverses[VECTORS];
+  __shared__ float whole[WARPS][HEAD_DIM];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = blockIdx.y;
   const bool values = blockIdx.x >= a.key_tiles;
   const int first = (values ? blockIdx.x - a.key_tiles : blockIdx.x) * VECTORS;
@@ -88,60 +99,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   const float* matrix = a.matrices + (long long)transform.matrix * (HEAD_DIM * HEAD_DIM);
   if (STAGED && transform.matrix >= 0) stage(staged, matrix, STAGED_ROWS);
 
-  // Squares are summed in 32 lanes, and these one after the other, as on the CPU.
-  float x[HELD][CHUNKS];
-  #pragma unroll
-  for (int held = 0; held < HELD; held++) {
-    const int v = warp + held * WARPS;
-    if (v >= count) break;
+  for (int v = warp; v < count; v += WARPS) {
     const Vector vector = vector_of(a, values, first + v);
     const bool is_query = vector.query >= 0;
     const int place = values ? q_heads + a.kv_heads + head : is_query ? head * a.group + vector.query : q_heads + head;
     const float* source = a.rows + vector.row * columns + (long long)place * HEAD_DIM;
-    float squares = 0.0f;
+    float x[CHUNKS];
     #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      x[held][i] = source[lane + 32 * i];
-      squares += x[held][i] * x[held][i];
-    }
-    input[v * 33 + lane] = squares;
-  }
-  const bool normed = !values && (a.q_gain || a.k_gain);
-  if (normed) {
-    __syncthreads();
-    if (thread < count) {
-      float sum = 0.0f;
-      #pragma unroll
-      for (int i = 0; i < 32; i++) sum += input[thread * 33 + i];
-      const bool is_query = vector_of(a, values, first + thread).query >= 0;
-      inverses[thread] = 1.0f / __fsqrt_rn(sum / (float)HEAD_DIM + (is_query ? a.q_epsilon : a.k_epsilon));
-    }
-  }
-  __syncthreads();
-  #pragma unroll
-  for (int held = 0; held < HELD; held++) {
-    const int v = warp + held * WARPS;
-    if (v >= count) break;
-    const Vector vector = vector_of(a, values, first + v);
-    const bool is_query = vector.query >= 0;
+    for (int i = 0; i < CHUNKS; i++) x[i] = source[lane + 32 * i];
     if (!values) {
       const float* gain = is_query ? a.q_gain : a.k_gain;
-      if (gain) {
-        #pragma unroll
-        for (int i = 0; i < CHUNKS; i++) x[held][i] *= inverses[v] * gain[lane + 32 * i];
-      }
-      rotate(a, x[held], whole[warp], vector.row, lane);
+      if (gain) norm(x, gain, is_query ? a.q_epsilon : a.k_epsilon, lane);
+      if (a.pairs > 0) rotate(a, x, whole[warp], vector.row, lane);
     }
     if (!is_query) {
       #pragma unroll
       for (int i = 0; i < CHUNKS; i++) {
-        if (transform.rounds_input) x[held][i] = round_to_bf16(x[held][i]);
-        if (transform.mean >= 0)
-          x[held][i] = x[held][i] - a.means[(long long)transform.mean * HEAD_DIM + lane + 32 * i];
+        if (transform.rounds_input) x[i] = round_to_bf16(x[i]);
+        if (transform.mean >= 0) x[i] = x[i] - a.means[(long long)transform.mean * HEAD_DIM + lane + 32 * i];
       }
     }
     #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) input[(lane + 32 * i) * STRIDE + v] = x[held][i];
+    for (int i = 0; i < CHUNKS; i++) input[(lane + 32 * i) * STRIDE + v] = x[i];
   }
   if (STAGED) wait_for_stage();
   __syncthreads();
