@@ -83,7 +83,7 @@ struct ModelBenchArguments {
     On a GPU whole pages of all layers and heads are sealed: bytes of bf16 input per second.")]
 struct CodecBenchArguments {
     /// Where the encoder runs.
-    #[arg(long, value_enum, default_value = "cpu")]
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     device: attention::BenchDevice,
 
     /// Channels of a head.
@@ -156,8 +156,9 @@ impl CodecBenchArguments {
         if self.json {
             return print_text(&report.json());
         }
-        let columns =
-            ["card", "kv", "rule", "head_dim", "groups", "layers", "kv_heads", "pages", "mb", "us", "gb_per_s"];
+        let columns = [
+            "card", "kv", "rule", "head_dim", "groups", "layers", "kv_heads", "pages", "mb", "us", "gb_per_s",
+        ];
         print_text(report.table(&columns).trim_end())
     }
 

@@ -98,7 +98,8 @@ fn int2(geometry: KvGeometry, groups: usize, rule: Rule) -> Result<PageCodec, Co
     let transform = HeadTransform::new(None, &hadamard::matrix(head_dim))?;
     let encoders = vec![HeadEncoder::new(transform, rule); layers * kv_heads];
     let scales = ScaleType::F16;
-    let codec = Int2Codec::new("int2", head_dim, kv_heads, groups, scales, false, encoders.clone(), encoders)?;
+    let codec =
+        Int2Codec::new("int2", head_dim, kv_heads, groups, scales, false, encoders.clone(), encoders)?;
     Ok(PageCodec::int2(codec))
 }
 
