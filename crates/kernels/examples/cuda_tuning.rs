@@ -1,13 +1,20 @@
-//! Times layouts of the decode kernel against each other on a card: `cargo run --release --example cuda_tuning`.
+//! Times kernels on a card: `cargo run --release --example cuda_tuning`. Arguments, any number of them:
 //!
-//! Arguments: `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKS`, any number of them, and
-//! `read` for the read ceiling.
+//! * `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKS`: layouts of the decode kernel;
+//! * `seal:FORMAT:RULE:GROUPS:HEAD_DIM:PAGES`: sealing so many pages of 36 layers and 8 heads per launch;
+//! * `write:FORMAT:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:SEQUENCESxTOKENS`: QK-norm, RoPE, rotation and page write of a layer;
+//! * `read`: the read ceiling.
 
-use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
+use std::sync::Arc;
+
+use oscar_codec::{
+    CodeLayout, Fp8Layout, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PageCodec, ScaleType, hadamard,
+};
 use oscar_kernels::cpu::attention::sealed::SealedFormat;
 use oscar_kernels::cuda::attention::Tuning;
 use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
-use oscar_kernels::cuda::{DecodeShape, Device, Split};
+use oscar_kernels::cuda::measure_pages::{MeasuredPages, measure_sealing, measure_writing};
+use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = match Device::open(0) {
@@ -21,6 +28,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for argument in std::env::args().skip(1) {
         if argument == "read" {
             println!("read: {:.3} TB/s", read_ceiling(&device)? / 1e12);
+            continue;
+        }
+        if argument.starts_with("seal:") || argument.starts_with("write:") {
+            match pages(&device, &argument) {
+                None => println!("{argument}: not understood"),
+                Some(Err(error)) => println!("{argument}: {error}"),
+                Some(Ok(measured)) => println!(
+                    "{argument:36} {:9.2} us  fastest {:9.2}  {:7.1} GB/s of bf16  {:.1} MB, {} launches",
+                    measured.seconds * 1e6,
+                    measured.fastest * 1e6,
+                    measured.bytes as f64 / measured.seconds / 1e9,
+                    measured.bytes as f64 / 1e6,
+                    measured.launches
+                ),
+            }
             continue;
         }
         match case(&argument).map(|case| measure(&device, &case)) {
@@ -71,4 +93,63 @@ fn case(argument: &str) -> Option<Case> {
         pool_bytes: 2 << 30,
         passes: 15,
     })
+}
+
+/// Sealing or writing.
+fn pages(device: &Arc<Device>, argument: &str) -> Option<Result<MeasuredPages, CudaError>> {
+    let parts: Vec<&str> = argument.split(':').collect();
+    match parts.as_slice() {
+        ["seal", format, rule, groups, head_dim, pages] => {
+            let codec = codec(format, rule, groups.parse().ok()?, head_dim.parse().ok()?)??;
+            Some(measure_sealing(device, &codec, pages.parse().ok()?, 3 << 30, 15))
+        }
+        ["write", format, head_dim, group, batch] => {
+            let head_dim = head_dim.parse().ok()?;
+            let codec = codec(format, "search", 1, head_dim)?;
+            let (sequences, tokens) = batch.split_once('x')?;
+            let (sequences, tokens) = (sequences.parse().ok()?, tokens.parse().ok()?);
+            let geometry = geometry(head_dim);
+            Some(measure_writing(
+                device,
+                geometry,
+                group.parse().ok()?,
+                codec.as_ref(),
+                sequences,
+                tokens,
+                15,
+            ))
+        }
+        _ => None,
+    }
+}
+
+/// The layers and KV heads of Qwen3-8B.
+fn geometry(head_dim: usize) -> KvGeometry {
+    KvGeometry { layers: 36, kv_heads: 8, head_dim }
+}
+
+/// A codec; none for `bf16`.
+fn codec(format: &str, rule: &str, groups: usize, head_dim: usize) -> Option<Option<PageCodec>> {
+    let geometry = geometry(head_dim);
+    Some(Some(match format {
+        "bf16" => return Some(None),
+        "fp8" => PageCodec::fp8(geometry, None).ok()?,
+        "int4" => PageCodec::int4(geometry, None).ok()?,
+        _ => {
+            let published = format == "published";
+            let transform = HeadTransform::new(None, &hadamard::matrix(head_dim)).ok()?;
+            // A rotation of its own for every head, as a calibrated codec has.
+            let encoder = |_| {
+                let own = HeadTransform::new(None, &hadamard::matrix(head_dim)).unwrap_or(transform.clone());
+                rule.parse().ok().map(|rule| HeadEncoder::new(own, rule))
+            };
+            let heads = geometry.layers * geometry.kv_heads;
+            let keys = (0..heads).map(encoder).collect::<Option<Vec<_>>>()?;
+            let values = (0..heads).map(encoder).collect::<Option<Vec<_>>>()?;
+            let scale = ScaleType::F16;
+            let codec =
+                Int2Codec::new(format, head_dim, geometry.kv_heads, groups, scale, published, keys, values);
+            PageCodec::int2(codec.ok()?)
+        }
+    }))
 }

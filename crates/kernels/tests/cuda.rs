@@ -1,8 +1,14 @@
-//! Every CUDA kernel against attention in f64 on what its pages decode to, on a card. Without one, a line says so.
+//! Every CUDA kernel against its reference, on a card: attention in f64 on what its pages decode to here, sealing and
+//! writing in the modules. Without a card, a line says so. Arguments choose: `attention`, `seal`, `write`.
 //!
 //! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
 //! not written yet, and outputs all begin as NaN.
 #![allow(clippy::unwrap_used)]
+
+#[path = "cuda/seal.rs"]
+mod seal;
+#[path = "cuda/write.rs"]
+mod write;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -35,9 +41,17 @@ fn main() -> ExitCode {
     );
     // A quick run for checkers that slow everything down a hundredfold.
     let quick = std::env::var_os("OSCAR_CUDA_QUICK").is_some();
+    let chosen: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    let wanted = |name: &str| chosen.is_empty() || chosen.iter().any(|chosen| chosen == name);
     let mut failures = 0;
+    for (name, run) in [("seal", seal::run as fn(&Arc<Device>, bool) -> usize), ("write", write::run)] {
+        if wanted(name) {
+            failures += run(&device, quick);
+        }
+    }
     let (mut runs, mut worst) = (0, 0.0_f64);
-    for (name, shape) in shapes(quick) {
+    for (name, shape) in shapes(quick).into_iter().filter(|_| wanted("attention")) {
         let kernel = match DecodeAttention::new(&device, shape) {
             Ok(kernel) => kernel,
             Err(error) => {

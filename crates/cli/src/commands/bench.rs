@@ -8,7 +8,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use oscar_codec::Rule;
 use oscar_lab::Report;
-use oscar_lab::bench::{CodecBench, ModelBench};
+use oscar_lab::bench::{CodecBench, CudaCodecBench, ModelBench};
 
 use crate::arguments::{ModelArguments, positive};
 use crate::failure::Failure;
@@ -71,15 +71,21 @@ struct ModelBenchArguments {
     json: bool,
 }
 
-/// Encoding and decoding speed of the 2-bit cache, on every instruction set of this machine.
+/// Encoding and decoding speed of the 2-bit cache, on every instruction set of this machine, or sealing on a GPU.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     oscar bench codec\n  \
     oscar bench codec --head-dim 128 --groups 2 --rule search --rows 8192\n  \
-    oscar bench codec --threads 2 --json\n\n\
+    oscar bench codec --threads 2 --json\n  \
+    oscar bench codec --device cuda --head-dim 128 --pages 32\n\n\
     Speed is bytes of bf16 input per second and core: the fastest pass of each thread, averaged over threads.\n\
-    \"scalar\" is the definition of the codec, written to be read; \"equal\" says whether a path gave its bytes.")]
+    \"scalar\" is the definition of the codec, written to be read; \"equal\" says whether a path gave its bytes.\n\
+    On a GPU whole pages of all layers and heads are sealed: bytes of bf16 input per second.")]
 struct CodecBenchArguments {
+    /// Where the encoder runs.
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    device: attention::BenchDevice,
+
     /// Channels of a head.
     #[arg(long, default_value = "64,128", value_name = "D", value_delimiter = ',', value_parser = at_most(1024))]
     head_dim: Vec<usize>,
@@ -100,6 +106,18 @@ struct CodecBenchArguments {
     #[arg(long, default_value = "1", value_name = "N", value_parser = at_most(1024))]
     threads: usize,
 
+    /// GPU: layers of a page.
+    #[arg(long, default_value = "36", value_name = "N", value_parser = at_most(1024))]
+    layers: usize,
+
+    /// GPU: KV heads of a layer.
+    #[arg(long, default_value = "8", value_name = "N", value_parser = at_most(1024))]
+    kv_heads: usize,
+
+    /// GPU: pages that are sealed at once.
+    #[arg(long, default_value = "32", value_name = "N", value_parser = at_most(4096))]
+    pages: usize,
+
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -117,7 +135,37 @@ fn tokens(text: &str) -> Result<usize, String> {
 }
 
 impl CodecBenchArguments {
+    fn run_cuda(self) -> Result<(), Failure> {
+        let bench = CudaCodecBench {
+            card: 0,
+            layers: self.layers,
+            kv_heads: self.kv_heads,
+            head_dims: self.head_dim,
+            groups: self.groups,
+            rules: self.rule,
+            pages: self.pages,
+            pool_bytes: 2 << 30,
+            repeat: 15,
+        };
+        let mut report = Report::here();
+        oscar_lab::bench::cuda_codec(&bench, |row| {
+            tracing::info!("{row:?}");
+            report.push(row);
+        })
+        .map_err(Failure::new)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns = [
+            "card", "kv", "rule", "head_dim", "groups", "layers", "kv_heads", "pages", "mb", "us", "gb_per_s",
+        ];
+        print_text(report.table(&columns).trim_end())
+    }
+
     fn run(self) -> Result<(), Failure> {
+        if self.device == attention::BenchDevice::Cuda {
+            return self.run_cuda();
+        }
         let bench = CodecBench {
             head_dims: self.head_dim,
             groups: self.groups,

@@ -106,7 +106,7 @@ impl DecodeShape {
             ("BLOCKS_PER_SM", tuning.blocks_per_multiprocessor),
         ];
         let name = format!("decode attention, {} bits, {} channels", sealed.bits(), self.head_dim);
-        Ok(Source { name, text: TEXTS.concat(), defines })
+        Ok(Source { name, text: TEXTS.concat(), defines, exact: false })
     }
 }
 

@@ -13,8 +13,12 @@ use sha2::{Digest, Sha256};
 
 use super::error::CudaError;
 
-/// Options of every kernel. `configurations.json` has the same, for the check without a card.
+/// Options of kernels whose results are compared with a tolerance. `configurations.json` has the same, for the check
+/// without a card.
 pub const OPTIONS: [&str; 2] = ["--std=c++17", "--use_fast_math"];
+
+/// Options of kernels whose results are defined to the bit: what is written as two operations is rounded twice.
+pub const EXACT_OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
 /// A kernel before it is compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,13 +29,15 @@ pub struct Source {
     pub text: String,
     /// Macros.
     pub defines: Vec<(&'static str, usize)>,
+    /// Whether results are defined to the bit: [`EXACT_OPTIONS`] instead of [`OPTIONS`].
+    pub exact: bool,
 }
 
 impl Source {
     /// The options for an architecture such as `sm_90a`.
     pub fn options(&self, architecture: &str) -> Vec<String> {
         let mut options = vec![format!("--gpu-architecture={architecture}")];
-        options.extend(OPTIONS.map(str::to_owned));
+        options.extend(if self.exact { EXACT_OPTIONS } else { OPTIONS }.map(str::to_owned));
         options.extend(self.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
         options
     }
@@ -148,7 +154,7 @@ mod tests {
 
     fn source() -> Source {
         let text = "extern \"C\" __global__ void kernel() {}".to_owned();
-        Source { name: "test".into(), text, defines: vec![("HEAD_DIM", 64)] }
+        Source { name: "test".into(), text, defines: vec![("HEAD_DIM", 64)], exact: false }
     }
 
     #[test]
@@ -160,6 +166,7 @@ mod tests {
         others.push(Source { text: source().text + " ", ..source() }.cache_name("sm_90a"));
         others.push(Source { defines: vec![("HEAD_DIM", 128)], ..source() }.cache_name("sm_90a"));
         others.push(Source { defines: vec![], ..source() }.cache_name("sm_90a"));
+        others.push(Source { exact: true, ..source() }.cache_name("sm_90a"));
         assert!(others.iter().all(|other| *other != name), "{others:?}");
         // A message may call a kernel something else.
         assert_eq!(Source { name: "other".into(), ..source() }.cache_name("sm_90a"), name);

@@ -18,6 +18,10 @@ pub enum CudaError {
     Compile { name: String, architecture: String, log: String },
     #[error("{what}: expected {expected}, got {got}")]
     Shape { what: &'static str, expected: usize, got: usize },
+    #[error("page slot {slot} is outside the pool of {slots} pages, or the dummy")]
+    PageOutOfRange { slot: u32, slots: usize },
+    #[error("page slot {slot} is written twice in one launch")]
+    PageWrittenTwice { slot: u32 },
     #[error("{0}")]
     Unsupported(String),
 }

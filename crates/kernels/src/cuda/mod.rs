@@ -8,21 +8,31 @@
 //! | [`page_order`] | the order of bytes inside a page on the device, and converters from and to the CPU's |
 //! | [`plan`] | a ragged batch cut into work of equal cost for every block |
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
+//! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
+//! | [`write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`read`] | the read ceiling of a card |
 //! | [`measure`] | a kernel timed on cold pages, and its error |
+//! | [`measure_pages`] | sealing and writing timed |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
 pub mod attention;
 pub mod compile;
 pub mod device;
 pub mod error;
+#[cfg(test)]
+mod exact_tests;
 pub mod measure;
+pub mod measure_pages;
 pub mod page_order;
 pub mod plan;
 pub mod read;
+pub mod seal;
+pub mod write;
 
 pub use attention::{DecodeAttention, DecodeShape, PoolView};
 pub use device::Device;
 pub use error::CudaError;
 pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
+pub use seal::{PageSealer, SealPools};
+pub use write::{RowWriter, WritePools};

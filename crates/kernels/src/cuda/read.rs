@@ -18,7 +18,8 @@ pub struct ReadAll {
 impl ReadAll {
     /// The source.
     pub fn source() -> Source {
-        Source { name: "read".into(), text: include_str!("kernels/read.cu").into(), defines: Vec::new() }
+        let text = include_str!("kernels/read.cu").into();
+        Source { name: "read".into(), text, defines: Vec::new(), exact: false }
     }
 
     /// Loads the kernel.

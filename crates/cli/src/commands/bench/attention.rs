@@ -90,7 +90,7 @@ pub(super) struct AttentionBenchArguments {
 
 /// What `--device` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum BenchDevice {
+pub(super) enum BenchDevice {
     /// This machine's processor.
     Cpu,
     /// The first NVIDIA GPU.

@@ -1,0 +1,41 @@
+// What the sources share whose results are defined to the bit: `seal.cu` and `write.cu` repeat `oscar_codec`. They are
+// compiled without fast math and without contraction, so that `a * b + c` is two roundings and `fma` is one, numbers
+// below the smallest normal one are kept, and division and square root are rounded correctly.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+// A bf16 page in units of 16 bytes: tiles of 8 tokens, keys then values. Keys are [chunk of 32 channels][token][4 units
+// of 8 channels]; values are [chunk][channel % 8][token pair], and a unit holds channels c, c + 8, c + 16, c + 24 of both
+// tokens. `page_order.rs` says the same.
+constexpr int CHUNKS = HEAD_DIM / 32;
+constexpr int SIDE_UNITS = HEAD_DIM;
+constexpr int TILE_UNITS = 2 * SIDE_UNITS;
+constexpr int PAGE_UNITS = 8 * TILE_UNITS;
+
+// The two bf16 numbers of a word.
+DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }
+DEVICE float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+
+// Nearest bf16, ties to even.
+DEVICE u32 bf16_bits(float x) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+DEVICE float round_to_bf16(float x) { return __uint_as_float(bf16_bits(x) << 16); }
+
+// Byte of a channel of a value in its page.
+DEVICE int value_byte(int token, int channel) {
+  const int unit = (token >> 3) * TILE_UNITS + SIDE_UNITS + (channel >> 5) * 32 + (channel & 7) * 4 + ((token & 7) >> 1);
+  return unit * 16 + ((channel & 31) >> 3) * 4 + (token & 1) * 2;
+}
+// The same for keys, where eight channels from a multiple of eight on are neighbours.
+DEVICE int key_byte(int token, int channel) {
+  return ((token >> 3) * TILE_UNITS + (channel >> 5) * 32 + (token & 7) * 4) * 16 + (channel & 31) * 2;
+}

@@ -1,0 +1,348 @@
+//! Sealing on the device: full bf16 pages to codes or 8-bit floats, for all layers and heads of all pages that are due, in
+//! one launch.
+//!
+//! Rows are in the codec's basis already ([`super::write`] centred and rotated them), as on the CPU, so a page seals to
+//! the same bytes whenever that happens. The bytes are those of `PageCodec::seal_page`, in the order of [`PageOrder`].
+//! A page with a number that is not finite stays as it was and is named by [`PageSealer::failure`].
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+};
+use oscar_codec::quantise::step_ratio;
+use oscar_codec::rule::{GAUSSIAN_STEP, SEARCH_STEPS, clip_index};
+use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Rule, Side};
+
+use super::compile::Source;
+use super::device::Device;
+use super::error::CudaError;
+use super::page_order::PageOrder;
+use crate::backend::SealPage;
+use crate::cpu::attention::sealed::SealedFormat;
+
+/// Rows of a page, keys and values: a thread each.
+const THREADS: usize = 2 * PAGE_TOKENS;
+/// What the memory of the first failure holds if there was none.
+const NONE: u64 = u64::MAX;
+
+/// The pools that pages are sealed from and to. Slots are as in a cache: `[slot][layer][head]`, scratch slots follow the
+/// bf16 slots in number and hold one layer.
+pub struct SealPools<'a> {
+    /// bf16 pages.
+    pub exact: &'a CudaSlice<u8>,
+    /// bf16 pages of one layer.
+    pub scratch: Option<&'a CudaSlice<u8>>,
+    /// Sealed pages.
+    pub sealed: &'a mut CudaSlice<u8>,
+}
+
+/// A list of pages on the device.
+pub struct SealList {
+    pages: Vec<SealPage>,
+    device: CudaSlice<u32>,
+}
+
+/// A number that is not finite: its page was not sealed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealFailure {
+    /// Entry of the list.
+    pub page: usize,
+    /// Layer.
+    pub layer: usize,
+    /// KV head.
+    pub head: usize,
+    /// Whether it is a key or a value.
+    pub side: Side,
+    /// Token of the page.
+    pub token: usize,
+    /// Channel of the row.
+    pub channel: usize,
+}
+
+/// The kernel's argument.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Arguments {
+    exact: u64,
+    scratch: u64,
+    sealed: u64,
+    pages: u64,
+    layers: u64,
+    rules: u64,
+    failure: u64,
+    sealed_stride: i64,
+    exact_slots: i32,
+    all_layers: i32,
+    first_layer: i32,
+    layers_here: i32,
+    kv_heads: i32,
+}
+
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for Arguments {}
+
+/// What a kernel is compiled for: everything about a codec but its tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealShape {
+    /// Order of sealed pages; layers that are kept in bf16 are copied by any kernel.
+    pub order: PageOrder,
+    /// Bits of the rules in use, lowest first: min-max, clip, Gaussian, search.
+    pub rules: usize,
+    /// Codes against the unrounded scale.
+    pub published: bool,
+    /// Without instructions that only later cards have, on any card: what sm_80 runs.
+    pub portable: bool,
+}
+
+impl SealShape {
+    /// The shape for a codec. Its layers are of one format, or bf16.
+    pub fn of(codec: &PageCodec) -> Result<SealShape, CudaError> {
+        let KvGeometry { layers, kv_heads, head_dim } = codec.geometry();
+        let mut shape = SealShape {
+            order: PageOrder::new(SealedFormat::Bf16, head_dim)?,
+            rules: 0,
+            published: false,
+            portable: false,
+        };
+        for layer in (0..layers).filter(|&layer| codec.layer_format(layer) != PageFormat::Bf16) {
+            let order = PageOrder::new(SealedFormat::of(codec, layer), head_dim)?;
+            if shape.order.format() != SealedFormat::Bf16 && shape.order != order {
+                return Err(CudaError::Unsupported("sealed pages of two formats beside bf16".into()));
+            }
+            shape.order = order;
+            for (head, side) in (0..kv_heads).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
+                let format = row_format(codec, HeadIndex { layer, head }, side)?;
+                shape.published = format.published;
+                shape.rules |= 1 << (rule_bits(format.rule, head_dim) & 255);
+            }
+        }
+        if shape.order.bits() >= 8 {
+            (shape.rules, shape.published) = (0, false);
+        }
+        Ok(shape)
+    }
+
+    /// Shared memory of a block: the page, and what it is sealed to.
+    pub(super) fn block_memory(&self) -> usize {
+        let exact = PageFormat::Bf16.page_bytes(self.order.head_dim());
+        if self.order.bits() == 16 { exact } else { exact + self.order.page_bytes() }
+    }
+
+    /// The kernel.
+    pub fn source(&self) -> Source {
+        let mut defines = vec![
+            ("HEAD_DIM", self.order.head_dim()),
+            ("BITS", self.order.bits()),
+            ("GROUPS", self.order.groups()),
+            ("RULES", self.rules),
+            ("SCALE_BF16", usize::from(self.order.bf16_scales())),
+            ("PUBLISHED", usize::from(self.published)),
+            ("PORTABLE", usize::from(self.portable)),
+        ];
+        if self.order.bits() < 8 {
+            let ratio = step_ratio(1 << self.order.bits());
+            let bits = |step: f32| (step * ratio).to_bits() as usize;
+            let names = ["STEP_0", "STEP_1", "STEP_2", "STEP_3", "STEP_4", "STEP_5", "STEP_6"];
+            defines.push(("GAUSSIAN_STEP", bits(GAUSSIAN_STEP)));
+            defines.extend(names.into_iter().zip(SEARCH_STEPS.map(bits)));
+        }
+        let text = [include_str!("kernels/rounded.cu"), include_str!("kernels/seal.cu")].concat();
+        let name = format!("sealing, {} bits, {} channels", self.order.bits(), self.order.head_dim());
+        Source { name, text, defines, exact: true }
+    }
+}
+
+fn row_format(
+    codec: &PageCodec,
+    head: HeadIndex,
+    side: Side,
+) -> Result<oscar_codec::quantise::RowFormat, CudaError> {
+    codec.row_format(head, side).map_err(|error| CudaError::Unsupported(error.to_string()))
+}
+
+/// A rule as the kernel knows it: its number, and from bit 8 on the rank of the magnitude to clip at.
+fn rule_bits(rule: Rule, head_dim: usize) -> u32 {
+    match rule {
+        Rule::Clip(ratio) if ratio > 0.0 => 1 | ((head_dim - clip_index(ratio, head_dim)) as u32) << 8,
+        Rule::Clip(_) => 0,
+        Rule::Gaussian => 2,
+        Rule::Search => 3,
+    }
+}
+
+/// The sealing kernel of one codec on one card.
+pub struct PageSealer {
+    device: Arc<Device>,
+    shape: SealShape,
+    geometry: KvGeometry,
+    sealed_stride: usize,
+    function: CudaFunction,
+    layers: CudaSlice<u32>,
+    rules: CudaSlice<u32>,
+    failure: CudaSlice<u64>,
+}
+
+impl PageSealer {
+    /// Compiles (or finds) and loads the kernel, and puts the codec's tables on the card.
+    pub fn new(device: &Arc<Device>, codec: &PageCodec) -> Result<PageSealer, CudaError> {
+        Self::with_shape(device, codec, SealShape::of(codec)?)
+    }
+
+    /// With a kernel that was asked for in another way.
+    pub fn with_shape(
+        device: &Arc<Device>,
+        codec: &PageCodec,
+        shape: SealShape,
+    ) -> Result<PageSealer, CudaError> {
+        let needed = SealShape::of(codec)?;
+        if (shape.order, shape.published) != (needed.order, needed.published)
+            || shape.rules & needed.rules != needed.rules
+        {
+            return Err(CudaError::Unsupported("a sealing kernel for another codec".into()));
+        }
+        let geometry = codec.geometry();
+        let (mut layers, mut rules) = (Vec::new(), Vec::new());
+        for layer in 0..geometry.layers {
+            let offset = u32::try_from(codec.layer_offset(layer))
+                .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
+            layers.extend([offset, u32::from(codec.layer_format(layer) != PageFormat::Bf16)]);
+            for head in 0..geometry.kv_heads {
+                for side in [Side::Key, Side::Value] {
+                    let format = row_format(codec, HeadIndex { layer, head }, side)?;
+                    rules.push(rule_bits(format.rule, geometry.head_dim));
+                }
+            }
+        }
+        let function = device.load(&shape.source(), "seal")?;
+        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(attribute, shape.block_memory() as i32)?;
+        let stream = device.stream();
+        Ok(PageSealer {
+            shape,
+            geometry,
+            sealed_stride: codec.page_bytes(),
+            function,
+            layers: stream.clone_htod(&layers)?,
+            rules: stream.clone_htod(&rules)?,
+            failure: stream.clone_htod(&[NONE])?,
+            device: device.clone(),
+        })
+    }
+
+    /// What the kernel was compiled for.
+    pub fn shape(&self) -> &SealShape {
+        &self.shape
+    }
+
+    /// Registers and bytes of local memory (spills) of a thread.
+    pub fn resources(&self) -> Result<(usize, usize), CudaError> {
+        Ok((self.function.num_regs()? as usize, self.function.local_size_bytes()? as usize))
+    }
+
+    /// Puts a list of pages on the device. No two may become the same sealed page.
+    pub fn list(&self, pages: &[SealPage]) -> Result<SealList, CudaError> {
+        let mut targets: Vec<u32> = pages.iter().map(|page| page.sealed).collect();
+        targets.sort_unstable();
+        if let Some(pair) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(CudaError::PageWrittenTwice { slot: pair[0] });
+        }
+        let mut numbers: Vec<u32> = pages.iter().flat_map(|page| [page.exact, page.sealed]).collect();
+        if numbers.is_empty() {
+            numbers.push(0);
+        }
+        Ok(SealList { pages: pages.to_vec(), device: self.device.stream().clone_htod(&numbers)? })
+    }
+
+    /// Seals the pages of a list, for some layers. `exact_slots` is where scratch slots begin. Numbers that are not
+    /// finite are found by [`PageSealer::failure`]; their pages stay as they were.
+    pub fn launch(
+        &mut self,
+        list: &SealList,
+        layers: Range<usize>,
+        exact_slots: usize,
+        pools: SealPools<'_>,
+    ) -> Result<(), CudaError> {
+        let KvGeometry { layers: all_layers, kv_heads, head_dim } = self.geometry;
+        if layers.end > all_layers {
+            let (expected, got) = (all_layers, layers.end);
+            return Err(CudaError::Shape { what: "layers of the codec, at most", expected, got });
+        }
+        let head = PageFormat::Bf16.page_bytes(head_dim) * kv_heads;
+        let scratch_slots = pools.scratch.map_or(0, |scratch| scratch.len() / head);
+        let held = pools.exact.len() / (head * all_layers);
+        if held < exact_slots {
+            return Err(CudaError::Shape { what: "bf16 slots of a pool", expected: exact_slots, got: held });
+        }
+        let sealed_slots = pools.sealed.len() / self.sealed_stride;
+        for page in &list.pages {
+            for (slot, slots) in [(page.exact, exact_slots + scratch_slots), (page.sealed, sealed_slots)] {
+                if slot == 0 || slot as usize >= slots {
+                    return Err(CudaError::PageOutOfRange { slot, slots });
+                }
+            }
+            if page.exact as usize >= exact_slots && layers.len() > 1 {
+                return Err(CudaError::Unsupported(format!("slot {} holds one layer only", page.exact)));
+            }
+        }
+        let blocks = list.pages.len() * layers.len() * kv_heads;
+        if blocks == 0 {
+            return Ok(());
+        }
+        let blocks = u32::try_from(blocks)
+            .ok()
+            .filter(|&blocks| i32::try_from(blocks).is_ok())
+            .ok_or_else(|| CudaError::Unsupported(format!("{blocks} pages of heads in one launch")))?;
+        let stream = self.device.stream();
+        let arguments = Arguments {
+            exact: pools.exact.device_ptr(stream).0,
+            scratch: pools.scratch.map_or(0, |scratch| scratch.device_ptr(stream).0),
+            sealed: pools.sealed.device_ptr_mut(stream).0,
+            pages: list.device.device_ptr(stream).0,
+            layers: self.layers.device_ptr(stream).0,
+            rules: self.rules.device_ptr(stream).0,
+            failure: self.failure.device_ptr_mut(stream).0,
+            sealed_stride: self.sealed_stride as i64,
+            exact_slots: exact_slots as i32,
+            all_layers: all_layers as i32,
+            first_layer: layers.start as i32,
+            layers_here: layers.len() as i32,
+            kv_heads: kv_heads as i32,
+        };
+        let config = LaunchConfig {
+            grid_dim: (blocks, 1, 1),
+            block_dim: (THREADS as u32, 1, 1),
+            shared_mem_bytes: self.shape.block_memory() as u32,
+        };
+        let mut launch = stream.launch_builder(&self.function);
+        launch.arg(&arguments);
+        // SAFETY: every slot and layer was checked to lie inside its pool, no sealed page is written by two blocks, and
+        // one stream orders all uses.
+        unsafe { launch.launch(config) }?;
+        Ok(())
+    }
+
+    /// Waits for what was launched and says where the first number that is not finite was, if there was any: in the
+    /// order of list, layers, heads, sides, tokens and channels. `layers` are those of the launch. Forgets it.
+    pub fn failure(&mut self, layers: Range<usize>) -> Result<Option<SealFailure>, CudaError> {
+        let stream = self.device.stream().clone();
+        let found = stream.clone_dtoh(&self.failure)?;
+        self.device.synchronise()?;
+        if found[0] == NONE {
+            return Ok(None);
+        }
+        stream.memcpy_htod(&[NONE], &mut self.failure)?;
+        let mut rest = found[0] as usize;
+        let mut next = |count: usize| {
+            let index = rest % count.max(1);
+            rest /= count.max(1);
+            index
+        };
+        let (channel, token) = (next(self.geometry.head_dim), next(PAGE_TOKENS));
+        let side = if next(2) == 0 { Side::Key } else { Side::Value };
+        let (head, layer) = (next(self.geometry.kv_heads), layers.start + next(layers.len()));
+        Ok(Some(SealFailure { page: rest, layer, head, side, token, channel }))
+    }
+}

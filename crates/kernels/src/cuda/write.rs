@@ -1,0 +1,337 @@
+//! From projected rows to pages on the device, for one layer in one launch: QK-norm, rotary embedding, the codec's basis,
+//! and the write of keys and values to bf16 pages in the order of [`super::page_order`]. Queries go to a matrix of their
+//! own, as decode attention reads them.
+//!
+//! Every operation is rounded as on the CPU and sums are added in the same order, so pages and queries are equal to the
+//! CPU's to the bit.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+};
+use oscar_codec::{HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Side};
+
+use super::compile::Source;
+use super::device::Device;
+use super::error::CudaError;
+use super::page_order::PageOrder;
+use crate::backend::{Rope, RopeLayout};
+use crate::cpu::attention::sealed::SealedFormat;
+
+/// Vectors of a thread: few rows are spread over more threads.
+pub(super) const PER_THREAD: [usize; 2] = [2, 8];
+
+/// Shared memory that a block has for rows of a matrix, as the source says.
+fn staged_bytes(head_dim: usize, per_thread: usize) -> usize {
+    let rows = if head_dim <= 128 { head_dim } else { 64 };
+    if per_thread <= 2 { rows * head_dim * 4 } else { 0 }
+}
+
+/// The kernel for heads of `head_dim` channels.
+pub fn source(head_dim: usize, per_thread: usize) -> Source {
+    let text = [include_str!("kernels/rounded.cu"), include_str!("kernels/write.cu")].concat();
+    let defines = vec![("HEAD_DIM", head_dim), ("PER_THREAD", per_thread)];
+    Source { name: format!("writing rows, {head_dim} channels"), text, defines, exact: true }
+}
+
+/// Where one row of a step goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowTarget {
+    /// Slot of its page, scratch slots included; nothing is written to slot 0.
+    pub slot: u32,
+    /// Position in its sequence.
+    pub position: usize,
+}
+
+/// The rows of a step on the device: where they go, and their angles.
+pub struct StepRows {
+    targets: Vec<RowTarget>,
+    pairs: usize,
+    layout: RopeLayout,
+    device_targets: CudaSlice<u32>,
+    cos: CudaSlice<f32>,
+    sin: CudaSlice<f32>,
+}
+
+impl StepRows {
+    /// Rows of a step.
+    pub fn rows(&self) -> usize {
+        self.targets.len()
+    }
+}
+
+/// The pools that rows are written to; see [`super::SealPools`].
+pub struct WritePools<'a> {
+    /// bf16 pages.
+    pub exact: &'a mut CudaSlice<u8>,
+    /// Where scratch slots begin.
+    pub exact_slots: usize,
+    /// bf16 pages of one layer.
+    pub scratch: Option<&'a mut CudaSlice<u8>>,
+}
+
+/// Gains and epsilon of a norm over heads.
+#[derive(Clone, Copy)]
+pub struct HeadNorm<'a> {
+    /// One per channel.
+    pub gain: &'a CudaSlice<f32>,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// The norms of a layer.
+#[derive(Clone, Copy, Default)]
+pub struct HeadNorms<'a> {
+    /// Of queries.
+    pub queries: Option<HeadNorm<'a>>,
+    /// Of keys.
+    pub keys: Option<HeadNorm<'a>>,
+}
+
+/// The kernel's argument.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Arguments {
+    rows: u64,
+    queries: u64,
+    exact: u64,
+    scratch: u64,
+    targets: u64,
+    cos: u64,
+    sin: u64,
+    q_gain: u64,
+    k_gain: u64,
+    transforms: u64,
+    matrices: u64,
+    means: u64,
+    q_epsilon: f32,
+    k_epsilon: f32,
+    row_count: i32,
+    kv_heads: i32,
+    group: i32,
+    pairs: i32,
+    interleaved: i32,
+    exact_slots: i32,
+    all_layers: i32,
+    layer: i32,
+    key_tiles: i32,
+}
+
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for Arguments {}
+
+/// The kernels of one model's heads on one card, with the matrices and means of its codec.
+pub struct RowWriter {
+    device: Arc<Device>,
+    geometry: KvGeometry,
+    group: usize,
+    functions: [CudaFunction; 2],
+    transforms: CudaSlice<i32>,
+    matrices: CudaSlice<f32>,
+    means: CudaSlice<f32>,
+}
+
+impl RowWriter {
+    /// Compiles (or finds) and loads the kernels, and puts the transforms of `codec` on the card; without one, rows are
+    /// only rounded. `group` is the number of query heads per KV head.
+    pub fn new(
+        device: &Arc<Device>,
+        geometry: KvGeometry,
+        group: usize,
+        codec: Option<&PageCodec>,
+    ) -> Result<RowWriter, CudaError> {
+        let KvGeometry { layers, kv_heads, head_dim } = geometry;
+        PageOrder::new(SealedFormat::Bf16, head_dim)?;
+        if kv_heads == 0 || group == 0 || layers == 0 {
+            return Err(CudaError::Unsupported("a cache without layers or heads".into()));
+        }
+        if let Some(got) = codec.map(PageCodec::geometry).filter(|&got| got != geometry) {
+            let (expected, got) = (layers, got.layers);
+            return Err(CudaError::Shape { what: "layers, heads and channels of a codec", expected, got });
+        }
+        let mut tables = Tables::default();
+        for layer in 0..layers {
+            for head in 0..kv_heads {
+                for side in [Side::Key, Side::Value] {
+                    let transform = codec
+                        .map(|codec| codec.transform(HeadIndex { layer, head }, side))
+                        .transpose()
+                        .map_err(|error| CudaError::Unsupported(error.to_string()))?;
+                    tables.add(transform)?;
+                }
+            }
+        }
+        let stream = device.stream();
+        let whole = |numbers: Vec<f32>| if numbers.is_empty() { vec![0.0] } else { numbers };
+        let load = |count: usize| -> Result<CudaFunction, CudaError> {
+            let function = device.load(&source(head_dim, count), "write_rows")?;
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, staged_bytes(head_dim, count) as i32)?;
+            Ok(function)
+        };
+        let [few, many] = PER_THREAD.map(load);
+        Ok(RowWriter {
+            geometry,
+            group,
+            functions: [few?, many?],
+            transforms: stream.clone_htod(&tables.transforms)?,
+            matrices: stream.clone_htod(&whole(tables.matrices))?,
+            means: stream.clone_htod(&whole(tables.means))?,
+            device: device.clone(),
+        })
+    }
+
+    /// Prepares the tables of a step, once for all layers. No two rows may go to the same place.
+    pub fn step(&self, targets: &[RowTarget], rope: &Rope) -> Result<StepRows, CudaError> {
+        let pairs = rope.inverse_frequencies.len();
+        if 2 * pairs > self.geometry.head_dim {
+            let (expected, got) = (self.geometry.head_dim, 2 * pairs);
+            return Err(CudaError::Shape { what: "rotary channels, at most the head", expected, got });
+        }
+        let place = |target: &RowTarget| (target.slot, target.position % PAGE_TOKENS);
+        let mut places: Vec<_> = targets.iter().filter(|target| target.slot != 0).map(place).collect();
+        places.sort_unstable();
+        if let Some(pair) = places.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(CudaError::PageWrittenTwice { slot: pair[0].0 });
+        }
+        let mut numbers: Vec<u32> =
+            targets.iter().flat_map(|target| [target.slot, place(target).1 as u32]).collect();
+        let (mut cos, mut sin) = (Vec::new(), Vec::new());
+        for target in targets {
+            for frequency in &rope.inverse_frequencies {
+                let (s, c) = (target.position as f32 * frequency).sin_cos();
+                cos.push(c * rope.magnitude);
+                sin.push(s * rope.magnitude);
+            }
+        }
+        // An empty slice has no address.
+        numbers.push(0);
+        cos.push(0.0);
+        sin.push(0.0);
+        let stream = self.device.stream();
+        Ok(StepRows {
+            targets: targets.to_vec(),
+            pairs,
+            layout: rope.layout,
+            device_targets: stream.clone_htod(&numbers)?,
+            cos: stream.clone_htod(&cos)?,
+            sin: stream.clone_htod(&sin)?,
+        })
+    }
+
+    /// Takes `rows`, `[row][query heads, key heads, value heads][channel]` as projected, to `queries`,
+    /// `[row][query head][channel]` in the basis of the pages, and to the pages of `layer`.
+    pub fn launch(
+        &self,
+        step: &StepRows,
+        layer: usize,
+        norms: HeadNorms<'_>,
+        rows: &CudaSlice<f32>,
+        queries: &mut CudaSlice<f32>,
+        pools: WritePools<'_>,
+    ) -> Result<(), CudaError> {
+        let KvGeometry { layers, kv_heads, head_dim } = self.geometry;
+        let (count, q_heads) = (step.rows(), kv_heads * self.group);
+        let shape = |what, expected: usize, got: usize| {
+            if got >= expected { Ok(()) } else { Err(CudaError::Shape { what, expected, got }) }
+        };
+        shape("layers of the cache", layer + 1, layers)?;
+        shape("queries, keys and values", count * (q_heads + 2 * kv_heads) * head_dim, rows.len())?;
+        shape("queries", count * q_heads * head_dim, queries.len())?;
+        for norm in [norms.queries, norms.keys].into_iter().flatten() {
+            shape("gains of a norm", head_dim, norm.gain.len())?;
+        }
+        let head = PageFormat::Bf16.page_bytes(head_dim) * kv_heads;
+        shape("bf16 slots of a pool", pools.exact_slots, pools.exact.len() / (head * layers))?;
+        let slots = pools.exact_slots + pools.scratch.as_ref().map_or(0, |scratch| scratch.len() / head);
+        if let Some(target) = step.targets.iter().find(|target| target.slot as usize >= slots.max(1)) {
+            return Err(CudaError::PageOutOfRange { slot: target.slot, slots });
+        }
+        if count == 0 {
+            return Ok(());
+        }
+        // With few rows a block has few vectors, so that there are more blocks.
+        let vectors = count * (self.group + 1) * kv_heads;
+        let many = usize::from(vectors >= 4 * 4 * PER_THREAD[1] * self.device.multiprocessors());
+        let tile = 4 * PER_THREAD[many];
+        let (key_tiles, value_tiles) = ((count * (self.group + 1)).div_ceil(tile), count.div_ceil(tile));
+        let stream = self.device.stream();
+        let gain = |norm: Option<HeadNorm<'_>>| norm.map_or(0, |norm| norm.gain.device_ptr(stream).0);
+        let arguments = Arguments {
+            rows: rows.device_ptr(stream).0,
+            queries: queries.device_ptr_mut(stream).0,
+            exact: pools.exact.device_ptr_mut(stream).0,
+            scratch: pools.scratch.map_or(0, |scratch| scratch.device_ptr_mut(stream).0),
+            targets: step.device_targets.device_ptr(stream).0,
+            cos: step.cos.device_ptr(stream).0,
+            sin: step.sin.device_ptr(stream).0,
+            q_gain: gain(norms.queries),
+            k_gain: gain(norms.keys),
+            transforms: self.transforms.device_ptr(stream).0,
+            matrices: self.matrices.device_ptr(stream).0,
+            means: self.means.device_ptr(stream).0,
+            q_epsilon: norms.queries.map_or(0.0, |norm| norm.epsilon),
+            k_epsilon: norms.keys.map_or(0.0, |norm| norm.epsilon),
+            row_count: count as i32,
+            kv_heads: kv_heads as i32,
+            group: self.group as i32,
+            pairs: step.pairs as i32,
+            interleaved: i32::from(step.layout == RopeLayout::Interleaved),
+            exact_slots: pools.exact_slots as i32,
+            all_layers: layers as i32,
+            layer: layer as i32,
+            key_tiles: key_tiles as i32,
+        };
+        let config = LaunchConfig {
+            grid_dim: ((key_tiles + value_tiles) as u32, kv_heads as u32, 1),
+            block_dim: (head_dim as u32, 1, 1),
+            shared_mem_bytes: staged_bytes(head_dim, PER_THREAD[many]) as u32,
+        };
+        let mut launch = stream.launch_builder(&self.functions[many]);
+        launch.arg(&arguments);
+        // SAFETY: slots, layer and the lengths of all buffers were checked, no two rows have the same place in a page,
+        // and one stream orders all uses.
+        unsafe { launch.launch(config) }?;
+        Ok(())
+    }
+}
+
+/// Transforms as the kernel reads them. Heads that share a matrix share it here too.
+#[derive(Default)]
+struct Tables {
+    transforms: Vec<i32>,
+    matrices: Vec<f32>,
+    means: Vec<f32>,
+    known: Vec<Arc<[f32]>>,
+}
+
+impl Tables {
+    fn add(&mut self, transform: Option<&HeadTransform>) -> Result<(), CudaError> {
+        let Some(transform) = transform else {
+            self.transforms.extend([-1, -1, 0, 0]);
+            return Ok(());
+        };
+        let count = |count: usize| {
+            i32::try_from(count).map_err(|_| CudaError::Unsupported(format!("{count} matrices or means")))
+        };
+        let mut matrix = -1;
+        if transform.rotates() {
+            let rotation = transform.rotation();
+            let known = self.known.iter().position(|known| Arc::ptr_eq(known, rotation));
+            matrix = count(known.unwrap_or(self.known.len()))?;
+            if known.is_none() {
+                self.known.push(rotation.clone());
+                self.matrices.extend_from_slice(rotation);
+            }
+        }
+        let mut mean = -1;
+        if let Some(values) = transform.mean() {
+            mean = count(self.means.len() / transform.dim())?;
+            self.means.extend_from_slice(values);
+        }
+        self.transforms.extend([matrix, mean, 1, i32::from(transform.rounds_input())]);
+        Ok(())
+    }
+}

@@ -1,0 +1,398 @@
+//! Pages sealed on the card against the codec's definition, byte by byte.
+//!
+//! Rows are random and nasty, one kind per token: constant, zero of both signs, one outlier, smaller than the smallest
+//! normal number, so large that sums overflow, far from zero, exactly between two codes, any bits at all. Sealed pools
+//! begin as 0xff and are compared as a whole, so that nothing else may be written.
+
+use std::sync::Arc;
+
+use half::bf16;
+use oscar_codec::{
+    CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec,
+    PageFormat, Rule, ScaleType, Side,
+};
+use oscar_kernels::backend::SealPage;
+use oscar_kernels::cpu::attention::sealed::SealedFormat;
+use oscar_kernels::cpu::attention::{page_elements, write_token};
+use oscar_kernels::cpu::encode::{SealScratch, Sealer};
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cuda::measure::{Noise, shuffled};
+use oscar_kernels::cuda::seal::SealShape;
+use oscar_kernels::cuda::{CudaError, Device, PageOrder, PageSealer, SealPools};
+
+const LAYERS: usize = 4;
+const KV_HEADS: usize = 2;
+/// The layer that is kept in bf16.
+const KEPT: usize = 1;
+const RULES: [Rule; 8] = [
+    Rule::Search,
+    Rule::Clip(0.96),
+    Rule::Gaussian,
+    Rule::MIN_MAX,
+    Rule::Clip(0.5),
+    Rule::Clip(1.0),
+    Rule::Clip(0.001),
+    Rule::Clip(0.92),
+];
+const EXACT_SLOTS: usize = 9;
+const SCRATCH_SLOTS: usize = 3;
+const SEALED_SLOTS: usize = 12;
+
+/// Runs everything; the number of failures.
+pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
+    let (mut failures, mut pages) = (0, 0);
+    for (index, (name, codec, portable)) in codecs(quick).into_iter().enumerate() {
+        let codec = Arc::new(codec);
+        let mut shape = SealShape::of(&codec).unwrap();
+        shape.portable = portable;
+        let sealer = match PageSealer::with_shape(device, &codec, shape) {
+            Ok(sealer) => sealer,
+            Err(error) => {
+                println!("FAILED seal {name}: {error}");
+                failures += 1;
+                continue;
+            }
+        };
+        let (registers, spilled) = sealer.resources().unwrap();
+        let mut pools = Pools::new(device, &codec, sealer, index as u64);
+        let problems: Vec<String> = [pools.seals_like_the_codec(), pools.refuses_what_is_not_finite()]
+            .into_iter()
+            .flatten()
+            .collect();
+        for problem in &problems {
+            println!("FAILED seal {name}: {problem}");
+        }
+        failures += problems.len();
+        pages += pools.sealed_pages;
+        println!("seal {name:44} ({registers} registers, {spilled} bytes spilled)");
+    }
+    failures += usize::from(!refuses_bad_lists(device));
+    println!("cuda: {pages} pages sealed, each equal to the codec's bytes unless said above");
+    failures
+}
+
+fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
+    let mut codecs = Vec::new();
+    for head_dim in [32, 64, 96, 128, 256] {
+        if quick && !matches!(head_dim, 96 | 128) {
+            continue;
+        }
+        let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim };
+        let mut groups = vec![1, 2, head_dim / 32];
+        groups.retain(|&groups| head_dim.is_multiple_of(32 * groups));
+        groups.sort_unstable();
+        groups.dedup();
+        for (scale_type, published) in [
+            (ScaleType::F16, false),
+            (ScaleType::F16, true),
+            (ScaleType::Bf16, false),
+            (ScaleType::Bf16, true),
+        ] {
+            for &groups in &groups {
+                if quick && (published || groups > 1) && head_dim == 128 {
+                    continue;
+                }
+                let scales = if scale_type == ScaleType::Bf16 { " bf16 scales" } else { "" };
+                let codes = if published { " published" } else { "" };
+                let name = format!("int2 x{groups} d{head_dim}{scales}{codes}");
+                let start = codecs.len();
+                let rule = |index: usize| RULES[(index + start) % RULES.len()];
+                let codec = int2(geometry, groups, scale_type, published, rule);
+                let portable = (head_dim == 128 || head_dim == 96) && groups == 1;
+                if portable {
+                    codecs.push((format!("{name} portable"), codec.clone(), true));
+                }
+                codecs.push((name, codec, false));
+            }
+        }
+        let int4 = PageCodec::int4(geometry, None).unwrap();
+        codecs.push((format!("int4 d{head_dim}"), int4.clone(), false));
+        let fp8 = PageCodec::fp8(geometry, None).unwrap();
+        codecs.push((format!("fp8 d{head_dim}"), fp8.clone(), false));
+        codecs.push((format!("fp8 d{head_dim} portable"), fp8.clone(), true));
+        let all: Vec<usize> = (0..LAYERS).collect();
+        codecs.push((format!("bf16 d{head_dim}"), fp8.keep_bf16(&all).unwrap(), false));
+    }
+    // One rule alone is another kernel.
+    let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim: 128 };
+    for rule in [Rule::MIN_MAX, Rule::Clip(0.96), Rule::Gaussian, Rule::Search] {
+        let codec = int2(geometry, 1, ScaleType::F16, false, |_| rule);
+        codecs.push((format!("int2 x1 d128, {rule} alone"), codec, false));
+    }
+    codecs
+        .into_iter()
+        .map(|(name, codec, portable)| (name, codec.keep_bf16(&[KEPT]).unwrap(), portable))
+        .collect()
+}
+
+/// A codec with a rule per head and side. Pages hold rows that are rotated already, so rotations do not matter.
+fn int2(
+    geometry: KvGeometry,
+    groups: usize,
+    scale_type: ScaleType,
+    published: bool,
+    rule: impl Fn(usize) -> Rule,
+) -> PageCodec {
+    let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let encoders = |side: usize| -> Vec<HeadEncoder> {
+        (0..layers * kv_heads)
+            // Both sides of a head differ, and each rule comes up on both.
+            .map(|head| HeadEncoder::new(HeadTransform::identity(head_dim), rule(head + 3 * side)))
+            .collect()
+    };
+    let codec =
+        Int2Codec::new("int2", head_dim, kv_heads, groups, scale_type, published, encoders(0), encoders(1));
+    PageCodec::int2(codec.unwrap())
+}
+
+/// One row of a kind.
+fn row(kind: usize, d: usize, noise: &mut Noise) -> Vec<f32> {
+    let gaussian = |noise: &mut Noise| (0..12).map(|_| noise.next()).sum::<f32>();
+    let constant = 3.0 * noise.next();
+    let outlier = noise.below(d);
+    let size = (20.0 * noise.next()).exp2();
+    (0..d)
+        .map(|channel| match kind {
+            0..=2 => gaussian(noise),
+            3 => constant,
+            4 => {
+                if noise.next() < 0.0 {
+                    0.0
+                } else {
+                    -0.0
+                }
+            }
+            5 => {
+                if channel == outlier {
+                    1e4
+                } else {
+                    0.1 * noise.next()
+                }
+            }
+            6 => {
+                f32::from_bits((noise.below(128) as u32) << 16) * if noise.next() < 0.0 { -1.0 } else { 1.0 }
+            }
+            7 => 3e38 * noise.next(),
+            8 => 300.0 + gaussian(noise),
+            9 => noise.below(7) as f32 / 2.0,
+            10 => loop {
+                let bits = noise.below(65536) as u16;
+                if bf16::from_bits(bits).is_finite() {
+                    break bf16::from_bits(bits).to_f32();
+                }
+            },
+            11 => {
+                if noise.next() < 0.0 {
+                    -1.5
+                } else {
+                    2.0
+                }
+            }
+            12 => 1e-7 * gaussian(noise),
+            13 => 3e4 * gaussian(noise),
+            _ => size * gaussian(noise),
+        })
+        .collect()
+}
+
+struct Pools {
+    device: Arc<Device>,
+    codec: Arc<PageCodec>,
+    sealer: PageSealer,
+    /// CPU pages, `[slot][layer][head]`.
+    exact: Vec<Vec<u16>>,
+    /// `[slot][head]`.
+    scratch: Vec<Vec<u16>>,
+    sealed_pages: usize,
+}
+
+impl Pools {
+    fn new(device: &Arc<Device>, codec: &Arc<PageCodec>, sealer: PageSealer, seed: u64) -> Pools {
+        let d = codec.geometry().head_dim;
+        let mut noise = Noise(seed + 100);
+        let mut page = || {
+            let mut page = vec![0; page_elements(d)];
+            for token in 0..PAGE_TOKENS {
+                let [key, value] = [0, 1].map(|_| row(noise.below(15), d, &mut noise));
+                write_token(&mut page, d, token, &key, &value);
+            }
+            page
+        };
+        let exact = (0..EXACT_SLOTS * LAYERS * KV_HEADS).map(|_| page()).collect();
+        let scratch = (0..SCRATCH_SLOTS * KV_HEADS).map(|_| page()).collect();
+        Pools { device: device.clone(), codec: codec.clone(), sealer, exact, scratch, sealed_pages: 0 }
+    }
+
+    fn source(&self, slot: u32, head: HeadIndex) -> &Vec<u16> {
+        match (slot as usize).checked_sub(EXACT_SLOTS) {
+            Some(slot) => &self.scratch[slot * KV_HEADS + head.head],
+            None => &self.exact[(slot as usize * LAYERS + head.layer) * KV_HEADS + head.head],
+        }
+    }
+
+    /// The sealed pool as the definition writes it, and the first error.
+    fn expected(
+        &self,
+        pages: &[SealPage],
+        layers: std::ops::Range<usize>,
+    ) -> (Vec<u8>, Option<(usize, HeadIndex, CodecError)>) {
+        let codec = &self.codec;
+        let mut pool = vec![0xff_u8; SEALED_SLOTS * codec.page_bytes()];
+        let reference = Sealer::new(Isa::Scalar, codec.clone());
+        let mut failure = None;
+        for (index, page) in pages.iter().enumerate() {
+            for head in
+                layers.clone().flat_map(|layer| (0..KV_HEADS).map(move |head| HeadIndex { layer, head }))
+            {
+                let mut bytes = vec![0; codec.head_bytes(head.layer)];
+                let sealed = reference.seal(
+                    head,
+                    self.source(page.exact, head),
+                    &mut bytes,
+                    &mut SealScratch::default(),
+                );
+                if let Err(error) = sealed {
+                    failure.get_or_insert((index, head, error));
+                    continue;
+                }
+                let format = SealedFormat::of(codec, head.layer);
+                let order = PageOrder::new(format, codec.geometry().head_dim).unwrap();
+                let at = page.sealed as usize * codec.page_bytes() + codec.head_range(head).unwrap().start;
+                pool[at..at + bytes.len()].copy_from_slice(&order.from_cpu(&bytes).unwrap());
+            }
+        }
+        (pool, failure)
+    }
+
+    /// The sealed pool as the card writes it.
+    fn run(&mut self, pages: &[SealPage], layers: std::ops::Range<usize>) -> Vec<u8> {
+        let d = self.codec.geometry().head_dim;
+        let order = PageOrder::new(SealedFormat::Bf16, d).unwrap();
+        let upload = |pages: &[Vec<u16>]| {
+            let bytes = |page: &Vec<u16>| page.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+            let pool: Vec<u8> = pages.iter().flat_map(|page| order.from_cpu(&bytes(page)).unwrap()).collect();
+            self.device.stream().clone_htod(&pool).unwrap()
+        };
+        let (exact, scratch) = (upload(&self.exact), upload(&self.scratch));
+        let stream = self.device.stream().clone();
+        let mut sealed = stream.clone_htod(&vec![0xff_u8; SEALED_SLOTS * self.codec.page_bytes()]).unwrap();
+        let list = self.sealer.list(pages).unwrap();
+        let pools = SealPools { exact: &exact, scratch: Some(&scratch), sealed: &mut sealed };
+        self.sealer.launch(&list, layers, EXACT_SLOTS, pools).unwrap();
+        let got = stream.clone_dtoh(&sealed).unwrap();
+        self.device.synchronise().unwrap();
+        got
+    }
+
+    fn seals_like_the_codec(&mut self) -> Vec<String> {
+        let mut noise = Noise(5);
+        let mut targets = shuffled(SEALED_SLOTS - 1, &mut noise).into_iter().map(|slot| slot + 1);
+        let mut to = |exact: usize| SealPage { exact: exact as u32, sealed: targets.next().unwrap() };
+        let some: Vec<SealPage> = [3, 1, EXACT_SLOTS - 1, 6].map(&mut to).to_vec();
+        let scratch: Vec<SealPage> = [EXACT_SLOTS, EXACT_SLOTS + SCRATCH_SLOTS - 1, 2].map(&mut to).to_vec();
+        let mut problems = Vec::new();
+        for (pages, layers) in [(&some, 0..LAYERS), (&some, 1..3), (&scratch, 2..3), (&vec![], 0..LAYERS)] {
+            let (expected, failure) = self.expected(pages, layers.clone());
+            assert_eq!(failure, None, "all rows are finite");
+            let got = self.run(pages, layers.clone());
+            self.sealed_pages += pages.len() * layers.len() * KV_HEADS;
+            let found = self.sealer.failure(layers.clone()).unwrap();
+            if found.is_some() {
+                problems.push(format!("{found:?} though all rows are finite"));
+            }
+            problems
+                .extend(self.difference(&expected, &got).map(|text| format!("layers {layers:?}: {text}")));
+        }
+        problems
+    }
+
+    fn refuses_what_is_not_finite(&mut self) -> Vec<String> {
+        let d = self.codec.geometry().head_dim;
+        let (pages, layers) =
+            ([SealPage { exact: 4, sealed: 7 }, SealPage { exact: 5, sealed: 2 }], 0..LAYERS);
+        let mut problems = Vec::new();
+        for (side, token, channel, bad) in [
+            (Side::Value, 41, d - 1, f32::NAN),
+            (Side::Key, 63, 0, f32::INFINITY),
+            (Side::Value, 0, 9, f32::NEG_INFINITY),
+            (Side::Key, 7, 17, f32::NAN),
+        ] {
+            // The second page, in a layer that is encoded and in one that is copied.
+            for layer in [2, KEPT] {
+                let index = (5 * LAYERS + layer) * KV_HEADS + 1;
+                let clean = self.exact[index].clone();
+                let (mut key, mut value) = (vec![1.0; d], vec![2.0; d]);
+                let row = if side == Side::Key { &mut key } else { &mut value };
+                // The first of two is the one that is named.
+                row[channel] = bad;
+                row[d - 1] = bad;
+                write_token(&mut self.exact[index], d, token, &key, &value);
+                let (expected, failure) = self.expected(&pages, layers.clone());
+                let got = self.run(&pages, layers.clone());
+                self.exact[index] = clean;
+                problems.extend(self.difference(&expected, &got));
+                let found = self.sealer.failure(layers.clone()).unwrap();
+                let named = found.map(|found| {
+                    let head = HeadIndex { layer: found.layer, head: found.head };
+                    (found.page, head, CodecError::NotFinite { row: found.token, channel: found.channel })
+                });
+                if failure.is_none() || named != failure || found.is_none_or(|found| found.side != side) {
+                    problems.push(format!("{found:?} instead of {failure:?}, {side:?}"));
+                }
+                if self.sealer.failure(layers.clone()).unwrap().is_some() {
+                    problems.push("a failure is remembered".into());
+                }
+            }
+        }
+        problems
+    }
+
+    /// Where and how often pools differ.
+    fn difference(&self, expected: &[u8], got: &[u8]) -> Option<String> {
+        let wrong = |at: &usize| expected[*at] != got[*at];
+        let first = (0..expected.len()).find(wrong)?;
+        let count = (0..expected.len()).filter(wrong).count();
+        let (slot, at) = (first / self.codec.page_bytes(), first % self.codec.page_bytes());
+        let head = (0..LAYERS)
+            .flat_map(|layer| (0..KV_HEADS).map(move |head| HeadIndex { layer, head }))
+            .find(|&head| self.codec.head_range(head).unwrap().contains(&at))
+            .unwrap();
+        let byte = at - self.codec.head_range(head).unwrap().start;
+        let rules = [Side::Key, Side::Value].map(|side| self.codec.row_format(head, side).unwrap().rule);
+        Some(format!(
+            "{count} bytes differ, first in slot {slot}, {head:?} ({} and {}), byte {byte} of {}: {:#x} instead of {:#x}",
+            rules[0],
+            rules[1],
+            self.codec.head_bytes(head.layer),
+            got[first],
+            expected[first]
+        ))
+    }
+}
+
+/// Slots that do not exist, and a target twice, are refused before anything is launched.
+fn refuses_bad_lists(device: &Arc<Device>) -> bool {
+    let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim: 64 };
+    let codec = PageCodec::fp8(geometry, None).unwrap();
+    let mut sealer = PageSealer::new(device, &codec).unwrap();
+    let exact = device.zeroed(EXACT_SLOTS * geometry.page_bytes(PageFormat::Bf16)).unwrap();
+    let mut sealed = device.zeroed(SEALED_SLOTS * codec.page_bytes()).unwrap();
+    let mut attempt = |exact_slot: u32, sealed_slot: u32, layers: std::ops::Range<usize>| {
+        let list = sealer.list(&[SealPage { exact: exact_slot, sealed: sealed_slot }])?;
+        let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed };
+        sealer.launch(&list, layers, EXACT_SLOTS, pools)
+    };
+    let outside = |result| matches!(result, Err(CudaError::PageOutOfRange { .. }));
+    let mut right = attempt(1, 1, 0..LAYERS).is_ok()
+        && outside(attempt(0, 1, 0..1))
+        && outside(attempt(1, 0, 0..1))
+        && outside(attempt(EXACT_SLOTS as u32, 1, 0..1))
+        && outside(attempt(1, SEALED_SLOTS as u32, 0..1))
+        && matches!(attempt(1, 1, 0..LAYERS + 1), Err(CudaError::Shape { .. }));
+    let twice = [SealPage { exact: 1, sealed: 3 }, SealPage { exact: 2, sealed: 3 }];
+    right &= matches!(sealer.list(&twice), Err(CudaError::PageWrittenTwice { slot: 3 }));
+    if !right {
+        println!("FAILED seal: a list of pages that cannot be sealed was not refused");
+    }
+    right
+}
