@@ -5,9 +5,8 @@
 
 use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
 use oscar_kernels::cpu::attention::sealed::SealedFormat;
-use oscar_kernels::cuda::attention::Tuning;
 use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
-use oscar_kernels::cuda::{DecodeShape, Device, Split};
+use oscar_kernels::cuda::{DecodeShape, Device, Split, Tuning};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = match Device::open(0) {

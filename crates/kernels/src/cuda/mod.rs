@@ -7,6 +7,7 @@
 //! | [`compile`] | `.cu` sources to machine code with NVRTC, and the cache on disk |
 //! | [`page_order`] | the order of bytes inside a page on the device, and converters from and to the CPU's |
 //! | [`plan`] | a ragged batch cut into work of equal cost for every block |
+//! | [`tuning`] | how the decode kernel is laid out on a multiprocessor |
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
 //! | [`read`] | the read ceiling of a card |
 //! | [`measure`] | a kernel timed on cold pages, and its error |
@@ -20,9 +21,11 @@ pub mod measure;
 pub mod page_order;
 pub mod plan;
 pub mod read;
+pub mod tuning;
 
-pub use attention::{DecodeAttention, DecodeShape, PoolView};
+pub use attention::{DecodeAttention, PoolView, ValueTransform};
 pub use device::Device;
 pub use error::CudaError;
 pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
+pub use tuning::{DecodeShape, Tuning};

@@ -49,6 +49,7 @@ struct Floats {
   static constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
   static constexpr int CHANNEL_TILES = HEAD_DIM / 8;
   static constexpr int LANE_TOKENS = 2 * TOKEN_TILES;
+  static constexpr int TEAM = 1;
 
   // [0] alone with up to eight rows: numbers in rows 0-7, errors in rows 8-15. Otherwise numbers in [0], errors in [1].
   u32 q[ROW_TILES][CHANNEL_STEPS][4];
@@ -57,11 +58,11 @@ struct Floats {
   float bound[ROW_TILES];
   float sums[CHANNEL_TILES][4];
 
-  DEVICE static int channel(int step, int part, int e, int t) {
+  DEVICE static int query_channel(int step, int part, int e, int t) {
     return FP8 ? step * 16 + t * 4 + e * 2 + part : step / 2 * 32 + t * 8 + (step & 1) * 4 + part * 2 + e;
   }
 
-  DEVICE void begin(const float* queries, int rows, float scale, int lane) {
+  DEVICE void begin(const float* queries, int rows, float scale, int lane, int, u8*) {
     const int g = lane >> 2, t = lane & 3;
     #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++) {
@@ -86,8 +87,8 @@ struct Floats {
         for (int part = 0; part < 2; part++) {
           float x = 0.0f, y = 0.0f;
           if (row < rows) {
-            x = source[channel(step, part, 0, t)] * inverse;
-            y = source[channel(step, part, 1, t)] * inverse;
+            x = source[query_channel(step, part, 0, t)] * inverse;
+            y = source[query_channel(step, part, 1, t)] * inverse;
           }
           u32 rounded, rest;
           split<FP8>(x, y, rounded, rest);
@@ -226,6 +227,8 @@ struct Floats {
     }
   }
 
+  DEVICE void settle(int) {}
+  DEVICE static int channel(int i) { return i * 8; }
   DEVICE float row_largest(int tile) const { return largest[tile]; }
   DEVICE float row_total(int tile) const { return quad_sum(total[tile]); }
 
