@@ -1,6 +1,6 @@
 //! Times layouts of the decode kernel against each other on a card: `cargo run --release --example cuda_tuning`.
 //!
-//! Arguments: `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKS`, any number of them, and
+//! Arguments: `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKSxLEAN`, any number of them, and
 //! `read` for the read ceiling.
 
 use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
@@ -54,8 +54,8 @@ fn case(argument: &str) -> Option<Case> {
     let numbers = |text: &str| text.split('x').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
     let batch = numbers(batch)?;
     let tuning = match numbers(tuning).as_deref() {
-        Some(&[warps, stages, blocks_per_multiprocessor]) => {
-            Some(Tuning { warps, stages, blocks_per_multiprocessor })
+        Some(&[warps, stages, blocks_per_multiprocessor, lean]) => {
+            Some(Tuning { warps, stages, blocks_per_multiprocessor, lean: lean != 0 })
         }
         _ => None,
     };

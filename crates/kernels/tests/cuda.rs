@@ -172,8 +172,8 @@ struct Batch {
     tables: Vec<Vec<u32>>,
     pools: [CudaSlice<u8>; 2],
     queries: Vec<f32>,
-    /// `[sequence][head][page]`.
-    rows: Vec<Vec<Vec<[Vec<f32>; 2]>>>,
+    /// Attention in f64, `[sequence][query head]`.
+    expected: Vec<Vec<Vec<f64>>>,
     scale: f32,
     /// What outputs are multiplied with and what is added, of the second of two layers, per KV head.
     matrices: Vec<f32>,
@@ -243,13 +243,24 @@ impl Batch {
         };
         let numbers = lengths.len() * kv_heads * group * d;
         let positive = kind == Kind::Growing;
-        let queries =
+        let queries: Vec<f32> =
             (0..numbers).map(|_| noise.next()).map(|x| factor * if positive { x.abs() } else { x }).collect();
         let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());
         let scale = 1.0 / (d as f32).sqrt();
+        let expected = queries
+            .chunks_exact(kv_heads * group * d)
+            .zip(lengths.iter().zip(&rows))
+            .map(|(queries, (&(tokens, _), heads))| {
+                let row = |(index, query): (usize, &[f32])| {
+                    let pages: &Vec<[Vec<f32>; 2]> = &heads[index / group];
+                    reference(query, scale, tokens, |page| &pages[page])
+                };
+                queries.chunks_exact(d).enumerate().map(row).collect()
+            })
+            .collect();
         let matrices = (0..kv_heads * d * d).map(|_| noise.next() * scale).collect();
         let means = (0..kv_heads * d).map(|_| 0.1 * noise.next()).collect();
-        Batch { device: device.clone(), lengths, tables, pools, queries, rows, scale, matrices, means }
+        Batch { device: device.clone(), lengths, tables, pools, queries, expected, scale, matrices, means }
     }
 
     /// The relative error of the worst sequence, and the outputs. `only` runs one sequence by itself; with `undo` outputs
@@ -311,9 +322,7 @@ impl Batch {
             let (mut difference, mut norm) = (0.0, 0.0);
             for row in 0..kv_heads * group {
                 let at = place * width + row * d;
-                let pages = &self.rows[index][row / group];
-                let mut expected =
-                    reference(&queries[at..at + d], self.scale, self.lengths[index].0, |page| &pages[page]);
+                let mut expected = self.expected[index][row].clone();
                 if undo {
                     expected = self.undone(&expected, row / group);
                 }

@@ -204,7 +204,7 @@ impl DecodeAttention {
             kv_heads: self.shape.kv_heads,
             group: self.shape.group,
             rows: self.shape.rows(),
-            teams: tuning.warps / self.shape.team(),
+            warps: tuning.warps,
             blocks: self.device.multiprocessors() * tuning.blocks_per_multiprocessor,
             exact: tile(&self.orders[0]),
             sealed: tile(&self.orders[1]),
@@ -365,9 +365,6 @@ impl DecodeAttention {
 
 /// Compiles (or finds) and loads the kernel in a layout.
 fn layout(device: &Device, shape: &DecodeShape, tuning: Tuning) -> Result<Layout, CudaError> {
-    if !tuning.warps.is_multiple_of(shape.team()) {
-        return Err(CudaError::Unsupported(format!("{} warps do not make teams of two", tuning.warps)));
-    }
     let function = device.load(&shape.source(&tuning)?, "attend")?;
     let memory = shape.block_memory(&tuning)?;
     let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

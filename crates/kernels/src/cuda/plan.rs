@@ -12,7 +12,7 @@ use super::error::CudaError;
 /// Partial results of one unit, at most: the merge holds a factor for each in shared memory.
 pub const MOST_PARTIALS: usize = 256;
 
-/// Tiles of codes of a segment, at most, for each warp or team: sums of all weights in 32 bits do not overflow below that.
+/// Tiles of codes of a segment, at most, for each warp: sums of all weights in 32 bits do not overflow below that.
 const MOST_TILES: usize = 8192;
 
 /// Tokens of a sequence: as many as segments of [`MOST_TILES`] can hold in any layout.
@@ -89,8 +89,8 @@ pub struct PlanShape {
     pub group: usize,
     /// Query heads that a block has room for.
     pub rows: usize,
-    /// Warps, or teams of them, of a block: they take tiles in turn.
-    pub teams: usize,
+    /// Warps of a block, which take tiles in turn.
+    pub warps: usize,
     /// Blocks of a launch.
     pub blocks: usize,
     /// Tiles of a bf16 page and bytes of each.
@@ -252,7 +252,7 @@ fn unit_pieces(shape: &PlanShape, index: usize, sequence: &DecodeSequence<'_>) -
 
 /// What a segment costs besides its tiles, in bytes read meanwhile: filling and draining the pipeline, the partial result.
 fn overhead(shape: &PlanShape) -> usize {
-    shape.teams * shape.sealed.1.max(shape.exact.1)
+    shape.warps * shape.sealed.1.max(shape.exact.1)
 }
 
 /// Walks all units and goes on to the next block when one has its share.
@@ -270,7 +270,7 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
         for piece in unit {
             // Four fifths of the partial results for sealed tiles, the rest for bf16.
             let most = if piece.segment.kind == 1 { MOST_PARTIALS * 4 / 5 } else { MOST_PARTIALS / 5 - 1 };
-            let least = shape.teams.max(piece.tiles.div_ceil(most));
+            let least = shape.warps.max(piece.tiles.div_ceil(most));
             let mut begin = 0;
             while begin < piece.tiles {
                 let remaining = piece.tiles - begin;
@@ -279,11 +279,11 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
                     share = left.div_ceil(shape.blocks - block);
                 }
                 let room = share.saturating_sub(overhead) / piece.bytes;
-                let mut take = room.next_multiple_of(shape.teams).max(least);
-                if take + shape.teams / 2 >= remaining || block + 1 == shape.blocks {
+                let mut take = room.next_multiple_of(shape.warps).max(least);
+                if take + shape.warps / 2 >= remaining || block + 1 == shape.blocks {
                     take = remaining;
                 }
-                take = take.min(MOST_TILES * shape.teams);
+                take = take.min(MOST_TILES * shape.warps);
                 let segment = Segment { begin: begin as i32, end: (begin + take) as i32, ..piece.segment };
                 cuts.push((block, segment));
                 let cost = overhead + take * piece.bytes;
@@ -310,7 +310,7 @@ fn fixed(shape: &PlanShape, pages: usize, units: &[[Piece; 2]]) -> Vec<(usize, S
             let per_page = if piece.segment.kind == 1 { shape.sealed.0 } else { shape.exact.0 };
             // Long sequences get longer segments, which depends on their own length alone.
             let pages = pages.max(piece.tiles.div_ceil(per_page).div_ceil(MOST_PARTIALS / 2));
-            let pages = pages.min(MOST_TILES * shape.teams / per_page);
+            let pages = pages.min(MOST_TILES * shape.warps / per_page);
             for begin in (0..piece.tiles).step_by(pages * per_page) {
                 let end = (begin + pages * per_page).min(piece.tiles);
                 costs.push((end - begin) * piece.bytes + overhead(shape));

@@ -3,7 +3,7 @@
 use super::*;
 
 fn shape(blocks: usize) -> PlanShape {
-    PlanShape { kv_heads: 2, group: 12, rows: 8, teams: 4, blocks, exact: (8, 4096), sealed: (1, 4608) }
+    PlanShape { kv_heads: 2, group: 12, rows: 8, warps: 4, blocks, exact: (8, 4096), sealed: (1, 4608) }
 }
 
 /// Slots that tell pages apart.
@@ -36,7 +36,7 @@ fn check(shape: &PlanShape, plan: &Plan, sequences: &[DecodeSequence<'_>]) {
         assert!(!std::mem::replace(&mut partials[segment.partial as usize], true), "a partial result twice");
         let range = plan.first_partial[unit]..plan.first_partial[unit + 1];
         assert_eq!((segment.first_partial, segment.partials), (range.start, range.len() as i32));
-        assert!(segment.kind == 0 || (segment.end - segment.begin) as usize <= MOST_TILES * shape.teams);
+        assert!(segment.kind == 0 || (segment.end - segment.begin) as usize <= MOST_TILES * shape.warps);
         assert!(range.contains(&segment.partial) && range.len() <= MOST_PARTIALS, "{segment:?} {range:?}");
         assert!(segment.rows as usize <= shape.rows);
         let sequence = &sequences[segment.sequence as usize];

@@ -1,8 +1,7 @@
 //! How the decode kernel is laid out for a shape of heads and a format: warps, stages, blocks, and the macros it is
 //! compiled with.
 //!
-//! Registers decide. A row tile of eight query heads and 128 channels holds 64 sums per lane, which leaves room for twelve
-//! warps on a multiprocessor; with two row tiles, two warps share the channels of a tile.
+//! Registers decide: sums take 64 of every lane at 128 channels, which leaves room for twelve warps on a multiprocessor.
 
 use super::compile::Source;
 use super::error::CudaError;
@@ -11,8 +10,9 @@ use super::plan::MOST_PARTIALS;
 use crate::cpu::attention::sealed::SealedFormat;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
-const TEXTS: [&str; 4] = [
+const TEXTS: [&str; 5] = [
     include_str!("kernels/primitives.cu"),
+    include_str!("kernels/sums.cu"),
     include_str!("kernels/codes.cu"),
     include_str!("kernels/floats.cu"),
     include_str!("kernels/attention.cu"),
@@ -40,6 +40,8 @@ pub struct Tuning {
     pub stages: usize,
     /// Blocks that share a multiprocessor.
     pub blocks_per_multiprocessor: usize,
+    /// Fewer registers for codes: queries are read from shared memory, and rounds of a tile come one after the other.
+    pub lean: bool,
 }
 
 impl DecodeShape {
@@ -52,30 +54,6 @@ impl DecodeShape {
         Ok([PageOrder::new(SealedFormat::Bf16, self.head_dim)?, PageOrder::new(self.sealed, self.head_dim)?])
     }
 
-    /// Warps that share a tile of codes.
-    pub fn team(&self) -> usize {
-        match self.sealed {
-            SealedFormat::Codes(layout, _)
-                if self.rows() == 16 && self.head_dim == 128 && layout.groups() <= 2 =>
-            {
-                2
-            }
-            _ => 1,
-        }
-    }
-
-    /// Shared memory in which the warps of a team meet: weights, twice, and what they compare.
-    fn team_bytes(&self) -> usize {
-        match (self.sealed, self.team()) {
-            (SealedFormat::Codes(layout, _), team @ 2..) => {
-                let row_tiles = self.rows() / 8;
-                let weights = 128 / layout.bits() as usize / 8 / team;
-                2 * (row_tiles * team * 128 * weights) + row_tiles * team * 64
-            }
-            _ => 0,
-        }
-    }
-
     /// Bytes of a stage: the larger of the two tiles.
     fn stage_bytes(&self) -> Result<usize, CudaError> {
         Ok(self.orders()?.map(|order| order.tile_bytes()).into_iter().max().unwrap_or(0))
@@ -84,25 +62,32 @@ impl DecodeShape {
     /// Shared memory of a block: the stages, or what partial results and their merge need.
     pub(super) fn block_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
         let stages = tuning.warps * tuning.stages * self.stage_bytes()?;
-        let teams = tuning.warps / self.team() * self.team_bytes();
         let partial = tuning.warps * self.rows() * (self.head_dim + 4) * 4;
         // Sums of slices, factors, rows, and a product with a matrix of which every warp has a part.
         let merge = tuning.warps * 32 * 16
             + MOST_PARTIALS * self.rows() * 4
             + (1 + tuning.warps) * self.rows() * self.head_dim * 4;
-        Ok((stages + teams).max(partial).max(merge))
+        Ok(stages.max(partial).max(merge))
     }
 
-    /// Four warps, and as many blocks and stages as registers and shared memory allow.
+    /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands.
+    fn fixed_memory(&self, tuning: &Tuning) -> usize {
+        1536 + tuning.warps * (8 * tuning.stages + 8 * self.rows()) + self.rows() * (2 * self.head_dim + 40)
+    }
+
+    /// Four warps mostly, and as many blocks and stages as registers and shared memory allow.
     pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
-        let registers = self.warps_by_registers()? / 4;
-        for blocks_per_multiprocessor in (1..=registers).rev() {
-            for stages in [3, 2] {
-                let tuning = Tuning { warps: 4, stages, blocks_per_multiprocessor };
-                // A block has 1 KB of its own, and some for barriers and states.
-                let memory = self.block_memory(&tuning)? + 2048;
-                if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
-                    return Ok(tuning);
+        let lean = self.lean();
+        // Two warps where shared memory has no room for the tiles of four. Queries in shared memory are there once per
+        // block, so one block is better than three.
+        for &warps in if lean { [12, 4, 2].as_slice() } else { &[4, 2] } {
+            for blocks_per_multiprocessor in (1..=self.warps_by_registers()? / warps).rev() {
+                for stages in [3, 2] {
+                    let tuning = Tuning { warps, stages, blocks_per_multiprocessor, lean };
+                    let memory = self.block_memory(&tuning)? + self.fixed_memory(&tuning);
+                    if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
+                        return Ok(tuning);
+                    }
                 }
             }
         }
@@ -116,18 +101,26 @@ impl DecodeShape {
         multiprocessor_memory: usize,
     ) -> Result<Tuning, CudaError> {
         for warps in (4..=self.warps_by_registers()?).rev().step_by(4) {
-            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1 };
-            if self.block_memory(&tuning)? + 2048 <= block_memory.min(multiprocessor_memory) {
+            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1, lean: self.lean() };
+            if self.block_memory(&tuning)? + self.fixed_memory(&tuning)
+                <= block_memory.min(multiprocessor_memory)
+            {
                 return Ok(tuning);
             }
         }
         self.tuning(block_memory, multiprocessor_memory)
     }
 
-    /// Warps that a multiprocessor has registers for. Sums take one per eight channels, row and two lanes.
+    /// Warps that a multiprocessor has registers for: sums take 64 of 128 channels.
     fn warps_by_registers(&self) -> Result<usize, CudaError> {
+        let floats = !matches!(self.sealed, SealedFormat::Codes(..)) && self.rows() > 8;
         let groups = self.orders()?[1].groups();
-        Ok(if self.head_dim * self.rows() / self.team() > 128 * 8 || groups > 2 { 8 } else { 12 })
+        Ok(if self.head_dim > 128 || floats || groups > 2 { 8 } else { 12 })
+    }
+
+    /// Two row tiles have more at hand.
+    fn lean(&self) -> bool {
+        self.rows() > 8 && matches!(self.sealed, SealedFormat::Codes(..))
     }
 
     /// The kernel of this shape.
@@ -139,7 +132,7 @@ impl DecodeShape {
             ("SEALED_BITS", bits),
             ("GROUPS", sealed.groups()),
             ("ROW_TILES", self.rows() / 8),
-            ("TEAM_WARPS", self.team()),
+            ("LEAN", usize::from(tuning.lean)),
             ("SCALE_BF16", usize::from(sealed.bf16_scales())),
             ("WARPS", tuning.warps),
             ("STAGES", tuning.stages),
@@ -186,6 +179,31 @@ mod tests {
         shapes
     }
 
+    /// Every source with every kind of operand, but not every combination: compiling takes seconds each.
+    fn listed() -> Vec<(DecodeShape, Tuning)> {
+        let mut listed = Vec::new();
+        for shape in shapes() {
+            let groups = shape.orders().unwrap()[1].groups();
+            let rare = match shape.head_dim {
+                128 => shape.group > 8 && groups > 2,
+                96 => shape.group > 8 || matches!(shape.sealed, SealedFormat::Fp8(_)),
+                _ => {
+                    shape.group > 8
+                        || matches!(shape.sealed, SealedFormat::Codes(layout, _) if layout.bits() == 4)
+                }
+            };
+            if rare {
+                continue;
+            }
+            // The limits of an H200.
+            listed.push((shape, shape.tuning(232_448, 233_472).unwrap()));
+            if shape.head_dim == 128 && shape.group == 4 && groups == 1 {
+                listed.push((shape, shape.tuning_for_little_work(232_448, 233_472).unwrap()));
+            }
+        }
+        listed
+    }
+
     fn name(shape: &DecodeShape) -> String {
         let format = match shape.sealed {
             SealedFormat::Bf16 => "bf16".to_owned(),
@@ -200,27 +218,22 @@ mod tests {
         format!("{format} d{} rows {}", shape.head_dim, shape.rows())
     }
 
-    /// What `tools/check-cuda-kernels` compiles is what is compiled on a card. `OSCAR_WRITE=1` writes the file.
+    /// What `tools/check-cuda-kernels` compiles is compiled on a card. `OSCAR_WRITE=1` writes the file.
     #[test]
     fn the_list_of_configurations_is_that_of_the_product() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = ["primitives.cu", "codes.cu", "floats.cu", "attention.cu"];
+        let texts = ["primitives.cu", "sums.cu", "codes.cu", "floats.cu", "attention.cu"];
         let mut kernels = Vec::new();
-        for shape in shapes() {
-            // The limits of an H200.
-            let usual = shape.tuning(232_448, 233_472).unwrap();
-            let little = shape.tuning_for_little_work(232_448, 233_472).unwrap();
-            for tuning in [usual, little] {
-                let defines: serde_json::Map<String, serde_json::Value> = shape
-                    .source(&tuning)
-                    .unwrap()
-                    .defines
-                    .into_iter()
-                    .map(|(key, value)| (key.to_owned(), value.into()))
-                    .collect();
-                let name = format!("{}, {} warps", name(&shape), tuning.warps);
-                kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
-            }
+        for (shape, tuning) in listed() {
+            let defines: serde_json::Map<String, serde_json::Value> = shape
+                .source(&tuning)
+                .unwrap()
+                .defines
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), value.into()))
+                .collect();
+            let name = format!("{}, {} warps", name(&shape), tuning.warps);
+            kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
         }
         let read = ReadAll::source();
         kernels.push(serde_json::json!({ "name": read.name, "sources": ["read.cu"], "defines": {} }));
@@ -245,7 +258,7 @@ mod tests {
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
         let tuning = shape.tuning(232_448, 233_472).unwrap();
-        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 3 });
+        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 3, lean: false });
         assert!(shape.tuning(1000, 1000).is_err());
     }
 }

@@ -46,21 +46,32 @@ struct Arguments {
   float scale;  // of logits, times log2(e)
 };
 
+template <bool FP8>
+DEVICE void begin(
+    Floats<FP8>& state, const float* queries, int rows, float scale, u8*, int, int lane) {
+  state.begin(queries, rows, scale, lane);
+}
+template <int BITS>
+DEVICE void begin(
+    Codes<BITS>& state, const float* queries, int rows, float scale, u8* query_memory, int warp, int lane) {
+  Codes<BITS>::prepare(queries, rows, scale, query_memory, warp, lane);
+  __syncthreads();
+  state.begin(query_memory, rows, lane);
+}
+
 template <class Provider>
 DEVICE void attend_tiles(
-    const Arguments& a, const Segment& s, Ring& ring, u8* team_memory, int warp, int lane, Provider& state) {
+    const Arguments& a, const Segment& s, Ring& ring, u8* query_memory, int warp, int lane, Provider& state) {
   constexpr bool EXACT = Provider::TOKENS == 8;
-  constexpr int TEAM = Provider::TEAM, TEAMS = WARPS / TEAM;
-  const int team = warp / TEAM, member = warp % TEAM;
   const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
   const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
   pool += (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE);
   const int* table = a.table + s.sequence * a.table_width;
-  const int count = s.end - s.begin > team ? (s.end - s.begin - team + TEAMS - 1) / TEAMS : 0;
+  const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
   const int sink_tiles = s.sink_pages * Provider::TILES_PER_PAGE;
-  // The page of the i-th tile of this team.
+  // The page of the i-th tile of this warp.
   auto page_of = [&](int i) {
-    const int tile = s.begin + team + i * TEAMS, page = tile / Provider::TILES_PER_PAGE;
+    const int tile = s.begin + warp + i * WARPS, page = tile / Provider::TILES_PER_PAGE;
     if (!EXACT) return s.sink_pages + page;
     return tile < sink_tiles ? page : page - s.sink_pages + s.history_end;
   };
@@ -74,31 +85,26 @@ DEVICE void attend_tiles(
       later = slot_of(i + 32 + lane);
     }
     const u32 slot = __shfl_sync(ALL_LANES, slots, i & 31);
-    const int part = (s.begin + team + i * TEAMS) % Provider::TILES_PER_PAGE;
-    ring_fetch<Provider::TILE_BYTES, TEAM>(
-        ring, pool + (u64)slot * stride + part * Provider::TILE_BYTES, there, member, lane);
+    const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
+    ring_fetch<Provider::TILE_BYTES>(ring, pool + (u64)slot * stride + part * Provider::TILE_BYTES, there, lane);
   };
   wait_for_launches();
-  // A stage is filled again one tile after the last of its readers is known to be done with it; warps of a team know that
-  // of each other one tile later.
-  constexpr int AHEAD = TEAM * (STAGES - 1);
   #pragma unroll 1
-  for (int i = 0; i < AHEAD; i++) fetch(i);
+  for (int i = 0; i < STAGES - 1; i++) fetch(i);
   const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
-  state.begin(a.queries + row * HEAD_DIM, s.rows, a.scale, lane, warp, team_memory);
+  begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();
-    fetch(i + AHEAD);
-    const u8* tile = ring_take<TEAM>(ring, 1 + team);
+    fetch(i + STAGES - 1);
+    const u8* tile = ring_take(ring);
     int visible = Provider::TOKENS;
     if (EXACT) {
-      const int first = page_of(i) * 64 + (s.begin + team + i * TEAMS) % Provider::TILES_PER_PAGE * 8;
+      const int first = page_of(i) * 64 + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;
       visible = min(8, s.tokens - first);
     }
     state.add(tile, visible, lane);
   }
-  state.settle(lane);
 }
 
 struct Shared {
@@ -135,7 +141,7 @@ DEVICE void write_partial(
     if (row < s.rows) {
       #pragma unroll
       for (int i = 0; i < Provider::CHANNEL_TILES; i++)
-        *(float2*)&scratch[(warp / Provider::TEAM * ROWS + row) * ROW_STRIDE + state.channel(i) + 2 * t] =
+        *(float2*)&scratch[(warp * ROWS + row) * ROW_STRIDE + i * 8 + 2 * t] =
             make_float2(values[i].x * factor, values[i].y * factor);
     }
   }
@@ -144,7 +150,7 @@ DEVICE void write_partial(
     const int row = i / (HEAD_DIM / 4), channel = i % (HEAD_DIM / 4) * 4;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     #pragma unroll
-    for (int w = 0; w < WARPS / Provider::TEAM; w++) {
+    for (int w = 0; w < WARPS; w++) {
       const float4 x = *(const float4*)&scratch[(w * ROWS + row) * ROW_STRIDE + channel];
       sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
     }
@@ -217,15 +223,20 @@ DEVICE void weigh_partials(const Arguments& a, const Segment& s, float* factors,
     float2 states[MOST_PARTIALS / 32];
     #pragma unroll
     for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
       const int i = lane + 32 * k;
       states[k] = make_float2(NEGATIVE_INFINITY, 0.0f);
       if (i < count) states[k] = load_from_l2(&a.partial_states[(first + i) * ROWS + row]);
     }
     #pragma unroll
-    for (int k = 0; k < MOST_PARTIALS / 32; k++) most = fmaxf(most, states[k].x);
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
+      most = fmaxf(most, states[k].x);
+    }
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
     #pragma unroll
     for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
       const int i = lane + 32 * k;
       const float factor = states[k].x == NEGATIVE_INFINITY ? 0.0f : exp2_fast(states[k].x - most);
       if (i < count) factors[i * ROWS + row] = factor;
@@ -296,22 +307,18 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ u64 barriers[(TEAM_WARPS == 1 ? 1 : 2) * WARPS * STAGES];
+  __shared__ u64 barriers[WARPS * STAGES];
   __shared__ Shared shared;
+#if SEALED_BITS == 2 || SEALED_BITS == 4
+  __shared__ __align__(16) u8 query_memory[Sealed::QUERY_BYTES];
+#else
+  u8* query_memory = nullptr;
+#endif
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float* scratch = (float*)memory;
-  u8* team_memory = memory + WARPS * STAGES * STAGE_BYTES;
   let_next_launch_begin();
   Ring ring;
-  ring_open<1>(ring, memory + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES, 0, lane);
-#if TEAM_WARPS == 2
-  Ring team_ring;
-  const int team = warp / 2 * 2 * STAGES;
-  ring_open<2>(team_ring, memory + team * STAGE_BYTES, barriers + WARPS * STAGES + team, warp % 2, lane);
-  __syncthreads();
-#else
-  Ring& team_ring = ring;
-#endif
+  ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES, lane);
   for (int index = blockIdx.x; index >= 0;) {
     const Segment s = a.segments[index];
     // A block without work has a segment that is no part of anything.
@@ -323,21 +330,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
 #if SEALED_BITS
     if (s.kind) {
       Sealed state;
-      attend_tiles(a, s, Sealed::TEAM == 1 ? ring : team_ring, team_memory, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     } else
 #endif
     {
       Exact state;
-      attend_tiles(a, s, ring, team_memory, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     }
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      shared.last = atomicAdd(&a.arrivals[s.unit], 1) == s.partials - 1;
+      // Releases what the whole block has written, and acquires what others have.
+      int before;
+      asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(&a.arrivals[s.unit]) : "memory");
+      shared.last = before == s.partials - 1;
       if (shared.last) a.arrivals[s.unit] = 0;
-      __threadfence();
     }
     __syncthreads();
     if (shared.last) merge(a, s, scratch, shared, warp, lane);

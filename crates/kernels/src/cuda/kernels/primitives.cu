@@ -1,6 +1,6 @@
 // What the other sources share: integer types, instructions without a C++ spelling, and the ring of tiles in shared
 // memory that a warp fills ahead of itself. No source includes a header: the run-time compiler finds none on a user's
-// machine. Sources are put together in the order primitives, codes, floats, attention.
+// machine. Sources are put together in the order primitives, sums, codes, floats, attention.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -61,15 +61,6 @@ DEVICE float2 scale_pair(u32 word) {
 #endif
 }
 
-// The warps of a team, two of a block: whether `fits` holds for all of their lanes. What each has written to shared memory
-// before is there for both.
-DEVICE bool team_all(int barrier, bool fits) {
-  u32 all;
-  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %2, 0; bar.red.and.pred q, %1, 64, p; selp.u32 %0, 1, 0, q;}"
-      : "=r"(all) : "r"(barrier), "r"((u32)fits) : "memory");
-  return all != 0;
-}
-
 // Launches may overlap: everything that this one reads or writes and others write comes after `wait_for_launches`. Before
 // sm_90 launches do not overlap.
 DEVICE void let_next_launch_begin() {
@@ -93,16 +84,14 @@ struct Ring {
   u32 read_phase;
 };
 
-// Of a warp, or of a team and twice as long; `member` counts the warps of a team.
-template <int TEAM>
-DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int member, int lane) {
+DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int lane) {
   ring.stages = stages;
   ring.barriers = barriers;
   ring.write_stage = ring.read_stage = 0;
   ring.read_phase = 0;
 #if __CUDA_ARCH__ >= 900
-  if (member == 0 && lane == 0) {
-    for (int i = 0; i < TEAM * STAGES; i++)
+  if (lane == 0) {
+    for (int i = 0; i < STAGES; i++)
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(&barriers[i])));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -112,11 +101,11 @@ DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int member, int lan
 }
 
 // Begins to fetch a tile into the next stage. Before sm_90 a call without a tile keeps the count of groups right.
-template <int BYTES, int TEAM>
-DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int member, int lane) {
+template <int BYTES>
+DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
   u8* stage = ring.stages + ring.write_stage * STAGE_BYTES;
 #if __CUDA_ARCH__ >= 900
-  if (there && member == 0 && lane == 0) {
+  if (there && lane == 0) {
     const u32 barrier = shared_address(&ring.barriers[ring.write_stage]);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -124,18 +113,17 @@ DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int member, int
   }
 #else
   if (there) {
-    for (int at = (member * 32 + lane) * 16; at < BYTES; at += TEAM * 512)
+    for (int at = lane * 16; at < BYTES; at += 512)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
           :: "r"(shared_address(stage + at)), "l"(source + at) : "memory");
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-  if (there && ++ring.write_stage == TEAM * STAGES) ring.write_stage = 0;
+  if (there && ++ring.write_stage == STAGES) ring.write_stage = 0;
 }
 
-// Waits for the oldest tile. TEAM * (STAGES - 1) fetches have begun after it.
-template <int TEAM>
-DEVICE const u8* ring_take(Ring& ring, int barrier_of_team) {
+// Waits for the oldest tile. STAGES - 1 fetches have begun after it.
+DEVICE const u8* ring_take(Ring& ring) {
   const u8* stage = ring.stages + ring.read_stage * STAGE_BYTES;
 #if __CUDA_ARCH__ >= 900
   const u32 barrier = shared_address(&ring.barriers[ring.read_stage]);
@@ -145,12 +133,10 @@ DEVICE const u8* ring_take(Ring& ring, int barrier_of_team) {
         : "=r"(done) : "r"(barrier), "r"(ring.read_phase) : "memory");
   } while (!done);
 #else
-  asm volatile("cp.async.wait_group %0;" :: "n"(TEAM * (STAGES - 1)) : "memory");
-  // Each warp waits for what it has fetched itself.
-  if (TEAM == 2) team_all(barrier_of_team, true);
-  else __syncwarp();
+  asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+  __syncwarp();
 #endif
-  if (++ring.read_stage == TEAM * STAGES) {
+  if (++ring.read_stage == STAGES) {
     ring.read_stage = 0;
     ring.read_phase ^= 1;
   }
