@@ -17,7 +17,9 @@ use cudarc::driver::CudaSlice;
 use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType};
 use oscar_kernels::cpu::attention::sealed::SealedFormat;
 use oscar_kernels::cuda::measure::{Noise, random_page, reference, shuffled};
-use oscar_kernels::cuda::{DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split};
+use oscar_kernels::cuda::{
+    DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
+};
 
 /// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes, which shows where
 /// logits are in the hundreds.
@@ -52,8 +54,13 @@ fn main() -> ExitCode {
     }
     let (mut runs, mut worst) = (0, 0.0_f64);
     for (name, shape) in shapes(quick).into_iter().filter(|_| wanted("attention")) {
-        let kernel = match DecodeAttention::new(&device, shape) {
-            Ok(kernel) => kernel,
+        // As it chooses its layout itself, which is the one for little work here, and in the usual one.
+        let made = DecodeAttention::new(&device, shape).and_then(|kernel| {
+            let usual = *kernel.tunings().next().unwrap();
+            Ok((kernel, DecodeAttention::with_tuning(&device, shape, usual)?))
+        });
+        let (kernel, usual) = match made {
+            Ok(kernels) => kernels,
             Err(error) => {
                 println!("FAILED {name}: {error}");
                 failures += 1;
@@ -64,15 +71,22 @@ fn main() -> ExitCode {
         let mut worst_here = 0.0_f64;
         for (kind, batch) in batches(quick) {
             let case = Batch::new(&device, &kernel, kind, &batch);
-            for split in [Split::Balanced, Split::Fixed { pages: 4 }] {
-                let (error, got) = case.run(&kernel, split, None);
+            let fixed = Split::Fixed { pages: 4 };
+            for (kernel, split, undo) in [
+                (&kernel, Split::Balanced, false),
+                (&usual, Split::Balanced, true),
+                (&kernel, fixed, true),
+                (&usual, Split::Balanced, false),
+            ] {
+                let (error, got) = case.run(kernel, split, None, undo);
                 // A second time: nothing may be left over, and nothing may depend on who comes first.
-                let again = case.run(&kernel, split, None).1;
+                let again = case.run(kernel, split, None, undo).1;
                 let same = got.iter().zip(&again).all(|(a, b)| a.to_bits() == b.to_bits());
                 runs += 1;
                 if error.is_nan() || error > limit(kind) || !same {
                     println!(
-                        "FAILED {name}, {kind:?} {batch:?}, {split:?}: error {error:.2e}, repeatable: {same}"
+                        "FAILED {name}, {kind:?} {batch:?}, {split:?}, rotation undone: {undo}: \
+                         error {error:.2e}, repeatable: {same}"
                     );
                     failures += 1;
                 }
@@ -172,9 +186,12 @@ struct Batch {
     tables: Vec<Vec<u32>>,
     pools: [CudaSlice<u8>; 2],
     queries: Vec<f32>,
-    /// `[sequence][head][page]`.
-    rows: Vec<Vec<Vec<[Vec<f32>; 2]>>>,
+    /// Attention in f64, `[sequence][query head]`.
+    expected: Vec<Vec<Vec<f64>>>,
     scale: f32,
+    /// What outputs are multiplied with and what is added, of the second of two layers, per KV head.
+    matrices: Vec<f32>,
+    means: Vec<f32>,
 }
 
 impl Batch {
@@ -240,15 +257,35 @@ impl Batch {
         };
         let numbers = lengths.len() * kv_heads * group * d;
         let positive = kind == Kind::Growing;
-        let queries =
+        let queries: Vec<f32> =
             (0..numbers).map(|_| noise.next()).map(|x| factor * if positive { x.abs() } else { x }).collect();
         let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());
         let scale = 1.0 / (d as f32).sqrt();
-        Batch { device: device.clone(), lengths, tables, pools, queries, rows, scale }
+        let expected = queries
+            .chunks_exact(kv_heads * group * d)
+            .zip(lengths.iter().zip(&rows))
+            .map(|(queries, (&(tokens, _), heads))| {
+                let row = |(index, query): (usize, &[f32])| {
+                    let pages: &Vec<[Vec<f32>; 2]> = &heads[index / group];
+                    reference(query, scale, tokens, |page| &pages[page])
+                };
+                queries.chunks_exact(d).enumerate().map(row).collect()
+            })
+            .collect();
+        let matrices = (0..kv_heads * d * d).map(|_| noise.next() * scale).collect();
+        let means = (0..kv_heads * d).map(|_| 0.1 * noise.next()).collect();
+        Batch { device: device.clone(), lengths, tables, pools, queries, expected, scale, matrices, means }
     }
 
-    /// The relative error of the worst sequence, and the outputs. `only` runs one sequence by itself.
-    fn run(&self, kernel: &DecodeAttention, split: Split, only: Option<usize>) -> (f64, Vec<f32>) {
+    /// The relative error of the worst sequence, and the outputs. `only` runs one sequence by itself; with `undo` outputs
+    /// are multiplied with a matrix.
+    fn run(
+        &self,
+        kernel: &DecodeAttention,
+        split: Split,
+        only: Option<usize>,
+        undo: bool,
+    ) -> (f64, Vec<f32>) {
         let DecodeShape { head_dim: d, kv_heads, group, .. } = *kernel.shape();
         let width = kv_heads * group * d;
         let chosen: Vec<usize> = only.map_or((0..self.lengths.len()).collect(), |index| vec![index]);
@@ -275,7 +312,23 @@ impl Batch {
             offset: 0,
             stride: kernel.orders()[pool].page_bytes() * kv_heads,
         };
-        kernel.launch(&mut plan, view(0), Some(view(1)), &device_queries, self.scale, &mut out).unwrap();
+        // Matrices of another layer come first, and are poison.
+        let second = |numbers: &[f32]| {
+            stream.clone_htod(&[vec![f32::NAN; numbers.len()], numbers.to_vec()].concat()).unwrap()
+        };
+        let (matrices, means) = (second(&self.matrices), second(&self.means));
+        let transform = ValueTransform { matrices: &matrices, means: Some(&means), layer: 1 };
+        kernel
+            .launch_and_undo(
+                &mut plan,
+                view(0),
+                Some(view(1)),
+                &device_queries,
+                self.scale,
+                undo.then_some(transform),
+                &mut out,
+            )
+            .unwrap();
         let got = stream.clone_dtoh(&out).unwrap();
         self.device.synchronise().unwrap();
         let mut worst = 0.0_f64;
@@ -283,9 +336,10 @@ impl Batch {
             let (mut difference, mut norm) = (0.0, 0.0);
             for row in 0..kv_heads * group {
                 let at = place * width + row * d;
-                let pages = &self.rows[index][row / group];
-                let expected =
-                    reference(&queries[at..at + d], self.scale, self.lengths[index].0, |page| &pages[page]);
+                let mut expected = self.expected[index][row].clone();
+                if undo {
+                    expected = self.undone(&expected, row / group);
+                }
                 for (expected, &got) in expected.iter().zip(&got[at..at + d]) {
                     difference += (expected - f64::from(got)).powi(2);
                     norm += expected.powi(2);
@@ -300,13 +354,24 @@ impl Batch {
         (worst, got)
     }
 
+    /// A row times the matrix of a head, and the mean.
+    fn undone(&self, row: &[f64], head: usize) -> Vec<f64> {
+        let d = row.len();
+        let matrix = &self.matrices[head * d * d..(head + 1) * d * d];
+        let mut out: Vec<f64> = self.means[head * d..(head + 1) * d].iter().map(|&x| f64::from(x)).collect();
+        for (x, weights) in row.iter().zip(matrix.chunks_exact(d)) {
+            out.iter_mut().zip(weights).for_each(|(out, &weight)| *out += x * f64::from(weight));
+        }
+        out
+    }
+
     /// Whether the longest sequence gets the same bits alone as in the batch, with fixed splits.
     fn alone_is_the_same(&self, kernel: &DecodeAttention) -> bool {
         let split = Split::Fixed { pages: 4 };
         let longest = (0..self.lengths.len()).max_by_key(|&index| self.lengths[index].0).unwrap();
         let width = kernel.shape().kv_heads * kernel.shape().group * kernel.shape().head_dim;
-        let together = self.run(kernel, split, None).1;
-        let alone = self.run(kernel, split, Some(longest)).1;
+        let together = self.run(kernel, split, None, false).1;
+        let alone = self.run(kernel, split, Some(longest), false).1;
         let part = &together[longest * width..(longest + 1) * width];
         part.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits())
     }

@@ -5,110 +5,15 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
-use cudarc::driver::{
-    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
-};
+use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut};
 
-use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
-use super::plan::{DecodeSequence, MOST_PARTIALS, Plan, PlanShape, Split};
+use super::plan::{DecodeSequence, Plan, PlanShape, Split};
+pub use super::tuning::{DecodeShape, Tuning};
 use crate::cpu::attention::sealed::SealedFormat;
-
-/// The texts of the kernel, in the order in which they are compiled as one.
-const TEXTS: [&str; 4] = [
-    include_str!("kernels/primitives.cu"),
-    include_str!("kernels/codes.cu"),
-    include_str!("kernels/floats.cu"),
-    include_str!("kernels/attention.cu"),
-];
-
-/// Heads, and the format of the pages that are not bf16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DecodeShape {
-    /// Channels of a head.
-    pub head_dim: usize,
-    /// KV heads.
-    pub kv_heads: usize,
-    /// Query heads per KV head.
-    pub group: usize,
-    /// Sealed pages; [`SealedFormat::Bf16`] if there are none.
-    pub sealed: SealedFormat,
-}
-
-/// How a kernel is laid out on a multiprocessor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    /// Warps of a block.
-    pub warps: usize,
-    /// Tiles that a warp has in flight or at hand.
-    pub stages: usize,
-    /// Blocks that share a multiprocessor.
-    pub blocks_per_multiprocessor: usize,
-}
-
-impl DecodeShape {
-    /// Query heads that a block has room for: two row tiles where registers allow.
-    pub fn rows(&self) -> usize {
-        if self.group > 8 && self.head_dim <= 128 { 16 } else { 8 }
-    }
-
-    fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
-        Ok([PageOrder::new(SealedFormat::Bf16, self.head_dim)?, PageOrder::new(self.sealed, self.head_dim)?])
-    }
-
-    /// Bytes of a stage: the larger of the two tiles.
-    fn stage_bytes(&self) -> Result<usize, CudaError> {
-        Ok(self.orders()?.map(|order| order.tile_bytes()).into_iter().max().unwrap_or(0))
-    }
-
-    /// Shared memory of a block: the stages, or what partial results and their merge need.
-    fn block_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
-        let stages = tuning.warps * tuning.stages * self.stage_bytes()?;
-        let partial = tuning.warps * self.rows() * (self.head_dim + 4) * 4;
-        let merge = tuning.warps * 32 * 16 + MOST_PARTIALS * self.rows() * 4;
-        Ok(stages.max(partial).max(merge))
-    }
-
-    /// Four warps, and as many blocks and stages as registers and shared memory allow.
-    pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
-        // Sums take a register per eight channels, row and two lanes; several groups have more scales at hand.
-        let groups = self.orders()?[1].groups();
-        let registers = if self.head_dim * self.rows() > 128 * 8 || groups > 1 { 2 } else { 3 };
-        for blocks_per_multiprocessor in (1..=registers).rev() {
-            for stages in [3, 2] {
-                let tuning = Tuning { warps: 4, stages, blocks_per_multiprocessor };
-                // A block has 1 KB of its own, and some for barriers and states.
-                let memory = self.block_memory(&tuning)? + 2048;
-                if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
-                    return Ok(tuning);
-                }
-            }
-        }
-        Err(CudaError::Unsupported(format!("{block_memory} bytes of shared memory are too few for {self:?}")))
-    }
-
-    /// The kernel of this shape.
-    pub fn source(&self, tuning: &Tuning) -> Result<Source, CudaError> {
-        let [_, sealed] = self.orders()?;
-        let bits = if self.sealed == SealedFormat::Bf16 { 0 } else { sealed.bits() };
-        let defines = vec![
-            ("HEAD_DIM", self.head_dim),
-            ("SEALED_BITS", bits),
-            ("GROUPS", sealed.groups()),
-            ("ROW_TILES", self.rows() / 8),
-            ("SCALE_BF16", usize::from(sealed.bf16_scales())),
-            ("WARPS", tuning.warps),
-            ("STAGES", tuning.stages),
-            ("STAGE_BYTES", self.stage_bytes()?),
-            ("BLOCKS_PER_SM", tuning.blocks_per_multiprocessor),
-        ];
-        let name = format!("decode attention, {} bits, {} channels", sealed.bits(), self.head_dim);
-        Ok(Source { name, text: TEXTS.concat(), defines, exact: false })
-    }
-}
 
 /// Pages of one layer in device memory: head `h` of slot `s` at `offset + s·stride + h·page bytes`.
 #[derive(Clone, Copy)]
@@ -127,6 +32,9 @@ impl PoolView<'_> {
         if !self.offset.is_multiple_of(16) || !self.stride.is_multiple_of(16) {
             return Err(CudaError::Unsupported("pages lie on multiples of 16 bytes".into()));
         }
+        if u32::try_from(self.stride).is_err() {
+            return Err(CudaError::Unsupported("slots of a pool that are 4 GB apart".into()));
+        }
         let end = slots.checked_sub(1).map_or(Some(0), |last| {
             last.checked_mul(self.stride)?.checked_add(self.offset)?.checked_add(bytes)
         });
@@ -144,12 +52,40 @@ impl PoolView<'_> {
     }
 }
 
+/// What turns outputs in the basis of the pages back into values, where the layer after attention has not been folded
+/// together with it: `out = row · matrix + mean`.
+#[derive(Clone, Copy)]
+pub struct ValueTransform<'a> {
+    /// `[KV head][channel of the pages][channel of the outputs]`, of one layer.
+    pub matrices: &'a CudaSlice<f32>,
+    /// `[KV head][channel of the outputs]`, of the same layer.
+    pub means: Option<&'a CudaSlice<f32>>,
+    /// The layer: where its first matrix lies, in matrices of all KV heads.
+    pub layer: usize,
+}
+
+impl ValueTransform<'_> {
+    /// Addresses of matrices and means.
+    fn addresses(&self, device: &Device, shape: &DecodeShape) -> Result<(u64, u64), CudaError> {
+        let row = shape.kv_heads * shape.head_dim;
+        let place = |what, slice: &CudaSlice<f32>, size: usize| {
+            let expected = (self.layer + 1).saturating_mul(size);
+            if slice.len() < expected {
+                return Err(CudaError::Shape { what, expected, got: slice.len() });
+            }
+            Ok(slice.device_ptr(device.stream()).0 + (self.layer * size * size_of::<f32>()) as u64)
+        };
+        let matrices = place("matrices of value rotations", self.matrices, row * shape.head_dim)?;
+        Ok((matrices, self.means.map_or(Ok(0), |means| place("means of values", means, row))?))
+    }
+}
+
 /// A plan on the device, with room for partial results.
 pub struct DevicePlan {
     plan: Plan,
     shape: PlanShape,
+    layout: usize,
     segments: CudaSlice<u8>,
-    first_partial: CudaSlice<i32>,
     table: CudaSlice<i32>,
     partial_values: CudaSlice<f32>,
     partial_states: CudaSlice<f32>,
@@ -170,39 +106,55 @@ struct Arguments {
     queries: u64,
     exact_pool: u64,
     sealed_pool: u64,
-    exact_stride: i64,
-    sealed_stride: i64,
+    exact_stride: u32,
+    sealed_stride: u32,
     table: u64,
     table_width: i64,
     segments: u64,
-    first_partial: u64,
     partial_values: u64,
     partial_states: u64,
     arrivals: u64,
     out: u64,
+    undo: u64,
+    mean: u64,
     kv_heads: i32,
     group: i32,
     scale: f32,
 }
 
-// SAFETY: plain numbers in the order of the kernel's `Arguments`.
-unsafe impl DeviceRepr for Arguments {}
+/// The kernel in one layout.
+struct Layout {
+    tuning: Tuning,
+    function: CudaFunction,
+    memory: usize,
+}
 
 /// The decode kernel of one shape on one card.
 pub struct DecodeAttention {
     device: Arc<Device>,
     shape: DecodeShape,
-    tuning: Tuning,
     orders: [PageOrder; 2],
-    function: CudaFunction,
-    memory: usize,
+    /// The usual one, and one for little work, if that is another.
+    layouts: Vec<Layout>,
+    /// Whether a launch may begin while the one before it ends.
+    overlaps: bool,
 }
+
+/// Less than these bytes of pages per multiprocessor are little work: launch, partial results and merge then take longer
+/// than reading, and one large block leaves a third of the partial results of three.
+const LITTLE_WORK: usize = 256 << 10;
 
 impl DecodeAttention {
     /// Compiles (or finds) and loads the kernel.
     pub fn new(device: &Arc<Device>, shape: DecodeShape) -> Result<DecodeAttention, CudaError> {
-        let tuning = shape.tuning(device.block_memory(), device.multiprocessor_memory())?;
-        Self::with_tuning(device, shape, tuning)
+        let (block, whole) = (device.block_memory(), device.multiprocessor_memory());
+        let usual = shape.tuning(block, whole)?;
+        let little = shape.tuning_for_little_work(block, whole)?;
+        let mut kernel = Self::with_tuning(device, shape, usual)?;
+        if little != usual {
+            kernel.layouts.push(layout(device, &shape, little)?);
+        }
+        Ok(kernel)
     }
 
     /// With a layout of one's own choice.
@@ -214,17 +166,12 @@ impl DecodeAttention {
         if shape.kv_heads == 0 || shape.group == 0 {
             return Err(CudaError::Unsupported("attention without heads".into()));
         }
-        let function = device.load(&shape.source(&tuning)?, "attend")?;
-        let memory = shape.block_memory(&tuning)?;
-        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(attribute, memory as i32)?;
         Ok(DecodeAttention {
             device: device.clone(),
             shape,
-            tuning,
             orders: shape.orders()?,
-            function,
-            memory,
+            layouts: vec![layout(device, &shape, tuning)?],
+            overlaps: device.stream().context().compute_capability()?.0 >= 9,
         })
     }
 
@@ -233,14 +180,15 @@ impl DecodeAttention {
         &self.shape
     }
 
-    /// How it is laid out.
-    pub fn tuning(&self) -> &Tuning {
-        &self.tuning
+    /// How it is laid out: the usual way, and where there is another for little work, that.
+    pub fn tunings(&self) -> impl Iterator<Item = &Tuning> {
+        self.layouts.iter().map(|layout| &layout.tuning)
     }
 
     /// Registers and bytes of local memory (spills) of a thread.
     pub fn resources(&self) -> Result<(usize, usize), CudaError> {
-        Ok((self.function.num_regs()? as usize, self.function.local_size_bytes()? as usize))
+        let function = &self.layouts[0].function;
+        Ok((function.num_regs()? as usize, function.local_size_bytes()? as usize))
     }
 
     /// Order of bytes in bf16 pages and in sealed pages.
@@ -248,15 +196,16 @@ impl DecodeAttention {
         &self.orders
     }
 
-    /// What plans need to know.
-    pub fn plan_shape(&self) -> PlanShape {
+    /// What plans need to know of a layout.
+    fn plan_shape(&self, layout: usize) -> PlanShape {
         let tile = |order: &PageOrder| (order.tiles(), order.tile_bytes());
+        let tuning = &self.layouts[layout].tuning;
         PlanShape {
             kv_heads: self.shape.kv_heads,
             group: self.shape.group,
             rows: self.shape.rows(),
-            warps: self.tuning.warps,
-            blocks: self.device.multiprocessors() * self.tuning.blocks_per_multiprocessor,
+            warps: tuning.warps,
+            blocks: self.device.multiprocessors() * tuning.blocks_per_multiprocessor,
             exact: tile(&self.orders[0]),
             sealed: tile(&self.orders[1]),
         }
@@ -268,21 +217,29 @@ impl DecodeAttention {
         if none && sequences.iter().any(|sequence| sequence.history_end > sequence.sink_pages) {
             return Err(CudaError::Unsupported("sealed pages for a kernel of bf16 pages".into()));
         }
-        let shape = self.plan_shape();
-        let plan = Plan::new(&shape, split, sequences)?;
+        let mut layout = 0;
+        let mut shape = self.plan_shape(layout);
+        let mut plan = Plan::new(&shape, split, sequences)?;
+        // With fixed splits nothing may depend on the batch, so neither may the layout.
+        let little = plan.bytes < LITTLE_WORK * self.device.multiprocessors();
+        if self.layouts.len() > 1 && split == Split::Balanced && little {
+            layout = 1;
+            shape = self.plan_shape(layout);
+            plan = Plan::new(&shape, split, sequences)?;
+        }
         let stream = self.device.stream();
         let rows = self.shape.rows();
         let partials = plan.partials.max(1);
         let whole = |numbers: &[i32]| if numbers.is_empty() { vec![0] } else { numbers.to_vec() };
         Ok(DevicePlan {
             segments: stream.clone_htod(bytemuck::cast_slice::<_, u8>(&plan.segments))?,
-            first_partial: stream.clone_htod(&plan.first_partial)?,
             table: stream.clone_htod(&whole(&plan.table))?,
             partial_values: stream.alloc_zeros(partials * rows * self.shape.head_dim)?,
             partial_states: stream.alloc_zeros(partials * rows * 2)?,
             arrivals: stream.alloc_zeros(plan.first_partial.len())?,
             plan,
             shape,
+            layout,
         })
     }
 
@@ -297,6 +254,21 @@ impl DecodeAttention {
         scale: f32,
         out: &mut CudaSlice<f32>,
     ) -> Result<(), CudaError> {
+        self.launch_and_undo(plan, exact, sealed, queries, scale, None, out)
+    }
+
+    /// The same, with outputs turned back into the basis of values.
+    #[allow(clippy::too_many_arguments)]
+    pub fn launch_and_undo(
+        &self,
+        plan: &mut DevicePlan,
+        exact: PoolView<'_>,
+        sealed: Option<PoolView<'_>>,
+        queries: &CudaSlice<f32>,
+        scale: f32,
+        undo: Option<ValueTransform<'_>>,
+        out: &mut CudaSlice<f32>,
+    ) -> Result<(), CudaError> {
         let DecodeShape { head_dim, kv_heads, group, .. } = self.shape;
         let numbers = plan.plan.sequences * kv_heads * group * head_dim;
         for (what, got) in [("queries", queries.len()), ("outputs", out.len())] {
@@ -304,7 +276,10 @@ impl DecodeAttention {
                 return Err(CudaError::Shape { what, expected: numbers, got });
             }
         }
-        if plan.shape != self.plan_shape() {
+        let Some(layout) = self.layouts.get(plan.layout) else {
+            return Err(CudaError::Unsupported("a plan for another kernel".into()));
+        };
+        if plan.shape != self.plan_shape(plan.layout) {
             return Err(CudaError::Unsupported("a plan for another kernel".into()));
         }
         if plan.plan.sequences == 0 {
@@ -314,133 +289,85 @@ impl DecodeAttention {
         let bytes = |order: &PageOrder| order.page_bytes() * kv_heads;
         let slots = plan.plan.slots;
         let sealed_pool = match sealed {
-            Some(pool) => (pool.address(&self.device, slots[1], bytes(&self.orders[1]))?, pool.stride as i64),
+            Some(pool) => (pool.address(&self.device, slots[1], bytes(&self.orders[1]))?, pool.stride as u32),
             None if slots[1] == 0 => (0, 0),
             None => return Err(CudaError::Unsupported("sealed pages without a pool of them".into())),
         };
-        let arguments = Arguments {
+        let (undo, mean) = match undo {
+            Some(transform) => transform.addresses(&self.device, &self.shape)?,
+            None => (0, 0),
+        };
+        let mut arguments = Arguments {
             queries: queries.device_ptr(stream).0,
             exact_pool: exact.address(&self.device, slots[0], bytes(&self.orders[0]))?,
             sealed_pool: sealed_pool.0,
-            exact_stride: exact.stride as i64,
+            exact_stride: exact.stride as u32,
             sealed_stride: sealed_pool.1,
             table: plan.table.device_ptr(stream).0,
             table_width: plan.plan.table_width as i64,
             segments: plan.segments.device_ptr(stream).0,
-            first_partial: plan.first_partial.device_ptr(stream).0,
             partial_values: plan.partial_values.device_ptr_mut(stream).0,
             partial_states: plan.partial_states.device_ptr_mut(stream).0,
             arrivals: plan.arrivals.device_ptr_mut(stream).0,
             out: out.device_ptr_mut(stream).0,
+            undo,
+            mean,
             kv_heads: kv_heads as i32,
             group: group as i32,
             scale: scale * std::f32::consts::LOG2_E,
         };
-        let config = LaunchConfig {
-            grid_dim: (self.plan_shape().blocks as u32, 1, 1),
-            block_dim: (32 * self.tuning.warps as u32, 1, 1),
-            shared_mem_bytes: self.memory as u32,
-        };
-        let mut launch = stream.launch_builder(&self.function);
-        launch.arg(&arguments);
         // SAFETY: the plan names pages below `slots`, which were checked to lie inside the pools, partial results below
-        // `partials`, and rows below `sequences`; all of that has been allocated. One stream orders all uses.
-        unsafe { launch.launch(config) }?;
+        // `partials`, and rows below `sequences`; all of that has been allocated. One stream orders all uses, and the
+        // kernel waits for the launch before it ahead of all that others write.
+        unsafe { self.start(layout, plan.shape.blocks, &mut arguments) }
+    }
+
+    /// # Safety
+    /// Everything that `arguments` point at is as large as the kernel expects and is used on the stream of the device only.
+    unsafe fn start(
+        &self,
+        layout: &Layout,
+        blocks: usize,
+        arguments: &mut Arguments,
+    ) -> Result<(), CudaError> {
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks as u32,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: 32 * layout.tuning.warps as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: layout.memory as u32,
+            hStream: self.device.stream().cu_stream(),
+            attrs: &mut overlap,
+            numAttrs: u32::from(self.overlaps),
+        };
+        self.device.stream().context().bind_to_thread()?;
+        let mut parameters = [std::ptr::from_mut(arguments).cast()];
+        // SAFETY: the kernel has one parameter, which is copied before the call returns; the rest is the caller's promise.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                layout.function.cu_function(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()?;
         Ok(())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
-
-    use super::super::read::ReadAll;
-    use super::*;
-
-    fn shapes() -> Vec<DecodeShape> {
-        let mut shapes = Vec::new();
-        for head_dim in [64, 96, 128, 256] {
-            for group in [4, 16] {
-                let codes = |bits, groups| {
-                    SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), ScaleType::F16)
-                };
-                let mut formats =
-                    vec![codes(2, 1), codes(4, 1), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())];
-                formats.push(SealedFormat::Bf16);
-                formats.push(codes(2, head_dim / 32));
-                if head_dim == 128 {
-                    formats.push(codes(2, 2));
-                    let layout = CodeLayout::int2(head_dim, 1).unwrap();
-                    formats.push(SealedFormat::Codes(layout, ScaleType::Bf16));
-                }
-                shapes.extend(formats.into_iter().map(|sealed| DecodeShape {
-                    head_dim,
-                    kv_heads: 8,
-                    group,
-                    sealed,
-                }));
-            }
-        }
-        shapes.retain(|shape| shape.group <= 8 || shape.head_dim <= 128);
-        shapes
-    }
-
-    fn name(shape: &DecodeShape) -> String {
-        let format = match shape.sealed {
-            SealedFormat::Bf16 => "bf16".to_owned(),
-            SealedFormat::Fp8(_) => "fp8".to_owned(),
-            SealedFormat::Codes(layout, ScaleType::F16) => {
-                format!("int{} x{}", layout.bits(), layout.groups())
-            }
-            SealedFormat::Codes(layout, _) => {
-                format!("int{} x{} bf16 scales", layout.bits(), layout.groups())
-            }
-        };
-        format!("{format} d{} rows {}", shape.head_dim, shape.rows())
-    }
-
-    /// What `tools/check-cuda-kernels` compiles is what is compiled on a card. `OSCAR_WRITE=1` writes the file.
-    #[test]
-    fn the_list_of_configurations_is_that_of_the_product() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = ["primitives.cu", "codes.cu", "floats.cu", "attention.cu"];
-        let mut kernels = Vec::new();
-        for shape in shapes() {
-            // The limits of an H200.
-            let tuning = shape.tuning(232_448, 233_472).unwrap();
-            let defines: serde_json::Map<String, serde_json::Value> = shape
-                .source(&tuning)
-                .unwrap()
-                .defines
-                .into_iter()
-                .map(|(key, value)| (key.to_owned(), value.into()))
-                .collect();
-            kernels.push(serde_json::json!({ "name": name(&shape), "sources": texts, "defines": defines }));
-        }
-        let read = ReadAll::source();
-        kernels.push(serde_json::json!({ "name": read.name, "sources": ["read.cu"], "defines": {} }));
-        let expected = serde_json::json!({ "options": super::super::compile::OPTIONS, "kernels": kernels });
-        if std::env::var_os("OSCAR_WRITE").is_some() {
-            std::fs::write(path, format!("{expected:#}\n")).unwrap();
-        }
-        let listed: serde_json::Value =
-            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-        assert_eq!(listed, expected, "run this test with OSCAR_WRITE=1");
-    }
-
-    #[test]
-    fn every_shape_fits_the_cards_it_should_run_on() {
-        // Shared memory of a block and of a multiprocessor: sm_80, sm_89, sm_90.
-        for (block, whole) in [(166_912, 167_936), (101_376, 102_400), (232_448, 233_472)] {
-            for shape in shapes() {
-                let tuning = shape.tuning(block, whole).unwrap();
-                assert!(shape.block_memory(&tuning).unwrap() <= block, "{shape:?}");
-            }
-        }
-        let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
-        let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let tuning = shape.tuning(232_448, 233_472).unwrap();
-        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 3 });
-        assert!(shape.tuning(1000, 1000).is_err());
-    }
+/// Compiles (or finds) and loads the kernel in a layout.
+fn layout(device: &Device, shape: &DecodeShape, tuning: Tuning) -> Result<Layout, CudaError> {
+    let function = device.load(&shape.source(&tuning)?, "attend")?;
+    let memory = shape.block_memory(&tuning)?;
+    let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    function.set_attribute(attribute, memory as i32)?;
+    Ok(Layout { tuning, function, memory })
 }

@@ -7,6 +7,7 @@
 //! | [`compile`] | `.cu` sources to machine code with NVRTC, and the cache on disk |
 //! | [`page_order`] | the order of bytes inside a page on the device, and converters from and to the CPU's |
 //! | [`plan`] | a ragged batch cut into work of equal cost for every block |
+//! | [`tuning`] | how the decode kernel is laid out on a multiprocessor |
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
 //! | [`write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
@@ -27,12 +28,14 @@ pub mod page_order;
 pub mod plan;
 pub mod read;
 pub mod seal;
+pub mod tuning;
 pub mod write;
 
-pub use attention::{DecodeAttention, DecodeShape, PoolView};
+pub use attention::{DecodeAttention, PoolView, ValueTransform};
 pub use device::Device;
 pub use error::CudaError;
 pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
 pub use seal::{PageSealer, SealPools};
+pub use tuning::{DecodeShape, Tuning};
 pub use write::{RowWriter, WritePools};

@@ -12,6 +12,12 @@ use super::error::CudaError;
 /// Partial results of one unit, at most: the merge holds a factor for each in shared memory.
 pub const MOST_PARTIALS: usize = 256;
 
+/// Tiles of codes of a segment, at most, for each warp: sums of all weights in 32 bits do not overflow below that.
+const MOST_TILES: usize = 8192;
+
+/// Tokens of a sequence: as many as segments of [`MOST_TILES`] can hold in any layout.
+const MOST_TOKENS: usize = 1 << 24;
+
 /// A run of tiles of one kind; the kernel's `Segment`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -34,6 +40,10 @@ pub struct Segment {
     pub partial: i32,
     /// What it is a part of.
     pub unit: i32,
+    /// The first partial result of the unit.
+    pub first_partial: i32,
+    /// Partial results of the unit.
+    pub partials: i32,
     /// Pages before these are bf16.
     pub sink_pages: i32,
     /// Pages from here on are bf16.
@@ -145,10 +155,8 @@ impl Plan {
                 got: sequence.slots.len(),
             });
         }
-        if sequence.tokens > i32::MAX as usize / 2
-            || sequence.slots.iter().any(|&slot| slot > i32::MAX as u32)
-        {
-            return Err(CudaError::Unsupported("more than 2^30 tokens or 2^31 slots".into()));
+        if sequence.tokens > MOST_TOKENS || sequence.slots.iter().any(|&slot| slot > i32::MAX as u32) {
+            return Err(CudaError::Unsupported("more than 2^24 tokens or 2^31 slots".into()));
         }
         let full = sequence.tokens / PAGE_TOKENS;
         if sequence.history_end > full && sequence.history_end > sequence.sink_pages {
@@ -186,6 +194,10 @@ impl Plan {
                 first
             }))
             .collect();
+        for segment in by_block.iter_mut().flatten() {
+            let [first, end] = [0, 1].map(|next| self.first_partial[segment.unit as usize + next]);
+            (segment.first_partial, segment.partials) = (first, end - first);
+        }
         // A block finds its first segment without looking anything up.
         self.segments = vec![Segment { unit: -1, next: -1, ..Segment::default() }; blocks];
         for (block, segments) in by_block.into_iter().enumerate() {
@@ -271,6 +283,7 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
                 if take + shape.warps / 2 >= remaining || block + 1 == shape.blocks {
                     take = remaining;
                 }
+                take = take.min(MOST_TILES * shape.warps);
                 let segment = Segment { begin: begin as i32, end: (begin + take) as i32, ..piece.segment };
                 cuts.push((block, segment));
                 let cost = overhead + take * piece.bytes;
@@ -297,6 +310,7 @@ fn fixed(shape: &PlanShape, pages: usize, units: &[[Piece; 2]]) -> Vec<(usize, S
             let per_page = if piece.segment.kind == 1 { shape.sealed.0 } else { shape.exact.0 };
             // Long sequences get longer segments, which depends on their own length alone.
             let pages = pages.max(piece.tiles.div_ceil(per_page).div_ceil(MOST_PARTIALS / 2));
+            let pages = pages.min(MOST_TILES * shape.warps / per_page);
             for begin in (0..piece.tiles).step_by(pages * per_page) {
                 let end = (begin + pages * per_page).min(piece.tiles);
                 costs.push((end - begin) * piece.bytes + overhead(shape));

@@ -35,6 +35,8 @@ fn check(shape: &PlanShape, plan: &Plan, sequences: &[DecodeSequence<'_>]) {
         let unit = segment.unit as usize;
         assert!(!std::mem::replace(&mut partials[segment.partial as usize], true), "a partial result twice");
         let range = plan.first_partial[unit]..plan.first_partial[unit + 1];
+        assert_eq!((segment.first_partial, segment.partials), (range.start, range.len() as i32));
+        assert!(segment.kind == 0 || (segment.end - segment.begin) as usize <= MOST_TILES * shape.warps);
         assert!(range.contains(&segment.partial) && range.len() <= MOST_PARTIALS, "{segment:?} {range:?}");
         assert!(segment.rows as usize <= shape.rows);
         let sequence = &sequences[segment.sequence as usize];
@@ -98,6 +100,18 @@ fn every_token_is_read_once() {
     }
     let none = Plan::new(&shape(3), Split::Balanced, &[]).unwrap();
     assert_eq!((none.partials, none.bytes), (0, 0));
+}
+
+#[test]
+fn no_segment_is_so_long_that_its_sums_could_overflow() {
+    let slots = slots(1 << 17, 0);
+    let long = [sequence(64 << 17, 1, (1 << 17) - 5, &slots)];
+    for split in [Split::Balanced, Split::Fixed { pages: 1 << 20 }] {
+        let plan = Plan::new(&shape(1), split, &long).unwrap();
+        check(&PlanShape { kv_heads: 2, ..shape(1) }, &plan, &long);
+        assert!(plan.partials > 4, "{}", plan.partials);
+    }
+    assert!(Plan::new(&shape(1), Split::Balanced, &[sequence((1 << 24) + 1, 0, 0, &[0; 1 << 19])]).is_err());
 }
 
 #[test]

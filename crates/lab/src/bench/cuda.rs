@@ -9,6 +9,7 @@ use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 use serde::Serialize;
 
+use crate::eval::report::svg::{Roofline, RooflineDot, short};
 use crate::page_codec::CacheType;
 
 /// What to measure.
@@ -82,6 +83,34 @@ pub struct CudaRow {
     error: f64,
     registers: usize,
     spilled_bytes: usize,
+}
+
+impl CudaRow {
+    /// Multiplications and additions of a layer: queries with keys, weights with values.
+    fn operations(&self) -> f64 {
+        4.0 * (self.batch * self.context * self.q_heads * self.head_dim) as f64
+    }
+}
+
+/// All measurements below the read ceiling of their card, as SVG.
+pub fn roofline(rows: &[CudaRow]) -> String {
+    let dots = rows.iter().map(|row| RooflineDot {
+        series: match row.groups {
+            1 => row.kv.to_owned(),
+            groups => format!("{}, {groups} groups", row.kv),
+        },
+        name: format!("{} x {}", row.batch, short(row.context as f64)),
+        intensity: row.operations() / row.bytes as f64,
+        speed: row.operations() / (row.us_per_layer / 1e6),
+    });
+    let card = rows.first().map_or("no card", |row| &row.card);
+    let ceiling = rows.first().map_or(0.0, |row| row.ceiling_gb_per_s * 1e9);
+    Roofline {
+        title: format!("Decode attention, {card}, {:.2} TB/s", ceiling / 1e12),
+        ceiling,
+        dots: dots.collect(),
+    }
+    .svg()
 }
 
 /// What cannot be measured.
@@ -235,6 +264,7 @@ mod tests {
         match run(&bench(), |row| rows.push(row.clone())) {
             Ok(()) => {
                 assert_eq!(rows.len(), 4);
+                assert_eq!(roofline(&rows).matches("<circle").count(), 4);
                 assert!(rows.iter().all(|row| row.error < 1e-3 && row.us_per_layer > 0.0), "{rows:?}");
             }
             Err(error) => {
@@ -242,6 +272,39 @@ mod tests {
                 assert!(matches!(error, CudaBenchError::Cuda(_)), "{error}");
             }
         }
+    }
+
+    #[test]
+    fn a_roofline_says_how_far_from_the_ceiling_every_row_is() {
+        let row = |kv, groups, us_per_layer| CudaRow {
+            kind: "cuda_attention",
+            card: "a card".into(),
+            cuda: 13000,
+            kv,
+            batch: 2,
+            context: 1000,
+            q_heads: 8,
+            kv_heads: 2,
+            head_dim: 64,
+            groups,
+            sink_tokens: 64,
+            recent_tokens: 256,
+            deterministic: false,
+            layers: 1,
+            bytes: 1_000_000,
+            us_per_layer,
+            fastest_us: us_per_layer,
+            gb_per_s: 1e3 / us_per_layer,
+            ceiling_gb_per_s: 1e3,
+            of_ceiling: 1.0 / us_per_layer,
+            times_bf16: None,
+            error: 1e-4,
+            registers: 168,
+            spilled_bytes: 0,
+        };
+        let svg = roofline(&[row("bf16", 1, 1.25), row("int2", 2, 2.0)]);
+        assert!(svg.contains("bf16 2 x 1000: 0.80 of the ceiling"), "{svg}");
+        assert!(svg.contains("int2, 2 groups 2 x 1000: 0.50 of the ceiling") && svg.contains("1.00 TB/s"));
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! `oscar bench attention`: attention alone, format against format, without a model.
 
+use std::fs;
+use std::path::PathBuf;
+
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use oscar_kernels::cpu::isa::Isa;
@@ -19,7 +22,7 @@ use crate::output::print_text;
     oscar bench attention\n  \
     oscar bench attention --q-heads 12 --kv-heads 2 --head-dim 128 --contexts 8k,16k,32k\n  \
     oscar bench attention --kv bf16,int2 --threads 1 --json\n  \
-    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k\n\n\
+    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k --svg roofline.svg\n\n\
     One token attends to a context, in as many layers as it takes to read --pool-mb of pages: us_per_layer is the time\n\
     of one layer. read_gb_per_s is a plain read of the same pages, read_share how close attention comes to it, and\n\
     error the difference to the definition of the format. The second table is the cost per 1024 tokens of context.\n\
@@ -86,6 +89,10 @@ pub(super) struct AttentionBenchArguments {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+
+    /// Draw the measurements below the read ceiling; on a GPU only.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
 
 /// What `--device` names.
@@ -159,11 +166,17 @@ impl AttentionBenchArguments {
             repeat: self.repeat,
         };
         let mut report = Report::here();
+        let mut rows = Vec::new();
         oscar_lab::bench::cuda_attention(&bench, |row| {
             tracing::info!("{row:?}");
             report.push(row);
+            rows.push(row.clone());
         })
         .map_err(Failure::new)?;
+        if let Some(path) = &self.svg {
+            fs::write(path, oscar_lab::bench::roofline(&rows))
+                .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
+        }
         if self.json {
             return print_text(&report.json());
         }

@@ -9,6 +9,7 @@ struct Segment {
   int begin, end;  // tiles of this kind, counted from the first of the sequence
   int partial;
   int unit;  // what is merged: a sequence, KV head and range of query heads
+  int first_partial, partials;  // of the unit
   int sink_pages, history_end;  // pages sink_pages..history_end are sealed
   int tokens;
   int next;  // of the same block, or -1
@@ -31,24 +32,39 @@ struct Arguments {
   const float* queries;  // [sequence][kv head][group][channel]
   const u8* exact_pool;  // of one layer: page `slot`, head `h` at slot * exact_stride + h * page bytes
   const u8* sealed_pool;
-  long long exact_stride, sealed_stride;
+  u32 exact_stride, sealed_stride;
   const int* table;  // [sequence][page]: the slot in the pool the page is read from
   long long table_width;
-  const Segment* segments;   // the first of each block, then all others
-  const int* first_partial;  // of each unit, and the end
-  float* partial_values;     // [partial][row][channel]
-  float2* partial_states;    // [partial][row]: largest logit, sum of weights
-  int* arrivals;             // of each unit, zero before and after
-  float* out;                // like queries
+  const Segment* segments;  // the first of each block, then all others
+  float* partial_values;    // [partial][row][channel]
+  float2* partial_states;   // [partial][row]: largest logit, sum of weights
+  int* arrivals;            // of each unit, zero before and after
+  float* out;               // like queries
+  const float* undo;        // [kv head][channel of pages][channel of outputs], or null
+  const float* mean;        // [kv head][channel of outputs], or null
   int kv_heads, group;
   float scale;  // of logits, times log2(e)
 };
 
+template <bool FP8>
+DEVICE void begin(
+    Floats<FP8>& state, const float* queries, int rows, float scale, u8*, int, int lane) {
+  state.begin(queries, rows, scale, lane);
+}
+template <int BITS>
+DEVICE void begin(
+    Codes<BITS>& state, const float* queries, int rows, float scale, u8* query_memory, int warp, int lane) {
+  Codes<BITS>::prepare(queries, rows, scale, query_memory, warp, lane);
+  __syncthreads();
+  state.begin(query_memory, rows, lane);
+}
+
 template <class Provider>
-DEVICE void attend_tiles(const Arguments& a, const Segment& s, Ring& ring, int warp, int lane, Provider& state) {
+DEVICE void attend_tiles(
+    const Arguments& a, const Segment& s, Ring& ring, u8* query_memory, int warp, int lane, Provider& state) {
   constexpr bool EXACT = Provider::TOKENS == 8;
   const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
-  const long long stride = EXACT ? a.exact_stride : a.sealed_stride;
+  const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
   pool += (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE);
   const int* table = a.table + s.sequence * a.table_width;
   const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
@@ -68,14 +84,15 @@ DEVICE void attend_tiles(const Arguments& a, const Segment& s, Ring& ring, int w
       slots = later;
       later = slot_of(i + 32 + lane);
     }
-    const long long slot = __shfl_sync(ALL_LANES, slots, i & 31);
+    const u32 slot = __shfl_sync(ALL_LANES, slots, i & 31);
     const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
-    ring_fetch<Provider::TILE_BYTES>(ring, pool + slot * stride + part * Provider::TILE_BYTES, there, lane);
+    ring_fetch<Provider::TILE_BYTES>(ring, pool + (u64)slot * stride + part * Provider::TILE_BYTES, there, lane);
   };
+  wait_for_launches();
   #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) fetch(i);
   const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
-  state.begin(a.queries + row * HEAD_DIM, s.rows, a.scale, lane);
+  begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();
@@ -163,24 +180,63 @@ DEVICE float2 load_from_l2(const float2* pointer) {
   return x;
 }
 
-// All partial results of a unit are there: the output. A unit without tokens gives zeros.
-DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& shared, int warp, int lane) {
-  const int first = a.first_partial[s.unit], count = a.first_partial[s.unit + 1] - first;
-  float* factors = scratch + THREADS * 4;  // [partial][row]
+// Outputs are sums of values as pages hold them; where the layer after attention expects them as they were, every row is
+// multiplied with the inverse of the rotation and the mean is added. Warps share the rows of the matrix.
+DEVICE void undo_rotation(
+    const Arguments& a, const Segment& s, const float* merged, float* out, int warp, int lane) {
+  __syncthreads();
+  float* sums = (float*)merged + ROWS * HEAD_DIM;  // [warp][row][channel]
+  const float* matrix = a.undo + (long long)s.head * HEAD_DIM * HEAD_DIM;
+  #pragma unroll 1
+  for (int channel = lane * 4; channel < HEAD_DIM; channel += 128) {
+    float4 sum[ROWS];
+    #pragma unroll
+    for (int row = 0; row < ROWS; row++) sum[row] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    #pragma unroll 8
+    for (int k = warp; k < HEAD_DIM; k += WARPS) {
+      const float4 m = *(const float4*)&matrix[k * HEAD_DIM + channel];
+      #pragma unroll
+      for (int row = 0; row < ROWS; row++) {
+        const float x = merged[row * HEAD_DIM + k];
+        sum[row].x += x * m.x; sum[row].y += x * m.y; sum[row].z += x * m.z; sum[row].w += x * m.w;
+      }
+    }
+    #pragma unroll
+    for (int row = 0; row < ROWS; row++)
+      if (row < s.rows) *(float4*)&sums[(warp * ROWS + row) * HEAD_DIM + channel] = sum[row];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < s.rows * HEAD_DIM; i += THREADS) {
+    const int channel = i % HEAD_DIM;
+    float sum = a.mean ? a.mean[s.head * HEAD_DIM + channel] : 0.0f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += sums[w * ROWS * HEAD_DIM + i];
+    out[i] = sum;
+  }
+}
+
+// What every partial result of a unit counts for, and the sums of all weights.
+DEVICE void weigh_partials(const Arguments& a, const Segment& s, float* factors, Shared& shared, int warp, int lane) {
+  const int first = s.first_partial, count = s.partials;
   for (int row = warp; row < s.rows; row += WARPS) {
     float most = NEGATIVE_INFINITY, total = 0.0f;
     float2 states[MOST_PARTIALS / 32];
     #pragma unroll
     for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
       const int i = lane + 32 * k;
       states[k] = make_float2(NEGATIVE_INFINITY, 0.0f);
       if (i < count) states[k] = load_from_l2(&a.partial_states[(first + i) * ROWS + row]);
     }
     #pragma unroll
-    for (int k = 0; k < MOST_PARTIALS / 32; k++) most = fmaxf(most, states[k].x);
+    for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
+      most = fmaxf(most, states[k].x);
+    }
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
     #pragma unroll
     for (int k = 0; k < MOST_PARTIALS / 32; k++) {
+      if (32 * k >= count) break;
       const int i = lane + 32 * k;
       const float factor = states[k].x == NEGATIVE_INFINITY ? 0.0f : exp2_fast(states[k].x - most);
       if (i < count) factors[i * ROWS + row] = factor;
@@ -190,21 +246,46 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
     if (lane == 0) shared.merged_total[row] = total;
   }
   __syncthreads();
+}
+
+// All partial results of a unit are there: the output. A unit without tokens gives zeros.
+DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& shared, int warp, int lane) {
+  const int first = s.first_partial, count = s.partials;
+  float* factors = scratch + THREADS * 4;  // [partial][row]
+  float* merged = factors + MOST_PARTIALS * ROWS;
+  const long long out_row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
+  float* out = a.undo ? merged : a.out + out_row * HEAD_DIM;
   // Threads beyond the first s.rows * HEAD_DIM / 4 take every so many partials, and their sums are added at the end.
   const int items = s.rows * (HEAD_DIM / 4), slices = max(1, THREADS / items);
   for (int base = 0; base < items; base += THREADS) {
-    const int item = base + (int)threadIdx.x % items, slice = threadIdx.x / items;
-    const bool busy = items >= THREADS ? base + (int)threadIdx.x < items : slice < slices;
-    const int index = items >= THREADS ? base + (int)threadIdx.x : item;
+    const int slice = items >= THREADS ? 0 : threadIdx.x / items;
+    const int index = items >= THREADS ? base + (int)threadIdx.x : threadIdx.x % items;
+    const int end = index < items && slice < slices ? count : 0;
     const int row = index / (HEAD_DIM / 4), channel = index % (HEAD_DIM / 4) * 4;
+    const float* values = a.partial_values + ((long long)first * ROWS + row) * HEAD_DIM + channel;
+    // Most results have few parts, which need not wait for their factors to be known.
+    constexpr int EARLY = 8;
+    float4 early[EARLY];
+    #pragma unroll
+    for (int k = 0; k < EARLY; k++) {
+      const int i = slice + k * slices;
+      early[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (i < end) early[k] = load_from_l2(values + i * (ROWS * HEAD_DIM));
+    }
+    if (base == 0) weigh_partials(a, s, factors, shared, warp, lane);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (busy) {
-      #pragma unroll 12
-      for (int i = items >= THREADS ? 0 : slice; i < count; i += slices) {
-        const float4 x = load_from_l2(&a.partial_values[((long long)(first + i) * ROWS + row) * HEAD_DIM + channel]);
-        const float factor = factors[i * ROWS + row];
-        sum.x += factor * x.x; sum.y += factor * x.y; sum.z += factor * x.z; sum.w += factor * x.w;
-      }
+    #pragma unroll
+    for (int k = 0; k < EARLY; k++) {
+      const int i = slice + k * slices;
+      const float factor = i < end ? factors[i * ROWS + row] : 0.0f;
+      sum.x += factor * early[k].x; sum.y += factor * early[k].y;
+      sum.z += factor * early[k].z; sum.w += factor * early[k].w;
+    }
+    #pragma unroll 12
+    for (int i = slice + EARLY * slices; i < end; i += slices) {
+      const float4 x = load_from_l2(values + i * (ROWS * HEAD_DIM));
+      const float factor = factors[i * ROWS + row];
+      sum.x += factor * x.x; sum.y += factor * x.y; sum.z += factor * x.z; sum.w += factor * x.w;
     }
     if (slices > 1) {
       ((float4*)scratch)[threadIdx.x] = sum;
@@ -215,47 +296,56 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
           sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
         }
     }
-    if (busy && (items >= THREADS || slice == 0)) {
+    if (end > 0 && slice == 0) {
       const float total = shared.merged_total[row], inverse = total > 0.0f ? 1.0f / total : 0.0f;
-      const long long out_row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row + row;
-      *(float4*)&a.out[out_row * HEAD_DIM + channel] =
+      *(float4*)&out[row * HEAD_DIM + channel] =
           make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     }
   }
+  if (a.undo) undo_rotation(a, s, merged, a.out + out_row * HEAD_DIM, warp, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ u64 barriers[WARPS][STAGES];
+  __shared__ u64 barriers[WARPS * STAGES];
   __shared__ Shared shared;
+#if SEALED_BITS == 2 || SEALED_BITS == 4
+  __shared__ __align__(16) u8 query_memory[Sealed::QUERY_BYTES];
+#else
+  u8* query_memory = nullptr;
+#endif
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float* scratch = (float*)memory;
+  let_next_launch_begin();
   Ring ring;
-  ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers[warp], lane);
+  ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES, lane);
   for (int index = blockIdx.x; index >= 0;) {
     const Segment s = a.segments[index];
     // A block without work has a segment that is no part of anything.
-    if (s.unit < 0) return;
+    if (s.unit < 0) {
+      wait_for_launches();
+      return;
+    }
     index = s.next;
 #if SEALED_BITS
     if (s.kind) {
       Sealed state;
-      attend_tiles(a, s, ring, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     } else
 #endif
     {
       Exact state;
-      attend_tiles(a, s, ring, warp, lane, state);
+      attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     }
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      const int count = a.first_partial[s.unit + 1] - a.first_partial[s.unit];
-      shared.last = atomicAdd(&a.arrivals[s.unit], 1) == count - 1;
+      // Releases what the whole block has written, and acquires what others have.
+      int before;
+      asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(&a.arrivals[s.unit]) : "memory");
+      shared.last = before == s.partials - 1;
       if (shared.last) a.arrivals[s.unit] = 0;
-      __threadfence();
     }
     __syncthreads();
     if (shared.last) merge(a, s, scratch, shared, warp, lane);

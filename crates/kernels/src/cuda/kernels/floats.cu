@@ -11,12 +11,6 @@ DEVICE void mma_bf16_short(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
-DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Two numbers as 16-bit floats and what rounding left of them, in the same type.
 template <bool FP8>
 DEVICE void split(float x, float y, u32& rounded, u32& rest) {
@@ -57,24 +51,24 @@ struct Floats {
   float bound[ROW_TILES];
   float sums[CHANNEL_TILES][4];
 
-  DEVICE static int channel(int step, int part, int e, int t) {
-    return FP8 ? step * 16 + t * 4 + e * 2 + part : step / 2 * 32 + t * 8 + (step & 1) * 4 + part * 2 + e;
-  }
-
   DEVICE void begin(const float* queries, int rows, float scale, int lane) {
     const int g = lane >> 2, t = lane & 3;
     #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++) {
       const int row = tile * 8 + g;
-      const float* source = queries + row * HEAD_DIM;
-      float most = 0.0f;
-      if (FP8) {
-        #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 4; i++) most = fmaxf(most, row < rows ? fabsf(source[i * 4 + t]) : 0.0f);
-        most = quad_max(most);
-      } else {
-        most = 1.0f;
+      // Four channels in a row of each step.
+      float4 values[CHANNEL_STEPS];
+      float most = FP8 ? 0.0f : 1.0f;
+      #pragma unroll
+      for (int step = 0; step < CHANNEL_STEPS; step++) {
+        const int channel = FP8 ? step * 16 + t * 4 : step / 2 * 32 + t * 8 + (step & 1) * 4;
+        values[step] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (row < rows) values[step] = *(const float4*)(queries + row * HEAD_DIM + channel);
+        const float4& four = values[step];
+        if (FP8)
+          most = fmaxf(most, fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w))));
       }
+      if (FP8) most = quad_max(most);
       const float inverse = most < 1e-30f ? 0.0f : 1.0f / most;
       q_step[tile] = scale * most * (FP8 ? 256.0f : 1.0f);
       largest[tile] = NEGATIVE_INFINITY;
@@ -84,13 +78,11 @@ struct Floats {
       for (int step = 0; step < CHANNEL_STEPS; step++)
         #pragma unroll
         for (int part = 0; part < 2; part++) {
-          float x = 0.0f, y = 0.0f;
-          if (row < rows) {
-            x = source[channel(step, part, 0, t)] * inverse;
-            y = source[channel(step, part, 1, t)] * inverse;
-          }
+          const float4& four = values[step];
+          const float x = FP8 ? (part ? four.y : four.x) : part ? four.z : four.x;
+          const float y = FP8 ? (part ? four.w : four.z) : part ? four.w : four.y;
           u32 rounded, rest;
-          split<FP8>(x, y, rounded, rest);
+          split<FP8>(x * inverse, y * inverse, rounded, rest);
           if (ROW_TILES == 1) {
             q[0][step][part * 2] = rounded;
             q[0][step][part * 2 + 1] = rest;

@@ -1,6 +1,6 @@
 // What the other sources share: integer types, instructions without a C++ spelling, and the ring of tiles in shared
 // memory that a warp fills ahead of itself. No source includes a header: the run-time compiler finds none on a user's
-// machine. Sources are put together in the order primitives, codes, floats, attention.
+// machine. Sources are put together in the order primitives, sums, codes, floats, attention.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -58,6 +58,19 @@ DEVICE float2 scale_pair(u32 word) {
   asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
       : "=f"(pair.x), "=f"(pair.y) : "r"(word));
   return pair;
+#endif
+}
+
+// Launches may overlap: everything that this one reads or writes and others write comes after `wait_for_launches`. Before
+// sm_90 launches do not overlap.
+DEVICE void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

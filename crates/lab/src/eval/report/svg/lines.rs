@@ -91,7 +91,7 @@ impl LineChart {
 }
 
 /// Names beside dots, moved aside where they would cover a dot or each other.
-struct Labels {
+pub(super) struct Labels {
     /// Left, right and height of what is written or drawn.
     taken: Vec<(f64, f64, f64)>,
     top: f64,
@@ -99,11 +99,11 @@ struct Labels {
 }
 
 impl Labels {
-    fn around(dots: &[(usize, f64, f64)], top: f64, bottom: f64) -> Labels {
+    pub(super) fn around(dots: &[(usize, f64, f64)], top: f64, bottom: f64) -> Labels {
         Labels { taken: dots.iter().map(|&(_, x, y)| (x - 5.0, x + 5.0, y)).collect(), top, bottom }
     }
 
-    fn write(&mut self, canvas: &mut Canvas, x: f64, y: f64, name: &str) {
+    pub(super) fn write(&mut self, canvas: &mut Canvas, x: f64, y: f64, name: &str) {
         let name = fitted(name, (RIGHT - LEFT) * 0.6);
         let width = text_width(&name);
         // Right of the dot, left of it, then the same further and further above and below.

@@ -1,0 +1,264 @@
+//! How the decode kernel is laid out for a shape of heads and a format: warps, stages, blocks, and the macros it is
+//! compiled with.
+//!
+//! Registers decide: sums take 64 of every lane at 128 channels, which leaves room for twelve warps on a multiprocessor.
+
+use super::compile::Source;
+use super::error::CudaError;
+use super::page_order::PageOrder;
+use super::plan::MOST_PARTIALS;
+use crate::cpu::attention::sealed::SealedFormat;
+
+/// The texts of the kernel, in the order in which they are compiled as one.
+const TEXTS: [&str; 5] = [
+    include_str!("kernels/primitives.cu"),
+    include_str!("kernels/sums.cu"),
+    include_str!("kernels/codes.cu"),
+    include_str!("kernels/floats.cu"),
+    include_str!("kernels/attention.cu"),
+];
+
+/// Heads, and the format of the pages that are not bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeShape {
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Query heads per KV head.
+    pub group: usize,
+    /// Sealed pages; [`SealedFormat::Bf16`] if there are none.
+    pub sealed: SealedFormat,
+}
+
+/// How a kernel is laid out on a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Warps of a block.
+    pub warps: usize,
+    /// Tiles that a warp has in flight or at hand.
+    pub stages: usize,
+    /// Blocks that share a multiprocessor.
+    pub blocks_per_multiprocessor: usize,
+    /// Fewer registers for codes: queries are read from shared memory, and rounds of a tile come one after the other.
+    pub lean: bool,
+}
+
+impl DecodeShape {
+    /// Query heads that a block has room for: two row tiles where registers allow.
+    pub fn rows(&self) -> usize {
+        if self.group > 8 && self.head_dim <= 128 { 16 } else { 8 }
+    }
+
+    pub(super) fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
+        Ok([PageOrder::new(SealedFormat::Bf16, self.head_dim)?, PageOrder::new(self.sealed, self.head_dim)?])
+    }
+
+    /// Bytes of a stage: the larger of the two tiles.
+    fn stage_bytes(&self) -> Result<usize, CudaError> {
+        Ok(self.orders()?.map(|order| order.tile_bytes()).into_iter().max().unwrap_or(0))
+    }
+
+    /// Shared memory of a block: the stages, or what partial results and their merge need.
+    pub(super) fn block_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
+        let stages = tuning.warps * tuning.stages * self.stage_bytes()?;
+        let partial = tuning.warps * self.rows() * (self.head_dim + 4) * 4;
+        // Sums of slices, factors, rows, and a product with a matrix of which every warp has a part.
+        let merge = tuning.warps * 32 * 16
+            + MOST_PARTIALS * self.rows() * 4
+            + (1 + tuning.warps) * self.rows() * self.head_dim * 4;
+        Ok(stages.max(partial).max(merge))
+    }
+
+    /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands.
+    fn fixed_memory(&self, tuning: &Tuning) -> usize {
+        1536 + tuning.warps * (8 * tuning.stages + 8 * self.rows()) + self.rows() * (2 * self.head_dim + 40)
+    }
+
+    /// Four warps mostly, and as many blocks and stages as registers and shared memory allow.
+    pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
+        let lean = self.lean();
+        // Two warps where shared memory has no room for the tiles of four. Queries in shared memory are there once per
+        // block, so one block is better than three.
+        for &warps in if lean { [12, 4, 2].as_slice() } else { &[4, 2] } {
+            for blocks_per_multiprocessor in (1..=self.warps_by_registers()? / warps).rev() {
+                for stages in [3, 2] {
+                    let tuning = Tuning { warps, stages, blocks_per_multiprocessor, lean };
+                    let memory = self.block_memory(&tuning)? + self.fixed_memory(&tuning);
+                    if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
+                        return Ok(tuning);
+                    }
+                }
+            }
+        }
+        Err(CudaError::Unsupported(format!("{block_memory} bytes of shared memory are too few for {self:?}")))
+    }
+
+    /// One block of as many warps as registers and shared memory allow, for a launch that has little to read.
+    pub fn tuning_for_little_work(
+        &self,
+        block_memory: usize,
+        multiprocessor_memory: usize,
+    ) -> Result<Tuning, CudaError> {
+        for warps in (4..=self.warps_by_registers()?).rev().step_by(4) {
+            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1, lean: self.lean() };
+            if self.block_memory(&tuning)? + self.fixed_memory(&tuning)
+                <= block_memory.min(multiprocessor_memory)
+            {
+                return Ok(tuning);
+            }
+        }
+        self.tuning(block_memory, multiprocessor_memory)
+    }
+
+    /// Warps that a multiprocessor has registers for: sums take 64 of 128 channels.
+    fn warps_by_registers(&self) -> Result<usize, CudaError> {
+        let floats = !matches!(self.sealed, SealedFormat::Codes(..)) && self.rows() > 8;
+        let groups = self.orders()?[1].groups();
+        Ok(if self.head_dim > 128 || floats || groups > 2 { 8 } else { 12 })
+    }
+
+    /// Two row tiles have more at hand.
+    fn lean(&self) -> bool {
+        self.rows() > 8 && matches!(self.sealed, SealedFormat::Codes(..))
+    }
+
+    /// The kernel of this shape.
+    pub fn source(&self, tuning: &Tuning) -> Result<Source, CudaError> {
+        let [_, sealed] = self.orders()?;
+        let bits = if self.sealed == SealedFormat::Bf16 { 0 } else { sealed.bits() };
+        let defines = vec![
+            ("HEAD_DIM", self.head_dim),
+            ("SEALED_BITS", bits),
+            ("GROUPS", sealed.groups()),
+            ("ROW_TILES", self.rows() / 8),
+            ("LEAN", usize::from(tuning.lean)),
+            ("SCALE_BF16", usize::from(sealed.bf16_scales())),
+            ("WARPS", tuning.warps),
+            ("STAGES", tuning.stages),
+            ("STAGE_BYTES", self.stage_bytes()?),
+            ("BLOCKS_PER_SM", tuning.blocks_per_multiprocessor),
+        ];
+        let name = format!("decode attention, {} bits, {} channels", sealed.bits(), self.head_dim);
+        Ok(Source { name, text: TEXTS.concat(), defines, exact: false })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
+
+    use super::super::read::ReadAll;
+    use super::*;
+
+    fn shapes() -> Vec<DecodeShape> {
+        let mut shapes = Vec::new();
+        for head_dim in [64, 96, 128, 256] {
+            for group in [4, 16] {
+                let codes = |bits, groups| {
+                    SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), ScaleType::F16)
+                };
+                let mut formats =
+                    vec![codes(2, 1), codes(4, 1), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())];
+                formats.push(SealedFormat::Bf16);
+                formats.push(codes(2, head_dim / 32));
+                if head_dim == 128 {
+                    formats.push(codes(2, 2));
+                    let layout = CodeLayout::int2(head_dim, 1).unwrap();
+                    formats.push(SealedFormat::Codes(layout, ScaleType::Bf16));
+                }
+                shapes.extend(formats.into_iter().map(|sealed| DecodeShape {
+                    head_dim,
+                    kv_heads: 8,
+                    group,
+                    sealed,
+                }));
+            }
+        }
+        shapes.retain(|shape| shape.group <= 8 || shape.head_dim <= 128);
+        shapes
+    }
+
+    /// Every source with every kind of operand, but not every combination: compiling takes seconds each.
+    fn listed() -> Vec<(DecodeShape, Tuning)> {
+        let mut listed = Vec::new();
+        for shape in shapes() {
+            let groups = shape.orders().unwrap()[1].groups();
+            let rare = match shape.head_dim {
+                128 => shape.group > 8 && groups > 2,
+                96 => shape.group > 8 || matches!(shape.sealed, SealedFormat::Fp8(_)),
+                _ => {
+                    shape.group > 8
+                        || matches!(shape.sealed, SealedFormat::Codes(layout, _) if layout.bits() == 4)
+                }
+            };
+            if rare {
+                continue;
+            }
+            // The limits of an H200.
+            listed.push((shape, shape.tuning(232_448, 233_472).unwrap()));
+            if shape.head_dim == 128 && shape.group == 4 && groups == 1 {
+                listed.push((shape, shape.tuning_for_little_work(232_448, 233_472).unwrap()));
+            }
+        }
+        listed
+    }
+
+    fn name(shape: &DecodeShape) -> String {
+        let format = match shape.sealed {
+            SealedFormat::Bf16 => "bf16".to_owned(),
+            SealedFormat::Fp8(_) => "fp8".to_owned(),
+            SealedFormat::Codes(layout, ScaleType::F16) => {
+                format!("int{} x{}", layout.bits(), layout.groups())
+            }
+            SealedFormat::Codes(layout, _) => {
+                format!("int{} x{} bf16 scales", layout.bits(), layout.groups())
+            }
+        };
+        format!("{format} d{} rows {}", shape.head_dim, shape.rows())
+    }
+
+    /// What `tools/check-cuda-kernels` compiles is compiled on a card. `OSCAR_WRITE=1` writes the file.
+    #[test]
+    fn the_list_of_configurations_is_that_of_the_product() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
+        let texts = ["primitives.cu", "sums.cu", "codes.cu", "floats.cu", "attention.cu"];
+        let mut kernels = Vec::new();
+        for (shape, tuning) in listed() {
+            let defines: serde_json::Map<String, serde_json::Value> = shape
+                .source(&tuning)
+                .unwrap()
+                .defines
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), value.into()))
+                .collect();
+            let name = format!("{}, {} warps", name(&shape), tuning.warps);
+            kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
+        }
+        let read = ReadAll::source();
+        kernels.push(serde_json::json!({ "name": read.name, "sources": ["read.cu"], "defines": {} }));
+        let expected = serde_json::json!({ "options": super::super::compile::OPTIONS, "kernels": kernels });
+        if std::env::var_os("OSCAR_WRITE").is_some() {
+            std::fs::write(path, format!("{expected:#}\n")).unwrap();
+        }
+        let listed: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        assert_eq!(listed, expected, "run this test with OSCAR_WRITE=1");
+    }
+
+    #[test]
+    fn every_shape_fits_the_cards_it_should_run_on() {
+        // Shared memory of a block and of a multiprocessor: sm_80, sm_89, sm_90.
+        for (block, whole) in [(166_912, 167_936), (101_376, 102_400), (232_448, 233_472)] {
+            for shape in shapes() {
+                let tuning = shape.tuning(block, whole).unwrap();
+                assert!(shape.block_memory(&tuning).unwrap() <= block, "{shape:?}");
+            }
+        }
+        let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
+        let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
+        let tuning = shape.tuning(232_448, 233_472).unwrap();
+        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 3, lean: false });
+        assert!(shape.tuning(1000, 1000).is_err());
+    }
+}
