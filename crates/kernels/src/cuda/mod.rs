@@ -9,7 +9,7 @@
 //! | [`plan`] | a ragged batch cut into work of equal cost for every block |
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
-//! | [`write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
+//! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`read`] | the read ceiling of a card |
 //! | [`measure`] | a kernel timed on cold pages, and its error |
 //! | [`measure_pages`] | sealing and writing timed |
