@@ -10,7 +10,7 @@
 //! | [`tuning`] | how the decode kernel is laid out on a multiprocessor |
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
-//! | [`write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
+//! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`read`] | the read ceiling of a card |
 //! | [`measure`] | a kernel timed on cold pages, and its error |
 //! | [`measure_pages`] | sealing and writing timed |
