@@ -28,6 +28,8 @@ const MOCK_CLIENTS: usize = 64;
 const MOCK_TOKENS_PER_S: f64 = 50.0;
 /// Time to the first.
 const MOCK_LATENCY: Duration = Duration::from_millis(20);
+/// The same for an outside load tool: long enough that a tool's own milliseconds do not count.
+const HELD_LATENCY: Duration = Duration::from_millis(250);
 
 /// Just enough of a tokenizer for the prompt that a mock gets.
 const MOCK_TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null,
@@ -64,6 +66,10 @@ pub(super) struct ServeBenchArguments {
     /// The server alone, without a model.
     #[arg(long)]
     mock: bool,
+
+    /// Do not measure: keep the mock listening at its steady pace, for an outside load tool, until interrupted.
+    #[arg(long, requires = "mock")]
+    hold: bool,
 
     /// Key for that server.
     #[arg(long, env = "OSCAR_API_KEY", hide_env_values = true, value_name = "KEY", value_parser = non_empty)]
@@ -157,6 +163,9 @@ impl ServeBenchArguments {
         let runtime = builder.enable_all().build();
         let runtime = runtime
             .map_err(|error| Failure::new(format!("cannot start threads for connections: {error}")))?;
+        if self.hold {
+            return hold(&runtime);
+        }
         let mut report = Report::here();
         let columns = if self.mock {
             self.run_mock(&runtime, &mut report)?;
@@ -239,13 +248,8 @@ impl ServeBenchArguments {
 
     fn run_mock(&self, runtime: &Runtime, report: &mut Report) -> Result<(), Failure> {
         // Latency first: hundreds of streams that were just broken off take a while to be cleared away.
-        let paced = MockOptions {
-            tokens_per_s: Some(MOCK_TOKENS_PER_S),
-            latency: MOCK_LATENCY,
-            ..MockOptions::default()
-        };
         let pace = Pace { latency: MOCK_LATENCY, interval: Duration::from_secs_f64(1.0 / MOCK_TOKENS_PER_S) };
-        let url = listen(runtime, Arc::new(MockEngine::new(paced)), mock_model()?)?;
+        let url = listen(runtime, Arc::new(MockEngine::new(paced(MOCK_LATENCY))), mock_model()?)?;
         let added = runtime.block_on(added_latency(&url, pace, MOCK_CLIENTS, 4, 100)).map_err(failure)?;
         let unbound = MockOptions { context: 1 << 30, ..MockOptions::default() };
         let url = listen(runtime, Arc::new(MockEngine::new(unbound)), mock_model()?)?;
@@ -253,6 +257,23 @@ impl ServeBenchArguments {
         report.push(added);
         Ok(())
     }
+}
+
+/// A mock whose tokens are due at known times.
+fn paced(latency: Duration) -> MockOptions {
+    MockOptions { tokens_per_s: Some(MOCK_TOKENS_PER_S), latency, ..MockOptions::default() }
+}
+
+/// Keeps a mock listening until interrupted.
+fn hold(runtime: &Runtime) -> Result<(), Failure> {
+    let url = listen(runtime, Arc::new(MockEngine::new(paced(HELD_LATENCY))), mock_model()?)?;
+    print_text(&format!(
+        "The mock is ready at {url}: the first token after {} ms, then {MOCK_TOKENS_PER_S} per second and answer. \
+         Ctrl-C ends it.",
+        HELD_LATENCY.as_millis()
+    ))?;
+    let interrupted = runtime.block_on(tokio::signal::ctrl_c());
+    interrupted.map_err(|error| Failure::new(format!("cannot wait for an interrupt: {error}")))
 }
 
 /// Serves on a free port of this machine until the runtime ends.
