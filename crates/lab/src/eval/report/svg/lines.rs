@@ -32,8 +32,8 @@ pub struct LineChart {
 }
 
 const HEIGHT: f64 = 230.0;
-const LEFT: f64 = 62.0;
-const RIGHT: f64 = WIDTH - 16.0;
+pub(super) const LEFT: f64 = 62.0;
+pub(super) const RIGHT: f64 = WIDTH - 16.0;
 
 impl LineChart {
     /// The chart as SVG, to be put into a page that holds the style.
@@ -49,16 +49,7 @@ impl LineChart {
         let y_scale = Scale::new(points().map(|point| point.1), self.logarithmic_y, false);
         let x = |place: f64| LEFT + place * (RIGHT - LEFT);
         let y = |place: f64| bottom - place * HEIGHT;
-        for mark in &y_scale.marks {
-            let at = y(y_scale.place(*mark).unwrap_or(0.0));
-            canvas.line(LEFT, at, RIGHT, at);
-            canvas.text(LEFT - 6.0, at + 4.0, "faint end", &short(*mark));
-        }
-        for mark in &x_scale.marks {
-            let at = x(x_scale.place(*mark).unwrap_or(0.0));
-            canvas.line(at, bottom, at, bottom + 4.0);
-            canvas.text(at, bottom + 16.0, "faint middle", &short(*mark));
-        }
+        draw_marks(&mut canvas, &x_scale, &y_scale, &x, &y, bottom);
         let mut dots: Vec<(usize, f64, f64)> = Vec::new();
         for (index, series) in self.series.iter().enumerate() {
             let mut shown: Vec<(f64, f64, &(f64, f64))> = Vec::new();
@@ -87,6 +78,27 @@ impl LineChart {
         canvas.text((LEFT + RIGHT) / 2.0, bottom + 34.0, "faint middle", &self.x_axis);
         canvas.upright_text(14.0, (top + bottom) / 2.0, "faint middle", &self.y_axis);
         canvas.finish(&self.title, bottom + 42.0, false)
+    }
+}
+
+/// The marks of both axes; `x` and `y` take places to the canvas.
+pub(super) fn draw_marks(
+    canvas: &mut Canvas,
+    x_scale: &Scale,
+    y_scale: &Scale,
+    x: &impl Fn(f64) -> f64,
+    y: &impl Fn(f64) -> f64,
+    bottom: f64,
+) {
+    for mark in &y_scale.marks {
+        let at = y(y_scale.place(*mark).unwrap_or(0.0));
+        canvas.line(LEFT, at, RIGHT, at);
+        canvas.text(LEFT - 6.0, at + 4.0, "faint end", &short(*mark));
+    }
+    for mark in &x_scale.marks {
+        let at = x(x_scale.place(*mark).unwrap_or(0.0));
+        canvas.line(at, bottom, at, bottom + 4.0);
+        canvas.text(at, bottom + 16.0, "faint middle", &short(*mark));
     }
 }
 

@@ -1,8 +1,8 @@
 //! Speeds against what memory allows: a line that climbs with the operations per byte, and a dot for every measurement.
 
 use super::canvas::{Canvas, TITLE_HEIGHT, WIDTH, colour, fitted};
-use super::lines::{Labels, legend};
-use super::scale::{Scale, short};
+use super::lines::{LEFT, Labels, RIGHT, draw_marks, legend};
+use super::scale::Scale;
 
 /// One measurement.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,8 +29,6 @@ pub struct Roofline {
 }
 
 const HEIGHT: f64 = 300.0;
-const LEFT: f64 = 62.0;
-const RIGHT: f64 = WIDTH - 16.0;
 
 impl Roofline {
     /// The chart as SVG, for a file of its own.
@@ -51,16 +49,7 @@ impl Roofline {
         let y_scale = Scale::new(self.dots.iter().map(|dot| dot.speed).chain(roofs), true, false);
         let x = |place: f64| LEFT + place * (RIGHT - LEFT);
         let y = |place: f64| bottom - place * HEIGHT;
-        for mark in &y_scale.marks {
-            let at = y(y_scale.place(*mark).unwrap_or(0.0));
-            canvas.line(LEFT, at, RIGHT, at);
-            canvas.text(LEFT - 6.0, at + 4.0, "faint end", &short(*mark));
-        }
-        for mark in &x_scale.marks {
-            let at = x(x_scale.place(*mark).unwrap_or(0.0));
-            canvas.line(at, bottom, at, bottom + 4.0);
-            canvas.text(at, bottom + 16.0, "faint middle", &short(*mark));
-        }
+        draw_marks(&mut canvas, &x_scale, &y_scale, &x, &y, bottom);
         let most = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, f64::max);
         let right = most(&mut self.dots.iter().map(|dot| dot.intensity));
         let left = self.dots.iter().map(|dot| dot.intensity).fold(right, f64::min);
