@@ -1,5 +1,7 @@
 //! Ctrl-C: stops what is running once, ends the program the second time or when nothing is running.
 
+use std::io;
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 static CAUGHT: AtomicBool = AtomicBool::new(false);
@@ -21,6 +23,11 @@ impl Watch {
     /// Whether Ctrl-C was pressed since.
     pub(crate) fn caught(&self) -> bool {
         CAUGHT.load(Ordering::SeqCst)
+    }
+
+    /// Goes on until Ctrl-C, or until what is shown cannot be written.
+    pub(crate) fn go_on(&self, written: &io::Result<()>) -> ControlFlow<()> {
+        if self.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 

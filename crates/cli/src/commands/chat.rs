@@ -1,7 +1,6 @@
 //! `oscar chat`: a conversation in the terminal, or line by line from a pipe.
 
 use std::io::{self, BufRead, IsTerminal, Write};
-use std::ops::ControlFlow;
 
 use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
@@ -161,11 +160,7 @@ impl Chat {
                 written = show(piece);
                 answer.push_str(piece);
             }
-            if watch.caught() || written.is_err() {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
+            watch.go_on(&written)
         })?;
         written?;
         show("\n")?;

@@ -1,7 +1,6 @@
 //! `oscar generate`: one prompt in, one text out.
 
 use std::io::{self, IsTerminal, Read, Write};
-use std::ops::ControlFlow;
 
 use clap::Args;
 use oscar_engine::{EngineInfo, FinishReason, GenerateOptions, SamplingOptions, Serve, Summary};
@@ -109,11 +108,7 @@ impl GenerateArguments {
                 }
                 text.push_str(piece);
             }
-            if watch.caught() || written.is_err() {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
+            watch.go_on(&written)
         })?;
         written?;
         if self.json {

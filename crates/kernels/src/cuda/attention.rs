@@ -258,7 +258,6 @@ impl DecodeAttention {
     }
 
     /// The same, with outputs turned back into the basis of values.
-    #[allow(clippy::too_many_arguments)]
     pub fn launch_and_undo(
         &self,
         plan: &mut DevicePlan,
