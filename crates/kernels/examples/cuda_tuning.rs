@@ -1,6 +1,6 @@
 //! Times kernels on a card: `cargo run --release --example cuda_tuning`. Arguments, any number of them:
 //!
-//! * `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKSxLEAN`: layouts of the decode kernel;
+//! * `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKS`: layouts of the decode kernel;
 //! * `seal:FORMAT:RULE:GROUPS:HEAD_DIM:PAGES`: sealing so many pages of 36 layers and 8 heads per launch;
 //! * `write:FORMAT:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:SEQUENCESxTOKENS`: QK-norm, RoPE, rotation and page write of a layer;
 //! * `read`: the read ceiling.
@@ -76,8 +76,8 @@ fn case(argument: &str) -> Option<Case> {
     let numbers = |text: &str| text.split('x').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
     let batch = numbers(batch)?;
     let tuning = match numbers(tuning).as_deref() {
-        Some(&[warps, stages, blocks_per_multiprocessor, lean]) => {
-            Some(Tuning { warps, stages, blocks_per_multiprocessor, lean: lean != 0 })
+        Some(&[warps, stages, blocks_per_multiprocessor]) => {
+            Some(Tuning { warps, stages, blocks_per_multiprocessor })
         }
         _ => None,
     };

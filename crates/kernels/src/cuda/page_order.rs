@@ -122,12 +122,11 @@ impl PageOrder {
             }
             (8, Side::Value) => (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0),
             (bits, Side::Key) => {
-                let (lane_token, column) = self.lane_token(token);
+                let (eight, row) = self.key_row(token);
                 let (step, inner) = (channel / 32, channel % 32);
-                let flat = lane_token / 2 * (self.head_dim / 32) + step;
+                let flat = eight * (self.head_dim / 32) + step;
                 let (word, half) = (flat * bits / 4, flat % (4 / bits));
-                let lane = (2 * column + lane_token % 2) * 4 + inner % 16 / 4;
-                (word, lane, inner % 4, code_shift(bits, half, inner / 16))
+                (word, row * 4 + inner % 16 / 4, inner % 4, code_shift(bits, half, inner / 16))
             }
             (bits, Side::Value) => {
                 let (lane_token, column) = self.lane_token(token);
@@ -141,10 +140,17 @@ impl PageOrder {
         (tile * self.tile_bytes() + side + word / 4 * 512 + lane * 16 + word % 4 * 4 + byte, shift)
     }
 
-    /// A lane holds a run of the tokens of a tile: which of them, and which lane of four.
+    /// Codes of values: a lane holds a run of the tokens of a tile. Which of them, and which lane of four.
     fn lane_token(&self, token: usize) -> (usize, usize) {
         let run = self.tile_tokens() / 4;
         (token % run, token / run)
+    }
+
+    /// Codes of keys: which eight tokens of a tile, and which row of them. Two rows of two eights are four neighbours of a
+    /// run, because the kernel turns such four weights from rows into bytes of one operand.
+    fn key_row(&self, token: usize) -> (usize, usize) {
+        let (lane_token, column) = self.lane_token(token);
+        (lane_token / 4 * 2 + lane_token % 2, 2 * column + lane_token % 4 / 2)
     }
 
     /// Byte of the 16-bit scale of a token and group; an offset, where there is one, follows it.
@@ -158,8 +164,8 @@ impl PageOrder {
         let inside = if self.bits() == 8 {
             token * 2
         } else {
-            let (lane_token, column) = self.lane_token(token);
-            group * self.tile_tokens() * 4 + lane_token / 4 * 64 + column * 16 + lane_token % 4 * 4
+            let (eight, row) = self.key_row(token);
+            group * self.tile_tokens() * 4 + eight / 4 * 128 + row * 16 + eight % 4 * 4
         };
         tile * self.tile_bytes() + 2 * self.side_bytes() + side + inside
     }

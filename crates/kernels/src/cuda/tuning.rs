@@ -1,7 +1,7 @@
 //! How the decode kernel is laid out for a shape of heads and a format: warps, stages, blocks, and the macros it is
 //! compiled with.
 //!
-//! Registers decide: sums take 64 of every lane at 128 channels, which leaves room for twelve warps on a multiprocessor.
+//! Registers decide: at 128 channels, sums and queries take 40 of every lane for each four query heads.
 
 use super::compile::Source;
 use super::error::CudaError;
@@ -10,9 +10,8 @@ use super::plan::MOST_PARTIALS;
 use crate::cpu::attention::sealed::SealedFormat;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
-const TEXTS: [&str; 5] = [
+const TEXTS: [&str; 4] = [
     include_str!("kernels/primitives.cu"),
-    include_str!("kernels/sums.cu"),
     include_str!("kernels/codes.cu"),
     include_str!("kernels/floats.cu"),
     include_str!("kernels/attention.cu"),
@@ -40,14 +39,17 @@ pub struct Tuning {
     pub stages: usize,
     /// Blocks that share a multiprocessor.
     pub blocks_per_multiprocessor: usize,
-    /// Fewer registers for codes: queries are read from shared memory, and rounds of a tile come one after the other.
-    pub lean: bool,
 }
 
 impl DecodeShape {
     /// Query heads that a block has room for: two row tiles where registers allow.
     pub fn rows(&self) -> usize {
         if self.group > 8 && self.head_dim <= 128 { 16 } else { 8 }
+    }
+
+    /// Fours of query heads that a block works on: a matrix instruction on codes has room for four.
+    fn quads(&self) -> usize {
+        self.group.min(self.rows()).div_ceil(4)
     }
 
     pub(super) fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
@@ -62,7 +64,7 @@ impl DecodeShape {
     /// Shared memory of a block: the stages, or what partial results and their merge need.
     pub(super) fn block_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
         let stages = tuning.warps * tuning.stages * self.stage_bytes()?;
-        let partial = tuning.warps * self.rows() * (self.head_dim + 4) * 4;
+        let partial = tuning.warps * self.rows() * (self.head_dim + 8) * 4;
         // Sums of slices, factors, rows, and a product with a matrix of which every warp has a part.
         let merge = tuning.warps * 32 * 16
             + MOST_PARTIALS * self.rows() * 4
@@ -70,21 +72,23 @@ impl DecodeShape {
         Ok(stages.max(partial).max(merge))
     }
 
-    /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands.
-    fn fixed_memory(&self, tuning: &Tuning) -> usize {
-        1536 + tuning.warps * (8 * tuning.stages + 8 * self.rows()) + self.rows() * (2 * self.head_dim + 40)
+    /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands, and what aligning them
+    /// takes.
+    fn fixed_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
+        let [rows, heads] = [self.rows(), 4 * self.quads()];
+        let queries = heads * (2 * self.head_dim + 4 + 4 * self.orders()?[1].groups());
+        Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 4 * rows + 32 + queries)
     }
 
     /// Four warps mostly, and as many blocks and stages as registers and shared memory allow.
     pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
-        let lean = self.lean();
-        // Two warps where shared memory has no room for the tiles of four. Queries in shared memory are there once per
-        // block, so one block is better than three.
-        for &warps in if lean { [12, 4, 2].as_slice() } else { &[4, 2] } {
-            for blocks_per_multiprocessor in (1..=self.warps_by_registers()? / warps).rev() {
+        let most = self.warps_by_registers();
+        // Two warps where shared memory has no room for the tiles of four.
+        for warps in [4, 2] {
+            for blocks_per_multiprocessor in (1..=most / warps).rev() {
                 for stages in [3, 2] {
-                    let tuning = Tuning { warps, stages, blocks_per_multiprocessor, lean };
-                    let memory = self.block_memory(&tuning)? + self.fixed_memory(&tuning);
+                    let tuning = Tuning { warps, stages, blocks_per_multiprocessor };
+                    let memory = self.block_memory(&tuning)? + self.fixed_memory(&tuning)?;
                     if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
                         return Ok(tuning);
                     }
@@ -100,9 +104,9 @@ impl DecodeShape {
         block_memory: usize,
         multiprocessor_memory: usize,
     ) -> Result<Tuning, CudaError> {
-        for warps in (4..=self.warps_by_registers()?).rev().step_by(4) {
-            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1, lean: self.lean() };
-            if self.block_memory(&tuning)? + self.fixed_memory(&tuning)
+        for warps in (4..=self.warps_by_registers()).rev().step_by(4) {
+            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1 };
+            if self.block_memory(&tuning)? + self.fixed_memory(&tuning)?
                 <= block_memory.min(multiprocessor_memory)
             {
                 return Ok(tuning);
@@ -111,16 +115,16 @@ impl DecodeShape {
         self.tuning(block_memory, multiprocessor_memory)
     }
 
-    /// Warps that a multiprocessor has registers for: sums take 64 of 128 channels.
-    fn warps_by_registers(&self) -> Result<usize, CudaError> {
-        let floats = !matches!(self.sealed, SealedFormat::Codes(..)) && self.rows() > 8;
-        let groups = self.orders()?[1].groups();
-        Ok(if self.head_dim > 128 || floats || groups > 2 { 8 } else { 12 })
-    }
-
-    /// Two row tiles have more at hand.
-    fn lean(&self) -> bool {
-        self.rows() > 8 && matches!(self.sealed, SealedFormat::Codes(..))
+    /// Warps that a multiprocessor has registers for: a multiple of its four parts, which have their own.
+    fn warps_by_registers(&self) -> usize {
+        if !matches!(self.sealed, SealedFormat::Codes(..)) {
+            return if self.head_dim > 128 || self.rows() > 8 { 8 } else { 12 };
+        }
+        match self.quads() * self.head_dim.div_ceil(128) {
+            1 => 16,
+            2 => 12,
+            _ => 8,
+        }
     }
 
     /// The kernel of this shape.
@@ -132,7 +136,7 @@ impl DecodeShape {
             ("SEALED_BITS", bits),
             ("GROUPS", sealed.groups()),
             ("ROW_TILES", self.rows() / 8),
-            ("LEAN", usize::from(tuning.lean)),
+            ("HEAD_QUADS", self.quads()),
             ("SCALE_BF16", usize::from(sealed.bf16_scales())),
             ("WARPS", tuning.warps),
             ("STAGES", tuning.stages),
@@ -154,7 +158,7 @@ mod tests {
     fn shapes() -> Vec<DecodeShape> {
         let mut shapes = Vec::new();
         for head_dim in [64, 96, 128, 256] {
-            for group in [4, 16] {
+            for group in [4, 8, 12, 16] {
                 let codes = |bits, groups| {
                     SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), ScaleType::F16)
                 };
@@ -215,14 +219,14 @@ mod tests {
                 format!("int{} x{} bf16 scales", layout.bits(), layout.groups())
             }
         };
-        format!("{format} d{} rows {}", shape.head_dim, shape.rows())
+        format!("{format} d{} heads {}", shape.head_dim, shape.group)
     }
 
     /// What `tools/check-cuda-kernels` compiles is compiled on a card. `OSCAR_WRITE=1` writes the file.
     #[test]
     fn the_list_of_configurations_is_that_of_the_product() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = ["primitives.cu", "sums.cu", "codes.cu", "floats.cu", "attention.cu"];
+        let texts = ["primitives.cu", "codes.cu", "floats.cu", "attention.cu"];
         let mut kernels = Vec::new();
         for (shape, tuning) in listed() {
             let defines: serde_json::Map<String, serde_json::Value> = shape
@@ -258,7 +262,7 @@ mod tests {
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
         let tuning = shape.tuning(232_448, 233_472).unwrap();
-        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 3, lean: false });
+        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 4 });
         assert!(shape.tuning(1000, 1000).is_err());
     }
 }

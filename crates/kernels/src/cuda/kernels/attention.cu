@@ -26,7 +26,7 @@ constexpr int ROWS = 8 * ROW_TILES;
 constexpr int THREADS = 32 * WARPS;
 constexpr int MOST_PARTIALS = 256;  // of a unit; `plan.rs` keeps to it
 // Rows of partial results in shared memory, apart by more than a multiple of 128 bytes.
-constexpr int ROW_STRIDE = HEAD_DIM + 4;
+constexpr int ROW_STRIDE = HEAD_DIM + 8;
 
 struct Arguments {
   const float* queries;  // [sequence][kv head][group][channel]
@@ -56,7 +56,7 @@ DEVICE void begin(
     Codes<BITS>& state, const float* queries, int rows, float scale, u8* query_memory, int warp, int lane) {
   Codes<BITS>::prepare(queries, rows, scale, query_memory, warp, lane);
   __syncthreads();
-  state.begin(query_memory, rows, lane);
+  state.begin(query_memory, lane);
 }
 
 template <class Provider>
@@ -65,8 +65,8 @@ DEVICE void attend_tiles(
   constexpr bool EXACT = Provider::TOKENS == 8;
   const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
   const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
-  pool += (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE);
-  const int* table = a.table + s.sequence * a.table_width;
+  pool = kept(pool + (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE));
+  const int* table = (const int*)kept((const u8*)(a.table + s.sequence * a.table_width));
   const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
   const int sink_tiles = s.sink_pages * Provider::TILES_PER_PAGE;
   // The page of the i-th tile of this warp.
@@ -117,33 +117,26 @@ struct Shared {
 template <class Provider>
 DEVICE void write_partial(
     const Arguments& a, const Segment& s, const Provider& state, float* scratch, Shared& shared, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
   #pragma unroll
-  for (int tile = 0; tile < ROW_TILES; tile++) {
-    const float total = state.row_total(tile);
-    if (t == 0) {
-      shared.largest[warp][tile * 8 + g] = state.row_largest(tile);
-      shared.total[warp][tile * 8 + g] = total;
+  for (int slice = 0; slice < Provider::SLICES; slice++) {
+    const int row = Provider::row_of(slice, lane);
+    const float total = state.row_total(slice);
+    if (Provider::leads(lane)) {
+      shared.largest[warp][row] = state.row_largest(slice);
+      shared.total[warp][row] = total;
     }
   }
   // Also: no warp is still reading tiles from the memory that the values go to.
   __syncthreads();
   #pragma unroll
-  for (int tile = 0; tile < ROW_TILES; tile++) {
-    const int row = tile * 8 + g;
+  for (int slice = 0; slice < Provider::SLICES; slice++) {
+    const int row = Provider::row_of(slice, lane);
     float most = NEGATIVE_INFINITY;
     #pragma unroll
     for (int i = 0; i < WARPS; i++) most = fmaxf(most, shared.largest[i][row]);
-    const float mine = state.row_largest(tile);
+    const float mine = state.row_largest(slice);
     const float factor = mine == NEGATIVE_INFINITY ? 0.0f : exp2_fast(mine - most);
-    float2 values[Provider::CHANNEL_TILES];
-    state.end(tile, values);
-    if (row < s.rows) {
-      #pragma unroll
-      for (int i = 0; i < Provider::CHANNEL_TILES; i++)
-        *(float2*)&scratch[(warp * ROWS + row) * ROW_STRIDE + i * 8 + 2 * t] =
-            make_float2(values[i].x * factor, values[i].y * factor);
-    }
+    state.store(slice, factor, row < s.rows ? scratch + (warp * ROWS + row) * ROW_STRIDE : nullptr, lane);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < s.rows * (HEAD_DIM / 4); i += THREADS) {
@@ -318,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
   float* scratch = (float*)memory;
   let_next_launch_begin();
   Ring ring;
-  ring_open(ring, memory + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES, lane);
+  ring_open(ring, memory, barriers, warp, lane);
   for (int index = blockIdx.x; index >= 0;) {
     const Segment s = a.segments[index];
     // A block without work has a segment that is no part of anything.

@@ -1,6 +1,10 @@
 // Tiles of 2-bit or 4-bit codes. Codes are never turned into numbers: with k = s*c - o per token and group of channels,
-// q.k = s*sum(q*c) - o*sum(q), and likewise for values. Queries become integers of two bytes; the high bytes are rows 0-7
-// of an 8-bit MMA and the low bytes rows 8-15, so one instruction multiplies both, and sums are exact.
+// q.k = s*sum(q*c) - o*sum(q), and likewise for values. Queries and weights become integers of two bytes, and their high
+// and low bytes are neighbouring columns of an 8-bit MMA whose rows are tokens or channels: sums are exact, a lane finds
+// both bytes of a sum in its own registers, and no row is empty as long as query heads come in fours.
+//
+// A lane holds logits of one query head of four and of every eighth token; as operands, weights are needed the other way
+// round, which `movmatrix` does with two tokens at a time.
 //
 // The weighted sum of values stays in the accumulators over all tiles of a segment: weights are powers relative to a
 // reference, and so are their total and the sum of offsets. The reference is chosen optimistically, not tile by tile: a
@@ -8,10 +12,54 @@
 // so far rescaled. That happens a few times in a segment; looking for the largest logit of every tile would cost more
 // than all of its exponentials.
 
-DEVICE void mma_signed(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+DEVICE void mma_keys(int (&d)[4], const u32 (&codes)[4], uint2 queries, const int (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+      : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(queries.x), "r"(queries.y),
+        "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+DEVICE void mma_values(int (&c)[4], const u32 (&codes)[4], uint2 weights) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(weights.x), "r"(weights.y));
+}
+
+// An 8 x 8 matrix of 16-bit elements, two of a row in every lane, transposed.
+DEVICE u32 transposed(u32 pair) {
+  u32 result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+// Largest and sum over the eight lanes that hold the tokens of one query head.
+DEVICE float head_max(float x) {
+  #pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+}
+DEVICE float head_sum(float x) {
+  #pragma unroll
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+  return x;
+}
+
+// Half of an 8-bit operand out of one word of codes, which holds two such halves of 2-bit codes. The second comes out
+// four times too large (one instruction less than shifting it) where QUARTER says that somebody makes up for that.
+template <int BITS, bool QUARTER>
+DEVICE void unpack(u32 word, int half, u32& low, u32& high) {
+  if (BITS == 4) {
+    low = word & 0x0f0f0f0fu;
+    high = (word >> 4) & 0x0f0f0f0fu;
+  } else if (half == 0) {
+    low = word & 0x03030303u;
+    high = (word >> 4) & 0x03030303u;
+  } else if (QUARTER) {
+    low = word & 0x0c0c0c0cu;
+    high = (word >> 4) & 0x0c0c0c0cu;
+  } else {
+    low = (word >> 2) & 0x03030303u;
+    high = (word >> 6) & 0x03030303u;
+  }
 }
 
 template <int BITS>
@@ -21,17 +69,13 @@ struct Codes {
   static constexpr int SIDE_BYTES = 16 * HEAD_DIM;
   static constexpr int GROUP_BYTES = TOKENS * 4;
   static constexpr int TILE_BYTES = 2 * SIDE_BYTES + 2 * GROUPS * GROUP_BYTES;
-  // A tile is worked on in rounds of 32 tokens, eight per lane, so that the logits of one round are all that is held.
-  static constexpr int ROUNDS = TOKENS / 32;
-  static constexpr int PAIRS = 4;
-  // One after the other where registers are short.
-  static constexpr int ROUNDS_AT_ONCE = LEAN && HEAD_DIM % 64 == 0 ? 1 : ROUNDS;
+  // Query heads of a lane: one of four of each.
+  static constexpr int SLICES = HEAD_QUADS;
+  static constexpr int LANE_TOKENS = TOKENS / 8;
+  static constexpr int CHUNKS = HEAD_DIM / 32;  // loads of 16 bytes per lane and side
   static constexpr int CHANNEL_STEPS = HEAD_DIM / 32;
-  static constexpr int CHANNEL_TILES = HEAD_DIM / 8;
-  static constexpr int GROUP_TILES = CHANNEL_TILES / GROUPS;
+  static constexpr int CHANNEL_TILES = HEAD_DIM / 16;
   static constexpr int WORD_STEPS = 4 / BITS;
-  static constexpr int OPERANDS = Sums<BITS>::OPERANDS;
-  static constexpr int LATER = Sums<BITS>::LATER;
   // An odd number of steps would put a step now in the first, now in the second half of a word.
   static constexpr bool QUARTER = BITS == 2 && CHANNEL_STEPS % 2 == 0;
   // A float of this value has integers in its low bits: adding to an accumulator that starts here converts it, one
@@ -39,21 +83,25 @@ struct Codes {
   static constexpr bool MAGIC = BITS == 2;
   static constexpr int MAGIC_BITS = MAGIC ? 0x4b400000 : 0;
   static constexpr float MAGIC_VALUE = MAGIC ? 12582912.0f : 0.0f;
-  // Queries as operands, then their steps and sums, in shared memory: all warps of a block have the same.
-  static constexpr int FRAGMENT_BYTES = ROW_TILES * CHANNEL_STEPS * 512;
-  static constexpr int QUERY_BYTES = FRAGMENT_BYTES + (1 + GROUPS) * ROW_TILES * 8 * 4;
+  // The largest weight when a reference is chosen. There is room for eight times as much: the largest of several heads
+  // grows often, if only by a little. It costs three of sixteen bits.
+  static constexpr float LARGEST_WEIGHT = 65000.0f / 8.0f;
+  // Queries as operands, then their steps and sums, then what accumulators of logits start from, in shared memory: all
+  // warps of a block have the same.
+  static constexpr int FRAGMENT_BYTES = SLICES * CHANNEL_STEPS * 256;
+  static constexpr int START = FRAGMENT_BYTES + (1 + GROUPS) * SLICES * 16;
+  static constexpr int QUERY_BYTES = START + 16;
 
-  // Read from there again and again where registers are short.
-  static constexpr bool KEPT = !LEAN || HEAD_DIM % 64 != 0;
-  u32 kept[ROW_TILES][KEPT ? CHANNEL_STEPS : 1][4];
-  const u8* fragments;
+  uint2 q[SLICES][CHANNEL_STEPS];
   // Sums of products with codes are in units of q_step; q_sum is that of each group of channels, scaled like logits and
   // negative.
-  float q_step[ROW_TILES], q_sum[ROW_TILES][GROUPS];
-  float reference[ROW_TILES], total[ROW_TILES], offsets[ROW_TILES][GROUPS];
-  Sums<BITS> sums;
-  // What accumulators of logits start from, in registers that stay as they are: none need be cleared.
-  int zero[4];
+  float q_step[SLICES], q_sum[SLICES][GROUPS];
+  float reference[SLICES], total[SLICES], offsets[SLICES][GROUPS];
+  // Channels in rows; high bytes in even, low bytes in odd columns.
+  int sums[CHANNEL_TILES][SLICES][4];
+  // What accumulators of logits start from. It comes from memory so that it stays in registers: if the compiler knew the
+  // numbers, it would set all accumulators to them again and again.
+  int start[4];
   // Nothing has been weighed, so there is no reference yet.
   bool fresh;
 
@@ -63,7 +111,8 @@ struct Codes {
     // Lanes that hold one group; three quarters of a warp count as a warp, since the rest holds zeros.
     constexpr int LANES = GROUP_CHANNELS >= 96 ? 32 : GROUP_CHANNELS / 4;
     float* steps = (float*)(memory + FRAGMENT_BYTES);  // [row], then sums [group][row]
-    for (int row = warp; row < ROW_TILES * 8; row += WARPS) {
+    if (warp == 0 && lane == 0) *(int4*)(memory + START) = make_int4(0, MAGIC_BITS, 0, MAGIC_BITS);
+    for (int row = warp; row < SLICES * 4; row += WARPS) {
       float x[PARTS][4], group_sum[PARTS] = {}, most = 0.0f, absolute = 0.0f;
       #pragma unroll
       for (int part = 0; part < PARTS; part++) {
@@ -94,7 +143,7 @@ struct Codes {
         const int channel = part * 128 + lane * 4;
         if (channel >= HEAD_DIM) continue;
         const int group = LANES == 32 ? part : channel / GROUP_CHANNELS;
-        if (lane % LANES == 0 && group < GROUPS) steps[(1 + group) * ROW_TILES * 8 + row] = -scale * group_sum[part];
+        if (lane % LANES == 0 && group < GROUPS) steps[(1 + group) * SLICES * 4 + row] = -scale * group_sum[part];
         // The low bits of such a float are an integer; its bytes are what is wanted.
         const float unit = QUARTER && (channel & 32) ? 0.25f * inverse : inverse;
         u32 r[4];
@@ -105,253 +154,236 @@ struct Codes {
         const u32 high = __byte_perm(
             __byte_perm(r[0] + 128, r[1] + 128, 0x0051), __byte_perm(r[2] + 128, r[3] + 128, 0x0051), 0x5410);
         const int step = channel / 32, half = channel / 16 % 2, t = channel / 4 % 4;
-        *(uint2*)(memory + ((row / 8 * CHANNEL_STEPS + step) * 32 + row % 8 * 4 + t) * 16 + half * 8) =
-            make_uint2(high, low);
+        u32* column = (u32*)memory + ((row / 4 * CHANNEL_STEPS + step) * 32 + row % 4 * 8 + t) * 2 + half;
+        column[0] = high;
+        column[8] = low;
       }
     }
   }
 
   // `queries`: what `prepare` has left.
-  DEVICE void begin(const u8* queries, int rows, int lane) {
+  DEVICE void begin(const u8* queries, int lane) {
     fresh = true;
-    // The compiler must not know that these are constants, or it would set them again every time.
-    const int unknown = rows >> 31;
-    zero[0] = zero[1] = unknown;
-    zero[2] = zero[3] = unknown | MAGIC_BITS;
-    fragments = queries + lane * 16;
-    if (KEPT)
+    const int4 four = *(const int4*)(queries + START);
+    start[0] = four.x; start[1] = four.y; start[2] = four.z; start[3] = four.w;
+    const float* steps = (const float*)(queries + FRAGMENT_BYTES) + (lane & 3);
+    #pragma unroll
+    for (int slice = 0; slice < SLICES; slice++) {
       #pragma unroll
       for (int step = 0; step < CHANNEL_STEPS; step++)
-        #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) fragment(tile, step, kept[tile][KEPT ? step : 0]);
-    const float* steps = (const float*)(queries + FRAGMENT_BYTES) + (lane >> 2);
-    #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-      q_step[tile] = steps[tile * 8];
-      reference[tile] = total[tile] = 0.0f;
+        q[slice][step] = *(const uint2*)(queries + ((slice * CHANNEL_STEPS + step) * 32 + lane) * 8);
+      q_step[slice] = steps[slice * 4];
+      reference[slice] = total[slice] = 0.0f;
       #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
-        q_sum[tile][group] = steps[(1 + group) * ROW_TILES * 8 + tile * 8];
-        offsets[tile][group] = 0.0f;
+        q_sum[slice][group] = steps[((1 + group) * SLICES + slice) * 4];
+        offsets[slice][group] = 0.0f;
       }
+      #pragma unroll
+      for (int i = 0; i < CHANNEL_TILES; i++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) sums[i][slice][e] = 0;
     }
-    sums.clear();
   }
 
-  DEVICE void fragment(int tile, int step, u32 (&q)[4]) const {
-    const uint4 four = *(const uint4*)(fragments + (tile * CHANNEL_STEPS + step) * 512);
-    q[0] = four.x; q[1] = four.y; q[2] = four.z; q[3] = four.w;
-  }
-
-  DEVICE static uint2 two_scales(const u8* scales, int group, int pair, int t) {
-    return *(const uint2*)(scales + group * GROUP_BYTES + (pair / 2) * 64 + t * 16 + (pair & 1) * 8);
+  // Scales and offsets of four tokens of a lane, of which a tile has four or eight.
+  DEVICE static uint4 four_scales(const u8* scales, int group, int four, int lane) {
+    return *(const uint4*)(scales + group * GROUP_BYTES + four * 128 + (lane >> 2) * 16);
   }
 
   DEVICE void add(const u8* page, int, int lane) {
-    const u8* scales = page + 2 * SIDE_BYTES;
-    #pragma unroll(ROUNDS_AT_ONCE)
-    for (int round = 0; round < ROUNDS; round++) {
-      // Where the words of a round are whole loads, rounds are the same but for an offset.
-      constexpr bool WHOLE = PAIRS * CHANNEL_STEPS % (4 * WORD_STEPS) == 0;
-      const int first_pair = WHOLE ? 0 : round * PAIRS;
-      const u8* keys = page + (WHOLE ? round * (PAIRS * CHANNEL_STEPS / WORD_STEPS * 128) : 0);
-      float exponent[ROW_TILES][8];
-      score(first_pair, keys, scales + round * 128, lane, exponent);
-      weigh_and_sum(round, exponent, page + SIDE_BYTES, scales + GROUPS * GROUP_BYTES + round * 128, lane);
+    u32 weights[GROUPS][SLICES][LANE_TOKENS / 2];
+    // Once more if references had to be chosen. A third time would help nobody: that is a logit that is not a number.
+    // Zeros that the compiler does not know keep it from holding a tile in registers for what hardly ever happens.
+    const u8* keys = page;
+    #pragma unroll 1
+    for (int attempt = 0; !weigh(keys, lane, weights) && attempt < 1; attempt++) {
+      choose_references(page + start[0], lane);
+      keys = page + start[2];
     }
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++) add_values(group, page + SIDE_BYTES, lane, weights[group]);
   }
 
   // Logits less their reference, which is what weights are powers of.
-  DEVICE void score(
-      int first_pair, const u8* keys, const u8* scales, int lane, float (&exponent)[ROW_TILES][8]) const {
-    const int t = lane & 3;
-    // Queries from shared memory are multiplied with all tokens of the round while they are here.
-    constexpr int BLOCK = KEPT ? 1 : PAIRS;
-    uint4 chunks[(PAIRS * CHANNEL_STEPS / WORD_STEPS + 6) / 4];
-    const int first_chunk = first_pair * CHANNEL_STEPS / WORD_STEPS / 4;
+  DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
+    const u8* scales = page + 2 * SIDE_BYTES;
+    uint4 chunks[CHUNKS], scale_chunk[GROUPS];
+    u32 here = 0;  // of the chunks; known to the compiler
     #pragma unroll
-    for (int first = 0; first < PAIRS; first += BLOCK) {
+    for (int first = 0; first < LANE_TOKENS; first += 2) {
       #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
-        int c[BLOCK][ROW_TILES][4];
+        int c[SLICES][4];
         #pragma unroll
         for (int inner = 0; inner < CHANNEL_STEPS / GROUPS; inner++) {
           const int step = group * (CHANNEL_STEPS / GROUPS) + inner;
-          u32 q[ROW_TILES][4];
+          u32 codes[4];
           #pragma unroll
-          for (int tile = 0; tile < ROW_TILES; tile++) {
-            if (KEPT)
-              #pragma unroll
-              for (int i = 0; i < 4; i++) q[tile][i] = kept[tile][KEPT ? step : 0][i];
-            else fragment(tile, step, q[tile]);
+          for (int e = 0; e < 2; e++) {
+            const int flat = (first + e) * CHANNEL_STEPS + step, word = flat / WORD_STEPS;
+            if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + word / 4 * 512 + lane * 16);
+            here |= 1u << (word / 4);
+            unpack<BITS, QUARTER>(word_of(chunks[word / 4], word % 4), flat % WORD_STEPS, codes[e], codes[e + 2]);
           }
           #pragma unroll
-          for (int block = 0; block < BLOCK; block++) {
-            const int flat = (first_pair + first + block) * CHANNEL_STEPS + step, word = flat / WORD_STEPS;
-            uint4& chunk = chunks[word / 4 - first_chunk];
-            // The first of four words, or of those that this round has of them.
-            const int start = max(word / 4 * 4 * WORD_STEPS, first_pair * CHANNEL_STEPS);
-            if (KEPT ? flat == start : step == 0 && start / CHANNEL_STEPS == first_pair + block)
-              chunk = *(const uint4*)(keys + word / 4 * 512 + lane * 16);
-            u32 b0, b1;
-            unpack<BITS, QUARTER>(word_of(chunk, word % 4), flat % WORD_STEPS, b0, b1);
-            #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; tile++)
-              if (inner == 0) mma_signed(c[block][tile], q[tile], b0, b1, zero);
-              else mma_signed(c[block][tile], q[tile], b0, b1, c[block][tile]);
-          }
+          for (int slice = 0; slice < SLICES; slice++)
+            if (inner == 0) mma_keys(c[slice], codes, q[slice][step], start);
+            else mma_keys(c[slice], codes, q[slice][step], c[slice]);
         }
-        #pragma unroll
-        for (int block = 0; block < BLOCK; block++) {
-          const uint2 words = two_scales(scales, group, first + block, t);
-          const float2 affine[2] = {scale_pair(words.x), scale_pair(words.y)};
-          #pragma unroll
-          for (int tile = 0; tile < ROW_TILES; tile++)
-            #pragma unroll
-            for (int e = 0; e < 2; e++) {
-              const int i = 2 * (first + block) + e, integer = c[block][tile][e] * 256 + c[block][tile][e + 2];
-              // Rounding of the constant moves all sums by less than one unit of the queries.
-              const float sum = MAGIC ? fmaf(__int_as_float(integer), q_step[tile], -MAGIC_VALUE * q_step[tile])
-                                      : (float)integer * q_step[tile];
-              const float before = group > 0 ? exponent[tile][i] : -reference[tile] - (i < 4 ? 0 : LATER);
-              exponent[tile][i] = fmaf(affine[e].x, sum, fmaf(affine[e].y, q_sum[tile][group], before));
-            }
-        }
-      }
-    }
-  }
-
-  DEVICE void weigh_and_sum(
-      int round, const float (&exponent)[ROW_TILES][8], const u8* values, const u8* scales, int lane) {
-    const int t = lane & 3;
-    float probability[ROW_TILES][8];
-    exponentiate(exponent, probability);
-    uint4 chunk;
-    #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      u32 operands[OPERANDS];
-      if (!weigh(group, probability, scales, t, operands)) {
-        float most[ROW_TILES], moved[ROW_TILES];
-        #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-          // Exponents are gone after the first group, but that has made sure that probabilities are finite.
-          const float* x = group == 0 ? exponent[tile] : probability[tile];
-          const float first = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-          const float second = fmaxf(fmaxf(x[4], x[5]), fmaxf(x[6], x[7]));
-          most[tile] = reference[tile] + (group == 0 ? fmaxf(first, second + LATER)
-                                                     : __log2f(fmaxf(first, second * (1 << LATER))));
-        }
-        choose_references(most, scales, t, moved);
-        #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; tile++) {
-          const float ratio = exp2_fast(moved[tile]);
-          #pragma unroll
-          for (int i = 0; i < 8; i++)
-            probability[tile][i] =
-                group == 0 ? exp2_fast(exponent[tile][i] + moved[tile]) : probability[tile][i] * ratio;
-        }
-        weigh(group, probability, scales, t, operands);
-      }
-      #pragma unroll
-      for (int inner = 0; inner < GROUP_TILES; inner += WORD_STEPS) {
-        const int i = group * GROUP_TILES + inner, word = i / WORD_STEPS * ROUNDS;
-        if (word % 4 == 0) chunk = *(const uint4*)(values + word / 4 * 512 + lane * 16);
-        sums.add(i, operands, word_of(chunk, word % 4 + (round == 0 ? 0 : 1)));
-      }
-    }
-  }
-
-  DEVICE static void exponentiate(const float (&exponent)[ROW_TILES][8], float (&probability)[ROW_TILES][8]) {
-    #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
-      #pragma unroll
-      for (int i = 0; i < 8; i++) probability[tile][i] = exp2_fast(exponent[tile][i]);
-  }
-
-  // The weights of a round for a group of channels, as operands; their sum and that of offsets are added to those of the
-  // segment. False, and nothing added, if a weight of any row does not fit.
-  DEVICE bool weigh(
-      int group, const float (&probability)[ROW_TILES][8], const u8* scales, int t,
-      u32 (&operands)[OPERANDS]) {
-    // The first and the second four tokens: two chains, so that additions do not wait for one another.
-    float sum[ROW_TILES], offset[ROW_TILES][2], weights[ROW_TILES][8];
-    #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-      const float (&p)[8] = probability[tile];
-      sum[tile] = fmaf((p[4] + p[5]) + (p[6] + p[7]), 1 << LATER, (p[0] + p[1]) + (p[2] + p[3]));
-    }
-    #pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-      const uint2 words = two_scales(scales, group, pair, t);
-      const float2 affine[2] = {scale_pair(words.x), scale_pair(words.y)};
-      #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; tile++)
+        if (first % 4 == 0) scale_chunk[group] = four_scales(scales, group, first / 4, lane);
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const int i = 2 * pair + e, part = i / 4;
-          const float p = probability[tile][i];
-          offset[tile][part] = i % 4 == 0 ? p * affine[e].y : fmaf(p, affine[e].y, offset[tile][part]);
-          weights[tile][i] = Sums<BITS>::weight(p, affine[e].x);
+          const float2 affine = scale_pair(word_of(scale_chunk[group], first % 4 + e));
+          #pragma unroll
+          for (int slice = 0; slice < SLICES; slice++) {
+            const int integer = c[slice][2 * e] * 256 + c[slice][2 * e + 1];
+            // Rounding of the constant moves all sums by less than one unit of the queries.
+            const float sum = MAGIC ? fmaf(__int_as_float(integer), q_step[slice], -MAGIC_VALUE * q_step[slice])
+                                    : (float)integer * q_step[slice];
+            float& x = exponent[slice][first + e];
+            x = fmaf(affine.x, sum, fmaf(affine.y, q_sum[slice][group], group > 0 ? x : -reference[slice]));
+          }
         }
+      }
     }
-    bool fits = Sums<BITS>::pack(weights, operands) && !fresh;
+  }
+
+  // The weights of a tile as operands, for each group of channels; their sum and those of offsets are added to what the
+  // segment has. False, and nothing added, if a weight of any query head does not fit.
+  DEVICE bool weigh(const u8* page, int lane, u32 (&weights)[GROUPS][SLICES][LANE_TOKENS / 2]) {
+    const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
+    float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
+    score(page, lane, probability);
+    bool fits = !fresh;
     #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++)
+    for (int slice = 0; slice < SLICES; slice++) {
+      #pragma unroll
+      for (int i = 0; i < LANE_TOKENS; i++) probability[slice][i] = exp2_fast(probability[slice][i]);
+      sum[slice] = sum_of(probability[slice]);
       // Looked at too, because a scale may be zero.
-      if (group == 0) fits &= sum[tile] < 1e30f;
+      fits &= sum[slice] < 1e30f;
+    }
+    u32 all = 0;
+    #pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      u32 bits[SLICES][LANE_TOKENS];
+      float parts[SLICES][2];  // two chains, so that additions do not wait for one another
+      uint4 chunk;
+      #pragma unroll
+      for (int i = 0; i < LANE_TOKENS; i++) {
+        if (i % 4 == 0) chunk = four_scales(scales, group, i / 4, lane);
+        const float2 affine = scale_pair(word_of(chunk, i % 4));
+        #pragma unroll
+        for (int slice = 0; slice < SLICES; slice++) {
+          const float p = probability[slice][i];
+          parts[slice][i & 1] = i < 2 ? p * affine.y : fmaf(p, affine.y, parts[slice][i & 1]);
+          bits[slice][i] = __float_as_uint(fmaf(p, affine.x, 8388608.0f));
+          all |= bits[slice][i];
+        }
+      }
+      #pragma unroll
+      for (int slice = 0; slice < SLICES; slice++) {
+        offset[slice][group] = parts[slice][0] + parts[slice][1];
+        // High bytes of two tokens, then their low bytes: two elements of a row that become parts of two columns.
+        #pragma unroll
+        for (int i = 0; i < LANE_TOKENS; i += 2)
+          weights[group][slice][i / 2] = transposed(__byte_perm(bits[slice][i], bits[slice][i + 1], 0x4051));
+      }
+    }
+    // 2^23 has these bits: anything else is more than 16 bits, infinite or not a number.
+    fits &= (all & 0xffff0000u) == 0x4b000000u;
     if (!__all_sync(ALL_LANES, fits)) return false;
     #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-      if (group == 0) total[tile] += sum[tile];
-      offsets[tile][group] += fmaf(offset[tile][1], 1 << LATER, offset[tile][0]);
+    for (int slice = 0; slice < SLICES; slice++) {
+      total[slice] += sum[slice];
+      #pragma unroll
+      for (int group = 0; group < GROUPS; group++) offsets[slice][group] += offset[slice][group];
     }
     return true;
   }
 
-  // References at which the weights of this round and of all before it fit. What groups before this one have added of the
-  // round is rescaled with the rest. `most`: the largest logits of this lane; `moved`: by how much exponents change.
-  DEVICE void choose_references(
-      const float (&most)[ROW_TILES], const u8* scales, int t, float (&moved)[ROW_TILES]) {
-    float scale = 1e-20f;
+  DEVICE void add_values(int group, const u8* values, int lane, const u32 (&weights)[SLICES][LANE_TOKENS / 2]) {
+    constexpr int HALVES = TOKENS / 32, PARTS = CHUNKS / GROUPS * 2;
+    uint4 chunk;
+    // Sixteen channels at a time: a word of 2-bit codes or two of 4-bit codes for every 32 tokens.
+    #pragma unroll
+    for (int inner = 0; inner < PARTS; inner++) {
+      const int i = group * PARTS + inner;
+      if (i % 2 == 0) chunk = *(const uint4*)(values + i / 2 * 512 + lane * 16);
+      #pragma unroll
+      for (int half = 0; half < HALVES; half++) {
+        u32 codes[4];
+        #pragma unroll
+        for (int e = 0; e < 2; e++)
+          unpack<BITS, true>(word_of(chunk, i % 2 * 2 + (BITS == 2 ? half : e)), e, codes[e], codes[e + 2]);
+        #pragma unroll
+        for (int slice = 0; slice < SLICES; slice++)
+          mma_values(sums[i][slice], codes, make_uint2(weights[slice][2 * half], weights[slice][2 * half + 1]));
+      }
+    }
+  }
+
+  // References at which the weights of this tile and of all before it fit.
+  DEVICE void choose_references(const u8* page, int lane) {
+    const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
+    float exponent[SLICES][LANE_TOKENS], scale = 1e-20f;
+    score(page, lane, exponent);
     #pragma unroll
     for (int group = 0; group < GROUPS; group++)
       #pragma unroll
-      for (int pair = 0; pair < PAIRS; pair++) {
-        const uint2 words = two_scales(scales, group, pair, t);
-        scale = fmaxf(scale, fmaxf(scale_pair(words.x).x, scale_pair(words.y).x));
-      }
-    const float room = __log2f(quad_max(scale) * (1.0f / Sums<BITS>::LARGEST));
-    float ratio[ROW_TILES];
+      for (int i = 0; i < LANE_TOKENS; i++)
+        scale = fmaxf(scale, scale_pair(word_of(four_scales(scales, group, i / 4, lane), i % 4)).x);
+    const float room = __log2f(head_max(scale) * (1.0f / LARGEST_WEIGHT));
     #pragma unroll
-    for (int tile = 0; tile < ROW_TILES; tile++) {
-      const float old = reference[tile];
-      float lowest = quad_max(most[tile]) + room;
-      // Equal logits then have weights that f16 holds exactly: errors of many equal weights would add up.
-      if (LATER > 0) lowest = ceilf(lowest);
-      reference[tile] = fresh ? lowest : fmaxf(old, lowest);
-      moved[tile] = old - reference[tile];
-      ratio[tile] = fresh ? 1.0f : exp2_fast(moved[tile]);
-      total[tile] *= ratio[tile];
+    for (int slice = 0; slice < SLICES; slice++) {
+      const float old = reference[slice], lowest = old + head_max(largest_of(exponent[slice])) + room;
+      reference[slice] = fresh ? lowest : fmaxf(old, lowest);
+      if (fresh) continue;
+      const float ratio = exp2_fast(old - reference[slice]);
+      total[slice] *= ratio;
       #pragma unroll
-      for (int group = 0; group < GROUPS; group++) offsets[tile][group] *= ratio[tile];
+      for (int group = 0; group < GROUPS; group++) offsets[slice][group] *= ratio;
+      rescale(slice, ratio);
     }
-    if (!fresh) sums.rescale(ratio);
     fresh = false;
   }
 
-  DEVICE float row_largest(int tile) const { return fresh ? NEGATIVE_INFINITY : reference[tile]; }
-  DEVICE float row_total(int tile) const { return quad_sum(total[tile]); }
+  DEVICE void rescale(int slice, float ratio) {
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES; i++) {
+      int (&c)[4] = sums[i][slice];
+      #pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const float value = fmaf((float)c[e], 256.0f, (float)c[e + 1]) * ratio;
+        const float top = rintf(value * (1.0f / 256.0f));
+        c[e] = (int)top;
+        c[e + 1] = __float2int_rn(fmaf(top, -256.0f, value));
+      }
+    }
+  }
 
-  // The weighted sums of values, columns 2t and 2t + 1 of every eight channels.
-  DEVICE void end(int tile, float2 (&out)[CHANNEL_TILES]) const {
+  // The query head of a slice, and whether this lane speaks for it.
+  DEVICE static int row_of(int slice, int lane) { return slice * 4 + (lane & 3); }
+  DEVICE static bool leads(int lane) { return lane < 4; }
+
+  DEVICE float row_largest(int slice) const { return fresh ? NEGATIVE_INFINITY : reference[slice]; }
+  DEVICE float row_total(int slice) const { return head_sum(total[slice]); }
+
+  // Writes the weighted sums of values that this lane holds of a row, times a factor; nothing if there is no row.
+  DEVICE void store(int slice, float factor, float* row, int lane) const {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-      const float offset = quad_sum(offsets[tile][group]);
+      const float offset = head_sum(offsets[slice][group]);
       #pragma unroll
-      for (int inner = 0; inner < GROUP_TILES; inner++) {
-        const int i = group * GROUP_TILES + inner;
-        const float2 sum = sums.read(tile, i);
-        out[i] = make_float2(sum.x - offset, sum.y - offset);
+      for (int inner = 0; inner < CHANNEL_TILES / GROUPS; inner++) {
+        const int i = group * (CHANNEL_TILES / GROUPS) + inner;
+        const int (&c)[4] = sums[i][slice];
+        const float low = fmaf((float)c[0], 256.0f, (float)c[1]);
+        const float high = fmaf((float)c[2], 256.0f, (float)c[3]) * (BITS == 2 ? 0.25f : 1.0f);
+        if (!row) continue;
+        row[i * 16 + (lane >> 2)] = (low - offset) * factor;
+        row[i * 16 + 8 + (lane >> 2)] = (high - offset) * factor;
       }
     }
   }

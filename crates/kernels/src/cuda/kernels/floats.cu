@@ -7,6 +7,11 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 DEVICE void mma_bf16_short(float (&c)[4], u32 a0, u32 a1, u32 b0) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
@@ -43,6 +48,8 @@ struct Floats {
   static constexpr int CHANNEL_STEPS = HEAD_DIM / 16;
   static constexpr int CHANNEL_TILES = HEAD_DIM / 8;
   static constexpr int LANE_TOKENS = 2 * TOKEN_TILES;
+  // Query heads of a lane: one of eight of each.
+  static constexpr int SLICES = ROW_TILES;
 
   // [0] alone with up to eight rows: numbers in rows 0-7, errors in rows 8-15. Otherwise numbers in [0], errors in [1].
   u32 q[ROW_TILES][CHANNEL_STEPS][4];
@@ -218,16 +225,21 @@ struct Floats {
     }
   }
 
+  DEVICE static int row_of(int tile, int lane) { return tile * 8 + (lane >> 2); }
+  DEVICE static bool leads(int lane) { return (lane & 3) == 0; }
+
   DEVICE float row_largest(int tile) const { return largest[tile]; }
   DEVICE float row_total(int tile) const { return quad_sum(total[tile]); }
 
-  DEVICE void end(int tile, float2 (&out)[CHANNEL_TILES]) const {
-    const float unit = FP8 ? 256.0f * bound[tile] : 1.0f;
+  DEVICE void store(int tile, float factor, float* row, int lane) const {
+    const float unit = FP8 ? 256.0f * bound[tile] * factor : factor;
+    if (!row) return;
     #pragma unroll
     for (int i = 0; i < CHANNEL_TILES; i++) {
       const float (&c)[4] = sums[i];
-      if (ROW_TILES == 1) out[i] = make_float2((c[0] + c[2]) * unit, (c[1] + c[3]) * unit);
-      else out[i] = tile == 0 ? make_float2(c[0] * unit, c[1] * unit) : make_float2(c[2] * unit, c[3] * unit);
+      const float x = ROW_TILES == 1 ? c[0] + c[2] : tile == 0 ? c[0] : c[2];
+      const float y = ROW_TILES == 1 ? c[1] + c[3] : tile == 0 ? c[1] : c[3];
+      *(float2*)&row[i * 8 + 2 * (lane & 3)] = make_float2(x * unit, y * unit);
     }
   }
 };

@@ -1,6 +1,6 @@
 // What the other sources share: integer types, instructions without a C++ spelling, and the ring of tiles in shared
 // memory that a warp fills ahead of itself. No source includes a header: the run-time compiler finds none on a user's
-// machine. Sources are put together in the order primitives, sums, codes, floats, attention.
+// machine. Sources are put together in the order primitives, codes, floats, attention.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -17,6 +17,16 @@ DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The same number, of which the compiler forgets how it came about: it would otherwise compute it again at every use.
+DEVICE int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+DEVICE const u8* kept(const u8* x) {
+  asm volatile("" : "+l"(x));
+  return x;
 }
 
 // Largest and sum over the four lanes that hold one row of an MMA accumulator.
@@ -78,21 +88,24 @@ DEVICE void wait_for_launches() {
 // contiguous, so one bulk copy fetches it, and a warp works on one tile at a time. Each warp has a ring of its own:
 // no warp ever waits for another one between the first and the last tile of a segment.
 struct Ring {
-  u8* stages;
-  u64* barriers;
+  u8* memory;      // of the block
+  int offset;      // of the stages of this warp
+  u32 stages, barriers;  // addresses in shared memory
   int write_stage, read_stage;
   u32 read_phase;
 };
 
-DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int lane) {
-  ring.stages = stages;
-  ring.barriers = barriers;
+DEVICE void ring_open(Ring& ring, u8* memory, u64* barriers, int warp, int lane) {
+  ring.memory = memory;
+  ring.offset = kept(warp * (STAGES * STAGE_BYTES));
+  ring.stages = kept(shared_address(memory) + ring.offset);
+  ring.barriers = kept(shared_address(barriers + warp * STAGES));
   ring.write_stage = ring.read_stage = 0;
   ring.read_phase = 0;
 #if __CUDA_ARCH__ >= 900
   if (lane == 0) {
     for (int i = 0; i < STAGES; i++)
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(&barriers[i])));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(ring.barriers + i * 8));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -103,19 +116,19 @@ DEVICE void ring_open(Ring& ring, u8* stages, u64* barriers, int lane) {
 // Begins to fetch a tile into the next stage. Before sm_90 a call without a tile keeps the count of groups right.
 template <int BYTES>
 DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
-  u8* stage = ring.stages + ring.write_stage * STAGE_BYTES;
+  const u32 stage = ring.stages + ring.write_stage * STAGE_BYTES;
 #if __CUDA_ARCH__ >= 900
   if (there && lane == 0) {
-    const u32 barrier = shared_address(&ring.barriers[ring.write_stage]);
+    const u32 barrier = ring.barriers + ring.write_stage * 8;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(shared_address(stage)), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
+        :: "r"(stage), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
   }
 #else
   if (there) {
     for (int at = lane * 16; at < BYTES; at += 512)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-          :: "r"(shared_address(stage + at)), "l"(source + at) : "memory");
+          :: "r"(stage + at), "l"(source + at) : "memory");
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
@@ -124,9 +137,9 @@ DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
 
 // Waits for the oldest tile. STAGES - 1 fetches have begun after it.
 DEVICE const u8* ring_take(Ring& ring) {
-  const u8* stage = ring.stages + ring.read_stage * STAGE_BYTES;
+  const u8* stage = ring.memory + (ring.offset + ring.read_stage * STAGE_BYTES);
 #if __CUDA_ARCH__ >= 900
-  const u32 barrier = shared_address(&ring.barriers[ring.read_stage]);
+  const u32 barrier = ring.barriers + ring.read_stage * 8;
   u32 done;
   do {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"

@@ -282,21 +282,24 @@ DEVICE u32 four_bytes(float a, float b, float c, float d) {
   return __byte_perm(ab, cd, 0x5410);
 }
 
-// Which run of tokens of a tile a lane of the reader holds, and the place in it.
+// Where the reader has a token: of values, which run of tokens of a tile and the place in it; of keys and of scales, which
+// eight tokens and the row of them.
 struct LaneToken {
-  int tile, column, token;
+  int tile, column, token, eight, row;
   DEVICE LaneToken(int page_token) {
     constexpr int run = TILE_TOKENS / 4;
     tile = page_token / TILE_TOKENS;
     column = page_token % TILE_TOKENS / run;
     token = page_token % run;
+    eight = token / 4 * 2 + token % 2;
+    row = 2 * column + token % 4 / 2;
   }
 };
 
 // Puts the codes of a chunk of a key, four to a word, into its page. `held` keeps words that are not full yet.
 DEVICE void put_key(u8* page, const LaneToken& at, int chunk, const u32 (&quads)[8], u32 (&held)[4]) {
-  const int flat = at.token / 2 * CHUNKS + chunk, word = flat * BITS / 4;
-  u8* target = page + at.tile * TILE_BYTES + word / 4 * 512 + (2 * at.column + at.token % 2) * 64 + word % 4 * 4;
+  const int flat = at.eight * CHUNKS + chunk, word = flat * BITS / 4;
+  u8* target = page + at.tile * TILE_BYTES + word / 4 * 512 + at.row * 64 + word % 4 * 4;
   #pragma unroll
   for (int lane = 0; lane < 4; lane++) {
     u32* out = (u32*)(target + lane * 16);
@@ -342,7 +345,7 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
     const int begin = group * GROUP_CHUNKS;
     const u32 bits = group_grid(row, kind, threshold, begin, begin + GROUP_CHUNKS, grid);
     *(u32*)(page + at.tile * TILE_BYTES + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
-            + at.token / 4 * 64 + at.column * 16 + at.token % 4 * 4) = bits;
+            + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = bits;
     #pragma unroll 1
     for (int chunk = begin; chunk < begin + GROUP_CHUNKS; chunk++) {
       u32 quads[8];
