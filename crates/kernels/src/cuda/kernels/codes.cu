@@ -1,15 +1,19 @@
 // Tiles of 2-bit or 4-bit codes. Codes are never turned into numbers: with k = s*c - o per token and group of channels,
-// q.k = s*sum(q*c) - o*sum(q), and likewise for values. Queries and weights become integers of two bytes, and their high
-// and low bytes are neighbouring columns of an 8-bit MMA whose rows are tokens or channels: sums are exact, a lane finds
-// both bytes of a sum in its own registers, and no row is empty as long as query heads come in fours.
+// q.k = s*sum(q*c) - o*sum(q), and likewise for values. They are the rows of matrix instructions, tokens of keys and
+// channels of values, so that none is empty.
 //
-// A lane holds logits of one query head of four and of every eighth token; as operands, weights are needed the other way
-// round, which `movmatrix` does with two tokens at a time.
+// Keys: queries become integers of two bytes, and their high and low bytes are neighbouring columns of an 8-bit MMA. Sums
+// are exact, and a lane finds both parts of a sum in its own registers.
+//
+// Values: weights are f16, of which the small ones are as precise as the large: next to one large weight, thousands of
+// small ones may count for as much. Codes are taken as f16 as well: a small integer in the low bits of one is that many
+// times 2^-24. A lane holds weights of every eighth token; as operands they are needed the other way round, which is
+// what `movmatrix` does.
 //
 // The weighted sum of values stays in the accumulators over all tiles of a segment: weights are powers relative to a
 // reference, and so are their total and the sum of offsets. The reference is chosen optimistically, not tile by tile: a
 // tile is weighed with that of the tiles before it, and only if a weight does not fit is a new one chosen and everything
-// so far rescaled. That happens a few times in a segment; looking for the largest logit of every tile would cost more
+// so far rescaled. That happens once or twice in a segment; looking for the largest logit of every tile would cost more
 // than all of its exponentials.
 
 DEVICE void mma_keys(int (&d)[4], const u32 (&codes)[4], uint2 queries, const int (&c)[4]) {
@@ -18,10 +22,10 @@ DEVICE void mma_keys(int (&d)[4], const u32 (&codes)[4], uint2 queries, const in
       : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(queries.x), "r"(queries.y),
         "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
-DEVICE void mma_values(int (&c)[4], const u32 (&codes)[4], uint2 weights) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(weights.x), "r"(weights.y));
+DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // An 8 x 8 matrix of 16-bit elements, two of a row in every lane, transposed.
@@ -44,7 +48,7 @@ DEVICE float head_sum(float x) {
 }
 
 // Half of an 8-bit operand out of one word of codes, which holds two such halves of 2-bit codes. The second comes out
-// four times too large (one instruction less than shifting it) where QUARTER says that somebody makes up for that.
+// four times too large (one instruction less than shifting it) where QUARTER says that queries make up for that.
 template <int BITS, bool QUARTER>
 DEVICE void unpack(u32 word, int half, u32& low, u32& high) {
   if (BITS == 4) {
@@ -83,9 +87,12 @@ struct Codes {
   static constexpr bool MAGIC = BITS == 2;
   static constexpr int MAGIC_BITS = MAGIC ? 0x4b400000 : 0;
   static constexpr float MAGIC_VALUE = MAGIC ? 12582912.0f : 0.0f;
-  // The largest weight when a reference is chosen. There is room for eight times as much: the largest of several heads
-  // grows often, if only by a little. It costs three of sixteen bits.
-  static constexpr float LARGEST_WEIGHT = 65000.0f / 8.0f;
+  // The largest weight when a reference is chosen: far from 65504 and from 2^-14, below which bits are lost.
+  static constexpr float LARGEST_WEIGHT = 256.0f;
+  // Codes of every other sixteen values lie four bits higher, so they count sixteen times: exponents are smaller by this.
+  static constexpr int LATER = 4;
+  // Pairs of slices: a weight of each is half of an operand.
+  static constexpr int COLUMNS = (SLICES + 1) / 2;
   // Queries as operands, then their steps and sums, then what accumulators of logits start from, in shared memory: all
   // warps of a block have the same.
   static constexpr int FRAGMENT_BYTES = SLICES * CHANNEL_STEPS * 256;
@@ -97,8 +104,8 @@ struct Codes {
   // negative.
   float q_step[SLICES], q_sum[SLICES][GROUPS];
   float reference[SLICES], total[SLICES], offsets[SLICES][GROUPS];
-  // Channels in rows; high bytes in even, low bytes in odd columns.
-  int sums[CHANNEL_TILES][SLICES][4];
+  // Channels in rows; the first of a pair of slices in even, the second in odd columns.
+  float sums[CHANNEL_TILES][COLUMNS][4];
   // What accumulators of logits start from. It comes from memory so that it stays in registers: if the compiler knew the
   // numbers, it would set all accumulators to them again and again.
   int start[4];
@@ -179,11 +186,11 @@ struct Codes {
         q_sum[slice][group] = steps[((1 + group) * SLICES + slice) * 4];
         offsets[slice][group] = 0.0f;
       }
-      #pragma unroll
-      for (int i = 0; i < CHANNEL_TILES; i++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) sums[i][slice][e] = 0;
     }
+    #pragma unroll
+    for (int i = 0; i < CHANNEL_TILES * COLUMNS; i++)
+      #pragma unroll
+      for (int e = 0; e < 4; e++) sums[i / COLUMNS][i % COLUMNS][e] = 0.0f;
   }
 
   // Scales and offsets of four tokens of a lane, of which a tile has four or eight.
@@ -192,7 +199,7 @@ struct Codes {
   }
 
   DEVICE void add(const u8* page, int, int lane) {
-    u32 weights[GROUPS][SLICES][LANE_TOKENS / 2];
+    u32 weights[GROUPS][COLUMNS][LANE_TOKENS];
     // Once more if references had to be chosen. A third time would help nobody: that is a logit that is not a number.
     // Zeros that the compiler does not know keep it from holding a tile in registers for what hardly ever happens.
     const u8* keys = page;
@@ -204,6 +211,8 @@ struct Codes {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) add_values(group, page + SIDE_BYTES, lane, weights[group]);
   }
+
+  DEVICE static constexpr int later(int i) { return i % 4 < 2 ? 0 : LATER; }
 
   // Logits less their reference, which is what weights are powers of.
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
@@ -242,7 +251,8 @@ struct Codes {
             const float sum = MAGIC ? fmaf(__int_as_float(integer), q_step[slice], -MAGIC_VALUE * q_step[slice])
                                     : (float)integer * q_step[slice];
             float& x = exponent[slice][first + e];
-            x = fmaf(affine.x, sum, fmaf(affine.y, q_sum[slice][group], group > 0 ? x : -reference[slice]));
+            const float before = group > 0 ? x : -reference[slice] - later(first + e);
+            x = fmaf(affine.x, sum, fmaf(affine.y, q_sum[slice][group], before));
           }
         }
       }
@@ -251,48 +261,54 @@ struct Codes {
 
   // The weights of a tile as operands, for each group of channels; their sum and those of offsets are added to what the
   // segment has. False, and nothing added, if a weight of any query head does not fit.
-  DEVICE bool weigh(const u8* page, int lane, u32 (&weights)[GROUPS][SLICES][LANE_TOKENS / 2]) {
+  DEVICE bool weigh(const u8* page, int lane, u32 (&weights)[GROUPS][COLUMNS][LANE_TOKENS]) {
     const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
     score(page, lane, probability);
     bool fits = !fresh;
     #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
+      float parts[2];
       #pragma unroll
-      for (int i = 0; i < LANE_TOKENS; i++) probability[slice][i] = exp2_fast(probability[slice][i]);
-      sum[slice] = sum_of(probability[slice]);
+      for (int i = 0; i < LANE_TOKENS; i++) {
+        float &p = probability[slice][i], &part = parts[i / 2 % 2];
+        p = exp2_fast(p);
+        part = i < 4 && i % 2 == 0 ? p : part + p;
+      }
+      sum[slice] = fmaf(parts[1], 1 << LATER, parts[0]);
       // Looked at too, because a scale may be zero.
       fits &= sum[slice] < 1e30f;
     }
-    u32 all = 0;
+    u32 most = 0;
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-      u32 bits[SLICES][LANE_TOKENS];
-      float parts[SLICES][2];  // two chains, so that additions do not wait for one another
+      float parts[SLICES][2];
       uint4 chunk;
       #pragma unroll
       for (int i = 0; i < LANE_TOKENS; i++) {
         if (i % 4 == 0) chunk = four_scales(scales, group, i / 4, lane);
         const float2 affine = scale_pair(word_of(chunk, i % 4));
+        float w[2 * COLUMNS];
+        w[2 * COLUMNS - 1] = 0.0f;
         #pragma unroll
         for (int slice = 0; slice < SLICES; slice++) {
           const float p = probability[slice][i];
-          parts[slice][i & 1] = i < 2 ? p * affine.y : fmaf(p, affine.y, parts[slice][i & 1]);
-          bits[slice][i] = __float_as_uint(fmaf(p, affine.x, 8388608.0f));
-          all |= bits[slice][i];
+          float& part = parts[slice][i / 2 % 2];
+          part = i < 4 && i % 2 == 0 ? p * affine.y : fmaf(p, affine.y, part);
+          w[slice] = p * affine.x;
+        }
+        #pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+          u32 both;
+          asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(w[2 * column + 1]), "f"(w[2 * column]));
+          asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(both));
+          weights[group][column][i] = transposed(both);
         }
       }
       #pragma unroll
-      for (int slice = 0; slice < SLICES; slice++) {
-        offset[slice][group] = parts[slice][0] + parts[slice][1];
-        // High bytes of two tokens, then their low bytes: two elements of a row that become parts of two columns.
-        #pragma unroll
-        for (int i = 0; i < LANE_TOKENS; i += 2)
-          weights[group][slice][i / 2] = transposed(__byte_perm(bits[slice][i], bits[slice][i + 1], 0x4051));
-      }
+      for (int slice = 0; slice < SLICES; slice++) offset[slice][group] = fmaf(parts[slice][1], 1 << LATER, parts[slice][0]);
     }
-    // 2^23 has these bits: anything else is more than 16 bits, infinite or not a number.
-    fits &= (all & 0xffff0000u) == 0x4b000000u;
+    fits &= (most & 0xffffu) < 0x7c00u && most < 0x7c000000u;
     if (!__all_sync(ALL_LANES, fits)) return false;
     #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
@@ -303,24 +319,31 @@ struct Codes {
     return true;
   }
 
-  DEVICE void add_values(int group, const u8* values, int lane, const u32 (&weights)[SLICES][LANE_TOKENS / 2]) {
-    constexpr int HALVES = TOKENS / 32, PARTS = CHUNKS / GROUPS * 2;
+  DEVICE void add_values(int group, const u8* values, int lane, const u32 (&weights)[COLUMNS][LANE_TOKENS]) {
+    constexpr int HALVES = TOKENS / 32, TILES = CHANNEL_TILES / GROUPS;
     uint4 chunk;
     // Sixteen channels at a time: a word of 2-bit codes or two of 4-bit codes for every 32 tokens.
     #pragma unroll
-    for (int inner = 0; inner < PARTS; inner++) {
-      const int i = group * PARTS + inner;
+    for (int inner = 0; inner < TILES; inner++) {
+      const int i = group * TILES + inner;
       if (i % 2 == 0) chunk = *(const uint4*)(values + i / 2 * 512 + lane * 16);
       #pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        u32 codes[4];
+      for (int half = 0; half < HALVES; half++)
         #pragma unroll
-        for (int e = 0; e < 2; e++)
-          unpack<BITS, true>(word_of(chunk, i % 2 * 2 + (BITS == 2 ? half : e)), e, codes[e], codes[e + 2]);
-        #pragma unroll
-        for (int slice = 0; slice < SLICES; slice++)
-          mma_values(sums[i][slice], codes, make_uint2(weights[slice][2 * half], weights[slice][2 * half + 1]));
-      }
+        for (int part = 0; part < 2; part++) {
+          u32 codes[4];
+          #pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const u32 word = word_of(chunk, i % 2 * 2 + (BITS == 2 ? half : e));
+            const u32 mask = (BITS == 2 ? 0x00030003u << (2 * e) : 0x000f000fu) << (4 * part);
+            codes[e] = word & mask;
+            codes[e + 2] = (word >> 8) & mask;
+          }
+          const int token = 4 * half + 2 * part;
+          #pragma unroll
+          for (int column = 0; column < COLUMNS; column++)
+            mma_f16(sums[i][column], codes, weights[column][token], weights[column][token + 1]);
+        }
     }
   }
 
@@ -337,7 +360,11 @@ struct Codes {
     const float room = __log2f(head_max(scale) * (1.0f / LARGEST_WEIGHT));
     #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
-      const float old = reference[slice], lowest = old + head_max(largest_of(exponent[slice])) + room;
+      float most = NEGATIVE_INFINITY;
+      #pragma unroll
+      for (int i = 0; i < LANE_TOKENS; i++) most = fmaxf(most, exponent[slice][i] + later(i));
+      // Whole numbers, so that equal logits have weights that f16 holds exactly: errors of many equal ones would add up.
+      const float old = reference[slice], lowest = ceilf(old + head_max(most) + room);
       reference[slice] = fresh ? lowest : fmaxf(old, lowest);
       if (fresh) continue;
       const float ratio = exp2_fast(old - reference[slice]);
@@ -351,16 +378,9 @@ struct Codes {
 
   DEVICE void rescale(int slice, float ratio) {
     #pragma unroll
-    for (int i = 0; i < CHANNEL_TILES; i++) {
-      int (&c)[4] = sums[i][slice];
+    for (int i = 0; i < CHANNEL_TILES; i++)
       #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const float value = fmaf((float)c[e], 256.0f, (float)c[e + 1]) * ratio;
-        const float top = rintf(value * (1.0f / 256.0f));
-        c[e] = (int)top;
-        c[e + 1] = __float2int_rn(fmaf(top, -256.0f, value));
-      }
-    }
+      for (int e = 0; e < 2; e++) sums[i][slice / 2][slice % 2 + 2 * e] *= ratio;
   }
 
   // The query head of a slice, and whether this lane speaks for it.
@@ -378,9 +398,8 @@ struct Codes {
       #pragma unroll
       for (int inner = 0; inner < CHANNEL_TILES / GROUPS; inner++) {
         const int i = group * (CHANNEL_TILES / GROUPS) + inner;
-        const int (&c)[4] = sums[i][slice];
-        const float low = fmaf((float)c[0], 256.0f, (float)c[1]);
-        const float high = fmaf((float)c[2], 256.0f, (float)c[3]) * (BITS == 2 ? 0.25f : 1.0f);
+        const float (&c)[4] = sums[i][slice / 2];
+        const float low = c[slice % 2] * 16777216.0f, high = c[slice % 2 + 2] * (BITS == 2 ? 4194304.0f : 16777216.0f);
         if (!row) continue;
         row[i * 16 + (lane >> 2)] = (low - offset) * factor;
         row[i * 16 + 8 + (lane >> 2)] = (high - offset) * factor;
