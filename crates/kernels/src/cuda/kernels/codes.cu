@@ -119,13 +119,26 @@ struct Codes {
     constexpr int LANES = GROUP_CHANNELS >= 96 ? 32 : GROUP_CHANNELS / 4;
     float* steps = (float*)(memory + FRAGMENT_BYTES);  // [row], then sums [group][row]
     if (warp == 0 && lane == 0) *(int4*)(memory + START) = make_int4(0, MAGIC_BITS, 0, MAGIC_BITS);
-    for (int row = warp; row < SLICES * 4; row += WARPS) {
+    constexpr int TURNS = (SLICES * 4 + WARPS - 1) / WARPS;
+    // All rows are being fetched when the first one is waited for.
+    float4 fetched[TURNS][PARTS];
+    #pragma unroll
+    for (int turn = 0; turn < TURNS; turn++)
+      #pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        const int row = turn * WARPS + warp, channel = part * 128 + lane * 4;
+        fetched[turn][part] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (row < rows && channel < HEAD_DIM) fetched[turn][part] = *(const float4*)(queries + row * HEAD_DIM + channel);
+      }
+    #pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int row = turn * WARPS + warp;
+      if (row >= SLICES * 4) break;
       float x[PARTS][4], group_sum[PARTS] = {}, most = 0.0f, absolute = 0.0f;
       #pragma unroll
       for (int part = 0; part < PARTS; part++) {
         const int channel = part * 128 + lane * 4;
-        float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (row < rows && channel < HEAD_DIM) four = *(const float4*)(queries + row * HEAD_DIM + channel);
+        const float4 four = fetched[turn][part];
         x[part][0] = four.x; x[part][1] = four.y; x[part][2] = four.z; x[part][3] = four.w;
         const float largest =
             fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w)));
@@ -217,36 +230,41 @@ struct Codes {
   // Logits less their reference, which is what weights are powers of.
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
     const u8* scales = page + 2 * SIDE_BYTES;
+    constexpr int BLOCK = 4;  // tokens of a lane at once: sums that do not wait for one another
     uint4 chunks[CHUNKS], scale_chunk[GROUPS];
     u32 here = 0;  // of the chunks; known to the compiler
     #pragma unroll
-    for (int first = 0; first < LANE_TOKENS; first += 2) {
+    for (int first = 0; first < LANE_TOKENS; first += BLOCK) {
       #pragma unroll
       for (int group = 0; group < GROUPS; group++) {
-        int c[SLICES][4];
+        int c[BLOCK / 2][SLICES][4];
         #pragma unroll
         for (int inner = 0; inner < CHANNEL_STEPS / GROUPS; inner++) {
           const int step = group * (CHANNEL_STEPS / GROUPS) + inner;
-          u32 codes[4];
           #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int flat = (first + e) * CHANNEL_STEPS + step, word = flat / WORD_STEPS;
-            if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + word / 4 * 512 + lane * 16);
-            here |= 1u << (word / 4);
-            unpack<BITS, QUARTER>(word_of(chunks[word / 4], word % 4), flat % WORD_STEPS, codes[e], codes[e + 2]);
+          for (int pair = 0; pair < BLOCK / 2; pair++) {
+            u32 codes[4];
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+              const int flat = (first + 2 * pair + e) * CHANNEL_STEPS + step, word = flat / WORD_STEPS;
+              if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + word / 4 * 512 + lane * 16);
+              here |= 1u << (word / 4);
+              unpack<BITS, QUARTER>(word_of(chunks[word / 4], word % 4), flat % WORD_STEPS, codes[e], codes[e + 2]);
+            }
+            #pragma unroll
+            for (int slice = 0; slice < SLICES; slice++)
+              if (inner == 0) mma_keys(c[pair][slice], codes, q[slice][step], start);
+              else mma_keys(c[pair][slice], codes, q[slice][step], c[pair][slice]);
           }
-          #pragma unroll
-          for (int slice = 0; slice < SLICES; slice++)
-            if (inner == 0) mma_keys(c[slice], codes, q[slice][step], start);
-            else mma_keys(c[slice], codes, q[slice][step], c[slice]);
         }
         if (first % 4 == 0) scale_chunk[group] = four_scales(scales, group, first / 4, lane);
         #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const float2 affine = scale_pair(word_of(scale_chunk[group], first % 4 + e));
+        for (int e = 0; e < BLOCK; e++) {
+          const float2 affine = scale_pair(word_of(scale_chunk[group], (first + e) % 4));
           #pragma unroll
           for (int slice = 0; slice < SLICES; slice++) {
-            const int integer = c[slice][2 * e] * 256 + c[slice][2 * e + 1];
+            const int* bytes = &c[e / 2][slice][e % 2 * 2];
+            const int integer = bytes[0] * 256 + bytes[1];
             // Rounding of the constant moves all sums by less than one unit of the queries.
             const float sum = MAGIC ? fmaf(__int_as_float(integer), q_step[slice], -MAGIC_VALUE * q_step[slice])
                                     : (float)integer * q_step[slice];

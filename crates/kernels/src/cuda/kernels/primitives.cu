@@ -113,12 +113,20 @@ DEVICE void ring_open(Ring& ring, u8* memory, u64* barriers, int warp, int lane)
 #endif
 }
 
+#if __CUDA_ARCH__ >= 900
+DEVICE bool one_lane() {
+  u32 elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
+}
+#endif
+
 // Begins to fetch a tile into the next stage. Before sm_90 a call without a tile keeps the count of groups right.
 template <int BYTES>
 DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
   const u32 stage = ring.stages + ring.write_stage * STAGE_BYTES;
 #if __CUDA_ARCH__ >= 900
-  if (there && lane == 0) {
+  if (there && one_lane()) {
     const u32 barrier = ring.barriers + ring.write_stage * 8;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
