@@ -102,8 +102,29 @@ fn main() -> ExitCode {
         );
         worst = worst.max(worst_here);
     }
+    if wanted("attention") && !quick {
+        failures += long_tail(&device);
+    }
     println!("cuda: {runs} runs, largest error {worst:.1e}, {failures} failed");
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Thousands of small weights next to a large one, all in one block: none may be lost for being small.
+fn long_tail(device: &Arc<Device>) -> usize {
+    let mut failures = 0;
+    for (bits, groups, group) in [(2, 1, 4), (2, 2, 8), (2, 1, 12), (4, 1, 4)] {
+        let layout = CodeLayout::new(bits, 128, groups).unwrap();
+        let sealed = SealedFormat::Codes(layout, ScaleType::F16);
+        let kernel =
+            DecodeAttention::new(device, DecodeShape { head_dim: 128, kv_heads: 1, group, sealed }).unwrap();
+        let case = Batch::new(device, &kernel, Kind::Needle, &[(64 * 260, 255)]);
+        let (error, _) = case.run(&kernel, Split::Fixed { pages: 512 }, None, false);
+        println!(
+            "int{bits} x{groups}, {group} rows, one weight as large as 16000 together: error {error:.1e}"
+        );
+        failures += usize::from(error.is_nan() || error > limit(Kind::Needle));
+    }
+    failures
 }
 
 fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
@@ -157,6 +178,8 @@ enum Kind {
     Growing,
     /// Numbers close to zero.
     Tiny,
+    /// One key has a logit ten above all others, which together weigh about as much.
+    Needle,
 }
 
 /// Lengths of sequences, with the number of sealed pages after the sink that is aimed at.
@@ -228,6 +251,11 @@ impl Batch {
                                 Kind::Growing if side == 0 => {
                                     x + (page * PAGE_TOKENS + index / d) as f32 * 0.01
                                 }
+                                // Queries are 1 in the mean and all positive.
+                                Kind::Needle if side == 0 => {
+                                    let needle = page == 7 && index / d == 5;
+                                    x * 0.5 + if needle { 10.0 / (d as f32).sqrt() } else { 0.0 }
+                                }
                                 _ => 2.0 * x,
                             }
                         };
@@ -256,7 +284,7 @@ impl Batch {
             _ => 2.0,
         };
         let numbers = lengths.len() * kv_heads * group * d;
-        let positive = kind == Kind::Growing;
+        let positive = matches!(kind, Kind::Growing | Kind::Needle);
         let queries: Vec<f32> =
             (0..numbers).map(|_| noise.next()).map(|x| factor * if positive { x.abs() } else { x }).collect();
         let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());

@@ -12,6 +12,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
+use super::tuning::SharedMemory;
 pub use super::tuning::{DecodeShape, Tuning};
 use crate::cpu::attention::sealed::SealedFormat;
 
@@ -124,6 +125,8 @@ struct Arguments {
 
 /// The kernel in one layout.
 struct Layout {
+    /// Bytes of pages per multiprocessor below which it is the fastest.
+    limit: usize,
     tuning: Tuning,
     function: CudaFunction,
     memory: usize,
@@ -134,27 +137,18 @@ pub struct DecodeAttention {
     device: Arc<Device>,
     shape: DecodeShape,
     orders: [PageOrder; 2],
-    /// The usual one, and one for little work, if that is another.
+    /// The usual one, then those for less and less work.
     layouts: Vec<Layout>,
     /// Whether a launch may begin while the one before it ends.
     overlaps: bool,
 }
 
-/// Less than these bytes of pages per multiprocessor are little work: launch, partial results and merge then take longer
-/// than reading, and one large block leaves a third of the partial results of three.
-const LITTLE_WORK: usize = 256 << 10;
-
 impl DecodeAttention {
     /// Compiles (or finds) and loads the kernel.
     pub fn new(device: &Arc<Device>, shape: DecodeShape) -> Result<DecodeAttention, CudaError> {
-        let (block, whole) = (device.block_memory(), device.multiprocessor_memory());
-        let usual = shape.tuning(block, whole)?;
-        let little = shape.tuning_for_little_work(block, whole)?;
-        let mut kernel = Self::with_tuning(device, shape, usual)?;
-        if little != usual {
-            kernel.layouts.push(layout(device, &shape, little)?);
-        }
-        Ok(kernel)
+        let memory =
+            SharedMemory { block: device.block_memory(), multiprocessor: device.multiprocessor_memory() };
+        Self::with_layouts(device, shape, &shape.layouts(memory)?)
     }
 
     /// With a layout of one's own choice.
@@ -163,6 +157,14 @@ impl DecodeAttention {
         shape: DecodeShape,
         tuning: Tuning,
     ) -> Result<DecodeAttention, CudaError> {
+        Self::with_layouts(device, shape, &[(usize::MAX, tuning)])
+    }
+
+    fn with_layouts(
+        device: &Arc<Device>,
+        shape: DecodeShape,
+        layouts: &[(usize, Tuning)],
+    ) -> Result<DecodeAttention, CudaError> {
         if shape.kv_heads == 0 || shape.group == 0 {
             return Err(CudaError::Unsupported("attention without heads".into()));
         }
@@ -170,7 +172,10 @@ impl DecodeAttention {
             device: device.clone(),
             shape,
             orders: shape.orders()?,
-            layouts: vec![layout(device, &shape, tuning)?],
+            layouts: layouts
+                .iter()
+                .map(|&(limit, tuning)| layout(device, &shape, limit, tuning))
+                .collect::<Result<_, _>>()?,
             overlaps: device.stream().context().compute_capability()?.0 >= 9,
         })
     }
@@ -180,7 +185,7 @@ impl DecodeAttention {
         &self.shape
     }
 
-    /// How it is laid out: the usual way, and where there is another for little work, that.
+    /// How it is laid out: the usual way, then where there are others for less work, those.
     pub fn tunings(&self) -> impl Iterator<Item = &Tuning> {
         self.layouts.iter().map(|layout| &layout.tuning)
     }
@@ -221,9 +226,10 @@ impl DecodeAttention {
         let mut shape = self.plan_shape(layout);
         let mut plan = Plan::new(&shape, split, sequences)?;
         // With fixed splits nothing may depend on the batch, so neither may the layout.
-        let little = plan.bytes < LITTLE_WORK * self.device.multiprocessors();
-        if self.layouts.len() > 1 && split == Split::Balanced && little {
-            layout = 1;
+        let share = plan.bytes / self.device.multiprocessors();
+        let fastest = self.layouts.iter().rposition(|layout| share < layout.limit).unwrap_or(0);
+        if split == Split::Balanced && fastest > 0 {
+            layout = fastest;
             shape = self.plan_shape(layout);
             plan = Plan::new(&shape, split, sequences)?;
         }
@@ -363,10 +369,10 @@ impl DecodeAttention {
 }
 
 /// Compiles (or finds) and loads the kernel in a layout.
-fn layout(device: &Device, shape: &DecodeShape, tuning: Tuning) -> Result<Layout, CudaError> {
+fn layout(device: &Device, shape: &DecodeShape, limit: usize, tuning: Tuning) -> Result<Layout, CudaError> {
     let function = device.load(&shape.source(&tuning)?, "attend")?;
     let memory = shape.block_memory(&tuning)?;
     let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     function.set_attribute(attribute, memory as i32)?;
-    Ok(Layout { tuning, function, memory })
+    Ok(Layout { limit, tuning, function, memory })
 }

@@ -30,6 +30,15 @@ pub struct DecodeShape {
     pub sealed: SealedFormat,
 }
 
+/// Shared memory that a card has, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedMemory {
+    /// For one block.
+    pub block: usize,
+    /// For all blocks of a multiprocessor.
+    pub multiprocessor: usize,
+}
+
 /// How a kernel is laid out on a multiprocessor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -80,51 +89,59 @@ impl DecodeShape {
         Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 4 * rows + 32 + queries)
     }
 
-    /// Four warps mostly, and as many blocks and stages as registers and shared memory allow.
-    pub fn tuning(&self, block_memory: usize, multiprocessor_memory: usize) -> Result<Tuning, CudaError> {
+    /// Layouts, each with the bytes of pages per multiprocessor below which it is the fastest: first the usual one, which
+    /// has no such limit, then those for less and less work.
+    pub fn layouts(&self, memory: SharedMemory) -> Result<Vec<(usize, Tuning)>, CudaError> {
         let most = self.warps_by_registers();
+        // Codes need few warps if these have registers at will.
+        let few = if matches!(self.sealed, SealedFormat::Codes(..)) { 8 } else { most };
         // Two warps where shared memory has no room for the tiles of four.
-        for warps in [4, 2] {
-            for blocks_per_multiprocessor in (1..=most / warps).rev() {
-                for stages in [3, 2] {
-                    let tuning = Tuning { warps, stages, blocks_per_multiprocessor };
-                    let memory = self.block_memory(&tuning)? + self.fixed_memory(&tuning)?;
-                    if memory <= block_memory && blocks_per_multiprocessor * memory <= multiprocessor_memory {
-                        return Ok(tuning);
-                    }
+        let usual = match self.fitting(4, few, memory)? {
+            Some(tuning) => tuning,
+            None => self.fitting(2, few, memory)?.ok_or_else(|| {
+                CudaError::Unsupported(format!(
+                    "{} bytes of shared memory are too few for {self:?}",
+                    memory.block
+                ))
+            })?,
+        };
+        let mut layouts = vec![(usize::MAX, usual)];
+        let mut add = |limit, tuning: Option<Tuning>| {
+            layouts.extend(tuning.filter(|&tuning| tuning != usual).map(|tuning| (limit, tuning)));
+        };
+        add(3 << 20, self.fitting(4, most, memory)?);
+        // One large block leaves fewer partial results, which launch and merge make dearer than reading here.
+        let large = self.fitting(few, few, memory)?;
+        add(256 << 10, if large.is_some() { large } else { self.fitting(4, 4, memory)? });
+        Ok(layouts)
+    }
+
+    /// Blocks of `warps`, up to `in_all` of them, as many as shared memory has room for.
+    fn fitting(
+        &self,
+        warps: usize,
+        in_all: usize,
+        memory: SharedMemory,
+    ) -> Result<Option<Tuning>, CudaError> {
+        for blocks_per_multiprocessor in (1..=in_all / warps).rev() {
+            for stages in [3, 2] {
+                let tuning = Tuning { warps, stages, blocks_per_multiprocessor };
+                let bytes = self.block_memory(&tuning)? + self.fixed_memory(&tuning)?;
+                if bytes <= memory.block && blocks_per_multiprocessor * bytes <= memory.multiprocessor {
+                    return Ok(Some(tuning));
                 }
             }
         }
-        Err(CudaError::Unsupported(format!("{block_memory} bytes of shared memory are too few for {self:?}")))
-    }
-
-    /// One block of as many warps as registers and shared memory allow, for a launch that has little to read.
-    pub fn tuning_for_little_work(
-        &self,
-        block_memory: usize,
-        multiprocessor_memory: usize,
-    ) -> Result<Tuning, CudaError> {
-        for warps in (4..=self.warps_by_registers()).rev().step_by(4) {
-            let tuning = Tuning { warps, stages: 3, blocks_per_multiprocessor: 1 };
-            if self.block_memory(&tuning)? + self.fixed_memory(&tuning)?
-                <= block_memory.min(multiprocessor_memory)
-            {
-                return Ok(tuning);
-            }
-        }
-        self.tuning(block_memory, multiprocessor_memory)
+        Ok(None)
     }
 
     /// Warps that a multiprocessor has registers for: a multiple of its four parts, which have their own.
     fn warps_by_registers(&self) -> usize {
-        if !matches!(self.sealed, SealedFormat::Codes(..)) {
-            return if self.head_dim > 128 || self.rows() > 8 { 8 } else { 12 };
-        }
-        match self.quads() * self.head_dim.div_ceil(128) {
-            1 => 16,
-            2 => 12,
-            _ => 8,
-        }
+        let heads = match self.sealed {
+            SealedFormat::Codes(..) => 4 * self.quads(),
+            _ => self.rows(),
+        };
+        if heads * self.head_dim > 8 * 128 { 8 } else { 12 }
     }
 
     /// The kernel of this shape.
@@ -188,25 +205,32 @@ mod tests {
         let mut listed = Vec::new();
         for shape in shapes() {
             let groups = shape.orders().unwrap()[1].groups();
-            let rare = match shape.head_dim {
-                128 => shape.group > 8 && groups > 2,
-                96 => shape.group > 8 || matches!(shape.sealed, SealedFormat::Fp8(_)),
-                _ => {
-                    shape.group > 8
-                        || matches!(shape.sealed, SealedFormat::Codes(layout, _) if layout.bits() == 4)
+            let (int2, int4) = match shape.sealed {
+                SealedFormat::Codes(layout, scale) => {
+                    (layout.bits() == 2 && groups == 1 && scale == ScaleType::F16, layout.bits() == 4)
                 }
+                _ => (false, false),
+            };
+            let rare = match (shape.head_dim, shape.group) {
+                (128, 4) => false,
+                (128, 12) => groups > 2,
+                (128, _) => !int2,
+                (96, 4) => matches!(shape.sealed, SealedFormat::Fp8(_)),
+                (_, 4) => int4,
+                _ => true,
             };
             if rare {
                 continue;
             }
-            // The limits of an H200.
-            listed.push((shape, shape.tuning(232_448, 233_472).unwrap()));
-            if shape.head_dim == 128 && shape.group == 4 && groups == 1 {
-                listed.push((shape, shape.tuning_for_little_work(232_448, 233_472).unwrap()));
-            }
+            let layouts = shape.layouts(H200).unwrap();
+            let all = shape.head_dim == 128 && shape.group == 4 && groups == 1;
+            let count = if all { layouts.len() } else { 1 };
+            listed.extend(layouts.into_iter().take(count).map(|(_, tuning)| (shape, tuning)));
         }
         listed
     }
+
+    const H200: SharedMemory = SharedMemory { block: 232_448, multiprocessor: 233_472 };
 
     fn name(shape: &DecodeShape) -> String {
         let format = match shape.sealed {
@@ -236,7 +260,8 @@ mod tests {
                 .into_iter()
                 .map(|(key, value)| (key.to_owned(), value.into()))
                 .collect();
-            let name = format!("{}, {} warps", name(&shape), tuning.warps);
+            let Tuning { warps, blocks_per_multiprocessor: blocks, .. } = tuning;
+            let name = format!("{}, {blocks} x {warps} warps", name(&shape));
             kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
         }
         let read = ReadAll::source();
@@ -253,16 +278,20 @@ mod tests {
     #[test]
     fn every_shape_fits_the_cards_it_should_run_on() {
         // Shared memory of a block and of a multiprocessor: sm_80, sm_89, sm_90.
-        for (block, whole) in [(166_912, 167_936), (101_376, 102_400), (232_448, 233_472)] {
+        for (block, multiprocessor) in [(166_912, 167_936), (101_376, 102_400), (232_448, 233_472)] {
             for shape in shapes() {
-                let tuning = shape.tuning(block, whole).unwrap();
-                assert!(shape.block_memory(&tuning).unwrap() <= block, "{shape:?}");
+                for (_, tuning) in shape.layouts(SharedMemory { block, multiprocessor }).unwrap() {
+                    assert!(shape.block_memory(&tuning).unwrap() <= block, "{shape:?}");
+                }
             }
         }
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let tuning = shape.tuning(232_448, 233_472).unwrap();
-        assert_eq!(tuning, Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 4 });
-        assert!(shape.tuning(1000, 1000).is_err());
+        let expected =
+            [(usize::MAX, 4, 2), (3 << 20, 4, 3), (256 << 10, 8, 1)].map(|(limit, warps, blocks)| {
+                (limit, Tuning { warps, stages: 3, blocks_per_multiprocessor: blocks })
+            });
+        assert_eq!(shape.layouts(H200).unwrap(), expected);
+        assert!(shape.layouts(SharedMemory { block: 1000, multiprocessor: 1000 }).is_err());
     }
 }
