@@ -113,6 +113,9 @@ impl DecodeShape {
         // One large block leaves fewer partial results, which launch and merge make dearer than reading here.
         let large = self.fitting(few, few, memory)?;
         add(256 << 10, if large.is_some() { large } else { self.fitting(4, 4, memory)? });
+        if most > few {
+            add(96 << 10, self.fitting(most, most, memory)?);
+        }
         Ok(layouts)
     }
 
