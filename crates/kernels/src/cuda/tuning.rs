@@ -290,10 +290,10 @@ mod tests {
         }
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let expected =
-            [(usize::MAX, 4, 2), (3 << 20, 4, 3), (256 << 10, 8, 1)].map(|(limit, warps, blocks)| {
-                (limit, Tuning { warps, stages: 3, blocks_per_multiprocessor: blocks })
-            });
+        let layouts = [(usize::MAX, 4, 2), (3 << 20, 4, 3), (256 << 10, 8, 1), (96 << 10, 12, 1)];
+        let expected = layouts.map(|(limit, warps, blocks_per_multiprocessor)| {
+            (limit, Tuning { warps, stages: 3, blocks_per_multiprocessor })
+        });
         assert_eq!(shape.layouts(H200).unwrap(), expected);
         assert!(shape.layouts(SharedMemory { block: 1000, multiprocessor: 1000 }).is_err());
     }
