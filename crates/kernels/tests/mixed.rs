@@ -371,6 +371,29 @@ fn every_format_reads_what_it_sealed() {
     }
 }
 
+/// Weights become integers; those of tokens that count only together must not vanish beside a large one.
+#[test]
+fn one_large_weight_leaves_a_thousand_small_ones() {
+    let shape = Shape { kv_heads: 1, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 1, recent: 1 };
+    let (tokens, needle) = (64 * 24, 64 * 9 + 5);
+    for codec in [int2(shape, 1), int2(shape, 2), PageCodec::int4(shape.geometry(), None).unwrap()] {
+        for isa in fast_paths() {
+            let name = format!("{isa} {}", codec.name());
+            let mut sequence = Sequence::new(isa, shape, codec.clone(), windows, tokens);
+            // The key that the first query of the last token looks for: it weighs about as much as all others.
+            let (cols, keys) = (shape.cols(), shape.group * shape.d);
+            let query = sequence.rows[(tokens - 1) * cols..][..shape.d].to_vec();
+            let key = &mut sequence.rows[needle * cols + keys..][..shape.d];
+            key.iter_mut().zip(query).for_each(|(k, q)| *k += 1.6 * q);
+            let out = sequence.prefill(tokens, 256, true);
+            let history = windows.history((tokens - 1) / PAGE_TOKENS, NEVER, 0);
+            assert!(history.contains(&(needle / PAGE_TOKENS)));
+            sequence.check(tokens - 1, history, &out[(tokens - 1) * shape.group * shape.d..], &name);
+        }
+    }
+}
+
 /// A token seals to the same bytes by every path, and both prefills read what they should.
 #[test]
 fn prefill_seals_the_bytes_that_decoding_seals() {
