@@ -93,30 +93,30 @@ impl DecodeShape {
     /// has no such limit, then those for less and less work.
     pub fn layouts(&self, memory: SharedMemory) -> Result<Vec<(usize, Tuning)>, CudaError> {
         let most = self.warps_by_registers();
-        // Codes need few warps if these have registers at will.
-        let few = if matches!(self.sealed, SealedFormat::Codes(..)) { 8 } else { most };
         // Two warps where shared memory has no room for the tiles of four.
-        let usual = match self.fitting(4, few, memory)? {
+        let usual = match self.fitting(4, most, memory)? {
             Some(tuning) => tuning,
-            None => self.fitting(2, few, memory)?.ok_or_else(|| {
-                CudaError::Unsupported(format!(
-                    "{} bytes of shared memory are too few for {self:?}",
-                    memory.block
-                ))
+            None => self.fitting(2, most, memory)?.ok_or_else(|| {
+                let bytes = memory.block;
+                CudaError::Unsupported(format!("{bytes} bytes of shared memory are too few for {self:?}"))
             })?,
         };
         let mut layouts = vec![(usize::MAX, usual)];
         let mut add = |limit, tuning: Option<Tuning>| {
             layouts.extend(tuning.filter(|&tuning| tuning != usual).map(|tuning| (limit, tuning)));
         };
-        add(3 << 20, self.fitting(4, most, memory)?);
         // One large block leaves fewer partial results, which launch and merge make dearer than reading here.
-        let large = self.fitting(few, few, memory)?;
-        add(256 << 10, if large.is_some() { large } else { self.fitting(4, 4, memory)? });
-        if most > few {
+        let large = if self.codes() { 8 } else { most };
+        let one = self.fitting(large, large, memory)?;
+        add(256 << 10, if one.is_some() { one } else { self.fitting(4, 4, memory)? });
+        if most > large {
             add(96 << 10, self.fitting(most, most, memory)?);
         }
         Ok(layouts)
+    }
+
+    fn codes(&self) -> bool {
+        matches!(self.sealed, SealedFormat::Codes(..))
     }
 
     /// Blocks of `warps`, up to `in_all` of them, as many as shared memory has room for.
@@ -126,8 +126,10 @@ impl DecodeShape {
         in_all: usize,
         memory: SharedMemory,
     ) -> Result<Option<Tuning>, CudaError> {
+        // A tile of codes is worked on for so long that one in flight is enough, and more of them are slower.
+        let stages: &[usize] = if self.codes() { &[2] } else { &[3, 2] };
         for blocks_per_multiprocessor in (1..=in_all / warps).rev() {
-            for stages in [3, 2] {
+            for &stages in stages {
                 let tuning = Tuning { warps, stages, blocks_per_multiprocessor };
                 let bytes = self.block_memory(&tuning)? + self.fixed_memory(&tuning)?;
                 if bytes <= memory.block && blocks_per_multiprocessor * bytes <= memory.multiprocessor {
@@ -140,11 +142,7 @@ impl DecodeShape {
 
     /// Warps that a multiprocessor has registers for: a multiple of its four parts, which have their own.
     fn warps_by_registers(&self) -> usize {
-        let heads = match self.sealed {
-            SealedFormat::Codes(..) => 4 * self.quads(),
-            _ => self.rows(),
-        };
-        if heads * self.head_dim > 8 * 128 { 8 } else { 12 }
+        if self.rows() > 8 || self.head_dim > 128 { 8 } else { 12 }
     }
 
     /// The kernel of this shape.
@@ -290,9 +288,9 @@ mod tests {
         }
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let layouts = [(usize::MAX, 4, 2), (3 << 20, 4, 3), (256 << 10, 8, 1), (96 << 10, 12, 1)];
+        let layouts = [(usize::MAX, 4, 3), (256 << 10, 8, 1), (96 << 10, 12, 1)];
         let expected = layouts.map(|(limit, warps, blocks_per_multiprocessor)| {
-            (limit, Tuning { warps, stages: 3, blocks_per_multiprocessor })
+            (limit, Tuning { warps, stages: 2, blocks_per_multiprocessor })
         });
         assert_eq!(shape.layouts(H200).unwrap(), expected);
         assert!(shape.layouts(SharedMemory { block: 1000, multiprocessor: 1000 }).is_err());
