@@ -30,6 +30,9 @@ pub struct Roofline {
 
 const HEIGHT: f64 = 300.0;
 
+/// More dots than these are not all named: the fastest and the slowest of a series are. What a pointer finds names all.
+const NAMED: usize = 12;
+
 impl Roofline {
     /// The chart as SVG, for a file of its own.
     pub fn svg(&self) -> String {
@@ -72,8 +75,12 @@ impl Roofline {
         }
         let places: Vec<(usize, f64, f64)> = shown.iter().map(|&(series, x, y, _)| (series, x, y)).collect();
         let mut labels = Labels::around(&places, top, bottom);
-        for (_, x, y, name) in shown {
-            labels.write(&mut canvas, x, y, name);
+        for &(series, x, y, name) in &shown {
+            let mut heights = places.iter().filter(|place| place.0 == series).map(|place| place.2);
+            let ends = heights.clone().all(|other| other >= y) || heights.all(|other| other <= y);
+            if ends || shown.len() <= NAMED {
+                labels.write(&mut canvas, x, y, name);
+            }
         }
         canvas.text((LEFT + RIGHT) / 2.0, bottom + 34.0, "faint middle", "operations per byte of pages");
         canvas.upright_text(14.0, (top + bottom) / 2.0, "faint middle", "operations per second");
@@ -116,6 +123,23 @@ mod tests {
         let heights: Vec<f64> = svg.split("cy=\"").skip(1).map(number).collect();
         assert!(ends[3] < heights[1] && heights[1] < heights[2], "{ends:?} {heights:?}");
         assert!(ends[0] < ends[2] && ends[3] < ends[1], "the line climbs: {ends:?}");
+    }
+
+    #[test]
+    fn of_many_dots_the_ends_of_a_series_are_named() {
+        let mut chart = chart();
+        chart.dots = (1..=NAMED + 1)
+            .map(|i| RooflineDot {
+                series: "int2".into(),
+                name: format!("dot {i}"),
+                intensity: 28.0,
+                speed: i as f64 * 1e12,
+            })
+            .collect();
+        let named = |chart: &Roofline| chart.svg().matches(">dot ").count();
+        assert_eq!(named(&chart), 2);
+        chart.dots.pop();
+        assert_eq!(named(&chart), NAMED);
     }
 
     #[test]
