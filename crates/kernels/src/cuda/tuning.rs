@@ -1,7 +1,7 @@
 //! How the decode kernel is laid out for a shape of heads and a format: warps, stages, blocks, and the macros it is
 //! compiled with.
 //!
-//! Registers decide: at 128 channels, sums and queries take 40 of every lane for each four query heads.
+//! Registers decide: at 128 channels, sums take 32 of every lane for each eight query heads, queries 8 for each four.
 
 use super::compile::Source;
 use super::error::CudaError;
