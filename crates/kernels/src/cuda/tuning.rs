@@ -32,7 +32,7 @@ pub struct DecodeShape {
 
 /// Shared memory that a card has, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SharedMemory {
+pub(super) struct SharedMemory {
     /// For one block.
     pub block: usize,
     /// For all blocks of a multiprocessor.
@@ -91,7 +91,7 @@ impl DecodeShape {
 
     /// Layouts, each with the bytes of pages per multiprocessor below which it is the fastest: first the usual one, which
     /// has no such limit, then those for less and less work.
-    pub fn layouts(&self, memory: SharedMemory) -> Result<Vec<(usize, Tuning)>, CudaError> {
+    pub(super) fn layouts(&self, memory: SharedMemory) -> Result<Vec<(usize, Tuning)>, CudaError> {
         let most = self.warps_by_registers();
         // Two warps where shared memory has no room for the tiles of four.
         let usual = match self.fitting(4, most, memory)? {

@@ -66,7 +66,7 @@ DEVICE void attend_tiles(
   const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
   const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
   pool = kept(pool + (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE));
-  const int* table = (const int*)kept((const u8*)(a.table + s.sequence * a.table_width));
+  const int* table = kept(a.table + s.sequence * a.table_width);
   const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
   const int sink_tiles = s.sink_pages * Provider::TILES_PER_PAGE;
   // The page of the i-th tile of this warp.

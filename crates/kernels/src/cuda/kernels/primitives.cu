@@ -24,7 +24,8 @@ DEVICE int kept(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-DEVICE const u8* kept(const u8* x) {
+template <class T>
+DEVICE const T* kept(const T* x) {
   asm volatile("" : "+l"(x));
   return x;
 }
@@ -88,8 +89,8 @@ DEVICE void wait_for_launches() {
 // contiguous, so one bulk copy fetches it, and a warp works on one tile at a time. Each warp has a ring of its own:
 // no warp ever waits for another one between the first and the last tile of a segment.
 struct Ring {
-  u8* memory;      // of the block
-  int offset;      // of the stages of this warp
+  u8* memory;            // of the block
+  int offset;            // of the stages of this warp
   u32 stages, barriers;  // addresses in shared memory
   int write_stage, read_stage;
   u32 read_phase;
