@@ -54,12 +54,14 @@ fn main() -> ExitCode {
     }
     let (mut runs, mut worst) = (0, 0.0_f64);
     for (name, shape) in shapes(quick).into_iter().filter(|_| wanted("attention")) {
-        // As it chooses its layout itself, which is the one for little work here, and in the usual one.
+        // As it chooses its layout itself, which is the one for little work here, and in every layout.
         let made = DecodeAttention::new(&device, shape).and_then(|kernel| {
-            let usual = *kernel.tunings().next().unwrap();
-            Ok((kernel, DecodeAttention::with_tuning(&device, shape, usual)?))
+            let layouts =
+                kernel.tunings().map(|&tuning| DecodeAttention::with_tuning(&device, shape, tuning));
+            let layouts = layouts.collect::<Result<Vec<_>, _>>()?;
+            Ok((kernel, layouts))
         });
-        let (kernel, usual) = match made {
+        let (kernel, layouts) = match made {
             Ok(kernels) => kernels,
             Err(error) => {
                 println!("FAILED {name}: {error}");
@@ -72,12 +74,10 @@ fn main() -> ExitCode {
         for (kind, batch) in batches(quick) {
             let case = Batch::new(&device, &kernel, kind, &batch);
             let fixed = Split::Fixed { pages: 4 };
-            for (kernel, split, undo) in [
-                (&kernel, Split::Balanced, false),
-                (&usual, Split::Balanced, true),
-                (&kernel, fixed, true),
-                (&usual, Split::Balanced, false),
-            ] {
+            let chosen = [(&kernel, Split::Balanced, false), (&kernel, fixed, true)];
+            let every =
+                layouts.iter().flat_map(|kernel| [false, true].map(|undo| (kernel, Split::Balanced, undo)));
+            for (kernel, split, undo) in chosen.into_iter().chain(every) {
                 let (error, got) = case.run(kernel, split, None, undo);
                 // A second time: nothing may be left over, and nothing may depend on who comes first.
                 let again = case.run(kernel, split, None, undo).1;

@@ -211,6 +211,7 @@ impl DecodeAttention {
             rows: self.shape.rows(),
             warps: tuning.warps,
             blocks: self.device.multiprocessors() * tuning.blocks_per_multiprocessor,
+            turns: self.shape.segment_turns(),
             exact: tile(&self.orders[0]),
             sealed: tile(&self.orders[1]),
         }

@@ -18,6 +18,13 @@ const MOST_TILES: usize = 8192;
 /// Tokens of a sequence: as many as segments of [`MOST_TILES`] can hold in any layout.
 const MOST_TOKENS: usize = 1 << 24;
 
+/// The result of a segment is a partial result of its unit.
+pub const PARTIAL: i32 = 0;
+/// It is left in shared memory for the next segment of the block, which is of the same unit.
+pub const LEFT: i32 = 1;
+/// With what the segment before has left, it is a partial result of the unit.
+pub const TAKEN: i32 = 2;
+
 /// A run of tiles of one kind; the kernel's `Segment`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -50,6 +57,8 @@ pub struct Segment {
     pub history_end: i32,
     /// Tokens of the sequence.
     pub tokens: i32,
+    /// What becomes of its result: see [`PARTIAL`], [`LEFT`] and [`TAKEN`].
+    pub result: i32,
     /// The next segment of the same block, or -1.
     pub next: i32,
 }
@@ -93,6 +102,8 @@ pub struct PlanShape {
     pub warps: usize,
     /// Blocks of a launch.
     pub blocks: usize,
+    /// What a segment costs besides its tiles, in turns of all warps.
+    pub turns: usize,
     /// Tiles of a bf16 page and bytes of each.
     pub exact: (usize, usize),
     /// The same for sealed pages.
@@ -142,7 +153,7 @@ impl Plan {
             Split::Balanced => balanced(shape, &units),
             Split::Fixed { pages } => fixed(shape, pages.max(1), &units),
         };
-        plan.lay_out(shape.blocks, units.len(), cuts);
+        plan.lay_out(shape.blocks, units.len(), cuts, split);
         Ok(plan)
     }
 
@@ -178,13 +189,23 @@ impl Plan {
     }
 
     /// `cuts`: segments in the order of their units, each with its block.
-    fn lay_out(&mut self, blocks: usize, units: usize, cuts: Vec<(usize, Segment)>) {
-        let mut by_block = vec![Vec::new(); blocks];
+    fn lay_out(&mut self, blocks: usize, units: usize, cuts: Vec<(usize, Segment)>, split: Split) {
+        let mut by_block: Vec<Vec<Segment>> = vec![Vec::new(); blocks];
         let mut counts = vec![0; units];
-        self.partials = cuts.len();
-        for (partial, (block, mut segment)) in cuts.into_iter().enumerate() {
-            segment.partial = partial as i32;
-            counts[segment.unit as usize] += 1;
+        for (block, mut segment) in cuts {
+            // Two segments of a unit in a block leave one partial result, except where results may not depend on what
+            // else is in the batch.
+            let before = by_block[block].last_mut().filter(|before| {
+                split == Split::Balanced && before.unit == segment.unit && before.result == PARTIAL
+            });
+            if let Some(before) = before {
+                (segment.partial, segment.result) = (before.partial, TAKEN);
+                before.result = LEFT;
+            } else {
+                segment.partial = self.partials as i32;
+                counts[segment.unit as usize] += 1;
+                self.partials += 1;
+            }
             by_block[block].push(segment);
         }
         let mut first = 0;
@@ -252,7 +273,7 @@ fn unit_pieces(shape: &PlanShape, index: usize, sequence: &DecodeSequence<'_>) -
 
 /// What a segment costs besides its tiles, in bytes read meanwhile: filling and draining the pipeline, the partial result.
 fn overhead(shape: &PlanShape) -> usize {
-    shape.warps * shape.sealed.1.max(shape.exact.1)
+    shape.turns * shape.warps * shape.sealed.1.max(shape.exact.1)
 }
 
 /// Walks all units and goes on to the next block when one has its share.

@@ -3,7 +3,16 @@
 use super::*;
 
 fn shape(blocks: usize) -> PlanShape {
-    PlanShape { kv_heads: 2, group: 12, rows: 8, warps: 4, blocks, exact: (8, 4096), sealed: (1, 4608) }
+    PlanShape {
+        kv_heads: 2,
+        group: 12,
+        rows: 8,
+        warps: 4,
+        blocks,
+        turns: 1,
+        exact: (8, 4096),
+        sealed: (1, 4608),
+    }
 }
 
 /// Slots that tell pages apart.
@@ -30,10 +39,23 @@ fn check(shape: &PlanShape, plan: &Plan, sequences: &[DecodeSequence<'_>]) {
     let mut partials = vec![false; plan.partials];
     let mut seen = vec![Vec::new(); units];
     let all: Vec<Segment> = (0..shape.blocks).flat_map(|block| of_block(plan, block)).collect();
-    assert_eq!(all.len(), plan.partials);
+    for block in 0..shape.blocks {
+        // What is left is taken by the next segment, which must be of the same unit.
+        let segments = of_block(plan, block);
+        for (index, segment) in segments.iter().enumerate() {
+            let next = segments.get(index + 1).filter(|next| next.result == TAKEN);
+            assert_eq!(segment.result == LEFT, next.is_some(), "{segment:?}");
+            assert!(next.is_none_or(|next| (next.unit, next.partial) == (segment.unit, segment.partial)));
+        }
+        assert!(segments.first().is_none_or(|first| first.result != TAKEN));
+    }
+    assert_eq!(all.iter().filter(|segment| segment.result != LEFT).count(), plan.partials);
     for segment in &all {
         let unit = segment.unit as usize;
-        assert!(!std::mem::replace(&mut partials[segment.partial as usize], true), "a partial result twice");
+        if segment.result != LEFT {
+            let twice = std::mem::replace(&mut partials[segment.partial as usize], true);
+            assert!(!twice, "a partial result twice");
+        }
         let range = plan.first_partial[unit]..plan.first_partial[unit + 1];
         assert_eq!((segment.first_partial, segment.partials), (range.start, range.len() as i32));
         assert!(segment.kind == 0 || (segment.end - segment.begin) as usize <= MOST_TILES * shape.warps);
@@ -132,6 +154,9 @@ fn blocks_have_about_the_same_to_do() {
     let shape = PlanShape { kv_heads: 8, group: 4, ..shape(396) };
     let batch: Vec<DecodeSequence<'_>> = (0..32).map(|_| sequence(32768, 1, 507, &slots[..512])).collect();
     assert!(load(&shape, &batch) < 1.08, "{}", load(&shape, &batch));
+    // Sealed and bf16 tiles of a unit are mostly the work of one block.
+    let plan = Plan::new(&shape, Split::Balanced, &batch).unwrap();
+    assert!(plan.segments.len() - plan.partials > 200, "{} of {}", plan.partials, plan.segments.len());
     let ragged: Vec<DecodeSequence<'_>> =
         (0..32).map(|i| sequence(1000 + 3000 * i, 1, (1000 + 3000 * i) / 64 - 4, &slots)).collect();
     assert!(load(&shape, &ragged) < 1.08, "{}", load(&shape, &ragged));
@@ -153,6 +178,8 @@ fn fixed_splits_do_not_see_the_rest_of_the_batch() {
             .collect::<Vec<_>>()
     };
     let long = sequence(20_000, 1, 300, &slots);
+    let plan = Plan::new(&shape(1), Split::Fixed { pages: 8 }, &[long]).unwrap();
+    assert!(plan.segments.iter().all(|segment| segment.result == PARTIAL));
     let alone = cuts(&[long], 132, 0);
     assert!(alone.len() > 8);
     assert_eq!(alone, cuts(&[sequence(7777, 1, 100, &slots), sequence(64, 1, 0, &slots), long], 17, 2));

@@ -61,6 +61,12 @@ impl DecodeShape {
         self.group.min(self.rows()).div_ceil(4)
     }
 
+    /// What a segment costs besides its tiles, in turns of all warps. Measured: where warps are few and busy, beginning and
+    /// ending take longer than memory does.
+    pub(super) fn segment_turns(&self) -> usize {
+        if self.codes() && self.rows() > 8 { 4 } else { 1 }
+    }
+
     pub(super) fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
         Ok([PageOrder::new(SealedFormat::Bf16, self.head_dim)?, PageOrder::new(self.sealed, self.head_dim)?])
     }
@@ -70,15 +76,18 @@ impl DecodeShape {
         Ok(self.orders()?.map(|order| order.tile_bytes()).into_iter().max().unwrap_or(0))
     }
 
-    /// Shared memory of a block: the stages, or what partial results and their merge need.
+    /// Shared memory of a block: the stages or what partial results need, and beside them a result that is left; or what
+    /// merging needs.
     pub(super) fn block_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
         let stages = tuning.warps * tuning.stages * self.stage_bytes()?;
         let partial = tuning.warps * self.rows() * (self.head_dim + 8) * 4;
+        // A result that is left for the next segment.
+        let left = self.rows() * self.head_dim * 4;
         // Sums of slices, factors, rows, and a product with a matrix of which every warp has a part.
         let merge = tuning.warps * 32 * 16
             + MOST_PARTIALS * self.rows() * 4
             + (1 + tuning.warps) * self.rows() * self.head_dim * 4;
-        Ok(stages.max(partial).max(merge))
+        Ok((stages.max(partial) + left).max(merge))
     }
 
     /// What a block has besides: 1 KB of its own, barriers, states of warps, queries as operands, and what aligning them
@@ -86,7 +95,7 @@ impl DecodeShape {
     fn fixed_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
         let [rows, heads] = [self.rows(), 4 * self.quads()];
         let queries = heads * (2 * self.head_dim + 4 + 4 * self.orders()?[1].groups());
-        Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 4 * rows + 32 + queries)
+        Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 12 * rows + 32 + queries)
     }
 
     /// Layouts, each with the bytes of pages per multiprocessor below which it is the fastest: first the usual one, which

@@ -12,8 +12,13 @@ struct Segment {
   int first_partial, partials;  // of the unit
   int sink_pages, history_end;  // pages sink_pages..history_end are sealed
   int tokens;
+  int result;
   int next;  // of the same block, or -1
 };
+
+// What becomes of the result of a segment: it is a partial result, or it is left in shared memory for the next segment of
+// the block, or it is a partial result together with what was left.
+enum { PARTIAL, LEFT, TAKEN };
 
 #if SEALED_BITS == 8
 typedef Floats<true> Sealed;
@@ -27,6 +32,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int MOST_PARTIALS = 256;  // of a unit; `plan.rs` keeps to it
 // Rows of partial results in shared memory, apart by more than a multiple of 128 bytes.
 constexpr int ROW_STRIDE = HEAD_DIM + 8;
+// In floats: where a result is left, after all that tiles and the sums of warps need.
+constexpr int TILE_FLOATS = WARPS * STAGES * STAGE_BYTES / 4, SUM_FLOATS = WARPS * ROWS * ROW_STRIDE;
+constexpr int LEFT_AT = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
 
 struct Arguments {
   const float* queries;  // [sequence][kv head][group][channel]
@@ -75,28 +83,24 @@ DEVICE void attend_tiles(
     if (!EXACT) return s.sink_pages + page;
     return tile < sink_tiles ? page : page - s.sink_pages + s.history_end;
   };
-  // Slots are looked up 32 tiles at a time and one round ahead: a lookup costs as much time as a tile.
+  // Slots are looked up a tile ahead: a lookup costs as much time as a tile.
   auto slot_of = [&](int i) { return i < count ? __ldg(table + page_of(i)) : 0; };
-  int slots = slot_of(lane), later = slot_of(lane + 32);
-  auto fetch = [&](int i) {
-    const bool there = i < count;
-    if ((i & 31) == 0 && i > 0) {
-      slots = later;
-      later = slot_of(i + 32 + lane);
-    }
-    const u32 slot = __shfl_sync(ALL_LANES, slots, i & 31);
+  u32 slot = slot_of(0);
+  auto fetch = [&](int i, int ahead) {
     const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
-    ring_fetch<Provider::TILE_BYTES>(ring, pool + (u64)slot * stride + part * Provider::TILE_BYTES, there, lane);
+    const u8* source = pool + (u64)slot * stride + part * Provider::TILE_BYTES;
+    slot = slot_of(i + 1);
+    ring_fetch<Provider::TILE_BYTES>(ring, ahead, source, i < count, lane);
   };
   wait_for_launches();
   #pragma unroll 1
-  for (int i = 0; i < STAGES - 1; i++) fetch(i);
+  for (int i = 0; i < STAGES - 1; i++) fetch(i, i);
   const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
   begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();
-    fetch(i + STAGES - 1);
+    fetch(i + STAGES - 1, STAGES - 1);
     const u8* tile = ring_take(ring);
     int visible = Provider::TOKENS;
     if (EXACT) {
@@ -108,15 +112,29 @@ DEVICE void attend_tiles(
 }
 
 struct Shared {
-  float largest[WARPS][ROWS], total[WARPS][ROWS];
+  // Of each warp, then of the result that was left.
+  float largest[WARPS + 1][ROWS], total[WARPS + 1][ROWS];
   float merged_total[ROWS];
   int last;
 };
 
-// Puts the states of all warps together and writes the partial result.
+// The largest logit of a row over all warps, and over what was left where that counts.
+DEVICE float largest_of_all(const Shared& shared, int row, bool taken) {
+  float most = taken ? shared.largest[WARPS][row] : NEGATIVE_INFINITY;
+  #pragma unroll
+  for (int i = 0; i < WARPS; i++) most = fmaxf(most, shared.largest[i][row]);
+  return most;
+}
+
+// What weights relative to `mine` count for, relative to `most`.
+DEVICE float factor_of(float mine, float most) { return mine == NEGATIVE_INFINITY ? 0.0f : exp2_fast(mine - most); }
+
+// Puts the states of all warps together and writes the partial result, or leaves it.
 template <class Provider>
 DEVICE void write_partial(
     const Arguments& a, const Segment& s, const Provider& state, float* scratch, Shared& shared, int warp, int lane) {
+  const bool taken = s.result == TAKEN;
+  float* left = scratch + LEFT_AT;
   #pragma unroll
   for (int slice = 0; slice < Provider::SLICES; slice++) {
     const int row = Provider::row_of(slice, lane);
@@ -131,11 +149,7 @@ DEVICE void write_partial(
   #pragma unroll
   for (int slice = 0; slice < Provider::SLICES; slice++) {
     const int row = Provider::row_of(slice, lane);
-    float most = NEGATIVE_INFINITY;
-    #pragma unroll
-    for (int i = 0; i < WARPS; i++) most = fmaxf(most, shared.largest[i][row]);
-    const float mine = state.row_largest(slice);
-    const float factor = mine == NEGATIVE_INFINITY ? 0.0f : exp2_fast(mine - most);
+    const float factor = factor_of(state.row_largest(slice), largest_of_all(shared, row, taken));
     state.store(slice, factor, row < s.rows ? scratch + (warp * ROWS + row) * ROW_STRIDE : nullptr, lane);
   }
   __syncthreads();
@@ -147,17 +161,25 @@ DEVICE void write_partial(
       const float4 x = *(const float4*)&scratch[(w * ROWS + row) * ROW_STRIDE + channel];
       sum.x += x.x; sum.y += x.y; sum.z += x.z; sum.w += x.w;
     }
-    *(float4*)&a.partial_values[((long long)s.partial * ROWS + row) * HEAD_DIM + channel] = sum;
+    float* place = s.result == LEFT ? left + row * HEAD_DIM : &a.partial_values[((long long)s.partial * ROWS + row) * HEAD_DIM];
+    if (taken) {
+      const float factor = factor_of(shared.largest[WARPS][row], largest_of_all(shared, row, true));
+      const float4 x = *(const float4*)&left[row * HEAD_DIM + channel];
+      sum.x += factor * x.x; sum.y += factor * x.y; sum.z += factor * x.z; sum.w += factor * x.w;
+    }
+    *(float4*)&place[channel] = sum;
   }
   if (threadIdx.x < s.rows) {
     const int row = threadIdx.x;
-    float most = NEGATIVE_INFINITY, total = 0.0f;
-    for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.largest[w][row]);
-    for (int w = 0; w < WARPS; w++) {
-      const float mine = shared.largest[w][row];
-      if (mine != NEGATIVE_INFINITY) total += shared.total[w][row] * exp2_fast(mine - most);
+    const float most = largest_of_all(shared, row, taken);
+    float total = 0.0f;
+    for (int w = 0; w < WARPS + taken; w++) total += shared.total[w][row] * factor_of(shared.largest[w][row], most);
+    if (s.result == LEFT) {
+      shared.largest[WARPS][row] = most;
+      shared.total[WARPS][row] = total;
+    } else {
+      a.partial_states[s.partial * ROWS + row] = make_float2(most, total);
     }
-    a.partial_states[s.partial * ROWS + row] = make_float2(most, total);
   }
 }
 
@@ -298,6 +320,14 @@ DEVICE void merge(const Arguments& a, const Segment& s, float* scratch, Shared& 
   if (a.undo) undo_rotation(a, s, merged, a.out + out_row * HEAD_DIM, warp, lane);
 }
 
+// The next tiles are copied over what was written and read as numbers.
+DEVICE void scratch_to_tiles() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[WARPS * STAGES];
@@ -332,7 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
       attend_tiles(a, s, ring, query_memory, warp, lane, state);
       write_partial(a, s, state, scratch, shared, warp, lane);
     }
-    __syncthreads();
+    scratch_to_tiles();
+    if (s.result == LEFT) continue;
     if (threadIdx.x == 0) {
       // Releases what the whole block has written, and acquires what others have.
       int before;
@@ -341,11 +372,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
       if (shared.last) a.arrivals[s.unit] = 0;
     }
     __syncthreads();
-    if (shared.last) merge(a, s, scratch, shared, warp, lane);
-#if __CUDA_ARCH__ >= 900
-    // The next tiles are copied over what was just written by ordinary stores.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    __syncthreads();
+    if (shared.last) {
+      merge(a, s, scratch, shared, warp, lane);
+      scratch_to_tiles();
+    }
   }
 }

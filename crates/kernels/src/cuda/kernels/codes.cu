@@ -215,11 +215,9 @@ struct Codes {
     u32 weights[GROUPS][COLUMNS][LANE_TOKENS];
     // Once more if references had to be chosen. A third time would help nobody: that is a logit that is not a number.
     // Zeros that the compiler does not know keep it from holding a tile in registers for what hardly ever happens.
-    const u8* keys = page;
-    #pragma unroll 1
-    for (int attempt = 0; !weigh(keys, lane, weights) && attempt < 1; attempt++) {
+    if (!weigh(page, lane, weights)) {
       choose_references(page + start[0], lane);
-      keys = page + start[2];
+      weigh(page + start[2], lane, weights);
     }
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) add_values(group, page + SIDE_BYTES, lane, weights[group]);
@@ -239,10 +237,10 @@ struct Codes {
       for (int group = 0; group < GROUPS; group++) {
         int c[BLOCK / 2][SLICES][4];
         #pragma unroll
-        for (int inner = 0; inner < CHANNEL_STEPS / GROUPS; inner++) {
-          const int step = group * (CHANNEL_STEPS / GROUPS) + inner;
+        for (int pair = 0; pair < BLOCK / 2; pair++)
           #pragma unroll
-          for (int pair = 0; pair < BLOCK / 2; pair++) {
+          for (int inner = 0; inner < CHANNEL_STEPS / GROUPS; inner++) {
+            const int step = group * (CHANNEL_STEPS / GROUPS) + inner;
             u32 codes[4];
             #pragma unroll
             for (int e = 0; e < 2; e++) {
@@ -256,8 +254,7 @@ struct Codes {
               if (inner == 0) mma_keys(c[pair][slice], codes, q[slice][step], start);
               else mma_keys(c[pair][slice], codes, q[slice][step], c[pair][slice]);
           }
-        }
-        if (first % 4 == 0) scale_chunk[group] = four_scales(scales, group, first / 4, lane);
+        scale_chunk[group] = four_scales(scales, group, first / 4, lane);
         #pragma unroll
         for (int e = 0; e < BLOCK; e++) {
           const float2 affine = scale_pair(word_of(scale_chunk[group], (first + e) % 4));
@@ -284,16 +281,18 @@ struct Codes {
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
     score(page, lane, probability);
     bool fits = !fresh;
+    float halves[SLICES][2];
+    #pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++)
+      #pragma unroll
+      for (int slice = 0; slice < SLICES; slice++) {
+        float &p = probability[slice][i], &half = halves[slice][i / 2 % 2];
+        p = exp2_fast(p);
+        half = i < 4 && i % 2 == 0 ? p : half + p;
+      }
     #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
-      float parts[2];
-      #pragma unroll
-      for (int i = 0; i < LANE_TOKENS; i++) {
-        float &p = probability[slice][i], &part = parts[i / 2 % 2];
-        p = exp2_fast(p);
-        part = i < 4 && i % 2 == 0 ? p : part + p;
-      }
-      sum[slice] = fmaf(parts[1], 1 << LATER, parts[0]);
+      sum[slice] = fmaf(halves[slice][1], 1 << LATER, halves[slice][0]);
       // Looked at too, because a scale may be zero.
       fits &= sum[slice] < 1e30f;
     }
@@ -317,14 +316,18 @@ struct Codes {
         }
         #pragma unroll
         for (int column = 0; column < COLUMNS; column++) {
-          u32 both;
-          asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(w[2 * column + 1]), "f"(w[2 * column]));
-          asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(both));
-          weights[group][column][i] = transposed(both);
+          u32& pair = weights[group][column][i];
+          asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(w[2 * column + 1]), "f"(w[2 * column]));
+          pair = transposed(pair);
         }
       }
       #pragma unroll
       for (int slice = 0; slice < SLICES; slice++) offset[slice][group] = fmaf(parts[slice][1], 1 << LATER, parts[slice][0]);
+    }
+    #pragma unroll
+    for (int k = 0; k < GROUPS * COLUMNS * LANE_TOKENS; k++) {
+      const u32 pair = weights[k / (COLUMNS * LANE_TOKENS)][k / LANE_TOKENS % COLUMNS][k % LANE_TOKENS];
+      asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(pair));
     }
     fits &= (most & 0xffffu) < 0x7c00u && most < 0x7c000000u;
     if (!__all_sync(ALL_LANES, fits)) return false;
@@ -339,14 +342,15 @@ struct Codes {
 
   DEVICE void add_values(int group, const u8* values, int lane, const u32 (&weights)[COLUMNS][LANE_TOKENS]) {
     constexpr int HALVES = TOKENS / 32, TILES = CHANNEL_TILES / GROUPS;
-    uint4 chunk;
+    uint4 chunks[TILES / 2];
     // Sixteen channels at a time: a word of 2-bit codes or two of 4-bit codes for every 32 tokens.
     #pragma unroll
-    for (int inner = 0; inner < TILES; inner++) {
-      const int i = group * TILES + inner;
-      if (i % 2 == 0) chunk = *(const uint4*)(values + i / 2 * 512 + lane * 16);
+    for (int half = 0; half < HALVES; half++)
       #pragma unroll
-      for (int half = 0; half < HALVES; half++)
+      for (int inner = 0; inner < TILES; inner++) {
+        const int i = group * TILES + inner;
+        uint4& chunk = chunks[inner / 2];
+        if (half == 0 && inner % 2 == 0) chunk = *(const uint4*)(values + i / 2 * 512 + lane * 16);
         #pragma unroll
         for (int part = 0; part < 2; part++) {
           u32 codes[4];
@@ -362,7 +366,7 @@ struct Codes {
           for (int column = 0; column < COLUMNS; column++)
             mma_f16(sums[i][column], codes, weights[column][token], weights[column][token + 1]);
         }
-    }
+      }
   }
 
   // References at which the weights of this tile and of all before it fit.

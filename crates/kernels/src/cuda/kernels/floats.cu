@@ -207,6 +207,12 @@ struct Floats {
     for (int i = 0; i < CHANNEL_TILES; i++) {
       if (i % 4 == 0) chunk = *(const uint4*)(page + SIDE_BYTES + i / 4 * 512 + lane * 16);
       const u32 word = word_of(chunk, i % 4);
+      if (!FP8 && ROW_TILES == 2) {
+        // Numbers and errors are the two halves of one product with the same values twice.
+        const u32 both[4] = {weights[0][0], weights[0][1], weights[1][0], weights[1][1]};
+        mma_bf16(sums[i], both, word & written, word & written);
+        continue;
+      }
       #pragma unroll
       for (int part = 0; part < ROW_TILES; part++) {
         if (FP8) {

@@ -92,7 +92,7 @@ struct Ring {
   u8* memory;            // of the block
   int offset;            // of the stages of this warp
   u32 stages, barriers;  // addresses in shared memory
-  int write_stage, read_stage;
+  int read_stage;
   u32 read_phase;
 };
 
@@ -101,7 +101,7 @@ DEVICE void ring_open(Ring& ring, u8* memory, u64* barriers, int warp, int lane)
   ring.offset = kept(warp * (STAGES * STAGE_BYTES));
   ring.stages = kept(shared_address(memory) + ring.offset);
   ring.barriers = kept(shared_address(barriers + warp * STAGES));
-  ring.write_stage = ring.read_stage = 0;
+  ring.read_stage = 0;
   ring.read_phase = 0;
 #if __CUDA_ARCH__ >= 900
   if (lane == 0) {
@@ -114,25 +114,28 @@ DEVICE void ring_open(Ring& ring, u8* memory, u64* barriers, int warp, int lane)
 #endif
 }
 
-#if __CUDA_ARCH__ >= 900
-DEVICE bool one_lane() {
-  u32 elected;
-  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-  return elected;
+// The stage `ahead` of the one that is read next.
+DEVICE int ring_stage(const Ring& ring, int ahead) {
+  if (STAGES == 2) return ring.read_stage ^ ahead;
+  const int stage = ring.read_stage + ahead;
+  return stage >= STAGES ? stage - STAGES : stage;
 }
-#endif
 
-// Begins to fetch a tile into the next stage. Before sm_90 a call without a tile keeps the count of groups right.
+// Begins to fetch a tile into a stage. Before sm_90 a call without a tile keeps the count of groups right.
 template <int BYTES>
-DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
-  const u32 stage = ring.stages + ring.write_stage * STAGE_BYTES;
+DEVICE void ring_fetch(const Ring& ring, int ahead, const u8* source, bool there, int lane) {
+  const int index = ring_stage(ring, ahead);
+  const u32 stage = ring.stages + index * STAGE_BYTES;
 #if __CUDA_ARCH__ >= 900
-  if (there && one_lane()) {
-    const u32 barrier = ring.barriers + ring.write_stage * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(stage), "l"(source), "n"(BYTES), "r"(barrier) : "memory");
-  }
+  // By one lane, and without a branch: around one, nothing else is computed.
+  asm volatile(
+      "{.reg .pred there, one;"
+      "setp.ne.u32 there, %4, 0;"
+      "elect.sync _|one, 0xffffffff;"
+      "and.pred one, one, there;"
+      "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];}"
+      :: "r"(stage), "l"(source), "n"(BYTES), "r"(ring.barriers + index * 8), "r"((u32)there) : "memory");
 #else
   if (there) {
     for (int at = lane * 16; at < BYTES; at += 512)
@@ -141,7 +144,6 @@ DEVICE void ring_fetch(Ring& ring, const u8* source, bool there, int lane) {
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
-  if (there && ++ring.write_stage == STAGES) ring.write_stage = 0;
 }
 
 // Waits for the oldest tile. STAGES - 1 fetches have begun after it.
@@ -149,18 +151,18 @@ DEVICE const u8* ring_take(Ring& ring) {
   const u8* stage = ring.memory + (ring.offset + ring.read_stage * STAGE_BYTES);
 #if __CUDA_ARCH__ >= 900
   const u32 barrier = ring.barriers + ring.read_stage * 8;
-  u32 done;
-  do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done) : "r"(barrier), "r"(ring.read_phase) : "memory");
-  } while (!done);
+  // All lanes see the same, which the compiler would not know of a loop of its own.
+  asm volatile(
+      "{.reg .pred there;"
+      "WAIT: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;"
+      "@!there bra.uni WAIT;}"
+      :: "r"(barrier), "r"(ring.read_phase) : "memory");
 #else
   asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
   __syncwarp();
 #endif
-  if (++ring.read_stage == STAGES) {
-    ring.read_stage = 0;
-    ring.read_phase ^= 1;
-  }
+  const int next = ring_stage(ring, 1);
+  ring.read_phase ^= next == 0;
+  ring.read_stage = next;
   return stage;
 }
