@@ -97,6 +97,7 @@ DEVICE void attend_tiles(
   for (int i = 0; i < STAGES - 1; i++) fetch(i, i);
   const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
   begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
+  if (count > 0) state.prime(ring_look<STAGES - 2>(ring), lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();

@@ -211,6 +211,9 @@ struct Codes {
     return *(const uint4*)(scales + group * GROUP_BYTES + four * 128 + (lane >> 2) * 16);
   }
 
+  // The first references, before the first tile is added.
+  DEVICE void prime(const u8* page, int lane) { choose_references(page, lane); }
+
   DEVICE void add(const u8* page, int, int lane) {
     u32 weights[GROUPS][COLUMNS][LANE_TOKENS];
     // Once more if references had to be chosen. A third time would help nobody: that is a logit that is not a number.
@@ -280,7 +283,7 @@ struct Codes {
     const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
     score(page, lane, probability);
-    bool fits = !fresh;
+    bool fits = true;
     float halves[SLICES][2];
     #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++)

@@ -100,6 +100,8 @@ struct Floats {
       for (int e = 0; e < 4; e++) sums[i][e] = 0.0f;
   }
 
+  DEVICE void prime(const u8*, int) {}
+
   // `visible`: tokens of the tile that are there. What was never written may be NaN.
   DEVICE void add(const u8* page, int visible, int lane) {
     const int t = lane & 3;

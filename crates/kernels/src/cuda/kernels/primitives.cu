@@ -146,8 +146,9 @@ DEVICE void ring_fetch(const Ring& ring, int ahead, const u8* source, bool there
 #endif
 }
 
-// Waits for the oldest tile. STAGES - 1 fetches have begun after it.
-DEVICE const u8* ring_take(Ring& ring) {
+// Waits for the oldest tile, which remains the oldest. `LATER` fetches have begun after it.
+template <int LATER>
+DEVICE const u8* ring_look(const Ring& ring) {
   const u8* stage = ring.memory + (ring.offset + ring.read_stage * STAGE_BYTES);
 #if __CUDA_ARCH__ >= 900
   const u32 barrier = ring.barriers + ring.read_stage * 8;
@@ -158,9 +159,15 @@ DEVICE const u8* ring_take(Ring& ring) {
       "@!there bra.uni WAIT;}"
       :: "r"(barrier), "r"(ring.read_phase) : "memory");
 #else
-  asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+  asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
   __syncwarp();
 #endif
+  return stage;
+}
+
+// The same, and the next one is the oldest then. STAGES - 1 fetches have begun after it.
+DEVICE const u8* ring_take(Ring& ring) {
+  const u8* stage = ring_look<STAGES - 1>(ring);
   const int next = ring_stage(ring, 1);
   ring.read_phase ^= next == 0;
   ring.read_stage = next;
