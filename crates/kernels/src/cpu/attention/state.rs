@@ -11,9 +11,9 @@ const ROW_STEP: usize = 16;
 pub struct SoftmaxState {
     rows: usize,
     d: usize,
-    /// Largest logit so far in units of log₂; -∞ if none.
+    /// What weights are relative to, in units of log₂: the largest logit so far or one not far below; -∞ if none.
     pub(super) max: Vec<f32>,
-    /// Sum of the weights relative to the largest.
+    /// Sum of the weights.
     pub(super) sum: Vec<f32>,
     /// Values summed with these weights, `[rows rounded up][d]`.
     pub(super) values: Vec<f32>,

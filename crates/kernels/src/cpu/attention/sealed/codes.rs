@@ -33,6 +33,10 @@ const LINE: usize = 64;
 /// Steps between asking for a page and the softmax over it. Its keys are read two steps before that.
 const AHEAD: usize = 4;
 
+/// Lanes in which an engine may keep a sum over tokens.
+#[cfg(target_arch = "x86_64")]
+pub(super) const LANES: usize = 16;
+
 /// No engine multiplies more rows at once.
 #[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
@@ -65,6 +69,7 @@ impl Shape {
     }
 
     /// The channels of a group.
+    #[inline(always)]
     pub(super) fn group(&self, group: usize) -> Range<usize> {
         group * self.channels..(group + 1) * self.channels
     }
@@ -94,6 +99,7 @@ pub(super) struct Words<'a> {
 
 impl<'a> Words<'a> {
     /// Keys are words of channels with tokens side by side, values words of tokens with channels side by side.
+    #[inline(always)]
     pub(super) fn of(shape: &Shape, side: Side, page: &'a [u8]) -> Words<'a> {
         let (keys, rest) = page.split_at(shape.side_bytes());
         match side {
@@ -131,9 +137,10 @@ pub(super) struct Sums<'a> {
     pub(super) seen: &'a [u64],
 }
 
-/// Weights times scales, split in bytes: `[group][ROWS][high, low][64 tokens]`, and `[group][ROWS][unit, Σ p·o]`.
+/// Weights times scales, split in bytes: `[group][ROWS][high, low][64 tokens]`.
 pub(super) struct Weights<'a> {
     pub(super) bytes: &'a mut [i8],
+    /// `[group][ROWS][unit, Σ p·o]`, or as an engine agrees with itself.
     pub(super) numbers: &'a mut [f32],
 }
 
@@ -144,6 +151,10 @@ pub(super) struct Running<'a> {
     /// `[rows][d]`.
     pub(super) values: &'a mut [f32],
     pub(super) d: usize,
+    /// `[rows][1 + groups][LANES]`: what an engine adds to the sum, and takes from the values of each group, only when
+    /// all pages have been read. Zero before the first.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) lanes: &'a mut [f32],
 }
 
 /// Integer products on one instruction set, and the steps around them. A value exists only where the instruction set
@@ -188,8 +199,12 @@ pub(super) trait Engine {
     /// Logits, one softmax step, and the weights for the product with values.
     fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>);
 
+    /// Adds what is left in the lanes of some rows, after all pages.
+    #[cfg(target_arch = "x86_64")]
+    fn finish(&self, _shape: &Shape, _running: Running<'_>) {}
+
     /// Adds `unit·(256·high + low) - Σ p·o` to the values (`[rows][d]`) of some channels, from sums
-    /// `[rows][high, low][width]` and numbers `[rows][unit, Σ p·o]`.
+    /// `[rows][high, low][width]` and the numbers of a group of weights.
     fn add_values(
         &self,
         sums: &[i32],
@@ -220,6 +235,8 @@ struct Buffers {
     numbers: AlignedScratch,
     weights: AlignedScratch,
     weight_numbers: AlignedScratch,
+    #[cfg(target_arch = "x86_64")]
+    lanes: AlignedScratch,
     sums: AlignedScratch,
 }
 
@@ -245,11 +262,13 @@ pub(super) fn attend(
         Isa::Amx if work.spans.len() >= TILES_FROM && super::tiles::is_available() => {
             // SAFETY: AMX is available; nothing else uses tiles until the end of the call.
             let engine = unsafe { super::tiles::Tdpbsud::new(&shape, work.spans.len(), tiles) };
-            Reader::new(engine, shape, work, buffers).attend(work, states);
+            // SAFETY: AVX-512 is available too.
+            unsafe { with_avx512(Reader::new(engine, shape, work, buffers), work, states) };
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
-            Reader::new(super::vnni::Vpdpbusd, shape, work, buffers).attend(work, states);
+            // SAFETY: the instruction set is available.
+            unsafe { with_avx512(Reader::new(super::vnni::Vpdpbusd, shape, work, buffers), work, states) };
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
@@ -269,6 +288,13 @@ pub(super) fn attend(
             );
         }
     }
+}
+
+/// [`Reader::attend`], compiled for an instruction set together with most of what it calls.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
+fn with_avx512<E: Engine>(mut reader: Reader<'_, E>, work: &Work<'_, u8>, states: &mut [SoftmaxState]) {
+    reader.attend(work, states);
 }
 
 /// The queries of a call as bytes, and buffers for a step.
@@ -291,6 +317,9 @@ struct Reader<'a, E> {
     /// Of the keys of this step and of the next, in turn.
     key_sums: [&'a mut [i32]; 2],
     value_sums: &'a mut [i32],
+    /// Of all heads, as [`Running::lanes`].
+    #[cfg(target_arch = "x86_64")]
+    lanes: &'a mut [f32],
 }
 
 impl<'a, E: Engine> Reader<'a, E> {
@@ -326,6 +355,10 @@ impl<'a, E: Engine> Reader<'a, E> {
         let sums = buffers.sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
         let (this, rest) = sums.split_at_mut(key_sums);
         let (next, value_sums) = rest.split_at_mut(key_sums);
+        #[cfg(target_arch = "x86_64")]
+        let lanes = buffers.lanes.at_least(rows * (1 + shape.groups) * LANES);
+        #[cfg(target_arch = "x86_64")]
+        lanes.fill(0.0);
         Reader {
             engine,
             shape,
@@ -342,11 +375,14 @@ impl<'a, E: Engine> Reader<'a, E> {
             },
             key_sums: [this, next],
             value_sums,
+            #[cfg(target_arch = "x86_64")]
+            lanes,
         }
     }
 
     /// Keys are opened two steps and multiplied one step before the weights of a step are known, values multiplied
     /// and added one step after.
+    #[inline(always)]
     fn attend(&mut self, work: &Work<'_, u8>, states: &mut [SoftmaxState]) {
         let steps = schedule(work, states.len(), E::ROWS);
         if steps.is_empty() {
@@ -374,10 +410,24 @@ impl<'a, E: Engine> Reader<'a, E> {
                 self.weigh(n, step, work, &mut states[step.head]);
             }
         }
+        #[cfg(target_arch = "x86_64")]
+        for (head, state) in states.iter_mut().enumerate() {
+            let (rows, d) = (self.head_rows, work.d);
+            let lanes = rows * (1 + self.shape.groups) * LANES;
+            let running = Running {
+                max: &mut state.max[..rows],
+                sum: &mut state.sum[..rows],
+                values: &mut state.values[..rows * d],
+                d,
+                lanes: &mut self.lanes[head * lanes..][..lanes],
+            };
+            self.engine.finish(&self.shape, running);
+        }
     }
 
     /// Asks for a quarter of the page [`AHEAD`] steps after step `n`. All lines at once would fill the queue for them
     /// and stop everything else.
+    #[inline(always)]
     fn fetch(&self, steps: &[Step<'_>], n: usize, quarter: usize) {
         if let Some([before, step]) = steps.get(n + AHEAD - 1..=n + AHEAD)
             && before.index != step.index
@@ -389,6 +439,7 @@ impl<'a, E: Engine> Reader<'a, E> {
     }
 
     /// Multiplies one side of step `n`, and opens the page of the next step if it is another.
+    #[inline(always)]
     fn multiply(&mut self, side: Side, steps: &[Step<'_>], n: usize) {
         let step = &steps[n];
         let group_sums = match side {
@@ -424,9 +475,12 @@ impl<'a, E: Engine> Reader<'a, E> {
         }
     }
 
+    #[inline(always)]
     fn weigh(&mut self, number: usize, step: &Step<'_>, work: &Work<'_, u8>, state: &mut SoftmaxState) {
         let (shape, d, rows) = (&self.shape, work.d, step.rows.clone());
         let first = step.head * self.head_rows + rows.start;
+        #[cfg(target_arch = "x86_64")]
+        let lanes = (1 + shape.groups) * LANES;
         self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
         #[cfg(target_arch = "x86_64")]
         let mut seen = [0; MOST_ROWS];
@@ -451,10 +505,13 @@ impl<'a, E: Engine> Reader<'a, E> {
             sum: &mut state.sum[rows.clone()],
             values: &mut state.values[rows.start * d..rows.end * d],
             d,
+            #[cfg(target_arch = "x86_64")]
+            lanes: &mut self.lanes[first * lanes..][..rows.len() * lanes],
         };
         self.engine.weigh(sums, running, &mut self.weights);
     }
 
+    #[inline(always)]
     fn add_values(&mut self, step: &Step<'_>, d: usize, state: &mut SoftmaxState) {
         let group_sums = E::ROWS * 2 * self.shape.padded;
         let values = &mut state.values[step.rows.start * d..step.rows.end * d];

@@ -356,6 +356,26 @@ fn nasty_grids() {
 }
 
 #[test]
+fn logits_that_rise_from_page_to_page() {
+    let (d, pages) = (64, 8);
+    let q = vec![1.0; 4 * d];
+    let layout = CodeLayout::int2(d, 2).unwrap();
+    // By less than the references follow, by more, and down again.
+    for rise in [0.02, 0.1, 0.5, -0.3] {
+        let sealed =
+            Sealed::codes(layout, ScaleType::F16, pages, &mut Random(46), &mut |side, token, _| match side {
+                Side::Key => (0.05, 0.5 - rise * (token / PAGE_TOKENS) as f32),
+                Side::Value => (0.5, 0.7),
+            });
+        for isa in Isa::available() {
+            for ranges in [&[][..], &[1, 4]] {
+                sealed.check(isa, &q, 1.0, &[Span::up_to(64 * pages - 3); 4], ranges, TOLERANCE);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_row_does_not_depend_on_the_others() {
     let mut random = Random(38);
     let d = 96;

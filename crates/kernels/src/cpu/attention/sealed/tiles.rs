@@ -71,6 +71,7 @@ impl<'a> Tdpbsud<'a> {
 impl Engine for Tdpbsud<'_> {
     const ROWS: usize = ROWS;
 
+    #[inline(always)]
     fn open(&mut self, shape: &Shape, side: Side, page: &[u8]) {
         let words = Words::of(shape, side, page);
         let tiles = match side {
@@ -86,6 +87,7 @@ impl Engine for Tdpbsud<'_> {
         }
     }
 
+    #[inline(always)]
     fn product(
         &mut self,
         shape: &Shape,
@@ -137,6 +139,7 @@ impl Engine for Tdpbsud<'_> {
         }
     }
 
+    #[inline(always)]
     fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
         // SAFETY: tiles are configured while `self` lives, and sums start from zero wherever they are used; an engine
         // exists only where its instruction set does.

@@ -20,6 +20,7 @@ const ROWS: usize = 8;
 impl Engine for Vpdpbusd {
     const ROWS: usize = ROWS;
 
+    #[inline(always)]
     fn product(
         &mut self,
         shape: &Shape,
@@ -40,6 +41,7 @@ impl Engine for Vpdpbusd {
         }
     }
 
+    #[inline(always)]
     fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
         // SAFETY: an engine exists only where its instruction set does.
         unsafe { weigh::weigh::<ROWS>(&sums, running, weights) }

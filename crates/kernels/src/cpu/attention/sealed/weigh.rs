@@ -1,17 +1,16 @@
 //! AVX-512: from key sums to weights in bytes, and from value sums to values, for both engines that share it.
 //!
-//! A row's 64 logits stay in four registers from the integer sums through the softmax to the bytes of its weights.
+//! A row's 64 logits stay in four registers from the integer sums through the softmax to the bytes of its weights. What is
+//! summed over tokens stays in lanes until all pages have been read, and weights are relative to a reference that follows
+//! the largest logit only when that has left it far behind: a page waits for one result across lanes, its unit.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::codes::{Running, Sums, Weights};
+use super::codes::{LANES, Running, Shape, Sums, Weights};
 use super::fixed_point::{LARGEST, SMALLEST};
-
-/// Lanes of a register.
-const LANES: usize = 16;
 
 /// Selects the larger magnitude of two numbers, without its sign.
 const LARGER_MAGNITUDE: i32 = 0b10_11;
@@ -21,26 +20,29 @@ const REGISTERS: usize = PAGE_TOKENS / LANES;
 
 type Page = [__m512; REGISTERS];
 
-/// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
+/// 2ˣ for 0 <= x <= 1 as a polynomial, lowest power first, exact at 0 and good to 3e-6: weights are rounded to 1.5e-5 of
 /// the largest afterwards.
-const EXP2: [f32; 5] = [1.0, 0.693_124_2, 0.240_240_99, 0.055_906_426, 0.009_582_853];
+const EXP2: [f32; 5] = [1.0, 0.693_044_84, 0.241_280_2, 0.052_242_473, 0.013_426_684];
 
-/// 2ˣ for `x <= 128`; 0 far below, NaN stays NaN.
+/// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
+/// good as those of up to 1: each page has its own unit, and sums have 111 powers of two to go.
+const SLACK: f32 = 16.0;
+
+/// 2ˣ for `x <= 128`; 0 far below and for -∞, NaN stays NaN.
 #[inline]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512dq")]
 fn exp2(x: __m512) -> __m512 {
-    // The second operand is returned if either is NaN.
-    let x = _mm512_max_ps(_mm512_set1_ps(-160.0), x);
-    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
-    let rest = _mm512_sub_ps(x, whole);
+    // `scalef` rounds its exponent down by itself, so what is left above the whole number is all that is needed.
+    let rest = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
     let mut power = _mm512_set1_ps(EXP2[4]);
     for i in (0..4).rev() {
         power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(EXP2[i]));
     }
-    _mm512_scalef_ps(power, whole)
+    _mm512_scalef_ps(power, x)
 }
 
 /// 16-bit numbers to `f32`.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
     assert!(stored.len() == 2 * numbers.len() && numbers.len().is_multiple_of(LANES));
@@ -61,6 +63,7 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
 }
 
 /// As `codes::Engine::fetch`.
+#[inline(always)]
 pub(super) fn prefetch(ahead: &[u8]) {
     for line in ahead.chunks(64) {
         // SAFETY: prefetching an address is harmless whatever it is.
@@ -69,6 +72,7 @@ pub(super) fn prefetch(ahead: &[u8]) {
 }
 
 /// As `codes::Engine::weigh` for products of up to `ROWS` rows.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
     let (rows, groups, d) = (from.spans.len(), from.shape.groups, running.d);
@@ -78,22 +82,22 @@ pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, we
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
     assert!(weights.numbers.len() >= groups * ROWS * 2);
     assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
+    assert!(running.lanes.len() == rows * (1 + groups) * LANES);
     let mut running = running;
     let mut row = 0;
     // SAFETY: all lengths are as promised, see above.
     unsafe {
         while row < rows {
-            match rows - row {
+            row += match rows - row {
                 1 => weigh_rows::<ROWS, 1>(from, row, &mut running, weights),
-                3 => weigh_rows::<ROWS, 3>(from, row, &mut running, weights),
-                _ => weigh_rows::<ROWS, 2>(from, row, &mut running, weights),
+                2 | 4 => weigh_rows::<ROWS, 2>(from, row, &mut running, weights),
+                _ => weigh_rows::<ROWS, 3>(from, row, &mut running, weights),
             }
-            row += if rows - row == 3 { 3 } else { 2 };
         }
     }
 }
 
-/// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other.
+/// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other. Returns `R`.
 ///
 /// # Safety
 /// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
@@ -103,9 +107,20 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
     first: usize,
     running: &mut Running<'_>,
     weights: &mut Weights<'_>,
-) {
-    let (groups, d) = (from.shape.groups, running.d);
+) -> usize {
+    let groups = from.shape.groups;
     let (sums, numbers) = (from.sums.as_ptr(), from.numbers.as_ptr());
+    // A row that has seen nothing must not subtract -∞ from -∞, and takes whatever it sees as its reference.
+    let (mut reference, mut limit) = ([0.0; R], [SLACK; R]);
+    for r in 0..R {
+        let max = running.max[first + r];
+        if max == f32::NEG_INFINITY {
+            limit[r] = max;
+        } else {
+            reference[r] = max;
+        }
+    }
+    // Logits relative to the reference.
     let mut logits = [[_mm512_setzero_ps(); REGISTERS]; R];
     for group in 0..groups {
         // SAFETY: scales and offsets of the keys of a group, and a row of sums, by the caller's promise.
@@ -119,51 +134,66 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
                     let total = _mm512_set1_ps(*from.totals.get_unchecked(group * from.totals_stride + row));
                     let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
                     let integers = join(sums.add(at), PAGE_TOKENS);
-                    let offset = _mm512_mul_ps(offset, total);
-                    let logit = _mm512_fmsub_ps(integers, _mm512_mul_ps(scale, step), offset);
-                    logits[r][j] = if group == 0 { logit } else { _mm512_add_ps(logits[r][j], logit) };
+                    let step = _mm512_mul_ps(scale, step);
+                    logits[r][j] = if group == 0 {
+                        let reference = _mm512_set1_ps(reference[r]);
+                        _mm512_fmsub_ps(integers, step, _mm512_fmadd_ps(offset, total, reference))
+                    } else {
+                        let logit = _mm512_fmsub_ps(integers, step, _mm512_mul_ps(offset, total));
+                        _mm512_add_ps(logits[r][j], logit)
+                    };
                 }
             }
         }
     }
-    let mut shift = [_mm512_setzero_ps(); R];
+    let mut largest = [_mm512_setzero_ps(); R];
+    let mut above = 0;
     for r in 0..R {
-        let row = first + r;
-        let seen = from.seen[row];
+        let seen = from.seen[first + r];
         if seen != u64::MAX {
             for j in 0..REGISTERS {
                 let mask = (seen >> (j * LANES)) as u16;
                 logits[r][j] = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, logits[r][j]);
             }
         }
-        let largest = _mm512_max_ps(
+        largest[r] = _mm512_max_ps(
             _mm512_max_ps(logits[r][0], logits[r][1]),
             _mm512_max_ps(logits[r][2], logits[r][3]),
         );
-        // The maximum grows in few pages; in the others nothing waits for a maximum over lanes.
-        let max = &mut running.max[row];
-        if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm512_set1_ps(*max)) != 0 {
-            let new = _mm512_reduce_max_ps(largest).max(*max);
-            let shrink = (*max - new).exp2();
-            *max = new;
-            running.sum[row] *= shrink;
-            running.values[row * d..][..d].iter_mut().for_each(|value| *value *= shrink);
-        }
-        // A row that has seen nothing must not subtract -∞ from -∞.
-        shift[r] = _mm512_set1_ps(if *max == f32::NEG_INFINITY { 0.0 } else { *max });
+        above |= _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest[r], _mm512_set1_ps(limit[r]));
     }
-    let mut totals = [_mm512_setzero_ps(); R];
-    for j in 0..REGISTERS {
+    if above != 0 {
         for r in 0..R {
-            logits[r][j] = exp2(_mm512_sub_ps(logits[r][j], shift[r]));
-            totals[r] = _mm512_add_ps(totals[r], logits[r][j]);
+            let largest = _mm512_reduce_max_ps(largest[r]);
+            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running));
+            for j in 0..REGISTERS {
+                logits[r][j] = _mm512_sub_ps(logits[r][j], rise);
+            }
+        }
+    }
+    let lanes = running.lanes.as_mut_ptr();
+    for r in 0..R {
+        // SAFETY: 16 lanes of a row, by the caller's promise.
+        unsafe {
+            let lanes = lanes.add((first + r) * (1 + groups) * LANES);
+            let mut total = _mm512_loadu_ps(lanes);
+            for j in 0..REGISTERS {
+                logits[r][j] = exp2(logits[r][j]);
+                total = _mm512_add_ps(total, logits[r][j]);
+            }
+            _mm512_storeu_ps(lanes, total);
         }
     }
     for group in 0..groups {
         let mut scaled = [[_mm512_setzero_ps(); REGISTERS]; R];
-        let (mut largest, mut offsets) = ([_mm512_setzero_ps(); R], [_mm512_setzero_ps(); R]);
-        // SAFETY: scales and offsets of the values of a group.
+        let mut largest = [_mm512_setzero_ps(); R];
+        // SAFETY: scales and offsets of the values of a group, and 16 lanes of each row, by the caller's promise.
         unsafe {
+            let lanes = lanes.add((first * (1 + groups) + 1 + group) * LANES);
+            let mut offsets = [_mm512_setzero_ps(); R];
+            for r in 0..R {
+                offsets[r] = _mm512_loadu_ps(lanes.add(r * (1 + groups) * LANES));
+            }
             let scale = numbers.add(2 * (groups + group) * PAGE_TOKENS);
             for j in 0..REGISTERS {
                 let (scale, offset) = load_pair(scale.add(j * LANES));
@@ -173,31 +203,87 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
                     largest[r] = _mm512_range_ps::<LARGER_MAGNITUDE>(largest[r], scaled[r][j]);
                 }
             }
+            for r in 0..R {
+                _mm512_storeu_ps(lanes.add(r * (1 + groups) * LANES), offsets[r]);
+            }
         }
-        let largest = reduce_max(largest);
-        let reduced = reduce_sums(totals, offsets);
-        for r in 0..R {
-            let (step, inverse) = units(largest[r]);
-            let [sum, offset] = reduced[r];
-            let at = group * ROWS + first + r;
-            // SAFETY: two parts of 64 bytes, by the caller's promise.
-            unsafe {
-                let high = weights.bytes.as_mut_ptr().add(at * 2 * PAGE_TOKENS);
+        let (steps, inverses) = units(reduce_max(largest));
+        let at = group * ROWS + first;
+        // SAFETY: a number and two parts of 64 bytes for each row, by the caller's promise.
+        unsafe {
+            _mm_mask_storeu_ps(weights.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
+            for r in 0..R {
+                let index = _mm512_set1_epi32(r as i32);
+                let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
+                let high = weights.bytes.as_mut_ptr().add((at + r) * 2 * PAGE_TOKENS);
                 split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
             }
-            weights.numbers[2 * at] = step;
-            weights.numbers[2 * at + 1] = offset;
-            if group == 0 {
-                running.sum[first + r] += sum;
+        }
+    }
+    R
+}
+
+/// Makes the largest logit of a page the reference of its row if it is above the limit. Returns by how much it rises.
+///
+/// NaN is not above: the reference stays, and NaN shows in the sum.
+#[cold]
+#[inline(never)]
+fn raise(largest: f32, limit: f32, row: usize, groups: usize, running: &mut Running<'_>) -> f32 {
+    let above = largest > limit;
+    if !above {
+        return 0.0;
+    }
+    let old = running.max[row];
+    if old == f32::NEG_INFINITY {
+        // Nothing has been summed.
+        running.max[row] = largest;
+        return largest;
+    }
+    running.max[row] = old + largest;
+    let rise = running.max[row] - old;
+    let shrink = (-rise).exp2();
+    let lanes = (1 + groups) * LANES;
+    running.sum[row] *= shrink;
+    running.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= shrink);
+    running.values[row * running.d..][..running.d].iter_mut().for_each(|value| *value *= shrink);
+    rise
+}
+
+/// As `codes::Engine::finish`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) fn finish(shape: &Shape, running: Running<'_>) {
+    let Running { sum, values, lanes, d, .. } = running;
+    let groups = shape.groups;
+    assert!(lanes.len() == sum.len() * (1 + groups) * LANES && values.len() == sum.len() * d);
+    for row in 0..sum.len() {
+        let lanes = &lanes[row * (1 + groups) * LANES..];
+        sum[row] += _mm512_reduce_add_ps(load_some(lanes, 0));
+        for group in 0..groups {
+            let offset = _mm512_set1_ps(_mm512_reduce_add_ps(load_some(lanes, (1 + group) * LANES)));
+            let channels = shape.group(group);
+            let values = &mut values[row * d..][channels.start..channels.end];
+            let mut first = 0;
+            while first < values.len() {
+                let lower = _mm512_sub_ps(load_some(values, first), offset);
+                // SAFETY: the mask has only numbers of the group.
+                unsafe {
+                    _mm512_mask_storeu_ps(values.as_mut_ptr().add(first), some(values.len() - first), lower)
+                };
+                first += LANES;
             }
         }
     }
 }
 
-/// What integers are multiplied with to get numbers back, and numbers to get integers.
+/// What integers are multiplied with to get numbers back, and numbers to get integers, for up to four rows.
 #[inline]
-fn units(largest: f32) -> (f32, f32) {
-    if largest < SMALLEST { (0.0, 0.0) } else { (largest * (1.0 / LARGEST), LARGEST / largest) }
+#[target_feature(enable = "avx512f,avx512vl")]
+fn units(largest: __m128) -> (__m128, __m128) {
+    let usable = _mm_cmp_ps_mask::<_CMP_NLT_UQ>(largest, _mm_set1_ps(SMALLEST));
+    (
+        _mm_maskz_mul_ps(usable, largest, _mm_set1_ps(1.0 / LARGEST)),
+        _mm_maskz_div_ps(usable, _mm_set1_ps(LARGEST), largest),
+    )
 }
 
 /// As `codes::Engine::split_row`.
@@ -208,8 +294,8 @@ pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     for first in (0..row.len()).step_by(LANES) {
         largest = _mm512_range_ps::<LARGER_MAGNITUDE>(largest, load_some(row, first));
     }
-    let [largest] = reduce_max([largest]);
-    let (step, inverse) = units(largest);
+    let (step, inverse) = units(reduce_max([largest]));
+    let inverse = _mm512_broadcastss_ps(inverse);
     for first in (0..high.len()).step_by(PAGE_TOKENS) {
         let mut values = [_mm512_setzero_ps(); REGISTERS];
         for j in 0..REGISTERS {
@@ -218,7 +304,7 @@ pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
         // SAFETY: 64 bytes each, see the lengths above.
         unsafe { split(values, inverse, high.as_mut_ptr().add(first), low.as_mut_ptr().add(first)) };
     }
-    step
+    _mm_cvtss_f32(step)
 }
 
 /// As `codes::Engine::total`.
@@ -233,12 +319,17 @@ pub(super) fn total(row: &[f32]) -> f32 {
     _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1])) as f32
 }
 
+/// The lanes that have a number when `rest` are left.
+#[inline]
+fn some(rest: usize) -> u16 {
+    if rest >= LANES { u16::MAX } else { (1 << rest) - 1 }
+}
+
 /// 16 numbers of a row from `first` on; zeros past its end.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_some(row: &[f32], first: usize) -> __m512 {
-    let rest = row.len().saturating_sub(first);
-    let mask = if rest >= LANES { u16::MAX } else { (1 << rest) - 1 };
+    let mask = some(row.len().saturating_sub(first));
     // SAFETY: the mask has only numbers of the row, and the address is not used where it has none.
     unsafe { _mm512_maskz_loadu_ps(mask, row.as_ptr().wrapping_add(first)) }
 }
@@ -273,8 +364,7 @@ unsafe fn join(high: *const i32, distance: usize) -> __m512 {
 /// The pointers reach 64 bytes each.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn split(values: Page, inverse: f32, high_bytes: *mut i8, low_bytes: *mut i8) {
-    let inverse = _mm512_set1_ps(inverse);
+unsafe fn split(values: Page, inverse: __m512, high_bytes: *mut i8, low_bytes: *mut i8) {
     let mut integers = [_mm512_setzero_si512(); REGISTERS];
     for j in 0..REGISTERS {
         integers[j] = _mm512_cvtps_epi32(_mm512_mul_ps(values[j], inverse));
@@ -282,11 +372,9 @@ unsafe fn split(values: Page, inverse: f32, high_bytes: *mut i8, low_bytes: *mut
     // Packing interleaves the quarters of its operands: dword 4·i + j of the bytes is dword 4·j + i of the tokens.
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let words = [_mm512_packs_epi32(integers[0], integers[1]), _mm512_packs_epi32(integers[2], integers[3])];
+    // (128·word + 2¹⁴) >> 15: the high byte, rounded.
     let round = _mm512_set1_epi16(128);
-    let high = _mm512_packs_epi16(
-        _mm512_srai_epi16::<8>(_mm512_add_epi16(words[0], round)),
-        _mm512_srai_epi16::<8>(_mm512_add_epi16(words[1], round)),
-    );
+    let high = _mm512_packs_epi16(_mm512_mulhrs_epi16(words[0], round), _mm512_mulhrs_epi16(words[1], round));
     let mask = _mm512_set1_epi16(0xff);
     let low = _mm512_packus_epi16(_mm512_and_si512(words[0], mask), _mm512_and_si512(words[1], mask));
     // SAFETY: the caller's promise.
@@ -311,51 +399,29 @@ macro_rules! combine_quarters {
     }};
 }
 
-/// The largest lane of each register.
+/// The largest lane of each of up to four registers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn reduce_max<const R: usize>(registers: [__m512; R]) -> [f32; R] {
-    let mut out = [0.0; R];
-    for r in (0..R).step_by(2) {
-        let last = (r + 1).min(R - 1);
-        let halves = combine_halves!(_mm512_max_ps, registers[r], registers[last]);
-        let quarters = _mm512_max_ps(halves, _mm512_shuffle_f32x4::<0b10_11_00_01>(halves, halves));
-        let lanes = combine_quarters!(_mm512_max_ps, quarters);
-        out[r] = _mm512_cvtss_f32(lanes);
-        if last > r {
-            out[last] = _mm_cvtss_f32(_mm512_extractf32x4_ps::<2>(lanes));
-        }
-    }
-    out
-}
-
-/// The sums of the lanes of each register of `a` and of `b`.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn reduce_sums<const R: usize>(a: [__m512; R], b: [__m512; R]) -> [[f32; 2]; R] {
-    let mut out = [[0.0; 2]; R];
-    for r in (0..R).step_by(2) {
-        let last = (r + 1).min(R - 1);
-        let first = combine_halves!(_mm512_add_ps, a[r], b[r]);
-        let second = if last > r { combine_halves!(_mm512_add_ps, a[last], b[last]) } else { first };
-        // A quarter for each register.
-        let quarters = _mm512_add_ps(
-            _mm512_shuffle_f32x4::<0b10_00_10_00>(first, second),
-            _mm512_shuffle_f32x4::<0b11_01_11_01>(first, second),
-        );
-        let lanes = combine_quarters!(_mm512_add_ps, quarters);
-        let mut sums = [0.0; LANES];
-        // SAFETY: 16 lanes.
-        unsafe { _mm512_storeu_ps(sums.as_mut_ptr(), lanes) };
-        out[r] = [sums[0], sums[4]];
-        if last > r {
-            out[last] = [sums[8], sums[12]];
-        }
-    }
-    out
+fn reduce_max<const R: usize>(registers: [__m512; R]) -> __m128 {
+    let last = R - 1;
+    let first = combine_halves!(_mm512_max_ps, registers[0], registers[1.min(last)]);
+    let second = if R > 2 {
+        combine_halves!(_mm512_max_ps, registers[2.min(last)], registers[3.min(last)])
+    } else {
+        first
+    };
+    // A quarter for each register.
+    let quarters = _mm512_max_ps(
+        _mm512_shuffle_f32x4::<0b10_00_10_00>(first, second),
+        _mm512_shuffle_f32x4::<0b11_01_11_01>(first, second),
+    );
+    let lanes = combine_quarters!(_mm512_max_ps, quarters);
+    let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, lanes))
 }
 
 /// As `codes::Engine::add_values`.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn add_values(
     sums: &[i32],
@@ -368,11 +434,11 @@ pub(super) fn add_values(
 ) {
     let end = channels.end.next_multiple_of(LANES);
     assert!(channels.start < channels.end && channels.end <= d && end <= width);
-    assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && numbers.len() >= rows * 2);
+    assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && numbers.len() >= rows);
     // Whole registers of channels, and what is left on either side.
     let whole = channels.start.next_multiple_of(LANES)..channels.end / LANES * LANES;
     for row in 0..rows {
-        let (step, offset) = (_mm512_set1_ps(numbers[2 * row]), _mm512_set1_ps(numbers[2 * row + 1]));
+        let step = _mm512_set1_ps(numbers[row]);
         // SAFETY: a row of sums and one of values are inside the lengths above.
         let (sums, values) =
             unsafe { (sums.as_ptr().add(row * 2 * width), values.as_mut_ptr().add(row * d)) };
@@ -381,8 +447,8 @@ pub(super) fn add_values(
             // SAFETY: 16 channels of the row.
             unsafe {
                 let target = values.add(first);
-                let sum = _mm512_fmsub_ps(join(sums.add(first), width), step, offset);
-                _mm512_storeu_ps(target, _mm512_add_ps(_mm512_loadu_ps(target), sum));
+                let sum = _mm512_fmadd_ps(join(sums.add(first), width), step, _mm512_loadu_ps(target));
+                _mm512_storeu_ps(target, sum);
             }
             first += LANES;
         }
@@ -399,8 +465,8 @@ pub(super) fn add_values(
             // SAFETY: sums are padded to whole registers; the mask has only channels of the row.
             unsafe {
                 let target = values.add(first);
-                let sum = _mm512_fmsub_ps(join(sums.add(first), width), step, offset);
-                let sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, target), sum);
+                let before = _mm512_maskz_loadu_ps(mask, target);
+                let sum = _mm512_fmadd_ps(join(sums.add(first), width), step, before);
                 _mm512_mask_storeu_ps(target, mask, sum);
             }
         }
@@ -410,25 +476,36 @@ pub(super) fn add_values(
 /// The steps of this module as functions of an engine for products of `ROWS` rows.
 macro_rules! steps {
     () => {
+        #[inline(always)]
         fn fetch(&self, ahead: &[u8]) {
             weigh::prefetch(ahead);
         }
 
+        #[inline(always)]
         fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
             // SAFETY: an engine exists only where its instruction set does.
             unsafe { weigh::split_row(row, high, low) }
         }
 
+        #[inline(always)]
         fn total(&self, row: &[f32]) -> f32 {
             // SAFETY: as above.
             unsafe { weigh::total(row) }
         }
 
+        #[inline(always)]
         fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
             // SAFETY: an engine exists only where its instruction set does.
             unsafe { weigh::numbers(stored, scale_type, numbers) }
         }
 
+        #[inline(always)]
+        fn finish(&self, shape: &Shape, running: Running<'_>) {
+            // SAFETY: as above.
+            unsafe { weigh::finish(shape, running) }
+        }
+
+        #[inline(always)]
         fn add_values(
             &self,
             sums: &[i32],
