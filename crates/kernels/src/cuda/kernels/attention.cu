@@ -92,9 +92,16 @@ DEVICE void attend_tiles(
     slot = slot_of(i + 1);
     ring_fetch<Provider::TILE_BYTES>(ring, ahead, source, i < count, lane);
   };
+  // All slots of the first tiles at once, where these are several.
+  u32 slots[STAGES];
+  #pragma unroll
+  for (int i = 1; i < STAGES - 1; i++) slots[i] = slot_of(i);
   wait_for_launches();
-  #pragma unroll 1
-  for (int i = 0; i < STAGES - 1; i++) fetch(i, i);
+  #pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) {
+    if (i > 0) slot = slots[i];
+    fetch(i, i);
+  }
   const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
   begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
   if (count > 0) state.prime(ring_look<STAGES - 2>(ring), lane);
