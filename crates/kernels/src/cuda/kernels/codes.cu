@@ -328,10 +328,12 @@ struct Codes {
       for (int slice = 0; slice < SLICES; slice++) offset[slice][group] = fmaf(parts[slice][1], 1 << LATER, parts[slice][0]);
     }
     #pragma unroll
-    for (int k = 0; k < GROUPS * COLUMNS * LANE_TOKENS; k++) {
-      const u32 pair = weights[k / (COLUMNS * LANE_TOKENS)][k / LANE_TOKENS % COLUMNS][k % LANE_TOKENS];
-      asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(pair));
-    }
+    for (int group = 0; group < GROUPS; group++)
+      #pragma unroll
+      for (int column = 0; column < COLUMNS; column++)
+        #pragma unroll
+        for (int i = 0; i < LANE_TOKENS; i++)
+          asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(weights[group][column][i]));
     fits &= (most & 0xffffu) < 0x7c00u && most < 0x7c000000u;
     if (!__all_sync(ALL_LANES, fits)) return false;
     #pragma unroll
