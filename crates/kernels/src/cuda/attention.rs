@@ -212,6 +212,7 @@ impl DecodeAttention {
             warps: tuning.warps,
             blocks: self.device.multiprocessors() * tuning.blocks_per_multiprocessor,
             turns: self.shape.segment_turns(),
+            most_tiles: self.shape.most_tiles(),
             exact: tile(&self.orders[0]),
             sealed: tile(&self.orders[1]),
         }

@@ -12,10 +12,7 @@ use super::error::CudaError;
 /// Partial results of one unit, at most: the merge holds a factor for each in shared memory.
 pub const MOST_PARTIALS: usize = 256;
 
-/// Tiles of codes of a segment, at most, for each warp: sums of all weights in 32 bits do not overflow below that.
-const MOST_TILES: usize = 8192;
-
-/// Tokens of a sequence: as many as segments of [`MOST_TILES`] can hold in any layout.
+/// Tokens of a sequence, at most.
 const MOST_TOKENS: usize = 1 << 24;
 
 /// The result of a segment is a partial result of its unit.
@@ -104,6 +101,8 @@ pub struct PlanShape {
     pub blocks: usize,
     /// What a segment costs besides its tiles, in turns of all warps.
     pub turns: usize,
+    /// Sealed tiles of a segment, at most, for each warp; more where a unit would have too many segments.
+    pub most_tiles: usize,
     /// Tiles of a bf16 page and bytes of each.
     pub exact: (usize, usize),
     /// The same for sealed pages.
@@ -280,7 +279,9 @@ fn overhead(shape: &PlanShape) -> usize {
 fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
     let overhead = overhead(shape);
     let pieces = || units.iter().flatten().filter(|piece| piece.tiles > 0);
+    // Where one block ends and the next begins, a piece is cut in two, and that costs once more.
     let mut left: usize = pieces().map(|piece| piece.tiles * piece.bytes + overhead).sum();
+    left += (shape.blocks - 1) * overhead;
     let mut cuts = Vec::new();
     let (mut block, mut share) = (0, left.div_ceil(shape.blocks));
     for unit in units {
@@ -289,14 +290,20 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
             cuts.push((block, unit[1].segment));
         }
         for piece in unit {
-            // Four fifths of the partial results for sealed tiles, the rest for bf16.
-            let most = if piece.segment.kind == 1 { MOST_PARTIALS * 4 / 5 } else { MOST_PARTIALS / 5 - 1 };
+            // Four fifths of the partial results for sealed tiles, the rest for bf16, where there are both.
+            let most = match (unit.iter().any(|piece| piece.tiles == 0), piece.segment.kind) {
+                (true, _) => MOST_PARTIALS - 1,
+                (false, 1) => MOST_PARTIALS * 4 / 5,
+                (false, _) => MOST_PARTIALS / 5 - 1,
+            };
             let least = shape.warps.max(piece.tiles.div_ceil(most));
             let mut begin = 0;
             while begin < piece.tiles {
                 let remaining = piece.tiles - begin;
                 if share < overhead + least.min(remaining) * piece.bytes / 2 && block + 1 < shape.blocks {
                     block += 1;
+                    // Nothing was cut.
+                    left = left.saturating_sub(if begin == 0 { overhead } else { 0 });
                     share = left.div_ceil(shape.blocks - block);
                 }
                 let room = share.saturating_sub(overhead) / piece.bytes;
@@ -304,13 +311,12 @@ fn balanced(shape: &PlanShape, units: &[[Piece; 2]]) -> Vec<(usize, Segment)> {
                 if take + shape.warps / 2 >= remaining || block + 1 == shape.blocks {
                     take = remaining;
                 }
-                take = take.min(MOST_TILES * shape.warps);
+                take = take.min((shape.most_tiles * shape.warps).max(least));
                 let segment = Segment { begin: begin as i32, end: (begin + take) as i32, ..piece.segment };
                 cuts.push((block, segment));
                 let cost = overhead + take * piece.bytes;
                 share = share.saturating_sub(cost);
-                // Cuts cost more than was reckoned at first.
-                left = left.saturating_sub(cost - if begin == 0 { 0 } else { overhead });
+                left = left.saturating_sub(cost);
                 begin += take;
             }
         }
@@ -330,8 +336,9 @@ fn fixed(shape: &PlanShape, pages: usize, units: &[[Piece; 2]]) -> Vec<(usize, S
         for piece in unit {
             let per_page = if piece.segment.kind == 1 { shape.sealed.0 } else { shape.exact.0 };
             // Long sequences get longer segments, which depends on their own length alone.
-            let pages = pages.max(piece.tiles.div_ceil(per_page).div_ceil(MOST_PARTIALS / 2));
-            let pages = pages.min(MOST_TILES * shape.warps / per_page);
+            let fewest = piece.tiles.div_ceil(per_page).div_ceil(MOST_PARTIALS / 2);
+            let pages = pages.max(fewest);
+            let pages = pages.min((shape.most_tiles * shape.warps / per_page).max(fewest));
             for begin in (0..piece.tiles).step_by(pages * per_page) {
                 let end = (begin + pages * per_page).min(piece.tiles);
                 costs.push((end - begin) * piece.bytes + overhead(shape));

@@ -1,7 +1,8 @@
 //! How the decode kernel is laid out for a shape of heads and a format: warps, stages, blocks, and the macros it is
 //! compiled with.
 //!
-//! Registers decide: at 128 channels, sums take 32 of every lane for each eight query heads, queries 8 for each four.
+//! Registers decide: at 128 channels, sums take 32 of every lane for each eight query heads (for each four if weights are of
+//! two bytes), queries 8 for each four.
 
 use super::compile::Source;
 use super::error::CudaError;
@@ -10,9 +11,11 @@ use super::plan::MOST_PARTIALS;
 use crate::cpu::attention::sealed::SealedFormat;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
-const TEXTS: [&str; 4] = [
+const TEXTS: [&str; 6] = [
     include_str!("kernels/primitives.cu"),
     include_str!("kernels/codes.cu"),
+    include_str!("kernels/halves.cu"),
+    include_str!("kernels/bytes.cu"),
     include_str!("kernels/floats.cu"),
     include_str!("kernels/attention.cu"),
 ];
@@ -61,10 +64,27 @@ impl DecodeShape {
         self.group.min(self.rows()).div_ceil(4)
     }
 
+    /// Weights of values are of two bytes, not f16. Measured: with four query heads memory decides, with eight it is 1 %,
+    /// and sums of sixteen have no room in registers.
+    fn byte_weights(&self) -> bool {
+        let SealedFormat::Codes(layout, _) = self.sealed else { return false };
+        layout.bits() == 2 && layout.groups() == 1 && self.head_dim <= 128 && self.quads() == 3
+    }
+
+    /// Sealed tiles of a segment, at most, for each warp. The error of weights of two bytes grows with the square root of
+    /// their number: with 16384 tokens it is 100 units or less of at least 2^16.
+    pub(super) fn most_tiles(&self) -> usize {
+        if self.byte_weights() { 256 } else { 8192 }
+    }
+
     /// What a segment costs besides its tiles, in turns of all warps. Measured: where warps are few and busy, beginning and
     /// ending take longer than memory does.
     pub(super) fn segment_turns(&self) -> usize {
-        if self.codes() && self.rows() > 8 { 4 } else { 1 }
+        match (self.codes(), self.rows() > 8) {
+            (true, true) => 4,
+            (true, false) => 3,
+            (false, _) => 1,
+        }
     }
 
     pub(super) fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
@@ -117,9 +137,12 @@ impl DecodeShape {
         // One large block leaves fewer partial results, which launch and merge make dearer than reading here.
         let large = if self.codes() { 8 } else { most };
         let one = self.fitting(large, large, memory)?;
-        add(256 << 10, if one.is_some() { one } else { self.fitting(4, 4, memory)? });
+        // Measured with four query heads and 128 channels, and taken for up to eight; other shapes keep the limits they had.
+        let small = self.codes() && self.orders()?[1].bits() == 2 && self.rows() == 8;
+        let (limit, least) = if small { (1 << 20, 32 << 10) } else { (256 << 10, 96 << 10) };
+        add(limit, if one.is_some() { one } else { self.fitting(4, 4, memory)? });
         if most > large {
-            add(96 << 10, self.fitting(most, most, memory)?);
+            add(least, self.fitting(most, most, memory)?);
         }
         Ok(layouts)
     }
@@ -135,8 +158,9 @@ impl DecodeShape {
         in_all: usize,
         memory: SharedMemory,
     ) -> Result<Option<Tuning>, CudaError> {
-        // A tile of codes is worked on for so long that one in flight is enough, and more of them are slower.
-        let stages: &[usize] = if self.codes() { &[2] } else { &[3, 2] };
+        // A tile of codes is worked on for so long that one in flight is enough. More of them measure slower, but not with
+        // weights of two bytes.
+        let stages: &[usize] = if self.codes() && !self.byte_weights() { &[2] } else { &[3, 2] };
         for blocks_per_multiprocessor in (1..=in_all / warps).rev() {
             for &stages in stages {
                 let tuning = Tuning { warps, stages, blocks_per_multiprocessor };
@@ -165,6 +189,7 @@ impl DecodeShape {
             ("ROW_TILES", self.rows() / 8),
             ("HEAD_QUADS", self.quads()),
             ("SCALE_BF16", usize::from(sealed.bf16_scales())),
+            ("BYTE_WEIGHTS", usize::from(self.byte_weights())),
             ("WARPS", tuning.warps),
             ("STAGES", tuning.stages),
             ("STAGE_BYTES", self.stage_bytes()?),
@@ -260,7 +285,7 @@ mod tests {
     #[test]
     fn the_list_of_configurations_is_that_of_the_product() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = ["primitives.cu", "codes.cu", "floats.cu", "attention.cu"];
+        let texts = ["primitives.cu", "codes.cu", "halves.cu", "bytes.cu", "floats.cu", "attention.cu"];
         let mut kernels = Vec::new();
         for (shape, tuning) in listed() {
             let defines: serde_json::Map<String, serde_json::Value> = shape
@@ -297,11 +322,19 @@ mod tests {
         }
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let layouts = [(usize::MAX, 4, 3), (256 << 10, 8, 1), (96 << 10, 12, 1)];
+        let layouts = [(usize::MAX, 4, 3), (1 << 20, 8, 1), (32 << 10, 12, 1)];
         let expected = layouts.map(|(limit, warps, blocks_per_multiprocessor)| {
             (limit, Tuning { warps, stages: 2, blocks_per_multiprocessor })
         });
         assert_eq!(shape.layouts(H200).unwrap(), expected);
         assert!(shape.layouts(SharedMemory { block: 1000, multiprocessor: 1000 }).is_err());
+        // Twelve query heads: weights of two bytes, a third stage, shorter segments.
+        let twelve = DecodeShape { group: 12, ..shape };
+        let usual = Tuning { warps: 4, stages: 3, blocks_per_multiprocessor: 2 };
+        assert_eq!((twelve.layouts(H200).unwrap()[0].1, twelve.most_tiles()), (usual, 256));
+        assert_eq!(
+            [1, 4, 8, 9, 12, 13, 16].map(|group| DecodeShape { group, ..shape }.byte_weights()),
+            [false, false, false, true, true, false, false]
+        );
     }
 }

@@ -22,8 +22,10 @@ enum { PARTIAL, LEFT, TAKEN };
 
 #if SEALED_BITS == 8
 typedef Floats<true> Sealed;
+#elif BYTE_WEIGHTS
+typedef ByteCodes Sealed;
 #elif SEALED_BITS == 2 || SEALED_BITS == 4
-typedef Codes<SEALED_BITS> Sealed;
+typedef HalfCodes<SEALED_BITS> Sealed;
 #endif
 typedef Floats<false> Exact;
 
@@ -59,10 +61,10 @@ DEVICE void begin(
     Floats<FP8>& state, const float* queries, int rows, float scale, u8*, int, int lane) {
   state.begin(queries, rows, scale, lane);
 }
-template <int BITS>
+template <class Codes>
 DEVICE void begin(
-    Codes<BITS>& state, const float* queries, int rows, float scale, u8* query_memory, int warp, int lane) {
-  Codes<BITS>::prepare(queries, rows, scale, query_memory, warp, lane);
+    Codes& state, const float* queries, int rows, float scale, u8* query_memory, int warp, int lane) {
+  Codes::prepare(queries, rows, scale, query_memory, warp, lane);
   __syncthreads();
   state.begin(query_memory, lane);
 }
