@@ -14,14 +14,14 @@ let browser;
 before(async () => {
   browser = await startBrowser();
 });
-after(() => browser.close());
+after(() => browser?.close());
 
 describe("without a key", () => {
   let server;
   before(async () => {
     server = await startServer();
   });
-  after(() => server.stop());
+  after(() => server?.stop());
 
   test("it loads without complaint and asks nobody else", async () => {
     const visit = await Visit.to(browser, server);
@@ -323,7 +323,7 @@ describe("with a key", () => {
   before(async () => {
     server = await startServer("--api-key", "the-key");
   });
-  after(() => server.stop());
+  after(() => server?.stop());
 
   test("the page asks for it and keeps it in the tab", async () => {
     const visit = await Visit.to(browser, server);

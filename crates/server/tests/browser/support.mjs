@@ -1,7 +1,7 @@
 // A running `oscar serve`, a real browser, and what a user does with both.
 
 import { spawn } from "node:child_process";
-import { mkdirSync } from "node:fs";
+import { mkdirSync, rmSync } from "node:fs";
 import { join } from "node:path";
 import { setTimeout as sleep } from "node:timers/promises";
 
@@ -49,13 +49,27 @@ export async function startServer(...flags) {
   };
 }
 
+/** Starts the browser. A start that fails is told and tried again: a busy machine is not a broken page. */
 export async function startBrowser() {
   const args = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--font-render-hinting=none"];
   const own = process.env.OSCAR_CHROMIUM;
-  if (own) return puppeteer.launch({ args, executablePath: own, headless: true });
-  // Only the binary: the package's own flags put all tabs into one process, which ends with the first of them.
+  for (let left = 2; ; left -= 1) {
+    const executablePath = own ?? (await unpackedBrowser());
+    try {
+      return await puppeteer.launch({ args, executablePath, headless: own ? true : "shell", timeout: START_MS });
+    } catch (error) {
+      console.error(`the browser at ${executablePath} did not start: ${error.stack}`);
+      if (own || left === 0) throw error;
+      rmSync(executablePath, { force: true });
+      await sleep(2000);
+    }
+  }
+}
+
+/** Only the binary: the package's own flags put all tabs into one process, which ends with the first of them. */
+async function unpackedBrowser() {
   const { default: chromium } = await import("@sparticuz/chromium");
-  return puppeteer.launch({ args, executablePath: await chromium.executablePath(), headless: "shell" });
+  return chromium.executablePath();
 }
 
 /** The page in a tab of its own, with what went wrong in it. */
