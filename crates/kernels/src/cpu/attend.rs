@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use oscar_codec::{HeadIndex, PAGE_TOKENS};
 
 use super::CpuBackend;
-use super::attention::sealed::attend_sealed_heads;
+use super::attention::sealed::{SealedFormat, attend_sealed_heads};
 use super::attention::{self, AttentionScratch, SoftmaxState, Span};
 use super::cache::Cache;
 use super::encode::SealScratch;
@@ -25,8 +25,12 @@ use crate::backend::AttentionSpec;
 /// Query rows (tokens times heads of a group) a block aims for.
 const BLOCK_ROWS: usize = 64;
 
-/// Work items per thread, so that uneven ones balance out.
+/// Work items per thread where there are several blocks, so that uneven ones balance out.
 const ITEMS_PER_THREAD: usize = 6;
+
+/// Shares of a thread's part of a lone block, one item each. An item costs some microseconds before its first page, so
+/// there are few; the last one is small, and is what a thread that is done early takes over.
+const SHARES: [usize; 2] = [4, 1];
 
 /// Heads are read together where an item gets at least this many pages of each.
 const PAGES_TOGETHER: usize = 4;
@@ -124,6 +128,16 @@ pub(super) struct Tiers<'a> {
     pub(super) history: Option<History<'a>>,
 }
 
+impl Tiers<'_> {
+    /// About how many sealed pages take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
+    fn exact_cost(&self) -> usize {
+        match self.cache.sealed().map(|sealed| sealed.formats[self.layer]) {
+            Some(SealedFormat::Codes(layout, _)) => 8 / layout.bits() as usize,
+            _ => 1,
+        }
+    }
+}
+
 /// Stand-ins for the early positions of a sequence; see [`super::CpuBackend::attend_with_history`].
 pub(super) struct History<'a> {
     pub(super) cache: &'a Cache,
@@ -144,10 +158,11 @@ pub(super) fn attend(
     qkv: &[f32],
     out: &mut [f32],
 ) {
-    let (blocks, items) = match numerics.fixed {
-        false => plan(step, heads, Split::Items(pool.threads() * ITEMS_PER_THREAD)),
-        true => plan(step, heads, Split::Pages(FIXED_PAGES)),
+    let split = match numerics.fixed {
+        false => Split::Threads(pool.threads(), tiers.exact_cost()),
+        true => Split::Pages(FIXED_PAGES),
     };
+    let (blocks, items) = plan(step, heads, split);
     partial.resize_with(partial.len().max(items.len()), Mutex::default);
     let partial = &*partial;
     let unfinished: Vec<AtomicUsize> =
@@ -155,8 +170,6 @@ pub(super) fn attend(
     let target = DisjointSlice::new(out);
     let isa = numerics.attention_isa();
     pool.for_each_worker(items.len(), |worker, index| {
-        // From the end: the last pages are bf16 and take longest, and long items go first.
-        let index = items.len() - 1 - index;
         let item = &items[index];
         let block = &blocks[item.block];
         let scratch = &mut *lock(&workers[worker]);
@@ -278,18 +291,20 @@ impl Reader<'_> {
 
 /// How the pages of a block are cut.
 enum Split {
-    /// At least this many items in all, where there is that much work.
-    Items(usize),
+    /// For so many threads, where a bf16 page takes as long as so many sealed ones.
+    Threads(usize, usize),
     /// This many pages to an item, whatever else there is.
     Pages(usize),
 }
 
-/// Cuts a step into blocks and their page ranges.
+/// Cuts a step into blocks and their page ranges. A range comes after those of later pages: the last pages are bf16 and
+/// take longest, and long items go first.
 fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) {
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
     let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
     let ranges = match split {
-        Split::Items(wanted) => wanted.div_ceil(block_count.max(1)),
+        Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
+        Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
         Split::Pages(_) => 1,
     };
     let mut blocks = Vec::new();
@@ -300,16 +315,25 @@ fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) 
             let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
             let together = tokens.len() == 1 && pages >= ranges * PAGES_TOGETHER;
             let block_heads = if together { heads.kv_heads } else { 1 };
-            let range = match split {
-                Split::Items(_) if together => pages.div_ceil(ranges),
-                Split::Items(_) => pages.div_ceil(ranges.div_ceil(heads.kv_heads)),
-                Split::Pages(pages) => pages,
+            let cut: Vec<Range<usize>> = match split {
+                Split::Threads(_, exact_cost) => {
+                    let history = sequence.history(sequence.start + tokens.end - 1);
+                    let cost = |page: usize| if history.contains(&page) { 1 } else { exact_cost };
+                    let shares: Vec<usize> = match (together, block_count) {
+                        (true, 1) => SHARES.into_iter().cycle().take(ranges).collect(),
+                        (true, _) => vec![1; ranges],
+                        (false, _) => vec![1; ranges.div_ceil(heads.kv_heads)],
+                    };
+                    cut(pages, cost, &shares)
+                }
+                Split::Pages(count) => (0..pages.div_ceil(count))
+                    .rev()
+                    .map(|n| n * count..((n + 1) * count).min(pages))
+                    .collect(),
             };
             for head in (0..heads.kv_heads).step_by(block_heads) {
                 let first_item = items.len();
-                for start in (0..pages).step_by(range.max(1)) {
-                    items.push(Item { block: blocks.len(), pages: start..(start + range).min(pages) });
-                }
+                items.extend(cut.iter().map(|pages| Item { block: blocks.len(), pages: pages.clone() }));
                 let heads = head..head + block_heads;
                 let items = first_item..items.len();
                 blocks.push(Block { sequence, heads, tokens: tokens.clone(), items });
@@ -317,6 +341,28 @@ fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) 
         }
     }
     (blocks, items)
+}
+
+/// Cuts pages into ranges whose costs are about as the shares, from the last page to the first. Ranges are not empty,
+/// so there may be fewer.
+fn cut(pages: usize, cost: impl Fn(usize) -> usize, shares: &[usize]) -> Vec<Range<usize>> {
+    let total: usize = (0..pages).map(&cost).sum();
+    let whole: usize = shares.iter().sum();
+    let mut ranges = Vec::new();
+    let (mut start, mut passed, mut due) = (pages, 0, 0);
+    for share in shares {
+        due += share;
+        let end = start;
+        // A page belongs where its middle lies.
+        while start > 0 && (2 * passed + cost(start - 1)) * whole <= 2 * due * total {
+            start -= 1;
+            passed += cost(start);
+        }
+        if start < end {
+            ranges.push(start..end);
+        }
+    }
+    ranges
 }
 
 /// Collects the query rows of a block, head by head and token by token, and what each row of a head may see.
@@ -357,6 +403,35 @@ fn write_block(
             }
             if let Some(sealed) = tiers.cache.sealed() {
                 sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, target, scratch);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_cut_by_what_they_cost() {
+        // A sink of one page, a history of 100 and four recent pages that cost as much as four each.
+        let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
+        assert_eq!(cut(105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
+        assert_eq!(cut(105, cost, &[1]), [0..105]);
+        assert_eq!(cut(0, cost, &[4, 1]), []);
+    }
+
+    #[test]
+    fn every_page_is_in_one_range() {
+        for pages in 0..40 {
+            for shares in [&[1][..], &[4, 1, 4, 1], &[1; 12], &[1; 50]] {
+                for exact in [1, 2, 4] {
+                    let cost = |page: usize| if (1..20).contains(&page) { 1 } else { exact };
+                    let ranges = cut(pages, cost, shares);
+                    assert!(ranges.len() <= shares.len());
+                    assert!(ranges.iter().all(|range| !range.is_empty()));
+                    assert!(ranges.into_iter().rev().flatten().eq(0..pages), "{pages} {shares:?} {exact}");
+                }
             }
         }
     }

@@ -8,8 +8,9 @@
 //! milliseconds late; by then the caller has done the work alone and closed the region.
 
 use std::cell::UnsafeCell;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -43,6 +44,44 @@ struct Shared {
 unsafe impl Sync for Shared {}
 // SAFETY: as above; nothing in it is tied to a thread.
 unsafe impl Send for Shared {}
+
+/// Tasks that are left of a thread's share, on a cache line of their own.
+#[repr(align(64))]
+struct Run(AtomicU64);
+
+impl Run {
+    fn new(tasks: Range<usize>) -> Run {
+        assert!(u32::try_from(tasks.end).is_ok(), "{} tasks", tasks.end);
+        Run(AtomicU64::new(Run::pack(tasks.start as u64, tasks.end as u64)))
+    }
+
+    fn pack(start: u64, end: u64) -> u64 {
+        start << 32 | end
+    }
+
+    /// Takes the first task, as the thread it belongs to.
+    fn first(&self) -> Option<usize> {
+        self.take(|start, end| (start, Run::pack(start + 1, end)))
+    }
+
+    /// Takes the last task, as another thread: what is left stays in one piece.
+    fn last(&self) -> Option<usize> {
+        self.take(|start, end| (end - 1, Run::pack(start, end - 1)))
+    }
+
+    fn take(&self, choose: impl Fn(u64, u64) -> (u64, u64)) -> Option<usize> {
+        let mut taken = 0;
+        let left = |run: u64| {
+            let (start, end) = (run >> 32, run & u64::from(u32::MAX));
+            (start < end).then(|| {
+                let (task, rest) = choose(start, end);
+                taken = task;
+                rest
+            })
+        };
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).ok().map(|_| taken as usize)
+    }
+}
 
 /// A fixed set of worker threads.
 pub struct Pool {
@@ -83,8 +122,8 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Calls `task` for every index in `0..tasks`. Threads take the next index as they get free, so uneven tasks
-    /// and a busy core balance out.
+    /// Calls `task` for every index in `0..tasks`. Each thread has a run of them, because neighbouring tasks read
+    /// neighbouring memory, and helps others when it is done, so that uneven tasks and a busy core balance out.
     pub fn for_each(&self, tasks: usize, task: impl Fn(usize) + Sync) {
         self.for_each_worker(tasks, |_, index| task(index));
     }
@@ -94,14 +133,18 @@ impl Pool {
         if tasks <= 1 || self.workers.is_empty() {
             return (0..tasks).for_each(|index| task(0, index));
         }
-        let next = AtomicUsize::new(0);
+        let threads = self.threads();
+        let runs: Vec<Run> = (0..threads)
+            .map(|thread| Run::new(tasks * thread / threads..tasks * (thread + 1) / threads))
+            .collect();
         self.run(&|worker| {
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                if index >= tasks {
-                    break;
-                }
+            while let Some(index) = runs[worker].first() {
                 task(worker, index);
+            }
+            for other in 1..threads {
+                while let Some(index) = runs[(worker + other) % threads].last() {
+                    task(worker, index);
+                }
             }
         });
     }
@@ -204,6 +247,7 @@ fn enter(shared: &Shared, mut gate: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicUsize;
 
     #[test]
     fn every_index_runs_once() {
@@ -217,6 +261,26 @@ mod tests {
                 assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{threads} {tasks}");
             }
         }
+    }
+
+    #[test]
+    fn a_run_is_taken_from_both_ends() {
+        let run = Run::new(3..7);
+        assert_eq!([run.first(), run.last(), run.last(), run.first()], [Some(3), Some(6), Some(5), Some(4)]);
+        assert_eq!((run.first(), run.last()), (None, None));
+        assert_eq!(Run::new(5..5).first(), None);
+    }
+
+    #[test]
+    fn two_threads_share_a_run_without_a_gap() {
+        let run = Run::new(0..200_000);
+        let taken: Vec<Vec<usize>> = std::thread::scope(|scope| {
+            let own = scope.spawn(|| std::iter::from_fn(|| run.first()).collect());
+            let other = scope.spawn(|| std::iter::from_fn(|| run.last()).collect());
+            [own, other].map(|thread| thread.join().unwrap()).into()
+        });
+        assert!(taken[0].iter().copied().eq(0..taken[0].len()));
+        assert!(taken[1].iter().copied().eq((taken[0].len()..200_000).rev()));
     }
 
     #[test]
