@@ -303,9 +303,9 @@ fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) 
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
     let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
     let ranges = match split {
+        Split::Threads(1, _) | Split::Pages(_) => 1,
         Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
         Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
-        Split::Pages(_) => 1,
     };
     let mut blocks = Vec::new();
     let mut items = Vec::new();
@@ -417,7 +417,7 @@ mod tests {
         // A sink of one page, a history of 100 and four recent pages that cost as much as four each.
         let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
         assert_eq!(cut(105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
-        assert_eq!(cut(105, cost, &[1]), [0..105]);
+        assert_eq!(cut(105, cost, &[1, 1]), [57..105, 0..57]);
         assert_eq!(cut(0, cost, &[4, 1]), []);
     }
 

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::codes::{Running, Sums, Weights};
+use super::engine::{Running, Sums, Weights};
 use crate::cpu::attention::floats::{Path, SoftmaxRows};
 
 /// The largest integer.
@@ -49,7 +49,7 @@ fn bytes(value: f32, inverse: f32) -> (i8, i8) {
     (high as i8, integer.wrapping_sub(high << 8) as i8)
 }
 
-/// As `codes::Engine::split_row`.
+/// As `engine::Engine::split_row`.
 pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     high[row.len()..].fill(0);
     low[row.len()..].fill(0);
@@ -152,7 +152,7 @@ fn split_weights(
     [step, offsets[0]]
 }
 
-/// `codes::Engine::weigh` for products of up to `ROWS` rows, with the softmax of `path`; `logits` is `[ROWS][64]`.
+/// `engine::Engine::weigh` for products of up to `ROWS` rows, with the softmax of `path`; `logits` is `[ROWS][64]`.
 ///
 /// # Safety
 /// The path is available.
@@ -201,7 +201,7 @@ pub(super) unsafe fn weigh<const ROWS: usize>(
     }
 }
 
-/// As `codes::Engine::add_values`.
+/// As `engine::Engine::add_values`.
 #[inline(always)]
 pub(super) fn add_values(
     sums: &[i32],

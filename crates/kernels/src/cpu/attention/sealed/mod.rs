@@ -12,18 +12,22 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | `codes` | 2-bit and 4-bit pages: what happens around the integer products |
+//! | `codes` | 2-bit and 4-bit pages: the order of what happens in a step |
+//! | `engine` | what an instruction set provides for them |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
 //! | `vnni`, `tiles`, `maddubs`, `sdot` | the integer products: AVX-512, AMX, AVX2, NEON |
-//! | `weigh` | AVX-512: from sums to weights without leaving registers |
+//! | `weigh`, `registers` | AVX-512: from sums to weights without leaving registers |
 //! | `fp8` | 8-bit floats, widened to bf16 |
 //! | `scalar` | the reference |
 
 mod codes;
+mod engine;
 mod fixed_point;
 mod fp8;
 #[cfg(target_arch = "x86_64")]
 mod maddubs;
+#[cfg(target_arch = "x86_64")]
+mod registers;
 mod scalar;
 #[cfg(target_arch = "aarch64")]
 mod sdot;

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::engine::{Engine, Left, Running, Shape, Sums, Weights, Words};
 use super::fixed_point::{self, plain_steps};
 use crate::cpu::attention::floats;
 use crate::cpu::gemm::aligned::AlignedScratch;

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::engine::{Engine, Left, Running, Shape, Sums, Weights, Words};
 use super::{equal_groups, weigh};
 use crate::cpu::attention::amx::stay_awake;
 use crate::cpu::gemm::aligned::AlignedScratch;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use oscar_codec::{ScaleType, Side};
 
-use super::codes::{Engine, Left, Running, Shape, Sums, Weights, Words};
+use super::engine::{Engine, Left, Running, Shape, Sums, Weights, Words};
 use super::weigh;
 
 /// Lanes of a register.
