@@ -343,6 +343,28 @@ fn decoding_equals_the_oracle_at_every_edge() {
     }
 }
 
+/// From some length on a lone sequence is cut by what pages cost, and an item reads all heads of its pages together.
+#[test]
+fn a_long_sequence_is_cut_and_put_together_again() {
+    let windows = PageWindows { sink: 1, recent: 4 };
+    let shape = Shape { kv_heads: 3, group: 3, d: 64, layers: 1 };
+    // Four pages are read together by one thread, sixteen by two.
+    let checked = [64 * 3, 64 * 4, 64 * 15 - 1, 64 * 15, 64 * 16, 64 * 21 + 17];
+    for isa in fast_paths() {
+        for threads in [1, 2] {
+            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, checked[5] + 1);
+            sequence.backend = CpuBackend::with_isa(threads, isa);
+            for position in 0..=checked[5] {
+                let out = sequence.decode(position);
+                if checked.contains(&position) {
+                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                    sequence.check(position, history, &out, &format!("{isa}, {threads} threads"));
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_format_reads_what_it_sealed() {
     let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
