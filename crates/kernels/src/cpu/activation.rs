@@ -117,11 +117,19 @@ pub(crate) fn quantise_group(values: &[f32], high: &mut [i8], low: &mut [i8], su
     } else {
         0.0
     };
-    let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+    // Without a scale there is nothing to round, and no infinity times zero.
+    if !(inverse.is_finite() && finite) {
+        (high[..GROUP].fill(0), low[..GROUP].fill(0));
+        sums[..2].fill(scale * 0.0);
+        return scale;
+    }
+    // Added to a number of this size, 1.5 · 2²³ rounds it to an integer, which then is the low bits of the sum: a
+    // conversion to integers would have to check its range, and loops with it do not vectorise well.
+    const ROUND: f32 = 12_582_912.0;
     for half in 0..2 {
         let mut sum = 0i32;
         for i in half * SUM_GROUP..(half + 1) * SUM_GROUP {
-            let fixed = (values[i] * inverse).round_ties_even() as i32;
+            let fixed = (values[i] * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32;
             // Rounding to the nearest multiple of 256 leaves a low byte in [-128, 127].
             let upper = (fixed + 128) >> 8;
             high[i] = upper as i8;

@@ -97,8 +97,12 @@ pub(crate) fn exp(x: f32) -> f32 {
     // ln 2 in two parts: the first has few enough bits that its product with an exponent is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
+    // Added to a number of this size, 1.5 · 2²³ rounds it to an integer, which then is the low bits of the sum: a
+    // conversion to integers would have to check its range, and loops with it do not vectorise well.
+    const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-104.0, 89.0);
-    let exponent = (clamped * std::f32::consts::LOG2_E).round_ties_even();
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let exponent = shifted - ROUND;
     let r = (-exponent).mul_add(LN2_LOW, (-exponent).mul_add(LN2_HIGH, clamped));
     // Taylor coefficients to r⁷/7!; |r| <= ln2/2, so the rest is below 1e-8.
     let mut polynomial = 1.0 / 5040.0;
@@ -106,10 +110,10 @@ pub(crate) fn exp(x: f32) -> f32 {
         polynomial = r.mul_add(polynomial, coefficient);
     }
     // Two factors, because 2^exponent alone can leave the range of normal numbers.
-    let exponent = exponent as i32;
+    let exponent = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = exponent >> 1;
-    let power = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
-    polynomial * power(half) * power(exponent - half)
+    let power = |e: i32| f32::from_bits((e.wrapping_add(127) << 23) as u32);
+    polynomial * power(half) * power(exponent.wrapping_sub(half))
 }
 
 per_isa! {

@@ -10,7 +10,7 @@
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -18,41 +18,47 @@ use std::time::{Duration, Instant};
 /// How long an idle worker spins before it parks.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// Bits of [`Shared::gate`] below the region number: the workers inside, and whether more may enter.
-const CLOSED: u64 = 1 << 31;
-const INSIDE: u64 = CLOSED - 1;
-const REGION: u64 = 1 << 32;
+/// States of a [`Seat`]. The caller opens it and, when it has no more work, closes it again unless it is taken.
+const CLOSED: u32 = 0;
+/// There is a region, and the worker may take part.
+const OPEN: u32 = 1;
+/// The worker takes part. It closes the seat when it leaves.
+const TAKEN: u32 = 2;
+/// The pool ends.
+const ENDED: u32 = 3;
 
 /// A region of work: called with the index of each thread that takes part.
 type Region = dyn Fn(usize) + Sync;
 
-struct Shared {
-    /// Number of the present region, a closed flag, and how many workers have entered it.
-    gate: AtomicU64,
-    /// Workers that have left the present region.
-    left: AtomicU32,
-    /// The present region. Written only while the gate is closed and nobody is inside.
-    region: UnsafeCell<Option<*const Region>>,
+/// A thread's place in the present region. All that a worker needs to begin lies on one cache line, which is what
+/// passes between two cores; neighbouring seats are two lines apart, because lines are fetched in pairs.
+#[repr(align(128))]
+struct Seat {
+    state: AtomicU32,
+    /// Whether the worker has parked or is about to.
+    sleeping: AtomicBool,
     panicked: AtomicBool,
-    stop: AtomicBool,
+    /// Tasks of this thread's share.
+    run: Run,
+    /// The present region. Written only while the seat is closed.
+    region: UnsafeCell<Option<*const Region>>,
 }
 
-// SAFETY: `region` is written only by the thread that holds `Pool::lead`, while the gate is closed and every worker
-// that had entered has left. A worker reads it only after it has entered through the open gate, whose opening comes
-// after the write. The pointer it holds is to a `Sync` closure that outlives the region, because `run` does not
-// return before the gate is closed and all workers inside have left.
-unsafe impl Sync for Shared {}
+// SAFETY: `region` is written only by the thread that holds `Pool::lead`, while the seat is closed. A worker reads it
+// only between taking the open seat, whose opening comes after the write, and closing it. The pointer is to a `Sync`
+// closure that outlives the region, because `run` does not return before every seat is closed.
+unsafe impl Sync for Seat {}
 // SAFETY: as above; nothing in it is tied to a thread.
-unsafe impl Send for Shared {}
+unsafe impl Send for Seat {}
 
-/// Tasks that are left of a thread's share, on a cache line of their own.
-#[repr(align(64))]
+/// Tasks that are left of a thread's share.
+#[derive(Default)]
 struct Run(AtomicU64);
 
 impl Run {
-    fn new(tasks: Range<usize>) -> Run {
+    fn set(&self, tasks: Range<usize>) {
         assert!(u32::try_from(tasks.end).is_ok(), "{} tasks", tasks.end);
-        Run(AtomicU64::new(Run::pack(tasks.start as u64, tasks.end as u64)))
+        self.0.store(Run::pack(tasks.start as u64, tasks.end as u64), Ordering::Relaxed);
     }
 
     fn pack(start: u64, end: u64) -> u64 {
@@ -85,7 +91,8 @@ impl Run {
 
 /// A fixed set of worker threads.
 pub struct Pool {
-    shared: Arc<Shared>,
+    /// One per thread; the first is the caller's.
+    seats: Arc<[Seat]>,
     workers: Vec<(JoinHandle<()>, Thread)>,
     /// Held by the thread that runs a region: regions of one pool never overlap.
     lead: Mutex<()>,
@@ -94,22 +101,23 @@ pub struct Pool {
 impl Pool {
     /// A pool of `threads` threads, the caller included; fewer if the system cannot start so many.
     pub fn new(threads: usize) -> Pool {
-        let shared = Arc::new(Shared {
-            gate: AtomicU64::new(CLOSED),
-            left: AtomicU32::new(0),
-            region: UnsafeCell::new(None),
+        let seat = || Seat {
+            state: AtomicU32::new(CLOSED),
+            sleeping: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
-            stop: AtomicBool::new(false),
-        });
+            run: Run::default(),
+            region: UnsafeCell::new(None),
+        };
+        let seats: Arc<[Seat]> = (0..threads.max(1)).map(|_| seat()).collect();
         let start = |index| {
-            let shared = Arc::clone(&shared);
+            let seats = Arc::clone(&seats);
             let builder = std::thread::Builder::new().name(format!("oscar-{index}"));
-            let handle = builder.spawn(move || work(&shared, index)).ok()?;
+            let handle = builder.spawn(move || work(&seats[index], index)).ok()?;
             let thread = handle.thread().clone();
             Some((handle, thread))
         };
         let workers = (1..threads.max(1)).map_while(start).collect();
-        Pool { shared, workers, lead: Mutex::new(()) }
+        Pool { seats, workers, lead: Mutex::new(()) }
     }
 
     /// Threads the system lets this process use.
@@ -133,16 +141,13 @@ impl Pool {
         if tasks <= 1 || self.workers.is_empty() {
             return (0..tasks).for_each(|index| task(0, index));
         }
-        let threads = self.threads();
-        let runs: Vec<Run> = (0..threads)
-            .map(|thread| Run::new(tasks * thread / threads..tasks * (thread + 1) / threads))
-            .collect();
-        self.run(&|worker| {
-            while let Some(index) = runs[worker].first() {
+        let seats = &self.seats[..self.threads()];
+        self.run(tasks, &|worker| {
+            while let Some(index) = seats[worker].run.first() {
                 task(worker, index);
             }
-            for other in 1..threads {
-                while let Some(index) = runs[(worker + other) % threads].last() {
+            for other in 1..seats.len() {
+                while let Some(index) = seats[(worker + other) % seats.len()].run.last() {
                     task(worker, index);
                 }
             }
@@ -152,30 +157,35 @@ impl Pool {
     /// Runs `region` on this thread and on every worker that comes before this thread is done with it.
     ///
     /// A panic in any thread is raised again here, after all threads have left the region.
-    fn run(&self, region: &(dyn Fn(usize) + Sync)) {
+    fn run(&self, tasks: usize, region: &(dyn Fn(usize) + Sync)) {
         // A poisoned lock only says that an earlier region panicked; the pool itself is in order.
         let _lead = self.lead.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let shared = &*self.shared;
-        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Shared`).
+        let threads = self.threads();
+        let share = |thread: usize| tasks * thread / threads..tasks * (thread + 1) / threads;
+        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Seat`).
         let erased: *const Region =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Region>(region) };
-        // SAFETY: we hold `lead`, the gate is closed and the last region's workers have left.
-        unsafe { *shared.region.get() = Some(erased) };
-        shared.left.store(0, Ordering::Relaxed);
-        let number = shared.gate.load(Ordering::Relaxed) / REGION;
-        shared.gate.store(number.wrapping_add(1).wrapping_mul(REGION), Ordering::SeqCst);
-        for (_, thread) in &self.workers {
-            thread.unpark();
+        // Whoever comes first helps the others, so all runs are set before the first seat is opened.
+        for (thread, seat) in self.seats[..threads].iter().enumerate() {
+            seat.run.set(share(thread));
+            // SAFETY: we hold `lead`, and the last region did not end before all seats were closed.
+            unsafe { *seat.region.get() = Some(erased) };
+        }
+        let others = &self.seats[1..threads];
+        others.iter().for_each(|seat| seat.state.store(OPEN, Ordering::Release));
+        // Either the worker sees the open seat before it parks, or we see that it sleeps.
+        fence(Ordering::SeqCst);
+        for (seat, (_, thread)) in others.iter().zip(&self.workers) {
+            if seat.sleeping.load(Ordering::Relaxed) {
+                thread.unpark();
+            }
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| region(0)));
-        let entered = shared.gate.fetch_or(CLOSED, Ordering::SeqCst) & INSIDE;
-        let mut spins = 0u32;
-        while u64::from(shared.left.load(Ordering::Acquire)) != entered {
-            spins = spins.wrapping_add(1);
-            // A worker that lost its core in the middle of a task needs ours: give it away now and then.
-            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        let mut panicked = false;
+        for seat in others {
+            close(seat);
+            panicked |= seat.panicked.swap(false, Ordering::Relaxed);
         }
-        let panicked = shared.panicked.swap(false, Ordering::Relaxed);
         if let Err(panic) = outcome {
             resume_unwind(panic);
         }
@@ -185,8 +195,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        for (handle, thread) in self.workers.drain(..) {
+        for (seat, (handle, thread)) in self.seats[1..].iter().zip(self.workers.drain(..)) {
+            seat.state.store(ENDED, Ordering::SeqCst);
             thread.unpark();
             // A worker catches panics of its regions, so joining cannot fail in a way that matters here.
             let _ = handle.join();
@@ -194,54 +204,57 @@ impl Drop for Pool {
     }
 }
 
-fn work(shared: &Shared, index: usize) {
-    let mut last = 0;
-    while let Some(gate) = wait(shared, last) {
-        last = gate / REGION;
-        if !enter(shared, gate) {
-            continue;
-        }
-        // SAFETY: we have entered, so the region was set before the gate opened and stays until we leave.
-        let region = unsafe { &*(*shared.region.get()).expect("an open region is set") };
-        if catch_unwind(AssertUnwindSafe(|| region(index))).is_err() {
-            shared.panicked.store(true, Ordering::Relaxed);
-        }
-        shared.left.fetch_add(1, Ordering::Release);
+/// Closes a seat that nobody has taken, or waits until its worker has.
+fn close(seat: &Seat) {
+    let mut spins = 0u32;
+    let not_taken = || seat.state.compare_exchange(OPEN, CLOSED, Ordering::Acquire, Ordering::Acquire);
+    if not_taken() != Err(TAKEN) {
+        return;
+    }
+    while seat.state.load(Ordering::Acquire) == TAKEN {
+        spins = spins.wrapping_add(1);
+        // A worker that lost its core in the middle of a task needs ours: give it away now and then.
+        if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
     }
 }
 
-/// Waits for a region after number `last`; `None` when the pool ends.
-fn wait(shared: &Shared, last: u64) -> Option<u64> {
+fn work(seat: &Seat, index: usize) {
+    while wait(seat) {
+        if seat.state.compare_exchange(OPEN, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            continue;
+        }
+        // SAFETY: we have taken the seat, so the region was set before it opened and stays until we close it.
+        let region = unsafe { &*(*seat.region.get()).expect("an open seat has a region") };
+        if catch_unwind(AssertUnwindSafe(|| region(index))).is_err() {
+            seat.panicked.store(true, Ordering::Relaxed);
+        }
+        seat.state.store(CLOSED, Ordering::Release);
+    }
+}
+
+/// Waits for an open seat; `false` when the pool ends.
+fn wait(seat: &Seat) -> bool {
     let idle = Instant::now();
     let mut spins = 0u32;
     loop {
-        let gate = shared.gate.load(Ordering::SeqCst);
-        if gate / REGION != last && gate & CLOSED == 0 {
-            return Some(gate);
-        }
-        if shared.stop.load(Ordering::SeqCst) {
-            return None;
+        match seat.state.load(Ordering::Relaxed) {
+            OPEN => return true,
+            ENDED => return false,
+            _ => {}
         }
         spins = spins.wrapping_add(1);
         if spins.is_multiple_of(256) && idle.elapsed() > SPIN {
-            // `unpark` before `park` makes `park` return at once, so a region opened just now is not missed.
-            std::thread::park();
+            seat.sleeping.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if seat.state.load(Ordering::Relaxed) == CLOSED {
+                // `unpark` before `park` makes `park` return at once, so a seat opened just now is not missed.
+                std::thread::park();
+            }
+            seat.sleeping.store(false, Ordering::Relaxed);
         } else {
             std::hint::spin_loop();
         }
     }
-}
-
-/// Enters the region that `gate` belongs to, unless it has been closed meanwhile.
-fn enter(shared: &Shared, mut gate: u64) -> bool {
-    let region = gate / REGION;
-    while gate / REGION == region && gate & CLOSED == 0 {
-        match shared.gate.compare_exchange_weak(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst) {
-            Ok(_) => return true,
-            Err(now) => gate = now,
-        }
-    }
-    false
 }
 
 #[cfg(test)]
@@ -265,15 +278,18 @@ mod tests {
 
     #[test]
     fn a_run_is_taken_from_both_ends() {
-        let run = Run::new(3..7);
+        let run = Run::default();
+        run.set(3..7);
         assert_eq!([run.first(), run.last(), run.last(), run.first()], [Some(3), Some(6), Some(5), Some(4)]);
         assert_eq!((run.first(), run.last()), (None, None));
-        assert_eq!(Run::new(5..5).first(), None);
+        run.set(5..5);
+        assert_eq!(run.first(), None);
     }
 
     #[test]
     fn two_threads_share_a_run_without_a_gap() {
-        let run = Run::new(0..200_000);
+        let run = Run::default();
+        run.set(0..200_000);
         let taken: Vec<Vec<usize>> = std::thread::scope(|scope| {
             let own = scope.spawn(|| std::iter::from_fn(|| run.first()).collect());
             let other = scope.spawn(|| std::iter::from_fn(|| run.last()).collect());

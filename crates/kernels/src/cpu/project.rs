@@ -22,7 +22,7 @@ const PANEL_MIN_ROWS: usize = 6;
 const DOT_ROWS: usize = 8;
 
 /// Tasks per thread: enough to even out a core that somebody else uses for a while.
-const TASKS_PER_THREAD: usize = 8;
+const TASKS_PER_THREAD: usize = 16;
 
 /// What happens to a result.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -123,11 +123,11 @@ impl Projector<'_> {
             let even = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD);
             even.next_multiple_of(DOT_ROWS)
         };
-        let tasks = Task::split(projections, chunk);
+        let tasks: usize = projections.iter().map(|p| p.weight.rows().div_ceil(chunk)).sum();
         let target = DisjointSlice::new(out);
         let ProjectScratch { rows: x, quantised, packed } = &*self.scratch;
-        self.pool.for_each_worker(tasks.len(), |worker, index| {
-            let task = &tasks[index];
+        self.pool.for_each_worker(tasks, |worker, index| {
+            let task = Task::new(projections, chunk, index);
             let Projection { weight, bias } = projections[task.projection];
             let count = task.rows.len();
             let data = weight.row_data(task.rows.clone());
@@ -170,18 +170,19 @@ struct Task {
 }
 
 impl Task {
-    fn split(projections: &[Projection<'_>], chunk: usize) -> Vec<Task> {
-        let mut tasks = Vec::new();
-        let mut first_col = 0;
+    /// Task `index`, counted through all projections, where one has `chunk` rows or what is left of a weight.
+    fn new(projections: &[Projection<'_>], chunk: usize, index: usize) -> Task {
+        let (mut before, mut first_col) = (0, 0);
         for (projection, Projection { weight, .. }) in projections.iter().enumerate() {
-            let mut start = 0;
-            while start < weight.rows() {
-                let end = (start + chunk).min(weight.rows());
-                tasks.push(Task { projection, rows: start..end, first_col: first_col + start });
-                start = end;
+            let tasks = weight.rows().div_ceil(chunk);
+            if index < before + tasks {
+                let start = (index - before) * chunk;
+                let rows = start..(start + chunk).min(weight.rows());
+                return Task { projection, rows, first_col: first_col + start };
             }
+            before += tasks;
             first_col += weight.rows();
         }
-        tasks
+        unreachable!("task {index} of {before}")
     }
 }
