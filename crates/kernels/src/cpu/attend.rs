@@ -6,8 +6,7 @@
 //! sealed, all into one softmax.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError, RwLock};
 
 use oscar_codec::{HeadIndex, PAGE_TOKENS};
 
@@ -108,15 +107,15 @@ pub(super) struct AttendScratch {
     spans: Vec<Span>,
     kernel: AttentionScratch,
     transform: SealScratch,
-    /// Softmax of a block that is one item.
-    states: HeadStates,
+    /// Output rows of a head.
+    rows: Vec<f32>,
 }
 
 /// Softmax of the rows of each head of a block.
 type HeadStates = Vec<SoftmaxState>;
 
-/// Softmax of each item of blocks that are several; kept between steps.
-pub(super) type PartialStates = Vec<Mutex<HeadStates>>;
+/// Softmax of each item; kept between steps.
+pub(super) type PartialStates = Vec<RwLock<HeadStates>>;
 
 /// What the rows of a step read.
 pub(super) struct Tiers<'a> {
@@ -163,39 +162,31 @@ pub(super) fn attend(
         true => Split::Pages(FIXED_PAGES),
     };
     let (blocks, items) = plan(step, heads, split);
-    partial.resize_with(partial.len().max(items.len()), Mutex::default);
+    partial.resize_with(partial.len().max(items.len()), RwLock::default);
     let partial = &*partial;
-    let unfinished: Vec<AtomicUsize> =
-        blocks.iter().map(|block| AtomicUsize::new(block.items.len())).collect();
     let target = DisjointSlice::new(out);
     let isa = numerics.attention_isa();
     pool.for_each_worker(items.len(), |worker, index| {
         let item = &items[index];
         let block = &blocks[item.block];
-        let scratch = &mut *lock(&workers[worker]);
-        gather_queries(block, heads, qkv, scratch);
-        if block.items.len() == 1 {
-            let mut states = std::mem::take(&mut scratch.states);
-            read_item(isa, block, item, heads, tiers, scratch, &mut states);
-            write_block(block, heads, tiers, &states, &mut scratch.transform, &target);
-            scratch.states = states;
-            return;
-        }
-        read_item(isa, block, item, heads, tiers, scratch, &mut lock(&partial[index]));
-        // Whoever comes last puts the parts together, in order.
-        if unfinished[item.block].fetch_sub(1, Ordering::AcqRel) == 1 {
-            let mut merged = lock(&partial[block.items.start]);
-            for item in block.items.clone().skip(1) {
-                merged.iter_mut().zip(&*lock(&partial[item])).for_each(|(merged, part)| merged.merge(part));
-            }
-            write_block(block, heads, tiers, &merged, &mut scratch.transform, &target);
-        }
+        let mut scratch = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
+        gather_queries(block, heads, qkv, &mut scratch);
+        let mut states = partial[index].write().unwrap_or_else(PoisonError::into_inner);
+        read_item(isa, block, item, heads, tiers, &mut scratch, &mut states);
     });
-}
-
-/// Buffers hold nothing that matters between steps, so a panic in an earlier one does not either.
-fn lock<T>(buffer: &Mutex<T>) -> MutexGuard<'_, T> {
-    buffer.lock().unwrap_or_else(PoisonError::into_inner)
+    // The parts of every head are put together by the thread that has just used its matrices, where tasks do not move.
+    let outputs: Vec<(&Block<'_>, usize)> =
+        blocks.iter().flat_map(|block| (0..block.heads.len()).map(move |head| (block, head))).collect();
+    pool.for_each_worker(outputs.len(), |worker, index| {
+        let (block, head) = outputs[index];
+        let scratch = &mut *workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
+        let parts: Vec<_> = partial[block.items.clone()]
+            .iter()
+            .map(|part| part.read().unwrap_or_else(PoisonError::into_inner))
+            .collect();
+        let parts: Vec<&SoftmaxState> = parts.iter().map(|states| &states[head]).collect();
+        write_head(block, block.heads.start + head, heads, tiers, &parts, scratch, &target);
+    });
 }
 
 /// The softmax of a block's rows over the pages of an item: sink, sealed history, and the rest.
@@ -382,29 +373,30 @@ fn gather_queries(block: &Block<'_>, heads: Heads, qkv: &[f32], scratch: &mut At
     }
 }
 
-/// Writes the output of a block, back in the model's basis.
-fn write_block(
+/// Writes the output of one KV head of a block, back in the model's basis.
+fn write_head(
     block: &Block<'_>,
+    head: usize,
     heads: Heads,
     tiers: &Tiers<'_>,
-    states: &[SoftmaxState],
-    scratch: &mut SealScratch,
+    parts: &[&SoftmaxState],
+    scratch: &mut AttendScratch,
     target: &DisjointSlice<'_, f32>,
 ) {
     let (group, d) = (heads.group(), heads.head_dim);
-    for (head, state) in block.heads.clone().zip(states) {
-        for (index, token) in block.tokens.clone().enumerate() {
-            let row = block.sequence.first_row + token;
-            let start = (row * heads.q_heads + head * group) * d;
-            // SAFETY: every (row, KV head) belongs to one block, and a block is written by one thread.
-            let target = unsafe { target.part(start..start + group * d) };
-            for (member, target) in target.chunks_exact_mut(d).enumerate() {
-                state.finish(index * group + member, target);
-            }
-            if let Some(sealed) = tiers.cache.sealed() {
-                sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, target, scratch);
-            }
-        }
+    let AttendScratch { rows, transform, .. } = scratch;
+    rows.resize(block.tokens.len() * group * d, 0.0);
+    for (row, out) in rows.chunks_exact_mut(d).enumerate() {
+        SoftmaxState::finish_parts(parts, row, out);
+    }
+    if let Some(sealed) = tiers.cache.sealed() {
+        sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, rows, transform);
+    }
+    for (rows, token) in rows.chunks_exact(group * d).zip(block.tokens.clone()) {
+        let row = block.sequence.first_row + token;
+        let start = (row * heads.q_heads + head * group) * d;
+        // SAFETY: every (row, KV head) belongs to one block, and each of its heads is one task.
+        unsafe { target.part(start..start + group * d) }.copy_from_slice(rows);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use oscar_codec::HeadIndex;
+use oscar_codec::{HeadIndex, Side};
 
 use super::attend::{self, AttendScratch, Heads, History, Numerics, PartialStates, Tiers};
 use super::cache::{Cache, DUMMY_SLOT};
@@ -289,11 +289,13 @@ impl Backend for CpuBackend {
         let sealer = cache.sealed().map(|sealed| &sealed.sealer);
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
         let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
-        let (tasks, heads) = (step.rows() * spec.kv_heads, DisjointSlice::new(rows));
-        self.for_each_task(parallel, tasks, |worker, task| {
-            let (row, head) = (task / spec.kv_heads, task % spec.kv_heads);
-            // SAFETY: each task is a row and a head of its own.
-            unsafe { store.prepare_head(step, sealer, row, head, &heads, &mut lock(&self.sealers[worker])) };
+        let (sides, heads) = (2 * spec.kv_heads, DisjointSlice::new(rows));
+        self.for_each_task(parallel, step.rows() * sides, |worker, task| {
+            let (row, part) = (task / sides, task % sides);
+            let side = if part % 2 == 0 { Side::Key } else { Side::Value };
+            let scratch = &mut lock(&self.sealers[worker]);
+            // SAFETY: each task is a row, a head and a side of its own.
+            unsafe { store.prepare_side(step, sealer, row, (part / 2, side), &heads, scratch) };
         });
         let tasks = store.tasks(step);
         let writer = cache.writer(layer);

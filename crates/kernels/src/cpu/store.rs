@@ -31,29 +31,36 @@ pub(super) struct WriteTask {
 }
 
 impl Store<'_> {
-    /// Norms and rotates the key of a KV head and the queries that read it, in one row. With a codec, queries, key and
-    /// value then go to its basis: `q·M` and `(k - mean)·M` differ from `q·k` by the same amount for all keys, which
-    /// softmax does not see.
+    /// Norms and rotates what one side of a KV head has in a row: the key and the queries that read it, or the value.
+    /// With a codec they then go to its basis: `q·M` and `(k - mean)·M` differ from `q·k` by the same amount for all
+    /// keys, which softmax does not see.
     ///
     /// # Safety
-    /// No two calls at the same time may be of the same row and head. `rows` has whole rows.
-    pub(super) unsafe fn prepare_head(
+    /// No two calls at the same time may be of the same row, head and side. `rows` has whole rows.
+    pub(super) unsafe fn prepare_side(
         &self,
         step: &Step,
         sealer: Option<&Sealer>,
         row: usize,
-        head: usize,
+        (head, side): (usize, Side),
         rows: &DisjointSlice<'_, f32>,
         scratch: &mut SealScratch,
     ) {
         let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
-        let angles = row * step.pairs..(row + 1) * step.pairs;
-        let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
         let part = |first: usize, count: usize| {
             let start = row * self.heads.qkv_cols() + first * d;
             // SAFETY: these heads are nobody else's, by the caller's promise, and the three parts do not overlap.
             unsafe { rows.part(start..start + count * d) }
         };
+        let index = HeadIndex { layer: self.layer, head };
+        if side == Side::Value {
+            if let Some(sealer) = sealer {
+                sealer.transform_rows(index, side, part(q_heads + kv_heads + head, 1), scratch);
+            }
+            return;
+        }
+        let angles = row * step.pairs..(row + 1) * step.pairs;
+        let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
         let group = self.heads.group();
         let (queries, key) = (part(head * group, group), part(q_heads + head, 1));
         for (values, norm) in [(&mut *queries, self.q_norm), (&mut *key, self.k_norm)] {
@@ -65,11 +72,8 @@ impl Store<'_> {
             }
         }
         if let Some(sealer) = sealer {
-            let value = part(q_heads + kv_heads + head, 1);
-            let head = HeadIndex { layer: self.layer, head };
-            sealer.rotate_queries(head, queries, scratch);
-            sealer.transform_rows(head, Side::Key, key, scratch);
-            sealer.transform_rows(head, Side::Value, value, scratch);
+            sealer.rotate_queries(index, queries, scratch);
+            sealer.transform_rows(index, side, key, scratch);
         }
     }
 

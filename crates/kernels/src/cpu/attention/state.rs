@@ -1,7 +1,7 @@
 //! The running state of a softmax over many pages.
 //!
-//! Logits are kept in units of log₂, so that every exponential is a power of two. Two states over different pages of
-//! the same rows merge exactly, so a long context can be split between threads.
+//! Logits are kept in units of log₂, so that every exponential is a power of two. States over different pages of the
+//! same rows make one result exactly, so a long context can be split between threads.
 
 /// Rows are allocated in whole tiles of this many, so that a tile may be loaded and stored for the last rows too.
 const ROW_STEP: usize = 16;
@@ -42,44 +42,30 @@ impl SoftmaxState {
         self.d
     }
 
-    /// Adds what `other` saw of the same rows. Either may be empty.
-    pub fn merge(&mut self, other: &SoftmaxState) {
-        assert!(self.rows == other.rows && self.d == other.d, "states of different shapes");
-        for row in 0..self.rows {
-            if other.sum[row] == 0.0 {
-                continue;
-            }
-            let range = row * self.d..(row + 1) * self.d;
-            let (mine, theirs) = (&mut self.values[range.clone()], &other.values[range]);
-            if self.sum[row] == 0.0 {
-                (self.max[row], self.sum[row]) = (other.max[row], other.sum[row]);
-                mine.copy_from_slice(theirs);
-                continue;
-            }
-            let max = self.max[row].max(other.max[row]);
-            let (a, b) = ((self.max[row] - max).exp2(), (other.max[row] - max).exp2());
-            self.max[row] = max;
-            self.sum[row] = self.sum[row] * a + other.sum[row] * b;
-            for (mine, theirs) in mine.iter_mut().zip(theirs) {
-                *mine = *mine * a + theirs * b;
-            }
-        }
-    }
-
     /// The attention output of one row; zeros if the row saw no token.
     pub fn finish(&self, row: usize, out: &mut [f32]) {
-        assert!(
-            row < self.rows && out.len() == self.d,
-            "row {row} of {} into {} channels",
-            self.rows,
-            out.len()
-        );
-        if self.sum[row] == 0.0 {
-            return out.fill(0.0);
-        }
-        let inverse = 1.0 / self.sum[row];
-        for (out, value) in out.iter_mut().zip(&self.values[row * self.d..]) {
-            *out = value * inverse;
+        SoftmaxState::finish_parts(std::slice::from_ref(&self), row, out);
+    }
+
+    /// The attention output of one row whose pages were split between states of one shape; zeros if it saw no token.
+    pub fn finish_parts(parts: &[&SoftmaxState], row: usize, out: &mut [f32]) {
+        let seen = || parts.iter().filter(|part| part.sum[row] != 0.0);
+        let max = seen().fold(f32::NEG_INFINITY, |max, part| max.max(part.max[row]));
+        let weight =
+            |part: &SoftmaxState| if part.max[row] == max { 1.0 } else { (part.max[row] - max).exp2() };
+        let sum: f32 = seen().map(|part| part.sum[row] * weight(part)).sum();
+        out.fill(0.0);
+        for part in seen() {
+            assert!(
+                row < part.rows && out.len() == part.d,
+                "row {row} of {}, {} channels",
+                part.rows,
+                part.d
+            );
+            let scale = weight(part) / sum;
+            for (out, value) in out.iter_mut().zip(&part.values[row * part.d..]) {
+                *out += value * scale;
+            }
         }
     }
 }

@@ -79,19 +79,18 @@ impl Sequence {
         let d = self.d;
         let pages: Vec<&[u16]> = self.pages.iter().map(Vec::as_slice).collect();
         let mut scratch = AttentionScratch::default();
-        let mut merged = SoftmaxState::default();
-        merged.reset(spans.len(), d);
+        let mut parts = Vec::new();
         let mut first = 0;
         for &end in ranges.iter().chain([&pages.len()]) {
             let mut state = SoftmaxState::default();
             state.reset(spans.len(), d);
             attend(isa, q, scale, spans, first, &pages[first..end], d, &mut scratch, &mut state);
-            merged.merge(&state);
+            parts.push(state);
             first = end;
         }
         let mut out = vec![f32::NAN; spans.len() * d];
         for (row, out) in out.chunks_exact_mut(d).enumerate() {
-            merged.finish(row, out);
+            SoftmaxState::finish_parts(&parts.iter().collect::<Vec<_>>(), row, out);
         }
         out
     }
@@ -290,10 +289,7 @@ fn an_empty_state_is_zero_and_neutral() {
     let pages: Vec<&[u16]> = sequence.pages.iter().map(Vec::as_slice).collect();
     let scratch = &mut AttentionScratch::default();
     attend(Isa::detect(), &[1.0; 32], 1.0, &up_to(&[1]), 0, &pages, 32, scratch, &mut one);
-    let mut sum = empty.clone();
-    sum.merge(&one);
-    sum.merge(&empty);
-    sum.finish(0, &mut out);
+    SoftmaxState::finish_parts(&[&empty, &one, &empty], 0, &mut out);
     assert_eq!(out, [2.5; 32]);
 }
 

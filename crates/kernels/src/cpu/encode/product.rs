@@ -33,10 +33,20 @@ pub(super) enum Finish<'a> {
     Add(&'a [f32]),
 }
 
+/// What rows are multiplied with, `[d][d]`.
+pub(super) enum Matrix<'a> {
+    /// Nothing.
+    One,
+    /// Input channel by output channel.
+    Rows(&'a [f32]),
+    /// Output channel by input channel, and room for the matrix turned over. Turning takes about as long as one row,
+    /// and far less than reading a turned copy from memory: the rotation of a value has just been used.
+    Columns(&'a [f32], &'a mut [f32]),
+}
+
 /// `rows = finish(prepare(rows) · matrix)` in place.
 pub(super) struct Product<'a> {
-    /// `[d][d]`, input channel by output channel; without one the rows are not multiplied.
-    pub(super) matrix: Option<&'a [f32]>,
+    pub(super) matrix: Matrix<'a>,
     pub(super) dim: usize,
     pub(super) prepare: Prepare<'a>,
     pub(super) finish: Finish<'a>,
@@ -53,6 +63,12 @@ impl Step for Product<'_> {
     unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
         let Product { matrix, dim, prepare, finish, rows, input } = self;
         assert!(dim > 0 && rows.len().is_multiple_of(dim) && input.len() >= ROW_BLOCK * dim);
+        let matrix = match matrix {
+            Matrix::One => None,
+            Matrix::Rows(matrix) => Some(matrix),
+            // SAFETY: the caller promises the instructions.
+            Matrix::Columns(matrix, turned) => Some(unsafe { turn::<V>(matrix, dim, turned) }),
+        };
         assert!(matrix.is_none_or(|matrix| matrix.len() == dim * dim));
         if let Finish::Add(mean) = finish {
             assert_eq!(mean.len(), dim);
@@ -72,6 +88,31 @@ impl Step for Product<'_> {
             }
         }
     }
+}
+
+/// The transpose of a `dim x dim` matrix.
+///
+/// # Safety
+/// The CPU has the instructions of `V`.
+#[inline(always)]
+unsafe fn turn<'a, V: Lanes>(matrix: &[f32], dim: usize, turned: &'a mut [f32]) -> &'a [f32] {
+    assert!(matrix.len() == dim * dim && turned.len() == dim * dim);
+    let whole = dim / V::WIDTH * V::WIDTH;
+    for i in (0..whole).step_by(V::WIDTH) {
+        for j in (0..whole).step_by(V::WIDTH) {
+            // SAFETY: the caller promises the instructions; `i + WIDTH` and `j + WIDTH` are at most `dim`.
+            unsafe {
+                let (from, to) = (matrix.as_ptr().add(i * dim + j), turned.as_mut_ptr().add(j * dim + i));
+                V::transpose(from, dim, to, dim);
+            }
+        }
+    }
+    for i in 0..dim {
+        for j in if i < whole { whole } else { 0 }..dim {
+            turned[j * dim + i] = matrix[i * dim + j];
+        }
+    }
+    turned
 }
 
 /// One row that is not multiplied.

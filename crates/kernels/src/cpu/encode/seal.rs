@@ -9,7 +9,7 @@ use oscar_codec::{
 };
 
 use super::kernel::{Quantise, run};
-use super::product::{Finish, Prepare, Product, ROW_BLOCK};
+use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK};
 use super::quantise::BlockCodes;
 use super::unpack::{AllFinite, ToFp8, Unpack};
 use crate::cpu::attention::page::{page_elements, read_token};
@@ -130,8 +130,11 @@ impl Sealer {
         if self.isa == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| transform.apply(row, out));
         }
-        let matrix = transform.rotates().then(|| &transform.rotation()[..]);
-        self.multiply(matrix, Prepare::Centre(transform), Finish::Bf16, rows, scratch);
+        let matrix = match transform.rotates() {
+            true => Matrix::Rows(transform.rotation()),
+            false => Matrix::One,
+        };
+        self.multiply(matrix, Prepare::Centre(transform), Finish::Bf16, rows, &mut scratch.rows);
     }
 
     /// Rotates the queries that read a KV head as its keys are rotated, in place and in f32. Queries are not centred:
@@ -149,7 +152,7 @@ impl Sealer {
         if self.isa == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| multiply_plainly(row, matrix, out));
         }
-        self.multiply(Some(matrix), Prepare::Copy, Finish::Keep, rows, scratch);
+        self.multiply(Matrix::Rows(matrix), Prepare::Copy, Finish::Keep, rows, &mut scratch.rows);
     }
 
     /// Takes sums of value rows (whose weights add up to one) back to where values came from, in place and in f32.
@@ -165,21 +168,25 @@ impl Sealer {
         if self.isa == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| transform.undo(row, out));
         }
-        let matrix = transform.rotates().then(|| &transform.transposed()[..]);
+        let SealScratch { values, rows: input, .. } = scratch;
+        let matrix = match transform.rotates() {
+            true => Matrix::Columns(transform.rotation(), values.at_least(transform.rotation().len())),
+            false => Matrix::One,
+        };
         let finish = transform.mean().map_or(Finish::Keep, Finish::Add);
-        self.multiply(matrix, Prepare::Copy, finish, rows, scratch);
+        self.multiply(matrix, Prepare::Copy, finish, rows, input);
     }
 
     fn multiply(
         &self,
-        matrix: Option<&[f32]>,
+        matrix: Matrix<'_>,
         prepare: Prepare<'_>,
         finish: Finish<'_>,
         rows: &mut [f32],
-        scratch: &mut SealScratch,
+        input: &mut AlignedScratch,
     ) {
         let dim = self.codec.geometry().head_dim;
-        let input = scratch.rows.at_least(ROW_BLOCK * dim);
+        let input = input.at_least(ROW_BLOCK * dim);
         // SAFETY: the constructor has found the path available.
         unsafe { run(self.isa, Product { matrix, dim, prepare, finish, rows, input }) };
     }

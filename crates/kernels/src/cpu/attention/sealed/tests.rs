@@ -136,18 +136,17 @@ impl Sealed {
     /// All rows, with the pages cut into ranges that are merged.
     fn attend(&self, isa: Isa, q: &[f32], scale: f32, spans: &[Span], ranges: &[usize]) -> Vec<f32> {
         let pages: Vec<&[u8]> = self.pages.iter().map(Vec::as_slice).collect();
-        let (mut scratch, mut merged) = (AttentionScratch::default(), SoftmaxState::default());
-        merged.reset(spans.len(), self.d);
+        let (mut scratch, mut parts) = (AttentionScratch::default(), Vec::new());
         let mut first = 0;
         for &end in ranges.iter().chain([&pages.len()]) {
             let mut state = SoftmaxState::default();
             state.reset(spans.len(), self.d);
             let pages = &pages[first..end];
             attend_sealed(isa, &self.format, q, scale, spans, first, pages, &mut scratch, &mut state);
-            merged.merge(&state);
+            parts.push(state);
             first = end;
         }
-        finish(&merged)
+        finish(&parts.iter().collect::<Vec<_>>())
     }
 
     /// Compares all rows with the definition and returns the largest error relative to the largest value.
@@ -182,11 +181,11 @@ impl Sealed {
     }
 }
 
-fn finish(state: &SoftmaxState) -> Vec<f32> {
-    let d = state.head_dim();
-    let mut out = vec![f32::NAN; state.rows() * d];
+fn finish(parts: &[&SoftmaxState]) -> Vec<f32> {
+    let d = parts[0].head_dim();
+    let mut out = vec![f32::NAN; parts[0].rows() * d];
     for (row, out) in out.chunks_exact_mut(d).enumerate() {
-        state.finish(row, out);
+        SoftmaxState::finish_parts(parts, row, out);
     }
     out
 }
@@ -421,7 +420,7 @@ fn a_head_does_not_depend_on_the_others() {
                 for (head, q) in q.chunks_exact(rows * d).enumerate() {
                     let alone = heads[head].attend(isa, q, 0.2, &spans, &[]);
                     // Merging into an empty state, as `attend` does, changes nothing.
-                    assert_eq!(finish(&states[head]), alone, "{isa} {format:?} head {head} of {rows} rows");
+                    assert_eq!(finish(&[&states[head]]), alone, "{isa} {format:?} head {head} of {rows} rows");
                 }
             }
         }
@@ -497,7 +496,7 @@ fn tiers_merge_in_one_state() {
             super::super::attend(isa, &q, 0.3, &first, 0, &elements, d, scratch, &mut state);
             attend_sealed(isa, &sealed.format, &q, 0.3, &[middle; 6], 0, &bytes, scratch, &mut state);
             super::super::attend(isa, &q, 0.3, &[tail; 6], 5, &elements[5..], d, scratch, &mut state);
-            let out = finish(&state);
+            let out = finish(&[&state]);
 
             // What a reader of the mixed cache sees.
             let (keys, values) = (sealed.keys.clone(), sealed.values.clone());
