@@ -385,12 +385,11 @@ impl Step<'_> {
                     &mut states,
                 );
             });
-            let mut merged = states[0].lock().expect("no task panics").clone();
-            for states in &states[1..] {
-                let states = states.lock().expect("no task panics");
-                merged.iter_mut().zip(states.iter()).for_each(|(merged, state)| merged.merge(state));
+            let parts: Vec<_> = states.iter().map(|part| part.lock().expect("no task panics")).collect();
+            for head in 0..kv_heads {
+                let parts: Vec<&SoftmaxState> = parts.iter().map(|states| &states[head]).collect();
+                (0..rows).for_each(|row| SoftmaxState::finish_parts(&parts, row, &mut out));
             }
-            merged.iter().for_each(|state| state.finish(0, &mut out));
             std::hint::black_box(&out);
         }
     }

@@ -4,12 +4,14 @@
 //! word holds the codes of one token (or channel) for 8 or 16 channels (or tokens) in a row, and neighbouring words
 //! are neighbouring tokens (or channels). An [`Engine`] multiplies, and turns sums into weights.
 //!
-//! Steps overlap. What one part of a step stores, the next part loads only after parts of other steps that do not
-//! depend on it: a tile that was just stored row by row cannot be loaded before all of it has reached the cache, and
-//! a page that was just asked for is not there yet. See [`Reader::attend`] for the order.
+//! Steps overlap: what one part of a step stores, the next part loads only after parts of other steps that do not depend
+//! on it, and a page is asked for some steps before it is read. See [`Reader::attend`] for the order. Tiles have an order
+//! of their own, `batch`.
 //!
 //! Groups: queries are stored once per group with zeros outside it, and weights are split once per group with its
 //! scales. A group may begin anywhere; what lies around it in the same word or register is multiplied and dropped.
+
+use std::ops::Range;
 
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
@@ -31,7 +33,7 @@ const COLUMN_STEP: usize = 16;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Steps between asking for a page and the softmax over it. Its keys are read two steps before that.
+/// Steps between asking for a page and the softmax over it. Its keys are read one step before that.
 const AHEAD: usize = 4;
 
 /// No engine multiplies more rows at once.
@@ -54,15 +56,18 @@ pub(super) struct CodeScratch {
 }
 
 #[derive(Default)]
-struct Buffers {
-    queries: AlignedScratch,
-    query_numbers: AlignedScratch,
-    numbers: AlignedScratch,
-    weights: AlignedScratch,
-    weight_numbers: AlignedScratch,
+pub(super) struct Buffers {
+    pub(super) queries: AlignedScratch,
+    pub(super) query_numbers: AlignedScratch,
+    pub(super) numbers: AlignedScratch,
+    pub(super) weights: AlignedScratch,
+    pub(super) weight_numbers: AlignedScratch,
     #[cfg(target_arch = "x86_64")]
-    lanes: AlignedScratch,
-    sums: AlignedScratch,
+    pub(super) lanes: AlignedScratch,
+    pub(super) sums: AlignedScratch,
+    /// Weights times scales of some pages, as numbers.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) scaled: AlignedScratch,
 }
 
 /// Attends all rows of all heads to all pages. The instruction set must be available, which
@@ -85,10 +90,8 @@ pub(super) fn attend(
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx if work.spans.len() >= TILES_FROM && super::tiles::is_available() => {
-            // SAFETY: AMX is available; nothing else uses tiles until the end of the call.
-            let engine = unsafe { super::tiles::Tdpbsud::new(&shape, work.spans.len(), tiles) };
-            // SAFETY: AVX-512 is available too.
-            unsafe { with_avx512(Reader::new(engine, shape, work, buffers), work, states) };
+            // SAFETY: AMX is available, and AVX-512 with it.
+            unsafe { super::batch::attend(shape, work, buffers, tiles, states) };
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
@@ -122,20 +125,70 @@ fn with_avx512<E: Engine>(mut reader: Reader<'_, E>, work: &Work<'_, u8>, states
     reader.attend(work, states);
 }
 
-/// The queries of a call as bytes, and buffers for a step.
+/// The queries of a call as bytes.
+pub(super) struct Queries<'a> {
+    pub(super) stride: usize,
+    /// Of all heads, `[head][row]`.
+    pub(super) rows: usize,
+    pub(super) head_rows: usize,
+    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
+    pub(super) bytes: &'a [i8],
+    /// Unit of each row.
+    pub(super) steps: &'a [f32],
+    /// `[group][row]`: sum of the channels of the group.
+    pub(super) totals: &'a [f32],
+}
+
+impl<'a> Queries<'a> {
+    /// Splits rows with the functions of an [`Engine`], whose products are of up to `most` rows.
+    #[inline(always)]
+    pub(super) fn new(
+        shape: &Shape,
+        work: &Work<'_, u8>,
+        most: usize,
+        (bytes, numbers): (&'a mut AlignedScratch, &'a mut AlignedScratch),
+        split_row: impl Fn(&[f32], &mut [i8], &mut [i8]) -> f32,
+        total: impl Fn(&[f32]) -> f32,
+    ) -> Self {
+        let (d, rows, head_rows) = (work.d, work.q.len() / work.d, work.spans.len());
+        let stride = shape.padded.next_multiple_of(STRIDE_STEP);
+        let row_bytes = 2 * stride;
+        // The last rows are read as part of a full product.
+        let bytes = bytes.at_least::<i8>((shape.groups * rows + most) * row_bytes);
+        let (steps, totals) = numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
+        bytes[rows * row_bytes..].fill(0);
+        for (row, q) in work.q.chunks_exact(d).enumerate() {
+            let (high, low) = bytes[row * row_bytes..][..row_bytes].split_at_mut(stride);
+            steps[row] = split_row(q, high, low);
+            for group in 0..shape.groups {
+                totals[group * rows + row] = total(&q[shape.group(group)]);
+            }
+        }
+        // Groups after the first get their channels of the first copy, which then loses them.
+        let (first, others) = bytes.split_at_mut(rows * row_bytes);
+        for (group, copy) in (1..shape.groups).zip(others.chunks_exact_mut(rows * row_bytes)) {
+            let channels = shape.group(group);
+            for (from, to) in first.chunks_exact_mut(stride).zip(copy.chunks_exact_mut(stride)) {
+                to[channels.clone()].copy_from_slice(&from[channels.clone()]);
+                from[channels.clone()].fill(0);
+            }
+        }
+        Queries { stride, rows, head_rows, bytes, steps, totals }
+    }
+
+    /// Some rows of a head for the product with keys of a group.
+    #[inline(always)]
+    pub(super) fn left(&self, group: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
+        let row = group * self.rows + head * self.head_rows + rows.start;
+        Left { bytes: &self.bytes[row * 2 * self.stride..], stride: self.stride, rows: rows.len() }
+    }
+}
+
+/// The queries, and buffers for a step.
 struct Reader<'a, E> {
     engine: E,
     shape: Shape,
-    stride: usize,
-    /// Of all heads, `[head][row]`.
-    rows: usize,
-    head_rows: usize,
-    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
-    queries: &'a [i8],
-    /// Unit of each row.
-    query_steps: &'a [f32],
-    /// `[group][row]`: sum of the channels of the group.
-    query_totals: &'a [f32],
+    queries: Queries<'a>,
     /// Scales and offsets of the page.
     numbers: &'a mut [f32],
     weights: Weights<'a>,
@@ -149,54 +202,34 @@ struct Reader<'a, E> {
 
 impl<'a, E: Engine> Reader<'a, E> {
     fn new(engine: E, shape: Shape, work: &Work<'_, u8>, buffers: &'a mut Buffers) -> Self {
-        let (d, rows, head_rows) = (work.d, work.q.len() / work.d, work.spans.len());
-        let stride = shape.padded.next_multiple_of(STRIDE_STEP);
-        let row_bytes = 2 * stride;
-        // The last rows are read as part of a full product.
-        let queries = buffers.queries.at_least::<i8>((shape.groups * rows + E::ROWS) * row_bytes);
-        let (query_steps, query_totals) =
-            buffers.query_numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
-        queries[rows * row_bytes..].fill(0);
-        for (row, q) in work.q.chunks_exact(d).enumerate() {
-            let (high, low) = queries[row * row_bytes..][..row_bytes].split_at_mut(stride);
-            query_steps[row] = engine.split_row(q, high, low);
-            for group in 0..shape.groups {
-                query_totals[group * rows + row] = engine.total(&q[shape.group(group)]);
-            }
-        }
-        // Groups after the first get their channels of the first copy, which then loses them.
-        let (first, others) = queries.split_at_mut(rows * row_bytes);
-        for (group, copy) in (1..shape.groups).zip(others.chunks_exact_mut(rows * row_bytes)) {
-            let channels = shape.group(group);
-            for (from, to) in first.chunks_exact_mut(stride).zip(copy.chunks_exact_mut(stride)) {
-                to[channels.clone()].copy_from_slice(&from[channels.clone()]);
-                from[channels.clone()].fill(0);
-            }
-        }
-        let weight_bytes = buffers.weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
+        let Buffers { queries, query_numbers, numbers, weights, weight_numbers, sums, .. } = buffers;
+        let queries = Queries::new(
+            &shape,
+            work,
+            E::ROWS,
+            (queries, query_numbers),
+            |row, high, low| engine.split_row(row, high, low),
+            |row| engine.total(row),
+        );
+        let weight_bytes = weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
         // Rows that no query has are multiplied too.
         weight_bytes.fill(0);
         let key_sums = shape.groups * E::ROWS * 2 * PAGE_TOKENS;
-        let sums = buffers.sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
+        let sums = sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
         let (this, rest) = sums.split_at_mut(key_sums);
         let (next, value_sums) = rest.split_at_mut(key_sums);
         #[cfg(target_arch = "x86_64")]
-        let lanes = buffers.lanes.at_least(rows * (1 + shape.groups) * LANES);
+        let lanes = buffers.lanes.at_least(queries.rows * (1 + shape.groups) * LANES);
         #[cfg(target_arch = "x86_64")]
         lanes.fill(0.0);
         Reader {
             engine,
             shape,
-            stride,
-            rows,
-            head_rows,
             queries,
-            query_steps,
-            query_totals,
-            numbers: buffers.numbers.at_least(shape.numbers()),
+            numbers: numbers.at_least(shape.numbers()),
             weights: Weights {
                 bytes: weight_bytes,
-                numbers: buffers.weight_numbers.at_least(shape.groups * E::ROWS * 2),
+                numbers: weight_numbers.at_least(shape.groups * E::ROWS * 2),
             },
             key_sums: [this, next],
             value_sums,
@@ -205,17 +238,14 @@ impl<'a, E: Engine> Reader<'a, E> {
         }
     }
 
-    /// Keys are opened two steps and multiplied one step before the weights of a step are known, values multiplied
-    /// and added one step after.
+    /// Keys are multiplied one step before the weights of a step are known, values multiplied and added one step after.
     #[inline(always)]
     fn attend(&mut self, work: &Work<'_, u8>, states: &mut [SoftmaxState]) {
         let steps = schedule(work, states.len(), E::ROWS);
         if steps.is_empty() {
             return;
         }
-        self.engine.open(&self.shape, Side::Key, steps[0].page);
-        self.engine.open(&self.shape, Side::Value, steps[0].page);
-        for step in steps.iter().take(AHEAD).skip(1) {
+        for step in steps.iter().take(AHEAD) {
             self.engine.fetch(step.page);
         }
         self.multiply(Side::Key, &steps, 0);
@@ -237,7 +267,7 @@ impl<'a, E: Engine> Reader<'a, E> {
         }
         #[cfg(target_arch = "x86_64")]
         for (head, state) in states.iter_mut().enumerate() {
-            let (rows, d) = (self.head_rows, work.d);
+            let (rows, d) = (self.queries.head_rows, work.d);
             let lanes = rows * (1 + self.shape.groups) * LANES;
             let running = Running {
                 max: &mut state.max[..rows],
@@ -263,7 +293,7 @@ impl<'a, E: Engine> Reader<'a, E> {
         }
     }
 
-    /// Multiplies one side of step `n`, and opens the page of the next step if it is another.
+    /// Multiplies one side of step `n`.
     #[inline(always)]
     fn multiply(&mut self, side: Side, steps: &[Step<'_>], n: usize) {
         let step = &steps[n];
@@ -272,14 +302,14 @@ impl<'a, E: Engine> Reader<'a, E> {
             Side::Value => E::ROWS * 2 * self.shape.padded,
         };
         for group in 0..self.shape.groups {
-            let (bytes, stride) = match side {
-                Side::Key => {
-                    let row = group * self.rows + step.head * self.head_rows + step.rows.start;
-                    (&self.queries[row * 2 * self.stride..], self.stride)
-                }
-                Side::Value => (&self.weights.bytes[group * E::ROWS * 2 * PAGE_TOKENS..], PAGE_TOKENS),
+            let left = match side {
+                Side::Key => self.queries.left(group, step.head, &step.rows),
+                Side::Value => Left {
+                    bytes: &self.weights.bytes[group * E::ROWS * 2 * PAGE_TOKENS..],
+                    stride: PAGE_TOKENS,
+                    rows: step.rows.len(),
+                },
             };
-            let left = Left { bytes, stride, rows: step.rows.len() };
             let sums = match side {
                 Side::Key => &mut *self.key_sums[n % 2],
                 Side::Value => &mut *self.value_sums,
@@ -295,15 +325,12 @@ impl<'a, E: Engine> Reader<'a, E> {
             };
             self.engine.product(&self.shape, side, step.page, &left, inner, columns, sums);
         }
-        if steps.get(n + 1).is_some_and(|next| next.index != step.index) {
-            self.engine.open(&self.shape, side, steps[n + 1].page);
-        }
     }
 
     #[inline(always)]
     fn weigh(&mut self, number: usize, step: &Step<'_>, work: &Work<'_, u8>, state: &mut SoftmaxState) {
         let (shape, d, rows) = (&self.shape, work.d, step.rows.clone());
-        let first = step.head * self.head_rows + rows.start;
+        let first = step.head * self.queries.head_rows + rows.start;
         #[cfg(target_arch = "x86_64")]
         let lanes = (1 + shape.groups) * LANES;
         self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
@@ -316,9 +343,9 @@ impl<'a, E: Engine> Reader<'a, E> {
         let sums = Sums {
             shape,
             sums: self.key_sums[number % 2],
-            steps: &self.query_steps[first..first + rows.len()],
-            totals: &self.query_totals[first..],
-            totals_stride: self.rows,
+            steps: &self.queries.steps[first..first + rows.len()],
+            totals: &self.queries.totals[first..],
+            totals_stride: self.queries.rows,
             numbers: self.numbers,
             spans: &work.spans[rows.clone()],
             start: step.start,

@@ -133,12 +133,9 @@ pub(super) trait Engine {
     /// Asks for memory that will be read later.
     fn fetch(&self, _ahead: &[u8]) {}
 
-    /// Turns to one side of a page.
-    fn open(&mut self, _shape: &Shape, _side: Side, _page: &[u8]) {}
-
     /// `sums[row][part]` = bytes of a part of the row times codes, for the tokens or channels in `columns` (multiples
     /// of 16): `[rows][high, low][64 or padded channels]`, with room for [`Self::ROWS`] rows. Only the bytes in
-    /// `inner` (channels of keys, tokens of values) are not zero. The side of the page has been opened.
+    /// `inner` (channels of keys, tokens of values) are not zero.
     fn product(
         &mut self,
         shape: &Shape,

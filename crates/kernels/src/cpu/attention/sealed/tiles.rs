@@ -1,181 +1,218 @@
 //! AMX: `tdpbsud` multiplies 16 rows of 64 signed bytes with a tile of 64 x 16 codes.
 //!
-//! The high and low bytes of a query (or of weights) are two rows of the left tile, so a tile serves 8 of them and
-//! costs as much for one as for eight. The right tiles are the codes, one byte each, unpacked once per page into a
-//! buffer that stays in the first-level cache; the order of the codes in a page makes every row of a tile one
-//! register. Sums are exact and what surrounds them is that of AVX-512, so the results are those of [`super::vnni`].
+//! The high and low bytes of a query (or of weights) are two rows of the left tile, so a tile serves 8 of them. The right
+//! tiles are codes, one byte each, unpacked into a buffer that stays in the first-level cache; the order of the codes in a
+//! page makes every row of a tile one register. Sums are exact.
+//!
+//! Sums of values stay in `tmm0` to `tmm3` from one call to the next. Nothing else touches them: the compiler has no use for
+//! tile registers.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::PAGE_TOKENS;
 
-use super::engine::{Engine, Left, Running, Shape, Sums, Weights, Words};
-use super::{equal_groups, weigh};
-use crate::cpu::attention::amx::stay_awake;
-use crate::cpu::gemm::aligned::AlignedScratch;
+use super::engine::{Left, Words};
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 
 /// Bytes of a row of a tile, and summed elements of one product.
 const STEP: usize = 64;
 
 /// Columns of a tile of sums.
-const COLUMNS: usize = 16;
+pub(super) const COLUMNS: usize = 16;
 
 /// Tiles of tokens in a page.
 const TOKEN_TILES: usize = PAGE_TOKENS / COLUMNS;
 
 /// Most rows of one product.
-const ROWS: usize = TILE_ROWS / 2;
+pub(super) const ROWS: usize = TILE_ROWS / 2;
 
-/// Whether the CPU multiplies bytes in tiles; [`crate::cpu::isa::Isa::Amx`] promises bf16 only.
+/// Tiles of sums there are.
+pub(super) const MOST_TILES: usize = 4;
+
+/// Whether the CPU multiplies bytes in tiles and has what unpacks codes for them; [`crate::cpu::isa::Isa::Amx`] promises
+/// bf16 only.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         const AMX_INT8: u32 = 1 << 25;
-        __cpuid_count(7, 0).edx & AMX_INT8 != 0
+        __cpuid_count(7, 0).edx & AMX_INT8 != 0 && is_x86_feature_detected!("gfni")
     })
 }
 
-/// The engine, with the tile registers of this thread.
-pub(super) struct Tdpbsud<'a> {
-    _tiles: Tiles,
-    /// `[64 channels][16 tokens]` tiles.
-    keys: &'a mut [u8],
-    /// `[16 channels]` tiles.
-    values: &'a mut [u8],
+/// Bytes of the unpacked keys of a page of `padded` channels.
+pub(super) fn key_bytes(padded: usize) -> usize {
+    padded.div_ceil(STEP) * TOKEN_TILES * TILE_BYTES
 }
 
-impl<'a> Tdpbsud<'a> {
-    /// For calls of `rows` query rows.
-    ///
+/// Bytes of the unpacked values of a page for `columns` channels.
+pub(super) fn value_bytes(columns: usize) -> usize {
+    columns / COLUMNS * TILE_BYTES
+}
+
+/// The tile registers of this thread, ready for products of so many rows.
+pub(super) struct Products {
+    _tiles: Tiles,
+}
+
+impl Products {
     /// # Safety
     /// As [`Tiles::configure`]; [`is_available`].
-    pub(super) unsafe fn new(shape: &Shape, rows: usize, scratch: &'a mut AlignedScratch) -> Tdpbsud<'a> {
-        let group = equal_groups(rows, ROWS);
-        let key_bytes = shape.padded.div_ceil(STEP) * TOKEN_TILES * TILE_BYTES;
-        let value_bytes = shape.padded / COLUMNS * TILE_BYTES;
-        let (keys, values) = scratch.at_least(key_bytes + value_bytes).split_at_mut(key_bytes);
-        if !shape.padded.is_multiple_of(STEP) {
-            // The last tile is not filled.
-            keys.fill(0);
-        }
+    pub(super) unsafe fn new(rows: usize) -> Products {
+        assert!((1..=ROWS).contains(&rows), "products of {rows} rows");
         // SAFETY: the caller's promise.
-        let tiles = unsafe { Tiles::configure(2 * group, [2 * group, TILE_ROWS, TILE_ROWS, TILE_ROWS]) };
-        Tdpbsud { _tiles: tiles, keys, values }
-    }
-}
-
-impl Engine for Tdpbsud<'_> {
-    const ROWS: usize = ROWS;
-
-    #[inline(always)]
-    fn open(&mut self, shape: &Shape, side: Side, page: &[u8]) {
-        let words = Words::of(shape, side, page);
-        let tiles = match side {
-            Side::Key => &mut *self.keys,
-            Side::Value => &mut *self.values,
-        };
-        // SAFETY: an engine exists only where its instruction set does.
-        unsafe {
-            match shape.bits {
-                2 => unpack::<2>(words, tiles),
-                _ => unpack::<4>(words, tiles),
-            }
+        Products {
+            _tiles: unsafe { Tiles::configure(2 * rows, [2 * rows, TILE_ROWS, TILE_ROWS, TILE_ROWS]) },
         }
     }
 
+    /// Sums over the channels in `inner` for 64 tokens: `[rows][high, low][64]`, with room for [`ROWS`] rows. `keys` are
+    /// the unpacked keys of a page.
     #[inline(always)]
-    fn product(
-        &mut self,
-        shape: &Shape,
-        side: Side,
-        _page: &[u8],
-        left: &Left<'_>,
-        inner: Range<usize>,
-        columns: Range<usize>,
-        sums: &mut [i32],
-    ) {
+    pub(super) fn keys(&self, left: &Left<'_>, inner: Range<usize>, keys: &[u8], sums: &mut [i32]) {
         let reach = (TILE_ROWS - 1) * left.stride;
-        match side {
-            Side::Key => {
-                let steps = inner.start / STEP..inner.end.div_ceil(STEP);
-                assert!(!steps.is_empty() && left.bytes.len() >= reach + steps.end * STEP);
-                assert!(sums.len() >= TILE_ROWS * PAGE_TOKENS);
-                let right = &self.keys[steps.start * TOKEN_TILES * TILE_BYTES..];
-                assert!(right.len() >= steps.len() * TOKEN_TILES * TILE_BYTES);
-                // SAFETY: tiles are configured while `self` lives, and the lengths above cover all steps.
-                unsafe {
-                    let left_bytes = left.bytes.as_ptr().add(steps.start * STEP);
-                    key_sums(left_bytes, left.stride, right.as_ptr(), steps.len(), sums.as_mut_ptr());
-                }
-            }
-            Side::Value => {
-                assert!(left.stride == STEP && left.bytes.len() >= reach + STEP);
-                assert!(columns.end <= shape.padded && sums.len() >= TILE_ROWS * shape.padded);
-                assert!(columns.start.is_multiple_of(COLUMNS) && columns.end.is_multiple_of(COLUMNS));
-                assert!(self.values.len() >= columns.end / COLUMNS * TILE_BYTES);
-                let mut first = columns.start;
-                while first < columns.end {
-                    let tiles = ((columns.end - first) / COLUMNS).min(4);
-                    // SAFETY: tiles are configured while `self` lives; the lengths above cover columns
-                    // `first..first + 16 * tiles`.
-                    unsafe {
-                        let right = self.values.as_ptr().add(first / COLUMNS * TILE_BYTES);
-                        let sums = sums.as_mut_ptr().add(first);
-                        let left = left.bytes.as_ptr();
-                        match tiles {
-                            4 => value_sums_4(left, right, shape.padded, sums),
-                            3 => value_sums_3(left, right, shape.padded, sums),
-                            2 => value_sums_2(left, right, shape.padded, sums),
-                            _ => value_sums_1(left, right, shape.padded, sums),
-                        }
-                    }
-                    first += COLUMNS * tiles;
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
-        // SAFETY: tiles are configured while `self` lives, and sums start from zero wherever they are used; an engine
-        // exists only where its instruction set does.
+        let steps = inner.start / STEP..inner.end.div_ceil(STEP);
+        assert!(!steps.is_empty() && left.bytes.len() >= reach + steps.end * STEP);
+        assert!(sums.len() >= TILE_ROWS * PAGE_TOKENS);
+        let right = &keys[steps.start * TOKEN_TILES * TILE_BYTES..];
+        assert!(right.len() >= steps.len() * TOKEN_TILES * TILE_BYTES);
+        // SAFETY: tiles are configured while `self` lives, and the lengths above cover all steps.
         unsafe {
-            stay_awake();
-            weigh::weigh::<ROWS>(&sums, running, weights);
+            let left_bytes = left.bytes.as_ptr().add(steps.start * STEP);
+            key_sums(left_bytes, left.stride, right.as_ptr(), steps.len(), sums.as_mut_ptr());
         }
     }
 
-    weigh::steps!();
+    /// Makes the sums of values zero.
+    #[inline(always)]
+    pub(super) fn clear(&self) {
+        // SAFETY: tiles are configured while `self` lives.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                options(nostack, nomem, preserves_flags)
+            );
+        }
+    }
+
+    /// Adds 64 tokens to the sums of up to [`MOST_TILES`] times 16 channels. `weights` are `[rows][high, low][64 tokens]`
+    /// with room for [`ROWS`] rows, `values` the unpacked codes of these channels and no others.
+    #[inline(always)]
+    pub(super) fn add(&self, weights: &[i8], values: &[u8]) {
+        assert!(weights.len() >= TILE_ROWS * STEP && values.len().is_multiple_of(TILE_BYTES));
+        let (left, right) = (weights.as_ptr(), values.as_ptr());
+        // SAFETY: tiles are configured while `self` lives, and the lengths above are what is read.
+        unsafe {
+            match values.len() / TILE_BYTES {
+                1 => add_1(left, right),
+                2 => add_2(left, right),
+                3 => add_3(left, right),
+                MOST_TILES => add_4(left, right),
+                tiles => unreachable!("{tiles} tiles of sums"),
+            }
+        }
+    }
+
+    /// Stores the sums of `tiles` times 16 channels, `[rows][high, low][width]`, with room for [`ROWS`] rows.
+    #[inline(always)]
+    pub(super) fn store(&self, tiles: usize, width: usize, sums: &mut [i32]) {
+        assert!(tiles <= MOST_TILES && tiles * COLUMNS <= width);
+        assert!(sums.len() >= (TILE_ROWS - 1) * width + tiles * COLUMNS);
+        // SAFETY: tiles are configured while `self` lives; 16 rows of so many columns are inside the lengths above.
+        unsafe {
+            let sums = sums.as_mut_ptr();
+            if tiles > 0 {
+                asm!("tilestored [{to} + {stride}], tmm0", to = in(reg) sums, stride = in(reg) 4 * width, options(nostack));
+            }
+            if tiles > 1 {
+                asm!("tilestored [{to} + {stride} + 64], tmm1", to = in(reg) sums, stride = in(reg) 4 * width, options(nostack));
+            }
+            if tiles > 2 {
+                asm!("tilestored [{to} + {stride} + 128], tmm2", to = in(reg) sums, stride = in(reg) 4 * width, options(nostack));
+            }
+            if tiles > 3 {
+                asm!("tilestored [{to} + {stride} + 192], tmm3", to = in(reg) sums, stride = in(reg) 4 * width, options(nostack));
+            }
+        }
+    }
 }
 
-/// Codes to bytes, as tiles `[64 inner elements][16 columns]`.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8]) {
-    let mask = _mm512_set1_epi8((1 << BITS) - 1);
+/// Codes of `bits` bits to bytes, as tiles `[64 inner elements][16 columns]`, for some columns of a page (multiples of 16)
+/// that has `inner` codes in a column.
+///
+/// # Safety
+/// [`is_available`].
+#[inline(always)]
+pub(super) unsafe fn unpack(
+    bits: u32,
+    words: Words<'_>,
+    inner: usize,
+    columns: Range<usize>,
+    tiles: &mut [u8],
+) {
+    let registers = columns.len() / COLUMNS;
+    let blocks = inner * bits as usize / u32::BITS as usize;
+    assert!(words.bytes.len() == 4 * blocks * words.width && columns.end <= words.width);
+    assert!(columns.start.is_multiple_of(COLUMNS) && columns.end.is_multiple_of(COLUMNS));
+    assert!(tiles.len() >= inner.div_ceil(STEP) * registers * TILE_BYTES);
+    // SAFETY: the caller's promise, and the lengths above.
+    unsafe {
+        match (bits, registers) {
+            // A loop whose length is known is taken apart by the compiler.
+            (2, MOST_TILES) => unpack_bits::<2, MOST_TILES>(words, blocks, columns.start, registers, tiles),
+            (2, _) => unpack_bits::<2, 0>(words, blocks, columns.start, registers, tiles),
+            _ => unpack_bits::<4, 0>(words, blocks, columns.start, registers, tiles),
+        }
+    }
+}
+
+/// # Safety
+/// As [`unpack`]; `tiles` has room for `blocks` of `registers` times 16 words from column `first` on, which exist. `KNOWN`
+/// is `registers` or zero.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,gfni")]
+unsafe fn unpack_bits<const BITS: u32, const KNOWN: usize>(
+    words: Words<'_>,
+    blocks: usize,
+    first: usize,
+    registers: usize,
+    tiles: &mut [u8],
+) {
     let quads = 8 / BITS as usize;
-    let (width, registers) = (words.width, words.width / COLUMNS);
-    let blocks = words.bytes.len() / 4 / width;
-    assert!(width.is_multiple_of(COLUMNS) && words.bytes.len() == 4 * blocks * width);
-    assert!(tiles.len() >= (blocks * quads).div_ceil(TILE_ROWS) * registers * TILE_BYTES);
+    let registers = if KNOWN > 0 { KNOWN } else { registers };
     for block in 0..blocks {
         let (tile, row) = (block * quads / TILE_ROWS, block * quads % TILE_ROWS);
         for register in 0..registers {
-            // SAFETY: inside the lengths above: a block fills `quads` rows of one tile per register.
+            // SAFETY: a block fills `quads` rows of one tile per register, and there is room for all, as promised.
             unsafe {
-                let from = words.bytes.as_ptr().add(4 * (block * width + COLUMNS * register));
+                let from = words.bytes.as_ptr().add(4 * (block * words.width + first + COLUMNS * register));
                 let to = tiles.as_mut_ptr().add((tile * registers + register) * TILE_BYTES + STEP * row);
-                let mut codes = _mm512_loadu_si512(from.cast());
+                let codes = _mm512_loadu_si512(from.cast());
                 for quad in 0..quads {
-                    _mm512_storeu_si512(to.add(STEP * quad).cast(), _mm512_and_si512(codes, mask));
-                    codes = _mm512_srli_epi32::<BITS>(codes);
+                    let field = _mm512_set1_epi64(field_matrix(BITS, quad as u32));
+                    let code = _mm512_gf2p8affine_epi64_epi8::<0>(codes, field);
+                    _mm512_storeu_si512(to.add(STEP * quad).cast(), code);
                 }
             }
         }
     }
+}
+
+/// The bit matrix that moves the `quad`-th field of a byte to its low bits and clears the others: one instruction where a
+/// shift and a mask would be two. Byte `7 - i` of it selects bit `i` of the result.
+const fn field_matrix(bits: u32, quad: u32) -> i64 {
+    let mut matrix = 0u64;
+    let mut bit = 0;
+    while bit < bits {
+        matrix |= 1 << (quad * bits + bit) << (8 * (7 - bit));
+        bit += 1;
+    }
+    matrix as i64
 }
 
 /// Sums of up to 16 rows over `steps` times 64 channels, for 64 tokens.
@@ -183,6 +220,7 @@ fn unpack<const BITS: u32>(words: Words<'_>, tiles: &mut [u8]) {
 /// # Safety
 /// Tiles are configured; `left` has 16 rows of `steps * 64` bytes, `stride` apart, `right` four tiles per step and
 /// `sums` 16 rows of 64.
+#[inline(always)]
 unsafe fn key_sums(left: *const i8, stride: usize, right: *const u8, steps: usize, sums: *mut i32) {
     // SAFETY: reads and writes exactly what the caller promised.
     unsafe {
@@ -216,44 +254,37 @@ unsafe fn key_sums(left: *const i8, stride: usize, right: *const u8, steps: usiz
             stride = in(reg) stride,
             line = in(reg) STEP,
             width = in(reg) 4 * PAGE_TOKENS,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
             options(nostack),
         );
     }
 }
 
 /// Defines the sums of up to 16 rows over 64 tokens, for 16 channels per tile.
-macro_rules! value_sums {
-    ($name:ident, [$(($sum:literal, $right:literal, $from:literal, $to:literal)),*]) => {
+macro_rules! add {
+    ($name:ident, [$(($sum:literal, $right:literal, $from:literal)),*]) => {
         /// # Safety
-        /// Tiles are configured; `left` and each tile of `right` has 16 rows of 64 bytes, `sums` 16 rows of `width`.
-        unsafe fn $name(left: *const i8, right: *const u8, width: usize, sums: *mut i32) {
-            // SAFETY: reads and writes exactly what the caller promised.
+        /// Tiles are configured; `left` and each tile of `right` has 16 rows of 64 bytes.
+        #[inline(always)]
+        unsafe fn $name(left: *const i8, right: *const u8) {
+            // SAFETY: reads exactly what the caller promised.
             unsafe {
                 asm!(
                     "tileloadd tmm4, [{a} + {line}]",
                     $(
-                        concat!("tilezero tmm", $sum),
                         concat!("tileloadd tmm", $right, ", [{b} + {line} + ", $from, "]"),
                         concat!("tdpbsud tmm", $sum, ", tmm4, tmm", $right),
                     )*
-                    $(concat!("tilestored [{c} + {width} + ", $to, "], tmm", $sum),)*
                     a = in(reg) left,
                     b = in(reg) right,
-                    c = in(reg) sums,
                     line = in(reg) STEP,
-                    width = in(reg) 4 * width,
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                    options(nostack),
+                    options(nostack, readonly, preserves_flags),
                 );
             }
         }
     };
 }
 
-value_sums!(value_sums_4, [(0, 5, 0, 0), (1, 6, 1024, 64), (2, 7, 2048, 128), (3, 5, 3072, 192)]);
-value_sums!(value_sums_3, [(0, 5, 0, 0), (1, 6, 1024, 64), (2, 7, 2048, 128)]);
-value_sums!(value_sums_2, [(0, 5, 0, 0), (1, 6, 1024, 64)]);
-value_sums!(value_sums_1, [(0, 5, 0, 0)]);
+add!(add_4, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048), (3, 5, 3072)]);
+add!(add_3, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048)]);
+add!(add_2, [(0, 5, 0), (1, 6, 1024)]);
+add!(add_1, [(0, 5, 0)]);

@@ -11,7 +11,7 @@ use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::engine::{LANES, Running, Shape, Sums, Weights};
 use super::registers::{
-    LARGER_MAGNITUDE, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
+    LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
 };
 
 /// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
@@ -42,22 +42,78 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
 /// As `engine::Engine::fetch`.
 #[inline(always)]
 pub(super) fn prefetch(ahead: &[u8]) {
-    for line in ahead.chunks(64) {
+    for line in (0..ahead.len()).step_by(64) {
         // SAFETY: prefetching an address is harmless whatever it is.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().wrapping_add(line).cast()) };
     }
+}
+
+/// Where the weights of a page go.
+pub(super) trait Sink {
+    /// Takes weights times scales of a group for rows `first..first + R`, and their largest magnitudes in lanes.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512 F, BW, DQ and VL, and these rows exist.
+    unsafe fn take<const R: usize>(
+        &mut self,
+        group: usize,
+        first: usize,
+        scaled: [Page; R],
+        largest: [__m512; R],
+    );
+
+    /// Multiplies what it has of a row, which is relative to another reference from now on.
+    fn shrink(&mut self, row: usize, factor: f32);
+}
+
+/// Weights as bytes, with a unit for each row of the page. Products are of up to `ROWS` rows.
+struct Bytes<'a, 'b, const ROWS: usize>(&'a mut Weights<'b>);
+
+impl<const ROWS: usize> Sink for Bytes<'_, '_, ROWS> {
+    #[inline(always)]
+    unsafe fn take<const R: usize>(
+        &mut self,
+        group: usize,
+        first: usize,
+        scaled: [Page; R],
+        largest: [__m512; R],
+    ) {
+        let at = group * ROWS + first;
+        // SAFETY: the caller's promises; a number and two parts of 64 bytes for each row of a group.
+        unsafe {
+            let (steps, inverses) = units(reduce_max(largest));
+            _mm_mask_storeu_ps(self.0.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
+            for r in 0..R {
+                let index = _mm512_set1_epi32(r as i32);
+                let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
+                let high = self.0.bytes.as_mut_ptr().add((at + r) * 2 * PAGE_TOKENS);
+                split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
+            }
+        }
+    }
+
+    /// A page is weighed with one reference, and nothing of an earlier one is here.
+    fn shrink(&mut self, _row: usize, _factor: f32) {}
 }
 
 /// As `engine::Engine::weigh` for products of up to `ROWS` rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+    let groups = from.shape.groups;
+    assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
+    assert!(weights.numbers.len() >= groups * ROWS * 2);
+    weigh_into::<ROWS, _>(from, running, &mut Bytes::<ROWS>(weights));
+}
+
+/// [`weigh`] to any place.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+pub(super) fn weigh_into<const ROWS: usize, S: Sink>(from: &Sums<'_>, running: Running<'_>, sink: &mut S) {
     let (rows, groups, d) = (from.spans.len(), from.shape.groups, running.d);
     assert!(rows <= ROWS && groups > 0 && from.steps.len() == rows && from.seen.len() == rows);
     assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS && from.numbers.len() == from.shape.numbers());
     assert!(from.totals.len() >= (groups - 1) * from.totals_stride + rows);
-    assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
-    assert!(weights.numbers.len() >= groups * ROWS * 2);
     assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
     assert!(running.lanes.len() == rows * (1 + groups) * LANES);
     let mut running = running;
@@ -66,9 +122,9 @@ pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, we
     unsafe {
         while row < rows {
             row += match rows - row {
-                1 => weigh_rows::<ROWS, 1>(from, row, &mut running, weights),
-                2 | 4 => weigh_rows::<ROWS, 2>(from, row, &mut running, weights),
-                _ => weigh_rows::<ROWS, 3>(from, row, &mut running, weights),
+                1 => weigh_rows::<ROWS, 1, S>(from, row, &mut running, sink),
+                2 | 4 => weigh_rows::<ROWS, 2, S>(from, row, &mut running, sink),
+                _ => weigh_rows::<ROWS, 3, S>(from, row, &mut running, sink),
             }
         }
     }
@@ -79,11 +135,11 @@ pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, we
 /// # Safety
 /// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
+unsafe fn weigh_rows<const ROWS: usize, const R: usize, S: Sink>(
     from: &Sums<'_>,
     first: usize,
     running: &mut Running<'_>,
-    weights: &mut Weights<'_>,
+    sink: &mut S,
 ) -> usize {
     let groups = from.shape.groups;
     let (sums, numbers) = (from.sums.as_ptr(), from.numbers.as_ptr());
@@ -142,7 +198,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
     if above != 0 {
         for r in 0..R {
             let largest = _mm512_reduce_max_ps(largest[r]);
-            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running));
+            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running, sink));
             for j in 0..REGISTERS {
                 logits[r][j] = _mm512_sub_ps(logits[r][j], rise);
             }
@@ -184,18 +240,8 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
                 _mm512_storeu_ps(lanes.add(r * (1 + groups) * LANES), offsets[r]);
             }
         }
-        let (steps, inverses) = units(reduce_max(largest));
-        let at = group * ROWS + first;
-        // SAFETY: a number and two parts of 64 bytes for each row, by the caller's promise.
-        unsafe {
-            _mm_mask_storeu_ps(weights.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
-            for r in 0..R {
-                let index = _mm512_set1_epi32(r as i32);
-                let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
-                let high = weights.bytes.as_mut_ptr().add((at + r) * 2 * PAGE_TOKENS);
-                split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
-            }
-        }
+        // SAFETY: the rows exist, by the caller's promise.
+        unsafe { sink.take(group, first, scaled, largest) };
     }
     R
 }
@@ -205,7 +251,14 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize>(
 /// NaN is not above: the reference stays, and NaN shows in the sum.
 #[cold]
 #[inline(never)]
-fn raise(largest: f32, limit: f32, row: usize, groups: usize, running: &mut Running<'_>) -> f32 {
+fn raise<S: Sink>(
+    largest: f32,
+    limit: f32,
+    row: usize,
+    groups: usize,
+    running: &mut Running<'_>,
+    sink: &mut S,
+) -> f32 {
     let above = largest > limit;
     if !above {
         return 0.0;
@@ -223,6 +276,7 @@ fn raise(largest: f32, limit: f32, row: usize, groups: usize, running: &mut Runn
     running.sum[row] *= shrink;
     running.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= shrink);
     running.values[row * running.d..][..running.d].iter_mut().for_each(|value| *value *= shrink);
+    sink.shrink(row, shrink);
     rise
 }
 
