@@ -230,7 +230,9 @@ impl DecodeAttention {
         // With fixed splits nothing may depend on the batch, so neither may the layout.
         let share = plan.bytes / self.device.multiprocessors();
         let fastest = self.layouts.iter().rposition(|layout| share < layout.limit).unwrap_or(0);
-        if split == Split::Balanced && fastest > 0 {
+        // With many units a large block begins and ends many segments, and has nothing to do meanwhile.
+        let units = plan.first_partial.len() - 1;
+        if split == Split::Balanced && fastest > 0 && 4 * units <= self.device.multiprocessors() {
             layout = fastest;
             shape = self.plan_shape(layout);
             plan = Plan::new(&shape, split, sequences)?;
