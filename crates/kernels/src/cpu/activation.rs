@@ -119,7 +119,8 @@ pub(crate) fn quantise_group(values: &[f32], high: &mut [i8], low: &mut [i8], su
     };
     // Without a scale there is nothing to round, and no infinity times zero.
     if !(inverse.is_finite() && finite) {
-        (high[..GROUP].fill(0), low[..GROUP].fill(0));
+        high[..GROUP].fill(0);
+        low[..GROUP].fill(0);
         sums[..2].fill(scale * 0.0);
         return scale;
     }

@@ -63,9 +63,8 @@ impl Products {
     pub(super) unsafe fn new(rows: usize) -> Products {
         assert!((1..=ROWS).contains(&rows), "products of {rows} rows");
         // SAFETY: the caller's promise.
-        Products {
-            _tiles: unsafe { Tiles::configure(2 * rows, [2 * rows, TILE_ROWS, TILE_ROWS, TILE_ROWS]) },
-        }
+        let tiles = unsafe { Tiles::configure(2 * rows, [2 * rows, TILE_ROWS, TILE_ROWS, TILE_ROWS]) };
+        Products { _tiles: tiles }
     }
 
     /// Sums over the channels in `inner` for 64 tokens: `[rows][high, low][64]`, with room for [`ROWS`] rows. `keys` are
