@@ -289,6 +289,8 @@ impl Backend for CpuBackend {
         let sealer = cache.sealed().map(|sealed| &sealed.sealer);
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
         let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
+        let tasks = store.tasks(step);
+        tasks.iter().for_each(|task| store.expect_page(step, task, cache));
         let (sides, heads) = (2 * spec.kv_heads, DisjointSlice::new(rows));
         self.for_each_task(parallel, step.rows() * sides, |worker, task| {
             let (row, part) = (task / sides, task % sides);
@@ -297,7 +299,6 @@ impl Backend for CpuBackend {
             // SAFETY: each task is a row, a head and a side of its own.
             unsafe { store.prepare_side(step, sealer, row, (part / 2, side), &heads, scratch) };
         });
-        let tasks = store.tasks(step);
         let writer = cache.writer(layer);
         // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
         let write = |task: usize| unsafe { store.write_page(step, &tasks[task], rows, &writer) };

@@ -4,7 +4,7 @@ use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
 
 use super::attend::Heads;
 use super::attention;
-use super::cache::{DUMMY_SLOT, PageWriter};
+use super::cache::{Cache, DUMMY_SLOT, PageWriter};
 use super::elementwise::{rms_norm_in_place, rotate};
 use super::encode::{SealScratch, Sealer};
 use super::isa::Isa;
@@ -90,6 +90,15 @@ impl Store<'_> {
                 (0..self.heads.kv_heads).map(move |head| WriteTask { sequence, page, head })
             })
             .collect()
+    }
+
+    /// Asks for the memory that [`Self::write_page`] writes, where that is one token: rows are prepared meanwhile.
+    pub(super) fn expect_page(&self, step: &Step, task: &WriteTask, cache: &Cache) {
+        let sequence = &step.sequences[task.sequence];
+        if sequence.len == 1 {
+            let page = cache.page(self.layer, sequence.pages[task.page], task.head);
+            attention::expect_token(page, self.heads.head_dim, sequence.start % PAGE_TOKENS);
+        }
     }
 
     /// Writes the prepared rows that belong to one page.

@@ -40,9 +40,38 @@ pub fn write_token(page: &mut [u16], d: usize, token_in_page: usize, key: &[f32]
         key.len(),
         value.len()
     );
-    for channel in 0..d {
-        page[key_index(token_in_page, channel)] = bf16::from_f32(key[channel]).to_bits();
-        page[value_index(d, token_in_page, channel)] = bf16::from_f32(value[channel]).to_bits();
+    let (keys, values) = page.split_at_mut(PAGE_TOKENS * d);
+    // Token by token a page is written in pairs that lie a row of all tokens apart.
+    let pairs = keys.chunks_exact_mut(2 * PAGE_TOKENS).zip(key.as_chunks::<2>().0);
+    for (row, pair) in pairs {
+        row[2 * token_in_page..][..2].copy_from_slice(&pair.map(round_to_bf16));
+    }
+    let row = &mut values[token_in_page / 2 * 2 * d..][..2 * d];
+    for (pair, &value) in row.as_chunks_mut::<2>().0.iter_mut().zip(value) {
+        pair[token_in_page % 2] = round_to_bf16(value);
+    }
+}
+
+/// Bits of the nearest bf16, ties to even; NaN stays NaN. As `bf16::from_f32`, without a branch.
+fn round_to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    (if x.is_nan() { bits >> 16 | 0x40 } else { rounded }) as u16
+}
+
+/// Asks for the memory of one token, to be written soon: in a page that is not in a cache, each pair of channels of its key
+/// is on a line of its own.
+pub fn expect_token(page: &[u16], d: usize, token_in_page: usize) {
+    assert!(page.len() == page_elements(d) && token_in_page < PAGE_TOKENS);
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        let keys = (0..d).step_by(2).map(|channel| key_index(token_in_page, channel));
+        let values = (0..d).step_by(16).map(|channel| value_index(d, token_in_page, channel));
+        for index in keys.chain(values) {
+            // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(page.as_ptr().wrapping_add(index).cast()) };
+        }
     }
 }
 
@@ -83,6 +112,16 @@ mod tests {
                     |x: Vec<f32>| -> Vec<f32> { x.iter().map(|&x| bf16::from_f32(x).to_f32()).collect() };
                 assert_eq!(got_key, rounded(key(token)), "d={d} token {token}");
                 assert_eq!(got_value, rounded(value(token)), "d={d} token {token}");
+            }
+        }
+    }
+
+    #[test]
+    fn rounding_is_that_of_the_library() {
+        for high in 0..=u16::MAX {
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                assert_eq!(round_to_bf16(x), bf16::from_f32(x).to_bits(), "{:x}", x.to_bits());
             }
         }
     }
