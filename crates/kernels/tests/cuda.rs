@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     }
     let (mut runs, mut worst) = (0, 0.0_f64);
     for (name, shape) in shapes(quick).into_iter().filter(|_| wanted("attention")) {
-        // As it chooses its layout itself, which is the one for little work here, and in every layout.
+        // As it chooses its layout itself, and in every layout.
         let made = DecodeAttention::new(&device, shape).and_then(|kernel| {
             let layouts =
                 kernel.tunings().map(|&tuning| DecodeAttention::with_tuning(&device, shape, tuning));

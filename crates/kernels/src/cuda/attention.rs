@@ -230,9 +230,11 @@ impl DecodeAttention {
         // With fixed splits nothing may depend on the batch, so neither may the layout.
         let share = plan.bytes / self.device.multiprocessors();
         let fastest = self.layouts.iter().rposition(|layout| share < layout.limit).unwrap_or(0);
-        // With many units a large block begins and ends many segments, and has nothing to do meanwhile.
+        // With many units a large block begins and ends many segments, and has nothing to do meanwhile. More query heads
+        // take longer for a segment, so that it matters less.
         let units = plan.first_partial.len() - 1;
-        if split == Split::Balanced && fastest > 0 && 4 * units <= self.device.multiprocessors() {
+        let most_units = self.device.multiprocessors() / self.shape.blocks_per_unit();
+        if split == Split::Balanced && fastest > 0 && units <= most_units {
             layout = fastest;
             shape = self.plan_shape(layout);
             plan = Plan::new(&shape, split, sequences)?;

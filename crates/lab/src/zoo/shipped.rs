@@ -35,8 +35,8 @@ macro_rules! shipped {
     };
 }
 
-/// All of them.
-pub const SHIPPED: &[Shipped] =
+/// All of them. Not a constant: of that every crate that names it may get its own copy of the files.
+pub static SHIPPED: &[Shipped] =
     &[shipped!("smollm2"), shipped!("qwen2.5-coder-0.5b"), shipped!("qwen2.5-coder-1.5b")];
 
 /// The rotations for a model of the catalogue.
