@@ -9,6 +9,7 @@
 //! before the softmax over another one. There is one buffer for unpacked codes where one product serves all rows: more
 //! would push pages out of the first-level cache.
 
+use std::arch::x86_64::*;
 use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, Side};
@@ -21,8 +22,6 @@ use super::tiles::{COLUMNS, MOST_TILES, Products, ROWS, key_bytes, unpack, value
 use super::weigh::{self, Sink};
 use crate::cpu::attention::{SoftmaxState, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
-
-use std::arch::x86_64::*;
 
 /// Pages of a batch.
 const PAGES: usize = 4;
@@ -79,7 +78,7 @@ pub(super) unsafe fn attend(
             let run = Run {
                 head,
                 pages: &order[first..first + batch.len()],
-                starts: batch,
+                numbers: batch,
                 first_page: work.first_page,
                 whole,
                 next: &next[..PAGES.min(next.len())],
@@ -93,7 +92,7 @@ pub(super) unsafe fn attend(
         }
     }
     for (head, state) in states.iter_mut().enumerate() {
-        let running = reader.running(head, 0..rows, work.d, state);
+        let running = running(&shape, 0..rows, work.d, head * rows, reader.lanes, state);
         weigh::finish(&shape, running);
     }
 }
@@ -102,8 +101,8 @@ pub(super) unsafe fn attend(
 struct Run<'a> {
     head: usize,
     pages: &'a [&'a [u8]],
-    /// Numbers of the pages, from the first page of the call.
-    starts: &'a [usize],
+    /// Counted from the first page of the call.
+    numbers: &'a [usize],
     first_page: usize,
     /// Whether all rows see all of these pages.
     whole: bool,
@@ -114,7 +113,7 @@ struct Run<'a> {
 impl Run<'_> {
     /// Position of the first token of a page.
     fn start(&self, page: usize) -> usize {
-        (self.first_page + self.starts[page]) * PAGE_TOKENS
+        (self.first_page + self.numbers[page]) * PAGE_TOKENS
     }
 
     /// Asks for one half of the page that is read as long after this one as a batch takes; after the last one, of all pages
@@ -312,7 +311,6 @@ impl<'a> Reader<'a> {
             }
         }
         let stored = self.shape.stored_numbers(run.pages[page]);
-        let lanes = (1 + self.shape.groups) * LANES;
         // SAFETY: the instruction set of this module is there.
         unsafe { weigh::numbers(stored, self.shape.scale_type, self.numbers) };
         let sums = Sums {
@@ -326,13 +324,7 @@ impl<'a> Reader<'a> {
             start,
             seen: &seen[..rows.len()],
         };
-        let running = Running {
-            max: &mut state.max[rows.clone()],
-            sum: &mut state.sum[rows.clone()],
-            values: &mut state.values[rows.start * work.d..rows.end * work.d],
-            d: work.d,
-            lanes: &mut self.lanes[first * lanes..][..rows.len() * lanes],
-        };
+        let running = running(&self.shape, rows.clone(), work.d, first, self.lanes, state);
         self.scaled.page = page;
         // SAFETY: as above.
         unsafe { weigh::weigh_into::<ROWS, _>(&sums, running, &mut self.scaled) };
@@ -413,24 +405,24 @@ impl<'a> Reader<'a> {
             }
         }
     }
+}
 
-    /// The softmax of some rows of a head.
-    fn running<'s>(
-        &'s mut self,
-        head: usize,
-        rows: Range<usize>,
-        d: usize,
-        state: &'s mut SoftmaxState,
-    ) -> Running<'s> {
-        let lanes = (1 + self.shape.groups) * LANES;
-        let first = head * self.queries.head_rows + rows.start;
-        Running {
-            max: &mut state.max[rows.clone()],
-            sum: &mut state.sum[rows.clone()],
-            values: &mut state.values[rows.start * d..rows.end * d],
-            d,
-            lanes: &mut self.lanes[first * lanes..][..rows.len() * lanes],
-        }
+/// The softmax of some rows of a head, whose lanes are those from row `first` of all heads on.
+fn running<'s>(
+    shape: &Shape,
+    rows: Range<usize>,
+    d: usize,
+    first: usize,
+    lanes: &'s mut [f32],
+    state: &'s mut SoftmaxState,
+) -> Running<'s> {
+    let width = (1 + shape.groups) * LANES;
+    Running {
+        max: &mut state.max[rows.clone()],
+        sum: &mut state.sum[rows.clone()],
+        values: &mut state.values[rows.start * d..rows.end * d],
+        d,
+        lanes: &mut lanes[first * width..][..rows.len() * width],
     }
 }
 

@@ -8,7 +8,8 @@
 //! small integers. Queries and weights are split into two signed bytes each (`fixed_point`), so these sums are
 //! exact, in whatever order and on whatever instruction set.
 //!
-//! A row's result does not depend on the rows it shares a call with.
+//! A row's result does not depend on the rows it shares a call with, except that on AMX few rows go without tiles, which
+//! round differently.
 //!
 //! | module | job |
 //! |---|---|
