@@ -64,11 +64,12 @@ impl DecodeShape {
         self.group.min(self.rows()).div_ceil(4)
     }
 
-    /// Multiprocessors that each unit of a batch must have for large blocks to pay, as measured at 128 channels.
+    /// Multiprocessors that each unit of a batch must have for large blocks to pay, as measured: the longer a segment takes,
+    /// the fewer.
     pub(super) fn blocks_per_unit(&self) -> usize {
-        match self.group {
-            ..=4 => 4,
-            5..=12 => 2,
+        match (self.group, self.head_dim) {
+            (..=4, _) | (5..=8, ..=64) => 4,
+            (5..=12, _) => 2,
             _ => 1,
         }
     }
@@ -146,12 +147,13 @@ impl DecodeShape {
         // One large block leaves fewer partial results, which launch and merge make dearer than reading here.
         let large = if self.codes() { 8 } else { most };
         let one = self.fitting(large, large, memory)?;
-        // Measured with four query heads and 128 channels, and taken for up to eight; other shapes keep the limits they had.
+        // Measured with four and eight query heads, where twelve warps are slower than eight whatever the work; other shapes
+        // keep the limits they had.
         let small = self.codes() && self.orders()?[1].bits() == 2 && self.rows() == 8;
-        let (limit, least) = if small { (1 << 20, 32 << 10) } else { (256 << 10, 96 << 10) };
+        let limit = if small { 1 << 20 } else { 256 << 10 };
         add(limit, if one.is_some() { one } else { self.fitting(4, 4, memory)? });
-        if most > large {
-            add(least, self.fitting(most, most, memory)?);
+        if most > large && !small {
+            add(96 << 10, self.fitting(most, most, memory)?);
         }
         Ok(layouts)
     }
@@ -331,7 +333,7 @@ mod tests {
         }
         let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
-        let layouts = [(usize::MAX, 4, 3), (1 << 20, 8, 1), (32 << 10, 12, 1)];
+        let layouts = [(usize::MAX, 4, 3), (1 << 20, 8, 1)];
         let expected = layouts.map(|(limit, warps, blocks_per_multiprocessor)| {
             (limit, Tuning { warps, stages: 2, blocks_per_multiprocessor })
         });
