@@ -5,6 +5,8 @@
 //! bytes: `x ≈ scale · (256·high + low)`. Byte products then run on the same instructions twice, and the result
 //! is good to about 2⁻¹⁵ of the largest value of the group.
 
+use super::elementwise::ROUND;
+
 /// Values that share a scale.
 pub const GROUP: usize = 32;
 
@@ -124,9 +126,6 @@ pub(crate) fn quantise_group(values: &[f32], high: &mut [i8], low: &mut [i8], su
         sums[..2].fill(scale * 0.0);
         return scale;
     }
-    // Added to a number of this size, 1.5 · 2²³ rounds it to an integer, which then is the low bits of the sum: a
-    // conversion to integers would have to check its range, and loops with it do not vectorise well.
-    const ROUND: f32 = 12_582_912.0;
     for half in 0..2 {
         let mut sum = 0i32;
         for i in half * SUM_GROUP..(half + 1) * SUM_GROUP {

@@ -109,12 +109,14 @@ pub(super) struct AttendScratch {
     transform: SealScratch,
     /// Output rows of a head.
     rows: Vec<f32>,
+    /// Softmax of a block that is one item.
+    states: HeadStates,
 }
 
 /// Softmax of the rows of each head of a block.
 type HeadStates = Vec<SoftmaxState>;
 
-/// Softmax of each item; kept between steps.
+/// Softmax of each item of blocks that are several; kept between steps.
 pub(super) type PartialStates = Vec<RwLock<HeadStates>>;
 
 /// What the rows of a step read.
@@ -171,12 +173,22 @@ pub(super) fn attend(
         let block = &blocks[item.block];
         let mut scratch = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
         gather_queries(block, heads, qkv, &mut scratch);
+        if block.items.len() == 1 {
+            let mut states = std::mem::take(&mut scratch.states);
+            read_item(isa, block, item, heads, tiers, &mut scratch, &mut states);
+            for (head, state) in block.heads.clone().zip(&states) {
+                write_head(block, head, heads, tiers, &[state], &mut scratch, &target);
+            }
+            scratch.states = states;
+            return;
+        }
         let mut states = partial[index].write().unwrap_or_else(PoisonError::into_inner);
         read_item(isa, block, item, heads, tiers, &mut scratch, &mut states);
     });
     // The parts of every head are put together by the thread that has just used its matrices, where tasks do not move.
+    let several = blocks.iter().filter(|block| block.items.len() > 1);
     let outputs: Vec<(&Block<'_>, usize)> =
-        blocks.iter().flat_map(|block| (0..block.heads.len()).map(move |head| (block, head))).collect();
+        several.flat_map(|block| (0..block.heads.len()).map(move |head| (block, head))).collect();
     pool.for_each_worker(outputs.len(), |worker, index| {
         let (block, head) = outputs[index];
         let scratch = &mut *workers[worker].lock().unwrap_or_else(PoisonError::into_inner);

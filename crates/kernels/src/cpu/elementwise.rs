@@ -90,6 +90,10 @@ fn silu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
+/// 1.5 · 2²³: added to a number below 2²², it rounds it to an integer, which then is the low bits of the sum. A conversion
+/// to integers would have to check its range, and loops with it do not vectorise well.
+pub(crate) const ROUND: f32 = 12_582_912.0;
+
 /// `e^x` by a range reduction and a polynomial, to about 2 ulp; branch-free so that it vectorises.
 /// Below -87.3 the result is the smallest normal number or less, above 88.7 it is infinite, NaN stays NaN.
 #[inline(always)]
@@ -97,9 +101,6 @@ pub(crate) fn exp(x: f32) -> f32 {
     // ln 2 in two parts: the first has few enough bits that its product with an exponent is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    // Added to a number of this size, 1.5 · 2²³ rounds it to an integer, which then is the low bits of the sum: a
-    // conversion to integers would have to check its range, and loops with it do not vectorise well.
-    const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-104.0, 89.0);
     let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
     let exponent = shifted - ROUND;

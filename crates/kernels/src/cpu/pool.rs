@@ -206,11 +206,10 @@ impl Drop for Pool {
 
 /// Closes a seat that nobody has taken, or waits until its worker has.
 fn close(seat: &Seat) {
-    let mut spins = 0u32;
-    let not_taken = || seat.state.compare_exchange(OPEN, CLOSED, Ordering::Acquire, Ordering::Acquire);
-    if not_taken() != Err(TAKEN) {
+    if seat.state.compare_exchange(OPEN, CLOSED, Ordering::Acquire, Ordering::Acquire).is_ok() {
         return;
     }
+    let mut spins = 0u32;
     while seat.state.load(Ordering::Acquire) == TAKEN {
         spins = spins.wrapping_add(1);
         // A worker that lost its core in the middle of a task needs ours: give it away now and then.
