@@ -51,7 +51,7 @@ pub(super) struct CodeScratch {
     /// Unpacked codes.
     #[cfg(target_arch = "x86_64")]
     tiles: AlignedScratch,
-    /// Logits.
+    /// Logits, and scales as numbers.
     logits: AlignedScratch,
 }
 
@@ -59,7 +59,6 @@ pub(super) struct CodeScratch {
 pub(super) struct Buffers {
     pub(super) queries: AlignedScratch,
     pub(super) query_numbers: AlignedScratch,
-    pub(super) numbers: AlignedScratch,
     pub(super) weights: AlignedScratch,
     pub(super) weight_numbers: AlignedScratch,
     #[cfg(target_arch = "x86_64")]
@@ -100,12 +99,12 @@ pub(super) fn attend(
         }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => {
-            let engine = super::maddubs::Maddubs::new(logits);
+            let engine = super::maddubs::Maddubs::new(&shape, logits);
             Reader::new(engine, shape, work, buffers).attend(work, states);
         }
         #[cfg(target_arch = "aarch64")]
         Isa::Neon => {
-            let engine = super::sdot::Sdot::new(logits);
+            let engine = super::sdot::Sdot::new(&shape, logits);
             Reader::new(engine, shape, work, buffers).attend(work, states);
         }
         _ => {
@@ -189,8 +188,6 @@ struct Reader<'a, E> {
     engine: E,
     shape: Shape,
     queries: Queries<'a>,
-    /// Scales and offsets of the page.
-    numbers: &'a mut [f32],
     weights: Weights<'a>,
     /// Of the keys of this step and of the next, in turn.
     key_sums: [&'a mut [i32]; 2],
@@ -202,7 +199,7 @@ struct Reader<'a, E> {
 
 impl<'a, E: Engine> Reader<'a, E> {
     fn new(engine: E, shape: Shape, work: &Work<'_, u8>, buffers: &'a mut Buffers) -> Self {
-        let Buffers { queries, query_numbers, numbers, weights, weight_numbers, sums, .. } = buffers;
+        let Buffers { queries, query_numbers, weights, weight_numbers, sums, .. } = buffers;
         let queries = Queries::new(
             &shape,
             work,
@@ -226,7 +223,6 @@ impl<'a, E: Engine> Reader<'a, E> {
             engine,
             shape,
             queries,
-            numbers: numbers.at_least(shape.numbers()),
             weights: Weights {
                 bytes: weight_bytes,
                 numbers: weight_numbers.at_least(shape.groups * E::ROWS * 2),
@@ -333,7 +329,6 @@ impl<'a, E: Engine> Reader<'a, E> {
         let first = step.head * self.queries.head_rows + rows.start;
         #[cfg(target_arch = "x86_64")]
         let lanes = (1 + shape.groups) * LANES;
-        self.engine.numbers(shape.stored_numbers(step.page), shape.scale_type, self.numbers);
         #[cfg(target_arch = "x86_64")]
         let mut seen = [0; MOST_ROWS];
         #[cfg(target_arch = "x86_64")]
@@ -346,13 +341,13 @@ impl<'a, E: Engine> Reader<'a, E> {
             steps: &self.queries.steps[first..first + rows.len()],
             totals: &self.queries.totals[first..],
             totals_stride: self.queries.rows,
-            numbers: self.numbers,
+            stored: shape.stored_numbers(step.page),
             spans: &work.spans[rows.clone()],
             start: step.start,
             #[cfg(target_arch = "x86_64")]
             seen: &seen[..rows.len()],
         };
-        let running = Running {
+        let mut running = Running {
             max: &mut state.max[rows.clone()],
             sum: &mut state.sum[rows.clone()],
             values: &mut state.values[rows.start * d..rows.end * d],
@@ -360,7 +355,7 @@ impl<'a, E: Engine> Reader<'a, E> {
             #[cfg(target_arch = "x86_64")]
             lanes: &mut self.lanes[first * lanes..][..rows.len() * lanes],
         };
-        self.engine.weigh(sums, running, &mut self.weights);
+        self.engine.weigh(&sums, &mut running, &mut self.weights);
     }
 
     #[inline(always)]

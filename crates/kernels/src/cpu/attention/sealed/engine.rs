@@ -13,7 +13,7 @@ use crate::cpu::attention::Span;
 pub(super) const LANES: usize = 16;
 
 /// The shape of pages.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub(super) struct Shape {
     pub(super) bits: u32,
     pub(super) scale_type: ScaleType,
@@ -35,6 +35,13 @@ impl Shape {
         }
     }
 
+    /// 2-bit pages of one group whose channels fill their registers.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn plain(channels: usize, scale_type: ScaleType) -> Shape {
+        Shape { bits: 2, scale_type, padded: channels, groups: 1, channels }
+    }
+
     /// The channels of a group.
     #[inline(always)]
     pub(super) fn group(&self, group: usize) -> Range<usize> {
@@ -44,6 +51,13 @@ impl Shape {
     /// Bytes of one side's codes.
     fn side_bytes(&self) -> usize {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
+    }
+
+    /// Bytes of a page.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn page_bytes(&self) -> usize {
+        2 * self.side_bytes() + 2 * self.numbers()
     }
 
     /// Numbers of both sides' scales and offsets, `[K, V][group][scale, offset][64 tokens]`.
@@ -94,8 +108,8 @@ pub(super) struct Sums<'a> {
     /// `[group]`, `totals_stride` apart: sum of the channels of each row's query.
     pub(super) totals: &'a [f32],
     pub(super) totals_stride: usize,
-    /// As [`Shape::numbers`].
-    pub(super) numbers: &'a [f32],
+    /// Scales and offsets, as [`Shape::stored_numbers`].
+    pub(super) stored: &'a [u8],
     pub(super) spans: &'a [Span],
     /// Position of the page's first token.
     pub(super) start: usize,
@@ -157,11 +171,8 @@ pub(super) trait Engine {
         fixed_point::total(row)
     }
 
-    /// Scales and offsets as numbers.
-    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]);
-
     /// Logits, one softmax step, and the weights for the product with values.
-    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>);
+    fn weigh(&mut self, sums: &Sums<'_>, running: &mut Running<'_>, weights: &mut Weights<'_>);
 
     /// Adds what is left in the lanes of some rows, after all pages.
     #[cfg(target_arch = "x86_64")]

@@ -159,13 +159,14 @@ fn split_weights(
 #[inline(always)]
 pub(super) unsafe fn weigh<const ROWS: usize>(
     path: &Path,
-    from: Sums<'_>,
-    running: Running<'_>,
+    numbers: &[f32],
+    from: &Sums<'_>,
+    running: &mut Running<'_>,
     weights: &mut Weights<'_>,
     logits: &mut [f32],
 ) {
     let (rows, groups) = (from.spans.len(), from.shape.groups);
-    let (key_numbers, value_numbers) = from.numbers.split_at(from.numbers.len() / 2);
+    let (key_numbers, value_numbers) = numbers.split_at(numbers.len() / 2);
     for group in 0..groups {
         let affine = Affine::of(&key_numbers[group * 2 * PAGE_TOKENS..]);
         for row in 0..rows {
@@ -226,14 +227,23 @@ pub(super) fn add_values(
 /// Compiles the steps of this module for an instruction set, as functions of an engine with a buffer `logits`.
 macro_rules! plain_steps {
     ($features:literal, $path:expr) => {
-        fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+        fn weigh(&mut self, sums: &Sums<'_>, running: &mut Running<'_>, weights: &mut Weights<'_>) {
             #[target_feature(enable = $features)]
-            fn compiled(sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>, logits: &mut [f32]) {
+            fn compiled(
+                sums: &Sums<'_>,
+                numbers: &[f32],
+                running: &mut Running<'_>,
+                weights: &mut Weights<'_>,
+                logits: &mut [f32],
+            ) {
                 // SAFETY: the path has the instruction set of this function.
-                unsafe { fixed_point::weigh::<{ ROWS }>($path, sums, running, weights, logits) }
+                unsafe { fixed_point::weigh::<{ ROWS }>($path, numbers, sums, running, weights, logits) }
             }
             // SAFETY: an engine exists only where its instruction set does.
-            unsafe { compiled(sums, running, weights, self.logits) }
+            unsafe {
+                numbers(sums.stored, sums.shape.scale_type, self.numbers);
+                compiled(sums, self.numbers, running, weights, self.logits)
+            }
         }
 
         fn add_values(

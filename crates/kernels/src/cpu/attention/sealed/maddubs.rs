@@ -23,24 +23,23 @@ const COLUMNS: usize = 2 * LANES;
 pub(super) struct Maddubs<'a> {
     /// `[ROWS][64]`.
     logits: &'a mut [f32],
+    /// Scales and offsets of a page.
+    numbers: &'a mut [f32],
 }
 
 /// Most rows of one product.
 const ROWS: usize = 2;
 
 impl<'a> Maddubs<'a> {
-    pub(super) fn new(logits: &'a mut AlignedScratch) -> Self {
-        Maddubs { logits: logits.at_least(ROWS * PAGE_TOKENS) }
+    pub(super) fn new(shape: &Shape, scratch: &'a mut AlignedScratch) -> Self {
+        let logits = ROWS * PAGE_TOKENS;
+        let (logits, numbers) = scratch.at_least(logits + shape.numbers()).split_at_mut(logits);
+        Maddubs { logits, numbers }
     }
 }
 
 impl Engine for Maddubs<'_> {
     const ROWS: usize = ROWS;
-
-    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-        // SAFETY: an engine exists only where its instruction set does.
-        unsafe { self::numbers(stored, scale_type, numbers) }
-    }
 
     fn product(
         &mut self,

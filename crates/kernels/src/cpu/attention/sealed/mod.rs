@@ -16,7 +16,7 @@
 //! | `codes` | 2-bit and 4-bit pages: the order of what happens in a step |
 //! | `engine` | what an instruction set provides for them |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
-//! | `batch` | the same on AMX, several pages at a time |
+//! | `batch`, `run`, `scaled` | the same on AMX, several pages at a time |
 //! | `vnni`, `tiles`, `maddubs`, `sdot` | the integer products: AVX-512, AMX, AVX2, NEON |
 //! | `weigh`, `registers` | AVX-512: from sums to weights without leaving registers |
 //! | `fp8` | 8-bit floats, widened to bf16 |
@@ -32,7 +32,11 @@ mod fp8;
 mod maddubs;
 #[cfg(target_arch = "x86_64")]
 mod registers;
+#[cfg(target_arch = "x86_64")]
+mod run;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod scaled;
 #[cfg(target_arch = "aarch64")]
 mod sdot;
 #[cfg(test)]

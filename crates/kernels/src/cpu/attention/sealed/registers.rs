@@ -58,15 +58,21 @@ pub(super) fn load_some(row: &[f32], first: usize) -> __m512 {
     unsafe { _mm512_maskz_loadu_ps(mask, row.as_ptr().wrapping_add(first)) }
 }
 
-/// 16 scales and the offsets 64 numbers after them.
+/// 16 scales and the offsets 64 numbers after them, from 16 bits each: bf16 or f16.
 ///
 /// # Safety
 /// The pointer reaches 64 + 16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn load_pair(scale: *const f32) -> (__m512, __m512) {
+pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, __m512) {
     // SAFETY: the caller's promise.
-    unsafe { (_mm512_loadu_ps(scale), _mm512_loadu_ps(scale.add(PAGE_TOKENS))) }
+    let bits =
+        unsafe { [_mm256_loadu_si256(scale.cast()), _mm256_loadu_si256(scale.add(PAGE_TOKENS).cast())] };
+    let [scale, offset] = bits.map(|bits| match BF16 {
+        true => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits))),
+        false => _mm512_cvtph_ps(bits),
+    });
+    (scale, offset)
 }
 
 /// `256·high + low` of 16 sums as numbers; `low` lies `distance` after `high`.

@@ -25,14 +25,18 @@ const COLUMNS: usize = REGISTERS * LANES;
 pub(super) struct Sdot<'a> {
     /// `[ROWS][64]`.
     logits: &'a mut [f32],
+    /// Scales and offsets of a page.
+    numbers: &'a mut [f32],
 }
 
 /// Most rows of one product.
 const ROWS: usize = 2;
 
 impl<'a> Sdot<'a> {
-    pub(super) fn new(logits: &'a mut AlignedScratch) -> Self {
-        Sdot { logits: logits.at_least(ROWS * PAGE_TOKENS) }
+    pub(super) fn new(shape: &Shape, scratch: &'a mut AlignedScratch) -> Self {
+        let logits = ROWS * PAGE_TOKENS;
+        let (logits, numbers) = scratch.at_least(logits + shape.numbers()).split_at_mut(logits);
+        Sdot { logits, numbers }
     }
 }
 
@@ -56,11 +60,6 @@ unsafe fn sdot(mut sum: int32x4_t, a: uint8x16_t, b: int8x16_t) -> int32x4_t {
 
 impl Engine for Sdot<'_> {
     const ROWS: usize = ROWS;
-
-    fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-        // SAFETY: no instructions beyond the baseline.
-        unsafe { self::numbers(stored, scale_type, numbers) }
-    }
 
     fn product(
         &mut self,

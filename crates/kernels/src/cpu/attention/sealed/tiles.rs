@@ -260,7 +260,7 @@ unsafe fn key_sums(left: *const i8, stride: usize, right: *const u8, steps: usiz
 
 /// Defines the sums of up to 16 rows over 64 tokens, for 16 channels per tile.
 macro_rules! add {
-    ($name:ident, [$(($sum:literal, $right:literal, $from:literal)),*]) => {
+    ($name:ident, $($step:literal),*) => {
         /// # Safety
         /// Tiles are configured; `left` and each tile of `right` has 16 rows of 64 bytes.
         #[inline(always)]
@@ -269,10 +269,7 @@ macro_rules! add {
             unsafe {
                 asm!(
                     "tileloadd tmm4, [{a} + {line}]",
-                    $(
-                        concat!("tileloadd tmm", $right, ", [{b} + {line} + ", $from, "]"),
-                        concat!("tdpbsud tmm", $sum, ", tmm4, tmm", $right),
-                    )*
+                    $($step,)*
                     a = in(reg) left,
                     b = in(reg) right,
                     line = in(reg) STEP,
@@ -283,7 +280,31 @@ macro_rules! add {
     };
 }
 
-add!(add_4, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048), (3, 5, 3072)]);
-add!(add_3, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048)]);
-add!(add_2, [(0, 5, 0), (1, 6, 1024)]);
-add!(add_1, [(0, 5, 0)]);
+add!(
+    add_4,
+    "tileloadd tmm5, [{b} + {line}]",
+    "tileloadd tmm6, [{b} + {line} + 1024]",
+    "tileloadd tmm7, [{b} + {line} + 2048]",
+    "tdpbsud tmm0, tmm4, tmm5",
+    "tileloadd tmm5, [{b} + {line} + 3072]",
+    "tdpbsud tmm1, tmm4, tmm6",
+    "tdpbsud tmm2, tmm4, tmm7",
+    "tdpbsud tmm3, tmm4, tmm5"
+);
+add!(
+    add_3,
+    "tileloadd tmm5, [{b} + {line}]",
+    "tileloadd tmm6, [{b} + {line} + 1024]",
+    "tileloadd tmm7, [{b} + {line} + 2048]",
+    "tdpbsud tmm0, tmm4, tmm5",
+    "tdpbsud tmm1, tmm4, tmm6",
+    "tdpbsud tmm2, tmm4, tmm7"
+);
+add!(
+    add_2,
+    "tileloadd tmm5, [{b} + {line}]",
+    "tileloadd tmm6, [{b} + {line} + 1024]",
+    "tdpbsud tmm0, tmm4, tmm5",
+    "tdpbsud tmm1, tmm4, tmm6"
+);
+add!(add_1, "tileloadd tmm5, [{b} + {line}]", "tdpbsud tmm0, tmm4, tmm5");

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use oscar_codec::{ScaleType, Side};
+use oscar_codec::Side;
 
 use super::engine::{Engine, Left, Running, Shape, Sums, Weights, Words};
 use super::weigh;
@@ -42,9 +42,9 @@ impl Engine for Vpdpbusd {
     }
 
     #[inline(always)]
-    fn weigh(&mut self, sums: Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+    fn weigh(&mut self, sums: &Sums<'_>, running: &mut Running<'_>, weights: &mut Weights<'_>) {
         // SAFETY: an engine exists only where its instruction set does.
-        unsafe { weigh::weigh::<ROWS>(&sums, running, weights) }
+        unsafe { weigh::weigh::<ROWS>(sums, running, weights) }
     }
 
     weigh::steps!();

@@ -41,10 +41,10 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
 
 /// As `engine::Engine::fetch`.
 #[inline(always)]
-pub(super) fn prefetch(ahead: &[u8]) {
-    for line in (0..ahead.len()).step_by(64) {
+pub(super) fn prefetch(ahead: *const u8, len: usize) {
+    for line in (0..len).step_by(64) {
         // SAFETY: prefetching an address is harmless whatever it is.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.as_ptr().wrapping_add(line).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast()) };
     }
 }
 
@@ -99,34 +99,63 @@ impl<const ROWS: usize> Sink for Bytes<'_, '_, ROWS> {
 /// As `engine::Engine::weigh` for products of up to `ROWS` rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn weigh<const ROWS: usize>(from: &Sums<'_>, running: Running<'_>, weights: &mut Weights<'_>) {
+pub(super) fn weigh<const ROWS: usize>(
+    from: &Sums<'_>,
+    running: &mut Running<'_>,
+    weights: &mut Weights<'_>,
+) {
     let groups = from.shape.groups;
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
     assert!(weights.numbers.len() >= groups * ROWS * 2);
-    weigh_into::<ROWS, _>(from, running, &mut Bytes::<ROWS>(weights));
+    // SAFETY: the instruction set of this function.
+    unsafe { weigh_into::<ROWS, _>(from, running, &mut Bytes::<ROWS>(weights)) };
 }
 
 /// [`weigh`] to any place.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn weigh_into<const ROWS: usize, S: Sink>(from: &Sums<'_>, running: Running<'_>, sink: &mut S) {
+///
+/// # Safety
+/// The CPU has AVX-512 F, BW, DQ and VL.
+#[inline(always)]
+pub(super) unsafe fn weigh_into<const ROWS: usize, S: Sink>(
+    from: &Sums<'_>,
+    running: &mut Running<'_>,
+    sink: &mut S,
+) {
     let (rows, groups, d) = (from.spans.len(), from.shape.groups, running.d);
     assert!(rows <= ROWS && groups > 0 && from.steps.len() == rows && from.seen.len() == rows);
-    assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS && from.numbers.len() == from.shape.numbers());
+    assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS);
+    assert!(from.stored.len() == 2 * from.shape.numbers());
     assert!(from.totals.len() >= (groups - 1) * from.totals_stride + rows);
     assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
     assert!(running.lanes.len() == rows * (1 + groups) * LANES);
-    let mut running = running;
-    let mut row = 0;
     // SAFETY: all lengths are as promised, see above.
     unsafe {
-        while row < rows {
-            row += match rows - row {
-                1 => weigh_rows::<ROWS, 1, S>(from, row, &mut running, sink),
-                2 | 4 => weigh_rows::<ROWS, 2, S>(from, row, &mut running, sink),
-                _ => weigh_rows::<ROWS, 3, S>(from, row, &mut running, sink),
-            }
+        match from.shape.scale_type {
+            ScaleType::F16 => weigh_all::<ROWS, false, S>(from, running, sink),
+            ScaleType::Bf16 => weigh_all::<ROWS, true, S>(from, running, sink),
         }
+    }
+}
+
+/// # Safety
+/// The slices have the lengths that [`weigh`] checks.
+#[inline(always)]
+unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
+    from: &Sums<'_>,
+    running: &mut Running<'_>,
+    sink: &mut S,
+) {
+    let rows = from.spans.len();
+    let mut row = 0;
+    while row < rows {
+        // SAFETY: the caller's promise.
+        row += unsafe {
+            match rows - row {
+                1 => weigh_rows::<ROWS, 1, BF16, S>(from, row, running, sink),
+                2 | 4 => weigh_rows::<ROWS, 2, BF16, S>(from, row, running, sink),
+                _ => weigh_rows::<ROWS, 3, BF16, S>(from, row, running, sink),
+            }
+        };
     }
 }
 
@@ -135,14 +164,14 @@ pub(super) fn weigh_into<const ROWS: usize, S: Sink>(from: &Sums<'_>, running: R
 /// # Safety
 /// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn weigh_rows<const ROWS: usize, const R: usize, S: Sink>(
+unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sink>(
     from: &Sums<'_>,
     first: usize,
     running: &mut Running<'_>,
     sink: &mut S,
 ) -> usize {
     let groups = from.shape.groups;
-    let (sums, numbers) = (from.sums.as_ptr(), from.numbers.as_ptr());
+    let (sums, numbers) = (from.sums.as_ptr(), from.stored.as_ptr().cast::<u16>());
     // A row that has seen nothing must not subtract -∞ from -∞, and takes whatever it sees as its reference.
     let (mut reference, mut limit) = ([0.0; R], [SLACK; R]);
     for r in 0..R {
@@ -160,7 +189,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, S: Sink>(
         unsafe {
             let scale = numbers.add(2 * group * PAGE_TOKENS);
             for j in 0..REGISTERS {
-                let (scale, offset) = load_pair(scale.add(j * LANES));
+                let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
                     let row = first + r;
                     let step = _mm512_set1_ps(*from.steps.get_unchecked(row));
@@ -229,7 +258,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, S: Sink>(
             }
             let scale = numbers.add(2 * (groups + group) * PAGE_TOKENS);
             for j in 0..REGISTERS {
-                let (scale, offset) = load_pair(scale.add(j * LANES));
+                let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
                     offsets[r] = _mm512_fmadd_ps(logits[r][j], offset, offsets[r]);
                     scaled[r][j] = _mm512_mul_ps(logits[r][j], scale);
@@ -397,7 +426,7 @@ macro_rules! steps {
     () => {
         #[inline(always)]
         fn fetch(&self, ahead: &[u8]) {
-            weigh::prefetch(ahead);
+            weigh::prefetch(ahead.as_ptr(), ahead.len());
         }
 
         #[inline(always)]
@@ -410,12 +439,6 @@ macro_rules! steps {
         fn total(&self, row: &[f32]) -> f32 {
             // SAFETY: as above.
             unsafe { weigh::total(row) }
-        }
-
-        #[inline(always)]
-        fn numbers(&self, stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-            // SAFETY: an engine exists only where its instruction set does.
-            unsafe { weigh::numbers(stored, scale_type, numbers) }
         }
 
         #[inline(always)]
