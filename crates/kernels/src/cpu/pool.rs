@@ -138,11 +138,24 @@ impl Pool {
 
     /// [`Self::for_each`] with the index of the thread as first argument, for buffers that each thread keeps.
     pub fn for_each_worker(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
+        let threads = self.threads();
+        self.for_each_in_runs(tasks, |thread| tasks * (thread + 1) / threads, task);
+    }
+
+    /// [`Self::for_each_worker`] where the run of a thread ends before task `end(thread)`, and begins where the one of the
+    /// thread before it ends. All ends together must cover all tasks.
+    pub fn for_each_in_runs(
+        &self,
+        tasks: usize,
+        end: impl Fn(usize) -> usize,
+        task: impl Fn(usize, usize) + Sync,
+    ) {
         if tasks <= 1 || self.workers.is_empty() {
             return (0..tasks).for_each(|index| task(0, index));
         }
         let seats = &self.seats[..self.threads()];
-        self.run(tasks, &|worker| {
+        assert_eq!(end(seats.len() - 1), tasks, "the last run ends with the last task");
+        self.run(&end, &|worker| {
             while let Some(index) = seats[worker].run.first() {
                 task(worker, index);
             }
@@ -157,17 +170,19 @@ impl Pool {
     /// Runs `region` on this thread and on every worker that comes before this thread is done with it.
     ///
     /// A panic in any thread is raised again here, after all threads have left the region.
-    fn run(&self, tasks: usize, region: &(dyn Fn(usize) + Sync)) {
+    fn run(&self, end: &dyn Fn(usize) -> usize, region: &(dyn Fn(usize) + Sync)) {
         // A poisoned lock only says that an earlier region panicked; the pool itself is in order.
         let _lead = self.lead.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let threads = self.threads();
-        let share = |thread: usize| tasks * thread / threads..tasks * (thread + 1) / threads;
         // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Seat`).
         let erased: *const Region =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Region>(region) };
         // Whoever comes first helps the others, so all runs are set before the first seat is opened.
+        let mut start = 0;
         for (thread, seat) in self.seats[..threads].iter().enumerate() {
-            seat.run.set(share(thread));
+            let end = end(thread).max(start);
+            seat.run.set(start..end);
+            start = end;
             // SAFETY: we hold `lead`, and the last region did not end before all seats were closed.
             unsafe { *seat.region.get() = Some(erased) };
         }
@@ -272,6 +287,22 @@ mod tests {
                 });
                 assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{threads} {tasks}");
             }
+        }
+    }
+
+    #[test]
+    fn uneven_runs_cover_every_index_once() {
+        let pool = Pool::new(3);
+        for ends in [[0, 0, 7], [7, 7, 7], [1, 6, 7], [2, 2, 7]] {
+            let counts: Vec<AtomicUsize> = (0..7).map(|_| AtomicUsize::new(0)).collect();
+            pool.for_each_in_runs(
+                7,
+                |thread| ends[thread],
+                |_, index| {
+                    counts[index].fetch_add(1, Ordering::Relaxed);
+                },
+            );
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{ends:?}");
         }
     }
 

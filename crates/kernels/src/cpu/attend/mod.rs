@@ -5,6 +5,8 @@
 //! results of a block are merged exactly. A row reads its sink and its recent pages in bf16 and what lies between
 //! sealed, all into one softmax.
 
+mod plan;
+
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError, RwLock};
 
@@ -18,24 +20,9 @@ use super::encode::SealScratch;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::pool::Pool;
-use super::step::{Step, StepSequence};
+use super::step::Step;
 use crate::backend::AttentionSpec;
-
-/// Query rows (tokens times heads of a group) a block aims for.
-const BLOCK_ROWS: usize = 64;
-
-/// Work items per thread where there are several blocks, so that uneven ones balance out.
-const ITEMS_PER_THREAD: usize = 6;
-
-/// Shares of a thread's part of a lone block, one item each. An item costs some microseconds before its first page, so
-/// there are few; the last one is small, and is what a thread that is done early takes over.
-const SHARES: [usize; 2] = [4, 1];
-
-/// Heads are read together where an item gets at least this many pages of each.
-const PAGES_TOGETHER: usize = 4;
-
-/// Pages of an item when results must not depend on what else is computed.
-const FIXED_PAGES: usize = 16;
+use plan::{Block, FIXED_PAGES, Item, Split, plan};
 
 /// How a step is computed.
 #[derive(Clone, Copy)]
@@ -76,30 +63,6 @@ impl Heads {
     }
 }
 
-/// Tokens of one sequence, and KV heads they read.
-struct Block<'a> {
-    sequence: &'a StepSequence,
-    /// One when there are many rows. Of few rows all heads are read together: their pages are neighbours in memory.
-    heads: Range<usize>,
-    /// Tokens inside the sequence's rows.
-    tokens: Range<usize>,
-    /// Items of this block.
-    items: Range<usize>,
-}
-
-impl Block<'_> {
-    /// Pages up to its last token.
-    fn pages(&self) -> usize {
-        (self.sequence.start + self.tokens.end).div_ceil(PAGE_TOKENS)
-    }
-}
-
-/// One range of pages of a block.
-struct Item {
-    block: usize,
-    pages: Range<usize>,
-}
-
 /// Buffers of one thread.
 #[derive(Default)]
 pub(super) struct AttendScratch {
@@ -133,7 +96,7 @@ impl Tiers<'_> {
     /// About how many sealed pages take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
     fn exact_cost(&self) -> usize {
         match self.cache.sealed().map(|sealed| sealed.formats[self.layer]) {
-            Some(SealedFormat::Codes(layout, _)) => 8 / layout.bits() as usize,
+            Some(SealedFormat::Codes(layout, _)) => 10 / layout.bits() as usize,
             _ => 1,
         }
     }
@@ -163,16 +126,18 @@ pub(super) fn attend(
         false => Split::Threads(pool.threads(), tiers.exact_cost()),
         true => Split::Pages(FIXED_PAGES),
     };
-    let (blocks, items) = plan(step, heads, split);
+    let plan = plan(step, heads, split);
+    let (blocks, items) = (&plan.blocks, &plan.items);
     partial.resize_with(partial.len().max(items.len()), RwLock::default);
     let partial = &*partial;
     let target = DisjointSlice::new(out);
     let isa = numerics.attention_isa();
-    pool.for_each_worker(items.len(), |worker, index| {
+    let end = |thread: usize| plan.end(thread, pool.threads());
+    pool.for_each_in_runs(items.len(), end, |worker, index| {
         let item = &items[index];
         let block = &blocks[item.block];
         let mut scratch = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
-        gather_queries(block, heads, qkv, &mut scratch);
+        gather_queries(block, &item.heads, heads, qkv, &mut scratch);
         if block.items.len() == 1 {
             let mut states = std::mem::take(&mut scratch.states);
             read_item(isa, block, item, heads, tiers, &mut scratch, &mut states);
@@ -188,16 +153,19 @@ pub(super) fn attend(
     // The parts of every head are put together by the thread that has just used its matrices, where tasks do not move.
     let several = blocks.iter().filter(|block| block.items.len() > 1);
     let outputs: Vec<(&Block<'_>, usize)> =
-        several.flat_map(|block| (0..block.heads.len()).map(move |head| (block, head))).collect();
+        several.flat_map(|block| block.heads.clone().map(move |head| (block, head))).collect();
     pool.for_each_worker(outputs.len(), |worker, index| {
         let (block, head) = outputs[index];
         let scratch = &mut *workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
-        let parts: Vec<_> = partial[block.items.clone()]
-            .iter()
-            .map(|part| part.read().unwrap_or_else(PoisonError::into_inner))
+        let parts = items[block.items.clone()].iter().zip(&partial[block.items.clone()]);
+        let parts: Vec<_> = parts
+            .filter(|(item, _)| item.heads.contains(&head))
+            .map(|(item, part)| {
+                (head - item.heads.start, part.read().unwrap_or_else(PoisonError::into_inner))
+            })
             .collect();
-        let parts: Vec<&SoftmaxState> = parts.iter().map(|states| &states[head]).collect();
-        write_head(block, block.heads.start + head, heads, tiers, &parts, scratch, &target);
+        let parts: Vec<&SoftmaxState> = parts.iter().map(|(index, states)| &states[*index]).collect();
+        write_head(block, head, heads, tiers, &parts, scratch, &target);
     });
 }
 
@@ -212,9 +180,9 @@ fn read_item(
     states: &mut HeadStates,
 ) {
     let AttendScratch { queries, spans, kernel, .. } = scratch;
-    states.resize_with(block.heads.len(), SoftmaxState::default);
+    states.resize_with(item.heads.len(), SoftmaxState::default);
     states.iter_mut().for_each(|state| state.reset(spans.len(), heads.head_dim));
-    let mut reader = Reader { isa, block, heads, queries, kernel, states };
+    let mut reader = Reader { isa, block, kv_heads: &item.heads, heads, queries, kernel, states };
     let (cache, layer) = (tiers.cache, tiers.layer);
     if let Some(history) = &tiers.history {
         let early: Vec<Span> = spans
@@ -255,6 +223,7 @@ fn read_item(
 struct Reader<'a> {
     isa: Isa,
     block: &'a Block<'a>,
+    kv_heads: &'a Range<usize>,
     heads: Heads,
     queries: &'a [f32],
     kernel: &'a mut AttentionScratch,
@@ -269,9 +238,9 @@ impl Reader<'_> {
         if slots.is_empty() {
             return;
         }
-        let Reader { isa, block, queries, kernel, states, .. } = self;
+        let Reader { isa, kv_heads, queries, kernel, states, .. } = self;
         let rows = queries.chunks_exact(spans.len() * head_dim);
-        for ((head, queries), state) in block.heads.clone().zip(rows).zip(states.iter_mut()) {
+        for ((head, queries), state) in kv_heads.clone().zip(rows).zip(states.iter_mut()) {
             let pages: Vec<&[u16]> = slots.iter().map(|&slot| cache.page(layer, slot, head)).collect();
             attention::attend(*isa, queries, scale, spans, first, &pages, head_dim, kernel, state);
         }
@@ -281,100 +250,30 @@ impl Reader<'_> {
     fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let first = pages.start;
         let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
-        let Reader { isa, block, heads, queries, kernel, states } = self;
-        let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * block.heads.len());
+        let Reader { isa, block, kv_heads, heads, queries, kernel, states } = self;
+        let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * kv_heads.len());
         for page in pages {
             let slot = block.sequence.sealed_slot(page);
-            found.extend(block.heads.clone().map(|head| sealed.page(HeadIndex { layer, head }, slot)));
+            found.extend(kv_heads.clone().map(|head| sealed.page(HeadIndex { layer, head }, slot)));
         }
         let format = &sealed.formats[layer];
         attend_sealed_heads(*isa, format, queries, heads.scale, spans, first, &found, kernel, states);
     }
 }
 
-/// How the pages of a block are cut.
-enum Split {
-    /// For so many threads, where a bf16 page takes as long as so many sealed ones.
-    Threads(usize, usize),
-    /// This many pages to an item, whatever else there is.
-    Pages(usize),
-}
-
-/// Cuts a step into blocks and their page ranges. A range comes after those of later pages: the last pages are bf16 and
-/// take longest, and long items go first.
-fn plan(step: &Step, heads: Heads, split: Split) -> (Vec<Block<'_>>, Vec<Item>) {
-    let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
-    let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
-    let ranges = match split {
-        Split::Threads(1, _) | Split::Pages(_) => 1,
-        Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
-        Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
-    };
-    let mut blocks = Vec::new();
-    let mut items = Vec::new();
-    for sequence in &step.sequences {
-        for first in (0..sequence.len).step_by(block_tokens) {
-            let tokens = first..(first + block_tokens).min(sequence.len);
-            let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
-            let together = tokens.len() == 1 && pages >= ranges * PAGES_TOGETHER;
-            let block_heads = if together { heads.kv_heads } else { 1 };
-            let cut: Vec<Range<usize>> = match split {
-                Split::Threads(_, exact_cost) => {
-                    let history = sequence.history(sequence.start + tokens.end - 1);
-                    let cost = |page: usize| if history.contains(&page) { 1 } else { exact_cost };
-                    let shares: Vec<usize> = match (together, block_count) {
-                        (true, 1) => SHARES.into_iter().cycle().take(ranges).collect(),
-                        (true, _) => vec![1; ranges],
-                        (false, _) => vec![1; ranges.div_ceil(heads.kv_heads)],
-                    };
-                    cut(pages, cost, &shares)
-                }
-                Split::Pages(count) => (0..pages.div_ceil(count))
-                    .rev()
-                    .map(|n| n * count..((n + 1) * count).min(pages))
-                    .collect(),
-            };
-            for head in (0..heads.kv_heads).step_by(block_heads) {
-                let first_item = items.len();
-                items.extend(cut.iter().map(|pages| Item { block: blocks.len(), pages: pages.clone() }));
-                let heads = head..head + block_heads;
-                let items = first_item..items.len();
-                blocks.push(Block { sequence, heads, tokens: tokens.clone(), items });
-            }
-        }
-    }
-    (blocks, items)
-}
-
-/// Cuts pages into ranges whose costs are about as the shares, from the last page to the first. Ranges are not empty,
-/// so there may be fewer.
-fn cut(pages: usize, cost: impl Fn(usize) -> usize, shares: &[usize]) -> Vec<Range<usize>> {
-    let total: usize = (0..pages).map(&cost).sum();
-    let whole: usize = shares.iter().sum();
-    let mut ranges = Vec::new();
-    let (mut start, mut passed, mut due) = (pages, 0, 0);
-    for share in shares {
-        due += share;
-        let end = start;
-        // A page belongs where its middle lies.
-        while start > 0 && (2 * passed + cost(start - 1)) * whole <= 2 * due * total {
-            start -= 1;
-            passed += cost(start);
-        }
-        if start < end {
-            ranges.push(start..end);
-        }
-    }
-    ranges
-}
-
 /// Collects the query rows of a block, head by head and token by token, and what each row of a head may see.
-fn gather_queries(block: &Block<'_>, heads: Heads, qkv: &[f32], scratch: &mut AttendScratch) {
+fn gather_queries(
+    block: &Block<'_>,
+    kv_heads: &Range<usize>,
+    heads: Heads,
+    qkv: &[f32],
+    scratch: &mut AttendScratch,
+) {
     let AttendScratch { queries, spans, .. } = scratch;
     queries.clear();
     spans.clear();
     let width = heads.group() * heads.head_dim;
-    for head in block.heads.clone() {
+    for head in kv_heads.clone() {
         for token in block.tokens.clone() {
             let row = &qkv[(block.sequence.first_row + token) * heads.qkv_cols()..];
             queries.extend_from_slice(&row[head * width..(head + 1) * width]);
@@ -409,34 +308,5 @@ fn write_head(
         let start = (row * heads.q_heads + head * group) * d;
         // SAFETY: every (row, KV head) belongs to one block, and each of its heads is one task.
         unsafe { target.part(start..start + group * d) }.copy_from_slice(rows);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pages_are_cut_by_what_they_cost() {
-        // A sink of one page, a history of 100 and four recent pages that cost as much as four each.
-        let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
-        assert_eq!(cut(105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
-        assert_eq!(cut(105, cost, &[1, 1]), [57..105, 0..57]);
-        assert_eq!(cut(0, cost, &[4, 1]), []);
-    }
-
-    #[test]
-    fn every_page_is_in_one_range() {
-        for pages in 0..40 {
-            for shares in [&[1][..], &[4, 1, 4, 1], &[1; 12], &[1; 50]] {
-                for exact in [1, 2, 4] {
-                    let cost = |page: usize| if (1..20).contains(&page) { 1 } else { exact };
-                    let ranges = cut(pages, cost, shares);
-                    assert!(ranges.len() <= shares.len());
-                    assert!(ranges.iter().all(|range| !range.is_empty()));
-                    assert!(ranges.into_iter().rev().flatten().eq(0..pages), "{pages} {shares:?} {exact}");
-                }
-            }
-        }
     }
 }

@@ -1,0 +1,258 @@
+//! How the attention of a step is cut into items for the worker pool.
+
+use std::ops::Range;
+
+use oscar_codec::PAGE_TOKENS;
+
+use super::Heads;
+use crate::cpu::step::{Step, StepSequence};
+
+/// Query rows (tokens times heads of a group) a block aims for.
+const BLOCK_ROWS: usize = 64;
+
+/// Work items per thread where there are several blocks, so that uneven ones balance out.
+const ITEMS_PER_THREAD: usize = 6;
+
+/// Shares of a thread's part of a lone block, one item each. The last one is small, and is what a thread that is done early
+/// takes over.
+const SHARES: [usize; 2] = [4, 1];
+
+/// Sum of the shares.
+const SHARES_WHOLE: usize = SHARES[0] + SHARES[1];
+
+/// Heads are read together where an item gets at least this many pages of each.
+const PAGES_TOGETHER: usize = 4;
+
+/// Pages of an item when results must not depend on what else is computed.
+pub(super) const FIXED_PAGES: usize = 16;
+
+/// Tokens of one sequence, and KV heads they read.
+pub(super) struct Block<'a> {
+    pub(super) sequence: &'a StepSequence,
+    /// One when there are many rows. Of few rows all heads are read together: their pages are neighbours in memory.
+    pub(super) heads: Range<usize>,
+    /// Tokens inside the sequence's rows.
+    pub(super) tokens: Range<usize>,
+    /// Items of this block.
+    pub(super) items: Range<usize>,
+}
+
+impl Block<'_> {
+    /// Pages up to its last token.
+    pub(super) fn pages(&self) -> usize {
+        (self.sequence.start + self.tokens.end).div_ceil(PAGE_TOKENS)
+    }
+}
+
+/// One range of pages of a block, for some of its heads.
+pub(super) struct Item {
+    pub(super) block: usize,
+    pub(super) heads: Range<usize>,
+    pub(super) pages: Range<usize>,
+}
+
+/// The work of a step.
+pub(super) struct Plan<'a> {
+    pub(super) blocks: Vec<Block<'a>>,
+    pub(super) items: Vec<Item>,
+    /// Where the items of each thread end, if it matters who does what.
+    ends: Vec<usize>,
+}
+
+impl Plan<'_> {
+    /// Where the items of one of `threads` threads end.
+    pub(super) fn end(&self, thread: usize, threads: usize) -> usize {
+        self.ends.get(thread).copied().unwrap_or(self.items.len() * (thread + 1) / threads)
+    }
+}
+
+/// How the pages of a block are cut.
+pub(super) enum Split {
+    /// For so many threads, where a bf16 page takes as long as so many sealed ones.
+    Threads(usize, usize),
+    /// This many pages to an item, whatever else there is.
+    Pages(usize),
+}
+
+/// Cuts a step into blocks and their page ranges. A range comes after those of later pages: the last pages are bf16 and
+/// take longest, and long items go first.
+pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
+    let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
+    let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
+    let ranges = match split {
+        Split::Threads(1, _) | Split::Pages(_) => 1,
+        Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
+        Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
+    };
+    let mut plan = Plan { blocks: Vec::new(), items: Vec::new(), ends: Vec::new() };
+    for sequence in &step.sequences {
+        for first in (0..sequence.len).step_by(block_tokens) {
+            let tokens = first..(first + block_tokens).min(sequence.len);
+            let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
+            let history = sequence.history(sequence.start + tokens.end - 1);
+            let together = tokens.len() == 1 && pages >= ranges * PAGES_TOGETHER;
+            let block_heads = if together { heads.kv_heads } else { 1 };
+            let cut: Vec<Range<usize>> = match split {
+                Split::Threads(threads, exact_cost) => {
+                    let cost = |page: usize| if history.contains(&page) { 1 } else { exact_cost };
+                    if together && block_count == 1 && threads > 1 && !history.is_empty() {
+                        let heads = 0..heads.kv_heads;
+                        let (items, ends) = lone(heads.len(), pages, history, threads, exact_cost);
+                        let blocks = vec![Block { sequence, heads, tokens, items: 0..items.len() }];
+                        return Plan { blocks, items, ends };
+                    }
+                    let shares: Vec<usize> = match (together, block_count) {
+                        (true, 1) => SHARES.into_iter().cycle().take(ranges).collect(),
+                        (true, _) => vec![1; ranges],
+                        (false, _) => vec![1; ranges.div_ceil(heads.kv_heads)],
+                    };
+                    cut(pages, cost, &shares)
+                }
+                Split::Pages(count) => (0..pages.div_ceil(count))
+                    .rev()
+                    .map(|n| n * count..((n + 1) * count).min(pages))
+                    .collect(),
+            };
+            for head in (0..heads.kv_heads).step_by(block_heads) {
+                let (first, heads) = (plan.items.len(), head..head + block_heads);
+                for pages in &cut {
+                    let (block, pages) = (plan.blocks.len(), pages.clone());
+                    plan.items.push(Item { block, heads: heads.clone(), pages });
+                }
+                let items = first..plan.items.len();
+                plan.blocks.push(Block { sequence, heads, tokens: tokens.clone(), items });
+            }
+        }
+    }
+    plan
+}
+
+/// The items of a lone row with a history, and where those of each thread end.
+///
+/// Beginning with sealed pages costs some microseconds, so a thread does that once and for all heads. Its bf16 pages follow
+/// head by head, and are what a thread that is done early takes over; where they are few, some of the sealed pages are as
+/// well.
+fn lone(
+    kv_heads: usize,
+    pages: usize,
+    history: Range<usize>,
+    threads: usize,
+    exact_cost: usize,
+) -> (Vec<Item>, Vec<usize>) {
+    let mut exact: Vec<Vec<Item>> = (0..threads).map(|_| Vec::new()).collect();
+    let mut loads = vec![0; threads];
+    for pages in [history.end..pages, 0..history.start] {
+        for head in (0..kv_heads).filter(|_| !pages.is_empty()) {
+            let least = (0..threads).min_by_key(|&thread| loads[thread]).unwrap_or(0);
+            loads[least] += pages.len() * exact_cost;
+            exact[least].push(Item { block: 0, heads: head..head + 1, pages: pages.clone() });
+        }
+    }
+    let loaded: usize = loads.iter().sum();
+    let all = loaded + history.len() * kv_heads;
+    let few = SHARES_WHOLE * loaded < all;
+    // Sealed pages go where there is room under the average.
+    let room: Vec<usize> = loads.iter().map(|load| all.saturating_sub(threads * load)).collect();
+    let whole = room.iter().sum::<usize>().max(1);
+    let (mut items, mut ends) = (Vec::new(), Vec::new());
+    let (mut start, mut passed) = (history.start, 0);
+    for (exact, room) in exact.into_iter().zip(room) {
+        passed += room;
+        let end = history.start + history.len() * passed / whole;
+        let spare = if few { (end - start) * SHARES[1] / SHARES_WHOLE } else { 0 };
+        for pages in [start + spare..end, start..start + spare] {
+            if !pages.is_empty() {
+                items.push(Item { block: 0, heads: 0..kv_heads, pages });
+            }
+        }
+        items.extend(exact);
+        ends.push(items.len());
+        start = end;
+    }
+    (items, ends)
+}
+
+/// Cuts pages into ranges whose costs are about as the shares, from the last page to the first. Ranges are not empty,
+/// so there may be fewer.
+fn cut(pages: usize, cost: impl Fn(usize) -> usize, shares: &[usize]) -> Vec<Range<usize>> {
+    let total: usize = (0..pages).map(&cost).sum();
+    let whole: usize = shares.iter().sum();
+    let mut ranges = Vec::new();
+    let (mut start, mut passed, mut due) = (pages, 0, 0);
+    for share in shares {
+        due += share;
+        let end = start;
+        // A page belongs where its middle lies.
+        while start > 0 && (2 * passed + cost(start - 1)) * whole <= 2 * due * total {
+            start -= 1;
+            passed += cost(start);
+        }
+        if start < end {
+            ranges.push(start..end);
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_cut_by_what_they_cost() {
+        // A sink of one page, a history of 100 and four recent pages that cost as much as four each.
+        let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
+        assert_eq!(cut(105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
+        assert_eq!(cut(105, cost, &[1, 1]), [57..105, 0..57]);
+        assert_eq!(cut(0, cost, &[4, 1]), []);
+    }
+
+    #[test]
+    fn every_page_is_in_one_range() {
+        for pages in 0..40 {
+            for shares in [&[1][..], &[4, 1, 4, 1], &[1; 12], &[1; 50]] {
+                for exact in [1, 2, 4] {
+                    let cost = |page: usize| if (1..20).contains(&page) { 1 } else { exact };
+                    let ranges = cut(pages, cost, shares);
+                    assert!(ranges.len() <= shares.len());
+                    assert!(ranges.iter().all(|range| !range.is_empty()));
+                    assert!(ranges.into_iter().rev().flatten().eq(0..pages), "{pages} {shares:?} {exact}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_lone_row_reads_every_page_of_every_head_once() {
+        for threads in [2, 3, 8, 40] {
+            for (pages, history) in [(6, 1..2), (40, 1..35), (125, 1..120), (400, 4..395), (30, 0..30)] {
+                for kv_heads in [1, 2, 3, 8] {
+                    let (items, ends) = lone(kv_heads, pages, history.clone(), threads, 5);
+                    let mut read = vec![0; kv_heads * pages];
+                    for item in &items {
+                        assert!(!item.pages.is_empty());
+                        let sealed = item.pages.clone().filter(|page| history.contains(page)).count();
+                        assert!(sealed == 0 || sealed == item.pages.len(), "an item is of one kind");
+                        for head in item.heads.clone() {
+                            item.pages.clone().for_each(|page| read[head * pages + page] += 1);
+                        }
+                    }
+                    assert!(read.iter().all(|&times| times == 1), "{threads} {pages} {history:?} {kv_heads}");
+                    assert_eq!((ends.len(), ends[threads - 1]), (threads, items.len()));
+                    assert!(ends.is_sorted());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_lone_row_is_shared_evenly() {
+        let (items, ends) = lone(3, 125, 1..120, 2, 5);
+        let cost = |item: &Item| {
+            let page = if (1..120).contains(&item.pages.start) { 1 } else { 5 };
+            item.heads.len() * item.pages.len() * page
+        };
+        let loads = [&items[..ends[0]], &items[ends[0]..]].map(|items| items.iter().map(cost).sum::<usize>());
+        assert!(loads[0].abs_diff(loads[1]) <= 3, "{loads:?}");
+    }
+}
