@@ -158,7 +158,7 @@ fn lone(
     let (mut start, mut passed) = (history.start, 0);
     for (exact, room) in exact.into_iter().zip(room) {
         passed += room;
-        let end = history.start + history.len() * passed / whole;
+        let end = history.start + (history.len() * passed + whole / 2) / whole;
         let spare = if few { (end - start) * SHARES[1] / SHARES_WHOLE } else { 0 };
         for pages in [start + spare..end, start..start + spare] {
             if !pages.is_empty() {
