@@ -308,3 +308,50 @@ add!(
     "tdpbsud tmm1, tmm4, tmm6"
 );
 add!(add_1, "tileloadd tmm5, [{b} + {line}]", "tdpbsud tmm0, tmm4, tmm5");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::attention::tests::Random;
+
+    /// Row `k / 4` of tile `(k / 64, column / 16)` has, at byte `4·(column % 16) + k % 4`, code `k` of a column.
+    #[test]
+    fn codes_are_unpacked_into_tiles() {
+        if !is_available() {
+            return;
+        }
+        let mut random = Random(1);
+        for (bits, inner, width) in
+            [(2, 64, 64), (2, 128, 64), (2, 64, 96), (4, 64, 64), (4, 64, 128), (2, 32, 64)]
+        {
+            let bytes: Vec<u8> =
+                (0..inner * width * bits as usize / 8).map(|_| random.next() as u8).collect();
+            let words = Words { bytes: &bytes, width };
+            for columns in [0..width, 16..width, 0..16] {
+                let registers = columns.len() / COLUMNS;
+                let mut tiles = vec![0xff; inner.div_ceil(STEP) * registers * TILE_BYTES];
+                // SAFETY: the instructions are there.
+                unsafe { unpack(bits, words, inner, columns.clone(), &mut tiles) };
+                for column in 0..columns.len() {
+                    for k in 0..inner {
+                        let tile = k / STEP * registers + column / COLUMNS;
+                        let at = tile * TILE_BYTES + k % STEP / 4 * STEP + 4 * (column % COLUMNS) + k % 4;
+                        assert_eq!(
+                            tiles[at],
+                            code(bits, words, columns.start + column, k),
+                            "{bits} {column} {k}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Code `k` of a column: byte `k % 4` of word `k / (4·codes of a byte)`.
+    fn code(bits: u32, words: Words<'_>, column: usize, k: usize) -> u8 {
+        let per_byte = 8 / bits as usize;
+        let (block, rest) = (k / (4 * per_byte), k % (4 * per_byte));
+        let byte = words.bytes[4 * (block * words.width + column) + rest % 4];
+        byte >> (bits as usize * (rest / 4)) & ((1 << bits) - 1)
+    }
+}
