@@ -290,9 +290,14 @@ impl Backend for CpuBackend {
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
         let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
         let tasks = store.tasks(step);
-        tasks.iter().for_each(|task| store.expect_page(step, task, cache));
         let (sides, heads) = (2 * spec.kv_heads, DisjointSlice::new(rows));
-        self.for_each_task(parallel, step.rows() * sides, |worker, task| {
+        // What will be written is asked for by one thread while another begins with the rows.
+        let shared: &Cache = cache;
+        self.for_each_task(parallel, tasks.len() + step.rows() * sides, |worker, task| {
+            if let Some(task) = tasks.get(task) {
+                return store.expect_page(step, task, shared);
+            }
+            let task = task - tasks.len();
             let (row, part) = (task / sides, task % sides);
             let side = if part % 2 == 0 { Side::Key } else { Side::Value };
             let scratch = &mut lock(&self.sealers[worker]);
