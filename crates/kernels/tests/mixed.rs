@@ -343,7 +343,8 @@ fn decoding_equals_the_oracle_at_every_edge() {
     }
 }
 
-/// From some length on a lone sequence is cut by what pages cost, and an item reads all heads of its pages together.
+/// From some length on a lone sequence is cut by what pages cost: sealed pages for all heads together, bf16 pages head by
+/// head.
 #[test]
 fn a_long_sequence_is_cut_and_put_together_again() {
     let windows = PageWindows { sink: 1, recent: 4 };

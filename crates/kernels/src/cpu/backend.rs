@@ -164,8 +164,20 @@ impl CpuBackend {
 
     /// Calls `body` with a worker and every task.
     fn for_each_task(&self, parallel: bool, tasks: usize, body: impl Fn(usize, usize) + Sync) {
+        let threads = self.threads();
+        self.for_each_in_runs(parallel, tasks, |thread| tasks * (thread + 1) / threads, body);
+    }
+
+    /// As [`Pool::for_each_in_runs`].
+    fn for_each_in_runs(
+        &self,
+        parallel: bool,
+        tasks: usize,
+        end: impl Fn(usize) -> usize,
+        body: impl Fn(usize, usize) + Sync,
+    ) {
         match parallel {
-            true => self.pool.for_each_worker(tasks, body),
+            true => self.pool.for_each_in_runs(tasks, end, body),
             false => (0..tasks).for_each(|task| body(0, task)),
         }
     }
@@ -291,9 +303,11 @@ impl Backend for CpuBackend {
         let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
         let tasks = store.tasks(step);
         let (sides, heads) = (2 * spec.kv_heads, DisjointSlice::new(rows));
-        // What will be written is asked for by one thread while another begins with the rows.
+        // What will be written is asked for by the thread that writes it, while others begin with the rows.
         let shared: &Cache = cache;
-        self.for_each_task(parallel, tasks.len() + step.rows() * sides, |worker, task| {
+        let (threads, row_tasks) = (if parallel { self.threads() } else { 1 }, step.rows() * sides);
+        let end = |thread: usize| tasks.len() + row_tasks * (thread + 1) / threads;
+        self.for_each_in_runs(parallel, tasks.len() + row_tasks, end, |worker, task| {
             if let Some(task) = tasks.get(task) {
                 return store.expect_page(step, task, shared);
             }

@@ -143,7 +143,7 @@ impl Pool {
     }
 
     /// [`Self::for_each_worker`] where the run of a thread ends before task `end(thread)`, and begins where the one of the
-    /// thread before it ends. All ends together must cover all tasks.
+    /// thread before it ends. The last one must end with the last task.
     pub fn for_each_in_runs(
         &self,
         tasks: usize,
@@ -155,7 +155,7 @@ impl Pool {
         }
         let seats = &self.seats[..self.threads()];
         assert_eq!(end(seats.len() - 1), tasks, "the last run ends with the last task");
-        self.run(&end, &|worker| {
+        self.run(&|thread| end(thread).min(tasks), &|worker| {
             while let Some(index) = seats[worker].run.first() {
                 task(worker, index);
             }

@@ -76,7 +76,7 @@ pub(super) struct AttendScratch {
     states: HeadStates,
 }
 
-/// Softmax of the rows of each head of a block.
+/// Softmax of the rows of each head of an item.
 type HeadStates = Vec<SoftmaxState>;
 
 /// Softmax of each item of blocks that are several; kept between steps.
@@ -150,7 +150,7 @@ pub(super) fn attend(
         let mut states = partial[index].write().unwrap_or_else(PoisonError::into_inner);
         read_item(isa, block, item, heads, tiers, &mut scratch, &mut states);
     });
-    // The parts of every head are put together by the thread that has just used its matrices, where tasks do not move.
+    // The parts of a head are put together by the thread that rotated its value, if no other has helped: it has the matrix.
     let several = blocks.iter().filter(|block| block.items.len() > 1);
     let outputs: Vec<(&Block<'_>, usize)> =
         several.flat_map(|block| block.heads.clone().map(move |head| (block, head))).collect();

@@ -55,14 +55,17 @@ pub(super) struct Item {
 pub(super) struct Plan<'a> {
     pub(super) blocks: Vec<Block<'a>>,
     pub(super) items: Vec<Item>,
-    /// Where the items of each thread end, if it matters who does what.
+    /// Where the items of each thread end; evenly where there are none.
     ends: Vec<usize>,
 }
 
 impl Plan<'_> {
     /// Where the items of one of `threads` threads end.
     pub(super) fn end(&self, thread: usize, threads: usize) -> usize {
-        self.ends.get(thread).copied().unwrap_or(self.items.len() * (thread + 1) / threads)
+        match self.ends.is_empty() {
+            true => self.items.len() * (thread + 1) / threads,
+            false => self.ends[thread],
+        }
     }
 }
 
@@ -74,8 +77,8 @@ pub(super) enum Split {
     Pages(usize),
 }
 
-/// Cuts a step into blocks and their page ranges. A range comes after those of later pages: the last pages are bf16 and
-/// take longest, and long items go first.
+/// Cuts a step into blocks and their page ranges. Long items go first: a range comes after those of later pages, which are
+/// bf16 at the end of a sequence, except in [`lone`].
 pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
     let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
@@ -95,9 +98,12 @@ pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
             let cut: Vec<Range<usize>> = match split {
                 Split::Threads(threads, exact_cost) => {
                     let cost = |page: usize| if history.contains(&page) { 1 } else { exact_cost };
-                    if together && block_count == 1 && threads > 1 && !history.is_empty() {
+                    if together
+                        && block_count == 1
+                        && let Some((items, ends)) =
+                            lone(heads.kv_heads, pages, history.clone(), threads, exact_cost)
+                    {
                         let heads = 0..heads.kv_heads;
-                        let (items, ends) = lone(heads.len(), pages, history, threads, exact_cost);
                         let blocks = vec![Block { sequence, heads, tokens, items: 0..items.len() }];
                         return Plan { blocks, items, ends };
                     }
@@ -127,18 +133,21 @@ pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
     plan
 }
 
-/// The items of a lone row with a history, and where those of each thread end.
+/// The items of a lone row with a history, and where those of each thread end; `None` where they would not be even.
 ///
 /// Beginning with sealed pages costs some microseconds, so a thread does that once and for all heads. Its bf16 pages follow
-/// head by head, and are what a thread that is done early takes over; where they are few, some of the sealed pages are as
-/// well.
+/// head by head, and are what a thread that is done early takes over; where they are less than a fifth of all work, some of
+/// the sealed pages are as well.
 fn lone(
     kv_heads: usize,
     pages: usize,
     history: Range<usize>,
     threads: usize,
     exact_cost: usize,
-) -> (Vec<Item>, Vec<usize>) {
+) -> Option<(Vec<Item>, Vec<usize>)> {
+    if threads == 1 || history.is_empty() {
+        return None;
+    }
     let mut exact: Vec<Vec<Item>> = (0..threads).map(|_| Vec::new()).collect();
     let mut loads = vec![0; threads];
     for pages in [history.end..pages, 0..history.start] {
@@ -150,9 +159,12 @@ fn lone(
     }
     let loaded: usize = loads.iter().sum();
     let all = loaded + history.len() * kv_heads;
+    if loads.iter().any(|load| load * threads > all) {
+        return None;
+    }
     let few = SHARES_WHOLE * loaded < all;
     // Sealed pages go where there is room under the average.
-    let room: Vec<usize> = loads.iter().map(|load| all.saturating_sub(threads * load)).collect();
+    let room: Vec<usize> = loads.iter().map(|load| all - threads * load).collect();
     let whole = room.iter().sum::<usize>().max(1);
     let (mut items, mut ends) = (Vec::new(), Vec::new());
     let (mut start, mut passed) = (history.start, 0);
@@ -169,7 +181,7 @@ fn lone(
         ends.push(items.len());
         start = end;
     }
-    (items, ends)
+    Some((items, ends))
 }
 
 /// Cuts pages into ranges whose costs are about as the shares, from the last page to the first. Ranges are not empty,
@@ -227,7 +239,9 @@ mod tests {
         for threads in [2, 3, 8, 40] {
             for (pages, history) in [(6, 1..2), (40, 1..35), (125, 1..120), (400, 4..395), (30, 0..30)] {
                 for kv_heads in [1, 2, 3, 8] {
-                    let (items, ends) = lone(kv_heads, pages, history.clone(), threads, 5);
+                    let Some((items, ends)) = lone(kv_heads, pages, history.clone(), threads, 5) else {
+                        continue;
+                    };
                     let mut read = vec![0; kv_heads * pages];
                     for item in &items {
                         assert!(!item.pages.is_empty());
@@ -247,12 +261,16 @@ mod tests {
 
     #[test]
     fn a_lone_row_is_shared_evenly() {
-        let (items, ends) = lone(3, 125, 1..120, 2, 5);
+        let (items, ends) = lone(3, 125, 1..120, 2, 5).unwrap();
         let cost = |item: &Item| {
             let page = if (1..120).contains(&item.pages.start) { 1 } else { 5 };
             item.heads.len() * item.pages.len() * page
         };
         let loads = [&items[..ends[0]], &items[ends[0]..]].map(|items| items.iter().map(cost).sum::<usize>());
         assert!(loads[0].abs_diff(loads[1]) <= 3, "{loads:?}");
+        // Two heads with wide windows are no work for eight threads, if every head is one item; nor is a row without a
+        // history.
+        assert!(lone(2, 141, 1..12, 8, 5).is_none());
+        assert!(lone(2, 141, 0..0, 8, 5).is_none());
     }
 }

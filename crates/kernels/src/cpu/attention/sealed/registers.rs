@@ -66,13 +66,22 @@ pub(super) fn load_some(row: &[f32], first: usize) -> __m512 {
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, __m512) {
     // SAFETY: the caller's promise.
-    let bits =
-        unsafe { [_mm256_loadu_si256(scale.cast()), _mm256_loadu_si256(scale.add(PAGE_TOKENS).cast())] };
-    let [scale, offset] = bits.map(|bits| match BF16 {
+    unsafe { (widen::<BF16>(scale), widen::<BF16>(scale.add(PAGE_TOKENS))) }
+}
+
+/// 16 numbers of 16 bits.
+///
+/// # Safety
+/// The pointer reaches 16 numbers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn widen<const BF16: bool>(at: *const u16) -> __m512 {
+    // SAFETY: the caller's promise.
+    let bits = unsafe { _mm256_loadu_si256(at.cast()) };
+    match BF16 {
         true => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits))),
         false => _mm512_cvtph_ps(bits),
-    });
-    (scale, offset)
+    }
 }
 
 /// `256·high + low` of 16 sums as numbers; `low` lies `distance` after `high`.

@@ -138,7 +138,7 @@ pub(super) unsafe fn weigh_into<const ROWS: usize, S: Sink>(
 }
 
 /// # Safety
-/// The slices have the lengths that [`weigh`] checks.
+/// The slices have the lengths that [`weigh_into`] checks.
 #[inline(always)]
 unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
     from: &Sums<'_>,
@@ -162,7 +162,7 @@ unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
 /// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other. Returns `R`.
 ///
 /// # Safety
-/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
+/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh_into`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sink>(
     from: &Sums<'_>,
