@@ -69,13 +69,13 @@ pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, 
     unsafe { (widen::<BF16>(scale), widen::<BF16>(scale.add(PAGE_TOKENS))) }
 }
 
-/// 16 numbers of 16 bits.
+/// 16 numbers from 16 bits each: bf16 or f16.
 ///
 /// # Safety
 /// The pointer reaches 16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn widen<const BF16: bool>(at: *const u16) -> __m512 {
+pub(super) unsafe fn widen<const BF16: bool>(at: *const u16) -> __m512 {
     // SAFETY: the caller's promise.
     let bits = unsafe { _mm256_loadu_si256(at.cast()) };
     match BF16 {

@@ -260,7 +260,7 @@ unsafe fn key_sums(left: *const i8, stride: usize, right: *const u8, steps: usiz
 
 /// Defines the sums of up to 16 rows over 64 tokens, for 16 channels per tile.
 macro_rules! add {
-    ($name:ident, $($step:literal),*) => {
+    ($name:ident, [$(($sum:literal, $right:literal, $from:literal)),*]) => {
         /// # Safety
         /// Tiles are configured; `left` and each tile of `right` has 16 rows of 64 bytes.
         #[inline(always)]
@@ -269,7 +269,10 @@ macro_rules! add {
             unsafe {
                 asm!(
                     "tileloadd tmm4, [{a} + {line}]",
-                    $($step,)*
+                    $(
+                        concat!("tileloadd tmm", $right, ", [{b} + {line} + ", $from, "]"),
+                        concat!("tdpbsud tmm", $sum, ", tmm4, tmm", $right),
+                    )*
                     a = in(reg) left,
                     b = in(reg) right,
                     line = in(reg) STEP,
@@ -280,34 +283,10 @@ macro_rules! add {
     };
 }
 
-add!(
-    add_4,
-    "tileloadd tmm5, [{b} + {line}]",
-    "tileloadd tmm6, [{b} + {line} + 1024]",
-    "tileloadd tmm7, [{b} + {line} + 2048]",
-    "tdpbsud tmm0, tmm4, tmm5",
-    "tileloadd tmm5, [{b} + {line} + 3072]",
-    "tdpbsud tmm1, tmm4, tmm6",
-    "tdpbsud tmm2, tmm4, tmm7",
-    "tdpbsud tmm3, tmm4, tmm5"
-);
-add!(
-    add_3,
-    "tileloadd tmm5, [{b} + {line}]",
-    "tileloadd tmm6, [{b} + {line} + 1024]",
-    "tileloadd tmm7, [{b} + {line} + 2048]",
-    "tdpbsud tmm0, tmm4, tmm5",
-    "tdpbsud tmm1, tmm4, tmm6",
-    "tdpbsud tmm2, tmm4, tmm7"
-);
-add!(
-    add_2,
-    "tileloadd tmm5, [{b} + {line}]",
-    "tileloadd tmm6, [{b} + {line} + 1024]",
-    "tdpbsud tmm0, tmm4, tmm5",
-    "tdpbsud tmm1, tmm4, tmm6"
-);
-add!(add_1, "tileloadd tmm5, [{b} + {line}]", "tdpbsud tmm0, tmm4, tmm5");
+add!(add_4, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048), (3, 5, 3072)]);
+add!(add_3, [(0, 5, 0), (1, 6, 1024), (2, 7, 2048)]);
+add!(add_2, [(0, 5, 0), (1, 6, 1024)]);
+add!(add_1, [(0, 5, 0)]);
 
 #[cfg(test)]
 mod tests {
@@ -324,8 +303,9 @@ mod tests {
         for (bits, inner, width) in
             [(2, 64, 64), (2, 128, 64), (2, 64, 96), (4, 64, 64), (4, 64, 128), (2, 32, 64)]
         {
-            let bytes: Vec<u8> =
-                (0..inner * width * bits as usize / 8).map(|_| random.next() as u8).collect();
+            let bytes: Vec<u8> = (0..inner * width * bits as usize / 8)
+                .map(|_| (128.0 * random.next() + 128.0) as u8)
+                .collect();
             let words = Words { bytes: &bytes, width };
             for columns in [0..width, 16..width, 0..16] {
                 let registers = columns.len() / COLUMNS;

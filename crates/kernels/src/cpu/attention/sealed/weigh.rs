@@ -12,6 +12,7 @@ use oscar_codec::{PAGE_TOKENS, ScaleType};
 use super::engine::{LANES, Running, Shape, Sums, Weights};
 use super::registers::{
     LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
+    widen,
 };
 
 /// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
@@ -28,10 +29,10 @@ pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32])
     while at < numbers.len() {
         // SAFETY: 16 numbers, see the lengths above.
         unsafe {
-            let bits = _mm256_loadu_si256(stored.as_ptr().add(2 * at).cast());
+            let from = stored.as_ptr().add(2 * at).cast();
             let wide = match scale_type {
-                ScaleType::F16 => _mm512_cvtph_ps(bits),
-                ScaleType::Bf16 => _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits))),
+                ScaleType::F16 => widen::<false>(from),
+                ScaleType::Bf16 => widen::<true>(from),
             };
             _mm512_storeu_ps(numbers.as_mut_ptr().add(at), wide);
         }
