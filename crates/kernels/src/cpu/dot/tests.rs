@@ -252,20 +252,24 @@ fn fast_activations_equal_the_scalar_ones() {
     for i in 0..32 {
         x[288 + i] = if i == 0 { 32512.0 } else { i as f32 + 0.5 };
     }
-    let expected = quantised(&x, 4);
-    for isa in Isa::available() {
-        let mut got = QuantisedRows::default();
-        Dot::new(isa).quantise(&x, 4, x.len() / 4, &mut got);
-        for m in 0..4 {
-            let (got, expected) = (got.row(m), expected.row(m));
-            assert_eq!(got.high, expected.high, "{isa}");
-            assert_eq!(got.low, expected.low, "{isa}");
-            let bits = |floats: &[f32]| -> Vec<u32> {
-                // Any not-a-number is as good as another.
-                floats.iter().map(|f| if f.is_nan() { u32::MAX } else { f.to_bits() }).collect()
-            };
-            assert_eq!(bits(got.scales), bits(expected.scales), "{isa}");
-            assert_eq!(bits(got.sums), bits(expected.sums), "{isa}");
+    let bits = |floats: &[f32]| -> Vec<u32> {
+        // Any not-a-number is as good as another.
+        floats.iter().map(|f| if f.is_nan() { u32::MAX } else { f.to_bits() }).collect()
+    };
+    // Also numbers of groups that a path does not take at once.
+    for (rows, groups) in [(4, 20), (1, 19), (2, 18), (1, 17), (1, 3), (1, 1)] {
+        let x = &x[..groups * 32];
+        let expected = quantised(x, rows);
+        for isa in Isa::available() {
+            let mut got = QuantisedRows::default();
+            Dot::new(isa).quantise(x, rows, x.len() / rows, &mut got);
+            for m in 0..rows {
+                let (got, expected) = (got.row(m), expected.row(m));
+                assert_eq!(got.high, expected.high, "{isa}");
+                assert_eq!(got.low, expected.low, "{isa}");
+                assert_eq!(bits(got.scales), bits(expected.scales), "{isa}");
+                assert_eq!(bits(got.sums), bits(expected.sums), "{isa}");
+            }
         }
     }
 }

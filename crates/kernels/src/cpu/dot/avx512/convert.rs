@@ -67,6 +67,9 @@ unsafe fn superblocks<B: Superblock>(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
+/// Groups that are quantised side by side: what there is one of in each is computed in the lanes of a short vector.
+const TOGETHER: usize = 4;
+
 /// Equal to [`QuantisedRows::quantise`], bit for bit.
 ///
 /// # Safety
@@ -76,38 +79,96 @@ pub(in super::super) unsafe fn quantise(x: &[f32], rows: usize, cols: usize, int
     assert_eq!(x.len(), rows * cols);
     into.reset(rows, cols);
     let (high, low, scales, sums) = into.parts_mut();
-    for group in 0..rows * cols / GROUP {
-        let values = &x[group * GROUP..][..GROUP];
-        // SAFETY: 32 values are readable, and 32 bytes writable in both halves.
+    let groups = rows * cols / GROUP;
+    for first in (0..groups).step_by(TOGETHER) {
+        let count = TOGETHER.min(groups - first);
+        let x = &x[first * GROUP..][..count * GROUP];
+        let (high, low) =
+            (&mut high[first * GROUP..][..count * GROUP], &mut low[first * GROUP..][..count * GROUP]);
+        // SAFETY: loads and stores are inside these slices and those of `count` scales and twice as many sums.
         unsafe {
-            let values = [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values[SUM_GROUP..].as_ptr())];
-            let magnitudes = [_mm512_abs_ps(values[0]), _mm512_abs_ps(values[1])];
-            // The second operand of a maximum wins if either is not a number; the finite test catches that.
-            let largest = _mm512_reduce_max_ps(_mm512_max_ps(magnitudes[0], magnitudes[1]));
-            let infinity = _mm512_set1_ps(f32::INFINITY);
-            let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(magnitudes[0], infinity)
-                & _mm512_cmp_ps_mask::<_CMP_LT_OQ>(magnitudes[1], infinity)
-                == 0xffff;
-            let (scale, inverse) = if !finite {
-                (f32::NAN, 0.0)
-            } else if largest > 0.0 && (LIMIT / largest).is_finite() {
-                (largest / LIMIT, LIMIT / largest)
-            } else {
-                (0.0, 0.0)
-            };
-            scales[group] = scale;
-            for half in 0..2 {
-                let at = group * GROUP + half * SUM_GROUP;
-                let scaled = _mm512_mul_ps(values[half], _mm512_set1_ps(inverse));
-                let keep = if finite { 0xffff } else { 0 };
-                let fixed = _mm512_maskz_cvtps_epi32(keep, scaled);
-                let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(fixed, _mm512_set1_epi32(128)));
-                // Truncation to a byte is the subtraction of `upper * 256`.
-                let (upper, lower) = (_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(fixed));
-                _mm_storeu_si128(high[at..][..SUM_GROUP].as_mut_ptr().cast(), upper);
-                _mm_storeu_si128(low[at..][..SUM_GROUP].as_mut_ptr().cast(), lower);
-                sums[group * 2 + half] = scale * _mm512_reduce_add_epi32(fixed) as f32;
+            let (mut values, mut largest) =
+                ([[_mm512_setzero_ps(); 2]; TOGETHER], [_mm512_setzero_si512(); TOGETHER]);
+            for group in 0..count {
+                for half in 0..2 {
+                    let value = _mm512_loadu_ps(x.as_ptr().add(group * GROUP + half * SUM_GROUP));
+                    values[group][half] = value;
+                    // As integers, magnitudes are in the same order, and above them all come those that are no numbers.
+                    let magnitude = _mm512_castps_si512(_mm512_abs_ps(value));
+                    largest[group] = _mm512_max_epu32(largest[group], magnitude);
+                }
             }
+            let largest = _mm_castsi128_ps(largest_each(largest));
+            let limit = _mm_set1_ps(LIMIT);
+            let inverse = _mm_div_ps(limit, largest);
+            let infinity = _mm_set1_ps(f32::INFINITY);
+            let finite = _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, infinity);
+            // A division by zero, or by next to nothing, is not less than infinity either.
+            let usable = finite & _mm_cmp_ps_mask::<_CMP_LT_OQ>(inverse, infinity);
+            let scale = _mm_maskz_div_ps(usable, largest, limit);
+            let scale = _mm_mask_blend_ps(finite, _mm_set1_ps(f32::NAN), scale);
+            let inverse = _mm512_castps128_ps512(_mm_maskz_mov_ps(usable, inverse));
+            let mut fixed = [[_mm512_setzero_si512(); TOGETHER]; 2];
+            for group in 0..count {
+                let inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(group as i32), inverse);
+                let keep = if usable >> group & 1 == 1 { 0xffff } else { 0 };
+                for half in 0..2 {
+                    let scaled = _mm512_mul_ps(values[group][half], inverse);
+                    // What is not finite stays out of the codes: its group has the scale to show it.
+                    let value = _mm512_maskz_cvtps_epi32(keep, scaled);
+                    fixed[half][group] = value;
+                    let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(value, _mm512_set1_epi32(128)));
+                    let at = group * GROUP + half * SUM_GROUP;
+                    // Truncation to a byte is the subtraction of `upper * 256`.
+                    _mm_storeu_si128(high.as_mut_ptr().add(at).cast(), _mm512_cvtepi32_epi8(upper));
+                    _mm_storeu_si128(low.as_mut_ptr().add(at).cast(), _mm512_cvtepi32_epi8(value));
+                }
+            }
+            let halves = [integer_sum_each(fixed[0]), integer_sum_each(fixed[1])];
+            let [left, right] = halves;
+            let left = _mm_mul_ps(_mm_cvtepi32_ps(left), scale);
+            let right = _mm_mul_ps(_mm_cvtepi32_ps(right), scale);
+            let lanes = ((1u16 << count) - 1) as u8;
+            _mm_mask_storeu_ps(scales[first..][..count].as_mut_ptr(), lanes, scale);
+            let pairs = _mm256_set_m128(_mm_unpackhi_ps(left, right), _mm_unpacklo_ps(left, right));
+            let lanes = ((1u16 << (2 * count)) - 1) as u8;
+            _mm256_mask_storeu_ps(sums[2 * first..][..2 * count].as_mut_ptr(), lanes, pairs);
         }
+    }
+}
+
+/// The largest of the sixteen unsigned lanes of each of four vectors.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn largest_each(vectors: [__m512i; TOGETHER]) -> __m128i {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let [a, b, c, d] = vectors;
+        let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        let quarters = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        let halves =
+            _mm256_max_epu32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
+        _mm_max_epu32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
+    }
+}
+
+/// The sum of the sixteen lanes of each of four vectors.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn integer_sum_each(vectors: [__m512i; TOGETHER]) -> __m128i {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let [a, b, c, d] = vectors;
+        let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        let quarters = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        let halves =
+            _mm256_add_epi32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
+        _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
     }
 }

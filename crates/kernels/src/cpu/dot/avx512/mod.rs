@@ -128,6 +128,25 @@ unsafe fn sum(lanes: __m512) -> f32 {
     unsafe { _mm512_reduce_add_ps(lanes) }
 }
 
+/// The sum of the sixteen lanes of each of four vectors.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn sum_each(vectors: [__m512; 4]) -> __m128 {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let [a, b, c, d] = vectors;
+        let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        let quarters = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+        let upper = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(quarters)));
+        let halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), upper);
+        _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves))
+    }
+}
+
 /// `256 · Σ codes·high + Σ codes·low` over quadruples of bytes, for two vectors of codes that share lanes.
 ///
 /// # Safety

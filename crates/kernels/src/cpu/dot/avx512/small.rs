@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Activations, Pass, Weights, dot_pair, prefetch, sum};
+use super::{Activations, Pass, Weights, dot_pair, prefetch, sum_each};
 
 /// Blocks per step.
 const BLOCKS: usize = 4;
@@ -102,12 +102,11 @@ unsafe fn lanes<const FULL: bool>(at: *const u8, stride: usize, count: usize) ->
 unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> [__m512i; 2] {
     // SAFETY: all loads are inside the blocks.
     unsafe {
-        let first = if FULL && B::BYTES == 20 {
+        let first = if B::BYTES == 20 {
             // The block is five 32-bit words, the last four of them codes, so one permutation gathers all.
             let words = _mm512_setr_epi32(1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 28, 29, 30, 31);
-            let (front, back) =
-                (_mm512_loadu_si512(blocks.cast()), _mm512_loadu_si512(blocks.add(16).cast()));
-            _mm512_permutex2var_epi32(front, words, back)
+            let back = if FULL { _mm512_loadu_si512(blocks.add(16).cast()) } else { _mm512_setzero_si512() };
+            _mm512_permutex2var_epi32(head::<B, FULL>(blocks, count), words, back)
         } else {
             lanes::<FULL>(blocks.add(B::CODES_AT), B::BYTES, count)
         };
@@ -137,20 +136,38 @@ unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> 
 /// Up to this block size the halves of four blocks are within the first 64 bytes.
 const HALVES_IN_A_VECTOR: usize = 20;
 
-/// Half-precision scales and offsets of four blocks of four rows, for blocks small enough.
+/// The first 64 bytes of `count` blocks, zero where there are fewer.
 ///
 /// # Safety
-/// The CPU has AVX-512 F and BW; four blocks of at least 16 bytes are readable at each of `at`.
+/// The CPU has AVX-512 F and BW; `count` blocks are readable at `blocks`, four of at least 16 bytes if `FULL`.
 #[inline(always)]
-unsafe fn halves_by_permutation<B: Small>(at: [*const u8; ROWS]) -> [__m256i; 2] {
-    // SAFETY: 64 bytes are within the four blocks.
+unsafe fn head<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> __m512i {
+    // SAFETY: four blocks have 64 bytes; of fewer, masked bytes are not read.
+    unsafe {
+        if FULL {
+            return _mm512_loadu_si512(blocks.cast());
+        }
+        let bytes = u64::MAX >> (64 - (count * B::BYTES).min(64));
+        _mm512_maskz_loadu_epi8(bytes, blocks.cast())
+    }
+}
+
+/// Half-precision scales and offsets of `count` blocks of four rows, for blocks small enough.
+///
+/// # Safety
+/// As [`head`], for each of `at`.
+#[inline(always)]
+unsafe fn halves_by_permutation<B: Small, const FULL: bool>(
+    at: [*const u8; ROWS],
+    count: usize,
+) -> [__m256i; 2] {
+    // SAFETY: passed on.
     unsafe {
         let words = _mm512_loadu_si512(const { &half_words(B::BYTES) }.as_ptr().cast());
-        let mut halves = _mm512_permutexvar_epi16(words, _mm512_loadu_si512(at[0].cast()));
+        let mut halves = _mm512_permutexvar_epi16(words, head::<B, FULL>(at[0], count));
         for r in 1..ROWS {
             let lanes = 0x000f_000f << (4 * r);
-            let head = _mm512_loadu_si512(at[r].cast());
-            halves = _mm512_mask_permutexvar_epi16(halves, lanes, words, head);
+            halves = _mm512_mask_permutexvar_epi16(halves, lanes, words, head::<B, FULL>(at[r], count));
         }
         [_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves)]
     }
@@ -218,11 +235,41 @@ unsafe fn activation_bytes<const FULL: bool>(at: *const i8, count: usize) -> [__
     }
 }
 
-/// Accumulators of one pass.
+/// Accumulators of four weight rows.
+#[derive(Clone, Copy)]
 struct Sums<const M: usize> {
     products: [[__m512; ROWS]; M],
     /// Offsets times activation sums; lane `4r + b` as the scales.
     offsets: [__m512; M],
+}
+
+impl<const M: usize> Sums<M> {
+    /// # Safety
+    /// The CPU has AVX-512F.
+    #[inline(always)]
+    unsafe fn zero() -> Sums<M> {
+        // SAFETY: the caller promises the instructions.
+        let zero = unsafe { _mm512_setzero_ps() };
+        Sums { products: [[zero; ROWS]; M], offsets: [zero; M] }
+    }
+
+    /// The results of the four rows.
+    ///
+    /// # Safety
+    /// The CPU has AVX-512F.
+    #[inline(always)]
+    unsafe fn totals<B: Small>(&self, m: usize) -> [f32; ROWS] {
+        let mut products = self.products[m];
+        // SAFETY: the caller promises the instructions.
+        unsafe {
+            if B::HAS_OFFSET {
+                for (r, products) in products.iter_mut().enumerate() {
+                    *products = _mm512_mask_add_ps(*products, 15 << (4 * r), *products, self.offsets[m]);
+                }
+            }
+            std::mem::transmute::<__m128, [f32; ROWS]>(sum_each(products))
+        }
+    }
 }
 
 /// Four blocks (fewer if not `FULL`) of four weight rows.
@@ -247,8 +294,8 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
             packed[r] = codes::<B, FULL>(at[r], count);
             prefetch(at[r], distance, BLOCKS * B::BYTES);
         }
-        let [scales, offsets] = if FULL && HALVES_IN_A_VECTOR >= B::BYTES {
-            halves_by_permutation::<B>(at)
+        let [scales, offsets] = if HALVES_IN_A_VECTOR >= B::BYTES {
+            halves_by_permutation::<B, FULL>(at, count)
         } else {
             halves_by_word::<B, FULL>(at, count)
         };
@@ -298,8 +345,7 @@ impl<B: Small> Pass for B {
             let rows = weights.rows::<ROWS>(first);
             // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.
             let sums = unsafe {
-                let zero = _mm512_setzero_ps();
-                let mut sums = Sums { products: [[zero; ROWS]; M], offsets: [zero; M] };
+                let mut sums = Sums::<M>::zero();
                 let whole = blocks / BLOCKS * BLOCKS;
                 for block in (0..whole).step_by(BLOCKS) {
                     step::<B, true, M>(rows, x, block, BLOCKS, distance, &mut sums);
@@ -309,17 +355,11 @@ impl<B: Small> Pass for B {
                 }
                 sums
             };
+            let count = ROWS.min(outputs - first);
             for m in 0..M {
                 // SAFETY: the CPU has the instructions.
-                let offsets: [f32; 16] = unsafe { std::mem::transmute(sums.offsets[m]) };
-                for r in 0..ROWS.min(outputs - first) {
-                    // SAFETY: the CPU has the instructions.
-                    let mut total = unsafe { sum(sums.products[m][r]) };
-                    if B::HAS_OFFSET {
-                        total += offsets[4 * r..4 * r + 4].iter().sum::<f32>();
-                    }
-                    out[m * outputs + first + r] = total;
-                }
+                let totals = unsafe { sums.totals::<B>(m) };
+                out[m * outputs + first..][..count].copy_from_slice(&totals[..count]);
             }
         }
     }
