@@ -164,20 +164,8 @@ impl CpuBackend {
 
     /// Calls `body` with a worker and every task.
     fn for_each_task(&self, parallel: bool, tasks: usize, body: impl Fn(usize, usize) + Sync) {
-        let threads = self.threads();
-        self.for_each_in_runs(parallel, tasks, |thread| tasks * (thread + 1) / threads, body);
-    }
-
-    /// As [`Pool::for_each_in_runs`].
-    fn for_each_in_runs(
-        &self,
-        parallel: bool,
-        tasks: usize,
-        end: impl Fn(usize) -> usize,
-        body: impl Fn(usize, usize) + Sync,
-    ) {
         match parallel {
-            true => self.pool.for_each_in_runs(tasks, end, body),
+            true => self.pool.for_each_worker(tasks, body),
             false => (0..tasks).for_each(|task| body(0, task)),
         }
     }
@@ -298,30 +286,31 @@ impl Backend for CpuBackend {
             layer,
         };
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
-        let sealer = cache.sealed().map(|sealed| &sealed.sealer);
-        // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
-        let parallel = sealer.is_some() || rows.len() >= PARALLEL_VALUES;
-        let tasks = store.tasks(step);
-        let (sides, heads) = (2 * spec.kv_heads, DisjointSlice::new(rows));
-        // What will be written is asked for by the thread that writes it, while others begin with the rows.
-        let shared: &Cache = cache;
-        let (threads, row_tasks) = (if parallel { self.threads() } else { 1 }, step.rows() * sides);
-        let end = |thread: usize| tasks.len() + row_tasks * (thread + 1) / threads;
-        self.for_each_in_runs(parallel, tasks.len() + row_tasks, end, |worker, task| {
-            if let Some(task) = tasks.get(task) {
-                return store.expect_page(step, task, shared);
-            }
-            let task = task - tasks.len();
-            let (row, part) = (task / sides, task % sides);
-            let side = if part % 2 == 0 { Side::Key } else { Side::Value };
-            let scratch = &mut lock(&self.sealers[worker]);
-            // SAFETY: each task is a row, a head and a side of its own.
-            unsafe { store.prepare_side(step, sealer, row, (part / 2, side), &heads, scratch) };
-        });
         let writer = cache.writer(layer);
-        // SAFETY: `begin_step` made sure that no slot is written by two sequences, and each task is one (slot, head).
-        let write = |task: usize| unsafe { store.write_page(step, &tasks[task], rows, &writer) };
-        self.for_each_task(rows.len() >= PARALLEL_VALUES, tasks.len(), |_, task| write(task));
+        // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
+        let parallel = writer.sealer.is_some() || rows.len() >= PARALLEL_VALUES;
+        // Where a page gets one token, it is written with what was just computed.
+        let one_token = step.sequences.iter().all(|sequence| sequence.len == 1);
+        let (sides, values) = (2 * spec.kv_heads, DisjointSlice::new(rows));
+        self.for_each_task(parallel, step.rows() * sides, |worker, task| {
+            let (row, part) = (task / sides, task % sides);
+            let part = (part / 2, if part % 2 == 0 { Side::Key } else { Side::Value });
+            let scratch = &mut lock(&self.sealers[worker]);
+            // SAFETY: each task is a row, a head and a side of its own, and `begin_step` made sure that no slot is written by
+            // two sequences.
+            unsafe {
+                match one_token {
+                    true => store.store_side(step, &writer, row, part, &values, scratch),
+                    false => store.prepare_side(step, &writer, row, part, &values, scratch),
+                }
+            }
+        });
+        if !one_token {
+            let tasks = store.tasks(step);
+            // SAFETY: as above, and each task is one (slot, head).
+            let write = |task: usize| unsafe { store.write_page(step, &tasks[task], rows, &writer) };
+            self.for_each_task(rows.len() >= PARALLEL_VALUES, tasks.len(), |_, task| write(task));
+        }
         Ok(())
     }
 

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::{HeadIndex, PAGE_TOKENS, PageFormat};
+use oscar_codec::{HeadIndex, PAGE_TOKENS, PageFormat, Side};
 
 use super::attention;
 use super::attention::sealed::SealedFormat;
@@ -191,12 +191,14 @@ impl Cache {
 
     /// The bf16 pages of a layer, to be written by several threads.
     pub(super) fn writer(&mut self, layer: usize) -> PageWriter<'_> {
+        let Cache { spec, page_len, exact, scratch, sealed } = self;
         PageWriter {
-            spec: &self.spec,
+            spec,
             layer,
-            page_len: self.page_len,
-            exact: DisjointSlice::new(&mut self.exact),
-            scratch: DisjointSlice::new(&mut self.scratch),
+            page_len: *page_len,
+            exact: DisjointSlice::new(exact),
+            scratch: DisjointSlice::new(scratch),
+            sealer: sealed.as_ref().map(|sealed| &sealed.sealer),
         }
     }
 
@@ -242,22 +244,46 @@ pub(super) struct PageWriter<'a> {
     page_len: usize,
     exact: DisjointSlice<'a, u16>,
     scratch: DisjointSlice<'a, u16>,
+    /// What rows go through before they are written, if pages are to be sealed.
+    pub(super) sealer: Option<&'a Sealer>,
 }
 
 impl PageWriter<'_> {
+    /// The keys or the values of one page.
+    ///
+    /// # Safety
+    /// Nobody else may hold the same side of the page, or the page, at the same time.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn side(&self, slot: u32, head: usize, side: Side) -> &mut [u16] {
+        let half = self.page_len / 2;
+        let start = match side {
+            Side::Key => 0,
+            Side::Value => half,
+        };
+        let (pages, first) = self.place(slot, head);
+        // SAFETY: sides of a page are its halves, otherwise as in `page`.
+        unsafe { pages.part(first + start..first + start + half) }
+    }
+
     /// One page.
     ///
     /// # Safety
     /// Nobody else may hold the same page at the same time.
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn page(&self, slot: u32, head: usize) -> &mut [u16] {
+        let (pages, first) = self.place(slot, head);
+        // SAFETY: different (slot, head) pairs give disjoint ranges; the caller promises the rest.
+        unsafe { pages.part(first..first + self.page_len) }
+    }
+
+    /// The pool of a page, and where it begins there.
+    fn place(&self, slot: u32, head: usize) -> (&DisjointSlice<'_, u16>, usize) {
         let (pool, index) = place(self.spec, self.layer, slot, head);
         let pages = match pool {
             Pool::Exact => &self.exact,
             Pool::Scratch => &self.scratch,
         };
-        // SAFETY: different (slot, head) pairs give disjoint ranges; the caller promises the rest.
-        unsafe { pages.part(index * self.page_len..(index + 1) * self.page_len) }
+        (pages, index * self.page_len)
     }
 }
 

@@ -139,19 +139,22 @@ impl Pool {
     /// [`Self::for_each`] with the index of the thread as first argument, for buffers that each thread keeps.
     pub fn for_each_worker(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
         let threads = self.threads();
-        self.for_each_in_runs(tasks, |thread| tasks * (thread + 1) / threads, task);
+        self.for_each_in_runs(tasks, |thread| tasks * (thread + 1) / threads, task, |_| {});
     }
 
     /// [`Self::for_each_worker`] where the run of a thread ends before task `end(thread)`, and begins where the one of the
-    /// thread before it ends. The last one must end with the last task.
+    /// thread before it ends; the last one must end with the last task. Every thread that takes part calls `after` with its
+    /// index once it finds no more task to begin: others may still be at theirs, but none is left that nobody has begun.
     pub fn for_each_in_runs(
         &self,
         tasks: usize,
         end: impl Fn(usize) -> usize,
         task: impl Fn(usize, usize) + Sync,
+        after: impl Fn(usize) + Sync,
     ) {
         if tasks <= 1 || self.workers.is_empty() {
-            return (0..tasks).for_each(|index| task(0, index));
+            (0..tasks).for_each(|index| task(0, index));
+            return after(0);
         }
         let seats = &self.seats[..self.threads()];
         assert_eq!(end(seats.len() - 1), tasks, "the last run ends with the last task");
@@ -164,6 +167,7 @@ impl Pool {
                     task(worker, index);
                 }
             }
+            after(worker);
         });
     }
 
@@ -301,8 +305,50 @@ mod tests {
                 |_, index| {
                     counts[index].fetch_add(1, Ordering::Relaxed);
                 },
+                |_| {},
             );
             assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "{ends:?}");
+        }
+    }
+
+    #[test]
+    fn what_comes_after_waits_for_no_task_that_nobody_has_begun() {
+        let soon = |what: &str, done: &dyn Fn() -> bool| {
+            let begin = Instant::now();
+            while !done() {
+                assert!(begin.elapsed() < Duration::from_secs(30), "{what}");
+                std::thread::yield_now();
+            }
+        };
+        for threads in [1, 2, 3] {
+            let pool = Pool::new(threads);
+            for tasks in [0, 1, 2, 9] {
+                let (begun, callers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+                let helped = AtomicBool::new(false);
+                pool.for_each_in_runs(
+                    tasks,
+                    // All tasks are the last thread's: others come to what follows only after they have helped.
+                    |thread| if thread + 1 == threads { tasks } else { 0 },
+                    |thread, _| {
+                        begun.fetch_add(1, Ordering::SeqCst);
+                        match thread {
+                            0 => helped.store(true, Ordering::SeqCst),
+                            _ => soon("the caller helps", &|| {
+                                helped.load(Ordering::SeqCst) || begun.load(Ordering::SeqCst) == tasks
+                            }),
+                        }
+                    },
+                    |thread| {
+                        soon("every task begins", &|| begun.load(Ordering::SeqCst) == tasks);
+                        callers.lock().unwrap().push(thread);
+                    },
+                );
+                let mut callers = callers.into_inner().unwrap();
+                callers.sort_unstable();
+                // Once on each thread that came, and always on this one.
+                assert_eq!(callers.first(), Some(&0), "{threads} {tasks}");
+                assert!(callers.is_sorted_by(|a, b| a < b) && callers.len() <= threads, "{callers:?}");
+            }
         }
     }
 

@@ -18,11 +18,12 @@ use crate::backend::KernelError;
 /// From this many rows on, unpacking a panel costs less than repeating dot products.
 const PANEL_MIN_ROWS: usize = 6;
 
-/// Smallest useful number of weight rows per task of the dot path.
+/// Smallest useful number of weight rows per task of the dot path, and what all but the last are multiples of: kernels sum four rows
+/// together, and a row's rounding must not depend on the number of threads.
 const DOT_ROWS: usize = 8;
 
 /// Tasks per thread: enough to even out a core that somebody else uses for a while.
-const TASKS_PER_THREAD: usize = 16;
+const TASKS_PER_THREAD: usize = 12;
 
 /// What happens to a result.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -131,30 +132,37 @@ impl Projector<'_> {
             let Projection { weight, bias } = projections[task.projection];
             let count = task.rows.len();
             let data = weight.row_data(task.rows.clone());
+            let bias = bias.map(|bias| &bias[task.rows.clone()]);
             let mut scratch = self.workers[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let WorkerScratch { tile, panel } = &mut *scratch;
-            tile.resize(rows * count, 0.0);
-            if panels {
-                gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, tile);
-            } else if weight.dtype().is_float() {
-                self.dot.float_rows(weight.dtype(), data, x, rows, tile);
-            } else {
-                self.dot.quantised_rows(weight.dtype(), data, quantised, tile);
-            }
-            let bias = bias.map(|bias| &bias[task.rows.clone()]);
-            for row in 0..rows {
-                let values = &mut tile[row * count..(row + 1) * count];
-                if let Some(bias) = bias {
-                    values.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
+            let mut product = |values: &mut [f32]| {
+                if panels {
+                    gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, values);
+                } else if weight.dtype().is_float() {
+                    self.dot.float_rows(weight.dtype(), data, x, rows, values);
+                } else {
+                    self.dot.quantised_rows(weight.dtype(), data, quantised, values);
                 }
-                let start = row * out_cols + task.first_col;
-                // SAFETY: tasks cover different columns, so no two threads touch the same element.
-                let target = unsafe { target.part(start..start + count) };
+                for values in values.chunks_exact_mut(count) {
+                    if let Some(bias) = bias {
+                        values.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
+                    }
+                }
+            };
+            // SAFETY: tasks cover different columns, so no two threads touch the same element.
+            let target = |row: usize| unsafe {
+                target.part(row * out_cols + task.first_col..row * out_cols + task.first_col + count)
+            };
+            if rows == 1 && mode == Mode::Store {
+                return product(target(0));
+            }
+            tile.resize(rows * count, 0.0);
+            product(tile);
+            for (row, values) in tile.chunks_exact(count).enumerate() {
+                let target = target(row);
                 match mode {
                     Mode::Store => target.copy_from_slice(values),
-                    Mode::Add => {
-                        target.iter_mut().zip(values.iter()).for_each(|(target, value)| *target += value)
-                    }
+                    Mode::Add => target.iter_mut().zip(values).for_each(|(target, value)| *target += value),
                 }
             }
         });

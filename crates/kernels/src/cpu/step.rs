@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, PageWindows};
 
+use super::attend::PlanCell;
 use super::cache::{Cache, DUMMY_SLOT};
 use crate::backend::{Batch, KernelError, Rope, RopeLayout, SequenceRows};
 
@@ -17,6 +18,8 @@ pub struct Step {
     /// Cosines and sines, `pairs` per row.
     pub(super) cos: Vec<f32>,
     pub(super) sin: Vec<f32>,
+    /// How attention is cut.
+    pub(super) plan: PlanCell,
 }
 
 /// Rows of one sequence inside a step.
@@ -147,6 +150,7 @@ impl Step {
             layout: rope.layout,
             cos: Vec::with_capacity(rows * pairs),
             sin: Vec::with_capacity(rows * pairs),
+            plan: PlanCell::default(),
         };
         let mut written = Vec::new();
         let mut first_row = 0;

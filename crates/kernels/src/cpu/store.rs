@@ -4,9 +4,9 @@ use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
 
 use super::attend::Heads;
 use super::attention;
-use super::cache::{Cache, DUMMY_SLOT, PageWriter};
+use super::cache::{DUMMY_SLOT, PageWriter};
 use super::elementwise::{rms_norm_in_place, rotate};
-use super::encode::{SealScratch, Sealer};
+use super::encode::SealScratch;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::step::Step;
@@ -40,12 +40,13 @@ impl Store<'_> {
     pub(super) unsafe fn prepare_side(
         &self,
         step: &Step,
-        sealer: Option<&Sealer>,
+        writer: &PageWriter<'_>,
         row: usize,
         (head, side): (usize, Side),
         rows: &DisjointSlice<'_, f32>,
         scratch: &mut SealScratch,
     ) {
+        let sealer = writer.sealer;
         let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
         let part = |first: usize, count: usize| {
             let start = row * self.heads.qkv_cols() + first * d;
@@ -77,6 +78,40 @@ impl Store<'_> {
         }
     }
 
+    /// [`Self::prepare_side`] and the write, of a step that writes one token to a page.
+    ///
+    /// # Safety
+    /// As [`Self::prepare_side`]. No two sequences of the step write to the same slot, and each has one token.
+    pub(super) unsafe fn store_side(
+        &self,
+        step: &Step,
+        writer: &PageWriter<'_>,
+        row: usize,
+        (head, side): (usize, Side),
+        rows: &DisjointSlice<'_, f32>,
+        scratch: &mut SealScratch,
+    ) {
+        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
+        let sequence = &step.sequences[row];
+        let (slot, token) = (sequence.pages[sequence.start / PAGE_TOKENS], sequence.start % PAGE_TOKENS);
+        let first = match side {
+            Side::Key => q_heads + head,
+            Side::Value => q_heads + kv_heads + head,
+        };
+        let start = row * self.heads.qkv_cols() + first * d;
+        // SAFETY: the caller's promise: this side of this slot is nobody else's, and neither are these values.
+        unsafe {
+            let half = (slot != DUMMY_SLOT).then(|| writer.side(slot, head, side));
+            if let Some(half) = &half {
+                attention::expect_side(half, side, token);
+            }
+            self.prepare_side(step, writer, row, (head, side), rows, scratch);
+            if let Some(half) = half {
+                attention::write_side(half, side, token, rows.part(start..start + d));
+            }
+        }
+    }
+
     /// The pages a step writes to, head by head.
     pub(super) fn tasks(&self, step: &Step) -> Vec<WriteTask> {
         let pages = step
@@ -90,15 +125,6 @@ impl Store<'_> {
                 (0..self.heads.kv_heads).map(move |head| WriteTask { sequence, page, head })
             })
             .collect()
-    }
-
-    /// Asks for the memory that [`Self::write_page`] writes, where that is one token: rows are prepared meanwhile.
-    pub(super) fn expect_page(&self, step: &Step, task: &WriteTask, cache: &Cache) {
-        let sequence = &step.sequences[task.sequence];
-        if sequence.len == 1 {
-            let page = cache.page(self.layer, sequence.pages[task.page], task.head);
-            attention::expect_token(page, self.heads.head_dim, sequence.start % PAGE_TOKENS);
-        }
     }
 
     /// Writes the prepared rows that belong to one page.

@@ -1,11 +1,12 @@
 //! How the attention of a step is cut into items for the worker pool.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use oscar_codec::PAGE_TOKENS;
 
 use super::Heads;
-use crate::cpu::step::{Step, StepSequence};
+use crate::cpu::step::Step;
 
 /// Query rows (tokens times heads of a group) a block aims for.
 const BLOCK_ROWS: usize = 64;
@@ -27,21 +28,19 @@ const PAGES_TOGETHER: usize = 4;
 pub(super) const FIXED_PAGES: usize = 16;
 
 /// Tokens of one sequence, and KV heads they read.
-pub(super) struct Block<'a> {
-    pub(super) sequence: &'a StepSequence,
+pub(super) struct Block {
+    /// Index of the sequence in the step.
+    pub(super) sequence: usize,
     /// One when there are many rows. Of few rows all heads are read together: their pages are neighbours in memory.
     pub(super) heads: Range<usize>,
     /// Tokens inside the sequence's rows.
     pub(super) tokens: Range<usize>,
+    /// Pages up to its last token.
+    pub(super) pages: usize,
     /// Items of this block.
     pub(super) items: Range<usize>,
-}
-
-impl Block<'_> {
-    /// Pages up to its last token.
-    pub(super) fn pages(&self) -> usize {
-        (self.sequence.start + self.tokens.end).div_ceil(PAGE_TOKENS)
-    }
+    /// Where the outputs of its heads begin, if it is several items.
+    pub(super) outputs: usize,
 }
 
 /// One range of pages of a block, for some of its heads.
@@ -51,15 +50,53 @@ pub(super) struct Item {
     pub(super) pages: Range<usize>,
 }
 
-/// The work of a step.
-pub(super) struct Plan<'a> {
-    pub(super) blocks: Vec<Block<'a>>,
+/// A head of a block whose result comes in parts, from several items.
+pub(super) struct Output {
+    pub(super) block: usize,
+    pub(super) head: usize,
+    /// Number of items that read pages of this head.
+    pub(super) parts: usize,
+}
+
+/// The work of a step; the same for all layers of a kind.
+#[derive(Default)]
+pub(in crate::cpu) struct Plan {
+    pub(super) blocks: Vec<Block>,
     pub(super) items: Vec<Item>,
+    /// Heads of blocks that are several items, in the order of the blocks.
+    pub(super) outputs: Vec<Output>,
     /// Where the items of each thread end; evenly where there are none.
     ends: Vec<usize>,
 }
 
-impl Plan<'_> {
+impl Plan {
+    /// Adds a block whose items are those from `first` on.
+    fn push_block(
+        &mut self,
+        sequence: usize,
+        heads: Range<usize>,
+        tokens: Range<usize>,
+        pages: usize,
+        first: usize,
+    ) {
+        let (block, items, outputs) = (self.blocks.len(), first..self.items.len(), self.outputs.len());
+        if items.len() > 1 {
+            let parts = |head| self.items[first..].iter().filter(|item| item.heads.contains(&head)).count();
+            let outputs = heads.clone().map(|head| Output { block, head, parts: parts(head) });
+            self.outputs.extend(outputs.collect::<Vec<_>>());
+        }
+        self.blocks.push(Block { sequence, heads, tokens, pages, items, outputs });
+    }
+
+    /// One block of all heads of these items.
+    #[cfg(test)]
+    pub(super) fn of_one_block(items: Vec<Item>) -> Plan {
+        let heads = items.iter().map(|item| item.heads.end).max().unwrap_or(0);
+        let mut plan = Plan { items, ..Plan::default() };
+        plan.push_block(0, 0..heads, 0..1, 1, 0);
+        plan
+    }
+
     /// Where the items of one of `threads` threads end.
     pub(super) fn end(&self, thread: usize, threads: usize) -> usize {
         match self.ends.is_empty() {
@@ -70,6 +107,7 @@ impl Plan<'_> {
 }
 
 /// How the pages of a block are cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Split {
     /// For so many threads, where a bf16 page takes as long as so many sealed ones.
     Threads(usize, usize),
@@ -77,9 +115,32 @@ pub(super) enum Split {
     Pages(usize),
 }
 
+/// What a plan was made for: query heads of a KV head, KV heads, and the cut.
+type Purpose = (usize, usize, Split);
+
+/// The plan of a step, which layers of the same kind share.
+#[derive(Default)]
+pub(in crate::cpu) struct PlanCell(Mutex<Option<(Purpose, Arc<Plan>)>>);
+
+impl PlanCell {
+    /// The plan for these heads and this cut.
+    pub(super) fn get(&self, step: &Step, heads: Heads, split: Split) -> Arc<Plan> {
+        let purpose = (heads.group(), heads.kv_heads, split);
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*kept {
+            Some((made_for, plan)) if *made_for == purpose => Arc::clone(plan),
+            _ => {
+                let plan = Arc::new(plan(step, heads, split));
+                *kept = Some((purpose, Arc::clone(&plan)));
+                plan
+            }
+        }
+    }
+}
+
 /// Cuts a step into blocks and their page ranges. Long items go first: a range comes after those of later pages, which are
 /// bf16 at the end of a sequence, except in [`lone`].
-pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
+fn plan(step: &Step, heads: Heads, split: Split) -> Plan {
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
     let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
     let ranges = match split {
@@ -87,8 +148,8 @@ pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
         Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
         Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
     };
-    let mut plan = Plan { blocks: Vec::new(), items: Vec::new(), ends: Vec::new() };
-    for sequence in &step.sequences {
+    let mut plan = Plan::default();
+    for (index, sequence) in step.sequences.iter().enumerate() {
         for first in (0..sequence.len).step_by(block_tokens) {
             let tokens = first..(first + block_tokens).min(sequence.len);
             let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
@@ -103,9 +164,9 @@ pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
                         && let Some((items, ends)) =
                             lone(heads.kv_heads, pages, history.clone(), threads, exact_cost)
                     {
-                        let heads = 0..heads.kv_heads;
-                        let blocks = vec![Block { sequence, heads, tokens, items: 0..items.len() }];
-                        return Plan { blocks, items, ends };
+                        plan = Plan { items, ends, ..Plan::default() };
+                        plan.push_block(index, 0..heads.kv_heads, tokens, pages, 0);
+                        return plan;
                     }
                     let shares: Vec<usize> = match (together, block_count) {
                         (true, 1) => SHARES.into_iter().cycle().take(ranges).collect(),
@@ -125,8 +186,7 @@ pub(super) fn plan(step: &Step, heads: Heads, split: Split) -> Plan<'_> {
                     let (block, pages) = (plan.blocks.len(), pages.clone());
                     plan.items.push(Item { block, heads: heads.clone(), pages });
                 }
-                let items = first..plan.items.len();
-                plan.blocks.push(Block { sequence, heads, tokens: tokens.clone(), items });
+                plan.push_block(index, heads, tokens.clone(), pages, first);
             }
         }
     }

@@ -30,7 +30,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub use page::{expect_token, page_elements, read_token, write_token};
+pub use page::{expect_side, page_elements, read_token, write_side, write_token};
 pub use state::SoftmaxState;
 
 use std::ops::Range;

@@ -7,7 +7,7 @@
 //! ever sums across lanes.
 
 use half::bf16;
-use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_codec::{PAGE_TOKENS, PageFormat, Side};
 
 /// Elements of a page of head dimension `d`.
 pub fn page_elements(d: usize) -> usize {
@@ -41,14 +41,27 @@ pub fn write_token(page: &mut [u16], d: usize, token_in_page: usize, key: &[f32]
         value.len()
     );
     let (keys, values) = page.split_at_mut(PAGE_TOKENS * d);
-    // Token by token a page is written in pairs that lie a row of all tokens apart.
-    let pairs = keys.chunks_exact_mut(2 * PAGE_TOKENS).zip(key.as_chunks::<2>().0);
-    for (row, pair) in pairs {
-        row[2 * token_in_page..][..2].copy_from_slice(&pair.map(round_to_bf16));
-    }
-    let row = &mut values[token_in_page / 2 * 2 * d..][..2 * d];
-    for (pair, &value) in row.as_chunks_mut::<2>().0.iter_mut().zip(value) {
-        pair[token_in_page % 2] = round_to_bf16(value);
+    write_side(keys, Side::Key, token_in_page, key);
+    write_side(values, Side::Value, token_in_page, value);
+}
+
+/// Writes the key or the value of one token to the keys or the values of a page, which are one half of it each.
+pub fn write_side(half: &mut [u16], side: Side, token_in_page: usize, row: &[f32]) {
+    let d = row.len();
+    assert!(half.len() == PAGE_TOKENS * d && token_in_page < PAGE_TOKENS);
+    match side {
+        // Token by token a page is written in pairs that lie a row of all tokens apart.
+        Side::Key => {
+            for (line, pair) in half.chunks_exact_mut(2 * PAGE_TOKENS).zip(row.as_chunks::<2>().0) {
+                line[2 * token_in_page..][..2].copy_from_slice(&pair.map(round_to_bf16));
+            }
+        }
+        Side::Value => {
+            let line = &mut half[token_in_page / 2 * 2 * d..][..2 * d];
+            for (pair, &value) in line.as_chunks_mut::<2>().0.iter_mut().zip(row) {
+                pair[token_in_page % 2] = round_to_bf16(value);
+            }
+        }
     }
 }
 
@@ -59,18 +72,22 @@ fn round_to_bf16(x: f32) -> u16 {
     (if x.is_nan() { bits >> 16 | 0x40 } else { rounded }) as u16
 }
 
-/// Asks for the memory of one token, to be written soon: in a page that is not in a cache, each pair of channels of its key
-/// is on a line of its own.
-pub fn expect_token(page: &[u16], d: usize, token_in_page: usize) {
-    assert!(page.len() == page_elements(d) && token_in_page < PAGE_TOKENS);
+/// Asks for the memory of what [`write_side`] writes: in a page that is not in a cache, each pair of channels of a key is on
+/// a line of its own.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub fn expect_side(half: &[u16], side: Side, token_in_page: usize) {
+    let d = half.len() / PAGE_TOKENS;
+    assert!(half.len() == PAGE_TOKENS * d && token_in_page < PAGE_TOKENS);
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        let keys = (0..d).step_by(2).map(|channel| key_index(token_in_page, channel));
-        let values = (0..d).step_by(16).map(|channel| value_index(d, token_in_page, channel));
-        for index in keys.chain(values) {
+        let (step, index): (usize, &dyn Fn(usize) -> usize) = match side {
+            Side::Key => (2, &|channel| key_index(token_in_page, channel)),
+            Side::Value => (16, &|channel| value_index(d, token_in_page, channel) - PAGE_TOKENS * d),
+        };
+        for channel in (0..d).step_by(step) {
             // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(page.as_ptr().wrapping_add(index).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(half.as_ptr().wrapping_add(index(channel)).cast()) };
         }
     }
 }

@@ -124,10 +124,8 @@ pub(in super::super) unsafe fn quantise(x: &[f32], rows: usize, cols: usize, int
                     _mm_storeu_si128(low.as_mut_ptr().add(at).cast(), _mm512_cvtepi32_epi8(value));
                 }
             }
-            let halves = [integer_sum_each(fixed[0]), integer_sum_each(fixed[1])];
-            let [left, right] = halves;
-            let left = _mm_mul_ps(_mm_cvtepi32_ps(left), scale);
-            let right = _mm_mul_ps(_mm_cvtepi32_ps(right), scale);
+            let left = _mm_mul_ps(_mm_cvtepi32_ps(integer_sum_each(fixed[0])), scale);
+            let right = _mm_mul_ps(_mm_cvtepi32_ps(integer_sum_each(fixed[1])), scale);
             let lanes = ((1u16 << count) - 1) as u8;
             _mm_mask_storeu_ps(scales[first..][..count].as_mut_ptr(), lanes, scale);
             let pairs = _mm256_set_m128(_mm_unpackhi_ps(left, right), _mm_unpacklo_ps(left, right));
@@ -137,38 +135,34 @@ pub(in super::super) unsafe fn quantise(x: &[f32], rows: usize, cols: usize, int
     }
 }
 
+/// The sixteen lanes of each of four vectors combined, with an instruction on whole, half and quarter vectors.
+macro_rules! combine_each {
+    ($vectors:expr, $whole:ident, $half:ident, $quarter:ident) => {{
+        let [a, b, c, d] = $vectors;
+        let ab = $whole(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let cd = $whole(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        let all = $whole(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        let half = $half(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all));
+        $quarter(_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half))
+    }};
+}
+
 /// The largest of the sixteen unsigned lanes of each of four vectors.
 ///
 /// # Safety
-/// The CPU has AVX-512F.
+/// The CPU has AVX-512F and AVX2.
 #[inline(always)]
 unsafe fn largest_each(vectors: [__m512i; TOGETHER]) -> __m128i {
     // SAFETY: the caller promises the instructions.
-    unsafe {
-        let [a, b, c, d] = vectors;
-        let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        let quarters = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-        let halves =
-            _mm256_max_epu32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
-        _mm_max_epu32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
-    }
+    unsafe { combine_each!(vectors, _mm512_max_epu32, _mm256_max_epu32, _mm_max_epu32) }
 }
 
 /// The sum of the sixteen lanes of each of four vectors.
 ///
 /// # Safety
-/// The CPU has AVX-512F.
+/// The CPU has AVX-512F and AVX2.
 #[inline(always)]
 unsafe fn integer_sum_each(vectors: [__m512i; TOGETHER]) -> __m128i {
     // SAFETY: the caller promises the instructions.
-    unsafe {
-        let [a, b, c, d] = vectors;
-        let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        let quarters = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-        let halves =
-            _mm256_add_epi32(_mm512_castsi512_si256(quarters), _mm512_extracti64x4_epi64::<1>(quarters));
-        _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256::<1>(halves))
-    }
+    unsafe { combine_each!(vectors, _mm512_add_epi32, _mm256_add_epi32, _mm_add_epi32) }
 }

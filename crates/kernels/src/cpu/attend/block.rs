@@ -1,0 +1,164 @@
+//! The rows of one block: their queries, the pages they read, and what they write.
+
+use std::ops::Range;
+
+use oscar_codec::{HeadIndex, PAGE_TOKENS};
+
+use super::parts::HeadStates;
+use super::plan::{Block, Item};
+use super::{AttendScratch, Heads, Tiers};
+use crate::cpu::attention::sealed::attend_sealed_heads;
+use crate::cpu::attention::{self, AttentionScratch, SoftmaxState, Span};
+use crate::cpu::cache::Cache;
+use crate::cpu::isa::Isa;
+use crate::cpu::memory::DisjointSlice;
+use crate::cpu::step::StepSequence;
+
+/// A block with what its rows are rows of.
+#[derive(Clone, Copy)]
+pub(super) struct BlockRows<'a> {
+    pub(super) block: &'a Block,
+    pub(super) sequence: &'a StepSequence,
+    pub(super) heads: Heads,
+}
+
+impl BlockRows<'_> {
+    /// Collects the query rows of a block, head by head and token by token, and what each row of a head may see.
+    fn gather_queries(&self, kv_heads: &Range<usize>, qkv: &[f32], scratch: &mut AttendScratch) {
+        let BlockRows { block, sequence, heads } = *self;
+        let AttendScratch { queries, spans, .. } = scratch;
+        queries.clear();
+        spans.clear();
+        let width = heads.group() * heads.head_dim;
+        for head in kv_heads.clone() {
+            for token in block.tokens.clone() {
+                let row = &qkv[(sequence.first_row + token) * heads.qkv_cols()..];
+                queries.extend_from_slice(&row[head * width..(head + 1) * width]);
+            }
+        }
+        for token in block.tokens.clone() {
+            spans.extend(std::iter::repeat_n(Span::up_to(sequence.start + token + 1), heads.group()));
+        }
+    }
+
+    /// The softmax of a block's rows over the pages of an item: sink, sealed history, and the rest.
+    pub(super) fn read_item(
+        &self,
+        isa: Isa,
+        item: &Item,
+        tiers: &Tiers<'_>,
+        qkv: &[f32],
+        scratch: &mut AttendScratch,
+        states: &mut HeadStates,
+    ) {
+        self.gather_queries(&item.heads, qkv, scratch);
+        let (heads, sequence) = (self.heads, self.sequence);
+        let AttendScratch { queries, spans, kernel, .. } = scratch;
+        states.resize_with(item.heads.len(), SoftmaxState::default);
+        states.iter_mut().for_each(|state| state.reset(spans.len(), heads.head_dim));
+        let mut reader = Reader { isa, sequence, kv_heads: &item.heads, heads, queries, kernel, states };
+        let (cache, layer) = (tiers.cache, tiers.layer);
+        if let Some(history) = &tiers.history {
+            let early: Vec<Span> = spans
+                .iter_mut()
+                .map(|span| {
+                    span.from = (history.ends)(span.to - 1).min(span.to);
+                    Span::up_to(span.from)
+                })
+                .collect();
+            reader.exact(history.cache, history.layer, &early, item.pages.clone());
+            return reader.exact(cache, layer, spans, item.pages.clone());
+        }
+        let within = |pages: Range<usize>| {
+            let start = pages.start.max(item.pages.start);
+            start..pages.end.min(item.pages.end).max(start)
+        };
+        let positions =
+            |pages: Range<usize>| Span { from: pages.start * PAGE_TOKENS, to: pages.end * PAGE_TOKENS };
+        let history = |span: &Span| sequence.history(span.to - 1);
+        // Rows of one block are neighbours: the first has the shortest history, the last the longest.
+        let shortest = spans.first().map_or(0..0, history);
+        let longest = spans.last().map_or(0..0, history);
+        if !longest.is_empty() {
+            // A row without a history sees its sink together with the rest.
+            let sink = 0..longest.start;
+            let early = |span: &Span| positions(if history(span).is_empty() { 0..0 } else { sink.clone() });
+            reader.exact(cache, layer, &spans.iter().map(early).collect::<Vec<_>>(), within(sink.clone()));
+            let middle: Vec<Span> = spans.iter().map(|span| positions(history(span))).collect();
+            reader.sealed(cache, layer, &middle, within(longest));
+            for span in spans.iter_mut() {
+                span.from = history(span).end * PAGE_TOKENS;
+            }
+        }
+        reader.exact(cache, layer, spans, within(shortest.end..self.block.pages));
+    }
+
+    /// Writes the output of one KV head of a block, back in the model's basis.
+    pub(super) fn write_head(
+        &self,
+        head: usize,
+        tiers: &Tiers<'_>,
+        parts: &[&SoftmaxState],
+        scratch: &mut AttendScratch,
+        target: &DisjointSlice<'_, f32>,
+    ) {
+        let BlockRows { block, sequence, heads } = *self;
+        let (group, d) = (heads.group(), heads.head_dim);
+        let AttendScratch { rows, transform, .. } = scratch;
+        rows.resize(block.tokens.len() * group * d, 0.0);
+        for (row, out) in rows.chunks_exact_mut(d).enumerate() {
+            SoftmaxState::finish_parts(parts, row, out);
+        }
+        if let Some(sealed) = tiers.cache.sealed() {
+            sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, rows, transform);
+        }
+        for (rows, token) in rows.chunks_exact(group * d).zip(block.tokens.clone()) {
+            let row = sequence.first_row + token;
+            let start = (row * heads.q_heads + head * group) * d;
+            // SAFETY: every (row, KV head) belongs to one block, and each of its heads is one task.
+            unsafe { target.part(start..start + group * d) }.copy_from_slice(rows);
+        }
+    }
+}
+
+/// The rows of an item while they read pages.
+struct Reader<'a> {
+    isa: Isa,
+    sequence: &'a StepSequence,
+    kv_heads: &'a Range<usize>,
+    heads: Heads,
+    queries: &'a [f32],
+    kernel: &'a mut AttentionScratch,
+    states: &'a mut [SoftmaxState],
+}
+
+impl Reader<'_> {
+    /// Reads bf16 pages.
+    fn exact(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
+        let (first, Heads { head_dim, scale, .. }) = (pages.start, self.heads);
+        let slots = &self.sequence.pages[pages];
+        if slots.is_empty() {
+            return;
+        }
+        let Reader { isa, kv_heads, queries, kernel, states, .. } = self;
+        let rows = queries.chunks_exact(spans.len() * head_dim);
+        for ((head, queries), state) in kv_heads.clone().zip(rows).zip(states.iter_mut()) {
+            let pages: Vec<&[u16]> = slots.iter().map(|&slot| cache.page(layer, slot, head)).collect();
+            attention::attend(*isa, queries, scale, spans, first, &pages, head_dim, kernel, state);
+        }
+    }
+
+    /// Reads sealed pages.
+    fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
+        let first = pages.start;
+        let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
+        let Reader { isa, sequence, kv_heads, heads, queries, kernel, states } = self;
+        let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * kv_heads.len());
+        for page in pages {
+            let slot = sequence.sealed_slot(page);
+            found.extend(kv_heads.clone().map(|head| sealed.page(HeadIndex { layer, head }, slot)));
+        }
+        let format = &sealed.formats[layer];
+        attend_sealed_heads(*isa, format, queries, heads.scale, spans, first, &found, kernel, states);
+    }
+}
