@@ -1,8 +1,9 @@
 //! Arguments that several commands share, checked while they are parsed.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use oscar_engine::SamplingOptions;
 use oscar_model::SamplingDefaults;
+use oscar_model::files::WeightMemory;
 use oscar_model::source::{FetchPolicy, ModelPath, resolve};
 
 use crate::failure::Failure;
@@ -25,6 +26,25 @@ impl ModelArguments {
     pub(crate) fn resolve(&self) -> Result<ModelPath, Failure> {
         let policy = if self.offline { FetchPolicy::Never } else { FetchPolicy::Allow };
         Ok(resolve(&self.model, policy, &DownloadProgress::new())?)
+    }
+}
+
+/// Where weights are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WeightPlace {
+    /// In the system's cache of the file: shared with other processes, and dropped when memory is short
+    #[default]
+    Mapped,
+    /// In memory of this process, in pages of 2 MiB: decoding is a few percent faster
+    LargePages,
+}
+
+impl From<WeightPlace> for WeightMemory {
+    fn from(place: WeightPlace) -> WeightMemory {
+        match place {
+            WeightPlace::Mapped => WeightMemory::Mapped,
+            WeightPlace::LargePages => WeightMemory::LargePages,
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use oscar_lab::zoo::{self, RotationFile};
 use oscar_model::source::Settings;
 use oscar_model::{LoadedModel, ModelFiles};
 
-use crate::arguments::{ModelArguments, positive};
+use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
 use crate::kv::{GivenWindows, check_whole_pages};
 use crate::loading::worker_threads;
@@ -31,6 +31,10 @@ pub(crate) struct LabArguments {
     /// Worker threads; as many as the machine has cores by default.
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     pub(crate) threads: Option<usize>,
+
+    /// Where the weights are kept.
+    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
+    weights: WeightPlace,
 }
 
 /// A loaded model and its identity.
@@ -54,13 +58,18 @@ impl LabArguments {
     /// [`Self::load`], on one numeric path for batches of every size if that is asked for.
     pub(crate) fn load_on(&self, deterministic: bool) -> Result<Subject, Failure> {
         let backend = CpuBackend::new(worker_threads(self.threads))?;
-        Subject::load(&self.model, if deterministic { backend.deterministic() } else { backend })
+        let backend = if deterministic { backend.deterministic() } else { backend };
+        Subject::load(&self.model, backend, self.weights)
     }
 }
 
 impl Subject {
     /// Finds, fetches and loads a model on a backend.
-    pub(crate) fn load(arguments: &ModelArguments, backend: CpuBackend) -> Result<Subject, Failure> {
+    pub(crate) fn load(
+        arguments: &ModelArguments,
+        backend: CpuBackend,
+        weights: WeightPlace,
+    ) -> Result<Subject, Failure> {
         let threads = backend.threads();
         // Encoding and statistics run on a pool of their own; it can only be sized once, before its first use.
         if rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().is_err() {
@@ -68,7 +77,7 @@ impl Subject {
         }
         let path = arguments.resolve()?;
         tracing::info!("loading {}", path.path().display());
-        let files = ModelFiles::open(&path)?;
+        let files = ModelFiles::open_in(&path, weights.into())?;
         let model_fingerprint = zoo::fingerprint::model_fingerprint(&files)?;
         let weight_fingerprint = zoo::fingerprint::weight_fingerprint(&files)?;
         let model = Arc::new(files.load(Arc::new(backend))?);

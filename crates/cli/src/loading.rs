@@ -7,7 +7,7 @@ use oscar_engine::{Budget, Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 
-use crate::arguments::{ModelArguments, positive};
+use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, Settled};
 use crate::lab::Subject;
@@ -22,6 +22,10 @@ pub(crate) struct EngineArguments {
     /// Worker threads; as many as the machine has cores by default.
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     pub(crate) threads: Option<usize>,
+
+    /// Where the weights are kept.
+    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
+    pub(crate) weights: WeightPlace,
 
     #[command(flatten)]
     pub(crate) kv: KvArguments,
@@ -60,7 +64,7 @@ impl EngineArguments {
         // A wrong kernel setting should not cost a download.
         let backend = CpuBackend::new(self.threads())?;
         let backend = if self.kv.cache.deterministic { backend.deterministic() } else { backend };
-        let subject = Subject::load(model, backend)?;
+        let subject = Subject::load(model, backend, self.weights)?;
         let most = subject.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
             return Err(Failure::new(format!(

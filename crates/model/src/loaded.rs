@@ -7,7 +7,7 @@ use oscar_kernels::Backend;
 
 use crate::config::{ModelConfig, from_gguf, from_hugging_face};
 use crate::error::ModelError;
-use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource};
+use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource, WeightMemory};
 use crate::forward::Model;
 use crate::names::Naming;
 use crate::sampling::SamplingDefaults;
@@ -28,11 +28,16 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens the files of a model and checks that they belong together.
+    /// Opens the files of a model, mapped, and checks that they belong together.
     pub fn open(path: &ModelPath) -> Result<ModelFiles, ModelError> {
+        ModelFiles::open_in(path, WeightMemory::Mapped)
+    }
+
+    /// [`Self::open`] with the weights in the memory of choice.
+    pub fn open_in(path: &ModelPath, memory: WeightMemory) -> Result<ModelFiles, ModelError> {
         let files = match path {
-            ModelPath::Gguf(path) => ModelFiles::open_gguf(path)?,
-            ModelPath::Folder(path) => ModelFiles::open_folder(path)?,
+            ModelPath::Gguf(path) => ModelFiles::open_gguf(path, memory)?,
+            ModelPath::Folder(path) => ModelFiles::open_folder(path, memory)?,
         };
         if let Some(tokenizer) = &files.tokenizer {
             tokenizer
@@ -42,9 +47,9 @@ impl ModelFiles {
         Ok(files)
     }
 
-    fn open_gguf(path: &Path) -> Result<ModelFiles, ModelError> {
+    fn open_gguf(path: &Path, memory: WeightMemory) -> Result<ModelFiles, ModelError> {
         let text = |source| in_file(path, source);
-        let gguf = Gguf::open(path)?;
+        let gguf = Gguf::open_in(path, memory)?;
         let config = from_gguf(&gguf)?;
         let vocabulary = GgufVocabulary::from_gguf(&gguf).map_err(text)?;
         let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).map_err(text)?;
@@ -60,11 +65,11 @@ impl ModelFiles {
         })
     }
 
-    fn open_folder(folder: &Path) -> Result<ModelFiles, ModelError> {
+    fn open_folder(folder: &Path, memory: WeightMemory) -> Result<ModelFiles, ModelError> {
         let text = |source| in_file(folder, source);
         let description = JsonFile::open(&folder.join("config.json"))?;
         let config = from_hugging_face(&description)?;
-        let tensors = Safetensors::open_folder(folder)?;
+        let tensors = Safetensors::open_folder_in(folder, memory)?;
         let tokenizer = if folder.join("tokenizer.json").exists() {
             Some(Arc::new(Tokenizer::from_folder(folder).map_err(text)?))
         } else {

@@ -10,7 +10,7 @@ use oscar_codec::Rule;
 use oscar_lab::Report;
 use oscar_lab::bench::{CodecBench, CudaCodecBench, ModelBench};
 
-use crate::arguments::{ModelArguments, positive};
+use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
 use crate::kv::KvArguments;
 use crate::loading::EngineArguments;
@@ -58,6 +58,10 @@ struct ModelBenchArguments {
     /// Worker threads; as many as the machine has cores by default.
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     threads: Option<usize>,
+
+    /// Where the weights are kept.
+    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
+    weights: WeightPlace,
 
     /// How often everything is measured.
     #[arg(long, default_value = "3", value_name = "N", value_parser = positive)]
@@ -214,7 +218,12 @@ impl ModelBenchArguments {
     fn run(self) -> Result<(), Failure> {
         let start = self.context.unwrap_or(0).max(self.prompt_tokens);
         let needed = start.saturating_add(self.gen_tokens).saturating_add(1);
-        let engine_arguments = EngineArguments { context: Some(needed), threads: self.threads, kv: self.kv };
+        let engine_arguments = EngineArguments {
+            context: Some(needed),
+            threads: self.threads,
+            weights: self.weights,
+            kv: self.kv,
+        };
         let engine = engine_arguments.load(&self.model)?;
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,

@@ -36,6 +36,9 @@ fn greedy_text_is_the_same_from_a_prompt_and_from_standard_input() {
         assert!(first.stderr.starts_with(said) && first.stderr.lines().count() == 1, "{first:?}");
         let again = machine.run_with_input(&arguments, b"hello world\n").success();
         assert_eq!(first.stdout, again.stdout, "{}", model.display());
+        let place = ["--prompt", "hello world", "--weights", "large-pages"];
+        let elsewhere = machine.run([&arguments[..], &place].concat()).success();
+        assert_eq!(first.stdout, elsewhere.stdout, "{}", model.display());
     }
 }
 

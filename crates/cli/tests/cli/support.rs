@@ -24,9 +24,15 @@ impl Machine {
     /// The program, with nothing of the user's environment that could reach a real cache or a network.
     pub(crate) fn oscar<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_oscar"));
-        for variable in
-            ["OSCAR_SIMD", "OSCAR_THREADS", "OSCAR_OFFLINE", "OSCAR_PYTHON", "OSCAR_LOG", "HF_HOME"]
-        {
+        for variable in [
+            "OSCAR_SIMD",
+            "OSCAR_THREADS",
+            "OSCAR_WEIGHTS",
+            "OSCAR_OFFLINE",
+            "OSCAR_PYTHON",
+            "OSCAR_LOG",
+            "HF_HOME",
+        ] {
             command.env_remove(variable);
         }
         command

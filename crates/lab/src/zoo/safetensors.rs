@@ -9,7 +9,7 @@ use std::io::Write;
 use std::path::Path;
 
 use oscar_codec::{Rule, SquareMatrix};
-use oscar_model::files::MappedFile;
+use oscar_model::files::{MappedFile, WeightMemory};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
@@ -79,7 +79,7 @@ fn map(path: &Path) -> Result<oscar_kernels::backend::SharedBytes, ZooError> {
         let what = "the file".to_owned();
         return Err(ZooError::TooLarge { path: path.to_owned(), what, size, limit: FILE_LIMIT });
     }
-    MappedFile::shared(path).map_err(|error| ZooError::Model(error.into()))
+    MappedFile::shared(path, WeightMemory::Mapped).map_err(|error| ZooError::Model(error.into()))
 }
 
 struct Contents<'a> {

@@ -18,7 +18,7 @@ use oscar_kernels::backend::SharedBytes;
 pub use metadata::Metadata;
 pub use value::{Array, FromValue, Strings, Value};
 
-use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource};
+use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource, WeightMemory};
 use element::GgmlType;
 use reader::{Problem, Reader};
 
@@ -58,7 +58,12 @@ struct RawTensor {
 impl Gguf {
     /// Maps and parses `path`.
     pub fn open(path: &Path) -> Result<Self, FileError> {
-        Self::parse(MappedFile::shared(path)?, path)
+        Self::open_in(path, WeightMemory::Mapped)
+    }
+
+    /// [`Self::open`] with the bytes in the memory of choice.
+    pub fn open_in(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
+        Self::parse(MappedFile::shared(path, memory)?, path)
     }
 
     /// Parses `bytes`; `path` is only used in messages.

@@ -15,7 +15,7 @@ use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
 use super::config::read_limited;
-use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource};
+use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource, WeightMemory};
 
 /// The index of a sharded checkpoint.
 const INDEX_NAME: &str = "model.safetensors.index.json";
@@ -53,20 +53,25 @@ impl Safetensors {
     /// Opens the weights of a checkpoint folder: `model.safetensors`, else the shards of
     /// `model.safetensors.index.json`, else the only `*.safetensors` file.
     pub fn open_folder(folder: &Path) -> Result<Self, FileError> {
+        Self::open_folder_in(folder, WeightMemory::Mapped)
+    }
+
+    /// [`Self::open_folder`] with the bytes in the memory of choice.
+    pub fn open_folder_in(folder: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         let single = folder.join(SINGLE_NAME);
         let index = folder.join(INDEX_NAME);
         if single.exists() {
-            Self::open(&single)
+            Self::open(&single, memory)
         } else if index.exists() {
-            Self::open_index(&index)
+            Self::open_index(&index, memory)
         } else {
-            Self::open(&only_safetensors_file(folder)?)
+            Self::open(&only_safetensors_file(folder)?, memory)
         }
     }
 
     /// Opens one file.
-    pub fn open(path: &Path) -> Result<Self, FileError> {
-        Self::parse(MappedFile::shared(path)?, path)
+    pub fn open(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
+        Self::parse(MappedFile::shared(path, memory)?, path)
     }
 
     /// Parses one file; `path` is only used in messages.
@@ -78,7 +83,7 @@ impl Safetensors {
     }
 
     /// Opens the shards that an index names; they lie next to it.
-    pub fn open_index(path: &Path) -> Result<Self, FileError> {
+    pub fn open_index(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         let weight_map = parse_index(&read_limited(path, MAX_INDEX_BYTES)?, path)?;
         let folder = path.parent().unwrap_or(Path::new(""));
         let mut shards: Vec<Shard> = Vec::new();
@@ -90,7 +95,7 @@ impl Safetensors {
                 if !shard_path.exists() {
                     return Err(FileError::MissingShard { path: path.to_path_buf(), shard: file.clone() });
                 }
-                let shard = Shard::parse(MappedFile::shared(&shard_path)?, &shard_path)?;
+                let shard = Shard::parse(MappedFile::shared(&shard_path, memory)?, &shard_path)?;
                 opened.insert(file, (shards.len(), positions(&shard.entries)));
                 shards.push(shard);
             }

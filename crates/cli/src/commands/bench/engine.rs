@@ -12,7 +12,7 @@ use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
 use super::tokens;
-use crate::arguments::{ModelArguments, positive};
+use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
 use crate::lab::{Steps, Subject};
@@ -72,6 +72,10 @@ pub(super) struct EngineBenchArguments {
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     threads: Option<usize>,
 
+    /// Where the weights are kept.
+    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
+    weights: WeightPlace,
+
     #[command(flatten)]
     cache: KvArguments,
 
@@ -110,7 +114,12 @@ fn show(steps: &mut Option<(String, Steps)>, stage: Stage<'_>) {
 
 impl EngineBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
-        let arguments = EngineArguments { context: None, threads: self.threads, kv: self.cache.clone() };
+        let arguments = EngineArguments {
+            context: None,
+            threads: self.threads,
+            weights: self.weights,
+            kv: self.cache.clone(),
+        };
         let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
         let subject = arguments.load_model(&self.model)?;
