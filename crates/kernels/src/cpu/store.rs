@@ -1,5 +1,7 @@
 //! From projected rows to pages: norms, rotary embedding, the codec's basis, and the write.
 
+use std::ops::Range;
+
 use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
 
 use super::attend::Heads;
@@ -46,25 +48,25 @@ impl Store<'_> {
         rows: &DisjointSlice<'_, f32>,
         scratch: &mut SealScratch,
     ) {
-        let sealer = writer.sealer;
-        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
-        let part = |first: usize, count: usize| {
-            let start = row * self.heads.qkv_cols() + first * d;
-            // SAFETY: these heads are nobody else's, by the caller's promise, and the three parts do not overlap.
-            unsafe { rows.part(start..start + count * d) }
+        let (sealer, d) = (writer.sealer, self.heads.head_dim);
+        let part = |cols: Range<usize>| {
+            let start = row * self.heads.qkv_cols();
+            // SAFETY: these heads are nobody else's, by the caller's promise, and the parts do not overlap.
+            unsafe { rows.part(start + cols.start..start + cols.end) }
         };
         let index = HeadIndex { layer: self.layer, head };
+        let stored = part(self.heads.stored_cols(head, side));
         if side == Side::Value {
             if let Some(sealer) = sealer {
-                sealer.transform_rows(index, side, part(q_heads + kv_heads + head, 1), scratch);
+                sealer.transform_rows(index, side, stored, scratch);
             }
             return;
         }
         let angles = row * step.pairs..(row + 1) * step.pairs;
         let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
-        let group = self.heads.group();
-        let (queries, key) = (part(head * group, group), part(q_heads + head, 1));
-        for (values, norm) in [(&mut *queries, self.q_norm), (&mut *key, self.k_norm)] {
+        let width = self.heads.group() * d;
+        let queries = part(head * width..(head + 1) * width);
+        for (values, norm) in [(&mut *queries, self.q_norm), (&mut *stored, self.k_norm)] {
             for values in values.chunks_exact_mut(d) {
                 if let Some((weight, eps)) = norm {
                     rms_norm_in_place(self.isa, values, weight, eps);
@@ -74,7 +76,7 @@ impl Store<'_> {
         }
         if let Some(sealer) = sealer {
             sealer.rotate_queries(index, queries, scratch);
-            sealer.transform_rows(index, side, key, scratch);
+            sealer.transform_rows(index, side, stored, scratch);
         }
     }
 
@@ -91,14 +93,9 @@ impl Store<'_> {
         rows: &DisjointSlice<'_, f32>,
         scratch: &mut SealScratch,
     ) {
-        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
         let sequence = &step.sequences[row];
         let (slot, token) = (sequence.pages[sequence.start / PAGE_TOKENS], sequence.start % PAGE_TOKENS);
-        let first = match side {
-            Side::Key => q_heads + head,
-            Side::Value => q_heads + kv_heads + head,
-        };
-        let start = row * self.heads.qkv_cols() + first * d;
+        let (start, cols) = (row * self.heads.qkv_cols(), self.heads.stored_cols(head, side));
         // SAFETY: the caller's promise: this side of this slot is nobody else's, and neither are these values.
         unsafe {
             let half = (slot != DUMMY_SLOT).then(|| writer.side(slot, head, side));
@@ -107,7 +104,7 @@ impl Store<'_> {
             }
             self.prepare_side(step, writer, row, (head, side), rows, scratch);
             if let Some(half) = half {
-                attention::write_side(half, side, token, rows.part(start..start + d));
+                attention::write_side(half, side, token, rows.part(start + cols.start..start + cols.end));
             }
         }
     }
@@ -138,18 +135,16 @@ impl Store<'_> {
         rows: &[f32],
         writer: &PageWriter<'_>,
     ) {
-        let Heads { q_heads, kv_heads, head_dim: d, .. } = self.heads;
         let &WriteTask { sequence, page, head } = task;
         let sequence = &step.sequences[sequence];
         // SAFETY: the caller's promise.
         let target = unsafe { writer.page(sequence.pages[page], head) };
         let first = sequence.start.max(page * PAGE_TOKENS);
         let last = (sequence.start + sequence.len).min((page + 1) * PAGE_TOKENS);
-        let cols = self.heads.qkv_cols();
+        let (cols, d) = (self.heads.qkv_cols(), self.heads.head_dim);
         for position in first..last {
             let row = &rows[(sequence.first_row + position - sequence.start) * cols..][..cols];
-            let key = &row[(q_heads + head) * d..][..d];
-            let value = &row[(q_heads + kv_heads + head) * d..][..d];
+            let [key, value] = [Side::Key, Side::Value].map(|side| &row[self.heads.stored_cols(head, side)]);
             attention::write_token(target, d, position % PAGE_TOKENS, key, value);
         }
     }

@@ -115,7 +115,7 @@ impl BlockRows<'_> {
         for (rows, token) in rows.chunks_exact(group * d).zip(block.tokens.clone()) {
             let row = sequence.first_row + token;
             let start = (row * heads.q_heads + head * group) * d;
-            // SAFETY: every (row, KV head) belongs to one block, and each of its heads is one task.
+            // SAFETY: every (row, KV head) belongs to one block, whose heads are written once each.
             unsafe { target.part(start..start + group * d) }.copy_from_slice(rows);
         }
     }

@@ -9,7 +9,10 @@ mod block;
 mod parts;
 mod plan;
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+
+use oscar_codec::Side;
 
 use super::CpuBackend;
 use super::attention::sealed::SealedFormat;
@@ -63,6 +66,15 @@ impl Heads {
 
     pub(super) fn qkv_cols(&self) -> usize {
         (self.q_heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Where the key or the value of a KV head is among these columns.
+    pub(super) fn stored_cols(&self, head: usize, side: Side) -> Range<usize> {
+        let before = match side {
+            Side::Key => self.q_heads,
+            Side::Value => self.q_heads + self.kv_heads,
+        };
+        (before + head) * self.head_dim..(before + head + 1) * self.head_dim
     }
 }
 

@@ -81,13 +81,14 @@ pub fn expect_side(half: &[u16], side: Side, token_in_page: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        let (step, index): (usize, &dyn Fn(usize) -> usize) = match side {
-            Side::Key => (2, &|channel| key_index(token_in_page, channel)),
-            Side::Value => (16, &|channel| value_index(d, token_in_page, channel) - PAGE_TOKENS * d),
-        };
+        let step = if side == Side::Key { 2 } else { 16 };
         for channel in (0..d).step_by(step) {
+            let index = match side {
+                Side::Key => key_index(token_in_page, channel),
+                Side::Value => value_index(d, token_in_page, channel) - PAGE_TOKENS * d,
+            };
             // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(half.as_ptr().wrapping_add(index(channel)).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_ET0>(half.as_ptr().wrapping_add(index).cast()) };
         }
     }
 }
