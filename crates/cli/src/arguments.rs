@@ -30,10 +30,17 @@ impl ModelArguments {
 }
 
 /// Where weights are kept.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WeightArguments {
+    /// Where the weights are kept.
+    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
+    pub(crate) weights: WeightPlace,
+}
+
+/// See [`WeightArguments`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum WeightPlace {
     /// In the system's cache of the file: shared with other processes, and dropped when memory is short
-    #[default]
     Mapped,
     /// In memory of this process, in pages of 2 MiB: decoding is a few percent faster
     LargePages,

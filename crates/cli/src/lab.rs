@@ -16,7 +16,7 @@ use oscar_lab::zoo::{self, RotationFile};
 use oscar_model::source::Settings;
 use oscar_model::{LoadedModel, ModelFiles};
 
-use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::failure::Failure;
 use crate::kv::{GivenWindows, check_whole_pages};
 use crate::loading::worker_threads;
@@ -32,9 +32,8 @@ pub(crate) struct LabArguments {
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     pub(crate) threads: Option<usize>,
 
-    /// Where the weights are kept.
-    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
-    weights: WeightPlace,
+    #[command(flatten)]
+    weights: WeightArguments,
 }
 
 /// A loaded model and its identity.
@@ -68,7 +67,7 @@ impl Subject {
     pub(crate) fn load(
         arguments: &ModelArguments,
         backend: CpuBackend,
-        weights: WeightPlace,
+        weights: WeightArguments,
     ) -> Result<Subject, Failure> {
         let threads = backend.threads();
         // Encoding and statistics run on a pool of their own; it can only be sized once, before its first use.
@@ -77,7 +76,7 @@ impl Subject {
         }
         let path = arguments.resolve()?;
         tracing::info!("loading {}", path.path().display());
-        let files = ModelFiles::open_in(&path, weights.into())?;
+        let files = ModelFiles::open_in(&path, weights.weights.into())?;
         let model_fingerprint = zoo::fingerprint::model_fingerprint(&files)?;
         let weight_fingerprint = zoo::fingerprint::weight_fingerprint(&files)?;
         let model = Arc::new(files.load(Arc::new(backend))?);

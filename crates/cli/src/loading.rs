@@ -7,7 +7,7 @@ use oscar_engine::{Budget, Engine, EngineOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 
-use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, Settled};
 use crate::lab::Subject;
@@ -23,9 +23,8 @@ pub(crate) struct EngineArguments {
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     pub(crate) threads: Option<usize>,
 
-    /// Where the weights are kept.
-    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
-    pub(crate) weights: WeightPlace,
+    #[command(flatten)]
+    pub(crate) weights: WeightArguments,
 
     #[command(flatten)]
     pub(crate) kv: KvArguments,

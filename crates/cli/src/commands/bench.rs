@@ -10,7 +10,7 @@ use oscar_codec::Rule;
 use oscar_lab::Report;
 use oscar_lab::bench::{CodecBench, CudaCodecBench, ModelBench};
 
-use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::failure::Failure;
 use crate::kv::KvArguments;
 use crate::loading::EngineArguments;
@@ -59,9 +59,8 @@ struct ModelBenchArguments {
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     threads: Option<usize>,
 
-    /// Where the weights are kept.
-    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
-    weights: WeightPlace,
+    #[command(flatten)]
+    weights: WeightArguments,
 
     /// How often everything is measured.
     #[arg(long, default_value = "3", value_name = "N", value_parser = positive)]

@@ -12,6 +12,7 @@ use super::elementwise::{rms_norm, silu_multiply};
 use super::encode::SealScratch;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
+use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
 use super::sampling;
@@ -32,9 +33,9 @@ pub struct CpuBackend {
     pool: Pool,
     dot: Dot,
     workspace: Mutex<Workspace>,
-    projectors: Vec<Mutex<WorkerScratch>>,
-    attenders: Vec<Mutex<AttendScratch>>,
-    sealers: Vec<Mutex<SealScratch>>,
+    projectors: PerThread<WorkerScratch>,
+    attenders: PerThread<AttendScratch>,
+    sealers: PerThread<SealScratch>,
     partial_states: Mutex<PartialStates>,
     fixed: bool,
 }
@@ -62,9 +63,9 @@ impl CpuBackend {
             pool,
             dot: Dot::new(isa),
             workspace: Mutex::default(),
-            projectors: (0..threads).map(|_| Mutex::default()).collect(),
-            attenders: (0..threads).map(|_| Mutex::default()).collect(),
-            sealers: (0..threads).map(|_| Mutex::default()).collect(),
+            projectors: PerThread::new(threads),
+            attenders: PerThread::new(threads),
+            sealers: PerThread::new(threads),
             partial_states: Mutex::default(),
             fixed: false,
         }
@@ -295,7 +296,7 @@ impl Backend for CpuBackend {
         self.for_each_task(parallel, step.rows() * sides, |worker, task| {
             let (row, part) = (task / sides, task % sides);
             let part = (part / 2, if part % 2 == 0 { Side::Key } else { Side::Value });
-            let scratch = &mut lock(&self.sealers[worker]);
+            let scratch = &mut self.sealers.of(worker);
             // SAFETY: each task is a row, a head and a side of its own, and `begin_step` made sure that no slot is written by
             // two sequences.
             unsafe {
@@ -355,7 +356,7 @@ impl Backend for CpuBackend {
             let SealPage { exact, sealed } = pages[page];
             // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
             let target = unsafe { sealing.sealed_page(head, sealed) };
-            let mut scratch = lock(&self.sealers[worker]);
+            let mut scratch = self.sealers.of(worker);
             let sealed = sealing.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
             if let Err(source) = sealed {
                 let HeadIndex { layer, head } = head;

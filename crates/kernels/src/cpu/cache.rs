@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::{HeadIndex, PAGE_TOKENS, PageFormat, Side};
+use oscar_codec::{HeadIndex, PAGE_TOKENS, PageCodec, PageFormat, Side};
 
 use super::attention;
 use super::attention::sealed::SealedFormat;
@@ -43,16 +43,33 @@ pub(super) struct SealedPool {
 }
 
 impl SealedPool {
-    /// Where a head's page lies.
-    fn range(&self, head: HeadIndex, slot: u32) -> Range<usize> {
-        let codec = self.sealer.codec();
-        let page = codec.head_bytes(head.layer);
-        let start = slot as usize * codec.page_bytes() + codec.layer_offset(head.layer) + head.head * page;
-        start..start + page
+    /// The pages of a layer, by KV head and slot.
+    pub(super) fn pages<'a>(&'a self, layer: usize) -> impl Fn(usize, u32) -> &'a [u8] {
+        let places = Places::of(self.sealer.codec(), layer);
+        move |head, slot| &self.bytes[places.range(head, slot)]
+    }
+}
+
+/// Where the sealed pages of a layer lie.
+#[derive(Clone, Copy)]
+struct Places {
+    /// Bytes of a slot, all layers and heads.
+    slot: usize,
+    /// Bytes of a page.
+    page: usize,
+    /// Where the layer begins in a slot.
+    first: usize,
+}
+
+impl Places {
+    fn of(codec: &PageCodec, layer: usize) -> Places {
+        Places { slot: codec.page_bytes(), page: codec.head_bytes(layer), first: codec.layer_offset(layer) }
     }
 
-    pub(super) fn page(&self, head: HeadIndex, slot: u32) -> &[u8] {
-        &self.bytes[self.range(head, slot)]
+    #[inline]
+    fn range(&self, head: usize, slot: u32) -> Range<usize> {
+        let start = slot as usize * self.slot + self.first + head * self.page;
+        start..start + self.page
     }
 }
 
@@ -172,7 +189,7 @@ impl Cache {
 
     /// The bytes of a sealed page of one head, for tests and tools.
     pub fn sealed_bytes(&self, layer: usize, head: usize, slot: u32) -> Option<&[u8]> {
-        self.sealed.as_ref().map(|sealed| sealed.page(HeadIndex { layer, head }, slot))
+        self.sealed.as_ref().map(|sealed| sealed.pages(layer)(head, slot))
     }
 
     /// The bf16 page of one head.
@@ -314,10 +331,8 @@ impl Sealing<'_> {
     /// Nobody else may hold the same page at the same time.
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn sealed_page(&self, head: HeadIndex, slot: u32) -> &mut [u8] {
-        let codec = self.sealer.codec();
-        let page = codec.head_bytes(head.layer);
-        let start = slot as usize * codec.page_bytes() + codec.layer_offset(head.layer) + head.head * page;
+        let place = Places::of(self.sealer.codec(), head.layer).range(head.head, slot);
         // SAFETY: different (slot, layer, head) triples give disjoint ranges; the caller promises the rest.
-        unsafe { self.bytes.part(start..start + page) }
+        unsafe { self.bytes.part(place) }
     }
 }

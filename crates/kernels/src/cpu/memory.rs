@@ -207,6 +207,21 @@ impl<T> DerefMut for AlignedBuffer<T> {
     }
 }
 
+/// Asks for memory that is about to be read.
+#[inline]
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(super) fn expect<T>(values: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let first = values.as_ptr().cast::<i8>();
+        for line in (0..size_of_val(values)).step_by(ALIGNMENT) {
+            // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(line)) };
+        }
+    }
+}
+
 /// A mutable slice whose parts are written by several threads, each part by one.
 pub(crate) struct DisjointSlice<'a, T> {
     pointer: *mut T,

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`isa`] | which instruction sets this machine has, and the override that forces a lower one |
 //! | [`pool`] | worker threads for the decode loop |
+//! | `per_thread` | memory that belongs to one of them at a time |
 //! | [`activation`] | activations prepared for integer dot products |
 //! | [`dot`] | dot products of stored weights with a few rows |
 //! | [`encode`] | rows into 2-bit pages and back |
@@ -29,6 +30,7 @@ pub mod encode;
 pub mod gemm;
 pub mod isa;
 pub mod memory;
+mod per_thread;
 pub mod pool;
 mod project;
 pub mod sampling;

@@ -4,13 +4,12 @@
 //! is unpacked to memory. Many rows (prefill) go through panels: a few dozen weight rows are unpacked into a
 //! buffer that fits the core's cache and multiplied with all activations.
 
-use std::sync::Mutex;
-
 use super::activation::QuantisedRows;
 use super::dot::Dot;
 use super::gemm::{self, PackedActivations, PanelScratch};
 use super::isa::Isa;
 use super::memory::DisjointSlice;
+use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::tensors::Weight;
 use crate::backend::KernelError;
@@ -72,7 +71,7 @@ pub(super) struct Projector<'a> {
     pub(super) fixed: bool,
     pub(super) dot: &'a Dot,
     pub(super) pool: &'a Pool,
-    pub(super) workers: &'a [Mutex<WorkerScratch>],
+    pub(super) workers: &'a PerThread<WorkerScratch>,
     pub(super) scratch: &'a mut ProjectScratch,
 }
 
@@ -133,7 +132,7 @@ impl Projector<'_> {
             let count = task.rows.len();
             let data = weight.row_data(task.rows.clone());
             let bias = bias.map(|bias| &bias[task.rows.clone()]);
-            let mut scratch = self.workers[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut scratch = self.workers.of(worker);
             let WorkerScratch { tile, panel } = &mut *scratch;
             let mut product = |values: &mut [f32]| {
                 if panels {

@@ -102,9 +102,9 @@ impl StepSequence {
         self.history_of_page(position / PAGE_TOKENS)
     }
 
-    /// Sealed slot of a page.
-    pub(super) fn sealed_slot(&self, page: usize) -> u32 {
-        self.sealed.as_ref().map_or(DUMMY_SLOT, |sealed| sealed.pages[page])
+    /// Sealed slots of pages that are read sealed.
+    pub(super) fn sealed_slots(&self, pages: Range<usize>) -> &[u32] {
+        self.sealed.as_ref().map_or(&[], |sealed| &sealed.pages[pages])
     }
 
     /// Pages that this step writes to.

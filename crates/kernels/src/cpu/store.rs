@@ -102,6 +102,9 @@ impl Store<'_> {
             if let Some(half) = &half {
                 attention::expect_side(half, side, token);
             }
+            if let Some(sealer) = writer.sealer {
+                sealer.expect_rotation(HeadIndex { layer: self.layer, head }, side);
+            }
             self.prepare_side(step, writer, row, (head, side), rows, scratch);
             if let Some(half) = half {
                 attention::write_side(half, side, token, rows.part(start + cols.start..start + cols.end));

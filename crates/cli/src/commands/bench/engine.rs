@@ -12,7 +12,7 @@ use oscar_lab::page_codec::CacheType;
 use serde::Serialize;
 
 use super::tokens;
-use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
 use crate::lab::{Steps, Subject};
@@ -72,9 +72,8 @@ pub(super) struct EngineBenchArguments {
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
     threads: Option<usize>,
 
-    /// Where the weights are kept.
-    #[arg(long, value_name = "PLACE", default_value = "mapped", env = "OSCAR_WEIGHTS")]
-    weights: WeightPlace,
+    #[command(flatten)]
+    weights: WeightArguments,
 
     #[command(flatten)]
     cache: KvArguments,

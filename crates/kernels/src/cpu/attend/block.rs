@@ -154,9 +154,9 @@ impl Reader<'_> {
         let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
         let Reader { isa, sequence, kv_heads, heads, queries, kernel, states } = self;
         let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * kv_heads.len());
-        for page in pages {
-            let slot = sequence.sealed_slot(page);
-            found.extend(kv_heads.clone().map(|head| sealed.page(HeadIndex { layer, head }, slot)));
+        let page = sealed.pages(layer);
+        for &slot in sequence.sealed_slots(pages) {
+            found.extend(kv_heads.clone().map(|head| page(head, slot)));
         }
         let format = &sealed.formats[layer];
         attend_sealed_heads(*isa, format, queries, heads.scale, spans, first, &found, kernel, states);

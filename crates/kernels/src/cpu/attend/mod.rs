@@ -10,7 +10,6 @@ mod parts;
 mod plan;
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 use oscar_codec::Side;
 
@@ -21,6 +20,7 @@ use super::cache::Cache;
 use super::encode::SealScratch;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
+use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::step::Step;
 use crate::backend::AttentionSpec;
@@ -123,7 +123,7 @@ pub(super) struct History<'a> {
 pub(super) fn attend(
     numerics: Numerics,
     pool: &Pool,
-    workers: &[Mutex<AttendScratch>],
+    workers: &PerThread<AttendScratch>,
     partial: &mut PartialStates,
     step: &Step,
     heads: Heads,
@@ -147,7 +147,7 @@ pub(super) fn attend(
     let read = |worker: usize, index: usize| {
         let item = &plan.items[index];
         let rows = rows_of(item.block);
-        let mut scratch = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = workers.of(worker);
         if rows.block.items.len() > 1 {
             return states.fill(index, |states| rows.read_item(isa, item, tiers, qkv, &mut scratch, states));
         }
@@ -159,7 +159,7 @@ pub(super) fn attend(
         scratch.states = states;
     };
     let put_together = |worker: usize| {
-        let mut scratch = workers[worker].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = workers.of(worker);
         states.for_each_complete(worker, pool.threads(), |output, parts| {
             rows_of(output.block).write_head(output.head, tiers, parts, &mut scratch, &target);
         });

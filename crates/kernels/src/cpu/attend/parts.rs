@@ -8,6 +8,7 @@ use std::sync::{PoisonError, RwLock};
 
 use super::plan::{Output, Plan};
 use crate::cpu::attention::SoftmaxState;
+use crate::cpu::per_thread::Apart;
 
 /// Softmax of the rows of each head of an item.
 pub(super) type HeadStates = Vec<SoftmaxState>;
@@ -18,14 +19,14 @@ const TAKEN: usize = usize::MAX;
 /// Memory for the parts of a layer; kept between layers and steps.
 #[derive(Default)]
 pub(in crate::cpu) struct PartialStates {
-    items: Vec<RwLock<HeadStates>>,
+    items: Vec<Apart<RwLock<HeadStates>>>,
     missing: Vec<AtomicUsize>,
 }
 
 impl PartialStates {
     /// Room for the items of a plan, none of which has been read.
     pub(super) fn prepare<'a>(&'a mut self, plan: &'a Plan) -> Parts<'a> {
-        self.items.resize_with(self.items.len().max(plan.items.len()), RwLock::default);
+        self.items.resize_with(self.items.len().max(plan.items.len()), Apart::default);
         self.missing.resize_with(plan.outputs.len(), AtomicUsize::default);
         for (missing, output) in self.missing.iter_mut().zip(&plan.outputs) {
             *missing.get_mut() = output.parts;
@@ -37,7 +38,7 @@ impl PartialStates {
 /// The parts of a layer.
 pub(super) struct Parts<'a> {
     plan: &'a Plan,
-    items: &'a [RwLock<HeadStates>],
+    items: &'a [Apart<RwLock<HeadStates>>],
     /// How many parts of each output have not been read.
     missing: &'a [AtomicUsize],
 }
@@ -50,7 +51,7 @@ impl Parts<'_> {
         let block = &self.plan.blocks[item.block];
         let first = block.outputs + item.heads.start - block.heads.start;
         let _read = Read(&self.missing[first..first + item.heads.len()]);
-        read(&mut self.items[index].write().unwrap_or_else(PoisonError::into_inner));
+        read(&mut self.items[index].0.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Calls `finish` with outputs that have all their parts and that no other thread has taken, until none is left, and
@@ -94,7 +95,7 @@ impl Parts<'_> {
         let parts = items.filter(|&index| self.plan.items[index].heads.contains(&output.head));
         let parts: Vec<_> = parts
             .map(|index| {
-                let states = self.items[index].read().unwrap_or_else(PoisonError::into_inner);
+                let states = self.items[index].0.read().unwrap_or_else(PoisonError::into_inner);
                 (output.head - self.plan.items[index].heads.start, states)
             })
             .collect();

@@ -46,7 +46,6 @@ const EXP2: [f32; 7] =
     [1.0, std::f32::consts::LN_2, 0.240_226_46, 0.055_503_29, 0.009_618_52, 0.001_339_986, 0.000_153_375_77];
 
 /// Rows from which tiles beat vectors: below, most of a tile is empty.
-#[cfg(target_arch = "x86_64")]
 const TILES_FROM: usize = 5;
 
 /// The positions a query row sees, `from..to`, counted from the start of the sequence.

@@ -3,8 +3,13 @@
 //! Logits are kept in units of log₂, so that every exponential is a power of two. States over different pages of the
 //! same rows make one result exactly, so a long context can be split between threads.
 
-/// Rows are allocated in whole tiles of this many, so that a tile may be loaded and stored for the last rows too.
-const ROW_STEP: usize = 16;
+use super::TILES_FROM;
+
+/// Rows of a tile. Where sums may go to tiles there is room for whole ones, which are loaded and stored for the last rows too.
+const TILE: usize = 16;
+
+/// Room for so many numbers at least keeps those of states that different threads write off the same pair of cache lines.
+const APART: usize = 32;
 
 /// Running maximum, sum and weighted values of some query rows.
 #[derive(Clone, Debug, Default)]
@@ -15,7 +20,7 @@ pub struct SoftmaxState {
     pub(super) max: Vec<f32>,
     /// Sum of the weights.
     pub(super) sum: Vec<f32>,
-    /// Values summed with these weights, `[rows rounded up][d]`.
+    /// Values summed with these weights, `[rows, or room for whole tiles][d]`.
     pub(super) values: Vec<f32>,
 }
 
@@ -23,11 +28,13 @@ impl SoftmaxState {
     /// Forgets everything and takes the shape of `rows` rows of `d` channels.
     pub fn reset(&mut self, rows: usize, d: usize) {
         (self.rows, self.d) = (rows, d);
-        let padded = rows.next_multiple_of(ROW_STEP);
-        self.max.clear();
-        self.max.resize(padded, f32::NEG_INFINITY);
-        self.sum.clear();
-        self.sum.resize(padded, 0.0);
+        // A decode step has many states of few rows, and every line of them comes from memory.
+        let padded = if rows < TILES_FROM { rows } else { rows.next_multiple_of(TILE) };
+        for (numbers, first) in [(&mut self.max, f32::NEG_INFINITY), (&mut self.sum, 0.0)] {
+            numbers.clear();
+            numbers.reserve(APART);
+            numbers.resize(padded, first);
+        }
         self.values.clear();
         self.values.resize(padded * d, 0.0);
     }

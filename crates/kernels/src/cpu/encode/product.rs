@@ -4,6 +4,8 @@
 //! waste fifteen. Each output channel is one chain of fused multiply-adds over input channels 0, 1, 2, …, starting from
 //! zero, as [`HeadTransform::apply`] defines, so the results are equal to the bit. Rows share each load of the matrix.
 
+use std::ops::Range;
+
 use oscar_codec::HeadTransform;
 use oscar_codec::transform::round_to_bf16;
 
@@ -39,10 +41,14 @@ pub(super) enum Matrix<'a> {
     One,
     /// Input channel by output channel.
     Rows(&'a [f32]),
-    /// Output channel by input channel, and room for the matrix turned over. Turning takes about as long as one row,
-    /// and far less than reading a turned copy from memory: the rotation of a value has just been used.
+    /// Output channel by input channel, and room for [`TURNED`] rows of the matrix turned over. Turning takes about as long as
+    /// one row, and far less than reading a turned copy from memory: the rotation of a value has just been used. So does
+    /// writing all of one.
     Columns(&'a [f32], &'a mut [f32]),
 }
+
+/// Input channels of a matrix that are turned over together.
+pub(super) const TURNED: usize = 16;
 
 /// `rows = finish(prepare(rows) · matrix)` in place.
 pub(super) struct Product<'a> {
@@ -63,23 +69,34 @@ impl Step for Product<'_> {
     unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
         let Product { matrix, dim, prepare, finish, rows, input } = self;
         assert!(dim > 0 && rows.len().is_multiple_of(dim) && input.len() >= ROW_BLOCK * dim);
-        let matrix = match matrix {
-            Matrix::One => None,
-            Matrix::Rows(matrix) => Some(matrix),
-            // SAFETY: the caller promises the instructions.
-            Matrix::Columns(matrix, turned) => Some(unsafe { turn::<V>(matrix, dim, turned) }),
-        };
-        assert!(matrix.is_none_or(|matrix| matrix.len() == dim * dim));
+        match &matrix {
+            Matrix::One => {}
+            Matrix::Rows(matrix) => assert_eq!(matrix.len(), dim * dim),
+            Matrix::Columns(matrix, turned) => {
+                assert!(matrix.len() == dim * dim && turned.len() == TURNED * dim);
+            }
+        }
+        let mut matrix = matrix;
         if let Finish::Add(mean) = finish {
             assert_eq!(mean.len(), dim);
         }
         for rows in rows.chunks_mut(ROW_BLOCK * dim) {
             let input = &mut input[..rows.len()];
             prepare_rows(prepare, dim, rows, input);
-            match matrix {
+            match &mut matrix {
                 // SAFETY: the caller promises the instructions; the lengths are asserted and equal.
-                Some(matrix) => unsafe { multiply::<V>(input, matrix, dim, finish, rows) },
-                None => {
+                Matrix::Rows(matrix) => unsafe { multiply::<V>(input, matrix, 0..dim, dim, finish, rows) },
+                Matrix::Columns(matrix, turned) => {
+                    for first in (0..dim).step_by(TURNED) {
+                        let inputs = first..(first + TURNED).min(dim);
+                        // SAFETY: as above; there is room for the rows that are turned.
+                        unsafe {
+                            turn::<V>(matrix, inputs.clone(), dim, turned);
+                            multiply::<V>(input, turned, inputs, dim, finish, rows);
+                        }
+                    }
+                }
+                Matrix::One => {
                     for (input, row) in input.chunks_exact(dim).zip(rows.chunks_exact_mut(dim)) {
                         // SAFETY: as above.
                         unsafe { finish_row::<V>(input, finish, row) };
@@ -90,29 +107,28 @@ impl Step for Product<'_> {
     }
 }
 
-/// The transpose of a `dim x dim` matrix.
+/// Some columns of a `dim x dim` matrix as rows.
 ///
 /// # Safety
-/// The CPU has the instructions of `V`.
+/// The CPU has the instructions of `V`; the columns exist, and `turned` has room for them.
 #[inline(always)]
-unsafe fn turn<'a, V: Lanes>(matrix: &[f32], dim: usize, turned: &'a mut [f32]) -> &'a [f32] {
-    assert!(matrix.len() == dim * dim && turned.len() == dim * dim);
-    let whole = dim / V::WIDTH * V::WIDTH;
-    for i in (0..whole).step_by(V::WIDTH) {
-        for j in (0..whole).step_by(V::WIDTH) {
-            // SAFETY: the caller promises the instructions; `i + WIDTH` and `j + WIDTH` are at most `dim`.
+unsafe fn turn<V: Lanes>(matrix: &[f32], columns: Range<usize>, dim: usize, turned: &mut [f32]) {
+    let whole = |len: usize| len / V::WIDTH * V::WIDTH;
+    let (squares, edge) = (whole(columns.len()), whole(dim));
+    for j in (0..squares).step_by(V::WIDTH) {
+        for i in (0..edge).step_by(V::WIDTH) {
+            // SAFETY: the caller promises the instructions and the room; `j + WIDTH` and `i + WIDTH` end inside both.
             unsafe {
-                let (from, to) = (matrix.as_ptr().add(i * dim + j), turned.as_mut_ptr().add(j * dim + i));
-                V::transpose(from, dim, to, dim);
+                let from = matrix.as_ptr().add(i * dim + columns.start + j);
+                V::transpose(from, dim, turned.as_mut_ptr().add(j * dim + i), dim);
             }
         }
     }
-    for i in 0..dim {
-        for j in if i < whole { whole } else { 0 }..dim {
-            turned[j * dim + i] = matrix[i * dim + j];
+    for j in 0..columns.len() {
+        for i in if j < squares { edge } else { 0 }..dim {
+            turned[j * dim + i] = matrix[i * dim + columns.start + j];
         }
     }
-    turned
 }
 
 /// One row that is not multiplied.
@@ -176,15 +192,24 @@ fn finish_one(finish: Finish<'_>, channel: usize, sum: f32) -> f32 {
     }
 }
 
-/// `out = finish(input · matrix)`.
+/// `out = finish(input · matrix)`, or the part of it that comes of `inputs`: sums go on from what `out` holds, and are
+/// finished with the last input. `matrix` begins with the row of the first of them.
 ///
 /// # Safety
-/// The CPU has the instructions of `V`; `input` and `out` are as many whole rows of `dim`, the matrix is `dim x dim`
-/// and a mean to be added has `dim` channels.
+/// The CPU has the instructions of `V`; `input` and `out` are as many whole rows of `dim`, the matrix has a row of `dim` for
+/// each of `inputs`, which exist, and a mean to be added has `dim` channels.
 #[inline(always)]
-unsafe fn multiply<V: Lanes>(input: &[f32], matrix: &[f32], dim: usize, finish: Finish<'_>, out: &mut [f32]) {
-    let mut tile = Tile { input, matrix, dim, finish, out };
+unsafe fn multiply<V: Lanes>(
+    input: &[f32],
+    matrix: &[f32],
+    inputs: Range<usize>,
+    dim: usize,
+    finish: Finish<'_>,
+    out: &mut [f32],
+) {
     let rows = input.len() / dim;
+    let finish = if inputs.end == dim { finish } else { Finish::Keep };
+    let mut tile = Tile { input, matrix, inputs, dim, finish, out };
     let mut channel = 0;
     // One row needs many sums in flight, hence wide strips; with more rows four registers of channels are enough and
     // leave room for the sums of other rows.
@@ -207,8 +232,8 @@ unsafe fn multiply<V: Lanes>(input: &[f32], matrix: &[f32], dim: usize, finish: 
     }
     for channel in channel..dim {
         for row in 0..rows {
-            let mut sum = 0.0;
-            for (i, &x) in tile.input[row * dim..][..dim].iter().enumerate() {
+            let mut sum = if tile.inputs.start == 0 { 0.0 } else { tile.out[row * dim + channel] };
+            for (i, &x) in tile.input[row * dim..][tile.inputs.clone()].iter().enumerate() {
                 sum = x.mul_add(matrix[i * dim + channel], sum);
             }
             tile.out[row * dim + channel] = finish_one(finish, channel, sum);
@@ -218,7 +243,9 @@ unsafe fn multiply<V: Lanes>(input: &[f32], matrix: &[f32], dim: usize, finish: 
 
 struct Tile<'a> {
     input: &'a [f32],
+    /// Rows of [`Self::inputs`].
     matrix: &'a [f32],
+    inputs: Range<usize>,
     dim: usize,
     finish: Finish<'a>,
     out: &'a mut [f32],
@@ -273,9 +300,16 @@ impl Tile<'_> {
         // that channels `channel..channel + COLUMNS · WIDTH` are below `dim`, which is also the size of a mean.
         unsafe {
             let mut sums = [[V::splat(0.0); COLUMNS]; ROWS];
+            if self.inputs.start > 0 {
+                for r in 0..ROWS {
+                    for c in 0..COLUMNS {
+                        sums[r][c] = V::load(self.out.as_ptr().add((row + r) * dim + channel + c * V::WIDTH));
+                    }
+                }
+            }
             let mut weights = self.matrix.as_ptr().add(channel);
-            let inputs = self.input.as_ptr().add(row * dim);
-            for i in 0..dim {
+            let inputs = self.input.as_ptr().add(row * dim + self.inputs.start);
+            for i in 0..self.inputs.len() {
                 let mut column = [V::splat(0.0); COLUMNS];
                 for c in 0..COLUMNS {
                     column[c] = V::load(weights.add(c * V::WIDTH));

@@ -9,12 +9,13 @@ use oscar_codec::{
 };
 
 use super::kernel::{Quantise, run};
-use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK};
+use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK, TURNED};
 use super::quantise::BlockCodes;
 use super::unpack::{AllFinite, ToFp8, Unpack};
 use crate::cpu::attention::page::{page_elements, read_token};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
+use crate::cpu::memory;
 
 /// Working memory of a [`Sealer`]; keep one per thread.
 #[derive(Default)]
@@ -50,6 +51,14 @@ impl Sealer {
     /// As all methods about rows: when the codec has no such head.
     pub fn is_identity(&self, head: HeadIndex, side: Side) -> bool {
         self.transform(head, side).is_identity()
+    }
+
+    /// Asks for the rotation of a head and side, which for one row takes far longer to come from memory than to be used.
+    pub fn expect_rotation(&self, head: HeadIndex, side: Side) {
+        let transform = self.transform(head, side);
+        if transform.rotates() {
+            memory::expect(transform.rotation());
+        }
     }
 
     /// Seals a full bf16 page of one head, in the order of [`crate::cpu::attention::page`], to that head's bytes of a
@@ -170,7 +179,7 @@ impl Sealer {
         }
         let SealScratch { values, rows: input, .. } = scratch;
         let matrix = match transform.rotates() {
-            true => Matrix::Columns(transform.rotation(), values.at_least(transform.rotation().len())),
+            true => Matrix::Columns(transform.rotation(), values.at_least(TURNED * transform.dim())),
             false => Matrix::One,
         };
         let finish = transform.mean().map_or(Finish::Keep, Finish::Add);

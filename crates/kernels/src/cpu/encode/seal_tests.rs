@@ -282,7 +282,7 @@ fn rows_are_transformed_as_the_definition_says() {
 
 #[test]
 fn queries_follow_the_keys_and_values_come_back() {
-    for dim in [20, 33].into_iter().chain(DIMS) {
+    for dim in [20, 33, 40].into_iter().chain(DIMS) {
         let codec = if dim.is_multiple_of(2) && dim != 20 {
             int2(dim, 2, Rule::Gaussian, false)
         } else {

@@ -111,6 +111,8 @@ struct Reader<'a, const CHANNELS: usize> {
     /// Unpacked codes, of one page or of [`PAGES`].
     keys: &'a mut [u8],
     values: &'a mut [u8],
+    /// Whether the first keys of the next run are unpacked already.
+    opened: bool,
     /// Of the keys of this page and of the next, in turn.
     key_sums: [&'a mut [i32]; 2],
     value_sums: &'a mut [i32],
@@ -151,9 +153,8 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
         let (this, rest) =
             sums.at_least::<i32>(2 * group_sums + ROWS * 2 * shape.padded).split_at_mut(group_sums);
         let (next, value_sums) = rest.split_at_mut(group_sums);
+        // Rows that no query has are multiplied too, whatever they hold: nobody reads their sums.
         let weights = weights.at_least::<i8>(PAGES * group_sums);
-        // Rows that no query has are multiplied too.
-        weights.fill(0);
         let row_numbers = shape.groups * ROWS * PAGE_TOKENS;
         let (scaled, largest) = scaled
             .at_least::<f32>(PAGES * row_numbers + shape.groups * ROWS * LANES)
@@ -167,6 +168,7 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
             keep,
             keys,
             values,
+            opened: false,
             key_sums: [this, next],
             value_sums,
             scaled: Scaled { page: 0, groups: shape.groups, numbers: scaled, largest },
@@ -215,7 +217,9 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
             next.fetch_from(count);
         }
         self.scaled.largest.fill(0.0);
-        self.open_keys(run, 0, fresh);
+        if !self.opened {
+            self.open_keys(run, 0, fresh);
+        }
         let whole = run.is_seen_by(&rows);
         for page in 0..=count {
             fetch(page, 0);
@@ -234,7 +238,7 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
         }
         let fetch = |page: usize, part: usize| fetch(page, 4 + part);
         for group in 0..self.shape().groups {
-            self.add_values(run, group, rows.len(), fresh, &fetch);
+            self.add_values(run, next, group, rows.len(), fresh, &fetch);
             let (padded, channels) = (self.shape().padded, self.shape().group(group));
             let values = &mut state.values[rows.start * d..rows.end * d];
             let units = &self.units[group * ROWS..][..ROWS];
@@ -260,6 +264,15 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
         unsafe {
             unpack(self.shape().bits, words, self.shape().padded, 0..PAGE_TOKENS, &mut self.keys[range])
         };
+    }
+
+    /// Unpacks the keys that are multiplied next, where there is one buffer: by then they have reached the cache.
+    #[inline(always)]
+    fn open_first_keys(&mut self, next: &Run<'_>) {
+        self.opened = !self.keep && next.len() > 0;
+        if self.opened {
+            self.open_keys(next, 0, true);
+        }
     }
 
     #[inline(always)]
@@ -311,11 +324,12 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
     }
 
     /// The values of a group, summed over the pages of a batch. Calls `fetch` with a page and a number below four, for the
-    /// first group.
+    /// first group. With the last group the first page of the next run is opened.
     #[inline(always)]
     fn add_values(
         &mut self,
         run: &Run<'_>,
+        next: &Run<'_>,
         group: usize,
         rows: usize,
         fresh: bool,
@@ -351,6 +365,8 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
                 fetch(page, 2);
                 if page + 1 < run.len() {
                     self.open_values(run, page + 1, columns.clone(), fresh);
+                } else if columns.end == end && group + 1 == self.shape().groups {
+                    self.open_first_keys(next);
                 }
                 fetch(page, 3);
             }
