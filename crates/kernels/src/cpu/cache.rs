@@ -51,7 +51,6 @@ impl SealedPool {
 }
 
 /// Where the sealed pages of a layer lie.
-#[derive(Clone, Copy)]
 struct Places {
     /// Bytes of a slot, all layers and heads.
     slot: usize,

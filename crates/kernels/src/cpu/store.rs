@@ -102,7 +102,8 @@ impl Store<'_> {
             if let Some(half) = &half {
                 attention::expect_side(half, side, token);
             }
-            if let Some(sealer) = writer.sealer {
+            // In a larger batch the row before has just used it.
+            if let Some(sealer) = writer.sealer.filter(|_| step.rows() == 1) {
                 sealer.expect_rotation(HeadIndex { layer: self.layer, head }, side);
             }
             self.prepare_side(step, writer, row, (head, side), rows, scratch);

@@ -186,11 +186,14 @@ fn softmax_row(scores: &mut [f32; PAGE_TOKENS], seen: u64, max: &mut f32, sum: &
     *sum = *sum * shrink + total;
     *max = new;
     let factor = _mm512_set1_ps(shrink);
-    for chunk in values.chunks_exact_mut(LANES) {
+    let mut chunks = values.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
         // SAFETY: the chunk has 16 elements.
         unsafe {
             let scaled = _mm512_mul_ps(_mm512_loadu_ps(chunk.as_ptr()), factor);
             _mm512_storeu_ps(chunk.as_mut_ptr(), scaled);
         }
     }
+    // Heads of 8-bit floats may have channels that fill no register.
+    chunks.into_remainder().iter_mut().for_each(|value| *value *= shrink);
 }

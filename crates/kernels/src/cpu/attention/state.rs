@@ -8,7 +8,7 @@ use super::TILES_FROM;
 /// Rows of a tile. Where sums may go to tiles there is room for whole ones, which are loaded and stored for the last rows too.
 const TILE: usize = 16;
 
-/// Room for so many numbers at least keeps those of states that different threads write off the same pair of cache lines.
+/// Room for so many numbers at least keeps those of few rows, which different threads write, off the same pair of cache lines.
 const APART: usize = 32;
 
 /// Running maximum, sum and weighted values of some query rows.

@@ -42,8 +42,8 @@ pub(super) enum Matrix<'a> {
     /// Input channel by output channel.
     Rows(&'a [f32]),
     /// Output channel by input channel, and room for [`TURNED`] rows of the matrix turned over. Turning takes about as long as
-    /// one row, and far less than reading a turned copy from memory: the rotation of a value has just been used. So does
-    /// writing all of one.
+    /// one row, and far less than reading a turned copy from memory, or than writing a whole one: the rotation of a value has
+    /// just been used.
     Columns(&'a [f32], &'a mut [f32]),
 }
 
@@ -67,7 +67,7 @@ impl Step for Product<'_> {
 
     #[inline(always)]
     unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
-        let Product { matrix, dim, prepare, finish, rows, input } = self;
+        let Product { mut matrix, dim, prepare, finish, rows, input } = self;
         assert!(dim > 0 && rows.len().is_multiple_of(dim) && input.len() >= ROW_BLOCK * dim);
         match &matrix {
             Matrix::One => {}
@@ -76,7 +76,6 @@ impl Step for Product<'_> {
                 assert!(matrix.len() == dim * dim && turned.len() == TURNED * dim);
             }
         }
-        let mut matrix = matrix;
         if let Finish::Add(mean) = finish {
             assert_eq!(mean.len(), dim);
         }

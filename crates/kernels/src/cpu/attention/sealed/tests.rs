@@ -234,10 +234,13 @@ fn other_formats_agree_with_the_definition() {
             }
         }
     }
-    let odd = Sealed::fp8(50, 2, &mut random);
-    let q = random.vector(3 * 50);
-    for isa in Isa::available() {
-        odd.check(isa, &q, 0.3, &[Span::up_to(100); 3], &[], 1e-5);
+    // Channels that fill no register; with sharp logits the maximum of most rows rises after the first page.
+    for d in [20, 50, 100] {
+        let odd = Sealed::fp8(d, 6, &mut random);
+        let q = random.vector(4 * d);
+        for isa in Isa::available() {
+            odd.check(isa, &q, 0.6, &[Span::up_to(6 * PAGE_TOKENS - 9); 4], &[], 1e-5);
+        }
     }
 }
 
