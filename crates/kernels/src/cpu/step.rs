@@ -109,7 +109,9 @@ impl StepSequence {
 
     /// Pages that this step writes to.
     pub(super) fn written_pages(&self) -> Range<usize> {
-        self.start / PAGE_TOKENS..(self.start + self.len).div_ceil(PAGE_TOKENS)
+        let first = self.start / PAGE_TOKENS;
+        let end = if self.len == 0 { first } else { (self.start + self.len).div_ceil(PAGE_TOKENS) };
+        first..end
     }
 }
 
@@ -183,5 +185,28 @@ impl Step {
 
     pub(super) fn rows(&self) -> usize {
         self.tokens.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::KvGeometry;
+
+    use super::*;
+    use crate::backend::{CacheSpec, RopeLayout};
+    use crate::cpu::isa::Isa;
+
+    #[test]
+    fn a_page_is_written_by_one_sequence_and_by_none_without_rows() {
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 4 };
+        let spec = CacheSpec { geometry, slots: 3, scratch_slots: 0, sealed: None };
+        let cache = Cache::new(Isa::Scalar, &spec).unwrap();
+        let rope = Rope { inverse_frequencies: vec![1.0; 2], magnitude: 1.0, layout: RopeLayout::Halves };
+        for (len, fits) in [(0, true), (1, false)] {
+            let other = SequenceRows::exact(6, 1, &[1]);
+            let sequences = [SequenceRows::exact(5, len, &[1]), other];
+            let batch = Batch { tokens: &vec![0; len + 1], sequences: &sequences };
+            assert_eq!(Step::new(&batch, &rope, &cache).is_ok(), fits, "{len} rows");
+        }
     }
 }

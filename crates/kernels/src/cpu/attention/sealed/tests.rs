@@ -191,8 +191,11 @@ fn finish(parts: &[&SoftmaxState]) -> Vec<f32> {
 }
 
 fn layouts(bits: u32) -> impl Iterator<Item = CodeLayout> {
-    let dims = [32, 48, 64, 80, 96, 128, 256];
-    dims.into_iter().flat_map(move |d| [1, 2, 4].map(|groups| CodeLayout::new(bits, d, groups).unwrap()))
+    let usual = [32, 48, 64, 80, 96, 128, 256].map(|d| (d, [1, 2, 4]));
+    // Channels and groups that fill no register.
+    let odd = [20, 50, 100].map(|d| (d, [1, 2, 5]));
+    let shapes = usual.into_iter().chain(odd).flat_map(|(d, groups)| groups.map(|groups| (d, groups)));
+    shapes.map(move |(d, groups)| CodeLayout::new(bits, d, groups).unwrap())
 }
 
 const SCALE_TYPES: [ScaleType; 2] = [ScaleType::F16, ScaleType::Bf16];
