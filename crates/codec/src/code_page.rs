@@ -38,8 +38,9 @@ impl CodeLayout {
                 got: bits as usize,
             });
         }
-        if head_dim == 0 || head_dim > 1 << 16 {
-            return Err(CodecError::HeadDim { head_dim, reason: "pages need 1 to 65536 channels" });
+        // Kernels sum products of 16-bit numbers and codes in 32 bits, which holds 4369 of the largest.
+        if head_dim == 0 || head_dim > 4096 {
+            return Err(CodecError::HeadDim { head_dim, reason: "pages of codes need 1 to 4096 channels" });
         }
         if groups == 0 || !head_dim.is_multiple_of(groups) {
             return Err(CodecError::Groups { head_dim, groups });

@@ -27,13 +27,29 @@ impl Sealed {
         random: &mut Random,
         grid: Grid<'_>,
     ) -> Sealed {
+        let codes = f32::from(layout.largest_code()) + 1.0;
+        Sealed::with_codes(
+            layout,
+            scale_type,
+            pages,
+            &mut || ((random.next() + 1.0) * 0.5 * codes) as u8,
+            grid,
+        )
+    }
+
+    /// The codes that `next` gives.
+    fn with_codes(
+        layout: CodeLayout,
+        scale_type: ScaleType,
+        pages: usize,
+        next: &mut dyn FnMut() -> u8,
+        grid: Grid<'_>,
+    ) -> Sealed {
         let (d, groups) = (layout.head_dim(), layout.groups());
         let mut sealed = Sealed::empty(SealedFormat::Codes(layout, scale_type), d, pages);
         for position in 0..pages * PAGE_TOKENS {
             for side in [Side::Key, Side::Value] {
-                let codes: Vec<u8> = (0..d)
-                    .map(|_| ((random.next() + 1.0) * 0.5 * (f32::from(layout.largest_code()) + 1.0)) as u8)
-                    .collect();
+                let codes: Vec<u8> = (0..d).map(|_| next()).collect();
                 let scales: Vec<(u16, u16)> = (0..groups)
                     .map(|group| grid(side, position, group))
                     .map(|(scale, offset)| (scale_type.to_bits(scale), scale_type.to_bits(offset)))
@@ -135,14 +151,26 @@ impl Sealed {
 
     /// All rows, with the pages cut into ranges that are merged.
     fn attend(&self, isa: Isa, q: &[f32], scale: f32, spans: &[Span], ranges: &[usize]) -> Vec<f32> {
+        self.attend_with(&mut AttentionScratch::default(), isa, q, scale, spans, ranges)
+    }
+
+    /// [`Self::attend`] with buffers that others may have used.
+    fn attend_with(
+        &self,
+        scratch: &mut AttentionScratch,
+        isa: Isa,
+        q: &[f32],
+        scale: f32,
+        spans: &[Span],
+        ranges: &[usize],
+    ) -> Vec<f32> {
         let pages: Vec<&[u8]> = self.pages.iter().map(Vec::as_slice).collect();
-        let (mut scratch, mut parts) = (AttentionScratch::default(), Vec::new());
-        let mut first = 0;
+        let (mut parts, mut first) = (Vec::new(), 0);
         for &end in ranges.iter().chain([&pages.len()]) {
             let mut state = SoftmaxState::default();
             state.reset(spans.len(), self.d);
             let pages = &pages[first..end];
-            attend_sealed(isa, &self.format, q, scale, spans, first, pages, &mut scratch, &mut state);
+            attend_sealed(isa, &self.format, q, scale, spans, first, pages, scratch, &mut state);
             parts.push(state);
             first = end;
         }
@@ -437,6 +465,47 @@ fn a_head_does_not_depend_on_the_others() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// Buffers keep what the last call left in them, of whatever format, channels and rows.
+#[test]
+fn used_buffers_change_nothing() {
+    let mut random = Random(53);
+    let sealed: Vec<Sealed> =
+        [64, 20, 128, 96, 32].into_iter().flat_map(|d| all_formats(d, 6, &mut random)).collect();
+    for isa in Isa::available() {
+        let scratch = &mut AttentionScratch::default();
+        for turn in 0..2 * sealed.len() {
+            // Neighbours in this order differ in format, channels and rows.
+            let sealed = &sealed[turn * 7 % sealed.len()];
+            let rows = [3, 17, 1, 6][turn % 4];
+            let q = random.vector(rows * sealed.d);
+            let spans: Vec<Span> = (0..rows).map(|row| Span { from: 3 * row, to: 384 - 5 * row }).collect();
+            let used = sealed.attend_with(scratch, isa, &q, 0.2, &spans, &[2]);
+            let fresh = sealed.attend(isa, &q, 0.2, &spans, &[2]);
+            assert_eq!(used, fresh, "{isa} {:?} {rows} rows, turn {turn}", sealed.format);
+        }
+    }
+}
+
+/// The most channels there may be, with the largest codes under the largest queries of one sign: 32-bit sums hold them.
+#[test]
+fn the_largest_sums_do_not_overflow() {
+    let d = 4096;
+    assert!(CodeLayout::int4(d + 1, 1).is_err() && CodeLayout::int2(d + 1, 1).is_err());
+    let layout = CodeLayout::int4(d, 1).unwrap();
+    // Logits from 0 to 8, which a sum that turned around would give the other sign.
+    let mut numbers = |side, token: usize, _| match side {
+        Side::Key => (8.0 / 3072.0 * token as f32 / 64.0, 0.0),
+        Side::Value => (token as f32, 0.0),
+    };
+    let sealed = Sealed::with_codes(layout, ScaleType::F16, 1, &mut || 15, &mut numbers);
+    for sign in [1.0, -1.0] {
+        let q = vec![sign; 2 * d];
+        for isa in Isa::available() {
+            sealed.check(isa, &q, 0.05, &[Span::up_to(64), Span::up_to(33)], &[], TOLERANCE);
         }
     }
 }
