@@ -8,13 +8,14 @@
 use oscar_kernels::DType;
 use oscar_kernels::cpu::activation::QuantisedRows;
 use oscar_kernels::cpu::dot::Dot;
+use oscar_kernels::cpu::dot::runs::{RUNS, Run};
 use oscar_kernels::cpu::isa::Isa;
 
 const COLS: usize = 2048;
 const MEMORY_BYTES: usize = 600 << 20;
 const CACHE_BYTES: usize = 512 << 10;
-/// Weight rows per call, as a worker thread takes them.
-const CHUNK: usize = 32;
+/// Weight rows per call and run, as a worker thread takes them.
+const CHUNK: usize = 16;
 const ROUNDS: usize = 5;
 
 fn main() {
@@ -75,24 +76,31 @@ fn throughput(isa: Isa, dtype: DType, weights: &[u8], rows: usize) -> f64 {
     let mut quantised = QuantisedRows::default();
     dot.quantise(&x, rows, COLS, &mut quantised);
     let row_bytes = dtype.bytes_for(COLS).expect("whole blocks");
-    let mut out = vec![0.0; rows * CHUNK];
+    let mut out = vec![0.0; RUNS * rows * CHUNK];
     let chunk = row_bytes * CHUNK;
+    // A run of chunks each.
+    let quarter = weights.len() / RUNS / chunk * chunk;
     let repeat = if weights.len() > CACHE_BYTES { 1 } else { 64 };
     let mut best = f64::INFINITY;
     for _ in 0..ROUNDS {
         let start = thread_seconds();
         for _ in 0..repeat {
-            for weights in weights.chunks_exact(chunk) {
+            for first in (0..quarter).step_by(chunk) {
+                let mut outs = out.chunks_exact_mut(rows * CHUNK);
+                let runs = std::array::from_fn(|run| Run {
+                    weights: &weights[run * quarter + first..][..chunk],
+                    out: outs.next().expect("four parts"),
+                });
                 if dtype.is_float() {
-                    dot.float_rows(dtype, weights, &x, rows, &mut out);
+                    dot.float_rows(dtype, runs, &x, rows);
                 } else {
-                    dot.quantised_rows(dtype, weights, &quantised, &mut out);
+                    dot.quantised_rows(dtype, runs, &quantised);
                 }
             }
         }
         best = best.min(thread_seconds() - start);
     }
-    (weights.len() / chunk * chunk * repeat) as f64 / best / 1e9
+    (RUNS * quarter * repeat) as f64 / best / 1e9
 }
 
 /// Best of some rounds, in weights per nanosecond.

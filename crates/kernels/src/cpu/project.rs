@@ -4,8 +4,11 @@
 //! is unpacked to memory. Many rows (prefill) go through panels: a few dozen weight rows are unpacked into a
 //! buffer that fits the core's cache and multiplied with all activations.
 
+use std::ops::Range;
+
 use super::activation::QuantisedRows;
 use super::dot::Dot;
+use super::dot::runs::{self, RUNS, Run};
 use super::gemm::{self, PackedActivations, PanelScratch};
 use super::isa::Isa;
 use super::memory::DisjointSlice;
@@ -17,12 +20,11 @@ use crate::backend::KernelError;
 /// From this many rows on, unpacking a panel costs less than repeating dot products.
 const PANEL_MIN_ROWS: usize = 6;
 
-/// Smallest useful number of weight rows per task of the dot path, and what all but the last are multiples of: kernels sum four rows
-/// together, and a row's rounding must not depend on the number of threads.
-const DOT_ROWS: usize = 8;
+/// Smallest useful number of passes per task of the dot path.
+const FEWEST_PASSES: usize = 2;
 
 /// Tasks per thread: enough to even out a core that somebody else uses for a while.
-const TASKS_PER_THREAD: usize = 12;
+const TASKS_PER_THREAD: usize = 8;
 
 /// What happens to a result.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -84,7 +86,7 @@ impl Projector<'_> {
         out: &mut [f32],
         mode: Mode,
     ) -> Result<(), KernelError> {
-        let Input { rows, cols, fill } = x;
+        let Input { rows, cols, .. } = x;
         if rows == 0 {
             return Ok(());
         }
@@ -109,83 +111,145 @@ impl Projector<'_> {
                 return Err(KernelError::Shape { what: "a bias", expected: weight.rows(), got: bias.len() });
             }
         }
-        let panels = rows >= PANEL_MIN_ROWS && !self.fixed;
-        let chunk = if panels {
-            self.scratch.packed.pack_with(self.isa, self.pool, rows, cols, fill);
-            gemm::panel_rows(total, self.pool.threads())
+        if rows >= PANEL_MIN_ROWS && !self.fixed {
+            self.panels(x, projections, out, mode);
         } else {
-            let ProjectScratch { rows: x, quantised, .. } = &mut *self.scratch;
-            x.resize(rows * cols, 0.0);
-            x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
-            if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
-                self.dot.quantise(x, rows, cols, quantised);
-            }
-            let even = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD);
-            even.next_multiple_of(DOT_ROWS)
-        };
-        let tasks: usize = projections.iter().map(|p| p.weight.rows().div_ceil(chunk)).sum();
+            self.dots(x, projections, out, mode);
+        }
+        Ok(())
+    }
+
+    /// Dot products with few rows of activations.
+    fn dots(&mut self, x: Input<'_>, projections: &[Projection<'_>], out: &mut [f32], mode: Mode) {
+        let Input { rows, cols, fill } = x;
+        let ProjectScratch { rows: x, quantised, .. } = &mut *self.scratch;
+        x.resize(rows * cols, 0.0);
+        x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
+        if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
+            self.dot.quantise(x, rows, cols, quantised);
+        }
+        let (x, quantised) = (&*x, &*quantised);
+        let passes = |weight: &Weight| runs::passes(weight.rows());
+        let total: usize = projections.iter().map(|projection| passes(projection.weight)).sum();
+        let chunk = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD).max(FEWEST_PASSES);
+        let out_cols = out.len() / rows;
         let target = DisjointSlice::new(out);
-        let ProjectScratch { rows: x, quantised, packed } = &*self.scratch;
-        self.pool.for_each_worker(tasks, |worker, index| {
-            let task = Task::new(projections, chunk, index);
+        self.pool.for_each_worker(Task::count(projections, passes, chunk), |worker, index| {
+            let task = Task::new(projections, passes, chunk, index);
             let Projection { weight, bias } = projections[task.projection];
-            let count = task.rows.len();
-            let data = weight.row_data(task.rows.clone());
-            let bias = bias.map(|bias| &bias[task.rows.clone()]);
-            let mut scratch = self.workers.of(worker);
-            let WorkerScratch { tile, panel } = &mut *scratch;
-            let mut product = |values: &mut [f32]| {
-                if panels {
-                    gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, values);
-                } else if weight.dtype().is_float() {
-                    self.dot.float_rows(weight.dtype(), data, x, rows, values);
-                } else {
-                    self.dot.quantised_rows(weight.dtype(), data, quantised, values);
-                }
-                for values in values.chunks_exact_mut(count) {
-                    if let Some(bias) = bias {
-                        values.iter_mut().zip(bias).for_each(|(value, bias)| *value += bias);
-                    }
-                }
-            };
+            let parts = runs::cut(weight.rows(), task.range);
             // SAFETY: tasks cover different columns, so no two threads touch the same element.
-            let target = |row: usize| unsafe {
-                target.part(row * out_cols + task.first_col..row * out_cols + task.first_col + count)
+            let target = |row: usize, part: &Range<usize>| unsafe {
+                let first = row * out_cols + task.first_col;
+                target.part(first + part.start..first + part.end)
             };
-            if rows == 1 && mode == Mode::Store {
-                return product(target(0));
+            let product = |outs: [&mut [f32]; RUNS]| {
+                let mut outs = outs.into_iter();
+                let parts = parts
+                    .clone()
+                    .map(|part| Run { weights: weight.row_data(part), out: outs.next().unwrap_or_default() });
+                if weight.dtype().is_float() {
+                    self.dot.float_rows(weight.dtype(), parts, x, rows);
+                } else {
+                    self.dot.quantised_rows(weight.dtype(), parts, quantised);
+                }
+            };
+            if rows == 1 && mode == Mode::Store && bias.is_none() {
+                return product(parts.each_ref().map(|part| target(0, part)));
             }
-            tile.resize(rows * count, 0.0);
-            product(tile);
-            for (row, values) in tile.chunks_exact(count).enumerate() {
-                let target = target(row);
-                match mode {
-                    Mode::Store => target.copy_from_slice(values),
-                    Mode::Add => target.iter_mut().zip(values).for_each(|(target, value)| *target += value),
+            let mut scratch = self.workers.of(worker);
+            let tile = &mut scratch.tile;
+            tile.resize(rows * parts.iter().map(Range::len).sum::<usize>(), 0.0);
+            let mut rest = tile.as_mut_slice();
+            product(parts.each_ref().map(|part| rest.split_off_mut(..rows * part.len()).unwrap_or_default()));
+            let mut rest = tile.as_slice();
+            for part in &parts {
+                let bias = bias.map(|bias| &bias[part.clone()]);
+                let values = rest.split_off(..rows * part.len()).unwrap_or_default();
+                for (row, values) in values.chunks_exact(part.len().max(1)).enumerate() {
+                    write(values, bias, target(row, part), mode);
                 }
             }
         });
-        Ok(())
+    }
+
+    /// Products of panels of weights with many rows of activations.
+    fn panels(&mut self, x: Input<'_>, projections: &[Projection<'_>], out: &mut [f32], mode: Mode) {
+        let Input { rows, cols, fill } = x;
+        self.scratch.packed.pack_with(self.isa, self.pool, rows, cols, fill);
+        let packed = &self.scratch.packed;
+        let out_cols = out.len() / rows;
+        let chunk = gemm::panel_rows(out_cols, self.pool.threads());
+        let target = DisjointSlice::new(out);
+        self.pool.for_each_worker(Task::count(projections, Weight::rows, chunk), |worker, index| {
+            let task = Task::new(projections, Weight::rows, chunk, index);
+            let Projection { weight, bias } = projections[task.projection];
+            let count = task.range.len();
+            let data = weight.row_data(task.range.clone());
+            let bias = bias.map(|bias| &bias[task.range.clone()]);
+            let mut scratch = self.workers.of(worker);
+            let WorkerScratch { tile, panel } = &mut *scratch;
+            tile.resize(rows * count, 0.0);
+            gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, tile);
+            for (row, values) in tile.chunks_exact(count).enumerate() {
+                let first = row * out_cols + task.first_col + task.range.start;
+                // SAFETY: tasks cover different columns, so no two threads touch the same element.
+                write(values, bias, unsafe { target.part(first..first + count) }, mode);
+            }
+        });
     }
 }
 
-/// Some rows of one projection.
+/// Brings results to their place.
+fn write(values: &[f32], bias: Option<&[f32]>, target: &mut [f32], mode: Mode) {
+    match (mode, bias) {
+        (Mode::Store, None) => target.copy_from_slice(values),
+        (Mode::Add, None) => target.iter_mut().zip(values).for_each(|(target, value)| *target += value),
+        (Mode::Store, Some(bias)) => {
+            target
+                .iter_mut()
+                .zip(values)
+                .zip(bias)
+                .for_each(|((target, value), bias)| *target = value + bias);
+        }
+        (Mode::Add, Some(bias)) => {
+            target
+                .iter_mut()
+                .zip(values)
+                .zip(bias)
+                .for_each(|((target, value), bias)| *target += value + bias);
+        }
+    }
+}
+
+/// Part of one projection.
 struct Task {
     projection: usize,
-    rows: std::ops::Range<usize>,
+    /// Of its rows, or of the passes over them.
+    range: Range<usize>,
+    /// Where the columns of the projection begin.
     first_col: usize,
 }
 
 impl Task {
-    /// Task `index`, counted through all projections, where one has `chunk` rows or what is left of a weight.
-    fn new(projections: &[Projection<'_>], chunk: usize, index: usize) -> Task {
+    /// The number of tasks where one has `chunk` of the `size` of a weight, or what is left of it.
+    fn count(projections: &[Projection<'_>], size: impl Fn(&Weight) -> usize, chunk: usize) -> usize {
+        projections.iter().map(|projection| size(projection.weight).div_ceil(chunk)).sum()
+    }
+
+    /// Task `index`, counted through all projections.
+    fn new(
+        projections: &[Projection<'_>],
+        size: impl Fn(&Weight) -> usize,
+        chunk: usize,
+        index: usize,
+    ) -> Task {
         let (mut before, mut first_col) = (0, 0);
         for (projection, Projection { weight, .. }) in projections.iter().enumerate() {
-            let tasks = weight.rows().div_ceil(chunk);
+            let tasks = size(weight).div_ceil(chunk);
             if index < before + tasks {
                 let start = (index - before) * chunk;
-                let rows = start..(start + chunk).min(weight.rows());
-                return Task { projection, rows, first_col: first_col + start };
+                return Task { projection, range: start..(start + chunk).min(size(weight)), first_col };
             }
             before += tasks;
             first_col += weight.rows();

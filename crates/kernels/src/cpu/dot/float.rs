@@ -6,10 +6,8 @@
 use half::{bf16, f16};
 
 use super::MAX_ROWS;
+use super::runs::{RUNS, Runs};
 use crate::dtype::DType;
-
-/// Weight rows per pass.
-const OUTPUTS: usize = 4;
 
 /// A vector of `f32` lanes and the ways to fill it. Methods are inlined into functions that enable the features.
 trait Lanes: Copy {
@@ -69,18 +67,18 @@ impl Width for Bf16 {
     }
 }
 
-/// All products of `weights` and `x`. Lengths are checked by the caller.
+/// All products of the rows of `runs` and `x`. Lengths are checked by the caller.
 ///
 /// # Safety
 /// The CPU has the instructions of `L`.
 #[inline(always)]
-unsafe fn rows<L: Lanes>(dtype: DType, weights: &[u8], x: &[f32], cols: usize, out: &mut [f32]) {
+unsafe fn rows<L: Lanes>(dtype: DType, runs: &mut Runs<'_>, x: &[f32], cols: usize) {
     // SAFETY: passed on.
     unsafe {
         match dtype {
-            DType::F32 => rows_of::<L, F32>(weights, x, cols, out),
-            DType::F16 => rows_of::<L, F16>(weights, x, cols, out),
-            _ => rows_of::<L, Bf16>(weights, x, cols, out),
+            DType::F32 => rows_of::<L, F32>(runs, x, cols),
+            DType::F16 => rows_of::<L, F16>(runs, x, cols),
+            _ => rows_of::<L, Bf16>(runs, x, cols),
         }
     }
 }
@@ -88,67 +86,63 @@ unsafe fn rows<L: Lanes>(dtype: DType, weights: &[u8], x: &[f32], cols: usize, o
 /// # Safety
 /// As [`rows`].
 #[inline(always)]
-unsafe fn rows_of<L: Lanes, W: Width>(weights: &[u8], x: &[f32], cols: usize, out: &mut [f32]) {
-    let outputs = weights.len() / (cols * W::BYTES);
-    let x_rows = x.len() / cols;
-    let mut first = 0;
-    while first < x_rows {
-        let count = (x_rows - first).min(MAX_ROWS);
-        let x = &x[first * cols..][..count * cols];
-        let out = &mut out[first * outputs..][..count * outputs];
+unsafe fn rows_of<L: Lanes, W: Width>(runs: &mut Runs<'_>, x: &[f32], cols: usize) {
+    for (index, x) in x.chunks(MAX_ROWS * cols).enumerate() {
+        let first = index * MAX_ROWS;
         // SAFETY: passed on.
         unsafe {
-            match count {
-                1 => pass::<L, W, 1>(weights, x, cols, out),
-                2 => pass::<L, W, 2>(weights, x, cols, out),
-                3 => pass::<L, W, 3>(weights, x, cols, out),
-                _ => pass::<L, W, 4>(weights, x, cols, out),
+            match x.len() / cols {
+                1 => pass::<L, W, 1>(runs, x, cols, first),
+                2 => pass::<L, W, 2>(runs, x, cols, first),
+                3 => pass::<L, W, 3>(runs, x, cols, first),
+                _ => pass::<L, W, 4>(runs, x, cols, first),
             }
         }
-        first += count;
     }
 }
 
-/// One pass over all weights with `M` activation rows.
+/// All weights with `M` activation rows, numbers `first..` of all.
 ///
 /// # Safety
 /// As [`rows`].
 #[inline(always)]
-unsafe fn pass<L: Lanes, W: Width, const M: usize>(weights: &[u8], x: &[f32], cols: usize, out: &mut [f32]) {
-    let row_bytes = cols * W::BYTES;
-    let outputs = weights.len() / row_bytes;
-    assert!(x.len() == M * cols && out.len() == M * outputs && weights.len() == outputs * row_bytes);
+unsafe fn pass<L: Lanes, W: Width, const M: usize>(
+    runs: &mut Runs<'_>,
+    x: &[f32],
+    cols: usize,
+    first: usize,
+) {
+    assert!(x.len() == M * cols && runs.row_bytes() == cols * W::BYTES);
     let whole = cols / L::COUNT * L::COUNT;
-    for first in (0..outputs).step_by(OUTPUTS) {
-        // The last rows are repeated to fill a pass; their results are computed twice and written once.
-        let row = |r: usize| (first + r).min(outputs - 1);
-        let starts: [*const u8; OUTPUTS] = std::array::from_fn(|r| weights[row(r) * row_bytes..].as_ptr());
-        let mut sums = [[L::zero(); OUTPUTS]; M];
+    for pass in 0..runs.passes() {
+        let starts = runs.rows(pass).map(<[u8]>::as_ptr);
+        let mut sums = [[L::zero(); RUNS]; M];
         for col in (0..whole).step_by(L::COUNT) {
             // SAFETY: `col + COUNT <= cols`, so every load stays inside its row.
             unsafe {
-                let mut w = [L::zero(); OUTPUTS];
-                for r in 0..OUTPUTS {
+                let mut w = [L::zero(); RUNS];
+                for r in 0..RUNS {
                     w[r] = L::load::<W>(starts[r].add(col * W::BYTES));
                 }
                 for m in 0..M {
                     let values = L::load::<F32>(x.as_ptr().add(m * cols + col).cast());
-                    for r in 0..OUTPUTS {
+                    for r in 0..RUNS {
                         sums[m][r] = sums[m][r].multiply_add(w[r], values);
                     }
                 }
             }
         }
-        for r in 0..OUTPUTS.min(outputs - first) {
-            for m in 0..M {
+        for m in 0..M {
+            let mut totals = [0.0; RUNS];
+            for r in 0..RUNS {
                 // SAFETY: the CPU has the instructions.
-                let mut sum = unsafe { sums[m][r].sum() };
+                totals[r] = unsafe { sums[m][r].sum() };
                 for col in whole..cols {
                     // SAFETY: `col < cols`.
-                    sum += unsafe { W::one(starts[r].add(col * W::BYTES)) } * x[m * cols + col];
+                    totals[r] += unsafe { W::one(starts[r].add(col * W::BYTES)) } * x[m * cols + col];
                 }
-                out[m * outputs + first + r] = sum;
             }
+            runs.write(first + m, pass, totals);
         }
     }
 }
@@ -179,9 +173,9 @@ impl Lanes for f32 {
 }
 
 /// The reference.
-pub(super) fn scalar_rows(dtype: DType, weights: &[u8], x: &[f32], cols: usize, out: &mut [f32]) {
+pub(super) fn scalar_rows(dtype: DType, runs: &mut Runs<'_>, x: &[f32], cols: usize) {
     // SAFETY: plain floats need no special instructions.
-    unsafe { rows::<f32>(dtype, weights, x, cols, out) }
+    unsafe { rows::<f32>(dtype, runs, x, cols) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -191,7 +185,7 @@ pub(super) use x86::{avx2_rows, avx512_rows};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{Lanes, Width, rows};
+    use super::{Lanes, Runs, Width, rows};
     use crate::dtype::DType;
 
     impl Lanes for __m256 {
@@ -275,29 +269,17 @@ mod x86 {
     /// # Safety
     /// The CPU has AVX2, FMA and F16C. Lengths are checked by the caller.
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(in super::super) unsafe fn avx2_rows(
-        dtype: DType,
-        weights: &[u8],
-        x: &[f32],
-        cols: usize,
-        out: &mut [f32],
-    ) {
+    pub(in super::super) unsafe fn avx2_rows(dtype: DType, runs: &mut Runs<'_>, x: &[f32], cols: usize) {
         // SAFETY: passed on.
-        unsafe { rows::<__m256>(dtype, weights, x, cols, out) }
+        unsafe { rows::<__m256>(dtype, runs, x, cols) }
     }
 
     /// # Safety
     /// The CPU has AVX-512 F, BW, DQ and VL. Lengths are checked by the caller.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    pub(in super::super) unsafe fn avx512_rows(
-        dtype: DType,
-        weights: &[u8],
-        x: &[f32],
-        cols: usize,
-        out: &mut [f32],
-    ) {
+    pub(in super::super) unsafe fn avx512_rows(dtype: DType, runs: &mut Runs<'_>, x: &[f32], cols: usize) {
         // SAFETY: passed on.
-        unsafe { rows::<__m512>(dtype, weights, x, cols, out) }
+        unsafe { rows::<__m512>(dtype, runs, x, cols) }
     }
 }
 
@@ -309,7 +291,7 @@ mod arm {
     use std::arch::aarch64::*;
     use std::arch::asm;
 
-    use super::{Lanes, Width, rows};
+    use super::{Lanes, Runs, Width, rows};
     use crate::dtype::DType;
 
     impl Lanes for float32x4_t {
@@ -355,14 +337,8 @@ mod arm {
 
     /// # Safety
     /// Lengths are checked by the caller.
-    pub(in super::super) unsafe fn neon_rows(
-        dtype: DType,
-        weights: &[u8],
-        x: &[f32],
-        cols: usize,
-        out: &mut [f32],
-    ) {
+    pub(in super::super) unsafe fn neon_rows(dtype: DType, runs: &mut Runs<'_>, x: &[f32], cols: usize) {
         // SAFETY: NEON is part of the AArch64 baseline.
-        unsafe { rows::<float32x4_t>(dtype, weights, x, cols, out) }
+        unsafe { rows::<float32x4_t>(dtype, runs, x, cols) }
     }
 }

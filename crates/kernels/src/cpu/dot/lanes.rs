@@ -3,13 +3,11 @@
 //! A group of 32 weights becomes 32 signed codes in stored order, whatever the format. Four weight rows and up to four
 //! activation rows go together.
 
-use super::{MAX_ROWS, Product};
+use super::runs::{RUNS, Runs};
+use super::{FETCH_AHEAD, MAX_ROWS, Product};
 use crate::cpu::activation::QuantisedRow;
 use crate::dtype::DType;
 use crate::quant::block::six_bit_scales;
-
-/// Weight rows per pass.
-const ROWS: usize = 4;
 
 /// 32 bytes in registers. Methods are inlined into functions that enable the instructions.
 ///
@@ -102,54 +100,53 @@ pub(super) unsafe fn quantised_rows<B: Bytes>(dtype: DType, product: Product<'_>
 /// As [`quantised_rows`].
 #[inline(always)]
 unsafe fn passes<B: Bytes, F: Format<B>>(product: Product<'_>) {
-    let Product { weights, x, outputs, out } = product;
-    for (index, out) in out.chunks_mut(MAX_ROWS * outputs).enumerate() {
-        let row = |m: usize| x.row(index * MAX_ROWS + m);
-        // SAFETY: `out` holds as many rows as the pass writes.
+    let Product { mut runs, x } = product;
+    for first in (0..x.rows()).step_by(MAX_ROWS) {
+        let (runs, row) = (&mut runs, |m: usize| x.row(first + m));
+        // SAFETY: passed on.
         unsafe {
-            match out.len() / outputs {
-                1 => pass::<B, F, 1>(weights, [row(0)], outputs, out),
-                2 => pass::<B, F, 2>(weights, [row(0), row(1)], outputs, out),
-                3 => pass::<B, F, 3>(weights, [row(0), row(1), row(2)], outputs, out),
-                _ => pass::<B, F, 4>(weights, [row(0), row(1), row(2), row(3)], outputs, out),
+            match x.rows() - first {
+                1 => pass::<B, F, 1>(runs, [row(0)], first),
+                2 => pass::<B, F, 2>(runs, [row(0), row(1)], first),
+                3 => pass::<B, F, 3>(runs, [row(0), row(1), row(2)], first),
+                _ => pass::<B, F, 4>(runs, [row(0), row(1), row(2), row(3)], first),
             }
         }
     }
 }
 
 /// # Safety
-/// As [`quantised_rows`], with `M` rows of activations.
+/// As [`quantised_rows`], with `M` rows of activations, numbers `first..` of all.
 #[inline(always)]
 unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
-    weights: &[u8],
+    runs: &mut Runs<'_>,
     x: [QuantisedRow<'_>; M],
-    outputs: usize,
-    out: &mut [f32],
+    first: usize,
 ) {
     let (block_len, block_bytes) = (F::DTYPE.block_len(), F::DTYPE.block_bytes());
-    let row_bytes = weights.len() / outputs;
+    let row_bytes = runs.row_bytes();
     assert!(
         x.iter().all(|x| F::DTYPE.bytes_for(x.high.len()) == Some(row_bytes) && x.low.len() == x.high.len())
     );
-    for first in (0..outputs).step_by(ROWS) {
+    for pass in 0..runs.passes() {
+        let rows = runs.rows(pass);
         // SAFETY: blocks and groups are those of the rows, whose lengths agree with those of the activations.
         unsafe {
-            let mut sums = [[B::zero(); ROWS]; M];
-            let mut offsets = [[0.0f32; ROWS]; M];
-            let mut scales = [const { Scales { scales: [0.0; 16], offsets: [0.0; 8] } }; ROWS];
+            let mut sums = [[B::zero(); RUNS]; M];
+            let mut offsets = [[0.0f32; RUNS]; M];
+            let mut scales = [const { Scales { scales: [0.0; 16], offsets: [0.0; 8] } }; RUNS];
             for block in 0..row_bytes / block_bytes {
-                // The last row is repeated to fill a pass; its result is written once.
-                let mut at = [weights.as_ptr(); ROWS];
-                for r in 0..ROWS {
-                    at[r] = at[r].add((first + r).min(outputs - 1) * row_bytes + block * block_bytes);
+                let mut at = rows.map(<[u8]>::as_ptr);
+                for r in 0..RUNS {
+                    at[r] = at[r].add(block * block_bytes);
                     F::scales(at[r], &mut scales[r]);
                     for line in (0..block_bytes).step_by(64) {
-                        B::prefetch(at[r].wrapping_add(ROWS * row_bytes + line));
+                        B::prefetch(at[r].wrapping_add(FETCH_AHEAD + line));
                     }
                 }
                 for group in 0..block_len / 32 {
-                    let mut codes = [B::splat(0); ROWS];
-                    for r in 0..ROWS {
+                    let mut codes = [B::splat(0); RUNS];
+                    for r in 0..RUNS {
                         codes[r] = F::codes(at[r], group);
                     }
                     let index = block * (block_len / 32) + group;
@@ -161,7 +158,7 @@ unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
                         let scale = *x[m].scales.get_unchecked(index);
                         let sum =
                             *x[m].sums.get_unchecked(2 * index) + *x[m].sums.get_unchecked(2 * index + 1);
-                        for r in 0..ROWS {
+                        for r in 0..RUNS {
                             let first = scales[r].scales[2 * group] * scale;
                             let pair = if F::SCALES_BY_16 {
                                 [first, scales[r].scales[2 * group + 1] * scale]
@@ -177,9 +174,11 @@ unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
                 }
             }
             for m in 0..M {
-                for r in 0..ROWS.min(outputs - first) {
-                    out[m * outputs + first + r] = B::total(sums[m][r]) + offsets[m][r];
+                let mut totals = [0.0; RUNS];
+                for r in 0..RUNS {
+                    totals[r] = B::total(sums[m][r]) + offsets[m][r];
                 }
+                runs.write(first + m, pass, totals);
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Weights are read straight from their stored blocks. Each path unpacks a piece of several weight rows to bytes in
 //! registers and multiplies it with up to [`MAX_ROWS`] activation rows before it goes on, so every weight byte is
-//! read from memory once per four activation rows.
+//! read from memory once per four activation rows. The rows lie far apart, see [`runs`].
 //!
 //! | path | integer products | why |
 //! |---|---|---|
@@ -22,10 +22,12 @@ mod float;
 mod lanes;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+pub mod runs;
 pub mod scalar;
 #[cfg(test)]
 mod tests;
 
+use self::runs::{RUNS, Run, Runs};
 use super::activation::QuantisedRows;
 use super::isa::Isa;
 use crate::dtype::DType;
@@ -33,6 +35,10 @@ use crate::quant;
 
 /// Activation rows that share one pass over the weights.
 pub const MAX_ROWS: usize = 4;
+
+/// Bytes of each run that are asked for ahead.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const FETCH_AHEAD: usize = 1280;
 
 /// Dot products on one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +58,10 @@ enum Path {
     Neon,
 }
 
-/// The operands of [`Dot::quantised_rows`] after their lengths were checked.
-///
-/// Invariant: `weights` holds `outputs` whole rows of `x.cols()` elements, `out` is `x.rows() * outputs` long.
+/// The operands of [`Dot::quantised_rows`] after their lengths were checked: rows of `x.cols()` elements.
 struct Product<'a> {
-    weights: &'a [u8],
+    runs: Runs<'a>,
     x: &'a QuantisedRows,
-    outputs: usize,
-    out: &'a mut [f32],
 }
 
 impl Dot {
@@ -112,16 +114,15 @@ impl Dot {
 
     /// Multiplies quantised weights with rows of fixed-point activations.
     ///
-    /// `weights` is any number `n` of consecutive rows of `x.cols()` elements; `out[m * n + r]` becomes the product
+    /// A run is any number `n` of consecutive rows of `x.cols()` elements; its `out[m * n + r]` becomes the product
     /// of weight row `r` and activation row `m`. Panics if `dtype` is a float type or lengths do not agree.
-    pub fn quantised_rows(&self, dtype: DType, weights: &[u8], x: &QuantisedRows, out: &mut [f32]) {
+    pub fn quantised_rows(&self, dtype: DType, runs: [Run<'_>; RUNS], x: &QuantisedRows) {
         assert!(!dtype.is_float(), "{dtype} weights have no codes; use float_rows");
-        let outputs = outputs(dtype, weights, x.cols());
-        assert_eq!(out.len(), x.rows() * outputs, "{} x {outputs} outputs", x.rows());
-        if out.is_empty() {
+        let runs = Runs::new(runs, row_bytes(dtype, x.cols()), x.rows());
+        if runs.passes() == 0 || x.rows() == 0 {
             return;
         }
-        let product = Product { weights, x, outputs, out };
+        let product = Product { runs, x };
         match self.path {
             Path::Scalar => scalar::quantised_rows(dtype, product),
             // SAFETY: the path is constructed only on machines that have its instructions.
@@ -140,34 +141,31 @@ impl Dot {
     ///
     /// Shapes as in [`Dot::quantised_rows`]; the number of columns is `x.len() / x_rows`. Panics if `dtype` is not a
     /// float type or lengths do not agree.
-    pub fn float_rows(&self, dtype: DType, weights: &[u8], x: &[f32], x_rows: usize, out: &mut [f32]) {
+    pub fn float_rows(&self, dtype: DType, runs: [Run<'_>; RUNS], x: &[f32], x_rows: usize) {
         assert!(dtype.is_float(), "{dtype} weights are not floats; use quantised_rows");
         assert!(x_rows > 0 && x.len().is_multiple_of(x_rows), "{} values in {x_rows} rows", x.len());
         let cols = x.len() / x_rows;
-        let outputs = outputs(dtype, weights, cols);
-        assert_eq!(out.len(), x_rows * outputs, "{x_rows} x {outputs} outputs");
-        if out.is_empty() {
+        let mut runs = Runs::new(runs, row_bytes(dtype, cols), x_rows);
+        if runs.passes() == 0 {
             return;
         }
         match self.path {
-            Path::Scalar => float::scalar_rows(dtype, weights, x, cols, out),
+            Path::Scalar => float::scalar_rows(dtype, &mut runs, x, cols),
             // SAFETY: the path is constructed only on machines that have its instructions; lengths are checked.
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => unsafe { float::avx2_rows(dtype, weights, x, cols, out) },
+            Path::Avx2 => unsafe { float::avx2_rows(dtype, &mut runs, x, cols) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => unsafe { float::avx512_rows(dtype, weights, x, cols, out) },
+            Path::Avx512 => unsafe { float::avx512_rows(dtype, &mut runs, x, cols) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Path::Neon => unsafe { float::neon_rows(dtype, weights, x, cols, out) },
+            Path::Neon => unsafe { float::neon_rows(dtype, &mut runs, x, cols) },
         }
     }
 }
 
-/// Number of weight rows of `cols` elements in `weights`.
-fn outputs(dtype: DType, weights: &[u8], cols: usize) -> usize {
+/// Bytes of a weight row of `cols` elements.
+fn row_bytes(dtype: DType, cols: usize) -> usize {
     let row = dtype.bytes_for(cols).filter(|&bytes| bytes > 0);
-    let row = row.unwrap_or_else(|| panic!("{cols} columns are not whole {dtype} blocks"));
-    assert!(weights.len().is_multiple_of(row), "{} bytes are not whole rows of {row}", weights.len());
-    weights.len() / row
+    row.unwrap_or_else(|| panic!("{cols} columns are not whole {dtype} blocks"))
 }

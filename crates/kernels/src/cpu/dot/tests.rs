@@ -2,7 +2,8 @@
 
 use half::f16;
 
-use super::Dot;
+use super::runs::{self, RUNS, Run};
+use super::{Dot, row_bytes};
 use crate::cpu::activation::QuantisedRows;
 use crate::cpu::isa::Isa;
 use crate::dtype::DType;
@@ -94,16 +95,56 @@ fn assert_near(got: &[f32], expected: &[f32], magnitudes: &[(f64, f64)], what: &
     }
 }
 
+/// The products of all rows of a matrix, `[activation row][weight row]`.
+fn quantised_rows(isa: Isa, dtype: DType, weights: &[u8], x: &QuantisedRows, out: &mut [f32]) {
+    in_runs(weights, row_bytes(dtype, x.cols()), x.rows(), out, |runs| {
+        Dot::new(isa).quantised_rows(dtype, runs, x);
+    });
+}
+
+/// Calls `product` with some passes over a matrix at a time, and collects what it writes.
+fn in_runs(
+    weights: &[u8],
+    row_bytes: usize,
+    x_rows: usize,
+    out: &mut [f32],
+    product: impl Fn([Run<'_>; RUNS]),
+) {
+    const CHUNK: usize = 3;
+    let rows = weights.len() / row_bytes;
+    for start in (0..runs::passes(rows)).step_by(CHUNK) {
+        let parts = runs::cut(rows, start..start + CHUNK);
+        let mut outs = parts.clone().map(|part| vec![f32::NAN; x_rows * part.len()]);
+        let mut targets = outs.iter_mut();
+        product(parts.clone().map(|part| Run {
+            weights: &weights[part.start * row_bytes..part.end * row_bytes],
+            out: targets.next().unwrap(),
+        }));
+        for (part, values) in parts.into_iter().zip(outs) {
+            for (i, row) in part.clone().enumerate() {
+                for m in 0..x_rows {
+                    out[m * rows + row] = values[m * part.len() + i];
+                }
+            }
+        }
+    }
+}
+
+fn one_run<'a>(weights: &'a [u8], out: &'a mut [f32]) -> [Run<'a>; RUNS] {
+    let empty = || Run { weights: &[], out: &mut [] };
+    [empty(), Run { weights, out }, empty(), empty()]
+}
+
 /// Checks the scalar path against `exact` and all others against the scalar path.
 fn check(dtype: DType, weights: &[u8], x: &QuantisedRows, what: &str) {
     let exact = exact(dtype, weights, x);
     let expected: Vec<f32> = exact.iter().map(|&(sum, _)| sum as f32).collect();
     let mut reference = vec![f32::NAN; exact.len()];
-    Dot::new(Isa::Scalar).quantised_rows(dtype, weights, x, &mut reference);
+    quantised_rows(Isa::Scalar, dtype, weights, x, &mut reference);
     assert_near(&reference, &expected, &exact, &format!("{dtype} scalar {what}"));
     for isa in fast_paths() {
         let mut out = vec![f32::NAN; exact.len()];
-        Dot::new(isa).quantised_rows(dtype, weights, x, &mut out);
+        quantised_rows(isa, dtype, weights, x, &mut out);
         assert_near(&out, &reference, &exact, &format!("{dtype} {isa} {what}"));
     }
 }
@@ -222,7 +263,7 @@ fn not_a_number_spoils_its_row_and_no_other() {
                     let x = quantised(&x, rows);
                     for isa in Isa::available() {
                         let mut out = vec![0.0; rows * 5];
-                        Dot::new(isa).quantised_rows(dtype, &weights, &x, &mut out);
+                        quantised_rows(isa, dtype, &weights, &x, &mut out);
                         for (m, out) in out.chunks_exact(5).enumerate() {
                             assert!(
                                 out.iter().all(|v| v.is_nan() == (m == bad)),
@@ -319,7 +360,9 @@ fn float_weights_agree_with_double_precision() {
                     }
                     for isa in Isa::available() {
                         let mut out = vec![f32::NAN; rows * outputs];
-                        Dot::new(isa).float_rows(dtype, &weights, &x, rows, &mut out);
+                        in_runs(&weights, row_bytes(dtype, cols), rows, &mut out, |runs| {
+                            Dot::new(isa).float_rows(dtype, runs, &x, rows);
+                        });
                         assert_near(
                             &out,
                             &expected,
@@ -337,12 +380,12 @@ fn float_weights_agree_with_double_precision() {
 #[should_panic(expected = "whole rows")]
 fn part_of_a_row_is_refused() {
     let x = quantised(&[1.0; 256], 1);
-    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, &[0; 18 * 9], &x, &mut [0.0; 1]);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_run(&[0; 18 * 9], &mut [0.0; 1]), &x);
 }
 
 #[test]
 #[should_panic(expected = "outputs")]
 fn a_wrong_output_length_is_refused() {
     let x = quantised(&[1.0; 256], 1);
-    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, &[0; 18 * 16], &x, &mut [0.0; 1]);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_run(&[0; 18 * 16], &mut [0.0; 1]), &x);
 }

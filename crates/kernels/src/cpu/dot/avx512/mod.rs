@@ -9,7 +9,8 @@ mod superblock;
 
 use std::arch::x86_64::*;
 
-use super::{MAX_ROWS, Product};
+use super::runs::Runs;
+use super::{FETCH_AHEAD, MAX_ROWS, Product};
 use crate::cpu::activation::{QuantisedRow, QuantisedRows};
 use crate::dtype::DType;
 pub(super) use convert::{dequantise, quantise};
@@ -30,34 +31,12 @@ impl Activations {
     }
 }
 
-/// A matrix of whole weight rows.
-#[derive(Clone, Copy)]
-struct Weights<'a> {
-    bytes: &'a [u8],
-    outputs: usize,
-    cols: usize,
-}
-
-impl Weights<'_> {
-    #[inline(always)]
-    fn row_bytes(&self) -> usize {
-        self.bytes.len() / self.outputs
-    }
-
-    /// Starts of `R` rows from `first`. The last row is repeated to fill up; its results are written once.
-    #[inline(always)]
-    fn rows<const R: usize>(&self, first: usize) -> [*const u8; R] {
-        let row_bytes = self.row_bytes();
-        std::array::from_fn(|r| self.bytes[(first + r).min(self.outputs - 1) * row_bytes..].as_ptr())
-    }
-}
-
 /// The products of all weight rows with `M` activation rows.
 trait Pass {
     /// # Safety
-    /// The CPU has the instructions; `out` holds `M * weights.outputs` values; the pointers in `x` are those of
-    /// rows of `weights.cols` values.
-    unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]);
+    /// The CPU has the instructions; the pointers in `x` are those of activation rows `first..`, which have as many values
+    /// as a weight row.
+    unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize);
 }
 
 /// # Safety
@@ -86,17 +65,15 @@ pub(super) unsafe fn quantised_rows(dtype: DType, product: Product<'_>) {
 /// As [`quantised_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn passes<P: Pass>(product: Product<'_>) {
-    let Product { weights, x, outputs, out } = product;
-    let weights = Weights { bytes: weights, outputs, cols: x.cols() };
-    for (index, out) in out.chunks_mut(MAX_ROWS * outputs).enumerate() {
-        let first = index * MAX_ROWS;
-        // SAFETY: `out` holds as many rows as the pass writes.
+    let Product { mut runs, x } = product;
+    for first in (0..x.rows()).step_by(MAX_ROWS) {
+        // SAFETY: passed on; so many rows are left.
         unsafe {
-            match out.len() / outputs {
-                1 => pass::<P, 1>(weights, x, first, out),
-                2 => pass::<P, 2>(weights, x, first, out),
-                3 => pass::<P, 3>(weights, x, first, out),
-                _ => pass::<P, 4>(weights, x, first, out),
+            match x.rows() - first {
+                1 => pass::<P, 1>(&mut runs, x, first),
+                2 => pass::<P, 2>(&mut runs, x, first),
+                3 => pass::<P, 3>(&mut runs, x, first),
+                _ => pass::<P, 4>(&mut runs, x, first),
             }
         }
     }
@@ -108,14 +85,9 @@ unsafe fn passes<P: Pass>(product: Product<'_>) {
 /// As [`Pass::run`], with `M` rows of `x` from `first`.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn pass<P: Pass, const M: usize>(
-    weights: Weights<'_>,
-    x: &QuantisedRows,
-    first: usize,
-    out: &mut [f32],
-) {
+unsafe fn pass<P: Pass, const M: usize>(runs: &mut Runs<'_>, x: &QuantisedRows, first: usize) {
     // SAFETY: passed on.
-    unsafe { P::run::<M>(weights, std::array::from_fn(|m| Activations::new(x.row(first + m))), out) }
+    unsafe { P::run::<M>(runs, std::array::from_fn(|m| Activations::new(x.row(first + m))), first) }
 }
 
 /// Sum of the sixteen lanes.
@@ -174,14 +146,13 @@ unsafe fn dot_one(codes: __m512i, high: __m512i, low: __m512i) -> __m512i {
     }
 }
 
-/// Asks for `len` bytes that the next pass needs where this one is at `at`.
+/// Asks for `len` bytes of a run that are needed some time after those at `at`.
 ///
-/// Rows are short, so the hardware's prefetchers, which follow one stream within a page, start anew with every row.
 /// The address may lie past the end; prefetches never fault.
 #[inline(always)]
-fn prefetch(at: *const u8, distance: usize, len: usize) {
+fn prefetch(at: *const u8, len: usize) {
     for line in (0..len).step_by(64) {
         // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(distance + line).cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(FETCH_AHEAD + line).cast()) }
     }
 }

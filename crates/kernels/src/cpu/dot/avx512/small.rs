@@ -7,14 +7,11 @@
 
 use std::arch::x86_64::*;
 
-use super::{Activations, Pass, Weights, dot_pair, prefetch, sum_each};
+use super::{Activations, Pass, dot_pair, prefetch, sum_each};
+use crate::cpu::dot::runs::{RUNS, Runs};
 
 /// Blocks per step.
 const BLOCKS: usize = 4;
-/// Weight rows per pass.
-const ROWS: usize = 4;
-/// Bytes that are fetched ahead at least: four short rows are read in less time than memory takes to answer.
-const FETCH_AHEAD: usize = 5 * 1024;
 
 pub(super) trait Small {
     const BYTES: usize;
@@ -158,14 +155,14 @@ unsafe fn head<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> _
 /// As [`head`], for each of `at`.
 #[inline(always)]
 unsafe fn halves_by_permutation<B: Small, const FULL: bool>(
-    at: [*const u8; ROWS],
+    at: [*const u8; RUNS],
     count: usize,
 ) -> [__m256i; 2] {
     // SAFETY: passed on.
     unsafe {
         let words = _mm512_loadu_si512(const { &half_words(B::BYTES) }.as_ptr().cast());
         let mut halves = _mm512_permutexvar_epi16(words, head::<B, FULL>(at[0], count));
-        for r in 1..ROWS {
+        for r in 1..RUNS {
             let lanes = 0x000f_000f << (4 * r);
             halves = _mm512_mask_permutexvar_epi16(halves, lanes, words, head::<B, FULL>(at[r], count));
         }
@@ -190,9 +187,9 @@ const fn half_words(block_bytes: usize) -> [u16; 32] {
 /// # Safety
 /// The CPU has AVX-512F; `count` blocks are readable at each of `at`.
 #[inline(always)]
-unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; ROWS], count: usize) -> [__m256i; 2] {
-    let (mut scales, mut offsets) = ([0u64; ROWS], [0u64; ROWS]);
-    for r in 0..ROWS {
+unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; RUNS], count: usize) -> [__m256i; 2] {
+    let (mut scales, mut offsets) = ([0u64; RUNS], [0u64; RUNS]);
+    for r in 0..RUNS {
         for b in 0..if FULL { BLOCKS } else { count } {
             // SAFETY: the first bytes of block `b`.
             unsafe {
@@ -238,7 +235,7 @@ unsafe fn activation_bytes<const FULL: bool>(at: *const i8, count: usize) -> [__
 /// Accumulators of four weight rows.
 #[derive(Clone, Copy)]
 struct Sums<const M: usize> {
-    products: [[__m512; ROWS]; M],
+    products: [[__m512; RUNS]; M],
     /// Offsets times activation sums; lane `4r + b` as the scales.
     offsets: [__m512; M],
 }
@@ -250,7 +247,7 @@ impl<const M: usize> Sums<M> {
     unsafe fn zero() -> Sums<M> {
         // SAFETY: the caller promises the instructions.
         let zero = unsafe { _mm512_setzero_ps() };
-        Sums { products: [[zero; ROWS]; M], offsets: [zero; M] }
+        Sums { products: [[zero; RUNS]; M], offsets: [zero; M] }
     }
 
     /// The results of the four rows.
@@ -258,7 +255,7 @@ impl<const M: usize> Sums<M> {
     /// # Safety
     /// The CPU has AVX-512F.
     #[inline(always)]
-    unsafe fn totals<B: Small>(&self, m: usize) -> [f32; ROWS] {
+    unsafe fn totals<B: Small>(&self, m: usize) -> [f32; RUNS] {
         let mut products = self.products[m];
         // SAFETY: the caller promises the instructions.
         unsafe {
@@ -267,7 +264,7 @@ impl<const M: usize> Sums<M> {
                     *products = _mm512_mask_add_ps(*products, 15 << (4 * r), *products, self.offsets[m]);
                 }
             }
-            std::mem::transmute::<__m128, [f32; ROWS]>(sum_each(products))
+            std::mem::transmute::<__m128, [f32; RUNS]>(sum_each(products))
         }
     }
 }
@@ -278,21 +275,20 @@ impl<const M: usize> Sums<M> {
 /// As [`Pass::run`]; `count` blocks exist from block `first` in all rows and activations.
 #[inline(always)]
 unsafe fn step<B: Small, const FULL: bool, const M: usize>(
-    rows: [*const u8; ROWS],
+    rows: [*const u8; RUNS],
     x: [Activations; M],
     first: usize,
     count: usize,
-    distance: usize,
     sums: &mut Sums<M>,
 ) {
     // SAFETY: all reads are within the `count` blocks from `first`.
     unsafe {
-        let mut packed = [[_mm512_setzero_si512(); 2]; ROWS];
+        let mut packed = [[_mm512_setzero_si512(); 2]; RUNS];
         let mut at = rows;
-        for r in 0..ROWS {
+        for r in 0..RUNS {
             at[r] = at[r].add(first * B::BYTES);
             packed[r] = codes::<B, FULL>(at[r], count);
-            prefetch(at[r], distance, BLOCKS * B::BYTES);
+            prefetch(at[r], BLOCKS * B::BYTES);
         }
         let [scales, offsets] = if HALVES_IN_A_VECTOR >= B::BYTES {
             halves_by_permutation::<B, FULL>(at, count)
@@ -321,7 +317,7 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
             } else {
                 _mm512_setzero_si512()
             };
-            for r in 0..ROWS {
+            for r in 0..RUNS {
                 let mut integer = dot_pair(packed[r], high, low);
                 if B::BIAS != 0 {
                     integer = _mm512_sub_epi32(integer, bias);
@@ -337,29 +333,25 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
 
 impl<B: Small> Pass for B {
     #[inline(always)]
-    unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
-        let blocks = weights.cols / 32;
-        let outputs = weights.outputs;
-        let distance = (ROWS * weights.row_bytes()).max(FETCH_AHEAD);
-        for first in (0..outputs).step_by(ROWS) {
-            let rows = weights.rows::<ROWS>(first);
+    unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
+        let blocks = runs.row_bytes() / B::BYTES;
+        for pass in 0..runs.passes() {
+            let rows = runs.rows(pass).map(<[u8]>::as_ptr);
             // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.
             let sums = unsafe {
                 let mut sums = Sums::<M>::zero();
                 let whole = blocks / BLOCKS * BLOCKS;
                 for block in (0..whole).step_by(BLOCKS) {
-                    step::<B, true, M>(rows, x, block, BLOCKS, distance, &mut sums);
+                    step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
                 }
                 if whole < blocks {
-                    step::<B, false, M>(rows, x, whole, blocks - whole, distance, &mut sums);
+                    step::<B, false, M>(rows, x, whole, blocks - whole, &mut sums);
                 }
                 sums
             };
-            let count = ROWS.min(outputs - first);
             for m in 0..M {
                 // SAFETY: the CPU has the instructions.
-                let totals = unsafe { sums.totals::<B>(m) };
-                out[m * outputs + first..][..count].copy_from_slice(&totals[..count]);
+                runs.write(first + m, pass, unsafe { sums.totals::<B>(m) });
             }
         }
     }

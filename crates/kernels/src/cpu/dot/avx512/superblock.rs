@@ -7,10 +7,8 @@
 
 use std::arch::x86_64::*;
 
-use super::{Activations, Pass, Weights, dot_one, prefetch, sum};
-
-/// Weight rows per pass.
-const ROWS: usize = 4;
+use super::{Activations, Pass, dot_one, prefetch, sum};
+use crate::cpu::dot::runs::{RUNS, Runs};
 
 pub(super) trait Superblock {
     const BYTES: usize;
@@ -296,18 +294,17 @@ impl Superblock for Q6K {
 /// As [`Pass::run`]; block `index` exists in all rows and activations.
 #[inline(always)]
 unsafe fn step<B: Superblock, const M: usize>(
-    rows: [*const u8; ROWS],
+    rows: [*const u8; RUNS],
     x: [Activations; M],
     index: usize,
-    distance: usize,
-    sums: &mut [[__m512; ROWS]; M],
+    sums: &mut [[__m512; RUNS]; M],
 ) {
     // SAFETY: all reads are within block `index`.
     unsafe {
         let blocks = rows.map(|row| row.add(index * B::BYTES));
-        let mut scales = [[_mm512_setzero_ps(); ROWS]; M];
-        for r in 0..ROWS {
-            prefetch(blocks[r], distance, B::BYTES);
+        let mut scales = [[_mm512_setzero_ps(); RUNS]; M];
+        for r in 0..RUNS {
+            prefetch(blocks[r], B::BYTES);
             let of_block = B::scales(blocks[r]);
             for m in 0..M {
                 let factors = B::factors(x[m].scales.add(8 * index), x[m].sums.add(16 * index));
@@ -318,8 +315,8 @@ unsafe fn step<B: Superblock, const M: usize>(
             }
         }
         for half in 0..2 {
-            let mut codes = [[_mm512_setzero_si512(); 2]; ROWS];
-            for r in 0..ROWS {
+            let mut codes = [[_mm512_setzero_si512(); 2]; RUNS];
+            for r in 0..RUNS {
                 codes[r] = B::codes(blocks[r], half);
             }
             for m in 0..M {
@@ -329,7 +326,7 @@ unsafe fn step<B: Superblock, const M: usize>(
                 for i in 0..2 {
                     let spread = _mm512_loadu_si512(B::SPREAD[2 * half + i].as_ptr().cast());
                     let bias = dot_one(_mm512_set1_epi8(B::BIAS), high[i], low[i]);
-                    for r in 0..ROWS {
+                    for r in 0..RUNS {
                         let mut integer = dot_one(codes[r][i], high[i], low[i]);
                         if B::BIAS != 0 {
                             integer = _mm512_sub_epi32(integer, bias);
@@ -346,21 +343,21 @@ unsafe fn step<B: Superblock, const M: usize>(
 /// # Safety
 /// As [`Pass::run`].
 #[inline(always)]
-unsafe fn run<B: Superblock, const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
-    let outputs = weights.outputs;
-    let distance = ROWS * weights.row_bytes();
-    for first in (0..outputs).step_by(ROWS) {
-        let rows = weights.rows::<ROWS>(first);
+unsafe fn run<B: Superblock, const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
+    for pass in 0..runs.passes() {
+        let rows = runs.rows(pass).map(<[u8]>::as_ptr);
         // SAFETY: all blocks are those of the rows and activations.
         unsafe {
-            let mut sums = [[_mm512_setzero_ps(); ROWS]; M];
-            for index in 0..weights.cols / 256 {
-                step::<B, M>(rows, x, index, distance, &mut sums);
+            let mut sums = [[_mm512_setzero_ps(); RUNS]; M];
+            for index in 0..runs.row_bytes() / B::BYTES {
+                step::<B, M>(rows, x, index, &mut sums);
             }
             for m in 0..M {
-                for r in 0..ROWS.min(outputs - first) {
-                    out[m * outputs + first + r] = sum(sums[m][r]);
+                let mut totals = [0.0; RUNS];
+                for r in 0..RUNS {
+                    totals[r] = sum(sums[m][r]);
                 }
+                runs.write(first + m, pass, totals);
             }
         }
     }
@@ -370,9 +367,9 @@ macro_rules! pass {
     ($($format:ty),*) => {$(
         impl Pass for $format {
             #[inline(always)]
-            unsafe fn run<const M: usize>(weights: Weights<'_>, x: [Activations; M], out: &mut [f32]) {
+            unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
                 // SAFETY: passed on.
-                unsafe { run::<$format, M>(weights, x, out) }
+                unsafe { run::<$format, M>(runs, x, first) }
             }
         }
     )*};
