@@ -5,6 +5,7 @@
 //! | [`isa`] | which instruction sets this machine has, and the override that forces a lower one |
 //! | [`pool`] | worker threads for the decode loop |
 //! | `per_thread` | memory that belongs to one of them at a time |
+//! | `handover` | a value that one of them makes for all |
 //! | [`activation`] | activations prepared for integer dot products |
 //! | [`dot`] | dot products of stored weights with a few rows |
 //! | [`encode`] | rows into 2-bit pages and back |
@@ -28,6 +29,7 @@ pub mod dot;
 mod elementwise;
 pub mod encode;
 pub mod gemm;
+mod handover;
 pub mod isa;
 pub mod memory;
 mod per_thread;

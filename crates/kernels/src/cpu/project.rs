@@ -4,14 +4,19 @@
 //! is unpacked to memory. Many rows (prefill) go through panels: a few dozen weight rows are unpacked into a
 //! buffer that fits the core's cache and multiplied with all activations.
 
+#[cfg(test)]
+mod tests;
+
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use super::activation::QuantisedRows;
 use super::dot::Dot;
 use super::dot::runs::{self, RUNS, Run};
 use super::gemm::{self, PackedActivations, PanelScratch};
+use super::handover::Handover;
 use super::isa::Isa;
-use super::memory::DisjointSlice;
+use super::memory::{self, DisjointSlice};
 use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::tensors::Weight;
@@ -22,6 +27,15 @@ const PANEL_MIN_ROWS: usize = 6;
 
 /// Smallest useful number of passes per task of the dot path.
 const FEWEST_PASSES: usize = 2;
+
+/// Bytes of each run that a thread asks for before it begins.
+const FIRST_BYTES: usize = 1280;
+
+/// The same for the thread that computes activations first: more would keep it from that.
+const FIRST_BYTES_OF_MAKER: usize = 512;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Tasks per thread: enough to even out a core that somebody else uses for a while.
 const TASKS_PER_THREAD: usize = 8;
@@ -123,21 +137,35 @@ impl Projector<'_> {
     fn dots(&mut self, x: Input<'_>, projections: &[Projection<'_>], out: &mut [f32], mode: Mode) {
         let Input { rows, cols, fill } = x;
         let ProjectScratch { rows: x, quantised, .. } = &mut *self.scratch;
-        x.resize(rows * cols, 0.0);
-        x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
-        if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
-            self.dot.quantise(x, rows, cols, quantised);
-        }
-        let (x, quantised) = (&*x, &*quantised);
+        let buffers = Mutex::new((std::mem::take(x), std::mem::take(quantised)));
+        // The calling thread computes the activations; meanwhile the first weights of all threads are on their way.
+        let activations = Handover::new();
+        let compute = || {
+            let (mut x, mut quantised) =
+                std::mem::take(&mut *buffers.lock().unwrap_or_else(PoisonError::into_inner));
+            x.resize(rows * cols, 0.0);
+            x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
+            if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
+                self.dot.quantise(&x, rows, cols, &mut quantised);
+            }
+            (x, quantised)
+        };
         let passes = |weight: &Weight| runs::passes(weight.rows());
         let total: usize = projections.iter().map(|projection| passes(projection.weight)).sum();
         let chunk = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD).max(FEWEST_PASSES);
         let out_cols = out.len() / rows;
         let target = DisjointSlice::new(out);
-        self.pool.for_each_worker(Task::count(projections, passes, chunk), |worker, index| {
+        let (tasks, threads) = (Task::count(projections, passes, chunk), self.pool.threads());
+        let body = |worker: usize, index: usize| {
             let task = Task::new(projections, passes, chunk, index);
             let Projection { weight, bias } = projections[task.projection];
             let parts = runs::cut(weight.rows(), task.range);
+            let ready = activations.get().or_else(|| {
+                fetch_first(weight, &parts, if worker == 0 { FIRST_BYTES_OF_MAKER } else { FIRST_BYTES });
+                if worker == 0 { Some(activations.make(compute)) } else { activations.wait() }
+            });
+            // Without activations there is a panic to report.
+            let Some((x, quantised)) = ready else { return };
             // SAFETY: tasks cover different columns, so no two threads touch the same element.
             let target = |row: usize, part: &Range<usize>| unsafe {
                 let first = row * out_cols + task.first_col;
@@ -170,7 +198,18 @@ impl Projector<'_> {
                     write(values, bias, target(row, part), mode);
                 }
             }
-        });
+        };
+        let end = |thread: usize| tasks * (thread + 1) / threads;
+        // Others may have taken all tasks, and wait.
+        let after = |worker: usize| {
+            if worker == 0 {
+                activations.make(compute);
+            }
+        };
+        self.pool.for_each_in_runs(tasks, end, body, after);
+        if let Some((x, quantised)) = activations.into_inner() {
+            (self.scratch.rows, self.scratch.quantised) = (x, quantised);
+        }
     }
 
     /// Products of panels of weights with many rows of activations.
@@ -197,6 +236,14 @@ impl Projector<'_> {
                 write(values, bias, unsafe { target.part(first..first + count) }, mode);
             }
         });
+    }
+}
+
+/// Asks for the first bytes of each run, in the order in which they are read.
+fn fetch_first(weight: &Weight, parts: &[Range<usize>; RUNS], bytes: usize) {
+    let parts = parts.each_ref().map(|part| weight.row_data(part.clone()));
+    for at in (0..bytes).step_by(LINE) {
+        parts.iter().filter_map(|part| part.get(at..at + 1)).for_each(memory::expect);
     }
 }
 

@@ -28,7 +28,7 @@ mod scalar;
 pub mod sealed;
 mod state;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 pub use page::{expect_side, page_elements, read_token, write_side, write_token};
 pub use state::SoftmaxState;

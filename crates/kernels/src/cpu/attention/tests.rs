@@ -3,15 +3,15 @@ use half::bf16;
 use super::*;
 
 /// A small generator; the tests need spread, not quality.
-pub(super) struct Random(pub(super) u64);
+pub(in crate::cpu) struct Random(pub(in crate::cpu) u64);
 
 impl Random {
-    pub(super) fn next(&mut self) -> f32 {
+    pub(in crate::cpu) fn next(&mut self) -> f32 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         ((self.0 >> 40) as f32 / (1u64 << 23) as f32) - 1.0
     }
 
-    pub(super) fn vector(&mut self, len: usize) -> Vec<f32> {
+    pub(in crate::cpu) fn vector(&mut self, len: usize) -> Vec<f32> {
         (0..len).map(|_| self.next()).collect()
     }
 }
