@@ -25,6 +25,9 @@ const MAPPED_BYTES: usize = 256 * 1024;
 /// Bytes of a large page, and what it must be aligned to.
 const LARGE_PAGE: usize = 2 << 20;
 
+/// The smallest pages there are.
+const SMALL_PAGE: usize = 4096;
+
 /// Large pages made by one call: each is a copy of 2 MiB, which must not hold up a step for long.
 const MERGES_PER_CALL: usize = 32;
 
@@ -100,7 +103,6 @@ impl<T: Zeroable + Copy> AlignedBuffer<T> {
 fn merge_page(address: *mut libc::c_void) -> bool {
     /// As in Linux 6.1 and later.
     const MADV_COLLAPSE: libc::c_int = 25;
-    const SMALL_PAGE: usize = 4096;
     let mut resident = [0_u8; LARGE_PAGE / SMALL_PAGE];
     // SAFETY: both calls look at the tables of a mapping and may move its pages, without any change to what they
     // hold; `resident` has a byte for each of the smallest pages there are.
@@ -207,17 +209,19 @@ impl<T> DerefMut for AlignedBuffer<T> {
     }
 }
 
-/// Asks for memory that is about to be read.
+/// Asks for memory that is about to be read, in all its pages at once: the hardware fetches ahead in each by itself.
 #[inline]
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn expect<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let first = values.as_ptr().cast::<i8>();
-        for line in (0..size_of_val(values)).step_by(ALIGNMENT) {
-            // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(line)) };
+        let (first, len) = (values.as_ptr().cast::<i8>(), size_of_val(values));
+        for line in (0..len.min(SMALL_PAGE)).step_by(ALIGNMENT) {
+            for at in (line..len).step_by(SMALL_PAGE) {
+                // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(at)) };
+            }
         }
     }
 }
