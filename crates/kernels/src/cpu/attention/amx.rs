@@ -17,6 +17,7 @@ use super::{AttentionScratch, Span, Work, written_values};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::avx512::transpose;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
+use crate::cpu::memory;
 
 /// Summed elements of one tile: channels for logits, tokens for values.
 const STEP: usize = 32;
@@ -57,6 +58,9 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
     let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, values: filled, .. } = scratch;
     let mut tiled = Tiled::new(work.q, work.spans, d, query_tiles, score_tiles, scores);
     let mut pages = work.visible_pages().peekable();
+    if let Some((page, _)) = pages.peek() {
+        memory::expect(page);
+    }
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         // A page is in the cache after its first group, which fetches the next one as it goes.
@@ -376,11 +380,11 @@ impl Unit {
         // SAFETY: tiles are configured while `self` lives, and the lengths above cover `whole` steps of the keys and
         // one of the tail.
         unsafe {
-            query_keys(queries, keys.as_ptr(), PAGE_TOKENS, whole, next, scores);
+            query_keys(queries, keys.as_ptr(), PAGE_TOKENS, whole, next, whole * STEP * PAGE_TOKENS, scores);
             if !d.is_multiple_of(STEP) {
                 let rest = queries.add(whole * QUERY_PARTS * TILE_WORDS);
                 let next = next.wrapping_add(whole * STEP * PAGE_TOKENS);
-                query_more_keys(rest, tail.as_ptr(), PAGE_TOKENS, 1, next, scores);
+                query_more_keys(rest, tail.as_ptr(), PAGE_TOKENS, 1, next, STEP * PAGE_TOKENS / 2, scores);
             }
         }
     }
@@ -407,11 +411,12 @@ impl Unit {
                 let (weights, values) = (weights.as_ptr(), values.as_ptr().add(2 * first));
                 let next = next.as_ptr().wrapping_add(first * PAGE_TOKENS);
                 let sums = sums.as_mut_ptr().add(first);
+                let half = tiles * 16 * PAGE_TOKENS;
                 match tiles {
-                    4 => weight_values_4(weights, values, d, steps, next, sums),
-                    3 => weight_values_3(weights, values, d, steps, next, sums),
-                    2 => weight_values_2(weights, values, d, steps, next, sums),
-                    _ => weight_values_1(weights, values, d, steps, next, sums),
+                    4 => weight_values_4(weights, values, d, steps, next, half, sums),
+                    3 => weight_values_3(weights, values, d, steps, next, half, sums),
+                    2 => weight_values_2(weights, values, d, steps, next, half, sums),
+                    _ => weight_values_1(weights, values, d, steps, next, half, sums),
                 }
             }
             first += 16 * tiles;
@@ -427,12 +432,12 @@ macro_rules! part {
             $("tileloadd tmm", $right, ", [{b} + {stride} + ", $column, "]\n",
               "tdpbf16ps tmm", $sum, ", tmm4, tmm", $right, "\n",
               "prefetcht0 [{next}]\n",
+              "prefetcht0 [{next} + {half}]\n",
               "prefetcht0 [{next} + 64]\n",
+              "prefetcht0 [{next} + {half} + 64]\n",
               "prefetcht0 [{next} + 128]\n",
-              "prefetcht0 [{next} + 192]\n",
-              "prefetcht0 [{next} + 256]\n",
-              "prefetcht0 [{next} + 320]\n",
-              "add {next}, 384\n",)*
+              "prefetcht0 [{next} + {half} + 128]\n",
+              "add {next}, 192\n",)*
         )
     };
 }
@@ -454,7 +459,8 @@ macro_rules! from_sums {
 /// `left` is `[step][part]` tiles; `right` is rows of `width` pairs, 16 rows per step; `sums` has rows of `width`
 /// floats. Every part of the left operand visits all tiles of sums before the next one, so that consecutive
 /// products do not wait for each other; what this reloads comes from the first-level cache. What comes
-/// next is fetched along the way.
+/// next is fetched along the way, from there on and from `half` bytes after it in turn: the hardware fetches ahead in each
+/// place, and starts anew where a page of memory ends.
 macro_rules! product {
     ($name:ident, $start:ident, [$($part:literal),*] of $bytes:literal, $tiles:tt,
      sums: [$(($sum:literal, $column:literal)),*]) => {
@@ -466,6 +472,7 @@ macro_rules! product {
             width: usize,
             steps: usize,
             next: *const u16,
+            half: usize,
             sums: *mut f32,
         ) {
             // SAFETY: reads and writes exactly what the caller promised.
@@ -484,6 +491,7 @@ macro_rules! product {
                     steps = inout(reg) steps => _,
                     next = inout(reg) next => _,
                     c = in(reg) sums,
+                    half = in(reg) half,
                     line = in(reg) 64usize,
                     stride = in(reg) 4 * width,
                     advance = in(reg) 64 * width,
