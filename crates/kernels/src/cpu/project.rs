@@ -161,8 +161,14 @@ impl Projector<'_> {
             let Projection { weight, bias } = projections[task.projection];
             let parts = runs::cut(weight.rows(), task.range);
             let ready = activations.get().or_else(|| {
-                fetch_first(weight, &parts, if worker == 0 { FIRST_BYTES_OF_MAKER } else { FIRST_BYTES });
-                if worker == 0 { Some(activations.make(compute)) } else { activations.wait() }
+                if worker > 0 {
+                    fetch_first(weight, &parts, FIRST_BYTES);
+                    return activations.wait();
+                }
+                Some(activations.make(|| {
+                    fetch_first(weight, &parts, FIRST_BYTES_OF_MAKER);
+                    compute()
+                }))
             });
             // Without activations there is a panic to report.
             let Some((x, quantised)) = ready else { return };

@@ -24,8 +24,9 @@ use crate::output::print_text;
     oscar bench attention --kv bf16,int2 --threads 1 --json\n  \
     oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k --svg roofline.svg\n\n\
     One token attends to a context, in as many layers as it takes to read --pool-mb of pages: us_per_layer is the time\n\
-    of one layer. read_gb_per_s is a plain read of the same pages, read_share how close attention comes to it, and\n\
-    error the difference to the definition of the format. The second table is the cost per 1024 tokens of context.\n\
+    of one layer. read_gb_per_s is a plain read of the same pages, four at a time; read_share is how close attention\n\
+    comes to it, and error the difference to the definition of the format. The second table is the cost per 1024 tokens\n\
+    of context.\n\
     On a GPU, --batch sequences attend at once, sink and window in bf16; of_ceiling compares with a plain read of the\n\
     card's memory.")]
 pub(super) struct AttentionBenchArguments {

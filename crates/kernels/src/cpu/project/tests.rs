@@ -1,6 +1,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use half::f16;
+
 use super::*;
 use crate::backend::StoredMatrix;
 use crate::cpu::attention::tests::Random;
@@ -43,19 +45,31 @@ impl Machine {
     }
 }
 
-fn weight(rows: usize, random: &mut Random) -> Weight {
-    let values = random.vector(rows * COLS);
-    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let stored = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows, cols: COLS };
+fn weight(dtype: DType, rows: usize, random: &mut Random) -> Weight {
+    let mut bytes = Vec::new();
+    match dtype {
+        DType::F32 => bytes.extend(random.vector(rows * COLS).iter().flat_map(|value| value.to_le_bytes())),
+        DType::Q4_1 => {
+            for _ in 0..rows * COLS / 32 {
+                let halves = [random.next() * 0.1, random.next()].map(f16::from_f32);
+                bytes.extend(halves.iter().flat_map(|half| half.to_le_bytes()));
+                bytes.extend(random.vector(16).iter().map(|code| (128.0 * (code + 1.0)) as u8));
+            }
+        }
+        _ => unreachable!("{dtype}"),
+    }
+    let stored = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols: COLS };
     Weight::new(&stored).unwrap()
 }
 
-/// Weights with fewer rows than threads, than places in a pass, and many; with and without bias.
+/// Weights with fewer rows than threads, than places in a pass, and many; stored as floats or not, with and without bias.
+/// Rows of codes with offsets round by their place in a pass, which tasks must not change.
 #[test]
 fn threads_and_tasks_change_nothing() {
     let mut random = Random(61);
     for sizes in [[1, 1], [2, 3], [5, 1], [8, 7], [40, 129], [576, 192]] {
-        let weights = sizes.map(|rows| weight(rows, &mut random));
+        let weights = [(DType::Q4_1, sizes[0]), (DType::F32, sizes[1])]
+            .map(|(dtype, rows)| weight(dtype, rows, &mut random));
         let bias = random.vector(sizes[1]);
         let projections = [
             Projection { weight: &weights[0], bias: None },
@@ -86,23 +100,34 @@ fn threads_and_tasks_change_nothing() {
                     let mut exact: f64 = products.sum();
                     exact += if weight == 1 { f64::from(bias[col]) } else { 0.0 };
                     exact += if mode == Mode::Add { f64::from(before[i]) } else { 0.0 };
-                    assert!((f64::from(got) - exact).abs() < 1e-4, "{sizes:?} {i}: {got} for {exact}");
+                    // Activations are 16-bit numbers where weights are codes.
+                    assert!((f64::from(got) - exact).abs() < 2e-3, "{sizes:?} {i}: {got} for {exact}");
                 }
             }
         }
     }
 }
 
+fn sum_of_first_row(weight: &Weight) -> f32 {
+    let mut row = [0.0; COLS];
+    weight.dequantise_rows(0..1, &mut row);
+    row.iter().sum()
+}
+
 /// Other threads may take all tasks before the one that computes the activations finds any.
 #[test]
 fn a_thread_without_tasks_computes_activations_for_the_others() {
-    let weights = [weight(1, &mut Random(63)), weight(1, &mut Random(64))];
+    let weights = [63, 64].map(|seed| weight(DType::F32, 1, &mut Random(seed)));
     let projections = weights.each_ref().map(|weight| Projection { weight, bias: None });
+    let sums = weights.each_ref().map(sum_of_first_row);
     let mut machine = Machine::new(4);
     for turn in 0..20_000 {
         let mut out = [f32::NAN; 2];
-        machine.run(1, &|_, out| out.fill(0.0), &projections, &mut out, Mode::Store);
-        assert_eq!(out, [0.0; 2], "turn {turn}");
+        let x = (turn % 7) as f32;
+        machine.run(1, &|_, out| out.fill(x), &projections, &mut out, Mode::Store);
+        for (got, sum) in out.into_iter().zip(sums) {
+            assert!((got - x * sum).abs() < 1e-3, "turn {turn}: {got} for {}", x * sum);
+        }
     }
 }
 
@@ -113,15 +138,16 @@ fn a_panic_while_activations_are_computed_is_reported() {
     for threads in [1, 2, 8] {
         let mut machine = Machine::new(threads);
         for rows in [1, 3, 64] {
-            let weight = weight(rows, &mut random);
+            let weight = weight(DType::F32, rows, &mut random);
+            let sum = sum_of_first_row(&weight);
             let projections = [Projection { weight: &weight, bias: None }];
             let mut out = vec![f32::NAN; rows];
             for _ in 0..20 {
                 let fails = |_: usize, _: &mut [f32]| panic!("no activations");
                 let run = AssertUnwindSafe(|| machine.run(1, &fails, &projections, &mut out, Mode::Store));
                 assert!(catch_unwind(run).is_err(), "{threads} threads, {rows} rows");
-                machine.run(1, &|_, out| out.fill(0.0), &projections, &mut out, Mode::Store);
-                assert!(out.iter().all(|&value| value == 0.0), "{threads} threads, {rows} rows");
+                machine.run(1, &|_, out| out.fill(2.0), &projections, &mut out, Mode::Store);
+                assert!((out[0] - 2.0 * sum).abs() < 1e-3, "{threads} threads, {rows} rows");
             }
         }
     }

@@ -476,11 +476,11 @@ fn used_buffers_change_nothing() {
     let sealed: Vec<Sealed> =
         [64, 20, 128, 96, 32].into_iter().flat_map(|d| all_formats(d, 6, &mut random)).collect();
     for isa in Isa::available() {
-        let scratch = &mut AttentionScratch::default();
-        for turn in 0..2 * sealed.len() {
-            // Neighbours in this order differ in format, channels and rows.
-            let sealed = &sealed[turn * 7 % sealed.len()];
-            let rows = [3, 17, 1, 6][turn % 4];
+        let (scratch, sealed_count) = (&mut AttentionScratch::default(), sealed.len());
+        for turn in 0..5 * sealed_count {
+            // Neighbours in this order differ in format, channels and rows; every page meets every number of rows.
+            let sealed = &sealed[turn * 7 % sealed_count];
+            let rows = [3, 17, 1, 6, 9][(turn + turn / sealed_count) % 5];
             let q = random.vector(rows * sealed.d);
             let spans: Vec<Span> = (0..rows).map(|row| Span { from: 3 * row, to: 384 - 5 * row }).collect();
             let used = sealed.attend_with(scratch, isa, &q, 0.2, &spans, &[2]);

@@ -288,7 +288,7 @@ impl Superblock for Q6K {
     }
 }
 
-/// One block of `R` weight rows.
+/// One block of the weight rows of a pass.
 ///
 /// # Safety
 /// As [`Pass::run`]; block `index` exists in all rows and activations.
