@@ -3,6 +3,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::pool::pause;
+
 /// Made once, read by all.
 pub(super) struct Handover<T> {
     value: OnceLock<T>,
@@ -37,9 +39,7 @@ impl<T> Handover<T> {
             if self.given_up.load(Ordering::Relaxed) {
                 return None;
             }
-            spins = spins.wrapping_add(1);
-            // A maker that lost its core needs ours.
-            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+            pause(&mut spins);
         }
     }
 

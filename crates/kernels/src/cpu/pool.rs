@@ -230,10 +230,15 @@ fn close(seat: &Seat) {
     }
     let mut spins = 0u32;
     while seat.state.load(Ordering::Acquire) == TAKEN {
-        spins = spins.wrapping_add(1);
-        // A worker that lost its core in the middle of a task needs ours: give it away now and then.
-        if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        pause(&mut spins);
     }
+}
+
+/// A moment of waiting for a thread that is at work. If it has lost its core in the middle of that, it needs ours: every now
+/// and then it is given away.
+pub(super) fn pause(spins: &mut u32) {
+    *spins = spins.wrapping_add(1);
+    if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
 fn work(seat: &Seat, index: usize) {

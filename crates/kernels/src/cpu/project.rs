@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::activation::QuantisedRows;
 use super::dot::Dot;
-use super::dot::runs::{self, RUNS, Run};
+use super::dot::runs::{self, FETCH_AHEAD, RUNS, Run};
 use super::gemm::{self, PackedActivations, PanelScratch};
 use super::handover::Handover;
 use super::isa::Isa;
@@ -28,10 +28,7 @@ const PANEL_MIN_ROWS: usize = 6;
 /// Smallest useful number of passes per task of the dot path.
 const FEWEST_PASSES: usize = 2;
 
-/// Bytes of each run that a thread asks for before it begins.
-const FIRST_BYTES: usize = 1280;
-
-/// The same for the thread that computes activations first: more would keep it from that.
+/// Bytes of each run that the thread asks for which computes the activations first: more would keep it from that.
 const FIRST_BYTES_OF_MAKER: usize = 512;
 
 /// Bytes of a cache line.
@@ -162,7 +159,7 @@ impl Projector<'_> {
             let parts = runs::cut(weight.rows(), task.range);
             let ready = activations.get().or_else(|| {
                 if worker > 0 {
-                    fetch_first(weight, &parts, FIRST_BYTES);
+                    fetch_first(weight, &parts, FETCH_AHEAD);
                     return activations.wait();
                 }
                 Some(activations.make(|| {

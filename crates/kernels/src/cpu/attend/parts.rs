@@ -9,6 +9,7 @@ use std::sync::{PoisonError, RwLock};
 use super::plan::{Output, Plan};
 use crate::cpu::attention::SoftmaxState;
 use crate::cpu::per_thread::Apart;
+use crate::cpu::pool::pause;
 
 /// Softmax of the rows of each head of an item.
 pub(super) type HeadStates = Vec<SoftmaxState>;
@@ -84,9 +85,7 @@ impl Parts<'_> {
             if !waiting {
                 return;
             }
-            spins = spins.wrapping_add(1);
-            // A thread that lost its core in the middle of an item may need ours.
-            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+            pause(&mut spins);
         }
     }
 

@@ -17,7 +17,6 @@ use super::{AttentionScratch, Span, Work, written_values};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::avx512::transpose;
 use crate::cpu::gemm::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
-use crate::cpu::memory;
 
 /// Summed elements of one tile: channels for logits, tokens for values.
 const STEP: usize = 32;
@@ -58,9 +57,6 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
     let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, values: filled, .. } = scratch;
     let mut tiled = Tiled::new(work.q, work.spans, d, query_tiles, score_tiles, scores);
     let mut pages = work.visible_pages().peekable();
-    if let Some((page, _)) = pages.peek() {
-        memory::expect(page);
-    }
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         // A page is in the cache after its first group, which fetches the next one as it goes.

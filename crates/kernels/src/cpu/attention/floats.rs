@@ -8,7 +8,6 @@ use oscar_codec::PAGE_TOKENS;
 use super::page::split;
 use super::state::SoftmaxState;
 use super::{AttentionScratch, Span, Work, written_values};
-use crate::cpu::memory;
 
 /// The rows of one group inside a softmax step.
 pub(super) struct SoftmaxRows<'a> {
@@ -62,9 +61,6 @@ pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratc
     // Equal groups: seven rows are four and three, not six and one.
     let group = rows.div_ceil(rows.div_ceil(path.rows));
     let mut pages = work.visible_pages().peekable();
-    if let Some((page, _)) = pages.peek() {
-        memory::expect(page);
-    }
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
         let (next_keys, next_values) = pages.peek().map_or((&[][..], &[][..]), |(page, _)| split(page, d));

@@ -39,6 +39,7 @@ use oscar_codec::PAGE_TOKENS;
 
 use super::gemm::aligned::AlignedScratch;
 use super::isa::Isa;
+use super::memory;
 
 /// 2ˣ for |x| <= 1/2 as a polynomial, lowest power first: the Chebyshev fit of relative error, good to 2e-8 in `f32`.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -136,6 +137,10 @@ pub fn attend(
     let scaled = queries.at_least::<f32>(q.len());
     scaled.iter_mut().zip(q).for_each(|(scaled, q)| *scaled = q * scale);
     let work = Work { q: scaled, spans, first_page, pages, d };
+    // Kernels ask for the next page while they read one; nobody has asked for the first.
+    if let Some((page, _)) = work.visible_pages().next() {
+        memory::expect(page);
+    }
     let fast = d.is_multiple_of(16) && (32..=256).contains(&d);
     match isa {
         #[cfg(target_arch = "x86_64")]

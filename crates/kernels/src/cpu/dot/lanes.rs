@@ -3,8 +3,8 @@
 //! A group of 32 weights becomes 32 signed codes in stored order, whatever the format. Four weight rows and up to four
 //! activation rows go together.
 
-use super::runs::{RUNS, Runs};
-use super::{FETCH_AHEAD, MAX_ROWS, Product};
+use super::runs::{FETCH_AHEAD, RUNS, Runs};
+use super::{MAX_ROWS, Product};
 use crate::cpu::activation::QuantisedRow;
 use crate::dtype::DType;
 use crate::quant::block::six_bit_scales;

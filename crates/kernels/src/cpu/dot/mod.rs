@@ -36,10 +36,6 @@ use crate::quant;
 /// Activation rows that share one pass over the weights.
 pub const MAX_ROWS: usize = 4;
 
-/// Bytes of each run that are asked for ahead.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-const FETCH_AHEAD: usize = 1280;
-
 /// Dot products on one instruction set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dot {

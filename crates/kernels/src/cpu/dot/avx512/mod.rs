@@ -9,8 +9,8 @@ mod superblock;
 
 use std::arch::x86_64::*;
 
-use super::runs::Runs;
-use super::{FETCH_AHEAD, MAX_ROWS, Product};
+use super::runs::{FETCH_AHEAD, Runs};
+use super::{MAX_ROWS, Product};
 use crate::cpu::activation::{QuantisedRow, QuantisedRows};
 use crate::dtype::DType;
 pub(super) use convert::{dequantise, quantise};
