@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::floats::SoftmaxRows;
+use super::floats::{Places, SoftmaxRows};
 
 /// Lanes of a register.
 const LANES: usize = 8;
@@ -22,7 +22,7 @@ pub(super) fn product(
     pairs: usize,
     width: usize,
     out: &mut [f32],
-    _next: &[u16],
+    _next: &Places<'_>,
 ) {
     assert!(width.is_multiple_of(COLUMNS) && right.len() >= pairs * width * 2 && out.len() >= rows * width);
     assert!(2 * pairs <= left_stride && left.len() >= rows * left_stride);

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::floats::SoftmaxRows;
+use super::floats::{Places, SoftmaxRows};
 
 /// Lanes of a register.
 const LANES: usize = 16;
@@ -19,7 +19,7 @@ pub(super) fn product(
     pairs: usize,
     width: usize,
     out: &mut [f32],
-    next: &[u16],
+    next: &Places<'_>,
 ) {
     assert!(width.is_multiple_of(LANES) && right.len() >= pairs * width * 2 && out.len() >= rows * width);
     assert!(2 * pairs <= left_stride && left.len() >= rows * left_stride);
@@ -35,8 +35,9 @@ pub(super) fn product(
             width,
             // SAFETY: as above.
             out: unsafe { out.as_mut_ptr().add(first) },
-            // Each block of columns fetches its share of what comes next, row by row.
-            next: next.get(2 * first * pairs..).unwrap_or(&[]),
+            // Each block of columns asks for its share of what comes next, row by row.
+            next,
+            next_line: first / LANES * pairs,
         };
         // SAFETY: the block covers columns `first..first + 16 * registers` of `rows` rows, inside the lengths above.
         unsafe {
@@ -59,7 +60,9 @@ struct Block<'a> {
     pairs: usize,
     width: usize,
     out: *mut f32,
-    next: &'a [u16],
+    next: &'a Places<'a>,
+    /// The first line it asks for, counted from place to place.
+    next_line: usize,
 }
 
 impl Block<'_> {
@@ -93,15 +96,15 @@ impl Block<'_> {
                     sums[r][j] = _mm512_loadu_ps(self.out.add(r * self.width + j * LANES));
                 }
             }
-            let fetched = self.next.len().min(self.pairs * J * LANES * 2) / (J * LANES * 2);
-            // In two places in turn: the hardware fetches ahead in each, and starts anew where a page of memory ends.
-            let half = (fetched * J).div_ceil(2);
+            let places = self.next.map(<[u16]>::as_ptr);
+            let lines = self.next.len() * (self.next[0].len() / (2 * LANES));
+            let last_pair = lines.saturating_sub(self.next_line) / J;
             for pair in 0..self.pairs {
-                if pair < fetched {
+                if pair < last_pair {
                     for j in 0..J {
-                        let number = pair * J + j;
-                        let line = number / 2 + number % 2 * half;
-                        _mm_prefetch::<_MM_HINT_T0>(self.next.as_ptr().add(line * LANES * 2).cast());
+                        let line = self.next_line + pair * J + j;
+                        let place = places[line % places.len()];
+                        _mm_prefetch::<_MM_HINT_T0>(place.add(line / places.len() * 2 * LANES).cast());
                     }
                 }
                 for j in 0..J {

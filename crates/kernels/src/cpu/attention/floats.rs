@@ -23,8 +23,22 @@ pub(super) struct SoftmaxRows<'a> {
     pub(super) d: usize,
 }
 
+/// Places of memory that are asked for side by side: the hardware fetches ahead in each by itself, and starts anew where a
+/// page of memory ends.
+pub(super) type Places<'a> = [&'a [u16]; 4];
+
+/// Nothing that will be read.
+pub(super) const NOWHERE: Places<'static> = [&[]; 4];
+
+/// What each of the two products of a page asks for of the next one: a half of every quarter of it.
+fn halves(page: &[u16]) -> [Places<'_>; 2] {
+    let quarter = page.len() / 4;
+    [0, 1]
+        .map(|half| std::array::from_fn(|place| &page[place * quarter + half * quarter / 2..][..quarter / 2]))
+}
+
 /// Adds `left · right` to `out`: `left` is `[rows][left_stride]` of which `2 * pairs` count, `right` is
-/// `[pairs][width][2]` in bf16, `out` is `[rows][width]`. The memory at `next` is about to be read.
+/// `[pairs][width][2]` in bf16, `out` is `[rows][width]`. The memory in `next` is about to be read.
 pub(super) type Product = unsafe fn(
     left: &[f32],
     left_stride: usize,
@@ -33,7 +47,7 @@ pub(super) type Product = unsafe fn(
     pairs: usize,
     width: usize,
     out: &mut [f32],
-    next: &[u16],
+    next: &Places<'_>,
 );
 
 /// One path.
@@ -63,7 +77,7 @@ pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratc
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         let (keys, values) = split(page, d);
-        let (next_keys, next_values) = pages.peek().map_or((&[][..], &[][..]), |(page, _)| split(page, d));
+        let next = pages.peek().map_or([NOWHERE; 2], |(page, _)| halves(page));
         let values = written_values(values, d, work.written(start), &mut scratch.values);
         for first in (0..rows).step_by(group) {
             let count = group.min(rows - first);
@@ -73,14 +87,13 @@ pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratc
                 continue;
             };
             // The first group fetches the next page while it computes.
-            let (next_keys, next_values) =
-                if first == 0 { (next_keys, next_values) } else { (&[][..], &[][..]) };
+            let next = if first == 0 { next } else { [NOWHERE; 2] };
             let scores = scratch.scores.at_least::<f32>(count * PAGE_TOKENS);
             scores.fill(0.0);
             let channels = first * d..(first + count) * d;
             // SAFETY: the path is available, which the caller has checked.
             unsafe {
-                (path.product)(&q[channels.clone()], d, count, keys, d / 2, PAGE_TOKENS, scores, next_keys);
+                (path.product)(&q[channels.clone()], d, count, keys, d / 2, PAGE_TOKENS, scores, &next[0]);
                 (path.softmax)(SoftmaxRows {
                     scores,
                     spans,
@@ -92,7 +105,7 @@ pub(super) fn attend(path: &Path, work: &Work<'_>, scratch: &mut AttentionScratc
                 });
                 let pairs = seen.div_ceil(2);
                 let sums = &mut state.values[channels];
-                (path.product)(scores, PAGE_TOKENS, count, values, pairs, d, sums, next_values);
+                (path.product)(scores, PAGE_TOKENS, count, values, pairs, d, sums, &next[1]);
             }
         }
     }

@@ -12,7 +12,7 @@ use super::{Step, scalar, schedule};
 use crate::cpu::attention::TILES_FROM;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::attention::amx::{Page, Tiled};
-use crate::cpu::attention::floats::{Path, SoftmaxRows};
+use crate::cpu::attention::floats::{NOWHERE, Path, SoftmaxRows};
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work, floats};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
@@ -178,7 +178,7 @@ impl Reader<'_> {
         sums.fill(0.0);
         // SAFETY: the instruction set is available.
         unsafe {
-            product(queries, padded, count, self.page.keys, padded / 2, PAGE_TOKENS, scores, &[]);
+            product(queries, padded, count, self.page.keys, padded / 2, PAGE_TOKENS, scores, &NOWHERE);
             scale(scores, &self.page.scales[..PAGE_TOKENS]);
             softmax(SoftmaxRows {
                 scores,
@@ -190,7 +190,7 @@ impl Reader<'_> {
                 d,
             });
             scale(scores, &self.page.scales[PAGE_TOKENS..]);
-            product(scores, PAGE_TOKENS, count, self.page.values, pairs, padded, sums, &[]);
+            product(scores, PAGE_TOKENS, count, self.page.values, pairs, padded, sums, &NOWHERE);
         }
         for (values, sums) in values.chunks_exact_mut(d).zip(sums.chunks_exact(padded)) {
             values.iter_mut().zip(sums).for_each(|(value, sum)| *value += sum);
