@@ -12,7 +12,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use oscar_codec::{PAGE_TOKENS, Side};
+use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
 use super::codes::{Buffers, Queries};
 use super::engine::{LANES, Running, Shape, Sums, Words};
@@ -21,8 +21,8 @@ use super::registers::{REGISTERS, split};
 use super::run::{PAGES, Run};
 use super::scaled::Scaled;
 use super::tiles::{COLUMNS, MOST_TILES, Products, ROWS, key_bytes, unpack, value_bytes};
-use super::weigh;
-use crate::cpu::attention::{SoftmaxState, Work};
+use super::{stream, weigh};
+use crate::cpu::attention::{SoftmaxState, Span, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
 
 /// Attends all rows of all heads to all pages.
@@ -37,44 +37,50 @@ pub(super) unsafe fn attend(
     tiles: &mut AlignedScratch,
     states: &mut [SoftmaxState],
 ) {
-    // Loops of known length have little left to compute but what is in them. These are the shapes of most models.
-    let channels = [64, 128].into_iter().find(|&channels| shape == Shape::plain(channels, shape.scale_type));
-    // SAFETY: the caller's promise.
-    unsafe {
-        match (channels, work.spans.len()) {
-            (Some(64), 3) => attend_shape::<64, 3>(shape, work, buffers, tiles, states),
-            (Some(64), 4) => attend_shape::<64, 4>(shape, work, buffers, tiles, states),
-            (Some(128), 4) => attend_shape::<128, 4>(shape, work, buffers, tiles, states),
-            (Some(128), 6) => attend_shape::<128, 6>(shape, work, buffers, tiles, states),
-            (Some(128), 8) => attend_shape::<128, 8>(shape, work, buffers, tiles, states),
-            _ => attend_shape::<0, 0>(shape, work, buffers, tiles, states),
-        }
-    }
-}
-
-/// [`attend`] for 2-bit pages of one group of `CHANNELS` channels and for `KNOWN` rows, or for any of either if they are 0.
-///
-/// # Safety
-/// As [`attend`]; shape and rows are the known ones.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,gfni")]
-unsafe fn attend_shape<const CHANNELS: usize, const KNOWN: usize>(
-    shape: Shape,
-    work: &Work<'_, u8>,
-    buffers: &mut Buffers,
-    tiles: &mut AlignedScratch,
-    states: &mut [SoftmaxState],
-) {
     let (heads, rows) = (states.len(), work.spans.len());
     let first = work.first_page.max(work.first_seen() / PAGE_TOKENS);
     let end = (work.first_page + work.pages.len() / heads).min(work.end().div_ceil(PAGE_TOKENS));
     if first >= end {
         return;
     }
+    let pages = first..end;
+    // Loops of known length have little left to compute but what is in them. These are the shapes of most models.
+    let channels = [64, 128].into_iter().find(|&channels| shape == Shape::plain(channels, shape.scale_type));
+    let whole = shape.scale_type == ScaleType::F16 && sees(work.spans, &pages);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (channels, rows) {
+            (Some(64), 3) if whole => stream::attend::<1, 1, 3, 3>(work, pages, buffers, tiles, states),
+            (Some(64), 4) if whole => stream::attend::<1, 2, 2, 4>(work, pages, buffers, tiles, states),
+            (Some(128), 4) if whole => stream::attend::<2, 2, 2, 4>(work, pages, buffers, tiles, states),
+            (Some(128), 6) if whole => stream::attend::<2, 2, 3, 6>(work, pages, buffers, tiles, states),
+            (Some(128), 8) if whole => stream::attend::<2, 4, 2, 8>(work, pages, buffers, tiles, states),
+            (Some(64), _) => attend_shape::<64>(shape, work, pages, buffers, tiles, states),
+            (Some(128), _) => attend_shape::<128>(shape, work, pages, buffers, tiles, states),
+            _ => attend_shape::<0>(shape, work, pages, buffers, tiles, states),
+        }
+    }
+}
+
+/// [`attend`] for 2-bit pages of one group of `CHANNELS` channels, or for any if it is 0.
+///
+/// # Safety
+/// As [`attend`]; the shape is the known one.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,gfni")]
+unsafe fn attend_shape<const CHANNELS: usize>(
+    shape: Shape,
+    work: &Work<'_, u8>,
+    pages: Range<usize>,
+    buffers: &mut Buffers,
+    tiles: &mut AlignedScratch,
+    states: &mut [SoftmaxState],
+) {
+    let (heads, rows) = (states.len(), work.spans.len());
     // Batches are cut where the sequence is, so that a row's result does not depend on what other rows see.
-    let batch = |first: usize| first..((first / PAGES + 1) * PAGES).min(end);
+    let batch = |first: usize| first..((first / PAGES + 1) * PAGES).min(pages.end);
     // This run and the next, in turn.
     let mut runs = [Run::new(work), Run::new(work)];
-    runs[0].set(heads, 0, batch(first));
+    runs[0].set(heads, 0, batch(pages.start));
     runs[0].fetch_from(0);
     let group = equal_groups(rows, ROWS);
     // SAFETY: the caller's promise.
@@ -89,7 +95,7 @@ unsafe fn attend_shape<const CHANNELS: usize, const KNOWN: usize>(
             false => next.set(heads, 0, batch(run.numbers.end)),
         }
         for (index, begin) in (0..rows).step_by(group).enumerate() {
-            let rows = if KNOWN > 0 { 0..KNOWN } else { begin..(begin + group).min(rows) };
+            let rows = begin..(begin + group).min(rows);
             // SAFETY: the instructions are there.
             unsafe { reader.read(run, next, rows, index == 0, &mut states[run.head]) };
         }
@@ -171,7 +177,7 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
             opened: false,
             key_sums: [this, next],
             value_sums,
-            scaled: Scaled { page: 0, groups: shape.groups, numbers: scaled, largest },
+            scaled: Scaled { page: 0, groups: shape.groups, rows: ROWS, numbers: scaled, largest },
             weights,
             units: weight_numbers.at_least(shape.groups * ROWS),
             lanes,
@@ -415,6 +421,12 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
             }
         }
     }
+}
+
+/// Whether all rows see all of some pages.
+fn sees(spans: &[Span], pages: &Range<usize>) -> bool {
+    let (from, to) = (pages.start * PAGE_TOKENS, pages.end * PAGE_TOKENS);
+    spans.iter().all(|span| span.from <= from && to <= span.to)
 }
 
 /// The softmax of some rows of a head, whose lanes are those from row `first` of all heads on.

@@ -39,6 +39,8 @@ mod scalar;
 mod scaled;
 #[cfg(target_arch = "aarch64")]
 mod sdot;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]

@@ -67,6 +67,17 @@ impl Products {
         Products { _tiles: tiles }
     }
 
+    /// The same with `tmm6` and `tmm7` as tiles of `rows` rows too.
+    ///
+    /// # Safety
+    /// As [`Products::new`].
+    pub(super) unsafe fn of_two_sums(rows: usize) -> Products {
+        assert!((1..=ROWS).contains(&rows), "products of {rows} rows");
+        // SAFETY: the caller's promise.
+        let tiles = unsafe { Tiles::configure(2 * rows, [2 * rows, TILE_ROWS, 2 * rows, 2 * rows]) };
+        Products { _tiles: tiles }
+    }
+
     /// Sums over the channels in `inner` for 64 tokens: `[rows][high, low][64]`, with room for [`ROWS`] rows. `keys` are
     /// the unpacked keys of a page.
     #[inline(always)]
@@ -204,7 +215,7 @@ unsafe fn unpack_bits<const BITS: u32, const KNOWN: usize>(
 
 /// The bit matrix that moves the `quad`-th field of a byte to its low bits and clears the others: one instruction where a
 /// shift and a mask would be two. Byte `7 - i` of it selects bit `i` of the result.
-const fn field_matrix(bits: u32, quad: u32) -> i64 {
+pub(super) const fn field_matrix(bits: u32, quad: u32) -> i64 {
     let mut matrix = 0u64;
     let mut bit = 0;
     while bit < bits {

@@ -17,7 +17,7 @@ use super::registers::{
 
 /// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
 /// good as those of up to 1: each page has its own unit, and sums have 111 powers of two to go.
-const SLACK: f32 = 16.0;
+pub(super) const SLACK: f32 = 16.0;
 
 /// 16-bit numbers to `f32`.
 #[inline]
@@ -50,7 +50,7 @@ pub(super) fn prefetch(ahead: *const u8, len: usize) {
 }
 
 /// Where the weights of a page go.
-pub(super) trait Sink {
+pub(super) trait Sink: Shrinks {
     /// Takes weights times scales of a group for rows `first..first + R`, and their largest magnitudes in lanes.
     ///
     /// # Safety
@@ -62,9 +62,12 @@ pub(super) trait Sink {
         scaled: [Page; R],
         largest: [__m512; R],
     );
+}
 
-    /// Multiplies what it has of a row, which is relative to another reference from now on.
-    fn shrink(&mut self, row: usize, factor: f32);
+/// Where there are numbers that are relative to the reference of a row.
+pub(super) trait Shrinks {
+    /// Multiplies what it has of a row, which is relative to another reference from now on, and the row's values.
+    fn shrink(&mut self, row: usize, factor: f32, values: &mut [f32]);
 }
 
 /// Weights as bytes, with a unit for each row of the page. Products are of up to `ROWS` rows.
@@ -92,9 +95,13 @@ impl<const ROWS: usize> Sink for Bytes<'_, '_, ROWS> {
             }
         }
     }
+}
 
+impl<const ROWS: usize> Shrinks for Bytes<'_, '_, ROWS> {
     /// A page is weighed with one reference, and nothing of an earlier one is here.
-    fn shrink(&mut self, _row: usize, _factor: f32) {}
+    fn shrink(&mut self, _row: usize, factor: f32, values: &mut [f32]) {
+        values.iter_mut().for_each(|value| *value *= factor);
+    }
 }
 
 /// As `engine::Engine::weigh` for products of up to `ROWS` rows.
@@ -209,7 +216,6 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
             }
         }
     }
-    let mut largest = [_mm512_setzero_ps(); R];
     let mut above = 0;
     for r in 0..R {
         let seen = from.seen[first + r];
@@ -219,15 +225,11 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
                 logits[r][j] = _mm512_mask_mov_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, logits[r][j]);
             }
         }
-        largest[r] = _mm512_max_ps(
-            _mm512_max_ps(logits[r][0], logits[r][1]),
-            _mm512_max_ps(logits[r][2], logits[r][3]),
-        );
-        above |= _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest[r], _mm512_set1_ps(limit[r]));
+        above |= _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest(&logits[r]), _mm512_set1_ps(limit[r]));
     }
     if above != 0 {
         for r in 0..R {
-            let largest = _mm512_reduce_max_ps(largest[r]);
+            let largest = _mm512_reduce_max_ps(largest(&logits[r]));
             let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running, sink));
             for j in 0..REGISTERS {
                 logits[r][j] = _mm512_sub_ps(logits[r][j], rise);
@@ -276,12 +278,19 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
     R
 }
 
+/// The largest logits of a page, in lanes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn largest(logits: &Page) -> __m512 {
+    _mm512_max_ps(_mm512_max_ps(logits[0], logits[1]), _mm512_max_ps(logits[2], logits[3]))
+}
+
 /// Makes the largest logit of a page the reference of its row if it is above the limit. Returns by how much it rises.
 ///
 /// NaN is not above: the reference stays, and NaN shows in the sum.
 #[cold]
 #[inline(never)]
-fn raise<S: Sink>(
+pub(super) fn raise<S: Shrinks>(
     largest: f32,
     limit: f32,
     row: usize,
@@ -305,8 +314,7 @@ fn raise<S: Sink>(
     let lanes = (1 + groups) * LANES;
     running.sum[row] *= shrink;
     running.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= shrink);
-    running.values[row * running.d..][..running.d].iter_mut().for_each(|value| *value *= shrink);
-    sink.shrink(row, shrink);
+    sink.shrink(row, shrink, &mut running.values[row * running.d..][..running.d]);
     rise
 }
 
