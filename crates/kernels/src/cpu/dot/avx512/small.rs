@@ -6,6 +6,7 @@
 //! weight rows at once: float lane `4r + b` belongs to block `b` of row `r`.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_pair, prefetch, sum_each};
 use crate::cpu::dot::runs::{RUNS, Runs};
@@ -210,6 +211,64 @@ unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; RUNS], coun
     }
 }
 
+/// 128 activations as a step needs them: the same for all weight rows.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Ready {
+    /// Bytes in the order of the codes: 0-15 of each block, then 16-31 of each block.
+    high: [__m512i; 2],
+    low: [__m512i; 2],
+    /// The integer sum that a constant in all codes makes.
+    bias: __m512i,
+    /// Of each block: scale, and sum of the values.
+    scales: [f32; BLOCKS],
+    sums: [f32; BLOCKS],
+}
+
+impl Ready {
+    /// # Safety
+    /// The CPU has AVX-512 F, BW, VL and VNNI; `count` blocks (four if `FULL`) exist from block `first` in the activations.
+    #[inline(always)]
+    unsafe fn new<B: Small, const FULL: bool>(x: Activations, first: usize, count: usize) -> Ready {
+        // SAFETY: masked lanes are not read.
+        unsafe {
+            let high = activation_bytes::<FULL>(x.high.add(32 * first), count);
+            let low = activation_bytes::<FULL>(x.low.add(32 * first), count);
+            let mask = if FULL { 255 } else { ((1u16 << (2 * count)) - 1) as u8 };
+            let halves = _mm256_maskz_loadu_ps(mask, x.sums.add(2 * first));
+            let pairs = _mm256_castps_pd(_mm256_hadd_ps(halves, halves));
+            let sums = _mm256_castpd256_pd128(_mm256_permute4x64_pd::<0b00_00_10_00>(pairs));
+            let mask = if FULL { 15 } else { (1u8 << count) - 1 };
+            Ready {
+                high,
+                low,
+                bias: match B::BIAS {
+                    0 => _mm512_setzero_si512(),
+                    bias => dot_pair([_mm512_set1_epi8(bias); 2], high, low),
+                },
+                scales: std::mem::transmute::<__m128, [f32; 4]>(_mm_maskz_loadu_ps(
+                    mask,
+                    x.scales.add(first),
+                )),
+                sums: std::mem::transmute::<__m128d, [f32; 4]>(sums),
+            }
+        }
+    }
+}
+
+/// Steps whose activations are made ready once for all weight rows; there is room for no more.
+const MOST_READY: usize = 32;
+
+/// Four numbers in all quarters of a register.
+///
+/// # Safety
+/// The CPU has AVX-512F.
+#[inline(always)]
+unsafe fn in_all_quarters(numbers: &[f32; 4]) -> __m512 {
+    // SAFETY: four numbers can be read.
+    unsafe { _mm512_broadcast_f32x4(_mm_loadu_ps(numbers.as_ptr())) }
+}
+
 /// 128 activation bytes in the order of the codes: 0-15 of each block, then 16-31 of each block.
 ///
 /// # Safety
@@ -272,11 +331,11 @@ impl<const M: usize> Sums<M> {
 /// Four blocks (fewer if not `FULL`) of four weight rows.
 ///
 /// # Safety
-/// As [`Pass::run`]; `count` blocks exist from block `first` in all rows and activations.
+/// As [`Pass::run`]; `count` blocks exist from block `first` in all rows.
 #[inline(always)]
 unsafe fn step<B: Small, const FULL: bool, const M: usize>(
     rows: [*const u8; RUNS],
-    x: [Activations; M],
+    x: &[Ready; M],
     first: usize,
     count: usize,
     sums: &mut Sums<M>,
@@ -299,28 +358,15 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
         let offsets = if B::HAS_OFFSET { _mm512_cvtph_ps(offsets) } else { _mm512_setzero_ps() };
         let lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
         for m in 0..M {
-            let high = activation_bytes::<FULL>(x[m].high.add(32 * first), count);
-            let low = activation_bytes::<FULL>(x[m].low.add(32 * first), count);
-            let mask = if FULL { 15 } else { (1u8 << count) - 1 };
-            let x_scales = _mm_maskz_loadu_ps(mask, x[m].scales.add(first));
-            let scales = _mm512_mul_ps(scales, _mm512_broadcast_f32x4(x_scales));
+            let x = &x[m];
+            let scales = _mm512_mul_ps(scales, in_all_quarters(&x.scales));
             if B::HAS_OFFSET {
-                let mask = if FULL { 255 } else { ((1u16 << (2 * count)) - 1) as u8 };
-                let halves = _mm256_maskz_loadu_ps(mask, x[m].sums.add(2 * first));
-                let pairs = _mm256_castps_pd(_mm256_hadd_ps(halves, halves));
-                let blocks = _mm256_castpd256_pd128(_mm256_permute4x64_pd::<0b00_00_10_00>(pairs));
-                let blocks = _mm512_broadcast_f32x4(_mm_castpd_ps(blocks));
-                sums.offsets[m] = _mm512_fmadd_ps(offsets, blocks, sums.offsets[m]);
+                sums.offsets[m] = _mm512_fmadd_ps(offsets, in_all_quarters(&x.sums), sums.offsets[m]);
             }
-            let bias = if B::BIAS != 0 {
-                dot_pair([_mm512_set1_epi8(B::BIAS); 2], high, low)
-            } else {
-                _mm512_setzero_si512()
-            };
             for r in 0..RUNS {
-                let mut integer = dot_pair(packed[r], high, low);
+                let mut integer = dot_pair(packed[r], x.high, x.low);
                 if B::BIAS != 0 {
-                    integer = _mm512_sub_epi32(integer, bias);
+                    integer = _mm512_sub_epi32(integer, x.bias);
                 }
                 let scale =
                     _mm512_permutexvar_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(4 * r as i32)), scales);
@@ -331,27 +377,59 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
     }
 }
 
+/// The activations of a step.
+///
+/// # Safety
+/// As [`Ready::new`], for all of `x`.
+#[inline(always)]
+unsafe fn all_ready<B: Small, const M: usize>(x: [Activations; M], block: usize, count: usize) -> [Ready; M] {
+    // SAFETY: passed on.
+    unsafe {
+        let ready = |x: Activations| match count {
+            BLOCKS => Ready::new::<B, true>(x, block, count),
+            _ => Ready::new::<B, false>(x, block, count),
+        };
+        let mut all = [ready(x[0]); M];
+        for m in 1..M {
+            all[m] = ready(x[m]);
+        }
+        all
+    }
+}
+
 impl<B: Small> Pass for B {
     #[inline(always)]
     unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
         let blocks = runs.row_bytes() / B::BYTES;
-        for pass in 0..runs.passes() {
-            let rows = runs.rows(pass).map(<[u8]>::as_ptr);
-            // SAFETY: every step stays inside the `blocks` blocks of the rows and activations.
-            let sums = unsafe {
+        let steps = blocks.div_ceil(BLOCKS);
+        let keep = steps * M <= MOST_READY;
+        let mut kept = [const { MaybeUninit::<[Ready; M]>::uninit() }; MOST_READY];
+        // SAFETY: every step stays inside the `blocks` blocks of the rows and activations; what is kept has been written.
+        unsafe {
+            for step in 0..if keep { steps } else { 0 } {
+                let block = step * BLOCKS;
+                kept[step] = MaybeUninit::new(all_ready::<B, M>(x, block, (blocks - block).min(BLOCKS)));
+            }
+            let (whole, rest) = (blocks / BLOCKS * BLOCKS, blocks % BLOCKS);
+            for pass in 0..runs.passes() {
+                let rows = runs.rows(pass).map(<[u8]>::as_ptr);
                 let mut sums = Sums::<M>::zero();
-                let whole = blocks / BLOCKS * BLOCKS;
                 for block in (0..whole).step_by(BLOCKS) {
-                    step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
+                    if keep {
+                        let x = kept[block / BLOCKS].assume_init_ref();
+                        step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
+                    } else {
+                        let x = all_ready::<B, M>(x, block, BLOCKS);
+                        step::<B, true, M>(rows, &x, block, BLOCKS, &mut sums);
+                    }
                 }
-                if whole < blocks {
-                    step::<B, false, M>(rows, x, whole, blocks - whole, &mut sums);
+                if rest > 0 {
+                    let x = all_ready::<B, M>(x, whole, rest);
+                    step::<B, false, M>(rows, &x, whole, rest, &mut sums);
                 }
-                sums
-            };
-            for m in 0..M {
-                // SAFETY: the CPU has the instructions.
-                runs.write(first + m, pass, unsafe { sums.totals::<B>(m) });
+                for m in 0..M {
+                    runs.write(first + m, pass, sums.totals::<B>(m));
+                }
             }
         }
     }
