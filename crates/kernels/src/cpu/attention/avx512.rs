@@ -98,9 +98,9 @@ impl Block<'_> {
             }
             let places = self.next.map(<[u16]>::as_ptr);
             let lines = self.next.len() * (self.next[0].len() / (2 * LANES));
-            let last_pair = lines.saturating_sub(self.next_line) / J;
+            let asking = lines.saturating_sub(self.next_line) / J;
             for pair in 0..self.pairs {
-                if pair < last_pair {
+                if pair < asking {
                     for j in 0..J {
                         let line = self.next_line + pair * J + j;
                         let place = places[line % places.len()];

@@ -167,7 +167,7 @@ fn there_is_a_fast_path_to_test() {
 fn all_shapes_agree() {
     let mut random = Random(1);
     for dtype in quantised_types() {
-        for cols in [32, 64, 96, 128, 160, 256, 512, 576, 768, 1536, 2048, 8960] {
+        for cols in [32, 64, 96, 128, 160, 256, 512, 576, 768, 1536, 1568, 2048, 8960, 8992] {
             if !cols_fit(dtype, cols) {
                 continue;
             }

@@ -1,7 +1,7 @@
 //! AMX tile registers: configuration for the life of a scope.
 //!
 //! The intrinsics are not stable yet, so tiles are driven with `asm!`. The compiler never allocates tile registers
-//! itself; only the state set here and used inside one `asm!` block matters.
+//! itself; only the state set here and used in `asm!` blocks matters.
 
 use std::arch::asm;
 use std::marker::PhantomData;

@@ -424,14 +424,14 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
 }
 
 /// Whether all rows see all of some pages.
-fn sees(spans: &[Span], pages: &Range<usize>) -> bool {
+pub(super) fn sees(spans: &[Span], pages: &Range<usize>) -> bool {
     let (from, to) = (pages.start * PAGE_TOKENS, pages.end * PAGE_TOKENS);
     spans.iter().all(|span| span.from <= from && to <= span.to)
 }
 
 /// The softmax of some rows of a head, whose lanes are those from row `first` of all heads on.
 #[inline(always)]
-fn running<'s>(
+pub(super) fn running<'s>(
     shape: &Shape,
     rows: Range<usize>,
     d: usize,

@@ -5,8 +5,8 @@
 //! are neighbouring tokens (or channels). An [`Engine`] multiplies, and turns sums into weights.
 //!
 //! Steps overlap: what one part of a step stores, the next part loads only after parts of other steps that do not depend
-//! on it, and a page is asked for some steps before it is read. See [`Reader::attend`] for the order. Tiles have an order
-//! of their own, `batch`.
+//! on it, and a page is asked for some steps before it is read. See [`Reader::attend`] for the order. Tiles have orders
+//! of their own, `batch` and `stream`.
 //!
 //! Groups: queries are stored once per group with zeros outside it, and weights are split once per group with its
 //! scales. A group may begin anywhere; what lies around it in the same word or register is multiplied and dropped.
@@ -48,7 +48,7 @@ const TILES_FROM: usize = 3;
 #[derive(Default)]
 pub(super) struct CodeScratch {
     buffers: Buffers,
-    /// Unpacked codes.
+    /// Unpacked codes, and all that few rows need on AMX.
     #[cfg(target_arch = "x86_64")]
     tiles: AlignedScratch,
     /// Logits, and scales as numbers.

@@ -17,6 +17,7 @@
 //! | `engine` | what an instruction set provides for them |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
 //! | `batch`, `run`, `scaled` | the same on AMX, several pages at a time |
+//! | `stream` | the same bits for few rows: pieces of different pages in turn |
 //! | `vnni`, `tiles`, `maddubs`, `sdot` | the integer products: AVX-512, AMX, AVX2, NEON |
 //! | `weigh`, `registers` | AVX-512: from sums to weights without leaving registers |
 //! | `fp8` | 8-bit floats, widened to bf16 |

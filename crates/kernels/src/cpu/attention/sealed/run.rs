@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
 
+use super::batch::sees;
 use super::weigh;
 use crate::cpu::attention::Work;
 
@@ -53,8 +54,7 @@ impl<'a> Run<'a> {
 
     /// Whether some rows see all of these pages.
     pub(super) fn is_seen_by(&self, rows: &Range<usize>) -> bool {
-        let (from, to) = (self.numbers.start * PAGE_TOKENS, self.numbers.end * PAGE_TOKENS);
-        self.work.spans[rows.clone()].iter().all(|span| span.from <= from && to <= span.to)
+        sees(&self.work.spans[rows.clone()], &self.numbers)
     }
 
     /// Asks for one of [`PARTS`] parts of a page.

@@ -67,17 +67,6 @@ impl Products {
         Products { _tiles: tiles }
     }
 
-    /// The same with `tmm6` and `tmm7` as tiles of `rows` rows too.
-    ///
-    /// # Safety
-    /// As [`Products::new`].
-    pub(super) unsafe fn of_two_sums(rows: usize) -> Products {
-        assert!((1..=ROWS).contains(&rows), "products of {rows} rows");
-        // SAFETY: the caller's promise.
-        let tiles = unsafe { Tiles::configure(2 * rows, [2 * rows, TILE_ROWS, 2 * rows, 2 * rows]) };
-        Products { _tiles: tiles }
-    }
-
     /// Sums over the channels in `inner` for 64 tokens: `[rows][high, low][64]`, with room for [`ROWS`] rows. `keys` are
     /// the unpacked keys of a page.
     #[inline(always)]
@@ -202,20 +191,32 @@ unsafe fn unpack_bits<const BITS: u32, const KNOWN: usize>(
             unsafe {
                 let from = words.bytes.as_ptr().add(4 * (block * words.width + first + COLUMNS * register));
                 let to = tiles.as_mut_ptr().add((tile * registers + register) * TILE_BYTES + STEP * row);
-                let codes = _mm512_loadu_si512(from.cast());
-                for quad in 0..quads {
-                    let field = _mm512_set1_epi64(field_matrix(BITS, quad as u32));
-                    let code = _mm512_gf2p8affine_epi64_epi8::<0>(codes, field);
-                    _mm512_storeu_si512(to.add(STEP * quad).cast(), code);
-                }
+                unpack_register::<BITS>(from, to);
             }
+        }
+    }
+}
+
+/// One register of codes to rows of a tile, as many as there are codes in a byte.
+///
+/// # Safety
+/// [`is_available`]; 64 bytes can be read, and 64 written for each row.
+#[inline(always)]
+pub(super) unsafe fn unpack_register<const BITS: u32>(from: *const u8, to: *mut u8) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let codes = _mm512_loadu_si512(from.cast());
+        for quad in 0..8 / BITS as usize {
+            let field = _mm512_set1_epi64(field_matrix(BITS, quad as u32));
+            let code = _mm512_gf2p8affine_epi64_epi8::<0>(codes, field);
+            _mm512_storeu_si512(to.add(STEP * quad).cast(), code);
         }
     }
 }
 
 /// The bit matrix that moves the `quad`-th field of a byte to its low bits and clears the others: one instruction where a
 /// shift and a mask would be two. Byte `7 - i` of it selects bit `i` of the result.
-pub(super) const fn field_matrix(bits: u32, quad: u32) -> i64 {
+const fn field_matrix(bits: u32, quad: u32) -> i64 {
     let mut matrix = 0u64;
     let mut bit = 0;
     while bit < bits {

@@ -234,10 +234,13 @@ impl Ready {
         unsafe {
             let high = activation_bytes::<FULL>(x.high.add(32 * first), count);
             let low = activation_bytes::<FULL>(x.low.add(32 * first), count);
-            let mask = if FULL { 255 } else { ((1u16 << (2 * count)) - 1) as u8 };
-            let halves = _mm256_maskz_loadu_ps(mask, x.sums.add(2 * first));
-            let pairs = _mm256_castps_pd(_mm256_hadd_ps(halves, halves));
-            let sums = _mm256_castpd256_pd128(_mm256_permute4x64_pd::<0b00_00_10_00>(pairs));
+            let mut sums = _mm_setzero_pd();
+            if B::HAS_OFFSET {
+                let mask = if FULL { 255 } else { ((1u16 << (2 * count)) - 1) as u8 };
+                let halves = _mm256_maskz_loadu_ps(mask, x.sums.add(2 * first));
+                let pairs = _mm256_castps_pd(_mm256_hadd_ps(halves, halves));
+                sums = _mm256_castpd256_pd128(_mm256_permute4x64_pd::<0b00_00_10_00>(pairs));
+            }
             let mask = if FULL { 15 } else { (1u8 << count) - 1 };
             Ready {
                 high,
@@ -256,8 +259,8 @@ impl Ready {
     }
 }
 
-/// Steps whose activations are made ready once for all weight rows; there is room for no more.
-const MOST_READY: usize = 32;
+/// Steps times activation rows that are made ready once for all weight rows; of more there is no room to keep them.
+const MOST_READY: usize = 64;
 
 /// Four numbers in all quarters of a register.
 ///
@@ -403,12 +406,15 @@ impl<B: Small> Pass for B {
         let blocks = runs.row_bytes() / B::BYTES;
         let steps = blocks.div_ceil(BLOCKS);
         let keep = steps * M <= MOST_READY;
-        let mut kept = [const { MaybeUninit::<[Ready; M]>::uninit() }; MOST_READY];
+        let mut kept = [const { MaybeUninit::<Ready>::uninit() }; MOST_READY];
         // SAFETY: every step stays inside the `blocks` blocks of the rows and activations; what is kept has been written.
         unsafe {
             for step in 0..if keep { steps } else { 0 } {
                 let block = step * BLOCKS;
-                kept[step] = MaybeUninit::new(all_ready::<B, M>(x, block, (blocks - block).min(BLOCKS)));
+                let ready = all_ready::<B, M>(x, block, (blocks - block).min(BLOCKS));
+                for m in 0..M {
+                    kept[step * M + m] = MaybeUninit::new(ready[m]);
+                }
             }
             let (whole, rest) = (blocks / BLOCKS * BLOCKS, blocks % BLOCKS);
             for pass in 0..runs.passes() {
@@ -416,14 +422,17 @@ impl<B: Small> Pass for B {
                 let mut sums = Sums::<M>::zero();
                 for block in (0..whole).step_by(BLOCKS) {
                     if keep {
-                        let x = kept[block / BLOCKS].assume_init_ref();
-                        step::<B, true, M>(rows, x, block, BLOCKS, &mut sums);
+                        let x = kept.as_ptr().add(block / BLOCKS * M).cast();
+                        step::<B, true, M>(rows, &*x, block, BLOCKS, &mut sums);
                     } else {
                         let x = all_ready::<B, M>(x, block, BLOCKS);
                         step::<B, true, M>(rows, &x, block, BLOCKS, &mut sums);
                     }
                 }
-                if rest > 0 {
+                if rest > 0 && keep {
+                    let x = kept.as_ptr().add(whole / BLOCKS * M).cast();
+                    step::<B, false, M>(rows, &*x, whole, rest, &mut sums);
+                } else if rest > 0 {
                     let x = all_ready::<B, M>(x, whole, rest);
                     step::<B, false, M>(rows, &x, whole, rest, &mut sums);
                 }

@@ -8,7 +8,7 @@
 //! | 6 | sums of keys |
 //! | 7 | sums of keys in turn with 6, or a second tile as 4 |
 //!
-//! Every block of `asm!` is a fence for the compiler: what stands between two of them in a function stays there.
+//! Every block of `asm!` is a fence for the compiler: loads and stores that stand between two of them stay there.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -88,23 +88,6 @@ pub(super) unsafe fn multiply(sums: usize, left: usize, codes: *const u8) {
             4 => for_tile!(sums, [0 1 2 3 6 7], "tdpbsud tmm", ", tmm4, tmm5", ()),
             7 => for_tile!(sums, [0 1 2 3 6], "tdpbsud tmm", ", tmm7, tmm5", ()),
             other => unreachable!("left tile {other}"),
-        }
-    }
-}
-
-/// One register of 2-bit codes to four rows of a tile.
-///
-/// # Safety
-/// The CPU has AVX-512 F and GFNI; 64 bytes can be read and 256 written.
-#[inline(always)]
-pub(super) unsafe fn unpack(from: *const u8, to: *mut u8) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let codes = _mm512_loadu_si512(from.cast());
-        for field in 0..4 {
-            let matrix = _mm512_set1_epi64(super::super::tiles::field_matrix(2, field as u32));
-            let code = _mm512_gf2p8affine_epi64_epi8::<0>(codes, matrix);
-            _mm512_storeu_si512(to.add(LINE * field).cast(), code);
         }
     }
 }

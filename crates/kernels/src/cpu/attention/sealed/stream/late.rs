@@ -67,7 +67,7 @@ impl Shrinks for OnTheWay<'_, '_> {
     fn shrink(&mut self, row: usize, factor: f32, values: &mut [f32]) {
         self.scaled.shrink_numbers(row, factor);
         for first_channel in (0..values.len()).step_by(STEP) {
-            // The run of the same head before this one.
+            // The values of this head's run before are still on their way.
             if self.run >= self.late.next[first_channel / STEP] + self.heads {
                 self.late.rises.push(Rise { run: self.run, row, first_channel, factor });
             } else {

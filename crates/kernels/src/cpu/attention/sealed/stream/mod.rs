@@ -37,15 +37,17 @@ use self::late::Late;
 use self::plan::Step;
 use self::room::Room;
 use self::slots::{FIRST, Slots};
-use self::softmax::{Weighing, running};
+use self::softmax::Weighing;
+use super::batch::running;
 use super::codes::{Buffers, Queries};
 use super::engine::{LANES, Shape};
 use super::registers::REGISTERS;
 use super::run::PAGES;
-use super::tiles::{Products, ROWS};
+use super::tiles::ROWS;
 use super::weigh;
 use crate::cpu::attention::{SoftmaxState, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
+use crate::cpu::gemm::tiles::{TILE_ROWS, Tiles};
 
 /// Slots between the product with keys and that with values.
 const LAG: usize = PAGES + 2;
@@ -73,19 +75,21 @@ pub(super) unsafe fn attend<const STEPS: usize, const GROUPS: usize, const R: us
     states: &mut [SoftmaxState],
 ) {
     const { assert!(STEPS <= 2 && GROUPS.is_power_of_two() && GROUPS <= 4 && GROUPS * R == ALL && ALL <= ROWS) };
+    // Weights of a run become bytes in the first phases of a step, and those of the next take their place in the others.
+    const { assert!(R <= REGISTERS) };
     // SAFETY: the caller's promise.
-    let products = unsafe { Products::of_two_sums(GROUPS * R) };
+    let registers = unsafe { Tiles::configure(2 * ALL, [2 * ALL, TILE_ROWS, 2 * ALL, 2 * ALL]) };
     let slots = Slots::new(work, states.len(), pages);
     // They come while the queries are made ready.
     slots.ask_for_first_run();
-    let mut stream = Stream::<STEPS, GROUPS, R, ALL>::new(products, work, slots, buffers, tiles);
+    let mut stream = Stream::<STEPS, GROUPS, R, ALL>::new(registers, work, slots, buffers, tiles);
     // SAFETY: the caller's promise, and the stream has what its steps need.
     unsafe {
         stream.open();
         for slot in FIRST..stream.slots.end() + LAG {
             stream.slots.advance();
             // What is known to be there need not be looked for at every turn.
-            match stream.slots.are_filled(LAG + STEPS) {
+            match stream.slots.are_filled(LAG + PAGES - PAGES / STEPS) {
                 true => stream.step::<true>(slot, states),
                 false => stream.step::<false>(slot, states),
             }
@@ -94,13 +98,14 @@ pub(super) unsafe fn attend<const STEPS: usize, const GROUPS: usize, const R: us
     for (head, state) in states.iter_mut().enumerate() {
         // SAFETY: the steps are done.
         let lanes = unsafe { stream.all_lanes() };
-        weigh::finish(&stream.shape, running(lanes, head, ALL, STEPS * STEP, state));
+        let running = running(&stream.shape, 0..ALL, STEPS * STEP, head * ALL, lanes, state);
+        weigh::finish(&stream.shape, running);
     }
 }
 
 /// The queries of a call, its pages and buffers for some of them.
 struct Stream<'a, const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize> {
-    _products: Products,
+    _registers: Tiles,
     shape: Shape,
     slots: Slots<'a>,
     queries: Queries<'a>,
@@ -137,7 +142,7 @@ impl<'a, const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usi
     const PASS: usize = PAGES / STEPS;
 
     fn new(
-        products: Products,
+        registers: Tiles,
         work: &Work<'_, u8>,
         slots: Slots<'a>,
         buffers: &'a mut Buffers,
@@ -157,7 +162,7 @@ impl<'a, const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usi
         let lanes = lanes.at_least::<f32>(queries.rows * 2 * LANES);
         lanes.fill(0.0);
         let (lanes, late) = (lanes.as_mut_ptr(), Late::default());
-        Stream { _products: products, shape, slots, queries, room, lanes, borrow: PhantomData, late }
+        Stream { _registers: registers, shape, slots, queries, room, lanes, borrow: PhantomData, late }
     }
 
     /// The lanes of all heads.

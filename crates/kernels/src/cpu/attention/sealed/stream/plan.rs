@@ -12,7 +12,7 @@ use crate::cpu::attention::sealed::run::PAGES;
 
 /// The work of a step. Pointers are null where there is nothing to do.
 pub(super) struct Step<const STEPS: usize> {
-    /// The pages of the next run, and the first line that is asked for of each.
+    /// The pages of the next run, and the first line that is asked for in each.
     pub(super) asked: [*const u8; PAGES],
     pub(super) first_line: usize,
     pub(super) unpacked_keys: *const u8,
@@ -32,6 +32,7 @@ pub(super) struct Step<const STEPS: usize> {
     pub(super) split: [*mut i8; STEPS],
     /// Weights that are multiplied with values.
     pub(super) weights: [*const i8; STEPS],
+    /// Whether they are the first of a pass.
     pub(super) clear: bool,
 }
 
@@ -87,7 +88,13 @@ impl<const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize>
         let scaled_of = |page: usize| scaled.cast::<f32>().wrapping_add(page * ALL * PAGE_TOKENS);
         let sums_of = |turn: usize| sums.cast::<i32>().wrapping_add(turn * ALL * 2 * PAGE_TOKENS);
         let mut step = Step {
-            asked: std::array::from_fn(|number| page(slot / PAGES * PAGES + PAGES + number)),
+            // Where there is none, something that is in the cache already.
+            asked: std::array::from_fn(|number| {
+                match self.slots.get(slot / PAGES * PAGES + PAGES + number).page {
+                    [] => current.page.as_ptr(),
+                    page => page.as_ptr(),
+                }
+            }),
             first_line: slot % PAGES * Self::LINES / PAGES,
             unpacked_keys: page(slot + 1),
             left: ptr::null(),

@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::instructions::{clear, load, multiply, store, unpack};
+use super::instructions::{clear, load, multiply, store};
 use super::plan::Step;
 use super::{STEP, Stream};
 use crate::cpu::attention::SoftmaxState;
 use crate::cpu::attention::sealed::engine::LANES;
 use crate::cpu::attention::sealed::registers::{REGISTERS, split};
 use crate::cpu::attention::sealed::run::PAGES;
-use crate::cpu::attention::sealed::tiles::COLUMNS;
+use crate::cpu::attention::sealed::tiles::{COLUMNS, unpack_register};
 use crate::cpu::attention::sealed::weigh;
 use crate::cpu::gemm::tiles::TILE_BYTES;
 
@@ -95,7 +95,7 @@ impl<const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize>
         }
     }
 
-    /// Unpacks some of the codes of a tile, which have been multiplied before.
+    /// Unpacks some of the codes of a tile. What was there has been multiplied.
     ///
     /// # Safety
     /// As [`Self::part`].
@@ -121,7 +121,7 @@ impl<const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize>
                     let from = step.unpacked_values[index]
                         .add(size_of::<u32>() * (block * Self::D + tile * COLUMNS));
                     let to = &raw mut (*self.room).values[index][tile];
-                    unpack(from, to.cast::<u8>().add(block * BLOCK));
+                    unpack_register::<2>(from, to.cast::<u8>().add(block * BLOCK));
                 }
             }
         }
@@ -138,7 +138,7 @@ impl<const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize>
             unsafe {
                 let from = page.add(size_of::<u32>() * (block * PAGE_TOKENS + position * COLUMNS));
                 let to = &raw mut (*self.room).keys[block / REGISTERS][position];
-                unpack(from, to.cast::<u8>().add(block % REGISTERS * BLOCK));
+                unpack_register::<2>(from, to.cast::<u8>().add(block % REGISTERS * BLOCK));
             }
         }
     }

@@ -14,8 +14,7 @@ use crate::cpu::gemm::tiles::TILE_BYTES;
 pub(super) type Numbers = [f32; LANES];
 
 /// Everything at a known distance from one address, because a step has too few registers for an address of each; and
-/// without gaps, because the first-level cache holds all of it beside the pages only if no part of the cache gets more than
-/// its share.
+/// without gaps, so that no part of the first-level cache gets more than its share.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Room<const STEPS: usize, const ROWS: usize> {

@@ -6,17 +6,19 @@ use crate::cpu::attention::Work;
 use crate::cpu::attention::sealed::run::PAGES;
 use crate::cpu::attention::sealed::weigh::prefetch;
 
-use super::LINE;
+use super::{LAG, LINE};
 
 /// The number of the first slot. A multiple of [`PAGES`], so that a slot's place in its run is what is left of its number,
 /// and enough for a look back from it.
 pub(super) const FIRST: usize = 2 * PAGES;
 
 /// Slots ahead of the current one that are known: the rest of its run and the next run.
-pub(super) const AHEAD: usize = 2 * PAGES - 1;
+const AHEAD: usize = 2 * PAGES - 1;
 
-/// Slots that are remembered. A power of two.
+/// Slots that are remembered: those ahead, and back to the first whose values may still be read. A power of two.
 const REMEMBERED: usize = 16;
+
+const _: () = assert!(AHEAD + 1 + LAG + PAGES / 2 <= REMEMBERED && LAG + PAGES / 2 <= FIRST);
 
 /// A place for a page.
 #[derive(Clone, Copy)]

@@ -10,7 +10,8 @@ use super::plan::Step;
 use super::room::Room;
 use super::{PARTS, Stream};
 use crate::cpu::attention::SoftmaxState;
-use crate::cpu::attention::sealed::engine::{LANES, Running};
+use crate::cpu::attention::sealed::batch::running;
+use crate::cpu::attention::sealed::engine::LANES;
 use crate::cpu::attention::sealed::registers::{LARGER_MAGNITUDE, REGISTERS, exp2, join, load_pair};
 use crate::cpu::attention::sealed::run::PAGES;
 use crate::cpu::attention::sealed::scaled::Scaled;
@@ -173,7 +174,7 @@ impl<const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usize>
         let slot = self.slots.get(weighed);
         // SAFETY: nothing else borrows the lanes and the room now.
         let (room, lanes) = unsafe { (&mut *self.room, self.all_lanes()) };
-        let mut running = running(lanes, slot.head, ALL, Self::D, state);
+        let mut running = running(&self.shape, 0..ALL, Self::D, slot.head * ALL, lanes, state);
         let Room { scaled, largest: all, reference, limit, .. } = room;
         let mut shrinks = OnTheWay {
             scaled: scaled_numbers(weighed % PAGES, scaled, all),
@@ -200,21 +201,4 @@ fn scaled_numbers<'s, const ALL: usize>(
 ) -> Scaled<'s> {
     let numbers = numbers.as_flattened_mut().as_flattened_mut();
     Scaled { page, groups: 1, rows: ALL, numbers, largest: largest.as_flattened_mut() }
-}
-
-/// The softmax of a head with all its rows.
-pub(super) fn running<'s>(
-    lanes: &'s mut [f32],
-    head: usize,
-    rows: usize,
-    d: usize,
-    state: &'s mut SoftmaxState,
-) -> Running<'s> {
-    Running {
-        max: &mut state.max[..rows],
-        sum: &mut state.sum[..rows],
-        values: &mut state.values[..rows * d],
-        d,
-        lanes: &mut lanes[head * rows * 2 * LANES..][..rows * 2 * LANES],
-    }
 }

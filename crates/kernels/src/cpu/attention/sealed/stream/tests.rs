@@ -1,14 +1,39 @@
+use std::ops::Range;
+
 use half::f16;
 use oscar_codec::code_page::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use crate::cpu::attention::sealed::{SealedFormat, attend_sealed_heads};
+use crate::cpu::attention::sealed::codes::Buffers;
+use crate::cpu::attention::sealed::{SealedFormat, attend_sealed_heads, tiles};
 use crate::cpu::attention::tests::Random;
-use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span};
+use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work};
+use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 
-/// Channels, rows that are read as a stream, and more rows, which are read in batches.
-const SHAPES: [(usize, usize, usize); 5] = [(64, 3, 5), (64, 4, 7), (128, 4, 5), (128, 6, 7), (128, 8, 9)];
+type Attend = unsafe fn(&Work<'_, u8>, Range<usize>, &mut Buffers, &mut AlignedScratch, &mut [SoftmaxState]);
+
+/// Channels, rows that are read as a stream, how that is done, and more rows, which are read in batches.
+const SHAPES: [(usize, usize, Attend, usize); 5] = [
+    (64, 3, super::attend::<1, 1, 3, 3>, 5),
+    (64, 4, super::attend::<1, 2, 2, 4>, 7),
+    (128, 4, super::attend::<2, 2, 2, 4>, 5),
+    (128, 6, super::attend::<2, 2, 3, 6>, 7),
+    (128, 8, super::attend::<2, 4, 2, 8>, 9),
+];
+
+/// Buffers that calls of all shapes share.
+#[derive(Default)]
+struct Scratch {
+    buffers: Buffers,
+    tiles: AlignedScratch,
+    attention: AttentionScratch,
+}
+
+/// What rows see of a number of pages.
+type Seen = fn(Range<usize>) -> Range<usize>;
+
+const SCALE: f32 = 0.2;
 
 /// Pages `[page][head]` whose logits grow or shrink with `slope` per page, more or less.
 fn pages(d: usize, count: usize, heads: usize, slope: f32, random: &mut Random) -> Vec<Vec<u8>> {
@@ -35,20 +60,58 @@ fn format(d: usize) -> SealedFormat {
     SealedFormat::Codes(CodeLayout::new(2, d, 1).unwrap(), ScaleType::F16)
 }
 
-/// A call for the first `rows` of a head's `q`.
-fn attend(
-    d: usize,
-    rows: usize,
+/// The pages that are there, and those that rows see.
+fn page_numbers(first_page: usize, pages: &[Vec<u8>], heads: usize, seen: Seen) -> Range<usize> {
+    seen(first_page..first_page + pages.len() / heads)
+}
+
+/// A stream with the first `rows` of a head's `q`.
+fn stream(
+    (d, rows, attend, _): (usize, usize, Attend, usize),
     q: &[Vec<f32>],
     first_page: usize,
     pages: &[Vec<u8>],
-    scratch: &mut AttentionScratch,
+    seen: Seen,
+    scratch: &mut Scratch,
     states: &mut [SoftmaxState],
 ) {
-    let q: Vec<f32> = q.iter().flat_map(|q| q[..rows * d].iter().copied()).collect();
+    let numbers = page_numbers(first_page, pages, states.len(), seen);
+    let q: Vec<f32> = first_rows(q, rows * d).map(|q| q * (SCALE * std::f32::consts::LOG2_E)).collect();
     let pages: Vec<&[u8]> = pages.iter().map(Vec::as_slice).collect();
-    let spans = vec![Span::up_to(PAGE_TOKENS * (first_page + pages.len())); rows];
-    attend_sealed_heads(Isa::Amx, &format(d), &q, 0.2, &spans, first_page, &pages, scratch, states);
+    let spans = vec![Span { from: numbers.start * PAGE_TOKENS, to: numbers.end * PAGE_TOKENS }; rows];
+    let work = Work { q: &q, spans: &spans, first_page, pages: &pages, d };
+    // SAFETY: the caller has checked that the instructions are there.
+    unsafe { attend(&work, numbers, &mut scratch.buffers, &mut scratch.tiles, states) };
+}
+
+/// Batches with the first `rows` of a head's `q`.
+fn batches(
+    (d, _, _, rows): (usize, usize, Attend, usize),
+    q: &[Vec<f32>],
+    first_page: usize,
+    pages: &[Vec<u8>],
+    seen: Seen,
+    scratch: &mut Scratch,
+    states: &mut [SoftmaxState],
+) {
+    let numbers = page_numbers(first_page, pages, states.len(), seen);
+    let q: Vec<f32> = first_rows(q, rows * d).collect();
+    let pages: Vec<&[u8]> = pages.iter().map(Vec::as_slice).collect();
+    let spans = vec![Span { from: numbers.start * PAGE_TOKENS, to: numbers.end * PAGE_TOKENS }; rows];
+    let scratch = &mut scratch.attention;
+    attend_sealed_heads(Isa::Amx, &format(d), &q, SCALE, &spans, first_page, &pages, scratch, states);
+}
+
+fn first_rows(q: &[Vec<f32>], len: usize) -> impl Iterator<Item = f32> {
+    q.iter().flat_map(move |q| q[..len].iter().copied())
+}
+
+fn is_available() -> bool {
+    let available = Isa::Amx.is_available() && tiles::is_available();
+    if !available {
+        println!("no tiles here");
+    }
+    available
 }
 
 fn states(heads: usize, rows: usize, d: usize) -> Vec<SoftmaxState> {
@@ -69,30 +132,46 @@ fn assert_rows_equal(few: &SoftmaxState, more: &SoftmaxState, d: usize, what: &s
 /// when something has been read before.
 #[test]
 fn a_stream_is_what_batches_are() {
-    if !Isa::Amx.is_available() || !super::super::tiles::is_available() {
-        return println!("no tiles here");
+    if !is_available() {
+        return;
     }
     let mut random = Random(71);
-    let mut scratch = AttentionScratch::default();
-    for (d, rows, more_rows) in SHAPES {
+    let scratch = &mut Scratch::default();
+    let all: Seen = |pages| pages;
+    let inner: Seen = |pages| pages.start + 1..pages.end - 1;
+    for shape in SHAPES {
+        let (d, rows, _, more_rows) = shape;
         for heads in [1, 2, 3, 5] {
-            for (count, first_page) in
-                [(1, 0), (1, 3), (2, 3), (3, 1), (4, 0), (4, 2), (5, 0), (9, 3), (16, 0), (23, 1)]
-            {
+            for (count, first_page, seen) in [
+                (1, 0, all),
+                (1, 3, all),
+                (2, 3, all),
+                (3, 1, all),
+                (4, 0, all),
+                (4, 2, all),
+                (5, 0, all),
+                (7, 2, inner),
+                (9, 3, all),
+                (16, 0, all),
+                (22, 5, inner),
+                (23, 1, all),
+            ] {
                 for slope in [0.0, 0.5, 2.0, 9.0, -3.0] {
-                    let what = format!("{d} channels, {rows} rows, {heads} heads, {count} pages, {slope}");
+                    let what = format!(
+                        "{d} channels, {rows} rows, {heads} heads, {count} pages from {first_page}, {slope}"
+                    );
                     let q: Vec<Vec<f32>> = (0..heads)
                         .map(|_| random.vector(more_rows * d).iter().map(|q| q + 0.2).collect())
                         .collect();
                     let before = pages(d, 1, heads, 0.0, &mut random);
                     let pages = pages(d, count, heads, slope, &mut random);
                     let [mut few, mut more] = [rows, more_rows].map(|rows| states(heads, rows, d));
-                    if count % 2 == 0 {
-                        attend(d, rows, &q, 40, &before, &mut scratch, &mut few);
-                        attend(d, more_rows, &q, 40, &before, &mut scratch, &mut more);
+                    if (count + heads) % 2 == 0 {
+                        stream(shape, &q, 40, &before, all, scratch, &mut few);
+                        batches(shape, &q, 40, &before, all, scratch, &mut more);
                     }
-                    attend(d, rows, &q, first_page, &pages, &mut scratch, &mut few);
-                    attend(d, more_rows, &q, first_page, &pages, &mut scratch, &mut more);
+                    stream(shape, &q, first_page, &pages, seen, scratch, &mut few);
+                    batches(shape, &q, first_page, &pages, seen, scratch, &mut more);
                     for (few, more) in few.iter().zip(&more) {
                         assert!(few.sum.iter().take(rows).all(|sum| sum.is_finite() && *sum > 0.0), "{what}");
                         assert_rows_equal(few, more, d, &what);
@@ -106,20 +185,24 @@ fn a_stream_is_what_batches_are() {
 /// A query, a scale or an offset that is not a number shows in the rows and heads that read it and in no others.
 #[test]
 fn what_is_not_a_number_stays_where_it_is() {
-    if !Isa::Amx.is_available() || !super::super::tiles::is_available() {
-        return println!("no tiles here");
+    if !is_available() {
+        return;
     }
     let mut random = Random(72);
     let (heads, count) = (3, 11);
-    for (d, rows, _) in SHAPES {
+    for shape in SHAPES {
+        let (d, rows, ..) = shape;
+        let read = |q: &[Vec<f32>], pages: &[Vec<u8>]| {
+            let mut states = states(heads, rows, d);
+            stream(shape, q, 1, pages, |pages| pages, &mut Scratch::default(), &mut states);
+            states
+        };
         let q: Vec<Vec<f32>> = (0..heads).map(|_| random.vector(rows * d)).collect();
         let clean_pages = pages(d, count, heads, 0.5, &mut random);
-        let mut clean = states(heads, rows, d);
-        attend(d, rows, &q, 1, &clean_pages, &mut AttentionScratch::default(), &mut clean);
+        let clean = read(&q, &clean_pages);
         let mut bad_query = q.clone();
         bad_query[1][d] = f32::NAN;
-        let mut few = states(heads, rows, d);
-        attend(d, rows, &bad_query, 1, &clean_pages, &mut AttentionScratch::default(), &mut few);
+        let few = read(&bad_query, &clean_pages);
         for head in 0..heads {
             for row in 0..rows {
                 let nan = few[head].sum[row].is_nan();
@@ -133,11 +216,10 @@ fn what_is_not_a_number_stays_where_it_is() {
         // Scales and offsets of keys and values, of a page in the middle of a run.
         for kind in 0..4 {
             let mut bad_pages = clean_pages.clone();
-            let page = &mut bad_pages[6 * heads + 2];
+            let page = &mut bad_pages[5 * heads + 2];
             let at = page.len() - (4 - kind) * 2 * PAGE_TOKENS + 2 * 17;
             page[at..at + 2].copy_from_slice(&f16::NAN.to_le_bytes());
-            let mut few = states(heads, rows, d);
-            attend(d, rows, &q, 1, &bad_pages, &mut AttentionScratch::default(), &mut few);
+            let few = read(&q, &bad_pages);
             for head in 0..heads {
                 let nan = few[head].sum.iter().take(rows).any(|sum| sum.is_nan())
                     || few[head].values[..rows * d].iter().any(|value| value.is_nan());
