@@ -60,14 +60,16 @@ fn format(d: usize) -> SealedFormat {
     SealedFormat::Codes(CodeLayout::new(2, d, 1).unwrap(), ScaleType::F16)
 }
 
-/// The pages that are there, and those that rows see.
-fn page_numbers(first_page: usize, pages: &[Vec<u8>], heads: usize, seen: Seen) -> Range<usize> {
-    seen(first_page..first_page + pages.len() / heads)
+#[derive(Clone, Copy, PartialEq)]
+enum How {
+    Stream,
+    Batches,
 }
 
-/// A stream with the first `rows` of a head's `q`.
-fn stream(
-    (d, rows, attend, _): (usize, usize, Attend, usize),
+/// Reads pages with as many of the first rows of each head's `q` as are read that way.
+fn read(
+    how: How,
+    (d, few, attend, more): (usize, usize, Attend, usize),
     q: &[Vec<f32>],
     first_page: usize,
     pages: &[Vec<u8>],
@@ -75,35 +77,29 @@ fn stream(
     scratch: &mut Scratch,
     states: &mut [SoftmaxState],
 ) {
-    let numbers = page_numbers(first_page, pages, states.len(), seen);
-    let q: Vec<f32> = first_rows(q, rows * d).map(|q| q * (SCALE * std::f32::consts::LOG2_E)).collect();
+    let rows = if how == How::Stream { few } else { more };
+    let numbers = seen(first_page..first_page + pages.len() / states.len());
+    let mut q: Vec<f32> = q.iter().flat_map(|q| &q[..rows * d]).copied().collect();
     let pages: Vec<&[u8]> = pages.iter().map(Vec::as_slice).collect();
     let spans = vec![Span { from: numbers.start * PAGE_TOKENS, to: numbers.end * PAGE_TOKENS }; rows];
+    if how == How::Batches {
+        let scratch = &mut scratch.attention;
+        return attend_sealed_heads(
+            Isa::Amx,
+            &format(d),
+            &q,
+            SCALE,
+            &spans,
+            first_page,
+            &pages,
+            scratch,
+            states,
+        );
+    }
+    q.iter_mut().for_each(|q| *q *= SCALE * std::f32::consts::LOG2_E);
     let work = Work { q: &q, spans: &spans, first_page, pages: &pages, d };
     // SAFETY: the caller has checked that the instructions are there.
     unsafe { attend(&work, numbers, &mut scratch.buffers, &mut scratch.tiles, states) };
-}
-
-/// Batches with the first `rows` of a head's `q`.
-fn batches(
-    (d, _, _, rows): (usize, usize, Attend, usize),
-    q: &[Vec<f32>],
-    first_page: usize,
-    pages: &[Vec<u8>],
-    seen: Seen,
-    scratch: &mut Scratch,
-    states: &mut [SoftmaxState],
-) {
-    let numbers = page_numbers(first_page, pages, states.len(), seen);
-    let q: Vec<f32> = first_rows(q, rows * d).collect();
-    let pages: Vec<&[u8]> = pages.iter().map(Vec::as_slice).collect();
-    let spans = vec![Span { from: numbers.start * PAGE_TOKENS, to: numbers.end * PAGE_TOKENS }; rows];
-    let scratch = &mut scratch.attention;
-    attend_sealed_heads(Isa::Amx, &format(d), &q, SCALE, &spans, first_page, &pages, scratch, states);
-}
-
-fn first_rows(q: &[Vec<f32>], len: usize) -> impl Iterator<Item = f32> {
-    q.iter().flat_map(move |q| q[..len].iter().copied())
 }
 
 fn is_available() -> bool {
@@ -167,11 +163,11 @@ fn a_stream_is_what_batches_are() {
                     let pages = pages(d, count, heads, slope, &mut random);
                     let [mut few, mut more] = [rows, more_rows].map(|rows| states(heads, rows, d));
                     if (count + heads) % 2 == 0 {
-                        stream(shape, &q, 40, &before, all, scratch, &mut few);
-                        batches(shape, &q, 40, &before, all, scratch, &mut more);
+                        read(How::Stream, shape, &q, 40, &before, all, scratch, &mut few);
+                        read(How::Batches, shape, &q, 40, &before, all, scratch, &mut more);
                     }
-                    stream(shape, &q, first_page, &pages, seen, scratch, &mut few);
-                    batches(shape, &q, first_page, &pages, seen, scratch, &mut more);
+                    read(How::Stream, shape, &q, first_page, &pages, seen, scratch, &mut few);
+                    read(How::Batches, shape, &q, first_page, &pages, seen, scratch, &mut more);
                     for (few, more) in few.iter().zip(&more) {
                         assert!(few.sum.iter().take(rows).all(|sum| sum.is_finite() && *sum > 0.0), "{what}");
                         assert_rows_equal(few, more, d, &what);
@@ -192,17 +188,17 @@ fn what_is_not_a_number_stays_where_it_is() {
     let (heads, count) = (3, 11);
     for shape in SHAPES {
         let (d, rows, ..) = shape;
-        let read = |q: &[Vec<f32>], pages: &[Vec<u8>]| {
+        let read_all = |q: &[Vec<f32>], pages: &[Vec<u8>]| {
             let mut states = states(heads, rows, d);
-            stream(shape, q, 1, pages, |pages| pages, &mut Scratch::default(), &mut states);
+            read(How::Stream, shape, q, 1, pages, |pages| pages, &mut Scratch::default(), &mut states);
             states
         };
         let q: Vec<Vec<f32>> = (0..heads).map(|_| random.vector(rows * d)).collect();
         let clean_pages = pages(d, count, heads, 0.5, &mut random);
-        let clean = read(&q, &clean_pages);
+        let clean = read_all(&q, &clean_pages);
         let mut bad_query = q.clone();
         bad_query[1][d] = f32::NAN;
-        let few = read(&bad_query, &clean_pages);
+        let few = read_all(&bad_query, &clean_pages);
         for head in 0..heads {
             for row in 0..rows {
                 let nan = few[head].sum[row].is_nan();
@@ -219,7 +215,7 @@ fn what_is_not_a_number_stays_where_it_is() {
             let page = &mut bad_pages[5 * heads + 2];
             let at = page.len() - (4 - kind) * 2 * PAGE_TOKENS + 2 * 17;
             page[at..at + 2].copy_from_slice(&f16::NAN.to_le_bytes());
-            let few = read(&q, &bad_pages);
+            let few = read_all(&q, &bad_pages);
             for head in 0..heads {
                 let nan = few[head].sum.iter().take(rows).any(|sum| sum.is_nan())
                     || few[head].values[..rows * d].iter().any(|value| value.is_nan());
