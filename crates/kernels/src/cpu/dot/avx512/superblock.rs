@@ -6,6 +6,7 @@
 //! accumulator.
 
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_one, prefetch, sum};
 use crate::cpu::dot::runs::{RUNS, Runs};
@@ -288,18 +289,63 @@ impl Superblock for Q6K {
     }
 }
 
+/// 256 activations as a block needs them: the same for all weight rows.
+#[derive(Clone, Copy)]
+struct Ready {
+    /// Bytes in the order of the codes.
+    high: [[__m512i; 2]; 2],
+    low: [[__m512i; 2]; 2],
+    /// What the scales of a block are multiplied with.
+    factors: __m512,
+    /// The integer sums that a constant in all codes makes; nothing where there is none.
+    bias: MaybeUninit<[[__m512i; 2]; 2]>,
+}
+
+impl Ready {
+    /// # Safety
+    /// The CPU has AVX-512 F, BW and VNNI; block `index` exists in the activations.
+    #[inline(always)]
+    unsafe fn new<B: Superblock>(x: Activations, index: usize) -> Ready {
+        // SAFETY: all reads are within the block.
+        unsafe {
+            let half =
+                |bytes: *const i8, half: usize| B::activation_bytes(bytes.add(256 * index + 128 * half));
+            let mut ready = Ready {
+                high: [half(x.high, 0), half(x.high, 1)],
+                low: [half(x.low, 0), half(x.low, 1)],
+                factors: B::factors(x.scales.add(8 * index), x.sums.add(16 * index)),
+                bias: MaybeUninit::uninit(),
+            };
+            if B::BIAS != 0 {
+                let mut bias = [[_mm512_setzero_si512(); 2]; 2];
+                for half in 0..2 {
+                    for i in 0..2 {
+                        bias[half][i] =
+                            dot_one(_mm512_set1_epi8(B::BIAS), ready.high[half][i], ready.low[half][i]);
+                    }
+                }
+                ready.bias.write(bias);
+            }
+            ready
+        }
+    }
+}
+
+/// Blocks times activation rows that are made ready once for all weight rows; of more there is no room to keep them.
+const MOST_READY: usize = 40;
+
 /// One block of the weight rows of a pass.
 ///
 /// # Safety
-/// As [`Pass::run`]; block `index` exists in all rows and activations.
+/// As [`Pass::run`]; block `index` exists in all rows, and `x` is of that block.
 #[inline(always)]
 unsafe fn step<B: Superblock, const M: usize>(
     rows: [*const u8; RUNS],
-    x: [Activations; M],
+    x: &[Ready; M],
     index: usize,
     sums: &mut [[__m512; RUNS]; M],
 ) {
-    // SAFETY: all reads are within block `index`.
+    // SAFETY: all reads are within block `index`; there is a bias where one is used.
     unsafe {
         let blocks = rows.map(|row| row.add(index * B::BYTES));
         let mut scales = [[_mm512_setzero_ps(); RUNS]; M];
@@ -307,10 +353,9 @@ unsafe fn step<B: Superblock, const M: usize>(
             prefetch(blocks[r], B::BYTES);
             let of_block = B::scales(blocks[r]);
             for m in 0..M {
-                let factors = B::factors(x[m].scales.add(8 * index), x[m].sums.add(16 * index));
-                scales[m][r] = _mm512_mul_ps(of_block, factors);
+                scales[m][r] = _mm512_mul_ps(of_block, x[m].factors);
                 if B::HAS_MINIMA {
-                    sums[m][r] = _mm512_mask3_fmadd_ps(of_block, factors, sums[m][r], 0xff00);
+                    sums[m][r] = _mm512_mask3_fmadd_ps(of_block, x[m].factors, sums[m][r], 0xff00);
                 }
             }
         }
@@ -320,16 +365,12 @@ unsafe fn step<B: Superblock, const M: usize>(
                 codes[r] = B::codes(blocks[r], half);
             }
             for m in 0..M {
-                let at = 256 * index + 128 * half;
-                let high = B::activation_bytes(x[m].high.add(at));
-                let low = B::activation_bytes(x[m].low.add(at));
                 for i in 0..2 {
                     let spread = _mm512_loadu_si512(B::SPREAD[2 * half + i].as_ptr().cast());
-                    let bias = dot_one(_mm512_set1_epi8(B::BIAS), high[i], low[i]);
                     for r in 0..RUNS {
-                        let mut integer = dot_one(codes[r][i], high[i], low[i]);
+                        let mut integer = dot_one(codes[r][i], x[m].high[half][i], x[m].low[half][i]);
                         if B::BIAS != 0 {
-                            integer = _mm512_sub_epi32(integer, bias);
+                            integer = _mm512_sub_epi32(integer, x[m].bias.assume_init_ref()[half][i]);
                         }
                         let scale = _mm512_permutexvar_ps(spread, scales[m][r]);
                         sums[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integer), scale, sums[m][r]);
@@ -340,17 +381,47 @@ unsafe fn step<B: Superblock, const M: usize>(
     }
 }
 
+/// The activations of a block.
+///
+/// # Safety
+/// As [`Ready::new`], for all of `x`.
+#[inline(always)]
+unsafe fn all_ready<B: Superblock, const M: usize>(x: [Activations; M], index: usize) -> [Ready; M] {
+    // SAFETY: passed on.
+    unsafe {
+        let mut all = [Ready::new::<B>(x[0], index); M];
+        for m in 1..M {
+            all[m] = Ready::new::<B>(x[m], index);
+        }
+        all
+    }
+}
+
 /// # Safety
 /// As [`Pass::run`].
 #[inline(always)]
 unsafe fn run<B: Superblock, const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
-    for pass in 0..runs.passes() {
-        let rows = runs.rows(pass).map(<[u8]>::as_ptr);
-        // SAFETY: all blocks are those of the rows and activations.
-        unsafe {
+    let blocks = runs.row_bytes() / B::BYTES;
+    let keep = blocks * M <= MOST_READY;
+    let mut kept = [const { MaybeUninit::<Ready>::uninit() }; MOST_READY];
+    // SAFETY: all blocks are those of the rows and activations; what is kept has been written.
+    unsafe {
+        for index in 0..if keep { blocks } else { 0 } {
+            let ready = all_ready::<B, M>(x, index);
+            for m in 0..M {
+                kept[index * M + m] = MaybeUninit::new(ready[m]);
+            }
+        }
+        for pass in 0..runs.passes() {
+            let rows = runs.rows(pass).map(<[u8]>::as_ptr);
             let mut sums = [[_mm512_setzero_ps(); RUNS]; M];
-            for index in 0..runs.row_bytes() / B::BYTES {
-                step::<B, M>(rows, x, index, &mut sums);
+            for index in 0..blocks {
+                if keep {
+                    let x = kept.as_ptr().add(index * M).cast();
+                    step::<B, M>(rows, &*x, index, &mut sums);
+                } else {
+                    step::<B, M>(rows, &all_ready::<B, M>(x, index), index, &mut sums);
+                }
             }
             for m in 0..M {
                 let mut totals = [0.0; RUNS];
