@@ -9,6 +9,7 @@ use std::time::Duration;
 use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
+use oscar_kv::TailPolicy;
 use support::*;
 
 /// A generator for tests; the seed is in the name of the failing request.
@@ -279,38 +280,42 @@ fn numbers_that_are_not_finite_fail_their_own_request_only() {
     }
 }
 
-/// Long answers that lose everything and are computed again: the prompt as a prompt, the answer as an answer.
+/// Long answers that lose their pages and are computed again: the prompt as a prompt, the answer as an answer, whatever the
+/// tree has kept of them and whatever a new request would be content with.
 #[test]
 fn what_is_computed_again_is_read_as_it_was() {
     let model = model(true);
     for (format, exact, pages) in
         [("bf16", true, 60), ("int2", true, 72), ("int2", false, 72), ("fp8", true, 100)]
     {
-        let with = |pages| {
-            let mut options = EngineOptions {
-                context: Some(2048),
-                deterministic: !exact,
-                ..engine_options(&model, format, Some(pages))
+        for tail in [None, Some(TailPolicy::Recompute), Some(TailPolicy::Sealed)] {
+            let with = |pages| {
+                let mut options = EngineOptions {
+                    context: Some(2048),
+                    deterministic: !exact,
+                    ..engine_options(&model, format, Some(pages))
+                };
+                options.kv.windows.recent = 1;
+                options.kv.prefix_tree = tail.is_some();
+                options.kv.tail = tail.unwrap_or_default();
+                options
             };
-            options.kv.windows.recent = 1;
-            // Nothing is found again.
-            options.kv.prefix_tree = false;
-            options
-        };
-        let ask_for = |seed: usize| Request::new(prompt(seed, 150 + 90 * seed), greedy(1400));
-        let idle = TestEngine::new(model.clone(), &with(400)).unwrap();
-        let expected: Vec<Vec<u32>> =
-            (0..4).map(|seed| idle.answer(ask_for(seed)).unwrap().wait().unwrap().remove(0).tokens).collect();
-        let tight = TestEngine::new(model.clone(), &with(pages)).unwrap();
-        let answers: Vec<Answer> = (0..4).map(|seed| tight.answer(ask_for(seed)).unwrap()).collect();
-        let mut late = 0;
-        for (answer, expected) in answers.into_iter().zip(&expected) {
-            let summary = answer.wait().unwrap().remove(0);
-            late += summary.preemptions;
-            assert_eq!(&summary.tokens, expected, "{format} {exact}");
+            let ask_for = |seed: usize| Request::new(prompt(seed, 150 + 90 * seed), greedy(1400));
+            let idle = TestEngine::new(model.clone(), &with(400)).unwrap();
+            let expected: Vec<Vec<u32>> = (0..4)
+                .map(|seed| idle.answer(ask_for(seed)).unwrap().wait().unwrap().remove(0).tokens)
+                .collect();
+            let tight = TestEngine::new(model.clone(), &with(pages)).unwrap();
+            let answers: Vec<Answer> = (0..4).map(|seed| tight.answer(ask_for(seed)).unwrap()).collect();
+            let mut late = 0;
+            for (answer, expected) in answers.into_iter().zip(&expected) {
+                let summary = answer.wait().unwrap().remove(0);
+                late += summary.preemptions;
+                assert_eq!(&summary.tokens, expected, "{format} {exact} {tail:?}");
+            }
+            println!("{format} {exact} {tail:?}: {late} preemptions\n{}", tight.budget());
+            assert!(late > 0, "{format} {exact} {tail:?}\n{}", tight.budget());
+            assert_idle(&tight);
         }
-        println!("{format} {exact}: {late} preemptions\n{}", tight.budget());
-        assert!(late > 0, "{format} {exact}\n{}", tight.budget());
-        assert_idle(&tight);
     }
 }

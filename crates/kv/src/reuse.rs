@@ -28,6 +28,11 @@ pub(crate) struct Reuse {
     pub(crate) sealed_until: usize,
 }
 
+impl Reuse {
+    /// Everything is computed.
+    pub(crate) const NOTHING: Reuse = Reuse { pages: 0, warm_from: 0, sealed_until: 0 };
+}
+
 /// Decides about a hit of `matched` full pages, of which `warm` says whether they are there in bf16.
 pub(crate) fn reuse(
     policy: TailPolicy,

@@ -8,7 +8,7 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Kept, Running, Segment};
+use super::job::{Job, Kept, Running, Segment, is_restart};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
@@ -71,6 +71,10 @@ impl<B: Backend> Scheduler<B> {
         let whole = job.output.options().prompt_logprobs.is_some() && job.next.is_none();
         let sequence = job.sequence.take().unwrap_or_else(|| {
             self.insert_open(job.salt, &job.tokens);
+            if job.next.is_some() {
+                let restart = |length| is_restart(&job.segments, length);
+                return self.ledger.reopen(job.salt, &job.tokens, restart);
+            }
             let wanted = if whole { &job.tokens[..1] } else { &job.tokens[..] };
             self.ledger.open(job.salt, wanted)
         });

@@ -81,6 +81,13 @@ pub(super) fn with_answer(segments: &[Segment], len: usize) -> Vec<Segment> {
     segments
 }
 
+/// Whether a sequence whose first `length` tokens are in the cache goes on as it was computed: not in the middle of a prompt
+/// whose tokens read each other in bf16.
+pub(super) fn is_restart(segments: &[Segment], length: usize) -> bool {
+    let begins = segments.iter().any(|segment| segment.end == length);
+    begins || segments.iter().find(|segment| segment.end > length).is_none_or(|of| of.mode == Extend::Uniform)
+}
+
 /// A finished request that may be continued.
 pub(super) struct Kept {
     pub(super) salt: u64,

@@ -142,11 +142,7 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
     ) -> Self {
         let Buffers { queries, query_numbers, weights, weight_numbers, lanes, sums, scaled } = buffers;
         // SAFETY: the instruction set of this module is there.
-        let split_row =
-            |row: &[f32], high: &mut [i8], low: &mut [i8]| unsafe { weigh::split_row(row, high, low) };
-        // SAFETY: as above.
-        let total = |row: &[f32]| unsafe { weigh::total(row) };
-        let queries = Queries::new(&shape, work, ROWS, (queries, query_numbers), split_row, total);
+        let queries = unsafe { tile_queries(&shape, work, queries, query_numbers) };
         let pages = if keep { PAGES } else { 1 };
         let key_len = pages * key_bytes(shape.padded);
         let value_len = pages * value_bytes(if keep { shape.padded } else { MOST_TILES * COLUMNS });
@@ -421,6 +417,25 @@ impl<'a, const CHANNELS: usize> Reader<'a, CHANNELS> {
             }
         }
     }
+}
+
+/// The queries of a call for products of tiles.
+///
+/// # Safety
+/// The CPU has the instructions of [`attend`].
+#[inline(always)]
+pub(super) unsafe fn tile_queries<'a>(
+    shape: &Shape,
+    work: &Work<'_, u8>,
+    bytes: &'a mut AlignedScratch,
+    numbers: &'a mut AlignedScratch,
+) -> Queries<'a> {
+    // SAFETY: the caller's promise.
+    let split_row =
+        |row: &[f32], high: &mut [i8], low: &mut [i8]| unsafe { weigh::split_row(row, high, low) };
+    // SAFETY: as above.
+    let total = |row: &[f32]| unsafe { weigh::total(row) };
+    Queries::new(shape, work, ROWS, (bytes, numbers), split_row, total)
 }
 
 /// Whether all rows see all of some pages.

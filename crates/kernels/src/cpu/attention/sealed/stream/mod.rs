@@ -38,7 +38,7 @@ use self::plan::Step;
 use self::room::Room;
 use self::slots::{FIRST, Slots};
 use self::softmax::Weighing;
-use super::batch::running;
+use super::batch::{running, tile_queries};
 use super::codes::{Buffers, Queries};
 use super::engine::{LANES, Shape};
 use super::registers::REGISTERS;
@@ -153,11 +153,7 @@ impl<'a, const STEPS: usize, const GROUPS: usize, const R: usize, const ALL: usi
         let shape = Shape::plain(Self::D, ScaleType::F16);
         let Buffers { queries, query_numbers, lanes, .. } = buffers;
         // SAFETY: the instruction set of this module is there.
-        let split_row =
-            |row: &[f32], high: &mut [i8], low: &mut [i8]| unsafe { weigh::split_row(row, high, low) };
-        // SAFETY: as above.
-        let total = |row: &[f32]| unsafe { weigh::total(row) };
-        let queries = Queries::new(&shape, work, ROWS, (queries, query_numbers), split_row, total);
+        let queries = unsafe { tile_queries(&shape, work, queries, query_numbers) };
         let room = bytemuck::from_bytes_mut(tiles.at_least::<u8>(size_of::<Room<STEPS, ALL>>()));
         let lanes = lanes.at_least::<f32>(queries.rows * 2 * LANES);
         lanes.fill(0.0);
