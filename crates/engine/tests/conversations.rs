@@ -72,8 +72,14 @@ fn a_conversation_on_its_warm_tail_equals_a_request_kept_open() {
             let continued = TestEngine::new(model.clone(), &options).unwrap();
             let mut history = prompt(4, 333);
             let (mut answer, handle) = open(&kept_open, history.clone(), keep(90));
+            let mut cached = 0;
             for turn in 0..6 {
-                assert_eq!(answer, ask(&continued, &history, &greedy(90)).tokens, "{format}, turn {turn}");
+                let summary = ask(&continued, &history, &greedy(90));
+                assert_eq!(
+                    (&summary.tokens, summary.cached_tokens),
+                    (&answer, cached),
+                    "{format}, turn {turn}"
+                );
                 history.extend(&answer);
                 let more = prompt(turn + 50, 40 + turn);
                 history.extend(&more);
@@ -83,7 +89,7 @@ fn a_conversation_on_its_warm_tail_equals_a_request_kept_open() {
                     (next.prompt_tokens, next.cached_tokens),
                     (history.len(), history.len() - 41 - turn)
                 );
-                answer = next.tokens;
+                (answer, cached) = (next.tokens, next.cached_tokens);
             }
             drop(handle);
             assert_idle(&kept_open);

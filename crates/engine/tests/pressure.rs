@@ -6,6 +6,7 @@ mod support;
 
 use std::time::Duration;
 
+use oscar_codec::PageFormat;
 use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
@@ -30,7 +31,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
         let unloaded = TestEngine::new(model.clone(), &roomy).unwrap();
         let mut random = Random(7);
         let common = prompt(99, 150);
-        let requests: Vec<(Vec<u32>, GenerateOptions)> = (0..24)
+        let requests: Vec<(Vec<u32>, GenerateOptions)> = (0..48)
             .map(|seed| {
                 let own = prompt(seed, 1 + random.below(250));
                 let prompt = if seed % 2 == 0 { own } else { [common.clone(), own].concat() };
@@ -45,13 +46,20 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
                 ask(&unloaded, prompt, options).tokens
             })
             .collect();
+        // What all of them hold at their ends: windows in bf16, the rest sealed.
+        let geometry = model.config().kv_geometry();
+        let bf16 = geometry.page_bytes(PageFormat::Bf16);
+        let sealed = roomy.kv.codec.as_ref().map_or(bf16, |codec| codec.page_bytes());
         let need: usize = requests
             .iter()
-            .map(|(prompt, options)| (prompt.len() + options.max_tokens.unwrap()).div_ceil(64))
+            .map(|(prompt, options)| prompt.len() + options.max_tokens.unwrap())
+            .map(|tokens| {
+                let (exact, history) = roomy.kv.windows.pages(tokens);
+                exact * bf16 + history * sealed
+            })
             .sum();
-        // Sealed pages are smaller, so the windows of all requests are what must not fit.
-        let pages = if format == "bf16" { need / 4 } else { 42 };
-        let tight = EngineOptions { max_running: 12, ..fixed_options(&model, format, Some(pages)) };
+        let mut tight = EngineOptions { max_running: 24, ..fixed_options(&model, format, None) };
+        tight.kv.memory = Some(need / 4);
         let engine = TestEngine::new(model.clone(), &EngineOptions { context: Some(640), ..tight }).unwrap();
         println!("{format}\n{}", engine.budget());
         let mut answers: Vec<(usize, Answer)> = Vec::new();
@@ -64,7 +72,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
                 _ => {}
             }
         }
-        assert!(answers.len() > 12);
+        assert!(answers.len() > 24);
         for (index, answer) in answers {
             let summary = answer.wait().unwrap().remove(0);
             assert_eq!(summary.tokens, expected[index], "{format}, request {index}");

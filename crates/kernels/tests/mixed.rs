@@ -48,12 +48,17 @@ impl Shape {
 }
 
 /// A 2-bit codec that centres keys far from zero and mixes channels.
+/// What is taken off the keys of a head.
+fn key_mean(d: usize, head: u64) -> Vec<f32> {
+    numbers(d, head + 77).iter().map(|x| 5.0 * x).collect()
+}
+
 fn int2(shape: Shape, groups: usize) -> PageCodec {
     let heads = shape.layers * shape.kv_heads;
     let encoders = |mean: bool, rule: Rule| -> Vec<HeadEncoder> {
         (0..heads)
             .map(|head| {
-                let mean = mean.then(|| numbers(shape.d, head as u64 + 77).iter().map(|x| 5.0 * x).collect());
+                let mean = mean.then(|| key_mean(shape.d, head as u64));
                 let transform = HeadTransform::new(mean, &hadamard::matrix(shape.d)).unwrap();
                 HeadEncoder::new(transform, rule)
             })
@@ -320,6 +325,21 @@ fn edges(windows: PageWindows) -> Vec<usize> {
     positions
 }
 
+/// Decodes a sequence and compares what the rows at every edge read.
+fn check_edges(isa: Isa, shape: Shape, codec: PageCodec, windows: PageWindows) {
+    let edges = edges(windows);
+    let tokens = edges.last().unwrap() + 1;
+    let what = format!("{isa} {} {shape:?} {windows:?}", codec.name());
+    let mut sequence = Sequence::new(isa, shape, codec, windows, tokens);
+    for position in 0..tokens {
+        let out = sequence.decode(position);
+        if edges.contains(&position) {
+            let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+            sequence.check(position, history, &out, &what);
+        }
+    }
+}
+
 #[test]
 fn decoding_equals_the_oracle_at_every_edge() {
     let windows = [(1, 4), (0, 0), (1, 0), (0, 1), (2, 1)];
@@ -328,16 +348,29 @@ fn decoding_equals_the_oracle_at_every_edge() {
         let (sink, recent) = windows[index % windows.len()];
         let windows = PageWindows { sink, recent };
         let shape = Shape { kv_heads: 2, group, d, layers: 1 };
-        let edges = edges(windows);
-        let tokens = edges.last().unwrap() + 1;
         for isa in fast_paths() {
-            let mut sequence = Sequence::new(isa, shape, int2(shape, 1), windows, tokens);
-            for position in 0..tokens {
-                let out = sequence.decode(position);
-                if edges.contains(&position) {
-                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
-                    sequence.check(position, history, &out, &format!("{isa} {shape:?} {windows:?}"));
-                }
+            check_edges(isa, shape, int2(shape, 1), windows);
+        }
+    }
+}
+
+/// Every number of query heads with every head dimension and every format, on the path this machine takes.
+#[test]
+fn every_geometry_equals_the_oracle_in_every_format() {
+    let windows = PageWindows { sink: 1, recent: 1 };
+    let isa = CpuBackend::new(1).unwrap().isa();
+    for group in [1, 3, 4, 6, 8, 12] {
+        for d in [64, 96, 128, 256] {
+            let shape = Shape { kv_heads: 1, group, d, layers: 1 };
+            let geometry = shape.geometry();
+            let means = Some(vec![key_mean(d, 0)]);
+            let codecs = [
+                int2(shape, 1),
+                PageCodec::int4(geometry, means.clone()).unwrap(),
+                PageCodec::fp8(geometry, means).unwrap(),
+            ];
+            for codec in codecs {
+                check_edges(isa, shape, codec, windows);
             }
         }
     }
@@ -370,8 +403,7 @@ fn a_long_sequence_is_cut_and_put_together_again() {
 fn every_format_reads_what_it_sealed() {
     let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 2 };
     let windows = PageWindows { sink: 1, recent: 1 };
-    let means =
-        Some((0..4).map(|head| numbers(64, head % 2 + 77).iter().map(|x| 5.0 * x).collect()).collect());
+    let means = Some((0..4).map(|head| key_mean(64, head % 2)).collect());
     let codecs = [
         int2(shape, 2),
         PageCodec::int4(shape.geometry(), means.clone()).unwrap(),

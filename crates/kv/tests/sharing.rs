@@ -449,3 +449,33 @@ fn a_shortage_says_whether_waiting_helps() {
     assert!(shortage.pool == PoolKind::Sealed && !shortage.can_pass());
     cache.close(open);
 }
+
+/// A sequence that lost its pages takes a hit only where it goes on as it was computed.
+#[test]
+fn a_sequence_is_taken_up_again_only_where_it_can_be() {
+    for tail in [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact] {
+        let mut cache = Cache::new(LedgerOptions { tail, ..options(1, 2) });
+        let prompt = text(0, 7 * PAGE + 30);
+        serve(&mut cache, &prompt);
+        let tokens = [&*prompt, &[1, 2]].concat();
+        let mut again = |restart: &dyn Fn(usize) -> bool| {
+            let sequence = cache.ledger.reopen(0, &tokens, restart);
+            let found = (sequence.cached_tokens(), sequence.sealed_until());
+            cache.ledger.close(sequence);
+            found
+        };
+        // The whole window is there.
+        assert_eq!(again(&|_| true), (prompt.len(), 0), "{tail:?}");
+        // The tail may be in the way, and then the prompt itself.
+        assert_eq!(again(&|length| length == 7 * PAGE), (7 * PAGE, 0));
+        assert_eq!(again(&|length| length < 7 * PAGE), (0, 0));
+        cache.ledger.flush();
+        cache.assert_empty();
+        // Without sealed pages there is nothing to be careful about.
+        let mut cache = Cache::new(LedgerOptions { tail, sealed: None, ..options(1, 2) });
+        serve(&mut cache, &prompt);
+        let sequence = cache.ledger.reopen(0, &tokens, |_| false);
+        assert_eq!(sequence.cached_tokens(), prompt.len());
+        cache.ledger.close(sequence);
+    }
+}
