@@ -8,7 +8,7 @@ use oscar_codec::PAGE_TOKENS;
 use crate::failure::Failure;
 
 /// Variables that set something we always do, or have no use for here.
-const NO_EFFECT: [&str; 8] = [
+const NO_EFFECT: [&str; 17] = [
     "SGLANG_ENABLE_MIXED_KV_WINDOWS",
     "SGLANG_MIXED_KV_HP_DTYPE",
     "SGLANG_MIXED_KV_SCALE_DTYPE",
@@ -17,6 +17,15 @@ const NO_EFFECT: [&str; 8] = [
     "SGLANG_OSCAR_ABSORB_V_ROTATION",
     "SGLANG_OSCAR_FUSED_ROTATE_CLIP_QUANT",
     "SGLANG_LLOYD_MAX",
+    "HADAMARD_ORDER",
+    "SGL_INT2_BLOCK_N",
+    "SGL_INT2_BLOCK_H",
+    "SGL_INT2_NUM_WARPS",
+    "SGL_INT2_NUM_STAGES",
+    "OSCAR_TRITON_PER_RANK_BASE",
+    "DUMP_KVCACHE",
+    "DUMP_KVCACHE_TOKENS",
+    "DUMP_KVCACHE_DIR",
 ];
 
 /// What the variables ask for.

@@ -188,6 +188,10 @@ impl ServeArguments {
         let settled = self.engine.kv.settle(&subject)?;
         let options = self.engine_options(&model, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
+        // Whoever runs a server wants to know where its memory goes; in the log it is from `info` on.
+        if !tracing::enabled!(tracing::Level::INFO) {
+            eprintln!("{}", engine.budget());
+        }
         let (served, mut options) = self.server(&subject, &engine)?;
         let name = served.name.clone();
         if let Some(publisher) = publisher {

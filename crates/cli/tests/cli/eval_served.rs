@@ -1,25 +1,10 @@
 //! `oscar eval` with caches that serve: the engine answers, and is graded as the lab is.
 
 use std::fs;
-use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::support::{Machine, Outcome, fixture};
-
-/// A tiny model that may read longer texts than its own limit.
-fn patient_model(machine: &Machine) -> PathBuf {
-    let folder = machine.path("patient");
-    fs::create_dir(&folder).expect("folder");
-    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
-        fs::copy(fixture("llama-tied").join(file), folder.join(file)).expect(file);
-    }
-    let config = fs::read_to_string(folder.join("config.json")).expect("config");
-    let mut config: Value = serde_json::from_str(&config).expect("config");
-    config["max_position_embeddings"] = 2048.into();
-    fs::write(folder.join("config.json"), config.to_string()).expect("config");
-    folder
-}
+use crate::support::{Machine, Outcome, patient_model};
 
 /// Everything outside of the page being filled is read from the cache's codes.
 const NO_WINDOWS: [&str; 4] = ["--sink-tokens", "0", "--recent-tokens", "0"];

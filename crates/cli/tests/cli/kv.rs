@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use crate::support::{Machine, fixture};
+use crate::support::{Machine, Outcome, fixture, patient_model};
 
-fn generate(machine: &Machine, options: &[&str]) -> crate::support::Outcome {
+fn generate(machine: &Machine, options: &[&str]) -> Outcome {
     let model = fixture("qwen3");
     let arguments = ["generate", model.to_str().expect("path"), "--prompt", "hello world", "-n", "16"];
     machine.run([&arguments[..], options].concat())
@@ -176,10 +176,76 @@ fn published_variables_are_taken_with_a_notice() {
             "int4",
         ];
         let output = machine.oscar(arguments).env(name, value).output().expect("oscar");
-        crate::support::Outcome::of(output)
+        Outcome::of(output)
     };
     let taken = run("SGLANG_MIXED_KV_RECENT_TOKENS", "100").success();
     assert!(taken.stderr.contains("--recent-tokens") && taken.stderr.contains("rounded up"), "{taken:?}");
-    assert!(run("SGLANG_LLOYD_MAX", "1").success().stderr.contains("no effect"));
+    for name in ["SGLANG_LLOYD_MAX", "HADAMARD_ORDER", "DUMP_KVCACHE_DIR"] {
+        assert!(run(name, "1").success().stderr.contains(&format!("{name} has no effect")), "{name}");
+    }
     assert_eq!(run("SGLANG_OSCAR_K_CLIP_RATIO", "much").code, Some(1));
+}
+
+#[test]
+fn a_model_without_rotations_is_calibrated_once() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let run = || {
+        let model = model.to_str().expect("path");
+        machine.run(["generate", model, "--prompt", "hello", "-n", "8", "--kv-cache-dtype", "int2"]).success()
+    };
+    let first = run();
+    assert!(first.stderr.contains("no rotations yet; calibrating once (`oscar calibrate "), "{first:?}");
+    assert!(first.stderr.contains("KV cache: int2, encoder auto, rotations patient"), "{first:?}");
+    let made = fs::read_dir(machine.path("cache/rotations")).expect("rotations").count();
+    assert_eq!(made, 2, "rotations and their certificate");
+    let second = run();
+    assert!(!second.stderr.contains("calibrating"), "{second:?}");
+    assert_eq!(first.stdout, second.stdout);
+    // Where that is impossible there are two ways to go on.
+    let short = generate(&machine, &["--kv-cache-dtype", "int2"]);
+    short.failure_after_notice(&["--rotations FILE", "oscar calibrate", "--kv-cache-dtype"]);
+}
+
+/// Rotation files of the published kind, by options and by variables, and those of another model.
+#[test]
+fn published_pairs_are_read_and_checked() {
+    let machine = Machine::new();
+    let patient = patient_model(&machine);
+    let file = machine.path("patient.safetensors");
+    let (model, file) = (patient.to_str().expect("path"), file.to_str().expect("path"));
+    let folder = machine.path("pair");
+    machine.run(["calibrate", model, "--tokens", "1024", "-o", file]).success();
+    let export = ["zoo", "export", file, "--format", "2", "--output-dir", folder.to_str().expect("path")];
+    machine.run(export).success();
+    let [keys, values] = ["k_rotation_qqt_r_h_pbr.pt", "v_rotation_cs_r_h_pbr.pt"]
+        .map(|name| folder.join(name).to_str().expect("path").to_owned());
+    let command = |model: &str, options: &[&str]| {
+        let arguments = ["generate", model, "--prompt", "hello", "-n", "8", "--kv-cache-dtype", "int2"];
+        machine.oscar([&arguments[..], options].concat())
+    };
+    let run = |model: &str, options: &[&str]| Outcome::of(command(model, options).output().expect("oscar"));
+    let pair = ["--k-rotation-path", &keys, "--v-rotation-path", &values];
+    let by_options = run(model, &pair).success();
+    let named = format!("KV cache: int2, encoder auto, rotations {keys}");
+    assert!(
+        by_options.stderr.contains(&named) && !by_options.stderr.contains("calibrating"),
+        "{by_options:?}"
+    );
+    let mut by_variables = command(model, &[]);
+    by_variables.env("SGLANG_OSCAR_K_ROTATION_PATH", &keys).env("SGLANG_OSCAR_V_ROTATION_PATH", &values);
+    let by_variables = Outcome::of(by_variables.output().expect("oscar")).success();
+    assert!(
+        by_variables.stderr.contains("is taken as --v-rotation-path") && by_variables.stderr.contains(&named)
+    );
+    assert_eq!(by_options.stdout, by_variables.stdout);
+    let swapped = ["--k-rotation-path", &values, "--v-rotation-path", &keys];
+    run(model, &swapped).failure(1, &["swapped", "fix: give the key file first"]);
+    assert_eq!(run(model, &pair[..2]).code, Some(2));
+    // Of another model.
+    let other = fixture("qwen3");
+    let other = other.to_str().expect("path");
+    for options in [&pair[..], &["--rotations", file]] {
+        run(other, options).failure(1, &["was made for another model", "16 channels", "oscar calibrate"]);
+    }
 }

@@ -81,6 +81,7 @@ fn a_server_starts_answers_and_stops() {
         "{}",
         serving.banner
     );
+    assert!(serving.banner.contains("KV cache              pages         each"), "{}", serving.banner);
     assert!(serving.ask("GET", "/health", "").starts_with("HTTP/1.1 200"));
     let body = r#"{"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": true}"#;
     let answer = serving.ask("POST", "/v1/completions", body);

@@ -145,3 +145,17 @@ impl Outcome {
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models").join(name)
 }
+
+/// A tiny model that may read longer texts than its own limit.
+pub(crate) fn patient_model(machine: &Machine) -> PathBuf {
+    let folder = machine.path("patient");
+    fs::create_dir(&folder).expect("folder");
+    for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        fs::copy(fixture("llama-tied").join(file), folder.join(file)).expect(file);
+    }
+    let config = fs::read_to_string(folder.join("config.json")).expect("config");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("config");
+    config["max_position_embeddings"] = 2048.into();
+    fs::write(folder.join("config.json"), config.to_string()).expect("config");
+    folder
+}
