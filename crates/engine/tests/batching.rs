@@ -173,6 +173,16 @@ fn short_prompts_that_wait_together_are_computed_together() {
         assert_eq!(batched(&engine), 5, "{format}");
         assert_idle(&engine);
 
+        // Some of them after the prefix, others from the start, in one pass.
+        let engine = TestEngine::new(model.clone(), &options).unwrap();
+        ask(&engine, &prompt(1, 512), &greedy(1));
+        let fresh = (30..33).map(|seed| prompt(seed, seed));
+        let prompts: Vec<_> = (10..13).map(|seed| longer(seed, 3 * seed)).chain(fresh).collect();
+        let cached = check(&engine, &prompts);
+        assert!(cached[..3].iter().all(|&cached| cached >= 448) && cached[3..] == [0; 3], "{cached:?}");
+        assert_eq!(batched(&engine), 6, "{format}");
+        assert_idle(&engine);
+
         // Those that could share a page come one after the other, and share it.
         let engine = TestEngine::new(model.clone(), &options).unwrap();
         let prompts: Vec<_> = (20..24).map(|seed| [prompt(2, 64), prompt(seed, 10)].concat()).collect();

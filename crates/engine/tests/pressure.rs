@@ -68,7 +68,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
             match random.below(4) {
                 // Some go away, at any stage.
                 0 => drop(answers.remove(random.below(answers.len()))),
-                1 => std::thread::sleep(Duration::from_millis(random.below(20) as u64)),
+                1 => std::thread::sleep(Duration::from_millis(random.below(4) as u64)),
                 _ => {}
             }
         }
@@ -310,10 +310,10 @@ fn what_is_computed_again_is_read_as_it_was() {
             };
             let ask_for = |seed: usize| Request::new(prompt(seed, 150 + 90 * seed), greedy(1400));
             let idle = TestEngine::new(model.clone(), &with(400)).unwrap();
+            let tight = TestEngine::new(model.clone(), &with(pages)).unwrap();
             let expected: Vec<Vec<u32>> = (0..4)
                 .map(|seed| idle.answer(ask_for(seed)).unwrap().wait().unwrap().remove(0).tokens)
                 .collect();
-            let tight = TestEngine::new(model.clone(), &with(pages)).unwrap();
             let answers: Vec<Answer> = (0..4).map(|seed| tight.answer(ask_for(seed)).unwrap()).collect();
             let mut late = 0;
             for (answer, expected) in answers.into_iter().zip(&expected) {
@@ -323,6 +323,40 @@ fn what_is_computed_again_is_read_as_it_was() {
             }
             println!("{format} {exact} {tail:?}: {late} preemptions\n{}", tight.budget());
             assert!(late > 0, "{format} {exact} {tail:?}\n{}", tight.budget());
+            assert_idle(&tight);
+        }
+    }
+}
+
+/// The same for an answer that began on pages of another request, which its prompt read sealed.
+#[test]
+fn what_began_on_a_hit_is_computed_again_after_it() {
+    let model = model(true);
+    for (format, pages) in [("int2", 72), ("fp8", 100)] {
+        for tail in [TailPolicy::Recompute, TailPolicy::Sealed] {
+            let with = |pages| {
+                let options = engine_options(&model, format, Some(pages));
+                let mut options = EngineOptions { context: Some(2048), ..options };
+                (options.kv.windows.recent, options.kv.tail) = (1, tail);
+                options
+            };
+            let common = prompt(99, 320);
+            let young = || Request::new([common.clone(), prompt(1, 30)].concat(), greedy(1650));
+            let begin = |engine: &TestEngine| ask(engine, &common, &greedy(1));
+            let idle = TestEngine::new(model.clone(), &with(400)).unwrap();
+            begin(&idle);
+            let expected = idle.answer(young()).unwrap().wait().unwrap().remove(0);
+            assert_eq!(expected.cached_tokens, 320, "{format} {tail:?}");
+            let tight = TestEngine::new(model.clone(), &with(pages)).unwrap();
+            begin(&tight);
+            let old = |seed: usize| Request::new(prompt(seed, 600), greedy(1400));
+            let old: Vec<Answer> = (2..5).map(|seed| tight.answer(old(seed)).unwrap()).collect();
+            let summary = tight.answer(young()).unwrap().wait().unwrap().remove(0);
+            println!("{format} {tail:?}: {} preemptions\n{}", summary.preemptions, tight.budget());
+            assert_eq!(summary.cached_tokens, expected.cached_tokens, "{format} {tail:?}");
+            assert!(summary.preemptions > 0, "{format} {tail:?}\n{}", tight.budget());
+            assert_eq!(summary.tokens, expected.tokens, "{format} {tail:?}");
+            old.into_iter().for_each(|old| assert_eq!(old.wait().unwrap()[0].tokens.len(), 1400));
             assert_idle(&tight);
         }
     }

@@ -125,55 +125,48 @@ impl Ledger {
     /// Begins a sequence with what the prefix tree has of `prompt`: at most all but its last token, whose logits are
     /// wanted. Takes no new page. `salt` keeps sequences apart that must not share.
     pub fn open(&mut self, salt: u64, prompt: &[u32]) -> Sequence {
-        self.open_by(self.options.tail, salt, prompt, |_| true)
+        self.open_by(self.options.tail, salt, prompt, prompt.len().saturating_sub(1), |_| true)
     }
 
-    /// Begins a sequence that was computed before and lost its pages, so that what follows is computed as it was: with what
-    /// the prefix tree has of `tokens` only if the window before the first missing one is there in bf16 and `restart` says
-    /// that a computation began there, or read by the same rule there. Otherwise with nothing.
-    pub fn reopen(&mut self, salt: u64, tokens: &[u32], restart: impl Fn(usize) -> bool) -> Sequence {
-        let sink = self.options.windows.sink * PAGE_TOKENS;
-        // Everybody reads the sink in bf16. Without sealed pages everybody reads everything so.
+    /// Begins a sequence that was computed before and lost its pages, with what the prefix tree has of `tokens` up to a place
+    /// from which the rest can be computed as it was: the window before it is there in bf16 (or it lies in the sink), and
+    /// `can_resume_at` this length. `tail` of the options has no say.
+    pub fn reopen(&mut self, salt: u64, tokens: &[u32], can_resume_at: impl Fn(usize) -> bool) -> Sequence {
+        // Without sealed pages everybody reads everything in bf16.
         let has_sealed = self.has_sealed();
-        self.open_by(TailPolicy::Exact, salt, tokens, |length| {
-            !has_sealed || length <= sink || restart(length)
-        })
+        let can_resume_at = |length| !has_sealed || can_resume_at(length);
+        self.open_by(TailPolicy::Exact, salt, tokens, tokens.len(), can_resume_at)
     }
 
+    /// Begins a sequence with at most `usable` tokens of `prompt`.
     fn open_by(
         &mut self,
         policy: TailPolicy,
         salt: u64,
         prompt: &[u32],
-        is_usable: impl Fn(usize) -> bool,
+        usable: usize,
+        can_resume_at: impl Fn(usize) -> bool,
     ) -> Sequence {
         let mut sequence = Sequence::new(salt);
         self.counters.sequences += 1;
         if !self.options.prefix_tree {
             return sequence;
         }
-        let usable = prompt.len().saturating_sub(1);
         let found = self.tree.find(salt, prompt, usable / PAGE_TOKENS);
         let matched = found.nodes.len();
-        let mut reuse = if self.has_sealed() {
+        let rest = &prompt[matched * PAGE_TOKENS..usable.min((matched + 1) * PAGE_TOKENS)];
+        let tail = self.tree.find_tail(salt, &found.nodes, rest);
+        let tail = tail.filter(|(_, common)| can_resume_at(matched * PAGE_TOKENS + common));
+        let reuse = if self.has_sealed() {
             let warm = |page: usize| self.tree.slots(found.nodes[page]).0 != 0;
-            reuse(policy, self.options.windows, matched, warm)
+            let can_resume_at =
+                |pages: usize| (pages == matched && tail.is_some()) || can_resume_at(pages * PAGE_TOKENS);
+            reuse(policy, self.options.windows, matched, warm, can_resume_at)
         } else {
             Reuse { pages: matched, warm_from: 0, sealed_until: 0 }
         };
         let mut length = reuse.pages * PAGE_TOKENS;
-        let mut tail = if reuse.pages == matched {
-            let rest = &prompt[length..usable.min(length + PAGE_TOKENS)];
-            self.tree.find_tail(salt, &found.nodes, rest)
-        } else {
-            None
-        };
-        if !is_usable(length + tail.map_or(0, |(_, common)| common)) {
-            tail = None;
-            if !is_usable(length) {
-                (reuse, length) = (Reuse::NOTHING, 0);
-            }
-        }
+        let tail = tail.filter(|_| reuse.pages == matched);
         let now = self.tree.tick();
         for &node in &found.nodes {
             self.tree.touch(node, now);

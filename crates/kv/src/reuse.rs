@@ -28,17 +28,14 @@ pub(crate) struct Reuse {
     pub(crate) sealed_until: usize,
 }
 
-impl Reuse {
-    /// Everything is computed.
-    pub(crate) const NOTHING: Reuse = Reuse { pages: 0, warm_from: 0, sealed_until: 0 };
-}
-
-/// Decides about a hit of `matched` full pages, of which `warm` says whether they are there in bf16.
+/// Decides about a hit of `matched` full pages, of which `warm` says whether they are there in bf16. Behind the sink
+/// [`TailPolicy::Exact`] takes over as many pages as `can_resume_at` allows.
 pub(crate) fn reuse(
     policy: TailPolicy,
     windows: PageWindows,
     matched: usize,
     warm: impl Fn(usize) -> bool,
+    can_resume_at: impl Fn(usize) -> bool,
 ) -> Reuse {
     // First page that a row after so many pages reads in bf16, sinks aside.
     let window = |pages: usize| windows.history(pages, usize::MAX, 0).end;
@@ -53,7 +50,7 @@ pub(crate) fn reuse(
                 if !warm(page) {
                     warm_since = page + 1;
                 }
-                if warm_since <= window(page + 1) {
+                if warm_since <= window(page + 1) && can_resume_at(page + 1) {
                     whole = page + 1;
                 }
             }
@@ -76,7 +73,7 @@ mod tests {
     const WINDOWS: PageWindows = PageWindows { sink: 1, recent: 4 };
 
     fn decide(policy: TailPolicy, matched: usize, warm: &[usize]) -> (usize, usize, usize) {
-        let reuse = reuse(policy, WINDOWS, matched, |page| warm.contains(&page));
+        let reuse = reuse(policy, WINDOWS, matched, |page| warm.contains(&page), |_| true);
         (reuse.pages, reuse.warm_from, reuse.sealed_until)
     }
 
@@ -110,6 +107,22 @@ mod tests {
         assert_eq!(decide(TailPolicy::Exact, 10, &[2, 3, 4, 5, 8, 9]), (6, 2, 0));
     }
 
+    #[test]
+    fn a_computation_resumes_where_it_can() {
+        let all: Vec<usize> = (1..10).collect();
+        let resume = |pages: &[usize], warm: &[usize]| {
+            let can_resume_at = |page: usize| pages.contains(&page);
+            reuse(TailPolicy::Exact, WINDOWS, 10, |page| warm.contains(&page), can_resume_at).pages
+        };
+        assert_eq!(resume(&[10], &all), 10);
+        assert_eq!(resume(&[3, 7], &all), 7);
+        // The window before 7 has a gap.
+        assert_eq!(resume(&[3, 7], &[1, 2, 3, 4, 6]), 3);
+        // The sink is the same for all.
+        assert_eq!(resume(&[], &all), 1);
+        assert_eq!(resume(&[7], &[8, 9]), 1);
+    }
+
     /// Every set of warm pages of a small hit against the sentences above.
     #[test]
     fn every_case_keeps_its_promise() {
@@ -122,7 +135,7 @@ mod tests {
                         |pages: usize| (0..pages).filter(move |&page| page >= sink && page + recent >= pages);
                     let whole = |pages: usize| wanted(pages).all(warm);
                     for policy in [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact] {
-                        let reuse = reuse(policy, windows, matched, warm);
+                        let reuse = reuse(policy, windows, matched, warm, |_| true);
                         assert!(reuse.pages <= matched);
                         // What is promised in bf16 is there, and nothing more could be promised.
                         assert!((reuse.warm_from..reuse.pages).all(warm));

@@ -3,8 +3,8 @@
 mod support;
 
 use oscar_kv::{
-    Extend, KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageStates, PageWindows, PoolKind, SealedPools,
-    TailPolicy,
+    Extend, KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageNeed, PageStates, PageWindows, PoolKind,
+    SealedPools, TailPolicy,
 };
 use support::{Cache, Flight, Open, options, text};
 
@@ -245,6 +245,26 @@ fn a_prompt_of_8200_tokens_in_two_chunks() {
     assert_eq!(again.sequence.cached_tokens(), 8199);
     cache.close(open);
     cache.close(again);
+}
+
+/// Pools of exactly what a long context needs hold a prompt that goes on after most of it was given to the tree.
+#[test]
+fn a_prompt_of_262144_tokens_goes_on_after_185000() {
+    let defaults = options(1, 4);
+    let PageNeed { exact, sealed, scratch } = PageNeed::of(262_144, defaults.windows, true, true);
+    let pools = Some(SealedPools { pages: sealed, scratch_pages: scratch });
+    let mut cache = Cache::new(LedgerOptions { exact_pages: exact, sealed: pools, ..defaults });
+    let prompt = text(0, 262_144);
+    let mut first = cache.prompt(0, &prompt[..185_000], Extend::Exact);
+    cache.insert(&mut first, true);
+    cache.close(first);
+    let mut open = cache.open(0, &prompt);
+    assert_eq!(open.sequence.cached_tokens(), 185_000);
+    cache.extend(&mut open, &prompt[185_000..], Extend::Exact).unwrap();
+    assert_eq!(open.pages().0, [0, 4091, 4092, 4093, 4094, 4095]);
+    cache.close(open);
+    cache.ledger.flush();
+    cache.assert_empty();
 }
 
 #[test]

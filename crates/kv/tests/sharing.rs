@@ -454,28 +454,30 @@ fn a_shortage_says_whether_waiting_helps() {
 #[test]
 fn a_sequence_is_taken_up_again_only_where_it_can_be() {
     for tail in [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact] {
-        let mut cache = Cache::new(LedgerOptions { tail, ..options(1, 2) });
-        let prompt = text(0, 7 * PAGE + 30);
-        serve(&mut cache, &prompt);
-        let tokens = [&*prompt, &[1, 2]].concat();
-        let mut again = |restart: &dyn Fn(usize) -> bool| {
-            let sequence = cache.ledger.reopen(0, &tokens, restart);
+        let mut cache = Cache::new(LedgerOptions { tail, ..small(5, 40) });
+        let tokens = text(0, 7 * PAGE + 30);
+        serve(&mut cache, &tokens);
+        let again = |cache: &mut Cache, lengths: &[usize]| {
+            let sequence = cache.ledger.reopen(0, &tokens, |length| lengths.contains(&length));
             let found = (sequence.cached_tokens(), sequence.sealed_until());
             cache.ledger.close(sequence);
             found
         };
-        // The whole window is there.
-        assert_eq!(again(&|_| true), (prompt.len(), 0), "{tail:?}");
-        // The tail may be in the way, and then the prompt itself.
-        assert_eq!(again(&|length| length == 7 * PAGE), (7 * PAGE, 0));
-        assert_eq!(again(&|length| length < 7 * PAGE), (0, 0));
+        // All tokens: nothing is drawn from the logits of the last one.
+        assert_eq!(again(&mut cache, &[tokens.len()]), (tokens.len(), 0), "{tail:?}");
+        // The tail may be in the way, and then the prompt itself, but not its sink.
+        assert_eq!(again(&mut cache, &[7 * PAGE]), (7 * PAGE, 0));
+        assert_eq!(again(&mut cache, &[6 * PAGE]), (PAGE, 0), "its window is not there");
+        assert_eq!(again(&mut cache, &[]), (PAGE, 0));
+        // Another one takes the place of the window.
+        let other = cache.prompt(0, &text(1, 7 * PAGE), Extend::Exact);
+        assert_eq!(again(&mut cache, &[7 * PAGE, tokens.len()]), (PAGE, 0), "{tail:?}");
+        cache.close(other);
         cache.ledger.flush();
         cache.assert_empty();
         // Without sealed pages there is nothing to be careful about.
         let mut cache = Cache::new(LedgerOptions { tail, sealed: None, ..options(1, 2) });
-        serve(&mut cache, &prompt);
-        let sequence = cache.ledger.reopen(0, &tokens, |_| false);
-        assert_eq!(sequence.cached_tokens(), prompt.len());
-        cache.ledger.close(sequence);
+        serve(&mut cache, &tokens);
+        assert_eq!(again(&mut cache, &[]), (tokens.len(), 0));
     }
 }

@@ -8,7 +8,7 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Kept, Running, Segment, is_restart};
+use super::job::{Job, Kept, Running, Segment, can_resume_at, split_at};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
@@ -72,8 +72,8 @@ impl<B: Backend> Scheduler<B> {
         let sequence = job.sequence.take().unwrap_or_else(|| {
             self.insert_open(job.salt, &job.tokens);
             if job.next.is_some() {
-                let restart = |length| is_restart(&job.segments, length);
-                return self.ledger.reopen(job.salt, &job.tokens, restart);
+                let can_resume_at = |length| can_resume_at(&job.segments, length);
+                return self.ledger.reopen(job.salt, &job.tokens, can_resume_at);
             }
             let wanted = if whole { &job.tokens[..1] } else { &job.tokens[..] };
             self.ledger.open(job.salt, wanted)
@@ -104,7 +104,9 @@ impl<B: Backend> Scheduler<B> {
                 let fresh = self.ledger.open(prefill.job.salt, &[]);
                 self.ledger.close(std::mem::replace(&mut prefill.sequence, fresh));
                 self.ledger.flush();
-                prefill.job.output.cached_tokens = 0;
+                if prefill.job.next.is_none() {
+                    prefill.job.output.cached_tokens = 0;
+                }
                 self.prefill = Some(prefill);
                 return true;
             }
@@ -134,7 +136,7 @@ impl<B: Backend> Scheduler<B> {
     /// A prompt is in the cache: the tree gets it. What is to be drawn for it, if anything.
     pub(super) fn settle_prompt(&mut self, prefill: Prefill<B>) -> Option<Begun> {
         let (job, mut sequence) = self.abandon(prefill);
-        let Job { id, arrival, salt, sink, output, choices, tokens, segments, next, .. } = job;
+        let Job { id, arrival, salt, sink, output, choices, tokens, mut segments, next, .. } = job;
         let sound = if output.keep_open {
             self.ledger.insert(&sequence, false);
             true
@@ -152,6 +154,7 @@ impl<B: Backend> Scheduler<B> {
             return None;
         }
         let (total, cached) = (tokens.len(), output.cached_tokens);
+        split_at(&mut segments, cached);
         self.counters.prompt_tokens += total as u64;
         self.counters.cached_tokens += cached as u64;
         sink.send(Event::Prefill { done: total, total, cached });

@@ -81,9 +81,18 @@ pub(super) fn with_answer(segments: &[Segment], len: usize) -> Vec<Segment> {
     segments
 }
 
+/// Notes that a computation began with `length` tokens that were there: those before were computed by themselves.
+pub(super) fn split_at(segments: &mut Vec<Segment>, length: usize) {
+    let index = segments.partition_point(|segment| segment.end <= length);
+    let begun = length == 0 || segments[..index].last().is_some_and(|before| before.end == length);
+    if let Some(&Segment { mode: mode @ Extend::Exact, .. }) = segments.get(index).filter(|_| !begun) {
+        segments.insert(index, Segment { end: length, mode });
+    }
+}
+
 /// Whether a sequence whose first `length` tokens are in the cache goes on as it was computed: not in the middle of a prompt
 /// whose tokens read each other in bf16.
-pub(super) fn is_restart(segments: &[Segment], length: usize) -> bool {
+pub(super) fn can_resume_at(segments: &[Segment], length: usize) -> bool {
     let begins = segments.iter().any(|segment| segment.end == length);
     begins || segments.iter().find(|segment| segment.end > length).is_none_or(|of| of.mode == Extend::Uniform)
 }
@@ -101,5 +110,28 @@ impl Kept {
     /// No tokens and no pages.
     pub(super) fn nothing(salt: u64) -> Kept {
         Kept { salt, tokens: Vec::new(), segments: Vec::new(), sequence: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_say_where_to_go_on() {
+        let segment = |end, mode| Segment { end, mode };
+        let mut segments = vec![segment(100, Extend::Exact), segment(150, Extend::Uniform)];
+        let resumable = |segments: &[Segment]| {
+            (0..=160).filter(|&length| can_resume_at(segments, length)).collect::<Vec<_>>()
+        };
+        assert_eq!(resumable(&segments), (100..=160).collect::<Vec<_>>());
+        for length in [0, 100, 120, 150, 160] {
+            let before = segments.clone();
+            split_at(&mut segments, length);
+            assert_eq!(segments, before, "{length}");
+        }
+        split_at(&mut segments, 64);
+        assert_eq!(segments[..2], [segment(64, Extend::Exact), segment(100, Extend::Exact)]);
+        assert_eq!(resumable(&segments), [64].into_iter().chain(100..=160).collect::<Vec<_>>());
     }
 }

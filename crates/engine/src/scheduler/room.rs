@@ -1,8 +1,8 @@
 //! Making room: who gives up pages for whom.
 //!
 //! The oldest request always gets on: pages are taken from what nobody waits for first, then from the youngest. What a
-//! request that loses its pages has computed stays in the prefix tree as long as there is room, so most of it is found
-//! again when the request is taken up.
+//! request that loses its pages has computed stays in the prefix tree as long as there is room. An answer that is taken up
+//! again finds it there if its window is still in bf16, and is computed again otherwise.
 
 use oscar_kernels::Backend;
 use oscar_kv::{PAGE_TOKENS, Sequence};
