@@ -188,10 +188,6 @@ impl ServeArguments {
         let settled = self.engine.kv.settle(&subject)?;
         let options = self.engine_options(&model, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
-        // Whoever runs a server wants to know where its memory goes; in the log it is from `info` on.
-        if !tracing::enabled!(tracing::Level::INFO) {
-            eprintln!("{}", engine.budget());
-        }
         let (served, mut options) = self.server(&subject, &engine)?;
         let name = served.name.clone();
         if let Some(publisher) = publisher {
@@ -209,6 +205,10 @@ impl ServeArguments {
             let address = listener.local_addr().map_err(|error| self.cannot_listen(&error))?;
             let signals =
                 Signals::new().map_err(|error| Failure::new(format!("cannot watch signals: {error}")))?;
+            // Whoever runs a server wants to know where its memory goes; in the log it is from `info` on.
+            if !tracing::enabled!(tracing::Level::INFO) {
+                eprintln!("{}", engine.budget());
+            }
             eprintln!("{}", banner(address, &name, &engine));
             if let Some(KvEventAddress { host, port, .. }) = &events {
                 eprintln!("  events    tcp://{host}:{port}");
