@@ -83,9 +83,10 @@ pub(super) fn with_answer(segments: &[Segment], len: usize) -> Vec<Segment> {
 
 /// Notes that a computation began with `length` tokens that were there: those before were computed by themselves.
 pub(super) fn split_at(segments: &mut Vec<Segment>, length: usize) {
-    let index = segments.partition_point(|segment| segment.end <= length);
-    let begun = length == 0 || segments[..index].last().is_some_and(|before| before.end == length);
-    if let Some(&Segment { mode: mode @ Extend::Exact, .. }) = segments.get(index).filter(|_| !begun) {
+    let index = segments.partition_point(|segment| segment.end < length);
+    if let Some(&Segment { end, mode: mode @ Extend::Exact }) = segments.get(index)
+        && (1..end).contains(&length)
+    {
         segments.insert(index, Segment { end: length, mode });
     }
 }
@@ -93,8 +94,8 @@ pub(super) fn split_at(segments: &mut Vec<Segment>, length: usize) {
 /// Whether a sequence whose first `length` tokens are in the cache goes on as it was computed: not in the middle of a prompt
 /// whose tokens read each other in bf16.
 pub(super) fn can_resume_at(segments: &[Segment], length: usize) -> bool {
-    let begins = segments.iter().any(|segment| segment.end == length);
-    begins || segments.iter().find(|segment| segment.end > length).is_none_or(|of| of.mode == Extend::Uniform)
+    let of = segments.iter().find(|segment| segment.end >= length);
+    of.is_none_or(|of| of.end == length || of.mode == Extend::Uniform)
 }
 
 /// A finished request that may be continued.
