@@ -8,10 +8,10 @@ use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
 use oscar_lab::calibrate::CalibrateError;
 use oscar_lab::eval::EvalError;
-use oscar_lab::zoo::ZooError;
 use oscar_model::ModelError;
 use oscar_model::source::SourceError;
 use oscar_model::text::TextError;
+use oscar_rotations::RotationError;
 
 /// The exit code of a process stopped from the keyboard.
 const INTERRUPTED: u8 = 130;
@@ -97,8 +97,8 @@ impl From<TextError> for Failure {
     }
 }
 
-impl From<ZooError> for Failure {
-    fn from(error: ZooError) -> Failure {
+impl From<RotationError> for Failure {
+    fn from(error: RotationError) -> Failure {
         Failure::Error { fix: error.fix(), message: error.to_string() }
     }
 }
@@ -106,7 +106,7 @@ impl From<ZooError> for Failure {
 impl From<CalibrateError> for Failure {
     fn from(error: CalibrateError) -> Failure {
         match error {
-            CalibrateError::Zoo(error) => error.into(),
+            CalibrateError::Rotations(error) => error.into(),
             error => Failure::new(error),
         }
     }
@@ -115,7 +115,7 @@ impl From<CalibrateError> for Failure {
 impl From<EvalError> for Failure {
     fn from(error: EvalError) -> Failure {
         match error {
-            EvalError::Zoo(error) => (*error).into(),
+            EvalError::Rotations(error) => (*error).into(),
             EvalError::Calibrate(error) => (*error).into(),
             EvalError::Engine(error) => engine(&error),
             error => Failure::new(error),

@@ -4,13 +4,12 @@ use std::sync::Arc;
 
 use clap::Args;
 use oscar_engine::{Budget, Engine, EngineOptions};
-use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::pool::Pool;
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
+use crate::device::{self, Device};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, Settled};
-use crate::lab::Subject;
+use crate::subject::Subject;
 
 /// How a model runs.
 #[derive(Clone, Debug, Args)]
@@ -30,28 +29,9 @@ pub(crate) struct EngineArguments {
     pub(crate) kv: KvArguments,
 }
 
-/// Worker threads to use when `asked` was given.
-pub(crate) fn worker_threads(asked: Option<usize>) -> usize {
-    let most = Pool::default_threads();
-    match asked {
-        // Workers wait for each other by spinning: more of them than cores only take turns.
-        Some(threads) if threads > most => {
-            tracing::warn!("--threads {threads}: using {most}, as many as this machine has");
-            most
-        }
-        Some(threads) => threads,
-        None => most,
-    }
-}
-
 impl EngineArguments {
-    /// Worker threads to use.
-    pub(crate) fn threads(&self) -> usize {
-        worker_threads(self.threads)
-    }
-
     /// Finds and fetches the model, loads it, settles the codec of its cache, and starts an engine.
-    pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<CpuBackend>, Failure> {
+    pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<Device>, Failure> {
         let subject = self.load_model(model)?;
         let settled = self.kv.settle(&subject)?;
         let options = EngineOptions { max_running: 1, ..self.options(&settled) };
@@ -61,14 +41,13 @@ impl EngineArguments {
     /// Finds, fetches and loads the model.
     pub(crate) fn load_model(&self, model: &ModelArguments) -> Result<Subject, Failure> {
         // A wrong kernel setting should not cost a download.
-        let backend = CpuBackend::new(self.threads())?;
-        let backend = if self.kv.cache.deterministic { backend.deterministic() } else { backend };
-        let subject = Subject::load(model, backend, self.weights)?;
+        let device = device::open(self.threads, self.kv.cache.deterministic)?;
+        let subject = Subject::load(model, device, self.weights)?;
         let most = subject.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
             return Err(Failure::new(format!(
                 "{context} tokens are more than the {most} that {} was made for",
-                subject.name
+                subject.name()
             ))
             .with_fix(format!("ask for {most} or less")));
         }
@@ -91,7 +70,7 @@ pub(crate) fn start(
     subject: &Subject,
     options: &EngineOptions,
     settled: &Settled,
-) -> Result<Engine<CpuBackend>, Failure> {
+) -> Result<Engine<Device>, Failure> {
     let engine = Engine::new(Arc::clone(&subject.model), options)?;
     announce(engine.budget(), settled);
     Ok(engine)

@@ -1,8 +1,10 @@
 //! The command line: one file per command under `commands`, everything they share beside this one.
 
 mod arguments;
+mod calibration;
 mod commands;
 mod conversation;
+mod device;
 mod failure;
 mod interrupt;
 mod kv;
@@ -11,6 +13,9 @@ mod loading;
 mod output;
 mod progress;
 mod published;
+mod rotations;
+mod subject;
+mod windows;
 
 use std::process::ExitCode;
 

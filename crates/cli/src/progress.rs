@@ -1,4 +1,4 @@
-//! A progress bar on a terminal, two lines in a log.
+//! Progress bars on a terminal, lines in a log.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,5 +69,53 @@ impl Progress for DownloadProgress {
 
     fn cancelled(&self) -> bool {
         self.watch.caught()
+    }
+}
+
+/// A bar on a terminal, a line now and then in a log.
+pub(crate) struct Steps {
+    bar: ProgressBar,
+    terminal: bool,
+    label: String,
+}
+
+impl Steps {
+    /// Shows `label` and how many of `total` are done.
+    pub(crate) fn new(label: &str, total: usize) -> Steps {
+        let terminal = std::io::stderr().is_terminal();
+        let bar = ProgressBar::with_draw_target(
+            Some(total as u64),
+            if terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() },
+        );
+        let style = ProgressStyle::with_template("{msg}  {wide_bar}  {pos}/{len}  {elapsed}  {eta} left");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_message(label.to_owned());
+        if !terminal {
+            eprintln!("{label}");
+        }
+        Steps { bar, terminal, label: label.to_owned() }
+    }
+
+    /// So many are done.
+    pub(crate) fn set(&self, done: usize) {
+        self.bar.set_position(done as u64);
+    }
+
+    /// Something else is being done now.
+    pub(crate) fn say(&mut self, label: &str) {
+        if label == self.label {
+            return;
+        }
+        self.label = label.to_owned();
+        if self.terminal {
+            self.bar.set_message(label.to_owned());
+        } else {
+            eprintln!("{label}");
+        }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn finish(self) {
+        self.bar.finish_and_clear();
     }
 }

@@ -3,6 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`backend`] | the door: one trait that a device implements, and the descriptors that pass through it |
+//! | [`inspect`] | what calibration and evaluation need from a device beyond serving |
 //! | [`dtype`] | element types and block sizes of stored weights |
 //! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
@@ -12,7 +13,9 @@ pub mod backend;
 pub mod cpu;
 pub mod cuda;
 pub mod dtype;
+pub mod inspect;
 pub mod quant;
 
 pub use backend::{Backend, KernelError};
 pub use dtype::DType;
+pub use inspect::Inspect;

@@ -3,10 +3,11 @@
 
 use half::bf16;
 use oscar_codec::KvGeometry;
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::inspect::{KvRows, StandIn};
+use oscar_kernels::{Backend, Inspect};
 
 const DIM: usize = 32;
 const KV_HEADS: usize = 2;
@@ -74,7 +75,8 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
             .map(|head| (numbers(TOKENS * DIM, 11 + head), numbers(TOKENS * DIM, 13 + head)))
             .collect();
         for (head, (keys, values)) in stand_ins.iter().enumerate() {
-            history.write_rows(0, head, &pages, 0, keys, values);
+            let rows = KvRows { layer: 0, head, pages: &pages };
+            backend.write_kv(&mut history, rows, 0, keys, values).unwrap();
         }
 
         let rules: [(&str, Rule); 7] = [
@@ -88,9 +90,8 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
         ];
         for (name, ends) in rules {
             let mut out = backend.buffer(TOKENS, KV_HEADS * GROUP * DIM).unwrap();
-            backend
-                .attend_with_history(&step, &attention, &qkv, (&exact, 0), (&history, 0), &ends, &mut out)
-                .unwrap();
+            let stand_in = StandIn { cache: &history, ends: &ends };
+            backend.attend_with_stand_in(&step, &attention, 0, &qkv, &exact, stand_in, &mut out).unwrap();
             let out = out.first_rows("rows", TOKENS).unwrap();
             for position in [0, 1, 9, 10, 62, 63, 64, 65, 66, 127, 128, 199] {
                 for query_head in [0, 2, 3, 5] {

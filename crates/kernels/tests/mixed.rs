@@ -9,13 +9,14 @@ use oscar_codec::{
     HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
     ScaleType, Side, hadamard,
 };
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
     SequenceRows,
 };
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::{Cache, CpuBackend, Matrix};
+use oscar_kernels::inspect::KvRows;
+use oscar_kernels::{Backend, Inspect};
 
 const NEVER: usize = usize::MAX;
 
@@ -559,12 +560,13 @@ fn copies_are_whole_and_sources_stay() {
     let mut cache = backend.cache(&CacheSpec::exact(geometry, 4)).unwrap();
     let rows = numbers(64 * 64, 3);
     for layer in 0..3 {
-        cache.write_rows(layer, 1, &[2], 0, &rows, &rows);
+        let place = KvRows { layer, head: 1, pages: &[2] };
+        backend.write_kv(&mut cache, place, 0, &rows, &rows).unwrap();
     }
     backend.copy_pages(&[(2, 3)], &mut cache).unwrap();
-    let (mut keys, mut values) = (vec![0.0; 64 * 64], vec![0.0; 64 * 64]);
     for (slot, layer) in [(3, 0), (3, 2), (2, 2)] {
-        cache.read_rows(layer, 1, &[slot], 0..64, &mut keys, &mut values);
+        let place = KvRows { layer, head: 1, pages: &[slot] };
+        let (keys, values) = backend.read_kv(&cache, place, 0..64).unwrap();
         let rounded: Vec<f32> = rows.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
         assert_eq!((&keys, &values), (&rounded, &rounded), "slot {slot} layer {layer}");
     }

@@ -8,8 +8,7 @@ use oscar_codec::Windows;
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
-use oscar_lab::calibrate::means::estimate_key_means;
-use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, Verdict, calibrate};
+use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, calibrate};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::{Comparison, Divergence};
 use oscar_lab::eval::evaluator::Evaluator;
@@ -17,9 +16,10 @@ use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
 use oscar_lab::eval::retrieval::retrieve;
 use oscar_lab::eval::text::prose;
-use oscar_lab::zoo::{Header, RotationFile, safetensors, verify};
 use oscar_model::LoadedModel;
 use oscar_model::source::{FetchPolicy, Silent, resolve};
+use oscar_rotations::means::fill_mean_keys;
+use oscar_rotations::{Header, RotationFile, Verdict, safetensors, verify};
 
 type Model = Arc<LoadedModel<CpuBackend>>;
 
@@ -99,7 +99,7 @@ fn check_estimated_means(model: &Model, file: &RotationFile) {
     for set in [&mut bare.heads, &mut bare.layers].into_iter().flatten() {
         set.values_mut().for_each(|layer| layer.keys.means = None);
     }
-    estimate_key_means(model, &mut bare).unwrap();
+    fill_mean_keys(model, &mut bare).unwrap();
     let (mut difference, mut size) = (0.0, 0.0);
     for (layer, rotations) in file.heads.as_ref().unwrap() {
         let estimated = bare.heads.as_ref().unwrap()[layer].keys.means.as_ref().unwrap();
@@ -117,11 +117,7 @@ fn calibrated_codecs_keep_the_published_order() {
     let Some(model) = smollm2() else { return };
     let file = calibrated(&model);
     check_estimated_means(&model, &file);
-    let source = CodecSource {
-        geometry: model.config().kv_geometry(),
-        rotations: Some(&file),
-        isa: model.model().backend().isa(),
-    };
+    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
     let mut comparison = Comparison::new(model.clone(), 1024).unwrap();
     comparison.set_text(&ids(&model, 4, 1024), 0, 128, |_| ()).unwrap();
     let windows = Windows { sink: 16, recent: 64 };

@@ -12,10 +12,11 @@ use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::Comparison;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
-use oscar_lab::page_codec::{CacheType, EncoderOptions, page_codec};
-use oscar_lab::zoo::{self, RotationFile};
 use oscar_model::source::{FetchPolicy, Silent, resolve};
 use oscar_model::{LoadedModel, ModelFiles, PagedSealing};
+use oscar_rotations::{
+    CacheOptions, CachePlan, CacheType, FoundRotations, ModelIdentity, RotationFile, find, interleaved,
+};
 
 const TOKENS: usize = 1024;
 const CHUNK: usize = 256;
@@ -23,32 +24,40 @@ const SKIP: usize = 512;
 
 type Model = Arc<LoadedModel<CpuBackend>>;
 
-fn smollm2() -> Option<(Model, RotationFile)> {
+fn smollm2() -> Option<(Model, ModelIdentity, RotationFile)> {
     let Ok(path) = resolve("smollm2", FetchPolicy::Never, &Silent) else {
         println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return None;
     };
     let files = ModelFiles::open(&path).unwrap();
-    let fingerprint = zoo::fingerprint::model_fingerprint(&files).unwrap();
+    let identity = ModelIdentity::of("smollm2", &files).unwrap();
     let empty = tempfile::tempdir().unwrap();
-    let file = zoo::resolve::find(empty.path(), &fingerprint).expect("rotations ship").load().unwrap();
+    let file = find::find(empty.path(), &identity.model_fingerprint).expect("rotations ship").load().unwrap();
     let model = Arc::new(files.load(Arc::new(CpuBackend::new(Pool::default_threads()).unwrap())).unwrap());
-    let rotations = zoo::interleaved::to_interleaved(&file, model.config().rope.rotary_dim);
-    Some((model, rotations))
+    let rotations = interleaved::to_interleaved(&file, model.config().rope.rotary_dim);
+    Some((model, identity, rotations))
 }
 
 /// Logits of every position when all rows read the mixed cache by the rule of visibility.
 fn served_logits(
     model: &Model,
+    identity: &ModelIdentity,
     file: &RotationFile,
-    kind: CacheType,
+    dtype: CacheType,
     windows: PageWindows,
     ids: &[u32],
 ) -> Vec<f32> {
     let geometry = model.config().kv_geometry();
     let pages = ids.len().div_ceil(PAGE_TOKENS);
-    let codec = page_codec(kind, &EncoderOptions::default(), Some(file), || Ok(None), geometry).unwrap();
-    let sealed = codec.map(|codec| SealedSpec { codec: Arc::new(codec), slots: pages + 1, windows });
+    let found = FoundRotations {
+        file: file.clone(),
+        name: "shipped".to_owned(),
+        certificate: None,
+        notices: Vec::new(),
+    };
+    let options = CacheOptions { dtype, ..CacheOptions::default() };
+    let plan = CachePlan::settle_with(model, identity, Some(&found), &options).unwrap();
+    let sealed = plan.codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows });
     let mixed = sealed.is_some();
     let spec = CacheSpec { geometry, slots: pages + 1, scratch_slots: 0, sealed };
     let forward = model.model();
@@ -96,21 +105,17 @@ fn mean_kl(model: &Model, exact: &[f32], other: &[f32]) -> f64 {
 
 #[test]
 fn the_cache_is_as_good_as_the_lab_says() {
-    let Some((model, file)) = smollm2() else { return };
+    let Some((model, identity, file)) = smollm2() else { return };
     let mut ids = model.tokenizer().encode(&prose(11, TOKENS * 8), true).unwrap();
     ids.truncate(TOKENS);
     let windows = PageWindows { sink: 1, recent: 2 };
-    let served = |kind| served_logits(&model, &file, kind, windows, &ids);
+    let served = |kind| served_logits(&model, &identity, &file, kind, windows, &ids);
     let exact = served(CacheType::Bf16);
     let kl = |kind| mean_kl(&model, &exact, &served(kind));
     let [fp8, int4, int2] = [CacheType::Fp8, CacheType::Int4, CacheType::Int2].map(kl);
 
     // The lab counts its window in tokens; the cache's has 129 to 192 of them.
-    let source = CodecSource {
-        geometry: model.config().kv_geometry(),
-        rotations: Some(&file),
-        isa: model.model().backend().isa(),
-    };
+    let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
     let mut comparison = Comparison::new(model.clone(), TOKENS).unwrap();
     comparison.set_text(&ids, 0, SKIP, |_| ()).unwrap();
     let codec = source.build("int2").unwrap();

@@ -11,6 +11,7 @@ use oscar_lab::Report;
 use oscar_lab::bench::{CodecBench, CudaCodecBench, ModelBench};
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
+use crate::device::worker_threads;
 use crate::failure::Failure;
 use crate::kv::KvArguments;
 use crate::loading::EngineArguments;
@@ -231,7 +232,7 @@ impl ModelBenchArguments {
             repeat: self.repeat,
         };
         let mut report = Report::here();
-        oscar_lab::bench::model(&engine, &bench, engine_arguments.threads(), |mut row| {
+        oscar_lab::bench::model(&engine, &bench, worker_threads(engine_arguments.threads), |mut row| {
             row["model"] = self.model.model.clone().into();
             tracing::info!("{row}");
             report.push(row);

@@ -1,26 +1,14 @@
 //! `oscar calibrate`: rotations for a model.
 
-use std::fs;
-use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
-use oscar_codec::Composition;
-use oscar_kernels::backend::RopeLayout;
-use oscar_lab::calibrate::checkpoint::Checkpoint;
-use oscar_lab::calibrate::{
-    CalibrateError, Calibration, Certificate, Corpus, Source, ValueTarget, Verdict, calibrate,
-};
-use oscar_lab::zoo::{self, Header};
+use oscar_rotations::Certificate;
 
-use crate::arguments::positive;
+use crate::calibration::{Recipe, cached_path};
 use crate::failure::Failure;
-use crate::interrupt::Watch;
-use crate::lab::{LabArguments, Steps, Subject, WindowArguments, rotation_folder};
 use crate::output::print_text;
-
-/// Tokens to calibrate on when nothing is said.
-const TOKENS: usize = 8192;
+use crate::subject::SubjectArguments;
 
 /// Make the rotations, means and rounding rules of the 2-bit cache for a model, and a certificate of what to expect.
 #[derive(Debug, Args)]
@@ -33,7 +21,7 @@ const TOKENS: usize = 8192;
     up again by the same command. Without -o the file goes to the cache, where every command finds it.")]
 pub(crate) struct CalibrateArguments {
     #[command(flatten)]
-    lab: LabArguments,
+    subject: SubjectArguments,
 
     #[command(flatten)]
     recipe: Recipe,
@@ -47,64 +35,6 @@ pub(crate) struct CalibrateArguments {
     json: bool,
 }
 
-/// What rotations are made from, and how.
-#[derive(Debug, Args)]
-struct Recipe {
-    /// Text or JSONL files.
-    #[arg(long, value_name = "FILE")]
-    data: Vec<PathBuf>,
-
-    /// Render records with the model's chat template.
-    #[arg(long, requires = "data")]
-    chat_template: bool,
-
-    /// Tokens the moments are summed over; 8192 to 32768 make sense.
-    #[arg(long, default_value_t = TOKENS, value_name = "N", value_parser = positive)]
-    tokens: usize,
-
-    /// Seed of the text the model makes without --data.
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    seed: u64,
-
-    /// How eigenvectors (r), Hadamard (h) and bit reversal (pbr) are multiplied.
-    #[arg(long, default_value_t = Composition::RHPbr, value_name = "NAME")]
-    composition: Composition,
-
-    /// What value rotations are fitted to: `attention` (the paper) or `proxy` (the published code).
-    #[arg(long, default_value = "attention", value_name = "TARGET", value_parser = value_target)]
-    value_target: ValueTarget,
-
-    #[command(flatten)]
-    windows: WindowArguments,
-}
-
-/// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
-pub(crate) fn on_the_spot(subject: &Subject) -> Result<(), Failure> {
-    let recipe = Recipe {
-        data: Vec::new(),
-        chat_template: false,
-        tokens: TOKENS,
-        seed: 1,
-        composition: Composition::RHPbr,
-        value_target: ValueTarget::default(),
-        windows: WindowArguments::default(),
-    };
-    let corpus = recipe.corpus(subject)?;
-    let certificate = recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
-    if certificate.verdict != Verdict::Good {
-        tracing::warn!("the certificate says {}: {}", certificate.verdict, certificate.reason);
-    }
-    Ok(())
-}
-
-fn value_target(text: &str) -> Result<ValueTarget, String> {
-    match text {
-        "attention" | "cs" => Ok(ValueTarget::Attention),
-        "proxy" | "sst" => Ok(ValueTarget::Proxy),
-        _ => Err("must be attention or proxy".into()),
-    }
-}
-
 impl CalibrateArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         if let Some(folder) = self.output.as_deref().and_then(|output| output.parent())
@@ -114,7 +44,7 @@ impl CalibrateArguments {
             return Err(Failure::new(format!("{}: no such folder", folder.display()))
                 .with_fix("create it, or choose another --output"));
         }
-        let subject = self.lab.load()?;
+        let subject = self.subject.load()?;
         let output = match &self.output {
             Some(output) => output.clone(),
             None => cached_path(&subject)?,
@@ -128,80 +58,6 @@ impl CalibrateArguments {
         print_text(&summary(&certificate))?;
         print_text(&format!("written to {}", output.display()))
     }
-}
-
-impl Recipe {
-    fn corpus(&self, subject: &Subject) -> Result<Corpus, Failure> {
-        let source = if self.data.is_empty() {
-            Source::Model { seed: self.seed }
-        } else {
-            Source::Files { paths: self.data.clone(), chat: self.chat_template }
-        };
-        let label = if self.data.is_empty() { "drawing text from the model" } else { "reading text" };
-        let mut steps: Option<Steps> = None;
-        let corpus = Corpus::collect(&subject.model, &source, self.tokens, |done, total| {
-            steps.get_or_insert_with(|| Steps::new(label, total)).set(done);
-        })?;
-        if let Some(steps) = steps {
-            steps.finish();
-        }
-        Ok(corpus)
-    }
-
-    fn calibrate(&self, subject: &Subject, corpus: &Corpus, output: &Path) -> Result<Certificate, Failure> {
-        let config = subject.model.config();
-        let calibration = Calibration {
-            composition: self.composition,
-            value_target: self.value_target,
-            windows: self.windows.windows(),
-            ..Calibration::new(Header {
-                model: subject.name.clone(),
-                model_fingerprint: Some(subject.model_fingerprint.clone()),
-                weight_fingerprint: Some(subject.weight_fingerprint.clone()),
-                kv_heads: config.kv_heads,
-                head_dim: config.head_dim,
-                seed: self.data.is_empty().then_some(self.seed),
-                ..Header::default()
-            })
-        };
-        let checkpoint = Checkpoint::beside(output, &calibration, corpus);
-        let (steps, watch) = (Steps::new("calibrating, layer by layer", config.layers), Watch::new());
-        let result = calibrate(&subject.model, corpus, &calibration, Some(&checkpoint), |layers| {
-            steps.set(layers);
-            if watch.caught() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        });
-        steps.finish();
-        let (file, certificate) = result.map_err(|error| match error {
-            CalibrateError::Interrupted => {
-                Failure::Interrupted("interrupted; the same command goes on where it stopped".into())
-            }
-            error => error.into(),
-        })?;
-        let file = match config.rope.layout {
-            RopeLayout::Halves => file,
-            RopeLayout::Interleaved => zoo::interleaved::from_interleaved(&file, config.rope.rotary_dim),
-        };
-        zoo::safetensors::write(output, &file)?;
-        let beside = output.with_extension(zoo::resolve::CERTIFICATE_ENDING);
-        let text = serde_json::to_string_pretty(&certificate).map_err(Failure::new)?;
-        fs::write(&beside, text).map_err(|error| Failure::new(format!("{}: {error}", beside.display())))?;
-        checkpoint.remove();
-        Ok(certificate)
-    }
-}
-
-/// A file in the cache, named after the model and a part of its fingerprint.
-fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
-    let folder = rotation_folder()?;
-    fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
-    let name = subject.name.rsplit(['/', '\\']).next().unwrap_or_default();
-    let name: String = name
-        .trim_end_matches(".gguf")
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' })
-        .collect();
-    let fingerprint = subject.model_fingerprint.get(..12).unwrap_or(&subject.model_fingerprint);
-    Ok(folder.join(format!("{name}-{fingerprint}.safetensors")))
 }
 
 /// The certificate for people.

@@ -4,13 +4,13 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
-use oscar_kernels::cpu::CpuBackend;
 use oscar_model::SamplingDefaults;
 use oscar_model::files::FileError;
 use oscar_model::text::RememberedText;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
 use crate::conversation::{Conversation, required_template};
+use crate::device::Device;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -138,7 +138,7 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 
 /// A conversation with an engine.
 struct Chat {
-    engine: Engine<CpuBackend>,
+    engine: Engine<Device>,
     conversation: Conversation,
     /// The ids of what was said, so that every turn finds the pages of the turns before it.
     memory: RememberedText,

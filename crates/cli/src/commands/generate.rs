@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
 use crate::conversation::Conversation;
+use crate::device::worker_threads;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -141,7 +142,7 @@ impl GenerateArguments {
             "gen_tokens": summary.tokens.len(),
             "kv": engine.kv,
             "bits_per_element": engine.bits_per_element,
-            "threads": self.engine.threads(),
+            "threads": worker_threads(self.engine.threads),
             "context": engine.context,
             "ttft_ms": seconds * 1e3,
             "prefill_tokens_per_s": if seconds > 0.0 { Some(computed as f64 / seconds) } else { None },

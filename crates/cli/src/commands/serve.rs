@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oscar_engine::{Engine, EngineOptions, Serve};
-use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Machine;
 use oscar_model::SamplingDefaults;
 use oscar_model::source::ModelPath;
@@ -26,11 +25,12 @@ use tokio::sync::watch;
 use self::events::EventArguments;
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, byte_size, non_empty, positive};
+use crate::device::Device;
 use crate::failure::Failure;
 use crate::kv::Settled;
-use crate::lab::Subject;
 use crate::loading::{EngineArguments, start};
 use crate::output::{binary_bytes, count};
+use crate::subject::Subject;
 
 pub(crate) use config_file::with_config_file;
 
@@ -288,13 +288,13 @@ impl ServeArguments {
     fn server(
         &self,
         subject: &Subject,
-        engine: &Engine<CpuBackend>,
+        engine: &Engine<Device>,
     ) -> Result<(ServedModel, ServerOptions), Failure> {
         let sampling = self.sampling(subject)?;
         let template = match subject.model.chat_template() {
             Ok(template) => Some(template.clone()),
             Err(TextError::NoChatTemplate) => {
-                tracing::warn!("{} has no chat template: only plain text can be continued", subject.name);
+                tracing::warn!("{} has no chat template: only plain text can be continued", subject.name());
                 None
             }
             Err(error) => {
@@ -302,11 +302,11 @@ impl ServeArguments {
                 None
             }
         };
-        let name = self.served_model_name.clone().unwrap_or_else(|| subject.name.clone());
+        let name = self.served_model_name.clone().unwrap_or_else(|| subject.name().to_owned());
         let tokenizer = Arc::clone(subject.model.tokenizer());
         let family = subject.model.config().family;
-        let served =
-            ServedModel::new(name, subject.name.clone(), family, tokenizer, template).with_sampling(sampling);
+        let served = ServedModel::new(name, subject.name().to_owned(), family, tokenizer, template)
+            .with_sampling(sampling);
         let (reasoning_parser, tool_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
         let budget = engine.budget();
@@ -335,7 +335,7 @@ impl ServeArguments {
 }
 
 /// What users want to know when the server is ready.
-fn banner(address: SocketAddr, name: &str, engine: &Engine<CpuBackend>) -> String {
+fn banner(address: SocketAddr, name: &str, engine: &Engine<Device>) -> String {
     let (info, budget) = (engine.info(), engine.budget());
     let host = if address.ip().is_unspecified() { "127.0.0.1".to_owned() } else { host(address) };
     format!(

@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::Path;
 
 use clap::{Args, Subcommand};
-use oscar_lab::zoo::{Header, RotationFile};
+use oscar_rotations::{Header, RotationFile};
 
 use crate::failure::Failure;
 

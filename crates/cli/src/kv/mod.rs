@@ -4,15 +4,16 @@ mod notices;
 mod settle;
 
 use clap::{Args, ValueEnum};
-use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_codec::PageWindows;
 use oscar_engine::{KvOptions, PrefillMode};
 use oscar_kv::TailPolicy;
-use oscar_lab::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
 use crate::arguments::byte_size;
 use crate::failure::Failure;
-use crate::lab::{RotationArguments, Subject};
-use crate::published::Published;
+use crate::rotations::RotationArguments;
+use crate::subject::Subject;
+use crate::windows::{GivenWindows, whole_pages};
 use notices::contradiction;
 pub(crate) use notices::warn_without_effect;
 pub(crate) use settle::Settled;
@@ -116,26 +117,6 @@ pub(crate) struct CacheArguments {
     pub(crate) deterministic: bool,
 }
 
-/// Windows in tokens, as far as they were given.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct GivenWindows {
-    pub(crate) sink: Option<usize>,
-    pub(crate) recent: Option<usize>,
-}
-
-impl GivenWindows {
-    /// In whole pages, with the published variables and then the defaults where nothing was given.
-    fn pages(self, published: &Published) -> PageWindows {
-        let pages = |given: Option<usize>, published: Option<usize>, default: usize| {
-            given.or(published).unwrap_or(default).div_ceil(PAGE_TOKENS)
-        };
-        PageWindows {
-            sink: pages(self.sink, published.sink_tokens, 64),
-            recent: pages(self.recent, published.recent_tokens, 256),
-        }
-    }
-}
-
 impl KvArguments {
     /// The same settings for another cache type.
     pub(crate) fn of_type(&self, kind: CacheType) -> KvArguments {
@@ -207,32 +188,9 @@ fn ratio(text: &str) -> Result<f32, String> {
     }
 }
 
-/// A number of tokens that is a whole number of pages.
-pub(crate) fn whole_pages(text: &str) -> Result<usize, String> {
-    let tokens = text.parse::<usize>().map_err(|error| error.to_string())?;
-    check_whole_pages(tokens).map(|()| tokens)
-}
-
-/// Whether a window is a whole number of pages, or which ones are near.
-pub(crate) fn check_whole_pages(tokens: usize) -> Result<(), String> {
-    if tokens.is_multiple_of(PAGE_TOKENS) {
-        return Ok(());
-    }
-    let below = tokens / PAGE_TOKENS * PAGE_TOKENS;
-    Err(format!("windows are counted in pages of {PAGE_TOKENS}: {below} or {}", below + PAGE_TOKENS))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn windows_are_whole_pages() {
-        assert_eq!(whole_pages("0"), Ok(0));
-        assert_eq!(whole_pages("256"), Ok(256));
-        assert!(whole_pages("100").unwrap_err().contains("64 or 128"));
-        assert!(whole_pages("-1").is_err() && whole_pages("many").is_err());
-    }
 
     #[test]
     fn ratios_are_bounded() {

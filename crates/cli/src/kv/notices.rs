@@ -1,6 +1,6 @@
 //! Options that have no effect are named, those that contradict each other refused.
 
-use oscar_lab::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
 use super::{CacheArguments, KvArguments, PrefixTail};
 use crate::failure::Failure;

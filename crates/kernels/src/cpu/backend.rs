@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use oscar_codec::{HeadIndex, Side};
 
-use super::attend::{self, AttendScratch, Heads, History, Numerics, PartialStates, Tiers};
+use super::attend::{self, AttendScratch, Heads, Numerics, PartialStates, Tiers};
 use super::cache::{Cache, DUMMY_SLOT};
 use super::dot::Dot;
 use super::elementwise::{rms_norm, silu_multiply};
@@ -88,29 +88,7 @@ impl CpuBackend {
         self.pool.threads()
     }
 
-    /// [`Backend::attend`] with stand-ins for early positions: the query at position `p` reads positions below
-    /// `ends(p)` from `history` (layer `history_layer`) and the others, up to itself, from `exact` (layer `layer`).
-    ///
-    /// Both caches use the page slots of the step. This is how the effect of a codec is measured: `history` holds
-    /// what the codec gives back.
-    pub fn attend_with_history(
-        &self,
-        step: &Step,
-        spec: &AttentionSpec<CpuBackend>,
-        qkv: &Matrix,
-        (exact, layer): (&Cache, usize),
-        (history, history_layer): (&Cache, usize),
-        ends: &(dyn Fn(usize) -> usize + Sync),
-        out: &mut Matrix,
-    ) -> Result<(), KernelError> {
-        expect("page slots of the history", exact.spec().slots, history.spec().slots)?;
-        expect("KV heads of the history", spec.kv_heads, history.spec().geometry.kv_heads)?;
-        expect("head dimension of the history", spec.head_dim, history.spec().geometry.head_dim)?;
-        let history = History { cache: history, layer: history_layer, ends };
-        self.attend_tiers(step, spec, qkv, &Tiers { cache: exact, layer, history: Some(history) }, out)
-    }
-
-    fn attend_tiers(
+    pub(super) fn attend_tiers(
         &self,
         step: &Step,
         spec: &AttentionSpec<CpuBackend>,
@@ -201,7 +179,7 @@ fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f
     norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
 }
 
-fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+pub(super) fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
     if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
 }
 

@@ -20,6 +20,7 @@ use super::encode::Sealer;
 use super::isa::Isa;
 use super::memory::{self, AlignedBuffer, DisjointSlice};
 use crate::backend::{CacheSpec, KernelError};
+use crate::inspect::KvRows;
 
 /// The slot that padded rows name; nothing is written there and what is read does not matter.
 pub(super) const DUMMY_SLOT: u32 = 0;
@@ -144,46 +145,39 @@ impl Cache {
         self.sealed.as_ref()
     }
 
-    /// Reads the keys and values of consecutive positions of one head; rows of `head_dim` values.
-    ///
-    /// `pages[p]` is the slot of positions `[64p, 64p + 64)`, as in a batch.
-    pub fn read_rows(
-        &self,
-        layer: usize,
-        head: usize,
-        pages: &[u32],
-        positions: Range<usize>,
-        keys: &mut [f32],
-        values: &mut [f32],
-    ) {
-        let d = self.spec.geometry.head_dim;
-        let rows = keys.chunks_exact_mut(d).zip(values.chunks_exact_mut(d));
-        assert!(rows.len() == positions.len(), "room for {} of {} rows", rows.len(), positions.len());
-        for (position, (key, value)) in positions.zip(rows) {
-            let page = self.page(layer, pages[position / PAGE_TOKENS], head);
-            attention::read_token(page, d, position % PAGE_TOKENS, key, value);
-        }
+    /// Slot of the page that holds a position, or an error that names what is missing.
+    fn slot_of(pages: &[u32], position: usize) -> Result<u32, KernelError> {
+        let page = position / PAGE_TOKENS;
+        pages.get(page).copied().ok_or(KernelError::PageMissing { page, tier: "bf16" })
     }
 
-    /// Writes the keys and values of consecutive positions of one head, rounded to bf16.
-    pub fn write_rows(
+    /// Reads the key and the value at one position of a head.
+    pub(super) fn read_token(
+        &self,
+        rows: KvRows<'_>,
+        position: usize,
+        key: &mut [f32],
+        value: &mut [f32],
+    ) -> Result<(), KernelError> {
+        let page = self.page(rows.layer, Cache::slot_of(rows.pages, position)?, rows.head);
+        attention::read_token(page, self.spec.geometry.head_dim, position % PAGE_TOKENS, key, value);
+        Ok(())
+    }
+
+    /// Writes the key and the value at one position of a head, rounded to bf16.
+    pub(super) fn write_token(
         &mut self,
-        layer: usize,
-        head: usize,
-        pages: &[u32],
-        first: usize,
-        keys: &[f32],
-        values: &[f32],
-    ) {
-        let d = self.spec.geometry.head_dim;
-        assert_eq!(keys.len(), values.len(), "as many keys as values");
-        for (index, (key, value)) in keys.chunks_exact(d).zip(values.chunks_exact(d)).enumerate() {
-            let position = first + index;
-            let writer = self.writer(layer);
-            // SAFETY: the writer is borrowed exclusively and gives out one page at a time.
-            let page = unsafe { writer.page(pages[position / PAGE_TOKENS], head) };
-            attention::write_token(page, d, position % PAGE_TOKENS, key, value);
-        }
+        rows: KvRows<'_>,
+        position: usize,
+        key: &[f32],
+        value: &[f32],
+    ) -> Result<(), KernelError> {
+        let (slot, d) = (Cache::slot_of(rows.pages, position)?, self.spec.geometry.head_dim);
+        let writer = self.writer(rows.layer);
+        // SAFETY: the writer is borrowed exclusively and gives out one page at a time.
+        let page = unsafe { writer.page(slot, rows.head) };
+        attention::write_token(page, d, position % PAGE_TOKENS, key, value);
+        Ok(())
     }
 
     /// The bytes of a sealed page of one head, for tests and tools.

@@ -18,7 +18,7 @@
 //! | [`cache`] | page pools |
 //! | [`step`] | tables of one step |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
-//! | [`backend`] | the trait, on all of these |
+//! | [`backend`], `inspect` | the traits, on all of these |
 
 pub mod activation;
 mod attend;
@@ -30,6 +30,7 @@ mod elementwise;
 pub mod encode;
 pub mod gemm;
 mod handover;
+mod inspect;
 pub mod isa;
 pub mod memory;
 mod per_thread;

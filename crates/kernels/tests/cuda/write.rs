@@ -15,7 +15,8 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cuda::measure::Noise;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
 use oscar_kernels::cuda::{CudaError, Device, PageOrder, RowWriter, WritePools};
-use oscar_kernels::{Backend, DType};
+use oscar_kernels::inspect::KvRows;
+use oscar_kernels::{Backend, DType, Inspect};
 
 const LAYERS: usize = 2;
 const EXACT_SLOTS: usize = 40;
@@ -274,13 +275,13 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
             problems.push(format!("layer {layer}, query {row}, {channel}: {got:e} instead of {expected:e}"));
         }
 
-        let (mut key, mut value) = (vec![0.0; d], vec![0.0; d]);
         for (&(start, len, place), pages) in sequences.iter().zip(&tables) {
             for (position, head) in
                 (start..start + len).flat_map(|position| (0..kv_heads).map(move |head| (position, head)))
             {
                 let slot = pages[position / PAGE_TOKENS] as usize;
-                cache.read_rows(layer, head, pages, position..position + 1, &mut key, &mut value);
+                let rows = KvRows { layer, head, pages };
+                let (key, value) = backend.read_kv(&cache, rows, position..position + 1).unwrap();
                 let bytes = match place {
                     Place::Dummy => continue,
                     Place::Exact => {

@@ -20,7 +20,7 @@ use oscar_kernels::cpu::pool::Pool;
 use serde::Serialize;
 
 use super::codec::Noise;
-use crate::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -10,7 +10,7 @@ use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 use serde::Serialize;
 
 use crate::eval::report::svg::{Roofline, RooflineDot, short};
-use crate::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -10,15 +10,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use oscar_kernels::Inspect;
+use oscar_rotations as rotations;
+use oscar_rotations::certificate::HeadCertificate;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use sha2::{Digest, Sha256};
 
 use super::CalibrateError;
-use super::certificate::HeadCertificate;
 use super::corpus::Corpus;
 use super::observe::Observer;
 use super::run::{Calibration, State};
-use crate::zoo;
 
 /// Time between two saves.
 const INTERVAL: Duration = Duration::from_secs(20);
@@ -52,20 +53,25 @@ impl Checkpoint {
     }
 
     /// Keeps what is done; does nothing if the last time was a moment ago.
-    pub fn save(&self, state: &State, observer: &Observer<'_>, next: usize) -> Result<(), CalibrateError> {
+    pub fn save<B: Inspect>(
+        &self,
+        state: &State,
+        observer: &Observer<'_, B>,
+        next: usize,
+    ) -> Result<(), CalibrateError> {
         let since = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).elapsed();
         if since < self.interval { Ok(()) } else { self.save_now(state, observer, next) }
     }
 
     /// Keeps what is done.
-    pub fn save_now(
+    pub fn save_now<B: Inspect>(
         &self,
         state: &State,
-        observer: &Observer<'_>,
+        observer: &Observer<'_, B>,
         next: usize,
     ) -> Result<(), CalibrateError> {
         fs::create_dir_all(&self.folder).map_err(|error| self.error(error))?;
-        zoo::safetensors::write(&self.folder.join("rotations.safetensors"), &state.file)?;
+        rotations::safetensors::write(&self.folder.join("rotations.safetensors"), &state.file)?;
         let heads = serde_json::to_string(&state.heads).map_err(|error| self.error(error))?;
         let hidden: Vec<Vec<u8>> = (0..observer.sequences())
             .map(|index| Ok(observer.hidden(index)?.iter().flat_map(|value| value.to_le_bytes()).collect()))
@@ -94,7 +100,11 @@ impl Checkpoint {
     }
 
     /// Takes up what was kept, if it belongs to this calibration. Returns the layer to go on with.
-    pub fn resume(&self, state: &mut State, observer: &mut Observer<'_>) -> Result<usize, CalibrateError> {
+    pub fn resume<B: Inspect>(
+        &self,
+        state: &mut State,
+        observer: &mut Observer<'_, B>,
+    ) -> Result<usize, CalibrateError> {
         let bytes = match fs::read(self.hidden_path()) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
@@ -118,7 +128,7 @@ impl Checkpoint {
         if heads.len() != next * observer.heads().kv {
             return Err(self.error(format!("it holds certificates of {} heads", heads.len())));
         }
-        let mut file = zoo::safetensors::read(&self.folder.join("rotations.safetensors"))?;
+        let mut file = rotations::safetensors::read(&self.folder.join("rotations.safetensors"))?;
         for set in [&mut file.heads, &mut file.layers] {
             // The rotations may be one save ahead of the hidden states.
             let set = set.get_or_insert_default();
@@ -130,14 +140,12 @@ impl Checkpoint {
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| self.error(error))?;
         for index in 0..observer.sequences() {
             let tensor = tensors.tensor(&format!("hidden.{index}")).map_err(|error| self.error(error))?;
-            let target = observer.hidden_mut(index)?;
-            if tensor.dtype() != Dtype::F32 || tensor.data().len() != 4 * target.len() {
+            if tensor.dtype() != Dtype::F32 || tensor.data().len() != 4 * observer.hidden_len(index) {
                 return Err(self.error(format!("the hidden states of sequence {index} have another size")));
             }
-            let values = tensor.data().chunks_exact(4);
-            for (target, bytes) in target.iter_mut().zip(values) {
-                *target = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-            }
+            let (values, _) = tensor.data().as_chunks::<4>();
+            let values: Vec<f32> = values.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+            observer.set_hidden(index, &values)?;
         }
         *state = State { file, heads };
         Ok(next)

@@ -5,18 +5,14 @@
 //! | [`corpus`], [`sample`] | the text: the user's, or drawn from the model |
 //! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
 //! | [`moments`] | their second moments in f64 |
-//! | [`means`] | mean keys for rotations that came without |
 //! | [`fit`] | eigenvectors and compositions |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
-//! | [`certificate`] | what to expect of the result |
 //! | [`checkpoint`] | going on after an interruption |
 //! | [`run`] | all of it |
 
-pub mod certificate;
 pub mod checkpoint;
 pub mod corpus;
 pub mod fit;
-pub mod means;
 pub mod moments;
 pub mod observe;
 pub mod run;
@@ -29,16 +25,15 @@ use std::path::PathBuf;
 use oscar_codec::CodecError;
 use oscar_kernels::KernelError;
 use oscar_model::text::TextError;
+use oscar_rotations::RotationError;
 
-use crate::zoo::ZooError;
-
-pub use certificate::{Certificate, Verdict};
 pub use corpus::{Corpus, Source};
 pub use run::{Calibration, ValueTarget, calibrate};
 
 /// Why a calibration ended early.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum CalibrateError {
     #[error("{}: {source}", path.display())]
     Read { path: PathBuf, source: io::Error },
@@ -79,5 +74,5 @@ pub enum CalibrateError {
     #[error(transparent)]
     Text(#[from] TextError),
     #[error(transparent)]
-    Zoo(#[from] ZooError),
+    Rotations(#[from] RotationError),
 }

@@ -6,35 +6,31 @@
 
 use oscar_codec::{KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows as BatchRows};
-use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::{Cache, Matrix, Step};
-use oscar_kernels::{Backend, KernelError};
+use oscar_kernels::inspect::KvRows;
+use oscar_kernels::{Inspect, KernelError};
 use oscar_model::{Activations, LayerAttention, LoadedModel};
 
 use super::moments::{Heads, SequenceRows};
 
 /// Sequences on their way through a model.
-pub struct Observer<'a> {
-    model: &'a LoadedModel<CpuBackend>,
+pub struct Observer<'a, B: Inspect> {
+    model: &'a LoadedModel<B>,
     heads: Heads,
-    sequences: Vec<Sequence>,
+    sequences: Vec<Sequence<B>>,
     /// Keys and values of one layer, of all sequences.
-    cache: Cache,
+    cache: B::Cache,
 }
 
-struct Sequence {
+struct Sequence<B: Inspect> {
     tokens: usize,
     pages: Vec<u32>,
-    step: Step,
-    activations: Activations<CpuBackend>,
+    step: B::Step,
+    activations: Activations<B>,
 }
 
-impl<'a> Observer<'a> {
+impl<'a, B: Inspect> Observer<'a, B> {
     /// Embeds the sequences. Each begins at position 0.
-    pub fn new(
-        model: &'a LoadedModel<CpuBackend>,
-        sequences: &[&[u32]],
-    ) -> Result<Observer<'a>, KernelError> {
+    pub fn new(model: &'a LoadedModel<B>, sequences: &[&[u32]]) -> Result<Observer<'a, B>, KernelError> {
         let config = model.config();
         let heads = Heads { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();
@@ -82,24 +78,25 @@ impl<'a> Observer<'a> {
     }
 
     /// Keys and values of one head and sequence in the layer that ran last, as the cache stores them.
-    pub fn keys_values(&self, sequence: usize, head: usize) -> (Vec<f32>, Vec<f32>) {
+    pub fn keys_values(&self, sequence: usize, head: usize) -> Result<(Vec<f32>, Vec<f32>), KernelError> {
         let Sequence { tokens, pages, .. } = &self.sequences[sequence];
-        let mut keys = vec![0.0; tokens * self.heads.dim];
-        let mut values = keys.clone();
-        self.cache.read_rows(0, head, pages, 0..*tokens, &mut keys, &mut values);
-        (keys, values)
+        self.model.model().backend().read_kv(&self.cache, KvRows { layer: 0, head, pages }, 0..*tokens)
     }
 
     /// The hidden states of one sequence.
-    pub fn hidden(&self, sequence: usize) -> Result<&[f32], KernelError> {
+    pub fn hidden(&self, sequence: usize) -> Result<Vec<f32>, KernelError> {
         let Sequence { tokens, activations, .. } = &self.sequences[sequence];
-        activations.hidden().first_rows("hidden rows", *tokens)
+        self.model.model().backend().read(activations.hidden(), 0..*tokens)
     }
 
-    /// The hidden states of one sequence, to be replaced by stored ones.
-    pub fn hidden_mut(&mut self, sequence: usize) -> Result<&mut [f32], KernelError> {
-        let Sequence { tokens, activations, .. } = &mut self.sequences[sequence];
-        activations.hidden_mut().first_rows_mut("hidden rows", *tokens)
+    /// How many values the hidden states of one sequence have.
+    pub fn hidden_len(&self, sequence: usize) -> usize {
+        self.sequences[sequence].tokens * self.model.config().hidden_size
+    }
+
+    /// Replaces the hidden states of one sequence by stored ones.
+    pub fn set_hidden(&mut self, sequence: usize, rows: &[f32]) -> Result<(), KernelError> {
+        self.model.model().backend().write(rows, self.sequences[sequence].activations.hidden_mut())
     }
 
     /// Number of sequences.
@@ -109,28 +106,27 @@ impl<'a> Observer<'a> {
 }
 
 /// Ordinary attention that shows its rows.
-struct Observed<'a> {
-    cache: &'a mut Cache,
+struct Observed<'a, B: Inspect> {
+    cache: &'a mut B::Cache,
     heads: Heads,
     tokens: usize,
     visit: &'a mut dyn FnMut(SequenceRows<'_>),
 }
 
-impl LayerAttention<CpuBackend> for Observed<'_> {
+impl<B: Inspect> LayerAttention<B> for Observed<'_, B> {
     fn attend(
         &mut self,
-        backend: &CpuBackend,
-        step: &Step,
-        spec: &AttentionSpec<CpuBackend>,
+        backend: &B,
+        step: &B::Step,
+        spec: &AttentionSpec<B>,
         _layer: usize,
-        qkv: &mut Matrix,
-        out: &mut Matrix,
+        qkv: &mut B::Buffer,
+        out: &mut B::Buffer,
     ) -> Result<(), KernelError> {
         backend.rope_store(step, spec, 0, qkv, self.cache)?;
         backend.attend(step, spec, 0, qkv, self.cache, out)?;
-        let qkv = qkv.first_rows("query, key and value rows", self.tokens)?;
-        let attended = out.first_rows("attention rows", self.tokens)?;
-        (self.visit)(SequenceRows { heads: self.heads, qkv, attended });
+        let (qkv, attended) = (backend.read(qkv, 0..self.tokens)?, backend.read(out, 0..self.tokens)?);
+        (self.visit)(SequenceRows { heads: self.heads, qkv: &qkv, attended: &attended });
         Ok(())
     }
 }

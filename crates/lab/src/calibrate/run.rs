@@ -4,22 +4,21 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use oscar_codec::{Composition, HeadTransform, Rule, SquareMatrix, Windows};
-use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::Inspect;
+use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
+use oscar_rotations::PAPER_RULES;
+use oscar_rotations::certificate::{Certificate, HeadCertificate, Shares, judge, mean_of, worst};
+use oscar_rotations::rotation::{Header, LayerRotations, RotationFile, SideRotations};
 use rayon::prelude::*;
 
 use super::CalibrateError;
-use super::certificate::{Certificate, HeadCertificate, Shares, judge, mean_of, worst};
 use super::checkpoint::Checkpoint;
 use super::corpus::Corpus;
 use super::fit::{mean, rotation};
 use super::moments::{HeadMoments, Heads, SequenceRows};
 use super::observe::Observer;
 use super::select::{CANDIDATES, HeldOut, HeldOutQuery, Trial};
-use crate::zoo::rotation::{Header, LayerRotations, RotationFile, SideRotations};
-
-/// The published clip ratios for keys and values.
-pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
 
 /// Held-out queries per query head.
 const QUERIES: usize = 64;
@@ -75,8 +74,8 @@ impl Calibration {
 /// Calibrates a model on a corpus. Key channels of the result are in the order of the model's own file.
 ///
 /// `progress` is told how many layers are done and may break off; with a checkpoint the work so far is kept.
-pub fn calibrate(
-    model: &LoadedModel<CpuBackend>,
+pub fn calibrate<B: Inspect>(
+    model: &LoadedModel<B>,
     corpus: &Corpus,
     calibration: &Calibration,
     checkpoint: Option<&Checkpoint>,
@@ -104,7 +103,7 @@ pub fn calibrate(
             return Err(CalibrateError::Interrupted);
         }
         let observed = observe_layer(&mut observer, layer, corpus)?;
-        let metrics = output_metrics(model, layer);
+        let metrics = output_metrics(model, layer)?;
         let fitted = fit_layer(model, &observed, &metrics, layer, calibration)?;
         state.push(layer, fitted);
         if let Some(checkpoint) = checkpoint.filter(|_| layer + 1 < layers) {
@@ -179,8 +178,8 @@ pub struct ObservedLayer {
 }
 
 /// Runs one layer and sums its moments. The last sequence of the observer is the held-out one.
-pub fn observe_layer(
-    observer: &mut Observer<'_>,
+pub fn observe_layer<B: Inspect>(
+    observer: &mut Observer<'_, B>,
     layer: usize,
     corpus: &Corpus,
 ) -> Result<ObservedLayer, CalibrateError> {
@@ -195,17 +194,22 @@ pub fn observe_layer(
             queries = (0..heads.kv).map(|head| held_out_queries(&rows, head)).collect();
         }
     })?;
-    let observer = &*observer;
-    moments.par_iter_mut().enumerate().for_each(|(head, moments)| {
+    let mut rows = Vec::with_capacity(heads.kv);
+    for head in 0..heads.kv {
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for index in 0..held_out {
-            let (more_keys, more_values) = observer.keys_values(index, head);
+            let (more_keys, more_values) = observer.keys_values(index, head)?;
             keys.extend(more_keys);
             values.extend(more_values);
         }
-        moments.weigh_values(&keys, &values);
-    });
-    let held_out = (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect();
+        rows.push((keys, values));
+    }
+    moments
+        .par_iter_mut()
+        .zip(&rows)
+        .for_each(|(moments, (keys, values))| moments.weigh_values(keys, values));
+    let held_out =
+        (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect::<Result<_, _>>()?;
     Ok(ObservedLayer { moments, held_out, queries, heads })
 }
 
@@ -226,13 +230,14 @@ fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> (Vec<HeldOutQuery>,
 }
 
 /// W_oᵀW_o of each query head's slice of the output projection.
-fn output_metrics(model: &LoadedModel<CpuBackend>, layer: usize) -> Vec<SquareMatrix> {
+fn output_metrics<B: Inspect>(
+    model: &LoadedModel<B>,
+    layer: usize,
+) -> Result<Vec<SquareMatrix>, CalibrateError> {
     let config = model.config();
     let (dim, heads) = (config.head_dim, config.q_heads);
-    let weight = &model.model().layer(layer).output.weight;
-    let mut rows = vec![0.0; weight.rows() * weight.cols()];
-    weight.dequantise_rows(0..weight.rows(), &mut rows);
-    (0..heads)
+    let rows = model.model().backend().dequantise(&model.model().layer(layer).output.weight)?;
+    let metrics = (0..heads)
         .into_par_iter()
         .map(|head| {
             let mut sum = vec![0.0; dim * dim];
@@ -245,7 +250,8 @@ fn output_metrics(model: &LoadedModel<CpuBackend>, layer: usize) -> Vec<SquareMa
             }
             SquareMatrix::new(dim, sum).expect("dim · dim values")
         })
-        .collect()
+        .collect();
+    Ok(metrics)
 }
 
 struct FittedLayer {
@@ -267,8 +273,8 @@ struct FittedHead {
     certificate: HeadCertificate,
 }
 
-fn fit_layer(
-    model: &LoadedModel<CpuBackend>,
+fn fit_layer<B: Inspect>(
+    model: &LoadedModel<B>,
     observed: &ObservedLayer,
     metrics: &[SquareMatrix],
     layer: usize,
@@ -305,7 +311,8 @@ fn fit_layer(
         let key_mean = own.key_mean();
         let key_transform = HeadTransform::new(Some(key_mean.clone()), &keys.0).map_err(failed)?;
         let value_transform = HeadTransform::new(None, &values.0).map_err(failed)?;
-        let isa = model.model().backend().isa();
+        // Codes are tried on the host, whatever the model runs on.
+        let isa = Isa::detect();
         let chosen = Trial::new(isa, &choosing, &key_transform, &value_transform)
             .and_then(|trial| trial.choose(&CANDIDATES))
             .map_err(failed)?;
@@ -379,20 +386,24 @@ fn fit_layer(
     let mut values = SideRotations { means: Some(value_means), ..keys.clone() };
     let mut certificates = Vec::new();
     for head in fitted {
-        keys.push(head.keys, head.key_metric, head.key_rule);
-        values.push(head.values, head.value_metric, head.value_rule);
+        push(&mut keys, head.keys, head.key_metric, head.key_rule);
+        push(&mut values, head.values, head.value_metric, head.value_rule);
         certificates.push(head.certificate);
     }
     Ok(FittedLayer { per_head: LayerRotations { keys, values }, per_layer, certificates })
 }
 
-impl SideRotations {
-    fn push(&mut self, (rotation, eigenvalues): (SquareMatrix, Vec<f64>), metric: SquareMatrix, rule: Rule) {
-        self.rotations.push(rotation);
-        self.eigenvalues.push(eigenvalues);
-        self.metrics.get_or_insert_default().push(metric);
-        self.rules.push(rule);
-    }
+/// Adds the rotation of one more head.
+fn push(
+    side: &mut SideRotations,
+    (rotation, eigenvalues): (SquareMatrix, Vec<f64>),
+    metric: SquareMatrix,
+    rule: Rule,
+) {
+    side.rotations.push(rotation);
+    side.eigenvalues.push(eigenvalues);
+    side.metrics.get_or_insert_default().push(metric);
+    side.rules.push(rule);
 }
 
 fn sum(matrices: &[SquareMatrix]) -> SquareMatrix {

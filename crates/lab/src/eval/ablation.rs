@@ -1,20 +1,20 @@
 //! The paper's ablations: take one part of the published recipe away and measure what it was worth.
 
-use std::sync::Arc;
-
 use oscar_codec::{
     Composition, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType, SquareMatrix, Windows,
 };
-use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::Inspect;
 use oscar_kernels::cpu::encode::FastInt2;
+use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
+use oscar_rotations::PAPER_RULES;
 use rayon::prelude::*;
 
 use super::EvalError;
 use crate::calibrate::Corpus;
 use crate::calibrate::fit::{mean, rotation};
 use crate::calibrate::observe::Observer;
-use crate::calibrate::run::{PAPER_RULES, observe_layer};
+use crate::calibrate::run::observe_layer;
 
 /// What rotations are fitted to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,8 +139,8 @@ pub struct TargetSet {
 
 impl TargetSet {
     /// Runs the first `sequences` sequences of a corpus through a model. `progress` is told layers done.
-    pub fn collect(
-        model: &Arc<LoadedModel<CpuBackend>>,
+    pub fn collect<B: Inspect>(
+        model: &LoadedModel<B>,
         corpus: &Corpus,
         sequences: usize,
         mut progress: impl FnMut(usize),
@@ -202,13 +202,8 @@ impl TargetSet {
     }
 
     /// [`Self::codec`], with the kernels of this machine.
-    pub fn fast_codec(
-        &self,
-        model: &LoadedModel<CpuBackend>,
-        setting: &Setting,
-        centred: bool,
-    ) -> Result<FastInt2, EvalError> {
-        Ok(FastInt2::new(model.model().backend().isa(), self.codec(setting, centred)?))
+    pub fn fast_codec(&self, setting: &Setting, centred: bool) -> Result<FastInt2, EvalError> {
+        Ok(FastInt2::new(Isa::detect(), self.codec(setting, centred)?))
     }
 }
 

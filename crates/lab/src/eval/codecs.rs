@@ -4,16 +4,13 @@
 //! is one definition under one name.
 
 use oscar_codec::baselines::{self, KeyMeans};
-use oscar_codec::{
-    CacheCodec, CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType,
-    Side, SquareMatrix,
-};
+use oscar_codec::{CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
 use oscar_kernels::cpu::encode::FastInt2;
 use oscar_kernels::cpu::isa::Isa;
+use oscar_rotations::codec::{int2_codec, mean_keys};
+use oscar_rotations::{Int2Options, RotationFile, Scope};
 
 use super::EvalError;
-use crate::calibrate::run::PAPER_RULES;
-use crate::zoo::{RotationFile, Scope, SideRotations};
 
 /// What can be asked for, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
@@ -31,8 +28,6 @@ pub struct CodecSource<'a> {
     pub geometry: KvGeometry,
     /// Rotations with key channels in the model's own order.
     pub rotations: Option<&'a RotationFile>,
-    /// Kernel path for encoding.
-    pub isa: Isa,
 }
 
 impl CodecSource<'_> {
@@ -40,7 +35,7 @@ impl CodecSource<'_> {
     pub fn build(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let (name, options) = spec.split_once(':').unwrap_or((spec, ""));
         if name == "int2" {
-            return self.int2(spec, &Int2Options::parse(spec, options)?);
+            return self.int2(spec, &Int2Spec::parse(spec, options)?);
         }
         self.baseline(spec, name, options)
     }
@@ -63,12 +58,12 @@ impl CodecSource<'_> {
         Ok(Box::new(Named { codec, name: spec.to_owned() }))
     }
 
-    fn int2(&self, spec: &str, options: &Int2Options) -> Result<Box<dyn CacheCodec>, EvalError> {
+    fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
         let Some(file) = self.rotations else {
             return Err(EvalError::NoRotations { spec: spec.to_owned() });
         };
-        let codec = int2_codec(spec, file, self.geometry, options)?;
-        let codec = FastInt2::new(self.isa, codec);
+        let codec = int2_codec(spec, file, self.geometry, &options.parts)?;
+        let codec = FastInt2::new(Isa::detect(), codec);
         Ok(match options.side {
             None => Box::new(codec),
             Some(side) => Box::new(OneSide { codec, side }),
@@ -76,29 +71,17 @@ impl CodecSource<'_> {
     }
 }
 
-/// The parts of an `int2` codec.
+/// What `int2` options say: the parts of the codec, and the side that is encoded if it is one only.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Int2Options {
-    /// The published encoder: per layer, not centred, fixed clip, codes from unrounded scales.
-    pub paper: bool,
-    /// One rotation per head or per layer; the encoder's own by default.
-    pub scope: Option<Scope>,
-    /// Subtract the mean key; the encoder's own choice by default.
-    pub centred: Option<bool>,
-    /// One rule for keys and one for values instead of those in the file.
-    pub rules: Option<(Rule, Rule)>,
-    /// Channels that share a scale; all of them by default.
-    pub group: Option<usize>,
-    /// Type of the scales.
-    pub scales: ScaleType,
-    /// Encode only one side.
-    pub side: Option<Side>,
+struct Int2Spec {
+    parts: Int2Options,
+    side: Option<Side>,
 }
 
-impl Int2Options {
+impl Int2Spec {
     /// Reads options joined with `+`.
-    pub fn parse(spec: &str, options: &str) -> Result<Int2Options, EvalError> {
-        let mut parsed = Int2Options::default();
+    fn parse(spec: &str, options: &str) -> Result<Int2Spec, EvalError> {
+        let (mut parsed, mut one_side) = (Int2Options::default(), None);
         for option in options.split('+').filter(|option| !option.is_empty()) {
             let wrong = || EvalError::Codec {
                 spec: spec.to_owned(),
@@ -111,8 +94,8 @@ impl Int2Options {
                 ("layer", "") => parsed.scope = Some(Scope::Layer),
                 ("centred", "") => parsed.centred = Some(true),
                 ("uncentred", "") => parsed.centred = Some(false),
-                ("keys-only", "") => parsed.side = Some(Side::Key),
-                ("values-only", "") => parsed.side = Some(Side::Value),
+                ("keys-only", "") => one_side = Some(Side::Key),
+                ("values-only", "") => one_side = Some(Side::Value),
                 ("group", size) => parsed.group = Some(size.parse().map_err(|_| wrong())?),
                 ("scales", kind) => parsed.scales = kind.parse().map_err(|_| wrong())?,
                 ("rule", rule) => {
@@ -127,87 +110,12 @@ impl Int2Options {
                 _ => return Err(wrong()),
             }
         }
-        Ok(parsed)
+        Ok(Int2Spec { parts: parsed, side: one_side })
     }
-}
-
-/// The `int2` codec of a rotation file.
-pub fn int2_codec(
-    name: &str,
-    file: &RotationFile,
-    geometry: KvGeometry,
-    options: &Int2Options,
-) -> Result<Int2Codec, EvalError> {
-    let wrong = |problem: String| EvalError::Codec { spec: name.to_owned(), problem };
-    let scope = options.scope.unwrap_or(if options.paper { Scope::Layer } else { Scope::Head });
-    // A published file has one rotation per layer only; `auto` makes the best of it.
-    let scope = match options.scope {
-        None if file.set(scope).is_none() && !options.paper => Scope::Layer,
-        _ => scope,
-    };
-    let set =
-        file.set(scope).ok_or_else(|| wrong(format!("the rotation file has no rotations per {scope}")))?;
-    let centred = options.centred.unwrap_or(!options.paper);
-    let rules = options.rules.or(options.paper.then_some(PAPER_RULES));
-    let (mut keys, mut values) = (Vec::new(), Vec::new());
-    for layer in 0..geometry.layers {
-        let rotations =
-            set.get(&layer).ok_or_else(|| wrong(format!("the rotation file has no layer {layer}")))?;
-        if centred && rotations.keys.means.is_none() && layer == 0 {
-            tracing::warn!("{name}: the rotation file has no key means, so keys are not centred");
-        }
-        for head in 0..geometry.kv_heads {
-            let encoder = |side: &SideRotations, centred: bool, rule: Option<Rule>| {
-                side_encoder(side, head, centred, rule, options.paper)
-            };
-            keys.push(encoder(&rotations.keys, centred, rules.map(|rules| rules.0))?);
-            // Values are never centred: their mean would have to be added to every output.
-            values.push(encoder(&rotations.values, false, rules.map(|rules| rules.1))?);
-        }
-    }
-    let group = options.group.unwrap_or(geometry.head_dim);
-    if group == 0 || !geometry.head_dim.is_multiple_of(group) {
-        return Err(wrong(format!("groups of {group} do not divide a head of {}", geometry.head_dim)));
-    }
-    let groups = geometry.head_dim / group;
-    let KvGeometry { kv_heads, head_dim, .. } = geometry;
-    Ok(Int2Codec::new(name, head_dim, kv_heads, groups, options.scales, options.paper, keys, values)?)
-}
-
-fn side_encoder(
-    side: &SideRotations,
-    head: usize,
-    centred: bool,
-    rule: Option<Rule>,
-    published: bool,
-) -> Result<HeadEncoder, CodecError> {
-    let shared = |count: usize| if count == 1 { 0 } else { head };
-    let rotation: &SquareMatrix = &side.rotations[shared(side.rotations.len())];
-    let mean = side.means.as_ref().filter(|_| centred).map(|means| means[shared(means.len())].clone());
-    let transform = match (published, &mean) {
-        (true, None) => HeadTransform::published(rotation)?,
-        _ => HeadTransform::new(mean, rotation)?,
-    };
-    let rule = rule.unwrap_or_else(|| side.rules[shared(side.rules.len())]);
-    Ok(HeadEncoder::new(transform, rule))
 }
 
 fn key_means(file: &RotationFile, geometry: KvGeometry) -> Option<KeyMeans> {
     KeyMeans::new(geometry.kv_heads, mean_keys(file, geometry)?).ok()
-}
-
-/// The mean keys of all heads, by `layer * kv_heads + head`, if the file has them.
-pub fn mean_keys(file: &RotationFile, geometry: KvGeometry) -> Option<Vec<Vec<f32>>> {
-    let set = file.heads.as_ref().or(file.layers.as_ref())?;
-    let mut all = Vec::with_capacity(geometry.layers * geometry.kv_heads);
-    for layer in 0..geometry.layers {
-        let means = set.get(&layer)?.keys.means.as_ref()?;
-        if means.len() != geometry.kv_heads {
-            return None;
-        }
-        all.extend(means.iter().cloned());
-    }
-    Some(all)
 }
 
 /// A codec under the name it was asked for by.
@@ -260,18 +168,21 @@ impl<C: CacheCodec> CacheCodec for OneSide<C> {
 
 #[cfg(test)]
 mod tests {
+    use oscar_codec::ScaleType;
+
     use super::*;
 
     #[test]
     fn options_are_read_or_refused_with_the_list() {
-        let parsed = Int2Options::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only").unwrap();
+        let Int2Spec { parts: parsed, side } =
+            Int2Spec::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only").unwrap();
         assert!(parsed.paper);
         assert_eq!(parsed.group, Some(32));
         assert_eq!(parsed.rules, Some((Rule::Clip(0.9), Rule::Clip(0.8))));
         assert_eq!(parsed.scales, ScaleType::Bf16);
-        assert_eq!(parsed.side, Some(Side::Key));
+        assert_eq!(side, Some(Side::Key));
         for bad in ["papers", "group=", "group=x", "clip=2", "rule=best", "paper=1"] {
-            let error = Int2Options::parse("int2", bad).unwrap_err();
+            let error = Int2Spec::parse("int2", bad).unwrap_err();
             assert!(error.to_string().contains("int2:paper"), "{error}");
         }
     }
@@ -279,7 +190,7 @@ mod tests {
     #[test]
     fn without_rotations_int2_says_what_to_do() {
         let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 };
-        let source = CodecSource { geometry, rotations: None, isa: Isa::Scalar };
+        let source = CodecSource { geometry, rotations: None };
         let error = |spec| source.build(spec).map(|_| ()).unwrap_err().to_string();
         assert!(error("int2").contains("oscar calibrate"));
         assert!(error("int5").contains("quarot-int2"));

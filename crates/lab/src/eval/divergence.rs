@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use oscar_kernels::Backend;
-use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::Inspect;
 use oscar_model::{Activations, LoadedModel};
 use rayon::prelude::*;
 
@@ -65,12 +64,12 @@ impl Divergence {
 }
 
 /// A text with its exact run, ready to be compared with any number of codecs.
-pub struct Comparison {
-    evaluator: Evaluator,
+pub struct Comparison<B: Inspect> {
+    evaluator: Evaluator<B>,
     /// Buffers for the exact run's logits.
-    reference: Activations<CpuBackend>,
+    reference: Activations<B>,
     /// The codec's, which also hold logits of several rows.
-    codec: Activations<CpuBackend>,
+    codec: Activations<B>,
     suffix: Vec<u32>,
     /// Hidden states of the exact run after the prefix.
     hidden: Vec<f32>,
@@ -78,9 +77,9 @@ pub struct Comparison {
     skip: usize,
 }
 
-impl Comparison {
+impl<B: Inspect> Comparison<B> {
     /// Room for texts of `capacity` tokens.
-    pub fn new(model: Arc<LoadedModel<CpuBackend>>, capacity: usize) -> Result<Comparison, EvalError> {
+    pub fn new(model: Arc<LoadedModel<B>>, capacity: usize) -> Result<Comparison<B>, EvalError> {
         let rows = STEP_TOKENS.min(capacity);
         let activations = || model.model().activations(rows, LOGIT_ROWS);
         Ok(Comparison {
@@ -113,9 +112,8 @@ impl Comparison {
         self.hidden.clear();
         let hidden = &mut self.hidden;
         let mut before = 0;
-        self.evaluator.run(suffix, None, |_, activations, done| {
-            let rows = activations.hidden().first_rows("hidden rows", done - before)?;
-            hidden.extend_from_slice(rows);
+        self.evaluator.run(suffix, None, |model, activations, done| {
+            hidden.extend(model.model().backend().read(activations.hidden(), 0..done - before)?);
             before = done;
             progress(prefix + done);
             Ok(())
@@ -135,10 +133,9 @@ impl Comparison {
         let mut before = 0;
         evaluator.run(suffix, Some(reading), |model, activations, done| {
             let count = done - before;
-            let rows = activations.hidden().first_rows("hidden rows", count)?;
-            codec.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(rows);
-            let exact = &hidden[before * width..done * width];
-            reference.hidden_mut().first_rows_mut("hidden rows", count)?.copy_from_slice(exact);
+            let backend = model.model().backend();
+            backend.write(&backend.read(activations.hidden(), 0..count)?, codec.hidden_mut())?;
+            backend.write(&hidden[before * width..done * width], reference.hidden_mut())?;
             let scored: Vec<usize> =
                 (0..count).filter(|row| before + row >= *skip && before + row + 1 < suffix.len()).collect();
             for rows in scored.chunks(LOGIT_ROWS) {
@@ -153,15 +150,15 @@ impl Comparison {
     }
 }
 
-fn compare(
-    model: &LoadedModel<CpuBackend>,
+fn compare<B: Inspect>(
+    model: &LoadedModel<B>,
     rows: &[usize],
     next: &[u32],
-    reference: &mut Activations<CpuBackend>,
-    codec: &mut Activations<CpuBackend>,
+    reference: &mut Activations<B>,
+    codec: &mut Activations<B>,
 ) -> Result<Divergence, EvalError> {
     let vocabulary = model.tokenizer().vocab_size().min(model.config().vocab_size);
-    let logits = |activations: &mut Activations<CpuBackend>| {
+    let logits = |activations: &mut Activations<B>| {
         model.model().logits(rows, activations)?;
         model.model().backend().read(activations.logits(), 0..rows.len())
     };

@@ -5,11 +5,8 @@
 
 use std::sync::Arc;
 
-use oscar_kernels::Backend;
-use oscar_kernels::KernelError;
 use oscar_kernels::backend::{Batch, SequenceRows};
-use oscar_kernels::cpu::Cache;
-use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::{Inspect, KernelError};
 use oscar_kv::PAGE_TOKENS;
 use oscar_model::{Activations, LoadedModel, Paged};
 
@@ -20,23 +17,23 @@ use super::history::{HistoryAttention, Reading};
 pub(super) const STEP_TOKENS: usize = 512;
 
 /// A model with room for one sequence, exact and as a codec gives it back.
-pub struct Evaluator {
-    model: Arc<LoadedModel<CpuBackend>>,
-    exact: Cache,
-    history: Cache,
+pub struct Evaluator<B: Inspect> {
+    model: Arc<LoadedModel<B>>,
+    exact: B::Cache,
+    history: B::Cache,
     /// Per layer, how many positions of the history are filled.
     filled: Vec<usize>,
     pages: Vec<u32>,
-    activations: Activations<CpuBackend>,
+    activations: Activations<B>,
     /// Tokens of the exact prefix.
     prefix: usize,
     /// Tokens of the prefix and what came after it.
     tokens: usize,
 }
 
-impl Evaluator {
+impl<B: Inspect> Evaluator<B> {
     /// Room for a sequence of `capacity` tokens. Memory becomes resident as it is used.
-    pub fn new(model: Arc<LoadedModel<CpuBackend>>, capacity: usize) -> Result<Evaluator, EvalError> {
+    pub fn new(model: Arc<LoadedModel<B>>, capacity: usize) -> Result<Evaluator<B>, EvalError> {
         let most = model.config().max_context;
         if capacity == 0 || capacity > most {
             return Err(EvalError::Context { tokens: capacity, most });
@@ -56,7 +53,7 @@ impl Evaluator {
     }
 
     /// The model.
-    pub fn model(&self) -> &Arc<LoadedModel<CpuBackend>> {
+    pub fn model(&self) -> &Arc<LoadedModel<B>> {
         &self.model
     }
 
@@ -83,11 +80,7 @@ impl Evaluator {
         &mut self,
         ids: &[u32],
         reading: Option<Reading<'_>>,
-        mut visit: impl FnMut(
-            &LoadedModel<CpuBackend>,
-            &mut Activations<CpuBackend>,
-            usize,
-        ) -> Result<(), EvalError>,
+        mut visit: impl FnMut(&LoadedModel<B>, &mut Activations<B>, usize) -> Result<(), EvalError>,
     ) -> Result<(), EvalError> {
         let needed = self.tokens + ids.len();
         let most = self.pages.len() * PAGE_TOKENS;

@@ -6,9 +6,8 @@
 
 use oscar_codec::{CacheCodec, HeadIndex, Side, Windows};
 use oscar_kernels::backend::AttentionSpec;
-use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::{Cache, Matrix, Step};
-use oscar_kernels::{Backend, KernelError};
+use oscar_kernels::inspect::{KvRows, StandIn};
+use oscar_kernels::{Inspect, KernelError};
 use oscar_model::LayerAttention;
 use rayon::prelude::*;
 
@@ -50,9 +49,9 @@ impl Reading<'_> {
 }
 
 /// [`LayerAttention`] over an exact cache and a history of one sequence.
-pub(super) struct HistoryAttention<'a> {
-    pub(super) exact: &'a mut Cache,
-    pub(super) history: &'a mut Cache,
+pub(super) struct HistoryAttention<'a, B: Inspect> {
+    pub(super) exact: &'a mut B::Cache,
+    pub(super) history: &'a mut B::Cache,
     pub(super) pages: &'a [u32],
     /// Per layer, how many positions the history holds.
     pub(super) filled: &'a mut [usize],
@@ -61,9 +60,9 @@ pub(super) struct HistoryAttention<'a> {
     pub(super) end: usize,
 }
 
-impl HistoryAttention<'_> {
+impl<B: Inspect> HistoryAttention<'_, B> {
     /// Extends the history of a layer to what the last query of the step reads.
-    fn fill(&mut self, layer: usize, kv_heads: usize, head_dim: usize) -> Result<(), KernelError> {
+    fn fill(&mut self, backend: &B, layer: usize, kv_heads: usize) -> Result<(), KernelError> {
         let (from, to) = (self.filled[layer], self.reading.history_end(self.end - 1));
         if from >= to {
             return Ok(());
@@ -81,47 +80,47 @@ impl HistoryAttention<'_> {
             .map(|(index, &start)| (start, starts.get(index + 1).copied().unwrap_or(to)))
             .flat_map(|(start, end)| (0..kv_heads).map(move |head| (head, start, end)))
             .collect();
-        let (exact, pages, codec) = (&*self.exact, self.pages, self.reading.codec);
-        let rows: Vec<(Vec<f32>, Vec<f32>)> = tasks
+        let (pages, codec) = (self.pages, self.reading.codec);
+        let read = |&(head, start, end): &(usize, usize, usize)| {
+            backend.read_kv(self.exact, KvRows { layer, head, pages }, start..end)
+        };
+        let mut rows: Vec<(Vec<f32>, Vec<f32>)> = tasks.iter().map(read).collect::<Result<_, _>>()?;
+        tasks
             .par_iter()
-            .map(|&(head, start, end)| {
-                let mut keys = vec![0.0; (end - start) * head_dim];
-                let mut values = keys.clone();
-                exact.read_rows(layer, head, pages, start..end, &mut keys, &mut values);
-                if start >= sink {
-                    let index = HeadIndex { layer, head };
-                    codec.round_trip(index, Side::Key, &mut keys)?;
-                    codec.round_trip(index, Side::Value, &mut values)?;
-                }
-                Ok((keys, values))
+            .zip(&mut rows)
+            .filter(|((_, start, _), _)| *start >= sink)
+            .try_for_each(|(&(head, _, _), (keys, values))| {
+                let index = HeadIndex { layer, head };
+                codec.round_trip(index, Side::Key, keys)?;
+                codec.round_trip(index, Side::Value, values)
             })
-            .collect::<Result<_, oscar_codec::CodecError>>()
             .map_err(|error| {
                 KernelError::BadSetting(format!("layer {layer}, codec {}: {error}", codec.name()))
             })?;
         for ((head, start, _), (keys, values)) in tasks.into_iter().zip(rows) {
-            self.history.write_rows(layer, head, self.pages, start, &keys, &values);
+            backend.write_kv(self.history, KvRows { layer, head, pages }, start, &keys, &values)?;
         }
         self.filled[layer] = to;
         Ok(())
     }
 }
 
-impl LayerAttention<CpuBackend> for HistoryAttention<'_> {
+impl<B: Inspect> LayerAttention<B> for HistoryAttention<'_, B> {
     fn attend(
         &mut self,
-        backend: &CpuBackend,
-        step: &Step,
-        spec: &AttentionSpec<CpuBackend>,
+        backend: &B,
+        step: &B::Step,
+        spec: &AttentionSpec<B>,
         layer: usize,
-        qkv: &mut Matrix,
-        out: &mut Matrix,
+        qkv: &mut B::Buffer,
+        out: &mut B::Buffer,
     ) -> Result<(), KernelError> {
         backend.rope_store(step, spec, layer, qkv, self.exact)?;
-        self.fill(layer, spec.kv_heads, spec.head_dim)?;
+        self.fill(backend, layer, spec.kv_heads)?;
         let reading = self.reading;
         let ends = move |position: usize| reading.history_end(position);
-        backend.attend_with_history(step, spec, qkv, (self.exact, layer), (self.history, layer), &ends, out)
+        let stand_in = StandIn { cache: &*self.history, ends: &ends };
+        backend.attend_with_stand_in(step, spec, layer, qkv, self.exact, stand_in, out)
     }
 }
 

@@ -30,13 +30,14 @@ use oscar_codec::CodecError;
 use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
 use oscar_model::text::TextError;
+use oscar_rotations::RotationError;
 
 use crate::calibrate::CalibrateError;
-use crate::zoo::ZooError;
 
 /// Why a measurement ended early.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum EvalError {
     #[error("{tokens} tokens are more than the {most} there is room for; ask for a shorter text")]
     Context { tokens: usize, most: usize },
@@ -63,7 +64,7 @@ pub enum EvalError {
     #[error(transparent)]
     Calibrate(Box<CalibrateError>),
     #[error(transparent)]
-    Zoo(Box<ZooError>),
+    Rotations(Box<RotationError>),
 }
 
 // Boxed, because they are far larger than everything else.
@@ -73,9 +74,9 @@ impl From<CalibrateError> for EvalError {
     }
 }
 
-impl From<ZooError> for EvalError {
-    fn from(error: ZooError) -> EvalError {
-        EvalError::Zoo(Box::new(error))
+impl From<RotationError> for EvalError {
+    fn from(error: RotationError) -> EvalError {
+        EvalError::Rotations(Box::new(error))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Needles answered by a model: greedy answers of every codec to one exact prefill, or of a cache that serves.
 
 use oscar_codec::{CacheCodec, Windows};
-use oscar_kernels::Backend;
+use oscar_kernels::{Backend, Inspect};
 use oscar_model::LoadedModel;
 use serde_json::json;
 
@@ -53,8 +53,8 @@ impl NeedleTokens {
 }
 
 /// The share of numbers found and what was said, for each codec. The context is computed once.
-pub fn retrieve(
-    evaluator: &mut Evaluator,
+pub fn retrieve<B: Inspect>(
+    evaluator: &mut Evaluator<B>,
     prompt: &NeedlePrompt,
     codecs: &[Box<dyn CacheCodec>],
     windows: Windows,
@@ -79,8 +79,8 @@ pub fn retrieve(
 }
 
 /// The share of numbers found and what was said with a cache that serves.
-pub fn retrieve_served(
-    served: &ServedCache,
+pub fn retrieve_served<B: Backend>(
+    served: &ServedCache<B>,
     prompt: &NeedlePrompt,
     progress: impl FnMut(usize),
 ) -> Result<(f64, String), EvalError> {

@@ -6,25 +6,25 @@
 use std::sync::Arc;
 
 use oscar_engine::{Engine, EngineError, EngineOptions, Event, GenerateOptions, Request, Serve};
-use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::Backend;
 use oscar_model::LoadedModel;
 
 use super::EvalError;
 
 /// An engine with one kind of cache.
-pub struct ServedCache {
-    engine: Engine<CpuBackend>,
+pub struct ServedCache<B: Backend> {
+    engine: Engine<B>,
     name: String,
 }
 
-impl ServedCache {
+impl<B: Backend> ServedCache<B> {
     /// Starts an engine that answers one question at a time. Nothing is shared between questions, so that no answer
     /// depends on what was asked before.
     pub fn new(
-        model: Arc<LoadedModel<CpuBackend>>,
+        model: Arc<LoadedModel<B>>,
         options: &EngineOptions,
         name: impl Into<String>,
-    ) -> Result<ServedCache, EvalError> {
+    ) -> Result<ServedCache<B>, EvalError> {
         let mut options = EngineOptions { max_running: 1, ..options.clone() };
         options.kv.prefix_tree = false;
         Ok(ServedCache { engine: Engine::new(model, &options)?, name: name.into() })
@@ -36,7 +36,7 @@ impl ServedCache {
     }
 
     /// The engine.
-    pub fn engine(&self) -> &Engine<CpuBackend> {
+    pub fn engine(&self) -> &Engine<B> {
         &self.engine
     }
 

@@ -9,7 +9,7 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
 use oscar_lab::bench::{AttentionBench, CudaBench};
-use oscar_lab::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
 use super::{at_most, tokens};
 use crate::arguments::positive;

@@ -5,19 +5,20 @@ use std::time::Duration;
 
 use clap::Args;
 use oscar_engine::{Engine, EngineOptions};
-use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::Report;
 use oscar_lab::bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
-use oscar_lab::page_codec::CacheType;
+use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::tokens;
 use crate::arguments::{ModelArguments, WeightArguments, positive};
+use crate::device::Device;
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
-use crate::lab::{Steps, Subject};
 use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
+use crate::progress::Steps;
+use crate::subject::Subject;
 
 /// Decode speed and memory at long contexts, and requests with a common prefix, for several cache types.
 #[derive(Debug, Args)]
@@ -208,7 +209,7 @@ impl EngineBenchArguments {
         context: usize,
         running: usize,
         prefix_tree: bool,
-    ) -> Result<Engine<CpuBackend>, Failure> {
+    ) -> Result<Engine<Device>, Failure> {
         let settled = self.cache.of_type(kind).settle_quietly(subject)?;
         let mut kv = settled.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;

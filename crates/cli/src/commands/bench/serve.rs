@@ -241,8 +241,13 @@ impl ServeBenchArguments {
         let tokenizer = Arc::clone(subject.model.tokenizer());
         let template = subject.model.chat_template().ok().cloned();
         let family = subject.model.config().family;
-        let served =
-            ServedModel::new(subject.name.clone(), subject.name.clone(), family, tokenizer, template);
+        let served = ServedModel::new(
+            subject.name().to_owned(),
+            subject.name().to_owned(),
+            family,
+            tokenizer,
+            template,
+        );
         listen(runtime, engine, served)
     }
 

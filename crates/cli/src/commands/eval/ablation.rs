@@ -15,8 +15,10 @@ use serde_json::json;
 
 use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::lab::{LabArguments, Steps, Subject, check_context, check_prefix};
+use crate::lab::{check_context, check_prefix};
 use crate::output::print_text;
+use crate::progress::Steps;
+use crate::subject::{Subject, SubjectArguments};
 
 const STUDIES: [&str; 5] = ["rotation", "target", "windows", "calibration", "clip"];
 
@@ -29,7 +31,7 @@ const STUDIES: [&str; 5] = ["rotation", "target", "windows", "calibration", "cli
     clip. One rotation per layer and fixed clips, as published; --centred subtracts the mean key first.")]
 pub(crate) struct AblationArguments {
     #[command(flatten)]
-    lab: LabArguments,
+    lab: SubjectArguments,
 
     /// Text to calibrate on; drawn from the model by default.
     #[arg(long, value_name = "FILE")]
@@ -142,7 +144,7 @@ impl AblationArguments {
                     entry.insert(TargetSet::collect(model, &corpus, count, |_| ())?)
                 }
             };
-            let codec = targets.fast_codec(model, setting, self.centred)?;
+            let codec = targets.fast_codec(setting, self.centred)?;
             steps.say(codec.name());
             let reading = Reading { codec: &codec, windows: setting.windows, chunk: None };
             let total: Divergence = comparison.measure(reading, |tokens| steps.set(done + tokens))?;
@@ -154,7 +156,7 @@ impl AblationArguments {
         for (setting, bits, total) in measured {
             report.push(json!({
                 "kind": "ablation",
-                "model": subject.name,
+                "model": subject.name(),
                 "study": setting.study,
                 "setting": setting.name,
                 "kv": if self.centred { "int2:paper+centred" } else { "int2:paper" },

@@ -14,8 +14,10 @@ use serde_json::json;
 
 use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::lab::{LabArguments, ReadingArguments, Steps, Subject, check_context, check_prefix};
+use crate::lab::{ReadingArguments, check_context, check_prefix};
 use crate::output::print_text;
+use crate::progress::Steps;
+use crate::subject::{Subject, SubjectArguments};
 
 /// Bytes of prose that are made at most.
 const MOST_PROSE: usize = 1 << 28;
@@ -30,7 +32,7 @@ const MOST_PROSE: usize = 1 << 28;
     it would while decoding; with it, the first tokens are computed exactly, once for all codecs.")]
 pub(crate) struct KlArguments {
     #[command(flatten)]
-    lab: LabArguments,
+    lab: SubjectArguments,
 
     #[arg(long, default_value = "int2,int2:paper,quarot-int2,naive-int2", value_name = "LIST", value_delimiter = ',',
           help = format!("Codecs, separated by commas: {HELP}"))]
@@ -115,7 +117,7 @@ impl KlArguments {
         for (codec, total) in codecs.iter().zip(&totals) {
             report.push(json!({
                 "kind": "kl",
-                "model": subject.name,
+                "model": subject.name(),
                 "kv": codec.name(),
                 "bits_per_element": codec.bits_per_element(head_dim),
                 "bits_per_element_with_windows":

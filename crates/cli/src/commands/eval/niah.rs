@@ -16,8 +16,10 @@ use super::served::{ReaderArguments, Readers};
 use crate::arguments::positive;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, Steps, Subject, check_context};
+use crate::lab::check_context;
 use crate::output::print_text;
+use crate::progress::Steps;
+use crate::subject::{Subject, SubjectArguments};
 
 /// Tokens a chat template may add around a prompt.
 const TEMPLATE_TOKENS: usize = 96;
@@ -35,7 +37,7 @@ const TEMPLATE_TOKENS: usize = 96;
     that of history, bits_with_windows that of the whole sequence. Prompts come from the seed, never from the program.")]
 pub(crate) struct NiahArguments {
     #[command(flatten)]
-    lab: LabArguments,
+    lab: SubjectArguments,
 
     #[command(flatten)]
     readers: ReaderArguments,
@@ -113,7 +115,7 @@ impl NiahArguments {
         let report = self.measure(&subject, &readers, longest, &haystack)?;
         if let Some(path) = &self.svg {
             let rows: Vec<_> = report.rows.iter().collect();
-            let title = format!("Needles in a haystack, {}", subject.name);
+            let title = format!("Needles in a haystack, {}", subject.name());
             fs::write(path, heat_map_svg(&title, &needle_maps(&rows)))
                 .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
         }
@@ -208,7 +210,7 @@ impl NiahArguments {
                     for (reader, sum) in sums.into_iter().enumerate() {
                         report.push(json!({
                             "kind": "niah",
-                            "model": subject.name,
+                            "model": subject.name(),
                             "kv": readers.name(reader),
                             "bits_per_element": readers.history_bits(reader),
                             "bits_with_windows": readers.bits_at(reader, length),

@@ -5,12 +5,15 @@ use oscar_codec::{CacheCodec, Windows};
 use oscar_engine::EngineOptions;
 use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::served::ServedCache;
-use oscar_lab::page_codec::CacheType;
+use oscar_rotations::CacheType;
 
+use crate::device::Device;
 use crate::failure::Failure;
 use crate::kv::{CacheArguments, warn_without_effect};
-use crate::lab::{LabArguments, Subject, WindowArguments};
+use crate::lab::codecs;
 use crate::loading::announce;
+use crate::subject::{Subject, SubjectArguments};
+use crate::windows::WindowArguments;
 
 /// Which caches are measured.
 #[derive(Debug, Args)]
@@ -38,14 +41,14 @@ pub(super) struct Readers {
     /// What codecs leave exact.
     pub(super) windows: Windows,
     /// Caches that serve.
-    pub(super) served: Vec<ServedCache>,
+    pub(super) served: Vec<ServedCache<Device>>,
     head_dim: usize,
 }
 
 impl ReaderArguments {
     /// Loads the model on a backend that suits the caches.
-    pub(super) fn load(&self, lab: &LabArguments) -> Result<Subject, Failure> {
-        lab.load_on(self.cache.deterministic)
+    pub(super) fn load(&self, arguments: &SubjectArguments) -> Result<Subject, Failure> {
+        arguments.load_on(self.cache.deterministic)
     }
 
     /// The caches, with room for sequences of `context` tokens. Without either list the `default` codecs are measured.
@@ -65,7 +68,7 @@ impl ReaderArguments {
         }
         let codecs = match specs.is_empty() {
             true => Vec::new(),
-            false => self.cache.rotations.codecs(subject, &specs)?,
+            false => codecs(&self.cache.rotations, subject, &specs)?,
         };
         let mut served = Vec::new();
         let mut idle: Option<Vec<&'static str>> = None;

@@ -19,11 +19,13 @@ use serde_json::json;
 use super::served::{ReaderArguments, Readers};
 use crate::arguments::{byte_size, positive};
 use crate::conversation::Conversation;
+use crate::device::Device;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
-use crate::lab::{LabArguments, Steps, Subject};
 use crate::output::print_text;
 use crate::progress::DownloadProgress;
+use crate::progress::Steps;
+use crate::subject::{Subject, SubjectArguments};
 
 /// Multiple choice, maths and code: the share of right answers with each codec.
 #[derive(Debug, Args)]
@@ -40,7 +42,7 @@ use crate::progress::DownloadProgress;
     stops accidents, not attacks: use a machine you can lose for models you do not trust.")]
 pub(crate) struct TasksArguments {
     #[command(flatten)]
-    lab: LabArguments,
+    lab: SubjectArguments,
 
     /// Which questions: gpqa, aime, math500 or humaneval.
     #[arg(long, value_name = "TASK", value_parser = |text: &str| text.parse::<Task>().map_err(|error| error.to_string()))]
@@ -180,7 +182,7 @@ impl TasksArguments {
         for (reader, score) in scores.iter().enumerate() {
             report.push(json!({
                 "kind": "tasks",
-                "model": subject.name,
+                "model": subject.name(),
                 "task": self.task.name(),
                 "metric": self.task.metric(),
                 "kv": readers.name(reader),
@@ -232,7 +234,7 @@ fn encode(subject: &Subject, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
 struct ModelAnswerer<'a> {
     subject: &'a Subject,
     readers: &'a Readers,
-    evaluator: Option<Evaluator>,
+    evaluator: Option<Evaluator<Device>>,
     capacity: usize,
     /// What the evaluator holds.
     prefix: Vec<u32>,

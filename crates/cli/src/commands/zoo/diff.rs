@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_lab::zoo::diff::{Comparison, Difference, diff};
-use oscar_lab::zoo::{Scope, safetensors};
+use oscar_rotations::diff::{Comparison, Difference, diff};
+use oscar_rotations::{Scope, safetensors};
 use serde_json::json;
 
 use super::list::printable;

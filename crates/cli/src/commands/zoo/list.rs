@@ -1,8 +1,8 @@
 //! `oscar zoo list`: rotations that are there to be used.
 
 use clap::Args;
-use oscar_lab::zoo::resolve::{Origin, available, cache_folder};
 use oscar_model::source::Settings;
+use oscar_rotations::find::{Origin, available, cache_folder};
 use serde::Serialize;
 
 use super::objective_line;

@@ -4,10 +4,10 @@ use std::fs;
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_lab::zoo::pt::{self, PtFormat};
-use oscar_lab::zoo::resolve::cache_folder;
-use oscar_lab::zoo::{Scope, import, safetensors, shipped};
 use oscar_model::source::{HubId, Settings, SourceError};
+use oscar_rotations::find::cache_folder;
+use oscar_rotations::pt::{self, PtFormat};
+use oscar_rotations::{Scope, import, safetensors, shipped};
 use serde::Serialize;
 
 use super::{objective_line, refuse_pt};

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_lab::zoo::verify::{Findings, Severity, layer_list, verify, verify_pt, verify_pt_pair};
-use oscar_lab::zoo::{ORTHOGONALITY_LIMIT, RotationFile, check_model, fingerprint, import, pt, safetensors};
 use oscar_model::ModelFiles;
 use oscar_model::source::{FetchPolicy, resolve};
+use oscar_rotations::verify::{Findings, Severity, layer_list, verify, verify_pt, verify_pt_pair};
+use oscar_rotations::{ORTHOGONALITY_LIMIT, RotationFile, check_model, identity, import, pt, safetensors};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -118,13 +118,12 @@ impl VerifyArguments {
         let files = ModelFiles::open(&resolve(model, policy, &DownloadProgress::new())?)?;
         // What does not make one file was found wanting already.
         let Some(file) = file else { return Ok(()) };
-        match check_model(file, &fingerprint::model_fingerprint(&files)?, files.config().kv_geometry(), false)
-        {
+        match check_model(file, &identity::model_fingerprint(&files)?, files.config().kv_geometry(), false) {
             Err(error) => findings.add(Severity::Error, model, error.to_string()),
             Ok(Some(warning)) => findings.add(Severity::Warning, model, warning),
             Ok(None) => {
                 let message = match &file.header.weight_fingerprint {
-                    Some(found) if *found == fingerprint::weight_fingerprint(&files)? => {
+                    Some(found) if *found == identity::weight_fingerprint(&files)? => {
                         "calibrated on these very weights"
                     }
                     Some(_) => "calibrated on the same model in another precision",

@@ -111,7 +111,7 @@ impl Tiers<'_> {
     }
 }
 
-/// Stand-ins for the early positions of a sequence; see [`super::CpuBackend::attend_with_history`].
+/// Stand-ins for the early positions of a sequence; see [`crate::inspect::StandIn`].
 pub(super) struct History<'a> {
     pub(super) cache: &'a Cache,
     pub(super) layer: usize,

@@ -152,6 +152,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn mean_keys_are_estimated_on_this_text() {
+        assert_eq!(prose(1, 8 * oscar_rotations::means::MEAN_TOKENS), oscar_rotations::means::PROSE);
+    }
+
+    #[test]
     fn text_depends_on_the_seed_alone() {
         assert_eq!(prose(1, 20_000), prose(1, 20_000));
         assert_ne!(prose(1, 20_000), prose(2, 20_000));

@@ -1,0 +1,52 @@
+//! How history is stored, by name.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// How history is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheType {
+    /// 2 bits when there are rotations for the model, else bf16.
+    #[default]
+    Auto,
+    /// Nothing is sealed.
+    Bf16,
+    /// 8-bit floats.
+    Fp8,
+    /// 4 bits after a Hadamard.
+    Int4,
+    /// 2 bits after the model's own rotation.
+    Int2,
+}
+
+impl CacheType {
+    /// Every type.
+    pub const ALL: [CacheType; 5] =
+        [CacheType::Auto, CacheType::Bf16, CacheType::Fp8, CacheType::Int4, CacheType::Int2];
+
+    /// The word on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            CacheType::Auto => "auto",
+            CacheType::Bf16 => "bf16",
+            CacheType::Fp8 => "fp8",
+            CacheType::Int4 => "int4",
+            CacheType::Int2 => "int2",
+        }
+    }
+}
+
+impl fmt::Display for CacheType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for CacheType {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<CacheType, String> {
+        let found = CacheType::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| "must be auto, bf16, fp8, int4 or int2".to_owned())
+    }
+}

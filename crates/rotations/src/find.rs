@@ -1,0 +1,268 @@
+//! From a model to rotations that fit it: a file that was named, else the user's own, else those that ship with the
+//! program.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use oscar_codec::KvGeometry;
+use oscar_kernels::Inspect;
+use oscar_kernels::backend::RopeLayout;
+use oscar_model::LoadedModel;
+use oscar_model::source::Settings;
+
+use super::error::RotationError;
+use super::rotation::{Header, RotationFile};
+use super::safetensors;
+use super::shipped::{SHIPPED, Shipped};
+use crate::certificate::Certificate;
+use crate::identity::ModelIdentity;
+use crate::means::fill_mean_keys;
+use crate::plan::Notice;
+use crate::{import, interleaved, pt};
+
+/// Files looked at in the cache folder; more are not ours.
+const CACHE_LIMIT: usize = 4096;
+
+/// What the name of a certificate ends in, instead of the ending of the rotations.
+pub const CERTIFICATE_ENDING: &str = "certificate.json";
+
+/// Bytes read of a certificate; that of a model with thousands of heads has a few MB.
+const CERTIFICATE_LIMIT: u64 = 64 << 20;
+
+/// Where rotations are kept: a folder of the cache.
+pub fn cache_folder(settings: &Settings) -> PathBuf {
+    settings.cache.directory().join("rotations")
+}
+
+/// Where the rotations of a model come from.
+#[derive(Clone, Debug, Default)]
+pub struct RotationSource {
+    /// Which files.
+    pub files: RotationFiles,
+    /// Take rotations that were made for another model.
+    pub force: bool,
+}
+
+/// Which rotation files.
+#[derive(Clone, Debug, Default)]
+pub enum RotationFiles {
+    /// The newest file for the model in the user's cache, then what ships with the program.
+    #[default]
+    Search,
+    /// A file of our own format.
+    Own(PathBuf),
+    /// A published pair of PyTorch files.
+    Published {
+        /// Rotations of keys.
+        keys: PathBuf,
+        /// Rotations of values.
+        values: PathBuf,
+    },
+}
+
+/// Rotations that fit a model.
+#[derive(Clone, Debug)]
+pub struct FoundRotations {
+    /// The rotations, with key channels in the order of the model's own file and mean keys filled in.
+    pub file: RotationFile,
+    /// Where they come from.
+    pub name: String,
+    /// What calibration said of them, if that is known.
+    pub certificate: Option<Certificate>,
+    /// What the user should know about them.
+    pub notices: Vec<Notice>,
+}
+
+impl RotationSource {
+    /// The rotations for a model; `None` if none were named and there are none.
+    pub fn find<B: Inspect>(
+        &self,
+        model: &LoadedModel<B>,
+        identity: &ModelIdentity,
+    ) -> Result<Option<FoundRotations>, RotationError> {
+        let (name, file, certificate) = match &self.files {
+            RotationFiles::Own(path) => {
+                (path.display().to_string(), safetensors::read(path)?, certificate_beside(path))
+            }
+            RotationFiles::Published { keys, values } => {
+                let file = import::from_pt(&pt::read(keys)?, &pt::read(values)?, &identity.name)?;
+                (keys.display().to_string(), file, None)
+            }
+            RotationFiles::Search => {
+                let folder = cache_folder(&Settings::from_environment()?);
+                match find(&folder, &identity.model_fingerprint) {
+                    Some(found) => (found.name.clone(), found.load()?, found.certificate()),
+                    None => return Ok(None),
+                }
+            }
+        };
+        let config = model.config();
+        let doubt = check_model(&file, &identity.model_fingerprint, config.kv_geometry(), self.force)?;
+        let mut notices: Vec<Notice> = doubt.map(Notice::Model).into_iter().collect();
+        let mut file = match config.rope.layout {
+            RopeLayout::Halves => file,
+            RopeLayout::Interleaved => interleaved::to_interleaved(&file, config.rope.rotary_dim),
+        };
+        if file.sets().any(|(_, set)| set.values().any(|layer| layer.keys.means.is_none())) {
+            tracing::info!("{name} has no mean keys; estimating them");
+            notices.push(Notice::MeansEstimated { of: format!("{name} has no mean keys") });
+            fill_mean_keys(model, &mut file)?;
+        }
+        Ok(Some(FoundRotations { file, name, certificate, notices }))
+    }
+}
+
+/// Where a rotation file is.
+#[derive(Clone, Debug)]
+pub enum Origin {
+    /// Inside the program.
+    Shipped(&'static Shipped),
+    /// On disk.
+    Cached(PathBuf),
+}
+
+/// A rotation file that is there to be used, with what it says about itself.
+#[derive(Clone, Debug)]
+pub struct Available {
+    /// Name without folder and ending.
+    pub name: String,
+    /// Where it is.
+    pub origin: Origin,
+    /// What it was made for.
+    pub header: Header,
+    /// Size of the file.
+    pub bytes: u64,
+}
+
+impl Available {
+    /// Reads and checks all of it.
+    pub fn load(&self) -> Result<RotationFile, RotationError> {
+        match &self.origin {
+            Origin::Cached(path) => safetensors::read(path),
+            Origin::Shipped(shipped) => {
+                let file = safetensors::parse(Path::new(shipped.name), shipped.bytes)?;
+                file.check_orthogonal(Path::new(shipped.name))?;
+                Ok(file)
+            }
+        }
+    }
+}
+
+impl Available {
+    /// What calibration said of them; `None` if nobody knows.
+    pub fn certificate(&self) -> Option<Certificate> {
+        match &self.origin {
+            Origin::Cached(path) => certificate_beside(path),
+            Origin::Shipped(shipped) => shipped.certificate(),
+        }
+    }
+}
+
+/// The certificate that lies beside a rotation file. One that cannot be read is passed over with a warning.
+pub fn certificate_beside(rotations: &Path) -> Option<Certificate> {
+    let path = rotations.with_extension(CERTIFICATE_ENDING);
+    let file = fs::File::open(&path).ok()?;
+    let mut text = String::new();
+    let read = file.take(CERTIFICATE_LIMIT).read_to_string(&mut text).map_err(|error| error.to_string());
+    let parsed = read.and_then(|_| serde_json::from_str(&text).map_err(|error| error.to_string()));
+    parsed.map_err(|error| tracing::warn!("{}: passed over: {error}", path.display())).ok()
+}
+
+/// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of
+/// its own.
+pub fn available(folder: &Path) -> Vec<Result<Available, RotationError>> {
+    let mut paths: Vec<PathBuf> = match fs::read_dir(folder) {
+        Ok(files) => {
+            files.take(CACHE_LIMIT).flatten().map(|file| file.path()).filter(|path| is_ours(path)).collect()
+        }
+        // A cache that was never used is empty.
+        Err(_) => Vec::new(),
+    };
+    paths.sort();
+    let cached = paths.into_iter().map(|path| {
+        let header = safetensors::read_header(&path)?;
+        let bytes = path.metadata().map_err(|error| RotationError::io(&path, "read", error))?.len();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Available { name, origin: Origin::Cached(path), header, bytes })
+    });
+    let shipped = SHIPPED.iter().map(|shipped| {
+        let header = safetensors::parse_header(Path::new(shipped.name), shipped.bytes)?;
+        let (name, bytes) = (shipped.name.to_owned(), shipped.bytes.len() as u64);
+        Ok(Available { name, origin: Origin::Shipped(shipped), header, bytes })
+    });
+    cached.chain(shipped).collect()
+}
+
+fn is_ours(path: &Path) -> bool {
+    let hidden = path.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+    !hidden && path.extension().is_some_and(|ending| ending == "safetensors")
+}
+
+/// Rotations made for the model with this fingerprint, the newest of the cache first. Files that cannot be read are
+/// passed over with a warning.
+pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
+    let fits = |found: &Available| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
+    let mut found: Vec<Available> = Vec::new();
+    for file in available(folder) {
+        match file {
+            Ok(file) if fits(&file) => found.push(file),
+            Ok(_) => {}
+            Err(error) => tracing::warn!("passed over: {error}"),
+        }
+    }
+    // The user's latest calibration is what they mean; those that ship come last.
+    found.sort_by_key(|file| match &file.origin {
+        Origin::Cached(path) => {
+            (false, std::cmp::Reverse(fs::metadata(path).and_then(|data| data.modified()).ok()))
+        }
+        Origin::Shipped(_) => (true, std::cmp::Reverse(None)),
+    });
+    found.into_iter().next()
+}
+
+/// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What
+/// is returned is a warning for the user.
+pub fn check_model(
+    file: &RotationFile,
+    model_fingerprint: &str,
+    geometry: KvGeometry,
+    force: bool,
+) -> Result<Option<String>, RotationError> {
+    let header = &file.header;
+    let name = format!("the rotation file of {:?}", header.model);
+    let refused = |problem: String, can_force| RotationError::OtherModel {
+        rotations: name.clone(),
+        problem,
+        can_force,
+    };
+    if header.head_dim != geometry.head_dim {
+        let problem =
+            format!("its heads have {} channels, the model's {}", header.head_dim, geometry.head_dim);
+        return Err(refused(problem, false));
+    }
+    if header.kv_heads != geometry.kv_heads && header.kv_heads != 0 {
+        let problem = format!("it has {} KV heads, the model {}", header.kv_heads, geometry.kv_heads);
+        return Err(refused(problem, false));
+    }
+    for (scope, set) in file.sets() {
+        if let Some(layer) = (0..geometry.layers).find(|layer| !set.contains_key(layer)) {
+            return Err(refused(format!("it has no {scope} rotations for layer {layer}"), false));
+        }
+        if let Some((last, _)) = set.last_key_value().filter(|(last, _)| **last >= geometry.layers) {
+            let problem =
+                format!("it has rotations for layer {last}, the model has {} layers", geometry.layers);
+            return Err(refused(problem, false));
+        }
+    }
+    match header.model_fingerprint.as_deref() {
+        Some(found) if found == model_fingerprint => Ok(None),
+        Some(_) if force => Ok(Some(format!(
+            "{name} was made for another model and is used because --force-rotations was given; expect damage"
+        ))),
+        Some(_) => Err(refused("the fingerprints differ although the sizes fit".to_owned(), true)),
+        None => {
+            Ok(Some(format!("{name} does not say which model it was made for; only its sizes were checked")))
+        }
+    }
+}

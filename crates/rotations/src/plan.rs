@@ -1,0 +1,281 @@
+//! From what a user asks for to the codec of a cache, and why it is that one.
+
+use std::fmt;
+use std::sync::Arc;
+
+use oscar_codec::{KvGeometry, PageCodec, Rule};
+use oscar_kernels::Inspect;
+use oscar_model::LoadedModel;
+
+use crate::cache_type::CacheType;
+use crate::certificate::Verdict;
+use crate::codec::{Int2Options, PAPER_RULES, int2_codec, mean_keys};
+use crate::error::RotationError;
+use crate::find::{FoundRotations, RotationSource};
+use crate::identity::ModelIdentity;
+use crate::means::{MEAN_TOKENS, estimate_mean_keys};
+
+/// What a cache should be. The default is the best that is possible for a model.
+#[derive(Clone, Debug, Default)]
+pub struct CacheOptions {
+    /// How history is stored.
+    pub dtype: CacheType,
+    /// How codes are chosen, and what is left alone.
+    pub encoder: EncoderOptions,
+    /// Where rotations come from.
+    pub rotations: RotationSource,
+}
+
+/// How codes are chosen, and what is left alone.
+#[derive(Clone, Debug, Default)]
+pub struct EncoderOptions {
+    /// The published encoder: one rotation per layer, keys not centred, fixed clips.
+    pub paper: bool,
+    /// Clip ratio of the keys instead of the rule in the file.
+    pub key_clip: Option<f32>,
+    /// Clip ratio of the values instead of the rule in the file.
+    pub value_clip: Option<f32>,
+    /// Channels that share a scale; a whole head by default.
+    pub group: Option<usize>,
+    /// Layers that stay bf16.
+    pub bf16_layers: Vec<usize>,
+}
+
+/// The cache of a model: what was decided, and what the user should know about it.
+#[derive(Clone, Debug)]
+pub struct CachePlan {
+    /// What sealed pages mean; `None` if nothing is sealed. This is `KvOptions::codec` of an engine.
+    pub codec: Option<Arc<PageCodec>>,
+    /// What the type came to; never `auto`.
+    pub kind: CacheType,
+    /// The encoder and where its numbers come from, for people; empty if there is nothing to say.
+    pub source: String,
+    /// What the user should know.
+    pub notices: Vec<Notice>,
+}
+
+/// Something a user should know about a decision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Notice {
+    /// `auto` came to bf16, because there are no rotations for the model.
+    NoRotations {
+        /// The model.
+        model: String,
+    },
+    /// The certificate advises against 2 bits.
+    Certificate {
+        /// Which rotations.
+        rotations: String,
+        /// What the certificate says.
+        reason: String,
+        /// What is used all the same, or instead.
+        used: CacheType,
+    },
+    /// Mean keys are not known and were estimated.
+    MeansEstimated {
+        /// What came without: a rotation file, or the model.
+        of: String,
+    },
+    /// Rotations may not be those of this model.
+    Model(String),
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Notice::NoRotations { model } => {
+                write!(
+                    f,
+                    "no rotations for {model}, so the cache is bf16; `oscar calibrate {model}` makes them"
+                )
+            }
+            Notice::Certificate { rotations, reason, used: CacheType::Int2 } => {
+                write!(f, "the certificate of {rotations} advises against int2: {reason}")
+            }
+            Notice::Certificate { rotations, reason, used } => {
+                write!(
+                    f,
+                    "the certificate of {rotations} advises against int2, so the cache is {used}: {reason}"
+                )
+            }
+            Notice::MeansEstimated { of } => {
+                write!(f, "{of}: mean keys are estimated from {MEAN_TOKENS} tokens of generated prose")
+            }
+            Notice::Model(text) => f.write_str(text),
+        }
+    }
+}
+
+impl CachePlan {
+    /// Finds the rotations of a model and settles its cache.
+    ///
+    /// `int2` without rotations is [`RotationError::NoRotations`]: making them takes minutes and is the caller's choice.
+    pub fn settle<B: Inspect>(
+        model: &LoadedModel<B>,
+        identity: &ModelIdentity,
+        options: &CacheOptions,
+    ) -> Result<CachePlan, RotationError> {
+        let found = match options.dtype {
+            CacheType::Bf16 => None,
+            _ => options.rotations.find(model, identity)?,
+        };
+        CachePlan::settle_with(model, identity, found.as_ref(), options)
+    }
+
+    /// Settles the cache of a model with rotations that were found before.
+    pub fn settle_with<B: Inspect>(
+        model: &LoadedModel<B>,
+        identity: &ModelIdentity,
+        found: Option<&FoundRotations>,
+        options: &CacheOptions,
+    ) -> Result<CachePlan, RotationError> {
+        let mut notices = found.map(|found| found.notices.clone()).unwrap_or_default();
+        let kind = decide(options.dtype, found, &identity.name, &mut notices);
+        let geometry = model.config().kv_geometry();
+        let codec = match (kind, found) {
+            (CacheType::Bf16 | CacheType::Auto, _) => None,
+            (CacheType::Int2, None) => {
+                return Err(RotationError::NoRotations { model: identity.name.clone() });
+            }
+            (CacheType::Int2, Some(found)) => {
+                let options = int2_options(&options.encoder);
+                Some(PageCodec::int2(int2_codec("int2", &found.file, geometry, &options)?))
+            }
+            (CacheType::Int4 | CacheType::Fp8, _) => {
+                let means = match found.and_then(|found| mean_keys(&found.file, geometry)) {
+                    Some(means) => means,
+                    // Some models collapse even in 4 bits when their keys are not centred.
+                    None => {
+                        let of = format!("no rotations for {}", identity.name);
+                        notices.push(Notice::MeansEstimated { of });
+                        estimate_mean_keys(model)?.concat()
+                    }
+                };
+                Some(centred_codec(kind, geometry, means)?)
+            }
+        };
+        let codec = match codec {
+            Some(codec) => Some(Arc::new(codec.keep_bf16(&options.encoder.bf16_layers)?)),
+            None => None,
+        };
+        let source = source(kind, found, &options.encoder);
+        Ok(CachePlan { codec, kind, source, notices })
+    }
+}
+
+/// What a type comes to, given what the certificate says.
+fn decide(
+    asked: CacheType,
+    found: Option<&FoundRotations>,
+    model: &str,
+    notices: &mut Vec<Notice>,
+) -> CacheType {
+    let Some(found) = found else {
+        if asked != CacheType::Auto {
+            return asked;
+        }
+        notices.push(Notice::NoRotations { model: model.to_owned() });
+        return CacheType::Bf16;
+    };
+    let refused = found.certificate.as_ref().filter(|certificate| certificate.verdict == Verdict::Bad);
+    let kind = match (asked, refused) {
+        (CacheType::Auto, None) => CacheType::Int2,
+        (CacheType::Auto, Some(_)) => CacheType::Int4,
+        (asked, _) => asked,
+    };
+    let asked_for_int2 = matches!(asked, CacheType::Auto | CacheType::Int2);
+    if let Some(certificate) = refused.filter(|_| asked_for_int2) {
+        let (rotations, reason) = (found.name.clone(), certificate.reason.clone());
+        notices.push(Notice::Certificate { rotations, reason, used: kind });
+    }
+    kind
+}
+
+/// A codec that needs mean keys alone.
+fn centred_codec(
+    kind: CacheType,
+    geometry: KvGeometry,
+    means: Vec<Vec<f32>>,
+) -> Result<PageCodec, RotationError> {
+    Ok(match kind {
+        CacheType::Fp8 => PageCodec::fp8(geometry, Some(means))?,
+        _ => PageCodec::int4(geometry, Some(means))?,
+    })
+}
+
+fn int2_options(options: &EncoderOptions) -> Int2Options {
+    let EncoderOptions { paper, key_clip, value_clip, group, .. } = *options;
+    // A clip on one side replaces the rules of the file on both: rules per head do not mix with one for all.
+    let rules = (key_clip.is_some() || value_clip.is_some()).then(|| {
+        let rule = |clip: Option<f32>, published: Rule| clip.map_or(published, Rule::Clip);
+        (rule(key_clip, PAPER_RULES.0), rule(value_clip, PAPER_RULES.1))
+    });
+    Int2Options { paper, rules, group, ..Int2Options::default() }
+}
+
+fn source(kind: CacheType, found: Option<&FoundRotations>, encoder: &EncoderOptions) -> String {
+    match (kind, found) {
+        (CacheType::Int2, Some(found)) => {
+            let encoder = if encoder.paper { "paper" } else { "auto" };
+            format!("encoder {encoder}, rotations {}", found.name)
+        }
+        (CacheType::Fp8 | CacheType::Int4, Some(found)) => format!("mean keys of {}", found.name),
+        (CacheType::Fp8 | CacheType::Int4, None) => "mean keys estimated".to_owned(),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rotation::RotationFile;
+    use crate::shipped;
+
+    fn found(verdict: Verdict) -> FoundRotations {
+        let mut certificate = shipped::SHIPPED[0].certificate().expect("a certificate");
+        (certificate.verdict, certificate.reason) = (verdict, "heads move".to_owned());
+        FoundRotations {
+            file: RotationFile::default(),
+            name: "file".to_owned(),
+            certificate: Some(certificate),
+            notices: Vec::new(),
+        }
+    }
+
+    fn decided(asked: CacheType, found: Option<&FoundRotations>) -> (CacheType, Vec<String>) {
+        let mut notices = Vec::new();
+        let kind = decide(asked, found, "model", &mut notices);
+        (kind, notices.iter().map(ToString::to_string).collect())
+    }
+
+    #[test]
+    fn auto_needs_rotations_and_hears_the_certificate() {
+        let (kind, notices) = decided(CacheType::Auto, None);
+        assert_eq!(kind, CacheType::Bf16);
+        assert!(notices[0].contains("oscar calibrate model"), "{notices:?}");
+        let good = found(Verdict::Good);
+        assert_eq!(decided(CacheType::Auto, Some(&good)), (CacheType::Int2, Vec::new()));
+        let bad = found(Verdict::Bad);
+        let (kind, notices) = decided(CacheType::Auto, Some(&bad));
+        assert_eq!(kind, CacheType::Int4);
+        assert!(notices[0].contains("so the cache is int4: heads move"), "{notices:?}");
+        let (kind, notices) = decided(CacheType::Int2, Some(&bad));
+        assert_eq!(kind, CacheType::Int2);
+        assert!(notices[0].contains("advises against int2: heads move"), "{notices:?}");
+        for asked in [CacheType::Bf16, CacheType::Fp8, CacheType::Int4] {
+            assert_eq!(decided(asked, Some(&bad)), (asked, Vec::new()));
+            assert_eq!(decided(asked, None), (asked, Vec::new()));
+        }
+    }
+
+    #[test]
+    fn one_clip_replaces_the_rules_of_both_sides() {
+        let options = |key_clip, value_clip| {
+            int2_options(&EncoderOptions { key_clip, value_clip, ..EncoderOptions::default() }).rules
+        };
+        assert_eq!(options(None, None), None);
+        assert_eq!(options(Some(0.9), None), Some((Rule::Clip(0.9), PAPER_RULES.1)));
+        assert_eq!(options(None, Some(0.8)), Some((PAPER_RULES.0, Rule::Clip(0.8))));
+    }
+}

@@ -1,0 +1,425 @@
+//! Our own rotation file: one safetensors file for keys and values, with what they were made for.
+//!
+//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}` in float32. Those
+//! of scope `head` begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything
+//! else is text in the metadata. The same rotations give the same bytes.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use oscar_codec::{Rule, SquareMatrix};
+use oscar_model::files::{MappedFile, WeightMemory};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
+
+use super::atomic::write_atomically;
+use super::error::RotationError;
+use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_LIMIT};
+use super::rotation::{
+    FORMAT_VERSION, Header, LayerRotations, RotationFile, RotationSet, SIDES, Scope, SideRotations,
+};
+
+const FORMAT_NAME: &str = "oscar-rotations";
+const VERSION: &str = "1";
+const HEADER_LIMIT: u64 = 16 << 20;
+/// Two scopes, two sides, four tensors.
+const TENSOR_LIMIT: usize = 16 * LAYER_LIMIT;
+const METADATA: &str = "__metadata__";
+
+/// Rules by scope, layer id and side.
+type Rules = BTreeMap<String, BTreeMap<usize, BTreeMap<String, Vec<String>>>>;
+
+/// Reads a file and checks that everything in it can be used.
+pub fn read(path: &Path) -> Result<RotationFile, RotationError> {
+    let file = read_unverified(path)?;
+    file.check_orthogonal(path)?;
+    Ok(file)
+}
+
+/// As [`read`], without checking that the matrices are rotations.
+pub fn read_unverified(path: &Path) -> Result<RotationFile, RotationError> {
+    let mapped = map(path)?;
+    parse(path, mapped.as_ref().as_ref())
+}
+
+/// Reads a whole file from memory; `path` is for messages.
+pub fn parse(path: &Path, bytes: &[u8]) -> Result<RotationFile, RotationError> {
+    let contents = Contents::open(path, bytes)?;
+    let header = contents.header()?;
+    let rules = contents.rules()?;
+    let mut used = 0;
+    let mut set = |scope| contents.set(scope, &header, &rules, &mut used);
+    let (heads, layers) = (set(Scope::Head)?, set(Scope::Layer)?);
+    let found = contents.metadata.tensors().len();
+    if used != found {
+        let problem =
+            format!("{} of its {found} tensors have names that are not of this format", found - used);
+        return Err(contents.not_ours(problem));
+    }
+    let file = RotationFile { header, heads, layers };
+    file.check_shapes(path)?;
+    Ok(file)
+}
+
+/// Reads only what a file says about itself.
+pub fn read_header(path: &Path) -> Result<Header, RotationError> {
+    let mapped = map(path)?;
+    Contents::open(path, mapped.as_ref().as_ref())?.header()
+}
+
+/// As [`read_header`], from memory.
+pub fn parse_header(path: &Path, bytes: &[u8]) -> Result<Header, RotationError> {
+    Contents::open(path, bytes)?.header()
+}
+
+fn map(path: &Path) -> Result<oscar_kernels::backend::SharedBytes, RotationError> {
+    let size = std::fs::metadata(path).map_err(|error| RotationError::io(path, "read", error))?.len();
+    if size > FILE_LIMIT {
+        let what = "the file".to_owned();
+        return Err(RotationError::TooLarge { path: path.to_owned(), what, size, limit: FILE_LIMIT });
+    }
+    MappedFile::shared(path, WeightMemory::Mapped).map_err(|error| RotationError::Model(error.into()))
+}
+
+struct Contents<'a> {
+    path: &'a Path,
+    metadata: Metadata,
+    data: &'a [u8],
+}
+
+impl<'a> Contents<'a> {
+    fn open(path: &'a Path, bytes: &'a [u8]) -> Result<Contents<'a>, RotationError> {
+        let bad = |problem: String| RotationError::NotARotationFile { path: path.to_owned(), problem };
+        let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
+            return Err(bad("it is shorter than any safetensors file".to_owned()));
+        };
+        let length = u64::from_le_bytes(*length);
+        if length > HEADER_LIMIT {
+            // Also what other kinds of file look like.
+            return Err(bad("it does not begin as a safetensors file does".to_owned()));
+        }
+        let Some((header, data)) = rest.split_at_checked(length as usize) else {
+            return Err(bad("it is cut off in its header".to_owned()));
+        };
+        let metadata: Metadata = serde_json::from_slice(header)
+            .map_err(|error| bad(format!("its header is not that of a safetensors file: {error}")))?;
+        let tensors = metadata.tensors();
+        if tensors.len() > TENSOR_LIMIT {
+            return Err(bad(format!("{} tensors, at most {TENSOR_LIMIT} are read", tensors.len())));
+        }
+        // The sum is ours to check: the library adds the parts without care for overflow.
+        if metadata.data_len() != data.len() {
+            let problem = format!("its tensors take {} bytes, {} are there", metadata.data_len(), data.len());
+            return Err(bad(format!("it is cut off or damaged: {problem}")));
+        }
+        if data.len() / size_of::<f32>() > 2 * ELEMENT_LIMIT {
+            return Err(bad("it holds more numbers than any model needs".to_owned()));
+        }
+        let contents = Contents { path, metadata, data };
+        match contents.text("format") {
+            Some(FORMAT_NAME) => {}
+            _ => {
+                return Err(contents.not_ours("its metadata does not say that it holds rotations".to_owned()));
+            }
+        }
+        match contents.text("version") {
+            Some(VERSION) => Ok(contents),
+            found => Err(RotationError::Version {
+                path: path.to_owned(),
+                found: found.unwrap_or("").to_owned(),
+                supported: VERSION,
+            }),
+        }
+    }
+
+    fn not_ours(&self, problem: String) -> RotationError {
+        RotationError::NotARotationFile { path: self.path.to_owned(), problem }
+    }
+
+    fn text(&self, name: &str) -> Option<&str> {
+        self.metadata.metadata().as_ref()?.get(name).map(String::as_str)
+    }
+
+    fn required(&self, name: &str) -> Result<&str, RotationError> {
+        self.text(name).ok_or_else(|| RotationError::field(self.path, name, "is missing from the metadata"))
+    }
+
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Result<T, RotationError> {
+        let text = self.required(name)?;
+        text.parse()
+            .map_err(|_| RotationError::field(self.path, name, format!("{text:?} is not a whole number")))
+    }
+
+    fn header(&self) -> Result<Header, RotationError> {
+        let optional = |name: &str| self.text(name).map(str::to_owned);
+        let composition = match self.text("composition") {
+            None => None,
+            Some(name) => {
+                let parsed =
+                    name.parse().map_err(|error| RotationError::field(self.path, "composition", error))?;
+                Some(parsed)
+            }
+        };
+        Ok(Header {
+            version: FORMAT_VERSION,
+            model: self.required("model")?.to_owned(),
+            model_fingerprint: optional("model_fingerprint"),
+            weight_fingerprint: optional("weight_fingerprint"),
+            tokens: self.number("tokens")?,
+            corpus: optional("corpus_sha256"),
+            key_objective: self.required("key_objective")?.to_owned(),
+            value_objective: self.required("value_objective")?.to_owned(),
+            layer_value_objective: optional("layer_value_objective"),
+            composition,
+            kv_heads: self.number("kv_heads")?,
+            head_dim: self.number("head_dim")?,
+            seed: self.text("seed").map(|_| self.number("seed")).transpose()?,
+            created_by: optional("created_by").unwrap_or_default(),
+        })
+    }
+
+    fn rules(&self) -> Result<Rules, RotationError> {
+        serde_json::from_str(self.required("rules")?).map_err(|error| {
+            RotationError::field(self.path, "rules", format!("not the JSON of this format: {error}"))
+        })
+    }
+
+    /// The rotations of one scope; the layers are those that have rules.
+    fn set(
+        &self,
+        scope: Scope,
+        header: &Header,
+        rules: &Rules,
+        used: &mut usize,
+    ) -> Result<Option<RotationSet>, RotationError> {
+        let Some(rules) = rules.get(scope.name()) else { return Ok(None) };
+        let mut set = RotationSet::new();
+        for (&layer, rules) in rules {
+            let mut side = |name: &str| -> Result<SideRotations, RotationError> {
+                let field = || format!("rules of layers.{layer}.{name}.{scope}");
+                let rules =
+                    rules.get(name).ok_or_else(|| RotationError::field(self.path, field(), "are missing"))?;
+                let rules = rules.iter().map(|rule| rule.parse::<Rule>()).collect::<Result<_, _>>();
+                let rules = rules.map_err(|error| RotationError::field(self.path, field(), error))?;
+                self.side(&format!("layers.{layer}.{name}.{scope}"), scope, header, rules, used)
+            };
+            let (keys, values) = (side(SIDES[0])?, side(SIDES[1])?);
+            set.insert(layer, LayerRotations { keys, values });
+        }
+        Ok(Some(set))
+    }
+
+    fn side(
+        &self,
+        name: &str,
+        scope: Scope,
+        header: &Header,
+        rules: Vec<Rule>,
+        used: &mut usize,
+    ) -> Result<SideRotations, RotationError> {
+        let d = header.head_dim;
+        let heads = (scope == Scope::Head).then_some(header.kv_heads);
+        let mut tensor = |what: &str, shapes: &[Vec<usize>]| -> Result<Option<Vec<f32>>, RotationError> {
+            let tensor = format!("{name}.{what}");
+            let Some(info) = self.metadata.info(&tensor) else { return Ok(None) };
+            *used += 1;
+            self.values(&tensor, info, shapes).map(Some)
+        };
+        let shape = |tail: &[usize]| heads.into_iter().chain(tail.iter().copied()).collect::<Vec<_>>();
+        let triangle = d.saturating_mul(d.saturating_add(1)) / 2;
+        let Some(rotation) = tensor("rotation", &[shape(&[d, d])])? else {
+            return Err(RotationError::tensor(self.path, format!("{name}.rotation"), "is missing"));
+        };
+        let rotations =
+            chunks(&rotation, d.saturating_mul(d)).map(|values| SquareMatrix::from_f32(d, values));
+        let rotations = rotations.collect::<Result<_, _>>();
+        let rotations =
+            rotations.map_err(|source| RotationError::Codec { path: self.path.to_owned(), source })?;
+        let eigenvalues = tensor("eigenvalues", &[shape(&[d])])?.unwrap_or_default();
+        let eigenvalues = chunks(&eigenvalues, d)
+            .map(|values| values.iter().map(|&value| value.into()).collect())
+            .collect();
+        // A rotation of a whole layer may still be used with the mean of each head.
+        let means = tensor("mean", &[shape(&[d]), vec![header.kv_heads, d]])?;
+        let means = means.map(|means| chunks(&means, d).map(<[f32]>::to_vec).collect());
+        let metrics = tensor("metric", &[shape(&[triangle])])?;
+        let metrics =
+            metrics.map(|metrics| chunks(&metrics, triangle).map(|values| unpack(d, values)).collect());
+        Ok(SideRotations { rotations, eigenvalues, means, metrics, rules })
+    }
+
+    fn values(
+        &self,
+        name: &str,
+        info: &TensorInfo,
+        shapes: &[Vec<usize>],
+    ) -> Result<Vec<f32>, RotationError> {
+        if info.dtype != Dtype::F32 {
+            return Err(RotationError::tensor(
+                self.path,
+                name,
+                format!("has type {}, expected F32", info.dtype),
+            ));
+        }
+        if !shapes.contains(&info.shape) {
+            let problem = format!("has shape {:?}, expected {:?}", info.shape, shapes[0]);
+            return Err(RotationError::tensor(self.path, name, problem));
+        }
+        let bytes = self.data.get(info.data_offsets.0..info.data_offsets.1);
+        let bytes = bytes.ok_or_else(|| RotationError::tensor(self.path, name, "lies outside the file"))?;
+        let (numbers, _) = bytes.as_chunks::<4>();
+        Ok(numbers.iter().map(|&number| f32::from_le_bytes(number)).collect())
+    }
+}
+
+/// Pieces of `size` values; none when `size` is 0.
+fn chunks(values: &[f32], size: usize) -> std::slice::ChunksExact<'_, f32> {
+    values.chunks_exact(size.max(1))
+}
+
+/// A symmetric matrix from its upper triangle.
+fn unpack(dim: usize, triangle: &[f32]) -> SquareMatrix {
+    // Row i begins after the rows above it, of dim, dim - 1, … values.
+    let index = |i: usize, j: usize| i * dim - i * i.saturating_sub(1) / 2 + (j - i);
+    SquareMatrix::from_fn(dim, |i, j| triangle[index(i.min(j), i.max(j))].into())
+}
+
+fn pack(matrix: &SquareMatrix) -> impl Iterator<Item = f32> + '_ {
+    let dim = matrix.dim();
+    (0..dim).flat_map(move |i| (i..dim).map(move |j| (0.5 * (matrix.get(i, j) + matrix.get(j, i))) as f32))
+}
+
+/// Writes a file, whole or not at all. What cannot be read back is not written.
+pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
+    file.check_shapes(path)?;
+    file.check_orthogonal(path)?;
+    let tensors = tensors(file);
+    let header = header_text(file, &tensors);
+    write_atomically(path, |out| {
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(header.as_bytes())?;
+        for (_, _, values) in &tensors {
+            values.to_f32().try_for_each(|value| out.write_all(&value.to_le_bytes()))?;
+        }
+        Ok(())
+    })
+}
+
+/// The numbers of a tensor where they are.
+enum Numbers<'a> {
+    Matrices(&'a [SquareMatrix]),
+    Triangles(&'a [SquareMatrix]),
+    Eigenvalues(&'a [Vec<f64>]),
+    Means(&'a [Vec<f32>]),
+}
+
+impl Numbers<'_> {
+    fn to_f32(&self) -> Box<dyn Iterator<Item = f32> + '_> {
+        match self {
+            Numbers::Matrices(matrices) => {
+                Box::new(matrices.iter().flat_map(|matrix| matrix.values()).map(|&value| value as f32))
+            }
+            Numbers::Triangles(matrices) => Box::new(matrices.iter().flat_map(pack)),
+            Numbers::Eigenvalues(rows) => Box::new(rows.iter().flatten().map(|&value| value as f32)),
+            Numbers::Means(rows) => Box::new(rows.iter().flatten().copied()),
+        }
+    }
+}
+
+/// Name, shape and numbers of every tensor, in the order of the file.
+fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, Numbers<'_>)> {
+    let d = file.header.head_dim;
+    let mut tensors = Vec::new();
+    for (scope, set) in file.sets() {
+        for (layer, rotations) in set {
+            for (side, rotations) in rotations.sides() {
+                let name = |what: &str| format!("layers.{layer}.{side}.{scope}.{what}");
+                let shape = |count: usize, tail: &[usize]| match scope {
+                    Scope::Layer if count == 1 => tail.to_vec(),
+                    _ => [&[count], tail].concat(),
+                };
+                let count = rotations.rotations.len();
+                let matrices = Numbers::Matrices(&rotations.rotations);
+                tensors.push((name("rotation"), shape(count, &[d, d]), matrices));
+                if !rotations.eigenvalues.is_empty() {
+                    let values = Numbers::Eigenvalues(&rotations.eigenvalues);
+                    tensors.push((name("eigenvalues"), shape(count, &[d]), values));
+                }
+                if let Some(means) = &rotations.means {
+                    tensors.push((name("mean"), shape(means.len(), &[d]), Numbers::Means(means)));
+                }
+                if let Some(metrics) = &rotations.metrics {
+                    let triangle = d * (d + 1) / 2;
+                    tensors.push((name("metric"), shape(count, &[triangle]), Numbers::Triangles(metrics)));
+                }
+            }
+        }
+    }
+    tensors
+}
+
+/// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an
+/// order that changes from run to run.
+fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, Numbers<'_>)]) -> String {
+    let mut entries = Map::new();
+    entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));
+    let mut offset = 0;
+    for (name, shape, _) in tensors {
+        let end = offset + shape.iter().product::<usize>() * size_of::<f32>();
+        entries.insert(name.clone(), json!({"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}));
+        offset = end;
+    }
+    let mut text = Value::Object(entries).to_string();
+    while !text.len().is_multiple_of(8) {
+        text.push(' ');
+    }
+    text
+}
+
+fn metadata(file: &RotationFile) -> Map<String, Value> {
+    let header = &file.header;
+    let mut rules = Rules::new();
+    for (scope, set) in file.sets() {
+        let layers = rules.entry(scope.name().to_owned()).or_default();
+        for (&layer, rotations) in set {
+            let texts = |side: &SideRotations| side.rules.iter().map(Rule::to_string).collect();
+            let sides = rotations.sides().map(|(name, side)| (name.to_owned(), texts(side)));
+            layers.insert(layer, sides.into_iter().collect());
+        }
+    }
+    let scopes: Vec<&str> = file.sets().map(|(scope, _)| scope.name()).collect();
+    let fields = [
+        ("format", Some(FORMAT_NAME.to_owned())),
+        ("version", Some(VERSION.to_owned())),
+        ("model", Some(header.model.clone())),
+        ("model_fingerprint", header.model_fingerprint.clone()),
+        ("weight_fingerprint", header.weight_fingerprint.clone()),
+        ("tokens", Some(header.tokens.to_string())),
+        ("corpus_sha256", header.corpus.clone()),
+        ("key_objective", Some(header.key_objective.clone())),
+        ("value_objective", Some(header.value_objective.clone())),
+        ("layer_value_objective", header.layer_value_objective.clone()),
+        ("composition", header.composition.map(|composition| composition.to_string())),
+        ("scope", Some(scopes.join(","))),
+        ("kv_heads", Some(header.kv_heads.to_string())),
+        ("head_dim", Some(header.head_dim.to_string())),
+        ("seed", header.seed.map(|seed| seed.to_string())),
+        ("rules", Some(serde_json::to_string(&rules).expect("maps with text and number keys become JSON"))),
+        ("created_by", Some(header.created_by.clone())),
+    ];
+    fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), Value::String(value?)))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn triangles_are_packed_row_by_row() {
+        let matrix = SquareMatrix::from_fn(4, |i, j| (10 * i.min(j) + i.max(j)) as f64);
+        let packed: Vec<f32> = pack(&matrix).collect();
+        assert_eq!(packed, [0.0, 1.0, 2.0, 3.0, 11.0, 12.0, 13.0, 22.0, 23.0, 33.0]);
+        assert_eq!(unpack(4, &packed), matrix);
+    }
+}

@@ -1,0 +1,73 @@
+//! Rotations that ship with the program: one line for each file of the `zoo` folder.
+
+use std::io::Write;
+use std::path::Path;
+
+use super::atomic::write_atomically;
+use super::error::RotationError;
+use crate::certificate::Certificate;
+
+/// A rotation file inside the program.
+#[derive(Clone, Copy, Debug)]
+pub struct Shipped {
+    /// The model's name in the catalogue.
+    pub name: &'static str,
+    /// The file.
+    pub bytes: &'static [u8],
+    /// The certificate that lies beside it, as JSON.
+    pub certificate: &'static str,
+}
+
+impl Shipped {
+    /// What calibration said of it.
+    pub fn certificate(&self) -> Option<Certificate> {
+        serde_json::from_str(self.certificate).ok()
+    }
+}
+
+macro_rules! shipped {
+    ($name:literal) => {
+        Shipped {
+            name: $name,
+            bytes: include_bytes!(concat!("../../../zoo/", $name, ".safetensors")),
+            certificate: include_str!(concat!("../../../zoo/", $name, ".certificate.json")),
+        }
+    };
+}
+
+/// All of them. Not a constant: of that every crate that names it may get its own copy of the files.
+pub static SHIPPED: &[Shipped] =
+    &[shipped!("smollm2"), shipped!("qwen2.5-coder-0.5b"), shipped!("qwen2.5-coder-1.5b")];
+
+/// The rotations for a model of the catalogue.
+pub fn find(name: &str) -> Option<&'static Shipped> {
+    SHIPPED.iter().find(|shipped| shipped.name.eq_ignore_ascii_case(name))
+}
+
+/// Copies a shipped file to `path`, whole or not at all.
+pub fn write(shipped: &Shipped, path: &Path) -> Result<(), RotationError> {
+    write_atomically(path, |file| file.write_all(shipped.bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::certificate::Verdict;
+    use crate::{safetensors, verify};
+
+    #[test]
+    fn every_shipped_file_is_sound_and_says_what_it_is_for() {
+        assert!(!SHIPPED.is_empty());
+        let catalogue = oscar_model::source::Catalogue::built_in();
+        for shipped in SHIPPED {
+            let entry = catalogue.find(shipped.name).expect("a catalogue name");
+            assert_eq!(entry.name, shipped.name);
+            let file = safetensors::parse(Path::new(shipped.name), shipped.bytes).expect("parse");
+            file.check_orthogonal(Path::new(shipped.name)).expect("rotations");
+            assert!(file.header.model_fingerprint.is_some(), "{}", shipped.name);
+            assert!(verify::verify(&file).is_sound(), "{}", shipped.name);
+            let certificate = shipped.certificate().expect("a certificate");
+            assert_ne!(certificate.verdict, Verdict::Bad, "{}", shipped.name);
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! Our own rotation file: round trips, strict reading, verification, comparison, and models it must not be
+//! used with.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use oscar_codec::{Composition, KvGeometry, Rule, SquareMatrix, hadamard};
+use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
+use oscar_rotations::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
+use oscar_rotations::{
+    Header, LayerRotations, RotationError, RotationFile, RotationSet, Scope, SideRotations, check_model,
+    diff, find, pt, safetensors,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+const DIM: usize = 16;
+const HEADS: usize = 2;
+const LAYERS: usize = 3;
+
+/// Deterministic numbers in [-1, 1).
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    }
+
+    /// A rotation by Gram–Schmidt on random columns, rounded to float32 as files hold it.
+    fn rotation(&mut self, dim: usize) -> SquareMatrix {
+        let mut columns: Vec<Vec<f64>> = Vec::new();
+        while columns.len() < dim {
+            let mut column: Vec<f64> = (0..dim).map(|_| self.next()).collect();
+            for _ in 0..2 {
+                for other in &columns {
+                    let dot: f64 = column.iter().zip(other).map(|(a, b)| a * b).sum();
+                    column.iter_mut().zip(other).for_each(|(a, b)| *a -= dot * b);
+                }
+            }
+            let norm = column.iter().map(|x| x * x).sum::<f64>().sqrt();
+            columns.push(column.into_iter().map(|x| x / norm).collect());
+        }
+        SquareMatrix::from_fn(dim, |i, j| columns[j][i])
+    }
+
+    /// Rotations in the default composition, with the metric their eigenvectors come from if they are for
+    /// keys.
+    fn side(&mut self, count: usize, keys: bool) -> SideRotations {
+        let mut side = SideRotations {
+            rotations: Vec::new(),
+            eigenvalues: Vec::new(),
+            means: keys.then(Vec::new),
+            metrics: Some(Vec::new()),
+            rules: Vec::new(),
+        };
+        for head in 0..count {
+            let basis = self.rotation(DIM);
+            let eigenvalues: Vec<f64> =
+                (0..DIM).map(|i| f64::from((0.5 * 1.3f64.powi(i as i32)) as f32)).collect();
+            let metric_basis = if keys { basis.clone() } else { self.rotation(DIM) };
+            let spread = SquareMatrix::from_fn(DIM, |i, j| if i == j { eigenvalues[i] } else { 0.0 });
+            let metric = metric_basis.multiply(&spread).multiply(&metric_basis.transpose());
+            side.rotations.push(rounded(&Composition::RHPbr.compose(&basis)));
+            side.eigenvalues.push(eigenvalues);
+            let metrics = side.metrics.get_or_insert_default();
+            metrics.push(rounded(&SquareMatrix::from_fn(DIM, |i, j| {
+                0.5 * (metric.get(i, j) + metric.get(j, i))
+            })));
+            if let Some(means) = &mut side.means {
+                means.push((0..DIM).map(|_| self.next() as f32).collect());
+            }
+            side.rules.push([Rule::Clip(0.96), Rule::Search, Rule::Gaussian][head % 3]);
+        }
+        side
+    }
+
+    fn set(&mut self, count: usize) -> RotationSet {
+        let mut layer = || LayerRotations { keys: self.side(count, true), values: self.side(count, false) };
+        (0..LAYERS).map(|id| (id, layer())).collect()
+    }
+}
+
+fn rounded(matrix: &SquareMatrix) -> SquareMatrix {
+    SquareMatrix::from_f32(matrix.dim(), &matrix.to_f32()).expect("same size")
+}
+
+fn file(seed: u64) -> RotationFile {
+    let mut numbers = Numbers(seed);
+    RotationFile {
+        header: Header {
+            model: "test \"model\"".to_owned(),
+            model_fingerprint: Some("ab".repeat(32)),
+            weight_fingerprint: Some("cd".repeat(32)),
+            tokens: 16_384,
+            corpus: Some("ef".repeat(32)),
+            key_objective: "qqt".to_owned(),
+            value_objective: "cs".to_owned(),
+            composition: Some(Composition::RHPbr),
+            kv_heads: HEADS,
+            head_dim: DIM,
+            seed: Some(7),
+            ..Header::default()
+        },
+        heads: Some(numbers.set(HEADS)),
+        layers: Some(numbers.set(1)),
+    }
+}
+
+fn saved(file: &RotationFile) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("folder");
+    let path = folder.path().join("test.safetensors");
+    safetensors::write(&path, file).expect("write");
+    (folder, path)
+}
+
+#[test]
+fn a_file_comes_back_bit_for_bit() {
+    let original = file(1);
+    let (_folder, path) = saved(&original);
+    let again = safetensors::read(&path).expect("read");
+    assert_eq!(again, original);
+    let bytes = fs::read(&path).expect("bytes");
+    safetensors::write(&path, &again).expect("write");
+    assert_eq!(fs::read(&path).expect("bytes"), bytes, "the same input gives the same bytes");
+    assert_eq!(safetensors::read_header(&path).expect("header"), original.header);
+}
+
+#[test]
+fn sparse_layers_missing_parts_and_means_of_heads_come_back() {
+    let mut original = file(2);
+    original.heads = None;
+    original.header.seed = None;
+    original.header.corpus = None;
+    let layers = original.layers.take().expect("layers");
+    let sparse = layers.into_iter().map(|(id, mut layer)| {
+        layer.keys.metrics = None;
+        layer.values.metrics = None;
+        layer.values.eigenvalues = Vec::new();
+        layer.keys.means = Some(vec![vec![0.5; DIM]; HEADS]);
+        (3 + 4 * id, layer)
+    });
+    original.layers = Some(sparse.collect());
+    let (_folder, path) = saved(&original);
+    assert_eq!(safetensors::read(&path).expect("read"), original);
+}
+
+#[test]
+fn other_programs_can_read_the_file() {
+    let original = file(3);
+    let (_folder, path) = saved(&original);
+    let bytes = fs::read(&path).expect("bytes");
+    let read = ::safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let tensor = read.tensor("layers.1.keys.head.rotation").expect("tensor");
+    assert_eq!(tensor.shape(), [HEADS, DIM, DIM]);
+    let first = f32::from_le_bytes(tensor.data()[..4].try_into().expect("4 bytes"));
+    let heads = original.heads.as_ref().expect("heads");
+    assert_eq!(f64::from(first), heads[&1].keys.rotations[0].get(0, 0));
+    assert_eq!(read.tensor("layers.0.values.layer.metric").expect("metric").shape(), [DIM * (DIM + 1) / 2]);
+    assert!(read.tensor("layers.0.values.head.mean").is_err(), "values are not centred here");
+}
+
+/// Changes the JSON header of a saved file.
+fn with_header(bytes: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
+    let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).expect("header");
+    change(&mut header);
+    let header = header.to_string();
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes[8 + length..]].concat()
+}
+
+#[test]
+fn bad_files_are_refused_with_the_tensor_or_field() {
+    let (_folder, path) = saved(&file(4));
+    let bytes = fs::read(&path).expect("bytes");
+    let refused =
+        |bytes: Vec<u8>| safetensors::parse(Path::new("bad.safetensors"), &bytes).expect_err("refused");
+    let meta = |name: &'static str, value: Value| {
+        refused(with_header(&bytes, |header| header["__metadata__"][name] = value))
+    };
+    assert!(matches!(meta("version", json!("2")), RotationError::Version { found, .. } if found == "2"));
+    assert!(matches!(meta("format", json!("weights")), RotationError::NotARotationFile { .. }));
+    assert!(
+        matches!(meta("head_dim", json!("many")), RotationError::Field { field, .. } if field == "head_dim")
+    );
+    assert!(matches!(meta("head_dim", json!("32")), RotationError::Tensor { .. }));
+    assert!(matches!(
+        meta("kv_heads", json!("0")),
+        RotationError::Tensor { .. } | RotationError::Field { .. }
+    ));
+    assert!(matches!(meta("kv_heads", json!("99999999999999999999")), RotationError::Field { .. }));
+    assert!(
+        matches!(meta("composition", json!("h_h")), RotationError::Field { field, .. } if field == "composition")
+    );
+    assert!(matches!(meta("rules", json!("{}")), RotationError::NotARotationFile { .. }));
+    assert!(matches!(meta("rules", json!("[")), RotationError::Field { field, .. } if field == "rules"));
+    let renamed = refused(with_header(&bytes, |header| {
+        let header = header.as_object_mut().expect("object");
+        let tensor = header.remove("layers.2.values.head.rotation").expect("tensor");
+        header.insert("layers.2.values.head.rotatiom".to_owned(), tensor);
+    }));
+    assert!(
+        matches!(renamed, RotationError::Tensor { tensor, .. } if tensor == "layers.2.values.head.rotation")
+    );
+    let reshaped = refused(with_header(&bytes, |header| {
+        header["layers.0.keys.head.rotation"]["shape"] = json!([DIM, HEADS, DIM]);
+    }));
+    assert!(
+        matches!(reshaped, RotationError::Tensor { tensor, .. } if tensor == "layers.0.keys.head.rotation")
+    );
+    let overflowing = refused(with_header(&bytes, |header| {
+        header["layers.0.keys.head.rotation"]["data_offsets"] = json!([0, u64::MAX]);
+    }));
+    assert!(matches!(overflowing, RotationError::NotARotationFile { .. }));
+    for cut in [0, 7, 8, 100, bytes.len() - 1] {
+        assert!(matches!(refused(bytes[..cut].to_vec()), RotationError::NotARotationFile { .. }), "{cut}");
+    }
+    // The first tensor is the rotation of layer 0's keys.
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let mut with_nan = bytes.clone();
+    with_nan[data..data + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+    assert!(
+        matches!(refused(with_nan), RotationError::NotFinite { tensor, .. } if tensor == "layers.0.keys.head.rotation")
+    );
+    let mut scaled = bytes.clone();
+    scaled[data..data + 4].copy_from_slice(&2.0f32.to_le_bytes());
+    fs::write(&path, scaled).expect("write");
+    let error = safetensors::read(&path).expect_err("not orthogonal");
+    assert!(
+        matches!(&error, RotationError::NotOrthogonal { tensor, .. } if tensor == "layers.0.keys.head.rotation[0]")
+    );
+    assert!(error.to_string().contains("test.safetensors") && error.fix().is_some(), "{error}");
+    assert!(safetensors::read_unverified(&path).is_ok());
+}
+
+#[test]
+fn what_cannot_be_read_is_not_written() {
+    let folder = tempfile::tempdir().expect("folder");
+    let path = folder.path().join("x.safetensors");
+    let mut bad = file(5);
+    bad.heads.as_mut().expect("heads").get_mut(&0).expect("layer").keys.rotations.pop();
+    assert!(matches!(safetensors::write(&path, &bad), Err(RotationError::Tensor { .. })));
+    let mut bad = file(5);
+    let layer = bad.layers.as_mut().expect("layers").get_mut(&1).expect("layer");
+    layer.values.rotations[0] = SquareMatrix::from_fn(DIM, |i, j| if i == j { 1.1 } else { 0.0 });
+    assert!(matches!(safetensors::write(&path, &bad), Err(RotationError::NotOrthogonal { .. })));
+    assert_eq!(fs::read_dir(folder.path()).expect("folder").count(), 0);
+}
+
+fn errors(findings: &Findings) -> Vec<String> {
+    let errors = findings.findings.iter().filter(|finding| finding.severity == Severity::Error);
+    errors.map(|finding| format!("{}: {}", finding.place, finding.message)).collect()
+}
+
+#[test]
+fn verification_passes_a_good_file() {
+    let findings = verify(&file(6));
+    assert_eq!(errors(&findings), Vec::<String>::new());
+    assert!(findings.is_sound() && findings.orthogonality() < 1e-6);
+    assert_eq!(findings.layers.len(), LAYERS * 2 * 2);
+    assert!(findings.not_checked.is_empty(), "{:?}", findings.not_checked);
+}
+
+#[test]
+fn verification_finds_swapped_sides() {
+    // Whole sides exchanged, metrics and all.
+    let mut whole = file(7);
+    // Rotations alone exchanged.
+    let mut rotations = file(7);
+    for id in 0..LAYERS {
+        let layer = whole.heads.as_mut().expect("heads").get_mut(&id).expect("layer");
+        // A value rotation of its own metric, so that the exchange puts it where a key rotation should be.
+        std::mem::swap(&mut layer.keys, &mut layer.values);
+        let layer = rotations.heads.as_mut().expect("heads").get_mut(&id).expect("layer");
+        std::mem::swap(&mut layer.keys.rotations, &mut layer.values.rotations);
+    }
+    for swapped in [whole, rotations] {
+        let errors = errors(&verify(&swapped));
+        assert!(
+            errors
+                .iter()
+                .any(|error| error.contains("keys per head, layers 0-2: keys and values are swapped")),
+            "{errors:?}"
+        );
+        assert!(!errors.iter().any(|error| error.contains("per layer")), "{errors:?}");
+    }
+}
+
+#[test]
+fn verification_finds_each_kind_of_damage() {
+    let damaged = |change: &dyn Fn(&mut LayerRotations)| {
+        let mut bad = file(8);
+        change(bad.heads.as_mut().expect("heads").get_mut(&1).expect("layer"));
+        errors(&verify(&bad)).join("\n")
+    };
+    let found = damaged(&|layer| layer.keys.rotations[1] = Numbers(99).rotation(DIM));
+    assert!(found.contains("keys per head, layer 1: rotations do not belong to their metric"), "{found}");
+    let found = damaged(&|layer| layer.values.eigenvalues[0].swap(3, 9));
+    assert!(found.contains("values per head, layer 1: eigenvalues are not in ascending order"), "{found}");
+    let found = damaged(&|layer| layer.keys.eigenvalues[0].iter_mut().for_each(|value| *value *= 2.0));
+    assert!(found.contains("not those of the metric"), "{found}");
+    let found = damaged(&|layer| layer.values.eigenvalues[1][0] = -5.0);
+    assert!(found.contains("below zero"), "{found}");
+    let found = damaged(&|layer| {
+        let skew = SquareMatrix::from_fn(DIM, |i, j| layer.values.rotations[0].get(i, j) + 0.01);
+        layer.values.rotations[0] = skew;
+    });
+    assert!(found.contains("values per head, layer 1: not rotations"), "{found}");
+    let mut gap = file(8);
+    gap.heads.as_mut().expect("heads").remove(&1);
+    let found = errors(&verify(&gap)).join("\n");
+    assert!(found.contains("different layers"), "{found}");
+    let mut uncentred = file(8);
+    uncentred.heads.as_mut().expect("heads").values_mut().for_each(|layer| layer.keys.means = None);
+    let findings = verify(&uncentred);
+    assert!(
+        findings
+            .findings
+            .iter()
+            .any(|f| f.severity == Severity::Warning && f.message.contains("not centred"))
+    );
+}
+
+#[test]
+fn rotations_of_layers_are_checked_with_the_metrics_of_their_heads() {
+    let mut file = file(14);
+    let heads = file.heads.as_mut().expect("heads");
+    let layers = file.layers.as_mut().expect("layers");
+    for (id, layer) in layers.iter_mut() {
+        // Heads that agree: their mean is either of them.
+        let keys = &mut heads.get_mut(id).expect("layer").keys;
+        keys.rotations[1] = keys.rotations[0].clone();
+        let metrics = keys.metrics.as_mut().expect("metrics");
+        metrics[1] = metrics[0].clone();
+        layer.keys.rotations[0] = keys.rotations[0].clone();
+        layer.keys.metrics = None;
+    }
+    let findings = verify(&file);
+    assert!(findings.is_sound() && findings.not_checked.is_empty(), "{findings:?}");
+    file.layers.as_mut().expect("layers").get_mut(&2).expect("layer").keys.rotations[0] =
+        Numbers(8).rotation(DIM);
+    let found = errors(&verify(&file)).join("\n");
+    assert!(found.contains("keys per layer, layer 2: rotations do not belong to their metric"), "{found}");
+}
+
+fn fixture(name: &str) -> pt::PtFile {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/rotations");
+    pt::read(&folder.join(format!("{name}.pt"))).expect("fixture")
+}
+
+#[test]
+fn verification_of_published_files() {
+    let pair = verify_pt_pair(&fixture("format1_k"), &fixture("format1_v"));
+    assert_eq!(errors(&pair), Vec::<String>::new());
+    assert!(pair.findings.iter().any(|finding| finding.message.contains("no key mean")));
+    assert!(pair.not_checked.iter().any(|text| text.contains("fingerprint")));
+    let swapped = verify_pt_pair(&fixture("format1_v"), &fixture("format1_k"));
+    assert!(errors(&swapped)[0].contains("keys and values are swapped"));
+    let hadamard = verify_pt(&fixture("shared_storage"));
+    assert!(hadamard.findings.iter().any(|finding| finding.message.contains("Hadamard")));
+    assert!(hadamard.findings.iter().any(|finding| finding.message.contains("every 4th")));
+    assert!(errors(&verify_pt(&fixture("missing_layer")))[0].contains("layer 2 missing"));
+    assert!(errors(&verify_pt(&fixture("not_orthogonal")))[0].contains("not rotations"));
+    let mut renamed = fixture("format1_k");
+    renamed.path = "v_rotation_qqt_r_h_pbr.pt".into();
+    assert!(errors(&verify_pt(&renamed))[0].contains("named as the other side"));
+}
+
+#[test]
+fn comparison_sees_what_changed_and_only_that() {
+    let original = file(9);
+    assert!(diff::diff(&original, &original).is_equal());
+    let mut other = original.clone();
+    other.header.tokens = 8192;
+    let layer = other.heads.as_mut().expect("heads").get_mut(&2).expect("layer");
+    // Signs of eigenvectors are arbitrary: the matrix is another one, the space the same.
+    let basis = Composition::RHPbr.compose(&SquareMatrix::identity(DIM)).transpose();
+    let vectors = layer.keys.rotations[0].multiply(&basis);
+    let flipped =
+        SquareMatrix::from_fn(DIM, |i, j| if j % 2 == 0 { -vectors.get(i, j) } else { vectors.get(i, j) });
+    layer.keys.rotations[0] = Composition::RHPbr.compose(&flipped);
+    layer.keys.rotations[1] = Numbers(1).rotation(DIM);
+    layer.keys.rules[1] = Rule::MIN_MAX;
+    layer.keys.means.as_mut().expect("means")[0].iter_mut().for_each(|value| *value *= 2.0);
+    layer.values.eigenvalues[0].reverse();
+    other.layers.as_mut().expect("layers").remove(&0);
+    let found = diff::diff(&original, &other);
+    assert_eq!(found.header, [("tokens", "16384".to_owned(), "8192".to_owned())]);
+    assert_eq!((found.only_first, found.only_second), (vec![(Scope::Layer, 0)], vec![]));
+    let changed: Vec<_> = found.differences.iter().filter(|difference| !difference.is_none()).collect();
+    assert_eq!(changed.len(), 3);
+    let [signs, random, values] = changed[..] else { panic!("three differences") };
+    assert!(signs.rotation > 0.1 && (signs.alignment.expect("basis") - 1.0).abs() < 1e-5, "{signs:?}");
+    assert!((signs.mean.expect("mean") - 0.5).abs() < 1e-6, "{signs:?}");
+    assert!(random.alignment.expect("basis") < 0.9, "{random:?}");
+    assert_eq!(random.rules, Some((Rule::Search, Rule::MIN_MAX)));
+    assert!(values.rotation == 0.0 && values.eigenvalues.expect("spectrum") > 0.1, "{values:?}");
+}
+
+#[test]
+fn interleaved_keys_are_the_same_keys() {
+    assert_eq!(interleaved_order(8, 8), [0, 4, 1, 5, 2, 6, 3, 7]);
+    assert_eq!(interleaved_order(8, 4), [0, 2, 1, 3, 4, 5, 6, 7]);
+    for rotary in [DIM, DIM / 2] {
+        let original = file(10);
+        let moved = to_interleaved(&original, rotary);
+        assert_eq!(from_interleaved(&moved, rotary), original);
+        let (a, b) =
+            (&original.heads.as_ref().expect("heads")[&0], &moved.heads.as_ref().expect("heads")[&0]);
+        assert_eq!(a.values, b.values);
+        // A key in the other order, rotated by the other file, gives the same numbers; so does its cost.
+        let order = interleaved_order(DIM, rotary);
+        let mut numbers = Numbers(4);
+        let key: Vec<f64> = (0..DIM).map(|_| numbers.next()).collect();
+        let moved_key: Vec<f64> = order.iter().map(|&from| key[from]).collect();
+        let rotate = |side: &SideRotations, key: &[f64]| {
+            let mean = &side.means.as_ref().expect("means")[1];
+            let centred: Vec<f64> = key.iter().zip(mean).map(|(key, &mean)| key - f64::from(mean)).collect();
+            side.rotations[1].apply_to_row(&centred)
+        };
+        let cost = |side: &SideRotations, key: &[f64]| -> f64 {
+            let metric = &side.metrics.as_ref().expect("metrics")[1];
+            metric.apply_to_row(key).iter().zip(key).map(|(a, b)| a * b).sum()
+        };
+        let worst = rotate(&a.keys, &key)
+            .iter()
+            .zip(rotate(&b.keys, &moved_key))
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f64::max);
+        assert!(worst < 1e-12);
+        assert!((cost(&a.keys, &key) - cost(&b.keys, &moved_key)).abs() < 1e-9);
+    }
+}
+
+#[test]
+fn rotations_of_another_model_are_refused_unless_forced() {
+    let geometry = KvGeometry { layers: LAYERS, kv_heads: HEADS, head_dim: DIM };
+    let (own, other) = ("ab".repeat(32), "00".repeat(32));
+    let mut file = file(11);
+    assert!(matches!(check_model(&file, &own, geometry, false), Ok(None)));
+    let error = check_model(&file, &other, geometry, false).expect_err("another model");
+    assert!(error.fix().expect("fix").contains("--force-rotations"), "{error}");
+    assert!(
+        check_model(&file, &other, geometry, true)
+            .expect("forced")
+            .expect("warning")
+            .contains("another model")
+    );
+    for wrong in [
+        KvGeometry { head_dim: 32, ..geometry },
+        KvGeometry { kv_heads: 1, ..geometry },
+        KvGeometry { layers: LAYERS + 1, ..geometry },
+        KvGeometry { layers: LAYERS - 1, ..geometry },
+    ] {
+        let error = check_model(&file, &own, wrong, true).expect_err("sizes cannot be forced");
+        assert!(matches!(error, RotationError::OtherModel { can_force: false, .. }), "{error}");
+    }
+    file.header.model_fingerprint = None;
+    assert!(
+        check_model(&file, &own, geometry, false)
+            .expect("sizes fit")
+            .expect("warning")
+            .contains("only its sizes")
+    );
+}
+
+#[test]
+fn the_cache_is_searched_by_fingerprint() {
+    let folder = tempfile::tempdir().expect("folder");
+    assert!(find::find(folder.path(), &"ab".repeat(32)).is_none());
+    let mut other = file(12);
+    other.header.model_fingerprint = Some("11".repeat(32));
+    safetensors::write(&folder.path().join("a.safetensors"), &other).expect("write");
+    safetensors::write(&folder.path().join("b.safetensors"), &file(13)).expect("write");
+    fs::write(folder.path().join("broken.safetensors"), "not a file").expect("write");
+    fs::write(folder.path().join(".x.partial"), "").expect("write");
+    let found = find::find(folder.path(), &"ab".repeat(32)).expect("found");
+    assert_eq!(found.name, "b");
+    assert_eq!(found.load().expect("load"), file(13));
+    let listed = find::available(folder.path());
+    assert_eq!(listed.iter().take(3).map(Result::is_ok).collect::<Vec<_>>(), [true, true, false]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+
+    #[test]
+    fn any_file_comes_back(seed in any::<u64>(), tokens in any::<usize>(), name in ".{0,40}") {
+        let mut original = file(seed);
+        original.header.tokens = tokens;
+        original.header.model = name;
+        let (_folder, path) = saved(&original);
+        prop_assert_eq!(safetensors::read(&path).expect("read"), original);
+    }
+
+    #[test]
+    fn hadamard_rotations_survive_every_order(half in 1usize..16) {
+        let dim = 2 * half;
+        let order = interleaved_order(dim, dim);
+        let moved = hadamard::matrix(dim).permute_rows(&order);
+        prop_assert!(moved.orthogonality_error() < 1e-12);
+    }
+}
