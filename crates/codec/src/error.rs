@@ -2,6 +2,7 @@
 
 /// A codec refused its input. Nothing has been written when one of these is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum CodecError {
     /// NaN or infinity in a key or value row, before or after its rotation.
     #[error("row {row}, channel {channel} is not a finite number; a sealed row cannot hold NaN or infinity")]
@@ -51,6 +52,12 @@ pub enum CodecError {
         /// KV heads per layer the codec has.
         heads: usize,
     },
+    /// Heads of one layer have pages of different layouts.
+    #[error("the heads of layer {layer} have pages of different layouts")]
+    MixedLayouts {
+        /// The layer.
+        layer: usize,
+    },
     /// A name that stands for nothing we know.
     #[error("unknown {what} {name:?}; known: {known}")]
     UnknownName {
@@ -68,6 +75,14 @@ impl CodecError {
     pub fn in_row(self, row: usize) -> Self {
         match self {
             CodecError::NotFinite { channel, .. } => CodecError::NotFinite { row, channel },
+            other => other,
+        }
+    }
+
+    /// The same error, with so many rows of the caller's slice before its own.
+    pub fn after_rows(self, before: usize) -> Self {
+        match self {
+            CodecError::NotFinite { row, channel } => CodecError::NotFinite { row: before + row, channel },
             other => other,
         }
     }

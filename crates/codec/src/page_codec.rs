@@ -7,28 +7,37 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
 use crate::cache_codec::{CacheCodec, HeadIndex, Side};
-use crate::code_page::CodeLayout;
 use crate::error::{CodecError, check_finite, check_length};
-use crate::fp8_page::Fp8Layout;
 use crate::hadamard;
-use crate::int2::{HeadEncoder, Int2Codec};
-use crate::page::{KvGeometry, PAGE_TOKENS, PageFormat};
-use crate::quantise::{RowFormat, quantise_row};
-use crate::rule::{Rule, ScaleType};
+use crate::layout::bf16::Bf16Layout;
+use crate::layout::codes::{CodeLayout, CodeRows};
+use crate::layout::fp8::Fp8Layout;
+use crate::layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
+use crate::rule::Rule;
 use crate::transform::HeadTransform;
 
-/// The codec of a paged cache: a transform per layer, KV head and side, and a format per layer.
+/// How the rows of one head and side are encoded.
+#[derive(Clone, Debug)]
+pub struct HeadEncoder {
+    /// Centring and rotation, before rows are stored anywhere.
+    pub transform: HeadTransform,
+    /// From transformed rows to the bytes of a sealed page.
+    pub rows: RowEncoder,
+}
+
+impl HeadEncoder {
+    /// An encoder of codes. With `published` they are chosen against the unrounded scale, as in the paper.
+    pub fn codes(transform: HeadTransform, layout: CodeLayout, rule: Rule, published: bool) -> HeadEncoder {
+        HeadEncoder { transform, rows: RowEncoder::Codes(CodeRows { layout, rule, published }) }
+    }
+}
+
+/// The codec of a paged cache: an encoder per layer, KV head and side, and a layout per layer.
 #[derive(Clone, Debug)]
 pub struct PageCodec {
     name: String,
     geometry: KvGeometry,
-    scale_type: ScaleType,
-    published: bool,
-    /// `[layer]`.
-    formats: Vec<PageFormat>,
     /// `[layer · kv_heads + head]`.
     keys: Vec<HeadEncoder>,
     values: Vec<HeadEncoder>,
@@ -37,104 +46,99 @@ pub struct PageCodec {
 }
 
 impl PageCodec {
-    /// 2-bit pages with the rotations and rules of `codec`.
-    pub fn int2(codec: Int2Codec) -> PageCodec {
-        let geometry = KvGeometry {
-            layers: codec.layers(),
-            kv_heads: codec.kv_heads(),
-            head_dim: codec.layout().head_dim(),
-        };
-        let (scale_type, published, format) = (codec.scale_type(), codec.is_published(), codec.format());
-        let name = codec.name().to_owned();
-        let (keys, values) = codec.into_encoders();
-        PageCodec {
-            name,
-            geometry,
-            scale_type,
-            published,
-            formats: vec![format; geometry.layers],
-            keys,
-            values,
-            offsets: Vec::new(),
+    /// A codec whose encoders are indexed by `layer * kv_heads + head`. All heads of a layer, keys and values, have one
+    /// layout.
+    pub fn new(
+        name: impl Into<String>,
+        geometry: KvGeometry,
+        keys: Vec<HeadEncoder>,
+        values: Vec<HeadEncoder>,
+    ) -> Result<PageCodec, CodecError> {
+        let KvGeometry { layers, kv_heads, head_dim } = geometry;
+        check_length("key encoders (one per layer and KV head)", layers * kv_heads, keys.len())?;
+        check_length("value encoders (one per key encoder)", keys.len(), values.len())?;
+        if kv_heads == 0 {
+            return Err(CodecError::Shape { what: "KV heads, at least", expected: 1, got: 0 });
         }
-        .with_offsets()
+        for encoder in keys.iter().chain(&values) {
+            check_length("channels of a rotation", head_dim, encoder.transform.dim())?;
+            check_length("channels of a page", head_dim, encoder.rows.layout().head_dim())?;
+        }
+        for (layer, (keys, values)) in keys.chunks(kv_heads).zip(values.chunks(kv_heads)).enumerate() {
+            let layout = keys[0].rows.layout();
+            if keys.iter().chain(values).any(|encoder| encoder.rows.layout() != layout) {
+                return Err(CodecError::MixedLayouts { layer });
+            }
+        }
+        Ok(PageCodec { name: name.into(), geometry, keys, values, offsets: Vec::new() }.with_offsets())
     }
 
     /// 4-bit pages: (block) Hadamard, min-max over the row, f16 scales. Keys are centred when their means, indexed by
     /// `layer * kv_heads + head`, are given.
     pub fn int4(geometry: KvGeometry, key_means: Option<Vec<Vec<f32>>>) -> Result<PageCodec, CodecError> {
-        CodeLayout::int4(geometry.head_dim, 1)?;
+        let layout = CodeLayout::new(4, geometry.head_dim, 1)?;
         let transform = HeadTransform::new(None, &hadamard::matrix(geometry.head_dim))?;
-        Self::uniform("int4", geometry, PageFormat::Int4 { groups: 1 }, transform, key_means)
+        let encoder = HeadEncoder::codes(transform, layout, Rule::MIN_MAX, false);
+        Self::uniform("int4", geometry, encoder, key_means)
     }
 
     /// Pages of 8-bit floats with a scale per row, not rotated. Keys are centred when their means, indexed by
     /// `layer * kv_heads + head`, are given.
     pub fn fp8(geometry: KvGeometry, key_means: Option<Vec<Vec<f32>>>) -> Result<PageCodec, CodecError> {
-        Fp8Layout::new(geometry.head_dim)?;
+        let rows = RowEncoder::Fp8(Fp8Layout::new(geometry.head_dim)?);
         let transform = HeadTransform::identity(geometry.head_dim);
-        Self::uniform("fp8", geometry, PageFormat::Fp8, transform, key_means)
+        Self::uniform("fp8", geometry, HeadEncoder { transform, rows }, key_means)
     }
 
-    /// One transform for all heads but for the means of their keys.
+    /// One encoder for all heads but for the means of their keys.
     fn uniform(
         name: &str,
         geometry: KvGeometry,
-        format: PageFormat,
-        transform: HeadTransform,
+        encoder: HeadEncoder,
         key_means: Option<Vec<Vec<f32>>>,
     ) -> Result<PageCodec, CodecError> {
         let heads = geometry.layers * geometry.kv_heads;
-        let values = vec![HeadEncoder::new(transform.clone(), Rule::MIN_MAX); heads];
         let keys = match key_means {
-            None => values.clone(),
+            None => vec![encoder.clone(); heads],
             Some(means) => {
                 check_length("key means (one per layer and KV head)", heads, means.len())?;
                 let centred = |(row, mean): (usize, Vec<f32>)| {
-                    let transform = transform.with_mean(Some(mean)).map_err(|error| error.in_row(row))?;
-                    Ok(HeadEncoder::new(transform, Rule::MIN_MAX))
+                    let transform =
+                        encoder.transform.with_mean(Some(mean)).map_err(|error| error.in_row(row))?;
+                    Ok(HeadEncoder { transform, rows: encoder.rows })
                 };
                 means.into_iter().enumerate().map(centred).collect::<Result<_, CodecError>>()?
             }
         };
-        let codec = PageCodec {
-            name: name.to_owned(),
-            geometry,
-            scale_type: ScaleType::F16,
-            published: false,
-            formats: vec![format; geometry.layers],
-            keys,
-            values,
-            offsets: Vec::new(),
-        };
-        Ok(codec.with_offsets())
+        Self::new(name, geometry, keys, vec![encoder; heads])
     }
 
     /// The same codec, but `layers` seal to bf16: a copy. Their rows are neither centred nor rotated, so these layers
     /// read what a bf16 cache reads.
     pub fn keep_bf16(mut self, layers: &[usize]) -> Result<PageCodec, CodecError> {
         let KvGeometry { kv_heads, head_dim, .. } = self.geometry;
-        let identity = HeadTransform::identity(head_dim);
+        let exact = HeadEncoder {
+            transform: HeadTransform::identity(head_dim),
+            rows: RowEncoder::Bf16(Bf16Layout::new(head_dim)),
+        };
         for &layer in layers {
             self.check_head(HeadIndex { layer, head: 0 })?;
             if !head_dim.is_multiple_of(2) {
                 return Err(CodecError::HeadDim { head_dim, reason: "bf16 pages hold channels in pairs" });
             }
-            self.formats[layer] = PageFormat::Bf16;
             for index in layer * kv_heads..(layer + 1) * kv_heads {
-                self.keys[index].transform = identity.clone();
-                self.values[index].transform = identity.clone();
+                self.keys[index] = exact.clone();
+                self.values[index] = exact.clone();
             }
         }
         Ok(self.with_offsets())
     }
 
     fn with_offsets(mut self) -> Self {
-        let KvGeometry { kv_heads, head_dim, .. } = self.geometry;
         let mut end = 0;
         self.offsets = vec![0];
-        for format in &self.formats {
-            end += kv_heads * format.page_bytes(head_dim);
+        for layer in 0..self.geometry.layers {
+            end += self.geometry.kv_heads * self.layout(layer).page_bytes();
             self.offsets.push(end);
         }
         self
@@ -150,60 +154,27 @@ impl PageCodec {
         &self.name
     }
 
-    /// How the pages of a layer are sealed.
+    /// How the pages of a layer are stored.
     ///
     /// # Panics
     /// When there is no such layer.
-    pub fn layer_format(&self, layer: usize) -> PageFormat {
-        self.formats[layer]
+    pub fn layout(&self, layer: usize) -> PageLayout {
+        self.keys[layer * self.geometry.kv_heads].rows.layout()
     }
 
-    /// The order of the codes in the pages of a layer, where these hold codes.
-    ///
-    /// # Panics
-    /// When there is no such layer.
-    pub fn code_layout(&self, layer: usize) -> Option<CodeLayout> {
-        let head_dim = self.geometry.head_dim;
-        let layout = match self.layer_format(layer) {
-            PageFormat::Int2 { groups } => CodeLayout::int2(head_dim, groups),
-            PageFormat::Int4 { groups } => CodeLayout::int4(head_dim, groups),
-            PageFormat::Bf16 | PageFormat::Fp8 => return None,
+    /// The encoder of one head and side.
+    pub fn encoder(&self, head: HeadIndex, side: Side) -> Result<&HeadEncoder, CodecError> {
+        self.check_head(head)?;
+        let encoders = match side {
+            Side::Key => &self.keys,
+            Side::Value => &self.values,
         };
-        Some(layout.expect("the constructors have checked the shape"))
-    }
-
-    /// The order of the elements in the pages of a layer, where these hold 8-bit floats.
-    ///
-    /// # Panics
-    /// When there is no such layer.
-    pub fn fp8_layout(&self, layer: usize) -> Option<Fp8Layout> {
-        match self.layer_format(layer) {
-            PageFormat::Fp8 => {
-                Some(Fp8Layout::new(self.geometry.head_dim).expect("the constructors have checked the shape"))
-            }
-            _ => None,
-        }
-    }
-
-    /// How the scales of codes are stored. Those of 8-bit floats are always f16.
-    pub fn scale_type(&self) -> ScaleType {
-        self.scale_type
+        Ok(&encoders[head.layer * self.geometry.kv_heads + head.head])
     }
 
     /// What the rows of one head and side go through before they are stored in any tier.
     pub fn transform(&self, head: HeadIndex, side: Side) -> Result<&HeadTransform, CodecError> {
         Ok(&self.encoder(head, side)?.transform)
-    }
-
-    /// How the rows of one head and side become codes. Without meaning in layers that hold no codes.
-    pub fn row_format(&self, head: HeadIndex, side: Side) -> Result<RowFormat, CodecError> {
-        let rule = self.encoder(head, side)?.rule;
-        let (groups, levels) = match self.formats[head.layer] {
-            PageFormat::Int2 { groups } => (groups, 4),
-            PageFormat::Int4 { groups } => (groups, 16),
-            PageFormat::Bf16 | PageFormat::Fp8 => (1, 4),
-        };
-        Ok(RowFormat { groups, rule, scale_type: self.scale_type, published: self.published, levels })
     }
 
     /// Bytes of one sealed page over all layers and heads.
@@ -225,7 +196,7 @@ impl PageCodec {
     /// # Panics
     /// When there is no such layer.
     pub fn head_bytes(&self, layer: usize) -> usize {
-        self.layer_format(layer).page_bytes(self.geometry.head_dim)
+        self.layout(layer).page_bytes()
     }
 
     /// Where one head lies in a sealed page.
@@ -251,22 +222,10 @@ impl PageCodec {
         for (token, row) in sides.iter().flat_map(|(_, rows)| rows.chunks_exact(dim).enumerate()) {
             check_finite(row, token)?;
         }
-        let (codes, floats) = (self.code_layout(head.layer), self.fp8_layout(head.layer));
         for (side, rows) in sides {
+            let encoder = &self.encoder(head, side)?.rows;
             for (token, row) in rows.chunks_exact(dim).enumerate() {
-                if let Some(layout) = codes {
-                    let format = self.row_format(head, side)?;
-                    let (mut codes, mut scales) = (vec![0; dim], vec![(0, 0); layout.groups()]);
-                    quantise_row(row, &format, &mut codes, &mut scales)?;
-                    layout.write_token(out, side, token, &codes, &scales)?;
-                } else if let Some(layout) = floats {
-                    layout.write_token(out, side, token, row)?;
-                } else {
-                    for (channel, &x) in row.iter().enumerate() {
-                        let at = bf16_position(dim, side, token, channel);
-                        out[at..at + 2].copy_from_slice(&bf16::from_f32(x).to_le_bytes());
-                    }
-                }
+                encoder.write_token(out, side, token, row)?;
             }
         }
         Ok(())
@@ -281,32 +240,63 @@ impl PageCodec {
         values: &mut [f32],
     ) -> Result<(), CodecError> {
         self.check_page(head, keys.len(), values.len(), page.len())?;
-        let dim = self.geometry.head_dim;
-        let (codes, floats) = (self.code_layout(head.layer), self.fp8_layout(head.layer));
+        let (dim, layout) = (self.geometry.head_dim, self.layout(head.layer));
         for (side, rows) in [(Side::Key, keys), (Side::Value, values)] {
             for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
-                if let Some(layout) = codes {
-                    layout.decode_token(page, side, token, self.scale_type, row)?;
-                } else if let Some(layout) = floats {
-                    layout.decode_token(page, side, token, row)?;
-                } else {
-                    for (channel, x) in row.iter_mut().enumerate() {
-                        let at = bf16_position(dim, side, token, channel);
-                        *x = bf16::from_le_bytes([page[at], page[at + 1]]).to_f32();
-                    }
-                }
+                layout.decode_token(page, side, token, row)?;
             }
         }
         Ok(())
     }
 
-    fn encoder(&self, head: HeadIndex, side: Side) -> Result<&HeadEncoder, CodecError> {
-        self.check_head(head)?;
-        let encoders = match side {
-            Side::Key => &self.keys,
-            Side::Value => &self.values,
-        };
-        Ok(&encoders[head.layer * self.geometry.kv_heads + head.head])
+    /// Transforms up to 64 rows of one side and writes them to a page of one head, from its first token on. On an error
+    /// the page is as it was.
+    pub fn encode_rows(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        rows: &[f32],
+        page: &mut [u8],
+    ) -> Result<(), CodecError> {
+        let encoder = self.encoder(head, side)?;
+        let dim = self.geometry.head_dim;
+        let tokens = rows.len() / dim;
+        check_length("values of whole rows", tokens * dim, rows.len())?;
+        check_length("bytes of a sealed page", self.head_bytes(head.layer), page.len())?;
+        if tokens > PAGE_TOKENS {
+            return Err(CodecError::Shape { what: "tokens of a page", expected: PAGE_TOKENS, got: tokens });
+        }
+        let mut transformed = vec![0.0; rows.len()];
+        for (token, (row, out)) in
+            rows.chunks_exact(dim).zip(transformed.chunks_exact_mut(dim)).enumerate()
+        {
+            check_finite(row, token)?;
+            encoder.transform.apply(row, out);
+            check_finite(out, token)?;
+        }
+        for (token, row) in transformed.chunks_exact(dim).enumerate() {
+            encoder.rows.write_token(page, side, token, row)?;
+        }
+        Ok(())
+    }
+
+    /// The first rows of one side of a page as a reader sees them, with the transform undone.
+    pub fn decode_rows(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        page: &[u8],
+        rows: &mut [f32],
+    ) -> Result<(), CodecError> {
+        let dim = self.geometry.head_dim;
+        check_length("values of whole rows", rows.len() / dim * dim, rows.len())?;
+        let (transform, layout) = (self.transform(head, side)?, self.layout(head.layer));
+        let mut stored = vec![0.0; dim];
+        for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
+            layout.decode_token(page, side, token, &mut stored)?;
+            transform.undo(&stored, row);
+        }
+        Ok(())
     }
 
     fn check_head(&self, HeadIndex { layer, head }: HeadIndex) -> Result<(), CodecError> {
@@ -333,11 +323,29 @@ impl PageCodec {
     }
 }
 
-/// Byte of an element of a bf16 page: keys `[d/2][64 tokens][2]`, then values `[32 token pairs][d][2]`, the order of
-/// the CPU kernels.
-fn bf16_position(head_dim: usize, side: Side, token: usize, channel: usize) -> usize {
-    2 * match side {
-        Side::Key => (channel / 2 * PAGE_TOKENS + token) * 2 + channel % 2,
-        Side::Value => PAGE_TOKENS * head_dim + (token / 2 * head_dim + channel) * 2 + token % 2,
+impl CacheCodec for PageCodec {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+        self.check_head(head)?;
+        let page_values = PAGE_TOKENS * self.geometry.head_dim;
+        let mut decoded = vec![0.0; rows.len()];
+        let mut page = vec![0; self.head_bytes(head.layer)];
+        for (index, (rows, decoded)) in
+            rows.chunks(page_values).zip(decoded.chunks_mut(page_values)).enumerate()
+        {
+            self.encode_rows(head, side, rows, &mut page)
+                .map_err(|error| error.after_rows(index * PAGE_TOKENS))?;
+            self.decode_rows(head, side, &page, decoded)?;
+        }
+        rows.copy_from_slice(&decoded);
+        Ok(())
+    }
+
+    fn token_bytes(&self, _: usize) -> f64 {
+        let heads = self.geometry.layers * self.geometry.kv_heads;
+        self.page_bytes() as f64 / (heads * PAGE_TOKENS) as f64
     }
 }

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use crate::cache_codec::CacheCodec;
-use crate::page::{PAGE_TOKENS, PageFormat};
+use crate::layout::{PAGE_TOKENS, PageLayout};
 
 /// The first `sink` and the last `recent` tokens are read exactly; what lies between is read from the codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,14 +52,14 @@ impl Windows {
     }
 
     /// Bytes a paged cache allocates for one layer and one KV head of a sequence of `length` tokens.
-    pub fn cache_bytes(&self, format: PageFormat, head_dim: usize, length: usize) -> usize {
+    pub fn cache_bytes(&self, layout: PageLayout, length: usize) -> usize {
         let (exact, sealed) = self.pages(length);
-        exact * PageFormat::Bf16.page_bytes(head_dim) + sealed * format.page_bytes(head_dim)
+        exact * PageLayout::bf16(layout.head_dim()).page_bytes() + sealed * layout.page_bytes()
     }
 
     /// Bits a paged cache allocates per key or value element of a sequence of `length` tokens.
-    pub fn cache_bits_per_element(&self, format: PageFormat, head_dim: usize, length: usize) -> f64 {
-        self.cache_bytes(format, head_dim, length) as f64 * 8.0 / (length * 2 * head_dim) as f64
+    pub fn cache_bits_per_element(&self, layout: PageLayout, length: usize) -> f64 {
+        self.cache_bytes(layout, length) as f64 * 8.0 / (length * 2 * layout.head_dim()) as f64
     }
 
     /// Bits per element when exactly the windows' tokens are in bf16 and the rest costs `history_bits`.
@@ -121,7 +121,9 @@ impl PageWindows {
 mod tests {
     use super::*;
 
-    const INT2: PageFormat = PageFormat::Int2 { groups: 1 };
+    fn int2() -> PageLayout {
+        PageLayout::int2(128, 1).expect("a layout")
+    }
 
     /// The published table of effective bits: group and scale bytes, base, at 32K, at 128K.
     #[test]
@@ -135,7 +137,7 @@ mod tests {
             assert!((windows.mixed_bits_per_element(bits, 32 << 10) - at_32k).abs() < 0.005);
             assert!((windows.mixed_bits_per_element(bits, 128 << 10) - at_128k).abs() < 0.005);
         }
-        assert_eq!(INT2.bits_per_element(128), 2.25);
+        assert_eq!(int2().bits_per_element(), 2.25);
         let exact = Windows::default().mixed_bits_per_element(2.25, 128 << 10);
         assert!((exact - 2.284).abs() < 0.0005, "{exact}");
     }
@@ -157,12 +159,12 @@ mod tests {
     #[test]
     fn pages_cost_more_than_tokens_and_say_so() {
         let windows = Windows::default();
-        let paged = windows.cache_bits_per_element(INT2, 128, 32 << 10);
+        let paged = windows.cache_bits_per_element(int2(), 32 << 10);
         assert!((paged - (6.0 * 16.0 + 506.0 * 2.25) / 512.0).abs() < 1e-12);
         assert!((paged - 2.41).abs() < 0.005, "{paged}");
-        assert_eq!(windows.cache_bytes(INT2, 128, 64), PageFormat::Bf16.page_bytes(128));
+        assert_eq!(windows.cache_bytes(int2(), 64), PageLayout::bf16(128).page_bytes());
         // A short sequence is all bf16, and a page is allocated whole.
-        assert_eq!(windows.cache_bits_per_element(INT2, 128, 16), 64.0);
+        assert_eq!(windows.cache_bits_per_element(int2(), 16), 64.0);
         assert_eq!(windows.mixed_bits_per_element(2.25, 16), 16.0);
         assert_eq!(Windows::NONE.mixed_bits_per_element(2.25, 4096), 2.25);
     }

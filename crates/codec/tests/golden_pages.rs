@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
-use oscar_codec::{HeadEncoder, HeadIndex, HeadTransform, Int2Codec, Rule, ScaleType, SquareMatrix};
+use oscar_codec::{
+    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, Side, SquareMatrix,
+};
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 
@@ -40,21 +42,16 @@ impl Case {
             } else {
                 HeadTransform::new(mean, &matrix).unwrap()
             };
-            vec![HeadEncoder::new(transform, self.rules[side as usize])]
+            let layout = CodeLayout::new(2, self.dim, self.groups).unwrap().with_scales(self.scale_type);
+            vec![HeadEncoder::codes(transform, layout, self.rules[side as usize], self.published)]
         };
-        let codec = Int2Codec::new(
-            "golden",
-            self.dim,
-            1,
-            self.groups,
-            self.scale_type,
-            self.published,
-            encoder(0),
-            encoder(1),
-        )
-        .unwrap();
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: self.dim };
+        let codec = PageCodec::new("golden", geometry, encoder(0), encoder(1)).unwrap();
         let rows = |side: u64| numbers(self.seed + 10 * side, 64 * self.dim);
-        codec.encode_page(HEAD, &rows(0), &rows(1)).unwrap()
+        let mut page = vec![0; codec.head_bytes(0)];
+        codec.encode_rows(HEAD, Side::Key, &rows(0), &mut page).unwrap();
+        codec.encode_rows(HEAD, Side::Value, &rows(1), &mut page).unwrap();
+        page
     }
 }
 

@@ -6,8 +6,8 @@ mod support;
 
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{
-    CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS,
-    PageCodec, PageFormat, Rule, ScaleType, Side,
+    CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS,
+    PageCodec, PageLayout, Rule, ScaleType, Side,
 };
 use support::{Random, random_rotation, relative_error};
 
@@ -18,7 +18,8 @@ fn geometry(head_dim: usize) -> KvGeometry {
     KvGeometry { layers: 3, kv_heads: 2, head_dim }
 }
 
-fn int2(head_dim: usize, groups: usize, published: bool) -> Int2Codec {
+fn int2(head_dim: usize, groups: usize, published: bool) -> PageCodec {
+    let layout = CodeLayout::new(2, head_dim, groups).unwrap().with_scales(ScaleType::Bf16);
     let mut random = Random::new(head_dim as u64);
     let mut encoders = |rule| {
         let heads = 0..6_u64;
@@ -31,12 +32,12 @@ fn int2(head_dim: usize, groups: usize, published: bool) -> Int2Codec {
                 } else {
                     HeadTransform::new(Some(mean), &rotation).unwrap()
                 };
-                HeadEncoder::new(transform, rule)
+                HeadEncoder::codes(transform, layout, rule, published)
             })
             .collect::<Vec<_>>()
     };
     let (keys, values) = (encoders(Rule::Search), encoders(Rule::Clip(0.92)));
-    Int2Codec::new("test", head_dim, 2, groups, ScaleType::Bf16, published, keys, values).unwrap()
+    PageCodec::new("test", geometry(head_dim), keys, values).unwrap()
 }
 
 fn means(head_dim: usize) -> Vec<Vec<f32>> {
@@ -77,17 +78,18 @@ fn sizes_are_those_of_the_formats_and_heads_lie_one_after_the_other() {
     for dim in DIMS {
         let geometry = geometry(dim);
         let codecs = [
-            (PageCodec::int2(int2(dim, 2, false)), PageFormat::Int2 { groups: 2 }),
-            (PageCodec::int4(geometry, None).unwrap(), PageFormat::Int4 { groups: 1 }),
-            (PageCodec::fp8(geometry, Some(means(dim))).unwrap(), PageFormat::Fp8),
+            (int2(dim, 2, false), 128 * dim.next_multiple_of(32) / 4 + 2 * 512),
+            (PageCodec::int4(geometry, None).unwrap(), PageLayout::int4(dim, 1).unwrap().page_bytes()),
+            (PageCodec::fp8(geometry, Some(means(dim))).unwrap(), PageLayout::fp8(dim).unwrap().page_bytes()),
         ];
-        for (codec, format) in codecs {
+        for (codec, small) in codecs {
             assert_eq!(codec.geometry(), geometry);
-            assert_eq!(codec.page_bytes(), geometry.page_bytes(format));
+            assert_eq!(codec.page_bytes(), 6 * small);
+            let layout = codec.layout(0);
             let mixed = codec.keep_bf16(&[1]).unwrap();
-            assert_eq!(mixed.layer_format(0), format);
-            assert_eq!(mixed.layer_format(1), PageFormat::Bf16);
-            let (small, large) = (format.page_bytes(dim), PageFormat::Bf16.page_bytes(dim));
+            assert_eq!((mixed.layout(0), mixed.layout(2)), (layout, layout));
+            assert_eq!(mixed.layout(1), PageLayout::bf16(dim));
+            let large = PageLayout::bf16(dim).page_bytes();
             assert_eq!(mixed.page_bytes(), 4 * small + 2 * large);
             let mut end = 0;
             for layer in 0..3 {
@@ -102,25 +104,24 @@ fn sizes_are_those_of_the_formats_and_heads_lie_one_after_the_other() {
             }
             assert_eq!(end, mixed.page_bytes());
             assert!(mixed.transform(HEAD, Side::Key).unwrap().is_identity());
-            assert!(mixed.code_layout(1).is_none() && mixed.fp8_layout(1).is_none());
-            assert!(mixed.code_layout(2).is_some() != mixed.fp8_layout(2).is_some());
         }
     }
 }
 
-/// Sealing what a window holds gives the bytes of the codec the lab measures.
+/// Sealing what a window holds gives the bytes of rows that are encoded at once.
 #[test]
-fn two_bit_pages_are_those_of_the_codec() {
+fn windows_seal_to_the_bytes_of_their_rows() {
     for (dim, groups, published) in
         [(32, 1, false), (48, 2, false), (64, 1, true), (96, 1, false), (128, 4, true), (256, 1, false)]
     {
-        let lab = int2(dim, groups, published);
-        let codec = PageCodec::int2(lab.clone());
-        assert_eq!((codec.name(), codec.scale_type()), ("test", ScaleType::Bf16));
+        let codec = int2(dim, groups, published);
+        assert_eq!(codec.name(), "test");
         for head in [HEAD, HeadIndex { layer: 2, head: 0 }] {
             let mut random = Random::new(41);
             let (keys, values) = (random.gaussians(64 * dim), random.gaussians(64 * dim));
-            let expected = lab.encode_page(head, &keys, &values).unwrap();
+            let mut expected = vec![0; codec.head_bytes(head.layer)];
+            codec.encode_rows(head, Side::Key, &keys, &mut expected).unwrap();
+            codec.encode_rows(head, Side::Value, &values, &mut expected).unwrap();
             let mut page = vec![0xa5; expected.len()];
             let keys = transformed(&codec, head, Side::Key, &keys);
             let values = transformed(&codec, head, Side::Value, &values);
@@ -192,7 +193,7 @@ fn centring_is_what_the_means_are_for() {
 #[test]
 fn layers_kept_in_bf16_lose_nothing() {
     let dim = 48;
-    let codec = PageCodec::int2(int2(dim, 1, false)).keep_bf16(&[1]).unwrap();
+    let codec = int2(dim, 1, false).keep_bf16(&[1]).unwrap();
     let mut random = Random::new(44);
     let mut rows = || -> Vec<f32> {
         random.gaussians(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect()
@@ -205,7 +206,7 @@ fn layers_kept_in_bf16_lose_nothing() {
 fn bad_pages_are_refused_and_nothing_changes() {
     let dim = 64;
     let codecs = [
-        PageCodec::int2(int2(dim, 1, false)),
+        int2(dim, 1, false),
         PageCodec::int4(geometry(dim), None).unwrap(),
         PageCodec::fp8(geometry(dim), None).unwrap(),
         PageCodec::fp8(geometry(dim), None).unwrap().keep_bf16(&[0, 1, 2]).unwrap(),
@@ -262,7 +263,7 @@ fn degenerate_rows_seal_and_come_back_finite() {
     rows[6 * dim..7 * dim].iter_mut().for_each(|x| *x = x.signum() * 3e38);
     let rows: Vec<f32> = rows.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
     for codec in [
-        PageCodec::int2(int2(dim, 2, false)),
+        int2(dim, 2, false),
         PageCodec::int4(geometry(dim), None).unwrap(),
         PageCodec::fp8(geometry(dim), None).unwrap(),
     ] {

@@ -2,12 +2,13 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
+mod quartered;
 mod support;
 
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
     CacheCodec, CodeLayout, CodecError, Composition, Fp8Layout, HeadEncoder, HeadIndex, HeadTransform,
-    Int2Codec, PAGE_TOKENS, PageFormat, Rule, ScaleType, Side, SquareMatrix, hadamard, quartered,
+    KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, Side, SquareMatrix, hadamard,
 };
 use proptest::prelude::*;
 use support::{Random, random_rotation, relative_error};
@@ -15,7 +16,32 @@ use support::{Random, random_rotation, relative_error};
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 const SIDES: [Side; 2] = [Side::Key, Side::Value];
 
-fn codec(dim: usize, groups: usize, rule: Rule, published: bool) -> Int2Codec {
+/// A codec of one head.
+fn one_head(layout: CodeLayout, transform: HeadTransform, rule: Rule, published: bool) -> PageCodec {
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: layout.head_dim() };
+    let encoders = vec![HeadEncoder::codes(transform, layout, rule, published)];
+    PageCodec::new("test", geometry, encoders.clone(), encoders).unwrap()
+}
+
+fn code_layout(codec: &PageCodec) -> CodeLayout {
+    let PageLayout::Codes(layout) = codec.layout(0) else { panic!("a page of codes") };
+    layout
+}
+
+fn row_format(codec: &PageCodec, side: Side) -> RowFormat {
+    let RowEncoder::Codes(rows) = codec.encoder(HEAD, side).unwrap().rows else { panic!("rows of codes") };
+    rows.row_format()
+}
+
+/// A page of raw rows.
+fn encode_page(codec: &PageCodec, keys: &[f32], values: &[f32]) -> Vec<u8> {
+    let mut page = vec![0; codec.head_bytes(0)];
+    codec.encode_rows(HEAD, Side::Key, keys, &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Value, values, &mut page).unwrap();
+    page
+}
+
+fn codec(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
     let rotation = Composition::RHPbr.compose(&random_rotation(dim, 9));
     let transform = if published {
         HeadTransform::published(&rotation).unwrap()
@@ -23,8 +49,7 @@ fn codec(dim: usize, groups: usize, rule: Rule, published: bool) -> Int2Codec {
         let mean = Random::new(8).gaussians(dim);
         HeadTransform::new(Some(mean), &rotation).unwrap()
     };
-    let encoders = vec![HeadEncoder::new(transform, rule)];
-    Int2Codec::new("test", dim, 1, groups, ScaleType::F16, published, encoders.clone(), encoders).unwrap()
+    one_head(CodeLayout::new(2, dim, groups).unwrap(), transform, rule, published)
 }
 
 /// The documented word layout, read with shifts and masks and none of the crate's code.
@@ -71,9 +96,8 @@ fn a_page_has_no_holes_and_no_overlaps() {
     let shapes = [(32, 1), (48, 3), (64, 4), (96, 3), (128, 2), (256, 16)];
     for (bits, (dim, groups)) in shapes.into_iter().flat_map(|shape| [(2, shape), (4, shape)]) {
         let layout = CodeLayout::new(bits, dim, groups).unwrap();
-        let format = if bits == 2 { PageFormat::Int2 { groups } } else { PageFormat::Int4 { groups } };
-        assert_eq!(layout.format(), format);
-        assert_eq!(layout.page_bytes(), format.page_bytes(dim));
+        let padded = dim.next_multiple_of(32);
+        assert_eq!(layout.page_bytes(), 128 * padded * bits as usize / 8 + 512 * groups);
         let mask = layout.largest_code();
         let mut used = vec![0_u8; layout.page_bytes()];
         for side in SIDES {
@@ -102,7 +126,7 @@ fn eight_bit_pages_lie_in_the_order_of_bf16_pages() {
     for dim in [32, 48, 64, 96, 128, 256] {
         let layout = Fp8Layout::new(dim).unwrap();
         let padded = dim.next_multiple_of(32);
-        assert_eq!(layout.page_bytes(), PageFormat::Fp8.page_bytes(dim));
+        assert_eq!(layout.page_bytes(), 128 * (padded + 2));
         let mut used = vec![0_u8; layout.page_bytes()];
         let mut page = vec![0xa5; layout.page_bytes()];
         let mut random = Random::new(dim as u64);
@@ -157,15 +181,15 @@ fn both_layouts_hold_the_same_codes() {
         (256, 16, Rule::Gaussian, false),
     ] {
         let codec = codec(dim, groups, rule, published);
-        let layout = codec.layout();
+        let layout = &code_layout(&codec);
         let mut random = Random::new(11);
         let mut keys = random.gaussians(64 * dim);
         // A constant row: its f16 scale underflows under the published rule.
         keys[..dim].fill(0.0);
-        let page = codec.encode_page(HEAD, &keys, &random.gaussians(64 * dim)).unwrap();
+        let page = encode_page(&codec, &keys, &random.gaussians(64 * dim));
         let mut back = vec![0; page.len()];
         for side in SIDES {
-            let reference = quartered::from_page(layout, ScaleType::F16, side, &page).unwrap();
+            let reference = quartered::from_page(layout, side, &page).unwrap();
             assert_eq!(reference.codes.len(), 64 * dim / 4);
             for token in 0..64 {
                 let mut ours = vec![0; dim];
@@ -177,7 +201,7 @@ fn both_layouts_hold_the_same_codes() {
                 }
                 // The reference reads (code - zero) · scale; that must be what we read.
                 let mut read = vec![0.0; dim];
-                layout.decode_token(&page, side, token, ScaleType::F16, &mut read).unwrap();
+                layout.decode_token(&page, side, token, &mut read).unwrap();
                 for (channel, read) in read.iter().enumerate() {
                     let pair = 2 * (token * groups + channel / (dim / groups));
                     let (scale, zero) = (reference.scales_zeros[pair], reference.scales_zeros[pair + 1]);
@@ -185,7 +209,7 @@ fn both_layouts_hold_the_same_codes() {
                     assert!((theirs - read).abs() <= 1e-5 * (1.0 + read.abs()), "{theirs} against {read}");
                 }
             }
-            quartered::to_page(layout, ScaleType::F16, side, &reference, &mut back).unwrap();
+            quartered::to_page(layout, side, &reference, &mut back).unwrap();
         }
         assert!(page == back, "d={dim}: converting there and back changed the page");
     }
@@ -195,10 +219,10 @@ fn both_layouts_hold_the_same_codes() {
 fn padding_is_counted_and_changes_nothing() {
     let codec = codec(48, 1, Rule::Clip(0.92), false);
     let rows = Random::new(12).gaussians(64 * 48);
-    let page = codec.encode_page(HEAD, &rows, &rows).unwrap();
+    let page = encode_page(&codec, &rows, &rows);
     assert_eq!(page.len(), 2560);
     assert_eq!(codec.token_bytes(48), 40.0);
-    let layout = codec.layout();
+    let layout = code_layout(&codec);
     let encoder = codec.encoder(HEAD, Side::Key).unwrap();
     for (token, row) in rows.chunks(48).enumerate() {
         for channel in 48..64 {
@@ -225,16 +249,14 @@ fn a_token_encodes_the_same_whichever_way_its_page_is_sealed() {
     for published in [false, true] {
         let codec = codec(64, 1, Rule::Clip(0.96), published);
         let rows = Random::new(13).gaussians(64 * 64);
-        let page = codec.encode_page(HEAD, &rows, &rows).unwrap();
+        let page = encode_page(&codec, &rows, &rows);
         let mut pieces = vec![0xa5; page.len()];
-        let (mut codes, mut scales, mut rotated) = ([0; 64], [(0, 0)], [0.0; 64]);
+        let mut rotated = [0.0; 64];
         for side in SIDES {
-            let format = codec.row_format(HEAD, side).unwrap();
             for token in (0..64).rev() {
-                let row = &rows[token * 64..][..64];
                 let encoder = codec.encoder(HEAD, side).unwrap();
-                encoder.encode_row(row, &format, &mut rotated, &mut codes, &mut scales).unwrap();
-                codec.layout().write_token(&mut pieces, side, token, &codes, &scales).unwrap();
+                encoder.transform.apply(&rows[token * 64..][..64], &mut rotated);
+                encoder.rows.write_token(&mut pieces, side, token, &rotated).unwrap();
             }
         }
         assert!(page == pieces);
@@ -244,18 +266,18 @@ fn a_token_encodes_the_same_whichever_way_its_page_is_sealed() {
 #[test]
 fn identity_rotation_without_clip_is_the_bare_quantiser() {
     let dim = 64;
-    let encoders = vec![HeadEncoder::new(HeadTransform::identity(dim), Rule::MIN_MAX)];
-    let codec = Int2Codec::new("bare", dim, 1, 4, ScaleType::Bf16, true, encoders.clone(), encoders).unwrap();
+    let layout = CodeLayout::new(2, dim, 4).unwrap().with_scales(ScaleType::Bf16);
+    let codec = one_head(layout, HeadTransform::identity(dim), Rule::MIN_MAX, true);
     let rows: Vec<f32> =
         Random::new(14).gaussians(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
-    let page = codec.encode_page(HEAD, &rows, &rows).unwrap();
-    let format = codec.row_format(HEAD, Side::Key).unwrap();
+    let page = encode_page(&codec, &rows, &rows);
+    let format = row_format(&codec, Side::Key);
     for (token, row) in rows.chunks(dim).enumerate() {
         let (mut codes, mut scales) = (vec![0; dim], vec![(0, 0); 4]);
         quantise_row(row, &format, &mut codes, &mut scales).unwrap();
         for side in SIDES {
             let (mut read, mut read_scales) = (vec![0; dim], vec![(0, 0); 4]);
-            codec.layout().read_token(&page, side, token, &mut read, &mut read_scales).unwrap();
+            layout.read_token(&page, side, token, &mut read, &mut read_scales).unwrap();
             assert_eq!((&codes, &scales), (&read, &read_scales));
         }
     }
@@ -288,9 +310,8 @@ fn rotation_and_centring_pay_where_they_should() {
         .map(|i| mean[i % dim] + random.gaussian() as f32 * if i % dim < 3 { 8.0 } else { 1.0 })
         .collect();
     let error = |mean: Option<Vec<f32>>, rotation: &SquareMatrix| {
-        let encoders = vec![HeadEncoder::new(HeadTransform::new(mean, rotation).unwrap(), Rule::Search)];
-        let codec =
-            Int2Codec::new("x", dim, 1, 1, ScaleType::F16, false, encoders.clone(), encoders).unwrap();
+        let transform = HeadTransform::new(mean, rotation).unwrap();
+        let codec = one_head(CodeLayout::new(2, dim, 1).unwrap(), transform, Rule::Search, false);
         let mut back = rows.clone();
         codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
         rows.iter().zip(back).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>() / rows.len() as f64
@@ -314,7 +335,7 @@ fn bad_rows_are_named_and_nothing_changes() {
         assert_eq!(error, CodecError::NotFinite { row: 70, channel: 9 });
         assert!(rows.iter().map(|x| x.to_bits()).eq(before.iter().copied()));
     }
-    let mut page = vec![0x5a; codec.layout().page_bytes()];
+    let mut page = vec![0x5a; codec.head_bytes(0)];
     assert!(codec.encode_rows(HEAD, Side::Key, &rows[64 * 64..80 * 64], &mut page).is_err());
     assert!(page.iter().all(|&byte| byte == 0x5a));
     // Finite input whose rotation overflows is refused too, not stored as infinity.
@@ -328,7 +349,7 @@ fn bad_rows_are_named_and_nothing_changes() {
 #[test]
 fn wrong_heads_and_shapes_are_refused() {
     let codec = codec(64, 1, Rule::Search, false);
-    let mut page = vec![0; codec.layout().page_bytes()];
+    let mut page = vec![0; codec.head_bytes(0)];
     for (layer, head) in [(0, 1), (1, 0)] {
         let error = codec.encode_rows(HeadIndex { layer, head }, Side::Key, &[], &mut page).unwrap_err();
         assert!(matches!(error, CodecError::UnknownHead { .. }), "{error}");
@@ -336,24 +357,34 @@ fn wrong_heads_and_shapes_are_refused() {
     assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 63], &mut page).is_err());
     assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 65 * 64], &mut page).is_err());
     assert!(codec.encode_rows(HEAD, Side::Key, &[0.0; 64], &mut page[1..]).is_err());
-    assert!(codec.encode_page(HEAD, &[0.0; 64], &[0.0; 64]).is_err());
     assert!(
-        CodeLayout::int2(64, 3).is_err()
-            && CodeLayout::int2(0, 1).is_err()
-            && CodeLayout::int4(64, 0).is_err()
+        CodeLayout::new(2, 64, 3).is_err()
+            && CodeLayout::new(2, 0, 1).is_err()
+            && CodeLayout::new(4, 64, 0).is_err()
     );
     assert!(CodeLayout::new(3, 64, 1).is_err() && CodeLayout::new(8, 64, 1).is_err());
-    let wide = CodeLayout::int4(64, 1).unwrap();
+    let wide = CodeLayout::new(4, 64, 1).unwrap();
     let wide_page = vec![0; wide.page_bytes()];
-    assert!(quartered::from_page(&wide, ScaleType::F16, Side::Key, &wide_page).is_err());
-    let encoder = || HeadEncoder::new(HeadTransform::identity(64), Rule::MIN_MAX);
-    let build = |dim, heads, keys: usize, values: usize| {
-        let encoders = |count| (0..count).map(|_| encoder()).collect::<Vec<_>>();
-        Int2Codec::new("x", dim, heads, 1, ScaleType::F16, false, encoders(keys), encoders(values))
+    assert!(quartered::from_page(&wide, Side::Key, &wide_page).is_err());
+    let encoder = |bits| {
+        let layout = CodeLayout::new(bits, 64, 1).unwrap();
+        HeadEncoder::codes(HeadTransform::identity(64), layout, Rule::MIN_MAX, false)
     };
-    assert!(build(64, 2, 4, 4).is_ok());
-    assert!(build(64, 2, 3, 3).is_err() && build(64, 1, 2, 1).is_err());
-    assert!(build(128, 1, 1, 1).is_err() && build(64, 0, 0, 0).is_err());
+    let build = |head_dim, layers, kv_heads, keys: usize, values: usize| {
+        let encoders = |count| (0..count).map(|_| encoder(2)).collect::<Vec<_>>();
+        let geometry = KvGeometry { layers, kv_heads, head_dim };
+        PageCodec::new("x", geometry, encoders(keys), encoders(values))
+    };
+    assert!(build(64, 2, 2, 4, 4).is_ok());
+    assert!(build(64, 2, 2, 3, 3).is_err() && build(64, 2, 1, 2, 1).is_err());
+    assert!(build(128, 1, 1, 1, 1).is_err() && build(64, 0, 0, 0, 0).is_err());
+    // Heads of a layer have one layout; layers may differ.
+    let geometry = |layers, kv_heads| KvGeometry { layers, kv_heads, head_dim: 64 };
+    let mixed = || vec![encoder(2), encoder(4)];
+    let error = PageCodec::new("x", geometry(1, 2), mixed(), mixed()).unwrap_err();
+    assert_eq!(error, CodecError::MixedLayouts { layer: 0 });
+    assert!(PageCodec::new("x", geometry(2, 1), mixed(), mixed()).is_ok());
+    assert!(PageCodec::new("x", geometry(1, 1), vec![encoder(2)], vec![encoder(4)]).is_err());
 }
 
 proptest! {
@@ -387,7 +418,7 @@ proptest! {
         codec.round_trip(HEAD, Side::Value, &mut rows).unwrap();
         prop_assert!(rows.iter().all(|x| x.is_finite()));
         prop_assert!(relative_error(&exact, &rows) < 0.75);
-        let mut page = vec![0; codec.layout().page_bytes()];
+        let mut page = vec![0; codec.head_bytes(0)];
         codec.encode_rows(HEAD, Side::Value, &exact, &mut page).unwrap();
         let mut decoded = vec![0.0; tokens * dim];
         codec.decode_rows(HEAD, Side::Value, &page, &mut decoded).unwrap();

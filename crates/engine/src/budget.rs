@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use oscar_codec::{KvGeometry, PAGE_TOKENS, PageFormat, PageWindows};
+use oscar_codec::{KvGeometry, PAGE_TOKENS, PageWindows};
 use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
 
 use crate::error::EngineError;
@@ -107,7 +107,7 @@ impl Budget {
     fn for_context(shape: Shape, options: &EngineOptions, context: usize) -> Result<Budget, EngineError> {
         let KvGeometry { layers, kv_heads, head_dim } = shape.geometry;
         let kv = &options.kv;
-        let exact_bytes = shape.geometry.page_bytes(PageFormat::Bf16);
+        let exact_bytes = shape.geometry.page_bytes(shape.geometry.bf16());
         let mut budget = Budget {
             context,
             wanted_context: context,

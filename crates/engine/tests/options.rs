@@ -237,7 +237,7 @@ fn budgets_add_up_and_say_so() {
         options.kv.memory = Some(memory);
         let engine = TestEngine::new(model.clone(), &options).unwrap();
         let budget = engine.budget();
-        let page = geometry.page_bytes(oscar_codec::PageFormat::Bf16);
+        let page = geometry.page_bytes(geometry.bf16());
         assert!(budget.total_bytes() <= memory && budget.total_bytes() + 2 * page > memory, "{budget}");
         assert_eq!(budget.context, if format == "bf16" { 4096 } else { budget.context });
         let table = budget.to_string();

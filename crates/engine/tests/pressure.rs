@@ -6,7 +6,6 @@ mod support;
 
 use std::time::Duration;
 
-use oscar_codec::PageFormat;
 use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
@@ -48,7 +47,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
             .collect();
         // What all of them hold at their ends: windows in bf16, the rest sealed.
         let geometry = model.config().kv_geometry();
-        let bf16 = geometry.page_bytes(PageFormat::Bf16);
+        let bf16 = geometry.page_bytes(geometry.bf16());
         let sealed = roomy.kv.codec.as_ref().map_or(bf16, |codec| codec.page_bytes());
         let need: usize = requests
             .iter()

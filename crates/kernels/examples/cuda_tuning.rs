@@ -8,9 +8,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeLayout, Fp8Layout, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PageCodec, ScaleType, hadamard,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard,
 };
-use oscar_kernels::cpu::attention::sealed::SealedFormat;
 use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
 use oscar_kernels::cuda::measure_pages::{MeasuredPages, measure_sealing, measure_writing};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
@@ -68,10 +67,10 @@ fn case(argument: &str) -> Option<Case> {
     let [format, groups, head_dim, group, batch, tuning] = parts.as_slice() else { return None };
     let (groups, head_dim): (usize, usize) = (groups.parse().ok()?, head_dim.parse().ok()?);
     let sealed = match *format {
-        "bf16" => SealedFormat::Bf16,
-        "fp8" => SealedFormat::Fp8(Fp8Layout::new(head_dim).ok()?),
-        "int4" => SealedFormat::Codes(CodeLayout::int4(head_dim, groups).ok()?, ScaleType::F16),
-        _ => SealedFormat::Codes(CodeLayout::int2(head_dim, groups).ok()?, ScaleType::F16),
+        "bf16" => PageLayout::bf16(head_dim),
+        "fp8" => PageLayout::Fp8(Fp8Layout::new(head_dim).ok()?),
+        "int4" => PageLayout::Codes(CodeLayout::new(4, head_dim, groups).ok()?),
+        _ => PageLayout::Codes(CodeLayout::new(2, head_dim, groups).ok()?),
     };
     let numbers = |text: &str| text.split('x').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
     let batch = numbers(batch)?;
@@ -136,19 +135,17 @@ fn codec(format: &str, rule: &str, groups: usize, head_dim: usize) -> Option<Opt
         "int4" => PageCodec::int4(geometry, None).ok()?,
         _ => {
             let published = format == "published";
+            let layout = CodeLayout::new(2, head_dim, groups).ok()?;
             let transform = HeadTransform::new(None, &hadamard::matrix(head_dim)).ok()?;
             // A rotation of its own for every head, as a calibrated codec has.
             let encoder = |_| {
                 let own = HeadTransform::new(None, &hadamard::matrix(head_dim)).unwrap_or(transform.clone());
-                rule.parse().ok().map(|rule| HeadEncoder::new(own, rule))
+                rule.parse().ok().map(|rule| HeadEncoder::codes(own, layout, rule, published))
             };
             let heads = geometry.layers * geometry.kv_heads;
             let keys = (0..heads).map(encoder).collect::<Option<Vec<_>>>()?;
             let values = (0..heads).map(encoder).collect::<Option<Vec<_>>>()?;
-            let scale = ScaleType::F16;
-            let codec =
-                Int2Codec::new(format, head_dim, geometry.kv_heads, groups, scale, published, keys, values);
-            PageCodec::int2(codec.ok()?)
+            PageCodec::new(format, geometry, keys, values).ok()?
         }
     }))
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_codec::{
-    HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule, ScaleType,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
     hadamard,
 };
 use oscar_kernels::backend::{
@@ -216,12 +216,13 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
 fn int2(shape: Shape) -> PageCodec {
     let encoders = |clip: f32| -> Vec<HeadEncoder> {
         let transform = || HeadTransform::new(None, &hadamard::matrix(shape.d)).unwrap();
-        (0..shape.layers * shape.kv_heads).map(|_| HeadEncoder::new(transform(), Rule::Clip(clip))).collect()
+        let layout = CodeLayout::new(2, shape.d, 1).unwrap();
+        let encoder = |_| HeadEncoder::codes(transform(), layout, Rule::Clip(clip), false);
+        (0..shape.layers * shape.kv_heads).map(encoder).collect()
     };
     let (keys, values) = (encoders(0.96), encoders(0.92));
-    let codec =
-        Int2Codec::new("int2", shape.d, shape.kv_heads, 1, ScaleType::F16, false, keys, values).unwrap();
-    PageCodec::int2(codec)
+    let geometry = KvGeometry { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.d };
+    PageCodec::new("int2", geometry, keys, values).unwrap()
 }
 
 fn weight(backend: &CpuBackend, dtype: DType, rows: usize, cols: usize) -> <CpuBackend as Backend>::Weight {

@@ -14,8 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType};
-use oscar_kernels::cpu::attention::sealed::SealedFormat;
+use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType};
 use oscar_kernels::cuda::measure::{Noise, random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
@@ -124,7 +123,7 @@ fn long_tail(device: &Arc<Device>) -> usize {
         (2, 1, 4, Kind::Spike, 2060, usual),
     ] {
         let layout = CodeLayout::new(bits, 128, groups).unwrap();
-        let sealed = SealedFormat::Codes(layout, ScaleType::F16);
+        let sealed = PageLayout::Codes(layout);
         let kernel =
             DecodeAttention::new(device, DecodeShape { head_dim: 128, kv_heads: 1, group, sealed }).unwrap();
         let case = Batch::new(device, &kernel, kind, &[(64 * pages, pages - 5)]);
@@ -144,14 +143,14 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
         let codes = |bits, groups, scale| {
             (
                 format!("int{bits} x{groups}{}", if scale == ScaleType::Bf16 { " bf16 scales" } else { "" }),
-                SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), scale),
+                PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap().with_scales(scale)),
             )
         };
         let mut formats = vec![
             codes(2, 1, ScaleType::F16),
             codes(4, 1, ScaleType::F16),
-            ("fp8".into(), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())),
-            ("bf16".into(), SealedFormat::Bf16),
+            ("fp8".into(), PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())),
+            ("bf16".into(), PageLayout::bf16(head_dim)),
             codes(2, head_dim / 32, ScaleType::F16),
         ];
         if head_dim == 128 {
@@ -175,7 +174,7 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
     // Weights of two bytes, where registers have room for more or for less, and where query heads do not fill a column.
     if !quick {
         for (head_dim, group) in [(64, 12), (96, 12), (128, 9)] {
-            let sealed = SealedFormat::Codes(CodeLayout::int2(head_dim, 1).unwrap(), ScaleType::F16);
+            let sealed = PageLayout::Codes(CodeLayout::new(2, head_dim, 1).unwrap());
             let shape = DecodeShape { head_dim, kv_heads: 2, group, sealed };
             shapes.push((format!("int2 x1, d {head_dim}, {group} rows"), shape));
         }
@@ -244,7 +243,7 @@ impl Batch {
         let lengths: Vec<(usize, usize)> = lengths
             .iter()
             .map(|&(tokens, sealed_pages)| {
-                (tokens, if sealed == SealedFormat::Bf16 { 0 } else { sealed_pages })
+                (tokens, if matches!(sealed, PageLayout::Bf16(_)) { 0 } else { sealed_pages })
             })
             .collect();
         let mut noise = Noise(kind as u64 + 17 * d as u64 + group as u64);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use oscar_codec::{
-    HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
     ScaleType, Side, hadamard,
 };
 use oscar_kernels::backend::{
@@ -56,18 +56,18 @@ fn key_mean(d: usize, head: u64) -> Vec<f32> {
 /// A 2-bit codec that centres keys far from zero and mixes channels.
 fn int2(shape: Shape, groups: usize) -> PageCodec {
     let heads = shape.layers * shape.kv_heads;
+    let layout = CodeLayout::new(2, shape.d, groups).unwrap();
     let encoders = |mean: bool, rule: Rule| -> Vec<HeadEncoder> {
         (0..heads)
             .map(|head| {
                 let mean = mean.then(|| key_mean(shape.d, head as u64));
                 let transform = HeadTransform::new(mean, &hadamard::matrix(shape.d)).unwrap();
-                HeadEncoder::new(transform, rule)
+                HeadEncoder::codes(transform, layout, rule, false)
             })
             .collect()
     };
     let (keys, values) = (encoders(true, Rule::Search), encoders(false, Rule::Clip(0.92)));
-    let codec = Int2Codec::new("int2", shape.d, shape.kv_heads, groups, ScaleType::F16, false, keys, values);
-    PageCodec::int2(codec.unwrap())
+    PageCodec::new("int2", shape.geometry(), keys, values).unwrap()
 }
 
 /// One sequence in a cache, driven by hand.

@@ -1,7 +1,7 @@
 //! From a rotation file to the codec of a cache.
 
 use oscar_codec::{
-    CodecError, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType, SquareMatrix,
+    CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, SquareMatrix,
 };
 
 use crate::error::RotationError;
@@ -33,7 +33,7 @@ pub fn int2_codec(
     file: &RotationFile,
     geometry: KvGeometry,
     options: &Int2Options,
-) -> Result<Int2Codec, RotationError> {
+) -> Result<PageCodec, RotationError> {
     let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
     let scope = options.scope.unwrap_or(if options.paper { Scope::Layer } else { Scope::Head });
     // A published file has one rotation per layer only; `auto` makes the best of it.
@@ -45,6 +45,11 @@ pub fn int2_codec(
         file.set(scope).ok_or_else(|| unfit(format!("the rotation file has no rotations per {scope}")))?;
     let centred = options.centred.unwrap_or(!options.paper);
     let rules = options.rules.or(options.paper.then_some(PAPER_RULES));
+    let group = options.group.unwrap_or(geometry.head_dim);
+    if group == 0 || !geometry.head_dim.is_multiple_of(group) {
+        return Err(unfit(format!("groups of {group} do not divide a head of {}", geometry.head_dim)));
+    }
+    let layout = CodeLayout::new(2, geometry.head_dim, geometry.head_dim / group)?.with_scales(options.scales);
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for layer in 0..geometry.layers {
         let rotations =
@@ -54,25 +59,20 @@ pub fn int2_codec(
         }
         for head in 0..geometry.kv_heads {
             let encoder = |side: &SideRotations, centred: bool, rule: Option<Rule>| {
-                head_encoder(side, head, centred, rule, options.paper)
+                head_encoder(side, head, layout, centred, rule, options.paper)
             };
             keys.push(encoder(&rotations.keys, centred, rules.map(|rules| rules.0))?);
             // Values are never centred: their mean would have to be added to every output.
             values.push(encoder(&rotations.values, false, rules.map(|rules| rules.1))?);
         }
     }
-    let group = options.group.unwrap_or(geometry.head_dim);
-    if group == 0 || !geometry.head_dim.is_multiple_of(group) {
-        return Err(unfit(format!("groups of {group} do not divide a head of {}", geometry.head_dim)));
-    }
-    let groups = geometry.head_dim / group;
-    let KvGeometry { kv_heads, head_dim, .. } = geometry;
-    Ok(Int2Codec::new(name, head_dim, kv_heads, groups, options.scales, options.paper, keys, values)?)
+    Ok(PageCodec::new(name, geometry, keys, values)?)
 }
 
 fn head_encoder(
     side: &SideRotations,
     head: usize,
+    layout: CodeLayout,
     centred: bool,
     rule: Option<Rule>,
     published: bool,
@@ -85,7 +85,7 @@ fn head_encoder(
         _ => HeadTransform::new(mean, rotation)?,
     };
     let rule = rule.unwrap_or_else(|| side.rules[shared(side.rules.len())]);
-    Ok(HeadEncoder::new(transform, rule))
+    Ok(HeadEncoder::codes(transform, layout, rule, published))
 }
 
 /// The mean keys of all heads, by `layer * kv_heads + head`, if the file has them.

@@ -140,7 +140,7 @@ impl CachePlan {
             }
             (CacheType::Int2, Some(found)) => {
                 let options = int2_options(&options.encoder);
-                Some(PageCodec::int2(int2_codec("int2", &found.file, geometry, &options)?))
+                Some(int2_codec("int2", &found.file, geometry, &options)?)
             }
             (CacheType::Int4 | CacheType::Fp8, _) => {
                 let means = match found.and_then(|found| mean_keys(&found.file, geometry)) {

@@ -1,7 +1,7 @@
 //! `oscar inspect`: the shape of a model and what its cache costs.
 
 use clap::Args;
-use oscar_codec::{PAGE_TOKENS, PageFormat};
+use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_model::files::Summary;
 use oscar_model::rope::RopeConfig;
 use oscar_model::rope::RopeScaling;
@@ -51,13 +51,8 @@ impl InspectArguments {
         let files = ModelFiles::open(&path)?;
         let config = files.config();
         let summary = files.tensors().summary();
-        let formats = [
-            ("bf16", PageFormat::Bf16),
-            ("fp8", PageFormat::Fp8),
-            ("int4", PageFormat::Int4 { groups: 1 }),
-            ("int2", PageFormat::Int2 { groups: 1 }),
-        ];
-        let costs = formats.map(|(kv, format)| cache_cost(config, kv, format, self.memory));
+        let layouts = layouts(config.head_dim).map_err(Failure::new)?;
+        let costs = layouts.map(|(kv, layout)| cache_cost(config, kv, layout, self.memory));
         if self.json {
             let model = description(&self.model.model, &path, &files, &summary);
             return print_json(costs.iter().map(|cost| {
@@ -101,13 +96,23 @@ impl InspectArguments {
     }
 }
 
-fn cache_cost(config: &ModelConfig, kv: &'static str, format: PageFormat, memory: u64) -> CacheCost {
+/// The formats of a cache, by the names they have on the command line.
+fn layouts(head_dim: usize) -> Result<[(&'static str, PageLayout); 4], CodecError> {
+    Ok([
+        ("bf16", PageLayout::bf16(head_dim)),
+        ("fp8", PageLayout::fp8(head_dim)?),
+        ("int4", PageLayout::int4(head_dim, 1)?),
+        ("int2", PageLayout::int2(head_dim, 1)?),
+    ])
+}
+
+fn cache_cost(config: &ModelConfig, kv: &'static str, layout: PageLayout, memory: u64) -> CacheCost {
     let geometry = config.kv_geometry();
-    let pages = memory / geometry.page_bytes(format).max(1) as u64;
+    let pages = memory / geometry.page_bytes(layout).max(1) as u64;
     CacheCost {
         kv,
-        bytes_per_token: geometry.bytes_per_token(format),
-        bits_per_element: format.bits_per_element(config.head_dim),
+        bytes_per_token: geometry.bytes_per_token(layout),
+        bits_per_element: layout.bits_per_element(),
         memory_bytes: memory,
         tokens: pages * PAGE_TOKENS as u64,
     }

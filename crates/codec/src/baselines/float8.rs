@@ -7,7 +7,7 @@ use super::{check_head_dim, count_rows};
 use crate::cache_codec::{CacheCodec, HeadIndex, Side};
 use crate::error::{CodecError, check_finite};
 use crate::fp8::{e4m3_to_f32, f32_to_e4m3};
-use crate::fp8_page::row_scale;
+use crate::layout::fp8::row_scale;
 use crate::rule::ScaleType;
 
 /// Rows of E4M3 bytes.

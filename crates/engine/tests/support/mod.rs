@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use oscar_codec::{
-    HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PageCodec, PageFormat, Rule, ScaleType, hadamard,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
 };
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
@@ -66,12 +66,9 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
         "int2" => {
             let transform = HeadTransform::new(None, &hadamard::matrix(geometry.head_dim)).unwrap();
             let heads = geometry.layers * geometry.kv_heads;
-            let encoders = vec![HeadEncoder::new(transform, Rule::Search); heads];
-            let (dim, kv_heads) = (geometry.head_dim, geometry.kv_heads);
-            PageCodec::int2(
-                Int2Codec::new("int2", dim, kv_heads, 1, ScaleType::F16, false, encoders.clone(), encoders)
-                    .unwrap(),
-            )
+            let layout = CodeLayout::new(2, geometry.head_dim, 1).unwrap();
+            let encoders = vec![HeadEncoder::codes(transform, layout, Rule::Search, false); heads];
+            PageCodec::new("int2", geometry, encoders.clone(), encoders).unwrap()
         }
         other => panic!("{other}"),
     };
@@ -84,7 +81,7 @@ pub(crate) fn engine_options(model: &TestModel, format: &str, pages: Option<usiz
     let kv = KvOptions {
         codec: codec(format, geometry),
         windows: oscar_codec::PageWindows { sink: 1, recent: 2 },
-        memory: pages.map(|pages| pages * geometry.page_bytes(PageFormat::Bf16)),
+        memory: pages.map(|pages| pages * geometry.page_bytes(geometry.bf16())),
         ..KvOptions::default()
     };
     EngineOptions { prefill_chunk: 48, kv, ..EngineOptions::default() }

@@ -12,10 +12,9 @@
 
 use std::ops::Range;
 
-use oscar_codec::{HeadIndex, PAGE_TOKENS, PageCodec, PageFormat, Side};
+use oscar_codec::{Bf16Layout, HeadIndex, PAGE_TOKENS, PageCodec, PageLayout, Side};
 
 use super::attention;
-use super::attention::sealed::SealedFormat;
 use super::encode::Sealer;
 use super::isa::Isa;
 use super::memory::{self, AlignedBuffer, DisjointSlice};
@@ -39,7 +38,7 @@ pub struct Cache {
 pub(super) struct SealedPool {
     pub(super) sealer: Sealer,
     /// How each layer is read.
-    pub(super) formats: Vec<SealedFormat>,
+    pub(super) layouts: Vec<PageLayout>,
     bytes: AlignedBuffer<u8>,
 }
 
@@ -84,7 +83,7 @@ impl Cache {
                 got,
             });
         }
-        let page_len = PageFormat::Bf16.page_bytes(geometry.head_dim) / size_of::<u16>();
+        let page_len = Bf16Layout::new(geometry.head_dim).elements();
         let elements = |slots: usize, layers: usize| product([slots, layers, geometry.kv_heads, page_len]);
         let sealed = spec.sealed.as_ref().map(|sealed| {
             if sealed.codec.geometry() != geometry {
@@ -97,7 +96,7 @@ impl Cache {
             }
             let bytes = product([sealed.slots, sealed.codec.page_bytes(), 1, 1]);
             Ok(SealedPool {
-                formats: (0..geometry.layers).map(|layer| SealedFormat::of(&sealed.codec, layer)).collect(),
+                layouts: (0..geometry.layers).map(|layer| sealed.codec.layout(layer)).collect(),
                 bytes: AlignedBuffer::zeroed(bytes, "sealed pages of the KV cache")?,
                 sealer: Sealer::new(isa, sealed.codec.clone()),
             })

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut};
+use oscar_codec::PageLayout;
 
 use super::device::Device;
 use super::error::CudaError;
@@ -14,7 +15,6 @@ use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
 use super::tuning::SharedMemory;
 pub use super::tuning::{DecodeShape, Tuning};
-use crate::cpu::attention::sealed::SealedFormat;
 
 /// Pages of one layer in device memory: head `h` of slot `s` at `offset + s·stride + h·page bytes`.
 #[derive(Clone, Copy)]
@@ -220,7 +220,7 @@ impl DecodeAttention {
 
     /// Cuts a batch into work and puts the tables on the device.
     pub fn plan(&self, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<DevicePlan, CudaError> {
-        let none = self.shape.sealed == SealedFormat::Bf16;
+        let none = matches!(self.shape.sealed, PageLayout::Bf16(_));
         if none && sequences.iter().any(|sequence| sequence.history_end > sequence.sink_pages) {
             return Err(CudaError::Unsupported("sealed pages for a kernel of bf16 pages".into()));
         }

@@ -1,33 +1,32 @@
 //! What `tools/check-cuda-kernels` compiles of the kernels whose results are defined to the bit.
 
-use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
+use oscar_codec::{CodeLayout, Fp8Layout, PageLayout, ScaleType};
 
 use super::compile::{EXACT_OPTIONS, Source};
 use super::page_order::PageOrder;
 use super::seal::SealShape;
 use super::write;
-use crate::cpu::attention::sealed::SealedFormat;
 
 fn shapes() -> Vec<(String, SealShape)> {
     let mut shapes = Vec::new();
     for head_dim in [64, 96, 128, 256] {
         let mut add = |name: &str, format, rules, published| {
-            let order = PageOrder::new(format, head_dim).unwrap();
+            let order = PageOrder::new(format).unwrap();
             let shape = SealShape { order, rules, published, portable: false };
             shapes.push((format!("seal {name} d{head_dim}"), shape));
         };
         let codes = |bits, groups, scale| {
-            SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), scale)
+            PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap().with_scales(scale))
         };
         add("int2 search", codes(2, 1, ScaleType::F16), 8, false);
         add("int2 published clip", codes(2, 1, ScaleType::Bf16), 2, true);
         add("int4 minmax", codes(4, 1, ScaleType::F16), 1, false);
-        add("fp8", SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap()), 0, false);
+        add("fp8", PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap()), 0, false);
         if head_dim == 128 {
             add("int2 clip", codes(2, 1, ScaleType::F16), 2, false);
             add("int2 gaussian", codes(2, 1, ScaleType::F16), 4, false);
             add("int2 x4 all rules", codes(2, 4, ScaleType::F16), 15, false);
-            add("bf16", SealedFormat::Bf16, 0, false);
+            add("bf16", PageLayout::bf16(head_dim), 0, false);
         }
     }
     shapes

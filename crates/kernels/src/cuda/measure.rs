@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
-use oscar_codec::{PAGE_TOKENS, Side};
+use oscar_codec::{PAGE_TOKENS, PageLayout, Side};
 
 use super::attention::{DecodeAttention, DecodeShape, PoolView, Tuning};
 use super::device::Device;
@@ -13,8 +13,6 @@ use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Split};
 use super::read::ReadAll;
-use crate::cpu::attention::sealed::SealedFormat;
-use crate::cpu::attention::{page_elements, read_token, write_token};
 
 /// A batch of sequences of one length.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +117,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     };
     let pages = case.tokens.div_ceil(PAGE_TOKENS);
     let history_end = match case.shape.sealed {
-        SealedFormat::Bf16 => 0,
+        PageLayout::Bf16(_) => 0,
         _ => pages.saturating_sub(1 + case.recent_pages),
     };
     let is_sealed = |page: usize| (case.sink_pages..history_end).contains(&page);
@@ -284,25 +282,19 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -
     let d = order.head_dim();
     let mut cpu = vec![0; order.page_bytes()];
     let mut held = [vec![0.0; PAGE_TOKENS * d], vec![0.0; PAGE_TOKENS * d]];
-    let mut elements = vec![0; if order.bits() == 16 { page_elements(d) } else { 0 }];
     for token in 0..PAGE_TOKENS {
         let range = token * d..(token + 1) * d;
-        if order.bits() == 16 {
-            write_token(&mut elements, d, token, &rows[0][range.clone()], &rows[1][range.clone()]);
-            let [keys, values] = &mut held;
-            read_token(&elements, d, token, &mut keys[range.clone()], &mut values[range.clone()]);
-        }
         for (index, side) in [Side::Key, Side::Value].into_iter().enumerate() {
             let row = &rows[index][range.clone()];
-            match order.format() {
-                SealedFormat::Bf16 => {}
-                SealedFormat::Fp8(layout) => {
-                    layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
-                    layout
-                        .decode_token(&cpu, side, token, &mut held[index][range.clone()])
-                        .expect("as above");
+            match order.layout() {
+                PageLayout::Bf16(layout) => {
+                    layout.write_token(&mut cpu, side, token, row).expect("rows of the right length");
                 }
-                SealedFormat::Codes(layout, scale_type) => {
+                PageLayout::Fp8(layout) => {
+                    layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
+                }
+                PageLayout::Codes(layout) => {
+                    let scale_type = layout.scale_type();
                     let top = f32::from(layout.largest_code());
                     let group = d / layout.groups();
                     let (mut codes, mut scales) = (Vec::new(), Vec::new());
@@ -317,14 +309,11 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -
                         codes.extend(row.iter().map(|x| ((x + offset) / step).round().clamp(0.0, top) as u8));
                     }
                     layout.write_token(&mut cpu, side, token, &codes, &scales).expect("codes of one row");
-                    let held = &mut held[index][range.clone()];
-                    layout.decode_token(&cpu, side, token, scale_type, held).expect("as above");
                 }
             }
+            let held = &mut held[index][range.clone()];
+            order.layout().decode_token(&cpu, side, token, held).expect("as above");
         }
-    }
-    if order.bits() == 16 {
-        cpu = elements.iter().flat_map(|element: &u16| element.to_le_bytes()).collect();
     }
     (order.from_cpu(&cpu).expect("a page of the right size"), held)
 }
@@ -357,7 +346,7 @@ pub fn shuffled(count: usize, noise: &mut Noise) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
-    use oscar_codec::{CodeLayout, ScaleType};
+    use oscar_codec::CodeLayout;
 
     use super::*;
 
@@ -365,7 +354,7 @@ mod tests {
     fn a_page_holds_about_the_rows_it_was_made_of() {
         for bits in [2, 4] {
             let layout = CodeLayout::new(bits, 64, 2).unwrap();
-            let order = PageOrder::new(SealedFormat::Codes(layout, ScaleType::F16), 64).unwrap();
+            let order = PageOrder::new(PageLayout::Codes(layout)).unwrap();
             let mut noise = Noise(3);
             let rows = [0, 1].map(|_| (0..64 * 64).map(|_| noise.next()).collect::<Vec<f32>>());
             let (page, held) = random_page(&order, &rows, &mut noise);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use half::bf16;
-use oscar_codec::{KvGeometry, PAGE_TOKENS, PageCodec, PageFormat};
+use oscar_codec::{KvGeometry, PAGE_TOKENS, PageCodec};
 
 use super::device::Device;
 use super::error::CudaError;
@@ -37,7 +37,7 @@ pub fn measure_sealing(
 ) -> Result<MeasuredPages, CudaError> {
     let mut sealer = PageSealer::new(device, codec)?;
     let geometry = codec.geometry();
-    let slot = geometry.page_bytes(PageFormat::Bf16);
+    let slot = geometry.page_bytes(geometry.bf16());
     let bytes = pages * slot;
     let launches = pool_bytes.div_ceil(bytes.max(1)).clamp(1, 4096);
     let slots = launches * pages + 1;
@@ -97,7 +97,7 @@ pub fn measure_writing(
         device.stream().clone_htod(&vec![0.0_f32; targets.len() * kv_heads * group * head_dim])?;
     let gain = device.stream().clone_htod(&vec![1.0_f32; head_dim])?;
     let norm = Some(HeadNorm { gain: &gain, epsilon: 1e-6 });
-    let mut exact = device.zeroed(slots * geometry.page_bytes(PageFormat::Bf16))?;
+    let mut exact = device.zeroed(slots * geometry.page_bytes(geometry.bf16()))?;
     let seconds = replay(device, passes, || {
         (0..layers).try_for_each(|layer| {
             let pools = WritePools { exact: &mut exact, exact_slots: slots, scratch: None };

@@ -14,14 +14,13 @@ use cudarc::driver::{
 };
 use oscar_codec::quantise::step_ratio;
 use oscar_codec::rule::{GAUSSIAN_STEP, SEARCH_STEPS, clip_index};
-use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Rule, Side};
+use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, Side};
 
 use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use crate::backend::SealPage;
-use crate::cpu::attention::sealed::SealedFormat;
 
 /// Rows of a page, keys and values: a thread each.
 const THREADS: usize = 2 * PAGE_TOKENS;
@@ -102,32 +101,30 @@ impl SealShape {
     pub fn of(codec: &PageCodec) -> Result<SealShape, CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = codec.geometry();
         let mut shape = SealShape {
-            order: PageOrder::new(SealedFormat::Bf16, head_dim)?,
+            order: PageOrder::new(PageLayout::bf16(head_dim))?,
             rules: 0,
             published: false,
             portable: false,
         };
-        for layer in (0..layers).filter(|&layer| codec.layer_format(layer) != PageFormat::Bf16) {
-            let order = PageOrder::new(SealedFormat::of(codec, layer), head_dim)?;
-            if shape.order.format() != SealedFormat::Bf16 && shape.order != order {
+        for layer in (0..layers).filter(|&layer| !matches!(codec.layout(layer), PageLayout::Bf16(_))) {
+            let order = PageOrder::new(codec.layout(layer))?;
+            if !matches!(shape.order.layout(), PageLayout::Bf16(_)) && shape.order != order {
                 return Err(CudaError::Unsupported("sealed pages of two formats beside bf16".into()));
             }
             shape.order = order;
             for (head, side) in (0..kv_heads).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
-                let format = row_format(codec, HeadIndex { layer, head }, side)?;
-                shape.published = format.published;
-                shape.rules |= 1 << (rule_bits(format.rule, head_dim) & 255);
+                if let Some((rule, published)) = code_rule(codec, HeadIndex { layer, head }, side)? {
+                    shape.published = published;
+                    shape.rules |= 1 << (rule_bits(rule, head_dim) & 255);
+                }
             }
-        }
-        if shape.order.bits() >= 8 {
-            (shape.rules, shape.published) = (0, false);
         }
         Ok(shape)
     }
 
     /// Shared memory of a block: the page, and what it is sealed to.
     pub(super) fn block_memory(&self) -> usize {
-        let exact = PageFormat::Bf16.page_bytes(self.order.head_dim());
+        let exact = PageLayout::bf16(self.order.head_dim()).page_bytes();
         if self.order.bits() == 16 { exact } else { exact + self.order.page_bytes() }
     }
 
@@ -155,12 +152,13 @@ impl SealShape {
     }
 }
 
-fn row_format(
-    codec: &PageCodec,
-    head: HeadIndex,
-    side: Side,
-) -> Result<oscar_codec::quantise::RowFormat, CudaError> {
-    codec.row_format(head, side).map_err(|error| CudaError::Unsupported(error.to_string()))
+/// How the rows of a head become codes, and whether against the unrounded scale; `None` where pages hold no codes.
+fn code_rule(codec: &PageCodec, head: HeadIndex, side: Side) -> Result<Option<(Rule, bool)>, CudaError> {
+    let encoder = codec.encoder(head, side).map_err(|error| CudaError::Unsupported(error.to_string()))?;
+    Ok(match encoder.rows {
+        RowEncoder::Codes(rows) => Some((rows.rule, rows.published)),
+        RowEncoder::Bf16(_) | RowEncoder::Fp8(_) => None,
+    })
 }
 
 /// A rule as the kernel knows it: its number, and from bit 8 on the rank of the magnitude to clip at.
@@ -208,11 +206,11 @@ impl PageSealer {
         for layer in 0..geometry.layers {
             let offset = u32::try_from(codec.layer_offset(layer))
                 .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
-            layers.extend([offset, u32::from(codec.layer_format(layer) != PageFormat::Bf16)]);
+            layers.extend([offset, u32::from(!matches!(codec.layout(layer), PageLayout::Bf16(_)))]);
             for head in 0..geometry.kv_heads {
                 for side in [Side::Key, Side::Value] {
-                    let format = row_format(codec, HeadIndex { layer, head }, side)?;
-                    rules.push(rule_bits(format.rule, geometry.head_dim));
+                    let rule = code_rule(codec, HeadIndex { layer, head }, side)?;
+                    rules.push(rule.map_or(0, |(rule, _)| rule_bits(rule, geometry.head_dim)));
                 }
             }
         }
@@ -270,7 +268,7 @@ impl PageSealer {
             let (expected, got) = (all_layers, layers.end);
             return Err(CudaError::Shape { what: "layers of the codec, at most", expected, got });
         }
-        let head = PageFormat::Bf16.page_bytes(head_dim) * kv_heads;
+        let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let scratch_slots = pools.scratch.map_or(0, |scratch| scratch.len() / head);
         let held = pools.exact.len() / (head * all_layers);
         if held < exact_slots {

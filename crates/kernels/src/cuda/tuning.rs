@@ -4,11 +4,12 @@
 //! Registers decide: at 128 channels, sums take 32 of every lane for each eight query heads (for each four if weights are of
 //! two bytes), queries 8 for each four.
 
+use oscar_codec::PageLayout;
+
 use super::compile::Source;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::MOST_PARTIALS;
-use crate::cpu::attention::sealed::SealedFormat;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
 const TEXTS: [&str; 6] = [
@@ -29,8 +30,8 @@ pub struct DecodeShape {
     pub kv_heads: usize,
     /// Query heads per KV head.
     pub group: usize,
-    /// Sealed pages; [`SealedFormat::Bf16`] if there are none.
-    pub sealed: SealedFormat,
+    /// Sealed pages; [`PageLayout::Bf16`] if there are none.
+    pub sealed: PageLayout,
 }
 
 /// Shared memory that a card has, in bytes.
@@ -77,7 +78,7 @@ impl DecodeShape {
     /// Weights of values are of two bytes, not f16. Measured: with four query heads memory decides, with eight it is 1 %,
     /// and sums of sixteen have no room in registers.
     fn byte_weights(&self) -> bool {
-        let SealedFormat::Codes(layout, _) = self.sealed else { return false };
+        let PageLayout::Codes(layout) = self.sealed else { return false };
         layout.bits() == 2 && layout.groups() == 1 && self.head_dim <= 128 && self.quads() == 3
     }
 
@@ -98,7 +99,7 @@ impl DecodeShape {
     }
 
     pub(super) fn orders(&self) -> Result<[PageOrder; 2], CudaError> {
-        Ok([PageOrder::new(SealedFormat::Bf16, self.head_dim)?, PageOrder::new(self.sealed, self.head_dim)?])
+        Ok([PageOrder::new(PageLayout::bf16(self.head_dim))?, PageOrder::new(self.sealed)?])
     }
 
     /// Bytes of a stage: the larger of the two tiles.
@@ -159,7 +160,7 @@ impl DecodeShape {
     }
 
     fn codes(&self) -> bool {
-        matches!(self.sealed, SealedFormat::Codes(..))
+        matches!(self.sealed, PageLayout::Codes(_))
     }
 
     /// Blocks of `warps`, up to `in_all` of them, as many as shared memory has room for.
@@ -192,7 +193,7 @@ impl DecodeShape {
     /// The kernel of this shape.
     pub fn source(&self, tuning: &Tuning) -> Result<Source, CudaError> {
         let [_, sealed] = self.orders()?;
-        let bits = if self.sealed == SealedFormat::Bf16 { 0 } else { sealed.bits() };
+        let bits = if matches!(self.sealed, PageLayout::Bf16(_)) { 0 } else { sealed.bits() };
         let defines = vec![
             ("HEAD_DIM", self.head_dim),
             ("SEALED_BITS", bits),
@@ -223,16 +224,16 @@ mod tests {
         for head_dim in [64, 96, 128, 256] {
             for group in [4, 8, 12, 16] {
                 let codes = |bits, groups| {
-                    SealedFormat::Codes(CodeLayout::new(bits, head_dim, groups).unwrap(), ScaleType::F16)
+                    PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap())
                 };
                 let mut formats =
-                    vec![codes(2, 1), codes(4, 1), SealedFormat::Fp8(Fp8Layout::new(head_dim).unwrap())];
-                formats.push(SealedFormat::Bf16);
+                    vec![codes(2, 1), codes(4, 1), PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())];
+                formats.push(PageLayout::bf16(head_dim));
                 formats.push(codes(2, head_dim / 32));
                 if head_dim == 128 {
                     formats.push(codes(2, 2));
-                    let layout = CodeLayout::int2(head_dim, 1).unwrap();
-                    formats.push(SealedFormat::Codes(layout, ScaleType::Bf16));
+                    let layout = CodeLayout::new(2, head_dim, 1).unwrap();
+                    formats.push(PageLayout::Codes(layout.with_scales(ScaleType::Bf16)));
                 }
                 shapes.extend(formats.into_iter().map(|sealed| DecodeShape {
                     head_dim,
@@ -252,8 +253,9 @@ mod tests {
         for shape in shapes() {
             let groups = shape.orders().unwrap()[1].groups();
             let (int2, int4) = match shape.sealed {
-                SealedFormat::Codes(layout, scale) => {
-                    (layout.bits() == 2 && groups == 1 && scale == ScaleType::F16, layout.bits() == 4)
+                PageLayout::Codes(layout) => {
+                    let f16 = layout.scale_type() == ScaleType::F16;
+                    (layout.bits() == 2 && groups == 1 && f16, layout.bits() == 4)
                 }
                 _ => (false, false),
             };
@@ -261,7 +263,7 @@ mod tests {
                 (128, 4) => false,
                 (128, 12) => groups > 2,
                 (128, _) => !int2,
-                (96, 4) => matches!(shape.sealed, SealedFormat::Fp8(_)),
+                (96, 4) => matches!(shape.sealed, PageLayout::Fp8(_)),
                 (_, 4) => int4,
                 _ => true,
             };
@@ -280,12 +282,12 @@ mod tests {
 
     fn name(shape: &DecodeShape) -> String {
         let format = match shape.sealed {
-            SealedFormat::Bf16 => "bf16".to_owned(),
-            SealedFormat::Fp8(_) => "fp8".to_owned(),
-            SealedFormat::Codes(layout, ScaleType::F16) => {
+            PageLayout::Bf16(_) => "bf16".to_owned(),
+            PageLayout::Fp8(_) => "fp8".to_owned(),
+            PageLayout::Codes(layout) if layout.scale_type() == ScaleType::F16 => {
                 format!("int{} x{}", layout.bits(), layout.groups())
             }
-            SealedFormat::Codes(layout, _) => {
+            PageLayout::Codes(layout) => {
                 format!("int{} x{} bf16 scales", layout.bits(), layout.groups())
             }
         };
@@ -331,7 +333,7 @@ mod tests {
                 }
             }
         }
-        let int2 = SealedFormat::Codes(CodeLayout::int2(128, 1).unwrap(), ScaleType::F16);
+        let int2 = PageLayout::Codes(CodeLayout::new(2, 128, 1).unwrap());
         let shape = DecodeShape { head_dim: 128, kv_heads: 8, group: 4, sealed: int2 };
         let layouts = [(usize::MAX, 4, 3), (1 << 20, 8, 1)];
         let expected = layouts.map(|(limit, warps, blocks_per_multiprocessor)| {

@@ -11,14 +11,13 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
     CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
 };
-use oscar_codec::{HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Side};
+use oscar_codec::{HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side};
 
 use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use crate::backend::{Rope, RopeLayout};
-use crate::cpu::attention::sealed::SealedFormat;
 
 /// Vectors of a thread: few rows are spread over more threads.
 pub(super) const PER_THREAD: [usize; 2] = [2, 8];
@@ -143,7 +142,7 @@ impl RowWriter {
         codec: Option<&PageCodec>,
     ) -> Result<RowWriter, CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = geometry;
-        PageOrder::new(SealedFormat::Bf16, head_dim)?;
+        PageOrder::new(PageLayout::bf16(head_dim))?;
         if kv_heads == 0 || group == 0 || layers == 0 {
             return Err(CudaError::Unsupported("a cache without layers or heads".into()));
         }
@@ -243,7 +242,7 @@ impl RowWriter {
         for norm in [norms.queries, norms.keys].into_iter().flatten() {
             shape("gains of a norm", head_dim, norm.gain.len())?;
         }
-        let head = PageFormat::Bf16.page_bytes(head_dim) * kv_heads;
+        let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         shape("bf16 slots of a pool", pools.exact_slots, pools.exact.len() / (head * layers))?;
         let slots = pools.exact_slots + pools.scratch.as_ref().map_or(0, |scratch| scratch.len() / head);
         if let Some(target) = step.targets.iter().find(|target| target.slot as usize >= slots.max(1)) {

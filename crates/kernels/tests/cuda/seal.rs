@@ -8,11 +8,10 @@ use std::sync::Arc;
 
 use half::bf16;
 use oscar_codec::{
-    CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec,
-    PageFormat, Rule, ScaleType, Side,
+    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec,
+    PageLayout, Rule, ScaleType, Side,
 };
 use oscar_kernels::backend::SealPage;
-use oscar_kernels::cpu::attention::sealed::SealedFormat;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
 use oscar_kernels::cpu::encode::{SealScratch, Sealer};
 use oscar_kernels::cpu::isa::Isa;
@@ -134,15 +133,17 @@ fn int2(
     rule: impl Fn(usize) -> Rule,
 ) -> PageCodec {
     let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let layout = CodeLayout::new(2, head_dim, groups).unwrap().with_scales(scale_type);
     let encoders = |side: usize| -> Vec<HeadEncoder> {
         (0..layers * kv_heads)
             // Both sides of a head differ, and each rule comes up on both.
-            .map(|head| HeadEncoder::new(HeadTransform::identity(head_dim), rule(head + 3 * side)))
+            .map(|head| {
+                let transform = HeadTransform::identity(head_dim);
+                HeadEncoder::codes(transform, layout, rule(head + 3 * side), published)
+            })
             .collect()
     };
-    let codec =
-        Int2Codec::new("int2", head_dim, kv_heads, groups, scale_type, published, encoders(0), encoders(1));
-    PageCodec::int2(codec.unwrap())
+    PageCodec::new("int2", geometry, encoders(0), encoders(1)).unwrap()
 }
 
 /// One row of a kind.
@@ -255,8 +256,8 @@ impl Pools {
                     failure.get_or_insert((index, head, error));
                     continue;
                 }
-                let format = SealedFormat::of(codec, head.layer);
-                let order = PageOrder::new(format, codec.geometry().head_dim).unwrap();
+                let format = codec.layout(head.layer);
+                let order = PageOrder::new(format).unwrap();
                 let at = page.sealed as usize * codec.page_bytes() + codec.head_range(head).unwrap().start;
                 pool[at..at + bytes.len()].copy_from_slice(&order.from_cpu(&bytes).unwrap());
             }
@@ -267,7 +268,7 @@ impl Pools {
     /// The sealed pool as the card writes it.
     fn run(&mut self, pages: &[SealPage], layers: std::ops::Range<usize>) -> Vec<u8> {
         let d = self.codec.geometry().head_dim;
-        let order = PageOrder::new(SealedFormat::Bf16, d).unwrap();
+        let order = PageOrder::new(PageLayout::bf16(d)).unwrap();
         let upload = |pages: &[Vec<u16>]| {
             let bytes = |page: &Vec<u16>| page.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
             let pool: Vec<u8> = pages.iter().flat_map(|page| order.from_cpu(&bytes(page)).unwrap()).collect();
@@ -358,9 +359,9 @@ impl Pools {
             .find(|&head| self.codec.head_range(head).unwrap().contains(&at))
             .unwrap();
         let byte = at - self.codec.head_range(head).unwrap().start;
-        let rules = [Side::Key, Side::Value].map(|side| self.codec.row_format(head, side).unwrap().rule);
+        let rules = [Side::Key, Side::Value].map(|side| self.codec.encoder(head, side).unwrap().rows);
         Some(format!(
-            "{count} bytes differ, first in slot {slot}, {head:?} ({} and {}), byte {byte} of {}: {:#x} instead of {:#x}",
+            "{count} bytes differ, first in slot {slot}, {head:?} ({:?} and {:?}), byte {byte} of {}: {:#x} instead of {:#x}",
             rules[0],
             rules[1],
             self.codec.head_bytes(head.layer),
@@ -375,7 +376,7 @@ fn refuses_bad_lists(device: &Arc<Device>) -> bool {
     let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim: 64 };
     let codec = PageCodec::fp8(geometry, None).unwrap();
     let mut sealer = PageSealer::new(device, &codec).unwrap();
-    let exact = device.zeroed(EXACT_SLOTS * geometry.page_bytes(PageFormat::Bf16)).unwrap();
+    let exact = device.zeroed(EXACT_SLOTS * geometry.page_bytes(geometry.bf16())).unwrap();
     let mut sealed = device.zeroed(SEALED_SLOTS * codec.page_bytes()).unwrap();
     let mut attempt = |exact_slot: u32, sealed_slot: u32, layers: std::ops::Range<usize>| {
         let list = sealer.list(&[SealPage { exact: exact_slot, sealed: sealed_slot }])?;

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule, ScaleType,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, Rule,
     hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
-use oscar_kernels::cpu::attention::sealed::SealedFormat;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cuda::measure::Noise;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
@@ -108,11 +107,12 @@ fn codec(case: &Case, noise: &mut Noise) -> Option<PageCodec> {
     let mut means = || (0..heads).map(|_| numbers(d, 5.0, noise)).collect::<Vec<_>>();
     let int2 = |keys: Vec<HeadTransform>, values: Vec<HeadTransform>| {
         let encoders = |transforms: Vec<HeadTransform>| -> Vec<HeadEncoder> {
-            transforms.into_iter().map(|transform| HeadEncoder::new(transform, Rule::Search)).collect()
+            let layout = CodeLayout::new(2, d, 1).unwrap();
+            let encoder = |transform| HeadEncoder::codes(transform, layout, Rule::Search, false);
+            transforms.into_iter().map(encoder).collect()
         };
         let (keys, values) = (encoders(keys), encoders(values));
-        let codec = Int2Codec::new("int2", d, case.kv_heads, 1, ScaleType::F16, false, keys, values);
-        PageCodec::int2(codec.unwrap())
+        PageCodec::new("int2", geometry, keys, values).unwrap()
     };
     // A rotation that is not symmetric and differs from head to head.
     let rotation = |head: usize| {
@@ -247,7 +247,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     let norms = [0, 1].map(|side| {
         case.norms.then_some(HeadNorm { gain: &device_gains[side], epsilon: 1e-6 * (side + 1) as f32 })
     });
-    let order = PageOrder::new(SealedFormat::Bf16, d).unwrap();
+    let order = PageOrder::new(PageLayout::bf16(d)).unwrap();
     let page = order.page_bytes();
     let mut expected_exact = vec![0xff_u8; EXACT_SLOTS * LAYERS * kv_heads * page];
     let mut exact = stream.clone_htod(&expected_exact).unwrap();

@@ -8,12 +8,10 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::time::Instant;
 
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::fp8_page::Fp8Layout;
-use oscar_codec::{CodecError, PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout, Side};
 use oscar_kernels::KernelError;
-use oscar_kernels::cpu::attention::sealed::{SealedFormat, attend_sealed, attend_sealed_heads};
-use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span, page_elements, write_token};
+use oscar_kernels::cpu::attention::sealed::{attend_sealed, attend_sealed_heads};
+use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
 use oscar_kernels::cpu::pool::Pool;
@@ -142,7 +140,7 @@ pub fn run(
     for &kind in &bench.formats {
         let format = format(kind, head_dim, bench.groups)?;
         let samples = samples(&format, head_dim)?;
-        let page_bytes = format.page_bytes(head_dim);
+        let page_bytes = format.page_bytes();
         let error = error(bench, &format, &samples)?;
         let mut memory = Memory::default();
         for &context in &bench.contexts {
@@ -199,42 +197,40 @@ fn name(kind: CacheType) -> &'static str {
     }
 }
 
-fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<SealedFormat, AttentionBenchError> {
+fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, AttentionBenchError> {
     Ok(match kind {
         CacheType::Bf16 if !head_dim.is_multiple_of(2) => return Err(AttentionBenchError::OddHead(head_dim)),
-        CacheType::Bf16 => SealedFormat::Bf16,
-        CacheType::Fp8 => SealedFormat::Fp8(Fp8Layout::new(head_dim)?),
-        CacheType::Int4 => SealedFormat::Codes(CodeLayout::int4(head_dim, groups)?, ScaleType::F16),
-        CacheType::Auto | CacheType::Int2 => {
-            SealedFormat::Codes(CodeLayout::int2(head_dim, groups)?, ScaleType::F16)
-        }
+        CacheType::Bf16 => PageLayout::bf16(head_dim),
+        CacheType::Fp8 => PageLayout::fp8(head_dim)?,
+        CacheType::Int4 => PageLayout::int4(head_dim, groups)?,
+        CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups)?,
     })
 }
 
 /// Pages of random rows, quantised as plainly as their format allows: speed does not depend on how well.
-fn samples(format: &SealedFormat, head_dim: usize) -> Result<Vec<Vec<u8>>, CodecError> {
+fn samples(format: &PageLayout, head_dim: usize) -> Result<Vec<Vec<u8>>, CodecError> {
     let mut noise = Noise(5);
     (0..SAMPLES).map(|_| sample(format, head_dim, &mut noise)).collect()
 }
 
-fn sample(format: &SealedFormat, head_dim: usize, noise: &mut Noise) -> Result<Vec<u8>, CodecError> {
-    let mut page = vec![0; format.page_bytes(head_dim)];
-    let mut elements = match format {
-        SealedFormat::Bf16 => vec![0; page_elements(head_dim)],
-        _ => Vec::new(),
-    };
+fn sample(format: &PageLayout, head_dim: usize, noise: &mut Noise) -> Result<Vec<u8>, CodecError> {
+    let mut page = vec![0; format.page_bytes()];
     for token in 0..PAGE_TOKENS {
         let rows = [Side::Key, Side::Value]
             .map(|side| (side, (0..head_dim).map(|_| 2.0 * noise.next()).collect::<Vec<f32>>()));
         match format {
-            SealedFormat::Bf16 => write_token(&mut elements, head_dim, token, &rows[0].1, &rows[1].1),
-            SealedFormat::Fp8(layout) => {
+            PageLayout::Bf16(layout) => {
                 for (side, row) in &rows {
                     layout.write_token(&mut page, *side, token, row)?;
                 }
             }
-            SealedFormat::Codes(layout, scale_type) => {
-                let top = f32::from(layout.largest_code());
+            PageLayout::Fp8(layout) => {
+                for (side, row) in &rows {
+                    layout.write_token(&mut page, *side, token, row)?;
+                }
+            }
+            PageLayout::Codes(layout) => {
+                let (top, scale_type) = (f32::from(layout.largest_code()), layout.scale_type());
                 let scales = vec![(scale_type.to_bits(4.0 / top), scale_type.to_bits(2.0)); layout.groups()];
                 for (side, row) in &rows {
                     let codes: Vec<u8> = row.iter().map(|x| ((x + 2.0) / 4.0 * top).round() as u8).collect();
@@ -243,14 +239,11 @@ fn sample(format: &SealedFormat, head_dim: usize, noise: &mut Noise) -> Result<V
             }
         }
     }
-    if *format == SealedFormat::Bf16 {
-        page.copy_from_slice(bytemuck::cast_slice(&elements));
-    }
     Ok(page)
 }
 
 /// Difference between the path and the scalar definition on the sample pages.
-fn error(bench: &AttentionBench, format: &SealedFormat, samples: &[Vec<u8>]) -> Result<f64, KernelError> {
+fn error(bench: &AttentionBench, format: &PageLayout, samples: &[Vec<u8>]) -> Result<f64, KernelError> {
     let (rows, d) = (bench.q_heads / bench.kv_heads, bench.head_dim);
     // In whole words, so that bf16 pages lie on even addresses.
     let mut memory = Memory::default();
@@ -329,7 +322,7 @@ impl<'a> Cache<'a> {
 /// A decode step of one token.
 struct Step<'a> {
     bench: &'a AttentionBench,
-    format: &'a SealedFormat,
+    format: &'a PageLayout,
     context: usize,
     pool: &'a Pool,
 }

@@ -3,8 +3,7 @@
 //! Pages of as many layers as it takes to leave no cache warm are attended to one layer after the other, replayed from a
 //! graph; a row is the median over passes, divided by layers. Bytes are those of the pages that are read.
 
-use oscar_codec::{CodeLayout, CodecError, Fp8Layout, PAGE_TOKENS, ScaleType};
-use oscar_kernels::cpu::attention::sealed::SealedFormat;
+use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 use serde::Serialize;
@@ -148,7 +147,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
     if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return Err(CudaBenchError::Heads { q_heads, kv_heads });
     }
-    let formats: Vec<(CacheType, SealedFormat)> = bench
+    let formats: Vec<(CacheType, PageLayout)> = bench
         .formats
         .iter()
         .map(|&kind| Ok((kind, format(kind, head_dim, groups)?)))
@@ -164,7 +163,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
                     true => Split::Fixed { pages: FIXED_PAGES },
                     false => Split::Balanced,
                 };
-                let layer = batch * kv_heads * context.div_ceil(PAGE_TOKENS) * sealed.page_bytes(head_dim);
+                let layer = batch * kv_heads * context.div_ceil(PAGE_TOKENS) * sealed.page_bytes();
                 let (needed, free) = ((layer + bench.pool_bytes) >> 20, device.free_memory()? >> 20);
                 if needed > free * 9 / 10 {
                     return Err(CudaBenchError::Memory { needed, free });
@@ -225,14 +224,12 @@ fn name(kind: CacheType) -> &'static str {
     }
 }
 
-fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<SealedFormat, CodecError> {
+fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
     Ok(match kind {
-        CacheType::Bf16 => SealedFormat::Bf16,
-        CacheType::Fp8 => SealedFormat::Fp8(Fp8Layout::new(head_dim)?),
-        CacheType::Int4 => SealedFormat::Codes(CodeLayout::int4(head_dim, groups)?, ScaleType::F16),
-        CacheType::Auto | CacheType::Int2 => {
-            SealedFormat::Codes(CodeLayout::int2(head_dim, groups)?, ScaleType::F16)
-        }
+        CacheType::Bf16 => PageLayout::bf16(head_dim),
+        CacheType::Fp8 => PageLayout::fp8(head_dim)?,
+        CacheType::Int4 => PageLayout::int4(head_dim, groups)?,
+        CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups)?,
     })
 }
 

@@ -4,7 +4,7 @@
 //! before one is read again. That the bytes are the codec's is shown by the test `cuda` of `oscar-kernels`.
 
 use oscar_codec::{
-    CodecError, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, PageCodec, Rule, ScaleType, hadamard,
+    CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
 };
 use oscar_kernels::cuda::Device;
 use oscar_kernels::cuda::measure_pages::measure_sealing;
@@ -96,11 +96,9 @@ pub fn run(bench: &CudaCodecBench, mut on_row: impl FnMut(&CudaCodecRow)) -> Res
 fn int2(geometry: KvGeometry, groups: usize, rule: Rule) -> Result<PageCodec, CodecError> {
     let KvGeometry { layers, kv_heads, head_dim } = geometry;
     let transform = HeadTransform::new(None, &hadamard::matrix(head_dim))?;
-    let encoders = vec![HeadEncoder::new(transform, rule); layers * kv_heads];
-    let scales = ScaleType::F16;
-    let codec =
-        Int2Codec::new("int2", head_dim, kv_heads, groups, scales, false, encoders.clone(), encoders)?;
-    Ok(PageCodec::int2(codec))
+    let layout = CodeLayout::new(2, head_dim, groups)?;
+    let encoders = vec![HeadEncoder::codes(transform, layout, rule, false); layers * kv_heads];
+    PageCodec::new("int2", geometry, encoders.clone(), encoders)
 }
 
 #[cfg(test)]

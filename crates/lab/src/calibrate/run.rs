@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use oscar_codec::{Composition, HeadTransform, Rule, SquareMatrix, Windows};
+use oscar_codec::{Composition, HeadTransform, PageLayout, Rule, SquareMatrix, Windows};
 use oscar_kernels::Inspect;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
@@ -150,7 +150,7 @@ impl State {
         let certificate = Certificate {
             model: self.file.header.model.clone(),
             format: "int2".into(),
-            bits_per_element: oscar_codec::PageFormat::Int2 { groups: 1 }.bits_per_element(head_dim),
+            bits_per_element: PageLayout::int2(head_dim, 1).map_or(0.0, |layout| layout.bits_per_element()),
             tokens: corpus.tokens(),
             held_out_tokens: corpus.held_out.len(),
             sink: calibration.windows.sink,

@@ -8,14 +8,15 @@
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
-use half::bf16;
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::quantise::RowFormat;
 use oscar_codec::{
-    CodecError, HeadEncoder, HeadTransform, PAGE_TOKENS, Rule, ScaleType, Side, SquareMatrix, Windows,
+    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, Side,
+    SquareMatrix, Windows,
 };
-use oscar_kernels::cpu::encode::{Int2Encoder, Scratch};
+use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
+
+/// The one head of a codec that is tried.
+const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 
 /// Rules tried for keys and for values.
 pub const CANDIDATES: [Rule; 8] = [
@@ -264,21 +265,20 @@ impl<'a> Trial<'a> {
     }
 }
 
-fn encoder(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<Int2Encoder, CodecError> {
+/// A codec of one head and side.
+fn codec(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<FastCodec, CodecError> {
     // A published transform comes with the published choice of codes.
     let published = transform.rounds_input();
-    let format = RowFormat { published, ..RowFormat::int2(1, rule, ScaleType::default()) };
-    let layout = CodeLayout::int2(transform.dim(), 1)?;
-    Int2Encoder::new(isa, &HeadEncoder::new(transform.clone(), rule), &format, layout)
+    let layout = CodeLayout::new(2, transform.dim(), 1)?;
+    let encoders = vec![HeadEncoder::codes(transform.clone(), layout, rule, published)];
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: transform.dim() };
+    Ok(FastCodec::new(isa, PageCodec::new("trial", geometry, encoders.clone(), encoders)?))
 }
 
 fn rotated(isa: Isa, transform: &HeadTransform, rows: &[f32]) -> Result<Vec<f32>, CodecError> {
-    let encoder = encoder(isa, transform, Rule::MIN_MAX)?;
-    let (page, mut scratch) = (PAGE_TOKENS * transform.dim(), Scratch::default());
-    let mut out = vec![0.0; rows.len()];
-    for (rows, out) in rows.chunks(page).zip(out.chunks_mut(page)) {
-        encoder.rotate_rows(rows, out, &mut scratch)?;
-    }
+    let mut out = rows.to_vec();
+    let codec = codec(isa, transform, Rule::MIN_MAX)?;
+    codec.transform_rows(HEAD, Side::Key, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
 
@@ -290,16 +290,8 @@ fn encoded(
     rule: Rule,
     rows: &[f32],
 ) -> Result<Vec<f32>, CodecError> {
-    let encoder = encoder(isa, transform, rule)?;
-    let mut page = vec![0; encoder.layout().page_bytes()];
-    let mut scratch = Scratch::default();
-    let values = PAGE_TOKENS * transform.dim();
-    let mut out = vec![0.0; rows.len()];
-    for (rows, out) in rows.chunks(values).zip(out.chunks_mut(values)) {
-        let rows: Vec<bf16> = rows.iter().map(|&value| bf16::from_f32(value)).collect();
-        encoder.encode_rotated_rows(side, &rows, &mut page, &mut scratch)?;
-        encoder.decode_rotated_rows(side, &page, out, &mut scratch)?;
-    }
+    let mut out = rows.to_vec();
+    codec(isa, transform, rule)?.through_pages(HEAD, side, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
 

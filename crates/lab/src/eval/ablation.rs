@@ -1,10 +1,10 @@
 //! The paper's ablations: take one part of the published recipe away and measure what it was worth.
 
 use oscar_codec::{
-    Composition, HeadEncoder, HeadTransform, Int2Codec, KvGeometry, Rule, ScaleType, SquareMatrix, Windows,
+    CodeLayout, Composition, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, SquareMatrix, Windows,
 };
 use oscar_kernels::Inspect;
-use oscar_kernels::cpu::encode::FastInt2;
+use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
 use oscar_rotations::PAPER_RULES;
@@ -165,8 +165,9 @@ impl TargetSet {
     }
 
     /// The codec of a setting: one rotation per layer, as published, or centred where a model needs it.
-    pub fn codec(&self, setting: &Setting, centred: bool) -> Result<Int2Codec, EvalError> {
-        let KvGeometry { kv_heads, head_dim, .. } = self.geometry;
+    pub fn codec(&self, setting: &Setting, centred: bool) -> Result<PageCodec, EvalError> {
+        let head_dim = self.geometry.head_dim;
+        let layout = CodeLayout::new(2, head_dim, head_dim / setting.group.unwrap_or(head_dim))?;
         let fitted: Vec<(SquareMatrix, SquareMatrix)> = self
             .layers
             .par_iter()
@@ -192,18 +193,18 @@ impl TargetSet {
                 } else {
                     HeadTransform::published(key)?
                 };
-                keys.push(HeadEncoder::new(transform, setting.rules.0));
-                values.push(HeadEncoder::new(HeadTransform::published(value)?, setting.rules.1));
+                keys.push(HeadEncoder::codes(transform, layout, setting.rules.0, true));
+                let transform = HeadTransform::published(value)?;
+                values.push(HeadEncoder::codes(transform, layout, setting.rules.1, true));
             }
         }
-        let groups = head_dim / setting.group.unwrap_or(head_dim);
         let name = format!("{}: {}", setting.study, setting.name);
-        Ok(Int2Codec::new(name, head_dim, kv_heads, groups, ScaleType::default(), true, keys, values)?)
+        Ok(PageCodec::new(name, self.geometry, keys, values)?)
     }
 
     /// [`Self::codec`], with the kernels of this machine.
-    pub fn fast_codec(&self, setting: &Setting, centred: bool) -> Result<FastInt2, EvalError> {
-        Ok(FastInt2::new(Isa::detect(), self.codec(setting, centred)?))
+    pub fn fast_codec(&self, setting: &Setting, centred: bool) -> Result<FastCodec, EvalError> {
+        Ok(FastCodec::new(Isa::detect(), self.codec(setting, centred)?))
     }
 }
 

@@ -5,7 +5,7 @@
 
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
-use oscar_kernels::cpu::encode::FastInt2;
+use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_rotations::codec::{int2_codec, mean_keys};
 use oscar_rotations::{Int2Options, RotationFile, Scope};
@@ -63,7 +63,7 @@ impl CodecSource<'_> {
             return Err(EvalError::NoRotations { spec: spec.to_owned() });
         };
         let codec = int2_codec(spec, file, self.geometry, &options.parts)?;
-        let codec = FastInt2::new(Isa::detect(), codec);
+        let codec = FastCodec::new(Isa::detect(), codec);
         Ok(match options.side {
             None => Box::new(codec),
             Some(side) => Box::new(OneSide { codec, side }),

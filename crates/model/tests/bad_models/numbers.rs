@@ -67,7 +67,7 @@ fn the_largest_description_has_a_size() {
         .set("num_key_value_heads", 1 << 16)
         .set("head_dim", 1 << 16);
     let geometry = ModelFiles::open(&folder.path()).unwrap().config().kv_geometry();
-    assert_eq!(geometry.bytes_per_token(oscar_codec::PageFormat::Bf16), 1 << 50);
+    assert_eq!(geometry.bytes_per_token(geometry.bf16()), 1 << 50);
 }
 
 #[test]

@@ -158,7 +158,7 @@ impl Reader<'_> {
         for &slot in sequence.sealed_slots(pages) {
             found.extend(kv_heads.clone().map(|head| page(head, slot)));
         }
-        let format = &sealed.formats[layer];
-        attend_sealed_heads(*isa, format, queries, heads.scale, spans, first, &found, kernel, states);
+        let layout = &sealed.layouts[layer];
+        attend_sealed_heads(*isa, layout, queries, heads.scale, spans, first, &found, kernel, states);
     }
 }

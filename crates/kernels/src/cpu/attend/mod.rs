@@ -11,10 +11,9 @@ mod plan;
 
 use std::ops::Range;
 
-use oscar_codec::Side;
+use oscar_codec::{PageLayout, Side};
 
 use super::CpuBackend;
-use super::attention::sealed::SealedFormat;
 use super::attention::{AttentionScratch, Span};
 use super::cache::Cache;
 use super::encode::SealScratch;
@@ -104,8 +103,8 @@ pub(super) struct Tiers<'a> {
 impl Tiers<'_> {
     /// About how many sealed pages take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
     fn exact_cost(&self) -> usize {
-        match self.cache.sealed().map(|sealed| sealed.formats[self.layer]) {
-            Some(SealedFormat::Codes(layout, _)) => 10 / layout.bits() as usize,
+        match self.cache.sealed().map(|sealed| sealed.layouts[self.layer]) {
+            Some(PageLayout::Codes(layout)) => 10 / layout.bits() as usize,
             _ => 1,
         }
     }

@@ -35,7 +35,7 @@ pub use state::SoftmaxState;
 
 use std::ops::Range;
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{Bf16Layout, PAGE_TOKENS, Side};
 
 use super::gemm::aligned::AlignedScratch;
 use super::isa::Isa;
@@ -152,10 +152,11 @@ pub fn attend(
         #[cfg(target_arch = "aarch64")]
         Isa::Neon if fast => floats::attend(&floats::NEON, &work, scratch, state),
         _ => {
+            let layout = Bf16Layout::new(d);
             for (page, start) in work.visible_pages() {
                 for (row, span) in spans.iter().enumerate() {
-                    let key = |token, channel| scalar::element(page, page::key_index(token, channel));
-                    let value = |token, channel| scalar::element(page, page::value_index(d, token, channel));
+                    let key = |token, channel| scalar::element(page, layout.index(Side::Key, token, channel));
+                    let value = |token, channel| scalar::element(page, layout.index(Side::Value, token, channel));
                     let q = &work.q[row * d..][..d];
                     scalar::attend_row(q, span.in_page(start), key, value, row, state);
                 }

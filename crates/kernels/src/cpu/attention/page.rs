@@ -1,27 +1,17 @@
-//! The order of the elements inside a bf16 page, and how one token is written.
+//! How tokens are written to bf16 pages and read back.
 //!
-//! Keys are `[d/2 channel pairs][64 tokens][2]` and values `[32 token pairs][d channels][2]`, keys first. Both are
-//! the right operand of a matrix product with its summed index in pairs: channels for `q · k`, tokens for `p · v`.
+//! The order is that of [`Bf16Layout`]: both halves of a page are the right operand of a matrix product with its summed
+//! index in pairs.
 //! That is the tile order of AMX, so pages are multiplied where they lie; and a vector register of pairs splits into
 //! even and odd elements with a shift and a mask, with tokens (or channels) side by side in the lanes, so no path
 //! ever sums across lanes.
 
 use half::bf16;
-use oscar_codec::{PAGE_TOKENS, PageFormat, Side};
+use oscar_codec::{Bf16Layout, PAGE_TOKENS, Side};
 
 /// Elements of a page of head dimension `d`.
 pub fn page_elements(d: usize) -> usize {
-    PageFormat::Bf16.page_bytes(d) / size_of::<u16>()
-}
-
-/// Where channel `channel` of the key of `token` lies.
-pub(super) fn key_index(token: usize, channel: usize) -> usize {
-    (channel / 2 * PAGE_TOKENS + token) * 2 + channel % 2
-}
-
-/// Where channel `channel` of the value of `token` lies, from the start of the page.
-pub(super) fn value_index(d: usize, token: usize, channel: usize) -> usize {
-    PAGE_TOKENS * d + (token / 2 * d + channel) * 2 + token % 2
+    Bf16Layout::new(d).elements()
 }
 
 /// The keys and the values of a page.
@@ -83,10 +73,8 @@ pub fn expect_side(half: &[u16], side: Side, token_in_page: usize) {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
         let step = if side == Side::Key { 2 } else { 16 };
         for channel in (0..d).step_by(step) {
-            let index = match side {
-                Side::Key => key_index(token_in_page, channel),
-                Side::Value => value_index(d, token_in_page, channel) - PAGE_TOKENS * d,
-            };
+            let before = if side == Side::Key { 0 } else { PAGE_TOKENS * d };
+            let index = Bf16Layout::new(d).index(side, token_in_page, channel) - before;
             // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
             unsafe { _mm_prefetch::<_MM_HINT_ET0>(half.as_ptr().wrapping_add(index).cast()) };
         }
@@ -102,9 +90,11 @@ pub fn read_token(page: &[u16], d: usize, token_in_page: usize, key: &mut [f32],
         key.len(),
         value.len()
     );
-    for channel in 0..d {
-        key[channel] = bf16::from_bits(page[key_index(token_in_page, channel)]).to_f32();
-        value[channel] = bf16::from_bits(page[value_index(d, token_in_page, channel)]).to_f32();
+    let layout = Bf16Layout::new(d);
+    for (side, row) in [(Side::Key, key), (Side::Value, value)] {
+        for (channel, x) in row.iter_mut().enumerate() {
+            *x = bf16::from_bits(page[layout.index(side, token_in_page, channel)]).to_f32();
+        }
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
 
 use super::lanes::Lanes;
 
@@ -133,19 +132,6 @@ impl Lanes for __m256 {
             let mut rows = [_mm256_setzero_ps(); 8];
             for (index, row) in rows.iter_mut().enumerate() {
                 *row = _mm256_loadu_ps(from.add(index * from_stride));
-            }
-            store_transposed(rows, to, to_stride);
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose_bf16(from: *const bf16, from_stride: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: the caller promises both squares.
-        unsafe {
-            let mut rows = [_mm256_setzero_ps(); 8];
-            for (index, row) in rows.iter_mut().enumerate() {
-                let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(index * from_stride).cast()));
-                *row = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
             }
             store_transposed(rows, to, to_stride);
         }

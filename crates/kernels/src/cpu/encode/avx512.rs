@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
 
 use super::lanes::Lanes;
 use crate::cpu::gemm::avx512::transpose;
@@ -130,19 +129,6 @@ impl Lanes for __m512 {
             let mut rows = [_mm512_setzero_si512(); 16];
             for (index, row) in rows.iter_mut().enumerate() {
                 *row = _mm512_loadu_si512(from.add(index * from_stride).cast());
-            }
-            store_rows(transpose(rows), to, to_stride);
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose_bf16(from: *const bf16, from_stride: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: the caller promises both squares.
-        unsafe {
-            let mut rows = [_mm512_setzero_si512(); 16];
-            for (index, row) in rows.iter_mut().enumerate() {
-                let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.add(index * from_stride).cast()));
-                *row = _mm512_slli_epi32::<16>(words);
             }
             store_rows(transpose(rows), to, to_stride);
         }

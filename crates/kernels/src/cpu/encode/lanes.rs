@@ -4,7 +4,6 @@
 //! the same rounding, so all widths write the same bytes. [`Portable`] is plain Rust and serves machines without a
 //! path of their own.
 
-use half::bf16;
 use oscar_codec::ScaleType;
 
 /// Rows that are laid out side by side, `[channel][BLOCK]`. A V word holds the codes of as many tokens.
@@ -50,8 +49,6 @@ pub(super) trait Lanes: Copy {
 
     /// `to[j·to_stride + i] = from[i·from_stride + j]` for a square of [`Lanes::WIDTH`].
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
-    /// [`Lanes::transpose`] of bf16 numbers.
-    unsafe fn transpose_bf16(from: *const bf16, from_stride: usize, to: *mut f32, to_stride: usize);
 }
 
 /// Nearest number of the scale type, saturating; NaN becomes the most negative one, as in [`ScaleType::to_bits`].
@@ -192,16 +189,6 @@ impl Lanes for Portable {
             for j in 0..4 {
                 // SAFETY: the caller promises both squares.
                 unsafe { *to.add(j * to_stride + i) = *from.add(i * from_stride + j) };
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose_bf16(from: *const bf16, from_stride: usize, to: *mut f32, to_stride: usize) {
-        for i in 0..4 {
-            for j in 0..4 {
-                // SAFETY: the caller promises both squares.
-                unsafe { *to.add(j * to_stride + i) = (*from.add(i * from_stride + j)).to_f32() };
             }
         }
     }

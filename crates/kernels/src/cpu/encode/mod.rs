@@ -6,28 +6,24 @@
 //! | module | job |
 //! |---|---|
 //! | `lanes`, `avx2`, `avx512` | registers of rows |
-//! | `rotate` | rows to blocks `[channel][16]`, centring, the product with the rotation |
 //! | `quantise` | grids and codes of a block |
-//! | `pack` | codes into the words of a page and out of them |
+//! | `pack` | codes into the words of a page |
 //! | `kernel` | these together, once per instruction set |
-//! | [`Int2Encoder`] | one head and side, with its checks |
-//! | [`FastInt2`] | all heads of a 2-bit codec: what the lab holds |
 //! | `product` | few rows times a matrix, for the rows of a decode step |
-//! | `unpack` | bf16 pages into blocks, and into 8-bit pages |
+//! | `unpack` | rows and bf16 pages into blocks `[channel][16]`, and into 8-bit pages |
 //! | [`Sealer`] | all heads and formats of a `PageCodec`: what the cache holds |
+//! | [`FastCodec`] | a codec behind the lab's interface, on a sealer |
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod encoder;
 mod fast;
 mod kernel;
 mod lanes;
 mod pack;
 mod product;
 mod quantise;
-mod rotate;
 mod seal;
 #[cfg(test)]
 mod seal_tests;
@@ -35,7 +31,5 @@ mod seal_tests;
 mod tests;
 mod unpack;
 
-pub use encoder::{Int2Encoder, Scratch};
-pub use fast::FastInt2;
-pub use rotate::Element;
+pub use fast::FastCodec;
 pub use seal::{SealScratch, Sealer};

@@ -1,11 +1,10 @@
-//! Blocks of codes into pages and out of them, in the order that `oscar_codec::code_page` defines.
+//! Blocks of codes into pages, in the order that [`CodeLayout`] defines.
 //!
 //! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels (4 bits: eight), a
 //! V word to one channel and the sixteen tokens of a block (4 bits: half of them); both are built from whole registers
 //! of bytes by shifts, without ever moving a single code.
 
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{CodeLayout, PAGE_TOKENS, Side};
 
 use super::lanes::BLOCK;
 use super::quantise::BlockCodes;
@@ -111,74 +110,4 @@ fn value_words<const BITS: usize>(codes: &[u8; BLOCK]) -> u64 {
         let word = |codes: u64| (codes | codes >> 28) as u32;
         u64::from(word(codes as u64)) | u64::from(word((codes >> 64) as u64)) << 32
     }
-}
-
-/// Reads tokens `first..first + 16` of a 2-bit `page` as numbers, still rotated: `[channel][16]` without padding. `first` is
-/// a multiple of 16.
-#[inline(always)]
-pub(super) fn read_block(
-    layout: &CodeLayout,
-    side: Side,
-    page: &[u8],
-    first: usize,
-    scale_type: ScaleType,
-    block: &mut [f32],
-) {
-    assert!(layout.bits() == 2 && first.is_multiple_of(BLOCK) && first + BLOCK <= PAGE_TOKENS);
-    assert_eq!(block.len(), layout.head_dim() * BLOCK);
-    let channels = layout.head_dim() / layout.groups();
-    for (group, target) in block.chunks_exact_mut(channels * BLOCK).enumerate() {
-        let start = layout.scale_position(side, first, group);
-        let scales = read_scales(page, start, scale_type);
-        let offsets = read_scales(page, start + 2 * PAGE_TOKENS, scale_type);
-        for (index, lanes) in target.chunks_exact_mut(BLOCK).enumerate() {
-            let channel = group * channels + index;
-            // One word per lane and a shift for all, or the other way round.
-            let (words, shifts): ([u32; BLOCK], [u32; BLOCK]) = match side {
-                Side::Key => {
-                    let start = layout.code_position(side, first, channel / 16 * 16).0;
-                    let inner = channel as u32 % 16;
-                    (read_words(page, start), [8 * (inner % 4) + 2 * (inner / 4); BLOCK])
-                }
-                Side::Value => {
-                    let start = layout.code_position(side, first, channel).0;
-                    let word = [page[start], page[start + 1], page[start + 2], page[start + 3]];
-                    ([u32::from_le_bytes(word); BLOCK], VALUE_SHIFTS)
-                }
-            };
-            for lane in 0..BLOCK {
-                let code = (words[lane] >> shifts[lane] & 3) as f32;
-                lanes[lane] = code.mul_add(scales[lane], -offsets[lane]);
-            }
-        }
-    }
-}
-
-/// Where the code of each of sixteen tokens lies in a V word.
-const VALUE_SHIFTS: [u32; BLOCK] = {
-    let mut shifts = [0; BLOCK];
-    let mut lane = 0;
-    while lane < BLOCK {
-        shifts[lane] = (8 * (lane % 4) + 2 * (lane / 4)) as u32;
-        lane += 1;
-    }
-    shifts
-};
-
-#[inline(always)]
-fn read_words(page: &[u8], start: usize) -> [u32; BLOCK] {
-    let mut words = [0; BLOCK];
-    for (word, bytes) in words.iter_mut().zip(page[start..][..4 * BLOCK].chunks_exact(4)) {
-        *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-    }
-    words
-}
-
-#[inline(always)]
-fn read_scales(page: &[u8], start: usize, scale_type: ScaleType) -> [f32; BLOCK] {
-    let mut scales = [0.0; BLOCK];
-    for (scale, bytes) in scales.iter_mut().zip(page[start..][..2 * BLOCK].chunks_exact(2)) {
-        *scale = scale_type.to_f32(u16::from_le_bytes([bytes[0], bytes[1]]));
-    }
-    scales
 }

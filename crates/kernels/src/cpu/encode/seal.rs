@@ -5,13 +5,14 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageFormat, Side,
+    CodeRows, CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Side,
 };
 
 use super::kernel::{Quantise, run};
 use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK, TURNED};
 use super::quantise::BlockCodes;
-use super::unpack::{AllFinite, ToFp8, Unpack};
+use super::lanes::BLOCK;
+use super::unpack::{AllFinite, Arrange, ToFp8, Unpack};
 use crate::cpu::attention::page::{page_elements, read_token};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
@@ -86,35 +87,85 @@ impl Sealer {
             // The definition also names the row and the channel of what is not finite.
             return self.seal_plainly(head, page, out);
         }
-        match self.codec.layer_format(head.layer) {
-            PageFormat::Bf16 => {
+        match self.codec.layout(head.layer) {
+            PageLayout::Bf16(_) => {
                 for (bits, out) in page.iter().zip(out.chunks_exact_mut(2)) {
                     out.copy_from_slice(&bits.to_le_bytes());
                 }
             }
-            PageFormat::Fp8 => {
-                let layout =
-                    self.codec.fp8_layout(head.layer).expect("a layer of 8-bit floats has their layout");
+            PageLayout::Fp8(layout) => {
                 // SAFETY: as above.
                 unsafe { run(self.isa, ToFp8 { layout, page, out }) };
             }
-            PageFormat::Int2 { .. } | PageFormat::Int4 { .. } => {
-                let layout = self.codec.code_layout(head.layer).expect("a layer of codes has their layout");
+            PageLayout::Codes(_) => {
                 let SealScratch { keys, values, rows, codes } = scratch;
                 let len = PAGE_TOKENS * dim;
                 let (keys, values, rows) = (keys.at_least(len), values.at_least(len), rows.at_least(len));
                 // SAFETY: as above.
                 unsafe { run(self.isa, Unpack { dim, page, keys, values, rows }) };
                 for (side, rotated) in [(Side::Key, keys), (Side::Value, values)] {
-                    let format = &self.codec.row_format(head, side)?;
-                    let (layout, rows) = (&layout, PAGE_TOKENS);
-                    let step = Quantise { format, layout, side, rows, rotated, codes, page: &mut *out };
-                    // SAFETY: as above.
-                    unsafe { run(self.isa, step) };
+                    if let RowEncoder::Codes(encoder) = &self.codec.encoder(head, side)?.rows {
+                        self.quantise(encoder, side, PAGE_TOKENS, rotated, codes, out);
+                    }
                 }
             }
         }
         Ok(())
+    }
+
+    /// Writes up to 64 transformed rows of one side to that head's bytes of a sealed page, from the first token on. On an
+    /// error the page is as it was.
+    pub fn write_rows(
+        &self,
+        head: HeadIndex,
+        side: Side,
+        rows: &[f32],
+        page: &mut [u8],
+        scratch: &mut SealScratch,
+    ) -> Result<(), CodecError> {
+        let (dim, encoder) = (self.codec.geometry().head_dim, &self.codec.encoder(head, side)?.rows);
+        let count = rows.len() / dim;
+        let shape = |what, expected, got| {
+            if expected == got { Ok(()) } else { Err(CodecError::Shape { what, expected, got }) }
+        };
+        shape("values of whole rows", count * dim, rows.len())?;
+        shape("bytes of a sealed page", self.codec.head_bytes(head.layer), page.len())?;
+        if count > PAGE_TOKENS {
+            return Err(CodecError::Shape { what: "tokens of a page", expected: PAGE_TOKENS, got: count });
+        }
+        if let Some(at) = rows.iter().position(|x| !x.is_finite()) {
+            return Err(CodecError::NotFinite { row: at / dim, channel: at % dim });
+        }
+        match encoder {
+            RowEncoder::Codes(encoder) if self.isa != Isa::Scalar => {
+                let SealScratch { keys, codes, .. } = scratch;
+                let blocks = keys.at_least(count.next_multiple_of(BLOCK) * dim);
+                // SAFETY: the constructor has found the path available.
+                unsafe { run(self.isa, Arrange { dim, rows, blocks }) };
+                self.quantise(encoder, side, count, blocks, codes, page);
+            }
+            encoder => {
+                for (token, row) in rows.chunks_exact(dim).enumerate() {
+                    encoder.write_token(page, side, token, row)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Blocks `[block][channel][16]` of finite numbers to the codes of their page.
+    fn quantise(
+        &self,
+        encoder: &CodeRows,
+        side: Side,
+        rows: usize,
+        rotated: &[f32],
+        codes: &mut BlockCodes,
+        page: &mut [u8],
+    ) {
+        let (format, layout) = (&encoder.row_format(), &encoder.layout);
+        // SAFETY: the constructor has found the path available.
+        unsafe { run(self.isa, Quantise { format, layout, side, rows, rotated, codes, page }) };
     }
 
     /// The definition, on rows gathered one by one.
@@ -169,7 +220,15 @@ impl Sealer {
     /// # Panics
     /// When the codec has no such head or `rows` are not whole rows.
     pub fn undo_values(&self, head: HeadIndex, rows: &mut [f32], scratch: &mut SealScratch) {
-        let transform = self.transform(head, Side::Value);
+        self.undo_rows(head, Side::Value, rows, scratch);
+    }
+
+    /// Undoes the transform of rows, in place and in f32.
+    ///
+    /// # Panics
+    /// When the codec has no such head or `rows` are not whole rows.
+    pub fn undo_rows(&self, head: HeadIndex, side: Side, rows: &mut [f32], scratch: &mut SealScratch) {
+        let transform = self.transform(head, side);
         self.check_rows(rows);
         if transform.is_identity() {
             return;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, KvGeometry, PAGE_TOKENS,
-    PageCodec, Rule, ScaleType, Side, SquareMatrix,
+    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, Rule,
+    ScaleType, Side, SquareMatrix,
 };
 
 use super::kernel::{Quantise, run};
@@ -25,6 +25,8 @@ fn geometry(head_dim: usize) -> KvGeometry {
 
 fn int2(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
     let mut noise = Noise(dim as u64);
+    let scales = if groups == 4 { ScaleType::Bf16 } else { ScaleType::F16 };
+    let layout = CodeLayout::new(2, dim, groups).unwrap().with_scales(scales);
     let mut encoders = |centred: bool| -> Vec<HeadEncoder> {
         let mut encoder = || {
             let rotation = noise.rotation(dim);
@@ -33,13 +35,20 @@ fn int2(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
             } else {
                 HeadTransform::new(centred.then(|| noise.rows(dim)), &rotation)
             };
-            HeadEncoder::new(transform.unwrap(), rule)
+            HeadEncoder::codes(transform.unwrap(), layout, rule, published)
         };
         (0..4).map(|_| encoder()).collect()
     };
     let (keys, values) = (encoders(true), encoders(groups == 2));
-    let scales = if groups == 4 { ScaleType::Bf16 } else { ScaleType::F16 };
-    PageCodec::int2(Int2Codec::new("test", dim, 2, groups, scales, published, keys, values).unwrap())
+    PageCodec::new("test", geometry(dim), keys, values).unwrap()
+}
+
+/// A 2-bit codec of one head.
+fn one_head(transform: HeadTransform, rule: Rule) -> PageCodec {
+    let layout = CodeLayout::new(2, transform.dim(), 1).unwrap();
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: transform.dim() };
+    let encoders = vec![HeadEncoder::codes(transform, layout, rule, false)];
+    PageCodec::new("x", geometry, encoders.clone(), encoders).unwrap()
 }
 
 fn means(dim: usize) -> Vec<Vec<f32>> {
@@ -93,7 +102,7 @@ fn check(codec: PageCodec, head: HeadIndex, keys: &[f32], values: &[f32]) -> Res
     let (page, [keys, values]) = page(dim, keys, values);
     let mut expected = vec![0xa5; codec.head_bytes(head.layer)];
     let verdict = codec.seal_page(head, &keys, &values, &mut expected);
-    let format = codec.layer_format(head.layer);
+    let format = codec.layout(head.layer);
     let mut scratch = SealScratch::default();
     for (path, sealer) in sealers(codec) {
         let mut out = vec![0xa5; expected.len()];
@@ -198,7 +207,7 @@ fn wrong_shapes_are_refused() {
 #[test]
 fn four_bit_blocks_are_those_of_the_scalar_quantiser() {
     for (dim, groups) in [(48, 3), (64, 1), (64, 4), (128, 2)] {
-        let layout = CodeLayout::int4(dim, groups).unwrap();
+        let layout = CodeLayout::new(4, dim, groups).unwrap();
         for rule in RULES {
             for (published, scale_type) in
                 [(false, ScaleType::F16), (true, ScaleType::F16), (false, ScaleType::Bf16)]
@@ -333,9 +342,8 @@ fn identities_leave_queries_and_values_alone() {
     // A mean of values without a rotation is still added.
     let identity = SquareMatrix::identity(dim);
     let transform = HeadTransform::new(Some(vec![1.5; dim]), &identity).unwrap();
-    let encoders = vec![HeadEncoder::new(transform, Rule::Gaussian)];
-    let codec = Int2Codec::new("x", dim, 1, 1, ScaleType::F16, false, encoders.clone(), encoders).unwrap();
-    for (path, sealer) in sealers(PageCodec::int2(codec)) {
+    let codec = one_head(transform, Rule::Gaussian);
+    for (path, sealer) in sealers(codec) {
         let mut got = rows.clone();
         sealer.undo_values(HeadIndex { layer: 0, head: 0 }, &mut got, &mut SealScratch::default());
         for (got, x) in got.iter().zip(&rows) {
@@ -369,19 +377,17 @@ fn broken_rows_stay_broken() {
 }
 
 #[test]
-fn sealing_rows_that_were_transformed_gives_the_pages_of_the_two_bit_codec() {
+fn sealing_rows_that_were_transformed_gives_the_pages_of_the_scalar_codec() {
     let (dim, head) = (64, HeadIndex { layer: 0, head: 0 });
     let mut noise = Noise(20);
-    let encoder = HeadEncoder::new(
-        HeadTransform::new(Some(noise.rows(dim)), &noise.rotation(dim)).unwrap(),
-        Rule::Search,
-    );
-    let encoders = vec![encoder];
-    let lab = Int2Codec::new("x", dim, 1, 1, ScaleType::F16, false, encoders.clone(), encoders).unwrap();
+    let transform = HeadTransform::new(Some(noise.rows(dim)), &noise.rotation(dim)).unwrap();
+    let codec = one_head(transform, Rule::Search);
     let (mut keys, mut values) = (noise.rows(PAGE_TOKENS * dim), noise.rows(PAGE_TOKENS * dim));
-    let expected = lab.encode_page(head, &keys, &values).unwrap();
+    let mut expected = vec![0; codec.head_bytes(0)];
+    codec.encode_rows(head, Side::Key, &keys, &mut expected).unwrap();
+    codec.encode_rows(head, Side::Value, &values, &mut expected).unwrap();
     let mut scratch = SealScratch::default();
-    let sealer = Sealer::new(Isa::detect(), Arc::new(PageCodec::int2(lab)));
+    let sealer = Sealer::new(Isa::detect(), Arc::new(codec));
     sealer.transform_rows(head, Side::Key, &mut keys, &mut scratch);
     sealer.transform_rows(head, Side::Value, &mut values, &mut scratch);
     let mut out = vec![0; expected.len()];

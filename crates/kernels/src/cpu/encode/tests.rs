@@ -1,12 +1,11 @@
 //! Every path against the scalar codec, byte for byte.
 
-use half::bf16;
 use oscar_codec::{
-    CacheCodec, CodecError, HeadEncoder, HeadIndex, HeadTransform, Int2Codec, PAGE_TOKENS, Rule, ScaleType,
-    Side, SquareMatrix, hadamard,
+    CacheCodec, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule,
+    ScaleType, Side, SquareMatrix, hadamard,
 };
 
-use super::{FastInt2, Int2Encoder, Scratch};
+use super::{FastCodec, SealScratch};
 use crate::cpu::isa::Isa;
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
@@ -49,7 +48,7 @@ impl Case {
         Case { dim, groups, rule, scale_type: ScaleType::F16, published: false }
     }
 
-    fn codec(&self, seed: u64) -> Int2Codec {
+    fn codec(&self, seed: u64) -> PageCodec {
         let mut noise = Noise(seed);
         let rotation = noise.rotation(self.dim);
         let transform = if self.published {
@@ -59,21 +58,18 @@ impl Case {
             HeadTransform::new(Some(mean), &rotation).unwrap()
         };
         let other = HeadTransform::new(None, &noise.rotation(self.dim)).unwrap();
-        Int2Codec::new(
-            "test",
-            self.dim,
-            1,
-            self.groups,
-            self.scale_type,
-            self.published,
-            vec![HeadEncoder::new(transform, self.rule)],
-            vec![HeadEncoder::new(other, self.rule)],
-        )
-        .unwrap()
+        self.with_transforms(transform, other)
+    }
+
+    fn with_transforms(&self, keys: HeadTransform, values: HeadTransform) -> PageCodec {
+        let layout = CodeLayout::new(2, self.dim, self.groups).unwrap().with_scales(self.scale_type);
+        let encoder = |transform| vec![HeadEncoder::codes(transform, layout, self.rule, self.published)];
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: self.dim };
+        PageCodec::new("test", geometry, encoder(keys), encoder(values)).unwrap()
     }
 
     /// Compares all paths on `rows` with the scalar codec, which may refuse them.
-    fn check(&self, codec: &Int2Codec, rows: &[f32]) {
+    fn check(&self, codec: &PageCodec, rows: &[f32]) {
         let name = format!(
             "d={} groups={} {} {} published={} rows={}",
             self.dim,
@@ -85,12 +81,11 @@ impl Case {
         );
         for side in SIDES {
             // A page that is not empty: tokens that are not written must stay as they are.
-            let mut expected = vec![0xa5; codec.layout().page_bytes()];
+            let mut expected = vec![0xa5; codec.head_bytes(0)];
             let verdict = codec.encode_rows(HEAD, side, rows, &mut expected);
-            for (path, encoder) in paths(codec, side) {
+            for (path, fast) in paths(codec) {
                 let mut page = vec![0xa5; expected.len()];
-                let mut scratch = Scratch::default();
-                let result = encoder.encode_rows(side, rows, &mut page, &mut scratch);
+                let result = encode_rows(&fast, side, rows, &mut page);
                 assert_eq!(result, verdict, "{name} {side:?} {path}");
                 if let Some(at) = page.iter().zip(&expected).position(|(a, b)| a != b) {
                     panic!("{name} {side:?} {path}: byte {at} is {:02x} not {:02x}", page[at], expected[at]);
@@ -101,15 +96,18 @@ impl Case {
 }
 
 /// The paths of this machine, and the portable one that NEON machines run.
-fn paths(codec: &Int2Codec, side: Side) -> Vec<(String, Int2Encoder)> {
-    let format = codec.row_format(HEAD, side).unwrap();
-    let make =
-        |isa| Int2Encoder::new(isa, codec.encoder(HEAD, side).unwrap(), &format, *codec.layout()).unwrap();
+fn paths(codec: &PageCodec) -> Vec<(String, FastCodec)> {
+    let make = |isa| FastCodec::new(isa, codec.clone());
     let mut paths: Vec<_> = Isa::available().map(|isa| (isa.to_string(), make(isa))).collect();
-    let mut portable = make(Isa::Scalar);
-    portable.isa = Isa::Neon;
-    paths.push(("portable".into(), portable));
+    paths.push(("portable".into(), FastCodec::portable(codec.clone())));
     paths
+}
+
+/// Transforms rows and writes them to a page.
+fn encode_rows(fast: &FastCodec, side: Side, rows: &[f32], page: &mut [u8]) -> Result<(), CodecError> {
+    let (mut rows, mut scratch) = (rows.to_vec(), SealScratch::default());
+    fast.transform_rows(HEAD, side, &mut rows, &mut scratch)?;
+    fast.write_rows(HEAD, side, &rows, page, &mut scratch)
 }
 
 #[test]
@@ -184,18 +182,7 @@ fn degenerate_rows() {
             for published in [false, true] {
                 for (scale_type, groups) in [(ScaleType::F16, 1), (ScaleType::Bf16, 4)] {
                     let case = Case { dim, groups, rule, scale_type, published };
-                    let encoders = vec![HeadEncoder::new(transform.clone(), rule)];
-                    let codec = Int2Codec::new(
-                        "test",
-                        dim,
-                        1,
-                        groups,
-                        scale_type,
-                        published,
-                        encoders.clone(),
-                        encoders,
-                    );
-                    case.check(&codec.unwrap(), &rows);
+                    case.check(&case.with_transforms(transform.clone(), transform.clone()), &rows);
                 }
             }
         }
@@ -219,7 +206,7 @@ fn bad_numbers_are_refused_as_the_scalar_codec_does() {
                 }
                 // A second one further on must not be the one that is named.
                 rows[39 * 64 + 40] = f32::NAN;
-                let page = &mut vec![0; codec.layout().page_bytes()];
+                let page = &mut vec![0; codec.head_bytes(0)];
                 let error = codec.encode_rows(HEAD, Side::Key, &rows, page).unwrap_err();
                 assert!(matches!(error, CodecError::NotFinite { row: r, .. } if r == row), "{error}");
                 case.check(&codec, &rows);
@@ -233,125 +220,70 @@ fn lanes_without_a_row_cannot_refuse_one() {
     // Zeros minus this mean overflow in the rotation, the row itself does not.
     let mean = vec![3e38; 32];
     let transform = HeadTransform::new(Some(mean.clone()), &hadamard::matrix(32)).unwrap();
-    let encoders = vec![HeadEncoder::new(transform, Rule::Gaussian)];
-    let codec = Int2Codec::new("test", 32, 1, 1, ScaleType::F16, false, encoders.clone(), encoders).unwrap();
-    codec.encode_rows(HEAD, Side::Key, &mean, &mut vec![0; codec.layout().page_bytes()]).unwrap();
-    Case::new(32, 1, Rule::Gaussian).check(&codec, &mean);
+    let case = Case::new(32, 1, Rule::Gaussian);
+    let codec = case.with_transforms(transform.clone(), transform);
+    codec.encode_rows(HEAD, Side::Key, &mean, &mut vec![0; codec.head_bytes(0)]).unwrap();
+    case.check(&codec, &mean);
 }
 
 #[test]
-fn bf16_rows_and_rotated_rows_encode_alike() {
-    let dim = 96;
-    for rule in RULES {
-        let case = Case::new(dim, 2, rule);
-        let codec = case.codec(7);
-        let rows: Vec<bf16> = Noise(8).rows(37 * dim).into_iter().map(bf16::from_f32).collect();
-        let widened: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
+fn transformed_rows_are_those_of_the_scalar_codec() {
+    for dim in [20, 48, 96, 128] {
+        let codec = Case::new(dim, 1, Rule::Search).codec(7);
+        let rows = Noise(8).rows(37 * dim);
         for side in SIDES {
-            let mut expected = vec![0; codec.layout().page_bytes()];
-            codec.encode_rows(HEAD, side, &widened, &mut expected).unwrap();
-            for (path, encoder) in paths(&codec, side) {
-                let mut scratch = Scratch::default();
-                let mut page = vec![0; expected.len()];
-                encoder.encode_rows(side, &rows, &mut page, &mut scratch).unwrap();
-                assert_eq!(page, expected, "{rule} {side:?} {path}");
-                let mut rotated = vec![0.0; rows.len()];
-                encoder.rotate_rows(&rows, &mut rotated, &mut scratch).unwrap();
-                let mut rotated: Vec<bf16> = rotated.into_iter().map(bf16::from_f32).collect();
-                page.fill(0);
-                encoder.encode_rotated_rows(side, &rotated, &mut page, &mut scratch).unwrap();
-                assert_eq!(page, expected, "{rule} {side:?} {path}");
-                rotated[20 * dim + 3] = bf16::NEG_INFINITY;
-                let error = encoder.encode_rotated_rows(side, &rotated, &mut page, &mut scratch);
+            let mut expected = vec![0.0; rows.len()];
+            for (row, out) in rows.chunks(dim).zip(expected.chunks_mut(dim)) {
+                codec.transform(HEAD, side).unwrap().apply(row, out);
+            }
+            for (path, fast) in paths(&codec) {
+                let (mut got, mut scratch) = (rows.clone(), SealScratch::default());
+                fast.transform_rows(HEAD, side, &mut got, &mut scratch).unwrap();
+                assert_eq!(got, expected, "d={dim} {side:?} {path}");
+                got[20 * dim + 3] = f32::NEG_INFINITY;
+                let mut page = vec![0xa5; codec.head_bytes(0)];
+                let error = fast.write_rows(HEAD, side, &got, &mut page, &mut scratch);
                 assert_eq!(error, Err(CodecError::NotFinite { row: 20, channel: 3 }), "{path}");
-                assert_eq!(page, expected);
+                assert!(page.iter().all(|&byte| byte == 0xa5), "{path}");
             }
         }
     }
 }
 
 #[test]
-fn pages_decode_as_the_scalar_codec_decodes_them() {
-    for (dim, groups) in [(20, 1), (48, 4), (64, 1), (128, 2)] {
-        let case = Case::new(dim, groups, Rule::Gaussian);
-        let codec = case.codec(9);
-        for side in SIDES {
-            let mut page = vec![0; codec.layout().page_bytes()];
-            codec.encode_rows(HEAD, side, &Noise(10).rows(PAGE_TOKENS * dim), &mut page).unwrap();
-            for count in [1, 16, 30, 64] {
-                let mut expected = vec![0.0; count * dim];
-                codec.decode_rows(HEAD, side, &page, &mut expected).unwrap();
-                for (path, encoder) in paths(&codec, side) {
-                    let mut scratch = Scratch::default();
-                    let mut rows = vec![0.0; count * dim];
-                    encoder.decode_rows(side, &page, &mut rows, &mut scratch).unwrap();
-                    for (row, expected) in rows.iter().zip(&expected) {
-                        assert!((row - expected).abs() < 1e-4, "d={dim} {side:?} {path}: {row} {expected}");
-                    }
-                    encoder.decode_rotated_rows(side, &page, &mut rows, &mut scratch).unwrap();
-                    let mut row = vec![0.0; dim];
-                    for (token, rows) in rows.chunks_exact(dim).enumerate() {
-                        codec.layout().decode_token(&page, side, token, ScaleType::F16, &mut row).unwrap();
-                        assert_eq!(rows, row, "d={dim} {side:?} {path}");
-                    }
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn the_wrapper_round_trips_many_pages() {
+fn every_format_round_trips_as_the_scalar_codec_does() {
     let dim = 64;
-    let case = Case::new(dim, 1, Rule::Search);
-    let codec = case.codec(11);
-    for isa in Isa::available() {
-        let fast = FastInt2::new(isa, codec.clone());
-        assert_eq!(fast.token_bytes(dim), codec.token_bytes(dim));
-        assert_eq!(fast.name(), "test");
-        for count in [1, 63, 64, 65, 130] {
-            for side in SIDES {
-                let before = Noise(count as u64).rows(count * dim);
-                let (mut expected, mut rows) = (before.clone(), before.clone());
-                codec.round_trip(HEAD, side, &mut expected).unwrap();
-                fast.round_trip(HEAD, side, &mut rows).unwrap();
-                for (row, expected) in rows.iter().zip(&expected) {
-                    assert!((row - expected).abs() < 1e-4, "{isa} {count} {side:?}: {row} {expected}");
-                }
-                let mut bad = before.clone();
-                *bad.last_mut().unwrap() = f32::NAN;
-                let untouched: Vec<u32> = bad.iter().map(|x| x.to_bits()).collect();
-                let error = fast.round_trip(HEAD, side, &mut bad).unwrap_err();
-                assert_eq!(error, CodecError::NotFinite { row: count - 1, channel: dim - 1 });
-                assert_eq!(bad.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), untouched);
-            }
-        }
-        let outside = HeadIndex { layer: 1, head: 0 };
-        assert!(fast.round_trip(outside, Side::Key, &mut vec![0.0; dim]).is_err());
-    }
-}
-
-/// Page after page: a page edge must not change a byte, nor touch the tokens behind the last row.
-#[test]
-fn many_rows_fill_the_pages_of_the_scalar_codec() {
-    for (dim, groups, rule) in [(48, 2, Rule::Gaussian), (64, 1, Rule::Search), (128, 1, Rule::Clip(0.96))] {
-        let codec = Case::new(dim, groups, rule).codec(13);
-        let page_bytes = codec.layout().page_bytes();
-        for count in [1, 64, 65, 130] {
-            let rows = Noise(count as u64).rows(count * dim);
-            for side in SIDES {
-                let mut expected = vec![0xa5; count.div_ceil(PAGE_TOKENS) * page_bytes];
-                for (rows, page) in rows.chunks(PAGE_TOKENS * dim).zip(expected.chunks_exact_mut(page_bytes))
-                {
-                    codec.encode_rows(HEAD, side, rows, page).unwrap();
-                }
-                for isa in Isa::available() {
-                    let fast = FastInt2::new(isa, codec.clone());
-                    let mut pages = vec![0xa5; expected.len()];
-                    fast.encode_rows(HEAD, side, &rows, &mut pages, &mut Scratch::default()).unwrap();
-                    assert!(pages == expected, "{isa} d={dim} {count} rows {side:?}");
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: dim };
+    let codecs = [
+        Case::new(dim, 1, Rule::Search).codec(11),
+        Case::new(dim, 4, Rule::Gaussian).codec(12),
+        PageCodec::int4(geometry, None).unwrap(),
+        PageCodec::fp8(geometry, None).unwrap(),
+        PageCodec::fp8(geometry, None).unwrap().keep_bf16(&[0]).unwrap(),
+    ];
+    for codec in codecs {
+        for (path, fast) in paths(&codec) {
+            assert_eq!(fast.token_bytes(dim), codec.token_bytes(dim));
+            assert_eq!(fast.name(), codec.name());
+            for count in [1, 63, 64, 65, 130] {
+                for side in SIDES {
+                    let before = Noise(count as u64).rows(count * dim);
+                    let (mut expected, mut rows) = (before.clone(), before.clone());
+                    codec.round_trip(HEAD, side, &mut expected).unwrap();
+                    fast.round_trip(HEAD, side, &mut rows).unwrap();
+                    for (row, expected) in rows.iter().zip(&expected) {
+                        assert!((row - expected).abs() < 1e-4, "{path} {count} {side:?}: {row} {expected}");
+                    }
+                    let mut bad = before.clone();
+                    *bad.last_mut().unwrap() = f32::NAN;
+                    let untouched: Vec<u32> = bad.iter().map(|x| x.to_bits()).collect();
+                    let error = fast.round_trip(HEAD, side, &mut bad).unwrap_err();
+                    assert_eq!(error, CodecError::NotFinite { row: count - 1, channel: dim - 1 });
+                    assert_eq!(bad.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), untouched);
                 }
             }
+            let outside = HeadIndex { layer: 1, head: 0 };
+            assert!(fast.round_trip(outside, Side::Key, &mut vec![0.0; dim]).is_err());
         }
     }
 }
@@ -359,18 +291,15 @@ fn many_rows_fill_the_pages_of_the_scalar_codec() {
 #[test]
 fn wrong_lengths_are_refused() {
     let codec = Case::new(32, 1, Rule::Gaussian).codec(12);
-    for (path, encoder) in paths(&codec, Side::Key) {
-        let mut scratch = Scratch::default();
-        let mut page = vec![0; codec.layout().page_bytes()];
+    for (path, fast) in paths(&codec) {
+        let mut scratch = SealScratch::default();
+        let mut page = vec![0; codec.head_bytes(0)];
         let short = page.len() - 1;
-        let mut rows = vec![0.0; 65 * 32];
-        assert!(encoder.encode_rows(Side::Key, &rows, &mut page, &mut scratch).is_err(), "{path}");
-        assert!(encoder.encode_rows(Side::Key, &rows[..33], &mut page, &mut scratch).is_err(), "{path}");
-        assert!(encoder.encode_rows(Side::Key, &rows[..32], &mut page[..short], &mut scratch).is_err());
-        assert!(encoder.decode_rows(Side::Key, &page, &mut rows, &mut scratch).is_err(), "{path}");
-        assert!(encoder.decode_rows(Side::Key, &page[..short], &mut rows[..32], &mut scratch).is_err());
-        assert!(encoder.rotate_rows(&[0.0_f32; 32], &mut rows[..64], &mut scratch).is_err());
-        encoder.encode_rows::<f32>(Side::Key, &[], &mut page, &mut scratch).unwrap();
+        let rows = vec![0.0; 65 * 32];
+        assert!(fast.write_rows(HEAD, Side::Key, &rows, &mut page, &mut scratch).is_err(), "{path}");
+        assert!(fast.write_rows(HEAD, Side::Key, &rows[..33], &mut page, &mut scratch).is_err(), "{path}");
+        assert!(fast.write_rows(HEAD, Side::Key, &rows[..32], &mut page[..short], &mut scratch).is_err());
+        fast.write_rows(HEAD, Side::Key, &[], &mut page, &mut scratch).unwrap();
         assert!(page.iter().all(|&byte| byte == 0));
     }
 }

@@ -2,12 +2,11 @@
 
 use half::bf16;
 use oscar_codec::fp8::f32_to_e4m3;
-use oscar_codec::fp8_page::{Fp8Layout, scale_of_largest};
-use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::layout::fp8::scale_of_largest;
+use oscar_codec::{Fp8Layout, PAGE_TOKENS, ScaleType, Side};
 
 use super::kernel::Step;
 use super::lanes::{BLOCK, Lanes};
-use super::rotate::rows_to_blocks;
 
 /// Whether all numbers of a bf16 page are finite.
 pub(super) struct AllFinite<'a>(pub(super) &'a [u16]);
@@ -53,7 +52,59 @@ impl Step for Unpack<'_> {
             split_pairs(pairs, even, odd);
         }
         // SAFETY: the caller promises the instructions.
-        unsafe { rows_to_blocks::<V, f32>(rows, dim, values) };
+        unsafe { rows_to_blocks::<V>(rows, dim, values) };
+    }
+}
+
+/// Rows as blocks `[block][channel][16]`.
+pub(super) struct Arrange<'a> {
+    pub(super) dim: usize,
+    pub(super) rows: &'a [f32],
+    pub(super) blocks: &'a mut [f32],
+}
+
+impl Step for Arrange<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+        // SAFETY: the caller promises the instructions.
+        unsafe { rows_to_blocks::<V>(self.rows, self.dim, self.blocks) };
+    }
+}
+
+/// Lays `rows` out in blocks `[block][channel][16]`; rows that fill up the last block are zero.
+///
+/// # Safety
+/// The CPU has the instructions of `V`.
+#[inline(always)]
+unsafe fn rows_to_blocks<V: Lanes>(rows: &[f32], dim: usize, blocks: &mut [f32]) {
+    let count = rows.len() / dim;
+    assert_eq!(blocks.len(), count.div_ceil(BLOCK) * dim * BLOCK);
+    // Whole squares go through registers, edges one by one.
+    let (square_rows, square_channels) = (count / V::WIDTH * V::WIDTH, dim / V::WIDTH * V::WIDTH);
+    for row in (0..square_rows).step_by(V::WIDTH) {
+        let to = row / BLOCK * dim * BLOCK + row % BLOCK;
+        for channel in (0..square_channels).step_by(V::WIDTH) {
+            // SAFETY: `row + WIDTH <= count` and `channel + WIDTH <= dim`; a block has 16 lanes for each of `dim`
+            // channels and `row % 16 + WIDTH <= 16`.
+            unsafe {
+                let from = rows.as_ptr().add(row * dim + channel);
+                V::transpose(from, dim, blocks.as_mut_ptr().add(to + channel * BLOCK), BLOCK);
+            }
+        }
+    }
+    let at = |row: usize, channel: usize| (row / BLOCK * dim + channel) * BLOCK + row % BLOCK;
+    for row in 0..count {
+        let edge = if row < square_rows { square_channels } else { 0 };
+        for channel in edge..dim {
+            blocks[at(row, channel)] = rows[row * dim + channel];
+        }
+    }
+    for row in count..count.next_multiple_of(BLOCK) {
+        for channel in 0..dim {
+            blocks[at(row, channel)] = 0.0;
+        }
     }
 }
 

@@ -13,8 +13,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{CodeLayout, PAGE_TOKENS, Side};
 
 #[cfg(target_arch = "x86_64")]
 use super::engine::LANES;
@@ -74,12 +73,11 @@ pub(super) struct Buffers {
 pub(super) fn attend(
     isa: Isa,
     layout: &CodeLayout,
-    scale_type: ScaleType,
     work: &Work<'_, u8>,
     scratch: &mut AttentionScratch,
     states: &mut [SoftmaxState],
 ) {
-    let shape = Shape::new(layout, scale_type);
+    let shape = Shape::new(layout);
     let CodeScratch {
         buffers,
         #[cfg(target_arch = "x86_64")]
@@ -110,7 +108,7 @@ pub(super) fn attend(
         _ => {
             scalar::attend(
                 work,
-                |page, side, token, row| layout.decode_token(page, side, token, scale_type, row),
+                |page, side, token, row| layout.decode_token(page, side, token, row),
                 &mut states[0],
             );
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::code_page::CodeLayout;
+use oscar_codec::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
 use super::fixed_point;
@@ -25,10 +25,10 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    pub(super) fn new(layout: &CodeLayout, scale_type: ScaleType) -> Shape {
+    pub(super) fn new(layout: &CodeLayout) -> Shape {
         Shape {
             bits: layout.bits(),
-            scale_type,
+            scale_type: layout.scale_type(),
             padded: layout.padded_dim(),
             groups: layout.groups(),
             channels: layout.head_dim() / layout.groups(),

@@ -4,7 +4,7 @@
 //! widened to 1/256 of what they stand for, and the scales make up for it: exponents then differ by 112, whose low
 //! bits are zero, and no addition is needed to move them.
 
-use oscar_codec::fp8_page::Fp8Layout;
+use oscar_codec::Fp8Layout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::{Step, scalar, schedule};

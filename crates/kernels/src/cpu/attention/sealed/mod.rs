@@ -53,53 +53,10 @@ mod weigh;
 
 use std::ops::Range;
 
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::fp8_page::Fp8Layout;
-use oscar_codec::{PAGE_TOKENS, PageCodec, ScaleType};
+use oscar_codec::{PAGE_TOKENS, PageLayout};
 
-use super::page::page_elements;
 use super::{AttentionScratch, SoftmaxState, Span, Work};
 use crate::cpu::isa::Isa;
-
-/// What the bytes of a sealed page mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SealedFormat {
-    /// The elements of a CPU bf16 page, see [`super::page`].
-    Bf16,
-    /// 2-bit or 4-bit codes with scales and offsets of a type.
-    Codes(CodeLayout, ScaleType),
-    /// 8-bit floats.
-    Fp8(Fp8Layout),
-}
-
-impl SealedFormat {
-    /// How a layer of a cache with this codec is read.
-    pub fn of(codec: &PageCodec, layer: usize) -> SealedFormat {
-        match (codec.code_layout(layer), codec.fp8_layout(layer)) {
-            (Some(layout), _) => SealedFormat::Codes(layout, codec.scale_type()),
-            (None, Some(layout)) => SealedFormat::Fp8(layout),
-            (None, None) => SealedFormat::Bf16,
-        }
-    }
-
-    /// Bytes of a page of one layer and KV head of `head_dim` channels.
-    pub fn page_bytes(&self, head_dim: usize) -> usize {
-        match self {
-            SealedFormat::Bf16 => page_elements(head_dim) * size_of::<u16>(),
-            SealedFormat::Codes(layout, _) => layout.page_bytes(),
-            SealedFormat::Fp8(layout) => layout.page_bytes(),
-        }
-    }
-
-    /// The head dimension of the pages, where the format knows it.
-    fn head_dim(&self) -> Option<usize> {
-        match self {
-            SealedFormat::Bf16 => None,
-            SealedFormat::Codes(layout, _) => Some(layout.head_dim()),
-            SealedFormat::Fp8(layout) => Some(layout.head_dim()),
-        }
-    }
-}
 
 /// Part of [`AttentionScratch`].
 #[derive(Default)]
@@ -112,13 +69,13 @@ pub(super) struct SealedScratch {
 ///
 /// * `q`: `spans.len()` rows of the state's head dimension, rotated as the pages are, not scaled.
 /// * `spans[row]`: the positions of the sequence the row sees. All tokens of a sealed page are there.
-/// * `pages`: pages `first_page..` of the sequence for one layer and KV head, [`SealedFormat::page_bytes`] each;
-///   [`SealedFormat::Bf16`] needs them on even addresses.
+/// * `pages`: pages `first_page..` of the sequence for one layer and KV head, [`PageLayout::page_bytes`] each;
+///   [`PageLayout::Bf16`] needs them on even addresses.
 ///
 /// What is added to the state is in the space of the stored values, that is, rotated.
 pub fn attend_sealed(
     isa: Isa,
-    format: &SealedFormat,
+    layout: &PageLayout,
     q: &[f32],
     scale: f32,
     spans: &[Span],
@@ -128,7 +85,7 @@ pub fn attend_sealed(
     state: &mut SoftmaxState,
 ) {
     let states = std::slice::from_mut(state);
-    attend_sealed_heads(isa, format, q, scale, spans, first_page, pages, scratch, states);
+    attend_sealed_heads(isa, layout, q, scale, spans, first_page, pages, scratch, states);
 }
 
 /// [`attend_sealed`] for several KV heads, each with its own state, pages and queries, and rows that see the same.
@@ -138,7 +95,7 @@ pub fn attend_sealed(
 ///   stretches than head by head.
 pub fn attend_sealed_heads(
     isa: Isa,
-    format: &SealedFormat,
+    layout: &PageLayout,
     q: &[f32],
     scale: f32,
     spans: &[Span],
@@ -150,23 +107,23 @@ pub fn attend_sealed_heads(
     let heads = states.len();
     let d = states.first().map_or(0, SoftmaxState::head_dim);
     assert!(states.iter().all(|state| state.head_dim() == d), "states of different head dimensions");
-    assert!(format.head_dim().is_none_or(|head_dim| head_dim == d), "pages of another head dimension");
+    assert!(states.is_empty() || layout.head_dim() == d, "pages of another head dimension");
     assert_eq!(q.len(), heads * spans.len() * d, "queries of {heads} x {} rows of {d} channels", spans.len());
     assert!(states.iter().all(|state| state.rows() == spans.len()), "a state for other rows");
-    assert!(pages.iter().all(|page| page.len() == format.page_bytes(d)), "pages of another size");
+    assert!(pages.iter().all(|page| page.len() == layout.page_bytes()), "pages of another size");
     assert!(isa.is_available(), "{isa} kernels on a machine without them");
     if spans.is_empty() || d == 0 {
         return;
     }
     assert!(pages.len().is_multiple_of(heads), "{} pages of {heads} heads", pages.len());
-    if heads > 1 && (isa == Isa::Scalar || !matches!(format, SealedFormat::Codes(..))) {
+    if heads > 1 && (isa == Isa::Scalar || !matches!(layout, PageLayout::Codes(_))) {
         for (head, (q, state)) in q.chunks_exact(spans.len() * d).zip(states).enumerate() {
             let pages: Vec<&[u8]> = pages.iter().skip(head).step_by(heads).copied().collect();
-            attend_sealed(isa, format, q, scale, spans, first_page, &pages, scratch, state);
+            attend_sealed(isa, layout, q, scale, spans, first_page, &pages, scratch, state);
         }
         return;
     }
-    if *format == SealedFormat::Bf16 {
+    if let PageLayout::Bf16(_) = layout {
         let pages: Vec<&[u16]> = pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
         return super::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
     }
@@ -176,12 +133,10 @@ pub fn attend_sealed_heads(
     let scaled = queries.at_least::<f32>(q.len());
     scaled.iter_mut().zip(q).for_each(|(scaled, q)| *scaled = q * scale);
     let work = Work { q: scaled, spans, first_page, pages, d };
-    match format {
-        SealedFormat::Codes(layout, scale_type) => {
-            codes::attend(isa, layout, *scale_type, &work, scratch, states);
-        }
-        SealedFormat::Fp8(layout) => fp8::attend(isa, layout, &work, scratch, &mut states[0]),
-        SealedFormat::Bf16 => unreachable!("bf16 pages were attended to above"),
+    match layout {
+        PageLayout::Codes(layout) => codes::attend(isa, layout, &work, scratch, states),
+        PageLayout::Fp8(layout) => fp8::attend(isa, layout, &work, scratch, &mut states[0]),
+        PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
 }

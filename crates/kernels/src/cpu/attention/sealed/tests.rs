@@ -1,4 +1,4 @@
-use oscar_codec::{PAGE_TOKENS, Side};
+use oscar_codec::{Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
 
 use super::*;
 use crate::cpu::attention::tests::Random;
@@ -9,7 +9,7 @@ const TOLERANCE: f64 = 8e-4;
 
 /// A sequence of one KV head: sealed pages, and what they say as plain rows.
 struct Sealed {
-    format: SealedFormat,
+    layout: PageLayout,
     d: usize,
     pages: Vec<Vec<u8>>,
     keys: Vec<f64>,
@@ -46,7 +46,7 @@ impl Sealed {
         grid: Grid<'_>,
     ) -> Sealed {
         let (d, groups) = (layout.head_dim(), layout.groups());
-        let mut sealed = Sealed::empty(SealedFormat::Codes(layout, scale_type), d, pages);
+        let mut sealed = Sealed::empty(PageLayout::Codes(layout.with_scales(scale_type)), d, pages);
         for position in 0..pages * PAGE_TOKENS {
             for side in [Side::Key, Side::Value] {
                 let codes: Vec<u8> = (0..d).map(|_| next()).collect();
@@ -79,7 +79,7 @@ impl Sealed {
 
     fn fp8(d: usize, pages: usize, random: &mut Random) -> Sealed {
         let layout = Fp8Layout::new(d).unwrap();
-        let mut sealed = Sealed::empty(SealedFormat::Fp8(layout), d, pages);
+        let mut sealed = Sealed::empty(PageLayout::Fp8(layout), d, pages);
         for position in 0..pages * PAGE_TOKENS {
             for side in [Side::Key, Side::Value] {
                 let size = 3.0 * (1.2 + random.next());
@@ -95,9 +95,9 @@ impl Sealed {
     }
 
     fn bf16(d: usize, pages: usize, random: &mut Random) -> Sealed {
-        let mut sealed = Sealed::empty(SealedFormat::Bf16, d, pages);
+        let mut sealed = Sealed::empty(PageLayout::bf16(d), d, pages);
         for page in 0..pages {
-            let mut elements = vec![0u16; page_elements(d)];
+            let mut elements = vec![0u16; Bf16Layout::new(d).elements()];
             for token in 0..PAGE_TOKENS {
                 let mut rows = [random.vector(d), random.vector(d)];
                 rows.iter_mut().flatten().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
@@ -110,9 +110,9 @@ impl Sealed {
         sealed
     }
 
-    fn empty(format: SealedFormat, d: usize, pages: usize) -> Sealed {
-        let pages = vec![vec![0; format.page_bytes(d)]; pages];
-        Sealed { format, d, pages, keys: Vec::new(), values: Vec::new() }
+    fn empty(layout: PageLayout, d: usize, pages: usize) -> Sealed {
+        let pages = vec![vec![0; layout.page_bytes()]; pages];
+        Sealed { layout, d, pages, keys: Vec::new(), values: Vec::new() }
     }
 
     fn side(&mut self, side: Side) -> &mut Vec<f64> {
@@ -170,7 +170,7 @@ impl Sealed {
             let mut state = SoftmaxState::default();
             state.reset(spans.len(), self.d);
             let pages = &pages[first..end];
-            attend_sealed(isa, &self.format, q, scale, spans, first, pages, scratch, &mut state);
+            attend_sealed(isa, &self.layout, q, scale, spans, first, pages, scratch, &mut state);
             parts.push(state);
             first = end;
         }
@@ -198,7 +198,7 @@ impl Sealed {
                 assert!(
                     error <= tolerance * size,
                     "{isa} {:?} row {row} of {} {span:?} channel {c}: {got} for {}, ranges {ranges:?}",
-                    self.format,
+                    self.layout,
                     spans.len(),
                     exact[c]
                 );
@@ -278,8 +278,8 @@ fn other_formats_agree_with_the_definition() {
 /// One sequence of each format.
 fn all_formats(d: usize, pages: usize, random: &mut Random) -> [Sealed; 4] {
     [
-        Sealed::usual(CodeLayout::int2(d, 2).unwrap(), ScaleType::F16, pages, random),
-        Sealed::usual(CodeLayout::int4(d, 1).unwrap(), ScaleType::Bf16, pages, random),
+        Sealed::usual(CodeLayout::new(2, d, 2).unwrap(), ScaleType::F16, pages, random),
+        Sealed::usual(CodeLayout::new(4, d, 1).unwrap(), ScaleType::Bf16, pages, random),
         Sealed::fp8(d, pages, random),
         Sealed::bf16(d, pages, random),
     ]
@@ -330,7 +330,7 @@ fn nasty_grids() {
     let zeros = vec![0.0; 4 * d];
     let mut lone = zeros.clone();
     lone.iter_mut().step_by(d).for_each(|x| *x = 1e-20);
-    for layout in [CodeLayout::int2(d, 1).unwrap(), CodeLayout::int4(d, 2).unwrap()] {
+    for layout in [CodeLayout::new(2, d, 1).unwrap(), CodeLayout::new(4, d, 2).unwrap()] {
         for scale_type in SCALE_TYPES {
             let with = |grid: Grid<'_>| Sealed::codes(layout, scale_type, pages, &mut Random(35), grid);
             let mut random = Random(37);
@@ -392,7 +392,7 @@ fn nasty_grids() {
 fn logits_that_rise_from_page_to_page() {
     let (d, pages) = (64, 8);
     let q = vec![1.0; 4 * d];
-    let layout = CodeLayout::int2(d, 2).unwrap();
+    let layout = CodeLayout::new(2, d, 2).unwrap();
     // By less than the references follow, by more, and down again.
     for rise in [0.02, 0.1, 0.5, -0.3] {
         let sealed =
@@ -418,9 +418,9 @@ fn a_row_does_not_depend_on_the_others() {
         for isa in Isa::available() {
             let all = sealed.attend(isa, &q, 0.2, &spans, &[2]);
             // As with bf16, few rows are multiplied as vectors and many as tiles, which round differently.
-            let least = match sealed.format {
+            let least = match sealed.layout {
                 _ if isa != Isa::Amx => 1,
-                SealedFormat::Codes(..) => 3,
+                PageLayout::Codes(_) => 3,
                 _ => 5,
             };
             for rows in
@@ -428,7 +428,7 @@ fn a_row_does_not_depend_on_the_others() {
             {
                 let (channels, spans) = (rows.start * d..rows.end * d, &spans[rows.clone()]);
                 let some = sealed.attend(isa, &q[channels.clone()], 0.2, spans, &[2]);
-                assert_eq!(some, all[channels], "{isa} {:?} rows {rows:?}", sealed.format);
+                assert_eq!(some, all[channels], "{isa} {:?} rows {rows:?}", sealed.layout);
             }
         }
     }
@@ -453,7 +453,7 @@ fn a_head_does_not_depend_on_the_others() {
                 let mut states = vec![SoftmaxState::default(); HEADS];
                 states.iter_mut().for_each(|state| state.reset(rows, d));
                 let scratch = &mut AttentionScratch::default();
-                let format = &heads[0].format;
+                let format = &heads[0].layout;
                 attend_sealed_heads(isa, format, &q, 0.2, &spans, 0, &pages, scratch, &mut states);
                 for (head, q) in q.chunks_exact(rows * d).enumerate() {
                     let alone = heads[head].attend(isa, q, 0.2, &spans, &[]);
@@ -485,7 +485,7 @@ fn used_buffers_change_nothing() {
             let spans: Vec<Span> = (0..rows).map(|row| Span { from: 3 * row, to: 384 - 5 * row }).collect();
             let used = sealed.attend_with(scratch, isa, &q, 0.2, &spans, &[2]);
             let fresh = sealed.attend(isa, &q, 0.2, &spans, &[2]);
-            assert_eq!(used, fresh, "{isa} {:?} {rows} rows, turn {turn}", sealed.format);
+            assert_eq!(used, fresh, "{isa} {:?} {rows} rows, turn {turn}", sealed.layout);
         }
     }
 }
@@ -494,8 +494,8 @@ fn used_buffers_change_nothing() {
 #[test]
 fn the_largest_sums_do_not_overflow() {
     let d = 4096;
-    assert!(CodeLayout::int4(d + 1, 1).is_err() && CodeLayout::int2(d + 1, 1).is_err());
-    let layout = CodeLayout::int4(d, 1).unwrap();
+    assert!(CodeLayout::new(4, d + 1, 1).is_err() && CodeLayout::new(2, d + 1, 1).is_err());
+    let layout = CodeLayout::new(4, d, 1).unwrap();
     // Logits from 0 to 8, which a sum that turned around would give the other sign.
     let mut numbers = |side, token: usize, _| match side {
         Side::Key => (8.0 / 3072.0 * token as f32 / 64.0, 0.0),
@@ -557,7 +557,7 @@ fn a_row_that_is_not_a_number_stays_alone() {
                 assert!(
                     out[4 * d..5 * d].iter().all(|x| x.is_nan()),
                     "{isa} {:?} {poison}: {:?}",
-                    sealed.format,
+                    sealed.layout,
                     &out[4 * d..5 * d]
                 );
                 assert_eq!(out[..4 * d], good[..4 * d], "{isa}");
@@ -587,7 +587,7 @@ fn tiers_merge_in_one_state() {
             let scratch = &mut scratch;
             let first = [Span::up_to(PAGE_TOKENS); 6];
             super::super::attend(isa, &q, 0.3, &first, 0, &elements, d, scratch, &mut state);
-            attend_sealed(isa, &sealed.format, &q, 0.3, &[middle; 6], 0, &bytes, scratch, &mut state);
+            attend_sealed(isa, &sealed.layout, &q, 0.3, &[middle; 6], 0, &bytes, scratch, &mut state);
             super::super::attend(isa, &q, 0.3, &[tail; 6], 5, &elements[5..], d, scratch, &mut state);
             let out = finish(&[&state]);
 
@@ -602,7 +602,7 @@ fn tiers_merge_in_one_state() {
                 let (expected, size) = sealed.exact(&q[row * d..][..d], 0.3, Span::up_to(end));
                 for (got, expected) in out[row * d..][..d].iter().zip(expected) {
                     let error = (f64::from(*got) - expected).abs();
-                    assert!(error <= TOLERANCE * size, "{isa} {:?}: {got} for {expected}", sealed.format);
+                    assert!(error <= TOLERANCE * size, "{isa} {:?}: {got} for {expected}", sealed.layout);
                 }
             }
             (sealed.keys, sealed.values) = (keys, values);

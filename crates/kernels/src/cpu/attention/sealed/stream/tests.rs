@@ -1,11 +1,10 @@
 use std::ops::Range;
 
 use half::f16;
-use oscar_codec::code_page::CodeLayout;
-use oscar_codec::{PAGE_TOKENS, ScaleType};
+use oscar_codec::{PAGE_TOKENS, PageLayout, ScaleType};
 
 use crate::cpu::attention::sealed::codes::Buffers;
-use crate::cpu::attention::sealed::{SealedFormat, attend_sealed_heads, tiles};
+use crate::cpu::attention::sealed::{attend_sealed_heads, tiles};
 use crate::cpu::attention::tests::Random;
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
@@ -56,8 +55,8 @@ fn pages(d: usize, count: usize, heads: usize, slope: f32, random: &mut Random) 
     (0..count * heads).map(|index| page_of(index / heads)).collect()
 }
 
-fn format(d: usize) -> SealedFormat {
-    SealedFormat::Codes(CodeLayout::new(2, d, 1).unwrap(), ScaleType::F16)
+fn format(d: usize) -> PageLayout {
+    PageLayout::int2(d, 1).unwrap()
 }
 
 #[derive(Clone, Copy, PartialEq)]

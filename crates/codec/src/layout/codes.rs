@@ -14,11 +14,11 @@
 //! neighbouring tokens: what an 8-bit multiply-accumulate reads along its inner dimension. A code `c` stands for
 //! `c·scale - offset`. Codes of padded channels are zero and belong to no group.
 
+use super::{HEAD_DIM_STEP, PAGE_TOKENS};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_length};
-use crate::page::{HEAD_DIM_STEP, PAGE_TOKENS, PageFormat};
-use crate::quantise::{ScalePair, dequantise_row};
-use crate::rule::ScaleType;
+use crate::quantise::{RowFormat, ScalePair, dequantise_row, quantise_row};
+use crate::rule::{Rule, ScaleType};
 
 /// Shape of the pages of one model: everything needed to find a code or a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,10 +26,11 @@ pub struct CodeLayout {
     bits: u32,
     head_dim: usize,
     groups: usize,
+    scale_type: ScaleType,
 }
 
 impl CodeLayout {
-    /// The layout for rows of `head_dim` channels in `groups` groups, with codes of 2 or 4 bits.
+    /// The layout for rows of `head_dim` channels in `groups` groups, with codes of 2 or 4 bits and f16 scales.
     pub fn new(bits: u32, head_dim: usize, groups: usize) -> Result<Self, CodecError> {
         if !matches!(bits, 2 | 4) {
             return Err(CodecError::Shape {
@@ -45,17 +46,17 @@ impl CodeLayout {
         if groups == 0 || !head_dim.is_multiple_of(groups) {
             return Err(CodecError::Groups { head_dim, groups });
         }
-        Ok(CodeLayout { bits, head_dim, groups })
+        Ok(CodeLayout { bits, head_dim, groups, scale_type: ScaleType::F16 })
     }
 
-    /// The layout of 2-bit pages.
-    pub fn int2(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
-        Self::new(2, head_dim, groups)
+    /// The same layout with another type of scales.
+    pub fn with_scales(self, scale_type: ScaleType) -> Self {
+        CodeLayout { scale_type, ..self }
     }
 
-    /// The layout of 4-bit pages.
-    pub fn int4(head_dim: usize, groups: usize) -> Result<Self, CodecError> {
-        Self::new(4, head_dim, groups)
+    /// How scales and offsets are stored.
+    pub fn scale_type(&self) -> ScaleType {
+        self.scale_type
     }
 
     /// Bits of a code, 2 or 4.
@@ -88,17 +89,9 @@ impl CodeLayout {
         self.groups
     }
 
-    /// The format of these pages.
-    pub fn format(&self) -> PageFormat {
-        match self.bits {
-            2 => PageFormat::Int2 { groups: self.groups },
-            _ => PageFormat::Int4 { groups: self.groups },
-        }
-    }
-
-    /// Bytes of a page.
+    /// Bytes of a page: codes of all padded channels, and a 16-bit scale and offset per row and group.
     pub fn page_bytes(&self) -> usize {
-        self.format().page_bytes(self.head_dim)
+        2 * (4 * self.side_words() + PAGE_TOKENS * self.groups * 4)
     }
 
     /// Byte and bit shift of the code of (`token`, `channel`).
@@ -185,13 +178,12 @@ impl CodeLayout {
         page: &[u8],
         side: Side,
         token: usize,
-        scale_type: ScaleType,
         row: &mut [f32],
     ) -> Result<(), CodecError> {
         let mut codes = vec![0; self.head_dim];
         let mut scales = vec![(0, 0); self.groups];
         self.read_token(page, side, token, &mut codes, &mut scales)?;
-        dequantise_row(&codes, &scales, scale_type, row)
+        dequantise_row(&codes, &scales, self.scale_type, row)
     }
 
     fn check(&self, page_bytes: usize, token: usize) -> Result<(), CodecError> {
@@ -200,5 +192,43 @@ impl CodeLayout {
             return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
         }
         Ok(())
+    }
+}
+
+/// How rows become codes of a layout.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CodeRows {
+    /// Where codes and scales lie.
+    pub layout: CodeLayout,
+    /// How the grid of a row is chosen.
+    pub rule: Rule,
+    /// Codes are chosen against the unrounded scale, as in the paper; see [`crate::quantise`].
+    pub published: bool,
+}
+
+impl CodeRows {
+    /// The arithmetic of one row.
+    pub fn row_format(&self) -> RowFormat {
+        RowFormat {
+            groups: self.layout.groups,
+            rule: self.rule,
+            scale_type: self.layout.scale_type,
+            published: self.published,
+            levels: 1 << self.layout.bits,
+        }
+    }
+
+    /// Quantises one row and writes its codes and scales.
+    pub fn write_token(
+        &self,
+        page: &mut [u8],
+        side: Side,
+        token: usize,
+        row: &[f32],
+    ) -> Result<(), CodecError> {
+        let (mut codes, mut scales) = (vec![0; row.len()], vec![(0, 0); self.layout.groups]);
+        check_length("channels of a row", self.layout.head_dim, row.len())?;
+        quantise_row(row, &self.row_format(), &mut codes, &mut scales)?;
+        self.layout.write_token(page, side, token, &codes, &scales)
     }
 }

@@ -9,13 +9,14 @@
 //! | K scales | f16 `[64 tokens]` |
 //! | V scales | f16 `[64 tokens]` |
 //!
-//! Elements lie in the order of the CPU's bf16 pages, so a reader widens a register of bytes to a register of bf16
+//! Elements lie in the order of bf16 pages, so a reader widens a register of bytes to a register of bf16
 //! and goes on as there. A byte stands for `value·scale`. Padded channels are zero.
 
+use super::bf16::pair_index;
+use super::{HEAD_DIM_STEP, PAGE_TOKENS};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_finite, check_length};
 use crate::fp8::{E4M3_LARGEST, e4m3_to_f32, f32_to_e4m3};
-use crate::page::{HEAD_DIM_STEP, PAGE_TOKENS, PageFormat};
 use crate::rule::ScaleType;
 
 /// Shape of the 8-bit pages of one model.
@@ -45,16 +46,14 @@ impl Fp8Layout {
 
     /// Bytes of a page.
     pub fn page_bytes(&self) -> usize {
-        PageFormat::Fp8.page_bytes(self.head_dim)
+        2 * (self.side_bytes() + PAGE_TOKENS * 2)
     }
 
     /// Byte of the element of (`token`, `channel`).
     pub fn position(&self, side: Side, token: usize, channel: usize) -> usize {
         assert!(token < PAGE_TOKENS && channel < self.padded_dim(), "({token}, {channel}) is outside a page");
-        match side {
-            Side::Key => (channel / 2 * PAGE_TOKENS + token) * 2 + channel % 2,
-            Side::Value => self.side_bytes() + (token / 2 * self.padded_dim() + channel) * 2 + token % 2,
-        }
+        let first = if side == Side::Key { 0 } else { self.side_bytes() };
+        first + pair_index(side, self.padded_dim(), token, channel)
     }
 
     /// Byte of the little-endian f16 scale of a token.

@@ -4,26 +4,22 @@
 //! 1:0, 3:2, 5:4 and 7:6. Rows of codes lie one after the other; scales are pairs `scale, zero` per group and token.
 //! The reference stores the zero point `z` itself where we store `scale · z`.
 
-use crate::cache_codec::Side;
-use crate::code_page::CodeLayout;
-use crate::error::{CodecError, check_length};
-use crate::page::PAGE_TOKENS;
-use crate::rule::ScaleType;
+use oscar_codec::{CodeLayout, CodecError, PAGE_TOKENS, Side};
 
 /// What a scale that underflowed to zero is given back as: the smallest the published rule can have.
 const SMALLEST_SCALE: f32 = 1e-8 / 3.0;
 
 /// One side of a page as the reference keeps it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct QuarteredRows {
+pub(crate) struct QuarteredRows {
     /// 64 rows of `d/4` bytes.
-    pub codes: Vec<u8>,
+    pub(crate) codes: Vec<u8>,
     /// 64 rows of `scale, zero` per group.
-    pub scales_zeros: Vec<f32>,
+    pub(crate) scales_zeros: Vec<f32>,
 }
 
 /// Packs the codes (0 to 3) of one row. The row must have a multiple of four channels.
-pub fn pack_row(codes: &[u8]) -> Result<Vec<u8>, CodecError> {
+pub(crate) fn pack_row(codes: &[u8]) -> Result<Vec<u8>, CodecError> {
     check_quarters(codes.len())?;
     let quarter = codes.len() / 4;
     Ok((0..quarter)
@@ -32,14 +28,13 @@ pub fn pack_row(codes: &[u8]) -> Result<Vec<u8>, CodecError> {
 }
 
 /// The codes of one packed row.
-pub fn unpack_row(bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn unpack_row(bytes: &[u8]) -> Vec<u8> {
     (0..4).flat_map(|q| bytes.iter().map(move |byte| byte >> (2 * q) & 3)).collect()
 }
 
 /// One side of one of our pages in the reference's layout.
-pub fn from_page(
+pub(crate) fn from_page(
     layout: &CodeLayout,
-    scale_type: ScaleType,
     side: Side,
     page: &[u8],
 ) -> Result<QuarteredRows, CodecError> {
@@ -51,18 +46,17 @@ pub fn from_page(
         layout.read_token(page, side, token, &mut codes, &mut scales)?;
         rows.codes.extend(pack_row(&codes)?);
         for &(scale, offset) in &scales {
-            let scale = scale_type.to_f32(scale);
+            let scale = layout.scale_type().to_f32(scale);
             let scale = if scale == 0.0 { SMALLEST_SCALE } else { scale };
-            rows.scales_zeros.extend([scale, scale_type.to_f32(offset) / scale]);
+            rows.scales_zeros.extend([scale, layout.scale_type().to_f32(offset) / scale]);
         }
     }
     Ok(rows)
 }
 
 /// Writes one side of one of our pages from the reference's layout.
-pub fn to_page(
+pub(crate) fn to_page(
     layout: &CodeLayout,
-    scale_type: ScaleType,
     side: Side,
     rows: &QuarteredRows,
     page: &mut [u8],
@@ -77,7 +71,7 @@ pub fn to_page(
     for (token, (codes, scales)) in codes.zip(scales).enumerate() {
         let scales: Vec<_> = scales
             .chunks_exact(2)
-            .map(|pair| (scale_type.to_bits(pair[0]), scale_type.to_bits(pair[0] * pair[1])))
+            .map(|pair| (layout.scale_type().to_bits(pair[0]), layout.scale_type().to_bits(pair[0] * pair[1])))
             .collect();
         layout.write_token(page, side, token, &unpack_row(codes), &scales)?;
     }
@@ -99,17 +93,16 @@ fn check_quarters(head_dim: usize) -> Result<(), CodecError> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn check_length(what: &'static str, expected: usize, got: usize) -> Result<(), CodecError> {
+    if expected == got { Ok(()) } else { Err(CodecError::Shape { what, expected, got }) }
+}
 
-    #[test]
-    fn the_worked_example_of_eight_channels() {
-        let codes = [0, 1, 2, 3, 1, 0, 3, 2];
-        let bytes = pack_row(&codes).unwrap();
-        // byte0 = c0 | c2<<2 | c4<<4 | c6<<6; byte1 = c1 | c3<<2 | c5<<4 | c7<<6.
-        assert_eq!(bytes, [2 << 2 | 1 << 4 | 3 << 6, 1 | 3 << 2 | 2 << 6]);
-        assert_eq!(unpack_row(&bytes), codes);
-        assert!(pack_row(&[0; 6]).is_err());
-    }
+#[test]
+fn the_worked_example_of_eight_channels() {
+    let codes = [0, 1, 2, 3, 1, 0, 3, 2];
+    let bytes = pack_row(&codes).unwrap();
+    // byte0 = c0 | c2<<2 | c4<<4 | c6<<6; byte1 = c1 | c3<<2 | c5<<4 | c7<<6.
+    assert_eq!(bytes, [2 << 2 | 1 << 4 | 3 << 6, 1 | 3 << 2 | 2 << 6]);
+    assert_eq!(unpack_row(&bytes), codes);
+    assert!(pack_row(&[0; 6]).is_err());
 }

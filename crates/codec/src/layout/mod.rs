@@ -1,0 +1,204 @@
+//! Page layouts: what the bytes of a page are, format by format.
+//!
+//! Each format is a file of its own that owns its sizes, its order, and how a row is written and read. [`PageLayout`] is
+//! the registry: everything a reader of pages needs to know. [`RowEncoder`] is the writer's side: how the transformed
+//! rows of one head and side become the bytes of a layout.
+
+pub mod bf16;
+pub mod codes;
+pub mod fp8;
+
+use bf16::Bf16Layout;
+use codes::{CodeLayout, CodeRows};
+use fp8::Fp8Layout;
+
+use crate::cache_codec::Side;
+use crate::error::CodecError;
+
+/// Tokens in a page. Pages are position-aligned: page `p` holds positions `[64p, 64p + 64)`.
+pub const PAGE_TOKENS: usize = 64;
+
+/// Head dimensions are padded up to a multiple of this in sealed pages; the padding is counted.
+pub const HEAD_DIM_STEP: usize = 32;
+
+/// How the keys and values of one layer and one KV head are stored in a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageLayout {
+    /// 16 bits per element, no scales.
+    Bf16(Bf16Layout),
+    /// 2-bit or 4-bit codes with a 16-bit scale and offset per row and group of channels.
+    Codes(CodeLayout),
+    /// 8-bit floats (E4M3) with one f16 scale per row.
+    Fp8(Fp8Layout),
+}
+
+impl PageLayout {
+    /// Pages of bf16 elements.
+    pub fn bf16(head_dim: usize) -> PageLayout {
+        PageLayout::Bf16(Bf16Layout::new(head_dim))
+    }
+
+    /// Pages of 2-bit codes in `groups` groups of channels, with f16 scales.
+    pub fn int2(head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
+        Ok(PageLayout::Codes(CodeLayout::new(2, head_dim, groups)?))
+    }
+
+    /// Pages of 4-bit codes in `groups` groups of channels, with f16 scales.
+    pub fn int4(head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
+        Ok(PageLayout::Codes(CodeLayout::new(4, head_dim, groups)?))
+    }
+
+    /// Pages of 8-bit floats.
+    pub fn fp8(head_dim: usize) -> Result<PageLayout, CodecError> {
+        Ok(PageLayout::Fp8(Fp8Layout::new(head_dim)?))
+    }
+
+    /// Channels of a row, without padding.
+    pub fn head_dim(&self) -> usize {
+        match self {
+            PageLayout::Bf16(layout) => layout.head_dim(),
+            PageLayout::Codes(layout) => layout.head_dim(),
+            PageLayout::Fp8(layout) => layout.head_dim(),
+        }
+    }
+
+    /// Bytes of a page, scales and padding included.
+    pub fn page_bytes(&self) -> usize {
+        match self {
+            PageLayout::Bf16(layout) => layout.page_bytes(),
+            PageLayout::Codes(layout) => layout.page_bytes(),
+            PageLayout::Fp8(layout) => layout.page_bytes(),
+        }
+    }
+
+    /// Bits per stored key or value element, scales and padding included.
+    pub fn bits_per_element(&self) -> f64 {
+        self.page_bytes() as f64 * 8.0 / (PAGE_TOKENS * 2 * self.head_dim()) as f64
+    }
+
+    /// The row a reader makes of one token, still transformed.
+    pub fn decode_token(
+        &self,
+        page: &[u8],
+        side: Side,
+        token: usize,
+        row: &mut [f32],
+    ) -> Result<(), CodecError> {
+        match self {
+            PageLayout::Bf16(layout) => layout.decode_token(page, side, token, row),
+            PageLayout::Codes(layout) => layout.decode_token(page, side, token, row),
+            PageLayout::Fp8(layout) => layout.decode_token(page, side, token, row),
+        }
+    }
+}
+
+/// How transformed rows of one head and side become bytes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RowEncoder {
+    /// Rounded to bf16.
+    Bf16(Bf16Layout),
+    /// Codes, with the rule that chooses the grid of a row.
+    Codes(CodeRows),
+    /// Rounded to 8-bit floats after the largest magnitude was scaled to the largest float.
+    Fp8(Fp8Layout),
+}
+
+impl RowEncoder {
+    /// The layout of the pages that rows are written to.
+    pub fn layout(&self) -> PageLayout {
+        match self {
+            RowEncoder::Bf16(layout) => PageLayout::Bf16(*layout),
+            RowEncoder::Codes(rows) => PageLayout::Codes(rows.layout),
+            RowEncoder::Fp8(layout) => PageLayout::Fp8(*layout),
+        }
+    }
+
+    /// Writes one token's transformed row, leaving all other tokens as they are. On an error the page is as it was.
+    pub fn write_token(
+        &self,
+        page: &mut [u8],
+        side: Side,
+        token: usize,
+        row: &[f32],
+    ) -> Result<(), CodecError> {
+        match self {
+            RowEncoder::Bf16(layout) => layout.write_token(page, side, token, row),
+            RowEncoder::Codes(rows) => rows.write_token(page, side, token, row),
+            RowEncoder::Fp8(layout) => layout.write_token(page, side, token, row),
+        }
+    }
+}
+
+/// The part of a model's shape that decides how large its KV cache is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvGeometry {
+    /// Layers that keep keys and values.
+    pub layers: usize,
+    /// KV heads per layer.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+impl KvGeometry {
+    /// Bytes of one page over all layers and heads.
+    pub fn page_bytes(&self, layout: PageLayout) -> usize {
+        self.layers * self.kv_heads * layout.page_bytes()
+    }
+
+    /// Bytes per token over all layers and heads, in full pages of a layout.
+    pub fn bytes_per_token(&self, layout: PageLayout) -> usize {
+        self.page_bytes(layout) / PAGE_TOKENS
+    }
+
+    /// bf16 pages of this shape.
+    pub fn bf16(&self) -> PageLayout {
+        PageLayout::bf16(self.head_dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn int2(head_dim: usize, groups: usize) -> PageLayout {
+        PageLayout::int2(head_dim, groups).expect("a layout")
+    }
+
+    fn int4(head_dim: usize, groups: usize) -> PageLayout {
+        PageLayout::int4(head_dim, groups).expect("a layout")
+    }
+
+    #[test]
+    fn int2_pages_have_the_documented_sizes() {
+        for (head_dim, bytes) in [(48, 2560), (64, 2560), (96, 3584), (128, 4608), (256, 8704)] {
+            assert_eq!(int2(head_dim, 1).page_bytes(), bytes, "d={head_dim}");
+        }
+        assert_eq!(int2(128, 2).page_bytes(), 4096 + 2 * 512);
+    }
+
+    #[test]
+    fn bits_per_element_counts_scales_and_padding() {
+        assert_eq!(PageLayout::bf16(128).bits_per_element(), 16.0);
+        assert_eq!(int2(128, 1).bits_per_element(), 2.25);
+        assert_eq!(int2(64, 1).bits_per_element(), 2.5);
+        assert!(int2(48, 1).bits_per_element() > 3.3);
+    }
+
+    #[test]
+    fn the_safe_tiers_have_the_documented_bits() {
+        let fp8 = |head_dim| PageLayout::fp8(head_dim).expect("a layout");
+        assert_eq!(int4(128, 1).bits_per_element(), 4.25);
+        assert_eq!(int4(128, 2).page_bytes(), 64 * 2 * (64 + 8));
+        assert_eq!(fp8(128).bits_per_element(), 8.125);
+        assert_eq!(fp8(48).page_bytes(), 64 * 2 * 66);
+    }
+
+    #[test]
+    fn geometry_matches_hand_arithmetic() {
+        // SmolLM2-135M: 30 layers, 3 KV heads, d=64, two tensors of bf16.
+        let smollm2 = KvGeometry { layers: 30, kv_heads: 3, head_dim: 64 };
+        assert_eq!(smollm2.bytes_per_token(smollm2.bf16()), 30 * 3 * 64 * 2 * 2);
+        assert_eq!(smollm2.bytes_per_token(int2(64, 1)), 30 * 3 * 40);
+    }
+}
