@@ -62,7 +62,7 @@ pub(super) fn attend(work: &Work<'_>, scratch: &mut AttentionScratch, state: &mu
         // A page is in the cache after its first group, which fetches the next one as it goes.
         let (next_keys, next_values) = pages.peek().map_or((keys, values), |(page, _)| split(page, d));
         let values = written_values(values, d, work.written(start), filled);
-        let page = Page { keys, values, next_keys, next_values, start, scales: None };
+        let page = Page { keys, values, next_keys, next_values, start, scales: None, offsets: None };
         tiled.attend(&page, tail, state);
     }
 }
@@ -77,8 +77,36 @@ pub(super) struct Page<'a> {
     pub(super) next_values: &'a [u16],
     /// Position of the first token.
     pub(super) start: usize,
-    /// What the keys and the values of each token are to be multiplied with, one after the other.
-    pub(super) scales: Option<&'a [f32; 2 * PAGE_TOKENS]>,
+    /// What stored keys and values are to be multiplied with.
+    pub(super) scales: Option<TokenScales<'a>>,
+    /// What is to be subtracted from every channel after that, if the rows have [`RowOffsets`].
+    pub(super) offsets: Option<TokenScales<'a>>,
+}
+
+/// A number for the key and one for the value of each token of a page.
+#[derive(Clone, Copy)]
+pub(super) struct TokenScales<'a> {
+    pub(super) keys: &'a [f32; PAGE_TOKENS],
+    pub(super) values: &'a [f32; PAGE_TOKENS],
+}
+
+/// No scales and no offsets.
+const ZEROS: TokenScales<'static> = TokenScales { keys: &[0.0; PAGE_TOKENS], values: &[0.0; PAGE_TOKENS] };
+
+impl TokenScales<'_> {
+    /// Those of the keys, followed by those of the values.
+    pub(super) fn of(scales: &[f32; 2 * PAGE_TOKENS]) -> TokenScales<'_> {
+        let [keys, values] = [0, PAGE_TOKENS].map(|at| scales[at..].first_chunk().expect("64 of each"));
+        TokenScales { keys, values }
+    }
+}
+
+/// What offsets of keys and values need of each row; rows are padded to whole tiles.
+pub(super) struct RowOffsets<'a> {
+    /// Sum of the channels of the query, scaled.
+    pub(super) totals: &'a [f32],
+    /// Sum of the offsets of values with the weights of the row; zero before the first page.
+    pub(super) sums: &'a mut [f32],
 }
 
 /// The queries of a call as tiles, and the unit that multiplies them.
@@ -89,6 +117,7 @@ pub(super) struct Tiled<'a> {
     query_tiles: &'a [u32],
     weight_tiles: &'a mut [u32],
     scores: &'a mut [f32],
+    offsets: Option<RowOffsets<'a>>,
 }
 
 impl<'a> Tiled<'a> {
@@ -117,7 +146,20 @@ impl<'a> Tiled<'a> {
         // Products take as long as their tiles have rows, so a few rows of a decode step are not padded to 16.
         // SAFETY: AMX is available; nothing else uses tiles while the value lives.
         let unit = unsafe { Unit::new(rows.min(TILE_ROWS)) };
-        Tiled { unit, spans, d, query_tiles, weight_tiles, scores }
+        Tiled { unit, spans, d, query_tiles, weight_tiles, scores, offsets: None }
+    }
+
+    /// The same for pages with offsets. [`Self::subtract_offsets`] must follow the last page.
+    pub(super) fn with_offsets(self, offsets: RowOffsets<'a>) -> Tiled<'a> {
+        Tiled { offsets: Some(offsets), ..self }
+    }
+
+    /// Subtracts the summed offsets of values from the weighted values of each row.
+    pub(super) fn subtract_offsets(self, state: &mut SoftmaxState) {
+        let sums = self.offsets.iter().flat_map(|offsets| offsets.sums.iter());
+        for (values, sum) in state.values.chunks_exact_mut(self.d).zip(sums) {
+            values.iter_mut().for_each(|value| *value -= sum);
+        }
     }
 
     /// Attends all rows to a page; `tail` is scratch.
@@ -143,13 +185,21 @@ impl<'a> Tiled<'a> {
                 spans,
                 start,
                 max: &mut state.max[padded.clone()],
-                sum: &mut state.sum[padded],
+                sum: &mut state.sum[padded.clone()],
             };
+            let tiles = &mut *self.weight_tiles;
             // SAFETY: AMX implies the instruction sets of the function.
             unsafe {
-                match page.scales {
-                    None => rows.softmax::<false>(&[0.0; 2 * PAGE_TOKENS], sums, d, self.weight_tiles),
-                    Some(scales) => rows.softmax::<true>(scales, sums, d, self.weight_tiles),
+                match (page.scales, page.offsets, &mut self.offsets) {
+                    (Some(scales), Some(offsets), Some(rows_offsets)) => {
+                        let (totals, sums_of) =
+                            (&rows_offsets.totals[padded.clone()], &mut rows_offsets.sums[padded]);
+                        rows.softmax::<true, true>(scales, offsets, totals, sums_of, sums, d, tiles)
+                    }
+                    (Some(scales), ..) => {
+                        rows.softmax::<true, false>(scales, ZEROS, &[], &mut [], sums, d, tiles)
+                    }
+                    _ => rows.softmax::<false, false>(ZEROS, ZEROS, &[], &mut [], sums, d, tiles),
                 }
             }
             self.unit.values(self.weight_tiles, values, seen.div_ceil(STEP), d, next_values, sums);
@@ -163,7 +213,7 @@ impl<'a> Tiled<'a> {
 /// # Safety
 /// Tiles are configured, and the sums in `tmm0` are of no use any more.
 #[inline]
-pub(super) unsafe fn stay_awake() {
+unsafe fn stay_awake() {
     // SAFETY: only a tile register is touched, and the caller does not need it.
     unsafe { asm!("tdpbf16ps tmm0, tmm4, tmm5", out("tmm0") _, options(nostack, nomem, preserves_flags)) };
 }
@@ -183,14 +233,18 @@ impl Rows<'_> {
     /// Turns logits into weights, packed as tiles, and scales what was summed before to the new maximum.
     ///
     /// As [`super::avx512::softmax`], but what happens once per row happens for all 16 rows in one register. With
-    /// `SCALED`, logits and weights are multiplied with the scales of keys and values.
+    /// `SCALED`, logits and weights are multiplied with the scales of keys and values. With `OFFSET`, the offsets of
+    /// keys times the total of the row's query are subtracted from logits, and those of values summed with the weights.
     ///
     /// # Safety
     /// Tiles are configured, and the sums in `tmm0` are of no use any more.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
-    unsafe fn softmax<const SCALED: bool>(
+    unsafe fn softmax<const SCALED: bool, const OFFSET: bool>(
         self,
-        scales: &[f32; 2 * PAGE_TOKENS],
+        scales: TokenScales<'_>,
+        offsets: TokenScales<'_>,
+        totals: &[f32],
+        offset_sums: &mut [f32],
         values: &mut [f32],
         d: usize,
         tiles: &mut [u32],
@@ -199,6 +253,7 @@ impl Rows<'_> {
         assert!(scores.len() >= TILE_ROWS * PAGE_TOKENS && spans.len() <= TILE_ROWS);
         assert!(max.len() == TILE_ROWS && sum.len() == TILE_ROWS && values.len() == TILE_ROWS * d);
         assert!(tiles.len() >= 2 * WEIGHT_PARTS * TILE_WORDS);
+        assert!(!OFFSET || SCALED && totals.len() == TILE_ROWS && offset_sums.len() == TILE_ROWS);
         let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut masks = [0u64; TILE_ROWS];
         for (mask, span) in masks.iter_mut().zip(spans) {
@@ -210,8 +265,14 @@ impl Rows<'_> {
             unsafe {
                 let logits = scores.as_ptr().add(row * PAGE_TOKENS + 16 * register);
                 if SCALED {
-                    let scale = _mm512_loadu_ps(scales.as_ptr().add(16 * register));
-                    _mm512_mask_mul_ps(nothing, mask, _mm512_loadu_ps(logits), scale)
+                    let scale = _mm512_loadu_ps(scales.keys.as_ptr().add(16 * register));
+                    if !OFFSET {
+                        return _mm512_mask_mul_ps(nothing, mask, _mm512_loadu_ps(logits), scale);
+                    }
+                    let offset = _mm512_loadu_ps(offsets.keys.as_ptr().add(16 * register));
+                    let offset = _mm512_mul_ps(offset, _mm512_set1_ps(totals[row]));
+                    let logits = _mm512_fmsub_ps(_mm512_loadu_ps(logits), scale, offset);
+                    _mm512_mask_mov_ps(nothing, mask, logits)
                 } else {
                     _mm512_mask_loadu_ps(nothing, mask, logits)
                 }
@@ -236,7 +297,8 @@ impl Rows<'_> {
         // SAFETY: 16 elements.
         unsafe { _mm512_storeu_ps(shift.as_mut_ptr(), _mm512_mask_mov_ps(new, empty, _mm512_setzero_ps())) };
 
-        let mut totals = [_mm512_setzero_ps(); 16];
+        let mut weight_sums = [_mm512_setzero_ps(); 16];
+        let mut weighted_offsets = [_mm512_setzero_ps(); 16];
         for row in 0..spans.len() {
             if row % 4 == 0 {
                 // SAFETY: the caller's promise.
@@ -246,11 +308,20 @@ impl Rows<'_> {
             for step in 0..2 {
                 let mut first = exp2(_mm512_sub_ps(load(row, 2 * step), shift));
                 let mut second = exp2(_mm512_sub_ps(load(row, 2 * step + 1), shift));
-                totals[row] = _mm512_add_ps(totals[row], _mm512_add_ps(first, second));
-                if SCALED {
-                    // SAFETY: scales of 64 values after those of the keys.
+                weight_sums[row] = _mm512_add_ps(weight_sums[row], _mm512_add_ps(first, second));
+                if OFFSET {
+                    // SAFETY: offsets of 64 values.
                     let [low, high] = unsafe {
-                        let scale = scales.as_ptr().add(PAGE_TOKENS + STEP * step);
+                        let offset = offsets.values.as_ptr().add(STEP * step);
+                        [_mm512_loadu_ps(offset), _mm512_loadu_ps(offset.add(16))]
+                    };
+                    weighted_offsets[row] = _mm512_fmadd_ps(first, low, weighted_offsets[row]);
+                    weighted_offsets[row] = _mm512_fmadd_ps(second, high, weighted_offsets[row]);
+                }
+                if SCALED {
+                    // SAFETY: scales of 64 values.
+                    let [low, high] = unsafe {
+                        let scale = scales.values.as_ptr().add(STEP * step);
                         [_mm512_loadu_ps(scale), _mm512_loadu_ps(scale.add(16))]
                     };
                     (first, second) = (_mm512_mul_ps(first, low), _mm512_mul_ps(second, high));
@@ -264,13 +335,21 @@ impl Rows<'_> {
                 }
             }
         }
-        let totals = combine!(totals, _mm512_add_ps);
+        let weight_sums = combine!(weight_sums, _mm512_add_ps);
         // Rows of an empty state have a shrink of NaN, and nothing to scale.
         let shrink = _mm512_mask_mov_ps(shrink, empty, _mm512_set1_ps(1.0));
         // SAFETY: 16 elements each.
         unsafe {
-            _mm512_storeu_ps(sum.as_mut_ptr(), _mm512_fmadd_ps(old_sum, shrink, totals));
+            _mm512_storeu_ps(sum.as_mut_ptr(), _mm512_fmadd_ps(old_sum, shrink, weight_sums));
             _mm512_storeu_ps(max.as_mut_ptr(), new);
+        }
+        if OFFSET {
+            let added = combine!(weighted_offsets, _mm512_add_ps);
+            // SAFETY: 16 elements, see the lengths above.
+            unsafe {
+                let before = _mm512_loadu_ps(offset_sums.as_ptr());
+                _mm512_storeu_ps(offset_sums.as_mut_ptr(), _mm512_fmadd_ps(before, shrink, added));
+            }
         }
         let changed = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(shrink, _mm512_set1_ps(1.0));
         let mut factors = [0.0; 16];

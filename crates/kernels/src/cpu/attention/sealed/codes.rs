@@ -5,8 +5,8 @@
 //! are neighbouring tokens (or channels). An [`Engine`] multiplies, and turns sums into weights.
 //!
 //! Steps overlap: what one part of a step stores, the next part loads only after parts of other steps that do not depend
-//! on it, and a page is asked for some steps before it is read. See [`Reader::attend`] for the order. Tiles have orders
-//! of their own, `batch` and `stream`.
+//! on it, and a page is prefetched some steps before it is read. See [`Reader::attend`] for the order. Many rows on AMX
+//! take another way, `prefill`.
 //!
 //! Groups: queries are stored once per group with zeros outside it, and weights are split once per group with its
 //! scales. A group may begin anywhere; what lies around it in the same word or register is multiplied and dropped.
@@ -23,7 +23,7 @@ use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 
-/// Rows of query bytes are padded to this, a row of a tile.
+/// Rows of query bytes are padded to this, a register of bytes.
 const STRIDE_STEP: usize = 64;
 
 /// Columns that engines multiply together: results of groups are cut out of such blocks.
@@ -39,33 +39,25 @@ const AHEAD: usize = 4;
 #[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
 
-/// Rows from which tiles beat vectors.
-#[cfg(target_arch = "x86_64")]
-const TILES_FROM: usize = 3;
-
 /// Buffers of one thread.
 #[derive(Default)]
 pub(super) struct CodeScratch {
     buffers: Buffers,
-    /// Unpacked codes, and all that few rows need on AMX.
     #[cfg(target_arch = "x86_64")]
-    tiles: AlignedScratch,
+    pub(super) prefill: super::prefill::PrefillScratch,
     /// Logits, and scales as numbers.
     logits: AlignedScratch,
 }
 
 #[derive(Default)]
-pub(super) struct Buffers {
-    pub(super) queries: AlignedScratch,
-    pub(super) query_numbers: AlignedScratch,
-    pub(super) weights: AlignedScratch,
-    pub(super) weight_numbers: AlignedScratch,
+struct Buffers {
+    queries: AlignedScratch,
+    query_numbers: AlignedScratch,
+    weights: AlignedScratch,
+    weight_numbers: AlignedScratch,
     #[cfg(target_arch = "x86_64")]
-    pub(super) lanes: AlignedScratch,
-    pub(super) sums: AlignedScratch,
-    /// Weights times scales of some pages, as numbers.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) scaled: AlignedScratch,
+    lanes: AlignedScratch,
+    sums: AlignedScratch,
 }
 
 /// Attends all rows of all heads to all pages. The instruction set must be available, which
@@ -78,18 +70,12 @@ pub(super) fn attend(
     states: &mut [SoftmaxState],
 ) {
     let shape = Shape::new(layout);
-    let CodeScratch {
-        buffers,
-        #[cfg(target_arch = "x86_64")]
-        tiles,
-        logits,
-    } = &mut scratch.sealed.codes;
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && super::prefill::takes(&shape, work) {
+        return super::prefill::attend(&shape, work, scratch, &mut states[0]);
+    }
+    let CodeScratch { buffers, logits, .. } = &mut scratch.sealed.codes;
     match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Amx if work.spans.len() >= TILES_FROM && super::tiles::is_available() => {
-            // SAFETY: AMX is available, and AVX-512 with it.
-            unsafe { super::batch::attend(shape, work, buffers, tiles, states) };
-        }
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Amx => {
             // SAFETY: the instruction set is available.
@@ -123,42 +109,38 @@ fn with_avx512<E: Engine>(mut reader: Reader<'_, E>, work: &Work<'_, u8>, states
 }
 
 /// The queries of a call as bytes.
-pub(super) struct Queries<'a> {
-    pub(super) stride: usize,
+struct Queries<'a> {
+    stride: usize,
     /// Of all heads, `[head][row]`.
-    pub(super) rows: usize,
-    pub(super) head_rows: usize,
+    rows: usize,
+    head_rows: usize,
     /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
-    pub(super) bytes: &'a [i8],
+    bytes: &'a [i8],
     /// Unit of each row.
-    pub(super) steps: &'a [f32],
+    steps: &'a [f32],
     /// `[group][row]`: sum of the channels of the group.
-    pub(super) totals: &'a [f32],
+    totals: &'a [f32],
 }
 
 impl<'a> Queries<'a> {
-    /// Splits rows with the functions of an [`Engine`], whose products are of up to `most` rows.
-    #[inline(always)]
-    pub(super) fn new(
+    fn new<E: Engine>(
+        engine: &E,
         shape: &Shape,
         work: &Work<'_, u8>,
-        most: usize,
         (bytes, numbers): (&'a mut AlignedScratch, &'a mut AlignedScratch),
-        split_row: impl Fn(&[f32], &mut [i8], &mut [i8]) -> f32,
-        total: impl Fn(&[f32]) -> f32,
     ) -> Self {
         let (d, rows, head_rows) = (work.d, work.q.len() / work.d, work.spans.len());
         let stride = shape.padded.next_multiple_of(STRIDE_STEP);
         let row_bytes = 2 * stride;
         // The last rows are read as part of a full product.
-        let bytes = bytes.at_least::<i8>((shape.groups * rows + most) * row_bytes);
+        let bytes = bytes.at_least::<i8>((shape.groups * rows + E::ROWS) * row_bytes);
         let (steps, totals) = numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
         bytes[rows * row_bytes..].fill(0);
         for (row, q) in work.q.chunks_exact(d).enumerate() {
             let (high, low) = bytes[row * row_bytes..][..row_bytes].split_at_mut(stride);
-            steps[row] = split_row(q, high, low);
+            steps[row] = engine.split_row(q, high, low);
             for group in 0..shape.groups {
-                totals[group * rows + row] = total(&q[shape.group(group)]);
+                totals[group * rows + row] = engine.total(&q[shape.group(group)]);
             }
         }
         // Groups after the first get their channels of the first copy, which then loses them.
@@ -175,7 +157,7 @@ impl<'a> Queries<'a> {
 
     /// Some rows of a head for the product with keys of a group.
     #[inline(always)]
-    pub(super) fn left(&self, group: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
+    fn left(&self, group: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
         let row = group * self.rows + head * self.head_rows + rows.start;
         Left { bytes: &self.bytes[row * 2 * self.stride..], stride: self.stride, rows: rows.len() }
     }
@@ -198,14 +180,7 @@ struct Reader<'a, E> {
 impl<'a, E: Engine> Reader<'a, E> {
     fn new(engine: E, shape: Shape, work: &Work<'_, u8>, buffers: &'a mut Buffers) -> Self {
         let Buffers { queries, query_numbers, weights, weight_numbers, sums, .. } = buffers;
-        let queries = Queries::new(
-            &shape,
-            work,
-            E::ROWS,
-            (queries, query_numbers),
-            |row, high, low| engine.split_row(row, high, low),
-            |row| engine.total(row),
-        );
+        let queries = Queries::new(&engine, &shape, work, (queries, query_numbers));
         let weight_bytes = weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
         // Rows that no query has are multiplied too.
         weight_bytes.fill(0);

@@ -13,7 +13,7 @@ use crate::cpu::attention::Span;
 pub(super) const LANES: usize = 16;
 
 /// The shape of pages.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 pub(super) struct Shape {
     pub(super) bits: u32,
     pub(super) scale_type: ScaleType,
@@ -35,13 +35,6 @@ impl Shape {
         }
     }
 
-    /// 2-bit pages of one group whose channels fill their registers.
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    pub(super) fn plain(channels: usize, scale_type: ScaleType) -> Shape {
-        Shape { bits: 2, scale_type, padded: channels, groups: 1, channels }
-    }
-
     /// The channels of a group.
     #[inline(always)]
     pub(super) fn group(&self, group: usize) -> Range<usize> {
@@ -51,13 +44,6 @@ impl Shape {
     /// Bytes of one side's codes.
     fn side_bytes(&self) -> usize {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
-    }
-
-    /// Bytes of a page.
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    pub(super) fn page_bytes(&self) -> usize {
-        2 * self.side_bytes() + 2 * self.numbers()
     }
 
     /// Numbers of both sides' scales and offsets, `[K, V][group][scale, offset][64 tokens]`.

@@ -11,7 +11,7 @@ use super::{Step, scalar, schedule};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::attention::TILES_FROM;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::attention::amx::{Page, Tiled};
+use crate::cpu::attention::amx::{Page, Tiled, TokenScales};
 use crate::cpu::attention::floats::{NOWHERE, Path, SoftmaxRows};
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work, floats};
 use crate::cpu::gemm::aligned::AlignedScratch;
@@ -99,7 +99,8 @@ fn attend_tiled(
             next_keys: open.keys,
             next_values: open.values,
             start,
-            scales: Some(open.scales),
+            scales: Some(TokenScales::of(open.scales)),
+            offsets: None,
         };
         tiled.attend(&page, tail, state);
     }

@@ -8,7 +8,7 @@
 //! small integers. Queries and weights are split into two signed bytes each (`fixed_point`), so these sums are
 //! exact, in whatever order and on whatever instruction set.
 //!
-//! A row's result does not depend on the rows it shares a call with, except that on AMX few rows go without tiles, which
+//! A row's result does not depend on the rows it shares a call with, except that on AMX many rows go to tiles, which
 //! round differently.
 //!
 //! | module | job |
@@ -16,15 +16,12 @@
 //! | `codes` | 2-bit and 4-bit pages: the order of what happens in a step |
 //! | `engine` | what an instruction set provides for them |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
-//! | `batch`, `run`, `scaled` | the same on AMX, several pages at a time |
-//! | `stream` | the same bits for few rows: pieces of different pages in turn |
-//! | `vnni`, `tiles`, `maddubs`, `sdot` | the integer products: AVX-512, AMX, AVX2, NEON |
+//! | `prefill` | the same for many rows on AMX, as tiles of bf16 |
+//! | `vnni`, `maddubs`, `sdot` | the integer products: AVX-512, AVX2, NEON |
 //! | `weigh`, `registers` | AVX-512: from sums to weights without leaving registers |
 //! | `fp8` | 8-bit floats, widened to bf16 |
 //! | `scalar` | the reference |
 
-#[cfg(target_arch = "x86_64")]
-mod batch;
 mod codes;
 mod engine;
 mod fixed_point;
@@ -32,20 +29,14 @@ mod fp8;
 #[cfg(target_arch = "x86_64")]
 mod maddubs;
 #[cfg(target_arch = "x86_64")]
+mod prefill;
+#[cfg(target_arch = "x86_64")]
 mod registers;
-#[cfg(target_arch = "x86_64")]
-mod run;
 mod scalar;
-#[cfg(target_arch = "x86_64")]
-mod scaled;
 #[cfg(target_arch = "aarch64")]
 mod sdot;
-#[cfg(target_arch = "x86_64")]
-mod stream;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 #[cfg(target_arch = "x86_64")]
@@ -116,7 +107,7 @@ pub fn attend_sealed_heads(
         return;
     }
     assert!(pages.len().is_multiple_of(heads), "{} pages of {heads} heads", pages.len());
-    if heads > 1 && (isa == Isa::Scalar || !matches!(layout, PageLayout::Codes(_))) {
+    if heads > 1 && !reads_heads_together(isa, layout, spans.len()) {
         for (head, (q, state)) in q.chunks_exact(spans.len() * d).zip(states).enumerate() {
             let pages: Vec<&[u8]> = pages.iter().skip(head).step_by(heads).copied().collect();
             attend_sealed(isa, layout, q, scale, spans, first_page, &pages, scratch, state);
@@ -139,6 +130,16 @@ pub fn attend_sealed_heads(
         PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
+}
+
+/// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
+fn reads_heads_together(isa: Isa, format: &SealedFormat, rows: usize) -> bool {
+    let few_rows = match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => rows < prefill::ROWS_FROM,
+        _ => true,
+    };
+    isa != Isa::Scalar && few_rows && matches!(format, SealedFormat::Codes(..))
 }
 
 /// Rows of a call that are attended together, and a page they see.

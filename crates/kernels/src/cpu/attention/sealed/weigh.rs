@@ -1,4 +1,4 @@
-//! AVX-512: from key sums to weights in bytes, and from value sums to values, for both engines that share it.
+//! AVX-512: from key sums to weights in bytes, and from value sums to values.
 //!
 //! A row's 64 logits stay in four registers from the integer sums through the softmax to the bytes of its weights. What is
 //! summed over tokens stays in lanes until all pages have been read, and weights are relative to a reference that follows
@@ -17,7 +17,7 @@ use super::registers::{
 
 /// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
 /// good as those of up to 1: each page has its own unit, and sums have 111 powers of two to go.
-pub(super) const SLACK: f32 = 16.0;
+const SLACK: f32 = 16.0;
 
 /// 16-bit numbers to `f32`.
 #[inline]
@@ -49,61 +49,6 @@ pub(super) fn prefetch(ahead: *const u8, len: usize) {
     }
 }
 
-/// Where the weights of a page go.
-pub(super) trait Sink: Shrinks {
-    /// Takes weights times scales of a group for rows `first..first + R`, and their largest magnitudes in lanes.
-    ///
-    /// # Safety
-    /// The CPU has AVX-512 F, BW, DQ and VL, and these rows exist.
-    unsafe fn take<const R: usize>(
-        &mut self,
-        group: usize,
-        first: usize,
-        scaled: [Page; R],
-        largest: [__m512; R],
-    );
-}
-
-/// Where there are numbers that are relative to the reference of a row.
-pub(super) trait Shrinks {
-    /// Multiplies what it has of a row, which is relative to another reference from now on, and the row's values.
-    fn shrink(&mut self, row: usize, factor: f32, values: &mut [f32]);
-}
-
-/// Weights as bytes, with a unit for each row of the page. Products are of up to `ROWS` rows.
-struct Bytes<'a, 'b, const ROWS: usize>(&'a mut Weights<'b>);
-
-impl<const ROWS: usize> Sink for Bytes<'_, '_, ROWS> {
-    #[inline(always)]
-    unsafe fn take<const R: usize>(
-        &mut self,
-        group: usize,
-        first: usize,
-        scaled: [Page; R],
-        largest: [__m512; R],
-    ) {
-        let at = group * ROWS + first;
-        // SAFETY: the caller's promises; a number and two parts of 64 bytes for each row of a group.
-        unsafe {
-            let (steps, inverses) = units(reduce_max(largest));
-            _mm_mask_storeu_ps(self.0.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
-            for r in 0..R {
-                let index = _mm512_set1_epi32(r as i32);
-                let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
-                let high = self.0.bytes.as_mut_ptr().add((at + r) * 2 * PAGE_TOKENS);
-                split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
-            }
-        }
-    }
-}
-
-impl<const ROWS: usize> Shrinks for Bytes<'_, '_, ROWS> {
-    /// A page is weighed with one reference, and nothing of an earlier one is here.
-    fn shrink(&mut self, _row: usize, factor: f32, values: &mut [f32]) {
-        values.iter_mut().for_each(|value| *value *= factor);
-    }
-}
-
 /// As `engine::Engine::weigh` for products of up to `ROWS` rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
@@ -112,23 +57,6 @@ pub(super) fn weigh<const ROWS: usize>(
     running: &mut Running<'_>,
     weights: &mut Weights<'_>,
 ) {
-    let groups = from.shape.groups;
-    assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
-    assert!(weights.numbers.len() >= groups * ROWS * 2);
-    // SAFETY: the instruction set of this function.
-    unsafe { weigh_into::<ROWS, _>(from, running, &mut Bytes::<ROWS>(weights)) };
-}
-
-/// [`weigh`] to any place.
-///
-/// # Safety
-/// The CPU has AVX-512 F, BW, DQ and VL.
-#[inline(always)]
-pub(super) unsafe fn weigh_into<const ROWS: usize, S: Sink>(
-    from: &Sums<'_>,
-    running: &mut Running<'_>,
-    sink: &mut S,
-) {
     let (rows, groups, d) = (from.spans.len(), from.shape.groups, running.d);
     assert!(rows <= ROWS && groups > 0 && from.steps.len() == rows && from.seen.len() == rows);
     assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS);
@@ -136,22 +64,24 @@ pub(super) unsafe fn weigh_into<const ROWS: usize, S: Sink>(
     assert!(from.totals.len() >= (groups - 1) * from.totals_stride + rows);
     assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
     assert!(running.lanes.len() == rows * (1 + groups) * LANES);
+    assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
+    assert!(weights.numbers.len() >= groups * ROWS * 2);
     // SAFETY: all lengths are as promised, see above.
     unsafe {
         match from.shape.scale_type {
-            ScaleType::F16 => weigh_all::<ROWS, false, S>(from, running, sink),
-            ScaleType::Bf16 => weigh_all::<ROWS, true, S>(from, running, sink),
+            ScaleType::F16 => weigh_all::<ROWS, false>(from, running, weights),
+            ScaleType::Bf16 => weigh_all::<ROWS, true>(from, running, weights),
         }
     }
 }
 
 /// # Safety
-/// The slices have the lengths that [`weigh_into`] checks.
+/// The slices have the lengths that [`weigh`] checks.
 #[inline(always)]
-unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
+unsafe fn weigh_all<const ROWS: usize, const BF16: bool>(
     from: &Sums<'_>,
     running: &mut Running<'_>,
-    sink: &mut S,
+    weights: &mut Weights<'_>,
 ) {
     let rows = from.spans.len();
     let mut row = 0;
@@ -159,9 +89,9 @@ unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
         // SAFETY: the caller's promise.
         row += unsafe {
             match rows - row {
-                1 => weigh_rows::<ROWS, 1, BF16, S>(from, row, running, sink),
-                2 | 4 => weigh_rows::<ROWS, 2, BF16, S>(from, row, running, sink),
-                _ => weigh_rows::<ROWS, 3, BF16, S>(from, row, running, sink),
+                1 => weigh_rows::<ROWS, 1, BF16>(from, row, running, weights),
+                2 | 4 => weigh_rows::<ROWS, 2, BF16>(from, row, running, weights),
+                _ => weigh_rows::<ROWS, 3, BF16>(from, row, running, weights),
             }
         };
     }
@@ -170,13 +100,13 @@ unsafe fn weigh_all<const ROWS: usize, const BF16: bool, S: Sink>(
 /// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other. Returns `R`.
 ///
 /// # Safety
-/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh_into`] checks.
+/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sink>(
+unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
     from: &Sums<'_>,
     first: usize,
     running: &mut Running<'_>,
-    sink: &mut S,
+    weights: &mut Weights<'_>,
 ) -> usize {
     let groups = from.shape.groups;
     let (sums, numbers) = (from.sums.as_ptr(), from.stored.as_ptr().cast::<u16>());
@@ -230,7 +160,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
     if above != 0 {
         for r in 0..R {
             let largest = _mm512_reduce_max_ps(largest(&logits[r]));
-            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running, sink));
+            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running));
             for j in 0..REGISTERS {
                 logits[r][j] = _mm512_sub_ps(logits[r][j], rise);
             }
@@ -272,8 +202,18 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
                 _mm512_storeu_ps(lanes.add(r * (1 + groups) * LANES), offsets[r]);
             }
         }
-        // SAFETY: the rows exist, by the caller's promise.
-        unsafe { sink.take(group, first, scaled, largest) };
+        let at = group * ROWS + first;
+        // SAFETY: the rows exist, by the caller's promise; a number and two parts of 64 bytes for each row of a group.
+        unsafe {
+            let (steps, inverses) = units(reduce_max(largest));
+            _mm_mask_storeu_ps(weights.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
+            for r in 0..R {
+                let index = _mm512_set1_epi32(r as i32);
+                let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
+                let high = weights.bytes.as_mut_ptr().add((at + r) * 2 * PAGE_TOKENS);
+                split(scaled[r], inverse, high, high.add(PAGE_TOKENS));
+            }
+        }
     }
     R
 }
@@ -281,7 +221,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool, S: Sin
 /// The largest logits of a page, in lanes.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) fn largest(logits: &Page) -> __m512 {
+fn largest(logits: &Page) -> __m512 {
     _mm512_max_ps(_mm512_max_ps(logits[0], logits[1]), _mm512_max_ps(logits[2], logits[3]))
 }
 
@@ -290,14 +230,7 @@ pub(super) fn largest(logits: &Page) -> __m512 {
 /// NaN is not above: the reference stays, and NaN shows in the sum.
 #[cold]
 #[inline(never)]
-pub(super) fn raise<S: Shrinks>(
-    largest: f32,
-    limit: f32,
-    row: usize,
-    groups: usize,
-    running: &mut Running<'_>,
-    sink: &mut S,
-) -> f32 {
+fn raise(largest: f32, limit: f32, row: usize, groups: usize, running: &mut Running<'_>) -> f32 {
     let above = largest > limit;
     if !above {
         return 0.0;
@@ -314,7 +247,7 @@ pub(super) fn raise<S: Shrinks>(
     let lanes = (1 + groups) * LANES;
     running.sum[row] *= shrink;
     running.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= shrink);
-    sink.shrink(row, shrink, &mut running.values[row * running.d..][..running.d]);
+    running.values[row * running.d..][..running.d].iter_mut().for_each(|value| *value *= shrink);
     rise
 }
 

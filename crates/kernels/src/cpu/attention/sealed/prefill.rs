@@ -1,0 +1,206 @@
+//! 2-bit and 4-bit pages on AMX for many rows, as in a prefill over a sealed prefix: codes are widened to bf16, which
+//! holds them exactly, and multiplied in tiles as the pages of [`crate::cpu::attention::amx`] are.
+//!
+//! A page is widened once for all rows of a call. Scales and offsets stay apart: they act on logits and on weights, so
+//! nothing is rounded that the integer products of few rows keep. A decode step has too few rows: widening would take
+//! longer than the products, and tiles lower the clock of everything that runs beside them.
+
+use std::arch::x86_64::*;
+
+use oscar_codec::{PAGE_TOKENS, Side};
+
+use super::engine::{Shape, Words};
+use super::weigh;
+use crate::cpu::attention::amx::{Page, RowOffsets, Tiled, TokenScales};
+use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work};
+use crate::cpu::gemm::aligned::AlignedScratch;
+use crate::cpu::gemm::tiles::TILE_ROWS;
+
+/// Fewest rows that go to tiles: two tiles of them, more than the query heads of one token that share a KV head.
+pub(super) const ROWS_FROM: usize = 2 * TILE_ROWS;
+
+/// Buffers of one thread.
+#[derive(Default)]
+pub(super) struct PrefillScratch {
+    /// A page in bf16.
+    page: AlignedScratch,
+    /// Scales and offsets of a page.
+    scales: AlignedScratch,
+    /// Sums of the channels of each query, and the offsets that have been summed for each row.
+    offsets: AlignedScratch,
+}
+
+/// Whether the rows and pages of a call are for [`attend`]: many rows, and heads that fill their tiles.
+pub(super) fn takes(shape: &Shape, work: &Work<'_, u8>) -> bool {
+    let d = work.d;
+    work.spans.len() >= ROWS_FROM && shape.groups == 1 && shape.padded == d && (32..=256).contains(&d)
+}
+
+/// Attends all rows of one head to all pages. AMX must be available, and [`takes`] true.
+pub(super) fn attend(
+    shape: &Shape,
+    work: &Work<'_, u8>,
+    scratch: &mut AttentionScratch,
+    state: &mut SoftmaxState,
+) {
+    let (d, rows) = (work.d, work.spans.len());
+    let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, sealed, .. } = scratch;
+    let PrefillScratch { page: wide, scales, offsets } = &mut sealed.codes.prefill;
+    let padded = rows.next_multiple_of(TILE_ROWS);
+    let (totals, sums) = offsets.at_least::<f32>(2 * padded).split_at_mut(padded);
+    totals.fill(0.0);
+    sums.fill(0.0);
+    for (total, q) in totals.iter_mut().zip(work.q.chunks_exact(d)) {
+        // SAFETY: AMX implies AVX-512.
+        *total = unsafe { weigh::total(q) };
+    }
+    let mut tiled = Tiled::new(work.q, work.spans, d, query_tiles, score_tiles, scores)
+        .with_offsets(RowOffsets { totals, sums });
+    let (keys, values) = wide.at_least::<u16>(2 * PAGE_TOKENS * d).split_at_mut(PAGE_TOKENS * d);
+    let scales = scales.at_least::<f32>(shape.numbers());
+    let mut pages = work.visible_pages().peekable();
+    while let Some((page, start)) = pages.next() {
+        if let Some((next, _)) = pages.peek() {
+            weigh::prefetch(next.as_ptr(), next.len());
+        }
+        // SAFETY: as above.
+        unsafe {
+            widen(shape.bits, Words::of(shape, Side::Key, page), keys);
+            widen(shape.bits, Words::of(shape, Side::Value, page), values);
+            weigh::numbers(shape.stored_numbers(page), shape.scale_type, scales);
+        }
+        let [key_scales, key_offsets, value_scales, value_offsets] = quarters(scales);
+        let scales = TokenScales { keys: key_scales, values: value_scales };
+        let offsets = TokenScales { keys: key_offsets, values: value_offsets };
+        let (next_keys, next_values) = (&*keys, &*values);
+        let page = Page {
+            keys,
+            values,
+            next_keys,
+            next_values,
+            start,
+            scales: Some(scales),
+            offsets: Some(offsets),
+        };
+        tiled.attend(&page, tail, state);
+    }
+    tiled.subtract_offsets(state);
+}
+
+/// Scales of keys, offsets of keys, scales of values, offsets of values.
+fn quarters(numbers: &[f32]) -> [&[f32; PAGE_TOKENS]; 4] {
+    std::array::from_fn(|n| numbers[n * PAGE_TOKENS..].first_chunk().expect("four numbers per token"))
+}
+
+/// The integers 0 to 15 in bf16, twice.
+static INTEGERS: [u16; 32] = {
+    let mut table = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        table[i] = (((i % 16) as f32).to_bits() >> 16) as u16;
+        i += 1;
+    }
+    table
+};
+
+/// Codes of `bits` bits to bf16 in the order of a bf16 page, `[pairs][width][2]`.
+///
+/// # Safety
+/// The CPU has AVX-512 F and BW.
+unsafe fn widen(bits: u32, words: Words<'_>, wide: &mut [u16]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match bits {
+            2 => widen_bits::<2>(words, wide),
+            _ => widen_bits::<4>(words, wide),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+fn widen_bits<const BITS: u32>(words: Words<'_>, wide: &mut [u16]) {
+    /// Words of a register.
+    const LANES: usize = 16;
+    /// The upper half of each word of a register.
+    const UPPER: u32 = 0xaaaa_aaaa;
+    let Words { bytes, width } = words;
+    let (blocks, quads) = (bytes.len() / (4 * width), 8 / BITS as usize);
+    assert!(bytes.len() == 4 * blocks * width && width.is_multiple_of(LANES));
+    assert!(wide.len() == 4 * blocks * quads * width);
+    // SAFETY: the table has 64 bytes.
+    let integers = unsafe { _mm512_loadu_si512(INTEGERS.as_ptr().cast()) };
+    let mask = _mm512_set1_epi8((1 << BITS) - 1);
+    for block in 0..blocks {
+        for column in (0..width).step_by(LANES) {
+            // SAFETY: 16 words of a block, and 16 pairs of two rows of pairs for each quad, see the lengths above.
+            unsafe {
+                let mut word = _mm512_loadu_si512(bytes.as_ptr().add(4 * (block * width + column)).cast());
+                for quad in 0..quads {
+                    // Four codes, a byte each. A table look-up takes the low bits of each half of a word as its index.
+                    let codes = _mm512_and_si512(word, mask);
+                    word = _mm512_srli_epi32::<BITS>(word);
+                    let low = _mm512_mask_mov_epi16(codes, UPPER, _mm512_slli_epi32::<8>(codes));
+                    let high = _mm512_mask_mov_epi16(
+                        _mm512_srli_epi32::<16>(codes),
+                        UPPER,
+                        _mm512_srli_epi32::<8>(codes),
+                    );
+                    let pair = 2 * (block * quads + quad);
+                    for (n, index) in [low, high].into_iter().enumerate() {
+                        let to = wide.as_mut_ptr().add(2 * ((pair + n) * width + column));
+                        _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(index, integers));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use oscar_codec::ScaleType;
+    use oscar_codec::code_page::CodeLayout;
+
+    use super::*;
+    use crate::cpu::attention::page::{key_index, value_index};
+    use crate::cpu::attention::tests::Random;
+    use crate::cpu::isa::Isa;
+
+    #[test]
+    fn codes_become_the_elements_of_a_bf16_page() {
+        if !Isa::Avx512.is_available() {
+            return;
+        }
+        let mut random = Random(81);
+        for (bits, d) in [(2, 32), (2, 64), (2, 128), (4, 64), (4, 96), (4, 256)] {
+            let layout = CodeLayout::new(bits, d, 1).unwrap();
+            let shape = Shape::new(&layout, ScaleType::F16);
+            let mut page = vec![0; layout.page_bytes()];
+            let mut expected = vec![0.0; 2 * PAGE_TOKENS * d];
+            for token in 0..PAGE_TOKENS {
+                for side in [Side::Key, Side::Value] {
+                    let most = f32::from(layout.largest_code()) + 1.0;
+                    let codes: Vec<u8> = (0..d).map(|_| ((random.next() + 1.0) * 0.5 * most) as u8).collect();
+                    layout.write_token(&mut page, side, token, &codes, &[(0, 0)]).unwrap();
+                    for (channel, code) in codes.into_iter().enumerate() {
+                        let index = match side {
+                            Side::Key => key_index(token, channel),
+                            Side::Value => value_index(d, token, channel),
+                        };
+                        expected[index] = f32::from(code);
+                    }
+                }
+            }
+            let mut wide = vec![0xffff; 2 * PAGE_TOKENS * d];
+            for (side, wide) in
+                [Side::Key, Side::Value].into_iter().zip(wide.chunks_exact_mut(PAGE_TOKENS * d))
+            {
+                // SAFETY: the instructions are there.
+                unsafe { widen(bits, Words::of(&shape, side, &page), wide) };
+            }
+            let got: Vec<f32> = wide.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
+            assert!(got == expected, "{bits} bits, {d} channels");
+        }
+    }
+}
