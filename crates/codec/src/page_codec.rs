@@ -267,9 +267,7 @@ impl PageCodec {
             return Err(CodecError::Shape { what: "tokens of a page", expected: PAGE_TOKENS, got: tokens });
         }
         let mut transformed = vec![0.0; rows.len()];
-        for (token, (row, out)) in
-            rows.chunks_exact(dim).zip(transformed.chunks_exact_mut(dim)).enumerate()
-        {
+        for (token, (row, out)) in rows.chunks_exact(dim).zip(transformed.chunks_exact_mut(dim)).enumerate() {
             check_finite(row, token)?;
             encoder.transform.apply(row, out);
             check_finite(out, token)?;

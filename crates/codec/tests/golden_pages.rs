@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, Side, SquareMatrix,
+    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, Side,
+    SquareMatrix,
 };
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };

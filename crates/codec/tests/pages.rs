@@ -8,7 +8,8 @@ mod support;
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
     CacheCodec, CodeLayout, CodecError, Composition, Fp8Layout, HeadEncoder, HeadIndex, HeadTransform,
-    KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, Side, SquareMatrix, hadamard,
+    KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
+    hadamard,
 };
 use proptest::prelude::*;
 use support::{Random, random_rotation, relative_error};

@@ -7,9 +7,7 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard,
-};
+use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard};
 use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
 use oscar_kernels::cuda::measure_pages::{MeasuredPages, measure_sealing, measure_writing};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
@@ -68,7 +66,7 @@ fn case(argument: &str) -> Option<Case> {
     let (groups, head_dim): (usize, usize) = (groups.parse().ok()?, head_dim.parse().ok()?);
     let sealed = match *format {
         "bf16" => PageLayout::bf16(head_dim),
-        "fp8" => PageLayout::Fp8(Fp8Layout::new(head_dim).ok()?),
+        "fp8" => PageLayout::fp8(head_dim).ok()?,
         "int4" => PageLayout::Codes(CodeLayout::new(4, head_dim, groups).ok()?),
         _ => PageLayout::Codes(CodeLayout::new(2, head_dim, groups).ok()?),
     };

@@ -10,8 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
-    hadamard,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, SealPage, SealedRows,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use half::bf16;
 use oscar_codec::{
     CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
-    ScaleType, Side, hadamard,
+    Side, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
@@ -413,7 +413,7 @@ fn every_format_reads_what_it_sealed() {
     ];
     for codec in codecs {
         for isa in Isa::available() {
-            let name = format!("{isa} {} {:?}", codec.name(), codec.layer_format(1));
+            let name = format!("{isa} {} {:?}", codec.name(), codec.layout(1));
             let mut sequence = Sequence::new(isa, shape, codec.clone(), windows, 300);
             for position in 0..300 {
                 let out = sequence.decode(position);

@@ -49,7 +49,8 @@ pub fn int2_codec(
     if group == 0 || !geometry.head_dim.is_multiple_of(group) {
         return Err(unfit(format!("groups of {group} do not divide a head of {}", geometry.head_dim)));
     }
-    let layout = CodeLayout::new(2, geometry.head_dim, geometry.head_dim / group)?.with_scales(options.scales);
+    let layout =
+        CodeLayout::new(2, geometry.head_dim, geometry.head_dim / group)?.with_scales(options.scales);
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for layer in 0..geometry.layers {
         let rotations =

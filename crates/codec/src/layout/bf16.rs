@@ -118,7 +118,9 @@ mod tests {
             let row = |side: Side, token: usize| -> Vec<f32> {
                 (0..d).map(|c| (token * d + c) as f32 * 0.37 - f32::from(side == Side::Key)).collect()
             };
-            for (side, token) in [Side::Key, Side::Value].into_iter().flat_map(|s| (0..64).map(move |t| (s, t))) {
+            for (side, token) in
+                [Side::Key, Side::Value].into_iter().flat_map(|s| (0..64).map(move |t| (s, t)))
+            {
                 for channel in 0..d {
                     let at = layout.index(side, token, channel);
                     assert!(!std::mem::replace(&mut taken[at], true), "d={d}: {at} twice");
@@ -126,9 +128,12 @@ mod tests {
                 layout.write_token(&mut page, side, token, &row(side, token)).unwrap();
             }
             let mut read = vec![0.0; d];
-            for (side, token) in [Side::Key, Side::Value].into_iter().flat_map(|s| (0..64).map(move |t| (s, t))) {
+            for (side, token) in
+                [Side::Key, Side::Value].into_iter().flat_map(|s| (0..64).map(move |t| (s, t)))
+            {
                 layout.decode_token(&page, side, token, &mut read).unwrap();
-                let rounded: Vec<f32> = row(side, token).iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+                let rounded: Vec<f32> =
+                    row(side, token).iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
                 assert_eq!(read, rounded, "d={d} token {token}");
             }
         }
@@ -143,6 +148,9 @@ mod tests {
         assert!(layout.write_token(&mut page[1..], Side::Key, 0, &[0.0; 4]).is_err());
         let odd = Bf16Layout::new(3);
         let mut page = vec![0; odd.page_bytes()];
-        assert!(matches!(odd.write_token(&mut page, Side::Key, 0, &[0.0; 3]), Err(CodecError::HeadDim { .. })));
+        assert!(matches!(
+            odd.write_token(&mut page, Side::Key, 0, &[0.0; 3]),
+            Err(CodecError::HeadDim { .. })
+        ));
     }
 }

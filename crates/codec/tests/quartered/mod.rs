@@ -33,11 +33,7 @@ pub(crate) fn unpack_row(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// One side of one of our pages in the reference's layout.
-pub(crate) fn from_page(
-    layout: &CodeLayout,
-    side: Side,
-    page: &[u8],
-) -> Result<QuarteredRows, CodecError> {
+pub(crate) fn from_page(layout: &CodeLayout, side: Side, page: &[u8]) -> Result<QuarteredRows, CodecError> {
     check_two_bits(layout)?;
     let mut rows = QuarteredRows { codes: Vec::new(), scales_zeros: Vec::new() };
     let mut codes = vec![0; layout.head_dim()];
@@ -71,7 +67,9 @@ pub(crate) fn to_page(
     for (token, (codes, scales)) in codes.zip(scales).enumerate() {
         let scales: Vec<_> = scales
             .chunks_exact(2)
-            .map(|pair| (layout.scale_type().to_bits(pair[0]), layout.scale_type().to_bits(pair[0] * pair[1])))
+            .map(|pair| {
+                (layout.scale_type().to_bits(pair[0]), layout.scale_type().to_bits(pair[0] * pair[1]))
+            })
             .collect();
         layout.write_token(page, side, token, &unpack_row(codes), &scales)?;
     }

@@ -6,9 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
-};
+use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard};
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
 };

@@ -46,7 +46,8 @@ fn the_list_of_configurations_is_that_of_the_product() {
         shapes().into_iter().map(|(name, shape)| entry(name, "seal.cu", shape.source())).collect();
     for (head_dim, count) in [64, 96, 128, 256].into_iter().flat_map(|d| write::PER_THREAD.map(|n| (d, n))) {
         let name = format!("write {count} vectors d{head_dim}");
-        kernels.push(entry(name, "write.cu", write::source(head_dim, count)));
+        let exact = PageOrder::new(PageLayout::bf16(head_dim)).unwrap();
+        kernels.push(entry(name, "write.cu", write::source(&exact, count)));
     }
     let expected = serde_json::json!({ "options": EXACT_OPTIONS, "kernels": kernels });
     if std::env::var_os("OSCAR_WRITE").is_some() {

@@ -9,6 +9,15 @@ use oscar_codec::{Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, Sc
 
 use super::error::CudaError;
 
+/// Which pages of a kernel sizes are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pages {
+    /// bf16 pages: windows and scratch.
+    Exact,
+    /// Sealed pages.
+    Sealed,
+}
+
 /// Shape of the pages of one format on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageOrder {
@@ -93,6 +102,26 @@ impl PageOrder {
             PageLayout::Codes(layout) => layout.groups() * self.tile_tokens() * 4,
             PageLayout::Fp8(_) => self.tile_tokens() * 2,
         }
+    }
+
+    /// The sizes of a tile as the kernels know them, for bf16 pages (`EXACT_`) or sealed ones (`SEALED_`). The sources hold
+    /// no size of their own.
+    pub(super) fn defines(&self, pages: Pages) -> [(&'static str, usize); 4] {
+        let names = match pages {
+            Pages::Exact => {
+                ["EXACT_TILE_TOKENS", "EXACT_SIDE_BYTES", "EXACT_SCALE_BYTES", "EXACT_TILE_BYTES"]
+            }
+            Pages::Sealed => {
+                ["SEALED_TILE_TOKENS", "SEALED_SIDE_BYTES", "SEALED_SCALE_BYTES", "SEALED_TILE_BYTES"]
+            }
+        };
+        let [tokens, side, scales, tile] = names;
+        [
+            (tokens, self.tile_tokens()),
+            (side, self.side_bytes()),
+            (scales, self.side_scale_bytes()),
+            (tile, self.tile_bytes()),
+        ]
     }
 
     /// Byte and bit shift of the element of (`token`, `channel`).

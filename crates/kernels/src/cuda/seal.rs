@@ -19,7 +19,7 @@ use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Row
 use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
-use super::page_order::PageOrder;
+use super::page_order::{PageOrder, Pages};
 use crate::backend::SealPage;
 
 /// Rows of a page, keys and values: a thread each.
@@ -122,9 +122,15 @@ impl SealShape {
         Ok(shape)
     }
 
+    /// Order of the pages that are sealed.
+    fn exact(&self) -> PageOrder {
+        PageOrder::new(PageLayout::bf16(self.order.head_dim()))
+            .expect("a head dimension that sealed pages have")
+    }
+
     /// Shared memory of a block: the page, and what it is sealed to.
     pub(super) fn block_memory(&self) -> usize {
-        let exact = PageLayout::bf16(self.order.head_dim()).page_bytes();
+        let exact = self.exact().page_bytes();
         if self.order.bits() == 16 { exact } else { exact + self.order.page_bytes() }
     }
 
@@ -139,6 +145,8 @@ impl SealShape {
             ("PUBLISHED", usize::from(self.published)),
             ("PORTABLE", usize::from(self.portable)),
         ];
+        defines.extend(self.exact().defines(Pages::Exact));
+        defines.extend(self.order.defines(Pages::Sealed));
         if self.order.bits() < 8 {
             let ratio = step_ratio(1 << self.order.bits());
             let bits = |step: f32| (step * ratio).to_bits() as usize;

@@ -8,7 +8,7 @@ use oscar_codec::PageLayout;
 
 use super::compile::Source;
 use super::error::CudaError;
-use super::page_order::PageOrder;
+use super::page_order::{PageOrder, Pages};
 use super::plan::MOST_PARTIALS;
 
 /// The texts of the kernel, in the order in which they are compiled as one.
@@ -192,9 +192,9 @@ impl DecodeShape {
 
     /// The kernel of this shape.
     pub fn source(&self, tuning: &Tuning) -> Result<Source, CudaError> {
-        let [_, sealed] = self.orders()?;
+        let [exact, sealed] = self.orders()?;
         let bits = if matches!(self.sealed, PageLayout::Bf16(_)) { 0 } else { sealed.bits() };
-        let defines = vec![
+        let mut defines = vec![
             ("HEAD_DIM", self.head_dim),
             ("SEALED_BITS", bits),
             ("GROUPS", sealed.groups()),
@@ -207,6 +207,8 @@ impl DecodeShape {
             ("STAGE_BYTES", self.stage_bytes()?),
             ("BLOCKS_PER_SM", tuning.blocks_per_multiprocessor),
         ];
+        defines.extend(exact.defines(Pages::Exact));
+        defines.extend(sealed.defines(Pages::Sealed));
         let name = format!("decode attention, {} bits, {} channels", sealed.bits(), self.head_dim);
         Ok(Source { name, text: TEXTS.concat(), defines, exact: false })
     }
@@ -223,9 +225,8 @@ mod tests {
         let mut shapes = Vec::new();
         for head_dim in [64, 96, 128, 256] {
             for group in [4, 8, 12, 16] {
-                let codes = |bits, groups| {
-                    PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap())
-                };
+                let codes =
+                    |bits, groups| PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap());
                 let mut formats =
                     vec![codes(2, 1), codes(4, 1), PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())];
                 formats.push(PageLayout::bf16(head_dim));

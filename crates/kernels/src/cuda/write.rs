@@ -16,7 +16,7 @@ use oscar_codec::{HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, 
 use super::compile::Source;
 use super::device::Device;
 use super::error::CudaError;
-use super::page_order::PageOrder;
+use super::page_order::{PageOrder, Pages};
 use crate::backend::{Rope, RopeLayout};
 
 /// Vectors of a thread: few rows are spread over more threads.
@@ -28,10 +28,12 @@ fn staged_bytes(head_dim: usize, per_thread: usize) -> usize {
     if per_thread <= 2 { rows * head_dim * 4 } else { 0 }
 }
 
-/// The kernel for heads of `head_dim` channels.
-pub fn source(head_dim: usize, per_thread: usize) -> Source {
+/// The kernel for heads of the channels that `exact` pages have.
+pub(super) fn source(exact: &PageOrder, per_thread: usize) -> Source {
     let text = [include_str!("kernels/rounded.cu"), include_str!("kernels/write.cu")].concat();
-    let defines = vec![("HEAD_DIM", head_dim), ("PER_THREAD", per_thread)];
+    let head_dim = exact.head_dim();
+    let mut defines = vec![("HEAD_DIM", head_dim), ("PER_THREAD", per_thread)];
+    defines.extend(exact.defines(Pages::Exact));
     Source { name: format!("writing rows, {head_dim} channels"), text, defines, exact: true }
 }
 
@@ -142,7 +144,7 @@ impl RowWriter {
         codec: Option<&PageCodec>,
     ) -> Result<RowWriter, CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = geometry;
-        PageOrder::new(PageLayout::bf16(head_dim))?;
+        let exact = PageOrder::new(PageLayout::bf16(head_dim))?;
         if kv_heads == 0 || group == 0 || layers == 0 {
             return Err(CudaError::Unsupported("a cache without layers or heads".into()));
         }
@@ -165,7 +167,7 @@ impl RowWriter {
         let stream = device.stream();
         let whole = |numbers: Vec<f32>| if numbers.is_empty() { vec![0.0] } else { numbers };
         let load = |count: usize| -> Result<CudaFunction, CudaError> {
-            let function = device.load(&source(head_dim, count), "write_rows")?;
+            let function = device.load(&source(&exact, count), "write_rows")?;
             let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             function.set_attribute(attribute, staged_bytes(head_dim, count) as i32)?;
             Ok(function)

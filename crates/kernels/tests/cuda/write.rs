@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, Rule,
-    hadamard,
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, PageWindows,
+    Rule, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows, StoredMatrix,

@@ -7,8 +7,8 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, Rule, Side,
-    SquareMatrix, hadamard,
+    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, Rule,
+    Side, SquareMatrix, hadamard,
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
@@ -178,7 +178,8 @@ impl Work<'_> {
     fn pass(&self, prepared: &mut Prepared) -> Result<(), CodecError> {
         let (values, page_bytes) = self.page_sizes();
         let Prepared { scratch, pages, rows } = prepared;
-        let parts = self.input.chunks(values).zip(rows.chunks_mut(values)).zip(pages.chunks_exact_mut(page_bytes));
+        let parts =
+            self.input.chunks(values).zip(rows.chunks_mut(values)).zip(pages.chunks_exact_mut(page_bytes));
         for ((input, rows), page) in parts {
             if self.stage != Stage::Quantise {
                 rows.copy_from_slice(input);

@@ -156,7 +156,8 @@ pub fn attend(
             for (page, start) in work.visible_pages() {
                 for (row, span) in spans.iter().enumerate() {
                     let key = |token, channel| scalar::element(page, layout.index(Side::Key, token, channel));
-                    let value = |token, channel| scalar::element(page, layout.index(Side::Value, token, channel));
+                    let value =
+                        |token, channel| scalar::element(page, layout.index(Side::Value, token, channel));
                     let q = &work.q[row * d..][..d];
                     scalar::attend_row(q, span.in_page(start), key, value, row, state);
                 }

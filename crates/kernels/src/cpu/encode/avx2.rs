@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-
 use super::lanes::Lanes;
 
 impl Lanes for __m256 {

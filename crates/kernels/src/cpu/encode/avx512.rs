@@ -2,7 +2,6 @@
 
 use std::arch::x86_64::*;
 
-
 use super::lanes::Lanes;
 use crate::cpu::gemm::avx512::transpose;
 

@@ -4,6 +4,7 @@
 //! the same rounding, so all widths write the same bytes. [`Portable`] is plain Rust and serves machines without a
 //! path of their own.
 
+use half::bf16;
 use oscar_codec::ScaleType;
 
 /// Rows that are laid out side by side, `[channel][BLOCK]`. A V word holds the codes of as many tokens.

@@ -5,13 +5,14 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeRows, CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Side,
+    CodeRows, CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout,
+    RowEncoder, Side,
 };
 
 use super::kernel::{Quantise, run};
+use super::lanes::BLOCK;
 use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK, TURNED};
 use super::quantise::BlockCodes;
-use super::lanes::BLOCK;
 use super::unpack::{AllFinite, Arrange, ToFp8, Unpack};
 use crate::cpu::attention::page::{page_elements, read_token};
 use crate::cpu::gemm::aligned::AlignedScratch;

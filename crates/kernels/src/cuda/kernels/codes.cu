@@ -59,11 +59,11 @@ DEVICE void unpack(u32 word, int half, u32& low, u32& high) {
 // LATER: exponents of every other sixteen tokens are smaller by this.
 template <int BITS, int LATER>
 struct Keys {
-  static constexpr int TOKENS = 128 / BITS;
+  static constexpr int TOKENS = SEALED_TILE_TOKENS;
   static constexpr int TILES_PER_PAGE = 64 / TOKENS;
-  static constexpr int SIDE_BYTES = 16 * HEAD_DIM;
-  static constexpr int GROUP_BYTES = TOKENS * 4;
-  static constexpr int TILE_BYTES = 2 * SIDE_BYTES + 2 * GROUPS * GROUP_BYTES;
+  static constexpr int SIDE_BYTES = SEALED_SIDE_BYTES;
+  static constexpr int GROUP_BYTES = SEALED_SCALE_BYTES / GROUPS;
+  static constexpr int TILE_BYTES = SEALED_TILE_BYTES;
   // Query heads of a lane: one of four of each.
   static constexpr int SLICES = HEAD_QUADS;
   static constexpr int LANE_TOKENS = TOKENS / 8;

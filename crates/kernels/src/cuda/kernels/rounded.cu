@@ -12,11 +12,11 @@ typedef unsigned long long u64;
 constexpr u32 ALL_LANES = 0xffffffffu;
 // A bf16 page in units of 16 bytes: tiles of 8 tokens, keys then values. Keys are [chunk of 32 channels][token][4 units
 // of 8 channels]; values are [chunk][channel % 8][token pair], and a unit holds channels c, c + 8, c + 16, c + 24 of both
-// tokens. `page_order.rs` says the same.
+// tokens. `page_order.rs` defines it; sizes come from there.
 constexpr int CHUNKS = HEAD_DIM / 32;
-constexpr int SIDE_UNITS = HEAD_DIM;
-constexpr int TILE_UNITS = 2 * SIDE_UNITS;
-constexpr int PAGE_UNITS = 8 * TILE_UNITS;
+constexpr int SIDE_UNITS = EXACT_SIDE_BYTES / 16;
+constexpr int TILE_UNITS = EXACT_TILE_BYTES / 16;
+constexpr int PAGE_UNITS = 64 / EXACT_TILE_TOKENS * TILE_UNITS;
 
 // The two bf16 numbers of a word.
 DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }

@@ -4,11 +4,11 @@
 // together in shared memory and leaves as a whole.
 
 constexpr int THREADS = 128;
-constexpr int TILE_TOKENS = 128 / BITS;  // of a sealed tile
+constexpr int TILE_TOKENS = SEALED_TILE_TOKENS;
 constexpr int GROUP_CHUNKS = CHUNKS / GROUPS;
-constexpr int SIDE_BYTES = 16 * HEAD_DIM;  // of a sealed tile
-constexpr int SIDE_SCALE_BYTES = BITS == 16 ? 0 : BITS == 8 ? TILE_TOKENS * 2 : GROUPS * TILE_TOKENS * 4;
-constexpr int TILE_BYTES = 2 * SIDE_BYTES + 2 * SIDE_SCALE_BYTES;
+constexpr int SIDE_BYTES = SEALED_SIDE_BYTES;
+constexpr int SIDE_SCALE_BYTES = SEALED_SCALE_BYTES;
+constexpr int TILE_BYTES = SEALED_TILE_BYTES;
 constexpr int SEALED_BYTES = 64 / TILE_TOKENS * TILE_BYTES;
 // Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two tokens.
 constexpr bool SHARED_WORDS = BITS == 2 && CHUNKS % 2 == 1;

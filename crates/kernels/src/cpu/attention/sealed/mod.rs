@@ -133,13 +133,13 @@ pub fn attend_sealed_heads(
 }
 
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
-fn reads_heads_together(isa: Isa, format: &SealedFormat, rows: usize) -> bool {
+fn reads_heads_together(isa: Isa, layout: &PageLayout, rows: usize) -> bool {
     let few_rows = match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => rows < prefill::ROWS_FROM,
         _ => true,
     };
-    isa != Isa::Scalar && few_rows && matches!(format, SealedFormat::Codes(..))
+    isa != Isa::Scalar && few_rows && matches!(layout, PageLayout::Codes(_))
 }
 
 /// Rows of a call that are attended together, and a page they see.

@@ -159,11 +159,9 @@ fn widen_bits<const BITS: u32>(words: Words<'_>, wide: &mut [u16]) {
 #[cfg(test)]
 mod tests {
     use half::bf16;
-    use oscar_codec::ScaleType;
-    use oscar_codec::code_page::CodeLayout;
+    use oscar_codec::{Bf16Layout, CodeLayout};
 
     use super::*;
-    use crate::cpu::attention::page::{key_index, value_index};
     use crate::cpu::attention::tests::Random;
     use crate::cpu::isa::Isa;
 
@@ -175,7 +173,7 @@ mod tests {
         let mut random = Random(81);
         for (bits, d) in [(2, 32), (2, 64), (2, 128), (4, 64), (4, 96), (4, 256)] {
             let layout = CodeLayout::new(bits, d, 1).unwrap();
-            let shape = Shape::new(&layout, ScaleType::F16);
+            let shape = Shape::new(&layout);
             let mut page = vec![0; layout.page_bytes()];
             let mut expected = vec![0.0; 2 * PAGE_TOKENS * d];
             for token in 0..PAGE_TOKENS {
@@ -184,11 +182,7 @@ mod tests {
                     let codes: Vec<u8> = (0..d).map(|_| ((random.next() + 1.0) * 0.5 * most) as u8).collect();
                     layout.write_token(&mut page, side, token, &codes, &[(0, 0)]).unwrap();
                     for (channel, code) in codes.into_iter().enumerate() {
-                        let index = match side {
-                            Side::Key => key_index(token, channel),
-                            Side::Value => value_index(d, token, channel),
-                        };
-                        expected[index] = f32::from(code);
+                        expected[Bf16Layout::new(d).index(side, token, channel)] = f32::from(code);
                     }
                 }
             }
