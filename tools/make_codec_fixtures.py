@@ -2,7 +2,7 @@
 """Writes the golden 2-bit pages of crates/codec/tests/fixtures.
 
 An implementation of the page format of its own, in numpy, from the written rules (crates/codec/src/quantise.rs and
-code_page.rs): the Rust tests encode the same numbers and must give the same bytes. Needs numpy only.
+layout/codes.rs): the Rust tests encode the same numbers and must give the same bytes. Needs numpy only.
 
     python3 tools/make_codec_fixtures.py crates/codec/tests/fixtures
 """
