@@ -6,6 +6,7 @@ use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
 use oscar_model::SamplingDefaults;
 use oscar_model::files::FileError;
+use oscar_model::source::{Catalogue, DEFAULT_MODEL};
 use oscar_model::text::RememberedText;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
@@ -14,6 +15,7 @@ use crate::device::Device;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
+use crate::output::decimal_bytes;
 
 /// Text and ids of the conversation that are kept; no context is longer.
 const MEMORY_BYTES: usize = 64 << 20;
@@ -27,6 +29,7 @@ Ctrl-C stops an answer; without one it ends the program.";
 /// Talk to a model in the terminal.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
+    oscar chat\n  \
     oscar chat smollm2\n  \
     oscar chat qwen2.5-coder-1.5b --system \"You are a terse programmer.\"\n  \
     printf 'Hello!\\nAnd in French?\\n' | oscar chat smollm2 --temperature 0\n\n\
@@ -35,8 +38,14 @@ Ctrl-C stops an answer; without one it ends the program.";
     Unless told otherwise, answers are drawn as the model's own files say (generation_config.json), or with \
     --temperature 0.7 --top-p 0.9 where they say nothing.")]
 pub(crate) struct ChatArguments {
-    #[command(flatten)]
-    model: ModelArguments,
+    /// Catalogue name, .gguf file, folder with config.json, or hub id (org/name, org/name:Q4_K_M); without one, a small
+    /// model that answers plain questions.
+    #[arg(value_name = "MODEL")]
+    model: Option<String>,
+
+    /// Use only what is on disk; never download.
+    #[arg(long, env = "OSCAR_OFFLINE", value_parser = clap::builder::FalseyValueParser::new())]
+    offline: bool,
 
     /// Tells the model how to behave.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -54,9 +63,19 @@ pub(crate) struct ChatArguments {
 }
 
 impl ChatArguments {
+    /// The model that was named, or the default.
+    fn model(&self) -> ModelArguments {
+        let model = self.model.clone().unwrap_or_else(|| {
+            announce_default();
+            DEFAULT_MODEL.to_owned()
+        });
+        ModelArguments { model, offline: self.offline }
+    }
+
     pub(crate) fn run(self) -> Result<(), Failure> {
         let terminal = io::stdin().is_terminal();
-        let engine = self.engine.load(&self.model)?;
+        let model = self.model();
+        let engine = self.engine.load(&model)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
         let defaults = defaults(engine.model().sampling_defaults())?;
@@ -72,7 +91,7 @@ impl ChatArguments {
             ..GenerateOptions::default()
         };
         if terminal {
-            eprintln!("{} is ready. Type /help for help, Ctrl-D to end.", self.model.model);
+            eprintln!("{} is ready. Type /help for help, Ctrl-D to end.", model.model);
         }
         while let Some(line) = read_line(terminal)? {
             match line.trim() {
@@ -98,6 +117,14 @@ impl ChatArguments {
             }
         }
         Ok(())
+    }
+}
+
+/// Says which model this is when none was named, and what it costs to fetch.
+fn announce_default() {
+    if let Some(entry) = Catalogue::built_in().find(DEFAULT_MODEL) {
+        let size = decimal_bytes(entry.size);
+        eprintln!("No model was named, so this is {DEFAULT_MODEL} ({size}, fetched once). `oscar models` lists others.");
     }
 }
 

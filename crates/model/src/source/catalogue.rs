@@ -55,6 +55,10 @@ pub struct Catalogue {
     entries: Vec<Entry>,
 }
 
+/// The model of those who name none: the smallest of the catalogue that makes a good first impression
+/// (`tools/check-first-answers`).
+pub const DEFAULT_MODEL: &str = "qwen2.5-coder-1.5b";
+
 impl Catalogue {
     /// A catalogue of the given models.
     pub fn new(entries: Vec<Entry>) -> Catalogue {
@@ -182,6 +186,7 @@ mod tests {
         assert_eq!(catalogue.find("SmolLM2").expect("smollm2").name, "smollm2");
         assert_eq!(catalogue.find("qwen15").expect("alias").name, "qwen2.5-coder-1.5b");
         assert!(catalogue.find("qwen").is_none());
+        assert_eq!(catalogue.find(DEFAULT_MODEL).expect("the default").name, DEFAULT_MODEL);
     }
 
     #[test]

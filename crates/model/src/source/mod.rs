@@ -17,7 +17,7 @@ mod wheel;
 use std::path::{Path, PathBuf};
 
 pub use cache::Cache;
-pub use catalogue::{Catalogue, Entry, Package};
+pub use catalogue::{Catalogue, DEFAULT_MODEL, Entry, Package};
 pub use error::SourceError;
 pub use fetch::{fetch, verify};
 pub use hub::HubId;
