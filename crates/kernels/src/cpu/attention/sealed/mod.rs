@@ -132,14 +132,14 @@ pub fn attend_sealed_heads(
     scratch.queries = queries;
 }
 
+/// Fewest rows that read codes in tiles where there are any: two tiles of them, more than the query heads of one token that
+/// share a KV head.
+const PREFILL_ROWS: usize = 32;
+
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
 fn reads_heads_together(isa: Isa, layout: &PageLayout, rows: usize) -> bool {
-    let few_rows = match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Amx => rows < prefill::ROWS_FROM,
-        _ => true,
-    };
-    isa != Isa::Scalar && few_rows && matches!(layout, PageLayout::Codes(_))
+    let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS;
+    isa != Isa::Scalar && !tiles && matches!(layout, PageLayout::Codes(_))
 }
 
 /// Rows of a call that are attended together, and a page they see.

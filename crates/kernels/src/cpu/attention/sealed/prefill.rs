@@ -10,14 +10,11 @@ use std::arch::x86_64::*;
 use oscar_codec::{PAGE_TOKENS, Side};
 
 use super::engine::{Shape, Words};
-use super::weigh;
+use super::{PREFILL_ROWS, weigh};
 use crate::cpu::attention::amx::{Page, RowOffsets, Tiled, TokenScales};
 use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work};
 use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::gemm::tiles::TILE_ROWS;
-
-/// Fewest rows that go to tiles: two tiles of them, more than the query heads of one token that share a KV head.
-pub(super) const ROWS_FROM: usize = 2 * TILE_ROWS;
 
 /// Buffers of one thread.
 #[derive(Default)]
@@ -33,7 +30,7 @@ pub(super) struct PrefillScratch {
 /// Whether the rows and pages of a call are for [`attend`]: many rows, and heads that fill their tiles.
 pub(super) fn takes(shape: &Shape, work: &Work<'_, u8>) -> bool {
     let d = work.d;
-    work.spans.len() >= ROWS_FROM && shape.groups == 1 && shape.padded == d && (32..=256).contains(&d)
+    work.spans.len() >= PREFILL_ROWS && shape.groups == 1 && shape.padded == d && (32..=256).contains(&d)
 }
 
 /// Attends all rows of one head to all pages. AMX must be available, and [`takes`] true.
