@@ -1,4 +1,4 @@
-//! Several requests at a time, an answer in several choices, and a conversation on a request that is kept open.
+//! Several requests at a time, an answer in several choices, and a conversation.
 //!
 //! `cargo run --release -p oscar-engine --example answers -- MODEL` with a `.gguf` file or a model folder.
 
@@ -48,17 +48,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     ends.iter().take(3).for_each(|end| println!("{end}"));
     drop(handle);
 
-    // Kept open: the next turn goes on where this one ended.
-    let options = GenerateOptions { n: 1, keep_open: true, ..options };
-    let ids = model.tokenizer().encode("A short poem about the sea:\n", true)?;
-    let mut answer = engine.answer(Request::new(ids, options.clone()))?;
-    for event in answer.by_ref() {
+    // A conversation: the next turn repeats what was said and finds it in the prefix tree.
+    let options = GenerateOptions { n: 1, ..options };
+    let mut history = model.tokenizer().encode("A short poem about the sea:\n", true)?;
+    for event in engine.answer(Request::new(&history, options.clone()))? {
         print!("{}", event.text().unwrap_or_default());
         std::io::stdout().flush()?;
+        if let Event::Finished { summary, .. } = event {
+            history.extend(&summary.tokens);
+        }
     }
-    let kept = answer.into_handle().ok_or("a new request has a handle")?;
-    let more = model.tokenizer().encode("\nAnd one about mountains:\n", false)?;
-    let next = engine.continue_with(&kept, Request::new(more, options))?.wait()?.remove(0);
+    history.extend(model.tokenizer().encode("\nAnd one about mountains:\n", false)?);
+    let next = engine.answer(Request::new(&history, options))?.wait()?.remove(0);
     println!("\n...\n{}", next.text);
     println!("{} of {} prompt tokens were in the cache", next.cached_tokens, next.prompt_tokens);
     Ok(())

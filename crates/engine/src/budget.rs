@@ -199,11 +199,15 @@ impl Budget {
         }
     }
 
+    /// Bytes of the pages that a sequence of `tokens` tokens reads in its next decode step.
+    pub fn bytes_at(&self, tokens: usize) -> usize {
+        let (exact, sealed) = self.pages_at(tokens);
+        exact * self.exact.page_bytes + sealed * self.sealed.page_bytes
+    }
+
     /// Bits per stored key or value element of a sequence of `tokens` tokens.
     pub fn bits_at(&self, tokens: usize) -> f64 {
-        let (exact, sealed) = self.pages_at(tokens);
-        let bytes = exact * self.exact.page_bytes + sealed * self.sealed.page_bytes;
-        bytes as f64 * 8.0 / (tokens.max(1) * self.elements_per_token) as f64
+        self.bytes_at(tokens) as f64 * 8.0 / (tokens.max(1) * self.elements_per_token) as f64
     }
 
     /// Bits per key or value element of a page that is not in a window.

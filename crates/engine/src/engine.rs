@@ -148,10 +148,9 @@ impl<B: Backend> Engine<B> {
         options: &GenerateOptions,
         mut on_event: impl FnMut(Event) -> ControlFlow<()>,
     ) -> Result<Summary, EngineError> {
-        let answer = self.answer(Request::new(prompt, GenerateOptions { n: 1, ..options.clone() }))?;
-        let (handle, events) = answer.split();
+        let mut answer = self.answer(Request::new(prompt, GenerateOptions { n: 1, ..options.clone() }))?;
         let mut broken_off = false;
-        for event in events {
+        while let Some(event) = answer.next() {
             match event {
                 Event::Finished { mut summary, .. } => {
                     if broken_off {
@@ -165,7 +164,7 @@ impl<B: Backend> Engine<B> {
                 event if !broken_off => {
                     broken_off = on_event(event).is_break();
                     if broken_off {
-                        handle.cancel();
+                        answer.cancel();
                     }
                 }
                 _ => {}
@@ -197,14 +196,6 @@ impl Control for Shared {
     fn cancel(&self, id: u64) {
         let _ = self.commands.send(Command::Cancel(id));
     }
-
-    fn close(&self, id: u64) {
-        let _ = self.commands.send(Command::Close(id));
-    }
-
-    fn detach(&self, id: u64) {
-        let _ = self.commands.send(Command::Detach(id));
-    }
 }
 
 impl<B: Backend> Serve for Engine<B> {
@@ -216,14 +207,6 @@ impl<B: Backend> Serve for Engine<B> {
         let sink = SharedSink::new(sink);
         self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })))?;
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
-    }
-
-    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
-        let at = Instant::now();
-        request.validate_append(&self.limits)?;
-        self.queue()?;
-        let (id, sink) = (kept.id(), SharedSink::new(sink));
-        self.send(Command::Append(Box::new(Submitted { id, at, request, sink })))
     }
 
     fn info(&self) -> &EngineInfo {

@@ -30,8 +30,6 @@ pub enum EngineError {
     Kv(#[from] KvError),
     #[error("{0}")]
     Shared(Arc<EngineError>),
-    #[error("request {id} is not open: it was not kept open, or has been closed")]
-    NotOpen { id: u64 },
     #[error("the engine has stopped")]
     Stopped,
     #[error("the model computed keys or values that are not finite")]

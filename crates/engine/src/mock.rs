@@ -87,10 +87,7 @@ impl Shared {
 
 enum Command {
     Submit(Box<Submitted>),
-    Append(Box<Submitted>),
     Cancel(u64),
-    Close(u64),
-    Detach(u64),
     Stop,
 }
 
@@ -103,14 +100,6 @@ struct Submitted {
 impl Control for Shared {
     fn cancel(&self, id: u64) {
         let _ = self.commands.send(Command::Cancel(id));
-    }
-
-    fn close(&self, id: u64) {
-        let _ = self.commands.send(Command::Close(id));
-    }
-
-    fn detach(&self, id: u64) {
-        let _ = self.commands.send(Command::Detach(id));
     }
 }
 
@@ -178,13 +167,6 @@ impl Serve for MockEngine {
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
     }
 
-    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
-        request.validate_append(&self.limits)?;
-        self.queue()?;
-        let sink = SharedSink::new(sink);
-        self.send(Command::Append(Box::new(Submitted { id: kept.id(), request, sink })))
-    }
-
     fn info(&self) -> &EngineInfo {
         &self.info
     }
@@ -217,8 +199,6 @@ struct Worker {
     /// When each of `active` says its next word.
     due: BinaryHeap<Reverse<(Instant, u64)>>,
     next_key: u64,
-    /// Requests that were kept open: all their tokens.
-    kept: HashMap<u64, Vec<u32>>,
 }
 
 impl Worker {
@@ -231,7 +211,6 @@ impl Worker {
             active: HashMap::new(),
             due: BinaryHeap::new(),
             next_key: 0,
-            kept: HashMap::new(),
         }
     }
 
@@ -261,9 +240,7 @@ impl Worker {
     }
 
     fn count(&self) {
-        let (running, kept_open) = (self.active.len(), self.kept.len());
-        let mut stats = self.shared.stats();
-        (stats.running, stats.kept_open) = (running, kept_open);
+        self.shared.stats().running = self.active.len();
     }
 
     /// The next command; waits for one as long as there is nothing else to do.
@@ -292,32 +269,7 @@ impl Worker {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Submit(submitted) => self.waiting.push_back(*submitted),
-            Command::Append(mut submitted) => match self.kept.remove(&submitted.id) {
-                Some(mut tokens) => {
-                    tokens.append(&mut submitted.request.prompt);
-                    submitted.request.prompt = tokens;
-                    self.waiting.push_back(*submitted);
-                }
-                None => {
-                    self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
-                    let error = Arc::new(EngineError::NotOpen { id: submitted.id });
-                    submitted.sink.send(Event::Failed { choice: 0, error });
-                }
-            },
             Command::Cancel(id) => self.cancel(id),
-            Command::Close(id) => {
-                self.cancel(id);
-                self.kept.remove(&id);
-            }
-            Command::Detach(id) => {
-                for submitted in self.waiting.iter_mut().filter(|submitted| submitted.id == id) {
-                    submitted.request.options.keep_open = false;
-                }
-                for active in self.active.values_mut().filter(|active| active.id == id) {
-                    active.output.keep_open = false;
-                }
-                self.kept.remove(&id);
-            }
             Command::Stop => return false,
         }
         true
@@ -409,15 +361,12 @@ impl Worker {
     }
 
     fn finish(&mut self, active: Active, finish: FinishReason) {
-        let Active { id, output, sink, prompt, .. } = active;
+        let Active { output, sink, .. } = active;
         {
             let mut stats = self.shared.stats();
             let counter =
                 if finish == FinishReason::Cancelled { &mut stats.cancelled } else { &mut stats.finished };
             *counter += 1;
-        }
-        if output.keep_open {
-            self.kept.insert(id, prompt.iter().chain(output.tokens()).copied().collect());
         }
         let summary = Box::new(output.summary(finish));
         sink.send(Event::Finished { choice: output.choice, summary });

@@ -40,8 +40,6 @@ pub(crate) struct Output {
     pub(crate) prompt_logprobs: Vec<PromptLogprob>,
     pub(crate) preemptions: usize,
     pub(crate) submitted: Instant,
-    /// Whether the request stays open when the answer has ended. Nobody continues one that was left to itself.
-    pub(crate) keep_open: bool,
     options: Arc<GenerateOptions>,
     seed: u64,
     tokens: Vec<u32>,
@@ -75,7 +73,6 @@ impl Output {
             cached_tokens: 0,
             prompt_logprobs: Vec::new(),
             preemptions: 0,
-            keep_open: options.keep_open,
             options: Arc::clone(options),
             seed,
             tokens: Vec::new(),

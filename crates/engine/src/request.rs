@@ -109,8 +109,6 @@ pub struct GenerateOptions {
     pub n: usize,
     /// Requests share cached prompts only with requests of the same salt.
     pub cache_salt: Option<String>,
-    /// Keep the sequence when the answer ends, to be continued with an append.
-    pub keep_open: bool,
 }
 
 impl Default for GenerateOptions {
@@ -128,7 +126,6 @@ impl Default for GenerateOptions {
             prompt_logprobs: None,
             n: 1,
             cache_salt: None,
-            keep_open: false,
         }
     }
 }
@@ -159,9 +156,6 @@ impl GenerateOptions {
             if let Some(count) = count.filter(|&count| count > MAX_TOP_LOGPROBS) {
                 return Err(EngineError::bad_option(name, count, format!("at most {MAX_TOP_LOGPROBS}")));
             }
-        }
-        if self.keep_open && self.n > 1 {
-            return Err(EngineError::bad_option("n", self.n, "1 for a request that is kept open"));
         }
         Ok(())
     }
@@ -198,21 +192,6 @@ impl Request {
             Some(&token) => Err(EngineError::TokenOutOfRange { token, vocabulary }),
             None => Ok(()),
         }
-    }
-}
-
-impl Request {
-    /// [`Self::validate`] for the continuation of a request that was kept open.
-    pub(crate) fn validate_append(&self, limits: &Limits) -> Result<(), EngineError> {
-        self.validate(limits)?;
-        if self.options.prompt_logprobs.is_some() {
-            let expected = "none for a request that is continued";
-            return Err(EngineError::bad_option("prompt_logprobs", "given", expected));
-        }
-        if self.options.n > 1 {
-            return Err(EngineError::bad_option("n", self.options.n, "1 for a request that is continued"));
-        }
-        Ok(())
     }
 }
 
@@ -278,7 +257,6 @@ mod tests {
         let plain = GenerateOptions::default;
         assert_eq!(refused(GenerateOptions { n: 0, ..plain() }), "n is 0, expected 1 to 4");
         assert_eq!(refused(GenerateOptions { n: 5, ..plain() }), "n is 5, expected 1 to 4");
-        assert!(refused(GenerateOptions { n: 2, keep_open: true, ..plain() }).contains("kept open"));
         let short = GenerateOptions { max_tokens: Some(3), min_tokens: 4, ..plain() };
         assert_eq!(refused(short), "min_tokens is 4, expected at most max_tokens, 3");
         assert!(refused(GenerateOptions { logprobs: Some(101), ..plain() }).starts_with("logprobs is 101"));

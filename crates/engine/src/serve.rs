@@ -18,9 +18,6 @@ pub trait Serve: Send + Sync {
     /// Takes a request; its events go to `sink`. An error means that no event will come.
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError>;
 
-    /// Continues a request that was kept open and has finished: the new prompt follows what was said.
-    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError>;
-
     /// What there is to know about the engine.
     fn info(&self) -> &EngineInfo;
 
@@ -35,24 +32,13 @@ pub trait Serve: Send + Sync {
         let choices = request.options.n;
         let (sink, events) = channel();
         let handle = self.submit(request, sink)?;
-        Ok(Answer { handle: Some(handle), events, open: choices })
-    }
-
-    /// [`Self::append`] with an iterator over the events.
-    fn continue_with(&self, kept: &RequestHandle, request: Request) -> Result<Answer, EngineError> {
-        let (sink, events) = channel();
-        self.append(kept, request, sink)?;
-        Ok(Answer { handle: None, events, open: 1 })
+        Ok(Answer { handle, events, open: choices })
     }
 }
 
 impl<S: Serve + ?Sized> Serve for Arc<S> {
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
         (**self).submit(request, sink)
-    }
-
-    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
-        (**self).append(kept, request, sink)
     }
 
     fn info(&self) -> &EngineInfo {
@@ -87,23 +73,19 @@ pub(crate) fn count_in(waiting: &AtomicUsize, most: usize) -> Result<(), EngineE
 
 /// What a handle does to its request.
 pub(crate) trait Control: Send + Sync {
-    /// Ends the present answer.
+    /// Breaks off a request that has not ended.
     fn cancel(&self, id: u64);
-    /// Ends the request, kept open or not.
-    fn close(&self, id: u64);
-    /// Lets the present answer end, and the request with it.
-    fn detach(&self, id: u64);
 }
 
-/// A request on its way. Dropping it gives the request up.
+/// A request on its way. Dropping it cancels the request.
 pub struct RequestHandle {
     id: u64,
-    control: Option<Arc<dyn Control>>,
+    control: Arc<dyn Control>,
 }
 
 impl RequestHandle {
     pub(crate) fn new(id: u64, control: Arc<dyn Control>) -> RequestHandle {
-        RequestHandle { id, control: Some(control) }
+        RequestHandle { id, control }
     }
 
     /// Number of the request, unique within its engine.
@@ -111,27 +93,15 @@ impl RequestHandle {
         self.id
     }
 
-    /// Breaks off the present answer: it finishes as cancelled. A request that was to be kept open after it is, with
-    /// what was asked and said so far.
+    /// Breaks off the request: answers that have not ended finish as cancelled.
     pub fn cancel(&self) {
-        if let Some(control) = &self.control {
-            control.cancel(self.id);
-        }
-    }
-
-    /// Lets the request run to its end unattended. Nobody can continue it then, so it is not kept open.
-    pub fn detach(mut self) {
-        if let Some(control) = self.control.take() {
-            control.detach(self.id);
-        }
+        self.control.cancel(self.id);
     }
 }
 
 impl Drop for RequestHandle {
     fn drop(&mut self) {
-        if let Some(control) = self.control.take() {
-            control.close(self.id);
-        }
+        self.control.cancel(self.id);
     }
 }
 
@@ -141,40 +111,22 @@ impl std::fmt::Debug for RequestHandle {
     }
 }
 
-/// The events of a request, as they come; ends when every choice has ended. Dropping it gives the request up.
+/// The events of a request, as they come; ends when every choice has ended. Dropping it cancels the request.
 #[derive(Debug)]
 pub struct Answer {
-    handle: Option<RequestHandle>,
+    handle: RequestHandle,
     events: Receiver<Event>,
     open: usize,
 }
 
 impl Answer {
-    /// Breaks it off.
+    /// Breaks off the request: answers that have not ended finish as cancelled.
     pub fn cancel(&self) {
-        if let Some(handle) = &self.handle {
-            handle.cancel();
-        }
-    }
-
-    /// The handle, to continue a request that is kept open.
-    pub fn into_handle(mut self) -> Option<RequestHandle> {
-        self.handle.take()
-    }
-
-    /// The handle, and the events for an iterator of one's own.
-    pub(crate) fn split(mut self) -> (RequestHandle, Answer) {
-        let handle = self.handle.take().expect("an answer to a new request has its handle");
-        (handle, self)
+        self.handle.cancel();
     }
 
     /// Waits for the end: the summary of each choice, in order.
     pub fn wait(mut self) -> Result<Vec<Summary>, Arc<EngineError>> {
-        self.finish()
-    }
-
-    /// [`Self::wait`] that leaves the handle in place.
-    pub fn finish(&mut self) -> Result<Vec<Summary>, Arc<EngineError>> {
         let mut summaries = Vec::new();
         for event in self.by_ref() {
             match event {
@@ -238,8 +190,6 @@ pub struct EngineStats {
     pub prefilling: usize,
     /// Answers in progress.
     pub running: usize,
-    /// Finished requests that are kept open.
-    pub kept_open: usize,
     /// Requests taken.
     pub requests: u64,
     /// Answers completed.
@@ -264,7 +214,7 @@ pub struct EngineStats {
     pub sequences: Vec<SequenceView>,
 }
 
-/// What is in the cache for one answer, prompt or open request.
+/// What is in the cache for one answer or prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SequenceView {
     /// Number of the request.

@@ -141,36 +141,6 @@ fn an_engine_that_stops_ends_its_answers() {
     assert!(matches!(*answer.wait().unwrap_err(), EngineError::Stopped));
 }
 
-#[test]
-fn a_kept_request_is_continued_with_what_was_said() {
-    let engine = mock();
-    let options = GenerateOptions { keep_open: true, max_tokens: Some(6), ..GenerateOptions::default() };
-    let mut answer = engine.answer(Request::new([1, 2], options.clone())).unwrap();
-    let first = answer.finish().unwrap().remove(0);
-    let handle = answer.into_handle().unwrap();
-    let second =
-        engine.continue_with(&handle, Request::new([7, 8], options.clone())).unwrap().wait().unwrap();
-    let whole: Vec<u32> = [1, 2].into_iter().chain(first.tokens).chain([7, 8]).collect();
-    assert_eq!(
-        second[0].tokens,
-        one(&engine, &whole, GenerateOptions { keep_open: false, ..options }).tokens
-    );
-    // As in a real engine, a continuation has one answer and no probabilities of its prompt.
-    for options in [
-        GenerateOptions { n: 2, ..GenerateOptions::default() },
-        GenerateOptions { prompt_logprobs: Some(0), ..GenerateOptions::default() },
-    ] {
-        let refused = engine.continue_with(&handle, Request::new([7], options)).unwrap_err();
-        assert!(matches!(refused, EngineError::BadOption { .. }), "{refused}");
-    }
-    // A request that was not kept cannot be continued.
-    let mut answer = engine.answer(Request::new([1, 2], GenerateOptions::default())).unwrap();
-    answer.finish().unwrap();
-    let handle = answer.into_handle().unwrap();
-    let again = engine.continue_with(&handle, Request::new([7], GenerateOptions::default())).unwrap();
-    assert!(matches!(*again.wait().unwrap_err(), EngineError::NotOpen { .. }));
-}
-
 /// Allows one word only.
 #[derive(Clone)]
 struct Only(u32);
@@ -206,8 +176,8 @@ fn a_sink_that_panics_harms_nobody_else() {
     let handle = engine
         .submit(Request::new([1], GenerateOptions::default()), Box::new(|_| panic!("a test of panics")))
         .unwrap();
-    handle.detach();
     assert_eq!(one(&engine, &[1], GenerateOptions::default()).finish, FinishReason::End);
+    drop(handle);
 }
 
 #[test]
@@ -228,22 +198,4 @@ fn many_clients_are_served() {
     let mut ended: Vec<u32> = ends.iter().take(300).collect();
     ended.sort_unstable();
     assert_eq!(ended, (0..300).collect::<Vec<_>>());
-}
-
-#[test]
-fn a_request_that_is_left_to_itself_is_not_kept_open() {
-    let pace = MockOptions { tokens_per_s: Some(500.0), max_running: 1, ..MockOptions::default() };
-    let engine = MockEngine::new(pace);
-    let options = GenerateOptions { keep_open: true, max_tokens: Some(3), ..GenerateOptions::default() };
-    let (sender, events) = mpsc::channel();
-    for _ in 0..3 {
-        let sender = sender.clone();
-        let sink = Box::new(move |event| drop(sender.send(event)));
-        engine.submit(Request::new([1, 2], options.clone()), sink).unwrap().detach();
-    }
-    drop(sender);
-    assert_eq!(events.iter().filter(Event::is_last).count(), 3);
-    // The mock counts when its round is over; another request makes sure that it is.
-    one(&engine, &[1], GenerateOptions { max_tokens: Some(1), ..GenerateOptions::default() });
-    assert_eq!(engine.stats().kept_open, 0);
 }

@@ -1,4 +1,4 @@
-//! Random requests from several threads on a cache that is far too small: choices, conversations kept open, salts,
+//! Random requests from several threads on a cache that is far too small: choices, conversations, salts,
 //! cancellations. Whoever gets an answer gets the one of an idle engine, and at the end every page is back.
 
 #![allow(clippy::unwrap_used)]
@@ -31,7 +31,7 @@ fn client(engine: &TestEngine, seed: u64, asked: &Mutex<Vec<Asked>>) {
     let mut random = Random(seed);
     let note = |prompt: &[u32], options: &GenerateOptions, summaries: Vec<Summary>| {
         for summary in summaries.into_iter().filter(|summary| summary.finish != FinishReason::Cancelled) {
-            let mut options = GenerateOptions { n: 1, keep_open: false, ..options.clone() };
+            let mut options = GenerateOptions { n: 1, ..options.clone() };
             options.sampling.seed = Some(summary.seed);
             let (prompt, tokens) = (prompt.to_vec(), summary.tokens);
             asked.lock().unwrap().push(Asked { prompt, options, tokens });
@@ -52,20 +52,15 @@ fn client(engine: &TestEngine, seed: u64, asked: &Mutex<Vec<Asked>>) {
                 note(&history, &options, answer.wait().unwrap());
             }
             1 => {
-                options.keep_open = true;
-                let mut answer = engine.answer(Request::new(&history, options.clone())).unwrap();
-                let mut summary = answer.finish().unwrap().remove(0);
-                let handle = answer.into_handle().unwrap();
-                for _ in 0..random.below(4) {
+                for _ in 0..=random.below(4) {
+                    let answer = engine.answer(Request::new(&history, options.clone())).unwrap();
+                    let summary = answer.wait().unwrap().remove(0);
+                    note(&history, &options, vec![summary.clone()]);
                     history.extend(&summary.tokens);
-                    let more = prompt(random.below(9), 1 + random.below(60));
-                    history.extend(&more);
+                    history.extend(prompt(random.below(9), 1 + random.below(60)));
                     if history.len() + 90 > engine.context() {
                         break;
                     }
-                    let answer = engine.continue_with(&handle, Request::new(more, options.clone())).unwrap();
-                    summary = answer.wait().unwrap().remove(0);
-                    note(&history, &options, vec![summary.clone()]);
                 }
             }
             2 => {

@@ -124,7 +124,6 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         ("sglang:max_total_num_tokens", "Tokens the cache can hold", info.capacity_tokens as f64),
         ("sglang:token_usage", "Share of the cache that requests use", token_usage(info, stats)),
         ("sglang:cache_hit_rate", "Share of prompt tokens that came from the cache", hit_rate(stats)),
-        ("oscar_kept_open_requests", "Finished requests that are kept open", stats.kept_open as f64),
         ("oscar_kv_bits_per_element", "Bits per stored key or value element", info.bits_per_element),
         ("oscar_prefix_tree_pages", "Full pages in the prefix tree", stats.cache.tree_pages as f64),
         ("oscar_prefix_tree_warm_pages", "Sealed pages that are in bf16 too", stats.cache.warm_pages as f64),

@@ -8,7 +8,7 @@ use oscar_kernels::backend::Sampling;
 use oscar_kv::{Sequence, Shortage};
 
 use super::Scheduler;
-use super::job::{Job, Kept, Running, Segment, can_resume_at, split_at};
+use super::job::{Job, Running, Segment, can_resume_at, split_at};
 use super::prefill::{Prefill, Progress};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob};
@@ -69,15 +69,13 @@ impl<B: Backend> Scheduler<B> {
             self.uncount();
         }
         let whole = job.output.options().prompt_logprobs.is_some() && job.next.is_none();
-        let sequence = job.sequence.take().unwrap_or_else(|| {
-            self.insert_open(job.salt, &job.tokens);
-            if job.next.is_some() {
-                let can_resume_at = |length| can_resume_at(&job.segments, length);
-                return self.ledger.reopen(job.salt, &job.tokens, can_resume_at);
-            }
+        let sequence = if job.next.is_some() {
+            let can_resume_at = |length| can_resume_at(&job.segments, length);
+            self.ledger.reopen(job.salt, &job.tokens, can_resume_at)
+        } else {
             let wanted = if whole { &job.tokens[..1] } else { &job.tokens[..] };
             self.ledger.open(job.salt, wanted)
-        });
+        };
         job.output.start();
         // What a request finds of itself when it is taken up again was not there before it.
         if job.next.is_none() && job.output.preemptions == 0 {
@@ -94,7 +92,7 @@ impl<B: Backend> Scheduler<B> {
     fn find_room(&mut self, mut prefill: Prefill<B>, shortage: Shortage) -> bool {
         let order = prefill.job.order();
         let begun = prefill.begun();
-        if self.make_room(Some(order).filter(|_| begun)) {
+        if begun && self.make_room(order) {
             self.prefill = Some(prefill);
             return true;
         }
@@ -136,14 +134,8 @@ impl<B: Backend> Scheduler<B> {
     /// A prompt is in the cache: the tree gets it. What is to be drawn for it, if anything.
     pub(super) fn settle_prompt(&mut self, prefill: Prefill<B>) -> Option<Begun> {
         let (job, mut sequence) = self.abandon(prefill);
-        let Job { id, arrival, salt, sink, output, choices, tokens, mut segments, next, .. } = job;
-        let sound = if output.keep_open {
-            self.ledger.insert(&sequence, false);
-            true
-        } else {
-            self.insert(&mut sequence, false)
-        };
-        if !sound {
+        let Job { id, arrival, sink, output, choices, tokens, mut segments, next, .. } = job;
+        if !self.insert(&mut sequence, false) {
             self.ledger.close(sequence);
             let error = EngineError::NotFinite;
             self.fail(&sink, output.choice, choices, Arc::new(error));
@@ -166,11 +158,9 @@ impl<B: Backend> Scheduler<B> {
             (1..choices).map(|choice| output.fork(choice, self.decoder(&options))).collect();
         outputs.insert(0, output);
         if options.max_tokens == Some(0) {
-            let mut sequence = Some(sequence);
+            self.retire(sequence);
             for output in outputs {
-                let (tokens, segments, sequence) = (tokens.clone(), segments.clone(), sequence.take());
-                let kept = Kept { salt, tokens, segments, sequence };
-                self.end(id, &sink, &output, FinishReason::Length, kept);
+                self.end(&sink, &output, FinishReason::Length);
             }
             return None;
         }

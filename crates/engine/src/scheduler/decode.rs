@@ -7,7 +7,7 @@ use oscar_kernels::{Backend, KernelError};
 use oscar_kv::{Append, SealWork};
 
 use super::Scheduler;
-use super::job::{Kept, Running};
+use super::job::Running;
 use super::prefill::sequence_rows;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason};
@@ -47,7 +47,7 @@ impl<B: Backend> Scheduler<B> {
                 }
                 Err(shortage) => {
                     let order = running.order();
-                    if self.make_room(Some(order)) {
+                    if self.make_room(order) {
                         continue;
                     }
                     // It is the youngest itself.
@@ -204,17 +204,9 @@ impl<B: Backend> Scheduler<B> {
         if let Some(append) = running.append.take() {
             self.ledger.abandon_append(&mut running.sequence, append);
         }
-        let (tokens, segments) = running.history();
-        let Running { id, sink, output, mut sequence, .. } = running;
-        let salt = sequence.salt();
-        let sequence = if output.keep_open {
-            Some(sequence)
-        } else {
-            self.insert(&mut sequence, true);
-            self.ledger.close(sequence);
-            None
-        };
-        self.end(id, &sink, &output, finish, Kept { salt, tokens, segments, sequence });
+        let Running { sink, output, sequence, .. } = running;
+        self.retire(sequence);
+        self.end(&sink, &output, finish);
     }
 
     pub(super) fn fail_running(&mut self, running: Running, error: EngineError) {

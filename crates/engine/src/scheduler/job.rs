@@ -15,7 +15,7 @@ pub(super) struct Segment {
     pub(super) mode: Extend,
 }
 
-/// A request that waits: new, continued, or taken up again after it lost its pages.
+/// A request that waits: new, or taken up again after it lost its pages.
 pub(super) struct Job {
     pub(super) id: u64,
     pub(super) arrival: u64,
@@ -29,8 +29,6 @@ pub(super) struct Job {
     pub(super) segments: Vec<Segment>,
     /// The token to go on with, if it was drawn already.
     pub(super) next: Option<u32>,
-    /// Pages of a request that was kept open.
-    pub(super) sequence: Option<Sequence>,
     /// Counted as waiting by those who submit.
     pub(super) counted: bool,
     /// Not to be computed together with others: that went wrong once.
@@ -96,22 +94,6 @@ pub(super) fn split_at(segments: &mut Vec<Segment>, length: usize) {
 pub(super) fn can_resume_at(segments: &[Segment], length: usize) -> bool {
     let of = segments.iter().find(|segment| segment.end >= length);
     of.is_none_or(|of| of.end == length || of.mode == Extend::Uniform)
-}
-
-/// A finished request that may be continued.
-pub(super) struct Kept {
-    pub(super) salt: u64,
-    pub(super) tokens: Vec<u32>,
-    pub(super) segments: Vec<Segment>,
-    /// Its pages, unless others needed them more.
-    pub(super) sequence: Option<Sequence>,
-}
-
-impl Kept {
-    /// No tokens and no pages.
-    pub(super) fn nothing(salt: u64) -> Kept {
-        Kept { salt, tokens: Vec::new(), segments: Vec::new(), sequence: None }
-    }
 }
 
 #[cfg(test)]

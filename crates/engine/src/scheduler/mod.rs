@@ -14,7 +14,7 @@ mod room;
 mod together;
 mod watch;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +31,7 @@ use crate::event::{Event, FinishReason};
 use crate::output::{Decode, Output};
 use crate::request::{GenerateOptions, Request};
 use crate::serve::{EngineStats, SequenceView, SharedSink};
-use job::{Job, Kept, Running, Segment};
+use job::{Job, Running, Segment};
 use prefill::Prefill;
 pub(crate) use watch::channel as watch_channel;
 use watch::{TRY_AGAIN, Watcher};
@@ -42,12 +42,7 @@ const PUBLISH_EVERY: Duration = Duration::from_millis(100);
 /// What the engine's thread is told.
 pub(crate) enum Command {
     Submit(Box<Submitted>),
-    /// The same for a request that was kept open.
-    Append(Box<Submitted>),
     Cancel(u64),
-    Close(u64),
-    /// End the request when its present answer ends.
-    Detach(u64),
     /// Forget the prefix tree; answered when done.
     Flush(Sender<()>),
     /// Statistics as of now.
@@ -106,7 +101,6 @@ pub(crate) struct Scheduler<B: Backend> {
     prefill: Option<Prefill<B>>,
     /// In order of arrival.
     running: Vec<Running>,
-    kept: HashMap<u64, Kept>,
     /// Somebody lost pages: nobody is let in until somebody is done.
     crowded: bool,
     /// Why the prompt in progress cannot go on.
@@ -157,7 +151,6 @@ impl<B: Backend> Scheduler<B> {
             waiting: VecDeque::new(),
             prefill: None,
             running: Vec::new(),
-            kept: HashMap::new(),
             crowded: false,
             shortage: None,
             scratch_used: false,
@@ -217,20 +210,7 @@ impl<B: Backend> Scheduler<B> {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Submit(submitted) => self.submit(*submitted),
-            Command::Append(submitted) => self.append(*submitted),
             Command::Cancel(id) => self.cancel(id),
-            Command::Close(id) => {
-                self.cancel(id);
-                self.close_kept(id);
-            }
-            Command::Detach(id) => {
-                let waiting = self.waiting.iter_mut();
-                let jobs = waiting.chain(self.prefill.as_mut().map(|prefill| &mut prefill.job));
-                jobs.filter(|job| job.id == id).for_each(|job| job.output.keep_open = false);
-                let running = self.running.iter_mut().filter(|running| running.id == id);
-                running.for_each(|running| running.output.keep_open = false);
-                self.close_kept(id);
-            }
             Command::Flush(done) => {
                 self.ledger.flush();
                 self.tell_changes();
@@ -245,49 +225,11 @@ impl<B: Backend> Scheduler<B> {
         true
     }
 
-    fn close_kept(&mut self, id: u64) {
-        if let Some(sequence) = self.kept.remove(&id).and_then(|kept| kept.sequence) {
-            self.retire(sequence);
-        }
-    }
-
     fn submit(&mut self, submitted: Submitted) {
         let Submitted { id, at, request, sink } = submitted;
-        let segments = vec![Segment { end: request.prompt.len(), mode: self.prompt_mode }];
-        let salt = request.options.salt();
-        self.enqueue(id, at, salt, request, sink, segments, None);
-    }
-
-    fn append(&mut self, submitted: Submitted) {
-        let Submitted { id, at, mut request, sink } = submitted;
-        let Some(mut kept) = self.kept.remove(&id) else {
-            self.uncount();
-            return self.fail(&sink, 0, 1, Arc::new(EngineError::NotOpen { id }));
-        };
-        let tokens = kept.tokens.len() + request.prompt.len();
-        if tokens > self.context {
-            self.uncount();
-            self.kept.insert(id, kept);
-            let error = EngineError::PromptTooLong { tokens, context: self.context };
-            return self.fail(&sink, 0, 1, Arc::new(error));
-        }
-        kept.tokens.append(&mut request.prompt);
-        request.prompt = kept.tokens;
-        kept.segments.push(Segment { end: request.prompt.len(), mode: self.prompt_mode });
-        self.enqueue(id, at, kept.salt, request, sink, kept.segments, kept.sequence);
-    }
-
-    fn enqueue(
-        &mut self,
-        id: u64,
-        at: Instant,
-        salt: u64,
-        request: Request,
-        sink: SharedSink,
-        segments: Vec<Segment>,
-        sequence: Option<Sequence>,
-    ) {
         let Request { prompt: tokens, options, filter } = request;
+        let salt = options.salt();
+        let segments = vec![Segment { end: tokens.len(), mode: self.prompt_mode }];
         let options = Arc::new(options);
         let seed = options.sampling.seed.unwrap_or_else(fresh_seed);
         let decoder = self.decoder(&options);
@@ -308,7 +250,6 @@ impl<B: Backend> Scheduler<B> {
             tokens,
             segments,
             next,
-            sequence,
             counted: true,
             alone: false,
         };
@@ -339,17 +280,17 @@ impl<B: Backend> Scheduler<B> {
     /// Breaks off whatever a request is doing.
     fn cancel(&mut self, id: u64) {
         while let Some(place) = self.waiting.iter().position(|job| job.id == id) {
-            if let Some(mut job) = self.waiting.remove(place) {
+            if let Some(job) = self.waiting.remove(place) {
                 if job.counted {
                     self.uncount();
                 }
-                let sequence = job.sequence.take();
-                self.cancel_job(job, sequence);
+                self.cancel_job(job);
             }
         }
         if let Some(prefill) = self.prefill.take_if(|prefill| prefill.job.id == id) {
             let (job, sequence) = self.abandon(prefill);
-            self.cancel_job(job, Some(sequence));
+            self.retire(sequence);
+            self.cancel_job(job);
         }
         while let Some(place) = self.running.iter().position(|running| running.id == id) {
             let running = self.running.remove(place);
@@ -357,31 +298,23 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    fn cancel_job(&mut self, job: Job, sequence: Option<Sequence>) {
-        let Job { id, salt, sink, output, choices, mut tokens, segments, next, .. } = job;
-        tokens.extend(next);
+    fn cancel_job(&mut self, job: Job) {
+        let Job { sink, output, choices, .. } = job;
         for choice in 1..choices {
             let other = output.fork(choice, self.decoder(output.options()));
-            self.end(id, &sink, &other, FinishReason::Cancelled, Kept::nothing(salt));
+            self.end(&sink, &other, FinishReason::Cancelled);
         }
-        let kept = Kept { salt, tokens, segments, sequence };
-        self.end(id, &sink, &output, FinishReason::Cancelled, kept);
+        self.end(&sink, &output, FinishReason::Cancelled);
     }
 
-    /// Keeps or retires a sequence and tells that an answer has ended. What is kept stays under the salt it was begun
-    /// with, whatever a continuation says.
-    fn end(&mut self, id: u64, sink: &SharedSink, output: &Output, finish: FinishReason, kept: Kept) {
+    /// Tells that an answer has ended.
+    fn end(&mut self, sink: &SharedSink, output: &Output, finish: FinishReason) {
         self.crowded = false;
         let counter = match finish {
             FinishReason::Cancelled => &mut self.counters.cancelled,
             _ => &mut self.counters.finished,
         };
         *counter += 1;
-        if output.keep_open {
-            self.kept.insert(id, kept);
-        } else if let Some(sequence) = kept.sequence {
-            self.retire(sequence);
-        }
         let summary = Box::new(output.summary(finish));
         sink.send(Event::Finished { choice: output.choice, summary });
     }
@@ -410,14 +343,12 @@ impl<B: Backend> Scheduler<B> {
         let prefill = self.prefill.iter().map(|prefill| view(prefill.job.id, 0, &prefill.sequence));
         let running =
             self.running.iter().map(|running| view(running.id, running.output.choice, &running.sequence));
-        let kept = self.kept.iter().filter_map(|(&id, kept)| Some(view(id, 0, kept.sequence.as_ref()?)));
         EngineStats {
             queued: self.waiting.len(),
             prefilling: usize::from(self.prefill.is_some()),
             running: self.running.len(),
-            kept_open: self.kept.len(),
             cache: self.ledger.stats(),
-            sequences: prefill.chain(running).chain(kept).collect(),
+            sequences: prefill.chain(running).collect(),
             ..self.counters.clone()
         }
     }
@@ -437,13 +368,7 @@ impl<B: Backend> Scheduler<B> {
             self.fail_running(running, EngineError::Stopped);
         }
         for job in std::mem::take(&mut self.waiting) {
-            if let Some(sequence) = job.sequence {
-                self.ledger.close(sequence);
-            }
             self.fail(&job.sink, job.output.choice, job.choices, error());
-        }
-        for sequence in std::mem::take(&mut self.kept).into_values().filter_map(|kept| kept.sequence) {
-            self.ledger.close(sequence);
         }
         self.publish();
     }

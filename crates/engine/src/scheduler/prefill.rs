@@ -22,8 +22,6 @@ use crate::event::{Event, PromptLogprob};
 pub(super) struct Prefill<B: Backend> {
     pub(super) job: Job,
     pub(super) sequence: Sequence,
-    /// The sequence is that of a request that was kept open.
-    pub(super) kept: bool,
     pub(super) work: Option<Work<B>>,
     /// Pages were written for it since it was admitted.
     begun: bool,
@@ -63,7 +61,7 @@ pub(super) enum Progress {
 
 impl<B: Backend> Prefill<B> {
     pub(super) fn new(job: Job, sequence: Sequence) -> Prefill<B> {
-        Prefill { job, sequence, kept: false, work: None, begun: false }
+        Prefill { job, sequence, work: None, begun: false }
     }
 
     /// Whether anything was computed for it.

@@ -1,25 +1,19 @@
 //! Making room: who gives up pages for whom.
 //!
-//! The oldest request always gets on: pages are taken from what nobody waits for first, then from the youngest. What a
+//! The oldest request always gets on: pages are taken from the youngest. What a
 //! request that loses its pages has computed stays in the prefix tree as long as there is room. An answer that is taken up
 //! again finds it there if its window is still in bf16, and is computed again otherwise.
 
 use oscar_kernels::Backend;
-use oscar_kv::{PAGE_TOKENS, Sequence};
+use oscar_kv::Sequence;
 
 use super::Scheduler;
 use super::decode::seal_page;
 use super::job::{Job, Order, Running};
-use crate::error::EngineError;
 
 impl<B: Backend> Scheduler<B> {
-    /// Frees some pages for the request at `order`; `false` if nothing may be taken from anybody. Without an order only
-    /// what is idle gives way.
-    pub(super) fn make_room(&mut self, order: Option<Order>) -> bool {
-        if self.drop_idle(order) {
-            return true;
-        }
-        let Some(order) = order else { return false };
+    /// Frees some pages for the request at `order`; `false` if nothing may be taken from anybody.
+    pub(super) fn make_room(&mut self, order: Order) -> bool {
         let youngest = self.running.last().map(Running::order).filter(|&youngest| youngest > order);
         let prefill =
             self.prefill.as_ref().map(|prefill| prefill.job.order()).filter(|&prefill| prefill > order);
@@ -41,60 +35,10 @@ impl<B: Backend> Scheduler<B> {
         }
     }
 
-    /// Takes the pages of a request that is kept open but does nothing, or that waits its turn.
-    fn drop_idle(&mut self, order: Option<Order>) -> bool {
-        let kept = self.kept.iter().filter(|(_, kept)| kept.sequence.is_some()).map(|(&id, _)| id).min();
-        if let Some(sequence) =
-            kept.and_then(|id| self.kept.get_mut(&id)).and_then(|kept| kept.sequence.take())
-        {
-            self.retire(sequence);
-            return true;
-        }
-        let waiting = self
-            .waiting
-            .iter_mut()
-            .rev()
-            .find(|job| job.sequence.is_some() && order.is_none_or(|order| job.order() != order));
-        if let Some(sequence) = waiting.and_then(|job| job.sequence.take()) {
-            self.retire(sequence);
-            return true;
-        }
-        false
-    }
-
     /// Closes a sequence; the tree keeps what it can.
     pub(super) fn retire(&mut self, mut sequence: Sequence) {
         self.insert(&mut sequence, true);
         self.ledger.close(sequence);
-    }
-
-    /// Gives the tree what open requests have in common with a new one. They are not inserted as they grow, because
-    /// that needs a second, sealed copy of their windows and mostly nobody asks.
-    pub(super) fn insert_open(&mut self, salt: u64, tokens: &[u32]) {
-        let shares = |sequence: &Sequence| {
-            sequence.salt() == salt
-                && sequence.len() >= PAGE_TOKENS
-                && tokens.get(..PAGE_TOKENS) == sequence.tokens().get(..PAGE_TOKENS)
-        };
-        let mut kept = std::mem::take(&mut self.kept);
-        for kept in kept.values_mut() {
-            if let Some(mut sequence) = kept.sequence.take_if(|sequence| shares(sequence)) {
-                if self.insert(&mut sequence, true) {
-                    kept.sequence = Some(sequence);
-                } else {
-                    self.ledger.close(sequence);
-                }
-            }
-        }
-        self.kept = kept;
-        for mut running in std::mem::take(&mut self.running) {
-            let open = running.output.options().keep_open && shares(&running.sequence);
-            if open && !self.insert(&mut running.sequence, false) {
-                self.fail_running(running, EngineError::NotFinite);
-            } else {
-                self.running.push(running);
-            }
-        }
     }
 
     /// Takes the pages of an answer in progress; it goes on later.
@@ -121,7 +65,6 @@ impl<B: Backend> Scheduler<B> {
             tokens,
             segments,
             next: Some(next),
-            sequence: None,
             counted: false,
             alone: false,
         };

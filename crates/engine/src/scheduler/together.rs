@@ -50,18 +50,15 @@ impl<B: Backend> Scheduler<B> {
         let mut together: Vec<Prefill<B>> = Vec::new();
         let mut rows = 0;
         while self.waiting.get(1).is_some() || !together.is_empty() {
-            let Some(job) = self.waiting.front().filter(|job| is_plain(job)) else { break };
-            let known = job.sequence.as_ref().map_or(0, |sequence| sequence.len());
-            // What the prefix tree has of it is not known yet; a prompt that is far too long need not be opened.
-            let hopeless = job.sequence.is_some() && job.tokens.len() - known > most_rows;
-            let full = self.running.len() + together.len() >= self.max_running;
-            // When pages were short, one at a time until somebody is done.
-            if hopeless || full || self.crowded && !together.is_empty() {
+            if !self.waiting.front().is_some_and(is_plain) {
                 break;
             }
-            let kept = job.sequence.is_some();
+            let full = self.running.len() + together.len() >= self.max_running;
+            // When pages were short, one at a time until somebody is done.
+            if full || self.crowded && !together.is_empty() {
+                break;
+            }
             let Some(mut prefill) = self.admit() else { break };
-            prefill.kept = kept;
             let length = match self.remaining(&prefill) {
                 Some((range, _)) if range.end == prefill.job.tokens.len() => range.len(),
                 _ => usize::MAX,
@@ -85,13 +82,8 @@ impl<B: Backend> Scheduler<B> {
 
     /// A prompt that was admitted waits again, as if nothing had been done.
     fn put_back(&mut self, prefill: Prefill<B>) {
-        let kept = prefill.kept;
         let (mut job, sequence) = self.abandon(prefill);
-        if kept {
-            job.sequence = Some(sequence);
-        } else {
-            self.ledger.close(sequence);
-        }
+        self.ledger.close(sequence);
         job.counted = true;
         self.shared.waiting.fetch_add(1, Ordering::SeqCst);
         self.wait(job);

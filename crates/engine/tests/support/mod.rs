@@ -116,7 +116,7 @@ pub(crate) fn assert_idle(engine: &TestEngine) {
     engine.reset();
     let stats = engine.fresh_stats();
     let cache = stats.cache;
-    assert_eq!((stats.queued, stats.prefilling, stats.running, stats.kept_open), (0, 0, 0, 0));
+    assert_eq!((stats.queued, stats.prefilling, stats.running), (0, 0, 0));
     let used = (cache.exact.used(), cache.sealed.used(), cache.scratch.used(), cache.sequences);
     assert_eq!(used, (0, 0, 0, 0), "{cache:?}");
 }

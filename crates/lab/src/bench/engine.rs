@@ -115,15 +115,7 @@ impl LongContext {
     }
 
     fn options(&self, tokens: usize) -> GenerateOptions {
-        // Kept open while it is filled, so that what is counted is the sequence and not what the prefix tree makes of
-        // it.
-        let keep_open = tokens == 1;
-        GenerateOptions {
-            max_tokens: Some(tokens),
-            ignore_end: true,
-            keep_open,
-            ..GenerateOptions::default()
-        }
+        GenerateOptions { max_tokens: Some(tokens), ignore_end: true, ..GenerateOptions::default() }
     }
 }
 
@@ -135,26 +127,27 @@ fn fill<B: Backend>(
 ) -> Result<LongContextRow, EngineError> {
     let context = bench.context;
     let prompt = bench.prompt(engine);
-    let mut fill = |tokens: &[u32]| -> Result<(Summary, usize), EngineError> {
+    let mut fill = |tokens: &[u32]| -> Result<Summary, EngineError> {
         engine.reset();
-        let mut answer = engine.answer(Request::new(tokens, bench.options(1)))?;
-        for event in answer.by_ref() {
+        for event in engine.answer(Request::new(tokens, bench.options(1)))? {
             match event {
                 Event::Prefill { done, total, .. } => {
                     on_stage(Stage::Filling { kv: &engine.info().kv, done, total });
                 }
                 Event::Scored { .. } | Event::Token { .. } => {}
-                // The answer is alive until its pages are counted.
-                Event::Finished { summary, .. } => return Ok((*summary, engine.kv_bytes())),
+                Event::Finished { summary, .. } => return Ok(*summary),
                 Event::Failed { error, .. } => return Err(EngineError::Shared(error)),
             }
         }
         Err(EngineError::Stopped)
     };
     // The pages of the first chunk stay resident and are used again, so they are counted with the prompt.
-    let (_, warm_bytes) = fill(&prompt[..context.min(WARM_UP_TOKENS)])?;
+    let warm_up = context.min(WARM_UP_TOKENS);
+    fill(&prompt[..warm_up])?;
     let rss_before = anonymous_bytes();
-    let (prefill, kv_bytes) = fill(&prompt)?;
+    let prefill = fill(&prompt)?;
+    // What the sequence reads; the prefix tree holds sealed copies of the window besides.
+    let (warm_bytes, kv_bytes) = (engine.budget().bytes_at(warm_up), engine.budget().bytes_at(context));
     let rss_delta = anonymous_bytes()
         .zip(rss_before)
         .map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));

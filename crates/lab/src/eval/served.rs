@@ -1,7 +1,7 @@
 //! A model that answers through the engine: what a user of a served cache gets.
 //!
-//! The context is a request of its own that is kept open, and the question continues it. So question and answer read
-//! the context as the cache has stored it, which is how the lab's codecs are measured too.
+//! The context is a request of its own, and the question follows it as a prefix hit on all of its tokens. So question and
+//! answer read the context as the cache has stored it, which is how the lab's codecs are measured too.
 
 use std::sync::Arc;
 
@@ -18,15 +18,15 @@ pub struct ServedCache<B: Backend> {
 }
 
 impl<B: Backend> ServedCache<B> {
-    /// Starts an engine that answers one question at a time. Nothing is shared between questions, so that no answer
-    /// depends on what was asked before.
+    /// Starts an engine that answers one question at a time. The prefix tree holds one context and is emptied before the
+    /// next one, so that no answer depends on what was asked before.
     pub fn new(
         model: Arc<LoadedModel<B>>,
         options: &EngineOptions,
         name: impl Into<String>,
     ) -> Result<ServedCache<B>, EvalError> {
         let mut options = EngineOptions { max_running: 1, ..options.clone() };
-        options.kv.prefix_tree = false;
+        options.kv.prefix_tree = true;
         Ok(ServedCache { engine: Engine::new(model, &options)?, name: name.into() })
     }
 
@@ -55,24 +55,23 @@ impl<B: Backend> ServedCache<B> {
             stop: stop.to_vec(),
             ..GenerateOptions::default()
         };
+        self.engine.reset();
         if context.is_empty() {
             let answer = self.engine.answer(Request::new(question, ask))?;
             return self.tokens(answer);
         }
-        let read = GenerateOptions { max_tokens: Some(0), keep_open: true, ..GenerateOptions::default() };
-        let mut reading = self.engine.answer(Request::new(context, read))?;
-        for event in reading.by_ref() {
+        if question.is_empty() {
+            return Err(EngineError::EmptyPrompt.into());
+        }
+        let read = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::default() };
+        for event in self.engine.answer(Request::new(context, read))? {
             match event {
                 Event::Prefill { done, .. } => progress(done),
                 Event::Failed { error, .. } => return Err(EvalError::Engine(error)),
                 _ => {}
             }
         }
-        // Dropping the handle closes the request, whatever becomes of the question.
-        let Some(open) = reading.into_handle() else {
-            return Err(EngineError::Stopped.into());
-        };
-        self.tokens(self.engine.continue_with(&open, Request::new(question, ask))?)
+        self.tokens(self.engine.answer(Request::new([context, question].concat(), ask))?)
     }
 
     fn tokens(&self, answer: oscar_engine::Answer) -> Result<Vec<u32>, EvalError> {

@@ -40,10 +40,6 @@ impl Serve for Parrot {
         self.mock.submit(request, Box::new(rewritten))
     }
 
-    fn append(&self, kept: &RequestHandle, request: Request, sink: Sink) -> Result<(), EngineError> {
-        self.mock.append(kept, request, sink)
-    }
-
     fn info(&self) -> &EngineInfo {
         self.mock.info()
     }
