@@ -7,15 +7,14 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use oscar_kernels::Backend;
-use oscar_kernels::backend::{CacheSpec, SealedSpec};
-use oscar_kv::{CacheEvent, Ledger};
+use oscar_kv::CacheEvent;
 use oscar_model::LoadedModel;
 
-use crate::budget::{Budget, Shape};
+use crate::budget::Budget;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
-use crate::scheduler::{Command, Rules, Scheduler, Shared, Submitted, watch_channel};
+use crate::scheduler::{Command, Core, Shared, Submitted, Worker, follower_channel};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
 use crate::settings::EngineOptions;
 
@@ -33,60 +32,31 @@ pub struct Engine<B: Backend> {
 impl<B: Backend> Engine<B> {
     /// Makes the cache and starts the engine's thread. Cache memory is reserved and becomes resident as it is used.
     pub fn new(model: Arc<LoadedModel<B>>, options: &EngineOptions) -> Result<Engine<B>, EngineError> {
-        let config = model.config();
         if options.deterministic && !model.model().backend().is_deterministic() {
-            let expected = "a backend with one numeric path, such as CpuBackend::deterministic";
+            let expected = "a backend that computes every row alike, whatever else is in the batch";
             return Err(EngineError::bad_option("deterministic", true, expected));
         }
-        let shape = Shape {
-            geometry: config.kv_geometry(),
-            hidden_size: config.hidden_size,
-            max_context: config.max_context,
-        };
-        let budget = Budget::plan(shape, options)?;
-        let ledger = Ledger::new(budget.ledger_options(options))?;
-        let slots = ledger.slots();
-        let cache = model.model().backend().cache(&CacheSpec {
-            geometry: shape.geometry,
-            slots: slots.exact,
-            scratch_slots: if options.kv.codec.is_some() { slots.scratch } else { 0 },
-            sealed: options.kv.codec.as_ref().map(|codec| SealedSpec {
-                codec: Arc::clone(codec),
-                slots: slots.sealed,
-                windows: budget.windows,
-            }),
-        })?;
-        let chunk_rows = options.prefill_chunk.min(budget.context);
-        let max_running = options.max_running;
-        let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
-        let rules = Rules { context: budget.context, chunk_rows, max_running, prompt_mode: options.extend() };
+        let (sender, commands) = mpsc::channel();
+        let shared = Arc::new(Shared::new(sender));
+        let (core, budget) = Core::build(Arc::clone(&model), options, Arc::clone(&shared.queued))?;
+        let (vocabulary, max_running) = (model.config().vocab_size, options.max_running);
         let info = EngineInfo {
             context: budget.context,
-            vocabulary: config.vocab_size,
+            vocabulary,
             max_running,
             max_queued: options.max_queued,
-            prefill_chunk: chunk_rows,
+            prefill_chunk: options.prefill_chunk.min(budget.context),
             deterministic: options.deterministic,
             prefix_cache: options.kv.prefix_tree,
             kv: budget.kv.clone(),
             bits_per_element: budget.bits_per_element,
             capacity_tokens: budget.capacity_tokens(),
         };
-        let limits = Limits { context: budget.context, vocabulary: config.vocab_size, choices: max_running };
-        let (sender, commands) = mpsc::channel();
-        let shared = Arc::new(Shared::new(sender));
-        let scheduler = Scheduler::new(
-            Arc::clone(&model),
-            ledger,
-            cache,
-            activations,
-            rules,
-            commands,
-            Arc::clone(&shared),
-        );
+        let limits = Limits { context: budget.context, vocabulary, choices: max_running };
+        let worker = Worker::new(core, commands, Arc::clone(&shared));
         let thread = std::thread::Builder::new()
             .name("oscar-engine".to_owned())
-            .spawn(move || scheduler.run())
+            .spawn(move || worker.run())
             .map_err(|_| EngineError::Stopped)?;
         let (next_id, thread) = (AtomicU64::new(1), Some(thread));
         Ok(Engine { model, shared, info, budget, limits, next_id, thread })
@@ -135,9 +105,9 @@ impl<B: Backend> Engine<B> {
     /// is told everything anew, beginning with [`CacheEvent::Cleared`]; the engine never waits. There is one follower
     /// at a time.
     pub fn watch_cache(&self) -> mpsc::Receiver<Vec<CacheEvent>> {
-        let (sender, events) = watch_channel();
+        let (sender, events) = follower_channel();
         // An engine that has stopped tells nothing: the other end is dropped with the command.
-        let _ = self.send(Command::Watch(sender));
+        let _ = self.send(Command::Follow(sender));
         events
     }
 
@@ -179,7 +149,7 @@ impl<B: Backend> Engine<B> {
 
     /// Counts a request in, if it may wait.
     fn queue(&self) -> Result<(), EngineError> {
-        count_in(&self.shared.waiting, self.info.max_queued)
+        count_in(&self.shared.queued, self.info.max_queued)
     }
 }
 

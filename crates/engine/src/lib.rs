@@ -6,12 +6,11 @@
 //! the engine is written against [`Serve`] and tested with a [`MockEngine`].
 //!
 //! ```no_run
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # use std::sync::Arc;
 //! # use oscar_engine::{Engine, EngineOptions, GenerateOptions, Request, Serve};
-//! # use oscar_kernels::cpu::CpuBackend;
+//! # use oscar_kernels::Backend;
 //! # use oscar_model::{LoadedModel, source::ModelPath};
-//! let backend = Arc::new(CpuBackend::new(4)?);
+//! # fn example<B: Backend>(backend: Arc<B>) -> Result<(), Box<dyn std::error::Error>> {
 //! let model = Arc::new(LoadedModel::load(&ModelPath::Gguf("model.gguf".into()), backend)?);
 //! let engine = Engine::new(Arc::clone(&model), &EngineOptions::default())?;
 //! let prompt = model.tokenizer().encode("The capital of France is", true)?;

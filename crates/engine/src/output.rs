@@ -41,6 +41,7 @@ pub(crate) struct Output {
     pub(crate) preemptions: usize,
     pub(crate) submitted: Instant,
     options: Arc<GenerateOptions>,
+    first_prompt_token: Option<u32>,
     seed: u64,
     tokens: Vec<u32>,
     text: String,
@@ -74,6 +75,7 @@ impl Output {
             prompt_logprobs: Vec::new(),
             preemptions: 0,
             options: Arc::clone(options),
+            first_prompt_token: prompt.first().copied(),
             seed,
             tokens: Vec::new(),
             text: String::new(),
@@ -119,6 +121,16 @@ impl Output {
     /// Work on it begins; counts once.
     pub(crate) fn start(&mut self) {
         self.started.get_or_insert_with(Instant::now);
+    }
+
+    /// The prompt begins to be computed, for the first time or again. One that is scored is computed from its first token
+    /// on, until an answer has begun.
+    pub(crate) fn begin_prompt(&mut self) {
+        self.start();
+        if self.options.prompt_logprobs.is_some() && self.tokens.is_empty() {
+            let unknown = |token| PromptLogprob { token, logprob: None, top: Vec::new() };
+            self.prompt_logprobs = self.first_prompt_token.map(unknown).into_iter().collect();
+        }
     }
 
     /// Gets ready to draw the next token.

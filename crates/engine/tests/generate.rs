@@ -2,24 +2,18 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use std::ops::ControlFlow;
-use std::path::Path;
 use std::sync::Arc;
 
 use oscar_engine::{
     Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplingOptions, Summary,
 };
-use oscar_kernels::cpu::CpuBackend;
-use oscar_model::LoadedModel;
-use oscar_model::source::ModelPath;
-
-type TestEngine = Engine<CpuBackend>;
+use support::{TestEngine, model_with};
 
 fn engine(options: &EngineOptions) -> TestEngine {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models/llama-tied");
-    let backend = Arc::new(CpuBackend::new(2).unwrap());
-    let model = LoadedModel::load(&ModelPath::Folder(folder), backend).unwrap();
-    Engine::new(Arc::new(model), options).unwrap()
+    Engine::new(model_with("llama-tied", 256, false, |_| ()), options).unwrap()
 }
 
 fn prompt(len: usize) -> Vec<u32> {

@@ -10,17 +10,8 @@ use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
 use oscar_kv::TailPolicy;
+use oscar_testing::Random;
 use support::*;
-
-/// A generator for tests; the seed is in the name of the failing request.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) as usize % limit
-    }
-}
 
 #[test]
 fn a_pool_a_quarter_of_the_need_changes_no_answer() {
@@ -28,7 +19,7 @@ fn a_pool_a_quarter_of_the_need_changes_no_answer() {
     for format in FORMATS {
         let roomy = EngineOptions { context: Some(640), ..fixed_options(&model, format, Some(400)) };
         let unloaded = TestEngine::new(model.clone(), &roomy).unwrap();
-        let mut random = Random(7);
+        let mut random = Random::new(7);
         let common = prompt(99, 150);
         let requests: Vec<(Vec<u32>, GenerateOptions)> = (0..48)
             .map(|seed| {

@@ -8,16 +8,8 @@ mod support;
 use std::sync::Mutex;
 
 use oscar_engine::{EngineOptions, FinishReason, GenerateOptions, Request, Serve, Summary};
+use oscar_testing::Random;
 use support::*;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) as usize % limit
-    }
-}
 
 /// What was asked and what came of it.
 struct Asked {
@@ -28,7 +20,7 @@ struct Asked {
 
 /// One client: some requests, one after the other.
 fn client(engine: &TestEngine, seed: u64, asked: &Mutex<Vec<Asked>>) {
-    let mut random = Random(seed);
+    let mut random = Random::new(seed);
     let note = |prompt: &[u32], options: &GenerateOptions, summaries: Vec<Summary>| {
         for summary in summaries.into_iter().filter(|summary| summary.finish != FinishReason::Cancelled) {
             let mut options = GenerateOptions { n: 1, ..options.clone() };

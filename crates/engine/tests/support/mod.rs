@@ -1,30 +1,29 @@
-//! Tiny random models with a longer context than their files say, and codecs for them.
+//! Tiny random models on the device under test, codecs for them, and requests.
 
 #![allow(dead_code)]
 
-use std::fs;
-use std::path::Path;
 use std::sync::Arc;
 
 use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard};
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
 };
-use oscar_kernels::cpu::CpuBackend;
 use oscar_model::LoadedModel;
-use oscar_model::source::ModelPath;
 
-pub(crate) type TestModel = Arc<LoadedModel<CpuBackend>>;
-pub(crate) type TestEngine = Engine<CpuBackend>;
+pub(crate) type TestModel = Arc<LoadedModel<TestBackend>>;
+pub(crate) type TestEngine = Engine<TestBackend>;
+
+/// The device that these tests run on.
+type TestBackend = oscar_kernels::cpu::CpuBackend;
+
+fn backend(deterministic: bool) -> Arc<TestBackend> {
+    // Tests run side by side, and workers that spin would take turns on few cores.
+    let backend = TestBackend::new(1).unwrap();
+    Arc::new(if deterministic { backend.deterministic() } else { backend })
+}
 
 /// All formats of a cache.
 pub(crate) const FORMATS: [&str; 4] = ["bf16", "fp8", "int4", "int2"];
-
-fn backend(deterministic: bool) -> Arc<CpuBackend> {
-    // Tests run side by side, and workers that spin would take turns on few cores.
-    let backend = CpuBackend::new(1).unwrap();
-    Arc::new(if deterministic { backend.deterministic() } else { backend })
-}
 
 /// A fixture with room for `context` tokens; `damage` may change its weights file.
 pub(crate) fn model_with(
@@ -33,22 +32,7 @@ pub(crate) fn model_with(
     deterministic: bool,
     damage: impl FnOnce(&mut Vec<u8>),
 ) -> TestModel {
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models").join(name);
-    let folder = tempfile::tempdir().unwrap();
-    for file in ["generation_config.json", "tokenizer.json"] {
-        fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
-    }
-    let config = fs::read_to_string(fixture.join("config.json")).unwrap();
-    let longer = format!("\"max_position_embeddings\": {context}");
-    let config = config.replace("\"max_position_embeddings\": 256", &longer);
-    fs::write(folder.path().join("config.json"), config).unwrap();
-    let mut weights = fs::read(fixture.join("model.safetensors")).unwrap();
-    damage(&mut weights);
-    fs::write(folder.path().join("model.safetensors"), weights).unwrap();
-    let path = ModelPath::Folder(folder.path().to_path_buf());
-    let model = LoadedModel::load(&path, backend(deterministic)).unwrap();
-    assert_eq!(model.config().max_context, context);
-    Arc::new(model)
+    oscar_testing::tiny_model_with(name, context, backend(deterministic), damage)
 }
 
 pub(crate) fn model(deterministic: bool) -> TestModel {

@@ -1,0 +1,328 @@
+//! The engine without its thread: requests are submitted and cancelled, and each turn takes all of them further.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use oscar_kernels::Backend;
+use oscar_kernels::backend::{CacheSpec, Sampled, SealedSpec};
+use oscar_kv::Ledger;
+use oscar_model::LoadedModel;
+
+use super::answers::{Answer, Answers};
+use super::executor::Executor;
+use super::plan::{AnswerId, Decision, Next, StepPlan};
+use super::policy::{NewRequest, Policy, Rules};
+use crate::budget::{Budget, Shape};
+use crate::draw::fresh_seed;
+use crate::error::EngineError;
+use crate::event::{Event, FinishReason, PromptLogprob};
+use crate::output::Output;
+use crate::request::Request;
+use crate::serve::{EngineStats, SequenceView, SharedSink};
+use crate::settings::EngineOptions;
+
+/// A request and who listens to it.
+pub(crate) struct Submitted {
+    pub(crate) id: u64,
+    pub(crate) at: Instant,
+    pub(crate) request: Request,
+    pub(crate) sink: SharedSink,
+}
+
+/// The policy, the executor and the answers of an engine.
+pub(crate) struct Core<B: Backend> {
+    model: Arc<LoadedModel<B>>,
+    policy: Policy,
+    executor: Executor<B>,
+    answers: Answers,
+    /// Requests that wait to be admitted, as those who submit count them.
+    queued: Arc<AtomicUsize>,
+    counters: EngineStats,
+}
+
+impl<B: Backend> Core<B> {
+    /// Plans the memory and makes the cache. `queued` is shared with those who submit, who count a request in.
+    pub(crate) fn build(
+        model: Arc<LoadedModel<B>>,
+        options: &EngineOptions,
+        queued: Arc<AtomicUsize>,
+    ) -> Result<(Core<B>, Budget), EngineError> {
+        let config = model.config();
+        let shape = Shape {
+            geometry: config.kv_geometry(),
+            hidden_size: config.hidden_size,
+            max_context: config.max_context,
+        };
+        let budget = Budget::plan(shape, options)?;
+        let ledger = Ledger::new(budget.ledger_options(options))?;
+        let slots = ledger.slots();
+        let cache = model.model().backend().cache(&CacheSpec {
+            geometry: shape.geometry,
+            slots: slots.exact,
+            scratch_slots: if options.kv.codec.is_some() { slots.scratch } else { 0 },
+            sealed: options.kv.codec.as_ref().map(|codec| SealedSpec {
+                codec: Arc::clone(codec),
+                slots: slots.sealed,
+                windows: budget.windows,
+            }),
+        })?;
+        let max_running = options.max_running;
+        let chunk_rows = options.prefill_chunk.min(budget.context);
+        let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
+        let rules = Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.extend() };
+        let core = Core {
+            policy: Policy::new(ledger, rules),
+            executor: Executor::new(Arc::clone(&model), cache, activations, max_running),
+            answers: Answers::new(Arc::clone(model.tokenizer()), budget.context),
+            model,
+            queued,
+            counters: EngineStats::default(),
+        };
+        Ok((core, budget))
+    }
+
+    /// Takes a request, which counts as queued already.
+    pub(crate) fn submit(&mut self, submitted: Submitted) {
+        let Submitted { id, at, request, sink } = submitted;
+        let Request { prompt: tokens, options, filter } = request;
+        let options = Arc::new(options);
+        let seed = options.sampling.seed.unwrap_or_else(fresh_seed);
+        let decoder = self.answers.decoder(&options);
+        let tokenizer = self.model.tokenizer();
+        let endings = tokenizer.end_ids();
+        let mut output =
+            Output::new(&options, seed, &tokens, endings, tokenizer.vocab_size(), filter, decoder);
+        output.submitted = at;
+        self.counters.requests += 1;
+        tracing::debug!(id, tokens = tokens.len(), choices = options.n, "a request is queued");
+        self.answers.insert(AnswerId { request: id, choice: 0 }, sink, output);
+        self.policy.submit(NewRequest {
+            id,
+            salt: options.salt(),
+            tokens,
+            choices: options.n,
+            prompt_logprobs: options.prompt_logprobs,
+            generates: options.max_tokens != Some(0),
+        });
+    }
+
+    /// Breaks off a request if it has not ended.
+    pub(crate) fn cancel(&mut self, id: u64) {
+        self.policy.cancel(id);
+        self.run_steps();
+    }
+
+    /// Takes every running answer one token further and does a bounded amount of prompt work.
+    pub(crate) fn turn(&mut self) {
+        self.policy.begin_turn();
+        self.run_steps();
+    }
+
+    /// Whether a turn would do anything.
+    pub(crate) fn has_work(&self) -> bool {
+        self.policy.has_work()
+    }
+
+    /// The pages, to forget or to follow the prefix tree.
+    pub(crate) fn ledger_mut(&mut self) -> &mut Ledger {
+        self.policy.ledger_mut()
+    }
+
+    /// Fails every request, because the engine stops.
+    pub(crate) fn shut_down(&mut self) {
+        self.policy.shut_down();
+        self.announce();
+    }
+
+    fn run_steps(&mut self) {
+        loop {
+            let step = self.policy.next_step();
+            // Whoever is admitted hears of it before its work is done.
+            self.announce();
+            let Some(step) = step else { return };
+            let plan = self.policy.plan(step);
+            let _span = tracing::trace_span!("step", kind = plan.kind()).entered();
+            match plan {
+                StepPlan::Seal(pages) => {
+                    let outcome = self.executor.seal(pages);
+                    self.policy.sealed(outcome);
+                }
+                StepPlan::Decode(rows) => {
+                    let sampled = self.executor.decode(&rows, &mut self.answers);
+                    let ids = rows.iter().map(|row| row.answer);
+                    let outcomes = self.take_tokens_of(ids.collect(), sampled);
+                    self.policy.decoded(outcomes);
+                }
+                StepPlan::StartExtension(extension) => {
+                    let outcome = self.executor.start_extension(&extension);
+                    self.policy.extension_started(outcome);
+                }
+                StepPlan::PrefillChunk(chunk) => {
+                    let outcome = self.executor.prefill_chunk(&chunk);
+                    let request = self.policy.prompt_in_progress();
+                    let outcome = outcome.map(|scored| self.add_prompt_logprobs(request, scored));
+                    self.policy.chunk_computed(outcome);
+                }
+                StepPlan::PrefillBatch(batch) => {
+                    let outcome = self.executor.prefill_batch(&batch);
+                    self.policy.batch_computed(outcome);
+                }
+                StepPlan::SampleFirst(first) => {
+                    let sampled = self.executor.sample_first(&first, &mut self.answers);
+                    let outcomes = self.take_tokens_of(first.answers, sampled);
+                    self.policy.started(outcomes);
+                }
+                StepPlan::ReleasePrefill => {
+                    self.executor.release_prefill();
+                    self.policy.released();
+                }
+            }
+        }
+    }
+}
+
+impl<B: Backend> Core<B> {
+    fn take_tokens_of(
+        &mut self,
+        ids: Vec<AnswerId>,
+        sampled: Vec<Result<Sampled, EngineError>>,
+    ) -> Vec<Next> {
+        let taken = ids.into_iter().zip(sampled).map(|(id, sampled)| {
+            let next = self.answers.take_token(id, sampled);
+            self.counters.generated_tokens += u64::from(!matches!(next, Next::Failed(_)));
+            next
+        });
+        taken.collect()
+    }
+
+    fn add_prompt_logprobs(&mut self, request: Option<AnswerId>, scored: Vec<PromptLogprob>) {
+        if let Some(answer) = request.and_then(|id| self.answers.get_mut(id)) {
+            answer.output.prompt_logprobs.extend(scored);
+        }
+    }
+
+    /// Tells everybody what was decided about their requests.
+    fn announce(&mut self) {
+        for decision in self.policy.take_decisions() {
+            match decision {
+                Decision::Admitted { answer, cached, was_queued } => {
+                    self.admitted(answer, cached, was_queued)
+                }
+                Decision::PutBack { request } => {
+                    tracing::trace!(request, "a request waits again");
+                    self.queued.fetch_add(1, Ordering::SeqCst);
+                }
+                Decision::Dequeued { was_queued } => self.dequeue(was_queued),
+                Decision::Progress { request, done, total } => {
+                    if let Some(answer) = self.answers.get_mut(AnswerId { request, choice: 0 }) {
+                        let cached = answer.output.cached_tokens;
+                        answer.sink.send(Event::Prefill { done, total, cached });
+                    }
+                }
+                Decision::Preempted { answer: id, tokens } => {
+                    if let Some(answer) = self.answers.get_mut(id) {
+                        answer.output.preemptions += 1;
+                        answer.span.in_scope(|| {
+                            tracing::debug!(tokens, "preempted: an older request needs the pages")
+                        });
+                    }
+                }
+                Decision::PromptDone { request, tokens, cached, choices } => {
+                    self.prompt_done(AnswerId { request, choice: 0 }, tokens, cached, choices);
+                }
+                Decision::Ended { first, choices } => self.ended(first, choices),
+                Decision::Failed { first, choices, error } => self.failed(first, choices, error),
+            }
+        }
+    }
+
+    fn dequeue(&self, was_queued: bool) {
+        if was_queued {
+            self.queued.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn admitted(&mut self, id: AnswerId, cached: Option<usize>, was_queued: bool) {
+        self.dequeue(was_queued);
+        let Some(Answer { output, span, .. }) = self.answers.get_mut(id) else { return };
+        span.in_scope(|| tracing::debug!(cached, "admitted"));
+        if let Some(cached) = cached {
+            output.cached_tokens = cached;
+        }
+        output.begin_prompt();
+    }
+
+    fn prompt_done(&mut self, id: AnswerId, total: usize, cached: usize, choices: usize) {
+        self.counters.prompt_tokens += total as u64;
+        self.counters.cached_tokens += cached as u64;
+        let Some(Answer { sink, output, finish, span }) = self.answers.get_mut(id) else { return };
+        span.in_scope(|| tracing::debug!(tokens = total, cached, "the prompt is computed"));
+        sink.send(Event::Prefill { done: total, total, cached });
+        if !output.prompt_logprobs.is_empty() {
+            sink.send(Event::Scored { prompt: output.prompt_logprobs.as_slice().into() });
+        }
+        if output.options().max_tokens == Some(0) {
+            *finish = Some(FinishReason::Length);
+        }
+        self.answers.fork(id, choices);
+    }
+
+    fn ended(&mut self, first: AnswerId, choices: usize) {
+        for Answer { sink, output, finish, span } in self.answers.remove(first, choices) {
+            // Nobody but the caller ends an answer without a reason of its own.
+            let finish = finish.unwrap_or(FinishReason::Cancelled);
+            let counter = match finish {
+                FinishReason::Cancelled => &mut self.counters.cancelled,
+                _ => &mut self.counters.finished,
+            };
+            *counter += 1;
+            span.in_scope(|| {
+                tracing::debug!(reason = finish.name(), tokens = output.tokens().len(), "ended")
+            });
+            let summary = Box::new(output.summary(finish));
+            sink.send(Event::Finished { choice: output.choice, summary });
+        }
+    }
+
+    fn failed(&mut self, first: AnswerId, choices: usize, error: EngineError) {
+        let error = Arc::new(error);
+        for Answer { sink, output, span, .. } in self.answers.remove(first, choices) {
+            self.counters.failed += 1;
+            span.in_scope(|| tracing::debug!(%error, "failed"));
+            sink.send(Event::Failed { choice: output.choice, error: Arc::clone(&error) });
+        }
+    }
+
+    /// Counts the owners of every page anew and compares with the books. For tests, between turns.
+    #[cfg(test)]
+    pub(super) fn audit(&self) -> Result<(), String> {
+        let sequences: Vec<_> = self.policy.sequences().map(|(_, sequence)| sequence).collect();
+        self.policy.ledger().audit(&sequences)
+    }
+
+    /// How busy the engine is and what it has done.
+    pub(crate) fn stats(&self) -> EngineStats {
+        let count = |slots: &[u32]| slots.iter().filter(|&&slot| slot != 0).count();
+        let sequences =
+            self.policy.sequences().map(|(AnswerId { request, choice }, sequence)| SequenceView {
+                request,
+                choice,
+                tokens: sequence.len(),
+                cached_tokens: sequence.cached_tokens(),
+                exact_pages: count(sequence.exact_slots()),
+                sealed_pages: count(sequence.sealed_slots()),
+            });
+        let (queued, prefilling, running) = self.policy.counts();
+        EngineStats {
+            queued,
+            prefilling,
+            running,
+            preemptions: self.policy.preemptions(),
+            batched_prompts: self.policy.batched_prompts(),
+            cache: self.policy.ledger().stats(),
+            sequences: sequences.collect(),
+            ..self.counters.clone()
+        }
+    }
+}

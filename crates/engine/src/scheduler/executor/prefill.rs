@@ -1,0 +1,107 @@
+//! The tokens of prompts, in chunks or several prompts in one pass.
+
+use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
+use oscar_kernels::{Backend, KernelError};
+use oscar_model::PagedSealing;
+
+use super::super::plan::{BatchPlan, ChunkPlan, ExtensionPlan, WantedLogits};
+use super::Executor;
+use crate::error::EngineError;
+use crate::event::PromptLogprob;
+
+impl<B: Backend> Executor<B> {
+    /// Copies pages and fills the hidden states of all chunks of a prompt that is computed layer by layer.
+    pub(in super::super) fn start_extension(&mut self, plan: &ExtensionPlan<'_>) -> Result<(), KernelError> {
+        self.chunks.clear();
+        self.copy_pages(&plan.copies)?;
+        let model = self.model.model();
+        for chunk in &plan.chunks {
+            let batch = Batch { tokens: chunk.tokens, sequences: &[chunk.rows] };
+            let step = model.begin_step(&batch, &self.cache)?;
+            let mut hidden = model.backend().buffer(chunk.tokens.len(), model.config().hidden_size)?;
+            std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+            let embedded = model.embed(&batch, &step, &mut self.activations);
+            std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+            embedded?;
+            self.chunks.push(Some((step, hidden)));
+        }
+        Ok(())
+    }
+
+    /// Runs one chunk through one layer or all of them. Returns the probabilities of the prompt's tokens that are asked for.
+    pub(in super::super) fn prefill_chunk(
+        &mut self,
+        plan: &ChunkPlan<'_>,
+    ) -> Result<Vec<PromptLogprob>, EngineError> {
+        let model = self.model.model();
+        let mut attention =
+            PagedSealing::<B> { cache: &mut self.cache, before: plan.seal_before, after: plan.seal_after };
+        let last_layer = plan.layers.end == model.config().layers;
+        let Some(index) = plan.layer_major else {
+            let batch = Batch { tokens: plan.prompt.tokens, sequences: &[plan.prompt.rows] };
+            let step = model.begin_step(&batch, attention.cache)?;
+            model.embed(&batch, &step, &mut self.activations)?;
+            model.run_layers(plan.layers.clone(), &step, &mut attention, &mut self.activations)?;
+            return self.read_logits(&plan.wanted, plan.prompt.tokens.len());
+        };
+        let Some((step, mut hidden)) = self.chunks.get_mut(index).and_then(Option::take) else {
+            return Err(KernelError::BadSetting(format!("chunk {index} has no hidden states")).into());
+        };
+        std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+        let ran = model
+            .run_layers(plan.layers.clone(), &step, &mut attention, &mut self.activations)
+            .map_err(EngineError::from)
+            .and_then(|()| self.read_logits(&plan.wanted, plan.prompt.tokens.len()));
+        std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+        if !last_layer {
+            self.chunks[index] = Some((step, hidden));
+        }
+        ran
+    }
+
+    /// Reads what is wanted of the last hidden states of `rows` rows.
+    fn read_logits(
+        &mut self,
+        wanted: &WantedLogits<'_>,
+        rows: usize,
+    ) -> Result<Vec<PromptLogprob>, EngineError> {
+        let model = self.model.model();
+        let vocabulary = self.model.tokenizer().vocab_size();
+        let mut scores = Vec::with_capacity(wanted.scored.len());
+        for (block, tokens) in wanted.scored.chunks(self.logit_rows).enumerate() {
+            let first = block * self.logit_rows;
+            let wanted_rows: Vec<usize> = (first..first + tokens.len()).collect();
+            model.logits(&wanted_rows, &mut self.activations)?;
+            let score = |&token: &u32| Sampling {
+                given: Some(token),
+                vocabulary,
+                logprobs: Some(wanted.alternatives),
+                ..Sampling::default()
+            };
+            let settings: Vec<Sampling<'_>> = tokens.iter().map(score).collect();
+            for scored in model.backend().sample(self.activations.logits(), &settings)? {
+                let scored = scored?;
+                let (logprob, top) = (scored.logprob, scored.top);
+                scores.push(PromptLogprob { token: scored.token, logprob, top });
+            }
+        }
+        if wanted.last_row > 0 {
+            model.logits(&vec![rows - 1; wanted.last_row], &mut self.activations)?;
+        }
+        Ok(scores)
+    }
+
+    /// Runs all rows of some prompts through all layers.
+    pub(in super::super) fn prefill_batch(&mut self, plan: &BatchPlan<'_>) -> Result<(), KernelError> {
+        self.copy_pages(&plan.copies)?;
+        let tokens: Vec<u32> = plan.prompts.iter().flat_map(|prompt| prompt.tokens).copied().collect();
+        let sequences: Vec<SequenceRows<'_>> = plan.prompts.iter().map(|prompt| prompt.rows).collect();
+        let model = self.model.model();
+        let batch = Batch { tokens: &tokens, sequences: &sequences };
+        let step = model.begin_step(&batch, &self.cache)?;
+        model.embed(&batch, &step, &mut self.activations)?;
+        let mut attention =
+            PagedSealing::<B> { cache: &mut self.cache, before: &plan.seal_before, after: &plan.seal_after };
+        model.run_layers(0..model.config().layers, &step, &mut attention, &mut self.activations)
+    }
+}

@@ -1,0 +1,66 @@
+//! Telling a follower what changes in the prefix tree, without ever waiting for it.
+//!
+//! Changes go through a bounded channel once a turn. If the follower lets it fill up, what it missed is dropped: it is told
+//! everything anew as soon as there is room in the channel.
+
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::time::{Duration, Instant};
+
+use oscar_kv::{CacheEvent, Ledger};
+
+/// Turns that a follower may be behind.
+const TURNS: usize = 256;
+
+/// How often a follower that was too slow is tried again; everything has to be gathered for it each time.
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The two ends for a follower.
+pub(crate) fn channel() -> (SyncSender<Vec<CacheEvent>>, Receiver<Vec<CacheEvent>>) {
+    sync_channel(TURNS)
+}
+
+/// Somebody who follows the prefix tree.
+pub(super) struct Follower {
+    sender: SyncSender<Vec<CacheEvent>>,
+    /// Since when it has missed something.
+    behind: Option<Instant>,
+}
+
+impl Follower {
+    /// Begins to follow the tree; `None` if nobody listens already.
+    pub(super) fn start(sender: SyncSender<Vec<CacheEvent>>, ledger: &mut Ledger) -> Option<Follower> {
+        let now = ledger.watch();
+        Follower { sender, behind: None }.send(now, ledger)
+    }
+
+    /// Whether it has missed something.
+    pub(super) fn is_behind(&self) -> bool {
+        self.behind.is_some()
+    }
+
+    /// Tells what has changed in the tree since the last turn; `None` if nobody listens any more.
+    pub(super) fn tell_changes(self, ledger: &mut Ledger) -> Option<Follower> {
+        let events = match self.behind {
+            None => ledger.take_events(),
+            Some(since) if since.elapsed() >= RETRY_INTERVAL => ledger.watch(),
+            Some(_) => {
+                // Nothing of this will be told, so it must not pile up either.
+                drop(ledger.take_events());
+                return Some(self);
+            }
+        };
+        if events.is_empty() { Some(self) } else { self.send(events, ledger) }
+    }
+
+    fn send(mut self, events: Vec<CacheEvent>, ledger: &mut Ledger) -> Option<Follower> {
+        match self.sender.try_send(events) {
+            Ok(()) => self.behind = None,
+            Err(TrySendError::Full(_)) => self.behind = Some(Instant::now()),
+            Err(TrySendError::Disconnected(_)) => {
+                ledger.unwatch();
+                return None;
+            }
+        }
+        Some(self)
+    }
+}

@@ -1,0 +1,179 @@
+//! One more token for every running answer: its pages, who loses theirs for it, and what comes after it.
+
+use oscar_kernels::backend::{SealedRows, SequenceRows};
+use oscar_kv::{Append, Sequence};
+
+use super::super::plan::{AnswerId, Decision, DecodeRow, FirstTokens, Next};
+use super::Policy;
+use super::publication::{AfterPublication, seal_page};
+use super::request::{Order, Running, Starting};
+use crate::error::EngineError;
+
+impl Policy {
+    /// Reserves the pages for one more token of every running answer. When pages are short, younger requests give theirs
+    /// to older ones. False if pages must be sealed before this can go on.
+    pub(super) fn reserve_tokens(&mut self) -> bool {
+        let mut index = 0;
+        while let Some(running) = self.running.get_mut(index) {
+            if running.append.is_some() {
+                index += 1;
+                continue;
+            }
+            match self.ledger.append(&mut running.sequence, running.next) {
+                Ok(append) => running.append = Some(append),
+                Err(shortage) => {
+                    let order = running.order();
+                    if !self.preempt_younger_than(order) {
+                        // It is the youngest itself.
+                        let running = self.running.remove(index);
+                        if self.running.is_empty() && self.prefill.is_none() {
+                            self.fail_running(running, EngineError::Shortage(shortage));
+                        } else {
+                            self.preempt(running);
+                        }
+                    }
+                    if !self.publications.is_empty() {
+                        return false;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Takes the pages of the youngest request if it is younger than `order`; false if there is none.
+    pub(super) fn preempt_younger_than(&mut self, order: Order) -> bool {
+        let running = self.running.last().map(Running::order).filter(|&youngest| youngest > order);
+        let prefill = self.prefill.as_ref().map(|prefill| prefill.request.order());
+        let prefill = prefill.filter(|&prefill| prefill > order);
+        if running.is_none() && prefill.is_none() {
+            return false;
+        }
+        if running > prefill {
+            if let Some(running) = self.running.pop() {
+                self.preempt(running);
+            }
+        } else if let Some(prefill) = self.prefill.take() {
+            self.preempt_prompt(prefill);
+        }
+        true
+    }
+
+    /// Takes the pages of a running answer, which will be computed again.
+    fn preempt(&mut self, mut running: Running) {
+        if let Some(append) = running.append.take() {
+            self.ledger.abandon_append(&mut running.sequence, append);
+        }
+        self.count_preemption(running.answer(), running.sequence.len());
+        let (waiting, sequence) = running.into_waiting();
+        self.wait(waiting);
+        self.publish(sequence, true, AfterPublication::Close);
+    }
+
+    pub(super) fn count_preemption(&mut self, answer: AnswerId, tokens: usize) {
+        self.preemptions += 1;
+        self.memory_short = true;
+        self.decisions.push(Decision::Preempted { answer, tokens });
+    }
+
+    /// The rows of a decode step.
+    pub(super) fn decode_rows(&self) -> Vec<DecodeRow<'_>> {
+        let mut rows = Vec::with_capacity(self.running.len());
+        for running in &self.running {
+            let sequence = &running.sequence;
+            let (copy, seal) = match &running.append {
+                Some(Append { copy, seal }) => (copy.as_ref(), seal.as_ref()),
+                None => (None, None),
+            };
+            rows.push(DecodeRow {
+                answer: running.answer(),
+                token: running.next,
+                rows: self.sequence_rows(sequence, sequence.len() - 1, 1, usize::MAX),
+                copy: copy.map(|(from, to)| (from.slot(), to.slot())),
+                seal: seal.map(seal_page),
+            });
+        }
+        rows
+    }
+
+    /// Rows of a sequence in the form that a device reads.
+    pub(super) fn sequence_rows<'a>(
+        &self,
+        sequence: &'a Sequence,
+        start: usize,
+        len: usize,
+        exact_from: usize,
+    ) -> SequenceRows<'a> {
+        let sealed = self.ledger.options().sealed.map(|_| SealedRows {
+            pages: sequence.sealed_slots(),
+            exact_from,
+            sealed_until: sequence.sealed_until(),
+        });
+        SequenceRows { start, len, pages: sequence.exact_slots(), sealed }
+    }
+
+    /// A decode step is done: what becomes of each of its rows, in order.
+    pub(crate) fn decoded(&mut self, outcomes: Vec<Next>) {
+        debug_assert_eq!(outcomes.len(), self.running.len(), "one outcome for each running answer");
+        for (mut running, next) in std::mem::take(&mut self.running).into_iter().zip(outcomes) {
+            if let Some(append) = running.append.take()
+                && !matches!(next, Next::Failed(_))
+            {
+                self.ledger.finish_append(&mut running.sequence, append);
+            }
+            self.go_on(running, next);
+        }
+    }
+
+    /// The answers that are about to begin.
+    pub(super) fn first_tokens(&self) -> FirstTokens {
+        let answers = self.starting.iter().flat_map(Starting::answers).collect();
+        FirstTokens { answers, rows: self.starting.iter().map(|starting| starting.row).collect() }
+    }
+
+    /// First tokens were sampled: what becomes of each answer, in order.
+    pub(crate) fn started(&mut self, outcomes: Vec<Next>) {
+        let mut outcomes = outcomes.into_iter();
+        for Starting { id, arrival, choices, segments, sequence, .. } in std::mem::take(&mut self.starting) {
+            let forks: Vec<Sequence> = (1..choices).map(|_| self.ledger.fork(&sequence)).collect();
+            for (choice, sequence) in std::iter::once(sequence).chain(forks).enumerate() {
+                let segments = segments.clone();
+                let running = Running { id, arrival, choice, sequence, segments, next: 0, append: None };
+                let next = outcomes.next().unwrap_or(Next::Failed(EngineError::Stopped));
+                self.go_on(running, next);
+            }
+        }
+    }
+
+    fn go_on(&mut self, mut running: Running, next: Next) {
+        match next {
+            Next::Continue(token) => {
+                running.next = token;
+                self.join(running);
+            }
+            Next::Finished => self.finish(running),
+            Next::Failed(error) => self.fail_running(running, error),
+        }
+    }
+
+    /// Adds an answer to those that run, in its place.
+    pub(super) fn join(&mut self, running: Running) {
+        let place = self.running.partition_point(|other| other.order() < running.order());
+        self.running.insert(place, running);
+    }
+
+    /// An answer is complete or was broken off: the tree gets what was computed.
+    pub(super) fn finish(&mut self, mut running: Running) {
+        if let Some(append) = running.append.take() {
+            self.ledger.abandon_append(&mut running.sequence, append);
+        }
+        let then = AfterPublication::End { first: running.answer(), choices: 1 };
+        self.publish(running.sequence, true, then);
+    }
+
+    pub(super) fn fail_running(&mut self, running: Running, error: EngineError) {
+        let answer = running.answer();
+        self.ledger.close(running.sequence);
+        self.fail(answer, 1, error);
+    }
+}

@@ -1,0 +1,157 @@
+//! What the policy knows of a request at each stage of its life.
+
+use oscar_kv::{Append, Sequence};
+
+use super::super::plan::AnswerId;
+use super::super::segment::{Segment, with_answer};
+
+/// Place in the order of arrival: number of the request, then choice. Older ones win.
+pub(super) type Order = (u64, usize);
+
+/// A request that was submitted.
+#[derive(Debug)]
+pub(crate) struct NewRequest {
+    pub(crate) id: u64,
+    /// Keeps sequences apart that must not share pages.
+    pub(crate) salt: u64,
+    pub(crate) tokens: Vec<u32>,
+    /// Answers to the prompt.
+    pub(crate) choices: usize,
+    /// Alternatives to report with the probability of each token of the prompt, if those are asked for.
+    pub(crate) prompt_logprobs: Option<usize>,
+    /// Whether any token is sampled after the prompt.
+    pub(crate) generates: bool,
+}
+
+/// A request that waits: new, or preempted.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) id: u64,
+    pub(super) arrival: u64,
+    /// The first answer that begins after the prompt.
+    pub(super) choice: usize,
+    /// Answers that begin after the prompt.
+    pub(super) choices: usize,
+    pub(super) salt: u64,
+    /// Tokens to be in the cache before the next one is sampled, and how they get there.
+    pub(super) tokens: Vec<u32>,
+    pub(super) segments: Vec<Segment>,
+    /// The token to go on with, if it was sampled already.
+    pub(super) next: Option<u32>,
+    pub(super) prompt_logprobs: Option<usize>,
+    pub(super) generates: bool,
+    /// Tokens that the prefix tree had when the request was first admitted.
+    pub(super) cached: usize,
+    /// Counted as waiting by those who submit.
+    pub(super) queued: bool,
+    /// The request lost its pages at least once.
+    pub(super) preempted: bool,
+    /// Not to be computed in one pass with others, because that failed once.
+    pub(super) alone: bool,
+}
+
+impl Waiting {
+    pub(super) fn new(request: NewRequest, arrival: u64, segments: Vec<Segment>) -> Waiting {
+        let NewRequest { id, salt, tokens, choices, prompt_logprobs, generates } = request;
+        Waiting {
+            id,
+            arrival,
+            choice: 0,
+            choices,
+            salt,
+            tokens,
+            segments,
+            next: None,
+            prompt_logprobs,
+            generates,
+            cached: 0,
+            queued: true,
+            preempted: false,
+            alone: false,
+        }
+    }
+
+    pub(super) fn answer(&self) -> AnswerId {
+        AnswerId { request: self.id, choice: self.choice }
+    }
+
+    pub(super) fn order(&self) -> Order {
+        (self.arrival, self.choice)
+    }
+
+    /// Whether this is a new prompt with one answer of which nothing else is wanted.
+    pub(super) fn can_be_batched(&self) -> bool {
+        self.next.is_none() && self.choices == 1 && !self.alone && self.prompt_logprobs.is_none()
+    }
+
+    /// Whether the prompt is computed as a whole, because the probability of each of its tokens is asked for.
+    pub(super) fn scores_prompt(&self) -> bool {
+        self.prompt_logprobs.is_some() && self.next.is_none()
+    }
+}
+
+/// A prompt in the cache whose answers get their first token next.
+#[derive(Debug)]
+pub(super) struct Starting {
+    pub(super) id: u64,
+    pub(super) arrival: u64,
+    pub(super) choices: usize,
+    pub(super) segments: Vec<Segment>,
+    pub(super) sequence: Sequence,
+    /// Row of the last batch that has its logits; `None` if they are there for every choice.
+    pub(super) row: Option<usize>,
+}
+
+impl Starting {
+    pub(super) fn answers(&self) -> impl Iterator<Item = AnswerId> {
+        let request = self.id;
+        (0..self.choices).map(move |choice| AnswerId { request, choice })
+    }
+}
+
+/// An answer in progress.
+#[derive(Debug)]
+pub(super) struct Running {
+    pub(super) id: u64,
+    pub(super) arrival: u64,
+    pub(super) choice: usize,
+    pub(super) sequence: Sequence,
+    /// How the sequence was computed up to its answer.
+    pub(super) segments: Vec<Segment>,
+    /// Sampled, but not in the cache yet.
+    pub(super) next: u32,
+    /// The pages for `next`, reserved in this step.
+    pub(super) append: Option<Append>,
+}
+
+impl Running {
+    pub(super) fn answer(&self) -> AnswerId {
+        AnswerId { request: self.id, choice: self.choice }
+    }
+
+    pub(super) fn order(&self) -> Order {
+        (self.arrival, self.choice)
+    }
+
+    /// The request that computes this answer again; the sequence is the caller's to close.
+    pub(super) fn into_waiting(self) -> (Waiting, Sequence) {
+        let Running { id, arrival, choice, sequence, segments, next, .. } = self;
+        let waiting = Waiting {
+            id,
+            arrival,
+            choice,
+            choices: 1,
+            salt: sequence.salt(),
+            tokens: sequence.tokens().to_vec(),
+            segments: with_answer(&segments, sequence.len()),
+            next: Some(next),
+            prompt_logprobs: None,
+            generates: true,
+            cached: 0,
+            queued: false,
+            preempted: true,
+            alone: false,
+        };
+        (waiting, sequence)
+    }
+}

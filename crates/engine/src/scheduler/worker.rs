@@ -1,0 +1,135 @@
+//! The engine's thread: commands in, turns as long as there is work, statistics out.
+
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oscar_kernels::Backend;
+use oscar_kv::CacheEvent;
+
+use super::core::{Core, Submitted};
+use super::follower::{Follower, RETRY_INTERVAL};
+use crate::serve::EngineStats;
+
+/// How often a busy engine makes its statistics known.
+const STATS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// What the engine's thread is told.
+pub(crate) enum Command {
+    Submit(Box<Submitted>),
+    Cancel(u64),
+    /// Forget the prefix tree; answered when done.
+    Flush(Sender<()>),
+    /// Statistics as of now.
+    Report(Sender<EngineStats>),
+    /// Tell what changes in the prefix tree.
+    Follow(SyncSender<Vec<CacheEvent>>),
+    Stop,
+}
+
+/// What both sides of the channel see.
+pub(crate) struct Shared {
+    pub(crate) commands: Sender<Command>,
+    /// Requests that wait to be admitted.
+    pub(crate) queued: Arc<AtomicUsize>,
+    stats: Mutex<EngineStats>,
+}
+
+impl Shared {
+    pub(crate) fn new(commands: Sender<Command>) -> Shared {
+        Shared { commands, queued: Arc::default(), stats: Mutex::default() }
+    }
+
+    pub(crate) fn stats(&self) -> MutexGuard<'_, EngineStats> {
+        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Everything the engine's thread owns.
+pub(crate) struct Worker<B: Backend> {
+    core: Core<B>,
+    commands: Receiver<Command>,
+    shared: Arc<Shared>,
+    stats_sent: Instant,
+    /// Who is told what changes in the prefix tree.
+    follower: Option<Follower>,
+}
+
+impl<B: Backend> Worker<B> {
+    pub(crate) fn new(core: Core<B>, commands: Receiver<Command>, shared: Arc<Shared>) -> Worker<B> {
+        Worker { core, commands, shared, stats_sent: Instant::now(), follower: None }
+    }
+
+    /// Serves until it is told to stop.
+    pub(crate) fn run(mut self) {
+        while self.take_commands() {
+            self.core.turn();
+            self.tell_follower();
+            if self.stats_sent.elapsed() >= STATS_INTERVAL {
+                self.send_stats();
+            }
+        }
+        self.core.shut_down();
+        self.send_stats();
+    }
+
+    /// Takes commands; waits for one if there is nothing else to do. False ends the thread.
+    fn take_commands(&mut self) -> bool {
+        if !self.core.has_work() {
+            self.send_stats();
+            match self.wait_for_command() {
+                Ok(command) => {
+                    if !self.obey(command) {
+                        return false;
+                    }
+                }
+                // Nothing to do but to let a follower catch up.
+                Err(RecvTimeoutError::Timeout) => return true,
+                Err(RecvTimeoutError::Disconnected) => return false,
+            }
+        }
+        while let Ok(command) = self.commands.try_recv() {
+            if !self.obey(command) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Waits for a command; not for ever if a follower has to be told something.
+    fn wait_for_command(&self) -> Result<Command, RecvTimeoutError> {
+        if self.follower.as_ref().is_some_and(Follower::is_behind) {
+            return self.commands.recv_timeout(RETRY_INTERVAL);
+        }
+        self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
+    }
+
+    fn obey(&mut self, command: Command) -> bool {
+        match command {
+            Command::Submit(submitted) => self.core.submit(*submitted),
+            Command::Cancel(id) => self.core.cancel(id),
+            Command::Flush(done) => {
+                self.core.ledger_mut().flush();
+                self.tell_follower();
+                let _ = done.send(());
+            }
+            Command::Report(reply) => {
+                let _ = reply.send(self.core.stats());
+            }
+            Command::Follow(sender) => self.follower = Follower::start(sender, self.core.ledger_mut()),
+            Command::Stop => return false,
+        }
+        true
+    }
+
+    fn tell_follower(&mut self) {
+        let follower = self.follower.take();
+        self.follower = follower.and_then(|follower| follower.tell_changes(self.core.ledger_mut()));
+    }
+
+    fn send_stats(&mut self) {
+        *self.shared.stats() = self.core.stats();
+        self.stats_sent = Instant::now();
+    }
+}

@@ -1,0 +1,124 @@
+//! The pages: a hash for every stored row, and for every sealed page the hash of what it was sealed from.
+
+use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_kernels::KernelError;
+use oscar_kernels::backend::{CacheSpec, SealPage};
+
+use super::mix;
+
+/// The page pools.
+#[derive(Debug)]
+pub struct HashCache {
+    layers: usize,
+    /// bf16 slots that hold all layers; scratch slots follow them in number.
+    slots: usize,
+    /// `[slot][layer]`, then one page for each scratch slot, whatever the layer.
+    pages: Vec<Page>,
+    /// `[slot][layer]`; 0 until something is sealed there.
+    sealed: Vec<u64>,
+    sealed_slots: usize,
+    pub(super) windows: Option<PageWindows>,
+}
+
+/// The rows of one page and their sum, so that a full page costs one operation.
+#[derive(Clone, Copy, Debug)]
+struct Page {
+    rows: [u64; PAGE_TOKENS],
+    sum: u64,
+}
+
+/// What one row adds to the sum of its page.
+fn term(row: u64, offset: usize) -> u64 {
+    mix(row, offset as u64 + 1)
+}
+
+impl HashCache {
+    pub(super) fn new(spec: &CacheSpec) -> HashCache {
+        let layers = spec.geometry.layers;
+        let page = Page {
+            rows: [0; PAGE_TOKENS],
+            sum: (0..PAGE_TOKENS).fold(0, |sum, offset| sum.wrapping_add(term(0, offset))),
+        };
+        let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        HashCache {
+            layers,
+            slots: spec.slots,
+            pages: vec![page; spec.slots * layers + spec.scratch_slots],
+            sealed: vec![0; sealed_slots * layers],
+            sealed_slots,
+            windows: spec.sealed.as_ref().map(|sealed| sealed.windows),
+        }
+    }
+
+    pub(super) fn exact_slots(&self) -> usize {
+        self.slots + self.pages.len() - self.slots * self.layers
+    }
+
+    pub(super) fn sealed_slots(&self) -> usize {
+        self.sealed_slots
+    }
+
+    fn index(&self, layer: usize, slot: u32) -> usize {
+        match (slot as usize).checked_sub(self.slots) {
+            Some(scratch) => self.slots * self.layers + scratch,
+            None => slot as usize * self.layers + layer,
+        }
+    }
+
+    pub(super) fn store(&mut self, layer: usize, slot: u32, offset: usize, row: u64) {
+        let index = self.index(layer, slot);
+        let page = &mut self.pages[index];
+        page.sum = page.sum.wrapping_sub(term(page.rows[offset], offset)).wrapping_add(term(row, offset));
+        page.rows[offset] = row;
+    }
+
+    /// The first `rows` rows of a bf16 page.
+    pub(super) fn exact(&self, layer: usize, slot: u32, rows: usize) -> u64 {
+        let page = &self.pages[self.index(layer, slot)];
+        if rows == PAGE_TOKENS {
+            return page.sum;
+        }
+        let rows = page.rows[..rows].iter().enumerate();
+        rows.fold(0, |sum, (offset, &row)| sum.wrapping_add(term(row, offset)))
+    }
+
+    /// A sealed page.
+    pub(super) fn sealed(&self, layer: usize, slot: u32) -> u64 {
+        self.sealed[slot as usize * self.layers + layer]
+    }
+
+    pub(super) fn seal(&mut self, layer: usize, page: SealPage) -> Result<(), KernelError> {
+        check_slot(page.exact, self.exact_slots())?;
+        check_slot(page.sealed, self.sealed_slots)?;
+        let rows = self.exact(layer, page.exact, PAGE_TOKENS);
+        self.sealed[page.sealed as usize * self.layers + layer] = mix(6, rows);
+        Ok(())
+    }
+
+    pub(super) fn copy(&mut self, from: u32, to: u32) -> Result<(), KernelError> {
+        check_slot(from, self.slots)?;
+        check_slot(to, self.slots)?;
+        for layer in 0..self.layers {
+            let (from, to) = (self.index(layer, from), self.index(layer, to));
+            self.pages[to] = self.pages[from];
+        }
+        Ok(())
+    }
+
+    /// Nobody may read what scratch pages hold until they are written again.
+    pub(super) fn forget_scratch(&mut self) {
+        let first = self.slots * self.layers;
+        for page in &mut self.pages[first..] {
+            page.sum = !page.sum;
+        }
+    }
+}
+
+/// A slot that is read or written: inside its pool, and not the dummy.
+pub(super) fn check_slot(slot: u32, slots: usize) -> Result<(), KernelError> {
+    match slot {
+        0 => Err(KernelError::PageMissing { page: 0, tier: "a list of pages" }),
+        slot if slot as usize >= slots => Err(KernelError::PageOutOfRange { slot, slots }),
+        _ => Ok(()),
+    }
+}

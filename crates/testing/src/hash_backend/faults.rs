@@ -1,0 +1,85 @@
+//! Operations that fail at random.
+
+use oscar_codec::CodecError;
+use oscar_kernels::KernelError;
+
+use crate::Random;
+
+/// A kind of operation that can fail.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Fault {
+    Buffer,
+    Forward,
+    Copy,
+    Sample,
+    SampleRow,
+}
+
+/// How many operations have failed, by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FaultCounts {
+    /// Buffers that were not given.
+    pub buffer: u64,
+    /// Steps, attention and logits.
+    pub forward: u64,
+    /// Copies of pages.
+    pub copy: u64,
+    /// Pages that could not be sealed.
+    pub seal: u64,
+    /// Calls that sampled nothing.
+    pub sample: u64,
+    /// Rows for which nothing could be sampled.
+    pub sample_row: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Faults {
+    random: Random,
+    one_in: usize,
+    pub(super) counts: FaultCounts,
+}
+
+impl Default for Faults {
+    fn default() -> Faults {
+        Faults { random: Random::new(0), one_in: 0, counts: FaultCounts::default() }
+    }
+}
+
+impl Faults {
+    pub(super) fn inject(&mut self, seed: u64, one_in: usize) {
+        (self.random, self.one_in) = (Random::new(seed), one_in);
+    }
+
+    fn fails(&mut self) -> bool {
+        self.one_in > 0 && self.random.one_in(self.one_in)
+    }
+
+    pub(super) fn check(&mut self, fault: Fault) -> Result<(), KernelError> {
+        if !self.fails() {
+            return Ok(());
+        }
+        let counts = &mut self.counts;
+        *match fault {
+            Fault::Buffer => &mut counts.buffer,
+            Fault::Forward => &mut counts.forward,
+            Fault::Copy => &mut counts.copy,
+            Fault::Sample => &mut counts.sample,
+            Fault::SampleRow => &mut counts.sample_row,
+        } += 1;
+        Err(KernelError::BadSetting(format!("injected fault: {fault:?}")))
+    }
+
+    /// Sometimes one of `pages` pages cannot be sealed, and sometimes it is not said which.
+    pub(super) fn check_seal(&mut self, pages: usize) -> Result<(), KernelError> {
+        if !self.fails() {
+            return Ok(());
+        }
+        self.counts.seal += 1;
+        if self.random.one_in(3) {
+            return Err(KernelError::BadSetting("injected fault: Seal".to_owned()));
+        }
+        let page = self.random.below(pages);
+        let source = CodecError::NotFinite { row: 0, channel: 0 };
+        Err(KernelError::Seal { page, layer: 0, head: 0, source })
+    }
+}

@@ -1,0 +1,259 @@
+//! A device that computes hashes instead of numbers.
+//!
+//! The hidden state of a row is one 64-bit hash. What a layer stores for a row is a hash of its hidden state and its
+//! position, and attention is a hash of everything that the row may see: rows of bf16 pages as they were stored, sealed
+//! pages as they were when they were sealed, each under its index in the sequence. So the token that is sampled for a
+//! sequence depends on every page it reads and on how it reads it. A wrong page table, a page that was not copied before it
+//! was written, a slot that belongs to somebody else, a page sealed from the wrong rows, or a sealed page read where a bf16
+//! page should be: each changes the answer.
+//!
+//! Weights have no part in it. Any operation can be made to fail at random ([`HashBackend::inject_faults`]).
+
+mod cache;
+mod faults;
+mod step;
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use oscar_kernels::backend::{
+    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, Sampled, Sampling, SealPage,
+    StoredMatrix,
+};
+use oscar_kernels::{Backend, KernelError};
+
+pub use cache::HashCache;
+pub use faults::FaultCounts;
+use faults::{Fault, Faults};
+pub use step::HashStep;
+
+/// The device.
+#[derive(Debug, Default)]
+pub struct HashBackend {
+    faults: Mutex<Faults>,
+}
+
+/// Activations: one hash for each row.
+#[derive(Debug)]
+pub struct HashBuffer(Vec<u64>);
+
+impl HashBackend {
+    /// Lets about one in `one_in` operations fail from now on, at random; 0 for none.
+    pub fn inject_faults(&self, seed: u64, one_in: usize) {
+        self.faults().inject(seed, one_in);
+    }
+
+    /// How many operations have failed, by kind.
+    pub fn fault_counts(&self) -> FaultCounts {
+        self.faults().counts
+    }
+
+    fn faults(&self) -> MutexGuard<'_, Faults> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One round of a hash: what came before and what is added.
+fn mix(state: u64, value: u64) -> u64 {
+    let z = (state ^ value).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (z ^ (z >> 31)).wrapping_add(state.rotate_left(23))
+}
+
+impl Backend for HashBackend {
+    type Weight = ();
+    type Buffer = HashBuffer;
+    type Cache = HashCache;
+    type Step = HashStep;
+
+    fn is_deterministic(&self) -> bool {
+        true
+    }
+
+    fn weight(&self, stored: &StoredMatrix) -> Result<(), KernelError> {
+        stored.data().map(|_| ())
+    }
+
+    fn buffer(&self, rows: usize, _: usize) -> Result<HashBuffer, KernelError> {
+        self.faults().check(Fault::Buffer)?;
+        Ok(HashBuffer(vec![0; rows]))
+    }
+
+    fn cache(&self, spec: &CacheSpec) -> Result<HashCache, KernelError> {
+        Ok(HashCache::new(spec))
+    }
+
+    fn read(&self, buffer: &HashBuffer, rows: Range<usize>) -> Result<Vec<f32>, KernelError> {
+        Ok(buffer.0[rows].iter().map(|&hash| (hash >> 40) as f32).collect())
+    }
+
+    fn begin_step(&self, batch: &Batch<'_>, _: &Rope, cache: &HashCache) -> Result<HashStep, KernelError> {
+        self.faults().check(Fault::Forward)?;
+        HashStep::new(batch, cache)
+    }
+
+    fn embed(&self, (): &(), step: &HashStep, hidden: &mut HashBuffer) -> Result<(), KernelError> {
+        for (hidden, &token) in hidden.0.iter_mut().zip(&step.tokens) {
+            *hidden = mix(1, u64::from(token));
+        }
+        Ok(())
+    }
+
+    fn norm_linear(
+        &self,
+        step: &HashStep,
+        x: &HashBuffer,
+        _: &RmsNorm<Self>,
+        _: &[&Linear<Self>],
+        out: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        for row in 0..step.tokens.len() {
+            out.0[row] = mix(2, x.0[row]);
+        }
+        Ok(())
+    }
+
+    fn rope_store(
+        &self,
+        step: &HashStep,
+        _: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &mut HashBuffer,
+        cache: &mut HashCache,
+    ) -> Result<(), KernelError> {
+        step.for_each_row(|row, sequence, position| {
+            qkv.0[row] = mix(qkv.0[row], position as u64);
+            sequence.store(layer, position, qkv.0[row], cache);
+        });
+        Ok(())
+    }
+
+    fn attend(
+        &self,
+        step: &HashStep,
+        _: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &HashBuffer,
+        cache: &HashCache,
+        out: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        self.faults().check(Fault::Forward)?;
+        step.for_each_row(|row, sequence, position| {
+            out.0[row] = mix(qkv.0[row], sequence.visible(layer, position, cache));
+        });
+        Ok(())
+    }
+
+    fn seal(
+        &self,
+        layers: Range<usize>,
+        pages: &[SealPage],
+        cache: &mut HashCache,
+    ) -> Result<(), KernelError> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let failed = self.faults().check_seal(pages.len());
+        for (index, page) in pages.iter().enumerate() {
+            // Those before the page that fails are written.
+            if let Err(KernelError::Seal { page, .. }) = &failed
+                && *page == index
+            {
+                break;
+            }
+            layers.clone().try_for_each(|layer| cache.seal(layer, *page))?;
+        }
+        failed
+    }
+
+    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut HashCache) -> Result<(), KernelError> {
+        if pages.is_empty() {
+            return Ok(());
+        }
+        self.faults().check(Fault::Copy)?;
+        pages.iter().try_for_each(|&(from, to)| cache.copy(from, to))
+    }
+
+    fn release_scratch(&self, cache: &mut HashCache) {
+        cache.forget_scratch();
+    }
+
+    fn linear_add(
+        &self,
+        step: &HashStep,
+        x: &HashBuffer,
+        _: &Linear<Self>,
+        hidden: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        for row in 0..step.tokens.len() {
+            hidden.0[row] = hidden.0[row].wrapping_add(mix(3, x.0[row]));
+        }
+        Ok(())
+    }
+
+    fn gated_mlp(
+        &self,
+        step: &HashStep,
+        _: &GatedMlp<Self>,
+        hidden: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        for hidden in &mut hidden.0[..step.tokens.len()] {
+            *hidden = mix(4, *hidden);
+        }
+        Ok(())
+    }
+
+    fn logits(
+        &self,
+        hidden: &HashBuffer,
+        rows: &[usize],
+        _: &RmsNorm<Self>,
+        (): &(),
+        out: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        self.faults().check(Fault::Forward)?;
+        for (out, &row) in out.0.iter_mut().zip(rows) {
+            *out = mix(5, hidden.0[row]);
+        }
+        Ok(())
+    }
+
+    fn sample(
+        &self,
+        logits: &HashBuffer,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
+        self.faults().check(Fault::Sample)?;
+        let sample = |(&hash, setting)| {
+            self.faults().check(Fault::SampleRow)?;
+            sample(hash, setting)
+        };
+        Ok(logits.0.iter().zip(settings).map(sample).collect())
+    }
+}
+
+/// Takes the token that a hash stands for, or the next one that is allowed. The draw counts unless the answer is greedy.
+fn sample(hash: u64, setting: &Sampling<'_>) -> Result<Sampled, KernelError> {
+    let vocabulary = setting.vocabulary as u64;
+    let drawn = if setting.temperature > 0.0 { mix(hash, u64::from(setting.draw.to_bits())) } else { hash };
+    let may_come = |token: u32| {
+        let masked = setting.allowed.is_some_and(|words| words[token as usize / 32] >> (token % 32) & 1 == 0);
+        let changed = |token| setting.changes.iter().filter(move |change| change.token == token);
+        !masked && !changed(token).any(|change| change.add == f32::NEG_INFINITY)
+    };
+    let mut candidates = (0..vocabulary).map(|step| ((drawn + step) % vocabulary) as u32);
+    let token = match setting.given {
+        Some(token) => token,
+        None => candidates
+            .find(|&token| may_come(token))
+            .ok_or_else(|| KernelError::BadSetting("no token may be drawn".into()))?,
+    };
+    let logprob = |token: u32| -((mix(hash, u64::from(token)) >> 44) as f32);
+    let top = |count: usize| (0..count as u64).map(|rank| ((hash.wrapping_add(rank)) % vocabulary) as u32);
+    Ok(Sampled {
+        token,
+        logprob: setting.logprobs.map(|_| logprob(token)),
+        top: setting.logprobs.into_iter().flat_map(top).map(|token| (token, logprob(token))).collect(),
+    })
+}

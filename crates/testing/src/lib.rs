@@ -1,0 +1,15 @@
+//! What tests of several crates need. Nothing that is shipped depends on this crate.
+//!
+//! | item | what it is for |
+//! |---|---|
+//! | [`Random`] | seeded random numbers: a failure is reproduced by its seed |
+//! | [`tiny_model`] | a random model of a few kilobytes with any context length |
+//! | [`HashBackend`] | a device whose tokens are hashes of everything that a sequence may see |
+
+mod hash_backend;
+mod random;
+mod tiny_model;
+
+pub use hash_backend::{FaultCounts, HashBackend, HashBuffer, HashCache, HashStep};
+pub use random::Random;
+pub use tiny_model::{tiny_model, tiny_model_with};
