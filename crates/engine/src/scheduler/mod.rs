@@ -20,6 +20,8 @@ mod follower;
 mod plan;
 mod policy;
 mod segment;
+#[cfg(test)]
+mod simulation;
 mod worker;
 
 pub(crate) use core::{Core, Submitted};

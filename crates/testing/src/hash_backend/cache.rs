@@ -27,6 +27,14 @@ struct Page {
     sum: u64,
 }
 
+impl Page {
+    /// A page with the same hash in every row.
+    fn filled(row: u64) -> Page {
+        let sum = (0..PAGE_TOKENS).fold(0, |sum: u64, offset| sum.wrapping_add(term(row, offset)));
+        Page { rows: [row; PAGE_TOKENS], sum }
+    }
+}
+
 /// What one row adds to the sum of its page.
 fn term(row: u64, offset: usize) -> u64 {
     mix(row, offset as u64 + 1)
@@ -35,15 +43,11 @@ fn term(row: u64, offset: usize) -> u64 {
 impl HashCache {
     pub(super) fn new(spec: &CacheSpec) -> HashCache {
         let layers = spec.geometry.layers;
-        let page = Page {
-            rows: [0; PAGE_TOKENS],
-            sum: (0..PAGE_TOKENS).fold(0, |sum, offset| sum.wrapping_add(term(0, offset))),
-        };
         let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
         HashCache {
             layers,
             slots: spec.slots,
-            pages: vec![page; spec.slots * layers + spec.scratch_slots],
+            pages: vec![Page::filled(0); spec.slots * layers + spec.scratch_slots],
             sealed: vec![0; sealed_slots * layers],
             sealed_slots,
             windows: spec.sealed.as_ref().map(|sealed| sealed.windows),
@@ -108,9 +112,7 @@ impl HashCache {
     /// Nobody may read what scratch pages hold until they are written again.
     pub(super) fn forget_scratch(&mut self) {
         let first = self.slots * self.layers;
-        for page in &mut self.pages[first..] {
-            page.sum = !page.sum;
-        }
+        self.pages[first..].fill(Page::filled(u64::MAX));
     }
 }
 

@@ -50,12 +50,17 @@ impl Faults {
         (self.random, self.one_in) = (Random::new(seed), one_in);
     }
 
-    fn fails(&mut self) -> bool {
-        self.one_in > 0 && self.random.one_in(self.one_in)
+    /// Whether an operation fails that is `rarity` times as rare as a forward pass, and fails that much more often.
+    fn fails(&mut self, rarity: usize) -> bool {
+        self.one_in > 0 && self.random.one_in(self.one_in.div_ceil(rarity))
     }
 
     pub(super) fn check(&mut self, fault: Fault) -> Result<(), KernelError> {
-        if !self.fails() {
+        let rarity = match fault {
+            Fault::Copy | Fault::Buffer => 16,
+            Fault::Forward | Fault::Sample | Fault::SampleRow => 1,
+        };
+        if !self.fails(rarity) {
             return Ok(());
         }
         let counts = &mut self.counts;
@@ -71,7 +76,7 @@ impl Faults {
 
     /// Sometimes one of `pages` pages cannot be sealed, and sometimes it is not said which.
     pub(super) fn check_seal(&mut self, pages: usize) -> Result<(), KernelError> {
-        if !self.fails() {
+        if !self.fails(16) {
             return Ok(());
         }
         self.counts.seal += 1;

@@ -38,7 +38,8 @@ pub struct HashBackend {
 pub struct HashBuffer(Vec<u64>);
 
 impl HashBackend {
-    /// Lets about one in `one_in` operations fail from now on, at random; 0 for none.
+    /// Lets about one in `one_in` forward passes and samplings fail from now on, at random, and of rarer operations as many
+    /// more; 0 for none.
     pub fn inject_faults(&self, seed: u64, one_in: usize) {
         self.faults().inject(seed, one_in);
     }

@@ -1,0 +1,294 @@
+//! One engine from its start until every request has ended.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use oscar_model::LoadedModel;
+use oscar_testing::{HashBackend, Random, tiny_model};
+
+use super::super::core::{Core, Submitted};
+use super::reference::Reference;
+use super::workload::{LONGEST, Planned, engine_options, memory, next_turn, requests};
+use crate::error::EngineError;
+use crate::event::{Event, FinishReason, Summary};
+use crate::request::{GenerateOptions, Request};
+use crate::serve::{EngineStats, SharedSink};
+use crate::settings::{EngineOptions, KvOptions};
+
+type Events = Arc<Mutex<Vec<(u64, Event)>>>;
+type Ended = ((u64, usize), Result<Summary, Arc<EngineError>>);
+
+/// Requests after which no conversation goes on.
+const MOST_REQUESTS: usize = 60;
+
+/// An engine core and what its listeners have heard.
+pub(super) struct Client {
+    pub(super) core: Core<HashBackend>,
+    events: Events,
+    /// Requests that are submitted and not admitted.
+    queued: Arc<AtomicUsize>,
+    /// Tokens of answers that have not ended.
+    heard: HashMap<(u64, usize), Vec<u32>>,
+}
+
+impl Client {
+    pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Client {
+        let queued = Arc::default();
+        let (core, _) = Core::build(Arc::clone(model), options, Arc::clone(&queued)).expect("an engine");
+        Client { core, events: Events::default(), queued, heard: HashMap::new() }
+    }
+
+    pub(super) fn submit(&mut self, id: u64, prompt: &[u32], options: GenerateOptions) {
+        let events = Arc::clone(&self.events);
+        let sink = SharedSink::new(Box::new(move |event| events.lock().expect("no panic").push((id, event))));
+        let request = Request::new(prompt, options);
+        self.queued.fetch_add(1, Ordering::SeqCst);
+        self.core.submit(Submitted { id, at: Instant::now(), request, sink });
+    }
+
+    /// The answers that have ended since this was last called. What was streamed must be what their summaries say.
+    pub(super) fn take_ended(&mut self) -> Vec<Ended> {
+        let mut ended = Vec::new();
+        for (id, event) in std::mem::take(&mut *self.events.lock().expect("no panic")) {
+            match event {
+                Event::Token { choice, token } => self.heard.entry((id, choice)).or_default().push(token.id),
+                Event::Finished { choice, summary } => {
+                    let heard = self.heard.remove(&(id, choice)).unwrap_or_default();
+                    assert_eq!(heard, summary.tokens, "what was streamed of request {id}, choice {choice}");
+                    ended.push(((id, choice), Ok(*summary)));
+                }
+                Event::Failed { choice, error } => {
+                    self.heard.remove(&(id, choice));
+                    ended.push(((id, choice), Err(error)));
+                }
+                Event::Prefill { done, total, .. } => assert!(done <= total),
+                Event::Scored { .. } => {}
+            }
+        }
+        ended
+    }
+}
+
+/// What happened in some episodes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Totals {
+    pub(super) turns: u64,
+    compared: u64,
+    cancelled: u64,
+    failed: u64,
+    preemptions: u64,
+    cached_tokens: u64,
+    batched_prompts: u64,
+    evicted_pages: u64,
+    evicted_warm: u64,
+    layer_major_faults: u64,
+    forward_faults: u64,
+    seal_faults: u64,
+    sample_faults: u64,
+    copy_faults: u64,
+}
+
+impl Totals {
+    pub(super) fn counts(&self) -> [(&'static str, u64); 13] {
+        [
+            ("answers compared", self.compared),
+            ("cancelled", self.cancelled),
+            ("failed", self.failed),
+            ("preemptions", self.preemptions),
+            ("cached tokens", self.cached_tokens),
+            ("batched prompts", self.batched_prompts),
+            ("evicted pages", self.evicted_pages),
+            ("evicted warm copies", self.evicted_warm),
+            ("faults of buffers", self.layer_major_faults),
+            ("faults of forward passes", self.forward_faults),
+            ("faults of seals", self.seal_faults),
+            ("faults of sampling", self.sample_faults),
+            ("faults of copies", self.copy_faults),
+        ]
+    }
+
+    pub(super) fn add(&mut self, other: &Totals) {
+        self.turns += other.turns;
+        self.compared += other.compared;
+        self.cancelled += other.cancelled;
+        self.failed += other.failed;
+        self.preemptions += other.preemptions;
+        self.cached_tokens += other.cached_tokens;
+        self.batched_prompts += other.batched_prompts;
+        self.evicted_pages += other.evicted_pages;
+        self.evicted_warm += other.evicted_warm;
+        self.layer_major_faults += other.layer_major_faults;
+        self.forward_faults += other.forward_faults;
+        self.seal_faults += other.seal_faults;
+        self.sample_faults += other.sample_faults;
+        self.copy_faults += other.copy_faults;
+    }
+}
+
+/// One engine, its requests, and the answers they must get.
+pub(super) struct Episode {
+    random: Random,
+    model: Arc<LoadedModel<HashBackend>>,
+    options: EngineOptions,
+    requests: Vec<Planned>,
+    /// Requests may begin alike or continue each other without any change of their answers.
+    may_share: bool,
+    /// About one in so many operations of the device fails; 0 for none.
+    faults: usize,
+}
+
+/// Loaded once: an episode is shorter than loading a model.
+fn model(context: usize) -> Arc<LoadedModel<HashBackend>> {
+    static MODEL: OnceLock<Arc<LoadedModel<HashBackend>>> = OnceLock::new();
+    Arc::clone(MODEL.get_or_init(|| tiny_model(context, Arc::new(HashBackend::default()))))
+}
+
+impl Episode {
+    pub(super) fn new(seed: u64) -> Episode {
+        let mut random = Random::new(seed);
+        let model = model(LONGEST);
+        let context = random.between(128, LONGEST);
+        let (mut options, may_share) = engine_options(&mut random, &model, context);
+        let requests = requests(&mut random, context, may_share);
+        let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
+        options.kv.memory = Some(memory(&model, &options, &requests, percent));
+        let faults = if random.one_in(2) { 0 } else { random.between(50, 2000) };
+        let mut episode = Episode { random, model, options, requests: Vec::new(), may_share, faults };
+        episode.requests = requests.into_iter().map(|request| episode.limited(request)).collect();
+        episode
+    }
+
+    pub(super) fn run(mut self) -> Totals {
+        let KvOptions { windows, memory, prefix_tree, tail, prefill, codec } = &self.options.kv;
+        // Shown with the output of a test that fails.
+        println!(
+            "context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
+             {tail:?}, {prefill:?}, {} requests, one fault in {}",
+            self.options.context,
+            self.options.prefill_chunk,
+            self.options.max_running,
+            codec.is_some(),
+            self.requests.len(),
+            self.faults,
+        );
+        let backend = Arc::clone(self.model.model().backend());
+        let mut client = Client::new(&self.model, &self.options);
+        let mut reference = Reference::new(&self.model, &self.options);
+        let faults_before = backend.fault_counts();
+        backend.inject_faults(self.random.bits(), self.faults);
+        let mut totals = Totals::default();
+        let mut ended: Vec<Ended> = Vec::new();
+        let (mut next, mut pause) = (0, 0);
+        while next < self.requests.len() || client.core.has_work() {
+            while next < self.requests.len() && pause == 0 {
+                let request = &self.requests[next];
+                client.submit(next as u64, &request.prompt, request.options.clone());
+                next += 1;
+                pause = self.requests.get(next).map_or(0, |request| request.pause);
+            }
+            pause = pause.saturating_sub(1);
+            if self.random.one_in(60) && next > 0 {
+                client.core.cancel(self.random.below(next) as u64);
+            }
+            if self.random.one_in(500) {
+                client.core.ledger_mut().flush();
+            }
+            client.core.turn();
+            if self.random.one_in(64) {
+                client.core.audit().expect("the books are right");
+            }
+            for answer in client.take_ended() {
+                self.go_on_after(&answer);
+                ended.push(answer);
+            }
+            totals.turns += 1;
+            assert!(totals.turns < 100_000, "no end in sight");
+        }
+        ended.append(&mut client.take_ended());
+        backend.inject_faults(0, 0);
+        self.check(ended, &mut reference, &mut totals);
+        check_nothing_is_held(&mut client.core);
+        assert_eq!(client.queued.load(Ordering::SeqCst), 0, "requests that wait");
+
+        let stats: EngineStats = client.core.stats();
+        let faults = backend.fault_counts();
+        totals.preemptions = stats.preemptions;
+        totals.cached_tokens = stats.cached_tokens;
+        totals.batched_prompts = stats.batched_prompts;
+        totals.evicted_pages = stats.cache.evicted_pages;
+        totals.evicted_warm = stats.cache.evicted_warm;
+        totals.layer_major_faults = faults.buffer - faults_before.buffer;
+        totals.forward_faults = faults.forward - faults_before.forward;
+        totals.seal_faults = faults.seal - faults_before.seal;
+        totals.sample_faults =
+            faults.sample + faults.sample_row - faults_before.sample - faults_before.sample_row;
+        totals.copy_faults = faults.copy - faults_before.copy;
+        totals
+    }
+
+    /// Sometimes the answer to a request is followed by the next turn of a conversation.
+    fn go_on_after(&mut self, ended: &Ended) {
+        let ((id, _), Ok(summary)) = ended else { return };
+        if self.may_share && self.requests.len() < MOST_REQUESTS && self.random.one_in(2) {
+            let context = self.options.context.unwrap_or(LONGEST);
+            let said = &self.requests[*id as usize];
+            let turn = next_turn(&mut self.random, context, said, &summary.tokens);
+            self.requests.extend(turn.map(|turn| self.limited(turn)));
+        }
+    }
+
+    /// A request with no more choices than may run at a time.
+    fn limited(&self, mut request: Planned) -> Planned {
+        request.options.n = request.options.n.min(self.options.max_running);
+        request
+    }
+
+    /// Every choice of every request has ended once, and as it must.
+    fn check(&self, ended: Vec<Ended>, reference: &mut Reference, totals: &mut Totals) {
+        let mut open: HashMap<(u64, usize), ()> = HashMap::new();
+        for (index, request) in self.requests.iter().enumerate() {
+            open.extend((0..request.options.n).map(|choice| ((index as u64, choice), ())));
+        }
+        for ((id, choice), outcome) in ended {
+            assert!(open.remove(&(id, choice)).is_some(), "request {id}, choice {choice} ended twice");
+            let request = &self.requests[id as usize];
+            let summary = match outcome {
+                Ok(summary) => summary,
+                Err(error) => {
+                    let text = error.to_string();
+                    let injected = text.contains("injected fault") || text.contains("finite");
+                    assert!(self.faults > 0 && injected, "request {id}: {text}");
+                    totals.failed += 1;
+                    continue;
+                }
+            };
+            let expected = reference.answer(id as usize, request, choice);
+            let what =
+                format!("request {id}, choice {choice}, {} prompt tokens: {summary:?}", request.prompt.len());
+            if summary.finish == FinishReason::Cancelled {
+                totals.cancelled += 1;
+                assert!(expected.tokens.starts_with(&summary.tokens), "{what}\n{:?}", expected.tokens);
+            } else {
+                totals.compared += 1;
+                assert_eq!(summary.tokens, expected.tokens, "{what}");
+                assert_eq!((summary.finish, &summary.text), (expected.finish, &expected.text), "{what}");
+                assert_eq!(summary.logprobs, expected.logprobs, "{what}");
+                assert_eq!(summary.prompt_logprobs, expected.prompt_logprobs, "{what}");
+            }
+        }
+        assert!(open.is_empty(), "these never ended: {:?}", open.keys());
+    }
+}
+
+fn check_nothing_is_held(core: &mut Core<HashBackend>) {
+    core.audit().expect("the books are right");
+    core.ledger_mut().flush();
+    core.audit().expect("the books are right");
+    let stats = core.stats();
+    let cache = stats.cache;
+    assert_eq!((stats.queued, stats.prefilling, stats.running), (0, 0, 0));
+    let used = (cache.exact.used(), cache.sealed.used(), cache.scratch.used(), cache.sequences);
+    assert_eq!(used, (0, 0, 0, 0), "{cache:?}");
+}
