@@ -10,6 +10,6 @@ mod hash_backend;
 mod random;
 mod tiny_model;
 
-pub use hash_backend::{FaultCounts, HashBackend, HashBuffer, HashCache, HashStep};
+pub use hash_backend::{FaultCounts, FaultRates, HashBackend, HashBuffer, HashCache, HashStep};
 pub use random::Random;
 pub use tiny_model::{tiny_model, tiny_model_with};

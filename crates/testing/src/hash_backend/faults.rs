@@ -15,6 +15,21 @@ pub(super) enum Fault {
     SampleRow,
 }
 
+/// How often operations fail, by kind: about one in so many; 0 for none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FaultRates {
+    /// Buffers for the hidden states of a prompt.
+    pub buffer: usize,
+    /// Steps, attention and logits.
+    pub forward: usize,
+    /// Copies of pages.
+    pub copy: usize,
+    /// Calls that seal pages.
+    pub seal: usize,
+    /// Calls that sample, and rows of them.
+    pub sample: usize,
+}
+
 /// How many operations have failed, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultCounts {
@@ -35,32 +50,33 @@ pub struct FaultCounts {
 #[derive(Debug)]
 pub(super) struct Faults {
     random: Random,
-    one_in: usize,
+    rates: FaultRates,
     pub(super) counts: FaultCounts,
 }
 
 impl Default for Faults {
     fn default() -> Faults {
-        Faults { random: Random::new(0), one_in: 0, counts: FaultCounts::default() }
+        Faults { random: Random::new(0), rates: FaultRates::default(), counts: FaultCounts::default() }
     }
 }
 
 impl Faults {
-    pub(super) fn inject(&mut self, seed: u64, one_in: usize) {
-        (self.random, self.one_in) = (Random::new(seed), one_in);
+    pub(super) fn inject(&mut self, seed: u64, rates: FaultRates) {
+        (self.random, self.rates) = (Random::new(seed), rates);
     }
 
-    /// Whether an operation fails that is `rarity` times as rare as a forward pass, and fails that much more often.
-    fn fails(&mut self, rarity: usize) -> bool {
-        self.one_in > 0 && self.random.one_in(self.one_in.div_ceil(rarity))
+    fn fails(&mut self, one_in: usize) -> bool {
+        one_in > 0 && self.random.one_in(one_in)
     }
 
     pub(super) fn check(&mut self, fault: Fault) -> Result<(), KernelError> {
-        let rarity = match fault {
-            Fault::Copy | Fault::Buffer => 16,
-            Fault::Forward | Fault::Sample | Fault::SampleRow => 1,
+        let one_in = match fault {
+            Fault::Buffer => self.rates.buffer,
+            Fault::Forward => self.rates.forward,
+            Fault::Copy => self.rates.copy,
+            Fault::Sample | Fault::SampleRow => self.rates.sample,
         };
-        if !self.fails(rarity) {
+        if !self.fails(one_in) {
             return Ok(());
         }
         let counts = &mut self.counts;
@@ -76,7 +92,7 @@ impl Faults {
 
     /// Sometimes one of `pages` pages cannot be sealed, and sometimes it is not said which.
     pub(super) fn check_seal(&mut self, pages: usize) -> Result<(), KernelError> {
-        if !self.fails(16) {
+        if !self.fails(self.rates.seal) {
             return Ok(());
         }
         self.counts.seal += 1;

@@ -23,8 +23,8 @@ use oscar_kernels::backend::{
 use oscar_kernels::{Backend, KernelError};
 
 pub use cache::HashCache;
-pub use faults::FaultCounts;
 use faults::{Fault, Faults};
+pub use faults::{FaultCounts, FaultRates};
 pub use step::HashStep;
 
 /// The device.
@@ -38,10 +38,9 @@ pub struct HashBackend {
 pub struct HashBuffer(Vec<u64>);
 
 impl HashBackend {
-    /// Lets about one in `one_in` forward passes and samplings fail from now on, at random, and of rarer operations as many
-    /// more; 0 for none.
-    pub fn inject_faults(&self, seed: u64, one_in: usize) {
-        self.faults().inject(seed, one_in);
+    /// Lets operations fail at random from now on.
+    pub fn inject_faults(&self, seed: u64, rates: FaultRates) {
+        self.faults().inject(seed, rates);
     }
 
     /// How many operations have failed, by kind.

@@ -60,10 +60,11 @@ impl Policy {
     }
 
     /// Takes the pages of a running answer, which will be computed again.
-    fn preempt(&mut self, mut running: Running) {
-        if let Some(append) = running.append.take() {
-            self.ledger.abandon_append(&mut running.sequence, append);
-        }
+    fn preempt(&mut self, running: Running) {
+        debug_assert!(
+            running.append.is_none(),
+            "pages are reserved for the oldest first and taken from the youngest"
+        );
         self.count_preemption(running.answer(), running.sequence.len());
         let (waiting, sequence) = running.into_waiting();
         self.wait(waiting);
@@ -163,10 +164,8 @@ impl Policy {
     }
 
     /// An answer is complete or was broken off: the tree gets what was computed.
-    pub(super) fn finish(&mut self, mut running: Running) {
-        if let Some(append) = running.append.take() {
-            self.ledger.abandon_append(&mut running.sequence, append);
-        }
+    pub(super) fn finish(&mut self, running: Running) {
+        debug_assert!(running.append.is_none(), "an answer ends between steps");
         let then = AfterPublication::End { first: running.answer(), choices: 1 };
         self.publish(running.sequence, true, then);
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use oscar_model::LoadedModel;
-use oscar_testing::{HashBackend, Random, tiny_model};
+use oscar_testing::{FaultRates, HashBackend, Random, tiny_model};
 
 use super::super::core::{Core, Submitted};
 use super::reference::Reference;
@@ -83,7 +83,7 @@ pub(super) struct Totals {
     batched_prompts: u64,
     evicted_pages: u64,
     evicted_warm: u64,
-    layer_major_faults: u64,
+    buffer_faults: u64,
     forward_faults: u64,
     seal_faults: u64,
     sample_faults: u64,
@@ -101,7 +101,7 @@ impl Totals {
             ("batched prompts", self.batched_prompts),
             ("evicted pages", self.evicted_pages),
             ("evicted warm copies", self.evicted_warm),
-            ("faults of buffers", self.layer_major_faults),
+            ("faults of buffers", self.buffer_faults),
             ("faults of forward passes", self.forward_faults),
             ("faults of seals", self.seal_faults),
             ("faults of sampling", self.sample_faults),
@@ -119,7 +119,7 @@ impl Totals {
         self.batched_prompts += other.batched_prompts;
         self.evicted_pages += other.evicted_pages;
         self.evicted_warm += other.evicted_warm;
-        self.layer_major_faults += other.layer_major_faults;
+        self.buffer_faults += other.buffer_faults;
         self.forward_faults += other.forward_faults;
         self.seal_faults += other.seal_faults;
         self.sample_faults += other.sample_faults;
@@ -135,8 +135,8 @@ pub(super) struct Episode {
     requests: Vec<Planned>,
     /// Requests may begin alike or continue each other without any change of their answers.
     may_share: bool,
-    /// About one in so many operations of the device fails; 0 for none.
-    faults: usize,
+    /// How often operations of the device fail.
+    faults: FaultRates,
 }
 
 /// Loaded once: an episode is shorter than loading a model.
@@ -154,7 +154,15 @@ impl Episode {
         let requests = requests(&mut random, context, may_share);
         let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
         options.kv.memory = Some(memory(&model, &options, &requests, percent));
-        let faults = if random.one_in(2) { 0 } else { random.between(50, 2000) };
+        let faults = match random.below(4) {
+            0 | 1 => FaultRates::default(),
+            2 => {
+                let (often, seldom) = (random.between(4, 60), random.between(60, 2000));
+                FaultRates { buffer: often, forward: seldom, copy: often, seal: often, sample: seldom }
+            }
+            // Of what fails at sealing, much must be computed again and nothing may be found in the tree.
+            _ => FaultRates { seal: random.between(2, 8), ..FaultRates::default() },
+        };
         let mut episode = Episode { random, model, options, requests: Vec::new(), may_share, faults };
         episode.requests = requests.into_iter().map(|request| episode.limited(request)).collect();
         episode
@@ -165,7 +173,7 @@ impl Episode {
         // Shown with the output of a test that fails.
         println!(
             "context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
-             {tail:?}, {prefill:?}, {} requests, one fault in {}",
+             {tail:?}, {prefill:?}, {} requests, {:?}",
             self.options.context,
             self.options.prefill_chunk,
             self.options.max_running,
@@ -207,7 +215,7 @@ impl Episode {
             assert!(totals.turns < 100_000, "no end in sight");
         }
         ended.append(&mut client.take_ended());
-        backend.inject_faults(0, 0);
+        backend.inject_faults(0, FaultRates::default());
         self.check(ended, &mut reference, &mut totals);
         check_nothing_is_held(&mut client.core);
         assert_eq!(client.queued.load(Ordering::SeqCst), 0, "requests that wait");
@@ -219,7 +227,7 @@ impl Episode {
         totals.batched_prompts = stats.batched_prompts;
         totals.evicted_pages = stats.cache.evicted_pages;
         totals.evicted_warm = stats.cache.evicted_warm;
-        totals.layer_major_faults = faults.buffer - faults_before.buffer;
+        totals.buffer_faults = faults.buffer - faults_before.buffer;
         totals.forward_faults = faults.forward - faults_before.forward;
         totals.seal_faults = faults.seal - faults_before.seal;
         totals.sample_faults =
@@ -259,7 +267,7 @@ impl Episode {
                 Err(error) => {
                     let text = error.to_string();
                     let injected = text.contains("injected fault") || text.contains("finite");
-                    assert!(self.faults > 0 && injected, "request {id}: {text}");
+                    assert!(self.faults != FaultRates::default() && injected, "request {id}: {text}");
                     totals.failed += 1;
                     continue;
                 }
