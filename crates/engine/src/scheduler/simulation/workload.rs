@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{PAGE_TOKENS, PageCodec, PageFormat, PageWindows};
+use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
 use oscar_kv::{PageNeed, TailPolicy};
 use oscar_model::LoadedModel;
 use oscar_testing::{HashBackend, Random};
@@ -126,7 +126,7 @@ pub(super) fn memory(
     percent: usize,
 ) -> usize {
     let geometry = model.config().kv_geometry();
-    let exact = geometry.page_bytes(PageFormat::Bf16);
+    let exact = geometry.page_bytes(geometry.bf16());
     let sealed = options.kv.codec.as_ref().map_or(0, |codec| codec.page_bytes());
     let pages = |tokens: usize| match sealed {
         0 => (tokens.div_ceil(PAGE_TOKENS), 0),
