@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use super::results::{Results, Row};
 use super::sections::{KINDS, section};
-use super::svg::{STYLE, escape};
 use super::table::text;
 
 const PAGE_STYLE: &str = "\
 :root{color-scheme:light dark;--paper:#ffffff;--ink:#1c2430;--faint:#5d6878;--rule:#d9dee6;--band:#f4f6f9}\
-@media (prefers-color-scheme:dark){:root{--paper:#12161d;--ink:#e6eaf0;--faint:#9aa6b5;--rule:#313a47;--band:#1a202a}}\
+@media (prefers-color-scheme:dark){:root{--paper:#12161d;--ink:#e6eaf0;--faint:#9aa6b5;--rule:#313a47;--band:#1a202a}\
+figure svg{filter:invert(.93) hue-rotate(180deg)}}\
 *{box-sizing:border-box}body{margin:0 auto;max-width:1080px;padding:16px;background:var(--paper);color:var(--ink);\
 font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}\
 h1{font-size:24px;margin:8px 0}h2{font-size:20px;margin:36px 0 4px;border-top:1px solid var(--rule);padding-top:20px}\
@@ -17,11 +17,27 @@ h3{font-size:16px;margin:20px 0 8px;overflow-wrap:anywhere}p{margin:4px 0}.faint
 nav a{margin-right:14px;color:inherit}ul{margin:4px 0;padding-left:20px}li{overflow-wrap:anywhere}\
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:16px;margin:12px 0}\
 figure{margin:0;padding:8px;border:1px solid var(--rule);border-radius:8px;min-width:0}\
-svg.chart{display:block;width:100%;max-width:520px;height:auto;margin:0 auto}\
+figure svg{display:block;width:100%;max-width:520px;height:auto;margin:0 auto}\
 .wide{overflow-x:auto;margin:12px 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}\
 th,td{padding:4px 10px;text-align:left;border-bottom:1px solid var(--rule);white-space:nowrap}\
 th{background:var(--band);font-weight:600}.number{text-align:right}tbody tr:hover{background:var(--band)}\
 summary{cursor:pointer;margin:12px 0;color:var(--faint)}";
+
+/// A text without line breaks and without control characters, which XML forbids.
+pub(super) fn printable(text: &str) -> String {
+    let shown = |letter: char| match letter {
+        '\n' | '\t' | '\r' => ' ',
+        control if control.is_control() || matches!(control, '\u{fffe}' | '\u{ffff}') => '\u{fffd}',
+        plain => plain,
+    };
+    text.chars().map(shown).collect()
+}
+
+/// Text that is safe between tags and inside quotes.
+pub(super) fn escape(text: &str) -> String {
+    let text = printable(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    text.replace('"', "&quot;").replace('\'', "&#39;")
+}
 
 /// The page of all files.
 pub fn page(title: &str, files: &[Results]) -> String {
@@ -43,7 +59,7 @@ pub fn page(title: &str, files: &[Results]) -> String {
     let mut out = format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <title>{title}</title><style>{PAGE_STYLE}{STYLE}</style></head><body><h1>{title}</h1>",
+         <title>{title}</title><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>",
         title = escape(title)
     );
     out += "<ul class=\"faint\">";
@@ -154,6 +170,16 @@ mod tests {
     }
 
     #[test]
+    fn text_cannot_leave_its_place() {
+        assert_eq!(
+            escape("<script>\"a\" & 'b'</script>"),
+            "&lt;script&gt;&quot;a&quot; &amp; &#39;b&#39;&lt;/script&gt;"
+        );
+        assert_eq!(escape("a\nb\u{1b}[0m\u{0}"), "a b\u{fffd}[0m\u{fffd}");
+        assert_eq!(escape("schön 日本"), "schön 日本");
+    }
+
+    #[test]
     fn a_page_is_whole_and_needs_nothing_else() {
         let html = page("Results & more", &[every_kind()]);
         assert_eq!(unbalanced(&html), None);
@@ -174,7 +200,8 @@ mod tests {
             "int2: multi-key, 8 keys",
             "math500",
             "KL by setting",
-            "encode, avx512: 400",
+            "encode, avx512\n",
+            "\n400\n",
         ] {
             assert!(html.contains(part), "{part}");
         }
@@ -206,7 +233,10 @@ mod tests {
             {"kind": "kl", "kv": "int2", "kl": 1.2, "sink": 0, "recent": 0},
         ]);
         let html = page("t", &[results(rows)]);
-        assert!(html.contains("int2, sink 64, recent 256: 0.2"), "{html}");
+        assert!(
+            html.contains("int2, sink 64, recent 256\n") && html.contains("int2, sink 0, recent 0\n"),
+            "{html}"
+        );
     }
 
     #[test]
@@ -216,7 +246,7 @@ mod tests {
             {"kind": "niah", "kv": "a", "length": 4096, "depth": 50, "score": 0.0, "prompts": 1},
         ]);
         let html = page("t", &[results(rows)]);
-        assert!(html.contains("depth, % 50: 75 %"), "{html}");
+        assert!(html.contains(">\n75\n<"), "{html}");
     }
 
     #[test]

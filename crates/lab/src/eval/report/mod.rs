@@ -1,12 +1,12 @@
-//! Results as one self-contained HTML page, with charts drawn here.
+//! Results as one self-contained HTML page with charts.
 
+pub mod charts;
 mod html;
 mod results;
 mod sections;
-pub mod svg;
 mod table;
 
+pub use charts::{HeatMap, heat_map_svg};
 pub use html::page;
 pub use results::{ReportError, Results, Row};
 pub use sections::needle_maps;
-pub use svg::{HeatMap, heat_map_svg};

@@ -2,8 +2,8 @@
 
 use serde_json::json;
 
+use super::charts::{Bar, BarChart, HeatMap, LineChart, Series, short};
 use super::results::Row;
-use super::svg::{Bar, BarChart, HeatMap, LineChart, Series, short};
 use super::table::{number, table, text};
 
 /// Kinds in the order of the page, with their headings. Others follow under their own name.

@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
+use super::html::escape;
 use super::results::Row;
-use super::svg::escape;
 
 /// Tables longer than this begin closed.
 const LONG: usize = 24;
