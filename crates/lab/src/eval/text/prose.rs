@@ -5,10 +5,7 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 
 use super::random::Random;
-use super::words::{
-    ADJECTIVES, DEEDS, LINKS, MANNERS, MATTERS, MOTIONS, NAMES, OPENINGS, PLACES, ROLES, SAYINGS, SENTENCES,
-    SIGNS, THINGS, TIMES,
-};
+use super::words::words;
 
 /// An endless stream of different paragraphs.
 #[derive(Clone, Debug)]
@@ -25,22 +22,24 @@ impl Prose {
 
     fn paragraph(&mut self) -> String {
         let random = &mut self.random;
-        let hero = *random.choose(NAMES);
-        let friend = different(random, NAMES, hero);
-        let (place, thing) = (*random.choose(PLACES), *random.choose(THINGS));
+        let hero = *random.choose(words("name"));
+        let friend = different(random, "name", hero);
+        let (place, thing) = (*random.choose(words("place")), *random.choose(words("thing")));
         let cast = Cast { hero, friend, place, thing };
-        let mut text = sentence(OPENINGS[random.below(OPENINGS.len())], &cast, random);
+        let opening = *random.choose(words("opening"));
+        let mut text = sentence(opening, &cast, random);
+        let patterns = words("sentence");
         let mut used = Vec::new();
         for _ in 0..3 + random.below(5) {
             let pattern = loop {
-                let pattern = random.below(SENTENCES.len());
+                let pattern = random.below(patterns.len());
                 if !used.contains(&pattern) {
                     break pattern;
                 }
             };
             used.push(pattern);
             text.push(' ');
-            text.push_str(&sentence(SENTENCES[pattern], &cast, random));
+            text.push_str(&sentence(patterns[pattern], &cast, random));
         }
         text
     }
@@ -116,31 +115,24 @@ fn sentence(pattern: &str, cast: &Cast<'_>, random: &mut Random) -> String {
 }
 
 fn fill<'a>(slot: &str, cast: &Cast<'a>, random: &mut Random) -> &'a str {
-    let words = match slot {
-        "hero" => return cast.hero,
-        "friend" => return cast.friend,
-        "place" => return cast.place,
-        "thing" => return cast.thing,
-        "other" => return different(random, THINGS, cast.thing),
-        "elsewhere" => return different(random, PLACES, cast.place),
-        "role" => ROLES,
-        "adjective" => ADJECTIVES,
-        "deed" => DEEDS,
-        "motion" => MOTIONS,
-        "manner" => MANNERS,
-        "when" => TIMES,
-        "matter" => MATTERS,
-        "sign" => SIGNS,
-        "saying" => SAYINGS,
-        "link" => LINKS,
-        other => unreachable!("no slot is called {other}"),
-    };
-    words[random.below(words.len())]
+    match slot {
+        "hero" => cast.hero,
+        "friend" => cast.friend,
+        "place" => cast.place,
+        "thing" => cast.thing,
+        "other" => different(random, "thing", cast.thing),
+        "elsewhere" => different(random, "place", cast.place),
+        list => {
+            let words = words(list);
+            words[random.below(words.len())]
+        }
+    }
 }
 
-fn different(random: &mut Random, words: &'static [&'static str], not: &str) -> &'static str {
+/// A word of a list other than `not`.
+fn different(random: &mut Random, list: &str, not: &str) -> &'static str {
     loop {
-        let word = *random.choose(words);
+        let word = *random.choose(words(list));
         if word != not {
             return word;
         }
@@ -149,11 +141,26 @@ fn different(random: &mut Random, words: &'static [&'static str], not: &str) -> 
 
 #[cfg(test)]
 mod tests {
+    use sha2::{Digest, Sha256};
+
     use super::*;
 
     #[test]
     fn mean_keys_are_estimated_on_this_text() {
         assert_eq!(prose(1, 8 * oscar_rotations::means::MEAN_TOKENS), oscar_rotations::means::PROSE);
+    }
+
+    #[test]
+    fn the_text_of_a_seed_never_changes() {
+        // Measurements of years ago can be repeated only on the same text.
+        for (seed, bytes, expected) in [
+            (0, 300_000, "2b27dc9430fd977ab12238574c7fe58c31b552903974e80630333864220bb760"),
+            (5, 1_000_000, "2466f949efec9539838f0d5c248d46a7263301aeceff65f047be6fa647a4fb7a"),
+        ] {
+            let hash = Sha256::digest(prose(seed, bytes));
+            let text: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(text, expected, "seed {seed}");
+        }
     }
 
     #[test]
@@ -204,7 +211,8 @@ mod tests {
     #[test]
     fn the_vocabulary_is_used() {
         let text = prose(3, 500_000);
-        for words in [NAMES, ROLES, PLACES, THINGS, ADJECTIVES, DEEDS, MOTIONS, MATTERS] {
+        for list in ["name", "role", "place", "thing", "adjective", "deed", "motion", "matter"] {
+            let words = words(list);
             assert_eq!(words.iter().collect::<HashSet<_>>().len(), words.len(), "a word is listed twice");
             assert!(words.iter().all(|word| text.contains(word)));
         }
