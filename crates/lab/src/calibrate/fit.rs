@@ -1,9 +1,9 @@
 //! From moments to rotations: eigenvectors, then the composition with Hadamard and permutation.
 
-use faer::{MatRef, Side};
 use oscar_codec::{Composition, SquareMatrix};
 
 use super::CalibrateError;
+use super::eigen::{Eigen, symmetric_eigen};
 
 /// Eigenvalues, ascending, and eigenvectors as columns in the same order.
 #[derive(Clone, Debug)]
@@ -20,23 +20,15 @@ pub fn spectrum(matrix: &SquareMatrix) -> Result<Spectrum, CalibrateError> {
     if let Some(index) = matrix.values().iter().position(|value| !value.is_finite()) {
         return Err(CalibrateError::Moment { row: index / dim, column: index % dim });
     }
-    let view = MatRef::from_row_major_slice(matrix.values(), dim, dim);
-    let eigen = view.self_adjoint_eigen(Side::Lower).map_err(|_| CalibrateError::Eigenvectors)?;
-    let values: Vec<f64> = (0..dim).map(|i| eigen.S().column_vector()[i]).collect();
-    let mut order: Vec<usize> = (0..dim).collect();
-    order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
-    let mut vectors = vec![0.0; dim * dim];
-    for (column, &from) in order.iter().enumerate() {
-        let vector: Vec<f64> = (0..dim).map(|row| eigen.U()[(row, from)]).collect();
+    let Eigen { values, mut vectors } =
+        symmetric_eigen(matrix.values(), dim).ok_or(CalibrateError::Eigenvectors)?;
+    for vector in &mut vectors {
         let largest = vector.iter().copied().fold(0.0, |a: f64, b| if b.abs() > a.abs() { b } else { a });
-        let sign = if largest < 0.0 { -1.0 } else { 1.0 };
-        for row in 0..dim {
-            vectors[row * dim + column] = sign * vector[row];
+        if largest < 0.0 {
+            vector.iter_mut().for_each(|component| *component = -*component);
         }
     }
-    let values = order.iter().map(|&from| values[from]).collect();
-    let vectors = SquareMatrix::new(dim, vectors).expect("dim · dim values");
-    Ok(Spectrum { values, vectors })
+    Ok(Spectrum { values, vectors: SquareMatrix::from_fn(dim, |row, column| vectors[column][row]) })
 }
 
 /// The rotation for a target: its eigenbasis in a composition, and the eigenvalues.

@@ -5,13 +5,15 @@
 //! | [`corpus`], [`sample`] | the text: the user's, or drawn from the model |
 //! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
 //! | [`moments`] | their second moments in f64 |
-//! | [`fit`] | eigenvectors and compositions |
+//! | `eigen` | eigenvectors of a symmetric matrix |
+//! | [`fit`] | rotations out of them: signs and compositions |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
 //! | [`checkpoint`] | going on after an interruption |
 //! | [`run`] | all of it |
 
 pub mod checkpoint;
 pub mod corpus;
+mod eigen;
 pub mod fit;
 pub mod moments;
 pub mod observe;

@@ -3,8 +3,8 @@
 //! One set per KV head; query heads are added to the head they read from. Nothing but the sums is kept, so their
 //! size does not depend on how much text is seen.
 
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
+use ndarray::linalg::general_mat_mul;
+use ndarray::{ArrayView2, ArrayViewMut2, s};
 use oscar_codec::SquareMatrix;
 
 /// Positions before this one stay in bf16 in every cache (the sink), so means and plain moments leave them out.
@@ -13,10 +13,14 @@ const SINK: usize = 64;
 /// Rows converted to `f64` at a time.
 const BLOCK_ROWS: usize = 256;
 
+/// Rows of a sum that are computed together, up to the diagonal: the sum is symmetric.
+const STRIP: usize = 32;
+
 /// Σ xᵀx over rows.
 #[derive(Clone, Debug)]
 pub struct Gram {
     dim: usize,
+    /// Complete on and below the diagonal only.
     sum: Vec<f64>,
     rows: usize,
 }
@@ -34,9 +38,13 @@ impl Gram {
             if block.is_empty() {
                 return;
             }
-            let rows = MatRef::from_row_major_slice(block, block.len() / dim, dim);
-            let sum = MatMut::from_row_major_slice_mut(sum, dim, dim);
-            matmul(sum, Accum::Add, rows.transpose(), rows, 1.0, Par::Seq);
+            let rows = ArrayView2::from_shape((block.len() / dim, dim), block).expect("whole rows");
+            let mut sum = ArrayViewMut2::from_shape((dim, dim), sum).expect("dim · dim values");
+            for begin in (0..dim).step_by(STRIP) {
+                let end = dim.min(begin + STRIP);
+                let (strip, left) = (rows.slice(s![.., begin..end]), rows.slice(s![.., ..end]));
+                general_mat_mul(1.0, &strip.t(), &left, 1.0, &mut sum.slice_mut(s![begin..end, ..end]));
+            }
             block.clear();
         };
         for (row, weight) in rows {
@@ -54,13 +62,7 @@ impl Gram {
     /// The mean over rows, exactly symmetric.
     pub fn mean(&self) -> SquareMatrix {
         let (dim, count) = (self.dim, self.rows.max(1) as f64);
-        let values = (0..dim * dim)
-            .map(|index| {
-                let (i, j) = (index / dim, index % dim);
-                (self.sum[i * dim + j] + self.sum[j * dim + i]) / (2.0 * count)
-            })
-            .collect();
-        SquareMatrix::new(dim, values).expect("dim · dim values")
+        SquareMatrix::from_fn(dim, |i, j| self.sum[i.max(j) * dim + i.min(j)] / count)
     }
 }
 

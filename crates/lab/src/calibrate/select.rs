@@ -6,8 +6,8 @@
 //!
 //! Everything happens in rotated coordinates, where scores and outputs are the same and nothing has to be undone.
 
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
+use ndarray::linalg::general_mat_mul;
+use ndarray::{Array2, ArrayView2};
 use oscar_codec::{
     CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, Side,
     SquareMatrix, Windows,
@@ -114,7 +114,10 @@ impl<'a> Trial<'a> {
             value_transform,
             keys: rotated(isa, key_transform, held_out.keys)?,
             values: rotated(isa, value_transform, held_out.values)?,
-            queries: product(&all, held_out.queries.len(), dim, key_transform.rotation(), dim, false),
+            queries: product(
+                matrix(&all, held_out.queries.len(), dim),
+                matrix(key_transform.rotation(), dim, dim),
+            ),
             metrics: metrics.map(|metric| rotated_metric(metric, value_transform)).collect(),
             logits: Vec::new(),
             weights: Vec::new(),
@@ -175,8 +178,8 @@ impl<'a> Trial<'a> {
     }
 
     fn logits_with(&self, keys: &[f32]) -> Vec<f32> {
-        let mut logits =
-            product(&self.queries, self.held_out.queries.len(), self.dim, keys, self.tokens, true);
+        let queries = matrix(&self.queries, self.held_out.queries.len(), self.dim);
+        let mut logits = product(queries, matrix(keys, self.tokens, self.dim).t());
         logits.iter_mut().for_each(|logit| *logit *= self.held_out.scale);
         logits
     }
@@ -216,7 +219,8 @@ impl<'a> Trial<'a> {
     }
 
     fn outputs(&self, weights: &[f32], values: &[f32]) -> Vec<f32> {
-        product(weights, self.held_out.queries.len(), self.tokens, values, self.dim, false)
+        let weights = matrix(weights, self.held_out.queries.len(), self.tokens);
+        product(weights, matrix(values, self.tokens, self.dim))
     }
 
     /// Outputs with encoded values for history and exact ones for the windows.
@@ -295,39 +299,24 @@ fn encoded(
     Ok(out)
 }
 
-/// `left [rows][inner] · right`, where `right` is `[inner][cols]`, or `[cols][inner]` when transposed.
-fn product(
-    left: &[f32],
-    rows: usize,
-    inner: usize,
-    right: &[f32],
-    cols: usize,
-    transposed: bool,
-) -> Vec<f32> {
-    let mut out = vec![0.0; rows * cols];
-    let left = MatRef::from_row_major_slice(left, rows, inner);
-    let right = if transposed {
-        MatRef::from_row_major_slice(right, cols, inner).transpose()
-    } else {
-        MatRef::from_row_major_slice(right, inner, cols)
-    };
-    let target = MatMut::from_row_major_slice_mut(&mut out, rows, cols);
-    matmul(target, Accum::Replace, left, right, 1.0f32, Par::Seq);
-    out
+/// `values` as `[rows][cols]`.
+fn matrix(values: &[f32], rows: usize, cols: usize) -> ArrayView2<'_, f32> {
+    ArrayView2::from_shape((rows, cols), values).expect("rows · cols values")
+}
+
+/// `left · right`, row by row.
+fn product(left: ArrayView2<'_, f32>, right: ArrayView2<'_, f32>) -> Vec<f32> {
+    let mut out = Array2::zeros((left.nrows(), right.ncols()));
+    general_mat_mul(1.0, &left, &right, 0.0, &mut out);
+    out.into_raw_vec_and_offset().0
 }
 
 /// A metric of outputs in the coordinates of rotated values.
 fn rotated_metric(metric: &SquareMatrix, transform: &HeadTransform) -> Vec<f32> {
     let dim = transform.dim();
-    let rotation = transform.rotation();
-    let inner = product(&metric.to_f32(), dim, dim, rotation, dim, false);
-    let mut transposed = vec![0.0; dim * dim];
-    for i in 0..dim {
-        for j in 0..dim {
-            transposed[j * dim + i] = rotation[i * dim + j];
-        }
-    }
-    product(&transposed, dim, dim, &inner, dim, false)
+    let rotation = matrix(transform.rotation(), dim, dim);
+    let inner = product(matrix(&metric.to_f32(), dim, dim), rotation);
+    product(rotation.t(), matrix(&inner, dim, dim))
 }
 
 #[cfg(test)]
