@@ -30,11 +30,11 @@ pub struct Budget {
     /// Pages at both ends of a sequence that stay in bf16.
     pub windows: PageWindows,
     /// bf16 pages.
-    pub exact: Share,
+    pub exact: PoolBudget,
     /// Sealed pages.
-    pub sealed: Share,
+    pub sealed: PoolBudget,
     /// bf16 pages of one layer, for prompts on their way to sealed pages.
-    pub scratch: Share,
+    pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
     pub hidden_bytes: usize,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
@@ -45,14 +45,14 @@ pub struct Budget {
 
 /// One pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct PoolBudget {
     /// Pages that can be used.
     pub pages: usize,
     /// Bytes of one.
     pub page_bytes: usize,
 }
 
-impl Share {
+impl PoolBudget {
     /// Bytes of the pool, with the dummy that padded rows name.
     pub fn bytes(&self) -> usize {
         if self.page_bytes == 0 { 0 } else { (self.pages + 1).saturating_mul(self.page_bytes) }
@@ -113,9 +113,9 @@ impl Budget {
             wanted_context: context,
             kv: kv.codec.as_ref().map_or("bf16".to_owned(), |codec| codec.name().to_owned()),
             windows: kv.windows,
-            exact: Share { pages: 0, page_bytes: exact_bytes },
-            sealed: Share::default(),
-            scratch: Share::default(),
+            exact: PoolBudget { pages: 0, page_bytes: exact_bytes },
+            sealed: PoolBudget::default(),
+            scratch: PoolBudget::default(),
             hidden_bytes: 0,
             bits_per_element: 0.0,
             elements_per_token: 2 * layers * kv_heads * head_dim,
@@ -123,7 +123,7 @@ impl Budget {
         let least = PageNeed::of(context, kv.windows, kv.codec.is_some(), kv.prefix_tree);
         if let Some(codec) = &kv.codec {
             budget.sealed.page_bytes = codec.page_bytes();
-            budget.scratch = Share { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
+            budget.scratch = PoolBudget { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
             if context > options.prefill_chunk {
                 // A row of hidden states and its rotary angles, in f32.
                 budget.hidden_bytes =
@@ -184,7 +184,7 @@ impl Budget {
     /// Tokens of sequences that fill the context for which there are pages of both kinds at the same time.
     pub fn capacity_tokens(&self) -> usize {
         let (exact, sealed) = self.pages_at(self.context);
-        let share = |pool: &Share, pages: usize| match pages {
+        let share = |pool: &PoolBudget, pages: usize| match pages {
             0 => usize::MAX,
             _ => (self.context as u128 * pool.pages as u128 / pages as u128) as usize,
         };

@@ -14,7 +14,7 @@ use crate::budget::Budget;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
-use crate::scheduler::{Command, Core, Shared, Submitted, Worker, follower_channel};
+use crate::scheduler::{Command, Core, Shared, Submitted, Worker, cache_event_channel};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
 use crate::settings::EngineOptions;
 
@@ -102,12 +102,12 @@ impl<B: Backend> Engine<B> {
     }
 
     /// What changes in the prefix tree from now on, in order, beginning with what is there. Whoever takes it too slowly
-    /// is told everything anew, beginning with [`CacheEvent::Cleared`]; the engine never waits. There is one follower
-    /// at a time.
-    pub fn watch_cache(&self) -> mpsc::Receiver<Vec<CacheEvent>> {
-        let (sender, events) = follower_channel();
+    /// is told everything anew, beginning with [`CacheEvent::Cleared`]; the engine never waits. There is one
+    /// subscriber at a time.
+    pub fn cache_events(&self) -> mpsc::Receiver<Vec<CacheEvent>> {
+        let (sender, events) = cache_event_channel();
         // An engine that has stopped tells nothing: the other end is dropped with the command.
-        let _ = self.send(Command::Follow(sender));
+        let _ = self.send(Command::Subscribe(sender));
         events
     }
 
@@ -171,8 +171,8 @@ impl Control for Shared {
 impl<B: Backend> Serve for Engine<B> {
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
         let at = Instant::now();
-        request.validate(&self.limits)?;
-        self.queue()?;
+        let admissible = request.validate(&self.limits).and_then(|()| self.queue());
+        admissible.inspect_err(|error| tracing::debug!(%error, "a request is refused"))?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         let sink = SharedSink::new(sink);
         self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })))?;

@@ -8,6 +8,7 @@ use oscar_model::text::TextError;
 
 /// Why a request failed, or why an engine could not start.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 #[allow(missing_docs)]
 pub enum EngineError {
     #[error("the prompt is empty")]

@@ -41,7 +41,7 @@ mod serve;
 mod settings;
 mod stop;
 
-pub use budget::{Budget, Share};
+pub use budget::{Budget, PoolBudget};
 pub use draw::draw;
 pub use engine::Engine;
 pub use error::EngineError;

@@ -196,7 +196,7 @@ impl ServeArguments {
             }
             options.kv_events = Some(publisher.address().clone());
             let _context = runtime.enter();
-            publisher.start(engine.watch_cache()).map_err(|error| Failure::new(error.to_string()))?;
+            publisher.start(engine.cache_events()).map_err(|error| Failure::new(error.to_string()))?;
         }
         let events = options.kv_events.clone();
         let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, options);

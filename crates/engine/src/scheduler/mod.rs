@@ -8,15 +8,15 @@
 //! | `answers` | the text, the sampling state and the listeners of every request |
 //! | `core` | the loop of plan, execution and report, without a thread |
 //! | `worker` | the engine's thread: commands in, events and statistics out |
-//! | `follower` | tells one listener what changes in the prefix tree |
+//! | `cache_events` | tells one subscriber what changes in the prefix tree |
 //!
 //! Each turn takes every running answer one token further in one batch and then does a bounded amount of prompt work. So a
 //! long prompt never delays answers for longer than one chunk, and answers never delay a prompt for longer than one step.
 
 mod answers;
+mod cache_events;
 mod core;
 mod executor;
-mod follower;
 mod plan;
 mod policy;
 mod segment;
@@ -24,6 +24,6 @@ mod segment;
 mod simulation;
 mod worker;
 
+pub(crate) use cache_events::channel as cache_event_channel;
 pub(crate) use core::{Core, Submitted};
-pub(crate) use follower::channel as follower_channel;
 pub(crate) use worker::{Command, Shared, Worker};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use oscar_kernels::Backend;
 use oscar_kv::CacheEvent;
 
+use super::cache_events::{RETRY_INTERVAL, Subscriber};
 use super::core::{Core, Submitted};
-use super::follower::{Follower, RETRY_INTERVAL};
 use crate::serve::EngineStats;
 
 /// How often a busy engine makes its statistics known.
@@ -24,7 +24,7 @@ pub(crate) enum Command {
     /// Statistics as of now.
     Report(Sender<EngineStats>),
     /// Tell what changes in the prefix tree.
-    Follow(SyncSender<Vec<CacheEvent>>),
+    Subscribe(SyncSender<Vec<CacheEvent>>),
     Stop,
 }
 
@@ -53,19 +53,19 @@ pub(crate) struct Worker<B: Backend> {
     shared: Arc<Shared>,
     stats_sent: Instant,
     /// Who is told what changes in the prefix tree.
-    follower: Option<Follower>,
+    subscriber: Option<Subscriber>,
 }
 
 impl<B: Backend> Worker<B> {
     pub(crate) fn new(core: Core<B>, commands: Receiver<Command>, shared: Arc<Shared>) -> Worker<B> {
-        Worker { core, commands, shared, stats_sent: Instant::now(), follower: None }
+        Worker { core, commands, shared, stats_sent: Instant::now(), subscriber: None }
     }
 
     /// Serves until it is told to stop.
     pub(crate) fn run(mut self) {
         while self.take_commands() {
             self.core.turn();
-            self.tell_follower();
+            self.send_cache_events();
             if self.stats_sent.elapsed() >= STATS_INTERVAL {
                 self.send_stats();
             }
@@ -84,7 +84,7 @@ impl<B: Backend> Worker<B> {
                         return false;
                     }
                 }
-                // Nothing to do but to let a follower catch up.
+                // Nothing to do but to let a subscriber catch up.
                 Err(RecvTimeoutError::Timeout) => return true,
                 Err(RecvTimeoutError::Disconnected) => return false,
             }
@@ -97,9 +97,9 @@ impl<B: Backend> Worker<B> {
         true
     }
 
-    /// Waits for a command; not for ever if a follower has to be told something.
+    /// Waits for a command; not for ever if a subscriber has to be told something.
     fn wait_for_command(&self) -> Result<Command, RecvTimeoutError> {
-        if self.follower.as_ref().is_some_and(Follower::is_behind) {
+        if self.subscriber.as_ref().is_some_and(Subscriber::is_behind) {
             return self.commands.recv_timeout(RETRY_INTERVAL);
         }
         self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -111,21 +111,21 @@ impl<B: Backend> Worker<B> {
             Command::Cancel(id) => self.core.cancel(id),
             Command::Flush(done) => {
                 self.core.ledger_mut().flush();
-                self.tell_follower();
+                self.send_cache_events();
                 let _ = done.send(());
             }
             Command::Report(reply) => {
                 let _ = reply.send(self.core.stats());
             }
-            Command::Follow(sender) => self.follower = Follower::start(sender, self.core.ledger_mut()),
+            Command::Subscribe(sender) => self.subscriber = Subscriber::start(sender, self.core.ledger_mut()),
             Command::Stop => return false,
         }
         true
     }
 
-    fn tell_follower(&mut self) {
-        let follower = self.follower.take();
-        self.follower = follower.and_then(|follower| follower.tell_changes(self.core.ledger_mut()));
+    fn send_cache_events(&mut self) {
+        let subscriber = self.subscriber.take();
+        self.subscriber = subscriber.and_then(|subscriber| subscriber.tell_changes(self.core.ledger_mut()));
     }
 
     fn send_stats(&mut self) {

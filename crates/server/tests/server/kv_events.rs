@@ -130,7 +130,7 @@ async fn house(topic: &str) -> (House<TinyEngine>, KvEventAddress) {
     let address = publisher.address().clone();
     let options = ServerOptions { kv_events: Some(address.clone()), ..ServerOptions::default() };
     let house = tiny_with(2048, EngineOptions::default(), options);
-    publisher.start(house.engine.watch_cache()).unwrap();
+    publisher.start(house.engine.cache_events()).unwrap();
     (house, address)
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use oscar_model::LoadedModel;
@@ -139,24 +139,24 @@ pub(super) struct Episode {
     faults: FaultRates,
 }
 
-/// Loaded once: an episode is shorter than loading a model.
-fn model(context: usize) -> Arc<LoadedModel<HashBackend>> {
-    static MODEL: OnceLock<Arc<LoadedModel<HashBackend>>> = OnceLock::new();
-    Arc::clone(MODEL.get_or_init(|| tiny_model(context, Arc::new(HashBackend::default()))))
+thread_local! {
+    /// Loaded once, because that takes longer than an episode; by each test, because they do not fail together.
+    static MODEL: Arc<LoadedModel<HashBackend>> = tiny_model(LONGEST, Arc::new(HashBackend::default()));
 }
 
 impl Episode {
     pub(super) fn new(seed: u64) -> Episode {
         let mut random = Random::new(seed);
-        let model = model(LONGEST);
+        let model = MODEL.with(Arc::clone);
         let context = random.between(128, LONGEST);
         let (mut options, may_share) = engine_options(&mut random, &model, context);
         let requests = requests(&mut random, context, may_share);
         let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
         options.kv.memory = Some(memory(&model, &options, &requests, percent));
-        let faults = match random.below(4) {
-            0 | 1 => FaultRates::default(),
-            2 => {
+        let faults = match random.below(6) {
+            0..3 => FaultRates::default(),
+            3 => FaultRates { forward: random.between(8, 60), ..FaultRates::default() },
+            4 => {
                 let (often, seldom) = (random.between(4, 60), random.between(60, 2000));
                 FaultRates { buffer: often, forward: seldom, copy: often, seal: often, sample: seldom }
             }
@@ -170,7 +170,7 @@ impl Episode {
 
     pub(super) fn run(mut self) -> Totals {
         let KvOptions { windows, memory, prefix_tree, tail, prefill, codec } = &self.options.kv;
-        // Shown with the output of a test that fails.
+        // Shown when a test fails.
         println!(
             "context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
              {tail:?}, {prefill:?}, {} requests, {:?}",

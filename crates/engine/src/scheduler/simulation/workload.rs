@@ -57,6 +57,8 @@ pub(super) fn engine_options(
 pub(super) fn requests(random: &mut Random, context: usize, may_share: bool) -> Vec<Planned> {
     let mut requests: Vec<Planned> = Vec::new();
     let common: Vec<u32> = (0..LONGEST).map(|_| token(random)).collect();
+    // Short prompts that arrive together are computed together.
+    let burst = random.one_in(3);
     for index in 0..random.between(4, 40) {
         let mut prompt = match random.below(4) {
             0 if may_share => common[..random.between(1, 400).min(context / 2)].to_vec(),
@@ -64,10 +66,15 @@ pub(super) fn requests(random: &mut Random, context: usize, may_share: bool) -> 
             // Nobody else begins like this.
             _ => vec![3 + index as u32 / 100, 3 + index as u32 % 100],
         };
-        let longest = if random.one_in(2) { context } else { 90 };
+        let longest = match burst {
+            true => 30,
+            false if random.one_in(2) => context,
+            false => 90,
+        };
         prompt.extend((0..random.between(1, longest)).map(|_| token(random)));
         prompt.truncate(random.between(context / 2, context));
-        requests.push(Planned { prompt, options: options(random), pause: pause(random) });
+        let pause = if burst { 0 } else { pause(random) };
+        requests.push(Planned { prompt, options: options(random), pause });
     }
     requests
 }

@@ -62,7 +62,7 @@ fn whoever_listens_knows_what_is_cached() {
         let engine = TestEngine::new(model.clone(), &engine_options(&model, format, Some(40))).unwrap();
         let before = prompt(1, 200);
         ask(&engine, &before, &greedy(4));
-        let events = engine.watch_cache();
+        let events = engine.cache_events();
         let mut follower = Follower::default();
         for seed in 0..20 {
             let summary = ask(&engine, &prompt(seed, 150 + 30 * seed % 400), &greedy(70));
@@ -88,7 +88,7 @@ fn whoever_listens_knows_what_is_cached() {
 fn tenants_have_pages_of_their_own() {
     let model = model(false);
     let engine = TestEngine::new(model.clone(), &engine_options(&model, "int2", None)).unwrap();
-    let events = engine.watch_cache();
+    let events = engine.cache_events();
     let tokens = prompt(3, 260);
     let ask = |tenant: Option<&str>| {
         let options = GenerateOptions { cache_salt: tenant.map(str::to_owned), ..greedy(2) };
@@ -110,7 +110,7 @@ fn tenants_have_pages_of_their_own() {
 fn a_follower_that_sleeps_is_told_everything_anew() {
     let model = model(false);
     let engine = TestEngine::new(model.clone(), &engine_options(&model, "bf16", Some(60))).unwrap();
-    let events = engine.watch_cache();
+    let events = engine.cache_events();
     for seed in 0..400 {
         ask(&engine, &prompt(seed, 66), &greedy(1));
     }
