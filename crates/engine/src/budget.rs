@@ -21,19 +21,19 @@ const EXACT_SHARE: usize = 4;
 /// The pools of a cache and what they cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Budget {
-    /// Tokens a sequence may have.
+    /// Tokens that a sequence may have, prompt and answer together.
     pub context: usize,
-    /// Tokens it would have if the memory were not limited.
+    /// Tokens that a sequence might have if the memory were not limited.
     pub wanted_context: usize,
-    /// How pages are sealed.
+    /// The name of the format in which pages are sealed.
     pub kv: String,
     /// Pages at both ends of a sequence that stay in bf16.
     pub windows: PageWindows,
-    /// bf16 pages.
+    /// The pool of bf16 pages.
     pub exact: PoolBudget,
-    /// Sealed pages.
+    /// The pool of sealed pages.
     pub sealed: PoolBudget,
-    /// bf16 pages of one layer, for prompts on their way to sealed pages.
+    /// The scratch pool: bf16 pages of one layer, for prompts on their way to sealed pages.
     pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
     pub hidden_bytes: usize,
@@ -43,12 +43,12 @@ pub struct Budget {
     elements_per_token: usize,
 }
 
-/// One pool.
+/// The pages of one pool and what they cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolBudget {
-    /// Pages that can be used.
+    /// Pages that sequences can use.
     pub pages: usize,
-    /// Bytes of one.
+    /// Bytes of one page of this pool.
     pub page_bytes: usize,
 }
 
@@ -59,7 +59,7 @@ impl PoolBudget {
     }
 }
 
-/// The shape that costs are computed from.
+/// The shape of a model from which the costs of its cache follow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) geometry: KvGeometry,
@@ -174,7 +174,7 @@ impl Budget {
         Ok(())
     }
 
-    /// Bytes of everything.
+    /// Bytes of all pools and of the hidden states of a prompt.
     pub fn total_bytes(&self) -> usize {
         [self.exact.bytes(), self.sealed.bytes(), self.scratch.bytes(), self.hidden_bytes]
             .into_iter()

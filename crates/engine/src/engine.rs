@@ -15,7 +15,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
 use crate::scheduler::{Command, Core, Shared, Submitted, Worker, cache_event_channel};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
+use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
 use crate::settings::EngineOptions;
 
 /// A model with a KV cache that answers many requests at a time.
@@ -62,17 +62,17 @@ impl<B: Backend> Engine<B> {
         Ok(Engine { model, shared, info, budget, limits, next_id, thread })
     }
 
-    /// The model.
+    /// The model that the engine runs.
     pub fn model(&self) -> &Arc<LoadedModel<B>> {
         &self.model
     }
 
-    /// Tokens a sequence may have.
+    /// Tokens that a sequence may have, prompt and answer together.
     pub fn context(&self) -> usize {
         self.budget.context
     }
 
-    /// Where every byte of the cache goes.
+    /// The sizes of the page pools and what they cost.
     pub fn budget(&self) -> &Budget {
         &self.budget
     }
@@ -93,7 +93,7 @@ impl<B: Backend> Engine<B> {
         sent.ok().and_then(|()| answer.recv().ok()).unwrap_or_else(|| self.shared.stats().clone())
     }
 
-    /// Forgets cached prompts, and waits until that is done.
+    /// Empties the prefix tree and waits until that is done.
     pub fn reset(&self) {
         let (done, wait) = mpsc::channel();
         if self.send(Command::Flush(done)).is_ok() {
@@ -147,9 +147,9 @@ impl<B: Backend> Engine<B> {
         self.shared.commands.send(command).map_err(|_| EngineError::Stopped)
     }
 
-    /// Counts a request in, if it may wait.
+    /// Takes a place in the queue, if there is one.
     fn queue(&self) -> Result<(), EngineError> {
-        count_in(&self.shared.queued, self.info.max_queued)
+        reserve_queue_place(&self.shared.queued, self.info.max_queued)
     }
 }
 

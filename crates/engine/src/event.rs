@@ -1,4 +1,4 @@
-//! What comes back from a request.
+//! The events of a request and the summary of an answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,43 +8,43 @@ use crate::error::EngineError;
 /// Where the events of a request go. Called on the engine's thread, so it must not wait for anything.
 pub type Sink = Box<dyn FnMut(Event) + Send>;
 
-/// News of a request. Every choice ends with exactly one [`Event::Finished`] or [`Event::Failed`].
+/// Something that happened to a request. Every choice ends with exactly one [`Event::Finished`] or [`Event::Failed`].
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// The prompt is being read.
+    /// A part of the prompt, or all of it, has been computed.
     Prefill {
-        /// Tokens done, those from the cache included.
+        /// Tokens that are in the cache by now, those from the prefix tree included.
         done: usize,
-        /// Tokens of the prompt.
+        /// Tokens that the prompt has.
         total: usize,
-        /// Tokens that came from the cache.
+        /// Tokens that came from the prefix tree.
         cached: usize,
     },
-    /// The prompt has been read and its probabilities are known. Comes before the first token, once for all choices,
+    /// The prompt has been computed and the probabilities of its tokens are known. Comes before the first token, once for all choices,
     /// if they were asked for.
     Scored {
         /// One entry per token of the prompt.
         prompt: Arc<[PromptLogprob]>,
     },
-    /// A token was drawn.
+    /// A token was sampled.
     Token {
-        /// Which answer.
+        /// The number of the answer within its request.
         choice: usize,
-        /// What was drawn.
+        /// The token and its text.
         token: Token,
     },
     /// An answer is complete.
     Finished {
-        /// Which answer.
+        /// The number of the answer within its request.
         choice: usize,
-        /// How it went.
+        /// The whole answer, why it ended and how long it took.
         summary: Box<Summary>,
     },
     /// An answer cannot be completed.
     Failed {
-        /// Which answer.
+        /// The number of the answer within its request.
         choice: usize,
-        /// Why.
+        /// What went wrong.
         error: Arc<EngineError>,
     },
 }
@@ -64,28 +64,28 @@ impl Event {
     }
 }
 
-/// A drawn token.
+/// A token that was sampled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Token {
-    /// Token id.
+    /// The id of the token.
     pub id: u32,
     /// Text that can be shown now. A token whose characters are not complete, or that may begin a stop text, shows
     /// up with a later one.
     pub text: String,
-    /// Logarithm of its probability, if asked for.
+    /// The natural logarithm of its probability, if asked for.
     pub logprob: Option<f32>,
-    /// The most likely tokens, if asked for.
+    /// The most likely tokens in its place with the logarithms of their probabilities, if asked for.
     pub top: Vec<(u32, f32)>,
 }
 
 /// A token of the prompt and how likely it was.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PromptLogprob {
-    /// Token id.
+    /// The id of the token.
     pub token: u32,
-    /// Logarithm of its probability; `None` for the first.
+    /// The natural logarithm of its probability; `None` for the first token.
     pub logprob: Option<f32>,
-    /// The most likely tokens in its place.
+    /// The most likely tokens in its place with the logarithms of their probabilities.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -100,7 +100,7 @@ pub enum FinishReason {
     Length,
     /// The context is full.
     Context,
-    /// The caller broke off.
+    /// The caller cancelled the request.
     Cancelled,
 }
 
@@ -118,32 +118,32 @@ impl FinishReason {
 /// What ended an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MatchedStop {
-    /// This token.
+    /// A token that ends the answer.
     Token(u32),
-    /// This text.
+    /// A stop text of the request.
     Text(String),
 }
 
-/// What happened in one choice of a request.
+/// One choice of a request after its end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// Why it ended.
+    /// Why the answer ended.
     pub finish: FinishReason,
     /// The token or text that ended it, if one did.
     pub matched: Option<MatchedStop>,
-    /// Tokens of the prompt.
+    /// Tokens that the prompt has.
     pub prompt_tokens: usize,
-    /// Tokens of the prompt whose keys and values were still there.
+    /// Tokens of the prompt whose keys and values came from the prefix tree.
     pub cached_tokens: usize,
     /// Generated token ids, an ending one included.
     pub tokens: Vec<u32>,
-    /// The whole text.
+    /// The text of the answer.
     pub text: String,
     /// Logarithm of the probability of each generated token, if asked for.
     pub logprobs: Vec<f32>,
     /// Probabilities of the prompt, if asked for.
     pub prompt_logprobs: Vec<PromptLogprob>,
-    /// Seed of the draws.
+    /// The seed with which tokens were sampled.
     pub seed: u64,
     /// From the request to the start of its work.
     pub queued: Duration,
@@ -151,7 +151,7 @@ pub struct Summary {
     pub first_token: Duration,
     /// From the first token to the last.
     pub decode: Duration,
-    /// How often it lost its place in the cache to an older request and was taken up again.
+    /// How often it was preempted: it lost its pages to an older request and was computed again.
     pub preemptions: usize,
 }
 

@@ -9,7 +9,7 @@ pub trait TokenFilter: Send {
     /// Clears the bits of tokens that may not come next. All bits are set before the call.
     fn allowed(&mut self, mask: &mut TokenMask) -> Result<(), EngineError>;
 
-    /// Takes note of the token that was drawn.
+    /// Takes note of the token that was sampled.
     fn accept(&mut self, token: u32) -> Result<(), EngineError>;
 
     /// A filter in the same state, for another choice of the same request.
@@ -52,23 +52,23 @@ pub struct TokenMask {
 }
 
 impl TokenMask {
-    /// All tokens allowed.
+    /// A mask that allows every token of a vocabulary.
     pub fn all(tokens: usize) -> TokenMask {
         TokenMask { tokens, words: vec![u32::MAX; tokens.div_ceil(32)] }
     }
 
-    /// Tokens of the vocabulary.
+    /// How many tokens the vocabulary has.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Whether a token is allowed.
+    /// Whether the mask allows a token.
     pub fn allows(&self, token: u32) -> bool {
         let token = token as usize;
         token < self.tokens && self.words[token / 32] >> (token % 32) & 1 == 1
     }
 
-    /// Forbids a token.
+    /// Makes the mask forbid a token.
     pub fn forbid(&mut self, token: u32) {
         if let Some(word) = self.words.get_mut(token as usize / 32) {
             *word &= !(1 << (token % 32));

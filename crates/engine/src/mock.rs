@@ -19,7 +19,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink};
 use crate::output::{Decode, Output};
 use crate::request::{Limits, Request};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, count_in};
+use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
 
 /// The token with which the mock ends its turn; it has no text.
 pub const MOCK_END: u32 = 0;
@@ -31,22 +31,22 @@ const WORDS: [&str; 32] = [
     "zephyr",
 ];
 
-/// Settings of a mock.
+/// Settings of a [`MockEngine`].
 #[derive(Clone, Debug)]
 pub struct MockOptions {
-    /// Tokens per second of one answer; as fast as possible when `None`.
+    /// Tokens per second of each answer; as fast as possible when `None`.
     pub tokens_per_s: Option<f64>,
     /// From the start of a request to its first token.
     pub latency: Duration,
-    /// Changes all answers.
+    /// Engines with different seeds give different answers.
     pub seed: u64,
-    /// Tokens of a sequence.
+    /// Tokens that a sequence may have, prompt and answer together.
     pub context: usize,
     /// Token ids that a prompt may have.
     pub vocabulary: usize,
-    /// Answers in progress at a time.
+    /// Answers that may run at a time.
     pub max_running: usize,
-    /// Requests that may wait.
+    /// Requests that may wait; more are refused.
     pub max_queued: usize,
 }
 
@@ -64,7 +64,7 @@ impl Default for MockOptions {
     }
 }
 
-/// An engine that says seeded words.
+/// An engine without a model, whose answers are seeded words.
 pub struct MockEngine {
     shared: Arc<Shared>,
     info: EngineInfo,
@@ -138,9 +138,9 @@ impl MockEngine {
         text.split_whitespace().map(id).collect()
     }
 
-    /// Counts a request in, if it may wait.
+    /// Takes a place in the queue, if there is one.
     fn queue(&self) -> Result<(), EngineError> {
-        count_in(&self.shared.waiting, self.info.max_queued)
+        reserve_queue_place(&self.shared.waiting, self.info.max_queued)
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
@@ -196,7 +196,7 @@ struct Worker {
     shared: Arc<Shared>,
     waiting: VecDeque<Submitted>,
     active: HashMap<u64, Active>,
-    /// When each of `active` says its next word.
+    /// When each of `active` gets its next token.
     due: BinaryHeap<Reverse<(Instant, u64)>>,
     next_key: u64,
 }
@@ -230,7 +230,7 @@ impl Worker {
                 match self.due.peek() {
                     Some(&Reverse((due, key))) if due <= now => {
                         self.due.pop();
-                        self.say(key, due);
+                        self.generate(key, due);
                     }
                     _ => break,
                 }
@@ -246,8 +246,8 @@ impl Worker {
     /// The next command; waits for one as long as there is nothing else to do.
     fn next_command(&mut self) -> Option<Command> {
         // A request that can begin must not wait for another one's word to be due.
-        let room = self.options.max_running.saturating_sub(self.active.len());
-        if self.waiting.front().is_some_and(|submitted| submitted.request.options.n <= room) {
+        let free = self.options.max_running.saturating_sub(self.active.len());
+        if self.waiting.front().is_some_and(|submitted| submitted.request.options.n <= free) {
             return self.commands.try_recv().ok();
         }
         match self.due.peek() {
@@ -293,8 +293,8 @@ impl Worker {
 
     fn admit(&mut self) {
         while let Some(submitted) = self.waiting.front() {
-            let room = self.options.max_running.saturating_sub(self.active.len());
-            if submitted.request.options.n > room {
+            let free = self.options.max_running.saturating_sub(self.active.len());
+            if submitted.request.options.n > free {
                 return;
             }
             if let Some(submitted) = self.waiting.pop_front() {
@@ -336,8 +336,8 @@ impl Worker {
         }
     }
 
-    /// Says the next word of an answer.
-    fn say(&mut self, key: u64, due: Instant) {
+    /// Generates the next token of an answer.
+    fn generate(&mut self, key: u64, due: Instant) {
         let Some(mut active) = self.active.remove(&key) else { return };
         let context = self.options.context;
         match active.step(context) {

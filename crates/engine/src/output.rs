@@ -1,4 +1,4 @@
-//! One answer as it grows: what is drawn next and from what, the text, and when to end.
+//! One answer as it grows: how the next token is sampled, the text so far, and when to end.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use crate::stop::StopFilter;
 pub(crate) trait Decode: Send {
     /// The text that the next token completes.
     fn push(&mut self, id: u32) -> Result<Option<String>, TextError>;
-    /// What is left at the end.
+    /// The text of tokens that never completed a character, at the end of the answer.
     fn finish(&mut self) -> Option<String>;
 }
 
@@ -32,7 +32,7 @@ impl Decode for StreamDecoder {
     }
 }
 
-/// An answer so far.
+/// The state of one answer: its tokens, its text and how the next token is sampled.
 pub(crate) struct Output {
     pub(crate) choice: usize,
     pub(crate) prompt_tokens: usize,
@@ -118,7 +118,7 @@ impl Output {
         &self.tokens
     }
 
-    /// Work on it begins; counts once.
+    /// Work on the answer begins; only the first call counts.
     pub(crate) fn start(&mut self) {
         self.started.get_or_insert_with(Instant::now);
     }
@@ -133,7 +133,7 @@ impl Output {
         }
     }
 
-    /// Gets ready to draw the next token.
+    /// Brings penalties and filters up to date before the next token is sampled.
     pub(crate) fn prepare(&mut self) -> Result<(), EngineError> {
         self.changes.prepare(self.may_end());
         if let Some((filter, mask)) = &mut self.filter {
@@ -143,7 +143,7 @@ impl Output {
         Ok(())
     }
 
-    /// How the next token is drawn, after [`Self::prepare`].
+    /// How the next token is sampled, after [`Self::prepare`].
     pub(crate) fn setting(&self, vocabulary: usize) -> Sampling<'_> {
         let sampling = &self.options.sampling;
         Sampling {
@@ -232,7 +232,7 @@ impl Output {
         self.tokens.len() >= self.options.min_tokens
     }
 
-    /// How it went.
+    /// What the caller is told when the answer has ended.
     pub(crate) fn summary(&self, finish: FinishReason) -> Summary {
         let now = Instant::now();
         let first = self.first.unwrap_or(now);

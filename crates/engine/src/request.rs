@@ -1,4 +1,4 @@
-//! What a request asks for, and whether it makes sense.
+//! Requests and their options, and the checks that are made before a request runs.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -8,10 +8,10 @@ use crate::filter::TokenFilter;
 /// Most alternatives to a token that may be asked for.
 pub const MAX_TOP_LOGPROBS: usize = 100;
 
-/// How tokens are drawn.
+/// How tokens are sampled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingOptions {
-    /// 0 is greedy.
+    /// Divides the logits before sampling; 0 always takes the most likely token.
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this.
     pub top_p: f32,
@@ -19,7 +19,7 @@ pub struct SamplingOptions {
     pub top_k: usize,
     /// Drop tokens less likely than this share of the most likely one.
     pub min_p: f32,
-    /// Seed of the draws; a fresh one is taken and reported when there is none.
+    /// The seed of the random draws; a fresh one is taken and reported when there is none.
     pub seed: Option<u64>,
     /// Divides positive and multiplies negative logits of tokens that the prompt or the answer holds; 1 is off.
     pub repetition_penalty: f32,
@@ -87,7 +87,7 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Tokens before which neither the model nor a stop may end the answer.
     pub min_tokens: usize,
-    /// How tokens are drawn.
+    /// How tokens are sampled.
     pub sampling: SamplingOptions,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,

@@ -1,4 +1,4 @@
-//! The door between an engine and what is above it: requests go in, events come out.
+//! The interface between an engine and what is above it: requests go in, events come out.
 //!
 //! No runtime is needed: events are handed to a function on the engine's thread, and [`Answer`] is a blocking
 //! iterator for those who want one.
@@ -18,10 +18,10 @@ pub trait Serve: Send + Sync {
     /// Takes a request; its events go to `sink`. An error means that no event will come.
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError>;
 
-    /// What there is to know about the engine.
+    /// The limits and settings of the engine, which do not change.
     fn info(&self) -> &EngineInfo;
 
-    /// How busy it is and what it has done.
+    /// How busy the engine is and what it has done so far.
     fn stats(&self) -> EngineStats;
 
     /// Forgets cached prompts that no request uses.
@@ -61,8 +61,8 @@ fn channel() -> (Sink, Receiver<Event>) {
     (sink, events)
 }
 
-/// Counts a request in among those that wait, unless there are `most` already.
-pub(crate) fn count_in(waiting: &AtomicUsize, most: usize) -> Result<(), EngineError> {
+/// Adds a request to the number of those that wait, unless `most` wait already.
+pub(crate) fn reserve_queue_place(waiting: &AtomicUsize, most: usize) -> Result<(), EngineError> {
     let queued = waiting.fetch_add(1, Ordering::SeqCst);
     if queued >= most {
         waiting.fetch_sub(1, Ordering::SeqCst);
@@ -71,13 +71,13 @@ pub(crate) fn count_in(waiting: &AtomicUsize, most: usize) -> Result<(), EngineE
     Ok(())
 }
 
-/// What a handle does to its request.
+/// What a handle can do to its request.
 pub(crate) trait Control: Send + Sync {
     /// Breaks off a request that has not ended.
     fn cancel(&self, id: u64);
 }
 
-/// A request on its way. Dropping it cancels the request.
+/// A request that was submitted. Dropping the handle cancels the request.
 pub struct RequestHandle {
     id: u64,
     control: Arc<dyn Control>,
@@ -111,7 +111,7 @@ impl std::fmt::Debug for RequestHandle {
     }
 }
 
-/// The events of a request, as they come; ends when every choice has ended. Dropping it cancels the request.
+/// A blocking iterator over the events of a request. It ends when every choice has ended; dropping it cancels the request.
 #[derive(Debug)]
 pub struct Answer {
     handle: RequestHandle,
@@ -156,24 +156,24 @@ impl Iterator for Answer {
     }
 }
 
-/// What there is to know about an engine.
+/// The limits and settings of an engine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EngineInfo {
-    /// Tokens of a sequence, prompt and answer together.
+    /// Tokens that a sequence may have, prompt and answer together.
     pub context: usize,
-    /// Rows of the embedding.
+    /// Token ids that a prompt may hold: rows of the embedding.
     pub vocabulary: usize,
-    /// Answers in progress at a time.
+    /// Answers that may run at a time.
     pub max_running: usize,
     /// Requests that may wait.
     pub max_queued: usize,
-    /// Prompt tokens computed in one pass.
+    /// Prompt tokens that are computed in one pass.
     pub prefill_chunk: usize,
-    /// Same request, same tokens, whatever else runs.
+    /// The same request gets the same tokens, whatever else runs.
     pub deterministic: bool,
-    /// Prompts and answers are kept for later requests.
+    /// Whether prompts and answers are kept for later requests.
     pub prefix_cache: bool,
-    /// How keys and values are stored.
+    /// The name of the format in which keys and values are stored.
     pub kv: String,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
     pub bits_per_element: f64,
@@ -188,50 +188,50 @@ pub struct EngineStats {
     pub queued: usize,
     /// Requests whose prompt is being read.
     pub prefilling: usize,
-    /// Answers in progress.
+    /// Answers that are being generated.
     pub running: usize,
-    /// Requests taken.
+    /// Requests that were submitted.
     pub requests: u64,
-    /// Answers completed.
+    /// Answers that were completed.
     pub finished: u64,
-    /// Answers broken off by the caller.
+    /// Answers that were cancelled by the caller.
     pub cancelled: u64,
-    /// Answers that failed.
+    /// Answers that could not be completed.
     pub failed: u64,
-    /// Times that an answer lost its place to an older one.
+    /// Times that a request lost its pages to an older one.
     pub preemptions: u64,
     /// Prompt tokens of all requests that have begun.
     pub prompt_tokens: u64,
-    /// Those of them that came from the cache.
+    /// Prompt tokens of those requests that came from the prefix tree.
     pub cached_tokens: u64,
-    /// Prompts that were computed in one pass with others.
+    /// Prompts that were computed in one batch with others.
     pub batched_prompts: u64,
-    /// Tokens drawn.
+    /// Tokens that were sampled.
     pub generated_tokens: u64,
-    /// Where the pages are.
+    /// How many pages of each pool are in use, and by whom.
     pub cache: LedgerStats,
-    /// What is in the cache for each request.
+    /// What the cache holds for each prompt in progress and each running answer.
     pub sequences: Vec<SequenceView>,
 }
 
 /// What is in the cache for one answer or prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SequenceView {
-    /// Number of the request.
+    /// The number of the request, as [`RequestHandle::id`] says.
     pub request: u64,
-    /// Which answer.
+    /// The number of the answer within its request.
     pub choice: usize,
-    /// Tokens in the cache.
+    /// Tokens whose keys and values are in the cache.
     pub tokens: usize,
-    /// Those of them that came from the prefix tree.
+    /// Tokens of the sequence that came from the prefix tree.
     pub cached_tokens: usize,
-    /// Pages in bf16: sink, recent window and the page being filled.
+    /// Pages in bf16: the sink, the recent window and the page that is being filled.
     pub exact_pages: usize,
     /// Sealed pages; those of a window may be in bf16 too.
     pub sealed_pages: usize,
 }
 
-/// A sink that several answers share.
+/// A listener that the answers of one request share.
 #[derive(Clone)]
 pub(crate) struct SharedSink(Arc<Mutex<Sink>>);
 

@@ -10,15 +10,15 @@ use oscar_kv::{Extend, TailPolicy};
 pub struct EngineOptions {
     /// Tokens a sequence may have; the model's own limit, up to 32K and to what the memory holds, when `None`.
     pub context: Option<usize>,
-    /// Prompt tokens computed in one pass. Also how long answers in progress wait for a prompt.
+    /// Prompt tokens that are computed in one pass. Running answers wait at most that long for a prompt.
     pub prefill_chunk: usize,
-    /// Answers in progress at a time.
+    /// Answers that may run at a time.
     pub max_running: usize,
-    /// Requests that may wait.
+    /// Requests that may wait; more are refused.
     pub max_queued: usize,
-    /// The cache.
+    /// The KV cache.
     pub kv: KvOptions,
-    /// Same request, same tokens, whatever else runs. Implies [`PrefillMode::Uniform`]; the backend must have been
+    /// The same request gets the same tokens, whatever else runs. Implies [`PrefillMode::Uniform`]; the backend must have been
     /// told too.
     pub deterministic: bool,
 }
@@ -36,20 +36,20 @@ impl Default for EngineOptions {
     }
 }
 
-/// Settings of a cache.
+/// Settings of the KV cache.
 #[derive(Clone, Debug)]
 pub struct KvOptions {
-    /// What pages are sealed to; `None` keeps every page in bf16.
+    /// The codec that seals pages outside the windows; `None` keeps every page in bf16.
     pub codec: Option<Arc<PageCodec>>,
     /// Pages at both ends of a sequence that stay in bf16.
     pub windows: PageWindows,
     /// Bytes for all pools and the scratch of long prompts; room for one full context when `None`.
     pub memory: Option<usize>,
-    /// Keep prompts and answers for later requests.
+    /// Whether prompts and answers are kept for later requests.
     pub prefix_tree: bool,
     /// What a prefix hit does about a window that is not there in bf16 any more.
     pub tail: TailPolicy,
-    /// How a prompt reads itself.
+    /// How the tokens of a prompt read each other.
     pub prefill: PrefillMode,
 }
 
@@ -69,7 +69,7 @@ impl Default for KvOptions {
 /// How the tokens of a prompt read each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PrefillMode {
-    /// In bf16, layer by layer.
+    /// The tokens of a prompt read each other in bf16; the prompt is computed layer by layer.
     #[default]
     Exact,
     /// As its answer will read it: pages depend on the tokens alone. A prefix counts only with its whole window.
