@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType};
-use oscar_kernels::cuda::measure::{Noise, random_page, reference, shuffled};
+use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
 };

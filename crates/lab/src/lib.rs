@@ -1,6 +1,5 @@
 //! Measurements as commands: every number comes with the machine it was measured on.
 
-pub mod bench;
 pub mod calibrate;
 pub mod eval;
 pub mod machine;

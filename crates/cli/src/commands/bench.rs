@@ -6,9 +6,10 @@ mod serve;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
+use oscar_bench::cuda::CudaCodecBench;
+use oscar_bench::{CodecBench, ModelBench};
 use oscar_codec::Rule;
 use oscar_lab::Report;
-use oscar_lab::bench::{CodecBench, CudaCodecBench, ModelBench};
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::device::worker_threads;
@@ -152,7 +153,7 @@ impl CodecBenchArguments {
             repeat: 15,
         };
         let mut report = Report::here();
-        oscar_lab::bench::cuda_codec(&bench, |row| {
+        oscar_bench::cuda::codec(&bench, |row| {
             tracing::info!("{row:?}");
             report.push(row);
         })
@@ -178,7 +179,7 @@ impl CodecBenchArguments {
             threads: self.threads,
         };
         let mut report = Report::here();
-        oscar_lab::bench::codec(&bench, |row| {
+        oscar_bench::codec(&bench, |row| {
             tracing::info!("{row}");
             report.push(row);
         })
@@ -232,7 +233,7 @@ impl ModelBenchArguments {
             repeat: self.repeat,
         };
         let mut report = Report::here();
-        oscar_lab::bench::model(&engine, &bench, worker_threads(engine_arguments.threads), |mut row| {
+        oscar_bench::model(&engine, &bench, worker_threads(engine_arguments.threads), |mut row| {
             row["model"] = self.model.model.clone().into();
             tracing::info!("{row}");
             report.push(row);

@@ -11,9 +11,7 @@
 //! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
 //! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
-//! | [`read`] | the read ceiling of a card |
-//! | [`measure`] | a kernel timed on cold pages, and its error |
-//! | [`measure_pages`] | sealing and writing timed |
+//! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
 pub mod attention;
@@ -22,11 +20,9 @@ pub mod device;
 pub mod error;
 #[cfg(test)]
 mod exact_tests;
-pub mod measure;
-pub mod measure_pages;
 pub mod page_order;
 pub mod plan;
-pub mod read;
+pub mod reference;
 pub mod seal;
 pub mod tuning;
 pub mod write;

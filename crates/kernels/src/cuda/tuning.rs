@@ -218,7 +218,6 @@ impl DecodeShape {
 mod tests {
     use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
 
-    use super::super::read::ReadAll;
     use super::*;
 
     fn shapes() -> Vec<DecodeShape> {
@@ -313,8 +312,6 @@ mod tests {
             let name = format!("{}, {blocks} x {warps} warps", name(&shape));
             kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
         }
-        let read = ReadAll::source();
-        kernels.push(serde_json::json!({ "name": read.name, "sources": ["read.cu"], "defines": {} }));
         let expected = serde_json::json!({ "options": super::super::compile::OPTIONS, "kernels": kernels });
         if std::env::var_os("OSCAR_WRITE").is_some() {
             std::fs::write(path, format!("{expected:#}\n")).unwrap();

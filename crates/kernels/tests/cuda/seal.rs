@@ -15,7 +15,7 @@ use oscar_kernels::backend::SealPage;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
 use oscar_kernels::cpu::encode::{SealScratch, Sealer};
 use oscar_kernels::cpu::isa::Isa;
-use oscar_kernels::cuda::measure::{Noise, shuffled};
+use oscar_kernels::cuda::reference::{Noise, shuffled};
 use oscar_kernels::cuda::seal::SealShape;
 use oscar_kernels::cuda::{CudaError, Device, PageOrder, PageSealer, SealPools};
 

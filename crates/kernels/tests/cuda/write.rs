@@ -11,7 +11,7 @@ use oscar_kernels::backend::{
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
-use oscar_kernels::cuda::measure::Noise;
+use oscar_kernels::cuda::reference::Noise;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
 use oscar_kernels::cuda::{CudaError, Device, PageOrder, RowWriter, WritePools};
 use oscar_kernels::inspect::KvRows;

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
+use oscar_bench::AttentionBench;
+use oscar_bench::cuda::CudaBench;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
-use oscar_lab::bench::{AttentionBench, CudaBench};
 use oscar_rotations::CacheType;
 
 use super::{at_most, tokens};
@@ -123,7 +124,7 @@ impl AttentionBenchArguments {
             isa: Isa::from_env().map_err(Failure::new)?,
         };
         let (mut report, mut slopes) = (Report::here(), Report::here());
-        let lines = oscar_lab::bench::attention(&bench, |row| {
+        let lines = oscar_bench::attention(&bench, |row| {
             tracing::info!("{row:?}");
             report.push(row);
         })
@@ -168,14 +169,14 @@ impl AttentionBenchArguments {
         };
         let mut report = Report::here();
         let mut rows = Vec::new();
-        oscar_lab::bench::cuda_attention(&bench, |row| {
+        oscar_bench::cuda::attention(&bench, |row| {
             tracing::info!("{row:?}");
             report.push(row);
             rows.push(row.clone());
         })
         .map_err(Failure::new)?;
         if let Some(path) = &self.svg {
-            fs::write(path, oscar_lab::bench::roofline(&rows))
+            fs::write(path, oscar_bench::cuda::roofline(&rows))
                 .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
         }
         if self.json {

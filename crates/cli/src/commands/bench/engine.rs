@@ -4,9 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::Args;
+use oscar_bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
 use oscar_engine::{Engine, EngineOptions};
 use oscar_lab::Report;
-use oscar_lab::bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
 use oscar_rotations::CacheType;
 use serde::Serialize;
 

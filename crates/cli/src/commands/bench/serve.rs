@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
-use oscar_lab::Report;
-use oscar_lab::bench::{
+use oscar_bench::{
     Arrival, Limits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
 };
+use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
+use oscar_lab::Report;
 use oscar_model::text::{ChatTemplate, Tokenizer};
 use oscar_server::{ServedModel, Server, ServerOptions};
 use tokio::net::TcpListener;

@@ -1,4 +1,4 @@
-//! Times kernels on a card: `cargo run --release --example cuda_tuning`. Arguments, any number of them:
+//! Times kernels on a card: `cargo run --release -p oscar-bench --example cuda_tuning`. Arguments, any number of them:
 //!
 //! * `FORMAT:GROUPS:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:BATCHxTOKENS:WARPSxSTAGESxBLOCKS`: layouts of the decode kernel;
 //! * `seal:FORMAT:RULE:GROUPS:HEAD_DIM:PAGES`: sealing so many pages of 36 layers and 8 heads per launch;
@@ -7,9 +7,8 @@
 
 use std::sync::Arc;
 
+use oscar_bench::cuda::{Case, MeasuredPages, measure, measure_sealing, measure_writing, read_ceiling};
 use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard};
-use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
-use oscar_kernels::cuda::measure_pages::{MeasuredPages, measure_sealing, measure_writing};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use oscar_lab::bench::{
+use oscar_bench::{
     Arrival, Limits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
 };
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};

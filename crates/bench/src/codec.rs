@@ -12,6 +12,7 @@ use oscar_codec::{
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cuda::reference::Noise;
 use serde::Serialize;
 
 /// What to measure.
@@ -225,16 +226,6 @@ fn input(head_dim: usize, rows: usize) -> Vec<f32> {
         half::bf16::from_f32((noise.next() + noise.next() + noise.next()) * sizes[channel]).to_f32()
     };
     (0..rows * head_dim).map(|index| value(index % head_dim)).collect()
-}
-
-/// Numbers in -1..1, the same in every run.
-pub(super) struct Noise(pub(super) u64);
-
-impl Noise {
-    pub(super) fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
-    }
 }
 
 #[cfg(test)]

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use oscar_engine::{Engine, EngineError, Event, GenerateOptions, Request, Serve, Summary};
 use oscar_kernels::Backend;
+use oscar_lab::machine::{anonymous_bytes, peak_rss_bytes};
 use serde::Serialize;
 
 use super::model::synthetic_tokens;
-use crate::machine::{anonymous_bytes, peak_rss_bytes};
 
 /// A long context and some tokens after it.
 #[derive(Clone, Copy, Debug)]

@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
-use oscar_codec::{PAGE_TOKENS, PageLayout, Side};
+use oscar_codec::{PAGE_TOKENS, PageLayout};
+use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
+use oscar_kernels::cuda::{
+    CudaError, DecodeAttention, DecodeSequence, DecodeShape, Device, PageOrder, PoolView, Split, Tuning,
+};
 
-use super::attention::{DecodeAttention, DecodeShape, PoolView, Tuning};
-use super::device::Device;
-use super::error::CudaError;
-use super::page_order::PageOrder;
-use super::plan::{DecodeSequence, Split};
 use super::read::ReadAll;
 
 /// A batch of sequences of one length.
@@ -62,7 +61,7 @@ pub struct Measured {
 const SAMPLES: usize = 7;
 
 /// Replays what `record` launches as a graph; seconds of each pass, sorted.
-pub fn replay(
+pub(super) fn replay(
     device: &Device,
     passes: usize,
     record: impl FnOnce() -> Result<(), CudaError>,
@@ -193,7 +192,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
 }
 
 /// Norm of the difference to attention in f64 over the norm of that, for rows of one head; `rows(page)` is what pages hold.
-pub fn relative_error<'a>(
+fn relative_error<'a>(
     queries: &[f32],
     got: &[f32],
     head_dim: usize,
@@ -212,40 +211,12 @@ pub fn relative_error<'a>(
     if norm == 0.0 { f64::sqrt(difference) } else { f64::sqrt(difference / norm) }
 }
 
-/// Attention of one query in f64.
-pub fn reference<'a>(
-    query: &[f32],
-    scale: f32,
-    tokens: usize,
-    rows: impl Fn(usize) -> &'a [Vec<f32>; 2],
-) -> Vec<f64> {
-    let d = query.len();
-    let row = |token: usize, side: usize| &rows(token / PAGE_TOKENS)[side][token % PAGE_TOKENS * d..][..d];
-    let logits: Vec<f64> = (0..tokens)
-        .map(|token| {
-            let dot: f64 = query.iter().zip(row(token, 0)).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
-            dot * f64::from(scale)
-        })
-        .collect();
-    let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let (mut out, mut total) = (vec![0.0; d], 0.0);
-    for (token, logit) in logits.iter().enumerate() {
-        let weight = (logit - largest).exp();
-        total += weight;
-        out.iter_mut().zip(row(token, 1)).for_each(|(out, &v)| *out += weight * f64::from(v));
-    }
-    if tokens > 0 {
-        out.iter_mut().for_each(|out| *out /= total);
-    }
-    out
-}
-
 /// Random pages of one format: bytes of the device and what they mean.
-pub struct Samples {
+struct Samples {
     /// In the order of the device.
-    pub pages: Vec<Vec<u8>>,
+    pages: Vec<Vec<u8>>,
     /// Keys and values of each, 64 rows.
-    pub rows: Vec<[Vec<f32>; 2]>,
+    rows: Vec<[Vec<f32>; 2]>,
 }
 
 impl Samples {
@@ -277,111 +248,15 @@ impl Samples {
     }
 }
 
-/// A page that holds about these rows, with scales that differ from token to token, and what it holds exactly.
-pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -> (Vec<u8>, [Vec<f32>; 2]) {
-    let d = order.head_dim();
-    let mut cpu = vec![0; order.page_bytes()];
-    let mut held = [vec![0.0; PAGE_TOKENS * d], vec![0.0; PAGE_TOKENS * d]];
-    for token in 0..PAGE_TOKENS {
-        let range = token * d..(token + 1) * d;
-        for (index, side) in [Side::Key, Side::Value].into_iter().enumerate() {
-            let row = &rows[index][range.clone()];
-            match order.layout() {
-                PageLayout::Bf16(layout) => {
-                    layout.write_token(&mut cpu, side, token, row).expect("rows of the right length");
-                }
-                PageLayout::Fp8(layout) => {
-                    layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
-                }
-                PageLayout::Codes(layout) => {
-                    let scale_type = layout.scale_type();
-                    let top = f32::from(layout.largest_code());
-                    let group = d / layout.groups();
-                    let (mut codes, mut scales) = (Vec::new(), Vec::new());
-                    for row in row.chunks_exact(group) {
-                        let (low, high) = row
-                            .iter()
-                            .fold((f32::MAX, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
-                        let step = ((high - low) / top * (1.0 + 0.05 * noise.next())).max(1e-4);
-                        let bits = (scale_type.to_bits(step), scale_type.to_bits(-low));
-                        let (step, offset) = (scale_type.to_f32(bits.0), scale_type.to_f32(bits.1));
-                        scales.push(bits);
-                        codes.extend(row.iter().map(|x| ((x + offset) / step).round().clamp(0.0, top) as u8));
-                    }
-                    layout.write_token(&mut cpu, side, token, &codes, &scales).expect("codes of one row");
-                }
-            }
-            let held = &mut held[index][range.clone()];
-            order.layout().decode_token(&cpu, side, token, held).expect("as above");
-        }
-    }
-    (order.from_cpu(&cpu).expect("a page of the right size"), held)
-}
-
-/// Random numbers from -1 to 1, the same in every run.
-pub struct Noise(pub u64);
-
-impl Noise {
-    /// The next number.
-    #[allow(clippy::should_implement_trait)]
-    pub fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
-    }
-
-    /// An index below `count`.
-    pub fn below(&mut self, count: usize) -> usize {
-        (((f64::from(self.next()) + 1.0) / 2.0 * count as f64) as usize).min(count - 1)
-    }
-}
-
-/// The numbers below `count` in random order.
-pub fn shuffled(count: usize, noise: &mut Noise) -> Vec<u32> {
-    let mut numbers: Vec<u32> = (0..count as u32).collect();
-    for last in (1..count).rev() {
-        numbers.swap(last, noise.below(last + 1));
-    }
-    numbers
-}
-
 #[cfg(test)]
 mod tests {
-    use oscar_codec::CodeLayout;
-
     use super::*;
 
     #[test]
-    fn a_page_holds_about_the_rows_it_was_made_of() {
-        for bits in [2, 4] {
-            let layout = CodeLayout::new(bits, 64, 2).unwrap();
-            let order = PageOrder::new(PageLayout::Codes(layout)).unwrap();
-            let mut noise = Noise(3);
-            let rows = [0, 1].map(|_| (0..64 * 64).map(|_| noise.next()).collect::<Vec<f32>>());
-            let (page, held) = random_page(&order, &rows, &mut noise);
-            assert_eq!(page.len(), order.page_bytes());
-            let step = 2.0 / f32::from(layout.largest_code());
-            for (held, rows) in held.iter().zip(&rows) {
-                assert!(held.iter().zip(rows).all(|(a, b)| (a - b).abs() < 1.3 * step), "{bits} bits");
-            }
-        }
-    }
-
-    #[test]
-    fn the_reference_is_attention() {
-        // Two tokens with logits 0 and ln 3: weights 1/4 and 3/4.
+    fn errors_are_relative_to_the_result() {
+        // Two tokens with logits 0 and ln 3 and values 4 and 8: the result is 7.
         let page = [[0.0, 3_f32.ln()].repeat(32), [4.0, 8.0].repeat(32)];
-        let out = reference(&[1.0], 1.0, 2, |_| &page);
-        assert!((out[0] - 7.0).abs() < 1e-6, "{out:?}");
-        assert_eq!(reference(&[1.0], 1.0, 0, |_| &page), [0.0]);
-        assert!(relative_error(&[1.0], &[7.07], 1, 1.0, 2, |_| &page) - 0.01 < 1e-6);
+        assert!((relative_error(&[1.0], &[7.07], 1, 1.0, 2, |_| &page) - 0.01).abs() < 1e-6);
         assert!(relative_error(&[1.0], &[f32::NAN], 1, 1.0, 2, |_| &page).is_nan());
-    }
-
-    #[test]
-    fn shuffling_keeps_every_number() {
-        let mut numbers = shuffled(1000, &mut Noise(1));
-        assert!(numbers.iter().enumerate().filter(|(i, n)| *i as u32 == **n).count() < 20);
-        numbers.sort_unstable();
-        assert!(numbers.into_iter().eq(0..1000));
     }
 }

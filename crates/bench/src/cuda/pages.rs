@@ -6,13 +6,12 @@ use std::sync::Arc;
 use cudarc::driver::CudaSlice;
 use half::bf16;
 use oscar_codec::{KvGeometry, PAGE_TOKENS, PageCodec};
+use oscar_kernels::backend::{Rope, RopeLayout, SealPage};
+use oscar_kernels::cuda::reference::{Noise, shuffled};
+use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
+use oscar_kernels::cuda::{CudaError, Device, PageSealer, RowWriter, SealPools, WritePools};
 
-use super::device::Device;
-use super::error::CudaError;
-use super::measure::{Noise, replay, shuffled};
-use super::seal::{PageSealer, SealPools};
-use super::write::{HeadNorm, HeadNorms, RowTarget, RowWriter, WritePools};
-use crate::backend::{Rope, RopeLayout, SealPage};
+use super::decode::replay;
 
 /// What was measured.
 #[derive(Clone, Copy, Debug)]

@@ -4,12 +4,12 @@
 //! graph; a row is the median over passes, divided by layers. Bytes are those of the pages that are read.
 
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
-use oscar_kernels::cuda::measure::{Case, measure, read_ceiling};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
+use oscar_lab::eval::report::charts::{Roofline, RooflineDot, short};
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
-use crate::eval::report::charts::{Roofline, RooflineDot, short};
+use super::decode::{Case, measure, read_ceiling};
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -7,10 +7,10 @@ use oscar_codec::{
     CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
 };
 use oscar_kernels::cuda::Device;
-use oscar_kernels::cuda::measure_pages::measure_sealing;
 use serde::Serialize;
 
-use super::cuda::CudaBenchError;
+use super::attention::CudaBenchError;
+use super::pages::measure_sealing;
 
 /// What to measure.
 #[derive(Clone, Debug)]

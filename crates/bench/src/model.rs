@@ -4,9 +4,8 @@ use std::ops::ControlFlow;
 
 use oscar_engine::{Engine, EngineError, GenerateOptions, Serve, Summary};
 use oscar_kernels::Backend;
+use oscar_lab::machine::peak_rss_bytes;
 use serde::Serialize;
-
-use crate::machine::peak_rss_bytes;
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -15,10 +15,9 @@ use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
 use oscar_kernels::cpu::pool::Pool;
-use serde::Serialize;
-
-use super::codec::Noise;
+use oscar_kernels::cuda::reference::Noise;
 use oscar_rotations::CacheType;
+use serde::Serialize;
 
 /// What to measure.
 #[derive(Clone, Debug)]

@@ -1,0 +1,20 @@
+//! Kernels of a card, timed as they run in a model: on pages that are in no cache, replayed from a graph.
+//!
+//! | module | job |
+//! |---|---|
+//! | `attention` | decode attention: every format, batch and context, as `oscar bench attention` shows it |
+//! | `codec` | sealing by format and rule, as `oscar bench codec` shows it |
+//! | `decode` | one case of decode attention, timed and compared with f64 |
+//! | `pages` | one case of sealing or writing |
+//! | `read` | the kernel of the read ceiling |
+
+mod attention;
+mod codec;
+mod decode;
+mod pages;
+mod read;
+
+pub use attention::{CudaBench, CudaBenchError, CudaRow, roofline, run as attention};
+pub use codec::{CudaCodecBench, CudaCodecRow, run as codec};
+pub use decode::{Case, Measured, measure, read_ceiling};
+pub use pages::{MeasuredPages, measure_sealing, measure_writing};

@@ -1,0 +1,28 @@
+//! Everything that is timed, on every device. What a measurement gives is a row, which `oscar bench` puts into an
+//! [`oscar_lab::Report`] together with the machine.
+//!
+//! | module | what it times |
+//! |---|---|
+//! | `model` | prefill and decoding of a whole model |
+//! | `engine` | long contexts by cache type; requests with a common prefix |
+//! | `serve` | a server as its clients see it |
+//! | `attention`, `codec` | attention and the encoder alone, on the processor |
+//! | [`cuda`] | attention, sealing and writing on a card, against its read ceiling |
+
+mod attention;
+mod codec;
+pub mod cuda;
+mod engine;
+mod model;
+mod serve;
+
+pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
+pub use codec::{CodecBench, run as codec};
+pub use engine::{
+    LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
+};
+pub use model::{ModelBench, run as model};
+pub use serve::{
+    AddedLatencyRow, Arrival, Limits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow, Workload,
+    added_latency, serve, streamed,
+};
