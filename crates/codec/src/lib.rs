@@ -3,7 +3,7 @@
 //! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
 //! rotated ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`])
 //! and written to a page ([`layout`]: one file per page format); [`PageCodec`] is all of it for a whole cache.
-//! [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
+//! [`slot`] numbers the pages of a pool. [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
 
 pub mod baselines;
 pub mod cache_codec;
@@ -17,6 +17,7 @@ pub mod page_codec;
 pub mod permutation;
 pub mod quantise;
 pub mod rule;
+pub mod slot;
 pub mod transform;
 pub mod windows;
 
@@ -30,5 +31,6 @@ pub use layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
 pub use matrix::SquareMatrix;
 pub use page_codec::{HeadEncoder, PageCodec};
 pub use rule::{Rule, ScaleType};
+pub use slot::{ExactSlot, SealedSlot};
 pub use transform::HeadTransform;
 pub use windows::{PageWindows, Windows};

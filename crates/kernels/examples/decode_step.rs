@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule, hadamard,
+    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+    SealedSlot, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, SealPage, SealedRows,
@@ -69,8 +70,8 @@ struct Layer {
 /// A cache that holds `context` tokens of one sequence.
 struct Filled {
     cache: Cache,
-    exact: Vec<u32>,
-    sealed: Option<Vec<u32>>,
+    exact: Vec<Option<ExactSlot>>,
+    sealed: Option<Vec<Option<SealedSlot>>>,
 }
 
 fn main() {
@@ -178,7 +179,8 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
     let last = context / PAGE_TOKENS;
     let history = if seal { windows.history(last, usize::MAX, 0) } else { 0..0 };
     // One more slot, in which pages are written before they are sealed.
-    let (workbench, slots) = ((last + 2 - history.len()) as u32, last + 3 - history.len());
+    let slots = last + 3 - history.len();
+    let workbench = ExactSlot::new(slots as u32 - 1).unwrap();
     let spec = CacheSpec {
         geometry: KvGeometry { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.d },
         slots,
@@ -189,10 +191,11 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
     let spec = attention(shape);
     let values = numbers(PAGE_TOKENS * spec.qkv_cols());
     let mut qkv = backend.buffer(PAGE_TOKENS, spec.qkv_cols()).unwrap();
-    let (mut exact, mut sealed) = (vec![0; last + 1], vec![0; last + 1]);
+    let (mut exact, mut sealed) = (vec![None; last + 1], vec![None; last + 1]);
+    let mut unused = ExactSlot::first(last + 1).into_iter().flatten();
     for page in 0..=last {
         let kept = !history.contains(&page);
-        let slot = if kept { 1 + exact.iter().filter(|&&slot| slot != 0).count() as u32 } else { workbench };
+        let slot = if kept { unused.next() } else { Some(workbench) };
         // Every page is written as if it were the first: only its place in memory counts.
         let rows = SequenceRows::exact(0, PAGE_TOKENS, std::slice::from_ref(&slot));
         let tokens = [0; PAGE_TOKENS];
@@ -204,8 +207,9 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
         if kept {
             exact[page] = slot;
         } else {
-            sealed[page] = (page - history.start) as u32 + 1;
-            let entry = SealPage { exact: workbench, sealed: sealed[page] };
+            let to = SealedSlot::new((page - history.start) as u32 + 1).unwrap();
+            sealed[page] = Some(to);
+            let entry = SealPage { exact: workbench, sealed: to };
             backend.seal(0..shape.layers, &[entry], &mut cache).unwrap();
         }
     }

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{CodecError, KvGeometry, PageCodec, PageWindows};
+use oscar_codec::{CodecError, ExactSlot, KvGeometry, PageCodec, PageWindows, SealedSlot};
 
 use crate::dtype::DType;
 
@@ -180,9 +180,9 @@ pub struct SequenceRows<'a> {
     pub start: usize,
     /// Number of tokens.
     pub len: usize,
-    /// Page table: `pages[p]` is the slot of the bf16 page that holds positions `[64p, 64p + 64)`, 0 if there is none.
-    /// Covers `start + len` tokens.
-    pub pages: &'a [u32],
+    /// Page table: `pages[p]` is the slot of the bf16 page that holds positions `[64p, 64p + 64)`, if there is one.
+    /// Covers `start + len` tokens. Padded rows have no page at all and read the dummy.
+    pub pages: &'a [Option<ExactSlot>],
     /// The sealed pages of a sequence that has any.
     pub sealed: Option<SealedRows<'a>>,
 }
@@ -190,8 +190,8 @@ pub struct SequenceRows<'a> {
 /// The sealed side of a page table, and what is read from it; see [`PageWindows::history`].
 #[derive(Clone, Copy, Debug)]
 pub struct SealedRows<'a> {
-    /// Sealed slot of each page, 0 if there is none.
-    pub pages: &'a [u32],
+    /// Sealed slot of each page that has one.
+    pub pages: &'a [Option<SealedSlot>],
     /// Pages from here on are read exactly, whatever the windows say; `usize::MAX` if that holds for none.
     pub exact_from: usize,
     /// Pages below (and after the sink) are read sealed, whatever the windows say.
@@ -200,7 +200,7 @@ pub struct SealedRows<'a> {
 
 impl<'a> SequenceRows<'a> {
     /// Rows of a sequence whose pages are all bf16.
-    pub fn exact(start: usize, len: usize, pages: &'a [u32]) -> SequenceRows<'a> {
+    pub fn exact(start: usize, len: usize, pages: &'a [Option<ExactSlot>]) -> SequenceRows<'a> {
         SequenceRows { start, len, pages, sealed: None }
     }
 }
@@ -209,9 +209,9 @@ impl<'a> SequenceRows<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealPage {
     /// Slot of the bf16 page, scratch slots included.
-    pub exact: u32,
+    pub exact: ExactSlot,
     /// Slot of the sealed page.
-    pub sealed: u32,
+    pub sealed: SealedSlot,
 }
 
 /// The tokens of one step: the rows of all sequences, one after the other.
@@ -374,7 +374,11 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), KernelError>;
 
     /// Copies bf16 pages, all layers: `(from, to)`. A page that several sequences share is copied before it is written.
-    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Self::Cache) -> Result<(), KernelError>;
+    fn copy_pages(
+        &self,
+        pages: &[(ExactSlot, ExactSlot)],
+        cache: &mut Self::Cache,
+    ) -> Result<(), KernelError>;
 
     /// Nobody needs what the scratch pages hold any more: their memory may be given back until they are written again.
     fn release_scratch(&self, cache: &mut Self::Cache);
@@ -412,4 +416,20 @@ pub trait Backend: Send + Sync + 'static {
         logits: &Self::Buffer,
         settings: &[Sampling<'_>],
     ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device may copy a page table as it is: an entry is the number of its slot, or 0, the dummy, for none.
+    #[test]
+    fn an_entry_of_a_page_table_has_the_bits_of_its_number() {
+        let numbers = [0, 1, 2, 0x0102_0304, u32::MAX];
+        // SAFETY: an `Option` of a transparent non-zero number is as large as the number and always initialised.
+        let exact: [u32; 5] = unsafe { std::mem::transmute(numbers.map(ExactSlot::new)) };
+        // SAFETY: as above.
+        let sealed: [u32; 5] = unsafe { std::mem::transmute(numbers.map(SealedSlot::new)) };
+        assert_eq!((exact, sealed), (numbers, numbers));
+    }
 }

@@ -4,6 +4,8 @@
 
 use std::ops::Range;
 
+use oscar_codec::ExactSlot;
+
 use crate::backend::{AttentionSpec, Backend, KernelError};
 
 /// Where the pages of one layer and KV head are found.
@@ -14,7 +16,7 @@ pub struct KvRows<'a> {
     /// KV head.
     pub head: usize,
     /// Page table: the slot of the bf16 page that holds positions `[64p, 64p + 64)`, as in a batch.
-    pub pages: &'a [u32],
+    pub pages: &'a [Option<ExactSlot>],
 }
 
 /// Keys and values that queries read in place of the exact ones at early positions.

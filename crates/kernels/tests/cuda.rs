@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType};
+use oscar_codec::{CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot};
 use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
@@ -222,11 +222,14 @@ fn batches(quick: bool) -> Vec<(Kind, Vec<(usize, usize)>)> {
     ]
 }
 
+/// The two page tables of a sequence.
+type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
+
 /// A batch with its pages on the device and what they hold.
 struct Batch {
     device: Arc<Device>,
     lengths: Vec<(usize, usize)>,
-    tables: Vec<Vec<u32>>,
+    tables: Vec<PageTables>,
     pools: [CudaSlice<u8>; 2],
     queries: Vec<f32>,
     /// Attention in f64, `[sequence][query head]`.
@@ -250,18 +253,19 @@ impl Batch {
         let total: usize = lengths.iter().map(|(tokens, _)| tokens.div_ceil(PAGE_TOKENS)).sum();
         // Twice as many slots as pages, so that there is something to keep away from.
         let slots = 2 * total + 1;
-        let mut free = shuffled(slots, &mut noise).into_iter();
+        let mut free = shuffled(slots - 1, &mut noise).into_iter().map(|number| number + 1);
         let orders = kernel.orders();
         let mut pools = orders.map(|order| vec![0xff_u8; slots * kv_heads * order.page_bytes()]);
         let (mut tables, mut rows) = (Vec::new(), Vec::new());
         for &(tokens, sealed_pages) in &lengths {
             let pages = tokens.div_ceil(PAGE_TOKENS);
-            let table: Vec<u32> = (0..pages).map(|_| free.next().unwrap()).collect();
+            let numbers: Vec<u32> = free.by_ref().take(pages).collect();
+            let is_sealed = |page: usize| (1..1 + sealed_pages).contains(&page);
             let mut heads = Vec::new();
             for head in 0..kv_heads {
                 let mut held = Vec::new();
-                for (page, &slot) in table.iter().enumerate() {
-                    let pool = usize::from((1..1 + sealed_pages).contains(&page));
+                for (page, &slot) in numbers.iter().enumerate() {
+                    let pool = usize::from(is_sealed(page));
                     let drawn = [0, 1].map(|side| -> Vec<f32> {
                         let value = |index: usize| {
                             let x = noise.next();
@@ -296,7 +300,11 @@ impl Batch {
                 }
                 heads.push(held);
             }
-            tables.push(table);
+            let slots = |(page, &number): (usize, &u32)| match is_sealed(page) {
+                false => (ExactSlot::new(number), None),
+                true => (None, SealedSlot::new(number)),
+            };
+            tables.push(numbers.iter().enumerate().map(slots).unzip());
             rows.push(heads);
         }
         let factor = match kind {
@@ -344,7 +352,8 @@ impl Batch {
                 tokens: self.lengths[index].0,
                 sink_pages: 1,
                 history_end: 1 + self.lengths[index].1,
-                slots: &self.tables[index],
+                exact: &self.tables[index].0,
+                sealed: &self.tables[index].1,
             })
             .collect();
         let queries: Vec<f32> = chosen

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use half::bf16;
-use oscar_codec::KvGeometry;
+use oscar_codec::{ExactSlot, KvGeometry};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -63,7 +63,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
             k_norm: None,
         };
         let cols = attention.qkv_cols();
-        let pages = [4, 2, 5, 1];
+        let pages = ExactSlot::table([4, 2, 5, 1]);
         let tokens = vec![0; TOKENS];
         let rows = SequenceRows::exact(0, TOKENS, &pages);
         let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &[rows] }, &rope, &exact).unwrap();

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use half::bf16;
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
-    Side, hadamard,
+    CodeLayout, ExactSlot, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec,
+    PageWindows, Rule, SealedSlot, Side, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
@@ -70,6 +70,10 @@ fn int2(shape: Shape, groups: usize) -> PageCodec {
     PageCodec::new("int2", shape.geometry(), keys, values).unwrap()
 }
 
+fn seal_page(exact: u32, sealed: u32) -> SealPage {
+    SealPage { exact: ExactSlot::new(exact).unwrap(), sealed: SealedSlot::new(sealed).unwrap() }
+}
+
 /// One sequence in a cache, driven by hand.
 struct Sequence {
     backend: CpuBackend,
@@ -77,8 +81,8 @@ struct Sequence {
     shape: Shape,
     windows: PageWindows,
     codec: Arc<PageCodec>,
-    exact: Vec<u32>,
-    sealed: Vec<u32>,
+    exact: Vec<Option<ExactSlot>>,
+    sealed: Vec<Option<SealedSlot>>,
     /// `[position][q | k | v]` as projected.
     rows: Vec<f32>,
     /// Sealed slots handed out so far.
@@ -112,8 +116,8 @@ impl Sequence {
             shape,
             windows,
             codec,
-            exact: vec![0; pages],
-            sealed: vec![0; pages],
+            exact: vec![None; pages],
+            sealed: vec![None; pages],
             rows,
             next_sealed: 1,
         }
@@ -156,21 +160,23 @@ impl Sequence {
         Ok(out.first_rows("rows", positions.len())?.to_vec())
     }
 
-    fn seal_slot(&mut self, page: usize) -> u32 {
-        self.sealed[page] = self.next_sealed;
+    /// A sealed slot for a page that is there in bf16.
+    fn seal_page(&mut self, page: usize) -> SealPage {
+        let pair = seal_page(self.exact[page].unwrap().number(), self.next_sealed);
+        self.sealed[page] = Some(pair.sealed);
         self.next_sealed += 1;
-        self.sealed[page]
+        pair
     }
 
     /// One decoded token on all layers: a page that falls out of the window is sealed and its bf16 forgotten.
     fn decode(&mut self, position: usize) -> Vec<f32> {
         let page = position / PAGE_TOKENS;
         if position.is_multiple_of(PAGE_TOKENS) {
-            self.exact[page] = page as u32 + 1;
+            self.exact[page] = ExactSlot::new(page as u32 + 1);
             if let Some(due) = self.windows.due_before(page) {
-                let pages = [SealPage { exact: self.exact[due], sealed: self.seal_slot(due) }];
+                let pages = [self.seal_page(due)];
                 self.backend.seal(0..self.shape.layers, &pages, &mut self.cache).unwrap();
-                self.exact[due] = 0;
+                self.exact[due] = None;
             }
         }
         (0..self.shape.layers)
@@ -186,11 +192,10 @@ impl Sequence {
         let kept = self.windows.history(last, NEVER, 0);
         for page in 0..=last {
             if kept.contains(&page) {
-                self.exact[page] = (self.cache.spec().slots + page) as u32;
-                let sealed = self.seal_slot(page);
-                seal.push((page, SealPage { exact: self.exact[page], sealed }));
+                self.exact[page] = ExactSlot::new((self.cache.spec().slots + page) as u32);
+                seal.push((page, self.seal_page(page)));
             } else {
-                self.exact[page] = page as u32 + 1;
+                self.exact[page] = ExactSlot::new(page as u32 + 1);
             }
         }
         let mut out = Vec::new();
@@ -214,15 +219,14 @@ impl Sequence {
             self.backend.seal(layer..layer + 1, &rest, &mut self.cache).unwrap();
         }
         for (page, _) in seal {
-            self.exact[page] = 0;
+            self.exact[page] = None;
         }
         out
     }
 
     /// The sealed bytes of all layers and heads of a page.
     fn bytes(&self, page: usize) -> Vec<u8> {
-        let slot = self.sealed[page];
-        assert_ne!(slot, 0, "page {page} is not sealed");
+        let Some(slot) = self.sealed[page] else { panic!("page {page} is not sealed") };
         let heads = (0..self.shape.layers).flat_map(|l| (0..self.shape.kv_heads).map(move |h| (l, h)));
         heads.flat_map(|(layer, head)| self.cache.sealed_bytes(layer, head, slot).unwrap().to_vec()).collect()
     }
@@ -490,11 +494,11 @@ fn what_came_from_elsewhere_may_be_sealed_inside_the_window() {
     sequence.prefill(384, 384, false);
     // As after a prefix hit without its warm tail: pages 3 and 4 exist only sealed.
     for page in [3, 4] {
-        let pages = [SealPage { exact: sequence.exact[page], sealed: sequence.seal_slot(page) }];
+        let pages = [sequence.seal_page(page)];
         sequence.backend.seal(0..1, &pages, &mut sequence.cache).unwrap();
-        sequence.exact[page] = 0;
+        sequence.exact[page] = None;
     }
-    sequence.exact[6] = 7;
+    sequence.exact[6] = ExactSlot::new(7);
     assert!(matches!(
         sequence.step(0, 384..400, NEVER, 0, &[]),
         Err(KernelError::PageMissing { page: 4, tier: "the bf16 pool" })
@@ -530,22 +534,24 @@ fn bad_pages_are_refused_and_nan_is_named() {
     let shape = Shape { kv_heads: 2, group: 1, d: 64, layers: 2 };
     let windows = PageWindows { sink: 0, recent: 1 };
     let mut sequence = Sequence::new(Isa::detect(), shape, int2(shape, 1), windows, 256);
-    let pages = |exact, sealed| [SealPage { exact, sealed }];
     let Sequence { backend, cache, .. } = &mut sequence;
-    for (exact, sealed) in [(0, 1), (1, 0), (1, 99), (99, 1)] {
-        let error = backend.seal(0..2, &pages(exact, sealed), cache).unwrap_err();
+    for (exact, sealed) in [(1, 99), (99, 1)] {
+        let error = backend.seal(0..2, &[seal_page(exact, sealed)], cache).unwrap_err();
         assert!(matches!(error, KernelError::PageOutOfRange { .. }), "{error}");
     }
-    let twice = [SealPage { exact: 1, sealed: 1 }, SealPage { exact: 2, sealed: 1 }];
+    let twice = [seal_page(1, 1), seal_page(2, 1)];
     assert!(matches!(backend.seal(0..1, &twice, cache), Err(KernelError::PageWrittenTwice { slot: 1 })));
-    assert!(backend.seal(0..3, &pages(1, 1), cache).is_err());
-    assert!(backend.copy_pages(&[(1, 0)], cache).is_err() && backend.copy_pages(&[(77, 1)], cache).is_err());
+    assert!(backend.seal(0..3, &[seal_page(1, 1)], cache).is_err());
+    let [first, outside] = [1, 77].map(|slot| ExactSlot::new(slot).unwrap());
+    for copy in [(first, outside), (outside, first)] {
+        assert!(backend.copy_pages(&[copy], cache).is_err());
+    }
     let bad = sequence.shape.cols() * 70 + sequence.shape.kv_heads * sequence.shape.d;
     sequence.rows[bad] = f32::NAN;
     (0..128).for_each(|position| {
         sequence.decode(position);
     });
-    let two = [SealPage { exact: 1, sealed: 1 }, SealPage { exact: 2, sealed: 2 }];
+    let two = [seal_page(1, 1), seal_page(2, 2)];
     let error = sequence.backend.seal(0..2, &two, &mut sequence.cache).unwrap_err();
     assert!(matches!(error, KernelError::Seal { page: 1, head: 0, .. }), "{error}");
     // The rest of the cache is unharmed.
@@ -559,15 +565,16 @@ fn copies_are_whole_and_sources_stay() {
     let backend = CpuBackend::with_isa(1, Isa::detect());
     let mut cache = backend.cache(&CacheSpec::exact(geometry, 4)).unwrap();
     let rows = numbers(64 * 64, 3);
+    let [from, to] = [2, 3].map(|slot| ExactSlot::new(slot).unwrap());
     for layer in 0..3 {
-        let place = KvRows { layer, head: 1, pages: &[2] };
+        let place = KvRows { layer, head: 1, pages: &[Some(from)] };
         backend.write_kv(&mut cache, place, 0, &rows, &rows).unwrap();
     }
-    backend.copy_pages(&[(2, 3)], &mut cache).unwrap();
-    for (slot, layer) in [(3, 0), (3, 2), (2, 2)] {
-        let place = KvRows { layer, head: 1, pages: &[slot] };
+    backend.copy_pages(&[(from, to)], &mut cache).unwrap();
+    for (slot, layer) in [(to, 0), (to, 2), (from, 2)] {
+        let place = KvRows { layer, head: 1, pages: &[Some(slot)] };
         let (keys, values) = backend.read_kv(&cache, place, 0..64).unwrap();
         let rounded: Vec<f32> = rows.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
-        assert_eq!((&keys, &values), (&rounded, &rounded), "slot {slot} layer {layer}");
+        assert_eq!((&keys, &values), (&rounded, &rounded), "{slot:?} layer {layer}");
     }
 }

@@ -1,13 +1,15 @@
 //! Checking the books: everything that is kept up to date is counted anew and compared.
 
+use oscar_codec::ExactSlot;
+
 use crate::PAGE_TOKENS;
 use crate::ledger::Ledger;
-use crate::pool::{ExactPage, PagePool, PageSlot};
+use crate::pool::{PagePool, PageSlot};
 use crate::sequence::Sequence;
 
 impl Ledger {
     /// Owners of a bf16 page.
-    pub fn exact_owners(&self, page: ExactPage) -> u32 {
+    pub fn exact_owners(&self, page: ExactSlot) -> u32 {
         self.pools.exact.owners(page)
     }
 
@@ -25,17 +27,17 @@ impl Ledger {
             }
             filling += usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
             for (&bf16, &codes) in sequence.exact.iter().zip(&sequence.sealed) {
-                exact[bf16 as usize] += 1;
-                sealed[codes as usize] += 1;
-                states[usize::from(bf16 != 0) + 2 * usize::from(codes != 0)] += 1;
+                bf16.into_iter().for_each(|slot| exact[slot.index()] += 1);
+                codes.into_iter().for_each(|slot| sealed[slot.index()] += 1);
+                states[usize::from(bf16.is_some()) + 2 * usize::from(codes.is_some())] += 1;
             }
             if let Some((_, before)) = sequence.in_flight.as_ref().and_then(|in_flight| in_flight.copied) {
-                exact[before.slot() as usize] += 1;
+                exact[before.index()] += 1;
             }
         }
         for entry in self.tree_entries() {
-            entry.exact.into_iter().for_each(|page| exact[page.slot() as usize] += 1);
-            entry.sealed.into_iter().for_each(|page| sealed[page.slot() as usize] += 1);
+            entry.exact.into_iter().for_each(|slot| exact[slot.index()] += 1);
+            entry.sealed.into_iter().for_each(|slot| sealed[slot.index()] += 1);
         }
         let (exact, scratch) = exact.split_at(self.pools.exact.slots());
         compare("bf16", &self.pools.exact, exact)?;
@@ -53,8 +55,8 @@ impl Ledger {
 
 fn compare<P: PageSlot>(name: &str, pool: &PagePool<P>, owners: &[u32]) -> Result<(), String> {
     let mut free = 0;
-    for slot in 1..pool.slots() {
-        let (kept, counted) = (pool.owners(P::from_slot(slot as u32)), owners[slot]);
+    for (slot, kept) in pool.all() {
+        let (slot, counted) = (slot.index(), owners[slot.index()]);
         if kept != counted {
             return Err(format!("{name} page {slot} has {counted} owners, the pool says {kept}"));
         }

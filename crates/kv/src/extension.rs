@@ -4,10 +4,11 @@
 //! sequence's tables name what the step reads and writes; nothing that it held before is let go until the step is
 //! known to be done, so abandoning restores it exactly.
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use crate::PAGE_TOKENS;
 use crate::error::{PoolKind, Shortage};
 use crate::ledger::Ledger;
-use crate::pool::{ExactPage, PageSlot, SealedPage};
 use crate::sequence::{InFlight, Sequence};
 
 /// How the tokens of an extension read each other.
@@ -25,9 +26,9 @@ pub struct SealWork {
     /// Its index in the sequence.
     pub page: usize,
     /// Its bf16 or scratch slot.
-    pub from: u32,
+    pub from: ExactSlot,
     /// Where its codes go.
-    pub to: SealedPage,
+    pub to: SealedSlot,
 }
 
 /// What an extension needs done. Its pages belong to the sequence; losing it loses nothing.
@@ -35,7 +36,7 @@ pub struct SealWork {
 #[must_use = "an extension is to be finished or abandoned"]
 pub struct Extension {
     /// Pages to copy before anything is written, all layers: (from, to).
-    pub copies: Vec<(ExactPage, ExactPage)>,
+    pub copies: Vec<(ExactSlot, ExactSlot)>,
     /// Pages to seal, in order of position. Page `p` must be sealed before rows of a later page read it sealed: those
     /// below `exact_from` before rows of page `p + R + 1` attend, the others when the layer is done.
     pub seal: Vec<SealWork>,
@@ -52,7 +53,7 @@ pub struct Extension {
 #[must_use = "an append is to be finished"]
 pub struct Append {
     /// A page to copy, all layers: (from, to).
-    pub copy: Option<(ExactPage, ExactPage)>,
+    pub copy: Option<(ExactSlot, ExactSlot)>,
     /// A page to seal, all layers, after the copy.
     pub seal: Option<SealWork>,
 }
@@ -66,7 +67,7 @@ struct Need {
 
 /// What is to be done for new tokens.
 struct Work {
-    copy: Option<(ExactPage, ExactPage)>,
+    copy: Option<(ExactSlot, ExactSlot)>,
     seal: Vec<SealWork>,
 }
 
@@ -141,27 +142,26 @@ impl Ledger {
         let history = if self.has_sealed() { windows.history(last, usize::MAX, 0) } else { 0..0 };
         let before = windows.history(start.saturating_sub(1) / PAGE_TOKENS, usize::MAX, 0);
         let leaving: Vec<usize> =
-            (before.end..history.end.min(old_pages)).filter(|&page| sequence.exact[page] != 0).collect();
+            (before.end..history.end.min(old_pages)).filter(|&page| sequence.exact[page].is_some()).collect();
         let sealing: Vec<usize> =
-            leaving.iter().copied().filter(|&page| sequence.sealed[page] == 0).collect();
+            leaving.iter().copied().filter(|&page| sequence.sealed[page].is_none()).collect();
         let new_pages = (start + tokens.len()).div_ceil(PAGE_TOKENS) - old_pages;
         let scratch_from = old_pages.max(history.start);
         let scratch = scratch_from..history.end.max(scratch_from);
-        let mut copy =
-            partial && !tokens.is_empty() && self.pools.exact_owners(sequence.exact[old_pages - 1]) > 1;
+        let written = if partial && !tokens.is_empty() { sequence.exact[old_pages - 1] } else { None };
+        let mut copy = written.filter(|&slot| self.pools.exact.owners(slot) > 1);
 
         let mut need = Need {
-            exact: new_pages - scratch.len() + usize::from(copy),
+            exact: new_pages - scratch.len() + usize::from(copy.is_some()),
             sealed: scratch.len() + sealing.len(),
             scratch: scratch.len(),
         };
         // Rather than copy a page out of the tree when there is no room for it, take it over.
-        let take_over = copy
-            && need.exact > self.pools.exact.free_pages()
-            && self.tree.shares_tail(&self.pools, sequence.exact[old_pages - 1]);
-        if take_over {
+        let short = need.exact > self.pools.exact.free_pages();
+        let take_over = copy.filter(|&slot| short && self.tree.shares_tail(&self.pools, slot));
+        if take_over.is_some() {
             need.exact -= 1;
-            copy = false;
+            copy = None;
         }
         if let Err(shortage) = self.check(&need) {
             if !self.adopt_pages(sequence) {
@@ -169,34 +169,34 @@ impl Ledger {
             }
             self.check(&need)?;
         }
-        if take_over {
-            self.tree.give_up_tail(&mut self.pools, sequence.exact[old_pages - 1]);
+        if let Some(slot) = take_over {
+            self.tree.give_up_tail(&mut self.pools, slot);
         }
 
         self.counters.filling -= usize::from(partial);
         let (mut copied, mut work) = (None, Work { copy: None, seal: Vec::with_capacity(need.sealed) });
-        if copy {
+        if let Some(before) = copy {
             let page = old_pages - 1;
-            let before = ExactPage::from_slot(sequence.exact[page]);
             let own = self.take_exact();
-            self.set_entry(sequence, page, own.slot(), sequence.sealed[page]);
+            self.set_entry(sequence, page, Some(own), sequence.sealed[page]);
             copied = Some((page, before));
             work.copy = Some((before, own));
         }
         for &page in &sealing {
+            let from = sequence.exact[page].expect("a page that leaves the window is there in bf16");
             let to = self.take_sealed();
-            self.set_entry(sequence, page, sequence.exact[page], to.slot());
-            work.seal.push(SealWork { page, from: sequence.exact[page], to });
+            self.set_entry(sequence, page, Some(from), Some(to));
+            work.seal.push(SealWork { page, from, to });
         }
         for page in old_pages..old_pages + new_pages {
             if scratch.contains(&page) {
                 let from = self.take_scratch();
                 let to = self.take_sealed();
-                self.push_entry(sequence, from, to.slot());
+                self.push_entry(sequence, Some(from), Some(to));
                 work.seal.push(SealWork { page, from, to });
             } else {
                 let own = self.take_exact();
-                self.push_entry(sequence, own.slot(), 0);
+                self.push_entry(sequence, Some(own), None);
             }
         }
         sequence.tokens.extend_from_slice(tokens);
@@ -208,11 +208,11 @@ impl Ledger {
     fn settle(&mut self, sequence: &mut Sequence) {
         let Some(in_flight) = sequence.in_flight.take() else { return };
         if let Some((_, before)) = in_flight.copied {
-            self.release_exact(before.slot());
+            self.release_exact(Some(before));
         }
         for page in in_flight.leaving.into_iter().chain(in_flight.scratch) {
             let exact = sequence.exact[page];
-            self.set_entry(sequence, page, 0, sequence.sealed[page]);
+            self.set_entry(sequence, page, None, sequence.sealed[page]);
             self.release_exact(exact);
         }
     }
@@ -225,12 +225,12 @@ impl Ledger {
         }
         for page in in_flight.sealing {
             let sealed = sequence.sealed[page];
-            self.set_entry(sequence, page, sequence.exact[page], 0);
+            self.set_entry(sequence, page, sequence.exact[page], None);
             self.release_sealed(sealed);
         }
         if let Some((page, before)) = in_flight.copied {
             let own = sequence.exact[page];
-            self.set_entry(sequence, page, before.slot(), sequence.sealed[page]);
+            self.set_entry(sequence, page, Some(before), sequence.sealed[page]);
             self.release_exact(own);
         }
         sequence.tokens.truncate(in_flight.start);
@@ -261,29 +261,29 @@ impl Ledger {
         Ok(())
     }
 
-    fn take_exact(&mut self) -> ExactPage {
+    fn take_exact(&mut self) -> ExactSlot {
         if self.pools.exact.free_pages() == 0 {
             self.tree.evict_exact(&mut self.pools);
         }
         self.pools.exact.take().expect("checked that there are enough pages")
     }
 
-    fn take_sealed(&mut self) -> SealedPage {
+    fn take_sealed(&mut self) -> SealedSlot {
         self.try_take_sealed().expect("checked that there are enough pages")
     }
 
     /// A sealed page if one can be had.
-    pub(crate) fn try_take_sealed(&mut self) -> Option<SealedPage> {
+    pub(crate) fn try_take_sealed(&mut self) -> Option<SealedSlot> {
         if self.pools.sealed.free_pages() == 0 {
             self.tree.evict_sealed(&mut self.pools);
         }
         self.pools.sealed.take().ok()
     }
 
-    /// A scratch page in the numbers of the door.
-    fn take_scratch(&mut self) -> u32 {
+    /// A scratch page, by the slot under which a backend knows it.
+    fn take_scratch(&mut self) -> ExactSlot {
         let page = self.pools.scratch.take().expect("checked that there are enough pages");
-        self.pools.exact.slots() as u32 + page.slot()
+        self.pools.scratch_slot(page)
     }
 }
 

@@ -41,12 +41,12 @@ impl Ledger {
                     None => in_tree = false,
                 }
             }
-            if !self.has_sealed() || page < self.options.windows.sink || sequence.sealed[page] != 0 {
+            if !self.has_sealed() || page < self.options.windows.sink {
                 continue;
             }
+            let (Some(from), None) = (sequence.exact[page], sequence.sealed[page]) else { continue };
             let Some(to) = self.try_take_sealed() else { break };
-            let from = sequence.exact[page];
-            self.set_entry(sequence, page, from, to.slot());
+            self.set_entry(sequence, page, Some(from), Some(to));
             work.push(SealWork { page, from, to });
         }
         self.tree.prune_root(sequence.salt);
@@ -72,10 +72,10 @@ impl Ledger {
             let exact = sequence.exact[page];
             if let Some(node) = tree.child(parent, next, tokens) {
                 tree.touch(node, now);
-                if exact != 0 {
+                if let Some(exact) = exact {
                     match tree.slots(node).0 {
-                        0 => tree.warm(pools, node, exact, now),
-                        _ => tree.touch_warm(node, now),
+                        None => tree.warm(pools, node, exact, now),
+                        Some(_) => tree.touch_warm(node, now),
                     }
                 }
                 parent = node;
@@ -83,15 +83,20 @@ impl Ledger {
             }
             let stays_exact = options.sealed.is_none() || page < options.windows.sink;
             let sealed = sequence.settled_sealed(page);
-            if !stays_exact && sealed == 0 {
+            if !stays_exact && sealed.is_none() {
                 complete = false;
                 break;
             }
             parent = tree.insert_page(pools, parent, page, next, tokens, (exact, sealed), now);
         }
         let rest = &sequence.tokens[full_pages * PAGE_TOKENS..];
-        if finished && complete && sequence.in_flight.is_none() && !rest.is_empty() {
-            tree.insert_tail(pools, parent, full_pages, rest, sequence.exact[full_pages], now);
+        if finished
+            && complete
+            && sequence.in_flight.is_none()
+            && !rest.is_empty()
+            && let Some(exact) = sequence.exact[full_pages]
+        {
+            tree.insert_tail(pools, parent, full_pages, rest, exact, now);
         }
         tree.prune_root(sequence.salt);
         self.adopt_pages(sequence);

@@ -1,10 +1,10 @@
 //! Opening, forking and closing sequences: who owns which page of a cache.
 
-use oscar_codec::PageWindows;
+use oscar_codec::{ExactSlot, PageWindows, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::error::{KvError, PoolKind};
-use crate::pool::{ExactPage, PagePool, PageSlot, ScratchPage, SealedPage};
+use crate::pool::PagePool;
 use crate::pools::Pools;
 use crate::reuse::{Reuse, TailPolicy, reuse};
 use crate::sequence::Sequence;
@@ -158,7 +158,7 @@ impl Ledger {
         let tail = self.tree.find_tail(salt, &found.nodes, rest);
         let tail = tail.filter(|(_, common)| can_resume_at(matched * PAGE_TOKENS + common));
         let reuse = if self.has_sealed() {
-            let warm = |page: usize| self.tree.slots(found.nodes[page]).0 != 0;
+            let warm = |page: usize| self.tree.slots(found.nodes[page]).0.is_some();
             let can_resume_at =
                 |pages: usize| (pages == matched && tail.is_some()) || can_resume_at(pages * PAGE_TOKENS);
             reuse(policy, self.options.windows, matched, warm, can_resume_at)
@@ -173,8 +173,8 @@ impl Ledger {
         }
         for (page, &node) in found.nodes[..reuse.pages].iter().enumerate() {
             let (exact, sealed) = self.tree.slots(node);
-            let exact = if sealed == 0 || page >= reuse.warm_from { exact } else { 0 };
-            if exact != 0 {
+            let exact = exact.filter(|_| sealed.is_none() || page >= reuse.warm_from);
+            if exact.is_some() {
                 self.tree.touch_warm(node, now);
             }
             self.share_entry(&mut sequence, exact, sealed);
@@ -183,7 +183,7 @@ impl Ledger {
             self.tree.touch(node, now);
             self.tree.touch_warm(node, now);
             let (exact, _) = self.tree.slots(node);
-            self.share_entry(&mut sequence, exact, 0);
+            self.share_entry(&mut sequence, exact, None);
             length += common;
         }
         sequence.tokens.extend_from_slice(&prompt[..length]);
@@ -209,7 +209,7 @@ impl Ledger {
         for page in 0..length.div_ceil(PAGE_TOKENS) {
             let exact = match &sequence.in_flight {
                 Some(in_flight) => match in_flight.copied {
-                    Some((copied, before)) if copied == page => before.slot(),
+                    Some((copied, before)) if copied == page => Some(before),
                     _ => sequence.exact[page],
                 },
                 None => sequence.exact[page],
@@ -229,7 +229,7 @@ impl Ledger {
     /// Gives back everything a sequence holds, what is in flight too.
     pub fn close(&mut self, mut sequence: Sequence) {
         if let Some((_, before)) = sequence.in_flight.take().and_then(|in_flight| in_flight.copied) {
-            self.release_exact(before.slot());
+            self.release_exact(Some(before));
         }
         self.counters.filling -= usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
         // The deepest first: a node of the tree becomes free for eviction after those below it.
@@ -280,27 +280,38 @@ impl Ledger {
     }
 
     /// Appends a page that others own too.
-    fn share_entry(&mut self, sequence: &mut Sequence, exact: u32, sealed: u32) {
-        if exact != 0 {
-            self.pools.exact.share(ExactPage::from_slot(exact));
+    fn share_entry(&mut self, sequence: &mut Sequence, exact: Option<ExactSlot>, sealed: Option<SealedSlot>) {
+        if let Some(exact) = exact {
+            self.pools.exact.share(exact);
             self.tree.exact_changed(&self.pools, exact);
         }
-        if sealed != 0 {
-            self.pools.sealed.share(SealedPage::from_slot(sealed));
+        if let Some(sealed) = sealed {
+            self.pools.sealed.share(sealed);
             self.tree.sealed_changed(&self.pools, sealed);
         }
         self.push_entry(sequence, exact, sealed);
     }
 
     /// Appends a page that the sequence is counted as an owner of.
-    pub(crate) fn push_entry(&mut self, sequence: &mut Sequence, exact: u32, sealed: u32) {
+    pub(crate) fn push_entry(
+        &mut self,
+        sequence: &mut Sequence,
+        exact: Option<ExactSlot>,
+        sealed: Option<SealedSlot>,
+    ) {
         sequence.exact.push(exact);
         sequence.sealed.push(sealed);
         self.counters.of(exact, sealed).into_iter().for_each(|count| *count += 1);
     }
 
     /// Changes which slots a page has; ownership is the caller's business.
-    pub(crate) fn set_entry(&mut self, sequence: &mut Sequence, page: usize, exact: u32, sealed: u32) {
+    pub(crate) fn set_entry(
+        &mut self,
+        sequence: &mut Sequence,
+        page: usize,
+        exact: Option<ExactSlot>,
+        sealed: Option<SealedSlot>,
+    ) {
         let was = (
             std::mem::replace(&mut sequence.exact[page], exact),
             std::mem::replace(&mut sequence.sealed[page], sealed),
@@ -317,24 +328,22 @@ impl Ledger {
         self.release_sealed(sealed);
     }
 
-    /// Gives back a bf16 or scratch slot; 0 is no page.
-    pub(crate) fn release_exact(&mut self, slot: u32) {
-        if slot == 0 {
-            return;
-        }
-        match slot.checked_sub(self.pools.exact.slots() as u32) {
-            Some(scratch) => self.pools.scratch.release(ScratchPage::from_slot(scratch)),
+    /// Gives back a bf16 or scratch slot, if there is one.
+    pub(crate) fn release_exact(&mut self, slot: Option<ExactSlot>) {
+        let Some(slot) = slot else { return };
+        match self.pools.scratch_page(slot) {
+            Some(page) => self.pools.scratch.release(page),
             None => {
-                self.pools.exact.release(ExactPage::from_slot(slot));
+                self.pools.exact.release(slot);
                 self.tree.exact_changed(&self.pools, slot);
             }
         }
     }
 
-    /// Gives back a sealed slot; 0 is no page.
-    pub(crate) fn release_sealed(&mut self, slot: u32) {
-        if slot != 0 {
-            self.pools.sealed.release(SealedPage::from_slot(slot));
+    /// Gives back a sealed slot, if there is one.
+    pub(crate) fn release_sealed(&mut self, slot: Option<SealedSlot>) {
+        if let Some(slot) = slot {
+            self.pools.sealed.release(slot);
             self.tree.sealed_changed(&self.pools, slot);
         }
     }

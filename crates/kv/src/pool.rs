@@ -3,57 +3,53 @@
 //! The pools of a cache have different page sizes, so their slots are different types: a sealed page cannot be given
 //! back to the bf16 pool.
 
-use std::marker::PhantomData;
+use std::num::NonZeroU32;
+
+use oscar_codec::{ExactSlot, SealedSlot};
 
 /// A slot of some pool. Slot 0 is a dummy for padded rows and is never handed out.
 pub trait PageSlot: Copy {
-    /// The page in `slot`.
-    fn from_slot(slot: u32) -> Self;
+    /// The slot of this number; `None` for the dummy.
+    fn new(number: u32) -> Option<Self>;
 
-    /// Slot number in the backend's pool.
-    fn slot(self) -> u32;
+    /// Slot number in the backend's pool, as an index.
+    fn index(self) -> usize;
 }
 
-macro_rules! page_slot {
-    ($(#[$doc:meta])* $name:ident) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name(u32);
+impl PageSlot for ExactSlot {
+    fn new(number: u32) -> Option<ExactSlot> {
+        ExactSlot::new(number)
+    }
 
-        impl $name {
-            /// Slot number in the backend's pool.
-            pub fn slot(self) -> u32 {
-                self.0
-            }
-        }
-
-        impl PageSlot for $name {
-            fn from_slot(slot: u32) -> Self {
-                $name(slot)
-            }
-
-            fn slot(self) -> u32 {
-                self.0
-            }
-        }
-    };
+    fn index(self) -> usize {
+        self.index()
+    }
 }
 
-page_slot! {
-    /// A bf16 page, all layers.
-    ExactPage
-}
-page_slot! {
-    /// A page of codes, all layers.
-    SealedPage
-}
-page_slot! {
-    /// A bf16 page of one layer: what a prompt's page is written to before it is sealed.
-    ScratchPage
+impl PageSlot for SealedSlot {
+    fn new(number: u32) -> Option<SealedSlot> {
+        SealedSlot::new(number)
+    }
+
+    fn index(self) -> usize {
+        self.index()
+    }
 }
 
-/// A page of a cache without sealed pages.
-pub type PageId = ExactPage;
+/// A bf16 page of one layer: what a prompt's page is written to before it is sealed. The numbers of the scratch pool
+/// begin anew; a backend knows the page as the [`ExactSlot`] so many slots after the last of the bf16 pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ScratchPage(NonZeroU32);
+
+impl PageSlot for ScratchPage {
+    fn new(number: u32) -> Option<ScratchPage> {
+        NonZeroU32::new(number).map(ScratchPage)
+    }
+
+    fn index(self) -> usize {
+        self.0.get() as usize
+    }
+}
 
 /// There is no free page left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,19 +61,18 @@ pub struct PoolExhausted {
 
 /// Pages that can be taken and given back. A page is free again when its last owner releases it.
 #[derive(Debug)]
-pub struct PagePool<P = ExactPage> {
+pub struct PagePool<P = ExactSlot> {
     /// Owners per slot; index 0 is the dummy.
     owners: Vec<u32>,
     /// Free slots, the next one last. Low slots go first, so a short run touches little memory.
-    free: Vec<u32>,
-    kind: PhantomData<P>,
+    free: Vec<P>,
 }
 
 impl<P: PageSlot> PagePool<P> {
     /// A pool of `pages` usable pages.
     pub fn new(pages: usize) -> PagePool<P> {
         let last = u32::try_from(pages).expect("fewer than 2^32 pages");
-        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().collect(), kind: PhantomData }
+        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().filter_map(P::new).collect() }
     }
 
     /// Usable pages.
@@ -95,32 +90,37 @@ impl<P: PageSlot> PagePool<P> {
         self.free.len()
     }
 
+    /// Every page with its owners, in order of slots.
+    pub fn all(&self) -> impl Iterator<Item = (P, u32)> {
+        self.owners.iter().zip(0..).filter_map(|(&owners, number)| Some((P::new(number)?, owners)))
+    }
+
     /// Owners of a page.
     pub fn owners(&self, page: P) -> u32 {
-        self.owners[page.slot() as usize]
+        self.owners[page.index()]
     }
 
     /// Takes a page; the caller is its one owner.
     pub fn take(&mut self) -> Result<P, PoolExhausted> {
         let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
-        self.owners[slot as usize] = 1;
-        Ok(P::from_slot(slot))
+        self.owners[slot.index()] = 1;
+        Ok(slot)
     }
 
     /// Adds an owner to a page in use.
     pub fn share(&mut self, page: P) {
-        let owners = &mut self.owners[page.slot() as usize];
-        assert!(*owners > 0, "page {} is shared while free", page.slot());
+        let owners = &mut self.owners[page.index()];
+        assert!(*owners > 0, "page {} is shared while free", page.index());
         *owners += 1;
     }
 
     /// Gives up one ownership; the page is free when none is left.
     pub fn release(&mut self, page: P) {
-        let owners = &mut self.owners[page.slot() as usize];
-        assert!(*owners > 0, "page {} is released while free", page.slot());
+        let owners = &mut self.owners[page.index()];
+        assert!(*owners > 0, "page {} is released while free", page.index());
         *owners -= 1;
         if *owners == 0 {
-            self.free.push(page.slot());
+            self.free.push(page);
         }
     }
 }
@@ -133,15 +133,15 @@ mod tests {
 
     #[test]
     fn the_dummy_is_never_handed_out() {
-        let mut pool = PagePool::<PageId>::new(3);
-        let pages: Vec<_> = (0..3).map(|_| pool.take().unwrap().slot()).collect();
+        let mut pool = PagePool::<ExactSlot>::new(3);
+        let pages: Vec<_> = (0..3).map(|_| pool.take().unwrap().number()).collect();
         assert_eq!(pages, [1, 2, 3]);
         assert_eq!(pool.take(), Err(PoolExhausted { pages: 3 }));
     }
 
     #[test]
     fn a_shared_page_is_free_after_its_last_owner() {
-        let mut pool = PagePool::<PageId>::new(1);
+        let mut pool = PagePool::<ExactSlot>::new(1);
         let page = pool.take().unwrap();
         pool.share(page);
         pool.release(page);
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "released while free")]
     fn a_double_release_is_caught() {
-        let mut pool = PagePool::<PageId>::new(1);
+        let mut pool = PagePool::<ExactSlot>::new(1);
         let page = pool.take().unwrap();
         pool.release(page);
         pool.release(page);
@@ -163,8 +163,8 @@ mod tests {
         /// Random operations against a plain list of owners.
         #[test]
         fn agrees_with_a_naive_model(operations in prop::collection::vec((0u8..3, any::<u16>()), 0..400)) {
-            let mut pool = PagePool::<PageId>::new(8);
-            let mut owned: Vec<PageId> = Vec::new();
+            let mut pool = PagePool::<ExactSlot>::new(8);
+            let mut owned: Vec<ExactSlot> = Vec::new();
             for (kind, pick) in operations {
                 match kind {
                     0 => match pool.take() {

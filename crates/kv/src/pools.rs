@@ -1,33 +1,26 @@
 //! The three pools of a cache.
 
-use crate::pool::{ExactPage, PagePool, PageSlot, ScratchPage, SealedPage};
+use oscar_codec::{ExactSlot, SealedSlot};
+
+use crate::pool::{PagePool, PageSlot, ScratchPage};
 
 /// bf16 pages, sealed pages, and the scratch that prompts pass through on their way from one to the other.
 #[derive(Debug)]
 pub(crate) struct Pools {
-    pub(crate) exact: PagePool<ExactPage>,
-    pub(crate) sealed: PagePool<SealedPage>,
+    pub(crate) exact: PagePool<ExactSlot>,
+    pub(crate) sealed: PagePool<SealedSlot>,
     pub(crate) scratch: PagePool<ScratchPage>,
 }
 
 impl Pools {
-    /// The bf16 page of a slot that a table or node names.
-    pub(crate) fn exact_page(slot: u32) -> ExactPage {
-        ExactPage::from_slot(slot)
+    /// The scratch page that a slot of a table names; `None` if the slot is one of the bf16 pool.
+    pub(crate) fn scratch_page(&self, slot: ExactSlot) -> Option<ScratchPage> {
+        ScratchPage::new(slot.number().checked_sub(self.exact.slots() as u32)?)
     }
 
-    /// The sealed page of a slot that a table or node names.
-    pub(crate) fn sealed_page(slot: u32) -> SealedPage {
-        SealedPage::from_slot(slot)
-    }
-
-    /// Owners of a bf16 slot.
-    pub(crate) fn exact_owners(&self, slot: u32) -> u32 {
-        self.exact.owners(Self::exact_page(slot))
-    }
-
-    /// Owners of a sealed slot.
-    pub(crate) fn sealed_owners(&self, slot: u32) -> u32 {
-        self.sealed.owners(Self::sealed_page(slot))
+    /// The slot under which tables and backends know a scratch page.
+    pub(crate) fn scratch_slot(&self, page: ScratchPage) -> ExactSlot {
+        ExactSlot::new((self.exact.slots() + page.index()) as u32)
+            .expect("scratch slots follow the bf16 slots")
     }
 }

@@ -1,12 +1,13 @@
 //! The pages of one sequence: token ids and two slot tables in the form a backend reads.
 //!
-//! Entry `p` of a table is the slot of the page with positions `[64p, 64p + 64)`, 0 if there is none. A page with a
+//! Entry `p` of a table is the slot of the page with positions `[64p, 64p + 64)`, if there is one. A page with a
 //! bf16 slot only is being filled or in a window, one with both is in the window and sealed already, one with a sealed
 //! slot only is history. The tables change entry by entry, never as a whole.
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
-use crate::pool::ExactPage;
 
 /// A sequence that holds pages of a [`Ledger`](crate::Ledger). It must be given back with `Ledger::close`.
 #[derive(Debug)]
@@ -14,8 +15,8 @@ use crate::pool::ExactPage;
 pub struct Sequence {
     pub(crate) salt: u64,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) exact: Vec<u32>,
-    pub(crate) sealed: Vec<u32>,
+    pub(crate) exact: Vec<Option<ExactSlot>>,
+    pub(crate) sealed: Vec<Option<SealedSlot>>,
     /// Names of the full pages, as far as they were needed.
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) cached_tokens: usize,
@@ -32,7 +33,7 @@ pub(crate) struct InFlight {
     /// Tokens before.
     pub(crate) start: usize,
     /// A page that was shared and written to, and what it was: still held, so that it can be copied from and put back.
-    pub(crate) copied: Option<(usize, ExactPage)>,
+    pub(crate) copied: Option<(usize, ExactSlot)>,
     /// Pages of before that are being sealed now.
     pub(crate) sealing: Vec<usize>,
     /// Pages of before whose bf16 nobody reads afterwards.
@@ -81,13 +82,13 @@ impl Sequence {
         self.cached_tokens
     }
 
-    /// bf16 slot of each page, 0 if it has none. During an extension also scratch slots, numbered after the bf16 pool.
-    pub fn exact_slots(&self) -> &[u32] {
+    /// bf16 slot of each page that has one. During an extension also scratch slots, numbered after the bf16 pool.
+    pub fn exact_slots(&self) -> &[Option<ExactSlot>] {
         &self.exact
     }
 
-    /// Sealed slot of each page, 0 if it has none.
-    pub fn sealed_slots(&self) -> &[u32] {
+    /// Sealed slot of each page that has one.
+    pub fn sealed_slots(&self) -> &[Option<SealedSlot>] {
         &self.sealed
     }
 
@@ -107,9 +108,9 @@ impl Sequence {
     }
 
     /// The sealed slot of a page if its bytes are written for certain.
-    pub(crate) fn settled_sealed(&self, page: usize) -> u32 {
+    pub(crate) fn settled_sealed(&self, page: usize) -> Option<SealedSlot> {
         match &self.in_flight {
-            Some(in_flight) if in_flight.sealing.contains(&page) => 0,
+            Some(in_flight) if in_flight.sealing.contains(&page) => None,
             _ => self.sealed[page],
         }
     }

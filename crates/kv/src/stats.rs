@@ -1,5 +1,7 @@
 //! Where the pages are.
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use crate::ledger::Ledger;
 use crate::pool::{PagePool, PageSlot};
 
@@ -24,10 +26,10 @@ impl PoolStats {
         self.pages - self.free
     }
 
-    fn count<P: PageSlot>(pool: &PagePool<P>, in_tree: impl Fn(u32) -> bool) -> PoolStats {
+    fn count<P: PageSlot>(pool: &PagePool<P>, in_tree: impl Fn(P) -> bool) -> PoolStats {
         let mut stats = PoolStats { pages: pool.pages(), free: pool.free_pages(), ..PoolStats::default() };
-        for slot in 1..pool.slots() as u32 {
-            match pool.owners(P::from_slot(slot)) {
+        for (slot, owners) in pool.all() {
+            match owners {
                 0 => {}
                 1 if in_tree(slot) => stats.tree_only += 1,
                 1 => stats.request_only += 1,
@@ -100,12 +102,12 @@ pub(crate) struct Counters {
 
 impl Counters {
     /// The counter of a table entry, `None` for an entry without a page.
-    pub(crate) fn of(&mut self, exact: u32, sealed: u32) -> Option<&mut usize> {
+    pub(crate) fn of(&mut self, exact: Option<ExactSlot>, sealed: Option<SealedSlot>) -> Option<&mut usize> {
         match (exact, sealed) {
-            (0, 0) => None,
-            (_, 0) => Some(&mut self.exact),
-            (0, _) => Some(&mut self.sealed),
-            _ => Some(&mut self.both),
+            (None, None) => None,
+            (Some(_), None) => Some(&mut self.exact),
+            (None, Some(_)) => Some(&mut self.sealed),
+            (Some(_), Some(_)) => Some(&mut self.both),
         }
     }
 }

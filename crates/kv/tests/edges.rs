@@ -109,9 +109,9 @@ fn an_extension_says_what_lies_where() {
     assert_eq!(extension.exact_from, 3);
     assert_eq!(extension.seal.iter().map(|work| work.page).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
     for work in &extension.seal {
-        let scratch = work.from as usize > slots.exact && (work.from as usize) < slots.exact + slots.scratch;
+        let scratch = work.from.index() > slots.exact && work.from.index() < slots.exact + slots.scratch;
         assert_eq!(scratch, work.page > 3, "page {}", work.page);
-        assert!(scratch || work.from == before[work.page]);
+        assert!(scratch || Some(work.from) == before[work.page]);
     }
     assert_eq!(cache.ledger.stats().scratch.used(), 3);
     cache.finish(&mut open);
@@ -194,8 +194,8 @@ fn a_prompt_of_1000_tokens() {
         let Some(Flight::Append(append)) = &first.flight else { panic!("an append is in flight") };
         assert!(append.seal.is_none() && append.copy.is_none());
         cache.finish(&mut first);
-        assert_eq!(first.sequence.exact_slots()[11] != 0, position < 1024);
-        assert_eq!(first.sequence.exact_slots()[12] != 0, position < 1088);
+        assert_eq!(first.sequence.exact_slots()[11].is_some(), position < 1024);
+        assert_eq!(first.sequence.exact_slots()[12].is_some(), position < 1088);
     }
     // Generated text survives.
     cache.insert(&mut first, true);

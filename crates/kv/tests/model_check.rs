@@ -261,7 +261,7 @@ impl Episode {
             if is_new && ends_sealed {
                 need[2] += 1;
             }
-            if ends_sealed && (is_new || sealed[page] == 0) {
+            if ends_sealed && (is_new || sealed[page].is_none()) {
                 need[1] += 1;
             }
         }
@@ -270,18 +270,18 @@ impl Episode {
         let slots = self.cache.ledger.slots();
         let (mut exact_uses, mut sealed_uses) = (vec![0; slots.exact + slots.scratch], vec![0; slots.sealed]);
         for open in self.open.iter().chain([open]) {
-            open.sequence.exact_slots().iter().for_each(|&slot| exact_uses[slot as usize] += 1);
-            open.sequence.sealed_slots().iter().for_each(|&slot| sealed_uses[slot as usize] += 1);
+            open.sequence.exact_slots().iter().flatten().for_each(|slot| exact_uses[slot.index()] += 1);
+            open.sequence.sealed_slots().iter().flatten().for_each(|slot| sealed_uses[slot.index()] += 1);
             let copies = match &open.flight {
                 Some(Flight::Extension(extension)) => extension.copies.as_slice(),
                 Some(Flight::Append(append)) => append.copy.as_slice(),
                 None => &[],
             };
-            copies.iter().for_each(|(from, _)| exact_uses[from.slot() as usize] += 1);
+            copies.iter().for_each(|(from, _)| exact_uses[from.index()] += 1);
         }
         let busy = busy(&entries, |entry| match (entry.exact, entry.sealed) {
-            (_, Some(page)) => sealed_uses[page.slot() as usize] > 0,
-            (Some(page), None) => exact_uses[page.slot() as usize] > 0,
+            (_, Some(page)) => sealed_uses[page.index()] > 0,
+            (Some(page), None) => exact_uses[page.index()] > 0,
             (None, None) => true,
         });
         // Pages that a sequence does not hold: free, or in the tree where they can be had or not.
@@ -291,13 +291,13 @@ impl Episode {
         let mut free = available[0];
         for (entry, busy) in entries.iter().zip(&busy) {
             if let Some(page) = entry.exact
-                && exact_uses[page.slot() as usize] == 0
+                && exact_uses[page.index()] == 0
             {
                 free -= 1;
                 available[0] -= usize::from(*busy && entry.sealed.is_none());
             }
             if let Some(page) = entry.sealed
-                && sealed_uses[page.slot() as usize] == 0
+                && sealed_uses[page.index()] == 0
             {
                 available[1] -= usize::from(*busy);
             }
@@ -311,10 +311,10 @@ impl Episode {
             });
             let Some(index) = found else { break };
             if let Some(copy) = entries[index].sealed {
-                let unused = sealed_uses[copy.slot() as usize] == 0 && sealed[page] != 0;
+                let unused = sealed_uses[copy.index()] == 0 && sealed[page].is_some();
                 available[1] += usize::from(busy[index] && unused);
             } else if let Some(copy) = entries[index].exact {
-                let unused = exact_uses[copy.slot() as usize] == 0 && exact[page] != 0;
+                let unused = exact_uses[copy.index()] == 0 && exact[page].is_some();
                 available[0] += usize::from(busy[index] && unused);
             }
             parent = found;
@@ -323,9 +323,9 @@ impl Episode {
         // The page being filled is copied if somebody else has it too. If that is only a tail of the tree and there is
         // no room, the tree gives it up.
         if !start.is_multiple_of(PAGE_TOKENS) {
-            let slot = exact[exact.len() - 1];
-            let owner = entries.iter().find(|entry| entry.exact.is_some_and(|page| page.slot() == slot));
-            let uses = exact_uses[slot as usize];
+            let slot = exact[exact.len() - 1].expect("the page being filled is bf16");
+            let owner = entries.iter().find(|entry| entry.exact == Some(slot));
+            let uses = exact_uses[slot.index()];
             let only_tail = uses == 1 && owner.is_some_and(|entry| entry.tokens.len() < PAGE_TOKENS);
             need[0] += usize::from(uses > 1 || owner.is_some());
             need[0] -= usize::from(only_tail && need[0] > free);

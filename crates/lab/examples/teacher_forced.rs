@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -42,7 +42,7 @@ fn main() -> Result<(), AnyError> {
     let (tokens, expected) = read_reference(Path::new(&reference), model.config().vocab_size)?;
 
     // Slot 0 is the dummy.
-    let slots: Vec<u32> = (1..).take(tokens.len().div_ceil(PAGE_TOKENS)).collect();
+    let slots = ExactSlot::first(tokens.len().div_ceil(PAGE_TOKENS));
     let mut cache = model.cache(slots.len() + 1)?;
     let mut activations = model.activations(tokens.len(), tokens.len())?;
     let rows = SequenceRows::exact(0, tokens.len(), &slots);

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{PAGE_TOKENS, PageWindows, Windows};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot, Windows};
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, CacheSpec, SealPage, SealedRows, SealedSpec, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -63,18 +63,18 @@ fn served_logits(
     let forward = model.model();
     let mut cache = forward.backend().cache(&spec).unwrap();
     let mut activations = forward.activations(CHUNK, CHUNK).unwrap();
-    let slots: Vec<u32> = (1..=pages as u32).collect();
+    let (exact, sealed) = (ExactSlot::first(pages), SealedSlot::first(pages));
     let (mut logits, mut sealed_pages) = (Vec::new(), windows.sink);
     for (index, chunk) in ids.chunks(CHUNK).enumerate() {
         let start = index * CHUNK;
         let history = windows.history((start + chunk.len() - 1) / PAGE_TOKENS, usize::MAX, 0);
         let seal: Vec<SealPage> = (sealed_pages..history.end)
             .filter(|_| mixed)
-            .map(|page| SealPage { exact: slots[page], sealed: slots[page] })
+            .map(|page| SealPage { exact: exact[page].unwrap(), sealed: sealed[page].unwrap() })
             .collect();
         sealed_pages = history.end;
-        let sealed = mixed.then_some(SealedRows { pages: &slots, exact_from: usize::MAX, sealed_until: 0 });
-        let rows = SequenceRows { start, len: chunk.len(), pages: &slots, sealed };
+        let sealed = mixed.then_some(SealedRows { pages: &sealed, exact_from: usize::MAX, sealed_until: 0 });
+        let rows = SequenceRows { start, len: chunk.len(), pages: &exact, sealed };
         let batch = Batch { tokens: chunk, sequences: &[rows] };
         let step = forward.begin_step(&batch, &cache).unwrap();
         forward.embed(&batch, &step, &mut activations).unwrap();

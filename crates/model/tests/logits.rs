@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -63,7 +63,7 @@ fn expected(folder: &Path) -> Expected {
 /// that nothing can rely on their being neighbours.
 fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let pages = tokens.len().div_ceil(PAGE_TOKENS);
-    let slots: Vec<u32> = (1..=pages as u32).rev().collect();
+    let slots = ExactSlot::table((1..=pages as u32).rev());
     let mut cache = model.cache(pages + 1).unwrap();
     let mut activations = model.activations(chunk, chunk).unwrap();
     let mut logits = Vec::new();
@@ -136,9 +136,10 @@ fn sequences_of_a_batch_do_not_see_each_other() {
     let model = open(&folder).load_model(backend.clone()).unwrap();
     let mut cache = model.cache(6).unwrap();
     let mut activations = model.activations(135, 135).unwrap();
+    let tables = [[1, 4], [3, 2]].map(ExactSlot::table);
     let batch = Batch {
         tokens: &[first, second].concat(),
-        sequences: &[SequenceRows::exact(0, 70, &[1, 4]), SequenceRows::exact(0, 65, &[3, 2])],
+        sequences: &[SequenceRows::exact(0, 70, &tables[0]), SequenceRows::exact(0, 65, &tables[1])],
     };
     let every: Vec<usize> = (0..135).collect();
     model.forward(&batch, &every, &mut cache, &mut activations).unwrap();
@@ -160,12 +161,13 @@ fn bad_batches_are_errors() {
         assert!(error.to_string().contains(part), "{error}");
     };
     let rows = SequenceRows::exact;
-    fails(&[1, 2], &[rows(0, 1, &[1])], &[], "tokens of a batch");
-    fails(&[1], &[rows(64, 1, &[1])], &[], "pages of a sequence");
-    fails(&[1], &[rows(0, 1, &[3])], &[], "page slot 3");
-    fails(&[1, 2], &[rows(0, 1, &[1]), rows(0, 1, &[1])], &[], "two sequences");
-    fails(&[u32::MAX], &[rows(0, 1, &[1])], &[], "vocabulary");
-    fails(&[1; 9], &[rows(0, 9, &[1])], &[], "tokens of a step");
-    fails(&[1, 2], &[rows(0, 2, &[1])], &[0, 1], "rows with logits");
-    fails(&[1], &[rows(0, 1, &[1])], &[8], "hidden rows");
+    let (inside, outside) = (ExactSlot::table([1]), ExactSlot::table([3]));
+    fails(&[1, 2], &[rows(0, 1, &inside)], &[], "tokens of a batch");
+    fails(&[1], &[rows(64, 1, &inside)], &[], "pages of a sequence");
+    fails(&[1], &[rows(0, 1, &outside)], &[], "page slot 3");
+    fails(&[1, 2], &[rows(0, 1, &inside), rows(0, 1, &inside)], &[], "two sequences");
+    fails(&[u32::MAX], &[rows(0, 1, &inside)], &[], "vocabulary");
+    fails(&[1; 9], &[rows(0, 9, &inside)], &[], "tokens of a step");
+    fails(&[1, 2], &[rows(0, 2, &inside)], &[0, 1], "rows with logits");
+    fails(&[1], &[rows(0, 1, &inside)], &[8], "hidden rows");
 }

@@ -9,7 +9,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
@@ -53,7 +53,7 @@ fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
 
 fn log_probabilities(model: &Model<CpuBackend>, tokens: &[u32]) -> Vec<Vec<f64>> {
     let pages = tokens.len().div_ceil(PAGE_TOKENS);
-    let slots: Vec<u32> = (1..=pages as u32).collect();
+    let slots = ExactSlot::first(pages);
     let mut cache = model.cache(pages + 1).unwrap();
     let mut activations = model.activations(tokens.len(), tokens.len()).unwrap();
     let rows = SequenceRows::exact(0, tokens.len(), &slots);

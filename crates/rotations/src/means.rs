@@ -1,6 +1,6 @@
 //! Mean keys for rotations that came without: published files carry none, and some models collapse uncentred.
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_kernels::Inspect;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::inspect::KvRows;
@@ -20,7 +20,7 @@ pub fn estimate_mean_keys<B: Inspect>(model: &LoadedModel<B>) -> Result<Vec<Vec<
     let ids = model.tokenizer().encode(PROSE, true)?;
     let tokens = ids.len().min(MEAN_TOKENS).min(model.config().max_context);
     let (model, config) = (model.model(), model.config());
-    let pages: Vec<u32> = (1..).take(tokens.div_ceil(PAGE_TOKENS)).collect();
+    let pages = ExactSlot::first(tokens.div_ceil(PAGE_TOKENS));
     let mut cache = model.cache(pages.len() + 1)?;
     let mut activations = model.activations(tokens, 1)?;
     let rows = SequenceRows::exact(0, tokens, &pages);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
-use oscar_codec::{PAGE_TOKENS, PageLayout};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageLayout, SealedSlot};
 use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     CudaError, DecodeAttention, DecodeSequence, DecodeShape, Device, PageOrder, PoolView, Split, Tuning,
@@ -108,6 +108,9 @@ pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
     Ok(bytes as f64 / best)
 }
 
+/// The bf16 and the sealed slots of a sequence.
+pub type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
+
 /// Measures a case.
 pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError> {
     let kernel = match case.tuning {
@@ -125,15 +128,22 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     // Slots of each pool in random order, as after some hours of serving.
     let mut free = [pages - sealed_pages, sealed_pages]
         .map(|count| shuffled(case.batch * count, &mut noise).into_iter());
-    let tables: Vec<Vec<u32>> = (0..case.batch)
+    let tables: Vec<PageTables> = (0..case.batch)
         .map(|_| {
-            let slot = |page| free[usize::from(is_sealed(page))].next().expect("a slot per page");
-            (0..pages).map(slot).collect()
+            let slots = |page| {
+                let sealed = is_sealed(page);
+                let number = 1 + free[usize::from(sealed)].next().expect("a slot per page");
+                if sealed { (None, SealedSlot::new(number)) } else { (ExactSlot::new(number), None) }
+            };
+            (0..pages).map(slots).unzip()
         })
         .collect();
     let sequences: Vec<DecodeSequence<'_>> = tables
         .iter()
-        .map(|slots| DecodeSequence { tokens: case.tokens, sink_pages: case.sink_pages, history_end, slots })
+        .map(|(exact, sealed)| {
+            let (tokens, sink_pages) = (case.tokens, case.sink_pages);
+            DecodeSequence { tokens, sink_pages, history_end, exact, sealed }
+        })
         .collect();
     let mut plan = kernel.plan(case.split, &sequences)?;
     let bytes = plan.plan().bytes;
@@ -141,8 +151,10 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
 
     let samples = [0, 1].map(|pool| Samples::new(&kernel.orders()[pool], &mut noise));
     let heads = case.shape.kv_heads;
-    let pools = [(0, pages - sealed_pages), (1, sealed_pages)]
-        .map(|(pool, count): (usize, usize)| samples[pool].fill(device, layers * case.batch * count * heads));
+    // One slot more than pages: the dummy of a layer is the last page of the layer before.
+    let pools = [(0, pages - sealed_pages), (1, sealed_pages)].map(|(pool, count): (usize, usize)| {
+        samples[pool].fill(device, (layers * case.batch * count + 1) * heads)
+    });
     let [exact, sealed] = pools;
     let (exact, sealed) = (exact?, sealed?);
     let view = |pool: usize, memory: &CudaSlice<u8>, count: usize, layer: usize| -> (usize, usize) {
@@ -170,10 +182,13 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     let got = device.stream().clone_dtoh(&out)?;
     device.synchronise()?;
 
-    let slots = &tables[0];
+    let (exact, sealed) = &tables[0];
     let rows = |page: usize| {
-        let pool = usize::from(is_sealed(page));
-        &samples[pool].rows[slots[page] as usize * heads % SAMPLES]
+        let (pool, slot) = match is_sealed(page) {
+            false => (0, ExactSlot::table_entry(exact[page])),
+            true => (1, SealedSlot::table_entry(sealed[page])),
+        };
+        &samples[pool].rows[slot as usize * heads % SAMPLES]
     };
     let width = case.shape.group * case.shape.head_dim;
     let error =

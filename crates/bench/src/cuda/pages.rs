@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use half::bf16;
-use oscar_codec::{KvGeometry, PAGE_TOKENS, PageCodec};
+use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageCodec, SealedSlot};
 use oscar_kernels::backend::{Rope, RopeLayout, SealPage};
 use oscar_kernels::cuda::reference::{Noise, shuffled};
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
@@ -44,8 +44,13 @@ pub fn measure_sealing(
     let exact = random_pool(device, slots * slot, &mut noise)?;
     let mut sealed = device.zeroed(slots * codec.page_bytes())?;
     let (from, to) = (shuffled(slots - 1, &mut noise), shuffled(slots - 1, &mut noise));
-    let due: Vec<SealPage> =
-        from.iter().zip(&to).map(|(from, to)| SealPage { exact: from + 1, sealed: to + 1 }).collect();
+    let due: Vec<SealPage> = from
+        .iter()
+        .zip(&to)
+        .filter_map(|(from, to)| {
+            Some(SealPage { exact: ExactSlot::new(from + 1)?, sealed: SealedSlot::new(to + 1)? })
+        })
+        .collect();
     let lists = due.chunks(pages.max(1)).map(|part| sealer.list(part)).collect::<Result<Vec<_>, _>>()?;
     let layers = 0..geometry.layers;
     let seconds = replay(device, passes, || {
@@ -80,7 +85,8 @@ pub fn measure_writing(
     let targets: Vec<RowTarget> = (0..sequences * tokens)
         .map(|row| {
             let (sequence, position) = (row / tokens, row % tokens);
-            RowTarget { slot: order[sequence * pages + position / PAGE_TOKENS] + 1, position }
+            let slot = ExactSlot::new(order[sequence * pages + position / PAGE_TOKENS] + 1);
+            RowTarget { slot, position }
         })
         .collect();
     let rope = Rope {

@@ -303,15 +303,14 @@ impl<B: Backend> Core<B> {
 
     /// How busy the engine is and what it has done.
     pub(crate) fn stats(&self) -> EngineStats {
-        let count = |slots: &[u32]| slots.iter().filter(|&&slot| slot != 0).count();
         let sequences =
             self.policy.sequences().map(|(AnswerId { request, choice }, sequence)| SequenceView {
                 request,
                 choice,
                 tokens: sequence.len(),
                 cached_tokens: sequence.cached_tokens(),
-                exact_pages: count(sequence.exact_slots()),
-                sealed_pages: count(sequence.sealed_slots()),
+                exact_pages: sequence.exact_slots().iter().flatten().count(),
+                sealed_pages: sequence.sealed_slots().iter().flatten().count(),
             });
         let (queued, prefilling, running) = self.policy.counts();
         EngineStats {

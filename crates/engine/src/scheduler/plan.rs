@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{SealPage, SequenceRows};
 
 use crate::error::EngineError;
@@ -53,7 +54,7 @@ pub(crate) struct DecodeRow<'a> {
     pub(crate) token: u32,
     pub(crate) rows: SequenceRows<'a>,
     /// A shared bf16 page that is copied before it is written: (from, to).
-    pub(crate) copy: Option<(u32, u32)>,
+    pub(crate) copy: Option<(ExactSlot, ExactSlot)>,
     /// A page that leaves the recent window, sealed after the copy.
     pub(crate) seal: Option<SealPage>,
 }
@@ -61,7 +62,7 @@ pub(crate) struct DecodeRow<'a> {
 /// The start of an extension of a sequence by prompt tokens.
 pub(crate) struct ExtensionPlan<'a> {
     /// Shared bf16 pages that are copied before they are written: (from, to).
-    pub(crate) copies: Vec<(u32, u32)>,
+    pub(crate) copies: Vec<(ExactSlot, ExactSlot)>,
     /// All chunks of a prompt that is computed layer by layer, else nothing.
     pub(crate) chunks: Vec<PromptRows<'a>>,
 }
@@ -100,7 +101,7 @@ pub(crate) struct WantedLogits<'a> {
 /// Several prompts that run through all layers in one pass.
 pub(crate) struct BatchPlan<'a> {
     pub(crate) prompts: Vec<PromptRows<'a>>,
-    pub(crate) copies: Vec<(u32, u32)>,
+    pub(crate) copies: Vec<(ExactSlot, ExactSlot)>,
     pub(crate) seal_before: Vec<SealPage>,
     pub(crate) seal_after: Vec<SealPage>,
 }

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use oscar_codec::{HeadIndex, Side};
+use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 
 use super::attend::{self, AttendScratch, Heads, Numerics, PartialStates, Tiers};
-use super::cache::{Cache, DUMMY_SLOT};
+use super::cache::Cache;
 use super::dot::Dot;
 use super::elementwise::{rms_norm, silu_multiply};
 use super::encode::SealScratch;
@@ -314,14 +314,15 @@ impl Backend for CpuBackend {
             let (expected, got) = (spec.geometry.layers, layers.end);
             return Err(KernelError::Shape { what: "layers of the cache, at most", expected, got });
         }
-        let mut targets: Vec<u32> = pages.iter().map(|page| page.sealed).collect();
+        let mut targets: Vec<SealedSlot> = pages.iter().map(|page| page.sealed).collect();
         targets.sort_unstable();
         if let Some(pair) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(KernelError::PageWrittenTwice { slot: pair[0] });
+            return Err(KernelError::PageWrittenTwice { slot: pair[0].number() });
         }
         for page in pages {
-            for (slot, slots) in [(page.exact, exact_slots), (page.sealed, sealed_slots)] {
-                if slot == DUMMY_SLOT || slot as usize >= slots {
+            let (exact, sealed) = (page.exact.number(), page.sealed.number());
+            for (slot, slots) in [(exact, exact_slots), (sealed, sealed_slots)] {
+                if slot as usize >= slots {
                     return Err(KernelError::PageOutOfRange { slot, slots });
                 }
             }
@@ -344,13 +345,11 @@ impl Backend for CpuBackend {
         failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
     }
 
-    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut Cache) -> Result<(), KernelError> {
+    fn copy_pages(&self, pages: &[(ExactSlot, ExactSlot)], cache: &mut Cache) -> Result<(), KernelError> {
         let slots = cache.spec().slots;
         for &(from, to) in pages {
-            if let Some(slot) =
-                [from, to].into_iter().find(|&slot| slot == DUMMY_SLOT || slot as usize >= slots)
-            {
-                return Err(KernelError::PageOutOfRange { slot, slots });
+            if let Some(slot) = [from, to].into_iter().find(|slot| slot.index() >= slots) {
+                return Err(KernelError::PageOutOfRange { slot: slot.number(), slots });
             }
             cache.copy_page(from, to);
         }

@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::{Bf16Layout, HeadIndex, PAGE_TOKENS, PageCodec, PageLayout, Side};
+use oscar_codec::{Bf16Layout, ExactSlot, HeadIndex, PAGE_TOKENS, PageCodec, PageLayout, SealedSlot, Side};
 
 use super::attention;
 use super::encode::Sealer;
@@ -20,9 +20,6 @@ use super::isa::Isa;
 use super::memory::{self, AlignedBuffer, DisjointSlice};
 use crate::backend::{CacheSpec, KernelError};
 use crate::inspect::KvRows;
-
-/// The slot that padded rows name; nothing is written there and what is read does not matter.
-pub(super) const DUMMY_SLOT: u32 = 0;
 
 /// Page pools in host memory.
 pub struct Cache {
@@ -44,7 +41,7 @@ pub(super) struct SealedPool {
 
 impl SealedPool {
     /// The pages of a layer, by KV head and slot.
-    pub(super) fn pages<'a>(&'a self, layer: usize) -> impl Fn(usize, u32) -> &'a [u8] {
+    pub(super) fn pages<'a>(&'a self, layer: usize) -> impl Fn(usize, Option<SealedSlot>) -> &'a [u8] {
         let places = Places::of(self.sealer.codec(), layer);
         move |head, slot| &self.bytes[places.range(head, slot)]
     }
@@ -66,8 +63,8 @@ impl Places {
     }
 
     #[inline]
-    fn range(&self, head: usize, slot: u32) -> Range<usize> {
-        let start = slot as usize * self.slot + self.first + head * self.page;
+    fn range(&self, head: usize, slot: Option<SealedSlot>) -> Range<usize> {
+        let start = SealedSlot::table_entry(slot) as usize * self.slot + self.first + head * self.page;
         start..start + self.page
     }
 }
@@ -145,9 +142,9 @@ impl Cache {
     }
 
     /// Slot of the page that holds a position, or an error that names what is missing.
-    fn slot_of(pages: &[u32], position: usize) -> Result<u32, KernelError> {
+    fn slot_of(pages: &[Option<ExactSlot>], position: usize) -> Result<ExactSlot, KernelError> {
         let page = position / PAGE_TOKENS;
-        pages.get(page).copied().ok_or(KernelError::PageMissing { page, tier: "bf16" })
+        pages.get(page).copied().flatten().ok_or(KernelError::PageMissing { page, tier: "bf16" })
     }
 
     /// Reads the key and the value at one position of a head.
@@ -158,7 +155,8 @@ impl Cache {
         key: &mut [f32],
         value: &mut [f32],
     ) -> Result<(), KernelError> {
-        let page = self.page(rows.layer, Cache::slot_of(rows.pages, position)?, rows.head);
+        let slot = Cache::slot_of(rows.pages, position)?;
+        let page = self.page(rows.layer, Some(slot), rows.head);
         attention::read_token(page, self.spec.geometry.head_dim, position % PAGE_TOKENS, key, value);
         Ok(())
     }
@@ -180,12 +178,12 @@ impl Cache {
     }
 
     /// The bytes of a sealed page of one head, for tests and tools.
-    pub fn sealed_bytes(&self, layer: usize, head: usize, slot: u32) -> Option<&[u8]> {
-        self.sealed.as_ref().map(|sealed| sealed.pages(layer)(head, slot))
+    pub fn sealed_bytes(&self, layer: usize, head: usize, slot: SealedSlot) -> Option<&[u8]> {
+        self.sealed.as_ref().map(|sealed| sealed.pages(layer)(head, Some(slot)))
     }
 
-    /// The bf16 page of one head.
-    pub(super) fn page(&self, layer: usize, slot: u32, head: usize) -> &[u16] {
+    /// The bf16 page of one head, or the dummy: what padded rows read does not matter.
+    pub(super) fn page(&self, layer: usize, slot: Option<ExactSlot>, head: usize) -> &[u16] {
         let (pool, index) = self.place(layer, slot, head);
         let elements = match pool {
             Pool::Exact => &self.exact,
@@ -194,7 +192,7 @@ impl Cache {
         &elements[index * self.page_len..(index + 1) * self.page_len]
     }
 
-    fn place(&self, layer: usize, slot: u32, head: usize) -> (Pool, usize) {
+    fn place(&self, layer: usize, slot: Option<ExactSlot>, head: usize) -> (Pool, usize) {
         place(&self.spec, layer, slot, head)
     }
 
@@ -220,10 +218,10 @@ impl Cache {
     }
 
     /// Copies a bf16 page, all layers.
-    pub(super) fn copy_page(&mut self, from: u32, to: u32) {
+    pub(super) fn copy_page(&mut self, from: ExactSlot, to: ExactSlot) {
         let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;
-        let start = from as usize * slot_len;
-        self.exact.copy_within(start..start + slot_len, to as usize * slot_len);
+        let start = from.index() * slot_len;
+        self.exact.copy_within(start..start + slot_len, to.index() * slot_len);
     }
 }
 
@@ -233,11 +231,11 @@ enum Pool {
 }
 
 /// The pool of a bf16 slot, and the index of a head's page in it.
-fn place(spec: &CacheSpec, layer: usize, slot: u32, head: usize) -> (Pool, usize) {
-    let heads = spec.geometry.kv_heads;
-    match (slot as usize).checked_sub(spec.slots) {
+fn place(spec: &CacheSpec, layer: usize, slot: Option<ExactSlot>, head: usize) -> (Pool, usize) {
+    let (heads, slot) = (spec.geometry.kv_heads, ExactSlot::table_entry(slot) as usize);
+    match slot.checked_sub(spec.slots) {
         Some(scratch) => (Pool::Scratch, scratch * heads + head),
-        None => (Pool::Exact, (slot as usize * spec.geometry.layers + layer) * heads + head),
+        None => (Pool::Exact, (slot * spec.geometry.layers + layer) * heads + head),
     }
 }
 
@@ -263,7 +261,7 @@ impl PageWriter<'_> {
     /// # Safety
     /// Nobody else may hold the same side of the page, or the page, at the same time.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn side(&self, slot: u32, head: usize, side: Side) -> &mut [u16] {
+    pub(super) unsafe fn side(&self, slot: ExactSlot, head: usize, side: Side) -> &mut [u16] {
         let half = self.page_len / 2;
         let start = match side {
             Side::Key => 0,
@@ -279,15 +277,15 @@ impl PageWriter<'_> {
     /// # Safety
     /// Nobody else may hold the same page at the same time.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn page(&self, slot: u32, head: usize) -> &mut [u16] {
+    pub(super) unsafe fn page(&self, slot: ExactSlot, head: usize) -> &mut [u16] {
         let (pages, first) = self.place(slot, head);
         // SAFETY: different (slot, head) pairs give disjoint ranges; the caller promises the rest.
         unsafe { pages.part(first..first + self.page_len) }
     }
 
     /// The pool of a page, and where it begins there.
-    fn place(&self, slot: u32, head: usize) -> (&DisjointSlice<'_, u16>, usize) {
-        let (pool, index) = place(self.spec, self.layer, slot, head);
+    fn place(&self, slot: ExactSlot, head: usize) -> (&DisjointSlice<'_, u16>, usize) {
+        let (pool, index) = place(self.spec, self.layer, Some(slot), head);
         let pages = match pool {
             Pool::Exact => &self.exact,
             Pool::Scratch => &self.scratch,
@@ -308,8 +306,8 @@ pub(super) struct Sealing<'a> {
 
 impl Sealing<'_> {
     /// The bf16 page to be sealed.
-    pub(super) fn exact_page(&self, head: HeadIndex, slot: u32) -> &[u16] {
-        let (pool, index) = place(self.spec, head.layer, slot, head.head);
+    pub(super) fn exact_page(&self, head: HeadIndex, slot: ExactSlot) -> &[u16] {
+        let (pool, index) = place(self.spec, head.layer, Some(slot), head.head);
         let pages = match pool {
             Pool::Exact => self.exact,
             Pool::Scratch => self.scratch,
@@ -322,8 +320,8 @@ impl Sealing<'_> {
     /// # Safety
     /// Nobody else may hold the same page at the same time.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn sealed_page(&self, head: HeadIndex, slot: u32) -> &mut [u8] {
-        let place = Places::of(self.sealer.codec(), head.layer).range(head.head, slot);
+    pub(super) unsafe fn sealed_page(&self, head: HeadIndex, slot: SealedSlot) -> &mut [u8] {
+        let place = Places::of(self.sealer.codec(), head.layer).range(head.head, Some(slot));
         // SAFETY: different (slot, layer, head) triples give disjoint ranges; the caller promises the rest.
         unsafe { self.bytes.part(place) }
     }

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 
 use super::attend::PlanCell;
-use super::cache::{Cache, DUMMY_SLOT};
+use super::cache::Cache;
 use crate::backend::{Batch, KernelError, Rope, RopeLayout, SequenceRows};
 
 /// Tables that hold for a whole step.
@@ -28,14 +28,14 @@ pub(super) struct StepSequence {
     pub(super) start: usize,
     pub(super) len: usize,
     /// Slots of bf16 pages.
-    pub(super) pages: Vec<u32>,
+    pub(super) pages: Vec<Option<ExactSlot>>,
     /// What is read from sealed pages.
     sealed: Option<SealedTable>,
 }
 
 /// The sealed side of a page table.
 struct SealedTable {
-    pages: Vec<u32>,
+    pages: Vec<Option<SealedSlot>>,
     windows: PageWindows,
     exact_from: usize,
     sealed_until: usize,
@@ -44,10 +44,10 @@ struct SealedTable {
 impl StepSequence {
     fn new(rows: &SequenceRows<'_>, first_row: usize, cache: &Cache) -> Result<StepSequence, KernelError> {
         let needed = (rows.start + rows.len).div_ceil(PAGE_TOKENS);
-        let pages = table(rows.pages, needed, cache.exact_slots())?;
+        let pages = table(rows.pages, needed, cache.exact_slots(), ExactSlot::table_entry)?;
         let sealed = match (rows.sealed, &cache.spec().sealed) {
             (Some(sealed), Some(spec)) => Some(SealedTable {
-                pages: table(sealed.pages, needed, spec.slots)?,
+                pages: table(sealed.pages, needed, spec.slots, SealedSlot::table_entry)?,
                 windows: spec.windows,
                 exact_from: sealed.exact_from,
                 sealed_until: sealed.sealed_until,
@@ -60,9 +60,9 @@ impl StepSequence {
         Ok(sequence)
     }
 
-    /// A page that is read must be there: a slot of 0 would be read as garbage without a word.
+    /// A page that is read must be there: the dummy would be read as garbage without a word.
     fn check_readable(&self) -> Result<(), KernelError> {
-        let padded = self.pages.iter().all(|&slot| slot == DUMMY_SLOT);
+        let padded = self.pages.iter().all(Option::is_none);
         if self.len == 0 || (padded && self.sealed.is_none()) {
             return Ok(());
         }
@@ -75,13 +75,13 @@ impl StepSequence {
                 continue;
             }
             if let Some(sealed) = &self.sealed {
-                let missing = history.clone().find(|&page| sealed.pages[page] == DUMMY_SLOT);
+                let missing = history.clone().find(|&page| sealed.pages[page].is_none());
                 if let Some(page) = missing {
                     return Err(KernelError::PageMissing { page, tier: "the sealed pool" });
                 }
             }
             let exact = (0..history.start).chain(history.end..query_page + 1);
-            if let Some(page) = exact.into_iter().find(|&page| self.pages[page] == DUMMY_SLOT) {
+            if let Some(page) = exact.into_iter().find(|&page| self.pages[page].is_none()) {
                 return Err(KernelError::PageMissing { page, tier: "the bf16 pool" });
             }
             previous = Some(history);
@@ -103,7 +103,7 @@ impl StepSequence {
     }
 
     /// Sealed slots of pages that are read sealed.
-    pub(super) fn sealed_slots(&self, pages: Range<usize>) -> &[u32] {
+    pub(super) fn sealed_slots(&self, pages: Range<usize>) -> &[Option<SealedSlot>] {
         self.sealed.as_ref().map_or(&[], |sealed| &sealed.pages[pages])
     }
 
@@ -116,11 +116,16 @@ impl StepSequence {
 }
 
 /// The first `needed` slots of a page table, each inside its pool.
-fn table(pages: &[u32], needed: usize, slots: usize) -> Result<Vec<u32>, KernelError> {
+fn table<Slot: Copy>(
+    pages: &[Option<Slot>],
+    needed: usize,
+    slots: usize,
+    entry: impl Fn(Option<Slot>) -> u32,
+) -> Result<Vec<Option<Slot>>, KernelError> {
     let Some(pages) = pages.get(..needed) else {
         return Err(KernelError::Shape { what: "pages of a sequence", expected: needed, got: pages.len() });
     };
-    if let Some(&slot) = pages.iter().find(|&&slot| slot as usize >= slots) {
+    if let Some(slot) = pages.iter().map(|&slot| entry(slot)).find(|&slot| slot as usize >= slots) {
         return Err(KernelError::PageOutOfRange { slot, slots });
     }
     Ok(pages.to_vec())
@@ -154,7 +159,7 @@ impl Step {
             sin: Vec::with_capacity(rows * pairs),
             plan: PlanCell::default(),
         };
-        let mut written = Vec::new();
+        let mut written: Vec<ExactSlot> = Vec::new();
         let mut first_row = 0;
         for rows in batch.sequences {
             let sequence = StepSequence::new(rows, first_row, cache)?;
@@ -167,18 +172,18 @@ impl Step {
             }
             first_row += rows.len;
             let slots = &sequence.pages[sequence.written_pages()];
-            written.extend(slots.iter().filter(|&&slot| slot != DUMMY_SLOT));
+            written.extend(slots.iter().flatten());
             step.sequences.push(sequence);
         }
         written.sort_unstable();
         if let Some(pair) = written.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(KernelError::PageWrittenTwice { slot: pair[0] });
+            return Err(KernelError::PageWrittenTwice { slot: pair[0].number() });
         }
         let slots = cache.spec().slots;
-        let exact = step.sequences.iter().flat_map(|sequence| &sequence.pages);
-        let exact = exact.map(|&slot| slot as usize + 1).filter(|&end| end <= slots);
+        let exact = step.sequences.iter().flat_map(|sequence| sequence.pages.iter().flatten());
+        let exact = exact.map(|slot| slot.index() + 1).filter(|&end| end <= slots);
         let sealed = step.sequences.iter().filter_map(|sequence| sequence.sealed.as_ref());
-        let sealed = sealed.flat_map(|table| &table.pages).map(|&slot| slot as usize + 1);
+        let sealed = sealed.flat_map(|table| table.pages.iter().flatten()).map(|slot| slot.index() + 1);
         cache.settle(exact.max().unwrap_or(0), sealed.max().unwrap_or(0));
         Ok(step)
     }
@@ -203,8 +208,9 @@ mod tests {
         let cache = Cache::new(Isa::Scalar, &spec).unwrap();
         let rope = Rope { inverse_frequencies: vec![1.0; 2], magnitude: 1.0, layout: RopeLayout::Halves };
         for (len, fits) in [(0, true), (1, false)] {
-            let other = SequenceRows::exact(6, 1, &[1]);
-            let sequences = [SequenceRows::exact(5, len, &[1]), other];
+            let pages = ExactSlot::first(1);
+            let other = SequenceRows::exact(6, 1, &pages);
+            let sequences = [SequenceRows::exact(5, len, &pages), other];
             let batch = Batch { tokens: &vec![0; len + 1], sequences: &sequences };
             assert_eq!(Step::new(&batch, &rope, &cache).is_ok(), fits, "{len} rows");
         }

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
+use oscar_codec::{ExactSlot, HeadIndex, PAGE_TOKENS, Side};
 
 use super::attend::Heads;
 use super::attention;
-use super::cache::{DUMMY_SLOT, PageWriter};
+use super::cache::PageWriter;
 use super::elementwise::{rms_norm_in_place, rotate};
 use super::encode::SealScratch;
 use super::isa::Isa;
@@ -29,6 +29,7 @@ pub(super) struct Store<'a> {
 pub(super) struct WriteTask {
     sequence: usize,
     page: usize,
+    slot: ExactSlot,
     head: usize,
 }
 
@@ -98,7 +99,7 @@ impl Store<'_> {
         let (start, cols) = (row * self.heads.qkv_cols(), self.heads.stored_cols(head, side));
         // SAFETY: the caller's promise: this side of this slot is nobody else's, and neither are these values.
         unsafe {
-            let half = (slot != DUMMY_SLOT).then(|| writer.side(slot, head, side));
+            let half = slot.map(|slot| writer.side(slot, head, side));
             if let Some(half) = &half {
                 attention::expect_side(half, side, token);
             }
@@ -120,10 +121,10 @@ impl Store<'_> {
             .iter()
             .enumerate()
             .flat_map(|(index, sequence)| sequence.written_pages().map(move |page| (index, page)))
-            .filter(|&(index, page)| step.sequences[index].pages[page] != DUMMY_SLOT);
+            .filter_map(|(index, page)| Some((index, page, step.sequences[index].pages[page]?)));
         pages
-            .flat_map(|(sequence, page)| {
-                (0..self.heads.kv_heads).map(move |head| WriteTask { sequence, page, head })
+            .flat_map(|(sequence, page, slot)| {
+                (0..self.heads.kv_heads).map(move |head| WriteTask { sequence, page, slot, head })
             })
             .collect()
     }
@@ -139,10 +140,10 @@ impl Store<'_> {
         rows: &[f32],
         writer: &PageWriter<'_>,
     ) {
-        let &WriteTask { sequence, page, head } = task;
+        let &WriteTask { sequence, page, slot, head } = task;
         let sequence = &step.sequences[sequence];
         // SAFETY: the caller's promise.
-        let target = unsafe { writer.page(sequence.pages[page], head) };
+        let target = unsafe { writer.page(slot, head) };
         let first = sequence.start.max(page * PAGE_TOKENS);
         let last = (sequence.start + sequence.len).min((page + 1) * PAGE_TOKENS);
         let (cols, d) = (self.heads.qkv_cols(), self.heads.head_dim);

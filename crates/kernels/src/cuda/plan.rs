@@ -4,8 +4,10 @@
 //! cut into segments; a block works through a list of them, and every segment leaves one partial result. A plan holds for
 //! all layers of a step.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
 
 use super::error::CudaError;
 
@@ -69,8 +71,26 @@ pub struct DecodeSequence<'a> {
     pub sink_pages: usize,
     /// Pages `sink_pages..history_end` are read sealed, the others in bf16.
     pub history_end: usize,
-    /// The slot of every page, in the pool it is read from.
-    pub slots: &'a [u32],
+    /// The slot of every page that is there in bf16.
+    pub exact: &'a [Option<ExactSlot>],
+    /// The slot of every page that is sealed; as far as pages are read sealed.
+    pub sealed: &'a [Option<SealedSlot>],
+}
+
+impl DecodeSequence<'_> {
+    /// Pages that are read sealed; all others are read in bf16.
+    fn history(&self) -> Range<usize> {
+        self.sink_pages..self.history_end.max(self.sink_pages)
+    }
+
+    /// The slot of a page in the pool it is read from, 0 (the dummy) if it has none.
+    fn table_entry(&self, page: usize) -> u32 {
+        if self.history().contains(&page) {
+            SealedSlot::table_entry(self.sealed[page])
+        } else {
+            ExactSlot::table_entry(self.exact[page])
+        }
+    }
 }
 
 /// How tiles are divided among blocks.
@@ -141,7 +161,7 @@ impl Plan {
     /// Cuts a batch.
     pub fn new(shape: &PlanShape, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<Plan, CudaError> {
         let mut plan = Plan { sequences: sequences.len(), ..Plan::default() };
-        plan.table_width = sequences.iter().map(|sequence| sequence.slots.len()).max().unwrap_or(0).max(1);
+        plan.table_width = sequences.iter().map(|sequence| sequence.exact.len()).max().unwrap_or(0).max(1);
         let mut units = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
             plan.take_slots(sequence)?;
@@ -158,14 +178,17 @@ impl Plan {
 
     fn take_slots(&mut self, sequence: &DecodeSequence<'_>) -> Result<(), CudaError> {
         let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
-        if sequence.slots.len() < pages {
-            return Err(CudaError::Shape {
-                what: "slots of a sequence",
-                expected: pages,
-                got: sequence.slots.len(),
-            });
+        let (exact, sealed) = (sequence.exact.len(), sequence.sealed.len());
+        if exact < pages {
+            return Err(CudaError::Shape { what: "slots of a sequence", expected: pages, got: exact });
         }
-        if sequence.tokens > MOST_TOKENS || sequence.slots.iter().any(|&slot| slot > i32::MAX as u32) {
+        let history = sequence.history();
+        if sealed < history.end && !history.is_empty() {
+            let expected = history.end;
+            return Err(CudaError::Shape { what: "sealed slots of a sequence", expected, got: sealed });
+        }
+        let too_many = (0..exact).any(|page| sequence.table_entry(page) > i32::MAX as u32);
+        if sequence.tokens > MOST_TOKENS || too_many {
             return Err(CudaError::Unsupported("more than 2^24 tokens or 2^31 slots".into()));
         }
         let full = sequence.tokens / PAGE_TOKENS;
@@ -177,13 +200,12 @@ impl Plan {
                 got: full,
             });
         }
-        for (page, &slot) in sequence.slots[..pages].iter().enumerate() {
-            let sealed = (sequence.sink_pages..sequence.history_end).contains(&page);
-            let slots = &mut self.slots[usize::from(sealed)];
-            *slots = (*slots).max(slot as usize + 1);
+        for page in 0..pages {
+            let slots = &mut self.slots[usize::from(history.contains(&page))];
+            *slots = (*slots).max(sequence.table_entry(page) as usize + 1);
         }
-        self.table.extend(sequence.slots.iter().map(|&slot| slot as i32));
-        self.table.resize(self.table.len() + self.table_width - sequence.slots.len(), 0);
+        self.table.extend((0..exact).map(|page| sequence.table_entry(page) as i32));
+        self.table.resize(self.table.len() + self.table_width - exact, 0);
         Ok(())
     }
 

@@ -16,9 +16,28 @@ fn shape(blocks: usize) -> PlanShape {
     }
 }
 
-/// Slots that tell pages apart.
-fn slots(pages: usize, first: u32) -> Vec<u32> {
-    (0..pages as u32).map(|page| first + 3 * page).collect()
+/// The tables of a sequence.
+type Tables<'a> = (&'a [Option<ExactSlot>], &'a [Option<SealedSlot>]);
+
+/// Slots that tell pages and pools apart.
+struct Slots {
+    exact: Vec<Option<ExactSlot>>,
+    sealed: Vec<Option<SealedSlot>>,
+}
+
+impl Slots {
+    fn all(&self) -> Tables<'_> {
+        (&self.exact, &self.sealed)
+    }
+
+    fn first(&self, pages: usize) -> Tables<'_> {
+        (&self.exact[..pages], &self.sealed[..pages])
+    }
+}
+
+fn slots(pages: usize, first: u32) -> Slots {
+    let numbers = |first: u32| (0..pages as u32).map(move |page| first + 3 * page);
+    Slots { exact: ExactSlot::table(numbers(first)), sealed: SealedSlot::table(numbers(first + 1)) }
 }
 
 /// The segments of a block, as the kernel finds them.
@@ -87,33 +106,44 @@ fn check(shape: &PlanShape, plan: &Plan, sequences: &[DecodeSequence<'_>]) {
         assert!(seen.iter().copied().eq(0..tokens), "unit {unit} of {tokens} tokens");
     }
     for (index, sequence) in sequences.iter().enumerate() {
-        let row = &plan.table[index * plan.table_width..][..sequence.slots.len()];
-        assert!(row.iter().map(|&slot| slot as u32).eq(sequence.slots.iter().copied()));
+        let row = &plan.table[index * plan.table_width..][..sequence.exact.len()];
+        for (page, &slot) in row.iter().enumerate() {
+            let expected = match (sequence.sink_pages..sequence.history_end).contains(&page) {
+                true => sequence.sealed[page].map(SealedSlot::number),
+                false => sequence.exact[page].map(ExactSlot::number),
+            };
+            assert_eq!(slot as u32, expected.unwrap_or(0), "page {page}");
+        }
     }
 }
 
-fn sequence(tokens: usize, sink_pages: usize, history_end: usize, slots: &[u32]) -> DecodeSequence<'_> {
-    DecodeSequence { tokens, sink_pages, history_end, slots }
+fn sequence(
+    tokens: usize,
+    sink_pages: usize,
+    history_end: usize,
+    (exact, sealed): Tables<'_>,
+) -> DecodeSequence<'_> {
+    DecodeSequence { tokens, sink_pages, history_end, exact, sealed }
 }
 
 #[test]
 fn every_token_is_read_once() {
     let slots = slots(2000, 1);
     let batches: Vec<Vec<DecodeSequence<'_>>> = vec![
-        vec![sequence(1, 1, 0, &slots[..1])],
-        vec![sequence(0, 1, 0, &[])],
+        vec![sequence(1, 1, 0, slots.first(1))],
+        vec![sequence(0, 1, 0, (&[], &[]))],
         vec![
-            sequence(64, 1, 1, &slots[..1]),
-            sequence(65, 1, 1, &slots[..2]),
-            sequence(63, 0, 0, &slots[..1]),
+            sequence(64, 1, 1, slots.first(1)),
+            sequence(65, 1, 1, slots.first(2)),
+            sequence(63, 0, 0, slots.first(1)),
         ],
-        vec![sequence(100_000, 1, 1558, &slots)],
+        vec![sequence(100_000, 1, 1558, slots.all())],
         vec![
-            sequence(64 * 9, 0, 9, &slots[..9]),
-            sequence(0, 0, 0, &[]),
-            sequence(5000, 1, 70, &slots[..200]),
+            sequence(64 * 9, 0, 9, slots.first(9)),
+            sequence(0, 0, 0, (&[], &[])),
+            sequence(5000, 1, 70, slots.first(200)),
         ],
-        (0..40).map(|i| sequence(i * 517, 1, (i * 517 / 64).saturating_sub(5), &slots[..400])).collect(),
+        (0..40).map(|i| sequence(i * 517, 1, (i * 517 / 64).saturating_sub(5), slots.first(400))).collect(),
     ];
     for blocks in [1, 7, 132, 396] {
         for split in [Split::Balanced, Split::Fixed { pages: 1 }, Split::Fixed { pages: 16 }] {
@@ -130,18 +160,21 @@ fn every_token_is_read_once() {
 #[test]
 fn segments_are_no_longer_than_they_may_be() {
     let (slots, slots_of_longest) = (slots(1 << 17, 0), slots(1 << 18, 0));
-    let long = [sequence(64 << 17, 1, (1 << 17) - 5, &slots)];
+    let long = [sequence(64 << 17, 1, (1 << 17) - 5, slots.all())];
     for split in [Split::Balanced, Split::Fixed { pages: 1 << 20 }] {
         let plan = Plan::new(&shape(1), split, &long).unwrap();
         check(&PlanShape { kv_heads: 2, ..shape(1) }, &plan, &long);
         assert!(plan.partials > 4, "{}", plan.partials);
     }
     // As long as a sequence may be: segments are longer, so that there are no more partial results than may be.
-    let longest = [sequence(1 << 24, 1, (1 << 18) - 5, &slots_of_longest)];
+    let longest = [sequence(1 << 24, 1, (1 << 18) - 5, slots_of_longest.all())];
     for split in [Split::Balanced, Split::Fixed { pages: 1 }] {
         check(&shape(1), &Plan::new(&shape(1), split, &longest).unwrap(), &longest);
     }
-    assert!(Plan::new(&shape(1), Split::Balanced, &[sequence((1 << 24) + 1, 0, 0, &[0; 1 << 19])]).is_err());
+    assert!(
+        Plan::new(&shape(1), Split::Balanced, &[sequence((1 << 24) + 1, 0, 0, (&[None; 1 << 19], &[]))])
+            .is_err()
+    );
 }
 
 #[test]
@@ -160,19 +193,19 @@ fn blocks_have_about_the_same_to_do() {
         *loads.iter().max().unwrap() as f64 / mean
     };
     let shape = PlanShape { kv_heads: 8, group: 4, ..shape(396) };
-    let batch: Vec<DecodeSequence<'_>> = (0..32).map(|_| sequence(32768, 1, 507, &slots[..512])).collect();
+    let batch: Vec<DecodeSequence<'_>> = (0..32).map(|_| sequence(32768, 1, 507, slots.first(512))).collect();
     assert!(load(&shape, &batch) < 1.02, "{}", load(&shape, &batch));
     assert!(load(&shape, &batch[..8]) < 1.08, "{}", load(&shape, &batch[..8]));
     // Sealed and bf16 tiles of a unit are mostly the work of one block.
     let plan = Plan::new(&shape, Split::Balanced, &batch).unwrap();
     assert!(plan.segments.len() - plan.partials > 200, "{} of {}", plan.partials, plan.segments.len());
     let ragged: Vec<DecodeSequence<'_>> =
-        (0..32).map(|i| sequence(1000 + 3000 * i, 1, (1000 + 3000 * i) / 64 - 4, &slots)).collect();
+        (0..32).map(|i| sequence(1000 + 3000 * i, 1, (1000 + 3000 * i) / 64 - 4, slots.all())).collect();
     assert!(load(&shape, &ragged) < 1.08, "{}", load(&shape, &ragged));
     // One sequence: few turns for each, so that one more shows.
-    let single = [sequence(100_000, 1, 1558, &slots)];
+    let single = [sequence(100_000, 1, 1558, slots.all())];
     assert!(load(&shape, &single) < 1.2, "{}", load(&shape, &single));
-    let short = [sequence(30_000, 1, 464, &slots)];
+    let short = [sequence(30_000, 1, 464, slots.all())];
     let large = PlanShape { warps: 8, blocks: 132, ..shape };
     assert!(load(&large, &short) < 1.2, "{}", load(&large, &short));
     // Where segments are dear, as with twelve query heads, blocks do not spend their share on beginning them.
@@ -199,22 +232,36 @@ fn fixed_splits_do_not_see_the_rest_of_the_batch() {
             .map(|s| (s.head, s.first_row, s.kind, s.begin, s.end, s.partial - first))
             .collect::<Vec<_>>()
     };
-    let long = sequence(20_000, 1, 300, &slots);
+    let long = sequence(20_000, 1, 300, slots.all());
     let plan = Plan::new(&shape(1), Split::Fixed { pages: 8 }, &[long]).unwrap();
     assert!(plan.segments.iter().all(|segment| segment.result == PARTIAL));
     let alone = cuts(&[long], 132, 0);
     assert!(alone.len() > 8);
-    assert_eq!(alone, cuts(&[sequence(7777, 1, 100, &slots), sequence(64, 1, 0, &slots), long], 17, 2));
+    assert_eq!(
+        alone,
+        cuts(&[sequence(7777, 1, 100, slots.all()), sequence(64, 1, 0, slots.all()), long], 17, 2)
+    );
 }
 
 #[test]
 fn batches_that_cannot_be_read_are_refused() {
     let slots = slots(10, 1);
     let refused = |s: DecodeSequence<'_>| Plan::new(&shape(4), Split::Balanced, &[s]).unwrap_err();
-    assert!(matches!(refused(sequence(65, 0, 0, &slots[..1])), CudaError::Shape { expected: 2, got: 1, .. }));
-    assert!(matches!(refused(sequence(100, 0, 2, &slots)), CudaError::Shape { expected: 2, got: 1, .. }));
-    assert!(matches!(refused(sequence(1 << 40, 0, 0, &slots)), CudaError::Shape { .. }));
-    assert!(matches!(refused(sequence(64, 0, 0, &[u32::MAX])), CudaError::Unsupported(_)));
-    let plan = Plan::new(&shape(4), Split::Balanced, &[sequence(640, 1, 7, &slots)]).unwrap();
-    assert_eq!(plan.slots, [28 + 1, 19 + 1]);
+    assert!(matches!(
+        refused(sequence(65, 0, 0, slots.first(1))),
+        CudaError::Shape { expected: 2, got: 1, .. }
+    ));
+    assert!(matches!(
+        refused(sequence(100, 0, 2, slots.all())),
+        CudaError::Shape { expected: 2, got: 1, .. }
+    ));
+    let unsealed = (slots.all().0, slots.first(6).1);
+    assert!(matches!(refused(sequence(640, 1, 7, unsealed)), CudaError::Shape { expected: 7, got: 6, .. }));
+    assert!(matches!(refused(sequence(1 << 40, 0, 0, slots.all())), CudaError::Shape { .. }));
+    assert!(matches!(
+        refused(sequence(64, 0, 0, (&ExactSlot::table([u32::MAX]), &[]))),
+        CudaError::Unsupported(_)
+    ));
+    let plan = Plan::new(&shape(4), Split::Balanced, &[sequence(640, 1, 7, slots.all())]).unwrap();
+    assert_eq!(plan.slots, [28 + 1, 20 + 1]);
 }

@@ -14,7 +14,9 @@ use cudarc::driver::{
 };
 use oscar_codec::quantise::step_ratio;
 use oscar_codec::rule::{GAUSSIAN_STEP, SEARCH_STEPS, clip_index};
-use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, Side};
+use oscar_codec::{
+    HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, SealedSlot, Side,
+};
 
 use super::compile::Source;
 use super::device::Device;
@@ -250,12 +252,13 @@ impl PageSealer {
 
     /// Puts a list of pages on the device. No two may become the same sealed page.
     pub fn list(&self, pages: &[SealPage]) -> Result<SealList, CudaError> {
-        let mut targets: Vec<u32> = pages.iter().map(|page| page.sealed).collect();
+        let mut targets: Vec<SealedSlot> = pages.iter().map(|page| page.sealed).collect();
         targets.sort_unstable();
         if let Some(pair) = targets.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(CudaError::PageWrittenTwice { slot: pair[0] });
+            return Err(CudaError::PageWrittenTwice { slot: pair[0].number() });
         }
-        let mut numbers: Vec<u32> = pages.iter().flat_map(|page| [page.exact, page.sealed]).collect();
+        let mut numbers: Vec<u32> =
+            pages.iter().flat_map(|page| [page.exact.number(), page.sealed.number()]).collect();
         if numbers.is_empty() {
             numbers.push(0);
         }
@@ -284,13 +287,14 @@ impl PageSealer {
         }
         let sealed_slots = pools.sealed.len() / self.sealed_stride;
         for page in &list.pages {
-            for (slot, slots) in [(page.exact, exact_slots + scratch_slots), (page.sealed, sealed_slots)] {
-                if slot == 0 || slot as usize >= slots {
+            let (exact, sealed) = (page.exact.number(), page.sealed.number());
+            for (slot, slots) in [(exact, exact_slots + scratch_slots), (sealed, sealed_slots)] {
+                if slot as usize >= slots {
                     return Err(CudaError::PageOutOfRange { slot, slots });
                 }
             }
-            if page.exact as usize >= exact_slots && layers.len() > 1 {
-                return Err(CudaError::Unsupported(format!("slot {} holds one layer only", page.exact)));
+            if page.exact.index() >= exact_slots && layers.len() > 1 {
+                return Err(CudaError::Unsupported(format!("slot {exact} holds one layer only")));
             }
         }
         let blocks = list.pages.len() * layers.len() * kv_heads;

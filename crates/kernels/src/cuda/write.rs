@@ -11,7 +11,9 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
     CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
 };
-use oscar_codec::{HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side};
+use oscar_codec::{
+    ExactSlot, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side,
+};
 
 use super::compile::Source;
 use super::device::Device;
@@ -40,8 +42,8 @@ pub(super) fn source(exact: &PageOrder, per_thread: usize) -> Source {
 /// Where one row of a step goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowTarget {
-    /// Slot of its page, scratch slots included; nothing is written to slot 0.
-    pub slot: u32,
+    /// Slot of its page, scratch slots included; a row without one, which is padding, is not written.
+    pub slot: Option<ExactSlot>,
     /// Position in its sequence.
     pub position: usize,
 }
@@ -191,14 +193,16 @@ impl RowWriter {
             let (expected, got) = (self.geometry.head_dim, 2 * pairs);
             return Err(CudaError::Shape { what: "rotary channels, at most the head", expected, got });
         }
-        let place = |target: &RowTarget| (target.slot, target.position % PAGE_TOKENS);
-        let mut places: Vec<_> = targets.iter().filter(|target| target.slot != 0).map(place).collect();
+        let mut places: Vec<(ExactSlot, usize)> =
+            targets.iter().filter_map(|target| Some((target.slot?, target.position % PAGE_TOKENS))).collect();
         places.sort_unstable();
         if let Some(pair) = places.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(CudaError::PageWrittenTwice { slot: pair[0].0 });
+            return Err(CudaError::PageWrittenTwice { slot: pair[0].0.number() });
         }
-        let mut numbers: Vec<u32> =
-            targets.iter().flat_map(|target| [target.slot, place(target).1 as u32]).collect();
+        let mut numbers: Vec<u32> = targets
+            .iter()
+            .flat_map(|target| [ExactSlot::table_entry(target.slot), (target.position % PAGE_TOKENS) as u32])
+            .collect();
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
         for target in targets {
             for frequency in &rope.inverse_frequencies {
@@ -247,8 +251,9 @@ impl RowWriter {
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         shape("bf16 slots of a pool", pools.exact_slots, pools.exact.len() / (head * layers))?;
         let slots = pools.exact_slots + pools.scratch.as_ref().map_or(0, |scratch| scratch.len() / head);
-        if let Some(target) = step.targets.iter().find(|target| target.slot as usize >= slots.max(1)) {
-            return Err(CudaError::PageOutOfRange { slot: target.slot, slots });
+        let mut named = step.targets.iter().filter_map(|target| target.slot);
+        if let Some(slot) = named.find(|slot| slot.index() >= slots) {
+            return Err(CudaError::PageOutOfRange { slot: slot.number(), slots });
         }
         if count == 0 {
             return Ok(());

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, PageWindows,
-    Rule, hadamard,
+    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout,
+    PageWindows, Rule, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows, StoredMatrix,
@@ -180,17 +180,17 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     };
     let sequences = sequences(case);
     let (mut next_exact, mut next_scratch) = (1, EXACT_SLOTS as u32);
-    let tables: Vec<Vec<u32>> = sequences
+    let tables: Vec<Vec<Option<ExactSlot>>> = sequences
         .iter()
         .map(|&(start, len, place)| {
             let page = |_| {
                 let next = match place {
                     Place::Exact => &mut next_exact,
                     Place::Scratch => &mut next_scratch,
-                    Place::Dummy => return 0,
+                    Place::Dummy => return None,
                 };
                 *next += 1;
-                *next - 1
+                ExactSlot::new(*next - 1)
             };
             (0..(start + len).div_ceil(PAGE_TOKENS)).map(page).collect()
         })
@@ -279,11 +279,11 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
             for (position, head) in
                 (start..start + len).flat_map(|position| (0..kv_heads).map(move |head| (position, head)))
             {
-                let slot = pages[position / PAGE_TOKENS] as usize;
+                let Some(slot) = pages[position / PAGE_TOKENS].map(ExactSlot::index) else { continue };
                 let rows = KvRows { layer, head, pages };
                 let (key, value) = backend.read_kv(&cache, rows, position..position + 1).unwrap();
                 let bytes = match place {
-                    Place::Dummy => continue,
+                    Place::Dummy => unreachable!("padded rows have no slot"),
                     Place::Exact => {
                         &mut expected_exact[((slot * LAYERS + layer) * kv_heads + head) * page..][..page]
                     }
@@ -316,7 +316,7 @@ fn refuses_bad_rows(device: &Arc<Device>) -> bool {
     let writer = RowWriter::new(device, geometry, 1, None).unwrap();
     let rope =
         |pairs| Rope { inverse_frequencies: vec![0.5; pairs], magnitude: 1.0, layout: RopeLayout::Halves };
-    let row = |slot, position| RowTarget { slot, position };
+    let row = |slot, position| RowTarget { slot: ExactSlot::new(slot), position };
     let stream = device.stream();
     let rows = stream.clone_htod(&vec![0.0_f32; 3 * 64]).unwrap();
     let mut queries = stream.clone_htod(&vec![0.0_f32; 64]).unwrap();

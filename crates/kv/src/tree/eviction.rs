@@ -13,6 +13,8 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use super::{NONE, NodeId, Tree};
 use crate::pools::Pools;
 
@@ -53,7 +55,7 @@ impl Tree {
     /// Frees one bf16 page. False if the tree has none to give.
     pub(crate) fn evict_exact(&mut self, pools: &mut Pools) -> bool {
         if let Some(&(_, _, id)) = self.candidates.warm.first() {
-            if self.node(id).sealed == 0 {
+            if self.node(id).sealed.is_none() {
                 self.counts.evicted_nodes += 1;
                 self.remove_and_prune(pools, id);
             } else {
@@ -75,19 +77,19 @@ impl Tree {
     }
 
     /// If the tree and one other own a bf16 page, and the tree has it as a tail: forgets the tail.
-    pub(crate) fn give_up_tail(&mut self, pools: &mut Pools, exact: u32) -> bool {
+    pub(crate) fn give_up_tail(&mut self, pools: &mut Pools, exact: ExactSlot) -> bool {
         if !self.shares_tail(pools, exact) {
             return false;
         }
         self.counts.evicted_nodes += 1;
-        self.remove_and_prune(pools, self.exact_owner[exact as usize]);
+        self.remove_and_prune(pools, self.exact_owner[exact.index()]);
         true
     }
 
     /// Whether [`give_up_tail`](Self::give_up_tail) would leave the page to one owner.
-    pub(crate) fn shares_tail(&self, pools: &Pools, exact: u32) -> bool {
-        let id = self.exact_owner[exact as usize];
-        id != NONE && self.node(id).hash.is_none() && pools.exact_owners(exact) == 2
+    pub(crate) fn shares_tail(&self, pools: &Pools, exact: ExactSlot) -> bool {
+        let id = self.exact_owner[exact.index()];
+        id != NONE && self.node(id).hash.is_none() && pools.exact.owners(exact) == 2
     }
 
     /// Lets go of everything, what sequences hold too.
@@ -109,16 +111,16 @@ impl Tree {
     }
 
     /// The owners of a bf16 slot have changed.
-    pub(crate) fn exact_changed(&mut self, pools: &Pools, slot: u32) {
-        let id = self.exact_owner[slot as usize];
+    pub(crate) fn exact_changed(&mut self, pools: &Pools, slot: ExactSlot) {
+        let id = self.exact_owner[slot.index()];
         if id != NONE {
             self.refresh(pools, id);
         }
     }
 
     /// The owners of a sealed slot have changed.
-    pub(crate) fn sealed_changed(&mut self, pools: &Pools, slot: u32) {
-        let id = self.sealed_owner[slot as usize];
+    pub(crate) fn sealed_changed(&mut self, pools: &Pools, slot: SealedSlot) {
+        let id = self.sealed_owner[slot.index()];
         if id != NONE {
             self.refresh(pools, id);
         }
@@ -133,19 +135,20 @@ impl Tree {
             }
             // A sequence that only has the bf16 page in common with a node does not need the node's own page.
             let owners = match (node.sealed, node.exact) {
-                (0, exact) => pools.exact_owners(exact),
-                (sealed, _) => pools.sealed_owners(sealed),
+                (Some(sealed), _) => pools.sealed.owners(sealed),
+                (None, Some(exact)) => pools.exact.owners(exact),
+                (None, None) => 0,
             };
             let busy = owners > 1 || node.busy_children > 0;
             let is_tail = node.hash.is_none();
-            let as_warm = node.sealed != 0 || is_tail && self.has_sealed;
-            let alone = node.exact != 0 && pools.exact_owners(node.exact) == 1;
+            let as_warm = node.sealed.is_some() || is_tail && self.has_sealed;
+            let alone = node.exact.is_some_and(|exact| pools.exact.owners(exact) == 1);
             let listed = Listed {
                 last_use: node.last_use,
                 warm_use: node.warm_use,
                 warm: alone && as_warm,
                 exact: alone && !as_warm && !busy,
-                sealed: node.sealed != 0 && !busy,
+                sealed: node.sealed.is_some() && !busy,
             };
             let (was_busy, parent) = (node.busy, node.parent);
             if listed != node.listed {
@@ -199,10 +202,10 @@ impl Tree {
 
     /// Lets go of a warm copy.
     fn cool(&mut self, pools: &mut Pools, id: NodeId) {
-        let exact = std::mem::replace(&mut self.node_mut(id).exact, 0);
-        self.exact_owner[exact as usize] = NONE;
+        let Some(exact) = self.node_mut(id).exact.take() else { return };
+        self.exact_owner[exact.index()] = NONE;
         self.counts.warm -= 1;
-        pools.exact.release(Pools::exact_page(exact));
+        pools.exact.release(exact);
         self.refresh(pools, id);
     }
 

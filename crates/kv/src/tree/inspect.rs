@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use super::{NONE, NodeId, Tree};
-use crate::pool::{ExactPage, SealedPage};
 use crate::pools::Pools;
 
 /// One page that the prefix tree owns.
@@ -18,9 +19,9 @@ pub struct TreeEntry<'a> {
     /// Its tokens; fewer than 64 for the partly filled last page of a finished request.
     pub tokens: &'a [u32],
     /// The page in bf16.
-    pub exact: Option<ExactPage>,
+    pub exact: Option<ExactSlot>,
     /// The page sealed.
-    pub sealed: Option<SealedPage>,
+    pub sealed: Option<SealedSlot>,
 }
 
 impl Tree {
@@ -40,8 +41,8 @@ impl Tree {
                     salt: node.salt,
                     page: node.page as usize,
                     tokens: &node.tokens,
-                    exact: (node.exact != 0).then(|| Pools::exact_page(node.exact)),
-                    sealed: (node.sealed != 0).then(|| Pools::sealed_page(node.sealed)),
+                    exact: node.exact,
+                    sealed: node.sealed,
                 });
             }
             open.extend(node.children.iter().chain(node.tails.values()).map(|&child| (child, above)));
@@ -50,13 +51,13 @@ impl Tree {
     }
 
     /// Whether a bf16 slot belongs to the tree.
-    pub(crate) fn owns_exact(&self, slot: u32) -> bool {
-        self.exact_owner[slot as usize] != NONE
+    pub(crate) fn owns_exact(&self, slot: ExactSlot) -> bool {
+        self.exact_owner[slot.index()] != NONE
     }
 
     /// Whether a sealed slot belongs to the tree.
-    pub(crate) fn owns_sealed(&self, slot: u32) -> bool {
-        self.sealed_owner[slot as usize] != NONE
+    pub(crate) fn owns_sealed(&self, slot: SealedSlot) -> bool {
+        self.sealed_owner[slot.index()] != NONE
     }
 
     /// Recomputes everything that is kept as the tree changes and says what differs.
@@ -87,33 +88,33 @@ impl Tree {
             if below().any(|child| child.last_use > node.last_use || child.page != node.page + 1) {
                 return Err(format!("node {id} is older than what is below it, or on the wrong level"));
             }
-            if node.exact != 0 && self.exact_owner[node.exact as usize] != id
-                || node.sealed != 0 && self.sealed_owner[node.sealed as usize] != id
+            if node.exact.is_some_and(|slot| self.exact_owner[slot.index()] != id)
+                || node.sealed.is_some_and(|slot| self.sealed_owner[slot.index()] != id)
             {
                 return Err(format!("node {id} is not known as the owner of its pages"));
             }
             let own = match (node.exact, node.sealed) {
-                (0, 0) => return Err(format!("node {id} has no page")),
-                (page, 0) => pools.exact_owners(page),
-                (_, page) => pools.sealed_owners(page),
+                (None, None) => return Err(format!("node {id} has no page")),
+                (Some(slot), None) => pools.exact.owners(slot),
+                (_, Some(slot)) => pools.sealed.owners(slot),
             };
             let busy = own > 1 || busy_children > 0;
             if busy != node.busy {
                 return Err(format!("node {id}: busy is {busy}"));
             }
             let is_tail = node.hash.is_none();
-            let alone = node.exact != 0 && pools.exact_owners(node.exact) == 1;
-            if alone && (node.sealed != 0 || is_tail && self.has_sealed) {
+            let alone = node.exact.is_some_and(|exact| pools.exact.owners(exact) == 1);
+            if alone && (node.sealed.is_some() || is_tail && self.has_sealed) {
                 warm.insert(id);
             } else if alone && !busy {
                 exact.insert(id);
             }
-            if node.sealed != 0 && !busy {
+            if node.sealed.is_some() && !busy {
                 sealed.insert(id);
             }
             found.nodes += usize::from(!is_tail);
             found.tails += usize::from(is_tail);
-            found.warm += usize::from(node.exact != 0 && node.sealed != 0);
+            found.warm += usize::from(node.exact.is_some() && node.sealed.is_some());
         }
         for (name, set, expected) in [
             ("warm", &self.candidates.warm, warm),
@@ -136,7 +137,7 @@ impl Tree {
         let owned = |owners: &[NodeId]| owners.iter().filter(|&&id| id != NONE).count();
         let pages = living.iter().map(|&id| self.node(id));
         let (exact, sealed) = pages.fold((0, 0), |(exact, sealed), node| {
-            (exact + usize::from(node.exact != 0), sealed + usize::from(node.sealed != 0))
+            (exact + usize::from(node.exact.is_some()), sealed + usize::from(node.sealed.is_some()))
         });
         if (owned(&self.exact_owner), owned(&self.sealed_owner)) != (exact, sealed) {
             return Err("a slot has an owner that does not own it".to_owned());

@@ -17,6 +17,8 @@ use std::ops::Bound;
 pub use inspect::TreeEntry;
 pub use journal::CacheEvent;
 
+use oscar_codec::{ExactSlot, SealedSlot};
+
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
 use crate::pools::Pools;
@@ -38,8 +40,8 @@ struct Node {
     hash: Option<BlockHash>,
     /// 64 token ids, fewer for a tail, none for a root.
     tokens: Box<[u32]>,
-    exact: u32,
-    sealed: u32,
+    exact: Option<ExactSlot>,
+    sealed: Option<SealedSlot>,
     children: BTreeSet<NodeId>,
     /// In order of their tokens, so that the one with the longest common beginning is a neighbour of what is looked for.
     tails: BTreeMap<Box<[u32]>, NodeId>,
@@ -118,8 +120,8 @@ impl Tree {
         self.counts
     }
 
-    /// bf16 and sealed slot of a node, 0 if it has none.
-    pub(crate) fn slots(&self, id: NodeId) -> (u32, u32) {
+    /// bf16 and sealed slot of a node.
+    pub(crate) fn slots(&self, id: NodeId) -> (Option<ExactSlot>, Option<SealedSlot>) {
         let node = self.node(id);
         (node.exact, node.sealed)
     }
@@ -214,7 +216,7 @@ impl Tree {
         page: usize,
         hash: BlockHash,
         tokens: &[u32],
-        slots: (u32, u32),
+        slots: (Option<ExactSlot>, Option<SealedSlot>),
         now: u64,
     ) -> NodeId {
         self.drop_prefixes(pools, parent, tokens);
@@ -235,11 +237,11 @@ impl Tree {
         parent: NodeId,
         page: usize,
         tokens: &[u32],
-        exact: u32,
+        exact: ExactSlot,
         now: u64,
     ) {
         // A fork of a sequence that was growing may hold the beginning of a page that the tree has by now as a whole.
-        if self.exact_owner[exact as usize] != NONE {
+        if self.exact_owner[exact.index()] != NONE {
             return;
         }
         let tails = &self.node(parent).tails;
@@ -255,57 +257,62 @@ impl Tree {
         let id = self.add(parent, salt, page, None, tokens);
         self.node_mut(parent).tails.insert(tokens.into(), id);
         self.counts.tails += 1;
-        self.own(pools, id, (exact, 0), now);
+        self.own(pools, id, (Some(exact), None), now);
     }
 
     /// Gives a node a bf16 copy of the page it has sealed.
-    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: u32, now: u64) {
-        debug_assert!(self.node(id).exact == 0 && self.node(id).sealed != 0);
+    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: ExactSlot, now: u64) {
+        debug_assert!(self.node(id).exact.is_none() && self.node(id).sealed.is_some());
         self.drop_tail_of(pools, exact);
-        pools.exact.share(Pools::exact_page(exact));
-        self.exact_owner[exact as usize] = id;
+        pools.exact.share(exact);
+        self.exact_owner[exact.index()] = id;
         let node = self.node_mut(id);
-        (node.exact, node.warm_use) = (exact, now);
+        (node.exact, node.warm_use) = (Some(exact), now);
         self.counts.warm += 1;
         self.refresh(pools, id);
     }
 
     /// Lets a node own `page` in place of one with the same rows that nobody uses and that could not be evicted,
     /// because a sequence holds a node below. True if that freed a page.
-    pub(crate) fn adopt(&mut self, pools: &mut Pools, id: NodeId, (exact, sealed): (u32, u32)) -> bool {
+    pub(crate) fn adopt(
+        &mut self,
+        pools: &mut Pools,
+        id: NodeId,
+        (exact, sealed): (Option<ExactSlot>, Option<SealedSlot>),
+    ) -> bool {
         let node = self.node(id);
         if !node.busy {
             return false;
         }
-        let (old_exact, old_sealed) = (node.exact, node.sealed);
-        if old_sealed != 0 {
-            if sealed == 0 || sealed == old_sealed || pools.sealed_owners(old_sealed) > 1 {
+        if let Some(old) = node.sealed {
+            let Some(sealed) = sealed.filter(|&sealed| sealed != old && pools.sealed.owners(old) == 1) else {
                 return false;
-            }
-            debug_assert_eq!(self.sealed_owner[sealed as usize], NONE);
-            pools.sealed.share(Pools::sealed_page(sealed));
-            pools.sealed.release(Pools::sealed_page(old_sealed));
-            self.sealed_owner[old_sealed as usize] = NONE;
-            self.sealed_owner[sealed as usize] = id;
-            self.node_mut(id).sealed = sealed;
+            };
+            debug_assert_eq!(self.sealed_owner[sealed.index()], NONE);
+            pools.sealed.share(sealed);
+            pools.sealed.release(old);
+            self.sealed_owner[old.index()] = NONE;
+            self.sealed_owner[sealed.index()] = id;
+            self.node_mut(id).sealed = Some(sealed);
         } else {
-            if exact == 0 || exact == old_exact || pools.exact_owners(old_exact) > 1 {
+            let (Some(exact), Some(old)) = (exact, node.exact) else { return false };
+            if exact == old || pools.exact.owners(old) > 1 {
                 return false;
             }
             self.drop_tail_of(pools, exact);
-            pools.exact.share(Pools::exact_page(exact));
-            pools.exact.release(Pools::exact_page(old_exact));
-            self.exact_owner[old_exact as usize] = NONE;
-            self.exact_owner[exact as usize] = id;
-            self.node_mut(id).exact = exact;
+            pools.exact.share(exact);
+            pools.exact.release(old);
+            self.exact_owner[old.index()] = NONE;
+            self.exact_owner[exact.index()] = id;
+            self.node_mut(id).exact = Some(exact);
         }
         self.refresh(pools, id);
         true
     }
 
     /// If the tree has the beginning of a full page as a tail: not any more.
-    fn drop_tail_of(&mut self, pools: &mut Pools, exact: u32) {
-        let tail = self.exact_owner[exact as usize];
+    fn drop_tail_of(&mut self, pools: &mut Pools, exact: ExactSlot) {
+        let tail = self.exact_owner[exact.index()];
         if tail != NONE {
             debug_assert!(self.node(tail).hash.is_none(), "one page in two nodes");
             self.remove(pools, tail);
@@ -339,8 +346,8 @@ impl Tree {
             page: u32::try_from(page).expect("pages of a sequence are fewer than slots of a pool"),
             hash,
             tokens: tokens.into(),
-            exact: 0,
-            sealed: 0,
+            exact: None,
+            sealed: None,
             children: BTreeSet::new(),
             tails: BTreeMap::new(),
             last_use: 0,
@@ -361,16 +368,22 @@ impl Tree {
         }
     }
 
-    fn own(&mut self, pools: &mut Pools, id: NodeId, (exact, sealed): (u32, u32), now: u64) {
-        if exact != 0 {
-            pools.exact.share(Pools::exact_page(exact));
-            self.exact_owner[exact as usize] = id;
+    fn own(
+        &mut self,
+        pools: &mut Pools,
+        id: NodeId,
+        (exact, sealed): (Option<ExactSlot>, Option<SealedSlot>),
+        now: u64,
+    ) {
+        if let Some(exact) = exact {
+            pools.exact.share(exact);
+            self.exact_owner[exact.index()] = id;
         }
-        if sealed != 0 {
-            pools.sealed.share(Pools::sealed_page(sealed));
-            self.sealed_owner[sealed as usize] = id;
+        if let Some(sealed) = sealed {
+            pools.sealed.share(sealed);
+            self.sealed_owner[sealed.index()] = id;
         }
-        self.counts.warm += usize::from(exact != 0 && sealed != 0);
+        self.counts.warm += usize::from(exact.is_some() && sealed.is_some());
         let node = self.node_mut(id);
         (node.exact, node.sealed, node.last_use, node.warm_use) = (exact, sealed, now, now);
         self.refresh(pools, id);
@@ -382,15 +395,15 @@ impl Tree {
         let node = self.nodes[id as usize].take().expect("node ids are of living nodes");
         debug_assert!(node.children.is_empty() && node.tails.is_empty());
         self.free.push(id);
-        if node.exact != 0 {
-            self.exact_owner[node.exact as usize] = NONE;
-            pools.exact.release(Pools::exact_page(node.exact));
+        if let Some(exact) = node.exact {
+            self.exact_owner[exact.index()] = NONE;
+            pools.exact.release(exact);
         }
-        if node.sealed != 0 {
-            self.sealed_owner[node.sealed as usize] = NONE;
-            pools.sealed.release(Pools::sealed_page(node.sealed));
+        if let Some(sealed) = node.sealed {
+            self.sealed_owner[sealed.index()] = NONE;
+            pools.sealed.release(sealed);
         }
-        self.counts.warm -= usize::from(node.exact != 0 && node.sealed != 0);
+        self.counts.warm -= usize::from(node.exact.is_some() && node.sealed.is_some());
         match &node.hash {
             Some(hash) => {
                 self.by_hash.remove(hash);
@@ -425,7 +438,7 @@ mod tests {
         let tokens: Vec<u32> = (0..64).collect();
         let hash = BlockHash::chain(None, &tokens);
         let root = tree.root(0);
-        let node = tree.insert_page(&mut pools, root, 0, hash, &tokens, (page.slot(), 0), 1);
+        let node = tree.insert_page(&mut pools, root, 0, hash, &tokens, (Some(page), None), 1);
         assert_eq!(tree.child(root, hash, &tokens), Some(node));
         let others: Vec<u32> = (1..65).collect();
         assert_eq!(tree.child(root, hash, &others), None);

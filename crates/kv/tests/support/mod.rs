@@ -8,8 +8,8 @@
 pub mod follower;
 
 use oscar_kv::{
-    Append, Extend, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, SealWork, SealedPools,
-    Sequence, Shortage, TailPolicy,
+    Append, ExactSlot, Extend, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, SealWork,
+    SealedPools, Sequence, Shortage, TailPolicy,
 };
 
 pub type Row = u64;
@@ -116,25 +116,19 @@ impl Cache {
     }
 
     /// What was just taken holds nothing.
-    fn begun(
-        &mut self,
-        open: &mut Open,
-        pages: usize,
-        copies: &[(oscar_kv::ExactPage, oscar_kv::ExactPage)],
-        seal: &[SealWork],
-    ) {
+    fn begun(&mut self, open: &mut Open, pages: usize, copies: &[(ExactSlot, ExactSlot)], seal: &[SealWork]) {
         open.grow_tags();
-        for page in pages..open.sequence.exact_slots().len() {
-            self.rows[open.sequence.exact_slots()[page] as usize] = [0; PAGE_TOKENS];
+        for slot in &open.sequence.exact_slots()[pages..] {
+            self.rows[slot.expect("a new page is bf16 first").index()] = [0; PAGE_TOKENS];
         }
         for (from, to) in copies {
             assert_ne!(from, to);
-            self.rows[to.slot() as usize] = [0; PAGE_TOKENS];
+            self.rows[to.index()] = [0; PAGE_TOKENS];
         }
         for work in seal {
-            self.sealed[work.to.slot() as usize] = 0;
-            assert_eq!(open.sequence.sealed_slots()[work.page], work.to.slot());
-            assert_eq!(open.sequence.exact_slots()[work.page], work.from);
+            self.sealed[work.to.index()] = 0;
+            assert_eq!(open.sequence.sealed_slots()[work.page], Some(work.to));
+            assert_eq!(open.sequence.exact_slots()[work.page], Some(work.from));
         }
         assert!(seal.is_sorted_by_key(|work| work.page));
     }
@@ -201,7 +195,7 @@ impl Cache {
     pub fn insert(&mut self, open: &mut Open, finished: bool) -> usize {
         let work = self.ledger.plan_insert(&mut open.sequence);
         for work in &work {
-            self.sealed[work.to.slot() as usize] = 0;
+            self.sealed[work.to.index()] = 0;
         }
         for work in &work {
             self.seal(open, work);
@@ -223,27 +217,28 @@ impl Cache {
         self.ledger.close(open.sequence);
     }
 
-    fn copy(&mut self, copies: &[(oscar_kv::ExactPage, oscar_kv::ExactPage)]) {
+    fn copy(&mut self, copies: &[(ExactSlot, ExactSlot)]) {
         for (from, to) in copies {
-            self.rows[to.slot() as usize] = self.rows[from.slot() as usize];
+            self.rows[to.index()] = self.rows[from.index()];
         }
     }
 
     fn seal(&mut self, open: &Open, work: &SealWork) {
         let rows = work.page * PAGE_TOKENS..(work.page + 1) * PAGE_TOKENS;
         assert_eq!(
-            self.rows[work.from as usize],
+            self.rows[work.from.index()],
             open.tags[rows.clone()],
             "page {} is sealed too early",
             work.page
         );
-        self.sealed[work.to.slot() as usize] = open.tags[rows.end - 1];
+        self.sealed[work.to.index()] = open.tags[rows.end - 1];
     }
 
     fn write(&mut self, open: &Open, position: usize, row: Row) {
-        let slot = open.sequence.exact_slots()[position / PAGE_TOKENS];
-        assert_ne!(slot, 0, "position {position} has no page to be written to");
-        self.rows[slot as usize][position % PAGE_TOKENS] = row;
+        let Some(slot) = open.sequence.exact_slots()[position / PAGE_TOKENS] else {
+            panic!("position {position} has no page to be written to")
+        };
+        self.rows[slot.index()][position % PAGE_TOKENS] = row;
     }
 
     /// Writes the rows from `start` on and lets each page of them attend, sealing when it is time.
@@ -277,18 +272,16 @@ impl Cache {
         for page in 0..end.div_ceil(PAGE_TOKENS) {
             let rows = page * PAGE_TOKENS..end.min((page + 1) * PAGE_TOKENS);
             if history.contains(&page) {
-                let slot = sequence.sealed_slots()[page];
-                assert_ne!(slot, 0, "page {page} of {end} is not sealed for a query in {query}");
-                assert_eq!(
-                    self.sealed[slot as usize],
-                    open.tags[rows.end - 1],
-                    "sealed page {page} of {end}"
-                );
+                let Some(slot) = sequence.sealed_slots()[page] else {
+                    panic!("page {page} of {end} is not sealed for a query in {query}")
+                };
+                assert_eq!(self.sealed[slot.index()], open.tags[rows.end - 1], "sealed page {page} of {end}");
             } else {
-                let slot = sequence.exact_slots()[page];
-                assert_ne!(slot, 0, "page {page} of {end} is not there in bf16 for a query in {query}");
+                let Some(slot) = sequence.exact_slots()[page] else {
+                    panic!("page {page} of {end} is not there in bf16 for a query in {query}")
+                };
                 assert_eq!(
-                    self.rows[slot as usize][..rows.len()],
+                    self.rows[slot.index()][..rows.len()],
                     open.tags[rows],
                     "bf16 page {page} of {end}"
                 );
@@ -307,7 +300,7 @@ impl Cache {
         let next = length / PAGE_TOKENS;
         match self.windows.due_before(next) {
             // The page that will be sealed when the next one begins is still to be read in bf16.
-            Some(due) if self.has_sealed() && sequence.sealed_slots()[due] == 0 => {
+            Some(due) if self.has_sealed() && sequence.sealed_slots()[due].is_none() => {
                 assert!(length.is_multiple_of(PAGE_TOKENS));
                 self.read(open, next, length, due);
             }
@@ -318,9 +311,10 @@ impl Cache {
             let (exact, sealed) = (sequence.exact_slots()[page], sequence.sealed_slots()[page]);
             let may_be_exact =
                 !self.has_sealed() || page < self.windows.sink || page + self.windows.recent >= window;
-            assert!(exact == 0 || may_be_exact, "page {page} of {length} tokens is kept in bf16");
-            assert!((exact as usize) < self.ledger.slots().exact, "page {page} is still in scratch");
-            assert!(sealed == 0 || self.has_sealed() && page >= self.windows.sink);
+            assert!(exact.is_none() || may_be_exact, "page {page} of {length} tokens is kept in bf16");
+            let in_scratch = exact.is_some_and(|slot| slot.index() >= self.ledger.slots().exact);
+            assert!(!in_scratch, "page {page} is still in scratch");
+            assert!(sealed.is_none() || self.has_sealed() && page >= self.windows.sink);
         }
     }
 
@@ -342,10 +336,10 @@ impl Cache {
                 .collect();
             ends.push(tag);
             if let Some(exact) = entry.exact {
-                assert_eq!(self.rows[exact.slot() as usize][..tags.len()], tags);
+                assert_eq!(self.rows[exact.index()][..tags.len()], tags);
             }
             if let Some(sealed) = entry.sealed {
-                assert_eq!(self.sealed[sealed.slot() as usize], tag);
+                assert_eq!(self.sealed[sealed.index()], tag);
             }
             let stays_exact =
                 !self.has_sealed() || entry.page < self.windows.sink || tags.len() < PAGE_TOKENS;
@@ -380,7 +374,9 @@ impl Open {
 
     /// Pages that have a bf16 slot, and pages that have a sealed slot.
     pub fn pages(&self) -> (Vec<usize>, Vec<usize>) {
-        let present = |slots: &[u32]| (0..slots.len()).filter(|&page| slots[page] != 0).collect();
+        fn present<Slot>(slots: &[Option<Slot>]) -> Vec<usize> {
+            (0..slots.len()).filter(|&page| slots[page].is_some()).collect()
+        }
         (present(self.sequence.exact_slots()), present(self.sequence.sealed_slots()))
     }
 }

@@ -4,7 +4,7 @@
 //! two looks at a layer (a weight made from the mean of all queries) are exact, only one layer's keys and values are
 //! ever stored, and what was learned about a layer can be tried on the spot.
 
-use oscar_codec::{KvGeometry, PAGE_TOKENS};
+use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows as BatchRows};
 use oscar_kernels::inspect::KvRows;
 use oscar_kernels::{Inspect, KernelError};
@@ -23,7 +23,7 @@ pub struct Observer<'a, B: Inspect> {
 
 struct Sequence<B: Inspect> {
     tokens: usize,
-    pages: Vec<u32>,
+    pages: Vec<Option<ExactSlot>>,
     step: B::Step,
     activations: Activations<B>,
 }
@@ -40,7 +40,7 @@ impl<'a, B: Inspect> Observer<'a, B> {
         let sequences = sequences
             .iter()
             .map(|ids| {
-                let pages: Vec<u32> = (next_slot..).take(ids.len().div_ceil(PAGE_TOKENS)).collect();
+                let pages = ExactSlot::table((next_slot..).take(ids.len().div_ceil(PAGE_TOKENS)));
                 next_slot += pages.len() as u32;
                 let rows = BatchRows::exact(0, ids.len(), &pages);
                 let batch = Batch { tokens: ids, sequences: &[rows] };

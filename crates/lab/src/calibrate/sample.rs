@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use oscar_codec::PAGE_TOKENS;
+use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_engine::draw;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
@@ -67,8 +67,8 @@ pub fn sample<B: Backend>(
     let mut cache = model.model().cache(count * pages + 1)?;
     let mut activations = model.model().activations(count, count)?;
     let rows: Vec<usize> = (0..count).collect();
-    let tables: Vec<Vec<u32>> =
-        (0..count).map(|index| (0..pages).map(|page| (1 + index * pages + page) as u32).collect()).collect();
+    let slots = ExactSlot::first(count * pages);
+    let tables: Vec<&[Option<ExactSlot>]> = slots.chunks_exact(pages.max(1)).collect();
     let mut speakers: Vec<Speaker> = (0..count).map(|index| Speaker::new(seed, index)).collect();
     let mut drawn: Vec<Option<u32>> = vec![None; count];
     let mut sequences: Vec<Vec<u32>> = vec![Vec::with_capacity(length); count];

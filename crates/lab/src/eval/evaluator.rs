@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::{Inspect, KernelError};
-use oscar_kv::PAGE_TOKENS;
+use oscar_kv::{ExactSlot, PAGE_TOKENS};
 use oscar_model::{Activations, LoadedModel, Paged};
 
 use super::EvalError;
@@ -23,7 +23,7 @@ pub struct Evaluator<B: Inspect> {
     history: B::Cache,
     /// Per layer, how many positions of the history are filled.
     filled: Vec<usize>,
-    pages: Vec<u32>,
+    pages: Vec<Option<ExactSlot>>,
     activations: Activations<B>,
     /// Tokens of the exact prefix.
     prefix: usize,
@@ -44,7 +44,7 @@ impl<B: Inspect> Evaluator<B> {
             exact: cache()?,
             history: cache()?,
             filled: vec![0; model.config().layers],
-            pages: (1..slots as u32).collect(),
+            pages: ExactSlot::first(slots - 1),
             activations: model.model().activations(STEP_TOKENS.min(capacity), 1)?,
             prefix: 0,
             tokens: 0,

@@ -4,7 +4,7 @@
 //! read from a second cache that holds what the codec gives back for them. The codec's round trip is the only
 //! difference to an exact run, so one loaded model serves every codec, and rotations are never folded into weights.
 
-use oscar_codec::{CacheCodec, HeadIndex, Side, Windows};
+use oscar_codec::{CacheCodec, ExactSlot, HeadIndex, Side, Windows};
 use oscar_kernels::backend::AttentionSpec;
 use oscar_kernels::inspect::{KvRows, StandIn};
 use oscar_kernels::{Inspect, KernelError};
@@ -52,7 +52,7 @@ impl Reading<'_> {
 pub(super) struct HistoryAttention<'a, B: Inspect> {
     pub(super) exact: &'a mut B::Cache,
     pub(super) history: &'a mut B::Cache,
-    pub(super) pages: &'a [u32],
+    pub(super) pages: &'a [Option<ExactSlot>],
     /// Per layer, how many positions the history holds.
     pub(super) filled: &'a mut [usize],
     pub(super) reading: Reading<'a>,

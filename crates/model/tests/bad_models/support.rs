@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{Batch, Sampled, Sampling, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::{Backend, DType, KernelError};
@@ -40,7 +41,8 @@ pub(crate) fn run<B: Backend>(model: &Model<B>) -> Result<Sampled, KernelError> 
     let last = model.config().vocab_size as u32 - 1;
     let mut cache = model.cache(2)?;
     let mut activations = model.activations(3, 1)?;
-    let rows = SequenceRows::exact(0, 3, &[1]);
+    let pages = ExactSlot::first(1);
+    let rows = SequenceRows::exact(0, 3, &pages);
     let batch = Batch { tokens: &[0, last / 2, last], sequences: &[rows] };
     model.forward(&batch, &[2], &mut cache, &mut activations)?;
     model

@@ -1,6 +1,6 @@
 //! The pages: a hash for every stored row, and for every sealed page the hash of what it was sealed from.
 
-use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{CacheSpec, SealPage};
 
@@ -62,14 +62,14 @@ impl HashCache {
         self.sealed_slots
     }
 
-    fn index(&self, layer: usize, slot: u32) -> usize {
-        match (slot as usize).checked_sub(self.slots) {
+    fn index(&self, layer: usize, slot: ExactSlot) -> usize {
+        match slot.index().checked_sub(self.slots) {
             Some(scratch) => self.slots * self.layers + scratch,
-            None => slot as usize * self.layers + layer,
+            None => slot.index() * self.layers + layer,
         }
     }
 
-    pub(super) fn store(&mut self, layer: usize, slot: u32, offset: usize, row: u64) {
+    pub(super) fn store(&mut self, layer: usize, slot: ExactSlot, offset: usize, row: u64) {
         let index = self.index(layer, slot);
         let page = &mut self.pages[index];
         page.sum = page.sum.wrapping_sub(term(page.rows[offset], offset)).wrapping_add(term(row, offset));
@@ -77,7 +77,7 @@ impl HashCache {
     }
 
     /// The first `rows` rows of a bf16 page.
-    pub(super) fn exact(&self, layer: usize, slot: u32, rows: usize) -> u64 {
+    pub(super) fn exact(&self, layer: usize, slot: ExactSlot, rows: usize) -> u64 {
         let page = &self.pages[self.index(layer, slot)];
         if rows == PAGE_TOKENS {
             return page.sum;
@@ -87,21 +87,21 @@ impl HashCache {
     }
 
     /// A sealed page.
-    pub(super) fn sealed(&self, layer: usize, slot: u32) -> u64 {
-        self.sealed[slot as usize * self.layers + layer]
+    pub(super) fn sealed(&self, layer: usize, slot: SealedSlot) -> u64 {
+        self.sealed[slot.index() * self.layers + layer]
     }
 
     pub(super) fn seal(&mut self, layer: usize, page: SealPage) -> Result<(), KernelError> {
-        check_slot(page.exact, self.exact_slots())?;
-        check_slot(page.sealed, self.sealed_slots)?;
+        check_slot(page.exact.number(), self.exact_slots())?;
+        check_slot(page.sealed.number(), self.sealed_slots)?;
         let rows = self.exact(layer, page.exact, PAGE_TOKENS);
-        self.sealed[page.sealed as usize * self.layers + layer] = mix(6, rows);
+        self.sealed[page.sealed.index() * self.layers + layer] = mix(6, rows);
         Ok(())
     }
 
-    pub(super) fn copy(&mut self, from: u32, to: u32) -> Result<(), KernelError> {
-        check_slot(from, self.slots)?;
-        check_slot(to, self.slots)?;
+    pub(super) fn copy(&mut self, from: ExactSlot, to: ExactSlot) -> Result<(), KernelError> {
+        check_slot(from.number(), self.slots)?;
+        check_slot(to.number(), self.slots)?;
         for layer in 0..self.layers {
             let (from, to) = (self.index(layer, from), self.index(layer, to));
             self.pages[to] = self.pages[from];
@@ -116,11 +116,7 @@ impl HashCache {
     }
 }
 
-/// A slot that is read or written: inside its pool, and not the dummy.
+/// A slot that is read or written must be inside its pool.
 pub(super) fn check_slot(slot: u32, slots: usize) -> Result<(), KernelError> {
-    match slot {
-        0 => Err(KernelError::PageMissing { page: 0, tier: "a list of pages" }),
-        slot if slot as usize >= slots => Err(KernelError::PageOutOfRange { slot, slots }),
-        _ => Ok(()),
-    }
+    if slot as usize >= slots { Err(KernelError::PageOutOfRange { slot, slots }) } else { Ok(()) }
 }

@@ -16,6 +16,7 @@ mod step;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, Sampled, Sampling, SealPage,
     StoredMatrix,
@@ -167,7 +168,7 @@ impl Backend for HashBackend {
         failed
     }
 
-    fn copy_pages(&self, pages: &[(u32, u32)], cache: &mut HashCache) -> Result<(), KernelError> {
+    fn copy_pages(&self, pages: &[(ExactSlot, ExactSlot)], cache: &mut HashCache) -> Result<(), KernelError> {
         if pages.is_empty() {
             return Ok(());
         }

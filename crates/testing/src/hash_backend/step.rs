@@ -1,6 +1,6 @@
 //! The tables of one step, checked against the cache, and the rule of visibility.
 
-use oscar_codec::{PAGE_TOKENS, PageWindows};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{Batch, SequenceRows};
 
@@ -19,16 +19,22 @@ pub struct HashStep {
 pub(super) struct Sequence {
     start: usize,
     len: usize,
-    pages: Vec<u32>,
+    pages: Vec<Option<ExactSlot>>,
     sealed: Option<Sealed>,
 }
 
 #[derive(Debug)]
 struct Sealed {
-    pages: Vec<u32>,
+    pages: Vec<Option<SealedSlot>>,
     windows: PageWindows,
     exact_from: usize,
     sealed_until: usize,
+}
+
+/// Where a query reads a page.
+enum Source {
+    Exact(ExactSlot),
+    Sealed(SealedSlot),
 }
 
 impl HashStep {
@@ -40,10 +46,10 @@ impl HashStep {
         }
         let sequences: Vec<Sequence> =
             batch.sequences.iter().map(|rows| Sequence::new(rows, cache)).collect::<Result<_, _>>()?;
-        let mut written: Vec<u32> = sequences.iter().flat_map(Sequence::written_slots).collect();
+        let mut written: Vec<ExactSlot> = sequences.iter().flat_map(Sequence::written_slots).collect();
         written.sort_unstable();
         if let Some(pair) = written.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(KernelError::PageWrittenTwice { slot: pair[0] });
+            return Err(KernelError::PageWrittenTwice { slot: pair[0].number() });
         }
         Ok(HashStep { tokens: batch.tokens.to_vec(), sequences })
     }
@@ -63,56 +69,51 @@ impl HashStep {
 impl Sequence {
     fn new(rows: &SequenceRows<'_>, cache: &HashCache) -> Result<Sequence, KernelError> {
         let needed = (rows.start + rows.len).div_ceil(PAGE_TOKENS);
-        let table = |pages: &[u32]| {
-            let got = pages.len();
-            let short = KernelError::Shape { what: "pages of a sequence", expected: needed, got };
-            pages.get(..needed).map(<[u32]>::to_vec).ok_or(short)
-        };
         let sealed = match (rows.sealed, cache.windows) {
             (None, _) => None,
             (Some(_), None) => return Err(KernelError::PageMissing { page: 0, tier: "the sealed pool" }),
             (Some(sealed), Some(windows)) => Some(Sealed {
-                pages: table(sealed.pages)?,
+                pages: table(sealed.pages, needed)?,
                 windows,
                 exact_from: sealed.exact_from,
                 sealed_until: sealed.sealed_until,
             }),
         };
-        let sequence = Sequence { start: rows.start, len: rows.len, pages: table(rows.pages)?, sealed };
+        let pages = table(rows.pages, needed)?;
+        let sequence = Sequence { start: rows.start, len: rows.len, pages, sealed };
         // Whatever any row reads must be there.
         let last_page = (rows.start + rows.len).saturating_sub(1) / PAGE_TOKENS;
         for query_page in rows.start / PAGE_TOKENS..=last_page {
             for page in 0..=query_page {
-                match sequence.sealed_slot(page, query_page) {
-                    Some(slot) => check_slot(slot, cache.sealed_slots()),
-                    None => check_slot(sequence.pages[page], cache.exact_slots()),
+                match sequence.source(page, query_page) {
+                    Some(Source::Exact(slot)) => check_slot(slot.number(), cache.exact_slots())?,
+                    Some(Source::Sealed(slot)) => check_slot(slot.number(), cache.sealed_slots())?,
+                    None => return Err(KernelError::PageMissing { page, tier: "a sequence" }),
                 }
-                .map_err(|error| match error {
-                    KernelError::PageMissing { .. } => KernelError::PageMissing { page, tier: "a sequence" },
-                    error => error,
-                })?;
             }
         }
         Ok(sequence)
     }
 
-    /// The sealed slot from which a query in `query_page` reads `page`; `None` if it reads the bf16 page.
-    fn sealed_slot(&self, page: usize, query_page: usize) -> Option<u32> {
-        let Sealed { pages, windows, exact_from, sealed_until } = self.sealed.as_ref()?;
+    /// Where a query in `query_page` reads `page`; `None` if the page is not there.
+    fn source(&self, page: usize, query_page: usize) -> Option<Source> {
+        let exact = || self.pages[page].map(Source::Exact);
+        let Some(Sealed { pages, windows, exact_from, sealed_until }) = &self.sealed else { return exact() };
         // A second telling of `PageWindows::history`, so that a mistake in one of them shows.
         let in_window = page + windows.recent >= query_page || page >= *exact_from;
         let reads_sealed = page >= windows.sink && page < query_page && (!in_window || page < *sealed_until);
-        reads_sealed.then(|| pages[page])
+        if reads_sealed { pages[page].map(Source::Sealed) } else { exact() }
     }
 
-    fn written_slots(&self) -> impl Iterator<Item = u32> {
+    fn written_slots(&self) -> impl Iterator<Item = ExactSlot> {
         let first = self.start / PAGE_TOKENS;
         let end = if self.len == 0 { first } else { (self.start + self.len).div_ceil(PAGE_TOKENS) };
-        self.pages[first..end].iter().copied()
+        self.pages[first..end].iter().copied().flatten()
     }
 
     pub(super) fn store(&self, layer: usize, position: usize, row: u64, cache: &mut HashCache) {
-        cache.store(layer, self.pages[position / PAGE_TOKENS], position % PAGE_TOKENS, row);
+        let slot = self.pages[position / PAGE_TOKENS].expect("checked when the step began");
+        cache.store(layer, slot, position % PAGE_TOKENS, row);
     }
 
     /// The hash of everything that a query at `position` may see.
@@ -120,13 +121,18 @@ impl Sequence {
         let query_page = position / PAGE_TOKENS;
         (0..=query_page).fold(mix(7, position as u64), |hash, page| {
             let rows = if page < query_page { PAGE_TOKENS } else { position % PAGE_TOKENS + 1 };
-            mix(
-                hash,
-                match self.sealed_slot(page, query_page) {
-                    Some(slot) => cache.sealed(layer, slot),
-                    None => cache.exact(layer, self.pages[page], rows),
-                },
-            )
+            let seen = match self.source(page, query_page).expect("checked when the step began") {
+                Source::Exact(slot) => cache.exact(layer, slot, rows),
+                Source::Sealed(slot) => cache.sealed(layer, slot),
+            };
+            mix(hash, seen)
         })
     }
+}
+
+/// The first `needed` entries of a page table.
+fn table<Slot: Copy>(pages: &[Option<Slot>], needed: usize) -> Result<Vec<Option<Slot>>, KernelError> {
+    let got = pages.len();
+    let short = KernelError::Shape { what: "pages of a sequence", expected: needed, got };
+    pages.get(..needed).map(<[Option<Slot>]>::to_vec).ok_or(short)
 }

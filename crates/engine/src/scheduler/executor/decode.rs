@@ -1,5 +1,6 @@
 //! One more token of every running answer, in one batch.
 
+use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{Batch, Sampled, SealPage, SequenceRows};
 use oscar_kernels::{Backend, KernelError};
 
@@ -16,7 +17,7 @@ impl<B: Backend> Executor<B> {
         rows: &[DecodeRow<'_>],
         answers: &mut Answers,
     ) -> Vec<Result<Sampled, EngineError>> {
-        let copies: Vec<(u32, u32)> = rows.iter().filter_map(|row| row.copy).collect();
+        let copies: Vec<(ExactSlot, ExactSlot)> = rows.iter().filter_map(|row| row.copy).collect();
         if let Err(error) = self.copy_pages(&copies) {
             // A slot that does not exist is an error in the bookkeeping; nobody's pages can be trusted.
             tracing::error!(%error, "pages cannot be copied; every running answer fails");

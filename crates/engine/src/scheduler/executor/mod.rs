@@ -8,6 +8,7 @@ mod prefill;
 
 use std::sync::Arc;
 
+use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{Sampled, Sampling, SealPage};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::{Activations, LoadedModel};
@@ -43,7 +44,7 @@ impl<B: Backend> Executor<B> {
         self.model.model().backend().seal(0..layers, pages, &mut self.cache)
     }
 
-    fn copy_pages(&mut self, copies: &[(u32, u32)]) -> Result<(), KernelError> {
+    fn copy_pages(&mut self, copies: &[(ExactSlot, ExactSlot)]) -> Result<(), KernelError> {
         self.model.model().backend().copy_pages(copies, &mut self.cache)
     }
 

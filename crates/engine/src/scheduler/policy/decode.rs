@@ -90,7 +90,7 @@ impl Policy {
                 answer: running.answer(),
                 token: running.next,
                 rows: self.sequence_rows(sequence, sequence.len() - 1, 1, usize::MAX),
-                copy: copy.map(|(from, to)| (from.slot(), to.slot())),
+                copy: copy.copied(),
                 seal: seal.map(seal_page),
             });
         }

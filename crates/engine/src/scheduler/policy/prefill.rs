@@ -127,7 +127,7 @@ impl Policy {
 
     fn plan_work(&mut self, rows: Range<usize>, extension: Extension) -> Work {
         let recent = self.ledger.options().windows.recent;
-        let scratch_from = self.ledger.slots().exact as u32;
+        let scratch_from = self.ledger.slots().exact;
         let (before, after): (Vec<SealWork>, Vec<SealWork>) =
             extension.seal.iter().partition(|work| work.page < extension.exact_from);
         let mut before = before.iter().peekable();
@@ -143,7 +143,7 @@ impl Policy {
             chunks.push(Chunk { rows, seal_before });
         }
         let seal_after: Vec<SealPage> = before.chain(&after).map(seal_page).collect();
-        let scratch = extension.seal.iter().any(|work| work.from >= scratch_from);
+        let scratch = extension.seal.iter().any(|work| work.from.index() >= scratch_from);
         self.scratch_used |= scratch;
         let layer_major = chunks.len() > 1 && (scratch || !seal_after.is_empty());
         Work { extension, chunks, layer_major, seal_after, started: false, layer: 0, chunk: 0 }
@@ -172,7 +172,7 @@ impl Policy {
         let (prefill, work) = self.current();
         let chunks = work.chunks.iter().filter(|_| work.layer_major);
         ExtensionPlan {
-            copies: copies(&work.extension).collect(),
+            copies: work.extension.copies.clone(),
             chunks: chunks.map(|chunk| self.prompt_rows(prefill, work, &chunk.rows)).collect(),
         }
     }
@@ -260,7 +260,7 @@ impl Policy {
         {
             let start = work.extension.start;
             plan.prompts.push(self.prompt_rows(prefill, work, &(start..start + work.extension.len)));
-            plan.copies.extend(copies(&work.extension));
+            plan.copies.extend_from_slice(&work.extension.copies);
             plan.seal_before.extend(work.chunks.iter().flat_map(|chunk| &chunk.seal_before));
             plan.seal_after.extend(&work.seal_after);
         }
@@ -325,8 +325,4 @@ impl Policy {
         }
         (request, sequence)
     }
-}
-
-fn copies(extension: &Extension) -> impl Iterator<Item = (u32, u32)> {
-    extension.copies.iter().map(|(from, to)| (from.slot(), to.slot()))
 }

@@ -131,5 +131,5 @@ impl Policy {
 }
 
 pub(super) fn seal_page(work: &SealWork) -> SealPage {
-    SealPage { exact: work.from, sealed: work.to.slot() }
+    SealPage { exact: work.from, sealed: work.to }
 }
