@@ -8,13 +8,13 @@
 use oscar_kernels::DType;
 use oscar_kernels::cpu::activation::QuantisedRows;
 use oscar_kernels::cpu::dot::Dot;
-use oscar_kernels::cpu::dot::runs::{RUNS, Run};
+use oscar_kernels::cpu::dot::stripes::{STRIPES, Stripe};
 use oscar_kernels::cpu::isa::Isa;
 
 const COLS: usize = 2048;
 const MEMORY_BYTES: usize = 600 << 20;
 const CACHE_BYTES: usize = 512 << 10;
-/// Weight rows per call and run, as a worker thread takes them.
+/// Weight rows per call and stripe, as a worker thread takes them.
 const CHUNK: usize = 16;
 const ROUNDS: usize = 5;
 
@@ -76,10 +76,10 @@ fn throughput(isa: Isa, dtype: DType, weights: &[u8], rows: usize) -> f64 {
     let mut quantised = QuantisedRows::default();
     dot.quantise(&x, rows, COLS, &mut quantised);
     let row_bytes = dtype.bytes_for(COLS).expect("whole blocks");
-    let mut out = vec![0.0; RUNS * rows * CHUNK];
+    let mut out = vec![0.0; STRIPES * rows * CHUNK];
     let chunk = row_bytes * CHUNK;
-    // A run of chunks each.
-    let quarter = weights.len() / RUNS / chunk * chunk;
+    // A stripe of chunks each.
+    let quarter = weights.len() / STRIPES / chunk * chunk;
     let repeat = if weights.len() > CACHE_BYTES { 1 } else { 64 };
     let mut best = f64::INFINITY;
     for _ in 0..ROUNDS {
@@ -87,20 +87,20 @@ fn throughput(isa: Isa, dtype: DType, weights: &[u8], rows: usize) -> f64 {
         for _ in 0..repeat {
             for first in (0..quarter).step_by(chunk) {
                 let mut outs = out.chunks_exact_mut(rows * CHUNK);
-                let runs = std::array::from_fn(|run| Run {
-                    weights: &weights[run * quarter + first..][..chunk],
+                let stripes = std::array::from_fn(|stripe| Stripe {
+                    weights: &weights[stripe * quarter + first..][..chunk],
                     out: outs.next().expect("four parts"),
                 });
                 if dtype.is_float() {
-                    dot.float_rows(dtype, runs, &x, rows);
+                    dot.float_rows(dtype, stripes, &x, rows);
                 } else {
-                    dot.quantised_rows(dtype, runs, &quantised);
+                    dot.quantised_rows(dtype, stripes, &quantised);
                 }
             }
         }
         best = best.min(thread_seconds() - start);
     }
-    (RUNS * quarter * repeat) as f64 / best / 1e9
+    (STRIPES * quarter * repeat) as f64 / best / 1e9
 }
 
 /// Best of some rounds, in weights per nanosecond.

@@ -124,7 +124,9 @@ impl ChatArguments {
 fn announce_default() {
     if let Some(entry) = Catalogue::built_in().find(DEFAULT_MODEL) {
         let size = decimal_bytes(entry.size);
-        eprintln!("No model was named, so this is {DEFAULT_MODEL} ({size}, fetched once). `oscar models` lists others.");
+        eprintln!(
+            "No model was named, so this is {DEFAULT_MODEL} ({size}, fetched once). `oscar models` lists others."
+        );
     }
 }
 

@@ -5,11 +5,12 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 
-use super::attend::{self, AttendScratch, Heads, Numerics, PartialStates, Tiers};
+use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
 use super::elementwise::{rms_norm, silu_multiply};
 use super::encode::SealScratch;
+use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::per_thread::PerThread;
@@ -107,7 +108,8 @@ impl CpuBackend {
             &self.pool,
             &self.attenders,
             partial,
-            step,
+            &step.plan,
+            &step.sequences,
             Heads::of(spec),
             tiers,
             qkv,

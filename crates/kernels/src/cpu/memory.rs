@@ -209,10 +209,10 @@ impl<T> DerefMut for AlignedBuffer<T> {
     }
 }
 
-/// Asks for memory that is about to be read, in all its pages at once: the hardware fetches ahead in each by itself.
+/// Prefetches memory that is about to be read, in all its pages at once: the hardware fetches ahead in each by itself.
 #[inline]
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-pub(super) fn expect<T>(values: &[T]) {
+pub(super) fn prefetch<T>(values: &[T]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};

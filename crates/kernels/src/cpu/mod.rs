@@ -11,16 +11,21 @@
 //! | [`encode`] | rows into 2-bit pages and back |
 //! | `elementwise` | norms, activations, rotary embedding |
 //! | `memory` | aligned buffers and disjoint writes |
+//! | `simd` | vectors and tiles: what the kernels use of an instruction set |
+//! | `aligned` | scratch memory on cache lines |
 //! | [`gemm`] | matrix products for many rows |
-//! | [`attention`] | attention over bf16 pages |
+//! | [`attention`] | attention over bf16 and sealed pages |
 //! | [`sampling`] | drawing a token from logits |
 //! | [`tensors`] | weights and activations |
 //! | [`cache`] | page pools |
+//! | `heads` | the shape of an attention layer |
+//! | `sequence` | page tables of one sequence of a step |
 //! | [`step`] | tables of one step |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
 //! | [`backend`], `inspect` | the traits, on all of these |
 
 pub mod activation;
+mod aligned;
 mod attend;
 pub mod attention;
 pub mod backend;
@@ -30,6 +35,7 @@ mod elementwise;
 pub mod encode;
 pub mod gemm;
 mod handover;
+mod heads;
 mod inspect;
 pub mod isa;
 pub mod memory;
@@ -37,6 +43,8 @@ mod per_thread;
 pub mod pool;
 mod project;
 pub mod sampling;
+mod sequence;
+mod simd;
 pub mod step;
 mod store;
 pub mod tensors;

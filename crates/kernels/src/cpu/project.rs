@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::activation::QuantisedRows;
 use super::dot::Dot;
-use super::dot::runs::{self, FETCH_AHEAD, RUNS, Run};
+use super::dot::stripes::{self, PREFETCH_AHEAD, STRIPES, Stripe};
 use super::gemm::{self, PackedActivations, PanelScratch};
 use super::handover::Handover;
 use super::isa::Isa;
@@ -28,7 +28,7 @@ const PANEL_MIN_ROWS: usize = 6;
 /// Smallest useful number of passes per task of the dot path.
 const FEWEST_PASSES: usize = 2;
 
-/// Bytes of each run that the thread asks for which computes the activations first: more would keep it from that.
+/// Bytes of each stripe that the thread prefetches which computes the activations first: more would keep it from that.
 const FIRST_BYTES_OF_MAKER: usize = 512;
 
 /// Bytes of a cache line.
@@ -147,7 +147,7 @@ impl Projector<'_> {
             }
             (x, quantised)
         };
-        let passes = |weight: &Weight| runs::passes(weight.rows());
+        let passes = |weight: &Weight| stripes::passes(weight.rows());
         let total: usize = projections.iter().map(|projection| passes(projection.weight)).sum();
         let chunk = total.div_ceil(self.pool.threads() * TASKS_PER_THREAD).max(FEWEST_PASSES);
         let out_cols = out.len() / rows;
@@ -156,14 +156,14 @@ impl Projector<'_> {
         let body = |worker: usize, index: usize| {
             let task = Task::new(projections, passes, chunk, index);
             let Projection { weight, bias } = projections[task.projection];
-            let parts = runs::cut(weight.rows(), task.range);
+            let parts = stripes::cut(weight.rows(), task.range);
             let ready = activations.get().or_else(|| {
                 if worker > 0 {
-                    fetch_first(weight, &parts, FETCH_AHEAD);
+                    prefetch_first(weight, &parts, PREFETCH_AHEAD);
                     return activations.wait();
                 }
                 Some(activations.make(|| {
-                    fetch_first(weight, &parts, FIRST_BYTES_OF_MAKER);
+                    prefetch_first(weight, &parts, FIRST_BYTES_OF_MAKER);
                     compute()
                 }))
             });
@@ -174,11 +174,12 @@ impl Projector<'_> {
                 let first = row * out_cols + task.first_col;
                 target.part(first + part.start..first + part.end)
             };
-            let product = |outs: [&mut [f32]; RUNS]| {
+            let product = |outs: [&mut [f32]; STRIPES]| {
                 let mut outs = outs.into_iter();
-                let parts = parts
-                    .clone()
-                    .map(|part| Run { weights: weight.row_data(part), out: outs.next().unwrap_or_default() });
+                let parts = parts.clone().map(|part| Stripe {
+                    weights: weight.row_data(part),
+                    out: outs.next().unwrap_or_default(),
+                });
                 if weight.dtype().is_float() {
                     self.dot.float_rows(weight.dtype(), parts, x, rows);
                 } else {
@@ -242,11 +243,11 @@ impl Projector<'_> {
     }
 }
 
-/// Asks for the first bytes of each run, in the order in which they are read.
-fn fetch_first(weight: &Weight, parts: &[Range<usize>; RUNS], bytes: usize) {
+/// Prefetches the first bytes of each stripe, in the order in which they are read.
+fn prefetch_first(weight: &Weight, parts: &[Range<usize>; STRIPES], bytes: usize) {
     let parts = parts.each_ref().map(|part| weight.row_data(part.clone()));
     for at in (0..bytes).step_by(LINE) {
-        parts.iter().filter_map(|part| part.get(at..at + 1)).for_each(memory::expect);
+        parts.iter().filter_map(|part| part.get(at..at + 1)).for_each(memory::prefetch);
     }
 }
 
@@ -275,7 +276,7 @@ fn write(values: &[f32], bias: Option<&[f32]>, target: &mut [f32], mode: Mode) {
 /// Part of one projection.
 struct Task {
     projection: usize,
-    /// Of its rows, or of the passes over them.
+    /// Which of its rows, or of the passes over them.
     range: Range<usize>,
     /// Where the columns of the projection begin.
     first_col: usize,

@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use oscar_codec::{ExactSlot, HeadIndex, PAGE_TOKENS, Side};
 
-use super::attend::Heads;
 use super::attention;
 use super::cache::PageWriter;
 use super::elementwise::{rms_norm_in_place, rotate};
 use super::encode::SealScratch;
+use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::step::Step;
@@ -101,11 +101,11 @@ impl Store<'_> {
         unsafe {
             let half = slot.map(|slot| writer.side(slot, head, side));
             if let Some(half) = &half {
-                attention::expect_side(half, side, token);
+                attention::prefetch_side(half, side, token);
             }
             // In a larger batch the row before has just used it.
             if let Some(sealer) = writer.sealer.filter(|_| step.rows() == 1) {
-                sealer.expect_rotation(HeadIndex { layer: self.layer, head }, side);
+                sealer.prefetch_rotation(HeadIndex { layer: self.layer, head }, side);
             }
             self.prepare_side(step, writer, row, (head, side), rows, scratch);
             if let Some(half) = half {

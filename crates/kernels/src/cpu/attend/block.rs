@@ -6,13 +6,28 @@ use oscar_codec::{HeadIndex, PAGE_TOKENS};
 
 use super::parts::HeadStates;
 use super::plan::{Block, Item};
-use super::{AttendScratch, Heads, Tiers};
+use super::tiers::Tiers;
 use crate::cpu::attention::sealed::attend_sealed_heads;
 use crate::cpu::attention::{self, AttentionScratch, SoftmaxState, Span};
 use crate::cpu::cache::Cache;
+use crate::cpu::encode::SealScratch;
+use crate::cpu::heads::Heads;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::DisjointSlice;
-use crate::cpu::step::StepSequence;
+use crate::cpu::sequence::StepSequence;
+
+/// Buffers of one thread.
+#[derive(Default)]
+pub(in crate::cpu) struct AttendScratch {
+    queries: Vec<f32>,
+    spans: Vec<Span>,
+    kernel: AttentionScratch,
+    transform: SealScratch,
+    /// Output rows of a head.
+    rows: Vec<f32>,
+    /// Softmax of a block that is one item.
+    pub(super) states: HeadStates,
+}
 
 /// A block with what its rows are rows of.
 #[derive(Clone, Copy)]
@@ -56,7 +71,8 @@ impl BlockRows<'_> {
         let AttendScratch { queries, spans, kernel, .. } = scratch;
         states.resize_with(item.heads.len(), SoftmaxState::default);
         states.iter_mut().for_each(|state| state.reset(spans.len(), heads.head_dim));
-        let mut reader = Reader { isa, sequence, kv_heads: &item.heads, heads, queries, kernel, states };
+        let mut attention =
+            PageAttention { isa, sequence, kv_heads: &item.heads, heads, queries, kernel, states };
         let (cache, layer) = (tiers.cache, tiers.layer);
         if let Some(history) = &tiers.history {
             let early: Vec<Span> = spans
@@ -66,8 +82,8 @@ impl BlockRows<'_> {
                     Span::up_to(span.from)
                 })
                 .collect();
-            reader.exact(history.cache, history.layer, &early, item.pages.clone());
-            return reader.exact(cache, layer, spans, item.pages.clone());
+            attention.exact(history.cache, history.layer, &early, item.pages.clone());
+            return attention.exact(cache, layer, spans, item.pages.clone());
         }
         let within = |pages: Range<usize>| {
             let start = pages.start.max(item.pages.start);
@@ -83,14 +99,14 @@ impl BlockRows<'_> {
             // A row without a history sees its sink together with the rest.
             let sink = 0..longest.start;
             let early = |span: &Span| positions(if history(span).is_empty() { 0..0 } else { sink.clone() });
-            reader.exact(cache, layer, &spans.iter().map(early).collect::<Vec<_>>(), within(sink.clone()));
+            attention.exact(cache, layer, &spans.iter().map(early).collect::<Vec<_>>(), within(sink.clone()));
             let middle: Vec<Span> = spans.iter().map(|span| positions(history(span))).collect();
-            reader.sealed(cache, layer, &middle, within(longest));
+            attention.sealed(cache, layer, &middle, within(longest));
             for span in spans.iter_mut() {
                 span.from = history(span).end * PAGE_TOKENS;
             }
         }
-        reader.exact(cache, layer, spans, within(shortest.end..self.block.pages));
+        attention.exact(cache, layer, spans, within(shortest.end..self.block.pages));
     }
 
     /// Writes the output of one KV head of a block, back in the model's basis.
@@ -122,7 +138,7 @@ impl BlockRows<'_> {
 }
 
 /// The rows of an item while they read pages.
-struct Reader<'a> {
+struct PageAttention<'a> {
     isa: Isa,
     sequence: &'a StepSequence,
     kv_heads: &'a Range<usize>,
@@ -132,7 +148,7 @@ struct Reader<'a> {
     states: &'a mut [SoftmaxState],
 }
 
-impl Reader<'_> {
+impl PageAttention<'_> {
     /// Reads bf16 pages.
     fn exact(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let (first, Heads { head_dim, scale, .. }) = (pages.start, self.heads);
@@ -140,7 +156,7 @@ impl Reader<'_> {
         if slots.is_empty() {
             return;
         }
-        let Reader { isa, kv_heads, queries, kernel, states, .. } = self;
+        let PageAttention { isa, kv_heads, queries, kernel, states, .. } = self;
         let rows = queries.chunks_exact(spans.len() * head_dim);
         for ((head, queries), state) in kv_heads.clone().zip(rows).zip(states.iter_mut()) {
             let pages: Vec<&[u16]> = slots.iter().map(|&slot| cache.page(layer, slot, head)).collect();
@@ -152,7 +168,7 @@ impl Reader<'_> {
     fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let first = pages.start;
         let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
-        let Reader { isa, sequence, kv_heads, heads, queries, kernel, states } = self;
+        let PageAttention { isa, sequence, kv_heads, heads, queries, kernel, states } = self;
         let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * kv_heads.len());
         let page = sealed.pages(layer);
         for &slot in sequence.sealed_slots(pages) {

@@ -25,7 +25,7 @@ pub(in crate::cpu) struct PartialStates {
 }
 
 impl PartialStates {
-    /// Room for the items of a plan, none of which has been read.
+    /// Makes buffers for the items of a plan, none of which has been read.
     pub(super) fn prepare<'a>(&'a mut self, plan: &'a Plan) -> Parts<'a> {
         self.items.resize_with(self.items.len().max(plan.items.len()), Apart::default);
         self.missing.resize_with(plan.outputs.len(), AtomicUsize::default);

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::Heads;
-use crate::cpu::step::Step;
+use crate::cpu::heads::Heads;
+use crate::cpu::sequence::StepSequence;
 
 /// Query rows (tokens times heads of a group) a block aims for.
 const BLOCK_ROWS: usize = 64;
@@ -124,13 +124,13 @@ pub(in crate::cpu) struct PlanCell(Mutex<Option<(Purpose, Arc<Plan>)>>);
 
 impl PlanCell {
     /// The plan for these heads and this cut.
-    pub(super) fn get(&self, step: &Step, heads: Heads, split: Split) -> Arc<Plan> {
+    pub(super) fn get(&self, sequences: &[StepSequence], heads: Heads, split: Split) -> Arc<Plan> {
         let purpose = (heads.group(), heads.kv_heads, split);
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match &*kept {
             Some((made_for, plan)) if *made_for == purpose => Arc::clone(plan),
             _ => {
-                let plan = Arc::new(plan(step, heads, split));
+                let plan = Arc::new(plan(sequences, heads, split));
                 *kept = Some((purpose, Arc::clone(&plan)));
                 plan
             }
@@ -140,16 +140,16 @@ impl PlanCell {
 
 /// Cuts a step into blocks and their page ranges. Long items go first: a range comes after those of later pages, which are
 /// bf16 at the end of a sequence, except in [`lone`].
-fn plan(step: &Step, heads: Heads, split: Split) -> Plan {
+fn plan(sequences: &[StepSequence], heads: Heads, split: Split) -> Plan {
     let block_tokens = (BLOCK_ROWS / heads.group()).max(1);
-    let block_count: usize = step.sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
+    let block_count: usize = sequences.iter().map(|sequence| sequence.len.div_ceil(block_tokens)).sum();
     let ranges = match split {
         Split::Threads(1, _) | Split::Pages(_) => 1,
         Split::Threads(threads, _) if block_count == 1 => threads * SHARES.len(),
         Split::Threads(threads, _) => (threads * ITEMS_PER_THREAD).div_ceil(block_count.max(1)),
     };
     let mut plan = Plan::default();
-    for (index, sequence) in step.sequences.iter().enumerate() {
+    for (index, sequence) in sequences.iter().enumerate() {
         for first in (0..sequence.len).step_by(block_tokens) {
             let tokens = first..(first + block_tokens).min(sequence.len);
             let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
@@ -223,13 +223,13 @@ fn lone(
         return None;
     }
     let few = SHARES_WHOLE * loaded < all;
-    // Sealed pages go where there is room under the average.
-    let room: Vec<usize> = loads.iter().map(|load| all - threads * load).collect();
-    let whole = room.iter().sum::<usize>().max(1);
+    // Sealed pages go where there is slack under the average.
+    let slack: Vec<usize> = loads.iter().map(|load| all - threads * load).collect();
+    let whole = slack.iter().sum::<usize>().max(1);
     let (mut items, mut ends) = (Vec::new(), Vec::new());
     let (mut start, mut passed) = (history.start, 0);
-    for (exact, room) in exact.into_iter().zip(room) {
-        passed += room;
+    for (exact, slack) in exact.into_iter().zip(slack) {
+        passed += slack;
         let end = history.start + (history.len() * passed + whole / 2) / whole;
         let spare = if few { (end - start) * SHARES[1] / SHARES_WHOLE } else { 0 };
         for pages in [start + spare..end, start..start + spare] {

@@ -9,6 +9,8 @@
 use half::bf16;
 use oscar_codec::{Bf16Layout, PAGE_TOKENS, Side};
 
+use crate::cpu::aligned::AlignedScratch;
+
 /// Elements of a page of head dimension `d`.
 pub fn page_elements(d: usize) -> usize {
     Bf16Layout::new(d).elements()
@@ -62,10 +64,10 @@ fn round_to_bf16(x: f32) -> u16 {
     (if x.is_nan() { bits >> 16 | 0x40 } else { rounded }) as u16
 }
 
-/// Asks for the memory of what [`write_side`] writes: in a page that is not in a cache, each pair of channels of a key is on
+/// Prefetches the memory of what [`write_side`] writes: in a page that is not in a cache, each pair of channels of a key is on
 /// a line of its own.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-pub fn expect_side(half: &[u16], side: Side, token_in_page: usize) {
+pub fn prefetch_side(half: &[u16], side: Side, token_in_page: usize) {
     let d = half.len() / PAGE_TOKENS;
     assert!(half.len() == PAGE_TOKENS * d && token_in_page < PAGE_TOKENS);
     #[cfg(target_arch = "x86_64")]
@@ -96,6 +98,28 @@ pub fn read_token(page: &[u16], d: usize, token_in_page: usize, key: &mut [f32],
             *x = bf16::from_bits(page[layout.index(side, token_in_page, channel)]).to_f32();
         }
     }
+}
+
+/// The values of a page with zeros for tokens from `visible` on.
+///
+/// What was never written may be NaN, and a weight of zero does not hide that.
+pub(super) fn written_values<'a>(
+    values: &'a [u16],
+    d: usize,
+    visible: usize,
+    scratch: &'a mut AlignedScratch,
+) -> &'a [u16] {
+    if visible == PAGE_TOKENS {
+        return values;
+    }
+    let copy = scratch.at_least::<u16>(PAGE_TOKENS * d);
+    let pairs = visible.div_ceil(2) * 2 * d;
+    copy[..pairs].copy_from_slice(&values[..pairs]);
+    if !visible.is_multiple_of(2) {
+        copy[pairs - 2 * d..pairs].iter_mut().skip(1).step_by(2).for_each(|value| *value = 0);
+    }
+    copy[pairs..].fill(0);
+    copy
 }
 
 #[cfg(test)]

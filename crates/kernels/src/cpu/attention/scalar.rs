@@ -32,12 +32,12 @@ pub(super) fn attend_row(
     if max == f64::NEG_INFINITY && !logits.iter().any(|logit| logit.is_nan()) {
         return;
     }
-    let shrink = if state.sum[row] == 0.0 { 0.0 } else { (old - max).exp2() };
+    let rescale = if state.sum[row] == 0.0 { 0.0 } else { (old - max).exp2() };
     let weights: Vec<f64> = logits.iter().map(|logit| (logit - max).exp2()).collect();
     state.max[row] = max as f32;
-    state.sum[row] = (f64::from(state.sum[row]) * shrink + weights.iter().sum::<f64>()) as f32;
+    state.sum[row] = (f64::from(state.sum[row]) * rescale + weights.iter().sum::<f64>()) as f32;
     for (c, total) in state.values[row * d..(row + 1) * d].iter_mut().enumerate() {
         let sum: f64 = weights.iter().zip(tokens.clone()).map(|(weight, t)| weight * value(t, c)).sum();
-        *total = (f64::from(*total) * shrink + sum) as f32;
+        *total = (f64::from(*total) * rescale + sum) as f32;
     }
 }

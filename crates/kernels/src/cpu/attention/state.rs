@@ -3,12 +3,15 @@
 //! Logits are kept in units of log₂, so that every exponential is a power of two. States over different pages of the
 //! same rows make one result exactly, so a long context can be split between threads.
 
-use super::TILES_FROM;
+/// Rows from which tiles beat vectors on bf16 pages: below, most of a tile is empty.
+pub(super) const TILES_FROM: usize = 5;
 
-/// Rows of a tile. Where sums may go to tiles there is room for whole ones, which are loaded and stored for the last rows too.
+/// Rows of a tile. Where sums may go to tiles they are padded to whole ones, which are loaded and stored for the last rows
+/// too.
 const TILE: usize = 16;
 
-/// Room for so many numbers at least keeps those of few rows, which different threads write, off the same pair of cache lines.
+/// Allocating at least so many numbers keeps those of few rows, which different threads write, off the same pair of cache
+/// lines.
 const APART: usize = 32;
 
 /// Running maximum, sum and weighted values of some query rows.
@@ -20,7 +23,7 @@ pub struct SoftmaxState {
     pub(super) max: Vec<f32>,
     /// Sum of the weights.
     pub(super) sum: Vec<f32>,
-    /// Values summed with these weights, `[rows, or room for whole tiles][d]`.
+    /// Values summed with these weights, `[rows, padded to whole tiles if they may go to some][d]`.
     pub(super) values: Vec<f32>,
 }
 
@@ -30,10 +33,10 @@ impl SoftmaxState {
         (self.rows, self.d) = (rows, d);
         // A decode step has many states of few rows, and every line of them comes from memory.
         let padded = if rows < TILES_FROM { rows } else { rows.next_multiple_of(TILE) };
-        for (numbers, first) in [(&mut self.max, f32::NEG_INFINITY), (&mut self.sum, 0.0)] {
-            numbers.clear();
-            numbers.reserve(APART);
-            numbers.resize(padded, first);
+        for (row_values, first) in [(&mut self.max, f32::NEG_INFINITY), (&mut self.sum, 0.0)] {
+            row_values.clear();
+            row_values.reserve(APART);
+            row_values.resize(padded, first);
         }
         self.values.clear();
         self.values.resize(padded * d, 0.0);

@@ -1,6 +1,9 @@
 use half::bf16;
+use oscar_codec::PAGE_TOKENS;
 
 use super::*;
+use crate::cpu::aligned::AlignedScratch;
+use crate::cpu::isa::Isa;
 
 /// A small generator; the tests need spread, not quality.
 pub(in crate::cpu) struct Random(pub(in crate::cpu) u64);
@@ -291,55 +294,6 @@ fn an_empty_state_is_zero_and_neutral() {
     attend(Isa::detect(), &[1.0; 32], 1.0, &up_to(&[1]), 0, &pages, 32, scratch, &mut one);
     SoftmaxState::finish_parts(&[&empty, &one, &empty], 0, &mut out);
     assert_eq!(out, [2.5; 32]);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[test]
-fn powers_of_two_are_good_to_one_in_a_million() {
-    use std::arch::x86_64::*;
-
-    #[target_feature(enable = "avx512f")]
-    fn wide(x: &[f32; 16]) -> [f32; 16] {
-        let mut out = [0.0; 16];
-        // SAFETY: the arrays hold one register.
-        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), avx512::exp2(_mm512_loadu_ps(x.as_ptr()))) };
-        out
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    fn narrow(x: &[f32; 16]) -> [f32; 16] {
-        let mut out = [0.0; 16];
-        for i in [0, 8] {
-            // SAFETY: the arrays hold two registers.
-            unsafe {
-                _mm256_storeu_ps(out.as_mut_ptr().add(i), avx2::exp2(_mm256_loadu_ps(x.as_ptr().add(i))))
-            };
-        }
-        out
-    }
-
-    for isa in Isa::available() {
-        let exp2 = |x: &[f32; 16]| match isa {
-            // SAFETY: the function runs only where its instruction set is available.
-            Isa::Avx512 => Some(unsafe { wide(x) }),
-            // SAFETY: as above.
-            Isa::Avx2 => Some(unsafe { narrow(x) }),
-            _ => None,
-        };
-        for step in 0..100_000 {
-            let x: [f32; 16] = std::array::from_fn(|i| 1.0 - (step * 16 + i) as f32 * (126.9 / 1.6e6));
-            for (x, got) in x.iter().zip(exp2(&x).into_iter().flatten()) {
-                let exact = f64::from(*x).exp2();
-                assert!((f64::from(got) / exact - 1.0).abs() < 1e-6, "{isa} 2^{x} = {got}");
-            }
-        }
-        if let Some(edges) = exp2(&[f32::NEG_INFINITY; 16]) {
-            assert_eq!(edges, [0.0; 16], "{isa}");
-            assert!(exp2(&[f32::NAN; 16]).is_some_and(|out| out.iter().all(|x| x.is_nan())), "{isa}");
-            assert_eq!(exp2(&[0.0; 16]), Some([1.0; 16]), "{isa}");
-            assert_eq!(exp2(&[-1e30; 16]), Some([0.0; 16]), "{isa}");
-        }
-    }
 }
 
 /// CPU seconds of this thread, which a busy machine inflates less than wall time.

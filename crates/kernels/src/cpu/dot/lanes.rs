@@ -1,57 +1,14 @@
-//! Dot products written once for vectors of 32 signed bytes; `avx2` and `neon` say how these are computed.
+//! Dot products on vectors of 32 signed bytes, for AVX2 and NEON.
 //!
 //! A group of 32 weights becomes 32 signed codes in stored order, whatever the format. Four weight rows and up to four
 //! activation rows go together.
 
-use super::runs::{FETCH_AHEAD, RUNS, Runs};
+use super::stripes::{PREFETCH_AHEAD, STRIPES, Stripes};
 use super::{MAX_ROWS, Product};
 use crate::cpu::activation::QuantisedRow;
+use crate::cpu::simd::{Bytes, prefetch};
 use crate::dtype::DType;
 use crate::quant::block::six_bit_scales;
-
-/// 32 bytes in registers. Methods are inlined into functions that enable the instructions.
-///
-/// # Safety of the methods
-/// The CPU has the instructions, and pointers lead to as many readable bytes as a method says.
-#[allow(clippy::missing_safety_doc)]
-pub(super) trait Bytes: Copy {
-    /// Activations of a group in the form the products need.
-    type Activations: Copy;
-    /// Integer sums, apart for the first and the second 16 products.
-    type Integers: Copy;
-    /// Float accumulators.
-    type Sums: Copy;
-
-    /// Reads 32 bytes.
-    unsafe fn load(at: *const u8) -> Self;
-    /// Low nibbles of 16 bytes, then their high nibbles.
-    unsafe fn nibbles(at: *const u8) -> Self;
-    unsafe fn splat(byte: u8) -> Self;
-    unsafe fn and(self, other: Self) -> Self;
-    unsafe fn or(self, other: Self) -> Self;
-    unsafe fn subtract(self, other: Self) -> Self;
-    /// Shifts each byte; bits of other bytes may come in from the left.
-    unsafe fn shift_right(self, by: usize) -> Self;
-    /// Shifts each byte; bits of other bytes may come in from the right.
-    unsafe fn shift_left(self, by: usize) -> Self;
-    /// `value` in the bytes that share a bit with `mask`, else 0.
-    unsafe fn where_set(self, mask: Self, value: u8) -> Self;
-    /// All ones in byte `i` where bit `i` is set.
-    unsafe fn from_bits(bits: u32) -> Self;
-
-    /// Reads 32 high bytes and 32 low bytes.
-    unsafe fn activations(high: *const i8, low: *const i8) -> Self::Activations;
-    unsafe fn dot(self, x: Self::Activations) -> Self::Integers;
-
-    unsafe fn zero() -> Self::Sums;
-    /// `sums + integers * scale`, with one scale for each 16 products.
-    unsafe fn accumulate(sums: Self::Sums, integers: Self::Integers, scales: [f32; 2]) -> Self::Sums;
-    unsafe fn total(sums: Self::Sums) -> f32;
-
-    unsafe fn widen_half(bits: u16) -> f32;
-    /// Asks for the cache line at an address that need not be readable.
-    fn prefetch(at: *const u8);
-}
 
 /// Scales and offsets of one block, as in [`crate::quant::block::Unpacked`] but offsets by 32.
 struct Scales {
@@ -100,16 +57,16 @@ pub(super) unsafe fn quantised_rows<B: Bytes>(dtype: DType, product: Product<'_>
 /// As [`quantised_rows`].
 #[inline(always)]
 unsafe fn passes<B: Bytes, F: Format<B>>(product: Product<'_>) {
-    let Product { mut runs, x } = product;
+    let Product { mut stripes, x } = product;
     for first in (0..x.rows()).step_by(MAX_ROWS) {
-        let (runs, row) = (&mut runs, |m: usize| x.row(first + m));
+        let (stripes, row) = (&mut stripes, |m: usize| x.row(first + m));
         // SAFETY: passed on.
         unsafe {
             match x.rows() - first {
-                1 => pass::<B, F, 1>(runs, [row(0)], first),
-                2 => pass::<B, F, 2>(runs, [row(0), row(1)], first),
-                3 => pass::<B, F, 3>(runs, [row(0), row(1), row(2)], first),
-                _ => pass::<B, F, 4>(runs, [row(0), row(1), row(2), row(3)], first),
+                1 => pass::<B, F, 1>(stripes, [row(0)], first),
+                2 => pass::<B, F, 2>(stripes, [row(0), row(1)], first),
+                3 => pass::<B, F, 3>(stripes, [row(0), row(1), row(2)], first),
+                _ => pass::<B, F, 4>(stripes, [row(0), row(1), row(2), row(3)], first),
             }
         }
     }
@@ -119,34 +76,34 @@ unsafe fn passes<B: Bytes, F: Format<B>>(product: Product<'_>) {
 /// As [`quantised_rows`], with `M` rows of activations, numbers `first..` of all.
 #[inline(always)]
 unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
-    runs: &mut Runs<'_>,
+    stripes: &mut Stripes<'_>,
     x: [QuantisedRow<'_>; M],
     first: usize,
 ) {
     let (block_len, block_bytes) = (F::DTYPE.block_len(), F::DTYPE.block_bytes());
-    let row_bytes = runs.row_bytes();
+    let row_bytes = stripes.row_bytes();
     assert!(
         x.iter().all(|x| F::DTYPE.bytes_for(x.high.len()) == Some(row_bytes) && x.low.len() == x.high.len())
     );
-    for pass in 0..runs.passes() {
-        let rows = runs.rows(pass);
+    for pass in 0..stripes.passes() {
+        let rows = stripes.rows(pass);
         // SAFETY: blocks and groups are those of the rows, whose lengths agree with those of the activations.
         unsafe {
-            let mut sums = [[B::zero(); RUNS]; M];
-            let mut offsets = [[0.0f32; RUNS]; M];
-            let mut scales = [const { Scales { scales: [0.0; 16], offsets: [0.0; 8] } }; RUNS];
+            let mut sums = [[B::zero(); STRIPES]; M];
+            let mut offsets = [[0.0f32; STRIPES]; M];
+            let mut scales = [const { Scales { scales: [0.0; 16], offsets: [0.0; 8] } }; STRIPES];
             for block in 0..row_bytes / block_bytes {
                 let mut at = rows.map(<[u8]>::as_ptr);
-                for r in 0..RUNS {
+                for r in 0..STRIPES {
                     at[r] = at[r].add(block * block_bytes);
                     F::scales(at[r], &mut scales[r]);
                     for line in (0..block_bytes).step_by(64) {
-                        B::prefetch(at[r].wrapping_add(FETCH_AHEAD + line));
+                        prefetch(at[r].wrapping_add(PREFETCH_AHEAD + line));
                     }
                 }
                 for group in 0..block_len / 32 {
-                    let mut codes = [B::splat(0); RUNS];
-                    for r in 0..RUNS {
+                    let mut codes = [B::splat(0); STRIPES];
+                    for r in 0..STRIPES {
                         codes[r] = F::codes(at[r], group);
                     }
                     let index = block * (block_len / 32) + group;
@@ -158,7 +115,7 @@ unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
                         let scale = *x[m].scales.get_unchecked(index);
                         let sum =
                             *x[m].sums.get_unchecked(2 * index) + *x[m].sums.get_unchecked(2 * index + 1);
-                        for r in 0..RUNS {
+                        for r in 0..STRIPES {
                             let first = scales[r].scales[2 * group] * scale;
                             let pair = if F::SCALES_BY_16 {
                                 [first, scales[r].scales[2 * group + 1] * scale]
@@ -174,11 +131,11 @@ unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
                 }
             }
             for m in 0..M {
-                let mut totals = [0.0; RUNS];
-                for r in 0..RUNS {
+                let mut totals = [0.0; STRIPES];
+                for r in 0..STRIPES {
                     totals[r] = B::total(sums[m][r]) + offsets[m][r];
                 }
-                runs.write(first + m, pass, totals);
+                stripes.write(first + m, pass, totals);
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Weights are read straight from their stored blocks. Each path unpacks a piece of several weight rows to bytes in
 //! registers and multiplies it with up to [`MAX_ROWS`] activation rows before it goes on, so every weight byte is
-//! read from memory once per four activation rows. The rows lie far apart, see [`runs`].
+//! read from memory once per four activation rows. The rows lie far apart, see [`stripes`].
 //!
 //! | path | integer products | why |
 //! |---|---|---|
@@ -20,16 +20,15 @@ mod avx512;
 mod float;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
-#[cfg(target_arch = "aarch64")]
-mod neon;
-pub mod runs;
 pub mod scalar;
+pub mod stripes;
 #[cfg(test)]
 mod tests;
 
-use self::runs::{RUNS, Run, Runs};
+use self::stripes::{STRIPES, Stripe, Stripes};
 use super::activation::QuantisedRows;
 use super::isa::Isa;
+use super::simd::Simd;
 use crate::dtype::DType;
 use crate::quant;
 
@@ -40,6 +39,7 @@ pub const MAX_ROWS: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dot {
     path: Path,
+    simd: Simd,
 }
 
 /// What an [`Isa`] means for this module. Only paths of this machine are ever constructed.
@@ -56,14 +56,14 @@ enum Path {
 
 /// The operands of [`Dot::quantised_rows`] after their lengths were checked: rows of `x.cols()` elements.
 struct Product<'a> {
-    runs: Runs<'a>,
+    stripes: Stripes<'a>,
     x: &'a QuantisedRows,
 }
 
 impl Dot {
     /// Dot products on `isa`. Panics if this machine does not have it.
     pub fn new(isa: Isa) -> Dot {
-        assert!(isa.is_available(), "{isa} is not available on this machine");
+        let simd = Simd::new(isa);
         let path = match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx | Isa::Avx512 => Path::Avx512,
@@ -73,7 +73,7 @@ impl Dot {
             Isa::Neon => Path::Neon,
             _ => Path::Scalar,
         };
-        Dot { path }
+        Dot { path, simd }
     }
 
     /// Decodes `out.len()` elements; the values are those of [`quant::dequantise`].
@@ -110,15 +110,15 @@ impl Dot {
 
     /// Multiplies quantised weights with rows of fixed-point activations.
     ///
-    /// A run is any number `n` of consecutive rows of `x.cols()` elements; its `out[m * n + r]` becomes the product
+    /// A stripe is any number `n` of consecutive rows of `x.cols()` elements; its `out[m * n + r]` becomes the product
     /// of weight row `r` and activation row `m`. Panics if `dtype` is a float type or lengths do not agree.
-    pub fn quantised_rows(&self, dtype: DType, runs: [Run<'_>; RUNS], x: &QuantisedRows) {
+    pub fn quantised_rows(&self, dtype: DType, stripes: [Stripe<'_>; STRIPES], x: &QuantisedRows) {
         assert!(!dtype.is_float(), "{dtype} weights have no codes; use float_rows");
-        let runs = Runs::new(runs, row_bytes(dtype, x.cols()), x.rows());
-        if runs.passes() == 0 || x.rows() == 0 {
+        let stripes = Stripes::new(stripes, row_bytes(dtype, x.cols()), x.rows());
+        if stripes.passes() == 0 || x.rows() == 0 {
             return;
         }
-        let product = Product { runs, x };
+        let product = Product { stripes, x };
         match self.path {
             Path::Scalar => scalar::quantised_rows(dtype, product),
             // SAFETY: the path is constructed only on machines that have its instructions.
@@ -129,7 +129,7 @@ impl Dot {
             Path::Avx512 => unsafe { avx512::quantised_rows(dtype, product) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Path::Neon => unsafe { neon::quantised_rows(dtype, product) },
+            Path::Neon => unsafe { lanes::quantised_rows::<super::simd::BytePair>(dtype, product) },
         }
     }
 
@@ -137,25 +137,17 @@ impl Dot {
     ///
     /// Shapes as in [`Dot::quantised_rows`]; the number of columns is `x.len() / x_rows`. Panics if `dtype` is not a
     /// float type or lengths do not agree.
-    pub fn float_rows(&self, dtype: DType, runs: [Run<'_>; RUNS], x: &[f32], x_rows: usize) {
+    pub fn float_rows(&self, dtype: DType, stripes: [Stripe<'_>; STRIPES], x: &[f32], x_rows: usize) {
         assert!(dtype.is_float(), "{dtype} weights are not floats; use quantised_rows");
         assert!(x_rows > 0 && x.len().is_multiple_of(x_rows), "{} values in {x_rows} rows", x.len());
         let cols = x.len() / x_rows;
-        let mut runs = Runs::new(runs, row_bytes(dtype, cols), x_rows);
-        if runs.passes() == 0 {
+        let mut stripes = Stripes::new(stripes, row_bytes(dtype, cols), x_rows);
+        if stripes.passes() == 0 {
             return;
         }
         match self.path {
-            Path::Scalar => float::scalar_rows(dtype, &mut runs, x, cols),
-            // SAFETY: the path is constructed only on machines that have its instructions; lengths are checked.
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => unsafe { float::avx2_rows(dtype, &mut runs, x, cols) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => unsafe { float::avx512_rows(dtype, &mut runs, x, cols) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "aarch64")]
-            Path::Neon => unsafe { float::neon_rows(dtype, &mut runs, x, cols) },
+            Path::Scalar => float::scalar_rows(dtype, &mut stripes, x, cols),
+            _ => self.simd.run(float::FloatRows { dtype, stripes: &mut stripes, x, cols }),
         }
     }
 }

@@ -1,27 +1,27 @@
 //! The reference: integer dot products as they are defined, one block at a time.
 
 use super::Product;
-use super::runs::RUNS;
+use super::stripes::STRIPES;
 use crate::cpu::activation::{GROUP as SCALE_GROUP, QuantisedRow};
 use crate::dtype::DType;
 use crate::quant::GROUP;
 use crate::quant::block::{Unpacked, unpack};
 
 pub(super) fn quantised_rows(dtype: DType, product: Product<'_>) {
-    let Product { mut runs, x } = product;
+    let Product { mut stripes, x } = product;
     let mut block = Unpacked::default();
-    let mut sums = vec![[0.0; RUNS]; x.rows()];
-    for pass in 0..runs.passes() {
-        sums.fill([0.0; RUNS]);
-        for (run, row) in runs.rows(pass).into_iter().enumerate() {
+    let mut sums = vec![[0.0; STRIPES]; x.rows()];
+    for pass in 0..stripes.passes() {
+        sums.fill([0.0; STRIPES]);
+        for (stripe, row) in stripes.rows(pass).into_iter().enumerate() {
             for (index, bytes) in row.chunks_exact(dtype.block_bytes()).enumerate() {
                 unpack(dtype, bytes, &mut block);
                 for (m, sums) in sums.iter_mut().enumerate() {
-                    sums[run] += block_dot(&block, dtype.block_len(), x.row(m), index);
+                    sums[stripe] += block_dot(&block, dtype.block_len(), x.row(m), index);
                 }
             }
         }
-        sums.iter().enumerate().for_each(|(m, sums)| runs.write(m, pass, *sums));
+        sums.iter().enumerate().for_each(|(m, sums)| stripes.write(m, pass, *sums));
     }
 }
 

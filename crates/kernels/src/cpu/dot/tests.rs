@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::runs::{self, RUNS, Run};
+use super::stripes::{self, STRIPES, Stripe};
 use super::{Dot, row_bytes};
 use crate::cpu::activation::QuantisedRows;
 use crate::cpu::isa::Isa;
@@ -97,26 +97,26 @@ fn assert_near(got: &[f32], expected: &[f32], magnitudes: &[(f64, f64)], what: &
 
 /// The products of all rows of a matrix, `[activation row][weight row]`.
 fn quantised_rows(isa: Isa, dtype: DType, weights: &[u8], x: &QuantisedRows, out: &mut [f32]) {
-    in_runs(weights, row_bytes(dtype, x.cols()), x.rows(), out, |runs| {
-        Dot::new(isa).quantised_rows(dtype, runs, x);
+    in_stripes(weights, row_bytes(dtype, x.cols()), x.rows(), out, |stripes| {
+        Dot::new(isa).quantised_rows(dtype, stripes, x);
     });
 }
 
 /// Calls `product` with some passes over a matrix at a time, and collects what it writes.
-fn in_runs(
+fn in_stripes(
     weights: &[u8],
     row_bytes: usize,
     x_rows: usize,
     out: &mut [f32],
-    product: impl Fn([Run<'_>; RUNS]),
+    product: impl Fn([Stripe<'_>; STRIPES]),
 ) {
     const CHUNK: usize = 3;
     let rows = weights.len() / row_bytes;
-    for start in (0..runs::passes(rows)).step_by(CHUNK) {
-        let parts = runs::cut(rows, start..start + CHUNK);
+    for start in (0..stripes::passes(rows)).step_by(CHUNK) {
+        let parts = stripes::cut(rows, start..start + CHUNK);
         let mut outs = parts.clone().map(|part| vec![f32::NAN; x_rows * part.len()]);
         let mut targets = outs.iter_mut();
-        product(parts.clone().map(|part| Run {
+        product(parts.clone().map(|part| Stripe {
             weights: &weights[part.start * row_bytes..part.end * row_bytes],
             out: targets.next().unwrap(),
         }));
@@ -130,9 +130,9 @@ fn in_runs(
     }
 }
 
-fn one_run<'a>(weights: &'a [u8], out: &'a mut [f32]) -> [Run<'a>; RUNS] {
-    let empty = || Run { weights: &[], out: &mut [] };
-    [empty(), Run { weights, out }, empty(), empty()]
+fn one_stripe<'a>(weights: &'a [u8], out: &'a mut [f32]) -> [Stripe<'a>; STRIPES] {
+    let empty = || Stripe { weights: &[], out: &mut [] };
+    [empty(), Stripe { weights, out }, empty(), empty()]
 }
 
 /// Checks the scalar path against `exact` and all others against the scalar path.
@@ -360,8 +360,8 @@ fn float_weights_agree_with_double_precision() {
                     }
                     for isa in Isa::available() {
                         let mut out = vec![f32::NAN; rows * outputs];
-                        in_runs(&weights, row_bytes(dtype, cols), rows, &mut out, |runs| {
-                            Dot::new(isa).float_rows(dtype, runs, &x, rows);
+                        in_stripes(&weights, row_bytes(dtype, cols), rows, &mut out, |stripes| {
+                            Dot::new(isa).float_rows(dtype, stripes, &x, rows);
                         });
                         assert_near(
                             &out,
@@ -380,12 +380,12 @@ fn float_weights_agree_with_double_precision() {
 #[should_panic(expected = "whole rows")]
 fn part_of_a_row_is_refused() {
     let x = quantised(&[1.0; 256], 1);
-    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_run(&[0; 18 * 9], &mut [0.0; 1]), &x);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_stripe(&[0; 18 * 9], &mut [0.0; 1]), &x);
 }
 
 #[test]
 #[should_panic(expected = "outputs")]
 fn a_wrong_output_length_is_refused() {
     let x = quantised(&[1.0; 256], 1);
-    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_run(&[0; 18 * 16], &mut [0.0; 1]), &x);
+    Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_stripe(&[0; 18 * 16], &mut [0.0; 1]), &x);
 }

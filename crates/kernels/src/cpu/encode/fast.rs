@@ -6,6 +6,8 @@ use oscar_codec::{CacheCodec, CodecError, HeadIndex, PAGE_TOKENS, PageCodec, Sid
 
 use super::seal::{SealScratch, Sealer};
 use crate::cpu::isa::Isa;
+#[cfg(test)]
+use crate::cpu::simd::Simd;
 
 /// A [`PageCodec`] that encodes with SIMD: the same bytes, many times faster.
 pub struct FastCodec {
@@ -25,7 +27,7 @@ impl FastCodec {
     #[cfg(test)]
     pub(super) fn portable(codec: PageCodec) -> FastCodec {
         let mut sealer = Sealer::new(Isa::Scalar, Arc::new(codec));
-        sealer.isa = Isa::Neon;
+        sealer.simd = Simd::portable();
         FastCodec { sealer }
     }
 

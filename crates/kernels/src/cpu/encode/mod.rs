@@ -5,22 +5,16 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | `lanes`, `avx2`, `avx512` | registers of rows |
 //! | `quantise` | grids and codes of a block |
 //! | `pack` | codes into the words of a page |
-//! | `kernel` | these together, once per instruction set |
+//! | `kernel` | these together, on up to a page of rows |
 //! | `product` | few rows times a matrix, for the rows of a decode step |
 //! | `unpack` | rows and bf16 pages into blocks `[channel][16]`, and into 8-bit pages |
 //! | [`Sealer`] | all heads and formats of a `PageCodec`: what the cache holds |
 //! | [`FastCodec`] | a codec behind the lab's interface, on a sealer |
 
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod fast;
 mod kernel;
-mod lanes;
 mod pack;
 mod product;
 mod quantise;

@@ -6,8 +6,8 @@
 
 use oscar_codec::{CodeLayout, PAGE_TOKENS, Side};
 
-use super::lanes::BLOCK;
 use super::quantise::BlockCodes;
+use super::unpack::BLOCK;
 
 /// Writes the first `tokens` rows of a block to tokens `first..first + tokens` of `page`; `first` is a multiple of 16.
 /// Other tokens stay as they are.

@@ -9,8 +9,7 @@ use std::ops::Range;
 use oscar_codec::HeadTransform;
 use oscar_codec::transform::round_to_bf16;
 
-use super::kernel::Step;
-use super::lanes::Lanes;
+use crate::cpu::simd::{Kernel, Vector};
 
 /// Rows that go through the product together: the matrix comes from the second-level cache once for all of them.
 pub(super) const ROW_BLOCK: usize = 48;
@@ -41,7 +40,7 @@ pub(super) enum Matrix<'a> {
     One,
     /// Input channel by output channel.
     Rows(&'a [f32]),
-    /// Output channel by input channel, and room for [`TURNED`] rows of the matrix turned over. Turning takes about as long as
+    /// Output channel by input channel, and a buffer for [`TURNED`] rows of the matrix turned over. Turning takes about as long as
     /// one row, and far less than reading a turned copy from memory, or than writing a whole one: the rotation of a value has
     /// just been used.
     Columns(&'a [f32], &'a mut [f32]),
@@ -58,15 +57,15 @@ pub(super) struct Product<'a> {
     pub(super) finish: Finish<'a>,
     /// Whole rows.
     pub(super) rows: &'a mut [f32],
-    /// Room for [`ROW_BLOCK`] rows.
+    /// Buffer of [`ROW_BLOCK`] rows.
     pub(super) input: &'a mut [f32],
 }
 
-impl Step for Product<'_> {
+impl Kernel for Product<'_> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+    unsafe fn run<V: Vector>(self) {
         let Product { mut matrix, dim, prepare, finish, rows, input } = self;
         assert!(dim > 0 && rows.len().is_multiple_of(dim) && input.len() >= ROW_BLOCK * dim);
         match &matrix {
@@ -111,7 +110,7 @@ impl Step for Product<'_> {
 /// # Safety
 /// The CPU has the instructions of `V`; the columns exist, and `turned` has room for them.
 #[inline(always)]
-unsafe fn turn<V: Lanes>(matrix: &[f32], columns: Range<usize>, dim: usize, turned: &mut [f32]) {
+unsafe fn turn<V: Vector>(matrix: &[f32], columns: Range<usize>, dim: usize, turned: &mut [f32]) {
     let whole = |len: usize| len / V::WIDTH * V::WIDTH;
     let (squares, edge) = (whole(columns.len()), whole(dim));
     for j in (0..squares).step_by(V::WIDTH) {
@@ -135,7 +134,7 @@ unsafe fn turn<V: Lanes>(matrix: &[f32], columns: Range<usize>, dim: usize, turn
 /// # Safety
 /// The CPU has the instructions of `V`; the slices, and a mean to be added, are equally long.
 #[inline(always)]
-unsafe fn finish_row<V: Lanes>(input: &[f32], finish: Finish<'_>, out: &mut [f32]) {
+unsafe fn finish_row<V: Vector>(input: &[f32], finish: Finish<'_>, out: &mut [f32]) {
     let vectors = input.len() / V::WIDTH * V::WIDTH;
     for channel in (0..vectors).step_by(V::WIDTH) {
         // SAFETY: the caller promises the instructions, and the lengths end at `vectors` or later.
@@ -153,7 +152,7 @@ unsafe fn finish_row<V: Lanes>(input: &[f32], finish: Finish<'_>, out: &mut [f32
 /// # Safety
 /// The CPU has the instructions of `V`; a mean to be added has channels `channel..channel + WIDTH`.
 #[inline(always)]
-unsafe fn finish_lanes<V: Lanes>(finish: Finish<'_>, channel: usize, sum: V) -> V {
+unsafe fn finish_lanes<V: Vector>(finish: Finish<'_>, channel: usize, sum: V) -> V {
     // SAFETY: the caller promises both.
     unsafe {
         match finish {
@@ -198,7 +197,7 @@ fn finish_one(finish: Finish<'_>, channel: usize, sum: f32) -> f32 {
 /// The CPU has the instructions of `V`; `input` and `out` are as many whole rows of `dim`, the matrix has a row of `dim` for
 /// each of `inputs`, which exist, and a mean to be added has `dim` channels.
 #[inline(always)]
-unsafe fn multiply<V: Lanes>(
+unsafe fn multiply<V: Vector>(
     input: &[f32],
     matrix: &[f32],
     inputs: Range<usize>,
@@ -256,7 +255,7 @@ impl Tile<'_> {
     /// # Safety
     /// As [`multiply`]; these channels exist.
     #[inline(always)]
-    unsafe fn columns<V: Lanes, const COLUMNS: usize>(&mut self, rows: usize, channel: usize) {
+    unsafe fn columns<V: Vector, const COLUMNS: usize>(&mut self, rows: usize, channel: usize) {
         let mut row = 0;
         // SAFETY: the caller promises the instructions and the shapes; `row` counts up to `rows`.
         unsafe {
@@ -293,7 +292,11 @@ impl Tile<'_> {
     /// # Safety
     /// As there; these rows exist.
     #[inline(always)]
-    unsafe fn rows<V: Lanes, const COLUMNS: usize, const ROWS: usize>(&mut self, row: usize, channel: usize) {
+    unsafe fn rows<V: Vector, const COLUMNS: usize, const ROWS: usize>(
+        &mut self,
+        row: usize,
+        channel: usize,
+    ) {
         let dim = self.dim;
         // SAFETY: the caller promises the instructions, that rows `row..row + ROWS` are inside `input` and `out`, and
         // that channels `channel..channel + COLUMNS · WIDTH` are below `dim`, which is also the size of a mean.

@@ -9,10 +9,28 @@
 use oscar_codec::quantise::{RowFormat, clip_threshold, step_ratio};
 use oscar_codec::rule::{GAUSSIAN_STEP, Rule, SEARCH_STEPS, ScaleType, clip_index};
 
-use super::lanes::{BLOCK, Lanes, round_to_scale};
+use super::unpack::BLOCK;
+use crate::cpu::simd::Vector;
 
 /// The range of a flat group and the least deviation.
 const SMALLEST_RANGE: f32 = 1e-8;
+
+/// Nearest number of the scale type, saturating; NaN becomes the most negative one, as in [`ScaleType::to_bits`].
+///
+/// # Safety
+/// The CPU has the instructions of `V`.
+#[inline(always)]
+unsafe fn round_to_scale<V: Vector>(value: V, scale_type: ScaleType) -> V {
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        let limit = scale_type.largest();
+        let value = value.maximum(V::splat(-limit)).minimum(V::splat(limit));
+        match scale_type {
+            ScaleType::F16 => value.round_to_f16(),
+            ScaleType::Bf16 => value.round_to_bf16(),
+        }
+    }
+}
 
 /// Codes and scales of a block of rows, on their way into a page.
 #[derive(Default)]
@@ -38,7 +56,7 @@ impl BlockCodes {
 /// # Safety
 /// The CPU has the instructions of `V`.
 #[inline(always)]
-pub(super) unsafe fn quantise_block<V: Lanes>(block: &[f32], format: &RowFormat, out: &mut BlockCodes) {
+pub(super) unsafe fn quantise_block<V: Vector>(block: &[f32], format: &RowFormat, out: &mut BlockCodes) {
     let channels = block.len() / BLOCK;
     assert!(block.len().is_multiple_of(BLOCK) && out.codes.len() >= channels);
     assert!(out.scales.len() == format.groups && channels.is_multiple_of(format.groups));
@@ -59,7 +77,7 @@ pub(super) unsafe fn quantise_block<V: Lanes>(block: &[f32], format: &RowFormat,
 /// # Safety
 /// As there, with its assertions checked.
 #[inline(always)]
-unsafe fn quantise_lanes<V: Lanes, const PUBLISHED: bool>(
+unsafe fn quantise_lanes<V: Vector, const PUBLISHED: bool>(
     block: &[f32],
     lane: usize,
     format: &RowFormat,
@@ -104,7 +122,7 @@ unsafe fn quantise_lanes<V: Lanes, const PUBLISHED: bool>(
 /// # Safety
 /// The CPU has the instructions of `V`, and there is room for `WIDTH` numbers.
 #[inline(always)]
-unsafe fn store_scale<V: Lanes>(value: V, scale_type: ScaleType, at: *mut u16) {
+unsafe fn store_scale<V: Vector>(value: V, scale_type: ScaleType, at: *mut u16) {
     // SAFETY: the caller promises the instructions and the room.
     unsafe {
         match scale_type {
@@ -123,7 +141,7 @@ unsafe fn store_scale<V: Lanes>(value: V, scale_type: ScaleType, at: *mut u16) {
 /// # Safety
 /// The CPU has the instructions of `V`.
 #[inline(always)]
-unsafe fn clip<V: Lanes>(x: V, threshold: V) -> V {
+unsafe fn clip<V: Vector>(x: V, threshold: V) -> V {
     // SAFETY: the caller promises the instructions.
     unsafe { x.maximum(V::splat(0.0).subtract(threshold)).minimum(threshold) }
 }
@@ -133,7 +151,7 @@ unsafe fn clip<V: Lanes>(x: V, threshold: V) -> V {
 /// # Safety
 /// The CPU has the instructions of `V`; `block` is `[channel][16]`.
 #[inline(always)]
-unsafe fn threshold<V: Lanes>(block: &[f32], lane: usize, ratio: f32) -> V {
+unsafe fn threshold<V: Vector>(block: &[f32], lane: usize, ratio: f32) -> V {
     let channels = block.len() / BLOCK;
     // The threshold is the `rank`-th largest magnitude.
     let rank = channels - clip_index(ratio, channels);
@@ -165,7 +183,7 @@ unsafe fn threshold<V: Lanes>(block: &[f32], lane: usize, ratio: f32) -> V {
 /// # Safety
 /// The CPU has the instructions of `V`; `block` is `[channel][16]`.
 #[inline(always)]
-unsafe fn largest<V: Lanes, const COUNT: usize>(block: &[f32], lane: usize) -> [V; COUNT] {
+unsafe fn largest<V: Vector, const COUNT: usize>(block: &[f32], lane: usize) -> [V; COUNT] {
     // SAFETY: the caller promises the instructions and the shape.
     unsafe {
         let mut kept = [V::splat(0.0); COUNT];
@@ -212,7 +230,7 @@ struct StoredGrid<V> {
 /// # Safety
 /// The CPU has the instructions of `V`; `group` is `[channel][16]`.
 #[inline(always)]
-unsafe fn min_max<V: Lanes>(group: &[f32], lane: usize, threshold: V, levels: Levels) -> Grid<V> {
+unsafe fn min_max<V: Vector>(group: &[f32], lane: usize, threshold: V, levels: Levels) -> Grid<V> {
     // SAFETY: the caller promises the instructions and the shape.
     unsafe {
         let mut low = V::splat(f32::INFINITY);
@@ -233,7 +251,7 @@ struct Moments<V> {
     deviation: V,
 }
 
-impl<V: Lanes> Moments<V> {
+impl<V: Vector> Moments<V> {
     /// # Safety
     /// The CPU has the instructions of `V`; `group` is `[channel][16]`.
     #[inline(always)]
@@ -272,7 +290,7 @@ impl<V: Lanes> Moments<V> {
 /// # Safety
 /// The CPU has the instructions of `V`; `group` is `[channel][16]`.
 #[inline(always)]
-unsafe fn search<V: Lanes, const PUBLISHED: bool>(
+unsafe fn search<V: Vector, const PUBLISHED: bool>(
     group: &[f32],
     lane: usize,
     scale_type: ScaleType,
@@ -310,7 +328,7 @@ unsafe fn search<V: Lanes, const PUBLISHED: bool>(
     }
 }
 
-impl<V: Lanes> Grid<V> {
+impl<V: Vector> Grid<V> {
     /// # Safety
     /// The CPU has the instructions of `V`.
     #[inline(always)]
@@ -331,7 +349,7 @@ impl<V: Lanes> Grid<V> {
     }
 }
 
-impl<V: Lanes> StoredGrid<V> {
+impl<V: Vector> StoredGrid<V> {
     /// A number whose whole part is the code.
     ///
     /// # Safety

@@ -9,15 +9,15 @@ use oscar_codec::{
     RowEncoder, Side,
 };
 
-use super::kernel::{Quantise, run};
-use super::lanes::BLOCK;
+use super::kernel::Quantise;
 use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK, TURNED};
 use super::quantise::BlockCodes;
-use super::unpack::{AllFinite, Arrange, ToFp8, Unpack};
+use super::unpack::{AllFinite, Arrange, BLOCK, ToFp8, Unpack};
+use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::attention::page::{page_elements, read_token};
-use crate::cpu::gemm::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory;
+use crate::cpu::simd::Simd;
 
 /// Working memory of a [`Sealer`]; keep one per thread.
 #[derive(Default)]
@@ -30,7 +30,7 @@ pub struct SealScratch {
 
 /// A [`PageCodec`] on one instruction set.
 pub struct Sealer {
-    pub(super) isa: Isa,
+    pub(super) simd: Simd,
     codec: Arc<PageCodec>,
 }
 
@@ -38,8 +38,8 @@ impl Sealer {
     /// # Panics
     /// When this machine does not have `isa`.
     pub fn new(isa: Isa, codec: Arc<PageCodec>) -> Sealer {
-        assert!(isa.is_available(), "{isa} kernels on a machine without them");
-        Sealer { isa, codec }
+        let simd = Simd::new(isa);
+        Sealer { simd, codec }
     }
 
     /// The codec this repeats.
@@ -55,11 +55,11 @@ impl Sealer {
         self.transform(head, side).is_identity()
     }
 
-    /// Asks for the rotation of a head and side, which for one row takes far longer to come from memory than to be used.
-    pub fn expect_rotation(&self, head: HeadIndex, side: Side) {
+    /// Prefetches the rotation of a head and side, which for one row takes far longer to come from memory than to be used.
+    pub fn prefetch_rotation(&self, head: HeadIndex, side: Side) {
         let transform = self.transform(head, side);
         if transform.rotates() {
-            memory::expect(transform.rotation());
+            memory::prefetch(transform.rotation());
         }
     }
 
@@ -83,8 +83,7 @@ impl Sealer {
         };
         shape("elements of a bf16 page", page_elements(dim), page.len())?;
         shape("bytes of a sealed page", bytes, out.len())?;
-        // SAFETY: the constructor has found the path available.
-        if self.isa == Isa::Scalar || !unsafe { run(self.isa, AllFinite(page)) } {
+        if self.simd.isa() == Isa::Scalar || !self.simd.run(AllFinite(page)) {
             // The definition also names the row and the channel of what is not finite.
             return self.seal_plainly(head, page, out);
         }
@@ -95,15 +94,13 @@ impl Sealer {
                 }
             }
             PageLayout::Fp8(layout) => {
-                // SAFETY: as above.
-                unsafe { run(self.isa, ToFp8 { layout, page, out }) };
+                self.simd.run(ToFp8 { layout, page, out });
             }
             PageLayout::Codes(_) => {
                 let SealScratch { keys, values, rows, codes } = scratch;
                 let len = PAGE_TOKENS * dim;
                 let (keys, values, rows) = (keys.at_least(len), values.at_least(len), rows.at_least(len));
-                // SAFETY: as above.
-                unsafe { run(self.isa, Unpack { dim, page, keys, values, rows }) };
+                self.simd.run(Unpack { dim, page, keys, values, rows });
                 for (side, rotated) in [(Side::Key, keys), (Side::Value, values)] {
                     if let RowEncoder::Codes(encoder) = &self.codec.encoder(head, side)?.rows {
                         self.quantise(encoder, side, PAGE_TOKENS, rotated, codes, out);
@@ -138,11 +135,10 @@ impl Sealer {
             return Err(CodecError::NotFinite { row: at / dim, channel: at % dim });
         }
         match encoder {
-            RowEncoder::Codes(encoder) if self.isa != Isa::Scalar => {
+            RowEncoder::Codes(encoder) if self.simd.isa() != Isa::Scalar => {
                 let SealScratch { keys, codes, .. } = scratch;
                 let blocks = keys.at_least(count.next_multiple_of(BLOCK) * dim);
-                // SAFETY: the constructor has found the path available.
-                unsafe { run(self.isa, Arrange { dim, rows, blocks }) };
+                self.simd.run(Arrange { dim, rows, blocks });
                 self.quantise(encoder, side, count, blocks, codes, page);
             }
             encoder => {
@@ -165,8 +161,7 @@ impl Sealer {
         page: &mut [u8],
     ) {
         let (format, layout) = (&encoder.row_format(), &encoder.layout);
-        // SAFETY: the constructor has found the path available.
-        unsafe { run(self.isa, Quantise { format, layout, side, rows, rotated, codes, page }) };
+        self.simd.run(Quantise { format, layout, side, rows, rotated, codes, page });
     }
 
     /// The definition, on rows gathered one by one.
@@ -188,7 +183,7 @@ impl Sealer {
     pub fn transform_rows(&self, head: HeadIndex, side: Side, rows: &mut [f32], scratch: &mut SealScratch) {
         let transform = self.transform(head, side);
         self.check_rows(rows);
-        if self.isa == Isa::Scalar {
+        if self.simd.isa() == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| transform.apply(row, out));
         }
         let matrix = match transform.rotates() {
@@ -210,7 +205,7 @@ impl Sealer {
             return;
         }
         let matrix = &transform.rotation()[..];
-        if self.isa == Isa::Scalar {
+        if self.simd.isa() == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| multiply_plainly(row, matrix, out));
         }
         self.multiply(Matrix::Rows(matrix), Prepare::Copy, Finish::Keep, rows, &mut scratch.rows);
@@ -234,7 +229,7 @@ impl Sealer {
         if transform.is_identity() {
             return;
         }
-        if self.isa == Isa::Scalar {
+        if self.simd.isa() == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| transform.undo(row, out));
         }
         let SealScratch { values, rows: input, .. } = scratch;
@@ -256,8 +251,7 @@ impl Sealer {
     ) {
         let dim = self.codec.geometry().head_dim;
         let input = input.at_least(ROW_BLOCK * dim);
-        // SAFETY: the constructor has found the path available.
-        unsafe { run(self.isa, Product { matrix, dim, prepare, finish, rows, input }) };
+        self.simd.run(Product { matrix, dim, prepare, finish, rows, input });
     }
 
     fn transform(&self, head: HeadIndex, side: Side) -> &HeadTransform {

@@ -8,12 +8,13 @@ use oscar_codec::{
     ScaleType, Side, SquareMatrix,
 };
 
-use super::kernel::{Quantise, run};
+use super::kernel::Quantise;
 use super::quantise::BlockCodes;
 use super::tests::{Noise, RULES};
 use super::{SealScratch, Sealer};
 use crate::cpu::attention::page::{page_elements, write_token};
 use crate::cpu::isa::Isa;
+use crate::cpu::simd::Simd;
 
 const DIMS: [usize; 6] = [32, 48, 64, 96, 128, 256];
 const SIDES: [Side; 2] = [Side::Key, Side::Value];
@@ -77,7 +78,7 @@ fn sealers(codec: PageCodec) -> Vec<(String, Sealer)> {
     let make = |isa| Sealer::new(isa, codec.clone());
     let mut sealers: Vec<_> = Isa::available().map(|isa| (isa.to_string(), make(isa))).collect();
     let mut portable = make(Isa::Scalar);
-    portable.isa = Isa::Neon;
+    portable.simd = Simd::portable();
     sealers.push(("portable".into(), portable));
     sealers
 }
@@ -227,9 +228,9 @@ fn four_bit_blocks_are_those_of_the_scalar_quantiser() {
                             quantise_row(row, &format, &mut codes, &mut scales).unwrap();
                             layout.write_token(&mut expected, side, token, &codes, &scales).unwrap();
                         }
-                        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar).chain([Isa::Neon]) {
+                        for simd in Isa::available().map(Simd::new).chain([Simd::portable()]) {
                             let mut page = vec![0xa5; expected.len()];
-                            let step = Quantise {
+                            let kernel = Quantise {
                                 format: &format,
                                 layout: &layout,
                                 side,
@@ -238,11 +239,10 @@ fn four_bit_blocks_are_those_of_the_scalar_quantiser() {
                                 codes: &mut BlockCodes::default(),
                                 page: &mut page,
                             };
-                            // SAFETY: the path is available, or the portable one.
-                            unsafe { run(isa, step) };
+                            simd.run(kernel);
                             assert!(
                                 page == expected,
-                                "{rule} d={dim} groups={groups} {count} {side:?} {isa}"
+                                "{rule} d={dim} groups={groups} {count} {side:?} {simd:?}"
                             );
                         }
                     }

@@ -5,17 +5,19 @@ use oscar_codec::fp8::f32_to_e4m3;
 use oscar_codec::layout::fp8::scale_of_largest;
 use oscar_codec::{Fp8Layout, PAGE_TOKENS, ScaleType, Side};
 
-use super::kernel::Step;
-use super::lanes::{BLOCK, Lanes};
+use crate::cpu::simd::{Kernel, Vector};
+
+/// Rows that are laid out side by side, `[channel][BLOCK]`. A V word holds the codes of as many tokens.
+pub(super) const BLOCK: usize = 16;
 
 /// Whether all numbers of a bf16 page are finite.
 pub(super) struct AllFinite<'a>(pub(super) &'a [u16]);
 
-impl Step for AllFinite<'_> {
+impl Kernel for AllFinite<'_> {
     type Output = bool;
 
     #[inline(always)]
-    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) -> bool {
+    unsafe fn run<V: Vector>(self) -> bool {
         // As integers, because a `max` over floats would lose NaN.
         self.0.iter().fold(0, |largest: u16, bits| largest.max(bits & 0x7fff)) < bf16::INFINITY.to_bits()
     }
@@ -31,11 +33,11 @@ pub(super) struct Unpack<'a> {
     pub(super) rows: &'a mut [f32],
 }
 
-impl Step for Unpack<'_> {
+impl Kernel for Unpack<'_> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+    unsafe fn run<V: Vector>(self) {
         let Unpack { dim, page, keys, values, rows } = self;
         let (page_keys, page_values) = page.split_at(PAGE_TOKENS * dim);
         // Keys of sixteen tokens lie together, two channels of each: a block is only taken apart.
@@ -63,11 +65,11 @@ pub(super) struct Arrange<'a> {
     pub(super) blocks: &'a mut [f32],
 }
 
-impl Step for Arrange<'_> {
+impl Kernel for Arrange<'_> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+    unsafe fn run<V: Vector>(self) {
         // SAFETY: the caller promises the instructions.
         unsafe { rows_to_blocks::<V>(self.rows, self.dim, self.blocks) };
     }
@@ -78,7 +80,7 @@ impl Step for Arrange<'_> {
 /// # Safety
 /// The CPU has the instructions of `V`.
 #[inline(always)]
-unsafe fn rows_to_blocks<V: Lanes>(rows: &[f32], dim: usize, blocks: &mut [f32]) {
+unsafe fn rows_to_blocks<V: Vector>(rows: &[f32], dim: usize, blocks: &mut [f32]) {
     let count = rows.len() / dim;
     assert_eq!(blocks.len(), count.div_ceil(BLOCK) * dim * BLOCK);
     // Whole squares go through registers, edges one by one.
@@ -123,11 +125,11 @@ pub(super) struct ToFp8<'a> {
     pub(super) out: &'a mut [u8],
 }
 
-impl Step for ToFp8<'_> {
+impl Kernel for ToFp8<'_> {
     type Output = ();
 
     #[inline(always)]
-    unsafe fn run<V: Lanes, const VECTORS: usize, const OUTPUTS: usize>(self) {
+    unsafe fn run<V: Vector>(self) {
         let ToFp8 { layout, page, out } = self;
         let (dim, padded) = (layout.head_dim(), layout.padded_dim());
         assert!(page.len() == 2 * PAGE_TOKENS * dim && out.len() == layout.page_bytes());

@@ -8,9 +8,9 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use super::avx512::transpose;
-use super::tiles::{TILE_BYTES, TILE_ROWS, Tiles};
 use super::{BLOCK_ROWS, DEPTH_STEP};
+use crate::cpu::simd::amx::{TILE_BYTES, TILE_ROWS, Tiles};
+use crate::cpu::simd::avx512::transpose;
 
 /// Words (pairs of bf16) of one tile.
 const TILE_WORDS: usize = TILE_BYTES / 4;
@@ -148,7 +148,7 @@ impl Unit {
         let panels = tiles.chunks_exact(steps * step_words);
         for (index, (tiles, sums)) in panels.zip(sums.chunks_exact_mut(BLOCK_ROWS * BLOCK_ROWS)).enumerate() {
             let (tiles, block, sums) = (tiles.as_ptr(), block.as_ptr(), sums.as_mut_ptr());
-            // Four weight blocks fetch a quarter of the next activations each.
+            // Four weight blocks prefetch a quarter of the next activations each.
             let next = next.as_ptr().wrapping_add(index % 4 * steps * TILE_WORDS);
             // SAFETY: tiles are configured while `self` lives; each kernel reads `steps` steps of both operands and
             // updates 32 x 32 sums, whose lengths are checked above.

@@ -9,31 +9,25 @@
 //! | `pack` | activations in the order the kernels read them |
 //! | `weights` | weight rows as `f32` |
 //! | `amx` | tiles of split bf16, the fastest path |
-//! | `avx512`, `avx2`, `neon`, `scalar` | `f32` products; scalar is the reference |
-//! | `tiles` | tile configuration, shared with attention |
+//! | `floats` | `f32` products on vectors |
+//! | `scalar` | the reference |
 
-pub(crate) mod aligned;
 #[cfg(target_arch = "x86_64")]
 mod amx;
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod avx512;
-#[cfg(target_arch = "aarch64")]
-mod neon;
+mod floats;
 mod pack;
 mod scalar;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod tiles;
 mod weights;
 
 pub use pack::PackedActivations;
 
+use super::aligned::AlignedScratch;
 use super::isa::Isa;
+use super::simd::Simd;
 use crate::dtype::DType;
-use aligned::AlignedScratch;
+use floats::{Multiply, Transpose};
 
 /// Most weight rows of a panel. Wide panels read the activations, which do not fit the cache, less often.
 pub const PANEL_ROWS: usize = 128;
@@ -93,27 +87,29 @@ pub fn panel(
     let n = weights.len() / row_bytes;
     assert!(n <= PANEL_ROWS && weights.len() == n * row_bytes, "{} bytes of {dtype} rows", weights.len());
     assert_eq!(out.len(), x.rows() * n, "{} rows of {n} outputs", x.rows());
+    let simd = Simd::new(isa);
 
     let padded = n.next_multiple_of(BLOCK_ROWS);
     scratch.sums.at_least::<f32>(x.blocks() * padded * BLOCK_ROWS).fill(0.0);
     for depth in (0..cols).step_by(DEPTH) {
         let count = (cols - depth).min(DEPTH);
-        let run = Run { isa, dtype, weights, row_bytes, depth, count };
+        let slice = DepthSlice { simd, dtype, weights, row_bytes, depth, count };
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => run.multiply_tiles(n, x, scratch),
-            _ => run.multiply_floats(n, x, scratch),
+            Isa::Amx => slice.multiply_tiles(n, x, scratch),
+            _ => slice.multiply_floats(n, x, scratch),
         }
     }
     let sums = scratch.sums.all::<f32>().chunks_exact(padded * BLOCK_ROWS);
-    for (sums, out) in sums.zip(out.chunks_mut(BLOCK_ROWS * n)) {
-        transpose_sums(isa, sums, n, out);
+    for (from, to) in sums.zip(out.chunks_mut(BLOCK_ROWS * n)) {
+        let columns = to.len() / n;
+        simd.run(Transpose { from, from_stride: BLOCK_ROWS, rows: n, columns, to, to_stride: n });
     }
 }
 
-/// A run of channels of all rows of a panel.
-struct Run<'a> {
-    isa: Isa,
+/// Some channels of all rows of a panel.
+struct DepthSlice<'a> {
+    simd: Simd,
     dtype: DType,
     weights: &'a [u8],
     row_bytes: usize,
@@ -121,10 +117,10 @@ struct Run<'a> {
     count: usize,
 }
 
-impl<'a> Run<'a> {
-    /// The stored bytes of the run in each row.
+impl<'a> DepthSlice<'a> {
+    /// The stored bytes of these channels in each row.
     fn rows(&self) -> impl Iterator<Item = &'a [u8]> {
-        let bytes = |channels| self.dtype.bytes_for(channels).expect("runs are whole blocks");
+        let bytes = |channels| self.dtype.bytes_for(channels).expect("slices are whole blocks");
         let range = bytes(self.depth)..bytes(self.depth + self.count);
         self.weights.chunks_exact(self.row_bytes).map(move |row| &row[range.clone()])
     }
@@ -132,24 +128,16 @@ impl<'a> Run<'a> {
     fn multiply_floats(&self, n: usize, x: &PackedActivations, scratch: &mut PanelScratch) {
         let rows = scratch.rows.at_least::<f32>(n * self.count);
         for (bytes, row) in self.rows().zip(rows.chunks_exact_mut(self.count)) {
-            weights::dequantise(self.isa, self.dtype, bytes, row);
+            weights::dequantise(self.simd.isa(), self.dtype, bytes, row);
         }
         let sums_len = n.next_multiple_of(BLOCK_ROWS) * BLOCK_ROWS;
         let sums = scratch.sums.at_least::<f32>(x.blocks() * sums_len).chunks_exact_mut(sums_len);
         for (block, sums) in sums.enumerate() {
             let block: &[f32] = bytemuck::cast_slice(x.block(block, self.depth));
             let block = &block[..self.count * BLOCK_ROWS];
-            match self.isa {
-                // SAFETY: activations are packed only for paths that this machine has.
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => unsafe { avx512::multiply(rows, block, self.count, sums) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => unsafe { avx2::multiply(rows, block, self.count, sums) },
-                // SAFETY: as above.
-                #[cfg(target_arch = "aarch64")]
-                Isa::Neon => unsafe { neon::multiply(rows, block, self.count, sums) },
-                _ => scalar::multiply(rows, block, self.count, sums),
+            match self.simd.isa() {
+                Isa::Scalar => scalar::multiply(rows, block, self.count, sums),
+                _ => self.simd.run(Multiply { w: rows, x: block, depth: self.count, sums }),
             }
         }
     }
@@ -166,7 +154,7 @@ impl<'a> Run<'a> {
         let values = scratch.rows.at_least::<f32>(self.count);
         for (row, bytes) in self.rows().enumerate() {
             if low {
-                weights::dequantise(self.isa, self.dtype, bytes, values);
+                weights::dequantise(self.simd.isa(), self.dtype, bytes, values);
                 // SAFETY: activations are packed only for paths that this machine has.
                 unsafe { amx::pack_weights(values, row, tiles) };
             } else {
@@ -181,22 +169,6 @@ impl<'a> Run<'a> {
             let wide = x.rows() - block * BLOCK_ROWS > BLOCK_ROWS / 2;
             let next = x.block((block + 1).min(x.blocks() - 1), self.depth);
             unit.multiply(tiles, low, x.block(block, self.depth), steps, wide, next, sums);
-        }
-    }
-}
-
-/// `out[i * n + r] = sums[r * 32 + i]` for as many rows `i` as `out` has.
-fn transpose_sums(isa: Isa, sums: &[f32], n: usize, out: &mut [f32]) {
-    match isa {
-        // SAFETY: activations are packed only for paths that this machine has.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512::transpose_sums(sums, n, out.len() / n, out) },
-        _ => {
-            for (i, out) in out.chunks_exact_mut(n).enumerate() {
-                for (r, out) in out.iter_mut().enumerate() {
-                    *out = sums[r * BLOCK_ROWS + i];
-                }
-            }
         }
     }
 }

@@ -6,10 +6,12 @@
 use std::cell::RefCell;
 use std::sync::Mutex;
 
-use super::aligned::AlignedScratch;
+use super::floats::Transpose;
 use super::{BLOCK_ROWS, DEPTH_STEP};
+use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
 use crate::cpu::pool::Pool;
+use crate::cpu::simd::Simd;
 
 /// Rows packed at a time: those of a tile.
 const HALF_ROWS: usize = 16;
@@ -112,18 +114,13 @@ fn pack_half(isa: Isa, rows: &[f32], cols: usize, block: &mut [u32], half: usize
         // SAFETY: the path is available, which the caller has checked.
         #[cfg(target_arch = "x86_64")]
         Isa::Amx => unsafe { super::amx::pack_activations(rows, cols, block, half) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe {
-            super::avx512::interleave(rows, cols, bytemuck::cast_slice_mut(block), half * HALF_ROWS)
-        },
-        _ => {
-            let block: &mut [f32] = bytemuck::cast_slice_mut(block);
-            for (row, values) in rows.chunks_exact(cols).enumerate() {
-                for (k, &value) in values.iter().enumerate() {
-                    block[k * BLOCK_ROWS + half * HALF_ROWS + row] = value;
-                }
-            }
-        }
+        _ => Simd::new(isa).run(Transpose {
+            from: rows,
+            from_stride: cols,
+            rows: HALF_ROWS,
+            columns: cols,
+            to: &mut bytemuck::cast_slice_mut(block)[half * HALF_ROWS..],
+            to_stride: BLOCK_ROWS,
+        }),
     }
 }

@@ -5,16 +5,17 @@ use std::ops::Range;
 use oscar_codec::CodeLayout;
 use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
 
-use super::fixed_point;
-use crate::cpu::attention::Span;
+use crate::cpu::attention::work::Span;
+use crate::cpu::simd::Simd;
 
 /// Lanes in which an engine may keep a sum over tokens.
 #[cfg(target_arch = "x86_64")]
 pub(super) const LANES: usize = 16;
 
-/// The shape of pages.
+/// The shape of 2-bit or 4-bit pages.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
+    /// Bits of a code.
     pub(super) bits: u32,
     pub(super) scale_type: ScaleType,
     /// Channels as stored.
@@ -46,13 +47,13 @@ impl Shape {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
     }
 
-    /// Numbers of both sides' scales and offsets, `[K, V][group][scale, offset][64 tokens]`.
-    pub(super) fn numbers(&self) -> usize {
+    /// How many scales and offsets a page has, `[K, V][group][scale, offset][64 tokens]`.
+    pub(super) fn scale_count(&self) -> usize {
         2 * self.groups * 2 * PAGE_TOKENS
     }
 
     /// The bytes of scales and offsets of a page.
-    pub(super) fn stored_numbers<'a>(&self, page: &'a [u8]) -> &'a [u8] {
+    pub(super) fn stored_scales<'a>(&self, page: &'a [u8]) -> &'a [u8] {
         &page[2 * self.side_bytes()..]
     }
 }
@@ -84,18 +85,18 @@ pub(super) struct Left<'a> {
     pub(super) rows: usize,
 }
 
-/// What becomes weights: some rows and a page.
-pub(super) struct Sums<'a> {
+/// The integer sums of the keys of a page for some rows, and what makes logits of them.
+pub(super) struct KeySums<'a> {
     pub(super) shape: &'a Shape,
     /// `[group][ROWS][high, low][64 tokens]`.
     pub(super) sums: &'a [i32],
-    /// Unit of each row's query.
-    pub(super) steps: &'a [f32],
+    /// What a unit of each row's query stands for.
+    pub(super) units: &'a [f32],
     /// `[group]`, `totals_stride` apart: sum of the channels of each row's query.
     pub(super) totals: &'a [f32],
     pub(super) totals_stride: usize,
-    /// Scales and offsets, as [`Shape::stored_numbers`].
-    pub(super) stored: &'a [u8],
+    /// Scales and offsets, as [`Shape::stored_scales`].
+    pub(super) stored_scales: &'a [u8],
     pub(super) spans: &'a [Span],
     /// Position of the page's first token.
     pub(super) start: usize,
@@ -108,11 +109,25 @@ pub(super) struct Sums<'a> {
 pub(super) struct Weights<'a> {
     pub(super) bytes: &'a mut [i8],
     /// `[group][ROWS][unit, Σ p·o]`, or as an engine agrees with itself.
-    pub(super) numbers: &'a mut [f32],
+    pub(super) units: &'a mut [f32],
+}
+
+/// The integer sums of the values of some rows over a page, for a group of channels.
+pub(super) struct ValueSums<'a> {
+    /// `[rows][high, low][width]`.
+    pub(super) sums: &'a [i32],
+    /// The units of the group's weights, as [`Weights::units`].
+    pub(super) units: &'a [f32],
+    pub(super) width: usize,
+    /// The channels of the group.
+    pub(super) channels: Range<usize>,
+    pub(super) rows: usize,
+    /// Channels of a row of values.
+    pub(super) d: usize,
 }
 
 /// The softmax state of some rows.
-pub(super) struct Running<'a> {
+pub(super) struct RowStates<'a> {
     pub(super) max: &'a mut [f32],
     pub(super) sum: &'a mut [f32],
     /// `[rows][d]`.
@@ -124,56 +139,27 @@ pub(super) struct Running<'a> {
     pub(super) lanes: &'a mut [f32],
 }
 
-/// Integer products on one instruction set, and the steps around them. A value exists only where the instruction set
-/// does.
+/// What happens around the integer products on one instruction set. A value exists only where the instruction set does.
 pub(super) trait Engine {
     /// Most rows of one product.
     const ROWS: usize;
 
-    /// Asks for memory that will be read later.
-    fn fetch(&self, _ahead: &[u8]) {}
-
-    /// `sums[row][part]` = bytes of a part of the row times codes, for the tokens or channels in `columns` (multiples
-    /// of 16): `[rows][high, low][64 or padded channels]`, with room for [`Self::ROWS`] rows. Only the bytes in
-    /// `inner` (channels of keys, tokens of values) are not zero.
-    fn product(
-        &mut self,
-        shape: &Shape,
-        side: Side,
-        page: &[u8],
-        left: &Left<'_>,
-        inner: Range<usize>,
-        columns: Range<usize>,
-        sums: &mut [i32],
-    );
+    /// The instruction set.
+    fn simd(&self) -> Simd;
 
     /// Splits a row into bytes (as many as a multiple of 64, zeros after the row) and returns what one unit stands for.
-    fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
-        fixed_point::split_row(row, high, low)
-    }
+    fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32;
 
     /// The sum of a row.
-    fn total(&self, row: &[f32]) -> f32 {
-        fixed_point::total(row)
-    }
+    fn total(&self, row: &[f32]) -> f32;
 
     /// Logits, one softmax step, and the weights for the product with values.
-    fn weigh(&mut self, sums: &Sums<'_>, running: &mut Running<'_>, weights: &mut Weights<'_>);
+    fn softmax(&mut self, sums: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>);
 
     /// Adds what is left in the lanes of some rows, after all pages.
     #[cfg(target_arch = "x86_64")]
-    fn finish(&self, _shape: &Shape, _running: Running<'_>) {}
+    fn finish(&self, _shape: &Shape, _state: RowStates<'_>) {}
 
-    /// Adds `unit·(256·high + low) - Σ p·o` to the values (`[rows][d]`) of some channels, from sums
-    /// `[rows][high, low][width]` and the numbers of a group of weights.
-    fn add_values(
-        &self,
-        sums: &[i32],
-        numbers: &[f32],
-        width: usize,
-        channels: Range<usize>,
-        rows: usize,
-        d: usize,
-        values: &mut [f32],
-    );
+    /// Adds `unit·(256·high + low) - Σ p·o` to the values (`[rows][d]`) of some channels.
+    fn accumulate_values(&self, sums: ValueSums<'_>, values: &mut [f32]);
 }

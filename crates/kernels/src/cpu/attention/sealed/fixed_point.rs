@@ -4,15 +4,16 @@
 //! `256·high + low` with both in -128..=127: what the byte multipliers of a CPU take. The error of a number is 1/65278
 //! of the largest in its row.
 //!
-//! The functions are plain loops that the compiler turns into vectors; [`plain_steps`] compiles them for an
-//! instruction set.
-
-use std::ops::Range;
+//! The kernels are plain loops that the compiler turns into vectors.
 
 use oscar_codec::PAGE_TOKENS;
 
-use super::engine::{Running, Sums, Weights};
-use crate::cpu::attention::floats::{Path, SoftmaxRows};
+use super::engine::{Engine, KeySums, RowStates, Shape, ValueSums, Weights};
+use super::product::most_rows;
+use super::scales::Widen;
+use crate::cpu::aligned::AlignedScratch;
+use crate::cpu::attention::floats::SoftmaxRows;
+use crate::cpu::simd::{Kernel, Simd, Vector};
 
 /// The largest integer.
 pub(super) const LARGEST: f32 = 32639.0;
@@ -24,7 +25,7 @@ pub(super) const SMALLEST: f32 = 1e-30;
 const ROUND: f32 = 12_582_912.0;
 
 /// A page's worth of numbers, one per token.
-pub(super) type Tokens<T> = [T; PAGE_TOKENS];
+type Tokens<T> = [T; PAGE_TOKENS];
 
 /// Lanes the compiler may keep side by side in a reduction.
 const LANES: usize = 16;
@@ -37,7 +38,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 /// What integers are multiplied with to get numbers back, and numbers to get integers.
 #[inline(always)]
-fn steps(largest: f32) -> (f32, f32) {
+fn units(largest: f32) -> (f32, f32) {
     if largest < SMALLEST { (0.0, 0.0) } else { (largest / LARGEST, LARGEST / largest) }
 }
 
@@ -49,8 +50,8 @@ fn bytes(value: f32, inverse: f32) -> (i8, i8) {
     (high as i8, integer.wrapping_sub(high << 8) as i8)
 }
 
-/// As `engine::Engine::split_row`.
-pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+/// [`Engine::split_row`].
+fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     high[row.len()..].fill(0);
     low[row.len()..].fill(0);
     let (blocks, rest) = row.as_chunks::<LANES>();
@@ -61,15 +62,15 @@ pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
         }
     }
     let largest = rest.iter().chain(&lanes).fold(0.0, |largest, value| larger(value.abs(), largest));
-    let (step, inverse) = steps(largest);
+    let (unit, inverse) = units(largest);
     for ((value, high), low) in row.iter().zip(high).zip(low) {
         (*high, *low) = bytes(*value, inverse);
     }
-    step
+    unit
 }
 
 /// The sum of a row.
-pub(super) fn total(row: &[f32]) -> f32 {
+fn total(row: &[f32]) -> f32 {
     let (blocks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
     for block in blocks {
@@ -81,16 +82,16 @@ pub(super) fn total(row: &[f32]) -> f32 {
 }
 
 /// Scale and offset of each token, for one group of channels.
-pub(super) struct Affine<'a> {
+struct Affine<'a> {
     scale: &'a Tokens<f32>,
     offset: &'a Tokens<f32>,
 }
 
 impl Affine<'_> {
-    /// Those at the start of `numbers`.
+    /// Those at the start of `scales`.
     #[inline(always)]
-    fn of(numbers: &[f32]) -> Affine<'_> {
-        Affine { scale: tokens(numbers), offset: tokens(&numbers[PAGE_TOKENS..]) }
+    fn of(scales: &[f32]) -> Affine<'_> {
+        Affine { scale: tokens(scales), offset: tokens(&scales[PAGE_TOKENS..]) }
     }
 }
 
@@ -100,11 +101,11 @@ fn tokens<T>(slice: &[T]) -> &Tokens<T> {
     slice.first_chunk().expect("a number per token")
 }
 
-/// The logits of a row from its integer sums: `s·step·(256·high + low) - o·total`, added to `logits` if asked.
+/// The logits of a row from its integer sums: `s·unit·(256·high + low) - o·total`, added to `logits` if asked.
 #[inline(always)]
 fn finish_logits(
     [high, low]: [&Tokens<i32>; 2],
-    step: f32,
+    unit: f32,
     total: f32,
     affine: &Affine<'_>,
     add: bool,
@@ -113,7 +114,7 @@ fn finish_logits(
     for t in 0..PAGE_TOKENS {
         let integer = (high[t] << 8) + low[t];
         let offset = affine.offset[t] * total;
-        let logit = (integer as f32).mul_add(affine.scale[t] * step, -offset);
+        let logit = (integer as f32).mul_add(affine.scale[t] * unit, -offset);
         logits[t] = if add { logits[t] + logit } else { logit };
     }
 }
@@ -145,132 +146,131 @@ fn split_weights(
         }
         half /= 2;
     }
-    let (step, inverse) = steps(largest[0]);
+    let (unit, inverse) = units(largest[0]);
     for t in 0..PAGE_TOKENS {
         (high[t], low[t]) = bytes(scaled[t], inverse);
     }
-    [step, offsets[0]]
+    [unit, offsets[0]]
 }
 
-/// `engine::Engine::weigh` for products of up to `ROWS` rows, with the softmax of `path`; `logits` is `[ROWS][64]`.
-///
-/// # Safety
-/// The path is available.
-#[inline(always)]
-pub(super) unsafe fn weigh<const ROWS: usize>(
-    path: &Path,
-    numbers: &[f32],
-    from: &Sums<'_>,
-    running: &mut Running<'_>,
-    weights: &mut Weights<'_>,
-    logits: &mut [f32],
-) {
-    let (rows, groups) = (from.spans.len(), from.shape.groups);
-    let (key_numbers, value_numbers) = numbers.split_at(numbers.len() / 2);
-    for group in 0..groups {
-        let affine = Affine::of(&key_numbers[group * 2 * PAGE_TOKENS..]);
-        for row in 0..rows {
-            let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
-            let total = from.totals[group * from.totals_stride + row];
-            let logits = logits[row * PAGE_TOKENS..].first_chunk_mut().expect("a logit per token");
-            let sums = [tokens(sums), tokens(&sums[PAGE_TOKENS..])];
-            finish_logits(sums, from.steps[row], total, &affine, group > 0, logits);
-        }
+/// The engine of paths whose registers do not hold the logits of a row.
+pub(super) struct FixedPoint<'a> {
+    simd: Simd,
+    /// `[ROWS][64]`.
+    logits: &'a mut [f32],
+    /// Scales and offsets of a page.
+    scales: &'a mut [f32],
+}
+
+impl<'a> FixedPoint<'a> {
+    pub(super) fn new(simd: Simd, shape: &Shape, scratch: &'a mut AlignedScratch) -> Self {
+        let logits = Self::ROWS * PAGE_TOKENS;
+        let (logits, scales) = scratch.at_least(logits + shape.scale_count()).split_at_mut(logits);
+        FixedPoint { simd, logits, scales }
     }
-    // SAFETY: the caller's promise.
-    unsafe {
-        (path.softmax)(SoftmaxRows {
+}
+
+impl Engine for FixedPoint<'_> {
+    const ROWS: usize = most_rows(8);
+
+    fn simd(&self) -> Simd {
+        self.simd
+    }
+
+    fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+        split_row(row, high, low)
+    }
+
+    fn total(&self, row: &[f32]) -> f32 {
+        total(row)
+    }
+
+    fn softmax(&mut self, sums: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
+        let FixedPoint { simd, logits, scales } = self;
+        simd.run(Softmax { sums, state, weights, logits, scales });
+    }
+
+    fn accumulate_values(&self, sums: ValueSums<'_>, values: &mut [f32]) {
+        self.simd.run(AccumulateValues { sums, values });
+    }
+}
+
+/// [`Engine::softmax`].
+struct Softmax<'a, 'sums, 'state, 'weights> {
+    sums: &'a KeySums<'sums>,
+    state: &'a mut RowStates<'state>,
+    weights: &'a mut Weights<'weights>,
+    logits: &'a mut [f32],
+    scales: &'a mut [f32],
+}
+
+impl Kernel for Softmax<'_, '_, '_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        const ROWS: usize = FixedPoint::ROWS;
+        let Softmax { sums: from, state, weights, logits, scales } = self;
+        let (rows, groups) = (from.spans.len(), from.shape.groups);
+        let (stored, scale_type) = (from.stored_scales, from.shape.scale_type);
+        // SAFETY: the caller promises the instructions.
+        unsafe { Widen { stored, scale_type, out: scales }.run::<V>() };
+        let (key_scales, value_scales) = scales.split_at(scales.len() / 2);
+        for group in 0..groups {
+            let affine = Affine::of(&key_scales[group * 2 * PAGE_TOKENS..]);
+            for row in 0..rows {
+                let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
+                let total = from.totals[group * from.totals_stride + row];
+                let logits = logits[row * PAGE_TOKENS..].first_chunk_mut().expect("a logit per token");
+                let sums = [tokens(sums), tokens(&sums[PAGE_TOKENS..])];
+                finish_logits(sums, from.units[row], total, &affine, group > 0, logits);
+            }
+        }
+        let softmax = SoftmaxRows {
             scores: &mut logits[..rows * PAGE_TOKENS],
             spans: from.spans,
             start: from.start,
-            max: running.max,
-            sum: running.sum,
-            values: running.values,
-            d: running.d,
-        });
+            max: state.max,
+            sum: state.sum,
+            values: state.values,
+            d: state.d,
+        };
+        // SAFETY: as above.
+        unsafe { softmax.run::<V>() };
+        for group in 0..groups {
+            let affine = Affine::of(&value_scales[group * 2 * PAGE_TOKENS..]);
+            for row in 0..rows {
+                let at = group * ROWS + row;
+                let (high, low) = weights.bytes[at * 2 * PAGE_TOKENS..].split_at_mut(PAGE_TOKENS);
+                let high = high.first_chunk_mut().expect("a byte per token");
+                let low = low.first_chunk_mut().expect("a byte per token");
+                let units = split_weights(tokens(&logits[row * PAGE_TOKENS..]), &affine, high, low);
+                weights.units[2 * at..2 * at + 2].copy_from_slice(&units);
+            }
+        }
     }
-    for group in 0..groups {
-        let affine = Affine::of(&value_numbers[group * 2 * PAGE_TOKENS..]);
+}
+
+/// [`Engine::accumulate_values`].
+struct AccumulateValues<'a> {
+    sums: ValueSums<'a>,
+    values: &'a mut [f32],
+}
+
+impl Kernel for AccumulateValues<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        let AccumulateValues { sums: ValueSums { sums, units, width, channels, rows, d }, values } = self;
         for row in 0..rows {
-            let at = group * ROWS + row;
-            let (high, low) = weights.bytes[at * 2 * PAGE_TOKENS..].split_at_mut(PAGE_TOKENS);
-            let high = high.first_chunk_mut().expect("a byte per token");
-            let low = low.first_chunk_mut().expect("a byte per token");
-            let numbers = split_weights(tokens(&logits[row * PAGE_TOKENS..]), &affine, high, low);
-            weights.numbers[2 * at..2 * at + 2].copy_from_slice(&numbers);
+            let values = &mut values[row * d..][channels.start..channels.end];
+            let high = &sums[row * 2 * width..][channels.start..channels.end];
+            let low = &sums[(row * 2 + 1) * width..][channels.start..channels.end];
+            let (unit, offset) = (units[2 * row], units[2 * row + 1]);
+            for c in 0..values.len() {
+                values[c] += (((high[c] << 8) + low[c]) as f32).mul_add(unit, -offset);
+            }
         }
     }
 }
-
-/// As `engine::Engine::add_values`.
-#[inline(always)]
-pub(super) fn add_values(
-    sums: &[i32],
-    numbers: &[f32],
-    width: usize,
-    channels: Range<usize>,
-    rows: usize,
-    d: usize,
-    values: &mut [f32],
-) {
-    for row in 0..rows {
-        let values = &mut values[row * d..][channels.start..channels.end];
-        let high = &sums[row * 2 * width..][channels.start..channels.end];
-        let low = &sums[(row * 2 + 1) * width..][channels.start..channels.end];
-        let (step, offset) = (numbers[2 * row], numbers[2 * row + 1]);
-        for c in 0..values.len() {
-            values[c] += (((high[c] << 8) + low[c]) as f32).mul_add(step, -offset);
-        }
-    }
-}
-
-/// Compiles the steps of this module for an instruction set, as functions of an engine with a buffer `logits`.
-macro_rules! plain_steps {
-    ($features:literal, $path:expr) => {
-        fn weigh(&mut self, sums: &Sums<'_>, running: &mut Running<'_>, weights: &mut Weights<'_>) {
-            #[target_feature(enable = $features)]
-            fn compiled(
-                sums: &Sums<'_>,
-                numbers: &[f32],
-                running: &mut Running<'_>,
-                weights: &mut Weights<'_>,
-                logits: &mut [f32],
-            ) {
-                // SAFETY: the path has the instruction set of this function.
-                unsafe { fixed_point::weigh::<{ ROWS }>($path, numbers, sums, running, weights, logits) }
-            }
-            // SAFETY: an engine exists only where its instruction set does.
-            unsafe {
-                numbers(sums.stored, sums.shape.scale_type, self.numbers);
-                compiled(sums, self.numbers, running, weights, self.logits)
-            }
-        }
-
-        fn add_values(
-            &self,
-            sums: &[i32],
-            numbers: &[f32],
-            width: usize,
-            channels: Range<usize>,
-            rows: usize,
-            d: usize,
-            values: &mut [f32],
-        ) {
-            #[target_feature(enable = $features)]
-            fn compiled(
-                sums: &[i32],
-                numbers: &[f32],
-                width: usize,
-                channels: Range<usize>,
-                rows: usize,
-                d: usize,
-                values: &mut [f32],
-            ) {
-                fixed_point::add_values(sums, numbers, width, channels, rows, d, values)
-            }
-            // SAFETY: as above.
-            unsafe { compiled(sums, numbers, width, channels, rows, d, values) }
-        }
-    };
-}
-pub(super) use plain_steps;

@@ -7,192 +7,176 @@
 use oscar_codec::Fp8Layout;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::{Step, scalar, schedule};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::attention::TILES_FROM;
+use super::scalar;
+use super::scales::Widen;
+use super::schedule::{WorkItem, schedule};
+use crate::cpu::aligned::AlignedScratch;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::attention::amx::{Page, Tiled, TokenScales};
-use crate::cpu::attention::floats::{NOWHERE, Path, SoftmaxRows};
-use crate::cpu::attention::{AttentionScratch, SoftmaxState, Span, Work, floats};
-use crate::cpu::gemm::aligned::AlignedScratch;
+use crate::cpu::attention::floats::{NOTHING, Product, ROWS, SoftmaxRows};
+use crate::cpu::attention::scratch::{AttentionScratch, WidePageScratch};
+use crate::cpu::attention::state::SoftmaxState;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::attention::state::TILES_FROM;
+use crate::cpu::attention::work::{Span, Work};
 use crate::cpu::isa::Isa;
+use crate::cpu::simd::{Kernel, Simd, Vector};
 
-/// Most rows of a group.
-const ROWS: usize = 4;
-
-/// Buffers of one thread.
-#[derive(Default)]
-pub(super) struct Fp8Scratch {
-    queries: AlignedScratch,
-    page: AlignedScratch,
-    scales: AlignedScratch,
-    sums: AlignedScratch,
-}
-
-/// What an instruction set provides.
-struct Steps {
-    path: &'static Path,
-    /// E4M3 bytes to bf16; the last argument will be read later.
-    widen: unsafe fn(&[u8], &mut [u16], &[u8]),
-    /// Scales to `f32`.
-    numbers: unsafe fn(&[u8], ScaleType, &mut [f32]),
-}
-
-/// Attends all rows to all pages. The instruction set must be available, which [`super::attend_sealed`] has checked.
+/// Attends all rows to all pages.
 pub(super) fn attend(
-    isa: Isa,
+    simd: Simd,
     layout: &Fp8Layout,
     work: &Work<'_, u8>,
     scratch: &mut AttentionScratch,
     state: &mut SoftmaxState,
 ) {
-    let steps = match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => {
-            Steps { path: &floats::AVX512, widen: avx512::widen, numbers: super::weigh::numbers }
-        }
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => Steps { path: &floats::AVX2, widen: avx2::widen, numbers: super::maddubs::numbers },
-        #[cfg(target_arch = "aarch64")]
-        Isa::Neon => Steps { path: &floats::NEON, widen: neon::widen, numbers: super::sdot::numbers },
-        _ => {
-            let decode =
-                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
-            return scalar::attend(work, decode, state);
-        }
-    };
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && work.spans.len() >= TILES_FROM && work.d == layout.padded_dim() && work.d <= 256 {
-        return attend_tiled(&steps, work, scratch, state);
+    if simd.isa() == Isa::Scalar {
+        let decode = |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
+        return scalar::attend(work, decode, state);
     }
-    let mut reader = Reader::new(steps, layout, work, &mut scratch.sealed.fp8);
+    #[cfg(target_arch = "x86_64")]
+    if simd.isa() == Isa::Amx
+        && work.spans.len() >= TILES_FROM
+        && work.d == layout.padded_dim()
+        && work.d <= 256
+    {
+        return attend_tiled(simd, work, scratch, state);
+    }
+    let mut attention = Fp8Attention::new(simd, layout, work, &mut scratch.wide);
     let scores = scratch.scores.at_least(ROWS * PAGE_TOKENS);
-    let steps = schedule(work, 1, ROWS);
-    for (n, step) in steps.iter().enumerate() {
-        if n == 0 || steps[n - 1].index != step.index {
+    let items = schedule(work, 1, ROWS);
+    for (n, item) in items.iter().enumerate() {
+        if n == 0 || items[n - 1].index != item.index {
             // The next page, if the rows are one group; else this one, which costs little.
-            let next = steps.get(n + 1).map_or(&[][..], |next| next.page);
-            reader.page.open(&reader.steps, step.page, next);
+            let next = items.get(n + 1).map_or(&[][..], |next| next.page);
+            attention.page.widen(simd, item.page, next);
         }
-        let scores = &mut scores[..step.rows.len() * PAGE_TOKENS];
-        reader.attend(step, work.spans, scores, state);
+        let scores = &mut scores[..item.rows.len() * PAGE_TOKENS];
+        attention.attend(item, work.spans, scores, state);
     }
 }
 
 /// [`attend`] with tiles, for heads that are not padded.
 #[cfg(target_arch = "x86_64")]
-fn attend_tiled(
-    steps: &Steps,
-    work: &Work<'_, u8>,
-    scratch: &mut AttentionScratch,
-    state: &mut SoftmaxState,
-) {
-    let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, sealed, .. } = scratch;
-    let mut open = OpenPage::new(work.d, &mut sealed.fp8.page, &mut sealed.fp8.scales);
-    let mut tiled = Tiled::new(work.q, work.spans, work.d, query_tiles, score_tiles, scores);
+fn attend_tiled(simd: Simd, work: &Work<'_, u8>, scratch: &mut AttentionScratch, state: &mut SoftmaxState) {
+    let AttentionScratch { tiles, scores, wide, .. } = scratch;
+    let mut wide = WidePage::new(work.d, &mut wide.page, &mut wide.scales);
+    let mut tiled = Tiled::new(work.q, work.spans, work.d, tiles, scores);
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
-        open.open(steps, page, pages.peek().map_or(&[], |(page, _)| page));
+        wide.widen(simd, page, pages.peek().map_or(&[], |(page, _)| page));
         let page = Page {
-            keys: open.keys,
-            values: open.values,
-            next_keys: open.keys,
-            next_values: open.values,
+            keys: wide.keys,
+            values: wide.values,
+            next_keys: wide.keys,
+            next_values: wide.values,
             start,
-            scales: Some(TokenScales::of(open.scales)),
+            scales: Some(TokenScales::of(wide.scales)),
             offsets: None,
         };
-        tiled.attend(&page, tail, state);
+        tiled.attend(&page, state);
     }
 }
 
 /// A page widened to bf16, its scales apart.
-struct OpenPage<'a> {
+struct WidePage<'a> {
     keys: &'a mut [u16],
     values: &'a mut [u16],
-    /// Of keys, then of values.
+    /// Scales of the keys, then of the values.
     scales: &'a mut [f32; 2 * PAGE_TOKENS],
 }
 
-impl<'a> OpenPage<'a> {
-    fn new(padded: usize, page: &'a mut AlignedScratch, scales: &'a mut AlignedScratch) -> OpenPage<'a> {
+impl<'a> WidePage<'a> {
+    fn new(padded: usize, page: &'a mut AlignedScratch, scales: &'a mut AlignedScratch) -> WidePage<'a> {
         let side = PAGE_TOKENS * padded;
         let (keys, values) = page.at_least(2 * side).split_at_mut(side);
         let scales = scales.at_least(2 * PAGE_TOKENS).first_chunk_mut().expect("two scales per token");
-        OpenPage { keys, values, scales }
+        WidePage { keys, values, scales }
     }
 
-    /// Turns to a page; `next` will be read after it.
-    fn open(&mut self, steps: &Steps, page: &[u8], next: &[u8]) {
+    /// Widens another page; `next` will be read after it.
+    fn widen(&mut self, simd: Simd, page: &[u8], next: &[u8]) {
         let side = self.keys.len();
         let (next_keys, next_values) = next.split_at(side.min(next.len()));
-        // SAFETY: the instruction set is available.
-        unsafe {
-            (steps.widen)(&page[..side], self.keys, next_keys);
-            (steps.widen)(&page[side..2 * side], self.values, next_values);
-            (steps.numbers)(&page[2 * side..], ScaleType::F16, self.scales);
-        }
+        simd.run(ToBf16 { bytes: &page[..side], wide: self.keys, ahead: next_keys });
+        simd.run(ToBf16 { bytes: &page[side..2 * side], wide: self.values, ahead: next_values });
+        simd.run(Widen { stored: &page[2 * side..], scale_type: ScaleType::F16, out: &mut *self.scales });
         self.scales.iter_mut().for_each(|scale| *scale *= UNIT);
     }
 }
 
-/// The queries of a call, and the page that is open.
-struct Reader<'a> {
-    steps: Steps,
+/// The queries of a call, and the page that is widened.
+struct Fp8Attention<'a> {
+    simd: Simd,
     d: usize,
     padded: usize,
     /// Rows of padded channels.
     queries: &'a [f32],
-    page: OpenPage<'a>,
+    page: WidePage<'a>,
     /// Values summed over the page.
     sums: &'a mut [f32],
 }
 
-impl<'a> Reader<'a> {
-    fn new(steps: Steps, layout: &Fp8Layout, work: &Work<'a, u8>, scratch: &'a mut Fp8Scratch) -> Reader<'a> {
+impl<'a> Fp8Attention<'a> {
+    fn new(simd: Simd, layout: &Fp8Layout, work: &Work<'a, u8>, scratch: &'a mut WidePageScratch) -> Self {
         let (d, padded) = (work.d, layout.padded_dim());
         let queries = scratch.queries.at_least::<f32>(work.spans.len() * padded);
         for (padded, q) in queries.chunks_exact_mut(padded).zip(work.q.chunks_exact(d)) {
             padded[..d].copy_from_slice(q);
             padded[d..].fill(0.0);
         }
-        Reader {
-            steps,
+        Fp8Attention {
+            simd,
             d,
             padded,
             queries,
-            page: OpenPage::new(padded, &mut scratch.page, &mut scratch.scales),
+            page: WidePage::new(padded, &mut scratch.page, &mut scratch.scales),
             sums: scratch.sums.at_least(ROWS * padded),
         }
     }
 }
 
-impl Reader<'_> {
-    fn attend(&mut self, step: &Step<'_>, spans: &[Span], scores: &mut [f32], state: &mut SoftmaxState) {
-        let (rows, start) = (step.rows.clone(), step.start);
+impl Fp8Attention<'_> {
+    fn attend(&mut self, item: &WorkItem<'_>, spans: &[Span], scores: &mut [f32], state: &mut SoftmaxState) {
+        let (rows, start) = (item.rows.clone(), item.start);
         let (count, padded, d) = (rows.len(), self.padded, self.d);
-        let Path { product, softmax, .. } = *self.steps.path;
+        let simd = self.simd;
         let values = &mut state.values[rows.start * d..rows.end * d];
         let queries = &self.queries[rows.start * padded..rows.end * padded];
-        let (sums, pairs) = (&mut self.sums[..count * padded], PAGE_TOKENS / 2);
+        let sums = &mut self.sums[..count * padded];
         scores.fill(0.0);
         sums.fill(0.0);
-        // SAFETY: the instruction set is available.
-        unsafe {
-            product(queries, padded, count, self.page.keys, padded / 2, PAGE_TOKENS, scores, &NOWHERE);
-            scale(scores, &self.page.scales[..PAGE_TOKENS]);
-            softmax(SoftmaxRows {
-                scores,
-                spans: &spans[rows.clone()],
-                start,
-                max: &mut state.max[rows.clone()],
-                sum: &mut state.sum[rows],
-                values,
-                d,
-            });
-            scale(scores, &self.page.scales[PAGE_TOKENS..]);
-            product(scores, PAGE_TOKENS, count, self.page.values, pairs, padded, sums, &NOWHERE);
-        }
+        simd.run(Product {
+            left: queries,
+            left_stride: padded,
+            rows: count,
+            right: self.page.keys,
+            pairs: padded / 2,
+            width: PAGE_TOKENS,
+            out: scores,
+            ahead: NOTHING,
+        });
+        scale(scores, &self.page.scales[..PAGE_TOKENS]);
+        simd.run(SoftmaxRows {
+            scores,
+            spans: &spans[rows.clone()],
+            start,
+            max: &mut state.max[rows.clone()],
+            sum: &mut state.sum[rows],
+            values,
+            d,
+        });
+        scale(scores, &self.page.scales[PAGE_TOKENS..]);
+        simd.run(Product {
+            left: scores,
+            left_stride: PAGE_TOKENS,
+            rows: count,
+            right: self.page.values,
+            pairs: PAGE_TOKENS / 2,
+            width: padded,
+            out: sums,
+            ahead: NOTHING,
+        });
         for (values, sums) in values.chunks_exact_mut(d).zip(sums.chunks_exact(padded)) {
             values.iter_mut().zip(sums).for_each(|(value, sum)| *value += sum);
         }
@@ -211,31 +195,37 @@ const UNIT: f32 = 256.0;
 
 /// E4M3 bytes to bf16 in units of [`UNIT`], exactly. The seven numbers below the smallest exponent are multiples of
 /// 2⁻⁹. Bytes that stand for NaN, which no page has, become 480.
-#[inline(always)]
-fn widen(bytes: &[u8], wide: &mut [u16]) {
-    for (byte, wide) in bytes.iter().zip(wide) {
-        let byte = u32::from(*byte);
-        let magnitude = byte & 0x7f;
-        let normal = magnitude << 4 | 112 << 7;
-        let below = (magnitude as i32 as f32 * (0.001_953_125 / UNIT)).to_bits() >> 16;
-        let bits = if magnitude < 8 { below } else { normal };
-        *wide = (bits | (byte & 0x80) << 8) as u16;
+struct ToBf16<'a> {
+    bytes: &'a [u8],
+    wide: &'a mut [u16],
+    /// Will be read later.
+    ahead: &'a [u8],
+}
+
+impl Kernel for ToBf16<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) {
+        let ToBf16 { bytes, wide, ahead } = self;
+        #[cfg(target_arch = "x86_64")]
+        if V::WIDTH == 16 {
+            // SAFETY: the caller promises the instructions of a register of 16 numbers.
+            return unsafe { avx512::widen(bytes, wide, ahead) };
+        }
+        let _ = ahead;
+        for (byte, wide) in bytes.iter().zip(wide) {
+            let byte = u32::from(*byte);
+            let magnitude = byte & 0x7f;
+            let normal = magnitude << 4 | 112 << 7;
+            let below = (magnitude as i32 as f32 * (0.001_953_125 / UNIT)).to_bits() >> 16;
+            let bits = if magnitude < 8 { below } else { normal };
+            *wide = (bits | (byte & 0x80) << 8) as u16;
+        }
     }
 }
 
-/// Compiles [`widen`] for an instruction set.
-macro_rules! compile {
-    ($name:ident, $features:literal) => {
-        mod $name {
-            #[target_feature(enable = $features)]
-            pub(super) fn widen(bytes: &[u8], wide: &mut [u16], _ahead: &[u8]) {
-                super::widen(bytes, wide)
-            }
-        }
-    };
-}
-
-/// [`widen`] with AVX-512.
+/// [`ToBf16`] with AVX-512.
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::*;
@@ -280,10 +270,6 @@ mod avx512 {
         }
     }
 }
-#[cfg(target_arch = "x86_64")]
-compile!(avx2, "avx2,fma");
-#[cfg(target_arch = "aarch64")]
-compile!(neon, "neon");
 
 #[cfg(test)]
 mod tests {
@@ -308,17 +294,9 @@ mod tests {
                 assert_eq!(got.to_bits(), expected.to_bits(), "{name} {byte:#x}: {got} for {expected}");
             }
         };
-        check("plain", &widen);
-        #[cfg(target_arch = "x86_64")]
-        {
-            if Isa::Avx512.is_available() {
-                // SAFETY: the instruction set is available.
-                check("avx512", &|bytes, wide| unsafe { avx512::widen(bytes, wide, &[]) });
-            }
-            if Isa::Avx2.is_available() {
-                // SAFETY: as above.
-                check("avx2", &|bytes, wide| unsafe { avx2::widen(bytes, wide, &[]) });
-            }
+        for isa in Isa::available() {
+            let simd = Simd::new(isa);
+            check(&isa.to_string(), &|bytes, wide| simd.run(ToBf16 { bytes, wide, ahead: &[] }));
         }
     }
 }

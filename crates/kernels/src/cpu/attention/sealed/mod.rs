@@ -1,7 +1,7 @@
 //! Attention over sealed pages, on the bytes as they are stored.
 //!
-//! A call is a `schedule` of `Step`s, one per page and group of rows. What a format provides is what happens in a
-//! step: logits, softmax, values summed with weights. A new format is a new module.
+//! A call is a `schedule` of work items, one per page and group of rows. What a format provides is what happens to an
+//! item: logits, softmax, values accumulated with weights. A new format is a new module.
 //!
 //! Codes are never turned into numbers. With `k = s·c - o` per token and group of channels,
 //! `q · k = s·Σ q·c - o·Σ q`, and with `v = s·c - o` likewise `Σ p·v = Σ (p·s)·c - Σ p·o`: the large sums multiply
@@ -13,48 +13,43 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | `codes` | 2-bit and 4-bit pages: the order of what happens in a step |
-//! | `engine` | what an instruction set provides for them |
-//! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values |
-//! | `prefill` | the same for many rows on AMX, as tiles of bf16 |
-//! | `vnni`, `maddubs`, `sdot` | the integer products: AVX-512, AVX2, NEON |
-//! | `weigh`, `registers` | AVX-512: from sums to weights without leaving registers |
+//! | `schedule` | the work items of a call |
+//! | `codes` | 2-bit and 4-bit pages: the order of what happens to an item |
+//! | `engine` | what that needs of an instruction set |
+//! | `product` | integer products with codes |
+//! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values: AVX2, NEON |
+//! | `avx512`, `registers` | the same without leaving registers |
+//! | `prefill` | many rows on AMX, as tiles of bf16 |
 //! | `fp8` | 8-bit floats, widened to bf16 |
+//! | `scales` | scales and offsets of a page as numbers |
 //! | `scalar` | the reference |
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod codes;
 mod engine;
 mod fixed_point;
 mod fp8;
 #[cfg(target_arch = "x86_64")]
-mod maddubs;
-#[cfg(target_arch = "x86_64")]
 mod prefill;
+mod product;
 #[cfg(target_arch = "x86_64")]
 mod registers;
 mod scalar;
-#[cfg(target_arch = "aarch64")]
-mod sdot;
+mod scales;
+mod schedule;
 #[cfg(test)]
 mod tests;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
-#[cfg(target_arch = "x86_64")]
-mod weigh;
 
-use std::ops::Range;
+use oscar_codec::PageLayout;
 
-use oscar_codec::{PAGE_TOKENS, PageLayout};
-
-use super::{AttentionScratch, SoftmaxState, Span, Work};
+use self::schedule::PREFILL_ROWS;
+use super::bf16;
+use super::scratch::AttentionScratch;
+use super::state::SoftmaxState;
+use super::work::{Span, Work, scale_queries};
 use crate::cpu::isa::Isa;
-
-/// Part of [`AttentionScratch`].
-#[derive(Default)]
-pub(super) struct SealedScratch {
-    codes: codes::CodeScratch,
-    fp8: fp8::Fp8Scratch,
-}
+use crate::cpu::simd::Simd;
 
 /// [`super::attend`] over sealed pages: adds the tokens of `pages` to the softmax of each row.
 ///
@@ -102,7 +97,7 @@ pub fn attend_sealed_heads(
     assert_eq!(q.len(), heads * spans.len() * d, "queries of {heads} x {} rows of {d} channels", spans.len());
     assert!(states.iter().all(|state| state.rows() == spans.len()), "a state for other rows");
     assert!(pages.iter().all(|page| page.len() == layout.page_bytes()), "pages of another size");
-    assert!(isa.is_available(), "{isa} kernels on a machine without them");
+    let simd = Simd::new(isa);
     if spans.is_empty() || d == 0 {
         return;
     }
@@ -116,68 +111,22 @@ pub fn attend_sealed_heads(
     }
     if let PageLayout::Bf16(_) = layout {
         let pages: Vec<&[u16]> = pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
-        return super::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
+        return bf16::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
     }
 
-    let scale = scale * std::f32::consts::LOG2_E;
     let mut queries = std::mem::take(&mut scratch.queries);
-    let scaled = queries.at_least::<f32>(q.len());
-    scaled.iter_mut().zip(q).for_each(|(scaled, q)| *scaled = q * scale);
-    let work = Work { q: scaled, spans, first_page, pages, d };
+    let q = scale_queries(q, scale, queries.at_least(q.len()));
+    let work = Work { q, spans, first_page, pages, d };
     match layout {
-        PageLayout::Codes(layout) => codes::attend(isa, layout, &work, scratch, states),
-        PageLayout::Fp8(layout) => fp8::attend(isa, layout, &work, scratch, &mut states[0]),
+        PageLayout::Codes(layout) => codes::attend(simd, layout, &work, scratch, states),
+        PageLayout::Fp8(layout) => fp8::attend(simd, layout, &work, scratch, &mut states[0]),
         PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
 }
 
-/// Fewest rows that read codes in tiles where there are any: two tiles of them, more than the query heads of one token that
-/// share a KV head.
-const PREFILL_ROWS: usize = 32;
-
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
 fn reads_heads_together(isa: Isa, layout: &PageLayout, rows: usize) -> bool {
     let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS;
     isa != Isa::Scalar && !tiles && matches!(layout, PageLayout::Codes(_))
-}
-
-/// Rows of a call that are attended together, and a page they see.
-struct Step<'a> {
-    head: usize,
-    /// Of the head.
-    rows: Range<usize>,
-    page: &'a [u8],
-    /// Position of the page's first token.
-    start: usize,
-    /// Number of the page, counted over the pages that any row sees.
-    index: usize,
-}
-
-/// Every group of up to `most` rows with every page that one of its rows sees, page by page and head by head.
-fn schedule<'a>(work: &Work<'a, u8>, heads: usize, most: usize) -> Vec<Step<'a>> {
-    let rows = work.spans.len();
-    let group = equal_groups(rows, most);
-    let mut steps = Vec::with_capacity(work.pages.len() * rows.div_ceil(group));
-    let (from, to) = (work.first_seen(), work.end());
-    for (number, pages) in work.pages.chunks_exact(heads).enumerate() {
-        let start = (work.first_page + number) * PAGE_TOKENS;
-        if start + PAGE_TOKENS <= from || start >= to {
-            continue;
-        }
-        for (head, page) in pages.iter().enumerate() {
-            for first in (0..rows).step_by(group) {
-                let rows = first..(first + group).min(rows);
-                if work.spans[rows.clone()].iter().any(|span| !span.in_page(start).is_empty()) {
-                    steps.push(Step { head, rows, page, start, index: number * heads + head });
-                }
-            }
-        }
-    }
-    steps
-}
-
-/// The size of groups of at most `most` rows that differ little: nine rows are five and four, not eight and one.
-fn equal_groups(rows: usize, most: usize) -> usize {
-    rows.div_ceil(rows.div_ceil(most).max(1)).max(1)
 }

@@ -10,22 +10,14 @@ use std::arch::x86_64::*;
 use oscar_codec::{PAGE_TOKENS, Side};
 
 use super::engine::{Shape, Words};
-use super::{PREFILL_ROWS, weigh};
+use super::scales::Widen;
+use super::schedule::PREFILL_ROWS;
 use crate::cpu::attention::amx::{Page, RowOffsets, Tiled, TokenScales};
-use crate::cpu::attention::{AttentionScratch, SoftmaxState, Work};
-use crate::cpu::gemm::aligned::AlignedScratch;
-use crate::cpu::gemm::tiles::TILE_ROWS;
-
-/// Buffers of one thread.
-#[derive(Default)]
-pub(super) struct PrefillScratch {
-    /// A page in bf16.
-    page: AlignedScratch,
-    /// Scales and offsets of a page.
-    scales: AlignedScratch,
-    /// Sums of the channels of each query, and the offsets that have been summed for each row.
-    offsets: AlignedScratch,
-}
+use crate::cpu::attention::scratch::{AttentionScratch, WidePageScratch};
+use crate::cpu::attention::state::SoftmaxState;
+use crate::cpu::attention::work::Work;
+use crate::cpu::simd::amx::TILE_ROWS;
+use crate::cpu::simd::{Simd, prefetch};
 
 /// Whether the rows and pages of a call are for [`attend`]: many rows, and heads that fill their tiles.
 pub(super) fn takes(shape: &Shape, work: &Work<'_, u8>) -> bool {
@@ -35,37 +27,38 @@ pub(super) fn takes(shape: &Shape, work: &Work<'_, u8>) -> bool {
 
 /// Attends all rows of one head to all pages. AMX must be available, and [`takes`] true.
 pub(super) fn attend(
+    simd: Simd,
     shape: &Shape,
     work: &Work<'_, u8>,
     scratch: &mut AttentionScratch,
     state: &mut SoftmaxState,
 ) {
     let (d, rows) = (work.d, work.spans.len());
-    let AttentionScratch { query_tiles, score_tiles, scores, keys: tail, sealed, .. } = scratch;
-    let PrefillScratch { page: wide, scales, offsets } = &mut sealed.codes.prefill;
+    let AttentionScratch { tiles, scores, wide, .. } = scratch;
+    let WidePageScratch { queries: totals, page: wide, scales, sums } = wide;
     let padded = rows.next_multiple_of(TILE_ROWS);
-    let (totals, sums) = offsets.at_least::<f32>(2 * padded).split_at_mut(padded);
+    let (totals, sums) = (totals.at_least::<f32>(padded), sums.at_least::<f32>(padded));
     totals.fill(0.0);
     sums.fill(0.0);
     for (total, q) in totals.iter_mut().zip(work.q.chunks_exact(d)) {
-        // SAFETY: AMX implies AVX-512.
-        *total = unsafe { weigh::total(q) };
+        *total = q.iter().copied().map(f64::from).sum::<f64>() as f32;
     }
-    let mut tiled = Tiled::new(work.q, work.spans, d, query_tiles, score_tiles, scores)
-        .with_offsets(RowOffsets { totals, sums });
+    let mut tiled =
+        Tiled::new(work.q, work.spans, d, tiles, scores).with_offsets(RowOffsets { totals, sums });
     let (keys, values) = wide.at_least::<u16>(2 * PAGE_TOKENS * d).split_at_mut(PAGE_TOKENS * d);
-    let scales = scales.at_least::<f32>(shape.numbers());
+    let scales = scales.at_least::<f32>(shape.scale_count());
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         if let Some((next, _)) = pages.peek() {
-            weigh::prefetch(next.as_ptr(), next.len());
+            (0..next.len()).step_by(64).for_each(|line| prefetch(next.as_ptr().wrapping_add(line)));
         }
-        // SAFETY: as above.
+        // SAFETY: AMX implies AVX-512.
         unsafe {
             widen(shape.bits, Words::of(shape, Side::Key, page), keys);
             widen(shape.bits, Words::of(shape, Side::Value, page), values);
-            weigh::numbers(shape.stored_numbers(page), shape.scale_type, scales);
         }
+        let (stored, scale_type) = (shape.stored_scales(page), shape.scale_type);
+        simd.run(Widen { stored, scale_type, out: &mut *scales });
         let [key_scales, key_offsets, value_scales, value_offsets] = quarters(scales);
         let scales = TokenScales { keys: key_scales, values: value_scales };
         let offsets = TokenScales { keys: key_offsets, values: value_offsets };
@@ -79,14 +72,14 @@ pub(super) fn attend(
             scales: Some(scales),
             offsets: Some(offsets),
         };
-        tiled.attend(&page, tail, state);
+        tiled.attend(&page, state);
     }
     tiled.subtract_offsets(state);
 }
 
 /// Scales of keys, offsets of keys, scales of values, offsets of values.
-fn quarters(numbers: &[f32]) -> [&[f32; PAGE_TOKENS]; 4] {
-    std::array::from_fn(|n| numbers[n * PAGE_TOKENS..].first_chunk().expect("four numbers per token"))
+fn quarters(scales: &[f32]) -> [&[f32; PAGE_TOKENS]; 4] {
+    std::array::from_fn(|n| scales[n * PAGE_TOKENS..].first_chunk().expect("four numbers per token"))
 }
 
 /// The integers 0 to 15 in bf16, twice.

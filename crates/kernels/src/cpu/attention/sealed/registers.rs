@@ -75,7 +75,7 @@ pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, 
 /// The pointer reaches 16 numbers.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub(super) unsafe fn widen<const BF16: bool>(at: *const u16) -> __m512 {
+unsafe fn widen<const BF16: bool>(at: *const u16) -> __m512 {
     // SAFETY: the caller's promise.
     let bits = unsafe { _mm256_loadu_si256(at.cast()) };
     match BF16 {

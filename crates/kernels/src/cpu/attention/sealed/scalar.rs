@@ -3,7 +3,8 @@
 use oscar_codec::{CodecError, PAGE_TOKENS, Side};
 
 use crate::cpu::attention::scalar::attend_row;
-use crate::cpu::attention::{SoftmaxState, Work};
+use crate::cpu::attention::state::SoftmaxState;
+use crate::cpu::attention::work::Work;
 
 /// Attends all rows to all pages; `decode` reads one token of one side of a page.
 pub(super) fn attend(

@@ -9,7 +9,7 @@ mod superblock;
 
 use std::arch::x86_64::*;
 
-use super::runs::{FETCH_AHEAD, Runs};
+use super::stripes::{PREFETCH_AHEAD, Stripes};
 use super::{MAX_ROWS, Product};
 use crate::cpu::activation::{QuantisedRow, QuantisedRows};
 use crate::dtype::DType;
@@ -36,7 +36,7 @@ trait Pass {
     /// # Safety
     /// The CPU has the instructions; the pointers in `x` are those of activation rows `first..`, which have as many values
     /// as a weight row.
-    unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize);
+    unsafe fn run<const M: usize>(stripes: &mut Stripes<'_>, x: [Activations; M], first: usize);
 }
 
 /// # Safety
@@ -65,15 +65,15 @@ pub(super) unsafe fn quantised_rows(dtype: DType, product: Product<'_>) {
 /// As [`quantised_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn passes<P: Pass>(product: Product<'_>) {
-    let Product { mut runs, x } = product;
+    let Product { mut stripes, x } = product;
     for first in (0..x.rows()).step_by(MAX_ROWS) {
         // SAFETY: passed on; so many rows are left.
         unsafe {
             match x.rows() - first {
-                1 => pass::<P, 1>(&mut runs, x, first),
-                2 => pass::<P, 2>(&mut runs, x, first),
-                3 => pass::<P, 3>(&mut runs, x, first),
-                _ => pass::<P, 4>(&mut runs, x, first),
+                1 => pass::<P, 1>(&mut stripes, x, first),
+                2 => pass::<P, 2>(&mut stripes, x, first),
+                3 => pass::<P, 3>(&mut stripes, x, first),
+                _ => pass::<P, 4>(&mut stripes, x, first),
             }
         }
     }
@@ -85,9 +85,9 @@ unsafe fn passes<P: Pass>(product: Product<'_>) {
 /// As [`Pass::run`], with `M` rows of `x` from `first`.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn pass<P: Pass, const M: usize>(runs: &mut Runs<'_>, x: &QuantisedRows, first: usize) {
+unsafe fn pass<P: Pass, const M: usize>(stripes: &mut Stripes<'_>, x: &QuantisedRows, first: usize) {
     // SAFETY: passed on.
-    unsafe { P::run::<M>(runs, std::array::from_fn(|m| Activations::new(x.row(first + m))), first) }
+    unsafe { P::run::<M>(stripes, std::array::from_fn(|m| Activations::new(x.row(first + m))), first) }
 }
 
 /// Sum of the sixteen lanes.
@@ -146,13 +146,13 @@ unsafe fn dot_one(codes: __m512i, high: __m512i, low: __m512i) -> __m512i {
     }
 }
 
-/// Asks for `len` bytes of a run that are needed some time after those at `at`.
+/// Prefetches `len` bytes of a stripe that are needed some time after those at `at`.
 ///
 /// The address may lie past the end; prefetches never fault.
 #[inline(always)]
 fn prefetch(at: *const u8, len: usize) {
     for line in (0..len).step_by(64) {
         // SAFETY: a prefetch does not access memory in the sense of the language, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(FETCH_AHEAD + line).cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(PREFETCH_AHEAD + line).cast()) }
     }
 }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_pair, prefetch, sum_each};
-use crate::cpu::dot::runs::{RUNS, Runs};
+use crate::cpu::dot::stripes::{STRIPES, Stripes};
 
 /// Blocks per step.
 const BLOCKS: usize = 4;
@@ -156,14 +156,14 @@ unsafe fn head<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> _
 /// As [`head`], for each of `at`.
 #[inline(always)]
 unsafe fn halves_by_permutation<B: Small, const FULL: bool>(
-    at: [*const u8; RUNS],
+    at: [*const u8; STRIPES],
     count: usize,
 ) -> [__m256i; 2] {
     // SAFETY: passed on.
     unsafe {
         let words = _mm512_loadu_si512(const { &half_words(B::BYTES) }.as_ptr().cast());
         let mut halves = _mm512_permutexvar_epi16(words, head::<B, FULL>(at[0], count));
-        for r in 1..RUNS {
+        for r in 1..STRIPES {
             let lanes = 0x000f_000f << (4 * r);
             halves = _mm512_mask_permutexvar_epi16(halves, lanes, words, head::<B, FULL>(at[r], count));
         }
@@ -188,9 +188,9 @@ const fn half_words(block_bytes: usize) -> [u16; 32] {
 /// # Safety
 /// The CPU has AVX-512F; `count` blocks are readable at each of `at`.
 #[inline(always)]
-unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; RUNS], count: usize) -> [__m256i; 2] {
-    let (mut scales, mut offsets) = ([0u64; RUNS], [0u64; RUNS]);
-    for r in 0..RUNS {
+unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; STRIPES], count: usize) -> [__m256i; 2] {
+    let (mut scales, mut offsets) = ([0u64; STRIPES], [0u64; STRIPES]);
+    for r in 0..STRIPES {
         for b in 0..if FULL { BLOCKS } else { count } {
             // SAFETY: the first bytes of block `b`.
             unsafe {
@@ -220,7 +220,7 @@ struct Ready {
     low: [__m512i; 2],
     /// The integer sum that a constant in all codes makes.
     bias: __m512i,
-    /// Of each block: scale, and sum of the values.
+    /// The scale of each block, and the sum of its values.
     scales: [f32; BLOCKS],
     sums: [f32; BLOCKS],
 }
@@ -297,7 +297,7 @@ unsafe fn activation_bytes<const FULL: bool>(at: *const i8, count: usize) -> [__
 /// Accumulators of four weight rows.
 #[derive(Clone, Copy)]
 struct Sums<const M: usize> {
-    products: [[__m512; RUNS]; M],
+    products: [[__m512; STRIPES]; M],
     /// Offsets times activation sums; lane `4r + b` as the scales.
     offsets: [__m512; M],
 }
@@ -309,7 +309,7 @@ impl<const M: usize> Sums<M> {
     unsafe fn zero() -> Sums<M> {
         // SAFETY: the caller promises the instructions.
         let zero = unsafe { _mm512_setzero_ps() };
-        Sums { products: [[zero; RUNS]; M], offsets: [zero; M] }
+        Sums { products: [[zero; STRIPES]; M], offsets: [zero; M] }
     }
 
     /// The results of the four rows.
@@ -317,7 +317,7 @@ impl<const M: usize> Sums<M> {
     /// # Safety
     /// The CPU has AVX-512F.
     #[inline(always)]
-    unsafe fn totals<B: Small>(&self, m: usize) -> [f32; RUNS] {
+    unsafe fn totals<B: Small>(&self, m: usize) -> [f32; STRIPES] {
         let mut products = self.products[m];
         // SAFETY: the caller promises the instructions.
         unsafe {
@@ -326,7 +326,7 @@ impl<const M: usize> Sums<M> {
                     *products = _mm512_mask_add_ps(*products, 15 << (4 * r), *products, self.offsets[m]);
                 }
             }
-            std::mem::transmute::<__m128, [f32; RUNS]>(sum_each(products))
+            std::mem::transmute::<__m128, [f32; STRIPES]>(sum_each(products))
         }
     }
 }
@@ -337,7 +337,7 @@ impl<const M: usize> Sums<M> {
 /// As [`Pass::run`]; `count` blocks exist from block `first` in all rows.
 #[inline(always)]
 unsafe fn step<B: Small, const FULL: bool, const M: usize>(
-    rows: [*const u8; RUNS],
+    rows: [*const u8; STRIPES],
     x: &[Ready; M],
     first: usize,
     count: usize,
@@ -345,9 +345,9 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
 ) {
     // SAFETY: all reads are within the `count` blocks from `first`.
     unsafe {
-        let mut packed = [[_mm512_setzero_si512(); 2]; RUNS];
+        let mut packed = [[_mm512_setzero_si512(); 2]; STRIPES];
         let mut at = rows;
-        for r in 0..RUNS {
+        for r in 0..STRIPES {
             at[r] = at[r].add(first * B::BYTES);
             packed[r] = codes::<B, FULL>(at[r], count);
             prefetch(at[r], BLOCKS * B::BYTES);
@@ -366,7 +366,7 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
             if B::HAS_OFFSET {
                 sums.offsets[m] = _mm512_fmadd_ps(offsets, in_all_quarters(&x.sums), sums.offsets[m]);
             }
-            for r in 0..RUNS {
+            for r in 0..STRIPES {
                 let mut integer = dot_pair(packed[r], x.high, x.low);
                 if B::BIAS != 0 {
                     integer = _mm512_sub_epi32(integer, x.bias);
@@ -402,8 +402,8 @@ unsafe fn all_ready<B: Small, const M: usize>(x: [Activations; M], block: usize,
 
 impl<B: Small> Pass for B {
     #[inline(always)]
-    unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
-        let blocks = runs.row_bytes() / B::BYTES;
+    unsafe fn run<const M: usize>(stripes: &mut Stripes<'_>, x: [Activations; M], first: usize) {
+        let blocks = stripes.row_bytes() / B::BYTES;
         let steps = blocks.div_ceil(BLOCKS);
         let keep = steps * M <= MOST_READY;
         let mut kept = [const { MaybeUninit::<Ready>::uninit() }; MOST_READY];
@@ -417,8 +417,8 @@ impl<B: Small> Pass for B {
                 }
             }
             let (whole, rest) = (blocks / BLOCKS * BLOCKS, blocks % BLOCKS);
-            for pass in 0..runs.passes() {
-                let rows = runs.rows(pass).map(<[u8]>::as_ptr);
+            for pass in 0..stripes.passes() {
+                let rows = stripes.rows(pass).map(<[u8]>::as_ptr);
                 let mut sums = Sums::<M>::zero();
                 for block in (0..whole).step_by(BLOCKS) {
                     if keep {
@@ -437,7 +437,7 @@ impl<B: Small> Pass for B {
                     step::<B, false, M>(rows, &x, whole, rest, &mut sums);
                 }
                 for m in 0..M {
-                    runs.write(first + m, pass, sums.totals::<B>(m));
+                    stripes.write(first + m, pass, sums.totals::<B>(m));
                 }
             }
         }

@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_one, prefetch, sum};
-use crate::cpu::dot::runs::{RUNS, Runs};
+use crate::cpu::dot::stripes::{STRIPES, Stripes};
 
 pub(super) trait Superblock {
     const BYTES: usize;
@@ -340,16 +340,16 @@ const MOST_READY: usize = 40;
 /// As [`Pass::run`]; block `index` exists in all rows, and `x` is of that block.
 #[inline(always)]
 unsafe fn step<B: Superblock, const M: usize>(
-    rows: [*const u8; RUNS],
+    rows: [*const u8; STRIPES],
     x: &[Ready; M],
     index: usize,
-    sums: &mut [[__m512; RUNS]; M],
+    sums: &mut [[__m512; STRIPES]; M],
 ) {
     // SAFETY: all reads are within block `index`; there is a bias where one is used.
     unsafe {
         let blocks = rows.map(|row| row.add(index * B::BYTES));
-        let mut scales = [[_mm512_setzero_ps(); RUNS]; M];
-        for r in 0..RUNS {
+        let mut scales = [[_mm512_setzero_ps(); STRIPES]; M];
+        for r in 0..STRIPES {
             prefetch(blocks[r], B::BYTES);
             let of_block = B::scales(blocks[r]);
             for m in 0..M {
@@ -360,14 +360,14 @@ unsafe fn step<B: Superblock, const M: usize>(
             }
         }
         for half in 0..2 {
-            let mut codes = [[_mm512_setzero_si512(); 2]; RUNS];
-            for r in 0..RUNS {
+            let mut codes = [[_mm512_setzero_si512(); 2]; STRIPES];
+            for r in 0..STRIPES {
                 codes[r] = B::codes(blocks[r], half);
             }
             for m in 0..M {
                 for i in 0..2 {
                     let spread = _mm512_loadu_si512(B::SPREAD[2 * half + i].as_ptr().cast());
-                    for r in 0..RUNS {
+                    for r in 0..STRIPES {
                         let mut integer = dot_one(codes[r][i], x[m].high[half][i], x[m].low[half][i]);
                         if B::BIAS != 0 {
                             integer = _mm512_sub_epi32(integer, x[m].bias.assume_init_ref()[half][i]);
@@ -400,8 +400,8 @@ unsafe fn all_ready<B: Superblock, const M: usize>(x: [Activations; M], index: u
 /// # Safety
 /// As [`Pass::run`].
 #[inline(always)]
-unsafe fn run<B: Superblock, const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
-    let blocks = runs.row_bytes() / B::BYTES;
+unsafe fn run<B: Superblock, const M: usize>(stripes: &mut Stripes<'_>, x: [Activations; M], first: usize) {
+    let blocks = stripes.row_bytes() / B::BYTES;
     let keep = blocks * M <= MOST_READY;
     let mut kept = [const { MaybeUninit::<Ready>::uninit() }; MOST_READY];
     // SAFETY: all blocks are those of the rows and activations; what is kept has been written.
@@ -412,9 +412,9 @@ unsafe fn run<B: Superblock, const M: usize>(runs: &mut Runs<'_>, x: [Activation
                 kept[index * M + m] = MaybeUninit::new(ready[m]);
             }
         }
-        for pass in 0..runs.passes() {
-            let rows = runs.rows(pass).map(<[u8]>::as_ptr);
-            let mut sums = [[_mm512_setzero_ps(); RUNS]; M];
+        for pass in 0..stripes.passes() {
+            let rows = stripes.rows(pass).map(<[u8]>::as_ptr);
+            let mut sums = [[_mm512_setzero_ps(); STRIPES]; M];
             for index in 0..blocks {
                 if keep {
                     let x = kept.as_ptr().add(index * M).cast();
@@ -424,11 +424,11 @@ unsafe fn run<B: Superblock, const M: usize>(runs: &mut Runs<'_>, x: [Activation
                 }
             }
             for m in 0..M {
-                let mut totals = [0.0; RUNS];
-                for r in 0..RUNS {
+                let mut totals = [0.0; STRIPES];
+                for r in 0..STRIPES {
                     totals[r] = sum(sums[m][r]);
                 }
-                runs.write(first + m, pass, totals);
+                stripes.write(first + m, pass, totals);
             }
         }
     }
@@ -438,9 +438,9 @@ macro_rules! pass {
     ($($format:ty),*) => {$(
         impl Pass for $format {
             #[inline(always)]
-            unsafe fn run<const M: usize>(runs: &mut Runs<'_>, x: [Activations; M], first: usize) {
+            unsafe fn run<const M: usize>(stripes: &mut Stripes<'_>, x: [Activations; M], first: usize) {
                 // SAFETY: passed on.
-                unsafe { run::<$format, M>(runs, x, first) }
+                unsafe { run::<$format, M>(stripes, x, first) }
             }
         }
     )*};

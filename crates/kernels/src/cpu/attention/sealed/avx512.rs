@@ -1,86 +1,106 @@
-//! AVX-512: from key sums to weights in bytes, and from value sums to values.
+//! AVX-512: what happens around the integer products.
 //!
 //! A row's 64 logits stay in four registers from the integer sums through the softmax to the bytes of its weights. What is
 //! summed over tokens stays in lanes until all pages have been read, and weights are relative to a reference that follows
 //! the largest logit only when that has left it far behind: a page waits for one result across lanes, its unit.
 
 use std::arch::x86_64::*;
-use std::ops::Range;
 
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::engine::{LANES, Running, Shape, Sums, Weights};
+use super::engine::{Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
+use super::product::most_rows;
 use super::registers::{
     LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
-    widen,
 };
+use crate::cpu::isa::Isa;
+use crate::cpu::simd::Simd;
 
 /// Logits may exceed the reference of their row by this much before the reference follows. Weights of up to 2¹⁶ are as
 /// good as those of up to 1: each page has its own unit, and sums have 111 powers of two to go.
 const SLACK: f32 = 16.0;
 
-/// 16-bit numbers to `f32`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn numbers(stored: &[u8], scale_type: ScaleType, numbers: &mut [f32]) {
-    assert!(stored.len() == 2 * numbers.len() && numbers.len().is_multiple_of(LANES));
-    // No iterators of the library here or below: they are not compiled for this instruction set.
-    let mut at = 0;
-    while at < numbers.len() {
-        // SAFETY: 16 numbers, see the lengths above.
-        unsafe {
-            let from = stored.as_ptr().add(2 * at).cast();
-            let wide = match scale_type {
-                ScaleType::F16 => widen::<false>(from),
-                ScaleType::Bf16 => widen::<true>(from),
-            };
-            _mm512_storeu_ps(numbers.as_mut_ptr().add(at), wide);
-        }
-        at += LANES;
+/// The engine that keeps logits in registers.
+pub(super) struct Avx512(Simd);
+
+impl Avx512 {
+    /// The instruction set is AVX-512, or one that includes it.
+    pub(super) fn new(simd: Simd) -> Avx512 {
+        assert!(matches!(simd.isa(), Isa::Avx512 | Isa::Amx), "{} is not AVX-512", simd.isa());
+        Avx512(simd)
     }
 }
 
-/// As `engine::Engine::fetch`.
-#[inline(always)]
-pub(super) fn prefetch(ahead: *const u8, len: usize) {
-    for line in (0..len).step_by(64) {
-        // SAFETY: prefetching an address is harmless whatever it is.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast()) };
+/// Most rows of one product.
+const ROWS: usize = most_rows(LANES);
+
+impl Engine for Avx512 {
+    const ROWS: usize = ROWS;
+
+    #[inline(always)]
+    fn simd(&self) -> Simd {
+        self.0
+    }
+
+    #[inline(always)]
+    fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+        // SAFETY: an engine exists only where its instruction set does.
+        unsafe { split_row(row, high, low) }
+    }
+
+    #[inline(always)]
+    fn total(&self, row: &[f32]) -> f32 {
+        // SAFETY: as above.
+        unsafe { total(row) }
+    }
+
+    #[inline(always)]
+    fn softmax(&mut self, sums: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
+        // SAFETY: as above.
+        unsafe { softmax(sums, state, weights) }
+    }
+
+    #[inline(always)]
+    fn finish(&self, shape: &Shape, state: RowStates<'_>) {
+        // SAFETY: as above.
+        unsafe { finish(shape, state) }
+    }
+
+    #[inline(always)]
+    fn accumulate_values(&self, sums: ValueSums<'_>, values: &mut [f32]) {
+        // SAFETY: as above.
+        unsafe { accumulate_values(sums, values) }
     }
 }
 
-/// As `engine::Engine::weigh` for products of up to `ROWS` rows.
+/// [`Engine::softmax`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn weigh<const ROWS: usize>(
-    from: &Sums<'_>,
-    running: &mut Running<'_>,
-    weights: &mut Weights<'_>,
-) {
-    let (rows, groups, d) = (from.spans.len(), from.shape.groups, running.d);
-    assert!(rows <= ROWS && groups > 0 && from.steps.len() == rows && from.seen.len() == rows);
+fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
+    let (rows, groups, d) = (from.spans.len(), from.shape.groups, state.d);
+    assert!(rows <= ROWS && groups > 0 && from.units.len() == rows && from.seen.len() == rows);
     assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS);
-    assert!(from.stored.len() == 2 * from.shape.numbers());
+    assert!(from.stored_scales.len() == 2 * from.shape.scale_count());
     assert!(from.totals.len() >= (groups - 1) * from.totals_stride + rows);
-    assert!(running.max.len() == rows && running.sum.len() == rows && running.values.len() == rows * d);
-    assert!(running.lanes.len() == rows * (1 + groups) * LANES);
+    assert!(state.max.len() == rows && state.sum.len() == rows && state.values.len() == rows * d);
+    assert!(state.lanes.len() == rows * (1 + groups) * LANES);
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
-    assert!(weights.numbers.len() >= groups * ROWS * 2);
+    assert!(weights.units.len() >= groups * ROWS * 2);
     // SAFETY: all lengths are as promised, see above.
     unsafe {
         match from.shape.scale_type {
-            ScaleType::F16 => weigh_all::<ROWS, false>(from, running, weights),
-            ScaleType::Bf16 => weigh_all::<ROWS, true>(from, running, weights),
+            ScaleType::F16 => softmax_all::<false>(from, state, weights),
+            ScaleType::Bf16 => softmax_all::<true>(from, state, weights),
         }
     }
 }
 
 /// # Safety
-/// The slices have the lengths that [`weigh`] checks.
+/// The slices have the lengths that [`softmax`] checks.
 #[inline(always)]
-unsafe fn weigh_all<const ROWS: usize, const BF16: bool>(
-    from: &Sums<'_>,
-    running: &mut Running<'_>,
+unsafe fn softmax_all<const BF16: bool>(
+    from: &KeySums<'_>,
+    state: &mut RowStates<'_>,
     weights: &mut Weights<'_>,
 ) {
     let rows = from.spans.len();
@@ -89,31 +109,31 @@ unsafe fn weigh_all<const ROWS: usize, const BF16: bool>(
         // SAFETY: the caller's promise.
         row += unsafe {
             match rows - row {
-                1 => weigh_rows::<ROWS, 1, BF16>(from, row, running, weights),
-                2 | 4 => weigh_rows::<ROWS, 2, BF16>(from, row, running, weights),
-                _ => weigh_rows::<ROWS, 3, BF16>(from, row, running, weights),
+                1 => softmax_rows::<1, BF16>(from, row, state, weights),
+                2 | 4 => softmax_rows::<2, BF16>(from, row, state, weights),
+                _ => softmax_rows::<3, BF16>(from, row, state, weights),
             }
         };
     }
 }
 
-/// [`weigh`] for `R` rows side by side, because one row is a chain of operations that wait for each other. Returns `R`.
+/// [`softmax`] for `R` rows side by side, because one row is a chain of operations that wait for each other. Returns `R`.
 ///
 /// # Safety
-/// Rows `first..first + R` exist, and the slices have the lengths that [`weigh`] checks.
+/// Rows `first..first + R` exist, and the slices have the lengths that [`softmax`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
-    from: &Sums<'_>,
+unsafe fn softmax_rows<const R: usize, const BF16: bool>(
+    from: &KeySums<'_>,
     first: usize,
-    running: &mut Running<'_>,
+    state: &mut RowStates<'_>,
     weights: &mut Weights<'_>,
 ) -> usize {
     let groups = from.shape.groups;
-    let (sums, numbers) = (from.sums.as_ptr(), from.stored.as_ptr().cast::<u16>());
+    let (sums, scales) = (from.sums.as_ptr(), from.stored_scales.as_ptr().cast::<u16>());
     // A row that has seen nothing must not subtract -∞ from -∞, and takes whatever it sees as its reference.
     let (mut reference, mut limit) = ([0.0; R], [SLACK; R]);
     for r in 0..R {
-        let max = running.max[first + r];
+        let max = state.max[first + r];
         if max == f32::NEG_INFINITY {
             limit[r] = max;
         } else {
@@ -125,12 +145,12 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
     for group in 0..groups {
         // SAFETY: scales and offsets of the keys of a group, and a row of sums, by the caller's promise.
         unsafe {
-            let scale = numbers.add(2 * group * PAGE_TOKENS);
+            let scale = scales.add(2 * group * PAGE_TOKENS);
             for j in 0..REGISTERS {
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
                     let row = first + r;
-                    let step = _mm512_set1_ps(*from.steps.get_unchecked(row));
+                    let step = _mm512_set1_ps(*from.units.get_unchecked(row));
                     let total = _mm512_set1_ps(*from.totals.get_unchecked(group * from.totals_stride + row));
                     let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
                     let integers = join(sums.add(at), PAGE_TOKENS);
@@ -160,13 +180,13 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
     if above != 0 {
         for r in 0..R {
             let largest = _mm512_reduce_max_ps(largest(&logits[r]));
-            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, running));
+            let rise = _mm512_set1_ps(raise(largest, limit[r], first + r, groups, state));
             for j in 0..REGISTERS {
                 logits[r][j] = _mm512_sub_ps(logits[r][j], rise);
             }
         }
     }
-    let lanes = running.lanes.as_mut_ptr();
+    let lanes = state.lanes.as_mut_ptr();
     for r in 0..R {
         // SAFETY: 16 lanes of a row, by the caller's promise.
         unsafe {
@@ -189,7 +209,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
             for r in 0..R {
                 offsets[r] = _mm512_loadu_ps(lanes.add(r * (1 + groups) * LANES));
             }
-            let scale = numbers.add(2 * (groups + group) * PAGE_TOKENS);
+            let scale = scales.add(2 * (groups + group) * PAGE_TOKENS);
             for j in 0..REGISTERS {
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
@@ -206,7 +226,7 @@ unsafe fn weigh_rows<const ROWS: usize, const R: usize, const BF16: bool>(
         // SAFETY: the rows exist, by the caller's promise; a number and two parts of 64 bytes for each row of a group.
         unsafe {
             let (steps, inverses) = units(reduce_max(largest));
-            _mm_mask_storeu_ps(weights.numbers.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
+            _mm_mask_storeu_ps(weights.units.as_mut_ptr().add(at + group * ROWS), (1 << R) - 1, steps);
             for r in 0..R {
                 let index = _mm512_set1_epi32(r as i32);
                 let inverse = _mm512_permutexvar_ps(index, _mm512_castps128_ps512(inverses));
@@ -230,31 +250,31 @@ fn largest(logits: &Page) -> __m512 {
 /// NaN is not above: the reference stays, and NaN shows in the sum.
 #[cold]
 #[inline(never)]
-fn raise(largest: f32, limit: f32, row: usize, groups: usize, running: &mut Running<'_>) -> f32 {
+fn raise(largest: f32, limit: f32, row: usize, groups: usize, state: &mut RowStates<'_>) -> f32 {
     let above = largest > limit;
     if !above {
         return 0.0;
     }
-    let old = running.max[row];
+    let old = state.max[row];
     if old == f32::NEG_INFINITY {
         // Nothing has been summed.
-        running.max[row] = largest;
+        state.max[row] = largest;
         return largest;
     }
-    running.max[row] = old + largest;
-    let rise = running.max[row] - old;
-    let shrink = (-rise).exp2();
+    state.max[row] = old + largest;
+    let rise = state.max[row] - old;
+    let rescale = (-rise).exp2();
     let lanes = (1 + groups) * LANES;
-    running.sum[row] *= shrink;
-    running.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= shrink);
-    running.values[row * running.d..][..running.d].iter_mut().for_each(|value| *value *= shrink);
+    state.sum[row] *= rescale;
+    state.lanes[row * lanes..][..lanes].iter_mut().for_each(|lane| *lane *= rescale);
+    state.values[row * state.d..][..state.d].iter_mut().for_each(|value| *value *= rescale);
     rise
 }
 
-/// As `engine::Engine::finish`.
+/// [`Engine::finish`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn finish(shape: &Shape, running: Running<'_>) {
-    let Running { sum, values, lanes, d, .. } = running;
+fn finish(shape: &Shape, state: RowStates<'_>) {
+    let RowStates { sum, values, lanes, d, .. } = state;
     let groups = shape.groups;
     assert!(lanes.len() == sum.len() * (1 + groups) * LANES && values.len() == sum.len() * d);
     for row in 0..sum.len() {
@@ -277,9 +297,9 @@ pub(super) fn finish(shape: &Shape, running: Running<'_>) {
     }
 }
 
-/// As `engine::Engine::split_row`.
+/// [`Engine::split_row`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
+fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     assert!(high.len() == low.len() && high.len() >= row.len() && high.len().is_multiple_of(PAGE_TOKENS));
     let mut largest = _mm512_setzero_ps();
     for first in (0..row.len()).step_by(LANES) {
@@ -298,7 +318,7 @@ pub(super) fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     _mm_cvtss_f32(step)
 }
 
-/// As `engine::Engine::total`.
+/// [`Engine::total`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn total(row: &[f32]) -> f32 {
     let mut sums = [_mm512_setzero_pd(); 2];
@@ -310,25 +330,18 @@ pub(super) fn total(row: &[f32]) -> f32 {
     _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1])) as f32
 }
 
-/// As `engine::Engine::add_values`.
+/// [`Engine::accumulate_values`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-pub(super) fn add_values(
-    sums: &[i32],
-    numbers: &[f32],
-    width: usize,
-    channels: Range<usize>,
-    rows: usize,
-    d: usize,
-    values: &mut [f32],
-) {
+fn accumulate_values(from: ValueSums<'_>, values: &mut [f32]) {
+    let ValueSums { sums, units, width, channels, rows, d } = from;
     let end = channels.end.next_multiple_of(LANES);
     assert!(channels.start < channels.end && channels.end <= d && end <= width);
-    assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && numbers.len() >= rows);
+    assert!(values.len() == rows * d && sums.len() >= rows * 2 * width && units.len() >= rows);
     // Whole registers of channels, and what is left on either side.
     let whole = channels.start.next_multiple_of(LANES)..channels.end / LANES * LANES;
     for row in 0..rows {
-        let step = _mm512_set1_ps(numbers[row]);
+        let step = _mm512_set1_ps(units[row]);
         // SAFETY: a row of sums and one of values are inside the lengths above.
         let (sums, values) =
             unsafe { (sums.as_ptr().add(row * 2 * width), values.as_mut_ptr().add(row * d)) };
@@ -362,47 +375,3 @@ pub(super) fn add_values(
         }
     }
 }
-
-/// The steps of this module as functions of an engine for products of `ROWS` rows.
-macro_rules! steps {
-    () => {
-        #[inline(always)]
-        fn fetch(&self, ahead: &[u8]) {
-            weigh::prefetch(ahead.as_ptr(), ahead.len());
-        }
-
-        #[inline(always)]
-        fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
-            // SAFETY: an engine exists only where its instruction set does.
-            unsafe { weigh::split_row(row, high, low) }
-        }
-
-        #[inline(always)]
-        fn total(&self, row: &[f32]) -> f32 {
-            // SAFETY: as above.
-            unsafe { weigh::total(row) }
-        }
-
-        #[inline(always)]
-        fn finish(&self, shape: &Shape, running: Running<'_>) {
-            // SAFETY: as above.
-            unsafe { weigh::finish(shape, running) }
-        }
-
-        #[inline(always)]
-        fn add_values(
-            &self,
-            sums: &[i32],
-            numbers: &[f32],
-            width: usize,
-            channels: Range<usize>,
-            rows: usize,
-            d: usize,
-            values: &mut [f32],
-        ) {
-            // SAFETY: as above.
-            unsafe { weigh::add_values(sums, numbers, width, channels, rows, d, values) }
-        }
-    };
-}
-pub(super) use steps;

@@ -1,0 +1,33 @@
+//! Where the rows of a step find keys and values.
+
+use oscar_codec::PageLayout;
+
+use crate::cpu::cache::Cache;
+
+/// What the rows of a step read.
+pub(in crate::cpu) struct Tiers<'a> {
+    /// The pools of the step.
+    pub(in crate::cpu) cache: &'a Cache,
+    /// Layer of `cache`.
+    pub(in crate::cpu) layer: usize,
+    /// What is read instead for early positions, if anything: a measurement's stand-in for sealed pages.
+    pub(in crate::cpu) history: Option<History<'a>>,
+}
+
+impl Tiers<'_> {
+    /// About how many sealed pages take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
+    pub(super) fn exact_cost(&self) -> usize {
+        match self.cache.sealed().map(|sealed| sealed.layouts[self.layer]) {
+            Some(PageLayout::Codes(layout)) => 10 / layout.bits() as usize,
+            _ => 1,
+        }
+    }
+}
+
+/// Stand-ins for the early positions of a sequence; see [`crate::inspect::StandIn`].
+pub(in crate::cpu) struct History<'a> {
+    pub(in crate::cpu) cache: &'a Cache,
+    pub(in crate::cpu) layer: usize,
+    /// Positions below `ends(position of the query)` are read from the history.
+    pub(in crate::cpu) ends: &'a (dyn Fn(usize) -> usize + Sync),
+}
