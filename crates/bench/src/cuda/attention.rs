@@ -5,7 +5,7 @@
 
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
-use oscar_lab::eval::report::charts::{Roofline, RooflineDot, short};
+use oscar_lab::eval::report::charts::{LineChart, Note, Series, short};
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
@@ -89,25 +89,53 @@ impl CudaRow {
     fn operations(&self) -> f64 {
         4.0 * (self.batch * self.context * self.q_heads * self.head_dim) as f64
     }
+
+    /// Operations per byte that is read, and per second.
+    fn point(&self) -> (f64, f64) {
+        (self.operations() / self.bytes as f64, self.operations() / (self.us_per_layer / 1e6))
+    }
+
+    fn series(&self) -> String {
+        if self.groups == 1 { self.kv.to_owned() } else { format!("{}, {} groups", self.kv, self.groups) }
+    }
 }
 
-/// All measurements below the read ceiling of their card, as SVG.
+/// All measurements below the read ceiling of their card, as SVG; the fastest and the slowest of every format are named.
 pub fn roofline(rows: &[CudaRow]) -> String {
-    let dots = rows.iter().map(|row| RooflineDot {
-        series: match row.groups {
-            1 => row.kv.to_owned(),
-            groups => format!("{}, {groups} groups", row.kv),
-        },
-        name: format!("{} x {}", row.batch, short(row.context as f64)),
-        intensity: row.operations() / row.bytes as f64,
-        speed: row.operations() / (row.us_per_layer / 1e6),
-    });
-    let card = rows.first().map_or("no card", |row| &row.card);
     let ceiling = rows.first().map_or(0.0, |row| row.ceiling_gb_per_s * 1e9);
-    Roofline {
-        title: format!("Decode attention, {card}, {:.2} TB/s", ceiling / 1e12),
-        ceiling,
-        dots: dots.collect(),
+    let note = |row: &CudaRow, below: bool| {
+        let (intensity, speed) = row.point();
+        let share = speed / (intensity * ceiling);
+        let text = format!("{} x {} ({share:.2})", row.batch, short(row.context as f64));
+        Note { at: (intensity, speed), text, below }
+    };
+    let mut series: Vec<Series> = Vec::new();
+    for name in rows.iter().map(CudaRow::series) {
+        if series.iter().any(|known| known.name == name) {
+            continue;
+        }
+        let mut own: Vec<&CudaRow> = rows.iter().filter(|row| row.series() == name).collect();
+        own.sort_by(|one, other| one.point().1.total_cmp(&other.point().1));
+        // The line climbs to the right, so there is room left of the fastest and right of the slowest.
+        let mut notes: Vec<Note> = own.last().map(|row| note(row, false)).into_iter().collect();
+        notes.extend((own.len() > 1).then(|| note(own[0], true)));
+        series.push(Series { name, points: own.iter().map(|row| row.point()).collect(), notes });
+    }
+    let intensities = || rows.iter().map(|row| row.point().0);
+    let ends = [intensities().fold(f64::INFINITY, f64::min) / 1.5, intensities().fold(0.0, f64::max)];
+    LineChart {
+        title: format!(
+            "Decode attention, {}, {:.2} TB/s",
+            rows.first().map_or("no card", |row| &row.card),
+            ceiling / 1e12
+        ),
+        x_axis: "operations per byte of pages".into(),
+        y_axis: "operations per second (share of the ceiling)".into(),
+        series,
+        logarithmic_x: true,
+        logarithmic_y: true,
+        joined: false,
+        limit: ends.map(|at| (at, at * ceiling)).to_vec(),
     }
     .svg()
 }
@@ -299,6 +327,10 @@ mod tests {
             registers: 168,
             spilled_bytes: 0,
         };
+        assert!(!roofline(&[]).contains("NaN"));
+        let between = roofline(&[row("int2", 1, 2.0), row("int2", 1, 5.0), row("int2", 1, 4.0)]);
+        assert!(between.contains("(0.50)") && between.contains("(0.20)") && !between.contains("(0.25)"));
+        assert_eq!((between.matches("<circle").count(), between.matches("<polyline").count()), (3, 1));
         let svg = roofline(&[row("bf16", 1, 1.25), row("int2", 2, 2.0)]);
         for text in ["bf16", "int2, 2 groups", "2 x 1000 (0.80)", "2 x 1000 (0.50)", "1.00 TB/s"] {
             assert!(svg.contains(text), "{text}: {svg}");

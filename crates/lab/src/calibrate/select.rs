@@ -149,13 +149,14 @@ impl<'a> Trial<'a> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(key)?));
         let weights = self.weights_of(&logits);
         let values = self.encoded_values(value)?;
+        let keys_only = self.outputs(&weights, &self.values);
         Ok(Choice {
             key,
             value,
             logit_error: self.logit_error(&logits),
-            key_error: self.relative(&self.outputs(&weights, &self.values)),
-            value_error: self.relative(&self.mixed_outputs(&self.weights, &values)),
-            output_error: self.relative(&self.mixed_outputs(&weights, &values)),
+            key_error: self.relative(&keys_only),
+            value_error: self.share(&self.value_change(&self.weights, &values)),
+            output_error: self.relative(&sum(&keys_only, &self.value_change(&weights, &values))),
         })
     }
 
@@ -165,8 +166,7 @@ impl<'a> Trial<'a> {
     }
 
     fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
-        let values = self.encoded_values(rule)?;
-        Ok(self.relative(&self.mixed_outputs(&self.weights, &values)))
+        Ok(self.share(&self.value_change(&self.weights, &self.encoded_values(rule)?)))
     }
 
     fn encoded_keys(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
@@ -223,20 +223,19 @@ impl<'a> Trial<'a> {
         product(weights, matrix(values, self.tokens, self.dim))
     }
 
-    /// Outputs with encoded values for history and exact ones for the windows.
-    fn mixed_outputs(&self, weights: &[f32], encoded: &[f32]) -> Vec<f32> {
-        let (mut history, mut windows) = (weights.to_vec(), weights.to_vec());
-        let rows = history.chunks_exact_mut(self.tokens).zip(windows.chunks_exact_mut(self.tokens));
-        for (query, (history, windows)) in self.held_out.queries.iter().zip(rows) {
-            for token in 0..self.tokens {
-                let other = if self.is_history(query, token) { &mut *windows } else { &mut *history };
-                other[token] = 0.0;
+    /// What encoded values change in the outputs: history reads them, the windows do not.
+    fn value_change(&self, weights: &[f32], encoded: &[f32]) -> Vec<f32> {
+        let mut history = weights.to_vec();
+        for (query, weights) in self.held_out.queries.iter().zip(history.chunks_exact_mut(self.tokens)) {
+            for (token, weight) in weights.iter_mut().enumerate() {
+                if !self.is_history(query, token) {
+                    *weight = 0.0;
+                }
             }
         }
-        let mut out = self.outputs(&history, encoded);
-        let exact = self.outputs(&windows, &self.values);
-        out.iter_mut().zip(exact).for_each(|(out, exact)| *out += exact);
-        out
+        let errors: Vec<f32> =
+            encoded.iter().zip(&self.values).map(|(encoded, exact)| encoded - exact).collect();
+        self.outputs(&history, &errors)
     }
 
     /// Σ x M xᵀ over queries, each with the metric of its member.
@@ -255,7 +254,12 @@ impl<'a> Trial<'a> {
     fn relative(&self, outputs: &[f32]) -> f64 {
         let change: Vec<f32> =
             outputs.iter().zip(&self.exact).map(|(output, exact)| output - exact).collect();
-        self.weigh(&change) / self.energy.max(f64::MIN_POSITIVE)
+        self.share(&change)
+    }
+
+    /// How large a change of the outputs is, relative to their size.
+    fn share(&self, change: &[f32]) -> f64 {
+        self.weigh(change) / self.energy.max(f64::MIN_POSITIVE)
     }
 
     fn logit_error(&self, logits: &[f32]) -> f64 {
@@ -297,6 +301,10 @@ fn encoded(
     let mut out = rows.to_vec();
     codec(isa, transform, rule)?.through_pages(HEAD, side, &mut out, &mut SealScratch::default())?;
     Ok(out)
+}
+
+fn sum(one: &[f32], other: &[f32]) -> Vec<f32> {
+    one.iter().zip(other).map(|(a, b)| a + b).collect()
 }
 
 /// `values` as `[rows][cols]`.

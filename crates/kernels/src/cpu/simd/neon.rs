@@ -8,7 +8,6 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use half::bf16;
 
 use super::bytes::Bytes;
 use super::codes::CodeWords;

@@ -93,7 +93,9 @@ fn distance_charts(rows: &[&Row]) -> Vec<String> {
     let sized: Vec<Series> = points
         .iter()
         .filter(|point| point.1 > 0.0)
-        .filter_map(|(label, kl, bits)| Some(Series { name: label.clone(), points: vec![((*bits)?, *kl)] }))
+        .filter_map(|(label, kl, bits)| {
+            Some(Series { name: label.clone(), points: vec![((*bits)?, *kl)], notes: vec![] })
+        })
         .collect();
     if sized.len() > 1 {
         let chart = LineChart {
@@ -101,9 +103,8 @@ fn distance_charts(rows: &[&Row]) -> Vec<String> {
             x_axis: "bits per element, scales included".into(),
             y_axis: if logarithmic { "KL (log scale)".into() } else { "KL".into() },
             series: sized,
-            logarithmic_x: false,
             logarithmic_y: logarithmic,
-            joined: false,
+            ..LineChart::default()
         };
         charts.push(chart.svg());
     }
@@ -217,7 +218,7 @@ fn needle_charts(rows: &[&Row]) -> Vec<String> {
             };
             let points =
                 lengths.iter().filter_map(|length| Some((*length, 100.0 * score(*length)?))).collect();
-            Series { name: kv.clone().unwrap_or_else(|| "–".to_owned()), points }
+            Series { name: kv.clone().unwrap_or_else(|| "–".to_owned()), points, notes: vec![] }
         });
         let chart = LineChart {
             title: if group.is_empty() {

@@ -1,4 +1,4 @@
-//! Charts as SVG text, drawn by `plotters`: heat map, bars, lines, roofline.
+//! Charts as SVG text, drawn by `plotters`: heat map, bars, lines.
 //!
 //! Charts are as wide as a narrow column, so that their letters can still be read when a phone shows them at full
 //! width. They need no script and no font file.
@@ -7,7 +7,6 @@ mod axis;
 mod bars;
 mod heat_map;
 mod lines;
-mod roofline;
 
 use plotters::chart::ChartContext;
 use plotters::coord::Shift;
@@ -19,15 +18,12 @@ use self::axis::Axis;
 pub use self::axis::short;
 pub use self::bars::{Bar, BarChart};
 pub use self::heat_map::{HeatMap, heat_map_svg};
-pub use self::lines::{LineChart, Series};
-pub use self::roofline::{Roofline, RooflineDot};
+pub use self::lines::{LineChart, Note, Series};
 
 /// Width of every chart in its own units; pages scale it.
 const WIDTH: u32 = 460;
 /// Space above the drawing for the title.
 const TITLE_HEIGHT: u32 = 30;
-/// Space left and right of a plot, for marks and the name of the y axis.
-const SIDES: [u32; 2] = [64, 16];
 /// Space for one row of the legend.
 const LEGEND_ROW: u32 = 18;
 /// Size of ordinary letters and of the title. `plotters` divides by 1.24, so these are 12 and 14 units.
