@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use oscar_engine::TokenMask;
 use oscar_model::files::gguf::Gguf;
 use oscar_model::text::Tokenizer;
-use oscar_server::grammar::{Constraint, ForcedCalls, GrammarFactory};
-use oscar_server::parse::{Tool, ToolKind};
+use oscar_server::{Constraint, ForcedCalls, GrammarFactory, Tool, ToolCallFormat};
 use serde_json::json;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -25,7 +24,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let words: Vec<String> = (0..2000).map(|index| format!("value number {index}")).collect();
     let listed = json!({"enum": words});
     let tools = [Tool { name: "store_person".to_owned(), parameters: person.clone(), strict: true }];
-    let forced = ForcedCalls { kind: ToolKind::Hermes, tools: &tools, name: None, parallel: true };
+    let format = ToolCallFormat::choose("hermes", None)?.ok_or("the format is known")?;
+    let forced = ForcedCalls { format, tools: &tools, name: None, parallel: true };
     let cases = [
         ("json_object", Constraint::JsonObject, None),
         ("json_schema", Constraint::JsonSchema(&person), None),

@@ -12,7 +12,7 @@ use crate::grammar::{GrammarError, GrammarFactory};
 use crate::kv_events::KvEventAddress;
 use crate::metrics::Metrics;
 use crate::ongoing::Ongoing;
-use crate::parse::{ReasoningKind, ToolKind};
+use crate::parse::{ReasoningFormat, ToolCallFormat};
 use crate::text::{Memory, ServedModel};
 
 /// Texts longer than this are encoded beside the threads that serve connections.
@@ -37,10 +37,10 @@ pub struct ServerOptions {
     pub connections: usize,
     /// How long answers in progress may go on after the server was told to stop.
     pub shutdown: Duration,
-    /// How the model writes its reasoning; it stays in the answer when `None`.
-    pub reasoning_parser: Option<ReasoningKind>,
-    /// How the model writes calls of tools; they stay in the answer when `None`.
-    pub tool_parser: Option<ToolKind>,
+    /// How the model writes its reasoning, which stays in the content when `None`.
+    pub reasoning_parser: Option<&'static ReasoningFormat>,
+    /// How the model writes tool calls, which stay in the content when `None`.
+    pub tool_call_parser: Option<&'static ToolCallFormat>,
     /// How the cache is laid out, for the picture of it.
     pub cache: CacheShape,
     /// Where changes of the prefix tree are told, if they are.
@@ -59,7 +59,7 @@ impl Default for ServerOptions {
             connections: 4096,
             shutdown: Duration::from_secs(30),
             reasoning_parser: None,
-            tool_parser: None,
+            tool_call_parser: None,
             cache: CacheShape::default(),
             kv_events: None,
         }

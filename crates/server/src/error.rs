@@ -14,7 +14,7 @@ const RETRY_AFTER_S: u64 = 1;
 /// Why a request is not answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct ApiError {
+pub(crate) struct ApiError {
     status: StatusCode,
     message: String,
     param: Option<String>,
@@ -24,33 +24,33 @@ pub struct ApiError {
 
 impl ApiError {
     /// An error with this status.
-    pub fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
+    pub(crate) fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
         ApiError { status, message: message.into(), param: None, code: None, retry_after: None }
     }
 
     /// The request makes no sense: 400.
-    pub fn bad_request(message: impl Into<String>) -> ApiError {
+    pub(crate) fn bad_request(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, message)
     }
 
     /// A field of the request makes no sense: 400.
-    pub fn bad_field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
+    pub(crate) fn bad_field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::bad_request(message).with_param(param)
     }
 
     /// A field asks for something that is not there: 400.
-    pub fn unsupported(param: &str, message: impl Into<String>) -> ApiError {
+    pub(crate) fn unsupported(param: &str, message: impl Into<String>) -> ApiError {
         ApiError::bad_field(param, message).with_code("unsupported_parameter")
     }
 
     /// The server is going down: 503.
-    pub fn shutting_down() -> ApiError {
+    pub(crate) fn shutting_down() -> ApiError {
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down");
         ApiError { code: Some("shutting_down"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
 
     /// Something broke here. The reason goes to the log, not to the client: 500.
-    pub fn internal(reason: &dyn std::fmt::Display) -> ApiError {
+    pub(crate) fn internal(reason: &dyn std::fmt::Display) -> ApiError {
         tracing::error!("request failed: {reason}");
         let message = "the server failed to answer this request; its log says why";
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message).with_code("internal_error")
@@ -58,30 +58,30 @@ impl ApiError {
 
     /// Names the field at fault.
     #[must_use]
-    pub fn with_param(mut self, param: impl Into<String>) -> ApiError {
+    pub(crate) fn with_param(mut self, param: impl Into<String>) -> ApiError {
         self.param = Some(param.into());
         self
     }
 
     /// Adds a code for programs.
     #[must_use]
-    pub fn with_code(mut self, code: &'static str) -> ApiError {
+    pub(crate) fn with_code(mut self, code: &'static str) -> ApiError {
         self.code = Some(code);
         self
     }
 
     /// The HTTP status.
-    pub fn status(&self) -> StatusCode {
+    pub(crate) fn status(&self) -> StatusCode {
         self.status
     }
 
     /// The code for programs.
-    pub fn code(&self) -> Option<&'static str> {
+    pub(crate) fn code(&self) -> Option<&'static str> {
         self.code
     }
 
     /// The body: `{"error": {"message", "type", "param", "code"}}`.
-    pub fn body(&self) -> Value {
+    pub(crate) fn body(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",

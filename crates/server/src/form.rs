@@ -39,12 +39,12 @@ pub(crate) async fn filter(
     form: AnswerRequest,
     after: Option<&'static str>,
 ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
-    if form.constraint(app.options.tool_parser)?.is_none() {
+    if form.constraint(app.options.tool_call_parser)?.is_none() {
         return Ok(None);
     }
     // Compiling a grammar can take as long as encoding a long text.
     let compile = move |app: &App| {
-        let Some(constraint) = form.constraint(app.options.tool_parser)? else { return Ok(None) };
+        let Some(constraint) = form.constraint(app.options.tool_call_parser)? else { return Ok(None) };
         let factory = app.grammars.get_or_init(|| app.new_grammars()).as_ref().map_err(Clone::clone)?;
         Ok(Some(factory.filter(&constraint, after)?))
     };

@@ -10,8 +10,8 @@
 //! | `text` | prompts, chats, token ids |
 //! | `answers`, `ongoing` | to the engine and back, without anybody waiting for anybody |
 //! | `routes`, `frames`, `logprobs` | what is sent back: whole or as server-sent events |
-//! | [`grammar`], `form` | answers that must look like something |
-//! | [`parse`] | reasoning and calls of tools in what the model wrote |
+//! | `grammar`, `form` | answers that must look like something |
+//! | `parse`, `families` | reasoning and tool calls in what the model wrote |
 //! | `metrics` | numbers for Prometheus |
 //! | `kv_events` | what is in the prefix tree, for routers |
 //! | `page` | the web page at `/` |
@@ -21,16 +21,17 @@ mod app;
 mod auth;
 mod body;
 mod error;
+mod families;
 mod form;
 mod frames;
-pub mod grammar;
+mod grammar;
 mod kv_events;
 mod listen;
 mod logprobs;
 mod metrics;
 mod ongoing;
 mod page;
-pub mod parse;
+mod parse;
 mod protocol;
 mod router;
 mod routes;
@@ -42,9 +43,11 @@ use axum::Router;
 use oscar_engine::Serve;
 
 pub use app::{CacheShape, ServerOptions};
-pub use error::ApiError;
+pub use families::UnknownParser;
+pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
 pub use listen::Ended;
+pub use parse::{ReasoningFormat, Tool, ToolCallFormat};
 pub use text::ServedModel;
 
 use crate::app::App;

@@ -16,8 +16,9 @@ use oscar_lab::Machine;
 use oscar_model::SamplingDefaults;
 use oscar_model::source::ModelPath;
 use oscar_model::text::TextError;
-use oscar_server::parse::{ReasoningKind, ToolKind};
-use oscar_server::{CacheShape, KvEventAddress, ServedModel, Server, ServerOptions};
+use oscar_server::{
+    CacheShape, KvEventAddress, ReasoningFormat, ServedModel, Server, ServerOptions, ToolCallFormat,
+};
 use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -267,9 +268,12 @@ impl ServeArguments {
     }
 
     /// How a model with this chat template writes its reasoning and its calls.
-    fn parsers(&self, template: Option<&str>) -> Result<(Option<ReasoningKind>, Option<ToolKind>), Failure> {
-        let reasoning = ReasoningKind::choose(&self.reasoning_parser, template).map_err(Failure::new)?;
-        let calls = ToolKind::choose(&self.tool_call_parser, template).map_err(Failure::new)?;
+    fn parsers(
+        &self,
+        template: Option<&str>,
+    ) -> Result<(Option<&'static ReasoningFormat>, Option<&'static ToolCallFormat>), Failure> {
+        let reasoning = ReasoningFormat::choose(&self.reasoning_parser, template).map_err(Failure::new)?;
+        let calls = ToolCallFormat::choose(&self.tool_call_parser, template).map_err(Failure::new)?;
         Ok((reasoning, calls))
     }
 
@@ -307,7 +311,7 @@ impl ServeArguments {
         let family = subject.model.config().family;
         let served = ServedModel::new(name, subject.name().to_owned(), family, tokenizer, template)
             .with_sampling(sampling);
-        let (reasoning_parser, tool_parser) = self.parsers(served.template_source())?;
+        let (reasoning_parser, tool_call_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
         let budget = engine.budget();
         let options = ServerOptions {
@@ -320,7 +324,7 @@ impl ServeArguments {
             connections: self.limits.max_connections,
             shutdown: Duration::from_secs(self.limits.shutdown_seconds),
             reasoning_parser,
-            tool_parser,
+            tool_call_parser,
             cache: CacheShape {
                 sink_pages: budget.windows.sink,
                 recent_pages: budget.windows.recent,

@@ -10,11 +10,11 @@ use oscar_engine::TokenFilter;
 use oscar_model::text::Tokenizer;
 use serde_json::{Value, json};
 
-use super::calls::ForcedCalls;
+use super::GrammarError;
 use super::ebnf;
 use super::filter::GrammarFilter;
 use super::limits::{check_grammar, check_regex, check_schemas};
-use super::{GrammarError, calls};
+use super::tool_calls::{self, ForcedCalls};
 use crate::parse::Tool;
 
 /// Longer tokens, of which real vocabularies have none, are left out: the library's tree cannot hold them.
@@ -159,7 +159,10 @@ impl GrammarFactory {
         let chosen = forced.chosen()?;
         check_schemas(what, chosen.iter().map(|tool| &tool.parameters))?;
         let compile = |tools: &[&Tool], loose: &[&str], after| {
-            self.compile(within(GrammarWithLexer::from_lark(calls::grammar(forced, tools, loose)), after))
+            self.compile(within(
+                GrammarWithLexer::from_lark(tool_calls::grammar(forced, tools, loose)),
+                after,
+            ))
         };
         let matcher = match compile(&chosen, &[], after) {
             Ok(matcher) => matcher,

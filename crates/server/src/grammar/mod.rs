@@ -1,17 +1,23 @@
-//! Answers in a given shape: JSON by a schema, a regular expression, a grammar, a call of a tool.
+//! Answers in a given shape: JSON by a schema, a regular expression, a grammar, a tool call.
 //!
 //! A [`GrammarFactory`] knows the bytes of every token and is built once for a model. Each request gets a
 //! [`TokenFilter`](oscar_engine::TokenFilter) from it, which the engine asks which tokens may come next. The work is
 //! bounded on the way in (size and depth of what the client sent) and by the library's limits on what it compiles to.
 
-mod calls;
 mod ebnf;
+#[cfg(test)]
+mod engine_tests;
 mod factory;
 mod filter;
 mod limits;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+mod tool_calls;
 
-pub use calls::ForcedCalls;
 pub use factory::{Constraint, GrammarFactory};
+pub use tool_calls::ForcedCalls;
 
 /// Why an answer cannot be constrained as asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

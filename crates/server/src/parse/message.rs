@@ -4,29 +4,29 @@ use super::Piece;
 
 /// A whole answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Message {
+pub(crate) struct Message {
     /// Thoughts before the answer.
-    pub reasoning: String,
+    pub(crate) reasoning: String,
     /// The answer itself.
-    pub content: String,
+    pub(crate) content: String,
     /// Calls, in order.
-    pub tool_calls: Vec<MessageCall>,
+    pub(crate) tool_calls: Vec<MessageCall>,
 }
 
 /// A whole call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MessageCall {
+pub(crate) struct MessageCall {
     /// Identifies the call when its result is sent back.
-    pub id: String,
+    pub(crate) id: String,
     /// The function.
-    pub name: String,
+    pub(crate) name: String,
     /// JSON text.
-    pub arguments: String,
+    pub(crate) arguments: String,
 }
 
 impl Message {
     /// Adds a piece.
-    pub fn push(&mut self, piece: Piece) {
+    pub(crate) fn push(&mut self, piece: Piece) {
         match piece {
             Piece::Reasoning(text) => self.reasoning.push_str(&text),
             Piece::Content(text) => self.content.push_str(&text),

@@ -12,18 +12,19 @@ mod message;
 mod parts;
 mod reasoning;
 mod request;
-mod tools;
+mod tool_calls;
 
-pub use message::{Message, MessageCall};
+pub(crate) use message::{Message, MessageCall};
 pub(crate) use parts::{Change, Part, Parts};
-pub use reasoning::{ReasoningKind, ReasoningParser};
-pub use request::{AnswerForm, AnswerRequest, FieldError, ToolChoice};
-pub(crate) use tools::may_be_text;
-pub use tools::{Tool, ToolKind, ToolParser};
+pub use reasoning::ReasoningFormat;
+pub(crate) use reasoning::{ReasoningParser, THINK};
+pub(crate) use request::{AnswerRequest, FieldError};
+pub(crate) use tool_calls::{CallLayout, ToolCallParser, XmlLayout, may_be_text};
+pub use tool_calls::{Tool, ToolCallFormat};
 
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub(crate) enum Piece {
     /// Thoughts before the answer.
     Reasoning(String),
     /// The answer itself.
@@ -46,47 +47,38 @@ pub enum Piece {
     },
 }
 
-/// A parser name that is not known.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{option} is `{name}`, expected one of: {known}")]
-pub struct UnknownParser {
-    /// The option that was set.
-    pub option: &'static str,
-    /// Its value.
-    pub name: String,
-    /// Names that would do.
-    pub known: String,
-}
-
 /// Whether the engine must be asked to show special tokens: some vocabularies have the markers among them, and parsers
 /// can only find what is in the text.
-pub fn needs_special_tokens(
+pub(crate) fn needs_special_tokens(
     tokenizer: &Tokenizer,
-    reasoning: Option<ReasoningKind>,
-    tools: Option<ToolKind>,
+    reasoning: Option<&ReasoningFormat>,
+    tool_calls: Option<&ToolCallFormat>,
 ) -> bool {
-    let (open, close) = reasoning.map(ReasoningKind::markers).unzip();
+    let (open, close) = reasoning.map(|format| format.markers).unzip();
     let markers =
-        open.into_iter().chain(close).chain(tools.iter().flat_map(|kind| kind.markers().iter().copied()));
+        open.into_iter().chain(close).chain(tool_calls.into_iter().flat_map(ToolCallFormat::markers));
     let mut ids = markers.filter_map(|marker| tokenizer.token_id(marker));
     ids.any(|id| tokenizer.is_special(id))
 }
 
 /// Both parsers in a row: the reasoning is taken off first, calls are looked for in the rest.
 #[derive(Debug, Default)]
-pub struct OutputParser {
+pub(crate) struct OutputParser {
     reasoning: Option<ReasoningParser>,
-    tools: Option<ToolParser>,
+    tool_calls: Option<ToolCallParser>,
 }
 
 impl OutputParser {
     /// Where a parser is missing, its kind of piece is left in the content.
-    pub fn new(reasoning: Option<ReasoningParser>, tools: Option<ToolParser>) -> OutputParser {
-        OutputParser { reasoning, tools }
+    pub(crate) fn new(
+        reasoning: Option<ReasoningParser>,
+        tool_calls: Option<ToolCallParser>,
+    ) -> OutputParser {
+        OutputParser { reasoning, tool_calls }
     }
 
     /// Takes the next part of the text.
-    pub fn push(&mut self, text: &str) -> Vec<Piece> {
+    pub(crate) fn push(&mut self, text: &str) -> Vec<Piece> {
         let pieces = match &mut self.reasoning {
             Some(reasoning) => reasoning.push(text),
             None => content(text),
@@ -95,21 +87,21 @@ impl OutputParser {
     }
 
     /// The text has ended: gives what was held back.
-    pub fn finish(&mut self) -> Vec<Piece> {
+    pub(crate) fn finish(&mut self) -> Vec<Piece> {
         let rest = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
         let mut pieces = self.look_for_calls(rest);
-        if let Some(tools) = &mut self.tools {
-            pieces.append(&mut tools.finish());
+        if let Some(tool_calls) = &mut self.tool_calls {
+            pieces.append(&mut tool_calls.finish());
         }
         pieces
     }
 
     fn look_for_calls(&mut self, pieces: Vec<Piece>) -> Vec<Piece> {
-        let Some(tools) = &mut self.tools else { return pieces };
+        let Some(tool_calls) = &mut self.tool_calls else { return pieces };
         let mut out = Vec::with_capacity(pieces.len());
         for piece in pieces {
             match piece {
-                Piece::Content(text) => out.append(&mut tools.push(&text)),
+                Piece::Content(text) => out.append(&mut tool_calls.push(&text)),
                 other => out.push(other),
             }
         }

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use super::{Tool, ToolKind};
+use super::{Tool, ToolCallFormat};
 use crate::grammar::{Constraint, ForcedCalls};
 
 /// Tools of one request.
@@ -14,16 +14,16 @@ const MAX_NAME: usize = 128;
 /// A field of the request that is not what it should be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{field}` {problem}")]
-pub struct FieldError {
+pub(crate) struct FieldError {
     /// Where, such as `tools[0].function.name`.
-    pub field: String,
+    pub(crate) field: String,
     /// What is wrong with it.
-    pub problem: String,
+    pub(crate) problem: String,
 }
 
 /// Whether tools are to be called.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum ToolChoice {
+pub(crate) enum ToolChoice {
     /// They are not: whatever looks like a call is content.
     #[default]
     None,
@@ -37,7 +37,7 @@ pub enum ToolChoice {
 
 /// What the content must look like.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub enum AnswerForm {
+pub(crate) enum AnswerForm {
     /// Anything.
     #[default]
     Text,
@@ -53,20 +53,20 @@ pub enum AnswerForm {
 
 /// The form of an answer, as far as the request sets it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct AnswerRequest {
+pub(crate) struct AnswerRequest {
     /// Tools that may be called, in order.
-    pub tools: Vec<Tool>,
+    pub(crate) tools: Vec<Tool>,
     /// Whether they are to be.
-    pub tool_choice: ToolChoice,
+    pub(crate) tool_choice: ToolChoice,
     /// More than one call is allowed.
-    pub parallel_tool_calls: bool,
+    pub(crate) parallel_tool_calls: bool,
     /// What the content must look like.
-    pub form: AnswerForm,
+    pub(crate) form: AnswerForm,
 }
 
 impl AnswerRequest {
     /// Reads the fields of a request's body. Fields that are `null` count as missing.
-    pub fn from_body(body: &Value) -> Result<AnswerRequest, FieldError> {
+    pub(crate) fn from_body(body: &Value) -> Result<AnswerRequest, FieldError> {
         let tools = tools(get(body, "tools"))?;
         let tool_choice = tool_choice(get(body, "tool_choice"), &tools)?;
         let parallel_tool_calls = match get(body, "parallel_tool_calls") {
@@ -79,24 +79,27 @@ impl AnswerRequest {
     }
 
     /// Whether calls are to be looked for in the answer.
-    pub fn wants_calls(&self) -> bool {
+    pub(crate) fn wants_calls(&self) -> bool {
         !self.tools.is_empty() && self.tool_choice != ToolChoice::None
     }
 
-    /// What the answer must be held to, if anything. `kind` is the layout of the model's calls, if it is known.
-    pub fn constraint(&self, kind: Option<ToolKind>) -> Result<Option<Constraint<'_>>, FieldError> {
+    /// What the answer must be held to, if anything. `format` is how the model writes tool calls, if it is known.
+    pub(crate) fn constraint(
+        &self,
+        format: Option<&'static ToolCallFormat>,
+    ) -> Result<Option<Constraint<'_>>, FieldError> {
         let name = match &self.tool_choice {
             ToolChoice::None | ToolChoice::Auto => None,
             ToolChoice::Required => Some(None),
             ToolChoice::Named(name) => Some(Some(name.as_str())),
         };
         if let Some(name) = name {
-            let kind = kind.ok_or_else(|| {
+            let format = format.ok_or_else(|| {
                 wrong("tool_choice", "demands a call, and how this model writes calls is not known")
             })?;
             // A named tool is called once, as clients of the API expect.
             let parallel = self.parallel_tool_calls && name.is_none();
-            return Ok(Some(Constraint::Calls(ForcedCalls { kind, tools: &self.tools, name, parallel })));
+            return Ok(Some(Constraint::Calls(ForcedCalls { format, tools: &self.tools, name, parallel })));
         }
         Ok(match &self.form {
             AnswerForm::Text => None,
@@ -252,6 +255,10 @@ mod tests {
         AnswerRequest::from_body(&body)
     }
 
+    fn tool_call_format(name: &str) -> Option<&'static ToolCallFormat> {
+        ToolCallFormat::choose(name, None).unwrap()
+    }
+
     fn tool(name: &str) -> Value {
         json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
     }
@@ -284,14 +291,14 @@ mod tests {
         let required = read(json!({"tools": [tool("f")], "tool_choice": "required"})).unwrap();
         let error = required.constraint(None).unwrap_err();
         assert_eq!(error.field, "tool_choice");
-        let constraint = required.constraint(Some(ToolKind::Hermes)).unwrap();
+        let constraint = required.constraint(tool_call_format("hermes")).unwrap();
         let forced = match constraint {
             Some(Constraint::Calls(forced)) => forced,
             other => panic!("{other:?}"),
         };
         assert!(forced.parallel && forced.name.is_none());
         let one = json!({"tools": [tool("f"), tool("g")], "tool_choice": {"type": "function", "function": {"name": "g"}}});
-        match read(one).unwrap().constraint(Some(ToolKind::Glm)).unwrap() {
+        match read(one).unwrap().constraint(tool_call_format("glm")).unwrap() {
             Some(Constraint::Calls(ForcedCalls { name: Some("g"), parallel: false, .. })) => {}
             other => panic!("{other:?}"),
         }

@@ -1,8 +1,7 @@
 //! In front of a tiny model: what only a real engine can get wrong.
 
 use oscar_engine::EngineOptions;
-use oscar_server::ServerOptions;
-use oscar_server::parse::ToolKind;
+use oscar_server::{ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
 
 use crate::support::{tiny, tiny_with, tokenizer};
@@ -220,7 +219,10 @@ async fn answers_have_the_form_that_was_asked_for() {
 
 #[tokio::test]
 async fn calls_can_be_demanded() {
-    let options = ServerOptions { tool_parser: Some(ToolKind::Hermes), ..ServerOptions::default() };
+    let options = ServerOptions {
+        tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
+        ..ServerOptions::default()
+    };
     let house = tiny_with(1024, EngineOptions::default(), options);
     let tool = |name: &str| {
         json!({"type": "function", "function": {"name": name, "parameters": {"type": "object",

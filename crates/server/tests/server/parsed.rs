@@ -5,8 +5,7 @@ use std::sync::Arc;
 use oscar_engine::{
     EngineError, EngineInfo, EngineStats, Event, MockEngine, MockOptions, Request, RequestHandle, Serve, Sink,
 };
-use oscar_server::parse::{ReasoningKind, ToolKind};
-use oscar_server::{Server, ServerOptions};
+use oscar_server::{ReasoningFormat, Server, ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
 
 use crate::support::{House, TEMPLATE, served};
@@ -54,8 +53,8 @@ impl Serve for Parrot {
 pub(crate) fn parrot(script: &[&'static str]) -> House<Parrot> {
     let engine = Arc::new(Parrot { mock: MockEngine::new(MockOptions::default()), script: script.to_vec() });
     let options = ServerOptions {
-        reasoning_parser: Some(ReasoningKind::Qwen3),
-        tool_parser: Some(ToolKind::Hermes),
+        reasoning_parser: ReasoningFormat::choose("qwen3", None).unwrap(),
+        tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
         ..ServerOptions::default()
     };
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;

@@ -8,7 +8,6 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-
 use super::bytes::Bytes;
 use super::codes::CodeWords;
 use super::intrinsics;

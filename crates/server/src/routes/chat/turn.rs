@@ -10,7 +10,7 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::form;
 use crate::logprobs::Endings;
-use crate::parse::{OutputParser, ReasoningParser, Tool, ToolKind, ToolParser, needs_special_tokens};
+use crate::parse::{OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens};
 use crate::protocol::{OpenAiRequest, check_kv_precision};
 use crate::text::{Chat, Prompted};
 
@@ -48,15 +48,15 @@ impl Turn {
         let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separate_reasoning.unwrap_or(true);
         let reasoning_markers = app.options.reasoning_parser.filter(|_| separate_reasoning);
-        let tool_markers = app.options.tool_parser.filter(|_| !tools.is_empty());
+        let tool_markers = app.options.tool_call_parser.filter(|_| !tools.is_empty());
         if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
             options.keep_special = true;
         }
         let salt = options.cache_salt.clone();
         let prompted = prepare(app, request, salt.clone()).await?;
         // What a thinking model must keep to begins after its thoughts.
-        let thinks = app.options.reasoning_parser.filter(|kind| kind.starts_in_reasoning(&prompted.text));
-        let filter = form::filter(app, form, thinks.map(|kind| kind.markers().1)).await?;
+        let thinks = app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(&prompted.text));
+        let filter = form::filter(app, form, thinks.map(|format| format.markers.1)).await?;
         let turn = Turn {
             endings: Endings::new(app.model.tokenizer(), &options),
             salt,
@@ -80,13 +80,13 @@ impl Turn {
     /// Tells the parts of an answer apart.
     pub(crate) fn parser(&self, choice: usize) -> OutputParser {
         let options = &self.app.options;
-        let calls = options.tool_parser.filter(|_| !self.tools.is_empty());
-        let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|kind| {
-            let inside = kind.starts_in_reasoning(&self.prompted.text);
-            ReasoningParser::new(kind, inside, calls.map_or(&[][..], ToolKind::openers))
+        let calls = options.tool_call_parser.filter(|_| !self.tools.is_empty());
+        let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|format| {
+            let inside = format.starts_in_reasoning(&self.prompted.text);
+            ReasoningParser::new(format, inside, calls.map_or(&[], |calls| calls.openers))
         });
         let stem = || format!("{}_{choice}_", self.id_stem);
-        let calls = calls.map(|kind| ToolParser::new(kind, Arc::clone(&self.tools), stem()));
+        let calls = calls.map(|format| ToolCallParser::new(format, Arc::clone(&self.tools), stem()));
         OutputParser::new(reasoning, calls)
     }
 

@@ -1,14 +1,11 @@
 //! Constrained answers: whatever is drawn has the shape that was asked for, and bad requests are refused.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod grammar_support;
-
-use grammar_support::{Draws, allowed, draw, feed, may_end, tokenizer, wrong};
 use oscar_engine::TokenFilter;
-use oscar_server::grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
-use oscar_server::parse::{Message, Tool, ToolKind, ToolParser};
 use serde_json::{Value, json};
+
+use super::testing::{Draws, allowed, draw, feed, may_end, tokenizer, tools, wrong};
+use super::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
+use crate::parse::{Tool, ToolCallFormat};
 
 fn factory() -> (oscar_model::text::Tokenizer, GrammarFactory) {
     let tokenizer = tokenizer("qwen2");
@@ -377,75 +374,13 @@ fn vocabularies_are_checked() {
     assert_eq!(allowed(&mut *filter, 3), [0]);
 }
 
-fn tools() -> Vec<Tool> {
-    let tool = |name: &str, parameters, strict| Tool { name: name.to_owned(), parameters, strict };
-    vec![
-        tool(
-            "get_weather",
-            json!({"type": "object", "properties": {
-                "city": {"type": "string", "maxLength": 6}, "unit": {"type": "string", "enum": ["C", "F"]},
-                "days": {"$ref": "#/$defs/Days"},
-            }, "required": ["city", "days"], "additionalProperties": false,
-            "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 9}}}),
-            true,
-        ),
-        tool("now", Value::Null, false),
-        tool("odd", json!({"type": "object", "not": {"required": ["x"]}}), false),
-    ]
-}
-
-const KINDS: [ToolKind; 5] =
-    [ToolKind::Hermes, ToolKind::QwenCoder, ToolKind::Llama3, ToolKind::Glm, ToolKind::MiniMaxM2];
-
-/// What is drawn under a forced call is a call to the parser of the same layout, with arguments by the schema.
-#[test]
-fn forced_calls_are_calls() {
-    let (tokenizer, factory) = factory();
-    let tools = tools();
-    let mut draws = Draws(11);
-    for kind in KINDS {
-        let ending = match kind {
-            ToolKind::QwenCoder | ToolKind::MiniMaxM2 => "</parameter>\n",
-            ToolKind::Glm => "</arg_value>\n",
-            ToolKind::Hermes | ToolKind::Llama3 => "",
-        };
-        for (name, parallel) in [(None, true), (None, false), (Some("get_weather"), false)] {
-            let forced = ForcedCalls { kind, tools: &tools, name, parallel };
-            let prototype = factory.filter(&Constraint::Calls(forced), None).unwrap();
-            for _ in 0..10 {
-                let text = draw(&mut *prototype.fork(), &tokenizer, &mut draws, 40, ending);
-                let mut parser = ToolParser::new(kind, tools.clone().into(), "");
-                let mut message = Message::default();
-                message.extend(parser.push(&text));
-                message.extend(parser.finish());
-                assert_eq!(message.content, "", "{kind:?}: {text}");
-                assert!(!message.tool_calls.is_empty(), "{kind:?}: {text}");
-                assert!(parallel || message.tool_calls.len() == 1, "{text}");
-                for call in message.tool_calls {
-                    assert!(name.is_none_or(|name| name == call.name), "{text}");
-                    let tool = tools.iter().find(|tool| tool.name == call.name).expect("a known tool");
-                    let arguments: Value = serde_json::from_str(&call.arguments).unwrap();
-                    assert!(arguments.is_object());
-                    if call.name == "get_weather" {
-                        let mut schema = tool.parameters.clone();
-                        if !kind.is_json() {
-                            // Text between tags has no length to be counted.
-                            schema["properties"]["city"] = json!({"type": "string"});
-                        }
-                        assert_eq!(wrong(&arguments, &schema, &schema), None, "{kind:?}: {text}");
-                    }
-                }
-            }
-        }
-    }
-}
-
 #[test]
 fn forced_calls_that_cannot_be() {
     let (_, factory) = factory();
     let mut tools = tools();
+    let format = ToolCallFormat::choose("hermes", None).unwrap().unwrap();
     let make = |tools: &[Tool], name| {
-        let forced = ForcedCalls { kind: ToolKind::Hermes, tools, name, parallel: true };
+        let forced = ForcedCalls { format, tools, name, parallel: true };
         refused(factory.filter(&Constraint::Calls(forced), None)).to_string()
     };
     assert_eq!(make(&tools, Some("later")), "tool_choice names `later`, which is not among the tools");

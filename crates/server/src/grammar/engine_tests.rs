@@ -1,20 +1,17 @@
 //! Filters in a real engine: a model without training says valid JSON, in several choices at once.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod grammar_support;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use grammar_support::wrong;
 use oscar_engine::{Engine, EngineOptions, FinishReason, GenerateOptions, Request, SamplingOptions, Serve};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_model::LoadedModel;
 use oscar_model::source::ModelPath;
-use oscar_server::grammar::{Constraint, ForcedCalls, GrammarFactory};
-use oscar_server::parse::{Message, Tool, ToolKind, ToolParser};
 use serde_json::{Value, json};
+
+use super::testing::wrong;
+use super::{Constraint, ForcedCalls, GrammarFactory};
+use crate::parse::{Message, Tool, ToolCallFormat, ToolCallParser};
 
 fn model() -> Arc<LoadedModel<CpuBackend>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models/qwen3");
@@ -61,12 +58,12 @@ fn an_untrained_model_calls_a_tool() {
         "required": ["days"], "additionalProperties": false});
     let tools = [Tool { name: "forecast".to_owned(), parameters, strict: true }];
     // This vocabulary has no line break, which the layouts with markers need.
-    let kind = ToolKind::Llama3;
-    let forced = ForcedCalls { kind, tools: &tools, name: Some("forecast"), parallel: false };
+    let format = ToolCallFormat::choose("llama3", None).unwrap().unwrap();
+    let forced = ForcedCalls { format, tools: &tools, name: Some("forecast"), parallel: false };
     let filter = Some(factory.filter(&Constraint::Calls(forced), None).unwrap());
     let request = Request { filter, ..Request::new([5, 6, 7], options(1)) };
     for summary in engine.answer(request).unwrap().wait().unwrap() {
-        let mut parser = ToolParser::new(kind, tools.to_vec().into(), "");
+        let mut parser = ToolCallParser::new(format, tools.to_vec().into(), "");
         let mut message = Message::default();
         message.extend(parser.push(&summary.text));
         message.extend(parser.finish());

@@ -1,10 +1,10 @@
 //! Answers drawn at random through a filter, and a checker of JSON schemas that shares no code with the library.
 
-#![allow(dead_code)] // not every test needs all of it
-
 use oscar_engine::{TokenFilter, TokenMask};
 use oscar_model::text::Tokenizer;
-use serde_json::Value;
+use serde_json::{Value, json};
+
+use crate::parse::Tool;
 
 /// The tokenizer of a folder of tiny ones.
 pub(crate) fn tokenizer(name: &str) -> Tokenizer {
@@ -169,4 +169,22 @@ fn is_type(value: &Value, name: &str) -> bool {
         "null" => value.is_null(),
         other => panic!("no type `{other}`"),
     }
+}
+
+/// Tools to be called: with a schema, without one, and with one that cannot be compiled.
+pub(crate) fn tools() -> Vec<Tool> {
+    let tool = |name: &str, parameters, strict| Tool { name: name.to_owned(), parameters, strict };
+    vec![
+        tool(
+            "get_weather",
+            json!({"type": "object", "properties": {
+                "city": {"type": "string", "maxLength": 6}, "unit": {"type": "string", "enum": ["C", "F"]},
+                "days": {"$ref": "#/$defs/Days"},
+            }, "required": ["city", "days"], "additionalProperties": false,
+            "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 9}}}),
+            true,
+        ),
+        tool("now", Value::Null, false),
+        tool("odd", json!({"type": "object", "not": {"required": ["x"]}}), false),
+    ]
 }

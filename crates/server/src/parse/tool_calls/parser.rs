@@ -6,7 +6,7 @@ use super::super::Piece;
 use super::super::marker::{Start, find_first, held_back, start_of};
 use super::json_call::{FENCE_END, FENCES, JsonCall};
 use super::xml_call::XmlCall;
-use super::{Calls, Progress, Tool, ToolKind};
+use super::{CallLayout, Calls, Progress, Tool, ToolCallFormat};
 
 /// White space beside a call is layout and not part of the content. This much is held back at most.
 const LAYOUT: usize = 16;
@@ -20,8 +20,8 @@ const CHUNK: usize = 4096;
 /// inside its arguments, which by then are on their way: the rest of what the model wrote there follows as arguments,
 /// so that the client sees all of it.
 #[derive(Debug)]
-pub struct ToolParser {
-    kind: ToolKind,
+pub(crate) struct ToolCallParser {
+    format: &'static ToolCallFormat,
     tools: Arc<[Tool]>,
     state: State,
     buffer: String,
@@ -43,27 +43,32 @@ enum State {
     AfterCall,
 }
 
-impl ToolParser {
+impl ToolCallParser {
     /// Calls get ids that begin with `call_` and the stem, which is to be unique to the answer.
-    pub fn new(kind: ToolKind, tools: Arc<[Tool]>, id_stem: impl Into<String>) -> ToolParser {
-        ToolParser {
-            kind,
+    pub(crate) fn new(
+        format: &'static ToolCallFormat,
+        tools: Arc<[Tool]>,
+        id_stem: impl Into<String>,
+    ) -> ToolCallParser {
+        ToolCallParser {
+            format,
             tools,
             state: State::Start,
             buffer: String::new(),
-            closers: kind.closers().to_vec(),
+            closers: format.closer.as_slice().to_vec(),
             layout: String::new(),
             calls: Calls { out: Vec::new(), id_stem: id_stem.into(), begun: 0 },
         }
     }
 
     /// Calls begun so far.
-    pub fn calls(&self) -> usize {
+    #[cfg(test)]
+    pub(crate) fn calls(&self) -> usize {
         self.calls.begun
     }
 
     /// Takes the next part of the content.
-    pub fn push(&mut self, mut text: &str) -> Vec<Piece> {
+    pub(crate) fn push(&mut self, mut text: &str) -> Vec<Piece> {
         while !text.is_empty() {
             let (now, later) = text.split_at(text.floor_char_boundary(CHUNK));
             self.buffer.push_str(now);
@@ -74,7 +79,7 @@ impl ToolParser {
     }
 
     /// The text has ended: gives what was held back.
-    pub fn finish(&mut self) -> Vec<Piece> {
+    pub(crate) fn finish(&mut self) -> Vec<Piece> {
         let unfinished = match &mut self.state {
             State::Json(call) => call.finish(),
             State::Xml(call) => call.finish(),
@@ -97,7 +102,7 @@ impl ToolParser {
         match &mut self.state {
             State::Start => self.start(),
             State::Content => {
-                let openers = self.kind.openers();
+                let openers = self.format.openers;
                 if let Some((start, opener)) = find_first(&self.buffer, openers) {
                     self.take_content(start);
                     self.buffer.drain(..opener.len());
@@ -120,7 +125,8 @@ impl ToolParser {
                 if progress == Progress::Malformed && call.is_blank() && self.buffer.starts_with('{') {
                     // The markers of one layout around a call in the other: models mix them up.
                     let opener = call.take_text();
-                    self.state = State::Json(Box::new(JsonCall::marked(&opener, self.kind.closers())));
+                    self.state =
+                        State::Json(Box::new(JsonCall::marked(&opener, self.format.closer.as_slice())));
                     return true;
                 }
                 let text = if progress == Progress::Malformed { call.take_text() } else { String::new() };
@@ -139,7 +145,7 @@ impl ToolParser {
             return false;
         }
         let tools = Arc::clone(&self.tools);
-        self.state = if !self.kind.is_json() {
+        self.state = if !self.format.is_json() {
             State::Content
         } else if rest.starts_with('{') {
             self.take_content(blank);
@@ -160,9 +166,15 @@ impl ToolParser {
     }
 
     fn open(&mut self, opener: &str) {
-        self.state = match self.kind.xml_layout() {
-            Some(layout) => State::Xml(Box::new(XmlCall::new(layout, opener, Arc::clone(&self.tools)))),
-            None => State::Json(Box::new(JsonCall::marked(opener, self.kind.closers()))),
+        let (format, tools) = (self.format, Arc::clone(&self.tools));
+        self.state = match &format.layout {
+            CallLayout::Xml(layout) => {
+                let block_close = format.closer.unwrap_or_default();
+                State::Xml(Box::new(XmlCall::new(layout, opener, block_close, tools)))
+            }
+            CallLayout::Json { .. } => {
+                State::Json(Box::new(JsonCall::marked(opener, format.closer.as_slice())))
+            }
         };
     }
 
@@ -176,7 +188,7 @@ impl ToolParser {
             Progress::Done => self.state = State::AfterCall,
             Progress::Malformed => {
                 self.state = State::Content;
-                self.closers.truncate(self.kind.closers().len());
+                self.closers.truncate(self.format.closer.as_slice().len());
                 self.content(text);
             }
         }
@@ -196,7 +208,7 @@ impl ToolParser {
             Start::Other => {}
         }
         // Several calls between one pair of markers, or in a row without any.
-        if rest.starts_with('{') && self.kind.is_json() {
+        if rest.starts_with('{') && self.format.is_json() {
             let before: String = self.buffer.drain(..blank).collect();
             self.content(&before);
             self.state = State::Json(Box::new(JsonCall::unmarked(Arc::clone(&self.tools))));
@@ -206,9 +218,9 @@ impl ToolParser {
         true
     }
 
-    /// Between calls; Llama's are separated by semicolons.
+    /// Whether a byte may stand between calls and mean nothing.
     fn is_layout(&self, byte: u8) -> bool {
-        byte.is_ascii_whitespace() || (byte == b';' && self.kind == ToolKind::Llama3)
+        byte.is_ascii_whitespace() || self.format.separator.as_bytes().contains(&byte)
     }
 
     fn take_content(&mut self, length: usize) {

@@ -5,57 +5,17 @@ use std::sync::Arc;
 
 use super::super::marker::{Start, start_of};
 use super::arguments::{arguments_text, json_of};
-use super::{Calls, Progress, Tool};
+use super::{Calls, Progress, Tool, XmlLayout};
 
 /// Longer names of functions and arguments are not names.
 const LONGEST_NAME: usize = 256;
-
-/// The tags of a family.
-#[derive(Debug)]
-pub(super) struct XmlLayout {
-    /// Before the name; without one the name follows the opening marker.
-    call_open: Option<&'static str>,
-    call_close: &'static str,
-    block_close: &'static str,
-    /// Before and behind the name of an argument.
-    key: (&'static str, &'static str),
-    /// Before and behind the value.
-    value: (&'static str, &'static str),
-    /// Values stand on lines of their own.
-    values_on_lines: bool,
-}
-
-pub(super) const QWEN_CODER: XmlLayout = XmlLayout {
-    call_open: Some("<function="),
-    call_close: "</function>",
-    block_close: "</tool_call>",
-    key: ("<parameter=", ">"),
-    value: ("", "</parameter>"),
-    values_on_lines: true,
-};
-
-pub(super) const GLM: XmlLayout = XmlLayout {
-    call_open: None,
-    call_close: "</tool_call>",
-    block_close: "</tool_call>",
-    key: ("<arg_key>", "</arg_key>"),
-    value: ("<arg_value>", "</arg_value>"),
-    values_on_lines: false,
-};
-
-pub(super) const MINIMAX: XmlLayout = XmlLayout {
-    call_open: Some("<invoke name="),
-    call_close: "</invoke>",
-    block_close: "</minimax:tool_call>",
-    key: ("<parameter name=", ">"),
-    value: ("", "</parameter>"),
-    values_on_lines: false,
-};
 
 /// Reads a block of calls.
 #[derive(Debug)]
 pub(super) struct XmlCall {
     layout: &'static XmlLayout,
+    /// The marker that closes the block.
+    block_close: &'static str,
     tools: Arc<[Tool]>,
     /// All that was taken since the last complete call.
     text: String,
@@ -86,7 +46,13 @@ enum Phase {
 }
 
 impl XmlCall {
-    pub(super) fn new(layout: &'static XmlLayout, opener: &str, tools: Arc<[Tool]>) -> XmlCall {
+    /// Behind an opening marker, which is taken already; `block_close` is the closing one.
+    pub(super) fn new(
+        layout: &'static XmlLayout,
+        opener: &str,
+        block_close: &'static str,
+        tools: Arc<[Tool]>,
+    ) -> XmlCall {
         let phase = match layout.call_open {
             None => Phase::BareName,
             Some(open) if open == opener => Phase::Name,
@@ -94,6 +60,7 @@ impl XmlCall {
         };
         XmlCall {
             layout,
+            block_close,
             tools,
             text: opener.to_owned(),
             phase,
@@ -141,8 +108,8 @@ impl XmlCall {
         let layout = self.layout;
         match self.phase {
             Phase::Block => {
-                let call_open = layout.call_open.unwrap_or(layout.block_close);
-                let tags = [call_open, layout.block_close];
+                let call_open = layout.call_open.unwrap_or(self.block_close);
+                let tags = [call_open, self.block_close];
                 match start_of(buffer, &tags) {
                     Start::Partial => return Some(Progress::More),
                     Start::Marker(0) => {
@@ -184,7 +151,7 @@ impl XmlCall {
                 self.name = name;
                 self.phase = Phase::Call;
             }
-            Phase::Call => match start_of(buffer, &[layout.key.0, layout.call_close, layout.block_close]) {
+            Phase::Call => match start_of(buffer, &[layout.key.0, layout.call_close, self.block_close]) {
                 Start::Partial => return Some(Progress::More),
                 Start::Marker(0) => {
                     self.take(buffer, layout.key.0.len());
@@ -272,7 +239,7 @@ impl XmlCall {
     /// counts only where the call goes on, or ends, behind it.
     fn value_end(&mut self, buffer: &str) -> Option<usize> {
         let tag = self.layout.value.1;
-        let next = [self.layout.key.0, self.layout.call_close, self.layout.block_close];
+        let next = [self.layout.key.0, self.layout.call_close, self.block_close];
         loop {
             let from = buffer.floor_char_boundary(self.searched);
             let Some(end) = buffer[from..].find(tag).map(|at| from + at) else {

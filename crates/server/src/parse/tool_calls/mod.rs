@@ -1,15 +1,16 @@
-//! Calls of tools in what the model writes, in the layout of its family.
+//! Tool calls in what the model writes, in the format of its family.
 
 mod arguments;
+mod format;
 mod json_call;
 mod json_text;
-mod kind;
 mod parser;
 mod xml_call;
 
 pub(crate) use arguments::may_be_text;
-pub use kind::ToolKind;
-pub use parser::ToolParser;
+pub use format::ToolCallFormat;
+pub(crate) use format::{CallLayout, XmlLayout};
+pub(crate) use parser::ToolCallParser;
 
 use serde_json::Value;
 

@@ -1,16 +1,16 @@
-//! Forced calls: the layout of the model's family, with the schema of each tool in it.
+//! Forced tool calls: a grammar of the family's format, with the schema of each tool in it.
 
 use serde_json::{Value, json};
 
 use super::GrammarError;
 use super::factory::with_blanks;
-use crate::parse::{Tool, ToolKind, may_be_text};
+use crate::parse::{CallLayout, Tool, ToolCallFormat, XmlLayout, may_be_text};
 
 /// Which calls an answer must consist of.
 #[derive(Clone, Copy, Debug)]
 pub struct ForcedCalls<'a> {
-    /// Layout of the model's family.
-    pub kind: ToolKind,
+    /// How the model writes tool calls.
+    pub format: &'static ToolCallFormat,
     /// Tools of the request.
     pub tools: &'a [Tool],
     /// The only one that may be called.
@@ -39,28 +39,17 @@ pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str])
     for (index, tool) in tools.iter().enumerate() {
         let loose = loose.contains(&tool.name.as_str());
         names.push(format!("tool{index}"));
-        let body = match forced.kind {
-            ToolKind::Hermes => json_call(tool, "arguments", loose),
-            ToolKind::Llama3 => json_call(tool, "parameters", loose),
-            ToolKind::QwenCoder | ToolKind::Glm | ToolKind::MiniMaxM2 => {
-                tagged_call(forced.kind, tool, index, loose, &mut rules)
-            }
+        let body = match &forced.format.layout {
+            CallLayout::Json { arguments } => json_call(tool, arguments, loose),
+            CallLayout::Xml(layout) => xml_call(layout, tool, index, loose, &mut rules),
         };
         rules += &format!("tool{index}: {body}\n");
     }
-    let (open, between, close) = match forced.kind {
-        ToolKind::Hermes | ToolKind::QwenCoder => ("<tool_call>\n", "\n", "\n</tool_call>"),
-        ToolKind::Llama3 => ("", "; ", ""),
-        ToolKind::Glm => ("<tool_call>", "\n", "</tool_call>"),
-        ToolKind::MiniMaxM2 => ("", "\n", ""),
-    };
-    let (outer_open, outer_close) = match forced.kind {
-        ToolKind::MiniMaxM2 => ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
-        _ => ("", ""),
-    };
-    let more = if forced.parallel { format!(" ({} call)*", literal(between)) } else { String::new() };
-    let start = joined(&[literal(outer_open), format!("call{more}"), literal(outer_close)]);
-    let call = joined(&[literal(open), format!("({})", names.join(" | ")), literal(close)]);
+    let ToolCallFormat { block, one_block, separator, .. } = *forced.format;
+    let (outer, inner) = if one_block { (block, ("", "")) } else { (("", ""), block) };
+    let more = if forced.parallel { format!(" ({} call)*", literal(separator)) } else { String::new() };
+    let start = joined(&[literal(outer.0), format!("call{more}"), literal(outer.1)]);
+    let call = joined(&[literal(inner.0), format!("({})", names.join(" | ")), literal(inner.1)]);
     format!("start: {start}\ncall: {call}\n{rules}")
 }
 
@@ -92,12 +81,15 @@ fn describes_object(schema: &Value) -> bool {
 
 /// Arguments in the order of the schema, required ones always, others or not. Those that the schema does not name
 /// cannot be given.
-fn tagged_call(kind: ToolKind, tool: &Tool, index: usize, loose: bool, rules: &mut String) -> String {
-    let (open, close) = match kind {
-        ToolKind::QwenCoder => (format!("<function={}>\n", tool.name), "</function>"),
-        ToolKind::MiniMaxM2 => (format!("<invoke name=\"{}\">\n", tool.name), "</invoke>"),
-        _ => (format!("{}\n", tool.name), ""),
+fn xml_call(layout: &XmlLayout, tool: &Tool, index: usize, loose: bool, rules: &mut String) -> String {
+    let quoted = |name: &str| if layout.quoted_names { format!("\"{name}\"") } else { name.to_owned() };
+    let (open, close) = match layout.call_open {
+        Some(open) => (format!("{open}{}>\n", quoted(&tool.name)), layout.call_close),
+        // The tag that closes the call is the one that closes its block.
+        None => (format!("{}\n", tool.name), ""),
     };
+    let after_key = if layout.values_on_lines || !layout.value.0.is_empty() { "\n" } else { "" };
+    let behind = (if layout.values_on_lines { "\n" } else { "" }, layout.value.1);
     let mut body = literal(&open);
     let none = serde_json::Map::new();
     let properties = tool.parameters.get("properties").and_then(Value::as_object).unwrap_or(&none);
@@ -106,11 +98,7 @@ fn tagged_call(kind: ToolKind, tool: &Tool, index: usize, loose: bool, rules: &m
         list.is_some_and(|list| list.iter().any(|name| name == key))
     };
     for (number, (key, schema)) in properties.iter().enumerate() {
-        let (before, behind) = match kind {
-            ToolKind::QwenCoder => (format!("<parameter={key}>\n"), ("\n", "</parameter>")),
-            ToolKind::MiniMaxM2 => (format!("<parameter name=\"{key}\">"), ("", "</parameter>")),
-            _ => (format!("<arg_key>{key}</arg_key>\n<arg_value>"), ("", "</arg_value>")),
-        };
+        let before = [layout.key.0, &quoted(key), layout.key.1, after_key, layout.value.0].concat();
         let name = format!("argument{index}_{number}");
         let value = value_rule(schema, &tool.parameters, loose, behind, &name, rules);
         *rules += &format!("{name}: {} {value} \"\\n\"\n", literal(&before));
