@@ -109,7 +109,7 @@ pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
 }
 
 /// The bf16 and the sealed slots of a sequence.
-pub type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
+type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
 
 /// Measures a case.
 pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError> {

@@ -9,7 +9,7 @@ use crate::support::{Machine, fixture};
 
 /// A rotation file of the lab's fixtures.
 fn rotation(name: &str) -> String {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../lab/tests/fixtures/rotations");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../rotations/tests/fixtures/rotations");
     folder.join(format!("{name}.pt")).to_str().expect("path").to_owned()
 }
 
