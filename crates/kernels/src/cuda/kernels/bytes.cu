@@ -7,6 +7,7 @@
 // each of them becomes 0 or 1. With n tokens and a total of T units the error is about 0.8 sqrt(n) / T of a value. It is
 // largest where one token has most of the weight, T = 2^16, and plans limit n, see `tuning.rs`; elsewhere T is larger.
 
+#if BYTE_WEIGHTS
 DEVICE void mma_values(int (&sums)[4], const u32 (&codes)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
@@ -214,3 +215,4 @@ struct ByteCodes : Keys<2, 0> {
     }
   }
 };
+#endif
