@@ -19,7 +19,7 @@ pub(crate) struct WindowArguments {
 }
 
 impl WindowArguments {
-    /// As the lab wants them.
+    /// The windows in tokens, with defaults where nothing was given: what the lab measures with.
     pub(crate) fn windows(&self) -> Windows {
         let Windows { sink, recent } = Windows::default();
         Windows { sink: self.sink_tokens.unwrap_or(sink), recent: self.recent_tokens.unwrap_or(recent) }

@@ -198,7 +198,7 @@ impl CodeLayout {
 /// How rows become codes of a layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CodeRows {
-    /// Where codes and scales lie.
+    /// The layout of the pages that the codes are written to.
     pub layout: CodeLayout,
     /// How the grid of a row is chosen.
     pub rule: Rule,

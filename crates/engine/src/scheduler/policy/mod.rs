@@ -72,7 +72,7 @@ enum Choice {
 pub(crate) struct Policy {
     ledger: Ledger,
     rules: Rules,
-    /// In order of arrival.
+    /// The requests in the order in which they arrived.
     waiting: VecDeque<Waiting>,
     /// The prompt in progress.
     prefill: Option<Prefill>,
@@ -80,7 +80,7 @@ pub(crate) struct Policy {
     batch: Vec<Prefill>,
     /// Prompts that are in the cache and whose answers get their first token next.
     starting: Vec<Starting>,
-    /// In order of arrival.
+    /// The requests in the order in which they arrived.
     running: Vec<Running>,
     /// Sequences that the prefix tree is about to get.
     publications: VecDeque<Publication>,
