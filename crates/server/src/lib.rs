@@ -1,40 +1,35 @@
-//! The server: what clients send, and what the model says to them.
+//! The server: OpenAI's, Anthropic's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`].
 //!
-//! OpenAI's, Anthropic's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`]. A request's way:
+//! A request's way:
 //!
 //! | module | job |
 //! |---|---|
-//! | `listen` | connections and their limits, the end of the server |
-//! | `router`, `auth` | paths, keys, request ids |
-//! | `body`, `protocol` | JSON in, with errors that name the field |
-//! | `text` | prompts, chats, token ids |
-//! | `answers`, `ongoing` | to the engine and back, without anybody waiting for anybody |
-//! | `routes`, `frames`, `logprobs` | what is sent back: whole or as server-sent events |
-//! | `grammar`, `form` | answers that must look like something |
-//! | `parse`, `families` | reasoning and tool calls in what the model wrote |
-//! | `metrics` | numbers for Prometheus |
-//! | `kv_events` | what is in the prefix tree, for routers |
+//! | `http` | connections and their limits, shutdown, API keys, JSON bodies, server-sent events |
+//! | `routes` | which path leads where, and what each route answers, whole or streamed |
+//! | `protocol` | wire types: the requests of each interface, sampling parameters, errors that name the field |
+//! | `text` | chat template, tokenizer, and the token ids of recent conversations |
+//! | `requests`, `in_flight` | to the engine and back; which requests can be aborted |
+//! | `parse` | parsers of reasoning and tool calls in what the model writes |
+//! | `families` | what the parsers know about each family of models, one file each |
+//! | `grammar` | guided decoding: answers by a JSON schema, regular expression, grammar or forced tool call |
+//! | `kv_events` | what is in the prefix tree, published for cache-aware routers |
+//! | `metrics` | metrics for Prometheus |
 //! | `page` | the web page at `/` |
+//! | `options`, `state` | the settings of a server, and what its requests share |
 
-mod answers;
-mod app;
-mod auth;
-mod body;
-mod error;
 mod families;
-mod form;
-mod frames;
 mod grammar;
+mod http;
+mod in_flight;
 mod kv_events;
-mod listen;
-mod logprobs;
 mod metrics;
-mod ongoing;
+mod options;
 mod page;
 mod parse;
 mod protocol;
-mod router;
+mod requests;
 mod routes;
+mod state;
 mod text;
 
 use std::sync::Arc;
@@ -42,35 +37,35 @@ use std::sync::Arc;
 use axum::Router;
 use oscar_engine::Serve;
 
-pub use app::{CacheShape, ServerOptions};
 pub use families::UnknownParser;
 pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
+pub use http::Ended;
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
-pub use listen::Ended;
+pub use options::{CacheShape, ServerOptions};
 pub use parse::{ReasoningFormat, Tool, ToolCallFormat};
 pub use text::ServedModel;
 
-use crate::app::App;
+use crate::state::AppState;
 
 /// A server that is not listening yet.
 pub struct Server {
-    app: Arc<App>,
+    app: Arc<AppState>,
 }
 
 impl Server {
     /// A server of one model.
     pub fn new(engine: Arc<dyn Serve>, model: ServedModel, options: ServerOptions) -> Server {
-        Server { app: Arc::new(App::new(engine, model, options)) }
+        Server { app: Arc::new(AppState::new(engine, model, options)) }
     }
 
     /// All routes, for those who bring their own listener.
     pub fn router(&self) -> Router {
-        router::router(Arc::clone(&self.app))
+        routes::router(Arc::clone(&self.app))
     }
 
     /// Requests that are on their way.
     pub fn requests_in_progress(&self) -> usize {
-        self.app.ongoing.len()
+        self.app.in_flight.len()
     }
 
     /// Whether the server takes no more requests because it is going down.

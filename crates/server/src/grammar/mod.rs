@@ -22,6 +22,7 @@ pub use tool_calls::ForcedCalls;
 /// Why an answer cannot be constrained as asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum GrammarError {
     #[error("the model's vocabulary cannot be used for constrained answers: {0}")]
     Vocabulary(String),

@@ -10,7 +10,7 @@ use axum::http::{HeaderName, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 
-use crate::app::App;
+use crate::state::AppState;
 
 /// A file of the page.
 struct File {
@@ -48,7 +48,7 @@ const HEADERS: [(HeaderName, &str); 4] = [
 ];
 
 /// The routes of the page.
-pub(crate) fn routes() -> Router<Arc<App>> {
+pub(crate) fn routes() -> Router<Arc<AppState>> {
     FILES.iter().fold(Router::new(), |router, file| router.route(file.path, get(async || file.response())))
 }
 

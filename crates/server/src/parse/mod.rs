@@ -11,14 +11,12 @@ mod marker;
 mod message;
 mod parts;
 mod reasoning;
-mod request;
 mod tool_calls;
 
 pub(crate) use message::{Message, MessageCall};
 pub(crate) use parts::{Change, Part, Parts};
 pub use reasoning::ReasoningFormat;
 pub(crate) use reasoning::{ReasoningParser, THINK};
-pub(crate) use request::{AnswerRequest, FieldError};
 pub(crate) use tool_calls::{CallLayout, ToolCallParser, XmlLayout, may_be_text};
 pub use tool_calls::{Tool, ToolCallFormat};
 

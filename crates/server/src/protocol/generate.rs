@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use serde::Deserialize;
-use serde_json::{Number, Value};
+use serde_json::{Number, Value, json};
 
-use super::sampling::{Object, OneOrMany, Wishes};
-use crate::error::ApiError;
+use super::sampling::{Object, OneOrMany, SamplingFields};
+use super::{AnswerFormat, ApiError};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -63,19 +63,25 @@ pub(crate) struct SamplingParams {
     skip_special_tokens: Option<bool>,
     no_stop_trim: Option<bool>,
     n: Option<u32>,
-    pub(crate) json_schema: Option<Value>,
-    pub(crate) regex: Option<String>,
-    pub(crate) ebnf: Option<String>,
+    json_schema: Option<Value>,
+    regex: Option<String>,
+    ebnf: Option<String>,
 }
 
 impl SamplingParams {
+    /// What the request says about the format of its answer.
+    pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
+        let fields = json!({"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf});
+        Ok(AnswerFormat::from_body(&fields)?)
+    }
+
     /// The limits and settings.
-    pub(crate) fn wishes(self, cache_salt: Option<String>) -> Result<Wishes, ApiError> {
+    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> Result<SamplingFields, ApiError> {
         if self.no_stop_trim == Some(true) {
             let name = "sampling_params.no_stop_trim";
             return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
         }
-        Ok(Wishes {
+        Ok(SamplingFields {
             max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
             min_tokens: self.min_new_tokens,
             temperature: self.temperature,

@@ -1,6 +1,8 @@
-//! What clients send and are sent. Fields may be null or unknown; what would change an answer and is not there is
-//! refused by name.
+//! Wire types: what clients send and are sent. Fields may be null or unknown; those that would change an answer and are
+//! not supported are refused by name.
 
+mod answer_format;
+mod error;
 mod generate;
 mod messages;
 mod openai;
@@ -8,6 +10,8 @@ mod responses;
 mod sampling;
 mod usage;
 
+pub(crate) use answer_format::{AnswerFormat, FieldError};
+pub(crate) use error::{ApiError, text_error};
 pub(crate) use generate::{GenerateRequest, Ids, SamplingParams};
 pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::{OpenAiRequest, Prompt};

@@ -8,8 +8,8 @@ use oscar_engine::MAX_TOP_LOGPROBS;
 use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
-use super::sampling::{OneOrMany, Wishes};
-use crate::error::ApiError;
+use super::sampling::{OneOrMany, SamplingFields};
+use super::{AnswerFormat, ApiError};
 
 /// A request.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -114,7 +114,10 @@ impl OpenAiRequest {
     }
 
     /// The limits and settings. `default_max_tokens` holds when the client gives none.
-    pub(crate) fn wishes(&self, default_max_tokens: Option<u64>) -> Result<Wishes, ApiError> {
+    pub(crate) fn sampling_fields(
+        &self,
+        default_max_tokens: Option<u64>,
+    ) -> Result<SamplingFields, ApiError> {
         if let Some(best_of) = self.best_of.filter(|&best_of| best_of != self.n.unwrap_or(1)) {
             let message = format!("best_of is {best_of}; only n answers are made, ask for n of them");
             return Err(ApiError::unsupported("best_of", message));
@@ -130,7 +133,7 @@ impl OpenAiRequest {
                 return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
             }
         }
-        Ok(Wishes {
+        Ok(SamplingFields {
             max_tokens: self.max_completion_tokens.or(self.max_tokens).or(default_max_tokens),
             min_tokens: self.min_tokens,
             temperature: self.temperature,
@@ -149,6 +152,22 @@ impl OpenAiRequest {
             n: self.n,
             cache_salt: self.cache_salt.clone().or_else(|| self.extra_key.clone()),
         })
+    }
+
+    /// What the request says about the format of its answer. The names of vLLM's extensions are understood, too.
+    pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
+        let mut fields = Map::new();
+        let mut put = |name: &str, value: Option<Value>| {
+            fields.insert(name.to_owned(), value.unwrap_or_default());
+        };
+        put("tools", self.tools.clone().map(Value::from));
+        put("tool_choice", self.tool_choice.clone());
+        put("parallel_tool_calls", self.parallel_tool_calls.map(Value::from));
+        put("response_format", self.response_format.clone());
+        put("json_schema", self.guided_json.clone());
+        put("regex", self.regex.clone().or_else(|| self.guided_regex.clone()).map(Value::from));
+        put("ebnf", self.ebnf.clone().or_else(|| self.guided_grammar.clone()).map(Value::from));
+        Ok(AnswerFormat::from_body(&fields.into())?)
     }
 
     pub(crate) fn streams(&self) -> bool {
@@ -200,7 +219,7 @@ fn bounded(name: &str, count: u32) -> Result<usize, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::body::parse;
+    use crate::http::parse;
 
     fn request(text: &str) -> OpenAiRequest {
         parse(text.as_bytes()).unwrap()
@@ -223,14 +242,15 @@ mod tests {
     fn every_field_may_be_null() {
         let nulls = "{\"model\": null, \"stream\": null, \"stream_options\": null, \"n\": null, \"stop\": null,
             \"logprobs\": null, \"prompt\": null, \"seed\": null, \"tools\": null, \"user\": null, \"x\": {}}";
-        assert!(request(nulls).wishes(None).is_ok());
+        assert!(request(nulls).sampling_fields(None).is_ok());
     }
 
     #[test]
     fn the_newer_limit_wins() {
-        let wishes = request("{\"max_tokens\": 5, \"max_completion_tokens\": 7}").wishes(Some(16)).unwrap();
-        assert_eq!(wishes.max_tokens, Some(7));
-        assert_eq!(request("{}").wishes(Some(16)).unwrap().max_tokens, Some(16));
+        let sampling_fields =
+            request("{\"max_tokens\": 5, \"max_completion_tokens\": 7}").sampling_fields(Some(16)).unwrap();
+        assert_eq!(sampling_fields.max_tokens, Some(7));
+        assert_eq!(request("{}").sampling_fields(Some(16)).unwrap().max_tokens, Some(16));
     }
 
     #[test]
@@ -252,9 +272,9 @@ mod tests {
             ("{\"suffix\": \"end\"}", "suffix"),
             ("{\"no_stop_trim\": true}", "no_stop_trim"),
         ] {
-            let error = request(text).wishes(None).unwrap_err();
+            let error = request(text).sampling_fields(None).unwrap_err();
             assert_eq!(error.body()["error"]["param"], name);
         }
-        assert!(request("{\"best_of\": 2, \"n\": 2, \"suffix\": \"\"}").wishes(None).is_ok());
+        assert!(request("{\"best_of\": 2, \"n\": 2, \"suffix\": \"\"}").sampling_fields(None).is_ok());
     }
 }

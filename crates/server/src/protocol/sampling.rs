@@ -8,7 +8,7 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Number, Value};
 
-use crate::error::ApiError;
+use super::ApiError;
 
 /// Stop texts a request may have, and how long they may be: each is looked for after every token.
 const MAX_STOPS: usize = 32;
@@ -47,7 +47,7 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
 
 /// What a client wishes, under whatever names it said so.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wishes {
+pub(crate) struct SamplingFields {
     pub(crate) max_tokens: Option<u64>,
     pub(crate) min_tokens: Option<u64>,
     pub(crate) temperature: Option<f32>,
@@ -67,7 +67,7 @@ pub(crate) struct Wishes {
     pub(crate) cache_salt: Option<String>,
 }
 
-impl Wishes {
+impl SamplingFields {
     /// What the engine is asked to do. `defaults` hold where the client says nothing.
     pub(crate) fn options(self, defaults: &SamplingDefaults) -> Result<GenerateOptions, ApiError> {
         let stop = self.stop.map(OneOrMany::into_vec).unwrap_or_default();
@@ -158,14 +158,14 @@ pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result
 mod tests {
     use super::*;
 
-    impl Wishes {
+    impl SamplingFields {
         fn plain(self) -> Result<GenerateOptions, ApiError> {
             self.options(&SamplingDefaults::default())
         }
     }
 
-    fn param(wishes: Wishes) -> Value {
-        wishes.plain().unwrap_err().body()["error"]["param"].clone()
+    fn param(sampling_fields: SamplingFields) -> Value {
+        sampling_fields.plain().unwrap_err().body()["error"]["param"].clone()
     }
 
     #[test]
@@ -177,7 +177,7 @@ mod tests {
             min_p: Some(0.1),
             repetition_penalty: Some(1.05),
         };
-        let sampling = Wishes::default().options(&defaults).unwrap().sampling;
+        let sampling = SamplingFields::default().options(&defaults).unwrap().sampling;
         let expected = SamplingOptions {
             temperature: 0.6,
             top_p: 0.95,
@@ -187,45 +187,48 @@ mod tests {
             ..SamplingOptions::default()
         };
         assert_eq!(sampling, expected);
-        let said = Wishes {
+        let said = SamplingFields {
             temperature: Some(0.0),
             top_p: Some(1.0),
             top_k: Some(-1),
             min_p: Some(0.0),
             repetition_penalty: Some(1.0),
-            ..Wishes::default()
+            ..SamplingFields::default()
         };
         assert_eq!(said.options(&defaults).unwrap().sampling, SamplingOptions::default());
     }
 
     #[test]
     fn nothing_said_is_plain_sampling() {
-        let options = Wishes::default().plain().unwrap();
+        let options = SamplingFields::default().plain().unwrap();
         let sampling = SamplingOptions { temperature: 1.0, ..SamplingOptions::default() };
         assert_eq!(options, GenerateOptions { sampling, ..GenerateOptions::default() });
     }
 
     #[test]
     fn numbers_in_disguise_are_understood() {
-        let seed = |text: &str| Wishes { seed: serde_json::from_str(text).unwrap(), ..Wishes::default() };
+        let seed = |text: &str| SamplingFields {
+            seed: serde_json::from_str(text).unwrap(),
+            ..SamplingFields::default()
+        };
         assert_eq!(seed("-1").plain().unwrap().sampling.seed, Some(u64::MAX));
         assert_eq!(seed("18446744073709551615").plain().unwrap().sampling.seed, Some(u64::MAX));
         assert_eq!(param(seed("0.5")), "seed");
-        let top_k = |k| Wishes { top_k: Some(k), ..Wishes::default() };
+        let top_k = |k| SamplingFields { top_k: Some(k), ..SamplingFields::default() };
         assert_eq!(top_k(-1).plain().unwrap().sampling.top_k, 0);
         assert_eq!(top_k(7).plain().unwrap().sampling.top_k, 7);
         assert_eq!(param(top_k(-2)), "top_k");
-        let huge = Wishes { max_tokens: Some(u64::MAX), ..Wishes::default() };
+        let huge = SamplingFields { max_tokens: Some(u64::MAX), ..SamplingFields::default() };
         assert_eq!(huge.plain().unwrap().max_tokens, Some(usize::MAX));
     }
 
     #[test]
     fn lists_are_bounded_and_bias_is_ordered() {
         let stop = OneOrMany::Many(vec!["x".to_owned(); MAX_STOPS + 1]);
-        assert_eq!(param(Wishes { stop: Some(stop), ..Wishes::default() }), "stop");
-        let bias = |pairs: &[(&str, f32)]| Wishes {
+        assert_eq!(param(SamplingFields { stop: Some(stop), ..SamplingFields::default() }), "stop");
+        let bias = |pairs: &[(&str, f32)]| SamplingFields {
             logit_bias: Some(pairs.iter().map(|&(token, value)| (token.to_owned(), value)).collect()),
-            ..Wishes::default()
+            ..SamplingFields::default()
         };
         let options = bias(&[("9", 1.0), ("3", -100.0)]).plain().unwrap();
         assert_eq!(options.sampling.logit_bias, [(3, -100.0), (9, 1.0)]);

@@ -2,12 +2,12 @@
 
 use oscar_engine::{EngineError, Event, Summary, Token};
 
-use crate::answers::Answers;
-use crate::error::ApiError;
+use crate::protocol::ApiError;
+use crate::requests::AnswerStream;
 
 /// One answer.
 #[derive(Debug)]
-pub(crate) struct Whole {
+pub(crate) struct FinishedChoice {
     pub(crate) prompt: usize,
     pub(crate) choice: usize,
     /// The tokens with their alternatives, if they were asked for.
@@ -17,11 +17,11 @@ pub(crate) struct Whole {
 
 /// Waits for all answers of `prompts` prompts with `n` choices each; they come back in order.
 pub(crate) async fn collect(
-    answers: &mut Answers,
+    answers: &mut AnswerStream,
     prompts: usize,
     n: usize,
     keep_tokens: bool,
-) -> Result<Vec<Whole>, ApiError> {
+) -> Result<Vec<FinishedChoice>, ApiError> {
     let mut tokens: Vec<Vec<Token>> = vec![Vec::new(); prompts * n];
     let mut whole = Vec::with_capacity(prompts * n);
     while let Some(delivered) = answers.next().await {
@@ -30,7 +30,7 @@ pub(crate) async fn collect(
             Event::Token { choice, token } if keep_tokens => tokens[place(choice)].push(token),
             Event::Finished { choice, summary } => {
                 let tokens = std::mem::take(&mut tokens[place(choice)]);
-                whole.push(Whole { prompt: delivered.prompt, choice, tokens, summary: *summary });
+                whole.push(FinishedChoice { prompt: delivered.prompt, choice, tokens, summary: *summary });
             }
             Event::Failed { error, .. } => return Err(ApiError::from(&*error)),
             Event::Token { .. } | Event::Prefill { .. } | Event::Scored { .. } => {}

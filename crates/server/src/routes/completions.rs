@@ -13,16 +13,15 @@ use oscar_engine::{Event, GenerateOptions, MatchedStop, PromptLogprob, Summary, 
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::collect::{Whole, collect};
+use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
-use crate::answers::{Answers, Asked, Delivered};
-use crate::app::{App, unix_seconds};
-use crate::body::JsonBody;
-use crate::error::ApiError;
-use crate::form;
-use crate::frames::{EventWriter, stream, write_done, write_event, write_json};
-use crate::logprobs::{CompletionLogprobs, CompletionTokens, Endings};
-use crate::protocol::{OpenAiRequest, Prompt, Usage, check_kv_precision};
+use crate::http::JsonBody;
+use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
+use crate::protocol::{ApiError, OpenAiRequest, Prompt, Usage, check_kv_precision};
+use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
+use crate::routes::constrain::token_filter;
+use crate::routes::logprobs::{CompletionLogprobs, CompletionTokens, EndTokens};
+use crate::state::{AppState, unix_seconds};
 
 /// Tokens when the client gives no limit, as OpenAI has it.
 const DEFAULT_MAX_TOKENS: u64 = 16;
@@ -35,20 +34,21 @@ struct Prepared {
 
 /// Continues one prompt or several.
 pub(crate) async fn completions(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     app.model.check_name(request.model.as_deref())?;
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;
-    let wishes = request.wishes(Some(DEFAULT_MAX_TOKENS))?;
+    let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
     let prompt_logprobs = logprobs.filter(|_| echo);
-    let options = GenerateOptions { logprobs, prompt_logprobs, ..wishes.options(&app.model.sampling)? };
+    let options =
+        GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
     // Plain text has no tools.
     request.tools = None;
     request.tool_choice = None;
-    let filter = form::filter(&app, form::of_openai(&request)?, None).await?;
+    let filter = token_filter(&app, request.answer_format()?, None).await?;
     let prepared = prepare(&app, request.prompt.take(), echo).await?;
     let id = fresh_id("cmpl-");
     let rid = request.rid.clone().unwrap_or_else(|| id.clone());
@@ -57,10 +57,10 @@ pub(crate) async fn completions(
     for Prepared { ids, echo } in prepared {
         let filter = filter.as_ref().map(|filter| filter.fork());
         echoes.push(echo);
-        asked.push(Asked { id: rid.clone(), prompt: ids, options: options.clone(), filter });
+        asked.push(PromptRequest { id: rid.clone(), prompt: ids, options: options.clone(), filter });
     }
-    let mut answers = Answers::submit(&app, asked)?;
-    let endings = Endings::new(app.model.tokenizer(), &options);
+    let mut answers = AnswerStream::submit(&app, asked)?;
+    let end_tokens = EndTokens::new(app.model.tokenizer(), &options);
     if request.streams() {
         let writer = CompletionWriter {
             head: chunk_head(&app, &id, "text_completion"),
@@ -71,7 +71,7 @@ pub(crate) async fn completions(
             tokens: HashMap::new(),
             begun: HashSet::new(),
             wants_logprobs: logprobs.is_some(),
-            endings,
+            end_tokens,
             app,
         };
         return Ok(stream(answers, writer));
@@ -79,14 +79,14 @@ pub(crate) async fn completions(
     let whole = collect(&mut answers, echoes.len(), options.n, logprobs.is_some()).await?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
-    for Whole { prompt, choice, tokens, summary } in whole {
+    for FinishedChoice { prompt, choice, tokens, summary } in whole {
         usage.add(choice, &summary);
         let list = logprobs.map(|_| {
             let mut list = CompletionTokens::new(app.model.tokenizer());
             list.prompt(&summary.prompt_logprobs);
             // Whoever has the prompt echoed counts: harnesses ask for one token and cut it off, also when it is the end.
             let with_end = echoes[prompt].is_some();
-            let listed = tokens.iter().filter(|token| with_end || !endings.contains(token.id));
+            let listed = tokens.iter().filter(|token| with_end || !end_tokens.contains(token.id));
             listed.for_each(|token| list.token(token));
             list.take()
         });
@@ -123,12 +123,12 @@ pub(crate) fn matched(summary: &Summary) -> Value {
     }
 }
 
-async fn prepare(app: &Arc<App>, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
-    let from_text = move |app: &App, text: String| -> Result<Prepared, ApiError> {
+async fn prepare(app: &Arc<AppState>, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
+    let from_text = move |app: &AppState, text: String| -> Result<Prepared, ApiError> {
         app.model.check_length(&text, app.engine.info().context, "prompt")?;
         Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })
     };
-    let from_ids = move |app: &App, ids: Vec<u32>| -> Result<Prepared, ApiError> {
+    let from_ids = move |app: &AppState, ids: Vec<u32>| -> Result<Prepared, ApiError> {
         let text = echo.then(|| app.model.decode(&ids, false, "prompt")).transpose()?;
         Ok(Prepared { ids, echo: text })
     };
@@ -154,7 +154,7 @@ async fn prepare(app: &Arc<App>, prompt: Option<Prompt>, echo: bool) -> Result<V
 
 /// Writes the chunks of a streamed completion.
 struct CompletionWriter {
-    app: Arc<App>,
+    app: Arc<AppState>,
     head: Bytes,
     include_usage: bool,
     usage: Usage,
@@ -164,7 +164,7 @@ struct CompletionWriter {
     /// Choices whose prompt has been echoed.
     begun: HashSet<usize>,
     wants_logprobs: bool,
-    endings: Endings,
+    end_tokens: EndTokens,
 }
 
 impl CompletionWriter {
@@ -188,7 +188,7 @@ impl CompletionWriter {
 
     fn token(&mut self, prompt: usize, choice: usize, token: &Token, out: &mut BytesMut) {
         let index = prompt * self.n + choice;
-        let list = (self.wants_logprobs && !self.endings.contains(token.id)).then(|| {
+        let list = (self.wants_logprobs && !self.end_tokens.contains(token.id)).then(|| {
             let tokenizer = self.app.model.tokenizer();
             let tokens = self.tokens.entry(index).or_insert_with(|| CompletionTokens::new(tokenizer));
             tokens.token(token);
@@ -242,7 +242,7 @@ impl CompletionWriter {
 }
 
 impl EventWriter for CompletionWriter {
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut) {
         let prompt = delivered.prompt;
         match delivered.event {
             Event::Token { choice, token } => self.token(prompt, choice, &token, out),

@@ -10,9 +10,9 @@ use oscar_engine::{Event, GenerateOptions};
 use serde_json::{Value, json};
 
 use super::fresh_id;
-use crate::answers::{Answers, Asked};
-use crate::app::App;
-use crate::error::ApiError;
+use crate::protocol::ApiError;
+use crate::requests::{AnswerStream, PromptRequest};
+use crate::state::AppState;
 
 /// How long a token may take before the engine counts as stuck.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(200);
 
 /// Up and taking requests.
-pub(crate) async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn health(State(app): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
     if app.is_draining() {
         return Err(ApiError::shutting_down());
     }
@@ -29,7 +29,7 @@ pub(crate) async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, A
 }
 
 /// Draws one token. An engine that is busy with others is well, too.
-pub(crate) async fn health_generate(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
     let drawn = app.engine.stats().generated_tokens;
     let options = GenerateOptions {
         max_tokens: Some(1),
@@ -37,8 +37,8 @@ pub(crate) async fn health_generate(State(app): State<Arc<App>>) -> Result<Json<
         cache_salt: Some("health".to_owned()),
         ..GenerateOptions::default()
     };
-    let asked = Asked { id: fresh_id("health"), prompt: vec![0], options, filter: None };
-    let busy = Answers::submit(&app, vec![asked]);
+    let asked = PromptRequest { id: fresh_id("health"), prompt: vec![0], options, filter: None };
+    let busy = AnswerStream::submit(&app, vec![asked]);
     let mut answers = match busy {
         Ok(answers) => Some(answers),
         Err(error) if error.status() == StatusCode::TOO_MANY_REQUESTS => None,

@@ -9,17 +9,16 @@ use oscar_model::SamplingDefaults;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::app::{App, unix_seconds};
-use crate::body::OptionalJsonBody;
-use crate::error::ApiError;
+use crate::http::OptionalJsonBody;
 use crate::metrics::{hit_rate, token_usage, used_tokens};
-use crate::protocol::short;
+use crate::protocol::{ApiError, short};
+use crate::state::{AppState, unix_seconds};
 
 /// The version of this program.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// `/model_info`: what is served.
-pub(crate) async fn model_info(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn model_info(State(app): State<Arc<AppState>>) -> Json<Value> {
     Json(json!({
         "model_path": app.model.path,
         "served_model_name": app.model.name,
@@ -58,7 +57,7 @@ fn architecture(family: &str) -> String {
 }
 
 /// `/server_info`: how it is served.
-pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
     let kv_events = app.options.kv_events.as_ref().map(|address| {
         json!({
@@ -110,7 +109,7 @@ pub(crate) async fn server_info(State(app): State<Arc<App>>) -> Json<Value> {
 pub(crate) const PAGE_TOKENS: usize = 64;
 
 /// `/get_load`: one entry per rank, of which there is one.
-pub(crate) async fn get_load(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn get_load(State(app): State<Arc<AppState>>) -> Json<Value> {
     let stats = app.engine.stats();
     let running = stats.running + stats.prefilling;
     Json(json!([{
@@ -122,7 +121,7 @@ pub(crate) async fn get_load(State(app): State<Arc<App>>) -> Json<Value> {
 }
 
 /// `/v1/loads`: the same in more detail.
-pub(crate) async fn loads(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn loads(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
     let running = stats.running + stats.prefilling;
     let (used, usage) = (used_tokens(&stats), token_usage(info, &stats));
@@ -162,7 +161,7 @@ pub(crate) async fn loads(State(app): State<Arc<App>>) -> Json<Value> {
 }
 
 /// `/flush_cache`: forgets prompts that no request uses.
-pub(crate) async fn flush_cache(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn flush_cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     app.engine.flush();
     app.memory.clear();
     Json(json!({"success": true, "message": "cached prompts that no request uses are forgotten"}))
@@ -178,12 +177,12 @@ pub(crate) struct AbortRequest {
 
 /// `/abort_request`: breaks off a request by the id its client gave, or all of them.
 pub(crate) async fn abort_request(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     OptionalJsonBody(request): OptionalJsonBody<AbortRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let aborted = match (request.rid.as_deref().filter(|id| !id.is_empty()), request.abort_all) {
-        (_, Some(true)) => app.ongoing.abort(None),
-        (Some(id), _) => app.ongoing.abort(Some(id)),
+        (_, Some(true)) => app.in_flight.abort(None),
+        (Some(id), _) => app.in_flight.abort(Some(id)),
         (None, _) => return Err(ApiError::bad_field("rid", "there is neither rid nor abort_all: true")),
     };
     Ok(Json(json!({"success": true, "aborted": aborted})))

@@ -1,23 +1,28 @@
-//! The routes, one file per group.
+//! The routes, one file or folder for each group, and the router that leads to them.
 
-pub(crate) mod chat;
-pub(crate) mod collect;
-pub(crate) mod completions;
-pub(crate) mod generate;
-pub(crate) mod health;
-pub(crate) mod info;
-pub(crate) mod messages;
-pub(crate) mod models;
-pub(crate) mod observe;
-pub(crate) mod openapi;
-pub(crate) mod responses;
-pub(crate) mod tokens;
+mod chat;
+mod collect;
+mod completions;
+mod constrain;
+mod generate;
+mod health;
+mod info;
+mod logprobs;
+mod messages;
+mod models;
+mod observe;
+mod openapi;
+mod responses;
+mod router;
+mod tokens;
+
+pub(crate) use router::router;
 
 use oscar_engine::FinishReason;
 use uuid::Uuid;
 
-use crate::app::{App, unix_seconds};
-use crate::frames::write_json;
+use crate::http::sse::write_json;
+use crate::state::{AppState, unix_seconds};
 
 /// A new id such as `chatcmpl-…`; `prefix` is all before the dots.
 pub(crate) fn fresh_id(prefix: &str) -> String {
@@ -33,7 +38,7 @@ pub(crate) fn finish_name(finish: FinishReason) -> &'static str {
 }
 
 /// The beginning that all chunks of a stream share, up to the number of the choice.
-pub(crate) fn chunk_head(app: &App, id: &str, object: &str) -> bytes::Bytes {
+pub(crate) fn chunk_head(app: &AppState, id: &str, object: &str) -> bytes::Bytes {
     use std::fmt::Write;
     let mut head = bytes::BytesMut::new();
     let _ = write!(head, "data: {{\"id\":");

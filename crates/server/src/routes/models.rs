@@ -6,24 +6,24 @@ use axum::Json;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};
 
-use crate::app::{App, unix_seconds};
-use crate::error::ApiError;
+use crate::protocol::ApiError;
+use crate::state::{AppState, unix_seconds};
 
 /// All models: the one there is.
-pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn list(State(app): State<Arc<AppState>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [card(&app)]}))
 }
 
 /// One model by name.
 pub(crate) async fn one(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     app.model.check_name(Some(&name))?;
     Ok(Json(card(&app)))
 }
 
-fn card(app: &App) -> Value {
+fn card(app: &AppState) -> Value {
     json!({
         "id": app.model.name,
         "object": "model",

@@ -10,22 +10,23 @@ use oscar_engine::SequenceView;
 use serde_json::{Value, json};
 
 use super::info::PAGE_TOKENS;
-use crate::app::{App, CacheShape};
-use crate::error::ApiError;
 use crate::metrics::hit_rate;
+use crate::options::CacheShape;
+use crate::protocol::ApiError;
+use crate::state::AppState;
 
 /// The form of `/metrics`.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Numbers for Prometheus.
-pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
+pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response, ApiError> {
     let text = app.metrics.text(app.engine.info(), &app.engine.stats());
     let text = text.map_err(|error| ApiError::internal(&error))?;
     Ok(([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response())
 }
 
 /// Where the pages are: pools, and for each request what its pages are, from its first token to its last.
-pub(crate) async fn cache(State(app): State<Arc<App>>) -> Json<Value> {
+pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
     let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
         json!({

@@ -7,10 +7,9 @@ use axum::extract::State;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::app::App;
-use crate::body::JsonBody;
-use crate::error::{ApiError, text_error};
-use crate::protocol::{Ids, OneOrMany, OpenAiRequest};
+use crate::http::JsonBody;
+use crate::protocol::{ApiError, Ids, OneOrMany, OpenAiRequest, text_error};
+use crate::state::AppState;
 use crate::text::Chat;
 
 /// A text, several, or a chat.
@@ -28,7 +27,7 @@ pub(crate) struct TokenizeRequest {
 
 /// Text to token ids.
 pub(crate) async fn tokenize(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<TokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
     app.model.check_name(request.model.as_deref())?;
@@ -81,7 +80,7 @@ pub(crate) struct DetokenizeRequest {
 
 /// Token ids to text.
 pub(crate) async fn detokenize(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<DetokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
     app.model.check_name(request.model.as_deref())?;

@@ -4,8 +4,7 @@ use oscar_model::text::RenderOptions;
 use serde_json::{Map, Value};
 
 use super::ServedModel;
-use crate::error::{ApiError, text_error};
-use crate::protocol::OpenAiRequest;
+use crate::protocol::{ApiError, OpenAiRequest, text_error};
 
 /// A chat, checked and in the form templates expect.
 #[derive(Debug)]

@@ -9,26 +9,26 @@ const MAX_BYTES: usize = 64 << 20;
 
 /// What was read and said, by tenant.
 #[derive(Debug)]
-pub(crate) struct Memory(Mutex<RememberedText>);
+pub(crate) struct ConversationMemory(Mutex<RememberedText>);
 
-impl Default for Memory {
+impl Default for ConversationMemory {
     fn default() -> Self {
-        Memory(Mutex::new(RememberedText::new(MAX_BYTES)))
+        ConversationMemory(Mutex::new(RememberedText::new(MAX_BYTES)))
     }
 }
 
-impl Memory {
+impl ConversationMemory {
     /// The ids of a rendered prompt.
     pub(crate) fn encode(
         &self,
         tokenizer: &Tokenizer,
         salt: Option<&str>,
         text: String,
-    ) -> Result<Prompted, TextError> {
+    ) -> Result<RenderedPrompt, TextError> {
         // Encoding takes long for long texts: nobody waits for it.
         let beginning = self.lock().beginning(&scope(salt), &text);
         let ids = beginning.encode(tokenizer, &text)?.ids;
-        Ok(Prompted { text, ids })
+        Ok(RenderedPrompt { text, ids })
     }
 
     /// Remembers a prompt and the tokens that were said.
@@ -36,7 +36,7 @@ impl Memory {
         &self,
         tokenizer: &Tokenizer,
         salt: Option<&str>,
-        prompt: &Prompted,
+        prompt: &RenderedPrompt,
         said: &[u32],
     ) {
         let kept = self.lock().remember(tokenizer, &scope(salt), &prompt.text, &prompt.ids, said);
@@ -62,7 +62,7 @@ fn scope(salt: Option<&str>) -> String {
 
 /// A rendered prompt and its ids.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Prompted {
+pub(crate) struct RenderedPrompt {
     pub(crate) text: String,
     pub(crate) ids: Vec<u32>,
 }

@@ -6,6 +6,6 @@ mod served;
 mod tokens;
 
 pub(crate) use chat::Chat;
-pub(crate) use memory::{Memory, Prompted};
+pub(crate) use memory::{ConversationMemory, RenderedPrompt};
 pub use served::ServedModel;
 pub(crate) use tokens::{bytes_of, shown};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use oscar_model::SamplingDefaults;
 use oscar_model::text::{ChatTemplate, Tokenizer};
 
-use super::{Memory, Prompted};
-use crate::error::{ApiError, text_error};
+use super::{ConversationMemory, RenderedPrompt};
+use crate::protocol::{ApiError, text_error};
 
 /// The name by which clients that name no model in particular ask for it.
 const DEFAULT_NAME: &str = "default";
@@ -125,10 +125,10 @@ impl ServedModel {
     /// The tokens of a rendered chat. What `memory` knows of it gets the ids it had.
     pub(crate) fn encode_chat(
         &self,
-        memory: &Memory,
+        memory: &ConversationMemory,
         salt: Option<&str>,
         text: String,
-    ) -> Result<Prompted, ApiError> {
+    ) -> Result<RenderedPrompt, ApiError> {
         memory.encode(&self.tokenizer, salt, text).map_err(|error| text_error("messages", &error))
     }
 

@@ -35,7 +35,7 @@ fn operations(description: &Value) -> BTreeMap<Operation, Value> {
 
 /// The routes of `router.rs`.
 fn routes() -> BTreeSet<Operation> {
-    let source = include_str!("../../src/router.rs");
+    let source = include_str!("../../src/routes/router.rs");
     let mut routes = BTreeSet::new();
     for line in source.split(".route(\"").skip(1) {
         let (path, rest) = line.split_once('"').unwrap();

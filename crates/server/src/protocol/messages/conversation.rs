@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// The messages of a chat.
 pub(super) struct Conversation {

@@ -8,7 +8,7 @@ use serde_json::{Map, Number, Value, json};
 use self::conversation::{conversation, texts};
 use super::OpenAiRequest;
 use super::sampling::{Object, OneOrMany};
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// A request.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -191,7 +191,7 @@ fn format(format: Value) -> Result<Value, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::body::parse;
+    use crate::http::parse;
 
     fn chat(extra: Value) -> Result<OpenAiRequest, ApiError> {
         let mut request =
@@ -224,9 +224,12 @@ mod tests {
             (&Some("required".into()), Some(false))
         );
         assert_eq!(request.chat_template_kwargs.as_ref().unwrap()["enable_thinking"], true);
-        let wishes = request.wishes(None).unwrap();
-        assert_eq!((wishes.max_tokens, wishes.temperature, wishes.top_k), (Some(9), Some(0.5), Some(3)));
-        assert_eq!(wishes.stop, Some(OneOrMany::Many(vec!["x".to_owned()])));
+        let sampling_fields = request.sampling_fields(None).unwrap();
+        assert_eq!(
+            (sampling_fields.max_tokens, sampling_fields.temperature, sampling_fields.top_k),
+            (Some(9), Some(0.5), Some(3))
+        );
+        assert_eq!(sampling_fields.stop, Some(OneOrMany::Many(vec!["x".to_owned()])));
     }
 
     #[test]

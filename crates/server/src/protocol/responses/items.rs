@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// Translates the input.
 pub(super) fn messages(input: Value) -> Result<Vec<Value>, ApiError> {

@@ -10,7 +10,7 @@ use serde_json::{Map, Number, Value, json};
 use self::items::messages;
 use super::OpenAiRequest;
 use super::sampling::Object;
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// A request.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -188,7 +188,7 @@ fn response_format(format: Value) -> Result<Value, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::body::parse;
+    use crate::http::parse;
 
     fn chat(extra: Value) -> Result<OpenAiRequest, ApiError> {
         let mut request = json!({"model": "m", "input": "hi"});
@@ -218,8 +218,8 @@ mod tests {
         assert_eq!(request.tool_choice, Some(json!({"type": "function", "function": {"name": "f"}})));
         assert_eq!(request.response_format.clone().unwrap()["json_schema"]["schema"], schema);
         assert_eq!(request.reasoning_effort.as_deref(), Some("low"));
-        let wishes = request.wishes(None).unwrap();
-        assert_eq!((wishes.max_tokens, wishes.temperature), (Some(9), Some(0.5)));
+        let sampling_fields = request.sampling_fields(None).unwrap();
+        assert_eq!((sampling_fields.max_tokens, sampling_fields.temperature), (Some(9), Some(0.5)));
         let silent = chat(json!({"reasoning": {"effort": "none"}})).unwrap();
         assert_eq!(silent.chat_template_kwargs.unwrap()["enable_thinking"], false);
     }

@@ -3,12 +3,12 @@
 use oscar_engine::{Event, Summary, Token};
 
 use super::Turn;
-use crate::answers::Answers;
-use crate::error::ApiError;
 use crate::parse::{Change, OutputParser, Part, Parts};
+use crate::protocol::ApiError;
+use crate::requests::AnswerStream;
 
 /// An answer that is being said.
-pub(crate) struct PartedAnswer {
+pub(crate) struct PartsAnswer {
     turn: Turn,
     parser: OutputParser,
     parts: Parts,
@@ -16,15 +16,15 @@ pub(crate) struct PartedAnswer {
     reasoning_tokens: usize,
 }
 
-impl PartedAnswer {
+impl PartsAnswer {
     /// The one answer of a turn.
-    pub(crate) fn new(turn: Turn) -> PartedAnswer {
+    pub(crate) fn new(turn: Turn) -> PartsAnswer {
         let parser = turn.parser(0);
-        PartedAnswer { turn, parser, parts: Parts::default(), tokens: 0, reasoning_tokens: 0 }
+        PartsAnswer { turn, parser, parts: Parts::default(), tokens: 0, reasoning_tokens: 0 }
     }
 
     /// Waits for the whole answer.
-    pub(crate) async fn collect(&mut self, answers: &mut Answers) -> Result<Summary, ApiError> {
+    pub(crate) async fn collect(&mut self, answers: &mut AnswerStream) -> Result<Summary, ApiError> {
         while let Some(delivered) = answers.next().await {
             match delivered.event {
                 Event::Token { token, .. } => drop(self.token(&token)),

@@ -14,24 +14,23 @@ use axum::response::{IntoResponse, Response};
 use oscar_engine::FinishReason;
 use serde_json::json;
 
-pub(crate) use self::answer::PartedAnswer;
+pub(crate) use self::answer::PartsAnswer;
 use self::message::message_json;
 pub(crate) use self::turn::{Turn, prepare};
 use self::writer::ChatWriter;
-use super::collect::{Whole, collect};
+use super::collect::{FinishedChoice, collect};
 use super::completions::matched;
 use super::{finish_name, fresh_id};
-use crate::app::{App, unix_seconds};
-use crate::body::JsonBody;
-use crate::error::ApiError;
-use crate::frames::stream;
-use crate::logprobs::ChatLogprob;
+use crate::http::JsonBody;
+use crate::http::sse::stream;
 use crate::parse::Message;
-use crate::protocol::{OpenAiRequest, Usage};
+use crate::protocol::{ApiError, OpenAiRequest, Usage};
+use crate::routes::logprobs::ChatLogprob;
+use crate::state::{AppState, unix_seconds};
 
 /// Answers the last message of a conversation.
 pub(crate) async fn chat_completions(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("chatcmpl-");
@@ -42,14 +41,14 @@ pub(crate) async fn chat_completions(
     let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
-    for Whole { choice, tokens, summary, .. } in whole {
+    for FinishedChoice { choice, tokens, summary, .. } in whole {
         usage.add(choice, &summary);
         turn.remember(&summary);
         let mut parser = turn.parser(choice);
         let mut message = Message::default();
         message.extend(parser.push(&summary.text));
         message.extend(parser.finish());
-        let tokens = tokens.iter().filter(|token| !turn.endings.contains(token.id));
+        let tokens = tokens.iter().filter(|token| !turn.end_tokens.contains(token.id));
         let list: Vec<ChatLogprob> =
             tokens.map(|token| ChatLogprob::new(app.model.tokenizer(), token)).collect();
         choices.push(json!({

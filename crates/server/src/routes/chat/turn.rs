@@ -5,21 +5,20 @@ use std::sync::Arc;
 use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
 use serde_json::Value;
 
-use crate::answers::{Answers, Asked};
-use crate::app::App;
-use crate::error::ApiError;
-use crate::form;
-use crate::logprobs::Endings;
 use crate::parse::{OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens};
-use crate::protocol::{OpenAiRequest, check_kv_precision};
-use crate::text::{Chat, Prompted};
+use crate::protocol::{ApiError, OpenAiRequest, check_kv_precision};
+use crate::requests::{AnswerStream, PromptRequest};
+use crate::routes::constrain::token_filter;
+use crate::routes::logprobs::EndTokens;
+use crate::state::AppState;
+use crate::text::{Chat, RenderedPrompt};
 
 /// What the answers to one conversation share.
 pub(crate) struct Turn {
-    pub(crate) app: Arc<App>,
-    prompted: Prompted,
+    pub(crate) app: Arc<AppState>,
+    rendered: RenderedPrompt,
     salt: Option<String>,
-    pub(super) endings: Endings,
+    pub(super) end_tokens: EndTokens,
     pub(super) wants_logprobs: bool,
     /// How many answers there are.
     pub(super) choices: usize,
@@ -34,18 +33,18 @@ impl Turn {
     /// Renders a conversation, hands it to the engine, and says what its answers are to be read with. `id` names it in
     /// the answer, and its calls are named after it.
     pub(crate) async fn begin(
-        app: &Arc<App>,
+        app: &Arc<AppState>,
         request: &mut OpenAiRequest,
         id: &str,
-    ) -> Result<(Turn, Answers), ApiError> {
+    ) -> Result<(Turn, AnswerStream), ApiError> {
         app.model.check_name(request.model.as_deref())?;
         check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
         let logprobs = request.chat_logprobs()?;
         let new_text = !request.continue_final_message.unwrap_or(false);
-        let wishes = request.wishes(None)?.options(&app.model.sampling)?;
-        let mut options = GenerateOptions { logprobs, new_text, ..wishes };
-        let form = form::of_openai(request)?;
-        let tools = if form.wants_calls() { form.tools.clone() } else { Vec::new() };
+        let sampling_fields = request.sampling_fields(None)?.options(&app.model.sampling)?;
+        let mut options = GenerateOptions { logprobs, new_text, ..sampling_fields };
+        let format = request.answer_format()?;
+        let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separate_reasoning.unwrap_or(true);
         let reasoning_markers = app.options.reasoning_parser.filter(|_| separate_reasoning);
         let tool_markers = app.options.tool_call_parser.filter(|_| !tools.is_empty());
@@ -53,28 +52,28 @@ impl Turn {
             options.keep_special = true;
         }
         let salt = options.cache_salt.clone();
-        let prompted = prepare(app, request, salt.clone()).await?;
+        let rendered = prepare(app, request, salt.clone()).await?;
         // What a thinking model must keep to begins after its thoughts.
-        let thinks = app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(&prompted.text));
-        let filter = form::filter(app, form, thinks.map(|format| format.markers.1)).await?;
+        let thinks = app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(&rendered.text));
+        let filter = token_filter(app, format, thinks.map(|format| format.markers.1)).await?;
         let turn = Turn {
-            endings: Endings::new(app.model.tokenizer(), &options),
+            end_tokens: EndTokens::new(app.model.tokenizer(), &options),
             salt,
             wants_logprobs: logprobs.is_some(),
             choices: options.n,
             tools: tools.into(),
             id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
             separate_reasoning,
-            prompted,
+            rendered,
             app: Arc::clone(app),
         };
-        let asked = Asked {
+        let asked = PromptRequest {
             id: request.rid.clone().unwrap_or_else(|| id.to_owned()),
-            prompt: turn.prompted.ids.clone(),
+            prompt: turn.rendered.ids.clone(),
             options,
             filter,
         };
-        Ok((turn, Answers::submit(app, vec![asked])?))
+        Ok((turn, AnswerStream::submit(app, vec![asked])?))
     }
 
     /// Tells the parts of an answer apart.
@@ -82,7 +81,7 @@ impl Turn {
         let options = &self.app.options;
         let calls = options.tool_call_parser.filter(|_| !self.tools.is_empty());
         let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|format| {
-            let inside = format.starts_in_reasoning(&self.prompted.text);
+            let inside = format.starts_in_reasoning(&self.rendered.text);
             ReasoningParser::new(format, inside, calls.map_or(&[], |calls| calls.openers))
         });
         let stem = || format!("{}_{choice}_", self.id_stem);
@@ -103,16 +102,16 @@ impl Turn {
             // A stop text is cut out of the tokens, and a broken answer may miss the end of its text.
             _ => return,
         };
-        self.app.memory.remember(tokenizer, self.salt.as_deref(), &self.prompted, said);
+        self.app.memory.remember(tokenizer, self.salt.as_deref(), &self.rendered, said);
     }
 }
 
 /// The text and the ids of a conversation.
 pub(crate) async fn prepare(
-    app: &Arc<App>,
+    app: &Arc<AppState>,
     request: &mut OpenAiRequest,
     salt: Option<String>,
-) -> Result<Prompted, ApiError> {
+) -> Result<RenderedPrompt, ApiError> {
     let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
     let mut chat = Chat::new(request)?;
     app.encode(bytes, move |app| {

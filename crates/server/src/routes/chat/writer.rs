@@ -8,14 +8,13 @@ use oscar_engine::{Event, Summary, Token};
 use serde_json::json;
 
 use super::{Turn, chat_finish};
-use crate::answers::Delivered;
-use crate::error::ApiError;
-use crate::frames::{EventWriter, write_done, write_event, write_json};
-use crate::logprobs::ChatLogprob;
+use crate::http::sse::{EventWriter, write_done, write_event, write_json};
 use crate::parse::{OutputParser, Piece};
-use crate::protocol::Usage;
+use crate::protocol::{ApiError, Usage};
+use crate::requests::PromptEvent;
 use crate::routes::chunk_head;
 use crate::routes::completions::matched;
+use crate::routes::logprobs::ChatLogprob;
 
 /// Writes the chunks of a streamed chat.
 pub(super) struct ChatWriter {
@@ -52,7 +51,7 @@ impl ChatWriter {
         self.begin(index, out);
         let Some(choice) = self.choices.get_mut(&index) else { return };
         let pieces = choice.parser.push(&token.text);
-        let listed = self.turn.wants_logprobs && !self.turn.endings.contains(token.id);
+        let listed = self.turn.wants_logprobs && !self.turn.end_tokens.contains(token.id);
         let mut logprob = listed.then(|| ChatLogprob::new(self.turn.app.model.tokenizer(), token));
         if pieces.is_empty() && logprob.is_some() {
             // Text that is held back comes later; its probability is known now.
@@ -135,7 +134,7 @@ impl ChatWriter {
 }
 
 impl EventWriter for ChatWriter {
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut) {
         match delivered.event {
             Event::Token { choice, token } => self.token(choice, &token, out),
             Event::Finished { choice, summary } => self.finished(choice, &summary, out),

@@ -5,8 +5,8 @@ use std::time::Duration;
 use oscar_engine::{FinishReason, MatchedStop, PromptLogprob, Summary, Token};
 use serde_json::{Map, Value, json};
 
-use crate::app::App;
-use crate::logprobs::number;
+use crate::routes::logprobs::number;
+use crate::state::AppState;
 use crate::text::shown;
 
 /// What one prompt's answers look like.
@@ -37,7 +37,7 @@ impl Shape {
     /// A whole answer.
     pub(super) fn finished(
         &self,
-        app: &App,
+        app: &AppState,
         choice: usize,
         summary: &Summary,
         tokens: &[Token],
@@ -73,7 +73,7 @@ impl Shape {
 }
 
 impl Listing {
-    fn add_prompt(self, app: &App, prompt: &[PromptLogprob], meta: &mut Map<String, Value>) {
+    fn add_prompt(self, app: &AppState, prompt: &[PromptLogprob], meta: &mut Map<String, Value>) {
         let chosen = &prompt[self.start.unwrap_or(prompt.len()).min(prompt.len())..];
         let list: Vec<Value> =
             chosen.iter().map(|entry| self.entry(app, entry.token, entry.logprob)).collect();
@@ -87,7 +87,7 @@ impl Listing {
         }
     }
 
-    pub(super) fn add_tokens(self, app: &App, tokens: &[Token], meta: &mut Map<String, Value>) {
+    pub(super) fn add_tokens(self, app: &AppState, tokens: &[Token], meta: &mut Map<String, Value>) {
         let list: Vec<Value> = tokens.iter().map(|token| self.entry(app, token.id, token.logprob)).collect();
         meta.insert("output_token_logprobs".to_owned(), list.into());
         if self.top > 0 {
@@ -98,12 +98,12 @@ impl Listing {
     }
 
     /// `[logprob, id, text]`.
-    fn entry(self, app: &App, id: u32, logprob: Option<f32>) -> Value {
+    fn entry(self, app: &AppState, id: u32, logprob: Option<f32>) -> Value {
         let text = self.with_text.then(|| shown(app.model.tokenizer(), id));
         json!([logprob.map(number), id, text])
     }
 
-    fn alternatives(self, app: &App, top: Option<&[(u32, f32)]>) -> Value {
+    fn alternatives(self, app: &AppState, top: Option<&[(u32, f32)]>) -> Value {
         let list = |top: &[(u32, f32)]| {
             top.iter().map(|&(id, logprob)| self.entry(app, id, Some(logprob))).collect::<Vec<Value>>()
         };

@@ -15,17 +15,16 @@ use self::answer::{Listing, Shape};
 use self::writer::GenerateWriter;
 use super::collect::collect;
 use super::fresh_id;
-use crate::answers::{Answers, Asked};
-use crate::app::App;
-use crate::body::JsonBody;
-use crate::error::ApiError;
-use crate::form;
-use crate::frames::stream;
-use crate::protocol::{GenerateRequest, Ids, OneOrMany, SamplingParams, check_kv_precision};
+use crate::http::JsonBody;
+use crate::http::sse::stream;
+use crate::protocol::{ApiError, GenerateRequest, Ids, OneOrMany, SamplingParams, check_kv_precision};
+use crate::requests::{AnswerStream, PromptRequest};
+use crate::routes::constrain::token_filter;
+use crate::state::AppState;
 
 /// Continues one prompt or a batch of them.
 pub(crate) async fn generate(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
@@ -55,8 +54,8 @@ pub(crate) async fn generate(
     let mut asked = Vec::with_capacity(count);
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
-        let filter = form::filter(&app, form::of_native(&params)?, None).await?;
-        let options = params.wishes(salt.clone())?.options(&app.model.sampling)?;
+        let filter = token_filter(&app, params.answer_format()?, None).await?;
+        let options = params.sampling_fields(salt.clone())?.options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { start, top, with_text });
@@ -66,7 +65,7 @@ pub(crate) async fn generate(
             ..options
         };
         shapes.push(Shape { id: id.clone(), n: options.n, listing });
-        asked.push(Asked { id, prompt, options, filter });
+        asked.push(PromptRequest { id, prompt, options, filter });
     }
     let choices = shapes[0].n;
     if shapes.iter().any(|shape| shape.n != choices) {
@@ -75,7 +74,7 @@ pub(crate) async fn generate(
             "n must be the same for all prompts of a batch",
         ));
     }
-    let mut answers = Answers::submit(&app, asked)?;
+    let mut answers = AnswerStream::submit(&app, asked)?;
     let many = batch || choices > 1;
     if request.stream.unwrap_or(false) {
         let begun = answers.begun();
@@ -94,7 +93,10 @@ pub(crate) async fn generate(
 }
 
 /// The prompts, and whether they came as a list.
-async fn prompts(app: &Arc<App>, request: &mut GenerateRequest) -> Result<(Vec<Vec<u32>>, bool), ApiError> {
+async fn prompts(
+    app: &Arc<AppState>,
+    request: &mut GenerateRequest,
+) -> Result<(Vec<Vec<u32>>, bool), ApiError> {
     let (prompts, batch) = match (request.text.take(), request.input_ids.take()) {
         (Some(_), Some(_)) => {
             return Err(ApiError::bad_field("text", "text and input_ids exclude each other"));

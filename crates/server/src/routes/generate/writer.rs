@@ -11,14 +11,14 @@ use oscar_engine::{Event, Token};
 use serde_json::{Value, json};
 
 use super::answer::Shape;
-use crate::answers::Delivered;
-use crate::app::App;
-use crate::error::ApiError;
-use crate::frames::{EventWriter, write_done, write_event};
+use crate::http::sse::{EventWriter, write_done, write_event};
+use crate::protocol::ApiError;
+use crate::requests::PromptEvent;
+use crate::state::AppState;
 
 /// Writes the events of a native stream.
 pub(super) struct GenerateWriter {
-    app: Arc<App>,
+    app: Arc<AppState>,
     shapes: Vec<Shape>,
     /// Answers are numbered.
     many: bool,
@@ -41,7 +41,7 @@ struct Growing {
 }
 
 impl GenerateWriter {
-    pub(super) fn new(app: Arc<App>, shapes: Vec<Shape>, many: bool, begun: Instant) -> GenerateWriter {
+    pub(super) fn new(app: Arc<AppState>, shapes: Vec<Shape>, many: bool, begun: Instant) -> GenerateWriter {
         let n = shapes.first().map_or(1, |shape| shape.n);
         let choices = vec![Growing::default(); shapes.len() * n];
         let prompts = vec![(0, 0); shapes.len()];
@@ -57,7 +57,7 @@ impl GenerateWriter {
 }
 
 impl EventWriter for GenerateWriter {
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut) {
         let prompt = delivered.prompt;
         let shape = &self.shapes[prompt];
         match delivered.event {

@@ -6,7 +6,7 @@ use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::Response;
 use serde_json::{Value, json};
 
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// Where these clients look for the name of a request.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");

@@ -4,10 +4,10 @@ use oscar_engine::{FinishReason, MatchedStop, Summary};
 use serde_json::{Map, Value, json};
 
 use crate::parse::{MessageCall, Part};
-use crate::routes::chat::PartedAnswer;
+use crate::routes::chat::PartsAnswer;
 
 /// The answer.
-pub(super) fn whole_message(id: &str, answer: &PartedAnswer, summary: &Summary) -> Value {
+pub(super) fn whole_message(id: &str, answer: &PartsAnswer, summary: &Summary) -> Value {
     let blocks: Vec<Value> = answer.parts().list().iter().map(whole_block).collect();
     let (reason, sequence) = stopped(summary, answer.parts().has_calls());
     let mut message = empty_message(id, &answer.turn().app.model.name);
@@ -73,7 +73,7 @@ pub(super) fn stopped(summary: &Summary, called: bool) -> (&'static str, Option<
 }
 
 /// Tokens of the request. What came from the cache is counted apart.
-pub(super) fn usage(answer: &PartedAnswer, summary: &Summary) -> Value {
+pub(super) fn usage(answer: &PartsAnswer, summary: &Summary) -> Value {
     let mut usage = prompt_usage(summary.prompt_tokens, summary.cached_tokens);
     usage["output_tokens"] = summary.tokens.len().into();
     usage["output_tokens_details"] = json!({"thinking_tokens": answer.reasoning_tokens()});

@@ -14,24 +14,22 @@ use serde_json::{Value, json};
 pub(crate) use self::error::{is_path, reshape};
 use self::message::whole_message;
 use self::writer::MessageWriter;
-use super::chat::{PartedAnswer, Turn, prepare};
+use super::chat::{PartsAnswer, Turn, prepare};
 use super::fresh_id;
-use crate::app::App;
-use crate::body::JsonBody;
-use crate::error::ApiError;
-use crate::form;
-use crate::frames::stream;
-use crate::protocol::MessagesRequest;
+use crate::http::JsonBody;
+use crate::http::sse::stream;
+use crate::protocol::{ApiError, MessagesRequest};
+use crate::state::AppState;
 
 /// Answers the last message of a conversation.
 pub(crate) async fn messages(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<MessagesRequest>,
 ) -> Result<Response, ApiError> {
     let mut request = request.into_chat()?;
     let id = fresh_id("msg_");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
-    let mut answer = PartedAnswer::new(turn);
+    let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, MessageWriter::new(answer, id)));
     }
@@ -41,13 +39,13 @@ pub(crate) async fn messages(
 
 /// How many tokens a conversation has.
 pub(crate) async fn count_tokens(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let mut request = request.into_unlimited()?;
     app.model.check_name(request.model.as_deref())?;
     // What would be refused has no tokens either.
-    form::of_openai(&request)?;
-    let prompted = prepare(&app, &mut request, None).await?;
-    Ok(Json(json!({"input_tokens": prompted.ids.len()})))
+    request.answer_format()?;
+    let rendered = prepare(&app, &mut request, None).await?;
+    Ok(Json(json!({"input_tokens": rendered.ids.len()})))
 }

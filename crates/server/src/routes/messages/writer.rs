@@ -6,22 +6,22 @@ use serde_json::{Value, json};
 
 use super::error::error_body;
 use super::message::{empty_block, empty_message, prompt_usage, stopped, usage};
-use crate::answers::Delivered;
-use crate::error::ApiError;
-use crate::frames::{EventWriter, write_named_event};
+use crate::http::sse::{EventWriter, write_named_event};
 use crate::parse::{Change, Part};
-use crate::routes::chat::PartedAnswer;
+use crate::protocol::ApiError;
+use crate::requests::PromptEvent;
+use crate::routes::chat::PartsAnswer;
 
 /// Writes the events of a streamed message.
 pub(super) struct MessageWriter {
-    answer: PartedAnswer,
+    answer: PartsAnswer,
     id: String,
     begun: bool,
     ended: bool,
 }
 
 impl MessageWriter {
-    pub(super) fn new(answer: PartedAnswer, id: String) -> MessageWriter {
+    pub(super) fn new(answer: PartsAnswer, id: String) -> MessageWriter {
         MessageWriter { answer, id, begun: false, ended: false }
     }
 
@@ -86,7 +86,7 @@ fn write(out: &mut BytesMut, event: Value) {
 }
 
 impl EventWriter for MessageWriter {
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut) {
         match delivered.event {
             Event::Prefill { total, cached, .. } => {
                 self.begin(total, cached, out);

@@ -11,24 +11,23 @@ use axum::response::{IntoResponse, Response};
 
 use self::object::ResponseObject;
 use self::writer::ResponseWriter;
-use super::chat::{PartedAnswer, Turn};
+use super::chat::{PartsAnswer, Turn};
 use super::fresh_id;
-use crate::app::App;
-use crate::body::JsonBody;
-use crate::error::ApiError;
-use crate::frames::stream;
-use crate::protocol::ResponsesRequest;
+use crate::http::JsonBody;
+use crate::http::sse::stream;
+use crate::protocol::{ApiError, ResponsesRequest};
+use crate::state::AppState;
 
 /// Answers the input.
 pub(crate) async fn responses(
-    State(app): State<Arc<App>>,
+    State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("resp_");
     let object = ResponseObject::new(&app, &id, &request);
     let mut request = request.into_chat()?;
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
-    let mut answer = PartedAnswer::new(turn);
+    let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, ResponseWriter::new(answer, object)));
     }

@@ -5,11 +5,10 @@ use std::time::SystemTime;
 use oscar_engine::{FinishReason, Summary};
 use serde_json::{Value, json};
 
-use crate::app::{App, unix_seconds};
-use crate::error::ApiError;
 use crate::parse::{MessageCall, Part};
-use crate::protocol::{ResponsesRequest, short};
-use crate::routes::chat::PartedAnswer;
+use crate::protocol::{ApiError, ResponsesRequest, short};
+use crate::routes::chat::PartsAnswer;
+use crate::state::{AppState, unix_seconds};
 
 /// A response that has not ended: what was asked, and who answers.
 pub(super) struct ResponseObject {
@@ -20,7 +19,7 @@ pub(super) struct ResponseObject {
 
 impl ResponseObject {
     /// Repeats what a request says, as clients expect it.
-    pub(super) fn new(app: &App, id: &str, request: &ResponsesRequest) -> ResponseObject {
+    pub(super) fn new(app: &AppState, id: &str, request: &ResponsesRequest) -> ResponseObject {
         let drawn = &app.model.sampling;
         let format = request.text.as_ref().and_then(|text| text.0.format.clone());
         let effort = request.reasoning.as_ref().and_then(|reasoning| reasoning.0.effort.clone());
@@ -58,7 +57,7 @@ impl ResponseObject {
     }
 
     /// The whole of it.
-    pub(super) fn finished(&self, answer: &PartedAnswer, summary: &Summary) -> Value {
+    pub(super) fn finished(&self, answer: &PartsAnswer, summary: &Summary) -> Value {
         let parts = answer.parts().list();
         let last = parts.len().saturating_sub(1);
         let item = |(index, part)| {

@@ -5,15 +5,15 @@ use oscar_engine::{EngineError, Event, Summary};
 use serde_json::{Value, json};
 
 use super::object::{ResponseObject, content, item_status, status};
-use crate::answers::Delivered;
-use crate::error::ApiError;
-use crate::frames::{EventWriter, write_named_event};
+use crate::http::sse::{EventWriter, write_named_event};
 use crate::parse::{Change, Part};
-use crate::routes::chat::PartedAnswer;
+use crate::protocol::ApiError;
+use crate::requests::PromptEvent;
+use crate::routes::chat::PartsAnswer;
 
 /// Writes the events of a streamed response.
 pub(super) struct ResponseWriter {
-    answer: PartedAnswer,
+    answer: PartsAnswer,
     object: ResponseObject,
     /// Number of the next event.
     next: u64,
@@ -21,7 +21,7 @@ pub(super) struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    pub(super) fn new(answer: PartedAnswer, object: ResponseObject) -> ResponseWriter {
+    pub(super) fn new(answer: PartsAnswer, object: ResponseObject) -> ResponseWriter {
         ResponseWriter { answer, object, next: 0, ended: false }
     }
 
@@ -142,7 +142,7 @@ impl ResponseWriter {
 }
 
 impl EventWriter for ResponseWriter {
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut) {
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut) {
         match delivered.event {
             Event::Prefill { .. } => self.begin(out),
             Event::Scored { .. } => {}

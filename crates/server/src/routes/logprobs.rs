@@ -21,16 +21,16 @@ pub(crate) fn number(logprob: f32) -> f64 {
 
 /// Which drawn tokens end an answer. They are no part of it, and so not of its list either.
 #[derive(Clone, Debug)]
-pub(crate) struct Endings {
+pub(crate) struct EndTokens {
     tokenizer: Arc<Tokenizer>,
     ignore_end: bool,
     stop_tokens: Vec<u32>,
 }
 
-impl Endings {
-    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, options: &GenerateOptions) -> Endings {
+impl EndTokens {
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, options: &GenerateOptions) -> EndTokens {
         let stop_tokens = options.stop_tokens.clone();
-        Endings { tokenizer: Arc::clone(tokenizer), ignore_end: options.ignore_end, stop_tokens }
+        EndTokens { tokenizer: Arc::clone(tokenizer), ignore_end: options.ignore_end, stop_tokens }
     }
 
     pub(crate) fn contains(&self, token: u32) -> bool {

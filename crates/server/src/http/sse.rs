@@ -11,7 +11,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::Stream;
 use serde::Serialize;
 
-use crate::answers::{Answers, Delivered};
+use crate::requests::{AnswerStream, PromptEvent};
 
 /// A write is not made longer than this while more is ready.
 const WRITE_BYTES: usize = 16 << 10;
@@ -19,7 +19,7 @@ const WRITE_BYTES: usize = 16 << 10;
 /// Writes the events of a request in the form a client expects.
 pub(crate) trait EventWriter: Send + Unpin {
     /// Writes what an event is worth.
-    fn event(&mut self, delivered: Delivered, out: &mut BytesMut);
+    fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut);
 
     /// Writes what was put off, now that no more events are ready.
     fn flush(&mut self, _out: &mut BytesMut) {}
@@ -29,14 +29,14 @@ pub(crate) trait EventWriter: Send + Unpin {
 }
 
 /// The body of a streamed answer. Dropping it, as happens when the client goes away, gives the request up.
-struct Frames<W> {
-    answers: Answers,
+struct SseBody<W> {
+    answers: AnswerStream,
     writer: W,
     buffer: BytesMut,
     ended: bool,
 }
 
-impl<W: EventWriter> Stream for Frames<W> {
+impl<W: EventWriter> Stream for SseBody<W> {
     type Item = Result<Bytes, Infallible>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
@@ -66,8 +66,8 @@ impl<W: EventWriter> Stream for Frames<W> {
 }
 
 /// The response that streams a request's answers.
-pub(crate) fn stream(answers: Answers, writer: impl EventWriter + 'static) -> Response {
-    let frames = Frames { answers, writer, buffer: BytesMut::with_capacity(4 << 10), ended: false };
+pub(crate) fn stream(answers: AnswerStream, writer: impl EventWriter + 'static) -> Response {
+    let frames = SseBody { answers, writer, buffer: BytesMut::with_capacity(4 << 10), ended: false };
     let mut response = Body::from_stream(frames).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));

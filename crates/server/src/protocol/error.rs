@@ -8,6 +8,9 @@ use oscar_engine::EngineError;
 use oscar_model::text::TextError;
 use serde_json::{Value, json};
 
+use super::FieldError;
+use crate::grammar::GrammarError;
+
 /// Seconds after which a client may try again when the queue was full.
 const RETRY_AFTER_S: u64 = 1;
 
@@ -134,6 +137,27 @@ impl From<&EngineError> for ApiError {
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> ApiError {
         ApiError::from(&error)
+    }
+}
+
+impl From<FieldError> for ApiError {
+    fn from(error: FieldError) -> ApiError {
+        let message = error.to_string();
+        ApiError::bad_field(error.field, message)
+    }
+}
+
+impl From<GrammarError> for ApiError {
+    fn from(error: GrammarError) -> ApiError {
+        let param = match &error {
+            GrammarError::Vocabulary(reason) => return ApiError::internal(reason),
+            GrammarError::UnknownTool { .. } | GrammarError::NoTools => "tool_choice",
+            GrammarError::Tool { .. } => "tools",
+            GrammarError::TooLarge { .. } | GrammarError::TooDeep { .. } | GrammarError::Invalid { .. } => {
+                "response_format"
+            }
+        };
+        ApiError::bad_field(param, error.to_string())
     }
 }
 

@@ -7,16 +7,16 @@ use axum::extract::{FromRequest, Request};
 use axum::http::{StatusCode, header};
 use serde::de::DeserializeOwned;
 
-use crate::app::App;
-use crate::error::ApiError;
+use crate::protocol::ApiError;
+use crate::state::AppState;
 
 /// A JSON body.
 pub(crate) struct JsonBody<T>(pub(crate) T);
 
-impl<T: DeserializeOwned> FromRequest<Arc<App>> for JsonBody<T> {
+impl<T: DeserializeOwned> FromRequest<Arc<AppState>> for JsonBody<T> {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, ApiError> {
+    async fn from_request(request: Request, app: &Arc<AppState>) -> Result<Self, ApiError> {
         // Web pages of others can post forms and plain text without asking; JSON they cannot.
         let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         if !content_type.is_some_and(is_json) {
@@ -33,10 +33,10 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for JsonBody<T> {
 /// A JSON body that may be absent.
 pub(crate) struct OptionalJsonBody<T>(pub(crate) T);
 
-impl<T: DeserializeOwned + Default> FromRequest<Arc<App>> for OptionalJsonBody<T> {
+impl<T: DeserializeOwned + Default> FromRequest<Arc<AppState>> for OptionalJsonBody<T> {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, ApiError> {
+    async fn from_request(request: Request, app: &Arc<AppState>) -> Result<Self, ApiError> {
         let bytes = read(request, app).await?;
         if bytes.iter().all(u8::is_ascii_whitespace) {
             return Ok(OptionalJsonBody(T::default()));
@@ -50,7 +50,7 @@ fn is_json(content_type: &str) -> bool {
     kind == "application/json" || kind.starts_with("application/") && kind.ends_with("+json")
 }
 
-async fn read(request: Request, app: &App) -> Result<Bytes, ApiError> {
+async fn read(request: Request, app: &AppState) -> Result<Bytes, ApiError> {
     let limit = app.options.body_bytes;
     let too_large = || {
         let message = format!("the body is larger than {limit} bytes, the limit of this server");

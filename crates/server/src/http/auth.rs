@@ -3,7 +3,7 @@
 use axum::http::{HeaderMap, StatusCode, header};
 use sha2::{Digest, Sha256};
 
-use crate::error::ApiError;
+use crate::protocol::ApiError;
 
 /// The hash of a key: of equal length for all keys, and useless to whoever reads our memory.
 #[derive(Clone)]

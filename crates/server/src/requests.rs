@@ -11,12 +11,12 @@ use std::time::Instant;
 use oscar_engine::{Event, GenerateOptions, Request, TokenFilter};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
-use crate::app::App;
-use crate::error::ApiError;
-use crate::ongoing::Ticket;
+use crate::in_flight::InFlightGuard;
+use crate::protocol::ApiError;
+use crate::state::AppState;
 
 /// One prompt of a request.
-pub(crate) struct Asked {
+pub(crate) struct PromptRequest {
     pub(crate) id: String,
     pub(crate) prompt: Vec<u32>,
     pub(crate) options: GenerateOptions,
@@ -25,7 +25,7 @@ pub(crate) struct Asked {
 
 /// An event of one of the prompts of a request.
 #[derive(Debug)]
-pub(crate) struct Delivered {
+pub(crate) struct PromptEvent {
     /// Which prompt.
     pub(crate) prompt: usize,
     /// When the engine said so.
@@ -34,10 +34,10 @@ pub(crate) struct Delivered {
 }
 
 /// All answers of a request. Dropping it gives up those that have not ended.
-pub(crate) struct Answers {
-    app: Arc<App>,
-    events: UnboundedReceiver<Delivered>,
-    tickets: Vec<Ticket>,
+pub(crate) struct AnswerStream {
+    app: Arc<AppState>,
+    events: UnboundedReceiver<PromptEvent>,
+    guards: Vec<InFlightGuard>,
     /// Choices that have not ended.
     open: usize,
     begun: Instant,
@@ -45,37 +45,37 @@ pub(crate) struct Answers {
     latest: HashMap<(usize, usize), Instant>,
 }
 
-impl Answers {
+impl AnswerStream {
     /// Hands prompts to the engine: all of them or none.
-    pub(crate) fn submit(app: &Arc<App>, asked: Vec<Asked>) -> Result<Answers, ApiError> {
+    pub(crate) fn submit(app: &Arc<AppState>, asked: Vec<PromptRequest>) -> Result<AnswerStream, ApiError> {
         if app.is_draining() {
             return Err(ApiError::shutting_down());
         }
         let (sender, events) = mpsc::unbounded_channel();
         let begun = Instant::now();
-        let mut answers = Answers {
+        let mut answers = AnswerStream {
             app: Arc::clone(app),
             events,
-            tickets: Vec::with_capacity(asked.len()),
+            guards: Vec::with_capacity(asked.len()),
             open: 0,
             begun,
             latest: HashMap::new(),
         };
-        for (prompt, Asked { id, prompt: ids, options, filter }) in asked.into_iter().enumerate() {
+        for (prompt, PromptRequest { id, prompt: ids, options, filter }) in asked.into_iter().enumerate() {
             let sender = sender.clone();
             // Whoever does not listen any more has nothing to be told.
-            let sink = move |event| drop(sender.send(Delivered { prompt, at: Instant::now(), event }));
+            let sink = move |event| drop(sender.send(PromptEvent { prompt, at: Instant::now(), event }));
             let choices = options.n;
             let handle = app.engine.submit(Request { prompt: ids, options, filter }, Box::new(sink))?;
-            answers.tickets.push(app.ongoing.enter(&id, handle));
+            answers.guards.push(app.in_flight.enter(&id, handle));
             answers.open += choices;
         }
-        app.metrics.requests.inc_by(answers.tickets.len() as u64);
+        app.metrics.requests.inc_by(answers.guards.len() as u64);
         Ok(answers)
     }
 
     /// The next event; `None` after the last one of the last choice.
-    pub(crate) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Delivered>> {
+    pub(crate) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<PromptEvent>> {
         if self.open == 0 {
             return Poll::Ready(None);
         }
@@ -92,7 +92,7 @@ impl Answers {
     }
 
     /// [`Self::poll_next`] for those who wait.
-    pub(crate) async fn next(&mut self) -> Option<Delivered> {
+    pub(crate) async fn next(&mut self) -> Option<PromptEvent> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
@@ -101,7 +101,7 @@ impl Answers {
         self.begun
     }
 
-    fn measure(&mut self, delivered: &Delivered) {
+    fn measure(&mut self, delivered: &PromptEvent) {
         let metrics = &self.app.metrics;
         match &delivered.event {
             Event::Token { choice, .. } => {
@@ -120,7 +120,7 @@ impl Answers {
     }
 }
 
-impl Drop for Answers {
+impl Drop for AnswerStream {
     fn drop(&mut self) {
         self.app.metrics.abandoned.inc_by(self.open as u64);
     }

@@ -14,13 +14,13 @@ use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
 use uuid::Uuid;
 
-use crate::app::App;
-use crate::auth::ApiKey;
-use crate::error::ApiError;
-use crate::page;
-use crate::routes::{
+use super::{
     chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
 };
+use crate::http::ApiKey;
+use crate::page;
+use crate::protocol::ApiError;
+use crate::state::AppState;
 
 /// Names a request in logs and answers.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -36,9 +36,9 @@ const MAX_REQUEST_ID: usize = 128;
 const OPEN_PATHS: [&str; 4] = ["/health", "/health_generate", "/metrics", "/openapi.json"];
 
 /// All routes.
-pub(crate) fn router(app: Arc<App>) -> Router {
-    let guard =
-        Arc::new(Guard { key: app.options.api_key.as_deref().map(ApiKey::new), app: Arc::clone(&app) });
+pub(crate) fn router(app: Arc<AppState>) -> Router {
+    let middleware =
+        Arc::new(Middleware { key: app.options.api_key.as_deref().map(ApiKey::new), app: Arc::clone(&app) });
     let cors = cors(&app.options.allowed_origins);
     Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -74,7 +74,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         })
         .with_state(app)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(guard, Guard::pass))
+        .layer(middleware::from_fn_with_state(middleware, Middleware::pass))
         .layer(cors)
 }
 
@@ -96,17 +96,17 @@ fn cors(origins: &[String]) -> CorsLayer {
 }
 
 /// Stands before all routes: names the request, asks for the key, counts and logs.
-struct Guard {
-    app: Arc<App>,
+struct Middleware {
+    app: Arc<AppState>,
     key: Option<ApiKey>,
 }
 
-impl Guard {
-    async fn pass(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+impl Middleware {
+    async fn pass(State(this): State<Arc<Middleware>>, request: Request, next: Next) -> Response {
         let begun = Instant::now();
         let id = request_id(&request);
         let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-        let mut response = match guard.admit(&request) {
+        let mut response = match this.admit(&request) {
             Ok(()) => next.run(request).await,
             Err(error) => error.into_response(),
         };
@@ -114,7 +114,7 @@ impl Guard {
             response = messages::reshape(response, &id);
         }
         let status = response.status().as_u16();
-        guard.app.metrics.responded(status);
+        this.app.metrics.responded(status);
         let milliseconds = begun.elapsed().as_secs_f64() * 1e3;
         let path: String = path.chars().take(200).collect();
         let request = id.to_str().unwrap_or("?");

@@ -1,10 +1,10 @@
-//! What a request says about the form of its answer: `tools`, `tool_choice`, `response_format`, `regex` and the like,
+//! What a request says about the format of its answer: `tools`, `tool_choice`, `response_format`, `regex` and the like,
 //! checked and typed.
 
 use serde_json::Value;
 
-use super::{Tool, ToolCallFormat};
 use crate::grammar::{Constraint, ForcedCalls};
+use crate::parse::{Tool, ToolCallFormat};
 
 /// Tools of one request.
 const MAX_TOOLS: usize = 128;
@@ -37,7 +37,7 @@ pub(crate) enum ToolChoice {
 
 /// What the content must look like.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) enum AnswerForm {
+pub(crate) enum ContentFormat {
     /// Anything.
     #[default]
     Text,
@@ -53,7 +53,7 @@ pub(crate) enum AnswerForm {
 
 /// The form of an answer, as far as the request sets it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct AnswerRequest {
+pub(crate) struct AnswerFormat {
     /// Tools that may be called, in order.
     pub(crate) tools: Vec<Tool>,
     /// Whether they are to be.
@@ -61,12 +61,12 @@ pub(crate) struct AnswerRequest {
     /// More than one call is allowed.
     pub(crate) parallel_tool_calls: bool,
     /// What the content must look like.
-    pub(crate) form: AnswerForm,
+    pub(crate) content: ContentFormat,
 }
 
-impl AnswerRequest {
+impl AnswerFormat {
     /// Reads the fields of a request's body. Fields that are `null` count as missing.
-    pub(crate) fn from_body(body: &Value) -> Result<AnswerRequest, FieldError> {
+    pub(crate) fn from_body(body: &Value) -> Result<AnswerFormat, FieldError> {
         let tools = tools(get(body, "tools"))?;
         let tool_choice = tool_choice(get(body, "tool_choice"), &tools)?;
         let parallel_tool_calls = match get(body, "parallel_tool_calls") {
@@ -75,7 +75,7 @@ impl AnswerRequest {
                 value.as_bool().ok_or_else(|| wrong("parallel_tool_calls", "must be a boolean"))?
             }
         };
-        Ok(AnswerRequest { tools, tool_choice, parallel_tool_calls, form: form(body)? })
+        Ok(AnswerFormat { tools, tool_choice, parallel_tool_calls, content: content(body)? })
     }
 
     /// Whether calls are to be looked for in the answer.
@@ -101,12 +101,12 @@ impl AnswerRequest {
             let parallel = self.parallel_tool_calls && name.is_none();
             return Ok(Some(Constraint::Calls(ForcedCalls { format, tools: &self.tools, name, parallel })));
         }
-        Ok(match &self.form {
-            AnswerForm::Text => None,
-            AnswerForm::JsonObject => Some(Constraint::JsonObject),
-            AnswerForm::JsonSchema(schema) => Some(Constraint::JsonSchema(schema)),
-            AnswerForm::Regex(regex) => Some(Constraint::Regex(regex)),
-            AnswerForm::Ebnf(grammar) => Some(Constraint::Ebnf(grammar)),
+        Ok(match &self.content {
+            ContentFormat::Text => None,
+            ContentFormat::JsonObject => Some(Constraint::JsonObject),
+            ContentFormat::JsonSchema(schema) => Some(Constraint::JsonSchema(schema)),
+            ContentFormat::Regex(regex) => Some(Constraint::Regex(regex)),
+            ContentFormat::Ebnf(grammar) => Some(Constraint::Ebnf(grammar)),
         })
     }
 }
@@ -191,43 +191,43 @@ fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, Fiel
 }
 
 /// Reads `response_format`, `json_schema`, `regex` and `ebnf`, of which there may be one.
-fn form(body: &Value) -> Result<AnswerForm, FieldError> {
-    let mut form = AnswerForm::Text;
+fn content(body: &Value) -> Result<ContentFormat, FieldError> {
+    let mut content = ContentFormat::Text;
     for field in ["response_format", "json_schema", "regex", "ebnf"] {
         let Some(value) = get(body, field) else { continue };
         let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong(field, "must be a string"));
         let this = match field {
             "response_format" => response_format(value)?,
             // As a text or as what the text stands for.
-            "json_schema" => AnswerForm::JsonSchema(match value {
+            "json_schema" => ContentFormat::JsonSchema(match value {
                 Value::String(text) => serde_json::from_str(text)
                     .map_err(|error| wrong(field, format!("is not JSON: {error}")))?,
                 other => other.clone(),
             }),
-            "regex" => AnswerForm::Regex(text()?),
-            _ => AnswerForm::Ebnf(text()?),
+            "regex" => ContentFormat::Regex(text()?),
+            _ => ContentFormat::Ebnf(text()?),
         };
-        if this == AnswerForm::Text {
+        if this == ContentFormat::Text {
             continue;
         }
-        if form != AnswerForm::Text {
+        if content != ContentFormat::Text {
             return Err(wrong(field, "cannot be combined with another form of answer"));
         }
-        form = this;
+        content = this;
     }
-    Ok(form)
+    Ok(content)
 }
 
-fn response_format(value: &Value) -> Result<AnswerForm, FieldError> {
+fn response_format(value: &Value) -> Result<ContentFormat, FieldError> {
     let kind = get(value, "type").and_then(Value::as_str);
     match kind.ok_or_else(|| wrong("response_format.type", "must be a string"))? {
-        "text" => Ok(AnswerForm::Text),
-        "json_object" => Ok(AnswerForm::JsonObject),
+        "text" => Ok(ContentFormat::Text),
+        "json_object" => Ok(ContentFormat::JsonObject),
         "json_schema" => {
             let schema = get(value, "json_schema").and_then(|format| get(format, "schema"));
             let schema =
                 schema.ok_or_else(|| wrong("response_format.json_schema.schema", "must be a JSON schema"))?;
-            Ok(AnswerForm::JsonSchema(schema.clone()))
+            Ok(ContentFormat::JsonSchema(schema.clone()))
         }
         other => {
             let problem = format!("is `{other}`, expected text, json_object or json_schema");
@@ -251,8 +251,8 @@ mod tests {
 
     use super::*;
 
-    fn read(body: Value) -> Result<AnswerRequest, FieldError> {
-        AnswerRequest::from_body(&body)
+    fn read(body: Value) -> Result<AnswerFormat, FieldError> {
+        AnswerFormat::from_body(&body)
     }
 
     fn tool_call_format(name: &str) -> Option<&'static ToolCallFormat> {
@@ -269,12 +269,12 @@ mod tests {
             [json!({}), json!({"tools": null, "tool_choice": null, "response_format": null, "regex": null})]
         {
             let request = read(body).unwrap();
-            assert_eq!(request, AnswerRequest { parallel_tool_calls: true, ..AnswerRequest::default() });
+            assert_eq!(request, AnswerFormat { parallel_tool_calls: true, ..AnswerFormat::default() });
             assert!(!request.wants_calls());
             assert!(request.constraint(None).unwrap().is_none());
         }
         assert!(!read(json!({"tools": [], "tool_choice": "auto"})).unwrap().wants_calls());
-        assert_eq!(read(json!({"response_format": {"type": "text"}})).unwrap().form, AnswerForm::Text);
+        assert_eq!(read(json!({"response_format": {"type": "text"}})).unwrap().content, ContentFormat::Text);
     }
 
     #[test]
@@ -305,19 +305,25 @@ mod tests {
     }
 
     #[test]
-    fn forms() {
-        let form = |body| read(body).unwrap().form;
+    fn content_formats() {
+        let content = |body| read(body).unwrap().content;
         let schema = || json!({"type": "integer"});
         let openai = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema(), "strict": true}}});
-        assert_eq!(form(openai), AnswerForm::JsonSchema(schema()));
-        assert_eq!(form(json!({"response_format": {"type": "json_object"}})), AnswerForm::JsonObject);
-        assert_eq!(form(json!({"json_schema": "{\"type\": \"integer\"}"})), AnswerForm::JsonSchema(schema()));
-        assert_eq!(form(json!({"json_schema": schema()})), AnswerForm::JsonSchema(schema()));
-        assert_eq!(form(json!({"regex": "a+"})), AnswerForm::Regex("a+".to_owned()));
-        assert_eq!(form(json!({"ebnf": "root ::= \"a\""})), AnswerForm::Ebnf("root ::= \"a\"".to_owned()));
+        assert_eq!(content(openai), ContentFormat::JsonSchema(schema()));
+        assert_eq!(content(json!({"response_format": {"type": "json_object"}})), ContentFormat::JsonObject);
         assert_eq!(
-            form(json!({"regex": "a", "response_format": {"type": "text"}})),
-            AnswerForm::Regex("a".to_owned())
+            content(json!({"json_schema": "{\"type\": \"integer\"}"})),
+            ContentFormat::JsonSchema(schema())
+        );
+        assert_eq!(content(json!({"json_schema": schema()})), ContentFormat::JsonSchema(schema()));
+        assert_eq!(content(json!({"regex": "a+"})), ContentFormat::Regex("a+".to_owned()));
+        assert_eq!(
+            content(json!({"ebnf": "root ::= \"a\""})),
+            ContentFormat::Ebnf("root ::= \"a\"".to_owned())
+        );
+        assert_eq!(
+            content(json!({"regex": "a", "response_format": {"type": "text"}})),
+            ContentFormat::Regex("a".to_owned())
         );
     }
 

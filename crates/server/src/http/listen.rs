@@ -18,7 +18,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::Sleep;
 
 use crate::Server;
-use crate::app::App;
+use crate::state::AppState;
 
 /// Longest head of a request, all headers together.
 const HEAD_BYTES: usize = 64 << 10;
@@ -68,7 +68,7 @@ impl Server {
         let _ = draining.send(true);
         let deadline = tokio::time::sleep(app.options.shutdown);
         let quiet = async {
-            while app.ongoing.len() > 0 {
+            while app.in_flight.len() > 0 {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
@@ -78,7 +78,7 @@ impl Server {
             () = deadline => {}
             () = hurry => {}
         }
-        let broken_off = app.ongoing.abort(None);
+        let broken_off = app.in_flight.abort(None);
         // Connections hold what they have left to write.
         let all = u32::try_from(app.options.connections).unwrap_or(u32::MAX);
         let _ = tokio::time::timeout(LAST_WORDS, connections.acquire_many(all)).await;
@@ -88,7 +88,7 @@ impl Server {
 
 async fn accept(
     listener: TcpListener,
-    app: Arc<App>,
+    app: Arc<AppState>,
     router: Router,
     connections: Arc<Semaphore>,
     draining: watch::Receiver<bool>,
@@ -123,10 +123,10 @@ async fn refuse(mut stream: TcpStream) {
     let _ = tokio::time::timeout(Duration::from_secs(1), write).await;
 }
 
-async fn connection(stream: TcpStream, app: &App, router: Router, mut draining: watch::Receiver<bool>) {
+async fn connection(stream: TcpStream, app: &AppState, router: Router, mut draining: watch::Receiver<bool>) {
     // Tokens are small and must not wait for each other.
     let _ = stream.set_nodelay(true);
-    let io = TokioIo::new(Patient::new(stream, app.options.write_timeout));
+    let io = TokioIo::new(WriteTimeout::new(stream, app.options.write_timeout));
     // Whoever comes while the server goes down is still told so, once.
     let late = *draining.borrow();
     let mut builder = http1::Builder::new();
@@ -156,15 +156,15 @@ async fn told(draining: &mut watch::Receiver<bool>) {
 }
 
 /// A connection that gives up on a client which does not read.
-struct Patient {
+struct WriteTimeout {
     stream: TcpStream,
     patience: Duration,
     waiting: Option<Pin<Box<Sleep>>>,
 }
 
-impl Patient {
-    fn new(stream: TcpStream, patience: Duration) -> Patient {
-        Patient { stream, patience, waiting: None }
+impl WriteTimeout {
+    fn new(stream: TcpStream, patience: Duration) -> WriteTimeout {
+        WriteTimeout { stream, patience, waiting: None }
     }
 
     /// Passes on what writing came to, unless it has come to nothing for too long.
@@ -182,7 +182,7 @@ impl Patient {
     }
 }
 
-impl AsyncRead for Patient {
+impl AsyncRead for WriteTimeout {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -192,7 +192,7 @@ impl AsyncRead for Patient {
     }
 }
 
-impl AsyncWrite for Patient {
+impl AsyncWrite for WriteTimeout {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

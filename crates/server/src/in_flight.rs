@@ -7,7 +7,7 @@ use oscar_engine::RequestHandle;
 
 /// Requests on their way.
 #[derive(Debug, Default)]
-pub(crate) struct Ongoing {
+pub(crate) struct InFlightRequests {
     list: Arc<Mutex<List>>,
 }
 
@@ -19,19 +19,19 @@ struct List {
 
 /// A request's place in the list. Dropping it gives the request up.
 #[derive(Debug)]
-pub(crate) struct Ticket {
+pub(crate) struct InFlightGuard {
     key: u64,
     list: Arc<Mutex<List>>,
 }
 
-impl Ongoing {
+impl InFlightRequests {
     /// Takes note of a request.
-    pub(crate) fn enter(&self, id: &str, handle: RequestHandle) -> Ticket {
+    pub(crate) fn enter(&self, id: &str, handle: RequestHandle) -> InFlightGuard {
         let mut list = lock(&self.list);
         let key = list.next;
         list.next += 1;
         list.entries.insert(key, (id.to_owned(), Arc::new(handle)));
-        Ticket { key, list: Arc::clone(&self.list) }
+        InFlightGuard { key, list: Arc::clone(&self.list) }
     }
 
     /// Breaks off the requests with this id, or all of them. Says how many there were.
@@ -50,7 +50,7 @@ impl Ongoing {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         // The handle goes after the lock does: giving a request up sends a command to the engine.
         let entry = lock(&self.list).entries.remove(&self.key);

@@ -1,0 +1,12 @@
+//! HTTP below the routes: connections and their limits, the API key, JSON bodies, server-sent events.
+
+mod auth;
+mod body;
+mod listen;
+pub(crate) mod sse;
+
+pub(crate) use auth::ApiKey;
+#[cfg(test)]
+pub(crate) use body::parse;
+pub(crate) use body::{JsonBody, OptionalJsonBody};
+pub use listen::Ended;

@@ -1,0 +1,89 @@
+//! What all requests share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use oscar_engine::Serve;
+use tokio::sync::Semaphore;
+
+use crate::grammar::{GrammarError, GrammarFactory};
+use crate::in_flight::InFlightRequests;
+use crate::metrics::Metrics;
+use crate::options::ServerOptions;
+use crate::protocol::ApiError;
+use crate::text::{ConversationMemory, ServedModel};
+
+/// Texts longer than this are encoded beside the threads that serve connections.
+const LONG_TEXT_BYTES: usize = 16 << 10;
+
+/// What all requests share.
+pub(crate) struct AppState {
+    pub(crate) engine: Arc<dyn Serve>,
+    pub(crate) model: ServedModel,
+    pub(crate) options: ServerOptions,
+    pub(crate) in_flight: InFlightRequests,
+    pub(crate) memory: ConversationMemory,
+    pub(crate) metrics: Metrics,
+    /// Names what an answer depends on besides the request.
+    pub(crate) fingerprint: String,
+    pub(crate) started: SystemTime,
+    pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
+    draining: AtomicBool,
+    /// Long texts that may be encoded at a time.
+    encoders: Semaphore,
+}
+
+impl AppState {
+    pub(crate) fn new(engine: Arc<dyn Serve>, model: ServedModel, options: ServerOptions) -> AppState {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        AppState {
+            fingerprint: format!("oscar-{}-{}", env!("CARGO_PKG_VERSION"), engine.info().kv),
+            metrics: Metrics::new(&model.name),
+            engine,
+            model,
+            options,
+            in_flight: InFlightRequests::default(),
+            memory: ConversationMemory::default(),
+            started: SystemTime::now(),
+            grammars: OnceLock::new(),
+            draining: AtomicBool::new(false),
+            encoders: Semaphore::new(cores),
+        }
+    }
+
+    /// Takes no more requests.
+    pub(crate) fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether requests are refused because the server is going down.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Grammars over this model's vocabulary; made when the first is asked for.
+    pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
+        GrammarFactory::new(self.model.tokenizer())
+    }
+
+    /// Does work on a text of `bytes`. Long ones must not hold up other connections, nor take all cores.
+    pub(crate) async fn encode<T: Send + 'static>(
+        self: &Arc<AppState>,
+        bytes: usize,
+        work: impl FnOnce(&AppState) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        if bytes <= LONG_TEXT_BYTES {
+            return work(self);
+        }
+        let _place = self.encoders.acquire().await.map_err(|error| ApiError::internal(&error))?;
+        let app = Arc::clone(self);
+        let done = tokio::task::spawn_blocking(move || work(&app)).await;
+        done.map_err(|error| ApiError::internal(&error))?
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
