@@ -1,11 +1,11 @@
-//! Requests on their way, by the id their client gave: what `/abort_request` and the end of the server need.
+//! Requests in flight, by the id their client gave (`rid`): `/abort_request` and the shutdown of the server need them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use oscar_engine::RequestHandle;
 
-/// Requests on their way.
+/// All requests in flight.
 #[derive(Debug, Default)]
 pub(crate) struct InFlightRequests {
     list: Arc<Mutex<List>>,
@@ -17,7 +17,7 @@ struct List {
     entries: HashMap<u64, (String, Arc<RequestHandle>)>,
 }
 
-/// A request's place in the list. Dropping it gives the request up.
+/// Keeps a request in the list. Dropping it aborts the request if it has not finished.
 #[derive(Debug)]
 pub(crate) struct InFlightGuard {
     key: u64,
@@ -25,7 +25,7 @@ pub(crate) struct InFlightGuard {
 }
 
 impl InFlightRequests {
-    /// Takes note of a request.
+    /// Adds a request that was handed to the engine.
     pub(crate) fn enter(&self, id: &str, handle: RequestHandle) -> InFlightGuard {
         let mut list = lock(&self.list);
         let key = list.next;
@@ -34,7 +34,7 @@ impl InFlightRequests {
         InFlightGuard { key, list: Arc::clone(&self.list) }
     }
 
-    /// Breaks off the requests with this id, or all of them. Says how many there were.
+    /// Aborts the requests with this id, or all of them, and says how many there were.
     pub(crate) fn abort(&self, id: Option<&str>) -> usize {
         let list = lock(&self.list);
         let chosen = list.entries.values().filter(|(known, _)| id.is_none_or(|id| id == known));
@@ -44,7 +44,7 @@ impl InFlightRequests {
         handles.len()
     }
 
-    /// Requests on their way.
+    /// The number of requests in flight.
     pub(crate) fn len(&self) -> usize {
         lock(&self.list).entries.len()
     }
@@ -52,7 +52,7 @@ impl InFlightRequests {
 
 impl Drop for InFlightGuard {
     fn drop(&mut self) {
-        // The handle goes after the lock does: giving a request up sends a command to the engine.
+        // The handle is dropped after the lock: aborting a request sends a command to the engine.
         let entry = lock(&self.list).entries.remove(&self.key);
         drop(entry);
     }

@@ -47,28 +47,28 @@ pub use text::ServedModel;
 
 use crate::state::AppState;
 
-/// A server that is not listening yet.
+/// A server of one model. [`Server::serve`] listens; [`Server::router`] is for programs with a listener of their own.
 pub struct Server {
     app: Arc<AppState>,
 }
 
 impl Server {
-    /// A server of one model.
+    /// Puts the HTTP interfaces in front of an engine and its model.
     pub fn new(engine: Arc<dyn Serve>, model: ServedModel, options: ServerOptions) -> Server {
         Server { app: Arc::new(AppState::new(engine, model, options)) }
     }
 
-    /// All routes, for those who bring their own listener.
+    /// The router of all routes, for programs that have a listener of their own, and for tests.
     pub fn router(&self) -> Router {
         routes::router(Arc::clone(&self.app))
     }
 
-    /// Requests that are on their way.
+    /// The number of requests in flight, for tests and for programs that have a listener of their own.
     pub fn requests_in_progress(&self) -> usize {
         self.app.in_flight.len()
     }
 
-    /// Whether the server takes no more requests because it is going down.
+    /// Whether new requests are refused because the server is shutting down, for the same.
     pub fn is_draining(&self) -> bool {
         self.app.is_draining()
     }

@@ -1,4 +1,4 @@
-//! Numbers for Prometheus, under SGLang's names where it has one, so that its dashboards work.
+//! Metrics for Prometheus, under SGLang's names where it has one, so that its dashboards work.
 
 use std::borrow::Cow;
 
@@ -10,19 +10,19 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// Seconds to the first token.
+/// The buckets of the time to the first token, in seconds.
 const FIRST_TOKEN_BUCKETS: [f64; 15] =
     [0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
-/// Seconds from token to token.
+/// The buckets of the inter-token latency, in seconds.
 const INTER_TOKEN_BUCKETS: [f64; 14] =
     [0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0];
-/// Seconds of whole requests.
+/// The buckets of the end-to-end latency of requests, in seconds.
 const END_TO_END_BUCKETS: [f64; 14] =
     [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0];
 
 type Labels = Vec<(&'static str, String)>;
 
-/// What the server counts itself; the rest is asked of the engine when somebody looks.
+/// The metrics that the server counts itself. The others are the engine's, read when `/metrics` is.
 pub(crate) struct Metrics {
     model: String,
     registry: Registry,
@@ -76,12 +76,12 @@ impl Metrics {
         }
     }
 
-    /// Counts a response.
+    /// Counts a response by its status.
     pub(crate) fn responded(&self, status: u16) {
         self.responses.get_or_create(&vec![("status", status.to_string())]).inc();
     }
 
-    /// Everything, as Prometheus reads it.
+    /// All metrics in the text format of Prometheus.
     pub(crate) fn text(&self, info: &EngineInfo, stats: &EngineStats) -> Result<String, std::fmt::Error> {
         let mut text = String::with_capacity(16 << 10);
         encode_registry(&mut text, &self.registry)?;
@@ -91,22 +91,22 @@ impl Metrics {
     }
 }
 
-/// Every series carries the name of the model.
+/// A registry whose series all carry the name of the model.
 fn labelled(model: &str) -> Registry {
     Registry::with_labels([(Cow::Borrowed("model_name"), Cow::Owned(model.to_owned()))].into_iter())
 }
 
-/// Share of the cache's tokens that are in use by requests.
+/// The share of the cache's tokens that requests use.
 pub(crate) fn token_usage(info: &EngineInfo, stats: &EngineStats) -> f64 {
     ratio(used_tokens(stats) as f64, info.capacity_tokens as f64)
 }
 
-/// Tokens of all sequences in the cache.
+/// The number of tokens in the cache of all running requests.
 pub(crate) fn used_tokens(stats: &EngineStats) -> usize {
     stats.sequences.iter().map(|sequence| sequence.tokens).sum()
 }
 
-/// Share of prompt tokens that came from the cache.
+/// The share of prompt tokens that came from the prefix cache.
 pub(crate) fn hit_rate(stats: &EngineStats) -> f64 {
     ratio(stats.cached_tokens as f64, stats.prompt_tokens as f64)
 }

@@ -8,29 +8,29 @@ use crate::parse::{ReasoningFormat, ToolCallFormat};
 /// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
-    /// The key clients must show; anyone may ask when `None`.
+    /// The API key that clients must send; everybody is served when `None`.
     pub api_key: Option<String>,
-    /// Web origins whose pages may ask; `*` is all of them.
+    /// The web origins whose pages may send requests (CORS); `*` is all of them.
     pub allowed_origins: Vec<String>,
-    /// Largest body.
+    /// The most bytes of a request's body.
     pub body_bytes: usize,
-    /// Longest time a client may take for the head of a request, and a connection may be idle.
+    /// How long a client may take to send the head of a request, and how long a connection may be idle.
     pub header_timeout: Duration,
-    /// Longest time a client may take for a body.
+    /// How long a client may take to send a body.
     pub body_timeout: Duration,
-    /// Longest time a client may take to read what was sent.
+    /// How long a client may take to read what was sent to it.
     pub write_timeout: Duration,
-    /// Open connections; more are answered with 503.
+    /// The most connections at a time; others are answered with 503.
     pub connections: usize,
-    /// How long answers in progress may go on after the server was told to stop.
+    /// How long requests in flight may go on after the server was told to stop.
     pub shutdown: Duration,
     /// How the model writes its reasoning, which stays in the content when `None`.
     pub reasoning_parser: Option<&'static ReasoningFormat>,
     /// How the model writes tool calls, which stay in the content when `None`.
     pub tool_call_parser: Option<&'static ToolCallFormat>,
-    /// How the cache is laid out, for the picture of it.
+    /// The layout of the KV cache, which `/oscar/cache` and the web page show.
     pub cache: CacheShape,
-    /// Where changes of the prefix tree are told, if they are.
+    /// The address at which KV events are published, if they are, for routers that ask `/server_info`.
     pub kv_events: Option<KvEventAddress>,
 }
 
@@ -53,17 +53,17 @@ impl Default for ServerOptions {
     }
 }
 
-/// Sizes of the cache's pages; all 0 where nobody knows.
+/// Windows and page sizes of the KV cache; all are 0 where the engine does not say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Pages at the start of a sequence that stay in bf16.
+    /// The number of pages at the start of a sequence that stay in bf16.
     pub sink_pages: usize,
-    /// Pages before the one being filled that stay in bf16.
+    /// The number of pages before the one being filled that stay in bf16.
     pub recent_pages: usize,
-    /// Bytes of a bf16 page, all layers.
+    /// The bytes of a bf16 page, all layers together.
     pub exact_page_bytes: usize,
-    /// Bytes of a sealed page, all layers.
+    /// The bytes of a sealed page, all layers together.
     pub sealed_page_bytes: usize,
-    /// Bytes of a page of the prefill scratch.
+    /// The bytes of a page of the prefill scratch.
     pub scratch_page_bytes: usize,
 }

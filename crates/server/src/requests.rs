@@ -15,7 +15,7 @@ use crate::in_flight::InFlightGuard;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// One prompt of a request.
+/// One prompt of a request, ready for the engine.
 pub(crate) struct PromptRequest {
     pub(crate) id: String,
     pub(crate) prompt: Vec<u32>,
@@ -23,30 +23,30 @@ pub(crate) struct PromptRequest {
     pub(crate) filter: Option<Box<dyn TokenFilter>>,
 }
 
-/// An event of one of the prompts of a request.
+/// An event of the engine for one of the prompts of a request.
 #[derive(Debug)]
 pub(crate) struct PromptEvent {
-    /// Which prompt.
+    /// The index of the prompt in the request.
     pub(crate) prompt: usize,
-    /// When the engine said so.
+    /// The time at which the engine sent the event.
     pub(crate) at: Instant,
     pub(crate) event: Event,
 }
 
-/// All answers of a request. Dropping it gives up those that have not ended.
+/// The events of all answers to a request. Dropping it aborts those that have not finished.
 pub(crate) struct AnswerStream {
     app: Arc<AppState>,
     events: UnboundedReceiver<PromptEvent>,
     guards: Vec<InFlightGuard>,
-    /// Choices that have not ended.
+    /// The number of choices that have not finished.
     open: usize,
     begun: Instant,
-    /// When each choice last got a token.
+    /// The time of the last token of each choice, by prompt and choice.
     latest: HashMap<(usize, usize), Instant>,
 }
 
 impl AnswerStream {
-    /// Hands prompts to the engine: all of them or none.
+    /// Hands the prompts of a request to the engine. If it refuses one, none of them is answered.
     pub(crate) fn submit(app: &Arc<AppState>, asked: Vec<PromptRequest>) -> Result<AnswerStream, ApiError> {
         if app.is_draining() {
             return Err(ApiError::shutting_down());
@@ -91,12 +91,12 @@ impl AnswerStream {
         Poll::Ready(delivered)
     }
 
-    /// [`Self::poll_next`] for those who wait.
+    /// Waits for the next event, as [`Self::poll_next`] gives it.
     pub(crate) async fn next(&mut self) -> Option<PromptEvent> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// When the request began.
+    /// The time at which the request was handed to the engine.
     pub(crate) fn begun(&self) -> Instant {
         self.begun
     }

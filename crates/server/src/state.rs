@@ -14,7 +14,7 @@ use crate::options::ServerOptions;
 use crate::protocol::ApiError;
 use crate::text::{ConversationMemory, ServedModel};
 
-/// Texts longer than this are encoded beside the threads that serve connections.
+/// Texts of more bytes are tokenized on a thread of their own, not on those that serve connections.
 const LONG_TEXT_BYTES: usize = 16 << 10;
 
 /// What all requests share.
@@ -25,12 +25,12 @@ pub(crate) struct AppState {
     pub(crate) in_flight: InFlightRequests,
     pub(crate) memory: ConversationMemory,
     pub(crate) metrics: Metrics,
-    /// Names what an answer depends on besides the request.
+    /// The `system_fingerprint` of answers: what they depend on besides the request.
     pub(crate) fingerprint: String,
     pub(crate) started: SystemTime,
     pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
     draining: AtomicBool,
-    /// Long texts that may be encoded at a time.
+    /// Permits for tokenizing long texts, one for each core.
     encoders: Semaphore,
 }
 
@@ -52,22 +52,22 @@ impl AppState {
         }
     }
 
-    /// Takes no more requests.
+    /// Makes the server refuse new requests.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
     }
 
-    /// Whether requests are refused because the server is going down.
+    /// Whether new requests are refused because the server is shutting down.
     pub(crate) fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// Grammars over this model's vocabulary; made when the first is asked for.
+    /// Builds the grammar factory for this model's vocabulary, which is done when the first request needs it.
     pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
         GrammarFactory::new(self.model.tokenizer())
     }
 
-    /// Does work on a text of `bytes`. Long ones must not hold up other connections, nor take all cores.
+    /// Does work on a text of `bytes`, such as tokenizing it. Long texts must not hold up other connections.
     pub(crate) async fn encode<T: Send + 'static>(
         self: &Arc<AppState>,
         bytes: usize,
@@ -83,7 +83,7 @@ impl AppState {
     }
 }
 
-/// Seconds since 1970.
+/// The time in seconds since 1970.
 pub(crate) fn unix_seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -27,7 +27,7 @@ mod tests;
 
 use crate::parse::{ReasoningFormat, ToolCallFormat};
 
-/// All families.
+/// The registry of families. Detection by the chat template asks the last one first.
 static FAMILIES: [&Family; 7] = [
     &qwen::FAMILY,
     &qwen_coder::FAMILY,

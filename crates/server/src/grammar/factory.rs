@@ -1,4 +1,4 @@
-//! Compiles constraints for one vocabulary.
+//! Compiles constraints into token filters, for the vocabulary of one model.
 
 use std::sync::Arc;
 
@@ -27,32 +27,35 @@ const MAX_TOKENS: usize = 1 << 21;
 /// little for a model to lose itself in.
 const JSON_BLANKS: &str = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{0,20}";
 
-/// Bytes of a reason for refusal.
+/// The most bytes of the library's complaint that a client is shown.
 const LONGEST_REASON: usize = 400;
 
 /// Grammars are compiled by recursion. Their depth is limited, but rules may refer to rules in long chains.
 const COMPILER_STACK: usize = 256 << 20;
 
-/// What an answer must look like.
+/// What an answer must look like (guided decoding, structured output).
 #[derive(Clone, Debug)]
 pub enum Constraint<'a> {
-    /// Any JSON object.
+    /// The answer is a JSON object.
     JsonObject,
-    /// JSON by a schema.
+    /// The answer is JSON that satisfies a schema.
     JsonSchema(&'a Value),
-    /// Text that a regular expression matches as a whole.
+    /// A regular expression matches the whole answer.
     Regex(&'a str),
-    /// A grammar in the library's variant of Lark, whose rule is `start`.
+    /// The answer follows a grammar in llguidance's variant of Lark, whose first rule is `start`.
     Lark(&'a str),
-    /// A grammar as SGLang's `ebnf` takes it, whose rule is `root`.
+    /// The answer follows a grammar as SGLang's `ebnf` takes it, whose first rule is `root`.
     Ebnf(&'a str),
-    /// One of these texts.
+    /// The answer is one of these texts.
     Choice(&'a [String]),
-    /// Calls of tools, and nothing else.
+    /// The answer consists of tool calls and nothing else.
     Calls(ForcedCalls<'a>),
 }
 
-/// Makes filters.
+/// Makes the [`TokenFilter`] of a request from a [`Constraint`]. It is built once for a model and shared.
+///
+/// It is public for programs that use the engine without the server and want answers in a given form, as the example
+/// `mask_cost` does.
 pub struct GrammarFactory {
     parsers: ParserFactory,
 }
@@ -107,27 +110,27 @@ impl GrammarFactory {
         Ok(GrammarFactory { parsers })
     }
 
-    /// Any JSON object.
+    /// A filter for any JSON object.
     pub fn json_object(&self) -> Result<Box<dyn TokenFilter>, GrammarError> {
         self.filter(&Constraint::JsonObject, None)
     }
 
-    /// JSON by a schema.
+    /// A filter for JSON that satisfies a schema.
     pub fn json_schema(&self, schema: &Value) -> Result<Box<dyn TokenFilter>, GrammarError> {
         self.filter(&Constraint::JsonSchema(schema), None)
     }
 
-    /// Text that a regular expression matches as a whole.
+    /// A filter for texts that a regular expression matches as a whole.
     pub fn regex(&self, regex: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
         self.filter(&Constraint::Regex(regex), None)
     }
 
-    /// A grammar in the library's variant of Lark.
+    /// A filter for a grammar in llguidance's variant of Lark.
     pub fn lark(&self, grammar: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
         self.filter(&Constraint::Lark(grammar), None)
     }
 
-    /// A grammar as SGLang's `ebnf` takes it.
+    /// A filter for a grammar as SGLang's `ebnf` takes it.
     pub fn ebnf(&self, grammar: &str) -> Result<Box<dyn TokenFilter>, GrammarError> {
         self.filter(&Constraint::Ebnf(grammar), None)
     }

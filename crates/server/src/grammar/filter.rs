@@ -1,4 +1,4 @@
-//! One answer's place in its grammar.
+//! The state of one answer in its grammar, which the engine asks for a mask before each token.
 
 use llguidance::Matcher;
 use llguidance::api::StopReason;

@@ -1,26 +1,26 @@
-//! What a client may ask to be compiled.
+//! Limits on the grammars and schemas that clients may have compiled.
 
 use serde_json::Value;
 
 use super::GrammarError;
 
-/// Bytes of the schemas of a request, as JSON text.
+/// The most bytes of all schemas of a request, as JSON text.
 const MAX_SCHEMA: usize = 256 << 10;
-/// Bytes of a regular expression.
+/// The most bytes of a regular expression.
 const MAX_REGEX: usize = 16 << 10;
-/// Bytes of a grammar.
+/// The most bytes of a grammar.
 const MAX_GRAMMAR: usize = 64 << 10;
-/// Levels of values in a schema, or of brackets.
+/// The most levels of values in a schema, or of brackets in a grammar.
 const MAX_DEPTH: usize = 64;
 
-/// Properties of one object; the time to compile them grows with the square.
+/// The most properties of one object; the time to compile them grows with the square.
 const MAX_PROPERTIES: usize = 500;
-/// Properties of all objects of a request together.
+/// The most properties of all objects of a request together.
 const MAX_ALL_PROPERTIES: usize = 2000;
-/// Digits of `multipleOf`, read as an integer; the grammar counts as far.
+/// The largest `multipleOf`, with its digits read as an integer: the grammar has a state for each remainder.
 const MAX_MULTIPLE: f64 = 1000.0;
 
-/// Checks the schemas of a request; `what` is what to call them.
+/// Checks size and depth of the schemas of a request; errors call them `what`.
 pub(super) fn check_schemas<'a>(
     what: &'static str,
     schemas: impl IntoIterator<Item = &'a Value>,
@@ -68,12 +68,12 @@ fn countable(multiple: &Value) -> bool {
     digits.parse::<f64>().is_ok_and(|number| number.abs() <= MAX_MULTIPLE)
 }
 
-/// Checks a regular expression.
+/// Checks the size of a regular expression.
 pub(super) fn check_regex(regex: &str) -> Result<(), GrammarError> {
     at_most("the regular expression", regex.len(), MAX_REGEX)
 }
 
-/// Checks a grammar.
+/// Checks size and depth of a grammar.
 pub(super) fn check_grammar(grammar: &str) -> Result<(), GrammarError> {
     let what = "the grammar";
     at_most(what, grammar.len(), MAX_GRAMMAR)?;

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::parse::Tool;
 
-/// The tokenizer of a folder of tiny ones.
+/// One of the small tokenizers that the tests of the model crate come with.
 pub(crate) fn tokenizer(name: &str) -> Tokenizer {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/text/tokenizers/");
     Tokenizer::from_file(format!("{folder}{name}.tokenizer.json")).unwrap()
@@ -25,7 +25,7 @@ impl Draws {
     }
 }
 
-/// Tokens that may come next.
+/// The tokens that may come next.
 pub(crate) fn allowed(filter: &mut dyn TokenFilter, rows: usize) -> Vec<u32> {
     let mut mask = TokenMask::all(rows);
     filter.allowed(&mut mask).unwrap();

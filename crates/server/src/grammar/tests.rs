@@ -70,7 +70,7 @@ fn random_answers_satisfy_their_schema() {
     }
 }
 
-/// The checker can tell.
+/// The checker of the other tests finds values that do not satisfy their schema.
 #[test]
 fn the_checker_finds_faults() {
     let schema = &schemas()[0];

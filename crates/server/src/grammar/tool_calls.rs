@@ -6,21 +6,21 @@ use super::GrammarError;
 use super::factory::with_blanks;
 use crate::parse::{CallLayout, Tool, ToolCallFormat, XmlLayout, may_be_text};
 
-/// Which calls an answer must consist of.
+/// The tool calls that an answer must consist of (`tool_choice` is `required` or names a function).
 #[derive(Clone, Copy, Debug)]
 pub struct ForcedCalls<'a> {
     /// How the model writes tool calls.
     pub format: &'static ToolCallFormat,
-    /// Tools of the request.
+    /// The tools of the request.
     pub tools: &'a [Tool],
-    /// The only one that may be called.
+    /// The name of the only tool that may be called, if `tool_choice` has one.
     pub name: Option<&'a str>,
-    /// More than one call is allowed.
+    /// Whether the answer may have more than one call.
     pub parallel: bool,
 }
 
 impl<'a> ForcedCalls<'a> {
-    /// Tools that may be called.
+    /// The tools that may be called.
     pub(super) fn chosen(&self) -> Result<Vec<&'a Tool>, GrammarError> {
         let fits = |tool: &&Tool| self.name.is_none_or(|name| tool.name == name);
         let chosen: Vec<_> = self.tools.iter().filter(fits).collect();
@@ -32,7 +32,7 @@ impl<'a> ForcedCalls<'a> {
     }
 }
 
-/// A Lark grammar of calls of these tools. Arguments of `loose` ones are only bound to be an object.
+/// A Lark grammar of calls of these tools. The arguments of tools named in `loose` need only be an object.
 pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str]) -> String {
     let mut rules = String::new();
     let mut names = Vec::new();
@@ -53,13 +53,13 @@ pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str])
     format!("start: {start}\ncall: {call}\n{rules}")
 }
 
-/// Parts in a row, but for empty ones.
+/// Joins the parts of a rule that are not empty.
 fn joined(parts: &[String]) -> String {
     let parts: Vec<_> = parts.iter().map(String::as_str).filter(|part| !part.is_empty()).collect();
     parts.join(" ")
 }
 
-/// Text as a literal; nothing for none.
+/// A text as a literal of the grammar; an empty text has none.
 fn literal(text: &str) -> String {
     if text.is_empty() { String::new() } else { Value::from(text).to_string() }
 }
@@ -74,13 +74,13 @@ fn json_call(tool: &Tool, key: &str, loose: bool) -> String {
     format!("{} %json {} {}", literal(&head), with_blanks(&schema), literal("}"))
 }
 
-/// Arguments are an object in any case.
+/// Whether a schema says anything about the arguments, which are an object in any case.
 fn describes_object(schema: &Value) -> bool {
     schema.as_object().is_some_and(|fields| !fields.is_empty())
 }
 
-/// Arguments in the order of the schema, required ones always, others or not. Those that the schema does not name
-/// cannot be given.
+/// The rule of a call written with tags. Arguments come in the order of the schema, and those that are not required
+/// may be left out. Arguments that the schema does not name cannot be given.
 fn xml_call(layout: &XmlLayout, tool: &Tool, index: usize, loose: bool, rules: &mut String) -> String {
     let quoted = |name: &str| if layout.quoted_names { format!("\"{name}\"") } else { name.to_owned() };
     let (open, close) = match layout.call_open {
@@ -107,7 +107,7 @@ fn xml_call(layout: &XmlLayout, tool: &Tool, index: usize, loose: bool, rules: &
     joined(&[body, literal(close)])
 }
 
-/// A value, and the line break and tag behind it.
+/// The rule of a value with the line break and tag behind it.
 fn value_rule(
     schema: &Value,
     root: &Value,

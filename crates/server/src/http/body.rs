@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// A JSON body.
+/// Extracts a JSON body. Other content types are refused.
 pub(crate) struct JsonBody<T>(pub(crate) T);
 
 impl<T: DeserializeOwned> FromRequest<Arc<AppState>> for JsonBody<T> {
@@ -30,7 +30,7 @@ impl<T: DeserializeOwned> FromRequest<Arc<AppState>> for JsonBody<T> {
     }
 }
 
-/// A JSON body that may be absent.
+/// Extracts a JSON body that may be absent, in which case it is the default of its type.
 pub(crate) struct OptionalJsonBody<T>(pub(crate) T);
 
 impl<T: DeserializeOwned + Default> FromRequest<Arc<AppState>> for OptionalJsonBody<T> {
@@ -71,7 +71,7 @@ async fn read(request: Request, app: &AppState) -> Result<Bytes, ApiError> {
     }
 }
 
-/// Reads JSON; an error says where.
+/// Deserializes a JSON body; an error names the field.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     // Types would also take a list, as their fields in order.
     if bytes.trim_ascii_start().first() == Some(&b'[') {

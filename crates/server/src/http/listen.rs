@@ -1,4 +1,4 @@
-//! Connections: how many, how slow they may be, and how they end.
+//! Accepts connections, with limits on their number and slowness, and shuts the server down.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -20,30 +20,31 @@ use tokio::time::Sleep;
 use crate::Server;
 use crate::state::AppState;
 
-/// Longest head of a request, all headers together.
+/// The most bytes of a request's head, all headers together.
 const HEAD_BYTES: usize = 64 << 10;
 
-/// Headers of a request.
+/// The most headers of a request.
 const HEADERS: usize = 100;
 
-/// How long broken-off answers may take to say so.
+/// How long aborted requests have to send what is left to send.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// What is sent to a connection too many.
+/// The response to a connection beyond the limit.
 const FULL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n\
     connection: close\r\ncontent-length: 142\r\n\r\n{\"error\":{\"message\":\"the server has as many \
     connections as it may have\",\"type\":\"service_unavailable_error\",\"param\":null,\"code\":\"connections\"}}";
 
-/// How a server ended.
+/// What [`Server::serve`] returns when the server has shut down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Requests that were still on their way when their time was up.
+    /// The number of requests that were aborted because the time for shutting down was up.
     pub broken_off: usize,
 }
 
 impl Server {
-    /// Serves connections until `stop` is done; then answers what is in progress, refuses what is new, and returns
-    /// when nothing is left or the time is up. `hurry` cuts that short.
+    /// Serves connections until `stop` is done. Then it drains: new requests are refused, and it returns when those in
+    /// flight have finished or [`ServerOptions::shutdown`](crate::ServerOptions::shutdown) is over. `hurry` ends the
+    /// draining at once.
     pub async fn serve(
         &self,
         listener: TcpListener,
@@ -150,12 +151,12 @@ async fn connection(stream: TcpStream, app: &AppState, router: Router, mut drain
     }
 }
 
-/// Waits until the server is going down.
+/// Waits until the server drains.
 async fn told(draining: &mut watch::Receiver<bool>) {
     let _ = draining.wait_for(|draining| *draining).await;
 }
 
-/// A connection that gives up on a client which does not read.
+/// A connection that fails when the client has not read for too long.
 struct WriteTimeout {
     stream: TcpStream,
     patience: Duration,
@@ -167,7 +168,7 @@ impl WriteTimeout {
         WriteTimeout { stream, patience, waiting: None }
     }
 
-    /// Passes on what writing came to, unless it has come to nothing for too long.
+    /// Passes the result of a write on, or times out when writes have been pending for too long.
     fn watched<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if written.is_ready() {
             self.waiting = None;

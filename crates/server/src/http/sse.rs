@@ -1,4 +1,4 @@
-//! Server-sent events, framed by hand: one event per piece of an answer, all that are ready in one write.
+//! Server-sent events: one event per piece of an answer, with all that are ready in one write.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -16,19 +16,19 @@ use crate::requests::{AnswerStream, PromptEvent};
 /// A write is not made longer than this while more is ready.
 const WRITE_BYTES: usize = 16 << 10;
 
-/// Writes the events of a request in the form a client expects.
+/// Turns the engine's events for a request into the server-sent events of one interface.
 pub(crate) trait EventWriter: Send + Unpin {
-    /// Writes what an event is worth.
+    /// Writes the server-sent events for one event of the engine, if it has any.
     fn event(&mut self, delivered: PromptEvent, out: &mut BytesMut);
 
-    /// Writes what was put off, now that no more events are ready.
+    /// Writes what was put off until no more events are ready.
     fn flush(&mut self, _out: &mut BytesMut) {}
 
-    /// Writes what comes after the last event.
+    /// Writes what comes after the engine's last event.
     fn end(&mut self, out: &mut BytesMut);
 }
 
-/// The body of a streamed answer. Dropping it, as happens when the client goes away, gives the request up.
+/// The body of a streamed response. Dropping it, as happens when the client goes away, aborts the request.
 struct SseBody<W> {
     answers: AnswerStream,
     writer: W,
@@ -65,7 +65,7 @@ impl<W: EventWriter> Stream for SseBody<W> {
     }
 }
 
-/// The response that streams a request's answers.
+/// The response that streams the answers to a request.
 pub(crate) fn stream(answers: AnswerStream, writer: impl EventWriter + 'static) -> Response {
     let frames = SseBody { answers, writer, buffer: BytesMut::with_capacity(4 << 10), ended: false };
     let mut response = Body::from_stream(frames).into_response();
@@ -77,14 +77,14 @@ pub(crate) fn stream(answers: AnswerStream, writer: impl EventWriter + 'static) 
     response
 }
 
-/// Writes a value as one event.
+/// Writes a value as the data of one event.
 pub(crate) fn write_event(out: &mut BytesMut, value: &impl Serialize) {
     out.put_slice(b"data: ");
     write_json(out, value);
     out.put_slice(b"\n\n");
 }
 
-/// Writes a value as one event with a name.
+/// Writes a value as the data of one event with a name.
 pub(crate) fn write_named_event(out: &mut BytesMut, name: &str, value: &impl Serialize) {
     out.put_slice(b"event: ");
     out.put_slice(name.as_bytes());
@@ -92,12 +92,12 @@ pub(crate) fn write_named_event(out: &mut BytesMut, name: &str, value: &impl Ser
     write_event(out, value);
 }
 
-/// Writes the event after the last one.
+/// Writes `[DONE]`, with which OpenAI's streams end.
 pub(crate) fn write_done(out: &mut BytesMut) {
     out.put_slice(b"data: [DONE]\n\n");
 }
 
-/// Writes JSON; our own types cannot fail to become it.
+/// Writes JSON. Serializing our own types cannot fail, so an error is only logged.
 pub(crate) fn write_json(out: &mut BytesMut, value: &(impl Serialize + ?Sized)) {
     if let Err(error) = serde_json::to_writer(out.writer(), value) {
         tracing::error!("cannot write an event: {error}");

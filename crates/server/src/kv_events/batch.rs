@@ -8,13 +8,13 @@ const STORED: &str = "BlockStored";
 const REMOVED: &str = "BlockRemoved";
 const CLEARED: &str = "AllBlocksCleared";
 
-/// The only rank there is.
+/// The data-parallel rank of all events: there is only one.
 const RANK: u32 = 0;
 
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Entry<'a> {
-    /// Name, pages, page before, tokens, tokens a page, adapter.
+    /// The event's name, page hashes, hash of the page before, token ids, tokens of a page, and LoRA id.
     Stored(&'static str, Vec<i64>, Option<i64>, &'a [u32], usize, Option<i64>),
     Removed(&'static str, Vec<i64>),
     Cleared([&'static str; 1]),
@@ -34,7 +34,7 @@ impl<'a> From<&'a CacheEvent> for Entry<'a> {
     }
 }
 
-/// What is sent for the events of a turn.
+/// Encodes events that the engine sent together as one batch.
 pub(super) fn encode(seconds: f64, events: &[CacheEvent]) -> Result<Vec<u8>, rmp_serde::encode::Error> {
     let events: Vec<Entry<'_>> = events.iter().map(Entry::from).collect();
     rmp_serde::to_vec(&(seconds, events, RANK))

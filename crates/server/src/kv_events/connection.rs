@@ -1,4 +1,4 @@
-//! One subscriber, or one who asks for what it missed.
+//! The connection of one subscriber, or of one that asks for a replay.
 
 use std::io;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use tokio::time::timeout;
 use super::hub::{Hub, Subscriber};
 use super::zmtp::{self, Incoming};
 
-/// For greeting each other.
+/// How long the handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// For a peer to take one message.
+/// How long a peer may take to read one message.
 const WRITE: Duration = Duration::from_secs(60);
 
-/// Number that ends a replay: -1.
+/// The sequence number that ends a replay: -1.
 const END: [u8; 8] = [0xff; 8];
 
 fn late(what: &str) -> io::Error {
@@ -35,7 +35,7 @@ async fn write(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Resu
     timeout(WRITE, stream.write_all(bytes)).await.unwrap_or_else(|_| Err(late("it does not read")))
 }
 
-/// Sends a subscriber what it wants until it is gone.
+/// Sends a subscriber the batches of its topics until it is gone.
 pub(super) async fn subscriber(mut stream: TcpStream, hub: Arc<Hub>) -> io::Result<()> {
     greet(&mut stream, "PUB", &["SUB", "XSUB"]).await?;
     let (subscriber, messages) = hub.subscribe();
@@ -83,7 +83,7 @@ async fn send(
     Ok(())
 }
 
-/// Sends batches that are kept to whoever asks from which number on it wants them.
+/// Answers requests for a replay: sends the kept batches from a sequence number on.
 pub(super) async fn replay(mut stream: TcpStream, hub: Arc<Hub>) -> io::Result<()> {
     greet(&mut stream, "ROUTER", &["REQ", "DEALER", "ROUTER"]).await?;
     let (reader, mut writer) = stream.split();
@@ -110,7 +110,7 @@ pub(super) async fn replay(mut stream: TcpStream, hub: Arc<Hub>) -> io::Result<(
     }
 }
 
-/// The number in an empty frame and eight bytes.
+/// The sequence number of a request: an empty frame, then eight bytes.
 fn asked_for(frames: &[Vec<u8>]) -> Option<u64> {
     match frames {
         [empty, number] if empty.is_empty() => Some(u64::from_be_bytes(number.as_slice().try_into().ok()?)),

@@ -1,4 +1,4 @@
-//! Who is told events, and what is kept for those who missed some.
+//! The subscribers, and the batches that are kept for those who missed some.
 //!
 //! Every batch has a number, so whoever misses one can tell. A subscriber that does not read misses batches once as much
 //! waits for it as may wait; nobody else notices.
@@ -14,18 +14,18 @@ use tokio::sync::mpsc;
 
 use super::{batch, zmtp};
 
-/// Messages and bytes that may wait for a subscriber.
+/// The most messages and bytes that may be queued for a subscriber.
 const WAITING_MESSAGES: usize = 4096;
 const WAITING_BYTES: usize = 16 << 20;
 
-/// Batches and bytes that are kept for those who missed some.
+/// The most batches and bytes that are kept for replay.
 const KEPT_BATCHES: usize = 10_000;
 const KEPT_BYTES: usize = 64 << 20;
 
-/// Topics of a subscriber.
+/// The most topics of a subscriber.
 const TOPICS: usize = 64;
 
-/// All subscribers, and the past.
+/// All subscribers, and the batches that are kept for replay.
 #[derive(Debug)]
 pub(super) struct Hub {
     topic: Vec<u8>,
@@ -34,14 +34,14 @@ pub(super) struct Hub {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Number of the next batch.
+    /// The sequence number of the next batch.
     next: u64,
     kept: VecDeque<(u64, Bytes)>,
     kept_bytes: usize,
     subscribers: Vec<Arc<Subscriber>>,
 }
 
-/// One who is told.
+/// A subscriber: its topics, and the queue of what it is to be sent.
 #[derive(Debug)]
 pub(super) struct Subscriber {
     topics: Mutex<Vec<Vec<u8>>>,
@@ -59,7 +59,7 @@ impl Hub {
         Hub { topic: topic.as_bytes().to_vec(), state: Mutex::default() }
     }
 
-    /// Tells the events of a turn.
+    /// Publishes events that the engine sent together as one batch.
     pub(super) fn publish(&self, events: &[CacheEvent]) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         match batch::encode(now, events) {
@@ -87,7 +87,7 @@ impl Hub {
         told.for_each(|subscriber| subscriber.tell(&message));
     }
 
-    /// One more subscriber, and what it is to be sent.
+    /// Adds a subscriber, and gives the queue of what it is to be sent.
     pub(super) fn subscribe(&self) -> (Arc<Subscriber>, mpsc::Receiver<Bytes>) {
         let (sender, messages) = mpsc::channel(WAITING_MESSAGES);
         let subscriber = Arc::new(Subscriber {
@@ -104,7 +104,7 @@ impl Hub {
         lock(&self.state).subscribers.retain(|other| !Arc::ptr_eq(other, subscriber));
     }
 
-    /// The first batch that is kept from a number on.
+    /// The first kept batch with this sequence number or a later one.
     pub(super) fn kept_from(&self, number: u64) -> Option<(u64, Bytes)> {
         let state = lock(&self.state);
         let first = state.kept.front()?.0;
@@ -117,8 +117,8 @@ impl Subscriber {
         lock(&self.topics).iter().any(|prefix| topic.starts_with(prefix))
     }
 
-    /// A message of a subscriber: 1 and a topic it wants, or 0 and one it does not want any more. False if it wants too
-    /// much.
+    /// Takes a subscriber's message: 1 and a topic to subscribe to, or 0 and one to unsubscribe from. It is false if
+    /// there are too many topics.
     pub(super) fn hear(&self, message: &[u8]) -> bool {
         let mut topics = lock(&self.topics);
         match message.split_first() {
@@ -134,7 +134,7 @@ impl Subscriber {
         true
     }
 
-    /// Has a message sent, unless too much waits.
+    /// Queues a message, unless the queue is full.
     pub(super) fn tell(&self, message: &Bytes) {
         let waiting = self.waiting.fetch_add(message.len(), Ordering::SeqCst);
         let fits = waiting == 0 || waiting + message.len() <= WAITING_BYTES;
@@ -147,7 +147,7 @@ impl Subscriber {
         }
     }
 
-    /// A message has been sent.
+    /// Takes note that a queued message has been sent.
     pub(super) fn sent(&self, message: &Bytes) {
         self.waiting.fetch_sub(message.len(), Ordering::SeqCst);
     }

@@ -1,11 +1,11 @@
-//! Telling routers what is in the prefix tree: SGLang's KV events, over ZeroMQ.
+//! KV events: tells cache-aware routers what is in the prefix tree, in SGLang's format over ZeroMQ.
 //!
 //! | module | job |
 //! |---|---|
 //! | `batch` | changes of the tree as SGLang's subscribers read them |
 //! | `zmtp` | the wire: greetings and frames of ZeroMQ's protocol 3.0 |
-//! | `hub` | who is told, what is kept for those who missed something |
-//! | `connection` | one subscriber, or one who asks for what it missed |
+//! | `hub` | the subscribers, and the batches that are kept for replay |
+//! | `connection` | the connection of a subscriber, or of one that asks for a replay |
 //!
 //! The protocol is spoken here and not by a library, because none for Rust bounds what waits for a subscriber that does
 //! not read, or what a stranger may send. Only what a publisher needs of it is there.
@@ -28,44 +28,44 @@ use tokio::sync::Semaphore;
 
 use self::hub::Hub;
 
-/// Connections of each kind.
+/// The most connections at a time, of subscribers and of replays each.
 const CONNECTIONS: usize = 64;
 
-/// Longest topic.
+/// The most bytes of a topic.
 const TOPIC_BYTES: usize = 255;
 
-/// Why events cannot be told.
+/// Why KV events cannot be published.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvEventError {
-    /// Not an address to listen on.
+    /// The text is not an endpoint.
     #[error(
         "{given} is not an endpoint: it must be tcp://HOST:PORT, such as tcp://127.0.0.1:5557 or tcp://*:5557"
     )]
     Endpoint {
-        /// What was given.
+        /// The text that was given.
         given: String,
     },
-    /// A topic that does not fit.
+    /// The topic is too long.
     #[error("the topic has {bytes} bytes; at most {TOPIC_BYTES} are allowed")]
     Topic {
-        /// Its length.
+        /// The length of the topic in bytes.
         bytes: usize,
     },
-    /// The port cannot be had.
+    /// The publisher cannot listen on an endpoint.
     #[error("cannot listen on {endpoint}: {error}")]
     Listen {
-        /// Where.
+        /// The endpoint that was given.
         endpoint: String,
-        /// Why not.
+        /// The reason that the system gives.
         error: io::Error,
     },
-    /// There is no thread to be had.
+    /// The thread that encodes events cannot be started.
     #[error("cannot start the thread that tells events: {0}")]
     Thread(io::Error),
 }
 
-/// Where a socket of ZeroMQ listens: `tcp://HOST:PORT`, with `*` for all addresses of the machine and port 0 for a free
+/// The endpoint at which a socket of ZeroMQ listens: `tcp://HOST:PORT`, with `*` for all addresses of the machine and port 0 for a free
 /// one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
@@ -106,31 +106,31 @@ impl Endpoint {
     }
 }
 
-/// Where events are told.
+/// Where and under which topic events are published.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvEventOptions {
-    /// Where subscribers connect.
+    /// The endpoint that subscribers connect to.
     pub endpoint: Endpoint,
-    /// Where they ask for what they missed.
+    /// The endpoint at which subscribers ask for a replay of batches they missed.
     pub replay: Option<Endpoint>,
-    /// What they subscribe to; usually nothing, which is everything.
+    /// The topic of all batches; usually empty, which every subscriber gets.
     pub topic: String,
 }
 
-/// Where events are told, as others are told.
+/// Where events are published, as `/server_info` says it to routers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvEventAddress {
-    /// Host of the endpoint; `*` is wherever the server itself is found.
+    /// The host of the endpoint; `*` is the host of the server itself.
     pub host: String,
-    /// Port of the endpoint.
+    /// The port of the endpoint.
     pub port: u16,
-    /// Port for those who missed something.
+    /// The port for replays, if there is one.
     pub replay_port: Option<u16>,
-    /// What to subscribe to.
+    /// The topic to subscribe to.
     pub topic: String,
 }
 
-/// A publisher whose ports are taken and that tells nothing yet.
+/// A publisher that has bound its ports and not yet started.
 #[derive(Debug)]
 pub struct KvEventPublisher {
     subscribers: TcpListener,
@@ -139,7 +139,7 @@ pub struct KvEventPublisher {
 }
 
 impl KvEventPublisher {
-    /// Takes the ports.
+    /// Binds the ports.
     pub async fn bind(options: &KvEventOptions) -> Result<KvEventPublisher, KvEventError> {
         if options.topic.len() > TOPIC_BYTES {
             return Err(KvEventError::Topic { bytes: options.topic.len() });
@@ -157,12 +157,13 @@ impl KvEventPublisher {
         Ok(KvEventPublisher { subscribers, replays, address })
     }
 
-    /// Where events are told.
+    /// The address of the publisher, with the ports that were bound.
     pub fn address(&self) -> &KvEventAddress {
         &self.address
     }
 
-    /// Tells events until their sender is gone. To be called within a runtime, which serves the connections.
+    /// Publishes events until their sender is gone. It must be called within a tokio runtime, which serves the
+    /// connections.
     pub fn start(self, events: Receiver<Vec<CacheEvent>>) -> Result<(), KvEventError> {
         let hub = Arc::new(Hub::new(&self.address.topic));
         let told = Arc::clone(&hub);
@@ -186,7 +187,7 @@ impl KvEventPublisher {
     }
 }
 
-/// Serves connections, as many as there may be at a time; others are closed.
+/// Serves connections up to the limit; others are closed.
 async fn accept<F>(listener: TcpListener, serve: impl Fn(TcpStream) -> F)
 where
     F: Future<Output = io::Result<()>> + Send + 'static,

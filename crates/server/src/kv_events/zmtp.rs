@@ -4,10 +4,10 @@ use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Longest frame that is read. Subscribers send topics and numbers.
+/// The most bytes of a frame that is read. Subscribers send only topics and sequence numbers.
 const FRAME_BYTES: usize = 4 << 10;
 
-/// Frames of one message that is read.
+/// The most frames of a message that is read.
 const FRAMES: usize = 8;
 
 const MORE: u8 = 1;
@@ -22,12 +22,12 @@ const GREETING: [u8; 64] = {
     greeting
 };
 
-/// What a peer sends.
+/// What a peer has sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Incoming {
-    /// The frames of a message.
+    /// A message, as its frames.
     Message(Vec<Vec<u8>>),
-    /// Name and rest.
+    /// A command, as its name and the bytes behind it.
     Command(Vec<u8>, Vec<u8>),
 }
 
@@ -40,12 +40,12 @@ fn wrong(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// Appends a frame.
+/// Appends a frame of a message; `more` frames of it follow or not.
 pub(super) fn put_frame(bytes: &mut Vec<u8>, body: &[u8], more: bool) {
     put(bytes, u8::from(more) * MORE, body);
 }
 
-/// Appends a command.
+/// Appends a command with this name.
 pub(super) fn put_command(bytes: &mut Vec<u8>, name: &str, rest: &[u8]) {
     let mut body = vec![name.len() as u8];
     body.extend(name.as_bytes());

@@ -12,7 +12,7 @@ use axum::routing::get;
 
 use crate::state::AppState;
 
-/// A file of the page.
+/// A file of the page, with the path it is served at and its content type.
 struct File {
     path: &'static str,
     kind: &'static str,
@@ -47,7 +47,7 @@ const HEADERS: [(HeaderName, &str); 4] = [
     (header::CACHE_CONTROL, "no-cache"),
 ];
 
-/// The routes of the page.
+/// The routes that serve the files of the page.
 pub(crate) fn routes() -> Router<Arc<AppState>> {
     FILES.iter().fold(Router::new(), |router, file| router.route(file.path, get(async || file.response())))
 }

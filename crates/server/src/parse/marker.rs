@@ -1,12 +1,12 @@
 //! Looking for markers in a text that is still growing.
 
-/// The first marker in the text: where it starts and which it is.
+/// Finds the first marker in a text: where it starts and which it is.
 pub(super) fn find_first<'m>(text: &str, markers: &[&'m str]) -> Option<(usize, &'m str)> {
     let found = markers.iter().filter_map(|marker| Some((text.find(marker)?, *marker)));
     found.min_by_key(|&(start, _)| start)
 }
 
-/// Bytes at the end of the text with which a marker may begin.
+/// The number of bytes at the end of a text that may be the beginning of a marker.
 pub(super) fn held_back(text: &str, markers: &[&str]) -> usize {
     let longest = markers.iter().map(|marker| marker.len()).max().unwrap_or(0);
     let from = text.len().saturating_sub(longest.saturating_sub(1));
@@ -21,11 +21,11 @@ pub(super) fn held_back(text: &str, markers: &[&str]) -> usize {
 /// What stands at the start of a text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Start {
-    /// This one of the markers.
+    /// The marker with this index.
     Marker(usize),
-    /// So far, the first part of one of them.
+    /// The first part of a marker, and the text ends there.
     Partial,
-    /// None of them.
+    /// None of the markers.
     Other,
 }
 

@@ -1,31 +1,31 @@
-//! Pieces put together again, for answers that are sent in one go.
+//! The pieces of an answer put together, for answers that are not streamed.
 
 use super::Piece;
 
-/// A whole answer.
+/// An answer with its reasoning and tool calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Message {
-    /// Thoughts before the answer.
+    /// The reasoning before the content.
     pub(crate) reasoning: String,
-    /// The answer itself.
+    /// The content.
     pub(crate) content: String,
-    /// Calls, in order.
+    /// The tool calls, in order.
     pub(crate) tool_calls: Vec<MessageCall>,
 }
 
-/// A whole call.
+/// A tool call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MessageCall {
-    /// Identifies the call when its result is sent back.
+    /// The id by which the client names the call when it sends the result.
     pub(crate) id: String,
-    /// The function.
+    /// The name of the function.
     pub(crate) name: String,
-    /// JSON text.
+    /// The arguments, as JSON text.
     pub(crate) arguments: String,
 }
 
 impl Message {
-    /// Adds a piece.
+    /// Adds a piece of the answer.
     pub(crate) fn push(&mut self, piece: Piece) {
         match piece {
             Piece::Reasoning(text) => self.reasoning.push_str(&text),

@@ -1,7 +1,7 @@
-//! What the model wrote, told apart: reasoning, answer, tool calls.
+//! Parsers of what the model wrote: reasoning, content and tool calls.
 //!
-//! Models write all of it as one text, each family with markers of its own. Parsers here take that text in chunks, as
-//! it is generated, and give [`Piece`]s. How the text was cut into chunks makes no difference to the joined pieces.
+//! Models write all of it as one text, each family with markers of its own (`crate::families`). Parsers here take that
+//! text in chunks, as it is generated, and give [`Piece`]s. How the text was cut into chunks makes no difference to the joined pieces.
 //! Text is held back only while it may still turn out to be a marker, or layout beside one. What does not form a call
 //! comes out as content, unchanged.
 
@@ -20,33 +20,33 @@ pub(crate) use reasoning::{ReasoningParser, THINK};
 pub(crate) use tool_calls::{CallLayout, ToolCallParser, XmlLayout, may_be_text};
 pub use tool_calls::{Tool, ToolCallFormat};
 
-/// A part of an answer.
+/// A piece of an answer, as it is streamed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Piece {
-    /// Thoughts before the answer.
+    /// More of the reasoning before the content.
     Reasoning(String),
-    /// The answer itself.
+    /// More of the content.
     Content(String),
-    /// A call begins; its arguments follow.
+    /// A tool call begins; its arguments follow.
     ToolCallStart {
-        /// Which call of the answer, from 0.
+        /// The index of the call in the answer, from 0.
         index: usize,
-        /// Identifies the call when its result is sent back.
+        /// The id by which the client names the call when it sends the result.
         id: String,
-        /// The function.
+        /// The name of the function.
         name: String,
     },
     /// More of the JSON text of a call's arguments.
     ToolCallArguments {
-        /// Which call of the answer, from 0.
+        /// The index of the call in the answer, from 0.
         index: usize,
-        /// The next part of the text.
+        /// The JSON text that follows what came before.
         text: String,
     },
 }
 
-/// Whether the engine must be asked to show special tokens: some vocabularies have the markers among them, and parsers
-/// can only find what is in the text.
+/// Whether the engine must keep special tokens in the text: some vocabularies have markers among them, and parsers can
+/// only find what is in the text.
 pub(crate) fn needs_special_tokens(
     tokenizer: &Tokenizer,
     reasoning: Option<&ReasoningFormat>,
@@ -59,7 +59,7 @@ pub(crate) fn needs_special_tokens(
     ids.any(|id| tokenizer.is_special(id))
 }
 
-/// Both parsers in a row: the reasoning is taken off first, calls are looked for in the rest.
+/// Both parsers in a row: the reasoning is split off first, and tool calls are looked for in the rest.
 #[derive(Debug, Default)]
 pub(crate) struct OutputParser {
     reasoning: Option<ReasoningParser>,
@@ -67,7 +67,7 @@ pub(crate) struct OutputParser {
 }
 
 impl OutputParser {
-    /// Where a parser is missing, its kind of piece is left in the content.
+    /// Without one of the parsers, what it would find stays in the content.
     pub(crate) fn new(
         reasoning: Option<ReasoningParser>,
         tool_calls: Option<ToolCallParser>,
@@ -75,7 +75,7 @@ impl OutputParser {
         OutputParser { reasoning, tool_calls }
     }
 
-    /// Takes the next part of the text.
+    /// Takes the next chunk of the text and gives the pieces that are certain by now.
     pub(crate) fn push(&mut self, text: &str) -> Vec<Piece> {
         let pieces = match &mut self.reasoning {
             Some(reasoning) => reasoning.push(text),
@@ -84,7 +84,7 @@ impl OutputParser {
         self.look_for_calls(pieces)
     }
 
-    /// The text has ended: gives what was held back.
+    /// Gives what was held back, because the text has ended.
     pub(crate) fn finish(&mut self) -> Vec<Piece> {
         let rest = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
         let mut pieces = self.look_for_calls(rest);

@@ -1,26 +1,26 @@
-//! Pieces put together in the order they came, for interfaces whose answers are lists of blocks or items.
+//! The parts of an answer in the order they came, for interfaces whose answers are lists of blocks or items.
 
 use super::{MessageCall, Piece};
 
-/// A block of an answer.
+/// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// Thoughts.
+    /// Reasoning.
     Reasoning(String),
-    /// What is said.
+    /// Content.
     Text(String),
-    /// A call.
+    /// A tool call.
     Call(MessageCall),
 }
 
-/// What a piece did to the list. Parts follow each other: one ends before the next begins.
+/// What a piece of the answer changed in the list. One part ends before the next begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// A part begins, with this number.
+    /// The part with this index begins.
     Begin(usize),
-    /// It grows by this text, the arguments of a call included.
+    /// The part with this index grows by this text, which for a call is text of its arguments.
     Grow(usize, String),
-    /// It is complete.
+    /// The part with this index is complete.
     End(usize),
 }
 
@@ -32,17 +32,17 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// The parts.
+    /// The parts so far, the last of which may still grow.
     pub(crate) fn list(&self) -> &[Part] {
         &self.list
     }
 
-    /// Whether there is a call among them.
+    /// Whether a tool call is among the parts.
     pub(crate) fn has_calls(&self) -> bool {
         self.list.iter().any(|part| matches!(part, Part::Call(_)))
     }
 
-    /// Adds a piece.
+    /// Adds a piece of the answer and notes what it changed.
     pub(crate) fn push(&mut self, piece: Piece, changes: &mut Vec<Change>) {
         let last = self.list.last_mut().filter(|_| self.open);
         let (part, text) = match (last, piece) {
@@ -72,7 +72,7 @@ impl Parts {
         }
     }
 
-    /// Nothing more comes.
+    /// Ends the last part, because the answer has ended.
     pub(crate) fn finish(&mut self, changes: &mut Vec<Change>) {
         if std::mem::take(&mut self.open) {
             changes.push(Change::End(self.list.len() - 1));

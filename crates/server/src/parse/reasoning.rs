@@ -7,7 +7,7 @@
 use super::Piece;
 use super::marker::{Start, find_first, held_back, start_of};
 
-/// Line breaks beside a marker are layout and not part of the text. This many are held back at most.
+/// The most line breaks that are held back: those beside a marker are layout and not part of the text.
 const LAYOUT: usize = 16;
 
 /// The markers of most families.
@@ -49,11 +49,11 @@ impl std::fmt::Debug for ReasoningFormat {
     }
 }
 
-/// Tells reasoning from the rest.
+/// Splits reasoning from content in a text that arrives in chunks.
 #[derive(Debug)]
 pub(crate) struct ReasoningParser {
     markers: (&'static str, &'static str),
-    /// Markers at which reasoning ends: the closing one, then those of tools.
+    /// The markers at which reasoning ends: the closing one, then those of tool calls.
     ends: Vec<&'static str>,
     state: State,
     buffer: String,
@@ -92,7 +92,7 @@ impl ReasoningParser {
         ReasoningParser { markers: format.markers, ends, state, buffer: String::new() }
     }
 
-    /// Takes the next part of the text.
+    /// Takes the next chunk of the text and gives the pieces that are certain by now.
     pub(crate) fn push(&mut self, text: &str) -> Vec<Piece> {
         self.buffer.push_str(text);
         let mut out = Vec::new();
@@ -100,7 +100,7 @@ impl ReasoningParser {
         out
     }
 
-    /// The text has ended: gives what was held back.
+    /// Gives what was held back, because the text has ended.
     pub(crate) fn finish(&mut self) -> Vec<Piece> {
         let rest = std::mem::take(&mut self.buffer);
         match self.state {
@@ -110,7 +110,7 @@ impl ReasoningParser {
         }
     }
 
-    /// Does what the buffer allows; whether there may be more to do.
+    /// Does what the buffer allows, and says whether there may be more to do.
     fn step(&mut self, out: &mut Vec<Piece>) -> bool {
         let (open, close) = self.markers;
         match self.state {

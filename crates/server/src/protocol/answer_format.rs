@@ -6,59 +6,59 @@ use serde_json::Value;
 use crate::grammar::{Constraint, ForcedCalls};
 use crate::parse::{Tool, ToolCallFormat};
 
-/// Tools of one request.
+/// The most tools of a request.
 const MAX_TOOLS: usize = 128;
-/// Bytes of a tool's name.
+/// The most bytes of a tool's name.
 const MAX_NAME: usize = 128;
 
-/// A field of the request that is not what it should be.
+/// The error of a field that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{field}` {problem}")]
 pub(crate) struct FieldError {
-    /// Where, such as `tools[0].function.name`.
+    /// The path of the field, such as `tools[0].function.name`.
     pub(crate) field: String,
-    /// What is wrong with it.
+    /// What is wrong with its value.
     pub(crate) problem: String,
 }
 
-/// Whether tools are to be called.
+/// The field `tool_choice`: whether the model is to call tools.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum ToolChoice {
-    /// They are not: whatever looks like a call is content.
+    /// The model must not call a tool: whatever looks like a call is content.
     #[default]
     None,
-    /// The model decides.
+    /// The model decides whether to call tools.
     Auto,
-    /// One at least.
+    /// The model must call at least one tool.
     Required,
-    /// This one.
+    /// The model must call this tool.
     Named(String),
 }
 
-/// What the content must look like.
+/// What the content of an answer must look like.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) enum ContentFormat {
-    /// Anything.
+    /// The content may be any text.
     #[default]
     Text,
-    /// Any JSON object.
+    /// The content is a JSON object.
     JsonObject,
-    /// JSON by a schema.
+    /// The content is JSON that satisfies a schema.
     JsonSchema(Value),
-    /// Text that a regular expression matches.
+    /// A regular expression matches the whole content.
     Regex(String),
-    /// A grammar with a rule `root`.
+    /// The content follows a grammar whose first rule is `root`.
     Ebnf(String),
 }
 
-/// The form of an answer, as far as the request sets it.
+/// What a request says about the format of its answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct AnswerFormat {
-    /// Tools that may be called, in order.
+    /// The tools that may be called, in the order of the request.
     pub(crate) tools: Vec<Tool>,
-    /// Whether they are to be.
+    /// Whether the model is to call them.
     pub(crate) tool_choice: ToolChoice,
-    /// More than one call is allowed.
+    /// Whether an answer may have more than one call.
     pub(crate) parallel_tool_calls: bool,
     /// What the content must look like.
     pub(crate) content: ContentFormat,
@@ -78,12 +78,12 @@ impl AnswerFormat {
         Ok(AnswerFormat { tools, tool_choice, parallel_tool_calls, content: content(body)? })
     }
 
-    /// Whether calls are to be looked for in the answer.
+    /// Whether the answer may have tool calls, which are then parsed.
     pub(crate) fn wants_calls(&self) -> bool {
         !self.tools.is_empty() && self.tool_choice != ToolChoice::None
     }
 
-    /// What the answer must be held to, if anything. `format` is how the model writes tool calls, if it is known.
+    /// The constraint on the tokens of the answer, if there is one. `format` is how the model writes tool calls, if it is known.
     pub(crate) fn constraint(
         &self,
         format: Option<&'static ToolCallFormat>,
@@ -111,7 +111,7 @@ impl AnswerFormat {
     }
 }
 
-/// Reads `tools`.
+/// Reads the field `tools`.
 fn tools(value: Option<&Value>) -> Result<Vec<Tool>, FieldError> {
     let Some(value) = value else { return Ok(Vec::new()) };
     let list = value.as_array().ok_or_else(|| wrong("tools", "must be a list"))?;
@@ -156,7 +156,7 @@ fn tools(value: Option<&Value>) -> Result<Vec<Tool>, FieldError> {
     Ok(tools)
 }
 
-/// Reads `tool_choice`.
+/// Reads the field `tool_choice`.
 fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, FieldError> {
     let choice = match value {
         None if tools.is_empty() => ToolChoice::None,
@@ -236,7 +236,7 @@ fn response_format(value: &Value) -> Result<ContentFormat, FieldError> {
     }
 }
 
-/// A field that is there and not `null`.
+/// The value of a field that is there and not `null`.
 fn get<'v>(value: &'v Value, field: &str) -> Option<&'v Value> {
     value.get(field).filter(|value| !value.is_null())
 }

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::FieldError;
 use crate::grammar::GrammarError;
 
-/// Seconds after which a client may try again when the queue was full.
+/// The seconds after which a client may try again when the queue was full (`Retry-After`).
 const RETRY_AFTER_S: u64 = 1;
 
-/// Why a request is not answered.
+/// The error of a request, with its HTTP status and the fields of OpenAI's error bodies.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub(crate) struct ApiError {
@@ -26,64 +26,64 @@ pub(crate) struct ApiError {
 }
 
 impl ApiError {
-    /// An error with this status.
+    /// An error with this status, and neither field nor code.
     pub(crate) fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
         ApiError { status, message: message.into(), param: None, code: None, retry_after: None }
     }
 
-    /// The request makes no sense: 400.
+    /// A request that is not valid: 400.
     pub(crate) fn bad_request(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, message)
     }
 
-    /// A field of the request makes no sense: 400.
+    /// A field that is not valid: 400.
     pub(crate) fn bad_field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::bad_request(message).with_param(param)
     }
 
-    /// A field asks for something that is not there: 400.
+    /// A field that asks for something this server does not support: 400.
     pub(crate) fn unsupported(param: &str, message: impl Into<String>) -> ApiError {
         ApiError::bad_field(param, message).with_code("unsupported_parameter")
     }
 
-    /// The server is going down: 503.
+    /// A request that came while the server shuts down: 503.
     pub(crate) fn shutting_down() -> ApiError {
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down");
         ApiError { code: Some("shutting_down"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
 
-    /// Something broke here. The reason goes to the log, not to the client: 500.
+    /// A failure of the server: 500. The reason goes to the log, not to the client.
     pub(crate) fn internal(reason: &dyn std::fmt::Display) -> ApiError {
         tracing::error!("request failed: {reason}");
         let message = "the server failed to answer this request; its log says why";
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message).with_code("internal_error")
     }
 
-    /// Names the field at fault.
+    /// Names the field that the error is about.
     #[must_use]
     pub(crate) fn with_param(mut self, param: impl Into<String>) -> ApiError {
         self.param = Some(param.into());
         self
     }
 
-    /// Adds a code for programs.
+    /// Adds a code that programs can test for.
     #[must_use]
     pub(crate) fn with_code(mut self, code: &'static str) -> ApiError {
         self.code = Some(code);
         self
     }
 
-    /// The HTTP status.
+    /// The HTTP status of the response.
     pub(crate) fn status(&self) -> StatusCode {
         self.status
     }
 
-    /// The code for programs.
+    /// The code that programs can test for.
     pub(crate) fn code(&self) -> Option<&'static str> {
         self.code
     }
 
-    /// The body: `{"error": {"message", "type", "param", "code"}}`.
+    /// The body of the response: `{"error": {"message", "type", "param", "code"}}`.
     pub(crate) fn body(&self) -> Value {
         let kind = match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",

@@ -11,7 +11,7 @@ use super::{AnswerFormat, ApiError};
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
 
-/// A request.
+/// The body of a request to `/generate`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct GenerateRequest {
@@ -41,7 +41,7 @@ pub(crate) enum Ids {
     Many(Vec<Vec<u32>>),
 }
 
-/// Settings under SGLang's names.
+/// The `sampling_params` of a request, under SGLang's names.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct SamplingParams {
@@ -75,7 +75,7 @@ impl SamplingParams {
         Ok(AnswerFormat::from_body(&fields)?)
     }
 
-    /// The limits and settings.
+    /// The sampling parameters under the names that all interfaces share.
     pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> Result<SamplingFields, ApiError> {
         if self.no_stop_trim == Some(true) {
             let name = "sampling_params.no_stop_trim";

@@ -11,14 +11,14 @@ use serde_json::{Map, Number, Value};
 use super::sampling::{OneOrMany, SamplingFields};
 use super::{AnswerFormat, ApiError};
 
-/// A request.
+/// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct OpenAiRequest {
     pub(crate) model: Option<String>,
     pub(crate) stream: Option<bool>,
     pub(crate) stream_options: Option<StreamOptions>,
-    /// Own id, for `/abort_request`.
+    /// The id by which the client may abort the request with `/abort_request`.
     pub(crate) rid: Option<String>,
 
     // What is asked.
@@ -75,7 +75,7 @@ pub(crate) struct OpenAiRequest {
     pub(crate) kv_precision: Option<Value>,
 }
 
-/// What a stream carries besides the answer.
+/// The `stream_options` of a request: what a stream carries besides the answer.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct StreamOptions {
@@ -95,7 +95,7 @@ pub(crate) enum Prompt {
     IdLists(Vec<Vec<u32>>),
 }
 
-/// Whether (chat) or how many (completions) probabilities are wanted.
+/// The field `logprobs`: whether they are wanted (chats), or how many alternatives (completions).
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(untagged, expecting = "expected true, false or a number")]
 pub(crate) enum Logprobs {
@@ -104,7 +104,7 @@ pub(crate) enum Logprobs {
 }
 
 impl OpenAiRequest {
-    /// A chat and nothing else.
+    /// A request with a chat and no other fields.
     pub(crate) fn of_chat(
         messages: Option<Vec<Value>>,
         tools: Option<Vec<Value>>,
@@ -113,7 +113,8 @@ impl OpenAiRequest {
         OpenAiRequest { messages, tools, add_generation_prompt, ..OpenAiRequest::default() }
     }
 
-    /// The limits and settings. `default_max_tokens` holds when the client gives none.
+    /// The sampling parameters under the names that all interfaces share. `default_max_tokens` holds when the client
+    /// gives no limit.
     pub(crate) fn sampling_fields(
         &self,
         default_max_tokens: Option<u64>,
@@ -178,7 +179,7 @@ impl OpenAiRequest {
         self.stream_options.and_then(|options| options.include_usage).unwrap_or(false)
     }
 
-    /// Alternatives per token that a chat asks for, if it asks for probabilities.
+    /// The number of alternatives per token that a chat asks for, if it asks for logprobs.
     pub(crate) fn chat_logprobs(&self) -> Result<Option<usize>, ApiError> {
         let count = self.top_logprobs.unwrap_or(0);
         let wanted = match self.logprobs {
@@ -196,7 +197,7 @@ impl OpenAiRequest {
         bounded("top_logprobs", wanted).map(Some)
     }
 
-    /// The same for a completion.
+    /// The number of alternatives per token that a completion asks for, if it asks for logprobs.
     pub(crate) fn completion_logprobs(&self) -> Result<Option<usize>, ApiError> {
         match self.logprobs {
             None | Some(Logprobs::Flag(false)) => Ok(None),

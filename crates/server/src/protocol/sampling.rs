@@ -1,4 +1,4 @@
-//! How an answer is drawn and when it ends: what all interfaces share, checked and handed to the engine.
+//! Sampling parameters and limits of an answer: the fields that all interfaces share, checked and handed to the engine.
 
 use std::collections::HashMap;
 
@@ -10,14 +10,14 @@ use serde_json::{Map, Number, Value};
 
 use super::ApiError;
 
-/// Stop texts a request may have, and how long they may be: each is looked for after every token.
+/// The most stop texts of a request, and the most bytes of one: each is looked for after every token.
 const MAX_STOPS: usize = 32;
 const MAX_STOP_BYTES: usize = 1024;
 
-/// Longest salt.
+/// The most bytes of a `cache_salt`.
 const MAX_SALT_BYTES: usize = 1024;
 
-/// One value or a list of them.
+/// A field that is one value or a list of them.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 #[serde(untagged)]
 pub(crate) enum OneOrMany<T> {
@@ -34,7 +34,7 @@ impl<T> OneOrMany<T> {
     }
 }
 
-/// A JSON object. Derived types also take a list, as their fields in order, which no client means.
+/// A field that must be a JSON object: what serde derives would also take a list, as the fields in order.
 #[derive(Clone, Debug)]
 pub(crate) struct Object<T>(pub(crate) T);
 
@@ -45,7 +45,7 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {
     }
 }
 
-/// What a client wishes, under whatever names it said so.
+/// Sampling parameters and limits of a request, under whichever names the interface has for them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SamplingFields {
     pub(crate) max_tokens: Option<u64>,
@@ -68,7 +68,7 @@ pub(crate) struct SamplingFields {
 }
 
 impl SamplingFields {
-    /// What the engine is asked to do. `defaults` hold where the client says nothing.
+    /// The options for the engine. `defaults` hold where the client gives nothing.
     pub(crate) fn options(self, defaults: &SamplingDefaults) -> Result<GenerateOptions, ApiError> {
         let stop = self.stop.map(OneOrMany::into_vec).unwrap_or_default();
         if stop.len() > MAX_STOPS || stop.iter().any(|text| text.len() > MAX_STOP_BYTES) {
@@ -108,7 +108,7 @@ impl SamplingFields {
     }
 }
 
-/// -1 and 0 keep all tokens.
+/// Reads `top_k`, of which -1 and 0 keep all tokens.
 fn top_k(value: i64) -> Result<usize, ApiError> {
     match value {
         -1 => Ok(0),
@@ -117,7 +117,7 @@ fn top_k(value: i64) -> Result<usize, ApiError> {
     }
 }
 
-/// Negative seeds are as good as others.
+/// Reads a seed, which may be negative.
 fn whole_seed(seed: &Number) -> Result<u64, ApiError> {
     let whole = seed.as_u64().or_else(|| seed.as_i64().map(i64::cast_unsigned));
     whole.ok_or_else(|| ApiError::bad_field("seed", format!("seed is {seed}, expected a whole number")))
@@ -137,12 +137,12 @@ fn bias(map: HashMap<String, f32>) -> Result<Vec<(u32, f32)>, ApiError> {
     Ok(list)
 }
 
-/// A setting for JSON: 0.6, not the nearest f32 written out in f64.
+/// A parameter for JSON: 0.6, not the nearest f32 written out in f64.
 pub(crate) fn short(value: f32) -> Value {
     value.to_string().parse::<f64>().unwrap_or(f64::from(value)).into()
 }
 
-/// A precision of the cache per request is reserved: only the one that is served is taken.
+/// Checks `kv_precision`, which is reserved: it must be absent or name the cache type that is served.
 pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result<(), ApiError> {
     match wanted {
         None | Some(Value::Null) => Ok(()),

@@ -1,4 +1,4 @@
-//! How many tokens a request cost.
+//! The `usage` of OpenAI's answers: how many tokens a request had.
 
 use oscar_engine::Summary;
 use serde::Serialize;
@@ -12,7 +12,7 @@ pub(crate) struct Usage {
     prompt_tokens_details: PromptTokensDetails,
 }
 
-/// Where the prompt tokens came from.
+/// How many of the prompt tokens came from the prefix cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 struct PromptTokensDetails {
     cached_tokens: usize,

@@ -1,21 +1,21 @@
-//! Whole answers, for clients that do not stream.
+//! Collects whole answers, for clients that do not stream.
 
 use oscar_engine::{EngineError, Event, Summary, Token};
 
 use crate::protocol::ApiError;
 use crate::requests::AnswerStream;
 
-/// One answer.
+/// An answer that has finished.
 #[derive(Debug)]
 pub(crate) struct FinishedChoice {
     pub(crate) prompt: usize,
     pub(crate) choice: usize,
-    /// The tokens with their alternatives, if they were asked for.
+    /// The tokens with their logprobs, if those were asked for.
     pub(crate) tokens: Vec<Token>,
     pub(crate) summary: Summary,
 }
 
-/// Waits for all answers of `prompts` prompts with `n` choices each; they come back in order.
+/// Waits for all answers to `prompts` prompts with `n` choices each, and gives them in order.
 pub(crate) async fn collect(
     answers: &mut AnswerStream,
     prompts: usize,

@@ -1,4 +1,4 @@
-//! `/v1/completions`: plain text goes on.
+//! `/v1/completions`: continues plain text.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
@@ -23,16 +23,16 @@ use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::{CompletionLogprobs, CompletionTokens, EndTokens};
 use crate::state::{AppState, unix_seconds};
 
-/// Tokens when the client gives no limit, as OpenAI has it.
+/// The most tokens of an answer when the client gives no limit, as OpenAI has it.
 const DEFAULT_MAX_TOKENS: u64 = 16;
 
-/// A prompt and the text it is echoed as.
+/// The token ids of a prompt, and the text it is echoed as if it is.
 struct Prepared {
     ids: Vec<u32>,
     echo: Option<String>,
 }
 
-/// Continues one prompt or several.
+/// `/v1/completions`: continues one prompt or several.
 pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<OpenAiRequest>,
@@ -114,7 +114,7 @@ pub(crate) async fn completions(
     .into_response())
 }
 
-/// The token or text that ended an answer.
+/// `matched_stop`: the token or text that ended an answer.
 pub(crate) fn matched(summary: &Summary) -> Value {
     match &summary.matched {
         None => Value::Null,
@@ -161,20 +161,20 @@ struct CompletionWriter {
     echoes: Vec<Option<String>>,
     n: usize,
     tokens: HashMap<usize, CompletionTokens>,
-    /// Choices whose prompt has been echoed.
+    /// The choices whose prompt has been echoed.
     begun: HashSet<usize>,
     wants_logprobs: bool,
     end_tokens: EndTokens,
 }
 
 impl CompletionWriter {
-    /// The prompt, before the first piece of a choice.
+    /// The text to echo, if the prompt of a choice has not been echoed.
     fn echo(&mut self, prompt: usize, index: usize) -> Option<String> {
         let echo = self.echoes[prompt].as_ref()?;
         self.begun.insert(index).then(|| echo.clone())
     }
 
-    /// The prompt with its probabilities, as the first chunk of every choice.
+    /// Writes the prompt with its logprobs as the first chunk of every choice.
     fn scored(&mut self, prompt: usize, scored: &[PromptLogprob], out: &mut BytesMut) {
         for index in prompt * self.n..(prompt + 1) * self.n {
             let Some(echo) = self.echo(prompt, index) else { continue };

@@ -1,4 +1,4 @@
-//! Whether the server is up (`/health`), and whether it can still say something (`/health_generate`).
+//! Health checks: whether the server is up (`/health`), and whether it still generates tokens (`/health_generate`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::state::AppState;
 /// How long a token may take before the engine counts as stuck.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How often a busy engine is looked at.
+/// How often a busy engine is checked for new tokens.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Up and taking requests.
+/// `/health`: whether the server is up and takes requests.
 pub(crate) async fn health(State(app): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
     if app.is_draining() {
         return Err(ApiError::shutting_down());
@@ -28,7 +28,7 @@ pub(crate) async fn health(State(app): State<Arc<AppState>>) -> Result<Json<Valu
     Ok(Json(json!({"status": "ok"})))
 }
 
-/// Draws one token. An engine that is busy with others is well, too.
+/// `/health_generate`: generates one token. An engine that generates tokens for others is healthy, too.
 pub(crate) async fn health_generate(State(app): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
     let drawn = app.engine.stats().generated_tokens;
     let options = GenerateOptions {

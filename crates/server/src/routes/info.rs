@@ -1,4 +1,4 @@
-//! What routers and operators ask SGLang's servers: who they are, how busy, and to forget or break off things.
+//! SGLang's routes for routers and operators: what is served, how busy the server is, flushing the cache, aborting.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -17,7 +17,7 @@ use crate::state::{AppState, unix_seconds};
 /// The version of this program.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// `/model_info`: what is served.
+/// `/model_info`: the model that is served.
 pub(crate) async fn model_info(State(app): State<Arc<AppState>>) -> Json<Value> {
     Json(json!({
         "model_path": app.model.path,
@@ -34,7 +34,7 @@ pub(crate) async fn model_info(State(app): State<Arc<AppState>>) -> Json<Value> 
     }))
 }
 
-/// Settings for requests that do not say; null where the model comes with none.
+/// The sampling parameters of requests that do not give their own; null where the model comes with none.
 fn preferred(sampling: &SamplingDefaults) -> Value {
     let SamplingDefaults { temperature, top_p, top_k, min_p, repetition_penalty } = *sampling;
     let all = [
@@ -56,7 +56,7 @@ fn architecture(family: &str) -> String {
     format!("{}ForCausalLM", first.into_iter().chain(letters).collect::<String>())
 }
 
-/// `/server_info`: how it is served.
+/// `/server_info`: the settings of the server and the engine.
 pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
     let kv_events = app.options.kv_events.as_ref().map(|address| {
@@ -105,7 +105,7 @@ pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value>
     }))
 }
 
-/// Tokens of a page of the cache.
+/// The number of tokens in a page of the KV cache.
 pub(crate) const PAGE_TOKENS: usize = 64;
 
 /// `/get_load`: one entry per rank, of which there is one.
@@ -120,7 +120,7 @@ pub(crate) async fn get_load(State(app): State<Arc<AppState>>) -> Json<Value> {
     }]))
 }
 
-/// `/v1/loads`: the same in more detail.
+/// `/v1/loads`: the load of the server in more detail than `/get_load`.
 pub(crate) async fn loads(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats) = (app.engine.info(), app.engine.stats());
     let running = stats.running + stats.prefilling;
@@ -160,14 +160,14 @@ pub(crate) async fn loads(State(app): State<Arc<AppState>>) -> Json<Value> {
     }))
 }
 
-/// `/flush_cache`: forgets prompts that no request uses.
+/// `/flush_cache`: drops the cached prefixes that no request uses.
 pub(crate) async fn flush_cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     app.engine.flush();
     app.memory.clear();
     Json(json!({"success": true, "message": "cached prompts that no request uses are forgotten"}))
 }
 
-/// Which requests are broken off.
+/// The body of `/abort_request`: which requests are aborted.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct AbortRequest {
@@ -175,7 +175,7 @@ pub(crate) struct AbortRequest {
     abort_all: Option<bool>,
 }
 
-/// `/abort_request`: breaks off a request by the id its client gave, or all of them.
+/// `/abort_request`: aborts a request by the id its client gave, or all of them.
 pub(crate) async fn abort_request(
     State(app): State<Arc<AppState>>,
     OptionalJsonBody(request): OptionalJsonBody<AbortRequest>,
@@ -188,7 +188,7 @@ pub(crate) async fn abort_request(
     Ok(Json(json!({"success": true, "aborted": aborted})))
 }
 
-/// `/version`.
+/// `/version`: the version of this program.
 pub(crate) async fn version() -> Json<Value> {
     Json(json!({"version": VERSION}))
 }

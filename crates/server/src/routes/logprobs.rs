@@ -1,4 +1,4 @@
-//! Probabilities of tokens, in the forms of chats and of completions.
+//! Logprobs of tokens, in the forms of chats and of completions.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use serde_json::{Map, Value};
 
 use crate::text::{bytes_of, shown};
 
-/// What stands for a probability of zero: JSON has no infinity.
+/// The logprob of a token with probability zero: JSON has no infinity.
 const LEAST: f32 = -9999.0;
 
-/// A number for JSON. It is as short as its 32 bits allow wherever it is written, so that equal ones look equal:
-/// evaluation harnesses compare them.
+/// A logprob for JSON. It is written with as few digits as its 32 bits allow, so that equal ones look equal: evaluation
+/// harnesses compare them.
 pub(crate) fn number(logprob: f32) -> f64 {
     let finite = if logprob.is_nan() { LEAST } else { logprob.max(LEAST) };
     finite.to_string().parse().unwrap_or(f64::from(finite))
 }
 
-/// Which drawn tokens end an answer. They are no part of it, and so not of its list either.
+/// The tokens that end an answer. They are no part of its text, and so not of its logprobs either.
 #[derive(Clone, Debug)]
 pub(crate) struct EndTokens {
     tokenizer: Arc<Tokenizer>,
@@ -38,7 +38,7 @@ impl EndTokens {
     }
 }
 
-/// A token of a chat's answer.
+/// The logprob of a token of a chat's answer, with its alternatives.
 #[derive(Debug, Serialize)]
 pub(crate) struct ChatLogprob {
     token: String,
@@ -47,7 +47,7 @@ pub(crate) struct ChatLogprob {
     top_logprobs: Vec<Alternative>,
 }
 
-/// A token that could have been drawn.
+/// The logprob of one alternative to a token.
 #[derive(Debug, Serialize)]
 struct Alternative {
     token: String,
@@ -71,7 +71,7 @@ impl ChatLogprob {
     }
 }
 
-/// The tokens of a completion, side by side. The prompt's come first if it is echoed.
+/// The logprobs of a completion, as lists of equal length. Those of the prompt come first if it is echoed.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct CompletionLogprobs {
     tokens: Vec<String>,
@@ -96,7 +96,7 @@ impl CompletionTokens {
         CompletionTokens { tokenizer, decoder, offset: 0, list: CompletionLogprobs::default() }
     }
 
-    /// Adds the tokens of the prompt; the first has no probability.
+    /// Adds the tokens of the prompt; the first has no logprob.
     pub(crate) fn prompt(&mut self, prompt: &[PromptLogprob]) {
         for entry in prompt {
             self.push(entry.token, entry.logprob, &entry.top);
@@ -125,7 +125,7 @@ impl CompletionTokens {
         }
     }
 
-    /// What was added since the last time.
+    /// The tokens that were added since the last call.
     pub(crate) fn take(&mut self) -> CompletionLogprobs {
         std::mem::take(&mut self.list)
     }

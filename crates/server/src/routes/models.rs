@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use crate::protocol::ApiError;
 use crate::state::{AppState, unix_seconds};
 
-/// All models: the one there is.
+/// `/v1/models`: the list of models, which is the one that is served.
 pub(crate) async fn list(State(app): State<Arc<AppState>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [card(&app)]}))
 }
 
-/// One model by name.
+/// `/v1/models/NAME`: one model by its name.
 pub(crate) async fn one(
     State(app): State<Arc<AppState>>,
     Path(name): Path<String>,

@@ -1,4 +1,4 @@
-//! `/metrics` for Prometheus and `/oscar/cache` for the picture of the cache.
+//! `/metrics` for Prometheus, and `/oscar/cache` for the web page's picture of the KV cache.
 
 use std::sync::Arc;
 
@@ -15,17 +15,17 @@ use crate::options::CacheShape;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// The form of `/metrics`.
+/// The content type of `/metrics`.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Numbers for Prometheus.
+/// `/metrics`: metrics for Prometheus.
 pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response, ApiError> {
     let text = app.metrics.text(app.engine.info(), &app.engine.stats());
     let text = text.map_err(|error| ApiError::internal(&error))?;
     Ok(([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response())
 }
 
-/// Where the pages are: pools, and for each request what its pages are, from its first token to its last.
+/// `/oscar/cache`: the page pools, and for each request the states of its pages from first to last.
 pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
     let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {

@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 
 const DESCRIPTION: &str = include_str!("../openapi.json");
 
-/// The description.
+/// `/openapi.json`: the description of all routes as OpenAPI 3.1.
 pub(crate) async fn openapi() -> Response {
     ([(header::CONTENT_TYPE, "application/json")], DESCRIPTION).into_response()
 }

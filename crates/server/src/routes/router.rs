@@ -22,20 +22,20 @@ use crate::page;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// Names a request in logs and answers.
+/// The header that names a request in logs and responses.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Sent by clients of `/v1/messages`: the key, and which year's interface they know.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
 
-/// Longest id that is taken from a client.
+/// The longest request id in bytes that is taken over from a client.
 const MAX_REQUEST_ID: usize = 128;
 
 /// Paths that need no key: probes do not have one, and the description is no secret.
 const OPEN_PATHS: [&str; 4] = ["/health", "/health_generate", "/metrics", "/openapi.json"];
 
-/// All routes.
+/// The router of all routes, with the middleware around them.
 pub(crate) fn router(app: Arc<AppState>) -> Router {
     let middleware =
         Arc::new(Middleware { key: app.options.api_key.as_deref().map(ApiKey::new), app: Arc::clone(&app) });
@@ -95,7 +95,7 @@ fn cors(origins: &[String]) -> CorsLayer {
     layer.allow_origin(AllowOrigin::list(known))
 }
 
-/// Stands before all routes: names the request, asks for the key, counts and logs.
+/// The middleware of all routes: names the request, checks the API key, counts and logs.
 struct Middleware {
     app: Arc<AppState>,
     key: Option<ApiKey>,

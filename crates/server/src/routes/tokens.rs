@@ -12,7 +12,7 @@ use crate::protocol::{ApiError, Ids, OneOrMany, OpenAiRequest, text_error};
 use crate::state::AppState;
 use crate::text::Chat;
 
-/// A text, several, or a chat.
+/// The body of `/tokenize`: a text, several, or a chat.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct TokenizeRequest {
@@ -25,7 +25,7 @@ pub(crate) struct TokenizeRequest {
     add_generation_prompt: Option<bool>,
 }
 
-/// Text to token ids.
+/// `/tokenize`: the token ids of texts or of a chat.
 pub(crate) async fn tokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<TokenizeRequest>,
@@ -70,7 +70,7 @@ pub(crate) async fn tokenize(
     Ok(Json(answer(json!(ids), ids.len().into())))
 }
 
-/// Token ids, once or several times.
+/// The body of `/detokenize`: token ids of one text or of several.
 #[derive(Debug, Deserialize)]
 pub(crate) struct DetokenizeRequest {
     model: Option<String>,
@@ -78,7 +78,7 @@ pub(crate) struct DetokenizeRequest {
     skip_special_tokens: Option<bool>,
 }
 
-/// Token ids to text.
+/// `/detokenize`: the texts of token ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<DetokenizeRequest>,

@@ -1,4 +1,4 @@
-//! From the messages of a request to the text the model reads.
+//! Applies the chat template: from the messages of a request to the text the model reads.
 
 use oscar_model::text::RenderOptions;
 use serde_json::{Map, Value};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::ServedModel;
 use crate::protocol::{ApiError, OpenAiRequest, text_error};
 
-/// A chat, checked and in the form templates expect.
+/// The messages and tools of a chat, checked and in the form chat templates expect.
 #[derive(Debug)]
 pub(crate) struct Chat {
     messages: Vec<Value>,
@@ -43,7 +43,7 @@ impl Chat {
         Ok(Chat { messages, tools, variables, generation_prompt, continues })
     }
 
-    /// The text the model reads.
+    /// Renders the chat with the template of the model.
     pub(crate) fn render(&mut self, model: &ServedModel) -> Result<String, ApiError> {
         let template = model.template()?;
         if !template.source().contains("developer") {
@@ -111,7 +111,7 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
     Ok(message)
 }
 
-/// The text of content parts.
+/// Joins the texts of content parts.
 fn joined(parts: &[Value], place: &str) -> Result<String, ApiError> {
     let mut texts = Vec::with_capacity(parts.len());
     for (index, part) in parts.iter().enumerate() {

@@ -1,13 +1,13 @@
-//! Which ids conversations had, shared by all requests; why and how is told in [`RememberedText`].
+//! The token ids of recent conversations, shared by all requests; [`RememberedText`] says why they are kept.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oscar_model::text::{RememberedText, TextError, Tokenizer};
 
-/// Bytes of text and ids that are remembered.
+/// The most bytes of text and ids that are remembered.
 const MAX_BYTES: usize = 64 << 20;
 
-/// What was read and said, by tenant.
+/// Remembers which token ids the text of a conversation had, apart for each cache salt.
 #[derive(Debug)]
 pub(crate) struct ConversationMemory(Mutex<RememberedText>);
 
@@ -18,7 +18,7 @@ impl Default for ConversationMemory {
 }
 
 impl ConversationMemory {
-    /// The ids of a rendered prompt.
+    /// Tokenizes a rendered prompt. What is remembered of it gets the ids it had.
     pub(crate) fn encode(
         &self,
         tokenizer: &Tokenizer,
@@ -31,7 +31,7 @@ impl ConversationMemory {
         Ok(RenderedPrompt { text, ids })
     }
 
-    /// Remembers a prompt and the tokens that were said.
+    /// Remembers a prompt and the tokens that were generated for it.
     pub(crate) fn remember(
         &self,
         tokenizer: &Tokenizer,
@@ -45,7 +45,7 @@ impl ConversationMemory {
         }
     }
 
-    /// Forgets everything.
+    /// Forgets all conversations.
     pub(crate) fn clear(&self) {
         self.lock().clear();
     }
@@ -60,7 +60,7 @@ fn scope(salt: Option<&str>) -> String {
     salt.map_or(String::new(), |salt| format!("salt {salt}"))
 }
 
-/// A rendered prompt and its ids.
+/// A prompt as the chat template rendered it, and its token ids.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RenderedPrompt {
     pub(crate) text: String,

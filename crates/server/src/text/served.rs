@@ -11,20 +11,20 @@ use crate::protocol::{ApiError, text_error};
 /// The name by which clients that name no model in particular ask for it.
 const DEFAULT_NAME: &str = "default";
 
-/// A model under the name it is served by.
+/// The model that is served: its name, tokenizer, chat template and sampling defaults.
 #[derive(Debug)]
 pub struct ServedModel {
-    /// What clients call it.
+    /// The name that clients use, and that answers carry.
     pub name: String,
-    /// Where it came from, as the user named it; clients may use this too.
+    /// Where the model came from, as the user named it. Clients may use this as its name, too.
     pub path: String,
-    /// Family, as in `config.json` (`qwen3`).
+    /// The `model_type` of its `config.json`, such as `qwen3`.
     pub family: String,
-    /// How answers are drawn when a request does not say.
+    /// The sampling parameters of requests that do not give their own.
     pub sampling: SamplingDefaults,
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
-    /// Bytes of the longest token.
+    /// The number of bytes of the longest token.
     longest_token: usize,
     bos: String,
     eos: String,
@@ -56,31 +56,26 @@ impl ServedModel {
         }
     }
 
-    /// The same model, whose answers are drawn by these settings when a request does not say.
+    /// Sets the sampling parameters of requests that do not give their own.
     #[must_use]
     pub fn with_sampling(self, sampling: SamplingDefaults) -> ServedModel {
         ServedModel { sampling, ..self }
     }
 
-    /// The tokenizer.
-    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+    /// The tokenizer of the model.
+    pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
 
-    /// The chat template.
+    /// The chat template of the model, or the error for clients that want to chat with one that has none.
     pub(crate) fn template(&self) -> Result<&ChatTemplate, ApiError> {
         let missing = || text_error("messages", &oscar_model::text::TextError::NoChatTemplate);
         self.template.as_ref().ok_or_else(missing)
     }
 
-    /// The text of the chat template, by which parsers are chosen.
+    /// The source of the chat template, for [`ToolCallFormat::choose`](crate::ToolCallFormat::choose) and its like.
     pub fn template_source(&self) -> Option<&str> {
         self.template.as_ref().map(ChatTemplate::source)
-    }
-
-    /// Whether the model can chat.
-    pub fn has_template(&self) -> bool {
-        self.template.is_some()
     }
 
     pub(crate) fn bos(&self) -> &str {
@@ -91,7 +86,7 @@ impl ServedModel {
         &self.eos
     }
 
-    /// Refuses requests for other models.
+    /// Refuses requests that name another model.
     pub(crate) fn check_name(&self, asked: Option<&str>) -> Result<(), ApiError> {
         match asked {
             None | Some("" | DEFAULT_NAME) => Ok(()),

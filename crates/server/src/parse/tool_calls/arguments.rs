@@ -1,10 +1,10 @@
-//! Values between tags, which do not say their type, as JSON: the schema of the tool decides.
+//! Converts values between tags, which do not say their type, to JSON by the schema of the tool.
 
 use serde_json::Value;
 
 use super::json_text::is_json;
 
-/// References followed, and alternatives within alternatives.
+/// How deep references are followed, and alternatives within alternatives.
 const MAX_DEPTH: usize = 16;
 
 /// Keywords that say which type a value has.
@@ -30,14 +30,14 @@ pub(crate) fn may_be_text(schema: &Value, root: &Value) -> bool {
     types.any || types.string || types.listed.iter().any(Value::is_string)
 }
 
-/// A JSON object of names and JSON texts.
+/// Joins names and JSON texts of arguments to a JSON object.
 pub(super) fn arguments_text(arguments: &[(String, String)]) -> String {
     let fields: Vec<_> =
         arguments.iter().map(|(key, value)| format!("{}: {value}", Value::from(key.as_str()))).collect();
     format!("{{{}}}", fields.join(", "))
 }
 
-/// What a value may be.
+/// The types that a value may have.
 #[derive(Debug, Default)]
 struct Types {
     any: bool,

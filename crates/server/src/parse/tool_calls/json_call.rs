@@ -15,25 +15,25 @@ const FIELDS: [&str; 6] = ["name", "arguments", "parameters", "type", "function"
 /// Openings of a block of code that may be a call.
 pub(super) const FENCES: [&str; 2] = ["```json\n", "```\n"];
 
-/// Closes such a block.
+/// The text that closes such a block of code.
 pub(super) const FENCE_END: &str = "```";
 
-/// Reads one call.
+/// Parses one call.
 #[derive(Debug)]
 pub(super) struct JsonCall {
-    /// All that was taken, until the call begins.
+    /// All text that was taken until it is certain that this is a call.
     text: String,
-    /// Only these names make a call; any name does behind a marker.
+    /// The tools whose names make it a call. Behind a marker, where this is `None`, any name does.
     only: Option<Arc<[Tool]>>,
-    /// End arguments that are not JSON.
+    /// The markers at which arguments end that are not JSON.
     closers: &'static [&'static str],
     phase: Phase,
     value: JsonText,
-    /// Where in `text` the key or value began.
+    /// The place in `text` where the key or value began.
     began: usize,
     key: String,
     name: Option<String>,
-    /// JSON text.
+    /// The arguments as JSON text, if they were not passed on as they came.
     arguments: Option<String>,
     begun: bool,
 }
@@ -57,7 +57,7 @@ enum Phase {
 }
 
 impl JsonCall {
-    /// Behind a marker, which is taken already.
+    /// A call behind a marker, which is taken already.
     pub(super) fn marked(opener: &str, closers: &'static [&'static str]) -> JsonCall {
         JsonCall {
             text: opener.to_owned(),
@@ -73,27 +73,27 @@ impl JsonCall {
         }
     }
 
-    /// Where no marker says that it is a call.
+    /// A call that no marker announces, so it must name one of these tools.
     pub(super) fn unmarked(tools: Arc<[Tool]>) -> JsonCall {
         JsonCall { only: Some(tools), ..JsonCall::marked("", &[]) }
     }
 
-    /// In a fence, which is taken already and says only that it is JSON.
+    /// A call in a block of code, whose fence is taken already and says only that it is JSON.
     pub(super) fn fenced(fence: &str, tools: Arc<[Tool]>) -> JsonCall {
         JsonCall { only: Some(tools), ..JsonCall::marked(fence, &[FENCE_END]) }
     }
 
-    /// What was taken of a call that is none.
+    /// The text that was taken of what turned out not to be a call.
     pub(super) fn take_text(&mut self) -> String {
         std::mem::take(&mut self.text)
     }
 
-    /// The text has ended: what was taken of a call that has not begun.
+    /// The text that was taken without becoming a call, because the answer has ended.
     pub(super) fn finish(&mut self) -> String {
         if self.begun { String::new() } else { self.take_text() }
     }
 
-    /// Takes what it can of the buffer.
+    /// Takes from the buffer what can be parsed by now.
     pub(super) fn read(&mut self, buffer: &mut String, calls: &mut Calls) -> Progress {
         loop {
             let progress = match self.phase {
@@ -139,7 +139,7 @@ impl JsonCall {
         Some(Progress::More)
     }
 
-    /// Takes a byte, which ends `text`.
+    /// Parses a byte, which is the last of `text`.
     fn step(&mut self, byte: u8) -> Around {
         let last = self.text.len() - 1;
         match (self.phase, byte) {
@@ -198,7 +198,7 @@ impl JsonCall {
         self.go(Phase::Colon)
     }
 
-    /// The value ends at this place in `text`.
+    /// Takes the value that ends at this place in `text`.
     fn value_ends(&mut self, end: usize) -> Around {
         let value = &self.text[self.began..end];
         let text = || serde_json::from_str::<String>(value).ok();
@@ -220,7 +220,7 @@ impl JsonCall {
         !name.is_empty() && self.only.as_ref().is_none_or(known)
     }
 
-    /// The object has ended.
+    /// Takes the end of the object: a call whose arguments were not passed on comes now.
     fn complete(&mut self, calls: &mut Calls) -> Progress {
         if self.begun {
             return Progress::Done;
@@ -283,13 +283,13 @@ impl JsonCall {
     }
 }
 
-/// What a byte around the arguments did.
+/// What a byte outside the arguments did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Around {
     Inside,
-    /// Opens arguments that can be passed on.
+    /// It opens arguments that can be passed on as they come.
     Arguments,
-    /// Closes the call.
+    /// It closes the call.
     End,
     Invalid,
 }

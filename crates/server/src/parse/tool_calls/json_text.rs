@@ -1,24 +1,24 @@
 //! Checks JSON text as it comes, byte by byte, without building anything.
 
-/// What a byte did.
+/// What a byte did to the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Part of the value, which goes on.
+    /// The byte is part of the value, which goes on.
     More,
     /// A control character that should have been escaped in a string. Models write these; the value goes on.
     Unescaped,
-    /// The last byte of the value.
+    /// The byte is the last of the value.
     Last,
     /// The value, a number, ended before this byte.
     Before,
-    /// Not JSON.
+    /// The byte cannot follow: the text is not JSON.
     Invalid,
 }
 
-/// Reads one JSON value.
+/// Checks one JSON value.
 #[derive(Debug, Default)]
 pub(super) struct JsonText {
-    /// Open objects (`true`) and arrays (`false`).
+    /// The objects (`true`) and arrays (`false`) that are open.
     open: Vec<bool>,
     state: State,
 }

@@ -19,15 +19,15 @@ use super::Piece;
 /// A function that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tool {
-    /// Its name.
+    /// The name of the function.
     pub name: String,
-    /// JSON schema of its arguments; `null` when it is not described.
+    /// The JSON schema of its arguments; `null` when they are not described.
     pub parameters: Value,
     /// Whether forced calls must match the schema in full.
     pub strict: bool,
 }
 
-/// Where calls go; numbers them.
+/// Collects the pieces of the answer and numbers its calls.
 #[derive(Debug)]
 struct Calls {
     out: Vec<Piece>,
@@ -43,7 +43,7 @@ impl Calls {
         self.out.push(Piece::ToolCallStart { index, id, name: name.to_owned() });
     }
 
-    /// Of the call begun last.
+    /// Adds text to the arguments of the last call.
     fn arguments(&mut self, text: &str) {
         if let Some(index) = self.begun.checked_sub(1).filter(|_| !text.is_empty()) {
             self.out.push(Piece::ToolCallArguments { index, text: text.to_owned() });
@@ -51,13 +51,13 @@ impl Calls {
     }
 }
 
-/// What a reader of one call made of the buffer.
+/// What the parser of one call made of the buffer.
 #[derive(Debug, PartialEq, Eq)]
 enum Progress {
-    /// All of it was taken, or what is left of it is not yet clear.
+    /// It needs more text: all was taken, or what is left is not yet clear.
     More,
     /// The call, or the block of calls, has ended; the rest of the buffer is behind it.
     Done,
-    /// Not a call after all; the rest of the buffer follows the text given back by the reader.
+    /// This is not a call. The text that was taken is content, and the rest of the buffer follows it.
     Malformed,
 }

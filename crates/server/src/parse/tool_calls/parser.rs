@@ -1,4 +1,4 @@
-//! The parser of calls: tells content from blocks of calls and hands those to a reader of their layout.
+//! The parser of tool calls: splits content from blocks of calls, which it hands to the parser of their layout.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use super::json_call::{FENCE_END, FENCES, JsonCall};
 use super::xml_call::XmlCall;
 use super::{CallLayout, Calls, Progress, Tool, ToolCallFormat};
 
-/// White space beside a call is layout and not part of the content. This much is held back at most.
+/// The most white space that is held back: what stands beside a call is layout and not part of the content.
 const LAYOUT: usize = 16;
 
 /// The buffer is shifted with each thing found in it, so a long text is not put there at once.
 const CHUNK: usize = 4096;
 
-/// Finds calls in content.
+/// Finds tool calls in content that arrives in chunks.
 ///
 /// A call whose layout is broken comes out as content, markers included. The exception is a JSON call that breaks
 /// inside its arguments, which by then are on their way: the rest of what the model wrote there follows as arguments,
@@ -61,13 +61,13 @@ impl ToolCallParser {
         }
     }
 
-    /// Calls begun so far.
+    /// The number of calls so far.
     #[cfg(test)]
     pub(crate) fn calls(&self) -> usize {
         self.calls.begun
     }
 
-    /// Takes the next part of the content.
+    /// Takes the next chunk of the content and gives the pieces that are certain by now.
     pub(crate) fn push(&mut self, mut text: &str) -> Vec<Piece> {
         while !text.is_empty() {
             let (now, later) = text.split_at(text.floor_char_boundary(CHUNK));
@@ -78,7 +78,7 @@ impl ToolCallParser {
         std::mem::take(&mut self.calls.out)
     }
 
-    /// The text has ended: gives what was held back.
+    /// Gives what was held back, because the text has ended.
     pub(crate) fn finish(&mut self) -> Vec<Piece> {
         let unfinished = match &mut self.state {
             State::Json(call) => call.finish(),
@@ -97,7 +97,7 @@ impl ToolCallParser {
         std::mem::take(&mut self.calls.out)
     }
 
-    /// Does what the buffer allows; whether there may be more to do.
+    /// Does what the buffer allows, and says whether there may be more to do.
     fn step(&mut self) -> bool {
         match &mut self.state {
             State::Start => self.start(),
@@ -228,7 +228,7 @@ impl ToolCallParser {
         self.content(&text);
     }
 
-    /// Gives content, but for white space at its end.
+    /// Gives content, and holds back the white space at its end.
     fn content(&mut self, text: &str) {
         if text.is_empty() {
             return;

@@ -7,24 +7,24 @@ use super::super::marker::{Start, start_of};
 use super::arguments::{arguments_text, json_of};
 use super::{Calls, Progress, Tool, XmlLayout};
 
-/// Longer names of functions and arguments are not names.
+/// The most bytes of the name of a function or argument.
 const LONGEST_NAME: usize = 256;
 
-/// Reads a block of calls.
+/// Parses a block of calls.
 #[derive(Debug)]
 pub(super) struct XmlCall {
     layout: &'static XmlLayout,
     /// The marker that closes the block.
     block_close: &'static str,
     tools: Arc<[Tool]>,
-    /// All that was taken since the last complete call.
+    /// All text that was taken since the last complete call.
     text: String,
     phase: Phase,
-    /// Bytes of the buffer that were searched in vain.
+    /// The bytes of the buffer in which the end of the value is not.
     searched: usize,
     name: String,
     key: String,
-    /// Names and JSON texts.
+    /// The arguments so far, as names and JSON texts.
     arguments: Vec<(String, String)>,
     calls: usize,
 }
@@ -72,22 +72,22 @@ impl XmlCall {
         }
     }
 
-    /// What was taken of a call that is none.
+    /// The text that was taken of what turned out not to be a call.
     pub(super) fn take_text(&mut self) -> String {
         std::mem::take(&mut self.text)
     }
 
-    /// The text has ended: what was taken since the last complete call.
+    /// The text that was taken since the last complete call, because the answer has ended.
     pub(super) fn finish(&mut self) -> String {
         if self.calls > 0 && self.phase == Phase::Block { String::new() } else { self.take_text() }
     }
 
-    /// Nothing but the opening marker was taken.
+    /// Whether nothing but the opening marker was taken.
     pub(super) fn is_blank(&self) -> bool {
         self.calls == 0 && matches!(self.phase, Phase::Block | Phase::BareName)
     }
 
-    /// Takes what it can of the buffer.
+    /// Takes from the buffer what can be parsed by now.
     pub(super) fn read(&mut self, buffer: &mut String, calls: &mut Calls) -> Progress {
         loop {
             if matches!(self.phase, Phase::Block | Phase::Call | Phase::BeforeValue) {
@@ -103,7 +103,7 @@ impl XmlCall {
         }
     }
 
-    /// One tag, name or value; `None` when there may be more.
+    /// Parses one tag, name or value. It is `None` when there may be more in the buffer.
     fn step(&mut self, buffer: &mut String, calls: &mut Calls) -> Option<Progress> {
         let layout = self.layout;
         match self.phase {
@@ -200,7 +200,7 @@ impl XmlCall {
         None
     }
 
-    /// The call has ended.
+    /// Takes the end of a call, which comes as a whole.
     fn complete(&mut self, calls: &mut Calls) -> Option<Progress> {
         // A word between the markers is hardly a layout: it must at least be the name of something.
         let known = || self.tools.iter().any(|tool| tool.name == self.name);
@@ -222,7 +222,7 @@ impl XmlCall {
         self.searched = 0;
     }
 
-    /// Takes what stands before a tag, and the tag.
+    /// Takes the text before a tag, and the tag.
     fn until(&mut self, buffer: &mut String, tag: &str, longest: usize) -> Result<String, Progress> {
         match buffer.find(tag) {
             Some(at) if at <= longest => {
@@ -235,7 +235,7 @@ impl XmlCall {
         }
     }
 
-    /// Where the value ends. Values may contain the tag that closes them, as code that deals with such tags does: it
+    /// The place where the value ends. Values may contain the tag that closes them, as code that deals with such tags does: it
     /// counts only where the call goes on, or ends, behind it.
     fn value_end(&mut self, buffer: &str) -> Option<usize> {
         let tag = self.layout.value.1;
@@ -270,7 +270,7 @@ fn unquoted(text: &str) -> &str {
     quoted('"').or_else(|| quoted('\'')).unwrap_or(text)
 }
 
-/// Without the line break before and the one behind.
+/// The value without the line break before it and the one behind it.
 fn without_line_breaks(value: &str) -> &str {
     let value = value.strip_prefix('\n').unwrap_or(value);
     value.strip_suffix('\n').unwrap_or(value)

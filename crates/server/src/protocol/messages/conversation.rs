@@ -5,10 +5,10 @@ use serde_json::{Value, json};
 
 use crate::protocol::ApiError;
 
-/// The messages of a chat.
+/// The messages in the form of a chat of OpenAI's interface.
 pub(super) struct Conversation {
     pub(super) messages: Vec<Value>,
-    /// The last message is the beginning of the answer.
+    /// Whether the last message is the beginning of the answer, which the model continues.
     pub(super) continues: bool,
 }
 
@@ -18,10 +18,10 @@ struct Turn {
     blocks: Vec<Block>,
 }
 
-/// Where a block was, and the block.
+/// The path of a block in the request, such as `messages[0].content[1]`, and the block.
 type Block = (String, Value);
 
-/// Translates all messages.
+/// Translates all messages of a request.
 pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiError> {
     if messages.is_empty() {
         return Err(ApiError::bad_field("messages", "messages must have at least one message"));
@@ -61,7 +61,7 @@ pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiErro
     Ok(Conversation { messages: all, continues })
 }
 
-/// Role and blocks of a message.
+/// Reads the role and the blocks of a message.
 fn turn(place: &str, mut message: Value) -> Result<Turn, ApiError> {
     let role = match message.get("role").and_then(Value::as_str) {
         Some("user") => "user",
@@ -88,7 +88,7 @@ fn turn(place: &str, mut message: Value) -> Result<Turn, ApiError> {
     Ok(Turn { role, blocks })
 }
 
-/// What the model said: text, thoughts and calls in one message.
+/// A message of the assistant, with its text, reasoning and tool calls in one.
 fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
     let (mut texts, mut thoughts, mut calls) = (Vec::new(), Vec::new(), Vec::new());
     for (place, mut block) in blocks {
@@ -120,7 +120,7 @@ fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
     Ok(message)
 }
 
-/// What the model was told: text, and results of tools as messages of their own.
+/// Messages of the user: text, and results of tools as messages of their own.
 fn heard(role: &str, blocks: Vec<Block>, all: &mut Vec<Value>) -> Result<(), ApiError> {
     let mut run = Vec::new();
     let tell = |run: &mut Vec<String>, all: &mut Vec<Value>| {
@@ -147,7 +147,7 @@ fn heard(role: &str, blocks: Vec<Block>, all: &mut Vec<Value>) -> Result<(), Api
     Ok(())
 }
 
-/// A text or a list of text blocks.
+/// The text of content that is a text or a list of text blocks.
 pub(super) fn texts(place: &str, content: Value) -> Result<String, ApiError> {
     match content {
         Value::String(text) => Ok(text),
@@ -178,7 +178,7 @@ fn text(place: &str, block: &Value, name: &str) -> Result<String, ApiError> {
     })
 }
 
-/// A block that means nothing here.
+/// The error for a block whose type has no place where it stands.
 fn stranger(place: &str, kind: &str) -> ApiError {
     let kind: String = kind.chars().take(40).collect();
     let message = format!("{place} is a block of type {kind:?}, which cannot be read here");

@@ -1,4 +1,4 @@
-//! The request of Anthropic's `/v1/messages`, and what it is as a chat: one way to the engine for all interfaces.
+//! The request of Anthropic's `/v1/messages`, and its translation into a chat: all interfaces go one way to the engine.
 
 mod conversation;
 
@@ -10,7 +10,7 @@ use super::OpenAiRequest;
 use super::sampling::{Object, OneOrMany};
 use crate::protocol::ApiError;
 
-/// A request.
+/// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct MessagesRequest {
@@ -37,14 +37,14 @@ pub(crate) struct MessagesRequest {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// Whether the model is to think before it answers. How much is its own affair, and budgets are not looked at.
+/// The field `thinking`: whether the model is to reason before it answers. A budget for it is ignored.
 #[derive(Clone, Debug, Deserialize)]
 struct Thinking {
     #[serde(rename = "type")]
     kind: String,
 }
 
-/// What the answer must look like.
+/// The field `output_config`: what the answer must look like.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct OutputConfig {
@@ -53,7 +53,7 @@ struct OutputConfig {
 }
 
 impl MessagesRequest {
-    /// The same as a chat.
+    /// Translates the request into a chat.
     pub(crate) fn into_chat(self) -> Result<OpenAiRequest, ApiError> {
         if self.max_tokens.is_none() {
             return Err(ApiError::bad_field("max_tokens", "max_tokens: there must be a limit"));
@@ -61,7 +61,7 @@ impl MessagesRequest {
         self.into_unlimited()
     }
 
-    /// The same for those who only count the prompt and need no limit.
+    /// Translates a request whose prompt is only counted, which needs no `max_tokens`.
     pub(crate) fn into_unlimited(self) -> Result<OpenAiRequest, ApiError> {
         if self.max_tokens == Some(0) {
             return Err(ApiError::bad_field("max_tokens", "max_tokens is 0, expected 1 or more"));
@@ -121,7 +121,7 @@ impl Thinking {
     }
 }
 
-/// Tools as functions.
+/// Translates tools into functions of OpenAI's interface.
 fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     let convert = |(index, tool): (usize, Value)| {
         let here = |field: &str| format!("tools[{index}]{field}");
@@ -155,7 +155,7 @@ fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
     tools.into_iter().enumerate().map(convert).collect()
 }
 
-/// Whether tools are to be called, and whether several at once.
+/// Translates `tool_choice`, and says whether parallel calls are allowed.
 fn tool_choice(choice: Option<Value>) -> Result<(Option<Value>, Option<bool>), ApiError> {
     let Some(choice) = choice.filter(|choice| !choice.is_null()) else { return Ok((None, None)) };
     let wanted = match choice.get("type").and_then(Value::as_str) {
@@ -175,7 +175,7 @@ fn tool_choice(choice: Option<Value>) -> Result<(Option<Value>, Option<bool>), A
     Ok((Some(wanted), single.map(|single| !single)))
 }
 
-/// The form of the answer.
+/// Translates the format of the answer.
 fn format(format: Value) -> Result<Value, ApiError> {
     match (format.get("type").and_then(Value::as_str), format.get("schema")) {
         (Some("json_schema"), Some(schema)) => {

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::protocol::ApiError;
 
-/// Translates the input.
+/// Translates the items of `input` into the messages of a chat.
 pub(super) fn messages(input: Value) -> Result<Vec<Value>, ApiError> {
     let items = match input {
         Value::String(text) => return Ok(vec![json!({"role": "user", "content": text})]),
@@ -94,7 +94,7 @@ impl Messages {
         Ok(())
     }
 
-    /// What the model said becomes a message.
+    /// Ends the message of the assistant that earlier items began, if they began one.
     fn flush(&mut self) {
         let (thoughts, text) = (self.thoughts.take(), self.text.take());
         let calls = std::mem::take(&mut self.calls);
@@ -113,7 +113,7 @@ impl Messages {
     }
 }
 
-/// A text or a list of parts that are text.
+/// The text of content that is a text or a list of text parts.
 fn texts(place: &str, content: Option<&Value>) -> Result<String, ApiError> {
     match content {
         Some(Value::String(text)) => Ok(text.clone()),

@@ -1,4 +1,4 @@
-//! The request of OpenAI's `/v1/responses`, and what it is as a chat: one way to the engine for all interfaces.
+//! The request of OpenAI's `/v1/responses`, and its translation into a chat: all interfaces go one way to the engine.
 //!
 //! Nothing is kept between requests: whoever wants a conversation sends its items again, and finds them in the cache.
 
@@ -12,7 +12,7 @@ use super::OpenAiRequest;
 use super::sampling::Object;
 use crate::protocol::ApiError;
 
-/// A request.
+/// The body of a request to `/v1/responses`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ResponsesRequest {
@@ -47,14 +47,14 @@ pub(crate) struct ResponsesRequest {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// What the answer must look like.
+/// The field `text`: what the answer must look like.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct TextSettings {
     pub(crate) format: Option<Value>,
 }
 
-/// How much the model is to think.
+/// The field `reasoning`: how much the model is to reason.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ReasoningSettings {
@@ -62,7 +62,7 @@ pub(crate) struct ReasoningSettings {
 }
 
 impl ResponsesRequest {
-    /// The same as a chat.
+    /// Translates the request into a chat.
     pub(crate) fn into_chat(self) -> Result<OpenAiRequest, ApiError> {
         self.check()?;
         let mut messages = messages(self.input.unwrap_or_default())?;
@@ -97,7 +97,7 @@ impl ResponsesRequest {
         })
     }
 
-    /// Refuses what would change the answer and is not there.
+    /// Refuses fields that would change the answer and are not supported.
     fn check(&self) -> Result<(), ApiError> {
         let given = |value: &Option<Value>| value.as_ref().is_some_and(|value| !value.is_null());
         let (none, again) = ("nothing is kept between requests", "send the earlier items as input");

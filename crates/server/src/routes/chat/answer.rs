@@ -1,4 +1,4 @@
-//! One answer as a list of parts: for interfaces that send blocks or items, in a stream and whole.
+//! One answer as a list of parts, for interfaces whose answers are blocks or items, streamed or not.
 
 use oscar_engine::{Event, Summary, Token};
 
@@ -7,7 +7,7 @@ use crate::parse::{Change, OutputParser, Part, Parts};
 use crate::protocol::ApiError;
 use crate::requests::AnswerStream;
 
-/// An answer that is being said.
+/// An answer that is being generated, as the list of its parts so far.
 pub(crate) struct PartsAnswer {
     turn: Turn,
     parser: OutputParser,
@@ -17,13 +17,13 @@ pub(crate) struct PartsAnswer {
 }
 
 impl PartsAnswer {
-    /// The one answer of a turn.
+    /// The answer to a request that has only one.
     pub(crate) fn new(turn: Turn) -> PartsAnswer {
         let parser = turn.parser(0);
         PartsAnswer { turn, parser, parts: Parts::default(), tokens: 0, reasoning_tokens: 0 }
     }
 
-    /// Waits for the whole answer.
+    /// Waits until the answer has finished.
     pub(crate) async fn collect(&mut self, answers: &mut AnswerStream) -> Result<Summary, ApiError> {
         while let Some(delivered) = answers.next().await {
             match delivered.event {
@@ -39,7 +39,7 @@ impl PartsAnswer {
         Err(oscar_engine::EngineError::Stopped.into())
     }
 
-    /// Takes a token; tells what it changed.
+    /// Takes a token and gives what it changed.
     pub(crate) fn token(&mut self, token: &Token) -> Vec<Change> {
         let mut changes = Vec::new();
         for piece in self.parser.push(&token.text) {
@@ -53,7 +53,7 @@ impl PartsAnswer {
         changes
     }
 
-    /// Takes the end; tells what was still held back.
+    /// Takes the end of the answer and gives what had been held back until then.
     pub(crate) fn finish(&mut self, summary: &Summary) -> Vec<Change> {
         let mut changes = Vec::new();
         for piece in self.parser.finish() {
@@ -64,12 +64,12 @@ impl PartsAnswer {
         changes
     }
 
-    /// What has been said.
+    /// The parts of the answer so far.
     pub(crate) fn parts(&self) -> &Parts {
         &self.parts
     }
 
-    /// Tokens that were thoughts.
+    /// The number of tokens that were reasoning.
     pub(crate) fn reasoning_tokens(&self) -> usize {
         match self.parts.list() {
             [Part::Reasoning(_), ..] => self.reasoning_tokens,
@@ -77,7 +77,7 @@ impl PartsAnswer {
         }
     }
 
-    /// The turn it belongs to.
+    /// The request that it answers.
     pub(crate) fn turn(&self) -> &Turn {
         &self.turn
     }

@@ -1,10 +1,10 @@
-//! A whole answer in the form clients expect.
+//! The `message` of a choice, for answers that are not streamed.
 
 use serde_json::{Map, Value, json};
 
 use crate::parse::{Message, MessageCall};
 
-/// The message of a choice.
+/// The `message` of a choice, with `reasoning_content` and `tool_calls` if there are any.
 pub(super) fn message_json(message: &Message) -> Value {
     let mut fields = Map::new();
     fields.insert("role".to_owned(), "assistant".into());

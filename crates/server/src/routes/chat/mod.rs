@@ -1,4 +1,4 @@
-//! `/v1/chat/completions`: a conversation goes on.
+//! `/v1/chat/completions`: answers the last message of a chat.
 
 mod answer;
 mod message;
@@ -28,7 +28,7 @@ use crate::protocol::{ApiError, OpenAiRequest, Usage};
 use crate::routes::logprobs::ChatLogprob;
 use crate::state::{AppState, unix_seconds};
 
-/// Answers the last message of a conversation.
+/// `/v1/chat/completions`: answers the last message of a chat.
 pub(crate) async fn chat_completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<OpenAiRequest>,
@@ -71,7 +71,7 @@ pub(crate) async fn chat_completions(
     .into_response())
 }
 
-/// Why a chat's answer ended.
+/// The `finish_reason` of a chat's answer; `called` says whether it has tool calls.
 fn chat_finish(finish: FinishReason, called: bool) -> &'static str {
     match finish {
         FinishReason::End | FinishReason::Stop if called => "tool_calls",

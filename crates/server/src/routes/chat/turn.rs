@@ -13,18 +13,18 @@ use crate::routes::logprobs::EndTokens;
 use crate::state::AppState;
 use crate::text::{Chat, RenderedPrompt};
 
-/// What the answers to one conversation share.
+/// What all answers (choices) to one chat request share.
 pub(crate) struct Turn {
     pub(crate) app: Arc<AppState>,
     rendered: RenderedPrompt,
     salt: Option<String>,
     pub(super) end_tokens: EndTokens,
     pub(super) wants_logprobs: bool,
-    /// How many answers there are.
+    /// The number of answers, `n` of the request.
     pub(super) choices: usize,
-    /// Functions that may be called.
+    /// The tools that the model may call.
     tools: Arc<[Tool]>,
-    /// What the ids of calls begin with.
+    /// The text with which the ids of tool calls begin, behind `call_`.
     id_stem: String,
     separate_reasoning: bool,
 }
@@ -76,7 +76,7 @@ impl Turn {
         Ok((turn, AnswerStream::submit(app, vec![asked])?))
     }
 
-    /// Tells the parts of an answer apart.
+    /// A parser for one of the answers.
     pub(crate) fn parser(&self, choice: usize) -> OutputParser {
         let options = &self.app.options;
         let calls = options.tool_call_parser.filter(|_| !self.tools.is_empty());
@@ -89,7 +89,7 @@ impl Turn {
         OutputParser::new(reasoning, calls)
     }
 
-    /// Remembers which ids the conversation had, for its next turn.
+    /// Remembers the token ids of the conversation, for its next turn.
     pub(crate) fn remember(&self, summary: &Summary) {
         let tokenizer = self.app.model.tokenizer();
         let said = match (&summary.finish, &summary.matched) {
@@ -106,7 +106,7 @@ impl Turn {
     }
 }
 
-/// The text and the ids of a conversation.
+/// Renders the chat of a request and tokenizes it.
 pub(crate) async fn prepare(
     app: &Arc<AppState>,
     request: &mut OpenAiRequest,
@@ -122,7 +122,7 @@ pub(crate) async fn prepare(
     .await
 }
 
-/// Text in a value, roughly.
+/// Roughly the bytes of text in a value.
 fn text_bytes(value: &Value) -> usize {
     match value {
         Value::String(text) => text.len(),

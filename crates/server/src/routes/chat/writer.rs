@@ -1,4 +1,4 @@
-//! A chat's answer as it is written: chunks with what is new.
+//! The chunks of a streamed chat completion.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -16,7 +16,7 @@ use crate::routes::chunk_head;
 use crate::routes::completions::matched;
 use crate::routes::logprobs::ChatLogprob;
 
-/// Writes the chunks of a streamed chat.
+/// Writes the chunks of a streamed chat completion.
 pub(super) struct ChatWriter {
     turn: Turn,
     head: Bytes,
@@ -25,7 +25,7 @@ pub(super) struct ChatWriter {
     choices: HashMap<usize, Choice>,
 }
 
-/// An answer so far.
+/// The state of one choice.
 struct Choice {
     parser: OutputParser,
     called: bool,
@@ -37,7 +37,7 @@ impl ChatWriter {
         ChatWriter { turn, head, include_usage, usage: Usage::default(), choices: HashMap::new() }
     }
 
-    /// Says who speaks, before the first piece of a choice.
+    /// Writes the chunk with the role before the first piece of a choice.
     fn begin(&mut self, index: usize, out: &mut BytesMut) {
         if !self.choices.contains_key(&index) {
             self.choices.insert(index, Choice { parser: self.turn.parser(index), called: false });

@@ -1,4 +1,4 @@
-//! An answer in SGLang's form: the text, the ids, and `meta_info`.
+//! An answer of `/generate` in SGLang's form: `text`, `output_ids` and `meta_info`.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::routes::logprobs::number;
 use crate::state::AppState;
 use crate::text::shown;
 
-/// What one prompt's answers look like.
+/// What the answers to one prompt must contain.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
     pub(super) id: String,
@@ -17,24 +17,24 @@ pub(super) struct Shape {
     pub(super) listing: Option<Listing>,
 }
 
-/// Which probabilities are listed.
+/// Which logprobs an answer lists.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Listing {
-    /// First token of the prompt that is listed; none are when `None`.
+    /// The first token of the prompt whose logprob is listed; none is when `None`.
     pub(super) start: Option<usize>,
-    /// Alternatives to each token.
+    /// The number of alternatives to each token.
     pub(super) top: usize,
-    /// Tokens are given as text too.
+    /// Whether tokens are given as text too.
     pub(super) with_text: bool,
 }
 
 impl Shape {
-    /// The id of one choice.
+    /// The id of one of the answers.
     pub(super) fn choice_id(&self, choice: usize) -> String {
         if self.n == 1 { self.id.clone() } else { format!("{}_{choice}", self.id) }
     }
 
-    /// A whole answer.
+    /// The answer when it has finished.
     pub(super) fn finished(
         &self,
         app: &AppState,
@@ -53,7 +53,7 @@ impl Shape {
         json!({"text": summary.text, "output_ids": summary.tokens, "meta_info": meta})
     }
 
-    /// What is known of an answer at any time.
+    /// The `meta_info` of an answer, as far as it is known.
     pub(super) fn meta(
         &self,
         choice: usize,
@@ -97,7 +97,7 @@ impl Listing {
         }
     }
 
-    /// `[logprob, id, text]`.
+    /// An entry of a list of logprobs: `[logprob, id, text]`.
     fn entry(self, app: &AppState, id: u32, logprob: Option<f32>) -> Value {
         let text = self.with_text.then(|| shown(app.model.tokenizer(), id));
         json!([logprob.map(number), id, text])

@@ -22,7 +22,7 @@ use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
 
-/// Continues one prompt or a batch of them.
+/// `/generate`: continues one prompt or a batch of them.
 pub(crate) async fn generate(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request): JsonBody<GenerateRequest>,
@@ -92,7 +92,7 @@ pub(crate) async fn generate(
     Ok(Json(value).into_response())
 }
 
-/// The prompts, and whether they came as a list.
+/// The token ids of the prompts, and whether they came as a list.
 async fn prompts(
     app: &Arc<AppState>,
     request: &mut GenerateRequest,
@@ -144,7 +144,7 @@ fn refuse_what_is_missing(request: &GenerateRequest) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// A list that must have an entry for each prompt.
+/// Checks that a list has an entry for each prompt.
 fn of_each<T>(list: Vec<T>, count: usize, name: &str) -> Result<Vec<T>, ApiError> {
     if list.len() != count {
         let message = format!("{name} has {} entries for {count} prompts", list.len());
@@ -153,7 +153,7 @@ fn of_each<T>(list: Vec<T>, count: usize, name: &str) -> Result<Vec<T>, ApiError
     Ok(list)
 }
 
-/// One value for all prompts, or one for each.
+/// The values of a field that has one for all prompts or one for each.
 fn for_all<T: Clone>(
     value: Option<OneOrMany<T>>,
     default: T,

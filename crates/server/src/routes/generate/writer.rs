@@ -1,4 +1,4 @@
-//! A native stream: every event holds all of the text so far.
+//! The events of a streamed `/generate`: each holds all of the text so far.
 //!
 //! Because of that an event makes those before it superfluous: where several tokens are ready, only the last state of
 //! each answer is written.
@@ -16,27 +16,27 @@ use crate::protocol::ApiError;
 use crate::requests::PromptEvent;
 use crate::state::AppState;
 
-/// Writes the events of a native stream.
+/// Writes the events of a streamed `/generate`.
 pub(super) struct GenerateWriter {
     app: Arc<AppState>,
     shapes: Vec<Shape>,
-    /// Answers are numbered.
+    /// Whether there are several answers, which then carry an index.
     many: bool,
     begun: Instant,
     choices: Vec<Growing>,
     n: usize,
-    /// Tokens of each prompt, and those of them that came from the cache.
+    /// The tokens of each prompt, and how many of them came from the prefix cache.
     prompts: Vec<(usize, usize)>,
 }
 
-/// An answer so far.
+/// The state of one answer.
 #[derive(Clone, Default)]
 struct Growing {
     text: String,
     ids: Vec<u32>,
-    /// With their probabilities, if they are listed.
+    /// The tokens with their logprobs, if those are listed.
     tokens: Vec<Token>,
-    /// There is news that was not written.
+    /// Whether the state has changed since it was last written.
     changed: bool,
 }
 

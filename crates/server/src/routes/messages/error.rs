@@ -1,5 +1,5 @@
-//! Errors in the shape Anthropic's clients expect. All of the server's own go through here on their way out, those of
-//! keys, bodies and methods included.
+//! Errors in the form Anthropic's clients expect. All error responses of these routes are converted here, also those
+//! about keys, bodies and methods.
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -8,15 +8,15 @@ use serde_json::{Value, json};
 
 use crate::protocol::ApiError;
 
-/// Where these clients look for the name of a request.
+/// The header in which Anthropic's clients look for the id of a request.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// Whether a path belongs to this interface.
+/// Whether a path is one of Anthropic's interface.
 pub(crate) fn is_path(path: &str) -> bool {
     path == "/v1/messages" || path.starts_with("/v1/messages/")
 }
 
-/// A response of this interface: named, and with errors in their shape.
+/// Adds the request id to a response of this interface, and converts an error.
 pub(crate) fn reshape(response: Response, id: &HeaderValue) -> Response {
     let (mut parts, mut body) = response.into_parts();
     if let Some(error) = parts.extensions.get::<ApiError>() {
@@ -29,7 +29,7 @@ pub(crate) fn reshape(response: Response, id: &HeaderValue) -> Response {
     Response::from_parts(parts, body)
 }
 
-/// `{"type": "error", "error": {"type", "message"}}`.
+/// The body of an error: `{"type": "error", "error": {"type", "message"}}`.
 pub(super) fn error_body(error: &ApiError) -> Value {
     let kind = match error.status() {
         StatusCode::UNAUTHORIZED => "authentication_error",

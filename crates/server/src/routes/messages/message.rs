@@ -1,4 +1,4 @@
-//! A whole answer as a message of blocks, and the parts of it that streams share.
+//! The message object of `/v1/messages`, and the parts of it that streams use too.
 
 use oscar_engine::{FinishReason, MatchedStop, Summary};
 use serde_json::{Map, Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::parse::{MessageCall, Part};
 use crate::routes::chat::PartsAnswer;
 
-/// The answer.
+/// The message when the answer has finished.
 pub(super) fn whole_message(id: &str, answer: &PartsAnswer, summary: &Summary) -> Value {
     let blocks: Vec<Value> = answer.parts().list().iter().map(whole_block).collect();
     let (reason, sequence) = stopped(summary, answer.parts().has_calls());
@@ -18,7 +18,7 @@ pub(super) fn whole_message(id: &str, answer: &PartsAnswer, summary: &Summary) -
     message
 }
 
-/// A message that nothing is known of yet.
+/// The message with which a stream begins.
 pub(super) fn empty_message(id: &str, model: &str) -> Value {
     json!({
         "id": id,
@@ -32,7 +32,7 @@ pub(super) fn empty_message(id: &str, model: &str) -> Value {
     })
 }
 
-/// A block as it begins: all of its fields, without what it says.
+/// A content block with which a stream begins one: all of its fields, without text.
 pub(super) fn empty_block(part: &Part) -> Value {
     match part {
         // Thoughts are signed where their text is kept from changing; here it is just text.
@@ -54,13 +54,13 @@ fn whole_block(part: &Part) -> Value {
     block
 }
 
-/// The arguments of a call. One that was cut off has none that could be read.
+/// The arguments of a tool call as a JSON object, which is empty for a call that was cut off.
 fn input(call: &MessageCall) -> Value {
     let object: Result<Map<String, Value>, _> = serde_json::from_str(&call.arguments);
     object.unwrap_or_default().into()
 }
 
-/// Why an answer ended, and the text that ended it.
+/// The `stop_reason` and `stop_sequence` of an answer; `called` says whether it has tool calls.
 pub(super) fn stopped(summary: &Summary, called: bool) -> (&'static str, Option<&str>) {
     match (summary.finish, &summary.matched) {
         (FinishReason::Stop, Some(MatchedStop::Text(text))) => ("stop_sequence", Some(text)),
@@ -72,7 +72,7 @@ pub(super) fn stopped(summary: &Summary, called: bool) -> (&'static str, Option<
     }
 }
 
-/// Tokens of the request. What came from the cache is counted apart.
+/// The `usage` of an answer. Prompt tokens from the prefix cache are counted apart.
 pub(super) fn usage(answer: &PartsAnswer, summary: &Summary) -> Value {
     let mut usage = prompt_usage(summary.prompt_tokens, summary.cached_tokens);
     usage["output_tokens"] = summary.tokens.len().into();
@@ -80,7 +80,7 @@ pub(super) fn usage(answer: &PartsAnswer, summary: &Summary) -> Value {
     usage
 }
 
-/// The same when nothing has been said.
+/// The `usage` before the first token of an answer.
 pub(super) fn prompt_usage(tokens: usize, cached: usize) -> Value {
     json!({
         "input_tokens": tokens.saturating_sub(cached),

@@ -1,4 +1,4 @@
-//! `/v1/messages`: a conversation goes on, as Anthropic's clients ask for it.
+//! `/v1/messages` and `/v1/messages/count_tokens`, for Anthropic's clients.
 
 mod error;
 mod message;
@@ -21,7 +21,7 @@ use crate::http::sse::stream;
 use crate::protocol::{ApiError, MessagesRequest};
 use crate::state::AppState;
 
-/// Answers the last message of a conversation.
+/// `/v1/messages`: answers the last message of a conversation.
 pub(crate) async fn messages(
     State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<MessagesRequest>,
@@ -37,7 +37,7 @@ pub(crate) async fn messages(
     Ok(Json(whole_message(&id, &answer, &summary)).into_response())
 }
 
-/// How many tokens a conversation has.
+/// `/v1/messages/count_tokens`: counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
     State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<MessagesRequest>,

@@ -1,4 +1,4 @@
-//! A message as it is written: blocks begin, grow and end, each event under its name.
+//! The events of a streamed message: content blocks start, grow and stop.
 
 use bytes::BytesMut;
 use oscar_engine::{EngineError, Event, Summary};
@@ -25,7 +25,7 @@ impl MessageWriter {
         MessageWriter { answer, id, begun: false, ended: false }
     }
 
-    /// The empty message, before anything else.
+    /// Writes `message_start`, the first event.
     fn begin(&mut self, tokens: usize, cached: usize, out: &mut BytesMut) {
         if !std::mem::replace(&mut self.begun, true) {
             let mut message = empty_message(&self.id, &self.answer.turn().app.model.name);
@@ -71,7 +71,7 @@ impl MessageWriter {
     }
 }
 
-/// More of a block.
+/// The `delta` of a content block that grows by a text.
 fn delta(part: &Part, text: String) -> Value {
     match part {
         Part::Reasoning(_) => json!({"type": "thinking_delta", "thinking": text}),
@@ -80,7 +80,7 @@ fn delta(part: &Part, text: String) -> Value {
     }
 }
 
-/// Events are named after their type.
+/// Writes an event under the name of its type.
 fn write(out: &mut BytesMut, event: Value) {
     write_named_event(out, event["type"].as_str().unwrap_or_default(), &event);
 }

@@ -18,7 +18,7 @@ use crate::http::sse::stream;
 use crate::protocol::{ApiError, ResponsesRequest};
 use crate::state::AppState;
 
-/// Answers the input.
+/// `/v1/responses`: answers the input of a request.
 pub(crate) async fn responses(
     State(app): State<Arc<AppState>>,
     JsonBody(request): JsonBody<ResponsesRequest>,

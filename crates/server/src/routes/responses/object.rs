@@ -1,4 +1,4 @@
-//! A response and its items, whole and as streams begin them.
+//! The response object of `/v1/responses` and its output items, for streams and whole answers.
 
 use std::time::SystemTime;
 
@@ -10,15 +10,15 @@ use crate::protocol::{ApiError, ResponsesRequest, short};
 use crate::routes::chat::PartsAnswer;
 use crate::state::{AppState, unix_seconds};
 
-/// A response that has not ended: what was asked, and who answers.
+/// The response object before the answer: it repeats the fields of the request.
 pub(super) struct ResponseObject {
     fields: Value,
-    /// What the ids of its items end with.
+    /// The text with which the ids of its output items end.
     stem: String,
 }
 
 impl ResponseObject {
-    /// Repeats what a request says, as clients expect it.
+    /// Makes the response object of a request.
     pub(super) fn new(app: &AppState, id: &str, request: &ResponsesRequest) -> ResponseObject {
         let drawn = &app.model.sampling;
         let format = request.text.as_ref().and_then(|text| text.0.format.clone());
@@ -51,12 +51,12 @@ impl ResponseObject {
         ResponseObject { fields, stem: id.trim_start_matches("resp_").to_owned() }
     }
 
-    /// As far as it is known at the beginning.
+    /// The response object with which a stream begins.
     pub(super) fn begun(&self) -> &Value {
         &self.fields
     }
 
-    /// The whole of it.
+    /// The response object when the answer has finished.
     pub(super) fn finished(&self, answer: &PartsAnswer, summary: &Summary) -> Value {
         let parts = answer.parts().list();
         let last = parts.len().saturating_sub(1);
@@ -79,7 +79,7 @@ impl ResponseObject {
         response
     }
 
-    /// What is left of it when it fails.
+    /// The response object of an answer that failed.
     pub(super) fn failed(&self, error: &ApiError) -> Value {
         let mut response = self.fields.clone();
         response["status"] = "failed".into();
@@ -88,7 +88,7 @@ impl ResponseObject {
         response
     }
 
-    /// The id of an item.
+    /// The id of an output item.
     pub(super) fn item_id(&self, index: usize, part: &Part) -> String {
         let prefix = match part {
             Part::Reasoning(_) => "rs",
@@ -98,7 +98,7 @@ impl ResponseObject {
         format!("{prefix}_{}_{index}", self.stem)
     }
 
-    /// An item with all it says.
+    /// An output item with its content.
     pub(super) fn item(&self, index: usize, part: &Part, status: &str) -> Value {
         let mut item = self.empty_item(index, part);
         item["status"] = status.into();
@@ -109,7 +109,7 @@ impl ResponseObject {
         item
     }
 
-    /// An item that begins.
+    /// An output item with which a stream begins one, without content.
     pub(super) fn empty_item(&self, index: usize, part: &Part) -> Value {
         let (id, status) = (self.item_id(index, part), "in_progress");
         match part {
@@ -125,7 +125,7 @@ impl ResponseObject {
     }
 }
 
-/// The one part of an item's content.
+/// The only content part of an output item, with this text.
 pub(super) fn content(part: &Part, text: &str) -> Value {
     match part {
         Part::Reasoning(_) => json!({"type": "reasoning_text", "text": text}),
@@ -133,7 +133,7 @@ pub(super) fn content(part: &Part, text: &str) -> Value {
     }
 }
 
-/// How a response ended, and why if not by itself.
+/// The `status` of a response, and the reason if it is incomplete.
 pub(super) fn status(summary: &Summary) -> (&'static str, Option<&'static str>) {
     match summary.finish {
         FinishReason::End | FinishReason::Stop => ("completed", None),
@@ -142,7 +142,7 @@ pub(super) fn status(summary: &Summary) -> (&'static str, Option<&'static str>) 
     }
 }
 
-/// How the last item ended; those before it are complete.
+/// The `status` of the last output item; those before it are complete.
 pub(super) fn item_status(summary: &Summary) -> &'static str {
     if status(summary).0 == "completed" { "completed" } else { "incomplete" }
 }

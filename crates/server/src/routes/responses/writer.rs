@@ -1,4 +1,4 @@
-//! A response as it is written: items begin, grow and end, and every event has its number.
+//! The events of a streamed response: output items start, grow and end, and every event has a sequence number.
 
 use bytes::BytesMut;
 use oscar_engine::{EngineError, Event, Summary};
@@ -15,7 +15,7 @@ use crate::routes::chat::PartsAnswer;
 pub(super) struct ResponseWriter {
     answer: PartsAnswer,
     object: ResponseObject,
-    /// Number of the next event.
+    /// The sequence number of the next event.
     next: u64,
     ended: bool,
 }
@@ -25,7 +25,7 @@ impl ResponseWriter {
         ResponseWriter { answer, object, next: 0, ended: false }
     }
 
-    /// Numbers an event and names it by its type.
+    /// Writes an event with its sequence number, under the name of its type.
     fn write(&mut self, kind: &str, mut event: Value, out: &mut BytesMut) {
         event["type"] = kind.into();
         event["sequence_number"] = self.next.into();
@@ -42,7 +42,7 @@ impl ResponseWriter {
         }
     }
 
-    /// Tells changes. `last` is how an item ends that ends now.
+    /// Writes the events for changes of the answer. `last` is the status of an item that ends now.
     fn changes(&mut self, changes: Vec<Change>, last: &str, out: &mut BytesMut) {
         for change in changes {
             match change {
@@ -111,7 +111,7 @@ impl ResponseWriter {
         self.write("response.output_item.done", json!({"output_index": index, "item": item}), out);
     }
 
-    /// Which item an event is about.
+    /// The fields that say which output item an event is about.
     fn place(&self, index: usize, part: &Part) -> Value {
         let id = self.object.item_id(index, part);
         match part {
