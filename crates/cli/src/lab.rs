@@ -29,6 +29,12 @@ impl ReadingArguments {
         codecs(&self.rotations, subject, specs)
     }
 
+    /// One codec.
+    pub(crate) fn codec(&self, subject: &Subject, spec: &str) -> Result<Box<dyn CacheCodec>, Failure> {
+        let mut codecs = self.codecs(subject, &[spec.to_owned()])?;
+        codecs.pop().ok_or_else(|| Failure::new("there is no codec to serve"))
+    }
+
     /// What stays exact.
     pub(crate) fn windows(&self) -> Windows {
         self.windows.windows()

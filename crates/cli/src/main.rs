@@ -6,6 +6,7 @@ mod commands;
 mod conversation;
 mod device;
 mod failure;
+mod http;
 mod interrupt;
 mod kv;
 mod lab;
@@ -14,6 +15,7 @@ mod output;
 mod progress;
 mod published;
 mod rotations;
+mod signals;
 mod subject;
 mod windows;
 

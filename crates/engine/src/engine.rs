@@ -6,17 +6,18 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use oscar_kernels::Backend;
+use oscar_kernels::{Backend, KernelError};
 use oscar_kv::CacheEvent;
 use oscar_model::LoadedModel;
 
+use crate::attention::CustomAttention;
 use crate::budget::Budget;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request};
-use crate::scheduler::{Command, Core, Shared, Submitted, Worker, cache_event_channel};
+use crate::scheduler::{Command, Core, MakeAttention, Shared, Submitted, Worker, cache_event_channel};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
-use crate::settings::EngineOptions;
+use crate::settings::{EngineOptions, KvOptions};
 
 /// A model with a KV cache that answers many requests at a time.
 pub struct Engine<B: Backend> {
@@ -32,13 +33,44 @@ pub struct Engine<B: Backend> {
 impl<B: Backend> Engine<B> {
     /// Makes the cache and starts the engine's thread. Cache memory is reserved and becomes resident as it is used.
     pub fn new(model: Arc<LoadedModel<B>>, options: &EngineOptions) -> Result<Engine<B>, EngineError> {
+        Engine::start(model, options, None)
+    }
+
+    /// An engine whose attention is not the cache's own: `make` is given the number of bf16 slots of the cache. It runs one
+    /// answer at a time over bf16 pages that no other request shares, and the options must say so.
+    pub fn with_attention<A: CustomAttention<B> + 'static>(
+        model: Arc<LoadedModel<B>>,
+        options: &EngineOptions,
+        make: impl FnOnce(usize) -> Result<A, KernelError>,
+    ) -> Result<Engine<B>, EngineError> {
+        let refuse = |name, value: &dyn ToString, expected| {
+            Err(EngineError::bad_option(name, value.to_string(), format!("{expected} with custom attention")))
+        };
+        match options {
+            EngineOptions { max_running: 2.., .. } => refuse("max_running", &options.max_running, "1"),
+            EngineOptions { kv: KvOptions { codec: Some(_), .. }, .. } => refuse("codec", &"given", "none"),
+            EngineOptions { kv: KvOptions { prefix_tree: true, .. }, .. } => {
+                refuse("prefix_tree", &true, "false")
+            }
+            _ => {
+                let make: MakeAttention<'_, B> = Box::new(|slots| Ok(Box::new(make(slots)?)));
+                Engine::start(model, options, Some(make))
+            }
+        }
+    }
+
+    fn start(
+        model: Arc<LoadedModel<B>>,
+        options: &EngineOptions,
+        attention: Option<MakeAttention<'_, B>>,
+    ) -> Result<Engine<B>, EngineError> {
         if options.deterministic && !model.model().backend().is_deterministic() {
             let expected = "a backend that computes every row alike, whatever else is in the batch";
             return Err(EngineError::bad_option("deterministic", true, expected));
         }
         let (sender, commands) = mpsc::channel();
         let shared = Arc::new(Shared::new(sender));
-        let (core, budget) = Core::build(Arc::clone(&model), options, Arc::clone(&shared.queued))?;
+        let (core, budget) = Core::build(Arc::clone(&model), options, Arc::clone(&shared.queued), attention)?;
         let (vocabulary, max_running) = (model.config().vocab_size, options.max_running);
         let info = EngineInfo {
             context: budget.context,

@@ -26,6 +26,7 @@
 //! does one bounded item of prompt work. Pages are owned by [`oscar_kv`]; this crate carries out what it says is to be
 //! copied and sealed. Where the memory of the cache goes is in [`Budget`].
 
+mod attention;
 mod budget;
 mod draw;
 mod engine;
@@ -41,6 +42,7 @@ mod serve;
 mod settings;
 mod stop;
 
+pub use attention::CustomAttention;
 pub use budget::{Budget, PoolBudget};
 pub use draw::draw;
 pub use engine::Engine;

@@ -7,6 +7,7 @@ mod doctor;
 mod eval;
 mod generate;
 mod inspect;
+mod lab;
 mod models;
 mod pull;
 pub(crate) mod serve;
@@ -28,6 +29,7 @@ pub(crate) enum Command {
     Zoo(zoo::ZooArguments),
     Calibrate(calibrate::CalibrateArguments),
     Eval(eval::EvalArguments),
+    Lab(lab::LabArguments),
     Bench(bench::BenchArguments),
     Doctor(doctor::DoctorArguments),
 }
@@ -45,6 +47,7 @@ impl Command {
             Command::Zoo(arguments) => arguments.run(),
             Command::Calibrate(arguments) => arguments.run(),
             Command::Eval(arguments) => arguments.run(),
+            Command::Lab(arguments) => arguments.run(),
             Command::Bench(arguments) => arguments.run(),
             Command::Doctor(arguments) => arguments.run(),
         }

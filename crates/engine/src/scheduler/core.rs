@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{CacheSpec, Sampled, SealedSpec};
+use oscar_kernels::{Backend, KernelError};
 use oscar_kv::Ledger;
 use oscar_model::LoadedModel;
 
@@ -13,6 +13,7 @@ use super::answers::{Answer, Answers};
 use super::executor::Executor;
 use super::plan::{AnswerId, Decision, Next, StepPlan};
 use super::policy::{NewRequest, Policy, Rules};
+use crate::attention::CustomAttention;
 use crate::budget::{Budget, Shape};
 use crate::draw::fresh_seed;
 use crate::error::EngineError;
@@ -21,6 +22,10 @@ use crate::output::Output;
 use crate::request::Request;
 use crate::serve::{EngineStats, SequenceView, SharedSink};
 use crate::settings::EngineOptions;
+
+/// Makes custom attention for a cache of so many bf16 slots.
+pub(crate) type MakeAttention<'a, B> =
+    Box<dyn FnOnce(usize) -> Result<Box<dyn CustomAttention<B>>, KernelError> + 'a>;
 
 /// A request and who listens to it.
 pub(crate) struct Submitted {
@@ -42,11 +47,13 @@ pub(crate) struct Core<B: Backend> {
 }
 
 impl<B: Backend> Core<B> {
-    /// Plans the memory and makes the cache. `queued` is shared with those who submit, who count a request in.
+    /// Plans the memory and makes the cache. `queued` is shared with those who submit, who count a request in; `attention`
+    /// is custom attention, if there is any.
     pub(crate) fn build(
         model: Arc<LoadedModel<B>>,
         options: &EngineOptions,
         queued: Arc<AtomicUsize>,
+        attention: Option<MakeAttention<'_, B>>,
     ) -> Result<(Core<B>, Budget), EngineError> {
         let config = model.config();
         let shape = Shape {
@@ -54,7 +61,7 @@ impl<B: Backend> Core<B> {
             hidden_size: config.hidden_size,
             max_context: config.max_context,
         };
-        let budget = Budget::plan(shape, options)?;
+        let mut budget = Budget::plan(shape, options)?;
         let ledger = Ledger::new(budget.ledger_options(options))?;
         let slots = ledger.slots();
         let cache = model.model().backend().cache(&CacheSpec {
@@ -70,10 +77,14 @@ impl<B: Backend> Core<B> {
         let max_running = options.max_running;
         let chunk_rows = options.prefill_chunk.min(budget.context);
         let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
+        let attention = attention.map(|make| make(slots.exact)).transpose()?;
+        if let Some(attention) = &attention {
+            budget.kv = attention.name();
+        }
         let rules = Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.extend() };
         let core = Core {
             policy: Policy::new(ledger, rules),
-            executor: Executor::new(Arc::clone(&model), cache, activations, max_running),
+            executor: Executor::new(Arc::clone(&model), cache, activations, max_running, attention),
             answers: Answers::new(Arc::clone(model.tokenizer()), budget.context),
             model,
             queued,

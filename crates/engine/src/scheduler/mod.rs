@@ -25,5 +25,5 @@ mod simulation;
 mod worker;
 
 pub(crate) use cache_events::channel as cache_event_channel;
-pub(crate) use core::{Core, Submitted};
+pub(crate) use core::{Core, MakeAttention, Submitted};
 pub(crate) use worker::{Command, Shared, Worker};

@@ -113,6 +113,7 @@ impl<B: Inspect> Evaluator<B> {
                     filled: &mut self.filled,
                     reading,
                     end: self.tokens + ids.len(),
+                    exact_until: 0,
                 };
                 model.run_layers(layers, &step, &mut attention, &mut self.activations)?;
             }

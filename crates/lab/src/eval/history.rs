@@ -46,6 +46,11 @@ impl Reading<'_> {
             whole => sink + whole,
         }
     }
+
+    /// [`Self::history_end`], where queries below `exact_until` read everything exactly.
+    fn history_end_from(&self, exact_until: usize, position: usize) -> usize {
+        if position < exact_until { 0 } else { self.history_end(position) }
+    }
 }
 
 /// [`LayerAttention`] over an exact cache and a history of one sequence.
@@ -58,12 +63,14 @@ pub(super) struct HistoryAttention<'a, B: Inspect> {
     pub(super) reading: Reading<'a>,
     /// Tokens of the sequence after this step.
     pub(super) end: usize,
+    /// Queries below this position read everything exactly.
+    pub(super) exact_until: usize,
 }
 
 impl<B: Inspect> HistoryAttention<'_, B> {
     /// Extends the history of a layer to what the last query of the step reads.
     fn fill(&mut self, backend: &B, layer: usize, kv_heads: usize) -> Result<(), KernelError> {
-        let (from, to) = (self.filled[layer], self.reading.history_end(self.end - 1));
+        let (from, to) = (self.filled[layer], self.reading.history_end_from(self.exact_until, self.end - 1));
         if from >= to {
             return Ok(());
         }
@@ -117,8 +124,8 @@ impl<B: Inspect> LayerAttention<B> for HistoryAttention<'_, B> {
     ) -> Result<(), KernelError> {
         backend.rope_store(step, spec, layer, qkv, self.exact)?;
         self.fill(backend, layer, spec.kv_heads)?;
-        let reading = self.reading;
-        let ends = move |position: usize| reading.history_end(position);
+        let (reading, exact_until) = (self.reading, self.exact_until);
+        let ends = move |position: usize| reading.history_end_from(exact_until, position);
         let stand_in = StandIn { cache: &*self.history, ends: &ends };
         backend.attend_with_stand_in(step, spec, layer, qkv, self.exact, stand_in, out)
     }

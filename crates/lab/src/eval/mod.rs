@@ -7,12 +7,14 @@
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
 //! | [`ablation`] | the published recipe with one part changed |
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
+//! | [`codec_attention`] | a codec of the lab behind the engine, so that it can be served |
 //! | [`served`] | answers of the engine, with the cache that serves |
 //! | [`tasks`] | multiple choice, maths and code |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
 
 pub mod ablation;
+pub mod codec_attention;
 pub mod codecs;
 pub mod divergence;
 pub mod evaluator;

@@ -92,8 +92,8 @@ class Process:
 class Server(Process):
     """`oscar serve` on loopback."""
 
-    def __init__(self, binary, model, arguments, port=0):
-        command = [binary, "serve", model, "--offline", "--host", "127.0.0.1", "--port", port, *arguments]
+    def __init__(self, binary, model, arguments, port=0, command=("serve",)):
+        command = [binary, *command, model, "--offline", "--host", "127.0.0.1", "--port", port, *arguments]
         super().__init__(command, r"is ready at (http://\S+)")
         self.url = self.wait_until_ready().group(1)
         self.port = urllib.parse.urlsplit(self.url).port

@@ -6,7 +6,7 @@ use oscar_kernels::{Backend, KernelError};
 
 use super::super::answers::Answers;
 use super::super::plan::{AnswerId, DecodeRow};
-use super::{Executor, fail_all};
+use super::{Executor, LayerRules, fail_all};
 use crate::error::EngineError;
 
 impl<B: Backend> Executor<B> {
@@ -91,6 +91,7 @@ impl<B: Backend> Executor<B> {
         let sequences: Vec<SequenceRows<'_>> = indices.iter().map(|&index| rows[index].rows).collect();
         let batch = Batch { tokens: &tokens, sequences: &sequences };
         let logit_rows: Vec<usize> = (0..tokens.len()).collect();
-        self.model.model().forward(&batch, &logit_rows, &mut self.cache, &mut self.activations)
+        self.run_layers(&batch, LayerRules::default())?;
+        self.model.model().logits(&logit_rows, &mut self.activations)
     }
 }

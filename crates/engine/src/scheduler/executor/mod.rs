@@ -9,12 +9,13 @@ mod prefill;
 use std::sync::Arc;
 
 use oscar_codec::ExactSlot;
-use oscar_kernels::backend::{Sampled, Sampling, SealPage};
+use oscar_kernels::backend::{Batch, Sampled, Sampling, SealPage};
 use oscar_kernels::{Backend, KernelError};
-use oscar_model::{Activations, LoadedModel};
+use oscar_model::{Activations, LoadedModel, PagedSealing};
 
 use super::answers::Answers;
 use super::plan::{AnswerId, FirstTokens};
+use crate::attention::{CustomAttention, OverCache};
 use crate::error::EngineError;
 
 /// A model, its cache and its activations on a device.
@@ -26,6 +27,8 @@ pub(super) struct Executor<B: Backend> {
     logit_rows: usize,
     /// Tables and hidden states of the chunks of a prompt that is computed layer by layer.
     chunks: Vec<Option<(B::Step, B::Buffer)>>,
+    /// Replaces attention over the cache, if there is one.
+    attention: Option<Box<dyn CustomAttention<B>>>,
 }
 
 impl<B: Backend> Executor<B> {
@@ -34,8 +37,29 @@ impl<B: Backend> Executor<B> {
         cache: B::Cache,
         activations: Activations<B>,
         logit_rows: usize,
+        attention: Option<Box<dyn CustomAttention<B>>>,
     ) -> Executor<B> {
-        Executor { model, cache, activations, logit_rows, chunks: Vec::new() }
+        Executor { model, cache, activations, logit_rows, chunks: Vec::new(), attention }
+    }
+
+    /// Runs a batch through all layers; its hidden states are in the activations.
+    fn run_layers(&mut self, batch: &Batch<'_>, rules: LayerRules<'_>) -> Result<(), KernelError> {
+        let model = self.model.model();
+        let step = model.begin_step(batch, &self.cache)?;
+        model.embed(batch, &step, &mut self.activations)?;
+        let layers = 0..model.config().layers;
+        let LayerRules { seal_before, seal_after, exact_until } = rules;
+        if let Some(attention) = self.attention.as_deref_mut() {
+            let [rows] = batch.sequences else {
+                let (expected, got) = (1, batch.sequences.len());
+                return Err(KernelError::Shape { what: "sequences of a step", expected, got });
+            };
+            attention.begin_step(rows, exact_until)?;
+            let mut attention = OverCache { attention, cache: &mut self.cache };
+            return model.run_layers(layers, &step, &mut attention, &mut self.activations);
+        }
+        let mut attention = PagedSealing { cache: &mut self.cache, before: seal_before, after: seal_after };
+        model.run_layers(layers, &step, &mut attention, &mut self.activations)
     }
 
     /// Seals pages, all layers.
@@ -81,6 +105,17 @@ impl<B: Backend> Executor<B> {
         self.chunks.clear();
         self.model.model().backend().release_scratch(&mut self.cache);
     }
+}
+
+/// What happens in the layers besides the forward pass.
+#[derive(Clone, Copy, Default)]
+struct LayerRules<'a> {
+    /// Pages that are sealed after a layer's rows are written and before they attend.
+    seal_before: &'a [SealPage],
+    /// Pages that are sealed when a layer's rows have attended.
+    seal_after: &'a [SealPage],
+    /// Rows below this position belong to a prompt; custom attention computes them exactly.
+    exact_until: usize,
 }
 
 /// The same error for everybody who took part.

@@ -4,8 +4,8 @@ use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::PagedSealing;
 
-use super::super::plan::{BatchPlan, ChunkPlan, ExtensionPlan, WantedLogits};
-use super::Executor;
+use super::super::plan::{BatchPlan, ChunkPlan, ExtensionPlan, PromptRows, WantedLogits};
+use super::{Executor, LayerRules};
 use crate::error::EngineError;
 use crate::event::PromptLogprob;
 
@@ -33,17 +33,19 @@ impl<B: Backend> Executor<B> {
         &mut self,
         plan: &ChunkPlan<'_>,
     ) -> Result<Vec<PromptLogprob>, EngineError> {
-        let model = self.model.model();
-        let mut attention =
-            PagedSealing::<B> { cache: &mut self.cache, before: plan.seal_before, after: plan.seal_after };
-        let last_layer = plan.layers.end == model.config().layers;
+        let PromptRows { tokens, rows } = &plan.prompt;
+        let (seal_before, seal_after) = (plan.seal_before, plan.seal_after);
         let Some(index) = plan.layer_major else {
-            let batch = Batch { tokens: plan.prompt.tokens, sequences: &[plan.prompt.rows] };
-            let step = model.begin_step(&batch, attention.cache)?;
-            model.embed(&batch, &step, &mut self.activations)?;
-            model.run_layers(plan.layers.clone(), &step, &mut attention, &mut self.activations)?;
-            return self.read_logits(&plan.wanted, plan.prompt.tokens.len());
+            // The row that an answer begins from reads the prompt as the answer will.
+            let exact_until = rows.start + rows.len - usize::from(plan.wanted.last_row > 0);
+            let batch = Batch { tokens, sequences: &[*rows] };
+            self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })?;
+            return self.read_logits(&plan.wanted, tokens.len());
         };
+        let model = self.model.model();
+        let last_layer = plan.layers.end == model.config().layers;
+        let mut attention =
+            PagedSealing::<B> { cache: &mut self.cache, before: seal_before, after: seal_after };
         let Some((step, mut hidden)) = self.chunks.get_mut(index).and_then(Option::take) else {
             return Err(KernelError::BadSetting(format!("chunk {index} has no hidden states")).into());
         };
@@ -51,7 +53,7 @@ impl<B: Backend> Executor<B> {
         let ran = model
             .run_layers(plan.layers.clone(), &step, &mut attention, &mut self.activations)
             .map_err(EngineError::from)
-            .and_then(|()| self.read_logits(&plan.wanted, plan.prompt.tokens.len()));
+            .and_then(|()| self.read_logits(&plan.wanted, tokens.len()));
         std::mem::swap(self.activations.hidden_mut(), &mut hidden);
         if !last_layer {
             self.chunks[index] = Some((step, hidden));
@@ -96,12 +98,9 @@ impl<B: Backend> Executor<B> {
         self.copy_pages(&plan.copies)?;
         let tokens: Vec<u32> = plan.prompts.iter().flat_map(|prompt| prompt.tokens).copied().collect();
         let sequences: Vec<SequenceRows<'_>> = plan.prompts.iter().map(|prompt| prompt.rows).collect();
-        let model = self.model.model();
+        let exact_until = sequences.first().map_or(0, |rows| rows.start + rows.len - 1);
         let batch = Batch { tokens: &tokens, sequences: &sequences };
-        let step = model.begin_step(&batch, &self.cache)?;
-        model.embed(&batch, &step, &mut self.activations)?;
-        let mut attention =
-            PagedSealing::<B> { cache: &mut self.cache, before: &plan.seal_before, after: &plan.seal_after };
-        model.run_layers(0..model.config().layers, &step, &mut attention, &mut self.activations)
+        let (seal_before, seal_after) = (&plan.seal_before, &plan.seal_after);
+        self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })
     }
 }

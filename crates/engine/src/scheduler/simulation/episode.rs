@@ -36,7 +36,8 @@ pub(super) struct Client {
 impl Client {
     pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Client {
         let queued = Arc::default();
-        let (core, _) = Core::build(Arc::clone(model), options, Arc::clone(&queued)).expect("an engine");
+        let (core, _) =
+            Core::build(Arc::clone(model), options, Arc::clone(&queued), None).expect("an engine");
         Client { core, events: Events::default(), queued, heard: HashMap::new() }
     }
 
