@@ -38,8 +38,8 @@ pub enum RotationError {
         path.display()
     )]
     NotOrthogonal { path: PathBuf, tensor: String, error: f64, limit: f64 },
-    #[error("{}: version {found:?} of the rotation format; this program reads {supported:?}", path.display())]
-    Version { path: PathBuf, found: String, supported: &'static str },
+    #[error("{}: version {found:?} of the rotation format; this program reads up to {supported}", path.display())]
+    Version { path: PathBuf, found: String, supported: u32 },
     #[error("{}: rotations of layer {layer} are missing ({reason})", path.display())]
     MissingLayer { path: PathBuf, layer: usize, reason: String },
     #[error("{}: keys and values are swapped: {evidence}", path.display())]

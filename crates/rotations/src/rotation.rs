@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::error::RotationError;
 use super::limits::{HEAD_DIM_LIMIT, HEAD_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 
-/// The version of our own format that is written and read.
-pub const FORMAT_VERSION: u32 = 1;
+/// The version of our own format that is written. Earlier ones are read.
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Rotations of each layer by layer id.
 pub type RotationSet = BTreeMap<usize, LayerRotations>;

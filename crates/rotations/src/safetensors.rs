@@ -1,27 +1,31 @@
 //! Our own rotation file: one safetensors file for keys and values, with what they were made for.
 //!
-//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}` in float32. Those
-//! of scope `head` begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything
-//! else is text in the metadata. The same rotations give the same bytes.
+//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}`. Those of scope `head`
+//! begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
+//! metadata. The same rotations give the same bytes.
+//!
+//! Rotations are float16 and are made orthonormal again when they are read; metrics are bfloat16, because their range is
+//! large and they are only compared with; eigenvalues and means are float32. Files of version 1 have float32 throughout.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
+use half::{bf16, f16};
 use oscar_codec::{Rule, SquareMatrix};
 use oscar_model::files::{MappedFile, WeightMemory};
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
 use super::atomic::write_atomically;
 use super::error::RotationError;
-use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_LIMIT};
+use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 use super::rotation::{
     FORMAT_VERSION, Header, LayerRotations, RotationFile, RotationSet, SIDES, Scope, SideRotations,
 };
 
 const FORMAT_NAME: &str = "oscar-rotations";
-const VERSION: &str = "1";
 const HEADER_LIMIT: u64 = 16 << 20;
 /// Two scopes, two sides, four tensors.
 const TENSOR_LIMIT: usize = 16 * LAYER_LIMIT;
@@ -113,7 +117,7 @@ impl<'a> Contents<'a> {
             let problem = format!("its tensors take {} bytes, {} are there", metadata.data_len(), data.len());
             return Err(bad(format!("it is cut off or damaged: {problem}")));
         }
-        if data.len() / size_of::<f32>() > 2 * ELEMENT_LIMIT {
+        if data.len() / size_of::<f16>() > 2 * ELEMENT_LIMIT {
             return Err(bad("it holds more numbers than any model needs".to_owned()));
         }
         let contents = Contents { path, metadata, data };
@@ -124,11 +128,11 @@ impl<'a> Contents<'a> {
             }
         }
         match contents.text("version") {
-            Some(VERSION) => Ok(contents),
+            Some("1" | "2") => Ok(contents),
             found => Err(RotationError::Version {
                 path: path.to_owned(),
                 found: found.unwrap_or("").to_owned(),
-                supported: VERSION,
+                supported: FORMAT_VERSION,
             }),
         }
     }
@@ -162,7 +166,7 @@ impl<'a> Contents<'a> {
             }
         };
         Ok(Header {
-            version: FORMAT_VERSION,
+            version: self.number("version")?,
             model: self.required("model")?.to_owned(),
             model_fingerprint: optional("model_fingerprint"),
             weight_fingerprint: optional("weight_fingerprint"),
@@ -233,9 +237,18 @@ impl<'a> Contents<'a> {
         };
         let rotations =
             chunks(&rotation, d.saturating_mul(d)).map(|values| SquareMatrix::from_f32(d, values));
-        let rotations = rotations.collect::<Result<_, _>>();
-        let rotations =
+        let rotations = rotations.collect::<Result<Vec<_>, _>>();
+        let mut rotations =
             rotations.map_err(|source| RotationError::Codec { path: self.path.to_owned(), source })?;
+        if self.metadata.info(&format!("{name}.rotation")).is_some_and(|info| info.dtype == Dtype::F16) {
+            // What 16 bits cannot explain stays as it is, for the check that follows to find.
+            let rounded =
+                |rotation: &&mut SquareMatrix| rotation.orthogonality_error() <= ORTHOGONALITY_LIMIT;
+            rotations
+                .par_iter_mut()
+                .filter(rounded)
+                .for_each(|rotation| *rotation = rotation.orthonormalised());
+        }
         let eigenvalues = tensor("eigenvalues", &[shape(&[d])])?.unwrap_or_default();
         let eigenvalues = chunks(&eigenvalues, d)
             .map(|values| values.iter().map(|&value| value.into()).collect())
@@ -255,21 +268,21 @@ impl<'a> Contents<'a> {
         info: &TensorInfo,
         shapes: &[Vec<usize>],
     ) -> Result<Vec<f32>, RotationError> {
-        if info.dtype != Dtype::F32 {
-            return Err(RotationError::tensor(
-                self.path,
-                name,
-                format!("has type {}, expected F32", info.dtype),
-            ));
-        }
         if !shapes.contains(&info.shape) {
             let problem = format!("has shape {:?}, expected {:?}", info.shape, shapes[0]);
             return Err(RotationError::tensor(self.path, name, problem));
         }
         let bytes = self.data.get(info.data_offsets.0..info.data_offsets.1);
         let bytes = bytes.ok_or_else(|| RotationError::tensor(self.path, name, "lies outside the file"))?;
-        let (numbers, _) = bytes.as_chunks::<4>();
-        Ok(numbers.iter().map(|&number| f32::from_le_bytes(number)).collect())
+        match info.dtype {
+            Dtype::F32 => Ok(bytes.as_chunks().0.iter().map(|&number| f32::from_le_bytes(number)).collect()),
+            Dtype::F16 => Ok(bytes.as_chunks().0.iter().map(|&n| f16::from_le_bytes(n).to_f32()).collect()),
+            Dtype::BF16 => Ok(bytes.as_chunks().0.iter().map(|&n| bf16::from_le_bytes(n).to_f32()).collect()),
+            other => {
+                let problem = format!("has type {other}, expected F16, BF16 or F32");
+                Err(RotationError::tensor(self.path, name, problem))
+            }
+        }
     }
 }
 
@@ -300,7 +313,15 @@ pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(header.as_bytes())?;
         for (_, _, values) in &tensors {
-            values.to_f32().try_for_each(|value| out.write_all(&value.to_le_bytes()))?;
+            match values.dtype() {
+                Dtype::F16 => {
+                    values.to_f32().try_for_each(|v| out.write_all(&f16::from_f32(v).to_le_bytes()))?
+                }
+                Dtype::BF16 => {
+                    values.to_f32().try_for_each(|v| out.write_all(&bf16::from_f32(v).to_le_bytes()))?;
+                }
+                _ => values.to_f32().try_for_each(|v| out.write_all(&v.to_le_bytes()))?,
+            }
         }
         Ok(())
     })
@@ -315,6 +336,15 @@ enum Numbers<'a> {
 }
 
 impl Numbers<'_> {
+    /// How they are stored.
+    fn dtype(&self) -> Dtype {
+        match self {
+            Numbers::Matrices(_) => Dtype::F16,
+            Numbers::Triangles(_) => Dtype::BF16,
+            Numbers::Eigenvalues(_) | Numbers::Means(_) => Dtype::F32,
+        }
+    }
+
     fn to_f32(&self) -> Box<dyn Iterator<Item = f32> + '_> {
         match self {
             Numbers::Matrices(matrices) => {
@@ -365,9 +395,11 @@ fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, Numbers<'_>)
     let mut entries = Map::new();
     entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));
     let mut offset = 0;
-    for (name, shape, _) in tensors {
-        let end = offset + shape.iter().product::<usize>() * size_of::<f32>();
-        entries.insert(name.clone(), json!({"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}));
+    for (name, shape, values) in tensors {
+        let dtype = values.dtype();
+        let end = offset + shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let entry = json!({"dtype": dtype.to_string(), "shape": shape, "data_offsets": [offset, end]});
+        entries.insert(name.clone(), entry);
         offset = end;
     }
     let mut text = Value::Object(entries).to_string();
@@ -391,7 +423,7 @@ fn metadata(file: &RotationFile) -> Map<String, Value> {
     let scopes: Vec<&str> = file.sets().map(|(scope, _)| scope.name()).collect();
     let fields = [
         ("format", Some(FORMAT_NAME.to_owned())),
-        ("version", Some(VERSION.to_owned())),
+        ("version", Some(FORMAT_VERSION.to_string())),
         ("model", Some(header.model.clone())),
         ("model_fingerprint", header.model_fingerprint.clone()),
         ("weight_fingerprint", header.weight_fingerprint.clone()),
