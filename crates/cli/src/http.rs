@@ -100,6 +100,15 @@ struct LimitArguments {
     #[arg(long, value_name = "ORIGIN")]
     cors_allow_origin: Vec<String>,
 
+    /// Names of this server besides localhost and addresses, separated by commas; * is any. Without a key a request for
+    /// another name is refused: a web page could have its own name lead here.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    allowed_hosts: Vec<String>,
+
+    /// Memory for all bodies that are being read at a time; others wait.
+    #[arg(long, default_value = "128MiB", value_name = "SIZE", value_parser = byte_size)]
+    max_body_memory: u64,
+
     /// Threads for connections; up to 4 by default.
     #[arg(long, value_name = "N", value_parser = positive)]
     http_threads: Option<usize>,
@@ -123,6 +132,11 @@ impl HttpArguments {
     /// long.
     pub(crate) fn open(&self) -> Result<Listener, Failure> {
         self.parsers(None)?;
+        if self.api_key.is_none() && self.limits.allowed_hosts.iter().any(|name| name == "*") {
+            tracing::warn!(
+                "--allowed-hosts * without a key: any web page can have its name lead to this server"
+            );
+        }
         let runtime = self.runtime()?;
         let socket = self.bind(&runtime)?;
         Ok(Listener { runtime, socket })
@@ -244,7 +258,9 @@ impl HttpArguments {
         let options = ServerOptions {
             api_key: self.api_key.clone(),
             allowed_origins: self.limits.cors_allow_origin.clone(),
+            allowed_hosts: self.limits.allowed_hosts.clone(),
             body_bytes: usize::try_from(self.limits.max_body).unwrap_or(usize::MAX),
+            all_bodies_bytes: usize::try_from(self.limits.max_body_memory).unwrap_or(usize::MAX),
             header_timeout: seconds(self.limits.header_seconds),
             body_timeout: seconds(self.limits.transfer_seconds),
             write_timeout: seconds(self.limits.transfer_seconds),

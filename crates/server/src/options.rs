@@ -12,8 +12,12 @@ pub struct ServerOptions {
     pub api_key: Option<String>,
     /// The web origins whose pages may send requests (CORS); `*` is all of them.
     pub allowed_origins: Vec<String>,
+    /// Names of this server besides loopback names and addresses; `*` is any. Not looked at with an API key.
+    pub allowed_hosts: Vec<String>,
     /// The most bytes of a request's body.
     pub body_bytes: usize,
+    /// The most bytes of all bodies that are being read or parsed at a time; further ones wait.
+    pub all_bodies_bytes: usize,
     /// How long a client may take to send the head of a request, and how long a connection may be idle.
     pub header_timeout: Duration,
     /// How long a client may take to send a body.
@@ -39,7 +43,9 @@ impl Default for ServerOptions {
         ServerOptions {
             api_key: None,
             allowed_origins: Vec::new(),
+            allowed_hosts: Vec::new(),
             body_bytes: 32 << 20,
+            all_bodies_bytes: 128 << 20,
             header_timeout: Duration::from_secs(15),
             body_timeout: Duration::from_secs(60),
             write_timeout: Duration::from_secs(60),

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use oscar_engine::Serve;
-use tokio::sync::Semaphore;
+use oscar_engine::{EngineError, Serve};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::grammar::{GrammarError, GrammarFactory};
 use crate::in_flight::InFlightRequests;
@@ -16,6 +16,9 @@ use crate::text::{ConversationMemory, ServedModel};
 
 /// Texts of more bytes are tokenized on a thread of their own, not on those that serve connections.
 const LONG_TEXT_BYTES: usize = 16 << 10;
+
+/// Memory for bodies is counted in pieces of this size.
+const BODY_PERMIT_BYTES: usize = 1024;
 
 /// What all requests share.
 pub(crate) struct AppState {
@@ -30,13 +33,19 @@ pub(crate) struct AppState {
     pub(crate) started: SystemTime,
     pub(crate) grammars: OnceLock<Result<GrammarFactory, GrammarError>>,
     draining: AtomicBool,
-    /// Permits for tokenizing long texts, one for each core.
+    /// Permits for parsing and tokenizing long texts, one for each core.
     encoders: Semaphore,
+    /// Permits for bodies that are being read or parsed, one for each KiB.
+    bodies: Arc<Semaphore>,
+    body_permits: u32,
 }
 
 impl AppState {
     pub(crate) fn new(engine: Arc<dyn Serve>, model: ServedModel, options: ServerOptions) -> AppState {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // At least one body of the largest size, or it would wait for ever.
+        let bodies = options.all_bodies_bytes.max(options.body_bytes).div_ceil(BODY_PERMIT_BYTES);
+        let body_permits = u32::try_from(bodies.min(Semaphore::MAX_PERMITS)).unwrap_or(u32::MAX);
         AppState {
             fingerprint: format!("oscar-{}-{}", env!("CARGO_PKG_VERSION"), engine.info().kv),
             metrics: Metrics::new(&model.name),
@@ -49,6 +58,8 @@ impl AppState {
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             encoders: Semaphore::new(cores),
+            bodies: Arc::new(Semaphore::new(body_permits as usize)),
+            body_permits,
         }
     }
 
@@ -65,6 +76,29 @@ impl AppState {
     /// Builds the grammar factory for this model's vocabulary, which is done when the first request needs it.
     pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
         GrammarFactory::new(self.model.tokenizer())
+    }
+
+    /// Waits until there is memory for a body of `bytes`.
+    pub(crate) async fn body_memory(&self, bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
+        let permits =
+            u32::try_from(bytes.div_ceil(BODY_PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.body_permits);
+        let permit = Arc::clone(&self.bodies).acquire_many_owned(permits).await;
+        permit.map_err(|error| ApiError::internal(&error))
+    }
+
+    /// Refuses a batch of more prompts than the engine can take, before anything is done for it.
+    pub(crate) fn check_batch(&self, prompts: usize, field: &str) -> Result<(), ApiError> {
+        let most = self.engine.info().max_queued;
+        if prompts > most {
+            let message =
+                format!("{field} has {prompts} prompts, at most {most} may wait (--max-queued-requests)");
+            return Err(ApiError::bad_field(field, message));
+        }
+        let queued = self.engine.stats().queued;
+        if queued + prompts > most {
+            return Err(EngineError::QueueFull { queued }.into());
+        }
+        Ok(())
     }
 
     /// Does work on a text of `bytes`, such as tokenizing it. Long texts must not hold up other connections.

@@ -4,44 +4,59 @@ use std::sync::Arc;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use serde::de::DeserializeOwned;
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// Extracts a JSON body. Other content types are refused.
-pub(crate) struct JsonBody<T>(pub(crate) T);
+/// The most objects, lists and texts in a body: a megabyte of JSON can hold half a million of them, and each takes a
+/// hundred bytes of memory. Token ids are not counted.
+const MAX_VALUES: usize = 262_144;
 
-impl<T: DeserializeOwned> FromRequest<Arc<AppState>> for JsonBody<T> {
+/// Extracts a JSON body. Other content types are refused. The second field is the body's share of the memory for all
+/// bodies, to be dropped when the contents have become a prompt.
+pub(crate) struct JsonBody<T>(pub(crate) T, pub(crate) BodyMemory);
+
+/// A share of the memory for bodies.
+pub(crate) struct BodyMemory(#[allow(dead_code)] OwnedSemaphorePermit);
+
+impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<AppState>> for JsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &Arc<AppState>) -> Result<Self, ApiError> {
-        // Web pages of others can post forms and plain text without asking; JSON they cannot.
-        let content_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        if !content_type.is_some_and(is_json) {
-            let found = content_type.unwrap_or("none").chars().take(80).collect::<String>();
-            return Err(ApiError::new(
-                StatusCode::UNSUPPORTED_MEDIA_TYPE,
-                format!("the content type is {found}, expected application/json"),
-            ));
-        }
-        parse(&read(request, app).await?).map(JsonBody)
+        check_content_type(request.headers())?;
+        let (bytes, memory) = read(request, app).await?;
+        let value = app.encode(bytes.len(), move |_| parse(&bytes)).await?;
+        Ok(JsonBody(value, memory))
     }
+}
+
+/// Refuses what is not announced as JSON. Web pages of others can post forms and plain text without asking; JSON they
+/// cannot.
+pub(crate) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    if content_type.is_some_and(is_json) {
+        return Ok(());
+    }
+    let found = content_type.unwrap_or("none").chars().take(80).collect::<String>();
+    let message = format!("the content type is {found}, expected application/json");
+    Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
 }
 
 /// Extracts a JSON body that may be absent, in which case it is the default of its type.
 pub(crate) struct OptionalJsonBody<T>(pub(crate) T);
 
-impl<T: DeserializeOwned + Default> FromRequest<Arc<AppState>> for OptionalJsonBody<T> {
+impl<T: DeserializeOwned + Default + Send + 'static> FromRequest<Arc<AppState>> for OptionalJsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &Arc<AppState>) -> Result<Self, ApiError> {
-        let bytes = read(request, app).await?;
+        let (bytes, _memory) = read(request, app).await?;
         if bytes.iter().all(u8::is_ascii_whitespace) {
             return Ok(OptionalJsonBody(T::default()));
         }
-        parse(&bytes).map(OptionalJsonBody)
+        app.encode(bytes.len(), move |_| parse(&bytes)).await.map(OptionalJsonBody)
     }
 }
 
@@ -50,20 +65,28 @@ fn is_json(content_type: &str) -> bool {
     kind == "application/json" || kind.starts_with("application/") && kind.ends_with("+json")
 }
 
-async fn read(request: Request, app: &AppState) -> Result<Bytes, ApiError> {
+/// Reads a body, after waiting for its share of the memory for all of them.
+async fn read(request: Request, app: &AppState) -> Result<(Bytes, BodyMemory), ApiError> {
     let limit = app.options.body_bytes;
     let too_large = || {
         let message = format!("the body is larger than {limit} bytes, the limit of this server");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     };
     let announced = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    if announced.and_then(|length| length.parse::<u64>().ok()).is_some_and(|length| length > limit as u64) {
+    let announced = announced.and_then(|length| length.parse::<u64>().ok());
+    if announced.is_some_and(|length| length > limit as u64) {
         return Err(too_large());
     }
-    let read = axum::body::to_bytes(request.into_body(), limit);
+    // Whoever does not say how much will come is counted with the most that may.
+    let size = announced.map_or(limit, |length| length as usize);
+    let read = async {
+        let memory = app.body_memory(size).await?;
+        Ok::<_, ApiError>((axum::body::to_bytes(request.into_body(), limit).await, BodyMemory(memory)))
+    };
     match tokio::time::timeout(app.options.body_timeout, read).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) => Err(match std::error::Error::source(&error) {
+        Ok(Err(error)) => Err(error),
+        Ok(Ok((Ok(bytes), memory))) => Ok((bytes, memory)),
+        Ok(Ok((Err(error), _))) => Err(match std::error::Error::source(&error) {
             Some(source) if source.to_string().contains("length limit") => too_large(),
             _ => ApiError::bad_request("the body could not be read to its end"),
         }),
@@ -76,6 +99,11 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     // Types would also take a list, as their fields in order.
     if bytes.trim_ascii_start().first() == Some(&b'[') {
         return Err(ApiError::bad_request("the body is a JSON list, expected an object"));
+    }
+    if count_values(bytes) > MAX_VALUES {
+        let message =
+            format!("the body has more than {MAX_VALUES} objects, lists and texts, the limit of this server");
+        return Err(ApiError::bad_request(message));
     }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
@@ -91,6 +119,22 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     })?;
     reader.end().map_err(|_| ApiError::bad_request("the body goes on after the JSON object"))?;
     Ok(value)
+}
+
+/// How many objects, lists and texts JSON has, without parsing it. What is not JSON may count as anything.
+fn count_values(bytes: &[u8]) -> usize {
+    let (mut count, mut inside, mut escaped) = (0, false, false);
+    for &byte in bytes {
+        if inside {
+            inside = byte != b'"' || escaped;
+            escaped = byte == b'\\' && !escaped;
+        } else if matches!(byte, b'{' | b'[' | b'"') {
+            count += 1;
+            inside = byte == b'"';
+            escaped = false;
+        }
+    }
+    count
 }
 
 #[cfg(test)]
@@ -121,6 +165,16 @@ mod tests {
         }
         let deep = [b"[".repeat(100_000), b"]".repeat(100_000)].concat();
         assert_eq!(parse::<serde_json::Value>(&deep).unwrap_err().status(), 400);
+    }
+
+    #[test]
+    fn values_are_counted_outside_texts() {
+        assert_eq!(count_values(br#"{"a": ["b", 1, 2, null], "c": {}}"#), 6);
+        assert_eq!(count_values(br#""[{\"[{\\" [1]"#), 2);
+        assert_eq!(count_values(b"[1, 2, 3]"), 1);
+        let many = format!("[{}\"a\"]", "\"a\",".repeat(MAX_VALUES));
+        let error = parse::<serde_json::Value>(format!("{{\"n\": {many}}}").as_bytes()).unwrap_err();
+        assert!(error.to_string().contains("262144"), "{error}");
     }
 
     #[test]

@@ -3,10 +3,12 @@
 mod auth;
 mod body;
 mod listen;
+mod origin;
 pub(crate) mod sse;
 
 pub(crate) use auth::ApiKey;
 #[cfg(test)]
 pub(crate) use body::parse;
-pub(crate) use body::{JsonBody, OptionalJsonBody};
+pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type};
 pub use listen::Ended;
+pub(crate) use origin::{TrustedSites, changes_something};

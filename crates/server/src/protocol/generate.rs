@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
-use super::sampling::{Object, OneOrMany, SamplingFields};
-use super::{AnswerFormat, ApiError};
+use super::sampling::{Object, SamplingFields};
+use super::{AnswerFormat, ApiError, Ids, OneOrMany};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -31,14 +31,6 @@ pub(crate) struct GenerateRequest {
     pub(crate) image_data: Option<Value>,
     pub(crate) lora_path: Option<Value>,
     pub(crate) return_hidden_states: Option<Value>,
-}
-
-/// Token ids of one prompt or of several.
-#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
-#[serde(untagged, expecting = "expected a list of token ids or a list of such lists")]
-pub(crate) enum Ids {
-    One(Vec<u32>),
-    Many(Vec<Vec<u32>>),
 }
 
 /// The `sampling_params` of a request, under SGLang's names.

@@ -4,6 +4,7 @@
 mod answer_format;
 mod error;
 mod generate;
+mod lists;
 mod messages;
 mod openai;
 mod responses;
@@ -12,9 +13,10 @@ mod usage;
 
 pub(crate) use answer_format::{AnswerFormat, FieldError};
 pub(crate) use error::{ApiError, text_error};
-pub(crate) use generate::{GenerateRequest, Ids, SamplingParams};
+pub(crate) use generate::{GenerateRequest, SamplingParams};
+pub(crate) use lists::{Ids, OneOrMany, Prompt};
 pub(crate) use messages::MessagesRequest;
-pub(crate) use openai::{OpenAiRequest, Prompt};
+pub(crate) use openai::OpenAiRequest;
 pub(crate) use responses::ResponsesRequest;
-pub(crate) use sampling::{OneOrMany, check_kv_precision, short};
+pub(crate) use sampling::{check_kv_precision, short};
 pub(crate) use usage::Usage;

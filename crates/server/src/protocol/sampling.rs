@@ -8,7 +8,7 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Number, Value};
 
-use super::ApiError;
+use super::{ApiError, OneOrMany};
 
 /// The most stop texts of a request, and the most bytes of one: each is looked for after every token.
 const MAX_STOPS: usize = 32;
@@ -16,23 +16,6 @@ const MAX_STOP_BYTES: usize = 1024;
 
 /// The most bytes of a `cache_salt`.
 const MAX_SALT_BYTES: usize = 1024;
-
-/// A field that is one value or a list of them.
-#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
-#[serde(untagged)]
-pub(crate) enum OneOrMany<T> {
-    One(T),
-    Many(Vec<T>),
-}
-
-impl<T> OneOrMany<T> {
-    pub(crate) fn into_vec(self) -> Vec<T> {
-        match self {
-            OneOrMany::One(value) => vec![value],
-            OneOrMany::Many(values) => values,
-        }
-    }
-}
 
 /// A field that must be a JSON object: what serde derives would also take a list, as the fields in order.
 #[derive(Clone, Debug)]

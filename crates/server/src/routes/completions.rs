@@ -35,7 +35,7 @@ struct Prepared {
 /// `/v1/completions`: continues one prompt or several.
 pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request): JsonBody<OpenAiRequest>,
+    JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     app.model.check_name(request.model.as_deref())?;
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
@@ -48,6 +48,8 @@ pub(crate) async fn completions(
     // Plain text has no tools.
     request.tools = None;
     request.tool_choice = None;
+    let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
+    app.check_batch(prompts, "prompt")?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;
     let prepared = prepare(&app, request.prompt.take(), echo).await?;
     let id = fresh_id("cmpl-");
@@ -60,6 +62,7 @@ pub(crate) async fn completions(
         asked.push(PromptRequest { id: rid.clone(), prompt: ids, options: options.clone(), filter });
     }
     let mut answers = AnswerStream::submit(&app, asked)?;
+    drop(memory);
     let end_tokens = EndTokens::new(app.model.tokenizer(), &options);
     if request.streams() {
         let writer = CompletionWriter {

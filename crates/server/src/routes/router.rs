@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::{
     chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
 };
-use crate::http::ApiKey;
+use crate::http::{ApiKey, TrustedSites, changes_something, check_content_type};
 use crate::page;
 use crate::protocol::ApiError;
 use crate::state::AppState;
@@ -37,8 +37,11 @@ const OPEN_PATHS: [&str; 4] = ["/health", "/health_generate", "/metrics", "/open
 
 /// The router of all routes, with the middleware around them.
 pub(crate) fn router(app: Arc<AppState>) -> Router {
-    let middleware =
-        Arc::new(Middleware { key: app.options.api_key.as_deref().map(ApiKey::new), app: Arc::clone(&app) });
+    let middleware = Arc::new(Middleware {
+        key: app.options.api_key.as_deref().map(ApiKey::new),
+        sites: TrustedSites::new(&app.options.allowed_hosts, &app.options.allowed_origins),
+        app: Arc::clone(&app),
+    });
     let cors = cors(&app.options.allowed_origins);
     Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -95,10 +98,11 @@ fn cors(origins: &[String]) -> CorsLayer {
     layer.allow_origin(AllowOrigin::list(known))
 }
 
-/// The middleware of all routes: names the request, checks the API key, counts and logs.
+/// The middleware of all routes: names the request, checks where it comes from and the API key, counts and logs.
 struct Middleware {
     app: Arc<AppState>,
     key: Option<ApiKey>,
+    sites: TrustedSites,
 }
 
 impl Middleware {
@@ -131,9 +135,16 @@ impl Middleware {
 
     fn admit(&self, request: &Request) -> Result<(), ApiError> {
         let path = request.uri().path();
-        let open = OPEN_PATHS.contains(&path) || page::is_part(path);
+        if changes_something(request.method(), path) {
+            self.sites.check_origin(request)?;
+            if self.key.is_none() {
+                check_content_type(request.headers())?;
+            }
+        }
+        let open = OPEN_PATHS.contains(&path);
         match &self.key {
-            Some(key) if !open => key.check(request.headers()),
+            Some(key) if !open && !page::is_part(path) => key.check(request.headers()),
+            None if !open => self.sites.check_host(request),
             _ => Ok(()),
         }
     }

@@ -28,7 +28,7 @@ pub(crate) struct TokenizeRequest {
 /// `/tokenize`: the token ids of texts or of a chat.
 pub(crate) async fn tokenize(
     State(app): State<Arc<AppState>>,
-    JsonBody(request): JsonBody<TokenizeRequest>,
+    JsonBody(request, _memory): JsonBody<TokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
     app.model.check_name(request.model.as_deref())?;
     let context = app.engine.info().context;
@@ -81,7 +81,7 @@ pub(crate) struct DetokenizeRequest {
 /// `/detokenize`: the texts of token ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<AppState>>,
-    JsonBody(request): JsonBody<DetokenizeRequest>,
+    JsonBody(request, _memory): JsonBody<DetokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
     app.model.check_name(request.model.as_deref())?;
     let skip = request.skip_special_tokens.unwrap_or(true);

@@ -6,6 +6,14 @@ use serde_json::{Map, Value};
 use super::ServedModel;
 use crate::protocol::{ApiError, OpenAiRequest, text_error};
 
+/// What templates are given besides `chat_template_kwargs`, which cannot replace it.
+const RESERVED_VARIABLES: [&str; 6] =
+    ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "strftime_now"];
+
+/// The most messages of a chat, and the most parts of a message.
+const MAX_MESSAGES: usize = 16_384;
+const MAX_PARTS: usize = 4_096;
+
 /// The messages and tools of a chat, checked and in the form chat templates expect.
 #[derive(Debug)]
 pub(crate) struct Chat {
@@ -23,10 +31,20 @@ impl Chat {
         if messages.is_empty() {
             return Err(ApiError::bad_field("messages", "messages must have at least one message"));
         }
+        if messages.len() > MAX_MESSAGES {
+            let message =
+                format!("messages has {} messages, at most {MAX_MESSAGES} are read", messages.len());
+            return Err(ApiError::bad_field("messages", message));
+        }
         let messages = messages.into_iter().enumerate();
         let messages = messages.map(|(index, message)| checked(index, message)).collect::<Result<_, _>>()?;
         let tools = request.tools.take().filter(|tools| !tools.is_empty());
         let mut variables = request.chat_template_kwargs.take().unwrap_or_default();
+        if let Some(name) = RESERVED_VARIABLES.iter().find(|name| variables.contains_key(**name)) {
+            let field = format!("chat_template_kwargs.{name}");
+            let message = format!("{field}: templates get {name} from the request itself");
+            return Err(ApiError::bad_field(field, message));
+        }
         if let Some(effort) = request.reasoning_effort.take() {
             variables.entry("reasoning_effort").or_insert(effort.into());
         }
@@ -113,6 +131,10 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
 
 /// Joins the texts of content parts.
 fn joined(parts: &[Value], place: &str) -> Result<String, ApiError> {
+    if parts.len() > MAX_PARTS {
+        let message = format!("{place} has {} parts, at most {MAX_PARTS} are read", parts.len());
+        return Err(ApiError::bad_field(place, message));
+    }
     let mut texts = Vec::with_capacity(parts.len());
     for (index, part) in parts.iter().enumerate() {
         let place = format!("{place}[{index}]");

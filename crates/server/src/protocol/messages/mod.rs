@@ -6,8 +6,8 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value, json};
 
 use self::conversation::{conversation, texts};
-use super::OpenAiRequest;
-use super::sampling::{Object, OneOrMany};
+use super::sampling::Object;
+use super::{OneOrMany, OpenAiRequest};
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`.

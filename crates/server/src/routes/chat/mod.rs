@@ -31,10 +31,11 @@ use crate::state::{AppState, unix_seconds};
 /// `/v1/chat/completions`: answers the last message of a chat.
 pub(crate) async fn chat_completions(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request): JsonBody<OpenAiRequest>,
+    JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("chatcmpl-");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    drop(memory);
     if request.streams() {
         return Ok(stream(answers, ChatWriter::new(turn, &id, request.includes_usage())));
     }

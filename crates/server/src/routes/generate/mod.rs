@@ -25,7 +25,7 @@ use crate::state::AppState;
 /// `/generate`: continues one prompt or a batch of them.
 pub(crate) async fn generate(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request): JsonBody<GenerateRequest>,
+    JsonBody(mut request, memory): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     refuse_what_is_missing(&request)?;
@@ -75,6 +75,7 @@ pub(crate) async fn generate(
         ));
     }
     let mut answers = AnswerStream::submit(&app, asked)?;
+    drop(memory);
     let many = batch || choices > 1;
     if request.stream.unwrap_or(false) {
         let begun = answers.begun();
@@ -103,10 +104,14 @@ async fn prompts(
         }
         (None, None) => return Err(ApiError::bad_field("text", "there is neither text nor input_ids")),
         (None, Some(Ids::One(ids))) => (vec![ids], false),
-        (None, Some(Ids::Many(lists))) => (lists, true),
+        (None, Some(Ids::Many(lists))) => {
+            app.check_batch(lists.len(), "input_ids")?;
+            (lists, true)
+        }
         (Some(text), None) => {
             let batch = matches!(text, OneOrMany::Many(_));
             let texts = text.into_vec();
+            app.check_batch(texts.len(), "text")?;
             let bytes = texts.iter().map(String::len).sum();
             let encoded = app.encode(bytes, move |app| {
                 let context = app.engine.info().context;

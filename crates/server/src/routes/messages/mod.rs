@@ -24,11 +24,12 @@ use crate::state::AppState;
 /// `/v1/messages`: answers the last message of a conversation.
 pub(crate) async fn messages(
     State(app): State<Arc<AppState>>,
-    JsonBody(request): JsonBody<MessagesRequest>,
+    JsonBody(request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Response, ApiError> {
     let mut request = request.into_chat()?;
     let id = fresh_id("msg_");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    drop(memory);
     let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, MessageWriter::new(answer, id)));
@@ -40,7 +41,7 @@ pub(crate) async fn messages(
 /// `/v1/messages/count_tokens`: counts the tokens of a conversation.
 pub(crate) async fn count_tokens(
     State(app): State<Arc<AppState>>,
-    JsonBody(request): JsonBody<MessagesRequest>,
+    JsonBody(request, _memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let mut request = request.into_unlimited()?;
     app.model.check_name(request.model.as_deref())?;

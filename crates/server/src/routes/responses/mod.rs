@@ -21,12 +21,13 @@ use crate::state::AppState;
 /// `/v1/responses`: answers the input of a request.
 pub(crate) async fn responses(
     State(app): State<Arc<AppState>>,
-    JsonBody(request): JsonBody<ResponsesRequest>,
+    JsonBody(request, memory): JsonBody<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
     let id = fresh_id("resp_");
     let object = ResponseObject::new(&app, &id, &request);
     let mut request = request.into_chat()?;
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    drop(memory);
     let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, ResponseWriter::new(answer, object)));

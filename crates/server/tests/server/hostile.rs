@@ -1,0 +1,155 @@
+//! Requests that mean harm: from web pages of others, and bodies that grow in memory.
+
+use axum::body::Body;
+use axum::http::{Method, Request};
+use oscar_engine::{MockOptions, Serve};
+use oscar_server::ServerOptions;
+use serde_json::json;
+
+use crate::support::{mock, mock_with};
+
+fn request(method: Method, path: &str, headers: &[(&str, &str)], body: &str) -> Request<Body> {
+    let mut builder = Request::builder().method(method).uri(path);
+    for (name, value) in headers {
+        builder = builder.header(*name, *value);
+    }
+    builder.body(Body::from(body.to_owned())).unwrap()
+}
+
+const JSON: (&str, &str) = ("content-type", "application/json");
+const ABORT: &str = "{\"abort_all\": true}";
+
+#[tokio::test]
+async fn a_page_of_another_site_cannot_change_anything() {
+    let house = mock();
+    let own = ("host", "localhost:30000");
+    let foreign = ("origin", "http://evil.example");
+    for (method, path) in
+        [(Method::POST, "/abort_request"), (Method::POST, "/flush_cache"), (Method::GET, "/flush_cache")]
+    {
+        let send = |headers: &[(&str, &str)]| house.send(request(method.clone(), path, headers, ABORT));
+        send(&[own, ("content-type", "text/plain")]).await.refused(415);
+        send(&[own]).await.refused(415);
+        send(&[own, JSON, foreign]).await.refused(403);
+        send(&[own, JSON, ("sec-fetch-site", "cross-site")]).await.refused(403);
+        send(&[own, JSON]).await.ok();
+        send(&[own, JSON, ("origin", "http://localhost:30000"), ("sec-fetch-site", "same-origin")])
+            .await
+            .ok();
+    }
+    let question = json!({"prompt": "a", "max_tokens": 1}).to_string();
+    let ask =
+        |headers: &[(&str, &str)]| house.send(request(Method::POST, "/v1/completions", headers, &question));
+    ask(&[own, JSON, foreign]).await.refused(403);
+    ask(&[own, JSON]).await.ok();
+}
+
+#[tokio::test]
+async fn pages_that_cors_allows_may_ask() {
+    let options = ServerOptions {
+        allowed_origins: vec!["https://chat.example".to_owned()],
+        ..ServerOptions::default()
+    };
+    let house = mock_with(MockOptions::default(), options);
+    let send = |origin: &'static str| {
+        let headers = [("host", "10.0.0.7"), JSON, ("origin", origin), ("sec-fetch-site", "cross-site")];
+        house.send(request(Method::POST, "/abort_request", &headers, ABORT))
+    };
+    send("https://chat.example").await.ok();
+    send("https://evil.example").await.refused(403);
+}
+
+#[tokio::test]
+async fn without_a_key_the_host_must_be_ours() {
+    let names = |hosts: &[&str], key: Option<&str>| {
+        let options = ServerOptions {
+            allowed_hosts: hosts.iter().map(|&host| host.to_owned()).collect(),
+            api_key: key.map(str::to_owned),
+            ..ServerOptions::default()
+        };
+        mock_with(MockOptions::default(), options)
+    };
+    let get = |path: &str, host: &str| request(Method::GET, path, &[("host", host)], "");
+    let house = names(&[], None);
+    for host in ["localhost", "127.0.0.1:30000", "192.168.1.4", "[::1]:30000"] {
+        house.send(get("/v1/models", host)).await.ok();
+    }
+    let error = house.send(get("/v1/models", "rebound.example:30000")).await.refused(403);
+    assert!(error.to_string().contains("--allowed-hosts rebound.example"), "{error}");
+    house.send(get("/", "rebound.example")).await.refused(403);
+    // Probes and scrapers ask by service names.
+    for path in ["/health", "/metrics"] {
+        assert_eq!(house.send(get(path, "rebound.example")).await.status, 200);
+    }
+    names(&["oscar.internal"], None).send(get("/v1/models", "oscar.internal:80")).await.ok();
+    names(&["*"], None).send(get("/v1/models", "anything.example")).await.ok();
+    let keyed = names(&[], Some("secret"));
+    let headers = [("host", "anything.example"), ("authorization", "Bearer secret")];
+    keyed.send(request(Method::GET, "/v1/models", &headers, "")).await.ok();
+    let headers =
+        [("host", "anything.example"), ("authorization", "Bearer secret"), ("content-type", "text/plain")];
+    keyed.send(request(Method::POST, "/flush_cache", &headers, "")).await.ok();
+}
+
+#[tokio::test]
+async fn a_batch_is_counted_before_it_is_expanded() {
+    let house = mock_with(MockOptions { max_queued: 8, ..MockOptions::default() }, ServerOptions::default());
+    let most = house.engine.info().max_queued;
+    let texts = vec!["a"; most + 1];
+    for (path, body, field) in [
+        ("/generate", json!({"text": texts}), "text"),
+        ("/generate", json!({"input_ids": vec![[1]; most + 1]}), "input_ids"),
+        ("/v1/completions", json!({"prompt": texts}), "prompt"),
+        ("/v1/completions", json!({"prompt": vec![[1]; most + 1]}), "prompt"),
+    ] {
+        let error = house.post(path, body).await.refused(400);
+        assert_eq!(error["error"]["param"], field, "{error}");
+        assert!(error["error"]["message"].as_str().unwrap().contains("at most 8"), "{error}");
+    }
+    let body = json!({"prompt": vec!["a"; most], "max_tokens": 1});
+    house.post("/v1/completions", body).await.ok();
+    // A list that no engine takes is not even read to its end.
+    let endless = format!("{{\"text\": [{}\"a\"]}}", "\"a\",".repeat(200_000));
+    let error = house.send(request(Method::POST, "/generate", &[JSON], &endless)).await.refused(400);
+    assert!(error.to_string().contains("65536"), "{error}");
+}
+
+#[tokio::test]
+async fn bodies_of_many_small_values_are_refused() {
+    let house = mock();
+    let message = "{\"role\": \"user\", \"content\": \"a\"},";
+    let chat = |count: usize| format!("{{\"messages\": [{}]}}", message.repeat(count).trim_end_matches(','));
+    let send = |body: String| house.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body));
+    let error = send(chat(500_000)).await.refused(400);
+    assert!(error.to_string().contains("objects, lists and texts"), "{error}");
+    let error = send(chat(20_000)).await.refused(400);
+    assert!(error.to_string().contains("at most 16384"), "{error}");
+    let parts =
+        json!({"messages": [{"role": "user", "content": vec![json!({"type": "text", "text": "a"}); 5000]}]});
+    let error = send(parts.to_string()).await.refused(400);
+    assert!(error.to_string().contains("at most 4096"), "{error}");
+}
+
+#[tokio::test]
+async fn bodies_wait_for_each_other_when_memory_is_short() {
+    let options =
+        ServerOptions { body_bytes: 1 << 20, all_bodies_bytes: 1 << 20, ..ServerOptions::default() };
+    let house = mock_with(MockOptions::default(), options);
+    let body = json!({"prompt": "a", "max_tokens": 1, "user": "x".repeat(900 << 10)}).to_string();
+    let answers =
+        futures_util::future::join_all((0..8).map(|_| async {
+            house.send(request(Method::POST, "/v1/completions", &[JSON], &body)).await.ok()
+        }));
+    assert_eq!(answers.await.len(), 8);
+}
+
+#[tokio::test]
+async fn what_templates_get_from_us_cannot_be_replaced() {
+    let house = mock();
+    let chat = |kwargs: serde_json::Value| json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs});
+    for name in ["messages", "tools", "add_generation_prompt", "bos_token"] {
+        let error = house.post("/v1/chat/completions", chat(json!({name: []}))).await.refused(400);
+        assert_eq!(error["error"]["param"], format!("chat_template_kwargs.{name}"));
+    }
+    house.post("/v1/chat/completions", chat(json!({"enable_thinking": false}))).await.ok();
+}
