@@ -1,9 +1,7 @@
 //! A value that one thread of a region makes while the others get ready for it.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use super::pool::pause;
+use super::sync::{AtomicBool, OnceLock, Ordering};
 
 /// Made once, read by all.
 pub(super) struct Handover<T> {

@@ -6,6 +6,7 @@
 //! | [`pool`] | worker threads for the decode loop |
 //! | `per_thread` | memory that belongs to one of them at a time |
 //! | `handover` | a value that one of them makes for all |
+//! | `sync` | the primitives both are made of, which a checker replaces |
 //! | [`activation`] | activations prepared for integer dot products |
 //! | [`dot`] | dot products of stored weights with a few rows |
 //! | [`encode`] | rows into 2-bit pages and back |
@@ -47,6 +48,7 @@ mod sequence;
 mod simd;
 pub mod step;
 mod store;
+mod sync;
 pub mod tensors;
 
 pub use backend::CpuBackend;

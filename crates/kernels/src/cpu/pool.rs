@@ -7,16 +7,14 @@
 //! Nobody waits for a worker that has not begun. When another process holds a core, the worker there may come
 //! milliseconds late; by then the caller has done the work alone and closed the region.
 
-use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex};
-use std::thread::{JoinHandle, Thread};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-/// How long an idle worker spins before it parks.
-const SPIN: Duration = Duration::from_micros(200);
+use super::sync::{
+    AtomicBool, AtomicU32, AtomicU64, Builder, JoinHandle, Mutex, Ordering, Patience, Thread, UnsafeCell,
+    fence, park, spin_loop, yield_now,
+};
 
 /// States of a [`Seat`]. The caller opens it and, when it has no more work, closes it again unless it is taken.
 const CLOSED: u32 = 0;
@@ -52,10 +50,13 @@ unsafe impl Sync for Seat {}
 unsafe impl Send for Seat {}
 
 /// Tasks that are left of a thread's share.
-#[derive(Default)]
 struct Run(AtomicU64);
 
 impl Run {
+    fn empty() -> Run {
+        Run(AtomicU64::new(0))
+    }
+
     fn set(&self, tasks: Range<usize>) {
         assert!(u32::try_from(tasks.end).is_ok(), "{} tasks", tasks.end);
         self.0.store(Run::pack(tasks.start as u64, tasks.end as u64), Ordering::Relaxed);
@@ -105,13 +106,13 @@ impl Pool {
             state: AtomicU32::new(CLOSED),
             sleeping: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
-            run: Run::default(),
+            run: Run::empty(),
             region: UnsafeCell::new(None),
         };
         let seats: Arc<[Seat]> = (0..threads.max(1)).map(|_| seat()).collect();
         let start = |index| {
             let seats = Arc::clone(&seats);
-            let builder = std::thread::Builder::new().name(format!("oscar-{index}"));
+            let builder = Builder::new().name(format!("oscar-{index}"));
             let handle = builder.spawn(move || work(&seats[index], index)).ok()?;
             let thread = handle.thread().clone();
             Some((handle, thread))
@@ -188,7 +189,7 @@ impl Pool {
             seat.run.set(start..end);
             start = end;
             // SAFETY: we hold `lead`, and the last region did not end before all seats were closed.
-            unsafe { *seat.region.get() = Some(erased) };
+            seat.region.with_mut(|region| unsafe { *region = Some(erased) });
         }
         let others = &self.seats[1..threads];
         others.iter().for_each(|seat| seat.state.store(OPEN, Ordering::Release));
@@ -238,7 +239,7 @@ fn close(seat: &Seat) {
 /// and then it is given away.
 pub(super) fn pause(spins: &mut u32) {
     *spins = spins.wrapping_add(1);
-    if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+    if spins.is_multiple_of(1024) { yield_now() } else { spin_loop() }
 }
 
 fn work(seat: &Seat, index: usize) {
@@ -247,7 +248,7 @@ fn work(seat: &Seat, index: usize) {
             continue;
         }
         // SAFETY: we have taken the seat, so the region was set before it opened and stays until we close it.
-        let region = unsafe { &*(*seat.region.get()).expect("an open seat has a region") };
+        let region = seat.region.with(|region| unsafe { &*(*region).expect("an open seat has a region") });
         if catch_unwind(AssertUnwindSafe(|| region(index))).is_err() {
             seat.panicked.store(true, Ordering::Relaxed);
         }
@@ -257,39 +258,39 @@ fn work(seat: &Seat, index: usize) {
 
 /// Waits for an open seat; `false` when the pool ends.
 fn wait(seat: &Seat) -> bool {
-    let idle = Instant::now();
-    let mut spins = 0u32;
+    let mut patience = Patience::new();
     loop {
         match seat.state.load(Ordering::Relaxed) {
             OPEN => return true,
             ENDED => return false,
             _ => {}
         }
-        spins = spins.wrapping_add(1);
-        if spins.is_multiple_of(256) && idle.elapsed() > SPIN {
+        if patience.is_over() {
             seat.sleeping.store(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
             if seat.state.load(Ordering::Relaxed) == CLOSED {
                 // `unpark` before `park` makes `park` return at once, so a seat opened just now is not missed.
-                std::thread::park();
+                park();
             }
             seat.sleeping.store(false, Ordering::Relaxed);
         } else {
-            std::hint::spin_loop();
+            spin_loop();
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::sync::atomic::AtomicUsize;
+    use std::time::{Duration, Instant};
+
+    use super::*;
 
     #[test]
     fn every_index_runs_once() {
         for threads in [1, 2, 3, 8] {
             let pool = Pool::new(threads);
-            for tasks in [0, 1, 2, 7, 1000] {
+            for tasks in [0, 1, 2, 7, if cfg!(miri) { 50 } else { 1000 }] {
                 let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
                 pool.for_each(tasks, |index| {
                     counts[index].fetch_add(1, Ordering::Relaxed);
@@ -322,7 +323,7 @@ mod tests {
             let begin = Instant::now();
             while !done() {
                 assert!(begin.elapsed() < Duration::from_secs(30), "{what}");
-                std::thread::yield_now();
+                yield_now();
             }
         };
         for threads in [1, 2, 3] {
@@ -359,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_run_is_taken_from_both_ends() {
-        let run = Run::default();
+        let run = Run::empty();
         run.set(3..7);
         assert_eq!([run.first(), run.last(), run.last(), run.first()], [Some(3), Some(6), Some(5), Some(4)]);
         assert_eq!((run.first(), run.last()), (None, None));
@@ -369,30 +370,31 @@ mod tests {
 
     #[test]
     fn two_threads_share_a_run_without_a_gap() {
-        let run = Run::default();
-        run.set(0..200_000);
+        let (run, tasks) = (Run::empty(), if cfg!(miri) { 500 } else { 200_000 });
+        run.set(0..tasks);
         let taken: Vec<Vec<usize>> = std::thread::scope(|scope| {
             let own = scope.spawn(|| std::iter::from_fn(|| run.first()).collect());
             let other = scope.spawn(|| std::iter::from_fn(|| run.last()).collect());
             [own, other].map(|thread| thread.join().unwrap()).into()
         });
         assert!(taken[0].iter().copied().eq(0..taken[0].len()));
-        assert!(taken[1].iter().copied().eq((taken[0].len()..200_000).rev()));
+        assert!(taken[1].iter().copied().eq((taken[0].len()..tasks).rev()));
     }
 
     #[test]
     fn many_short_regions_and_pauses() {
         let pool = Pool::new(3);
         let total = AtomicUsize::new(0);
-        for round in 0..5000 {
+        let rounds = if cfg!(miri) { 20 } else { 5000 };
+        for round in 0..rounds {
             pool.for_each(3, |_| {
                 total.fetch_add(1, Ordering::Relaxed);
             });
-            if round % 500 == 0 {
+            if round % (rounds / 10) == 0 {
                 std::thread::sleep(Duration::from_millis(2));
             }
         }
-        assert_eq!(total.load(Ordering::Relaxed), 15_000);
+        assert_eq!(total.load(Ordering::Relaxed), 3 * rounds);
     }
 
     #[test]
@@ -404,7 +406,7 @@ mod tests {
             let (mine, other) = if index == 0 { (&first, &second) } else { (&second, &first) };
             mine.store(true, Ordering::SeqCst);
             while !other.load(Ordering::SeqCst) {
-                std::thread::yield_now();
+                yield_now();
             }
         });
     }
@@ -413,7 +415,7 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_pool_lives() {
         let pool = Pool::new(2);
         // Whichever thread takes the bad task.
-        for bad in 0..64 {
+        for bad in (0..64).step_by(if cfg!(miri) { 16 } else { 1 }) {
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 pool.for_each(64, |index| assert_ne!(index, bad, "on purpose"));
             }));
@@ -432,7 +434,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    for _ in 0..100 {
+                    for _ in 0..if cfg!(miri) { 4 } else { 100 } {
                         let total = AtomicUsize::new(0);
                         pool.for_each(16, |index| {
                             total.fetch_add(index, Ordering::Relaxed);
