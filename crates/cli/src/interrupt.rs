@@ -38,6 +38,7 @@ impl Drop for Watch {
 }
 
 #[cfg(unix)]
+#[allow(unsafe_code)]
 extern "C" fn on_interrupt(_signal: libc::c_int) {
     if WATCHERS.load(Ordering::SeqCst) > 0 && !CAUGHT.swap(true, Ordering::SeqCst) {
         return;
@@ -47,6 +48,7 @@ extern "C" fn on_interrupt(_signal: libc::c_int) {
 }
 
 #[cfg(unix)]
+#[allow(unsafe_code)]
 fn install() {
     static INSTALLED: std::sync::Once = std::sync::Once::new();
     INSTALLED.call_once(|| {

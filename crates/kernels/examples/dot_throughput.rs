@@ -50,6 +50,7 @@ fn main() {
 }
 
 /// Processor time of this thread, which other work on the machine does not stretch.
+#[allow(unsafe_code)]
 fn thread_seconds() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a valid `timespec`.

@@ -9,6 +9,10 @@
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
 //! | [`cuda`] | kernels for NVIDIA GPUs, compiled at run time; builds and loads without CUDA |
 
+// Vector instructions, memory that threads share and calls of the CUDA driver: what this crate is made of. Each block says
+// why it is sound.
+#![allow(unsafe_code)]
+
 pub mod backend;
 pub mod cpu;
 pub mod cuda;

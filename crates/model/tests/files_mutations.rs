@@ -35,6 +35,7 @@ fn count(grown: usize, freed: usize) {
 }
 
 // SAFETY: every call is passed on unchanged to the system's allocator; the counters hold no memory of their own.
+#[allow(unsafe_code)]
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 0);

@@ -28,6 +28,7 @@ impl ReadAll {
     }
 
     /// Reads `memory`, with so many blocks of 512 threads per multiprocessor; what remains after 16 bytes is not read.
+    #[allow(unsafe_code)]
     pub(super) fn launch(&mut self, memory: &CudaSlice<u8>, blocks: usize) -> Result<(), CudaError> {
         let count = (memory.len() / 16) as u64;
         let blocks = (self.device.multiprocessors() * blocks.max(1)) as u32;

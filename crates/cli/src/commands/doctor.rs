@@ -194,6 +194,7 @@ fn hub_cache(directory: &Path) -> Check {
 }
 
 #[cfg(unix)]
+#[allow(unsafe_code)]
 fn free_bytes(directory: &Path) -> Option<u64> {
     use std::ffi::CString;
     use std::os::unix::ffi::OsStrExt;

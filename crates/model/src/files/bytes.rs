@@ -50,6 +50,7 @@ impl MappedFile {
 }
 
 impl AsRef<[u8]> for MappedFile {
+    #[allow(unsafe_code)]
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the mapping lives as long as `self`, and this program never writes to it or to the file. Another process
         // that shortens or rewrites the file while it is mapped can still change what we read or end the process with a

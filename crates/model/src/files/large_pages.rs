@@ -16,6 +16,7 @@ const LARGE_PAGE: usize = 2 << 20;
 /// Reads the whole large pages of a mapping of `file` into memory of this process. What the mapping holds afterwards is the
 /// same; if that fails, it is gone.
 #[cfg(target_os = "linux")]
+#[allow(unsafe_code)]
 pub(super) fn read(map: MmapRaw, file: &File) -> io::Result<MmapRaw> {
     use std::os::fd::AsRawFd;
 
@@ -81,6 +82,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
+    #[allow(unsafe_code)]
     fn whole_large_pages_no_longer_depend_on_the_file() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&vec![7; 9 << 20]).unwrap();

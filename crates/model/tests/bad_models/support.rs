@@ -276,6 +276,7 @@ thread_local! {
 }
 
 // SAFETY: every call is passed on unchanged to the system's allocator.
+#[allow(unsafe_code)]
 unsafe impl GlobalAlloc for NotingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LARGEST.set(LARGEST.get().max(layout.size()));
