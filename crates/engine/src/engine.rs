@@ -1,9 +1,7 @@
 //! The engine as its users see it: a handle to the thread that does the work.
 
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_kernels::{Backend, KernelError};
@@ -18,6 +16,9 @@ use crate::request::{GenerateOptions, Limits, Request};
 use crate::scheduler::{Command, Core, MakeAttention, Shared, Submitted, Worker, cache_event_channel};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
 use crate::settings::{EngineOptions, KvOptions};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::mpsc;
+use crate::sync::thread::{Builder, JoinHandle};
 
 /// A model with a KV cache that answers many requests at a time.
 pub struct Engine<B: Backend> {
@@ -86,7 +87,7 @@ impl<B: Backend> Engine<B> {
         };
         let limits = Limits { context: budget.context, vocabulary, choices: max_running };
         let worker = Worker::new(core, commands, Arc::clone(&shared));
-        let thread = std::thread::Builder::new()
+        let thread = Builder::new()
             .name("oscar-engine".to_owned())
             .spawn(move || worker.run())
             .map_err(|_| EngineError::Stopped)?;
@@ -207,7 +208,11 @@ impl<B: Backend> Serve for Engine<B> {
         admissible.inspect_err(|error| tracing::debug!(%error, "a request is refused"))?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         let sink = SharedSink::new(sink);
-        self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })))?;
+        let sent = self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })));
+        // Nobody will take it out of the queue, and the next one is to hear the same and not that the queue is full.
+        sent.inspect_err(|_| {
+            self.shared.queued.fetch_sub(1, Ordering::SeqCst);
+        })?;
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
     }
 

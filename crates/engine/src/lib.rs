@@ -33,6 +33,8 @@ mod engine;
 mod error;
 mod event;
 mod filter;
+#[cfg(all(test, feature = "interleavings"))]
+mod interleavings;
 mod mock;
 mod output;
 mod penalties;
@@ -41,6 +43,7 @@ mod scheduler;
 mod serve;
 mod settings;
 mod stop;
+mod sync;
 
 pub use attention::CustomAttention;
 pub use budget::{Budget, PoolBudget};

@@ -5,10 +5,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oscar_kernels::backend::Sampled;
@@ -20,6 +17,10 @@ use crate::event::{Event, FinishReason, Sink};
 use crate::output::{Decode, Output};
 use crate::request::{Limits, Request};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Mutex, MutexGuard};
 
 /// The token with which the mock ends its turn; it has no text.
 pub const MOCK_END: u32 = 0;
@@ -124,7 +125,7 @@ impl MockEngine {
         let limits =
             Limits { context: options.context, vocabulary: options.vocabulary, choices: options.max_running };
         let mut worker = Worker::new(options, receiver, Arc::clone(&shared));
-        let thread = Some(std::thread::spawn(move || worker.run()));
+        let thread = Some(thread::spawn(move || worker.run()));
         MockEngine { shared, info, limits, next_id: AtomicU64::new(1), thread }
     }
 
@@ -163,7 +164,11 @@ impl Serve for MockEngine {
         self.queue()?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         self.shared.stats().requests += 1;
-        self.send(Command::Submit(Box::new(Submitted { id, request, sink: SharedSink::new(sink) })))?;
+        let sent =
+            self.send(Command::Submit(Box::new(Submitted { id, request, sink: SharedSink::new(sink) })));
+        sent.inspect_err(|_| {
+            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
+        })?;
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
     }
 

@@ -3,15 +3,16 @@
 //! No runtime is needed: events are handed to a function on the engine's thread, and [`Answer`] is a blocking
 //! iterator for those who want one.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use oscar_kv::LedgerStats;
 
 use crate::error::EngineError;
 use crate::event::{Event, Sink, Summary};
 use crate::request::Request;
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::mpsc::{self, Receiver};
 
 /// Something that answers requests: an engine, or a mock of one.
 pub trait Serve: Send + Sync {
@@ -63,12 +64,10 @@ fn channel() -> (Sink, Receiver<Event>) {
 
 /// Adds a request to the number of those that wait, unless `most` wait already.
 pub(crate) fn reserve_queue_place(waiting: &AtomicUsize, most: usize) -> Result<(), EngineError> {
-    let queued = waiting.fetch_add(1, Ordering::SeqCst);
-    if queued >= most {
-        waiting.fetch_sub(1, Ordering::SeqCst);
-        return Err(EngineError::QueueFull { queued });
-    }
-    Ok(())
+    // In one step: whoever is refused must not be counted, not even for a moment, or somebody else is refused for it.
+    let one_more = |queued| (queued < most).then_some(queued + 1);
+    let counted = waiting.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more);
+    counted.map(drop).map_err(|queued| EngineError::QueueFull { queued })
 }
 
 /// What a handle can do to its request.

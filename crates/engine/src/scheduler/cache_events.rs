@@ -3,10 +3,11 @@
 //! Changes go through a bounded channel once a turn. If the subscriber lets it fill up, what it missed is dropped: it is told
 //! everything anew as soon as there is room in the channel.
 
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use oscar_kv::{CacheEvent, Ledger};
+
+use crate::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 /// Turns that a subscriber may be behind.
 const TURNS: usize = 256;

@@ -1,7 +1,6 @@
 //! The engine without its thread: requests are submitted and cancelled, and each turn takes all of them further.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use oscar_kernels::backend::{CacheSpec, Sampled, SealedSpec};
@@ -22,6 +21,7 @@ use crate::output::Output;
 use crate::request::Request;
 use crate::serve::{EngineStats, SequenceView, SharedSink};
 use crate::settings::EngineOptions;
+use crate::sync::atomic::{AtomicUsize, Ordering};
 
 /// Makes custom attention for a cache of so many bf16 slots.
 pub(crate) type MakeAttention<'a, B> =

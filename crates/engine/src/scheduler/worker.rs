@@ -1,8 +1,6 @@
 //! The engine's thread: commands in, turns as long as there is work, statistics out.
 
-use std::sync::atomic::AtomicUsize;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use oscar_kernels::Backend;
@@ -11,6 +9,9 @@ use oscar_kv::CacheEvent;
 use super::cache_events::{RETRY_INTERVAL, Subscriber};
 use super::core::{Core, Submitted};
 use crate::serve::EngineStats;
+use crate::sync::atomic::AtomicUsize;
+use crate::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
+use crate::sync::{Mutex, MutexGuard};
 
 /// How often a busy engine makes its statistics known.
 const STATS_INTERVAL: Duration = Duration::from_millis(100);

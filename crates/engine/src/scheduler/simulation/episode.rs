@@ -1,7 +1,6 @@
 //! One engine from its start until every request has ended.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -16,6 +15,7 @@ use crate::event::{Event, FinishReason, Summary};
 use crate::request::{GenerateOptions, Request};
 use crate::serve::{EngineStats, SharedSink};
 use crate::settings::{EngineOptions, KvOptions};
+use crate::sync::atomic::{AtomicUsize, Ordering};
 
 type Events = Arc<Mutex<Vec<(u64, Event)>>>;
 type Ended = ((u64, usize), Result<Summary, Arc<EngineError>>);
