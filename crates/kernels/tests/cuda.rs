@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     let device = match Device::open(0) {
         Ok(device) => device,
         Err(error) => {
-            println!("cuda: SKIPPED, no kernel was run: {error}");
+            println!("skipped: no CUDA kernel was run: {error}");
             return ExitCode::SUCCESS;
         }
     };

@@ -25,7 +25,7 @@ type Model = Arc<LoadedModel<CpuBackend>>;
 
 fn smollm2() -> Option<Model> {
     let Ok(path) = resolve("smollm2", FetchPolicy::Never, &Silent) else {
-        println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
+        oscar_testing::skipped("smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return None;
     };
     let backend = Arc::new(CpuBackend::new(Pool::default_threads()).unwrap());

@@ -26,7 +26,7 @@ type Model = Arc<LoadedModel<CpuBackend>>;
 
 fn smollm2() -> Option<(Model, ModelIdentity, RotationFile)> {
     let Ok(path) = resolve("smollm2", FetchPolicy::Never, &Silent) else {
-        println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
+        oscar_testing::skipped("smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return None;
     };
     let files = ModelFiles::open(&path).unwrap();

@@ -31,7 +31,7 @@ struct Reference {
 #[test]
 fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
     let Ok(path) = resolve("smollm2", FetchPolicy::Never, &Silent) else {
-        println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
+        oscar_testing::skipped("smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return;
     };
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/smollm2_reference.json");

@@ -17,7 +17,7 @@ struct Case {
 #[test]
 fn real_vocabularies_round_trip_and_agree_with_recorded_ids() {
     let Some(folder) = std::env::var_os("OSCAR_TEST_MODELS").map(PathBuf::from) else {
-        println!("skipped: OSCAR_TEST_MODELS does not name a folder of models");
+        oscar_testing::skipped("OSCAR_TEST_MODELS does not name a folder of models");
         return;
     };
     let mut checked = 0;

@@ -105,7 +105,7 @@ fn templates_render_byte_for_byte_as_in_python() {
 #[test]
 fn more_templates_render_as_in_python() {
     let Some(folder) = std::env::var_os("OSCAR_TEST_TEMPLATES") else {
-        println!("skipped: OSCAR_TEST_TEMPLATES does not name a folder of templates");
+        oscar_testing::skipped("OSCAR_TEST_TEMPLATES does not name a folder of templates");
         return;
     };
     let (compared, mut differences) = compare(Path::new(&folder));

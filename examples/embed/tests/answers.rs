@@ -13,7 +13,7 @@ fn the_example_has_at_most_forty_lines() {
 #[test]
 fn a_question_is_answered_from_a_2_bit_cache() {
     if resolve("smollm2", FetchPolicy::Never, &Silent).is_err() {
-        println!("skipped: smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
+        oscar_testing::skipped("smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return;
     }
     let run = Command::new(env!("CARGO_BIN_EXE_embed"))
