@@ -142,7 +142,7 @@ mod tests {
         let mut memory = PartialStates::default();
         for threads in [1, 2, 3] {
             let pool = Pool::new(threads);
-            for _ in 0..200 {
+            for _ in 0..if cfg!(miri) { 2 } else { 200 } {
                 let (parts, done) = (memory.prepare(&plan), Mutex::new(Vec::new()));
                 pool.for_each_in_runs(
                     plan.items.len(),
