@@ -19,6 +19,8 @@ use oscar_kernels::cuda::reference::Noise;
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
+use crate::formats::{format_name, page_layout};
+
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct AttentionBench {
@@ -137,7 +139,10 @@ pub fn run(
     let pool = Pool::new(bench.threads);
     let mut rows: Vec<AttentionRow> = Vec::new();
     for &kind in &bench.formats {
-        let format = format(kind, head_dim, bench.groups)?;
+        if kind == CacheType::Bf16 && !head_dim.is_multiple_of(2) {
+            return Err(AttentionBenchError::OddHead(head_dim));
+        }
+        let format = page_layout(kind, head_dim, bench.groups)?;
         let samples = samples(&format, head_dim)?;
         let page_bytes = format.page_bytes();
         let error = error(bench, &format, &samples)?;
@@ -166,7 +171,7 @@ pub fn run(
             };
             let row = AttentionRow {
                 kind: "attention",
-                kv: name(kind),
+                kv: format_name(kind),
                 context,
                 q_heads,
                 kv_heads,
@@ -187,23 +192,6 @@ pub fn run(
         }
     }
     Ok(slopes(bench, &rows))
-}
-
-fn name(kind: CacheType) -> &'static str {
-    match kind {
-        CacheType::Auto => CacheType::Int2.name(),
-        kind => kind.name(),
-    }
-}
-
-fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, AttentionBenchError> {
-    Ok(match kind {
-        CacheType::Bf16 if !head_dim.is_multiple_of(2) => return Err(AttentionBenchError::OddHead(head_dim)),
-        CacheType::Bf16 => PageLayout::bf16(head_dim),
-        CacheType::Fp8 => PageLayout::fp8(head_dim)?,
-        CacheType::Int4 => PageLayout::int4(head_dim, groups)?,
-        CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups)?,
-    })
 }
 
 /// Pages of random rows, quantised as plainly as their format allows: speed does not depend on how well.
@@ -416,7 +404,7 @@ fn slopes(bench: &AttentionBench, rows: &[AttentionRow]) -> Vec<AttentionSlope> 
         slope(&points.collect::<Vec<_>>())
     };
     let exact = slope(CacheType::Bf16.name());
-    let names = bench.formats.iter().map(|kind| name(*kind));
+    let names = bench.formats.iter().map(|kind| format_name(*kind));
     names
         .filter_map(|kv| {
             let us_per_1k_tokens = slope(kv)?;

@@ -13,6 +13,7 @@ mod attention;
 mod codec;
 pub mod cuda;
 mod engine;
+mod formats;
 mod model;
 mod serve;
 

@@ -10,6 +10,7 @@ use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::decode::{Case, measure, read_ceiling};
+use crate::formats::{format_name, page_layout};
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -178,7 +179,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
     let formats: Vec<(CacheType, PageLayout)> = bench
         .formats
         .iter()
-        .map(|&kind| Ok((kind, format(kind, head_dim, groups)?)))
+        .map(|&kind| Ok((kind, page_layout(kind, head_dim, groups)?)))
         .collect::<Result<_, CodecError>>()?;
     let device = Device::open(bench.card)?;
     let ceiling = read_ceiling(&device)?;
@@ -217,7 +218,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
                     kind: "cuda_attention",
                     card: device.name().to_owned(),
                     cuda: device.driver_version()?,
-                    kv: name(kind),
+                    kv: format_name(kind),
                     batch,
                     context,
                     q_heads,
@@ -243,22 +244,6 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
         }
     }
     Ok(())
-}
-
-fn name(kind: CacheType) -> &'static str {
-    match kind {
-        CacheType::Auto => CacheType::Int2.name(),
-        kind => kind.name(),
-    }
-}
-
-fn format(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
-    Ok(match kind {
-        CacheType::Bf16 => PageLayout::bf16(head_dim),
-        CacheType::Fp8 => PageLayout::fp8(head_dim)?,
-        CacheType::Int4 => PageLayout::int4(head_dim, groups)?,
-        CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups)?,
-    })
 }
 
 #[cfg(test)]

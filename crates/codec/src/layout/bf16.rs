@@ -10,7 +10,7 @@
 
 use half::bf16;
 
-use super::PAGE_TOKENS;
+use super::{PAGE_TOKENS, check_token};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_length};
 
@@ -83,14 +83,11 @@ impl Bf16Layout {
     }
 
     fn check(&self, page_bytes: usize, token: usize, channels: usize) -> Result<(), CodecError> {
-        check_length("bytes of a bf16 page", self.page_bytes(), page_bytes)?;
+        check_token("bytes of a bf16 page", self.page_bytes(), page_bytes, token)?;
         check_length("channels of a row", self.head_dim, channels)?;
         if !self.head_dim.is_multiple_of(2) {
             let reason = "bf16 pages hold channels in pairs";
             return Err(CodecError::HeadDim { head_dim: self.head_dim, reason });
-        }
-        if token >= PAGE_TOKENS {
-            return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
         }
         Ok(())
     }

@@ -14,7 +14,7 @@
 //! neighbouring tokens: what an 8-bit multiply-accumulate reads along its inner dimension. A code `c` stands for
 //! `c·scale - offset`. Codes of padded channels are zero and belong to no group.
 
-use super::{HEAD_DIM_STEP, PAGE_TOKENS};
+use super::{HEAD_DIM_STEP, PAGE_TOKENS, check_token};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_length};
 use crate::quantise::{RowFormat, ScalePair, dequantise_row, quantise_row};
@@ -130,7 +130,7 @@ impl CodeLayout {
         codes: &[u8],
         scales: &[ScalePair],
     ) -> Result<(), CodecError> {
-        self.check(page.len(), token)?;
+        check_token("bytes of a page of codes", self.page_bytes(), page.len(), token)?;
         check_length("codes of a row", self.head_dim, codes.len())?;
         check_length("scales of a row", self.groups, scales.len())?;
         let mask = self.largest_code();
@@ -156,7 +156,7 @@ impl CodeLayout {
         codes: &mut [u8],
         scales: &mut [ScalePair],
     ) -> Result<(), CodecError> {
-        self.check(page.len(), token)?;
+        check_token("bytes of a page of codes", self.page_bytes(), page.len(), token)?;
         check_length("codes of a row", self.head_dim, codes.len())?;
         check_length("scales of a row", self.groups, scales.len())?;
         let mask = self.largest_code();
@@ -184,14 +184,6 @@ impl CodeLayout {
         let mut scales = vec![(0, 0); self.groups];
         self.read_token(page, side, token, &mut codes, &mut scales)?;
         dequantise_row(&codes, &scales, self.scale_type, row)
-    }
-
-    fn check(&self, page_bytes: usize, token: usize) -> Result<(), CodecError> {
-        check_length("bytes of a page of codes", self.page_bytes(), page_bytes)?;
-        if token >= PAGE_TOKENS {
-            return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
-        }
-        Ok(())
     }
 }
 

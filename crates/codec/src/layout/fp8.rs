@@ -13,7 +13,7 @@
 //! and goes on as there. A byte stands for `value·scale`. Padded channels are zero.
 
 use super::bf16::pair_index;
-use super::{HEAD_DIM_STEP, PAGE_TOKENS};
+use super::{HEAD_DIM_STEP, PAGE_TOKENS, check_token};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_finite, check_length};
 use crate::fp8::{E4M3_LARGEST, e4m3_to_f32, f32_to_e4m3};
@@ -80,7 +80,7 @@ impl Fp8Layout {
         token: usize,
         row: &[f32],
     ) -> Result<(), CodecError> {
-        self.check(page.len(), token)?;
+        check_token("bytes of an 8-bit page", self.page_bytes(), page.len(), token)?;
         check_length("channels of a row", self.head_dim, row.len())?;
         check_finite(row, 0)?;
         let scale_bits = row_scale(row);
@@ -102,20 +102,12 @@ impl Fp8Layout {
         token: usize,
         row: &mut [f32],
     ) -> Result<(), CodecError> {
-        self.check(page.len(), token)?;
+        check_token("bytes of an 8-bit page", self.page_bytes(), page.len(), token)?;
         check_length("channels of a row", self.head_dim, row.len())?;
         let at = self.scale_position(side, token);
         let scale = ScaleType::F16.to_f32(u16::from_le_bytes([page[at], page[at + 1]]));
         for (channel, value) in row.iter_mut().enumerate() {
             *value = e4m3_to_f32(page[self.position(side, token, channel)]) * scale;
-        }
-        Ok(())
-    }
-
-    fn check(&self, page_bytes: usize, token: usize) -> Result<(), CodecError> {
-        check_length("bytes of an 8-bit page", self.page_bytes(), page_bytes)?;
-        if token >= PAGE_TOKENS {
-            return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use codes::{CodeLayout, CodeRows};
 use fp8::Fp8Layout;
 
 use crate::cache_codec::Side;
-use crate::error::CodecError;
+use crate::error::{CodecError, check_length};
 
 /// Tokens in a page. Pages are position-aligned: page `p` holds positions `[64p, 64p + 64)`.
 pub const PAGE_TOKENS: usize = 64;
@@ -127,6 +127,20 @@ impl RowEncoder {
             RowEncoder::Fp8(layout) => layout.write_token(page, side, token, row),
         }
     }
+}
+
+/// Refuses a page that does not have the bytes of its layout, and a token outside a page.
+fn check_token(
+    page: &'static str,
+    page_bytes: usize,
+    given_bytes: usize,
+    token: usize,
+) -> Result<(), CodecError> {
+    check_length(page, page_bytes, given_bytes)?;
+    if token >= PAGE_TOKENS {
+        return Err(CodecError::Shape { what: "token of a page", expected: PAGE_TOKENS, got: token });
+    }
+    Ok(())
 }
 
 /// The part of a model's shape that decides how large its KV cache is.
