@@ -15,7 +15,7 @@ use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_kernels::cuda::reference::Noise;
+use oscar_random::Random;
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
@@ -196,15 +196,15 @@ pub fn run(
 
 /// Pages of random rows, quantised as plainly as their format allows: speed does not depend on how well.
 fn samples(format: &PageLayout, head_dim: usize) -> Result<Vec<Vec<u8>>, CodecError> {
-    let mut noise = Noise(5);
-    (0..SAMPLES).map(|_| sample(format, head_dim, &mut noise)).collect()
+    let mut random = Random::new(5);
+    (0..SAMPLES).map(|_| sample(format, head_dim, &mut random)).collect()
 }
 
-fn sample(format: &PageLayout, head_dim: usize, noise: &mut Noise) -> Result<Vec<u8>, CodecError> {
+fn sample(format: &PageLayout, head_dim: usize, random: &mut Random) -> Result<Vec<u8>, CodecError> {
     let mut page = vec![0; format.page_bytes()];
     for token in 0..PAGE_TOKENS {
         let rows = [Side::Key, Side::Value]
-            .map(|side| (side, (0..head_dim).map(|_| 2.0 * noise.next()).collect::<Vec<f32>>()));
+            .map(|side| (side, (0..head_dim).map(|_| 2.0 * random.signed()).collect::<Vec<f32>>()));
         match format {
             PageLayout::Bf16(layout) => {
                 for (side, row) in &rows {
@@ -253,8 +253,8 @@ fn error(bench: &AttentionBench, format: &PageLayout, samples: &[Vec<u8>]) -> Re
 }
 
 fn queries(len: usize) -> Vec<f32> {
-    let mut noise = Noise(6);
-    (0..len).map(|_| noise.next()).collect()
+    let mut random = Random::new(6);
+    (0..len).map(|_| random.signed()).collect()
 }
 
 /// The memory of all pages, of the kind that pools have; grows and is filled only once.

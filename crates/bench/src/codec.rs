@@ -12,7 +12,7 @@ use oscar_codec::{
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
-use oscar_kernels::cuda::reference::Noise;
+use oscar_random::Random;
 use serde::Serialize;
 
 /// What to measure.
@@ -208,22 +208,22 @@ struct Prepared {
 
 /// A dense rotation (a Hadamard matrix behind a reflection) and a mean.
 fn transform(head_dim: usize) -> Result<HeadTransform, CodecError> {
-    let mut noise = Noise(1);
-    let normal: Vec<f64> = (0..head_dim).map(|_| f64::from(noise.next())).collect();
+    let mut random = Random::new(1);
+    let normal: Vec<f64> = (0..head_dim).map(|_| f64::from(random.signed())).collect();
     let length: f64 = normal.iter().map(|x| x * x).sum();
     let reflection = SquareMatrix::from_fn(head_dim, |i, j| {
         f64::from(u8::from(i == j)) - 2.0 * normal[i] * normal[j] / length
     });
-    let mean = (0..head_dim).map(|_| noise.next() * 4.0).collect();
+    let mean = (0..head_dim).map(|_| random.signed() * 4.0).collect();
     HeadTransform::new(Some(mean), &reflection.multiply(&hadamard::matrix(head_dim)))
 }
 
 /// Rows like those of keys: bell-shaped, with channels of very different sizes.
 fn input(head_dim: usize, rows: usize) -> Vec<f32> {
-    let mut noise = Noise(2);
-    let sizes: Vec<f32> = (0..head_dim).map(|_| (2.0 * noise.next()).exp()).collect();
+    let mut random = Random::new(2);
+    let sizes: Vec<f32> = (0..head_dim).map(|_| (2.0 * random.signed()).exp()).collect();
     let mut value = |channel: usize| {
-        half::bf16::from_f32((noise.next() + noise.next() + noise.next()) * sizes[channel]).to_f32()
+        half::bf16::from_f32((random.signed() + random.signed() + random.signed()) * sizes[channel]).to_f32()
     };
     (0..rows * head_dim).map(|index| value(index % head_dim)).collect()
 }

@@ -6,7 +6,8 @@ mod support;
 
 use oscar_codec::baselines::{self, KeyMeans, Kitty, Kivi, NAMES, TurboQuant};
 use oscar_codec::{CacheCodec, CodecError, HeadIndex, Side, Windows};
-use support::{Random, relative_error};
+use oscar_random::Random;
+use support::relative_error;
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 
@@ -74,7 +75,7 @@ fn names_are_complete_and_strangers_are_refused() {
 /// Relative squared error on Gaussian rows, against what each quantiser's theory says.
 #[test]
 fn errors_on_gaussian_rows_are_what_theory_says() {
-    let rows = Random::new(1).gaussians(1024 * 128);
+    let rows = Random::new(1).normal_vec(1024 * 128);
     for (name, low, high) in [
         ("bf16", 0.0, 4e-6),
         ("fp8", 2e-4, 1e-3),
@@ -112,7 +113,7 @@ fn each_idea_pays_on_its_own_kind_of_data() {
     let mut random = Random::new(2);
     // Loud fixed channels, as in keys.
     let loud: Vec<f32> =
-        (0..512 * 64).map(|i| random.gaussian() as f32 * if i % 64 < 4 { 30.0 } else { 1.0 }).collect();
+        (0..512 * 64).map(|i| random.normal() as f32 * if i % 64 < 4 { 30.0 } else { 1.0 }).collect();
     let quiet_error = |codec: &dyn CacheCodec| {
         let mut back = loud.clone();
         codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
@@ -127,7 +128,7 @@ fn each_idea_pays_on_its_own_kind_of_data() {
 
     // A single spike per row: a Hadamard over all channels spreads it, blocks of 16 less so.
     let spikes: Vec<f32> = (0..512 * 64)
-        .map(|i| random.gaussian() as f32 + if i % 64 == (i / 64) % 64 { 40.0 } else { 0.0 })
+        .map(|i| random.normal() as f32 + if i % 64 == (i / 64) % 64 { 40.0 } else { 0.0 })
         .collect();
     let spiked = |name: &str| error_of(codec(name, 64).as_ref(), Side::Key, &spikes);
     assert!(spiked("int4") < spiked("saw-int4"), "{} {}", spiked("int4"), spiked("saw-int4"));
@@ -137,8 +138,8 @@ fn each_idea_pays_on_its_own_kind_of_data() {
 #[test]
 fn centred_keys_survive_a_huge_constant() {
     let mut random = Random::new(3);
-    let mean: Vec<f32> = random.gaussians(64).iter().map(|x| 100.0 * x).collect();
-    let rows: Vec<f32> = (0..128 * 64).map(|i| mean[i % 64] + random.gaussian() as f32).collect();
+    let mean: Vec<f32> = random.normal_vec(64).iter().map(|x| 100.0 * x).collect();
+    let rows: Vec<f32> = (0..128 * 64).map(|i| mean[i % 64] + random.normal() as f32).collect();
     let means = KeyMeans::new(2, vec![vec![0.0; 64], mean]).unwrap();
     let centred = baselines::by_name("int4", 64, Some(means)).unwrap();
     let head = HeadIndex { layer: 0, head: 1 };
@@ -195,7 +196,7 @@ fn not_a_number_is_named_and_nothing_changes() {
     for name in NAMES {
         let codec = codec(name, 64);
         for side in [Side::Key, Side::Value] {
-            let mut rows = Random::new(4).gaussians(256 * 64);
+            let mut rows = Random::new(4).normal_vec(256 * 64);
             rows[200 * 64 + 33] = f32::INFINITY;
             let before = rows.clone();
             let error = codec.round_trip(HEAD, side, &mut rows).unwrap_err();
@@ -213,11 +214,11 @@ fn keys_come_in_whole_token_groups() {
         (Box::new(Kitty::new(64).unwrap()), 128),
     ] {
         assert_eq!(codec.token_group(), group);
-        let mut rows = Random::new(5).gaussians((group + 1) * 64);
+        let mut rows = Random::new(5).normal_vec((group + 1) * 64);
         assert!(codec.round_trip(HEAD, Side::Key, &mut rows).is_err());
         assert!(codec.round_trip(HEAD, Side::Value, &mut rows).is_ok());
         // Groups are independent: the second half encodes the same with or without the first.
-        let mut both = Random::new(6).gaussians(2 * group * 64);
+        let mut both = Random::new(6).normal_vec(2 * group * 64);
         let mut second = both[group * 64..].to_vec();
         codec.round_trip(HEAD, Side::Key, &mut both).unwrap();
         codec.round_trip(HEAD, Side::Key, &mut second).unwrap();
@@ -227,7 +228,7 @@ fn keys_come_in_whole_token_groups() {
 
 #[test]
 fn turboquant_is_seeded_and_keeps_directions() {
-    let rows = Random::new(7).gaussians(64 * 64);
+    let rows = Random::new(7).normal_vec(64 * 64);
     let read = |seed| {
         let mut back = rows.clone();
         TurboQuant::new(64, seed).unwrap().round_trip(HEAD, Side::Key, &mut back).unwrap();

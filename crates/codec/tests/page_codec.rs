@@ -9,7 +9,8 @@ use oscar_codec::{
     CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS,
     PageCodec, PageLayout, Rule, ScaleType, Side,
 };
-use support::{Random, random_rotation, relative_error};
+use oscar_random::Random;
+use support::{random_rotation, relative_error};
 
 const DIMS: [usize; 6] = [32, 48, 64, 96, 128, 256];
 const HEAD: HeadIndex = HeadIndex { layer: 1, head: 1 };
@@ -26,7 +27,7 @@ fn int2(head_dim: usize, groups: usize, published: bool) -> PageCodec {
         heads
             .map(|head| {
                 let rotation = Composition::RHPbr.compose(&random_rotation(head_dim, head));
-                let mean = random.gaussians(head_dim);
+                let mean = random.normal_vec(head_dim);
                 let transform = if published {
                     HeadTransform::published(&rotation).unwrap()
                 } else {
@@ -42,7 +43,7 @@ fn int2(head_dim: usize, groups: usize, published: bool) -> PageCodec {
 
 fn means(head_dim: usize) -> Vec<Vec<f32>> {
     let mut random = Random::new(40);
-    (0..6).map(|_| random.gaussians(head_dim).iter().map(|x| 30.0 * x).collect()).collect()
+    (0..6).map(|_| random.normal_vec(head_dim).iter().map(|x| 30.0 * x).collect()).collect()
 }
 
 /// Rows as the cache would hold them.
@@ -118,7 +119,7 @@ fn windows_seal_to_the_bytes_of_their_rows() {
         assert_eq!(codec.name(), "test");
         for head in [HEAD, HeadIndex { layer: 2, head: 0 }] {
             let mut random = Random::new(41);
-            let (keys, values) = (random.gaussians(64 * dim), random.gaussians(64 * dim));
+            let (keys, values) = (random.normal_vec(64 * dim), random.normal_vec(64 * dim));
             let mut expected = vec![0; codec.head_bytes(head.layer)];
             codec.encode_rows(head, Side::Key, &keys, &mut expected).unwrap();
             codec.encode_rows(head, Side::Value, &values, &mut expected).unwrap();
@@ -139,9 +140,9 @@ fn the_safe_tiers_do_what_the_lab_measures() {
         let means = means(dim);
         let mean = means[HEAD.layer * 2 + HEAD.head].clone();
         let around = |random: &mut Random| -> Vec<f32> {
-            (0..64 * dim).map(|i| mean[i % dim] + random.gaussian() as f32).collect()
+            (0..64 * dim).map(|i| mean[i % dim] + random.normal() as f32).collect()
         };
-        let (keys, values) = (around(&mut random), random.gaussians(64 * dim));
+        let (keys, values) = (around(&mut random), random.normal_vec(64 * dim));
         let centre =
             |rows: &[f32]| -> Vec<f32> { rows.iter().enumerate().map(|(i, x)| x - mean[i % dim]).collect() };
         let lab_means = KeyMeans::new(2, means.clone()).unwrap();
@@ -182,7 +183,7 @@ fn centring_is_what_the_means_are_for() {
     let means = means(dim);
     let mean = means[HEAD.layer * 2 + HEAD.head].clone();
     let mut random = Random::new(43);
-    let keys: Vec<f32> = (0..64 * dim).map(|i| mean[i % dim] + random.gaussian() as f32).collect();
+    let keys: Vec<f32> = (0..64 * dim).map(|i| mean[i % dim] + random.normal() as f32).collect();
     let error = |codec: PageCodec| relative_error(&keys, &read_back(&codec, HEAD, &keys, &keys)[0]);
     let centred = error(PageCodec::int4(geometry(dim), Some(means.clone())).unwrap());
     assert!(centred < 0.1 * error(PageCodec::int4(geometry(dim), None).unwrap()));
@@ -196,7 +197,7 @@ fn layers_kept_in_bf16_lose_nothing() {
     let codec = int2(dim, 1, false).keep_bf16(&[1]).unwrap();
     let mut random = Random::new(44);
     let mut rows = || -> Vec<f32> {
-        random.gaussians(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect()
+        random.normal_vec(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect()
     };
     let (keys, values) = (rows(), rows());
     assert_eq!(read_back(&codec, HEAD, &keys, &values), [keys, values]);
@@ -212,7 +213,7 @@ fn bad_pages_are_refused_and_nothing_changes() {
         PageCodec::fp8(geometry(dim), None).unwrap().keep_bf16(&[0, 1, 2]).unwrap(),
     ];
     for codec in codecs {
-        let rows = Random::new(45).gaussians(64 * dim);
+        let rows = Random::new(45).normal_vec(64 * dim);
         let mut page = vec![0x5a; codec.head_bytes(HEAD.layer)];
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut broken = rows.clone();
@@ -253,7 +254,7 @@ fn bad_pages_are_refused_and_nothing_changes() {
 #[test]
 fn degenerate_rows_seal_and_come_back_finite() {
     let dim = 64;
-    let mut rows = Random::new(46).gaussians(64 * dim);
+    let mut rows = Random::new(46).normal_vec(64 * dim);
     rows[..dim].fill(0.0);
     rows[dim..2 * dim].fill(-0.0);
     rows[2 * dim..3 * dim].fill(7.5);

@@ -11,8 +11,9 @@ use oscar_codec::{
     KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
     hadamard,
 };
+use oscar_random::Random;
 use proptest::prelude::*;
-use support::{Random, random_rotation, relative_error};
+use support::{random_rotation, relative_error};
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 const SIDES: [Side; 2] = [Side::Key, Side::Value];
@@ -47,7 +48,7 @@ fn codec(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
     let transform = if published {
         HeadTransform::published(&rotation).unwrap()
     } else {
-        let mean = Random::new(8).gaussians(dim);
+        let mean = Random::new(8).normal_vec(dim);
         HeadTransform::new(Some(mean), &rotation).unwrap()
     };
     one_head(CodeLayout::new(2, dim, groups).unwrap(), transform, rule, published)
@@ -63,7 +64,7 @@ fn codes_lie_where_the_documentation_says() {
         let mut random = Random::new(dim as u64);
         let mut expected = [vec![0_u8; 64 * dim], vec![0_u8; 64 * dim]];
         for (side, codes) in SIDES.into_iter().zip(&mut expected) {
-            codes.iter_mut().for_each(|code| *code = (random.uniform() * f64::from(levels)) as u8);
+            codes.iter_mut().for_each(|code| *code = (random.fraction() * f64::from(levels)) as u8);
             for (token, codes) in codes.chunks(dim).enumerate() {
                 layout
                     .write_token(&mut page, side, token, codes, &[(token as u16, 1000 + token as u16)])
@@ -131,7 +132,7 @@ fn eight_bit_pages_lie_in_the_order_of_bf16_pages() {
         let mut used = vec![0_u8; layout.page_bytes()];
         let mut page = vec![0xa5; layout.page_bytes()];
         let mut random = Random::new(dim as u64);
-        let rows = SIDES.map(|_| random.gaussians(64 * dim));
+        let rows = SIDES.map(|_| random.normal_vec(64 * dim));
         for token in 0..64 {
             for channel in 0..padded {
                 let key = channel / 2 * 128 + 2 * token + channel % 2;
@@ -184,10 +185,10 @@ fn both_layouts_hold_the_same_codes() {
         let codec = codec(dim, groups, rule, published);
         let layout = &code_layout(&codec);
         let mut random = Random::new(11);
-        let mut keys = random.gaussians(64 * dim);
+        let mut keys = random.normal_vec(64 * dim);
         // A constant row: its f16 scale underflows under the published rule.
         keys[..dim].fill(0.0);
-        let page = encode_page(&codec, &keys, &random.gaussians(64 * dim));
+        let page = encode_page(&codec, &keys, &random.normal_vec(64 * dim));
         let mut back = vec![0; page.len()];
         for side in SIDES {
             let reference = quartered::from_page(layout, side, &page).unwrap();
@@ -219,7 +220,7 @@ fn both_layouts_hold_the_same_codes() {
 #[test]
 fn padding_is_counted_and_changes_nothing() {
     let codec = codec(48, 1, Rule::Clip(0.92), false);
-    let rows = Random::new(12).gaussians(64 * 48);
+    let rows = Random::new(12).normal_vec(64 * 48);
     let page = encode_page(&codec, &rows, &rows);
     assert_eq!(page.len(), 2560);
     assert_eq!(codec.token_bytes(48), 40.0);
@@ -249,7 +250,7 @@ fn padding_is_counted_and_changes_nothing() {
 fn a_token_encodes_the_same_whichever_way_its_page_is_sealed() {
     for published in [false, true] {
         let codec = codec(64, 1, Rule::Clip(0.96), published);
-        let rows = Random::new(13).gaussians(64 * 64);
+        let rows = Random::new(13).normal_vec(64 * 64);
         let page = encode_page(&codec, &rows, &rows);
         let mut pieces = vec![0xa5; page.len()];
         let mut rotated = [0.0; 64];
@@ -270,7 +271,7 @@ fn identity_rotation_without_clip_is_the_bare_quantiser() {
     let layout = CodeLayout::new(2, dim, 4).unwrap().with_scales(ScaleType::Bf16);
     let codec = one_head(layout, HeadTransform::identity(dim), Rule::MIN_MAX, true);
     let rows: Vec<f32> =
-        Random::new(14).gaussians(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
+        Random::new(14).normal_vec(64 * dim).iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
     let page = encode_page(&codec, &rows, &rows);
     let format = row_format(&codec, Side::Key);
     for (token, row) in rows.chunks(dim).enumerate() {
@@ -289,7 +290,7 @@ fn identity_rotation_without_clip_is_the_bare_quantiser() {
 fn rotated_rows_come_back() {
     for published in [false, true] {
         let codec = codec(128, 8, Rule::Clip(0.99), published);
-        let rows = Random::new(15).gaussians(256 * 128);
+        let rows = Random::new(15).normal_vec(256 * 128);
         let mut back = rows.clone();
         codec.round_trip(HEAD, Side::Key, &mut back).unwrap();
         let cosines = rows.chunks(128).zip(back.chunks(128)).map(|(a, b)| {
@@ -306,9 +307,9 @@ fn rotation_and_centring_pay_where_they_should() {
     let mut random = Random::new(16);
     let dim = 64;
     // A few loud channels and a large constant per channel, as real keys have.
-    let mean: Vec<f32> = random.gaussians(dim).iter().map(|x| 20.0 * x).collect();
+    let mean: Vec<f32> = random.normal_vec(dim).iter().map(|x| 20.0 * x).collect();
     let rows: Vec<f32> = (0..256 * dim)
-        .map(|i| mean[i % dim] + random.gaussian() as f32 * if i % dim < 3 { 8.0 } else { 1.0 })
+        .map(|i| mean[i % dim] + random.normal() as f32 * if i % dim < 3 { 8.0 } else { 1.0 })
         .collect();
     let error = |mean: Option<Vec<f32>>, rotation: &SquareMatrix| {
         let transform = HeadTransform::new(mean, rotation).unwrap();
@@ -328,7 +329,7 @@ fn rotation_and_centring_pay_where_they_should() {
 #[test]
 fn bad_rows_are_named_and_nothing_changes() {
     let codec = codec(64, 1, Rule::Search, false);
-    let mut rows = Random::new(17).gaussians(100 * 64);
+    let mut rows = Random::new(17).normal_vec(100 * 64);
     rows[70 * 64 + 9] = f32::NAN;
     let before: Vec<u32> = rows.iter().map(|x| x.to_bits()).collect();
     for side in SIDES {
@@ -396,7 +397,7 @@ proptest! {
     fn rotations_keep_norms(seed: u64, dim in prop::sample::select(vec![32_usize, 48, 64, 96, 128])) {
         let rotation = Composition::RHPbr.compose(&random_rotation(dim, seed));
         let transform = HeadTransform::new(None, &rotation).unwrap();
-        let row = Random::new(seed).gaussians(dim);
+        let row = Random::new(seed).normal_vec(dim);
         let (mut rotated, mut back) = (vec![0.0; dim], vec![0.0; dim]);
         transform.apply(&row, &mut rotated);
         let norm = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
@@ -414,7 +415,7 @@ proptest! {
         published: bool,
     ) {
         let codec = codec(dim, groups, Rule::Clip(0.96), published);
-        let mut rows = Random::new(seed).gaussians(tokens * dim);
+        let mut rows = Random::new(seed).normal_vec(tokens * dim);
         let exact = rows.clone();
         codec.round_trip(HEAD, Side::Value, &mut rows).unwrap();
         prop_assert!(rows.iter().all(|x| x.is_finite()));

@@ -7,8 +7,8 @@ mod support;
 use oscar_codec::quantise::{RowFormat, clip_threshold, dequantise_row, quantise_row};
 use oscar_codec::rule::clip_index;
 use oscar_codec::{CodecError, Rule, ScaleType};
+use oscar_random::Random;
 use proptest::prelude::*;
-use support::Random;
 
 const RULES: [Rule; 6] =
     [Rule::MIN_MAX, Rule::Clip(0.92), Rule::Clip(0.96), Rule::Clip(1.0), Rule::Gaussian, Rule::Search];
@@ -50,7 +50,7 @@ fn clipped(row: &[f32], rule: Rule) -> Vec<f32> {
 #[test]
 fn mean_squared_errors_of_the_published_table() {
     let mut random = Random::new(1);
-    let rows = random.gaussians(3000 * 128);
+    let rows = random.normal_vec(3000 * 128);
     let measure = |rule, scale_type, published| {
         let format = format(1, rule, scale_type, published);
         let error: f64 = rows
@@ -85,7 +85,7 @@ fn mean_squared_errors_of_the_published_table() {
 /// More levels divide the error as the uniform quantiser's theory says.
 #[test]
 fn three_and_four_bits_share_the_code() {
-    let rows = Random::new(2).gaussians(500 * 128);
+    let rows = Random::new(2).normal_vec(500 * 128);
     // Max 1960: distortion of the best uniform 4-, 8- and 16-level quantiser of a Gaussian.
     for (levels, expected) in [(4, 0.1188), (8, 0.0374), (16, 0.01154)] {
         let format = RowFormat { levels, ..format(1, Rule::Gaussian, ScaleType::F16, false) };
@@ -105,7 +105,7 @@ fn published_codes_follow_the_published_formula() {
     let mut random = Random::new(3);
     for (dim, groups, ratio) in [(64, 1, 0.96), (128, 1, 0.92), (128, 8, 0.95), (64, 4, 0.0), (256, 4, 0.9)] {
         for _ in 0..50 {
-            let row = random.gaussians(dim);
+            let row = random.normal_vec(dim);
             let rule = Rule::Clip(ratio);
             let result = quantise(&row, &format(groups, rule, ScaleType::Bf16, true));
             let clipped = clipped(&row, rule);
@@ -145,7 +145,7 @@ fn ratios_of_zero_and_one_are_min_max() {
     let mut random = Random::new(4);
     for groups in [1, 4] {
         for published in [false, true] {
-            let row = random.gaussians(64);
+            let row = random.normal_vec(64);
             let plain = quantise(&row, &format(groups, Rule::MIN_MAX, ScaleType::F16, published));
             for ratio in [0.0, -1.0, 1.0] {
                 let same = quantise(&row, &format(groups, Rule::Clip(ratio), ScaleType::F16, published));
@@ -157,7 +157,7 @@ fn ratios_of_zero_and_one_are_min_max() {
 
 fn nasty_rows() -> Vec<(&'static str, Vec<f32>)> {
     let mut random = Random::new(5);
-    let noise = random.gaussians(64);
+    let noise = random.normal_vec(64);
     let with = |f: &dyn Fn(usize, f32) -> f32| noise.iter().enumerate().map(|(i, &x)| f(i, x)).collect();
     vec![
         ("zeros", vec![0.0; 64]),
@@ -239,7 +239,7 @@ fn flat_rows_have_one_set_of_bytes() {
 fn not_a_number_is_named_and_nothing_is_written() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for rule in RULES {
-            let mut row = Random::new(6).gaussians(64);
+            let mut row = Random::new(6).normal_vec(64);
             row[41] = bad;
             let mut codes = vec![9; 64];
             let mut scales = vec![(7, 7)];
@@ -338,7 +338,7 @@ proptest! {
         let mut random = Random::new(seed);
         let mut order: Vec<usize> = (0..row.len()).collect();
         for i in (1..order.len()).rev() {
-            order.swap(i, (random.uniform() * (i + 1) as f64) as usize);
+            order.swap(i, (random.fraction() * (i + 1) as f64) as usize);
         }
         let format = format(1, rule, ScaleType::F16, published);
         let plain = quantise(&row, &format);

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use oscar_codec::{PageCodec, PageWindows};
 use oscar_engine::{Engine, EngineOptions, GenerateOptions, KvOptions, Request, Serve};
-use oscar_testing::{FaultRates, HashBackend, Random, tiny_model};
+use oscar_random::Random;
+use oscar_testing::{FaultRates, HashBackend, tiny_model};
 
 /// Writes to memory.
 struct Log(Arc<Mutex<Vec<u8>>>);

@@ -10,7 +10,7 @@ use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
 use oscar_kv::TailPolicy;
-use oscar_testing::Random;
+use oscar_random::Random;
 use support::*;
 
 #[test]

@@ -8,7 +8,7 @@ mod support;
 use std::sync::Mutex;
 
 use oscar_engine::{EngineOptions, FinishReason, GenerateOptions, Request, Serve, Summary};
-use oscar_testing::Random;
+use oscar_random::Random;
 use support::*;
 
 /// What was asked and what came of it.

@@ -19,6 +19,7 @@ use oscar_kernels::backend::{
 };
 use oscar_kernels::cpu::{Cache, CpuBackend};
 use oscar_kernels::{Backend, DType};
+use oscar_random::Random;
 
 const PARTS: [&str; 7] = ["qkv", "rope", "attention", "output", "mlp", "head", "all"];
 const STEPS: usize = 100;
@@ -134,7 +135,7 @@ fn step(
 ) -> [f64; PARTS.len()] {
     let spec = attention(shape);
     let mut hidden = backend.buffer(1, shape.hidden).unwrap();
-    hidden.first_rows_mut("a row", 1).unwrap().copy_from_slice(&numbers(shape.hidden));
+    hidden.first_rows_mut("a row", 1).unwrap().copy_from_slice(&Random::new(1).signed_vec(shape.hidden));
     let mut qkv = backend.buffer(1, spec.qkv_cols()).unwrap();
     let mut attended = backend.buffer(1, shape.q_heads * shape.d).unwrap();
     let mut logits = backend.buffer(1, shape.vocab).unwrap();
@@ -189,7 +190,7 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
     };
     let mut cache = backend.cache(&spec).unwrap();
     let spec = attention(shape);
-    let values = numbers(PAGE_TOKENS * spec.qkv_cols());
+    let values = Random::new(1).signed_vec(PAGE_TOKENS * spec.qkv_cols());
     let mut qkv = backend.buffer(PAGE_TOKENS, spec.qkv_cols()).unwrap();
     let (mut exact, mut sealed) = (vec![None; last + 1], vec![None; last + 1]);
     let mut unused = ExactSlot::first(last + 1).into_iter().flatten();
@@ -233,13 +234,4 @@ fn weight(backend: &CpuBackend, dtype: DType, rows: usize, cols: usize) -> <CpuB
     // Small numbers in every type, at any place.
     let data: Vec<u8> = (0..len).map(|i| [0x1c, 0x24, 0x1d, 0x23, 0x1b][i % 5]).collect();
     backend.weight(&StoredMatrix { bytes: Arc::new(data), offset: 0, dtype, rows, cols }).unwrap()
-}
-
-fn numbers(len: usize) -> Vec<f32> {
-    let mut state = 1_u64;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
 }

@@ -10,6 +10,7 @@ use oscar_kernels::cpu::activation::QuantisedRows;
 use oscar_kernels::cpu::dot::Dot;
 use oscar_kernels::cpu::dot::stripes::{STRIPES, Stripe};
 use oscar_kernels::cpu::isa::Isa;
+use oscar_random::Random;
 
 const COLS: usize = 2048;
 const MEMORY_BYTES: usize = 600 << 20;
@@ -61,13 +62,8 @@ fn thread_seconds() -> f64 {
 
 /// Bytes that form ordinary finite numbers in every type, at any place.
 fn filler(len: usize) -> Vec<u8> {
-    let mut state = 1u32;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(1664525).wrapping_add(1013904223);
-            (state >> 24) as u8 & 0xb7 | 0x20
-        })
-        .collect()
+    let mut random = Random::new(1);
+    (0..len).map(|_| random.next_u64() as u8 & 0xb7 | 0x20).collect()
 }
 
 /// Best of some rounds, in GB/s.

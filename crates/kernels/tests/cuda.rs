@@ -15,10 +15,11 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use oscar_codec::{CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot};
-use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
+use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
 };
+use oscar_random::Random;
 
 /// Largest relative error that passes; outputs are f32. Queries have 15 bits in products with codes, which shows where
 /// logits are in the hundreds.
@@ -249,11 +250,11 @@ impl Batch {
                 (tokens, if matches!(sealed, PageLayout::Bf16(_)) { 0 } else { sealed_pages })
             })
             .collect();
-        let mut noise = Noise(kind as u64 + 17 * d as u64 + group as u64);
+        let mut random = Random::new(kind as u64 + 17 * d as u64 + group as u64);
         let total: usize = lengths.iter().map(|(tokens, _)| tokens.div_ceil(PAGE_TOKENS)).sum();
         // Twice as many slots as pages, so that there is something to keep away from.
         let slots = 2 * total + 1;
-        let mut free = shuffled(slots - 1, &mut noise).into_iter().map(|number| number + 1);
+        let mut free = shuffled(slots - 1, &mut random).into_iter().map(|number| number + 1);
         let orders = kernel.orders();
         let mut pools = orders.map(|order| vec![0xff_u8; slots * kv_heads * order.page_bytes()]);
         let (mut tables, mut rows) = (Vec::new(), Vec::new());
@@ -268,7 +269,7 @@ impl Batch {
                     let pool = usize::from(is_sealed(page));
                     let drawn = [0, 1].map(|side| -> Vec<f32> {
                         let value = |index: usize| {
-                            let x = noise.next();
+                            let x = random.signed();
                             match kind {
                                 Kind::Offset => x + if side == 0 { 40.0 } else { 7.0 },
                                 Kind::Tiny => x * 1e-3,
@@ -286,7 +287,7 @@ impl Batch {
                         };
                         (0..PAGE_TOKENS * d).map(value).collect()
                     });
-                    let (mut bytes, rows) = random_page(&orders[pool], &drawn, &mut noise);
+                    let (mut bytes, rows) = random_page(&orders[pool], &drawn, &mut random);
                     if pool == 0 {
                         let nan = vec![f32::NAN; d];
                         let written = tokens.saturating_sub(page * PAGE_TOKENS).min(PAGE_TOKENS);
@@ -314,8 +315,10 @@ impl Batch {
         };
         let numbers = lengths.len() * kv_heads * group * d;
         let positive = matches!(kind, Kind::Growing | Kind::Needle | Kind::Spike);
-        let queries: Vec<f32> =
-            (0..numbers).map(|_| noise.next()).map(|x| factor * if positive { x.abs() } else { x }).collect();
+        let queries: Vec<f32> = (0..numbers)
+            .map(|_| random.signed())
+            .map(|x| factor * if positive { x.abs() } else { x })
+            .collect();
         let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());
         let scale = 1.0 / (d as f32).sqrt();
         let expected = queries
@@ -329,8 +332,8 @@ impl Batch {
                 queries.chunks_exact(d).enumerate().map(row).collect()
             })
             .collect();
-        let matrices = (0..kv_heads * d * d).map(|_| noise.next() * scale).collect();
-        let means = (0..kv_heads * d).map(|_| 0.1 * noise.next()).collect();
+        let matrices = (0..kv_heads * d * d).map(|_| random.signed() * scale).collect();
+        let means = (0..kv_heads * d).map(|_| 0.1 * random.signed()).collect();
         Batch { device: device.clone(), lengths, tables, pools, queries, expected, scale, matrices, means }
     }
 

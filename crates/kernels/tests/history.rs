@@ -8,6 +8,7 @@ use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::inspect::{KvRows, StandIn};
 use oscar_kernels::{Backend, Inspect};
+use oscar_random::Random;
 
 const DIM: usize = 32;
 const KV_HEADS: usize = 2;
@@ -15,13 +16,8 @@ const GROUP: usize = 3;
 const TOKENS: usize = 200;
 
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed;
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            bf16::from_f32((state >> 40) as f32 / (1u64 << 22) as f32 - 2.0).to_f32()
-        })
-        .collect()
+    let mut random = Random::new(seed);
+    (0..len).map(|_| bf16::from_f32(2.0 * random.signed()).to_f32()).collect()
 }
 
 /// From the position of a query to the end of its history.

@@ -3,21 +3,13 @@
 mod support;
 
 use oscar_kv::{Extend, LedgerOptions, PAGE_TOKENS, PageWindows, SealedPools, TailPolicy};
-use support::{Cache, Open, mix, text};
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = mix(self.0, 1);
-        ((self.0 >> 20) % end as u64) as usize
-    }
-}
+use oscar_random::Random;
+use support::{Cache, Open, text};
 
 #[test]
 fn what_could_ever_fit_fits_when_it_is_alone() {
     for seed in 0..3000_u64 {
-        let mut random = Random(mix(3, seed));
+        let mut random = Random::new(seed);
         let windows = PageWindows { sink: random.below(3), recent: random.below(4) };
         let options = LedgerOptions {
             windows,

@@ -7,6 +7,7 @@ mod support;
 use oscar_kv::{
     Extend, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, SealedPools, Shortage, TailPolicy, TreeEntry,
 };
+use oscar_random::Random;
 use support::follower::Follower;
 use support::{Cache, Flight, Open, mix};
 
@@ -14,27 +15,6 @@ use support::{Cache, Flight, Open, mix};
 const EPISODE: usize = 1000;
 /// Operations of one test; there are two.
 const OPERATIONS: usize = 550_000;
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0, 0) >> 1
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
-}
 
 /// Says how to repeat what failed.
 struct Seed(u64);
@@ -77,17 +57,18 @@ struct Episode {
 
 impl Episode {
     fn new(seed: u64) -> Episode {
-        let mut random = Random(seed);
-        let windows = PageWindows { sink: random.of(&[0, 1, 1, 2, 4]), recent: random.of(&[0, 1, 2, 2, 4]) };
+        let mut random = Random::new(seed);
+        let windows =
+            PageWindows { sink: *random.choose(&[0, 1, 1, 2, 4]), recent: *random.choose(&[0, 1, 2, 2, 4]) };
         let options = LedgerOptions {
             windows,
-            exact_pages: random.of(&[2, 8, 14, 20, 32, 60]) + random.below(8),
+            exact_pages: *random.choose(&[2, 8, 14, 20, 32, 60]) + random.below(8),
             sealed: (!random.one_in(5)).then(|| SealedPools {
-                pages: random.of(&[1, 8, 16, 32, 80]) + random.below(10),
+                pages: *random.choose(&[1, 8, 16, 32, 80]) + random.below(10),
                 scratch_pages: random.below(16),
             }),
             prefix_tree: !random.one_in(12),
-            tail: random.of(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
+            tail: *random.choose(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         };
         let mut cache = Cache::new(options);
         let follower = Follower::new(&mut cache.ledger);
@@ -101,7 +82,7 @@ impl Episode {
             return 1 + self.random.below(pages * PAGE_TOKENS);
         }
         let edge = (self.random.below(pages + 1) * PAGE_TOKENS) as isize;
-        (edge + self.random.of(&[-1, 0, 0, 1, 2, 10])).max(1) as usize
+        (edge + *self.random.choose(&[-1, 0, 0, 1, 2, 10])).max(1) as usize
     }
 
     /// A text that begins like others do and goes on somehow.
@@ -159,7 +140,7 @@ impl Episode {
 
     fn open_one(&mut self) {
         let prompt = self.prompt();
-        let salt = self.random.of(&[0, 0, 0, 5]);
+        let salt = *self.random.choose(&[0, 0, 0, 5]);
         let expected = self.random.one_in(4).then(|| self.expected_hit(salt, &prompt));
         let mut open = self.cache.open(salt, &prompt);
         let (cached, sealed_until) = (open.sequence.cached_tokens(), open.sequence.sealed_until());
@@ -172,7 +153,7 @@ impl Episode {
         self.seen.cached += usize::from(cached > 0);
         self.seen.tails += usize::from(!cached.is_multiple_of(PAGE_TOKENS));
         self.seen.cut += usize::from(sealed_until > 0);
-        let mode = self.random.of(&[Extend::Exact, Extend::Uniform]);
+        let mode = *self.random.choose(&[Extend::Exact, Extend::Uniform]);
         let rest = &prompt[cached..];
         let possible = self.possible(&open, rest.len());
         match self.cache.begin_extend(&mut open, rest, mode) {
@@ -187,7 +168,7 @@ impl Episode {
         if !matches!(open.flight, Some(Flight::Extension(_))) {
             self.cache.finish(&mut open);
             // Often many at once, so that pages fill; the checks in between are the cache's own.
-            let count = self.random.of(&[1, 1, 2, 30, 64]);
+            let count = *self.random.choose(&[1, 1, 2, 30, 64]);
             for step in 0..count {
                 let token = self.random.below(2) as u32;
                 let possible = (step == 0 || open.sequence.len().is_multiple_of(PAGE_TOKENS))
@@ -217,7 +198,7 @@ impl Episode {
             let (text, length) = (self.random.below(2) as u32, self.length(6));
             let tokens = support::text(text, length);
             let tokens = if self.random.one_in(3) { &tokens[..1] } else { &tokens };
-            let mode = self.random.of(&[Extend::Exact, Extend::Uniform]);
+            let mode = *self.random.choose(&[Extend::Exact, Extend::Uniform]);
             let possible = self.possible(&open, tokens.len());
             match self.cache.begin_extend(&mut open, tokens, mode) {
                 Ok(()) => assert!(possible.is_ok()),

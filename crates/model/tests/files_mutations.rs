@@ -13,6 +13,7 @@ use std::sync::Arc;
 use files_writer::{F32, GgufWriter, IQ2_XXS, Q8_0, array};
 use oscar_model::files::safetensors::parse_index;
 use oscar_model::files::{Gguf, JsonFile, Safetensors, TensorSource};
+use oscar_random::Random;
 use proptest::prelude::*;
 
 /// Memory in proportion to the file: the smallest entries (an empty array of 12 bytes, an empty name) become
@@ -154,33 +155,16 @@ const INDEX_SEED: &str =
 const CONFIG_SEED: &str = r#"{"hidden_size":64,"rope_theta":1e4,"architectures":["X"],"eos_token_id":[1,2],
     "tie":true,"rope_scaling":{"factor":8.0,"list":[1,2.5]},"none":null,"text":"a\u00e9\n"}"#;
 
-/// SplitMix64: small, and good enough to scatter damage.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-}
-
 /// Values that length and offset fields fear most.
 const NASTY: [u64; 10] =
     [0, 1, 31, 0x7fff_ffff, 0xffff_ffff, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, u64::MAX];
 
 fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(3) {
-        let at = random.below(bytes.len());
+        let at = random.below(bytes.len().max(1));
         match random.below(7) {
             0 if !bytes.is_empty() => bytes[at] ^= 1 << random.below(8),
-            1 if !bytes.is_empty() => bytes[at] = random.next() as u8,
+            1 if !bytes.is_empty() => bytes[at] = random.next_u64() as u8,
             2 => bytes.truncate(at),
             3 => {
                 let width = [4, 8][random.below(2)];
@@ -190,14 +174,14 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
             }
             4 => {
                 let run: Vec<u8> = bytes[at..bytes.len().min(at + 1 + random.below(24))].to_vec();
-                let to = random.below(bytes.len());
+                let to = random.below(bytes.len().max(1));
                 bytes.splice(to..to, run);
             }
             5 => {
                 let end = bytes.len().min(at + 1 + random.below(16));
                 bytes.drain(at..end);
             }
-            _ => bytes.extend((0..random.below(16)).map(|_| random.next() as u8)),
+            _ => bytes.extend((0..random.below(16)).map(|_| random.next_u64() as u8)),
         }
     }
 }
@@ -211,7 +195,7 @@ fn run(name: &str, seed_file: &[u8], attempt: fn(Vec<u8>)) {
     let rounds = from_environment("OSCAR_FUZZ_ROUNDS", 20_000);
     println!("{name}: {rounds} rounds, OSCAR_FUZZ_SEED={seed}");
     for round in 0..rounds {
-        let mut random = Random(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
+        let mut random = Random::new(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
         let mut bytes = seed_file.to_vec();
         damage(&mut bytes, &mut random);
         let shown = bytes.clone();

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use oscar_codec::{Composition, KvGeometry, Rule, SquareMatrix, hadamard};
+use oscar_random::Random;
 use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
 use oscar_rotations::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
 use oscar_rotations::{
@@ -18,20 +19,19 @@ const DIM: usize = 16;
 const HEADS: usize = 2;
 const LAYERS: usize = 3;
 
-/// Deterministic numbers in [-1, 1).
-struct Numbers(u64);
+/// Random rotations and files of them.
+struct Rotations(Random);
 
-impl Numbers {
-    fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+impl Rotations {
+    fn new(seed: u64) -> Rotations {
+        Rotations(Random::new(seed))
     }
 
     /// A rotation by Gram–Schmidt on random columns, rounded to float32 as files hold it.
     fn rotation(&mut self, dim: usize) -> SquareMatrix {
         let mut columns: Vec<Vec<f64>> = Vec::new();
         while columns.len() < dim {
-            let mut column: Vec<f64> = (0..dim).map(|_| self.next()).collect();
+            let mut column: Vec<f64> = (0..dim).map(|_| 2.0 * self.0.fraction() - 1.0).collect();
             for _ in 0..2 {
                 for other in &columns {
                     let dot: f64 = column.iter().zip(other).map(|(a, b)| a * b).sum();
@@ -68,7 +68,7 @@ impl Numbers {
                 0.5 * (metric.get(i, j) + metric.get(j, i))
             })));
             if let Some(means) = &mut side.means {
-                means.push((0..DIM).map(|_| self.next() as f32).collect());
+                means.push((0..DIM).map(|_| (2.0 * self.0.fraction() - 1.0) as f32).collect());
             }
             side.rules.push([Rule::Clip(0.96), Rule::Search, Rule::Gaussian][head % 3]);
         }
@@ -86,7 +86,7 @@ fn rounded(matrix: &SquareMatrix) -> SquareMatrix {
 }
 
 fn file(seed: u64) -> RotationFile {
-    let mut numbers = Numbers(seed);
+    let mut rotations = Rotations::new(seed);
     RotationFile {
         header: Header {
             model: "test \"model\"".to_owned(),
@@ -102,8 +102,8 @@ fn file(seed: u64) -> RotationFile {
             seed: Some(7),
             ..Header::default()
         },
-        heads: Some(numbers.set(HEADS)),
-        layers: Some(numbers.set(1)),
+        heads: Some(rotations.set(HEADS)),
+        layers: Some(rotations.set(1)),
     }
 }
 
@@ -293,7 +293,7 @@ fn verification_finds_each_kind_of_damage() {
         change(bad.heads.as_mut().expect("heads").get_mut(&1).expect("layer"));
         errors(&verify(&bad)).join("\n")
     };
-    let found = damaged(&|layer| layer.keys.rotations[1] = Numbers(99).rotation(DIM));
+    let found = damaged(&|layer| layer.keys.rotations[1] = Rotations::new(99).rotation(DIM));
     assert!(found.contains("keys per head, layer 1: rotations do not belong to their metric"), "{found}");
     let found = damaged(&|layer| layer.values.eigenvalues[0].swap(3, 9));
     assert!(found.contains("values per head, layer 1: eigenvalues are not in ascending order"), "{found}");
@@ -338,7 +338,7 @@ fn rotations_of_layers_are_checked_with_the_metrics_of_their_heads() {
     let findings = verify(&file);
     assert!(findings.is_sound() && findings.not_checked.is_empty(), "{findings:?}");
     file.layers.as_mut().expect("layers").get_mut(&2).expect("layer").keys.rotations[0] =
-        Numbers(8).rotation(DIM);
+        Rotations::new(8).rotation(DIM);
     let found = errors(&verify(&file)).join("\n");
     assert!(found.contains("keys per layer, layer 2: rotations do not belong to their metric"), "{found}");
 }
@@ -379,7 +379,7 @@ fn comparison_sees_what_changed_and_only_that() {
     let flipped =
         SquareMatrix::from_fn(DIM, |i, j| if j % 2 == 0 { -vectors.get(i, j) } else { vectors.get(i, j) });
     layer.keys.rotations[0] = Composition::RHPbr.compose(&flipped);
-    layer.keys.rotations[1] = Numbers(1).rotation(DIM);
+    layer.keys.rotations[1] = Rotations::new(1).rotation(DIM);
     layer.keys.rules[1] = Rule::MIN_MAX;
     layer.keys.means.as_mut().expect("means")[0].iter_mut().for_each(|value| *value *= 2.0);
     layer.values.eigenvalues[0].reverse();
@@ -410,8 +410,8 @@ fn interleaved_keys_are_the_same_keys() {
         assert_eq!(a.values, b.values);
         // A key in the other order, rotated by the other file, gives the same numbers; so does its cost.
         let order = interleaved_order(DIM, rotary);
-        let mut numbers = Numbers(4);
-        let key: Vec<f64> = (0..DIM).map(|_| numbers.next()).collect();
+        let mut random = Random::new(4);
+        let key: Vec<f64> = (0..DIM).map(|_| 2.0 * random.fraction() - 1.0).collect();
         let moved_key: Vec<f64> = order.iter().map(|&from| key[from]).collect();
         let rotate = |side: &SideRotations, key: &[f64]| {
             let mean = &side.means.as_ref().expect("means")[1];

@@ -7,25 +7,10 @@ use std::io::{Cursor, Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use oscar_random::Random;
 use oscar_rotations::{pt, safetensors};
 use zip::write::SimpleFileOptions;
 use zip::{ZipArchive, ZipWriter};
-
-/// xorshift64*
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-}
 
 fn rounds(default: usize) -> usize {
     std::env::var("OSCAR_FUZZ_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(default)
@@ -37,20 +22,20 @@ fn fixture(name: &str) -> Vec<u8> {
 }
 
 /// A few bytes changed, removed, repeated or inserted.
-fn damage(bytes: &[u8], numbers: &mut Numbers) -> Vec<u8> {
+fn damage(bytes: &[u8], random: &mut Random) -> Vec<u8> {
     const OPCODES: &[u8] = b"\x80\x95.(01NJKMGX)t]ae}suqrhjcQR\x85\x86\x87\x88\x89\x8a\x8c\x93\x94ibo\x81";
     let mut bytes = bytes.to_vec();
-    for _ in 0..=numbers.below(4) {
-        let at = numbers.below(bytes.len());
-        match numbers.below(6) {
-            0 => bytes[at] = numbers.next() as u8,
-            1 => bytes[at] ^= 1 << numbers.below(8),
-            2 => bytes[at] = OPCODES[numbers.below(OPCODES.len())],
-            3 => drop(bytes.drain(at..(at + 1 + numbers.below(8)).min(bytes.len()))),
-            4 => bytes.insert(at, OPCODES[numbers.below(OPCODES.len())]),
+    for _ in 0..=random.below(4) {
+        let at = random.below(bytes.len().max(1));
+        match random.below(6) {
+            0 => bytes[at] = random.next_u64() as u8,
+            1 => bytes[at] ^= 1 << random.below(8),
+            2 => bytes[at] = OPCODES[random.below(OPCODES.len())],
+            3 => drop(bytes.drain(at..(at + 1 + random.below(8)).min(bytes.len()))),
+            4 => bytes.insert(at, OPCODES[random.below(OPCODES.len())]),
             _ => {
-                let piece = bytes[at..(at + 1 + numbers.below(64)).min(bytes.len())].to_vec();
-                let to = numbers.below(bytes.len());
+                let piece = bytes[at..(at + 1 + random.below(64)).min(bytes.len())].to_vec();
+                let to = random.below(bytes.len().max(1));
                 bytes.splice(to..to, piece);
             }
         }
@@ -86,7 +71,7 @@ fn with_pickle(members: &[(String, Vec<u8>)], pickle: &[u8]) -> Vec<u8> {
 
 #[test]
 fn damaged_pickles_never_panic() {
-    let mut numbers = Numbers(0x05ca_7205_ca72);
+    let mut random = Random::new(0x05ca_7205_ca72);
     for name in ["format1_k.pt", "format2_k.pt", "shared_storage.pt", "strides.pt", "string_ids.pt"] {
         let mut archive = ZipArchive::new(Cursor::new(fixture(name))).expect("archive");
         let mut members = Vec::new();
@@ -100,7 +85,7 @@ fn damaged_pickles_never_panic() {
         assert!(check(with_pickle(&members, pickle)), "{name} itself is read");
         let mut read = 0;
         for _ in 0..rounds(1500) {
-            read += usize::from(check(with_pickle(&members, &damage(pickle, &mut numbers))));
+            read += usize::from(check(with_pickle(&members, &damage(pickle, &mut random))));
         }
         // Damage to a name or a memo number that is not used does no harm; most damage does.
         assert!(read < rounds(1500) / 2, "{name}: {read} damaged files were read");
@@ -109,11 +94,11 @@ fn damaged_pickles_never_panic() {
 
 #[test]
 fn damaged_archives_never_panic() {
-    let mut numbers = Numbers(77);
+    let mut random = Random::new(77);
     for name in ["format1_k.pt", "shared_storage.pt", "hostile_bomb_lies.pt"] {
         let bytes = fixture(name);
         for _ in 0..rounds(1500) {
-            check(damage(&bytes, &mut numbers));
+            check(damage(&bytes, &mut random));
         }
         for length in (0..bytes.len()).step_by(1 + bytes.len() / 200) {
             assert!(!check(bytes[..length].to_vec()), "{name} cut to {length} bytes");
@@ -133,9 +118,9 @@ fn damaged_safetensors_never_panic() {
     let path = folder.path().join("x.safetensors");
     safetensors::write(&path, &file).expect("write");
     let bytes = fs::read(&path).expect("bytes");
-    let mut numbers = Numbers(5);
+    let mut random = Random::new(5);
     for _ in 0..rounds(4000) {
-        let damaged = damage(&bytes, &mut numbers);
+        let damaged = damage(&bytes, &mut random);
         if let Ok(file) = safetensors::parse(&path, &damaged) {
             file.check_shapes(&path).expect("what was read is well-formed");
         }
@@ -146,7 +131,7 @@ fn damaged_safetensors_never_panic() {
     // The header alone is where most of the decisions are.
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
     for _ in 0..rounds(4000) {
-        let damaged = [&damage(&bytes[8..header], &mut numbers)[..], &bytes[header..]].concat();
+        let damaged = [&damage(&bytes[8..header], &mut random)[..], &bytes[header..]].concat();
         let length = (damaged.len() - (bytes.len() - header)) as u64;
         let _ = safetensors::parse(&path, &[&length.to_le_bytes()[..], &damaged].concat());
     }

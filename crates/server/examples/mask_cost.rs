@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use oscar_engine::TokenMask;
 use oscar_model::files::gguf::Gguf;
 use oscar_model::text::Tokenizer;
+use oscar_random::Random;
 use oscar_server::{Constraint, ForcedCalls, GrammarFactory, Tool, ToolCallFormat};
 use serde_json::json;
 
@@ -40,7 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let prototype = factory.filter(&constraint, after)?;
         let compile = start.elapsed();
         let mut times = Vec::new();
-        let mut seed = 1_u64;
+        let mut random = Random::new(1);
         for _ in 0..20 {
             let mut filter = prototype.fork();
             for step in 0..60 {
@@ -49,7 +50,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 filter.allowed(&mut mask)?;
                 times.push(start.elapsed());
                 let next: Vec<u32> = (0..mask.tokens() as u32).filter(|&token| mask.allows(token)).collect();
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let closes = |token: &&u32| {
                     tokenizer
                         .token_bytes(**token)
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 };
                 let closing = next.iter().filter(closes).copied().collect::<Vec<_>>();
                 let from = if step % 6 == 5 && !closing.is_empty() { &closing } else { &next };
-                let token = from[(seed >> 33) as usize % from.len()];
+                let token = *random.choose(from);
                 if tokenizer.is_end(token) {
                     break;
                 }

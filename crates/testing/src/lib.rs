@@ -2,17 +2,14 @@
 //!
 //! | item | what it is for |
 //! |---|---|
-//! | [`Random`] | seeded random numbers: a failure is reproduced by its seed |
 //! | [`tiny_model`] | a random model of a few kilobytes with any context length |
 //! | [`skipped`] | the line that says what a test could not do on this machine |
 //! | [`HashBackend`] | a device whose tokens are hashes of everything that a sequence may see |
 
 mod hash_backend;
-mod random;
 mod skipped;
 mod tiny_model;
 
 pub use hash_backend::{FaultCounts, FaultRates, HashBackend, HashBuffer, HashCache, HashStep};
-pub use random::Random;
 pub use skipped::skipped;
 pub use tiny_model::{tiny_model, tiny_model_with};

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageLayout, SealedSlot};
-use oscar_kernels::cuda::reference::{Noise, random_page, reference, shuffled};
+use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     CudaError, DecodeAttention, DecodeSequence, DecodeShape, Device, PageOrder, PoolView, Split, Tuning,
 };
+use oscar_random::Random;
 
 use super::read::ReadAll;
 
@@ -91,8 +92,8 @@ pub(super) fn replay(
 /// Bytes per second of a kernel that only reads, the best of several launches, on random bytes.
 pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
     let bytes = (4_usize << 30).min(device.free_memory()? / 2) & !15;
-    let mut noise = Noise(1);
-    let chunk: Vec<u8> = (0..16 << 20).map(|_| (noise.next() * 127.0) as i8 as u8).collect();
+    let mut random = Random::new(1);
+    let chunk: Vec<u8> = (0..16 << 20).map(|_| (random.signed() * 127.0) as i8 as u8).collect();
     let staged = device.stream().clone_htod(&chunk)?;
     let mut memory = device.zeroed(bytes)?;
     for begin in (0..bytes).step_by(chunk.len()) {
@@ -124,10 +125,10 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     };
     let is_sealed = |page: usize| (case.sink_pages..history_end).contains(&page);
     let sealed_pages = (0..pages).filter(|&page| is_sealed(page)).count();
-    let mut noise = Noise(11);
+    let mut random = Random::new(11);
     // Slots of each pool in random order, as after some hours of serving.
     let mut free = [pages - sealed_pages, sealed_pages]
-        .map(|count| shuffled(case.batch * count, &mut noise).into_iter());
+        .map(|count| shuffled(case.batch * count, &mut random).into_iter());
     let tables: Vec<PageTables> = (0..case.batch)
         .map(|_| {
             let slots = |page| {
@@ -149,7 +150,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     let bytes = plan.plan().bytes;
     let layers = case.pool_bytes.div_ceil(bytes.max(1)).clamp(1, 1024);
 
-    let samples = [0, 1].map(|pool| Samples::new(&kernel.orders()[pool], &mut noise));
+    let samples = [0, 1].map(|pool| Samples::new(&kernel.orders()[pool], &mut random));
     let heads = case.shape.kv_heads;
     // One slot more than pages: the dummy of a layer is the last page of the layer before.
     let pools = [(0, pages - sealed_pages), (1, sealed_pages)].map(|(pool, count): (usize, usize)| {
@@ -164,7 +165,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     };
 
     let numbers = case.batch * heads * case.shape.group * case.shape.head_dim;
-    let queries: Vec<f32> = (0..numbers).map(|_| 2.0 * noise.next()).collect();
+    let queries: Vec<f32> = (0..numbers).map(|_| 2.0 * random.signed()).collect();
     let scale = 1.0 / (case.shape.head_dim as f32).sqrt();
     let device_queries = device.stream().clone_htod(&queries)?;
     let mut out = device.stream().clone_htod(&vec![f32::NAN; numbers])?;
@@ -235,11 +236,11 @@ struct Samples {
 }
 
 impl Samples {
-    fn new(order: &PageOrder, noise: &mut Noise) -> Samples {
+    fn new(order: &PageOrder, random: &mut Random) -> Samples {
         let drawn = (0..SAMPLES).map(|_| {
             let rows =
-                [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * noise.next()).collect());
-            random_page(order, &rows, noise)
+                [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * random.signed()).collect());
+            random_page(order, &rows, random)
         });
         let (pages, rows) = drawn.unzip();
         Samples { pages, rows }

@@ -7,9 +7,10 @@ use cudarc::driver::CudaSlice;
 use half::bf16;
 use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageCodec, SealedSlot};
 use oscar_kernels::backend::{Rope, RopeLayout, SealPage};
-use oscar_kernels::cuda::reference::{Noise, shuffled};
+use oscar_kernels::cuda::reference::shuffled;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
 use oscar_kernels::cuda::{CudaError, Device, PageSealer, RowWriter, SealPools, WritePools};
+use oscar_random::Random;
 
 use super::decode::replay;
 
@@ -40,10 +41,10 @@ pub fn measure_sealing(
     let bytes = pages * slot;
     let launches = pool_bytes.div_ceil(bytes.max(1)).clamp(1, 4096);
     let slots = launches * pages + 1;
-    let mut noise = Noise(3);
-    let exact = random_pool(device, slots * slot, &mut noise)?;
+    let mut random = Random::new(3);
+    let exact = random_pool(device, slots * slot, &mut random)?;
     let mut sealed = device.zeroed(slots * codec.page_bytes())?;
-    let (from, to) = (shuffled(slots - 1, &mut noise), shuffled(slots - 1, &mut noise));
+    let (from, to) = (shuffled(slots - 1, &mut random), shuffled(slots - 1, &mut random));
     let due: Vec<SealPage> = from
         .iter()
         .zip(&to)
@@ -80,8 +81,8 @@ pub fn measure_writing(
     let writer = RowWriter::new(device, geometry, group, codec)?;
     let pages = tokens.div_ceil(PAGE_TOKENS);
     let slots = sequences * pages + 1;
-    let mut noise = Noise(4);
-    let order = shuffled(slots - 1, &mut noise);
+    let mut random = Random::new(4);
+    let order = shuffled(slots - 1, &mut random);
     let targets: Vec<RowTarget> = (0..sequences * tokens)
         .map(|row| {
             let (sequence, position) = (row / tokens, row % tokens);
@@ -96,7 +97,7 @@ pub fn measure_writing(
     };
     let step = writer.step(&targets, &rope)?;
     let cols = kv_heads * (group + 2) * head_dim;
-    let numbers: Vec<f32> = (0..targets.len() * cols).map(|_| noise.next()).collect();
+    let numbers: Vec<f32> = (0..targets.len() * cols).map(|_| random.signed()).collect();
     let rows = device.stream().clone_htod(&numbers)?;
     let mut queries =
         device.stream().clone_htod(&vec![0.0_f32; targets.len() * kv_heads * group * head_dim])?;
@@ -123,10 +124,10 @@ fn measured(seconds: &[f64], bytes: usize, launches: usize) -> MeasuredPages {
 }
 
 /// Device memory full of bf16 numbers that are about normally distributed.
-fn random_pool(device: &Device, bytes: usize, noise: &mut Noise) -> Result<CudaSlice<u8>, CudaError> {
+fn random_pool(device: &Device, bytes: usize, random: &mut Random) -> Result<CudaSlice<u8>, CudaError> {
     let mut memory = device.zeroed(bytes)?;
     let chunk: Vec<u8> = (0..(8 << 20) / 2)
-        .flat_map(|_| bf16::from_f32((0..4).map(|_| noise.next()).sum()).to_le_bytes())
+        .flat_map(|_| bf16::from_f32((0..4).map(|_| random.signed()).sum()).to_le_bytes())
         .collect();
     let staged = device.stream().clone_htod(&chunk)?;
     for begin in (0..bytes).step_by(chunk.len()) {

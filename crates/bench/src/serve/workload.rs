@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use oscar_random::Random;
+
 const WORDS: [&str; 32] = [
     "anchor", "basket", "candle", "desert", "engine", "forest", "guitar", "hammer", "island", "jacket",
     "kitchen", "ladder", "market", "needle", "ocean", "pencil", "quilt", "rocket", "summer", "ticket",
@@ -45,12 +47,12 @@ impl Workload {
     /// The prompts of a run.
     pub(super) fn prompts(&self, requests: usize) -> Vec<String> {
         let prefixes: Vec<String> = (0..self.prefixes.max(1) as u64)
-            .map(|number| words(&mut Random(self.seed ^ (number << 32)), self.prefix_words))
+            .map(|number| words(&mut Random::new(self.seed ^ (number << 32)), self.prefix_words))
             .collect();
-        let mut random = Random(self.seed.wrapping_add(1));
+        let mut random = Random::new(self.seed.wrapping_add(1));
         let prompt = |_| {
-            let prefix = if random.uniform() < self.shared {
-                prefixes[(random.uniform() * prefixes.len() as f64) as usize].clone()
+            let prefix = if random.fraction() < self.shared {
+                prefixes[(random.fraction() * prefixes.len() as f64) as usize].clone()
             } else {
                 words(&mut random, self.prefix_words)
             };
@@ -66,31 +68,13 @@ impl Workload {
 
     /// Times from one arrival to the next.
     pub(super) fn gaps(&self, rate: f64) -> impl Iterator<Item = Duration> {
-        let mut random = Random(self.seed.wrapping_add(2));
-        std::iter::from_fn(move || Some(Duration::from_secs_f64(-(1.0 - random.uniform()).ln() / rate)))
-    }
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^ (bits >> 31)
-    }
-
-    /// At least 0, below 1.
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        let mut random = Random::new(self.seed.wrapping_add(2));
+        std::iter::from_fn(move || Some(Duration::from_secs_f64(-(1.0 - random.fraction()).ln() / rate)))
     }
 }
 
 fn words(random: &mut Random, count: usize) -> String {
-    let words: Vec<&str> = (0..count).map(|_| WORDS[(random.next() % 32) as usize]).collect();
+    let words: Vec<&str> = (0..count).map(|_| WORDS[(random.next_u64() % 32) as usize]).collect();
     words.join(" ")
 }
 

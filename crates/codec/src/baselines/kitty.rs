@@ -124,18 +124,17 @@ impl CacheCodec for Kitty {
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
 
     #[test]
     fn the_loudest_channels_are_promoted_and_read_back_finer() {
         let codec = Kitty::new(16).unwrap();
-        let mut state = 1_u32;
-        let mut noise = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        let page: Vec<f32> =
-            (0..PAGE * 16).map(|i| noise() * if matches!(i % 16, 3 | 10) { 50.0 } else { 1.0 }).collect();
+        let mut random = Random::new(1);
+        let page: Vec<f32> = (0..PAGE * 16)
+            .map(|i| random.signed() * if matches!(i % 16, 3 | 10) { 50.0 } else { 1.0 })
+            .collect();
         assert_eq!(codec.mask(&page), [1 << 3, 1 << 2]);
         let bytes = codec.store_keys(&page).unwrap();
         assert_eq!(bytes.len(), codec.key_page_bytes());

@@ -143,12 +143,13 @@ fn rotate_body(head: &mut [f32], cos: &[f32], sin: &[f32], layout: RopeLayout) {
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
 
-    fn values(len: usize, seed: u32) -> Vec<f32> {
-        (0..len as u32)
-            .map(|i| (((i + 1).wrapping_mul(2654435761 ^ seed) >> 8) as f32 / 8388608.0 - 1.0) * 4.0)
-            .collect()
+    fn values(len: usize, seed: u64) -> Vec<f32> {
+        let mut random = Random::new(seed);
+        (0..len).map(|_| 4.0 * random.signed()).collect()
     }
 
     #[test]

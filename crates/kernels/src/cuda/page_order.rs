@@ -298,6 +298,8 @@ fn code_shift(bits: usize, half: usize, part: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
 
     fn orders() -> Vec<PageOrder> {
@@ -316,13 +318,8 @@ mod tests {
     }
 
     fn noise(len: usize) -> Vec<u8> {
-        let mut state = 9_u64;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 56) as u8
-            })
-            .collect()
+        let mut random = Random::new(9);
+        (0..len).map(|_| random.next_u64() as u8).collect()
     }
 
     #[test]

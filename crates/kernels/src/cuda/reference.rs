@@ -3,6 +3,7 @@
 //! For the tests of this crate and for benchmarks, which report the error of what they time.
 
 use oscar_codec::{PAGE_TOKENS, PageLayout, Side};
+use oscar_random::Random;
 
 use super::page_order::PageOrder;
 
@@ -35,7 +36,7 @@ pub fn reference<'a>(
 }
 
 /// A page that holds about these rows, with scales that differ from token to token, and what it holds exactly.
-pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -> (Vec<u8>, [Vec<f32>; 2]) {
+pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], random: &mut Random) -> (Vec<u8>, [Vec<f32>; 2]) {
     let d = order.head_dim();
     let mut cpu = vec![0; order.page_bytes()];
     let mut held = [vec![0.0; PAGE_TOKENS * d], vec![0.0; PAGE_TOKENS * d]];
@@ -59,7 +60,7 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -
                         let (low, high) = row
                             .iter()
                             .fold((f32::MAX, f32::MIN), |(low, high), &x| (low.min(x), high.max(x)));
-                        let step = ((high - low) / top * (1.0 + 0.05 * noise.next())).max(1e-4);
+                        let step = ((high - low) / top * (1.0 + 0.05 * random.signed())).max(1e-4);
                         let bits = (scale_type.to_bits(step), scale_type.to_bits(-low));
                         let (step, offset) = (scale_type.to_f32(bits.0), scale_type.to_f32(bits.1));
                         scales.push(bits);
@@ -75,29 +76,10 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], noise: &mut Noise) -
     (order.from_cpu(&cpu).expect("a page of the right size"), held)
 }
 
-/// Random numbers from -1 to 1, the same in every run.
-pub struct Noise(pub u64);
-
-impl Noise {
-    /// The next number.
-    #[allow(clippy::should_implement_trait)]
-    pub fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
-    }
-
-    /// An index below `count`.
-    pub fn below(&mut self, count: usize) -> usize {
-        (((f64::from(self.next()) + 1.0) / 2.0 * count as f64) as usize).min(count - 1)
-    }
-}
-
 /// The numbers below `count` in random order.
-pub fn shuffled(count: usize, noise: &mut Noise) -> Vec<u32> {
+pub fn shuffled(count: usize, random: &mut Random) -> Vec<u32> {
     let mut numbers: Vec<u32> = (0..count as u32).collect();
-    for last in (1..count).rev() {
-        numbers.swap(last, noise.below(last + 1));
-    }
+    random.shuffle(&mut numbers);
     numbers
 }
 
@@ -112,9 +94,9 @@ mod tests {
         for bits in [2, 4] {
             let layout = CodeLayout::new(bits, 64, 2).unwrap();
             let order = PageOrder::new(PageLayout::Codes(layout)).unwrap();
-            let mut noise = Noise(3);
-            let rows = [0, 1].map(|_| (0..64 * 64).map(|_| noise.next()).collect::<Vec<f32>>());
-            let (page, held) = random_page(&order, &rows, &mut noise);
+            let mut random = Random::new(3);
+            let rows = [0, 1].map(|_| (0..64 * 64).map(|_| random.signed()).collect::<Vec<f32>>());
+            let (page, held) = random_page(&order, &rows, &mut random);
             assert_eq!(page.len(), order.page_bytes());
             let step = 2.0 / f32::from(layout.largest_code());
             for (held, rows) in held.iter().zip(&rows) {
@@ -134,7 +116,7 @@ mod tests {
 
     #[test]
     fn shuffling_keeps_every_number() {
-        let mut numbers = shuffled(1000, &mut Noise(1));
+        let mut numbers = shuffled(1000, &mut Random::new(1));
         assert!(numbers.iter().enumerate().filter(|(i, n)| *i as u32 == **n).count() < 20);
         numbers.sort_unstable();
         assert!(numbers.into_iter().eq(0..1000));

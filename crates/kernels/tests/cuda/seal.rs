@@ -15,9 +15,10 @@ use oscar_kernels::backend::SealPage;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
 use oscar_kernels::cpu::encode::{SealScratch, Sealer};
 use oscar_kernels::cpu::isa::Isa;
-use oscar_kernels::cuda::reference::{Noise, shuffled};
+use oscar_kernels::cuda::reference::shuffled;
 use oscar_kernels::cuda::seal::SealShape;
 use oscar_kernels::cuda::{CudaError, Device, PageOrder, PageSealer, SealPools};
+use oscar_random::Random;
 
 const LAYERS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -147,17 +148,17 @@ fn int2(
 }
 
 /// One row of a kind.
-fn row(kind: usize, d: usize, noise: &mut Noise) -> Vec<f32> {
-    let gaussian = |noise: &mut Noise| (0..12).map(|_| noise.next()).sum::<f32>();
-    let constant = 3.0 * noise.next();
-    let outlier = noise.below(d);
-    let size = (20.0 * noise.next()).exp2();
+fn row(kind: usize, d: usize, random: &mut Random) -> Vec<f32> {
+    let gaussian = |random: &mut Random| (0..12).map(|_| random.signed()).sum::<f32>();
+    let constant = 3.0 * random.signed();
+    let outlier = random.below(d);
+    let size = (20.0 * random.signed()).exp2();
     (0..d)
         .map(|channel| match kind {
-            0..=2 => gaussian(noise),
+            0..=2 => gaussian(random),
             3 => constant,
             4 => {
-                if noise.next() < 0.0 {
+                if random.signed() < 0.0 {
                     0.0
                 } else {
                     -0.0
@@ -167,31 +168,32 @@ fn row(kind: usize, d: usize, noise: &mut Noise) -> Vec<f32> {
                 if channel == outlier {
                     1e4
                 } else {
-                    0.1 * noise.next()
+                    0.1 * random.signed()
                 }
             }
             6 => {
-                f32::from_bits((noise.below(128) as u32) << 16) * if noise.next() < 0.0 { -1.0 } else { 1.0 }
+                f32::from_bits((random.below(128) as u32) << 16)
+                    * if random.signed() < 0.0 { -1.0 } else { 1.0 }
             }
-            7 => 3e38 * noise.next(),
-            8 => 300.0 + gaussian(noise),
-            9 => noise.below(7) as f32 / 2.0,
+            7 => 3e38 * random.signed(),
+            8 => 300.0 + gaussian(random),
+            9 => random.below(7) as f32 / 2.0,
             10 => loop {
-                let bits = noise.below(65536) as u16;
+                let bits = random.below(65536) as u16;
                 if bf16::from_bits(bits).is_finite() {
                     break bf16::from_bits(bits).to_f32();
                 }
             },
             11 => {
-                if noise.next() < 0.0 {
+                if random.signed() < 0.0 {
                     -1.5
                 } else {
                     2.0
                 }
             }
-            12 => 1e-7 * gaussian(noise),
-            13 => 3e4 * gaussian(noise),
-            _ => size * gaussian(noise),
+            12 => 1e-7 * gaussian(random),
+            13 => 3e4 * gaussian(random),
+            _ => size * gaussian(random),
         })
         .collect()
 }
@@ -210,11 +212,11 @@ struct Pools {
 impl Pools {
     fn new(device: &Arc<Device>, codec: &Arc<PageCodec>, sealer: PageSealer, seed: u64) -> Pools {
         let d = codec.geometry().head_dim;
-        let mut noise = Noise(seed + 100);
+        let mut random = Random::new(seed + 100);
         let mut page = || {
             let mut page = vec![0; page_elements(d)];
             for token in 0..PAGE_TOKENS {
-                let [key, value] = [0, 1].map(|_| row(noise.below(15), d, &mut noise));
+                let [key, value] = [0, 1].map(|_| row(random.below(15), d, &mut random));
                 write_token(&mut page, d, token, &key, &value);
             }
             page
@@ -286,8 +288,8 @@ impl Pools {
     }
 
     fn seals_like_the_codec(&mut self) -> Vec<String> {
-        let mut noise = Noise(5);
-        let mut targets = shuffled(SEALED_SLOTS - 1, &mut noise).into_iter().map(|slot| slot + 1);
+        let mut random = Random::new(5);
+        let mut targets = shuffled(SEALED_SLOTS - 1, &mut random).into_iter().map(|slot| slot + 1);
         let mut to = |exact: usize| seal_page(exact as u32, targets.next().unwrap());
         let some: Vec<SealPage> = [3, 1, EXACT_SLOTS - 1, 6].map(&mut to).to_vec();
         let scratch: Vec<SealPage> = [EXACT_SLOTS, EXACT_SLOTS + SCRATCH_SLOTS - 1, 2].map(&mut to).to_vec();

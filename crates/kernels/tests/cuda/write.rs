@@ -11,11 +11,11 @@ use oscar_kernels::backend::{
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
-use oscar_kernels::cuda::reference::Noise;
 use oscar_kernels::cuda::write::{HeadNorm, HeadNorms, RowTarget};
 use oscar_kernels::cuda::{CudaError, Device, PageOrder, RowWriter, WritePools};
 use oscar_kernels::inspect::KvRows;
 use oscar_kernels::{Backend, DType, Inspect};
+use oscar_random::Random;
 
 const LAYERS: usize = 2;
 const EXACT_SLOTS: usize = 40;
@@ -97,14 +97,14 @@ fn cases(quick: bool) -> Vec<Case> {
     cases
 }
 
-fn numbers(len: usize, size: f32, noise: &mut Noise) -> Vec<f32> {
-    (0..len).map(|_| size * noise.next()).collect()
+fn numbers(len: usize, size: f32, random: &mut Random) -> Vec<f32> {
+    (0..len).map(|_| size * random.signed()).collect()
 }
 
-fn codec(case: &Case, noise: &mut Noise) -> Option<PageCodec> {
+fn codec(case: &Case, random: &mut Random) -> Option<PageCodec> {
     let geometry = geometry(case);
     let (d, heads) = (case.head_dim, LAYERS * case.kv_heads);
-    let mut means = || (0..heads).map(|_| numbers(d, 5.0, noise)).collect::<Vec<_>>();
+    let mut means = || (0..heads).map(|_| numbers(d, 5.0, random)).collect::<Vec<_>>();
     let int2 = |keys: Vec<HeadTransform>, values: Vec<HeadTransform>| {
         let encoders = |transforms: Vec<HeadTransform>| -> Vec<HeadEncoder> {
             let layout = CodeLayout::new(2, d, 1).unwrap();
@@ -171,8 +171,8 @@ enum Place {
 fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     let Case { head_dim: d, kv_heads, group, .. } = *case;
     let q_heads = kv_heads * group;
-    let mut noise = Noise(d as u64 * 1000 + case.pairs as u64 * 7 + group as u64);
-    let codec = codec(case, &mut noise).map(Arc::new);
+    let mut random = Random::new(d as u64 * 1000 + case.pairs as u64 * 7 + group as u64);
+    let codec = codec(case, &mut random).map(Arc::new);
     let rope = Rope {
         inverse_frequencies: (0..case.pairs).map(|pair| 0.97_f32.powi(pair as i32)).collect(),
         magnitude: 1.125,
@@ -198,12 +198,12 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     assert!(next_exact as usize <= EXACT_SLOTS && next_scratch as usize <= EXACT_SLOTS + SCRATCH_SLOTS);
     let rows: usize = sequences.iter().map(|&(_, len, _)| len).sum();
     let cols = (q_heads + 2 * kv_heads) * d;
-    let mut projected = numbers(rows * cols, 4.0, &mut noise);
+    let mut projected = numbers(rows * cols, 4.0, &mut random);
     // A row of zeros of both signs, and small and large ones.
     for (channel, x) in projected[..3 * cols].iter_mut().enumerate() {
         *x *= [0.0, 1e-30, 1e15][channel / cols];
     }
-    let gains = [0, 1].map(|_| numbers(d, 2.0, &mut noise));
+    let gains = [0, 1].map(|_| numbers(d, 2.0, &mut random));
 
     let backend = CpuBackend::with_isa(4, Isa::detect());
     let spec = CacheSpec {

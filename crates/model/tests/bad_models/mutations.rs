@@ -10,35 +10,19 @@ use std::path::{Path, PathBuf};
 use oscar_model::source::ModelPath;
 use oscar_model::text::{ChatTemplate, RenderOptions, TextError};
 use oscar_model::{ModelError, ModelFiles};
+use oscar_random::Random;
 use serde_json::{Value, json};
 
 use crate::support::{Folder, backend, fixture, run};
-
-/// SplitMix64: small, and good enough to scatter damage.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-}
 
 /// Changes a few bytes; three times out of four among the first `header` bytes, where they matter most.
 fn damage(bytes: &mut [u8], header: usize, random: &mut Random) {
     for _ in 0..1 + random.below(4) {
         let limit = if random.below(4) > 0 { header.min(bytes.len()) } else { bytes.len() };
-        let at = random.below(limit);
+        let at = random.below(limit.max(1));
         match random.below(4) {
             0 => bytes[at] ^= 1 << random.below(8),
-            1 => bytes[at] = random.next() as u8,
+            1 => bytes[at] = random.next_u64() as u8,
             // Small numbers and digits keep a file readable for longer.
             2 => bytes[at] = random.below(8) as u8,
             _ => bytes[at] = b'0' + random.below(10) as u8,
@@ -98,7 +82,7 @@ fn rounds(what: &str, path: &ModelPath, rounds: u64, mut damage: impl FnMut(&mut
     let rounds = from_environment("OSCAR_FUZZ_ROUNDS", rounds);
     let (mut loaded, mut drawn) = (0, 0);
     for round in 0..rounds {
-        let mut random = Random(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
+        let mut random = Random::new(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
         damage(&mut random);
         let outcome = catch_unwind(AssertUnwindSafe(|| match attempt(path) {
             Ok(drew) => (1, u64::from(drew)),
@@ -235,7 +219,7 @@ fn damaged_templates() {
     let seed = from_environment("OSCAR_FUZZ_SEED", 0x0b5e_55ed);
     let mut rendered = 0;
     for round in 0..from_environment("OSCAR_FUZZ_ROUNDS", 2000) {
-        let mut random = Random(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
+        let mut random = Random::new(seed ^ round.wrapping_mul(0xd134_2543_de82_ef95));
         let mut source = templates[random.below(templates.len())].clone();
         let other = templates[random.below(templates.len())].clone()
             + "{%}generation{# {{ -1 ** {%- endgeneration -%}";

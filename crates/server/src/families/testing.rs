@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use oscar_random::Random;
 use serde_json::{Value, json};
 
-use crate::grammar::testing::{Draws, draw, tokenizer, tools as grammar_tools, wrong};
+use crate::grammar::testing::{draw, tokenizer, tools as grammar_tools, wrong};
 use crate::grammar::{Constraint, ForcedCalls, GrammarFactory};
 use crate::parse::{Message, ReasoningFormat, ReasoningParser, Tool, ToolCallFormat, ToolCallParser};
 
@@ -129,12 +130,12 @@ pub(super) fn forced_calls_are_calls(format: &'static ToolCallFormat, ending: &s
     let tokenizer = tokenizer("qwen2");
     let factory = GrammarFactory::new(&tokenizer).unwrap();
     let tools = grammar_tools();
-    let mut draws = Draws(11);
+    let mut random = Random::new(11);
     for (name, parallel) in [(None, true), (None, false), (Some("get_weather"), false)] {
         let forced = ForcedCalls { format, tools: &tools, name, parallel };
         let prototype = factory.filter(&Constraint::Calls(forced), None).unwrap();
         for _ in 0..10 {
-            let text = draw(&mut *prototype.fork(), &tokenizer, &mut draws, 40, ending);
+            let text = draw(&mut *prototype.fork(), &tokenizer, &mut random, 40, ending);
             let mut parser = ToolCallParser::new(format, tools.clone().into(), "");
             let mut message = Message::default();
             message.extend(parser.push(&text));

@@ -2,6 +2,7 @@
 
 use oscar_engine::{TokenFilter, TokenMask};
 use oscar_model::text::Tokenizer;
+use oscar_random::Random;
 use serde_json::{Value, json};
 
 use crate::parse::Tool;
@@ -10,19 +11,6 @@ use crate::parse::Tool;
 pub(crate) fn tokenizer(name: &str) -> Tokenizer {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/text/tokenizers/");
     Tokenizer::from_file(format!("{folder}{name}.tokenizer.json")).unwrap()
-}
-
-/// Uniform draws, reproducible.
-pub(crate) struct Draws(pub(crate) u64);
-
-impl Draws {
-    pub(crate) fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound as u64) as usize
-    }
 }
 
 /// The tokens that may come next.
@@ -58,7 +46,7 @@ pub(crate) fn may_end(filter: &mut dyn TokenFilter, tokenizer: &Tokenizer) -> bo
 pub(crate) fn draw(
     filter: &mut dyn TokenFilter,
     tokenizer: &Tokenizer,
-    draws: &mut Draws,
+    random: &mut Random,
     mut patience: usize,
     ending: &str,
 ) -> String {
@@ -82,7 +70,7 @@ pub(crate) fn draw(
         };
         let closing: Vec<u32> = next.iter().filter(closes).copied().collect();
         let from = if step > patience && !closing.is_empty() { &closing } else { &next };
-        let token = from[draws.below(from.len())];
+        let token = from[random.below(from.len())];
         filter.accept(token).unwrap();
         if tokenizer.is_end(token) {
             return String::from_utf8(bytes).expect("an answer that ends is whole characters");

@@ -1,9 +1,10 @@
 //! Constrained answers: whatever is drawn has the shape that was asked for, and bad requests are refused.
 
 use oscar_engine::TokenFilter;
+use oscar_random::Random;
 use serde_json::{Value, json};
 
-use super::testing::{Draws, allowed, draw, feed, may_end, tokenizer, tools, wrong};
+use super::testing::{allowed, draw, feed, may_end, tokenizer, tools, wrong};
 use super::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
 use crate::parse::{Tool, ToolCallFormat};
 
@@ -52,19 +53,19 @@ fn random_answers_satisfy_their_schema() {
     for name in ["qwen2", "smollm", "llama-bpe", "spm-plain", "spm-prefix"] {
         let tokenizer = tokenizer(name);
         let factory = GrammarFactory::new(&tokenizer).unwrap();
-        let mut draws = Draws(7);
+        let mut random = Random::new(7);
         for schema in schemas() {
             let prototype = factory.json_schema(&schema).unwrap();
             for _ in 0..12 {
                 let mut filter = prototype.fork();
-                let text = draw(&mut *filter, &tokenizer, &mut draws, 30, "");
+                let text = draw(&mut *filter, &tokenizer, &mut random, 30, "");
                 let Some(value) = parse(&text) else { continue };
                 assert_eq!(wrong(&value, &schema, &schema), None, "{name}: {text}");
             }
         }
         let objects = factory.json_object().unwrap();
         for _ in 0..10 {
-            let text = draw(&mut *objects.fork(), &tokenizer, &mut draws, 20, "");
+            let text = draw(&mut *objects.fork(), &tokenizer, &mut random, 20, "");
             assert!(parse(&text).is_none_or(|value| value.is_object()), "{text}");
         }
     }
@@ -166,10 +167,10 @@ fn characters_are_never_left_half() {
 #[test]
 fn regular_expressions_and_grammars() {
     let (tokenizer, factory) = factory();
-    let mut draws = Draws(3);
+    let mut random = Random::new(3);
     for _ in 0..20 {
         let text =
-            draw(&mut *factory.regex("[0-9]{4}-[0-9]{2}/[a-f]+").unwrap(), &tokenizer, &mut draws, 12, "");
+            draw(&mut *factory.regex("[0-9]{4}-[0-9]{2}/[a-f]+").unwrap(), &tokenizer, &mut random, 12, "");
         let (left, right) = text.split_once('/').unwrap();
         assert!(left.len() == 7 && left.as_bytes()[4] == b'-', "{text}");
         assert!(!right.is_empty() && right.bytes().all(|byte| (b'a'..=b'f').contains(&byte)), "{text}");
@@ -189,7 +190,7 @@ fn regular_expressions_and_grammars() {
     let choices = ["yes".to_owned(), "yes, \"but\"\n".to_owned(), "nö".to_owned()];
     for _ in 0..10 {
         let mut filter = factory.filter(&Constraint::Choice(&choices), None).unwrap();
-        let text = draw(&mut *filter, &tokenizer, &mut draws, 20, "");
+        let text = draw(&mut *filter, &tokenizer, &mut random, 20, "");
         assert!(choices.contains(&text), "{text}");
     }
 }

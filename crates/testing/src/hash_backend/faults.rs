@@ -2,8 +2,7 @@
 
 use oscar_codec::CodecError;
 use oscar_kernels::KernelError;
-
-use crate::Random;
+use oscar_random::Random;
 
 /// A kind of operation that can fail.
 #[derive(Clone, Copy, Debug)]

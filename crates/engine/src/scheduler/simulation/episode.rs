@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use oscar_model::LoadedModel;
-use oscar_testing::{FaultRates, HashBackend, Random, tiny_model};
+use oscar_random::Random;
+use oscar_testing::{FaultRates, HashBackend, tiny_model};
 
 use super::super::core::{Core, Submitted};
 use super::reference::Reference;
@@ -186,7 +187,7 @@ impl Episode {
         let mut client = Client::new(&self.model, &self.options);
         let mut reference = Reference::new(&self.model, &self.options);
         let faults_before = backend.fault_counts();
-        backend.inject_faults(self.random.bits(), self.faults);
+        backend.inject_faults(self.random.next_u64(), self.faults);
         let mut totals = Totals::default();
         let mut ended: Vec<Ended> = Vec::new();
         let (mut next, mut pause) = (0, 0);

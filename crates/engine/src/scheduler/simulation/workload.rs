@@ -5,7 +5,8 @@ use std::sync::Arc;
 use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
 use oscar_kv::{PageNeed, TailPolicy};
 use oscar_model::LoadedModel;
-use oscar_testing::{HashBackend, Random};
+use oscar_random::Random;
+use oscar_testing::HashBackend;
 
 use crate::request::{GenerateOptions, SamplingOptions};
 use crate::settings::{EngineOptions, KvOptions, PrefillMode};
@@ -37,12 +38,12 @@ pub(super) fn engine_options(
         windows: PageWindows { sink: random.below(3), recent: random.below(4) },
         memory: None,
         prefix_tree,
-        tail: *random.pick(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
+        tail: *random.choose(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         prefill: if uniform { PrefillMode::Uniform } else { PrefillMode::Exact },
     };
     let options = EngineOptions {
         context: Some(context),
-        prefill_chunk: *random.pick(&[7, 32, 48, 64, 100, 256, 700]),
+        prefill_chunk: *random.choose(&[7, 32, 48, 64, 100, 256, 700]),
         max_running: random.between(1, 16),
         max_queued: 1000,
         kv,
@@ -62,7 +63,7 @@ pub(super) fn requests(random: &mut Random, context: usize, may_share: bool) -> 
     for index in 0..random.between(4, 40) {
         let mut prompt = match random.below(4) {
             0 if may_share => common[..random.between(1, 400).min(context / 2)].to_vec(),
-            1 if may_share && index > 0 => random.pick(&requests).prompt.clone(),
+            1 if may_share && index > 0 => random.choose(&requests).prompt.clone(),
             // Nobody else begins like this.
             _ => vec![3 + index as u32 / 100, 3 + index as u32 % 100],
         };

@@ -1,23 +1,10 @@
 use half::bf16;
 use oscar_codec::PAGE_TOKENS;
+use oscar_random::Random;
 
 use super::*;
 use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::isa::Isa;
-
-/// A small generator; the tests need spread, not quality.
-pub(in crate::cpu) struct Random(pub(in crate::cpu) u64);
-
-impl Random {
-    pub(in crate::cpu) fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((self.0 >> 40) as f32 / (1u64 << 23) as f32) - 1.0
-    }
-
-    pub(in crate::cpu) fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.next()).collect()
-    }
-}
 
 /// A sequence of one KV head: its pages, and the same keys and values as plain rows.
 struct Sequence {
@@ -46,8 +33,8 @@ impl Sequence {
 
     fn random(d: usize, len: usize, random: &mut Random) -> Sequence {
         Sequence::new(d, len, |_| {
-            let key = random.vector(d).into_iter().map(|x| x * 3.0).collect();
-            (key, random.vector(d))
+            let key = random.signed_vec(d).into_iter().map(|x| x * 3.0).collect();
+            (key, random.signed_vec(d))
         })
     }
 
@@ -130,7 +117,7 @@ const TOLERANCE: f64 = 1e-5;
 
 #[test]
 fn rows_may_begin_anywhere() {
-    let mut random = Random(17);
+    let mut random = Random::new(17);
     for d in [32, 48, 64, 128] {
         let sequence = Sequence::random(d, 260, &mut random);
         let edges = [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 259, 260];
@@ -141,7 +128,7 @@ fn rows_may_begin_anywhere() {
             .collect();
         for rows in [1, 3, 7, 20] {
             for spans in spans.chunks(rows) {
-                let q = random.vector(spans.len() * d);
+                let q = random.signed_vec(spans.len() * d);
                 for isa in Isa::available() {
                     sequence.check_spans(isa, &q, 0.2, spans, &[], TOLERANCE);
                     sequence.check_spans(isa, &q, 0.2, spans, &[1, 3], TOLERANCE);
@@ -153,7 +140,7 @@ fn rows_may_begin_anywhere() {
 
 #[test]
 fn decode_rows_agree_with_the_definition() {
-    let mut random = Random(11);
+    let mut random = Random::new(11);
     for d in [32, 48, 64, 80, 96, 128, 256] {
         let scale = 1.0 / (d as f32).sqrt();
         for len in [1, 2, 63, 64, 65, 127, 128, 129, 320, 321, 1000] {
@@ -162,7 +149,7 @@ fn decode_rows_agree_with_the_definition() {
                 if len > 321 && ![3, 6].contains(&group) {
                     continue;
                 }
-                let q = random.vector(group * d);
+                let q = random.signed_vec(group * d);
                 for isa in Isa::available().filter(|isa| *isa != Isa::Scalar || len < 130) {
                     sequence.check(isa, &q, scale, &vec![len; group], &[], TOLERANCE);
                 }
@@ -173,12 +160,12 @@ fn decode_rows_agree_with_the_definition() {
 
 #[test]
 fn prefill_rows_have_their_own_limits() {
-    let mut random = Random(12);
+    let mut random = Random::new(12);
     for d in [64, 48, 128] {
         for (start, tokens, group) in [(0, 16, 3), (50, 20, 1), (60, 5, 7), (128, 64, 1), (190, 16, 4)] {
             let sequence = Sequence::random(d, start + tokens, &mut random);
             let limits: Vec<usize> = (0..tokens * group).map(|row| start + row / group + 1).collect();
-            let q = random.vector(limits.len() * d);
+            let q = random.signed_vec(limits.len() * d);
             for isa in Isa::available() {
                 sequence.check(isa, &q, 0.2, &limits, &[], TOLERANCE);
             }
@@ -186,7 +173,7 @@ fn prefill_rows_have_their_own_limits() {
         // Limits in any order, none at all, and pages that only some rows see.
         let sequence = Sequence::random(d, 200, &mut random);
         let limits = [0, 200, 1, 64, 65, 63, 128, 129, 0, 199, 2, 100, 66, 127, 130, 3, 5, 0];
-        let q = random.vector(limits.len() * d);
+        let q = random.signed_vec(limits.len() * d);
         for isa in Isa::available() {
             sequence.check(isa, &q, 0.2, &limits, &[], TOLERANCE);
         }
@@ -195,10 +182,10 @@ fn prefill_rows_have_their_own_limits() {
 
 #[test]
 fn page_ranges_merge_to_the_whole() {
-    let mut random = Random(13);
+    let mut random = Random::new(13);
     let sequence = Sequence::random(64, 500, &mut random);
     let limits = [500, 450, 64, 10, 0];
-    let q = random.vector(limits.len() * 64);
+    let q = random.signed_vec(limits.len() * 64);
     for isa in Isa::available() {
         for ranges in [&[1][..], &[1, 2, 3, 4, 5, 6, 7], &[4], &[0, 3, 3, 7]] {
             sequence.check(isa, &q, 0.3, &limits, ranges, TOLERANCE);
@@ -208,10 +195,10 @@ fn page_ranges_merge_to_the_whole() {
 
 #[test]
 fn odd_head_dimensions_use_the_reference() {
-    let mut random = Random(14);
+    let mut random = Random::new(14);
     for d in [2, 6, 20, 36, 272] {
         let sequence = Sequence::random(d, 70, &mut random);
-        let q = random.vector(3 * d);
+        let q = random.signed_vec(3 * d);
         for isa in Isa::available() {
             sequence.check(isa, &q, 0.3, &[70, 1, 65], &[], TOLERANCE);
         }
@@ -220,18 +207,18 @@ fn odd_head_dimensions_use_the_reference() {
 
 #[test]
 fn nasty_keys() {
-    let mut random = Random(15);
+    let mut random = Random::new(15);
     let (d, len) = (64, 150);
-    let q = random.vector(3 * d);
-    let constant = Sequence::new(d, len, |_| (vec![0.7; d], random.vector(d)));
-    let mut random = Random(16);
-    let zeros = Sequence::new(d, len, |_| (vec![0.0; d], random.vector(d)));
+    let q = random.signed_vec(3 * d);
+    let constant = Sequence::new(d, len, |_| (vec![0.7; d], random.signed_vec(d)));
+    let mut random = Random::new(16);
+    let zeros = Sequence::new(d, len, |_| (vec![0.0; d], random.signed_vec(d)));
     let nothing = Sequence::new(d, len, |_| (vec![0.0; d], vec![0.0; d]));
     let huge = |at: usize| {
-        let mut random = Random(17);
+        let mut random = Random::new(17);
         Sequence::new(d, len, move |t| {
             let size = if t == at { 3e4 } else { 1.0 };
-            (random.vector(d).into_iter().map(|x| x * size).collect(), random.vector(d))
+            (random.signed_vec(d).into_iter().map(|x| x * size).collect(), random.signed_vec(d))
         })
     };
     for isa in Isa::available() {
@@ -249,14 +236,14 @@ fn nasty_keys() {
 #[test]
 fn large_constant_keys_cancel() {
     // Keys with a common part many times their spread, as Qwen2.5 has them: logits near ±300 that differ by a few.
-    let mut random = Random(18);
+    let mut random = Random::new(18);
     let d = 128;
-    let common: Vec<f32> = random.vector(d).into_iter().map(|x| x * 60.0).collect();
+    let common: Vec<f32> = random.signed_vec(d).into_iter().map(|x| x * 60.0).collect();
     let sequence = Sequence::new(d, 200, |_| {
-        (common.iter().map(|x| x + 4.0 * random.next()).collect(), random.vector(d))
+        (common.iter().map(|x| x + 4.0 * random.signed()).collect(), random.signed_vec(d))
     });
-    let mut random = Random(19);
-    let q: Vec<f32> = common.iter().map(|x| x * 0.02 + random.next() * 0.3).collect();
+    let mut random = Random::new(19);
+    let q: Vec<f32> = common.iter().map(|x| x * 0.02 + random.signed() * 0.3).collect();
     let scale = 1.0 / (d as f32).sqrt();
     for isa in Isa::available() {
         sequence.check(isa, &q, scale, &[200], &[], 5e-5);
@@ -265,10 +252,10 @@ fn large_constant_keys_cancel() {
 
 #[test]
 fn a_row_that_is_not_a_number_stays_alone() {
-    let mut random = Random(20);
+    let mut random = Random::new(20);
     let d = 64;
     let sequence = Sequence::random(d, 100, &mut random);
-    let q = random.vector(9 * d);
+    let q = random.signed_vec(9 * d);
     for isa in Isa::available() {
         let good = sequence.attend(isa, &q, 0.2, &up_to(&[100; 9]), &[]);
         let mut bad = q.clone();
@@ -315,8 +302,8 @@ fn speed() {
         for d in [64, 128] {
             let groups = if d == 64 { [1, 3, 8] } else { [1, 6, 8] };
             let elements = page_elements(d);
-            let mut random = Random(21);
-            let page: Vec<u16> = (0..elements).map(|_| bf16::from_f32(random.next()).to_bits()).collect();
+            let mut random = Random::new(21);
+            let page: Vec<u16> = (0..elements).map(|_| bf16::from_f32(random.signed()).to_bits()).collect();
             let memory: Vec<u16> = page.iter().copied().cycle().take(bytes / 2).collect();
             let pages: Vec<&[u16]> = memory.chunks_exact(elements).collect();
             let parallel = |work: &(dyn Fn(&[&[u16]]) + Sync)| {
@@ -353,7 +340,7 @@ fn speed() {
             for isa in [Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|isa| isa.is_available()) {
                 for group in groups {
                     let rate = parallel(&|pages| {
-                        let q = Random(22).vector(group * d);
+                        let q = Random::new(22).signed_vec(group * d);
                         let spans = vec![Span::up_to(pages.len() * PAGE_TOKENS); group];
                         let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
                         state.reset(group, d);
@@ -370,13 +357,13 @@ fn speed() {
     }
     for d in [64, 128] {
         let mut memory = AlignedScratch::default();
-        let mut random = Random(23);
+        let mut random = Random::new(23);
         let memory = memory.at_least::<u16>(16 * page_elements(d));
-        memory.iter_mut().for_each(|x| *x = bf16::from_f32(random.next()).to_bits());
+        memory.iter_mut().for_each(|x| *x = bf16::from_f32(random.signed()).to_bits());
         let pages: Vec<&[u16]> = memory.chunks_exact(page_elements(d)).collect();
         for isa in [Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|isa| isa.is_available()) {
             for group in [1, 3, 6, 16, 48, 64, 128] {
-                let q = Random(22).vector(group * d);
+                let q = Random::new(22).signed_vec(group * d);
                 let (mut scratch, mut state) = (AttentionScratch::default(), SoftmaxState::default());
                 let mut best = f64::MAX;
                 for _ in 0..50 {

@@ -25,7 +25,7 @@ fn geometry(head_dim: usize) -> KvGeometry {
 }
 
 fn int2(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
-    let mut noise = Noise(dim as u64);
+    let mut noise = Noise::new(dim as u64);
     let scales = if groups == 4 { ScaleType::Bf16 } else { ScaleType::F16 };
     let layout = CodeLayout::new(2, dim, groups).unwrap().with_scales(scales);
     let mut encoders = |centred: bool| -> Vec<HeadEncoder> {
@@ -53,7 +53,7 @@ fn one_head(transform: HeadTransform, rule: Rule) -> PageCodec {
 }
 
 fn means(dim: usize) -> Vec<Vec<f32>> {
-    let mut noise = Noise(77);
+    let mut noise = Noise::new(77);
     (0..4).map(|_| noise.rows(dim).iter().map(|x| 5.0 * x).collect()).collect()
 }
 
@@ -120,14 +120,14 @@ fn pages_are_those_of_the_scalar_codec() {
     for dim in DIMS {
         for codec in codecs(dim) {
             for head in HEADS {
-                let mut noise = Noise(head.layer as u64);
+                let mut noise = Noise::new(head.layer as u64);
                 check(codec.clone(), head, &noise.rows(64 * dim), &noise.rows(64 * dim)).unwrap();
             }
         }
     }
     for dim in [2, 20, 34, 100] {
         for codec in [PageCodec::int4(geometry(dim), None), PageCodec::fp8(geometry(dim), None)] {
-            let mut noise = Noise(3);
+            let mut noise = Noise::new(3);
             check(codec.unwrap(), HEADS[0], &noise.rows(64 * dim), &noise.rows(64 * dim)).unwrap();
         }
     }
@@ -136,7 +136,7 @@ fn pages_are_those_of_the_scalar_codec() {
 #[test]
 fn degenerate_pages() {
     for dim in [48, 64, 128] {
-        let mut noise = Noise(4);
+        let mut noise = Noise::new(4);
         let mut rows = noise.rows(64 * dim);
         let mut row = |token: usize, f: &dyn Fn(usize, f32) -> f32| {
             for (channel, x) in rows[token * dim..][..dim].iter_mut().enumerate() {
@@ -170,7 +170,7 @@ fn what_is_not_finite_is_named_and_nothing_is_written() {
     for codec in codecs(dim) {
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
             for (row, channel) in [(0, 0), (3, 63), (38, 5), (63, 31)] {
-                let mut noise = Noise(6);
+                let mut noise = Noise::new(6);
                 let good = noise.rows(64 * dim);
                 let mut broken = good.clone();
                 broken[row * dim + channel] = bad;
@@ -215,7 +215,7 @@ fn four_bit_blocks_are_those_of_the_scalar_quantiser() {
             {
                 let format = RowFormat { groups, rule, scale_type, published, levels: 16 };
                 for count in [1, 5, 8, 16, 30, 64] {
-                    let rows = Noise(count as u64).rows(count * dim);
+                    let rows = Noise::new(count as u64).rows(count * dim);
                     let mut blocks = vec![0.0; count.next_multiple_of(16) * dim];
                     for (at, x) in rows.iter().enumerate() {
                         let (row, channel) = (at / dim, at % dim);
@@ -270,7 +270,7 @@ fn rows_are_transformed_as_the_definition_says() {
                     _ => vec![1, 2, 9, 49],
                 };
                 for count in counts {
-                    let mut rows = Noise(dim as u64).rows(count * dim);
+                    let mut rows = Noise::new(dim as u64).rows(count * dim);
                     rows.iter_mut().step_by(7).for_each(|x| *x = -0.0);
                     for side in SIDES {
                         let transform = sealer.codec().transform(HEADS[1], side).unwrap();
@@ -299,7 +299,7 @@ fn queries_follow_the_keys_and_values_come_back() {
         };
         let head = HEADS[1];
         for count in [1, 2, 3, 6, 7, 12, 50] {
-            let rows = Noise(count as u64).rows(count * dim);
+            let rows = Noise::new(count as u64).rows(count * dim);
             let multiply = |matrix: &[f32], row: &[f32]| -> Vec<f32> {
                 (0..dim)
                     .map(|j| (0..dim).fold(0.0, |sum, i| row[i].mul_add(matrix[i * dim + j], sum)))
@@ -330,7 +330,7 @@ fn queries_follow_the_keys_and_values_come_back() {
 #[test]
 fn identities_leave_queries_and_values_alone() {
     let dim = 48;
-    let rows = Noise(9).rows(5 * dim);
+    let rows = Noise::new(9).rows(5 * dim);
     for (path, sealer) in sealers(PageCodec::fp8(geometry(dim), Some(means(dim))).unwrap()) {
         let mut scratch = SealScratch::default();
         assert!(!sealer.is_identity(HEADS[0], Side::Key) && sealer.is_identity(HEADS[0], Side::Value));
@@ -363,7 +363,7 @@ fn broken_rows_stay_broken() {
             for (path, sealer) in sealers(codec) {
                 for bad in [f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff), f32::INFINITY]
                 {
-                    let mut rows = Noise(10).rows(7 * dim);
+                    let mut rows = Noise::new(10).rows(7 * dim);
                     rows[5 * dim + 17] = bad;
                     sealer.transform_rows(HEADS[0], Side::Key, &mut rows, &mut SealScratch::default());
                     let broken = |row: &[f32]| row.iter().any(|x| !half::bf16::from_f32(*x).is_finite());
@@ -379,7 +379,7 @@ fn broken_rows_stay_broken() {
 #[test]
 fn sealing_rows_that_were_transformed_gives_the_pages_of_the_scalar_codec() {
     let (dim, head) = (64, HeadIndex { layer: 0, head: 0 });
-    let mut noise = Noise(20);
+    let mut noise = Noise::new(20);
     let transform = HeadTransform::new(Some(noise.rows(dim)), &noise.rotation(dim)).unwrap();
     let codec = one_head(transform, Rule::Search);
     let (mut keys, mut values) = (noise.rows(PAGE_TOKENS * dim), noise.rows(PAGE_TOKENS * dim));

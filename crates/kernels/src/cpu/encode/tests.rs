@@ -4,6 +4,7 @@ use oscar_codec::{
     CacheCodec, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule,
     ScaleType, Side, SquareMatrix, hadamard,
 };
+use oscar_random::Random;
 
 use super::{FastCodec, SealScratch};
 use crate::cpu::isa::Isa;
@@ -13,13 +14,17 @@ const SIDES: [Side; 2] = [Side::Key, Side::Value];
 pub(super) const RULES: [Rule; 6] =
     [Rule::Clip(0.96), Rule::Clip(0.92), Rule::MIN_MAX, Rule::Clip(0.3), Rule::Gaussian, Rule::Search];
 
-/// Numbers in -1..1, the same for the same seed.
-pub(super) struct Noise(pub(super) u64);
+/// Random rows and rotations.
+pub(super) struct Noise(Random);
 
 impl Noise {
+    pub(super) fn new(seed: u64) -> Noise {
+        Noise(Random::new(seed))
+    }
+
+    /// A number in -1..1.
     pub(super) fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+        self.0.signed()
     }
 
     pub(super) fn rows(&mut self, len: usize) -> Vec<f32> {
@@ -49,7 +54,7 @@ impl Case {
     }
 
     fn codec(&self, seed: u64) -> PageCodec {
-        let mut noise = Noise(seed);
+        let mut noise = Noise::new(seed);
         let rotation = noise.rotation(self.dim);
         let transform = if self.published {
             HeadTransform::published(&rotation).unwrap()
@@ -112,7 +117,7 @@ fn encode_rows(fast: &FastCodec, side: Side, rows: &[f32], page: &mut [u8]) -> R
 
 #[test]
 fn every_rule_and_size_gives_the_bytes_of_the_scalar_codec() {
-    let mut noise = Noise(1);
+    let mut noise = Noise::new(1);
     let mut counts = [1, 2, 15, 16, 17, 31, 33, 48, 63, 64].into_iter().cycle();
     for dim in [32, 48, 64, 96, 128, 256] {
         for groups in [1, 2, 4] {
@@ -130,7 +135,7 @@ fn every_rule_and_size_gives_the_bytes_of_the_scalar_codec() {
 
 #[test]
 fn bf16_scales_and_odd_sizes() {
-    let mut noise = Noise(2);
+    let mut noise = Noise::new(2);
     for (dim, groups) in [(1, 1), (7, 1), (20, 5), (33, 3), (40, 2), (100, 4), (128, 8), (64, 4)] {
         for rule in RULES {
             for published in [false, true] {
@@ -144,7 +149,7 @@ fn bf16_scales_and_odd_sizes() {
 #[test]
 fn degenerate_rows() {
     let dim = 64;
-    let mut noise = Noise(4);
+    let mut noise = Noise::new(4);
     let mut rows = Vec::new();
     let mut outlier = noise.rows(dim);
     outlier[17] = 3e4;
@@ -198,7 +203,7 @@ fn bad_numbers_are_refused_as_the_scalar_codec_does() {
         for (row, channel) in [(0, 0), (3, 63), (18, 5), (39, 31)] {
             for case in [&case, &published] {
                 let codec = case.codec(5);
-                let mut rows = Noise(6).rows(40 * 64);
+                let mut rows = Noise::new(6).rows(40 * 64);
                 rows[row * 64 + channel] = bad;
                 if bad.is_finite() {
                     // A row that only its rotation takes out of range.
@@ -230,7 +235,7 @@ fn lanes_without_a_row_cannot_refuse_one() {
 fn transformed_rows_are_those_of_the_scalar_codec() {
     for dim in [20, 48, 96, 128] {
         let codec = Case::new(dim, 1, Rule::Search).codec(7);
-        let rows = Noise(8).rows(37 * dim);
+        let rows = Noise::new(8).rows(37 * dim);
         for side in SIDES {
             let mut expected = vec![0.0; rows.len()];
             for (row, out) in rows.chunks(dim).zip(expected.chunks_mut(dim)) {
@@ -267,7 +272,7 @@ fn every_format_round_trips_as_the_scalar_codec_does() {
             assert_eq!(fast.name(), codec.name());
             for count in [1, 63, 64, 65, 130] {
                 for side in SIDES {
-                    let before = Noise(count as u64).rows(count * dim);
+                    let before = Noise::new(count as u64).rows(count * dim);
                     let (mut expected, mut rows) = (before.clone(), before.clone());
                     codec.round_trip(HEAD, side, &mut expected).unwrap();
                     fast.round_trip(HEAD, side, &mut rows).unwrap();

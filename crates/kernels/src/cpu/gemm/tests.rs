@@ -1,19 +1,7 @@
+use oscar_random::Random;
+
 use super::*;
 use crate::cpu::pool::Pool;
-
-/// A small generator; the tests need spread, not quality.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((self.0 >> 40) as f32 / (1u64 << 23) as f32) - 1.0
-    }
-
-    fn vector(&mut self, len: usize) -> Vec<f32> {
-        (0..len).map(|_| self.next()).collect()
-    }
-}
 
 fn store(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
@@ -57,7 +45,7 @@ fn check(isa: Isa, dtype: DType, bytes: &[u8], x: &[f32], m: usize, n: usize, k:
 
 #[test]
 fn every_path_agrees_with_exact_sums() {
-    let mut random = Random(1);
+    let mut random = Random::new(1);
     for isa in Isa::available() {
         for m in [1, 2, 15, 16, 17, 31, 33, 64, 100] {
             for n in [1, 3, 16, 17, 32, 33, 128] {
@@ -68,8 +56,8 @@ fn every_path_agrees_with_exact_sums() {
                     if k > 288 && m > 33 && isa == Isa::Scalar {
                         continue;
                     }
-                    let x = random.vector(m * k);
-                    let w = random.vector(n * k);
+                    let x = random.signed_vec(m * k);
+                    let w = random.signed_vec(n * k);
                     for dtype in [DType::F32, DType::BF16, DType::F16] {
                         check(isa, dtype, &store(dtype, &w), &x, m, n, k);
                     }
@@ -81,10 +69,10 @@ fn every_path_agrees_with_exact_sums() {
 
 #[test]
 fn odd_widths_are_padded() {
-    let mut random = Random(2);
+    let mut random = Random::new(2);
     for isa in Isa::available() {
         for k in [1, 7, 31, 33, 50, 1023, 1025, 2050] {
-            let (x, w) = (random.vector(5 * k), random.vector(9 * k));
+            let (x, w) = (random.signed_vec(5 * k), random.signed_vec(9 * k));
             for dtype in [DType::F32, DType::BF16] {
                 check(isa, dtype, &store(dtype, &w), &x, 5, 9, k);
             }
@@ -94,21 +82,21 @@ fn odd_widths_are_padded() {
 
 #[test]
 fn wide_ranges_of_magnitudes() {
-    let mut random = Random(3);
+    let mut random = Random::new(3);
     for isa in Isa::available() {
-        let scale = |random: &mut Random| (random.next() * 12.0).exp2();
-        let x: Vec<f32> = (0..20 * 256).map(|_| random.next() * scale(&mut random)).collect();
-        let w: Vec<f32> = (0..32 * 256).map(|_| random.next() * scale(&mut random)).collect();
+        let scale = |random: &mut Random| (random.signed() * 12.0).exp2();
+        let x: Vec<f32> = (0..20 * 256).map(|_| random.signed() * scale(&mut random)).collect();
+        let w: Vec<f32> = (0..32 * 256).map(|_| random.signed() * scale(&mut random)).collect();
         check(isa, DType::F32, &store(DType::F32, &w), &x, 20, 32, 256);
     }
 }
 
 #[test]
 fn a_bad_row_stays_alone() {
-    let mut random = Random(4);
+    let mut random = Random::new(4);
     let (m, n, k) = (40, 32, 64);
-    let w = store(DType::F32, &random.vector(n * k));
-    let x = random.vector(m * k);
+    let w = store(DType::F32, &random.signed_vec(n * k));
+    let x = random.signed_vec(m * k);
     let pool = Pool::new(2);
     for isa in Isa::available() {
         let run = |x: &[f32]| {
@@ -132,12 +120,12 @@ fn a_bad_row_stays_alone() {
 
 #[test]
 fn scratch_is_reusable_across_shapes() {
-    let mut random = Random(5);
+    let mut random = Random::new(5);
     let pool = Pool::new(2);
     for isa in Isa::available() {
         let (mut packed, mut scratch) = (PackedActivations::default(), PanelScratch::default());
         for (m, n, k) in [(64, 64, 1536), (3, 5, 32), (33, 17, 96), (0, 4, 32), (2, 0, 32)] {
-            let (x, w) = (random.vector(m * k), random.vector(n * k));
+            let (x, w) = (random.signed_vec(m * k), random.signed_vec(n * k));
             packed.pack(isa, &pool, &x, m, k);
             let mut out = vec![f32::NAN; m * n];
             panel(isa, DType::F32, &store(DType::F32, &w), k, &packed, &mut scratch, &mut out);
@@ -166,10 +154,10 @@ fn panels_are_even() {
 /// Bytes of random blocks with scales of a sane size.
 fn random_blocks(dtype: DType, elements: usize, random: &mut Random) -> Vec<u8> {
     if dtype.is_float() {
-        return store(dtype, &random.vector(elements));
+        return store(dtype, &random.signed_vec(elements));
     }
     let mut bytes: Vec<u8> =
-        (0..dtype.bytes_for(elements).unwrap()).map(|_| (random.next() * 127.0) as i8 as u8).collect();
+        (0..dtype.bytes_for(elements).unwrap()).map(|_| (random.signed() * 127.0) as i8 as u8).collect();
     // Scales and offsets are f16, at the start of a block or at the end of it.
     let halves = match dtype {
         DType::Q6K => vec![208],
@@ -178,7 +166,7 @@ fn random_blocks(dtype: DType, elements: usize, random: &mut Random) -> Vec<u8> 
     };
     for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
         for &at in &halves {
-            block[at..at + 2].copy_from_slice(&half::f16::from_f32(random.next() * 0.01).to_le_bytes());
+            block[at..at + 2].copy_from_slice(&half::f16::from_f32(random.signed() * 0.01).to_le_bytes());
         }
     }
     bytes
@@ -186,12 +174,12 @@ fn random_blocks(dtype: DType, elements: usize, random: &mut Random) -> Vec<u8> 
 
 #[test]
 fn quantised_weights_are_dequantised_in_runs() {
-    let mut random = Random(7);
+    let mut random = Random::new(7);
     for isa in Isa::available() {
         for dtype in DType::ALL {
             for k in [256, 512, 2304] {
                 let bytes = random_blocks(dtype, 40 * k, &mut random);
-                check(isa, dtype, &bytes, &random.vector(33 * k), 33, 40, k);
+                check(isa, dtype, &bytes, &random.signed_vec(33 * k), 33, 40, k);
             }
         }
     }
@@ -223,7 +211,7 @@ fn fastest(runs: usize, mut call: impl FnMut()) -> f64 {
 #[test]
 #[ignore = "measures speed"]
 fn speed() {
-    let mut random = Random(6);
+    let mut random = Random::new(6);
     println!(
         "{:>8} {:>5} {:>20} {:>9} {:>12} {:>12}",
         "path", "type", "m x n x k", "GFLOP/s", "dequant ns", "pack ns"
@@ -231,7 +219,7 @@ fn speed() {
     let pool = Pool::new(1);
     for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
         for (m, n, k) in [(512, 128, 8960), (512, 128, 1536), (512, 96, 576), (64, 128, 8960)] {
-            let x = random.vector(m * k);
+            let x = random.signed_vec(m * k);
             let mut packed = PackedActivations::default();
             let pack = fastest(10, || packed.pack(isa, &pool, &x, m, k));
             for dtype in

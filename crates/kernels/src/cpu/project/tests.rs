@@ -2,10 +2,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use half::f16;
+use oscar_random::Random;
 
 use super::*;
 use crate::backend::StoredMatrix;
-use crate::cpu::attention::tests::Random;
 use crate::dtype::DType;
 
 const COLS: usize = 96;
@@ -48,12 +48,14 @@ impl Machine {
 fn weight(dtype: DType, rows: usize, random: &mut Random) -> Weight {
     let mut bytes = Vec::new();
     match dtype {
-        DType::F32 => bytes.extend(random.vector(rows * COLS).iter().flat_map(|value| value.to_le_bytes())),
+        DType::F32 => {
+            bytes.extend(random.signed_vec(rows * COLS).iter().flat_map(|value| value.to_le_bytes()))
+        }
         DType::Q4_1 => {
             for _ in 0..rows * COLS / 32 {
-                let halves = [random.next() * 0.1, random.next()].map(f16::from_f32);
+                let halves = [random.signed() * 0.1, random.signed()].map(f16::from_f32);
                 bytes.extend(halves.iter().flat_map(|half| half.to_le_bytes()));
-                bytes.extend(random.vector(16).iter().map(|code| (128.0 * (code + 1.0)) as u8));
+                bytes.extend(random.signed_vec(16).iter().map(|code| (128.0 * (code + 1.0)) as u8));
             }
         }
         _ => unreachable!("{dtype}"),
@@ -66,18 +68,18 @@ fn weight(dtype: DType, rows: usize, random: &mut Random) -> Weight {
 /// Rows of codes with offsets round by their place in a pass, which tasks must not change.
 #[test]
 fn threads_and_tasks_change_nothing() {
-    let mut random = Random(61);
+    let mut random = Random::new(61);
     for sizes in [[1, 1], [2, 3], [5, 1], [8, 7], [40, 129], [576, 192]] {
         let weights = [(DType::Q4_1, sizes[0]), (DType::F32, sizes[1])]
             .map(|(dtype, rows)| weight(dtype, rows, &mut random));
-        let bias = random.vector(sizes[1]);
+        let bias = random.signed_vec(sizes[1]);
         let projections = [
             Projection { weight: &weights[0], bias: None },
             Projection { weight: &weights[1], bias: Some(&bias) },
         ];
         let total: usize = sizes.iter().sum();
         for rows in [1, 2, 5] {
-            let (x, before) = (random.vector(rows * COLS), random.vector(rows * total));
+            let (x, before) = (random.signed_vec(rows * COLS), random.signed_vec(rows * total));
             let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * COLS..][..COLS]);
             for mode in [Mode::Store, Mode::Add] {
                 let mut expected: Option<Vec<f32>> = None;
@@ -117,7 +119,7 @@ fn sum_of_first_row(weight: &Weight) -> f32 {
 /// Other threads may take all tasks before the one that computes the activations finds any.
 #[test]
 fn a_thread_without_tasks_computes_activations_for_the_others() {
-    let weights = [63, 64].map(|seed| weight(DType::F32, 1, &mut Random(seed)));
+    let weights = [63, 64].map(|seed| weight(DType::F32, 1, &mut Random::new(seed)));
     let projections = weights.each_ref().map(|weight| Projection { weight, bias: None });
     let sums = weights.each_ref().map(sum_of_first_row);
     let mut machine = Machine::new(4);
@@ -134,7 +136,7 @@ fn a_thread_without_tasks_computes_activations_for_the_others() {
 /// Nobody waits for activations that do not come, and the next projection is right.
 #[test]
 fn a_panic_while_activations_are_computed_is_reported() {
-    let mut random = Random(62);
+    let mut random = Random::new(62);
     for threads in [1, 2, 8] {
         let mut machine = Machine::new(threads);
         for rows in [1, 3, 64] {

@@ -5,8 +5,9 @@
 //! part. A small grammar gives both, and a measurement can be repeated from its seed alone.
 
 mod prose;
-mod random;
+mod seed;
 mod words;
 
+pub use oscar_random::Random;
 pub use prose::{Prose, prose};
-pub use random::{Random, mix};
+pub use seed::mix;

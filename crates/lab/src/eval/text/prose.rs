@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 
-use super::random::Random;
 use super::words::words;
+use oscar_random::Random;
 
 /// An endless stream of different paragraphs.
 #[derive(Clone, Debug)]

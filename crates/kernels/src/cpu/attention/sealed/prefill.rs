@@ -150,9 +150,9 @@ fn widen_bits<const BITS: u32>(words: Words<'_>, wide: &mut [u16]) {
 mod tests {
     use half::bf16;
     use oscar_codec::{Bf16Layout, CodeLayout};
+    use oscar_random::Random;
 
     use super::*;
-    use crate::cpu::attention::tests::Random;
     use crate::cpu::isa::Isa;
 
     #[test]
@@ -160,7 +160,7 @@ mod tests {
         if !Isa::Avx512.is_available() {
             return;
         }
-        let mut random = Random(81);
+        let mut random = Random::new(81);
         for (bits, d) in [(2, 32), (2, 64), (2, 128), (4, 64), (4, 96), (4, 256)] {
             let layout = CodeLayout::new(bits, d, 1).unwrap();
             let shape = Shape::new(&layout);
@@ -169,7 +169,8 @@ mod tests {
             for token in 0..PAGE_TOKENS {
                 for side in [Side::Key, Side::Value] {
                     let most = f32::from(layout.largest_code()) + 1.0;
-                    let codes: Vec<u8> = (0..d).map(|_| ((random.next() + 1.0) * 0.5 * most) as u8).collect();
+                    let codes: Vec<u8> =
+                        (0..d).map(|_| ((random.signed() + 1.0) * 0.5 * most) as u8).collect();
                     layout.write_token(&mut page, side, token, &codes, &[(0, 0)]).unwrap();
                     for (channel, code) in codes.into_iter().enumerate() {
                         expected[Bf16Layout::new(d).index(side, token, channel)] = f32::from(code);

@@ -1,7 +1,7 @@
 use oscar_codec::{Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
+use oscar_random::Random;
 
 use super::*;
-use crate::cpu::attention::tests::Random;
 use crate::cpu::attention::write_token;
 
 /// Relative to the largest value a row sees.
@@ -32,7 +32,7 @@ impl Sealed {
             layout,
             scale_type,
             pages,
-            &mut || ((random.next() + 1.0) * 0.5 * codes) as u8,
+            &mut || ((random.signed() + 1.0) * 0.5 * codes) as u8,
             grid,
         )
     }
@@ -69,11 +69,11 @@ impl Sealed {
 
     /// Codes with grids as real rows have them.
     fn usual(layout: CodeLayout, scale_type: ScaleType, pages: usize, random: &mut Random) -> Sealed {
-        let (mut noise, half) = (Random(random.0 ^ 99), f32::from(layout.largest_code()) / 2.0);
+        let (mut noise, half) = (Random::new(random.next_u64()), f32::from(layout.largest_code()) / 2.0);
         Sealed::codes(layout, scale_type, pages, random, &mut |side, _, _| {
             let size = if side == Side::Key { 3.0 } else { 1.0 };
-            let scale = size * (1.2 + noise.next()) / half;
-            (scale, scale * half + 0.2 * size * noise.next())
+            let scale = size * (1.2 + noise.signed()) / half;
+            (scale, scale * half + 0.2 * size * noise.signed())
         })
     }
 
@@ -82,8 +82,8 @@ impl Sealed {
         let mut sealed = Sealed::empty(PageLayout::Fp8(layout), d, pages);
         for position in 0..pages * PAGE_TOKENS {
             for side in [Side::Key, Side::Value] {
-                let size = 3.0 * (1.2 + random.next());
-                let row: Vec<f32> = random.vector(d).iter().map(|x| x * x * x * size).collect();
+                let size = 3.0 * (1.2 + random.signed());
+                let row: Vec<f32> = random.signed_vec(d).iter().map(|x| x * x * x * size).collect();
                 let (page, token) = (&mut sealed.pages[position / PAGE_TOKENS], position % PAGE_TOKENS);
                 layout.write_token(page, side, token, &row).unwrap();
                 let mut decoded = vec![0.0; d];
@@ -99,7 +99,7 @@ impl Sealed {
         for page in 0..pages {
             let mut elements = vec![0u16; Bf16Layout::new(d).elements()];
             for token in 0..PAGE_TOKENS {
-                let mut rows = [random.vector(d), random.vector(d)];
+                let mut rows = [random.signed_vec(d), random.signed_vec(d)];
                 rows.iter_mut().flatten().for_each(|x| *x = half::bf16::from_f32(*x).to_f32());
                 write_token(&mut elements, d, token, &rows[0], &rows[1]);
                 sealed.keys.extend(rows[0].iter().copied().map(f64::from));
@@ -230,7 +230,7 @@ const SCALE_TYPES: [ScaleType; 2] = [ScaleType::F16, ScaleType::Bf16];
 
 #[test]
 fn codes_of_every_shape_agree_with_the_definition() {
-    let mut random = Random(31);
+    let mut random = Random::new(31);
     for bits in [2, 4] {
         let mut worst = 0.0_f64;
         for layout in layouts(bits) {
@@ -238,7 +238,7 @@ fn codes_of_every_shape_agree_with_the_definition() {
                 let sealed = Sealed::usual(layout, scale_type, 3, &mut random);
                 let scale = 1.0 / (layout.head_dim() as f32).sqrt();
                 for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 40] {
-                    let q = random.vector(rows * layout.head_dim());
+                    let q = random.signed_vec(rows * layout.head_dim());
                     let spans = vec![Span::up_to(sealed.tokens()); rows];
                     // So many rows are different from fewer on AMX alone.
                     let takes = |isa: &Isa| match isa {
@@ -258,12 +258,12 @@ fn codes_of_every_shape_agree_with_the_definition() {
 
 #[test]
 fn other_formats_agree_with_the_definition() {
-    let mut random = Random(32);
+    let mut random = Random::new(32);
     for d in [32, 48, 64, 96, 128, 256] {
         let scale = 1.0 / (d as f32).sqrt();
         for sealed in [Sealed::fp8(d, 3, &mut random), Sealed::bf16(d, 3, &mut random)] {
             for rows in [1, 3, 4, 6, 8, 12, 16] {
-                let q = random.vector(rows * d);
+                let q = random.signed_vec(rows * d);
                 for isa in Isa::available() {
                     let spans = vec![Span::up_to(sealed.tokens()); rows];
                     sealed.check(isa, &q, scale, &spans, &[1], 1e-5);
@@ -274,7 +274,7 @@ fn other_formats_agree_with_the_definition() {
     // Channels that fill no register; with sharp logits the maximum of most rows rises after the first page.
     for d in [20, 50, 100] {
         let odd = Sealed::fp8(d, 6, &mut random);
-        let q = random.vector(4 * d);
+        let q = random.signed_vec(4 * d);
         for isa in Isa::available() {
             odd.check(isa, &q, 0.6, &[Span::up_to(6 * PAGE_TOKENS - 9); 4], &[], 1e-5);
         }
@@ -293,7 +293,7 @@ fn all_formats(d: usize, pages: usize, random: &mut Random) -> [Sealed; 4] {
 
 #[test]
 fn spans_begin_and_end_anywhere() {
-    let mut random = Random(33);
+    let mut random = Random::new(33);
     let edges = [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 255, 256];
     let spans: Vec<Span> = edges
         .iter()
@@ -304,7 +304,7 @@ fn spans_begin_and_end_anywhere() {
         for sealed in all_formats(d, 4, &mut random) {
             for rows in [1, 4, 7, 20, 64] {
                 for spans in spans.chunks(rows) {
-                    let q = random.vector(spans.len() * d);
+                    let q = random.signed_vec(spans.len() * d);
                     for isa in Isa::available().filter(|isa| *isa != Isa::Scalar || rows == 20) {
                         sealed.check(isa, &q, 0.2, spans, &[], TOLERANCE);
                         sealed.check(isa, &q, 0.2, spans, &[1, 3], TOLERANCE);
@@ -317,9 +317,9 @@ fn spans_begin_and_end_anywhere() {
 
 #[test]
 fn many_pages() {
-    let mut random = Random(34);
+    let mut random = Random::new(34);
     for sealed in all_formats(64, 60, &mut random) {
-        let q = random.vector(6 * 64);
+        let q = random.signed_vec(6 * 64);
         for isa in Isa::available() {
             let spans = [64 * 60, 64 * 60, 64 * 60 - 1, 1, 64 * 30, 0].map(Span::up_to);
             sealed.check(isa, &q, 0.2, &spans, &[], TOLERANCE);
@@ -332,14 +332,14 @@ fn many_pages() {
 fn nasty_grids() {
     let (d, pages) = (64, 3);
     let ones = vec![1.0; 4 * d];
-    let q: Vec<f32> = Random(36).vector(4 * d);
+    let q: Vec<f32> = Random::new(36).signed_vec(4 * d);
     let zeros = vec![0.0; 4 * d];
     let mut lone = zeros.clone();
     lone.iter_mut().step_by(d).for_each(|x| *x = 1e-20);
     for layout in [CodeLayout::new(2, d, 1).unwrap(), CodeLayout::new(4, d, 2).unwrap()] {
         for scale_type in SCALE_TYPES {
-            let with = |grid: Grid<'_>| Sealed::codes(layout, scale_type, pages, &mut Random(35), grid);
-            let mut random = Random(37);
+            let with = |grid: Grid<'_>| Sealed::codes(layout, scale_type, pages, &mut Random::new(35), grid);
+            let mut random = Random::new(37);
             let cases = [
                 (
                     "huge key offsets",
@@ -369,7 +369,7 @@ fn nasty_grids() {
                 (
                     "scales far apart",
                     with(&mut |_, _, _| {
-                        let scale = (12.0 * random.next()).exp2();
+                        let scale = (12.0 * random.signed()).exp2();
                         (scale, 1.5 * scale)
                     }),
                 ),
@@ -406,9 +406,11 @@ fn logits_that_rise_from_page_to_page() {
     // By less than the references follow, by more, and down again.
     for rise in [0.02, 0.1, 0.5, -0.3] {
         let sealed =
-            Sealed::codes(layout, ScaleType::F16, pages, &mut Random(46), &mut |side, token, _| match side {
-                Side::Key => (0.05, 0.5 - rise * (token / PAGE_TOKENS) as f32),
-                Side::Value => (0.5, 0.7),
+            Sealed::codes(layout, ScaleType::F16, pages, &mut Random::new(46), &mut |side, token, _| {
+                match side {
+                    Side::Key => (0.05, 0.5 - rise * (token / PAGE_TOKENS) as f32),
+                    Side::Value => (0.5, 0.7),
+                }
             });
         for isa in Isa::available() {
             for ranges in [&[][..], &[1, 4]] {
@@ -420,10 +422,10 @@ fn logits_that_rise_from_page_to_page() {
 
 #[test]
 fn a_row_does_not_depend_on_the_others() {
-    let mut random = Random(38);
+    let mut random = Random::new(38);
     let d = 96;
     for sealed in all_formats(d, 5, &mut random).iter().take(3) {
-        let q = random.vector(40 * d);
+        let q = random.signed_vec(40 * d);
         let spans: Vec<Span> = (0..40).map(|row| Span { from: 3 * row, to: 320 - 5 * row }).collect();
         for isa in Isa::available() {
             let all = sealed.attend(isa, &q, 0.2, &spans, &[2]);
@@ -448,7 +450,7 @@ fn a_row_does_not_depend_on_the_others() {
 /// Heads read together give the bits that each gives alone, whatever its pages and queries.
 #[test]
 fn a_head_does_not_depend_on_the_others() {
-    let mut random = Random(40);
+    let mut random = Random::new(40);
     const HEADS: usize = 3;
     let d = 64;
     let formats: Vec<[Sealed; 4]> = (0..HEADS).map(|_| all_formats(d, 7, &mut random)).collect();
@@ -456,7 +458,7 @@ fn a_head_does_not_depend_on_the_others() {
         let heads: Vec<&Sealed> = formats.iter().map(|of_head| &of_head[format]).collect();
         // One group of rows, and several; pages that nobody sees on either side.
         for rows in [1, 3, 11] {
-            let q = random.vector(HEADS * rows * d);
+            let q = random.signed_vec(HEADS * rows * d);
             let spans: Vec<Span> = (0..rows).map(|row| Span { from: 70 + row, to: 400 - 9 * row }).collect();
             let pages: Vec<&[u8]> =
                 (0..7).flat_map(|page| heads.iter().map(move |head| head.pages[page].as_slice())).collect();
@@ -483,7 +485,7 @@ fn a_head_does_not_depend_on_the_others() {
 /// Buffers keep what the last call left in them, of whatever format, channels and rows.
 #[test]
 fn used_buffers_change_nothing() {
-    let mut random = Random(53);
+    let mut random = Random::new(53);
     let sealed: Vec<Sealed> =
         [64, 20, 128, 96, 32].into_iter().flat_map(|d| all_formats(d, 6, &mut random)).collect();
     for isa in Isa::available() {
@@ -492,7 +494,7 @@ fn used_buffers_change_nothing() {
             // Neighbours in this order differ in format, channels and rows; every page meets every number of rows.
             let sealed = &sealed[turn * 7 % sealed_count];
             let rows = [3, 17, 1, 6, 9][(turn + turn / sealed_count) % 5];
-            let q = random.vector(rows * sealed.d);
+            let q = random.signed_vec(rows * sealed.d);
             let spans: Vec<Span> = (0..rows).map(|row| Span { from: 3 * row, to: 384 - 5 * row }).collect();
             let used = sealed.attend_with(scratch, isa, &q, 0.2, &spans, &[2]);
             let fresh = sealed.attend(isa, &q, 0.2, &spans, &[2]);
@@ -526,8 +528,8 @@ fn the_largest_sums_do_not_overflow() {
 #[test]
 fn pages_may_differ_by_orders_of_magnitude() {
     let (d, pages) = (64, 11);
-    let mut random = Random(47);
-    let q: Vec<f32> = (0..7 * d).map(|_| 1.0 + random.next() * 0.1).collect();
+    let mut random = Random::new(47);
+    let q: Vec<f32> = (0..7 * d).map(|_| 1.0 + random.signed() * 0.1).collect();
     let spans: Vec<Span> = [(0, 704), (0, 300), (65, 641), (200, 703), (448, 449), (0, 1), (640, 704)]
         .map(|(from, to)| Span { from, to })
         .into();
@@ -554,10 +556,10 @@ fn pages_may_differ_by_orders_of_magnitude() {
 
 #[test]
 fn a_row_that_is_not_a_number_stays_alone() {
-    let mut random = Random(40);
+    let mut random = Random::new(40);
     let d = 64;
     for sealed in all_formats(d, 2, &mut random) {
-        let q = random.vector(9 * d);
+        let q = random.signed_vec(9 * d);
         let spans = [Span::up_to(128); 9];
         for isa in Isa::available() {
             let good = sealed.attend(isa, &q, 0.2, &spans, &[]);
@@ -581,11 +583,11 @@ fn a_row_that_is_not_a_number_stays_alone() {
 /// A sink page in bf16, history in a sealed format, the recent window in bf16: one state, in any order.
 #[test]
 fn tiers_merge_in_one_state() {
-    let mut random = Random(41);
+    let mut random = Random::new(41);
     let d = 64;
     let exact = Sealed::bf16(d, 8, &mut random);
     for mut sealed in all_formats(d, 8, &mut random) {
-        let q = random.vector(6 * d);
+        let q = random.signed_vec(6 * d);
         let history = PAGE_TOKENS..5 * PAGE_TOKENS;
         let end = 8 * PAGE_TOKENS - 20;
         let (middle, tail) =
