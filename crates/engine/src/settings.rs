@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use oscar_codec::{PageCodec, PageWindows};
-use oscar_kv::{Extend, TailPolicy};
+use oscar_kv::TailPolicy;
+
+pub use oscar_kv::PrefillMode;
 
 /// Settings of an engine.
 #[derive(Clone, Debug)]
@@ -66,27 +68,17 @@ impl Default for KvOptions {
     }
 }
 
-/// How the tokens of a prompt read each other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PrefillMode {
-    /// The tokens of a prompt read each other in bf16; the prompt is computed layer by layer.
-    #[default]
-    Exact,
-    /// As its answer will read it: pages depend on the tokens alone. A prefix counts only with its whole window.
-    Uniform,
-}
-
 impl EngineOptions {
-    /// How prompts are read, after what `deterministic` implies.
-    pub(crate) fn extend(&self) -> Extend {
+    /// How the tokens of prompts read each other, after what `deterministic` implies.
+    pub(crate) fn prefill_mode(&self) -> PrefillMode {
         match self.kv.prefill {
-            PrefillMode::Exact if !self.deterministic => Extend::Exact,
-            _ => Extend::Uniform,
+            PrefillMode::Exact if !self.deterministic => PrefillMode::Exact,
+            _ => PrefillMode::Uniform,
         }
     }
 
     /// What a cold window leads to. Where pages depend on the tokens alone, a prefix hit must not change that.
     pub(crate) fn tail(&self) -> TailPolicy {
-        if self.extend() == Extend::Uniform { TailPolicy::Exact } else { self.kv.tail }
+        if self.prefill_mode() == PrefillMode::Uniform { TailPolicy::Exact } else { self.kv.tail }
     }
 }

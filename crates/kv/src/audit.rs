@@ -1,4 +1,4 @@
-//! Checking the books: everything that is kept up to date is counted anew and compared.
+//! Checks of invariants: every count that is kept up to date is computed anew and compared.
 
 use oscar_codec::ExactSlot;
 
@@ -8,13 +8,13 @@ use crate::pool::{PagePool, PageSlot};
 use crate::sequence::Sequence;
 
 impl Ledger {
-    /// Owners of a bf16 page.
+    /// Number of owners of a bf16 page.
     pub fn exact_owners(&self, page: ExactSlot) -> u32 {
         self.pools.exact.owners(page)
     }
 
     /// Counts the owners of every page from the tree and from `sequences`, which must be all that are open, and
-    /// compares with the books. For tests: it walks everything.
+    /// compares them with what the pools and counters say. For tests: it walks everything.
     pub fn audit(&self, sequences: &[&Sequence]) -> Result<(), String> {
         let mut exact = vec![0_u32; self.pools.exact.slots() + self.pools.scratch.slots()];
         let mut sealed = vec![0_u32; self.pools.sealed.slots()];

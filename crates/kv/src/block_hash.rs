@@ -1,11 +1,11 @@
-//! The name of a full page: a hash over its tokens and everything before them.
+//! The hash that names a full page: over its tokens and everything before them.
 //!
 //! SHA-256 of the parent's whole digest followed by the tokens as little-endian `u32`. Routers that follow the cache
 //! of their workers chain the same way, so the top eight bytes can be published as they are.
 
 use sha2::{Digest, Sha256};
 
-/// Names 64 tokens, their position and all tokens before them.
+/// A hash of 64 tokens, their position and all tokens before them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockHash([u8; 32]);
 
@@ -16,7 +16,7 @@ impl BlockHash {
         (salt != 0).then(|| BlockHash(Sha256::digest(salt.to_le_bytes()).into()))
     }
 
-    /// The page with `tokens` after `parent`.
+    /// The hash of the page with `tokens` after `parent`.
     pub fn chain(parent: Option<BlockHash>, tokens: &[u32]) -> BlockHash {
         let mut hasher = Sha256::new();
         if let Some(parent) = parent {

@@ -1,4 +1,4 @@
-//! What can go wrong: options that make no cache, and pools that are short.
+//! What can go wrong: options that describe no cache, and pools without enough pages.
 
 use std::fmt;
 
@@ -23,18 +23,18 @@ impl fmt::Display for PoolKind {
     }
 }
 
-/// Options that no cache can be made of.
+/// Options that describe no cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KvError {
     /// A pool that every sequence needs has no page.
     #[error("the {0} pool of the KV cache has no page")]
     EmptyPool(PoolKind),
-    /// Slot numbers are 32 bits.
+    /// There are more pages than 32-bit slot numbers can name.
     #[error("{0} pages are more than a KV cache can number")]
     TooManyPages(usize),
 }
 
-/// An operation needs more pages than can be had now. Nothing has changed but what was evicted from the prefix tree.
+/// An operation needs more pages than are available now. Nothing has changed except that prefixes may have been evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{needed} {pool} pages are needed and {available} of {pages} can be had")]
 pub struct Shortage {
@@ -42,15 +42,8 @@ pub struct Shortage {
     pub pool: PoolKind,
     /// Pages that the operation needs at once.
     pub needed: usize,
-    /// Pages that are free or held by the prefix tree alone.
+    /// Pages that are free or that only the prefix tree holds.
     pub available: usize,
-    /// Pages of the pool.
+    /// All pages of the pool, in use or not.
     pub pages: usize,
-}
-
-impl Shortage {
-    /// Whether there would be enough pages if nobody else had any.
-    pub fn can_pass(&self) -> bool {
-        self.needed <= self.pages
-    }
 }

@@ -11,27 +11,30 @@ use crate::error::{PoolKind, Shortage};
 use crate::ledger::Ledger;
 use crate::sequence::{InFlight, Sequence};
 
-/// How the tokens of an extension read each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extend {
-    /// In bf16, however far apart they are.
+/// How the tokens of a prompt read each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PrefillMode {
+    /// They read each other in bf16, however far apart they are; the prompt is computed layer by layer.
+    #[default]
     Exact,
-    /// As decoded tokens would.
+    /// They read each other as decoded tokens would, so pages depend on the tokens alone. A prefix hit counts only with
+    /// its whole window.
     Uniform,
 }
 
 /// A page that is to be sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealWork {
-    /// Its index in the sequence.
+    /// Index of the page in its sequence.
     pub page: usize,
-    /// Its bf16 or scratch slot.
+    /// The bf16 or scratch slot that is encoded.
     pub from: ExactSlot,
-    /// Where its codes go.
+    /// The sealed slot that the codes are written to.
     pub to: SealedSlot,
 }
 
-/// What an extension needs done. Its pages belong to the sequence; losing it loses nothing.
+/// What the backend must do for an extension by [`Ledger::extend`]. The pages belong to the sequence already, so dropping
+/// this value leaks nothing.
 #[derive(Debug)]
 #[must_use = "an extension is to be finished or abandoned"]
 pub struct Extension {
@@ -44,11 +47,11 @@ pub struct Extension {
     pub exact_from: usize,
     /// Position of the first new token.
     pub start: usize,
-    /// New tokens.
+    /// Number of new tokens.
     pub len: usize,
 }
 
-/// What one decoded token needs done before its step.
+/// What the backend must do before the step of one decoded token.
 #[derive(Debug)]
 #[must_use = "an append is to be finished"]
 pub struct Append {
@@ -58,75 +61,78 @@ pub struct Append {
     pub seal: Option<SealWork>,
 }
 
-/// Pages that an operation takes, by pool.
-struct Need {
+/// Pages that an operation allocates, by pool.
+struct PagesToTake {
     exact: usize,
     sealed: usize,
     scratch: usize,
 }
 
-/// What is to be done for new tokens.
-struct Work {
+/// What the backend must do before new tokens are computed.
+struct GrowthWork {
     copy: Option<(ExactSlot, ExactSlot)>,
     seal: Vec<SealWork>,
 }
 
 impl Ledger {
-    /// Makes room for `tokens` after what the sequence has: all pages or none. Evicts prefixes when a pool is short.
+    /// Allocates the pages that `tokens` need after what the sequence has, all of them or none. Evicts from the prefix
+    /// tree when a pool is short.
     ///
     /// The keys and values of the tokens are valid when [`finish_extension`](Self::finish_extension) is called.
     pub fn extend(
         &mut self,
         sequence: &mut Sequence,
         tokens: &[u32],
-        mode: Extend,
+        mode: PrefillMode,
     ) -> Result<Extension, Shortage> {
         let start = sequence.len();
-        let Work { copy, seal } = self.begin(sequence, tokens, true)?;
+        let GrowthWork { copy, seal } = self.begin(sequence, tokens, true)?;
         let exact_from = match mode {
-            Extend::Exact => start / PAGE_TOKENS,
-            Extend::Uniform => usize::MAX,
+            PrefillMode::Exact => start / PAGE_TOKENS,
+            PrefillMode::Uniform => usize::MAX,
         };
         Ok(Extension { copies: Vec::from_iter(copy), seal, exact_from, start, len: tokens.len() })
     }
 
-    /// All layers of an extension are computed and sealed: scratch goes back, and bf16 pages that left the window.
+    /// To be called when all layers of an extension are computed and sealed. Releases the scratch pages, and the bf16
+    /// pages that left the window.
     pub fn finish_extension(&mut self, sequence: &mut Sequence, extension: Extension) {
         debug_assert!(in_flight_from(sequence, extension.start), "an extension of another sequence");
         self.settle(sequence);
     }
 
-    /// An extension was cancelled or failed: the sequence is as it was before.
+    /// To be called when an extension was cancelled or failed. The sequence is as it was before.
     pub fn abandon_extension(&mut self, sequence: &mut Sequence, extension: Extension) {
         debug_assert!(in_flight_from(sequence, extension.start), "an extension of another sequence");
         self.undo(sequence);
     }
 
-    /// Makes room for one decoded token. Takes pages only when the token begins a page or its page is shared.
+    /// Prepares the page for one decoded token. Allocates only when the token begins a page or its page is shared.
     pub fn append(&mut self, sequence: &mut Sequence, token: u32) -> Result<Append, Shortage> {
-        let Work { copy, seal } = self.begin(sequence, &[token], false)?;
+        let GrowthWork { copy, seal } = self.begin(sequence, &[token], false)?;
         debug_assert!(seal.len() <= 1, "one page at most leaves the window when a page begins");
         Ok(Append { copy, seal: seal.into_iter().next() })
     }
 
-    /// The step of an append is done: the bf16 page that left the window goes back.
+    /// To be called when the step of an append is done. Releases the bf16 page that left the window.
     pub fn finish_append(&mut self, sequence: &mut Sequence, append: Append) {
         let Append { .. } = append;
         self.settle(sequence);
     }
 
-    /// The step of an append is not going to happen: the sequence is as it was before.
+    /// To be called when the step of an append is not going to happen. The sequence is as it was before.
     pub fn abandon_append(&mut self, sequence: &mut Sequence, append: Append) {
         let Append { .. } = append;
         self.undo(sequence);
     }
 
+    /// Allocates and enters everything that `tokens` need, and notes how to undo it.
     fn begin(
         &mut self,
         sequence: &mut Sequence,
         tokens: &[u32],
         is_extension: bool,
-    ) -> Result<Work, Shortage> {
+    ) -> Result<GrowthWork, Shortage> {
         debug_assert!(
             sequence.in_flight.as_ref().is_none_or(|in_flight| !in_flight.is_extension),
             "a sequence grows while an extension is in flight"
@@ -151,12 +157,12 @@ impl Ledger {
         let written = if partial && !tokens.is_empty() { sequence.exact[old_pages - 1] } else { None };
         let mut copy = written.filter(|&slot| self.pools.exact.owners(slot) > 1);
 
-        let mut need = Need {
+        let mut need = PagesToTake {
             exact: new_pages - scratch.len() + usize::from(copy.is_some()),
             sealed: scratch.len() + sealing.len(),
             scratch: scratch.len(),
         };
-        // Rather than copy a page out of the tree when there is no room for it, take it over.
+        // When no page is free for a copy, the tree's own tail is evicted and its page becomes the sequence's.
         let short = need.exact > self.pools.exact.free_pages();
         let take_over = copy.filter(|&slot| short && self.tree.shares_tail(&self.pools, slot));
         if take_over.is_some() {
@@ -164,38 +170,38 @@ impl Ledger {
             copy = None;
         }
         if let Err(shortage) = self.check(&need) {
-            if !self.adopt_pages(sequence) {
+            if !self.replace_duplicates(sequence) {
                 return Err(shortage);
             }
             self.check(&need)?;
         }
         if let Some(slot) = take_over {
-            self.tree.give_up_tail(&mut self.pools, slot);
+            self.tree.evict_tail(&mut self.pools, slot);
         }
 
         self.counters.filling -= usize::from(partial);
-        let (mut copied, mut work) = (None, Work { copy: None, seal: Vec::with_capacity(need.sealed) });
+        let (mut copied, mut work) = (None, GrowthWork { copy: None, seal: Vec::with_capacity(need.sealed) });
         if let Some(before) = copy {
             let page = old_pages - 1;
-            let own = self.take_exact();
+            let own = self.allocate_exact();
             self.set_entry(sequence, page, Some(own), sequence.sealed[page]);
             copied = Some((page, before));
             work.copy = Some((before, own));
         }
         for &page in &sealing {
             let from = sequence.exact[page].expect("a page that leaves the window is there in bf16");
-            let to = self.take_sealed();
+            let to = self.allocate_sealed();
             self.set_entry(sequence, page, Some(from), Some(to));
             work.seal.push(SealWork { page, from, to });
         }
         for page in old_pages..old_pages + new_pages {
             if scratch.contains(&page) {
-                let from = self.take_scratch();
-                let to = self.take_sealed();
+                let from = self.allocate_scratch();
+                let to = self.allocate_sealed();
                 self.push_entry(sequence, Some(from), Some(to));
                 work.seal.push(SealWork { page, from, to });
             } else {
-                let own = self.take_exact();
+                let own = self.allocate_exact();
                 self.push_entry(sequence, Some(own), None);
             }
         }
@@ -205,6 +211,7 @@ impl Ledger {
         Ok(work)
     }
 
+    /// Makes what is in flight final and releases what nobody reads afterwards.
     fn settle(&mut self, sequence: &mut Sequence) {
         let Some(in_flight) = sequence.in_flight.take() else { return };
         if let Some((_, before)) = in_flight.copied {
@@ -217,6 +224,7 @@ impl Ledger {
         }
     }
 
+    /// Takes back what is in flight.
     fn undo(&mut self, sequence: &mut Sequence) {
         let Some(in_flight) = sequence.in_flight.take() else { return };
         self.counters.filling -= usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
@@ -238,7 +246,7 @@ impl Ledger {
         self.counters.filling += usize::from(!sequence.len().is_multiple_of(PAGE_TOKENS));
     }
 
-    /// Pages of a pool that can be had now: free, or held by nobody but the prefix tree.
+    /// Pages of a pool that can be allocated now: free ones, and those that only the prefix tree holds.
     pub fn available(&self, pool: PoolKind) -> usize {
         match pool {
             PoolKind::Exact => self.pools.exact.free_pages() + self.tree.evictable_exact(),
@@ -247,7 +255,8 @@ impl Ledger {
         }
     }
 
-    fn check(&self, need: &Need) -> Result<(), Shortage> {
+    /// Refuses an operation that needs more pages than are available.
+    fn check(&self, need: &PagesToTake) -> Result<(), Shortage> {
         for (pool, needed, pages) in [
             (PoolKind::Exact, need.exact, self.pools.exact.pages()),
             (PoolKind::Sealed, need.sealed, self.pools.sealed.pages()),
@@ -261,28 +270,28 @@ impl Ledger {
         Ok(())
     }
 
-    fn take_exact(&mut self) -> ExactSlot {
+    fn allocate_exact(&mut self) -> ExactSlot {
         if self.pools.exact.free_pages() == 0 {
             self.tree.evict_exact(&mut self.pools);
         }
-        self.pools.exact.take().expect("checked that there are enough pages")
+        self.pools.exact.allocate().expect("checked that there are enough pages")
     }
 
-    fn take_sealed(&mut self) -> SealedSlot {
-        self.try_take_sealed().expect("checked that there are enough pages")
+    fn allocate_sealed(&mut self) -> SealedSlot {
+        self.try_allocate_sealed().expect("checked that there are enough pages")
     }
 
-    /// A sealed page if one can be had.
-    pub(crate) fn try_take_sealed(&mut self) -> Option<SealedSlot> {
+    /// A sealed page, if one is free or can be evicted.
+    pub(crate) fn try_allocate_sealed(&mut self) -> Option<SealedSlot> {
         if self.pools.sealed.free_pages() == 0 {
             self.tree.evict_sealed(&mut self.pools);
         }
-        self.pools.sealed.take().ok()
+        self.pools.sealed.allocate().ok()
     }
 
-    /// A scratch page, by the slot under which a backend knows it.
-    fn take_scratch(&mut self) -> ExactSlot {
-        let page = self.pools.scratch.take().expect("checked that there are enough pages");
+    /// A scratch page, named by the slot under which a backend knows it.
+    fn allocate_scratch(&mut self) -> ExactSlot {
+        let page = self.pools.scratch.allocate().expect("checked that there are enough pages");
         self.pools.scratch_slot(page)
     }
 }

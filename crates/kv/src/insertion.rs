@@ -45,7 +45,7 @@ impl Ledger {
                 continue;
             }
             let (Some(from), None) = (sequence.exact[page], sequence.sealed[page]) else { continue };
-            let Some(to) = self.try_take_sealed() else { break };
+            let Some(to) = self.try_allocate_sealed() else { break };
             self.set_entry(sequence, page, Some(from), Some(to));
             work.push(SealWork { page, from, to });
         }
@@ -54,7 +54,7 @@ impl Ledger {
     }
 
     /// Gives the tree the full pages of a sequence that it lacks, with bf16 copies of those in the window, and if the
-    /// sequence is `finished` the partly filled last page too. Takes no page. What is in flight is left out.
+    /// sequence is `finished` the partly filled last page too. Allocates nothing. What is in flight is left out.
     pub fn insert(&mut self, sequence: &Sequence, finished: bool) {
         if !self.options.prefix_tree || sequence.is_empty() {
             return;
@@ -74,7 +74,7 @@ impl Ledger {
                 tree.touch(node, now);
                 if let Some(exact) = exact {
                     match tree.slots(node).0 {
-                        None => tree.warm(pools, node, exact, now),
+                        None => tree.add_warm_copy(pools, node, exact, now),
                         Some(_) => tree.touch_warm(node, now),
                     }
                 }
@@ -99,14 +99,14 @@ impl Ledger {
             tree.insert_tail(pools, parent, full_pages, rest, exact, now);
         }
         tree.prune_root(sequence.salt);
-        self.adopt_pages(sequence);
+        self.replace_duplicates(sequence);
     }
 
-    /// Where the tree has a second copy of a page of this sequence, unused but out of reach of eviction because of
-    /// nodes below it, it takes the sequence's page instead. True if that freed something.
+    /// Where the tree has a second copy of a page of this sequence, which nobody else uses and which cannot be evicted
+    /// because of nodes below it, the tree shares the sequence's page instead. True if that freed a page.
     ///
     /// So a sequence that is alone can never be short of pages because of copies of itself.
-    pub(crate) fn adopt_pages(&mut self, sequence: &Sequence) -> bool {
+    pub(crate) fn replace_duplicates(&mut self, sequence: &Sequence) -> bool {
         let Ledger { tree, pools, .. } = self;
         let mut freed = false;
         let (mut parent, mut hash) = (tree.find_root(sequence.salt), BlockHash::root(sequence.salt));
@@ -115,7 +115,8 @@ impl Ledger {
             hash = Some(next);
             let tokens = &sequence.tokens[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS];
             let Some(node) = parent.and_then(|parent| tree.child(parent, next, tokens)) else { break };
-            freed |= tree.adopt(pools, node, (sequence.exact[page], sequence.settled_sealed(page)));
+            freed |=
+                tree.replace_duplicate(pools, node, (sequence.exact[page], sequence.settled_sealed(page)));
             parent = Some(node);
         }
         freed

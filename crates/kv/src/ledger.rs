@@ -6,19 +6,19 @@ use crate::PAGE_TOKENS;
 use crate::error::{KvError, PoolKind};
 use crate::pool::PagePool;
 use crate::pools::Pools;
-use crate::reuse::{Reuse, TailPolicy, reuse};
+use crate::reuse::{PrefixReuse, TailPolicy, reuse};
 use crate::sequence::Sequence;
 use crate::stats::Counters;
 use crate::tree::{CacheEvent, Tree, TreeEntry};
 
-/// What a cache consists of.
+/// The pools and rules of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LedgerOptions {
     /// The pages that are read in bf16 at both ends of a sequence.
     pub windows: PageWindows,
-    /// bf16 pages, all layers.
+    /// bf16 pages, each with all layers.
     pub exact_pages: usize,
-    /// `None`: every page is and stays bf16.
+    /// The pools of sealed pages; with `None` every page is and stays bf16.
     pub sealed: Option<SealedPools>,
     /// Whether prompts and answers are kept for later requests.
     pub prefix_tree: bool,
@@ -29,20 +29,20 @@ pub struct LedgerOptions {
 /// The pools of a cache with sealed pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealedPools {
-    /// Sealed pages, all layers.
+    /// Sealed pages, each with all layers.
     pub pages: usize,
-    /// bf16 pages of one layer.
+    /// bf16 pages of one layer, for prompts on their way to sealed pages.
     pub scratch_pages: usize,
 }
 
 /// Slots that a backend must provide, the dummy of each pool included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSlots {
-    /// bf16, all layers.
+    /// bf16 pages, each with all layers.
     pub exact: usize,
-    /// Sealed, all layers.
+    /// Sealed pages, each with all layers.
     pub sealed: usize,
-    /// bf16 of one layer; slot `i` is named `exact + i`.
+    /// bf16 pages of one layer; tables name slot `i` as `exact + i`.
     pub scratch: usize,
 }
 
@@ -50,16 +50,16 @@ pub struct PoolSlots {
 /// its tokens are divided into prompts and answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageNeed {
-    /// bf16, all layers.
+    /// bf16 pages, each with all layers.
     pub exact: usize,
-    /// Sealed, all layers.
+    /// Sealed pages, each with all layers.
     pub sealed: usize,
-    /// bf16 of one layer.
+    /// bf16 pages of one layer.
     pub scratch: usize,
 }
 
 impl PageNeed {
-    /// The need of a sequence of `tokens` tokens.
+    /// The pages that a sequence of `tokens` tokens needs.
     pub fn of(tokens: usize, windows: PageWindows, has_sealed: bool, prefix_tree: bool) -> PageNeed {
         let pages = tokens.div_ceil(PAGE_TOKENS);
         if !has_sealed {
@@ -108,7 +108,7 @@ impl Ledger {
         Ok(Ledger { options, pools, tree, counters: Counters::default() })
     }
 
-    /// What it was made of.
+    /// The options that the ledger was made with.
     pub fn options(&self) -> &LedgerOptions {
         &self.options
     }
@@ -123,7 +123,7 @@ impl Ledger {
     }
 
     /// Begins a sequence with what the prefix tree has of `prompt`: at most all but its last token, whose logits are
-    /// wanted. Takes no new page. `salt` keeps sequences apart that must not share.
+    /// wanted. Allocates nothing. `salt` keeps sequences apart that must not share.
     pub fn open(&mut self, salt: u64, prompt: &[u32]) -> Sequence {
         self.open_by(self.options.tail, salt, prompt, prompt.len().saturating_sub(1), |_| true)
     }
@@ -163,7 +163,7 @@ impl Ledger {
                 |pages: usize| (pages == matched && tail.is_some()) || can_resume_at(pages * PAGE_TOKENS);
             reuse(policy, self.options.windows, matched, warm, can_resume_at)
         } else {
-            Reuse { pages: matched, warm_from: 0, sealed_until: 0 }
+            PrefixReuse { pages: matched, warm_from: 0, sealed_until: 0 }
         };
         let mut length = reuse.pages * PAGE_TOKENS;
         let tail = tail.filter(|_| reuse.pages == matched);
@@ -226,7 +226,7 @@ impl Ledger {
         fork
     }
 
-    /// Gives back everything a sequence holds, what is in flight too.
+    /// Releases everything a sequence holds, what is in flight too.
     pub fn close(&mut self, mut sequence: Sequence) {
         if let Some((_, before)) = sequence.in_flight.take().and_then(|in_flight| in_flight.copied) {
             self.release_exact(Some(before));
@@ -240,12 +240,12 @@ impl Ledger {
         sequence.closed = true;
     }
 
-    /// Forgets every prefix. What open sequences hold stays theirs.
+    /// Empties the prefix tree. What open sequences hold stays theirs.
     pub fn flush(&mut self) {
         self.tree.clear(&mut self.pools);
     }
 
-    /// Writes down what changes in the prefix tree from now on, and tells what it has, beginning with
+    /// Records what changes in the prefix tree from now on, and returns what it has, beginning with
     /// [`CacheEvent::Cleared`]. Whoever watches should [take](Self::take_events) what happened after every few operations.
     pub fn watch(&mut self) -> Vec<CacheEvent> {
         self.tree.watch()
@@ -256,7 +256,7 @@ impl Ledger {
         self.tree.take_events()
     }
 
-    /// Nobody watches any more.
+    /// Stops recording changes of the prefix tree.
     pub fn unwatch(&mut self) {
         self.tree.unwatch();
     }
@@ -301,7 +301,7 @@ impl Ledger {
     ) {
         sequence.exact.push(exact);
         sequence.sealed.push(sealed);
-        self.counters.of(exact, sealed).into_iter().for_each(|count| *count += 1);
+        self.counters.counter_of(exact, sealed).into_iter().for_each(|count| *count += 1);
     }
 
     /// Changes which slots a page has; ownership is the caller's business.
@@ -316,19 +316,19 @@ impl Ledger {
             std::mem::replace(&mut sequence.exact[page], exact),
             std::mem::replace(&mut sequence.sealed[page], sealed),
         );
-        self.counters.of(was.0, was.1).into_iter().for_each(|count| *count -= 1);
-        self.counters.of(exact, sealed).into_iter().for_each(|count| *count += 1);
+        self.counters.counter_of(was.0, was.1).into_iter().for_each(|count| *count -= 1);
+        self.counters.counter_of(exact, sealed).into_iter().for_each(|count| *count += 1);
     }
 
-    /// Removes the last page and gives it back.
+    /// Removes the last page and releases it.
     pub(crate) fn drop_last_entry(&mut self, sequence: &mut Sequence) {
         let (Some(exact), Some(sealed)) = (sequence.exact.pop(), sequence.sealed.pop()) else { return };
-        self.counters.of(exact, sealed).into_iter().for_each(|count| *count -= 1);
+        self.counters.counter_of(exact, sealed).into_iter().for_each(|count| *count -= 1);
         self.release_exact(exact);
         self.release_sealed(sealed);
     }
 
-    /// Gives back a bf16 or scratch slot, if there is one.
+    /// Releases a bf16 or scratch slot, if there is one.
     pub(crate) fn release_exact(&mut self, slot: Option<ExactSlot>) {
         let Some(slot) = slot else { return };
         match self.pools.scratch_page(slot) {
@@ -340,7 +340,7 @@ impl Ledger {
         }
     }
 
-    /// Gives back a sealed slot, if there is one.
+    /// Releases a sealed slot, if there is one.
     pub(crate) fn release_sealed(&mut self, slot: Option<SealedSlot>) {
         if let Some(slot) = slot {
             self.pools.sealed.release(slot);

@@ -6,7 +6,7 @@
 //! and is closed. The ledger says what is to be copied and sealed, and when; the caller has it done.
 //!
 //! ```
-//! use oscar_kv::{Extend, Ledger, LedgerOptions, PageWindows, SealedPools, TailPolicy};
+//! use oscar_kv::{PrefillMode, Ledger, LedgerOptions, PageWindows, SealedPools, TailPolicy};
 //!
 //! let mut ledger = Ledger::new(LedgerOptions {
 //!     windows: PageWindows { sink: 1, recent: 4 },
@@ -19,7 +19,7 @@
 //!
 //! let mut sequence = ledger.open(0, &prompt);
 //! let cached = sequence.cached_tokens();
-//! let extension = ledger.extend(&mut sequence, &prompt[cached..], Extend::Exact)?;
+//! let extension = ledger.extend(&mut sequence, &prompt[cached..], PrefillMode::Exact)?;
 //! // ... copy `extension.copies`, compute the prompt, seal `extension.seal` ...
 //! ledger.finish_extension(&mut sequence, extension);
 //! let early = ledger.plan_insert(&mut sequence);
@@ -54,7 +54,7 @@ pub mod tree;
 
 pub use block_hash::BlockHash;
 pub use error::{KvError, PoolKind, Shortage};
-pub use extension::{Append, Extend, Extension, SealWork};
+pub use extension::{Append, Extension, PrefillMode, SealWork};
 pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
 pub use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 pub use pool::{PagePool, PageSlot, PoolExhausted, ScratchPage};

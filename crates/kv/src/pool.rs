@@ -51,7 +51,7 @@ impl PageSlot for ScratchPage {
     }
 }
 
-/// There is no free page left.
+/// A pool has no free page left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("all {pages} pages of the KV cache are in use")]
 pub struct PoolExhausted {
@@ -59,7 +59,7 @@ pub struct PoolExhausted {
     pub pages: usize,
 }
 
-/// Pages that can be taken and given back. A page is free again when its last owner releases it.
+/// Reference-counted pages. A page is free again when its last owner releases it.
 #[derive(Debug)]
 pub struct PagePool<P = ExactSlot> {
     /// Owners per slot; index 0 is the dummy.
@@ -95,13 +95,13 @@ impl<P: PageSlot> PagePool<P> {
         self.owners.iter().zip(0..).filter_map(|(&owners, number)| Some((P::new(number)?, owners)))
     }
 
-    /// Owners of a page.
+    /// Number of owners of a page.
     pub fn owners(&self, page: P) -> u32 {
         self.owners[page.index()]
     }
 
-    /// Takes a page; the caller is its one owner.
-    pub fn take(&mut self) -> Result<P, PoolExhausted> {
+    /// Allocates a page; the caller is its one owner.
+    pub fn allocate(&mut self) -> Result<P, PoolExhausted> {
         let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
         self.owners[slot.index()] = 1;
         Ok(slot)
@@ -114,7 +114,7 @@ impl<P: PageSlot> PagePool<P> {
         *owners += 1;
     }
 
-    /// Gives up one ownership; the page is free when none is left.
+    /// Removes one owner of a page, which is free when none is left.
     pub fn release(&mut self, page: P) {
         let owners = &mut self.owners[page.index()];
         assert!(*owners > 0, "page {} is released while free", page.index());
@@ -134,27 +134,27 @@ mod tests {
     #[test]
     fn the_dummy_is_never_handed_out() {
         let mut pool = PagePool::<ExactSlot>::new(3);
-        let pages: Vec<_> = (0..3).map(|_| pool.take().unwrap().number()).collect();
+        let pages: Vec<_> = (0..3).map(|_| pool.allocate().unwrap().number()).collect();
         assert_eq!(pages, [1, 2, 3]);
-        assert_eq!(pool.take(), Err(PoolExhausted { pages: 3 }));
+        assert_eq!(pool.allocate(), Err(PoolExhausted { pages: 3 }));
     }
 
     #[test]
     fn a_shared_page_is_free_after_its_last_owner() {
         let mut pool = PagePool::<ExactSlot>::new(1);
-        let page = pool.take().unwrap();
+        let page = pool.allocate().unwrap();
         pool.share(page);
         pool.release(page);
-        assert!(pool.take().is_err());
+        assert!(pool.allocate().is_err());
         pool.release(page);
-        assert_eq!(pool.take(), Ok(page));
+        assert_eq!(pool.allocate(), Ok(page));
     }
 
     #[test]
     #[should_panic(expected = "released while free")]
     fn a_double_release_is_caught() {
         let mut pool = PagePool::<ExactSlot>::new(1);
-        let page = pool.take().unwrap();
+        let page = pool.allocate().unwrap();
         pool.release(page);
         pool.release(page);
     }
@@ -167,7 +167,7 @@ mod tests {
             let mut owned: Vec<ExactSlot> = Vec::new();
             for (kind, pick) in operations {
                 match kind {
-                    0 => match pool.take() {
+                    0 => match pool.allocate() {
                         Ok(page) => {
                             prop_assert!(!owned.contains(&page));
                             owned.push(page);

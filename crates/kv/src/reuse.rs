@@ -11,18 +11,18 @@ pub enum TailPolicy {
     /// The part of the window that is missing is computed again: at most R pages.
     #[default]
     Recompute,
-    /// It is read sealed.
+    /// The part of the window that is missing is read sealed.
     Sealed,
     /// Only a hit whose whole window is there counts, so that every row is a function of the tokens alone.
     Exact,
 }
 
-/// What is taken over of a hit.
+/// What a new sequence takes of a prefix hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reuse {
-    /// Full pages.
+pub(crate) struct PrefixReuse {
+    /// Full pages that are taken.
     pub(crate) pages: usize,
-    /// Pages from here on are taken in bf16 too.
+    /// First page that is taken in bf16 too.
     pub(crate) warm_from: usize,
     /// Pages below can only be read sealed although a window wants them; 0 if no window does.
     pub(crate) sealed_until: usize,
@@ -36,7 +36,7 @@ pub(crate) fn reuse(
     matched: usize,
     warm: impl Fn(usize) -> bool,
     can_resume_at: impl Fn(usize) -> bool,
-) -> Reuse {
+) -> PrefixReuse {
     // First page that a row after so many pages reads in bf16, sinks aside.
     let window = |pages: usize| windows.history(pages, usize::MAX, 0).end;
     let pages = match policy {
@@ -59,7 +59,7 @@ pub(crate) fn reuse(
     };
     let first_wanted = window(pages).min(pages);
     let missing = (first_wanted..pages).rev().find(|&page| !warm(page));
-    Reuse {
+    PrefixReuse {
         pages,
         warm_from: missing.map_or(first_wanted, |page| page + 1),
         sealed_until: missing.map_or(0, |page| page + 1),

@@ -17,7 +17,7 @@ pub struct Sequence {
     pub(crate) tokens: Vec<u32>,
     pub(crate) exact: Vec<Option<ExactSlot>>,
     pub(crate) sealed: Vec<Option<SealedSlot>>,
-    /// Names of the full pages, as far as they were needed.
+    /// Hashes of the full pages, as far as they were needed.
     pub(crate) hashes: Vec<BlockHash>,
     pub(crate) cached_tokens: usize,
     pub(crate) sealed_until: usize,
@@ -28,17 +28,18 @@ pub struct Sequence {
 /// An extension or append that has its pages but whose rows are not written yet.
 #[derive(Debug)]
 pub(crate) struct InFlight {
-    /// Of many tokens by `extend`, not of one by `append`.
+    /// True for an extension of many tokens, false for an append of one.
     pub(crate) is_extension: bool,
-    /// Tokens before.
+    /// Tokens that the sequence had before.
     pub(crate) start: usize,
-    /// A page that was shared and written to, and what it was: still held, so that it can be copied from and put back.
+    /// Index of a shared page that was replaced by a copy because it is written to, and its slot before. That slot is still
+    /// held, so that it can be copied from and put back.
     pub(crate) copied: Option<(usize, ExactSlot)>,
-    /// Pages of before that are being sealed now.
+    /// Pages that the sequence had before and that are being sealed now.
     pub(crate) sealing: Vec<usize>,
-    /// Pages of before whose bf16 nobody reads afterwards.
+    /// Pages that the sequence had before and whose bf16 nobody reads afterwards.
     pub(crate) leaving: Vec<usize>,
-    /// New pages in scratch; the entries are scratch slots.
+    /// New pages whose table entries are scratch slots.
     pub(crate) scratch: std::ops::Range<usize>,
 }
 
@@ -72,12 +73,12 @@ impl Sequence {
         self.tokens.is_empty()
     }
 
-    /// What keeps it apart in the prefix tree.
+    /// The cache salt: sequences of different salts share no pages.
     pub fn salt(&self) -> u64 {
         self.salt
     }
 
-    /// Tokens that came from the prefix tree when it was opened.
+    /// Tokens whose pages came from the prefix tree when the sequence was opened.
     pub fn cached_tokens(&self) -> usize {
         self.cached_tokens
     }
@@ -97,7 +98,7 @@ impl Sequence {
         self.sealed_until
     }
 
-    /// Full pages.
+    /// Number of full pages.
     pub(crate) fn full_pages(&self) -> usize {
         self.tokens.len() / PAGE_TOKENS
     }
@@ -115,7 +116,7 @@ impl Sequence {
         }
     }
 
-    /// The name of full page `page`, computed if it is the next unknown one.
+    /// The hash of full page `page`, computed if it is the next unknown one.
     pub(crate) fn next_hash(&self, page: usize, previous: Option<BlockHash>) -> BlockHash {
         self.hashes.get(page).copied().unwrap_or_else(|| {
             BlockHash::chain(previous, &self.tokens[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS])

@@ -1,4 +1,4 @@
-//! Where the pages are.
+//! Counts of pages by owner and state, and of prefix hits.
 
 use oscar_codec::{ExactSlot, SealedSlot};
 
@@ -43,17 +43,17 @@ impl PoolStats {
 /// Pages of the open sequences, by state. A page of two sequences counts twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageStates {
-    /// Partly filled, bf16.
+    /// Pages that are partly filled, in bf16.
     pub filling: usize,
-    /// Full, bf16 only.
+    /// Full pages that exist in bf16 only.
     pub exact: usize,
-    /// bf16 and sealed.
+    /// Pages that exist in bf16 and sealed.
     pub both: usize,
-    /// Sealed only.
+    /// Pages that exist sealed only.
     pub sealed: usize,
 }
 
-/// What [`Ledger::stats`] says.
+/// The state of a cache, by [`Ledger::stats`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerStats {
     /// The bf16 pool.
@@ -64,7 +64,7 @@ pub struct LedgerStats {
     pub scratch: PoolStats,
     /// Open sequences.
     pub sequences: usize,
-    /// Their pages.
+    /// Pages of the open sequences, by state.
     pub states: PageStates,
     /// Full pages in the prefix tree.
     pub tree_pages: usize,
@@ -80,13 +80,13 @@ pub struct LedgerStats {
     pub prompt_tokens: u64,
     /// Tokens of prompts that came from the tree.
     pub cached_tokens: u64,
-    /// Pages that the tree forgot under pressure.
+    /// Pages that were evicted from the tree.
     pub evicted_pages: u64,
-    /// Warm copies that the tree gave up under pressure.
+    /// Warm copies that were evicted from the tree.
     pub evicted_warm: u64,
 }
 
-/// Counts that no pool and no tree knows.
+/// Counts that neither the pools nor the tree keep.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) sequences: usize,
@@ -102,7 +102,11 @@ pub(crate) struct Counters {
 
 impl Counters {
     /// The counter of a table entry, `None` for an entry without a page.
-    pub(crate) fn of(&mut self, exact: Option<ExactSlot>, sealed: Option<SealedSlot>) -> Option<&mut usize> {
+    pub(crate) fn counter_of(
+        &mut self,
+        exact: Option<ExactSlot>,
+        sealed: Option<SealedSlot>,
+    ) -> Option<&mut usize> {
         match (exact, sealed) {
             (None, None) => None,
             (Some(_), None) => Some(&mut self.exact),
@@ -113,7 +117,7 @@ impl Counters {
 }
 
 impl Ledger {
-    /// Where the pages are, and what the prefix tree was good for.
+    /// Counts of pages by owner and state, and of prefix hits. It walks all pools.
     pub fn stats(&self) -> LedgerStats {
         let (tree, counters) = (self.tree.counts(), &self.counters);
         LedgerStats {

@@ -3,7 +3,7 @@
 mod support;
 
 use oscar_kv::{
-    Extend, KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageNeed, PageStates, PageWindows, PoolKind,
+    KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageNeed, PageStates, PageWindows, PoolKind, PrefillMode,
     SealedPools, TailPolicy,
 };
 use support::{Cache, Flight, Open, options, text};
@@ -35,7 +35,7 @@ fn windows() -> impl Iterator<Item = (usize, usize)> {
 fn a_prompt_ends_in_the_states_of_the_rule() {
     for (sink, recent) in windows() {
         for length in lengths(sink, recent) {
-            for mode in [Extend::Exact, Extend::Uniform] {
+            for mode in [PrefillMode::Exact, PrefillMode::Uniform] {
                 let mut cache = Cache::new(options(sink, recent));
                 let open = cache.prompt(0, &text(0, length), mode);
                 assert_eq!(open.pages(), expected(sink, recent, length), "{sink} {recent} {length}");
@@ -56,7 +56,7 @@ fn token_by_token_and_chunk_by_chunk_end_in_the_same_states() {
             let mut cache = Cache::new(options(sink, recent));
             let mut open = cache.open(0, &tokens);
             for chunk in tokens.chunks(chunk) {
-                let mode = if chunk.len() == 2 { Extend::Uniform } else { Extend::Exact };
+                let mode = if chunk.len() == 2 { PrefillMode::Uniform } else { PrefillMode::Exact };
                 cache.extend(&mut open, chunk, mode).unwrap();
                 assert_eq!(open.pages(), expected(sink, recent, open.sequence.len()));
             }
@@ -99,11 +99,11 @@ fn decoding_seals_one_page_when_a_page_begins() {
 #[test]
 fn an_extension_says_what_lies_where() {
     let mut cache = Cache::new(options(1, 2));
-    let mut open = cache.prompt(0, &text(0, 3 * PAGE_TOKENS + 10), Extend::Exact);
+    let mut open = cache.prompt(0, &text(0, 3 * PAGE_TOKENS + 10), PrefillMode::Exact);
     assert_eq!(open.pages(), (vec![0, 1, 2, 3], vec![]));
     let before = open.sequence.exact_slots().to_vec();
     // Pages 3 to 9; in the end 7, 8 and 9 are the window.
-    cache.begin_extend(&mut open, &text(1, 6 * PAGE_TOKENS), Extend::Exact).unwrap();
+    cache.begin_extend(&mut open, &text(1, 6 * PAGE_TOKENS), PrefillMode::Exact).unwrap();
     let Some(Flight::Extension(extension)) = &open.flight else { panic!("an extension is in flight") };
     let slots = cache.ledger.slots();
     assert_eq!(extension.exact_from, 3);
@@ -126,10 +126,10 @@ fn an_abandoned_extension_leaves_no_trace() {
         for length in [1, 63, 64, 65, 200, 64 * (sink + recent + 2)] {
             for part in 0..=4 {
                 let mut cache = Cache::new(options(sink, recent));
-                let mut open = cache.prompt(0, &text(0, length), Extend::Uniform);
+                let mut open = cache.prompt(0, &text(0, length), PrefillMode::Uniform);
                 let (pages, stats) = (open.pages(), cache.ledger.stats());
                 let slots = (open.sequence.exact_slots().to_vec(), open.sequence.sealed_slots().to_vec());
-                cache.begin_extend(&mut open, &text(1, 400), Extend::Exact).unwrap();
+                cache.begin_extend(&mut open, &text(1, 400), PrefillMode::Exact).unwrap();
                 cache.abandon(&mut open, part);
                 assert_eq!((open.pages(), cache.ledger.stats()), (pages, stats));
                 assert_eq!(
@@ -150,7 +150,7 @@ fn an_abandoned_extension_leaves_no_trace() {
 #[test]
 fn without_sealed_pages_everything_is_bf16() {
     let mut cache = Cache::new(LedgerOptions { sealed: None, ..options(1, 1) });
-    let mut open = cache.prompt(0, &text(0, 700), Extend::Exact);
+    let mut open = cache.prompt(0, &text(0, 700), PrefillMode::Exact);
     for token in 0..200 {
         cache.append(&mut open, token).unwrap();
     }
@@ -158,7 +158,7 @@ fn without_sealed_pages_everything_is_bf16() {
     assert_eq!(cache.insert(&mut open, true), 0);
     let stats = cache.ledger.stats();
     assert_eq!((stats.tree_pages, stats.tree_tails, stats.warm_pages), (14, 1, 0));
-    let mut again = cache.prompt(0, &[open.sequence.tokens(), &[1, 2]].concat(), Extend::Uniform);
+    let mut again = cache.prompt(0, &[open.sequence.tokens(), &[1, 2]].concat(), PrefillMode::Uniform);
     assert_eq!((again.sequence.cached_tokens(), again.sequence.sealed_until()), (900, 0));
     cache.append(&mut again, 5).unwrap();
     cache.close(open);
@@ -172,7 +172,7 @@ fn without_sealed_pages_everything_is_bf16() {
 fn a_prompt_of_1000_tokens() {
     let mut cache = Cache::new(options(1, 4));
     let prompt = text(0, 1000);
-    let mut first = cache.prompt(0, &prompt, Extend::Exact);
+    let mut first = cache.prompt(0, &prompt, PrefillMode::Exact);
     assert_eq!(first.pages(), (vec![0, 11, 12, 13, 14, 15], (1..11).collect()));
     // The tree gets every full page; those in the window are sealed early and stay in bf16 for their owner.
     assert_eq!(cache.insert(&mut first, false), 4);
@@ -184,7 +184,7 @@ fn a_prompt_of_1000_tokens() {
     assert_eq!((second.sequence.cached_tokens(), second.sequence.sealed_until()), (960, 0));
     assert_eq!(second.pages(), (vec![0, 11, 12, 13, 14], (1..15).collect()));
     let used = (cache.ledger.stats().exact.used(), cache.ledger.stats().sealed.used());
-    cache.extend(&mut second, &prompt[960..], Extend::Exact).unwrap();
+    cache.extend(&mut second, &prompt[960..], PrefillMode::Exact).unwrap();
     assert_eq!(cache.ledger.stats().exact.used(), used.0 + 1);
     assert_eq!(cache.ledger.stats().sealed.used(), used.1);
 
@@ -211,7 +211,7 @@ fn a_prompt_of_1000_tokens() {
 fn prompts_of_40_and_100_tokens() {
     for length in [40, 100] {
         let mut cache = Cache::new(options(1, 4));
-        let mut open = cache.prompt(0, &text(0, length), Extend::Exact);
+        let mut open = cache.prompt(0, &text(0, length), PrefillMode::Exact);
         let mut sealed = Vec::new();
         for position in length..600 {
             cache.begin_append(&mut open, 9).unwrap();
@@ -231,10 +231,10 @@ fn a_prompt_of_8200_tokens_in_two_chunks() {
     let mut cache = Cache::new(options(1, 4));
     let prompt = text(0, 8200);
     let mut open = cache.open(0, &prompt);
-    cache.extend(&mut open, &prompt[..8192], Extend::Uniform).unwrap();
+    cache.extend(&mut open, &prompt[..8192], PrefillMode::Uniform).unwrap();
     assert_eq!(open.pages().0, [0, 123, 124, 125, 126, 127]);
     // Eight tokens do not shrink the window: one page leaves it, sealed from its own bf16.
-    cache.begin_extend(&mut open, &prompt[8192..], Extend::Uniform).unwrap();
+    cache.begin_extend(&mut open, &prompt[8192..], PrefillMode::Uniform).unwrap();
     let Some(Flight::Extension(extension)) = &open.flight else { panic!("an extension is in flight") };
     assert_eq!(extension.seal.iter().map(|work| work.page).collect::<Vec<_>>(), [123]);
     cache.finish(&mut open);
@@ -255,12 +255,12 @@ fn a_prompt_of_262144_tokens_goes_on_after_185000() {
     let pools = Some(SealedPools { pages: sealed, scratch_pages: scratch });
     let mut cache = Cache::new(LedgerOptions { exact_pages: exact, sealed: pools, ..defaults });
     let prompt = text(0, 262_144);
-    let mut first = cache.prompt(0, &prompt[..185_000], Extend::Exact);
+    let mut first = cache.prompt(0, &prompt[..185_000], PrefillMode::Exact);
     cache.insert(&mut first, true);
     cache.close(first);
     let mut open = cache.open(0, &prompt);
     assert_eq!(open.sequence.cached_tokens(), 185_000);
-    cache.extend(&mut open, &prompt[185_000..], Extend::Exact).unwrap();
+    cache.extend(&mut open, &prompt[185_000..], PrefillMode::Exact).unwrap();
     assert_eq!(open.pages().0, [0, 4091, 4092, 4093, 4094, 4095]);
     cache.close(open);
     cache.ledger.flush();
@@ -270,7 +270,7 @@ fn a_prompt_of_262144_tokens_goes_on_after_185000() {
 #[test]
 fn the_states_of_pages_are_counted() {
     let mut cache = Cache::new(options(1, 2));
-    let mut open = cache.prompt(0, &text(0, 640 + 5), Extend::Exact);
+    let mut open = cache.prompt(0, &text(0, 640 + 5), PrefillMode::Exact);
     let states = |cache: &Cache| cache.ledger.stats().states;
     assert_eq!(states(&cache), PageStates { filling: 1, exact: 3, both: 0, sealed: 7 });
     cache.insert(&mut open, false);
@@ -304,7 +304,7 @@ fn huge_windows_are_windows() {
     let mut cache = Cache::new(LedgerOptions { windows, ..options(0, 0) });
     assert!(cache.ledger.could_ever_fit(64 * 200) && !cache.ledger.could_ever_fit(64 * 200 + 1));
     let mut open = cache.ledger.open(0, &[1, 2]);
-    let extension = cache.ledger.extend(&mut open, &text(0, 1000), Extend::Exact).unwrap();
+    let extension = cache.ledger.extend(&mut open, &text(0, 1000), PrefillMode::Exact).unwrap();
     assert!(extension.seal.is_empty());
     cache.ledger.finish_extension(&mut open, extension);
     cache.ledger.close(open);
@@ -314,10 +314,10 @@ fn huge_windows_are_windows() {
 fn an_empty_prompt_and_an_empty_extension_are_harmless() {
     let mut cache = Cache::new(options(1, 1));
     let mut open: Open = cache.open(0, &[]);
-    cache.extend(&mut open, &[], Extend::Exact).unwrap();
+    cache.extend(&mut open, &[], PrefillMode::Exact).unwrap();
     cache.insert(&mut open, true);
-    cache.extend(&mut open, &text(0, 64), Extend::Exact).unwrap();
-    cache.extend(&mut open, &[], Extend::Uniform).unwrap();
+    cache.extend(&mut open, &text(0, 64), PrefillMode::Exact).unwrap();
+    cache.extend(&mut open, &[], PrefillMode::Uniform).unwrap();
     cache.insert(&mut open, true);
     cache.close(open);
     cache.ledger.flush();
@@ -340,7 +340,7 @@ fn a_conversation_keeps_the_copies_at_the_end_of_its_prompt() {
     let mut prompt = text(1, 300);
     let mut before = 0;
     for turn in 0..20 {
-        let mut open = cache.prompt(0, &prompt, Extend::Uniform);
+        let mut open = cache.prompt(0, &prompt, PrefillMode::Uniform);
         let cached = open.sequence.cached_tokens();
         assert_eq!(cached, before / PAGE_TOKENS * PAGE_TOKENS, "turn {turn}");
         cache.insert(&mut open, false);

@@ -2,7 +2,7 @@
 
 mod support;
 
-use oscar_kv::{Extend, LedgerOptions, PAGE_TOKENS, PageWindows, SealedPools, TailPolicy};
+use oscar_kv::{LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, SealedPools, TailPolicy};
 use oscar_random::Random;
 use support::{Cache, Open, text};
 
@@ -83,8 +83,8 @@ fn grow(
     }
     .min(rest.len());
     match random.below(3) {
-        0 => cache.extend(open, &rest[..count], Extend::Exact)?,
-        1 => cache.extend(open, &rest[..count], Extend::Uniform)?,
+        0 => cache.extend(open, &rest[..count], PrefillMode::Exact)?,
+        1 => cache.extend(open, &rest[..count], PrefillMode::Uniform)?,
         _ => rest[..count].iter().try_for_each(|&token| cache.append(open, token))?,
     }
     if random.below(3) == 0 {

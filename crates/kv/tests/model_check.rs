@@ -5,7 +5,8 @@
 mod support;
 
 use oscar_kv::{
-    Extend, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, SealedPools, Shortage, TailPolicy, TreeEntry,
+    LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, SealedPools, Shortage, TailPolicy,
+    TreeEntry,
 };
 use oscar_random::Random;
 use support::follower::Follower;
@@ -153,7 +154,7 @@ impl Episode {
         self.seen.cached += usize::from(cached > 0);
         self.seen.tails += usize::from(!cached.is_multiple_of(PAGE_TOKENS));
         self.seen.cut += usize::from(sealed_until > 0);
-        let mode = *self.random.choose(&[Extend::Exact, Extend::Uniform]);
+        let mode = *self.random.choose(&[PrefillMode::Exact, PrefillMode::Uniform]);
         let rest = &prompt[cached..];
         let possible = self.possible(&open, rest.len());
         match self.cache.begin_extend(&mut open, rest, mode) {
@@ -198,7 +199,7 @@ impl Episode {
             let (text, length) = (self.random.below(2) as u32, self.length(6));
             let tokens = support::text(text, length);
             let tokens = if self.random.one_in(3) { &tokens[..1] } else { &tokens };
-            let mode = *self.random.choose(&[Extend::Exact, Extend::Uniform]);
+            let mode = *self.random.choose(&[PrefillMode::Exact, PrefillMode::Uniform]);
             let possible = self.possible(&open, tokens.len());
             match self.cache.begin_extend(&mut open, tokens, mode) {
                 Ok(()) => assert!(possible.is_ok()),

@@ -2,14 +2,14 @@
 
 mod support;
 
-use oscar_kv::{Extend, LedgerOptions, PAGE_TOKENS, PoolKind, SealedPools, TailPolicy};
+use oscar_kv::{LedgerOptions, PAGE_TOKENS, PoolKind, PrefillMode, SealedPools, TailPolicy};
 use support::{Cache, Flight, Open, options, text};
 
 const PAGE: usize = PAGE_TOKENS;
 
 /// Computes a prompt, gives it to the tree and closes it.
 fn serve(cache: &mut Cache, prompt: &[u32]) -> usize {
-    let mut open = cache.prompt(0, prompt, Extend::Exact);
+    let mut open = cache.prompt(0, prompt, PrefillMode::Exact);
     cache.insert(&mut open, true);
     let cached = open.sequence.cached_tokens();
     cache.close(open);
@@ -39,7 +39,7 @@ fn a_conversation_is_computed_once() {
             let (mut history, mut prompts, mut hits) = (text(0, 500), 0, 0);
             for turn in 0..30 {
                 history.extend(text(turn + 1, 40));
-                let mut open = cache.prompt(0, &history, Extend::Uniform);
+                let mut open = cache.prompt(0, &history, PrefillMode::Uniform);
                 assert_eq!(open.sequence.sealed_until(), 0);
                 prompts += history.len();
                 hits += open.sequence.cached_tokens();
@@ -69,7 +69,7 @@ fn a_tail_is_matched_token_by_token_and_copied_before_it_is_written() {
     other.extend([7, 8, 9]);
     let mut open = cache.open(0, &other);
     assert_eq!(open.sequence.cached_tokens(), 3 * PAGE + 20);
-    cache.begin_extend(&mut open, &[7, 8, 9], Extend::Exact).unwrap();
+    cache.begin_extend(&mut open, &[7, 8, 9], PrefillMode::Exact).unwrap();
     let Some(Flight::Extension(extension)) = &open.flight else { panic!("an extension is in flight") };
     assert_eq!(extension.copies.len(), 1);
     cache.finish(&mut open);
@@ -112,7 +112,7 @@ fn the_last_token_of_a_prompt_is_always_computed() {
 fn salts_share_nothing() {
     let mut cache = Cache::new(options(1, 2));
     let prompt = text(0, 300);
-    let mut open = cache.prompt(5, &prompt, Extend::Exact);
+    let mut open = cache.prompt(5, &prompt, PrefillMode::Exact);
     cache.insert(&mut open, true);
     cache.close(open);
     for (salt, expected) in [(0, 0), (5, 299), (6, 0)] {
@@ -133,7 +133,7 @@ fn without_a_tree_nothing_is_kept() {
 #[test]
 fn forks_share_until_they_write() {
     let mut cache = Cache::new(options(1, 2));
-    let mut first = cache.prompt(0, &text(0, 6 * PAGE + 10), Extend::Exact);
+    let mut first = cache.prompt(0, &text(0, 6 * PAGE + 10), PrefillMode::Exact);
     cache.insert(&mut first, false);
     let used = cache.ledger.stats().exact.used();
     let mut forks: Vec<Open> = (0..3).map(|_| cache.fork(&first)).collect();
@@ -175,7 +175,7 @@ fn a_cancelled_extension_gives_the_tree_nothing() {
     let prompt = text(0, 10 * PAGE + 5);
     for part in 0..4 {
         let mut open = cache.open(0, &prompt);
-        cache.begin_extend(&mut open, &prompt, Extend::Exact).unwrap();
+        cache.begin_extend(&mut open, &prompt, PrefillMode::Exact).unwrap();
         cache.ledger.insert(&open.sequence, true);
         if part > 0 {
             cache.abandon(&mut open, part);
@@ -186,8 +186,8 @@ fn a_cancelled_extension_gives_the_tree_nothing() {
         cache.assert_empty();
     }
     // In the middle of a second turn the first is still given.
-    let mut open = cache.prompt(0, &prompt, Extend::Exact);
-    cache.begin_extend(&mut open, &text(1, 10 * PAGE), Extend::Exact).unwrap();
+    let mut open = cache.prompt(0, &prompt, PrefillMode::Exact);
+    cache.begin_extend(&mut open, &text(1, 10 * PAGE), PrefillMode::Exact).unwrap();
     cache.ledger.insert(&open.sequence, true);
     cache.check_tree();
     let stats = cache.ledger.stats();
@@ -206,17 +206,17 @@ fn warm_copies_go_first_then_the_least_recently_used() {
     let stats = cache.ledger.stats();
     assert_eq!((stats.warm_pages, stats.tree_tails, stats.exact.used(), stats.sealed.used()), (6, 3, 12, 15));
     let mut open = cache.open(1, &[]);
-    cache.extend(&mut open, &text(9, PAGE), Extend::Exact).unwrap();
+    cache.extend(&mut open, &text(9, PAGE), PrefillMode::Exact).unwrap();
     // Eight bf16 pages are free, one is taken; a sequence without history takes what it needs from the oldest.
     let mut others: Vec<Open> = Vec::new();
     for pages in [7, 1, 1, 1] {
         let mut other = cache.open(2, &[]);
         for _ in 0..pages {
             let mut fill = cache.open(3, &[]);
-            cache.extend(&mut fill, &[1], Extend::Exact).unwrap();
+            cache.extend(&mut fill, &[1], PrefillMode::Exact).unwrap();
             others.push(fill);
         }
-        cache.extend(&mut other, &[], Extend::Exact).unwrap();
+        cache.extend(&mut other, &[], PrefillMode::Exact).unwrap();
         others.push(other);
     }
     let stats = cache.ledger.stats();
@@ -230,7 +230,7 @@ fn warm_copies_go_first_then_the_least_recently_used() {
     // When every warm copy is gone, the page of the sink goes, and all that hangs on it.
     for _ in 0..7 {
         let mut fill = cache.open(3, &[]);
-        cache.extend(&mut fill, &[1], Extend::Exact).unwrap();
+        cache.extend(&mut fill, &[1], PrefillMode::Exact).unwrap();
         others.push(fill);
     }
     let stats = cache.ledger.stats();
@@ -255,7 +255,7 @@ fn what_an_open_sequence_uses_is_not_evicted() {
     assert_eq!(user.sequence.cached_tokens(), 3 * PAGE);
     // The second prompt (3) and the pages of the first that nobody uses (3) can be had, and the four that are free.
     let mut open = cache.open(9, &[]);
-    let shortage = cache.begin_extend(&mut open, &text(5, 15 * PAGE), Extend::Exact).unwrap_err();
+    let shortage = cache.begin_extend(&mut open, &text(5, 15 * PAGE), PrefillMode::Exact).unwrap_err();
     assert_eq!(
         (shortage.pool, shortage.needed, shortage.available, shortage.pages),
         (PoolKind::Sealed, 11, 10, 12)
@@ -263,7 +263,7 @@ fn what_an_open_sequence_uses_is_not_evicted() {
     // Nothing has changed.
     assert_eq!(cache.ledger.stats().tree_pages, 10);
     assert!(open.sequence.is_empty());
-    cache.extend(&mut open, &text(5, 14 * PAGE), Extend::Exact).unwrap();
+    cache.extend(&mut open, &text(5, 14 * PAGE), PrefillMode::Exact).unwrap();
     assert_eq!(cache.ledger.stats().tree_pages, 1 + 2 + 1);
     cache.check(&user);
     cache.check_tree();
@@ -284,10 +284,10 @@ fn a_warm_copy_of_a_page_in_use_may_go() {
     assert_eq!(user.sequence.cached_tokens(), 4 * PAGE);
     let mut open = cache.open(9, &[]);
     let taken = text(5, 8 * PAGE);
-    cache.extend(&mut open, &taken[..3 * PAGE], Extend::Exact).unwrap();
+    cache.extend(&mut open, &taken[..3 * PAGE], PrefillMode::Exact).unwrap();
     assert_eq!(cache.ledger.stats().warm_pages, 2);
     let mut more = cache.open(8, &[]);
-    cache.extend(&mut more, &taken[..4 * PAGE], Extend::Exact).unwrap();
+    cache.extend(&mut more, &taken[..4 * PAGE], PrefillMode::Exact).unwrap();
     let stats = cache.ledger.stats();
     assert_eq!((stats.warm_pages, stats.tree_tails, stats.tree_pages), (1, 0, 8));
     cache.check(&user);
@@ -303,7 +303,7 @@ fn a_tail_is_taken_over_when_there_is_no_room_for_a_copy() {
         serve(&mut cache, &text(0, 30));
         let mut open = cache.open(0, &text(0, 40));
         assert_eq!(open.sequence.cached_tokens(), 30);
-        cache.begin_extend(&mut open, &text(0, 40)[30..], Extend::Exact).unwrap();
+        cache.begin_extend(&mut open, &text(0, 40)[30..], PrefillMode::Exact).unwrap();
         let Some(Flight::Extension(extension)) = &open.flight else { panic!("an extension is in flight") };
         assert!(extension.copies.is_empty());
         cache.finish(&mut open);
@@ -318,7 +318,7 @@ fn sealing_early_takes_what_there_is() {
     for (spare, inserted) in [(0, 4), (1, 5), (2, 6), (9, 6)] {
         let mut cache = Cache::new(small(40, 3 + spare));
         let prompt = text(0, 6 * PAGE + 9);
-        let mut open = cache.prompt(0, &prompt, Extend::Exact);
+        let mut open = cache.prompt(0, &prompt, PrefillMode::Exact);
         assert_eq!(open.pages().1, [1, 2, 3]);
         assert_eq!(cache.insert(&mut open, true), spare.min(2));
         assert_eq!(cache.ledger.stats().tree_pages, inserted);
@@ -340,11 +340,11 @@ fn a_second_copy_of_a_prefix_does_not_stay_in_the_tree() {
     let mut cache = Cache::new(small(40, 40));
     let prompt = text(0, 8 * PAGE);
     // Two requests arrive together and compute the same.
-    let mut first = cache.prompt(0, &prompt, Extend::Exact);
-    let mut second = cache.prompt(0, &prompt, Extend::Exact);
+    let mut first = cache.prompt(0, &prompt, PrefillMode::Exact);
+    let mut second = cache.prompt(0, &prompt, PrefillMode::Exact);
     cache.insert(&mut first, true);
     let tokens = text(1, 4 * PAGE);
-    cache.extend(&mut second, &tokens, Extend::Exact).unwrap();
+    cache.extend(&mut second, &tokens, PrefillMode::Exact).unwrap();
     cache.insert(&mut second, true);
     assert_eq!(cache.ledger.stats().tree_pages, 12);
     cache.close(first);
@@ -361,7 +361,7 @@ fn a_second_copy_of_a_prefix_does_not_stay_in_the_tree() {
 #[test]
 fn a_preempted_request_goes_on_where_it_was() {
     let mut cache = Cache::new(options(1, 4));
-    let mut open = cache.prompt(0, &text(0, 700), Extend::Exact);
+    let mut open = cache.prompt(0, &text(0, 700), PrefillMode::Exact);
     for token in 0..100 {
         cache.append(&mut open, token).unwrap();
     }
@@ -379,10 +379,10 @@ fn copies_that_hang_above_pages_in_use_are_had_when_pages_are_short() {
     let options = LedgerOptions { exact_pages: 20, ..small(0, 20) };
     let mut cache = Cache::new(options);
     let prompt = text(0, 8 * PAGE);
-    let mut first = cache.prompt(0, &prompt, Extend::Exact);
-    let mut second = cache.prompt(0, &prompt, Extend::Exact);
+    let mut first = cache.prompt(0, &prompt, PrefillMode::Exact);
+    let mut second = cache.prompt(0, &prompt, PrefillMode::Exact);
     cache.insert(&mut first, true);
-    cache.extend(&mut second, &text(1, 4 * PAGE), Extend::Exact).unwrap();
+    cache.extend(&mut second, &text(1, 4 * PAGE), PrefillMode::Exact).unwrap();
     cache.insert(&mut second, true);
     cache.close(first);
     // The tree alone has pages 1 to 7 of the first, and below them pages of the second.
@@ -390,7 +390,7 @@ fn copies_that_hang_above_pages_in_use_are_had_when_pages_are_short() {
     assert_eq!((stats.sealed.tree_only, stats.sealed.free), (7, 2));
     assert_eq!(cache.ledger.available(PoolKind::Sealed), 2);
     // Pages 12 to 18; 12 to 15 go to sealed pages.
-    cache.extend(&mut second, &text(2, 7 * PAGE), Extend::Exact).unwrap();
+    cache.extend(&mut second, &text(2, 7 * PAGE), PrefillMode::Exact).unwrap();
     cache.audit(&[&second]);
     cache.check_tree();
     assert_eq!(cache.ledger.stats().sealed.tree_only, 0);
@@ -404,14 +404,14 @@ fn copies_that_hang_above_pages_in_use_are_had_when_pages_are_short() {
 fn a_page_is_a_tail_or_a_warm_copy_but_not_both() {
     let mut cache = Cache::new(options(0, 1));
     let tokens = text(0, 4 * PAGE);
-    let mut growing = cache.prompt(0, &tokens[..10], Extend::Exact);
-    cache.begin_extend(&mut growing, &tokens[10..PAGE], Extend::Exact).unwrap();
+    let mut growing = cache.prompt(0, &tokens[..10], PrefillMode::Exact);
+    cache.begin_extend(&mut growing, &tokens[10..PAGE], PrefillMode::Exact).unwrap();
     let mut fork = cache.fork(&growing);
     assert_eq!(fork.sequence.len(), 10);
     cache.finish(&mut growing);
     // Somebody else gave the tree page 0, sealed and long out of its window.
     let mut other = cache.open(0, &[]);
-    cache.extend(&mut other, &tokens, Extend::Exact).unwrap();
+    cache.extend(&mut other, &tokens, PrefillMode::Exact).unwrap();
     cache.insert(&mut other, true);
     cache.insert(&mut fork, true);
     assert_eq!((cache.ledger.stats().tree_tails, cache.ledger.stats().warm_pages), (1, 2));
@@ -435,18 +435,18 @@ fn a_page_is_a_tail_or_a_warm_copy_but_not_both() {
 #[test]
 fn a_shortage_says_whether_waiting_helps() {
     let mut cache = Cache::new(small(6, 3));
-    let mut first = cache.prompt(0, &text(0, 4 * PAGE), Extend::Exact);
+    let mut first = cache.prompt(0, &text(0, 4 * PAGE), PrefillMode::Exact);
     let mut open = cache.open(1, &[]);
-    let shortage = cache.begin_extend(&mut open, &text(1, 3 * PAGE), Extend::Exact).unwrap_err();
+    let shortage = cache.begin_extend(&mut open, &text(1, 3 * PAGE), PrefillMode::Exact).unwrap_err();
     assert_eq!((shortage.pool, shortage.needed, shortage.available), (PoolKind::Exact, 3, 2));
-    assert!(shortage.can_pass());
+    assert!(shortage.needed <= shortage.pages);
     assert_eq!(shortage.to_string(), "3 bf16 pages are needed and 2 of 6 can be had");
-    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), Extend::Exact).unwrap_err();
-    assert!(shortage.pool == PoolKind::Exact && shortage.can_pass());
+    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), PrefillMode::Exact).unwrap_err();
+    assert!(shortage.pool == PoolKind::Exact && shortage.needed <= shortage.pages);
     cache.append(&mut first, 1).unwrap();
     cache.close(first);
-    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), Extend::Exact).unwrap_err();
-    assert!(shortage.pool == PoolKind::Sealed && !shortage.can_pass());
+    let shortage = cache.begin_extend(&mut open, &text(1, 9 * PAGE), PrefillMode::Exact).unwrap_err();
+    assert!(shortage.pool == PoolKind::Sealed && shortage.needed > shortage.pages);
     cache.close(open);
 }
 
@@ -470,7 +470,7 @@ fn a_sequence_is_taken_up_again_only_where_it_can_be() {
         assert_eq!(again(&mut cache, &[6 * PAGE]), (PAGE, 0), "its window is not there");
         assert_eq!(again(&mut cache, &[]), (PAGE, 0));
         // Another one takes the place of the window.
-        let other = cache.prompt(0, &text(1, 7 * PAGE), Extend::Exact);
+        let other = cache.prompt(0, &text(1, 7 * PAGE), PrefillMode::Exact);
         assert_eq!(again(&mut cache, &[7 * PAGE, tokens.len()]), (PAGE, 0), "{tail:?}");
         cache.close(other);
         cache.ledger.flush();

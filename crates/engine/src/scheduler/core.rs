@@ -81,7 +81,8 @@ impl<B: Backend> Core<B> {
         if let Some(attention) = &attention {
             budget.kv = attention.name();
         }
-        let rules = Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.extend() };
+        let rules =
+            Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.prefill_mode() };
         let core = Core {
             policy: Policy::new(ledger, rules),
             executor: Executor::new(Arc::clone(&model), cache, activations, max_running, attention),

@@ -1,4 +1,4 @@
-//! What the tree lets go of, and in which order.
+//! Eviction from the prefix tree: what may go, and in which order.
 //!
 //! Three ordered sets hold what may go: warm copies (and tails, in a cache with sealed pages), full pages in bf16, and
 //! sealed pages. A node is *busy* while a sequence holds its page, or that of a node below it; busy nodes stay, but
@@ -15,14 +15,15 @@ use std::collections::BTreeSet;
 
 use oscar_codec::{ExactSlot, SealedSlot};
 
-use super::{NONE, NodeId, Tree};
+use super::{NO_NODE, NodeId, Tree};
 use crate::pools::Pools;
 
-pub(super) type Key = (u64, Reverse<u32>, NodeId);
+/// A candidate in order of eviction: time of last use, then the deepest page first.
+pub(super) type LruKey = (u64, Reverse<u32>, NodeId);
 
-/// In which sets a node stands, and under which key.
+/// The candidate sets that a node is in, and its times of use there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Listed {
+pub(super) struct EvictionListing {
     last_use: u64,
     warm_use: u64,
     warm: bool,
@@ -30,29 +31,29 @@ pub(super) struct Listed {
     sealed: bool,
 }
 
-/// What may go.
+/// Pages that may be evicted, the next one first.
 #[derive(Debug, Default)]
-pub(super) struct Candidates {
-    /// Gives back a bf16 page and costs the recomputation of a window at most.
-    pub(super) warm: BTreeSet<Key>,
-    /// Gives back a bf16 page and forgets a page.
-    pub(super) exact: BTreeSet<Key>,
-    /// Gives back a sealed page and forgets a page.
-    pub(super) sealed: BTreeSet<Key>,
+pub(super) struct EvictionCandidates {
+    /// Evicting one frees a bf16 page and costs the recomputation of a window at most.
+    pub(super) warm: BTreeSet<LruKey>,
+    /// Evicting one frees a bf16 page and removes a node.
+    pub(super) exact: BTreeSet<LruKey>,
+    /// Evicting one frees a sealed page and removes a node.
+    pub(super) sealed: BTreeSet<LruKey>,
 }
 
 impl Tree {
-    /// bf16 pages that could be had from the tree.
+    /// bf16 pages that eviction can free.
     pub(crate) fn evictable_exact(&self) -> usize {
         self.candidates.warm.len() + self.candidates.exact.len()
     }
 
-    /// Sealed pages that could be had from the tree.
+    /// Sealed pages that eviction can free.
     pub(crate) fn evictable_sealed(&self) -> usize {
         self.candidates.sealed.len()
     }
 
-    /// Frees one bf16 page. False if the tree has none to give.
+    /// Evicts one bf16 page, warm copies first. False if there is no candidate.
     pub(crate) fn evict_exact(&mut self, pools: &mut Pools) -> bool {
         if let Some(&(_, _, id)) = self.candidates.warm.first() {
             if self.node(id).sealed.is_none() {
@@ -60,7 +61,7 @@ impl Tree {
                 self.remove_and_prune(pools, id);
             } else {
                 self.counts.evicted_warm += 1;
-                self.cool(pools, id);
+                self.evict_warm_copy(pools, id);
             }
             return true;
         }
@@ -69,15 +70,15 @@ impl Tree {
         true
     }
 
-    /// Frees one sealed page. False if the tree has none to give.
+    /// Evicts one sealed page. False if there is no candidate.
     pub(crate) fn evict_sealed(&mut self, pools: &mut Pools) -> bool {
         let Some(&(_, _, id)) = self.candidates.sealed.first() else { return false };
         self.remove_subtree(pools, id);
         true
     }
 
-    /// If the tree and one other own a bf16 page, and the tree has it as a tail: forgets the tail.
-    pub(crate) fn give_up_tail(&mut self, pools: &mut Pools, exact: ExactSlot) -> bool {
+    /// Removes the tail in a bf16 slot that the tree and one sequence own, so that the sequence can write to it.
+    pub(crate) fn evict_tail(&mut self, pools: &mut Pools, exact: ExactSlot) -> bool {
         if !self.shares_tail(pools, exact) {
             return false;
         }
@@ -86,13 +87,13 @@ impl Tree {
         true
     }
 
-    /// Whether [`give_up_tail`](Self::give_up_tail) would leave the page to one owner.
+    /// Whether [`evict_tail`](Self::evict_tail) would leave the page to one sequence.
     pub(crate) fn shares_tail(&self, pools: &Pools, exact: ExactSlot) -> bool {
         let id = self.exact_owner[exact.index()];
-        id != NONE && self.node(id).hash.is_none() && pools.exact.owners(exact) == 2
+        id != NO_NODE && self.node(id).hash.is_none() && pools.exact.owners(exact) == 2
     }
 
-    /// Lets go of everything, what sequences hold too.
+    /// Removes every node. Pages that sequences hold stay theirs.
     pub(crate) fn clear(&mut self, pools: &mut Pools) {
         let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
         roots.sort_unstable();
@@ -110,27 +111,27 @@ impl Tree {
         self.journal = journal;
     }
 
-    /// The owners of a bf16 slot have changed.
+    /// To be called when the number of owners of a bf16 slot has changed.
     pub(crate) fn exact_changed(&mut self, pools: &Pools, slot: ExactSlot) {
         let id = self.exact_owner[slot.index()];
-        if id != NONE {
+        if id != NO_NODE {
             self.refresh(pools, id);
         }
     }
 
-    /// The owners of a sealed slot have changed.
+    /// To be called when the number of owners of a sealed slot has changed.
     pub(crate) fn sealed_changed(&mut self, pools: &Pools, slot: SealedSlot) {
         let id = self.sealed_owner[slot.index()];
-        if id != NONE {
+        if id != NO_NODE {
             self.refresh(pools, id);
         }
     }
 
-    /// Brings a node's business and its places in the sets up to date, and its parents' as far as they change.
+    /// Updates whether a node is busy and which sets it is in, and its parents as far as they change.
     pub(super) fn refresh(&mut self, pools: &Pools, mut id: NodeId) {
         loop {
             let node = self.node(id);
-            if node.parent == NONE {
+            if node.parent == NO_NODE {
                 return;
             }
             // A sequence that only has the bf16 page in common with a node does not need the node's own page.
@@ -143,7 +144,7 @@ impl Tree {
             let is_tail = node.hash.is_none();
             let as_warm = node.sealed.is_some() || is_tail && self.has_sealed;
             let alone = node.exact.is_some_and(|exact| pools.exact.owners(exact) == 1);
-            let listed = Listed {
+            let listed = EvictionListing {
                 last_use: node.last_use,
                 warm_use: node.warm_use,
                 warm: alone && as_warm,
@@ -168,20 +169,20 @@ impl Tree {
         }
     }
 
-    /// The key of a node has changed.
+    /// Updates the position of a node in its sets after its times of use have changed.
     pub(super) fn relist(&mut self, id: NodeId) {
         let node = self.node(id);
-        if node.parent != NONE {
-            let listed = Listed { last_use: node.last_use, warm_use: node.warm_use, ..node.listed };
+        if node.parent != NO_NODE {
+            let listed = EvictionListing { last_use: node.last_use, warm_use: node.warm_use, ..node.listed };
             self.list(id, listed);
         }
     }
 
     pub(super) fn unlist(&mut self, id: NodeId) {
-        self.list(id, Listed::default());
+        self.list(id, EvictionListing::default());
     }
 
-    fn list(&mut self, id: NodeId, listed: Listed) {
+    fn list(&mut self, id: NodeId, listed: EvictionListing) {
         let node = self.nodes[id as usize].as_mut().expect("node ids are of living nodes");
         let was = std::mem::replace(&mut node.listed, listed);
         let key = |time: u64| (time, Reverse(node.page), id);
@@ -200,10 +201,10 @@ impl Tree {
         }
     }
 
-    /// Lets go of a warm copy.
-    fn cool(&mut self, pools: &mut Pools, id: NodeId) {
+    /// Frees the warm copy of a node that stays.
+    fn evict_warm_copy(&mut self, pools: &mut Pools, id: NodeId) {
         let Some(exact) = self.node_mut(id).exact.take() else { return };
-        self.exact_owner[exact.index()] = NONE;
+        self.exact_owner[exact.index()] = NO_NODE;
         self.counts.warm -= 1;
         pools.exact.release(exact);
         self.refresh(pools, id);

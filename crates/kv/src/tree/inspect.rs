@@ -1,10 +1,10 @@
-//! What the tree holds, spelled out: for tests, and to check its books.
+//! A list of what the tree holds, and checks of its invariants, for tests.
 
 use std::collections::BTreeSet;
 
 use oscar_codec::{ExactSlot, SealedSlot};
 
-use super::{NONE, NodeId, Tree};
+use super::{NO_NODE, NodeId, Tree};
 use crate::pools::Pools;
 
 /// One page that the prefix tree owns.
@@ -12,15 +12,15 @@ use crate::pools::Pools;
 pub struct TreeEntry<'a> {
     /// Index of the entry with the page before this one; `None` for first pages.
     pub parent: Option<usize>,
-    /// Salt of the sequences that may use it.
+    /// Salt of the sequences that may use the page.
     pub salt: u64,
     /// Index of the page in its sequences.
     pub page: usize,
-    /// Its tokens; fewer than 64 for the partly filled last page of a finished request.
+    /// Tokens of the page; fewer than 64 for the partly filled last page of a finished request.
     pub tokens: &'a [u32],
-    /// The page in bf16.
+    /// Slot of the page in bf16, if the tree has it so.
     pub exact: Option<ExactSlot>,
-    /// The page sealed.
+    /// Slot of the sealed page, if the tree has it so.
     pub sealed: Option<SealedSlot>,
 }
 
@@ -34,7 +34,7 @@ impl Tree {
         while let Some((id, parent)) = open.pop() {
             let node = self.node(id);
             let mut above = None;
-            if node.parent != NONE {
+            if node.parent != NO_NODE {
                 above = Some(entries.len());
                 entries.push(TreeEntry {
                     parent,
@@ -52,12 +52,12 @@ impl Tree {
 
     /// Whether a bf16 slot belongs to the tree.
     pub(crate) fn owns_exact(&self, slot: ExactSlot) -> bool {
-        self.exact_owner[slot.index()] != NONE
+        self.exact_owner[slot.index()] != NO_NODE
     }
 
     /// Whether a sealed slot belongs to the tree.
     pub(crate) fn owns_sealed(&self, slot: SealedSlot) -> bool {
-        self.sealed_owner[slot.index()] != NONE
+        self.sealed_owner[slot.index()] != NO_NODE
     }
 
     /// Recomputes everything that is kept as the tree changes and says what differs.
@@ -77,7 +77,7 @@ impl Tree {
                     node.busy_children
                 ));
             }
-            if node.parent == NONE {
+            if node.parent == NO_NODE {
                 if node.children.is_empty() && node.tails.is_empty()
                     || self.roots.get(&node.salt) != Some(&id)
                 {
@@ -134,7 +134,7 @@ impl Tree {
         {
             return Err(format!("counted {found:?}, kept {:?}", self.counts));
         }
-        let owned = |owners: &[NodeId]| owners.iter().filter(|&&id| id != NONE).count();
+        let owned = |owners: &[NodeId]| owners.iter().filter(|&&id| id != NO_NODE).count();
         let pages = living.iter().map(|&id| self.node(id));
         let (exact, sealed) = pages.fold((0, 0), |(exact, sealed), node| {
             (exact + usize::from(node.exact.is_some()), sealed + usize::from(node.sealed.is_some()))

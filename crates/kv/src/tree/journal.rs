@@ -1,31 +1,31 @@
-//! What changes in the tree, for those who follow it from outside: routers that send a prompt to where its pages are.
+//! KV events: what changes in the tree, for routers that send a prompt to the server that has its pages.
 //!
-//! Only full pages are told: a partly filled one has no name. Nothing is written down until somebody watches. Neighbours
-//! that continue each other become one event, so a long prompt is one event and not one per page.
+//! Only full pages have events: a partly filled one has no hash. Nothing is recorded until somebody watches. Pages that
+//! continue each other become one event, so a long prompt is one event and not one per page.
 
 use crate::block_hash::BlockHash;
 
-/// Pages of one event, so that no message grows without bound.
-const BLOCKS: usize = 1024;
+/// Bound on the pages of one event, so that no message grows without limit.
+const MAX_BLOCKS_PER_EVENT: usize = 1024;
 
 /// A change of the prefix tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// Pages that follow each other are there now.
+    /// Pages that follow each other were added.
     Stored {
         /// The page before the first of them; `None` at the start of a sequence.
         parent: Option<BlockHash>,
-        /// Their names.
+        /// Hashes of the pages, in order.
         blocks: Vec<BlockHash>,
-        /// Their tokens, 64 a page.
+        /// Tokens of all the pages, 64 a page.
         tokens: Vec<u32>,
     },
-    /// Pages are gone.
+    /// Pages were removed.
     Removed {
-        /// Their names.
+        /// Hashes of the pages.
         blocks: Vec<BlockHash>,
     },
-    /// Everything is gone.
+    /// The tree was emptied.
     Cleared,
 }
 
@@ -34,7 +34,7 @@ pub enum CacheEvent {
 pub(super) struct Journal(Option<Vec<CacheEvent>>);
 
 impl Journal {
-    /// Begins anew.
+    /// Begins to record, with no events.
     pub(super) fn start(&mut self) {
         self.0 = Some(Vec::new());
     }
@@ -50,7 +50,7 @@ impl Journal {
     pub(super) fn stored(&mut self, parent: Option<BlockHash>, hash: BlockHash, page: &[u32]) {
         let Some(events) = &mut self.0 else { return };
         if let Some(CacheEvent::Stored { blocks, tokens, .. }) = events.last_mut()
-            && blocks.len() < BLOCKS
+            && blocks.len() < MAX_BLOCKS_PER_EVENT
             && parent.is_some()
             && blocks.last() == parent.as_ref()
         {
@@ -64,12 +64,12 @@ impl Journal {
     pub(super) fn removed(&mut self, hash: BlockHash) {
         let Some(events) = &mut self.0 else { return };
         match events.last_mut() {
-            Some(CacheEvent::Removed { blocks }) if blocks.len() < BLOCKS => blocks.push(hash),
+            Some(CacheEvent::Removed { blocks }) if blocks.len() < MAX_BLOCKS_PER_EVENT => blocks.push(hash),
             _ => events.push(CacheEvent::Removed { blocks: vec![hash] }),
         }
     }
 
-    /// What came before does not matter any more.
+    /// Replaces all events before, which do not matter any more.
     pub(super) fn cleared(&mut self) {
         if let Some(events) = &mut self.0 {
             events.clear();
@@ -79,7 +79,7 @@ impl Journal {
 }
 
 impl super::Tree {
-    /// Writes changes down from now on, and tells what is there as if it had just come.
+    /// Records changes from now on, and returns what is there as if it had just been added.
     pub(crate) fn watch(&mut self) -> Vec<CacheEvent> {
         let mut now = Journal::default();
         now.start();
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn events_are_bounded() {
-        let hashes = chain(BLOCKS as u32 + 1);
+        let hashes = chain(MAX_BLOCKS_PER_EVENT as u32 + 1);
         let mut journal = Journal::default();
         journal.start();
         let mut parent = None;
@@ -165,6 +165,9 @@ mod tests {
         else {
             panic!("two events")
         };
-        assert_eq!((blocks.len(), *parent, rest.len()), (BLOCKS, Some(hashes[BLOCKS - 1]), 1));
+        assert_eq!(
+            (blocks.len(), *parent, rest.len()),
+            (MAX_BLOCKS_PER_EVENT, Some(hashes[MAX_BLOCKS_PER_EVENT - 1]), 1)
+        );
     }
 }

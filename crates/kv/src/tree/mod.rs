@@ -22,13 +22,13 @@ use oscar_codec::{ExactSlot, SealedSlot};
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
 use crate::pools::Pools;
-use eviction::Candidates;
+use eviction::EvictionCandidates;
 
 /// Index of a node.
 pub(crate) type NodeId = u32;
 
-/// "No node", and the parent of a root.
-pub(crate) const NONE: NodeId = u32::MAX;
+/// The id that stands for no node, and the parent of a root.
+pub(crate) const NO_NODE: NodeId = u32::MAX;
 
 #[derive(Debug)]
 struct Node {
@@ -49,16 +49,16 @@ struct Node {
     last_use: u64,
     /// When its bf16 copy was last part of somebody's window. Being on the way to what is used does not count.
     warm_use: u64,
-    /// Children (full pages and tails) that are busy.
+    /// Number of children (full pages and tails) that are busy.
     busy_children: u32,
     /// A sequence holds the page of this node or of one below.
     busy: bool,
-    listed: eviction::Listed,
+    listed: eviction::EvictionListing,
 }
 
-/// What the tree has of a prompt.
+/// The full pages of a prompt that are in the tree.
 #[derive(Debug, Default)]
-pub(crate) struct Match {
+pub(crate) struct PrefixMatch {
     /// Nodes of the full pages, from the first page.
     pub(crate) nodes: Vec<NodeId>,
     pub(crate) hashes: Vec<BlockHash>,
@@ -83,7 +83,7 @@ pub(crate) struct Tree {
     /// Node that owns a bf16 or sealed slot.
     exact_owner: Vec<NodeId>,
     sealed_owner: Vec<NodeId>,
-    candidates: Candidates,
+    candidates: EvictionCandidates,
     counts: TreeCounts,
     clock: u64,
     /// Without sealed pages a tail is a page like any other; with them it is as cheap to lose as a warm copy.
@@ -98,9 +98,9 @@ impl Tree {
             free: Vec::new(),
             roots: HashMap::new(),
             by_hash: HashMap::new(),
-            exact_owner: vec![NONE; pools.exact.slots()],
-            sealed_owner: vec![NONE; pools.sealed.slots()],
-            candidates: Candidates::default(),
+            exact_owner: vec![NO_NODE; pools.exact.slots()],
+            sealed_owner: vec![NO_NODE; pools.sealed.slots()],
+            candidates: EvictionCandidates::default(),
             counts: TreeCounts::default(),
             clock: 0,
             has_sealed,
@@ -126,15 +126,15 @@ impl Tree {
         (node.exact, node.sealed)
     }
 
-    /// A moment later than all before.
+    /// A logical time later than all before.
     pub(crate) fn tick(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }
 
-    /// Full pages at the start of `tokens`, at most `pages`.
-    pub(crate) fn find(&self, salt: u64, tokens: &[u32], pages: usize) -> Match {
-        let mut found = Match::default();
+    /// Finds the full pages at the start of `tokens`, at most `pages`.
+    pub(crate) fn find(&self, salt: u64, tokens: &[u32], pages: usize) -> PrefixMatch {
+        let mut found = PrefixMatch::default();
         let Some(&root) = self.roots.get(&salt) else { return found };
         let (mut parent, mut hash) = (root, BlockHash::root(salt));
         for block in tokens.chunks_exact(PAGE_TOKENS).take(pages) {
@@ -191,7 +191,7 @@ impl Tree {
         if let Some(&root) = self.roots.get(&salt) {
             return root;
         }
-        let root = self.add(NONE, salt, 0, None, &[]);
+        let root = self.add(NO_NODE, salt, 0, None, &[]);
         self.roots.insert(salt, root);
         root
     }
@@ -241,7 +241,7 @@ impl Tree {
         now: u64,
     ) {
         // A fork of a sequence that was growing may hold the beginning of a page that the tree has by now as a whole.
-        if self.exact_owner[exact.index()] != NONE {
+        if self.exact_owner[exact.index()] != NO_NODE {
             return;
         }
         let tails = &self.node(parent).tails;
@@ -261,7 +261,7 @@ impl Tree {
     }
 
     /// Gives a node a bf16 copy of the page it has sealed.
-    pub(crate) fn warm(&mut self, pools: &mut Pools, id: NodeId, exact: ExactSlot, now: u64) {
+    pub(crate) fn add_warm_copy(&mut self, pools: &mut Pools, id: NodeId, exact: ExactSlot, now: u64) {
         debug_assert!(self.node(id).exact.is_none() && self.node(id).sealed.is_some());
         self.drop_tail_of(pools, exact);
         pools.exact.share(exact);
@@ -272,9 +272,9 @@ impl Tree {
         self.refresh(pools, id);
     }
 
-    /// Lets a node own `page` in place of one with the same rows that nobody uses and that could not be evicted,
-    /// because a sequence holds a node below. True if that freed a page.
-    pub(crate) fn adopt(
+    /// Lets a node share a sequence's page in place of its own, which has the same rows, which nobody else uses and which
+    /// cannot be evicted because a sequence holds a node below. True if that freed a page.
+    pub(crate) fn replace_duplicate(
         &mut self,
         pools: &mut Pools,
         id: NodeId,
@@ -288,10 +288,10 @@ impl Tree {
             let Some(sealed) = sealed.filter(|&sealed| sealed != old && pools.sealed.owners(old) == 1) else {
                 return false;
             };
-            debug_assert_eq!(self.sealed_owner[sealed.index()], NONE);
+            debug_assert_eq!(self.sealed_owner[sealed.index()], NO_NODE);
             pools.sealed.share(sealed);
             pools.sealed.release(old);
-            self.sealed_owner[old.index()] = NONE;
+            self.sealed_owner[old.index()] = NO_NODE;
             self.sealed_owner[sealed.index()] = id;
             self.node_mut(id).sealed = Some(sealed);
         } else {
@@ -302,7 +302,7 @@ impl Tree {
             self.drop_tail_of(pools, exact);
             pools.exact.share(exact);
             pools.exact.release(old);
-            self.exact_owner[old.index()] = NONE;
+            self.exact_owner[old.index()] = NO_NODE;
             self.exact_owner[exact.index()] = id;
             self.node_mut(id).exact = Some(exact);
         }
@@ -310,16 +310,16 @@ impl Tree {
         true
     }
 
-    /// If the tree has the beginning of a full page as a tail: not any more.
+    /// Removes the tail that the tree has in this slot, if there is one: the page is full now.
     fn drop_tail_of(&mut self, pools: &mut Pools, exact: ExactSlot) {
         let tail = self.exact_owner[exact.index()];
-        if tail != NONE {
+        if tail != NO_NODE {
             debug_assert!(self.node(tail).hash.is_none(), "one page in two nodes");
             self.remove(pools, tail);
         }
     }
 
-    /// Tails that say nothing beyond `tokens` go: what is new below `parent` begins with them.
+    /// Removes tails whose tokens are a beginning of `tokens`: what is new below `parent` includes them.
     fn drop_prefixes(&mut self, pools: &mut Pools, parent: NodeId, tokens: &[u32]) {
         for length in 1..tokens.len() {
             let tails = &self.node(parent).tails;
@@ -354,7 +354,7 @@ impl Tree {
             warm_use: 0,
             busy_children: 0,
             busy: false,
-            listed: eviction::Listed::default(),
+            listed: eviction::EvictionListing::default(),
         };
         match self.free.pop() {
             Some(id) => {
@@ -396,11 +396,11 @@ impl Tree {
         debug_assert!(node.children.is_empty() && node.tails.is_empty());
         self.free.push(id);
         if let Some(exact) = node.exact {
-            self.exact_owner[exact.index()] = NONE;
+            self.exact_owner[exact.index()] = NO_NODE;
             pools.exact.release(exact);
         }
         if let Some(sealed) = node.sealed {
-            self.sealed_owner[sealed.index()] = NONE;
+            self.sealed_owner[sealed.index()] = NO_NODE;
             pools.sealed.release(sealed);
         }
         self.counts.warm -= usize::from(node.exact.is_some() && node.sealed.is_some());
@@ -434,7 +434,7 @@ mod tests {
         let mut pools =
             Pools { exact: PagePool::new(4), sealed: PagePool::new(0), scratch: PagePool::new(0) };
         let mut tree = Tree::new(&pools, false);
-        let page = pools.exact.take().unwrap();
+        let page = pools.exact.allocate().unwrap();
         let tokens: Vec<u32> = (0..64).collect();
         let hash = BlockHash::chain(None, &tokens);
         let root = tree.root(0);

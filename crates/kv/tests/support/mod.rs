@@ -8,7 +8,7 @@
 pub mod follower;
 
 use oscar_kv::{
-    Append, ExactSlot, Extend, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, SealWork,
+    Append, ExactSlot, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, SealWork,
     SealedPools, Sequence, Shortage, TailPolicy,
 };
 
@@ -87,20 +87,25 @@ impl Cache {
     }
 
     /// Opens and computes all of a prompt.
-    pub fn prompt(&mut self, salt: u64, prompt: &[u32], mode: Extend) -> Open {
+    pub fn prompt(&mut self, salt: u64, prompt: &[u32], mode: PrefillMode) -> Open {
         let mut open = self.open(salt, prompt);
         let cached = open.sequence.len();
         self.extend(&mut open, &prompt[cached..], mode).expect("room for the prompt");
         open
     }
 
-    pub fn begin_extend(&mut self, open: &mut Open, tokens: &[u32], mode: Extend) -> Result<(), Shortage> {
+    pub fn begin_extend(
+        &mut self,
+        open: &mut Open,
+        tokens: &[u32],
+        mode: PrefillMode,
+    ) -> Result<(), Shortage> {
         let (start, pages) = (open.sequence.len(), open.sequence.exact_slots().len());
         let extension = self.ledger.extend(&mut open.sequence, tokens, mode)?;
         assert_eq!((extension.start, extension.len), (start, tokens.len()));
         assert_eq!(
             extension.exact_from,
-            if mode == Extend::Exact { start / PAGE_TOKENS } else { usize::MAX }
+            if mode == PrefillMode::Exact { start / PAGE_TOKENS } else { usize::MAX }
         );
         self.begun(open, pages, &extension.copies, &extension.seal);
         open.flight = Some(Flight::Extension(extension));
@@ -179,7 +184,7 @@ impl Cache {
         self.check(open);
     }
 
-    pub fn extend(&mut self, open: &mut Open, tokens: &[u32], mode: Extend) -> Result<(), Shortage> {
+    pub fn extend(&mut self, open: &mut Open, tokens: &[u32], mode: PrefillMode) -> Result<(), Shortage> {
         self.begin_extend(open, tokens, mode)?;
         self.finish(open);
         Ok(())

@@ -17,7 +17,7 @@ mod request;
 
 use std::collections::VecDeque;
 
-use oscar_kv::{Extend, Ledger, Sequence};
+use oscar_kv::{Ledger, PrefillMode, Sequence};
 
 use super::plan::{AnswerId, Decision, StepPlan};
 use super::segment::Segment;
@@ -37,7 +37,7 @@ pub(crate) struct Rules {
     /// Answers that may run at a time.
     pub(crate) max_running: usize,
     /// How the tokens of a prompt read each other.
-    pub(crate) prompt_mode: Extend,
+    pub(crate) prompt_mode: PrefillMode,
 }
 
 /// Part of a turn.

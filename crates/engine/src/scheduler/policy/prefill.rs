@@ -9,7 +9,7 @@ use std::ops::Range;
 use oscar_codec::PAGE_TOKENS;
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::SealPage;
-use oscar_kv::{Extend, Extension, SealWork, Sequence, Shortage};
+use oscar_kv::{Extension, PrefillMode, SealWork, Sequence, Shortage};
 
 use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan, PromptRows, WantedLogits};
 use super::publication::{AfterPublication, seal_page};
@@ -57,7 +57,7 @@ impl Prefill {
     }
 
     /// The tokens of the next extension and how they are computed.
-    pub(super) fn remaining(&self) -> Option<(Range<usize>, Extend)> {
+    pub(super) fn remaining(&self) -> Option<(Range<usize>, PrefillMode)> {
         let start = self.sequence.len();
         let segment = self.request.segments.iter().find(|segment| segment.end > start)?;
         Some((start..segment.end, segment.mode))
