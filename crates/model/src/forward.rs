@@ -7,14 +7,14 @@ use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, SealPage};
 use oscar_kernels::{Backend, KernelError};
 
 use crate::config::ModelConfig;
-use crate::weights::{Layer, Weights};
+use crate::weights::{LayerWeights, ModelWeights};
 
 /// A model on a device.
 pub struct Model<B: Backend> {
     backend: Arc<B>,
     config: ModelConfig,
     rope: Rope,
-    weights: Weights<B>,
+    weights: ModelWeights<B>,
 }
 
 /// Activations of one step, reused by the next.
@@ -29,7 +29,7 @@ pub struct Activations<B: Backend> {
 
 /// What happens between the projections of a layer and its output projection.
 ///
-/// The ordinary way is [`Paged`]; measurements put themselves in its place, because they look at queries, keys and
+/// The ordinary way is [`PagedAttention`]; measurements put themselves in its place, because they look at queries, keys and
 /// values on their way or change what is read back.
 pub trait LayerAttention<B: Backend> {
     /// Takes the projected rows `qkv` (`[queries | keys | values]`, before norms and rotary embedding) to the
@@ -46,9 +46,9 @@ pub trait LayerAttention<B: Backend> {
 }
 
 /// Attention over the pages of a cache.
-pub struct Paged<'a, B: Backend>(pub &'a mut B::Cache);
+pub struct PagedAttention<'a, B: Backend>(pub &'a mut B::Cache);
 
-impl<B: Backend> LayerAttention<B> for Paged<'_, B> {
+impl<B: Backend> LayerAttention<B> for PagedAttention<'_, B> {
     fn attend(
         &mut self,
         backend: &B,
@@ -65,7 +65,7 @@ impl<B: Backend> LayerAttention<B> for Paged<'_, B> {
 
 /// Attention over the pages of a cache, some of which are sealed on the way, layer by layer.
 pub struct PagedSealing<'a, B: Backend> {
-    /// The cache.
+    /// The cache whose pages are read, written and sealed.
     pub cache: &'a mut B::Cache,
     /// Pages that rows of this step read sealed: sealed after the layer's keys and values are written, before they are
     /// read.
@@ -92,24 +92,24 @@ impl<B: Backend> LayerAttention<B> for PagedSealing<'_, B> {
 }
 
 impl<B: Backend> Model<B> {
-    /// Puts a model together.
-    pub fn new(backend: Arc<B>, config: ModelConfig, weights: Weights<B>) -> Model<B> {
+    /// A model of weights that are on the device.
+    pub fn new(backend: Arc<B>, config: ModelConfig, weights: ModelWeights<B>) -> Model<B> {
         let rope = config.rope.build();
         Model { backend, config, rope, weights }
     }
 
-    /// The device.
+    /// The device that the weights are on.
     pub fn backend(&self) -> &Arc<B> {
         &self.backend
     }
 
-    /// The shape.
+    /// The shape of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
     /// The weights of one layer.
-    pub fn layer(&self, index: usize) -> &Layer<B> {
+    pub fn layer(&self, index: usize) -> &LayerWeights<B> {
         &self.weights.layers[index]
     }
 
@@ -144,7 +144,7 @@ impl<B: Backend> Model<B> {
     ) -> Result<(), KernelError> {
         let step = self.begin_step(batch, cache)?;
         self.embed(batch, &step, activations)?;
-        self.run_layers(0..self.config.layers, &step, &mut Paged(cache), activations)?;
+        self.run_layers(0..self.config.layers, &step, &mut PagedAttention(cache), activations)?;
         self.logits(logit_rows, activations)
     }
 
@@ -167,7 +167,7 @@ impl<B: Backend> Model<B> {
         self.backend.embed(&self.weights.embedding, step, &mut activations.hidden)
     }
 
-    /// Takes the hidden states through some layers. A prompt can be run layer by layer, chunk by chunk.
+    /// Takes the hidden states through some layers. A prompt can be computed layer by layer and chunk by chunk.
     pub fn run_layers(
         &self,
         layers: Range<usize>,
@@ -200,7 +200,7 @@ impl<B: Backend> Model<B> {
 }
 
 impl<B: Backend> Activations<B> {
-    /// Logits of the last step, in the order they were asked for.
+    /// Logits of the last step, in the order of its `logit_rows`.
     pub fn logits(&self) -> &B::Buffer {
         &self.logits
     }
@@ -210,12 +210,12 @@ impl<B: Backend> Activations<B> {
         &self.hidden
     }
 
-    /// The same, to be changed: work that was interrupted is taken up again from stored states.
+    /// The hidden states to be written: a prompt that was interrupted between layers continues from stored ones.
     pub fn hidden_mut(&mut self) -> &mut B::Buffer {
         &mut self.hidden
     }
 
-    /// Tokens a step may have.
+    /// Most tokens that a step may have.
     pub fn max_rows(&self) -> usize {
         self.max_rows
     }

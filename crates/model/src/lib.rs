@@ -8,7 +8,7 @@
 //! | [`families`] | what sets model families apart |
 //! | [`config`], [`rope`] | the shape of a model |
 //! | [`weights`], [`forward`] | one forward pass over any backend |
-//! | [`SamplingDefaults`] | how a model's makers say that answers should be drawn |
+//! | [`SamplingDefaults`] | the sampling settings that a model's makers recommend |
 //! | [`loaded`] | all of it put together |
 
 pub mod config;
@@ -26,6 +26,6 @@ pub mod weights;
 
 pub use config::ModelConfig;
 pub use error::ModelError;
-pub use forward::{Activations, LayerAttention, Model, Paged, PagedSealing};
+pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
 pub use sampling::SamplingDefaults;

@@ -9,21 +9,21 @@ use crate::config::{ModelConfig, from_gguf, from_hugging_face};
 use crate::error::ModelError;
 use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource, WeightMemory};
 use crate::forward::Model;
-use crate::names::Naming;
+use crate::names::TensorNaming;
 use crate::sampling::SamplingDefaults;
 use crate::source::ModelPath;
 use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, TextError, Tokenizer};
-use crate::weights::Weights;
+use crate::weights::ModelWeights;
 
 /// An opened model: everything but the weights.
 pub struct ModelFiles {
     config: ModelConfig,
-    naming: Naming,
+    naming: TensorNaming,
     tensors: Box<dyn TensorSource>,
     tokenizer: Option<Arc<Tokenizer>>,
-    /// A broken template must not stop work on plain text, so its error waits until the template is asked for.
+    /// A broken template must not stop work on plain text, so its error waits until the template is needed.
     chat_template: Result<ChatTemplate, TextError>,
-    /// Likewise: who says how to draw needs no defaults.
+    /// The error waits here too: a request that gives its own sampling settings needs no defaults.
     sampling_defaults: Result<SamplingDefaults, FileError>,
 }
 
@@ -33,7 +33,7 @@ impl ModelFiles {
         ModelFiles::open_in(path, WeightMemory::Mapped)
     }
 
-    /// [`Self::open`] with the weights in the memory of choice.
+    /// As [`Self::open`], with the weights in a given kind of memory.
     pub fn open_in(path: &ModelPath, memory: WeightMemory) -> Result<ModelFiles, ModelError> {
         let files = match path {
             ModelPath::Gguf(path) => ModelFiles::open_gguf(path, memory)?,
@@ -57,7 +57,7 @@ impl ModelFiles {
         let sampling_defaults = SamplingDefaults::from_gguf(&gguf);
         Ok(ModelFiles {
             config,
-            naming: Naming::Gguf,
+            naming: TensorNaming::Gguf,
             tensors: Box::new(gguf),
             tokenizer: Some(Arc::new(tokenizer)),
             chat_template,
@@ -78,7 +78,7 @@ impl ModelFiles {
         let chat_template = ChatTemplate::from_folder(folder);
         Ok(ModelFiles {
             config,
-            naming: Naming::HuggingFace,
+            naming: TensorNaming::HuggingFace,
             tensors: Box::new(tensors),
             tokenizer,
             chat_template,
@@ -106,14 +106,14 @@ impl ModelFiles {
         self.chat_template.as_ref()
     }
 
-    /// How answers should be drawn when nobody says, or what is wrong with what the files say about it.
+    /// The sampling settings that the model's makers recommend, or what is wrong with the file that has them.
     pub fn sampling_defaults(&self) -> Result<&SamplingDefaults, &FileError> {
         self.sampling_defaults.as_ref()
     }
 
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
-        let weights = Weights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
+        let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
         Ok(Model::new(backend, self.config.clone(), weights))
     }
 
@@ -140,7 +140,7 @@ fn in_file(path: &Path, source: TextError) -> ModelError {
     }
 }
 
-/// Why a chat has no tokens.
+/// Why a chat could not be encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError<'a> {
     /// The model has no template, or a broken one.
@@ -151,7 +151,7 @@ pub enum ChatError<'a> {
     Messages(#[from] TextError),
 }
 
-/// A model that can talk.
+/// A model with weights, tokenizer and chat template.
 pub struct LoadedModel<B: Backend> {
     model: Model<B>,
     tokenizer: Arc<Tokenizer>,
@@ -170,7 +170,7 @@ impl<B: Backend> LoadedModel<B> {
         &self.model
     }
 
-    /// The shape.
+    /// The shape of the model.
     pub fn config(&self) -> &ModelConfig {
         self.model.config()
     }
@@ -185,7 +185,7 @@ impl<B: Backend> LoadedModel<B> {
         self.chat_template.as_ref()
     }
 
-    /// How answers should be drawn when nobody says, or what is wrong with what the files say about it.
+    /// The sampling settings that the model's makers recommend, or what is wrong with the file that has them.
     pub fn sampling_defaults(&self) -> Result<&SamplingDefaults, &FileError> {
         self.sampling_defaults.as_ref()
     }

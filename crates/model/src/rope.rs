@@ -23,14 +23,14 @@ pub struct RopeConfig {
 /// How frequencies are changed for contexts longer than those of pre-training.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// Frequencies are used as they are.
     None,
-    /// Positions divided by `factor`.
+    /// Linear interpolation: positions are divided by `factor`.
     Linear {
         /// Ratio of the new context to the old.
         factor: f64,
     },
-    /// Low frequencies interpolated, high ones kept, a ramp between; attention sharpened.
+    /// YaRN: low frequencies are interpolated, high ones kept, with a ramp between them; attention is sharpened.
     Yarn {
         /// Ratio of the new context to the old.
         factor: f64,
@@ -45,7 +45,7 @@ pub enum RopeScaling {
         /// Whether the ends of the ramp are rounded to whole channels.
         truncate: bool,
     },
-    /// Llama 3.1: wavelengths beyond the old context divided by `factor`, with a smooth middle.
+    /// The rule of Llama 3.1: wavelengths beyond the old context are divided by `factor`, with a smooth middle.
     Llama3 {
         /// Ratio for the longest wavelengths.
         factor: f64,
@@ -74,7 +74,7 @@ impl RopeScaling {
 }
 
 impl RopeConfig {
-    /// The table a backend needs.
+    /// Computes the table of frequencies that a backend needs.
     pub fn build(&self) -> Rope {
         let dim = self.rotary_dim as f64;
         let mut frequencies: Vec<f64> =

@@ -1,5 +1,5 @@
-//! How its makers say that a model's answers should be drawn: `generation_config.json`, or `general.sampling.*` of a
-//! GGUF file. Servers and chats go by it when nobody says otherwise.
+//! The sampling settings that a model's makers recommend: `generation_config.json`, or `general.sampling.*` of a GGUF file.
+//! Servers and chats use them for what a request leaves out.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::files::{Fields, FileError, Gguf, JsonFile};
 /// Settings that a model comes with; `None` where its makers say nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
-    /// 0 is greedy.
+    /// Sampling temperature; 0 is greedy.
     pub temperature: Option<f32>,
     /// Keep the smallest set of tokens whose probability reaches this.
     pub top_p: Option<f32>,
@@ -20,40 +20,40 @@ pub struct SamplingDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
-/// A setting: its name, its key in GGUF, what is allowed.
-struct Setting {
+/// A sampling setting: its name, its key in GGUF, what is allowed.
+struct SamplingSetting {
     name: &'static str,
     gguf: &'static str,
     allowed: fn(f64) -> bool,
     expected: &'static str,
 }
 
-const TEMPERATURE: Setting = Setting {
+const TEMPERATURE: SamplingSetting = SamplingSetting {
     name: "temperature",
     gguf: "general.sampling.temp",
     allowed: |value| value >= 0.0,
     expected: "a number of 0 or more",
 };
-const TOP_P: Setting = Setting {
+const TOP_P: SamplingSetting = SamplingSetting {
     name: "top_p",
     gguf: "general.sampling.top_p",
     allowed: |value| value > 0.0 && value <= 1.0,
     expected: "a number above 0, at most 1",
 };
 /// Some writers have -1 for all tokens.
-const TOP_K: Setting = Setting {
+const TOP_K: SamplingSetting = SamplingSetting {
     name: "top_k",
     gguf: "general.sampling.top_k",
     allowed: |value| value >= -1.0 && value <= f64::from(u32::MAX) && value.fract() == 0.0,
     expected: "a whole number of -1 or more",
 };
-const MIN_P: Setting = Setting {
+const MIN_P: SamplingSetting = SamplingSetting {
     name: "min_p",
     gguf: "general.sampling.min_p",
     allowed: |value| (0.0..=1.0).contains(&value),
     expected: "a number from 0 to 1",
 };
-const REPETITION_PENALTY: Setting = Setting {
+const REPETITION_PENALTY: SamplingSetting = SamplingSetting {
     name: "repetition_penalty",
     gguf: "general.sampling.penalty_repeat",
     allowed: |value| value > 0.0,
@@ -61,7 +61,7 @@ const REPETITION_PENALTY: Setting = Setting {
 };
 
 impl SamplingDefaults {
-    /// From `generation_config.json` in a folder; nothing where there is no such file.
+    /// Reads `generation_config.json` of a folder; there are no settings where there is no such file.
     pub fn from_folder(folder: &Path) -> Result<SamplingDefaults, FileError> {
         match JsonFile::open_if_present(&folder.join("generation_config.json"))? {
             Some(file) => Self::from_fields(&file.fields()),
@@ -69,7 +69,7 @@ impl SamplingDefaults {
         }
     }
 
-    /// From the metadata of a GGUF file.
+    /// Reads the metadata of a GGUF file.
     pub fn from_gguf(gguf: &Gguf) -> Result<SamplingDefaults, FileError> {
         Self::read(|setting| {
             let (key, metadata) = (setting.gguf, gguf.metadata());
@@ -99,9 +99,10 @@ impl SamplingDefaults {
     }
 
     fn read(
-        mut value: impl FnMut(&Setting) -> Result<Option<f64>, FileError>,
+        mut value: impl FnMut(&SamplingSetting) -> Result<Option<f64>, FileError>,
     ) -> Result<SamplingDefaults, FileError> {
-        let mut number = |setting: &Setting| value(setting).map(|value| value.map(|value| value as f32));
+        let mut number =
+            |setting: &SamplingSetting| value(setting).map(|value| value.map(|value| value as f32));
         Ok(SamplingDefaults {
             temperature: number(&TEMPERATURE)?,
             top_p: number(&TOP_P)?,
@@ -111,14 +112,14 @@ impl SamplingDefaults {
         })
     }
 
-    /// Whether the model comes without any.
+    /// Whether the model comes without any recommended setting.
     pub fn is_empty(&self) -> bool {
         *self == SamplingDefaults::default()
     }
 }
 
-/// What is too large for an `f32` is no setting either.
-fn acceptable(setting: &Setting, value: f64) -> bool {
+/// Whether a value is allowed. One that is too large for an `f32` is not.
+fn acceptable(setting: &SamplingSetting, value: f64) -> bool {
     (value as f32).is_finite() && (setting.allowed)(value)
 }
 

@@ -1,7 +1,7 @@
 //! Weights of a model, taken from a container and handed to a backend.
 //!
-//! Every tensor is checked against the description, and every tensor of the file must have been asked for: a file
-//! with something left over is a model we do not understand.
+//! Every tensor is checked against the model's description, and every tensor of the file must be used: a file with
+//! tensors left over is a model that this program does not know.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -12,15 +12,15 @@ use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, StoredMat
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::files::TensorSource;
-use crate::names::{Naming, Part};
+use crate::names::{LayerTensor, TensorNaming};
 
-/// One transformer layer.
-pub struct Layer<B: Backend> {
-    /// Before attention.
+/// The weights of one transformer layer.
+pub struct LayerWeights<B: Backend> {
+    /// Norm before attention.
     pub norm: RmsNorm<B>,
     /// Query, key and value projections.
     pub qkv: [Linear<B>; 3],
-    /// Heads, scale and head norms.
+    /// Number of heads, softmax scale and head norms.
     pub attention: AttentionSpec<B>,
     /// Attention output projection.
     pub output: Linear<B>,
@@ -29,25 +29,25 @@ pub struct Layer<B: Backend> {
 }
 
 /// All weights of a model.
-pub struct Weights<B: Backend> {
+pub struct ModelWeights<B: Backend> {
     /// Token embedding.
     pub embedding: B::Weight,
     /// Layers in order.
-    pub layers: Vec<Layer<B>>,
-    /// Before the output projection.
+    pub layers: Vec<LayerWeights<B>>,
+    /// Norm before the output projection.
     pub norm: RmsNorm<B>,
     /// Output projection; `None` when it is the embedding.
     pub head: Option<B::Weight>,
 }
 
-impl<B: Backend> Weights<B> {
+impl<B: Backend> ModelWeights<B> {
     /// Loads the weights that `config` describes.
     pub(crate) fn load(
         backend: &B,
         source: &dyn TensorSource,
-        naming: Naming,
+        naming: TensorNaming,
         config: &ModelConfig,
-    ) -> Result<Weights<B>, ModelError> {
+    ) -> Result<ModelWeights<B>, ModelError> {
         let loader = Loader { backend, source, config, naming, used: RefCell::default() };
         let embedding = loader.matrix(naming.embedding(), config.vocab_size, config.hidden_size)?;
         let norm = loader.norm(naming.final_norm(), config.hidden_size)?;
@@ -58,8 +58,8 @@ impl<B: Backend> Weights<B> {
             Some(loader.matrix(naming.head(), config.vocab_size, config.hidden_size)?)
         };
         let layers = (0..config.layers).map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?;
-        loader.expect_nothing_left(tied)?;
-        Ok(Weights { embedding, layers, norm, head })
+        loader.check_all_tensors_used(tied)?;
+        Ok(ModelWeights { embedding, layers, norm, head })
     }
 }
 
@@ -67,39 +67,40 @@ struct Loader<'a, B: Backend> {
     backend: &'a B,
     source: &'a dyn TensorSource,
     config: &'a ModelConfig,
-    naming: Naming,
+    naming: TensorNaming,
     used: RefCell<HashSet<String>>,
 }
 
 impl<B: Backend> Loader<'_, B> {
-    fn layer(&self, layer: usize) -> Result<Layer<B>, ModelError> {
+    fn layer(&self, layer: usize) -> Result<LayerWeights<B>, ModelError> {
         let config = self.config;
         let (hidden, inner, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
         let (q, kv) = (config.q_heads * d, config.kv_heads * d);
-        let linear = |part, rows, cols, bias| self.linear(&self.naming.part(layer, part), rows, cols, bias);
-        let norm = |part, len| self.norm(&format!("{}.weight", self.naming.part(layer, part)), len);
+        let linear =
+            |part, rows, cols, bias| self.linear(&self.naming.layer_tensor(layer, part), rows, cols, bias);
+        let norm = |part, len| self.norm(&format!("{}.weight", self.naming.layer_tensor(layer, part)), len);
         let head_norm = |part| config.head_norms.then(|| norm(part, d)).transpose();
-        Ok(Layer {
-            norm: norm(Part::AttentionNorm, hidden)?,
+        Ok(LayerWeights {
+            norm: norm(LayerTensor::AttentionNorm, hidden)?,
             qkv: [
-                linear(Part::Query, q, hidden, config.qkv_bias)?,
-                linear(Part::Key, kv, hidden, config.qkv_bias)?,
-                linear(Part::Value, kv, hidden, config.qkv_bias)?,
+                linear(LayerTensor::Query, q, hidden, config.qkv_bias)?,
+                linear(LayerTensor::Key, kv, hidden, config.qkv_bias)?,
+                linear(LayerTensor::Value, kv, hidden, config.qkv_bias)?,
             ],
             attention: AttentionSpec {
                 q_heads: config.q_heads,
                 kv_heads: config.kv_heads,
                 head_dim: d,
                 scale: 1.0 / (d as f32).sqrt(),
-                q_norm: head_norm(Part::QueryNorm)?,
-                k_norm: head_norm(Part::KeyNorm)?,
+                q_norm: head_norm(LayerTensor::QueryNorm)?,
+                k_norm: head_norm(LayerTensor::KeyNorm)?,
             },
-            output: linear(Part::Output, hidden, q, config.output_bias)?,
+            output: linear(LayerTensor::Output, hidden, q, config.output_bias)?,
             mlp: GatedMlp {
-                norm: norm(Part::MlpNorm, hidden)?,
-                gate: linear(Part::Gate, inner, hidden, config.mlp_bias)?,
-                up: linear(Part::Up, inner, hidden, config.mlp_bias)?,
-                down: linear(Part::Down, hidden, inner, config.mlp_bias)?,
+                norm: norm(LayerTensor::MlpNorm, hidden)?,
+                gate: linear(LayerTensor::Gate, inner, hidden, config.mlp_bias)?,
+                up: linear(LayerTensor::Up, inner, hidden, config.mlp_bias)?,
+                down: linear(LayerTensor::Down, hidden, inner, config.mlp_bias)?,
             },
         })
     }
@@ -130,7 +131,7 @@ impl<B: Backend> Loader<'_, B> {
         Ok(self.backend.weight(&stored)?)
     }
 
-    fn expect_nothing_left(&self, tied: bool) -> Result<(), ModelError> {
+    fn check_all_tensors_used(&self, tied: bool) -> Result<(), ModelError> {
         let used = self.used.borrow();
         match self.source.names().find(|name| !used.contains(*name) && !self.naming.may_ignore(name, tied)) {
             None => Ok(()),

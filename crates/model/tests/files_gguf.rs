@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use files_writer::{F32, GgufWriter, IQ2_XXS, Q8_0, array, string};
 use oscar_kernels::DType;
-use oscar_model::files::gguf::{Array, Value};
+use oscar_model::files::gguf::{MetadataArray, MetadataValue};
 use oscar_model::files::{ElementType, FileError, Gguf, TensorSource};
 
 fn parse(bytes: Vec<u8>) -> Result<Gguf, FileError> {
@@ -55,7 +55,7 @@ fn reads_metadata_of_every_type() {
         assert_eq!(metadata.entries().len(), 19);
         assert_eq!(metadata.entries()[8].0, "str");
         assert_eq!(metadata.u32("u8").unwrap(), 200);
-        assert_eq!(metadata.value("i8"), Some(&Value::I8(-1)));
+        assert_eq!(metadata.value("i8"), Some(&MetadataValue::I8(-1)));
         assert_eq!(metadata.u32("u16").unwrap(), 60000);
         assert_eq!(metadata.require::<i32>("i16").unwrap(), -5);
         assert_eq!(metadata.u32("u32").unwrap(), 4_000_000_000);
@@ -64,17 +64,23 @@ fn reads_metadata_of_every_type() {
         assert!(metadata.bool("bool").unwrap());
         assert_eq!(metadata.str("str").unwrap(), "héllo");
         assert_eq!(metadata.u64("u64").unwrap(), 1 << 40);
-        assert_eq!(metadata.value("i64"), Some(&Value::I64(-9)));
+        assert_eq!(metadata.value("i64"), Some(&MetadataValue::I64(-9)));
         assert_eq!(metadata.f32("f64").unwrap(), 0.25);
         assert_eq!(metadata.strings("strings").unwrap().iter().collect::<Vec<_>>(), ["a", "", "ccc"]);
         assert_eq!(metadata.strings("strings").unwrap().get(3), None);
         assert_eq!(metadata.f32s("f32s").unwrap(), [1.0, -2.0]);
         assert_eq!(&*metadata.i32s("i32s").unwrap(), [1, -1]);
         assert_eq!(&*metadata.i32s("u16s").unwrap(), [1, 2]);
-        assert_eq!(metadata.value("bools"), Some(&Value::Array(Array::Bool(vec![true, false]))));
+        assert_eq!(
+            metadata.value("bools"),
+            Some(&MetadataValue::Array(MetadataArray::Bool(vec![true, false])))
+        );
         assert!(metadata.strings("empty").unwrap().is_empty());
-        let expected = Array::Arrays(vec![Array::U32(vec![7]), Array::Strings(["x"].into_iter().collect())]);
-        assert_eq!(metadata.value("nested"), Some(&Value::Array(expected)));
+        let expected = MetadataArray::Arrays(vec![
+            MetadataArray::U32(vec![7]),
+            MetadataArray::Strings(["x"].into_iter().collect()),
+        ]);
+        assert_eq!(metadata.value("nested"), Some(&MetadataValue::Array(expected)));
         assert_eq!(metadata.get::<u32>("absent").unwrap(), None);
     }
 }

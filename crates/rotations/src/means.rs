@@ -4,7 +4,7 @@ use oscar_codec::{ExactSlot, PAGE_TOKENS};
 use oscar_kernels::Inspect;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::inspect::KvRows;
-use oscar_model::{LoadedModel, Paged};
+use oscar_model::{LoadedModel, PagedAttention};
 
 use crate::error::RotationError;
 use crate::rotation::RotationFile;
@@ -27,7 +27,7 @@ pub fn estimate_mean_keys<B: Inspect>(model: &LoadedModel<B>) -> Result<Vec<Vec<
     let batch = Batch { tokens: &ids[..tokens], sequences: &[rows] };
     let step = model.begin_step(&batch, &cache)?;
     model.embed(&batch, &step, &mut activations)?;
-    model.run_layers(0..config.layers, &step, &mut Paged(&mut cache), &mut activations)?;
+    model.run_layers(0..config.layers, &step, &mut PagedAttention(&mut cache), &mut activations)?;
     let mean_key = |layer: usize, head: usize| -> Result<Vec<f32>, RotationError> {
         let rows = KvRows { layer, head, pages: &pages };
         let (keys, _) = model.backend().read_kv(&cache, rows, 0..tokens)?;

@@ -2,7 +2,7 @@
 
 use clap::Args;
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
-use oscar_model::files::Summary;
+use oscar_model::files::TensorSummary;
 use oscar_model::rope::RopeConfig;
 use oscar_model::rope::RopeScaling;
 use oscar_model::source::ModelPath;
@@ -118,7 +118,7 @@ fn cache_cost(config: &ModelConfig, kv: &'static str, layout: PageLayout, memory
     }
 }
 
-fn fields(path: &ModelPath, files: &ModelFiles, summary: &Summary) -> Vec<(&'static str, String)> {
+fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<(&'static str, String)> {
     let config = files.config();
     let yes = |value: bool| if value { "yes" } else { "no" }.to_owned();
     vec![
@@ -141,7 +141,12 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &Summary) -> Vec<(&'sta
 }
 
 /// The model's part of every JSON row.
-fn description(model: &str, path: &ModelPath, files: &ModelFiles, summary: &Summary) -> Map<String, Value> {
+fn description(
+    model: &str,
+    path: &ModelPath,
+    files: &ModelFiles,
+    summary: &TensorSummary,
+) -> Map<String, Value> {
     let config = files.config();
     let dtypes: Map<String, Value> = summary
         .types

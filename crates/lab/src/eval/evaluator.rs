@@ -8,7 +8,7 @@ use std::sync::Arc;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::{Inspect, KernelError};
 use oscar_kv::{ExactSlot, PAGE_TOKENS};
-use oscar_model::{Activations, LoadedModel, Paged};
+use oscar_model::{Activations, LoadedModel, PagedAttention};
 
 use super::EvalError;
 use super::history::{HistoryAttention, Reading};
@@ -104,7 +104,12 @@ impl<B: Inspect> Evaluator<B> {
         model.embed(&batch, &step, &mut self.activations)?;
         let layers = 0..self.model.config().layers;
         match reading {
-            None => model.run_layers(layers, &step, &mut Paged(&mut self.exact), &mut self.activations)?,
+            None => model.run_layers(
+                layers,
+                &step,
+                &mut PagedAttention(&mut self.exact),
+                &mut self.activations,
+            )?,
             Some(reading) => {
                 let mut attention = HistoryAttention {
                     exact: &mut self.exact,

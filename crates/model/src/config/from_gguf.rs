@@ -4,7 +4,7 @@ use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::families::{self, Bias};
 use crate::files::{FileError, Gguf, TensorSource};
-use crate::names::Naming;
+use crate::names::TensorNaming;
 use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
 
 /// Reads the description of a model.
@@ -47,7 +47,7 @@ pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context)?;
     // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
     // Its shape is enough: a file of types that cannot be read can still be inspected.
-    let embedding = Naming::Gguf.embedding();
+    let embedding = TensorNaming::Gguf.embedding();
     let missing = || FileError::MissingTensor { path: path(), tensor: embedding.to_owned() };
     let vocab_size = match gguf.entries()[gguf.position(embedding).ok_or_else(missing)?].shape[..] {
         [rows, _] => rows,

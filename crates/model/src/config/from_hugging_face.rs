@@ -22,7 +22,7 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
         name: model_type.to_owned(),
         supported: families::names(),
     })?;
-    refuse_what_would_change_the_result(&fields)?;
+    refuse_unsupported_settings(&fields)?;
 
     let hidden_size = fields.positive("hidden_size")?;
     let q_heads = fields.positive("num_attention_heads")?;
@@ -79,7 +79,7 @@ pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
     Ok(config)
 }
 
-fn refuse_what_would_change_the_result(fields: &Fields<'_>) -> Result<(), ModelError> {
+fn refuse_unsupported_settings(fields: &Fields<'_>) -> Result<(), ModelError> {
     if fields.contains("quantization_config") {
         return Err(ModelError::BadConfig {
             path: fields.path().to_path_buf(),

@@ -15,7 +15,7 @@ use crate::rope::RopeConfig;
 pub struct ModelConfig {
     /// Name of the family (`llama`, `qwen2`, `qwen3`).
     pub family: &'static str,
-    /// Rows of the embedding.
+    /// Rows of the token embedding.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -31,29 +31,29 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Longest context the model was made for.
     pub max_context: usize,
-    /// Added to the mean square in norms.
+    /// The epsilon of RMS norms, which is added to the mean square.
     pub norm_eps: f32,
     /// Rotary position embedding.
     pub rope: RopeConfig,
     /// Whether the output projection is the embedding; `None` if the description does not say.
     pub tied_embeddings: Option<bool>,
-    /// Query, key and value projections have a bias.
+    /// Whether query, key and value projections have a bias.
     pub qkv_bias: bool,
-    /// The attention output projection has a bias.
+    /// Whether the attention output projection has a bias.
     pub output_bias: bool,
-    /// The feed-forward projections have a bias.
+    /// Whether the feed-forward projections have a bias.
     pub mlp_bias: bool,
-    /// Query and key heads are normed.
+    /// Whether query and key heads are normed before RoPE.
     pub head_norms: bool,
 }
 
 impl ModelConfig {
-    /// What decides the size of the KV cache.
+    /// The part of the shape that decides the size of the KV cache.
     pub fn kv_geometry(&self) -> KvGeometry {
         KvGeometry { layers: self.layers, kv_heads: self.kv_heads, head_dim: self.head_dim }
     }
 
-    /// Query heads per KV head.
+    /// Query heads per KV head: the size of a GQA group.
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads
     }

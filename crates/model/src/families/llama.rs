@@ -4,9 +4,9 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, Family};
+use super::{Bias, ModelFamily};
 
-pub(super) static LLAMA: Family = Family {
+pub(super) static LLAMA: ModelFamily = ModelFamily {
     name: "llama",
     gguf_architecture: "llama",
     model_type: "llama",

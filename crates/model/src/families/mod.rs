@@ -1,4 +1,4 @@
-//! Model families. A family is a page of facts; the loader and the forward pass are shared by all.
+//! Model families. A family is a table of facts; the loader and the forward pass are shared by all.
 //!
 //! A new family is a new file and a line in [`FAMILIES`].
 
@@ -9,12 +9,12 @@ mod qwen3;
 use oscar_kernels::backend::RopeLayout;
 
 /// All families, by name.
-pub const FAMILIES: [&Family; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
+pub const FAMILIES: [&ModelFamily; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
 
 /// What sets a family of models apart from the others.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Family {
-    /// Short name.
+pub struct ModelFamily {
+    /// Short name, as in `ModelConfig::family`.
     pub name: &'static str,
     /// `general.architecture` of its GGUF files.
     pub gguf_architecture: &'static str,
@@ -38,12 +38,12 @@ pub enum Bias {
 }
 
 /// The family of a GGUF architecture.
-pub fn by_gguf_architecture(architecture: &str) -> Option<&'static Family> {
+pub fn by_gguf_architecture(architecture: &str) -> Option<&'static ModelFamily> {
     FAMILIES.into_iter().find(|family| family.gguf_architecture == architecture)
 }
 
 /// The family of a `model_type`.
-pub fn by_model_type(model_type: &str) -> Option<&'static Family> {
+pub fn by_model_type(model_type: &str) -> Option<&'static ModelFamily> {
     FAMILIES.into_iter().find(|family| family.model_type == model_type)
 }
 

@@ -4,9 +4,9 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, Family};
+use super::{Bias, ModelFamily};
 
-pub(super) static QWEN2: Family = Family {
+pub(super) static QWEN2: ModelFamily = ModelFamily {
     name: "qwen2",
     gguf_architecture: "qwen2",
     model_type: "qwen2",

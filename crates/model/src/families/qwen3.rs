@@ -2,9 +2,9 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, Family};
+use super::{Bias, ModelFamily};
 
-pub(super) static QWEN3: Family = Family {
+pub(super) static QWEN3: ModelFamily = ModelFamily {
     name: "qwen3",
     gguf_architecture: "qwen3",
     model_type: "qwen3",

@@ -59,7 +59,7 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The file they come from.
+    /// The file that the fields come from.
     pub fn path(&self) -> &'a Path {
         self.path
     }
@@ -84,7 +84,7 @@ impl<'a> Fields<'a> {
         self.required(name, POSITIVE, positive)
     }
 
-    /// An integer above zero.
+    /// An integer above zero, `None` if it is missing.
     pub fn positive_if_present(&self, name: &str) -> Result<Option<usize>, FileError> {
         self.optional(name, POSITIVE, positive)
     }
@@ -94,12 +94,12 @@ impl<'a> Fields<'a> {
         self.required(name, NUMBER, Value::as_f64)
     }
 
-    /// A number.
+    /// A number, `None` if it is missing.
     pub fn float_if_present(&self, name: &str) -> Result<Option<f64>, FileError> {
         self.optional(name, NUMBER, Value::as_f64)
     }
 
-    /// A truth value.
+    /// A boolean, `None` if it is missing.
     pub fn bool_if_present(&self, name: &str) -> Result<Option<bool>, FileError> {
         self.optional(name, "true or false", Value::as_bool)
     }
@@ -109,12 +109,12 @@ impl<'a> Fields<'a> {
         self.required(name, STRING, Value::as_str)
     }
 
-    /// A string.
+    /// A string, `None` if it is missing.
     pub fn str_if_present(&self, name: &str) -> Result<Option<&'a str>, FileError> {
         self.optional(name, STRING, Value::as_str)
     }
 
-    /// A list of strings.
+    /// A list of strings, `None` if it is missing.
     pub fn strings_if_present(&self, name: &str) -> Result<Option<Vec<&'a str>>, FileError> {
         self.optional(name, "a list of strings", |value| {
             value.as_array()?.iter().map(Value::as_str).collect()

@@ -16,11 +16,11 @@ use std::sync::Arc;
 use oscar_kernels::backend::SharedBytes;
 
 pub use metadata::Metadata;
-pub use value::{Array, FromValue, Strings, Value};
+pub use value::{FromMetadata, MetadataArray, MetadataValue, Strings};
 
 use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource, WeightMemory};
 use element::GgmlType;
-use reader::{Problem, Reader};
+use reader::{GgufProblem, GgufReader};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 
@@ -61,7 +61,7 @@ impl Gguf {
         Self::open_in(path, WeightMemory::Mapped)
     }
 
-    /// [`Self::open`] with the bytes in the memory of choice.
+    /// As [`Self::open`], with the bytes in a given kind of memory.
     pub fn open_in(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         Self::parse(MappedFile::shared(path, memory)?, path)
     }
@@ -70,7 +70,7 @@ impl Gguf {
     pub fn parse(bytes: SharedBytes, path: &Path) -> Result<Self, FileError> {
         let path: Arc<Path> = Arc::from(path);
         let file: &[u8] = (*bytes).as_ref();
-        let mut reader = Reader::new(file);
+        let mut reader = GgufReader::new(file);
         let version = read_version(&mut reader, &path)?;
         let tensor_count = reader.u64().map_err(|problem| problem.at(&path, "tensor count"))?;
         // Tensors follow the metadata, so this bound is loose; it is checked again when the table starts.
@@ -87,7 +87,7 @@ impl Gguf {
         Ok(Self { path, bytes, version, metadata, tensors, index })
     }
 
-    /// The path it was opened from.
+    /// The path that the file was opened from.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -97,7 +97,7 @@ impl Gguf {
         self.version
     }
 
-    /// The key-value part.
+    /// The metadata, which is the key-value part of the file.
     pub fn metadata(&self) -> &Metadata {
         &self.metadata
     }
@@ -162,7 +162,7 @@ impl fmt::Debug for Gguf {
     }
 }
 
-fn read_version(reader: &mut Reader<'_>, path: &Path) -> Result<u32, FileError> {
+fn read_version(reader: &mut GgufReader<'_>, path: &Path) -> Result<u32, FileError> {
     let magic = reader.take(4).map_err(|problem| problem.at(path, "magic"))?;
     if magic != MAGIC {
         let found = format!("`{}`", magic.escape_ascii());
@@ -179,7 +179,7 @@ fn read_version(reader: &mut Reader<'_>, path: &Path) -> Result<u32, FileError> 
     }
 }
 
-fn read_metadata(reader: &mut Reader<'_>, path: &Arc<Path>) -> Result<Metadata, FileError> {
+fn read_metadata(reader: &mut GgufReader<'_>, path: &Arc<Path>) -> Result<Metadata, FileError> {
     let count = reader.count(LEAST_METADATA_BYTES).map_err(|problem| problem.at(path, "metadata count"))?;
     let mut metadata = Metadata::new(path.clone());
     for entry in 0..count {
@@ -194,12 +194,12 @@ fn alignment(metadata: &Metadata, path: &Path) -> Result<u64, FileError> {
     let alignment = metadata.get::<u32>("general.alignment")?.unwrap_or(DEFAULT_ALIGNMENT);
     if !alignment.is_power_of_two() {
         let problem = format!("{alignment} is not a power of two");
-        return Err(Problem::Invalid(problem).at(path, "metadata key `general.alignment`"));
+        return Err(GgufProblem::Invalid(problem).at(path, "metadata key `general.alignment`"));
     }
     Ok(alignment.into())
 }
 
-fn read_table(reader: &mut Reader<'_>, count: u64, path: &Path) -> Result<Vec<RawTensor>, FileError> {
+fn read_table(reader: &mut GgufReader<'_>, count: u64, path: &Path) -> Result<Vec<RawTensor>, FileError> {
     let count =
         reader.check_count(count, LEAST_TENSOR_BYTES).map_err(|problem| problem.at(path, "tensor count"))?;
     let mut tensors = Vec::new();
@@ -217,11 +217,11 @@ fn read_table(reader: &mut Reader<'_>, count: u64, path: &Path) -> Result<Vec<Ra
     Ok(tensors)
 }
 
-fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<RawTensor, Problem> {
+fn read_tensor(reader: &mut GgufReader<'_>, name: &str) -> Result<RawTensor, GgufProblem> {
     let dimensions = reader.u32()?;
     if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
         let problem = format!("{dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}");
-        return Err(Problem::Invalid(problem));
+        return Err(GgufProblem::Invalid(problem));
     }
     let mut shape = Vec::with_capacity(dimensions as usize);
     for _ in 0..dimensions {
@@ -229,9 +229,9 @@ fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<RawTensor, Problem
     }
     let kind = GgmlType::from_id(reader.u32()?);
     let offset = reader.u64()?;
-    let too_large = || Problem::Invalid(format!("the size of shape {shape:?} overflows"));
+    let too_large = || GgufProblem::Invalid(format!("the size of shape {shape:?} overflows"));
     if shape.contains(&0) {
-        return Err(Problem::Invalid(format!("shape {shape:?} has no elements")));
+        return Err(GgufProblem::Invalid(format!("shape {shape:?} has no elements")));
     }
     let elements = shape.iter().try_fold(1u64, |product, &len| product.checked_mul(len));
     let elements = elements.filter(|&count| isize::try_from(count).is_ok()).ok_or_else(too_large)?;
@@ -241,7 +241,7 @@ fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<RawTensor, Problem
                 "rows of {} elements do not fill blocks of {block_len}, as type {} needs",
                 shape[0], kind.element_type
             );
-            return Err(Problem::Invalid(problem));
+            return Err(GgufProblem::Invalid(problem));
         }
         Some((block_len, block_bytes)) => {
             let blocks = elements / block_len as u64;
@@ -268,16 +268,16 @@ fn place(
         let field = || format!("tensor `{name}`");
         if !offset.is_multiple_of(alignment) {
             let problem = format!("offset {offset} is not a multiple of the alignment {alignment}");
-            return Err(Problem::Invalid(problem).at(path, field()));
+            return Err(GgufProblem::Invalid(problem).at(path, field()));
         }
         let start = data_start.checked_add(offset);
         // At least one byte of a tensor of unknown size must be there.
         let end = start.and_then(|start| start.checked_add(byte_len.unwrap_or(1)));
         let (Some(start), Some(end)) = (start, end) else {
-            return Err(Problem::Invalid(format!("offset {offset} overflows")).at(path, field()));
+            return Err(GgufProblem::Invalid(format!("offset {offset} overflows")).at(path, field()));
         };
         if end > file_len {
-            return Err(Problem::Truncated { expected: end, actual: file_len }.at(path, field()));
+            return Err(GgufProblem::Truncated { expected: end, actual: file_len }.at(path, field()));
         }
         placed.push(TensorEntry {
             name,

@@ -17,4 +17,4 @@ pub use error::FileError;
 pub(crate) use error::on_one_line;
 pub use gguf::Gguf;
 pub use safetensors::Safetensors;
-pub use tensor::{ElementType, StoredTensor, Summary, TensorEntry, TensorSource, TypeTotals};
+pub use tensor::{ElementType, StoredTensor, TensorEntry, TensorSource, TensorSummary, TypeTotals};

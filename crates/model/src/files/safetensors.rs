@@ -56,7 +56,7 @@ impl Safetensors {
         Self::open_folder_in(folder, WeightMemory::Mapped)
     }
 
-    /// [`Self::open_folder`] with the bytes in the memory of choice.
+    /// As [`Self::open_folder`], with the bytes in a given kind of memory.
     pub fn open_folder_in(folder: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         let single = folder.join(SINGLE_NAME);
         let index = folder.join(INDEX_NAME);

@@ -29,12 +29,12 @@ impl fmt::Display for ElementType {
     }
 }
 
-/// One line of a container's table of tensors.
+/// One entry of a container's table of tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorEntry {
     /// Name in the container.
     pub name: String,
-    /// Row-major, outermost first.
+    /// Dimensions of the row-major tensor, outermost first.
     pub shape: Vec<usize>,
     /// Element type.
     pub element_type: ElementType,
@@ -58,7 +58,7 @@ pub struct StoredTensor {
     pub path: Arc<Path>,
     /// Name in the container.
     pub name: String,
-    /// Row-major, outermost first.
+    /// Dimensions of the row-major tensor, outermost first.
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
@@ -120,7 +120,7 @@ pub trait TensorSource: Send + Sync {
     /// The table of tensors.
     fn entries(&self) -> &[TensorEntry];
 
-    /// Where `name` stands in [`TensorSource::entries`].
+    /// Index of `name` in [`TensorSource::entries`].
     fn position(&self, name: &str) -> Option<usize>;
 
     /// The tensor `name`; an error if it is missing or of a type that cannot be read.
@@ -141,9 +141,9 @@ pub trait TensorSource: Send + Sync {
         Box::new(self.entries().iter().map(|entry| entry.name.as_str()))
     }
 
-    /// How the tensors divide over element types.
-    fn summary(&self) -> Summary {
-        let mut summary = Summary::default();
+    /// Counts tensors, elements and bytes by element type.
+    fn summary(&self) -> TensorSummary {
+        let mut summary = TensorSummary::default();
         for entry in self.entries() {
             let totals = summary.types.entry(entry.element_type.to_string()).or_default();
             totals.supported = matches!(entry.element_type, ElementType::Supported(_));
@@ -158,9 +158,9 @@ pub trait TensorSource: Send + Sync {
     }
 }
 
-/// Histogram of element types.
+/// How many tensors of each element type a container has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Summary {
+pub struct TensorSummary {
     /// Totals per element type, by name.
     pub types: BTreeMap<String, TypeTotals>,
     /// All tensors together.

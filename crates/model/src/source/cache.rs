@@ -17,7 +17,7 @@ const STAGING_PREFIX: &str = ".partial-";
 const LOCK_PREFIX: &str = ".lock-";
 const LOCK_POLL: Duration = Duration::from_millis(100);
 
-/// A directory of fetched models.
+/// The directory of downloaded models.
 #[derive(Clone, Debug)]
 pub struct Cache {
     directory: PathBuf,
@@ -29,7 +29,7 @@ impl Cache {
         Cache { directory: directory.into() }
     }
 
-    /// The directory.
+    /// The directory in which the files are.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -68,8 +68,8 @@ impl Cache {
         Ok(hash == entry.sha256)
     }
 
-    /// Forgets that the file was verified.
-    pub(super) fn distrust(&self, entry: &Entry) -> Result<(), SourceError> {
+    /// Removes the record that the file was verified.
+    pub(super) fn forget_verification(&self, entry: &Entry) -> Result<(), SourceError> {
         match fs::remove_file(self.sidecar(entry)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(self.not_writable(error)),
             _ => Ok(()),
@@ -154,7 +154,7 @@ impl Cache {
         self.directory.join(format!("{}.sha256", entry.file_name))
     }
 
-    /// In the format of `sha256sum -c`.
+    /// Writes the checksum beside the file, in the format of `sha256sum -c`.
     fn write_sidecar(&self, entry: &Entry) -> io::Result<()> {
         let temporary = self.directory.join(format!(".{}.sha256-{}", entry.file_name, std::process::id()));
         fs::write(&temporary, format!("{}  {}\n", entry.sha256, entry.file_name))

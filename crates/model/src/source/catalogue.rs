@@ -21,15 +21,15 @@ impl Package {
 /// A model of the catalogue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// What users type.
+    /// The name that users type.
     pub name: String,
-    /// Other names for it.
+    /// Other names of the model.
     pub aliases: Vec<String>,
     /// Architecture family.
     pub family: String,
     /// Number of parameters.
     pub parameters: u64,
-    /// Tokens of context it was trained for.
+    /// Tokens of context that the model was trained for.
     pub context: usize,
     /// Licence of the weights.
     pub licence: String,
@@ -43,7 +43,7 @@ pub struct Entry {
     pub hub_id: String,
     /// The same file at `hub_id`, where the hub has it.
     pub hub_file: Option<String>,
-    /// The packages that carry it, in order of their bytes in the file.
+    /// The packages that carry the file, in order of their bytes in the file.
     pub packages: Vec<Package>,
     /// Bytes to download in all.
     pub download_bytes: u64,
@@ -55,7 +55,7 @@ pub struct Catalogue {
     entries: Vec<Entry>,
 }
 
-/// The model of those who name none. The next smaller one answers 14 of the 20 plain questions of
+/// The model that is used where none is named. The next smaller one answers 14 of the 20 plain questions of
 /// `tools/check-first-answers`, fewer than the 18 that a first impression needs.
 pub const DEFAULT_MODEL: &str = "qwen2.5-coder-1.5b";
 

@@ -43,7 +43,7 @@ pub fn verify(
         // Records the checksum if nobody has.
         return Ok((settings.cache.find(entry).unwrap_or(path), false));
     }
-    settings.cache.distrust(entry)?;
+    settings.cache.forget_verification(entry)?;
     fetch(entry, settings, progress).map(|path| (path, true))
 }
 

@@ -12,15 +12,15 @@ use super::{FetchPolicy, ModelPath, Settings, SourceError};
 
 /// How deep below a snapshot GGUF files are looked for.
 const SEARCH_DEPTH: usize = 2;
-/// What is fetched of a repository of GGUF files if the user does not choose.
+/// The quantisation that is downloaded from a repository of GGUF files if the user does not choose.
 const USUAL_QUANTISATION: &str = "Q4_K_M";
 
 /// `org/name`, with an optional `:file-or-quantisation`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubId {
-    /// Owner.
+    /// Owner of the repository.
     pub organisation: String,
-    /// Repository.
+    /// Name of the repository.
     pub name: String,
     /// Which GGUF file: its name or a part of it, such as `Q4_K_M`.
     pub selector: Option<String>,
@@ -149,12 +149,12 @@ fn in_cache(id: &HubId, hub_cache: &Path) -> Result<Option<ModelPath>, SourceErr
     let Some(snapshot) = snapshot(&folder) else { return Ok(None) };
     if id.selector.is_none() && snapshot.join("config.json").is_file() {
         match missing_weights(&snapshot) {
-            Weights::Complete => return Ok(Some(ModelPath::Folder(snapshot))),
-            Weights::Missing(missing) => {
+            SnapshotWeights::Complete => return Ok(Some(ModelPath::Folder(snapshot))),
+            SnapshotWeights::Missing(missing) => {
                 let command = id.client_command();
                 return Err(SourceError::HubIncomplete { path: snapshot, missing, command });
             }
-            Weights::None => {}
+            SnapshotWeights::None => {}
         }
     }
     let mut files = Vec::new();
@@ -204,30 +204,34 @@ fn snapshot(folder: &Path) -> Option<PathBuf> {
     folders.next().is_none().then_some(only)
 }
 
-enum Weights {
+enum SnapshotWeights {
     Complete,
     Missing(String),
     None,
 }
 
 /// Whether the safetensors of a snapshot are all there, shards included.
-fn missing_weights(snapshot: &Path) -> Weights {
+fn missing_weights(snapshot: &Path) -> SnapshotWeights {
     if snapshot.join("model.safetensors").is_file() {
-        return Weights::Complete;
+        return SnapshotWeights::Complete;
     }
     let index = snapshot.join("model.safetensors.index.json");
     let Ok(text) = fs::read_to_string(&index) else {
         let single = snapshot.join("model.safetensors").symlink_metadata().is_ok();
-        return if single { Weights::Missing("model.safetensors".to_owned()) } else { Weights::None };
+        return if single {
+            SnapshotWeights::Missing("model.safetensors".to_owned())
+        } else {
+            SnapshotWeights::None
+        };
     };
     let shards = serde_json::from_str::<serde_json::Value>(&text)
         .ok()
         .and_then(|value| Some(value.get("weight_map")?.as_object()?.clone()));
     // A broken index is the loader's to report, with its position.
-    let Some(shards) = shards else { return Weights::Complete };
+    let Some(shards) = shards else { return SnapshotWeights::Complete };
     let missing =
         shards.values().filter_map(|shard| shard.as_str()).find(|shard| !snapshot.join(shard).is_file());
-    missing.map_or(Weights::Complete, |shard| Weights::Missing(shard.to_owned()))
+    missing.map_or(SnapshotWeights::Complete, |shard| SnapshotWeights::Missing(shard.to_owned()))
 }
 
 fn gguf_files(snapshot: &Path, below: &Path, depth: usize, found: &mut Vec<String>) {

@@ -51,7 +51,7 @@ pub enum FetchPolicy {
     Never,
 }
 
-/// Told how a download goes, and asked whether to go on.
+/// Receives the progress of a download, and says whether to go on.
 pub trait Progress {
     /// A download of `total` bytes begins.
     fn start(&self, total: u64);
@@ -67,7 +67,7 @@ pub trait Progress {
     }
 }
 
-/// Reports nothing and never stops.
+/// A [`Progress`] that reports nothing and never stops a download.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
 

@@ -1,4 +1,4 @@
-//! One door for every way a user can name a model.
+//! Finds a model by whatever a user typed: a path, a catalogue name or a hub id.
 
 use std::fs::File;
 use std::io::Read;

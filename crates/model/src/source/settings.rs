@@ -8,7 +8,7 @@ use super::{Cache, Catalogue, SourceError};
 /// The places a model may come from. Tests build their own; programs use [`Settings::from_environment`].
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Files fetched by catalogue name.
+    /// The directory of models that were downloaded by catalogue name.
     pub cache: Cache,
     /// The hub client's cache, in its standard layout.
     pub hub_cache: PathBuf,

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use serde_json::{Map, Value};
 
 use super::TextError;
-use super::render::{self, Job};
+use super::render::{self, RenderJob};
 use super::tokenizer_json::{read_bounded, read_json};
 use crate::files::gguf::Gguf;
 
@@ -126,7 +126,7 @@ impl ChatTemplate {
         }
         let tools = options.tools.unwrap_or_default();
         let input_bytes = messages.iter().chain(tools).map(json_bytes).sum();
-        render::render(Job {
+        render::render(RenderJob {
             source: Arc::clone(source),
             variables,
             input_bytes,

@@ -12,7 +12,7 @@ pub enum TextError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         #[source]
         source: std::io::Error,
     },
@@ -21,9 +21,9 @@ pub enum TextError {
     TooLarge {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// Size of the file in bytes.
         bytes: u64,
-        /// The most that is read.
+        /// Most bytes that are read.
         limit: u64,
     },
     /// A tokenizer or configuration file does not parse or contradicts itself.
@@ -73,7 +73,7 @@ pub enum TextError {
     LengthMismatch {
         /// GGUF key.
         field: &'static str,
-        /// Its length.
+        /// Length of the array.
         found: usize,
         /// Number of tokens.
         tokens: usize,

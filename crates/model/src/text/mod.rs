@@ -24,7 +24,7 @@ mod vocabulary;
 
 pub use chat_template::{ChatTemplate, RenderOptions};
 pub use error::TextError;
-pub use remembered::{Beginning, RememberedIds, RememberedText};
+pub use remembered::{RememberedIds, RememberedPrefix, RememberedText};
 pub use stream::StreamDecoder;
 pub use tokenizer::Tokenizer;
 pub use vocabulary::GgufVocabulary;

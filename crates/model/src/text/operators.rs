@@ -4,7 +4,7 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
 use super::python_format::python_str;
-use super::render_limits::{Budget, ENTRY_BYTES, deep_size};
+use super::render_limits::{ENTRY_BYTES, RenderBudget, deep_size};
 
 fn is_list(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
@@ -18,7 +18,7 @@ fn unsupported(operator: &str, left: &Value, right: &Value) -> Error {
 }
 
 /// `left + right` of texts, lists or numbers.
-pub(super) fn add(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+pub(super) fn add(budget: &RenderBudget, left: &Value, right: &Value) -> Result<Value, Error> {
     if let (Some(left_text), Some(right_text)) = (left.as_str(), right.as_str()) {
         budget.charge(left_text.len() as u64 + right_text.len() as u64)?;
         // Text marked `safe` escapes what is added to it; a few templates do this, and models know the result.
@@ -53,7 +53,7 @@ fn escape(text: &str) -> String {
 }
 
 /// `left * right` of numbers, or of a text or list and a count.
-pub(super) fn multiply(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+pub(super) fn multiply(budget: &RenderBudget, left: &Value, right: &Value) -> Result<Value, Error> {
     for (value, count) in [(left, right), (right, left)] {
         if value.as_str().is_none() && !is_list(value) {
             continue;
@@ -73,7 +73,7 @@ pub(super) fn multiply(budget: &Budget, left: &Value, right: &Value) -> Result<V
 }
 
 /// `left ~ right`: both as text.
-pub(super) fn concatenate(budget: &Budget, left: &Value, right: &Value) -> Result<Value, Error> {
+pub(super) fn concatenate(budget: &RenderBudget, left: &Value, right: &Value) -> Result<Value, Error> {
     budget.charge(deep_size(left, 0).saturating_add(deep_size(right, 0)))?;
     let mut text = python_str(left)?;
     text.push_str(&python_str(right)?);
@@ -100,7 +100,7 @@ fn number(
 
 /// `value[start:stop:step]` of a text or list.
 pub(super) fn slice(
-    budget: &Budget,
+    budget: &RenderBudget,
     value: &Value,
     start: &Value,
     stop: &Value,

@@ -1,4 +1,4 @@
-//! Which ids a text had when the model saw it.
+//! The token ids that a text had when the model saw or generated it, so that the next turn of a chat hits the prefix cache.
 //!
 //! A chat is rendered anew for every turn, and encoding what the model itself has said need not give the ids it said:
 //! any spelling of a text decodes to it, and a model does not always choose the encoder's. Then the next turn shares no
@@ -12,25 +12,25 @@
 
 use super::{TextError, Tokenizer};
 
-/// Conversations that are remembered: all of them are looked at for every prompt.
+/// Bound on the chats that are remembered, because every prompt is compared with all of them.
 const MOST_CONVERSATIONS: usize = 1024;
 
 /// Bytes counted for a conversation besides its text and ids.
 const ENTRY_BYTES: usize = 128;
 
-/// Texts and the ids that the model saw or said for them, least recently used forgotten first.
+/// Texts and the ids that the model saw or generated for them; the least recently used ones are forgotten first.
 #[derive(Debug)]
 pub struct RememberedText {
-    conversations: Vec<Conversation>,
+    conversations: Vec<RememberedChat>,
     most_bytes: usize,
     bytes: usize,
     clock: u64,
 }
 
-/// A text as token ids.
+/// The token ids of a whole text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RememberedIds {
-    /// All of them.
+    /// The ids, remembered and encoded.
     pub ids: Vec<u32>,
     /// How many at the start are remembered, not encoded.
     pub remembered: usize,
@@ -38,15 +38,15 @@ pub struct RememberedIds {
 
 /// The beginning of a text whose ids are remembered; empty if nothing is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Beginning {
+pub struct RememberedPrefix {
     bytes: usize,
     ids: Vec<u32>,
 }
 
-impl Beginning {
+impl RememberedPrefix {
     /// The ids of the whole text.
     pub fn encode(self, tokenizer: &Tokenizer, text: &str) -> Result<RememberedIds, TextError> {
-        let Beginning { bytes, mut ids } = self;
+        let RememberedPrefix { bytes, mut ids } = self;
         if bytes > 0
             && let Some(rest) = encode_rest(tokenizer, &ids, &text[bytes..])?
         {
@@ -59,32 +59,32 @@ impl Beginning {
     }
 }
 
-/// A prompt and its answer.
+/// A rendered prompt and its answer, with their ids.
 #[derive(Debug)]
-struct Conversation {
+struct RememberedChat {
     scope: String,
     text: String,
     ids: Vec<u32>,
-    /// Where answers ended, ascending.
-    ends: Vec<End>,
+    /// The places where answers ended, ascending.
+    ends: Vec<CutPoint>,
     used: u64,
 }
 
-/// A place where text and ids may be cut.
+/// A place where text and ids may be cut, as an index into each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct End {
+struct CutPoint {
     text: usize,
     ids: usize,
 }
 
-impl Conversation {
+impl RememberedChat {
     fn bytes(&self) -> usize {
         let (ids, ends) = (size_of_val(&self.ids[..]), size_of_val(&self.ends[..]));
         self.scope.len() + self.text.len() + ids + ends + ENTRY_BYTES
     }
 
     /// The last place to cut that lies in what is common with `text`.
-    fn last_end(&self, text: &str) -> Option<End> {
+    fn last_end(&self, text: &str) -> Option<CutPoint> {
         let common = self.text.bytes().zip(text.bytes()).take_while(|(a, b)| a == b).count();
         self.ends.iter().rfind(|end| end.text <= common).copied()
     }
@@ -105,20 +105,21 @@ impl RememberedText {
         scope: &str,
         text: &str,
     ) -> Result<RememberedIds, TextError> {
-        self.beginning(scope, text).encode(tokenizer, text)
+        self.remembered_prefix(scope, text).encode(tokenizer, text)
     }
 
-    /// The first half of [`Self::encode`], for those who share what is remembered and encode without it.
-    pub fn beginning(&mut self, scope: &str, text: &str) -> Beginning {
+    /// The remembered part of a text. Encoding the rest by [`RememberedPrefix::encode`] needs no access to what is
+    /// remembered, so a lock on it can be released first.
+    pub fn remembered_prefix(&mut self, scope: &str, text: &str) -> RememberedPrefix {
         let ends = self.conversations.iter().enumerate().filter(|(_, known)| known.scope == scope);
         let ends = ends.filter_map(|(index, known)| Some((known.last_end(text)?, index)));
         let Some((end, index)) = ends.max_by_key(|(end, index)| (end.text, *index)) else {
-            return Beginning::default();
+            return RememberedPrefix::default();
         };
         self.clock += 1;
         let known = &mut self.conversations[index];
         known.used = self.clock;
-        Beginning { bytes: end.text, ids: known.ids[..end.ids].to_vec() }
+        RememberedPrefix { bytes: end.text, ids: known.ids[..end.ids].to_vec() }
     }
 
     /// Remembers that the model was given `prompt` as `prompt_ids` and said `answer_ids`, an ending token included.
@@ -140,15 +141,15 @@ impl RememberedText {
         let mut text = [prompt, &answer].concat();
         let mut ids = [prompt_ids, said].concat();
         let mut ends = self.inherited(scope, prompt, prompt_ids);
-        ends.push(End { text: text.len(), ids: ids.len() });
+        ends.push(CutPoint { text: text.len(), ids: ids.len() });
         // The template may end a turn with another token than the model does, so both sides of it count.
         if let Some(&last) = answer_ids.last().filter(|_| ended) {
             text.push_str(&tokenizer.token_text(last)?);
             ids.push(last);
-            ends.push(End { text: text.len(), ids: ids.len() });
+            ends.push(CutPoint { text: text.len(), ids: ids.len() });
         }
         self.clock += 1;
-        self.keep(Conversation { scope: scope.to_owned(), text, ids, ends, used: self.clock });
+        self.keep(RememberedChat { scope: scope.to_owned(), text, ids, ends, used: self.clock });
         Ok(())
     }
 
@@ -164,9 +165,9 @@ impl RememberedText {
     }
 
     /// Where earlier answers in a prompt ended: those that it got from here.
-    fn inherited(&self, scope: &str, prompt: &str, ids: &[u32]) -> Vec<End> {
+    fn inherited(&self, scope: &str, prompt: &str, ids: &[u32]) -> Vec<CutPoint> {
         let known = self.conversations.iter().filter(|known| known.scope == scope);
-        let shared = |known: &Conversation| -> Vec<End> {
+        let shared = |known: &RememberedChat| -> Vec<CutPoint> {
             let ends = known.ends.iter().copied().filter(|end| {
                 prompt.get(..end.text) == known.text.get(..end.text)
                     && ids.get(..end.ids) == known.ids.get(..end.ids)
@@ -176,17 +177,17 @@ impl RememberedText {
         known.map(shared).max_by_key(Vec::len).unwrap_or_default()
     }
 
-    fn keep(&mut self, new: Conversation) {
+    fn keep(&mut self, new: RememberedChat) {
         if new.bytes() > self.most_bytes {
             return;
         }
         // A conversation that goes on needs its earlier state no more.
-        let continued = |known: &Conversation| {
+        let continued = |known: &RememberedChat| {
             known.scope == new.scope && new.text.starts_with(&known.text) && new.ids.starts_with(&known.ids)
         };
         self.conversations.retain(|known| !continued(known));
         self.conversations.push(new);
-        self.bytes = self.conversations.iter().map(Conversation::bytes).sum();
+        self.bytes = self.conversations.iter().map(RememberedChat::bytes).sum();
         while self.bytes > self.most_bytes || self.conversations.len() > MOST_CONVERSATIONS {
             let oldest = self.conversations.iter().enumerate().min_by_key(|(_, known)| known.used);
             let Some((oldest, _)) = oldest else { break };

@@ -10,21 +10,22 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Undefi
 
 use super::TextError;
 use super::python_format::{python_str, tojson};
-use super::render_limits::{self, Budget};
+use super::render_limits::{self, RenderBudget};
 use super::strftime::strftime;
 
-/// Room for values nested as deeply as the fuel allows; pages are only committed when touched.
+/// Stack of the rendering thread, large enough for values nested as deeply as the fuel allows; memory pages are only
+/// committed when touched.
 const STACK_BYTES: usize = 512 << 20;
 /// Real templates render in well under a millisecond per message.
 const TIME_LIMIT: Duration = Duration::from_secs(30);
 
-/// Everything a render needs, owned so that it can move to the thread that does it.
-pub(super) struct Job {
+/// The input of a render, owned so that it can move to the thread that renders.
+pub(super) struct RenderJob {
     pub(super) source: Arc<str>,
     pub(super) variables: BTreeMap<String, Value>,
-    /// Bytes of conversation and tools.
+    /// Size of the conversation and the tools in bytes.
     pub(super) input_bytes: usize,
-    /// Messages and tools.
+    /// Number of messages and tools.
     pub(super) items: usize,
     pub(super) now: SystemTime,
 }
@@ -36,7 +37,7 @@ pub(super) fn check(source: &str) -> Result<(), TextError> {
 
 /// Renders on a thread of its own, whose stack is large enough for whatever the fuel allows. A template that
 /// finds a way to be slow despite the limits is left behind to run out of fuel.
-pub(super) fn render(job: Job) -> Result<String, TextError> {
+pub(super) fn render(job: RenderJob) -> Result<String, TextError> {
     let (sender, receiver) = mpsc::sync_channel(1);
     let broken = |reason: String| TextError::Template { line: 0, reason };
     std::thread::Builder::new()
@@ -58,8 +59,8 @@ pub(super) fn render(job: Job) -> Result<String, TextError> {
     }
 }
 
-fn run(job: Job) -> Result<String, TextError> {
-    let budget = Budget::new(job.input_bytes);
+fn run(job: RenderJob) -> Result<String, TextError> {
+    let budget = RenderBudget::new(job.input_bytes);
     let refusal = Arc::new(Mutex::new(None));
     let mut compiled = compile(&job.source).map_err(|error| failure(&error))?;
     let longest_literal = render_limits::guard_operators(&mut compiled);
@@ -111,7 +112,7 @@ fn compile(source: &str) -> Result<CompiledTemplate<'_>, Error> {
 
 /// The names a chat template may use. Nothing in it reaches files, other templates or the network.
 fn environment(
-    budget: &Arc<Budget>,
+    budget: &Arc<RenderBudget>,
     refusal: &Arc<Mutex<Option<String>>>,
     now: SystemTime,
 ) -> Environment<'static> {
@@ -155,7 +156,7 @@ fn environment(
     environment
 }
 
-fn add_filters(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
+fn add_filters(environment: &mut Environment<'_>, budget: &Arc<RenderBudget>) {
     let json_budget = Arc::clone(budget);
     environment.add_filter("tojson", move |value: &Value, kwargs: Kwargs| {
         let text = tojson(value, &kwargs)?;

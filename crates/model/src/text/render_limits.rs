@@ -32,12 +32,12 @@ pub(super) fn fuel(longest_literal: usize, items: usize) -> u64 {
 }
 
 /// Bytes that one render may still create.
-pub(super) struct Budget {
+pub(super) struct RenderBudget {
     left: AtomicU64,
     spent: AtomicBool,
 }
 
-impl Budget {
+impl RenderBudget {
     pub(super) fn new(input_bytes: usize) -> Arc<Self> {
         let left = (256_u64 << 20).saturating_add(64 * input_bytes as u64);
         Arc::new(Self { left: AtomicU64::new(left), spent: AtomicBool::new(false) })
@@ -142,9 +142,10 @@ const CHARGED_FILTERS: [&str; 30] = [
 pub(super) fn install(
     environment: &mut Environment<'_>,
     filters: &Arc<Environment<'static>>,
-    budget: &Arc<Budget>,
+    budget: &Arc<RenderBudget>,
 ) {
-    let operator = |budget: &Arc<Budget>, apply: fn(&Budget, &Value, &Value) -> Result<Value, Error>| {
+    let operator = |budget: &Arc<RenderBudget>,
+                    apply: fn(&RenderBudget, &Value, &Value) -> Result<Value, Error>| {
         let budget = Arc::clone(budget);
         move |left: &Value, right: &Value| apply(&budget, left, right)
     };

@@ -11,14 +11,14 @@ use super::pieces::{PieceKind, byte_token};
 
 /// Scores and ids of the tokens that may appear in plain text.
 pub(super) struct SentencePieceModel {
-    ranks: HashMap<String, Entry>,
+    ranks: HashMap<String, ScoredToken>,
     bytes: [Option<u32>; 256],
     unknown: Option<u32>,
     adds_space_prefix: bool,
 }
 
 #[derive(Clone, Copy)]
-struct Entry {
+struct ScoredToken {
     id: u32,
     score: f32,
 }
@@ -32,33 +32,33 @@ struct Symbol {
 }
 
 /// Two neighbours that could be joined, valid as long as their lengths still add up to `length`.
-struct Candidate {
+struct MergeCandidate {
     score: f32,
     left: usize,
     right: usize,
     length: usize,
 }
 
-impl Ord for Candidate {
+impl Ord for MergeCandidate {
     fn cmp(&self, other: &Self) -> Ordering {
         // Highest score first, then leftmost; scores are checked to be numbers when the model is built.
         self.score.total_cmp(&other.score).then(other.left.cmp(&self.left))
     }
 }
 
-impl PartialOrd for Candidate {
+impl PartialOrd for MergeCandidate {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Candidate {
+impl PartialEq for MergeCandidate {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Candidate {}
+impl Eq for MergeCandidate {}
 
 impl SentencePieceModel {
     pub(super) fn new(
@@ -93,7 +93,7 @@ impl SentencePieceModel {
                 PieceKind::Control | PieceKind::Unknown | PieceKind::Unused => {}
                 PieceKind::Normal | PieceKind::UserDefined => {
                     // Negative zero would sort below zero in a total order.
-                    ranks.insert(token.clone(), Entry { id, score: score + 0.0 });
+                    ranks.insert(token.clone(), ScoredToken { id, score: score + 0.0 });
                 }
             }
         }
@@ -150,12 +150,12 @@ impl SentencePieceModel {
         symbols: &[Symbol],
         left: usize,
         right: usize,
-        queue: &mut BinaryHeap<Candidate>,
+        queue: &mut BinaryHeap<MergeCandidate>,
     ) {
         let length = symbols[left].length + symbols[right].length;
         let start = symbols[left].start;
         if let Some(entry) = self.ranks.get(&text[start..start + length]) {
-            queue.push(Candidate { score: entry.score, left, right, length });
+            queue.push(MergeCandidate { score: entry.score, left, right, length });
         }
     }
 

@@ -35,28 +35,28 @@ const END_TOKENS: [&str; 12] = [
 
 /// Converts between text and the token ids of one model.
 pub struct Tokenizer {
-    encoder: Encoder,
+    encoder: TextEncoder,
     pieces: PieceTable,
-    specials: Specials,
+    specials: SpecialTokens,
     /// Decoded text starts with a space the encoder put there.
     strips_leading_space: bool,
 }
 
 /// How text becomes ids.
-pub(super) enum Encoder {
+pub(super) enum TextEncoder {
     ByteLevel(Box<ByteLevelEncoder>),
     SentencePiece(Box<SentencePieceEncoder>),
     Json(Box<tokenizer_json::JsonEncoder>),
 }
 
-/// Ids with a meaning of their own.
+/// The ids of special tokens, and which of them a whole text gets.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Specials {
+pub(super) struct SpecialTokens {
     pub(super) bos: Option<u32>,
     pub(super) eos: Option<u32>,
     pub(super) unknown: Option<u32>,
     pub(super) pad: Option<u32>,
-    /// Sorted, without duplicates.
+    /// Ids at which generation stops, sorted, without duplicates.
     pub(super) end: Vec<u32>,
     pub(super) adds_bos: bool,
     pub(super) adds_eos: bool,
@@ -104,7 +104,7 @@ impl Tokenizer {
             "gpt2" => {
                 let stages = byte_level::build(vocabulary)?;
                 let added = AddedTokens::new(whole(), &stages.model, stages.normalizer.as_ref())?;
-                encoder = Encoder::ByteLevel(Box::new(ByteLevelEncoder {
+                encoder = TextEncoder::ByteLevel(Box::new(ByteLevelEncoder {
                     normalizer: stages.normalizer,
                     pre_tokenizer: stages.pre_tokenizer,
                     model: stages.model,
@@ -125,7 +125,7 @@ impl Tokenizer {
                 )?;
                 let lookup = id_lookup(texts().zip(0..))?;
                 let added = AddedTokens::new(whole(), &lookup, None::<&NormalizerWrapper>)?;
-                encoder = Encoder::SentencePiece(Box::new(SentencePieceEncoder { model, lookup, added }));
+                encoder = TextEncoder::SentencePiece(Box::new(SentencePieceEncoder { model, lookup, added }));
                 spelling = Spelling::SentencePiece;
                 strips_leading_space = adds_space_prefix;
                 adds_bos = true;
@@ -137,7 +137,7 @@ impl Tokenizer {
         for (text, kind) in texts().zip(&kinds) {
             pieces.push(text, *kind, spelling)?;
         }
-        let specials = Specials {
+        let specials = SpecialTokens {
             bos: vocabulary.bos,
             eos: vocabulary.eos,
             unknown: vocabulary.unk,
@@ -150,9 +150,9 @@ impl Tokenizer {
     }
 
     pub(super) fn assemble(
-        encoder: Encoder,
+        encoder: TextEncoder,
         pieces: PieceTable,
-        specials: Specials,
+        specials: SpecialTokens,
         strips_leading_space: bool,
     ) -> Self {
         let mut tokenizer = Self { encoder, pieces, specials, strips_leading_space };
@@ -188,10 +188,10 @@ impl Tokenizer {
             ids.push(bos);
         }
         match &self.encoder {
-            Encoder::ByteLevel(encoder) => encoder.encode(text, parse_special, &mut ids)?,
-            Encoder::SentencePiece(encoder) => encoder.encode(text, parse_special, &mut ids),
+            TextEncoder::ByteLevel(encoder) => encoder.encode(text, parse_special, &mut ids)?,
+            TextEncoder::SentencePiece(encoder) => encoder.encode(text, parse_special, &mut ids),
             // The file's own post-processor adds the special tokens.
-            Encoder::Json(encoder) => ids = encoder.encode(text, add_special, parse_special)?,
+            TextEncoder::Json(encoder) => ids = encoder.encode(text, add_special, parse_special)?,
         }
         if let Some(eos) = self.specials.eos.filter(|_| add_special && self.specials.adds_eos) {
             ids.push(eos);
@@ -234,9 +234,9 @@ impl Tokenizer {
     /// Id of the token with exactly this text, as written in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         match &self.encoder {
-            Encoder::ByteLevel(encoder) => encoder.model.token_to_id(token),
-            Encoder::SentencePiece(encoder) => encoder.lookup.token_to_id(token),
-            Encoder::Json(encoder) => encoder.token_id(token),
+            TextEncoder::ByteLevel(encoder) => encoder.model.token_to_id(token),
+            TextEncoder::SentencePiece(encoder) => encoder.lookup.token_to_id(token),
+            TextEncoder::Json(encoder) => encoder.token_id(token),
         }
     }
 
@@ -245,22 +245,22 @@ impl Tokenizer {
         Ok(String::from_utf8_lossy(self.token_bytes(id)?).into_owned())
     }
 
-    /// Begins a text.
+    /// The token that begins a text (BOS).
     pub fn bos_id(&self) -> Option<u32> {
         self.specials.bos
     }
 
-    /// Ends a text, as named by the model's files.
+    /// The token that ends a text (EOS), as named by the model's files.
     pub fn eos_id(&self) -> Option<u32> {
         self.specials.eos
     }
 
-    /// Stands for text that has no token.
+    /// The token that stands for text without a token of its own.
     pub fn unk_id(&self) -> Option<u32> {
         self.specials.unknown
     }
 
-    /// Fills batches.
+    /// The token that pads batches.
     pub fn pad_id(&self) -> Option<u32> {
         self.specials.pad
     }

@@ -12,7 +12,7 @@ use tokenizers::{AddedToken, OffsetType};
 use super::TextError;
 use super::added::{AddedTokens, encode_error, id_lookup};
 use super::pieces::{PieceKind, PieceTable, Spelling};
-use super::tokenizer::{Encoder, Specials, Tokenizer, run_stages};
+use super::tokenizer::{SpecialTokens, TextEncoder, Tokenizer, run_stages};
 use super::vocabulary::MAX_TOKENS;
 use crate::files::JsonFile;
 
@@ -52,7 +52,7 @@ impl JsonEncoder {
 
 /// Loads a `tokenizer.json` alone.
 pub(super) fn from_file(path: &Path) -> Result<Tokenizer, TextError> {
-    load(path, |_| Ok(Specials::default()))
+    load(path, |_| Ok(SpecialTokens::default()))
 }
 
 /// Loads a model folder.
@@ -62,7 +62,7 @@ pub(super) fn from_folder(folder: &Path) -> Result<Tokenizer, TextError> {
 
 fn load(
     path: &Path,
-    specials: impl FnOnce(&tokenizers::Tokenizer) -> Result<Specials, TextError>,
+    specials: impl FnOnce(&tokenizers::Tokenizer) -> Result<SpecialTokens, TextError>,
 ) -> Result<Tokenizer, TextError> {
     let bytes = read_bounded(path, MAX_TOKENIZER_BYTES)?;
     let bad = |reason: String| TextError::File { path: path.to_owned(), reason };
@@ -109,7 +109,7 @@ fn load(
         let with = inner.encode_fast("a", true).map_err(encode_error)?;
         specials.adds_bos = with.get_ids().first() == Some(&id);
     }
-    let encoder = Encoder::Json(Box::new(JsonEncoder { inner, added }));
+    let encoder = TextEncoder::Json(Box::new(JsonEncoder { inner, added }));
     Ok(Tokenizer::assemble(encoder, pieces, specials, strips_leading_space))
 }
 
@@ -206,8 +206,8 @@ fn spelling_of(decoder: Option<&Value>) -> Result<(Spelling, bool), String> {
 }
 
 /// Begin and end tokens from the files beside `tokenizer.json`.
-fn specials_of_folder(folder: &Path, inner: &tokenizers::Tokenizer) -> Result<Specials, TextError> {
-    let mut specials = Specials::default();
+fn specials_of_folder(folder: &Path, inner: &tokenizers::Tokenizer) -> Result<SpecialTokens, TextError> {
+    let mut specials = SpecialTokens::default();
     if let Some(config) = read_json(&folder.join("tokenizer_config.json"))? {
         // A token is a string, or an object with a `content`.
         let id = |key: &str| {

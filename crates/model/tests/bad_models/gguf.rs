@@ -3,7 +3,7 @@
 use std::fs;
 
 use oscar_model::files::FileError;
-use oscar_model::files::gguf::{Array, Value};
+use oscar_model::files::gguf::{MetadataArray, MetadataValue};
 use oscar_model::source::ModelPath;
 use oscar_model::text::TextError;
 use oscar_model::{ModelError, ModelFiles};
@@ -83,9 +83,9 @@ fn required_keys_must_be_there_and_sensible() {
         let wrong_type = [
             str_value("32"),
             f32_value(32.0),
-            encode(&Value::I32(-32)),
-            encode(&Value::Array(Array::I32(vec![32, 32]))),
-            encode(&Value::U64(1 << 40)),
+            encode(&MetadataValue::I32(-32)),
+            encode(&MetadataValue::Array(MetadataArray::I32(vec![32, 32]))),
+            encode(&MetadataValue::U64(1 << 40)),
         ];
         for value in wrong_type {
             refused!(
@@ -294,9 +294,10 @@ fn shapes_and_types_must_be_those_of_the_description() {
 #[test]
 fn the_vocabulary_must_fit_and_make_sense() {
     let tokens: Vec<String> = (0..121).map(|id| format!("t{id}")).collect();
-    let vocabulary = |tokens: &[String]| encode(&Value::Array(Array::Strings(tokens.iter().collect())));
-    let kinds = |count: usize| encode(&Value::Array(Array::I32(vec![1; count])));
-    let merges = encode(&Value::Array(Array::Strings(Vec::<String>::new().iter().collect())));
+    let vocabulary =
+        |tokens: &[String]| encode(&MetadataValue::Array(MetadataArray::Strings(tokens.iter().collect())));
+    let kinds = |count: usize| encode(&MetadataValue::Array(MetadataArray::I32(vec![1; count])));
+    let merges = encode(&MetadataValue::Array(MetadataArray::Strings(Vec::<String>::new().iter().collect())));
     let with = |count: usize| {
         let parts = llama().set("tokenizer.ggml.tokens", vocabulary(&tokens[..count]));
         parts.set("tokenizer.ggml.token_type", kinds(count)).set("tokenizer.ggml.merges", merges.clone())
@@ -320,7 +321,7 @@ fn the_vocabulary_must_fit_and_make_sense() {
     refused!(
         with(100).set(
             "tokenizer.ggml.merges",
-            encode(&Value::Array(Array::Strings(["no\nway"].iter().collect())))
+            encode(&MetadataValue::Array(MetadataArray::Strings(["no\nway"].iter().collect())))
         ),
         ModelError::Text { source: TextError::BadMerge { .. }, .. },
         "no\\nway"

@@ -11,7 +11,7 @@ use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{Batch, Sampled, Sampling, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::{Backend, DType, KernelError};
-use oscar_model::files::gguf::{Array, Value as GgufValue};
+use oscar_model::files::gguf::{MetadataArray, MetadataValue};
 use oscar_model::files::{ElementType, Gguf};
 use oscar_model::source::ModelPath;
 use oscar_model::{Model, ModelError, ModelFiles};
@@ -226,34 +226,34 @@ impl GgufParts {
 }
 
 pub(crate) fn u32_value(value: u32) -> (u32, Vec<u8>) {
-    encode(&GgufValue::U32(value))
+    encode(&MetadataValue::U32(value))
 }
 
 pub(crate) fn f32_value(value: f32) -> (u32, Vec<u8>) {
-    encode(&GgufValue::F32(value))
+    encode(&MetadataValue::F32(value))
 }
 
 pub(crate) fn str_value(value: &str) -> (u32, Vec<u8>) {
-    encode(&GgufValue::String(value.to_owned()))
+    encode(&MetadataValue::String(value.to_owned()))
 }
 
 /// Type id and bytes of the values fixtures hold.
-pub(crate) fn encode(value: &GgufValue) -> (u32, Vec<u8>) {
+pub(crate) fn encode(value: &MetadataValue) -> (u32, Vec<u8>) {
     match value {
-        GgufValue::U32(value) => (4, value.to_le_bytes().to_vec()),
-        GgufValue::I32(value) => (5, value.to_le_bytes().to_vec()),
-        GgufValue::F32(value) => (6, value.to_le_bytes().to_vec()),
-        GgufValue::Bool(value) => (7, vec![u8::from(*value)]),
-        GgufValue::String(value) => (8, string(value)),
-        GgufValue::Array(Array::I32(values)) => {
+        MetadataValue::U32(value) => (4, value.to_le_bytes().to_vec()),
+        MetadataValue::I32(value) => (5, value.to_le_bytes().to_vec()),
+        MetadataValue::F32(value) => (6, value.to_le_bytes().to_vec()),
+        MetadataValue::Bool(value) => (7, vec![u8::from(*value)]),
+        MetadataValue::String(value) => (8, string(value)),
+        MetadataValue::Array(MetadataArray::I32(values)) => {
             let elements: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             (9, array(5, values.len() as u64, &elements))
         }
-        GgufValue::Array(Array::Strings(values)) => {
+        MetadataValue::Array(MetadataArray::Strings(values)) => {
             let elements: Vec<u8> = values.iter().flat_map(string).collect();
             (9, array(8, values.len() as u64, &elements))
         }
-        GgufValue::U64(value) => (10, value.to_le_bytes().to_vec()),
+        MetadataValue::U64(value) => (10, value.to_le_bytes().to_vec()),
         other => panic!("{other:?} is in no fixture"),
     }
 }

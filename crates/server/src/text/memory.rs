@@ -26,7 +26,7 @@ impl ConversationMemory {
         text: String,
     ) -> Result<RenderedPrompt, TextError> {
         // Encoding takes long for long texts: nobody waits for it.
-        let beginning = self.lock().beginning(&scope(salt), &text);
+        let beginning = self.lock().remembered_prefix(&scope(salt), &text);
         let ids = beginning.encode(tokenizer, &text)?.ids;
         Ok(RenderedPrompt { text, ids })
     }

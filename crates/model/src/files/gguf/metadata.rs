@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::value::{FromValue, Strings, Value};
+use super::value::{FromMetadata, MetadataValue, Strings};
 use crate::files::FileError;
 
 /// Metadata in file order, with unique keys.
 #[derive(Clone, Debug)]
 pub struct Metadata {
     path: Arc<Path>,
-    entries: Vec<(String, Value)>,
+    entries: Vec<(String, MetadataValue)>,
     index: HashMap<String, usize>,
 }
 
@@ -21,7 +21,7 @@ impl Metadata {
         Self { path, entries: Vec::new(), index: HashMap::new() }
     }
 
-    pub(super) fn insert(&mut self, key: String, value: Value) -> Result<(), FileError> {
+    pub(super) fn insert(&mut self, key: String, value: MetadataValue) -> Result<(), FileError> {
         if self.index.insert(key.clone(), self.entries.len()).is_some() {
             let field = format!("metadata key `{key}`");
             return Err(FileError::Duplicate { path: self.path.to_path_buf(), field });
@@ -31,7 +31,7 @@ impl Metadata {
     }
 
     /// All entries in file order.
-    pub fn entries(&self) -> &[(String, Value)] {
+    pub fn entries(&self) -> &[(String, MetadataValue)] {
         &self.entries
     }
 
@@ -41,12 +41,12 @@ impl Metadata {
     }
 
     /// The value of `key`, whatever its type.
-    pub fn value(&self, key: &str) -> Option<&Value> {
+    pub fn value(&self, key: &str) -> Option<&MetadataValue> {
         self.index.get(key).map(|&at| &self.entries[at].1)
     }
 
     /// The value of `key` as `T`, `None` if it is missing, an error if it is of another type.
-    pub fn get<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, FileError> {
+    pub fn get<'a, T: FromMetadata<'a>>(&'a self, key: &str) -> Result<Option<T>, FileError> {
         let Some(value) = self.value(key) else { return Ok(None) };
         T::from_value(value).map(Some).ok_or_else(|| FileError::WrongType {
             path: self.path.to_path_buf(),
@@ -57,7 +57,7 @@ impl Metadata {
     }
 
     /// The value of `key` as `T`, an error if it is missing or of another type.
-    pub fn require<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<T, FileError> {
+    pub fn require<'a, T: FromMetadata<'a>>(&'a self, key: &str) -> Result<T, FileError> {
         self.get(key)?
             .ok_or_else(|| FileError::MissingKey { path: self.path.to_path_buf(), key: key.to_owned() })
     }
@@ -77,7 +77,7 @@ impl Metadata {
         self.require(key)
     }
 
-    /// A required truth value.
+    /// A required boolean.
     pub fn bool(&self, key: &str) -> Result<bool, FileError> {
         self.require(key)
     }

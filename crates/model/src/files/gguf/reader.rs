@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::value::{Array, Strings, Value};
+use super::value::{MetadataArray, MetadataValue, Strings};
 use crate::files::FileError;
 
 /// Arrays of arrays deeper than this are refused: no writer makes them, and recursion must end.
@@ -16,37 +16,42 @@ const STRING_HEADER_BYTES: usize = 8;
 
 /// What went wrong, before it is known which field was being read.
 #[derive(Debug)]
-pub(super) enum Problem {
+pub(super) enum GgufProblem {
     Truncated { expected: u64, actual: u64 },
     CountTooLarge { count: u64, limit: u64 },
     Invalid(String),
 }
 
-impl Problem {
+impl GgufProblem {
     pub(super) fn at(self, path: &Path, field: impl Into<String>) -> FileError {
         let (path, field) = (path.to_path_buf(), field.into());
         match self {
-            Problem::Truncated { expected, actual } => FileError::Truncated { path, field, expected, actual },
-            Problem::CountTooLarge { count, limit } => FileError::CountTooLarge { path, field, count, limit },
-            Problem::Invalid(problem) => FileError::Invalid { path, field, problem },
+            GgufProblem::Truncated { expected, actual } => {
+                FileError::Truncated { path, field, expected, actual }
+            }
+            GgufProblem::CountTooLarge { count, limit } => {
+                FileError::CountTooLarge { path, field, count, limit }
+            }
+            GgufProblem::Invalid(problem) => FileError::Invalid { path, field, problem },
         }
     }
 }
 
-pub(super) struct Reader<'a> {
+/// A cursor over the bytes of a GGUF file.
+pub(super) struct GgufReader<'a> {
     bytes: &'a [u8],
     position: usize,
 }
 
 macro_rules! read_number {
     ($($name:ident, $type:ty;)*) => {$(
-        pub(super) fn $name(&mut self) -> Result<$type, Problem> {
+        pub(super) fn $name(&mut self) -> Result<$type, GgufProblem> {
             Ok(<$type>::from_le_bytes(self.array()?))
         }
     )*};
 }
 
-impl<'a> Reader<'a> {
+impl<'a> GgufReader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { bytes, position: 0 }
     }
@@ -59,8 +64,8 @@ impl<'a> Reader<'a> {
         self.bytes.len() - self.position
     }
 
-    pub(super) fn take(&mut self, len: u64) -> Result<&'a [u8], Problem> {
-        let truncated = Problem::Truncated {
+    pub(super) fn take(&mut self, len: u64) -> Result<&'a [u8], GgufProblem> {
+        let truncated = GgufProblem::Truncated {
             expected: (self.position as u64).saturating_add(len),
             actual: self.bytes.len() as u64,
         };
@@ -70,7 +75,7 @@ impl<'a> Reader<'a> {
         Ok(bytes)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Problem> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], GgufProblem> {
         let bytes = self.take(N as u64)?;
         Ok(bytes.try_into().expect("take returns as many bytes as asked"))
     }
@@ -80,67 +85,67 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a count of things that take at least `least_bytes` each, and refuses one the rest cannot hold.
-    pub(super) fn count(&mut self, least_bytes: usize) -> Result<usize, Problem> {
+    pub(super) fn count(&mut self, least_bytes: usize) -> Result<usize, GgufProblem> {
         let count = self.u64()?;
         self.check_count(count, least_bytes)
     }
 
-    pub(super) fn check_count(&self, count: u64, least_bytes: usize) -> Result<usize, Problem> {
+    pub(super) fn check_count(&self, count: u64, least_bytes: usize) -> Result<usize, GgufProblem> {
         let limit = self.remaining() / least_bytes;
         match usize::try_from(count) {
             Ok(count) if count <= limit => Ok(count),
-            _ => Err(Problem::CountTooLarge { count, limit: limit as u64 }),
+            _ => Err(GgufProblem::CountTooLarge { count, limit: limit as u64 }),
         }
     }
 
-    pub(super) fn string(&mut self) -> Result<&'a str, Problem> {
+    pub(super) fn string(&mut self) -> Result<&'a str, GgufProblem> {
         let len = self.u64()?;
         let bytes = self.take(len)?;
         std::str::from_utf8(bytes)
-            .map_err(|error| Problem::Invalid(format!("a string is not valid UTF-8: {error}")))
+            .map_err(|error| GgufProblem::Invalid(format!("a string is not valid UTF-8: {error}")))
     }
 
-    fn bool(&mut self) -> Result<bool, Problem> {
+    fn bool(&mut self) -> Result<bool, GgufProblem> {
         to_bool(self.u8()?)
     }
 
     /// Reads a type id and a value of that type.
-    pub(super) fn value(&mut self) -> Result<Value, Problem> {
+    pub(super) fn value(&mut self) -> Result<MetadataValue, GgufProblem> {
         Ok(match self.u32()? {
-            0 => Value::U8(self.u8()?),
-            1 => Value::I8(self.i8()?),
-            2 => Value::U16(self.u16()?),
-            3 => Value::I16(self.i16()?),
-            4 => Value::U32(self.u32()?),
-            5 => Value::I32(self.i32()?),
-            6 => Value::F32(self.f32()?),
-            7 => Value::Bool(self.bool()?),
-            8 => Value::String(self.string()?.to_owned()),
-            9 => Value::Array(self.array_value(1)?),
-            10 => Value::U64(self.u64()?),
-            11 => Value::I64(self.i64()?),
-            12 => Value::F64(self.f64()?),
+            0 => MetadataValue::U8(self.u8()?),
+            1 => MetadataValue::I8(self.i8()?),
+            2 => MetadataValue::U16(self.u16()?),
+            3 => MetadataValue::I16(self.i16()?),
+            4 => MetadataValue::U32(self.u32()?),
+            5 => MetadataValue::I32(self.i32()?),
+            6 => MetadataValue::F32(self.f32()?),
+            7 => MetadataValue::Bool(self.bool()?),
+            8 => MetadataValue::String(self.string()?.to_owned()),
+            9 => MetadataValue::Array(self.array_value(1)?),
+            10 => MetadataValue::U64(self.u64()?),
+            11 => MetadataValue::I64(self.i64()?),
+            12 => MetadataValue::F64(self.f64()?),
             id => return Err(unknown_type(id)),
         })
     }
 
-    fn array_value(&mut self, depth: usize) -> Result<Array, Problem> {
+    fn array_value(&mut self, depth: usize) -> Result<MetadataArray, GgufProblem> {
         if depth > MAX_ARRAY_DEPTH {
             let problem = format!("arrays are nested deeper than {MAX_ARRAY_DEPTH} levels");
-            return Err(Problem::Invalid(problem));
+            return Err(GgufProblem::Invalid(problem));
         }
         Ok(match self.u32()? {
-            0 => Array::U8(self.numbers(u8::from_le_bytes)?),
-            1 => Array::I8(self.numbers(i8::from_le_bytes)?),
-            2 => Array::U16(self.numbers(u16::from_le_bytes)?),
-            3 => Array::I16(self.numbers(i16::from_le_bytes)?),
-            4 => Array::U32(self.numbers(u32::from_le_bytes)?),
-            5 => Array::I32(self.numbers(i32::from_le_bytes)?),
-            6 => Array::F32(self.numbers(f32::from_le_bytes)?),
+            0 => MetadataArray::U8(self.number_array(u8::from_le_bytes)?),
+            1 => MetadataArray::I8(self.number_array(i8::from_le_bytes)?),
+            2 => MetadataArray::U16(self.number_array(u16::from_le_bytes)?),
+            3 => MetadataArray::I16(self.number_array(i16::from_le_bytes)?),
+            4 => MetadataArray::U32(self.number_array(u32::from_le_bytes)?),
+            5 => MetadataArray::I32(self.number_array(i32::from_le_bytes)?),
+            6 => MetadataArray::F32(self.number_array(f32::from_le_bytes)?),
             7 => {
                 let count = self.count(1)?;
                 let bytes = self.take(count as u64)?;
-                Array::Bool(bytes.iter().map(|&byte| to_bool(byte)).collect::<Result<_, _>>()?)
+                MetadataArray::Bool(bytes.iter().map(|&byte| to_bool(byte)).collect::<Result<_, _>>()?)
             }
             8 => {
                 let count = self.count(STRING_HEADER_BYTES)?;
@@ -148,7 +153,7 @@ impl<'a> Reader<'a> {
                 for index in 0..count {
                     strings.push(self.string().map_err(|problem| in_element(problem, index))?);
                 }
-                Array::Strings(strings)
+                MetadataArray::Strings(strings)
             }
             9 => {
                 let count = self.count(ARRAY_HEADER_BYTES)?;
@@ -156,16 +161,16 @@ impl<'a> Reader<'a> {
                 for _ in 0..count {
                     arrays.push(self.array_value(depth + 1)?);
                 }
-                Array::Arrays(arrays)
+                MetadataArray::Arrays(arrays)
             }
-            10 => Array::U64(self.numbers(u64::from_le_bytes)?),
-            11 => Array::I64(self.numbers(i64::from_le_bytes)?),
-            12 => Array::F64(self.numbers(f64::from_le_bytes)?),
+            10 => MetadataArray::U64(self.number_array(u64::from_le_bytes)?),
+            11 => MetadataArray::I64(self.number_array(i64::from_le_bytes)?),
+            12 => MetadataArray::F64(self.number_array(f64::from_le_bytes)?),
             id => return Err(unknown_type(id)),
         })
     }
 
-    fn numbers<T, const N: usize>(&mut self, convert: fn([u8; N]) -> T) -> Result<Vec<T>, Problem> {
+    fn number_array<T, const N: usize>(&mut self, convert: fn([u8; N]) -> T) -> Result<Vec<T>, GgufProblem> {
         let count = self.count(N)?;
         // The count fits the rest of the file, so the product cannot overflow.
         let bytes = self.take((count * N) as u64)?;
@@ -174,21 +179,21 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn to_bool(byte: u8) -> Result<bool, Problem> {
+fn to_bool(byte: u8) -> Result<bool, GgufProblem> {
     match byte {
         0 => Ok(false),
         1 => Ok(true),
-        _ => Err(Problem::Invalid(format!("a bool is stored as {byte}, expected 0 or 1"))),
+        _ => Err(GgufProblem::Invalid(format!("a bool is stored as {byte}, expected 0 or 1"))),
     }
 }
 
-fn unknown_type(id: u32) -> Problem {
-    Problem::Invalid(format!("value type {id} is unknown"))
+fn unknown_type(id: u32) -> GgufProblem {
+    GgufProblem::Invalid(format!("value type {id} is unknown"))
 }
 
-fn in_element(problem: Problem, index: usize) -> Problem {
+fn in_element(problem: GgufProblem, index: usize) -> GgufProblem {
     match problem {
-        Problem::Invalid(text) => Problem::Invalid(format!("element {index}: {text}")),
+        GgufProblem::Invalid(text) => GgufProblem::Invalid(format!("element {index}: {text}")),
         other => other,
     }
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 /// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
-pub enum Value {
+pub enum MetadataValue {
     U8(u8),
     I8(i8),
     U16(u16),
@@ -18,13 +18,13 @@ pub enum Value {
     F64(f64),
     Bool(bool),
     String(String),
-    Array(Array),
+    Array(MetadataArray),
 }
 
 /// An array of one element type.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
-pub enum Array {
+pub enum MetadataArray {
     U8(Vec<u8>),
     I8(Vec<i8>),
     U16(Vec<u16>),
@@ -38,7 +38,7 @@ pub enum Array {
     Bool(Vec<bool>),
     Strings(Strings),
     /// Arrays inside an array; each has its own element type.
-    Arrays(Vec<Array>),
+    Arrays(Vec<MetadataArray>),
 }
 
 /// A list of strings kept in one allocation: vocabularies have hundreds of thousands of short ones.
@@ -85,76 +85,76 @@ impl<S: AsRef<str>> FromIterator<S> for Strings {
     }
 }
 
-impl Value {
+impl MetadataValue {
     /// The type, for messages: `u32`, `array of string`.
     pub fn type_name(&self) -> &'static str {
         match self {
-            Value::U8(_) => "u8",
-            Value::I8(_) => "i8",
-            Value::U16(_) => "u16",
-            Value::I16(_) => "i16",
-            Value::U32(_) => "u32",
-            Value::I32(_) => "i32",
-            Value::U64(_) => "u64",
-            Value::I64(_) => "i64",
-            Value::F32(_) => "f32",
-            Value::F64(_) => "f64",
-            Value::Bool(_) => "bool",
-            Value::String(_) => "string",
-            Value::Array(array) => array.type_name(),
+            MetadataValue::U8(_) => "u8",
+            MetadataValue::I8(_) => "i8",
+            MetadataValue::U16(_) => "u16",
+            MetadataValue::I16(_) => "i16",
+            MetadataValue::U32(_) => "u32",
+            MetadataValue::I32(_) => "i32",
+            MetadataValue::U64(_) => "u64",
+            MetadataValue::I64(_) => "i64",
+            MetadataValue::F32(_) => "f32",
+            MetadataValue::F64(_) => "f64",
+            MetadataValue::Bool(_) => "bool",
+            MetadataValue::String(_) => "string",
+            MetadataValue::Array(array) => array.type_name(),
         }
     }
 
     /// What was found, for messages: the type, and the value where it is short.
     pub(crate) fn describe(&self) -> String {
         match self {
-            Value::U8(v) => format!("u8 {v}"),
-            Value::I8(v) => format!("i8 {v}"),
-            Value::U16(v) => format!("u16 {v}"),
-            Value::I16(v) => format!("i16 {v}"),
-            Value::U32(v) => format!("u32 {v}"),
-            Value::I32(v) => format!("i32 {v}"),
-            Value::U64(v) => format!("u64 {v}"),
-            Value::I64(v) => format!("i64 {v}"),
-            Value::F32(v) => format!("f32 {v}"),
-            Value::F64(v) => format!("f64 {v}"),
-            Value::Bool(v) => format!("bool {v}"),
-            Value::String(_) | Value::Array(_) => self.type_name().to_owned(),
+            MetadataValue::U8(v) => format!("u8 {v}"),
+            MetadataValue::I8(v) => format!("i8 {v}"),
+            MetadataValue::U16(v) => format!("u16 {v}"),
+            MetadataValue::I16(v) => format!("i16 {v}"),
+            MetadataValue::U32(v) => format!("u32 {v}"),
+            MetadataValue::I32(v) => format!("i32 {v}"),
+            MetadataValue::U64(v) => format!("u64 {v}"),
+            MetadataValue::I64(v) => format!("i64 {v}"),
+            MetadataValue::F32(v) => format!("f32 {v}"),
+            MetadataValue::F64(v) => format!("f64 {v}"),
+            MetadataValue::Bool(v) => format!("bool {v}"),
+            MetadataValue::String(_) | MetadataValue::Array(_) => self.type_name().to_owned(),
         }
     }
 
     fn integer(&self) -> Option<i128> {
         Some(match *self {
-            Value::U8(v) => v.into(),
-            Value::I8(v) => v.into(),
-            Value::U16(v) => v.into(),
-            Value::I16(v) => v.into(),
-            Value::U32(v) => v.into(),
-            Value::I32(v) => v.into(),
-            Value::U64(v) => v.into(),
-            Value::I64(v) => v.into(),
+            MetadataValue::U8(v) => v.into(),
+            MetadataValue::I8(v) => v.into(),
+            MetadataValue::U16(v) => v.into(),
+            MetadataValue::I16(v) => v.into(),
+            MetadataValue::U32(v) => v.into(),
+            MetadataValue::I32(v) => v.into(),
+            MetadataValue::U64(v) => v.into(),
+            MetadataValue::I64(v) => v.into(),
             _ => return None,
         })
     }
 }
 
-impl Array {
+impl MetadataArray {
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
-            Array::U8(v) => v.len(),
-            Array::I8(v) => v.len(),
-            Array::U16(v) => v.len(),
-            Array::I16(v) => v.len(),
-            Array::U32(v) => v.len(),
-            Array::I32(v) => v.len(),
-            Array::U64(v) => v.len(),
-            Array::I64(v) => v.len(),
-            Array::F32(v) => v.len(),
-            Array::F64(v) => v.len(),
-            Array::Bool(v) => v.len(),
-            Array::Strings(v) => v.len(),
-            Array::Arrays(v) => v.len(),
+            MetadataArray::U8(v) => v.len(),
+            MetadataArray::I8(v) => v.len(),
+            MetadataArray::U16(v) => v.len(),
+            MetadataArray::I16(v) => v.len(),
+            MetadataArray::U32(v) => v.len(),
+            MetadataArray::I32(v) => v.len(),
+            MetadataArray::U64(v) => v.len(),
+            MetadataArray::I64(v) => v.len(),
+            MetadataArray::F32(v) => v.len(),
+            MetadataArray::F64(v) => v.len(),
+            MetadataArray::Bool(v) => v.len(),
+            MetadataArray::Strings(v) => v.len(),
+            MetadataArray::Arrays(v) => v.len(),
         }
     }
 
@@ -165,19 +165,19 @@ impl Array {
 
     fn type_name(&self) -> &'static str {
         match self {
-            Array::U8(_) => "array of u8",
-            Array::I8(_) => "array of i8",
-            Array::U16(_) => "array of u16",
-            Array::I16(_) => "array of i16",
-            Array::U32(_) => "array of u32",
-            Array::I32(_) => "array of i32",
-            Array::U64(_) => "array of u64",
-            Array::I64(_) => "array of i64",
-            Array::F32(_) => "array of f32",
-            Array::F64(_) => "array of f64",
-            Array::Bool(_) => "array of bool",
-            Array::Strings(_) => "array of string",
-            Array::Arrays(_) => "array of array",
+            MetadataArray::U8(_) => "array of u8",
+            MetadataArray::I8(_) => "array of i8",
+            MetadataArray::U16(_) => "array of u16",
+            MetadataArray::I16(_) => "array of i16",
+            MetadataArray::U32(_) => "array of u32",
+            MetadataArray::I32(_) => "array of i32",
+            MetadataArray::U64(_) => "array of u64",
+            MetadataArray::I64(_) => "array of i64",
+            MetadataArray::F32(_) => "array of f32",
+            MetadataArray::F64(_) => "array of f64",
+            MetadataArray::Bool(_) => "array of bool",
+            MetadataArray::Strings(_) => "array of string",
+            MetadataArray::Arrays(_) => "array of array",
         }
     }
 }
@@ -185,20 +185,20 @@ impl Array {
 /// A Rust type that a metadata value can be read as.
 ///
 /// Converters disagree on the width and sign of integers, so any stored integer that fits is taken.
-pub trait FromValue<'a>: Sized {
+pub trait FromMetadata<'a>: Sized {
     /// What a message says was expected.
     const EXPECTED: &'static str;
 
     /// The value as `Self`, `None` if it is of another type or does not fit.
-    fn from_value(value: &'a Value) -> Option<Self>;
+    fn from_value(value: &'a MetadataValue) -> Option<Self>;
 }
 
 macro_rules! from_integer {
     ($($type:ty, $expected:literal;)*) => {$(
-        impl FromValue<'_> for $type {
+        impl FromMetadata<'_> for $type {
             const EXPECTED: &'static str = $expected;
 
-            fn from_value(value: &Value) -> Option<Self> {
+            fn from_value(value: &MetadataValue) -> Option<Self> {
                 value.integer()?.try_into().ok()
             }
         }
@@ -212,79 +212,79 @@ from_integer! {
     i32, "an integer of 32 bits";
 }
 
-impl FromValue<'_> for f32 {
+impl FromMetadata<'_> for f32 {
     const EXPECTED: &'static str = "a float";
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &MetadataValue) -> Option<Self> {
         match *value {
-            Value::F32(v) => Some(v),
-            Value::F64(v) => Some(v as f32),
+            MetadataValue::F32(v) => Some(v),
+            MetadataValue::F64(v) => Some(v as f32),
             _ => None,
         }
     }
 }
 
-impl FromValue<'_> for bool {
+impl FromMetadata<'_> for bool {
     const EXPECTED: &'static str = "a bool";
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &MetadataValue) -> Option<Self> {
         match *value {
-            Value::Bool(v) => Some(v),
+            MetadataValue::Bool(v) => Some(v),
             _ => None,
         }
     }
 }
 
-impl<'a> FromValue<'a> for &'a str {
+impl<'a> FromMetadata<'a> for &'a str {
     const EXPECTED: &'static str = "a string";
 
-    fn from_value(value: &'a Value) -> Option<Self> {
+    fn from_value(value: &'a MetadataValue) -> Option<Self> {
         match value {
-            Value::String(v) => Some(v),
+            MetadataValue::String(v) => Some(v),
             _ => None,
         }
     }
 }
 
-impl<'a> FromValue<'a> for &'a Strings {
+impl<'a> FromMetadata<'a> for &'a Strings {
     const EXPECTED: &'static str = "an array of strings";
 
-    fn from_value(value: &'a Value) -> Option<Self> {
+    fn from_value(value: &'a MetadataValue) -> Option<Self> {
         match value {
-            Value::Array(Array::Strings(v)) => Some(v),
+            MetadataValue::Array(MetadataArray::Strings(v)) => Some(v),
             _ => None,
         }
     }
 }
 
-impl<'a> FromValue<'a> for &'a [f32] {
+impl<'a> FromMetadata<'a> for &'a [f32] {
     const EXPECTED: &'static str = "an array of f32";
 
-    fn from_value(value: &'a Value) -> Option<Self> {
+    fn from_value(value: &'a MetadataValue) -> Option<Self> {
         match value {
-            Value::Array(Array::F32(v)) => Some(v),
+            MetadataValue::Array(MetadataArray::F32(v)) => Some(v),
             _ => None,
         }
     }
 }
 
-impl<'a> FromValue<'a> for Cow<'a, [i32]> {
+impl<'a> FromMetadata<'a> for Cow<'a, [i32]> {
     const EXPECTED: &'static str = "an array of integers of 32 bits";
 
-    fn from_value(value: &'a Value) -> Option<Self> {
+    fn from_value(value: &'a MetadataValue) -> Option<Self> {
         fn convert<T: Copy + TryInto<i32>>(values: &[T]) -> Option<Cow<'static, [i32]>> {
             values.iter().map(|&v| v.try_into().ok()).collect::<Option<Vec<i32>>>().map(Cow::Owned)
         }
-        let Value::Array(array) = value else { return None };
+        let MetadataValue::Array(array) = value else { return None };
         match array {
-            Array::I32(v) => Some(Cow::Borrowed(v)),
-            Array::U8(v) => convert(v),
-            Array::I8(v) => convert(v),
-            Array::U16(v) => convert(v),
-            Array::I16(v) => convert(v),
-            Array::U32(v) => convert(v),
-            Array::U64(v) => convert(v),
-            Array::I64(v) => convert(v),
+            MetadataArray::I32(v) => Some(Cow::Borrowed(v)),
+            MetadataArray::U8(v) => convert(v),
+            MetadataArray::I8(v) => convert(v),
+            MetadataArray::U16(v) => convert(v),
+            MetadataArray::I16(v) => convert(v),
+            MetadataArray::U32(v) => convert(v),
+            MetadataArray::U64(v) => convert(v),
+            MetadataArray::I64(v) => convert(v),
             _ => None,
         }
     }
