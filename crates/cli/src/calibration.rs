@@ -11,7 +11,7 @@ use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, Source, ValueTarget, calibrate};
 use oscar_model::source::Settings;
 use oscar_rotations::find::{CERTIFICATE_ENDING, cache_folder};
-use oscar_rotations::{Certificate, Header, Verdict, interleaved, safetensors};
+use oscar_rotations::{Certificate, RotationHeader, Verdict, interleaved, safetensors};
 
 use crate::arguments::positive;
 use crate::failure::Failure;
@@ -110,14 +110,14 @@ impl Recipe {
             composition: self.composition,
             value_target: self.value_target,
             windows: self.windows.windows(),
-            ..Calibration::new(Header {
+            ..Calibration::new(RotationHeader {
                 model: subject.name().to_owned(),
                 model_fingerprint: Some(subject.identity.model_fingerprint.clone()),
                 weight_fingerprint: Some(subject.identity.weight_fingerprint.clone()),
                 kv_heads: config.kv_heads,
                 head_dim: config.head_dim,
                 seed: self.data.is_empty().then_some(self.seed),
-                ..Header::default()
+                ..RotationHeader::default()
             })
         };
         let checkpoint = Checkpoint::beside(output, &calibration, corpus);

@@ -19,7 +19,7 @@ use oscar_lab::eval::text::prose;
 use oscar_model::LoadedModel;
 use oscar_model::source::{FetchPolicy, Silent, resolve};
 use oscar_rotations::means::fill_mean_keys;
-use oscar_rotations::{Header, RotationFile, Verdict, safetensors, verify};
+use oscar_rotations::{RotationFile, RotationHeader, Verdict, safetensors, verify};
 
 type Model = Arc<LoadedModel<CpuBackend>>;
 
@@ -41,11 +41,11 @@ fn ids(model: &Model, seed: u64, tokens: usize) -> Vec<u32> {
 
 fn calibration(model: &Model) -> (Calibration, Corpus) {
     let config = model.config();
-    let header = Header {
+    let header = RotationHeader {
         model: "smollm2".into(),
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
-        ..Header::default()
+        ..RotationHeader::default()
     };
     let windows = Windows { sink: 16, recent: 64 };
     let corpus = Corpus {

@@ -1,30 +1,30 @@
-//! How history is stored, by name.
+//! The cache type: the page format of history, by name.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// How history is stored.
+/// The page format in which history is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheType {
-    /// 2 bits when there are rotations for the model, else bf16.
+    /// 2-bit codes when there are rotations for the model, else bf16.
     #[default]
     Auto,
-    /// Nothing is sealed.
+    /// bf16 pages: nothing is sealed.
     Bf16,
-    /// 8-bit floats.
+    /// 8-bit floats (E4M3).
     Fp8,
-    /// 4 bits after a Hadamard.
+    /// 4-bit codes after a Hadamard rotation.
     Int4,
-    /// 2 bits after the model's own rotation.
+    /// 2-bit codes after the model's own rotation.
     Int2,
 }
 
 impl CacheType {
-    /// Every type.
+    /// Every cache type.
     pub const ALL: [CacheType; 5] =
         [CacheType::Auto, CacheType::Bf16, CacheType::Fp8, CacheType::Int4, CacheType::Int2];
 
-    /// The word on the command line.
+    /// The name on the command line and in results.
     pub fn name(self) -> &'static str {
         match self {
             CacheType::Auto => "auto",

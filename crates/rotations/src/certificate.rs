@@ -4,50 +4,50 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A head whose output moves by more than this share (of squared length) is in danger.
+/// Relative squared error of a head's output above which the head is listed as bad.
 const HEAD_LIMIT: f64 = 0.5;
 
-/// The mean over heads above which a model should not be served with this cache.
+/// Mean error over heads above which the verdict is `bad`: the model should not be served with this cache.
 const MEAN_LIMIT: f64 = 0.25;
 
-/// The mean over heads above which answers will show it.
+/// Mean error over heads above which the verdict is `caution`: answers will show it.
 const CAUTION_LIMIT: f64 = 0.10;
 
-/// Worst heads listed on their own.
+/// Number of worst heads that are listed.
 const WORST: usize = 8;
 
-/// One KV head.
+/// The errors of one KV head.
 #[derive(Clone, Debug, Serialize, Deserialize, PartialEq)]
 pub struct HeadCertificate {
-    /// Layer.
+    /// Layer of the head.
     pub layer: usize,
-    /// KV head.
+    /// Index of the KV head in its layer.
     pub head: usize,
-    /// How keys are rounded.
+    /// Rule by which keys are rounded.
     pub key_rule: String,
-    /// How values are rounded.
+    /// Rule by which values are rounded.
     pub value_rule: String,
     /// Root mean square change of a logit, weighted with the attention it gets.
     pub logit_error: f64,
-    /// Squared change of the attention output after the output projection, relative; only keys encoded.
+    /// Relative squared error of the attention output, after the output projection, when only keys are encoded.
     pub key_error: f64,
-    /// Only values encoded.
+    /// The same error when only values are encoded.
     pub value_error: f64,
-    /// Both encoded.
+    /// The same error when both are encoded.
     pub output_error: f64,
-    /// The same with the published encoder: one rotation per layer, not centred, fixed clip.
+    /// [`output_error`](Self::output_error) of the published encoder: one rotation per layer, not centred, fixed clip.
     pub paper_output_error: f64,
-    /// Share of the largest eigenvalue of C_Q.
+    /// Share of the largest eigenvalue in the trace of C_Q.
     pub key_top1_share: f64,
-    /// Share of the eight largest.
+    /// Share of the eight largest eigenvalues in the trace of C_Q.
     pub key_top8_share: f64,
     /// `exp` of the entropy of the spectrum: how many directions queries use.
     pub key_effective_rank: f64,
-    /// The same for the value target.
+    /// [`key_top1_share`](Self::key_top1_share) of the matrix that value rotations are fitted to.
     pub value_top1_share: f64,
-    /// The same for the value target.
+    /// [`key_top8_share`](Self::key_top8_share) of the matrix that value rotations are fitted to.
     pub value_top8_share: f64,
-    /// The same for the value target.
+    /// [`key_effective_rank`](Self::key_effective_rank) of the matrix that value rotations are fitted to.
     pub value_effective_rank: f64,
     /// Share of the mean in the squared length of keys: what centring takes away.
     pub key_mean_share: f64,
@@ -57,11 +57,11 @@ pub struct HeadCertificate {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// Serve it.
+    /// The cache can be served.
     Good,
-    /// Measure on your own task first.
+    /// The cache should be measured on the user's own task first.
     Caution,
-    /// Use `int4` or `fp8`.
+    /// The cache should not be used; `int4` or `fp8` are better.
     Bad,
 }
 
@@ -84,47 +84,47 @@ pub struct Certificate {
     pub format: String,
     /// Bits per element of sealed pages.
     pub bits_per_element: f64,
-    /// Tokens of calibration.
+    /// Tokens that the rotations were calibrated on.
     pub tokens: usize,
     /// Tokens the errors were measured on; not part of the calibration.
     pub held_out_tokens: usize,
-    /// Exact tokens at the start and at the end.
+    /// Tokens at the start that are read exactly.
     pub sink: usize,
-    /// Exact tokens at the end.
+    /// Tokens before the query that are read exactly.
     pub recent: usize,
-    /// Verdict.
+    /// Whether the cache can be used.
     pub verdict: Verdict,
-    /// In words.
+    /// The reason of the verdict, for people.
     pub reason: String,
-    /// Mean over heads.
+    /// Mean output error over heads.
     pub mean_output_error: f64,
-    /// Mean over heads with the published encoder.
+    /// Mean output error over heads with the published encoder.
     pub mean_paper_output_error: f64,
-    /// `[layer, head]` of the worst ones.
+    /// `[layer, head]` of the heads with the largest errors.
     pub worst: Vec<[usize; 2]>,
-    /// All heads.
+    /// The errors of all heads.
     pub heads: Vec<HeadCertificate>,
 }
 
-/// Shares of a spectrum.
+/// How the trace of a matrix is spread over its eigenvalues.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shares {
-    /// Of the largest eigenvalue.
+pub struct SpectrumShares {
+    /// Share of the largest eigenvalue.
     pub top1: f64,
-    /// Of the eight largest.
+    /// Share of the eight largest eigenvalues.
     pub top8: f64,
-    /// `exp` of the entropy.
+    /// `exp` of the entropy of the shares.
     pub effective_rank: f64,
 }
 
-impl Shares {
-    /// Of eigenvalues in ascending order; tiny negative ones of a rounded matrix count as zero.
-    pub fn of(eigenvalues: &[f64]) -> Shares {
+impl SpectrumShares {
+    /// Computes the shares of eigenvalues in ascending order; tiny negative ones of a rounded matrix count as zero.
+    pub fn of(eigenvalues: &[f64]) -> SpectrumShares {
         let total: f64 = eigenvalues.iter().map(|value| value.max(0.0)).sum();
         let shares: Vec<f64> =
             eigenvalues.iter().rev().map(|value| value.max(0.0) / total.max(f64::MIN_POSITIVE)).collect();
         let entropy: f64 = shares.iter().filter(|share| **share > 0.0).map(|share| -share * share.ln()).sum();
-        Shares {
+        SpectrumShares {
             top1: shares.first().copied().unwrap_or(0.0),
             top8: shares.iter().take(8).sum(),
             effective_rank: entropy.exp(),
@@ -157,7 +157,7 @@ pub fn judge(heads: &[HeadCertificate]) -> (Verdict, String) {
     if mean > CAUTION_LIMIT || failing > 0 { (Verdict::Caution, reason) } else { (Verdict::Good, reason) }
 }
 
-/// Mean of something over heads.
+/// Mean of a number over heads.
 pub fn mean_of(heads: &[HeadCertificate], value: impl Fn(&HeadCertificate) -> f64) -> f64 {
     heads.iter().map(value).sum::<f64>() / heads.len().max(1) as f64
 }
@@ -212,13 +212,13 @@ mod tests {
 
     #[test]
     fn shares_of_flat_and_peaked_spectra() {
-        let flat = Shares::of(&[1.0; 64]);
+        let flat = SpectrumShares::of(&[1.0; 64]);
         assert!((flat.top1 - 1.0 / 64.0).abs() < 1e-12 && (flat.effective_rank - 64.0).abs() < 1e-9);
         let mut peaked = vec![0.0; 64];
         peaked[63] = 5.0;
-        let peaked = Shares::of(&peaked);
+        let peaked = SpectrumShares::of(&peaked);
         assert_eq!((peaked.top1, peaked.top8), (1.0, 1.0));
         assert!((peaked.effective_rank - 1.0).abs() < 1e-12);
-        assert_eq!(Shares::of(&[-1e-12, 0.0]).top1, 0.0);
+        assert_eq!(SpectrumShares::of(&[-1e-12, 0.0]).top1, 0.0);
     }
 }

@@ -15,9 +15,9 @@ pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
 pub struct Int2Options {
     /// The published encoder: per layer, not centred, fixed clip, codes from unrounded scales.
     pub paper: bool,
-    /// One rotation per head or per layer; the encoder's own by default.
+    /// Whether heads share a rotation; as the encoder has it by default.
     pub scope: Option<Scope>,
-    /// Subtract the mean key; the encoder's own choice by default.
+    /// Whether the mean key is subtracted; as the encoder has it by default.
     pub centred: Option<bool>,
     /// One rule for keys and one for values instead of those in the file.
     pub rules: Option<(Rule, Rule)>,

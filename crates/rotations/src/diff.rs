@@ -9,15 +9,15 @@ use oscar_codec::{Composition, Rule, SquareMatrix};
 use rayon::prelude::*;
 
 use super::basis::eigenbasis;
-use super::rotation::{Header, RotationFile, RotationName, Scope, SideRotations};
+use super::rotation::{RotationFile, RotationHeader, RotationName, Scope, SideRotations};
 
-/// Directions compared: those with the largest eigenvalues.
+/// Number of directions that are compared: those with the largest eigenvalues.
 const TOP: usize = 8;
 
 /// How one rotation differs from its counterpart.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Difference {
-    /// Which rotation.
+pub struct RotationDifference {
+    /// The rotation that is compared.
     pub name: RotationName,
     /// Largest difference of two entries; 0 for equal matrices.
     pub rotation: f64,
@@ -32,7 +32,7 @@ pub struct Difference {
     pub rules: Option<(Rule, Rule)>,
 }
 
-impl Difference {
+impl RotationDifference {
     /// Whether the two are equal in every number.
     pub fn is_none(&self) -> bool {
         let zero = |value: Option<f64>| value.is_none_or(|value| value == 0.0);
@@ -42,32 +42,34 @@ impl Difference {
 
 /// What two files have in common and what not.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Comparison {
+pub struct RotationComparison {
     /// Fields of the header that differ: name, first file, second file.
     pub header: Vec<(&'static str, String, String)>,
     /// Rotations both files have.
-    pub differences: Vec<Difference>,
+    pub differences: Vec<RotationDifference>,
     /// Layers that only the first file has, by scope.
     pub only_first: Vec<(Scope, usize)>,
     /// Layers that only the second file has.
     pub only_second: Vec<(Scope, usize)>,
 }
 
-impl Comparison {
-    /// Whether the files say the same.
+impl RotationComparison {
+    /// Whether the files are equal in every number.
     pub fn is_equal(&self) -> bool {
         self.header.is_empty()
             && self.only_first.is_empty()
             && self.only_second.is_empty()
-            && self.differences.iter().all(Difference::is_none)
+            && self.differences.iter().all(RotationDifference::is_none)
     }
 }
 
 /// Compares two files. Rotations of heads with different numbers of channels cannot be compared; the header
 /// then says so.
-pub fn diff(first: &RotationFile, second: &RotationFile) -> Comparison {
-    let mut comparison =
-        Comparison { header: compare_headers(&first.header, &second.header), ..Comparison::default() };
+pub fn diff(first: &RotationFile, second: &RotationFile) -> RotationComparison {
+    let mut comparison = RotationComparison {
+        header: compare_headers(&first.header, &second.header),
+        ..RotationComparison::default()
+    };
     let same_dim = first.header.head_dim == second.header.head_dim;
     let compositions = (first.header.composition, second.header.composition);
     let mut pairs = Vec::new();
@@ -98,7 +100,7 @@ fn compare(
     a: &SideRotations,
     b: &SideRotations,
     compositions: (Option<Composition>, Option<Composition>),
-) -> Difference {
+) -> RotationDifference {
     let head = name.head;
     let (first, second) = (&a.rotations[head], &b.rotations[head]);
     let entries = first.values().iter().zip(second.values()).map(|(a, b)| (a - b).abs());
@@ -113,7 +115,7 @@ fn compare(
         Scope::Layer => side.means.as_ref().map(|means| means.concat()),
     };
     let rules = (a.rules.get(head).copied(), b.rules.get(head).copied());
-    Difference {
+    RotationDifference {
         name,
         rotation: entries.fold(0.0, f64::max),
         alignment,
@@ -162,9 +164,9 @@ fn relative_distance(a: &[f32], b: &[f32]) -> f64 {
     if distance == 0.0 { 0.0 } else { distance / length(a).max(length(b)) }
 }
 
-fn compare_headers(a: &Header, b: &Header) -> Vec<(&'static str, String, String)> {
+fn compare_headers(a: &RotationHeader, b: &RotationHeader) -> Vec<(&'static str, String, String)> {
     let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "-".to_owned());
-    let fields = |header: &Header| {
+    let fields = |header: &RotationHeader| {
         [
             ("model", header.model.clone()),
             ("model fingerprint", text(&header.model_fingerprint)),

@@ -12,22 +12,22 @@ use oscar_model::LoadedModel;
 use oscar_model::source::Settings;
 
 use super::error::RotationError;
-use super::rotation::{Header, RotationFile};
+use super::rotation::{RotationFile, RotationHeader};
 use super::safetensors;
-use super::shipped::{SHIPPED, Shipped};
+use super::shipped::{SHIPPED, ShippedRotations};
 use crate::certificate::Certificate;
 use crate::identity::ModelIdentity;
 use crate::means::fill_mean_keys;
 use crate::plan::Notice;
 use crate::{import, interleaved, pt};
 
-/// Files looked at in the cache folder; more are not ours.
+/// Bound on the files that are looked at in the cache folder.
 const CACHE_LIMIT: usize = 4096;
 
-/// What the name of a certificate ends in, instead of the ending of the rotations.
+/// The ending of the name of a certificate, which is otherwise that of its rotations.
 pub const CERTIFICATE_ENDING: &str = "certificate.json";
 
-/// Bytes read of a certificate; that of a model with thousands of heads has a few MB.
+/// Bound on the bytes that are read of a certificate; that of a model with thousands of heads has a few MB.
 const CERTIFICATE_LIMIT: u64 = 64 << 20;
 
 /// Where rotations are kept: a folder of the cache.
@@ -38,13 +38,13 @@ pub fn cache_folder(settings: &Settings) -> PathBuf {
 /// Where the rotations of a model come from.
 #[derive(Clone, Debug, Default)]
 pub struct RotationSource {
-    /// Which files.
+    /// The files that are looked at.
     pub files: RotationFiles,
-    /// Take rotations that were made for another model.
+    /// Whether rotations that were made for another model are accepted.
     pub force: bool,
 }
 
-/// Which rotation files.
+/// The rotation files of a model.
 #[derive(Clone, Debug, Default)]
 pub enum RotationFiles {
     /// The newest file for the model in the user's cache, then what ships with the program.
@@ -66,11 +66,11 @@ pub enum RotationFiles {
 pub struct FoundRotations {
     /// The rotations, with key channels in the order of the model's own file and mean keys filled in.
     pub file: RotationFile,
-    /// Where they come from.
+    /// Where the rotations come from, for people.
     pub name: String,
-    /// What calibration said of them, if that is known.
+    /// The certificate of the rotations, if there is one.
     pub certificate: Option<Certificate>,
-    /// What the user should know about them.
+    /// What the user should know about the rotations.
     pub notices: Vec<Notice>,
 }
 
@@ -115,32 +115,32 @@ impl RotationSource {
 
 /// Where a rotation file is.
 #[derive(Clone, Debug)]
-pub enum Origin {
-    /// Inside the program.
-    Shipped(&'static Shipped),
-    /// On disk.
+pub enum RotationOrigin {
+    /// The file is inside the program.
+    Shipped(&'static ShippedRotations),
+    /// The file is on disk.
     Cached(PathBuf),
 }
 
-/// A rotation file that is there to be used, with what it says about itself.
+/// A rotation file that can be used, with its header.
 #[derive(Clone, Debug)]
-pub struct Available {
+pub struct AvailableRotations {
     /// Name without folder and ending.
     pub name: String,
-    /// Where it is.
-    pub origin: Origin,
-    /// What it was made for.
-    pub header: Header,
+    /// Where the file is.
+    pub origin: RotationOrigin,
+    /// The header of the file: what it was made for.
+    pub header: RotationHeader,
     /// Size of the file.
     pub bytes: u64,
 }
 
-impl Available {
-    /// Reads and checks all of it.
+impl AvailableRotations {
+    /// Reads and checks the whole file.
     pub fn load(&self) -> Result<RotationFile, RotationError> {
         match &self.origin {
-            Origin::Cached(path) => safetensors::read(path),
-            Origin::Shipped(shipped) => {
+            RotationOrigin::Cached(path) => safetensors::read(path),
+            RotationOrigin::Shipped(shipped) => {
                 let file = safetensors::parse(Path::new(shipped.name), shipped.bytes)?;
                 file.check_orthogonal(Path::new(shipped.name))?;
                 Ok(file)
@@ -149,12 +149,12 @@ impl Available {
     }
 }
 
-impl Available {
-    /// What calibration said of them; `None` if nobody knows.
+impl AvailableRotations {
+    /// The certificate of the rotations; `None` if there is none.
     pub fn certificate(&self) -> Option<Certificate> {
         match &self.origin {
-            Origin::Cached(path) => certificate_beside(path),
-            Origin::Shipped(shipped) => shipped.certificate(),
+            RotationOrigin::Cached(path) => certificate_beside(path),
+            RotationOrigin::Shipped(shipped) => shipped.certificate(),
         }
     }
 }
@@ -171,7 +171,7 @@ pub fn certificate_beside(rotations: &Path) -> Option<Certificate> {
 
 /// Rotations in the cache folder, by name, then those that ship. A file that cannot be read is an error of
 /// its own.
-pub fn available(folder: &Path) -> Vec<Result<Available, RotationError>> {
+pub fn available(folder: &Path) -> Vec<Result<AvailableRotations, RotationError>> {
     let mut paths: Vec<PathBuf> = match fs::read_dir(folder) {
         Ok(files) => {
             files.take(CACHE_LIMIT).flatten().map(|file| file.path()).filter(|path| is_ours(path)).collect()
@@ -184,12 +184,12 @@ pub fn available(folder: &Path) -> Vec<Result<Available, RotationError>> {
         let header = safetensors::read_header(&path)?;
         let bytes = path.metadata().map_err(|error| RotationError::io(&path, "read", error))?.len();
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        Ok(Available { name, origin: Origin::Cached(path), header, bytes })
+        Ok(AvailableRotations { name, origin: RotationOrigin::Cached(path), header, bytes })
     });
     let shipped = SHIPPED.iter().map(|shipped| {
         let header = safetensors::parse_header(Path::new(shipped.name), shipped.bytes)?;
         let (name, bytes) = (shipped.name.to_owned(), shipped.bytes.len() as u64);
-        Ok(Available { name, origin: Origin::Shipped(shipped), header, bytes })
+        Ok(AvailableRotations { name, origin: RotationOrigin::Shipped(shipped), header, bytes })
     });
     cached.chain(shipped).collect()
 }
@@ -201,9 +201,10 @@ fn is_ours(path: &Path) -> bool {
 
 /// Rotations made for the model with this fingerprint, the newest of the cache first. Files that cannot be read are
 /// passed over with a warning.
-pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
-    let fits = |found: &Available| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
-    let mut found: Vec<Available> = Vec::new();
+pub fn find(folder: &Path, model_fingerprint: &str) -> Option<AvailableRotations> {
+    let fits =
+        |found: &AvailableRotations| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
+    let mut found: Vec<AvailableRotations> = Vec::new();
     for file in available(folder) {
         match file {
             Ok(file) if fits(&file) => found.push(file),
@@ -213,10 +214,10 @@ pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Available> {
     }
     // The user's latest calibration is what they mean; those that ship come last.
     found.sort_by_key(|file| match &file.origin {
-        Origin::Cached(path) => {
+        RotationOrigin::Cached(path) => {
             (false, std::cmp::Reverse(fs::metadata(path).and_then(|data| data.modified()).ok()))
         }
-        Origin::Shipped(_) => (true, std::cmp::Reverse(None)),
+        RotationOrigin::Shipped(_) => (true, std::cmp::Reverse(None)),
     });
     found.into_iter().next()
 }

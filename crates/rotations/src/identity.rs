@@ -1,4 +1,4 @@
-//! Which model rotations belong to.
+//! Fingerprints: which model rotations belong to.
 //!
 //! Rotations fit a checkpoint, not a file: one calibrated on a Q4_K_M file serves the original just as well.
 //! The **model fingerprint** is therefore taken from what quantisers leave alone, the norm in front of each
@@ -31,11 +31,11 @@ const PROJECTIONS: [[&str; 2]; 3] = [
 /// A model as rotation files know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelIdentity {
-    /// What people call it.
+    /// Name of the model, for people.
     pub name: String,
-    /// The model fingerprint.
+    /// The model fingerprint, as [`model_fingerprint`] computes it.
     pub model_fingerprint: String,
-    /// The weight fingerprint.
+    /// The weight fingerprint, as [`weight_fingerprint`] computes it.
     pub weight_fingerprint: String,
 }
 
@@ -50,7 +50,7 @@ impl ModelIdentity {
     }
 }
 
-/// Equal for every quantisation of one checkpoint, GGUF or Hugging Face.
+/// Computes the fingerprint that every quantisation of one checkpoint has in common, GGUF or Hugging Face.
 pub fn model_fingerprint(files: &ModelFiles) -> Result<String, RotationError> {
     let config = files.config();
     let mut hash = Sha256::new();
@@ -72,8 +72,8 @@ pub fn model_fingerprint(files: &ModelFiles) -> Result<String, RotationError> {
     Ok(hexadecimal(&hash.finalize()))
 }
 
-/// Of the query, key and value projections as they are stored: names, shapes, types and a sample of the
-/// bytes.
+/// Computes the fingerprint of the query, key and value projections as they are stored: names, shapes, types and a
+/// sample of the bytes.
 pub fn weight_fingerprint(files: &ModelFiles) -> Result<String, RotationError> {
     let mut hash = Sha256::new();
     hash.update(WEIGHT_RULE);

@@ -1,4 +1,4 @@
-//! Between published `.pt` pairs and our own file.
+//! Conversion between published `.pt` pairs and our own rotation file.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ use oscar_codec::{Composition, Rule};
 use super::codec::PAPER_RULES;
 use super::error::RotationError;
 use super::pt::{PtFile, PtFormat, PtLayer};
-use super::rotation::{Header, LayerRotations, RotationFile, RotationSet, Scope, SideRotations};
+use super::rotation::{LayerRotations, RotationFile, RotationHeader, RotationSet, Scope, SideRotations};
 
 /// Objectives of key rotations.
 const KEY_OBJECTIVES: [&str; 2] = ["qqt", "ktk"];
@@ -96,14 +96,14 @@ pub fn from_pt_unverified(
     if composition != value_composition {
         return Err(pair("their rotations are composed in different ways".to_owned()));
     }
-    let header = Header {
+    let header = RotationHeader {
         model: model.to_owned(),
         key_objective,
         value_objective,
         composition,
         kv_heads: keys.heads.unwrap_or(0),
         head_dim: keys.head_dim,
-        ..Header::default()
+        ..RotationHeader::default()
     };
     let (heads, layers) = if keys.heads.is_some() { (Some(set), None) } else { (None, Some(set)) };
     Ok(RotationFile { header, heads, layers })

@@ -1,4 +1,4 @@
-//! Between the two orders of key channels.
+//! Conversion between the two orders of key channels.
 //!
 //! Files hold keys in the order of Hugging Face checkpoints: rotary pair `i` is channels `i` and `i +
 //! rotary_dim / 2`. Llama GGUF files keep the pair in channels `2i` and `2i + 1`, so for such a model the

@@ -52,4 +52,4 @@ pub use identity::ModelIdentity;
 pub use limits::ORTHOGONALITY_LIMIT;
 pub use pickle::PickleError;
 pub use plan::{CacheOptions, CachePlan, EncoderOptions, Notice};
-pub use rotation::{Header, LayerRotations, RotationFile, RotationSet, Scope, SideRotations};
+pub use rotation::{LayerRotations, RotationFile, RotationHeader, RotationSet, Scope, SideRotations};

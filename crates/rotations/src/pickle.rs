@@ -61,7 +61,7 @@ impl Element {
 
 /// Bytes of a tensor that lie in another member of the archive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Storage {
+pub(crate) struct TensorStorage {
     pub(crate) key: String,
     pub(crate) element: Element,
     pub(crate) elements: usize,
@@ -70,54 +70,54 @@ pub(crate) struct Storage {
 /// A strided view of a storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TensorView {
-    pub(crate) storage: Storage,
+    pub(crate) storage: TensorStorage,
     pub(crate) offset: usize,
     pub(crate) shape: Vec<usize>,
     pub(crate) strides: Vec<usize>,
 }
 
-/// Where a value is in the arena.
+/// Index of a value in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Id(u32);
+pub(crate) struct ValueId(u32);
 
-/// What a pickle can hold.
+/// A value that a pickle can describe.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Value {
+pub(crate) enum PickleValue {
     None,
     Bool(bool),
     Integer(i64),
     Float(f64),
     Text(String),
-    Tuple(Vec<Id>),
-    List(Vec<Id>),
-    Dictionary(Vec<(Id, Id)>),
+    Tuple(Vec<ValueId>),
+    List(Vec<ValueId>),
+    Dictionary(Vec<(ValueId, ValueId)>),
     RebuildTensor,
     OrderedDictionary,
     StorageType(Element),
-    Storage(Storage),
+    TensorStorage(TensorStorage),
     Tensor(TensorView),
 }
 
 /// The object a pickle describes.
 #[derive(Debug)]
-pub(crate) struct Document {
-    values: Vec<Value>,
-    root: Id,
+pub(crate) struct PickleDocument {
+    values: Vec<PickleValue>,
+    root: ValueId,
 }
 
-impl Document {
-    pub(crate) fn root(&self) -> &Value {
+impl PickleDocument {
+    pub(crate) fn root(&self) -> &PickleValue {
         self.get(self.root)
     }
 
-    pub(crate) fn get(&self, id: Id) -> &Value {
+    pub(crate) fn get(&self, id: ValueId) -> &PickleValue {
         &self.values[id.0 as usize]
     }
 }
 
-/// Reads a pickle.
-pub(crate) fn parse(bytes: &[u8]) -> Result<Document, PickleError> {
-    let mut machine = Machine {
+/// Interprets a pickle.
+pub(crate) fn parse(bytes: &[u8]) -> Result<PickleDocument, PickleError> {
+    let mut machine = PickleInterpreter {
         bytes,
         at: 0,
         values: Vec::new(),
@@ -126,21 +126,21 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Document, PickleError> {
         memo: HashMap::new(),
     };
     let root = machine.run()?;
-    Ok(Document { values: machine.values, root })
+    Ok(PickleDocument { values: machine.values, root })
 }
 
-struct Machine<'a> {
+struct PickleInterpreter<'a> {
     bytes: &'a [u8],
     at: usize,
-    values: Vec<Value>,
-    stack: Vec<Id>,
+    values: Vec<PickleValue>,
+    stack: Vec<ValueId>,
     /// Heights of the stack at each open mark.
     marks: Vec<usize>,
-    memo: HashMap<u32, Id>,
+    memo: HashMap<u32, ValueId>,
 }
 
-impl Machine<'_> {
-    fn run(&mut self) -> Result<Id, PickleError> {
+impl PickleInterpreter<'_> {
+    fn run(&mut self) -> Result<ValueId, PickleError> {
         loop {
             let offset = self.at;
             let opcode = self.byte()?;
@@ -158,29 +158,29 @@ impl Machine<'_> {
                 b'(' => self.marks.push(self.stack.len()),
                 b'0' => drop(self.pop()?),
                 b'1' => drop(self.pop_to_mark()?),
-                b'N' => self.push(Value::None)?,
-                0x88 => self.push(Value::Bool(true))?,
-                0x89 => self.push(Value::Bool(false))?,
+                b'N' => self.push(PickleValue::None)?,
+                0x88 => self.push(PickleValue::Bool(true))?,
+                0x89 => self.push(PickleValue::Bool(false))?,
                 // BININT, BININT1, BININT2, LONG1
                 b'J' => {
                     let value = i32::from_le_bytes(self.array()?);
-                    self.push(Value::Integer(value.into()))?
+                    self.push(PickleValue::Integer(value.into()))?
                 }
                 b'K' => {
                     let value = self.byte()?;
-                    self.push(Value::Integer(value.into()))?
+                    self.push(PickleValue::Integer(value.into()))?
                 }
                 b'M' => {
                     let value = u16::from_le_bytes(self.array()?);
-                    self.push(Value::Integer(value.into()))?
+                    self.push(PickleValue::Integer(value.into()))?
                 }
                 0x8a => {
                     let value = self.long()?;
-                    self.push(Value::Integer(value))?
+                    self.push(PickleValue::Integer(value))?
                 }
                 b'G' => {
                     let value = f64::from_be_bytes(self.array()?);
-                    self.push(Value::Float(value))?
+                    self.push(PickleValue::Float(value))?
                 }
                 // SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 0x8c => {
@@ -195,17 +195,17 @@ impl Machine<'_> {
                     let length = u64::from_le_bytes(self.array()?);
                     self.text(usize::try_from(length).unwrap_or(usize::MAX))?
                 }
-                b')' => self.push(Value::Tuple(Vec::new()))?,
+                b')' => self.push(PickleValue::Tuple(Vec::new()))?,
                 b't' => {
                     let items = self.pop_to_mark()?;
-                    self.push(Value::Tuple(items))?
+                    self.push(PickleValue::Tuple(items))?
                 }
                 // TUPLE1, TUPLE2, TUPLE3
                 0x85..=0x87 => {
                     let items = self.pop_many(usize::from(opcode - 0x84))?;
-                    self.push(Value::Tuple(items))?
+                    self.push(PickleValue::Tuple(items))?
                 }
-                b']' => self.push(Value::List(Vec::new()))?,
+                b']' => self.push(PickleValue::List(Vec::new()))?,
                 b'a' => {
                     let item = self.pop()?;
                     self.extend_list(vec![item])?
@@ -214,7 +214,7 @@ impl Machine<'_> {
                     let items = self.pop_to_mark()?;
                     self.extend_list(items)?
                 }
-                b'}' => self.push(Value::Dictionary(Vec::new()))?,
+                b'}' => self.push(PickleValue::Dictionary(Vec::new()))?,
                 b's' => {
                     let items = self.pop_many(2)?;
                     self.set_items(items)?
@@ -260,7 +260,7 @@ impl Machine<'_> {
         }
     }
 
-    fn stop(&mut self) -> Result<Id, PickleError> {
+    fn stop(&mut self) -> Result<ValueId, PickleError> {
         let root = self.pop()?;
         if !self.stack.is_empty() || !self.marks.is_empty() {
             return Err(self.malformed("values are left over"));
@@ -309,7 +309,7 @@ impl Machine<'_> {
     fn text(&mut self, length: usize) -> Result<(), PickleError> {
         let text = std::str::from_utf8(self.take(length)?).map(str::to_owned);
         let text = text.map_err(|_| self.malformed("text that is not UTF-8"))?;
-        self.push(Value::Text(text))
+        self.push(PickleValue::Text(text))
     }
 
     /// A name up to the end of the line.
@@ -326,24 +326,24 @@ impl Machine<'_> {
         Ok(name)
     }
 
-    fn push(&mut self, value: Value) -> Result<(), PickleError> {
+    fn push(&mut self, value: PickleValue) -> Result<(), PickleError> {
         if self.values.len() >= VALUE_LIMIT {
             return Err(PickleError::TooLarge { what: "values", limit: VALUE_LIMIT });
         }
-        self.stack.push(Id(self.values.len() as u32));
+        self.stack.push(ValueId(self.values.len() as u32));
         self.values.push(value);
         Ok(())
     }
 
     /// The top of the stack; what lies below an open mark cannot be reached.
-    fn pop(&mut self) -> Result<Id, PickleError> {
+    fn pop(&mut self) -> Result<ValueId, PickleError> {
         if self.stack.len() <= self.marks.last().copied().unwrap_or(0) {
             return Err(self.malformed("the stack is empty"));
         }
         self.stack.pop().ok_or(self.malformed("the stack is empty"))
     }
 
-    fn pop_many(&mut self, count: usize) -> Result<Vec<Id>, PickleError> {
+    fn pop_many(&mut self, count: usize) -> Result<Vec<ValueId>, PickleError> {
         let mut items = Vec::with_capacity(count);
         for _ in 0..count {
             items.push(self.pop()?);
@@ -352,39 +352,39 @@ impl Machine<'_> {
         Ok(items)
     }
 
-    fn pop_to_mark(&mut self) -> Result<Vec<Id>, PickleError> {
+    fn pop_to_mark(&mut self) -> Result<Vec<ValueId>, PickleError> {
         let height = self.marks.pop().ok_or(self.malformed("there is no mark"))?;
         Ok(self.stack.split_off(height))
     }
 
-    fn top(&self) -> Result<Id, PickleError> {
+    fn top(&self) -> Result<ValueId, PickleError> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let top = self.stack.last().filter(|_| self.stack.len() > floor);
         top.copied().ok_or(self.malformed("the stack is empty"))
     }
 
-    fn value(&self, id: Id) -> &Value {
+    fn value(&self, id: ValueId) -> &PickleValue {
         &self.values[id.0 as usize]
     }
 
-    fn extend_list(&mut self, items: Vec<Id>) -> Result<(), PickleError> {
+    fn extend_list(&mut self, items: Vec<ValueId>) -> Result<(), PickleError> {
         let target = self.top()?;
         let problem = self.malformed("items for something that is not a list");
         match &mut self.values[target.0 as usize] {
-            Value::List(list) => list.extend(items),
+            PickleValue::List(list) => list.extend(items),
             _ => return Err(problem),
         }
         Ok(())
     }
 
-    fn set_items(&mut self, items: Vec<Id>) -> Result<(), PickleError> {
+    fn set_items(&mut self, items: Vec<ValueId>) -> Result<(), PickleError> {
         if !items.len().is_multiple_of(2) {
             return Err(self.malformed("a key without a value"));
         }
         let target = self.top()?;
         let problem = self.malformed("entries for something that is not a dictionary");
         match &mut self.values[target.0 as usize] {
-            Value::Dictionary(entries) => {
+            PickleValue::Dictionary(entries) => {
                 entries.extend(items.chunks_exact(2).map(|pair| (pair[0], pair[1])))
             }
             _ => return Err(problem),
@@ -406,12 +406,12 @@ impl Machine<'_> {
 
     fn global(&mut self, module: &str, name: &str, offset: usize) -> Result<(), PickleError> {
         let value = match (module, name) {
-            ("torch._utils", "_rebuild_tensor_v2") => Value::RebuildTensor,
-            ("collections", "OrderedDict") => Value::OrderedDictionary,
-            ("torch", "FloatStorage") => Value::StorageType(Element::F32),
-            ("torch", "DoubleStorage") => Value::StorageType(Element::F64),
-            ("torch", "HalfStorage") => Value::StorageType(Element::F16),
-            ("torch", "BFloat16Storage") => Value::StorageType(Element::Bf16),
+            ("torch._utils", "_rebuild_tensor_v2") => PickleValue::RebuildTensor,
+            ("collections", "OrderedDict") => PickleValue::OrderedDictionary,
+            ("torch", "FloatStorage") => PickleValue::StorageType(Element::F32),
+            ("torch", "DoubleStorage") => PickleValue::StorageType(Element::F64),
+            ("torch", "HalfStorage") => PickleValue::StorageType(Element::F16),
+            ("torch", "BFloat16Storage") => PickleValue::StorageType(Element::Bf16),
             _ => {
                 let (module, name) = (module.to_owned(), name.to_owned());
                 return Err(PickleError::Global { module, name, offset });
@@ -423,7 +423,9 @@ impl Machine<'_> {
     fn stack_global(&mut self, offset: usize) -> Result<(), PickleError> {
         let [module, name] = self.pop_array()?;
         match (self.value(module), self.value(name)) {
-            (Value::Text(module), Value::Text(name)) if module.len().max(name.len()) <= NAME_LIMIT => {
+            (PickleValue::Text(module), PickleValue::Text(name))
+                if module.len().max(name.len()) <= NAME_LIMIT =>
+            {
                 let (module, name) = (module.clone(), name.clone());
                 self.global(&module, &name, offset)
             }
@@ -431,8 +433,8 @@ impl Machine<'_> {
         }
     }
 
-    fn pop_array<const N: usize>(&mut self) -> Result<[Id; N], PickleError> {
-        let mut items = [Id(0); N];
+    fn pop_array<const N: usize>(&mut self) -> Result<[ValueId; N], PickleError> {
+        let mut items = [ValueId(0); N];
         for item in items.iter_mut().rev() {
             *item = self.pop()?;
         }
@@ -444,18 +446,21 @@ impl Machine<'_> {
         let id = self.pop()?;
         let storage =
             self.storage(id).ok_or(self.malformed("a storage that is not described as torch does"))?;
-        self.push(Value::Storage(storage))
+        self.push(PickleValue::TensorStorage(storage))
     }
 
-    fn storage(&self, id: Id) -> Option<Storage> {
-        let Value::Tuple(items) = self.value(id) else { return None };
+    fn storage(&self, id: ValueId) -> Option<TensorStorage> {
+        let PickleValue::Tuple(items) = self.value(id) else { return None };
         let [kind, element, key, _device, elements] = items[..] else { return None };
         match (self.value(kind), self.value(element), self.value(key), self.value(elements)) {
-            (Value::Text(kind), Value::StorageType(element), Value::Text(key), Value::Integer(elements))
-                if kind == "storage" =>
-            {
+            (
+                PickleValue::Text(kind),
+                PickleValue::StorageType(element),
+                PickleValue::Text(key),
+                PickleValue::Integer(elements),
+            ) if kind == "storage" => {
                 let elements = usize::try_from(*elements).ok()?;
-                Some(Storage { key: key.clone(), element: *element, elements })
+                Some(TensorStorage { key: key.clone(), element: *element, elements })
             }
             _ => None,
         }
@@ -464,12 +469,14 @@ impl Machine<'_> {
     fn reduce(&mut self) -> Result<(), PickleError> {
         let [callable, arguments] = self.pop_array()?;
         let value = match (self.value(callable), self.value(arguments)) {
-            (Value::OrderedDictionary, Value::Tuple(items)) if items.is_empty() => {
-                Value::Dictionary(Vec::new())
+            (PickleValue::OrderedDictionary, PickleValue::Tuple(items)) if items.is_empty() => {
+                PickleValue::Dictionary(Vec::new())
             }
-            (Value::RebuildTensor, Value::Tuple(items)) => {
+            (PickleValue::RebuildTensor, PickleValue::Tuple(items)) => {
                 let tensor = self.tensor(items);
-                Value::Tensor(tensor.ok_or(self.malformed("a tensor that is not described as torch does"))?)
+                PickleValue::Tensor(
+                    tensor.ok_or(self.malformed("a tensor that is not described as torch does"))?,
+                )
             }
             _ => return Err(self.malformed("a call of something that is not a tensor")),
         };
@@ -478,12 +485,12 @@ impl Machine<'_> {
 
     /// `(storage, offset, shape, strides, requires_grad, hooks[, metadata])`; the view must lie in the
     /// storage.
-    fn tensor(&self, items: &[Id]) -> Option<TensorView> {
+    fn tensor(&self, items: &[ValueId]) -> Option<TensorView> {
         let [storage, offset, shape, strides, _, _, ..] = items else { return None };
         if items.len() > 7 {
             return None;
         }
-        let Value::Storage(storage) = self.value(*storage) else { return None };
+        let PickleValue::TensorStorage(storage) = self.value(*storage) else { return None };
         let (shape, strides) = (self.sizes(*shape)?, self.sizes(*strides)?);
         let offset = self.size(*offset)?;
         if shape.len() != strides.len() {
@@ -496,16 +503,18 @@ impl Machine<'_> {
         (last < storage.elements).then(|| TensorView { storage: storage.clone(), offset, shape, strides })
     }
 
-    fn sizes(&self, id: Id) -> Option<Vec<usize>> {
+    fn sizes(&self, id: ValueId) -> Option<Vec<usize>> {
         match self.value(id) {
-            Value::Tuple(items) if items.len() <= 8 => items.iter().map(|&item| self.size(item)).collect(),
+            PickleValue::Tuple(items) if items.len() <= 8 => {
+                items.iter().map(|&item| self.size(item)).collect()
+            }
             _ => None,
         }
     }
 
-    fn size(&self, id: Id) -> Option<usize> {
+    fn size(&self, id: ValueId) -> Option<usize> {
         match self.value(id) {
-            Value::Integer(size) => usize::try_from(*size).ok(),
+            PickleValue::Integer(size) => usize::try_from(*size).ok(),
             _ => None,
         }
     }

@@ -1,4 +1,4 @@
-//! From what a user asks for to the codec of a cache, and why it is that one.
+//! Chooses the codec of a cache by what a user asks for, and says why it is that one.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,18 +15,18 @@ use crate::find::{FoundRotations, RotationSource};
 use crate::identity::ModelIdentity;
 use crate::means::{MEAN_TOKENS, estimate_mean_keys};
 
-/// What a cache should be. The default is the best that is possible for a model.
+/// The cache that a user asks for. The default is the best that is possible for a model.
 #[derive(Clone, Debug, Default)]
 pub struct CacheOptions {
-    /// How history is stored.
+    /// The page format in which history is stored.
     pub dtype: CacheType,
-    /// How codes are chosen, and what is left alone.
+    /// How codes are chosen, and which layers stay bf16.
     pub encoder: EncoderOptions,
     /// Where rotations come from.
     pub rotations: RotationSource,
 }
 
-/// How codes are chosen, and what is left alone.
+/// How codes are chosen, and which layers stay bf16.
 #[derive(Clone, Debug, Default)]
 pub struct EncoderOptions {
     /// The published encoder: one rotation per layer, keys not centred, fixed clips.
@@ -44,13 +44,13 @@ pub struct EncoderOptions {
 /// The cache of a model: what was decided, and what the user should know about it.
 #[derive(Clone, Debug)]
 pub struct CachePlan {
-    /// What sealed pages mean; `None` if nothing is sealed. This is `KvOptions::codec` of an engine.
+    /// The codec of sealed pages; `None` if nothing is sealed. This is `KvOptions::codec` of an engine.
     pub codec: Option<Arc<PageCodec>>,
-    /// What the type came to; never `auto`.
+    /// The cache type that was chosen; never `auto`.
     pub kind: CacheType,
     /// The encoder and where its numbers come from, for people; empty if there is nothing to say.
     pub source: String,
-    /// What the user should know.
+    /// What the user should know about the choice.
     pub notices: Vec<Notice>,
 }
 
@@ -58,14 +58,14 @@ pub struct CachePlan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Notice {
-    /// `auto` came to bf16, because there are no rotations for the model.
+    /// `auto` chose bf16, because there are no rotations for the model.
     NoRotations {
-        /// The model.
+        /// Name of the model.
         model: String,
     },
     /// The certificate advises against 2 bits.
     Certificate {
-        /// Which rotations.
+        /// Name of the rotations.
         rotations: String,
         /// What the certificate says.
         reason: String,
@@ -164,7 +164,7 @@ impl CachePlan {
     }
 }
 
-/// What a type comes to, given what the certificate says.
+/// Chooses a type by what was asked for and by the certificate.
 fn decide(
     asked: CacheType,
     found: Option<&FoundRotations>,

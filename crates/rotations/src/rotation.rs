@@ -20,8 +20,8 @@ pub type RotationSet = BTreeMap<usize, LayerRotations>;
 /// turns with channel `i + rotary_dim / 2`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RotationFile {
-    /// Where it comes from and what it was made for.
-    pub header: Header,
+    /// Where the rotations come from and what they were made for.
+    pub header: RotationHeader,
     /// A rotation for each KV head (encoder `auto`).
     pub heads: Option<RotationSet>,
     /// A rotation for each layer, shared by its heads (encoder `paper`, published files of format 1).
@@ -30,16 +30,16 @@ pub struct RotationFile {
 
 /// Where rotations come from and what they were made for.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Header {
+pub struct RotationHeader {
     /// Version of the format.
     pub version: u32,
     /// Name of the model, for people.
     pub model: String,
-    /// Equal for every quantisation of one checkpoint; published files have none.
+    /// The model fingerprint, equal for every quantisation of one checkpoint; published files have none.
     pub model_fingerprint: Option<String>,
-    /// Of the very weights that were calibrated.
+    /// The weight fingerprint of the files that were calibrated.
     pub weight_fingerprint: Option<String>,
-    /// Tokens of calibration; 0 if not known.
+    /// Tokens that the rotations were calibrated on; 0 if not known.
     pub tokens: usize,
     /// SHA-256 of the calibration text.
     pub corpus: Option<String>,
@@ -47,7 +47,7 @@ pub struct Header {
     pub key_objective: String,
     /// What value rotations minimise: `sst` (the reference's proxy), `cs` (the paper) or `vtv`.
     pub value_objective: String,
-    /// The same for rotations that heads share, if it is another.
+    /// What value rotations that heads share minimise, if it is something else.
     pub layer_value_objective: Option<String>,
     /// How eigenvectors, Hadamard and permutation were multiplied; `None` for rotations without eigenvectors.
     pub composition: Option<Composition>,
@@ -61,9 +61,9 @@ pub struct Header {
     pub created_by: String,
 }
 
-impl Default for Header {
-    fn default() -> Header {
-        Header {
+impl Default for RotationHeader {
+    fn default() -> RotationHeader {
+        RotationHeader {
             version: FORMAT_VERSION,
             model: String::new(),
             model_fingerprint: None,
@@ -85,41 +85,41 @@ impl Default for Header {
 /// Rotations of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerRotations {
-    /// Of keys, and of queries with them.
+    /// Rotations of keys, which queries are multiplied with too.
     pub keys: SideRotations,
-    /// Of values.
+    /// Rotations of values.
     pub values: SideRotations,
 }
 
 /// Rotations of the keys or the values of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SideRotations {
-    /// One, or one for each KV head; applied as `row · M`.
+    /// One matrix, or one for each KV head; applied as `row · M`.
     pub rotations: Vec<SquareMatrix>,
-    /// Of the objective, ascending; one list for each rotation, or none at all.
+    /// Eigenvalues of the objective, ascending; one list for each rotation, or none at all.
     pub eigenvalues: Vec<Vec<f64>>,
-    /// Subtracted before rotating: one for each rotation, or one for each KV head.
+    /// Mean rows that are subtracted before rotating: one for each rotation, or one for each KV head.
     pub means: Option<Vec<Vec<f32>>>,
-    /// What an error costs: C_Q for keys, `Σ_h W_o,h W_o,hᵀ` for values. One for each rotation.
+    /// The metric in which an error counts: C_Q for keys, `Σ_h W_o,h W_o,hᵀ` for values. One for each rotation.
     pub metrics: Option<Vec<SquareMatrix>>,
-    /// How rows are rounded; one for each rotation.
+    /// Rules by which rows are rounded; one for each rotation.
     pub rules: Vec<Rule>,
 }
 
 /// Whether heads of a layer share a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// Each KV head has its own.
+    /// Each KV head has its own rotation.
     Head,
-    /// One for all heads of a layer.
+    /// All heads of a layer share one rotation.
     Layer,
 }
 
 impl Scope {
-    /// Both.
+    /// Both scopes.
     pub const ALL: [Scope; 2] = [Scope::Head, Scope::Layer];
 
-    /// The word in files.
+    /// The name in files.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Head => "head",
@@ -134,7 +134,7 @@ impl fmt::Display for Scope {
     }
 }
 
-/// Keys or values, in the words of files.
+/// Keys and values, as files name them.
 pub(crate) const SIDES: [&str; 2] = ["keys", "values"];
 
 impl LayerRotations {
@@ -172,7 +172,7 @@ impl RotationFile {
 
     /// Checks counts and sizes against the header, and that every number is finite. `path` is for messages.
     pub fn check_shapes(&self, path: &Path) -> Result<(), RotationError> {
-        let Header { kv_heads, head_dim, .. } = self.header;
+        let RotationHeader { kv_heads, head_dim, .. } = self.header;
         if !(2..=HEAD_DIM_LIMIT).contains(&head_dim) {
             let problem = format!("is {head_dim}, expected 2 to {HEAD_DIM_LIMIT}");
             return Err(RotationError::field(path, "head_dim", problem));
@@ -280,10 +280,10 @@ impl SideRotations {
     }
 }
 
-/// Which rotation of a file.
+/// The name of one rotation of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RotationName {
-    /// Whether heads share it.
+    /// Whether heads share the rotation.
     pub scope: Scope,
     /// Layer id.
     pub layer: usize,

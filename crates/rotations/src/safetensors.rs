@@ -22,17 +22,17 @@ use super::atomic::write_atomically;
 use super::error::RotationError;
 use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 use super::rotation::{
-    FORMAT_VERSION, Header, LayerRotations, RotationFile, RotationSet, SIDES, Scope, SideRotations,
+    FORMAT_VERSION, LayerRotations, RotationFile, RotationHeader, RotationSet, SIDES, Scope, SideRotations,
 };
 
 const FORMAT_NAME: &str = "oscar-rotations";
 const HEADER_LIMIT: u64 = 16 << 20;
-/// Two scopes, two sides, four tensors.
+/// Most tensors of a file: two scopes, two sides, four tensors for each layer.
 const TENSOR_LIMIT: usize = 16 * LAYER_LIMIT;
 const METADATA: &str = "__metadata__";
 
 /// Rules by scope, layer id and side.
-type Rules = BTreeMap<String, BTreeMap<usize, BTreeMap<String, Vec<String>>>>;
+type StoredRules = BTreeMap<String, BTreeMap<usize, BTreeMap<String, Vec<String>>>>;
 
 /// Reads a file and checks that everything in it can be used.
 pub fn read(path: &Path) -> Result<RotationFile, RotationError> {
@@ -66,14 +66,14 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<RotationFile, RotationError> {
     Ok(file)
 }
 
-/// Reads only what a file says about itself.
-pub fn read_header(path: &Path) -> Result<Header, RotationError> {
+/// Reads only the header of a file.
+pub fn read_header(path: &Path) -> Result<RotationHeader, RotationError> {
     let mapped = map(path)?;
     Contents::open(path, mapped.as_ref().as_ref())?.header()
 }
 
 /// As [`read_header`], from memory.
-pub fn parse_header(path: &Path, bytes: &[u8]) -> Result<Header, RotationError> {
+pub fn parse_header(path: &Path, bytes: &[u8]) -> Result<RotationHeader, RotationError> {
     Contents::open(path, bytes)?.header()
 }
 
@@ -155,7 +155,7 @@ impl<'a> Contents<'a> {
             .map_err(|_| RotationError::field(self.path, name, format!("{text:?} is not a whole number")))
     }
 
-    fn header(&self) -> Result<Header, RotationError> {
+    fn header(&self) -> Result<RotationHeader, RotationError> {
         let optional = |name: &str| self.text(name).map(str::to_owned);
         let composition = match self.text("composition") {
             None => None,
@@ -165,7 +165,7 @@ impl<'a> Contents<'a> {
                 Some(parsed)
             }
         };
-        Ok(Header {
+        Ok(RotationHeader {
             version: self.number("version")?,
             model: self.required("model")?.to_owned(),
             model_fingerprint: optional("model_fingerprint"),
@@ -183,7 +183,7 @@ impl<'a> Contents<'a> {
         })
     }
 
-    fn rules(&self) -> Result<Rules, RotationError> {
+    fn rules(&self) -> Result<StoredRules, RotationError> {
         serde_json::from_str(self.required("rules")?).map_err(|error| {
             RotationError::field(self.path, "rules", format!("not the JSON of this format: {error}"))
         })
@@ -193,8 +193,8 @@ impl<'a> Contents<'a> {
     fn set(
         &self,
         scope: Scope,
-        header: &Header,
-        rules: &Rules,
+        header: &RotationHeader,
+        rules: &StoredRules,
         used: &mut usize,
     ) -> Result<Option<RotationSet>, RotationError> {
         let Some(rules) = rules.get(scope.name()) else { return Ok(None) };
@@ -218,7 +218,7 @@ impl<'a> Contents<'a> {
         &self,
         name: &str,
         scope: Scope,
-        header: &Header,
+        header: &RotationHeader,
         rules: Vec<Rule>,
         used: &mut usize,
     ) -> Result<SideRotations, RotationError> {
@@ -327,38 +327,38 @@ pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
     })
 }
 
-/// The numbers of a tensor where they are.
-enum Numbers<'a> {
+/// The data of a tensor, borrowed from where it is.
+enum TensorData<'a> {
     Matrices(&'a [SquareMatrix]),
     Triangles(&'a [SquareMatrix]),
     Eigenvalues(&'a [Vec<f64>]),
     Means(&'a [Vec<f32>]),
 }
 
-impl Numbers<'_> {
+impl TensorData<'_> {
     /// How they are stored.
     fn dtype(&self) -> Dtype {
         match self {
-            Numbers::Matrices(_) => Dtype::F16,
-            Numbers::Triangles(_) => Dtype::BF16,
-            Numbers::Eigenvalues(_) | Numbers::Means(_) => Dtype::F32,
+            TensorData::Matrices(_) => Dtype::F16,
+            TensorData::Triangles(_) => Dtype::BF16,
+            TensorData::Eigenvalues(_) | TensorData::Means(_) => Dtype::F32,
         }
     }
 
     fn to_f32(&self) -> Box<dyn Iterator<Item = f32> + '_> {
         match self {
-            Numbers::Matrices(matrices) => {
+            TensorData::Matrices(matrices) => {
                 Box::new(matrices.iter().flat_map(|matrix| matrix.values()).map(|&value| value as f32))
             }
-            Numbers::Triangles(matrices) => Box::new(matrices.iter().flat_map(pack)),
-            Numbers::Eigenvalues(rows) => Box::new(rows.iter().flatten().map(|&value| value as f32)),
-            Numbers::Means(rows) => Box::new(rows.iter().flatten().copied()),
+            TensorData::Triangles(matrices) => Box::new(matrices.iter().flat_map(pack)),
+            TensorData::Eigenvalues(rows) => Box::new(rows.iter().flatten().map(|&value| value as f32)),
+            TensorData::Means(rows) => Box::new(rows.iter().flatten().copied()),
         }
     }
 }
 
 /// Name, shape and numbers of every tensor, in the order of the file.
-fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, Numbers<'_>)> {
+fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, TensorData<'_>)> {
     let d = file.header.head_dim;
     let mut tensors = Vec::new();
     for (scope, set) in file.sets() {
@@ -370,18 +370,18 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, Numbers<'_>)> {
                     _ => [&[count], tail].concat(),
                 };
                 let count = rotations.rotations.len();
-                let matrices = Numbers::Matrices(&rotations.rotations);
+                let matrices = TensorData::Matrices(&rotations.rotations);
                 tensors.push((name("rotation"), shape(count, &[d, d]), matrices));
                 if !rotations.eigenvalues.is_empty() {
-                    let values = Numbers::Eigenvalues(&rotations.eigenvalues);
+                    let values = TensorData::Eigenvalues(&rotations.eigenvalues);
                     tensors.push((name("eigenvalues"), shape(count, &[d]), values));
                 }
                 if let Some(means) = &rotations.means {
-                    tensors.push((name("mean"), shape(means.len(), &[d]), Numbers::Means(means)));
+                    tensors.push((name("mean"), shape(means.len(), &[d]), TensorData::Means(means)));
                 }
                 if let Some(metrics) = &rotations.metrics {
                     let triangle = d * (d + 1) / 2;
-                    tensors.push((name("metric"), shape(count, &[triangle]), Numbers::Triangles(metrics)));
+                    tensors.push((name("metric"), shape(count, &[triangle]), TensorData::Triangles(metrics)));
                 }
             }
         }
@@ -391,7 +391,7 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, Numbers<'_>)> {
 
 /// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an
 /// order that changes from run to run.
-fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, Numbers<'_>)]) -> String {
+fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, TensorData<'_>)]) -> String {
     let mut entries = Map::new();
     entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));
     let mut offset = 0;
@@ -411,7 +411,7 @@ fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, Numbers<'_>)
 
 fn metadata(file: &RotationFile) -> Map<String, Value> {
     let header = &file.header;
-    let mut rules = Rules::new();
+    let mut rules = StoredRules::new();
     for (scope, set) in file.sets() {
         let layers = rules.entry(scope.name().to_owned()).or_default();
         for (&layer, rotations) in set {

@@ -9,17 +9,17 @@ use crate::certificate::Certificate;
 
 /// A rotation file inside the program.
 #[derive(Clone, Copy, Debug)]
-pub struct Shipped {
+pub struct ShippedRotations {
     /// The model's name in the catalogue.
     pub name: &'static str,
-    /// The file.
+    /// Bytes of the rotation file.
     pub bytes: &'static [u8],
     /// The certificate that lies beside it, as JSON.
     pub certificate: &'static str,
 }
 
-impl Shipped {
-    /// What calibration said of it.
+impl ShippedRotations {
+    /// The certificate, parsed.
     pub fn certificate(&self) -> Option<Certificate> {
         serde_json::from_str(self.certificate).ok()
     }
@@ -27,7 +27,7 @@ impl Shipped {
 
 macro_rules! shipped {
     ($name:literal) => {
-        Shipped {
+        ShippedRotations {
             name: $name,
             bytes: include_bytes!(concat!("../../../zoo/", $name, ".safetensors")),
             certificate: include_str!(concat!("../../../zoo/", $name, ".certificate.json")),
@@ -35,17 +35,17 @@ macro_rules! shipped {
     };
 }
 
-/// All of them. Not a constant: of that every crate that names it may get its own copy of the files.
-pub static SHIPPED: &[Shipped] =
+/// All rotation files that ship. Not a constant: every crate that names a constant may get its own copy of the files.
+pub static SHIPPED: &[ShippedRotations] =
     &[shipped!("smollm2"), shipped!("qwen2.5-coder-0.5b"), shipped!("qwen2.5-coder-1.5b")];
 
 /// The rotations for a model of the catalogue.
-pub fn find(name: &str) -> Option<&'static Shipped> {
+pub fn find(name: &str) -> Option<&'static ShippedRotations> {
     SHIPPED.iter().find(|shipped| shipped.name.eq_ignore_ascii_case(name))
 }
 
 /// Copies a shipped file to `path`, whole or not at all.
-pub fn write(shipped: &Shipped, path: &Path) -> Result<(), RotationError> {
+pub fn write(shipped: &ShippedRotations, path: &Path) -> Result<(), RotationError> {
     write_atomically(path, |file| file.write_all(shipped.bytes))
 }
 

@@ -23,16 +23,16 @@ const NOT_CENTRED: &str = "no key mean: keys are not centred, and models with a 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
-    /// Worth knowing.
+    /// The file can be used; this is worth knowing.
     Note,
-    /// Works, but not as well as it could.
+    /// The file works, but not as well as it could.
     Warning,
-    /// Must not be used.
+    /// The file must not be used.
     Error,
 }
 
 impl Severity {
-    /// In one word.
+    /// The severity in one word.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Note => "note",
@@ -47,22 +47,22 @@ impl Severity {
 pub struct Finding {
     /// How bad it is.
     pub severity: Severity,
-    /// Which part of the file.
+    /// The part of the file that it is about.
     pub place: String,
     /// What was found.
     pub message: String,
 }
 
-/// How far the rotations of a layer are from perfect ones.
+/// How far the rotations of a layer are from orthonormal.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LayerError {
+pub struct LayerOrthogonality {
     /// Whether heads share a rotation.
     pub scope: Scope,
     /// Layer id.
     pub layer: usize,
     /// `keys` or `values`.
     pub side: &'static str,
-    /// Largest `|MᵀM - I|` of its heads.
+    /// Largest entry of `|MᵀM - I|` over the heads of the layer.
     pub orthogonality: f64,
 }
 
@@ -71,8 +71,8 @@ pub struct LayerError {
 pub struct Findings {
     /// All findings, the worst first.
     pub findings: Vec<Finding>,
-    /// Orthogonality, layer by layer.
-    pub layers: Vec<LayerError>,
+    /// Orthogonality errors, layer by layer.
+    pub layers: Vec<LayerOrthogonality>,
     /// What could not be checked, and why.
     pub not_checked: Vec<String>,
 }
@@ -215,16 +215,18 @@ fn check_side(
     composition: Option<Composition>,
 ) {
     let place = |layers: &[usize]| format!("{side} per {scope}, {}", layer_list(layers));
-    let errors: Vec<LayerError> = sides
+    let errors: Vec<LayerOrthogonality> = sides
         .par_iter()
         .map(|(&layer, rotations)| {
             let errors = rotations.rotations.iter().map(SquareMatrix::orthogonality_error);
             let worst =
                 errors.fold(0.0, |worst, error| if error.is_nan() || error > worst { error } else { worst });
-            LayerError { scope, layer, side, orthogonality: worst }
+            LayerOrthogonality { scope, layer, side, orthogonality: worst }
         })
         .collect();
-    let bad = |error: &&LayerError| error.orthogonality.is_nan() || error.orthogonality > ORTHOGONALITY_LIMIT;
+    let bad = |error: &&LayerOrthogonality| {
+        error.orthogonality.is_nan() || error.orthogonality > ORTHOGONALITY_LIMIT
+    };
     let layers: Vec<usize> = errors.iter().filter(bad).map(|error| error.layer).collect();
     if !layers.is_empty() {
         let worst = errors.iter().map(|error| error.orthogonality).fold(0.0, f64::max);
@@ -281,7 +283,7 @@ fn largest(values: &[f64]) -> f64 {
     values.iter().fold(0.0, |largest, value| largest.max(value.abs()))
 }
 
-/// A rotation that no data was needed for.
+/// A rotation that was made without data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DataFree {
     Permutation,

@@ -9,8 +9,8 @@ use oscar_random::Random;
 use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
 use oscar_rotations::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
 use oscar_rotations::{
-    Header, LayerRotations, RotationError, RotationFile, RotationSet, Scope, SideRotations, check_model,
-    diff, find, pt, safetensors,
+    LayerRotations, RotationError, RotationFile, RotationHeader, RotationSet, Scope, SideRotations,
+    check_model, diff, find, pt, safetensors,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -88,7 +88,7 @@ fn rounded(matrix: &SquareMatrix) -> SquareMatrix {
 fn file(seed: u64) -> RotationFile {
     let mut rotations = Rotations::new(seed);
     RotationFile {
-        header: Header {
+        header: RotationHeader {
             model: "test \"model\"".to_owned(),
             model_fingerprint: Some("ab".repeat(32)),
             weight_fingerprint: Some("cd".repeat(32)),
@@ -100,7 +100,7 @@ fn file(seed: u64) -> RotationFile {
             kv_heads: HEADS,
             head_dim: DIM,
             seed: Some(7),
-            ..Header::default()
+            ..RotationHeader::default()
         },
         heads: Some(rotations.set(HEADS)),
         layers: Some(rotations.set(1)),

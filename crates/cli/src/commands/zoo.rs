@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::Path;
 
 use clap::{Args, Subcommand};
-use oscar_rotations::{Header, RotationFile};
+use oscar_rotations::{RotationFile, RotationHeader};
 
 use crate::failure::Failure;
 
@@ -69,7 +69,7 @@ fn refuse_pt(path: &Path) -> Result<(), Failure> {
 }
 
 /// `qqt / sst, r_h_pbr`.
-fn objective_line(header: &Header) -> String {
+fn objective_line(header: &RotationHeader) -> String {
     let (keys, values) = (&header.key_objective, &header.value_objective);
     let objectives = if keys == values { keys.clone() } else { format!("{keys} / {values}") };
     header.composition.map_or(objectives.clone(), |composition| format!("{objectives}, {composition}"))

@@ -8,8 +8,8 @@ use oscar_kernels::Inspect;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
 use oscar_rotations::PAPER_RULES;
-use oscar_rotations::certificate::{Certificate, HeadCertificate, Shares, judge, mean_of, worst};
-use oscar_rotations::rotation::{Header, LayerRotations, RotationFile, SideRotations};
+use oscar_rotations::certificate::{Certificate, HeadCertificate, SpectrumShares, judge, mean_of, worst};
+use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
 use rayon::prelude::*;
 
 use super::CalibrateError;
@@ -56,12 +56,12 @@ pub struct Calibration {
     /// Windows that rules are chosen and errors measured with.
     pub windows: Windows,
     /// Who is calibrated.
-    pub header: Header,
+    pub header: RotationHeader,
 }
 
 impl Calibration {
     /// The default recipe for a model described by `header`.
-    pub fn new(header: Header) -> Calibration {
+    pub fn new(header: RotationHeader) -> Calibration {
         Calibration {
             composition: Composition::RHPbr,
             value_target: ValueTarget::default(),
@@ -125,7 +125,7 @@ pub struct State {
 
 impl State {
     fn new(calibration: &Calibration, corpus: &Corpus) -> State {
-        let header = Header {
+        let header = RotationHeader {
             tokens: corpus.tokens(),
             corpus: Some(corpus.hash.clone()),
             key_objective: "qqt".into(),
@@ -324,7 +324,7 @@ fn fit_layer<B: Inspect>(
         let paper = Trial::new(isa, &certifying, &paper_keys, &paper_values)
             .and_then(|trial| trial.measure(PAPER_RULES.0, PAPER_RULES.1))
             .map_err(failed)?;
-        let (key_shares, value_shares) = (Shares::of(&keys.1), Shares::of(&values.1));
+        let (key_shares, value_shares) = (SpectrumShares::of(&keys.1), SpectrumShares::of(&values.1));
         let mean_energy: f64 = key_mean.iter().map(|&x| f64::from(x).powi(2)).sum();
         let certificate = HeadCertificate {
             layer,

@@ -11,14 +11,14 @@ fn plain_data_is_built_with_memo_and_marks() {
     // pickle.dumps({"a": [1, -2, 300, 70000], "b": ("x", "x"), 3: None}, protocol=2)
     let bytes = b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01]q\x02(K\x01J\xfe\xff\xff\xffM\x2c\x01Jp\x11\x01\x00eX\x01\x00\x00\x00bq\x03X\x01\x00\x00\x00xq\x04h\x04\x86q\x05K\x03Nu.";
     let document = parse(bytes).expect("document");
-    let Value::Dictionary(entries) = document.root() else { panic!("not a dictionary") };
+    let PickleValue::Dictionary(entries) = document.root() else { panic!("not a dictionary") };
     assert_eq!(entries.len(), 3);
-    let Value::List(items) = document.get(entries[0].1) else { panic!("not a list") };
-    let numbers: Vec<&Value> = items.iter().map(|&item| document.get(item)).collect();
-    assert_eq!(numbers, [1, -2, 300, 70000].map(Value::Integer).iter().collect::<Vec<_>>());
-    let Value::Tuple(pair) = document.get(entries[1].1) else { panic!("not a tuple") };
+    let PickleValue::List(items) = document.get(entries[0].1) else { panic!("not a list") };
+    let numbers: Vec<&PickleValue> = items.iter().map(|&item| document.get(item)).collect();
+    assert_eq!(numbers, [1, -2, 300, 70000].map(PickleValue::Integer).iter().collect::<Vec<_>>());
+    let PickleValue::Tuple(pair) = document.get(entries[1].1) else { panic!("not a tuple") };
     assert_eq!(pair[0], pair[1]);
-    assert_eq!(document.get(entries[2].1), &Value::None);
+    assert_eq!(document.get(entries[2].1), &PickleValue::None);
 }
 
 #[test]
@@ -26,9 +26,9 @@ fn newer_protocols_are_read() {
     // pickle.dumps({"a": -(1 << 40), "b": 0.5}, protocol=4)
     let bytes = b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00}\x94(\x8c\x01a\x94\x8a\x06\x00\x00\x00\x00\x00\xff\x8c\x01b\x94G?\xe0\x00\x00\x00\x00\x00\x00u.";
     let document = parse(bytes).expect("document");
-    let Value::Dictionary(entries) = document.root() else { panic!("not a dictionary") };
-    assert_eq!(document.get(entries[0].1), &Value::Integer(-(1 << 40)));
-    assert_eq!(document.get(entries[1].1), &Value::Float(0.5));
+    let PickleValue::Dictionary(entries) = document.root() else { panic!("not a dictionary") };
+    assert_eq!(document.get(entries[0].1), &PickleValue::Integer(-(1 << 40)));
+    assert_eq!(document.get(entries[1].1), &PickleValue::Float(0.5));
     assert_eq!(error(b"\x80\x06N."), PickleError::Protocol { protocol: 6 });
 }
 
@@ -51,7 +51,7 @@ fn calls_of_anything_else_are_refused_by_name() {
 #[test]
 fn only_the_two_known_calls_work() {
     let dictionary = b"\x80\x02ccollections\nOrderedDict\n)R.";
-    assert_eq!(parse(dictionary).expect("document").root(), &Value::Dictionary(Vec::new()));
+    assert_eq!(parse(dictionary).expect("document").root(), &PickleValue::Dictionary(Vec::new()));
     for call in [
         &b"\x80\x02ccollections\nOrderedDict\nK\x01\x85R."[..],
         b"\x80\x02ctorch\nFloatStorage\n)R.",
@@ -74,7 +74,7 @@ fn tensor(offset: u8, shape: [u8; 2], strides: [u8; 2], elements: u8) -> Vec<u8>
 #[test]
 fn views_outside_their_storage_are_refused() {
     let document = parse(&tensor(1, [2, 3], [1, 2], 7)).expect("view");
-    let Value::Tensor(view) = document.root() else { panic!("not a tensor") };
+    let PickleValue::Tensor(view) = document.root() else { panic!("not a tensor") };
     assert_eq!((view.offset, &view.shape[..], &view.strides[..]), (1, &[2, 3][..], &[1, 2][..]));
     for bad in [tensor(2, [2, 3], [1, 2], 7), tensor(0, [2, 3], [3, 2], 7), tensor(0, [0, 3], [3, 1], 7)] {
         assert!(matches!(error(&bad), PickleError::Malformed { .. }));
@@ -107,6 +107,6 @@ fn damage_is_named() {
 #[test]
 fn a_list_that_holds_itself_ends() {
     let document = parse(b"\x80\x02]q\x00h\x00a.").expect("a cycle is only an index");
-    let Value::List(items) = document.root() else { panic!("not a list") };
-    assert!(matches!(document.get(items[0]), Value::List(_)));
+    let PickleValue::List(items) = document.root() else { panic!("not a list") };
+    assert!(matches!(document.get(items[0]), PickleValue::List(_)));
 }

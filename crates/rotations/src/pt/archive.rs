@@ -13,13 +13,13 @@ use zip::ZipArchive;
 
 use crate::error::RotationError;
 
-/// Bytes that may be read to find the members: torch writes about 100 per member.
+/// Most bytes that are read to find the members: torch writes about 100 per member.
 const DIRECTORY_BYTES: u64 = 8 << 20;
-/// Members of an archive: two for each layer and a handful around them.
+/// Most members of an archive: two for each layer and a handful around them.
 const MEMBER_LIMIT: usize = 16_384;
-/// The pickle of 36 layers takes 5 kB.
+/// Most bytes of a pickle; that of 36 layers takes 5 kB.
 const PICKLE_LIMIT: u64 = 4 << 20;
-/// All tensors of a file together.
+/// Most bytes of all tensors of a file together.
 const STORAGE_LIMIT: u64 = 512 << 20;
 
 const PICKLE_NAME: &str = "/data.pkl";
@@ -27,7 +27,7 @@ const PICKLE_NAME: &str = "/data.pkl";
 /// An opened archive.
 pub(super) struct Archive<R: Read + Seek> {
     path: PathBuf,
-    zip: ZipArchive<BufReader<Metered<R>>>,
+    zip: ZipArchive<BufReader<LimitedReader<R>>>,
     /// The folder all members are in.
     folder: String,
     storage_left: u64,
@@ -38,7 +38,7 @@ impl<R: Read + Seek> Archive<R> {
     pub(super) fn open(path: &Path, reader: R) -> Result<Archive<R>, RotationError> {
         let bad = |problem: String| RotationError::Archive { path: path.to_owned(), problem };
         let left = Rc::new(Cell::new(DIRECTORY_BYTES));
-        let metered = BufReader::new(Metered { inner: reader, left: left.clone() });
+        let metered = BufReader::new(LimitedReader { inner: reader, left: left.clone() });
         let zip = ZipArchive::new(metered).map_err(|error| bad(error.to_string()))?;
         left.set(u64::MAX);
         if zip.len() > MEMBER_LIMIT {
@@ -122,12 +122,12 @@ impl<R: Read + Seek> Archive<R> {
 }
 
 /// A reader that may give a limited number of bytes.
-struct Metered<R> {
+struct LimitedReader<R> {
     inner: R,
     left: Rc<Cell<u64>>,
 }
 
-impl<R: Read> Read for Metered<R> {
+impl<R: Read> Read for LimitedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.left.get();
         if left == 0 {
@@ -140,7 +140,7 @@ impl<R: Read> Read for Metered<R> {
     }
 }
 
-impl<R: Seek> Seek for Metered<R> {
+impl<R: Seek> Seek for LimitedReader<R> {
     fn seek(&mut self, position: SeekFrom) -> io::Result<u64> {
         self.inner.seek(position)
     }

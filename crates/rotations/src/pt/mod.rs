@@ -20,14 +20,14 @@ use self::archive::Archive;
 pub use self::write::{PtFormat, write};
 use super::error::RotationError;
 use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, HEAD_DIM_LIMIT, HEAD_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT};
-use super::pickle::{self, Document, Element, Id, Storage, TensorView, Value};
+use super::pickle::{self, Element, PickleDocument, PickleValue, TensorStorage, TensorView, ValueId};
 
 /// One side of a published rotation file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PtFile {
     /// The file, for messages.
     pub path: PathBuf,
-    /// As written: `1`, `2` or a word such as `identity-v1`.
+    /// The version as it is written: `1`, `2` or a word such as `identity-v1`.
     pub format_version: String,
     /// What was minimised and how it was composed, such as `qqt_r_h_pbr`.
     pub objective: Option<String>,
@@ -42,9 +42,9 @@ pub struct PtFile {
 /// Rotations of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PtLayer {
-    /// One, or one for each KV head.
+    /// One matrix, or one for each KV head.
     pub rotations: Vec<SquareMatrix>,
-    /// Ascending, where the file has them.
+    /// Eigenvalues, ascending, where the file has them.
     pub eigenvalues: Option<Vec<Vec<f64>>>,
 }
 
@@ -76,33 +76,33 @@ pub fn read_from(path: &Path, reader: impl Read + Seek) -> Result<PtFile, Rotati
     let bytes = archive.pickle()?;
     let document =
         pickle::parse(&bytes).map_err(|source| RotationError::Pickle { path: path.to_owned(), source })?;
-    Reader { path, archive, document: &document, storages: HashMap::new(), elements_left: ELEMENT_LIMIT }
+    PtReader { path, archive, document: &document, storages: HashMap::new(), elements_left: ELEMENT_LIMIT }
         .file()
 }
 
-struct Reader<'a, R: Read + Seek> {
+struct PtReader<'a, R: Read + Seek> {
     path: &'a Path,
     archive: Archive<R>,
-    document: &'a Document,
-    storages: HashMap<Storage, Vec<u8>>,
+    document: &'a PickleDocument,
+    storages: HashMap<TensorStorage, Vec<u8>>,
     elements_left: usize,
 }
 
-impl<'a, R: Read + Seek> Reader<'a, R> {
+impl<'a, R: Read + Seek> PtReader<'a, R> {
     fn file(mut self) -> Result<PtFile, RotationError> {
         let top = self.dictionary("the file", self.document.root())?;
         let format_version = match top.get("format_version") {
-            Some(Value::Integer(version)) => version.to_string(),
-            Some(Value::Text(version)) => version.clone(),
+            Some(PickleValue::Integer(version)) => version.to_string(),
+            Some(PickleValue::Text(version)) => version.clone(),
             Some(_) => return Err(self.field("format_version", "expected a number or text")),
             None => return Err(self.field("format_version", "is missing")),
         };
         let objective = match top.get("objective") {
-            Some(Value::Text(objective)) => Some(objective.clone()),
-            Some(Value::None) | None => None,
+            Some(PickleValue::Text(objective)) => Some(objective.clone()),
+            Some(PickleValue::None) | None => None,
             Some(_) => return Err(self.field("objective", "expected text")),
         };
-        let Some(Value::Dictionary(entries)) = top.get("layers").copied() else {
+        let Some(PickleValue::Dictionary(entries)) = top.get("layers").copied() else {
             return Err(self.field("layers", "expected a dictionary of layers"));
         };
         if entries.is_empty() || entries.len() > LAYER_LIMIT {
@@ -129,7 +129,11 @@ impl<'a, R: Read + Seek> Reader<'a, R> {
         Ok(PtFile { path, format_version, objective, layers, head_dim, heads })
     }
 
-    fn layer(&mut self, id: usize, value: Id) -> Result<(PtLayer, (usize, Option<usize>)), RotationError> {
+    fn layer(
+        &mut self,
+        id: usize,
+        value: ValueId,
+    ) -> Result<(PtLayer, (usize, Option<usize>)), RotationError> {
         let name = format!("layers[{id}]");
         let entries = self.dictionary(&name, self.document.get(value))?;
         match entries.get("layer_id") {
@@ -138,7 +142,7 @@ impl<'a, R: Read + Seek> Reader<'a, R> {
             Some(_) => return Err(self.field(format!("{name}.layer_id"), format!("is not {id}"))),
         }
         let tensor = format!("{name}.rotation");
-        let Some(Value::Tensor(view)) = entries.get("rotation") else {
+        let Some(PickleValue::Tensor(view)) = entries.get("rotation") else {
             return Err(self.field(tensor, "expected a tensor"));
         };
         let (heads, dim) = match view.shape[..] {
@@ -160,8 +164,8 @@ impl<'a, R: Read + Seek> Reader<'a, R> {
             .collect::<Result<_, _>>()
             .map_err(|source| RotationError::Codec { path: self.path.to_owned(), source })?;
         let eigenvalues = match entries.get("eigenvalues") {
-            None | Some(Value::None) => None,
-            Some(Value::Tensor(view)) => {
+            None | Some(PickleValue::None) => None,
+            Some(PickleValue::Tensor(view)) => {
                 let tensor = format!("{name}.eigenvalues");
                 let expected = heads.map_or(vec![dim], |heads| vec![heads, dim]);
                 if view.shape != expected {
@@ -203,27 +207,33 @@ impl<'a, R: Read + Seek> Reader<'a, R> {
     }
 
     /// Entries of a dictionary by name; entries under other kinds of key are not ours.
-    fn dictionary(&self, name: &str, value: &'a Value) -> Result<HashMap<&'a str, &'a Value>, RotationError> {
-        let Value::Dictionary(entries) = value else {
+    fn dictionary(
+        &self,
+        name: &str,
+        value: &'a PickleValue,
+    ) -> Result<HashMap<&'a str, &'a PickleValue>, RotationError> {
+        let PickleValue::Dictionary(entries) = value else {
             return Err(self.field(name, "expected a dictionary"));
         };
         let named = entries.iter().filter_map(|&(key, value)| match self.document.get(key) {
-            Value::Text(key) => Some((key.as_str(), self.document.get(value))),
+            PickleValue::Text(key) => Some((key.as_str(), self.document.get(value))),
             _ => None,
         });
         Ok(named.collect())
     }
 
-    fn layer_id(&self, field: &str, key: Id) -> Result<usize, RotationError> {
+    fn layer_id(&self, field: &str, key: ValueId) -> Result<usize, RotationError> {
         let id = self.number(self.document.get(key)).filter(|&id| id <= LAYER_ID_LIMIT);
         id.ok_or_else(|| self.field(field, format!("a layer id is not a number from 0 to {LAYER_ID_LIMIT}")))
     }
 
     /// A whole number, as a number or as digits.
-    fn number(&self, value: &Value) -> Option<usize> {
+    fn number(&self, value: &PickleValue) -> Option<usize> {
         match value {
-            Value::Integer(number) => usize::try_from(*number).ok(),
-            Value::Text(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => digits.parse().ok(),
+            PickleValue::Integer(number) => usize::try_from(*number).ok(),
+            PickleValue::Text(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => {
+                digits.parse().ok()
+            }
             _ => None,
         }
     }

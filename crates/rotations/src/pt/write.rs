@@ -68,7 +68,7 @@ fn write_to(out: impl Write + Seek, name: &str, file: &PtFile) -> io::Result<()>
 
 /// The pickle; the numbers of each tensor are added to `tensors`.
 fn describe(file: &PtFile, tensors: &mut Vec<Vec<f32>>) -> Vec<u8> {
-    let mut pickle = Pickle { bytes: vec![0x80, 2], tensors };
+    let mut pickle = PickleWriter { bytes: vec![0x80, 2], tensors };
     pickle.dictionary(|pickle| {
         pickle.text("format_version");
         match file.format_version.parse::<u8>() {
@@ -93,12 +93,12 @@ fn describe(file: &PtFile, tensors: &mut Vec<Vec<f32>>) -> Vec<u8> {
     pickle.bytes
 }
 
-struct Pickle<'a> {
+struct PickleWriter<'a> {
     bytes: Vec<u8>,
     tensors: &'a mut Vec<Vec<f32>>,
 }
 
-impl Pickle<'_> {
+impl PickleWriter<'_> {
     fn dictionary(&mut self, fill: impl FnOnce(&mut Self)) {
         self.bytes.extend(b"}(");
         fill(self);

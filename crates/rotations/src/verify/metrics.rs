@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::{Findings, Severity, largest, layer_list};
 use crate::basis::{conjugate, eigenbasis};
-use crate::rotation::{Header, RotationSet, Scope, SideRotations};
+use crate::rotation::{RotationHeader, RotationSet, Scope, SideRotations};
 
 /// Mixing between eigen-directions, relative to how far a metric is from a multiple of the identity: 0 for
 /// its own eigenvectors, about 1 for unrelated ones.
@@ -20,7 +20,7 @@ pub(super) fn check(
     scope: Scope,
     set: &RotationSet,
     heads: Option<&RotationSet>,
-    header: &Header,
+    header: &RotationHeader,
 ) {
     let place = |layers: &[usize]| format!("keys per {scope}, {}", layer_list(layers));
     let negative = |side: &SideRotations| {
@@ -44,7 +44,7 @@ pub(super) fn check(
             return;
         }
     };
-    let verdicts: Vec<(usize, Option<Verdict>)> = set
+    let verdicts: Vec<(usize, Option<MetricMatch>)> = set
         .par_iter()
         .map(|(&layer, both)| {
             let of_heads = || mean(heads?.get(&layer)?.keys.metrics.as_ref()?).map(|metric| vec![metric]);
@@ -55,11 +55,12 @@ pub(super) fn check(
             (layer, metrics.and_then(|metrics| verdict(composition, &metrics, &both.keys, &both.values)))
         })
         .collect();
-    let layers_with = |wanted: Option<Verdict>| -> Vec<usize> {
+    let layers_with = |wanted: Option<MetricMatch>| -> Vec<usize> {
         verdicts.iter().filter(|(_, verdict)| *verdict == wanted).map(|(layer, _)| *layer).collect()
     };
-    let (swapped, foreign) = (layers_with(Some(Verdict::Swapped)), layers_with(Some(Verdict::Foreign)));
-    let (scaled, unknown) = (layers_with(Some(Verdict::OtherEigenvalues)), layers_with(None));
+    let (swapped, foreign) =
+        (layers_with(Some(MetricMatch::Swapped)), layers_with(Some(MetricMatch::Foreign)));
+    let (scaled, unknown) = (layers_with(Some(MetricMatch::OtherEigenvalues)), layers_with(None));
     if !swapped.is_empty() {
         let message = "keys and values are swapped: the value rotations fit the metric of keys, the key rotations do not";
         findings.add(Severity::Error, place(&swapped), message);
@@ -79,7 +80,7 @@ pub(super) fn check(
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum MetricMatch {
     Fits,
     OtherEigenvalues,
     Swapped,
@@ -92,8 +93,8 @@ fn verdict(
     metrics: &[SquareMatrix],
     keys: &SideRotations,
     values: &SideRotations,
-) -> Option<Verdict> {
-    let mut worst: Option<Verdict> = None;
+) -> Option<MetricMatch> {
+    let mut worst: Option<MetricMatch> = None;
     for (head, metric) in metrics.iter().enumerate() {
         let fits = |rotation: Option<&SquareMatrix>, metric: Option<&SquareMatrix>| {
             Some(mixing(composition, rotation?, metric?)? <= MIXING_LIMIT)
@@ -109,11 +110,11 @@ fn verdict(
                 let measured = conjugate(&basis, metric).diagonal();
                 measured.iter().zip(values).all(|(a, b)| (a - b).abs() <= slack)
             });
-            if close { Verdict::Fits } else { Verdict::OtherEigenvalues }
+            if close { MetricMatch::Fits } else { MetricMatch::OtherEigenvalues }
         } else if fits(other, Some(metric)) == Some(true) || fits(other, value_metric) == Some(true) {
-            Verdict::Swapped
+            MetricMatch::Swapped
         } else {
-            Verdict::Foreign
+            MetricMatch::Foreign
         };
         worst = worst.filter(|worst| *worst as u8 >= found as u8).or(Some(found));
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_rotations::diff::{Comparison, Difference, diff};
+use oscar_rotations::diff::{RotationComparison, RotationDifference, diff};
 use oscar_rotations::{Scope, safetensors};
 use serde_json::json;
 
@@ -76,7 +76,7 @@ impl DiffArguments {
     }
 }
 
-fn print_headers(comparison: &Comparison) -> Result<(), Failure> {
+fn print_headers(comparison: &RotationComparison) -> Result<(), Failure> {
     for (name, first, second) in &comparison.header {
         print_text(&format!("{name}: {} | {}", printable(first), printable(second)))?;
     }
@@ -93,14 +93,14 @@ fn print_headers(comparison: &Comparison) -> Result<(), Failure> {
     print_text("")
 }
 
-fn row(difference: &Difference) -> Vec<String> {
+fn row(difference: &RotationDifference) -> Vec<String> {
     let name = difference.name;
     cells(name.scope, name.layer, name.side, name.head.to_string(), std::slice::from_ref(difference))
 }
 
 /// One line for each layer and side: the heads that differ most.
-fn layer_rows(comparison: &Comparison) -> Vec<Vec<String>> {
-    let same = |a: &Difference, b: &Difference| {
+fn layer_rows(comparison: &RotationComparison) -> Vec<Vec<String>> {
+    let same = |a: &RotationDifference, b: &RotationDifference| {
         (a.name.scope, a.name.layer, a.name.side) == (b.name.scope, b.name.layer, b.name.side)
     };
     let layers = comparison.differences.chunk_by(same);
@@ -112,8 +112,8 @@ fn layer_rows(comparison: &Comparison) -> Vec<Vec<String>> {
         .collect()
 }
 
-fn cells(scope: Scope, layer: usize, side: &str, heads: String, all: &[Difference]) -> Vec<String> {
-    let worst = |value: fn(&Difference) -> Option<f64>| all.iter().filter_map(value).reduce(f64::max);
+fn cells(scope: Scope, layer: usize, side: &str, heads: String, all: &[RotationDifference]) -> Vec<String> {
+    let worst = |value: fn(&RotationDifference) -> Option<f64>| all.iter().filter_map(value).reduce(f64::max);
     let number = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.3}"));
     let alignment = all.iter().filter_map(|difference| difference.alignment).reduce(f64::min);
     let rules = all.iter().filter_map(|difference| difference.rules);

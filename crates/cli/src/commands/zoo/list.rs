@@ -2,7 +2,7 @@
 
 use clap::Args;
 use oscar_model::source::Settings;
-use oscar_rotations::find::{Origin, available, cache_folder};
+use oscar_rotations::find::{RotationOrigin, available, cache_folder};
 use serde::Serialize;
 
 use super::objective_line;
@@ -41,8 +41,8 @@ impl ListArguments {
             match found {
                 Ok(found) => {
                     let (origin, path) = match &found.origin {
-                        Origin::Shipped(_) => ("shipped", None),
-                        Origin::Cached(path) => ("cache", Some(path.display().to_string())),
+                        RotationOrigin::Shipped(_) => ("shipped", None),
+                        RotationOrigin::Cached(path) => ("cache", Some(path.display().to_string())),
                     };
                     rows.push(Row {
                         objective: objective_line(&found.header),
