@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use oscar_bench::cuda::{Case, MeasuredPages, measure, measure_sealing, measure_writing, read_ceiling};
+use oscar_bench::cuda::{DecodeCase, MeasuredPages, measure, measure_sealing, measure_writing, read_ceiling};
 use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
 
@@ -59,7 +59,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn case(argument: &str) -> Option<Case> {
+fn case(argument: &str) -> Option<DecodeCase> {
     let parts: Vec<&str> = argument.split(':').collect();
     let [format, groups, head_dim, group, batch, tuning] = parts.as_slice() else { return None };
     let (groups, head_dim): (usize, usize) = (groups.parse().ok()?, head_dim.parse().ok()?);
@@ -77,7 +77,7 @@ fn case(argument: &str) -> Option<Case> {
         }
         _ => None,
     };
-    Some(Case {
+    Some(DecodeCase {
         shape: DecodeShape { head_dim, kv_heads: 8, group: group.parse().ok()?, sealed },
         batch: *batch.first()?,
         tokens: *batch.get(1)?,

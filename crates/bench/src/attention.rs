@@ -21,7 +21,7 @@ use serde::Serialize;
 
 use crate::formats::{format_name, page_layout};
 
-/// What to measure.
+/// A measurement of attention on the CPU.
 #[derive(Clone, Debug)]
 pub struct AttentionBench {
     /// Query heads, a multiple of `kv_heads`.
@@ -30,11 +30,11 @@ pub struct AttentionBench {
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
-    /// Groups of channels with their own scale, in formats that have them.
+    /// Groups of channels with a scale of their own, in formats that have groups.
     pub groups: usize,
-    /// Tokens in the cache.
+    /// Numbers of tokens in the cache to measure.
     pub contexts: Vec<usize>,
-    /// Formats; [`CacheType::Auto`] counts as 2-bit.
+    /// Page formats to measure; [`CacheType::Auto`] counts as 2-bit.
     pub formats: Vec<CacheType>,
     /// Worker threads.
     pub threads: usize,
@@ -42,14 +42,14 @@ pub struct AttentionBench {
     pub pool_bytes: usize,
     /// Passes, of which the fastest counts.
     pub repeat: usize,
-    /// The kernels.
+    /// The kernel path to measure.
     pub isa: Isa,
 }
 
 /// Page ranges per thread, as in the engine.
 const ITEMS_PER_THREAD: usize = 6;
 
-/// Places in which a thread reads at a time.
+/// Pages that a thread reads at the same time in the plain read.
 const PLACES: usize = 4;
 
 /// Layers of a model: how far apart the pages of a layer lie.
@@ -62,7 +62,7 @@ const SAMPLES: usize = 8;
 #[derive(Clone, Debug, Serialize)]
 pub struct AttentionRow {
     kind: &'static str,
-    /// The format.
+    /// The page format.
     pub kv: &'static str,
     /// Tokens in the cache.
     pub context: usize,
@@ -79,7 +79,7 @@ pub struct AttentionRow {
     pub us_per_layer: f64,
     /// Bytes of pages per second.
     pub gb_per_s: f64,
-    /// The same pages in the same order, without attention.
+    /// Bytes per second of a plain read of the same pages in the same order.
     pub read_gb_per_s: f64,
     /// Time of the plain read over time of attention.
     pub read_share: f64,
@@ -93,25 +93,25 @@ pub struct AttentionRow {
 #[derive(Clone, Debug, Serialize)]
 pub struct AttentionSlope {
     kind: &'static str,
-    /// The format.
+    /// The page format.
     pub kv: &'static str,
     /// Microseconds per layer and 1024 tokens of context: the least-squares line through all contexts, or through
     /// the origin where there is only one.
     pub us_per_1k_tokens: f64,
-    /// Relative to bf16, if that is measured.
+    /// The slope relative to that of bf16, if that is measured.
     pub of_bf16: Option<f64>,
 }
 
-/// What cannot be measured.
+/// Why attention could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum AttentionBenchError {
-    /// The shape of pages.
+    /// There are no pages of this shape.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The memory for the pages.
+    /// The memory for the pages could not be had.
     #[error(transparent)]
     Memory(#[from] KernelError),
-    /// Query heads do not divide among KV heads.
+    /// The query heads do not divide among the KV heads.
     #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
     Heads {
         /// Query heads.
@@ -146,7 +146,7 @@ pub fn run(
         let samples = samples(&format, head_dim)?;
         let page_bytes = format.page_bytes();
         let error = error(bench, &format, &samples)?;
-        let mut memory = Memory::default();
+        let mut memory = PageMemory::default();
         for &context in &bench.contexts {
             let pages = context.div_ceil(PAGE_TOKENS);
             let layer_bytes = pages
@@ -157,8 +157,9 @@ pub fn run(
             let model_layers = layers.min(MODEL_LAYERS);
             let layers = layers.next_multiple_of(model_layers);
             memory.fill(layers * layer_bytes, &samples)?;
-            let cache = Cache { bytes: memory.bytes(), pages, layers, model_layers, kv_heads, page_bytes };
-            let step = Step { bench, format: &format, context, pool: &pool };
+            let cache =
+                PooledPages { bytes: memory.bytes(), pages, layers, model_layers, kv_heads, page_bytes };
+            let step = DecodeStep { bench, format: &format, context, pool: &pool };
             let read = fastest(bench.repeat, || step.read(&cache));
             let time = fastest(bench.repeat, || step.attend(&cache));
             let pool_bytes = layers * layer_bytes;
@@ -229,11 +230,11 @@ fn sample(format: &PageLayout, head_dim: usize, random: &mut Random) -> Result<V
     Ok(page)
 }
 
-/// Difference between the path and the scalar definition on the sample pages.
+/// The largest difference between the path and the scalar reference on the sample pages.
 fn error(bench: &AttentionBench, format: &PageLayout, samples: &[Vec<u8>]) -> Result<f64, KernelError> {
     let (rows, d) = (bench.q_heads / bench.kv_heads, bench.head_dim);
     // In whole words, so that bf16 pages lie on even addresses.
-    let mut memory = Memory::default();
+    let mut memory = PageMemory::default();
     memory.fill(samples.iter().map(Vec::len).sum(), samples)?;
     let pages: Vec<&[u8]> = memory.bytes().chunks_exact(samples[0].len()).take(samples.len()).collect();
     let (queries, scale) = (queries(rows * d), 1.0 / (d as f32).sqrt());
@@ -257,11 +258,11 @@ fn queries(len: usize) -> Vec<f32> {
     (0..len).map(|_| random.signed()).collect()
 }
 
-/// The memory of all pages, of the kind that pools have; grows and is filled only once.
+/// The memory of all pages, of the kind that pools have. It only grows, and is filled when it does.
 #[derive(Default)]
-struct Memory(Option<AlignedBuffer<u64>>);
+struct PageMemory(Option<AlignedBuffer<u64>>);
 
-impl Memory {
+impl PageMemory {
     fn fill(&mut self, len: usize, samples: &[Vec<u8>]) -> Result<(), KernelError> {
         if self.bytes().len() >= len {
             return Ok(());
@@ -282,22 +283,22 @@ impl Memory {
     }
 }
 
-/// Pages as they lie in a pool.
-struct Cache<'a> {
+/// Pages as they lie in a pool, `[page][layer][head]`.
+struct PooledPages<'a> {
     bytes: &'a [u8],
-    /// Pages of a context.
+    /// Number of pages of a context.
     pages: usize,
-    /// Layers of all models.
+    /// Number of layers of all models together.
     layers: usize,
     model_layers: usize,
     kv_heads: usize,
     page_bytes: usize,
 }
 
-impl<'a> Cache<'a> {
+impl<'a> PooledPages<'a> {
     /// The pages of a range in one layer, head by head within each.
     fn pages(&self, range: &Range<usize>, layer: usize) -> impl Iterator<Item = &'a [u8]> {
-        let Cache { bytes, pages, model_layers, kv_heads, page_bytes, .. } = *self;
+        let PooledPages { bytes, pages, model_layers, kv_heads, page_bytes, .. } = *self;
         let (model, layer) = (layer / model_layers, layer % model_layers);
         range.clone().flat_map(move |page| {
             let first = ((model * pages + page) * model_layers + layer) * kv_heads;
@@ -307,14 +308,14 @@ impl<'a> Cache<'a> {
 }
 
 /// A decode step of one token.
-struct Step<'a> {
+struct DecodeStep<'a> {
     bench: &'a AttentionBench,
     format: &'a PageLayout,
     context: usize,
     pool: &'a Pool,
 }
 
-impl Step<'_> {
+impl DecodeStep<'_> {
     /// The work of one layer: ranges of pages, each for all heads.
     fn items(&self) -> Vec<Range<usize>> {
         let pages = self.context.div_ceil(PAGE_TOKENS);
@@ -323,7 +324,7 @@ impl Step<'_> {
     }
 
     /// Reads every page of every layer. Four pages at a time, because that is how a core gets the most of its memory.
-    fn read(&self, cache: &Cache<'_>) {
+    fn read(&self, cache: &PooledPages<'_>) {
         let items = self.items();
         for layer in 0..cache.layers {
             self.pool.for_each(items.len(), |index| {
@@ -346,7 +347,7 @@ impl Step<'_> {
     }
 
     /// Attends in every layer.
-    fn attend(&self, cache: &Cache<'_>) {
+    fn attend(&self, cache: &PooledPages<'_>) {
         let AttentionBench { q_heads, kv_heads, head_dim: d, .. } = *self.bench;
         let rows = q_heads / kv_heads;
         let (queries, scale) = (queries(q_heads * d), 1.0 / (d as f32).sqrt());
@@ -396,7 +397,7 @@ fn fastest(repeat: usize, mut pass: impl FnMut()) -> f64 {
     fastest
 }
 
-/// The line of each format through its contexts.
+/// Fits a line through the contexts of each format.
 fn slopes(bench: &AttentionBench, rows: &[AttentionRow]) -> Vec<AttentionSlope> {
     let slope = |kv: &str| {
         let points =

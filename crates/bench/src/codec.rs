@@ -15,12 +15,12 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_random::Random;
 use serde::Serialize;
 
-/// What to measure.
+/// A measurement of the 2-bit encoder on the CPU.
 #[derive(Clone, Debug)]
 pub struct CodecBench {
-    /// Channels of a head, one table part each.
+    /// Head dimensions to measure, one part of the table each.
     pub head_dims: Vec<usize>,
-    /// Groups of channels with their own scale.
+    /// Groups of channels with a scale of their own.
     pub groups: usize,
     /// Rounding rules.
     pub rules: Vec<Rule>,
@@ -33,10 +33,10 @@ pub struct CodecBench {
 /// How long fast paths are measured; at least two passes, of which the fastest counts.
 const MEASURE: Duration = Duration::from_millis(150);
 
-/// What is timed.
+/// The part of the encoder that is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Stage {
+enum EncoderStage {
     /// Centre, rotate, round to bf16, quantise, write the page.
     Encode,
     /// Centre, rotate, round to bf16.
@@ -45,16 +45,16 @@ enum Stage {
     Quantise,
 }
 
-/// The one head of the codec.
+/// The only head of the codec that is measured.
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 
 /// One measurement.
 #[derive(Debug, Serialize)]
-struct Row {
+struct CodecRow {
     kind: &'static str,
     head_dim: usize,
     groups: usize,
-    stage: Stage,
+    stage: EncoderStage,
     side: Option<&'static str>,
     rule: Option<String>,
     path: String,
@@ -72,56 +72,58 @@ pub fn run(bench: &CodecBench, mut on_row: impl FnMut(serde_json::Value)) -> Res
         let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim };
         let transform = transform(head_dim)?;
         let input = input(head_dim, bench.rows);
-        let mut part = |stage: Stage, side: Option<Side>, rule: Option<Rule>| -> Result<(), CodecError> {
-            let rounding = rule.unwrap_or(Rule::Gaussian);
-            let encoders = vec![HeadEncoder::codes(transform.clone(), layout, rounding, false)];
-            let codec = PageCodec::new("bench", geometry, encoders.clone(), encoders)?;
-            let mut scalar: Option<(f64, Vec<u8>)> = None;
-            // The AMX path of the encoder is that of AVX-512: tiles cannot repeat the order of the sums.
-            for isa in Isa::available().filter(|isa| *isa != Isa::Amx) {
-                let codec = FastCodec::new(isa, codec.clone());
-                let work = Work { codec: &codec, stage, side: side.unwrap_or(Side::Key), input: &input };
-                let (bytes_per_s, results) = work.measure(bench.threads)?;
-                let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
-                let row = Row {
-                    kind: "codec",
-                    head_dim,
-                    groups: bench.groups,
-                    stage,
-                    side: side.map(|side| if side == Side::Key { "key" } else { "value" }),
-                    rule: rule.map(|rule| rule.to_string()),
-                    path: isa.to_string(),
-                    threads: bench.threads,
-                    rows: bench.rows,
-                    mb_per_s_per_core: bytes_per_s / 1e6,
-                    times_scalar: bytes_per_s / *baseline,
-                    equal: results == *expected,
-                };
-                on_row(serde_json::to_value(row).expect("a row holds plain values only"));
-            }
-            Ok(())
-        };
+        let mut part =
+            |stage: EncoderStage, side: Option<Side>, rule: Option<Rule>| -> Result<(), CodecError> {
+                let rounding = rule.unwrap_or(Rule::Gaussian);
+                let encoders = vec![HeadEncoder::codes(transform.clone(), layout, rounding, false)];
+                let codec = PageCodec::new("bench", geometry, encoders.clone(), encoders)?;
+                let mut scalar: Option<(f64, Vec<u8>)> = None;
+                // The AMX path of the encoder is that of AVX-512: tiles cannot repeat the order of the sums.
+                for isa in Isa::available().filter(|isa| *isa != Isa::Amx) {
+                    let codec = FastCodec::new(isa, codec.clone());
+                    let work =
+                        TimedStage { codec: &codec, stage, side: side.unwrap_or(Side::Key), input: &input };
+                    let (bytes_per_s, results) = work.measure(bench.threads)?;
+                    let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
+                    let row = CodecRow {
+                        kind: "codec",
+                        head_dim,
+                        groups: bench.groups,
+                        stage,
+                        side: side.map(|side| if side == Side::Key { "key" } else { "value" }),
+                        rule: rule.map(|rule| rule.to_string()),
+                        path: isa.to_string(),
+                        threads: bench.threads,
+                        rows: bench.rows,
+                        mb_per_s_per_core: bytes_per_s / 1e6,
+                        times_scalar: bytes_per_s / *baseline,
+                        equal: results == *expected,
+                    };
+                    on_row(serde_json::to_value(row).expect("a row holds plain values only"));
+                }
+                Ok(())
+            };
         for &rule in &bench.rules {
-            part(Stage::Encode, Some(Side::Key), Some(rule))?;
-            part(Stage::Encode, Some(Side::Value), Some(rule))?;
+            part(EncoderStage::Encode, Some(Side::Key), Some(rule))?;
+            part(EncoderStage::Encode, Some(Side::Value), Some(rule))?;
         }
-        part(Stage::Rotate, None, None)?;
+        part(EncoderStage::Rotate, None, None)?;
         for &rule in &bench.rules {
-            part(Stage::Quantise, Some(Side::Key), Some(rule))?;
+            part(EncoderStage::Quantise, Some(Side::Key), Some(rule))?;
         }
     }
     Ok(())
 }
 
 /// One stage of one path, ready to be timed.
-struct Work<'a> {
+struct TimedStage<'a> {
     codec: &'a FastCodec,
-    stage: Stage,
+    stage: EncoderStage,
     side: Side,
     input: &'a [f32],
 }
 
-impl Work<'_> {
+impl TimedStage<'_> {
     /// Bytes of bf16 per second and core, and what came out.
     fn measure(&self, threads: usize) -> Result<(f64, Vec<u8>), CodecError> {
         let barrier = Barrier::new(threads);
@@ -155,38 +157,38 @@ impl Work<'_> {
             passes += 1;
         }
         let results = match self.stage {
-            Stage::Encode | Stage::Quantise => prepared.pages,
-            Stage::Rotate => prepared.rows.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            EncoderStage::Encode | EncoderStage::Quantise => prepared.pages,
+            EncoderStage::Rotate => prepared.rows.iter().flat_map(|x| x.to_le_bytes()).collect(),
         };
         // Rows come in bf16 in a cache, whatever they are here.
         Ok((2.0 * self.input.len() as f64 / fastest, results))
     }
 
-    fn prepare(&self) -> Result<Prepared, CodecError> {
+    fn prepare(&self) -> Result<StageBuffers, CodecError> {
         let (values, page_bytes) = self.page_sizes();
-        let mut prepared = Prepared {
+        let mut prepared = StageBuffers {
             scratch: SealScratch::default(),
             pages: vec![0; self.input.len().div_ceil(values) * page_bytes],
             rows: self.input.to_vec(),
         };
-        if self.stage == Stage::Quantise {
+        if self.stage == EncoderStage::Quantise {
             self.codec.transform_rows(HEAD, self.side, &mut prepared.rows, &mut prepared.scratch)?;
         }
         Ok(prepared)
     }
 
-    /// All rows once.
-    fn pass(&self, prepared: &mut Prepared) -> Result<(), CodecError> {
+    /// Encodes all rows once.
+    fn pass(&self, prepared: &mut StageBuffers) -> Result<(), CodecError> {
         let (values, page_bytes) = self.page_sizes();
-        let Prepared { scratch, pages, rows } = prepared;
+        let StageBuffers { scratch, pages, rows } = prepared;
         let parts =
             self.input.chunks(values).zip(rows.chunks_mut(values)).zip(pages.chunks_exact_mut(page_bytes));
         for ((input, rows), page) in parts {
-            if self.stage != Stage::Quantise {
+            if self.stage != EncoderStage::Quantise {
                 rows.copy_from_slice(input);
                 self.codec.transform_rows(HEAD, self.side, rows, scratch)?;
             }
-            if self.stage != Stage::Rotate {
+            if self.stage != EncoderStage::Rotate {
                 self.codec.write_rows(HEAD, self.side, rows, page, scratch)?;
             }
         }
@@ -200,7 +202,7 @@ impl Work<'_> {
     }
 }
 
-struct Prepared {
+struct StageBuffers {
     scratch: SealScratch,
     pages: Vec<u8>,
     rows: Vec<f32>,

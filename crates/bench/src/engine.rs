@@ -15,7 +15,7 @@ use super::model::synthetic_tokens;
 pub struct LongContext {
     /// Tokens in the cache when decoding starts.
     pub context: usize,
-    /// Tokens decoded.
+    /// Tokens to decode.
     pub gen_tokens: usize,
     /// How often decoding is measured.
     pub repeat: usize,
@@ -26,7 +26,7 @@ pub struct LongContext {
 /// Tokens of the prompt that makes everything but pages resident before memory is measured: one chunk.
 const WARM_UP_TOKENS: usize = 512;
 
-/// What was measured.
+/// The measurement of one engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct LongContextRow {
     /// Cache type.
@@ -35,9 +35,9 @@ pub struct LongContextRow {
     pub context: usize,
     /// Tokens of the prompt per second.
     pub prefill_tokens_per_s: f64,
-    /// The best repetition.
+    /// Decoded tokens per second in the best repetition.
     pub decode_tokens_per_s: f64,
-    /// The median repetition.
+    /// Decoded tokens per second in the median repetition.
     pub decode_tokens_per_s_median: f64,
     /// Bytes of pages the sequence holds.
     pub kv_bytes: usize,
@@ -48,22 +48,22 @@ pub struct LongContextRow {
     pub rss_delta_bytes: Option<u64>,
     /// Largest resident size so far, of this and every engine before it.
     pub peak_rss_bytes: Option<u64>,
-    /// Bytes a step reads: weights and pages.
+    /// Bytes that a decode step reads: weights and pages.
     pub step_bytes: u64,
     /// Decode speed over the first engine's: the median over repetitions, in each of which all engines take turns.
     pub ratio: f64,
-    /// What the bytes of a step allow for that ratio.
+    /// The ratio that the bytes of a step allow, if speed is bound by memory.
     pub limit: f64,
 }
 
-/// What a measurement is at.
+/// The progress of a measurement.
 #[derive(Clone, Copy, Debug)]
-pub enum Stage<'a> {
-    /// An engine reads the context.
+pub enum LongContextStage<'a> {
+    /// An engine computes the context.
     Filling {
-        /// Its cache type.
+        /// Cache type of the engine.
         kv: &'a str,
-        /// Tokens read.
+        /// Tokens that are computed.
         done: usize,
         /// Tokens of the context.
         total: usize,
@@ -82,7 +82,7 @@ pub enum Stage<'a> {
 pub fn long_context<B: Backend>(
     engines: &[Engine<B>],
     bench: &LongContext,
-    mut on_stage: impl FnMut(Stage<'_>),
+    mut on_stage: impl FnMut(LongContextStage<'_>),
 ) -> Result<Vec<LongContextRow>, EngineError> {
     let mut rows = Vec::new();
     for engine in engines {
@@ -90,7 +90,7 @@ pub fn long_context<B: Backend>(
     }
     let mut speeds = vec![Vec::new(); engines.len()];
     for done in 0..bench.repeat.max(1) {
-        on_stage(Stage::Decoding { done, total: bench.repeat.max(1) });
+        on_stage(LongContextStage::Decoding { done, total: bench.repeat.max(1) });
         for (engine, speeds) in engines.iter().zip(&mut speeds) {
             // The prompt comes from the prefix tree but for its last tokens.
             let prompt = bench.prompt(engine);
@@ -119,11 +119,11 @@ impl LongContext {
     }
 }
 
-/// Computes the context; speeds of decoding are left open.
+/// Computes the context and measures that; decoding is measured later.
 fn fill<B: Backend>(
     engine: &Engine<B>,
     bench: &LongContext,
-    on_stage: &mut impl FnMut(Stage<'_>),
+    on_stage: &mut impl FnMut(LongContextStage<'_>),
 ) -> Result<LongContextRow, EngineError> {
     let context = bench.context;
     let prompt = bench.prompt(engine);
@@ -132,7 +132,7 @@ fn fill<B: Backend>(
         for event in engine.answer(Request::new(tokens, bench.options(1)))? {
             match event {
                 Event::Prefill { done, total, .. } => {
-                    on_stage(Stage::Filling { kv: &engine.info().kv, done, total });
+                    on_stage(LongContextStage::Filling { kv: &engine.info().kv, done, total });
                 }
                 Event::Scored { .. } | Event::Token { .. } => {}
                 Event::Finished { summary, .. } => return Ok(*summary),
@@ -179,9 +179,9 @@ fn median(numbers: impl Iterator<Item = f64>) -> f64 {
 pub struct SharedPrefix {
     /// Number of requests.
     pub requests: usize,
-    /// Tokens they have in common.
+    /// Tokens that the prompts have in common.
     pub prefix_tokens: usize,
-    /// Tokens of their own.
+    /// Tokens of each prompt after the common ones.
     pub suffix_tokens: usize,
     /// Tokens of each answer.
     pub output_tokens: usize,
@@ -189,7 +189,7 @@ pub struct SharedPrefix {
     pub interval: Duration,
 }
 
-/// What was measured.
+/// The measurement of requests with a common prefix.
 #[derive(Clone, Debug, Serialize)]
 pub struct SharedPrefixRow {
     /// Cache type.
@@ -200,11 +200,11 @@ pub struct SharedPrefixRow {
     pub requests: usize,
     /// Milliseconds from one arrival to the next.
     pub interval_ms: f64,
-    /// From the first arrival to the last answer.
+    /// Seconds from the first arrival to the last answer.
     pub seconds: f64,
     /// Answer tokens per second, all requests together.
     pub output_tokens_per_s: f64,
-    /// Mean time to the first token.
+    /// Mean time to the first token, in milliseconds.
     pub ttft_ms: f64,
     /// Share of prompt tokens that came from the cache.
     pub cached: f64,

@@ -20,10 +20,10 @@ mod serve;
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use codec::{CodecBench, run as codec};
 pub use engine::{
-    LongContext, LongContextRow, SharedPrefix, SharedPrefixRow, Stage, long_context, shared_prefix,
+    LongContext, LongContextRow, LongContextStage, SharedPrefix, SharedPrefixRow, long_context, shared_prefix,
 };
 pub use model::{ModelBench, run as model};
 pub use serve::{
-    AddedLatencyRow, Arrival, Limits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow, Workload,
-    added_latency, serve, streamed,
+    AddedLatencyRow, Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow,
+    Workload, added_latency, serve, streamed,
 };

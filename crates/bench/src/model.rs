@@ -7,7 +7,7 @@ use oscar_kernels::Backend;
 use oscar_lab::machine::peak_rss_bytes;
 use serde::Serialize;
 
-/// What to measure.
+/// A measurement of the speed of a model.
 #[derive(Clone, Debug)]
 pub struct ModelBench {
     /// Prompt tokens of the prefill measurement.
@@ -22,7 +22,7 @@ pub struct ModelBench {
 
 /// One repetition.
 #[derive(Debug, Serialize)]
-struct Row {
+struct ModelRow {
     repetition: usize,
     kv: String,
     threads: usize,
@@ -53,7 +53,7 @@ pub fn run<B: Backend>(
         // The first generated token comes from the prompt's own logits; each further one is a decode step.
         let decode = generate(engine, &tokens, bench.gen_tokens + 1)?;
         let seconds = prefill.first_token.as_secs_f64();
-        let row = Row {
+        let row = ModelRow {
             repetition,
             kv: engine.info().kv.clone(),
             threads,

@@ -13,36 +13,36 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use self::client::{Answered, Client};
+use self::client::{BenchClient, TimedAnswer};
 pub use self::workload::{Arrival, Workload};
 
 /// Why a server could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeBenchError {
-    /// There is no such server.
+    /// The address is not one of a server.
     #[error("{url:?} is not an address of a server: {reason}")]
     Url {
-        /// As it was given.
+        /// The address as it was given.
         url: String,
-        /// What is wrong with it.
+        /// What is wrong with the address.
         reason: String,
     },
-    /// Nobody listens.
+    /// Nothing listens at the address.
     #[error("cannot connect to {host}:{port}: {error}")]
     Connect {
-        /// Where.
+        /// Host of the server.
         host: String,
-        /// Where.
+        /// Port of the server.
         port: u16,
-        /// Why.
+        /// Error of the connection.
         error: io::Error,
     },
-    /// The server refuses.
+    /// The server refused a request.
     #[error("the server answered {status}: {answer}")]
     Status {
         /// HTTP status.
         status: u16,
-        /// The beginning of what it said.
+        /// The beginning of the server's answer.
         answer: String,
     },
     /// The connection failed.
@@ -59,48 +59,48 @@ pub enum ServeBenchError {
     NothingToMeasure,
 }
 
-/// What is asked of which server.
+/// A measurement of a server: where it is, and what is sent to it.
 #[derive(Clone, Debug)]
 pub struct ServeBench {
     /// The server, such as `http://127.0.0.1:30000`.
     pub url: String,
-    /// Key to show.
+    /// API key to send.
     pub api_key: Option<String>,
     /// Name of the model; servers of one model take any request without it.
     pub model: Option<String>,
-    /// Chats instead of plain texts.
+    /// Whether chats are requested instead of completions.
     pub chat: bool,
     /// The prompts.
     pub workload: Workload,
-    /// When they are sent.
+    /// When requests are sent.
     pub arrival: Arrival,
     /// Requests that are measured.
     pub requests: usize,
-    /// Requests before, with prompts that have nothing in common with the measured ones.
+    /// Requests before the measured ones, with prompts that have nothing in common with the measured ones.
     pub warmup: usize,
-    /// What a good answer keeps to.
-    pub limits: Limits,
+    /// The limits that goodput is counted with.
+    pub limits: GoodputLimits,
 }
 
-/// Answers that keep to this are good.
+/// The latency limits of goodput: an answer within both counts as good.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct GoodputLimits {
     /// Longest time to the first piece of text.
     pub ttft: Duration,
     /// Longest mean time per further token.
     pub tpot: Duration,
 }
 
-/// What was measured.
+/// The measurement of a server.
 #[derive(Clone, Debug, Serialize)]
 pub struct ServeRow {
-    /// How requests came.
+    /// How requests arrived, in words.
     pub arrival: String,
     /// Requests that were answered.
     pub requests: usize,
     /// Requests that were refused or broke off.
     pub failed: usize,
-    /// From the first request to the last answer.
+    /// Seconds from the first request to the last answer.
     pub seconds: f64,
     /// Mean tokens of a prompt, as the server counts them.
     pub prompt_tokens: f64,
@@ -122,17 +122,17 @@ pub struct ServeRow {
     pub tpot_ms_p90: f64,
     /// An answer's mean time per token after the first piece.
     pub tpot_ms_p99: f64,
-    /// From one piece of text to the next.
+    /// Time from one piece of text to the next.
     pub itl_ms_p50: f64,
-    /// From one piece of text to the next.
+    /// Time from one piece of text to the next.
     pub itl_ms_p90: f64,
-    /// From one piece of text to the next.
+    /// Time from one piece of text to the next.
     pub itl_ms_p99: f64,
-    /// From the request to the end of its answer.
+    /// Time from the request to the end of its answer.
     pub e2e_ms_p50: f64,
-    /// From the request to the end of its answer.
+    /// Time from the request to the end of its answer.
     pub e2e_ms_p99: f64,
-    /// Good answers per second.
+    /// Goodput: good answers per second.
     pub goodput_per_s: f64,
     /// Share of all requests that got a good answer.
     pub good: f64,
@@ -143,10 +143,10 @@ pub struct ServeRow {
 /// Sends the requests and waits for all answers.
 pub async fn serve(bench: &ServeBench) -> Result<ServeRow, ServeBenchError> {
     let bench = Arc::new(bench.clone());
-    let client = Arc::new(Client::new(&bench.url, bench.api_key.clone())?);
+    let client = Arc::new(BenchClient::new(&bench.url, bench.api_key.clone())?);
     // The first request also finds out whether there is a server at all.
     for prompt in bench.workload.unrelated().prompts(bench.warmup.max(1)) {
-        bench.ask(&client, &prompt).await?;
+        bench.stream_answer(&client, &prompt).await?;
     }
     let prompts = Arc::new(bench.workload.prompts(bench.requests));
     let begun = Instant::now();
@@ -154,12 +154,12 @@ pub async fn serve(bench: &ServeBench) -> Result<ServeRow, ServeBenchError> {
     match bench.arrival {
         Arrival::Poisson { rate } => {
             let mut due = begun;
-            for (number, gap) in (0..prompts.len()).zip(bench.workload.gaps(rate)) {
+            for (number, gap) in (0..prompts.len()).zip(bench.workload.arrival_intervals(rate)) {
                 due += gap;
                 tokio::time::sleep_until(due.into()).await;
                 let (bench, client, prompts) =
                     (Arc::clone(&bench), Arc::clone(&client), Arc::clone(&prompts));
-                tasks.spawn(async move { vec![bench.ask(&client, &prompts[number]).await] });
+                tasks.spawn(async move { vec![bench.stream_answer(&client, &prompts[number]).await] });
             }
         }
         Arrival::Closed { clients } => {
@@ -171,7 +171,7 @@ pub async fn serve(bench: &ServeBench) -> Result<ServeRow, ServeBenchError> {
                 tasks.spawn(async move {
                     let mut answers = Vec::new();
                     while let Some(prompt) = prompts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        answers.push(bench.ask(&client, prompt).await);
+                        answers.push(bench.stream_answer(&client, prompt).await);
                     }
                     answers
                 });
@@ -183,21 +183,21 @@ pub async fn serve(bench: &ServeBench) -> Result<ServeRow, ServeBenchError> {
 }
 
 impl ServeBench {
-    fn ask<'a>(
+    fn stream_answer<'a>(
         &'a self,
-        client: &'a Client,
+        client: &'a BenchClient,
         prompt: &'a str,
-    ) -> impl Future<Output = Result<Answered, ServeBenchError>> + 'a {
+    ) -> impl Future<Output = Result<TimedAnswer, ServeBenchError>> + 'a {
         let (path, mut body) = request(self.chat, prompt, self.workload.output_tokens);
         if let Some(model) = &self.model {
             body["model"] = json!(model);
         }
-        async move { client.ask(path, &body).await }
+        async move { client.stream_answer(path, &body).await }
     }
 
     fn row(
         &self,
-        answers: Vec<Result<Answered, ServeBenchError>>,
+        answers: Vec<Result<TimedAnswer, ServeBenchError>>,
         begun: Instant,
     ) -> Result<ServeRow, ServeBenchError> {
         let (mut good_answers, mut failures) = (Vec::new(), Vec::new());
@@ -278,7 +278,7 @@ fn request(chat: bool, prompt: &str, output_tokens: usize) -> (&'static str, Val
 }
 
 /// Path and body of a request whose every token must have a text.
-fn wordy_request(output_tokens: usize) -> (&'static str, Value) {
+fn text_only_request(output_tokens: usize) -> (&'static str, Value) {
     let (path, mut body) = request(true, "go on", output_tokens);
     // Instead of an end that is ignored and has no text, there is none.
     body["ignore_eos"] = json!(false);
@@ -286,12 +286,12 @@ fn wordy_request(output_tokens: usize) -> (&'static str, Value) {
     (path, body)
 }
 
-/// How many tokens a second a server can stream.
+/// The measurement of how many events a server can stream.
 #[derive(Clone, Debug, Serialize)]
 pub struct StreamedRow {
     /// Streams at a time.
     pub clients: usize,
-    /// How long was counted.
+    /// Seconds for which events were counted.
     pub seconds: f64,
     /// Events that arrived per second, all clients together: one for each token, if the server sends them one by one.
     pub events_per_s: f64,
@@ -299,17 +299,17 @@ pub struct StreamedRow {
 
 /// Opens streams without an end and counts what arrives for `seconds`, after a second of warm-up.
 pub async fn streamed(url: &str, clients: usize, seconds: f64) -> Result<StreamedRow, ServeBenchError> {
-    let client = Arc::new(Client::new(url, None)?);
+    let client = Arc::new(BenchClient::new(url, None)?);
     let events = Arc::new(AtomicU64::new(0));
     let mut tasks = JoinSet::new();
     for _ in 0..clients {
         let (client, events) = (Arc::clone(&client), Arc::clone(&events));
         tasks.spawn(async move {
-            let (path, body) = wordy_request(1_000_000_000);
+            let (path, body) = text_only_request(1_000_000_000);
             let add = |count| {
                 events.fetch_add(count, Ordering::Relaxed);
             };
-            client.count(path, &body, add).await
+            client.count_events(path, &body, add).await
         });
     }
     let count = async {
@@ -329,16 +329,16 @@ pub async fn streamed(url: &str, clients: usize, seconds: f64) -> Result<Streame
     }
 }
 
-/// When an engine says its tokens: the first after `latency`, then one after each `interval`.
+/// When an engine emits its tokens: the first after `latency`, then one after each `interval`.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// To the first.
+    /// Time to the first token.
     pub latency: Duration,
-    /// To each further one.
+    /// Time from one token to the next.
     pub interval: Duration,
 }
 
-/// How much later than they were due tokens arrive.
+/// The measurement of how much later than they were due tokens arrive.
 #[derive(Clone, Debug, Serialize)]
 pub struct AddedLatencyRow {
     /// Streams at a time.
@@ -355,7 +355,7 @@ pub struct AddedLatencyRow {
     pub added_ms_p50: f64,
     /// From sending a request to any of its tokens, less the engine's time.
     pub added_ms_p99: f64,
-    /// The worst of them.
+    /// The largest added latency.
     pub added_ms_max: f64,
 }
 
@@ -368,7 +368,7 @@ pub async fn added_latency(
     requests: usize,
     output_tokens: usize,
 ) -> Result<AddedLatencyRow, ServeBenchError> {
-    let client = Arc::new(Client::new(url, None)?);
+    let client = Arc::new(BenchClient::new(url, None)?);
     let begun = Instant::now();
     let mut tasks = JoinSet::new();
     for number in 0..clients {
@@ -377,12 +377,12 @@ pub async fn added_latency(
             // People do not press their keys together.
             tokio::time::sleep(pace.interval.mul_f64(number as f64 * 0.618_034)).await;
             // A process that has just started touches its code and memory for the first time.
-            let (path, body) = wordy_request(2);
-            client.ask(path, &body).await?;
-            let (path, body) = wordy_request(output_tokens);
+            let (path, body) = text_only_request(2);
+            client.stream_answer(path, &body).await?;
+            let (path, body) = text_only_request(output_tokens);
             let mut answers = Vec::new();
             for _ in 0..requests {
-                answers.push(client.ask(path, &body).await?);
+                answers.push(client.stream_answer(path, &body).await?);
             }
             Ok::<_, ServeBenchError>(answers)
         });

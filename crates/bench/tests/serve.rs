@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use oscar_bench::{
-    Arrival, Limits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
+    Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
 };
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -118,7 +118,7 @@ fn bench(url: String, arrival: Arrival) -> ServeBench {
         arrival,
         requests: 20,
         warmup: 2,
-        limits: Limits { ttft: Duration::from_secs(60), tpot: Duration::from_secs(60) },
+        limits: GoodputLimits { ttft: Duration::from_secs(60), tpot: Duration::from_secs(60) },
     }
 }
 
@@ -132,7 +132,7 @@ async fn what_a_server_says_is_counted() {
     assert!(row.ttft_ms_p50 > 0.0 && row.ttft_ms_p50 <= row.ttft_ms_p90 && row.ttft_ms_p90 <= row.e2e_ms_p99);
     // Clients keep their connections.
     assert!(seen.connections.load(Ordering::SeqCst) <= 4, "{}", seen.connections.load(Ordering::SeqCst));
-    let strict = Limits { ttft: Duration::ZERO, tpot: Duration::from_secs(60) };
+    let strict = GoodputLimits { ttft: Duration::ZERO, tpot: Duration::from_secs(60) };
     let row =
         serve(&ServeBench { limits: strict, ..bench(url, Arrival::Closed { clients: 3 }) }).await.unwrap();
     assert_eq!((row.requests, row.goodput_per_s, row.good), (20, 0.0, 0.0));

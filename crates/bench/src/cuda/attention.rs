@@ -9,13 +9,13 @@ use oscar_lab::eval::report::charts::{LineChart, Note, Series, short};
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
-use super::decode::{Case, measure, read_ceiling};
+use super::decode::{DecodeCase, measure, read_ceiling};
 use crate::formats::{format_name, page_layout};
 
-/// What to measure.
+/// A measurement of decode attention on a card.
 #[derive(Clone, Debug)]
-pub struct CudaBench {
-    /// Number of the card.
+pub struct CudaAttentionBench {
+    /// Index of the card.
     pub card: usize,
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
@@ -23,21 +23,21 @@ pub struct CudaBench {
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
-    /// Groups of channels with their own scale, in formats that have them.
+    /// Groups of channels with a scale of their own, in formats that have groups.
     pub groups: usize,
-    /// Sequences of a step.
+    /// Numbers of sequences in a step.
     pub batches: Vec<usize>,
-    /// Tokens in the cache of each.
+    /// Numbers of tokens in the cache of each sequence.
     pub contexts: Vec<usize>,
-    /// Formats; [`CacheType::Auto`] counts as 2-bit.
+    /// Page formats to measure; [`CacheType::Auto`] counts as 2-bit.
     pub formats: Vec<CacheType>,
     /// Tokens read in bf16 at the start, in whole pages.
     pub sink_tokens: usize,
     /// Tokens read in bf16 before the page of the query, in whole pages.
     pub recent_tokens: usize,
-    /// Split at fixed pages, so that results do not depend on the batch.
+    /// Whether sequences are split at fixed pages, so that results do not depend on the batch.
     pub deterministic: bool,
-    /// Pages to go through before one is read again, in bytes.
+    /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
     /// Timed passes.
     pub repeat: usize,
@@ -48,12 +48,12 @@ const FIXED_PAGES: usize = 32;
 
 /// One measurement.
 #[derive(Clone, Debug, Serialize)]
-pub struct CudaRow {
+pub struct CudaAttentionRow {
     kind: &'static str,
     card: String,
     /// Version of the CUDA interface of the driver.
     cuda: i32,
-    /// The format.
+    /// The page format.
     pub kv: &'static str,
     batch: usize,
     context: usize,
@@ -69,13 +69,13 @@ pub struct CudaRow {
     bytes: usize,
     /// Microseconds per layer, median.
     pub us_per_layer: f64,
-    /// The fastest pass.
+    /// Microseconds per layer of the fastest pass.
     fastest_us: f64,
     /// Bytes of pages per second.
     gb_per_s: f64,
-    /// What a kernel reads that does nothing else.
+    /// The read ceiling: bytes per second of a kernel that only reads.
     ceiling_gb_per_s: f64,
-    /// The one over the other.
+    /// [`gb_per_s`](Self::gb_per_s) over the read ceiling.
     of_ceiling: f64,
     /// Times faster than bf16 of the same batch and context, if that is measured.
     times_bf16: Option<f64>,
@@ -85,7 +85,7 @@ pub struct CudaRow {
     spilled_bytes: usize,
 }
 
-impl CudaRow {
+impl CudaAttentionRow {
     /// Multiplications and additions of a layer: queries with keys, weights with values.
     fn operations(&self) -> f64 {
         4.0 * (self.batch * self.context * self.q_heads * self.head_dim) as f64
@@ -102,20 +102,20 @@ impl CudaRow {
 }
 
 /// All measurements below the read ceiling of their card, as SVG; the fastest and the slowest of every format are named.
-pub fn roofline(rows: &[CudaRow]) -> String {
+pub fn roofline(rows: &[CudaAttentionRow]) -> String {
     let ceiling = rows.first().map_or(0.0, |row| row.ceiling_gb_per_s * 1e9);
-    let note = |row: &CudaRow, below: bool| {
+    let note = |row: &CudaAttentionRow, below: bool| {
         let (intensity, speed) = row.point();
         let share = speed / (intensity * ceiling);
         let text = format!("{} x {} ({share:.2})", row.batch, short(row.context as f64));
         Note { at: (intensity, speed), text, below }
     };
     let mut series: Vec<Series> = Vec::new();
-    for name in rows.iter().map(CudaRow::series) {
+    for name in rows.iter().map(CudaAttentionRow::series) {
         if series.iter().any(|known| known.name == name) {
             continue;
         }
-        let mut own: Vec<&CudaRow> = rows.iter().filter(|row| row.series() == name).collect();
+        let mut own: Vec<&CudaAttentionRow> = rows.iter().filter(|row| row.series() == name).collect();
         own.sort_by(|one, other| one.point().1.total_cmp(&other.point().1));
         // The line climbs to the right, so there is room left of the fastest and right of the slowest.
         let mut notes: Vec<Note> = own.last().map(|row| note(row, false)).into_iter().collect();
@@ -141,16 +141,16 @@ pub fn roofline(rows: &[CudaRow]) -> String {
     .svg()
 }
 
-/// What cannot be measured.
+/// Why attention could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaBenchError {
-    /// The shape of pages.
+    /// There are no pages of this shape.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The card.
+    /// The card cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Query heads do not divide among KV heads.
+    /// The query heads do not divide among the KV heads.
     #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
     Heads {
         /// Query heads.
@@ -171,8 +171,11 @@ pub enum CudaBenchError {
 }
 
 /// Measures; `on_row` is called after each row.
-pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), CudaBenchError> {
-    let CudaBench { q_heads, kv_heads, head_dim, groups, .. } = *bench;
+pub fn run(
+    bench: &CudaAttentionBench,
+    mut on_row: impl FnMut(&CudaAttentionRow),
+) -> Result<(), CudaBenchError> {
+    let CudaAttentionBench { q_heads, kv_heads, head_dim, groups, .. } = *bench;
     if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return Err(CudaBenchError::Heads { q_heads, kv_heads });
     }
@@ -197,7 +200,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
                 if needed > free * 9 / 10 {
                     return Err(CudaBenchError::Memory { needed, free });
                 }
-                let case = Case {
+                let case = DecodeCase {
                     shape,
                     batch,
                     tokens: context,
@@ -214,7 +217,7 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
                 }
                 let same = exact.iter().find(|(b, c, _)| (*b, *c) == (batch, context));
                 let rate = measured.bytes as f64 / measured.seconds;
-                on_row(&CudaRow {
+                on_row(&CudaAttentionRow {
                     kind: "cuda_attention",
                     card: device.name().to_owned(),
                     cuda: device.driver_version()?,
@@ -250,8 +253,8 @@ pub fn run(bench: &CudaBench, mut on_row: impl FnMut(&CudaRow)) -> Result<(), Cu
 mod tests {
     use super::*;
 
-    fn bench() -> CudaBench {
-        CudaBench {
+    fn bench() -> CudaAttentionBench {
+        CudaAttentionBench {
             card: 0,
             q_heads: 8,
             kv_heads: 2,
@@ -286,7 +289,7 @@ mod tests {
 
     #[test]
     fn a_roofline_says_how_far_from_the_ceiling_every_row_is() {
-        let row = |kv, groups, us_per_layer| CudaRow {
+        let row = |kv, groups, us_per_layer| CudaAttentionRow {
             kind: "cuda_attention",
             card: "a card".into(),
             cuda: 13000,
@@ -324,7 +327,7 @@ mod tests {
 
     #[test]
     fn shapes_that_do_not_fit_are_refused_before_a_card_is_needed() {
-        let refused = |change: &dyn Fn(&mut CudaBench)| {
+        let refused = |change: &dyn Fn(&mut CudaAttentionBench)| {
             let mut bench = bench();
             change(&mut bench);
             run(&bench, |_| {}).unwrap_err()

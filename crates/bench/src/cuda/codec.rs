@@ -12,24 +12,24 @@ use serde::Serialize;
 use super::attention::CudaBenchError;
 use super::pages::measure_sealing;
 
-/// What to measure.
+/// A measurement of sealing on a card.
 #[derive(Clone, Debug)]
 pub struct CudaCodecBench {
-    /// Number of the card.
+    /// Index of the card.
     pub card: usize,
     /// Layers of a page.
     pub layers: usize,
     /// KV heads of a layer.
     pub kv_heads: usize,
-    /// Channels of a head, one table part each.
+    /// Head dimensions to measure, one part of the table each.
     pub head_dims: Vec<usize>,
-    /// Groups of channels with their own scale, in 2-bit pages.
+    /// Groups of channels with a scale of their own, in 2-bit pages.
     pub groups: usize,
     /// Rounding rules of 2-bit pages.
     pub rules: Vec<Rule>,
     /// Pages of a launch.
     pub pages: usize,
-    /// Pages to go through before one is read again, in bytes.
+    /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
     /// Timed passes.
     pub repeat: usize,

@@ -16,33 +16,33 @@ use super::read::ReadAll;
 
 /// A batch of sequences of one length.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
-    /// Heads and format.
+pub struct DecodeCase {
+    /// Heads and page format.
     pub shape: DecodeShape,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens of each.
+    /// Tokens of each sequence.
     pub tokens: usize,
     /// Pages read in bf16 at the start.
     pub sink_pages: usize,
     /// Full pages read in bf16 before that of the query.
     pub recent_pages: usize,
-    /// How work is divided.
+    /// How sequences are split into segments.
     pub split: Split,
-    /// A layout other than the usual one.
+    /// A tuning of the kernel other than the one that is chosen by default.
     pub tuning: Option<Tuning>,
-    /// Pages to go through before one is read again, in bytes.
+    /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
     /// Timed passes over all layers.
     pub passes: usize,
 }
 
-/// What was measured.
+/// The measurement of a case.
 #[derive(Clone, Copy, Debug)]
-pub struct Measured {
-    /// Median over passes, divided by the layers of a pass.
+pub struct MeasuredDecode {
+    /// Seconds per layer: the median over passes.
     pub seconds: f64,
-    /// The fastest pass.
+    /// Seconds per layer of the fastest pass.
     pub fastest: f64,
     /// Bytes of pages that a layer reads.
     pub bytes: usize,
@@ -54,7 +54,7 @@ pub struct Measured {
     pub registers: usize,
     /// Bytes of local memory of a thread.
     pub spilled: usize,
-    /// Partial results of a layer.
+    /// Number of partial results of a layer.
     pub partials: usize,
 }
 
@@ -113,7 +113,7 @@ pub fn read_ceiling(device: &Arc<Device>) -> Result<f64, CudaError> {
 type PageTables = (Vec<Option<ExactSlot>>, Vec<Option<SealedSlot>>);
 
 /// Measures a case.
-pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError> {
+pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode, CudaError> {
     let kernel = match case.tuning {
         Some(tuning) => DecodeAttention::with_tuning(device, case.shape, tuning)?,
         None => DecodeAttention::new(device, case.shape)?,
@@ -150,7 +150,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     let bytes = plan.plan().bytes;
     let layers = case.pool_bytes.div_ceil(bytes.max(1)).clamp(1, 1024);
 
-    let samples = [0, 1].map(|pool| Samples::new(&kernel.orders()[pool], &mut random));
+    let samples = [0, 1].map(|pool| SamplePages::new(&kernel.orders()[pool], &mut random));
     let heads = case.shape.kv_heads;
     // One slot more than pages: the dummy of a layer is the last page of the layer before.
     let pools = [(0, pages - sealed_pages), (1, sealed_pages)].map(|(pool, count): (usize, usize)| {
@@ -195,7 +195,7 @@ pub fn measure(device: &Arc<Device>, case: &Case) -> Result<Measured, CudaError>
     let error =
         relative_error(&queries[..width], &got[..width], case.shape.head_dim, scale, case.tokens, rows);
     let (registers, spilled) = kernel.resources()?;
-    Ok(Measured {
+    Ok(MeasuredDecode {
         seconds: seconds[seconds.len() / 2] / layers as f64,
         fastest: seconds[0] / layers as f64,
         bytes,
@@ -223,30 +223,30 @@ fn relative_error<'a>(
             norm += expected.powi(2);
         }
     }
-    // Not a number, if anything was not.
+    // NaN if any number is NaN.
     if norm == 0.0 { f64::sqrt(difference) } else { f64::sqrt(difference / norm) }
 }
 
 /// Random pages of one format: bytes of the device and what they mean.
-struct Samples {
-    /// In the order of the device.
+struct SamplePages {
+    /// Bytes of each page, in the order of the device.
     pages: Vec<Vec<u8>>,
-    /// Keys and values of each, 64 rows.
+    /// Keys and values of each page, 64 rows.
     rows: Vec<[Vec<f32>; 2]>,
 }
 
-impl Samples {
-    fn new(order: &PageOrder, random: &mut Random) -> Samples {
+impl SamplePages {
+    fn new(order: &PageOrder, random: &mut Random) -> SamplePages {
         let drawn = (0..SAMPLES).map(|_| {
             let rows =
                 [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * random.signed()).collect());
             random_page(order, &rows, random)
         });
         let (pages, rows) = drawn.unzip();
-        Samples { pages, rows }
+        SamplePages { pages, rows }
     }
 
-    /// Device memory full of them.
+    /// Allocates device memory and fills it with the pages in turn.
     fn fill(&self, device: &Device, pages: usize) -> Result<CudaSlice<u8>, CudaError> {
         let page = self.pages[0].len();
         let mut memory = device.zeroed(pages * page)?;

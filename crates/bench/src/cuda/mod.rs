@@ -14,7 +14,7 @@ mod decode;
 mod pages;
 mod read;
 
-pub use attention::{CudaBench, CudaBenchError, CudaRow, roofline, run as attention};
+pub use attention::{CudaAttentionBench, CudaAttentionRow, CudaBenchError, roofline, run as attention};
 pub use codec::{CudaCodecBench, CudaCodecRow, run as codec};
-pub use decode::{Case, Measured, measure, read_ceiling};
+pub use decode::{DecodeCase, MeasuredDecode, measure, read_ceiling};
 pub use pages::{MeasuredPages, measure_sealing, measure_writing};

@@ -14,12 +14,12 @@ use oscar_random::Random;
 
 use super::decode::replay;
 
-/// What was measured.
+/// The measurement of sealing or writing.
 #[derive(Clone, Copy, Debug)]
 pub struct MeasuredPages {
     /// Seconds of a launch, median over passes.
     pub seconds: f64,
-    /// The fastest pass.
+    /// Seconds of a launch in the fastest pass.
     pub fastest: f64,
     /// bf16 bytes of keys and values that a launch goes through.
     pub bytes: usize,

@@ -14,7 +14,7 @@ pub(super) struct ReadAll {
 }
 
 impl ReadAll {
-    /// The source.
+    /// The CUDA source of the kernel.
     pub(super) fn source() -> Source {
         let text = include_str!("read.cu").into();
         Source { name: "read".into(), text, defines: Vec::new(), exact: false }

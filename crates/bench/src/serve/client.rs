@@ -16,8 +16,8 @@ use tokio::net::TcpStream;
 
 use super::ServeBenchError;
 
-/// A server and the connections to it that nobody uses at the moment.
-pub(super) struct Client {
+/// A client of one server, with the idle connections to it.
+pub(super) struct BenchClient {
     host: String,
     port: u16,
     path: String,
@@ -25,21 +25,21 @@ pub(super) struct Client {
     idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
 }
 
-/// What came of a request.
-pub(super) struct Answered {
+/// The answer to a request, with the times at which it arrived.
+pub(super) struct TimedAnswer {
     /// When the request was sent.
     pub(super) sent: Instant,
     /// When each piece of text arrived.
     pub(super) pieces: Vec<Instant>,
     /// When the stream ended.
     pub(super) ended: Instant,
-    /// What the server counted, if it did.
-    pub(super) usage: Option<Usage>,
+    /// Tokens as the server counted them, if it did.
+    pub(super) usage: Option<TokenUsage>,
 }
 
-/// Tokens of a request.
+/// Token counts of a request, as a server reports them.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
-pub(super) struct Usage {
+pub(super) struct TokenUsage {
     #[serde(default)]
     pub(super) prompt_tokens: u64,
     #[serde(default)]
@@ -52,45 +52,45 @@ struct PromptDetails {
     cached_tokens: Option<u64>,
 }
 
-impl Usage {
+impl TokenUsage {
     /// Prompt tokens that came from a cache; servers that have none do not say.
     pub(super) fn cached_tokens(&self) -> u64 {
         self.prompt_tokens_details.and_then(|details| details.cached_tokens).unwrap_or(0)
     }
 }
 
-/// An event of a stream, as far as it is looked at.
+/// The fields of a streamed event that are read.
 #[derive(Deserialize)]
-struct Chunk {
+struct StreamChunk {
     #[serde(default)]
-    choices: Vec<Choice>,
-    usage: Option<Usage>,
+    choices: Vec<StreamChoice>,
+    usage: Option<TokenUsage>,
     error: Option<Value>,
 }
 
 #[derive(Deserialize)]
-struct Choice {
+struct StreamChoice {
     text: Option<String>,
-    delta: Option<Delta>,
+    delta: Option<ChoiceDelta>,
 }
 
 #[derive(Deserialize)]
-struct Delta {
+struct ChoiceDelta {
     content: Option<String>,
     reasoning_content: Option<String>,
 }
 
-impl Choice {
-    fn says_something(&self) -> bool {
+impl StreamChoice {
+    fn has_text(&self) -> bool {
         let said = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
         let delta = self.delta.as_ref();
         said(&self.text) || delta.is_some_and(|delta| said(&delta.content) || said(&delta.reasoning_content))
     }
 }
 
-impl Client {
+impl BenchClient {
     /// A client of the server at `url`, such as `http://127.0.0.1:30000`; `/v1` at its end may be left out.
-    pub(super) fn new(url: &str, api_key: Option<String>) -> Result<Client, ServeBenchError> {
+    pub(super) fn new(url: &str, api_key: Option<String>) -> Result<BenchClient, ServeBenchError> {
         let bad = |reason: &str| ServeBenchError::Url { url: url.to_owned(), reason: reason.to_owned() };
         let uri: Uri = url.parse().map_err(|_| bad("it cannot be read"))?;
         match uri.scheme_str() {
@@ -100,7 +100,7 @@ impl Client {
         }
         let host = uri.host().ok_or_else(|| bad("it names no host"))?;
         let path = uri.path().trim_end_matches('/');
-        Ok(Client {
+        Ok(BenchClient {
             host: host.trim_matches(['[', ']']).to_owned(),
             port: uri.port_u16().unwrap_or(80),
             path: path.strip_suffix("/v1").unwrap_or(path).to_owned(),
@@ -157,11 +157,15 @@ impl Client {
     }
 
     /// Sends a request for a stream and reads it to its end.
-    pub(super) async fn ask(&self, path: &str, body: &Value) -> Result<Answered, ServeBenchError> {
+    pub(super) async fn stream_answer(
+        &self,
+        path: &str,
+        body: &Value,
+    ) -> Result<TimedAnswer, ServeBenchError> {
         let body = Bytes::from(body.to_string());
         let sent = Instant::now();
         let (connection, response) = self.post(path, body).await?;
-        let (mut events, mut pieces, mut usage, mut done) = (Events::default(), Vec::new(), None, false);
+        let (mut events, mut pieces, mut usage, mut done) = (SseParser::default(), Vec::new(), None, false);
         let mut body = response.into_body();
         while let Some(frame) = body.frame().await {
             let arrived = Instant::now();
@@ -172,24 +176,24 @@ impl Client {
                     done = true;
                     continue;
                 }
-                let chunk: Chunk = serde_json::from_slice(&event)
+                let chunk: StreamChunk = serde_json::from_slice(&event)
                     .map_err(|error| ServeBenchError::Stream(format!("an event cannot be read: {error}")))?;
                 if let Some(error) = chunk.error {
                     return Err(ServeBenchError::Stream(error.to_string()));
                 }
                 usage = chunk.usage.or(usage);
-                pieces.extend(chunk.choices.iter().any(Choice::says_something).then_some(arrived));
+                pieces.extend(chunk.choices.iter().any(StreamChoice::has_text).then_some(arrived));
             }
         }
         if !done {
             return Err(ServeBenchError::Stream("it broke off".to_owned()));
         }
         self.idle().push(connection);
-        Ok(Answered { sent, pieces, ended: Instant::now(), usage })
+        Ok(TimedAnswer { sent, pieces, ended: Instant::now(), usage })
     }
 
     /// Sends a request for a stream and tells how many events each read brought, without looking into them.
-    pub(super) async fn count(
+    pub(super) async fn count_events(
         &self,
         path: &str,
         body: &Value,
@@ -205,14 +209,14 @@ impl Client {
     }
 }
 
-/// Puts the lines of a stream together, however they were cut for their journey.
+/// Parses server-sent events out of pieces of any size.
 #[derive(Default)]
-struct Events {
+struct SseParser {
     buffer: Vec<u8>,
     read: usize,
 }
 
-impl Events {
+impl SseParser {
     fn push(&mut self, data: &[u8]) {
         self.buffer.drain(..self.read);
         self.read = 0;
@@ -242,7 +246,7 @@ mod tests {
     fn events_survive_any_cut() {
         let stream = b": hello\r\ndata: {\"a\": 1}\r\n\r\nevent: x\ndata:two\n\ndata: [DONE]\n\n";
         for size in 1..stream.len() {
-            let (mut events, mut found) = (Events::default(), Vec::new());
+            let (mut events, mut found) = (SseParser::default(), Vec::new());
             for part in stream.chunks(size) {
                 events.push(part);
                 found.extend(std::iter::from_fn(|| events.next_event()));
@@ -253,11 +257,11 @@ mod tests {
 
     #[test]
     fn addresses_are_checked() {
-        let client = Client::new("http://[::1]:8000/base/v1/", None).unwrap();
+        let client = BenchClient::new("http://[::1]:8000/base/v1/", None).unwrap();
         assert_eq!((client.host.as_str(), client.port, client.path.as_str()), ("::1", 8000, "/base"));
-        assert_eq!(Client::new("http://example", None).unwrap().port, 80);
+        assert_eq!(BenchClient::new("http://example", None).unwrap().port, 80);
         for url in ["https://example", "example:80", "", "http://"] {
-            assert!(Client::new(url, None).is_err(), "{url}");
+            assert!(BenchClient::new(url, None).is_err(), "{url}");
         }
     }
 }

@@ -11,20 +11,20 @@ const WORDS: [&str; 32] = [
     "feather", "gallery",
 ];
 
-/// What is asked.
+/// The prompts of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
-    /// Texts that several requests begin with.
+    /// Number of texts that several requests begin with.
     pub prefixes: usize,
-    /// Words of each.
+    /// Words of each of these texts.
     pub prefix_words: usize,
-    /// Words of a request's own after it.
+    /// Words of each prompt after that text.
     pub own_words: usize,
     /// Share of requests that begin with one of the texts; the others are their own from the first word.
     pub shared: f64,
     /// Tokens of each answer.
     pub output_tokens: usize,
-    /// What prompts and arrivals depend on.
+    /// Seed of prompts and arrivals.
     pub seed: u64,
 }
 
@@ -61,13 +61,13 @@ impl Workload {
         (0..requests).map(prompt).collect()
     }
 
-    /// The same mix with no text in common.
+    /// The same workload with other texts, which have nothing in common with these.
     pub(super) fn unrelated(&self) -> Workload {
         Workload { seed: !self.seed, ..*self }
     }
 
     /// Times from one arrival to the next.
-    pub(super) fn gaps(&self, rate: f64) -> impl Iterator<Item = Duration> {
+    pub(super) fn arrival_intervals(&self, rate: f64) -> impl Iterator<Item = Duration> {
         let mut random = Random::new(self.seed.wrapping_add(2));
         std::iter::from_fn(move || Some(Duration::from_secs_f64(-(1.0 - random.fraction()).ln() / rate)))
     }
@@ -119,12 +119,12 @@ mod tests {
 
     #[test]
     fn arrivals_have_the_rate_that_was_asked_for() {
-        let gaps: Vec<f64> = MIX.gaps(50.0).take(4000).map(|gap| gap.as_secs_f64()).collect();
+        let gaps: Vec<f64> = MIX.arrival_intervals(50.0).take(4000).map(|gap| gap.as_secs_f64()).collect();
         let mean = gaps.iter().sum::<f64>() / 4000.0;
         assert!((mean * 50.0 - 1.0).abs() < 0.05, "{mean}");
         // Exponential: the standard deviation is the mean.
         let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / 4000.0;
         assert!((variance.sqrt() / mean - 1.0).abs() < 0.1, "{variance}");
-        assert!(MIX.gaps(50.0).take(20).eq(MIX.gaps(50.0).take(20)));
+        assert!(MIX.arrival_intervals(50.0).take(20).eq(MIX.arrival_intervals(50.0).take(20)));
     }
 }

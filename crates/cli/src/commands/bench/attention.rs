@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use oscar_bench::AttentionBench;
-use oscar_bench::cuda::CudaBench;
+use oscar_bench::cuda::CudaAttentionBench;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
@@ -152,7 +152,7 @@ impl AttentionBenchArguments {
     }
 
     fn run_cuda(self) -> Result<(), Failure> {
-        let bench = CudaBench {
+        let bench = CudaAttentionBench {
             card: 0,
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use clap::Args;
-use oscar_bench::{LongContext, SharedPrefix, Stage, long_context, shared_prefix};
+use oscar_bench::{LongContext, LongContextStage, SharedPrefix, long_context, shared_prefix};
 use oscar_engine::{Engine, EngineOptions};
 use oscar_lab::Report;
 use oscar_rotations::CacheType;
@@ -96,10 +96,14 @@ fn weight_bytes(path: &Path) -> u64 {
 }
 
 /// Shows what is being done, with a bar for each part.
-fn show(steps: &mut Option<(String, Steps)>, stage: Stage<'_>) {
+fn show(steps: &mut Option<(String, Steps)>, stage: LongContextStage<'_>) {
     let (label, done, total) = match stage {
-        Stage::Filling { kv, done, total } => (format!("{kv}: reading {total} tokens"), done, total),
-        Stage::Decoding { done, total } => (format!("decoding {total} times in turn"), done, total),
+        LongContextStage::Filling { kv, done, total } => {
+            (format!("{kv}: reading {total} tokens"), done, total)
+        }
+        LongContextStage::Decoding { done, total } => {
+            (format!("decoding {total} times in turn"), done, total)
+        }
     };
     if steps.as_ref().is_none_or(|(shown, _)| *shown != label) {
         if let Some((_, steps)) = steps.take() {

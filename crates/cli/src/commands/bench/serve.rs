@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use oscar_bench::{
-    Arrival, Limits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
+    Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
 };
 use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
 use oscar_lab::Report;
@@ -225,7 +225,10 @@ impl ServeBenchArguments {
             arrival,
             requests: self.requests,
             warmup: self.warmup,
-            limits: Limits { ttft: milliseconds(self.ttft_limit_ms), tpot: milliseconds(self.tpot_limit_ms) },
+            limits: GoodputLimits {
+                ttft: milliseconds(self.ttft_limit_ms),
+                tpot: milliseconds(self.tpot_limit_ms),
+            },
         };
         report.push(runtime.block_on(serve(&bench)).map_err(failure)?);
         Ok(())
