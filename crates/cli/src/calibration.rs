@@ -1,4 +1,4 @@
-//! From a recipe to rotations and a certificate in their files.
+//! Calibrates a model by the arguments of a command, and writes rotations and certificate to files.
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -55,7 +55,7 @@ pub(crate) struct Recipe {
 }
 
 /// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
-pub(crate) fn on_the_spot(subject: &Subject) -> Result<(), Failure> {
+pub(crate) fn calibrate_into_cache(subject: &Subject) -> Result<(), Failure> {
     let recipe = Recipe {
         data: Vec::new(),
         chat_template: false,

@@ -1,4 +1,4 @@
-//! Where a device is chosen. Everything else is generic over `Backend`, or takes [`Device`].
+//! The one place that chooses a device. Everything else is generic over `Backend`, or takes [`Device`].
 
 use oscar_kernels::KernelError;
 use oscar_kernels::cpu::CpuBackend;

@@ -23,7 +23,7 @@ pub(crate) enum Failure {
     Error { message: String, fix: Option<String> },
     /// The user pressed Ctrl-C.
     Interrupted(String),
-    /// Whoever read our output has seen enough. Not a failure.
+    /// The reader of standard output closed it, which is not an error.
     OutputClosed,
 }
 
@@ -41,7 +41,7 @@ impl Failure {
         }
     }
 
-    /// Tells the user and gives the exit code.
+    /// Prints the failure and returns the exit code.
     pub(crate) fn report(self) -> ExitCode {
         match self {
             Failure::Error { message, fix } => {

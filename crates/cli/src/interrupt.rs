@@ -20,12 +20,12 @@ impl Watch {
         Watch(())
     }
 
-    /// Whether Ctrl-C was pressed since.
+    /// Whether Ctrl-C was pressed since the watch began.
     pub(crate) fn caught(&self) -> bool {
         CAUGHT.load(Ordering::SeqCst)
     }
 
-    /// Goes on until Ctrl-C, or until what is shown cannot be written.
+    /// Continue, unless Ctrl-C was pressed or the output could not be written.
     pub(crate) fn go_on(&self, written: &io::Result<()>) -> ControlFlow<()> {
         if self.caught() || written.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }

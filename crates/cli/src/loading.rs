@@ -1,4 +1,4 @@
-//! From arguments to an engine that is ready to run.
+//! Loads a model and starts an engine by the arguments of a command.
 
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ impl EngineArguments {
     }
 }
 
-/// Starts an engine and says what its cache is.
+/// Starts an engine and prints what its cache is.
 pub(crate) fn start(
     subject: &Subject,
     options: &EngineOptions,

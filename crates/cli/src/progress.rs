@@ -72,7 +72,7 @@ impl Progress for DownloadProgress {
     }
 }
 
-/// A bar on a terminal, a line now and then in a log.
+/// The progress of work in steps: a bar on a terminal, a line for each label in a log.
 pub(crate) struct Steps {
     bar: ProgressBar,
     terminal: bool,
@@ -80,7 +80,7 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// Shows `label` and how many of `total` are done.
+    /// Shows `label` and how many of `total` steps are done.
     pub(crate) fn new(label: &str, total: usize) -> Steps {
         let terminal = std::io::stderr().is_terminal();
         let bar = ProgressBar::with_draw_target(
@@ -96,12 +96,12 @@ impl Steps {
         Steps { bar, terminal, label: label.to_owned() }
     }
 
-    /// So many are done.
+    /// Shows that `done` steps are done.
     pub(crate) fn set(&self, done: usize) {
         self.bar.set_position(done as u64);
     }
 
-    /// Something else is being done now.
+    /// Shows another label; the same label again shows nothing.
     pub(crate) fn say(&mut self, label: &str) {
         if label == self.label {
             return;
@@ -114,7 +114,7 @@ impl Steps {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub(crate) fn finish(self) {
         self.bar.finish_and_clear();
     }

@@ -28,7 +28,7 @@ const NO_EFFECT: [&str; 17] = [
     "DUMP_KVCACHE_DIR",
 ];
 
-/// What the variables ask for.
+/// The settings that the variables ask for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Published {
     pub(crate) sink_tokens: Option<usize>,
@@ -40,7 +40,7 @@ pub(crate) struct Published {
 }
 
 impl Published {
-    /// Reads the environment and tells the user what was taken from it.
+    /// Reads the environment and prints a notice for each variable that was used.
     pub(crate) fn from_environment() -> Result<Published, Failure> {
         for name in NO_EFFECT.into_iter().filter(|name| env::var_os(name).is_some()) {
             tracing::warn!("{name} has no effect here");

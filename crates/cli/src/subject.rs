@@ -1,4 +1,4 @@
-//! A model that a command works on: loaded, and known by its fingerprints.
+//! The model that a command works on: loaded, with its name and fingerprints.
 
 use std::sync::Arc;
 
@@ -26,9 +26,9 @@ pub(crate) struct SubjectArguments {
 
 /// A loaded model and its identity.
 pub(crate) struct Subject {
-    /// The model.
+    /// The loaded model.
     pub(crate) model: Arc<LoadedModel<Device>>,
-    /// Its name, as the user gave it, and its fingerprints.
+    /// Name of the model as the user gave it, and its fingerprints.
     pub(crate) identity: ModelIdentity,
 }
 
@@ -38,7 +38,7 @@ impl SubjectArguments {
         self.load_on(false)
     }
 
-    /// [`Self::load`], on one numeric path for batches of every size if that is asked for.
+    /// As [`Self::load`]; with `deterministic`, a row gets the same bits in batches of every size.
     pub(crate) fn load_on(&self, deterministic: bool) -> Result<Subject, Failure> {
         Subject::load(&self.model, device::open(self.threads, deterministic)?, self.weights)
     }

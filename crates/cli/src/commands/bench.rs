@@ -22,11 +22,11 @@ use crate::output::print_text;
 #[derive(Debug, Args)]
 pub(crate) struct BenchArguments {
     #[command(subcommand)]
-    what: What,
+    command: BenchCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum BenchCommand {
     Model(ModelBenchArguments),
     Codec(CodecBenchArguments),
     Attention(attention::AttentionBenchArguments),
@@ -205,12 +205,12 @@ impl CodecBenchArguments {
 
 impl BenchArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
-        match self.what {
-            What::Model(arguments) => arguments.run(),
-            What::Codec(arguments) => arguments.run(),
-            What::Attention(arguments) => arguments.run(),
-            What::Engine(arguments) => arguments.run(),
-            What::Serve(arguments) => arguments.run(),
+        match self.command {
+            BenchCommand::Model(arguments) => arguments.run(),
+            BenchCommand::Codec(arguments) => arguments.run(),
+            BenchCommand::Attention(arguments) => arguments.run(),
+            BenchCommand::Engine(arguments) => arguments.run(),
+            BenchCommand::Serve(arguments) => arguments.run(),
         }
     }
 }

@@ -79,7 +79,7 @@ impl ChatArguments {
         // Said before the first question rather than after it.
         required_template(engine.model())?;
         let defaults = defaults(engine.model().sampling_defaults())?;
-        let mut chat = Chat {
+        let mut chat = ChatSession {
             engine,
             conversation: Conversation::new(self.system.as_deref()),
             memory: RememberedText::new(MEMORY_BYTES),
@@ -166,17 +166,17 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 }
 
 /// A conversation with an engine.
-struct Chat {
+struct ChatSession {
     engine: Engine<Device>,
     conversation: Conversation,
     /// The ids of what was said, so that every turn finds the pages of the turns before it.
     memory: RememberedText,
 }
 
-impl Chat {
+impl ChatSession {
     /// One question and its answer. On failure the question is still in the conversation.
     fn turn(&mut self, question: &str, options: &GenerateOptions) -> Result<(), Failure> {
-        let Chat { engine, conversation, memory } = self;
+        let ChatSession { engine, conversation, memory } = self;
         conversation.ask(question);
         let text = conversation.render(engine.model())?;
         let tokenizer = engine.model().tokenizer();

@@ -21,7 +21,7 @@ pub(crate) struct ModelsArguments {
 }
 
 #[derive(Serialize)]
-struct Row<'a> {
+struct CatalogueRow<'a> {
     name: &'a str,
     aliases: &'a [String],
     family: &'a str,
@@ -38,7 +38,7 @@ struct Row<'a> {
 impl ModelsArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let settings = Settings::from_environment()?;
-        let rows: Vec<Row<'_>> =
+        let rows: Vec<CatalogueRow<'_>> =
             settings.catalogue.entries().iter().map(|entry| row(entry, &settings)).collect();
         if self.json {
             return print_json(rows);
@@ -62,9 +62,9 @@ impl ModelsArguments {
     }
 }
 
-fn row<'a>(entry: &'a Entry, settings: &Settings) -> Row<'a> {
+fn row<'a>(entry: &'a Entry, settings: &Settings) -> CatalogueRow<'a> {
     let cached = settings.cache.contains(entry);
-    Row {
+    CatalogueRow {
         name: &entry.name,
         aliases: &entry.aliases,
         family: &entry.family,

@@ -31,7 +31,7 @@ pub(crate) struct PullArguments {
 }
 
 #[derive(Serialize)]
-struct Row<'a> {
+struct PulledRow<'a> {
     name: &'a str,
     path: String,
     bytes: Option<u64>,
@@ -60,7 +60,7 @@ impl PullArguments {
             }
         };
         if self.json {
-            return print_json([Row {
+            return print_json([PulledRow {
                 name: entry.map_or(self.name.as_str(), |entry| &entry.name),
                 path: path.display().to_string(),
                 bytes: path

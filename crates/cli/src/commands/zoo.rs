@@ -31,7 +31,7 @@ pub(crate) struct ZooArguments {
 #[derive(Debug, Subcommand)]
 enum ZooCommand {
     List(list::ListArguments),
-    Pull(transfer::PullArguments),
+    Pull(transfer::ZooPullArguments),
     Verify(verify::VerifyArguments),
     Import(transfer::ImportArguments),
     Export(transfer::ExportArguments),

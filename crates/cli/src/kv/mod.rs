@@ -20,7 +20,7 @@ pub(crate) use settle::Settled;
 
 /// How codes are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum Encoder {
+enum EncoderChoice {
     /// Per head, centred, with the rules that calibration chose.
     #[default]
     Auto,
@@ -30,7 +30,7 @@ enum Encoder {
 
 /// How a prompt reads itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum Prefill {
+enum PrefillChoice {
     /// In bf16, layer by layer.
     #[default]
     Exact,
@@ -83,7 +83,7 @@ pub(crate) struct KvArguments {
 pub(crate) struct CacheArguments {
     /// How 2-bit codes are chosen [default: auto].
     #[arg(long, value_name = "ENCODER")]
-    kv_encoder: Option<Encoder>,
+    kv_encoder: Option<EncoderChoice>,
 
     /// Channels that share a scale in 2 bits; a whole head by default.
     #[arg(long, value_name = "N")]
@@ -110,7 +110,7 @@ pub(crate) struct CacheArguments {
 
     /// How a prompt reads itself [default: exact].
     #[arg(long, value_name = "MODE")]
-    prefill: Option<Prefill>,
+    prefill: Option<PrefillChoice>,
 
     /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
     #[arg(long)]
@@ -154,11 +154,11 @@ impl KvArguments {
 impl CacheArguments {
     fn prefill_mode(&self) -> Result<PrefillMode, Failure> {
         match self.prefill {
-            Some(Prefill::Exact) if self.deterministic => {
+            Some(PrefillChoice::Exact) if self.deterministic => {
                 Err(contradiction("--prefill exact", "--deterministic", "leave out one of the two"))
             }
-            Some(Prefill::Uniform) => Ok(PrefillMode::Uniform),
-            Some(Prefill::Exact) | None => Ok(PrefillMode::Exact),
+            Some(PrefillChoice::Uniform) => Ok(PrefillMode::Uniform),
+            Some(PrefillChoice::Exact) | None => Ok(PrefillMode::Exact),
         }
     }
 
@@ -175,7 +175,7 @@ impl CacheArguments {
     /// The name in tables: the type, and the encoder if it is not our own.
     pub(crate) fn label(&self, kind: CacheType) -> String {
         match self.kv_encoder {
-            Some(Encoder::Paper) if kind == CacheType::Int2 => format!("{kind}:paper"),
+            Some(EncoderChoice::Paper) if kind == CacheType::Int2 => format!("{kind}:paper"),
             _ => kind.to_string(),
         }
     }

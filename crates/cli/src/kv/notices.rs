@@ -1,4 +1,4 @@
-//! Options that have no effect are named, those that contradict each other refused.
+//! Options of the cache that have no effect are named in a warning; those that contradict each other are refused.
 
 use oscar_rotations::CacheType;
 
@@ -64,7 +64,7 @@ impl KvArguments {
             names.extend(self.recent_tokens.map(|_| "--recent-tokens"));
         }
         // Where pages depend on the tokens alone, only whole windows count, whatever is done about others.
-        let uniform = self.cache.deterministic || self.cache.prefill == Some(super::Prefill::Uniform);
+        let uniform = self.cache.deterministic || self.cache.prefill == Some(super::PrefillChoice::Uniform);
         let moot = !sealed || self.no_prefix_cache || uniform && self.prefix_tail == Some(PrefixTail::Sealed);
         if moot {
             names.extend(self.prefix_tail.map(|_| "--prefix-tail"));

@@ -1,23 +1,24 @@
-//! From what was asked for to a cache: the plan of the library, with calibration on the spot where it needs rotations.
+//! Chooses the cache of a model by the command line: [`CachePlan`], with calibration at once
+//! where `int2` has no rotations.
 
 use oscar_engine::KvOptions;
 use oscar_rotations::{CacheOptions, CachePlan, CacheType, EncoderOptions, Notice, RotationError};
 
-use super::{CacheArguments, Encoder};
+use super::{CacheArguments, EncoderChoice};
 use crate::calibration;
 use crate::failure::Failure;
 use crate::published::Published;
 use crate::subject::Subject;
 use crate::windows::GivenWindows;
 
-/// A cache for a model.
+/// The cache that was chosen for a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Settled {
-    /// Settings for the engine.
+    /// Settings of the cache for the engine.
     pub(crate) options: KvOptions,
-    /// What it came to; never `auto`.
+    /// The cache type that was chosen; never `auto`.
     pub(crate) kind: CacheType,
-    /// Encoder and where its numbers come from, for people; empty if there is nothing to say.
+    /// The encoder and where its rotations come from, for people; empty if there is nothing to say.
     pub(crate) source: String,
 }
 
@@ -34,7 +35,7 @@ impl CacheArguments {
         let cache = CacheOptions {
             dtype: asked.unwrap_or_default(),
             encoder: EncoderOptions {
-                paper: self.kv_encoder == Some(Encoder::Paper),
+                paper: self.kv_encoder == Some(EncoderChoice::Paper),
                 key_clip: self.k_clip.or(published.key_clip),
                 value_clip: self.v_clip.or(published.value_clip),
                 group: self.kv_cache_quant_group_size,
@@ -66,7 +67,7 @@ impl CacheArguments {
 fn calibrate(subject: &Subject) -> Result<(), Failure> {
     let name = subject.name();
     eprintln!("{name} has no rotations yet; calibrating once (`oscar calibrate {name} --help`)");
-    calibration::on_the_spot(subject).map_err(|failure| {
+    calibration::calibrate_into_cache(subject).map_err(|failure| {
         failure.with_fix(format!(
             "give --rotations FILE, calibrate on text of your own (`oscar calibrate {name} --data FILE`), or choose \
              another --kv-cache-dtype"

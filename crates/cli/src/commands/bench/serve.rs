@@ -164,7 +164,7 @@ impl ServeBenchArguments {
         let runtime = runtime
             .map_err(|error| Failure::new(format!("cannot start threads for connections: {error}")))?;
         if self.hold {
-            return hold(&runtime);
+            return serve_mock_until_interrupted(&runtime);
         }
         let mut report = Report::here();
         let columns = if self.mock {
@@ -273,7 +273,7 @@ fn paced(latency: Duration) -> MockOptions {
 }
 
 /// Keeps a mock listening until interrupted.
-fn hold(runtime: &Runtime) -> Result<(), Failure> {
+fn serve_mock_until_interrupted(runtime: &Runtime) -> Result<(), Failure> {
     let url = listen(runtime, Arc::new(MockEngine::new(paced(HELD_LATENCY))), mock_model()?)?;
     print_text(&format!(
         "The mock is ready at {url}: the first token after {} ms, then {MOCK_TOKENS_PER_S} per second and answer. \

@@ -15,11 +15,11 @@ use crate::failure::Failure;
 #[derive(Debug, Args)]
 pub(crate) struct EvalArguments {
     #[command(subcommand)]
-    what: What,
+    command: EvalCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum EvalCommand {
     Kl(kl::KlArguments),
     Niah(niah::NiahArguments),
     Ablation(ablation::AblationArguments),
@@ -29,12 +29,12 @@ enum What {
 
 impl EvalArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
-        match self.what {
-            What::Kl(arguments) => arguments.run(),
-            What::Niah(arguments) => arguments.run(),
-            What::Ablation(arguments) => arguments.run(),
-            What::Tasks(arguments) => arguments.run(),
-            What::Report(arguments) => arguments.run(),
+        match self.command {
+            EvalCommand::Kl(arguments) => arguments.run(),
+            EvalCommand::Niah(arguments) => arguments.run(),
+            EvalCommand::Ablation(arguments) => arguments.run(),
+            EvalCommand::Tasks(arguments) => arguments.run(),
+            EvalCommand::Report(arguments) => arguments.run(),
         }
     }
 }

@@ -22,7 +22,7 @@ pub(super) struct ListArguments {
 }
 
 #[derive(Serialize)]
-struct Row {
+struct RotationsRow {
     name: String,
     model: String,
     model_fingerprint: Option<String>,
@@ -44,7 +44,7 @@ impl ListArguments {
                         RotationOrigin::Shipped(_) => ("shipped", None),
                         RotationOrigin::Cached(path) => ("cache", Some(path.display().to_string())),
                     };
-                    rows.push(Row {
+                    rows.push(RotationsRow {
                         objective: objective_line(&found.header),
                         name: found.name,
                         model: found.header.model,

@@ -20,7 +20,7 @@ use crate::output::{print_json, print_text};
     oscar zoo pull smollm2\n\n\
     For rotations published on the hub: `hf download ORG/NAME --include '*.pt' --local-dir DIR`, then \
     `oscar zoo import`.")]
-pub(super) struct PullArguments {
+pub(super) struct ZooPullArguments {
     /// Catalogue name (`oscar models`).
     #[arg(value_name = "NAME")]
     name: String,
@@ -46,7 +46,7 @@ fn written(paths: &[PathBuf], json: bool) -> Result<(), Failure> {
     }))
 }
 
-impl PullArguments {
+impl ZooPullArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
         let settings = Settings::from_environment()?;
         let Some(entry) = settings.catalogue.find(&self.name) else {

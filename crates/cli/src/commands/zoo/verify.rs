@@ -47,7 +47,7 @@ pub(super) struct VerifyArguments {
 }
 
 #[derive(Serialize)]
-struct Row<'a> {
+struct VerifyRow<'a> {
     file: String,
     model: Option<&'a str>,
     sound: bool,
@@ -137,7 +137,7 @@ impl VerifyArguments {
 
     fn print(&self, file: Option<&RotationFile>, kind: &str, findings: &Findings) -> Result<(), Failure> {
         if self.json {
-            return print_json([Row {
+            return print_json([VerifyRow {
                 file: self.file.display().to_string(),
                 model: file.map(|file| file.header.model.as_str()).filter(|name| !name.is_empty()),
                 sound: findings.is_sound(),
