@@ -8,7 +8,7 @@ use clap::Args;
 use oscar_codec::Composition;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
-use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, Source, ValueTarget, calibrate};
+use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, CorpusSource, ValueTarget, calibrate};
 use oscar_model::source::Settings;
 use oscar_rotations::find::{CERTIFICATE_ENDING, cache_folder};
 use oscar_rotations::{Certificate, RotationHeader, Verdict, interleaved, safetensors};
@@ -84,9 +84,9 @@ fn value_target(text: &str) -> Result<ValueTarget, String> {
 impl Recipe {
     pub(crate) fn corpus(&self, subject: &Subject) -> Result<Corpus, Failure> {
         let source = if self.data.is_empty() {
-            Source::Model { seed: self.seed }
+            CorpusSource::Model { seed: self.seed }
         } else {
-            Source::Files { paths: self.data.clone(), chat: self.chat_template }
+            CorpusSource::Files { paths: self.data.clone(), chat: self.chat_template }
         };
         let label = if self.data.is_empty() { "drawing text from the model" } else { "reading text" };
         let mut steps: Option<Steps> = None;

@@ -4,7 +4,7 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use serde::Serialize;
 
-/// What a reader needs to judge a number.
+/// The machine a measurement was made on, as a reader needs it to judge a number.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
     /// Processor name as the system reports it.

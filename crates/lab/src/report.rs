@@ -10,9 +10,9 @@ use crate::machine::Machine;
 /// Measurements and the machine they were made on.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Where.
+    /// The machine that was measured on.
     pub machine: Machine,
-    /// What; each row is a flat object with plain names and units.
+    /// The measurements; each row is a flat object with plain names and units.
     pub rows: Vec<Map<String, Value>>,
 }
 
@@ -30,7 +30,7 @@ impl Report {
         }
     }
 
-    /// The one JSON object.
+    /// The report as one JSON object.
     pub fn json(&self) -> String {
         serde_json::to_string(self).expect("a report holds plain values only")
     }

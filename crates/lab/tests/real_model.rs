@@ -10,7 +10,7 @@ use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, calibrate};
 use oscar_lab::eval::codecs::CodecSource;
-use oscar_lab::eval::divergence::{Comparison, Divergence};
+use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
@@ -118,7 +118,7 @@ fn calibrated_codecs_keep_the_published_order() {
     let file = calibrated(&model);
     check_estimated_means(&model, &file);
     let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
-    let mut comparison = Comparison::new(model.clone(), 1024).unwrap();
+    let mut comparison = CodecComparison::new(model.clone(), 1024).unwrap();
     comparison.set_text(&ids(&model, 4, 1024), 0, 128, |_| ()).unwrap();
     let windows = Windows { sink: 16, recent: 64 };
     let mut measure = |spec: &str| -> Divergence {

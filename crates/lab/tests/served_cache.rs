@@ -9,7 +9,7 @@ use oscar_kernels::backend::{Batch, CacheSpec, SealPage, SealedRows, SealedSpec,
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::eval::codecs::CodecSource;
-use oscar_lab::eval::divergence::Comparison;
+use oscar_lab::eval::divergence::CodecComparison;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
 use oscar_model::source::{FetchPolicy, Silent, resolve};
@@ -116,7 +116,7 @@ fn the_cache_is_as_good_as_the_lab_says() {
 
     // The lab counts its window in tokens; the cache's has 129 to 192 of them.
     let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
-    let mut comparison = Comparison::new(model.clone(), TOKENS).unwrap();
+    let mut comparison = CodecComparison::new(model.clone(), TOKENS).unwrap();
     comparison.set_text(&ids, 0, SKIP, |_| ()).unwrap();
     let codec = source.build("int2").unwrap();
     let mut lab = |recent| {

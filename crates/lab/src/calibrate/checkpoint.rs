@@ -1,4 +1,4 @@
-//! A calibration that was interrupted goes on where it was.
+//! Checkpoints: a calibration that was interrupted continues where it was.
 //!
 //! Beside the output file lies a folder with the rotations fitted so far and the hidden states after the last
 //! finished layer. Hidden states are all that is needed to go on; queries, keys and values are never written. The
@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 use super::CalibrateError;
 use super::corpus::Corpus;
 use super::observe::Observer;
-use super::run::{Calibration, State};
+use super::run::{Calibration, CalibrationState};
 
 /// Time between two saves.
 const INTERVAL: Duration = Duration::from_secs(20);
@@ -33,7 +33,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The folder beside an output file.
+    /// The checkpoint in the folder beside an output file.
     pub fn beside(output: &Path, calibration: &Calibration, corpus: &Corpus) -> Checkpoint {
         let mut name = output.file_name().unwrap_or_default().to_owned();
         name.push(".partial");
@@ -52,10 +52,10 @@ impl Checkpoint {
         CalibrateError::Checkpoint { path: self.folder.clone(), problem: problem.to_string() }
     }
 
-    /// Keeps what is done; does nothing if the last time was a moment ago.
+    /// Saves the state, unless it was saved a moment ago.
     pub fn save<B: Inspect>(
         &self,
-        state: &State,
+        state: &CalibrationState,
         observer: &Observer<'_, B>,
         next: usize,
     ) -> Result<(), CalibrateError> {
@@ -63,10 +63,10 @@ impl Checkpoint {
         if since < self.interval { Ok(()) } else { self.save_now(state, observer, next) }
     }
 
-    /// Keeps what is done.
+    /// Saves the state.
     pub fn save_now<B: Inspect>(
         &self,
-        state: &State,
+        state: &CalibrationState,
         observer: &Observer<'_, B>,
         next: usize,
     ) -> Result<(), CalibrateError> {
@@ -99,10 +99,10 @@ impl Checkpoint {
         self.folder.join("hidden.safetensors")
     }
 
-    /// Takes up what was kept, if it belongs to this calibration. Returns the layer to go on with.
+    /// Loads the saved state, if it belongs to this calibration. Returns the layer to continue with.
     pub fn resume<B: Inspect>(
         &self,
-        state: &mut State,
+        state: &mut CalibrationState,
         observer: &mut Observer<'_, B>,
     ) -> Result<usize, CalibrateError> {
         let bytes = match fs::read(self.hidden_path()) {
@@ -147,11 +147,11 @@ impl Checkpoint {
             let values: Vec<f32> = values.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
             observer.set_hidden(index, &values)?;
         }
-        *state = State { file, heads };
+        *state = CalibrationState { file, heads };
         Ok(next)
     }
 
-    /// Forgets what was kept, once the result is in its file.
+    /// Removes the saved state, once the result is in its file.
     pub fn remove(&self) {
         if let Err(error) = fs::remove_dir_all(&self.folder)
             && error.kind() != std::io::ErrorKind::NotFound

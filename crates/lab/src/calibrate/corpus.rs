@@ -1,4 +1,4 @@
-//! The text a model is calibrated on: the user's, or its own.
+//! The text that a model is calibrated on: the user's, or drawn from the model.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,19 +21,19 @@ pub const SEQUENCE_TOKENS: usize = 2048;
 /// about the same for one conversation as for forty.
 const PIECE_TOKENS: usize = 256;
 
-/// Where the text comes from.
+/// Where the calibration text comes from.
 #[derive(Clone, Debug)]
-pub enum Source {
+pub enum CorpusSource {
     /// Text or JSONL files.
     Files {
-        /// In this order.
+        /// Paths of the files, in the order in which they are read.
         paths: Vec<PathBuf>,
-        /// Render `messages` of JSONL records with the model's chat template.
+        /// Whether to render `messages` of JSONL records with the model's chat template.
         chat: bool,
     },
     /// Conversations drawn from the model.
     Model {
-        /// Same seed, same text.
+        /// Seed of the conversations; the same seed gives the same text.
         seed: u64,
     },
 }
@@ -41,9 +41,9 @@ pub enum Source {
 /// Token sequences for moments, and one more for choosing and certifying.
 #[derive(Clone, Debug)]
 pub struct Corpus {
-    /// What moments are summed over.
+    /// Sequences that moments are summed over.
     pub sequences: Vec<Vec<u32>>,
-    /// Not part of the moments.
+    /// The sequence that rules are chosen and errors measured on; not part of the moments.
     pub held_out: Vec<u32>,
     /// SHA-256 of all token ids.
     pub hash: String,
@@ -53,14 +53,14 @@ impl Corpus {
     /// Collects `tokens` tokens for moments and a held-out sequence behind them.
     pub fn collect<B: Backend>(
         model: &LoadedModel<B>,
-        source: &Source,
+        source: &CorpusSource,
         tokens: usize,
         progress: impl FnMut(usize, usize),
     ) -> Result<Corpus, CalibrateError> {
         let length = SEQUENCE_TOKENS.min(model.config().max_context);
         let count = tokens.div_ceil(length).max(1);
         let mut sequences: Vec<Vec<u32>> = match source {
-            Source::Model { seed } => {
+            CorpusSource::Model { seed } => {
                 let mut progress = progress;
                 let total = (count + 1) * length;
                 let piece = PIECE_TOKENS.min(length);
@@ -68,7 +68,7 @@ impl Corpus {
                 let drawn = sample(model, pieces, piece, *seed, |done| progress(done.min(total), total))?;
                 drawn.concat().chunks_exact(length).map(<[u32]>::to_vec).collect()
             }
-            Source::Files { paths, chat } => {
+            CorpusSource::Files { paths, chat } => {
                 let ids = read(model, paths, *chat)?;
                 let needed = (count + 1) * length;
                 if ids.len() < needed {
@@ -86,7 +86,7 @@ impl Corpus {
         Ok(Corpus { sequences, held_out, hash })
     }
 
-    /// Tokens in the moments.
+    /// Number of tokens that moments are summed over.
     pub fn tokens(&self) -> usize {
         self.sequences.iter().map(Vec::len).sum()
     }

@@ -6,10 +6,10 @@
 /// Steps after which an eigenvalue that still has not converged never will; two or three are usual.
 const MOST_STEPS: usize = 60;
 
-/// What a symmetric matrix is made of, in ascending order of the eigenvalues.
+/// The eigenvalues and eigenvectors of a symmetric matrix, in ascending order of the eigenvalues.
 #[derive(Clone, Debug)]
 pub(super) struct Eigen {
-    /// Eigenvalues.
+    /// The eigenvalues, ascending.
     pub(super) values: Vec<f64>,
     /// The unit eigenvector of each value. The sign of each is arbitrary.
     pub(super) vectors: Vec<Vec<f64>>,
@@ -42,7 +42,7 @@ struct Tridiagonal {
     beside: Vec<f64>,
 }
 
-/// In eight sums, which do not wait for each other.
+/// The dot product in eight sums, which do not wait for each other.
 fn dot(one: &[f64], other: &[f64]) -> f64 {
     let ((one, one_rest), (other, other_rest)) = (one.as_chunks::<8>(), other.as_chunks::<8>());
     let mut sums = [0.0; 8];

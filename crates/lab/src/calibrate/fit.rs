@@ -1,4 +1,4 @@
-//! From moments to rotations: eigenvectors, then the composition with Hadamard and permutation.
+//! Fits rotations to moments: eigenvectors, then the composition with Hadamard and permutation.
 
 use oscar_codec::{Composition, SquareMatrix};
 
@@ -8,7 +8,7 @@ use super::eigen::{Eigen, symmetric_eigen};
 /// Eigenvalues, ascending, and eigenvectors as columns in the same order.
 #[derive(Clone, Debug)]
 pub struct Spectrum {
-    /// Ascending.
+    /// The eigenvalues, ascending.
     pub values: Vec<f64>,
     /// Column `i` belongs to value `i`; its largest component is positive, so that a fit is reproducible.
     pub vectors: SquareMatrix,

@@ -6,10 +6,10 @@
 //! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
 //! | [`moments`] | their second moments in f64 |
 //! | `eigen` | eigenvectors of a symmetric matrix |
-//! | [`fit`] | rotations out of them: signs and compositions |
+//! | [`fit`] | rotations from moments: signs and compositions |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
-//! | [`checkpoint`] | going on after an interruption |
-//! | [`run`] | all of it |
+//! | [`checkpoint`] | continuing after an interruption |
+//! | [`run`] | the whole calibration |
 
 pub mod checkpoint;
 pub mod corpus;
@@ -29,7 +29,7 @@ use oscar_kernels::KernelError;
 use oscar_model::text::TextError;
 use oscar_rotations::RotationError;
 
-pub use corpus::{Corpus, Source};
+pub use corpus::{Corpus, CorpusSource};
 pub use run::{Calibration, ValueTarget, calibrate};
 
 /// Why a calibration ended early.

@@ -20,7 +20,7 @@ const STRIP: usize = 32;
 #[derive(Clone, Debug)]
 pub struct Gram {
     dim: usize,
-    /// Complete on and below the diagonal only.
+    /// The sum, which is complete on and below the diagonal only.
     sum: Vec<f64>,
     rows: usize,
 }
@@ -69,22 +69,23 @@ impl Gram {
 /// The moments of one KV head.
 #[derive(Clone, Debug)]
 pub struct HeadMoments {
-    /// Queries of the group: C_Q, the key target.
+    /// Moment of the queries of the GQA group: C_Q, which key rotations are fitted to.
     pub queries: Gram,
-    /// Attention outputs before the output projection, S·V row by row: VᵀSᵀSV, the paper's value target.
+    /// Moment of attention outputs before the output projection, S·V row by row: VᵀSᵀSV, which the paper fits value
+    /// rotations to.
     pub attended: Gram,
-    /// Values weighted with the energy of their keys: the published code's stand-in for it.
+    /// Moment of values weighted with the energy of their keys, which the published code uses instead.
     pub weighted_values: Gram,
-    /// Keys past the sink.
+    /// Moment of the keys behind the sink.
     pub keys: Gram,
-    /// Values past the sink.
+    /// Moment of the values behind the sink.
     pub values: Gram,
     key_sum: Vec<f64>,
     value_sum: Vec<f64>,
 }
 
 impl HeadMoments {
-    /// Nothing seen.
+    /// Moments of no rows.
     pub fn new(head_dim: usize) -> HeadMoments {
         let gram = || Gram::new(head_dim);
         HeadMoments {
@@ -99,8 +100,8 @@ impl HeadMoments {
     }
 
     /// Adds the rows of one sequence, which begins at position 0.
-    pub fn add(&mut self, rows: &SequenceRows<'_>, head: usize) {
-        let SequenceRows { heads, .. } = *rows;
+    pub fn add(&mut self, rows: &ObservedRows<'_>, head: usize) {
+        let ObservedRows { heads, .. } = *rows;
         for member in 0..heads.group() {
             let query_head = head * heads.group() + member;
             self.queries.add(rows.queries(query_head).map(|row| (row, 1.0)));
@@ -121,7 +122,7 @@ impl HeadMoments {
     /// Adds all keys and values for the weighted moment; the queries of all sequences must have been added.
     ///
     /// The weight of a token is `k A kᵀ` with `A` the mean of `qᵀq`, scaled so that the mean weight is 1.
-    pub fn weigh_values(&mut self, keys: &[f32], values: &[f32]) {
+    pub fn add_weighted_values(&mut self, keys: &[f32], values: &[f32]) {
         let dim = self.queries.dim;
         let a = self.queries.mean();
         let mut weights: Vec<f64> = Vec::with_capacity(keys.len() / dim);
@@ -144,30 +145,30 @@ impl HeadMoments {
         sum.iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect()
     }
 
-    /// Mean key past the sink.
+    /// Mean key behind the sink.
     pub fn key_mean(&self) -> Vec<f32> {
         self.mean(&self.key_sum, self.keys.rows)
     }
 
-    /// Mean value past the sink.
+    /// Mean value behind the sink.
     pub fn value_mean(&self) -> Vec<f32> {
         self.mean(&self.value_sum, self.values.rows)
     }
 }
 
-/// Heads of an attention layer.
+/// How many heads an attention layer has, and their size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads.
+pub struct HeadCounts {
+    /// Number of query heads.
     pub query: usize,
-    /// KV heads.
+    /// Number of KV heads.
     pub kv: usize,
     /// Channels per head.
     pub dim: usize,
 }
 
-impl Heads {
-    /// Query heads per KV head.
+impl HeadCounts {
+    /// Query heads per KV head: the size of a GQA group.
     pub fn group(&self) -> usize {
         self.query / self.kv
     }
@@ -180,16 +181,16 @@ impl Heads {
 
 /// What one layer computed for the tokens of one sequence.
 #[derive(Clone, Copy)]
-pub struct SequenceRows<'a> {
-    /// The shape of a row.
-    pub heads: Heads,
+pub struct ObservedRows<'a> {
+    /// The heads that a row consists of.
+    pub heads: HeadCounts,
     /// `[tokens][queries | keys | values]`, after norms and rotary embedding.
     pub qkv: &'a [f32],
     /// `[tokens][query heads]` attention outputs.
     pub attended: &'a [f32],
 }
 
-impl<'a> SequenceRows<'a> {
+impl<'a> ObservedRows<'a> {
     fn column(rows: &'a [f32], cols: usize, first: usize, dim: usize) -> impl Iterator<Item = &'a [f32]> {
         rows.chunks_exact(cols).map(move |row| &row[first..first + dim])
     }
@@ -250,11 +251,11 @@ mod tests {
 
     #[test]
     fn moments_are_the_definitions() {
-        let heads = Heads { query: 4, kv: 2, dim: 8 };
+        let heads = HeadCounts { query: 4, kv: 2, dim: 8 };
         let tokens = 300;
         let qkv = numbers(tokens * heads.qkv_cols(), 1);
         let attended = numbers(tokens * heads.query * heads.dim, 2);
-        let rows = SequenceRows { heads, qkv: &qkv, attended: &attended };
+        let rows = ObservedRows { heads, qkv: &qkv, attended: &attended };
         let head = 1;
         let mut moments = HeadMoments::new(heads.dim);
         moments.add(&rows, head);
@@ -283,15 +284,15 @@ mod tests {
             .collect();
         let total: f64 = energy.iter().sum();
         let weights: Vec<f64> = energy.iter().map(|energy| energy * tokens as f64 / total).collect();
-        moments.weigh_values(&keys.concat(), &values.concat());
+        moments.add_weighted_values(&keys.concat(), &values.concat());
         assert_close(moments.weighted_values.mean().values(), &gram(&values, &weights, 8));
     }
 
     #[test]
     fn sequences_add_up() {
-        let heads = Heads { query: 2, kv: 1, dim: 4 };
+        let heads = HeadCounts { query: 2, kv: 1, dim: 4 };
         let (qkv, attended) = (numbers(200 * 16, 3), numbers(200 * 8, 4));
-        let part = |from: usize, to: usize| SequenceRows {
+        let part = |from: usize, to: usize| ObservedRows {
             heads,
             qkv: &qkv[from * 16..to * 16],
             attended: &attended[from * 8..to * 8],

@@ -5,23 +5,23 @@
 //! ever stored, and what was learned about a layer can be tried on the spot.
 
 use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
-use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows as BatchRows};
+use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows};
 use oscar_kernels::inspect::KvRows;
 use oscar_kernels::{Inspect, KernelError};
 use oscar_model::{Activations, LayerAttention, LoadedModel};
 
-use super::moments::{Heads, SequenceRows};
+use super::moments::{HeadCounts, ObservedRows};
 
-/// Sequences on their way through a model.
+/// Runs sequences through a model layer by layer and shows what each layer computes.
 pub struct Observer<'a, B: Inspect> {
     model: &'a LoadedModel<B>,
-    heads: Heads,
-    sequences: Vec<Sequence<B>>,
+    heads: HeadCounts,
+    sequences: Vec<ObservedSequence<B>>,
     /// Keys and values of one layer, of all sequences.
     cache: B::Cache,
 }
 
-struct Sequence<B: Inspect> {
+struct ObservedSequence<B: Inspect> {
     tokens: usize,
     pages: Vec<Option<ExactSlot>>,
     step: B::Step,
@@ -32,7 +32,7 @@ impl<'a, B: Inspect> Observer<'a, B> {
     /// Embeds the sequences. Each begins at position 0.
     pub fn new(model: &'a LoadedModel<B>, sequences: &[&[u32]]) -> Result<Observer<'a, B>, KernelError> {
         let config = model.config();
-        let heads = Heads { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
+        let heads = HeadCounts { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();
         let geometry = KvGeometry { layers: 1, ..config.kv_geometry() };
         let cache = model.model().backend().cache(&CacheSpec::exact(geometry, slots))?;
@@ -42,19 +42,19 @@ impl<'a, B: Inspect> Observer<'a, B> {
             .map(|ids| {
                 let pages = ExactSlot::table((next_slot..).take(ids.len().div_ceil(PAGE_TOKENS)));
                 next_slot += pages.len() as u32;
-                let rows = BatchRows::exact(0, ids.len(), &pages);
+                let rows = SequenceRows::exact(0, ids.len(), &pages);
                 let batch = Batch { tokens: ids, sequences: &[rows] };
                 let step = model.model().begin_step(&batch, &cache)?;
                 let mut activations = model.model().activations(ids.len(), 1)?;
                 model.model().embed(&batch, &step, &mut activations)?;
-                Ok(Sequence { tokens: ids.len(), pages, step, activations })
+                Ok(ObservedSequence { tokens: ids.len(), pages, step, activations })
             })
             .collect::<Result<_, KernelError>>()?;
         Ok(Observer { model, heads, sequences, cache })
     }
 
-    /// The shape of what is seen.
-    pub fn heads(&self) -> Heads {
+    /// The heads of the rows that are shown.
+    pub fn heads(&self) -> HeadCounts {
         self.heads
     }
 
@@ -62,16 +62,16 @@ impl<'a, B: Inspect> Observer<'a, B> {
     pub fn run_layer(
         &mut self,
         layer: usize,
-        mut visit: impl FnMut(usize, SequenceRows<'_>),
+        mut visit: impl FnMut(usize, ObservedRows<'_>),
     ) -> Result<(), KernelError> {
         for (index, sequence) in self.sequences.iter_mut().enumerate() {
-            let mut attention = Observed {
+            let mut attention = ObservedAttention {
                 cache: &mut self.cache,
                 heads: self.heads,
                 tokens: sequence.tokens,
                 visit: &mut |rows| visit(index, rows),
             };
-            let Sequence { step, activations, .. } = sequence;
+            let ObservedSequence { step, activations, .. } = sequence;
             self.model.model().run_layers(layer..layer + 1, step, &mut attention, activations)?;
         }
         Ok(())
@@ -79,17 +79,17 @@ impl<'a, B: Inspect> Observer<'a, B> {
 
     /// Keys and values of one head and sequence in the layer that ran last, as the cache stores them.
     pub fn keys_values(&self, sequence: usize, head: usize) -> Result<(Vec<f32>, Vec<f32>), KernelError> {
-        let Sequence { tokens, pages, .. } = &self.sequences[sequence];
+        let ObservedSequence { tokens, pages, .. } = &self.sequences[sequence];
         self.model.model().backend().read_kv(&self.cache, KvRows { layer: 0, head, pages }, 0..*tokens)
     }
 
     /// The hidden states of one sequence.
     pub fn hidden(&self, sequence: usize) -> Result<Vec<f32>, KernelError> {
-        let Sequence { tokens, activations, .. } = &self.sequences[sequence];
+        let ObservedSequence { tokens, activations, .. } = &self.sequences[sequence];
         self.model.model().backend().read(activations.hidden(), 0..*tokens)
     }
 
-    /// How many values the hidden states of one sequence have.
+    /// Number of values in the hidden states of one sequence.
     pub fn hidden_len(&self, sequence: usize) -> usize {
         self.sequences[sequence].tokens * self.model.config().hidden_size
     }
@@ -105,15 +105,15 @@ impl<'a, B: Inspect> Observer<'a, B> {
     }
 }
 
-/// Ordinary attention that shows its rows.
-struct Observed<'a, B: Inspect> {
+/// Ordinary attention that also reads its rows back for the visitor.
+struct ObservedAttention<'a, B: Inspect> {
     cache: &'a mut B::Cache,
-    heads: Heads,
+    heads: HeadCounts,
     tokens: usize,
-    visit: &'a mut dyn FnMut(SequenceRows<'_>),
+    visit: &'a mut dyn FnMut(ObservedRows<'_>),
 }
 
-impl<B: Inspect> LayerAttention<B> for Observed<'_, B> {
+impl<B: Inspect> LayerAttention<B> for ObservedAttention<'_, B> {
     fn attend(
         &mut self,
         backend: &B,
@@ -126,7 +126,7 @@ impl<B: Inspect> LayerAttention<B> for Observed<'_, B> {
         backend.rope_store(step, spec, 0, qkv, self.cache)?;
         backend.attend(step, spec, 0, qkv, self.cache, out)?;
         let (qkv, attended) = (backend.read(qkv, 0..self.tokens)?, backend.read(out, 0..self.tokens)?);
-        (self.visit)(SequenceRows { heads: self.heads, qkv: &qkv, attended: &attended });
+        (self.visit)(ObservedRows { heads: self.heads, qkv: &qkv, attended: &attended });
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! The whole of a calibration, one layer after the other.
+//! A whole calibration, one layer after the other.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -16,9 +16,9 @@ use super::CalibrateError;
 use super::checkpoint::Checkpoint;
 use super::corpus::Corpus;
 use super::fit::{mean, rotation};
-use super::moments::{HeadMoments, Heads, SequenceRows};
+use super::moments::{HeadCounts, HeadMoments, ObservedRows};
 use super::observe::Observer;
-use super::select::{CANDIDATES, HeldOut, HeldOutQuery, Trial};
+use super::select::{CANDIDATES, HeldOut, HeldOutQuery, RuleTrial};
 
 /// Held-out queries per query head.
 const QUERIES: usize = 64;
@@ -37,7 +37,7 @@ pub enum ValueTarget {
 }
 
 impl ValueTarget {
-    /// The word in files.
+    /// The name in files.
     pub fn name(self) -> &'static str {
         match self {
             ValueTarget::Attention => "cs",
@@ -55,7 +55,7 @@ pub struct Calibration {
     pub value_target: ValueTarget,
     /// Windows that rules are chosen and errors measured with.
     pub windows: Windows,
-    /// Who is calibrated.
+    /// Header of the rotation file: which model is calibrated.
     pub header: RotationHeader,
 }
 
@@ -73,7 +73,7 @@ impl Calibration {
 
 /// Calibrates a model on a corpus. Key channels of the result are in the order of the model's own file.
 ///
-/// `progress` is told how many layers are done and may break off; with a checkpoint the work so far is kept.
+/// `progress` gets the number of layers that are done and may break off; with a checkpoint the work so far is kept.
 pub fn calibrate<B: Inspect>(
     model: &LoadedModel<B>,
     corpus: &Corpus,
@@ -89,7 +89,7 @@ pub fn calibrate<B: Inspect>(
     let sequences: Vec<&[u32]> =
         corpus.sequences.iter().chain([&corpus.held_out]).map(Vec::as_slice).collect();
     let mut observer = Observer::new(model, &sequences)?;
-    let mut state = State::new(calibration, corpus);
+    let mut state = CalibrationState::new(calibration, corpus);
     let mut first = 0;
     if let Some(checkpoint) = checkpoint {
         first = checkpoint.resume(&mut state, &mut observer)?;
@@ -116,15 +116,15 @@ pub fn calibrate<B: Inspect>(
 
 /// Rotations and certificates of the layers so far.
 #[derive(Clone, Debug, PartialEq)]
-pub struct State {
-    /// The file as far as it goes.
+pub struct CalibrationState {
+    /// The rotation file with the layers so far.
     pub file: RotationFile,
-    /// Heads so far.
+    /// The certificates of the heads so far.
     pub heads: Vec<HeadCertificate>,
 }
 
-impl State {
-    fn new(calibration: &Calibration, corpus: &Corpus) -> State {
+impl CalibrationState {
+    fn new(calibration: &Calibration, corpus: &Corpus) -> CalibrationState {
         let header = RotationHeader {
             tokens: corpus.tokens(),
             corpus: Some(corpus.hash.clone()),
@@ -135,7 +135,7 @@ impl State {
             ..calibration.header.clone()
         };
         let file = RotationFile { header, heads: Some(BTreeMap::new()), layers: Some(BTreeMap::new()) };
-        State { file, heads: Vec::new() }
+        CalibrationState { file, heads: Vec::new() }
     }
 
     fn push(&mut self, layer: usize, fitted: FittedLayer) {
@@ -168,13 +168,13 @@ impl State {
 
 /// Moments of all heads of a layer and what the held-out sequence computed there.
 pub struct ObservedLayer {
-    /// One per KV head.
+    /// The moments of each KV head.
     pub moments: Vec<HeadMoments>,
     /// Keys and values of the held-out sequence, per KV head.
     held_out: Vec<(Vec<f32>, Vec<f32>)>,
     /// Some of its queries, per KV head: for choosing rules, and for certifying the choice.
     queries: Vec<(Vec<HeldOutQuery>, Vec<HeldOutQuery>)>,
-    heads: Heads,
+    heads: HeadCounts,
 }
 
 /// Runs one layer and sums its moments. The last sequence of the observer is the held-out one.
@@ -207,14 +207,14 @@ pub fn observe_layer<B: Inspect>(
     moments
         .par_iter_mut()
         .zip(&rows)
-        .for_each(|(moments, (keys, values))| moments.weigh_values(keys, values));
+        .for_each(|(moments, (keys, values))| moments.add_weighted_values(keys, values));
     let held_out =
         (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect::<Result<_, _>>()?;
     Ok(ObservedLayer { moments, held_out, queries, heads })
 }
 
 /// Queries spread over the second half of a sequence, for every member of the group, dealt out to two sets in turn.
-fn held_out_queries(rows: &SequenceRows<'_>, head: usize) -> (Vec<HeldOutQuery>, Vec<HeldOutQuery>) {
+fn held_out_queries(rows: &ObservedRows<'_>, head: usize) -> (Vec<HeldOutQuery>, Vec<HeldOutQuery>) {
     let group = rows.heads.group();
     let (mut even, mut odd) = (Vec::new(), Vec::new());
     for member in 0..group {
@@ -313,15 +313,15 @@ fn fit_layer<B: Inspect>(
         let value_transform = HeadTransform::new(None, &values.0).map_err(failed)?;
         // Codes are tried on the host, whatever the model runs on.
         let isa = Isa::detect();
-        let chosen = Trial::new(isa, &choosing, &key_transform, &value_transform)
+        let chosen = RuleTrial::new(isa, &choosing, &key_transform, &value_transform)
             .and_then(|trial| trial.choose(&CANDIDATES))
             .map_err(failed)?;
-        let choice = Trial::new(isa, &certifying, &key_transform, &value_transform)
+        let choice = RuleTrial::new(isa, &certifying, &key_transform, &value_transform)
             .and_then(|trial| trial.measure(chosen.0, chosen.1))
             .map_err(failed)?;
         let paper_keys = HeadTransform::published(&shared_keys.0).map_err(failed)?;
         let paper_values = HeadTransform::published(&shared_values.0).map_err(failed)?;
-        let paper = Trial::new(isa, &certifying, &paper_keys, &paper_values)
+        let paper = RuleTrial::new(isa, &certifying, &paper_keys, &paper_values)
             .and_then(|trial| trial.measure(PAPER_RULES.0, PAPER_RULES.1))
             .map_err(failed)?;
         let (key_shares, value_shares) = (SpectrumShares::of(&keys.1), SpectrumShares::of(&values.1));

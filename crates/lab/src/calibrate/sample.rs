@@ -55,7 +55,7 @@ const REQUESTS: [&str; 4] = [
     "Write several pages about",
 ];
 
-/// Draws `count` sequences of `length` tokens. `progress` is told how many tokens there are.
+/// Draws `count` sequences of `length` tokens. `progress` gets the number of tokens that are drawn.
 pub fn sample<B: Backend>(
     model: &LoadedModel<B>,
     count: usize,
@@ -69,7 +69,8 @@ pub fn sample<B: Backend>(
     let rows: Vec<usize> = (0..count).collect();
     let slots = ExactSlot::first(count * pages);
     let tables: Vec<&[Option<ExactSlot>]> = slots.chunks_exact(pages.max(1)).collect();
-    let mut speakers: Vec<Speaker> = (0..count).map(|index| Speaker::new(seed, index)).collect();
+    let mut speakers: Vec<SampledConversation> =
+        (0..count).map(|index| SampledConversation::new(seed, index)).collect();
     let mut drawn: Vec<Option<u32>> = vec![None; count];
     let mut sequences: Vec<Vec<u32>> = vec![Vec::with_capacity(length); count];
     for position in 0..length {
@@ -102,16 +103,16 @@ pub fn sample<B: Backend>(
     Ok(sequences)
 }
 
-/// One conversation: what the user says is given, the rest is drawn.
-struct Speaker {
+/// One conversation: the user's turns are given, the model's are sampled.
+struct SampledConversation {
     seed: u64,
     turn: u64,
     given: VecDeque<u32>,
 }
 
-impl Speaker {
-    fn new(seed: u64, index: usize) -> Speaker {
-        Speaker { seed: mix(seed ^ mix(index as u64)), turn: 0, given: VecDeque::new() }
+impl SampledConversation {
+    fn new(seed: u64, index: usize) -> SampledConversation {
+        SampledConversation { seed: mix(seed ^ mix(index as u64)), turn: 0, given: VecDeque::new() }
     }
 
     /// The next token: what is left of the user's turn, else what the model drew. An end of turn starts a new one.
@@ -146,7 +147,7 @@ impl Speaker {
     }
 }
 
-/// 64 bits out of 64 bits.
+/// A hash of 64 bits.
 fn mix(value: u64) -> u64 {
     Random::new(value).next_u64()
 }

@@ -34,47 +34,47 @@ pub const CANDIDATES: [Rule; 8] = [
 pub struct HeldOut<'a> {
     /// `[tokens][d]`, as stored in bf16, not rotated.
     pub keys: &'a [f32],
-    /// As the keys.
+    /// `[tokens][d]`, as the keys.
     pub values: &'a [f32],
     /// Some queries that read this head.
     pub queries: &'a [HeldOutQuery],
     /// Per member of the group, W_oᵀW_o of its slice of the output projection, not rotated.
     pub output_metrics: &'a [SquareMatrix],
-    /// Logit scale.
+    /// The scale of logits, `1 / sqrt(d)` as a rule.
     pub scale: f32,
-    /// What is read exactly.
+    /// The windows that are read exactly.
     pub windows: Windows,
 }
 
-/// One query row.
+/// A query of the held-out sequence.
 pub struct HeldOutQuery {
-    /// Its position.
+    /// Position of the query.
     pub position: usize,
-    /// Which member of the group asked.
+    /// Index of the query head in its GQA group.
     pub member: usize,
-    /// After rotary embedding, not rotated.
+    /// The query after rotary embedding, not rotated.
     pub row: Vec<f32>,
 }
 
 /// Relative errors of a head with chosen rules.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
-    /// For keys.
+pub struct RuleErrors {
+    /// Rule of the keys.
     pub key: Rule,
-    /// For values.
+    /// Rule of the values.
     pub value: Rule,
     /// Root mean square change of a logit, weighted with the attention it gets.
     pub logit_error: f64,
     /// ‖ΔO·W_o‖² / ‖O·W_o‖² with only the keys encoded.
     pub key_error: f64,
-    /// The same with only the values encoded.
+    /// ‖ΔO·W_o‖² / ‖O·W_o‖² with only the values encoded.
     pub value_error: f64,
-    /// With both.
+    /// ‖ΔO·W_o‖² / ‖O·W_o‖² with both encoded.
     pub output_error: f64,
 }
 
 /// The attention of a head in rotated coordinates, ready to try rules on.
-pub struct Trial<'a> {
+pub struct RuleTrial<'a> {
     held_out: &'a HeldOut<'a>,
     isa: Isa,
     dim: usize,
@@ -94,18 +94,18 @@ pub struct Trial<'a> {
     energy: f64,
 }
 
-impl<'a> Trial<'a> {
+impl<'a> RuleTrial<'a> {
     /// Rotates everything and computes the exact attention.
     pub fn new(
         isa: Isa,
         held_out: &'a HeldOut<'a>,
         key_transform: &'a HeadTransform,
         value_transform: &'a HeadTransform,
-    ) -> Result<Trial<'a>, CodecError> {
+    ) -> Result<RuleTrial<'a>, CodecError> {
         let dim = key_transform.dim();
         let all: Vec<f32> = held_out.queries.iter().flat_map(|query| query.row.iter().copied()).collect();
         let metrics = held_out.output_metrics.iter();
-        let mut trial = Trial {
+        let mut trial = RuleTrial {
             held_out,
             isa,
             dim,
@@ -127,7 +127,7 @@ impl<'a> Trial<'a> {
         trial.logits = trial.logits_with(&trial.keys);
         trial.weights = trial.weights_of(&trial.logits);
         trial.exact = trial.outputs(&trial.weights, &trial.values);
-        trial.energy = trial.weigh(&trial.exact);
+        trial.energy = trial.squared_norm(&trial.exact);
         Ok(trial)
     }
 
@@ -144,29 +144,29 @@ impl<'a> Trial<'a> {
         Ok((best[0].1, best[1].1))
     }
 
-    /// The errors with given rules.
-    pub fn measure(&self, key: Rule, value: Rule) -> Result<Choice, CodecError> {
+    /// Measures the errors with given rules.
+    pub fn measure(&self, key: Rule, value: Rule) -> Result<RuleErrors, CodecError> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(key)?));
         let weights = self.weights_of(&logits);
         let values = self.encoded_values(value)?;
         let keys_only = self.outputs(&weights, &self.values);
-        Ok(Choice {
+        Ok(RuleErrors {
             key,
             value,
             logit_error: self.logit_error(&logits),
-            key_error: self.relative(&keys_only),
-            value_error: self.share(&self.value_change(&self.weights, &values)),
-            output_error: self.relative(&sum(&keys_only, &self.value_change(&weights, &values))),
+            key_error: self.relative_error(&keys_only),
+            value_error: self.relative_change(&self.value_change(&self.weights, &values)),
+            output_error: self.relative_error(&sum(&keys_only, &self.value_change(&weights, &values))),
         })
     }
 
     fn key_error(&self, rule: Rule) -> Result<f64, CodecError> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(rule)?));
-        Ok(self.relative(&self.outputs(&self.weights_of(&logits), &self.values)))
+        Ok(self.relative_error(&self.outputs(&self.weights_of(&logits), &self.values)))
     }
 
     fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
-        Ok(self.share(&self.value_change(&self.weights, &self.encoded_values(rule)?)))
+        Ok(self.relative_change(&self.value_change(&self.weights, &self.encoded_values(rule)?)))
     }
 
     fn encoded_keys(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
@@ -239,7 +239,7 @@ impl<'a> Trial<'a> {
     }
 
     /// Σ x M xᵀ over queries, each with the metric of its member.
-    fn weigh(&self, rows: &[f32]) -> f64 {
+    fn squared_norm(&self, rows: &[f32]) -> f64 {
         let mut total = 0.0;
         for (query, row) in self.held_out.queries.iter().zip(rows.chunks_exact(self.dim)) {
             for (i, weights) in self.metrics[query.member].chunks_exact(self.dim).enumerate() {
@@ -251,15 +251,15 @@ impl<'a> Trial<'a> {
     }
 
     /// How far outputs are from the exact ones, relative to their size.
-    fn relative(&self, outputs: &[f32]) -> f64 {
+    fn relative_error(&self, outputs: &[f32]) -> f64 {
         let change: Vec<f32> =
             outputs.iter().zip(&self.exact).map(|(output, exact)| output - exact).collect();
-        self.share(&change)
+        self.relative_change(&change)
     }
 
     /// How large a change of the outputs is, relative to their size.
-    fn share(&self, change: &[f32]) -> f64 {
-        self.weigh(change) / self.energy.max(f64::MIN_POSITIVE)
+    fn relative_change(&self, change: &[f32]) -> f64 {
+        self.squared_norm(change) / self.energy.max(f64::MIN_POSITIVE)
     }
 
     fn logit_error(&self, logits: &[f32]) -> f64 {
@@ -352,7 +352,7 @@ mod tests {
             .collect()
     }
 
-    fn with_trial(windows: Windows, check: impl Fn(&Trial<'_>)) {
+    fn with_trial(windows: Windows, check: impl Fn(&RuleTrial<'_>)) {
         let (keys, values) = (numbers(TOKENS * DIM, 1), numbers(TOKENS * DIM, 2));
         let queries = queries();
         let metrics = [SquareMatrix::identity(DIM), SquareMatrix::identity(DIM)];
@@ -365,7 +365,7 @@ mod tests {
             windows,
         };
         let rotation = HeadTransform::new(None, &oscar_codec::hadamard::matrix(DIM)).unwrap();
-        check(&Trial::new(Isa::detect(), &held_out, &rotation, &rotation).unwrap());
+        check(&RuleTrial::new(Isa::detect(), &held_out, &rotation, &rotation).unwrap());
     }
 
     #[test]

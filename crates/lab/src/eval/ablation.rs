@@ -16,45 +16,45 @@ use crate::calibrate::fit::{mean, rotation};
 use crate::calibrate::observe::Observer;
 use crate::calibrate::run::observe_layer;
 
-/// What rotations are fitted to.
+/// The matrices that rotations are fitted to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Targets {
-    /// Queries for keys, weighted values for values: the published recipe.
+pub enum RotationTargets {
+    /// Queries for key rotations, weighted values for value rotations: the published recipe.
     Published,
-    /// Keys for keys, values for values.
+    /// Keys for key rotations, values for value rotations.
     Plain,
-    /// Nothing: rows are not rotated.
+    /// No matrix: rows are not rotated.
     None,
 }
 
 /// One line of the table: the published recipe with something changed.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Setting {
-    /// What is varied.
+pub struct AblationSetting {
+    /// The study: what is varied.
     pub study: &'static str,
-    /// How.
+    /// How it is varied, for people.
     pub name: String,
     /// Factors of the rotation.
     pub composition: Composition,
-    /// What it is fitted to.
-    pub targets: Targets,
+    /// The matrices that the rotation is fitted to.
+    pub targets: RotationTargets,
     /// Channels that share a scale; all of a head when `None`.
     pub group: Option<usize>,
     /// Rules for keys and values.
     pub rules: (Rule, Rule),
-    /// What stays exact.
+    /// The windows that stay exact.
     pub windows: Windows,
     /// Sequences of calibration text; all when `None`.
     pub sequences: Option<usize>,
 }
 
-impl Setting {
-    fn published(study: &'static str, name: impl Into<String>) -> Setting {
-        Setting {
+impl AblationSetting {
+    fn published(study: &'static str, name: impl Into<String>) -> AblationSetting {
+        AblationSetting {
             study,
             name: name.into(),
             composition: Composition::RHPbr,
-            targets: Targets::Published,
+            targets: RotationTargets::Published,
             group: None,
             rules: PAPER_RULES,
             windows: Windows::default(),
@@ -63,10 +63,10 @@ impl Setting {
     }
 }
 
-impl Setting {
+impl AblationSetting {
     /// Whether both are the same recipe under other names; `all` is the number of sequences there are.
-    pub fn same_recipe(&self, other: &Setting, all: usize) -> bool {
-        let plain = |setting: &Setting| Setting {
+    pub fn same_recipe(&self, other: &AblationSetting, all: usize) -> bool {
+        let plain = |setting: &AblationSetting| AblationSetting {
             study: "",
             name: String::new(),
             sequences: Some(setting.sequences.unwrap_or(all)),
@@ -77,7 +77,7 @@ impl Setting {
 }
 
 /// All settings for heads of `head_dim` channels and a corpus of so many sequences of `sequence` tokens.
-pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setting> {
+pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<AblationSetting> {
     let mut all = Vec::new();
     let groups: Vec<Option<usize>> = [None, Some(64), Some(32)]
         .into_iter()
@@ -86,37 +86,37 @@ pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Setti
     for group in groups {
         let suffix = group.map_or(String::new(), |group| format!(", groups of {group}"));
         for (name, composition, targets) in [
-            ("U·H·P", Composition::RHPbr, Targets::Published),
-            ("without P", Composition::RH, Targets::Published),
-            ("without H", Composition::Br, Targets::Published),
-            ("without U", Composition::HPbr, Targets::Published),
-            ("no rotation", Composition::Plain, Targets::None),
+            ("U·H·P", Composition::RHPbr, RotationTargets::Published),
+            ("without P", Composition::RH, RotationTargets::Published),
+            ("without H", Composition::Br, RotationTargets::Published),
+            ("without U", Composition::HPbr, RotationTargets::Published),
+            ("no rotation", Composition::Plain, RotationTargets::None),
         ] {
             // A part is worth the same for every group size, but P is worth nothing without groups.
             if group.is_none() || matches!(composition, Composition::RHPbr | Composition::RH) {
-                let setting = Setting::published("rotation", format!("{name}{suffix}"));
-                all.push(Setting { composition, targets, group, ..setting });
+                let setting = AblationSetting::published("rotation", format!("{name}{suffix}"));
+                all.push(AblationSetting { composition, targets, group, ..setting });
             }
         }
     }
-    let plain = Setting::published("target", "KᵀK and VᵀV");
-    all.push(Setting { targets: Targets::Plain, ..plain });
+    let plain = AblationSetting::published("target", "KᵀK and VᵀV");
+    all.push(AblationSetting { targets: RotationTargets::Plain, ..plain });
     for (sink, recent) in [(0, 0), (32, 128), (64, 256), (128, 512), (256, 1024)] {
-        let setting = Setting::published("windows", format!("sink {sink}, recent {recent}"));
-        all.push(Setting { windows: Windows { sink, recent }, ..setting });
+        let setting = AblationSetting::published("windows", format!("sink {sink}, recent {recent}"));
+        all.push(AblationSetting { windows: Windows { sink, recent }, ..setting });
     }
     let mut count = 1;
     while count <= sequences {
-        let setting = Setting::published("calibration", format!("{} tokens", count * sequence));
-        all.push(Setting { sequences: Some(count), ..setting });
+        let setting = AblationSetting::published("calibration", format!("{} tokens", count * sequence));
+        all.push(AblationSetting { sequences: Some(count), ..setting });
         count *= 2;
     }
     for ratio in [0.88, 0.92, 0.96, 1.0] {
         for (side, rules) in
             [("keys", (Rule::Clip(ratio), PAPER_RULES.1)), ("values", (PAPER_RULES.0, Rule::Clip(ratio)))]
         {
-            let setting = Setting::published("clip", format!("{side} {ratio}"));
-            all.push(Setting { rules, ..setting });
+            let setting = AblationSetting::published("clip", format!("{side} {ratio}"));
+            all.push(AblationSetting { rules, ..setting });
         }
     }
     all
@@ -138,7 +138,7 @@ pub struct TargetSet {
 }
 
 impl TargetSet {
-    /// Runs the first `sequences` sequences of a corpus through a model. `progress` is told layers done.
+    /// Runs the first `sequences` sequences of a corpus through a model. `progress` gets the number of layers done.
     pub fn collect<B: Inspect>(
         model: &LoadedModel<B>,
         corpus: &Corpus,
@@ -165,7 +165,7 @@ impl TargetSet {
     }
 
     /// The codec of a setting: one rotation per layer, as published, or centred where a model needs it.
-    pub fn codec(&self, setting: &Setting, centred: bool) -> Result<PageCodec, EvalError> {
+    pub fn codec(&self, setting: &AblationSetting, centred: bool) -> Result<PageCodec, EvalError> {
         let head_dim = self.geometry.head_dim;
         let layout = CodeLayout::new(2, head_dim, head_dim / setting.group.unwrap_or(head_dim))?;
         let fitted: Vec<(SquareMatrix, SquareMatrix)> = self
@@ -177,11 +177,13 @@ impl TargetSet {
                     Ok::<_, EvalError>(rotation(&mean(&all), setting.composition)?.0)
                 };
                 match setting.targets {
-                    Targets::Published => {
+                    RotationTargets::Published => {
                         Ok((fit(&|head| &head.queries)?, fit(&|head| &head.weighted_values)?))
                     }
-                    Targets::Plain => Ok((fit(&|head| &head.keys)?, fit(&|head| &head.values)?)),
-                    Targets::None => Ok((SquareMatrix::identity(head_dim), SquareMatrix::identity(head_dim))),
+                    RotationTargets::Plain => Ok((fit(&|head| &head.keys)?, fit(&|head| &head.values)?)),
+                    RotationTargets::None => {
+                        Ok((SquareMatrix::identity(head_dim), SquareMatrix::identity(head_dim)))
+                    }
                 }
             })
             .collect::<Result<_, EvalError>>()?;
@@ -202,8 +204,8 @@ impl TargetSet {
         Ok(PageCodec::new(name, self.geometry, keys, values)?)
     }
 
-    /// [`Self::codec`], with the kernels of this machine.
-    pub fn fast_codec(&self, setting: &Setting, centred: bool) -> Result<FastCodec, EvalError> {
+    /// As [`Self::codec`], with the kernels of this machine.
+    pub fn fast_codec(&self, setting: &AblationSetting, centred: bool) -> Result<FastCodec, EvalError> {
         Ok(FastCodec::new(Isa::detect(), self.codec(setting, centred)?))
     }
 }
@@ -214,11 +216,11 @@ mod tests {
 
     #[test]
     fn settings_vary_one_thing_at_a_time() {
-        let published = Setting::published("", "");
+        let published = AblationSetting::published("", "");
         for setting in settings(128, 16, 2048) {
             let mut differences = 0;
             differences += usize::from(setting.composition != published.composition);
-            differences += usize::from(setting.targets == Targets::Plain);
+            differences += usize::from(setting.targets == RotationTargets::Plain);
             differences += usize::from(setting.windows != published.windows);
             differences += usize::from(setting.sequences.is_some());
             differences += usize::from(setting.rules != published.rules);
@@ -229,9 +231,9 @@ mod tests {
         assert!(names.iter().any(|name| name.contains("groups of 32")));
         assert!(!names.iter().any(|name| name.contains("groups of 64")), "that is the whole head");
         assert!(names.contains(&"calibration 32768 tokens".to_owned()));
-        let published: Vec<Setting> = settings(64, 16, 2048)
+        let published: Vec<AblationSetting> = settings(64, 16, 2048)
             .into_iter()
-            .filter(|setting| setting.same_recipe(&Setting::published("", ""), 16))
+            .filter(|setting| setting.same_recipe(&AblationSetting::published("", ""), 16))
             .collect();
         assert_eq!(published.len(), 5, "it stands in every study but the target's, and twice in clip");
         let mut unique = names.clone();

@@ -1,4 +1,4 @@
-//! From a name on the command line to a codec.
+//! Builds a codec by its name on the command line.
 //!
 //! `NAME` or `NAME:OPTION+OPTION…`. Options are for `int2`, whose parts can be exchanged one by one; everything else
 //! is one definition under one name.
@@ -12,7 +12,7 @@ use oscar_rotations::{Int2Options, RotationFile, Scope};
 
 use super::EvalError;
 
-/// What can be asked for, for help texts and errors.
+/// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
     int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int4, int3, saw-int4, \
@@ -21,10 +21,10 @@ pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty
 /// Formats of our own cache besides `int2`; their keys are centred when the means are known.
 const OWN_TIERS: [&str; 2] = ["int4", "int3"];
 
-/// A codec and what it needs to know about the model.
+/// What codecs need to know about a model.
 #[derive(Clone, Copy)]
 pub struct CodecSource<'a> {
-    /// Shape of the cache.
+    /// Layers, heads and channels of the cache.
     pub geometry: KvGeometry,
     /// Rotations with key channels in the model's own order.
     pub rotations: Option<&'a RotationFile>,
@@ -55,7 +55,7 @@ impl CodecSource<'_> {
             CodecError::UnknownName { .. } => wrong(format!("known are {HELP}")),
             error => EvalError::Encode(error),
         })?;
-        Ok(Box::new(Named { codec, name: spec.to_owned() }))
+        Ok(Box::new(NamedCodec { codec, name: spec.to_owned() }))
     }
 
     fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
@@ -66,12 +66,12 @@ impl CodecSource<'_> {
         let codec = FastCodec::new(Isa::detect(), codec);
         Ok(match options.side {
             None => Box::new(codec),
-            Some(side) => Box::new(OneSide { codec, side }),
+            Some(side) => Box::new(OneSidedCodec { codec, side }),
         })
     }
 }
 
-/// What `int2` options say: the parts of the codec, and the side that is encoded if it is one only.
+/// The options of `int2`: the parts of the codec, and the side that is encoded if it is only one.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Int2Spec {
     parts: Int2Options,
@@ -118,13 +118,13 @@ fn key_means(file: &RotationFile, geometry: KvGeometry) -> Option<KeyMeans> {
     KeyMeans::new(geometry.kv_heads, mean_keys(file, geometry)?).ok()
 }
 
-/// A codec under the name it was asked for by.
-struct Named {
+/// A codec under the name that the user typed.
+struct NamedCodec {
     codec: Box<dyn CacheCodec>,
     name: String,
 }
 
-impl CacheCodec for Named {
+impl CacheCodec for NamedCodec {
     fn name(&self) -> &str {
         &self.name
     }
@@ -143,12 +143,12 @@ impl CacheCodec for Named {
 }
 
 /// A codec for one side; the other stays exact.
-struct OneSide<C> {
+struct OneSidedCodec<C> {
     codec: C,
     side: Side,
 }
 
-impl<C: CacheCodec> CacheCodec for OneSide<C> {
+impl<C: CacheCodec> CacheCodec for OneSidedCodec<C> {
     fn name(&self) -> &str {
         self.codec.name()
     }

@@ -29,7 +29,7 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// Adds another sum.
+    /// Adds the sums of other positions.
     pub fn add(&mut self, other: &Divergence) {
         self.kl += other.kl;
         self.loss += other.loss;
@@ -63,12 +63,12 @@ impl Divergence {
     }
 }
 
-/// A text with its exact run, ready to be compared with any number of codecs.
-pub struct Comparison<B: Inspect> {
+/// Compares codecs with the exact cache on a text, which is run exactly once.
+pub struct CodecComparison<B: Inspect> {
     evaluator: Evaluator<B>,
-    /// Buffers for the exact run's logits.
+    /// Buffers for the logits of the exact run.
     reference: Activations<B>,
-    /// The codec's, which also hold logits of several rows.
+    /// Buffers for the logits with the codec, of several rows.
     codec: Activations<B>,
     suffix: Vec<u32>,
     /// Hidden states of the exact run after the prefix.
@@ -77,12 +77,12 @@ pub struct Comparison<B: Inspect> {
     skip: usize,
 }
 
-impl<B: Inspect> Comparison<B> {
-    /// Room for texts of `capacity` tokens.
-    pub fn new(model: Arc<LoadedModel<B>>, capacity: usize) -> Result<Comparison<B>, EvalError> {
+impl<B: Inspect> CodecComparison<B> {
+    /// A comparison of texts of up to `capacity` tokens.
+    pub fn new(model: Arc<LoadedModel<B>>, capacity: usize) -> Result<CodecComparison<B>, EvalError> {
         let rows = STEP_TOKENS.min(capacity);
         let activations = || model.model().activations(rows, LOGIT_ROWS);
-        Ok(Comparison {
+        Ok(CodecComparison {
             reference: activations()?,
             codec: activations()?,
             evaluator: Evaluator::new(model, capacity)?,
@@ -127,7 +127,7 @@ impl<B: Inspect> Comparison<B> {
         mut progress: impl FnMut(usize),
     ) -> Result<Divergence, EvalError> {
         self.evaluator.rewind();
-        let Comparison { evaluator, reference, codec, suffix, hidden, skip } = self;
+        let CodecComparison { evaluator, reference, codec, suffix, hidden, skip } = self;
         let width = evaluator.model().config().hidden_size;
         let mut total = Divergence::default();
         let mut before = 0;

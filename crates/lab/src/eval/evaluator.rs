@@ -16,7 +16,7 @@ use super::history::{HistoryAttention, Reading};
 /// Tokens computed in one pass.
 pub(super) const STEP_TOKENS: usize = 512;
 
-/// A model with room for one sequence, exact and as a codec gives it back.
+/// A model with an exact cache of one sequence, and a second one as a codec gives it back.
 pub struct Evaluator<B: Inspect> {
     model: Arc<LoadedModel<B>>,
     exact: B::Cache,
@@ -32,7 +32,7 @@ pub struct Evaluator<B: Inspect> {
 }
 
 impl<B: Inspect> Evaluator<B> {
-    /// Room for a sequence of `capacity` tokens. Memory becomes resident as it is used.
+    /// An evaluator of sequences of up to `capacity` tokens. Memory becomes resident as it is used.
     pub fn new(model: Arc<LoadedModel<B>>, capacity: usize) -> Result<Evaluator<B>, EvalError> {
         let most = model.config().max_context;
         if capacity == 0 || capacity > most {
@@ -52,12 +52,12 @@ impl<B: Inspect> Evaluator<B> {
         })
     }
 
-    /// The model.
+    /// The model that is evaluated.
     pub fn model(&self) -> &Arc<LoadedModel<B>> {
         &self.model
     }
 
-    /// Computes a prefix exactly, in place of what was there. `progress` is told how many tokens are done.
+    /// Computes a prefix exactly, in place of what was there. `progress` gets the number of tokens that are done.
     pub fn prefill(&mut self, ids: &[u32], mut progress: impl FnMut(usize)) -> Result<(), EvalError> {
         (self.prefix, self.tokens) = (0, 0);
         self.run(ids, None, |_, _, done| {
@@ -68,7 +68,7 @@ impl<B: Inspect> Evaluator<B> {
         Ok(())
     }
 
-    /// Goes back to the end of the prefix and forgets what a codec made of it.
+    /// Goes back to the end of the prefix and drops what a codec made of it.
     pub fn rewind(&mut self) {
         self.tokens = self.prefix;
         self.filled.fill(0);

@@ -11,15 +11,15 @@ use oscar_kernels::{Inspect, KernelError};
 use oscar_model::LayerAttention;
 use rayon::prelude::*;
 
-/// Rows a codec is given at a time, rounded up to whole token groups.
+/// Rows that a codec encodes at a time, rounded up to whole token groups.
 const BLOCK_TOKENS: usize = 512;
 
 /// How queries read positions before them.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
-    /// What early positions go through.
+    /// The codec that early positions are read from.
     pub codec: &'a dyn CacheCodec,
-    /// What stays exact.
+    /// The windows that stay exact.
     pub windows: Windows,
     /// Prefill in chunks of so many tokens: a query reads its own chunk exactly, whatever the window. `None` lets
     /// every query read its history as a decode step would.

@@ -46,13 +46,13 @@ impl NeedleTokens {
         Ok(NeedleTokens { context: ids[..shared].to_vec(), question })
     }
 
-    /// Tokens of an answer with so many numbers that are waited for.
+    /// Most tokens of an answer that holds so many numbers.
     pub fn tokens_for(answers: usize) -> usize {
         answers * ANSWER_TOKENS
     }
 }
 
-/// The share of numbers found and what was said, for each codec. The context is computed once.
+/// The share of numbers found and the text of the answer, for each codec. The context is computed once.
 pub fn retrieve<B: Inspect>(
     evaluator: &mut Evaluator<B>,
     prompt: &NeedlePrompt,
@@ -73,12 +73,12 @@ pub fn retrieve<B: Inspect>(
                 reading,
                 NeedleTokens::tokens_for(prompt.answers.len()),
             )?;
-            graded(evaluator.model(), &answer, prompt)
+            scored_answer(evaluator.model(), &answer, prompt)
         })
         .collect()
 }
 
-/// The share of numbers found and what was said with a cache that serves.
+/// The share of numbers found and the text of the answer, with the cache that serves.
 pub fn retrieve_served<B: Backend>(
     served: &ServedCache<B>,
     prompt: &NeedlePrompt,
@@ -88,10 +88,10 @@ pub fn retrieve_served<B: Backend>(
     let tokens = NeedleTokens::encode(model, prompt)?;
     let most = NeedleTokens::tokens_for(prompt.answers.len());
     let answer = served.answer(&tokens.context, &tokens.question, &[], most, progress)?;
-    graded(model, &answer, prompt)
+    scored_answer(model, &answer, prompt)
 }
 
-fn graded<B: Backend>(
+fn scored_answer<B: Backend>(
     model: &LoadedModel<B>,
     answer: &[u32],
     prompt: &NeedlePrompt,

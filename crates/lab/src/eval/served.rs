@@ -11,7 +11,7 @@ use oscar_model::LoadedModel;
 
 use super::EvalError;
 
-/// An engine with one kind of cache.
+/// An engine with the cache that serves, for measurements.
 pub struct ServedCache<B: Backend> {
     engine: Engine<B>,
     name: String,
@@ -30,18 +30,18 @@ impl<B: Backend> ServedCache<B> {
         Ok(ServedCache { engine: Engine::new(model, &options)?, name: name.into() })
     }
 
-    /// What tables call it.
+    /// Name of the cache in tables.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The engine.
+    /// The engine that answers.
     pub fn engine(&self) -> &Engine<B> {
         &self.engine
     }
 
-    /// Greedy answer to `question` after `context`, up to an end token, a stop text or `max_tokens`. `progress` is told
-    /// how many tokens of the context are done.
+    /// Greedy answer to `question` after `context`, up to an end token, a stop text or `max_tokens`. `progress` gets
+    /// the number of tokens of the context that are done.
     pub fn answer(
         &self,
         context: &[u32],

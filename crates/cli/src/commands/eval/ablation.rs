@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use clap::Args;
 use oscar_codec::CacheCodec;
 use oscar_lab::Report;
-use oscar_lab::calibrate::{Corpus, Source, corpus};
-use oscar_lab::eval::ablation::{Setting, TargetSet, settings};
-use oscar_lab::eval::divergence::{Comparison, Divergence};
+use oscar_lab::calibrate::{Corpus, CorpusSource, corpus};
+use oscar_lab::eval::ablation::{AblationSetting, TargetSet, settings};
+use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
 use serde_json::json;
@@ -99,9 +99,9 @@ impl AblationArguments {
                 .with_fix("give more text or fewer --tokens")
         })?;
         let source = if self.calibration_data.is_empty() {
-            Source::Model { seed: self.seed }
+            CorpusSource::Model { seed: self.seed }
         } else {
-            Source::Files { paths: self.calibration_data.clone(), chat: false }
+            CorpusSource::Files { paths: self.calibration_data.clone(), chat: false }
         };
         let mut steps: Option<Steps> = None;
         let corpus = Corpus::collect(model, &source, self.calibration_tokens, |done, total| {
@@ -118,7 +118,7 @@ impl AblationArguments {
                 self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study)
             })
             .collect();
-        let mut comparison = Comparison::new(model.clone(), self.tokens)?;
+        let mut comparison = CodecComparison::new(model.clone(), self.tokens)?;
         let mut steps = Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix));
         // All settings score the same positions, those that have a history with every window.
         let widest = chosen.iter().map(|setting| setting.windows.sink + setting.windows.recent).max();
@@ -126,7 +126,7 @@ impl AblationArguments {
         comparison.set_text(ids, self.prefix, skip, |done| steps.set(done))?;
         let mut done = self.tokens;
         let mut targets: BTreeMap<usize, TargetSet> = BTreeMap::new();
-        let mut measured: Vec<(&Setting, f64, Divergence)> = Vec::new();
+        let mut measured: Vec<(&AblationSetting, f64, Divergence)> = Vec::new();
         for setting in &chosen {
             // The published recipe stands in every study.
             if let Some(&(_, bits, total)) =

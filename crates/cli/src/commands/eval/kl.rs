@@ -7,7 +7,7 @@ use oscar_codec::CacheCodec;
 use oscar_lab::Report;
 use oscar_lab::calibrate::corpus;
 use oscar_lab::eval::codecs::HELP;
-use oscar_lab::eval::divergence::{Comparison, Divergence};
+use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
 use serde_json::json;
@@ -95,7 +95,7 @@ impl KlArguments {
         let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
         let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { widest });
         let texts = self.texts(subject)?;
-        let mut comparison = Comparison::new(subject.model.clone(), self.tokens)?;
+        let mut comparison = CodecComparison::new(subject.model.clone(), self.tokens)?;
         let mut totals = vec![Divergence::default(); codecs.len()];
         let suffix = self.tokens - self.prefix.min(self.tokens);
         let mut steps = Steps::new("exact", texts.len() * (self.tokens + codecs.len() * suffix));

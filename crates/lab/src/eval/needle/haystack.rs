@@ -4,7 +4,7 @@ use crate::eval::text::{Prose, Random, mix};
 
 use super::NeedleError;
 
-/// Where hay comes from.
+/// The text in which needles are hidden.
 #[derive(Clone, Debug)]
 pub enum Haystack {
     /// Generated prose; every prompt has text of its own.
@@ -20,8 +20,8 @@ impl Haystack {
         if sentences.is_empty() { Err(NeedleError::EmptyHaystack) } else { Ok(Haystack::Text(sentences)) }
     }
 
-    /// Whether the text says this anywhere.
-    pub(super) fn says(&self, words: &str) -> bool {
+    /// Whether the text contains these words.
+    pub(super) fn contains(&self, words: &str) -> bool {
         match self {
             // Generated prose has no digits, and words are only ever numbers here.
             Haystack::Generated => false,

@@ -119,7 +119,7 @@ impl Needle {
     }
 }
 
-/// The asked needle first, then the others. `taken` tells what the haystack already says.
+/// Draws the asked needle first, then the others. `taken` says whether the haystack already contains a number.
 pub(super) fn needles(
     options: &NeedleOptions,
     random: &mut Random,

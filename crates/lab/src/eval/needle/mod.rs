@@ -16,14 +16,14 @@ pub use build::build;
 pub use haystack::Haystack;
 pub use score::score;
 
-/// What is hidden, and what is asked.
+/// The kind of a needle prompt: what is hidden, and what is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NeedleKind {
-    /// One key.
+    /// One key with one number.
     Single,
-    /// Several keys, one asked.
+    /// Several keys, one of which is asked for.
     MultiKey,
-    /// Several numbers under one key, all asked.
+    /// Several numbers under one key, all of which are asked for.
     MultiValue,
     /// Several keys that share a word with the one asked, with numbers that share digits with the answer.
     Distractors,
@@ -34,7 +34,7 @@ impl NeedleKind {
     pub const ALL: [NeedleKind; 4] =
         [NeedleKind::Single, NeedleKind::MultiKey, NeedleKind::MultiValue, NeedleKind::Distractors];
 
-    /// What users type.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             NeedleKind::Single => "single",
@@ -60,10 +60,10 @@ impl FromStr for NeedleKind {
     }
 }
 
-/// Which prompt to build.
+/// The prompt to build.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NeedleOptions {
-    /// What is hidden.
+    /// The kind of the prompt.
     pub kind: NeedleKind,
     /// Tokens of context and question together.
     pub tokens: usize,
@@ -75,7 +75,7 @@ pub struct NeedleOptions {
     pub values: usize,
     /// Digits of a number, 3 to 18.
     pub digits: usize,
-    /// Where everything random comes from.
+    /// Seed of everything that is random in the prompt.
     pub seed: u64,
 }
 
@@ -98,7 +98,7 @@ impl Default for NeedleOptions {
 pub struct NeedlePrompt {
     /// Instruction, haystack and needles.
     pub context: String,
-    /// What follows the context.
+    /// The question, which follows the context.
     pub question: String,
     /// A beginning of the answer, for models that only continue text.
     pub lead_in: String,
@@ -110,9 +110,9 @@ pub struct NeedlePrompt {
     pub target_tokens: usize,
     /// Tokens of context and question, as counted.
     pub tokens: usize,
-    /// What is hidden.
+    /// The kind of the prompt.
     pub kind: NeedleKind,
-    /// The seed it was built from.
+    /// The seed that the prompt was built from.
     pub seed: u64,
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::results::{Results, Row};
+use super::results::{ResultRow, Results};
 use super::sections::{KINDS, section};
 use super::table::text;
 
@@ -41,8 +41,8 @@ pub(super) fn escape(text: &str) -> String {
 
 /// The page of all files.
 pub fn page(title: &str, files: &[Results]) -> String {
-    let rows: Vec<&Row> = files.iter().flat_map(|file| &file.rows).collect();
-    let kind_of = |row: &Row| {
+    let rows: Vec<&ResultRow> = files.iter().flat_map(|file| &file.rows).collect();
+    let kind_of = |row: &ResultRow| {
         // Benchmarks of the codec say what they are by what they measure.
         let implied = if row.contains_key("mb_per_s_per_core") { "codec" } else { "other" };
         text(row, "kind").unwrap_or_else(|| implied.to_owned())
@@ -86,7 +86,7 @@ pub fn page(title: &str, files: &[Results]) -> String {
         if !note.is_empty() {
             let _ = write!(out, "<p class=\"faint\">{}</p>", escape(note));
         }
-        let kind_rows: Vec<&Row> = rows.iter().copied().filter(|row| kind_of(row) == *kind).collect();
+        let kind_rows: Vec<&ResultRow> = rows.iter().copied().filter(|row| kind_of(row) == *kind).collect();
         let mut models: Vec<Option<String>> = Vec::new();
         for row in &kind_rows {
             let model = text(row, "model");
@@ -98,7 +98,7 @@ pub fn page(title: &str, files: &[Results]) -> String {
             if let Some(model) = &model {
                 let _ = write!(out, "<h3>{}</h3>", escape(model));
             }
-            let model_rows: Vec<&Row> =
+            let model_rows: Vec<&ResultRow> =
                 kind_rows.iter().copied().filter(|row| text(row, "model") == model).collect();
             out += &section(kind, &model_rows);
         }

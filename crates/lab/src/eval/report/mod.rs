@@ -8,5 +8,5 @@ mod table;
 
 pub use charts::{HeatMap, heat_map_svg};
 pub use html::page;
-pub use results::{ReportError, Results, Row};
+pub use results::{ReportError, ResultRow, Results};
 pub use sections::needle_maps;

@@ -11,17 +11,17 @@ use serde_json::{Map, Value};
 const MAX_BYTES: u64 = 64 << 20;
 
 /// One row of results.
-pub type Row = Map<String, Value>;
+pub type ResultRow = Map<String, Value>;
 
 /// One file of results.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Results {
-    /// What the file is called.
+    /// Name of the file.
     pub name: String,
-    /// The machine, in a line.
+    /// The machine in one line.
     pub machine: String,
-    /// What was measured.
-    pub rows: Vec<Row>,
+    /// The measurements.
+    pub rows: Vec<ResultRow>,
 }
 
 /// Why results cannot be shown.
@@ -35,11 +35,11 @@ pub enum ReportError {
     #[error("{}: not a file of results: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
     #[error("{}: row {row} is not an object", path.display())]
-    Row { path: PathBuf, row: usize },
+    ResultRow { path: PathBuf, row: usize },
 }
 
 #[derive(Deserialize)]
-struct Layout {
+struct ResultFile {
     #[serde(default)]
     machine: Value,
     rows: Vec<Value>,
@@ -59,12 +59,12 @@ impl Results {
 
     /// Reads the text of a file; `path` only names it.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Results, ReportError> {
-        let layout: Layout = serde_json::from_slice(text)
+        let layout: ResultFile = serde_json::from_slice(text)
             .map_err(|source| ReportError::Json { path: path.to_owned(), source })?;
         let mut rows = Vec::with_capacity(layout.rows.len());
         for (index, row) in layout.rows.into_iter().enumerate() {
             let Value::Object(row) = row else {
-                return Err(ReportError::Row { path: path.to_owned(), row: index + 1 });
+                return Err(ReportError::ResultRow { path: path.to_owned(), row: index + 1 });
             };
             rows.push(row);
         }

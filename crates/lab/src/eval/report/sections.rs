@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::charts::{Bar, BarChart, HeatMap, LineChart, Series, short};
-use super::results::Row;
+use super::results::ResultRow;
 use super::table::{number, table, text};
 
 /// Kinds in the order of the page, with their headings. Others follow under their own name.
@@ -17,7 +17,7 @@ pub(super) const KINDS: [(&str, &str, &str); 6] = [
 ];
 
 /// Charts and tables of the rows of one kind and one model.
-pub(super) fn section(kind: &str, rows: &[&Row]) -> String {
+pub(super) fn section(kind: &str, rows: &[&ResultRow]) -> String {
     let mut out = String::new();
     match kind {
         "kl" => out += &grid(&distance_charts(rows)),
@@ -42,10 +42,10 @@ fn grid(charts: &[String]) -> String {
 }
 
 /// The codec, with those of `fields` that tell the rows apart.
-fn labels(rows: &[&Row], first: &str, fields: &[&str]) -> Vec<String> {
+fn labels(rows: &[&ResultRow], first: &str, fields: &[&str]) -> Vec<String> {
     let varies = |field: &&&str| rows.iter().any(|row| text(row, field) != text(rows[0], field));
     let telling: Vec<&&str> = fields.iter().filter(varies).collect();
-    let label = |row: &&Row| {
+    let label = |row: &&ResultRow| {
         let name = text(row, first).unwrap_or_else(|| "–".to_owned());
         let details: Vec<String> = telling
             .iter()
@@ -74,7 +74,7 @@ fn spans_decades(values: &[f64]) -> bool {
     high / low > 20.0
 }
 
-fn distance_charts(rows: &[&Row]) -> Vec<String> {
+fn distance_charts(rows: &[&ResultRow]) -> Vec<String> {
     let names = labels(rows, "kv", &WINDOWS);
     let mut points: Vec<(String, f64, Option<f64>)> = Vec::new();
     for (row, label) in rows.iter().zip(names) {
@@ -128,7 +128,7 @@ fn bars(title: &str, axis: &str, points: &[(String, f64, Option<f64>)], logarith
 }
 
 /// What kind of needle a row is about.
-fn needle_group(row: &Row) -> String {
+fn needle_group(row: &ResultRow) -> String {
     let parts = [
         text(row, "needle").or_else(|| text(row, "task")),
         text(row, "keys").map(|keys| if keys == "1" { "1 key".to_owned() } else { format!("{keys} keys") }),
@@ -148,14 +148,14 @@ fn distinct<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<T> {
     out
 }
 
-fn sorted_numbers(rows: &[&Row], name: &str) -> Vec<f64> {
+fn sorted_numbers(rows: &[&ResultRow], name: &str) -> Vec<f64> {
     let mut values = distinct(rows.iter().filter_map(|row| number(row, name)));
     values.sort_by(f64::total_cmp);
     values
 }
 
 /// The mean score of the rows that pass, each counted by its prompts.
-fn mean_score(rows: &[&Row], pass: impl Fn(&Row) -> bool) -> Option<f64> {
+fn mean_score(rows: &[&ResultRow], pass: impl Fn(&ResultRow) -> bool) -> Option<f64> {
     let (mut sum, mut weight) = (0.0, 0.0);
     for row in rows.iter().filter(|row| pass(row)) {
         let Some(score) = number(row, "score") else { continue };
@@ -172,12 +172,14 @@ fn length_name(tokens: f64) -> String {
 }
 
 /// Heat maps of needle rows, one for each codec and kind of needle.
-pub fn needle_maps(rows: &[&Row]) -> Vec<HeatMap> {
+pub fn needle_maps(rows: &[&ResultRow]) -> Vec<HeatMap> {
     let mut maps = Vec::new();
     for group in distinct(rows.iter().map(|row| needle_group(row))) {
-        let group_rows: Vec<&Row> = rows.iter().copied().filter(|row| needle_group(row) == group).collect();
+        let group_rows: Vec<&ResultRow> =
+            rows.iter().copied().filter(|row| needle_group(row) == group).collect();
         for kv in distinct(group_rows.iter().map(|row| text(row, "kv"))) {
-            let cells: Vec<&Row> = group_rows.iter().copied().filter(|row| text(row, "kv") == kv).collect();
+            let cells: Vec<&ResultRow> =
+                group_rows.iter().copied().filter(|row| text(row, "kv") == kv).collect();
             let (lengths, depths) = (sorted_numbers(&cells, "length"), sorted_numbers(&cells, "depth"));
             if lengths.is_empty() || depths.is_empty() {
                 continue;
@@ -204,10 +206,11 @@ pub fn needle_maps(rows: &[&Row]) -> Vec<HeatMap> {
     maps
 }
 
-fn needle_charts(rows: &[&Row]) -> Vec<String> {
+fn needle_charts(rows: &[&ResultRow]) -> Vec<String> {
     let mut charts = Vec::new();
     for group in distinct(rows.iter().map(|row| needle_group(row))) {
-        let group_rows: Vec<&Row> = rows.iter().copied().filter(|row| needle_group(row) == group).collect();
+        let group_rows: Vec<&ResultRow> =
+            rows.iter().copied().filter(|row| needle_group(row) == group).collect();
         let lengths = sorted_numbers(&group_rows, "length");
         if lengths.len() < 2 {
             continue;
@@ -239,12 +242,12 @@ fn needle_charts(rows: &[&Row]) -> Vec<String> {
 }
 
 /// One row for each codec and kind of needle, one column for each length.
-fn needle_summary(rows: &[&Row]) -> String {
+fn needle_summary(rows: &[&ResultRow]) -> String {
     let lengths = sorted_numbers(rows, "length");
-    let mut summary: Vec<Row> = Vec::new();
+    let mut summary: Vec<ResultRow> = Vec::new();
     for key in distinct(rows.iter().map(|row| (needle_group(row), text(row, "kv")))) {
-        let matches = |row: &Row| (needle_group(row), text(row, "kv")) == key;
-        let mut line = Row::new();
+        let matches = |row: &ResultRow| (needle_group(row), text(row, "kv")) == key;
+        let mut line = ResultRow::new();
         line.insert("kv".into(), json!(key.1));
         line.insert("needles".into(), if key.0.is_empty() { json!(null) } else { json!(key.0) });
         for length in &lengths {
@@ -259,13 +262,13 @@ fn needle_summary(rows: &[&Row]) -> String {
     if lengths.is_empty() { String::new() } else { table(&summary.iter().collect::<Vec<_>>(), &[]) }
 }
 
-fn task_charts(rows: &[&Row]) -> Vec<String> {
-    let scored: Vec<&Row> = rows.iter().copied().filter(|row| number(row, "score").is_some()).collect();
+fn task_charts(rows: &[&ResultRow]) -> Vec<String> {
+    let scored: Vec<&ResultRow> = rows.iter().copied().filter(|row| number(row, "score").is_some()).collect();
     if scored.is_empty() {
         return Vec::new();
     }
     let tasks = distinct(scored.iter().map(|row| text(row, "task").unwrap_or_else(|| "–".to_owned())));
-    let bar = |row: &&Row, label: String| {
+    let bar = |row: &&ResultRow, label: String| {
         let task = text(row, "task").unwrap_or_else(|| "–".to_owned());
         let group = tasks.iter().position(|name| *name == task).unwrap_or(0);
         Bar { label, value: 100.0 * number(row, "score").unwrap_or(0.0), group }
@@ -281,10 +284,11 @@ fn task_charts(rows: &[&Row]) -> Vec<String> {
     vec![chart.svg()]
 }
 
-fn ablation_charts(rows: &[&Row]) -> Vec<String> {
+fn ablation_charts(rows: &[&ResultRow]) -> Vec<String> {
     let mut charts = Vec::new();
     for group in distinct(rows.iter().map(|row| text(row, "task"))) {
-        let group_rows: Vec<&Row> = rows.iter().copied().filter(|row| text(row, "task") == group).collect();
+        let group_rows: Vec<&ResultRow> =
+            rows.iter().copied().filter(|row| text(row, "task") == group).collect();
         let names = labels(&group_rows, "setting", &["kv"]);
         for (metric, axis) in [("kl", "KL, nats per token"), ("score", "score")] {
             let values = group_rows.iter().zip(&names);
@@ -302,8 +306,8 @@ fn ablation_charts(rows: &[&Row]) -> Vec<String> {
 }
 
 /// Speed of the stages of a codec on each path.
-fn speed_charts(rows: &[&Row]) -> Vec<String> {
-    let timed: Vec<&Row> =
+fn speed_charts(rows: &[&ResultRow]) -> Vec<String> {
+    let timed: Vec<&ResultRow> =
         rows.iter().copied().filter(|row| number(row, "mb_per_s_per_core").is_some()).collect();
     if timed.is_empty() {
         return Vec::new();

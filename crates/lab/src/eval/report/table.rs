@@ -3,18 +3,18 @@
 use serde_json::Value;
 
 use super::html::escape;
-use super::results::Row;
+use super::results::ResultRow;
 
 /// Tables longer than this begin closed.
 const LONG: usize = 24;
 
 /// A number of a row.
-pub(super) fn number(row: &Row, name: &str) -> Option<f64> {
+pub(super) fn number(row: &ResultRow, name: &str) -> Option<f64> {
     row.get(name).and_then(Value::as_f64)
 }
 
 /// A value of a row as people read it.
-pub(super) fn text(row: &Row, name: &str) -> Option<String> {
+pub(super) fn text(row: &ResultRow, name: &str) -> Option<String> {
     match row.get(name) {
         None | Some(Value::Null) => None,
         Some(value) => Some(shown(value)),
@@ -46,7 +46,7 @@ fn four_digits(value: f64) -> String {
 }
 
 /// The table of `rows`. Columns are all names that the rows have, in their order, less those in `without`.
-pub(super) fn table(rows: &[&Row], without: &[&str]) -> String {
+pub(super) fn table(rows: &[&ResultRow], without: &[&str]) -> String {
     let mut names: Vec<&str> = Vec::new();
     for name in rows.iter().flat_map(|row| row.keys()) {
         if !names.contains(&name.as_str()) && !without.contains(&name.as_str()) {
@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
 
-    fn row(value: Value) -> Row {
+    fn row(value: Value) -> ResultRow {
         value.as_object().expect("object").clone()
     }
 
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn long_tables_begin_closed() {
-        let rows: Vec<Row> = (0..30).map(|n| row(json!({"n": n}))).collect();
+        let rows: Vec<ResultRow> = (0..30).map(|n| row(json!({"n": n}))).collect();
         assert!(table(&rows.iter().collect::<Vec<_>>(), &[]).starts_with("<details>"));
         assert!(!table(&rows[..5].iter().collect::<Vec<_>>(), &[]).contains("<details>"));
     }

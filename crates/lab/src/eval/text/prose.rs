@@ -75,7 +75,7 @@ pub fn prose(seed: u64, bytes: usize) -> String {
     text
 }
 
-/// What a paragraph keeps coming back to.
+/// The people and things that the sentences of a paragraph share.
 struct Cast<'a> {
     hero: &'a str,
     friend: &'a str,

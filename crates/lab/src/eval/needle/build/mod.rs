@@ -22,8 +22,8 @@ pub fn build(
         return Err(NeedleError::Depth { depth: options.depth });
     }
     let mut random = Random::new(mix(&[options.seed, 0]));
-    let needles = needles(options, &mut random, &|number| haystack.says(number))?;
-    let hidden = Hidden::new(options, &needles, &mut random);
+    let needles = needles(options, &mut random, &|number| haystack.contains(number))?;
+    let hidden = PlacedNeedles::new(options, &needles, &mut random);
     let (question, lead_in) = question(&needles[0], options.kind);
     let question_tokens = count(&question);
 
@@ -32,7 +32,11 @@ pub fn build(
         return Err(NeedleError::TooShort { target: options.tokens, needed });
     }
     let least = options.tokens - options.tokens / 100;
-    let mut hay = Hay { source: haystack.sentences(options.seed), sentences: Vec::new(), counts: Vec::new() };
+    let mut hay = CountedSentences {
+        source: haystack.sentences(options.seed),
+        sentences: Vec::new(),
+        counts: Vec::new(),
+    };
     // What one more estimated token of hay really adds; corrected by each count of the whole.
     let mut wanted = (options.tokens - needed) as f64;
     let mut best: Option<(usize, String)> = None;
@@ -70,13 +74,13 @@ pub fn build(
 }
 
 /// Sentences of the haystack, counted as they are needed.
-struct Hay<'a> {
+struct CountedSentences<'a> {
     source: Box<dyn Iterator<Item = String> + 'a>,
     sentences: Vec<String>,
     counts: Vec<usize>,
 }
 
-impl Hay<'_> {
+impl CountedSentences<'_> {
     /// Sentences of about `tokens` tokens in all; the last one is shortened to fit.
     fn cut(&mut self, tokens: usize, count: &dyn Fn(&str) -> usize) -> (Vec<String>, Vec<usize>) {
         let mut sum = 0;
@@ -129,13 +133,13 @@ fn shortened(sentence: &str, tokens: usize, count: &dyn Fn(&str) -> usize) -> Op
 }
 
 /// The needles with their depths, in the order of the text.
-struct Hidden {
+struct PlacedNeedles {
     instruction: &'static str,
     needles: Vec<(f64, String)>,
 }
 
-impl Hidden {
-    fn new(options: &NeedleOptions, needles: &[Needle], random: &mut Random) -> Hidden {
+impl PlacedNeedles {
+    fn new(options: &NeedleOptions, needles: &[Needle], random: &mut Random) -> PlacedNeedles {
         let mut hidden: Vec<(f64, String)> = Vec::new();
         for sentence in needles.iter().flat_map(Needle::sentences) {
             // The first sentence is the asked one; the others are scattered.
@@ -148,7 +152,7 @@ impl Hidden {
         } else {
             "Secret codes are hidden in the following text. Remember them: you will be asked for them later.\n\n"
         };
-        Hidden { instruction, needles: hidden }
+        PlacedNeedles { instruction, needles: hidden }
     }
 
     /// The context: each needle goes between the two sentences where its share of the tokens is behind it.

@@ -9,24 +9,24 @@ use super::{Heading, INK, WIDTH, colour, fitted, letters, plot, sheet, text_widt
 /// One bar.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bar {
-    /// What it stands for.
+    /// Text beside the bar.
     pub label: String,
-    /// How long it is.
+    /// The number that the bar shows.
     pub value: f64,
-    /// Which colour: bars of one group share it.
+    /// Index of the group, whose bars share a colour.
     pub group: usize,
 }
 
 /// A chart of horizontal bars.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BarChart {
-    /// What it shows.
+    /// Title of the chart.
     pub title: String,
-    /// What the numbers are.
+    /// Name of the axis of numbers.
     pub axis: String,
     /// The bars, from the top.
     pub bars: Vec<Bar>,
-    /// Lengths count decades; for values that span several.
+    /// Whether the axis is logarithmic, for values that span several decades.
     pub logarithmic: bool,
     /// Names of the groups, shown as a legend when there are several.
     pub groups: Vec<String>,

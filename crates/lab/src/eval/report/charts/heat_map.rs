@@ -8,11 +8,11 @@ use super::{Drawn, FAINT, Heading, INK, RULE, Sheet, TITLE_HEIGHT, WIDTH, colour
 /// A grid of scores.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeatMap {
-    /// What it shows, such as the codec.
+    /// Title of the map, such as the codec.
     pub title: String,
-    /// What the columns are, such as context length in tokens.
+    /// Name of the axis of columns, such as context length in tokens.
     pub x_axis: String,
-    /// What the rows are, such as depth in percent.
+    /// Name of the axis of rows, such as depth in percent.
     pub y_axis: String,
     /// Names of the columns.
     pub columns: Vec<String>,

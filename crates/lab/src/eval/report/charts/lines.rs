@@ -9,41 +9,41 @@ use super::{FAINT, Heading, INK, colour, dot_style, fitted, letters, plot, sheet
 /// One series.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
-    /// Its name in the legend.
+    /// Name of the series in the legend.
     pub name: String,
-    /// Its points.
+    /// The points of the series.
     pub points: Vec<(f64, f64)>,
-    /// What stands beside some of its points.
+    /// Texts beside some of the points.
     pub notes: Vec<Note>,
 }
 
 /// A text beside a point.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Note {
-    /// The point.
+    /// The point that the text stands beside.
     pub at: (f64, f64),
     /// The text.
     pub text: String,
-    /// To the right and below, instead of to the left and above.
+    /// Whether the text stands to the right and below, instead of to the left and above.
     pub below: bool,
 }
 
 /// A chart of several series.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LineChart {
-    /// What it shows.
+    /// Title of the chart.
     pub title: String,
-    /// What runs to the right.
+    /// Name of the x axis.
     pub x_axis: String,
-    /// What runs up.
+    /// Name of the y axis.
     pub y_axis: String,
     /// The series.
     pub series: Vec<Series>,
-    /// The x axis counts decades.
+    /// Whether the x axis is logarithmic.
     pub logarithmic_x: bool,
-    /// The y axis counts decades.
+    /// Whether the y axis is logarithmic.
     pub logarithmic_y: bool,
-    /// Join the points of every series.
+    /// Whether the points of every series are joined by a line.
     pub joined: bool,
     /// A line that belongs to no series, such as a limit.
     pub limit: Vec<(f64, f64)>,
