@@ -47,6 +47,7 @@ impl StoredMatrix {
 /// What can go wrong in a backend.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum KernelError {
     #[error("a {rows}x{cols} {dtype} matrix does not fit the bytes it was given")]
     MatrixOutOfBounds { rows: usize, cols: usize, dtype: DType },

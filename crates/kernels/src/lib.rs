@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`backend`] | the door: one trait that a device implements, and the descriptors that pass through it |
 //! | [`inspect`] | what calibration and evaluation need from a device beyond serving |
-//! | [`dtype`] | element types and block sizes of stored weights |
+//! | `dtype` | element types and block sizes of stored weights |
 //! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
 //! | [`cuda`] | kernels for NVIDIA GPUs, compiled at run time; builds and loads without CUDA |
@@ -16,7 +16,7 @@
 pub mod backend;
 pub mod cpu;
 pub mod cuda;
-pub mod dtype;
+mod dtype;
 pub mod inspect;
 pub mod quant;
 

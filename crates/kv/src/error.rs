@@ -25,6 +25,7 @@ impl fmt::Display for PoolKind {
 
 /// Options that describe no cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum KvError {
     /// A pool that every sequence needs has no page.
     #[error("the {0} pool of the KV cache has no page")]

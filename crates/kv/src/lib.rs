@@ -40,24 +40,23 @@
 //! ```
 
 mod audit;
-pub mod block_hash;
-pub mod error;
-pub mod extension;
+mod block_hash;
+mod error;
+mod extension;
 mod insertion;
-pub mod ledger;
-pub mod pool;
+mod ledger;
+mod pool;
 mod pools;
-pub mod reuse;
-pub mod sequence;
-pub mod stats;
-pub mod tree;
+mod reuse;
+mod sequence;
+mod stats;
+mod tree;
 
 pub use block_hash::BlockHash;
 pub use error::{KvError, PoolKind, Shortage};
 pub use extension::{Append, Extension, PrefillMode, SealWork};
 pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
 pub use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
-pub use pool::{PagePool, PageSlot, PoolExhausted, ScratchPage};
 pub use reuse::TailPolicy;
 pub use sequence::Sequence;
 pub use stats::{LedgerStats, PageStates, PoolStats};

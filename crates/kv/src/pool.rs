@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 use oscar_codec::{ExactSlot, SealedSlot};
 
 /// A slot of some pool. Slot 0 is a dummy for padded rows and is never handed out.
-pub trait PageSlot: Copy {
+pub(crate) trait PageSlot: Copy {
     /// The slot of this number; `None` for the dummy.
     fn new(number: u32) -> Option<Self>;
 
@@ -39,7 +39,7 @@ impl PageSlot for SealedSlot {
 /// A bf16 page of one layer: what a prompt's page is written to before it is sealed. The numbers of the scratch pool
 /// begin anew; a backend knows the page as the [`ExactSlot`] so many slots after the last of the bf16 pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ScratchPage(NonZeroU32);
+pub(crate) struct ScratchPage(NonZeroU32);
 
 impl PageSlot for ScratchPage {
     fn new(number: u32) -> Option<ScratchPage> {
@@ -54,14 +54,14 @@ impl PageSlot for ScratchPage {
 /// A pool has no free page left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("all {pages} pages of the KV cache are in use")]
-pub struct PoolExhausted {
+pub(crate) struct PoolExhausted {
     /// Pages in the pool.
-    pub pages: usize,
+    pub(crate) pages: usize,
 }
 
 /// Reference-counted pages. A page is free again when its last owner releases it.
 #[derive(Debug)]
-pub struct PagePool<P = ExactSlot> {
+pub(crate) struct PagePool<P = ExactSlot> {
     /// Owners per slot; index 0 is the dummy.
     owners: Vec<u32>,
     /// Free slots, the next one last. Low slots go first, so a short run touches little memory.
@@ -70,52 +70,52 @@ pub struct PagePool<P = ExactSlot> {
 
 impl<P: PageSlot> PagePool<P> {
     /// A pool of `pages` usable pages.
-    pub fn new(pages: usize) -> PagePool<P> {
+    pub(crate) fn new(pages: usize) -> PagePool<P> {
         let last = u32::try_from(pages).expect("fewer than 2^32 pages");
         PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().filter_map(P::new).collect() }
     }
 
     /// Usable pages.
-    pub fn pages(&self) -> usize {
+    pub(crate) fn pages(&self) -> usize {
         self.owners.len() - 1
     }
 
     /// Slots a backend must provide: the usable pages and the dummy.
-    pub fn slots(&self) -> usize {
+    pub(crate) fn slots(&self) -> usize {
         self.owners.len()
     }
 
     /// Pages that nobody owns.
-    pub fn free_pages(&self) -> usize {
+    pub(crate) fn free_pages(&self) -> usize {
         self.free.len()
     }
 
     /// Every page with its owners, in order of slots.
-    pub fn all(&self) -> impl Iterator<Item = (P, u32)> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = (P, u32)> {
         self.owners.iter().zip(0..).filter_map(|(&owners, number)| Some((P::new(number)?, owners)))
     }
 
     /// Number of owners of a page.
-    pub fn owners(&self, page: P) -> u32 {
+    pub(crate) fn owners(&self, page: P) -> u32 {
         self.owners[page.index()]
     }
 
     /// Allocates a page; the caller is its one owner.
-    pub fn allocate(&mut self) -> Result<P, PoolExhausted> {
+    pub(crate) fn allocate(&mut self) -> Result<P, PoolExhausted> {
         let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
         self.owners[slot.index()] = 1;
         Ok(slot)
     }
 
     /// Adds an owner to a page in use.
-    pub fn share(&mut self, page: P) {
+    pub(crate) fn share(&mut self, page: P) {
         let owners = &mut self.owners[page.index()];
         assert!(*owners > 0, "page {} is shared while free", page.index());
         *owners += 1;
     }
 
     /// Removes one owner of a page, which is free when none is left.
-    pub fn release(&mut self, page: P) {
+    pub(crate) fn release(&mut self, page: P) {
         let owners = &mut self.owners[page.index()];
         assert!(*owners > 0, "page {} is released while free", page.index());
         *owners -= 1;

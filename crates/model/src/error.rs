@@ -10,6 +10,7 @@ use crate::text::TextError;
 /// Why a model could not be loaded or run.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum ModelError {
     #[error(transparent)]
     File(#[from] FileError),

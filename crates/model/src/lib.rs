@@ -5,27 +5,29 @@
 //! | [`source`] | from a name to files: catalogue, cache directory, hub layout |
 //! | [`files`] | GGUF, safetensors and JSON, read with suspicion |
 //! | [`text`] | tokenizers and chat templates |
-//! | [`families`] | what sets model families apart |
-//! | [`config`], [`rope`] | the shape of a model |
-//! | [`weights`], [`forward`] | one forward pass over any backend |
+//! | `families` | what sets model families apart |
+//! | `config`, `rope` | the shape of a model |
+//! | `weights`, `forward` | one forward pass over any backend |
 //! | [`SamplingDefaults`] | the sampling settings that a model's makers recommend |
-//! | [`loaded`] | all of it put together |
+//! | `loaded` | all of it put together |
 
-pub mod config;
+mod config;
 mod error;
-pub mod families;
+mod families;
 pub mod files;
-pub mod forward;
-pub mod loaded;
+mod forward;
+mod loaded;
 mod names;
-pub mod rope;
+mod rope;
 mod sampling;
 pub mod source;
 pub mod text;
-pub mod weights;
+mod weights;
 
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
+pub use rope::{RopeConfig, RopeScaling};
 pub use sampling::SamplingDefaults;
+pub use weights::LayerWeights;

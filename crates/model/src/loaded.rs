@@ -142,6 +142,7 @@ fn in_file(path: &Path, source: TextError) -> ModelError {
 
 /// Why a chat could not be encoded.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ChatError<'a> {
     /// The model has no template, or a broken one.
     #[error("{0}")]

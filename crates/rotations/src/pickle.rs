@@ -18,6 +18,7 @@ const NEWEST_PROTOCOL: u8 = 5;
 /// Why a pickle was not read.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum PickleError {
     #[error("the pickle ends in the middle of what it holds at byte {offset}")]
     Truncated { offset: usize },

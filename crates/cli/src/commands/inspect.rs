@@ -3,10 +3,9 @@
 use clap::Args;
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_model::files::TensorSummary;
-use oscar_model::rope::RopeConfig;
-use oscar_model::rope::RopeScaling;
 use oscar_model::source::ModelPath;
 use oscar_model::{ModelConfig, ModelFiles};
+use oscar_model::{RopeConfig, RopeScaling};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 

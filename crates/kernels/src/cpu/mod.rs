@@ -14,27 +14,27 @@
 //! | `memory` | aligned buffers and disjoint writes |
 //! | `simd` | vectors and tiles: what the kernels use of an instruction set |
 //! | `aligned` | scratch memory on cache lines |
-//! | [`gemm`] | matrix products for many rows |
+//! | `gemm` | matrix products for many rows |
 //! | [`attention`] | attention over bf16 and sealed pages |
-//! | [`sampling`] | drawing a token from logits |
-//! | [`tensors`] | weights and activations |
-//! | [`cache`] | page pools |
+//! | `sampling` | drawing a token from logits |
+//! | `tensors` | weights and activations |
+//! | `cache` | page pools |
 //! | `heads` | the shape of an attention layer |
 //! | `sequence` | page tables of one sequence of a step |
-//! | [`step`] | tables of one step |
+//! | `step` | tables of one step |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
-//! | [`backend`], `inspect` | the traits, on all of these |
+//! | `backend`, `inspect` | the traits, on all of these |
 
 pub mod activation;
 mod aligned;
 mod attend;
 pub mod attention;
-pub mod backend;
-pub mod cache;
+mod backend;
+mod cache;
 pub mod dot;
 mod elementwise;
 pub mod encode;
-pub mod gemm;
+mod gemm;
 mod handover;
 mod heads;
 mod inspect;
@@ -43,13 +43,13 @@ pub mod memory;
 mod per_thread;
 pub mod pool;
 mod project;
-pub mod sampling;
+mod sampling;
 mod sequence;
 mod simd;
-pub mod step;
+mod step;
 mod store;
 mod sync;
-pub mod tensors;
+mod tensors;
 
 pub use backend::CpuBackend;
 pub use cache::Cache;

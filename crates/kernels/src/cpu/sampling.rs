@@ -4,7 +4,7 @@ use crate::backend::{KernelError, Sampled, Sampling};
 
 /// Draws one token. Changes of single logits first, then temperature, top-k, top-p and min-p, each on what the one
 /// before has left. Probabilities that are reported are those of the unmodified logits.
-pub fn sample(logits: &[f32], settings: &Sampling<'_>) -> Result<Sampled, KernelError> {
+pub(crate) fn sample(logits: &[f32], settings: &Sampling<'_>) -> Result<Sampled, KernelError> {
     let logits = &logits[..logits.len().min(settings.vocabulary)];
     let largest = check(logits)?;
     let token = match settings.given {

@@ -13,8 +13,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
-use super::tuning::SharedMemory;
-pub use super::tuning::{DecodeShape, Tuning};
+use super::tuning::{DecodeShape, SharedMemory, Tuning};
 
 /// Pages of one layer in device memory: head `h` of slot `s` at `offset + s·stride + h·page bytes`.
 #[derive(Clone, Copy)]

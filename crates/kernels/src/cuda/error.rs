@@ -5,6 +5,7 @@ use cudarc::driver::DriverError;
 /// An error of the CUDA side.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum CudaError {
     #[error("{library} cannot be loaded: {fix}")]
     LibraryMissing { library: &'static str, fix: &'static str },

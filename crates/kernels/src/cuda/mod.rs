@@ -3,28 +3,28 @@
 //!
 //! | module | job |
 //! |---|---|
-//! | [`device`] | opening a card, its limits, loading kernels |
+//! | `device` | opening a card, its limits, loading kernels |
 //! | [`compile`] | `.cu` sources to machine code with NVRTC, and the cache on disk |
-//! | [`page_order`] | the order of bytes inside a page on the device, and converters from and to the CPU's |
-//! | [`plan`] | a ragged batch cut into work of equal cost for every block |
-//! | [`tuning`] | how the decode kernel is laid out on a multiprocessor |
-//! | [`attention`] | decode attention over bf16 and sealed pages in one launch |
+//! | `page_order` | the order of bytes inside a page on the device, and converters from and to the CPU's |
+//! | `plan` | a ragged batch cut into work of equal cost for every block |
+//! | `tuning` | how the decode kernel is laid out on a multiprocessor |
+//! | `attention` | decode attention over bf16 and sealed pages in one launch |
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
 //! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
-pub mod attention;
+mod attention;
 pub mod compile;
-pub mod device;
-pub mod error;
+mod device;
+mod error;
 #[cfg(test)]
 mod exact_tests;
-pub mod page_order;
-pub mod plan;
+mod page_order;
+mod plan;
 pub mod reference;
 pub mod seal;
-pub mod tuning;
+mod tuning;
 pub mod write;
 
 pub use attention::{DecodeAttention, PoolView, ValueTransform};

@@ -12,17 +12,17 @@ use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
 use super::error::CudaError;
 
 /// Partial results of one unit, at most: the merge holds a factor for each in shared memory.
-pub const MOST_PARTIALS: usize = 256;
+pub(crate) const MOST_PARTIALS: usize = 256;
 
 /// Tokens of a sequence, at most.
 const MOST_TOKENS: usize = 1 << 24;
 
 /// The result of a segment is a partial result of its unit.
-pub const PARTIAL: i32 = 0;
+pub(crate) const PARTIAL: i32 = 0;
 /// It is left in shared memory for the next segment of the block, which is of the same unit.
-pub const LEFT: i32 = 1;
+pub(crate) const LEFT: i32 = 1;
 /// With what the segment before has left, it is a partial result of the unit.
-pub const TAKEN: i32 = 2;
+pub(crate) const TAKEN: i32 = 2;
 
 /// A run of tiles of one kind; the kernel's `Segment`.
 #[repr(C)]

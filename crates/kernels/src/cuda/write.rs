@@ -1,5 +1,5 @@
 //! From projected rows to pages on the device, for one layer in one launch: QK-norm, rotary embedding, the codec's basis,
-//! and the write of keys and values to bf16 pages in the order of [`super::page_order`]. Queries go to a matrix of their
+//! and the write of keys and values to bf16 pages in the order of [`PageOrder`]. Queries go to a matrix of their
 //! own, as decode attention reads them.
 //!
 //! Every operation is rounded as on the CPU and sums are added in the same order, so pages and queries are equal to the

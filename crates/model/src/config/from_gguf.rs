@@ -8,7 +8,7 @@ use crate::names::TensorNaming;
 use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
 
 /// Reads the description of a model.
-pub fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
+pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let path = || gguf.path().to_path_buf();
     let metadata = gguf.metadata();
     let architecture = metadata.str("general.architecture")?;

@@ -12,7 +12,7 @@ use crate::files::{Fields, JsonFile};
 use crate::rope::{RopeConfig, RopeScaling};
 
 /// Reads the description of a model.
-pub fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
+pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
     let fields = file.fields();
     let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
     let model_type = fields.str("model_type")?;

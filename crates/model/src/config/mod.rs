@@ -3,8 +3,8 @@
 mod from_gguf;
 mod from_hugging_face;
 
-pub use from_gguf::from_gguf;
-pub use from_hugging_face::from_hugging_face;
+pub(crate) use from_gguf::from_gguf;
+pub(crate) use from_hugging_face::from_hugging_face;
 
 use oscar_codec::KvGeometry;
 

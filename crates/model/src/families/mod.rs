@@ -9,11 +9,11 @@ mod qwen3;
 use oscar_kernels::backend::RopeLayout;
 
 /// All families, by name.
-pub const FAMILIES: [&ModelFamily; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
+pub(crate) const FAMILIES: [&ModelFamily; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
 
 /// What sets a family of models apart from the others.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ModelFamily {
+pub(crate) struct ModelFamily {
     /// Short name, as in `ModelConfig::family`.
     pub name: &'static str,
     /// `general.architecture` of its GGUF files.
@@ -30,7 +30,7 @@ pub struct ModelFamily {
 
 /// Whether projections have a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bias {
+pub(crate) enum Bias {
     /// Every model of the family has it.
     Always,
     /// As `attention_bias` in `config.json` says; in a GGUF file, if the tensors are there.
@@ -38,16 +38,16 @@ pub enum Bias {
 }
 
 /// The family of a GGUF architecture.
-pub fn by_gguf_architecture(architecture: &str) -> Option<&'static ModelFamily> {
+pub(crate) fn by_gguf_architecture(architecture: &str) -> Option<&'static ModelFamily> {
     FAMILIES.into_iter().find(|family| family.gguf_architecture == architecture)
 }
 
 /// The family of a `model_type`.
-pub fn by_model_type(model_type: &str) -> Option<&'static ModelFamily> {
+pub(crate) fn by_model_type(model_type: &str) -> Option<&'static ModelFamily> {
     FAMILIES.into_iter().find(|family| family.model_type == model_type)
 }
 
 /// Names of all families, for messages.
-pub fn names() -> String {
+pub(crate) fn names() -> String {
     FAMILIES.map(|family| family.name).join(", ")
 }

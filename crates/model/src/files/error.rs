@@ -9,6 +9,7 @@ use oscar_kernels::DType;
 /// Why a model file could not be read.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum FileError {
     #[error("{}: cannot read the file: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },

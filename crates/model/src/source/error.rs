@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 /// Why a model could not be found or fetched.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum SourceError {
     #[error("unknown model {name:?}; the catalogue has {names}")]
     UnknownModel { name: String, names: String, nearest: Option<String> },

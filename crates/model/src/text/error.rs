@@ -6,6 +6,7 @@ use crate::files::on_one_line;
 
 /// An error from a tokenizer or a chat template.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TextError {
     /// A file could not be read.
     #[error("cannot read {path}: {source}")]

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use oscar_model::config::ModelConfig;
+use oscar_model::ModelConfig;
 use oscar_model::files::FileError;
 use oscar_model::{ModelError, ModelFiles};
 use serde_json::{Value, json};

@@ -21,7 +21,7 @@ mod scalar;
 mod tests;
 mod weights;
 
-pub use pack::PackedActivations;
+pub(crate) use pack::PackedActivations;
 
 use super::aligned::AlignedScratch;
 use super::isa::Isa;
@@ -30,7 +30,7 @@ use crate::dtype::DType;
 use floats::{Multiply, Transpose};
 
 /// Most weight rows of a panel. Wide panels read the activations, which do not fit the cache, less often.
-pub const PANEL_ROWS: usize = 128;
+pub(crate) const PANEL_ROWS: usize = 128;
 
 /// Activation rows of a block, and the step in which panels are best sized.
 const BLOCK_ROWS: usize = 32;
@@ -44,7 +44,7 @@ const DEPTH: usize = 1024;
 
 /// Memory of one thread for [`panel`]; keeps its allocation between calls.
 #[derive(Default)]
-pub struct PanelScratch {
+pub(crate) struct PanelScratch {
     /// Dequantised rows.
     rows: AlignedScratch,
     /// The same as tiles.
@@ -56,7 +56,7 @@ pub struct PanelScratch {
 
 /// A panel height for a matrix of `outputs` rows that gives all `threads` the same number of panels, as nearly as
 /// steps of 32 rows allow.
-pub fn panel_rows(outputs: usize, threads: usize) -> usize {
+pub(crate) fn panel_rows(outputs: usize, threads: usize) -> usize {
     let threads = threads.max(1);
     let panels = outputs.div_ceil(PANEL_ROWS).next_multiple_of(threads).max(1);
     outputs.div_ceil(panels).next_multiple_of(BLOCK_ROWS).clamp(BLOCK_ROWS, PANEL_ROWS)
@@ -66,7 +66,7 @@ pub fn panel_rows(outputs: usize, threads: usize) -> usize {
 ///
 /// `weights` are the bytes of the `n` rows; `out[i * n + r]` becomes the product of activation row `i` and weight
 /// row `r`. `x` must have been packed for the same `isa`.
-pub fn panel(
+pub(crate) fn panel(
     isa: Isa,
     dtype: DType,
     weights: &[u8],

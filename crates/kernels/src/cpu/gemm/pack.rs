@@ -23,7 +23,7 @@ thread_local! {
 
 /// Rows of activations packed for [`super::panel`]. Keeps its allocation between uses.
 #[derive(Default)]
-pub struct PackedActivations {
+pub(crate) struct PackedActivations {
     /// The path it was packed for.
     isa: Option<Isa>,
     rows: usize,
@@ -42,7 +42,7 @@ impl PackedActivations {
     /// Packs rows as they are computed: `fill(row, out)` writes one row of `cols` values.
     ///
     /// This saves a pass over memory when the rows come out of a norm or an activation function.
-    pub fn pack_with(
+    pub(crate) fn pack_with(
         &mut self,
         isa: Isa,
         pool: &Pool,
@@ -78,12 +78,12 @@ impl PackedActivations {
     }
 
     /// Number of rows.
-    pub fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.rows
     }
 
     /// Values per row.
-    pub fn cols(&self) -> usize {
+    pub(crate) fn cols(&self) -> usize {
         self.cols
     }
 
