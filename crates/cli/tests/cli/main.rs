@@ -3,8 +3,8 @@
 mod bad_models;
 mod bench;
 mod bench_serve;
+mod eval_report;
 mod eval_served;
-mod eval_tasks;
 mod generate;
 mod kv;
 mod lab;

@@ -9,7 +9,6 @@
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
 //! | [`codec_attention`] | a codec of the lab behind the engine, so that it can be served |
 //! | [`served`] | answers of the engine, with the cache that serves |
-//! | [`tasks`] | multiple choice, maths and code |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
 
@@ -23,7 +22,6 @@ pub mod needle;
 pub mod report;
 pub mod retrieval;
 pub mod served;
-pub mod tasks;
 pub mod text;
 
 use std::sync::Arc;

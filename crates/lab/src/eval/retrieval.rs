@@ -87,7 +87,7 @@ pub fn retrieve_served<B: Backend>(
     let model = served.engine().model();
     let tokens = NeedleTokens::encode(model, prompt)?;
     let most = NeedleTokens::tokens_for(prompt.answers.len());
-    let answer = served.answer(&tokens.context, &tokens.question, &[], most, progress)?;
+    let answer = served.answer(&tokens.context, &tokens.question, most, progress)?;
     scored_answer(model, &answer, prompt)
 }
 

@@ -40,21 +40,16 @@ impl<B: Backend> ServedCache<B> {
         &self.engine
     }
 
-    /// Greedy answer to `question` after `context`, up to an end token, a stop text or `max_tokens`. `progress` gets
+    /// Greedy answer to `question` after `context`, up to an end token or `max_tokens`. `progress` gets
     /// the number of tokens of the context that are done.
     pub fn answer(
         &self,
         context: &[u32],
         question: &[u32],
-        stop: &[String],
         max_tokens: usize,
         mut progress: impl FnMut(usize),
     ) -> Result<Vec<u32>, EvalError> {
-        let ask = GenerateOptions {
-            max_tokens: Some(max_tokens),
-            stop: stop.to_vec(),
-            ..GenerateOptions::default()
-        };
+        let ask = GenerateOptions { max_tokens: Some(max_tokens), ..GenerateOptions::default() };
         self.engine.reset();
         if context.is_empty() {
             let answer = self.engine.answer(Request::new(question, ask))?;

@@ -5,7 +5,6 @@ mod kl;
 mod niah;
 mod report;
 mod served;
-mod tasks;
 
 use clap::{Args, Subcommand};
 
@@ -23,7 +22,6 @@ enum EvalCommand {
     Kl(kl::KlArguments),
     Niah(niah::NiahArguments),
     Ablation(ablation::AblationArguments),
-    Tasks(tasks::TasksArguments),
     Report(report::ReportArguments),
 }
 
@@ -33,7 +31,6 @@ impl EvalArguments {
             EvalCommand::Kl(arguments) => arguments.run(),
             EvalCommand::Niah(arguments) => arguments.run(),
             EvalCommand::Ablation(arguments) => arguments.run(),
-            EvalCommand::Tasks(arguments) => arguments.run(),
             EvalCommand::Report(arguments) => arguments.run(),
         }
     }

@@ -7,10 +7,9 @@ use super::results::ResultRow;
 use super::table::{number, table, text};
 
 /// Kinds in the order of the page, with their headings. Others follow under their own name.
-pub(super) const KINDS: [(&str, &str, &str); 6] = [
+pub(super) const KINDS: [(&str, &str, &str); 5] = [
     ("kl", "Distance from the exact cache", "Lower is better: 0 is the exact cache."),
     ("niah", "Needles in a haystack", "Share of hidden numbers that were found, in percent."),
-    ("tasks", "Tasks", "Share of questions answered right."),
     ("ablation", "Ablations", "One setting changed at a time."),
     ("codec", "Codec speed and size", ""),
     ("calibration", "Calibration", ""),
@@ -25,7 +24,6 @@ pub(super) fn section(kind: &str, rows: &[&ResultRow]) -> String {
             out += &needle_summary(rows);
             out += &grid(&needle_charts(rows));
         }
-        "tasks" => out += &grid(&task_charts(rows)),
         "ablation" => out += &grid(&ablation_charts(rows)),
         "codec" => out += &grid(&speed_charts(rows)),
         _ => {}
@@ -112,17 +110,12 @@ fn distance_charts(rows: &[&ResultRow]) -> Vec<String> {
 }
 
 fn bars(title: &str, axis: &str, points: &[(String, f64, Option<f64>)], logarithmic: bool) -> String {
-    let bar = |(label, value, _): &(String, f64, Option<f64>)| Bar {
-        label: label.clone(),
-        value: *value,
-        group: 0,
-    };
+    let bar = |(label, value, _): &(String, f64, Option<f64>)| Bar { label: label.clone(), value: *value };
     BarChart {
         title: title.to_owned(),
         axis: axis.to_owned(),
         bars: points.iter().map(bar).collect(),
         logarithmic,
-        groups: Vec::new(),
     }
     .svg()
 }
@@ -260,28 +253,6 @@ fn needle_summary(rows: &[&ResultRow]) -> String {
         summary.push(line);
     }
     if lengths.is_empty() { String::new() } else { table(&summary.iter().collect::<Vec<_>>(), &[]) }
-}
-
-fn task_charts(rows: &[&ResultRow]) -> Vec<String> {
-    let scored: Vec<&ResultRow> = rows.iter().copied().filter(|row| number(row, "score").is_some()).collect();
-    if scored.is_empty() {
-        return Vec::new();
-    }
-    let tasks = distinct(scored.iter().map(|row| text(row, "task").unwrap_or_else(|| "–".to_owned())));
-    let bar = |row: &&ResultRow, label: String| {
-        let task = text(row, "task").unwrap_or_else(|| "–".to_owned());
-        let group = tasks.iter().position(|name| *name == task).unwrap_or(0);
-        Bar { label, value: 100.0 * number(row, "score").unwrap_or(0.0), group }
-    };
-    let names = labels(&scored, "kv", &WINDOWS);
-    let chart = BarChart {
-        title: if tasks.len() == 1 { tasks[0].clone() } else { "Score by task and codec".into() },
-        axis: "right, %".into(),
-        bars: scored.iter().zip(names).map(|(row, label)| bar(row, label)).collect(),
-        logarithmic: false,
-        groups: tasks,
-    };
-    vec![chart.svg()]
 }
 
 fn ablation_charts(rows: &[&ResultRow]) -> Vec<String> {

@@ -13,8 +13,6 @@ pub struct Bar {
     pub label: String,
     /// The number that the bar shows.
     pub value: f64,
-    /// Index of the group, whose bars share a colour.
-    pub group: usize,
 }
 
 /// A chart of horizontal bars.
@@ -28,8 +26,6 @@ pub struct BarChart {
     pub bars: Vec<Bar>,
     /// Whether the axis is logarithmic, for values that span several decades.
     pub logarithmic: bool,
-    /// Names of the groups, shown as a legend when there are several.
-    pub groups: Vec<String>,
 }
 
 const ROW: u32 = 24;
@@ -41,7 +37,7 @@ const NUMBER_WIDTH: u32 = 58;
 impl BarChart {
     /// The chart as SVG.
     pub fn svg(&self) -> String {
-        let heading = Heading::new(&self.title, &self.groups);
+        let heading = Heading::new(&self.title, &[]);
         let rows = self.bars.len().max(1);
         let widest = self.bars.iter().map(|bar| text_width(&bar.label)).fold(40.0, f64::max);
         let left = (widest + 12.0).min(f64::from(WIDTH) * 0.45);
@@ -58,7 +54,7 @@ impl BarChart {
                 let (top, middle, bottom) = (row as f64 + 0.15, row as f64 + 0.5, row as f64 + 0.85);
                 let area = chart.plotting_area();
                 let (from, to) = (zero.min(end), zero.max(end));
-                area.draw(&Rectangle::new([(from, top), (to, bottom)], colour(bar.group).filled()))?;
+                area.draw(&Rectangle::new([(from, top), (to, bottom)], colour(0).filled()))?;
                 let label = fitted(&bar.label, left - 10.0);
                 let begin = axis.range.start;
                 area.draw(
@@ -80,14 +76,12 @@ mod tests {
     use super::*;
 
     fn chart(values: &[f64], logarithmic: bool) -> BarChart {
-        let bar =
-            |(index, value): (usize, &f64)| Bar { label: format!("codec<{index}>"), value: *value, group: 0 };
+        let bar = |(index, value): (usize, &f64)| Bar { label: format!("codec<{index}>"), value: *value };
         BarChart {
             title: "KL".into(),
             axis: "nats".into(),
             bars: values.iter().enumerate().map(bar).collect(),
             logarithmic,
-            groups: Vec::new(),
         }
     }
 
