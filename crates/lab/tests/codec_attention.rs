@@ -10,7 +10,8 @@ use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::history::Reading;
 use oscar_model::LoadedModel;
-use oscar_testing::{Random, tiny_model};
+use oscar_random::Random;
+use oscar_testing::tiny_model;
 
 const WINDOWS: Windows = Windows { sink: 8, recent: 16 };
 

@@ -5,7 +5,8 @@
 //! metadata. The same rotations give the same bytes.
 //!
 //! Rotations are float16 and are made orthonormal again when they are read; metrics are bfloat16, because their range is
-//! large and they are only compared with; eigenvalues and means are float32. Files of version 1 have float32 throughout.
+//! large and they are only compared with; eigenvalues and means are float32. Files of version 1, rotations that others
+//! have published and work in progress have float32 throughout.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -303,17 +304,34 @@ fn pack(matrix: &SquareMatrix) -> impl Iterator<Item = f32> + '_ {
     (0..dim).flat_map(move |i| (i..dim).map(move |j| (0.5 * (matrix.get(i, j) + matrix.get(j, i))) as f32))
 }
 
-/// Writes a file, whole or not at all. What cannot be read back is not written.
+/// Writes a file, whole or not at all, with matrices in 16 bits. What cannot be read back is not written.
 pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
+    write_as(path, file, Precision::Half)
+}
+
+/// [`write`] with matrices in float32: for rotations that others have published, which are used as they are, and for work
+/// that is interrupted and taken up again.
+pub fn write_exact(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
+    write_as(path, file, Precision::Single)
+}
+
+/// How matrices are stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Precision {
+    Half,
+    Single,
+}
+
+fn write_as(path: &Path, file: &RotationFile, precision: Precision) -> Result<(), RotationError> {
     file.check_shapes(path)?;
     file.check_orthogonal(path)?;
     let tensors = tensors(file);
-    let header = header_text(file, &tensors);
+    let header = header_text(file, &tensors, precision);
     write_atomically(path, |out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(header.as_bytes())?;
         for (_, _, values) in &tensors {
-            match values.dtype() {
+            match values.dtype(precision) {
                 Dtype::F16 => {
                     values.to_f32().try_for_each(|v| out.write_all(&f16::from_f32(v).to_le_bytes()))?
                 }
@@ -336,12 +354,12 @@ enum TensorData<'a> {
 }
 
 impl TensorData<'_> {
-    /// How they are stored.
-    fn dtype(&self) -> Dtype {
+    /// The type that the data is stored in.
+    fn dtype(&self, precision: Precision) -> Dtype {
         match self {
-            TensorData::Matrices(_) => Dtype::F16,
-            TensorData::Triangles(_) => Dtype::BF16,
-            TensorData::Eigenvalues(_) | TensorData::Means(_) => Dtype::F32,
+            TensorData::Matrices(_) if precision == Precision::Half => Dtype::F16,
+            TensorData::Triangles(_) if precision == Precision::Half => Dtype::BF16,
+            _ => Dtype::F32,
         }
     }
 
@@ -391,12 +409,16 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, TensorData<'_>)> {
 
 /// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an
 /// order that changes from run to run.
-fn header_text(file: &RotationFile, tensors: &[(String, Vec<usize>, TensorData<'_>)]) -> String {
+fn header_text(
+    file: &RotationFile,
+    tensors: &[(String, Vec<usize>, TensorData<'_>)],
+    precision: Precision,
+) -> String {
     let mut entries = Map::new();
     entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));
     let mut offset = 0;
     for (name, shape, values) in tensors {
-        let dtype = values.dtype();
+        let dtype = values.dtype(precision);
         let end = offset + shape.iter().product::<usize>() * dtype.bitsize() / 8;
         let entry = json!({"dtype": dtype.to_string(), "shape": shape, "data_offsets": [offset, end]});
         entries.insert(name.clone(), entry);

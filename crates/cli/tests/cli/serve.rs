@@ -22,7 +22,12 @@ impl Serving {
     }
 
     fn of(machine: &Machine, model: &str, arguments: &[&str]) -> Serving {
-        let mut command = machine.oscar(["serve", model, "--port", "0"]);
+        Serving::by(machine, &["serve", model], arguments)
+    }
+
+    /// A server that another command starts.
+    fn by(machine: &Machine, command: &[&str], arguments: &[&str]) -> Serving {
+        let mut command = machine.oscar(command.iter().chain(&["--port", "0"]));
         let mut child = command.args(arguments).stderr(Stdio::piped()).spawn().expect("oscar");
         let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
         let mut banner = String::new();
@@ -36,7 +41,7 @@ impl Serving {
     fn ask(&self, method: &str, path: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).expect("connection");
         let length = body.len();
-        let head = "host: x\r\nconnection: close\r\ncontent-type: application/json";
+        let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json";
         write!(stream, "{method} {path} HTTP/1.1\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
             .expect("write");
         let mut answer = String::new();
@@ -90,6 +95,36 @@ fn a_server_starts_answers_and_stops() {
     let (code, rest) = serving.terminate();
     assert_eq!(code, Some(0), "{rest}");
     assert!(rest.contains("has stopped") && !rest.contains("panicked"), "{rest}");
+}
+
+/// What is said of a prompt after 40 tokens, all of which but 16 are history.
+fn said(serving: &Serving) -> String {
+    let prompt: Vec<u32> = (5..45).collect();
+    let body = serde_json::json!({"prompt": prompt, "max_tokens": 24, "ignore_eos": true, "temperature": 0});
+    let answer = serving.ask("POST", "/v1/completions", &body.to_string());
+    let text = answer.split("\"text\":").nth(1).expect(&answer);
+    text.split("\"logprobs\"").next().expect("text").to_owned()
+}
+
+#[test]
+fn codecs_of_the_lab_are_served() {
+    let machine = Machine::new();
+    let model = fixture("qwen3");
+    let model = model.to_str().expect("path");
+    let windows = ["--sink-tokens", "0", "--recent-tokens", "16"];
+    let serve = |codec: &str| {
+        let command = ["lab", "serve", model, "--kv", codec];
+        Serving::by(&machine, &command, &windows)
+    };
+    let exact = serve("bf16");
+    assert!(exact.banner.contains("1 requests at a time"), "{}", exact.banner);
+    assert!(exact.banner.contains("bf16 of the lab over bf16 pages"), "{}", exact.banner);
+    let plain = Serving::start(&machine, &["--deterministic", "--kv-cache-dtype", "bf16"]);
+    assert_eq!(said(&exact), said(&plain));
+    let coarse = serve("naive-int2");
+    assert!(coarse.banner.contains("would take"), "{}", coarse.banner);
+    assert_ne!(said(&coarse), said(&exact), "the codec is really read");
+    machine.run(["lab", "serve", model, "--kv", "int5"]).failure(1, &["`int5` is not a codec"]);
 }
 
 #[test]

@@ -2,8 +2,20 @@
 
 use crate::support::Machine;
 
-const COMMANDS: [&str; 11] =
-    ["chat", "generate", "serve", "models", "pull", "inspect", "calibrate", "zoo", "eval", "bench", "doctor"];
+const COMMANDS: [&str; 12] = [
+    "chat",
+    "generate",
+    "serve",
+    "models",
+    "pull",
+    "inspect",
+    "calibrate",
+    "zoo",
+    "eval",
+    "lab",
+    "bench",
+    "doctor",
+];
 
 /// Commands of commands, each with examples of its own.
 const NESTED: [[&str; 2]; 13] = [
@@ -12,7 +24,7 @@ const NESTED: [[&str; 2]; 13] = [
     ["eval", "kl"],
     ["eval", "niah"],
     ["eval", "ablation"],
-    ["eval", "tasks"],
+    ["lab", "serve"],
     ["eval", "report"],
     ["zoo", "list"],
     ["zoo", "pull"],
@@ -30,7 +42,7 @@ fn help_teaches() {
         assert!(help.stdout.contains(&format!("\n  {command} ")), "{}", help.stdout);
     }
     assert!(help.stdout.contains("oscar chat smollm2"));
-    for command in COMMANDS.iter().filter(|command| !["bench", "eval", "zoo"].contains(*command)) {
+    for command in COMMANDS.iter().filter(|command| !["bench", "eval", "lab", "zoo"].contains(*command)) {
         let help = machine.run([command, "--help"]).success();
         assert!(help.stdout.contains("Examples:\n  "), "{}", help.stdout);
     }

@@ -71,7 +71,7 @@ impl Checkpoint {
         next: usize,
     ) -> Result<(), CalibrateError> {
         fs::create_dir_all(&self.folder).map_err(|error| self.error(error))?;
-        rotations::safetensors::write(&self.folder.join("rotations.safetensors"), &state.file)?;
+        rotations::safetensors::write_exact(&self.folder.join("rotations.safetensors"), &state.file)?;
         let heads = serde_json::to_string(&state.heads).map_err(|error| self.error(error))?;
         let hidden: Vec<Vec<u8>> = (0..observer.sequences())
             .map(|index| Ok(observer.hidden(index)?.iter().flat_map(|value| value.to_le_bytes()).collect()))

@@ -71,7 +71,7 @@ async fn fields_at_fault_are_named() {
         (json!({"max_tokens": 1.5}), "max_tokens"),
         (json!({"max_tokens": 3, "min_tokens": 4}), "min_tokens"),
         (json!({"seed": "x"}), "seed"),
-        (json!({"stop": [1]}), "stop"),
+        (json!({"stop": [1]}), "stop[0]"),
         (json!({"stop_token_ids": ["a"]}), "stop_token_ids[0]"),
         (json!({"logit_bias": {"a": 1}}), "logit_bias"),
         (json!({"logit_bias": {"99999999": 1}}), "logit_bias"),
@@ -183,7 +183,7 @@ async fn a_batch_larger_than_the_queue_leaves_nothing_behind() {
     let options =
         MockOptions { tokens_per_s: Some(1.0), max_running: 1, max_queued: 2, ..MockOptions::default() };
     let house = mock_with(options, ServerOptions::default());
-    house.post("/v1/completions", json!({"prompt": vec!["a"; 50]})).await.refused(429);
+    house.post("/v1/completions", json!({"prompt": vec!["a"; 50]})).await.refused(400);
     eventually("nothing is left", || {
         let stats = house.engine.stats();
         stats.running + stats.queued == 0

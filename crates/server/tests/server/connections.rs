@@ -26,7 +26,7 @@ fn wire(path: &str, body: &Value) -> String {
     let body = body.to_string();
     let length = body.len();
     format!(
-        "POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
     )
 }
 
@@ -83,14 +83,15 @@ async fn slow_heads_and_slow_bodies_are_cut_off() {
     let house = mock_with(MockOptions::default(), options);
     let listening = house.listen().await;
     let mut silent = connect(listening.address, "").await;
-    let mut half = connect(listening.address, "POST /v1/completions HTTP/1.1\r\nhost: te").await;
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{";
+    let mut half = connect(listening.address, "POST /v1/completions HTTP/1.1\r\nhost: loc").await;
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{";
     let mut no_body = connect(listening.address, head).await;
     assert!(!read_all(&mut silent).await.contains("200"));
     assert!(!read_all(&mut half).await.contains("200"));
     assert!(read_all(&mut no_body).await.starts_with("HTTP/1.1 408"));
     let mut good =
-        connect(listening.address, "GET /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await;
+        connect(listening.address, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .await;
     assert!(read_all(&mut good).await.starts_with("HTTP/1.1 200"), "the server lives");
 }
 
@@ -119,7 +120,8 @@ async fn strange_requests_do_not_hurt() {
         assert!(status.is_empty() || status.starts_with('4'), "{status} {text:.60}");
     }
     let mut good =
-        connect(listening.address, "GET /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n").await;
+        connect(listening.address, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            .await;
     assert!(read_all(&mut good).await.starts_with("HTTP/1.1 200"), "the server lives");
 }
 
@@ -128,7 +130,7 @@ async fn a_connection_too_many_is_told() {
     let house =
         mock_with(MockOptions::default(), ServerOptions { connections: 2, ..ServerOptions::default() });
     let listening = house.listen().await;
-    let health = "GET /health HTTP/1.1\r\nhost: test\r\n\r\n";
+    let health = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n";
     let mut first = connect(listening.address, health).await;
     let mut second = connect(listening.address, health).await;
     let mut some = [0; 16];

@@ -182,7 +182,7 @@ async fn lists_are_not_objects() {
     for params in [json!([[null, null]]), json!([5]), json!([])] {
         let error =
             house.post("/generate", json!({"text": "a", "sampling_params": params})).await.refused(400);
-        assert_eq!(error["param"], "sampling_params", "{params}");
+        assert!(error["param"].as_str().unwrap().starts_with("sampling_params"), "{params}");
     }
     house.post("/v1/completions", json!(["tiny", false, null, null, null, "hello"])).await.refused(400);
     house.post("/abort_request", json!([null, true])).await.refused(400);

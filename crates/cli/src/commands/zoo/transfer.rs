@@ -121,7 +121,7 @@ impl ImportArguments {
         let folder = || Some(self.keys.parent()?.file_name()?.to_string_lossy().into_owned());
         let name = self.model_name.clone().or_else(folder).unwrap_or_else(|| "unknown".to_owned());
         let file = import::from_pt(&keys, &values, &name)?;
-        safetensors::write(&self.output, &file)?;
+        safetensors::write_exact(&self.output, &file)?;
         tracing::info!("{} layers, {}", keys.layers.len(), objective_line(&file.header));
         written(&[self.output], self.json)
     }
