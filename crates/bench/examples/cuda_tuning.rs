@@ -12,7 +12,7 @@ use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec,
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let device = match Device::open(0) {
+    let device = match Device::open(0, None) {
         Ok(device) => device,
         Err(error) => {
             println!("skipped: {error}");

@@ -10,7 +10,7 @@ use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, CorpusSource, ValueTarget, calibrate};
 use oscar_model::source::Settings;
-use oscar_rotations::find::{CERTIFICATE_ENDING, cache_folder};
+use oscar_rotations::find::CERTIFICATE_ENDING;
 use oscar_rotations::{Certificate, RotationHeader, Verdict, interleaved, safetensors};
 
 use crate::arguments::positive;
@@ -148,7 +148,7 @@ impl Recipe {
 
 /// A file in the cache, named after the model and a part of its fingerprint.
 pub(crate) fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
-    let folder = cache_folder(&Settings::from_environment()?);
+    let folder = Settings::from_environment()?.rotation_folder();
     fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
     let name = subject.name().rsplit(['/', '\\']).next().unwrap_or_default();
     let name: String = name

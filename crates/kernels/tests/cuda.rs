@@ -28,7 +28,7 @@ fn limit(kind: Kind) -> f64 {
 }
 
 fn main() -> ExitCode {
-    let device = match Device::open(0) {
+    let device = match Device::open(0, Some(std::env::temp_dir().join("oscar-cuda-kernels"))) {
         Ok(device) => device,
         Err(error) => {
             println!("skipped: no CUDA kernel was run: {error}");

@@ -30,11 +30,6 @@ pub const CERTIFICATE_ENDING: &str = "certificate.json";
 /// Bound on the bytes that are read of a certificate; that of a model with thousands of heads has a few MB.
 const CERTIFICATE_LIMIT: u64 = 64 << 20;
 
-/// Where rotations are kept: a folder of the cache.
-pub fn cache_folder(settings: &Settings) -> PathBuf {
-    settings.cache.directory().join("rotations")
-}
-
 /// Where the rotations of a model come from.
 #[derive(Clone, Debug, Default)]
 pub struct RotationSource {
@@ -90,7 +85,7 @@ impl RotationSource {
                 (keys.display().to_string(), file, None)
             }
             RotationFiles::Search => {
-                let folder = cache_folder(&Settings::from_environment()?);
+                let folder = Settings::from_environment()?.rotation_folder();
                 match find(&folder, &identity.model_fingerprint) {
                     Some(found) => (found.name.clone(), found.load()?, found.certificate()),
                     None => return Ok(None),

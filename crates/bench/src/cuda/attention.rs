@@ -3,6 +3,8 @@
 //! Pages of as many layers as it takes to leave no cache warm are attended to one layer after the other, replayed from a
 //! graph; a row is the median over passes, divided by layers. Bytes are those of the pages that are read.
 
+use std::path::PathBuf;
+
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 use oscar_lab::eval::report::charts::{LineChart, Note, Series, short};
@@ -17,6 +19,8 @@ use crate::formats::{format_name, page_layout};
 pub struct CudaAttentionBench {
     /// Index of the card.
     pub card: usize,
+    /// Folder of compiled kernels, which are compiled anew without one.
+    pub kernels: Option<PathBuf>,
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
     /// KV heads.
@@ -184,7 +188,7 @@ pub fn run(
         .iter()
         .map(|&kind| Ok((kind, page_layout(kind, head_dim, groups)?)))
         .collect::<Result<_, CodecError>>()?;
-    let device = Device::open(bench.card)?;
+    let device = Device::open(bench.card, bench.kernels.clone())?;
     let ceiling = read_ceiling(&device)?;
     let mut exact = Vec::new();
     for &(kind, sealed) in &formats {
@@ -256,6 +260,7 @@ mod tests {
     fn bench() -> CudaAttentionBench {
         CudaAttentionBench {
             card: 0,
+            kernels: None,
             q_heads: 8,
             kv_heads: 2,
             head_dim: 64,

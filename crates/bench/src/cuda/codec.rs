@@ -3,6 +3,8 @@
 //! Speed is counted in bytes of bf16 input, keys and values, per second. Pages of at least `pool_bytes` are gone through
 //! before one is read again. That the bytes are the codec's is shown by the test `cuda` of `oscar-kernels`.
 
+use std::path::PathBuf;
+
 use oscar_codec::{
     CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
 };
@@ -17,6 +19,8 @@ use super::pages::measure_sealing;
 pub struct CudaCodecBench {
     /// Index of the card.
     pub card: usize,
+    /// Folder of compiled kernels, which are compiled anew without one.
+    pub kernels: Option<PathBuf>,
     /// Layers of a page.
     pub layers: usize,
     /// KV heads of a layer.
@@ -69,7 +73,7 @@ pub fn run(bench: &CudaCodecBench, mut on_row: impl FnMut(&CudaCodecRow)) -> Res
         codecs.push(("int4", None, 1, PageCodec::int4(geometry, None)?));
         codecs.push(("fp8", None, 1, PageCodec::fp8(geometry, None)?));
     }
-    let device = Device::open(bench.card)?;
+    let device = Device::open(bench.card, bench.kernels.clone())?;
     for (kv, rule, groups, codec) in codecs {
         let geometry = codec.geometry();
         let measured = measure_sealing(&device, &codec, bench.pages, bench.pool_bytes, bench.repeat)?;
@@ -108,6 +112,7 @@ mod tests {
     fn bench() -> CudaCodecBench {
         CudaCodecBench {
             card: 0,
+            kernels: None,
             layers: 2,
             kv_heads: 2,
             head_dims: vec![64],

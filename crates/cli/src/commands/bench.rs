@@ -10,6 +10,7 @@ use oscar_bench::cuda::CudaCodecBench;
 use oscar_bench::{CodecBench, ModelBench};
 use oscar_codec::Rule;
 use oscar_lab::Report;
+use oscar_model::source::Settings;
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::device::worker_threads;
@@ -143,6 +144,7 @@ impl CodecBenchArguments {
     fn run_cuda(self) -> Result<(), Failure> {
         let bench = CudaCodecBench {
             card: 0,
+            kernels: Some(Settings::from_environment()?.kernel_folder()),
             layers: self.layers,
             kv_heads: self.kv_heads,
             head_dims: self.head_dim,

@@ -6,7 +6,7 @@
 
 use std::ffi::{CString, OsString};
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
@@ -135,19 +135,6 @@ fn store(file: &Path, code: &[u8]) -> std::io::Result<()> {
     std::fs::rename(&temporary, file)
 }
 
-/// The folder of compiled kernels: `cuda` in `OSCAR_CACHE`, by default in the user's cache directory.
-pub fn cache_folder(get: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    let get = |name| get(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = get("OSCAR_CACHE").or_else(|| get("XDG_CACHE_HOME").map(|base| base.join("oscar")));
-    let base = base.or_else(|| match cfg!(windows) {
-        true => get("LOCALAPPDATA").map(|base| base.join("oscar").join("cache")),
-        false => get("HOME").map(|home| {
-            home.join(if cfg!(target_os = "macos") { "Library/Caches" } else { ".cache" }).join("oscar")
-        }),
-    });
-    base.map(|base| base.join("cuda"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -185,17 +172,5 @@ mod tests {
             Ok(code) => assert!(is_machine_code(&code)),
             Err(error) => assert!(error.to_string().contains("libnvrtc"), "{error}"),
         }
-    }
-
-    #[test]
-    fn kernels_are_cached_beside_the_models() {
-        let folder = |set: &[(&str, &str)]| {
-            let set: Vec<(String, OsString)> = set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
-            cache_folder(&move |name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
-        };
-        assert_eq!(folder(&[("OSCAR_CACHE", "/o"), ("HOME", "/h")]), Some("/o/cuda".into()));
-        assert_eq!(folder(&[("XDG_CACHE_HOME", "/x"), ("HOME", "/h")]), Some("/x/oscar/cuda".into()));
-        assert_eq!(folder(&[("OSCAR_CACHE", ""), ("XDG_CACHE_HOME", "/x")]), Some("/x/oscar/cuda".into()));
-        assert_eq!(folder(&[]), None);
     }
 }

@@ -7,7 +7,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream};
 use cudarc::nvrtc::Ptx;
 
-use super::compile::{Source, cache_folder};
+use super::compile::Source;
 use super::error::CudaError;
 
 /// An open card with one stream that all work goes to.
@@ -25,8 +25,9 @@ pub struct Device {
 }
 
 impl Device {
-    /// Opens a card. Without a driver, or without that card, the error says what is missing.
-    pub fn open(ordinal: usize) -> Result<Arc<Device>, CudaError> {
+    /// Opens a card. Compiled kernels are kept in a folder, if there is one. Without a driver, or without that card, the
+    /// error says what is missing.
+    pub fn open(ordinal: usize, kernels: Option<PathBuf>) -> Result<Arc<Device>, CudaError> {
         // SAFETY: probing opens and closes the driver library. Everything else panics if it is not there.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::LibraryMissing {
@@ -61,7 +62,7 @@ impl Device {
             )?,
             l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             stream: context.new_stream()?,
-            cache: cache_folder(&|name| std::env::var_os(name)),
+            cache: kernels,
             context,
             name,
             capability,
@@ -142,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_card_gets_an_error_that_says_so() {
-        match Device::open(0) {
+        match Device::open(0, None) {
             Ok(device) => assert!(!device.name().is_empty() && device.multiprocessors() > 0),
             Err(error) => {
                 let text = error.to_string();
@@ -153,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_card_that_is_not_there_is_refused() {
-        let error = Device::open(4096).unwrap_err();
+        let error = Device::open(4096, None).unwrap_err();
         assert!(matches!(
             error,
             CudaError::LibraryMissing { .. } | CudaError::NoDevice { ordinal: 4096, .. }

@@ -38,6 +38,16 @@ impl Settings {
         })
     }
 
+    /// Where rotations are kept.
+    pub fn rotation_folder(&self) -> PathBuf {
+        self.cache.directory().join("rotations")
+    }
+
+    /// Where compiled GPU kernels are kept.
+    pub fn kernel_folder(&self) -> PathBuf {
+        self.cache.directory().join("cuda")
+    }
+
     /// The first of `names` on the search path.
     pub fn program(&self, names: &[&str]) -> Option<PathBuf> {
         names.iter().find_map(|name| find_program(&self.search_path, name))

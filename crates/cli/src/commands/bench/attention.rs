@@ -10,6 +10,7 @@ use oscar_bench::cuda::CudaAttentionBench;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
+use oscar_model::source::Settings;
 use oscar_rotations::CacheType;
 
 use super::{at_most, tokens};
@@ -154,6 +155,7 @@ impl AttentionBenchArguments {
     fn run_cuda(self) -> Result<(), Failure> {
         let bench = CudaAttentionBench {
             card: 0,
+            kernels: Some(Settings::from_environment()?.kernel_folder()),
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,

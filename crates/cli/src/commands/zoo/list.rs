@@ -2,7 +2,7 @@
 
 use clap::Args;
 use oscar_model::source::Settings;
-use oscar_rotations::find::{RotationOrigin, available, cache_folder};
+use oscar_rotations::find::{RotationOrigin, available};
 use serde::Serialize;
 
 use super::objective_line;
@@ -35,7 +35,7 @@ struct RotationsRow {
 
 impl ListArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
-        let folder = cache_folder(&Settings::from_environment()?);
+        let folder = Settings::from_environment()?.rotation_folder();
         let mut rows = Vec::new();
         for found in available(&folder) {
             match found {

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use clap::Args;
 use oscar_model::source::{HubId, Settings, SourceError};
-use oscar_rotations::find::cache_folder;
 use oscar_rotations::pt::{self, PtFormat};
 use oscar_rotations::{Scope, import, safetensors, shipped};
 use serde::Serialize;
@@ -75,7 +74,7 @@ impl ZooPullArguments {
                 Failure::new(format!("no rotations of {} ship with the program", entry.name)).with_fix(fix)
             );
         };
-        let folder = cache_folder(&settings);
+        let folder = settings.rotation_folder();
         fs::create_dir_all(&folder).map_err(|error| cannot_make(&folder, &error))?;
         let path = folder.join(format!("{}.safetensors", entry.name));
         shipped::write(shipped, &path)?;
