@@ -94,8 +94,9 @@ impl AppState {
                 format!("{field} has {prompts} prompts, at most {most} may wait (--max-queued-requests)");
             return Err(ApiError::bad_field(field, message));
         }
+        // A single prompt costs little until the engine refuses it, and may have faults that are worth naming.
         let queued = self.engine.stats().queued;
-        if queued + prompts > most {
+        if prompts > 1 && queued + prompts > most {
             return Err(EngineError::QueueFull { queued }.into());
         }
         Ok(())

@@ -78,7 +78,7 @@ async def exchange(port, path, body, leave_after=None):
     try:
         method = "GET" if body is None else "POST"
         length = "" if body is None else f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        head = f"{method} {path} HTTP/1.1\r\nhost: soak\r\nconnection: close\r\n{length}\r\n".encode()
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{length}\r\n".encode()
         if leave_after == "half":
             writer.write(head + (body or b"")[: len(body or b"") // 2])
             await writer.drain()
