@@ -309,7 +309,7 @@ pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
     write_as(path, file, Precision::Half)
 }
 
-/// [`write`] with matrices in float32: for rotations that others have published, which are used as they are, and for work
+/// [`write()`] with matrices in float32: for rotations that others have published, which are used as they are, and for work
 /// that is interrupted and taken up again.
 pub fn write_exact(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
     write_as(path, file, Precision::Single)
