@@ -122,7 +122,7 @@ pub enum RotationOrigin {
 pub struct AvailableRotations {
     /// Name without folder and ending.
     pub name: String,
-    /// Where the file is.
+    /// The place where the file was found.
     pub origin: RotationOrigin,
     /// The header of the file: what it was made for.
     pub header: RotationHeader,

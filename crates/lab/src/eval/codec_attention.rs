@@ -5,7 +5,7 @@
 
 use oscar_codec::{CacheCodec, ExactSlot, Windows};
 use oscar_engine::CustomAttention;
-use oscar_kernels::backend::{AttentionSpec, CacheSpec, SequenceRows};
+use oscar_kernels::backend::{CacheSpec, SequenceRows};
 use oscar_kernels::{Inspect, KernelError};
 use oscar_model::{LayerAttention, LoadedModel};
 
@@ -22,7 +22,6 @@ pub struct CodecAttention<B: Inspect> {
     pages: Vec<Option<ExactSlot>>,
     /// Tokens of that sequence after the step in progress.
     end: usize,
-    exact_until: usize,
 }
 
 impl<B: Inspect> CodecAttention<B> {
@@ -36,7 +35,7 @@ impl<B: Inspect> CodecAttention<B> {
         let config = model.config();
         let history = model.model().backend().cache(&CacheSpec::exact(config.kv_geometry(), slots))?;
         let filled = vec![0; config.layers];
-        Ok(CodecAttention { codec, windows, history, filled, pages: Vec::new(), end: 0, exact_until: 0 })
+        Ok(CodecAttention { codec, windows, history, filled, pages: Vec::new(), end: 0 })
     }
 }
 
@@ -45,36 +44,26 @@ impl<B: Inspect> CustomAttention<B> for CodecAttention<B> {
         format!("{} of the lab over bf16 pages", self.codec.name())
     }
 
-    fn begin_step(&mut self, rows: &SequenceRows<'_>, exact_until: usize) -> Result<(), KernelError> {
+    fn for_step<'a>(
+        &'a mut self,
+        cache: &'a mut B::Cache,
+        rows: &SequenceRows<'_>,
+        exact_until: usize,
+    ) -> Box<dyn LayerAttention<B> + 'a> {
         // A history that was made for other tokens is made anew from the exact pages, which always hold everything.
         if rows.start != self.end || !rows.pages.starts_with(&self.pages) {
             self.filled.fill(0);
         }
         self.pages = rows.pages.to_vec();
         self.end = rows.start + rows.len;
-        self.exact_until = exact_until;
-        Ok(())
-    }
-
-    fn attend(
-        &mut self,
-        backend: &B,
-        step: &B::Step,
-        spec: &AttentionSpec<B>,
-        layer: usize,
-        qkv: &mut B::Buffer,
-        cache: &mut B::Cache,
-        out: &mut B::Buffer,
-    ) -> Result<(), KernelError> {
-        let mut attention = HistoryAttention {
+        Box::new(HistoryAttention {
             exact: cache,
             history: &mut self.history,
             pages: &self.pages,
             filled: &mut self.filled,
             reading: Reading { codec: &*self.codec, windows: self.windows, chunk: None },
             end: self.end,
-            exact_until: self.exact_until,
-        };
-        attention.attend(backend, step, spec, layer, qkv, out)
+            exact_until,
+        })
     }
 }

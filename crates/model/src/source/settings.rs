@@ -38,12 +38,12 @@ impl Settings {
         })
     }
 
-    /// Where rotations are kept.
+    /// Returns the folder in which rotations are kept.
     pub fn rotation_folder(&self) -> PathBuf {
         self.cache.directory().join("rotations")
     }
 
-    /// Where compiled GPU kernels are kept.
+    /// Returns the folder in which compiled GPU kernels are kept.
     pub fn kernel_folder(&self) -> PathBuf {
         self.cache.directory().join("cuda")
     }

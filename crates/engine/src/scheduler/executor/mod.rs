@@ -15,7 +15,7 @@ use oscar_model::{Activations, LoadedModel, PagedSealing};
 
 use super::answers::Answers;
 use super::plan::{AnswerId, FirstTokens};
-use crate::attention::{CustomAttention, OverCache};
+use crate::attention::CustomAttention;
 use crate::error::EngineError;
 
 /// A model, its cache and its activations on a device.
@@ -54,9 +54,8 @@ impl<B: Backend> Executor<B> {
                 let (expected, got) = (1, batch.sequences.len());
                 return Err(KernelError::Shape { what: "sequences of a step", expected, got });
             };
-            attention.begin_step(rows, exact_until)?;
-            let mut attention = OverCache { attention, cache: &mut self.cache };
-            return model.run_layers(layers, &step, &mut attention, &mut self.activations);
+            let mut attention = attention.for_step(&mut self.cache, rows, exact_until);
+            return model.run_layers(layers, &step, &mut *attention, &mut self.activations);
         }
         let mut attention = PagedSealing { cache: &mut self.cache, before: seal_before, after: seal_after };
         model.run_layers(layers, &step, &mut attention, &mut self.activations)
