@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the fixtures of crates/kernels/tests/quant_oracle.rs.
+"""Writes the fixtures of crates/kernels/tests/cpu/quant_oracle.rs.
 
 Each file holds blocks of random bits and the values the `gguf` package reads from them:
 u32 number of bytes, u32 number of elements, the bytes, the elements as f32 (all little-endian).

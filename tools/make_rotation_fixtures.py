@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the `.pt` fixtures of crates/rotations/tests/pt.rs with torch, and what torch reads from them.
+"""Writes the `.pt` fixtures of crates/rotations/tests/rotations/pt.rs with torch, and what torch reads from them.
 
 Well-formed files come with `expected.json`: the numbers of every tensor as the bits of float64, from
 `torch.load(weights_only=True)`.

@@ -6,7 +6,7 @@
     make_text_fixtures.py ids MODEL...         record MODEL.ids.json for GGUF files (needs llama-cpp-python)
                                                and for folders with a tokenizer.json (needs tokenizers)
 
-`ids` takes real models and its output is not committed; `cargo test --test text_real_models` reads it when
+`ids` takes real models and its output is not committed; `cargo test -p oscar-model text_real_models` reads it when
 OSCAR_TEST_MODELS names the folder of the models.
 """
 

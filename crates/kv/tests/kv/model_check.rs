@@ -2,15 +2,13 @@
 //!
 //! `OSCAR_MODEL_CHECK_SEED` repeats a run, `OSCAR_MODEL_CHECK_OPERATIONS` makes it longer.
 
-mod support;
-
+use crate::support::follower::Follower;
+use crate::support::{Cache, Flight, Open, mix};
 use oscar_kv::{
     LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, SealedPools, Shortage, TailPolicy,
     TreeEntry,
 };
 use oscar_random::Random;
-use support::follower::Follower;
-use support::{Cache, Flight, Open, mix};
 
 /// Operations per cache.
 const EPISODE: usize = 1000;
@@ -99,7 +97,7 @@ impl Episode {
             prompt.truncate(length);
         }
         let (text, length) = (self.random.below(3) as u32, self.length(5));
-        prompt.extend(support::text(text, length));
+        prompt.extend(crate::support::text(text, length));
         prompt.truncate(14 * PAGE_TOKENS);
         prompt
     }
@@ -197,7 +195,7 @@ impl Episode {
         if !matches!(open.flight, Some(Flight::Extension(_))) && open.sequence.len() < 16 * PAGE_TOKENS {
             self.cache.finish(&mut open);
             let (text, length) = (self.random.below(2) as u32, self.length(6));
-            let tokens = support::text(text, length);
+            let tokens = crate::support::text(text, length);
             let tokens = if self.random.one_in(3) { &tokens[..1] } else { &tokens };
             let mode = *self.random.choose(&[PrefillMode::Exact, PrefillMode::Uniform]);
             let possible = self.possible(&open, tokens.len());

@@ -1,9 +1,5 @@
 //! The row quantiser against the published numbers, against the rule written out again, and on nasty rows.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod support;
-
 use oscar_codec::quantise::{RowFormat, clip_threshold, dequantise_row, quantise_row};
 use oscar_codec::rule::clip_index;
 use oscar_codec::{CodecError, Rule, ScaleType};
@@ -91,7 +87,7 @@ fn three_and_four_bits_share_the_code() {
         let format = RowFormat { levels, ..format(1, Rule::Gaussian, ScaleType::F16, false) };
         let error: f64 = rows
             .chunks(128)
-            .map(|row| support::relative_error(row, &quantise(row, &format).row))
+            .map(|row| crate::support::relative_error(row, &quantise(row, &format).row))
             .sum::<f64>()
             / 500.0;
         assert!((error - expected).abs() < 0.03 * expected + 1e-4, "{levels} levels: {error}");

@@ -1,6 +1,4 @@
 //! Attention with stand-ins for early positions, against the definition.
-#![allow(clippy::unwrap_used)]
-
 use half::bf16;
 use oscar_codec::{ExactSlot, KvGeometry};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SequenceRows};

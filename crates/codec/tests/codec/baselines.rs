@@ -1,13 +1,9 @@
 //! Every codec behind the common interface: sizes to the byte, errors in the order theory gives, nasty rows.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod support;
-
+use crate::support::relative_error;
 use oscar_codec::baselines::{self, KeyMeans, Kitty, Kivi, NAMES, TurboQuant};
 use oscar_codec::{CacheCodec, CodecError, HeadIndex, Side, Windows};
 use oscar_random::Random;
-use support::relative_error;
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 

@@ -1,10 +1,8 @@
 //! A request that is said to fit fits, whatever happened before, once it is alone.
 
-mod support;
-
+use crate::support::{Cache, Open, text};
 use oscar_kv::{LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, SealedPools, TailPolicy};
 use oscar_random::Random;
-use support::{Cache, Open, text};
 
 #[test]
 fn what_could_ever_fit_fits_when_it_is_alone() {

@@ -1,13 +1,9 @@
 //! Many requests at a time give the answers that each of them gives alone.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::sync::mpsc;
 
+use crate::support::*;
 use oscar_engine::{EngineOptions, GenerateOptions, KvOptions, PrefillMode, Request, Serve, Summary};
-use support::*;
 
 /// Lengths below, at and above pages, windows and chunks.
 fn requests() -> Vec<(Vec<u32>, GenerateOptions)> {

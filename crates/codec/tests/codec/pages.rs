@@ -1,10 +1,6 @@
 //! Whole pages: where each code lies, that both layouts hold the same codes, and what a reader gets back.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod quartered;
-mod support;
-
+use crate::support::{random_rotation, relative_error};
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
     CacheCodec, CodeLayout, CodecError, Composition, Fp8Layout, HeadEncoder, HeadIndex, HeadTransform,
@@ -13,7 +9,6 @@ use oscar_codec::{
 };
 use oscar_random::Random;
 use proptest::prelude::*;
-use support::{random_rotation, relative_error};
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 const SIDES: [Side; 2] = [Side::Key, Side::Value];
@@ -191,7 +186,7 @@ fn both_layouts_hold_the_same_codes() {
         let page = encode_page(&codec, &keys, &random.normal_vec(64 * dim));
         let mut back = vec![0; page.len()];
         for side in SIDES {
-            let reference = quartered::from_page(layout, side, &page).unwrap();
+            let reference = crate::quartered::from_page(layout, side, &page).unwrap();
             assert_eq!(reference.codes.len(), 64 * dim / 4);
             for token in 0..64 {
                 let mut ours = vec![0; dim];
@@ -211,7 +206,7 @@ fn both_layouts_hold_the_same_codes() {
                     assert!((theirs - read).abs() <= 1e-5 * (1.0 + read.abs()), "{theirs} against {read}");
                 }
             }
-            quartered::to_page(layout, side, &reference, &mut back).unwrap();
+            crate::quartered::to_page(layout, side, &reference, &mut back).unwrap();
         }
         assert!(page == back, "d={dim}: converting there and back changed the page");
     }
@@ -367,7 +362,7 @@ fn wrong_heads_and_shapes_are_refused() {
     assert!(CodeLayout::new(3, 64, 1).is_err() && CodeLayout::new(8, 64, 1).is_err());
     let wide = CodeLayout::new(4, 64, 1).unwrap();
     let wide_page = vec![0; wide.page_bytes()];
-    assert!(quartered::from_page(&wide, Side::Key, &wide_page).is_err());
+    assert!(crate::quartered::from_page(&wide, Side::Key, &wide_page).is_err());
     let encoder = |bits| {
         let layout = CodeLayout::new(bits, 64, 1).unwrap();
         HeadEncoder::codes(HeadTransform::identity(64), layout, Rule::MIN_MAX, false)

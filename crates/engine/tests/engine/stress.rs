@@ -1,15 +1,11 @@
 //! Random requests from several threads on a cache that is far too small: choices, conversations, salts,
 //! cancellations. Whoever gets an answer gets the one of an idle engine, and at the end every page is back.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::sync::Mutex;
 
+use crate::support::*;
 use oscar_engine::{EngineOptions, FinishReason, GenerateOptions, Request, Serve, Summary};
 use oscar_random::Random;
-use support::*;
 
 /// What was asked and what came of it.
 struct Asked {

@@ -1,16 +1,12 @@
 //! Pages of a whole cache: sizes, where heads lie, and that sealing means what the codecs of the lab mean.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
-mod support;
-
+use crate::support::{random_rotation, relative_error};
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{
     CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS,
     PageCodec, PageLayout, Rule, ScaleType, Side,
 };
 use oscar_random::Random;
-use support::{random_rotation, relative_error};
 
 const DIMS: [usize; 6] = [32, 48, 64, 96, 128, 256];
 const HEAD: HeadIndex = HeadIndex { layer: 1, head: 1 };

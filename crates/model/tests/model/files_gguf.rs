@@ -1,11 +1,9 @@
 //! GGUF files: what an honest one gives, and how every lie is refused.
 
-mod files_writer;
-
 use std::path::Path;
 use std::sync::Arc;
 
-use files_writer::{F32, GgufWriter, IQ2_XXS, Q8_0, array, string};
+use crate::files_writer::{F32, GgufWriter, IQ2_XXS, Q8_0, array, string};
 use oscar_kernels::DType;
 use oscar_model::files::gguf::{MetadataArray, MetadataValue};
 use oscar_model::files::{ElementType, FileError, Gguf, TensorSource};

@@ -1,15 +1,11 @@
 //! Conversations: what was said is found again, and finding it changes nothing.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::sync::Arc;
 
+use crate::support::*;
 use oscar_codec::PageCodec;
 use oscar_engine::{EngineOptions, Event, FinishReason, KvOptions, Request, Serve};
 use oscar_kv::TailPolicy;
-use support::*;
 
 /// 30 turns; returns all answers and the share of prompt tokens that came from the cache.
 fn conversation(engine: &TestEngine) -> (Vec<Vec<u32>>, f64) {

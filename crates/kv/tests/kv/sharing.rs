@@ -1,9 +1,7 @@
 //! What sequences share: prefixes, tails, forks; and what goes when there is not enough for all.
 
-mod support;
-
+use crate::support::{Cache, Flight, Open, options, text};
 use oscar_kv::{LedgerOptions, PAGE_TOKENS, PoolKind, PrefillMode, SealedPools, TailPolicy};
-use support::{Cache, Flight, Open, options, text};
 
 const PAGE: usize = PAGE_TOKENS;
 

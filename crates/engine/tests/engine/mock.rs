@@ -1,7 +1,5 @@
 //! The mock engine keeps the promises of a real one.
 
-#![allow(clippy::unwrap_used)]
-
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 

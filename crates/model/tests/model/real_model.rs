@@ -4,8 +4,6 @@
 //! on the dequantised weights, and by llama.cpp, which rounds activations to 8 bits. Runs when the model is in the
 //! cache directory (`oscar pull smollm2`), and says so when it is not.
 
-#![allow(clippy::unwrap_used)]
-
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,16 +1,12 @@
 //! The generate loop on a tiny random model: reproducible, stoppable, and the same with a warm cache.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use crate::support::{TestEngine, model_with};
 use oscar_engine::{
     Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplingOptions, Summary,
 };
-use support::{TestEngine, model_with};
 
 fn engine(options: &EngineOptions) -> TestEngine {
     Engine::new(model_with("llama-tied", 256, false, |_| ()), options).unwrap()

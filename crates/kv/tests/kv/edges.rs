@@ -1,12 +1,10 @@
 //! Page states at the edges of sinks, windows and pages, by every way to get there.
 
-mod support;
-
+use crate::support::{Cache, Flight, Open, options, text};
 use oscar_kv::{
     KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageNeed, PageStates, PageWindows, PoolKind, PrefillMode,
     SealedPools, TailPolicy,
 };
-use support::{Cache, Flight, Open, options, text};
 
 /// Pages that should be in bf16 and pages that should be sealed after `length` tokens, from the rule alone.
 fn expected(sink: usize, recent: usize, length: usize) -> (Vec<usize>, Vec<usize>) {

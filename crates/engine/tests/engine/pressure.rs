@@ -1,17 +1,13 @@
 //! Too little memory, too many requests, requests that go away: nobody gets a wrong answer and nothing is lost.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::time::Duration;
 
+use crate::support::*;
 use oscar_engine::{
     Answer, EngineError, EngineOptions, Event, FinishReason, GenerateOptions, Request, Serve,
 };
 use oscar_kv::TailPolicy;
 use oscar_random::Random;
-use support::*;
 
 #[test]
 fn a_pool_a_quarter_of_the_need_changes_no_answer() {

@@ -1,7 +1,5 @@
 //! Pages byte for byte as an implementation of its own (`tools/make_codec_fixtures.py`, numpy) writes them.
 
-#![allow(clippy::unwrap_used)] // helpers of tests are tests too
-
 use oscar_codec::{
     CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, Side,
     SquareMatrix,
@@ -67,7 +65,7 @@ macro_rules! golden {
     ($name:ident, $case:expr) => {
         #[test]
         fn $name() {
-            assert_same(&$case, include_bytes!(concat!("fixtures/", stringify!($name), ".page")));
+            assert_same(&$case, include_bytes!(concat!("../fixtures/", stringify!($name), ".page")));
         }
     };
 }

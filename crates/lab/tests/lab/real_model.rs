@@ -1,6 +1,4 @@
 //! Calibration and measurement on SmolLM2, if `oscar pull smollm2` has fetched it.
-#![allow(clippy::unwrap_used)]
-
 use std::ops::ControlFlow;
 use std::sync::Arc;
 

@@ -1,15 +1,11 @@
 //! Following the prefix tree from outside: by what is told, one knows what is there.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
 use std::collections::HashMap;
 use std::sync::mpsc::Receiver;
 
+use crate::support::*;
 use oscar_engine::{CacheEvent, GenerateOptions, Request, Serve};
 use oscar_kv::{BlockHash, PAGE_TOKENS};
-use support::*;
 
 /// The pages that must be in the tree, with what comes before them.
 #[derive(Default)]

@@ -1,14 +1,10 @@
 //! What a request may ask for.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
+use crate::support::*;
 use oscar_engine::{
     EngineError, EngineOptions, Event, FinishReason, GenerateOptions, MatchedStop, Request, SamplingOptions,
     Serve, Summary, TokenFilter, TokenMask,
 };
-use support::*;
 
 fn engine(format: &str) -> TestEngine {
     let model = model(true);

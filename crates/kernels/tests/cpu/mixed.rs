@@ -1,6 +1,4 @@
 //! The mixed cache against its definition in f64: sink and window in bf16, history sealed, one softmax.
-#![allow(clippy::unwrap_used)]
-
 use std::ops::Range;
 use std::sync::Arc;
 

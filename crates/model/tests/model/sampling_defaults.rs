@@ -1,13 +1,9 @@
 //! What a model's files say about drawing, from both kinds of files.
 
-#![allow(clippy::unwrap_used)]
-
-mod files_writer;
-
 use std::fs;
 use std::path::Path;
 
-use files_writer::GgufWriter;
+use crate::files_writer::GgufWriter;
 use oscar_model::files::Gguf;
 use oscar_model::source::ModelPath;
 use oscar_model::{ModelFiles, SamplingDefaults};

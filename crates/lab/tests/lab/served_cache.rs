@@ -1,6 +1,4 @@
 //! The cache that serves against the lab that promised its quality, on SmolLM2 if `oscar pull smollm2` has fetched it.
-#![allow(clippy::unwrap_used)]
-
 use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot, Windows};

@@ -3,8 +3,6 @@
 //! `tools/make_model_fixtures.py` wrote the checkpoints: for each family a folder or GGUF file and the logits that
 //! `transformers` computes in f32 from the same stored weights. Every kernel path of the machine runs every one.
 
-#![allow(clippy::unwrap_used)]
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -1,0 +1,7 @@
+//! The cache's bookkeeping, from outside the crate.
+
+mod edges;
+mod liveness;
+mod model_check;
+mod sharing;
+mod support;

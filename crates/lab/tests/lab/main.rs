@@ -1,0 +1,7 @@
+//! Codecs in whole models, from outside the crate.
+
+#![allow(clippy::unwrap_used)] // helpers of tests are tests too
+
+mod codec_attention;
+mod real_model;
+mod served_cache;
