@@ -119,11 +119,25 @@ def quantise(group, rule, kind, published):
             difference = fma(codes[:, i : i + 1].astype(f32), scale, -offset) - group[:, i : i + 1]
             error = fma(difference, difference, error)
         if best is None:
-            best = [error, codes, scale_bits, offset_bits]
+            best = [error, codes, scale_bits, offset_bits, scale, offset]
         else:
             better = error < best[0]
-            best = [np.where(better, new, old) for new, old in zip([error, codes, scale_bits, offset_bits], best)]
-    return best[1:]
+            new = [error, codes, scale_bits, offset_bits, scale, offset]
+            best = [np.where(better, new, old) for new, old in zip(new, best)]
+    _, codes, scale_bits, offset_bits, scale, offset = best
+    if published:
+        return codes, scale_bits, offset_bits
+    along = np.zeros_like(mean)
+    for i in range(group.shape[1]):
+        decoded = fma(codes[:, i : i + 1].astype(f32), scale, -offset)
+        along = fma(group[:, i : i + 1] - mean, decoded - mean, along)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = variance / along
+    gain = np.where((gain > f32(0.5)) & (gain < f32(2)), gain, f32(1))
+    smallest = f32(2**-24) if kind == "f16" else np.finfo(f32).tiny
+    scale_bits, _ = stored(np.maximum(gain * scale, smallest), kind)
+    offset_bits, _ = stored(fma(gain, offset, (gain - f32(1)) * mean), kind)
+    return codes, scale_bits, offset_bits
 
 
 def pack(codes, scales):

@@ -23,6 +23,12 @@
 //!    `max(NaN, 0)` is 0 (overflow in a published constant row), and codes are always inside `0..L`.
 //! 5. [`Rule::Search`] does 3 and 4 for each step and keeps the first with the least
 //!    `e = fma(y-x, y-x, e)`, `y = fma(c, s', -o')`, over channels in order from 0.
+//! 6. Gaussian and search, unless published: **unbiased scales**. The grid with the least squared error shrinks a row
+//!    towards its mean, and with it the large logits that attention looks for. So the decoded row is stretched about the
+//!    mean until it projects onto the row with its full length: `b = fma(x-m, y-m, b)` over channels in order from 0,
+//!    `g = v / b`, and 1 where that is not between 0.5 and 2 (flat rows, one outlier); then
+//!    `s'' = round16(max(g·s', smallest))` and `o'' = round16(fma(g, o', (g-1)·m))` are stored in place of `s'` and `o'`.
+//!    Codes are not chosen again.
 //!
 //! Nothing but `+ - * / sqrt fma min max` and 16-bit rounding is used.
 
@@ -31,6 +37,11 @@ use crate::rule::{GAUSSIAN_STEP, Rule, SEARCH_STEPS, ScaleType, clip_index};
 
 /// The range of a flat group is taken to be this much, as in the reference.
 const SMALLEST_RANGE: f32 = 1e-8;
+
+/// A row is stretched only by a factor between these: beyond them its mean or one outlier is all there is to it.
+pub const SMALLEST_GAIN: f32 = 0.5;
+/// See [`SMALLEST_GAIN`].
+pub const LARGEST_GAIN: f32 = 2.0;
 
 /// What is fixed about the rows of one head: everything but the numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -145,22 +156,24 @@ fn quantise_group(group: &[f32], format: &RowFormat, codes: &mut [u8]) -> ScaleP
         }
         Rule::Gaussian => {
             let moments = Moments::of(group);
-            moments.grid(GAUSSIAN_STEP * step_ratio(format.levels), top).round(group, format, codes).pair
+            let grid = moments.grid(GAUSSIAN_STEP * step_ratio(format.levels), top);
+            grid.round(group, format, codes).unbiased(&moments, group, format, codes)
         }
         Rule::Search => {
             let moments = Moments::of(group);
             let ratio = step_ratio(format.levels);
-            let mut best: Option<(f32, ScalePair)> = None;
+            let mut best: Option<(f32, StoredGrid)> = None;
             let mut trial = vec![0; codes.len()];
             for step in SEARCH_STEPS {
                 let stored = moments.grid(step * ratio, top).round(group, format, &mut trial);
                 let error = stored.squared_error(group, &trial);
-                if best.is_none_or(|(least, _)| error < least) {
-                    best = Some((error, stored.pair));
+                if best.as_ref().is_none_or(|(least, _)| error < *least) {
+                    best = Some((error, stored));
                     codes.copy_from_slice(&trial);
                 }
             }
-            best.expect("there is at least one step to try").1
+            let (_, stored) = best.expect("there is at least one step to try");
+            stored.unbiased(&moments, group, format, codes)
         }
     }
 }
@@ -177,6 +190,8 @@ pub fn step_ratio(levels: u8) -> f32 {
 
 struct Moments {
     mean: f32,
+    /// The sum of squared differences from the mean.
+    squares: f32,
     deviation: f32,
 }
 
@@ -184,8 +199,8 @@ impl Moments {
     fn of(group: &[f32]) -> Self {
         let count = group.len() as f32;
         let mean = group.iter().fold(0.0_f32, |sum, x| sum + x) / count;
-        let variance = group.iter().fold(0.0_f32, |sum, x| (x - mean).mul_add(x - mean, sum)) / count;
-        Moments { mean, deviation: variance.sqrt() + SMALLEST_RANGE }
+        let squares = group.iter().fold(0.0_f32, |sum, x| (x - mean).mul_add(x - mean, sum));
+        Moments { mean, squares, deviation: (squares / count).sqrt() + SMALLEST_RANGE }
     }
 
     fn grid(&self, steps: f32, top: f32) -> Grid {
@@ -236,10 +251,31 @@ impl Grid {
 }
 
 impl StoredGrid {
+    fn decode(&self, code: u8) -> f32 {
+        f32::from(code).mul_add(self.scale, -self.offset)
+    }
+
     fn squared_error(&self, group: &[f32], codes: &[u8]) -> f32 {
         group.iter().zip(codes).fold(0.0, |sum, (x, &code)| {
-            let error = f32::from(code).mul_add(self.scale, -self.offset) - x;
+            let error = self.decode(code) - x;
             error.mul_add(error, sum)
         })
+    }
+
+    /// What is stored for codes that were chosen on this grid: step 6 of the module's definition.
+    fn unbiased(&self, moments: &Moments, group: &[f32], format: &RowFormat, codes: &[u8]) -> ScalePair {
+        if format.published {
+            return self.pair;
+        }
+        let Moments { mean, squares, .. } = *moments;
+        let along = group
+            .iter()
+            .zip(codes)
+            .fold(0.0_f32, |sum, (x, &code)| (x - mean).mul_add(self.decode(code) - mean, sum));
+        let gain = squares / along;
+        let gain = if gain > SMALLEST_GAIN && gain < LARGEST_GAIN { gain } else { 1.0 };
+        let scale = (gain * self.scale).max(format.scale_type.smallest_scale());
+        let offset = gain.mul_add(self.offset, (gain - 1.0) * mean);
+        (format.scale_type.to_bits(scale), format.scale_type.to_bits(offset))
     }
 }

@@ -66,16 +66,71 @@ fn mean_squared_errors_of_the_published_table() {
     ] {
         let f16 = measure(rule, ScaleType::F16, true);
         assert!((f16 - expected).abs() < 0.003, "{rule}: {f16} against {expected}");
-        // Rounding the two numbers to bf16, or choosing codes against the rounded ones, changes next to nothing.
-        for (scale_type, published) in
-            [(ScaleType::Bf16, true), (ScaleType::F16, false), (ScaleType::Bf16, false)]
-        {
+        // Rounding the two numbers to bf16, or choosing codes against the rounded ones, changes next to nothing; unbiased
+        // scales cost the square of what they restore.
+        let unbiased = if rule == Rule::Gaussian { f16 / (1.0 - f16) } else { f16 };
+        for (scale_type, published, expected) in [
+            (ScaleType::Bf16, true, f16),
+            (ScaleType::F16, false, unbiased),
+            (ScaleType::Bf16, false, unbiased),
+        ] {
             let other = measure(rule, scale_type, published);
-            assert!((other - f16).abs() < 3e-4, "{rule}, {scale_type}, published {published}: {other} {f16}");
+            let name = format!("{rule}, {scale_type}, published {published}");
+            assert!((other - expected).abs() < 8e-4, "{name}: {other} against {expected}");
         }
     }
-    let search = measure(Rule::Search, ScaleType::F16, false);
-    assert!(search < measure(Rule::Gaussian, ScaleType::F16, false) - 0.001 && search > 0.11, "{search}");
+    let search = measure(Rule::Search, ScaleType::F16, true);
+    assert!(search < measure(Rule::Gaussian, ScaleType::F16, true) - 0.001 && search > 0.11, "{search}");
+}
+
+/// A query that points along a row reads its full length: no large logit shrinks.
+#[test]
+fn scales_of_gaussian_grids_are_unbiased() {
+    let mut random = Random::new(7);
+    for (dim, groups, scale_type) in
+        [(64, 1, ScaleType::F16), (128, 4, ScaleType::F16), (96, 1, ScaleType::Bf16)]
+    {
+        for rule in [Rule::Gaussian, Rule::Search] {
+            let mut biased = 0.0;
+            for _ in 0..200 {
+                let shift = 3.0 * random.normal() as f32;
+                let row: Vec<f32> = random.normal_vec(dim).iter().map(|x| x + shift).collect();
+                let gain = |published| {
+                    let back = quantise(&row, &format(groups, rule, scale_type, published)).row;
+                    let channels = dim / groups;
+                    let parts = row.chunks(channels).zip(back.chunks(channels));
+                    let (mut along, mut squares) = (0.0, 0.0);
+                    for (row, back) in parts {
+                        let mean = row.iter().map(|&x| f64::from(x)).sum::<f64>() / channels as f64;
+                        for (&x, &y) in row.iter().zip(back) {
+                            along += (f64::from(x) - mean) * (f64::from(y) - mean);
+                            squares += (f64::from(x) - mean).powi(2);
+                        }
+                    }
+                    along / squares
+                };
+                // Offsets of a shifted row in bf16 have 8 bits, but an offset changes no projection about the mean.
+                let tolerance = if scale_type == ScaleType::F16 { 2e-3 } else { 6e-3 };
+                assert!((gain(false) - 1.0).abs() < tolerance, "{rule} d={dim}: {}", gain(false));
+                biased += gain(true) / 200.0;
+            }
+            assert!(biased < 0.92, "{rule} d={dim} shrinks without: {biased}");
+        }
+    }
+}
+
+/// Rows that have no direction, or only one outlier, keep the grid they were given.
+#[test]
+fn degenerate_rows_are_not_stretched() {
+    let mut outlier = vec![0.0; 64];
+    outlier[5] = 1e4;
+    for rule in [Rule::Gaussian, Rule::Search] {
+        for row in [vec![0.0; 64], vec![-3.0; 64], vec![1e30; 64], outlier.clone()] {
+            let back = quantise(&row, &format(1, rule, ScaleType::F16, false)).row;
+            let largest = row.iter().fold(0.0_f32, |largest, x| largest.max(x.abs())).min(65504.0);
+            assert!(back.iter().all(|y| y.abs() <= 2.0 * largest + 1e-6), "{rule}: {back:?}");
+        }
+    }
 }
 
 /// More levels divide the error as the uniform quantiser's theory says.
@@ -90,7 +145,9 @@ fn three_and_four_bits_share_the_code() {
             .map(|row| crate::support::relative_error(row, &quantise(row, &format).row))
             .sum::<f64>()
             / 500.0;
-        assert!((error - expected).abs() < 0.03 * expected + 1e-4, "{levels} levels: {error}");
+        // With unbiased scales, which restore the length that the best levels lose.
+        let expected = expected / (1.0 - expected);
+        assert!((error - expected).abs() < 0.05 * expected, "{levels} levels: {error}");
         assert!(rows.chunks(128).all(|row| quantise(row, &format).codes.iter().all(|&code| code < levels)));
     }
 }
@@ -305,9 +362,10 @@ proptest! {
         }
     }
 
-    /// Codes against the stored numbers are nearest levels: no other code would read back closer.
+    /// Codes against the stored numbers are nearest levels: no other code would read back closer. Grids around a mean are
+    /// stretched after that.
     #[test]
-    fn codes_are_nearest_to_what_is_read(row in rows(), rule in prop::sample::select(RULES.to_vec())) {
+    fn codes_are_nearest_to_what_is_read(row in rows(), rule in prop::sample::select(RULES[..4].to_vec())) {
         let format = format(1, rule, ScaleType::F16, false);
         let result = quantise(&row, &format);
         let scale = ScaleType::F16.to_f32(result.scales[0].0);
@@ -347,7 +405,8 @@ proptest! {
     #[test]
     fn the_search_is_at_least_as_good_as_its_members(row in rows()) {
         let error = |rule| {
-            let back = quantise(&row, &format(1, rule, ScaleType::F16, false)).row;
+            // Published grids are stored as they were chosen; others are stretched afterwards.
+            let back = quantise(&row, &format(1, rule, ScaleType::F16, true)).row;
             row.iter().zip(back).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
         };
         let gaussian = error(Rule::Gaussian);

@@ -132,10 +132,15 @@ impl<'a> RuleTrial<'a> {
     }
 
     /// Tries every candidate on keys and on values; the best rule for each.
+    ///
+    /// The keys' error of attention alone would prefer rules that shrink logits: on ordinary text few logits are large, and
+    /// losing those costs little. They are what retrieval stands on, so what a rule takes from them is added.
     pub fn choose(&self, candidates: &[Rule]) -> Result<(Rule, Rule), CodecError> {
         let mut best = [(f64::INFINITY, Rule::Search); 2];
         for &rule in candidates {
-            for (best, error) in best.iter_mut().zip([self.key_error(rule)?, self.value_error(rule)?]) {
+            let (key_error, shrinkage) = self.key_error(rule)?;
+            let errors = [key_error + shrinkage.powi(2), self.value_error(rule)?];
+            for (best, error) in best.iter_mut().zip(errors) {
                 if error < best.0 {
                     *best = (error, rule);
                 }
@@ -160,9 +165,28 @@ impl<'a> RuleTrial<'a> {
         })
     }
 
-    fn key_error(&self, rule: Rule) -> Result<f64, CodecError> {
+    /// The error of attention with encoded keys, and the share by which their logits shrink.
+    fn key_error(&self, rule: Rule) -> Result<(f64, f64), CodecError> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(rule)?));
-        Ok(self.relative_error(&self.outputs(&self.weights_of(&logits), &self.values)))
+        let error = self.relative_error(&self.outputs(&self.weights_of(&logits), &self.values));
+        Ok((error, self.shrinkage(&logits)))
+    }
+
+    /// By how much logits of history shrink towards the mean of their query: one minus the slope of a line through them.
+    fn shrinkage(&self, logits: &[f32]) -> f64 {
+        let (mut along, mut squares) = (0.0, 0.0);
+        let rows = logits.chunks_exact(self.tokens).zip(self.logits.chunks_exact(self.tokens));
+        for (query, (logits, exact)) in self.held_out.queries.iter().zip(rows) {
+            let history = |token: &usize| self.is_history(query, *token);
+            let tokens: Vec<usize> = (0..self.tokens).filter(history).collect();
+            let mean = tokens.iter().map(|&token| f64::from(exact[token])).sum::<f64>() / tokens.len() as f64;
+            for token in tokens {
+                let above = f64::from(exact[token]) - mean;
+                along += above * f64::from(logits[token]);
+                squares += above * above;
+            }
+        }
+        if squares > 0.0 { 1.0 - along / squares } else { 0.0 }
     }
 
     fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
@@ -396,7 +420,8 @@ mod tests {
             let (key, value) = trial.choose(&CANDIDATES).unwrap();
             let choice = trial.measure(key, value).unwrap();
             for rule in CANDIDATES {
-                assert!(choice.key_error <= trial.key_error(rule).unwrap() + 1e-12, "{rule}");
+                let score = |rule| trial.key_error(rule).map(|(error, shrinkage)| error + shrinkage.powi(2));
+                assert!(score(key).unwrap() <= score(rule).unwrap() + 1e-12, "{rule}");
                 assert!(choice.value_error <= trial.value_error(rule).unwrap() + 1e-12, "{rule}");
             }
             assert!(choice.output_error > 0.0 && choice.output_error < 1.0, "{choice:?}");
@@ -404,6 +429,19 @@ mod tests {
             // Plain min-max is worse than the best.
             let plain = trial.measure(Rule::MIN_MAX, Rule::MIN_MAX).unwrap();
             assert!(plain.output_error > choice.output_error);
+        });
+    }
+
+    #[test]
+    fn shrunk_logits_are_noticed() {
+        with_trial(Windows { sink: 4, recent: 16 }, |trial| {
+            let shrunk: Vec<f32> = trial.logits.iter().map(|logit| 0.75 * logit + 3.0).collect();
+            assert!((trial.shrinkage(&shrunk) - 0.25).abs() < 1e-4, "{}", trial.shrinkage(&shrunk));
+            assert!(trial.shrinkage(&trial.logits).abs() < 1e-9);
+            // Scales of the search are unbiased, clipping is not.
+            let [search, clipped] =
+                [Rule::Search, Rule::Clip(0.5)].map(|rule| trial.key_error(rule).unwrap().1);
+            assert!(search.abs() < 0.05 && clipped > 0.2, "{search} {clipped}");
         });
     }
 

@@ -6,7 +6,7 @@
 //! * minimum and maximum are clipped instead of all values before they are compared (clipping is monotone);
 //! * search keeps the grid of the best step and computes its codes once, at the end.
 
-use oscar_codec::quantise::{RowFormat, clip_threshold, step_ratio};
+use oscar_codec::quantise::{LARGEST_GAIN, RowFormat, SMALLEST_GAIN, clip_threshold, step_ratio};
 use oscar_codec::rule::{GAUSSIAN_STEP, Rule, SEARCH_STEPS, ScaleType, clip_index};
 
 use super::unpack::BLOCK;
@@ -93,28 +93,44 @@ unsafe fn quantise_lanes<V: Vector, const PUBLISHED: bool>(
             _ => V::splat(f32::INFINITY),
         };
         for (index, group) in block.chunks_exact(channels * BLOCK).enumerate() {
+            let mut moments = None;
             let grid = match format.rule {
                 Rule::Clip(_) => {
                     min_max::<V>(group, lane, threshold, levels).stored::<PUBLISHED>(format.scale_type)
                 }
                 Rule::Gaussian => {
-                    let moments = Moments::of(group, lane);
+                    let moments = moments.insert(Moments::of(group, lane));
                     moments.grid(GAUSSIAN_STEP, levels).stored::<PUBLISHED>(format.scale_type)
                 }
-                Rule::Search => search::<V, PUBLISHED>(group, lane, format.scale_type, levels),
+                Rule::Search => {
+                    let moments = moments.insert(Moments::of(group, lane));
+                    search::<V, PUBLISHED>(moments, group, lane, format.scale_type, levels)
+                }
+            };
+            let codes = &mut out.codes[index * channels..][..channels];
+            let (scale, offset) = match moments {
+                Some(moments) if !PUBLISHED => {
+                    let mut along = V::splat(0.0);
+                    for (lanes, codes) in group.chunks_exact(BLOCK).zip(codes) {
+                        let x = V::load(lanes.as_ptr().add(lane));
+                        let code = grid.code::<PUBLISHED>(x, levels).truncate();
+                        code.store_bytes(codes.as_mut_ptr().add(lane));
+                        let decoded = grid.decode(code).subtract(moments.mean);
+                        along = x.subtract(moments.mean).multiply_add(decoded, along);
+                    }
+                    grid.unbiased(&moments, along, format.scale_type)
+                }
+                _ => {
+                    for (lanes, codes) in group.chunks_exact(BLOCK).zip(codes) {
+                        let x = clip(V::load(lanes.as_ptr().add(lane)), threshold);
+                        grid.code::<PUBLISHED>(x, levels).store_bytes(codes.as_mut_ptr().add(lane));
+                    }
+                    (grid.scale, grid.offset)
+                }
             };
             let [scales, offsets] = &mut out.scales[index];
-            store_scale(grid.scale, format.scale_type, scales.as_mut_ptr().add(lane));
-            store_scale(grid.offset, format.scale_type, offsets.as_mut_ptr().add(lane));
-            let codes = &mut out.codes[index * channels..][..channels];
-            for (lanes, codes) in group.chunks_exact(BLOCK).zip(codes) {
-                let x = V::load(lanes.as_ptr().add(lane));
-                let x = match format.rule {
-                    Rule::Clip(_) => clip(x, threshold),
-                    _ => x,
-                };
-                grid.code::<PUBLISHED>(x, levels).store_bytes(codes.as_mut_ptr().add(lane));
-            }
+            store_scale(scale, format.scale_type, scales.as_mut_ptr().add(lane));
+            store_scale(offset, format.scale_type, offsets.as_mut_ptr().add(lane));
         }
     }
 }
@@ -246,8 +262,11 @@ unsafe fn min_max<V: Vector>(group: &[f32], lane: usize, threshold: V, levels: L
     }
 }
 
+#[derive(Clone, Copy)]
 struct Moments<V> {
     mean: V,
+    /// Sums of squared differences from the mean.
+    squares: V,
     deviation: V,
 }
 
@@ -269,7 +288,8 @@ impl<V: Vector> Moments<V> {
                 let difference = V::load(lanes.as_ptr().add(lane)).subtract(mean);
                 squares = difference.multiply_add(difference, squares);
             }
-            Moments { mean, deviation: squares.divide(count).square_root().add(V::splat(SMALLEST_RANGE)) }
+            let deviation = squares.divide(count).square_root().add(V::splat(SMALLEST_RANGE));
+            Moments { mean, squares, deviation }
         }
     }
 
@@ -291,6 +311,7 @@ impl<V: Vector> Moments<V> {
 /// The CPU has the instructions of `V`; `group` is `[channel][16]`.
 #[inline(always)]
 unsafe fn search<V: Vector, const PUBLISHED: bool>(
+    moments: &Moments<V>,
     group: &[f32],
     lane: usize,
     scale_type: ScaleType,
@@ -298,7 +319,6 @@ unsafe fn search<V: Vector, const PUBLISHED: bool>(
 ) -> StoredGrid<V> {
     // SAFETY: the caller promises the instructions and the shape.
     unsafe {
-        let moments = Moments::<V>::of(group, lane);
         let mut grids =
             [moments.grid(SEARCH_STEPS[0], levels).stored::<PUBLISHED>(scale_type); SEARCH_STEPS.len()];
         for (grid, step) in grids.iter_mut().zip(SEARCH_STEPS).skip(1) {
@@ -309,8 +329,7 @@ unsafe fn search<V: Vector, const PUBLISHED: bool>(
             let x = V::load(lanes.as_ptr().add(lane));
             for (error, grid) in errors.iter_mut().zip(&grids) {
                 let code = grid.code::<PUBLISHED>(x, levels).truncate();
-                let y = code.multiply_add(grid.scale, V::splat(0.0).subtract(grid.offset));
-                let difference = y.subtract(x);
+                let difference = grid.decode(code).subtract(x);
                 *error = difference.multiply_add(difference, *error);
             }
         }
@@ -365,6 +384,36 @@ impl<V: Vector> StoredGrid<V> {
                 x.add(self.zero).multiply_add(self.divisor, half)
             };
             position.maximum(V::splat(0.0)).minimum(V::splat(levels.top))
+        }
+    }
+
+    /// What a reader makes of whole codes.
+    ///
+    /// # Safety
+    /// The CPU has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn decode(&self, code: V) -> V {
+        // SAFETY: the caller promises the instructions.
+        unsafe { code.multiply_add(self.scale, V::splat(0.0).subtract(self.offset)) }
+    }
+
+    /// Scale and offset that stretch decoded rows about their means to their full length; `along` has the products of
+    /// rows with decoded rows.
+    ///
+    /// # Safety
+    /// The CPU has the instructions of `V`.
+    #[inline(always)]
+    unsafe fn unbiased(&self, moments: &Moments<V>, along: V, scale_type: ScaleType) -> (V, V) {
+        // SAFETY: the caller promises the instructions.
+        unsafe {
+            let one = V::splat(1.0);
+            let gain = moments.squares.divide(along);
+            // A gain that is not a number is not above the smallest.
+            let below = gain.where_less(V::splat(LARGEST_GAIN), gain, one);
+            let gain = V::splat(SMALLEST_GAIN).where_less(gain, below, one);
+            let scale = gain.multiply(self.scale).maximum(V::splat(scale_type.smallest_scale()));
+            let offset = gain.multiply_add(self.offset, gain.subtract(one).multiply(moments.mean));
+            (round_to_scale(scale, scale_type), round_to_scale(offset, scale_type))
         }
     }
 }

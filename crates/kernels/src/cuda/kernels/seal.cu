@@ -18,6 +18,8 @@ constexpr int MIN_MAX = 0, CLIP = 1, GAUSSIAN = 2, SEARCH = 3;
 constexpr int SEARCH_COUNT = 7;
 constexpr float TOP = (float)((1 << (BITS & 7)) - 1);
 constexpr float SMALLEST_RANGE = 1e-8f;
+// A row is stretched only by a factor between these.
+constexpr float SMALLEST_GAIN = 0.5f, LARGEST_GAIN = 2.0f;
 
 struct Arguments {
   const u8* exact;      // [slot][layer][head] bf16 pages
@@ -148,6 +150,7 @@ DEVICE u32 stored_bits(float x) {
 struct Grid {
   float scale, offset;
   float factor, shift;  // 1 / scale, unused; published: step, offset / step before rounding
+  float mean, squares;  // of the channels, where the rule has them
 
   DEVICE u32 choose(float step, float low) {
     const float before = 0.0f - low;
@@ -163,9 +166,17 @@ struct Grid {
     const float c = PUBLISHED ? x / factor + shift + 0.5f : __fmaf_rn(x + offset, factor, 0.5f);
     return __fadd_rz(fminf(fmaxf(c, 0.0f), TOP), 8388608.0f);
   }
+  DEVICE float decode(float above) const { return __fmaf_rn(above - 8388608.0f, scale, -offset); }
   DEVICE float squared_error(float x, float sum) const {
-    const float error = __fmaf_rn(code_above(x) - 8388608.0f, scale, -offset) - x;
+    const float error = decode(code_above(x)) - x;
     return __fmaf_rn(error, error, sum);
+  }
+  // What is stored of a grid around a mean, given the product of a row and what its codes decode to.
+  DEVICE u32 unbiased(float along) const {
+    float gain = squares / along;
+    if (!(gain > SMALLEST_GAIN && gain < LARGEST_GAIN)) gain = 1.0f;
+    const u32 s = stored_bits(fmaxf(gain * scale, __uint_as_float(SMALLEST)));
+    return s | stored_bits(__fmaf_rn(gain, offset, (gain - 1.0f) * mean)) << 16;
   }
 };
 
@@ -187,6 +198,8 @@ struct Moments {
   }
   DEVICE u32 choose(u32 step_bits, Grid& grid) const {
     const float step = __uint_as_float(step_bits) * deviation;
+    grid.mean = mean;
+    grid.squares = squares;
     return grid.choose(step, mean - 0.5f * TOP * step);
   }
 };
@@ -343,9 +356,9 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
   for (int group = 0; group < GROUPS; group++) {
     Grid grid;
     const int begin = group * GROUP_CHUNKS;
-    const u32 bits = group_grid(row, kind, threshold, begin, begin + GROUP_CHUNKS, grid);
-    *(u32*)(page + at.tile * TILE_BYTES + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
-            + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = bits;
+    u32 bits = group_grid(row, kind, threshold, begin, begin + GROUP_CHUNKS, grid);
+    const bool corrected = (RULES & 12) && !PUBLISHED && kind >= GAUSSIAN;
+    float along = 0.0f;
     #pragma unroll 1
     for (int chunk = begin; chunk < begin + GROUP_CHUNKS; chunk++) {
       u32 quads[8];
@@ -357,7 +370,9 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
         #pragma unroll
         for (int i = 0; i < 8; i++) {
           if (RULES & 2) c[i] = fminf(fmaxf(c[i], -threshold), threshold);
-          c[i] = grid.code_above(c[i]);
+          const float x = c[i];
+          c[i] = grid.code_above(x);
+          if (corrected) along = __fmaf_rn(x - grid.mean, grid.decode(c[i]) - grid.mean, along);
         }
         quads[2 * part] = four_bytes(c[0], c[1], c[2], c[3]);
         quads[2 * part + 1] = four_bytes(c[4], c[5], c[6], c[7]);
@@ -365,6 +380,9 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
       if (side == 0) put_key(page, at, chunk, quads, held);
       else put_value(page, at, chunk, quads);
     }
+    if (corrected) bits = grid.unbiased(along);
+    *(u32*)(page + at.tile * TILE_BYTES + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
+            + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = bits;
   }
 }
 #elif BITS == 8
