@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the golden 2-bit pages of crates/codec/tests/fixtures.
 
-An implementation of the page format of its own, in numpy, from the written rules (crates/codec/src/quantise.rs and
-layout/codes.rs): the Rust tests encode the same numbers and must give the same bytes. Needs numpy only.
+An implementation of the page format of its own, in numpy, from the written rules (crates/codec/src/quantise.rs,
+band.rs, layout/codes.rs and layout/banded.rs): the Rust tests encode the same numbers and must give the same bytes. Needs numpy only.
 
     python3 tools/make_codec_fixtures.py crates/codec/tests/fixtures
 """
@@ -159,6 +159,92 @@ def pack(codes, scales):
     return bytes(page)
 
 
+def band_widths(dim):
+    """(channels, bits) of every band of a key: two bits a channel on average."""
+    units = dim // 16
+    strong = 0 if units < 3 else max(1, units // 4)
+    bands = [(strong, 4), (units - 3 * strong, 2), (strong, 1), (strong, 1)]
+    return [(16 * count, bits) for count, bits in bands if count]
+
+
+def band_scale_code(value):
+    """8-bit logarithm of a scale: steps of 2^(1/16) from 2^-8 on, 0 below."""
+    bounds = [f32(2.0 ** ((n + 0.5) / 16)) for n in range(16)]
+    mantissa, exponent = np.frexp(value)
+    octave, within = int(exponent) - 1 + 8, f32(mantissa * 2)
+    return min(max(16 * octave + sum(within >= bound for bound in bounds), 0), 255)
+
+
+BAND_STEPS = {1: [1.596], 2: [0.7, 0.85, 0.9957, 1.15, 1.35], 4: [0.235, 0.285, 0.3352, 0.385, 0.45]}
+
+
+def quantise_band(band, bits):
+    """Codes of a band (tokens x channels) and the code of each token's scale."""
+    levels, count = 2**bits, band.shape[1]
+    half = f32((levels - 1) / 2)
+    squares = np.zeros((len(band), 1), f32)
+    for i in range(count):
+        squares = fma(band[:, i : i + 1], band[:, i : i + 1], squares)
+    deviation = np.sqrt(squares / f32(count))
+    best = None
+    for step in BAND_STEPS[bits]:
+        reciprocal = f32(1) / (f32(step) * deviation)
+        position = fma(band, reciprocal, f32(levels / 2))
+        codes = np.trunc(np.clip(position, f32(0), f32(levels - 1))).astype(np.uint8)
+        along, length = np.zeros_like(squares), np.zeros_like(squares)
+        for i in range(count):
+            level = codes[:, i : i + 1].astype(f32) - half
+            along = fma(band[:, i : i + 1], level, along)
+            length = fma(level, level, length)
+        matched = along * along / length
+        if best is None:
+            best = [matched, codes, along]
+        else:
+            better = matched > best[0]
+            best = [np.where(better, new, old) for new, old in zip([matched, codes, along], best)]
+    _, codes, along = best
+    return codes, [band_scale_code(value) for value in (squares / along)[:, 0]]
+
+
+def make_banded(dim, rule, seed):
+    """Keys in bands, values as centred 2-bit codes of one group."""
+    rows = [
+        rotate(
+            numbers(seed + 10 * side, TOKENS * dim).reshape(TOKENS, dim),
+            matrix(seed + 10 * side + 2, dim),
+            numbers(seed + 10 * side + 1, dim),
+            False,
+        )
+        for side in range(2)
+    ]
+    regions, scales, first = {4: [], 2: [], 1: []}, bytearray(), 0
+    for channels, bits in band_widths(dim):
+        codes, codes_of_scales = quantise_band(rows[0][:, first : first + channels], bits)
+        regions[bits].append(codes)
+        scales += bytes(codes_of_scales)
+        first += channels
+    page = bytearray()
+    for bits, parts in regions.items():
+        if not parts:
+            continue
+        codes, per_word = np.concatenate(parts, axis=1), 32 // bits
+        for word in range(codes.shape[1] // per_word):
+            for token in range(TOKENS):
+                for b in range(4):
+                    places = range(per_word // 4)
+                    page.append(sum(int(codes[token, per_word * word + 4 * p + b]) << (bits * p) for p in places))
+    codes, scale_bits, offset_bits = quantise(rows[1], (rule,), "f16", False)
+    codes = np.pad(codes, ((0, 0), (0, -dim % 32)))
+    for block in range(TOKENS // 16):
+        for channel in range(codes.shape[1]):
+            for b in range(4):
+                page.append(sum(int(codes[16 * block + 4 * p + b, channel]) << (2 * p) for p in range(4)))
+    page += scales
+    for bits in (scale_bits, offset_bits):
+        page += bits.reshape(TOKENS).astype("<u2").tobytes()
+    return bytes(page)
+
+
 def make(dim, groups, kind, published, rules, centred, seed):
     codes, scales = [], []
     for side in range(2):
@@ -186,11 +272,22 @@ CASES = {
 }
 
 
+BANDED_CASES = {
+    "banded_d48": (48, "gaussian", 21),
+    "banded_d64": (64, "search", 22),
+    "banded_d96": (96, "search", 23),
+    "banded_d128": (128, "search", 24),
+}
+
+
 def main():
     out = pathlib.Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    for name, case in CASES.items():
-        (out / f"{name}.page").write_bytes(make(*case))
+    for name, page in [
+        *((name, make(*case)) for name, case in CASES.items()),
+        *((name, make_banded(*case)) for name, case in BANDED_CASES.items()),
+    ]:
+        (out / f"{name}.page").write_bytes(page)
         print(name, (out / f"{name}.page").stat().st_size)
 
 

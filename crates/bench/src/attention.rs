@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::time::Instant;
 
-use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout, Side};
+use oscar_codec::{BandRows, CodecError, PAGE_TOKENS, PageLayout, Rule, Side};
 use oscar_kernels::KernelError;
 use oscar_kernels::cpu::attention::sealed::{attend_sealed, attend_sealed_heads};
 use oscar_kernels::cpu::attention::{AttentionScratch, SoftmaxState, Span};
@@ -16,10 +16,9 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::memory::AlignedBuffer;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_random::Random;
-use oscar_rotations::CacheType;
 use serde::Serialize;
 
-use crate::formats::{format_name, page_layout};
+use crate::formats::PageFormat;
 
 /// A measurement of attention on the CPU.
 #[derive(Clone, Debug)]
@@ -34,8 +33,8 @@ pub struct AttentionBench {
     pub groups: usize,
     /// Numbers of tokens in the cache to measure.
     pub contexts: Vec<usize>,
-    /// Page formats to measure; [`CacheType::Auto`] counts as 2-bit.
-    pub formats: Vec<CacheType>,
+    /// Page formats to measure.
+    pub formats: Vec<PageFormat>,
     /// Worker threads.
     pub threads: usize,
     /// Memory to read per pass, at least.
@@ -139,10 +138,10 @@ pub fn run(
     let pool = Pool::new(bench.threads);
     let mut rows: Vec<AttentionRow> = Vec::new();
     for &kind in &bench.formats {
-        if kind == CacheType::Bf16 && !head_dim.is_multiple_of(2) {
+        if kind == PageFormat::Bf16 && !head_dim.is_multiple_of(2) {
             return Err(AttentionBenchError::OddHead(head_dim));
         }
-        let format = page_layout(kind, head_dim, bench.groups)?;
+        let format = kind.layout(head_dim, bench.groups)?;
         let samples = samples(&format, head_dim)?;
         let page_bytes = format.page_bytes();
         let error = error(bench, &format, &samples)?;
@@ -165,14 +164,14 @@ pub fn run(
             let pool_bytes = layers * layer_bytes;
             let us_per_layer = time / layers as f64 * 1e6;
             let exact = |row: &&AttentionRow| row.kv == "bf16" && row.context == context;
-            let exact = if kind == CacheType::Bf16 {
+            let exact = if kind == PageFormat::Bf16 {
                 Some(us_per_layer)
             } else {
                 rows.iter().find(exact).map(|row| row.us_per_layer)
             };
             let row = AttentionRow {
                 kind: "attention",
-                kv: format_name(kind),
+                kv: kind.name(),
                 context,
                 q_heads,
                 kv_heads,
@@ -215,6 +214,12 @@ fn sample(format: &PageLayout, head_dim: usize, random: &mut Random) -> Result<V
             PageLayout::Fp8(layout) => {
                 for (side, row) in &rows {
                     layout.write_token(&mut page, *side, token, row)?;
+                }
+            }
+            PageLayout::Banded(layout) => {
+                let rows_of = BandRows { layout: *layout, value_rule: Rule::Gaussian };
+                for (side, row) in &rows {
+                    rows_of.write_token(&mut page, *side, token, row)?;
                 }
             }
             PageLayout::Codes(layout) => {
@@ -404,8 +409,8 @@ fn slopes(bench: &AttentionBench, rows: &[AttentionRow]) -> Vec<AttentionSlope> 
             rows.iter().filter(|row| row.kv == kv).map(|row| (row.context as f64 / 1024.0, row.us_per_layer));
         slope(&points.collect::<Vec<_>>())
     };
-    let exact = slope(CacheType::Bf16.name());
-    let names = bench.formats.iter().map(|kind| format_name(*kind));
+    let exact = slope(PageFormat::Bf16.name());
+    let names = bench.formats.iter().map(|format| format.name());
     names
         .filter_map(|kv| {
             let us_per_1k_tokens = slope(kv)?;
@@ -441,7 +446,7 @@ mod tests {
             head_dim: 64,
             groups: 1,
             contexts: vec![100, 300],
-            formats: vec![CacheType::Bf16, CacheType::Fp8, CacheType::Int4, CacheType::Int2],
+            formats: ["bf16", "fp8", "int4", "int2:scalar", "int2"].map(|name| name.parse().unwrap()).into(),
             threads: 2,
             pool_bytes: 1 << 20,
             repeat: 2,
@@ -454,14 +459,14 @@ mod tests {
         let mut rows = Vec::new();
         let slopes = run(&bench(), |row| rows.push(row.clone())).unwrap();
         let names: Vec<(&str, usize)> = rows.iter().map(|row| (row.kv, row.context)).collect();
-        let expected = ["bf16", "fp8", "int4", "int2"].map(|kv| [(kv, 100), (kv, 300)]);
+        let expected = ["bf16", "fp8", "int4", "int2:scalar", "int2"].map(|kv| [(kv, 100), (kv, 300)]);
         assert_eq!(names, expected.concat());
         for row in &rows {
             assert!(row.pool_bytes >= 1 << 20 && row.us_per_layer > 0.0 && row.gb_per_s > 0.0, "{row:?}");
             assert!(row.error < 1e-3, "{row:?}");
             assert_eq!(row.kv == "bf16", row.times_bf16 == Some(1.0), "{row:?}");
         }
-        assert_eq!(slopes.len(), 4);
+        assert_eq!(slopes.len(), 5);
         assert_eq!(slopes[0].of_bf16, Some(1.0));
     }
 

@@ -1,9 +1,74 @@
-//! The page format that a cache type stands for in a measurement without a model: `auto` counts as 2-bit.
+//! Page formats in measurements without a model.
+
+use std::fmt;
+use std::str::FromStr;
 
 use oscar_codec::{CodecError, PageLayout};
 use oscar_rotations::CacheType;
 
-/// The name of the format in a row of results.
+/// A page format to measure on the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageFormat {
+    /// 16-bit floats.
+    Bf16,
+    /// 8-bit floats.
+    Fp8,
+    /// 4-bit codes.
+    Int4,
+    /// What a 2-bit cache is served with: keys in bands.
+    Int2,
+    /// 2-bit codes for all channels.
+    Int2Scalar,
+}
+
+impl PageFormat {
+    /// Every format.
+    const ALL: [PageFormat; 5] =
+        [PageFormat::Bf16, PageFormat::Fp8, PageFormat::Int4, PageFormat::Int2, PageFormat::Int2Scalar];
+
+    /// The name on the command line and in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            PageFormat::Int2Scalar => "int2:scalar",
+            format => format.cache_type().name(),
+        }
+    }
+
+    /// The cache type that pages of the format belong to.
+    pub fn cache_type(self) -> CacheType {
+        match self {
+            PageFormat::Bf16 => CacheType::Bf16,
+            PageFormat::Fp8 => CacheType::Fp8,
+            PageFormat::Int4 => CacheType::Int4,
+            PageFormat::Int2 | PageFormat::Int2Scalar => CacheType::Int2,
+        }
+    }
+
+    /// The layout of pages of a head; `groups` is for the formats whose channels share scales in groups.
+    pub(crate) fn layout(self, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
+        match self {
+            PageFormat::Int2 => PageLayout::banded(head_dim),
+            format => page_layout(format.cache_type(), head_dim, groups),
+        }
+    }
+}
+
+impl fmt::Display for PageFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for PageFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<PageFormat, String> {
+        let found = PageFormat::ALL.into_iter().find(|format| format.name() == text);
+        found.ok_or_else(|| "must be bf16, fp8, int4, int2 or int2:scalar".to_owned())
+    }
+}
+
+/// The name of a cache type in a row of results of a GPU; `auto` counts as 2-bit.
 pub(crate) fn format_name(kind: CacheType) -> &'static str {
     match kind {
         CacheType::Auto => CacheType::Int2.name(),
@@ -11,7 +76,7 @@ pub(crate) fn format_name(kind: CacheType) -> &'static str {
     }
 }
 
-/// The layout of pages of a head; `groups` is for the formats whose channels share scales in groups.
+/// The layout of pages that kernels of a GPU read: without bands.
 pub(crate) fn page_layout(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
     match kind {
         CacheType::Bf16 => Ok(PageLayout::bf16(head_dim)),

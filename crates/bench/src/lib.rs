@@ -22,6 +22,7 @@ pub use codec::{CodecBench, run as codec};
 pub use engine::{
     LongContext, LongContextRow, LongContextStage, SharedPrefix, SharedPrefixRow, long_context, shared_prefix,
 };
+pub use formats::PageFormat;
 pub use model::{ModelBench, run as model};
 pub use serve::{
     AddedLatencyRow, Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow,

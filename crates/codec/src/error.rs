@@ -40,6 +40,9 @@ pub enum CodecError {
         /// Groups asked for.
         groups: usize,
     },
+    /// A matrix of a transform that cannot be undone.
+    #[error("the matrix of a transform has no inverse")]
+    Singular,
     /// A codec was asked for a head it was not built for.
     #[error("layer {layer}, KV head {head} is outside this codec ({layers} layers of {heads} heads)")]
     UnknownHead {

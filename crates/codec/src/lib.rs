@@ -1,10 +1,11 @@
 //! What the bytes of a KV page mean.
 //!
 //! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
-//! rotated ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`])
-//! and written to a page ([`layout`]: one file per page format); [`PageCodec`] is all of it for a whole cache.
+//! transformed ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`],
+//! [`band`]) and written to a page ([`layout`]: one file per page format); [`PageCodec`] is all of it for a whole cache.
 //! [`slot`] numbers the pages of a pool. [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
 
+pub mod band;
 pub mod baselines;
 pub mod cache_codec;
 pub mod composition;
@@ -24,6 +25,7 @@ pub mod windows;
 pub use cache_codec::{CacheCodec, HeadIndex, Side};
 pub use composition::Composition;
 pub use error::CodecError;
+pub use layout::banded::{Band, BandLayout, BandRows};
 pub use layout::bf16::Bf16Layout;
 pub use layout::codes::{CodeLayout, CodeRows};
 pub use layout::fp8::Fp8Layout;

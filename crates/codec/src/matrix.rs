@@ -143,6 +143,40 @@ impl SquareMatrix {
         Self::from_fn(self.dim, |i, j| self.get(order[i], order[j]))
     }
 
+    /// The inverse, by Gaussian elimination with row pivots; `None` if the matrix is singular or nearly so.
+    pub fn inverse(&self) -> Option<Self> {
+        let dim = self.dim;
+        let mut left = self.values.clone();
+        let mut right = Self::identity(dim).values;
+        let largest = self.values.iter().fold(0.0_f64, |largest, value| largest.max(value.abs()));
+        for column in 0..dim {
+            let magnitude = |row: &usize| left[row * dim + column].abs();
+            let pivot = (column..dim).max_by(|a, b| magnitude(a).total_cmp(&magnitude(b)))?;
+            // Below this nothing but rounding errors is left of a pivot; NaN is not above it either.
+            if !(left[pivot * dim + column].abs() > 1e-13 * largest) {
+                return None;
+            }
+            for matrix in [&mut left, &mut right] {
+                for j in 0..dim {
+                    matrix.swap(pivot * dim + j, column * dim + j);
+                }
+            }
+            let scale = 1.0 / left[column * dim + column];
+            for matrix in [&mut left, &mut right] {
+                matrix[column * dim..][..dim].iter_mut().for_each(|value| *value *= scale);
+            }
+            for row in (0..dim).filter(|&row| row != column) {
+                let factor = left[row * dim + column];
+                for matrix in [&mut left, &mut right] {
+                    for j in 0..dim {
+                        matrix[row * dim + j] -= factor * matrix[column * dim + j];
+                    }
+                }
+            }
+        }
+        Some(SquareMatrix { dim, values: right })
+    }
+
     /// The sum of the diagonal.
     pub fn trace(&self) -> f64 {
         self.diagonal().iter().sum()
@@ -184,6 +218,27 @@ mod tests {
 
     fn numbered(dim: usize) -> SquareMatrix {
         SquareMatrix::from_fn(dim, |i, j| (i * dim + j) as f64)
+    }
+
+    #[test]
+    fn inverses_undo_and_singular_matrices_have_none() {
+        for dim in [1, 2, 7, 48] {
+            // Strong and weak columns, as transforms of keys have them.
+            let matrix = SquareMatrix::from_fn(dim, |i, j| {
+                (((i * 37 + j * 61) % 97) as f64 / 48.5 - 1.0 + f64::from(u8::from(i == j)) * 3.0)
+                    * 0.9_f64.powi(j as i32)
+            });
+            let product = matrix.multiply(&matrix.inverse().expect("an inverse"));
+            for i in 0..dim {
+                for j in 0..dim {
+                    let expected = f64::from(u8::from(i == j));
+                    assert!((product.get(i, j) - expected).abs() < 1e-9, "d={dim} {i} {j}");
+                }
+            }
+        }
+        assert_eq!(numbered(3).inverse(), None);
+        assert_eq!(SquareMatrix::from_fn(2, |_, _| f64::NAN).inverse(), None);
+        assert_eq!(SquareMatrix::from_fn(2, |_, _| 0.0).inverse(), None);
     }
 
     #[test]

@@ -1,6 +1,7 @@
-//! What happens to a row before it is quantised: subtract a mean, rotate, round to bf16.
+//! What happens to a row before it is quantised: subtract a mean, multiply by a matrix, round to bf16.
 //!
-//! `y = bf16((x - mean) · M)`. Each output channel is one chain of f32 fused multiply-adds over input channels
+//! `y = bf16((x - mean) · M)`. Queries are multiplied by `M⁻ᵀ`, so that products with keys stay what they were, and sums of
+//! values by `M⁻¹`. Most matrices are rotations, for which `M⁻ᵀ = M`; the one of banded keys is not. Each output channel is one chain of f32 fused multiply-adds over input channels
 //! 0, 1, 2, …, starting from zero, so that a SIMD path that keeps output channels (or rows) in lanes gives the
 //! same bits. The cache holds `y` in its bf16 windows too, which is why it is rounded before any code is chosen.
 //!
@@ -19,9 +20,11 @@ use crate::matrix::SquareMatrix;
 pub struct HeadTransform {
     dim: usize,
     mean: Option<Vec<f32>>,
-    rotation: Arc<[f32]>,
-    transposed: Arc<[f32]>,
-    /// The rotation is not the identity.
+    matrix: Arc<[f32]>,
+    /// `M⁻ᵀ`; shared with the matrix if that is a rotation.
+    query_matrix: Arc<[f32]>,
+    inverse: Arc<[f32]>,
+    /// The matrix is not the identity.
     rotates: bool,
     round_input: bool,
 }
@@ -30,6 +33,17 @@ impl HeadTransform {
     /// `y = bf16((x - mean) · rotation)` with the rotation in f32.
     pub fn new(mean: Option<Vec<f32>>, rotation: &SquareMatrix) -> Result<Self, CodecError> {
         Self::build(rotation, rotation.to_f32(), false)?.with_mean(mean)
+    }
+
+    /// `y = bf16((x - mean) · matrix)` with any matrix that has an inverse, which is computed in f64.
+    pub fn general(mean: Option<Vec<f32>>, matrix: &SquareMatrix) -> Result<Self, CodecError> {
+        let transform = Self::build(matrix, matrix.to_f32(), false)?.with_mean(mean)?;
+        let inverse = matrix.inverse().ok_or(CodecError::Singular)?;
+        let query_matrix: Arc<[f32]> = inverse.transpose().to_f32().into();
+        for (row, values) in query_matrix.chunks_exact(transform.dim).enumerate() {
+            crate::error::check_finite(values, row)?;
+        }
+        Ok(HeadTransform { query_matrix, inverse: inverse.to_f32().into(), ..transform })
     }
 
     /// `y = bf16(bf16(x) · bf16(rotation))`: how the reference applies its rotations.
@@ -44,8 +58,9 @@ impl HeadTransform {
         HeadTransform {
             dim,
             mean: None,
-            rotation: matrix.clone(),
-            transposed: matrix,
+            matrix: matrix.clone(),
+            query_matrix: matrix.clone(),
+            inverse: matrix,
             rotates: false,
             round_input: false,
         }
@@ -76,8 +91,9 @@ impl HeadTransform {
                 transposed[j * dim + i] = values[i * dim + j];
             }
         }
-        let (rotation, transposed) = (values.into(), transposed.into());
-        Ok(HeadTransform { dim, mean: None, rotation, transposed, rotates, round_input })
+        let (matrix, inverse): (Arc<[f32]>, Arc<[f32]>) = (values.into(), transposed.into());
+        let query_matrix = matrix.clone();
+        Ok(HeadTransform { dim, mean: None, matrix, query_matrix, inverse, rotates, round_input })
     }
 
     /// Channels of a row.
@@ -90,17 +106,18 @@ impl HeadTransform {
         self.mean.as_deref()
     }
 
-    /// The rotation as it is applied, row-major: `y[j] = Σ_i x[i]·rotation[i·d + j]`.
-    pub fn rotation(&self) -> &Arc<[f32]> {
-        &self.rotation
+    /// The matrix as it is applied, row-major: `y[j] = Σ_i x[i]·matrix[i·d + j]`.
+    pub fn matrix(&self) -> &Arc<[f32]> {
+        &self.matrix
     }
 
-    /// The inverse of the rotation, row-major: `x[j] = Σ_i y[i]·transposed[i·d + j]`.
-    pub fn transposed(&self) -> &Arc<[f32]> {
-        &self.transposed
+    /// What queries are multiplied with if keys are multiplied with the matrix, row-major: its inverse, transposed. A
+    /// rotation is its own.
+    pub fn query_matrix(&self) -> &Arc<[f32]> {
+        &self.query_matrix
     }
 
-    /// Whether the rotation is anything but the identity.
+    /// Whether the matrix is anything but the identity.
     pub fn rotates(&self) -> bool {
         self.rotates
     }
@@ -123,7 +140,7 @@ impl HeadTransform {
         assert_eq!(row.len(), self.dim, "row length");
         assert_eq!(out.len(), self.dim, "output length");
         out.fill(0.0);
-        for (i, (&x, weights)) in row.iter().zip(self.rotation.chunks_exact(self.dim)).enumerate() {
+        for (i, (&x, weights)) in row.iter().zip(self.matrix.chunks_exact(self.dim)).enumerate() {
             let x = if self.round_input { round_to_bf16(x) } else { x };
             let x = self.mean.as_ref().map_or(x, |mean| x - mean[i]);
             for (out, &weight) in out.iter_mut().zip(weights) {
@@ -133,7 +150,7 @@ impl HeadTransform {
         out.iter_mut().for_each(|value| *value = round_to_bf16(*value));
     }
 
-    /// `out = row · Mᵀ + mean`, in f32 with separate products and sums: a reading aid of the lab, never stored.
+    /// `out = row · M⁻¹ + mean`, in f32 with separate products and sums: a reading aid of the lab, never stored.
     ///
     /// # Panics
     /// When a slice does not have [`HeadTransform::dim`] values.
@@ -141,7 +158,7 @@ impl HeadTransform {
         assert_eq!(row.len(), self.dim, "row length");
         assert_eq!(out.len(), self.dim, "output length");
         out.fill(0.0);
-        for (&y, weights) in row.iter().zip(self.transposed.chunks_exact(self.dim)) {
+        for (&y, weights) in row.iter().zip(self.inverse.chunks_exact(self.dim)) {
             for (out, &weight) in out.iter_mut().zip(weights) {
                 *out += y * weight;
             }
@@ -189,10 +206,40 @@ mod tests {
     }
 
     #[test]
+    fn general_matrices_keep_products_and_are_undone() {
+        for dim in [16, 48] {
+            // Columns whose lengths differ by a factor of 20.
+            let matrix = SquareMatrix::from_fn(dim, |i, j| {
+                (hadamard::matrix(dim).get(i, j) + 0.2 * f64::from(u8::from(i == (j * 5) % dim)))
+                    * 20.0_f64.powf(-(j as f64) / dim as f64)
+            });
+            let transform = HeadTransform::general(Some(vec![0.5; dim]), &matrix).unwrap();
+            let (x, query) = (row(dim), row(dim).into_iter().rev().map(|x| x / 4.0).collect::<Vec<_>>());
+            let mut y = vec![0.0; dim];
+            transform.apply(&x, &mut y);
+            let mut turned = vec![0.0; dim];
+            for (q, weights) in query.iter().zip(transform.query_matrix().chunks_exact(dim)) {
+                turned.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += q * weight);
+            }
+            let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+            let centred: Vec<f32> = x.iter().map(|x| x - 0.5).collect();
+            let (got, expected) = (dot(&turned, &y), dot(&query, &centred));
+            assert!((got - expected).abs() < 0.01 * dot(&query, &query).max(1.0), "{got} for {expected}");
+            let mut back = vec![0.0; dim];
+            transform.undo(&y, &mut back);
+            for (back, x) in back.iter().zip(&x) {
+                assert!((back - x).abs() < 0.2, "{back} against {x}");
+            }
+        }
+        let singular = SquareMatrix::from_fn(4, |i, _| i as f64);
+        assert_eq!(HeadTransform::general(None, &singular).unwrap_err(), CodecError::Singular);
+    }
+
+    #[test]
     fn the_published_transform_rounds_matrix_and_input() {
         let rotation = hadamard::matrix(8);
         let transform = HeadTransform::published(&rotation).unwrap();
-        assert!(transform.rotation().iter().all(|&m| m == round_to_bf16(m)));
+        assert!(transform.matrix().iter().all(|&m| m == round_to_bf16(m)));
         let x = [1.001_f32; 8];
         let mut y = [0.0; 8];
         transform.apply(&x, &mut y);
@@ -208,7 +255,7 @@ mod tests {
         assert!(identity.is_identity() && !identity.rotates() && HeadTransform::identity(8).is_identity());
         let centred = identity.with_mean(Some(vec![1.0; 8])).unwrap();
         assert!(!centred.is_identity() && !centred.rotates());
-        assert!(Arc::ptr_eq(centred.rotation(), identity.rotation()));
+        assert!(Arc::ptr_eq(centred.matrix(), identity.matrix()));
         assert!(
             centred.with_mean(Some(vec![0.0; 7])).is_err() && centred.with_mean(None).unwrap().is_identity()
         );

@@ -1,23 +1,51 @@
 //! From a rotation file to the codec of a cache.
 
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, SquareMatrix,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec,
+    RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
 };
+use rayon::prelude::*;
 
 use crate::error::RotationError;
-use crate::rotation::{RotationFile, Scope, SideRotations};
+use crate::rotation::{RotationFile, RotationSet, Scope, SideRotations};
 
 /// The published clip ratios for keys and values.
 pub const PAPER_RULES: (Rule, Rule) = (Rule::Clip(0.96), Rule::Clip(0.92));
 
+/// How 2-bit codes are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Int2Encoder {
+    /// Bands if the file has what they need and no option speaks against them, else scalar codes.
+    #[default]
+    Auto,
+    /// Keys in bands of channels by strength, with codes of 4, 2 and 1 bits.
+    Band,
+    /// Codes of 2 bits for all channels, per head, centred, with the rules that calibration chose.
+    Scalar,
+    /// As published: per layer, not centred, fixed clips, codes from unrounded scales.
+    Paper,
+}
+
+impl Int2Encoder {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Int2Encoder::Auto => "auto",
+            Int2Encoder::Band => "band",
+            Int2Encoder::Scalar => "scalar",
+            Int2Encoder::Paper => "paper",
+        }
+    }
+}
+
 /// The parts of an `int2` codec that can be exchanged one by one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Int2Options {
-    /// The published encoder: per layer, not centred, fixed clip, codes from unrounded scales.
-    pub paper: bool,
+    /// How codes are chosen.
+    pub encoder: Int2Encoder,
     /// Whether heads share a rotation; as the encoder has it by default.
     pub scope: Option<Scope>,
-    /// Whether the mean key is subtracted; as the encoder has it by default.
+    /// Whether mean keys and values are subtracted; as the encoder has it by default.
     pub centred: Option<bool>,
     /// One rule for keys and one for values instead of those in the file.
     pub rules: Option<(Rule, Rule)>,
@@ -27,6 +55,26 @@ pub struct Int2Options {
     pub scales: ScaleType,
 }
 
+impl Int2Options {
+    /// The encoder that is used for a file: never [`Int2Encoder::Auto`].
+    pub fn encoder_for(&self, file: &RotationFile) -> Int2Encoder {
+        let has_bands = |set: &RotationSet| set.values().all(|layer| layer.keys.bands.is_some());
+        // These describe scalar codes.
+        let scalar_options = self.scope.is_some()
+            || self.centred == Some(false)
+            || self.rules.is_some()
+            || self.group.is_some()
+            || self.scales != ScaleType::default();
+        match self.encoder {
+            Int2Encoder::Auto if !scalar_options && file.heads.as_ref().is_some_and(has_bands) => {
+                Int2Encoder::Band
+            }
+            Int2Encoder::Auto => Int2Encoder::Scalar,
+            encoder => encoder,
+        }
+    }
+}
+
 /// The `int2` codec of a rotation file whose key channels are in the model's own order.
 pub fn int2_codec(
     name: &str,
@@ -34,17 +82,78 @@ pub fn int2_codec(
     geometry: KvGeometry,
     options: &Int2Options,
 ) -> Result<PageCodec, RotationError> {
+    match options.encoder_for(file) {
+        Int2Encoder::Band => band_codec(name, file, geometry, options.rules.map(|rules| rules.1)),
+        encoder => scalar_codec(name, file, geometry, encoder == Int2Encoder::Paper, options),
+    }
+}
+
+/// Keys in bands, values as centred 2-bit codes.
+fn band_codec(
+    name: &str,
+    file: &RotationFile,
+    geometry: KvGeometry,
+    value_rule: Option<Rule>,
+) -> Result<PageCodec, RotationError> {
     let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
-    let scope = options.scope.unwrap_or(if options.paper { Scope::Layer } else { Scope::Head });
-    // A published file has one rotation per layer only; `auto` makes the best of it.
+    let no_bands =
+        || unfit("the rotation file has no bands; `oscar calibrate` makes a file that has them".to_owned());
+    let set = file.heads.as_ref().ok_or_else(no_bands)?;
+    let layout = BandLayout::int2(geometry.head_dim)?;
+    let mixing = band_mixing(&layout);
+    let encoders = |index: usize| -> Result<(HeadEncoder, HeadEncoder), RotationError> {
+        let (layer, head) = (index / geometry.kv_heads, index % geometry.kv_heads);
+        let rotations =
+            set.get(&layer).ok_or_else(|| unfit(format!("the rotation file has no layer {layer}")))?;
+        let bands = rotations.keys.bands.as_ref().ok_or_else(no_bands)?;
+        let mean = |side: &SideRotations| side.means.as_ref().map(|means| means[head].clone());
+        let key_transform = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(&mixing))?;
+        let value_transform = HeadTransform::new(mean(&rotations.values), &rotations.values.rotations[head])?;
+        let rule = value_rule.unwrap_or(rotations.values.rules[head]);
+        let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule });
+        Ok((HeadEncoder { transform: key_transform, rows }, HeadEncoder { transform: value_transform, rows }))
+    };
+    // Every head has a matrix to invert.
+    let heads: Vec<usize> = (0..geometry.layers * geometry.kv_heads).collect();
+    let encoders: Vec<_> = heads.into_par_iter().map(encoders).collect::<Result<_, _>>()?;
+    let (keys, values) = encoders.into_iter().unzip();
+    Ok(PageCodec::new(name, geometry, keys, values)?)
+}
+
+/// The Hadamard matrices of all bands.
+pub fn band_mixing(layout: &BandLayout) -> SquareMatrix {
+    let dim = layout.head_dim();
+    let mut values = vec![0.0; dim * dim];
+    for band in layout.bands() {
+        let inside = hadamard::matrix(band.channels);
+        for i in 0..band.channels {
+            for j in 0..band.channels {
+                values[(band.first + i) * dim + band.first + j] = inside.get(i, j);
+            }
+        }
+    }
+    SquareMatrix::new(dim, values).expect("dim · dim values")
+}
+
+/// Codes of 2 bits for all channels.
+fn scalar_codec(
+    name: &str,
+    file: &RotationFile,
+    geometry: KvGeometry,
+    paper: bool,
+    options: &Int2Options,
+) -> Result<PageCodec, RotationError> {
+    let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
+    let scope = options.scope.unwrap_or(if paper { Scope::Layer } else { Scope::Head });
+    // A published file has one rotation per layer only; we make the best of it.
     let scope = match options.scope {
-        None if file.set(scope).is_none() && !options.paper => Scope::Layer,
+        None if file.set(scope).is_none() && !paper => Scope::Layer,
         _ => scope,
     };
     let set =
         file.set(scope).ok_or_else(|| unfit(format!("the rotation file has no rotations per {scope}")))?;
-    let centred = options.centred.unwrap_or(!options.paper);
-    let rules = options.rules.or(options.paper.then_some(PAPER_RULES));
+    let centred = options.centred.unwrap_or(!paper);
+    let rules = options.rules.or(paper.then_some(PAPER_RULES));
     let group = options.group.unwrap_or(geometry.head_dim);
     if group == 0 || !geometry.head_dim.is_multiple_of(group) {
         return Err(unfit(format!("groups of {group} do not divide a head of {}", geometry.head_dim)));
@@ -60,11 +169,11 @@ pub fn int2_codec(
         }
         for head in 0..geometry.kv_heads {
             let encoder = |side: &SideRotations, centred: bool, rule: Option<Rule>| {
-                head_encoder(side, head, layout, centred, rule, options.paper)
+                head_encoder(side, head, layout, centred, rule, paper)
             };
             keys.push(encoder(&rotations.keys, centred, rules.map(|rules| rules.0))?);
-            // Values are never centred: their mean would have to be added to every output.
-            values.push(encoder(&rotations.values, false, rules.map(|rules| rules.1))?);
+            // The published recipe with centred keys is a yardstick: its values stay as published.
+            values.push(encoder(&rotations.values, centred && !paper, rules.map(|rules| rules.1))?);
         }
     }
     Ok(PageCodec::new(name, geometry, keys, values)?)

@@ -115,6 +115,7 @@ pub(crate) fn side(layer: &PtLayer, rule: Rule) -> SideRotations {
         eigenvalues: layer.eigenvalues.clone().unwrap_or_default(),
         means: None,
         metrics: None,
+        bands: None,
         rules: vec![rule; layer.rotations.len()],
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Files hold keys in the order of Hugging Face checkpoints: rotary pair `i` is channels `i` and `i +
 //! rotary_dim / 2`. Llama GGUF files keep the pair in channels `2i` and `2i + 1`, so for such a model the
-//! rows of key rotations, the key means and both sides of C_Q move. Channels that do not rotate stay where
+//! rows of key rotations and of bands, the key means and both sides of C_Q move. Channels that do not rotate stay where
 //! they are, and so do values, which no position embedding touches.
 
 use super::rotation::{RotationFile, RotationSet, SideRotations};
@@ -69,6 +69,7 @@ fn permuted_keys(keys: &SideRotations, order: &[usize]) -> SideRotations {
             .metrics
             .as_ref()
             .map(|all| all.iter().map(|metric| metric.permute_both(order)).collect()),
+        bands: keys.bands.as_ref().map(|all| all.iter().map(|bands| bands.permute_rows(order)).collect()),
         rules: keys.rules.clone(),
     }
 }

@@ -45,7 +45,7 @@ pub mod verify;
 
 pub use cache_type::CacheType;
 pub use certificate::{Certificate, Verdict};
-pub use codec::{Int2Options, PAPER_RULES};
+pub use codec::{Int2Encoder, Int2Options, PAPER_RULES};
 pub use error::RotationError;
 pub use find::{FoundRotations, RotationFiles, RotationSource, check_model};
 pub use identity::ModelIdentity;

@@ -9,7 +9,7 @@ use oscar_model::LoadedModel;
 
 use crate::cache_type::CacheType;
 use crate::certificate::Verdict;
-use crate::codec::{Int2Options, PAPER_RULES, int2_codec, mean_keys};
+use crate::codec::{Int2Encoder, Int2Options, PAPER_RULES, int2_codec, mean_keys};
 use crate::error::RotationError;
 use crate::find::{FoundRotations, RotationSource};
 use crate::identity::ModelIdentity;
@@ -29,8 +29,8 @@ pub struct CacheOptions {
 /// How codes are chosen, and which layers stay bf16.
 #[derive(Clone, Debug, Default)]
 pub struct EncoderOptions {
-    /// The published encoder: one rotation per layer, keys not centred, fixed clips.
-    pub paper: bool,
+    /// How 2-bit codes are chosen.
+    pub encoder: Int2Encoder,
     /// Clip ratio of the keys instead of the rule in the file.
     pub key_clip: Option<f32>,
     /// Clip ratio of the values instead of the rule in the file.
@@ -205,20 +205,20 @@ fn centred_codec(
 }
 
 fn int2_options(options: &EncoderOptions) -> Int2Options {
-    let EncoderOptions { paper, key_clip, value_clip, group, .. } = *options;
+    let EncoderOptions { encoder, key_clip, value_clip, group, .. } = *options;
     // A clip on one side replaces the rules of the file on both: rules per head do not mix with one for all.
     let rules = (key_clip.is_some() || value_clip.is_some()).then(|| {
         let rule = |clip: Option<f32>, published: Rule| clip.map_or(published, Rule::Clip);
         (rule(key_clip, PAPER_RULES.0), rule(value_clip, PAPER_RULES.1))
     });
-    Int2Options { paper, rules, group, ..Int2Options::default() }
+    Int2Options { encoder, rules, group, ..Int2Options::default() }
 }
 
 fn source(kind: CacheType, found: Option<&FoundRotations>, encoder: &EncoderOptions) -> String {
     match (kind, found) {
         (CacheType::Int2, Some(found)) => {
-            let encoder = if encoder.paper { "paper" } else { "auto" };
-            format!("encoder {encoder}, rotations {}", found.name)
+            let encoder = int2_options(encoder).encoder_for(&found.file);
+            format!("encoder {}, rotations {}", encoder.name(), found.name)
         }
         (CacheType::Fp8 | CacheType::Int4, Some(found)) => format!("mean keys of {}", found.name),
         (CacheType::Fp8 | CacheType::Int4, None) => "mean keys estimated".to_owned(),

@@ -11,7 +11,7 @@ use super::error::RotationError;
 use super::limits::{HEAD_DIM_LIMIT, HEAD_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 
 /// The version of our own format that is written. Earlier ones are read.
-pub const FORMAT_VERSION: u32 = 2;
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Rotations of each layer by layer id.
 pub type RotationSet = BTreeMap<usize, LayerRotations>;
@@ -102,6 +102,9 @@ pub struct SideRotations {
     pub means: Option<Vec<Vec<f32>>>,
     /// The metric in which an error counts: C_Q for keys, `Σ_h W_o,h W_o,hᵀ` for values. One for each rotation.
     pub metrics: Option<Vec<SquareMatrix>>,
+    /// Keys only: matrices to bands of channels by falling strength, each of about unit strength; not rotations. One for
+    /// each rotation.
+    pub bands: Option<Vec<SquareMatrix>>,
     /// Rules by which rows are rounded; one for each rotation.
     pub rules: Vec<Rule>,
 }
@@ -263,6 +266,9 @@ impl SideRotations {
         matrices("rotation", &self.rotations)?;
         if let Some(metrics) = &self.metrics {
             matrices("metric", metrics)?;
+        }
+        if let Some(bands) = &self.bands {
+            matrices("bands", bands)?;
         }
         count("eigenvalues", self.eigenvalues.len(), &[expected, 0])?;
         for values in &self.eigenvalues {

@@ -1,11 +1,12 @@
 //! Our own rotation file: one safetensors file for keys and values, with what they were made for.
 //!
-//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric}`. Those of scope `head`
+//! Tensors are `layers.{i}.{keys|values}.{head|layer}.{rotation|eigenvalues|mean|metric|bands}`. Those of scope `head`
 //! begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
 //! metadata. The same rotations give the same bytes.
 //!
-//! Rotations are float16 and are made orthonormal again when they are read; metrics are bfloat16, because their range is
-//! large and they are only compared with; eigenvalues and means are float32. Files of version 1, rotations that others
+//! Rotations are float16 and are made orthonormal again when they are read; bands are float16 and used as they are; metrics are bfloat16, because their range is
+//! large and they are only compared with; eigenvalues and means are float32. Bands are there from version 3 on. Files of
+//! version 1, rotations that others
 //! have published and work in progress have float32 throughout.
 
 use std::collections::BTreeMap;
@@ -28,8 +29,8 @@ use super::rotation::{
 
 const FORMAT_NAME: &str = "oscar-rotations";
 const HEADER_LIMIT: u64 = 16 << 20;
-/// Most tensors of a file: two scopes, two sides, four tensors for each layer.
-const TENSOR_LIMIT: usize = 16 * LAYER_LIMIT;
+/// Most tensors of a file: two scopes, two sides, five tensors for each layer.
+const TENSOR_LIMIT: usize = 20 * LAYER_LIMIT;
 const METADATA: &str = "__metadata__";
 
 /// Rules by scope, layer id and side.
@@ -129,7 +130,7 @@ impl<'a> Contents<'a> {
             }
         }
         match contents.text("version") {
-            Some("1" | "2") => Ok(contents),
+            Some("1" | "2" | "3") => Ok(contents),
             found => Err(RotationError::Version {
                 path: path.to_owned(),
                 found: found.unwrap_or("").to_owned(),
@@ -260,7 +261,14 @@ impl<'a> Contents<'a> {
         let metrics = tensor("metric", &[shape(&[triangle])])?;
         let metrics =
             metrics.map(|metrics| chunks(&metrics, triangle).map(|values| unpack(d, values)).collect());
-        Ok(SideRotations { rotations, eigenvalues, means, metrics, rules })
+        let bands = tensor("bands", &[shape(&[d, d])])?;
+        let bands = bands.map(|bands| {
+            chunks(&bands, d.saturating_mul(d)).map(|values| SquareMatrix::from_f32(d, values)).collect()
+        });
+        let bands = bands
+            .transpose()
+            .map_err(|source| RotationError::Codec { path: self.path.to_owned(), source })?;
+        Ok(SideRotations { rotations, eigenvalues, means, metrics, bands, rules })
     }
 
     fn values(
@@ -400,6 +408,9 @@ fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, TensorData<'_>)> {
                 if let Some(metrics) = &rotations.metrics {
                     let triangle = d * (d + 1) / 2;
                     tensors.push((name("metric"), shape(count, &[triangle]), TensorData::Triangles(metrics)));
+                }
+                if let Some(bands) = &rotations.bands {
+                    tensors.push((name("bands"), shape(count, &[d, d]), TensorData::Matrices(bands)));
                 }
             }
         }

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use oscar_codec::PageWindows;
 use oscar_engine::{KvOptions, PrefillMode};
 use oscar_kv::TailPolicy;
-use oscar_rotations::CacheType;
+use oscar_rotations::{CacheType, Int2Encoder};
 
 use crate::arguments::byte_size;
 use crate::failure::Failure;
@@ -21,11 +21,26 @@ pub(crate) use settle::Settled;
 /// How codes are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum EncoderChoice {
-    /// Per head, centred, with the rules that calibration chose.
+    /// Bands if the rotation file has them, else scalar.
     #[default]
     Auto,
+    /// Keys in bands of channels by strength, with codes of 4, 2 and 1 bits.
+    Band,
+    /// 2 bits for every channel, per head, centred, with the rules that calibration chose.
+    Scalar,
     /// As published: per layer, not centred, fixed clips.
     Paper,
+}
+
+impl From<EncoderChoice> for Int2Encoder {
+    fn from(choice: EncoderChoice) -> Int2Encoder {
+        match choice {
+            EncoderChoice::Auto => Int2Encoder::Auto,
+            EncoderChoice::Band => Int2Encoder::Band,
+            EncoderChoice::Scalar => Int2Encoder::Scalar,
+            EncoderChoice::Paper => Int2Encoder::Paper,
+        }
+    }
 }
 
 /// How a prompt reads itself.
@@ -175,7 +190,9 @@ impl CacheArguments {
     /// The name in tables: the type, and the encoder if it is not our own.
     pub(crate) fn label(&self, kind: CacheType) -> String {
         match self.kv_encoder {
-            Some(EncoderChoice::Paper) if kind == CacheType::Int2 => format!("{kind}:paper"),
+            Some(choice) if choice != EncoderChoice::Auto && kind == CacheType::Int2 => {
+                format!("{kind}:{}", Int2Encoder::from(choice).name())
+            }
             _ => kind.to_string(),
         }
     }

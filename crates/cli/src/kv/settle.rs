@@ -4,7 +4,7 @@
 use oscar_engine::KvOptions;
 use oscar_rotations::{CacheOptions, CachePlan, CacheType, EncoderOptions, Notice, RotationError};
 
-use super::{CacheArguments, EncoderChoice};
+use super::CacheArguments;
 use crate::calibration;
 use crate::failure::Failure;
 use crate::published::Published;
@@ -35,7 +35,7 @@ impl CacheArguments {
         let cache = CacheOptions {
             dtype: asked.unwrap_or_default(),
             encoder: EncoderOptions {
-                paper: self.kv_encoder == Some(EncoderChoice::Paper),
+                encoder: self.kv_encoder.unwrap_or_default().into(),
                 key_clip: self.k_clip.or(published.key_clip),
                 value_clip: self.v_clip.or(published.value_clip),
                 group: self.kv_cache_quant_group_size,

@@ -144,7 +144,7 @@ fn a_certificate_that_failed_is_heard() {
     verdict("good");
     let (kv, log) = run("auto");
     assert!(kv == "int2" && !log.contains("advises"), "{kv}: {log}");
-    assert!(log.contains("KV cache: int2, encoder auto, rotations qwen2-tied"), "{log}");
+    assert!(log.contains("KV cache: int2, encoder band, rotations qwen2-tied"), "{log}");
     verdict("bad");
     let (kv, log) = run("auto");
     assert!(
@@ -196,7 +196,7 @@ fn a_model_without_rotations_is_calibrated_once() {
     };
     let first = run();
     assert!(first.stderr.contains("no rotations yet; calibrating once (`oscar calibrate "), "{first:?}");
-    assert!(first.stderr.contains("KV cache: int2, encoder auto, rotations patient"), "{first:?}");
+    assert!(first.stderr.contains("KV cache: int2, encoder band, rotations patient"), "{first:?}");
     let made = fs::read_dir(machine.path("cache/rotations")).expect("rotations").count();
     assert_eq!(made, 2, "rotations and their certificate");
     let second = run();
@@ -227,7 +227,7 @@ fn published_pairs_are_read_and_checked() {
     let run = |model: &str, options: &[&str]| Outcome::of(command(model, options).output().expect("oscar"));
     let pair = ["--k-rotation-path", &keys, "--v-rotation-path", &values];
     let by_options = run(model, &pair).success();
-    let named = format!("KV cache: int2, encoder auto, rotations {keys}");
+    let named = format!("KV cache: int2, encoder scalar, rotations {keys}");
     assert!(
         by_options.stderr.contains(&named) && !by_options.stderr.contains("calibrating"),
         "{by_options:?}"

@@ -97,12 +97,13 @@ impl CodeLayout {
     /// Byte and bit shift of the code of (`token`, `channel`).
     pub fn code_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
         assert!(token < PAGE_TOKENS && channel < self.padded_dim(), "({token}, {channel}) is outside a page");
-        let codes = self.codes_per_word();
-        let (word, inner) = match side {
-            Side::Key => (channel / codes * PAGE_TOKENS + token, channel % codes),
-            Side::Value => (self.side_words() + token / codes * self.padded_dim() + channel, token % codes),
-        };
-        (word * 4 + inner % 4, self.bits * (inner / 4) as u32)
+        match side {
+            Side::Key => key_code(self.bits, token, channel),
+            Side::Value => {
+                let (byte, shift) = value_code(self.bits, self.padded_dim(), token, channel);
+                (4 * self.side_words() + byte, shift)
+            }
+        }
     }
 
     /// Byte of the little-endian u16 that holds a scale; the offset lies 128 bytes (64 tokens) after it.
@@ -185,6 +186,23 @@ impl CodeLayout {
         self.read_token(page, side, token, &mut codes, &mut scales)?;
         dequantise_row(&codes, &scales, self.scale_type, row)
     }
+}
+
+/// Byte and bit shift of a key's code among words `[word of a token][64 tokens]` of `bits`-bit codes.
+pub(super) fn key_code(bits: u32, token: usize, channel: usize) -> (usize, u32) {
+    let codes = 32 / bits as usize;
+    place(channel / codes * PAGE_TOKENS + token, channel % codes, bits)
+}
+
+/// Byte and bit shift of a value's code among words `[block of tokens][width channels]` of `bits`-bit codes.
+pub(super) fn value_code(bits: u32, width: usize, token: usize, channel: usize) -> (usize, u32) {
+    let codes = 32 / bits as usize;
+    place(token / codes * width + channel, token % codes, bits)
+}
+
+/// Code `inner` of a word: byte `inner % 4`, so that one mask takes four neighbours out of it.
+fn place(word: usize, inner: usize, bits: u32) -> (usize, u32) {
+    (word * 4 + inner % 4, bits * (inner / 4) as u32)
 }
 
 /// How rows become codes of a layout.

@@ -4,10 +4,12 @@
 //! the registry: everything a reader of pages needs to know. [`RowEncoder`] is the writer's side: how the transformed
 //! rows of one head and side become the bytes of a layout.
 
+pub mod banded;
 pub mod bf16;
 pub mod codes;
 pub mod fp8;
 
+use banded::{BandLayout, BandRows};
 use bf16::Bf16Layout;
 use codes::{CodeLayout, CodeRows};
 use fp8::Fp8Layout;
@@ -30,6 +32,8 @@ pub enum PageLayout {
     Codes(CodeLayout),
     /// 8-bit floats (E4M3) with one f16 scale per row.
     Fp8(Fp8Layout),
+    /// Keys in bands of 4-, 2- and 1-bit codes with 8-bit scales, values as 2-bit codes.
+    Banded(BandLayout),
 }
 
 impl PageLayout {
@@ -48,6 +52,11 @@ impl PageLayout {
         Ok(PageLayout::Codes(CodeLayout::new(4, head_dim, groups)?))
     }
 
+    /// Pages with keys in bands of 4-, 2- and 1-bit codes, two bits a channel on average, and 2-bit values.
+    pub fn banded(head_dim: usize) -> Result<PageLayout, CodecError> {
+        Ok(PageLayout::Banded(BandLayout::int2(head_dim)?))
+    }
+
     /// Pages of 8-bit floats.
     pub fn fp8(head_dim: usize) -> Result<PageLayout, CodecError> {
         Ok(PageLayout::Fp8(Fp8Layout::new(head_dim)?))
@@ -59,6 +68,7 @@ impl PageLayout {
             PageLayout::Bf16(layout) => layout.head_dim(),
             PageLayout::Codes(layout) => layout.head_dim(),
             PageLayout::Fp8(layout) => layout.head_dim(),
+            PageLayout::Banded(layout) => layout.head_dim(),
         }
     }
 
@@ -68,6 +78,7 @@ impl PageLayout {
             PageLayout::Bf16(layout) => layout.page_bytes(),
             PageLayout::Codes(layout) => layout.page_bytes(),
             PageLayout::Fp8(layout) => layout.page_bytes(),
+            PageLayout::Banded(layout) => layout.page_bytes(),
         }
     }
 
@@ -88,6 +99,7 @@ impl PageLayout {
             PageLayout::Bf16(layout) => layout.decode_token(page, side, token, row),
             PageLayout::Codes(layout) => layout.decode_token(page, side, token, row),
             PageLayout::Fp8(layout) => layout.decode_token(page, side, token, row),
+            PageLayout::Banded(layout) => layout.decode_token(page, side, token, row),
         }
     }
 }
@@ -101,6 +113,8 @@ pub enum RowEncoder {
     Codes(CodeRows),
     /// Rounded to 8-bit floats after the largest magnitude was scaled to the largest float.
     Fp8(Fp8Layout),
+    /// Keys in bands, values as codes.
+    Banded(BandRows),
 }
 
 impl RowEncoder {
@@ -110,6 +124,7 @@ impl RowEncoder {
             RowEncoder::Bf16(layout) => PageLayout::Bf16(*layout),
             RowEncoder::Codes(rows) => PageLayout::Codes(rows.layout),
             RowEncoder::Fp8(layout) => PageLayout::Fp8(*layout),
+            RowEncoder::Banded(rows) => PageLayout::Banded(rows.layout),
         }
     }
 
@@ -125,6 +140,7 @@ impl RowEncoder {
             RowEncoder::Bf16(layout) => layout.write_token(page, side, token, row),
             RowEncoder::Codes(rows) => rows.write_token(page, side, token, row),
             RowEncoder::Fp8(layout) => layout.write_token(page, side, token, row),
+            RowEncoder::Banded(rows) => rows.write_token(page, side, token, row),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Pages byte for byte as an implementation of its own (`tools/make_codec_fixtures.py`, numpy) writes them.
 
 use oscar_codec::{
-    CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, ScaleType, Side,
-    SquareMatrix,
+    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec,
+    RowEncoder, Rule, ScaleType, Side, SquareMatrix,
 };
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
@@ -44,18 +44,43 @@ impl Case {
             let layout = CodeLayout::new(2, self.dim, self.groups).unwrap().with_scales(self.scale_type);
             vec![HeadEncoder::codes(transform, layout, self.rules[side as usize], self.published)]
         };
-        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: self.dim };
-        let codec = PageCodec::new("golden", geometry, encoder(0), encoder(1)).unwrap();
-        let rows = |side: u64| numbers(self.seed + 10 * side, 64 * self.dim);
-        let mut page = vec![0; codec.head_bytes(0)];
-        codec.encode_rows(HEAD, Side::Key, &rows(0), &mut page).unwrap();
-        codec.encode_rows(HEAD, Side::Value, &rows(1), &mut page).unwrap();
-        page
+        encode(self.dim, self.seed, encoder(0), encoder(1))
     }
 }
 
-fn assert_same(case: &Case, golden: &[u8]) {
-    let page = case.encode();
+/// Keys in bands, centred values. The matrix of keys is any that has an inverse.
+struct Banded {
+    dim: usize,
+    rule: Rule,
+    seed: u64,
+}
+
+impl Banded {
+    fn encode(&self) -> Vec<u8> {
+        let layout = BandLayout::int2(self.dim).unwrap();
+        let rows = RowEncoder::Banded(BandRows { layout, value_rule: self.rule });
+        let encoder = |side: u64| {
+            let seed = self.seed + 10 * side;
+            let values: Vec<f32> = numbers(seed + 2, self.dim * self.dim).iter().map(|x| x / 64.0).collect();
+            let matrix = SquareMatrix::from_f32(self.dim, &values).unwrap();
+            let mean = Some(numbers(seed + 1, self.dim));
+            vec![HeadEncoder { transform: HeadTransform::general(mean, &matrix).unwrap(), rows }]
+        };
+        encode(self.dim, self.seed, encoder(0), encoder(1))
+    }
+}
+
+fn encode(dim: usize, seed: u64, keys: Vec<HeadEncoder>, values: Vec<HeadEncoder>) -> Vec<u8> {
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: dim };
+    let codec = PageCodec::new("golden", geometry, keys, values).unwrap();
+    let rows = |side: u64| numbers(seed + 10 * side, 64 * dim);
+    let mut page = vec![0; codec.head_bytes(0)];
+    codec.encode_rows(HEAD, Side::Key, &rows(0), &mut page).unwrap();
+    codec.encode_rows(HEAD, Side::Value, &rows(1), &mut page).unwrap();
+    page
+}
+
+fn assert_same(page: &[u8], golden: &[u8]) {
     assert_eq!(page.len(), golden.len());
     let different: Vec<usize> = (0..page.len()).filter(|&i| page[i] != golden[i]).collect();
     assert!(different.is_empty(), "{} bytes differ, first at {:?}", different.len(), &different[..1]);
@@ -65,7 +90,7 @@ macro_rules! golden {
     ($name:ident, $case:expr) => {
         #[test]
         fn $name() {
-            assert_same(&$case, include_bytes!(concat!("../fixtures/", stringify!($name), ".page")));
+            assert_same(&$case.encode(), include_bytes!(concat!("../fixtures/", stringify!($name), ".page")));
         }
     };
 }
@@ -142,3 +167,7 @@ golden!(
         seed: 6,
     }
 );
+golden!(banded_d48, Banded { dim: 48, rule: Rule::Gaussian, seed: 21 });
+golden!(banded_d64, Banded { dim: 64, rule: Rule::Search, seed: 22 });
+golden!(banded_d96, Banded { dim: 96, rule: Rule::Search, seed: 23 });
+golden!(banded_d128, Banded { dim: 128, rule: Rule::Search, seed: 24 });

@@ -33,6 +33,9 @@ impl PageOrder {
                 "heads of {head_dim} channels: CUDA kernels need a multiple of 32 up to 256"
             )));
         }
+        if let PageLayout::Banded(_) = layout {
+            return Err(CudaError::Unsupported("pages of banded keys have no CUDA kernel yet".to_owned()));
+        }
         let order = PageOrder { layout };
         let group = head_dim / order.groups();
         if !group.is_multiple_of(32) {
@@ -59,6 +62,7 @@ impl PageOrder {
             PageLayout::Bf16(_) => 16,
             PageLayout::Codes(layout) => layout.bits() as usize,
             PageLayout::Fp8(_) => 8,
+            PageLayout::Banded(_) => refused(),
         }
     }
 
@@ -101,6 +105,7 @@ impl PageOrder {
             PageLayout::Bf16(_) => 0,
             PageLayout::Codes(layout) => layout.groups() * self.tile_tokens() * 4,
             PageLayout::Fp8(_) => self.tile_tokens() * 2,
+            PageLayout::Banded(_) => refused(),
         }
     }
 
@@ -197,6 +202,7 @@ impl PageOrder {
             PageLayout::Bf16(layout) => self.copy_bf16(&layout, cpu, &mut page, true),
             PageLayout::Codes(layout) => self.copy_codes(&layout, cpu, &mut page, true),
             PageLayout::Fp8(layout) => self.copy_fp8(&layout, cpu, &mut page, true),
+            PageLayout::Banded(_) => refused(),
         }
         Ok(page)
     }
@@ -209,6 +215,7 @@ impl PageOrder {
             PageLayout::Bf16(layout) => self.copy_bf16(&layout, page, &mut cpu, false),
             PageLayout::Codes(layout) => self.copy_codes(&layout, page, &mut cpu, false),
             PageLayout::Fp8(layout) => self.copy_fp8(&layout, page, &mut cpu, false),
+            PageLayout::Banded(_) => refused(),
         }
         Ok(cpu)
     }
@@ -294,6 +301,11 @@ impl PageOrder {
 /// Where a code lies in its byte: 2-bit codes of two steps lie side by side, the second part of a step above both.
 fn code_shift(bits: usize, half: usize, part: usize) -> u32 {
     if bits == 4 { 4 * part as u32 } else { 2 * (half + 2 * part) as u32 }
+}
+
+/// [`PageOrder::new`] has refused the layout.
+fn refused() -> ! {
+    unreachable!("there is no order of banded pages")
 }
 
 #[cfg(test)]

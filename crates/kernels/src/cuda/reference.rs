@@ -51,6 +51,7 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], random: &mut Random)
                 PageLayout::Fp8(layout) => {
                     layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
                 }
+                PageLayout::Banded(_) => unreachable!("there is no order of banded pages"),
                 PageLayout::Codes(layout) => {
                     let scale_type = layout.scale_type();
                     let top = f32::from(layout.largest_code());

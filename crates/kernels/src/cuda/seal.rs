@@ -167,7 +167,7 @@ fn code_rule(codec: &PageCodec, head: HeadIndex, side: Side) -> Result<Option<(R
     let encoder = codec.encoder(head, side).map_err(|error| CudaError::Unsupported(error.to_string()))?;
     Ok(match encoder.rows {
         RowEncoder::Codes(rows) => Some((rows.rule, rows.published)),
-        RowEncoder::Bf16(_) | RowEncoder::Fp8(_) => None,
+        RowEncoder::Bf16(_) | RowEncoder::Fp8(_) | RowEncoder::Banded(_) => None,
     })
 }
 

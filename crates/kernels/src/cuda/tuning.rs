@@ -284,6 +284,7 @@ mod tests {
         let format = match shape.sealed {
             PageLayout::Bf16(_) => "bf16".to_owned(),
             PageLayout::Fp8(_) => "fp8".to_owned(),
+            PageLayout::Banded(_) => "banded".to_owned(),
             PageLayout::Codes(layout) if layout.scale_type() == ScaleType::F16 => {
                 format!("int{} x{}", layout.bits(), layout.groups())
             }

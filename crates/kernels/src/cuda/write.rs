@@ -324,7 +324,7 @@ impl Tables {
         };
         let mut matrix = -1;
         if transform.rotates() {
-            let rotation = transform.rotation();
+            let rotation = transform.matrix();
             let known = self.known.iter().position(|known| Arc::ptr_eq(known, rotation));
             matrix = count(known.unwrap_or(self.known.len()))?;
             if known.is_none() {

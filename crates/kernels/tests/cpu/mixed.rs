@@ -267,7 +267,7 @@ impl Sequence {
                 keys.extend(read[0].chunks(d).map(widen));
                 values.extend(read[1].chunks(d).map(widen));
             }
-            let rotation = self.codec.transform(index, Side::Key).unwrap().rotation().clone();
+            let rotation = self.codec.transform(index, Side::Key).unwrap().matrix().clone();
             for member in 0..group {
                 let query = &row(position)[(head * group + member) * d..][..d];
                 let rotated: Vec<f64> = (0..d)
@@ -286,7 +286,7 @@ impl Sequence {
                 let mixed: Vec<f64> = (0..d)
                     .map(|c| values.iter().zip(&weights).map(|(value, w)| w * value[c]).sum::<f64>() / sum)
                     .collect();
-                let back = self.codec.transform(index, Side::Value).unwrap().rotation().clone();
+                let back = self.codec.transform(index, Side::Value).unwrap().matrix().clone();
                 out.extend(
                     (0..d).map(|i| (0..d).map(|j| mixed[j] * f64::from(back[i * d + j])).sum::<f64>()),
                 );

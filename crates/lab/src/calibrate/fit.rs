@@ -51,7 +51,7 @@ pub fn mean(matrices: &[SquareMatrix]) -> SquareMatrix {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::eval::text::Random;
 
@@ -61,7 +61,7 @@ mod tests {
     }
 
     /// A positive definite matrix with a steep spectrum, as queries have.
-    fn covariance(dim: usize, seed: u64) -> SquareMatrix {
+    pub(crate) fn covariance(dim: usize, seed: u64) -> SquareMatrix {
         let mut numbers = Random::new(seed);
         let mut sum = vec![0.0; dim * dim];
         for rank in 0..2 * dim {
@@ -89,7 +89,7 @@ mod tests {
         spectrum(&SquareMatrix::new(dim, values).unwrap()).unwrap().vectors
     }
 
-    fn conjugate(rotation: &SquareMatrix, matrix: &SquareMatrix) -> SquareMatrix {
+    pub(crate) fn conjugate(rotation: &SquareMatrix, matrix: &SquareMatrix) -> SquareMatrix {
         rotation.transpose().multiply(matrix).multiply(rotation)
     }
 

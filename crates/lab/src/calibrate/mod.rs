@@ -7,10 +7,12 @@
 //! | [`moments`] | their second moments in f64 |
 //! | `eigen` | eigenvectors of a symmetric matrix |
 //! | [`fit`] | rotations from moments: signs and compositions |
+//! | [`bands`] | bands of keys by their strength |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
 //! | [`checkpoint`] | continuing after an interruption |
 //! | [`run`] | the whole calibration |
 
+pub mod bands;
 pub mod checkpoint;
 pub mod corpus;
 mod eigen;

@@ -80,8 +80,25 @@ pub struct HeadMoments {
     pub keys: Gram,
     /// Moment of the values behind the sink.
     pub values: Gram,
+    /// Moment of centred keys behind the sink, weighted with their energy in the metric of queries.
+    weighted_keys: Gram,
     key_sum: Vec<f64>,
     value_sum: Vec<f64>,
+}
+
+/// `x M xᵀ`.
+fn quadratic(metric: &SquareMatrix, x: &[f32]) -> f64 {
+    let dim = metric.dim();
+    let rows = metric.values().chunks_exact(dim).zip(x);
+    rows.map(|(row, &x_i)| {
+        f64::from(x_i) * row.iter().zip(x).map(|(m, &x_j)| m * f64::from(x_j)).sum::<f64>()
+    })
+    .sum()
+}
+
+/// The mean of `x M xᵀ` over rows with a moment: tr(M C).
+fn energy(metric: &SquareMatrix, moment: &SquareMatrix) -> f64 {
+    metric.values().iter().zip(moment.values()).map(|(m, c)| m * c).sum()
 }
 
 impl HeadMoments {
@@ -94,6 +111,7 @@ impl HeadMoments {
             weighted_values: gram(),
             keys: gram(),
             values: gram(),
+            weighted_keys: gram(),
             key_sum: vec![0.0; head_dim],
             value_sum: vec![0.0; head_dim],
         }
@@ -126,16 +144,7 @@ impl HeadMoments {
         let dim = self.queries.dim;
         let a = self.queries.mean();
         let mut weights: Vec<f64> = Vec::with_capacity(keys.len() / dim);
-        for key in keys.chunks_exact(dim) {
-            let energy: f64 = (0..dim)
-                .map(|i| {
-                    let row = &a.values()[i * dim..(i + 1) * dim];
-                    let inner: f64 = row.iter().zip(key).map(|(a, &k)| a * f64::from(k)).sum();
-                    f64::from(key[i]) * inner
-                })
-                .sum();
-            weights.push(energy);
-        }
+        weights.extend(keys.chunks_exact(dim).map(|key| quadratic(&a, key)));
         let scale = weights.len() as f64 / weights.iter().sum::<f64>().max(1e-12);
         let rows = values.chunks_exact(dim).zip(weights.iter().map(|weight| weight * scale));
         self.weighted_values.add(rows);
@@ -143,6 +152,38 @@ impl HeadMoments {
 
     fn mean(&self, sum: &[f64], rows: usize) -> Vec<f32> {
         sum.iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect()
+    }
+
+    /// Covariance of the keys behind the sink.
+    pub fn key_covariance(&self) -> SquareMatrix {
+        let (moment, rows) = (self.keys.mean(), self.keys.rows.max(1) as f64);
+        let mean: Vec<f64> = self.key_sum.iter().map(|sum| sum / rows).collect();
+        SquareMatrix::from_fn(mean.len(), |i, j| moment.get(i, j) - mean[i] * mean[j])
+    }
+
+    /// The covariance of the keys with those that get large logits counted more: the sum of the plain one and of one whose
+    /// weights are [`Self::add_weighted_keys`]'. Rare tokens that draw most of the attention, such as the markers of a chat,
+    /// have directions of their own, which a plain covariance takes for weak ones.
+    pub fn weighted_key_covariance(&self) -> SquareMatrix {
+        let (plain, weighted) = (self.key_covariance(), self.weighted_keys.mean());
+        SquareMatrix::from_fn(self.key_sum.len(), |i, j| plain.get(i, j) + weighted.get(i, j))
+    }
+
+    /// Adds the keys of one sequence, centred and weighted with their energy in the metric of queries; all moments must
+    /// have been added before.
+    pub fn add_weighted_keys(&mut self, keys: &[f32]) {
+        let (dim, mean, metric) = (self.queries.dim, self.key_mean(), self.queries.mean());
+        let centred: Vec<f32> = keys
+            .chunks_exact(dim)
+            .skip(SINK)
+            .flat_map(|key| key.iter().zip(&mean).map(|(key, mean)| key - mean))
+            .collect();
+        let usual = energy(&metric, &self.key_covariance());
+        let weights: Vec<f64> = centred
+            .chunks_exact(dim)
+            .map(|key| quadratic(&metric, key) / usual.max(f64::MIN_POSITIVE))
+            .collect();
+        self.weighted_keys.add(centred.chunks_exact(dim).zip(weights));
     }
 
     /// Mean key behind the sink.

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use oscar_codec::{Composition, HeadTransform, PageLayout, Rule, SquareMatrix, Windows};
+use oscar_codec::{
+    BandLayout, CodecError, Composition, HeadTransform, PageLayout, Rule, SquareMatrix, Windows,
+};
 use oscar_kernels::Inspect;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_model::LoadedModel;
@@ -13,12 +15,13 @@ use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, Si
 use rayon::prelude::*;
 
 use super::CalibrateError;
+use super::bands;
 use super::checkpoint::Checkpoint;
 use super::corpus::Corpus;
 use super::fit::{mean, rotation};
 use super::moments::{HeadCounts, HeadMoments, ObservedRows};
 use super::observe::Observer;
-use super::select::{CANDIDATES, HeldOut, HeldOutQuery, RuleTrial};
+use super::select::{CANDIDATES, HeldOut, HeldOutQuery, KeyCodes, RuleTrial};
 
 /// Held-out queries per query head.
 const QUERIES: usize = 64;
@@ -150,7 +153,9 @@ impl CalibrationState {
         let certificate = Certificate {
             model: self.file.header.model.clone(),
             format: "int2".into(),
-            bits_per_element: PageLayout::int2(head_dim, 1).map_or(0.0, |layout| layout.bits_per_element()),
+            bits_per_element: PageLayout::banded(head_dim)
+                .or(PageLayout::int2(head_dim, 1))
+                .map_or(0.0, |layout| layout.bits_per_element()),
             tokens: corpus.tokens(),
             held_out_tokens: corpus.held_out.len(),
             sink: calibration.windows.sink,
@@ -199,6 +204,7 @@ pub fn observe_layer<B: Inspect>(
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for index in 0..held_out {
             let (more_keys, more_values) = observer.keys_values(index, head)?;
+            moments[head].add_weighted_keys(&more_keys);
             keys.extend(more_keys);
             values.extend(more_values);
         }
@@ -260,9 +266,18 @@ struct FittedLayer {
     certificates: Vec<HeadCertificate>,
 }
 
+/// How the values of a head are encoded, and the rule that its keys would have without bands.
+struct ChosenValues {
+    transform: HeadTransform,
+    key_rule: Rule,
+    value_rule: Rule,
+    error: f64,
+}
+
 /// One head's part of a [`FittedLayer`].
 struct FittedHead {
     keys: (SquareMatrix, Vec<f64>),
+    bands: Option<SquareMatrix>,
     values: (SquareMatrix, Vec<f64>),
     key_rule: Rule,
     value_rule: Rule,
@@ -308,21 +323,36 @@ fn fit_layer<B: Inspect>(
         // Rules are chosen with some queries and judged by others.
         let (choosing, certifying) = (held_out(choosing), held_out(certifying));
         let failed = |source| CalibrateError::Head { layer, head, source };
-        let key_mean = own.key_mean();
-        let key_transform = HeadTransform::new(Some(key_mean.clone()), &keys.0).map_err(failed)?;
-        let value_transform = HeadTransform::new(None, &values.0).map_err(failed)?;
         // Codes are tried on the host, whatever the model runs on.
         let isa = Isa::detect();
-        let chosen = RuleTrial::new(isa, &choosing, &key_transform, &value_transform)
-            .and_then(|trial| trial.choose(&CANDIDATES))
-            .map_err(failed)?;
-        let choice = RuleTrial::new(isa, &certifying, &key_transform, &value_transform)
-            .and_then(|trial| trial.measure(chosen.0, chosen.1))
+        let key_mean = own.key_mean();
+        let key_transform = HeadTransform::new(Some(key_mean.clone()), &keys.0).map_err(failed)?;
+        let try_values = |value_mean: Vec<f32>| -> Result<ChosenValues, CodecError> {
+            let transform = HeadTransform::new(Some(value_mean), &values.0)?;
+            let trial = RuleTrial::new(isa, &choosing, &key_transform, &transform)?;
+            let (key_rule, value_rule) = trial.choose(&CANDIDATES)?;
+            let error = trial.value_error(value_rule)?;
+            Ok(ChosenValues { transform, key_rule, value_rule, error })
+        };
+        // A head that looks at a token without a value, as many do, is better off when that stays zero.
+        let centred = try_values(own.value_mean()).map_err(failed)?;
+        let plain = try_values(vec![0.0; heads.dim]).map_err(failed)?;
+        let chosen = if centred.error < plain.error { centred } else { plain };
+        // Heads whose size has no bands keep scalar codes.
+        let (bands, served_transform, codes) = match BandLayout::int2(heads.dim) {
+            Ok(_) => {
+                let (bands, transform) = bands::choose(isa, &choosing, own, &chosen.transform, failed)?;
+                (Some(bands), transform, KeyCodes::Bands)
+            }
+            Err(_) => (None, key_transform, KeyCodes::Scalar(chosen.key_rule)),
+        };
+        let choice = RuleTrial::new(isa, &certifying, &served_transform, &chosen.transform)
+            .and_then(|trial| trial.measure(codes, chosen.value_rule))
             .map_err(failed)?;
         let paper_keys = HeadTransform::published(&shared_keys.0).map_err(failed)?;
         let paper_values = HeadTransform::published(&shared_values.0).map_err(failed)?;
         let paper = RuleTrial::new(isa, &certifying, &paper_keys, &paper_values)
-            .and_then(|trial| trial.measure(PAPER_RULES.0, PAPER_RULES.1))
+            .and_then(|trial| trial.measure(KeyCodes::Scalar(PAPER_RULES.0), PAPER_RULES.1))
             .map_err(failed)?;
         let (key_shares, value_shares) = (SpectrumShares::of(&keys.1), SpectrumShares::of(&values.1));
         let mean_energy: f64 = key_mean.iter().map(|&x| f64::from(x).powi(2)).sum();
@@ -346,11 +376,12 @@ fn fit_layer<B: Inspect>(
         };
         Ok(FittedHead {
             keys,
+            bands,
             values,
-            key_rule: choice.key,
+            key_rule: chosen.key_rule,
             value_rule: choice.value,
             key_mean,
-            value_mean: own.value_mean(),
+            value_mean: chosen.transform.mean().unwrap_or_default().to_vec(),
             key_metric: key_targets[head].clone(),
             value_metric: sum(members),
             certificate,
@@ -366,6 +397,7 @@ fn fit_layer<B: Inspect>(
             eigenvalues: vec![shared_keys.1],
             means: Some(key_means.clone()),
             metrics: None,
+            bands: None,
             rules: vec![PAPER_RULES.0],
         },
         values: SideRotations {
@@ -373,6 +405,7 @@ fn fit_layer<B: Inspect>(
             eigenvalues: vec![shared_values.1],
             means: Some(value_means.clone()),
             metrics: None,
+            bands: None,
             rules: vec![PAPER_RULES.1],
         },
     };
@@ -381,10 +414,12 @@ fn fit_layer<B: Inspect>(
         eigenvalues: Vec::new(),
         means: Some(key_means),
         metrics: Some(Vec::new()),
+        bands: None,
         rules: Vec::new(),
     };
     let mut values = SideRotations { means: Some(value_means), ..keys.clone() };
     let mut certificates = Vec::new();
+    keys.bands = fitted.iter().map(|head| head.bands.clone()).collect();
     for head in fitted {
         push(&mut keys, head.keys, head.key_metric, head.key_rule);
         push(&mut values, head.values, head.value_metric, head.value_rule);

@@ -6,11 +6,13 @@
 //!
 //! Everything happens in rotated coordinates, where scores and outputs are the same and nothing has to be undone.
 
+use std::fmt;
+
 use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2};
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec, Rule, Side,
-    SquareMatrix, Windows,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PageCodec, RowEncoder, Rule, Side, SquareMatrix, Windows,
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
@@ -56,11 +58,29 @@ pub struct HeldOutQuery {
     pub row: Vec<f32>,
 }
 
+/// How keys are encoded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KeyCodes {
+    /// 2 bits for every channel, by a rule.
+    Scalar(Rule),
+    /// Bands of channels with codes of different widths.
+    Bands,
+}
+
+impl fmt::Display for KeyCodes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            KeyCodes::Scalar(rule) => rule.fmt(f),
+            KeyCodes::Bands => f.pad("bands"),
+        }
+    }
+}
+
 /// Relative errors of a head with chosen rules.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RuleErrors {
-    /// Rule of the keys.
-    pub key: Rule,
+    /// How the keys are encoded.
+    pub key: KeyCodes,
     /// Rule of the values.
     pub value: Rule,
     /// Root mean square change of a logit, weighted with the attention it gets.
@@ -116,7 +136,7 @@ impl<'a> RuleTrial<'a> {
             values: rotated(isa, value_transform, held_out.values)?,
             queries: product(
                 matrix(&all, held_out.queries.len(), dim),
-                matrix(key_transform.rotation(), dim, dim),
+                matrix(key_transform.matrix(), dim, dim),
             ),
             metrics: metrics.map(|metric| rotated_metric(metric, value_transform)).collect(),
             logits: Vec::new(),
@@ -127,19 +147,15 @@ impl<'a> RuleTrial<'a> {
         trial.logits = trial.logits_with(&trial.keys);
         trial.weights = trial.weights_of(&trial.logits);
         trial.exact = trial.outputs(&trial.weights, &trial.values);
-        trial.energy = trial.squared_norm(&trial.exact);
+        trial.energy = trial.squared_norm(&trial.uncentred(&trial.exact));
         Ok(trial)
     }
 
     /// Tries every candidate on keys and on values; the best rule for each.
-    ///
-    /// The keys' error of attention alone would prefer rules that shrink logits: on ordinary text few logits are large, and
-    /// losing those costs little. They are what retrieval stands on, so what a rule takes from them is added.
     pub fn choose(&self, candidates: &[Rule]) -> Result<(Rule, Rule), CodecError> {
         let mut best = [(f64::INFINITY, Rule::Search); 2];
         for &rule in candidates {
-            let (key_error, shrinkage) = self.key_error(rule)?;
-            let errors = [key_error + shrinkage.powi(2), self.value_error(rule)?];
+            let errors = [self.key_score(KeyCodes::Scalar(rule))?, self.value_error(rule)?];
             for (best, error) in best.iter_mut().zip(errors) {
                 if error < best.0 {
                     *best = (error, rule);
@@ -149,8 +165,17 @@ impl<'a> RuleTrial<'a> {
         Ok((best[0].1, best[1].1))
     }
 
+    /// How bad an encoding of keys is.
+    ///
+    /// The error of attention alone would prefer rules that shrink logits: on ordinary text few logits are large, and losing
+    /// those costs little. They are what retrieval stands on, so what a rule takes from them is added.
+    pub fn key_score(&self, codes: KeyCodes) -> Result<f64, CodecError> {
+        let (error, shrinkage) = self.key_error(codes)?;
+        Ok(error + shrinkage.powi(2))
+    }
+
     /// Measures the errors with given rules.
-    pub fn measure(&self, key: Rule, value: Rule) -> Result<RuleErrors, CodecError> {
+    pub fn measure(&self, key: KeyCodes, value: Rule) -> Result<RuleErrors, CodecError> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(key)?));
         let weights = self.weights_of(&logits);
         let values = self.encoded_values(value)?;
@@ -166,8 +191,8 @@ impl<'a> RuleTrial<'a> {
     }
 
     /// The error of attention with encoded keys, and the share by which their logits shrink.
-    fn key_error(&self, rule: Rule) -> Result<(f64, f64), CodecError> {
-        let logits = self.mixed(&self.logits_with(&self.encoded_keys(rule)?));
+    fn key_error(&self, codes: KeyCodes) -> Result<(f64, f64), CodecError> {
+        let logits = self.mixed(&self.logits_with(&self.encoded_keys(codes)?));
         let error = self.relative_error(&self.outputs(&self.weights_of(&logits), &self.values));
         Ok((error, self.shrinkage(&logits)))
     }
@@ -189,16 +214,17 @@ impl<'a> RuleTrial<'a> {
         if squares > 0.0 { 1.0 - along / squares } else { 0.0 }
     }
 
-    fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
+    /// ‖ΔO·W_o‖² / ‖O·W_o‖² with values encoded by a rule.
+    pub fn value_error(&self, rule: Rule) -> Result<f64, CodecError> {
         Ok(self.relative_change(&self.value_change(&self.weights, &self.encoded_values(rule)?)))
     }
 
-    fn encoded_keys(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
-        encoded(self.isa, self.key_transform, Side::Key, rule, &self.keys)
+    fn encoded_keys(&self, codes: KeyCodes) -> Result<Vec<f32>, CodecError> {
+        encoded(self.isa, self.key_transform, Side::Key, codes, &self.keys)
     }
 
     fn encoded_values(&self, rule: Rule) -> Result<Vec<f32>, CodecError> {
-        encoded(self.isa, self.value_transform, Side::Value, rule, &self.values)
+        encoded(self.isa, self.value_transform, Side::Value, KeyCodes::Scalar(rule), &self.values)
     }
 
     fn logits_with(&self, keys: &[f32]) -> Vec<f32> {
@@ -245,6 +271,14 @@ impl<'a> RuleTrial<'a> {
     fn outputs(&self, weights: &[f32], values: &[f32]) -> Vec<f32> {
         let weights = matrix(weights, self.held_out.queries.len(), self.tokens);
         product(weights, matrix(values, self.tokens, self.dim))
+    }
+
+    /// Outputs with the mean value that was subtracted from all values: weights add up to one.
+    fn uncentred(&self, outputs: &[f32]) -> Vec<f32> {
+        let Some(mean) = self.value_transform.mean() else { return outputs.to_vec() };
+        let rotated =
+            product(matrix(mean, 1, self.dim), matrix(self.value_transform.matrix(), self.dim, self.dim));
+        outputs.chunks_exact(self.dim).flat_map(|row| sum(row, &rotated)).collect()
     }
 
     /// What encoded values change in the outputs: history reads them, the windows do not.
@@ -298,18 +332,26 @@ impl<'a> RuleTrial<'a> {
 }
 
 /// A codec of one head and side.
-fn codec(isa: Isa, transform: &HeadTransform, rule: Rule) -> Result<FastCodec, CodecError> {
-    // A published transform comes with the published choice of codes.
-    let published = transform.rounds_input();
-    let layout = CodeLayout::new(2, transform.dim(), 1)?;
-    let encoders = vec![HeadEncoder::codes(transform.clone(), layout, rule, published)];
+fn codec(isa: Isa, transform: &HeadTransform, codes: KeyCodes) -> Result<FastCodec, CodecError> {
+    let encoder = match codes {
+        KeyCodes::Scalar(rule) => {
+            // A published transform comes with the published choice of codes.
+            let published = transform.rounds_input();
+            HeadEncoder::codes(transform.clone(), CodeLayout::new(2, transform.dim(), 1)?, rule, published)
+        }
+        KeyCodes::Bands => {
+            let rows = BandRows { layout: BandLayout::int2(transform.dim())?, value_rule: Rule::Search };
+            HeadEncoder { transform: transform.clone(), rows: RowEncoder::Banded(rows) }
+        }
+    };
+    let encoders = vec![encoder];
     let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: transform.dim() };
     Ok(FastCodec::new(isa, PageCodec::new("trial", geometry, encoders.clone(), encoders)?))
 }
 
 fn rotated(isa: Isa, transform: &HeadTransform, rows: &[f32]) -> Result<Vec<f32>, CodecError> {
     let mut out = rows.to_vec();
-    let codec = codec(isa, transform, Rule::MIN_MAX)?;
+    let codec = codec(isa, transform, KeyCodes::Scalar(Rule::MIN_MAX))?;
     codec.transform_rows(HEAD, Side::Key, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
@@ -319,11 +361,11 @@ fn encoded(
     isa: Isa,
     transform: &HeadTransform,
     side: Side,
-    rule: Rule,
+    codes: KeyCodes,
     rows: &[f32],
 ) -> Result<Vec<f32>, CodecError> {
     let mut out = rows.to_vec();
-    codec(isa, transform, rule)?.through_pages(HEAD, side, &mut out, &mut SealScratch::default())?;
+    codec(isa, transform, codes)?.through_pages(HEAD, side, &mut out, &mut SealScratch::default())?;
     Ok(out)
 }
 
@@ -346,7 +388,7 @@ fn product(left: ArrayView2<'_, f32>, right: ArrayView2<'_, f32>) -> Vec<f32> {
 /// A metric of outputs in the coordinates of rotated values.
 fn rotated_metric(metric: &SquareMatrix, transform: &HeadTransform) -> Vec<f32> {
     let dim = transform.dim();
-    let rotation = matrix(transform.rotation(), dim, dim);
+    let rotation = matrix(transform.matrix(), dim, dim);
     let inner = product(matrix(&metric.to_f32(), dim, dim), rotation);
     product(rotation.t(), matrix(&inner, dim, dim))
 }
@@ -418,16 +460,20 @@ mod tests {
     fn the_choice_is_the_best_of_what_was_tried() {
         with_trial(Windows { sink: 4, recent: 16 }, |trial| {
             let (key, value) = trial.choose(&CANDIDATES).unwrap();
-            let choice = trial.measure(key, value).unwrap();
+            let choice = trial.measure(KeyCodes::Scalar(key), value).unwrap();
             for rule in CANDIDATES {
-                let score = |rule| trial.key_error(rule).map(|(error, shrinkage)| error + shrinkage.powi(2));
+                let score = |rule| {
+                    trial
+                        .key_error(KeyCodes::Scalar(rule))
+                        .map(|(error, shrinkage)| error + shrinkage.powi(2))
+                };
                 assert!(score(key).unwrap() <= score(rule).unwrap() + 1e-12, "{rule}");
                 assert!(choice.value_error <= trial.value_error(rule).unwrap() + 1e-12, "{rule}");
             }
             assert!(choice.output_error > 0.0 && choice.output_error < 1.0, "{choice:?}");
             assert!(choice.logit_error > 0.0);
             // Plain min-max is worse than the best.
-            let plain = trial.measure(Rule::MIN_MAX, Rule::MIN_MAX).unwrap();
+            let plain = trial.measure(KeyCodes::Scalar(Rule::MIN_MAX), Rule::MIN_MAX).unwrap();
             assert!(plain.output_error > choice.output_error);
         });
     }
@@ -439,8 +485,8 @@ mod tests {
             assert!((trial.shrinkage(&shrunk) - 0.25).abs() < 1e-4, "{}", trial.shrinkage(&shrunk));
             assert!(trial.shrinkage(&trial.logits).abs() < 1e-9);
             // Scales of the search are unbiased, clipping is not.
-            let [search, clipped] =
-                [Rule::Search, Rule::Clip(0.5)].map(|rule| trial.key_error(rule).unwrap().1);
+            let [search, clipped] = [Rule::Search, Rule::Clip(0.5)]
+                .map(|rule| trial.key_error(KeyCodes::Scalar(rule)).unwrap().1);
             assert!(search.abs() < 0.05 && clipped > 0.2, "{search} {clipped}");
         });
     }
@@ -448,7 +494,7 @@ mod tests {
     #[test]
     fn windows_that_cover_everything_leave_no_error() {
         with_trial(Windows { sink: 100, recent: 100 }, |trial| {
-            let choice = trial.measure(Rule::MIN_MAX, Rule::MIN_MAX).unwrap();
+            let choice = trial.measure(KeyCodes::Scalar(Rule::MIN_MAX), Rule::MIN_MAX).unwrap();
             assert!(choice.output_error < 1e-9, "{choice:?}");
             assert_eq!(choice.logit_error, 0.0);
         });

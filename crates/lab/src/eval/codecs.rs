@@ -8,13 +8,13 @@ use oscar_codec::{CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
 use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_rotations::codec::{int2_codec, mean_keys};
-use oscar_rotations::{Int2Options, RotationFile, Scope};
+use oscar_rotations::{Int2Encoder, Int2Options, RotationFile, Scope};
 
 use super::EvalError;
 
 /// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
-    int2 takes options: int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
+    int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
     int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
@@ -88,8 +88,10 @@ impl Int2Spec {
                 problem: format!("`{option}` is not an option; {HELP}"),
             };
             match option.split_once('=').unwrap_or((option, "")) {
-                ("auto", "") => parsed.paper = false,
-                ("paper", "") => parsed.paper = true,
+                ("auto", "") => parsed.encoder = Int2Encoder::Auto,
+                ("band", "") => parsed.encoder = Int2Encoder::Band,
+                ("scalar", "") => parsed.encoder = Int2Encoder::Scalar,
+                ("paper", "") => parsed.encoder = Int2Encoder::Paper,
                 ("head", "") => parsed.scope = Some(Scope::Head),
                 ("layer", "") => parsed.scope = Some(Scope::Layer),
                 ("centred", "") => parsed.centred = Some(true),
@@ -176,7 +178,7 @@ mod tests {
     fn options_are_read_or_refused_with_the_list() {
         let Int2Spec { parts: parsed, side } =
             Int2Spec::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only").unwrap();
-        assert!(parsed.paper);
+        assert_eq!(parsed.encoder, Int2Encoder::Paper);
         assert_eq!(parsed.group, Some(32));
         assert_eq!(parsed.rules, Some((Rule::Clip(0.9), Rule::Clip(0.8))));
         assert_eq!(parsed.scales, ScaleType::Bf16);

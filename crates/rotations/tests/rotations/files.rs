@@ -52,6 +52,7 @@ impl Rotations {
             eigenvalues: Vec::new(),
             means: keys.then(Vec::new),
             metrics: Some(Vec::new()),
+            bands: keys.then(Vec::new),
             rules: Vec::new(),
         };
         for head in 0..count {
@@ -69,6 +70,11 @@ impl Rotations {
             })));
             if let Some(means) = &mut side.means {
                 means.push((0..DIM).map(|_| (2.0 * self.0.fraction() - 1.0) as f32).collect());
+            }
+            if let Some(bands) = &mut side.bands {
+                bands.push(rounded(&SquareMatrix::from_fn(DIM, |i, j| {
+                    basis.get(i, j) * 3.0 * 0.8_f64.powi(j as i32)
+                })));
             }
             side.rules.push([Rule::Clip(0.96), Rule::Search, Rule::Gaussian][head % 3]);
         }
@@ -127,6 +133,10 @@ fn unrounded(mut read: RotationFile, original: &RotationFile) -> RotationFile {
             for (side, exact) in [(&mut layer.keys, &exact.keys), (&mut layer.values, &exact.values)] {
                 for (found, exact) in side.rotations.iter_mut().zip(&exact.rotations) {
                     assert!(found.orthogonality_error() < 1e-9, "made orthonormal again");
+                    close(found, exact, 1e-3);
+                    *found = exact.clone();
+                }
+                for (found, exact) in side.bands.iter_mut().flatten().zip(exact.bands.iter().flatten()) {
                     close(found, exact, 1e-3);
                     *found = exact.clone();
                 }
@@ -219,7 +229,7 @@ fn bad_files_are_refused_with_the_tensor_or_field() {
     let meta = |name: &'static str, value: Value| {
         refused(with_header(&bytes, |header| header["__metadata__"][name] = value))
     };
-    assert!(matches!(meta("version", json!("3")), RotationError::Version { found, .. } if found == "3"));
+    assert!(matches!(meta("version", json!("4")), RotationError::Version { found, .. } if found == "4"));
     assert!(matches!(meta("format", json!("weights")), RotationError::NotARotationFile { .. }));
     assert!(
         matches!(meta("head_dim", json!("many")), RotationError::Field { field, .. } if field == "head_dim")

@@ -1,5 +1,6 @@
 //! Rotation files, from outside the crate.
 
+mod codecs;
 mod files;
 mod fingerprint;
 mod mutations;

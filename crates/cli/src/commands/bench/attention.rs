@@ -5,13 +5,12 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use oscar_bench::AttentionBench;
 use oscar_bench::cuda::CudaAttentionBench;
+use oscar_bench::{AttentionBench, PageFormat};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
 use oscar_model::source::Settings;
-use oscar_rotations::CacheType;
 
 use super::{at_most, tokens};
 use crate::arguments::positive;
@@ -72,9 +71,9 @@ pub(super) struct AttentionBenchArguments {
     #[arg(long, default_value = "8k,16k,32k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
     contexts: Vec<usize>,
 
-    /// Cache types.
+    /// Page formats: bf16, fp8, int4, int2 (keys in bands; on a GPU still without) and int2:scalar.
     #[arg(long, default_value = "bf16,fp8,int4,int2", value_name = "LIST", value_delimiter = ',')]
-    kv: Vec<CacheType>,
+    kv: Vec<PageFormat>,
 
     /// Worker threads; as many as the machine has cores by default.
     #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = at_most(1024))]
@@ -162,7 +161,7 @@ impl AttentionBenchArguments {
             groups: self.groups,
             batches: self.batch,
             contexts: self.contexts,
-            formats: self.kv,
+            formats: self.kv.iter().map(|format| format.cache_type()).collect(),
             sink_tokens: self.sink_tokens,
             recent_tokens: self.recent_tokens,
             deterministic: self.deterministic,

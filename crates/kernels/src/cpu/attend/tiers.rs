@@ -19,6 +19,7 @@ impl Tiers<'_> {
     pub(super) fn exact_cost(&self) -> usize {
         match self.cache.sealed().map(|sealed| sealed.layouts[self.layer]) {
             Some(PageLayout::Codes(layout)) => 10 / layout.bits() as usize,
+            Some(PageLayout::Banded(_)) => 5,
             _ => 1,
         }
     }

@@ -1,9 +1,8 @@
 //! The kernel that turns blocks of rows into the codes of a page.
 
 use oscar_codec::quantise::RowFormat;
-use oscar_codec::{CodeLayout, Side};
 
-use super::pack::write_block;
+use super::pack::{Placement, write_block};
 use super::quantise::{BlockCodes, quantise_block};
 use super::unpack::BLOCK;
 use crate::cpu::simd::{Kernel, Vector};
@@ -11,8 +10,9 @@ use crate::cpu::simd::{Kernel, Vector};
 /// Quantises rotated blocks of finite numbers into a page.
 pub(super) struct Quantise<'a> {
     pub(super) format: &'a RowFormat,
-    pub(super) layout: &'a CodeLayout,
-    pub(super) side: Side,
+    pub(super) place: Placement,
+    /// Channels of a row.
+    pub(super) dim: usize,
     pub(super) rows: usize,
     /// `[block][channel][16]`.
     pub(super) rotated: &'a [f32],
@@ -25,13 +25,13 @@ impl Kernel for Quantise<'_> {
 
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
-        let Quantise { format, layout, side, rows, rotated, codes, page } = self;
-        codes.reset(layout.padded_dim(), layout.groups());
-        for (index, block) in rotated.chunks_exact(layout.head_dim() * BLOCK).enumerate() {
+        let Quantise { format, place, dim, rows, rotated, codes, page } = self;
+        codes.reset(place.channels, format.groups);
+        for (index, block) in rotated.chunks_exact(dim * BLOCK).enumerate() {
             // SAFETY: the caller promises the instructions.
             unsafe { quantise_block::<V>(block, format, codes) };
             let first = index * BLOCK;
-            write_block(layout, side, page, first, (rows - first).min(BLOCK), codes);
+            write_block(&place, page, first, (rows - first).min(BLOCK), codes);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! | module | job |
 //! |---|---|
 //! | `quantise` | grids and codes of a block |
+//! | `bands` | codes and scales of the bands of a block of keys |
 //! | `pack` | codes into the words of a page |
 //! | `kernel` | these together, on up to a page of rows |
 //! | `product` | few rows times a matrix, for the rows of a decode step |
@@ -13,6 +14,7 @@
 //! | [`Sealer`] | all heads and formats of a `PageCodec`: what the cache holds |
 //! | [`FastCodec`] | a codec behind the lab's interface, on a sealer |
 
+mod bands;
 mod fast;
 mod kernel;
 mod pack;

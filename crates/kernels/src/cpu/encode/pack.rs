@@ -1,35 +1,74 @@
-//! Blocks of codes into pages, in the order that [`CodeLayout`] defines.
+//! Blocks of codes into pages, in the order that [`CodeLayout`] and [`BandLayout`] define.
 //!
 //! Sixteen tokens of a page are one lane block. A K word belongs to one token and sixteen channels (4 bits: eight), a
 //! V word to one channel and the sixteen tokens of a block (4 bits: half of them); both are built from whole registers
 //! of bytes by shifts, without ever moving a single code.
 
-use oscar_codec::{CodeLayout, PAGE_TOKENS, Side};
+use oscar_codec::{BandLayout, CodeLayout, PAGE_TOKENS, Side};
 
 use super::quantise::BlockCodes;
 use super::unpack::BLOCK;
+
+/// Where codes of one width, and their scales and offsets of 16 bits, lie in a page.
+#[derive(Clone, Copy)]
+pub(super) struct Placement {
+    side: Side,
+    bits: u32,
+    /// Channels as stored.
+    pub(super) channels: usize,
+    /// First byte of the codes.
+    codes: usize,
+    /// First byte of the scales.
+    scales: usize,
+}
+
+impl Placement {
+    /// One side of a page of codes.
+    pub(super) fn of(layout: &CodeLayout, side: Side) -> Placement {
+        Placement {
+            side,
+            bits: layout.bits(),
+            channels: layout.padded_dim(),
+            codes: layout.code_position(side, 0, 0).0,
+            scales: layout.scale_position(side, 0, 0),
+        }
+    }
+
+    /// The values of a page whose keys are in bands.
+    pub(super) fn of_banded_values(layout: &BandLayout) -> Placement {
+        Placement {
+            side: Side::Value,
+            bits: 2,
+            channels: layout.padded_dim(),
+            codes: layout.value_codes(),
+            scales: layout.value_scales(),
+        }
+    }
+}
 
 /// Writes the first `tokens` rows of a block to tokens `first..first + tokens` of `page`; `first` is a multiple of 16.
 /// Other tokens stay as they are.
 #[inline(always)]
 pub(super) fn write_block(
-    layout: &CodeLayout,
-    side: Side,
+    place: &Placement,
     page: &mut [u8],
     first: usize,
     tokens: usize,
     block: &BlockCodes,
 ) {
     assert!(first.is_multiple_of(BLOCK) && tokens <= BLOCK && first + tokens <= PAGE_TOKENS);
-    assert!(block.codes.len() == layout.padded_dim() && block.scales.len() == layout.groups());
-    match layout.bits() {
-        2 => write_codes::<2>(layout, side, page, first, tokens, &block.codes),
-        _ => write_codes::<4>(layout, side, page, first, tokens, &block.codes),
+    assert!(block.codes.len() == place.channels);
+    let words = &mut page[place.codes..];
+    match (place.side, place.bits) {
+        (Side::Key, 2) => write_keys::<2>(words, first, tokens, &block.codes),
+        (Side::Key, _) => write_keys::<4>(words, first, tokens, &block.codes),
+        (Side::Value, 2) => write_values::<2>(words, first, tokens, &block.codes),
+        (Side::Value, _) => write_values::<4>(words, first, tokens, &block.codes),
     }
     for (group, pair) in block.scales.iter().enumerate() {
-        let start = layout.scale_position(side, first, group);
         for (part, values) in pair.iter().enumerate() {
-            let target = &mut page[start + part * 2 * PAGE_TOKENS..][..2 * tokens];
+            let start = place.scales + 2 * ((2 * group + part) * PAGE_TOKENS + first);
+            let target = &mut page[start..][..2 * tokens];
             for (value, target) in values.iter().zip(target.chunks_exact_mut(2)) {
                 target.copy_from_slice(&value.to_le_bytes());
             }
@@ -37,44 +76,40 @@ pub(super) fn write_block(
     }
 }
 
-/// The codes of [`write_block`], of `BITS` bits.
+/// Codes of `BITS` bits of some keys into words `[word of a token][64 tokens]`.
 #[inline(always)]
-fn write_codes<const BITS: usize>(
-    layout: &CodeLayout,
-    side: Side,
-    page: &mut [u8],
+pub(super) fn write_keys<const BITS: usize>(
+    words: &mut [u8],
     first: usize,
     tokens: usize,
     codes: &[[u8; BLOCK]],
 ) {
-    let per_word = 32 / BITS;
-    match side {
-        Side::Key => {
-            for (index, codes) in codes.chunks_exact(per_word).enumerate() {
-                let start = layout.code_position(side, first, per_word * index).0;
-                let words = key_words::<BITS>(codes);
-                for (word, target) in words.iter().zip(page[start..][..4 * tokens].chunks_exact_mut(4)) {
-                    target.copy_from_slice(&word.to_le_bytes());
-                }
-            }
+    for (index, codes) in codes.chunks_exact(32 / BITS).enumerate() {
+        let target = &mut words[4 * (index * PAGE_TOKENS + first)..][..4 * tokens];
+        for (word, target) in key_words::<BITS>(codes).iter().zip(target.chunks_exact_mut(4)) {
+            target.copy_from_slice(&word.to_le_bytes());
         }
-        Side::Value => {
-            for part in 0..BLOCK / per_word {
-                let start = layout.code_position(side, first + part * per_word, 0).0;
-                let targets = page[start..][..4 * codes.len()].chunks_exact_mut(4);
-                let word = |codes: &[u8; BLOCK]| (value_words::<BITS>(codes) >> (32 * part)) as u32;
-                if tokens == BLOCK {
-                    for (codes, target) in codes.iter().zip(targets) {
-                        target.copy_from_slice(&word(codes).to_le_bytes());
-                    }
-                } else {
-                    let largest = layout.largest_code();
-                    let mask = word(&std::array::from_fn(|lane| if lane < tokens { largest } else { 0 }));
-                    for (codes, target) in codes.iter().zip(targets) {
-                        let old = u32::from_le_bytes([target[0], target[1], target[2], target[3]]);
-                        target.copy_from_slice(&(old & !mask | word(codes) & mask).to_le_bytes());
-                    }
-                }
+    }
+}
+
+/// Codes of `BITS` bits of some values into words `[block of tokens][channels]`.
+#[inline(always)]
+fn write_values<const BITS: usize>(words: &mut [u8], first: usize, tokens: usize, codes: &[[u8; BLOCK]]) {
+    let per_word = 32 / BITS;
+    for part in 0..BLOCK / per_word {
+        let start = 4 * (first / per_word + part) * codes.len();
+        let targets = words[start..][..4 * codes.len()].chunks_exact_mut(4);
+        let word = |codes: &[u8; BLOCK]| (value_words::<BITS>(codes) >> (32 * part)) as u32;
+        if tokens == BLOCK {
+            for (codes, target) in codes.iter().zip(targets) {
+                target.copy_from_slice(&word(codes).to_le_bytes());
+            }
+        } else {
+            let largest = ((1_u32 << BITS) - 1) as u8;
+            let mask = word(&std::array::from_fn(|lane| if lane < tokens { largest } else { 0 }));
+            for (codes, target) in codes.iter().zip(targets) {
+                let old = u32::from_le_bytes([target[0], target[1], target[2], target[3]]);
+                target.copy_from_slice(&(old & !mask | word(codes) & mask).to_le_bytes());
             }
         }
     }

@@ -5,11 +5,12 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeRows, CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout,
-    RowEncoder, Side,
+    CodecError, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Side,
 };
 
+use super::bands::QuantiseBands;
 use super::kernel::Quantise;
+use super::pack::Placement;
 use super::product::{Finish, Matrix, Prepare, Product, ROW_BLOCK, TURNED};
 use super::quantise::BlockCodes;
 use super::unpack::{AllFinite, Arrange, BLOCK, ToFp8, Unpack};
@@ -59,7 +60,7 @@ impl Sealer {
     pub fn prefetch_rotation(&self, head: HeadIndex, side: Side) {
         let transform = self.transform(head, side);
         if transform.rotates() {
-            memory::prefetch(transform.rotation());
+            memory::prefetch(transform.matrix());
         }
     }
 
@@ -96,15 +97,14 @@ impl Sealer {
             PageLayout::Fp8(layout) => {
                 self.simd.run(ToFp8 { layout, page, out });
             }
-            PageLayout::Codes(_) => {
+            PageLayout::Codes(_) | PageLayout::Banded(_) => {
                 let SealScratch { keys, values, rows, codes } = scratch;
                 let len = PAGE_TOKENS * dim;
                 let (keys, values, rows) = (keys.at_least(len), values.at_least(len), rows.at_least(len));
                 self.simd.run(Unpack { dim, page, keys, values, rows });
-                for (side, rotated) in [(Side::Key, keys), (Side::Value, values)] {
-                    if let RowEncoder::Codes(encoder) = &self.codec.encoder(head, side)?.rows {
-                        self.quantise(encoder, side, PAGE_TOKENS, rotated, codes, out);
-                    }
+                for (side, blocks) in [(Side::Key, keys), (Side::Value, values)] {
+                    let encoder = &self.codec.encoder(head, side)?.rows;
+                    self.quantise(encoder, side, PAGE_TOKENS, blocks, codes, out);
                 }
             }
         }
@@ -135,7 +135,7 @@ impl Sealer {
             return Err(CodecError::NotFinite { row: at / dim, channel: at % dim });
         }
         match encoder {
-            RowEncoder::Codes(encoder) if self.simd.isa() != Isa::Scalar => {
+            RowEncoder::Codes(_) | RowEncoder::Banded(_) if self.simd.isa() != Isa::Scalar => {
                 let SealScratch { keys, codes, .. } = scratch;
                 let blocks = keys.at_least(count.next_multiple_of(BLOCK) * dim);
                 self.simd.run(Arrange { dim, rows, blocks });
@@ -150,18 +150,32 @@ impl Sealer {
         Ok(())
     }
 
-    /// Blocks `[block][channel][16]` of finite numbers to the codes of their page.
+    /// Blocks `[block][channel][16]` of finite numbers to the codes of their page, for encoders that have codes.
     fn quantise(
         &self,
-        encoder: &CodeRows,
+        encoder: &RowEncoder,
         side: Side,
         rows: usize,
-        rotated: &[f32],
+        blocks: &[f32],
         codes: &mut BlockCodes,
         page: &mut [u8],
     ) {
-        let (format, layout) = (&encoder.row_format(), &encoder.layout);
-        self.simd.run(Quantise { format, layout, side, rows, rotated, codes, page });
+        let (format, place, dim) = match (encoder, side) {
+            (RowEncoder::Codes(encoder), side) => {
+                let layout = &encoder.layout;
+                (encoder.row_format(), Placement::of(layout, side), layout.head_dim())
+            }
+            (RowEncoder::Banded(encoder), Side::Value) => {
+                let layout = &encoder.layout;
+                (encoder.value_format(), Placement::of_banded_values(layout), layout.head_dim())
+            }
+            (RowEncoder::Banded(encoder), Side::Key) => {
+                let (layout, codes) = (&encoder.layout, &mut codes.codes);
+                return self.simd.run(QuantiseBands { layout, rows, blocks, codes, page });
+            }
+            (RowEncoder::Bf16(_) | RowEncoder::Fp8(_), _) => return,
+        };
+        self.simd.run(Quantise { format: &format, place, dim, rows, rotated: blocks, codes, page });
     }
 
     /// The definition, on rows gathered one by one.
@@ -187,14 +201,14 @@ impl Sealer {
             return each_row(transform.dim(), rows, scratch, |row, out| transform.apply(row, out));
         }
         let matrix = match transform.rotates() {
-            true => Matrix::Rows(transform.rotation()),
+            true => Matrix::Rows(transform.matrix()),
             false => Matrix::One,
         };
         self.multiply(matrix, Prepare::Centre(transform), Finish::Bf16, rows, &mut scratch.rows);
     }
 
-    /// Rotates the queries that read a KV head as its keys are rotated, in place and in f32. Queries are not centred:
-    /// the mean key adds the same to all logits of a query.
+    /// Transforms the queries that read a KV head so that products with its transformed keys stay what they were, in place
+    /// and in f32. Queries are not centred: the mean key adds the same to all logits of a query.
     ///
     /// # Panics
     /// When the codec has no such head or `rows` are not whole rows.
@@ -204,7 +218,7 @@ impl Sealer {
         if !transform.rotates() {
             return;
         }
-        let matrix = &transform.rotation()[..];
+        let matrix = &transform.query_matrix()[..];
         if self.simd.isa() == Isa::Scalar {
             return each_row(transform.dim(), rows, scratch, |row, out| multiply_plainly(row, matrix, out));
         }
@@ -234,7 +248,7 @@ impl Sealer {
         }
         let SealScratch { values, rows: input, .. } = scratch;
         let matrix = match transform.rotates() {
-            true => Matrix::Columns(transform.rotation(), values.at_least(TURNED * transform.dim())),
+            true => Matrix::Columns(transform.query_matrix(), values.at_least(TURNED * transform.dim())),
             false => Matrix::One,
         };
         let finish = transform.mean().map_or(Finish::Keep, Finish::Add);

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, Rule,
-    ScaleType, Side, SquareMatrix,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PAGE_TOKENS, PageCodec, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
 };
 
 use super::kernel::Quantise;
+use super::pack::Placement;
 use super::quantise::BlockCodes;
 use super::tests::{Noise, RULES};
 use super::{SealScratch, Sealer};
@@ -44,6 +45,26 @@ fn int2(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
     PageCodec::new("test", geometry(dim), keys, values).unwrap()
 }
 
+/// Keys in bands, with matrices that are no rotations, and centred values.
+fn banded(dim: usize) -> PageCodec {
+    let mut noise = Noise::new(3 * dim as u64);
+    let rows =
+        RowEncoder::Banded(BandRows { layout: BandLayout::int2(dim).unwrap(), value_rule: Rule::Search });
+    let mut encoder = |general: bool| {
+        let (mean, rotation) = (Some(noise.rows(dim)), noise.rotation(dim));
+        let transform = if general {
+            let scaled = SquareMatrix::from_fn(dim, |i, j| rotation.get(i, j) * 0.97_f64.powi(j as i32));
+            HeadTransform::general(mean, &scaled)
+        } else {
+            HeadTransform::new(mean, &rotation)
+        };
+        HeadEncoder { transform: transform.unwrap(), rows }
+    };
+    let keys = (0..4).map(|_| encoder(true)).collect();
+    let values = (0..4).map(|_| encoder(false)).collect();
+    PageCodec::new("bands", geometry(dim), keys, values).unwrap()
+}
+
 /// A 2-bit codec of one head.
 fn one_head(transform: HeadTransform, rule: Rule) -> PageCodec {
     let layout = CodeLayout::new(2, transform.dim(), 1).unwrap();
@@ -64,6 +85,7 @@ fn codecs(dim: usize) -> Vec<PageCodec> {
         int2(dim, 2, Rule::Gaussian, false),
         int2(dim, 4, Rule::Clip(0.92), false),
         int2(dim, 1, Rule::Clip(0.96), true),
+        banded(dim),
         PageCodec::int4(geometry, None).unwrap(),
         PageCodec::int4(geometry, Some(means(dim))).unwrap(),
         PageCodec::fp8(geometry, None).unwrap(),
@@ -232,8 +254,8 @@ fn four_bit_blocks_are_those_of_the_scalar_quantiser() {
                             let mut page = vec![0xa5; expected.len()];
                             let kernel = Quantise {
                                 format: &format,
-                                layout: &layout,
-                                side,
+                                place: Placement::of(&layout, side),
+                                dim: layout.head_dim(),
                                 rows: count,
                                 rotated: &blocks,
                                 codes: &mut BlockCodes::default(),
@@ -306,7 +328,8 @@ fn queries_follow_the_keys_and_values_come_back() {
                     .collect()
             };
             let keys = codec.transform(head, Side::Key).unwrap();
-            let queries: Vec<f32> = rows.chunks(dim).flat_map(|row| multiply(keys.rotation(), row)).collect();
+            let queries: Vec<f32> =
+                rows.chunks(dim).flat_map(|row| multiply(keys.query_matrix(), row)).collect();
             let values = codec.transform(head, Side::Value).unwrap();
             let mut undone = vec![0.0; rows.len()];
             for (row, out) in rows.chunks(dim).zip(undone.chunks_mut(dim)) {

@@ -341,8 +341,9 @@ impl CodeWords for __m256i {
 
     #[inline(always)]
     fn words_before_widening(bits: u32) -> usize {
-        // A pair of products is at most 2·3·128 with 2-bit and 2·15·128 with 4-bit codes, and a word has four or two of them.
-        if bits == 2 { 8 } else { 4 }
+        // A pair of products is at most 2·128 with 1-bit, 2·3·128 with 2-bit and 2·15·128 with 4-bit codes, and a word has
+        // eight, four or two of them.
+        if bits <= 2 { 8 } else { 4 }
     }
 
     #[inline(always)]
@@ -366,7 +367,13 @@ impl CodeWords for __m256i {
     #[inline(always)]
     unsafe fn next_codes<const BITS: u32>(self) -> __m256i {
         // SAFETY: the caller promises the instructions.
-        unsafe { if BITS == 2 { _mm256_srli_epi32::<2>(self) } else { _mm256_srli_epi32::<4>(self) } }
+        unsafe {
+            match BITS {
+                1 => _mm256_srli_epi32::<1>(self),
+                2 => _mm256_srli_epi32::<2>(self),
+                _ => _mm256_srli_epi32::<4>(self),
+            }
+        }
     }
 
     #[inline(always)]

@@ -1,4 +1,4 @@
-//! Registers of packed codes, as the pages of a 2-bit or 4-bit cache store them.
+//! Registers of packed codes of 1, 2 or 4 bits, as sealed pages store them.
 
 /// A register of words of 32 bits, whose bytes hold packed codes. Methods are inlined into functions that enable the
 /// instructions.

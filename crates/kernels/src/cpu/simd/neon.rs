@@ -397,7 +397,13 @@ impl CodeWords for uint8x16_t {
     #[inline(always)]
     unsafe fn next_codes<const BITS: u32>(self) -> uint8x16_t {
         // SAFETY: NEON is part of the AArch64 baseline.
-        unsafe { if BITS == 2 { vshrq_n_u8::<2>(self) } else { vshrq_n_u8::<4>(self) } }
+        unsafe {
+            match BITS {
+                1 => vshrq_n_u8::<1>(self),
+                2 => vshrq_n_u8::<2>(self),
+                _ => vshrq_n_u8::<4>(self),
+            }
+        }
     }
 
     #[inline(always)]

@@ -6,12 +6,14 @@
 
 use std::arch::x86_64::*;
 
+use oscar_codec::band::half_range;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
 use super::engine::{Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
 use super::product::most_rows;
 use super::registers::{
-    LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
+    LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_band, load_pair, load_some, reduce_max, some, split,
+    units,
 };
 use crate::cpu::isa::Isa;
 use crate::cpu::simd::Simd;
@@ -77,20 +79,25 @@ impl Engine for Avx512 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
-    let (rows, groups, d) = (from.spans.len(), from.shape.groups, state.d);
+    let (rows, shape, d) = (from.spans.len(), from.shape, state.d);
+    let (key_groups, groups) = (shape.key_groups(), shape.groups);
     assert!(rows <= ROWS && groups > 0 && from.units.len() == rows && from.seen.len() == rows);
-    assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS);
-    assert!(from.stored_scales.len() == 2 * from.shape.scale_count());
-    assert!(from.totals.len() >= (groups - 1) * from.totals_stride + rows);
+    assert!(key_groups > 0 && from.sums.len() >= key_groups * ROWS * 2 * PAGE_TOKENS);
+    let key_scale_bytes = if shape.has_bands() { PAGE_TOKENS } else { 4 * PAGE_TOKENS };
+    assert!(from.key_scales.len() == key_groups * key_scale_bytes);
+    assert!(from.value_scales.len() == groups * 4 * PAGE_TOKENS);
+    assert!(from.totals.len() >= (key_groups - 1) * from.totals_stride + rows);
     assert!(state.max.len() == rows && state.sum.len() == rows && state.values.len() == rows * d);
     assert!(state.lanes.len() == rows * (1 + groups) * LANES);
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
     assert!(weights.units.len() >= groups * ROWS * 2);
     // SAFETY: all lengths are as promised, see above.
     unsafe {
-        match from.shape.scale_type {
-            ScaleType::F16 => softmax_all::<false>(from, state, weights),
-            ScaleType::Bf16 => softmax_all::<true>(from, state, weights),
+        match (shape.scale_type, shape.has_bands()) {
+            (ScaleType::F16, false) => softmax_all::<false, false>(from, state, weights),
+            (ScaleType::F16, true) => softmax_all::<false, true>(from, state, weights),
+            (ScaleType::Bf16, false) => softmax_all::<true, false>(from, state, weights),
+            (ScaleType::Bf16, true) => softmax_all::<true, true>(from, state, weights),
         }
     }
 }
@@ -98,7 +105,7 @@ fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<
 /// # Safety
 /// The slices have the lengths that [`softmax`] checks.
 #[inline(always)]
-unsafe fn softmax_all<const BF16: bool>(
+unsafe fn softmax_all<const BF16: bool, const BANDS: bool>(
     from: &KeySums<'_>,
     state: &mut RowStates<'_>,
     weights: &mut Weights<'_>,
@@ -109,9 +116,9 @@ unsafe fn softmax_all<const BF16: bool>(
         // SAFETY: the caller's promise.
         row += unsafe {
             match rows - row {
-                1 => softmax_rows::<1, BF16>(from, row, state, weights),
-                2 | 4 => softmax_rows::<2, BF16>(from, row, state, weights),
-                _ => softmax_rows::<3, BF16>(from, row, state, weights),
+                1 => softmax_rows::<1, BF16, BANDS>(from, row, state, weights),
+                2 | 4 => softmax_rows::<2, BF16, BANDS>(from, row, state, weights),
+                _ => softmax_rows::<3, BF16, BANDS>(from, row, state, weights),
             }
         };
     }
@@ -122,14 +129,14 @@ unsafe fn softmax_all<const BF16: bool>(
 /// # Safety
 /// Rows `first..first + R` exist, and the slices have the lengths that [`softmax`] checks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-unsafe fn softmax_rows<const R: usize, const BF16: bool>(
+unsafe fn softmax_rows<const R: usize, const BF16: bool, const BANDS: bool>(
     from: &KeySums<'_>,
     first: usize,
     state: &mut RowStates<'_>,
     weights: &mut Weights<'_>,
 ) -> usize {
     let groups = from.shape.groups;
-    let (sums, scales) = (from.sums.as_ptr(), from.stored_scales.as_ptr().cast::<u16>());
+    let (sums, key_scales) = (from.sums.as_ptr(), from.key_scales.as_ptr());
     // A row that has seen nothing must not subtract -∞ from -∞, and takes whatever it sees as its reference.
     let (mut reference, mut limit) = ([0.0; R], [SLACK; R]);
     for r in 0..R {
@@ -142,11 +149,26 @@ unsafe fn softmax_rows<const R: usize, const BF16: bool>(
     }
     // Logits relative to the reference.
     let mut logits = [[_mm512_setzero_ps(); REGISTERS]; R];
-    for group in 0..groups {
+    for group in 0..from.shape.key_groups() {
+        let half = if BANDS { half_range(from.shape.key_group(group).bits) } else { 0.0 };
         // SAFETY: scales and offsets of the keys of a group, and a row of sums, by the caller's promise.
         unsafe {
-            let scale = scales.add(2 * group * PAGE_TOKENS);
             for j in 0..REGISTERS {
+                if BANDS {
+                    let scale = load_band(key_scales.add(group * PAGE_TOKENS + j * LANES));
+                    for r in 0..R {
+                        let row = first + r;
+                        let step = _mm512_set1_ps(*from.units.get_unchecked(row));
+                        let total = *from.totals.get_unchecked(group * from.totals_stride + row);
+                        let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
+                        let integers = join(sums.add(at), PAGE_TOKENS);
+                        let product = _mm512_fmsub_ps(integers, step, _mm512_set1_ps(half * total));
+                        let before = if group == 0 { _mm512_set1_ps(-reference[r]) } else { logits[r][j] };
+                        logits[r][j] = _mm512_fmadd_ps(product, scale, before);
+                    }
+                    continue;
+                }
+                let scale = key_scales.cast::<u16>().add(2 * group * PAGE_TOKENS);
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
                     let row = first + r;
@@ -209,7 +231,7 @@ unsafe fn softmax_rows<const R: usize, const BF16: bool>(
             for r in 0..R {
                 offsets[r] = _mm512_loadu_ps(lanes.add(r * (1 + groups) * LANES));
             }
-            let scale = scales.add(2 * (groups + group) * PAGE_TOKENS);
+            let scale = from.value_scales.as_ptr().cast::<u16>().add(2 * group * PAGE_TOKENS);
             for j in 0..REGISTERS {
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {

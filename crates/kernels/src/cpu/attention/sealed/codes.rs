@@ -1,4 +1,4 @@
-//! 2-bit and 4-bit pages: what happens around the integer products.
+//! Pages of 2-bit or 4-bit codes, and of keys in bands: what happens around the integer products.
 //!
 //! Items overlap: what one part of an item stores, the next part loads only after parts of other items that do not depend
 //! on it, and a page is prefetched some items before it is read. See [`CodeAttention::attend`] for the order. Many rows on
@@ -9,13 +9,13 @@
 
 use std::ops::Range;
 
-use oscar_codec::{CodeLayout, PAGE_TOKENS, Side};
+use oscar_codec::{CodecError, PAGE_TOKENS, Side};
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
 #[cfg(target_arch = "x86_64")]
 use super::engine::LANES;
-use super::engine::{Engine, KeySums, Left, RowStates, Shape, ValueSums, Weights, Words};
+use super::engine::{Engine, KeySums, Left, RowStates, Shape, ValueSums, Weights};
 use super::fixed_point::FixedPoint;
 use super::product::{COLUMN_STEP, Product};
 use super::scalar;
@@ -40,15 +40,16 @@ const AHEAD: usize = 4;
 #[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
 
-/// Attends all rows of all heads to all pages; on a machine without vectors there is one head.
+/// Attends all rows of all heads to all pages; on a machine without vectors there is one head, and `decode` reads one token
+/// of one side of a page.
 pub(super) fn attend(
     simd: Simd,
-    layout: &CodeLayout,
+    shape: Shape,
+    decode: impl Fn(&[u8], Side, usize, &mut [f32]) -> Result<(), CodecError>,
     work: &Work<'_, u8>,
     scratch: &mut AttentionScratch,
     states: &mut [SoftmaxState],
 ) {
-    let shape = Shape::new(layout);
     #[cfg(target_arch = "x86_64")]
     if simd.isa() == Isa::Amx && super::prefill::takes(&shape, work) {
         return super::prefill::attend(simd, &shape, work, scratch, &mut states[0]);
@@ -65,13 +66,7 @@ pub(super) fn attend(
             let engine = FixedPoint::new(simd, &shape, &mut logits);
             CodeAttention::new(engine, shape, work, &mut scratch.codes).attend(work, states);
         }
-        _ => {
-            scalar::attend(
-                work,
-                |page, side, token, row| layout.decode_token(page, side, token, row),
-                &mut states[0],
-            );
-        }
+        _ => scalar::attend(work, decode, &mut states[0]),
     }
     scratch.codes.logits = logits;
 }
@@ -109,20 +104,21 @@ impl<'a> Queries<'a> {
         let stride = shape.padded.next_multiple_of(STRIDE_STEP);
         let row_bytes = 2 * stride;
         // The last rows are read as part of a full product.
-        let bytes = bytes.at_least::<i8>((shape.groups * rows + E::ROWS) * row_bytes);
-        let (units, totals) = numbers.at_least::<f32>((1 + shape.groups) * rows).split_at_mut(rows);
+        let groups = shape.key_groups();
+        let bytes = bytes.at_least::<i8>((groups * rows + E::ROWS) * row_bytes);
+        let (units, totals) = numbers.at_least::<f32>((1 + groups) * rows).split_at_mut(rows);
         bytes[rows * row_bytes..].fill(0);
         for (row, q) in work.q.chunks_exact(d).enumerate() {
             let (high, low) = bytes[row * row_bytes..][..row_bytes].split_at_mut(stride);
             units[row] = engine.split_row(q, high, low);
-            for group in 0..shape.groups {
-                totals[group * rows + row] = engine.total(&q[shape.group(group)]);
+            for group in 0..groups {
+                totals[group * rows + row] = engine.total(&q[shape.key_group(group).channels]);
             }
         }
         // Groups after the first get their channels of the first copy, which then loses them.
         let (first, others) = bytes.split_at_mut(rows * row_bytes);
-        for (group, copy) in (1..shape.groups).zip(others.chunks_exact_mut(rows * row_bytes)) {
-            let channels = shape.group(group);
+        for (group, copy) in (1..groups).zip(others.chunks_exact_mut(rows * row_bytes)) {
+            let channels = shape.key_group(group).channels;
             for (from, to) in first.chunks_exact_mut(stride).zip(copy.chunks_exact_mut(stride)) {
                 to[channels.clone()].copy_from_slice(&from[channels.clone()]);
                 from[channels.clone()].fill(0);
@@ -131,11 +127,11 @@ impl<'a> Queries<'a> {
         Queries { stride, rows, head_rows, bytes, units, totals }
     }
 
-    /// Some rows of a head for the product with keys of a group.
+    /// Some rows of a head for the product with keys of a group, from the channel on that its words begin with.
     #[inline(always)]
-    fn left(&self, group: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
+    fn left(&self, group: usize, first: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
         let row = group * self.rows + head * self.head_rows + rows.start;
-        Left { bytes: &self.bytes[row * 2 * self.stride..], stride: self.stride, rows: rows.len() }
+        Left { bytes: &self.bytes[row * 2 * self.stride + first..], stride: self.stride, rows: rows.len() }
     }
 }
 
@@ -160,7 +156,7 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         let weight_bytes = weights.at_least(shape.groups * E::ROWS * 2 * PAGE_TOKENS);
         // Rows that no query has are multiplied too.
         weight_bytes.fill(0);
-        let key_sums = shape.groups * E::ROWS * 2 * PAGE_TOKENS;
+        let key_sums = shape.key_groups() * E::ROWS * 2 * PAGE_TOKENS;
         let sums = sums.at_least(2 * key_sums + shape.groups * E::ROWS * 2 * shape.padded);
         let (this, rest) = sums.split_at_mut(key_sums);
         let (next, value_sums) = rest.split_at_mut(key_sums);
@@ -193,15 +189,15 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         for item in items.iter().take(AHEAD) {
             prefetch_all(item.page);
         }
-        self.multiply(Side::Key, &items, 0);
+        self.multiply_keys(&items, 0);
         for n in 0..=items.len() {
             self.prefetch(&items, n, 0);
             if n + 1 < items.len() {
-                self.multiply(Side::Key, &items, n + 1);
+                self.multiply_keys(&items, n + 1);
             }
             self.prefetch(&items, n, 1);
             if n > 0 {
-                self.multiply(Side::Value, &items, n - 1);
+                self.multiply_values(&items[n - 1]);
                 self.prefetch(&items, n, 2);
                 self.accumulate_values(&items[n - 1], work.d, &mut states[items[n - 1].head]);
             }
@@ -238,38 +234,43 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         }
     }
 
-    /// Multiplies one side of item `n`.
+    /// Multiplies the keys of item `n`.
     #[inline(always)]
-    fn multiply(&mut self, side: Side, items: &[WorkItem<'_>], n: usize) {
+    fn multiply_keys(&mut self, items: &[WorkItem<'_>], n: usize) {
         let item = &items[n];
-        let words = Words::of(&self.shape, side, item.page);
-        let group_sums = match side {
-            Side::Key => E::ROWS * 2 * PAGE_TOKENS,
-            Side::Value => E::ROWS * 2 * self.shape.padded,
-        };
+        let group_sums = E::ROWS * 2 * PAGE_TOKENS;
+        for group in 0..self.shape.key_groups() {
+            let keys = self.shape.key_group(group);
+            self.engine.simd().run(Product {
+                bits: keys.bits,
+                left: self.queries.left(group, keys.first, item.head, &item.rows),
+                words: self.shape.key_words(&keys, item.page),
+                inner: keys.channels.start - keys.first..keys.channels.end - keys.first,
+                columns: 0..PAGE_TOKENS,
+                sums: &mut self.key_sums[n % 2][group * group_sums..][..group_sums],
+            });
+        }
+    }
+
+    /// Multiplies the values of an item with its weights.
+    #[inline(always)]
+    fn multiply_values(&mut self, item: &WorkItem<'_>) {
+        let group_sums = E::ROWS * 2 * self.shape.padded;
         for group in 0..self.shape.groups {
-            let left = match side {
-                Side::Key => self.queries.left(group, item.head, &item.rows),
-                Side::Value => Left {
+            let channels = self.shape.group(group);
+            let first = channels.start / COLUMN_STEP * COLUMN_STEP;
+            self.engine.simd().run(Product {
+                bits: self.shape.bits,
+                left: Left {
                     bytes: &self.weights.bytes[group * E::ROWS * 2 * PAGE_TOKENS..],
                     stride: PAGE_TOKENS,
                     rows: item.rows.len(),
                 },
-            };
-            let sums = match side {
-                Side::Key => &mut *self.key_sums[n % 2],
-                Side::Value => &mut *self.value_sums,
-            };
-            let sums = &mut sums[group * group_sums..][..group_sums];
-            let channels = self.shape.group(group);
-            let (inner, columns) = match side {
-                Side::Key => (channels, 0..PAGE_TOKENS),
-                Side::Value => {
-                    let first = channels.start / COLUMN_STEP * COLUMN_STEP;
-                    (0..PAGE_TOKENS, first..channels.end.next_multiple_of(COLUMN_STEP))
-                }
-            };
-            self.engine.simd().run(Product { bits: self.shape.bits, left, words, inner, columns, sums });
+                words: self.shape.value_words(item.page),
+                inner: 0..PAGE_TOKENS,
+                columns: first..channels.end.next_multiple_of(COLUMN_STEP),
+                sums: &mut self.value_sums[group * group_sums..][..group_sums],
+            });
         }
     }
 
@@ -291,7 +292,8 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
             units: &self.queries.units[first..first + rows.len()],
             totals: &self.queries.totals[first..],
             totals_stride: self.queries.rows,
-            stored_scales: shape.stored_scales(item.page),
+            key_scales: shape.key_scales(item.page),
+            value_scales: shape.value_scales(item.page),
             spans: &work.spans[rows.clone()],
             start: item.start,
             #[cfg(target_arch = "x86_64")]

@@ -1,9 +1,8 @@
-//! What an instruction set provides for 2-bit and 4-bit pages, and what it is given.
+//! What an instruction set provides for pages of codes, and what it is given.
 
 use std::ops::Range;
 
-use oscar_codec::CodeLayout;
-use oscar_codec::{PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{BandLayout, CodeLayout, PAGE_TOKENS, ScaleType};
 
 use crate::cpu::attention::work::Span;
 use crate::cpu::simd::Simd;
@@ -12,17 +11,32 @@ use crate::cpu::simd::Simd;
 #[cfg(target_arch = "x86_64")]
 pub(super) const LANES: usize = 16;
 
-/// The shape of 2-bit or 4-bit pages.
+/// The shape of pages of codes: where the parts of a page lie, and which channels share a scale.
 #[derive(Clone, Copy)]
 pub(super) struct Shape {
-    /// Bits of a code.
+    /// Bits of a value's code, and of a key's if there are no bands.
     pub(super) bits: u32,
+    /// How scales and offsets of 16 bits are stored.
     pub(super) scale_type: ScaleType,
-    /// Channels as stored.
+    /// Channels of a value as stored.
     pub(super) padded: usize,
+    /// Groups of channels of a value.
     pub(super) groups: usize,
     /// Channels of a group.
     channels: usize,
+    /// The bands of keys, if they have any.
+    bands: Option<BandLayout>,
+}
+
+/// Channels of keys that share a scale for each token.
+#[derive(Clone)]
+pub(super) struct KeyGroup {
+    pub(super) bits: u32,
+    pub(super) channels: Range<usize>,
+    /// The channel that the words of this group begin with.
+    pub(super) first: usize,
+    /// First byte of these words in a page.
+    words: usize,
 }
 
 impl Shape {
@@ -33,48 +47,95 @@ impl Shape {
             padded: layout.padded_dim(),
             groups: layout.groups(),
             channels: layout.head_dim() / layout.groups(),
+            bands: None,
         }
     }
 
-    /// The channels of a group.
+    pub(super) fn banded(layout: &BandLayout) -> Shape {
+        Shape {
+            bits: 2,
+            scale_type: layout.value_scale_type(),
+            padded: layout.padded_dim(),
+            groups: 1,
+            channels: layout.head_dim(),
+            bands: Some(*layout),
+        }
+    }
+
+    /// Whether keys are in bands.
+    pub(super) fn has_bands(&self) -> bool {
+        self.bands.is_some()
+    }
+
+    /// The channels of a group of a value.
     #[inline(always)]
     pub(super) fn group(&self, group: usize) -> Range<usize> {
         group * self.channels..(group + 1) * self.channels
     }
 
-    /// Bytes of one side's codes.
-    fn side_bytes(&self) -> usize {
+    /// Groups of channels of a key: bands, if it has any.
+    #[inline(always)]
+    pub(super) fn key_groups(&self) -> usize {
+        self.bands.as_ref().map_or(self.groups, |layout| layout.bands().len())
+    }
+
+    #[inline(always)]
+    pub(super) fn key_group(&self, group: usize) -> KeyGroup {
+        match &self.bands {
+            None => KeyGroup { bits: self.bits, channels: self.group(group), first: 0, words: 0 },
+            Some(layout) => {
+                let band = &layout.bands()[group];
+                let words = 4 * band.region_word * PAGE_TOKENS;
+                KeyGroup { bits: band.bits, channels: band.range(), first: band.region, words }
+            }
+        }
+    }
+
+    /// Bytes of the keys' codes.
+    fn key_bytes(&self) -> usize {
+        self.bands.as_ref().map_or(self.value_bytes(), BandLayout::value_codes)
+    }
+
+    /// Bytes of the values' codes.
+    fn value_bytes(&self) -> usize {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
     }
 
-    /// How many scales and offsets a page has, `[K, V][group][scale, offset][64 tokens]`.
-    pub(super) fn scale_count(&self) -> usize {
-        2 * self.groups * 2 * PAGE_TOKENS
+    /// The words of a group of keys.
+    #[inline(always)]
+    pub(super) fn key_words<'a>(&self, group: &KeyGroup, page: &'a [u8]) -> Words<'a> {
+        Words { bytes: &page[group.words..self.key_bytes()], width: PAGE_TOKENS }
     }
 
-    /// The bytes of scales and offsets of a page.
-    pub(super) fn stored_scales<'a>(&self, page: &'a [u8]) -> &'a [u8] {
-        &page[2 * self.side_bytes()..]
+    /// The words of all values.
+    #[inline(always)]
+    pub(super) fn value_words<'a>(&self, page: &'a [u8]) -> Words<'a> {
+        Words { bytes: &page[self.key_bytes()..][..self.value_bytes()], width: self.padded }
+    }
+
+    /// The stored scales of the keys of a page: `[group][scale, offset][64 tokens]` in 16 bits, or `[band][64 tokens]` in 8.
+    pub(super) fn key_scales<'a>(&self, page: &'a [u8]) -> &'a [u8] {
+        let bytes = if self.has_bands() { self.key_groups() } else { 4 * self.groups } * PAGE_TOKENS;
+        &page[self.key_bytes() + self.value_bytes()..][..bytes]
+    }
+
+    /// The stored scales of the values of a page, `[group][scale, offset][64 tokens]` in 16 bits: what it ends with.
+    pub(super) fn value_scales<'a>(&self, page: &'a [u8]) -> &'a [u8] {
+        &page[page.len() - 4 * self.groups * PAGE_TOKENS..]
+    }
+
+    /// How many scales and offsets keys and values have in a page.
+    pub(super) fn scale_counts(&self) -> [usize; 2] {
+        [self.key_groups(), self.groups].map(|groups| groups * 2 * PAGE_TOKENS)
     }
 }
 
-/// One side of a page as words `[blocks][width]`.
+/// Codes as words `[blocks][width]`: keys are words of channels with tokens side by side, values words of tokens with
+/// channels side by side.
 #[derive(Clone, Copy)]
 pub(super) struct Words<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) width: usize,
-}
-
-impl<'a> Words<'a> {
-    /// Keys are words of channels with tokens side by side, values words of tokens with channels side by side.
-    #[inline(always)]
-    pub(super) fn of(shape: &Shape, side: Side, page: &'a [u8]) -> Words<'a> {
-        let (keys, rest) = page.split_at(shape.side_bytes());
-        match side {
-            Side::Key => Words { bytes: keys, width: PAGE_TOKENS },
-            Side::Value => Words { bytes: &rest[..shape.side_bytes()], width: shape.padded },
-        }
-    }
 }
 
 /// The left side of a product: `[rows][high, low][stride]` bytes, with room for [`Engine::ROWS`] rows.
@@ -95,8 +156,10 @@ pub(super) struct KeySums<'a> {
     /// `[group]`, `totals_stride` apart: sum of the channels of each row's query.
     pub(super) totals: &'a [f32],
     pub(super) totals_stride: usize,
-    /// Scales and offsets, as [`Shape::stored_scales`].
-    pub(super) stored_scales: &'a [u8],
+    /// As [`Shape::key_scales`].
+    pub(super) key_scales: &'a [u8],
+    /// As [`Shape::value_scales`].
+    pub(super) value_scales: &'a [u8],
     pub(super) spans: &'a [Span],
     /// Position of the page's first token.
     pub(super) start: usize,

@@ -7,6 +7,7 @@
 //! The kernels are plain loops that the compiler turns into vectors.
 
 use oscar_codec::PAGE_TOKENS;
+use oscar_codec::band::{self, half_range};
 
 use super::engine::{Engine, KeySums, RowStates, Shape, ValueSums, Weights};
 use super::product::most_rows;
@@ -101,6 +102,19 @@ fn tokens<T>(slice: &[T]) -> &Tokens<T> {
     slice.first_chunk().expect("a number per token")
 }
 
+/// The scales of bands, and offsets of half the largest code.
+fn widen_bands(shape: &Shape, stored: &[u8], out: &mut [f32]) {
+    let bands = stored.chunks_exact(PAGE_TOKENS).zip(out.chunks_exact_mut(2 * PAGE_TOKENS));
+    for (group, (codes, out)) in bands.enumerate() {
+        let half = half_range(shape.key_group(group).bits);
+        let (scales, offsets) = out.split_at_mut(PAGE_TOKENS);
+        for ((code, scale), offset) in codes.iter().zip(scales).zip(offsets) {
+            *scale = band::scale(*code);
+            *offset = half * *scale;
+        }
+    }
+}
+
 /// The logits of a row from its integer sums: `s·unit·(256·high + low) - o·total`, added to `logits` if asked.
 #[inline(always)]
 fn finish_logits(
@@ -165,7 +179,8 @@ pub(super) struct FixedPoint<'a> {
 impl<'a> FixedPoint<'a> {
     pub(super) fn new(simd: Simd, shape: &Shape, scratch: &'a mut AlignedScratch) -> Self {
         let logits = Self::ROWS * PAGE_TOKENS;
-        let (logits, scales) = scratch.at_least(logits + shape.scale_count()).split_at_mut(logits);
+        let scales = shape.scale_counts().iter().sum::<usize>();
+        let (logits, scales) = scratch.at_least(logits + scales).split_at_mut(logits);
         FixedPoint { simd, logits, scales }
     }
 }
@@ -211,12 +226,18 @@ impl Kernel for Softmax<'_, '_, '_, '_> {
     unsafe fn run<V: Vector>(self) {
         const ROWS: usize = FixedPoint::ROWS;
         let Softmax { sums: from, state, weights, logits, scales } = self;
-        let (rows, groups) = (from.spans.len(), from.shape.groups);
-        let (stored, scale_type) = (from.stored_scales, from.shape.scale_type);
+        let (rows, shape) = (from.spans.len(), from.shape);
+        let scale_type = shape.scale_type;
+        let (key_scales, value_scales) = scales.split_at_mut(shape.scale_counts()[0]);
         // SAFETY: the caller promises the instructions.
-        unsafe { Widen { stored, scale_type, out: scales }.run::<V>() };
-        let (key_scales, value_scales) = scales.split_at(scales.len() / 2);
-        for group in 0..groups {
+        unsafe { Widen { stored: from.value_scales, scale_type, out: value_scales }.run::<V>() };
+        if shape.has_bands() {
+            widen_bands(shape, from.key_scales, key_scales);
+        } else {
+            // SAFETY: as above.
+            unsafe { Widen { stored: from.key_scales, scale_type, out: key_scales }.run::<V>() };
+        }
+        for group in 0..shape.key_groups() {
             let affine = Affine::of(&key_scales[group * 2 * PAGE_TOKENS..]);
             for row in 0..rows {
                 let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
@@ -237,7 +258,7 @@ impl Kernel for Softmax<'_, '_, '_, '_> {
         };
         // SAFETY: as above.
         unsafe { softmax.run::<V>() };
-        for group in 0..groups {
+        for group in 0..shape.groups {
             let affine = Affine::of(&value_scales[group * 2 * PAGE_TOKENS..]);
             for row in 0..rows {
                 let at = group * ROWS + row;

@@ -5,7 +5,8 @@
 //!
 //! Codes are never turned into numbers. With `k = s·c - o` per token and group of channels,
 //! `q · k = s·Σ q·c - o·Σ q`, and with `v = s·c - o` likewise `Σ p·v = Σ (p·s)·c - Σ p·o`: the large sums multiply
-//! small integers. Queries and weights are split into two signed bytes each (`fixed_point`), so these sums are
+//! small integers. Keys in bands have a group of their own for each band, with codes of its width and an offset of half the
+//! largest code times the scale. Queries and weights are split into two signed bytes each (`fixed_point`), so these sums are
 //! exact, in whatever order and on whatever instruction set.
 //!
 //! A row's result does not depend on the rows it shares a call with, except that on AMX many rows go to tiles, which
@@ -14,7 +15,7 @@
 //! | module | job |
 //! |---|---|
 //! | `schedule` | the work items of a call |
-//! | `codes` | 2-bit and 4-bit pages: the order of what happens to an item |
+//! | `codes` | pages of codes: the order of what happens to an item |
 //! | `engine` | what that needs of an instruction set |
 //! | `product` | integer products with codes |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values: AVX2, NEON |
@@ -43,6 +44,7 @@ mod tests;
 
 use oscar_codec::PageLayout;
 
+use self::engine::Shape;
 use self::schedule::PREFILL_ROWS;
 use super::bf16;
 use super::scratch::AttentionScratch;
@@ -118,8 +120,17 @@ pub fn attend_sealed_heads(
     let q = scale_queries(q, scale, queries.at_least(q.len()));
     let work = Work { q, spans, first_page, pages, d };
     match layout {
-        PageLayout::Codes(layout) => codes::attend(simd, layout, &work, scratch, states),
+        PageLayout::Codes(layout) => {
+            let decode =
+                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
+            codes::attend(simd, Shape::new(layout), decode, &work, scratch, states);
+        }
         PageLayout::Fp8(layout) => fp8::attend(simd, layout, &work, scratch, &mut states[0]),
+        PageLayout::Banded(layout) => {
+            let decode =
+                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
+            codes::attend(simd, Shape::banded(layout), decode, &work, scratch, states);
+        }
         PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
@@ -127,6 +138,6 @@ pub fn attend_sealed_heads(
 
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
 fn reads_heads_together(isa: Isa, layout: &PageLayout, rows: usize) -> bool {
-    let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS;
-    isa != Isa::Scalar && !tiles && matches!(layout, PageLayout::Codes(_))
+    let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS && matches!(layout, PageLayout::Codes(_));
+    isa != Isa::Scalar && !tiles && matches!(layout, PageLayout::Codes(_) | PageLayout::Banded(_))
 }

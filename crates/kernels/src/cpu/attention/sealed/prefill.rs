@@ -7,7 +7,7 @@
 
 use std::arch::x86_64::*;
 
-use oscar_codec::{PAGE_TOKENS, Side};
+use oscar_codec::PAGE_TOKENS;
 
 use super::engine::{Shape, Words};
 use super::scales::Widen;
@@ -22,7 +22,11 @@ use crate::cpu::simd::{Simd, prefetch};
 /// Whether the rows and pages of a call are for [`attend`]: many rows, and heads that fill their tiles.
 pub(super) fn takes(shape: &Shape, work: &Work<'_, u8>) -> bool {
     let d = work.d;
-    work.spans.len() >= PREFILL_ROWS && shape.groups == 1 && shape.padded == d && (32..=256).contains(&d)
+    work.spans.len() >= PREFILL_ROWS
+        && shape.groups == 1
+        && !shape.has_bands()
+        && shape.padded == d
+        && (32..=256).contains(&d)
 }
 
 /// Attends all rows of one head to all pages. AMX must be available, and [`takes`] true.
@@ -46,7 +50,7 @@ pub(super) fn attend(
     let mut tiled =
         Tiled::new(work.q, work.spans, d, tiles, scores).with_offsets(RowOffsets { totals, sums });
     let (keys, values) = wide.at_least::<u16>(2 * PAGE_TOKENS * d).split_at_mut(PAGE_TOKENS * d);
-    let scales = scales.at_least::<f32>(shape.scale_count());
+    let scales = scales.at_least::<f32>(shape.scale_counts().iter().sum());
     let mut pages = work.visible_pages().peekable();
     while let Some((page, start)) = pages.next() {
         if let Some((next, _)) = pages.peek() {
@@ -54,11 +58,13 @@ pub(super) fn attend(
         }
         // SAFETY: AMX implies AVX-512.
         unsafe {
-            widen(shape.bits, Words::of(shape, Side::Key, page), keys);
-            widen(shape.bits, Words::of(shape, Side::Value, page), values);
+            widen(shape.bits, shape.key_words(&shape.key_group(0), page), keys);
+            widen(shape.bits, shape.value_words(page), values);
         }
-        let (stored, scale_type) = (shape.stored_scales(page), shape.scale_type);
-        simd.run(Widen { stored, scale_type, out: &mut *scales });
+        let (of_keys, of_values) = scales.split_at_mut(shape.scale_counts()[0]);
+        for (stored, out) in [(shape.key_scales(page), of_keys), (shape.value_scales(page), of_values)] {
+            simd.run(Widen { stored, scale_type: shape.scale_type, out });
+        }
         let [key_scales, key_offsets, value_scales, value_offsets] = quarters(scales);
         let scales = TokenScales { keys: key_scales, values: value_scales };
         let offsets = TokenScales { keys: key_offsets, values: value_offsets };
@@ -149,7 +155,7 @@ fn widen_bits<const BITS: u32>(words: Words<'_>, wide: &mut [u16]) {
 #[cfg(test)]
 mod tests {
     use half::bf16;
-    use oscar_codec::{Bf16Layout, CodeLayout};
+    use oscar_codec::{Bf16Layout, CodeLayout, Side};
     use oscar_random::Random;
 
     use super::*;
@@ -181,8 +187,12 @@ mod tests {
             for (side, wide) in
                 [Side::Key, Side::Value].into_iter().zip(wide.chunks_exact_mut(PAGE_TOKENS * d))
             {
+                let words = match side {
+                    Side::Key => shape.key_words(&shape.key_group(0), &page),
+                    Side::Value => shape.value_words(&page),
+                };
                 // SAFETY: the instructions are there.
-                unsafe { widen(bits, Words::of(&shape, side, &page), wide) };
+                unsafe { widen(bits, words, wide) };
             }
             let got: Vec<f32> = wide.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect();
             assert!(got == expected, "{bits} bits, {d} channels");

@@ -1,7 +1,7 @@
 //! Integer products of bytes with packed codes.
 //!
 //! Both products have the same shape: bytes of queries (or weights) times codes in words `[blocks][width]`, where a word
-//! holds the codes of one token (or channel) for 8 or 16 channels (or tokens) in a row, and neighbouring words are
+//! holds the codes of one token (or channel) for 8, 16 or 32 channels (or tokens) in a row, and neighbouring words are
 //! neighbouring tokens (or channels). Sums are exact.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ pub(super) const COLUMN_STEP: usize = 16;
 
 /// `sums[row][part]` = bytes of a part of the row times codes, `[rows][high, low][width]`, for some columns.
 pub(super) struct Product<'a> {
-    /// Bits of a code, 2 or 4.
+    /// Bits of a code: 1, 2 or 4.
     pub(super) bits: u32,
     pub(super) left: Left<'a>,
     pub(super) words: Words<'a>,
@@ -33,6 +33,7 @@ impl Kernel for Product<'_> {
         // SAFETY: passed on.
         unsafe {
             match self.bits {
+                1 => multiply::<V::Codes, 1>(self),
                 2 => multiply::<V::Codes, 2>(self),
                 _ => multiply::<V::Codes, 4>(self),
             }

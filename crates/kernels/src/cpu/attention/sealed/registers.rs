@@ -3,6 +3,7 @@
 use std::arch::x86_64::*;
 
 use oscar_codec::PAGE_TOKENS;
+use oscar_codec::band::{OCTAVE, OCTAVES_BELOW};
 
 use super::engine::LANES;
 use super::fixed_point::{LARGEST, SMALLEST};
@@ -67,6 +68,23 @@ pub(super) fn load_some(row: &[f32], first: usize) -> __m512 {
 pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, __m512) {
     // SAFETY: the caller's promise.
     unsafe { (widen::<BF16>(scale), widen::<BF16>(scale.add(PAGE_TOKENS))) }
+}
+
+/// 16 scales of bands from 8 bits each, as [`oscar_codec::band::scale`].
+///
+/// # Safety
+/// The pointer reaches 16 bytes.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) unsafe fn load_band(codes: *const u8) -> __m512 {
+    // SAFETY: the caller's promise; the table has 16 numbers.
+    let (codes, octave) =
+        unsafe { (_mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast())), _mm512_loadu_ps(OCTAVE.as_ptr())) };
+    // A permutation looks at the lowest four bits of an index, the step inside an octave.
+    let step = _mm512_castps_si512(_mm512_permutexvar_ps(codes, octave));
+    let exponent = _mm512_sub_epi32(_mm512_srli_epi32::<4>(codes), _mm512_set1_epi32(OCTAVES_BELOW as i32));
+    let scale = _mm512_add_epi32(step, _mm512_slli_epi32::<23>(exponent));
+    _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(codes, codes), scale))
 }
 
 /// 16 numbers from 16 bits each: bf16 or f16.

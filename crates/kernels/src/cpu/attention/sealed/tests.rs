@@ -1,4 +1,4 @@
-use oscar_codec::{Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
 use oscar_random::Random;
 
 use super::*;
@@ -75,6 +75,35 @@ impl Sealed {
             let scale = size * (1.2 + noise.signed()) / half;
             (scale, scale * half + 0.2 * size * noise.signed())
         })
+    }
+
+    /// Random codes in all bands, scales that differ by orders of magnitude, and some that are zero.
+    fn banded(d: usize, pages: usize, random: &mut Random) -> Sealed {
+        let layout = BandLayout::int2(d).unwrap();
+        let mut sealed = Sealed::empty(PageLayout::Banded(layout), d, pages);
+        let f16 = |value: f32| ScaleType::F16.to_bits(value);
+        for position in 0..pages * PAGE_TOKENS {
+            let (page, token) = (&mut sealed.pages[position / PAGE_TOKENS], position % PAGE_TOKENS);
+            let mut codes = |most: usize| (0..d).map(|_| random.below(most) as u8).collect::<Vec<u8>>();
+            let (key, value) = (codes(16), codes(4));
+            let scale = |band: usize, random: &mut Random| match random.below(40) {
+                0 => 0,
+                _ => (128 - 16 * band + random.below(40)) as u8,
+            };
+            let scales: Vec<u8> = (0..layout.bands().len()).map(|band| scale(band, random)).collect();
+            let size = 1.2 + random.signed();
+            layout.write_key(page, token, &key, &scales).unwrap();
+            layout
+                .write_value(page, token, &value, (f16(size), f16(1.5 * size + 0.2 * random.signed())))
+                .unwrap();
+            for side in [Side::Key, Side::Value] {
+                let mut decoded = vec![0.0; d];
+                let page = &sealed.pages[position / PAGE_TOKENS];
+                layout.decode_token(page, side, token, &mut decoded).unwrap();
+                sealed.side(side).extend(decoded.into_iter().map(f64::from));
+            }
+        }
+        sealed
     }
 
     fn fp8(d: usize, pages: usize, random: &mut Random) -> Sealed {
@@ -281,14 +310,32 @@ fn other_formats_agree_with_the_definition() {
     }
 }
 
+#[test]
+fn bands_of_every_shape_agree_with_the_definition() {
+    let mut random = Random::new(31);
+    for d in [16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 512] {
+        let scale = 0.3 / (d as f32).sqrt();
+        let sealed = Sealed::banded(d, 3, &mut random);
+        for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 33] {
+            let q = random.signed_vec(rows * d);
+            for isa in Isa::available() {
+                let spans = vec![Span::up_to(sealed.tokens() - 5); rows];
+                sealed.check(isa, &q, scale, &spans, &[1], TOLERANCE);
+            }
+        }
+    }
+}
+
 /// One sequence of each format.
-fn all_formats(d: usize, pages: usize, random: &mut Random) -> [Sealed; 4] {
-    [
+fn all_formats(d: usize, pages: usize, random: &mut Random) -> Vec<Sealed> {
+    let bands = d.is_multiple_of(16).then(|| Sealed::banded(d, pages, random));
+    let others = [
         Sealed::usual(CodeLayout::new(2, d, 2).unwrap(), ScaleType::F16, pages, random),
         Sealed::usual(CodeLayout::new(4, d, 1).unwrap(), ScaleType::Bf16, pages, random),
         Sealed::fp8(d, pages, random),
         Sealed::bf16(d, pages, random),
-    ]
+    ];
+    bands.into_iter().chain(others).collect()
 }
 
 #[test]
@@ -424,7 +471,7 @@ fn logits_that_rise_from_page_to_page() {
 fn a_row_does_not_depend_on_the_others() {
     let mut random = Random::new(38);
     let d = 96;
-    for sealed in all_formats(d, 5, &mut random).iter().take(3) {
+    for sealed in all_formats(d, 5, &mut random).iter().take(4) {
         let q = random.signed_vec(40 * d);
         let spans: Vec<Span> = (0..40).map(|row| Span { from: 3 * row, to: 320 - 5 * row }).collect();
         for isa in Isa::available() {
@@ -432,6 +479,7 @@ fn a_row_does_not_depend_on_the_others() {
             // As with bf16, few rows are multiplied as vectors and many as tiles, which round differently.
             let least = match sealed.layout {
                 _ if isa != Isa::Amx => 1,
+                PageLayout::Banded(_) => 1,
                 PageLayout::Codes(layout) if layout.groups() > 1 => 1,
                 PageLayout::Codes(_) => 32,
                 _ => 5,
@@ -453,7 +501,7 @@ fn a_head_does_not_depend_on_the_others() {
     let mut random = Random::new(40);
     const HEADS: usize = 3;
     let d = 64;
-    let formats: Vec<[Sealed; 4]> = (0..HEADS).map(|_| all_formats(d, 7, &mut random)).collect();
+    let formats: Vec<Vec<Sealed>> = (0..HEADS).map(|_| all_formats(d, 7, &mut random)).collect();
     for format in 0..formats[0].len() {
         let heads: Vec<&Sealed> = formats.iter().map(|of_head| &of_head[format]).collect();
         // One group of rows, and several; pages that nobody sees on either side.

@@ -1,0 +1,343 @@
+//! The order inside a sealed page whose keys have bands of channels with codes of different widths. This file is the one
+//! place that knows it.
+//!
+//! A page holds 64 tokens of one layer and one KV head, little-endian. Channels come in three regions, 4-bit channels
+//! first, then 2-bit, then 1-bit ones; a region is cut into one or two bands. Values are 2-bit codes as in
+//! [`codes`](super::codes), in one group:
+//!
+//! | part | layout |
+//! |---|---|
+//! | K codes | u32 words `[words of a token][64 tokens]`, region by region; in a region of `b` bits byte `i`, bits `b·p..` of word `w`: channel `(32/b)·w + 4·p + i` of the region |
+//! | V codes | u32 words `[4][d padded to 32]`; byte `i`, bits `2·p..`: token `16·block + 4·p + i` |
+//! | K scales | u8 `[band][64 tokens]`, see [`band::scale`](crate::band::scale) |
+//! | V scales | u16 `[scale, offset][64 tokens]`, f16 |
+//!
+//! At 128 channels a key has 32 bytes of codes and 4 of scales: as many as 2-bit codes with a 16-bit scale and offset.
+
+use super::codes::{CodeLayout, key_code, value_code};
+use super::{PAGE_TOKENS, check_token};
+use crate::band::{half_range, quantise_band, scale};
+use crate::cache_codec::Side;
+use crate::error::{CodecError, check_finite, check_length};
+use crate::quantise::{RowFormat, ScalePair, dequantise_row, quantise_row};
+use crate::rule::{Rule, ScaleType};
+
+/// Channels of a band are a multiple of this.
+pub const BAND_STEP: usize = 16;
+
+/// Most bands of a row.
+pub const MOST_BANDS: usize = 4;
+
+/// Neighbouring channels of a row with codes of one width, and a scale of their own for each token.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Band {
+    /// The first channel.
+    pub first: usize,
+    /// Channels of the band, a multiple of 16.
+    pub channels: usize,
+    /// Bits of a code: 4, 2 or 1.
+    pub bits: u32,
+    /// First channel of the region of this width; words are filled from there.
+    pub region: usize,
+    /// First word of a token in that region.
+    pub region_word: usize,
+}
+
+impl Band {
+    /// The channels.
+    pub fn range(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.channels
+    }
+}
+
+/// Shape of pages with banded keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BandLayout {
+    bands: [Band; MOST_BANDS],
+    count: usize,
+    /// Where 2-bit values lie in a page of their own.
+    values: CodeLayout,
+}
+
+impl BandLayout {
+    /// Two bits a channel on average: twice as many channels of one bit as of four, in the ratio 1 : 1 : 2 where that comes
+    /// out even, and what is left has two bits.
+    pub fn int2(head_dim: usize) -> Result<BandLayout, CodecError> {
+        if head_dim == 0 || head_dim > 4096 || !head_dim.is_multiple_of(BAND_STEP) {
+            let reason = "bands need a multiple of 16 channels, up to 4096";
+            return Err(CodecError::HeadDim { head_dim, reason });
+        }
+        let units = head_dim / BAND_STEP;
+        // Three units at least: one of four bits and two of one bit.
+        let strong = if units < 3 { 0 } else { (units / 4).max(1) };
+        let widths = [(4, strong), (2, units - 3 * strong), (1, strong), (1, strong)];
+        let mut bands = [Band::default(); MOST_BANDS];
+        let (mut count, mut first, mut word) = (0, 0, 0);
+        let (mut region, mut region_word) = (0, 0);
+        for (bits, units) in widths.into_iter().filter(|&(_, units)| units > 0) {
+            if count == 0 || bands[count - 1].bits != bits {
+                (region, region_word) = (first, word);
+            }
+            let channels = units * BAND_STEP;
+            bands[count] = Band { first, channels, bits, region, region_word };
+            count += 1;
+            first += channels;
+            word = region_word + ((first - region) * bits as usize).div_ceil(32);
+        }
+        Ok(BandLayout { bands, count, values: CodeLayout::new(2, head_dim, 1)? })
+    }
+
+    /// The bands of a key, strongest first.
+    pub fn bands(&self) -> &[Band] {
+        &self.bands[..self.count]
+    }
+
+    /// Channels of a row, without padding.
+    pub fn head_dim(&self) -> usize {
+        self.values.head_dim()
+    }
+
+    /// Channels of a value as stored.
+    pub fn padded_dim(&self) -> usize {
+        self.values.padded_dim()
+    }
+
+    /// How scales and offsets of values are stored.
+    pub fn value_scale_type(&self) -> ScaleType {
+        self.values.scale_type()
+    }
+
+    /// Words of a token's key codes.
+    pub fn key_words(&self) -> usize {
+        self.bands().last().map_or(0, |band| {
+            let channels = band.first + band.channels - band.region;
+            band.region_word + (channels * band.bits as usize).div_ceil(32)
+        })
+    }
+
+    /// First byte of the value codes.
+    pub fn value_codes(&self) -> usize {
+        4 * self.key_words() * PAGE_TOKENS
+    }
+
+    /// First byte of the key scales, `[band][64]`.
+    pub fn key_scales(&self) -> usize {
+        self.value_codes() + PAGE_TOKENS * self.padded_dim() / 4
+    }
+
+    /// First byte of the value scales; offsets lie 128 bytes after them.
+    pub fn value_scales(&self) -> usize {
+        self.key_scales() + self.count * PAGE_TOKENS
+    }
+
+    /// Bytes of a page.
+    pub fn page_bytes(&self) -> usize {
+        self.value_scales() + 4 * PAGE_TOKENS
+    }
+
+    /// Byte and bit shift of a key's code in a band.
+    fn key_position(&self, band: &Band, token: usize, channel: usize) -> (usize, u32) {
+        let (byte, shift) = key_code(band.bits, token, channel - band.region);
+        (4 * band.region_word * PAGE_TOKENS + byte, shift)
+    }
+
+    fn value_position(&self, token: usize, channel: usize) -> (usize, u32) {
+        let (byte, shift) = value_code(2, self.padded_dim(), token, channel);
+        (self.value_codes() + byte, shift)
+    }
+
+    /// Writes one token's key codes (one per channel) and scales (one per band), leaving all other tokens as they are.
+    pub fn write_key(
+        &self,
+        page: &mut [u8],
+        token: usize,
+        codes: &[u8],
+        scales: &[u8],
+    ) -> Result<(), CodecError> {
+        self.check(page.len(), token)?;
+        check_length("codes of a key", self.head_dim(), codes.len())?;
+        check_length("scales of a key", self.count, scales.len())?;
+        for (index, band) in self.bands().iter().enumerate() {
+            let mask = (1_u8 << band.bits) - 1;
+            for channel in band.range() {
+                let (byte, shift) = self.key_position(band, token, channel);
+                page[byte] = page[byte] & !(mask << shift) | (codes[channel] & mask) << shift;
+            }
+            page[self.key_scales() + index * PAGE_TOKENS + token] = scales[index];
+        }
+        Ok(())
+    }
+
+    /// Writes one token's value codes and scale pair, leaving all other tokens as they are.
+    pub fn write_value(
+        &self,
+        page: &mut [u8],
+        token: usize,
+        codes: &[u8],
+        (scale, offset): ScalePair,
+    ) -> Result<(), CodecError> {
+        self.check(page.len(), token)?;
+        check_length("codes of a value", self.head_dim(), codes.len())?;
+        for channel in 0..self.padded_dim() {
+            let code = codes.get(channel).map_or(0, |code| code & 3);
+            let (byte, shift) = self.value_position(token, channel);
+            page[byte] = page[byte] & !(3 << shift) | code << shift;
+        }
+        for (part, bits) in [scale, offset].into_iter().enumerate() {
+            let at = self.value_scales() + 2 * (part * PAGE_TOKENS + token);
+            page[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+        }
+        Ok(())
+    }
+
+    /// The row a reader makes of one token, still transformed.
+    pub fn decode_token(
+        &self,
+        page: &[u8],
+        side: Side,
+        token: usize,
+        row: &mut [f32],
+    ) -> Result<(), CodecError> {
+        self.check(page.len(), token)?;
+        check_length("channels of a row", self.head_dim(), row.len())?;
+        match side {
+            Side::Key => {
+                for (index, band) in self.bands().iter().enumerate() {
+                    let scale = scale(page[self.key_scales() + index * PAGE_TOKENS + token]);
+                    let mask = (1_u8 << band.bits) - 1;
+                    for channel in band.range() {
+                        let (byte, shift) = self.key_position(band, token, channel);
+                        row[channel] =
+                            (f32::from(page[byte] >> shift & mask) - half_range(band.bits)) * scale;
+                    }
+                }
+                Ok(())
+            }
+            Side::Value => {
+                let code = |channel| {
+                    let (byte, shift) = self.value_position(token, channel);
+                    page[byte] >> shift & 3
+                };
+                let codes: Vec<u8> = (0..row.len()).map(code).collect();
+                let at = self.value_scales() + 2 * token;
+                let word = |at: usize| u16::from_le_bytes([page[at], page[at + 1]]);
+                let pair = (word(at), word(at + 2 * PAGE_TOKENS));
+                dequantise_row(&codes, &[pair], self.value_scale_type(), row)
+            }
+        }
+    }
+
+    fn check(&self, bytes: usize, token: usize) -> Result<(), CodecError> {
+        check_token("bytes of a page of bands", self.page_bytes(), bytes, token)
+    }
+}
+
+/// How rows become codes of a layout.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BandRows {
+    /// The layout of the pages that the codes are written to.
+    pub layout: BandLayout,
+    /// How the grid of a value is chosen.
+    pub value_rule: Rule,
+}
+
+impl BandRows {
+    /// The arithmetic of a value.
+    pub fn value_format(&self) -> RowFormat {
+        RowFormat::int2(1, self.value_rule, self.layout.value_scale_type())
+    }
+
+    /// Quantises one row and writes its codes and scales. On an error the page is as it was.
+    pub fn write_token(
+        &self,
+        page: &mut [u8],
+        side: Side,
+        token: usize,
+        row: &[f32],
+    ) -> Result<(), CodecError> {
+        check_length("channels of a row", self.layout.head_dim(), row.len())?;
+        check_finite(row, 0)?;
+        let mut codes = vec![0; row.len()];
+        match side {
+            Side::Key => {
+                let scales: Vec<u8> = self
+                    .layout
+                    .bands()
+                    .iter()
+                    .map(|band| quantise_band(&row[band.range()], band.bits, &mut codes[band.range()]))
+                    .collect();
+                self.layout.write_key(page, token, &codes, &scales)
+            }
+            Side::Value => {
+                let mut pair = [(0, 0)];
+                quantise_row(row, &self.value_format(), &mut codes, &mut pair)?;
+                self.layout.write_value(page, token, &codes, pair[0])
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn widths(head_dim: usize) -> Vec<(usize, u32)> {
+        let layout = BandLayout::int2(head_dim).expect("a layout");
+        layout.bands().iter().map(|band| (band.channels, band.bits)).collect()
+    }
+
+    #[test]
+    fn every_head_has_two_bits_a_channel() {
+        assert_eq!(widths(16), [(16, 2)]);
+        assert_eq!(widths(32), [(32, 2)]);
+        assert_eq!(widths(48), [(16, 4), (16, 1), (16, 1)]);
+        assert_eq!(widths(64), [(16, 4), (16, 2), (16, 1), (16, 1)]);
+        assert_eq!(widths(80), [(16, 4), (32, 2), (16, 1), (16, 1)]);
+        assert_eq!(widths(96), [(16, 4), (48, 2), (16, 1), (16, 1)]);
+        assert_eq!(widths(128), [(32, 4), (32, 2), (32, 1), (32, 1)]);
+        assert_eq!(widths(256), [(64, 4), (64, 2), (64, 1), (64, 1)]);
+        for head_dim in (16..=4096).step_by(16) {
+            let layout = BandLayout::int2(head_dim).expect("a layout");
+            assert_eq!(32 * layout.key_words(), 2 * head_dim.next_multiple_of(16), "d={head_dim}");
+            let mut next = 0;
+            for band in layout.bands() {
+                assert_eq!(band.first, next, "d={head_dim}");
+                next += band.channels;
+            }
+            assert_eq!(next, head_dim);
+        }
+        assert!(BandLayout::int2(0).is_err() && BandLayout::int2(40).is_err());
+    }
+
+    #[test]
+    fn pages_have_the_documented_sizes() {
+        for (head_dim, bytes) in [(48, 2240), (64, 2560), (80, 3328), (96, 3584), (128, 4608), (256, 8704)] {
+            assert_eq!(BandLayout::int2(head_dim).expect("a layout").page_bytes(), bytes, "d={head_dim}");
+        }
+    }
+
+    #[test]
+    fn every_code_has_a_place_of_its_own() {
+        for head_dim in [16, 48, 64, 96, 128] {
+            let layout = BandLayout::int2(head_dim).expect("a layout");
+            let mut used = vec![0_u8; layout.page_bytes()];
+            let mut take = |(byte, shift): (usize, u32), bits: u32| {
+                let mask = ((1_u16 << bits) - 1) as u8;
+                assert_eq!(used[byte] & mask << shift, 0, "d={head_dim}, byte {byte}");
+                used[byte] |= mask << shift;
+            };
+            for token in 0..PAGE_TOKENS {
+                for band in layout.bands() {
+                    for channel in band.range() {
+                        take(layout.key_position(band, token, channel), band.bits);
+                    }
+                }
+                for channel in 0..layout.padded_dim() {
+                    take(layout.value_position(token, channel), 2);
+                }
+            }
+            assert!(used[..layout.key_scales()].iter().all(|&byte| byte == 255), "d={head_dim}");
+            assert!(used[layout.key_scales()..].iter().all(|&byte| byte == 0), "d={head_dim}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! The codec that a rotation file makes: which encoder, and that logits survive it.
+
+use std::collections::BTreeMap;
+
+use oscar_codec::{CacheCodec, HeadIndex, KvGeometry, PageLayout, Rule, Side, SquareMatrix, hadamard};
+use oscar_random::Random;
+use oscar_rotations::codec::int2_codec;
+use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
+use oscar_rotations::{Int2Encoder, Int2Options};
+
+const DIM: usize = 64;
+const GEOMETRY: KvGeometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: DIM };
+const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
+
+/// Keys whose channels fall in strength, and bands that say so.
+fn file(bands: bool) -> RotationFile {
+    let side = |bands: Option<Vec<SquareMatrix>>| SideRotations {
+        rotations: vec![hadamard::matrix(DIM)],
+        eigenvalues: Vec::new(),
+        means: Some(vec![vec![0.25; DIM]]),
+        metrics: None,
+        bands,
+        rules: vec![Rule::Search],
+    };
+    let scaled = SquareMatrix::from_fn(DIM, |i, j| if i == j { 1.0 / strength(i) } else { 0.0 });
+    let layer = LayerRotations { keys: side(bands.then(|| vec![scaled])), values: side(None) };
+    let header = RotationHeader { kv_heads: 1, head_dim: DIM, ..RotationHeader::default() };
+    RotationFile { header, heads: Some(BTreeMap::from([(0, layer)])), layers: None }
+}
+
+fn strength(channel: usize) -> f64 {
+    8.0 * 0.93_f64.powi(channel as i32)
+}
+
+fn options(encoder: Int2Encoder) -> Int2Options {
+    Int2Options { encoder, ..Int2Options::default() }
+}
+
+#[test]
+fn bands_are_used_where_they_are_and_nothing_speaks_against_them() {
+    let layout = |file: &RotationFile, options: &Int2Options| {
+        int2_codec("int2", file, GEOMETRY, options).map(|codec| codec.layout(0))
+    };
+    let (with, without) = (file(true), file(false));
+    let auto = options(Int2Encoder::Auto);
+    assert!(matches!(layout(&with, &auto), Ok(PageLayout::Banded(_))));
+    assert!(matches!(layout(&without, &auto), Ok(PageLayout::Codes(_))));
+    assert!(matches!(layout(&with, &options(Int2Encoder::Scalar)), Ok(PageLayout::Codes(_))));
+    let grouped = Int2Options { group: Some(32), ..Int2Options::default() };
+    assert!(matches!(layout(&with, &grouped), Ok(PageLayout::Codes(_))));
+    let error = layout(&without, &options(Int2Encoder::Band)).expect_err("no bands");
+    assert!(error.to_string().contains("oscar calibrate"), "{error}");
+}
+
+#[test]
+fn a_matrix_that_cannot_be_undone_is_refused() {
+    let mut broken = file(true);
+    let layer = broken.heads.as_mut().and_then(|heads| heads.get_mut(&0)).expect("a layer");
+    layer.keys.bands = Some(vec![SquareMatrix::from_fn(DIM, |i, _| i as f64)]);
+    let error = int2_codec("int2", &broken, GEOMETRY, &options(Int2Encoder::Auto)).expect_err("singular");
+    assert!(error.to_string().contains("inverse"), "{error}");
+}
+
+/// Bands read logits of uneven keys far better than scalar codes of the same size do, and do not shrink them.
+#[test]
+fn bands_keep_logits_of_uneven_keys() {
+    let mut random = Random::new(5);
+    let mut key = || -> Vec<f32> {
+        (0..DIM).map(|channel| (strength(channel) * random.normal()) as f32 + 0.25).collect()
+    };
+    let keys: Vec<Vec<f32>> = (0..256).map(|_| key()).collect();
+    let error = |encoder: Int2Encoder| {
+        let codec = int2_codec("int2", &file(true), GEOMETRY, &options(encoder)).expect("a codec");
+        let mut stored = keys.concat();
+        codec.round_trip(HEAD, Side::Key, &mut stored).expect("finite rows");
+        let mut noise = Random::new(6);
+        let (mut error, mut along, mut energy) = (0.0, 0.0, 0.0);
+        for (key, stored) in keys.iter().zip(stored.chunks_exact(DIM)) {
+            let query: Vec<f32> = (0..DIM).map(|_| noise.normal() as f32).collect();
+            let dot = |row: &[f32]| -> f64 {
+                row.iter().zip(&query).map(|(k, q)| f64::from(k - 0.25) * f64::from(*q)).sum()
+            };
+            let (exact, read) = (dot(key), dot(stored));
+            error += (read - exact).powi(2);
+            along += read * exact;
+            energy += exact * exact;
+        }
+        (error / energy, along / energy, codec.page_bytes())
+    };
+    let (bands, scalar) = (error(Int2Encoder::Band), error(Int2Encoder::Scalar));
+    assert_eq!(bands.2, scalar.2, "the same bytes");
+    assert!(bands.0 < 0.5 * scalar.0, "{bands:?} against {scalar:?}");
+    assert!((bands.1 - 1.0).abs() < 0.03, "{bands:?}");
+}
