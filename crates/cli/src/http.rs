@@ -55,6 +55,11 @@ pub(crate) struct HttpArguments {
     #[arg(long, default_value = "auto", value_name = "NAME")]
     tool_call_parser: String,
 
+    /// Read control tokens such as <|im_end|> in messages and tools as tokens, not as text: whoever writes part of a
+    /// message can then begin and end turns.
+    #[arg(long)]
+    parse_special_in_messages: bool,
+
     /// How answers are drawn when a request does not say: as the model's own files do (generation_config.json), or
     /// with temperature 1 and all tokens, as OpenAI's do.
     #[arg(long, value_enum, default_value_t, value_name = "SOURCE")]
@@ -268,6 +273,7 @@ impl HttpArguments {
             shutdown: Duration::from_secs(self.limits.shutdown_seconds),
             reasoning_parser,
             tool_call_parser,
+            parse_special_in_messages: self.parse_special_in_messages,
             cache: CacheShape {
                 sink_pages: budget.windows.sink,
                 recent_pages: budget.windows.recent,

@@ -12,6 +12,7 @@ mod sampling_defaults;
 mod source_fetch;
 mod source_resolve;
 mod text_real_models;
+mod text_control_tokens;
 mod text_remembered;
 mod text_templates;
 mod text_tokenizers;

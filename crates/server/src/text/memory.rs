@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use oscar_model::text::{RememberedText, TextError, Tokenizer};
+use oscar_model::text::{RememberedText, RenderedText, TextError, Tokenizer};
 
 /// The most bytes of text and ids that are remembered.
 const MAX_BYTES: usize = 64 << 20;
@@ -23,7 +23,7 @@ impl ConversationMemory {
         &self,
         tokenizer: &Tokenizer,
         salt: Option<&str>,
-        text: String,
+        text: RenderedText,
     ) -> Result<RenderedPrompt, TextError> {
         // Encoding takes long for long texts: nobody waits for it.
         let beginning = self.lock().remembered_prefix(&scope(salt), &text);
@@ -63,7 +63,7 @@ fn scope(salt: Option<&str>) -> String {
 /// A prompt as the chat template rendered it, and its token ids.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RenderedPrompt {
-    pub(crate) text: String,
+    pub(crate) text: RenderedText,
     pub(crate) ids: Vec<u32>,
 }
 
