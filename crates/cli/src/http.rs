@@ -293,13 +293,14 @@ fn banner(address: SocketAddr, name: &str, engine: &Engine<Device>) -> String {
     let host = if address.ip().is_unspecified() { "127.0.0.1".to_owned() } else { host(address) };
     format!(
         "{name} is ready at http://{host}:{}\n  \
-         cache     {}, {:.2} bits per element, {}\n  \
-         capacity  {} tokens, {} per request, {} requests at a time",
+         cache     {}, {:.2} bits per element, {} that become resident as they fill\n  \
+         capacity  {} tokens or {} requests of {}, {} requests at a time",
         address.port(),
         info.kv,
         info.bits_per_element,
         binary_bytes(budget.total_bytes() as u64),
         count(info.capacity_tokens as u64),
+        info.capacity_tokens / info.context.max(1),
         count(info.context as u64),
         info.max_running,
     )

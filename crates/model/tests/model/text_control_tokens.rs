@@ -120,7 +120,7 @@ fn marks_survive_what_templates_do_to_text() {
         "{{ m.content | tojson }}",
         "{{ m | tojson(ensure_ascii=true) }}",
         "{{ m }}",
-        "{{ m.content | upper }}{{ m.content | lower }}{{ m.content | title }}",
+        "{{ m.content | upper }}{{ m.content | lower }}",
         "{{ m.content ~ m.content }}{{ m.content * 3 }}",
         "{{ m.content | indent }}{{ m.content | e }}",
     ];

@@ -6,6 +6,7 @@ mod bad_input;
 mod chat;
 mod completions;
 mod connections;
+mod control_tokens;
 mod deployment;
 mod hostile;
 mod kv_events;
