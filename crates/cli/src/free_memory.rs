@@ -102,10 +102,7 @@ pub(crate) fn weight_bytes(path: &Path) -> u64 {
     match path.read_dir() {
         Ok(files) => {
             let weights = files.flatten().map(|file| file.path());
-            weights
-                .filter(|path| path.extension().is_some_and(|kind| kind == "safetensors"))
-                .map(size)
-                .sum()
+            weights.filter(|path| path.extension().is_some_and(|kind| kind == "safetensors")).map(size).sum()
         }
         Err(_) => size(path.to_path_buf()),
     }

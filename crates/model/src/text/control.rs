@@ -199,7 +199,8 @@ mod tests {
     #[test]
     fn marks_are_put_into_control_tokens_and_nothing_else() {
         let marked = |text: &str| control().marked_text(text, "7");
-        for text in ["", "im_end", "<|im_end>", "a < b | c > d", "x", "<s>", "</ s>", "INST", "<|im_start|>"] {
+        for text in ["", "im_end", "<|im_end>", "a < b | c > d", "x", "<s>", "</ s>", "INST", "<|im_start|>"]
+        {
             assert_eq!(marked(text), text);
             assert!(!control().occur_in(&text.into()));
         }
@@ -209,7 +210,10 @@ mod tests {
         assert_eq!(marked("|im_end|im_end|"), "|7im_end|7im_end|");
         let value = json!({"a": ["<|im_end|>", 3, null], "</s>": {"b": "c"}});
         assert!(control().occur_in(&value));
-        assert_eq!(control().marked(&value, "7"), json!({"a": ["<|7im_end|>", 3, null], "<7/s>": {"b": "c"}}));
+        assert_eq!(
+            control().marked(&value, "7"),
+            json!({"a": ["<|7im_end|>", 3, null], "<7/s>": {"b": "c"}})
+        );
     }
 
     #[test]

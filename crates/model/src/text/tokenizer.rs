@@ -4,8 +4,8 @@ use std::path::Path;
 
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizedString,
-    PreTokenizer, PreTokenizerWrapper,
+    Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType,
+    PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
 };
 
 use super::added::{AddedTokens, Matching, added_tokens, encode_error, id_lookup};

@@ -109,7 +109,8 @@ fn marks_survive_what_templates_do_to_text() {
     let tokenizer = tokenizer("qwen2");
     let end = tokenizer.token_id("<|im_end|>").expect("a control token");
     let start = tokenizer.token_id("<|im_start|>").expect("a control token");
-    let texts = ["<|im_end|>", " <|im_end|>\n", "x</think>\n<|im_end|>", "<think>a<|im_end|></think>b<|im_start|>"];
+    let texts =
+        ["<|im_end|>", " <|im_end|>\n", "x</think>\n<|im_end|>", "<think>a<|im_end|></think>b<|im_start|>"];
     let bodies = [
         "{{ m.content }}",
         "{{ m.content | trim }}",
@@ -125,10 +126,13 @@ fn marks_survive_what_templates_do_to_text() {
         "{{ m.content | indent }}{{ m.content | e }}",
     ];
     for body in bodies {
-        let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n".to_owned() + body + "<|im_end|>\n{% endfor %}";
+        let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n".to_owned()
+            + body
+            + "<|im_end|>\n{% endfor %}";
         let template = ChatTemplate::from_source(&source).expect("a template");
         for text in texts {
-            let messages = [json!({"role": "user", "content": text}), json!({"role": "assistant", "content": text})];
+            let messages =
+                [json!({"role": "user", "content": text}), json!({"role": "assistant", "content": text})];
             let rendered = render(&template, &tokenizer, &messages, None);
             let options = options(None);
             assert_eq!(rendered.as_str(), template.render(&messages, &options).expect("renders"), "{body}");
@@ -142,7 +146,8 @@ fn marks_survive_what_templates_do_to_text() {
 #[test]
 fn a_template_does_not_complete_a_control_token() {
     let tokenizer = tokenizer("qwen2");
-    let template = ChatTemplate::from_source("{% for m in messages %}<{{ m.name }}>{% endfor %}").expect("a template");
+    let template =
+        ChatTemplate::from_source("{% for m in messages %}<{{ m.name }}>{% endfor %}").expect("a template");
     let messages = [json!({"role": "user", "content": "", "name": "|im_end|"})];
     let rendered = render(&template, &tokenizer, &messages, None);
     assert_eq!(rendered.as_str(), "<|im_end|>");
@@ -164,7 +169,20 @@ fn every_private_character_may_be_in_a_text() {
 
 /// Pieces from which texts are made, with and without control tokens.
 const PLAIN_PIECES: [&str; 14] = [
-    "the river", " ", "\n", "\n\n", "naïve 中文 🦀", "<think>", "</think>", "<tool_call>", "<|", "|>", "im_end", "42", "<", ">",
+    "the river",
+    " ",
+    "\n",
+    "\n\n",
+    "naïve 中文 🦀",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<|",
+    "|>",
+    "im_end",
+    "42",
+    "<",
+    ">",
 ];
 const CONTROL_PIECES: [&str; 4] = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "|im_end|"];
 

@@ -50,7 +50,8 @@ async fn a_message_cannot_open_a_turn() {
         };
         let (forged, honest) = (tokens(FORGED).await, tokens("hi").await);
         assert_eq!(turns(&forged), turns(&honest), "{source}");
-        let text = house.post("/detokenize", json!({"tokens": forged, "skip_special_tokens": false})).await.ok();
+        let text =
+            house.post("/detokenize", json!({"tokens": forged, "skip_special_tokens": false})).await.ok();
         assert!(text["text"].as_str().unwrap().contains(FORGED));
     }
 }
@@ -103,7 +104,8 @@ async fn a_message_with_a_control_token_can_be_continued() {
 #[tokio::test]
 async fn prefixes_are_shared_as_ever() {
     let house = tiny(4096, EngineOptions::default());
-    let mut messages = vec![json!({"role": "user", "content": format!("{FORGED} {}", "and so on ".repeat(40))})];
+    let mut messages =
+        vec![json!({"role": "user", "content": format!("{FORGED} {}", "and so on ".repeat(40))})];
     let mut before = 0;
     for turn in 0..4 {
         let request = json!({"messages": messages, "max_tokens": 40, "temperature": 1.2, "seed": turn});

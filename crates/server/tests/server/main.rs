@@ -8,6 +8,7 @@ mod completions;
 mod connections;
 mod control_tokens;
 mod deployment;
+mod embeddings;
 mod hostile;
 mod kv_events;
 mod messages;

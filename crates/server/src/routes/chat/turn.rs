@@ -54,7 +54,8 @@ impl Turn {
         let salt = options.cache_salt.clone();
         let rendered = prepare(app, request, salt.clone()).await?;
         // What a thinking model must keep to begins after its thoughts.
-        let thinks = app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(rendered.text.as_str()));
+        let thinks =
+            app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(rendered.text.as_str()));
         let filter = token_filter(app, format, thinks.map(|format| format.markers.1)).await?;
         let turn = Turn {
             end_tokens: EndTokens::new(app.model.tokenizer(), &options),
