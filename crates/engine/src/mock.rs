@@ -352,6 +352,9 @@ impl Worker {
 
     /// Reports what is asked for of the prompt itself: hashes of all tokens up to each.
     fn score(&self, prompt: &[u32], options: &GenerateOptions, output: &mut Output) {
+        if options.prompt_logprobs.is_none() && options.embedding.is_none() {
+            return;
+        }
         let mut state = mix(self.options.seed);
         for (index, &token) in prompt.iter().enumerate() {
             state = mix(state ^ u64::from(token));

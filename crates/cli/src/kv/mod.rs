@@ -113,8 +113,8 @@ pub(crate) struct CacheArguments {
     #[arg(long, value_name = "MODE")]
     prefill: Option<PrefillChoice>,
 
-    /// Same request and seed, same tokens, to the bit, whatever else runs and ran before. Slower; implies --prefill
-    /// uniform, and a chat is always encoded from its text.
+    /// Same request and seed, same tokens, to the bit, whatever else runs or ran before: a server then encodes chats from
+    /// their text, not as the ids it drew. Slower; implies --prefill uniform.
     #[arg(long)]
     pub(crate) deterministic: bool,
 }
