@@ -287,8 +287,10 @@ impl Worker {
 
     fn cancel(&mut self, id: u64) {
         if let Some(place) = self.waiting.iter().position(|submitted| submitted.id == id)
-            && let Some(submitted) = self.waiting.remove(place)
+            && let Some(mut submitted) = self.waiting.remove(place)
         {
+            // One that generates nothing would end as soon as it begins.
+            submitted.request.options.max_tokens = None;
             self.begin(submitted);
         }
         let keys: Vec<u64> =

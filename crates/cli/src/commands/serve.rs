@@ -14,7 +14,7 @@ use self::events::EventArguments;
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
-use crate::free_memory::{free_bytes, weight_bytes};
+use crate::free_memory::free_bytes;
 use crate::http::HttpArguments;
 use crate::kv::Settled;
 use crate::loading::{EngineArguments, start};
@@ -99,7 +99,7 @@ impl ServeArguments {
         let publisher = self.events.publisher(listener.runtime())?;
         let subject = self.engine.load_model(&model)?;
         let settled = self.engine.kv.settle(&subject)?;
-        let options = self.engine_options(&model, &settled)?;
+        let options = self.engine_options(subject.weight_bytes, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
         let mut events = None;
         if let Some(publisher) = publisher {
@@ -113,7 +113,7 @@ impl ServeArguments {
         self.http.serve(listener, &subject, engine, events)
     }
 
-    fn engine_options(&self, model: &ModelArguments, settled: &Settled) -> Result<EngineOptions, Failure> {
+    fn engine_options(&self, weights: u64, settled: &Settled) -> Result<EngineOptions, Failure> {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
@@ -121,7 +121,7 @@ impl ServeArguments {
             ..self.engine.options(settled)
         };
         if options.kv.memory.is_none() {
-            match self.room(weight_bytes(model.resolve()?.path()))? {
+            match self.room(weights)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),
                 Some(Room::UpTo(bytes)) => options.kv.memory_limit = Some(bytes),
                 None => {}

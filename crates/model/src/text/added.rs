@@ -8,8 +8,8 @@ use tokenizers::{AddedToken, AddedVocabulary, Model, Normalizer};
 use super::TextError;
 use super::pieces::PieceKind;
 
-/// Two matchers over the same vocabulary: one for text we trust to name special tokens (a rendered chat
-/// template), one for plain text, where only user-defined tokens are matched and `<|im_end|>` is seven
+/// Two matchers over the same vocabulary: one for text we trust to name special tokens (what a chat template
+/// writes), one for plain text, where only user-defined tokens are matched and `<|im_end|>` is seven
 /// harmless characters of punctuation and letters.
 pub(super) struct AddedTokens {
     /// Matches special and user-defined tokens.

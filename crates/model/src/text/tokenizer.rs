@@ -175,8 +175,8 @@ impl Tokenizer {
         self.encode_text(text, add_special, Matching::UserDefined)
     }
 
-    /// Encodes text in which special tokens are meant, such as a rendered chat template: `<|im_end|>` becomes
-    /// one id. A template usually writes the begin token itself, so `add_special` is `false` for those.
+    /// Encodes text in which special tokens are meant wherever they are written, such as a raw prompt: `<|im_end|>`
+    /// becomes one id. `add_special` adds the begin and end tokens the model expects around a whole text.
     pub fn encode_with_special_tokens_parsed(
         &self,
         text: &str,

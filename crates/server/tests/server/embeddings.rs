@@ -1,12 +1,12 @@
 //! Embeddings and scores against a forward pass that is done by hand.
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS};
-use oscar_engine::{EngineOptions, MockOptions};
+use oscar_engine::{EngineOptions, MockOptions, Serve};
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::support::{House, mock, mock_with, tiny};
+use crate::support::{House, eventually, mock, mock_with, tiny};
 
 fn ids(length: u32, seed: u32) -> Vec<u32> {
     (0..length).map(|index| 3 + (seed + index * index) % 101).collect()
@@ -119,6 +119,26 @@ async fn embeddings_have_the_form_that_clients_expect() {
     let small = mock_with(options, ServerOptions::default());
     let error = small.post("/v1/embeddings", json!({"input": vec!["a"; 5]})).await.refused(400);
     assert_eq!(error["param"], "input");
+}
+
+#[tokio::test]
+async fn an_embedding_that_waits_can_be_aborted() {
+    let options = MockOptions { tokens_per_s: Some(5.0), max_running: 1, ..MockOptions::default() };
+    let house = mock_with(options, ServerOptions::default());
+    let long =
+        house.post("/generate", json!({"text": "a", "rid": "long", "sampling_params": {"ignore_eos": true}}));
+    let short = async {
+        eventually("the other one runs", || house.engine.stats().running == 1).await;
+        house.post("/v1/embeddings", json!({"input": "a", "rid": "short"})).await
+    };
+    let aborts = async {
+        eventually("it waits", || house.engine.stats().queued == 1).await;
+        house.post("/abort_request", json!({"rid": "short"})).await.ok();
+        eventually("it waits no more", || house.engine.stats().queued == 0).await;
+        house.post("/abort_request", json!({"rid": "long"})).await.ok();
+    };
+    let (_, short, ()) = tokio::join!(long, short, aborts);
+    assert_eq!(short.refused(503)["code"], "aborted");
 }
 
 /// 32-bit floats from base64.
