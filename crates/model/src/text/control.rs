@@ -106,6 +106,15 @@ fn insert(text: &str, places: &[usize], mark: &str) -> String {
     out
 }
 
+/// How many bytes at the start are the same. Every prompt is compared with all that are remembered, so whole blocks come
+/// first.
+fn common_prefix(a: &[u8], b: &[u8]) -> usize {
+    const BLOCK: usize = 64;
+    let blocks = a.chunks_exact(BLOCK).zip(b.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
+    let same = blocks * BLOCK;
+    same + a[same..].iter().zip(&b[same..]).take_while(|(a, b)| a == b).count()
+}
+
 /// A rendered chat: its text, and the places in it at which a message has the characters of a control token.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RenderedText {
@@ -161,7 +170,7 @@ impl RenderedText {
 
     /// The number of bytes at the start that are read alike in both.
     pub(super) fn common_bytes(&self, other: &RenderedText) -> usize {
-        let bytes = self.text.bytes().zip(other.text.bytes()).take_while(|(a, b)| a == b).count();
+        let bytes = common_prefix(self.text.as_bytes(), other.text.as_bytes());
         let same = self.cuts.iter().zip(&other.cuts).take_while(|(a, b)| a == b).count();
         let first_of_one = self.cuts.get(same).into_iter().chain(other.cuts.get(same)).min();
         first_of_one.map_or(bytes, |&cut| cut.min(bytes))
@@ -232,6 +241,17 @@ mod tests {
         assert_eq!(rendered.common_bytes(&meant), 3);
         assert_eq!(rendered.common_bytes(&short), 13);
         assert_eq!(meant.common_bytes(&meant), 18);
+    }
+
+    #[test]
+    fn common_prefixes_end_at_the_first_difference() {
+        let text: Vec<u8> = (0..200).collect();
+        for length in [0, 1, 63, 64, 65, 128, 199, 200] {
+            assert_eq!(common_prefix(&text, &text[..length]), length);
+            let mut other = text.clone();
+            other.get_mut(length).into_iter().for_each(|byte| *byte ^= 1);
+            assert_eq!(common_prefix(&text, &other), length);
+        }
     }
 
     #[test]

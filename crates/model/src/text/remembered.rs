@@ -181,8 +181,9 @@ impl RememberedText {
         }
         // A conversation that goes on needs its earlier state no more.
         let continued = |known: &RememberedChat| {
-            let continues = new.text.common_bytes(&known.text) == known.text.as_str().len();
-            known.scope == new.scope && continues && new.ids.starts_with(&known.ids)
+            known.scope == new.scope
+                && new.ids.starts_with(&known.ids)
+                && new.text.common_bytes(&known.text) == known.text.as_str().len()
         };
         self.conversations.retain(|known| !continued(known));
         self.conversations.push(new);
