@@ -2,7 +2,7 @@
 
 use oscar_kernels::Backend;
 use oscar_model::LoadedModel;
-use oscar_model::text::{ChatTemplate, TextError};
+use oscar_model::text::{ChatTemplate, RenderedText, TextError};
 use serde_json::{Value, json};
 
 use crate::failure::Failure;
@@ -45,7 +45,7 @@ impl Conversation {
     }
 
     /// Renders the prompt of the next answer with the model's chat template.
-    pub(crate) fn render<B: Backend>(&self, model: &LoadedModel<B>) -> Result<String, Failure> {
+    pub(crate) fn render<B: Backend>(&self, model: &LoadedModel<B>) -> Result<RenderedText, Failure> {
         required_template(model)?;
         model.render_chat(&self.messages).map_err(Failure::new)
     }

@@ -55,6 +55,11 @@ pub(crate) struct HttpArguments {
     #[arg(long, default_value = "auto", value_name = "NAME")]
     tool_call_parser: String,
 
+    /// Read control tokens such as <|im_end|> in messages and tools as tokens, not as text: whoever writes part of a
+    /// message can then begin and end turns.
+    #[arg(long)]
+    parse_special_in_messages: bool,
+
     /// How answers are drawn when a request does not say: as the model's own files do (generation_config.json), or
     /// with temperature 1 and all tokens, as OpenAI's do.
     #[arg(long, value_enum, default_value_t, value_name = "SOURCE")]
@@ -268,6 +273,7 @@ impl HttpArguments {
             shutdown: Duration::from_secs(self.limits.shutdown_seconds),
             reasoning_parser,
             tool_call_parser,
+            parse_special_in_messages: self.parse_special_in_messages,
             cache: CacheShape {
                 sink_pages: budget.windows.sink,
                 recent_pages: budget.windows.recent,
@@ -287,13 +293,14 @@ fn banner(address: SocketAddr, name: &str, engine: &Engine<Device>) -> String {
     let host = if address.ip().is_unspecified() { "127.0.0.1".to_owned() } else { host(address) };
     format!(
         "{name} is ready at http://{host}:{}\n  \
-         cache     {}, {:.2} bits per element, {}\n  \
-         capacity  {} tokens, {} per request, {} requests at a time",
+         cache     {}, {:.2} bits per element, {} that become resident as they fill\n  \
+         capacity  {} tokens or {} requests of {}, {} requests at a time",
         address.port(),
         info.kv,
         info.bits_per_element,
         binary_bytes(budget.total_bytes() as u64),
         count(info.capacity_tokens as u64),
+        info.capacity_tokens / info.context.max(1),
         count(info.context as u64),
         info.max_running,
     )

@@ -6,6 +6,7 @@ mod commands;
 mod conversation;
 mod device;
 mod failure;
+mod free_memory;
 mod http;
 mod interrupt;
 mod kv;

@@ -9,6 +9,7 @@ use oscar_rotations::ModelIdentity;
 use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::device::{self, Device};
 use crate::failure::Failure;
+use crate::free_memory::weight_bytes;
 
 /// Which model, on how many threads.
 #[derive(Debug, Args)]
@@ -30,6 +31,8 @@ pub(crate) struct Subject {
     pub(crate) model: Arc<LoadedModel<Device>>,
     /// Name of the model as the user gave it, and its fingerprints.
     pub(crate) identity: ModelIdentity,
+    /// Bytes of the files that hold its weights.
+    pub(crate) weight_bytes: u64,
 }
 
 impl SubjectArguments {
@@ -60,7 +63,7 @@ impl Subject {
         let files = ModelFiles::open_in(&path, weights.weights.into())?;
         let identity = ModelIdentity::of(&arguments.model, &files)?;
         let model = Arc::new(files.load(Arc::new(device))?);
-        Ok(Subject { model, identity })
+        Ok(Subject { model, identity, weight_bytes: weight_bytes(path.path()) })
     }
 
     /// The model as the user named it.

@@ -55,7 +55,7 @@ pub struct PoolBudget {
 impl PoolBudget {
     /// Bytes of the pool, with the dummy that padded rows name.
     pub fn bytes(&self) -> usize {
-        if self.page_bytes == 0 { 0 } else { (self.pages + 1).saturating_mul(self.page_bytes) }
+        if self.page_bytes == 0 { 0 } else { self.pages.saturating_add(1).saturating_mul(self.page_bytes) }
     }
 }
 
@@ -135,7 +135,11 @@ impl Budget {
         budget.sealed.pages = if kv.codec.is_some() { least.sealed.max(1) } else { 0 };
         let pages = context.div_ceil(PAGE_TOKENS);
         match kv.memory {
-            Some(memory) => budget.fill(memory, options)?,
+            Some(memory) if memory < budget.total_bytes() => {
+                let (needed, parts) = (budget.total_bytes(), budget.parts());
+                return Err(EngineError::MemoryTooSmall { context, needed, memory, parts });
+            }
+            Some(memory) => budget.fill(memory, options),
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
                 budget.exact.pages += kv.windows.recent.saturating_add(2).min(pages);
@@ -143,23 +147,32 @@ impl Budget {
             }
             None => budget.exact.pages += 1,
         }
+        if let (None, Some(limit)) = (kv.memory, kv.memory_limit) {
+            budget.grow(limit, least, options);
+        }
         budget.bits_per_element = budget.bits_at(context);
         Ok(budget)
     }
 
+    /// Makes room for as many requests that fill the context as may run, or else for what fits into `limit`.
+    fn grow(&mut self, limit: usize, one: PageNeed, options: &EngineOptions) {
+        let others = options.max_running - 1;
+        let mut all = self.clone();
+        all.exact.pages = all.exact.pages.saturating_add(one.exact.saturating_mul(others));
+        all.sealed.pages = all.sealed.pages.saturating_add(one.sealed.saturating_mul(others));
+        if all.total_bytes() <= limit {
+            *self = all;
+        } else if self.total_bytes() < limit {
+            self.fill(limit, options);
+        }
+    }
+
     /// Shares out what is left of the memory after the least that a sequence needs.
-    fn fill(&mut self, memory: usize, options: &EngineOptions) -> Result<(), EngineError> {
-        let Some(rest) = memory.checked_sub(self.total_bytes()) else {
-            return Err(EngineError::MemoryTooSmall {
-                context: self.context,
-                needed: self.total_bytes(),
-                memory,
-                parts: self.parts(),
-            });
-        };
+    fn fill(&mut self, memory: usize, options: &EngineOptions) {
+        let rest = memory.saturating_sub(self.total_bytes());
         if self.sealed.page_bytes == 0 {
             self.exact.pages += rest / self.exact.page_bytes;
-            return Ok(());
+            return;
         }
         let PageWindows { sink, recent } = self.windows;
         // Every prefix that is kept for later holds its sink in bf16, and its window as long as there is room.
@@ -171,7 +184,6 @@ impl Budget {
         let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
         self.exact.pages += more;
         self.sealed.pages += (rest - more * self.exact.page_bytes) / self.sealed.page_bytes;
-        Ok(())
     }
 
     /// Bytes of all pools and of the hidden states of a prompt.
@@ -340,6 +352,29 @@ mod tests {
             ..EngineOptions::default()
         };
         assert!(matches!(Budget::plan(SHAPE, &longer), Err(EngineError::MemoryTooSmall { .. })));
+    }
+
+    #[test]
+    fn a_limit_makes_room_for_as_many_requests_as_may_run() {
+        let plan = |codec: bool, limit: Option<usize>, max_running: usize| {
+            let codec = codec.then(|| Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec")));
+            let kv = KvOptions { codec, memory_limit: limit, ..KvOptions::default() };
+            let options = EngineOptions { context: Some(4096), kv, max_running, ..EngineOptions::default() };
+            Budget::plan(SHAPE, &options).expect("a budget")
+        };
+        for codec in [false, true] {
+            let one = plan(codec, None, 8);
+            let all = plan(codec, Some(usize::MAX), 8);
+            // Windows that are sealed early make some more room.
+            assert!((8 * 4096..10 * 4096).contains(&all.capacity_tokens()), "{all}");
+            assert_eq!(plan(codec, Some(all.total_bytes()), 8), all);
+            assert_eq!(plan(codec, Some(usize::MAX), 1), one);
+            // Less than all: whatever fits, and never less than one request.
+            let some = plan(codec, Some(all.total_bytes() / 2), 8);
+            assert!((2 * 4096..8 * 4096).contains(&some.capacity_tokens()), "{some}");
+            assert!(some.total_bytes() <= all.total_bytes() / 2);
+            assert_eq!(plan(codec, Some(1), 8), one);
+        }
     }
 
     #[test]

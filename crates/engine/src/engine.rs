@@ -76,6 +76,7 @@ impl<B: Backend> Engine<B> {
         let info = EngineInfo {
             context: budget.context,
             vocabulary,
+            hidden_size: model.config().hidden_size,
             max_running,
             max_queued: options.max_queued,
             prefill_chunk: options.prefill_chunk.min(budget.context),

@@ -23,7 +23,7 @@ pub enum Event {
     /// The prompt has been computed and the probabilities of its tokens are known. Comes before the first token, once for all choices,
     /// if they were asked for.
     Scored {
-        /// One entry per token of the prompt.
+        /// One entry per token of the prompt, or of its part whose probabilities were asked for.
         prompt: Arc<[PromptLogprob]>,
     },
     /// A token was sampled.
@@ -143,6 +143,8 @@ pub struct Summary {
     pub logprobs: Vec<f32>,
     /// Probabilities of the prompt, if asked for.
     pub prompt_logprobs: Vec<PromptLogprob>,
+    /// The hidden states of the prompt as one vector, if asked for and the prompt was computed.
+    pub embedding: Option<Vec<f32>>,
     /// The seed with which tokens were sampled.
     pub seed: u64,
     /// From the request to the start of its work.

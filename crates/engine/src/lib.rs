@@ -38,6 +38,7 @@ mod interleavings;
 mod mock;
 mod output;
 mod penalties;
+mod pooling;
 mod request;
 mod scheduler;
 mod serve;
@@ -54,6 +55,7 @@ pub use event::{Event, FinishReason, MatchedStop, PromptLogprob, Sink, Summary, 
 pub use filter::{TokenFilter, TokenMask};
 pub use mock::{MOCK_END, MockEngine, MockOptions};
 pub use oscar_kv::CacheEvent;
+pub use pooling::Pooling;
 pub use request::{GenerateOptions, MAX_TOP_LOGPROBS, Request, SamplingOptions};
 pub use serve::{Answer, EngineInfo, EngineStats, RequestHandle, SequenceView, Serve};
 pub use settings::{EngineOptions, KvOptions, PrefillMode};

@@ -13,9 +13,10 @@ use oscar_model::text::TextError;
 
 use crate::draw::{draw, fresh_seed};
 use crate::error::EngineError;
-use crate::event::{Event, FinishReason, Sink};
+use crate::event::{Event, FinishReason, PromptLogprob, Sink};
 use crate::output::{Decode, Output};
-use crate::request::{Limits, Request};
+use crate::pooling::HiddenRows;
+use crate::request::{GenerateOptions, Limits, Request};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -24,6 +25,9 @@ use crate::sync::{Mutex, MutexGuard};
 
 /// The token with which the mock ends its turn; it has no text.
 pub const MOCK_END: u32 = 0;
+
+/// Numbers in the embedding of a prompt.
+const MOCK_HIDDEN_SIZE: usize = 16;
 
 const WORDS: [&str; 32] = [
     "river", "stone", "light", "table", "seven", "green", "paper", "cloud", "north", "winter", "copper",
@@ -113,6 +117,7 @@ impl MockEngine {
         let info = EngineInfo {
             context: options.context,
             vocabulary: options.vocabulary,
+            hidden_size: MOCK_HIDDEN_SIZE,
             max_running: options.max_running,
             max_queued: options.max_queued,
             prefill_chunk: options.context,
@@ -282,8 +287,10 @@ impl Worker {
 
     fn cancel(&mut self, id: u64) {
         if let Some(place) = self.waiting.iter().position(|submitted| submitted.id == id)
-            && let Some(submitted) = self.waiting.remove(place)
+            && let Some(mut submitted) = self.waiting.remove(place)
         {
+            // One that generates nothing would end as soon as it begins.
+            submitted.request.options.max_tokens = None;
             self.begin(submitted);
         }
         let keys: Vec<u64> =
@@ -317,10 +324,14 @@ impl Worker {
         let prompt: Arc<[u32]> = request.prompt.into();
         let mut output =
             Output::new(&options, seed, &prompt, &[MOCK_END], vocabulary, request.filter, Box::new(Words));
-        output.start();
+        output.begin_prompt();
+        self.score(&prompt, &options, &mut output);
         let total = prompt.len();
         self.shared.stats().prompt_tokens += total as u64;
         sink.send(Event::Prefill { done: total, total, cached: 0 });
+        if !output.prompt_logprobs.is_empty() {
+            sink.send(Event::Scored { prompt: output.prompt_logprobs.as_slice().into() });
+        }
         let outputs: Vec<Output> =
             (1..options.n).map(|choice| output.fork(choice, Box::new(Words))).collect();
         let drawn = options.sampling.temperature > 0.0;
@@ -338,6 +349,25 @@ impl Worker {
             self.active.insert(self.next_key, active);
             self.due.push(Reverse((due, self.next_key)));
             self.next_key += 1;
+        }
+    }
+
+    /// Reports what is asked for of the prompt itself: hashes of all tokens up to each.
+    fn score(&self, prompt: &[u32], options: &GenerateOptions, output: &mut Output) {
+        if options.prompt_logprobs.is_none() && options.embedding.is_none() {
+            return;
+        }
+        let mut state = mix(self.options.seed);
+        for (index, &token) in prompt.iter().enumerate() {
+            state = mix(state ^ u64::from(token));
+            if options.prompt_logprobs.is_some() && index >= options.score_from.max(1) {
+                let scored = PromptLogprob { token, logprob: Some(-draw(state, 0)), top: Vec::new() };
+                output.prompt_logprobs.push(scored);
+            }
+        }
+        if options.embedding.is_some() {
+            let values = (0..MOCK_HIDDEN_SIZE).map(|index| draw(state, index as u64) - 0.5).collect();
+            output.pooled.add(&HiddenRows { count: 1, values });
         }
     }
 

@@ -11,6 +11,7 @@ use crate::error::EngineError;
 use crate::event::{FinishReason, MatchedStop, PromptLogprob, Summary, Token};
 use crate::filter::{self, TokenFilter, TokenMask};
 use crate::penalties::LogitChanges;
+use crate::pooling::PooledHidden;
 use crate::request::GenerateOptions;
 use crate::stop::StopFilter;
 
@@ -38,6 +39,7 @@ pub(crate) struct Output {
     pub(crate) prompt_tokens: usize,
     pub(crate) cached_tokens: usize,
     pub(crate) prompt_logprobs: Vec<PromptLogprob>,
+    pub(crate) pooled: PooledHidden,
     pub(crate) preemptions: usize,
     pub(crate) submitted: Instant,
     options: Arc<GenerateOptions>,
@@ -73,6 +75,7 @@ impl Output {
             prompt_tokens: prompt.len(),
             cached_tokens: 0,
             prompt_logprobs: Vec::new(),
+            pooled: PooledHidden::default(),
             preemptions: 0,
             options: Arc::clone(options),
             first_prompt_token: prompt.first().copied(),
@@ -96,6 +99,7 @@ impl Output {
         Output {
             choice,
             prompt_logprobs: self.prompt_logprobs.clone(),
+            pooled: self.pooled.clone(),
             options: Arc::clone(&self.options),
             seed: self.seed.wrapping_add(choice as u64),
             tokens: Vec::new(),
@@ -127,9 +131,14 @@ impl Output {
     /// on, until an answer has begun.
     pub(crate) fn begin_prompt(&mut self) {
         self.start();
-        if self.options.prompt_logprobs.is_some() && self.tokens.is_empty() {
+        if !self.tokens.is_empty() {
+            return;
+        }
+        self.pooled = PooledHidden::default();
+        if self.options.prompt_logprobs.is_some() {
             let unknown = |token| PromptLogprob { token, logprob: None, top: Vec::new() };
-            self.prompt_logprobs = self.first_prompt_token.map(unknown).into_iter().collect();
+            let first = self.first_prompt_token.filter(|_| self.options.score_from == 0);
+            self.prompt_logprobs = first.map(unknown).into_iter().collect();
         }
     }
 
@@ -245,6 +254,7 @@ impl Output {
             text: self.text.clone(),
             logprobs: self.logprobs.clone(),
             prompt_logprobs: self.prompt_logprobs.clone(),
+            embedding: self.pooled.mean(),
             seed: self.seed,
             queued: self.started.unwrap_or(now) - self.submitted,
             first_token: first - self.submitted,

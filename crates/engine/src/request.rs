@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::error::EngineError;
 use crate::filter::TokenFilter;
+use crate::pooling::Pooling;
 
 /// Most alternatives to a token that may be asked for.
 pub const MAX_TOP_LOGPROBS: usize = 100;
@@ -102,9 +103,13 @@ pub struct GenerateOptions {
     pub keep_special: bool,
     /// Report the probability of each token, and of this many alternatives.
     pub logprobs: Option<usize>,
-    /// Report the probability of each token of the prompt but the first, and of this many alternatives. The prompt
-    /// is then computed as a whole, whatever the cache holds.
+    /// Report the probability of each token of the prompt from `score_from` on but the first, and of this many
+    /// alternatives. The prompt is then computed from there on, whatever the cache holds.
     pub prompt_logprobs: Option<usize>,
+    /// The first token of the prompt whose probability is wanted.
+    pub score_from: usize,
+    /// Report the hidden states of the prompt after the final norm as one vector.
+    pub embedding: Option<Pooling>,
     /// Answers to the same prompt. Choice `i` draws with the seed plus `i`.
     pub n: usize,
     /// Requests share cached prompts only with requests of the same salt.
@@ -124,6 +129,8 @@ impl Default for GenerateOptions {
             keep_special: false,
             logprobs: None,
             prompt_logprobs: None,
+            score_from: 0,
+            embedding: None,
             n: 1,
             cache_salt: None,
         }

@@ -162,6 +162,8 @@ pub struct EngineInfo {
     pub context: usize,
     /// Token ids that a prompt may hold: rows of the embedding.
     pub vocabulary: usize,
+    /// Numbers in the embedding of a prompt.
+    pub hidden_size: usize,
     /// Answers that may run at a time.
     pub max_running: usize,
     /// Requests that may wait.

@@ -47,6 +47,8 @@ pub struct KvOptions {
     pub windows: PageWindows,
     /// Bytes for all pools and the scratch of long prompts; room for one full context when `None`.
     pub memory: Option<usize>,
+    /// Without `memory`: the bytes up to which there is room for as many full contexts as requests may run.
+    pub memory_limit: Option<usize>,
     /// Whether prompts and answers are kept for later requests.
     pub prefix_tree: bool,
     /// What a prefix hit does about a window that is not there in bf16 any more.
@@ -61,6 +63,7 @@ impl Default for KvOptions {
             codec: None,
             windows: PageWindows { sink: 1, recent: 4 },
             memory: None,
+            memory_limit: None,
             prefix_tree: true,
             tail: TailPolicy::default(),
             prefill: PrefillMode::default(),

@@ -197,6 +197,26 @@ impl<B: Backend> Model<B> {
         let Activations { hidden, logits, .. } = activations;
         self.backend.logits(hidden, rows, &self.weights.norm, head, logits)
     }
+
+    /// Some rows of the hidden states after the final norm, on the host, one after the other. The output projection of
+    /// such a row is its logits.
+    pub fn final_hidden(
+        &self,
+        rows: Range<usize>,
+        activations: &Activations<B>,
+    ) -> Result<Vec<f32>, KernelError> {
+        let count = rows.len();
+        let mut values = self.backend.read(&activations.hidden, rows)?;
+        let width = (values.len() / count.max(1)).max(1);
+        for row in values.chunks_exact_mut(width) {
+            let squares: f64 = row.iter().map(|&value| f64::from(value) * f64::from(value)).sum();
+            let scale = 1.0 / (squares / width as f64 + f64::from(self.weights.norm.eps)).sqrt();
+            for (value, gain) in row.iter_mut().zip(&self.weights.norm_gain) {
+                *value = (f64::from(*value) * scale) as f32 * gain;
+            }
+        }
+        Ok(values)
+    }
 }
 
 impl<B: Backend> Activations<B> {

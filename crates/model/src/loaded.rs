@@ -12,7 +12,7 @@ use crate::forward::Model;
 use crate::names::TensorNaming;
 use crate::sampling::SamplingDefaults;
 use crate::source::ModelPath;
-use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, TextError, Tokenizer};
+use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, RenderedText, TextError, Tokenizer};
 use crate::weights::ModelWeights;
 
 /// An opened model: everything but the weights.
@@ -193,12 +193,12 @@ impl<B: Backend> LoadedModel<B> {
 
     /// The tokens of a chat, rendered with the model's template, up to where the model answers.
     pub fn encode_chat(&self, messages: &[serde_json::Value]) -> Result<Vec<u32>, ChatError<'_>> {
-        let text = self.render_chat(messages)?;
-        Ok(self.tokenizer.encode_with_special_tokens_parsed(&text, false)?)
+        Ok(self.tokenizer.encode_rendered(&self.render_chat(messages)?)?)
     }
 
-    /// The text of a chat, rendered with the model's template, up to where the model answers.
-    pub fn render_chat(&self, messages: &[serde_json::Value]) -> Result<String, ChatError<'_>> {
+    /// The text of a chat, rendered with the model's template, up to where the model answers. Control tokens in messages
+    /// stay text.
+    pub fn render_chat(&self, messages: &[serde_json::Value]) -> Result<RenderedText, ChatError<'_>> {
         let template = self.chat_template().map_err(ChatError::Template)?;
         let tokenizer = &self.tokenizer;
         let token_text = |id: Option<u32>| id.map(|id| tokenizer.token_text(id)).transpose();
@@ -210,7 +210,7 @@ impl<B: Backend> LoadedModel<B> {
             eos_token: &eos_token,
             ..RenderOptions::default()
         };
-        Ok(template.render(messages, &options)?)
+        Ok(template.render_literally(messages, &options, tokenizer.control_tokens())?)
     }
 
     /// Whether the model ends its turn with this token.

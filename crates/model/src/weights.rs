@@ -8,6 +8,7 @@ use std::collections::HashSet;
 
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, StoredMatrix};
+use oscar_kernels::quant::dequantise;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
@@ -36,6 +37,8 @@ pub struct ModelWeights<B: Backend> {
     pub layers: Vec<LayerWeights<B>>,
     /// Norm before the output projection.
     pub norm: RmsNorm<B>,
+    /// The gain of that norm on the host, for those who want hidden states there.
+    pub norm_gain: Vec<f32>,
     /// Output projection; `None` when it is the embedding.
     pub head: Option<B::Weight>,
 }
@@ -51,6 +54,7 @@ impl<B: Backend> ModelWeights<B> {
         let loader = Loader { backend, source, config, naming, used: RefCell::default() };
         let embedding = loader.matrix(naming.embedding(), config.vocab_size, config.hidden_size)?;
         let norm = loader.norm(naming.final_norm(), config.hidden_size)?;
+        let norm_gain = loader.vector(naming.final_norm(), config.hidden_size)?;
         let tied = config.tied_embeddings.unwrap_or_else(|| !source.contains(naming.head()));
         let head = if tied {
             None
@@ -59,7 +63,7 @@ impl<B: Backend> ModelWeights<B> {
         };
         let layers = (0..config.layers).map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?;
         loader.check_all_tensors_used(tied)?;
-        Ok(ModelWeights { embedding, layers, norm, head })
+        Ok(ModelWeights { embedding, layers, norm, norm_gain, head })
     }
 }
 
@@ -114,6 +118,14 @@ impl<B: Backend> Loader<'_, B> {
 
     fn norm(&self, name: &str, len: usize) -> Result<RmsNorm<B>, ModelError> {
         Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps: self.config.norm_eps })
+    }
+
+    /// A vector on the host.
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let stored: StoredMatrix = self.source.get(name)?.matrix()?;
+        let mut values = vec![0.0; len];
+        dequantise(stored.dtype, stored.data()?, &mut values);
+        Ok(values)
     }
 
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {

@@ -32,6 +32,8 @@ pub struct ServerOptions {
     pub reasoning_parser: Option<&'static ReasoningFormat>,
     /// How the model writes tool calls, which stay in the content when `None`.
     pub tool_call_parser: Option<&'static ToolCallFormat>,
+    /// Whether control tokens that a message contains are read as such; otherwise they are text.
+    pub parse_special_in_messages: bool,
     /// The layout of the KV cache, which `/oscar/cache` and the web page show.
     pub cache: CacheShape,
     /// The address at which KV events are published, if they are, for routers that ask `/server_info`.
@@ -53,6 +55,7 @@ impl Default for ServerOptions {
             shutdown: Duration::from_secs(30),
             reasoning_parser: None,
             tool_call_parser: None,
+            parse_special_in_messages: false,
             cache: CacheShape::default(),
             kv_events: None,
         }

@@ -49,11 +49,12 @@ impl AppState {
         AppState {
             fingerprint: format!("oscar-{}-{}", env!("CARGO_PKG_VERSION"), engine.info().kv),
             metrics: Metrics::new(&model.name),
+            // Ids that were drawn would make an answer depend on what the server has said before.
+            memory: ConversationMemory::new(!engine.info().deterministic),
             engine,
             model,
             options,
             in_flight: InFlightRequests::default(),
-            memory: ConversationMemory::default(),
             started: SystemTime::now(),
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),

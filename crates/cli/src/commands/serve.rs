@@ -4,24 +4,27 @@ mod config_file;
 mod events;
 mod unsupported;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use oscar_engine::{EngineOptions, Serve};
-use oscar_lab::Machine;
-use oscar_model::source::ModelPath;
 
 use self::events::EventArguments;
 use self::unsupported::UnsupportedArguments;
-use crate::arguments::{ModelArguments, positive};
+use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::failure::Failure;
+use crate::free_memory::free_bytes;
 use crate::http::HttpArguments;
 use crate::kv::Settled;
 use crate::loading::{EngineArguments, start};
 use crate::output::binary_bytes;
 
 pub(crate) use config_file::with_config_file;
+
+/// The share of the free memory that weights and cache may take unless the user says otherwise: the rest is for the
+/// activations of prompts, for requests, and for other processes.
+const DEFAULT_SHARE: f64 = 0.8;
 
 /// Serve a model over HTTP.
 #[derive(Debug, Args)]
@@ -66,7 +69,8 @@ pub(crate) struct ServeArguments {
     #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = chunk, allow_negative_numbers = true)]
     chunked_prefill_size: usize,
 
-    /// Share of the machine's memory for weights and cache, instead of --kv-memory.
+    /// Share of the free memory for weights and cache, instead of --kv-memory; a container's limit counts. Without
+    /// either the cache has room for --max-running-requests of full length, within a share of 0.8.
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "kv_memory")]
     mem_fraction_static: Option<f64>,
 
@@ -95,7 +99,7 @@ impl ServeArguments {
         let publisher = self.events.publisher(listener.runtime())?;
         let subject = self.engine.load_model(&model)?;
         let settled = self.engine.kv.settle(&subject)?;
-        let options = self.engine_options(&model, &settled)?;
+        let options = self.engine_options(subject.weight_bytes, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
         let mut events = None;
         if let Some(publisher) = publisher {
@@ -109,51 +113,64 @@ impl ServeArguments {
         self.http.serve(listener, &subject, engine, events)
     }
 
-    fn engine_options(&self, model: &ModelArguments, settled: &Settled) -> Result<EngineOptions, Failure> {
+    fn engine_options(&self, weights: u64, settled: &Settled) -> Result<EngineOptions, Failure> {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
             prefill_chunk: self.chunked_prefill_size,
             ..self.engine.options(settled)
         };
-        if let Some(share) = self.mem_fraction_static {
-            options.kv.memory = Some(memory_for_cache(share, &model.resolve()?)?);
+        if options.kv.memory.is_none() {
+            match self.room(weights)? {
+                Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),
+                Some(Room::UpTo(bytes)) => options.kv.memory_limit = Some(bytes),
+                None => {}
+            }
         }
         Ok(options)
     }
-}
 
-/// What is left for the cache of a share of this machine's memory.
-fn memory_for_cache(share: f64, path: &ModelPath) -> Result<usize, Failure> {
-    let Some(all) = Machine::here().memory_bytes else {
-        return Err(Failure::new("the memory of this machine is not known").with_fix("give --kv-memory SIZE"));
-    };
-    let weights = weight_bytes(path.path());
-    let allowed = (all as f64 * share) as u64;
-    match allowed.checked_sub(weights).filter(|&rest| rest > 0) {
-        Some(rest) => Ok(usize::try_from(rest).unwrap_or(usize::MAX)),
-        None => Err(Failure::new(format!(
-            "{share} of this machine's memory is {}, and the weights alone have {}",
-            binary_bytes(allowed),
-            binary_bytes(weights)
-        ))
-        .with_fix("give a larger --mem-fraction-static, or --kv-memory SIZE")),
-    }
-}
-
-/// Bytes of a model's files.
-fn weight_bytes(path: &Path) -> u64 {
-    let size = |path: &Path| path.metadata().map_or(0, |data| data.len());
-    match path.read_dir() {
-        Ok(files) => {
-            let weights = files.flatten().map(|file| file.path());
-            weights
-                .filter(|path| path.extension().is_some_and(|kind| kind == "safetensors"))
-                .map(|path| size(&path))
-                .sum()
+    /// The memory for the cache when nobody has said how much it is. The model is loaded by now.
+    fn room(&self, weights: u64) -> Result<Option<Room>, Failure> {
+        // Mapped weights are in the page cache, which counts as free.
+        let loaded = match self.engine.weights.weights {
+            WeightPlace::Mapped => 0,
+            WeightPlace::LargePages => weights,
+        };
+        let free = free_bytes().map(|free| free + loaded);
+        let Some(share) = self.mem_fraction_static else {
+            let rest = free.and_then(|free| rest_for_cache(DEFAULT_SHARE, free, weights));
+            return Ok(rest.map(Room::UpTo));
+        };
+        let Some(free) = free else {
+            return Err(
+                Failure::new("the memory of this machine is not known").with_fix("give --kv-memory SIZE")
+            );
+        };
+        match rest_for_cache(share, free, weights) {
+            Some(rest) => Ok(Some(Room::Fixed(rest))),
+            None => Err(Failure::new(format!(
+                "{share} of the memory that is free is {}, and the weights alone have {}",
+                binary_bytes((free as f64 * share) as u64),
+                binary_bytes(weights)
+            ))
+            .with_fix("give a larger --mem-fraction-static, or --kv-memory SIZE")),
         }
-        Err(_) => size(path),
     }
+}
+
+/// Room for the cache and how it is used.
+enum Room {
+    /// All of it.
+    Fixed(usize),
+    /// As much of it as the requests that may run have a use for.
+    UpTo(usize),
+}
+
+/// What is left for the cache of a share of `free` bytes.
+fn rest_for_cache(share: f64, free: u64, weights: u64) -> Option<usize> {
+    let rest = ((free as f64 * share) as u64).checked_sub(weights).filter(|&rest| rest > 0)?;
+    Some(usize::try_from(rest).unwrap_or(usize::MAX))
 }
 
 /// Tokens of a pass; -1 puts no bound on them.
@@ -171,6 +188,13 @@ fn share(text: &str) -> Result<f64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_cache_gets_what_the_weights_leave() {
+        assert_eq!(rest_for_cache(0.5, 100, 20), Some(30));
+        assert_eq!(rest_for_cache(0.5, 100, 50), None);
+        assert_eq!(rest_for_cache(0.5, 100, 60), None);
+    }
 
     #[test]
     fn numbers_are_bounded() {

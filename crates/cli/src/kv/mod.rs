@@ -119,7 +119,8 @@ pub(crate) struct CacheArguments {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     kv_bf16_layers: Vec<usize>,
 
-    /// Memory for all page pools, such as 2GiB; room for one full context by default.
+    /// Memory for all page pools, such as 2GiB; room for one full context by default, for `serve` see
+    /// --mem-fraction-static.
     #[arg(long, value_name = "SIZE", value_parser = byte_size)]
     kv_memory: Option<u64>,
 
@@ -127,7 +128,8 @@ pub(crate) struct CacheArguments {
     #[arg(long, value_name = "MODE")]
     prefill: Option<PrefillChoice>,
 
-    /// Same request and seed, same tokens, to the bit, whatever else runs. Slower; implies --prefill uniform.
+    /// Same request and seed, same tokens, to the bit, whatever else runs or ran before: a server then encodes chats from
+    /// their text, not as the ids it drew. Slower; implies --prefill uniform.
     #[arg(long)]
     pub(crate) deterministic: bool,
 }

@@ -97,6 +97,27 @@ fn a_server_starts_answers_and_stops() {
     assert!(rest.contains("has stopped") && !rest.contains("panicked"), "{rest}");
 }
 
+/// The cache of a server has room for all requests that may run, and costs nothing before it is used.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_large_cache_is_reserved_and_not_resident() {
+    let machine = Machine::new();
+    let serving = Serving::start(&machine, &["--max-running-requests", "7", "--kv-cache-dtype", "bf16"]);
+    assert!(serving.banner.contains(" or 7 requests of 256, 7 requests"), "{}", serving.banner);
+    let serving = Serving::start(&machine, &["--kv-memory", "2GiB", "--kv-cache-dtype", "bf16"]);
+    assert!(serving.banner.contains("2.00 GiB that become resident"), "{}", serving.banner);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", serving.child.id())).expect("status");
+    let resident = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect(&status);
+    let kibibytes: u64 = resident.trim().trim_end_matches(" kB").parse().expect(resident);
+    assert!(kibibytes < 512 << 10, "{resident}");
+    let small = Serving::start(&machine, &["--mem-fraction-static", "0.05", "--kv-cache-dtype", "bf16"]);
+    assert!(small.banner.contains("requests at a time"), "{}", small.banner);
+    let model = fixture("qwen3");
+    let share = ["--mem-fraction-static", "0.0000001", "--port", "0"];
+    let refused = machine.run(["serve", model.to_str().expect("path")].into_iter().chain(share));
+    refused.failure(1, &["of the memory that is free", "--mem-fraction-static"]);
+}
+
 /// What is said of a prompt after 40 tokens, all of which but 16 are history.
 fn said(serving: &Serving) -> String {
     let prompt: Vec<u32> = (5..45).collect();

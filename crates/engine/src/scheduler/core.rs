@@ -9,15 +9,16 @@ use oscar_kv::Ledger;
 use oscar_model::LoadedModel;
 
 use super::answers::{Answer, Answers};
-use super::executor::Executor;
+use super::executor::{Executor, PromptOutput};
 use super::plan::{AnswerId, Decision, Next, StepPlan};
-use super::policy::{NewRequest, Policy, Rules};
+use super::policy::{NewRequest, Policy, PromptWants, Rules};
 use crate::attention::CustomAttention;
 use crate::budget::{Budget, Shape};
 use crate::draw::fresh_seed;
 use crate::error::EngineError;
-use crate::event::{Event, FinishReason, PromptLogprob};
+use crate::event::{Event, FinishReason};
 use crate::output::Output;
+use crate::pooling::HiddenRows;
 use crate::request::Request;
 use crate::serve::{EngineStats, SequenceView, SharedSink};
 use crate::settings::EngineOptions;
@@ -114,7 +115,11 @@ impl<B: Backend> Core<B> {
             salt: options.salt(),
             tokens,
             choices: options.n,
-            prompt_logprobs: options.prompt_logprobs,
+            wants: PromptWants {
+                prompt_logprobs: options.prompt_logprobs,
+                score_from: options.score_from,
+                embedding: options.embedding,
+            },
             generates: options.max_tokens != Some(0),
         });
     }
@@ -173,11 +178,17 @@ impl<B: Backend> Core<B> {
                 StepPlan::PrefillChunk(chunk) => {
                     let outcome = self.executor.prefill_chunk(&chunk);
                     let request = self.policy.prompt_in_progress();
-                    let outcome = outcome.map(|scored| self.add_prompt_logprobs(request, scored));
+                    let outcome = outcome.map(|computed| self.add_prompt_output(request, computed));
                     self.policy.chunk_computed(outcome);
                 }
                 StepPlan::PrefillBatch(batch) => {
                     let outcome = self.executor.prefill_batch(&batch);
+                    let pooled: Vec<AnswerId> = batch.hidden.iter().map(|&(answer, _)| answer).collect();
+                    let outcome = outcome.map(|rows| {
+                        for (answer, rows) in pooled.into_iter().zip(rows) {
+                            self.add_hidden(answer, &rows);
+                        }
+                    });
                     self.policy.batch_computed(outcome);
                 }
                 StepPlan::SampleFirst(first) => {
@@ -208,9 +219,18 @@ impl<B: Backend> Core<B> {
         taken.collect()
     }
 
-    fn add_prompt_logprobs(&mut self, request: Option<AnswerId>, scored: Vec<PromptLogprob>) {
-        if let Some(answer) = request.and_then(|id| self.answers.get_mut(id)) {
-            answer.output.prompt_logprobs.extend(scored);
+    fn add_prompt_output(&mut self, request: Option<AnswerId>, computed: PromptOutput) {
+        let PromptOutput { scores, hidden } = computed;
+        let Some(id) = request else { return };
+        self.add_hidden(id, &hidden);
+        if let Some(answer) = self.answers.get_mut(id) {
+            answer.output.prompt_logprobs.extend(scores);
+        }
+    }
+
+    fn add_hidden(&mut self, id: AnswerId, rows: &HiddenRows) {
+        if let Some(answer) = self.answers.get_mut(id) {
+            answer.output.pooled.add(rows);
         }
     }
 

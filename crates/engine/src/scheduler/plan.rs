@@ -84,18 +84,22 @@ pub(crate) struct ChunkPlan<'a> {
     /// Pages that are sealed when the chunk's rows have attended.
     pub(crate) seal_after: &'a [SealPage],
     /// What is read from the last hidden states; nothing before the last layer.
-    pub(crate) wanted: WantedLogits<'a>,
+    pub(crate) wanted: WantedRows<'a>,
 }
 
 /// What is read from the last hidden states of a chunk.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct WantedLogits<'a> {
-    /// The tokens that follow the chunk's rows, whose probabilities are asked for.
+#[derive(Clone, Default)]
+pub(crate) struct WantedRows<'a> {
+    /// Consecutive tokens whose probabilities are asked for.
     pub(crate) scored: &'a [u32],
+    /// The row of the chunk that the first of them follows.
+    pub(crate) scored_after: usize,
     /// Alternatives to report with each of them.
     pub(crate) alternatives: usize,
     /// How many copies of the logits of the last row are needed: one for each answer that begins.
     pub(crate) last_row: usize,
+    /// Rows of the chunk whose hidden states are part of an embedding.
+    pub(crate) hidden: Range<usize>,
 }
 
 /// Several prompts that run through all layers in one pass.
@@ -104,6 +108,8 @@ pub(crate) struct BatchPlan<'a> {
     pub(crate) copies: Vec<(ExactSlot, ExactSlot)>,
     pub(crate) seal_before: Vec<SealPage>,
     pub(crate) seal_after: Vec<SealPage>,
+    /// Rows of the batch whose hidden states are part of the embedding of a prompt.
+    pub(crate) hidden: Vec<(AnswerId, Range<usize>)>,
 }
 
 /// Answers that are about to begin.

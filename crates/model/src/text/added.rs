@@ -1,19 +1,21 @@
 //! Cutting text at tokens that are matched as a whole before any merging happens.
 
+use std::borrow::Cow;
+
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::{AddedToken, AddedVocabulary, Model, Normalizer};
 
 use super::TextError;
 use super::pieces::PieceKind;
 
-/// Two matchers over the same vocabulary: one for text we trust to name special tokens (a rendered chat
-/// template), one for plain text, where only user-defined tokens are matched and `<|im_end|>` is seven
+/// Two matchers over the same vocabulary: one for text we trust to name special tokens (what a chat template
+/// writes), one for plain text, where only user-defined tokens are matched and `<|im_end|>` is seven
 /// harmless characters of punctuation and letters.
 pub(super) struct AddedTokens {
     /// Matches special and user-defined tokens.
-    pub(super) all: AddedVocabulary,
+    all: AddedVocabulary,
     /// Matches user-defined tokens only.
-    pub(super) plain: AddedVocabulary,
+    plain: AddedVocabulary,
 }
 
 impl AddedTokens {
@@ -32,8 +34,32 @@ impl AddedTokens {
         Ok(Self { all, plain })
     }
 
-    pub(super) fn matcher(&self, parse_special: bool) -> &AddedVocabulary {
-        if parse_special { &self.all } else { &self.plain }
+    pub(super) fn matcher(&self, matching: Matching) -> &AddedVocabulary {
+        match matching {
+            Matching::UserDefined => &self.plain,
+            Matching::All | Matching::AllButMarked(_) => &self.all,
+        }
+    }
+}
+
+/// Which tokens are matched as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Matching {
+    /// User-defined tokens.
+    UserDefined,
+    /// Special tokens too.
+    All,
+    /// Special tokens too, except across this character, which is then removed.
+    AllButMarked(char),
+}
+
+impl Matching {
+    /// A text that was not matched, without marks.
+    pub(super) fn without_mark(self, text: &str) -> Cow<'_, str> {
+        match self {
+            Matching::AllButMarked(mark) if text.contains(mark) => Cow::Owned(text.replace(mark, "")),
+            _ => Cow::Borrowed(text),
+        }
     }
 }
 

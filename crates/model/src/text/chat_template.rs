@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use serde_json::{Map, Value};
 
 use super::TextError;
+use super::control::{ControlTokens, RenderedText, random_mark};
 use super::render::{self, RenderJob};
 use super::tokenizer_json::{read_bounded, read_json};
 use crate::files::gguf::Gguf;
@@ -133,6 +134,28 @@ impl ChatTemplate {
             items: messages.len() + tools.len(),
             now: options.now.unwrap_or_else(SystemTime::now),
         })
+    }
+
+    /// Renders a conversation in which control tokens are text where a message or a tool contains them, and tokens
+    /// where the template writes them. The template sees their characters with a few digits in between.
+    pub fn render_literally(
+        &self,
+        messages: &[Value],
+        options: &RenderOptions<'_>,
+        control: &ControlTokens,
+    ) -> Result<RenderedText, TextError> {
+        let tools = options.tools.unwrap_or_default();
+        if !messages.iter().chain(tools).any(|value| control.occur_in(value)) {
+            return self.render(messages, options).map(RenderedText::from);
+        }
+        let mark = random_mark();
+        let marked = |values: &[Value]| -> Vec<Value> {
+            values.iter().map(|value| control.marked(value, &mark)).collect()
+        };
+        let tools = options.tools.map(marked);
+        let options = RenderOptions { tools: tools.as_deref(), ..*options };
+        let text = self.render(&marked(messages), &options)?;
+        Ok(RenderedText::from_marked(&text, &mark))
     }
 
     /// The template as it is rendered.

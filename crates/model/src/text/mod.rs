@@ -8,6 +8,7 @@
 mod added;
 mod byte_level;
 mod chat_template;
+mod control;
 mod error;
 mod operators;
 mod pieces;
@@ -23,6 +24,7 @@ mod tokenizer_json;
 mod vocabulary;
 
 pub use chat_template::{ChatTemplate, RenderOptions};
+pub use control::{ControlTokens, RenderedText};
 pub use error::TextError;
 pub use remembered::{RememberedIds, RememberedPrefix, RememberedText};
 pub use stream::StreamDecoder;

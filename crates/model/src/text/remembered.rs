@@ -10,7 +10,7 @@
 //! ids spell it out byte for byte. Where a template renders an earlier turn differently (dropped thinking, trimmed
 //! space), what was remembered counts up to the last answer before that.
 
-use super::{TextError, Tokenizer};
+use super::{RenderedText, TextError, Tokenizer};
 
 /// Bound on the chats that are remembered, because every prompt is compared with all of them.
 const MOST_CONVERSATIONS: usize = 1024;
@@ -45,17 +45,16 @@ pub struct RememberedPrefix {
 
 impl RememberedPrefix {
     /// The ids of the whole text.
-    pub fn encode(self, tokenizer: &Tokenizer, text: &str) -> Result<RememberedIds, TextError> {
+    pub fn encode(self, tokenizer: &Tokenizer, text: &RenderedText) -> Result<RememberedIds, TextError> {
         let RememberedPrefix { bytes, mut ids } = self;
         if bytes > 0
-            && let Some(rest) = encode_rest(tokenizer, &ids, &text[bytes..])?
+            && let Some(rest) = encode_rest(tokenizer, &ids, text, bytes)?
         {
             let remembered = ids.len();
             ids.extend(rest);
             return Ok(RememberedIds { ids, remembered });
         }
-        let ids = tokenizer.encode_with_special_tokens_parsed(text, false)?;
-        Ok(RememberedIds { ids, remembered: 0 })
+        Ok(RememberedIds { ids: tokenizer.encode_rendered(text)?, remembered: 0 })
     }
 }
 
@@ -63,7 +62,7 @@ impl RememberedPrefix {
 #[derive(Debug)]
 struct RememberedChat {
     scope: String,
-    text: String,
+    text: RenderedText,
     ids: Vec<u32>,
     /// The places where answers ended, ascending.
     ends: Vec<CutPoint>,
@@ -80,12 +79,12 @@ struct CutPoint {
 impl RememberedChat {
     fn bytes(&self) -> usize {
         let (ids, ends) = (size_of_val(&self.ids[..]), size_of_val(&self.ends[..]));
-        self.scope.len() + self.text.len() + ids + ends + ENTRY_BYTES
+        self.scope.len() + self.text.bytes() + ids + ends + ENTRY_BYTES
     }
 
     /// The last place to cut that lies in what is common with `text`.
-    fn last_end(&self, text: &str) -> Option<CutPoint> {
-        let common = self.text.bytes().zip(text.bytes()).take_while(|(a, b)| a == b).count();
+    fn last_end(&self, text: &RenderedText) -> Option<CutPoint> {
+        let common = self.text.common_bytes(text);
         self.ends.iter().rfind(|end| end.text <= common).copied()
     }
 }
@@ -96,21 +95,21 @@ impl RememberedText {
         RememberedText { conversations: Vec::new(), most_bytes, bytes: 0, clock: 0 }
     }
 
-    /// Encodes a rendered prompt, special tokens parsed, with the ids that were seen for the longest beginning of it
+    /// Encodes a rendered prompt with the ids that were seen for the longest beginning of it
     /// that is remembered in `scope`. Scopes share nothing: what one user's model said must not change how another's
     /// text is read.
     pub fn encode(
         &mut self,
         tokenizer: &Tokenizer,
         scope: &str,
-        text: &str,
+        text: &RenderedText,
     ) -> Result<RememberedIds, TextError> {
         self.remembered_prefix(scope, text).encode(tokenizer, text)
     }
 
     /// The remembered part of a text. Encoding the rest by [`RememberedPrefix::encode`] needs no access to what is
     /// remembered, so a lock on it can be released first.
-    pub fn remembered_prefix(&mut self, scope: &str, text: &str) -> RememberedPrefix {
+    pub fn remembered_prefix(&mut self, scope: &str, text: &RenderedText) -> RememberedPrefix {
         let ends = self.conversations.iter().enumerate().filter(|(_, known)| known.scope == scope);
         let ends = ends.filter_map(|(index, known)| Some((known.last_end(text)?, index)));
         let Some((end, index)) = ends.max_by_key(|(end, index)| (end.text, *index)) else {
@@ -127,7 +126,7 @@ impl RememberedText {
         &mut self,
         tokenizer: &Tokenizer,
         scope: &str,
-        prompt: &str,
+        prompt: &RenderedText,
         prompt_ids: &[u32],
         answer_ids: &[u32],
     ) -> Result<(), TextError> {
@@ -138,15 +137,16 @@ impl RememberedText {
         if said.is_empty() {
             return Ok(());
         }
-        let mut text = [prompt, &answer].concat();
+        let mut text = prompt.clone();
+        text.push_str(&answer);
         let mut ids = [prompt_ids, said].concat();
         let mut ends = self.inherited(scope, prompt, prompt_ids);
-        ends.push(CutPoint { text: text.len(), ids: ids.len() });
+        ends.push(CutPoint { text: text.as_str().len(), ids: ids.len() });
         // The template may end a turn with another token than the model does, so both sides of it count.
         if let Some(&last) = answer_ids.last().filter(|_| ended) {
             text.push_str(&tokenizer.token_text(last)?);
             ids.push(last);
-            ends.push(CutPoint { text: text.len(), ids: ids.len() });
+            ends.push(CutPoint { text: text.as_str().len(), ids: ids.len() });
         }
         self.clock += 1;
         self.keep(RememberedChat { scope: scope.to_owned(), text, ids, ends, used: self.clock });
@@ -165,14 +165,12 @@ impl RememberedText {
     }
 
     /// Where earlier answers in a prompt ended: those that it got from here.
-    fn inherited(&self, scope: &str, prompt: &str, ids: &[u32]) -> Vec<CutPoint> {
+    fn inherited(&self, scope: &str, prompt: &RenderedText, ids: &[u32]) -> Vec<CutPoint> {
         let known = self.conversations.iter().filter(|known| known.scope == scope);
         let shared = |known: &RememberedChat| -> Vec<CutPoint> {
-            let ends = known.ends.iter().copied().filter(|end| {
-                prompt.get(..end.text) == known.text.get(..end.text)
-                    && ids.get(..end.ids) == known.ids.get(..end.ids)
-            });
-            ends.collect()
+            let common = known.text.common_bytes(prompt);
+            let ends = known.ends.iter().copied();
+            ends.filter(|end| end.text <= common && ids.get(..end.ids) == known.ids.get(..end.ids)).collect()
         };
         known.map(shared).max_by_key(Vec::len).unwrap_or_default()
     }
@@ -183,7 +181,9 @@ impl RememberedText {
         }
         // A conversation that goes on needs its earlier state no more.
         let continued = |known: &RememberedChat| {
-            known.scope == new.scope && new.text.starts_with(&known.text) && new.ids.starts_with(&known.ids)
+            known.scope == new.scope
+                && new.ids.starts_with(&known.ids)
+                && new.text.common_bytes(&known.text) == known.text.as_str().len()
         };
         self.conversations.retain(|known| !continued(known));
         self.conversations.push(new);
@@ -196,20 +196,26 @@ impl RememberedText {
     }
 }
 
-/// The ids of `rest` after ids that the model has seen; `None` if they would not be those of the same text.
-fn encode_rest(tokenizer: &Tokenizer, seen: &[u32], rest: &str) -> Result<Option<Vec<u32>>, TextError> {
+/// The ids of what follows `bytes` after ids that the model has seen; `None` if they would not be those of the same text.
+fn encode_rest(
+    tokenizer: &Tokenizer,
+    seen: &[u32],
+    text: &RenderedText,
+    bytes: usize,
+) -> Result<Option<Vec<u32>>, TextError> {
+    let rest = &text.as_str()[bytes..];
     if rest.is_empty() {
         return Ok(Some(Vec::new()));
     }
-    let encode = |text: &str| tokenizer.encode_with_special_tokens_parsed(text, false);
+    let encode = |before: &str| tokenizer.encode_rendered(&text.rest(bytes, before));
     match seen.last() {
         // Some encoders treat the start of a text in their own way, so the token before is encoded with it.
         Some(&last) if tokenizer.is_special(last) => {
-            let mut ids = encode(&[&tokenizer.token_text(last)?, rest].concat())?;
+            let mut ids = encode(&tokenizer.token_text(last)?)?;
             Ok((ids.first() == Some(&last)).then(|| ids.split_off(1)))
         }
         _ => {
-            let ids = encode(rest)?;
+            let ids = encode("")?;
             let begins_special = ids.first().is_some_and(|&first| tokenizer.is_special(first));
             let same = begins_special || spelling(tokenizer, &ids)? == rest.as_bytes();
             Ok(same.then_some(ids))

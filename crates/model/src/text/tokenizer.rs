@@ -4,12 +4,13 @@ use std::path::Path;
 
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    AddedVocabulary, Model, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizedString,
-    PreTokenizer, PreTokenizerWrapper,
+    Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetReferential, OffsetType,
+    PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
 };
 
-use super::added::{AddedTokens, added_tokens, encode_error, id_lookup};
+use super::added::{AddedTokens, Matching, added_tokens, encode_error, id_lookup};
 use super::byte_level::{self, PreTokenizerName};
+use super::control::{ControlTokens, RenderedText, looks_like_control};
 use super::pieces::{PieceKind, PieceTable, Spelling};
 use super::sentence_piece::SentencePieceModel;
 use super::tokenizer_json;
@@ -38,6 +39,7 @@ pub struct Tokenizer {
     encoder: TextEncoder,
     pieces: PieceTable,
     specials: SpecialTokens,
+    control: ControlTokens,
     /// Decoded text starts with a space the encoder put there.
     strips_leading_space: bool,
 }
@@ -146,7 +148,7 @@ impl Tokenizer {
             adds_bos: vocabulary.add_bos.unwrap_or(adds_bos && vocabulary.bos.is_some()),
             adds_eos: vocabulary.add_eos.unwrap_or(false),
         };
-        Ok(Self::assemble(encoder, pieces, specials, strips_leading_space))
+        Self::assemble(encoder, pieces, specials, strips_leading_space)
     }
 
     pub(super) fn assemble(
@@ -154,8 +156,9 @@ impl Tokenizer {
         pieces: PieceTable,
         specials: SpecialTokens,
         strips_leading_space: bool,
-    ) -> Self {
-        let mut tokenizer = Self { encoder, pieces, specials, strips_leading_space };
+    ) -> Result<Self, TextError> {
+        let control = ControlTokens::new(control_texts(&pieces))?;
+        let mut tokenizer = Self { encoder, pieces, specials, control, strips_leading_space };
         for text in END_TOKENS {
             if let Some(id) = tokenizer.token_id(text).filter(|id| tokenizer.is_special(*id)) {
                 tokenizer.specials.end.push(id);
@@ -163,35 +166,48 @@ impl Tokenizer {
         }
         tokenizer.specials.end.sort_unstable();
         tokenizer.specials.end.dedup();
-        tokenizer
+        Ok(tokenizer)
     }
 
     /// Encodes plain text: text that looks like a special token stays text, so a user cannot forge a turn.
     /// `add_special` adds the begin and end tokens the model expects around a whole text.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        self.encode_text(text, add_special, false)
+        self.encode_text(text, add_special, Matching::UserDefined)
     }
 
-    /// Encodes text in which special tokens are meant, such as a rendered chat template: `<|im_end|>` becomes
-    /// one id. A template usually writes the begin token itself, so `add_special` is `false` for those.
+    /// Encodes text in which special tokens are meant wherever they are written, such as a raw prompt: `<|im_end|>`
+    /// becomes one id. `add_special` adds the begin and end tokens the model expects around a whole text.
     pub fn encode_with_special_tokens_parsed(
         &self,
         text: &str,
         add_special: bool,
     ) -> Result<Vec<u32>, TextError> {
-        self.encode_text(text, add_special, true)
+        self.encode_text(text, add_special, Matching::All)
     }
 
-    fn encode_text(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>, TextError> {
+    /// Encodes a rendered chat: control tokens that the template wrote become one id, those in messages stay text.
+    pub fn encode_rendered(&self, rendered: &RenderedText) -> Result<Vec<u32>, TextError> {
+        match rendered.with_marks()? {
+            Some((marked, mark)) => self.encode_text(&marked, false, Matching::AllButMarked(mark)),
+            None => self.encode_text(rendered.as_str(), false, Matching::All),
+        }
+    }
+
+    /// The control tokens, for [`ChatTemplate::render_literally`](super::ChatTemplate::render_literally).
+    pub fn control_tokens(&self) -> &ControlTokens {
+        &self.control
+    }
+
+    fn encode_text(&self, text: &str, add_special: bool, matching: Matching) -> Result<Vec<u32>, TextError> {
         let mut ids = Vec::with_capacity(text.len() / 3 + 2);
         if let Some(bos) = self.specials.bos.filter(|_| add_special && self.specials.adds_bos) {
             ids.push(bos);
         }
         match &self.encoder {
-            TextEncoder::ByteLevel(encoder) => encoder.encode(text, parse_special, &mut ids)?,
-            TextEncoder::SentencePiece(encoder) => encoder.encode(text, parse_special, &mut ids),
+            TextEncoder::ByteLevel(encoder) => encoder.encode(text, matching, &mut ids)?,
+            TextEncoder::SentencePiece(encoder) => encoder.encode(text, matching, &mut ids),
             // The file's own post-processor adds the special tokens.
-            TextEncoder::Json(encoder) => ids = encoder.encode(text, add_special, parse_special)?,
+            TextEncoder::Json(encoder) => ids = encoder.encode(text, add_special, matching)?,
         }
         if let Some(eos) = self.specials.eos.filter(|_| add_special && self.specials.adds_eos) {
             ids.push(eos);
@@ -317,9 +333,10 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl ByteLevelEncoder {
-    fn encode(&self, text: &str, parse_special: bool, ids: &mut Vec<u32>) -> Result<(), TextError> {
+    fn encode(&self, text: &str, matching: Matching, ids: &mut Vec<u32>) -> Result<(), TextError> {
         let split = run_stages(
-            self.added.matcher(parse_special),
+            &self.added,
+            matching,
             self.normalizer.as_ref(),
             Some(&self.pre_tokenizer),
             &self.model,
@@ -333,8 +350,8 @@ impl ByteLevelEncoder {
 }
 
 impl SentencePieceEncoder {
-    fn encode(&self, text: &str, parse_special: bool, ids: &mut Vec<u32>) {
-        let split = self.added.matcher(parse_special).extract_and_normalize(None::<&NormalizerWrapper>, text);
+    fn encode(&self, text: &str, matching: Matching, ids: &mut Vec<u32>) {
+        let split = self.added.matcher(matching).extract_and_normalize(None::<&NormalizerWrapper>, text);
         let mut after_break = true;
         for (fragment, _, tokens) in split.get_splits(OffsetReferential::Original, OffsetType::None) {
             match tokens {
@@ -343,7 +360,7 @@ impl SentencePieceEncoder {
                     after_break = true;
                 }
                 None => {
-                    self.model.encode(fragment, after_break, ids);
+                    self.model.encode(&matching.without_mark(fragment), after_break, ids);
                     after_break = false;
                 }
             }
@@ -353,16 +370,38 @@ impl SentencePieceEncoder {
 
 /// Matches whole tokens, then normalises, cuts and merges what lies between them.
 pub(super) fn run_stages<N: Normalizer, M: Model>(
-    added: &AddedVocabulary,
+    added: &AddedTokens,
+    matching: Matching,
     normalizer: Option<&N>,
     pre_tokenizer: Option<&PreTokenizerWrapper>,
     model: &M,
     text: &str,
 ) -> Result<PreTokenizedString, TextError> {
-    let mut split = added.extract_and_normalize(normalizer, text);
+    let mut split = added.matcher(matching).extract_and_normalize(normalizer, text);
+    if let Matching::AllButMarked(mark) = matching {
+        let remove = |fragment: &mut NormalizedString| {
+            fragment.filter(|character| character != mark);
+            Ok(())
+        };
+        split.normalize(remove).map_err(encode_error)?;
+    }
     if let Some(pre_tokenizer) = pre_tokenizer {
         pre_tokenizer.pre_tokenize(&mut split).map_err(encode_error)?;
     }
     split.tokenize(|fragment| model.tokenize(fragment.get())).map_err(encode_error)?;
     Ok(split)
+}
+
+/// The tokens that messages may not contain as tokens.
+fn control_texts(pieces: &PieceTable) -> impl Iterator<Item = &str> {
+    let ids = 0..u32::try_from(pieces.len()).unwrap_or(u32::MAX);
+    ids.filter_map(|id| {
+        let text = str::from_utf8(pieces.bytes(id)?).ok()?;
+        match pieces.kind(id)? {
+            kind if kind.is_special() => Some(text),
+            // Some vocabularies do not say of the tokens that begin turns that they are control tokens.
+            PieceKind::UserDefined => Some(text).filter(|text| looks_like_control(text)),
+            _ => None,
+        }
+    })
 }

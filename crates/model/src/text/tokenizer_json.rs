@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokenizers::{AddedToken, OffsetType};
 
 use super::TextError;
-use super::added::{AddedTokens, encode_error, id_lookup};
+use super::added::{AddedTokens, Matching, encode_error, id_lookup};
 use super::pieces::{PieceKind, PieceTable, Spelling};
 use super::tokenizer::{SpecialTokens, TextEncoder, Tokenizer, run_stages};
 use super::vocabulary::MAX_TOKENS;
@@ -31,10 +31,11 @@ impl JsonEncoder {
         &self,
         text: &str,
         add_special: bool,
-        parse_special: bool,
+        matching: Matching,
     ) -> Result<Vec<u32>, TextError> {
         let split = run_stages(
-            self.added.matcher(parse_special),
+            &self.added,
+            matching,
             self.inner.get_normalizer(),
             self.inner.get_pre_tokenizer(),
             self.inner.get_model(),
@@ -110,7 +111,7 @@ fn load(
         specials.adds_bos = with.get_ids().first() == Some(&id);
     }
     let encoder = TextEncoder::Json(Box::new(JsonEncoder { inner, added }));
-    Ok(Tokenizer::assemble(encoder, pieces, specials, strips_leading_space))
+    Tokenizer::assemble(encoder, pieces, specials, strips_leading_space)
 }
 
 /// The parts of `tokenizer.json` that are looked at before the library sees it.

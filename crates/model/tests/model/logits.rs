@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS};
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::quant::dequantise;
+use oscar_kernels::{Backend, DType};
 use oscar_model::source::ModelPath;
 use oscar_model::{Model, ModelFiles};
 use safetensors::SafeTensors;
@@ -88,6 +89,55 @@ fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
     });
     let (sum, largest) = each.fold((0.0, 0.0f64), |(sum, largest), value| (sum + value, largest.max(value)));
     (sum / positions as f64).max(largest / OUTLIER)
+}
+
+/// The output projection of a folder's model, `[vocabulary, hidden]`.
+fn head(folder: &Path) -> Option<Vec<f32>> {
+    let bytes = std::fs::read(folder.join("model.safetensors")).ok()?;
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let head = file.tensor("lm_head.weight").or_else(|_| file.tensor("model.embed_tokens.weight")).unwrap();
+    let dtype = match head.dtype() {
+        safetensors::Dtype::F32 => DType::F32,
+        safetensors::Dtype::F16 => DType::F16,
+        safetensors::Dtype::BF16 => DType::BF16,
+        other => panic!("{other:?}"),
+    };
+    let mut values = vec![0.0; head.shape().iter().product()];
+    dequantise(dtype, head.data(), &mut values);
+    Some(values)
+}
+
+/// Hidden states after the final norm, projected here, are the library's logits.
+#[test]
+fn final_hidden_states_agree_with_the_python_library() {
+    let mut compared = 0;
+    for folder in fixtures() {
+        let Some(head) = head(&folder) else { continue };
+        let Expected { tokens, logits } = expected(&folder);
+        let model = open(&folder).load_model(Arc::new(CpuBackend::new(2).unwrap())).unwrap();
+        let pages = tokens.len().div_ceil(PAGE_TOKENS);
+        let slots = ExactSlot::table(1..=pages as u32);
+        let mut cache = model.cache(pages + 1).unwrap();
+        let mut activations = model.activations(tokens.len(), 1).unwrap();
+        let rows = SequenceRows::exact(0, tokens.len(), &slots);
+        let batch = Batch { tokens: &tokens, sequences: &[rows] };
+        model.forward(&batch, &[0], &mut cache, &mut activations).unwrap();
+        let hidden = model.final_hidden(0..tokens.len(), &activations).unwrap();
+        let width = model.config().hidden_size;
+        let ours: Vec<f32> = hidden
+            .chunks(width)
+            .flat_map(|row| {
+                let dot = |weights: &[f32]| weights.iter().zip(row).map(|(a, b)| a * b).sum::<f32>();
+                head.chunks(width).map(dot).collect::<Vec<f32>>()
+            })
+            .collect();
+        let distance = distance(&ours, &logits, tokens.len());
+        assert!(distance < BF16_TOLERANCE, "{}: {distance:.2e}", folder.display());
+        let last = model.final_hidden(tokens.len() - 1..tokens.len(), &activations).unwrap();
+        assert_eq!(last, hidden[hidden.len() - width..]);
+        compared += 1;
+    }
+    assert!(compared >= 6, "{compared} models compared");
 }
 
 #[test]

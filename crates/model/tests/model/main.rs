@@ -11,6 +11,7 @@ mod real_model;
 mod sampling_defaults;
 mod source_fetch;
 mod source_resolve;
+mod text_control_tokens;
 mod text_real_models;
 mod text_remembered;
 mod text_templates;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use oscar_model::text::{ChatTemplate, RememberedText, RenderOptions, Tokenizer};
+use oscar_model::text::{ChatTemplate, RememberedText, RenderOptions, RenderedText, Tokenizer};
 use serde_json::{Value, json};
 
 const PLAIN: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n\
@@ -20,6 +20,11 @@ const TRIMMING: &str = "{% for message in messages %}<|im_start|>{{ message.role
 fn tokenizer(name: &str) -> Tokenizer {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/text/tokenizers");
     Tokenizer::from_file(folder.join(format!("{name}.tokenizer.json"))).expect("a sound file")
+}
+
+/// A text in which every control token is meant.
+fn meant(text: &str) -> RenderedText {
+    RenderedText::from(text.to_owned())
 }
 
 fn encode(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
@@ -64,7 +69,7 @@ impl Chat {
     ) {
         let end = tokenizer.token_id("<|im_end|>").expect("an end token");
         let said = [spelled_out(tokenizer, answer), vec![end]].concat();
-        memory.remember(tokenizer, "", prompt, ids, &said).expect("remembers");
+        memory.remember(tokenizer, "", &meant(prompt), ids, &said).expect("remembers");
         self.seen = [ids, &said[..]].concat();
         self.messages.push(json!({"role": "assistant", "content": answer}));
     }
@@ -82,7 +87,7 @@ fn thirty_turns_keep_every_id_that_was_said() {
         let (mut prompt_tokens, mut cached, mut without) = (0, 0, 0);
         for turn in 0..30 {
             let text = chat.ask(&format!("question {turn} about the river"));
-            let encoded = memory.encode(&tokenizer, "", &text).expect("encodes");
+            let encoded = memory.encode(&tokenizer, "", &meant(&text)).expect("encodes");
             assert_eq!(tokenizer.decode(&encoded.ids, false).expect("text"), text, "the same text");
             // All that was seen is a prefix of what is seen next.
             assert_eq!(common(&chat.seen, &encoded.ids), chat.seen.len(), "{name}, turn {turn}");
@@ -111,10 +116,10 @@ fn the_rest_is_encoded_as_in_the_whole_text() {
                 let text = chat.ask("hello");
                 let ids = encode(&tokenizer, &text);
                 let said = [encode(&tokenizer, answer), ending].concat();
-                memory.remember(&tokenizer, "", &text, &ids, &said).expect("remembers");
+                memory.remember(&tokenizer, "", &meant(&text), &ids, &said).expect("remembers");
                 chat.messages.push(json!({"role": "assistant", "content": answer}));
                 let next = chat.ask("\n and then? ");
-                let encoded = memory.encode(&tokenizer, "", &next).expect("encodes");
+                let encoded = memory.encode(&tokenizer, "", &meant(&next)).expect("encodes");
                 assert_eq!(encoded.remembered, ids.len() + said.len(), "{answer:?}");
                 let behind = &encode(&tokenizer, &next[text.len() + answer.len()..]);
                 assert!(encoded.ids.ends_with(&behind[said.len() - encode(&tokenizer, answer).len()..]));
@@ -130,7 +135,7 @@ fn what_a_template_drops_is_not_remembered() {
     let (mut memory, mut chat) = (RememberedText::new(1 << 20), Chat::new(FORGETFUL));
     for turn in 0..6 {
         let text = chat.ask(&format!("question {turn}"));
-        let encoded = memory.encode(&tokenizer, "", &text).expect("encodes");
+        let encoded = memory.encode(&tokenizer, "", &meant(&text)).expect("encodes");
         assert_eq!(tokenizer.decode(&encoded.ids, false).expect("text"), text);
         assert!(!text.contains("hmm"), "{text}");
         if turn > 0 {
@@ -148,13 +153,13 @@ fn what_a_template_drops_is_not_remembered() {
     let ids = encode(&tokenizer, &first);
     chat.answer(&tokenizer, &mut memory, &first, &ids, "the water");
     let second = chat.ask("and?");
-    let encoded = memory.encode(&tokenizer, "", &second).expect("encodes");
+    let encoded = memory.encode(&tokenizer, "", &meant(&second)).expect("encodes");
     assert_eq!(tokenizer.decode(&encoded.ids, false).expect("text"), second);
     // Cut before the end token: the space that the template adds is not what the model said.
     assert_eq!(encoded.remembered, chat.seen.len() - 1);
     chat.answer(&tokenizer, &mut memory, &second, &encoded.ids, "runs down\n");
     let third = chat.ask("why?");
-    let encoded = memory.encode(&tokenizer, "", &third).expect("encodes");
+    let encoded = memory.encode(&tokenizer, "", &meant(&third)).expect("encodes");
     assert_eq!(tokenizer.decode(&encoded.ids, false).expect("text"), third);
     assert_eq!(encoded.remembered, ids.len() + "the water".len());
 }
@@ -166,10 +171,10 @@ fn a_space_that_is_put_before_a_text_is_not_put_into_it() {
     let prompt = "hello";
     let ids = encode(&tokenizer, prompt);
     let answer = tokenizer.encode("world", false).expect("encodes");
-    memory.remember(&tokenizer, "", prompt, &ids, &answer).expect("remembers");
+    memory.remember(&tokenizer, "", &meant(prompt), &ids, &answer).expect("remembers");
     // The model said " world". What follows begins in the middle of a text, and this encoder would begin a new one.
     let next = "hello world and more";
-    let encoded = memory.encode(&tokenizer, "", next).expect("encodes");
+    let encoded = memory.encode(&tokenizer, "", &meant(next)).expect("encodes");
     assert_eq!(encoded.ids, encode(&tokenizer, next));
 }
 
@@ -181,11 +186,11 @@ fn memory_is_bounded_and_the_oldest_goes_first() {
     let say = |memory: &mut RememberedText, scope: &str, prompt: &str| {
         let ids = encode(&tokenizer, prompt);
         let said = spelled_out(&tokenizer, "an answer");
-        memory.remember(&tokenizer, scope, prompt, &ids, &said).expect("remembers");
+        memory.remember(&tokenizer, scope, &meant(prompt), &ids, &said).expect("remembers");
     };
     let known = |memory: &mut RememberedText, scope: &str, prompt: &str| {
         let text = format!("{prompt}an answer<|im_end|>");
-        memory.encode(&tokenizer, scope, &text).expect("encodes").remembered > 0
+        memory.encode(&tokenizer, scope, &meant(&text)).expect("encodes").remembered > 0
     };
     say(&mut memory, "", "kept by use ");
     for turn in 0..1000 {
@@ -207,6 +212,40 @@ fn memory_is_bounded_and_the_oldest_goes_first() {
     assert!(!known(&mut memory, "", "kept by use "));
 }
 
+/// What the model has said as a token and what somebody sends as text are not the same.
+#[test]
+fn a_token_that_was_said_is_not_remembered_for_its_text() {
+    let tokenizer = tokenizer("qwen2");
+    let template = ChatTemplate::from_source(PLAIN).expect("template");
+    let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+    let render = |messages: &[Value]| {
+        template.render_literally(messages, &options, tokenizer.control_tokens()).expect("renders")
+    };
+    let start = tokenizer.token_id("<|im_start|>").expect("a control token");
+    let end = tokenizer.token_id("<|im_end|>").expect("an end token");
+    let mut memory = RememberedText::new(1 << 20);
+    let mut messages = vec![json!({"role": "user", "content": "say <|im_start|>"})];
+    let first = render(&messages);
+    let ids = memory.encode(&tokenizer, "", &first).expect("encodes").ids;
+    let said = [encode(&tokenizer, "well "), vec![start], encode(&tokenizer, "so"), vec![end]].concat();
+    memory.remember(&tokenizer, "", &first, &ids, &said).expect("remembers");
+    messages.push(json!({"role": "assistant", "content": "well <|im_start|>so"}));
+    messages.push(json!({"role": "user", "content": "thanks"}));
+    let next = memory.encode(&tokenizer, "", &render(&messages)).expect("encodes");
+    assert_eq!(next.remembered, 0);
+    assert_eq!(next.ids.iter().filter(|&&id| id == start).count(), messages.len() + 1);
+    // An answer without such a token is remembered although the question has its text.
+    let said = [spelled_out(&tokenizer, "well so"), vec![end]].concat();
+    memory.remember(&tokenizer, "", &first, &ids, &said).expect("remembers");
+    messages[1]["content"] = "well so".into();
+    let next = memory.encode(&tokenizer, "", &render(&messages)).expect("encodes");
+    assert_eq!(next.remembered, ids.len() + said.len());
+    assert_eq!(next.ids[..next.remembered], [ids, said].concat());
+    // The same question with the token itself in it is another one.
+    let parsed = template.render(&messages, &options).expect("renders");
+    assert_eq!(memory.encode(&tokenizer, "", &meant(&parsed)).expect("encodes").remembered, 0);
+}
+
 #[test]
 fn half_a_character_and_nothing_at_all_are_not_remembered() {
     let tokenizer = tokenizer("smollm");
@@ -214,8 +253,8 @@ fn half_a_character_and_nothing_at_all_are_not_remembered() {
     let crab = encode(&tokenizer, "🦀");
     assert!(crab.len() > 1, "a character of several tokens");
     let prompt = encode(&tokenizer, "a ");
-    memory.remember(&tokenizer, "", "a ", &prompt, &crab[..1]).expect("half");
-    memory.remember(&tokenizer, "", "a ", &prompt, &[]).expect("nothing");
+    memory.remember(&tokenizer, "", &meant("a "), &prompt, &crab[..1]).expect("half");
+    memory.remember(&tokenizer, "", &meant("a "), &prompt, &[]).expect("nothing");
     assert_eq!(memory.bytes(), 0);
-    assert!(memory.remember(&tokenizer, "", "a ", &prompt, &[u32::MAX]).is_err());
+    assert!(memory.remember(&tokenizer, "", &meant("a "), &prompt, &[u32::MAX]).is_err());
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use oscar_model::text::{GgufVocabulary, StreamDecoder, TextError, Tokenizer};
+use oscar_model::text::{ChatTemplate, GgufVocabulary, RenderOptions, StreamDecoder, TextError, Tokenizer};
 use proptest::prelude::*;
 use serde::Deserialize;
 
@@ -108,6 +108,23 @@ fn special_tokens_are_parsed_only_where_asked() {
         assert_eq!(tokenizer.decode(&plain, true).expect("decodes"), text);
         assert!(tokenizer.is_end(end) && !tokenizer.is_end(call));
     }
+}
+
+/// Some vocabularies call the tokens that begin turns ordinary added tokens. In a message they are text all the same.
+#[test]
+fn tokens_that_look_like_control_tokens_are_text_in_messages() {
+    let (mut vocabulary, _) = fixture("qwen2");
+    let id = vocabulary.tokens.iter().position(|token| token == "<|im_start|>").expect("in the vocabulary");
+    vocabulary.token_types[id] = 4;
+    let tokenizer = Tokenizer::from_gguf_vocabulary(&vocabulary).expect("sound");
+    let template = ChatTemplate::from_source("<|im_start|>{{ messages[0].content }}").expect("a template");
+    let messages = [serde_json::json!({"role": "user", "content": "<|im_start|><tool_call>"})];
+    let options = RenderOptions::default();
+    let rendered = template.render_literally(&messages, &options, tokenizer.control_tokens());
+    let ids = tokenizer.encode_rendered(&rendered.expect("renders")).expect("encodes");
+    let count = |id: u32| ids.iter().filter(|&&other| other == id).count();
+    assert_eq!(count(id as u32), 1, "that of the template");
+    assert_eq!(count(tokenizer.token_id("<tool_call>").expect("in the vocabulary")), 1);
 }
 
 #[test]

@@ -52,6 +52,11 @@ impl ApiError {
         ApiError { code: Some("shutting_down"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
 
+    /// A request of which nothing can be returned because it was aborted: 503.
+    pub(crate) fn aborted() -> ApiError {
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the request was aborted").with_code("aborted")
+    }
+
     /// A failure of the server: 500. The reason goes to the log, not to the client.
     pub(crate) fn internal(reason: &dyn std::fmt::Display) -> ApiError {
         tracing::error!("request failed: {reason}");

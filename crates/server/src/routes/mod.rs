@@ -4,6 +4,7 @@ mod chat;
 mod collect;
 mod completions;
 mod constrain;
+mod embeddings;
 mod generate;
 mod health;
 mod info;
@@ -14,6 +15,7 @@ mod observe;
 mod openapi;
 mod responses;
 mod router;
+mod score;
 mod tokens;
 
 pub(crate) use router::router;

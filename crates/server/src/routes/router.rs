@@ -15,7 +15,8 @@ use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
 use uuid::Uuid;
 
 use super::{
-    chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
+    chat, completions, embeddings, generate, health, info, messages, models, observe, openapi, responses,
+    score, tokens,
 };
 use crate::http::{ApiKey, TrustedSites, changes_something, check_content_type};
 use crate::page;
@@ -49,6 +50,8 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .route("/v1/responses", post(responses::responses))
         .route("/v1/messages", post(messages::messages))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/embeddings", post(embeddings::embeddings))
+        .route("/v1/score", post(score::score))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
         .route("/generate", post(generate::generate).put(generate::generate))

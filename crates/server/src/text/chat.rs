@@ -1,6 +1,6 @@
 //! Applies the chat template: from the messages of a request to the text the model reads.
 
-use oscar_model::text::RenderOptions;
+use oscar_model::text::{RenderOptions, RenderedText};
 use serde_json::{Map, Value};
 
 use super::ServedModel;
@@ -61,8 +61,13 @@ impl Chat {
         Ok(Chat { messages, tools, variables, generation_prompt, continues })
     }
 
-    /// Renders the chat with the template of the model.
-    pub(crate) fn render(&mut self, model: &ServedModel) -> Result<String, ApiError> {
+    /// Renders the chat with the template of the model. Control tokens in messages and tools are text, or else tokens with
+    /// `parse_special`.
+    pub(crate) fn render(
+        &mut self,
+        model: &ServedModel,
+        parse_special: bool,
+    ) -> Result<RenderedText, ApiError> {
         let template = model.template()?;
         if !template.source().contains("developer") {
             for message in &mut self.messages {
@@ -79,12 +84,15 @@ impl Chat {
             extra: Some(&self.variables),
             now: None,
         };
-        let rendered = template.render(&self.messages, &options);
+        let rendered = match parse_special {
+            true => template.render(&self.messages, &options).map(RenderedText::from),
+            false => template.render_literally(&self.messages, &options, model.tokenizer().control_tokens()),
+        };
         let mut text = rendered.map_err(|error| text_error("messages", &error))?;
         if self.continues {
             let last =
                 self.messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default();
-            let Some(end) = text.rfind(last.trim()).map(|start| start + last.trim().len()) else {
+            let Some(end) = text.as_str().rfind(last.trim()).map(|start| start + last.trim().len()) else {
                 let message = "the last message cannot be continued: the template changes its text";
                 return Err(ApiError::bad_field("continue_final_message", message));
             };

@@ -2,32 +2,31 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use oscar_model::text::{RememberedText, TextError, Tokenizer};
+use oscar_model::text::{RememberedText, RenderedText, TextError, Tokenizer};
 
 /// The most bytes of text and ids that are remembered.
 const MAX_BYTES: usize = 64 << 20;
 
 /// Remembers which token ids the text of a conversation had, apart for each cache salt.
 #[derive(Debug)]
-pub(crate) struct ConversationMemory(Mutex<RememberedText>);
-
-impl Default for ConversationMemory {
-    fn default() -> Self {
-        ConversationMemory(Mutex::new(RememberedText::new(MAX_BYTES)))
-    }
-}
+pub(crate) struct ConversationMemory(Option<Mutex<RememberedText>>);
 
 impl ConversationMemory {
+    /// A memory, or one that remembers nothing: then a prompt has the ids of its text, whatever was said before.
+    pub(crate) fn new(remembers: bool) -> ConversationMemory {
+        ConversationMemory(remembers.then(|| Mutex::new(RememberedText::new(MAX_BYTES))))
+    }
+
     /// Tokenizes a rendered prompt. What is remembered of it gets the ids it had.
     pub(crate) fn encode(
         &self,
         tokenizer: &Tokenizer,
         salt: Option<&str>,
-        text: String,
+        text: RenderedText,
     ) -> Result<RenderedPrompt, TextError> {
         // Encoding takes long for long texts: nobody waits for it.
-        let beginning = self.lock().remembered_prefix(&scope(salt), &text);
-        let ids = beginning.encode(tokenizer, &text)?.ids;
+        let beginning = self.lock().map(|mut memory| memory.remembered_prefix(&scope(salt), &text));
+        let ids = beginning.unwrap_or_default().encode(tokenizer, &text)?.ids;
         Ok(RenderedPrompt { text, ids })
     }
 
@@ -39,7 +38,8 @@ impl ConversationMemory {
         prompt: &RenderedPrompt,
         said: &[u32],
     ) {
-        let kept = self.lock().remember(tokenizer, &scope(salt), &prompt.text, &prompt.ids, said);
+        let Some(mut memory) = self.lock() else { return };
+        let kept = memory.remember(tokenizer, &scope(salt), &prompt.text, &prompt.ids, said);
         if let Err(error) = kept {
             tracing::debug!("a conversation is not remembered: {error}");
         }
@@ -47,11 +47,13 @@ impl ConversationMemory {
 
     /// Forgets all conversations.
     pub(crate) fn clear(&self) {
-        self.lock().clear();
+        if let Some(mut memory) = self.lock() {
+            memory.clear();
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, RememberedText> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> Option<MutexGuard<'_, RememberedText>> {
+        Some(self.0.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -63,7 +65,7 @@ fn scope(salt: Option<&str>) -> String {
 /// A prompt as the chat template rendered it, and its token ids.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RenderedPrompt {
-    pub(crate) text: String,
+    pub(crate) text: RenderedText,
     pub(crate) ids: Vec<u32>,
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oscar_model::SamplingDefaults;
-use oscar_model::text::{ChatTemplate, Tokenizer};
+use oscar_model::text::{ChatTemplate, RenderedText, Tokenizer};
 
 use super::{ConversationMemory, RenderedPrompt};
 use crate::protocol::{ApiError, text_error};
@@ -122,7 +122,7 @@ impl ServedModel {
         &self,
         memory: &ConversationMemory,
         salt: Option<&str>,
-        text: String,
+        text: RenderedText,
     ) -> Result<RenderedPrompt, ApiError> {
         memory.encode(&self.tokenizer, salt, text).map_err(|error| text_error("messages", &error))
     }

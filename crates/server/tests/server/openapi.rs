@@ -95,6 +95,8 @@ fn requests_have_the_fields_the_server_reads() {
     let openai = include_str!("../../src/protocol/openai.rs");
     let messages = include_str!("../../src/protocol/messages/mod.rs");
     let responses = include_str!("../../src/protocol/responses/mod.rs");
+    let embeddings = include_str!("../../src/protocol/embeddings.rs");
+    let score = include_str!("../../src/protocol/score.rs");
     let native = include_str!("../../src/protocol/generate.rs");
     let tokens = include_str!("../../src/routes/tokens.rs");
     let info = include_str!("../../src/routes/info.rs");
@@ -102,6 +104,8 @@ fn requests_have_the_fields_the_server_reads() {
         (openai, "OpenAiRequest", &["AnswerSettings", "ChatRequest", "CompletionRequest"][..]),
         (messages, "MessagesRequest", &["MessagesRequest"]),
         (responses, "ResponsesRequest", &["ResponsesRequest"]),
+        (embeddings, "EmbeddingsRequest", &["EmbeddingsRequest"]),
+        (score, "ScoreRequest", &["ScoreRequest"]),
         (native, "GenerateRequest", &["GenerateRequest"]),
         (native, "SamplingParams", &["SamplingParams"]),
         (tokens, "TokenizeRequest", &["TokenizeRequest"]),

@@ -86,7 +86,9 @@ impl Backend for HashBackend {
     }
 
     fn read(&self, buffer: &HashBuffer, rows: Range<usize>) -> Result<Vec<f32>, KernelError> {
-        Ok(buffer.0[rows].iter().map(|&hash| (hash >> 40) as f32).collect())
+        // Two values of a row: one alone would be the same for all rows once they are normed.
+        let halves = |hash: &u64| [(hash >> 40) as f32, (hash & 0xff_ffff) as f32];
+        Ok(buffer.0[rows].iter().flat_map(halves).collect())
     }
 
     fn begin_step(&self, batch: &Batch<'_>, _: &Rope, cache: &HashCache) -> Result<HashStep, KernelError> {

@@ -6,6 +6,8 @@
 mod decode;
 mod prefill;
 
+pub(super) use prefill::PromptOutput;
+
 use std::sync::Arc;
 
 use oscar_codec::ExactSlot;

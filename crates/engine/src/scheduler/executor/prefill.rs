@@ -1,13 +1,22 @@
 //! The tokens of prompts, in chunks or several prompts in one pass.
 
+use std::ops::Range;
+
 use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::PagedSealing;
 
-use super::super::plan::{BatchPlan, ChunkPlan, ExtensionPlan, PromptRows, WantedLogits};
+use super::super::plan::{BatchPlan, ChunkPlan, ExtensionPlan, PromptRows, WantedRows};
 use super::{Executor, LayerRules};
 use crate::error::EngineError;
 use crate::event::PromptLogprob;
+use crate::pooling::HiddenRows;
+
+/// What was read of the rows of a prompt.
+pub(in super::super) struct PromptOutput {
+    pub(in super::super) scores: Vec<PromptLogprob>,
+    pub(in super::super) hidden: HiddenRows,
+}
 
 impl<B: Backend> Executor<B> {
     /// Copies pages and fills the hidden states of all chunks of a prompt that is computed layer by layer.
@@ -28,11 +37,11 @@ impl<B: Backend> Executor<B> {
         Ok(())
     }
 
-    /// Runs one chunk through one layer or all of them. Returns the probabilities of the prompt's tokens that are asked for.
+    /// Runs one chunk through one layer or all of them. Returns what is asked for of the prompt's own tokens.
     pub(in super::super) fn prefill_chunk(
         &mut self,
         plan: &ChunkPlan<'_>,
-    ) -> Result<Vec<PromptLogprob>, EngineError> {
+    ) -> Result<PromptOutput, EngineError> {
         let PromptRows { tokens, rows } = &plan.prompt;
         let (seal_before, seal_after) = (plan.seal_before, plan.seal_after);
         let Some(index) = plan.layer_major else {
@@ -40,7 +49,7 @@ impl<B: Backend> Executor<B> {
             let exact_until = rows.start + rows.len - usize::from(plan.wanted.last_row > 0);
             let batch = Batch { tokens, sequences: &[*rows] };
             self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })?;
-            return self.read_logits(&plan.wanted, tokens.len());
+            return self.read_rows(&plan.wanted, tokens.len());
         };
         let model = self.model.model();
         let last_layer = plan.layers.end == model.config().layers;
@@ -53,7 +62,7 @@ impl<B: Backend> Executor<B> {
         let ran = model
             .run_layers(plan.layers.clone(), &step, &mut attention, &mut self.activations)
             .map_err(EngineError::from)
-            .and_then(|()| self.read_logits(&plan.wanted, tokens.len()));
+            .and_then(|()| self.read_rows(&plan.wanted, tokens.len()));
         std::mem::swap(self.activations.hidden_mut(), &mut hidden);
         if !last_layer {
             self.chunks[index] = Some((step, hidden));
@@ -62,16 +71,13 @@ impl<B: Backend> Executor<B> {
     }
 
     /// Reads what is wanted of the last hidden states of `rows` rows.
-    fn read_logits(
-        &mut self,
-        wanted: &WantedLogits<'_>,
-        rows: usize,
-    ) -> Result<Vec<PromptLogprob>, EngineError> {
+    fn read_rows(&mut self, wanted: &WantedRows<'_>, rows: usize) -> Result<PromptOutput, EngineError> {
+        let hidden = self.hidden_rows(&wanted.hidden)?;
         let model = self.model.model();
         let vocabulary = self.model.tokenizer().vocab_size();
         let mut scores = Vec::with_capacity(wanted.scored.len());
         for (block, tokens) in wanted.scored.chunks(self.logit_rows).enumerate() {
-            let first = block * self.logit_rows;
+            let first = wanted.scored_after + block * self.logit_rows;
             let wanted_rows: Vec<usize> = (first..first + tokens.len()).collect();
             model.logits(&wanted_rows, &mut self.activations)?;
             let score = |&token: &u32| Sampling {
@@ -90,17 +96,30 @@ impl<B: Backend> Executor<B> {
         if wanted.last_row > 0 {
             model.logits(&vec![rows - 1; wanted.last_row], &mut self.activations)?;
         }
-        Ok(scores)
+        Ok(PromptOutput { scores, hidden })
     }
 
-    /// Runs all rows of some prompts through all layers.
-    pub(in super::super) fn prefill_batch(&mut self, plan: &BatchPlan<'_>) -> Result<(), KernelError> {
+    /// The last hidden states of some rows.
+    fn hidden_rows(&self, rows: &Range<usize>) -> Result<HiddenRows, KernelError> {
+        if rows.is_empty() {
+            return Ok(HiddenRows::default());
+        }
+        let values = self.model.model().final_hidden(rows.clone(), &self.activations)?;
+        Ok(HiddenRows { count: rows.len(), values })
+    }
+
+    /// Runs all rows of some prompts through all layers. Returns the hidden states that are asked for, in their order.
+    pub(in super::super) fn prefill_batch(
+        &mut self,
+        plan: &BatchPlan<'_>,
+    ) -> Result<Vec<HiddenRows>, KernelError> {
         self.copy_pages(&plan.copies)?;
         let tokens: Vec<u32> = plan.prompts.iter().flat_map(|prompt| prompt.tokens).copied().collect();
         let sequences: Vec<SequenceRows<'_>> = plan.prompts.iter().map(|prompt| prompt.rows).collect();
         let exact_until = sequences.first().map_or(0, |rows| rows.start + rows.len - 1);
         let batch = Batch { tokens: &tokens, sequences: &sequences };
         let (seal_before, seal_after) = (&plan.seal_before, &plan.seal_after);
-        self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })
+        self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })?;
+        plan.hidden.iter().map(|(_, rows)| self.hidden_rows(rows)).collect()
     }
 }

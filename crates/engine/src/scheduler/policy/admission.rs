@@ -30,8 +30,8 @@ impl Policy {
             self.ledger
                 .reopen(request.salt, &request.tokens, |length| can_resume_at(&request.segments, length))
         } else {
-            let wanted = if request.scores_prompt() { 1 } else { request.tokens.len() };
-            self.ledger.open(request.salt, &request.tokens[..wanted])
+            let reusable = request.wants.reusable(request.tokens.len());
+            self.ledger.open(request.salt, &request.tokens[..reusable])
         };
         // What a preempted request finds of itself was not there before it.
         let first_time = request.next.is_none() && !request.preempted;

@@ -24,7 +24,7 @@ use super::segment::Segment;
 use crate::error::EngineError;
 use prefill::Prefill;
 use publication::{AfterPublication, Publication};
-pub(crate) use request::NewRequest;
+pub(crate) use request::{NewRequest, PromptWants};
 use request::{Running, Starting, Waiting};
 
 /// Limits that the policy keeps.

@@ -11,7 +11,7 @@ use oscar_kernels::KernelError;
 use oscar_kernels::backend::SealPage;
 use oscar_kv::{Extension, PrefillMode, SealWork, Sequence, Shortage};
 
-use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan, PromptRows, WantedLogits};
+use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan, PromptRows, WantedRows};
 use super::publication::{AfterPublication, seal_page};
 use super::request::Waiting;
 use super::{Choice, Policy, Step};
@@ -195,14 +195,10 @@ impl Policy {
         let layers = work.next_layers(self.rules.layers);
         let last_chunk = work.chunk + 1 == work.chunks.len();
         let request = &prefill.request;
-        let mut wanted = WantedLogits::default();
+        let mut wanted = WantedRows::default();
         if layers.end == self.rules.layers && request.next.is_none() {
-            let Range { start, end } = chunk.rows;
-            if let Some(alternatives) = request.prompt_logprobs {
-                wanted.alternatives = alternatives;
-                wanted.scored = &request.tokens[start + 1..(end + 1).min(request.tokens.len())];
-            }
-            wanted.last_row = if end == request.tokens.len() { request.choices } else { 0 };
+            wanted = request.wants.of_rows(&chunk.rows, &request.tokens);
+            wanted.last_row = if chunk.rows.end == request.tokens.len() { request.choices } else { 0 };
         }
         ChunkPlan {
             prompt: self.prompt_rows(prefill, work, &chunk.rows),
@@ -255,11 +251,19 @@ impl Policy {
             copies: Vec::new(),
             seal_before: Vec::new(),
             seal_after: Vec::new(),
+            hidden: Vec::new(),
         };
+        let mut first_row = 0;
         for (prefill, work) in self.batch.iter().filter_map(|prefill| Some((prefill, prefill.work.as_ref()?)))
         {
-            let start = work.extension.start;
-            plan.prompts.push(self.prompt_rows(prefill, work, &(start..start + work.extension.len)));
+            let positions = work.extension.start..work.extension.start + work.extension.len;
+            let pooled = prefill.request.wants.pooled_rows(&positions, prefill.request.tokens.len());
+            if !pooled.is_empty() {
+                let rows = first_row + pooled.start..first_row + pooled.end;
+                plan.hidden.push((prefill.request.answer(), rows));
+            }
+            first_row += positions.len();
+            plan.prompts.push(self.prompt_rows(prefill, work, &positions));
             plan.copies.extend_from_slice(&work.extension.copies);
             plan.seal_before.extend(work.chunks.iter().flat_map(|chunk| &chunk.seal_before));
             plan.seal_after.extend(&work.seal_after);

@@ -1,9 +1,12 @@
 //! What the policy knows of a request at each stage of its life.
 
+use std::ops::Range;
+
 use oscar_kv::{Append, Sequence};
 
-use super::super::plan::AnswerId;
+use super::super::plan::{AnswerId, WantedRows};
 use super::super::segment::{Segment, with_answer};
+use crate::pooling::Pooling;
 
 /// Place in the order of arrival: number of the request, then choice. Older ones win.
 pub(super) type Order = (u64, usize);
@@ -17,10 +20,48 @@ pub(crate) struct NewRequest {
     pub(crate) tokens: Vec<u32>,
     /// Answers to the prompt.
     pub(crate) choices: usize,
-    /// Alternatives to report with the probability of each token of the prompt, if those are asked for.
-    pub(crate) prompt_logprobs: Option<usize>,
+    pub(crate) wants: PromptWants,
     /// Whether any token is sampled after the prompt.
     pub(crate) generates: bool,
+}
+
+/// What is reported of a prompt itself.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PromptWants {
+    /// Alternatives to report with the probability of each of its tokens, if those are asked for.
+    pub(crate) prompt_logprobs: Option<usize>,
+    /// The first token whose probability is asked for.
+    pub(crate) score_from: usize,
+    /// How its hidden states become an embedding, if that is asked for.
+    pub(crate) embedding: Option<Pooling>,
+}
+
+impl PromptWants {
+    /// How many tokens of the beginning are looked for in the prefix tree, which leaves out the last of them.
+    pub(super) fn reusable(&self, tokens: usize) -> usize {
+        let scored = if self.prompt_logprobs.is_some() { self.score_from.max(1) } else { tokens };
+        let pooled = if self.embedding == Some(Pooling::Mean) { 1 } else { tokens };
+        tokens.min(scored).min(pooled)
+    }
+
+    /// What is read from the rows of a prompt at these positions.
+    pub(super) fn of_rows<'a>(&self, positions: &Range<usize>, tokens: &'a [u32]) -> WantedRows<'a> {
+        let mut wanted = WantedRows::default();
+        if let Some(alternatives) = self.prompt_logprobs {
+            let first = (positions.start + 1).max(self.score_from);
+            let end = (positions.end + 1).min(tokens.len());
+            wanted.alternatives = alternatives;
+            wanted.scored = tokens.get(first..end).unwrap_or_default();
+            wanted.scored_after = first - 1 - positions.start;
+        }
+        wanted.hidden = self.pooled_rows(positions, tokens.len());
+        wanted
+    }
+
+    /// The rows of a prompt at these positions that count for its embedding.
+    pub(super) fn pooled_rows(&self, positions: &Range<usize>, tokens: usize) -> Range<usize> {
+        self.embedding.map_or(0..0, |pooling| pooling.rows(positions, tokens))
+    }
 }
 
 /// A request that waits: new, or preempted.
@@ -38,7 +79,7 @@ pub(super) struct Waiting {
     pub(super) segments: Vec<Segment>,
     /// The token to go on with, if it was sampled already.
     pub(super) next: Option<u32>,
-    pub(super) prompt_logprobs: Option<usize>,
+    pub(super) wants: PromptWants,
     pub(super) generates: bool,
     /// Tokens that the prefix tree had when the request was first admitted.
     pub(super) cached: usize,
@@ -52,7 +93,7 @@ pub(super) struct Waiting {
 
 impl Waiting {
     pub(super) fn new(request: NewRequest, arrival: u64, segments: Vec<Segment>) -> Waiting {
-        let NewRequest { id, salt, tokens, choices, prompt_logprobs, generates } = request;
+        let NewRequest { id, salt, tokens, choices, wants, generates } = request;
         Waiting {
             id,
             arrival,
@@ -62,7 +103,7 @@ impl Waiting {
             tokens,
             segments,
             next: None,
-            prompt_logprobs,
+            wants,
             generates,
             cached: 0,
             queued: true,
@@ -81,12 +122,7 @@ impl Waiting {
 
     /// Whether this is a new prompt with one answer of which nothing else is wanted.
     pub(super) fn can_be_batched(&self) -> bool {
-        self.next.is_none() && self.choices == 1 && !self.alone && self.prompt_logprobs.is_none()
-    }
-
-    /// Whether the prompt is computed as a whole, because the probability of each of its tokens is asked for.
-    pub(super) fn scores_prompt(&self) -> bool {
-        self.prompt_logprobs.is_some() && self.next.is_none()
+        self.next.is_none() && self.choices == 1 && !self.alone && self.wants.prompt_logprobs.is_none()
     }
 }
 
@@ -145,7 +181,7 @@ impl Running {
             tokens: sequence.tokens().to_vec(),
             segments: with_answer(&segments, sequence.len()),
             next: Some(next),
-            prompt_logprobs: None,
+            wants: PromptWants::default(),
             generates: true,
             cached: 0,
             queued: false,

@@ -171,7 +171,7 @@ impl Episode {
     }
 
     pub(super) fn run(mut self) -> Totals {
-        let KvOptions { windows, memory, prefix_tree, tail, prefill, codec } = &self.options.kv;
+        let KvOptions { windows, memory, prefix_tree, tail, prefill, codec, .. } = &self.options.kv;
         // Shown when a test fails.
         println!(
             "context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
@@ -286,6 +286,7 @@ impl Episode {
                 assert_eq!((summary.finish, &summary.text), (expected.finish, &expected.text), "{what}");
                 assert_eq!(summary.logprobs, expected.logprobs, "{what}");
                 assert_eq!(summary.prompt_logprobs, expected.prompt_logprobs, "{what}");
+                assert_eq!(summary.embedding, expected.embedding, "{what}");
             }
         }
         assert!(open.is_empty(), "these never ended: {:?}", open.keys());

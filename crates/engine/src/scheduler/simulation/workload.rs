@@ -8,6 +8,7 @@ use oscar_model::LoadedModel;
 use oscar_random::Random;
 use oscar_testing::HashBackend;
 
+use crate::pooling::Pooling;
 use crate::request::{GenerateOptions, SamplingOptions};
 use crate::settings::{EngineOptions, KvOptions, PrefillMode};
 
@@ -37,6 +38,7 @@ pub(super) fn engine_options(
         codec: sealed.then(|| Arc::new(PageCodec::int4(geometry, None).expect("a codec"))),
         windows: PageWindows { sink: random.below(3), recent: random.below(4) },
         memory: None,
+        memory_limit: None,
         prefix_tree,
         tail: *random.choose(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         prefill: if uniform { PrefillMode::Uniform } else { PrefillMode::Exact },
@@ -115,6 +117,8 @@ fn options(random: &mut Random) -> GenerateOptions {
         sampling,
         n: if random.one_in(5) { random.between(1, 3) } else { 1 },
         prompt_logprobs: random.one_in(10).then_some(1),
+        score_from: if random.one_in(2) { random.below(120) } else { 0 },
+        embedding: random.one_in(8).then(|| if random.one_in(2) { Pooling::Mean } else { Pooling::Last }),
         logprobs: random.one_in(10).then_some(2),
         cache_salt: random.one_in(6).then(|| "tenant".to_owned()),
         ..GenerateOptions::default()

@@ -54,7 +54,8 @@ impl Turn {
         let salt = options.cache_salt.clone();
         let rendered = prepare(app, request, salt.clone()).await?;
         // What a thinking model must keep to begins after its thoughts.
-        let thinks = app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(&rendered.text));
+        let thinks =
+            app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(rendered.text.as_str()));
         let filter = token_filter(app, format, thinks.map(|format| format.markers.1)).await?;
         let turn = Turn {
             end_tokens: EndTokens::new(app.model.tokenizer(), &options),
@@ -81,7 +82,7 @@ impl Turn {
         let options = &self.app.options;
         let calls = options.tool_call_parser.filter(|_| !self.tools.is_empty());
         let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|format| {
-            let inside = format.starts_in_reasoning(&self.rendered.text);
+            let inside = format.starts_in_reasoning(self.rendered.text.as_str());
             ReasoningParser::new(format, inside, calls.map_or(&[], |calls| calls.openers))
         });
         let stem = || format!("{}_{choice}_", self.id_stem);
@@ -115,8 +116,8 @@ pub(crate) async fn prepare(
     let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
     let mut chat = Chat::new(request)?;
     app.encode(bytes, move |app| {
-        let text = chat.render(&app.model)?;
-        app.model.check_length(&text, app.engine.info().context, "messages")?;
+        let text = chat.render(&app.model, app.options.parse_special_in_messages)?;
+        app.model.check_length(text.as_str(), app.engine.info().context, "messages")?;
         app.model.encode_chat(&app.memory, salt.as_deref(), text)
     })
     .await
