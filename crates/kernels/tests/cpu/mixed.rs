@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use half::bf16;
 use oscar_codec::{
-    CodeLayout, ExactSlot, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec,
-    PageWindows, Rule, SealedSlot, Side, hadamard,
+    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PAGE_TOKENS, PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, Side, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
@@ -68,6 +68,27 @@ fn int2(shape: Shape, groups: usize) -> PageCodec {
     };
     let (keys, values) = (encoders(true, Rule::Search), encoders(false, Rule::Clip(0.92)));
     PageCodec::new("int2", shape.geometry(), keys, values).unwrap()
+}
+
+/// Keys in bands by a matrix that is no rotation, and centred values.
+fn banded(shape: Shape) -> PageCodec {
+    let layout = BandLayout::int2(shape.d).unwrap();
+    let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
+    let mixing = hadamard::matrix(shape.d);
+    let scaled = SquareMatrix::from_fn(shape.d, |i, j| mixing.get(i, j) * 0.95_f64.powi(j as i32));
+    let encoder = |head: usize, key: bool| {
+        let mean = key_mean(shape.d, head as u64);
+        let transform = match key {
+            true => HeadTransform::general(Some(mean), &scaled),
+            // Values are not far from zero, unlike keys.
+            false => HeadTransform::new(Some(mean.iter().map(|x| 0.1 * x).collect()), &mixing),
+        };
+        HeadEncoder { transform: transform.unwrap(), rows }
+    };
+    let heads = shape.layers * shape.kv_heads;
+    let keys = (0..heads).map(|head| encoder(head, true)).collect();
+    let values = (0..heads).map(|head| encoder(head, false)).collect();
+    PageCodec::new("bands", shape.geometry(), keys, values).unwrap()
 }
 
 fn seal_page(exact: u32, sealed: u32) -> SealPage {
@@ -267,7 +288,7 @@ impl Sequence {
                 keys.extend(read[0].chunks(d).map(widen));
                 values.extend(read[1].chunks(d).map(widen));
             }
-            let rotation = self.codec.transform(index, Side::Key).unwrap().matrix().clone();
+            let rotation = self.codec.transform(index, Side::Key).unwrap().query_matrix().clone();
             for member in 0..group {
                 let query = &row(position)[(head * group + member) * d..][..d];
                 let rotated: Vec<f64> = (0..d)
@@ -286,10 +307,12 @@ impl Sequence {
                 let mixed: Vec<f64> = (0..d)
                     .map(|c| values.iter().zip(&weights).map(|(value, w)| w * value[c]).sum::<f64>() / sum)
                     .collect();
-                let back = self.codec.transform(index, Side::Value).unwrap().matrix().clone();
-                out.extend(
-                    (0..d).map(|i| (0..d).map(|j| mixed[j] * f64::from(back[i * d + j])).sum::<f64>()),
-                );
+                let back = self.codec.transform(index, Side::Value).unwrap();
+                let (matrix, mean) = (back.query_matrix(), back.mean());
+                out.extend((0..d).map(|i| {
+                    let sum: f64 = (0..d).map(|j| mixed[j] * f64::from(matrix[i * d + j])).sum();
+                    sum + mean.map_or(0.0, |mean| f64::from(mean[i]))
+                }));
             }
         }
         out
@@ -355,6 +378,7 @@ fn decoding_equals_the_oracle_at_every_edge() {
         let shape = Shape { kv_heads: 2, group, d, layers: 1 };
         for isa in fast_paths() {
             check_edges(isa, shape, int2(shape, 1), windows);
+            check_edges(isa, shape, banded(shape), windows);
         }
     }
 }
@@ -371,6 +395,7 @@ fn every_geometry_equals_the_oracle_in_every_format() {
         let means = Some(vec![key_mean(d, 0)]);
         let codecs = [
             int2(shape, 1),
+            banded(shape),
             PageCodec::int4(geometry, means.clone()).unwrap(),
             PageCodec::fp8(geometry, means).unwrap(),
         ];
@@ -410,6 +435,8 @@ fn every_format_reads_what_it_sealed() {
     let means = Some((0..4).map(|head| key_mean(64, head % 2)).collect());
     let codecs = [
         int2(shape, 2),
+        banded(shape),
+        banded(shape).keep_bf16(&[1]).unwrap(),
         PageCodec::int4(shape.geometry(), means.clone()).unwrap(),
         PageCodec::fp8(shape.geometry(), means).unwrap(),
         int2(shape, 1).keep_bf16(&[1]).unwrap(),
@@ -436,7 +463,9 @@ fn one_large_weight_leaves_a_thousand_small_ones() {
     let shape = Shape { kv_heads: 1, group: 3, d: 64, layers: 1 };
     let windows = PageWindows { sink: 1, recent: 1 };
     let (tokens, needle) = (64 * 24, 64 * 9 + 5);
-    for codec in [int2(shape, 1), int2(shape, 2), PageCodec::int4(shape.geometry(), None).unwrap()] {
+    for codec in
+        [int2(shape, 1), int2(shape, 2), banded(shape), PageCodec::int4(shape.geometry(), None).unwrap()]
+    {
         for isa in fast_paths() {
             let name = format!("{isa} {}", codec.name());
             let mut sequence = Sequence::new(isa, shape, codec.clone(), windows, tokens);

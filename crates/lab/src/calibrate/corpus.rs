@@ -14,8 +14,12 @@ use super::sample::sample;
 /// Largest file that is read.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// Tokens of one sequence, unless the model's context is shorter: long enough for a history behind the windows.
-pub const SEQUENCE_TOKENS: usize = 2048;
+/// Tokens of one sequence, unless the model's context is shorter or fewer are asked for. Keys turn with their position, so
+/// their means and covariances hold only as far as positions reach.
+pub const SEQUENCE_TOKENS: usize = 8192;
+
+/// Tokens of the held-out sequence, and of any sequence at least: long enough for a history behind the windows.
+const HELD_OUT_TOKENS: usize = 2048;
 
 /// Tokens of one conversation drawn from the model. Several are drawn at once and joined to sequences: a step costs
 /// about the same for one conversation as for forty.
@@ -57,27 +61,25 @@ impl Corpus {
         tokens: usize,
         progress: impl FnMut(usize, usize),
     ) -> Result<Corpus, CalibrateError> {
-        let length = SEQUENCE_TOKENS.min(model.config().max_context);
+        let context = model.config().max_context;
+        let length = SEQUENCE_TOKENS.min(tokens.max(HELD_OUT_TOKENS)).min(context);
         let count = tokens.div_ceil(length).max(1);
-        let mut sequences: Vec<Vec<u32>> = match source {
+        let needed = count * length + HELD_OUT_TOKENS.min(length);
+        let mut ids = match source {
             CorpusSource::Model { seed } => {
                 let mut progress = progress;
-                let total = (count + 1) * length;
                 let piece = PIECE_TOKENS.min(length);
-                let pieces = total.div_ceil(piece);
-                let drawn = sample(model, pieces, piece, *seed, |done| progress(done.min(total), total))?;
-                drawn.concat().chunks_exact(length).map(<[u32]>::to_vec).collect()
+                let pieces = needed.div_ceil(piece);
+                sample(model, pieces, piece, *seed, |done| progress(done.min(needed), needed))?.concat()
             }
-            CorpusSource::Files { paths, chat } => {
-                let ids = read(model, paths, *chat)?;
-                let needed = (count + 1) * length;
-                if ids.len() < needed {
-                    return Err(CalibrateError::TooShort { tokens: ids.len(), needed });
-                }
-                ids[..needed].chunks_exact(length).map(<[u32]>::to_vec).collect()
-            }
+            CorpusSource::Files { paths, chat } => read(model, paths, *chat)?,
         };
-        let held_out = sequences.pop().ok_or(CalibrateError::NoText)?;
+        if ids.len() < needed {
+            return Err(CalibrateError::TooShort { tokens: ids.len(), needed });
+        }
+        ids.truncate(needed);
+        let held_out = ids.split_off(count * length);
+        let sequences: Vec<Vec<u32>> = ids.chunks_exact(length).map(<[u32]>::to_vec).collect();
         let mut hash = Sha256::new();
         for token in sequences.iter().chain([&held_out]).flatten() {
             hash.update(token.to_le_bytes());

@@ -4,7 +4,10 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard};
+use oscar_codec::{
+    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, RowEncoder, Rule,
+    SquareMatrix, hadamard,
+};
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
 };
@@ -23,7 +26,7 @@ fn backend(deterministic: bool) -> Arc<TestBackend> {
 }
 
 /// All formats of a cache.
-pub(crate) const FORMATS: [&str; 4] = ["bf16", "fp8", "int4", "int2"];
+pub(crate) const FORMATS: [&str; 5] = ["bf16", "fp8", "int4", "int2", "band"];
 
 /// A fixture with room for `context` tokens; `damage` may change its weights file.
 pub(crate) fn model_with(
@@ -51,6 +54,19 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
             let layout = CodeLayout::new(2, geometry.head_dim, 1).unwrap();
             let encoders = vec![HeadEncoder::codes(transform, layout, Rule::Search, false); heads];
             PageCodec::new("int2", geometry, encoders.clone(), encoders).unwrap()
+        }
+        "band" => {
+            let dim = geometry.head_dim;
+            // Channels of different strength, values off zero: what a rotation would not have.
+            let matrix = hadamard::matrix(dim);
+            let scaled = SquareMatrix::from_fn(dim, |i, j| matrix.get(i, j) * 0.9_f64.powi(j as i32));
+            let layout = BandLayout::int2(dim).unwrap();
+            let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
+            let key = HeadEncoder { transform: HeadTransform::general(None, &scaled).unwrap(), rows };
+            let mean = Some(vec![0.125; dim]);
+            let value = HeadEncoder { transform: HeadTransform::new(mean, &matrix).unwrap(), rows };
+            let heads = geometry.layers * geometry.kv_heads;
+            PageCodec::new("band", geometry, vec![key; heads], vec![value; heads]).unwrap()
         }
         other => panic!("{other}"),
     };

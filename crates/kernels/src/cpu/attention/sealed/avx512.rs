@@ -81,12 +81,13 @@ impl Engine for Avx512 {
 fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
     let (rows, shape, d) = (from.spans.len(), from.shape, state.d);
     let (key_groups, groups) = (shape.key_groups(), shape.groups);
-    assert!(rows <= ROWS && groups > 0 && from.units.len() == rows && from.seen.len() == rows);
+    assert!(rows <= ROWS && groups > 0 && from.seen.len() == rows);
     assert!(key_groups > 0 && from.sums.len() >= key_groups * ROWS * 2 * PAGE_TOKENS);
     let key_scale_bytes = if shape.has_bands() { PAGE_TOKENS } else { 4 * PAGE_TOKENS };
     assert!(from.key_scales.len() == key_groups * key_scale_bytes);
     assert!(from.value_scales.len() == groups * 4 * PAGE_TOKENS);
-    assert!(from.totals.len() >= (key_groups - 1) * from.totals_stride + rows);
+    let numbers = (key_groups - 1) * from.stride + rows;
+    assert!(from.totals.len() >= numbers && from.units.len() >= numbers);
     assert!(state.max.len() == rows && state.sum.len() == rows && state.values.len() == rows * d);
     assert!(state.lanes.len() == rows * (1 + groups) * LANES);
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
@@ -158,8 +159,9 @@ unsafe fn softmax_rows<const R: usize, const BF16: bool, const BANDS: bool>(
                     let scale = load_band(key_scales.add(group * PAGE_TOKENS + j * LANES));
                     for r in 0..R {
                         let row = first + r;
-                        let step = _mm512_set1_ps(*from.units.get_unchecked(row));
-                        let total = *from.totals.get_unchecked(group * from.totals_stride + row);
+                        let number = group * from.stride + row;
+                        let step = _mm512_set1_ps(*from.units.get_unchecked(number));
+                        let total = *from.totals.get_unchecked(number);
                         let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
                         let integers = join(sums.add(at), PAGE_TOKENS);
                         let product = _mm512_fmsub_ps(integers, step, _mm512_set1_ps(half * total));
@@ -172,8 +174,9 @@ unsafe fn softmax_rows<const R: usize, const BF16: bool, const BANDS: bool>(
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {
                     let row = first + r;
-                    let step = _mm512_set1_ps(*from.units.get_unchecked(row));
-                    let total = _mm512_set1_ps(*from.totals.get_unchecked(group * from.totals_stride + row));
+                    let number = group * from.stride + row;
+                    let step = _mm512_set1_ps(*from.units.get_unchecked(number));
+                    let total = _mm512_set1_ps(*from.totals.get_unchecked(number));
                     let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
                     let integers = join(sums.add(at), PAGE_TOKENS);
                     let step = _mm512_mul_ps(scale, step);

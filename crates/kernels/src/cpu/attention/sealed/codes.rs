@@ -4,7 +4,7 @@
 //! on it, and a page is prefetched some items before it is read. See [`CodeAttention::attend`] for the order. Many rows on
 //! AMX take another way, `prefill`.
 //!
-//! Groups: queries are stored once per group with zeros outside it, and weights are split once per group with its
+//! Groups: queries are split once per group with zeros outside it, and weights are split once per group with its
 //! scales. A group may begin anywhere; what lies around it in the same word or register is multiplied and dropped.
 
 use std::ops::Range;
@@ -87,7 +87,7 @@ struct Queries<'a> {
     head_rows: usize,
     /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
     bytes: &'a [i8],
-    /// What a unit of each row stands for.
+    /// `[group][row]`: what a unit stands for. Channels of a group are of like strength, those of two bands need not be.
     units: &'a [f32],
     /// `[group][row]`: sum of the channels of the group.
     totals: &'a [f32],
@@ -106,22 +106,18 @@ impl<'a> Queries<'a> {
         // The last rows are read as part of a full product.
         let groups = shape.key_groups();
         let bytes = bytes.at_least::<i8>((groups * rows + E::ROWS) * row_bytes);
-        let (units, totals) = numbers.at_least::<f32>((1 + groups) * rows).split_at_mut(rows);
-        bytes[rows * row_bytes..].fill(0);
-        for (row, q) in work.q.chunks_exact(d).enumerate() {
-            let (high, low) = bytes[row * row_bytes..][..row_bytes].split_at_mut(stride);
-            units[row] = engine.split_row(q, high, low);
-            for group in 0..groups {
-                totals[group * rows + row] = engine.total(&q[shape.key_group(group).channels]);
-            }
-        }
-        // Groups after the first get their channels of the first copy, which then loses them.
-        let (first, others) = bytes.split_at_mut(rows * row_bytes);
-        for (group, copy) in (1..groups).zip(others.chunks_exact_mut(rows * row_bytes)) {
+        let (masked, numbers) = numbers.at_least::<f32>(d + 2 * groups * rows).split_at_mut(d);
+        let (units, totals) = numbers.split_at_mut(groups * rows);
+        bytes[groups * rows * row_bytes..].fill(0);
+        for group in 0..groups {
             let channels = shape.key_group(group).channels;
-            for (from, to) in first.chunks_exact_mut(stride).zip(copy.chunks_exact_mut(stride)) {
-                to[channels.clone()].copy_from_slice(&from[channels.clone()]);
-                from[channels.clone()].fill(0);
+            masked.fill(0.0);
+            for (row, q) in work.q.chunks_exact(d).enumerate() {
+                masked[channels.clone()].copy_from_slice(&q[channels.clone()]);
+                let at = group * rows + row;
+                let (high, low) = bytes[at * row_bytes..][..row_bytes].split_at_mut(stride);
+                units[at] = engine.split_row(masked, high, low);
+                totals[at] = engine.total(&q[channels.clone()]);
             }
         }
         Queries { stride, rows, head_rows, bytes, units, totals }
@@ -289,9 +285,9 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         let sums = KeySums {
             shape,
             sums: self.key_sums[number % 2],
-            units: &self.queries.units[first..first + rows.len()],
+            units: &self.queries.units[first..],
             totals: &self.queries.totals[first..],
-            totals_stride: self.queries.rows,
+            stride: self.queries.rows,
             key_scales: shape.key_scales(item.page),
             value_scales: shape.value_scales(item.page),
             spans: &work.spans[rows.clone()],

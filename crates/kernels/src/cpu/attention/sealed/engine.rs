@@ -151,11 +151,11 @@ pub(super) struct KeySums<'a> {
     pub(super) shape: &'a Shape,
     /// `[group][ROWS][high, low][64 tokens]`.
     pub(super) sums: &'a [i32],
-    /// What a unit of each row's query stands for.
+    /// `[group]`, `stride` apart: what a unit of each row's query stands for.
     pub(super) units: &'a [f32],
-    /// `[group]`, `totals_stride` apart: sum of the channels of each row's query.
+    /// Likewise: sum of the channels of each row's query.
     pub(super) totals: &'a [f32],
-    pub(super) totals_stride: usize,
+    pub(super) stride: usize,
     /// As [`Shape::key_scales`].
     pub(super) key_scales: &'a [u8],
     /// As [`Shape::value_scales`].

@@ -241,10 +241,10 @@ impl Kernel for Softmax<'_, '_, '_, '_> {
             let affine = Affine::of(&key_scales[group * 2 * PAGE_TOKENS..]);
             for row in 0..rows {
                 let sums = &from.sums[(group * ROWS + row) * 2 * PAGE_TOKENS..];
-                let total = from.totals[group * from.totals_stride + row];
+                let at = group * from.stride + row;
                 let logits = logits[row * PAGE_TOKENS..].first_chunk_mut().expect("a logit per token");
                 let sums = [tokens(sums), tokens(&sums[PAGE_TOKENS..])];
-                finish_logits(sums, from.units[row], total, &affine, group > 0, logits);
+                finish_logits(sums, from.units[at], from.totals[at], &affine, group > 0, logits);
             }
         }
         let softmax = SoftmaxRows {
