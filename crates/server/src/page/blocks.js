@@ -4,8 +4,8 @@
 
 import { inline } from "./inline.js";
 
-const FENCE = /^ {0,3}(`{3,}(?!.*`)|~{3,}) *(.*)$/;
-const HEADING = /^ {0,3}(#{1,6})(?: +(.*?))?(?: +#+)?$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?: (.*))?$/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)])(?: +(?=\S)|$)/;
@@ -18,15 +18,13 @@ const node = (tag, children, attributes) => ({ tag, children, ...(attributes && 
 
 /** The blocks of some lines, each with the number of its first line. */
 export function blocks(lines, depth = 0) {
-  return new Blocks(lines.map(clean), lines, depth).all();
+  return new Blocks(lines.map((line) => spaced(line).trimEnd()), lines, depth).all();
 }
 
-/** Spaces for tabs before the text, and nothing after it. */
-function clean(line) {
-  return line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    ")).trimEnd();
-}
-
+/** Spaces for tabs before the text. */
+const spaced = (line) => line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    "));
 const indentOf = (line) => line.length - line.trimStart().length;
+const dedent = (line, columns) => line.slice(Math.min(columns, indentOf(line)));
 
 class Blocks {
   constructor(lines, raw, depth) {
@@ -57,10 +55,10 @@ class Blocks {
     const from = (this.at += 1);
     const ends = (line) => /^ {0,3}[`~]+$/.test(line) && line.trim().startsWith(fence);
     while (this.at < this.lines.length && !ends(this.lines[this.at])) this.at += 1;
-    const text = this.raw.slice(from, this.at).map((line) => line.slice(Math.min(indent, indentOf(line))));
+    const text = this.raw.slice(from, this.at).map((line) => dedent(line, indent));
     this.at += 1;
     const copy = node("button", ["Copy"], { type: "button", class: "copy" });
-    const title = node("figcaption", [node("span", [info.split(" ")[0]]), copy]);
+    const title = node("figcaption", [node("span", [info.trim().split(" ")[0]]), copy]);
     const pre = node("pre", [node("code", [text.join("\n")])], { tabindex: "0" });
     return node("figure", [title, pre], { class: "code" });
   }
@@ -68,13 +66,13 @@ class Blocks {
   heading(marks, text) {
     this.at += 1;
     // The page has headings of its own above these.
-    return node(`h${Math.min(marks.length + 2, 6)}`, inline(text ?? ""));
+    return node(`h${Math.min(marks.length + 2, 6)}`, inline((text ?? "").replace(/ #+$/, "").trim()));
   }
 
   quote() {
     const from = this.at;
     while (QUOTE.test(this.lines[this.at] ?? "")) this.at += 1;
-    const inner = this.raw.slice(from, this.at).map((line) => clean(line).replace(QUOTE, ""));
+    const inner = this.raw.slice(from, this.at).map((line) => spaced(line).replace(QUOTE, ""));
     return node("blockquote", blocks(inner, this.depth + 1));
   }
 
@@ -89,7 +87,7 @@ class Blocks {
       const blank = this.lines[this.at - 1] === "";
       if (line === "") items.at(-1).lines.push("");
       else if (indent >= base + 2 && items.length) {
-        items.at(-1).lines.push(dedent(this.raw[this.at], items.at(-1).indent));
+        items.at(-1).lines.push(dedent(spaced(this.raw[this.at]), items.at(-1).indent));
       } else if (item && (item[3] !== undefined) === ordered && !RULE.test(line)) {
         spread ||= blank && items.length > 0;
         items.push({ indent: item[0].length, lines: [line.slice(item[0].length)] });
@@ -114,8 +112,8 @@ class Blocks {
     const sides = cells(this.lines[this.at + 1]).map((cell) => /^(:?)-+(:?)$/.exec(cell));
     const classes = sides.map(([, left, right]) => (right ? (left ? "centre" : "right") : ""));
     const row = (tag, line) =>
-      node("tr", cells(line).slice(0, classes.length)
-        .map((cell, index) => node(tag, inline(cell), classes[index] ? { class: classes[index] } : undefined)));
+      node("tr", cells(line).slice(0, classes.length).map((cell, index) =>
+        node(tag, inline(cell), classes[index] ? { class: classes[index] } : undefined)));
     const head = row("th", this.lines[this.at]);
     const body = [];
     for (this.at += 2; this.lines[this.at]?.includes("|"); this.at += 1) body.push(row("td", this.lines[this.at]));
@@ -145,11 +143,6 @@ class Blocks {
     return QUOTE.test(line) || (item !== null && item[0].length < line.length && [undefined, "1"].includes(item[3]));
   }
 }
-
-const dedent = (line, columns) => {
-  const spaces = line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    "));
-  return spaces.slice(Math.min(columns, indentOf(spaces)));
-};
 
 /** The cells of a line of a table; a bar after a backslash is text. */
 function cells(line) {

@@ -95,7 +95,9 @@ function showTree(cache) {
   const plain = sealed.pages ? ["sink", whole - packed] : ["recent", whole - packed, "bf16"];
   const tails = ["filling", cache.tree.tails, "partly filled"];
   const runs = [plain, ["sealed", packed - warm], ["warm", warm], tails];
-  tree.show(plural(whole + cache.tree.tails, "page", "pages"), runs.filter(([, pages]) => pages > 0));
+  const name = plural(whole + cache.tree.tails, "page", "pages");
+  const evicted = cache.tree.evicted ? `${name}, ${count(cache.tree.evicted)} evicted so far` : name;
+  tree.show(evicted, runs.filter(([, pages]) => pages > 0));
 }
 
 /** The chat of this page: the name of the request that answers it, or at rest its messages; null before the first. */

@@ -3,10 +3,15 @@
 // One pass with a short stack of marks that may still close, so that no text can make it slow or deep.
 
 const MARK = /[\\`*_~[\]<]|!\[|\bhttps?:\/\//gi;
-const TARGET = /\(\s*<?((?:[^\s()<>]|\([^\s()<>]*\))*)>?(?:\s+"[^"]*")?\s*\)/y;
-const IN_BRACKETS = /<(https?:\/\/[^\s<>]+|mailto:[^\s<>]+)>/iy;
-const BREAK = /<br *\/?>/iy;
-const BARE = /https?:\/\/[^\s<>[\]"`|]*[^\s<>[\]"`|'.,;:!?*_~)]/iy;
+const RUN = /([`*_~])\1*/y;
+const TARGET = /\]\(\s?<?((?:[^\s()<>]|\([^\s()<>]*\))*)>?(?:\s"[^"]*")?\s?\)/y;
+/** Marks that are whole by themselves, and the node of each; none if it is text after all. */
+const WHOLE = [
+  [/\\([!-/:-@[-`{-~])/y, (character) => character],
+  [/(<br *\/?>)/iy, () => ({ tag: "br", children: [] })],
+  [/<((?:https?:\/\/|mailto:)[^\s<>]+)>/iy, (target) => link(target, [target.replace(/^mailto:/i, "")])],
+  [/(https?:\/\/[^\s<>[\]"`|]*[^\s<>[\]"`|'.,;:!?*_~)])/iy, (target) => link(target, [target])],
+];
 /** Marks that may be open at a time; the oldest is given up for another one. */
 const MOST_OPEN = 32;
 const LONGEST_RUN = 3;
@@ -22,8 +27,9 @@ export function safeTarget(target) {
 }
 
 function link(href, children) {
-  const text = children.flatMap((child) => (child.tag === "a" ? child.children : [child]));
-  return { tag: "a", attributes: { href, title: href, target: "_blank", rel: "noopener noreferrer nofollow" }, children: text };
+  if (!safeTarget(href)) return null;
+  const attributes = { href, title: href, target: "_blank", rel: "noopener noreferrer nofollow" };
+  return { tag: "a", attributes, children: children.flatMap((child) => (child.tag === "a" ? child.children : [child])) };
 }
 
 /** Neighbouring texts become one. */
@@ -38,38 +44,25 @@ function joined(nodes) {
 
 class Scanner {
   constructor(text) {
-    this.text = text;
-    this.at = 0;
-    this.nodes = [];
-    /** Marks that may still close: what they are, how long, and where they stand in `nodes`. */
-    this.open = [];
+    /** `open` has marks that may still close: what they are, how long, and where they stand in `nodes`. */
+    Object.assign(this, { text, at: 0, nodes: [], open: [] });
     /** Lengths of runs of backticks that do not come again. */
     this.lonely = new Set();
   }
 
   scan() {
-    for (let found = this.seek(); found; found = this.seek()) {
-      this.take(found.index - this.at);
+    for (;;) {
+      MARK.lastIndex = this.at;
+      const found = MARK.exec(this.text);
+      this.take((found?.index ?? this.text.length) - this.at);
+      if (!found) return joined(this.nodes);
       this.mark(found[0]);
     }
-    this.take(this.text.length - this.at);
-    return joined(this.nodes);
-  }
-
-  seek() {
-    MARK.lastIndex = this.at;
-    return MARK.exec(this.text);
   }
 
   /** The next characters are text. */
   take(length) {
-    this.nodes.push(this.text.slice(this.at, this.at + length));
-    this.at += length;
-  }
-
-  match(pattern, at = this.at) {
-    pattern.lastIndex = at;
-    return pattern.exec(this.text);
+    this.add(this.text.slice(this.at, this.at + length), length);
   }
 
   add(node, length) {
@@ -77,56 +70,37 @@ class Scanner {
     this.at += length;
   }
 
-  mark(mark) {
-    const first = mark[0];
-    if (first === "\\") this.escape();
-    else if (first === "`") this.code();
-    else if (first === "<") this.angle();
-    else if (mark === "[" || mark === "![") this.begin(mark, mark.length);
-    else if (first === "]") this.endLink();
-    else if ("*_~".includes(first)) this.emphasis(first);
-    else this.bareLink();
+  match(pattern) {
+    pattern.lastIndex = this.at;
+    return pattern.exec(this.text);
   }
 
-  escape() {
-    const escaped = /[!-/:-@[-`{-~]/.test(this.text[this.at + 1] ?? "");
-    if (escaped) this.at += 1;
+  mark(mark) {
+    if (mark.endsWith("[")) return this.begin(mark, mark.length);
+    if (mark === "]") return this.endLink();
+    const run = this.match(RUN)?.[0].length;
+    if (mark === "`") return this.code(run);
+    if (run) return this.emphasis(mark, run);
+    for (const [pattern, make] of WHOLE) {
+      const found = this.match(pattern);
+      const node = found && make(found[1]);
+      if (node) return this.add(node, found[0].length);
+    }
     this.take(1);
   }
 
-  run() {
-    let end = this.at;
-    while (this.text[end] === this.text[this.at]) end += 1;
-    return end - this.at;
-  }
-
-  code() {
-    const length = this.run();
+  code(length) {
     const from = this.at + length;
-    const end = this.lonely.has(length) ? -1 : closing(this.text, "`".repeat(length), from);
-    if (end < 0) {
+    const again = new RegExp(`(?<!\`)\`{${length}}(?!\`)`, "g");
+    again.lastIndex = from;
+    const end = this.lonely.has(length) ? null : again.exec(this.text);
+    if (!end) {
       this.lonely.add(length);
       return this.take(length);
     }
-    const inner = this.text.slice(from, end);
+    const inner = this.text.slice(from, end.index);
     const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() !== "";
-    this.add({ tag: "code", children: [padded ? inner.slice(1, -1) : inner] }, end + length - this.at);
-  }
-
-  angle() {
-    const found = this.match(IN_BRACKETS);
-    const target = found && safeTarget(found[1]);
-    if (target) return this.add(link(target, [target.replace(/^mailto:/i, "")]), found[0].length);
-    const cut = this.match(BREAK);
-    if (cut) return this.add({ tag: "br", children: [] }, cut[0].length);
-    this.take(1);
-  }
-
-  bareLink() {
-    const found = this.match(BARE);
-    const target = found && safeTarget(found[0]);
-    if (target) this.add(link(target, [target]), target.length);
-    else this.take(1);
+    this.add({ tag: "code", children: [padded ? inner.slice(1, -1) : inner] }, end.index + length - this.at);
   }
 
   begin(mark, length) {
@@ -143,19 +117,19 @@ class Scanner {
     this.nodes.push(make(children));
   }
 
+  /** A picture would be fetched from elsewhere, so it becomes a link too. */
   endLink() {
     const index = this.open.findLastIndex(({ mark }) => mark.endsWith("["));
     const [opened] = index < 0 ? [] : this.open.splice(index);
-    const found = opened && this.match(TARGET, this.at + 1);
+    const found = opened && this.match(TARGET);
     const target = found && safeTarget(found[1]);
     if (!target) return this.take(1);
-    // A picture would be fetched from elsewhere, so it is a link too.
     this.wrap(opened, opened.length, (children) => link(target, children.length ? children : [target]));
-    this.at += 1 + found[0].length;
+    this.at += found[0].length;
   }
 
-  emphasis(mark) {
-    let length = this.run();
+  emphasis(mark, run) {
+    let length = run;
     const [before, after] = [this.text[this.at - 1] ?? " ", this.text[this.at + length] ?? " "];
     const inWord = (character) => mark === "_" && /[\p{L}\p{N}]/u.test(character);
     const fits = length <= LONGEST_RUN && (mark !== "~" || length === 2);
@@ -179,15 +153,4 @@ class Scanner {
     }
     return length;
   }
-}
-
-/** Where a run of backticks comes again with the same length. */
-function closing(text, run, from) {
-  for (let at = text.indexOf(run, from); at >= 0; ) {
-    let end = at;
-    while (text[end] === "`") end += 1;
-    if (end - at === run.length) return at;
-    at = text.indexOf(run, end);
-  }
-  return -1;
 }

@@ -164,6 +164,11 @@ describe("hostile texts", () => {
     for (const part of parts) for (const before of ["", "a ", "> ", "- ", "| a |\n| - |\n| "]) {
       blocks((before + part.repeat(100_000 / part.length)).split("\n"));
     }
+    const run = (text) => text.repeat(100_000);
+    for (const line of [`${run("`")}a\``, `\`\`\` ${run(" ")}\``, `# ${run(" ")}a`, `# ${run(" #")}a`, `[a](${run(" ")}b`, `[a](b ${run(" ")}`,
+      `[a](${run("b")}`, `${run("- ")}a`, `${run("-")}a`, `|${run("-")}a|`, `http://a${run(".")}`, `*a${run(" ")}*`, `${run("1")}. a`]) {
+      for (const before of ["", "- ", "> ", "a\n"]) blocks((before + line).split("\n"));
+    }
   });
 
   test("a large table", () => {
