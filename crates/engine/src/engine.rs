@@ -14,7 +14,9 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request, salt_of};
 use crate::scheduler::{Command, Core, MakeAttention, Shared, Submitted, Worker, cache_event_channel};
-use crate::serve::{Control, EngineInfo, EngineStats, KeptReply, RequestHandle, Serve, SharedSink, reserve_queue_place};
+use crate::serve::{
+    Control, EngineInfo, EngineStats, KeptReply, RequestHandle, Serve, SharedSink, reserve_queue_place,
+};
 use crate::settings::{EngineOptions, KvOptions};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::mpsc;

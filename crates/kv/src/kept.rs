@@ -69,8 +69,7 @@ mod tests {
         ledger.close(sequence);
         let before = ledger.stats();
         let kept = ledger.kept(0, &text);
-        let pages =
-            [KeptPage::Exact, KeptPage::Sealed, KeptPage::Sealed, KeptPage::Warm, KeptPage::Warm];
+        let pages = [KeptPage::Exact, KeptPage::Sealed, KeptPage::Sealed, KeptPage::Warm, KeptPage::Warm];
         assert_eq!(kept, KeptPrefix { pages: pages.to_vec(), tail_tokens: 10 });
         // Another text from page 2 on, and a shorter one.
         let mut other = text.clone();

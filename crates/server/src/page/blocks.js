@@ -57,10 +57,10 @@ class Blocks {
     while (this.at < this.lines.length && !ends(this.lines[this.at])) this.at += 1;
     const text = this.raw.slice(from, this.at).map((line) => dedent(line, indent));
     this.at += 1;
+    const name = node("span", [info.trim().split(" ")[0]]);
     const copy = node("button", ["Copy"], { type: "button", class: "copy" });
-    const title = node("figcaption", [node("span", [info.trim().split(" ")[0]]), copy]);
     const pre = node("pre", [node("code", [text.join("\n")])], { tabindex: "0" });
-    return node("figure", [title, pre], { class: "code" });
+    return node("figure", [node("figcaption", [name, copy]), pre], { class: "code" });
   }
 
   heading(marks, text) {
@@ -99,8 +99,7 @@ class Blocks {
   }
 
   item(lines, spread) {
-    const task = TASK.exec(lines[0]);
-    if (task) lines[0] = `${task[1] === " " ? "☐" : "☑"} ${lines[0].slice(task[0].length)}`;
+    lines[0] = lines[0].replace(TASK, (_, mark) => (mark === " " ? "☐ " : "☑ "));
     const inner = blocks(lines, this.depth + 1);
     const loose = spread || inner.filter(({ tag }) => tag === "p").length > 1;
     return node("li", loose ? inner : inner.flatMap((block) => (block.tag === "p" ? block.children : [block])));
@@ -109,16 +108,16 @@ class Blocks {
   /** A table, if one begins here. */
   table() {
     if (!this.startsTable(this.at)) return null;
-    const sides = cells(this.lines[this.at + 1]).map((cell) => /^(:?)-+(:?)$/.exec(cell));
-    const classes = sides.map(([, left, right]) => (right ? (left ? "centre" : "right") : ""));
+    const side = (cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "centre" : "right") : "");
+    const classes = cells(this.lines[this.at + 1]).map(side);
     const row = (tag, line) =>
       node("tr", cells(line).slice(0, classes.length).map((cell, index) =>
         node(tag, inline(cell), classes[index] ? { class: classes[index] } : undefined)));
     const head = row("th", this.lines[this.at]);
     const body = [];
     for (this.at += 2; this.lines[this.at]?.includes("|"); this.at += 1) body.push(row("td", this.lines[this.at]));
-    const table = node("table", [node("thead", [head]), node("tbody", body)]);
-    return node("div", [table], { class: "table", tabindex: "0" });
+    const parts = [node("thead", [head]), node("tbody", body)];
+    return node("div", [node("table", parts)], { class: "table", tabindex: "0" });
   }
 
   startsTable(at) {

@@ -14,7 +14,6 @@ const WHOLE = [
 ];
 /** Marks that may be open at a time; the oldest is given up for another one. */
 const MOST_OPEN = 32;
-const LONGEST_RUN = 3;
 
 /** The nodes of a text. */
 export function inline(text) {
@@ -44,10 +43,9 @@ function joined(nodes) {
 
 class Scanner {
   constructor(text) {
-    /** `open` has marks that may still close: what they are, how long, and where they stand in `nodes`. */
-    Object.assign(this, { text, at: 0, nodes: [], open: [] });
-    /** Lengths of runs of backticks that do not come again. */
-    this.lonely = new Set();
+    // `open` has marks that may still close: what they are, how long, and where they stand in `nodes`; `lonely` has
+    // lengths of runs of backticks that do not come again.
+    Object.assign(this, { text, at: 0, nodes: [], open: [], lonely: new Set() });
   }
 
   scan() {
@@ -60,12 +58,8 @@ class Scanner {
     }
   }
 
-  /** The next characters are text. */
-  take(length) {
-    this.add(this.text.slice(this.at, this.at + length), length);
-  }
-
-  add(node, length) {
+  /** The next characters are a node, or text. */
+  take(length, node = this.text.slice(this.at, this.at + length)) {
     this.nodes.push(node);
     this.at += length;
   }
@@ -84,7 +78,7 @@ class Scanner {
     for (const [pattern, make] of WHOLE) {
       const found = this.match(pattern);
       const node = found && make(found[1]);
-      if (node) return this.add(node, found[0].length);
+      if (node) return this.take(found[0].length, node);
     }
     this.take(1);
   }
@@ -100,7 +94,7 @@ class Scanner {
     }
     const inner = this.text.slice(from, end.index);
     const padded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() !== "";
-    this.add({ tag: "code", children: [padded ? inner.slice(1, -1) : inner] }, end.index + length - this.at);
+    this.take(end.index + length - this.at, { tag: "code", children: [padded ? inner.slice(1, -1) : inner] });
   }
 
   begin(mark, length) {
@@ -128,14 +122,13 @@ class Scanner {
     this.at += found[0].length;
   }
 
-  emphasis(mark, run) {
-    let length = run;
+  emphasis(mark, length) {
     const [before, after] = [this.text[this.at - 1] ?? " ", this.text[this.at + length] ?? " "];
     const inWord = (character) => mark === "_" && /[\p{L}\p{N}]/u.test(character);
-    const fits = length <= LONGEST_RUN && (mark !== "~" || length === 2);
-    if (fits && /\S/.test(before) && !inWord(after)) length = this.close(mark, length);
-    if (length && fits && /\S/.test(after) && !inWord(before)) this.begin(mark, length);
-    else this.take(length);
+    const fits = mark === "~" ? length === 2 : length <= 3;
+    const left = fits && /\S/.test(before) && !inWord(after) ? this.close(mark, length) : length;
+    if (left && fits && /\S/.test(after) && !inWord(before)) this.begin(mark, left);
+    else this.take(left);
   }
 
   /** Closes open marks of this kind, and says how much of the run is left. */

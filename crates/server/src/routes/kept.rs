@@ -48,10 +48,15 @@ pub(crate) async fn kept(
     let (reply, found) = oneshot::channel();
     // Whoever does not listen any more has nothing to be told.
     app.engine.find_kept(ids, salt, Box::new(move |kept| drop(reply.send(kept))));
-    let kept = found.await.map_err(|_| ApiError::shutting_down())?;
+    let mut kept = found.await.map_err(|_| ApiError::shutting_down())?;
     let shape = app.options.cache;
     // The last token may have been drawn without being computed, so that it needs no page.
-    let pages = tokens.saturating_sub(1).div_ceil(PAGE_TOKENS).max(kept.pages.len());
+    let computed = tokens.saturating_sub(1);
+    let pages = computed.div_ceil(PAGE_TOKENS).max(kept.pages.len());
+    if kept.pages.len() * PAGE_TOKENS + kept.tail_tokens < computed {
+        // The page of another chat that begins alike.
+        kept.tail_tokens = 0;
+    }
     Ok(Json(json!({
         "tokens": tokens,
         "shared_pages": 0,

@@ -29,7 +29,8 @@ pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response
 pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
     let ids = app.in_flight.ids();
-    let requests = stats.sequences.iter().map(|sequence| request(sequence, ids.get(&sequence.request), shape));
+    let requests =
+        stats.sequences.iter().map(|sequence| request(sequence, ids.get(&sequence.request), shape));
     let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
         json!({
             "pages": pool.pages,
