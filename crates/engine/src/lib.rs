@@ -53,6 +53,7 @@ pub use error::EngineError;
 pub use event::{Event, FinishReason, MatchedStop, PromptLogprob, Sink, Summary, Token};
 pub use filter::{TokenFilter, TokenMask};
 pub use mock::{MOCK_END, MockEngine, MockOptions};
+pub use oscar_kernels::cpu::memory::trim as trim_memory;
 pub use oscar_kv::{CacheEvent, KeptPage, KeptPrefix};
 pub use request::{GenerateOptions, MAX_TOP_LOGPROBS, Request, SamplingOptions};
 pub use serve::{Answer, EngineInfo, EngineStats, KeptReply, RequestHandle, SequenceView, Serve};

@@ -123,11 +123,19 @@ async function keptPages(cache) {
   const state = JSON.stringify([cache.tree, messages]);
   if (state === looked) return null;
   const body = { model: setting("model") || undefined, messages };
-  const response = await post("oscar/cache", apiKey(), body, AbortSignal.timeout(PATIENCE));
-  const view = await response.json();
-  if (messages !== chat.messages) return null;
-  looked = state;
-  return view;
+  try {
+    const response = await post("oscar/cache", apiKey(), body, AbortSignal.timeout(PATIENCE));
+    const view = await response.json();
+    if (messages !== chat.messages) return null;
+    looked = state;
+    return view;
+  } catch (error) {
+    // A template may change what was said, and then it cannot be found; the rest of the picture can.
+    if (error.status !== 400) throw error;
+    looked = state;
+    write(part("own-bytes"), "The pages of this chat cannot be told from others.");
+    return null;
+  }
 }
 
 function notice(text) {
@@ -180,6 +188,7 @@ export async function refresh() {
 /** Says what the chat of this page is; the picture moves while it is answered. */
 export function follow(next) {
   chat = next;
+  looked = "";
   refresh();
 }
 

@@ -163,6 +163,7 @@ function rewrite(turn, text) {
 
 function begin(control, rid) {
   answering = control;
+  for (const turn of turns) turn.endEdit();
   log.classList.add("answering");
   send.hidden = true;
   stop.hidden = false;

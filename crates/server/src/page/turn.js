@@ -28,7 +28,7 @@ function appendButton(parent, text, action) {
 
 export class Turn {
   constructor(log, role, content = "") {
-    Object.assign(this, { log, role, content, reasoning: "", thinking: null, timer: 0, cost: 0 });
+    Object.assign(this, { log, role, content, reasoning: "", thinking: null, editor: null, timer: 0, cost: 0 });
     this.element = append(log, "article", `message ${role}`);
     this.element.setAttribute("aria-label", LABELS[role]);
     this.body = append(this.element, "div", "text");
@@ -107,7 +107,7 @@ export class Turn {
     field.value = this.content;
     field.rows = Math.min(20, this.content.split("\n").length + 1);
     const buttons = append(this.editor, "div", "buttons");
-    appendButton(buttons, "Cancel").addEventListener("click", () => this.endEdit());
+    appendButton(buttons, "Cancel").addEventListener("click", () => this.cancelEdit());
     const save = appendButton(buttons, this.role === "user" ? "Send" : "Save");
     save.type = "submit";
     save.className = "primary";
@@ -132,15 +132,20 @@ export class Turn {
       this.editor.requestSubmit();
     } else if (event.key === "Escape") {
       event.preventDefault();
-      this.endEdit();
+      this.cancelEdit();
     }
   }
 
+  cancelEdit() {
+    this.endEdit();
+    this.actions.querySelector("[data-action=edit]").focus();
+  }
+
+  /** Shows the text again, if it is being edited. */
   endEdit() {
-    this.editor.remove();
+    this.editor?.remove();
     this.editor = null;
     this.body.hidden = this.actions.hidden = false;
-    this.actions.querySelector("[data-action=edit]").focus();
   }
 
   /** Another text in the place of this one. */

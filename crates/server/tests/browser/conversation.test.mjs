@@ -74,6 +74,12 @@ test("a question is edited, and the conversation goes on from there", async () =
   await visit.done();
   assert.deepEqual(said(bodies[2]), ["user: one and a half\n<b>!"]);
   assert.deepEqual(await visit.texts(), ["one and a half\n<b>!", "answer 3"]);
+  // Whoever goes on below while a message is being edited edits nothing.
+  await visit.press(".message.user", "edit");
+  await visit.send("three");
+  await visit.done();
+  assert.equal((await visit.page.$$(".editor")).length, 0);
+  assert.deepEqual(await visit.texts(), ["one and a half\n<b>!", "answer 3", "three", "answer 4"]);
   assert.deepEqual(visit.complaints, []);
   await visit.close();
 });
