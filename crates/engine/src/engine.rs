@@ -12,9 +12,11 @@ use crate::attention::CustomAttention;
 use crate::budget::Budget;
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
-use crate::request::{GenerateOptions, Limits, Request};
+use crate::request::{GenerateOptions, Limits, Request, salt_of};
 use crate::scheduler::{Command, Core, MakeAttention, Shared, Submitted, Worker, cache_event_channel};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
+use crate::serve::{
+    Control, EngineInfo, EngineStats, KeptReply, RequestHandle, Serve, SharedSink, reserve_queue_place,
+};
 use crate::settings::{EngineOptions, KvOptions};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::mpsc;
@@ -228,5 +230,10 @@ impl<B: Backend> Serve for Engine<B> {
     fn flush(&self) {
         let (done, _) = mpsc::channel();
         let _ = self.send(Command::Flush(done));
+    }
+
+    fn find_kept(&self, tokens: Vec<u32>, cache_salt: Option<String>, reply: KeptReply) {
+        let salt = salt_of(cache_salt.as_deref());
+        let _ = self.send(Command::FindKept { tokens, salt, reply });
     }
 }

@@ -137,14 +137,19 @@ impl Default for GenerateOptions {
     }
 }
 
+/// A salt as the cache wants it; 0 for none.
+pub(crate) fn salt_of(salt: Option<&str>) -> u64 {
+    salt.map_or(0, |salt| {
+        let mut hasher = DefaultHasher::new();
+        salt.hash(&mut hasher);
+        hasher.finish().max(1)
+    })
+}
+
 impl GenerateOptions {
     /// The salt as the cache wants it; 0 for none.
     pub(crate) fn salt(&self) -> u64 {
-        self.cache_salt.as_ref().map_or(0, |salt| {
-            let mut hasher = DefaultHasher::new();
-            salt.hash(&mut hasher);
-            hasher.finish().max(1)
-        })
+        salt_of(self.cache_salt.as_deref())
     }
 
     fn validate(&self, limits: &Limits) -> Result<(), EngineError> {

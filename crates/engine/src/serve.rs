@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use oscar_kv::LedgerStats;
+use oscar_kv::{KeptPrefix, LedgerStats};
 
 use crate::error::EngineError;
 use crate::event::{Event, Sink, Summary};
@@ -13,6 +13,9 @@ use crate::request::Request;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::mpsc::{self, Receiver};
+
+/// What is called with the answer of [`Serve::find_kept`].
+pub type KeptReply = Box<dyn FnOnce(KeptPrefix) + Send>;
 
 /// Something that answers requests: an engine, or a mock of one.
 pub trait Serve: Send + Sync {
@@ -27,6 +30,12 @@ pub trait Serve: Send + Sync {
 
     /// Forgets cached prompts that no request uses.
     fn flush(&self);
+
+    /// Finds what is kept of a text for requests with this salt; nothing, if the engine has no cache. `reply` is called
+    /// once, on the engine's thread, or never if the engine has stopped.
+    fn find_kept(&self, _tokens: Vec<u32>, _cache_salt: Option<String>, reply: KeptReply) {
+        reply(KeptPrefix::default());
+    }
 
     /// [`Self::submit`] with an iterator over the events.
     fn answer(&self, request: Request) -> Result<Answer, EngineError> {
@@ -52,6 +61,10 @@ impl<S: Serve + ?Sized> Serve for Arc<S> {
 
     fn flush(&self) {
         (**self).flush();
+    }
+
+    fn find_kept(&self, tokens: Vec<u32>, cache_salt: Option<String>, reply: KeptReply) {
+        (**self).find_kept(tokens, cache_salt, reply);
     }
 }
 

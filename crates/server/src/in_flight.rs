@@ -44,6 +44,12 @@ impl InFlightRequests {
         handles.len()
     }
 
+    /// The ids that clients gave to requests, by the engine's numbers of these.
+    pub(crate) fn ids(&self) -> HashMap<u64, String> {
+        let list = lock(&self.list);
+        list.entries.values().map(|(id, handle)| (handle.id(), id.clone())).collect()
+    }
+
     /// The number of requests in flight.
     pub(crate) fn len(&self) -> usize {
         lock(&self.list).entries.len()

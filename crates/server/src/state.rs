@@ -38,6 +38,8 @@ pub(crate) struct AppState {
     /// Permits for bodies that are being read or parsed, one for each KiB.
     bodies: Arc<Semaphore>,
     body_permits: u32,
+    /// Whether memory that bodies have left is about to be given back to the system.
+    pub(crate) trim_planned: Arc<AtomicBool>,
 }
 
 impl AppState {
@@ -61,6 +63,7 @@ impl AppState {
             encoders: Semaphore::new(cores),
             bodies: Arc::new(Semaphore::new(body_permits as usize)),
             body_permits,
+            trim_planned: Arc::default(),
         }
     }
 

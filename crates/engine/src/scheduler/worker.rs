@@ -8,7 +8,7 @@ use oscar_kv::CacheEvent;
 
 use super::cache_events::{RETRY_INTERVAL, Subscriber};
 use super::core::{Core, Submitted};
-use crate::serve::EngineStats;
+use crate::serve::{EngineStats, KeptReply};
 use crate::sync::atomic::AtomicUsize;
 use crate::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use crate::sync::{Mutex, MutexGuard};
@@ -22,6 +22,12 @@ pub(crate) enum Command {
     Cancel(u64),
     /// Forget the prefix tree; answered when done.
     Flush(Sender<()>),
+    /// Say what the prefix tree keeps of a text.
+    FindKept {
+        tokens: Vec<u32>,
+        salt: u64,
+        reply: KeptReply,
+    },
     /// Statistics as of now.
     Report(Sender<EngineStats>),
     /// Tell what changes in the prefix tree.
@@ -115,6 +121,7 @@ impl<B: Backend> Worker<B> {
                 self.send_cache_events();
                 let _ = done.send(());
             }
+            Command::FindKept { tokens, salt, reply } => reply(self.core.ledger_mut().kept(salt, &tokens)),
             Command::Report(reply) => {
                 let _ = reply.send(self.core.stats());
             }

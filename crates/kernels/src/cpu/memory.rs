@@ -133,7 +133,7 @@ fn merge_page(_: *mut std::ffi::c_void) -> bool {
 
 /// Gives memory that the allocator holds but nobody uses back to the system. Allocators keep what threads have freed,
 /// about a megabyte after a long prompt.
-pub(crate) fn trim() {
+pub fn trim() {
     // SAFETY: works on free memory of the allocator only, and takes its locks.
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     unsafe {

@@ -1,11 +1,14 @@
 //! Request bodies: JSON of bounded size that arrives in bounded time, with errors that name the field.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use serde::de::DeserializeOwned;
+use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::protocol::ApiError;
@@ -15,12 +18,43 @@ use crate::state::AppState;
 /// hundred bytes of memory. Token ids are not counted.
 const MAX_VALUES: usize = 262_144;
 
+/// Bodies from this size leave so much in the allocator, on whichever thread parsed them, that it is given back.
+const LARGE_BODY_BYTES: usize = 256 << 10;
+
+/// How long after a large body its memory is given back. Bodies that come until then share the work.
+const TRIM_DELAY: Duration = Duration::from_secs(2);
+
 /// Extracts a JSON body. Other content types are refused. The second field is the body's share of the memory for all
 /// bodies, to be dropped when the contents have become a prompt.
 pub(crate) struct JsonBody<T>(pub(crate) T, pub(crate) BodyMemory);
 
-/// A share of the memory for bodies.
-pub(crate) struct BodyMemory(#[allow(dead_code)] OwnedSemaphorePermit);
+/// A share of the memory for bodies. What a large body took goes back to the system some time after it is dropped.
+pub(crate) struct BodyMemory {
+    _permit: OwnedSemaphorePermit,
+    /// Whether giving memory back is planned already; `None` for bodies that are not worth it.
+    trim_planned: Option<Arc<AtomicBool>>,
+}
+
+impl BodyMemory {
+    async fn wait(app: &AppState, bytes: usize) -> Result<BodyMemory, ApiError> {
+        let trim_planned = (bytes >= LARGE_BODY_BYTES).then(|| Arc::clone(&app.trim_planned));
+        Ok(BodyMemory { _permit: app.body_memory(bytes).await?, trim_planned })
+    }
+}
+
+impl Drop for BodyMemory {
+    fn drop(&mut self) {
+        let (Some(planned), Ok(runtime)) = (self.trim_planned.take(), Handle::try_current()) else { return };
+        if planned.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        runtime.spawn(async move {
+            tokio::time::sleep(TRIM_DELAY).await;
+            planned.store(false, Ordering::SeqCst);
+            tokio::task::spawn_blocking(oscar_engine::trim_memory).await
+        });
+    }
+}
 
 impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<AppState>> for JsonBody<T> {
     type Rejection = ApiError;
@@ -80,8 +114,8 @@ async fn read(request: Request, app: &AppState) -> Result<(Bytes, BodyMemory), A
     // Whoever does not say how much will come is counted with the most that may.
     let size = announced.map_or(limit, |length| length as usize);
     let read = async {
-        let memory = app.body_memory(size).await?;
-        Ok::<_, ApiError>((axum::body::to_bytes(request.into_body(), limit).await, BodyMemory(memory)))
+        let memory = BodyMemory::wait(app, size).await?;
+        Ok::<_, ApiError>((axum::body::to_bytes(request.into_body(), limit).await, memory))
     };
     match tokio::time::timeout(app.options.body_timeout, read).await {
         Ok(Err(error)) => Err(error),

@@ -1,102 +1,22 @@
-// The picture of the cache: what the pages of each request are, what the prefix tree keeps, how full the pools are.
+// The picture of the cache: what the pages of this chat and of each request are, what the prefix tree keeps, how full
+// the pools are.
 
-import { ask } from "./server.js";
+import { apiKey } from "./key.js";
+import { ask, post } from "./server.js";
 import { setting } from "./settings.js";
+import { Pool, Strip, bytes, count, percent, plural, write } from "./strips.js";
 
 /** Milliseconds between two looks: while something is computed, at rest, and after a failure. */
 const BUSY = 400;
 const REST = 2000;
 const FAILED = 5000;
-/** Cells of a strip, and strips; more would only be slow. Longer runs are drawn with several pages to a cell. */
-const MOST_CELLS = 160;
-/** Runs of so many pages always have a cell for each. */
-const FEW = 8;
+/** How long an answer about the cache may take. */
+const PATIENCE = 10000;
+/** Strips of requests; more would only be slow. */
 const MOST_STRIPS = 12;
 
 const panel = document.getElementById("cache");
 const part = (id) => document.getElementById(id);
-const numbers = new Intl.NumberFormat("en-GB");
-const count = (value) => numbers.format(value);
-const plural = (value, one, many) => `${count(value)} ${value === 1 ? one : many}`;
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
-  return `${value.toLocaleString("en-GB", { maximumSignificantDigits: 3 })} ${units[unit]}`;
-}
-
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-
-/** Changes a text only where it differs, so that a selection in it survives. */
-function write(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-/** A row of cells, one per page. */
-class Strip {
-  constructor() {
-    this.element = document.createElement("div");
-    this.element.className = "strip";
-    this.label = this.element.appendChild(document.createElement("p"));
-    this.cells = this.element.appendChild(document.createElement("div"));
-    this.cells.className = "cells";
-    this.cells.setAttribute("role", "img");
-  }
-
-  /** Shows runs of pages, each with its state, length and perhaps another word for it; `shared` are underlined. */
-  show(name, runs, shared = 0, filled = 0.5) {
-    const group = Math.ceil(runs.reduce((sum, [, pages]) => sum + pages, 0) / MOST_CELLS);
-    const classes = [];
-    let page = 0;
-    for (const [state, pages] of runs) {
-      const step = pages > FEW ? group : 1;
-      for (let done = 0; done < pages; done += step) {
-        classes.push(`cell ${state}${page + done < shared ? " shared" : ""}`);
-      }
-      page += pages;
-    }
-    while (this.cells.childNodes.length > classes.length) this.cells.lastChild.remove();
-    classes.forEach((name, index) => {
-      const cell = this.cells.childNodes[index] ?? this.cells.appendChild(document.createElement("span"));
-      if (cell.className !== name) cell.className = name;
-      if (name.startsWith("cell filling")) cell.style.setProperty("--filled", `${100 * filled}%`);
-    });
-    const said = runs.map(([state, pages, word]) => `${count(pages)} ${word ?? state}`);
-    if (shared) said.push(`${count(shared)} shared`);
-    const scale = group > 1 ? ` · a cell is up to ${group} pages` : "";
-    write(this.label, `${name} · ${said.join(", ") || "empty"}${scale}`);
-    this.cells.setAttribute("aria-label", this.label.textContent);
-  }
-}
-
-/** A pool as a bar. */
-class Pool {
-  constructor(name) {
-    this.element = document.createElement("div");
-    this.element.className = "pool";
-    const line = this.element.appendChild(document.createElement("p"));
-    line.appendChild(document.createElement("span")).textContent = name;
-    this.text = line.appendChild(document.createElement("span"));
-    const bar = this.element.appendChild(document.createElement("div"));
-    bar.className = "bar";
-    this.parts = ["request", "shared", "tree"].map((owner) => {
-      const element = bar.appendChild(document.createElement("span"));
-      element.className = owner;
-      return [owner, element];
-    });
-  }
-
-  show(pool) {
-    this.element.hidden = pool.pages === 0;
-    const used = pool.pages - pool.free;
-    for (const [owner, element] of this.parts) {
-      element.style.width = pool.pages ? `${(100 * pool[owner]) / pool.pages}%` : "0";
-    }
-    const size = pool.page_bytes ? ` of ${bytes(pool.page_bytes)}` : "";
-    write(this.text, `${count(used)} of ${plural(pool.pages, "page", "pages")}${size}`);
-  }
-}
 
 const figures = Object.fromEntries(
   ["Hit rate", "Bits per element", "Stored", "Saved against bf16"].map((name) => {
@@ -117,6 +37,8 @@ const pools = Object.entries({ exact: "bf16", sealed: "Sealed", scratch: "Scratc
 );
 const tree = new Strip();
 part("tree").append(tree.element);
+const own = new Strip();
+part("own").append(own.element);
 const strips = new Map();
 const more = document.createElement("p");
 more.className = "note";
@@ -173,7 +95,47 @@ function showTree(cache) {
   const plain = sealed.pages ? ["sink", whole - packed] : ["recent", whole - packed, "bf16"];
   const tails = ["filling", cache.tree.tails, "partly filled"];
   const runs = [plain, ["sealed", packed - warm], ["warm", warm], tails];
-  tree.show(plural(whole + cache.tree.tails, "page", "pages"), runs.filter(([, pages]) => pages > 0));
+  const name = plural(whole + cache.tree.tails, "page", "pages");
+  const evicted = cache.tree.evicted ? `${name}, ${count(cache.tree.evicted)} evicted so far` : name;
+  tree.show(evicted, runs.filter(([, pages]) => pages > 0));
+}
+
+/** The chat of this page: the name of the request that answers it, or at rest its messages; null before the first. */
+let chat = { rid: null, messages: null };
+/** What the server was asked about, so that it is asked again only when something changed. */
+let looked = "";
+
+async function showOwn(cache) {
+  own.element.hidden = !chat.rid && !chat.messages;
+  if (own.element.hidden) return write(part("own-bytes"), "Nothing has been said yet.");
+  const view = chat.rid ? cache.requests.find(({ rid }) => rid === chat.rid) : await keptPages(cache);
+  // A request that waits has no pages.
+  if (!view) return;
+  const filled = (view.tokens % cache.page_tokens) / cache.page_tokens;
+  own.show(plural(view.tokens, "token", "tokens"), view.runs, view.shared_pages, filled);
+  const share = view.bf16_bytes ? ` (${percent(view.stored_bytes / view.bf16_bytes)})` : "";
+  write(part("own-bytes"), `${bytes(view.stored_bytes)} stored, ${bytes(view.bf16_bytes)} in bf16${share}`);
+}
+
+/** Which pages of this chat are kept for its next turn, unless nothing changed since they were asked for. */
+async function keptPages(cache) {
+  const { messages } = chat;
+  const state = JSON.stringify([cache.tree, messages]);
+  if (state === looked) return null;
+  const body = { model: setting("model") || undefined, messages };
+  try {
+    const response = await post("oscar/cache", apiKey(), body, AbortSignal.timeout(PATIENCE));
+    const view = await response.json();
+    if (messages !== chat.messages) return null;
+    looked = state;
+    return view;
+  } catch (error) {
+    // A template may change what was said, and then it cannot be found; the rest of the picture can.
+    if (error.status !== 400) throw error;
+    looked = state;
+    write(part("own-bytes"), "The pages of this chat cannot be told from others.");
+    return null;
+  }
 }
 
 function notice(text) {
@@ -182,7 +144,7 @@ function notice(text) {
 }
 
 async function look() {
-  const response = await ask("oscar/cache", setting("api_key"), { signal: AbortSignal.timeout(10000) });
+  const response = await ask("oscar/cache", apiKey(), { signal: AbortSignal.timeout(PATIENCE) });
   const cache = await response.json();
   notice(null);
   part("cache-body").hidden = false;
@@ -190,13 +152,13 @@ async function look() {
   showRequests(cache);
   showTree(cache);
   for (const [name, pool] of pools) pool.show(cache.pools[name]);
+  await showOwn(cache);
   return cache.running + cache.prefilling + cache.queued > 0;
 }
 
 let timer = 0;
 let looking = false;
 let again = false;
-let busy = false;
 
 /** Looks now and then from now on; at once if something changed. */
 export async function refresh() {
@@ -219,13 +181,14 @@ export async function refresh() {
     again = false;
     refresh();
   } else if (wait < Infinity) {
-    timer = setTimeout(refresh, busy ? Math.min(wait, BUSY) : wait);
+    timer = setTimeout(refresh, chat.rid ? Math.min(wait, BUSY) : wait);
   }
 }
 
-/** Says whether this page waits for an answer, when the picture should move. */
-export function expectChange(value) {
-  busy = value;
+/** Says what the chat of this page is; the picture moves while it is answered. */
+export function follow(next) {
+  chat = next;
+  looked = "";
   refresh();
 }
 

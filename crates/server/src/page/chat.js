@@ -1,9 +1,11 @@
 // The conversation: what was said, what is sent, what comes back.
 
-import { expectChange, refresh } from "./cache.js";
-import { GrowingText } from "./markdown.js";
-import { RequestError, ask, events, sentence } from "./server.js";
-import { areGood, askForKey, listModels, setting, whenKeyChanges, wishes } from "./settings.js";
+import { follow, refresh } from "./cache.js";
+import { copyFrom } from "./copy.js";
+import { apiKey, askForKey, whenKeyChanges } from "./key.js";
+import { RequestError, ask, events, post, sentence } from "./server.js";
+import { areGood, listModels, setting, wishes } from "./settings.js";
+import { Turn } from "./turn.js";
 
 const log = document.getElementById("log");
 const hint = document.getElementById("hint");
@@ -12,8 +14,8 @@ const send = document.getElementById("send");
 const stop = document.getElementById("stop");
 const status = document.getElementById("status");
 
-/** Messages as the server gets them. */
-let messages = [];
+/** Questions and answers that the server gets to see, from the first to the last. */
+let turns = [];
 /** What breaks off the answer in progress; null when there is none. */
 let answering = null;
 
@@ -22,70 +24,32 @@ function say(text, failed = false) {
   status.classList.toggle("failed", failed);
 }
 
-function article(role, label) {
-  const element = document.createElement("article");
-  element.className = `message ${role}`;
-  element.setAttribute("aria-label", label);
-  log.append(element);
-  return element;
+function add(role, content) {
+  hint.hidden = true;
+  const turn = new Turn(log, role, content);
+  turns.push(turn);
+  log.scrollTop = log.scrollHeight;
+  return turn;
 }
 
-function appendDiv(parent, name) {
-  const element = parent.appendChild(document.createElement("div"));
-  element.className = name;
-  return element;
+/** Forgets a turn and those after it, also those that were no part of the conversation. */
+function cutFrom(turn) {
+  const place = turns.indexOf(turn);
+  turns.length = place;
+  while (turn.element.nextElementSibling) turn.element.nextElementSibling.remove();
+  turn.remove();
 }
 
-/** An answer on the page. Pieces are collected and drawn once per frame. */
-class Answer {
-  constructor() {
-    this.element = article("assistant", "Answer");
-    // Screen readers wait for the whole answer instead of reading every piece.
-    this.element.setAttribute("aria-busy", "true");
-    this.text = new GrowingText(appendDiv(this.element, "text"));
-    this.content = "";
-    this.reasoning = "";
-    this.thinking = null;
-    this.frame = 0;
-  }
+/** The conversation as the server gets it. */
+function messages() {
+  const system = setting("system").trim();
+  const said = turns.map(({ role, content }) => ({ role, content }));
+  return system ? [{ role: "system", content: system }, ...said] : said;
+}
 
-  add(delta) {
-    this.content += delta.content ?? "";
-    this.reasoning += delta.reasoning_content ?? "";
-    this.frame ||= requestAnimationFrame(() => this.draw());
-  }
-
-  draw() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 48;
-    if (this.reasoning) this.drawThinking();
-    this.text.show(this.content);
-    if (follow) log.scrollTop = log.scrollHeight;
-  }
-
-  drawThinking() {
-    if (!this.thinking) {
-      this.thinking = document.createElement("details");
-      this.thinking.className = "thinking";
-      this.thinking.append(document.createElement("summary"), document.createElement("div"));
-      this.element.prepend(this.thinking);
-    }
-    const [title, text] = this.thinking.children;
-    title.textContent = this.content ? "Thoughts" : "Thinking …";
-    text.textContent = this.reasoning;
-  }
-
-  end(note, failed) {
-    this.draw();
-    if (this.thinking) this.thinking.firstChild.textContent = "Thoughts";
-    const footer = document.createElement("footer");
-    footer.textContent = note;
-    footer.classList.toggle("failed", failed);
-    this.element.append(footer);
-    this.element.setAttribute("aria-busy", "false");
-    log.scrollTop = log.scrollHeight;
-  }
+/** A name for a request, by which its pages are found. */
+function newRid() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 /** Says how an answer went. */
@@ -104,17 +68,8 @@ function summary(finish, usage, seconds) {
 }
 
 /** Reads an answer to its end. */
-async function receive(answer, signal) {
-  const system = setting("system").trim();
-  const body = {
-    ...wishes(),
-    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  const headers = { "content-type": "application/json" };
-  const options = { method: "POST", headers, body: JSON.stringify(body), signal };
-  const response = await ask("v1/chat/completions", setting("api_key"), options);
+async function receive(answer, body, signal) {
+  const response = await post("v1/chat/completions", apiKey(), body, signal);
   let first = 0;
   let last = 0;
   let finish = null;
@@ -134,22 +89,20 @@ async function receive(answer, signal) {
   return summary(finish, usage, (last - first) / 1000);
 }
 
-async function submit() {
-  const text = input.value.trim();
-  if (!text || answering || !areGood()) return;
-  hint.hidden = true;
-  input.value = "";
-  input.focus();
-  appendDiv(article("user", "You"), "text").textContent = text;
-  messages.push({ role: "user", content: text });
-  const answer = new Answer();
-  log.scrollTop = log.scrollHeight;
+/** Asks for an answer to what was said, or for more of the last one. */
+async function respond(continued) {
+  const rid = newRid();
+  const options = { rid, stream: true, stream_options: { include_usage: true } };
+  if (continued) Object.assign(options, { continue_final_message: true, add_generation_prompt: false });
+  const body = { ...wishes(), messages: messages(), ...options };
+  const answer = continued ?? add("assistant");
+  answer.begin();
   const control = new AbortController();
-  begin(control);
+  begin(control, rid);
   let note = "";
   let failure = null;
   try {
-    note = await receive(answer, control.signal);
+    note = await receive(answer, body, control.signal);
   } catch (error) {
     failure = error;
   }
@@ -157,13 +110,7 @@ async function submit() {
   const stopped = control.signal.aborted;
   if (failure) note = stopped ? "Stopped." : failure.message;
   answer.end(note, Boolean(failure) && !stopped);
-  if (answer.content) {
-    messages.push({ role: "assistant", content: answer.content });
-  } else if (failure) {
-    // Templates want turns that alternate, so a question without an answer is taken back.
-    messages.pop();
-    input.value ||= text;
-  }
+  if (failure && !answer.content) takeBack();
   finish(failure && !stopped ? "The answer failed." : stopped ? "Stopped." : "Done.");
   if (failure?.status === 401) {
     say("This server asks for an API key.", true);
@@ -171,26 +118,72 @@ async function submit() {
   }
 }
 
-function begin(control) {
+/** Templates want turns that alternate, so a question without an answer is taken back. */
+function takeBack() {
+  const [question, answer] = turns.splice(-2);
+  question.retire();
+  answer.retire();
+  input.value ||= question.content;
+  grow();
+}
+
+function submit() {
+  const text = input.value.trim();
+  if (!text || answering || !areGood()) return;
+  input.value = "";
+  grow();
+  input.focus();
+  add("user", text);
+  respond();
+}
+
+/** What the buttons of a message do. */
+const actions = {
+  copy: (turn, button) => copyFrom(button, turn.content),
+  again(turn) {
+    if (!areGood()) return;
+    cutFrom(turn);
+    respond();
+  },
+  continue(turn) {
+    if (areGood()) respond(turn);
+  },
+  edit: (turn) => turn.edit((text) => rewrite(turn, text)),
+};
+
+/** Goes on from a turn with another text; what was said after it is forgotten. */
+function rewrite(turn, text) {
+  const next = turns[turns.indexOf(turn) + 1];
+  if (next) cutFrom(next);
+  turn.replace(text);
+  input.focus();
+  if (turn.role === "user") respond();
+  else follow({ messages: messages() });
+}
+
+function begin(control, rid) {
   answering = control;
+  for (const turn of turns) turn.endEdit();
+  log.classList.add("answering");
   send.hidden = true;
   stop.hidden = false;
   say("Answering …");
-  expectChange(true);
+  follow({ rid });
 }
 
 function finish(text) {
   answering = null;
+  log.classList.remove("answering");
   if (document.activeElement === stop) input.focus();
   send.hidden = false;
   stop.hidden = true;
   say(text);
-  expectChange(false);
+  follow({ messages: turns.length ? messages() : null });
 }
 
 function newChat() {
   answering?.abort();
-  messages = [];
+  turns = [];
   for (const element of log.querySelectorAll(".message")) element.remove();
   hint.hidden = false;
   finish("");
@@ -200,7 +193,7 @@ function newChat() {
 /** Finds out what is served. */
 async function greet() {
   try {
-    const response = await ask("v1/models", setting("api_key"));
+    const response = await ask("v1/models", apiKey());
     listModels((await response.json()).data);
     say("");
     refresh();
@@ -210,10 +203,18 @@ async function greet() {
   }
 }
 
+/** The field grows with its text; where the style sheet can do that, it does. */
+function grow() {
+  if (CSS.supports("field-sizing", "content")) return;
+  input.style.height = "auto";
+  input.style.height = `${input.scrollHeight + 2}px`;
+}
+
 document.getElementById("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
 });
+input.addEventListener("input", grow);
 input.addEventListener("keydown", (event) => {
   // Enter may also choose a word in an input method.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -225,6 +226,12 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     answering.abort();
   }
+});
+log.addEventListener("click", ({ target }) => {
+  if (target.matches("button.copy")) copyFrom(target, target.closest("figure").querySelector("pre").textContent);
+  const action = actions[target.dataset.action];
+  const turn = turns.find(({ element }) => element.contains(target));
+  if (action && turn && (!answering || target.dataset.action === "copy")) action(turn, target);
 });
 stop.addEventListener("click", () => answering?.abort());
 document.getElementById("new-chat").addEventListener("click", newChat);

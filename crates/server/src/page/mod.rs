@@ -22,16 +22,33 @@ struct File {
 const HTML: &str = "text/html; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
+const PICTURE: &str = "image/svg+xml";
 
-const FILES: [File; 8] = [
+/// A file of this folder, served under `/page/`.
+macro_rules! file {
+    ($name:literal, $kind:ident) => {
+        File { path: concat!("/page/", $name), kind: $kind, text: include_str!($name) }
+    };
+}
+
+const FILES: [File; 17] = [
     File { path: "/", kind: HTML, text: include_str!("index.html") },
-    File { path: "/page/style.css", kind: STYLE, text: include_str!("style.css") },
-    File { path: "/page/icon.svg", kind: "image/svg+xml", text: include_str!("icon.svg") },
-    File { path: "/page/chat.js", kind: SCRIPT, text: include_str!("chat.js") },
-    File { path: "/page/cache.js", kind: SCRIPT, text: include_str!("cache.js") },
-    File { path: "/page/markdown.js", kind: SCRIPT, text: include_str!("markdown.js") },
-    File { path: "/page/server.js", kind: SCRIPT, text: include_str!("server.js") },
-    File { path: "/page/settings.js", kind: SCRIPT, text: include_str!("settings.js") },
+    file!("icon.svg", PICTURE),
+    file!("style.css", STYLE),
+    file!("messages.css", STYLE),
+    file!("cache.css", STYLE),
+    file!("theme.js", SCRIPT),
+    file!("chat.js", SCRIPT),
+    file!("turn.js", SCRIPT),
+    file!("growing.js", SCRIPT),
+    file!("blocks.js", SCRIPT),
+    file!("inline.js", SCRIPT),
+    file!("copy.js", SCRIPT),
+    file!("cache.js", SCRIPT),
+    file!("strips.js", SCRIPT),
+    file!("server.js", SCRIPT),
+    file!("settings.js", SCRIPT),
+    file!("key.js", SCRIPT),
 ];
 
 /// Own files only, no code or styles inside the HTML, no text that becomes markup, no frames around it.

@@ -23,6 +23,12 @@ export async function ask(path, key, options = {}) {
   throw new RequestError(await reason(response), response.status);
 }
 
+/** Sends JSON. */
+export function post(path, key, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return ask(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
 /** Why a request was refused. */
 async function reason(response) {
   const wait = response.headers.get("retry-after");

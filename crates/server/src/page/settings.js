@@ -1,4 +1,4 @@
-// Settings of the page, kept in this tab and nowhere else.
+// Settings of the page, kept in this tab and nowhere else, and the panels beside the conversation.
 
 const STORE = "oscar-settings";
 const form = document.getElementById("settings-form");
@@ -6,7 +6,7 @@ const panels = ["settings", "cache"];
 /** Room for the panels beside the conversation, as in the style sheet. */
 const wide = matchMedia("(min-width: 56.01rem)");
 /** Fields of a request that are numbers. */
-const NUMBERS = ["temperature", "top_p", "max_tokens"];
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
 /** The value of a field. */
 export function setting(name) {
@@ -30,12 +30,6 @@ export function areGood() {
   return form.reportValidity();
 }
 
-/** Asks for the key. */
-export function askForKey() {
-  open("settings", true);
-  form.elements.api_key.focus();
-}
-
 /** Lists the models to choose from. */
 export function listModels(models) {
   const list = form.elements.model;
@@ -46,14 +40,11 @@ export function listModels(models) {
 }
 
 /** Opens or closes a panel. */
-export function open(panel, shown) {
+function open(panel, shown) {
   document.getElementById(panel).hidden = !shown;
   document.getElementById(`${panel}-toggle`).setAttribute("aria-expanded", String(shown));
-}
-
-/** Calls back when the key is another one. */
-export function whenKeyChanges(callback) {
-  form.elements.api_key.addEventListener("change", callback);
+  // On a narrow page there is room for one.
+  if (shown && !wide.matches) for (const other of panels) if (other !== panel) open(other, false);
 }
 
 function stored() {
@@ -81,10 +72,7 @@ form.addEventListener("change", store);
 form.addEventListener("submit", (event) => event.preventDefault());
 for (const panel of panels) {
   document.getElementById(`${panel}-toggle`).addEventListener("click", () => {
-    const shown = document.getElementById(panel).hidden;
-    open(panel, shown);
-    // On a narrow page there is room for one.
-    if (shown && !wide.matches) for (const other of panels) if (other !== panel) open(other, false);
+    open(panel, document.getElementById(panel).hidden);
   });
 }
 

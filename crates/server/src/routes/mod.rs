@@ -8,6 +8,7 @@ mod embeddings;
 mod generate;
 mod health;
 mod info;
+mod kept;
 mod logprobs;
 mod messages;
 mod models;

@@ -28,6 +28,9 @@ pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response
 /// `/oscar/cache`: the page pools, and for each request the states of its pages from first to last.
 pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
+    let ids = app.in_flight.ids();
+    let requests =
+        stats.sequences.iter().map(|sequence| request(sequence, ids.get(&sequence.request), shape));
     let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
         json!({
             "pages": pool.pages,
@@ -69,18 +72,23 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
         "stored_bytes": stored,
         "bf16_bytes": as_bf16,
         "saved_bytes": as_bf16.saturating_sub(stored),
-        "requests": stats.sequences.iter().map(|sequence| request(sequence, shape)).collect::<Vec<_>>(),
+        "requests": requests.collect::<Vec<_>>(),
     }))
 }
 
-fn request(sequence: &SequenceView, shape: CacheShape) -> Value {
+fn request(sequence: &SequenceView, id: Option<&String>, shape: CacheShape) -> Value {
+    let stored =
+        sequence.exact_pages * shape.exact_page_bytes + sequence.sealed_pages * shape.sealed_page_bytes;
     json!({
         "request": sequence.request,
+        "rid": id,
         "choice": sequence.choice,
         "tokens": sequence.tokens,
         "cached_tokens": sequence.cached_tokens,
         "shared_pages": sequence.cached_tokens / PAGE_TOKENS,
         "runs": runs(sequence, shape),
+        "stored_bytes": stored,
+        "bf16_bytes": sequence.tokens.div_ceil(PAGE_TOKENS) * shape.exact_page_bytes,
     })
 }
 

@@ -15,7 +15,7 @@ use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
 use uuid::Uuid;
 
 use super::{
-    chat, completions, embeddings, generate, health, info, messages, models, observe, openapi, responses,
+    chat, completions, embeddings, generate, health, info, kept, messages, models, observe, openapi, responses,
     score, tokens,
 };
 use crate::http::{ApiKey, TrustedSites, changes_something, check_content_type};
@@ -71,7 +71,7 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/detokenize", post(tokens::detokenize))
         .route("/metrics", get(observe::metrics))
-        .route("/oscar/cache", get(observe::cache))
+        .route("/oscar/cache", get(observe::cache).post(kept::kept))
         .route("/openapi.json", get(openapi::openapi))
         .merge(page::routes())
         .fallback(|| async { ApiError::new(StatusCode::NOT_FOUND, "there is nothing at this path") })

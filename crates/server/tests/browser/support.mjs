@@ -104,7 +104,7 @@ export class Visit {
   async intercept(edit, answer, cache) {
     await this.page.setRequestInterception(true);
     this.page.on("request", (request) => {
-      if (cache && request.url().endsWith("/oscar/cache")) {
+      if (cache && request.method() === "GET" && request.url().endsWith("/oscar/cache")) {
         return request.respond({ contentType: "application/json", body: JSON.stringify(cache) });
       }
       if (!request.url().endsWith("/v1/chat/completions") || (!edit && !answer)) return request.continue();
@@ -149,12 +149,23 @@ export class Visit {
     await eventually("the answer ends", async () => !/^Answering/.test(await this.status()));
   }
 
+  /** Presses a button of a message. */
+  async press(selector, action) {
+    await this.page.$eval(`${selector} [data-action=${action}]`, (button) => button.click());
+  }
+
+  /** Texts of all messages. */
+  texts() {
+    return this.page.$$eval(".message .text", (texts) => texts.map((text) => text.textContent));
+  }
+
   /** What the picture shows: classes of the cells of the first request, and of the tree. */
   picture() {
     return this.page.evaluate(() => {
       const classes = (selector) => [...document.querySelectorAll(selector)].map((cell) => cell.className.slice(5));
       return {
         request: classes("#requests .strip:first-child .cell"),
+        own: classes("#own .cell"),
         strips: document.querySelectorAll("#requests .strip").length,
         tree: classes("#tree .cell"),
         figures: [...document.querySelectorAll("#figures dd:not(.small)")].map((figure) => figure.textContent),
@@ -172,6 +183,13 @@ export class Visit {
   async close() {
     await this.context.close();
   }
+}
+
+/** An answer in the server's place, in pieces. */
+export function streamOf(...pieces) {
+  const deltas = pieces.map((piece) => (typeof piece === "string" ? { content: piece } : piece));
+  const events = deltas.map((delta) => `data: ${JSON.stringify({ choices: [{ index: 0, delta }] })}\n\n`);
+  return { contentType: "text/event-stream", body: `${events.join("")}data: [DONE]\n\n` };
 }
 
 /** Waits until something holds, and returns what it gave. */

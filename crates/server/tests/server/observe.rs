@@ -47,10 +47,39 @@ async fn a_client_that_goes_away_is_counted() {
 }
 
 #[tokio::test]
+async fn a_chat_is_kept_until_it_is_flushed() {
+    let house = tiny(2048, EngineOptions::default());
+    let question = json!({"role": "user", "content": "Which page is this? ".repeat(20)});
+    let request = json!({"messages": [question], "max_tokens": 70, "ignore_eos": true, "temperature": 0});
+    let answer = house.post("/v1/chat/completions", request).await.ok();
+    let said = json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]});
+    let pages = async || {
+        let kept = house.post("/oscar/cache", json!({"messages": [question, said]})).await.ok();
+        assert!(kept["tokens"].as_u64().unwrap() > 200, "{kept}");
+        let runs = kept["runs"].as_array().unwrap().clone();
+        runs.iter()
+            .map(|run| (run[0].as_str().unwrap().to_owned(), run[1].as_u64().unwrap()))
+            .collect::<Vec<_>>()
+    };
+    // The tree takes an answer's pages after its last token was sent.
+    eventually("it is at rest", || house.engine.stats().cache.tree_pages > 3).await;
+    let kept = pages().await;
+    assert!(kept[0].0 == "recent" && kept[0].1 > 3, "{kept:?}");
+    assert!(kept.iter().all(|(state, _)| state != "evicted"), "{kept:?}");
+    house.post("/flush_cache", json!({})).await.ok();
+    eventually("it is flushed", || house.engine.stats().cache.tree_pages == 0).await;
+    let gone = pages().await;
+    assert_eq!(gone, [("evicted".to_owned(), kept.iter().map(|(_, count)| count).sum())]);
+    house.post("/oscar/cache", json!({"messages": []})).await.refused(400);
+    house.post("/oscar/cache", json!({"messages": [question], "model": "other"})).await.refused(404);
+}
+
+#[tokio::test]
 async fn the_cache_is_drawn_page_by_page() {
     let house = tiny(2048, EngineOptions::default());
     let prompt: Vec<u32> = (0..200).map(|index| 3 + index * 7 % 100).collect();
-    let request = json!({"prompt": prompt, "max_tokens": 1800, "ignore_eos": true, "temperature": 0});
+    let request =
+        json!({"prompt": prompt, "max_tokens": 1800, "ignore_eos": true, "temperature": 0, "rid": "mine"});
     let mut asked = Box::pin(house.post("/v1/completions", request));
     tokio::select! {
         _ = &mut asked => panic!("too quick"),
@@ -58,6 +87,7 @@ async fn the_cache_is_drawn_page_by_page() {
     }
     let picture = house.get("/oscar/cache").await.ok();
     let view = &picture["requests"][0];
+    assert_eq!(view["rid"], "mine");
     let tokens = view["tokens"].as_u64().unwrap();
     let pages: u64 = view["runs"].as_array().unwrap().iter().map(|run| run[1].as_u64().unwrap()).sum();
     assert_eq!(pages, tokens.div_ceil(64));

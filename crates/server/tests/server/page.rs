@@ -35,8 +35,7 @@ async fn every_file_comes_with_its_type_and_fences() {
     let house = mock();
     let files = files(&house).await;
     let paths: Vec<&str> = files.iter().map(|(path, _)| path.as_str()).collect();
-    for name in ["/page/style.css", "/page/icon.svg", "/page/chat.js", "/page/cache.js", "/page/markdown.js"]
-    {
+    for name in ["/page/style.css", "/page/icon.svg", "/page/chat.js", "/page/cache.js", "/page/blocks.js"] {
         assert!(paths.contains(&name), "{name} is not in {paths:?}");
     }
     for (path, _) in &files {
