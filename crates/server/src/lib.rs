@@ -41,7 +41,7 @@ pub use families::UnknownParser;
 pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
 pub use http::Ended;
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
-pub use options::{CacheShape, ServerOptions};
+pub use options::{CacheShape, ServerOptions, UnknownFields};
 pub use parse::{ReasoningFormat, Tool, ToolCallFormat};
 pub use text::ServedModel;
 

@@ -32,6 +32,8 @@ pub struct ServerOptions {
     pub reasoning_parser: Option<&'static ReasoningFormat>,
     /// How the model writes tool calls, which stay in the content when `None`.
     pub tool_call_parser: Option<&'static ToolCallFormat>,
+    /// What happens to fields that a request does not have.
+    pub unknown_fields: UnknownFields,
     /// The layout of the KV cache, which `/oscar/cache` and the web page show.
     pub cache: CacheShape,
     /// The address at which KV events are published, if they are, for routers that ask `/server_info`.
@@ -53,10 +55,21 @@ impl Default for ServerOptions {
             shutdown: Duration::from_secs(30),
             reasoning_parser: None,
             tool_call_parser: None,
+            unknown_fields: UnknownFields::default(),
             cache: CacheShape::default(),
             kv_events: None,
         }
     }
+}
+
+/// What happens to a field that a request does not have and that is not known to change nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UnknownFields {
+    /// The request is refused, and the error names the field.
+    #[default]
+    Refuse,
+    /// The request is answered as if the field were not there.
+    Ignore,
 }
 
 /// Windows and page sizes of the KV cache; all are 0 where the engine does not say.

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
 use super::sampling::{Object, SamplingFields};
-use super::{AnswerFormat, ApiError, Ids, OneOrMany};
+use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -27,10 +27,9 @@ pub(crate) struct GenerateRequest {
     pub(crate) cache_salt: Option<String>,
     pub(crate) extra_key: Option<String>,
     pub(crate) kv_precision: Option<Value>,
-    pub(crate) input_embeds: Option<Value>,
-    pub(crate) image_data: Option<Value>,
-    pub(crate) lora_path: Option<Value>,
-    pub(crate) return_hidden_states: Option<Value>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The `sampling_params` of a request, under SGLang's names.
@@ -58,6 +57,9 @@ pub(crate) struct SamplingParams {
     json_schema: Option<Value>,
     regex: Option<String>,
     ebnf: Option<String>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 impl SamplingParams {

@@ -1,8 +1,9 @@
-//! Wire types: what clients send and are sent. Fields may be null or unknown; those that would change an answer and are
-//! not supported are refused by name.
+//! Wire types: what clients send and are sent. Fields may be null; those that a request does not have are refused by name
+//! unless they are known to change nothing.
 
 mod answer_format;
 mod error;
+mod fields;
 mod generate;
 mod lists;
 mod messages;
@@ -13,10 +14,11 @@ mod usage;
 
 pub(crate) use answer_format::{AnswerFormat, FieldError};
 pub(crate) use error::{ApiError, text_error};
+pub(crate) use fields::{Door, UnreadFields};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
 pub(crate) use lists::{Ids, OneOrMany, Prompt};
 pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::OpenAiRequest;
 pub(crate) use responses::ResponsesRequest;
-pub(crate) use sampling::{check_kv_precision, short};
+pub(crate) use sampling::{Object, check_kv_precision, short};
 pub(crate) use usage::Usage;

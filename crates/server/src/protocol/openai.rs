@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, Prompt};
+use super::{AnswerFormat, ApiError, OneOrMany, Prompt, UnreadFields};
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -73,6 +73,9 @@ pub(crate) struct OpenAiRequest {
     pub(super) cache_salt: Option<String>,
     pub(super) extra_key: Option<String>,
     pub(crate) kv_precision: Option<Value>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The `stream_options` of a request: what a stream carries besides the answer.
@@ -98,6 +101,27 @@ impl OpenAiRequest {
         add_generation_prompt: Option<bool>,
     ) -> OpenAiRequest {
         OpenAiRequest { messages, tools, add_generation_prompt, ..OpenAiRequest::default() }
+    }
+
+    /// Takes the fields that only completions have out of a chat, to be checked with those that it does not have.
+    pub(crate) fn leave_fields_of_completions(&mut self) {
+        let prompt = self.prompt.take().filter(|prompt| !prompt.is_empty());
+        self.unread.add("prompt", prompt.map(|_| true));
+        self.unread.add("echo", self.echo.take());
+    }
+
+    /// Takes the fields that only chats have out of a completion.
+    pub(crate) fn leave_fields_of_chats(&mut self) {
+        let unread = &mut self.unread;
+        unread.add("messages", self.messages.take());
+        unread.add("tools", self.tools.take());
+        unread.add("tool_choice", self.tool_choice.take());
+        unread.add("parallel_tool_calls", self.parallel_tool_calls.take());
+        unread.add("chat_template_kwargs", self.chat_template_kwargs.take());
+        unread.add("reasoning_effort", self.reasoning_effort.take());
+        unread.add("add_generation_prompt", self.add_generation_prompt.take());
+        unread.add("continue_final_message", self.continue_final_message.take());
+        unread.add("separate_reasoning", self.separate_reasoning.take());
     }
 
     /// The sampling parameters under the names that all interfaces share. `default_max_tokens` holds when the client

@@ -17,7 +17,7 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{ApiError, OpenAiRequest, Prompt, Usage, check_kv_precision};
+use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage, check_kv_precision};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::{CompletionLogprobs, CompletionTokens, EndTokens};
@@ -37,6 +37,8 @@ pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
+    request.leave_fields_of_chats();
+    request.unread.check(Door::Completions, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let echo = request.echo.unwrap_or(false);
@@ -45,9 +47,6 @@ pub(crate) async fn completions(
     let prompt_logprobs = logprobs.filter(|_| echo);
     let options =
         GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
-    // Plain text has no tools.
-    request.tools = None;
-    request.tool_choice = None;
     let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
     app.check_batch(prompts, "prompt")?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Ids, OneOrMany, OpenAiRequest, text_error};
+use crate::protocol::{ApiError, Door, Ids, OneOrMany, OpenAiRequest, UnreadFields, text_error};
 use crate::state::AppState;
 use crate::text::Chat;
 
@@ -23,6 +23,9 @@ pub(crate) struct TokenizeRequest {
     tools: Option<Vec<Value>>,
     add_special_tokens: Option<bool>,
     add_generation_prompt: Option<bool>,
+
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// `/tokenize`: the token ids of texts or of a chat.
@@ -30,6 +33,7 @@ pub(crate) async fn tokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request, _memory): JsonBody<TokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
+    request.unread.check(Door::Tokenize, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     let context = app.engine.info().context;
     let answer =
@@ -76,6 +80,9 @@ pub(crate) struct DetokenizeRequest {
     model: Option<String>,
     tokens: Ids,
     skip_special_tokens: Option<bool>,
+
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// `/detokenize`: the texts of token ids.
@@ -83,6 +90,7 @@ pub(crate) async fn detokenize(
     State(app): State<Arc<AppState>>,
     JsonBody(request, _memory): JsonBody<DetokenizeRequest>,
 ) -> Result<Json<Value>, ApiError> {
+    request.unread.check(Door::Detokenize, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     let skip = request.skip_special_tokens.unwrap_or(true);
     let text = match &request.tokens {

@@ -7,6 +7,7 @@ mod chat;
 mod completions;
 mod connections;
 mod deployment;
+mod fields;
 mod hostile;
 mod kv_events;
 mod messages;

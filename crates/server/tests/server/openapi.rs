@@ -55,7 +55,8 @@ fn fields(source: &str, name: &str) -> BTreeSet<String> {
     let lines = body
         .lines()
         .map(|line| line.trim().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) "));
-    let lines = lines.filter(|line| !line.starts_with("//"));
+    // What is left over is no field of its own.
+    let lines = lines.filter(|line| !line.starts_with("//") && !line.starts_with("unread:"));
     lines.filter_map(|line| line.split_once(':')).map(|(name, _)| name.to_owned()).collect()
 }
 

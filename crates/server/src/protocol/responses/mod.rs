@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value, json};
 
 use self::items::messages;
-use super::OpenAiRequest;
+use super::{OpenAiRequest, UnreadFields};
 use super::sampling::Object;
 use crate::protocol::ApiError;
 
@@ -45,6 +45,9 @@ pub(crate) struct ResponsesRequest {
     rid: Option<String>,
     cache_salt: Option<String>,
     chat_template_kwargs: Option<Map<String, Value>>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The field `text`: what the answer must look like.

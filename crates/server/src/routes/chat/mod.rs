@@ -24,7 +24,7 @@ use super::{finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::parse::Message;
-use crate::protocol::{ApiError, OpenAiRequest, Usage};
+use crate::protocol::{ApiError, Door, OpenAiRequest, Usage};
 use crate::routes::logprobs::ChatLogprob;
 use crate::state::{AppState, unix_seconds};
 
@@ -33,6 +33,8 @@ pub(crate) async fn chat_completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
+    request.leave_fields_of_completions();
+    request.unread.check(Door::Chat, app.options.unknown_fields)?;
     let id = fresh_id("chatcmpl-");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
     drop(memory);
