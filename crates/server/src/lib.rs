@@ -38,7 +38,7 @@ use axum::Router;
 use oscar_engine::Serve;
 
 pub use families::UnknownParser;
-pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
+pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory, StructuralTag, TagStructure};
 pub use http::Ended;
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
 pub use options::{CacheShape, ServerOptions, UnknownFields};

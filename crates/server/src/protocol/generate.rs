@@ -57,6 +57,7 @@ pub(crate) struct SamplingParams {
     json_schema: Option<Value>,
     regex: Option<String>,
     ebnf: Option<String>,
+    structural_tag: Option<Value>,
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,
@@ -65,7 +66,12 @@ pub(crate) struct SamplingParams {
 impl SamplingParams {
     /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
-        let fields = json!({"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf});
+        let fields = json!({
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+            "structural_tag": self.structural_tag,
+        });
         Ok(AnswerFormat::from_body(&fields)?)
     }
 

@@ -2,6 +2,7 @@
 //! unless they are known to change nothing.
 
 mod answer_format;
+mod content_format;
 mod error;
 mod fields;
 mod generate;

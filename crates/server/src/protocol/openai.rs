@@ -68,6 +68,13 @@ pub(crate) struct OpenAiRequest {
     pub(crate) guided_json: Option<Value>,
     pub(crate) guided_regex: Option<String>,
     pub(crate) guided_grammar: Option<String>,
+    pub(crate) guided_choice: Option<Value>,
+    pub(crate) structured_outputs: Option<Value>,
+    pub(crate) structural_tag: Option<Value>,
+    pub(crate) grammar: Option<String>,
+    pub(crate) json_schema: Option<Value>,
+    pub(crate) allowed_token_ids: Option<Value>,
+    pub(crate) bad_words: Option<Value>,
 
     // The cache.
     pub(super) cache_salt: Option<String>,
@@ -166,7 +173,7 @@ impl OpenAiRequest {
         })
     }
 
-    /// What the request says about the format of its answer. The names of vLLM's extensions are understood, too.
+    /// What the request says about the format of its answer. The names that vLLM and llama.cpp have for it are understood, too.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
         let mut fields = Map::new();
         let mut put = |name: &str, value: Option<Value>| {
@@ -176,9 +183,22 @@ impl OpenAiRequest {
         put("tool_choice", self.tool_choice.clone());
         put("parallel_tool_calls", self.parallel_tool_calls.map(Value::from));
         put("response_format", self.response_format.clone());
-        put("json_schema", self.guided_json.clone());
-        put("regex", self.regex.clone().or_else(|| self.guided_regex.clone()).map(Value::from));
-        put("ebnf", self.ebnf.clone().or_else(|| self.guided_grammar.clone()).map(Value::from));
+        put("guided_json", self.guided_json.clone());
+        put("guided_choice", self.guided_choice.clone());
+        put("structured_outputs", self.structured_outputs.clone());
+        put("structural_tag", self.structural_tag.clone());
+        put("json_schema", self.json_schema.clone());
+        put("allowed_token_ids", self.allowed_token_ids.clone());
+        put("bad_words", self.bad_words.clone());
+        for (name, text) in [
+            ("regex", &self.regex),
+            ("ebnf", &self.ebnf),
+            ("grammar", &self.grammar),
+            ("guided_regex", &self.guided_regex),
+            ("guided_grammar", &self.guided_grammar),
+        ] {
+            put(name, text.clone().map(Value::from));
+        }
         Ok(AnswerFormat::from_body(&fields.into())?)
     }
 

@@ -17,7 +17,7 @@ use uuid::Uuid;
 use super::{
     chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
 };
-use crate::http::{ApiKey, TrustedSites, changes_something, check_content_type};
+use crate::http::{ApiKey, HEAD_BYTES, TrustedSites, changes_something, check_content_type};
 use crate::page;
 use crate::protocol::ApiError;
 use crate::state::AppState;
@@ -134,6 +134,7 @@ impl Middleware {
     }
 
     fn admit(&self, request: &Request) -> Result<(), ApiError> {
+        check_head(request)?;
         let path = request.uri().path();
         if changes_something(request.method(), path) {
             self.sites.check_origin(request)?;
@@ -152,6 +153,18 @@ impl Middleware {
             _ => Ok(()),
         }
     }
+}
+
+/// Refuses a head beyond the limit: a connection reads in large pieces, and the last may go beyond it.
+fn check_head(request: &Request) -> Result<(), ApiError> {
+    let line = request.uri().path_and_query().map_or(0, |target| target.as_str().len());
+    // Each header has a colon, a space and a line break.
+    let headers = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
+    if line + headers.sum::<usize>() > HEAD_BYTES {
+        let message = format!("the headers have more than {HEAD_BYTES} bytes, the limit of this server");
+        return Err(ApiError::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, message));
+    }
+    Ok(())
 }
 
 /// The client's own id if it is printable and short, else a new one.

@@ -43,7 +43,7 @@ pub(crate) async fn tokenize(
             OpenAiRequest::of_chat(request.messages, request.tools, request.add_generation_prompt);
         let mut chat = Chat::new(&mut request)?;
         let ids = app.encode(usize::MAX, move |app| {
-            let text = chat.render(&app.model)?;
+            let text = chat.render(&app.model, app.options.tool_call_parser)?;
             app.model.encode_chat(&app.memory, None, text)
         });
         let ids = ids.await?.ids;

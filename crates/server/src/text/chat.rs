@@ -1,9 +1,12 @@
 //! Applies the chat template: from the messages of a request to the text the model reads.
 
-use oscar_model::text::RenderOptions;
+use oscar_model::text::{ChatTemplate, RenderOptions};
 use serde_json::{Map, Value};
 
 use super::ServedModel;
+use super::roles::{check_results, check_roles};
+use super::tool_text::{describe_tools, write_calls};
+use crate::parse::ToolCallFormat;
 use crate::protocol::{ApiError, OpenAiRequest, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
@@ -61,9 +64,15 @@ impl Chat {
         Ok(Chat { messages, tools, variables, generation_prompt, continues })
     }
 
-    /// Renders the chat with the template of the model.
-    pub(crate) fn render(&mut self, model: &ServedModel) -> Result<String, ApiError> {
+    /// Renders the chat with the template of the model. `format` is how the model writes tool calls, if it is known.
+    pub(crate) fn render(
+        &mut self,
+        model: &ServedModel,
+        format: Option<&ToolCallFormat>,
+    ) -> Result<String, ApiError> {
         let template = model.template()?;
+        check_roles(&self.messages, template)?;
+        check_results(&self.messages)?;
         if !template.source().contains("developer") {
             for message in &mut self.messages {
                 if message["role"] == "developer" {
@@ -71,6 +80,7 @@ impl Chat {
                 }
             }
         }
+        self.write_tools(template, format)?;
         let options = RenderOptions {
             tools: self.tools.as_deref(),
             add_generation_prompt: self.generation_prompt,
@@ -91,6 +101,40 @@ impl Chat {
             text.truncate(end);
         }
         Ok(text)
+    }
+}
+
+impl Chat {
+    /// Writes tools and calls into the messages where the template knows neither, or refuses them.
+    fn write_tools(
+        &mut self,
+        template: &ChatTemplate,
+        format: Option<&ToolCallFormat>,
+    ) -> Result<(), ApiError> {
+        let unknown = |field: String, what: &str| {
+            let fix = "start the server with --tool-call-parser NAME to have them written for the model";
+            let message = format!("{field}: the chat template of this model knows no {what}; {fix}");
+            ApiError::unsupported(&field, message)
+        };
+        let with_tools = self.tools.is_some();
+        if !template.mentions("tool_calls", with_tools) {
+            for (index, message) in self.messages.iter_mut().enumerate() {
+                let calls = message.get("tool_calls").and_then(Value::as_array);
+                if calls.is_none_or(Vec::is_empty) {
+                    continue;
+                }
+                let format =
+                    format.ok_or_else(|| unknown(format!("messages[{index}].tool_calls"), "tool calls"))?;
+                write_calls(message, format);
+            }
+        }
+        if !template.mentions("tools", with_tools)
+            && let Some(tools) = self.tools.take()
+        {
+            let format = format.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
+            describe_tools(&mut self.messages, &tools, format);
+        }
+        Ok(())
     }
 }
 
@@ -117,7 +161,12 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
         None => {}
         Some(Value::Null) => drop(fields.remove("tool_calls")),
         Some(Value::Array(calls)) => {
-            for call in calls {
+            for (number, call) in calls.iter_mut().enumerate() {
+                let name = call.get("function").and_then(|function| function.get("name"));
+                if name.and_then(Value::as_str).is_none_or(str::is_empty) {
+                    let field = here(&format!(".tool_calls[{number}].function.name"));
+                    return Err(ApiError::bad_field(field.clone(), format!("{field} must be a text")));
+                }
                 read_arguments(call);
             }
         }

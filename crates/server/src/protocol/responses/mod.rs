@@ -176,7 +176,8 @@ fn response_format(format: Value) -> Result<Value, ApiError> {
     match format.get("type").and_then(Value::as_str) {
         Some("text" | "json_object") => Ok(format),
         Some("json_schema") if format.get("schema").is_some_and(Value::is_object) => {
-            Ok(json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))
+            let strict = format.get("strict");
+            Ok(json!({"type": "json_schema", "json_schema": {"schema": format["schema"], "strict": strict}}))
         }
         Some("json_schema") => {
             Err(ApiError::bad_field("text.format.schema", "text.format.schema must be a JSON schema"))

@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use oscar_engine::FinishReason;
+use oscar_engine::{FinishReason, Summary};
 use serde_json::json;
 
 pub(crate) use self::answer::PartsAnswer;
@@ -50,7 +50,7 @@ pub(crate) async fn chat_completions(
         let mut parser = turn.parser(choice);
         let mut message = Message::default();
         message.extend(parser.push(&summary.text));
-        message.extend(parser.finish());
+        message.extend(parser.finish(is_cut_off(&summary)));
         let tokens = tokens.iter().filter(|token| !turn.end_tokens.contains(token.id));
         let list: Vec<ChatLogprob> =
             tokens.map(|token| ChatLogprob::new(app.model.tokenizer(), token)).collect();
@@ -72,6 +72,11 @@ pub(crate) async fn chat_completions(
         "usage": usage,
     }))
     .into_response())
+}
+
+/// Whether the model had more to say.
+pub(crate) fn is_cut_off(summary: &Summary) -> bool {
+    !matches!(summary.finish, FinishReason::End | FinishReason::Stop)
 }
 
 /// The `finish_reason` of a chat's answer; `called` says whether it has tool calls.

@@ -115,7 +115,7 @@ pub(crate) async fn prepare(
     let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
     let mut chat = Chat::new(request)?;
     app.encode(bytes, move |app| {
-        let text = chat.render(&app.model)?;
+        let text = chat.render(&app.model, app.options.tool_call_parser)?;
         app.model.check_length(&text, app.engine.info().context, "messages")?;
         app.model.encode_chat(&app.memory, salt.as_deref(), text)
     })
