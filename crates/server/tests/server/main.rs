@@ -8,6 +8,7 @@ mod completions;
 mod connections;
 mod deployment;
 mod fields;
+mod forms;
 mod hostile;
 mod kv_events;
 mod messages;

@@ -216,7 +216,7 @@ async fn answers_have_the_form_that_was_asked_for() {
         assert!(["yes", "no"].contains(&answer["text"].as_str().unwrap()), "{answer}");
     }
     let bad = json!({"prompt": "a", "regex": "(["});
-    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "response_format");
+    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "regex");
 }
 
 #[tokio::test]
