@@ -192,6 +192,10 @@ impl Output {
         } else if may_end && self.options.stop_tokens.contains(&id) {
             finish = Some(FinishReason::Stop);
             self.matched = Some(MatchedStop::Token(id));
+            if self.options.keep_stop {
+                text.push_str(&self.stops.finish());
+                text.push_str(&self.decoder.push(id)?.unwrap_or_default());
+            }
         } else if let Some(piece) = self.decoder.push(id)? {
             finish = self.show(&piece, may_end, &mut text);
         }
@@ -224,6 +228,9 @@ impl Output {
         let filtered = self.stops.push(piece);
         text.push_str(&filtered.text);
         let stopped = filtered.stopped?;
+        if self.options.keep_stop {
+            text.push_str(&stopped);
+        }
         self.matched = Some(MatchedStop::Text(stopped));
         Some(FinishReason::Stop)
     }
@@ -322,6 +329,17 @@ mod tests {
             "a",
             "an answer that is broken off shows nothing that may be a stop"
         );
+    }
+
+    #[test]
+    fn what_ended_an_answer_may_stay_in_it() {
+        let (text, finish, _) = run(GenerateOptions { keep_stop: true, ..stop("bc") }, &[0, 1, 2]);
+        assert_eq!((text.as_str(), finish), ("abc", Some(FinishReason::Stop)));
+        let token = GenerateOptions { keep_stop: true, stop_tokens: vec![2], ..stop("bx") };
+        let (text, finish, _) = run(token, &[0, 1, 2]);
+        assert_eq!((text.as_str(), finish), ("abc", Some(FinishReason::Stop)));
+        let (text, finish, _) = run(GenerateOptions { keep_stop: true, ..stop("bc") }, &[0, 25]);
+        assert_eq!((text.as_str(), finish), ("a", Some(FinishReason::End)), "the model's end has no text");
     }
 
     #[test]

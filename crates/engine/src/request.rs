@@ -89,10 +89,12 @@ pub struct GenerateOptions {
     pub min_tokens: usize,
     /// How tokens are sampled.
     pub sampling: SamplingOptions,
-    /// Texts that end the answer; they are not part of it.
+    /// Texts that end the answer; they are not part of it unless `keep_stop` says so.
     pub stop: Vec<String>,
     /// Tokens that end the answer, besides the model's own; their text is not part of it.
     pub stop_tokens: Vec<u32>,
+    /// Leave the stop text or the text of the stop token that ended the answer in it.
+    pub keep_stop: bool,
     /// Go on when the model says that it is done.
     pub ignore_end: bool,
     /// The answer is a text of its own rather than the rest of the prompt: the space that some tokenizers put before
@@ -119,6 +121,7 @@ impl Default for GenerateOptions {
             sampling: SamplingOptions::default(),
             stop: Vec::new(),
             stop_tokens: Vec::new(),
+            keep_stop: false,
             ignore_end: false,
             new_text: false,
             keep_special: false,

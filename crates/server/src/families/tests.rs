@@ -38,9 +38,8 @@ fn written_calls_are_read_back() {
         let text = format.written(&[("get_weather", &arguments), ("now", &json!({}))]);
         let message = parse_cut(format, &text, &[]);
         let calls = message.tool_calls.iter();
-        let calls: Vec<(&str, Value)> = calls
-            .map(|call| (call.name.as_str(), serde_json::from_str(&call.arguments).unwrap()))
-            .collect();
+        let calls: Vec<(&str, Value)> =
+            calls.map(|call| (call.name.as_str(), serde_json::from_str(&call.arguments).unwrap())).collect();
         assert_eq!(calls, [("get_weather", arguments.clone()), ("now", json!({}))], "{format:?}: {text}");
         assert_eq!(message.content, "", "{format:?}");
     }

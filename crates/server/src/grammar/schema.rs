@@ -13,8 +13,7 @@ const DATA: [&str; 5] = ["enum", "const", "default", "examples", "example"];
 const OTHERS: [&str; 3] = ["additionalProperties", "patternProperties", "unevaluatedProperties"];
 
 /// Keywords beside which an object is left open: its properties are not all in one place.
-const COMPOSED: [&str; 9] =
-    ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"];
+const COMPOSED: [&str; 9] = ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"];
 
 /// The schema as the library gets it, with our choice of its options, whatever the schema says about them itself.
 pub(super) fn prepared(schema: &Value) -> Value {
@@ -47,7 +46,9 @@ fn close(schema: &mut Value) {
     }
     for (keyword, value) in fields.iter_mut() {
         match (keyword.as_str(), value) {
-            ("properties" | "$defs" | "definitions", Value::Object(named)) => named.values_mut().for_each(close),
+            ("properties" | "$defs" | "definitions", Value::Object(named)) => {
+                named.values_mut().for_each(close)
+            }
             ("items" | "additionalProperties", value) => close(value),
             ("prefixItems", Value::Array(list)) => list.iter_mut().for_each(close),
             _ => {}

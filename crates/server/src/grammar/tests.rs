@@ -411,10 +411,18 @@ fn takes(constraint: &Constraint<'_>, text: &str) -> (usize, bool) {
 fn exclusive_bounds_within_one_integer_hold() {
     for (schema, good, bad) in [
         (json!({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), vec!["0.25", "0.5"], vec!["0"]),
-        (json!({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}), vec!["1.2"], vec!["1", "1.5"]),
+        (
+            json!({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}),
+            vec!["1.2"],
+            vec!["1", "1.5"],
+        ),
         (json!({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}), vec!["-0.25"], vec!["0", "-0"]),
         (json!({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}), vec!["-2.25"], vec!["-2"]),
-        (json!({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}), vec!["1"], vec!["0", "2", "1.5"]),
+        (
+            json!({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}),
+            vec!["1"],
+            vec!["0", "2", "1.5"],
+        ),
         (json!({"type": "number", "minimum": 0, "maximum": 0.5}), vec!["0", "0.5"], vec!["0.6"]),
     ] {
         for text in good {

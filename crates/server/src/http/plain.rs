@@ -87,7 +87,9 @@ mod tests {
     fn told<T: for<'de> Deserialize<'de> + std::fmt::Debug>(json: &str) -> String {
         let error = serde_json::from_str::<T>(json).unwrap_err().to_string();
         let told = plain(&error);
-        for word in ["struct", "Inner", "Either", "untagged", "variant", "f32", "u32", "i64", "sequence", "a map"] {
+        for word in
+            ["struct", "Inner", "Either", "untagged", "variant", "f32", "u32", "i64", "sequence", "a map"]
+        {
             assert!(!told.contains(word), "{told}");
         }
         told.split(" at line").next().unwrap().to_owned()

@@ -189,7 +189,8 @@ fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, Fiel
 /// Reads `allowed_token_ids` and `bad_words`.
 fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, FieldError> {
     let list = |field: &'static str| {
-        let list = get(body, field).map(|value| value.as_array().ok_or_else(|| wrong(field, "must be a list")));
+        let list =
+            get(body, field).map(|value| value.as_array().ok_or_else(|| wrong(field, "must be a list")));
         Ok(list.transpose()?.filter(|list| !list.is_empty()))
     };
     let mut rules = TokenRules::default();
@@ -205,7 +206,8 @@ fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, Fiel
         let fits = |word: &&str| !word.trim().is_empty() && word.len() <= MAX_BAD_WORD;
         let words = words.iter().map(|word| word.as_str().filter(fits).map(str::to_owned));
         let words = words.collect::<Option<Vec<String>>>().filter(|words| words.len() <= MAX_BAD_WORDS);
-        let problem = || format!("must be a list of at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD} bytes");
+        let problem =
+            || format!("must be a list of at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD} bytes");
         rules.bad_words = words.ok_or_else(|| wrong("bad_words", problem()))?;
     }
     Ok(rules)

@@ -146,7 +146,9 @@ fn structural_tag(field: &str, value: &Value) -> Result<ContentFormat, FieldErro
     let list = |name: &str| {
         let list = get(&value, name).and_then(Value::as_array);
         let list = list.filter(|list| !list.is_empty() && list.len() <= MAX_CHOICES);
-        list.ok_or_else(|| wrong(at(name.to_owned()), format!("must be a list of 1 to {MAX_CHOICES} entries")))
+        list.ok_or_else(|| {
+            wrong(at(name.to_owned()), format!("must be a list of 1 to {MAX_CHOICES} entries"))
+        })
     };
     let filled = |name: String, value: Option<&Value>| {
         let text = value.and_then(Value::as_str).filter(|text| !text.is_empty()).map(str::to_owned);
@@ -219,7 +221,9 @@ mod tests {
         let both = ContentFormat::Choice(vec!["yes".to_owned(), "no".to_owned()]);
         assert_eq!(read(json!({"guided_choice": ["yes", "no"]})), both);
         assert_eq!(
-            read(json!({"regex": "a", "response_format": {"type": "text"}, "grammar": "", "guided_choice": []})),
+            read(
+                json!({"regex": "a", "response_format": {"type": "text"}, "grammar": "", "guided_choice": []})
+            ),
             ContentFormat::Regex("a".to_owned())
         );
         for (inner, expected) in [
@@ -269,7 +273,10 @@ mod tests {
             (json!({"structured_outputs": 5}), "structured_outputs"),
             (json!({"structured_outputs": {"regex": 5}}), "structured_outputs.regex"),
             (json!({"structured_outputs": {"regex": "a", "choice": ["a"]}}), "structured_outputs.choice"),
-            (json!({"structured_outputs": {"whitespace_pattern": "x"}}), "structured_outputs.whitespace_pattern"),
+            (
+                json!({"structured_outputs": {"whitespace_pattern": "x"}}),
+                "structured_outputs.whitespace_pattern",
+            ),
             (json!({"structural_tag": {"triggers": ["<f"]}}), "structural_tag.structures"),
             (json!({"structural_tag": {"structures": [structure]}}), "structural_tag.triggers"),
             (

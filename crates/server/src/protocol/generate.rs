@@ -76,12 +76,8 @@ impl SamplingParams {
     }
 
     /// The sampling parameters under the names that all interfaces share.
-    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> Result<SamplingFields, ApiError> {
-        if self.no_stop_trim == Some(true) {
-            let name = "sampling_params.no_stop_trim";
-            return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
-        }
-        Ok(SamplingFields {
+    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> SamplingFields {
+        SamplingFields {
             max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
             min_tokens: self.min_new_tokens,
             temperature: self.temperature,
@@ -95,10 +91,11 @@ impl SamplingParams {
             logit_bias: self.logit_bias,
             stop: self.stop,
             stop_token_ids: self.stop_token_ids,
+            keep_stop: self.no_stop_trim,
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
             cache_salt,
-        })
+        }
     }
 }

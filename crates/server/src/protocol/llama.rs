@@ -50,7 +50,8 @@ pub(crate) struct LlamaRequest {
 impl LlamaRequest {
     /// What the request says about the format of its answer. An empty schema is what clients send for none.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
-        let schema = self.json_schema.as_ref().filter(|schema| schema.as_object().is_none_or(|map| !map.is_empty()));
+        let schema =
+            self.json_schema.as_ref().filter(|schema| schema.as_object().is_none_or(|map| !map.is_empty()));
         Ok(AnswerFormat::from_body(&json!({"grammar": self.grammar, "json_schema": schema}))?)
     }
 
@@ -62,7 +63,8 @@ impl LlamaRequest {
     /// The sampling parameters under the names that all interfaces share.
     pub(crate) fn sampling_fields(&mut self, tokenizer: &Tokenizer) -> Result<SamplingFields, ApiError> {
         let penalty = self.repeat_penalty.filter(|_| self.repeat_last_n != Some(0));
-        if penalty.is_some_and(|penalty| penalty != 1.0) && self.repeat_last_n.is_some_and(|count| count > 0) {
+        if penalty.is_some_and(|penalty| penalty != 1.0) && self.repeat_last_n.is_some_and(|count| count > 0)
+        {
             let message = "repeat_last_n: repeat_penalty is on the whole text; send -1 or nothing";
             return Err(ApiError::unsupported("repeat_last_n", message));
         }
@@ -91,7 +93,8 @@ impl LlamaRequest {
 /// Reads `logit_bias`: pairs of a token id or a text and what is added to the logit of its tokens, or `false`; or an object
 /// of the same.
 fn logit_bias(value: &Value, tokenizer: &Tokenizer) -> Result<HashMap<String, f32>, ApiError> {
-    let wrong = || ApiError::bad_field("logit_bias", "logit_bias must be a list of pairs of a token and a number");
+    let wrong =
+        || ApiError::bad_field("logit_bias", "logit_bias must be a list of pairs of a token and a number");
     let pairs: Vec<(Value, &Value)> = match value {
         Value::Array(list) => {
             let pair = |entry: &'_ Value| match entry.as_array().map(Vec::as_slice) {
@@ -103,7 +106,8 @@ fn logit_bias(value: &Value, tokenizer: &Tokenizer) -> Result<HashMap<String, f3
         }
         // The names of fields are texts, also where they are ids.
         Value::Object(fields) => {
-            let token = |name: &String| name.parse::<u64>().map_or_else(|_| name.as_str().into(), Value::from);
+            let token =
+                |name: &String| name.parse::<u64>().map_or_else(|_| name.as_str().into(), Value::from);
             fields.iter().map(|(name, bias)| (token(name), bias)).collect()
         }
         _ => return Err(wrong()),

@@ -144,14 +144,6 @@ impl OpenAiRequest {
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::unsupported("suffix", "text cannot be inserted before a suffix"));
         }
-        for (name, value) in [
-            ("include_stop_str_in_output", self.include_stop_str_in_output),
-            ("no_stop_trim", self.no_stop_trim),
-        ] {
-            if value == Some(true) {
-                return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
-            }
-        }
         Ok(SamplingFields {
             max_tokens: self.max_completion_tokens.or(self.max_tokens).or(default_max_tokens),
             min_tokens: self.min_tokens,
@@ -166,6 +158,7 @@ impl OpenAiRequest {
             logit_bias: self.logit_bias.clone(),
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
+            keep_stop: self.no_stop_trim.or(self.include_stop_str_in_output),
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
@@ -300,11 +293,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_refused_by_name() {
-        for (text, name) in [
-            ("{\"best_of\": 3}", "best_of"),
-            ("{\"suffix\": \"end\"}", "suffix"),
-            ("{\"no_stop_trim\": true}", "no_stop_trim"),
-        ] {
+        for (text, name) in [("{\"best_of\": 3}", "best_of"), ("{\"suffix\": \"end\"}", "suffix")] {
             let error = request(text).sampling_fields(None).unwrap_err();
             assert_eq!(error.body()["error"]["param"], name);
         }

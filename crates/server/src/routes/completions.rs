@@ -27,9 +27,9 @@ use crate::state::{AppState, unix_seconds};
 const DEFAULT_MAX_TOKENS: u64 = 16;
 
 /// The token ids of a prompt, and the text it is echoed as if it is.
-struct Prepared {
-    ids: Vec<u32>,
-    echo: Option<String>,
+pub(super) struct Prepared {
+    pub(super) ids: Vec<u32>,
+    pub(super) echo: Option<String>,
 }
 
 /// `/v1/completions`: continues one prompt or several.
@@ -125,7 +125,12 @@ pub(crate) fn matched(summary: &Summary) -> Value {
     }
 }
 
-async fn prepare(app: &Arc<AppState>, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
+/// Tokenizes the prompts of a request, and keeps their text if it is to be `echo`ed.
+pub(super) async fn prepare(
+    app: &Arc<AppState>,
+    prompt: Option<Prompt>,
+    echo: bool,
+) -> Result<Vec<Prepared>, ApiError> {
     let from_text = move |app: &AppState, text: String| -> Result<Prepared, ApiError> {
         app.model.check_length(&text, app.engine.info().context, "prompt")?;
         Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })

@@ -7,6 +7,7 @@ mod constrain;
 mod generate;
 mod health;
 mod info;
+mod llama;
 mod logprobs;
 mod messages;
 mod models;

@@ -15,7 +15,7 @@ use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
 use uuid::Uuid;
 
 use super::{
-    chat, completions, generate, health, info, messages, models, observe, openapi, responses, tokens,
+    chat, completions, generate, health, info, llama, messages, models, observe, openapi, responses, tokens,
 };
 use crate::http::{ApiKey, HEAD_BYTES, TrustedSites, changes_something, check_content_type};
 use crate::page;
@@ -67,6 +67,11 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .route("/v1/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/detokenize", post(tokens::detokenize))
+        .route("/completion", post(llama::completion))
+        .route("/completions", post(llama::completion))
+        .route("/apply-template", post(llama::apply_template))
+        .route("/props", get(llama::props))
+        .route("/slots", get(llama::slots))
         .route("/metrics", get(observe::metrics))
         .route("/oscar/cache", get(observe::cache))
         .route("/openapi.json", get(openapi::openapi))

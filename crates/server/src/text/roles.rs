@@ -66,7 +66,8 @@ mod tests {
 
     #[test]
     fn roles_are_those_of_the_interface_and_of_the_template() {
-        let template = ChatTemplate::from_source("{% if messages[0].role == 'ipython' %}{% endif %}").unwrap();
+        let template =
+            ChatTemplate::from_source("{% if messages[0].role == 'ipython' %}{% endif %}").unwrap();
         let said = |role: &str| [json!({"role": "user"}), json!({"role": role})];
         for role in ["system", "developer", "user", "assistant", "tool", "ipython"] {
             assert_eq!(check_roles(&said(role), &template), Ok(()));
@@ -78,7 +79,8 @@ mod tests {
 
     #[test]
     fn results_follow_their_calls() {
-        let call = |id: Value| json!({"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f"}}]});
+        let call =
+            |id: Value| json!({"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f"}}]});
         let result = |id: Value| json!({"role": "tool", "tool_call_id": id, "content": "3"});
         let user = json!({"role": "user", "content": "hi"});
         for good in [

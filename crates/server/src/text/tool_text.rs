@@ -52,7 +52,9 @@ mod tests {
         assert_eq!((alone.len(), &alone[0]["role"]), (2, &json!("system")));
         let text = alone[0]["content"].as_str().unwrap();
         assert!(text.contains("{\"name\":\"weather\",\"parameters\":{}}"), "{text}");
-        assert!(text.ends_with("<tool_call>\n{\"name\": \"NAME\", \"arguments\": {\"ARGUMENT\":\"VALUE\"}}\n</tool_call>"));
+        assert!(text.ends_with(
+            "<tool_call>\n{\"name\": \"NAME\", \"arguments\": {\"ARGUMENT\":\"VALUE\"}}\n</tool_call>"
+        ));
         let mut told = vec![json!({"role": "system", "content": "Be brief."})];
         describe_tools(&mut told, &tools, hermes());
         assert_eq!(told[0]["content"], format!("Be brief.\n\n{text}"));

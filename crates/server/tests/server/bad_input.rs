@@ -203,7 +203,10 @@ async fn strange_roles_and_results_of_nothing_are_refused() {
     for (messages, param) in [
         (json!([user, {"role": "wizard", "content": "b"}]), "messages[1].role"),
         (json!([user, {"role": "tool", "tool_call_id": "c", "content": "b"}]), "messages[1]"),
-        (json!([user, {"role": "assistant", "tool_calls": [{"type": "function"}]}]), "messages[1].tool_calls[0].function.name"),
+        (
+            json!([user, {"role": "assistant", "tool_calls": [{"type": "function"}]}]),
+            "messages[1].tool_calls[0].function.name",
+        ),
     ] {
         let error = house.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
         assert_eq!(error["param"], param);
@@ -222,7 +225,8 @@ async fn heads_beyond_the_limit_are_refused() {
         assert_eq!(answer.status.to_string(), status);
         let mut stream = tokio::net::TcpStream::connect(listening.address).await.unwrap();
         let long = "y".repeat(bytes);
-        let text = format!("GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: {long}\r\n\r\n");
+        let text =
+            format!("GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: {long}\r\n\r\n");
         tokio::io::AsyncWriteExt::write_all(&mut stream, text.as_bytes()).await.unwrap();
         let mut bytes = Vec::new();
         let _ = tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut bytes).await;
@@ -253,7 +257,9 @@ async fn errors_do_not_name_types_of_the_program() {
     ] {
         let error = house.post(path, request.clone()).await.refused(400);
         let message = error["message"].as_str().unwrap();
-        for word in ["struct", "enum", "OneOrMany", "variant", "Object", "f32", "u32", "u64", "sequence", "a map"] {
+        for word in
+            ["struct", "enum", "OneOrMany", "variant", "Object", "f32", "u32", "u64", "sequence", "a map"]
+        {
             assert!(!message.contains(word), "{request}: {message}");
         }
     }

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::support::{mock, mock_with};
 
 /// A good request for each door.
-fn doors() -> [(&'static str, Value); 7] {
+fn doors() -> [(&'static str, Value); 8] {
     let messages = json!([{"role": "user", "content": "Hello"}]);
     [
         ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})),
@@ -16,6 +16,7 @@ fn doors() -> [(&'static str, Value); 7] {
         ("/v1/messages", json!({"messages": messages, "max_tokens": 2})),
         ("/v1/messages/count_tokens", json!({"messages": messages})),
         ("/generate", json!({"text": "Hello", "sampling_params": {"max_new_tokens": 2}})),
+        ("/completion", json!({"prompt": "Hello", "n_predict": 2})),
         ("/tokenize", json!({"prompt": "Hello"})),
     ]
 }
@@ -60,7 +61,10 @@ async fn every_door_refuses_what_it_does_not_know() {
     }
     let request = json!({"text": "a", "sampling_params": [{"max_new_tokens": 2, "beams": 4}]});
     let error = house.post("/generate", request).await.refused(400);
-    assert_eq!((&error["param"], &error["code"]), (&json!("sampling_params.beams"), &json!("unknown_parameter")));
+    assert_eq!(
+        (&error["param"], &error["code"]),
+        (&json!("sampling_params.beams"), &json!("unknown_parameter"))
+    );
 }
 
 #[tokio::test]

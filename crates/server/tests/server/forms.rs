@@ -43,7 +43,8 @@ async fn names_of_other_servers_are_understood() {
         let text = completion(&house, extra.clone()).await;
         assert!(["5", "6", "7"].contains(&text.trim()), "{extra}: {text}");
     }
-    let error = house.post("/v1/completions", json!({"prompt": "a", "guided_regex": "(["})).await.refused(400);
+    let error =
+        house.post("/v1/completions", json!({"prompt": "a", "guided_regex": "(["})).await.refused(400);
     assert_eq!(error["param"], "guided_regex");
 }
 
@@ -78,9 +79,11 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
         "required": ["n"]});
     let messages = json!([{"role": "user", "content": "Roll."}]);
     let tool = json!({"type": "function", "function": {"name": "roll", "parameters": schema}});
-    let format = json!({"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": true}});
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": true}});
     for seed in 0..4 {
-        let request = json!({"messages": messages, "seed": seed, "max_tokens": 80, "response_format": format});
+        let request =
+            json!({"messages": messages, "seed": seed, "max_tokens": 80, "response_format": format});
         let body = house.post("/v1/chat/completions", request).await.ok();
         let object: Value =
             serde_json::from_str(body["choices"][0]["message"]["content"].as_str().unwrap()).unwrap();

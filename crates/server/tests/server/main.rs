@@ -11,6 +11,7 @@ mod fields;
 mod forms;
 mod hostile;
 mod kv_events;
+mod llama;
 mod messages;
 mod model;
 mod native;

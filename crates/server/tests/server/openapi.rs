@@ -97,6 +97,7 @@ fn requests_have_the_fields_the_server_reads() {
     let messages = include_str!("../../src/protocol/messages/mod.rs");
     let responses = include_str!("../../src/protocol/responses/mod.rs");
     let native = include_str!("../../src/protocol/generate.rs");
+    let llama = include_str!("../../src/protocol/llama.rs");
     let tokens = include_str!("../../src/routes/tokens.rs");
     let info = include_str!("../../src/routes/info.rs");
     for (source, name, schemas) in [
@@ -105,6 +106,7 @@ fn requests_have_the_fields_the_server_reads() {
         (responses, "ResponsesRequest", &["ResponsesRequest"]),
         (native, "GenerateRequest", &["GenerateRequest"]),
         (native, "SamplingParams", &["SamplingParams"]),
+        (llama, "LlamaRequest", &["LlamaRequest"]),
         (tokens, "TokenizeRequest", &["TokenizeRequest"]),
         (tokens, "DetokenizeRequest", &["DetokenizeRequest"]),
         (info, "AbortRequest", &["AbortRequest"]),

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use oscar_engine::{
-    EngineError, EngineInfo, EngineStats, Event, FinishReason, MockEngine, MockOptions, Request, RequestHandle,
-    Serve, Sink,
+    EngineError, EngineInfo, EngineStats, Event, FinishReason, MockEngine, MockOptions, Request,
+    RequestHandle, Serve, Sink,
 };
 use oscar_server::{ReasoningFormat, Server, ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
@@ -176,7 +176,8 @@ async fn a_call_that_was_cut_off_is_neither_markup_nor_empty() {
         let said = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
         assert_eq!(said.collect::<String>().trim(), "I ask.");
         let tool = json!({"name": "weather", "input_schema": {"type": "object"}});
-        let request = json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
+        let request =
+            json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
         let message = house.post("/v1/messages", request).await.ok();
         assert_eq!(message["stop_reason"], "max_tokens");
         let blocks = message["content"].as_array().unwrap();
@@ -195,7 +196,9 @@ async fn tools_and_calls_do_not_vanish_from_a_prompt() {
     let house = parrot_with(&SCRIPT, FinishReason::End, plain);
     let text = rendered(&house, chat(json!({"messages": after}))).await;
     assert!(text.starts_with("system: ") && text.contains("\"place\":{\"type\":\"string\"}"), "{text}");
-    assert!(text.contains("assistant: <tool_call>\n{\"name\": \"weather\", \"arguments\": {\"place\":\"Rome\"}}"));
+    assert!(
+        text.contains("assistant: <tool_call>\n{\"name\": \"weather\", \"arguments\": {\"place\":\"Rome\"}}")
+    );
     let body = house.post("/v1/chat/completions", chat(json!({"messages": after}))).await.ok();
     assert_eq!(body["choices"][0]["finish_reason"], "tool_calls");
     // Where it is not, the request is refused.

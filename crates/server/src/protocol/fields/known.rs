@@ -34,6 +34,7 @@ pub(super) fn known(door: Door, name: &str) -> Option<&'static Known> {
         Door::Responses => RESPONSES,
         Door::Messages => MESSAGES,
         Door::Generate => GENERATE,
+        Door::Completion => COMPLETION,
         Door::SamplingParams | Door::Tokenize | Door::Detokenize => &[],
     };
     let lists = [own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT];
@@ -237,7 +238,11 @@ const COMPLETIONS: &[Known] = &[
     harmless("add_generation_prompt", "plain text has no template"),
     missing("continue_final_message", "[false]", "plain text has no messages"),
     harmless("separate_reasoning", "reasoning is not told apart in plain text"),
-    missing("add_special_tokens", "[true]", "a prompt begins as the model expects it; send token ids for others"),
+    missing(
+        "add_special_tokens",
+        "[true]",
+        "a prompt begins as the model expects it; send token ids for others",
+    ),
     missing("add_bos_token", "[true]", "a prompt begins as the model expects it; send token ids for others"),
     missing("ban_eos_token", "[false]", "its name here is ignore_eos"),
 ];
@@ -259,6 +264,14 @@ const MESSAGES: &[Known] = &[
 /// Of `/generate`.
 const GENERATE: &[Known] = &[harmless("model", "there is one model (routers)")];
 
+/// Of `/completion`.
+const COMPLETION: &[Known] = &[
+    harmless("model", "there is one model (editors)"),
+    missing("n_indent", "[0]", "lines have the indentation that the model gives them"),
+    missing("image_data", "[]", "this model reads text only"),
+    missing("max_tokens", "[-1]", "its name here is n_predict"),
+];
+
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
@@ -267,7 +280,7 @@ mod tests {
 
     #[test]
     fn neutral_values_are_json_and_reasons_are_given() {
-        let own = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE];
+        let own = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, COMPLETION];
         for known in own.into_iter().chain([BOOKKEEPING, SAMPLERS, SERVERS, ABSENT]).flatten() {
             let neutral = known.neutral.map(serde_json::from_str::<Vec<Value>>);
             assert!(neutral.is_none_or(|list| list.is_ok()), "{}", known.name);
@@ -277,11 +290,8 @@ mod tests {
 
     #[test]
     fn no_field_is_listed_twice() {
-        let mut names: Vec<&str> = [BOOKKEEPING, SAMPLERS, SERVERS, ABSENT]
-            .into_iter()
-            .flatten()
-            .map(|known| known.name)
-            .collect();
+        let mut names: Vec<&str> =
+            [BOOKKEEPING, SAMPLERS, SERVERS, ABSENT].into_iter().flatten().map(|known| known.name).collect();
         names.sort_unstable();
         let count = names.len();
         names.dedup();

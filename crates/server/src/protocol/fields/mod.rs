@@ -23,6 +23,8 @@ pub(crate) enum Door {
     Generate,
     /// The `sampling_params` of `/generate`.
     SamplingParams,
+    /// llama.cpp's `/completion`.
+    Completion,
     Tokenize,
     Detokenize,
 }
@@ -37,6 +39,7 @@ impl Door {
             Door::Messages => "/v1/messages",
             Door::Generate => "/generate",
             Door::SamplingParams => "sampling_params",
+            Door::Completion => "/completion",
             Door::Tokenize => "/tokenize",
             Door::Detokenize => "/detokenize",
         }
@@ -79,8 +82,10 @@ impl UnreadFields {
                     return Err(ApiError::unsupported(&path, format!("{path}: {}", known.reason)));
                 }
                 (UnknownFields::Refuse, None) => {
-                    let message =
-                        format!("{} has no field {shown:?} (--unknown-fields ignore accepts any)", door.name());
+                    let message = format!(
+                        "{} has no field {shown:?} (--unknown-fields ignore accepts any)",
+                        door.name()
+                    );
                     return Err(ApiError::bad_field(path, message).with_code("unknown_parameter"));
                 }
             }

@@ -8,8 +8,8 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value, json};
 
 use self::items::messages;
-use super::{OpenAiRequest, UnreadFields};
 use super::sampling::Object;
+use super::{OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/responses`.

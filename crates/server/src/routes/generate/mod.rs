@@ -57,7 +57,7 @@ pub(crate) async fn generate(
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
         let filter = token_filter(&app, params.answer_format()?, None).await?;
-        let options = params.sampling_fields(salt.clone())?.options(&app.model.sampling)?;
+        let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { start, top, with_text });

@@ -57,6 +57,7 @@ pub(crate) async fn apply_template(
     // What a chat would be refused for has no text either.
     request.answer_format()?;
     let mut chat = Chat::new(&mut request)?;
-    let text = app.encode(usize::MAX, move |app| chat.render(&app.model, app.options.tool_call_parser)).await?;
+    let text =
+        app.encode(usize::MAX, move |app| chat.render(&app.model, app.options.tool_call_parser)).await?;
     Ok(Json(json!({"prompt": text})))
 }

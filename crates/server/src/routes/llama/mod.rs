@@ -55,8 +55,10 @@ pub(crate) async fn completion(
         return Ok(stream(answers, LlamaWriter::new(shape)));
     }
     let whole = collect(&mut answers, count, 1, logprobs.is_some()).await?;
-    let mut list: Vec<Value> =
-        whole.iter().map(|answer| shape.finished(answer.prompt, &answer.summary, &answer.tokens, true)).collect();
+    let mut list: Vec<Value> = whole
+        .iter()
+        .map(|answer| shape.finished(answer.prompt, &answer.summary, &answer.tokens, true))
+        .collect();
     let body = if many { Value::Array(list) } else { list.pop().unwrap_or_default() };
     Ok(Json(body).into_response())
 }
