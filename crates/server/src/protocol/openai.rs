@@ -36,6 +36,7 @@ pub(crate) struct OpenAiRequest {
     // What comes back.
     pub(crate) logprobs: Option<Logprobs>,
     pub(crate) top_logprobs: Option<u32>,
+    pub(super) prompt_logprobs: Option<i64>,
     pub(crate) echo: Option<bool>,
     pub(super) suffix: Option<String>,
     pub(super) best_of: Option<u32>,
@@ -219,6 +220,21 @@ impl OpenAiRequest {
             }
         };
         bounded("top_logprobs", wanted).map(Some)
+    }
+
+    /// The number of alternatives per token of the prompt, if their logprobs are asked for by vLLM's name.
+    pub(crate) fn prompt_logprobs(&self) -> Result<Option<usize>, ApiError> {
+        let Some(count) = self.prompt_logprobs else { return Ok(None) };
+        if self.streams() {
+            let message =
+                "prompt_logprobs: not in streams; /v1/completions streams them with echo and logprobs";
+            return Err(ApiError::unsupported("prompt_logprobs", message));
+        }
+        let Ok(count) = u32::try_from(count) else {
+            let message = format!("prompt_logprobs is {count}, expected 0 to {MAX_TOP_LOGPROBS}");
+            return Err(ApiError::bad_field("prompt_logprobs", message));
+        };
+        bounded("prompt_logprobs", count).map(Some)
     }
 
     /// The number of alternatives per token that a completion asks for, if it asks for logprobs.

@@ -20,7 +20,9 @@ use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json}
 use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage, check_kv_precision};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
 use crate::routes::constrain::token_filter;
-use crate::routes::logprobs::{CompletionLogprobs, CompletionTokens, EndTokens};
+use crate::routes::logprobs::{
+    CompletionLogprobs, CompletionTokens, EndTokens, prompt_logprobs as list_prompt,
+};
 use crate::state::{AppState, unix_seconds};
 
 /// The most tokens of an answer when the client gives no limit, as OpenAI has it.
@@ -44,7 +46,13 @@ pub(crate) async fn completions(
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;
     let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
-    let prompt_logprobs = logprobs.filter(|_| echo);
+    let listed = request.prompt_logprobs()?;
+    let echoed = logprobs.filter(|_| echo);
+    if listed.is_some() && echoed.is_some() && listed != echoed {
+        let message = "prompt_logprobs must be logprobs where the prompt is echoed";
+        return Err(ApiError::bad_field("prompt_logprobs", message));
+    }
+    let prompt_logprobs = listed.or(echoed);
     let options =
         GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
     let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
@@ -85,7 +93,9 @@ pub(crate) async fn completions(
         usage.add(choice, &summary);
         let list = logprobs.map(|_| {
             let mut list = CompletionTokens::new(app.model.tokenizer());
-            list.prompt(&summary.prompt_logprobs);
+            if echo {
+                list.prompt(&summary.prompt_logprobs);
+            }
             // Whoever has the prompt echoed counts: harnesses ask for one token and cut it off, also when it is the end.
             let with_end = echoes[prompt].is_some();
             let listed = tokens.iter().filter(|token| with_end || !end_tokens.contains(token.id));
@@ -96,13 +106,17 @@ pub(crate) async fn completions(
             Some(echo) => [echo, summary.text.as_str()].concat(),
             None => summary.text.clone(),
         };
-        choices.push(json!({
+        let mut choice = json!({
             "index": prompt * options.n + choice,
             "text": text,
             "logprobs": list,
             "finish_reason": finish_name(summary.finish),
             "matched_stop": matched(&summary),
-        }));
+        });
+        if listed.is_some() {
+            choice["prompt_logprobs"] = list_prompt(app.model.tokenizer(), &summary.prompt_logprobs);
+        }
+        choices.push(choice);
     }
     Ok(Json(json!({
         "id": id,

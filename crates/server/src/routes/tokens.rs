@@ -80,7 +80,8 @@ pub(crate) async fn tokenize(
     let with_pieces = request.with_pieces.unwrap_or(false);
     if with_pieces && !many {
         let ids = lists.pop().unwrap_or_default();
-        let pieces: Vec<Value> = ids.iter().map(|&id| piece(&app, id)).collect();
+        let pieces: Vec<Value> =
+            ids.iter().map(|&id| piece(id, bytes_of(app.model.tokenizer(), id))).collect();
         return Ok(Json(answer(json!(pieces), ids.len().into())));
     }
     if with_pieces {
@@ -95,8 +96,7 @@ pub(crate) async fn tokenize(
 }
 
 /// A token and its text, or its bytes where they are only part of a character.
-fn piece(app: &AppState, id: u32) -> Value {
-    let bytes = bytes_of(app.model.tokenizer(), id);
+fn piece(id: u32, bytes: &[u8]) -> Value {
     match std::str::from_utf8(bytes) {
         Ok(text) => json!({"id": id, "piece": text}),
         Err(_) => json!({"id": id, "piece": bytes}),
@@ -137,4 +137,15 @@ pub(crate) async fn detokenize(
         _ => text.clone(),
     };
     Ok(Json(json!({"text": text, "prompt": text, "content": content})))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_characters_are_bytes() {
+        assert_eq!(piece(3, "é".as_bytes()), json!({"id": 3, "piece": "é"}));
+        assert_eq!(piece(3, &[0xe2, 0x82]), json!({"id": 3, "piece": [0xe2, 0x82]}));
+    }
 }

@@ -83,12 +83,12 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
         json!({"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": true}});
     for seed in 0..4 {
         let request =
-            json!({"messages": messages, "seed": seed, "max_tokens": 80, "response_format": format});
+            json!({"messages": messages, "seed": seed, "max_tokens": 400, "response_format": format});
         let body = house.post("/v1/chat/completions", request).await.ok();
         let object: Value =
             serde_json::from_str(body["choices"][0]["message"]["content"].as_str().unwrap()).unwrap();
         assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
-        let request = json!({"messages": messages, "seed": seed, "max_tokens": 80, "tools": [tool],
+        let request = json!({"messages": messages, "seed": seed, "max_tokens": 400, "tools": [tool],
             "tool_choice": "required", "parallel_tool_calls": false});
         let body = house.post("/v1/chat/completions", request).await.ok();
         let call = &body["choices"][0]["message"]["tool_calls"][0]["function"];

@@ -25,7 +25,7 @@ use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::parse::Message;
 use crate::protocol::{ApiError, Door, OpenAiRequest, Usage};
-use crate::routes::logprobs::ChatLogprob;
+use crate::routes::logprobs::{ChatLogprob, prompt_logprobs};
 use crate::state::{AppState, unix_seconds};
 
 /// `/v1/chat/completions`: answers the last message of a chat.
@@ -44,6 +44,8 @@ pub(crate) async fn chat_completions(
     let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
+    let listed = whole.first().filter(|_| turn.wants_prompt_logprobs);
+    let listed = listed.map(|first| prompt_logprobs(app.model.tokenizer(), &first.summary.prompt_logprobs));
     for FinishedChoice { choice, tokens, summary, .. } in whole {
         usage.add(choice, &summary);
         turn.remember(&summary);
@@ -62,7 +64,7 @@ pub(crate) async fn chat_completions(
             "matched_stop": matched(&summary),
         }));
     }
-    Ok(Json(json!({
+    let mut body = json!({
         "id": id,
         "object": "chat.completion",
         "created": unix_seconds(SystemTime::now()),
@@ -70,8 +72,11 @@ pub(crate) async fn chat_completions(
         "system_fingerprint": app.fingerprint,
         "choices": choices,
         "usage": usage,
-    }))
-    .into_response())
+    });
+    if let Some(listed) = listed {
+        body["prompt_logprobs"] = listed;
+    }
+    Ok(Json(body).into_response())
 }
 
 /// Whether the model had more to say.
