@@ -31,7 +31,7 @@ pub(crate) struct LlamaRequest {
     repeat_last_n: Option<i64>,
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
-    logit_bias: Option<Value>,
+    pub(crate) logit_bias: Option<Value>,
     stop: Option<OneOrMany<String>>,
     ignore_eos: Option<bool>,
     n_probs: Option<u32>,

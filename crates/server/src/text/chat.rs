@@ -102,9 +102,7 @@ impl Chat {
         }
         Ok(text)
     }
-}
 
-impl Chat {
     /// Writes tools and calls into the messages where the template knows neither, or refuses them.
     fn write_tools(
         &mut self,

@@ -35,7 +35,8 @@ pub(super) fn known(door: Door, name: &str) -> Option<&'static Known> {
         Door::Messages => MESSAGES,
         Door::Generate => GENERATE,
         Door::Completion => COMPLETION,
-        Door::SamplingParams | Door::Tokenize | Door::Detokenize => &[],
+        Door::Tokenize => TOKENIZE,
+        Door::SamplingParams | Door::Detokenize => &[],
     };
     let lists = [own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT];
     lists.into_iter().flatten().find(|known| known.name == name)
@@ -272,6 +273,12 @@ const COMPLETION: &[Known] = &[
     missing("max_tokens", "[-1]", "its name here is n_predict"),
 ];
 
+/// Of `/tokenize`.
+const TOKENIZE: &[Known] = &[
+    missing("return_token_strs", "[false]", "ask for with_pieces"),
+    missing("continue_final_message", "[false]", "a chat is counted as one that is answered"),
+];
+
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
@@ -280,7 +287,7 @@ mod tests {
 
     #[test]
     fn neutral_values_are_json_and_reasons_are_given() {
-        let own = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, COMPLETION];
+        let own = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, COMPLETION, TOKENIZE];
         for known in own.into_iter().chain([BOOKKEEPING, SAMPLERS, SERVERS, ABSENT]).flatten() {
             let neutral = known.neutral.map(serde_json::from_str::<Vec<Value>>);
             assert!(neutral.is_none_or(|list| list.is_ok()), "{}", known.name);

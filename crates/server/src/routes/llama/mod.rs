@@ -20,7 +20,7 @@ use super::completions::{Prepared, prepare};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, Door, LlamaRequest, Prompt};
+use crate::protocol::{ApiError, Door, LlamaRequest, Prompt, SamplingFields};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
@@ -28,14 +28,14 @@ use crate::state::AppState;
 /// `/completion`: continues one prompt or several.
 pub(crate) async fn completion(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request, memory): JsonBody<LlamaRequest>,
+    JsonBody(request, memory): JsonBody<LlamaRequest>,
 ) -> Result<Response, ApiError> {
     request.unread.check(Door::Completion, app.options.unknown_fields)?;
     let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
     app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;
     let logprobs = request.logprobs();
-    let sampling_fields = request.sampling_fields(app.model.tokenizer())?;
+    let (mut request, sampling_fields) = sampling_fields(&app, request).await?;
     let options = GenerateOptions { logprobs, ..sampling_fields.options(&app.model.sampling)? };
     // The answer repeats the prompt.
     let prepared = prepare(&app, request.prompt.take(), true).await?;
@@ -61,4 +61,17 @@ pub(crate) async fn completion(
         .collect();
     let body = if many { Value::Array(list) } else { list.pop().unwrap_or_default() };
     Ok(Json(body).into_response())
+}
+
+/// The sampling parameters of a request. Texts in its `logit_bias` are tokenized for it.
+async fn sampling_fields(
+    app: &Arc<AppState>,
+    mut request: LlamaRequest,
+) -> Result<(LlamaRequest, SamplingFields), ApiError> {
+    let bytes = if request.logit_bias.is_some() { usize::MAX } else { 0 };
+    let read = move |app: &AppState| {
+        let fields = request.sampling_fields(app.model.tokenizer())?;
+        Ok((request, fields))
+    };
+    app.encode(bytes, read).await
 }
