@@ -150,6 +150,7 @@ impl Output {
             temperature: sampling.temperature,
             top_k: sampling.top_k,
             top_p: sampling.top_p,
+            typical_p: sampling.typical_p,
             min_p: sampling.min_p,
             vocabulary,
             draw: draw(self.seed, self.tokens.len() as u64),

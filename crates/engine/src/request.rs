@@ -15,6 +15,8 @@ pub struct SamplingOptions {
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this.
     pub top_p: f32,
+    /// Keep the tokens whose information is nearest to the entropy, until their probability reaches this.
+    pub typical_p: f32,
     /// Keep this many tokens; 0 keeps all.
     pub top_k: usize,
     /// Drop tokens less likely than this share of the most likely one.
@@ -36,6 +38,7 @@ impl Default for SamplingOptions {
         SamplingOptions {
             temperature: 0.0,
             top_p: 1.0,
+            typical_p: 1.0,
             top_k: 0,
             min_p: 0.0,
             seed: None,
@@ -52,7 +55,7 @@ impl SamplingOptions {
         let check = |good: bool, name, value: f32, expected| {
             if good { Ok(()) } else { Err(EngineError::bad_option(name, value, expected)) }
         };
-        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { temperature, top_p, typical_p, min_p, repetition_penalty, .. } = *self;
         let positive = "a number above 0";
         check(
             temperature.is_finite() && temperature >= 0.0,
@@ -61,6 +64,7 @@ impl SamplingOptions {
             "a number of 0 or more",
         )?;
         check(top_p > 0.0 && top_p <= 1.0, "top_p", top_p, "a number above 0, at most 1")?;
+        check(typical_p > 0.0 && typical_p <= 1.0, "typical_p", typical_p, "a number above 0, at most 1")?;
         check((0.0..=1.0).contains(&min_p), "min_p", min_p, "a number from 0 to 1")?;
         let repetition = repetition_penalty.is_finite() && repetition_penalty > 0.0;
         check(repetition, "repetition_penalty", repetition_penalty, positive)?;

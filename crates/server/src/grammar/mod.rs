@@ -22,7 +22,7 @@ mod tool_calls;
 pub use factory::{Constraint, GrammarFactory};
 pub(crate) use schema::closed;
 pub use structural_tag::{StructuralTag, TagStructure};
-pub(crate) use token_rules::TokenRules;
+pub(crate) use token_rules::{RuleError, TokenRules};
 pub use tool_calls::ForcedCalls;
 
 /// Why an answer cannot be constrained as asked.

@@ -14,6 +14,9 @@ const MAX_NAME: usize = 128;
 /// The most words that may be forbidden, and the most bytes of one: each is looked for before every token.
 const MAX_BAD_WORDS: usize = 256;
 const MAX_BAD_WORD: usize = 128;
+/// The most regular expressions that may end an answer, and the most bytes of one.
+const MAX_STOP_REGEXES: usize = 8;
+const MAX_STOP_REGEX: usize = 1024;
 
 /// The error of a field that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -186,7 +189,7 @@ fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, Fiel
     Ok(choice)
 }
 
-/// Reads `allowed_token_ids` and `bad_words`.
+/// Reads `allowed_token_ids`, `bad_words` and `stop_regex`.
 fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, FieldError> {
     let list = |field: &'static str| {
         let list =
@@ -210,7 +213,32 @@ fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, Fiel
             || format!("must be a list of at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD} bytes");
         rules.bad_words = words.ok_or_else(|| wrong("bad_words", problem()))?;
     }
+    rules.stop_regex = stop_regex(body, content)?;
     Ok(rules)
+}
+
+/// Reads `stop_regex`, one or a list. An answer is ended by having the model end it, so nothing may keep it from that.
+fn stop_regex(body: &Value, content: &ContentFormat) -> Result<Vec<String>, FieldError> {
+    let field = "stop_regex";
+    let list = match get(body, field) {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().collect(),
+        Some(one) => vec![one],
+    };
+    let fits = |text: &&str| text.len() <= MAX_STOP_REGEX;
+    let texts = list.iter().map(|text| text.as_str().filter(fits));
+    let texts = texts.collect::<Option<Vec<&str>>>().filter(|texts| texts.len() <= MAX_STOP_REGEXES);
+    let problem = || {
+        format!("must be at most {MAX_STOP_REGEXES} regular expressions of at most {MAX_STOP_REGEX} bytes")
+    };
+    let texts = texts.ok_or_else(|| wrong(field, problem()))?;
+    let texts: Vec<String> = texts.into_iter().filter(|text| !text.is_empty()).map(str::to_owned).collect();
+    let kept = get(body, "ignore_eos").is_some_and(|value| *value == true)
+        || get(body, "min_tokens").and_then(Value::as_u64).is_some_and(|count| count > 0);
+    if !texts.is_empty() && (kept || *content != ContentFormat::Text) {
+        return Err(wrong(field, "cannot be combined with ignore_eos, min_tokens or a form of answer"));
+    }
+    Ok(texts)
 }
 
 /// The value of a field that is there and not `null`.
@@ -291,7 +319,14 @@ mod tests {
         let rules = |body| read(body).unwrap().rules;
         assert!(rules(json!({"allowed_token_ids": [], "bad_words": []})).is_empty());
         let both = rules(json!({"allowed_token_ids": [3, 5], "bad_words": ["x y"]}));
-        assert_eq!(both, TokenRules { allowed: Some(vec![3, 5]), bad_words: vec!["x y".to_owned()] });
+        let expected = TokenRules {
+            allowed: Some(vec![3, 5]),
+            bad_words: vec!["x y".to_owned()],
+            stop_regex: Vec::new(),
+        };
+        assert_eq!(both, expected);
+        assert_eq!(rules(json!({"stop_regex": "[.!]"})).stop_regex, ["[.!]"]);
+        assert_eq!(rules(json!({"stop_regex": ["a", ""], "min_tokens": 0})).stop_regex, ["a"]);
     }
 
     #[test]
@@ -328,6 +363,10 @@ mod tests {
             (json!({"allowed_token_ids": [1], "regex": "a"}), "allowed_token_ids"),
             (json!({"bad_words": ["a", 3]}), "bad_words"),
             (json!({"bad_words": [" "]}), "bad_words"),
+            (json!({"stop_regex": 5}), "stop_regex"),
+            (json!({"stop_regex": "a", "ignore_eos": true}), "stop_regex"),
+            (json!({"stop_regex": "a", "min_tokens": 3}), "stop_regex"),
+            (json!({"stop_regex": "a", "regex": "b"}), "stop_regex"),
             (json!({"bad_words": vec!["a"; 257]}), "bad_words"),
         ] {
             let error = read(body.clone()).unwrap_err();

@@ -50,6 +50,7 @@ pub(crate) struct SamplingParams {
     logit_bias: Option<HashMap<String, f32>>,
     stop: Option<OneOrMany<String>>,
     stop_token_ids: Option<Vec<u32>>,
+    stop_regex: Option<Value>,
     ignore_eos: Option<bool>,
     skip_special_tokens: Option<bool>,
     no_stop_trim: Option<bool>,
@@ -71,6 +72,9 @@ impl SamplingParams {
             "regex": self.regex,
             "ebnf": self.ebnf,
             "structural_tag": self.structural_tag,
+            "stop_regex": self.stop_regex,
+            "min_tokens": self.min_new_tokens,
+            "ignore_eos": self.ignore_eos,
         });
         Ok(AnswerFormat::from_body(&fields)?)
     }
@@ -96,6 +100,7 @@ impl SamplingParams {
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
             cache_salt,
+            ..SamplingFields::default()
         }
     }
 }

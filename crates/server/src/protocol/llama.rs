@@ -26,6 +26,7 @@ pub(crate) struct LlamaRequest {
     top_k: Option<i64>,
     top_p: Option<f32>,
     min_p: Option<f32>,
+    typical_p: Option<f32>,
     seed: Option<Number>,
     repeat_penalty: Option<f32>,
     repeat_last_n: Option<i64>,
@@ -76,6 +77,7 @@ impl LlamaRequest {
             top_k: self.top_k.map(|count| count.max(0)),
             top_p: self.top_p,
             min_p: self.min_p,
+            typical_p: self.typical_p,
             // -1 is any seed.
             seed: self.seed.take().filter(|seed| seed.as_i64() != Some(-1)),
             repetition_penalty: penalty,

@@ -49,6 +49,7 @@ pub(crate) struct OpenAiRequest {
     pub(super) min_tokens: Option<u64>,
     pub(super) temperature: Option<f32>,
     pub(super) top_p: Option<f32>,
+    pub(super) typical_p: Option<f32>,
     pub(super) top_k: Option<i64>,
     pub(super) min_p: Option<f32>,
     pub(super) seed: Option<Number>,
@@ -58,6 +59,7 @@ pub(crate) struct OpenAiRequest {
     pub(super) logit_bias: Option<HashMap<String, f32>>,
     pub(super) stop: Option<OneOrMany<String>>,
     pub(super) stop_token_ids: Option<Vec<u32>>,
+    pub(super) stop_regex: Option<Value>,
     pub(super) ignore_eos: Option<bool>,
     pub(super) skip_special_tokens: Option<bool>,
     pub(super) n: Option<u32>,
@@ -150,6 +152,7 @@ impl OpenAiRequest {
             min_tokens: self.min_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
+            typical_p: self.typical_p,
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.seed.clone(),
@@ -184,6 +187,9 @@ impl OpenAiRequest {
         put("json_schema", self.json_schema.clone());
         put("allowed_token_ids", self.allowed_token_ids.clone());
         put("bad_words", self.bad_words.clone());
+        put("stop_regex", self.stop_regex.clone());
+        put("min_tokens", self.min_tokens.map(Value::from));
+        put("ignore_eos", self.ignore_eos.map(Value::from));
         for (name, text) in [
             ("regex", &self.regex),
             ("ebnf", &self.ebnf),

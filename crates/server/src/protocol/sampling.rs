@@ -35,6 +35,7 @@ pub(crate) struct SamplingFields {
     pub(crate) min_tokens: Option<u64>,
     pub(crate) temperature: Option<f32>,
     pub(crate) top_p: Option<f32>,
+    pub(crate) typical_p: Option<f32>,
     pub(crate) top_k: Option<i64>,
     pub(crate) min_p: Option<f32>,
     pub(crate) seed: Option<Number>,
@@ -66,6 +67,7 @@ impl SamplingFields {
         let sampling = SamplingOptions {
             temperature: self.temperature.or(defaults.temperature).unwrap_or(1.0),
             top_p: self.top_p.or(defaults.top_p).unwrap_or(1.0),
+            typical_p: self.typical_p.unwrap_or(1.0),
             top_k: self.top_k.map(top_k).transpose()?.or(defaults.top_k).unwrap_or(0),
             min_p: self.min_p.or(defaults.min_p).unwrap_or(0.0),
             seed: self.seed.map(|seed| whole_seed(&seed)).transpose()?,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oscar_engine::TokenFilter;
 
-use crate::grammar::GrammarError;
+use crate::grammar::{GrammarError, RuleError};
 use crate::protocol::{AnswerFormat, ApiError, text_error};
 use crate::state::AppState;
 
@@ -46,7 +46,18 @@ fn compile(
         return Err(ApiError::bad_field("allowed_token_ids", message));
     }
     let filter = format.rules.filter(tokenizer, grammar);
-    filter.map(Some).map_err(|error| text_error("bad_words", &error))
+    filter.map(Some).map_err(|error| match error {
+        RuleError::Text(error) => text_error("bad_words", &error),
+        // The library draws the expression and points at the fault; the last line says what it is.
+        error => {
+            let text = error.to_string();
+            let reason = text.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            ApiError::bad_field(
+                "stop_regex",
+                format!("stop_regex: {}", reason.trim_start_matches("stop_regex: ")),
+            )
+        }
+    })
 }
 
 /// The error of a grammar that cannot be used, with the field that has it.

@@ -42,7 +42,7 @@ async fn every_door_refuses_what_it_does_not_know() {
         for (field, value) in [
             ("temprature", json!(0.5)),
             ("use_beam_search", json!(true)),
-            ("typical_p", json!(0.9)),
+            ("tfs_z", json!(0.9)),
             ("mirostat", json!(2)),
             ("dry_multiplier", json!(0.8)),
             ("xtc_probability", json!(0.5)),

@@ -96,3 +96,30 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
         assert_eq!(arguments.as_object().unwrap().len(), 1, "{arguments}");
     }
 }
+
+#[tokio::test]
+async fn a_regex_ends_an_answer() {
+    let house = tiny(1024, EngineOptions::default());
+    let whole = completion(&house, json!({"max_tokens": 40, "ignore_eos": true})).await;
+    let letter = whole.chars().filter(char::is_ascii_alphabetic).nth(5).expect("letters");
+    let until = completion(&house, json!({"max_tokens": 40, "stop_regex": format!("[{letter}]")})).await;
+    let first = whole.find(letter).unwrap();
+    assert!(
+        until.len() < whole.len() && whole.starts_with(&until) && until.len() > first,
+        "{until:?} {whole:?}"
+    );
+    let sampling = json!({"max_new_tokens": 4, "stop_regex": ["("]});
+    let error = house.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
+    assert_eq!(error["param"], "stop_regex");
+}
+
+#[tokio::test]
+async fn only_typical_tokens_are_drawn() {
+    let house = tiny(1024, EngineOptions::default());
+    let drawn = |extra: Value| completion(&house, extra);
+    let plain = drawn(json!({"temperature": 1.0})).await;
+    assert_eq!(drawn(json!({"temperature": 1.0, "typical_p": 1.0})).await, plain);
+    assert_ne!(drawn(json!({"temperature": 1.0, "typical_p": 0.01})).await, plain);
+    let error = house.post("/v1/completions", json!({"prompt": "a", "typical_p": 0})).await.refused(400);
+    assert_eq!(error["param"], "typical_p");
+}

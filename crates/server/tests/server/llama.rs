@@ -78,7 +78,7 @@ async fn settings_have_llama_cpps_names() {
     assert_eq!(body["content"].as_str().unwrap().trim(), "7");
     for (extra, param) in [
         (json!({"mirostat": 2}), "mirostat"),
-        (json!({"typical_p": 0.5}), "typical_p"),
+        (json!({"typical_p": 1.5}), "typical_p"),
         (json!({"repeat_penalty": 1.1, "repeat_last_n": 64}), "repeat_last_n"),
         (json!({"logit_bias": [[1]]}), "logit_bias"),
         (json!({"logit_bias": [["a", true]]}), "logit_bias"),

@@ -111,6 +111,7 @@ pub(super) fn settings(options: &GenerateOptions, seed: u64) -> Value {
         "top_k": sampling.top_k,
         "top_p": short(sampling.top_p),
         "min_p": short(sampling.min_p),
+        "typical_p": short(sampling.typical_p),
         "repeat_penalty": short(sampling.repetition_penalty),
         "repeat_last_n": -1,
         "presence_penalty": short(sampling.presence_penalty),
