@@ -1,4 +1,5 @@
-//! The server: OpenAI's, Anthropic's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`].
+//! The server: OpenAI's, Anthropic's, SGLang's and llama.cpp's HTTP interfaces in front of anything that is
+//! [`oscar_engine::Serve`].
 //!
 //! A request's way:
 //!

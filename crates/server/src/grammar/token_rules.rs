@@ -69,7 +69,9 @@ impl TokenRules {
             mask.words().into()
         });
         let stop = StopRegex::new(&self.stop_regex, tokenizer)?;
-        Ok(Box::new(RuledFilter { allowed, bad: bad.into(), said: Vec::new(), stop, grammar }))
+        let end = tokenizer.end_ids().into();
+        let said = Vec::new();
+        Ok(Box::new(RuledFilter { allowed, bad: bad.into(), said, stop, grammar, end, ended: false }))
     }
 }
 
@@ -112,12 +114,17 @@ struct RuledFilter {
     said: Vec<u32>,
     stop: Option<StopRegex>,
     grammar: Option<Box<dyn TokenFilter>>,
+    /// The tokens that end an answer.
+    end: Arc<[u32]>,
+    /// Whether nothing may be said any more but the end.
+    ended: bool,
 }
 
 impl TokenFilter for RuledFilter {
     fn allowed(&mut self, mask: &mut TokenMask) -> Result<(), EngineError> {
-        if let Some(stop) = self.stop.as_ref().filter(|stop| stop.found) {
-            mask.keep_only(stop.tokenizer.end_ids().iter().copied());
+        self.ended |= self.stop.as_ref().is_some_and(|stop| stop.found);
+        if self.ended {
+            mask.keep_only(self.end.iter().copied());
             return Ok(());
         }
         if let Some(grammar) = &mut self.grammar {
@@ -137,6 +144,11 @@ impl TokenFilter for RuledFilter {
                 mask.forbid(*last);
             }
         }
+        // Rules and grammar may leave nothing that could be said.
+        if mask.words().iter().all(|&word| word == 0) {
+            self.ended = true;
+            mask.keep_only(self.end.iter().copied());
+        }
         Ok(())
     }
 
@@ -148,7 +160,10 @@ impl TokenFilter for RuledFilter {
         if let Some(stop) = &mut self.stop {
             stop.accept(token);
         }
-        self.grammar.as_mut().map_or(Ok(()), |grammar| grammar.accept(token))
+        match &mut self.grammar {
+            Some(grammar) if !self.ended => grammar.accept(token),
+            _ => Ok(()),
+        }
     }
 
     fn fork(&self) -> Box<dyn TokenFilter> {
@@ -158,6 +173,8 @@ impl TokenFilter for RuledFilter {
             said: self.said.clone(),
             stop: self.stop.clone(),
             grammar: self.grammar.as_ref().map(|grammar| grammar.fork()),
+            end: Arc::clone(&self.end),
+            ended: self.ended,
         })
     }
 }
@@ -233,5 +250,15 @@ mod tests {
         let next = allowed(&mut *filter, tokenizer.vocab_size());
         let texts: Vec<_> = next.iter().map(|&token| tokenizer.token_text(token).unwrap()).collect();
         assert!(texts.contains(&"b".to_owned()) && !texts.contains(&"a".to_owned()), "{texts:?}");
+    }
+
+    #[test]
+    fn an_answer_ends_where_nothing_is_left_to_say() {
+        let tokenizer = Arc::new(tokenizer("qwen2"));
+        let factory = GrammarFactory::new(&tokenizer).unwrap();
+        let rules = TokenRules { bad_words: vec!["a".to_owned()], ..TokenRules::default() };
+        let mut filter = rules.filter(&tokenizer, Some(factory.regex("a").unwrap())).unwrap();
+        assert_eq!(allowed(&mut *filter, tokenizer.vocab_size()), tokenizer.end_ids());
+        filter.accept(tokenizer.end_ids()[0]).unwrap();
     }
 }

@@ -71,7 +71,9 @@ impl AnswerFormat {
             }
         };
         let (content, content_field) = content(body)?;
-        let rules = token_rules(body, &content)?;
+        let free =
+            content == ContentFormat::Text && matches!(tool_choice, ToolChoice::None | ToolChoice::Auto);
+        let rules = token_rules(body, free)?;
         Ok(AnswerFormat { tools, tool_choice, parallel_tool_calls, content, content_field, rules })
     }
 
@@ -189,8 +191,8 @@ fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, Fiel
     Ok(choice)
 }
 
-/// Reads `allowed_token_ids`, `bad_words` and `stop_regex`.
-fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, FieldError> {
+/// Reads `allowed_token_ids`, `bad_words` and `stop_regex`; `free` says that the answer has no other form to keep to.
+fn token_rules(body: &Value, free: bool) -> Result<TokenRules, FieldError> {
     let list = |field: &'static str| {
         let list =
             get(body, field).map(|value| value.as_array().ok_or_else(|| wrong(field, "must be a list")));
@@ -198,7 +200,7 @@ fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, Fiel
     };
     let mut rules = TokenRules::default();
     if let Some(ids) = list("allowed_token_ids")? {
-        if *content != ContentFormat::Text {
+        if !free {
             return Err(wrong("allowed_token_ids", "cannot be combined with another form of answer"));
         }
         let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -213,12 +215,12 @@ fn token_rules(body: &Value, content: &ContentFormat) -> Result<TokenRules, Fiel
             || format!("must be a list of at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD} bytes");
         rules.bad_words = words.ok_or_else(|| wrong("bad_words", problem()))?;
     }
-    rules.stop_regex = stop_regex(body, content)?;
+    rules.stop_regex = stop_regex(body, free)?;
     Ok(rules)
 }
 
 /// Reads `stop_regex`, one or a list. An answer is ended by having the model end it, so nothing may keep it from that.
-fn stop_regex(body: &Value, content: &ContentFormat) -> Result<Vec<String>, FieldError> {
+fn stop_regex(body: &Value, free: bool) -> Result<Vec<String>, FieldError> {
     let field = "stop_regex";
     let list = match get(body, field) {
         None => return Ok(Vec::new()),
@@ -235,7 +237,7 @@ fn stop_regex(body: &Value, content: &ContentFormat) -> Result<Vec<String>, Fiel
     let texts: Vec<String> = texts.into_iter().filter(|text| !text.is_empty()).map(str::to_owned).collect();
     let kept = get(body, "ignore_eos").is_some_and(|value| *value == true)
         || get(body, "min_tokens").and_then(Value::as_u64).is_some_and(|count| count > 0);
-    if !texts.is_empty() && (kept || *content != ContentFormat::Text) {
+    if !texts.is_empty() && (kept || !free) {
         return Err(wrong(field, "cannot be combined with ignore_eos, min_tokens or a form of answer"));
     }
     Ok(texts)
@@ -367,6 +369,7 @@ mod tests {
             (json!({"stop_regex": "a", "ignore_eos": true}), "stop_regex"),
             (json!({"stop_regex": "a", "min_tokens": 3}), "stop_regex"),
             (json!({"stop_regex": "a", "regex": "b"}), "stop_regex"),
+            (json!({"stop_regex": "a", "tools": [tool("f")], "tool_choice": "required"}), "stop_regex"),
             (json!({"bad_words": vec!["a"; 257]}), "bad_words"),
         ] {
             let error = read(body.clone()).unwrap_err();

@@ -162,7 +162,7 @@ impl OpenAiRequest {
             logit_bias: self.logit_bias.clone(),
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
-            keep_stop: self.no_stop_trim.or(self.include_stop_str_in_output),
+            keep_stop: self.no_stop_trim.filter(|&keep| keep).or(self.include_stop_str_in_output),
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
