@@ -125,7 +125,7 @@ const SAMPLERS: &[Known] = &[
     harmless("repeat_last_n", "of repeat_penalty"),
 ];
 
-/// How other servers go about their work, which an answer does not show.
+/// How other servers go about their work, and what they say about an answer besides it.
 const SERVERS: &[Known] = &[
     harmless("log_metrics", "metrics count all requests (SGLang)"),
     harmless("stream_reasoning", "reasoning is streamed as it comes (SGLang)"),
@@ -139,19 +139,23 @@ const SERVERS: &[Known] = &[
     harmless("background", "a client that leaves aborts its request (SGLang)"),
     harmless("guided_decoding_backend", "there is one library for grammars (vLLM)"),
     harmless("request_id", "rid or x-request-id name a request (vLLM)"),
-    harmless("return_token_ids", "more about an answer, not another one (vLLM)"),
-    harmless("return_tokens_as_token_ids", "more about an answer, not another one (vLLM)"),
-    harmless("include_reasoning", "reasoning is in the answer if there is any (OpenRouter, vLLM)"),
+    missing("return_token_ids", "[false]", "/generate gives the ids of answers, /tokenize those of prompts"),
+    missing("return_tokens_as_token_ids", "[false]", "tokens are shown as text"),
+    missing("include_reasoning", "[true]", "reasoning is in the answer if there is any"),
     harmless("spaces_between_special_tokens", "of old tokenizers (vLLM, SGLang)"),
     harmless("mm_processor_kwargs", "of images (vLLM)"),
     harmless("kv_transfer_params", "of caches on other machines (vLLM)"),
     harmless("timings_per_token", "more about an answer, not another one (llama.cpp)"),
     harmless("return_progress", "more about a prompt, not another one (llama.cpp)"),
-    harmless("return_tokens", "more about an answer, not another one (llama.cpp)"),
+    missing("return_tokens", "[false]", "/completion and /generate give the ids of answers"),
     harmless("response_fields", "which fields come back (llama.cpp)"),
-    harmless("post_sampling_probs", "of n_probs (llama.cpp)"),
-    harmless("reasoning_format", "reasoning is told apart unless separate_reasoning is false (llama.cpp)"),
-    harmless("parse_tool_calls", "tool calls are told apart (llama.cpp)"),
+    missing("post_sampling_probs", "[false]", "probabilities are those before sampling"),
+    missing(
+        "reasoning_format",
+        "[\"auto\", \"deepseek\"]",
+        "send separate_reasoning: false to have it in the content",
+    ),
+    missing("parse_tool_calls", "[true]", "send tool_choice: \"none\" to have calls in the content"),
     harmless("id_slot", "requests have no slots (llama.cpp)"),
     harmless("slot_id", "requests have no slots (llama.cpp)"),
     harmless("n_keep", "prompts are never cut (llama.cpp)"),
