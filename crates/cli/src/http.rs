@@ -11,6 +11,7 @@ use oscar_model::SamplingDefaults;
 use oscar_model::text::TextError;
 use oscar_server::{
     CacheShape, KvEventAddress, ReasoningFormat, ServedModel, Server, ServerOptions, ToolCallFormat,
+    UnknownFields,
 };
 use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
@@ -65,6 +66,11 @@ pub(crate) struct HttpArguments {
     #[arg(long, value_enum, default_value_t, value_name = "SOURCE")]
     sampling_defaults: SamplingSource,
 
+    /// What happens to fields of requests that the server does not know: they are refused by name, or ignored as if they
+    /// were not there.
+    #[arg(long, value_enum, default_value_t, value_name = "POLICY")]
+    unknown_fields: UnknownFieldPolicy,
+
     #[command(flatten)]
     limits: LimitArguments,
 }
@@ -75,6 +81,14 @@ enum SamplingSource {
     #[default]
     Model,
     Openai,
+}
+
+/// What happens to fields of requests that the server does not know.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum UnknownFieldPolicy {
+    #[default]
+    Refuse,
+    Ignore,
 }
 
 /// What clients may do to the server.
@@ -274,6 +288,10 @@ impl HttpArguments {
             reasoning_parser,
             tool_call_parser,
             parse_special_in_messages: self.parse_special_in_messages,
+            unknown_fields: match self.unknown_fields {
+                UnknownFieldPolicy::Refuse => UnknownFields::Refuse,
+                UnknownFieldPolicy::Ignore => UnknownFields::Ignore,
+            },
             cache: CacheShape {
                 sink_pages: budget.windows.sink,
                 recent_pages: budget.windows.recent,

@@ -424,7 +424,7 @@ impl Active {
         let top = (0..setting.logprobs.unwrap_or(0).min(WORDS.len()) as u32)
             .map(|rank| ((token + rank) % (WORDS.len() as u32 + 1), logprob.unwrap_or(0.0) - rank as f32))
             .collect();
-        let room = self.prompt.len() + self.output.tokens().len() < context;
+        let room = self.prompt.len() + self.output.tokens().len() + 1 < context;
         let (token, finish) = self.output.push(Sampled { token, logprob, top }, token == MOCK_END, room)?;
         self.sink.send(Event::Token { choice: self.output.choice, token });
         Ok(finish)

@@ -159,6 +159,7 @@ impl Output {
             temperature: sampling.temperature,
             top_k: sampling.top_k,
             top_p: sampling.top_p,
+            typical_p: sampling.typical_p,
             min_p: sampling.min_p,
             vocabulary,
             draw: draw(self.seed, self.tokens.len() as u64),
@@ -201,6 +202,10 @@ impl Output {
         } else if may_end && self.options.stop_tokens.contains(&id) {
             finish = Some(FinishReason::Stop);
             self.matched = Some(MatchedStop::Token(id));
+            if self.options.keep_stop {
+                text.push_str(&self.stops.finish());
+                text.push_str(&self.decoder.push(id)?.unwrap_or_default());
+            }
         } else if let Some(piece) = self.decoder.push(id)? {
             finish = self.show(&piece, may_end, &mut text);
         }
@@ -233,6 +238,9 @@ impl Output {
         let filtered = self.stops.push(piece);
         text.push_str(&filtered.text);
         let stopped = filtered.stopped?;
+        if self.options.keep_stop {
+            text.push_str(&stopped);
+        }
         self.matched = Some(MatchedStop::Text(stopped));
         Some(FinishReason::Stop)
     }
@@ -332,6 +340,17 @@ mod tests {
             "a",
             "an answer that is broken off shows nothing that may be a stop"
         );
+    }
+
+    #[test]
+    fn what_ended_an_answer_may_stay_in_it() {
+        let (text, finish, _) = run(GenerateOptions { keep_stop: true, ..stop("bc") }, &[0, 1, 2]);
+        assert_eq!((text.as_str(), finish), ("abc", Some(FinishReason::Stop)));
+        let token = GenerateOptions { keep_stop: true, stop_tokens: vec![2], ..stop("bx") };
+        let (text, finish, _) = run(token, &[0, 1, 2]);
+        assert_eq!((text.as_str(), finish), ("abc", Some(FinishReason::Stop)));
+        let (text, finish, _) = run(GenerateOptions { keep_stop: true, ..stop("bc") }, &[0, 25]);
+        assert_eq!((text.as_str(), finish), ("a", Some(FinishReason::End)), "the model's end has no text");
     }
 
     #[test]

@@ -16,6 +16,8 @@ pub struct SamplingOptions {
     pub temperature: f32,
     /// Keep the smallest set of tokens whose probability reaches this.
     pub top_p: f32,
+    /// Keep the tokens whose information is nearest to the entropy, until their probability reaches this.
+    pub typical_p: f32,
     /// Keep this many tokens; 0 keeps all.
     pub top_k: usize,
     /// Drop tokens less likely than this share of the most likely one.
@@ -37,6 +39,7 @@ impl Default for SamplingOptions {
         SamplingOptions {
             temperature: 0.0,
             top_p: 1.0,
+            typical_p: 1.0,
             top_k: 0,
             min_p: 0.0,
             seed: None,
@@ -53,7 +56,7 @@ impl SamplingOptions {
         let check = |good: bool, name, value: f32, expected| {
             if good { Ok(()) } else { Err(EngineError::bad_option(name, value, expected)) }
         };
-        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
+        let Self { temperature, top_p, typical_p, min_p, repetition_penalty, .. } = *self;
         let positive = "a number above 0";
         check(
             temperature.is_finite() && temperature >= 0.0,
@@ -62,6 +65,7 @@ impl SamplingOptions {
             "a number of 0 or more",
         )?;
         check(top_p > 0.0 && top_p <= 1.0, "top_p", top_p, "a number above 0, at most 1")?;
+        check(typical_p > 0.0 && typical_p <= 1.0, "typical_p", typical_p, "a number above 0, at most 1")?;
         check((0.0..=1.0).contains(&min_p), "min_p", min_p, "a number from 0 to 1")?;
         let repetition = repetition_penalty.is_finite() && repetition_penalty > 0.0;
         check(repetition, "repetition_penalty", repetition_penalty, positive)?;
@@ -90,10 +94,12 @@ pub struct GenerateOptions {
     pub min_tokens: usize,
     /// How tokens are sampled.
     pub sampling: SamplingOptions,
-    /// Texts that end the answer; they are not part of it.
+    /// Texts that end the answer; they are not part of it unless `keep_stop` says so.
     pub stop: Vec<String>,
     /// Tokens that end the answer, besides the model's own; their text is not part of it.
     pub stop_tokens: Vec<u32>,
+    /// Leave the stop text or the text of the stop token that ended the answer in it.
+    pub keep_stop: bool,
     /// Go on when the model says that it is done.
     pub ignore_end: bool,
     /// The answer is a text of its own rather than the rest of the prompt: the space that some tokenizers put before
@@ -124,6 +130,7 @@ impl Default for GenerateOptions {
             sampling: SamplingOptions::default(),
             stop: Vec::new(),
             stop_tokens: Vec::new(),
+            keep_stop: false,
             ignore_end: false,
             new_text: false,
             keep_special: false,

@@ -233,6 +233,8 @@ pub struct Sampling<'a> {
     pub top_k: usize,
     /// Keep the smallest set of tokens whose probability reaches this; 1 keeps all.
     pub top_p: f32,
+    /// Keep the tokens whose information is nearest to the entropy, until their probability reaches this; 1 keeps all.
+    pub typical_p: f32,
     /// Drop tokens less likely than this share of the most likely one; 0 keeps all.
     pub min_p: f32,
     /// Only the first so many tokens may be drawn: an embedding can have more rows than the tokenizer has tokens.
@@ -256,6 +258,7 @@ impl Default for Sampling<'_> {
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,
+            typical_p: 1.0,
             min_p: 0.0,
             vocabulary: usize::MAX,
             draw: 0.0,

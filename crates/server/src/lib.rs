@@ -1,4 +1,5 @@
-//! The server: OpenAI's, Anthropic's and SGLang's HTTP interfaces in front of anything that is [`oscar_engine::Serve`].
+//! The server: OpenAI's, Anthropic's, SGLang's and llama.cpp's HTTP interfaces in front of anything that is
+//! [`oscar_engine::Serve`].
 //!
 //! A request's way:
 //!
@@ -38,10 +39,10 @@ use axum::Router;
 use oscar_engine::Serve;
 
 pub use families::UnknownParser;
-pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
+pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory, StructuralTag, TagStructure};
 pub use http::Ended;
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
-pub use options::{CacheShape, ServerOptions};
+pub use options::{CacheShape, ServerOptions, UnknownFields};
 pub use parse::{ReasoningFormat, Tool, ToolCallFormat};
 pub use text::ServedModel;
 

@@ -34,6 +34,8 @@ pub struct ServerOptions {
     pub tool_call_parser: Option<&'static ToolCallFormat>,
     /// Whether control tokens that a message contains are read as such; otherwise they are text.
     pub parse_special_in_messages: bool,
+    /// What happens to fields that a request does not have.
+    pub unknown_fields: UnknownFields,
     /// The layout of the KV cache, which `/oscar/cache` and the web page show.
     pub cache: CacheShape,
     /// The address at which KV events are published, if they are, for routers that ask `/server_info`.
@@ -56,10 +58,21 @@ impl Default for ServerOptions {
             reasoning_parser: None,
             tool_call_parser: None,
             parse_special_in_messages: false,
+            unknown_fields: UnknownFields::default(),
             cache: CacheShape::default(),
             kv_events: None,
         }
     }
+}
+
+/// What happens to a field that a request does not have and that is not known to change nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UnknownFields {
+    /// The request is refused, and the error names the field.
+    #[default]
+    Refuse,
+    /// The request is answered as if the field were not there.
+    Ignore,
 }
 
 /// Windows and page sizes of the KV cache; all are 0 where the engine does not say.

@@ -66,6 +66,13 @@ impl AnswerStream {
             // Whoever does not listen any more has nothing to be told.
             let sink = move |event| drop(sender.send(PromptEvent { prompt, at: Instant::now(), event }));
             let choices = options.n;
+            let context = app.engine.info().context;
+            if ids.len() == context && options.max_tokens != Some(0) {
+                let message = format!(
+                    "the prompt has {context} tokens, the whole context: there is no room for an answer"
+                );
+                return Err(ApiError::bad_field("prompt", message).with_code("context_length_exceeded"));
+            }
             let handle = app.engine.submit(Request { prompt: ids, options, filter }, Box::new(sink))?;
             answers.guards.push(app.in_flight.enter(&id, handle));
             answers.open += choices;

@@ -1,4 +1,4 @@
-//! `oscar serve`: a model behind OpenAI's and SGLang's interfaces.
+//! `oscar serve`: a model behind OpenAI's, Anthropic's, SGLang's and llama.cpp's interfaces.
 
 mod config_file;
 mod events;

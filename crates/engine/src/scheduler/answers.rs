@@ -95,7 +95,8 @@ impl Answers {
     pub(super) fn take_token(&mut self, id: AnswerId, sampled: Result<Sampled, EngineError>) -> Next {
         let Some(answer) = self.answers.get_mut(&id) else { return Next::Failed(EngineError::Stopped) };
         let output = &mut answer.output;
-        let room = output.prompt_tokens + output.tokens().len() < self.context;
+        // Behind the token that is taken now.
+        let room = output.prompt_tokens + output.tokens().len() + 1 < self.context;
         let taken = sampled.and_then(|sampled| {
             let token = sampled.token;
             let (shown, finish) = output.push(sampled, self.tokenizer.is_end(token), room)?;

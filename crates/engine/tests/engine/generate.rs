@@ -112,7 +112,7 @@ fn the_context_is_a_hard_limit() {
     let summary = run(&engine, &prompt(80), &options(5)).0;
     assert_eq!((summary.tokens.len(), summary.finish), (1, FinishReason::Context));
     let summary = run(&engine, &prompt(70), &options(500)).0;
-    assert_eq!((summary.tokens.len(), summary.finish), (11, FinishReason::Context));
+    assert_eq!((summary.tokens.len(), summary.finish), (10, FinishReason::Context));
 }
 
 #[test]

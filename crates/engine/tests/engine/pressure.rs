@@ -133,7 +133,7 @@ fn requests_that_can_never_run_are_refused() {
     assert!(matches!(refuse(vec![1], many), EngineError::BadOption { name: "n", .. }));
     // A limit that is far too large ends with the context.
     let huge = ask(&engine, &prompt(1, 290), &greedy(usize::MAX));
-    assert_eq!((huge.tokens.len(), huge.finish), (11, FinishReason::Context));
+    assert_eq!((huge.tokens.len(), huge.finish), (10, FinishReason::Context));
     assert_idle(&engine);
 }
 

@@ -2,7 +2,7 @@
 
 use crate::backend::{KernelError, Sampled, Sampling};
 
-/// Draws one token. Changes of single logits first, then temperature, top-k, top-p and min-p, each on what the one
+/// Draws one token. Changes of single logits first, then temperature, top-k, typical-p, top-p and min-p, each on what the one
 /// before has left. Probabilities that are reported are those of the unmodified logits.
 pub(crate) fn sample(logits: &[f32], settings: &Sampling<'_>) -> Result<Sampled, KernelError> {
     let logits = &logits[..logits.len().min(settings.vocabulary)];
@@ -131,6 +131,10 @@ fn candidates(logits: &[f32], largest: f32, settings: &Sampling<'_>) -> Vec<Cand
         candidates.truncate(settings.top_k);
         candidates.sort_unstable_by(more_likely);
     }
+    if settings.typical_p < 1.0 {
+        candidates = typical(candidates, f64::from(settings.typical_p));
+        candidates.sort_unstable_by(more_likely);
+    }
     if settings.top_p < 1.0 {
         let total: f64 = candidates.iter().map(|candidate| candidate.weight).sum();
         let wanted = f64::from(settings.top_p) * total;
@@ -156,6 +160,25 @@ fn candidates(logits: &[f32], largest: f32, settings: &Sampling<'_>) -> Vec<Cand
     if settings.min_p > 0.0 {
         candidates.retain(|candidate| candidate.weight >= f64::from(settings.min_p));
     }
+    candidates
+}
+
+/// The candidates whose information (the negative logarithm of the probability) is nearest to its mean, the entropy: the
+/// smallest set of them whose probability reaches `wanted`.
+fn typical(mut candidates: Vec<Candidate>, wanted: f64) -> Vec<Candidate> {
+    let total: f64 = candidates.iter().map(|candidate| candidate.weight).sum();
+    candidates.retain(|candidate| candidate.weight > 0.0);
+    let information = |candidate: &Candidate| (total / candidate.weight).ln();
+    let entropy: f64 =
+        candidates.iter().map(|candidate| candidate.weight / total * information(candidate)).sum();
+    let far = |candidate: &Candidate| (information(candidate) - entropy).abs();
+    candidates.sort_by(|a, b| far(a).total_cmp(&far(b)));
+    let mut sum = 0.0;
+    let enough = candidates.iter().position(|candidate| {
+        sum += candidate.weight;
+        sum >= wanted * total
+    });
+    candidates.truncate(enough.map_or(candidates.len(), |last| last + 1));
     candidates
 }
 
@@ -252,7 +275,21 @@ mod tests {
         assert_eq!(reachable(Sampling { top_p: 0.39, ..settings() }), [1]);
         assert_eq!(reachable(Sampling { top_p: 0.9, ..settings() }), [1, 2, 4]);
         assert_eq!(reachable(Sampling { min_p: 0.3, ..settings() }), [1, 2, 4]);
+        // Information: 2.92, 0.92, 0.92, 5.92, 1.92, of which 1.19 is the mean.
+        assert_eq!(reachable(Sampling { typical_p: 0.7, ..settings() }), [1, 2]);
+        assert_eq!(reachable(Sampling { typical_p: 0.9, ..settings() }), [1, 2, 4]);
+        assert_eq!(reachable(Sampling { typical_p: 0.7, top_p: 0.39, ..settings() }), [1]);
         assert_eq!(reachable(Sampling { top_k: 4, top_p: 0.97, min_p: 0.2, ..settings() }), [1, 2, 4]);
+    }
+
+    #[test]
+    fn the_likeliest_token_need_not_be_typical() {
+        // Probabilities 0.4 and twelve times 0.05: the entropy is 2.16, the information 0.92 and 3.00.
+        let mut logits = vec![0.05_f32.ln(); 13];
+        logits[0] = 0.4_f32.ln();
+        let settings = Sampling { typical_p: 0.3, draw: 0.0, ..settings() };
+        assert_ne!(sample(&logits, &settings).unwrap().token, 0);
+        assert_eq!(sample(&logits, &Sampling { typical_p: 0.7, ..settings }).unwrap().token, 0);
     }
 
     #[test]

@@ -106,13 +106,20 @@ impl ChatTemplate {
         }))
     }
 
+    /// Whether the template for conversations, with tools or without, contains a word, such as a variable that it would
+    /// have to read.
+    pub fn mentions(&self, word: &str, with_tools: bool) -> bool {
+        self.chosen(with_tools).contains(word)
+    }
+
+    fn chosen(&self, with_tools: bool) -> &Arc<str> {
+        self.tool_use.as_ref().filter(|_| with_tools).unwrap_or(&self.default)
+    }
+
     /// Renders a conversation. Messages are JSON objects with `role` and `content`, passed to the template as
     /// they are, so content parts, tool calls and reasoning reach it unchanged.
     pub fn render(&self, messages: &[Value], options: &RenderOptions<'_>) -> Result<String, TextError> {
-        let source = match (&self.tool_use, options.tools) {
-            (Some(tool_use), Some(_)) => tool_use,
-            _ => &self.default,
-        };
+        let source = self.chosen(options.tools.is_some());
         let to_template = minijinja::Value::from_serialize::<&Value>;
         let mut variables = BTreeMap::new();
         variables.insert("messages".to_owned(), minijinja::Value::from_serialize(messages));

@@ -1,7 +1,7 @@
 //! What holds for every family in the registry, and for reasoning and tool calls in one answer.
 
 use proptest::prelude::*;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::testing::{
     check_reasoning, detected_reasoning, detected_tool_calls, parse_cut, parser, reasoning, reasoning_cut,
@@ -28,6 +28,20 @@ fn facts_agree_with_each_other() {
         for name in format.names {
             assert_eq!(reasoning(name), format, "{name} is taken");
         }
+    }
+}
+
+#[test]
+fn written_calls_are_read_back() {
+    let arguments = json!({"city": "Rome <3", "days": 3, "where": {"x": [1]}});
+    for format in tool_call_formats() {
+        let text = format.written(&[("get_weather", &arguments), ("now", &json!({}))]);
+        let message = parse_cut(format, &text, &[]);
+        let calls = message.tool_calls.iter();
+        let calls: Vec<(&str, Value)> =
+            calls.map(|call| (call.name.as_str(), serde_json::from_str(&call.arguments).unwrap())).collect();
+        assert_eq!(calls, [("get_weather", arguments.clone()), ("now", json!({}))], "{format:?}: {text}");
+        assert_eq!(message.content, "", "{format:?}");
     }
 }
 
@@ -71,7 +85,7 @@ fn a_call_ends_reasoning() {
         let mut output = OutputParser::new(Some(reasoning_parser), Some(parser(format)));
         let mut message = Message::default();
         message.extend(output.push("I need the time.\n<tool_call>now</tool_call>"));
-        message.extend(output.finish());
+        message.extend(output.finish(false));
         assert_eq!(message.tool_calls.len(), calls);
         assert!(message.reasoning.starts_with("I need the time."));
         assert_eq!(message.content, "");
@@ -89,7 +103,7 @@ fn reasoning_content_and_calls_in_one_answer() {
         for chunk in text.as_bytes().chunks(size) {
             message.extend(output.push(std::str::from_utf8(chunk).unwrap()));
         }
-        message.extend(output.finish());
+        message.extend(output.finish(false));
         assert_eq!(message.reasoning, "Hm <tool_ca.");
         assert_eq!(message.content, "One moment.");
         assert_eq!(message.tool_calls.len(), 1);

@@ -14,6 +14,8 @@ use super::GrammarError;
 use super::ebnf;
 use super::filter::GrammarFilter;
 use super::limits::{check_grammar, check_regex, check_schemas};
+use super::schema::prepared;
+use super::structural_tag::{self, StructuralTag};
 use super::tool_calls::{self, ForcedCalls};
 use crate::parse::Tool;
 
@@ -22,10 +24,6 @@ const LONGEST_TOKEN: usize = 1000;
 
 /// So many tokens fit into the library's tree.
 const MAX_TOKENS: usize = 1 << 21;
-
-/// White space that may stand between the parts of a JSON text: enough for every common way to lay it out, and too
-/// little for a model to lose itself in.
-const JSON_BLANKS: &str = r"[ ]{1,2}|\n[ ]{0,40}|\n\t{0,20}";
 
 /// The most bytes of the library's complaint that a client is shown.
 const LONGEST_REASON: usize = 400;
@@ -48,6 +46,8 @@ pub enum Constraint<'a> {
     Ebnf(&'a str),
     /// The answer is one of these texts.
     Choice(&'a [String]),
+    /// The answer is free text in which some texts begin JSON.
+    StructuralTag(&'a StructuralTag),
     /// The answer consists of tool calls and nothing else.
     Calls(ForcedCalls<'a>),
 }
@@ -248,25 +248,17 @@ fn grammar_of(constraint: &Constraint<'_>) -> Result<(&'static str, GrammarWithL
             check_grammar(&grammar)?;
             ("the list of choices", GrammarWithLexer::from_lark(grammar))
         }
+        Constraint::StructuralTag(tag) => {
+            let what = "the structural tag";
+            check_schemas(what, tag.structures.iter().map(|structure| &structure.schema))?;
+            (what, GrammarWithLexer::from_lark(structural_tag::to_lark(tag)))
+        }
         Constraint::Calls(_) => unreachable!("forced calls are compiled tool by tool"),
     })
 }
 
 fn from_schema(schema: &Value) -> GrammarWithLexer {
-    GrammarWithLexer::from_json_schema(with_blanks(schema))
-}
-
-/// The schema with our choice of the library's options, whatever it says about them itself.
-pub(super) fn with_blanks(schema: &Value) -> Value {
-    let mut schema = match schema {
-        Value::Object(_) => schema.clone(),
-        // `true` and `null` say nothing; anything else is for the library to refuse.
-        Value::Bool(true) | Value::Null => json!({}),
-        other => return other.clone(),
-    };
-    // Generators of schemas write `oneOf` for unions whose parts exclude each other, where `anyOf` is the same.
-    schema["x-guidance"] = json!({"whitespace_pattern": JSON_BLANKS, "coerce_one_of": true});
-    schema
+    GrammarWithLexer::from_json_schema(prepared(schema))
 }
 
 /// The grammar behind the end of the reasoning.

@@ -10,13 +10,19 @@ mod engine_tests;
 mod factory;
 mod filter;
 mod limits;
+mod schema;
+mod structural_tag;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+mod token_rules;
 mod tool_calls;
 
 pub use factory::{Constraint, GrammarFactory};
+pub(crate) use schema::closed;
+pub use structural_tag::{StructuralTag, TagStructure};
+pub(crate) use token_rules::{RuleError, TokenRules};
 pub use tool_calls::ForcedCalls;
 
 /// Why an answer cannot be constrained as asked.

@@ -5,7 +5,7 @@ use oscar_random::Random;
 use serde_json::{Value, json};
 
 use super::testing::{allowed, draw, feed, may_end, tokenizer, tools, wrong};
-use super::{Constraint, ForcedCalls, GrammarError, GrammarFactory};
+use super::{Constraint, ForcedCalls, GrammarError, GrammarFactory, StructuralTag, TagStructure};
 use crate::parse::{Tool, ToolCallFormat};
 
 fn factory() -> (oscar_model::text::Tokenizer, GrammarFactory) {
@@ -397,4 +397,87 @@ fn forced_calls_that_cannot_be() {
         reason.starts_with("the schema of tool `odd` cannot be used: ") && reason.contains("not"),
         "{reason}"
     );
+}
+
+/// How much of a text a constraint takes, and whether the answer may end there.
+fn takes(constraint: &Constraint<'_>, text: &str) -> (usize, bool) {
+    let (tokenizer, factory) = factory();
+    let mut filter = factory.filter(constraint, None).unwrap();
+    let taken = feed(&mut *filter, &tokenizer, text);
+    (taken, may_end(&mut *filter, &tokenizer))
+}
+
+#[test]
+fn exclusive_bounds_within_one_integer_hold() {
+    for (schema, good, bad) in [
+        (json!({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}), vec!["0.25", "0.5"], vec!["0"]),
+        (
+            json!({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5}),
+            vec!["1.2"],
+            vec!["1", "1.5"],
+        ),
+        (json!({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}), vec!["-0.25"], vec!["0", "-0"]),
+        (json!({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}), vec!["-2.25"], vec!["-2"]),
+        (
+            json!({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}),
+            vec!["1"],
+            vec!["0", "2", "1.5"],
+        ),
+        (json!({"type": "number", "minimum": 0, "maximum": 0.5}), vec!["0", "0.5"], vec!["0.6"]),
+    ] {
+        for text in good {
+            assert_eq!(takes(&Constraint::JsonSchema(&schema), text), (text.len(), true), "{schema} {text}");
+        }
+        for text in bad {
+            let (taken, ends) = takes(&Constraint::JsonSchema(&schema), text);
+            assert!(taken < text.len() || !ends, "{schema} {text}");
+        }
+    }
+}
+
+#[test]
+fn a_choice_is_one_of_its_texts() {
+    let texts = ["yes".to_owned(), "no \"way\"\n".to_owned()];
+    for text in &texts {
+        assert_eq!(takes(&Constraint::Choice(&texts), text), (text.len(), true));
+    }
+    assert!(!takes(&Constraint::Choice(&texts), "ye").1);
+    assert_eq!(takes(&Constraint::Choice(&texts), "maybe").0, 0);
+}
+
+#[test]
+fn structural_tags_constrain_what_follows_a_trigger() {
+    let structure = |name: &str, schema: Value| TagStructure {
+        begin: format!("<f={name}>"),
+        schema,
+        end: "</f>".to_owned(),
+    };
+    let tag = StructuralTag {
+        triggers: vec!["<f=".to_owned()],
+        structures: vec![structure("a", json!({"type": "integer"})), structure("b", json!({"enum": ["x"]}))],
+    };
+    let constraint = Constraint::StructuralTag(&tag);
+    for good in ["", "free text", "a < b", "look: <f=a>12</f> and <f=b>\"x\"</f>.", "<f=b>\"x\"</f>"] {
+        assert_eq!(takes(&constraint, good), (good.len(), true), "{good}");
+    }
+    for (bad, taken) in [("<f=c>", 3), ("so <f=a>x", 8), ("<f=b>\"y", 6), ("<f=a>1</g", 8)] {
+        assert_eq!(takes(&constraint, bad).0, taken, "{bad}");
+    }
+    assert!(!takes(&constraint, "<f=a>1").1);
+}
+
+#[test]
+fn grammars_of_llama_cpp_are_understood() {
+    let grammar = r#"
+# A list of moves.
+root   ::= move (", " move){0,2} [^\n]? "\x2e"
+move   ::= piece? [a-h] [1-8]   # no captures
+piece  ::= ("N" | "B" | "\u0051")
+"#;
+    for good in ["e4.", "Ne4, Qa1.", "e4, e5, Bc4!."] {
+        assert_eq!(takes(&Constraint::Ebnf(grammar), good), (good.len(), true), "{good}");
+    }
+    for (bad, taken) in [("i4", 0), ("e9", 1), ("e4\n", 2)] {
+        assert_eq!(takes(&Constraint::Ebnf(grammar), bad).0, taken, "{bad}");
+    }
 }

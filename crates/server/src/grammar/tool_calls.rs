@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::GrammarError;
-use super::factory::with_blanks;
+use super::schema::prepared;
 use crate::parse::{CallLayout, Tool, ToolCallFormat, XmlLayout, may_be_text};
 
 /// The tool calls that an answer must consist of (`tool_choice` is `required` or names a function).
@@ -71,7 +71,7 @@ fn json_call(tool: &Tool, key: &str, loose: bool) -> String {
     } else {
         tool.parameters.clone()
     };
-    format!("{} %json {} {}", literal(&head), with_blanks(&schema), literal("}"))
+    format!("{} %json {} {}", literal(&head), prepared(&schema), literal("}"))
 }
 
 /// Whether a schema says anything about the arguments, which are an object in any case.
@@ -128,14 +128,14 @@ fn value_rule(
             format!("text_{name}")
         }
         None => {
-            let mut schema = with_blanks(schema);
+            let mut schema = schema.clone();
             // References in it are to the schema as a whole.
             for shared in ["$defs", "definitions"] {
                 if let Some(definitions) = root.get(shared).filter(|_| schema.is_object()) {
                     schema[shared] = definitions.clone();
                 }
             }
-            joined(&[format!("%json {schema}"), literal(line_break), literal(tag)])
+            joined(&[format!("%json {}", prepared(&schema)), literal(line_break), literal(tag)])
         }
     }
 }

@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use tokio::runtime::Handle;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::plain::plain;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
@@ -144,7 +145,7 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
         let path = error.path().to_string();
         let source = error.into_inner();
         // Values come from the client and may be long.
-        let reason: String = source.to_string().chars().take(300).collect();
+        let reason: String = plain(&source.to_string()).chars().take(300).collect();
         if source.is_data() && path != "." {
             ApiError::bad_field(path.clone(), format!("{path}: {reason}"))
         } else {

@@ -21,7 +21,7 @@ use crate::Server;
 use crate::state::AppState;
 
 /// The most bytes of a request's head, all headers together.
-const HEAD_BYTES: usize = 64 << 10;
+pub(crate) const HEAD_BYTES: usize = 64 << 10;
 
 /// The most headers of a request.
 const HEADERS: usize = 100;

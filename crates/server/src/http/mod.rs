@@ -4,6 +4,7 @@ mod auth;
 mod body;
 mod listen;
 mod origin;
+mod plain;
 pub(crate) mod sse;
 
 pub(crate) use auth::ApiKey;
@@ -11,4 +12,5 @@ pub(crate) use auth::ApiKey;
 pub(crate) use body::parse;
 pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type};
 pub use listen::Ended;
+pub(crate) use listen::HEAD_BYTES;
 pub(crate) use origin::{TrustedSites, changes_something};

@@ -84,12 +84,13 @@ impl OutputParser {
         self.look_for_calls(pieces)
     }
 
-    /// Gives what was held back, because the text has ended.
-    pub(crate) fn finish(&mut self) -> Vec<Piece> {
+    /// Gives what was held back, because the text has ended. `cut_off` says that the model had more to say: a call that
+    /// it was writing then is dropped.
+    pub(crate) fn finish(&mut self, cut_off: bool) -> Vec<Piece> {
         let rest = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
         let mut pieces = self.look_for_calls(rest);
         if let Some(tool_calls) = &mut self.tool_calls {
-            pieces.append(&mut tool_calls.finish());
+            pieces.append(&mut if cut_off { tool_calls.cut_off() } else { tool_calls.finish() });
         }
         pieces
     }

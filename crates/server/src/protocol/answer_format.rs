@@ -1,15 +1,22 @@
-//! What a request says about the format of its answer: `tools`, `tool_choice`, `response_format`, `regex` and the like,
-//! checked and typed.
+//! What a request says about the format of its answer: `tools`, `tool_choice`, rules about tokens and, in
+//! `content_format`, what the content must look like; checked and typed.
 
 use serde_json::Value;
 
-use crate::grammar::{Constraint, ForcedCalls};
+use super::content_format::{ContentFormat, content};
+use crate::grammar::{Constraint, ForcedCalls, TokenRules, closed};
 use crate::parse::{Tool, ToolCallFormat};
 
 /// The most tools of a request.
 const MAX_TOOLS: usize = 128;
 /// The most bytes of a tool's name.
 const MAX_NAME: usize = 128;
+/// The most words that may be forbidden, and the most bytes of one: each is looked for before every token.
+const MAX_BAD_WORDS: usize = 256;
+const MAX_BAD_WORD: usize = 128;
+/// The most regular expressions that may end an answer, and the most bytes of one.
+const MAX_STOP_REGEXES: usize = 8;
+const MAX_STOP_REGEX: usize = 1024;
 
 /// The error of a field that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -35,22 +42,6 @@ pub(crate) enum ToolChoice {
     Named(String),
 }
 
-/// What the content of an answer must look like.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) enum ContentFormat {
-    /// The content may be any text.
-    #[default]
-    Text,
-    /// The content is a JSON object.
-    JsonObject,
-    /// The content is JSON that satisfies a schema.
-    JsonSchema(Value),
-    /// A regular expression matches the whole content.
-    Regex(String),
-    /// The content follows a grammar whose first rule is `root`.
-    Ebnf(String),
-}
-
 /// What a request says about the format of its answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct AnswerFormat {
@@ -62,6 +53,10 @@ pub(crate) struct AnswerFormat {
     pub(crate) parallel_tool_calls: bool,
     /// What the content must look like.
     pub(crate) content: ContentFormat,
+    /// The field that says so, for errors.
+    pub(crate) content_field: &'static str,
+    /// What is asked of the tokens.
+    pub(crate) rules: TokenRules,
 }
 
 impl AnswerFormat {
@@ -75,7 +70,11 @@ impl AnswerFormat {
                 value.as_bool().ok_or_else(|| wrong("parallel_tool_calls", "must be a boolean"))?
             }
         };
-        Ok(AnswerFormat { tools, tool_choice, parallel_tool_calls, content: content(body)? })
+        let (content, content_field) = content(body)?;
+        let free =
+            content == ContentFormat::Text && matches!(tool_choice, ToolChoice::None | ToolChoice::Auto);
+        let rules = token_rules(body, free)?;
+        Ok(AnswerFormat { tools, tool_choice, parallel_tool_calls, content, content_field, rules })
     }
 
     /// Whether the answer may have tool calls, which are then parsed.
@@ -107,6 +106,8 @@ impl AnswerFormat {
             ContentFormat::JsonSchema(schema) => Some(Constraint::JsonSchema(schema)),
             ContentFormat::Regex(regex) => Some(Constraint::Regex(regex)),
             ContentFormat::Ebnf(grammar) => Some(Constraint::Ebnf(grammar)),
+            ContentFormat::Choice(texts) => Some(Constraint::Choice(texts)),
+            ContentFormat::StructuralTag(tag) => Some(Constraint::StructuralTag(tag)),
         })
     }
 }
@@ -151,7 +152,7 @@ fn tools(value: Option<&Value>) -> Result<Vec<Tool>, FieldError> {
                 value.as_bool().ok_or_else(|| wrong(at(".function.strict"), "must be a boolean"))?
             }
         };
-        tools.push(Tool { name: name.to_owned(), parameters, strict });
+        tools.push(Tool { name: name.to_owned(), parameters: closed(&parameters), strict });
     }
     Ok(tools)
 }
@@ -190,58 +191,64 @@ fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, Fiel
     Ok(choice)
 }
 
-/// Reads `response_format`, `json_schema`, `regex` and `ebnf`, of which there may be one.
-fn content(body: &Value) -> Result<ContentFormat, FieldError> {
-    let mut content = ContentFormat::Text;
-    for field in ["response_format", "json_schema", "regex", "ebnf"] {
-        let Some(value) = get(body, field) else { continue };
-        let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong(field, "must be a string"));
-        let this = match field {
-            "response_format" => response_format(value)?,
-            // As a text or as what the text stands for.
-            "json_schema" => ContentFormat::JsonSchema(match value {
-                Value::String(text) => serde_json::from_str(text)
-                    .map_err(|error| wrong(field, format!("is not JSON: {error}")))?,
-                other => other.clone(),
-            }),
-            "regex" => ContentFormat::Regex(text()?),
-            _ => ContentFormat::Ebnf(text()?),
-        };
-        if this == ContentFormat::Text {
-            continue;
+/// Reads `allowed_token_ids`, `bad_words` and `stop_regex`; `free` says that the answer has no other form to keep to.
+fn token_rules(body: &Value, free: bool) -> Result<TokenRules, FieldError> {
+    let list = |field: &'static str| {
+        let list =
+            get(body, field).map(|value| value.as_array().ok_or_else(|| wrong(field, "must be a list")));
+        Ok(list.transpose()?.filter(|list| !list.is_empty()))
+    };
+    let mut rules = TokenRules::default();
+    if let Some(ids) = list("allowed_token_ids")? {
+        if !free {
+            return Err(wrong("allowed_token_ids", "cannot be combined with another form of answer"));
         }
-        if content != ContentFormat::Text {
-            return Err(wrong(field, "cannot be combined with another form of answer"));
-        }
-        content = this;
+        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
+        rules.allowed = Some(ids.ok_or_else(|| wrong("allowed_token_ids", "must be a list of token ids"))?);
     }
-    Ok(content)
+    if let Some(words) = list("bad_words")? {
+        let fits = |word: &&str| !word.trim().is_empty() && word.len() <= MAX_BAD_WORD;
+        let words = words.iter().map(|word| word.as_str().filter(fits).map(str::to_owned));
+        let words = words.collect::<Option<Vec<String>>>().filter(|words| words.len() <= MAX_BAD_WORDS);
+        let problem =
+            || format!("must be a list of at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD} bytes");
+        rules.bad_words = words.ok_or_else(|| wrong("bad_words", problem()))?;
+    }
+    rules.stop_regex = stop_regex(body, free)?;
+    Ok(rules)
 }
 
-fn response_format(value: &Value) -> Result<ContentFormat, FieldError> {
-    let kind = get(value, "type").and_then(Value::as_str);
-    match kind.ok_or_else(|| wrong("response_format.type", "must be a string"))? {
-        "text" => Ok(ContentFormat::Text),
-        "json_object" => Ok(ContentFormat::JsonObject),
-        "json_schema" => {
-            let schema = get(value, "json_schema").and_then(|format| get(format, "schema"));
-            let schema =
-                schema.ok_or_else(|| wrong("response_format.json_schema.schema", "must be a JSON schema"))?;
-            Ok(ContentFormat::JsonSchema(schema.clone()))
-        }
-        other => {
-            let problem = format!("is `{other}`, expected text, json_object or json_schema");
-            Err(wrong("response_format.type", problem))
-        }
+/// Reads `stop_regex`, one or a list. An answer is ended by having the model end it, so nothing may keep it from that.
+fn stop_regex(body: &Value, free: bool) -> Result<Vec<String>, FieldError> {
+    let field = "stop_regex";
+    let list = match get(body, field) {
+        None => return Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().collect(),
+        Some(one) => vec![one],
+    };
+    let fits = |text: &&str| text.len() <= MAX_STOP_REGEX;
+    let texts = list.iter().map(|text| text.as_str().filter(fits));
+    let texts = texts.collect::<Option<Vec<&str>>>().filter(|texts| texts.len() <= MAX_STOP_REGEXES);
+    let problem = || {
+        format!("must be at most {MAX_STOP_REGEXES} regular expressions of at most {MAX_STOP_REGEX} bytes")
+    };
+    let texts = texts.ok_or_else(|| wrong(field, problem()))?;
+    let texts: Vec<String> = texts.into_iter().filter(|text| !text.is_empty()).map(str::to_owned).collect();
+    let kept = get(body, "ignore_eos").is_some_and(|value| *value == true)
+        || get(body, "min_tokens").and_then(Value::as_u64).is_some_and(|count| count > 0);
+    if !texts.is_empty() && (kept || !free) {
+        return Err(wrong(field, "cannot be combined with ignore_eos, min_tokens or a form of answer"));
     }
+    Ok(texts)
 }
 
 /// The value of a field that is there and not `null`.
-fn get<'v>(value: &'v Value, field: &str) -> Option<&'v Value> {
+pub(super) fn get<'v>(value: &'v Value, field: &str) -> Option<&'v Value> {
     value.get(field).filter(|value| !value.is_null())
 }
 
-fn wrong(field: impl Into<String>, problem: impl Into<String>) -> FieldError {
+pub(super) fn wrong(field: impl Into<String>, problem: impl Into<String>) -> FieldError {
     FieldError { field: field.into(), problem: problem.into() }
 }
 
@@ -269,7 +276,12 @@ mod tests {
             [json!({}), json!({"tools": null, "tool_choice": null, "response_format": null, "regex": null})]
         {
             let request = read(body).unwrap();
-            assert_eq!(request, AnswerFormat { parallel_tool_calls: true, ..AnswerFormat::default() });
+            let nothing = AnswerFormat {
+                parallel_tool_calls: true,
+                content_field: "response_format",
+                ..AnswerFormat::default()
+            };
+            assert_eq!(request, nothing);
             assert!(!request.wants_calls());
             assert!(request.constraint(None).unwrap().is_none());
         }
@@ -305,26 +317,18 @@ mod tests {
     }
 
     #[test]
-    fn content_formats() {
-        let content = |body| read(body).unwrap().content;
-        let schema = || json!({"type": "integer"});
-        let openai = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema(), "strict": true}}});
-        assert_eq!(content(openai), ContentFormat::JsonSchema(schema()));
-        assert_eq!(content(json!({"response_format": {"type": "json_object"}})), ContentFormat::JsonObject);
-        assert_eq!(
-            content(json!({"json_schema": "{\"type\": \"integer\"}"})),
-            ContentFormat::JsonSchema(schema())
-        );
-        assert_eq!(content(json!({"json_schema": schema()})), ContentFormat::JsonSchema(schema()));
-        assert_eq!(content(json!({"regex": "a+"})), ContentFormat::Regex("a+".to_owned()));
-        assert_eq!(
-            content(json!({"ebnf": "root ::= \"a\""})),
-            ContentFormat::Ebnf("root ::= \"a\"".to_owned())
-        );
-        assert_eq!(
-            content(json!({"regex": "a", "response_format": {"type": "text"}})),
-            ContentFormat::Regex("a".to_owned())
-        );
+    fn rules_about_tokens_are_read() {
+        let rules = |body| read(body).unwrap().rules;
+        assert!(rules(json!({"allowed_token_ids": [], "bad_words": []})).is_empty());
+        let both = rules(json!({"allowed_token_ids": [3, 5], "bad_words": ["x y"]}));
+        let expected = TokenRules {
+            allowed: Some(vec![3, 5]),
+            bad_words: vec!["x y".to_owned()],
+            stop_regex: Vec::new(),
+        };
+        assert_eq!(both, expected);
+        assert_eq!(rules(json!({"stop_regex": "[.!]"})).stop_regex, ["[.!]"]);
+        assert_eq!(rules(json!({"stop_regex": ["a", ""], "min_tokens": 0})).stop_regex, ["a"]);
     }
 
     #[test]
@@ -357,12 +361,16 @@ mod tests {
             ),
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls"),
             (json!({"response_format": "json"}), "response_format.type"),
-            (json!({"response_format": {"type": "xml"}}), "response_format.type"),
-            (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
-            (json!({"json_schema": "{"}), "json_schema"),
-            (json!({"regex": 5}), "regex"),
-            (json!({"regex": "a", "ebnf": "b"}), "ebnf"),
-            (json!({"regex": "a", "response_format": {"type": "json_object"}}), "regex"),
+            (json!({"allowed_token_ids": [-1]}), "allowed_token_ids"),
+            (json!({"allowed_token_ids": [1], "regex": "a"}), "allowed_token_ids"),
+            (json!({"bad_words": ["a", 3]}), "bad_words"),
+            (json!({"bad_words": [" "]}), "bad_words"),
+            (json!({"stop_regex": 5}), "stop_regex"),
+            (json!({"stop_regex": "a", "ignore_eos": true}), "stop_regex"),
+            (json!({"stop_regex": "a", "min_tokens": 3}), "stop_regex"),
+            (json!({"stop_regex": "a", "regex": "b"}), "stop_regex"),
+            (json!({"stop_regex": "a", "tools": [tool("f")], "tool_choice": "required"}), "stop_regex"),
+            (json!({"bad_words": vec!["a"; 257]}), "bad_words"),
         ] {
             let error = read(body.clone()).unwrap_err();
             assert_eq!(error.field, field, "{body}");

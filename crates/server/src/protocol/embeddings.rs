@@ -3,7 +3,7 @@
 use oscar_engine::Pooling;
 use serde::Deserialize;
 
-use super::{ApiError, Prompt};
+use super::{ApiError, Prompt, UnreadFields};
 
 /// The body of `/v1/embeddings`.
 #[derive(Debug, Default, Deserialize)]
@@ -16,6 +16,8 @@ pub(crate) struct EmbeddingsRequest {
     pub(crate) pooling: Option<String>,
     pub(crate) rid: Option<String>,
     pub(crate) cache_salt: Option<String>,
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// How the numbers of an embedding are written.

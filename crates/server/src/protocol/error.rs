@@ -83,6 +83,11 @@ impl ApiError {
         self.status
     }
 
+    /// The field that the error is about.
+    pub(crate) fn param(&self) -> Option<&str> {
+        self.param.as_deref()
+    }
+
     /// The code that programs can test for.
     pub(crate) fn code(&self) -> Option<&'static str> {
         self.code

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
 use super::sampling::{Object, SamplingFields};
-use super::{AnswerFormat, ApiError, Ids, OneOrMany};
+use super::{AnswerFormat, ApiError, Ids, OneOrMany, UnreadFields};
 
 /// Tokens when the client gives no limit, as SGLang has it.
 const DEFAULT_NEW_TOKENS: u64 = 128;
@@ -27,10 +27,9 @@ pub(crate) struct GenerateRequest {
     pub(crate) cache_salt: Option<String>,
     pub(crate) extra_key: Option<String>,
     pub(crate) kv_precision: Option<Value>,
-    pub(crate) input_embeds: Option<Value>,
-    pub(crate) image_data: Option<Value>,
-    pub(crate) lora_path: Option<Value>,
-    pub(crate) return_hidden_states: Option<Value>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The `sampling_params` of a request, under SGLang's names.
@@ -51,6 +50,7 @@ pub(crate) struct SamplingParams {
     logit_bias: Option<HashMap<String, f32>>,
     stop: Option<OneOrMany<String>>,
     stop_token_ids: Option<Vec<u32>>,
+    stop_regex: Option<Value>,
     ignore_eos: Option<bool>,
     skip_special_tokens: Option<bool>,
     no_stop_trim: Option<bool>,
@@ -58,22 +58,30 @@ pub(crate) struct SamplingParams {
     json_schema: Option<Value>,
     regex: Option<String>,
     ebnf: Option<String>,
+    structural_tag: Option<Value>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 impl SamplingParams {
     /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
-        let fields = json!({"json_schema": self.json_schema, "regex": self.regex, "ebnf": self.ebnf});
+        let fields = json!({
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "ebnf": self.ebnf,
+            "structural_tag": self.structural_tag,
+            "stop_regex": self.stop_regex,
+            "min_tokens": self.min_new_tokens,
+            "ignore_eos": self.ignore_eos,
+        });
         Ok(AnswerFormat::from_body(&fields)?)
     }
 
     /// The sampling parameters under the names that all interfaces share.
-    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> Result<SamplingFields, ApiError> {
-        if self.no_stop_trim == Some(true) {
-            let name = "sampling_params.no_stop_trim";
-            return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
-        }
-        Ok(SamplingFields {
+    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> SamplingFields {
+        SamplingFields {
             max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
             min_tokens: self.min_new_tokens,
             temperature: self.temperature,
@@ -87,10 +95,12 @@ impl SamplingParams {
             logit_bias: self.logit_bias,
             stop: self.stop,
             stop_token_ids: self.stop_token_ids,
+            keep_stop: self.no_stop_trim,
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
             cache_salt,
-        })
+            ..SamplingFields::default()
+        }
     }
 }

@@ -39,6 +39,16 @@ pub(crate) enum Prompt {
 }
 
 impl Prompt {
+    /// Whether there is nothing in it.
+    pub(crate) fn is_empty(&self) -> bool {
+        match self {
+            Prompt::Text(text) => text.is_empty(),
+            Prompt::Texts(texts) => texts.is_empty(),
+            Prompt::Ids(ids) => ids.is_empty(),
+            Prompt::IdLists(lists) => lists.is_empty(),
+        }
+    }
+
     /// The number of prompts.
     pub(crate) fn count(&self) -> usize {
         match self {

@@ -1,11 +1,14 @@
-//! Wire types: what clients send and are sent. Fields may be null or unknown; those that would change an answer and are
-//! not supported are refused by name.
+//! Wire types: what clients send and are sent. Fields may be null; those that a request does not have are refused by name
+//! unless they are known to change nothing.
 
 mod answer_format;
+mod content_format;
 mod embeddings;
 mod error;
+mod fields;
 mod generate;
 mod lists;
+mod llama;
 mod messages;
 mod openai;
 mod responses;
@@ -16,11 +19,13 @@ mod usage;
 pub(crate) use answer_format::{AnswerFormat, FieldError};
 pub(crate) use embeddings::{EmbeddingEncoding, EmbeddingsRequest};
 pub(crate) use error::{ApiError, text_error};
+pub(crate) use fields::{Door, UnreadFields};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
 pub(crate) use lists::{Ids, OneOrMany, Prompt};
+pub(crate) use llama::LlamaRequest;
 pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::OpenAiRequest;
 pub(crate) use responses::ResponsesRequest;
-pub(crate) use sampling::{SamplingFields, check_kv_precision, short};
+pub(crate) use sampling::{Object, SamplingFields, check_kv_precision, short};
 pub(crate) use score::ScoreRequest;
 pub(crate) use usage::Usage;

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, Prompt};
+use super::{AnswerFormat, ApiError, OneOrMany, Prompt, UnreadFields};
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -36,6 +36,7 @@ pub(crate) struct OpenAiRequest {
     // What comes back.
     pub(crate) logprobs: Option<Logprobs>,
     pub(crate) top_logprobs: Option<u32>,
+    pub(super) prompt_logprobs: Option<i64>,
     pub(crate) echo: Option<bool>,
     pub(super) suffix: Option<String>,
     pub(super) best_of: Option<u32>,
@@ -48,6 +49,7 @@ pub(crate) struct OpenAiRequest {
     pub(super) min_tokens: Option<u64>,
     pub(super) temperature: Option<f32>,
     pub(super) top_p: Option<f32>,
+    pub(super) typical_p: Option<f32>,
     pub(super) top_k: Option<i64>,
     pub(super) min_p: Option<f32>,
     pub(super) seed: Option<Number>,
@@ -57,6 +59,7 @@ pub(crate) struct OpenAiRequest {
     pub(super) logit_bias: Option<HashMap<String, f32>>,
     pub(super) stop: Option<OneOrMany<String>>,
     pub(super) stop_token_ids: Option<Vec<u32>>,
+    pub(super) stop_regex: Option<Value>,
     pub(super) ignore_eos: Option<bool>,
     pub(super) skip_special_tokens: Option<bool>,
     pub(super) n: Option<u32>,
@@ -68,11 +71,21 @@ pub(crate) struct OpenAiRequest {
     pub(crate) guided_json: Option<Value>,
     pub(crate) guided_regex: Option<String>,
     pub(crate) guided_grammar: Option<String>,
+    pub(crate) guided_choice: Option<Value>,
+    pub(crate) structured_outputs: Option<Value>,
+    pub(crate) structural_tag: Option<Value>,
+    pub(crate) grammar: Option<String>,
+    pub(crate) json_schema: Option<Value>,
+    pub(crate) allowed_token_ids: Option<Value>,
+    pub(crate) bad_words: Option<Value>,
 
     // The cache.
     pub(super) cache_salt: Option<String>,
     pub(super) extra_key: Option<String>,
     pub(crate) kv_precision: Option<Value>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The `stream_options` of a request: what a stream carries besides the answer.
@@ -100,6 +113,27 @@ impl OpenAiRequest {
         OpenAiRequest { messages, tools, add_generation_prompt, ..OpenAiRequest::default() }
     }
 
+    /// Takes the fields that only completions have out of a chat, to be checked with those that it does not have.
+    pub(crate) fn leave_fields_of_completions(&mut self) {
+        let prompt = self.prompt.take().filter(|prompt| !prompt.is_empty());
+        self.unread.add("prompt", prompt.map(|_| true));
+        self.unread.add("echo", self.echo.take());
+    }
+
+    /// Takes the fields that only chats have out of a completion.
+    pub(crate) fn leave_fields_of_chats(&mut self) {
+        let unread = &mut self.unread;
+        unread.add("messages", self.messages.take());
+        unread.add("tools", self.tools.take());
+        unread.add("tool_choice", self.tool_choice.take());
+        unread.add("parallel_tool_calls", self.parallel_tool_calls.take());
+        unread.add("chat_template_kwargs", self.chat_template_kwargs.take());
+        unread.add("reasoning_effort", self.reasoning_effort.take());
+        unread.add("add_generation_prompt", self.add_generation_prompt.take());
+        unread.add("continue_final_message", self.continue_final_message.take());
+        unread.add("separate_reasoning", self.separate_reasoning.take());
+    }
+
     /// The sampling parameters under the names that all interfaces share. `default_max_tokens` holds when the client
     /// gives no limit.
     pub(crate) fn sampling_fields(
@@ -113,19 +147,12 @@ impl OpenAiRequest {
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
             return Err(ApiError::unsupported("suffix", "text cannot be inserted before a suffix"));
         }
-        for (name, value) in [
-            ("include_stop_str_in_output", self.include_stop_str_in_output),
-            ("no_stop_trim", self.no_stop_trim),
-        ] {
-            if value == Some(true) {
-                return Err(ApiError::unsupported(name, "stop texts are never part of an answer"));
-            }
-        }
         Ok(SamplingFields {
             max_tokens: self.max_completion_tokens.or(self.max_tokens).or(default_max_tokens),
             min_tokens: self.min_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
+            typical_p: self.typical_p,
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.seed.clone(),
@@ -135,6 +162,7 @@ impl OpenAiRequest {
             logit_bias: self.logit_bias.clone(),
             stop: self.stop.clone(),
             stop_token_ids: self.stop_token_ids.clone(),
+            keep_stop: self.no_stop_trim.filter(|&keep| keep).or(self.include_stop_str_in_output),
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
@@ -142,7 +170,7 @@ impl OpenAiRequest {
         })
     }
 
-    /// What the request says about the format of its answer. The names of vLLM's extensions are understood, too.
+    /// What the request says about the format of its answer. The names that vLLM and llama.cpp have for it are understood, too.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
         let mut fields = Map::new();
         let mut put = |name: &str, value: Option<Value>| {
@@ -152,9 +180,25 @@ impl OpenAiRequest {
         put("tool_choice", self.tool_choice.clone());
         put("parallel_tool_calls", self.parallel_tool_calls.map(Value::from));
         put("response_format", self.response_format.clone());
-        put("json_schema", self.guided_json.clone());
-        put("regex", self.regex.clone().or_else(|| self.guided_regex.clone()).map(Value::from));
-        put("ebnf", self.ebnf.clone().or_else(|| self.guided_grammar.clone()).map(Value::from));
+        put("guided_json", self.guided_json.clone());
+        put("guided_choice", self.guided_choice.clone());
+        put("structured_outputs", self.structured_outputs.clone());
+        put("structural_tag", self.structural_tag.clone());
+        put("json_schema", self.json_schema.clone());
+        put("allowed_token_ids", self.allowed_token_ids.clone());
+        put("bad_words", self.bad_words.clone());
+        put("stop_regex", self.stop_regex.clone());
+        put("min_tokens", self.min_tokens.map(Value::from));
+        put("ignore_eos", self.ignore_eos.map(Value::from));
+        for (name, text) in [
+            ("regex", &self.regex),
+            ("ebnf", &self.ebnf),
+            ("grammar", &self.grammar),
+            ("guided_regex", &self.guided_regex),
+            ("guided_grammar", &self.guided_grammar),
+        ] {
+            put(name, text.clone().map(Value::from));
+        }
         Ok(AnswerFormat::from_body(&fields.into())?)
     }
 
@@ -182,6 +226,21 @@ impl OpenAiRequest {
             }
         };
         bounded("top_logprobs", wanted).map(Some)
+    }
+
+    /// The number of alternatives per token of the prompt, if their logprobs are asked for by vLLM's name.
+    pub(crate) fn prompt_logprobs(&self) -> Result<Option<usize>, ApiError> {
+        let Some(count) = self.prompt_logprobs else { return Ok(None) };
+        if self.streams() {
+            let message =
+                "prompt_logprobs: not in streams; /v1/completions streams them with echo and logprobs";
+            return Err(ApiError::unsupported("prompt_logprobs", message));
+        }
+        let Ok(count) = u32::try_from(count) else {
+            let message = format!("prompt_logprobs is {count}, expected 0 to {MAX_TOP_LOGPROBS}");
+            return Err(ApiError::bad_field("prompt_logprobs", message));
+        };
+        bounded("prompt_logprobs", count).map(Some)
     }
 
     /// The number of alternatives per token that a completion asks for, if it asks for logprobs.
@@ -256,11 +315,7 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_refused_by_name() {
-        for (text, name) in [
-            ("{\"best_of\": 3}", "best_of"),
-            ("{\"suffix\": \"end\"}", "suffix"),
-            ("{\"no_stop_trim\": true}", "no_stop_trim"),
-        ] {
+        for (text, name) in [("{\"best_of\": 3}", "best_of"), ("{\"suffix\": \"end\"}", "suffix")] {
             let error = request(text).sampling_fields(None).unwrap_err();
             assert_eq!(error.body()["error"]["param"], name);
         }

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{ApiError, OneOrMany};
+use super::{ApiError, OneOrMany, UnreadFields};
 
 /// The body of `/v1/score`: texts, and texts that may follow them.
 #[derive(Debug, Default, Deserialize)]
@@ -13,6 +13,8 @@ pub(crate) struct ScoreRequest {
     pub(crate) text_2: Option<OneOrMany<String>>,
     pub(crate) rid: Option<String>,
     pub(crate) cache_salt: Option<String>,
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 impl ScoreRequest {

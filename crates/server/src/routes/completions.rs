@@ -17,19 +17,21 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{ApiError, OpenAiRequest, Prompt, Usage, check_kv_precision};
+use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage, check_kv_precision};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
 use crate::routes::constrain::token_filter;
-use crate::routes::logprobs::{CompletionLogprobs, CompletionTokens, EndTokens};
+use crate::routes::logprobs::{
+    CompletionLogprobs, CompletionTokens, EndTokens, prompt_logprobs as list_prompt,
+};
 use crate::state::{AppState, unix_seconds};
 
 /// The most tokens of an answer when the client gives no limit, as OpenAI has it.
 const DEFAULT_MAX_TOKENS: u64 = 16;
 
 /// The token ids of a prompt, and the text it is echoed as if it is.
-struct Prepared {
-    ids: Vec<u32>,
-    echo: Option<String>,
+pub(super) struct Prepared {
+    pub(super) ids: Vec<u32>,
+    pub(super) echo: Option<String>,
 }
 
 /// `/v1/completions`: continues one prompt or several.
@@ -37,17 +39,22 @@ pub(crate) async fn completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
+    request.leave_fields_of_chats();
+    request.unread.check(Door::Completions, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;
     let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
-    let prompt_logprobs = logprobs.filter(|_| echo);
+    let listed = request.prompt_logprobs()?;
+    let echoed = logprobs.filter(|_| echo);
+    if listed.is_some() && echoed.is_some() && listed != echoed {
+        let message = "prompt_logprobs must be logprobs where the prompt is echoed";
+        return Err(ApiError::bad_field("prompt_logprobs", message));
+    }
+    let prompt_logprobs = listed.or(echoed);
     let options =
         GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
-    // Plain text has no tools.
-    request.tools = None;
-    request.tool_choice = None;
     let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
     app.check_batch(prompts, "prompt")?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;
@@ -86,7 +93,9 @@ pub(crate) async fn completions(
         usage.add(choice, &summary);
         let list = logprobs.map(|_| {
             let mut list = CompletionTokens::new(app.model.tokenizer());
-            list.prompt(&summary.prompt_logprobs);
+            if echo {
+                list.prompt(&summary.prompt_logprobs);
+            }
             // Whoever has the prompt echoed counts: harnesses ask for one token and cut it off, also when it is the end.
             let with_end = echoes[prompt].is_some();
             let listed = tokens.iter().filter(|token| with_end || !end_tokens.contains(token.id));
@@ -97,13 +106,17 @@ pub(crate) async fn completions(
             Some(echo) => [echo, summary.text.as_str()].concat(),
             None => summary.text.clone(),
         };
-        choices.push(json!({
+        let mut choice = json!({
             "index": prompt * options.n + choice,
             "text": text,
             "logprobs": list,
             "finish_reason": finish_name(summary.finish),
             "matched_stop": matched(&summary),
-        }));
+        });
+        if listed.is_some() {
+            choice["prompt_logprobs"] = list_prompt(app.model.tokenizer(), &summary.prompt_logprobs);
+        }
+        choices.push(choice);
     }
     Ok(Json(json!({
         "id": id,
@@ -126,7 +139,12 @@ pub(crate) fn matched(summary: &Summary) -> Value {
     }
 }
 
-async fn prepare(app: &Arc<AppState>, prompt: Option<Prompt>, echo: bool) -> Result<Vec<Prepared>, ApiError> {
+/// Tokenizes the prompts of a request, and keeps their text if it is to be `echo`ed.
+pub(super) async fn prepare(
+    app: &Arc<AppState>,
+    prompt: Option<Prompt>,
+    echo: bool,
+) -> Result<Vec<Prepared>, ApiError> {
     let from_text = move |app: &AppState, text: String| -> Result<Prepared, ApiError> {
         app.model.check_length(&text, app.engine.info().context, "prompt")?;
         Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use oscar_engine::TokenFilter;
 
-use crate::protocol::{AnswerFormat, ApiError};
+use crate::grammar::{GrammarError, RuleError};
+use crate::protocol::{AnswerFormat, ApiError, text_error};
 use crate::state::AppState;
 
 /// The filter that keeps an answer to its format, if the request asks for one. With `after`, the answer is free until
@@ -14,14 +15,60 @@ pub(crate) async fn token_filter(
     format: AnswerFormat,
     after: Option<&'static str>,
 ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
-    if format.constraint(app.options.tool_call_parser)?.is_none() {
+    let constrained = format.constraint(app.options.tool_call_parser)?.is_some();
+    if !constrained && format.rules.is_empty() {
         return Ok(None);
     }
     // Compiling a grammar can take as long as tokenizing a long text.
-    let compile = move |app: &AppState| {
-        let Some(constraint) = format.constraint(app.options.tool_call_parser)? else { return Ok(None) };
-        let factory = app.grammars.get_or_init(|| app.new_grammars()).as_ref().map_err(Clone::clone)?;
-        Ok(Some(factory.filter(&constraint, after)?))
+    app.encode(usize::MAX, move |app| compile(app, &format, after)).await
+}
+
+fn compile(
+    app: &AppState,
+    format: &AnswerFormat,
+    after: Option<&'static str>,
+) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
+    let grammar = match format.constraint(app.options.tool_call_parser)? {
+        None => None,
+        Some(constraint) => {
+            let factory = app.grammars.get_or_init(|| app.new_grammars()).as_ref();
+            let filter = factory.map_err(Clone::clone).and_then(|factory| factory.filter(&constraint, after));
+            Some(filter.map_err(|error| about(format, error))?)
+        }
     };
-    app.encode(usize::MAX, compile).await
+    if format.rules.is_empty() {
+        return Ok(grammar);
+    }
+    let tokenizer = app.model.tokenizer();
+    let vocabulary = tokenizer.vocab_size();
+    if format.rules.allowed.iter().flatten().any(|&id| id as usize >= vocabulary) {
+        let message = format!("allowed_token_ids: token ids must be below {vocabulary}");
+        return Err(ApiError::bad_field("allowed_token_ids", message));
+    }
+    let filter = format.rules.filter(tokenizer, grammar);
+    filter.map(Some).map_err(|error| match error {
+        RuleError::Text(error) => text_error("bad_words", &error),
+        // The library draws the expression and points at the fault; the last line says what it is.
+        error => {
+            let text = error.to_string();
+            let reason = text.lines().last().unwrap_or_default().trim_start_matches("error: ");
+            ApiError::bad_field(
+                "stop_regex",
+                format!("stop_regex: {}", reason.trim_start_matches("stop_regex: ")),
+            )
+        }
+    })
+}
+
+/// The error of a grammar that cannot be used, with the field that has it.
+fn about(format: &AnswerFormat, error: GrammarError) -> ApiError {
+    let of_content = matches!(
+        error,
+        GrammarError::TooLarge { .. } | GrammarError::TooDeep { .. } | GrammarError::Invalid { .. }
+    );
+    let error = ApiError::from(error);
+    if of_content && error.param() == Some("response_format") {
+        return error.with_param(format.content_field);
+    }
+    error
 }

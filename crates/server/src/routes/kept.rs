@@ -39,7 +39,7 @@ pub(crate) async fn kept(
     let mut chat = Chat::new(&mut chat)?;
     let scope = salt.clone();
     let encoded = app.encode(usize::MAX, move |app| {
-        let text = chat.render(&app.model)?;
+        let text = chat.render(&app.model, &app.options)?;
         app.model.encode_chat(&app.memory, scope.as_deref(), text)
     });
     let ids = encoded.await?.ids;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use oscar_engine::{GenerateOptions, PromptLogprob, Token};
 use oscar_model::text::{StreamDecoder, Tokenizer};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::text::{bytes_of, shown};
 
@@ -69,6 +69,26 @@ impl ChatLogprob {
             top_logprobs: token.top.iter().map(alternative).collect(),
         }
     }
+}
+
+/// The logprobs of a prompt as vLLM lists them: for each token an object with the token and its alternatives by their ids,
+/// null for the first.
+pub(crate) fn prompt_logprobs(tokenizer: &Tokenizer, prompt: &[PromptLogprob]) -> Value {
+    let token = |entry: &PromptLogprob| {
+        let own = entry.logprob?;
+        // How likely a token is among all others is known only for the likeliest.
+        let ranked =
+            entry.top.iter().enumerate().map(|(index, &(id, logprob))| (id, logprob, Some(index + 1)));
+        let mut map = Map::new();
+        for (id, logprob, rank) in ranked.chain([(entry.token, own, None)]) {
+            let decoded = shown(tokenizer, id);
+            map.entry(id.to_string()).or_insert_with(
+                || json!({"logprob": number(logprob), "rank": rank, "decoded_token": decoded}),
+            );
+        }
+        Some(Value::Object(map))
+    };
+    prompt.iter().map(token).collect::<Vec<Option<Value>>>().into()
 }
 
 /// The logprobs of a completion, as lists of equal length. Those of the prompt come first if it is echoed.

@@ -9,6 +9,7 @@ mod generate;
 mod health;
 mod info;
 mod kept;
+mod llama;
 mod logprobs;
 mod messages;
 mod models;

@@ -15,10 +15,10 @@ use tower_http::cors::{AllowOrigin, Any as AnyOrigin, CorsLayer};
 use uuid::Uuid;
 
 use super::{
-    chat, completions, embeddings, generate, health, info, kept, messages, models, observe, openapi, responses,
-    score, tokens,
+    chat, completions, embeddings, generate, health, info, kept, llama, messages, models, observe, openapi,
+    responses, score, tokens,
 };
-use crate::http::{ApiKey, TrustedSites, changes_something, check_content_type};
+use crate::http::{ApiKey, HEAD_BYTES, TrustedSites, changes_something, check_content_type};
 use crate::page;
 use crate::protocol::ApiError;
 use crate::state::AppState;
@@ -70,6 +70,11 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .route("/v1/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/detokenize", post(tokens::detokenize))
+        .route("/completion", post(llama::completion))
+        .route("/completions", post(llama::completion))
+        .route("/apply-template", post(llama::apply_template))
+        .route("/props", get(llama::props))
+        .route("/slots", get(llama::slots))
         .route("/metrics", get(observe::metrics))
         .route("/oscar/cache", get(observe::cache).post(kept::kept))
         .route("/openapi.json", get(openapi::openapi))
@@ -137,6 +142,7 @@ impl Middleware {
     }
 
     fn admit(&self, request: &Request) -> Result<(), ApiError> {
+        check_head(request)?;
         let path = request.uri().path();
         if changes_something(request.method(), path) {
             self.sites.check_origin(request)?;
@@ -155,6 +161,18 @@ impl Middleware {
             _ => Ok(()),
         }
     }
+}
+
+/// Refuses a head beyond the limit: a connection reads in large pieces, and the last may go beyond it.
+fn check_head(request: &Request) -> Result<(), ApiError> {
+    let line = request.uri().path_and_query().map_or(0, |target| target.as_str().len());
+    // Each header has a colon, a space and a line break.
+    let headers = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
+    if line + headers.sum::<usize>() > HEAD_BYTES {
+        let message = format!("the headers have more than {HEAD_BYTES} bytes, the limit of this server");
+        return Err(ApiError::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, message));
+    }
+    Ok(())
 }
 
 /// The client's own id if it is printable and short, else a new one.

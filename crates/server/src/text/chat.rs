@@ -1,9 +1,13 @@
 //! Applies the chat template: from the messages of a request to the text the model reads.
 
-use oscar_model::text::{RenderOptions, RenderedText};
+use oscar_model::text::{ChatTemplate, RenderOptions, RenderedText};
 use serde_json::{Map, Value};
 
 use super::ServedModel;
+use super::roles::{check_results, check_roles};
+use super::tool_text::{describe_tools, write_calls};
+use crate::options::ServerOptions;
+use crate::parse::ToolCallFormat;
 use crate::protocol::{ApiError, OpenAiRequest, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
@@ -61,14 +65,16 @@ impl Chat {
         Ok(Chat { messages, tools, variables, generation_prompt, continues })
     }
 
-    /// Renders the chat with the template of the model. Control tokens in messages and tools are text, or else tokens with
-    /// `parse_special`.
+    /// Renders the chat with the template of the model. Control tokens in messages and tools are text unless the options of
+    /// the server say otherwise.
     pub(crate) fn render(
         &mut self,
         model: &ServedModel,
-        parse_special: bool,
+        options: &ServerOptions,
     ) -> Result<RenderedText, ApiError> {
         let template = model.template()?;
+        check_roles(&self.messages, template)?;
+        check_results(&self.messages)?;
         if !template.source().contains("developer") {
             for message in &mut self.messages {
                 if message["role"] == "developer" {
@@ -76,6 +82,8 @@ impl Chat {
                 }
             }
         }
+        self.write_tools(template, options.tool_call_parser)?;
+        let parse_special = options.parse_special_in_messages;
         let options = RenderOptions {
             tools: self.tools.as_deref(),
             add_generation_prompt: self.generation_prompt,
@@ -99,6 +107,38 @@ impl Chat {
             text.truncate(end);
         }
         Ok(text)
+    }
+
+    /// Writes tools and calls into the messages where the template knows neither, or refuses them.
+    fn write_tools(
+        &mut self,
+        template: &ChatTemplate,
+        format: Option<&ToolCallFormat>,
+    ) -> Result<(), ApiError> {
+        let unknown = |field: String, what: &str| {
+            let fix = "start the server with --tool-call-parser NAME to have them written for the model";
+            let message = format!("{field}: the chat template of this model knows no {what}; {fix}");
+            ApiError::unsupported(&field, message)
+        };
+        let with_tools = self.tools.is_some();
+        if !template.mentions("tool_calls", with_tools) {
+            for (index, message) in self.messages.iter_mut().enumerate() {
+                let calls = message.get("tool_calls").and_then(Value::as_array);
+                if calls.is_none_or(Vec::is_empty) {
+                    continue;
+                }
+                let format =
+                    format.ok_or_else(|| unknown(format!("messages[{index}].tool_calls"), "tool calls"))?;
+                write_calls(message, format);
+            }
+        }
+        if !template.mentions("tools", with_tools)
+            && let Some(tools) = self.tools.take()
+        {
+            let format = format.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
+            describe_tools(&mut self.messages, &tools, format);
+        }
+        Ok(())
     }
 }
 
@@ -125,7 +165,12 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
         None => {}
         Some(Value::Null) => drop(fields.remove("tool_calls")),
         Some(Value::Array(calls)) => {
-            for call in calls {
+            for (number, call) in calls.iter_mut().enumerate() {
+                let name = call.get("function").and_then(|function| function.get("name"));
+                if name.and_then(Value::as_str).is_none_or(str::is_empty) {
+                    let field = here(&format!(".tool_calls[{number}].function.name"));
+                    return Err(ApiError::bad_field(field.clone(), format!("{field} must be a text")));
+                }
                 read_arguments(call);
             }
         }

@@ -2,8 +2,10 @@
 
 mod chat;
 mod memory;
+mod roles;
 mod served;
 mod tokens;
+mod tool_text;
 
 pub(crate) use chat::Chat;
 pub(crate) use memory::{ConversationMemory, RenderedPrompt};

@@ -69,8 +69,11 @@ def test_a_tool_is_called_and_its_result_read(claude, model):
     blocks = [block.model_dump() for block in answer.content]
     after = claude.messages.create(**settings, messages=[question, {"role": "assistant", "content": blocks}, result],
                                    tool_choice={"type": "none"})
-    assert after.usage.input_tokens + after.usage.cache_read_input_tokens > answer.usage.input_tokens
     assert after.content
+    # Neither tools nor the call and its result are missing from the prompt.
+    alone = claude.messages.create(**{**settings, "max_tokens": 1}, messages=[question], tool_choice={"type": "none"})
+    prompts = [message.usage.input_tokens + message.usage.cache_read_input_tokens for message in (alone, answer, after)]
+    assert prompts[0] + 20 < min(prompts[1:]), prompts
 
 
 def test_stop_sequences_limits_and_beginnings(claude, model):

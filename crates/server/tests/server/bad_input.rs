@@ -132,7 +132,12 @@ async fn huge_wishes_end_with_the_context() {
     let body = house.post("/v1/completions", request).await.ok();
     assert_eq!(body["choices"][0]["finish_reason"], "length");
     // The last token is said, but need not be stored.
-    assert_eq!(body["usage"]["total_tokens"], 65);
+    assert_eq!(body["usage"]["total_tokens"], 64, "a full context has no token more than it holds");
+    // No room for an answer, unless none is asked for.
+    let full = |most: u64| house.post("/v1/completions", json!({"prompt": vec![5; 64], "max_tokens": most}));
+    let error = full(1).await.refused(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+    full(0).await.ok();
 }
 
 #[tokio::test]
@@ -189,4 +194,73 @@ async fn a_batch_larger_than_the_queue_leaves_nothing_behind() {
         stats.running + stats.queued == 0
     })
     .await;
+}
+
+#[tokio::test]
+async fn strange_roles_and_results_of_nothing_are_refused() {
+    let house = mock();
+    let user = json!({"role": "user", "content": "a"});
+    for (messages, param) in [
+        (json!([user, {"role": "wizard", "content": "b"}]), "messages[1].role"),
+        (json!([user, {"role": "tool", "tool_call_id": "c", "content": "b"}]), "messages[1]"),
+        (
+            json!([user, {"role": "assistant", "tool_calls": [{"type": "function"}]}]),
+            "messages[1].tool_calls[0].function.name",
+        ),
+    ] {
+        let error = house.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
+        assert_eq!(error["param"], param);
+    }
+    let output = json!({"type": "function_call_output", "call_id": "c", "output": "b"});
+    house.post("/v1/responses", json!({"input": [output]})).await.refused(400);
+}
+
+#[tokio::test]
+async fn heads_beyond_the_limit_are_refused() {
+    let house = mock();
+    let listening = house.listen().await;
+    for (bytes, status) in [(60 << 10, "200"), (70 << 10, "431"), (100 << 10, "431")] {
+        let request = Request::get("/health").header("x-long", "y".repeat(bytes));
+        let answer = house.send(request.body(Body::empty()).unwrap()).await;
+        assert_eq!(answer.status.to_string(), status);
+        let mut stream = tokio::net::TcpStream::connect(listening.address).await.unwrap();
+        let long = "y".repeat(bytes);
+        let text =
+            format!("GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-long: {long}\r\n\r\n");
+        tokio::io::AsyncWriteExt::write_all(&mut stream, text.as_bytes()).await.unwrap();
+        let mut bytes = Vec::new();
+        let _ = tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut bytes).await;
+        let line = String::from_utf8_lossy(&bytes).chars().skip(9).take(3).collect::<String>();
+        assert_eq!(line, status, "{} bytes", long.len());
+    }
+}
+
+#[tokio::test]
+async fn errors_do_not_name_types_of_the_program() {
+    let house = mock();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    for (path, request) in [
+        ("/v1/chat/completions", json!({"messages": messages, "stream_options": "yes"})),
+        ("/v1/chat/completions", json!({"messages": messages, "logprobs": {}})),
+        ("/v1/chat/completions", json!({"messages": {}})),
+        ("/v1/completions", json!({"prompt": {"a": 1}})),
+        ("/v1/completions", json!({"prompt": "a", "temperature": "hot"})),
+        ("/v1/completions", json!({"prompt": "a", "stop": {}})),
+        ("/v1/completions", json!({"prompt": "a", "logit_bias": []})),
+        ("/v1/responses", json!({"input": "a", "text": "x", "reasoning": 3})),
+        ("/generate", json!({"text": 3})),
+        ("/generate", json!({"text": "a", "sampling_params": "x"})),
+        ("/generate", json!({"text": "a", "sampling_params": {"temperature": "hot"}})),
+        ("/detokenize", json!({"tokens": {}})),
+        ("/detokenize", json!({})),
+        ("/abort_request", json!({"rid": {}})),
+    ] {
+        let error = house.post(path, request.clone()).await.refused(400);
+        let message = error["message"].as_str().unwrap();
+        for word in
+            ["struct", "enum", "OneOrMany", "variant", "Object", "f32", "u32", "u64", "sequence", "a map"]
+        {
+            assert!(!message.contains(word), "{request}: {message}");
+        }
+    }
 }

@@ -144,7 +144,9 @@ async fn a_conversation_reaches_the_template() {
         "parameters": weather()["input_schema"]});
     let chat = json!({"tools": [{"type": "function", "function": function}], "messages": [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"},
-        {"role": "assistant", "content": ""}, {"role": "tool", "content": "Sun"}]});
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "type": "function",
+            "function": {"name": "weather", "arguments": {"place": "Rome"}}}]},
+        {"role": "tool", "content": "Sun"}]});
     let same = house.post("/tokenize", chat).await.ok();
     assert_eq!(count["input_tokens"], same["count"]);
     let less = house.post("/v1/messages/count_tokens", ask(json!({"max_tokens": null}))).await.ok();

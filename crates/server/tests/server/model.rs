@@ -216,7 +216,7 @@ async fn answers_have_the_form_that_was_asked_for() {
         assert!(["yes", "no"].contains(&answer["text"].as_str().unwrap()), "{answer}");
     }
     let bad = json!({"prompt": "a", "regex": "(["});
-    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "response_format");
+    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "regex");
 }
 
 #[tokio::test]
@@ -244,4 +244,41 @@ async fn calls_can_be_demanded() {
     assert!((0..=99).contains(&arguments["n"].as_i64().unwrap()));
     let request = json!({"messages": messages, "tool_choice": "required"});
     house.post("/v1/chat/completions", request).await.refused(400);
+}
+
+#[tokio::test]
+async fn prompts_are_scored_in_two_forms() {
+    let house = tiny(512, EngineOptions::default());
+    let request = json!({"prompt": "So it is", "max_tokens": 1, "temperature": 0});
+    let mut echoed = request.clone();
+    (echoed["echo"], echoed["logprobs"]) = (true.into(), 2.into());
+    let echoed = house.post("/v1/completions", echoed).await.ok();
+    let echoed = echoed["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap().clone();
+    let mut listed = request.clone();
+    listed["prompt_logprobs"] = 2.into();
+    let body = house.post("/v1/completions", listed.clone()).await.ok();
+    let list = body["choices"][0]["prompt_logprobs"].as_array().unwrap();
+    assert_eq!(body["choices"][0]["logprobs"], Value::Null);
+    assert_eq!(list.len(), body["usage"]["prompt_tokens"].as_u64().unwrap() as usize);
+    assert!(list[0].is_null() && list.len() > 2);
+    let ids = house.post("/tokenize", json!({"prompt": "So it is"})).await.ok()["tokens"].clone();
+    for (index, entry) in list.iter().enumerate().skip(1) {
+        let own = &entry[ids[index].to_string()];
+        assert_eq!(own["logprob"], echoed[index], "{entry}");
+        let likeliest = entry.as_object().unwrap().values().find(|entry| entry["rank"] == 1).unwrap();
+        assert!(likeliest["logprob"].as_f64() >= own["logprob"].as_f64());
+        assert!(own["decoded_token"].is_string());
+    }
+    let chat =
+        json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0});
+    let body = house.post("/v1/chat/completions", chat).await.ok();
+    let count = body["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
+    assert_eq!(body["prompt_logprobs"].as_array().unwrap().len(), count);
+    for (extra, value) in
+        [("stream", json!(true)), ("prompt_logprobs", json!(-1)), ("prompt_logprobs", json!(101))]
+    {
+        let mut bad = listed.clone();
+        bad[extra] = value;
+        assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "prompt_logprobs");
+    }
 }

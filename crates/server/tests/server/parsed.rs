@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use oscar_engine::{
-    EngineError, EngineInfo, EngineStats, Event, MockEngine, MockOptions, Request, RequestHandle, Serve, Sink,
+    EngineError, EngineInfo, EngineStats, Event, FinishReason, MockEngine, MockOptions, Request,
+    RequestHandle, Serve, Sink,
 };
 use oscar_server::{ReasoningFormat, Server, ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
@@ -14,13 +15,14 @@ use crate::support::{House, TEMPLATE, served};
 pub(crate) struct Parrot {
     mock: MockEngine,
     script: Vec<&'static str>,
+    finish: FinishReason,
 }
 
 impl Serve for Parrot {
     fn submit(&self, mut request: Request, mut sink: Sink) -> Result<RequestHandle, EngineError> {
         request.options.max_tokens = Some(self.script.len());
         request.options.ignore_end = true;
-        let script = self.script.clone();
+        let (script, finish) = (self.script.clone(), self.finish);
         let mut said = vec![0; request.options.n];
         let rewritten = move |mut event: Event| {
             match &mut event {
@@ -30,7 +32,7 @@ impl Serve for Parrot {
                 }
                 Event::Finished { summary, .. } => {
                     summary.text = script.concat();
-                    summary.finish = oscar_engine::FinishReason::End;
+                    summary.finish = finish;
                 }
                 _ => {}
             }
@@ -51,14 +53,19 @@ impl Serve for Parrot {
 }
 
 pub(crate) fn parrot(script: &[&'static str]) -> House<Parrot> {
-    let engine = Arc::new(Parrot { mock: MockEngine::new(MockOptions::default()), script: script.to_vec() });
+    parrot_with(script, FinishReason::End, TEMPLATE)
+}
+
+fn parrot_with(script: &[&'static str], finish: FinishReason, template: &str) -> House<Parrot> {
+    let mock = MockEngine::new(MockOptions::default());
+    let engine = Arc::new(Parrot { mock, script: script.to_vec(), finish });
     let options = ServerOptions {
         reasoning_parser: ReasoningFormat::choose("qwen3", None).unwrap(),
         tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
         ..ServerOptions::default()
     };
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
-    House { engine, server: Arc::new(Server::new(serve, served(TEMPLATE), options)) }
+    House { engine, server: Arc::new(Server::new(serve, served(template), options)) }
 }
 
 fn chat(extra: Value) -> Value {
@@ -144,4 +151,63 @@ async fn what_nobody_asked_for_stays_in_the_answer() {
     assert!(message.get("tool_calls").is_none() && message.get("reasoning_content").is_none());
     let none = house.post("/v1/chat/completions", chat(json!({"tool_choice": "none"}))).await.ok();
     assert!(none["choices"][0]["message"]["content"].as_str().unwrap().contains("<tool_call>"));
+}
+
+/// The text of a chat as the model gets it.
+async fn rendered<E>(house: &House<E>, chat: Value) -> String {
+    let tokens = house.post("/tokenize", chat).await.ok()["tokens"].clone();
+    let text = house.post("/detokenize", json!({"tokens": tokens, "skip_special_tokens": false})).await.ok();
+    text["text"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn a_call_that_was_cut_off_is_neither_markup_nor_empty() {
+    let before = ["I ask. ", "<tool_call>\n", "{\"name\": \"wea"];
+    let inside = ["I ask. ", "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"pl", "ace\": \"Ro"];
+    let marker = ["I ask. ", "<tool_", "call"];
+    for (script, arguments) in [(before, None), (marker, None), (inside, Some("{\"place\": \"Ro"))] {
+        let house = parrot_with(&script, FinishReason::Length, TEMPLATE);
+        let body = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+        let choice = &body["choices"][0];
+        assert_eq!(choice["finish_reason"], "length");
+        assert_eq!(choice["message"]["content"].as_str().unwrap().trim(), "I ask.", "{choice}");
+        assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"].as_str(), arguments);
+        let events = house.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
+        let said = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
+        assert_eq!(said.collect::<String>().trim(), "I ask.");
+        let tool = json!({"name": "weather", "input_schema": {"type": "object"}});
+        let request =
+            json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
+        let message = house.post("/v1/messages", request).await.ok();
+        assert_eq!(message["stop_reason"], "max_tokens");
+        let blocks = message["content"].as_array().unwrap();
+        assert!(blocks.len() == 1 && blocks[0]["text"].as_str().unwrap().trim() == "I ask.", "{message}");
+    }
+}
+
+#[tokio::test]
+async fn tools_and_calls_do_not_vanish_from_a_prompt() {
+    let plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}";
+    let call = json!({"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{\"place\": \"Rome\"}"}});
+    let after = json!([{"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": null, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Sun"}]);
+    // Where it is known how the model writes calls, they are described and written as text.
+    let house = parrot_with(&SCRIPT, FinishReason::End, plain);
+    let text = rendered(&house, chat(json!({"messages": after}))).await;
+    assert!(text.starts_with("system: ") && text.contains("\"place\":{\"type\":\"string\"}"), "{text}");
+    assert!(
+        text.contains("assistant: <tool_call>\n{\"name\": \"weather\", \"arguments\": {\"place\":\"Rome\"}}")
+    );
+    let body = house.post("/v1/chat/completions", chat(json!({"messages": after}))).await.ok();
+    assert_eq!(body["choices"][0]["finish_reason"], "tool_calls");
+    // Where it is not, the request is refused.
+    let engine = Arc::new(MockEngine::new(MockOptions::default()));
+    let server = Server::new(engine.clone(), served(plain), ServerOptions::default());
+    let silent = House { engine, server: Arc::new(server) };
+    let error = silent.post("/v1/chat/completions", chat(json!({}))).await.refused(400);
+    assert_eq!(error["param"], "tools");
+    assert!(error["message"].as_str().unwrap().contains("--tool-call-parser"), "{error}");
+    let error = silent.post("/v1/chat/completions", json!({"messages": after})).await.refused(400);
+    assert_eq!(error["param"], "messages[1].tool_calls");
 }

@@ -20,7 +20,8 @@ use tower::ServiceExt;
 
 /// The layout of many models, with tools listed before the messages.
 pub(crate) const TEMPLATE: &str = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}\
-    {% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}\
+    {% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\
+    {% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 pub(crate) fn fixture() -> std::path::PathBuf {

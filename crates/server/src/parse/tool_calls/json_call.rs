@@ -88,6 +88,11 @@ impl JsonCall {
         std::mem::take(&mut self.text)
     }
 
+    /// Whether this cannot be anything but a call, as far as it goes.
+    pub(super) fn is_certain(&self) -> bool {
+        self.only.is_none() || self.name.is_some()
+    }
+
     /// The text that was taken without becoming a call, because the answer has ended.
     pub(super) fn finish(&mut self) -> String {
         if self.begun { String::new() } else { self.take_text() }

@@ -5,6 +5,7 @@ mod format;
 mod json_call;
 mod json_text;
 mod parser;
+mod write;
 mod xml_call;
 
 pub(crate) use arguments::may_be_text;

@@ -97,6 +97,25 @@ impl ToolCallParser {
         std::mem::take(&mut self.calls.out)
     }
 
+    /// Gives what was held back, because the answer was cut off. What was taken of a call is dropped: a part of a call is
+    /// neither a call nor content. Arguments that were passed on as they came stay.
+    pub(crate) fn cut_off(&mut self) -> Vec<Piece> {
+        let in_call = match &self.state {
+            State::Json(call) => call.is_certain(),
+            State::Xml(_) => true,
+            State::Content => self.format.openers.iter().any(|opener| {
+                // A shorter beginning may as well be something else.
+                opener.starts_with(&self.buffer) && self.buffer.len() * 2 > opener.len()
+            }),
+            State::Start | State::AfterCall => false,
+        };
+        if in_call {
+            self.buffer.clear();
+            self.state = State::AfterCall;
+        }
+        self.finish()
+    }
+
     /// Does what the buffer allows, and says whether there may be more to do.
     fn step(&mut self) -> bool {
         match &mut self.state {

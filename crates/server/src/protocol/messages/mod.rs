@@ -7,7 +7,7 @@ use serde_json::{Map, Number, Value, json};
 
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
-use super::{OneOrMany, OpenAiRequest};
+use super::{OneOrMany, OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`.
@@ -35,6 +35,9 @@ pub(crate) struct MessagesRequest {
     rid: Option<String>,
     cache_salt: Option<String>,
     chat_template_kwargs: Option<Map<String, Value>>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The field `thinking`: whether the model is to reason before it answers. A budget for it is ignored.

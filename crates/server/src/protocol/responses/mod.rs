@@ -8,8 +8,8 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value, json};
 
 use self::items::messages;
-use super::OpenAiRequest;
 use super::sampling::Object;
+use super::{OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/responses`.
@@ -45,6 +45,9 @@ pub(crate) struct ResponsesRequest {
     rid: Option<String>,
     cache_salt: Option<String>,
     chat_template_kwargs: Option<Map<String, Value>>,
+
+    #[serde(flatten)]
+    pub(crate) unread: UnreadFields,
 }
 
 /// The field `text`: what the answer must look like.
@@ -173,7 +176,8 @@ fn response_format(format: Value) -> Result<Value, ApiError> {
     match format.get("type").and_then(Value::as_str) {
         Some("text" | "json_object") => Ok(format),
         Some("json_schema") if format.get("schema").is_some_and(Value::is_object) => {
-            Ok(json!({"type": "json_schema", "json_schema": {"schema": format["schema"]}}))
+            let strict = format.get("strict");
+            Ok(json!({"type": "json_schema", "json_schema": {"schema": format["schema"], "strict": strict}}))
         }
         Some("json_schema") => {
             Err(ApiError::bad_field("text.format.schema", "text.format.schema must be a JSON schema"))

@@ -2,7 +2,7 @@
 
 use oscar_engine::{Event, Summary, Token};
 
-use super::Turn;
+use super::{Turn, is_cut_off};
 use crate::parse::{Change, OutputParser, Part, Parts};
 use crate::protocol::ApiError;
 use crate::requests::AnswerStream;
@@ -56,7 +56,7 @@ impl PartsAnswer {
     /// Takes the end of the answer and gives what had been held back until then.
     pub(crate) fn finish(&mut self, summary: &Summary) -> Vec<Change> {
         let mut changes = Vec::new();
-        for piece in self.parser.finish() {
+        for piece in self.parser.finish(is_cut_off(summary)) {
             self.parts.push(piece, &mut changes);
         }
         self.parts.finish(&mut changes);

@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use oscar_engine::FinishReason;
+use oscar_engine::{FinishReason, Summary};
 use serde_json::json;
 
 pub(crate) use self::answer::PartsAnswer;
@@ -24,8 +24,8 @@ use super::{finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::parse::Message;
-use crate::protocol::{ApiError, OpenAiRequest, Usage};
-use crate::routes::logprobs::ChatLogprob;
+use crate::protocol::{ApiError, Door, OpenAiRequest, Usage};
+use crate::routes::logprobs::{ChatLogprob, prompt_logprobs};
 use crate::state::{AppState, unix_seconds};
 
 /// `/v1/chat/completions`: answers the last message of a chat.
@@ -33,6 +33,8 @@ pub(crate) async fn chat_completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
+    request.leave_fields_of_completions();
+    request.unread.check(Door::Chat, app.options.unknown_fields)?;
     let id = fresh_id("chatcmpl-");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
     drop(memory);
@@ -42,13 +44,15 @@ pub(crate) async fn chat_completions(
     let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
+    let listed = whole.first().filter(|_| turn.wants_prompt_logprobs);
+    let listed = listed.map(|first| prompt_logprobs(app.model.tokenizer(), &first.summary.prompt_logprobs));
     for FinishedChoice { choice, tokens, summary, .. } in whole {
         usage.add(choice, &summary);
         turn.remember(&summary);
         let mut parser = turn.parser(choice);
         let mut message = Message::default();
         message.extend(parser.push(&summary.text));
-        message.extend(parser.finish());
+        message.extend(parser.finish(is_cut_off(&summary)));
         let tokens = tokens.iter().filter(|token| !turn.end_tokens.contains(token.id));
         let list: Vec<ChatLogprob> =
             tokens.map(|token| ChatLogprob::new(app.model.tokenizer(), token)).collect();
@@ -60,7 +64,7 @@ pub(crate) async fn chat_completions(
             "matched_stop": matched(&summary),
         }));
     }
-    Ok(Json(json!({
+    let mut body = json!({
         "id": id,
         "object": "chat.completion",
         "created": unix_seconds(SystemTime::now()),
@@ -68,8 +72,16 @@ pub(crate) async fn chat_completions(
         "system_fingerprint": app.fingerprint,
         "choices": choices,
         "usage": usage,
-    }))
-    .into_response())
+    });
+    if let Some(listed) = listed {
+        body["prompt_logprobs"] = listed;
+    }
+    Ok(Json(body).into_response())
+}
+
+/// Whether the model had more to say.
+pub(crate) fn is_cut_off(summary: &Summary) -> bool {
+    !matches!(summary.finish, FinishReason::End | FinishReason::Stop)
 }
 
 /// The `finish_reason` of a chat's answer; `called` says whether it has tool calls.

@@ -20,6 +20,7 @@ pub(crate) struct Turn {
     salt: Option<String>,
     pub(super) end_tokens: EndTokens,
     pub(super) wants_logprobs: bool,
+    pub(super) wants_prompt_logprobs: bool,
     /// The number of answers, `n` of the request.
     pub(super) choices: usize,
     /// The tools that the model may call.
@@ -42,7 +43,8 @@ impl Turn {
         let logprobs = request.chat_logprobs()?;
         let new_text = !request.continue_final_message.unwrap_or(false);
         let sampling_fields = request.sampling_fields(None)?.options(&app.model.sampling)?;
-        let mut options = GenerateOptions { logprobs, new_text, ..sampling_fields };
+        let prompt_logprobs = request.prompt_logprobs()?;
+        let mut options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
         let format = request.answer_format()?;
         let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separate_reasoning.unwrap_or(true);
@@ -61,6 +63,7 @@ impl Turn {
             end_tokens: EndTokens::new(app.model.tokenizer(), &options),
             salt,
             wants_logprobs: logprobs.is_some(),
+            wants_prompt_logprobs: prompt_logprobs.is_some(),
             choices: options.n,
             tools: tools.into(),
             id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
@@ -116,7 +119,7 @@ pub(crate) async fn prepare(
     let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
     let mut chat = Chat::new(request)?;
     app.encode(bytes, move |app| {
-        let text = chat.render(&app.model, app.options.parse_special_in_messages)?;
+        let text = chat.render(&app.model, &app.options)?;
         app.model.check_length(text.as_str(), app.engine.info().context, "messages")?;
         app.model.encode_chat(&app.memory, salt.as_deref(), text)
     })

@@ -7,7 +7,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use oscar_engine::{Event, Summary, Token};
 use serde_json::json;
 
-use super::{Turn, chat_finish};
+use super::{Turn, chat_finish, is_cut_off};
 use crate::http::sse::{EventWriter, write_done, write_event, write_json};
 use crate::parse::{OutputParser, Piece};
 use crate::protocol::{ApiError, Usage};
@@ -97,7 +97,7 @@ impl ChatWriter {
         self.begin(index, out);
         self.turn.remember(summary);
         self.usage.add(index, summary);
-        let rest = self.choices.get_mut(&index).map(|choice| choice.parser.finish());
+        let rest = self.choices.get_mut(&index).map(|choice| choice.parser.finish(is_cut_off(summary)));
         for piece in rest.into_iter().flatten() {
             self.piece(index, &piece, None, out);
         }

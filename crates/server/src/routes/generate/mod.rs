@@ -17,7 +17,9 @@ use super::collect::collect;
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, GenerateRequest, Ids, OneOrMany, SamplingParams, check_kv_precision};
+use crate::protocol::{
+    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, check_kv_precision,
+};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
@@ -28,7 +30,7 @@ pub(crate) async fn generate(
     JsonBody(mut request, memory): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
-    refuse_what_is_missing(&request)?;
+    check_fields(&app, &request)?;
     let (prompts, batch) = prompts(&app, &mut request).await?;
     let count = prompts.len();
     let params: Vec<SamplingParams> = match request.sampling_params.take() {
@@ -55,7 +57,7 @@ pub(crate) async fn generate(
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
         let filter = token_filter(&app, params.answer_format()?, None).await?;
-        let options = params.sampling_fields(salt.clone())?.options(&app.model.sampling)?;
+        let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { start, top, with_text });
@@ -93,6 +95,18 @@ pub(crate) async fn generate(
     Ok(Json(value).into_response())
 }
 
+/// Refuses fields that nobody reads, also among the sampling parameters.
+fn check_fields(app: &AppState, request: &GenerateRequest) -> Result<(), ApiError> {
+    let policy = app.options.unknown_fields;
+    request.unread.check(Door::Generate, policy)?;
+    let params = match &request.sampling_params {
+        None => &[][..],
+        Some(OneOrMany::One(params)) => std::slice::from_ref(params),
+        Some(OneOrMany::Many(list)) => list,
+    };
+    params.iter().try_for_each(|Object(params)| params.unread.check(Door::SamplingParams, policy))
+}
+
 /// The token ids of the prompts, and whether they came as a list.
 async fn prompts(
     app: &Arc<AppState>,
@@ -128,25 +142,6 @@ async fn prompts(
         return Err(ApiError::bad_field("text", "the batch is empty"));
     }
     Ok((prompts, batch))
-}
-
-fn refuse_what_is_missing(request: &GenerateRequest) -> Result<(), ApiError> {
-    let asked = |value: &Option<Value>| {
-        let value = value.as_ref().unwrap_or(&Value::Null);
-        !matches!(value, Value::Null | Value::Bool(false))
-            && value.as_array().is_none_or(|list| !list.is_empty())
-    };
-    for (name, value, what) in [
-        ("input_embeds", &request.input_embeds, "prompts are text or token ids"),
-        ("image_data", &request.image_data, "this model reads text only"),
-        ("lora_path", &request.lora_path, "there are no adapters"),
-        ("return_hidden_states", &request.return_hidden_states, "hidden states are not given out"),
-    ] {
-        if asked(value) {
-            return Err(ApiError::unsupported(name, format!("{name}: {what}")));
-        }
-    }
-    Ok(())
 }
 
 /// Checks that a list has an entry for each prompt.

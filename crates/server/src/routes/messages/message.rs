@@ -4,11 +4,16 @@ use oscar_engine::{FinishReason, MatchedStop, Summary};
 use serde_json::{Map, Value, json};
 
 use crate::parse::{MessageCall, Part};
-use crate::routes::chat::PartsAnswer;
+use crate::routes::chat::{PartsAnswer, is_cut_off};
 
 /// The message when the answer has finished.
 pub(super) fn whole_message(id: &str, answer: &PartsAnswer, summary: &Summary) -> Value {
-    let blocks: Vec<Value> = answer.parts().list().iter().map(whole_block).collect();
+    // A call that was cut off has no arguments that could be trusted.
+    let whole = |part: &&Part| match part {
+        Part::Call(call) => !is_cut_off(summary) || arguments(call).is_some(),
+        Part::Reasoning(_) | Part::Text(_) => true,
+    };
+    let blocks: Vec<Value> = answer.parts().list().iter().filter(whole).map(whole_block).collect();
     let (reason, sequence) = stopped(summary, answer.parts().has_calls());
     let mut message = empty_message(id, &answer.turn().app.model.name);
     message["content"] = blocks.into();
@@ -54,10 +59,13 @@ fn whole_block(part: &Part) -> Value {
     block
 }
 
-/// The arguments of a tool call as a JSON object, which is empty for a call that was cut off.
+/// The arguments of a tool call as a JSON object, which is empty for arguments that are none.
 fn input(call: &MessageCall) -> Value {
-    let object: Result<Map<String, Value>, _> = serde_json::from_str(&call.arguments);
-    object.unwrap_or_default().into()
+    arguments(call).unwrap_or_default().into()
+}
+
+fn arguments(call: &MessageCall) -> Option<Map<String, Value>> {
+    serde_json::from_str(&call.arguments).ok()
 }
 
 /// The `stop_reason` and `stop_sequence` of an answer; `called` says whether it has tool calls.

@@ -18,7 +18,7 @@ use super::chat::{PartsAnswer, Turn, prepare};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, MessagesRequest};
+use crate::protocol::{ApiError, Door, MessagesRequest};
 use crate::state::AppState;
 
 /// `/v1/messages`: answers the last message of a conversation.
@@ -26,6 +26,7 @@ pub(crate) async fn messages(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Response, ApiError> {
+    request.unread.check(Door::Messages, app.options.unknown_fields)?;
     let mut request = request.into_chat()?;
     let id = fresh_id("msg_");
     let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
@@ -43,6 +44,7 @@ pub(crate) async fn count_tokens(
     State(app): State<Arc<AppState>>,
     JsonBody(request, _memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
+    request.unread.check(Door::Messages, app.options.unknown_fields)?;
     let mut request = request.into_unlimited()?;
     app.model.check_name(request.model.as_deref())?;
     // What would be refused has no tokens either.

@@ -15,7 +15,7 @@ use super::chat::{PartsAnswer, Turn};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, ResponsesRequest};
+use crate::protocol::{ApiError, Door, ResponsesRequest};
 use crate::state::AppState;
 
 /// `/v1/responses`: answers the input of a request.
@@ -23,6 +23,7 @@ pub(crate) async fn responses(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
+    request.unread.check(Door::Responses, app.options.unknown_fields)?;
     let id = fresh_id("resp_");
     let object = ResponseObject::new(&app, &id, &request);
     let mut request = request.into_chat()?;

@@ -1,0 +1,45 @@
+//! Writes tool calls as a family of models does: what the parser reads.
+
+use serde_json::{Value, json};
+
+use super::{CallLayout, ToolCallFormat, XmlLayout};
+
+impl ToolCallFormat {
+    /// Calls as a model writes them, by the names of the functions and their arguments.
+    pub(crate) fn written(&self, calls: &[(&str, &Value)]) -> String {
+        let one = |&(name, arguments): &(&str, &Value)| match &self.layout {
+            CallLayout::Json { arguments: key } => {
+                format!("{{\"name\": {}, \"{key}\": {arguments}}}", json!(name))
+            }
+            CallLayout::Xml(layout) => layout.written(name, arguments),
+        };
+        let (open, close) = self.block;
+        if self.one_block {
+            let calls: Vec<String> = calls.iter().map(one).collect();
+            return format!("{open}{}{close}", calls.join(self.separator));
+        }
+        let calls: Vec<String> = calls.iter().map(|call| format!("{open}{}{close}", one(call))).collect();
+        calls.join(self.separator)
+    }
+}
+
+impl XmlLayout {
+    fn written(&self, name: &str, arguments: &Value) -> String {
+        let quoted = |name: &str| if self.quoted_names { format!("\"{name}\"") } else { name.to_owned() };
+        let (mut text, close) = match self.call_open {
+            Some(open) => (format!("{open}{}>\n", quoted(name)), self.call_close),
+            None => (format!("{name}\n"), ""),
+        };
+        let line_break = if self.values_on_lines { "\n" } else { "" };
+        let after_key = if self.values_on_lines || !self.value.0.is_empty() { "\n" } else { "" };
+        for (key, value) in arguments.as_object().into_iter().flatten() {
+            // Text stands there as it is.
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            for part in [self.key.0, &quoted(key), self.key.1, after_key, self.value.0] {
+                text += part;
+            }
+            text += &[&value, line_break, self.value.1, "\n"].concat();
+        }
+        text + close
+    }
+}

@@ -1,0 +1,172 @@
+//! Fields that the type of a request does not have. Some are known to change nothing, some ask for what is not there;
+//! nobody knows what the others ask for, so they are refused by name rather than passed over.
+
+mod known;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use self::known::{Known, known};
+use super::ApiError;
+use crate::options::UnknownFields;
+
+/// The longest name of a field in bytes that an error repeats.
+const MAX_NAME: usize = 80;
+
+/// The kinds of requests, each with fields of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Door {
+    Chat,
+    Completions,
+    Responses,
+    Messages,
+    Generate,
+    /// The `sampling_params` of `/generate`.
+    SamplingParams,
+    /// llama.cpp's `/completion`.
+    Completion,
+    Tokenize,
+    Detokenize,
+    Embeddings,
+    Score,
+}
+
+impl Door {
+    /// What errors call it.
+    fn name(self) -> &'static str {
+        match self {
+            Door::Chat => "/v1/chat/completions",
+            Door::Completions => "/v1/completions",
+            Door::Responses => "/v1/responses",
+            Door::Messages => "/v1/messages",
+            Door::Generate => "/generate",
+            Door::SamplingParams => "sampling_params",
+            Door::Completion => "/completion",
+            Door::Tokenize => "/tokenize",
+            Door::Detokenize => "/detokenize",
+            Door::Embeddings => "/v1/embeddings",
+            Door::Score => "/v1/score",
+        }
+    }
+
+    /// The path of a field in the body.
+    fn path(self, field: &str) -> String {
+        match self {
+            Door::SamplingParams => format!("sampling_params.{field}"),
+            _ => field.to_owned(),
+        }
+    }
+}
+
+/// The fields of a body that its type does not have, to be checked before the request is answered.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct UnreadFields(Map<String, Value>);
+
+impl UnreadFields {
+    /// Adds a field that the type has for another kind of request.
+    pub(crate) fn add(&mut self, name: &str, value: Option<impl Into<Value>>) {
+        if let Some(value) = value {
+            self.0.insert(name.to_owned(), value.into());
+        }
+    }
+
+    /// Refuses the first field that may change the answer, unless such fields are to be ignored.
+    pub(crate) fn check(&self, door: Door, policy: UnknownFields) -> Result<(), ApiError> {
+        for (name, value) in &self.0 {
+            let known = known(door, name);
+            if says_nothing(value) || known.is_some_and(|known| known.is_fine(value)) {
+                continue;
+            }
+            let shown = &name[..name.floor_char_boundary(MAX_NAME)];
+            let path = door.path(shown);
+            match (policy, known) {
+                (UnknownFields::Ignore, _) => tracing::debug!(door = door.name(), field = shown, "ignored"),
+                (UnknownFields::Refuse, Some(known)) => {
+                    return Err(ApiError::unsupported(&path, format!("{path}: {}", known.reason)));
+                }
+                (UnknownFields::Refuse, None) => {
+                    let message = format!(
+                        "{} has no field {shown:?} (--unknown-fields ignore accepts any)",
+                        door.name()
+                    );
+                    return Err(ApiError::bad_field(path, message).with_code("unknown_parameter"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a value is what clients send for nothing: null, an empty text, list or object, or a list of such.
+fn says_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.iter().all(says_nothing),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
+    }
+}
+
+impl Known {
+    /// Whether the field may have this value.
+    fn is_fine(&self, value: &Value) -> bool {
+        let Some(neutral) = self.neutral else { return true };
+        let neutral: Vec<Value> = serde_json::from_str(neutral).unwrap_or_default();
+        // 0 is 0.0, and a batch has the same value for each prompt.
+        let same = |one: &Value, other: &Value| match (one.as_f64(), other.as_f64()) {
+            (Some(one), Some(other)) => one == other,
+            _ => one == other,
+        };
+        neutral.iter().any(|neutral| {
+            same(neutral, value)
+                || value.as_array().is_some_and(|list| list.iter().all(|value| same(neutral, value)))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check(door: Door, fields: &Value) -> Result<(), ApiError> {
+        let unread: UnreadFields = serde_json::from_value(fields.clone()).unwrap();
+        unread.check(door, UnknownFields::Refuse)
+    }
+
+    #[test]
+    fn what_says_nothing_is_fine() {
+        let nothing = json!({"a": null, "b": "", "c": [], "d": {}, "e": [null, []]});
+        assert_eq!(check(Door::Chat, &nothing), Ok(()));
+    }
+
+    #[test]
+    fn neutral_values_are_fine_and_others_are_named() {
+        for (field, neutral, other) in [
+            ("mirostat", json!(0), json!(2)),
+            ("dry_multiplier", json!(0.0), json!(0.8)),
+            ("use_beam_search", json!(false), json!(true)),
+            ("modalities", json!(["text"]), json!(["text", "audio"])),
+            ("lora_path", json!([null, ""]), json!("adapter")),
+        ] {
+            assert_eq!(check(Door::Chat, &json!({field: neutral})), Ok(()), "{field}");
+            let error = check(Door::Chat, &json!({field: other})).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], field);
+            assert_eq!(error.code(), Some("unsupported_parameter"));
+        }
+    }
+
+    #[test]
+    fn strangers_are_refused_unless_they_are_to_be_ignored() {
+        let error = check(Door::SamplingParams, &json!({"temprature": 0})).unwrap_err();
+        assert_eq!(error.body()["error"]["param"], "sampling_params.temprature");
+        assert_eq!(error.code(), Some("unknown_parameter"));
+        let unread: UnreadFields = serde_json::from_value(json!({"temprature": 0, "mirostat": 2})).unwrap();
+        assert_eq!(unread.check(Door::Chat, UnknownFields::Ignore), Ok(()));
+        let long = check(Door::Chat, &json!({"é".repeat(5000): 1})).unwrap_err();
+        assert!(long.to_string().len() < 300, "{long}");
+    }
+}

@@ -1,0 +1,125 @@
+//! The forms that answers can be given, under the names that other servers have for them. A random model says nothing
+//! sensible, so whatever has the form has it because it must.
+
+use oscar_engine::{Engine, EngineOptions};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_server::{ServerOptions, ToolCallFormat};
+use serde_json::{Value, json};
+
+use crate::support::{House, tiny, tiny_with, tokenizer};
+
+async fn completion(house: &House<Engine<CpuBackend>>, extra: Value) -> String {
+    let mut request = json!({"prompt": "So:", "max_tokens": 60, "seed": 3});
+    for (name, value) in extra.as_object().unwrap() {
+        request[name] = value.clone();
+    }
+    let body = house.post("/v1/completions", request).await.ok();
+    body["choices"][0]["text"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn names_of_other_servers_are_understood() {
+    let house = tiny(1024, EngineOptions::default());
+    let yes_no = ["yes", "no"];
+    for extra in [
+        json!({"guided_choice": yes_no}),
+        json!({"guided_regex": "yes|no"}),
+        json!({"guided_grammar": "root ::= \"yes\" | \"no\""}),
+        json!({"structured_outputs": {"choice": yes_no}}),
+        json!({"structured_outputs": {"regex": "yes|no"}}),
+        json!({"structured_outputs": {"grammar": "root ::= \"yes\" | \"no\""}}),
+        json!({"grammar": "root ::= answer\nanswer ::= \"yes\" | \"no\""}),
+    ] {
+        let text = completion(&house, extra.clone()).await;
+        assert!(yes_no.contains(&text.as_str()), "{extra}: {text}");
+    }
+    let schema = json!({"type": "integer", "minimum": 5, "maximum": 7});
+    for extra in [
+        json!({"guided_json": schema}),
+        json!({"json_schema": schema}),
+        json!({"structured_outputs": {"json": schema}}),
+        json!({"response_format": {"type": "json_object", "schema": schema}}),
+    ] {
+        let text = completion(&house, extra.clone()).await;
+        assert!(["5", "6", "7"].contains(&text.trim()), "{extra}: {text}");
+    }
+    let error =
+        house.post("/v1/completions", json!({"prompt": "a", "guided_regex": "(["})).await.refused(400);
+    assert_eq!(error["param"], "guided_regex");
+}
+
+#[tokio::test]
+async fn rules_about_tokens_are_kept() {
+    let house = tiny(1024, EngineOptions::default());
+    let ids = [40, 41, 42];
+    let texts = ids.map(|id| tokenizer().token_text(id).unwrap());
+    let text = completion(&house, json!({"allowed_token_ids": ids})).await;
+    let mut rest = text.as_str();
+    while let Some(found) = texts.iter().find(|token| rest.starts_with(token.as_str())) {
+        rest = &rest[found.len()..];
+    }
+    assert!(!text.is_empty() && rest.is_empty(), "{text}");
+    let ids: Vec<u32> = (40..43).collect();
+    let banned = tokenizer().decode(&[41], false).unwrap();
+    let text = completion(&house, json!({"allowed_token_ids": ids, "bad_words": [banned]})).await;
+    assert!(!text.is_empty() && !text.contains(&banned), "{text} has {banned}");
+    let request = json!({"prompt": "a", "allowed_token_ids": [4_000_000]});
+    let error = house.post("/v1/completions", request).await.refused(400);
+    assert_eq!(error["param"], "allowed_token_ids");
+}
+
+#[tokio::test]
+async fn objects_of_tools_and_strict_schemas_are_closed() {
+    let options = ServerOptions {
+        tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
+        ..ServerOptions::default()
+    };
+    let house = tiny_with(1024, EngineOptions::default(), options);
+    let schema = json!({"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"]});
+    let messages = json!([{"role": "user", "content": "Roll."}]);
+    let tool = json!({"type": "function", "function": {"name": "roll", "parameters": schema}});
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "r", "schema": schema, "strict": true}});
+    for seed in 0..4 {
+        let request =
+            json!({"messages": messages, "seed": seed, "max_tokens": 400, "response_format": format});
+        let body = house.post("/v1/chat/completions", request).await.ok();
+        let object: Value =
+            serde_json::from_str(body["choices"][0]["message"]["content"].as_str().unwrap()).unwrap();
+        assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
+        let request = json!({"messages": messages, "seed": seed, "max_tokens": 400, "tools": [tool],
+            "tool_choice": "required", "parallel_tool_calls": false});
+        let body = house.post("/v1/chat/completions", request).await.ok();
+        let call = &body["choices"][0]["message"]["tool_calls"][0]["function"];
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().expect("a call")).unwrap();
+        assert_eq!(arguments.as_object().unwrap().len(), 1, "{arguments}");
+    }
+}
+
+#[tokio::test]
+async fn a_regex_ends_an_answer() {
+    let house = tiny(1024, EngineOptions::default());
+    let whole = completion(&house, json!({"max_tokens": 40, "ignore_eos": true})).await;
+    let letter = whole.chars().filter(char::is_ascii_alphabetic).nth(5).expect("letters");
+    let until = completion(&house, json!({"max_tokens": 40, "stop_regex": format!("[{letter}]")})).await;
+    let first = whole.find(letter).unwrap();
+    assert!(
+        until.len() < whole.len() && whole.starts_with(&until) && until.len() > first,
+        "{until:?} {whole:?}"
+    );
+    let sampling = json!({"max_new_tokens": 4, "stop_regex": ["("]});
+    let error = house.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
+    assert_eq!(error["param"], "stop_regex");
+}
+
+#[tokio::test]
+async fn only_typical_tokens_are_drawn() {
+    let house = tiny(1024, EngineOptions::default());
+    let drawn = |extra: Value| completion(&house, extra);
+    let plain = drawn(json!({"temperature": 1.0})).await;
+    assert_eq!(drawn(json!({"temperature": 1.0, "typical_p": 1.0})).await, plain);
+    assert_ne!(drawn(json!({"temperature": 1.0, "typical_p": 0.01})).await, plain);
+    let error = house.post("/v1/completions", json!({"prompt": "a", "typical_p": 0})).await.refused(400);
+    assert_eq!(error["param"], "typical_p");
+}
