@@ -22,6 +22,6 @@ fn a_question_is_answered_from_a_2_bit_cache() {
         .unwrap();
     let (answer, log) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
     assert!(run.status.success(), "{log}");
-    assert!(log.contains("cache: int2, encoder auto, rotations smollm2"), "{log}");
+    assert!(log.contains("cache: int2, encoder band, rotations smollm2"), "{log}");
     assert!(answer.contains("Paris"), "{answer}");
 }

@@ -75,7 +75,10 @@ fn banded(shape: Shape) -> PageCodec {
     let layout = BandLayout::int2(shape.d).unwrap();
     let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let mixing = hadamard::matrix(shape.d);
-    let scaled = SquareMatrix::from_fn(shape.d, |i, j| mixing.get(i, j) * 0.95_f64.powi(j as i32));
+    // Channels of a band are of like strength, bands are not.
+    let band = |channel: usize| layout.bands().iter().position(|band| band.range().contains(&channel));
+    let strength = |channel: usize| 0.25_f64.powi(band(channel).unwrap_or(0) as i32);
+    let scaled = SquareMatrix::from_fn(shape.d, |i, j| mixing.get(i, j) * strength(j));
     let encoder = |head: usize, key: bool| {
         let mean = key_mean(shape.d, head as u64);
         let transform = match key {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
-use oscar_server::{ServedModel, Server, ServerOptions};
+use oscar_server::{ServedModel, Server, ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
 
 use crate::support::{House, TEMPLATE, mock_with, served, tiny, tokenizer};
@@ -42,7 +42,9 @@ fn turns(ids: &Value) -> usize {
 #[tokio::test]
 async fn a_message_cannot_open_a_turn() {
     for source in [TEMPLATE.to_owned(), template("smollm2"), template("qwen2.5-coder"), template("qwen3")] {
-        let house = house(served(&source), ServerOptions::default());
+        // Templates that know no tools have them written into their messages.
+        let tool_call_parser = ToolCallFormat::choose("hermes", None).unwrap();
+        let house = house(served(&source), ServerOptions { tool_call_parser, ..ServerOptions::default() });
         let tokens = async |text: &str| {
             let tools = json!([{"type": "function", "function": {"name": "f", "description": text}}]);
             let request = json!({"messages": chat(text), "tools": tools});
