@@ -152,8 +152,9 @@ impl SquareMatrix {
         for column in 0..dim {
             let magnitude = |row: &usize| left[row * dim + column].abs();
             let pivot = (column..dim).max_by(|a, b| magnitude(a).total_cmp(&magnitude(b)))?;
-            // Below this nothing but rounding errors is left of a pivot; NaN is not above it either.
-            if !(left[pivot * dim + column].abs() > 1e-13 * largest) {
+            let size = left[pivot * dim + column].abs();
+            // Below this nothing but rounding errors is left of a pivot.
+            if size.is_nan() || size <= 1e-13 * largest {
                 return None;
             }
             for matrix in [&mut left, &mut right] {
