@@ -119,16 +119,13 @@ pub fn attend_sealed_heads(
     let mut queries = std::mem::take(&mut scratch.queries);
     let q = scale_queries(q, scale, queries.at_least(q.len()));
     let work = Work { q, spans, first_page, pages, d };
+    let decode = |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
     match layout {
         PageLayout::Codes(layout) => {
-            let decode =
-                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
             codes::attend(simd, Shape::new(layout), decode, &work, scratch, states);
         }
         PageLayout::Fp8(layout) => fp8::attend(simd, layout, &work, scratch, &mut states[0]),
         PageLayout::Banded(layout) => {
-            let decode =
-                |page: &[u8], side, token, row: &mut [f32]| layout.decode_token(page, side, token, row);
             codes::attend(simd, Shape::banded(layout), decode, &work, scratch, states);
         }
         PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),

@@ -176,3 +176,27 @@ pub(super) fn reduce_max<const R: usize>(registers: [__m512; R]) -> __m128 {
     let firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
     _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, lanes))
 }
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::band::scale;
+
+    use super::*;
+    use crate::cpu::isa::Isa;
+
+    #[test]
+    fn every_scale_of_a_band_is_what_the_codec_says() {
+        if !Isa::Avx512.is_available() {
+            return;
+        }
+        let codes: Vec<u8> = (0..=255).collect();
+        for codes in codes.chunks_exact(LANES) {
+            let mut scales = [0.0_f32; LANES];
+            // SAFETY: the instructions are there, and 16 codes and 16 numbers.
+            unsafe { _mm512_storeu_ps(scales.as_mut_ptr(), load_band(codes.as_ptr())) };
+            for (&code, found) in codes.iter().zip(scales) {
+                assert_eq!(found.to_bits(), scale(code).to_bits(), "{code}");
+            }
+        }
+    }
+}
