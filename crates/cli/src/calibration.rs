@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use oscar_codec::Composition;
+use oscar_kernels::Inspect;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, CorpusSource, ValueTarget, calibrate};
@@ -55,7 +56,7 @@ pub(crate) struct Recipe {
 }
 
 /// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
-pub(crate) fn calibrate_into_cache(subject: &Subject) -> Result<(), Failure> {
+pub(crate) fn calibrate_into_cache<B: Inspect>(subject: &Subject<B>) -> Result<(), Failure> {
     let recipe = Recipe {
         data: Vec::new(),
         chat_template: false,
@@ -82,7 +83,7 @@ fn value_target(text: &str) -> Result<ValueTarget, String> {
 }
 
 impl Recipe {
-    pub(crate) fn corpus(&self, subject: &Subject) -> Result<Corpus, Failure> {
+    pub(crate) fn corpus<B: Inspect>(&self, subject: &Subject<B>) -> Result<Corpus, Failure> {
         let source = if self.data.is_empty() {
             CorpusSource::Model { seed: self.seed }
         } else {
@@ -99,9 +100,9 @@ impl Recipe {
         Ok(corpus)
     }
 
-    pub(crate) fn calibrate(
+    pub(crate) fn calibrate<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         corpus: &Corpus,
         output: &Path,
     ) -> Result<Certificate, Failure> {
@@ -147,7 +148,7 @@ impl Recipe {
 }
 
 /// A file in the cache, named after the model and a part of its fingerprint.
-pub(crate) fn cached_path(subject: &Subject) -> Result<PathBuf, Failure> {
+pub(crate) fn cached_path<B: Inspect>(subject: &Subject<B>) -> Result<PathBuf, Failure> {
     let folder = Settings::from_environment()?.rotation_folder();
     fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
     let name = subject.name().rsplit(['/', '\\']).next().unwrap_or_default();

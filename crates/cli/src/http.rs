@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oscar_engine::{Engine, Serve};
+use oscar_kernels::Backend;
 use oscar_model::SamplingDefaults;
 use oscar_model::text::TextError;
 use oscar_server::{
@@ -17,7 +18,6 @@ use tokio::net::TcpSocket;
 use tokio::runtime::Runtime;
 
 use crate::arguments::{byte_size, non_empty, positive};
-use crate::device::Device;
 use crate::failure::Failure;
 use crate::output::{binary_bytes, count};
 use crate::signals::Signals;
@@ -162,11 +162,11 @@ impl HttpArguments {
     }
 
     /// Serves an engine until the user stops it.
-    pub(crate) fn serve(
+    pub(crate) fn serve<B: Backend>(
         &self,
         listener: Listener,
-        subject: &Subject,
-        engine: Arc<Engine<Device>>,
+        subject: &Subject<B>,
+        engine: Arc<Engine<B>>,
         events: Option<KvEventAddress>,
     ) -> Result<(), Failure> {
         let Listener { runtime, socket } = listener;
@@ -237,7 +237,7 @@ impl HttpArguments {
     }
 
     /// How answers are drawn when a request does not say.
-    fn sampling(&self, subject: &Subject) -> Result<SamplingDefaults, Failure> {
+    fn sampling<B: Backend>(&self, subject: &Subject<B>) -> Result<SamplingDefaults, Failure> {
         match self.sampling_defaults {
             SamplingSource::Openai => Ok(SamplingDefaults::default()),
             SamplingSource::Model => subject.model.sampling_defaults().copied().map_err(|error| {
@@ -248,10 +248,10 @@ impl HttpArguments {
     }
 
     /// The model under its name, and the settings of the server.
-    fn server(
+    fn server<B: Backend>(
         &self,
-        subject: &Subject,
-        engine: &Engine<Device>,
+        subject: &Subject<B>,
+        engine: &Engine<B>,
         kv_events: Option<KvEventAddress>,
     ) -> Result<(ServedModel, ServerOptions), Failure> {
         let sampling = self.sampling(subject)?;
@@ -306,7 +306,7 @@ impl HttpArguments {
 }
 
 /// What users want to know when the server is ready.
-fn banner(address: SocketAddr, name: &str, engine: &Engine<Device>) -> String {
+fn banner<B: Backend>(address: SocketAddr, name: &str, engine: &Engine<B>) -> String {
     let (info, budget) = (engine.info(), engine.budget());
     let host = if address.ip().is_unspecified() { "127.0.0.1".to_owned() } else { host(address) };
     format!(

@@ -2,6 +2,7 @@
 
 use clap::Args;
 use oscar_codec::{CacheCodec, Windows};
+use oscar_kernels::Inspect;
 use oscar_lab::eval::codecs::CodecSource;
 
 use crate::failure::Failure;
@@ -21,16 +22,20 @@ pub(crate) struct ReadingArguments {
 
 impl ReadingArguments {
     /// The codecs of a list of names.
-    pub(crate) fn codecs(
+    pub(crate) fn codecs<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         specs: &[String],
     ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
         codecs(&self.rotations, subject, specs)
     }
 
     /// One codec.
-    pub(crate) fn codec(&self, subject: &Subject, spec: &str) -> Result<Box<dyn CacheCodec>, Failure> {
+    pub(crate) fn codec<B: Inspect>(
+        &self,
+        subject: &Subject<B>,
+        spec: &str,
+    ) -> Result<Box<dyn CacheCodec>, Failure> {
         let mut codecs = self.codecs(subject, &[spec.to_owned()])?;
         codecs.pop().ok_or_else(|| Failure::new("there is no codec to serve"))
     }
@@ -42,9 +47,9 @@ impl ReadingArguments {
 }
 
 /// The lab's codecs of a list of names.
-pub(crate) fn codecs(
+pub(crate) fn codecs<B: Inspect>(
     rotations: &RotationArguments,
-    subject: &Subject,
+    subject: &Subject<B>,
     specs: &[String],
 ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
     let found = rotations.find(subject)?;
@@ -65,7 +70,7 @@ pub(crate) fn check_prefix(prefix: usize, tokens: usize) -> Result<(), Failure> 
 }
 
 /// A sequence must fit the model.
-pub(crate) fn check_context(subject: &Subject, tokens: usize) -> Result<(), Failure> {
+pub(crate) fn check_context<B: Inspect>(subject: &Subject<B>, tokens: usize) -> Result<(), Failure> {
     let most = subject.model.config().max_context;
     if tokens <= most {
         return Ok(());

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use clap::Args;
 use oscar_engine::{Budget, Engine, EngineOptions};
+use oscar_kernels::{Backend, Inspect};
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
-use crate::device::{self, Device};
+use crate::device::DeviceArguments;
 use crate::failure::Failure;
 use crate::kv::{KvArguments, Settled};
 use crate::subject::Subject;
@@ -18,9 +19,8 @@ pub(crate) struct EngineArguments {
     #[arg(long, alias = "context-length", value_name = "TOKENS", value_parser = positive)]
     pub(crate) context: Option<usize>,
 
-    /// Worker threads; as many as the machine has cores by default.
-    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
-    pub(crate) threads: Option<usize>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArguments,
 
     #[command(flatten)]
     pub(crate) weights: WeightArguments,
@@ -31,18 +31,20 @@ pub(crate) struct EngineArguments {
 
 impl EngineArguments {
     /// Finds and fetches the model, loads it, settles the codec of its cache, and starts an engine.
-    pub(crate) fn load(&self, model: &ModelArguments) -> Result<Engine<Device>, Failure> {
-        let subject = self.load_model(model)?;
+    pub(crate) fn load<B: Inspect>(&self, model: &ModelArguments, backend: B) -> Result<Engine<B>, Failure> {
+        let subject = self.load_model(model, backend)?;
         let settled = self.kv.settle(&subject)?;
         let options = EngineOptions { max_running: 1, ..self.options(&settled) };
         start(&subject, &options, &settled)
     }
 
     /// Finds, fetches and loads the model.
-    pub(crate) fn load_model(&self, model: &ModelArguments) -> Result<Subject, Failure> {
-        // A wrong kernel setting should not cost a download.
-        let device = device::open(self.threads, self.kv.cache.deterministic)?;
-        let subject = Subject::load(model, device, self.weights)?;
+    pub(crate) fn load_model<B: Backend>(
+        &self,
+        model: &ModelArguments,
+        backend: B,
+    ) -> Result<Subject<B>, Failure> {
+        let subject = Subject::load(model, backend, self.weights)?;
         let most = subject.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
             return Err(Failure::new(format!(
@@ -66,11 +68,11 @@ impl EngineArguments {
 }
 
 /// Starts an engine and prints what its cache is.
-pub(crate) fn start(
-    subject: &Subject,
+pub(crate) fn start<B: Backend>(
+    subject: &Subject<B>,
     options: &EngineOptions,
     settled: &Settled,
-) -> Result<Engine<Device>, Failure> {
+) -> Result<Engine<B>, Failure> {
     let engine = Engine::new(Arc::clone(&subject.model), options)?;
     announce(engine.budget(), settled);
     Ok(engine)

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use oscar_kernels::Inspect;
 use oscar_rotations::{FoundRotations, RotationFiles, RotationSource};
 
 use crate::failure::Failure;
@@ -69,7 +70,7 @@ impl RotationArguments {
     }
 
     /// The rotations for a model; warnings about them go to the log.
-    pub(crate) fn find(&self, subject: &Subject) -> Result<Option<FoundRotations>, Failure> {
+    pub(crate) fn find<B: Inspect>(&self, subject: &Subject<B>) -> Result<Option<FoundRotations>, Failure> {
         let found = self.source().find(&subject.model, &subject.identity)?;
         if let Some(found) = &found {
             tracing::info!("rotations: {}", found.name);

@@ -184,6 +184,7 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
     let workbench = ExactSlot::new(slots as u32 - 1).unwrap();
     let spec = CacheSpec {
         geometry: KvGeometry { layers: shape.layers, kv_heads: shape.kv_heads, head_dim: shape.d },
+        query_heads: shape.q_heads,
         slots,
         scratch_slots: 0,
         sealed: seal.then(|| SealedSpec { codec: Arc::new(int2(shape)), slots: history.len() + 1, windows }),

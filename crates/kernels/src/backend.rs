@@ -67,6 +67,8 @@ pub enum KernelError {
     NotFinite { what: &'static str, index: usize },
     #[error("page slot {slot} is written by two sequences of one step")]
     PageWrittenTwice { slot: u32 },
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
     #[error("{0}")]
     BadSetting(String),
 }
@@ -147,6 +149,8 @@ pub struct Rope {
 pub struct CacheSpec {
     /// Layers, KV heads and head dimension.
     pub geometry: KvGeometry,
+    /// Query heads of a layer, which read the KV heads in equal groups.
+    pub query_heads: usize,
     /// Slots of bf16 pages.
     pub slots: usize,
     /// Slots of bf16 pages that hold one layer only: a prompt on its way to sealed pages, layer by layer. They follow
@@ -169,8 +173,13 @@ pub struct SealedSpec {
 
 impl CacheSpec {
     /// A cache of bf16 pages alone.
-    pub fn exact(geometry: KvGeometry, slots: usize) -> CacheSpec {
-        CacheSpec { geometry, slots, scratch_slots: 0, sealed: None }
+    pub fn exact(geometry: KvGeometry, query_heads: usize, slots: usize) -> CacheSpec {
+        CacheSpec { geometry, query_heads, slots, scratch_slots: 0, sealed: None }
+    }
+
+    /// Slots of bf16 pages, scratch included.
+    pub fn exact_slots(&self) -> usize {
+        self.slots + self.scratch_slots
     }
 }
 
@@ -308,6 +317,11 @@ pub trait Backend: Send + Sync + 'static {
     /// Whether the result of a row is the same to the bit whatever else is computed with it.
     fn is_deterministic(&self) -> bool {
         false
+    }
+
+    /// Bytes that are free on a device with memory of its own; `None` if its memory is the host's.
+    fn free_memory(&self) -> Option<usize> {
+        None
     }
 
     /// Takes over a stored matrix; it stays in its stored type.

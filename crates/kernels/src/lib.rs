@@ -5,9 +5,11 @@
 //! | [`backend`] | the door: one trait that a device implements, and the descriptors that pass through it |
 //! | [`inspect`] | what calibration and evaluation need from a device beyond serving |
 //! | `dtype` | element types and block sizes of stored weights |
+//! | `sequence` | the sequences of a step and their page tables, checked once |
+//! | `sampling` | drawing a token from a row of logits |
 //! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
-//! | [`cuda`] | kernels for NVIDIA GPUs, compiled at run time; builds and loads without CUDA |
+//! | [`cuda`] | the CUDA backend; its kernels are compiled at run time, and it builds and loads without CUDA |
 
 // Vector instructions, memory that threads share and calls of the CUDA driver: what this crate is made of. Each block says
 // why it is sound.
@@ -19,6 +21,8 @@ pub mod cuda;
 mod dtype;
 pub mod inspect;
 pub mod quant;
+mod sampling;
+mod sequence;
 
 pub use backend::{Backend, KernelError};
 pub use dtype::DType;

@@ -1,10 +1,12 @@
 //! Every CUDA kernel against its reference, on a card: attention in f64 on what its pages decode to here, sealing and
-//! writing in the modules. Without a card, a line says so. Arguments choose: `attention`, `tail`, `seal`, `write`.
+//! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `attention`, `tail`, `seal`, `write`.
 //!
 //! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
 //! not written yet, and outputs all begin as NaN.
 #![allow(clippy::unwrap_used)]
 
+#[path = "cuda/backend.rs"]
+mod backend;
 #[path = "cuda/seal.rs"]
 mod seal;
 #[path = "cuda/write.rs"]
@@ -47,7 +49,12 @@ fn main() -> ExitCode {
         std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
     let wanted = |name: &str| chosen.is_empty() || chosen.iter().any(|chosen| chosen == name);
     let mut failures = 0;
-    for (name, run) in [("seal", seal::run as fn(&Arc<Device>, bool) -> usize), ("write", write::run)] {
+    let runs = [
+        ("backend", backend::run as fn(&Arc<Device>, bool) -> usize),
+        ("seal", seal::run),
+        ("write", write::run),
+    ];
+    for (name, run) in runs {
         if wanted(name) {
             failures += run(&device, quick);
         }

@@ -130,7 +130,7 @@ impl<B: Backend> Model<B> {
 
     /// A cache of `slots` bf16 pages for this model.
     pub fn cache(&self, slots: usize) -> Result<B::Cache, KernelError> {
-        self.backend.cache(&CacheSpec::exact(self.config.kv_geometry(), slots))
+        self.backend.cache(&CacheSpec::exact(self.config.kv_geometry(), self.config.q_heads, slots))
     }
 
     /// Runs a batch through the model. Keys and values go to the cache; the logits of `logit_rows` (rows of the

@@ -9,11 +9,12 @@ use clap::{Args, Subcommand};
 use oscar_bench::cuda::CudaCodecBench;
 use oscar_bench::{CodecBench, ModelBench};
 use oscar_codec::Rule;
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_model::source::Settings;
 
 use crate::arguments::{ModelArguments, WeightArguments, positive};
-use crate::device::worker_threads;
+use crate::device::{DeviceArguments, OnDevice, worker_threads};
 use crate::failure::Failure;
 use crate::kv::KvArguments;
 use crate::loading::EngineArguments;
@@ -58,9 +59,8 @@ struct ModelBenchArguments {
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     context: Option<usize>,
 
-    /// Worker threads; as many as the machine has cores by default.
-    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    device: DeviceArguments,
 
     #[command(flatten)]
     weights: WeightArguments,
@@ -219,15 +219,23 @@ impl BenchArguments {
 
 impl ModelBenchArguments {
     fn run(self) -> Result<(), Failure> {
+        self.device.clone().run(self.kv.cache.deterministic, self)
+    }
+}
+
+impl OnDevice for ModelBenchArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let start = self.context.unwrap_or(0).max(self.prompt_tokens);
         let needed = start.saturating_add(self.gen_tokens).saturating_add(1);
         let engine_arguments = EngineArguments {
             context: Some(needed),
-            threads: self.threads,
+            device: self.device.clone(),
             weights: self.weights,
-            kv: self.kv,
+            kv: self.kv.clone(),
         };
-        let engine = engine_arguments.load(&self.model)?;
+        let engine = engine_arguments.load(&self.model, backend)?;
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,
@@ -235,7 +243,7 @@ impl ModelBenchArguments {
             repeat: self.repeat,
         };
         let mut report = Report::here();
-        oscar_bench::model(&engine, &bench, worker_threads(engine_arguments.threads), |mut row| {
+        oscar_bench::model(&engine, &bench, worker_threads(self.device.threads), |mut row| {
             row["model"] = self.model.model.clone().into();
             tracing::info!("{row}");
             report.push(row);

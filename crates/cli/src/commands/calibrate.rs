@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use oscar_kernels::Inspect;
 use oscar_rotations::Certificate;
 
 use crate::calibration::{Recipe, cached_path};
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::output::print_text;
 use crate::subject::SubjectArguments;
@@ -44,7 +46,15 @@ impl CalibrateArguments {
             return Err(Failure::new(format!("{}: no such folder", folder.display()))
                 .with_fix("create it, or choose another --output"));
         }
-        let subject = self.subject.load()?;
+        self.subject.device.clone().run(false, self)
+    }
+}
+
+impl OnDevice for CalibrateArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
+        let subject = self.subject.load(backend)?;
         let output = match &self.output {
             Some(output) => output.clone(),
             None => cached_path(&subject)?,

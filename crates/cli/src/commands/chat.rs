@@ -4,6 +4,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use clap::Args;
 use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
+use oscar_kernels::{Backend, Inspect};
 use oscar_model::SamplingDefaults;
 use oscar_model::files::FileError;
 use oscar_model::source::{Catalogue, DEFAULT_MODEL};
@@ -11,7 +12,7 @@ use oscar_model::text::RememberedText;
 
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
 use crate::conversation::{Conversation, required_template};
-use crate::device::Device;
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -73,9 +74,18 @@ impl ChatArguments {
     }
 
     pub(crate) fn run(self) -> Result<(), Failure> {
+        let deterministic = self.engine.kv.cache.deterministic;
+        self.engine.device.clone().run(deterministic, self)
+    }
+}
+
+impl OnDevice for ChatArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let terminal = io::stdin().is_terminal();
         let model = self.model();
-        let engine = self.engine.load(&model)?;
+        let engine = self.engine.load(&model, backend)?;
         // Said before the first question rather than after it.
         required_template(engine.model())?;
         let defaults = defaults(engine.model().sampling_defaults())?;
@@ -166,14 +176,14 @@ fn read_line(terminal: bool) -> Result<Option<String>, Failure> {
 }
 
 /// A conversation with an engine.
-struct ChatSession {
-    engine: Engine<Device>,
+struct ChatSession<B: Backend> {
+    engine: Engine<B>,
     conversation: Conversation,
     /// The ids of what was said, so that every turn finds the pages of the turns before it.
     memory: RememberedText,
 }
 
-impl ChatSession {
+impl<B: Backend> ChatSession<B> {
     /// One question and its answer. On failure the question is still in the conversation.
     fn turn(&mut self, question: &str, options: &GenerateOptions) -> Result<(), Failure> {
         let ChatSession { engine, conversation, memory } = self;

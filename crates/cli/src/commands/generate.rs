@@ -4,12 +4,13 @@ use std::io::{self, IsTerminal, Read, Write};
 
 use clap::Args;
 use oscar_engine::{EngineInfo, FinishReason, GenerateOptions, SamplingOptions, Serve, Summary};
+use oscar_kernels::Inspect;
 use oscar_model::SamplingDefaults;
 use serde_json::{Value, json};
 
 use crate::arguments::{ModelArguments, SamplingArguments, non_empty, positive};
 use crate::conversation::Conversation;
-use crate::device::worker_threads;
+use crate::device::{OnDevice, worker_threads};
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::loading::EngineArguments;
@@ -72,6 +73,20 @@ pub(crate) struct GenerateArguments {
     json: bool,
 }
 
+/// A prompt and what is to be done with it.
+struct Generation {
+    arguments: GenerateArguments,
+    prompt: String,
+}
+
+impl OnDevice for Generation {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
+        self.arguments.generate(&self.prompt, backend)
+    }
+}
+
 impl GenerateArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         let prompt = match &self.prompt {
@@ -83,14 +98,19 @@ impl GenerateArguments {
                 Failure::new("the prompt is empty").with_fix("give --prompt TEXT, or text on standard input")
             );
         }
-        let engine = self.engine.load(&self.model)?;
+        let deterministic = self.engine.kv.cache.deterministic;
+        self.engine.device.clone().run(deterministic, Generation { arguments: self, prompt })
+    }
+
+    fn generate<B: Inspect>(&self, prompt: &str, backend: B) -> Result<(), Failure> {
+        let engine = self.engine.load(&self.model, backend)?;
         let model = engine.model();
         let ids = if self.chat {
             let mut conversation = Conversation::new(self.system.as_deref());
-            conversation.ask(&prompt);
+            conversation.ask(prompt);
             conversation.encode(model)?
         } else {
-            model.tokenizer().encode(&prompt, true)?
+            model.tokenizer().encode(prompt, true)?
         };
         let options = GenerateOptions {
             max_tokens: Some(self.max_tokens),
@@ -113,7 +133,7 @@ impl GenerateArguments {
         })?;
         written?;
         if self.json {
-            print_json([self.row(&prompt, text, engine.info(), &summary, &options.sampling)])?;
+            print_json([self.row(prompt, text, engine.info(), &summary, &options.sampling)])?;
         } else {
             show("\n")?;
         }
@@ -142,7 +162,7 @@ impl GenerateArguments {
             "gen_tokens": summary.tokens.len(),
             "kv": engine.kv,
             "bits_per_element": engine.bits_per_element,
-            "threads": worker_threads(self.engine.threads),
+            "threads": worker_threads(self.engine.device.threads),
             "context": engine.context,
             "ttft_ms": seconds * 1e3,
             "prefill_tokens_per_s": if seconds > 0.0 { Some(computed as f64 / seconds) } else { None },

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use oscar_engine::{Engine, EngineOptions, KvOptions};
+use oscar_kernels::Inspect;
 use oscar_lab::eval::codec_attention::CodecAttention;
 use oscar_lab::eval::codecs::HELP;
 
 use crate::arguments::positive;
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::http::HttpArguments;
 use crate::lab::{ReadingArguments, check_context};
@@ -64,8 +66,16 @@ impl LabArguments {
 
 impl LabServeArguments {
     fn run(self) -> Result<(), Failure> {
+        self.subject.device.clone().run(true, self)
+    }
+}
+
+impl OnDevice for LabServeArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let listener = self.http.open()?;
-        let subject = self.subject.load_on(true)?;
+        let subject = self.subject.load(backend)?;
         if let Some(context) = self.context {
             check_context(&subject, context)?;
         }

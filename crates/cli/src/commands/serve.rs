@@ -13,12 +13,15 @@ use oscar_engine::{EngineOptions, Serve};
 use self::events::EventArguments;
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::free_memory::free_bytes;
 use crate::http::HttpArguments;
 use crate::kv::Settled;
 use crate::loading::{EngineArguments, start};
 use crate::output::binary_bytes;
+use crate::subject::Subject;
+use oscar_kernels::{Backend, Inspect};
 
 pub(crate) use config_file::with_config_file;
 
@@ -87,6 +90,20 @@ pub(crate) struct ServeArguments {
     unsupported: UnsupportedArguments,
 }
 
+/// A model that is to be served.
+struct Service {
+    arguments: ServeArguments,
+    model: ModelArguments,
+}
+
+impl OnDevice for Service {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
+        self.arguments.serve(&self.model, backend)
+    }
+}
+
 impl ServeArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         self.unsupported.check()?;
@@ -95,11 +112,16 @@ impl ServeArguments {
                 .with_fix("give a MODEL, such as `oscar serve smollm2`, or --model-path"));
         };
         let model = ModelArguments { model, offline: self.offline };
+        let deterministic = self.engine.kv.cache.deterministic;
+        self.engine.device.clone().run(deterministic, Service { arguments: self, model })
+    }
+
+    fn serve<B: Inspect>(&self, model: &ModelArguments, backend: B) -> Result<(), Failure> {
         let listener = self.http.open()?;
         let publisher = self.events.publisher(listener.runtime())?;
-        let subject = self.engine.load_model(&model)?;
+        let subject = self.engine.load_model(model, backend)?;
         let settled = self.engine.kv.settle(&subject)?;
-        let options = self.engine_options(subject.weight_bytes, &settled)?;
+        let options = self.engine_options(&subject, &settled)?;
         let engine = Arc::new(start(&subject, &options, &settled)?);
         let mut events = None;
         if let Some(publisher) = publisher {
@@ -113,7 +135,11 @@ impl ServeArguments {
         self.http.serve(listener, &subject, engine, events)
     }
 
-    fn engine_options(&self, weights: u64, settled: &Settled) -> Result<EngineOptions, Failure> {
+    fn engine_options<B: Backend>(
+        &self,
+        subject: &Subject<B>,
+        settled: &Settled,
+    ) -> Result<EngineOptions, Failure> {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
@@ -121,7 +147,7 @@ impl ServeArguments {
             ..self.engine.options(settled)
         };
         if options.kv.memory.is_none() {
-            match self.room(weights)? {
+            match self.room(subject)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),
                 Some(Room::UpTo(bytes)) => options.kv.memory_limit = Some(bytes),
                 None => {}
@@ -131,20 +157,22 @@ impl ServeArguments {
     }
 
     /// The memory for the cache when nobody has said how much it is. The model is loaded by now.
-    fn room(&self, weights: u64) -> Result<Option<Room>, Failure> {
-        // Mapped weights are in the page cache, which counts as free.
+    fn room<B: Backend>(&self, subject: &Subject<B>) -> Result<Option<Room>, Failure> {
+        let weights = subject.weight_bytes;
+        // Mapped weights are in the page cache, which counts as free; those on a card are there already.
+        let on_card = subject.model.model().backend().free_memory();
         let loaded = match self.engine.weights.weights {
-            WeightPlace::Mapped => 0,
-            WeightPlace::LargePages => weights,
+            WeightPlace::Mapped if on_card.is_none() => 0,
+            _ => weights,
         };
-        let free = free_bytes().map(|free| free + loaded);
+        let free = on_card.map(|free| free as u64).or_else(free_bytes).map(|free| free + loaded);
         let Some(share) = self.mem_fraction_static else {
             let rest = free.and_then(|free| rest_for_cache(DEFAULT_SHARE, free, weights));
             return Ok(rest.map(Room::UpTo));
         };
         let Some(free) = free else {
             return Err(
-                Failure::new("the memory of this machine is not known").with_fix("give --kv-memory SIZE")
+                Failure::new("the memory of this device is not known").with_fix("give --kv-memory SIZE")
             );
         };
         match rest_for_cache(share, free, weights) {

@@ -6,6 +6,7 @@ mod settle;
 use clap::{Args, ValueEnum};
 use oscar_codec::PageWindows;
 use oscar_engine::{KvOptions, PrefillMode};
+use oscar_kernels::Inspect;
 use oscar_kv::TailPolicy;
 use oscar_rotations::{CacheType, Int2Encoder};
 
@@ -142,14 +143,14 @@ impl KvArguments {
 
     /// The cache for a model. Rotations are found, or made on the spot if `int2` was asked for; options without effect
     /// are named.
-    pub(crate) fn settle(&self, subject: &Subject) -> Result<Settled, Failure> {
+    pub(crate) fn settle<B: Inspect>(&self, subject: &Subject<B>) -> Result<Settled, Failure> {
         let settled = self.settle_quietly(subject)?;
         warn_without_effect(self.without_effect(settled.kind), settled.kind.name());
         Ok(settled)
     }
 
     /// [`Self::settle`] without a word about options, for those who try several types with the same ones.
-    pub(crate) fn settle_quietly(&self, subject: &Subject) -> Result<Settled, Failure> {
+    pub(crate) fn settle_quietly<B: Inspect>(&self, subject: &Subject<B>) -> Result<Settled, Failure> {
         let windows = GivenWindows { sink: self.sink_tokens, recent: self.recent_tokens };
         let mut settled = self.cache.settle(subject, self.kv_cache_dtype, windows)?;
         settled.options.prefix_tree = !self.no_prefix_cache;

@@ -2,6 +2,7 @@
 //! where `int2` has no rotations.
 
 use oscar_engine::KvOptions;
+use oscar_kernels::Inspect;
 use oscar_rotations::{CacheOptions, CachePlan, CacheType, EncoderOptions, Notice, RotationError};
 
 use super::CacheArguments;
@@ -24,9 +25,9 @@ pub(crate) struct Settled {
 
 impl CacheArguments {
     /// The cache of the type `asked` for, or of the best that is possible.
-    pub(crate) fn settle(
+    pub(crate) fn settle<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         asked: Option<CacheType>,
         windows: GivenWindows,
     ) -> Result<Settled, Failure> {
@@ -64,7 +65,7 @@ impl CacheArguments {
 }
 
 /// Makes the rotations that `int2` cannot do without.
-fn calibrate(subject: &Subject) -> Result<(), Failure> {
+fn calibrate<B: Inspect>(subject: &Subject<B>) -> Result<(), Failure> {
     let name = subject.name();
     eprintln!("{name} has no rotations yet; calibrating once (`oscar calibrate {name} --help`)");
     calibration::calibrate_into_cache(subject).map_err(|failure| {

@@ -67,6 +67,7 @@ impl<B: Backend> Core<B> {
         let slots = ledger.slots();
         let cache = model.model().backend().cache(&CacheSpec {
             geometry: shape.geometry,
+            query_heads: model.config().q_heads,
             slots: slots.exact,
             scratch_slots: if options.kv.codec.is_some() { slots.scratch } else { 0 },
             sealed: options.kv.codec.as_ref().map(|codec| SealedSpec {

@@ -16,7 +16,6 @@ use super::memory::DisjointSlice;
 use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
-use super::sampling;
 use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
@@ -24,6 +23,7 @@ use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
     Sampling, SealPage, StoredMatrix,
 };
+use crate::sampling;
 
 /// Below this many values a loop over rows stays on the calling thread.
 const PARALLEL_VALUES: usize = 16 * 1024;
@@ -310,7 +310,7 @@ impl Backend for CpuBackend {
 
     fn seal(&self, layers: Range<usize>, pages: &[SealPage], cache: &mut Cache) -> Result<(), KernelError> {
         let spec = cache.spec();
-        let (kv_heads, exact_slots) = (spec.geometry.kv_heads, cache.exact_slots());
+        let (kv_heads, exact_slots) = (spec.geometry.kv_heads, spec.exact_slots());
         let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
         if layers.end > spec.geometry.layers {
             let (expected, got) = (spec.geometry.layers, layers.end);

@@ -115,11 +115,6 @@ impl Cache {
         &self.spec
     }
 
-    /// Slots of bf16 pages, scratch included.
-    pub(super) fn exact_slots(&self) -> usize {
-        self.spec.slots + self.spec.scratch_slots
-    }
-
     /// Tells how far the pools are in use: slots below these are, or were.
     pub(super) fn settle(&self, exact: usize, sealed: usize) {
         let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;

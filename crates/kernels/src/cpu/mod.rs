@@ -16,11 +16,9 @@
 //! | `aligned` | scratch memory on cache lines |
 //! | `gemm` | matrix products for many rows |
 //! | [`attention`] | attention over bf16 and sealed pages |
-//! | `sampling` | drawing a token from logits |
 //! | `tensors` | weights and activations |
 //! | `cache` | page pools |
 //! | `heads` | the shape of an attention layer |
-//! | `sequence` | page tables of one sequence of a step |
 //! | `step` | tables of one step |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
 //! | `backend`, `inspect` | the traits, on all of these |
@@ -43,8 +41,6 @@ pub mod memory;
 mod per_thread;
 pub mod pool;
 mod project;
-mod sampling;
-mod sequence;
 mod simd;
 mod step;
 mod store;

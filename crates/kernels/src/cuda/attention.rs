@@ -66,7 +66,7 @@ pub struct ValueTransform<'a> {
 
 impl ValueTransform<'_> {
     /// Addresses of matrices and means.
-    fn addresses(&self, device: &Device, shape: &DecodeShape) -> Result<(u64, u64), CudaError> {
+    pub(super) fn addresses(&self, device: &Device, shape: &DecodeShape) -> Result<(u64, u64), CudaError> {
         let row = shape.kv_heads * shape.head_dim;
         let place = |what, slice: &CudaSlice<f32>, size: usize| {
             let expected = (self.layer + 1).saturating_mul(size);

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
-use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
+    ValidAsZeroBits,
+};
 use cudarc::nvrtc::Ptx;
 
 use super::compile::Source;
@@ -126,6 +129,28 @@ impl Device {
         Ok(self.context.load_module(Ptx::from_binary(code))?.load_function(function)?)
     }
 
+    /// Loads a source with several kernels, compiled for this card.
+    pub(super) fn load_module(&self, source: &Source) -> Result<Arc<CudaModule>, CudaError> {
+        let code = source.machine_code(&self.architecture(), self.cache.as_deref())?;
+        Ok(self.context.load_module(Ptx::from_binary(code))?)
+    }
+
+    /// Memory that holds anything. Too little of it is an error that says what it is for and what is free.
+    pub(super) fn allocate<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        count: usize,
+        what: &'static str,
+    ) -> Result<CudaSlice<T>, CudaError> {
+        self.stream.alloc_zeros(count.max(1)).map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => CudaError::OutOfMemory {
+                what,
+                bytes: count.saturating_mul(size_of::<T>()),
+                free: self.free_memory().unwrap_or(0),
+            },
+            _ => error.into(),
+        })
+    }
+
     /// Zeroed memory.
     pub fn zeroed(&self, bytes: usize) -> Result<CudaSlice<u8>, CudaError> {
         Ok(self.stream.alloc_zeros(bytes.max(1))?)
@@ -135,6 +160,24 @@ impl Device {
     pub fn synchronise(&self) -> Result<(), CudaError> {
         Ok(self.stream.synchronize()?)
     }
+}
+
+/// Launches a kernel with one argument.
+///
+/// # Safety
+/// The argument is the kernel's, and everything that it points at is as large as the kernel expects and is used on this
+/// stream only.
+pub(super) unsafe fn launch<A: DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    function: &CudaFunction,
+    config: LaunchConfig,
+    argument: &A,
+) -> Result<(), CudaError> {
+    let mut builder = stream.launch_builder(function);
+    builder.arg(argument);
+    // SAFETY: the caller's promise.
+    unsafe { builder.launch(config) }?;
+    Ok(())
 }
 
 #[cfg(test)]

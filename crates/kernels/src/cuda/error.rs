@@ -23,6 +23,10 @@ pub enum CudaError {
     PageOutOfRange { slot: u32, slots: usize },
     #[error("page slot {slot} is written twice in one launch")]
     PageWrittenTwice { slot: u32 },
+    #[error("{bytes} bytes for {what} do not fit on the card: {free} are free")]
+    OutOfMemory { what: &'static str, bytes: usize, free: usize },
+    #[error("cuBLASLt failed: {0}")]
+    Blas(String),
     #[error("{0}")]
     Unsupported(String),
 }

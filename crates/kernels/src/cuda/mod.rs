@@ -12,26 +12,45 @@
 //! | [`seal`] | full bf16 pages to sealed pages, all layers and heads in one launch, bytes equal to the CPU's |
 //! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
+//! | `weights` | weights in tiles on the card, from every stored type |
+//! | `products`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
+//! | `prefill` | attention of many rows over bf16 and sealed pages |
+//! | `cache`, `step` | page pools, and the tables of a step |
+//! | `backend`, `inspect` | the traits, on all of these |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
 mod attention;
+mod backend;
+#[cfg(test)]
+mod backend_tests;
+mod blas;
+mod cache;
 pub mod compile;
 mod device;
 mod error;
 #[cfg(test)]
 mod exact_tests;
+mod inspect;
 mod page_order;
 mod plan;
+mod prefill;
+mod products;
 pub mod reference;
 pub mod seal;
+mod step;
 mod tuning;
+mod weights;
 pub mod write;
 
 pub use attention::{DecodeAttention, PoolView, ValueTransform};
+pub use backend::{CudaBackend, CudaBuffer};
+pub use cache::CudaCache;
 pub use device::Device;
 pub use error::CudaError;
 pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
 pub use seal::{PageSealer, SealPools};
+pub use step::CudaStep;
 pub use tuning::{DecodeShape, Tuning};
+pub use weights::CudaWeight;
 pub use write::{RowWriter, WritePools};

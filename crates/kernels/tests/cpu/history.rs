@@ -45,7 +45,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
     for isa in Isa::available() {
         let backend = CpuBackend::with_isa(2, isa);
         let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
-        let spec = CacheSpec::exact(geometry, 6);
+        let spec = CacheSpec::exact(geometry, KV_HEADS * GROUP, 6);
         let (mut exact, mut history) = (backend.cache(&spec).unwrap(), backend.cache(&spec).unwrap());
         let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
         let attention = AttentionSpec {

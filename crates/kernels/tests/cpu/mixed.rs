@@ -120,6 +120,7 @@ impl Sequence {
         let codec = Arc::new(codec);
         let spec = CacheSpec {
             geometry: shape.geometry(),
+            query_heads: shape.kv_heads * shape.group,
             slots: pages + 1,
             scratch_slots: pages,
             sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows }),
@@ -595,7 +596,7 @@ fn copies_are_whole_and_sources_stay() {
     let shape = Shape { kv_heads: 2, group: 1, d: 64, layers: 3 };
     let geometry = shape.geometry();
     let backend = CpuBackend::with_isa(1, Isa::detect());
-    let mut cache = backend.cache(&CacheSpec::exact(geometry, 4)).unwrap();
+    let mut cache = backend.cache(&CacheSpec::exact(geometry, 2, 4)).unwrap();
     let rows = numbers(64 * 64, 3);
     let [from, to] = [2, 3].map(|slot| ExactSlot::new(slot).unwrap());
     for layer in 0..3 {

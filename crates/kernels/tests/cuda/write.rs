@@ -208,6 +208,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     let backend = CpuBackend::with_isa(4, Isa::detect());
     let spec = CacheSpec {
         geometry: geometry(case),
+        query_heads: case.kv_heads * case.group,
         slots: EXACT_SLOTS,
         scratch_slots: SCRATCH_SLOTS,
         sealed: codec.clone().map(|codec| SealedSpec {

@@ -35,7 +35,7 @@ impl<'a, B: Inspect> Observer<'a, B> {
         let heads = HeadCounts { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();
         let geometry = KvGeometry { layers: 1, ..config.kv_geometry() };
-        let cache = model.model().backend().cache(&CacheSpec::exact(geometry, slots))?;
+        let cache = model.model().backend().cache(&CacheSpec::exact(geometry, config.q_heads, slots))?;
         let mut next_slot = 1;
         let sequences = sequences
             .iter()

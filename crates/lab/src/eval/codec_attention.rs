@@ -33,7 +33,8 @@ impl<B: Inspect> CodecAttention<B> {
         slots: usize,
     ) -> Result<CodecAttention<B>, KernelError> {
         let config = model.config();
-        let history = model.model().backend().cache(&CacheSpec::exact(config.kv_geometry(), slots))?;
+        let history =
+            model.model().backend().cache(&CacheSpec::exact(config.kv_geometry(), config.q_heads, slots))?;
         let filled = vec![0; config.layers];
         Ok(CodecAttention { codec, windows, history, filled, pages: Vec::new(), end: 0 })
     }

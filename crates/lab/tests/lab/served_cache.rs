@@ -57,7 +57,13 @@ fn served_logits(
     let plan = CachePlan::settle_with(model, identity, Some(&found), &options).unwrap();
     let sealed = plan.codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows });
     let mixed = sealed.is_some();
-    let spec = CacheSpec { geometry, slots: pages + 1, scratch_slots: 0, sealed };
+    let spec = CacheSpec {
+        geometry,
+        query_heads: model.config().q_heads,
+        slots: pages + 1,
+        scratch_slots: 0,
+        sealed,
+    };
     let forward = model.model();
     let mut cache = forward.backend().cache(&spec).unwrap();
     let mut activations = forward.activations(CHUNK, CHUNK).unwrap();

@@ -6,13 +6,14 @@ use std::time::Duration;
 use clap::Args;
 use oscar_bench::{LongContext, LongContextStage, SharedPrefix, long_context, shared_prefix};
 use oscar_engine::{Engine, EngineOptions};
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::tokens;
 use crate::arguments::{ModelArguments, WeightArguments, positive};
-use crate::device::Device;
+use crate::device::{DeviceArguments, OnDevice};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
 use crate::loading::{EngineArguments, start};
@@ -69,9 +70,8 @@ pub(super) struct EngineBenchArguments {
     #[arg(long, default_value = "100", value_name = "MS")]
     interval_ms: u64,
 
-    /// Worker threads; as many as the machine has cores by default.
-    #[arg(long, value_name = "N", env = "OSCAR_THREADS", value_parser = positive)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    device: DeviceArguments,
 
     #[command(flatten)]
     weights: WeightArguments,
@@ -118,15 +118,23 @@ fn show(steps: &mut Option<(String, Steps)>, stage: LongContextStage<'_>) {
 
 impl EngineBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
+        self.device.clone().run(self.cache.cache.deterministic, self)
+    }
+}
+
+impl OnDevice for EngineBenchArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let arguments = EngineArguments {
             context: None,
-            threads: self.threads,
+            device: self.device.clone(),
             weights: self.weights,
             kv: self.cache.clone(),
         };
         let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
-        let subject = arguments.load_model(&self.model)?;
+        let subject = arguments.load_model(&self.model, backend)?;
         let weight_bytes = weight_bytes(self.model.resolve()?.path());
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
@@ -180,10 +188,12 @@ impl EngineBenchArguments {
         }
         Ok(())
     }
+}
 
-    fn shared_prefixes(
+impl EngineBenchArguments {
+    fn shared_prefixes<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         kind: CacheType,
         report: &mut Report,
     ) -> Result<(), Failure> {
@@ -206,14 +216,14 @@ impl EngineBenchArguments {
     }
 
     /// An engine with room for `running` sequences of `context` tokens.
-    fn engine(
+    fn engine<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         kind: CacheType,
         context: usize,
         running: usize,
         prefix_tree: bool,
-    ) -> Result<Engine<Device>, Failure> {
+    ) -> Result<Engine<B>, Failure> {
         let settled = self.cache.of_type(kind).settle_quietly(subject)?;
         let mut kv = settled.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;

@@ -9,6 +9,7 @@ use oscar_bench::{
     Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, Workload, added_latency, serve, streamed,
 };
 use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_model::text::{ChatTemplate, Tokenizer};
 use oscar_server::{ServedModel, Server, ServerOptions};
@@ -16,6 +17,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 
 use crate::arguments::{ModelArguments, non_empty, positive};
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
@@ -236,7 +238,17 @@ impl ServeBenchArguments {
 
     /// Serves a model on loopback.
     fn start_model(&self, runtime: &Runtime, model: &ModelArguments) -> Result<String, Failure> {
-        let subject = self.engine.load_model(model)?;
+        let service = BenchService { arguments: self, runtime, model };
+        self.engine.device.run(self.engine.kv.cache.deterministic, service)
+    }
+
+    fn serve_model<B: Inspect>(
+        &self,
+        runtime: &Runtime,
+        model: &ModelArguments,
+        backend: B,
+    ) -> Result<String, Failure> {
+        let subject = self.engine.load_model(model, backend)?;
         let settled = self.engine.kv.settle(&subject)?;
         let options =
             EngineOptions { max_running: self.max_running_requests, ..self.engine.options(&settled) };
@@ -264,6 +276,21 @@ impl ServeBenchArguments {
         report.push(runtime.block_on(streamed(&url, MOCK_STREAMS, 5.0)).map_err(failure)?);
         report.push(added);
         Ok(())
+    }
+}
+
+/// A model that is served to be measured.
+struct BenchService<'a> {
+    arguments: &'a ServeBenchArguments,
+    runtime: &'a Runtime,
+    model: &'a ModelArguments,
+}
+
+impl OnDevice for BenchService<'_> {
+    type Output = String;
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<String, Failure> {
+        self.arguments.serve_model(self.runtime, self.model, backend)
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use oscar_codec::CacheCodec;
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_lab::calibrate::{Corpus, CorpusSource, corpus};
 use oscar_lab::eval::ablation::{AblationSetting, TargetSet, settings};
@@ -14,6 +15,7 @@ use oscar_lab::eval::text::prose;
 use serde_json::json;
 
 use crate::arguments::positive;
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::lab::{check_context, check_prefix};
 use crate::output::print_text;
@@ -70,14 +72,11 @@ pub(crate) struct AblationArguments {
     json: bool,
 }
 
-impl AblationArguments {
-    pub(crate) fn run(self) -> Result<(), Failure> {
-        if let Some(unknown) = self.studies.iter().find(|study| !STUDIES.contains(&study.as_str())) {
-            return Err(Failure::new(format!("there is no study {unknown:?}"))
-                .with_fix(format!("choose from {}", STUDIES.join(", "))));
-        }
-        check_prefix(self.prefix, self.tokens)?;
-        let subject = self.lab.load()?;
+impl OnDevice for AblationArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
+        let subject = self.lab.load(backend)?;
         let report = self.measure(&subject)?;
         if self.json {
             return print_text(&report.json());
@@ -85,8 +84,19 @@ impl AblationArguments {
         let columns = ["study", "setting", "bits_per_element", "kl", "top1_agreement", "perplexity"];
         print_text(report.table(&columns).trim_end())
     }
+}
 
-    fn measure(&self, subject: &Subject) -> Result<Report, Failure> {
+impl AblationArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        if let Some(unknown) = self.studies.iter().find(|study| !STUDIES.contains(&study.as_str())) {
+            return Err(Failure::new(format!("there is no study {unknown:?}"))
+                .with_fix(format!("choose from {}", STUDIES.join(", "))));
+        }
+        check_prefix(self.prefix, self.tokens)?;
+        self.lab.device.clone().run(false, self)
+    }
+
+    fn measure<B: Inspect>(&self, subject: &Subject<B>) -> Result<Report, Failure> {
         let model = &subject.model;
         check_context(subject, self.tokens)?;
         let ids = if self.data.is_empty() {

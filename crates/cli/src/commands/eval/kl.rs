@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use oscar_codec::CacheCodec;
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_lab::calibrate::corpus;
 use oscar_lab::eval::codecs::HELP;
@@ -13,6 +14,7 @@ use oscar_lab::eval::text::prose;
 use serde_json::json;
 
 use crate::arguments::positive;
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::lab::{ReadingArguments, check_context, check_prefix};
 use crate::output::print_text;
@@ -74,10 +76,11 @@ pub(crate) struct KlArguments {
     json: bool,
 }
 
-impl KlArguments {
-    pub(crate) fn run(self) -> Result<(), Failure> {
-        check_prefix(self.prefix, self.tokens)?;
-        let subject = self.lab.load()?;
+impl OnDevice for KlArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
+        let subject = self.lab.load(backend)?;
         check_context(&subject, self.tokens)?;
         let codecs = self.reading.codecs(&subject, &self.kv)?;
         let report = self.measure(&subject, &codecs)?;
@@ -88,8 +91,19 @@ impl KlArguments {
             ["kv", "bits_per_element", "kl", "top1_agreement", "perplexity", "exact_perplexity", "positions"];
         print_text(report.table(&columns).trim_end())
     }
+}
 
-    fn measure(&self, subject: &Subject, codecs: &[Box<dyn CacheCodec>]) -> Result<Report, Failure> {
+impl KlArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        check_prefix(self.prefix, self.tokens)?;
+        self.lab.device.clone().run(false, self)
+    }
+
+    fn measure<B: Inspect>(
+        &self,
+        subject: &Subject<B>,
+        codecs: &[Box<dyn CacheCodec>],
+    ) -> Result<Report, Failure> {
         let windows = self.reading.windows();
         // Queries that still see everything exactly would only dilute the numbers.
         let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
@@ -140,7 +154,7 @@ impl KlArguments {
     }
 
     /// Sequences of exactly `--tokens` tokens.
-    fn texts(&self, subject: &Subject) -> Result<Vec<Vec<u32>>, Failure> {
+    fn texts<B: Inspect>(&self, subject: &Subject<B>) -> Result<Vec<Vec<u32>>, Failure> {
         let ids = if self.data.is_empty() {
             // Enough characters for the shortest tokens prose is made of.
             let text = prose(

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use clap::Args;
+use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
@@ -14,6 +15,7 @@ use serde_json::json;
 
 use super::served::{ReaderArguments, Readers};
 use crate::arguments::positive;
+use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::lab::check_context;
@@ -97,8 +99,10 @@ fn length(text: &str) -> Result<usize, String> {
     positive(digits).map_err(wrong)?.checked_mul(factor).ok_or_else(|| format!("{text:?} is out of range"))
 }
 
-impl NiahArguments {
-    pub(crate) fn run(self) -> Result<(), Failure> {
+impl OnDevice for NiahArguments {
+    type Output = ();
+
+    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let haystack = match &self.haystack {
             None => Haystack::Generated,
             Some(path) => {
@@ -108,7 +112,7 @@ impl NiahArguments {
                     .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?
             }
         };
-        let subject = self.readers.load(&self.lab)?;
+        let subject = self.lab.load(backend)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(1);
         check_context(&subject, longest)?;
         let readers = self.readers.readers(&subject, &["bf16", "int2", "int2:paper"], longest)?;
@@ -135,11 +139,17 @@ impl NiahArguments {
         ];
         print_text(report.table(&columns).trim_end())
     }
+}
 
-    fn measure(
+impl NiahArguments {
+    pub(crate) fn run(self) -> Result<(), Failure> {
+        self.lab.device.clone().run(self.readers.deterministic(), self)
+    }
+
+    fn measure<B: Inspect>(
         &self,
-        subject: &Subject,
-        readers: &Readers,
+        subject: &Subject<B>,
+        readers: &Readers<B>,
         longest: usize,
         haystack: &Haystack,
     ) -> Result<Report, Failure> {

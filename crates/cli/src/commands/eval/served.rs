@@ -3,16 +3,16 @@
 use clap::Args;
 use oscar_codec::{CacheCodec, Windows};
 use oscar_engine::EngineOptions;
+use oscar_kernels::{Backend, Inspect};
 use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::served::ServedCache;
 use oscar_rotations::CacheType;
 
-use crate::device::Device;
 use crate::failure::Failure;
 use crate::kv::{CacheArguments, warn_without_effect};
 use crate::lab::codecs;
 use crate::loading::announce;
-use crate::subject::{Subject, SubjectArguments};
+use crate::subject::Subject;
 use crate::windows::WindowArguments;
 
 /// Which caches are measured.
@@ -35,29 +35,29 @@ pub(super) struct ReaderArguments {
 }
 
 /// Caches to be compared on one model.
-pub(super) struct Readers {
+pub(super) struct Readers<B: Backend> {
     /// Codecs of the lab, first in every table.
     pub(super) codecs: Vec<Box<dyn CacheCodec>>,
     /// What codecs leave exact.
     pub(super) windows: Windows,
     /// Caches that serve.
-    pub(super) served: Vec<ServedCache<Device>>,
+    pub(super) served: Vec<ServedCache<B>>,
     head_dim: usize,
 }
 
 impl ReaderArguments {
-    /// Loads the model on a backend that suits the caches.
-    pub(super) fn load(&self, arguments: &SubjectArguments) -> Result<Subject, Failure> {
-        arguments.load_on(self.cache.deterministic)
+    /// Whether a row should get the same bits in batches of every size.
+    pub(super) fn deterministic(&self) -> bool {
+        self.cache.deterministic
     }
 
     /// The caches, with room for sequences of `context` tokens. Without either list the `default` codecs are measured.
-    pub(super) fn readers(
+    pub(super) fn readers<B: Inspect>(
         &self,
-        subject: &Subject,
+        subject: &Subject<B>,
         default: &[&str],
         context: usize,
-    ) -> Result<Readers, Failure> {
+    ) -> Result<Readers<B>, Failure> {
         let mut specs = self.kv.clone();
         if specs.is_empty() && self.kv_cache_dtype.is_empty() {
             specs = default.iter().map(|&spec| spec.to_owned()).collect();
@@ -95,7 +95,7 @@ impl ReaderArguments {
     }
 }
 
-impl Readers {
+impl<B: Backend> Readers<B> {
     /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.codecs.len() + self.served.len()

@@ -14,7 +14,7 @@ use crate::cpu::encode::SealScratch;
 use crate::cpu::heads::Heads;
 use crate::cpu::isa::Isa;
 use crate::cpu::memory::DisjointSlice;
-use crate::cpu::sequence::StepSequence;
+use crate::sequence::StepSequence;
 
 /// Buffers of one thread.
 #[derive(Default)]

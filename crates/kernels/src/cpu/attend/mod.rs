@@ -15,7 +15,7 @@ use super::isa::Isa;
 use super::memory::DisjointSlice;
 use super::per_thread::PerThread;
 use super::pool::Pool;
-use super::sequence::StepSequence;
+use crate::sequence::StepSequence;
 pub(super) use block::AttendScratch;
 use block::BlockRows;
 pub(super) use parts::PartialStates;

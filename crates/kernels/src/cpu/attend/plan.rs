@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use oscar_codec::PAGE_TOKENS;
 
 use crate::cpu::heads::Heads;
-use crate::cpu::sequence::StepSequence;
+use crate::sequence::StepSequence;
 
 /// Query rows (tokens times heads of a group) a block aims for.
 const BLOCK_ROWS: usize = 64;

@@ -1,22 +1,21 @@
-//! Page tables of one sequence of a step, checked against the cache once.
+//! The sequences of a step with their page tables, checked against a cache once. Devices share this.
 
 use std::ops::Range;
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 
-use super::cache::Cache;
-use crate::backend::{KernelError, SequenceRows};
+use crate::backend::{Batch, CacheSpec, KernelError, Rope, SequenceRows};
 
 /// Rows of one sequence inside a step.
-pub(super) struct StepSequence {
+pub(crate) struct StepSequence {
     /// First row of the batch that belongs to it.
-    pub(super) first_row: usize,
+    pub(crate) first_row: usize,
     /// Position of that row in the sequence.
-    pub(super) start: usize,
+    pub(crate) start: usize,
     /// How many rows there are.
-    pub(super) len: usize,
+    pub(crate) len: usize,
     /// Slots of bf16 pages.
-    pub(super) pages: Vec<Option<ExactSlot>>,
+    pub(crate) pages: Vec<Option<ExactSlot>>,
     /// What is read from sealed pages.
     sealed: Option<SealedTable>,
 }
@@ -29,15 +28,42 @@ struct SealedTable {
     sealed_until: usize,
 }
 
+/// The sequences of a batch. Every page they read is there, and no page is written by two of them.
+pub(crate) fn step_sequences(
+    batch: &Batch<'_>,
+    rope: &Rope,
+    spec: &CacheSpec,
+) -> Result<Vec<StepSequence>, KernelError> {
+    let shape = |what, expected, got| Err(KernelError::Shape { what, expected, got });
+    let rows: usize = batch.sequences.iter().map(|sequence| sequence.len).sum();
+    if rows != batch.tokens.len() {
+        return shape("tokens of a batch", rows, batch.tokens.len());
+    }
+    let rotary = 2 * rope.inverse_frequencies.len();
+    if rotary > spec.geometry.head_dim {
+        return shape("rotary channels, at most the head", spec.geometry.head_dim, rotary);
+    }
+    let mut sequences: Vec<StepSequence> = Vec::with_capacity(batch.sequences.len());
+    let mut written: Vec<ExactSlot> = Vec::new();
+    let mut first_row = 0;
+    for rows in batch.sequences {
+        let sequence = StepSequence::new(rows, first_row, spec)?;
+        first_row += rows.len;
+        written.extend(sequence.pages[sequence.written_pages()].iter().flatten());
+        sequences.push(sequence);
+    }
+    written.sort_unstable();
+    match written.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(KernelError::PageWrittenTwice { slot: pair[0].number() }),
+        None => Ok(sequences),
+    }
+}
+
 impl StepSequence {
-    pub(super) fn new(
-        rows: &SequenceRows<'_>,
-        first_row: usize,
-        cache: &Cache,
-    ) -> Result<StepSequence, KernelError> {
+    fn new(rows: &SequenceRows<'_>, first_row: usize, spec: &CacheSpec) -> Result<StepSequence, KernelError> {
         let needed = (rows.start + rows.len).div_ceil(PAGE_TOKENS);
-        let pages = table(rows.pages, needed, cache.exact_slots(), ExactSlot::table_entry)?;
-        let sealed = match (rows.sealed, &cache.spec().sealed) {
+        let pages = table(rows.pages, needed, spec.exact_slots(), ExactSlot::table_entry)?;
+        let sealed = match (rows.sealed, &spec.sealed) {
             (Some(sealed), Some(spec)) => Some(SealedTable {
                 pages: table(sealed.pages, needed, spec.slots, SealedSlot::table_entry)?,
                 windows: spec.windows,
@@ -90,22 +116,22 @@ impl StepSequence {
     }
 
     /// [`Self::history_of_page`] of the query at `position`.
-    pub(super) fn history(&self, position: usize) -> Range<usize> {
+    pub(crate) fn history(&self, position: usize) -> Range<usize> {
         self.history_of_page(position / PAGE_TOKENS)
     }
 
     /// Sealed slots of pages that are read sealed.
-    pub(super) fn sealed_slots(&self, pages: Range<usize>) -> &[Option<SealedSlot>] {
+    pub(crate) fn sealed_slots(&self, pages: Range<usize>) -> &[Option<SealedSlot>] {
         self.sealed.as_ref().map_or(&[], |sealed| &sealed.pages[pages])
     }
 
     /// Sealed slots of all pages.
-    pub(super) fn all_sealed_slots(&self) -> &[Option<SealedSlot>] {
+    pub(crate) fn all_sealed_slots(&self) -> &[Option<SealedSlot>] {
         self.sealed.as_ref().map_or(&[], |sealed| &sealed.pages)
     }
 
     /// Pages that this step writes to.
-    pub(super) fn written_pages(&self) -> Range<usize> {
+    pub(crate) fn written_pages(&self) -> Range<usize> {
         let first = self.start / PAGE_TOKENS;
         let end = if self.len == 0 { first } else { (self.start + self.len).div_ceil(PAGE_TOKENS) };
         first..end
@@ -126,4 +152,26 @@ fn table<Slot: Copy>(
         return Err(KernelError::PageOutOfRange { slot, slots });
     }
     Ok(pages.to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::KvGeometry;
+
+    use super::*;
+    use crate::backend::RopeLayout;
+
+    #[test]
+    fn a_page_is_written_by_one_sequence_and_by_none_without_rows() {
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 4 };
+        let spec = CacheSpec::exact(geometry, 1, 3);
+        let rope = Rope { inverse_frequencies: vec![1.0; 2], magnitude: 1.0, layout: RopeLayout::Halves };
+        for (len, fits) in [(0, true), (1, false)] {
+            let pages = ExactSlot::first(1);
+            let other = SequenceRows::exact(6, 1, &pages);
+            let sequences = [SequenceRows::exact(5, len, &pages), other];
+            let batch = Batch { tokens: &vec![0; len + 1], sequences: &sequences };
+            assert_eq!(step_sequences(&batch, &rope, &spec).is_ok(), fits, "{len} rows");
+        }
+    }
 }

@@ -1,0 +1,394 @@
+//! [`Backend`] on a card: checks shapes and launches kernels on one stream.
+
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+use cudarc::driver::CudaSlice;
+use oscar_codec::{CodecError, ExactSlot, PageLayout};
+
+use super::cache::CudaCache;
+use super::device::Device;
+use super::error::CudaError;
+use super::plan::Split;
+use super::products::{Input, InputSource, Output, Products, Projection};
+use super::seal::SealPools;
+use super::step::{CudaStep, StepAttention};
+use super::weights::{CudaWeight, WeightLoader};
+use super::write::{HeadNorm, HeadNorms, WritePools};
+use crate::backend::{
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
+    Sampling, SealPage, StoredMatrix,
+};
+use crate::sampling;
+
+/// Pages of a segment where results must not depend on the batch.
+const FIXED_PAGES: usize = 16;
+
+/// A card as a device.
+pub struct CudaBackend {
+    device: Arc<Device>,
+    loader: WeightLoader,
+    products: Products,
+    deterministic: bool,
+}
+
+/// A matrix of f32 activations on the card.
+pub struct CudaBuffer {
+    rows: usize,
+    cols: usize,
+    pub(super) values: CudaSlice<f32>,
+}
+
+impl CudaBuffer {
+    /// Columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub(super) fn check(&self, what: &'static str, rows: usize) -> Result<(), KernelError> {
+        if rows <= self.rows {
+            return Ok(());
+        }
+        Err(KernelError::Shape { what, expected: rows, got: self.rows })
+    }
+}
+
+impl CudaBackend {
+    /// Compiles (or finds) the kernels that do not depend on a model. With `deterministic` the bits of a row do not depend
+    /// on what else is computed with it.
+    pub fn new(device: Arc<Device>, deterministic: bool) -> Result<CudaBackend, CudaError> {
+        Ok(CudaBackend {
+            loader: WeightLoader::new(&device)?,
+            products: Products::new(&device, !deterministic)?,
+            deterministic,
+            device,
+        })
+    }
+
+    /// The card.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Whether products of many rows go through cuBLASLt; without it prefill is slower.
+    pub fn has_blas(&self) -> bool {
+        self.products.has_blas()
+    }
+
+    pub(super) fn loader(&self) -> &WeightLoader {
+        &self.loader
+    }
+
+    fn gain<'a>(&self, norm: &'a RmsNorm<Self>, len: usize) -> Result<&'a CudaSlice<f32>, KernelError> {
+        norm.weight.vector("a norm", len)
+    }
+
+    fn projections<'a>(&self, linears: &[&'a Linear<Self>]) -> Result<Vec<Projection<'a>>, KernelError> {
+        let mut first_column = 0;
+        linears
+            .iter()
+            .map(|linear| {
+                let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows));
+                let projection = Projection { weight: &linear.weight, bias: bias.transpose()?, first_column };
+                first_column += linear.weight.rows;
+                Ok(projection)
+            })
+            .collect()
+    }
+}
+
+fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
+}
+
+/// A norm over the heads of a layer.
+fn head_norm(
+    norm: Option<&RmsNorm<CudaBackend>>,
+    head_dim: usize,
+) -> Result<Option<HeadNorm<'_>>, KernelError> {
+    norm.map(|norm| {
+        let gain = norm.weight.vector("a head norm", head_dim)?;
+        Ok(HeadNorm { gain, epsilon: norm.eps })
+    })
+    .transpose()
+}
+
+fn check_cache(
+    spec: &AttentionSpec<CudaBackend>,
+    layer: usize,
+    cache: &CudaCache,
+) -> Result<(), KernelError> {
+    let geometry = cache.spec.geometry;
+    expect("KV heads of the cache", spec.kv_heads, geometry.kv_heads)?;
+    expect("head dimension of the cache", spec.head_dim, geometry.head_dim)?;
+    expect("query heads of the cache", spec.q_heads, cache.spec.query_heads)?;
+    if layer >= geometry.layers {
+        let (expected, got) = (layer + 1, geometry.layers);
+        return Err(KernelError::Shape { what: "layers of the cache", expected, got });
+    }
+    Ok(())
+}
+
+impl Backend for CudaBackend {
+    type Weight = CudaWeight;
+    type Buffer = CudaBuffer;
+    type Cache = CudaCache;
+    type Step = CudaStep;
+
+    fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    fn free_memory(&self) -> Option<usize> {
+        // Weights are there by the time that anybody asks.
+        self.loader.release_staging();
+        self.device.free_memory().ok()
+    }
+
+    fn weight(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
+        self.loader.load(stored)
+    }
+
+    fn buffer(&self, rows: usize, cols: usize) -> Result<CudaBuffer, KernelError> {
+        let values = self.device.allocate(rows.saturating_mul(cols), "activations")?;
+        Ok(CudaBuffer { rows, cols, values })
+    }
+
+    fn cache(&self, spec: &CacheSpec) -> Result<CudaCache, KernelError> {
+        Ok(CudaCache::new(&self.device, spec)?)
+    }
+
+    fn read(&self, buffer: &CudaBuffer, rows: Range<usize>) -> Result<Vec<f32>, KernelError> {
+        buffer.check("rows read", rows.end)?;
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let values = buffer.values.slice(rows.start * buffer.cols..rows.end * buffer.cols);
+        let stream = self.device.stream();
+        let read = stream.clone_dtoh(&values).map_err(CudaError::Driver)?;
+        stream.synchronize().map_err(CudaError::Driver)?;
+        Ok(read)
+    }
+
+    fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &CudaCache) -> Result<CudaStep, KernelError> {
+        let split = if self.deterministic { Split::Fixed { pages: FIXED_PAGES } } else { Split::Balanced };
+        CudaStep::new(&self.device, batch, rope, cache, split)
+    }
+
+    fn embed(&self, table: &CudaWeight, step: &CudaStep, hidden: &mut CudaBuffer) -> Result<(), KernelError> {
+        expect("columns of the embedding", table.cols, hidden.cols)?;
+        hidden.check("embedding rows", step.rows)?;
+        if step.rows > 0 && step.largest_token as usize >= table.rows {
+            return Err(KernelError::TokenOutOfRange { token: step.largest_token, vocab: table.rows });
+        }
+        self.loader.embed(table, &step.tokens, step.rows, &mut hidden.values)
+    }
+
+    fn norm_linear(
+        &self,
+        step: &CudaStep,
+        x: &CudaBuffer,
+        norm: &RmsNorm<Self>,
+        linears: &[&Linear<Self>],
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let projections = self.projections(linears)?;
+        let outputs = projections.iter().map(|projection| projection.weight.rows).sum();
+        expect("columns of the projections", outputs, out.cols)?;
+        let source = InputSource::Normed { gain: self.gain(norm, x.cols)?, epsilon: norm.eps, indices: None };
+        let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
+        let output = Output { stride: out.cols, out: &mut out.values, adds: false };
+        self.products.run(&self.loader, input, &projections, output)
+    }
+
+    fn rope_store(
+        &self,
+        step: &CudaStep,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &mut CudaBuffer,
+        cache: &mut CudaCache,
+    ) -> Result<(), KernelError> {
+        check_cache(spec, layer, cache)?;
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols)?;
+        qkv.check("query, key and value rows", step.rows)?;
+        let wanted = step.rows * spec.q_heads * spec.head_dim;
+        if cache.queries.len() < wanted {
+            cache.queries = self.device.allocate(wanted.next_power_of_two(), "queries")?;
+        }
+        let pools = WritePools {
+            exact: &mut cache.exact,
+            exact_slots: cache.spec.slots,
+            scratch: cache.scratch.as_mut(),
+        };
+        let norms = HeadNorms {
+            queries: head_norm(spec.q_norm.as_ref(), spec.head_dim)?,
+            keys: head_norm(spec.k_norm.as_ref(), spec.head_dim)?,
+        };
+        Ok(cache.writer.launch(&step.targets, layer, norms, &qkv.values, &mut cache.queries, pools)?)
+    }
+
+    fn attend(
+        &self,
+        step: &CudaStep,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        _qkv: &CudaBuffer,
+        cache: &CudaCache,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        check_cache(spec, layer, cache)?;
+        expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols)?;
+        out.check("attention rows", step.rows)?;
+        let (undo, queries) = (cache.undo(layer), &cache.queries);
+        match &step.attention {
+            StepAttention::Decode(plan) => {
+                let plan = &mut plan.lock().unwrap_or_else(PoisonError::into_inner);
+                let (exact, sealed) = (cache.exact_view(layer), cache.sealed_view(layer));
+                cache.decode.launch_and_undo(
+                    plan,
+                    exact,
+                    sealed,
+                    queries,
+                    spec.scale,
+                    undo,
+                    &mut out.values,
+                )?;
+            }
+            StepAttention::Prefill(plan) => {
+                let pools = cache.prefill_pools(layer);
+                cache.prefill.launch(plan, &pools, queries, spec.scale, undo, &mut out.values)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn seal(
+        &self,
+        layers: Range<usize>,
+        pages: &[SealPage],
+        cache: &mut CudaCache,
+    ) -> Result<(), KernelError> {
+        let (Some(sealer), Some(sealed)) = (&cache.sealer, &mut cache.sealed) else { return Ok(()) };
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let sealer = &mut sealer.lock().unwrap_or_else(PoisonError::into_inner);
+        let list = sealer.list(pages)?;
+        let pools = SealPools { exact: &cache.exact, scratch: cache.scratch.as_ref(), sealed };
+        sealer.launch(&list, layers.clone(), cache.spec.slots, pools)?;
+        match sealer.failure(layers)? {
+            None => Ok(()),
+            Some(failure) => Err(KernelError::Seal {
+                page: failure.page,
+                layer: failure.layer,
+                head: failure.head,
+                source: CodecError::NotFinite { row: failure.token, channel: failure.channel },
+            }),
+        }
+    }
+
+    fn copy_pages(&self, pages: &[(ExactSlot, ExactSlot)], cache: &mut CudaCache) -> Result<(), KernelError> {
+        let (geometry, slots) = (cache.spec.geometry, cache.spec.slots);
+        let bytes = PageLayout::bf16(geometry.head_dim).page_bytes() * geometry.kv_heads * geometry.layers;
+        let stream = self.device.stream();
+        for &(from, to) in pages {
+            if let Some(slot) = [from, to].into_iter().find(|slot| slot.index() >= slots) {
+                return Err(KernelError::PageOutOfRange { slot: slot.number(), slots });
+            }
+            if from == to {
+                continue;
+            }
+            let (low, high) = (from.index().min(to.index()), from.index().max(to.index()));
+            let (mut before, mut after) = cache.exact.split_at_mut(high * bytes);
+            let (mut first, mut second) =
+                (before.slice_mut(low * bytes..(low + 1) * bytes), after.slice_mut(..bytes));
+            match from.index() == low {
+                true => stream.memcpy_dtod(&first, &mut second),
+                false => stream.memcpy_dtod(&second, &mut first),
+            }
+            .map_err(CudaError::Driver)?;
+        }
+        Ok(())
+    }
+
+    fn release_scratch(&self, _cache: &mut CudaCache) {}
+
+    fn linear_add(
+        &self,
+        step: &CudaStep,
+        x: &CudaBuffer,
+        linear: &Linear<Self>,
+        hidden: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let projections = self.projections(&[linear])?;
+        expect("columns of the projection", linear.weight.rows, hidden.cols)?;
+        let source = InputSource::Plain;
+        let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
+        let output = Output { stride: hidden.cols, out: &mut hidden.values, adds: true };
+        self.products.run(&self.loader, input, &projections, output)
+    }
+
+    fn gated_mlp(
+        &self,
+        step: &CudaStep,
+        mlp: &GatedMlp<Self>,
+        hidden: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (rows, inner, cols) = (step.rows, mlp.gate.weight.rows, hidden.cols);
+        expect("outputs of the up projection", inner, mlp.up.weight.rows)?;
+        expect("outputs of the down projection", cols, mlp.down.weight.rows)?;
+        hidden.check("hidden rows", rows)?;
+        let mut gated = self.products.gated(rows * 2 * inner)?;
+        let source =
+            InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
+        let input = Input { x: &hidden.values, stride: cols, rows, columns: cols, source };
+        let output = Output { out: &mut gated, stride: 2 * inner, adds: false };
+        self.products.run(&self.loader, input, &self.projections(&[&mlp.gate, &mlp.up])?, output)?;
+        let input = Input { x: &gated, stride: 2 * inner, rows, columns: inner, source: InputSource::Gated };
+        let output = Output { out: &mut hidden.values, stride: cols, adds: true };
+        self.products.run(&self.loader, input, &self.projections(&[&mlp.down])?, output)
+    }
+
+    fn logits(
+        &self,
+        hidden: &CudaBuffer,
+        rows: &[usize],
+        norm: &RmsNorm<Self>,
+        head: &CudaWeight,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        expect("columns of logits", head.rows, out.cols)?;
+        out.check("logits", rows.len())?;
+        hidden.check("hidden rows", rows.iter().max().map_or(0, |row| row + 1))?;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let consecutive = rows.iter().enumerate().all(|(index, &row)| index == row);
+        let numbers: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+        let indices = match consecutive {
+            true => None,
+            false => Some(self.device.stream().clone_htod(&numbers).map_err(CudaError::Driver)?),
+        };
+        let gain = self.gain(norm, hidden.cols)?;
+        let source = InputSource::Normed { gain, epsilon: norm.eps, indices: indices.as_ref() };
+        let input =
+            Input { x: &hidden.values, stride: hidden.cols, rows: rows.len(), columns: hidden.cols, source };
+        let output = Output { stride: out.cols, out: &mut out.values, adds: false };
+        let head = Projection { weight: head, bias: None, first_column: 0 };
+        self.products.run(&self.loader, input, &[head], output)
+    }
+
+    fn sample(
+        &self,
+        logits: &CudaBuffer,
+        settings: &[Sampling<'_>],
+    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
+        let rows = self.read(logits, 0..settings.len())?;
+        Ok(rows
+            .chunks_exact(logits.cols.max(1))
+            .zip(settings)
+            .map(|(row, settings)| sampling::sample(row, settings))
+            .collect())
+    }
+}

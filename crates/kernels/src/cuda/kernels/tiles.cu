@@ -1,0 +1,80 @@
+// Weights on the card. A matrix is cut into tiles of 16 rows (output channels) and 64 columns (inputs), whose numbers lie in
+// the order in which the lanes of a warp hold the first operand of four matrix instructions, 16 columns each:
+//
+//   lane = 4 g + t of step j holds   a0: row g,     columns 16 j + 2 t, + 1        a2: row g,     columns 16 j + 2 t + 8, + 9
+//                                    a1: row g + 8, the same                       a3: row g + 8, the same
+//
+//   floats    bf16       [step][lane][a0 a1 a2 a3]                              2048 bytes
+//   nibbles   4 bits     [lane][step], then [row][32 columns] scale, offset      640 bytes
+//   bytes     8 bits     [two steps][lane][step], then as nibbles               1152 bytes
+//   sixteens  8 bits     the same, with a scale for every 16 columns            1280 bytes
+//
+// A quantised weight is scale * code - offset; both are f16 and 256 times as large, so that small ones keep their bits. All
+// tiles of 16 rows lie side by side. Rows and columns beyond the matrix are zero.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
+constexpr int FLOATS = 0, NIBBLES = 1, BYTES = 2, SIXTEENS = 3;
+constexpr float SCALE_UNIT = 256.0f;
+
+DEVICE int tile_bytes(int kind) {
+  return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == BYTES ? 1152 : 1280;
+}
+// Bytes of the codes of a tile; scales follow.
+DEVICE int code_bytes(int kind) { return kind == NIBBLES ? 512 : 1024; }
+
+DEVICE float half_to_float(u32 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
+  return x;
+}
+DEVICE u32 float_to_half(float x) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+DEVICE float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+DEVICE u32 float_to_bf16(float x) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+// Where two neighbouring columns, an even one and the next, lie in a tile: lane, step and register.
+struct Place {
+  int lane, step, part;
+};
+DEVICE Place place_of(int row, int column) {
+  const int inner = column % 16;
+  return {row % 8 * 4 + inner % 8 / 2, column / 16, inner / 8 * 2 + row / 8};
+}
+
+// The weights of a row at two neighbouring columns, an even one and the next.
+DEVICE float2 weight_pair(const u8* tiles, int kind, int steps, int row, int column) {
+  const u8* tile = tiles + ((long long)(row / TILE_ROWS) * steps + column / TILE_COLUMNS) * tile_bytes(kind);
+  const int tile_row = row % TILE_ROWS, tile_column = column % TILE_COLUMNS;
+  const Place place = place_of(tile_row, tile_column);
+  if (kind == FLOATS) {
+    const u32 word = *(const u32*)(tile + place.step * 512 + place.lane * 16 + place.part * 4);
+    return make_float2(bf16_to_float(word & 0xffffu), bf16_to_float(word >> 16));
+  }
+  float first, second;
+  if (kind == NIBBLES) {
+    const u32 word = *(const u32*)(tile + place.lane * 16 + place.step * 4) >> 4 * place.part;
+    first = (float)(word & 15), second = (float)(word >> 16 & 15);
+  } else {
+    const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
+    first = (float)pair[0], second = (float)pair[1];
+  }
+  const int groups = kind == SIXTEENS ? 4 : 2;
+  const u32 scale = *(const u32*)(tile + code_bytes(kind) + (tile_row * groups + tile_column / (TILE_COLUMNS / groups)) * 4);
+  const float s = half_to_float(scale & 0xffffu) * (1.0f / SCALE_UNIT), o = half_to_float(scale >> 16) * (1.0f / SCALE_UNIT);
+  return make_float2(s * first - o, s * second - o);
+}

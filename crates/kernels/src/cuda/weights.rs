@@ -1,0 +1,333 @@
+//! Weights on the card, in the tiles of `kernels/tiles.cu`: quantised blocks stay quantised, floats become bf16.
+//!
+//! A matrix travels in parts of some megabytes: its stored bytes are copied to a staging buffer and put in order from there,
+//! so the card never holds it twice and the host holds nothing but the mapped file.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
+
+use super::compile::Source;
+use super::device::{Device, launch};
+use super::error::CudaError;
+use crate::backend::{KernelError, StoredMatrix};
+use crate::dtype::DType;
+use crate::quant;
+
+/// Rows and columns of a tile, as `tiles.cu` says.
+pub(super) const TILE_ROWS: usize = 16;
+pub(super) const TILE_COLUMNS: usize = 64;
+/// Stored bytes that are put in order at once.
+const STAGING_BYTES: usize = 64 << 20;
+
+/// What a tile holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TileKind {
+    /// bf16.
+    Floats = 0,
+    /// Codes of 4 bits, a scale and an offset for 32 columns.
+    Nibbles = 1,
+    /// Codes of up to 8 bits, a scale and an offset for 32 columns.
+    Bytes = 2,
+    /// The same for 16 columns.
+    Sixteens = 3,
+}
+
+impl TileKind {
+    fn of(dtype: DType) -> TileKind {
+        match dtype {
+            DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
+            DType::Q4_0 | DType::Q4_1 | DType::Q4K => TileKind::Nibbles,
+            DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::Q5K => TileKind::Bytes,
+            DType::Q6K => TileKind::Sixteens,
+        }
+    }
+
+    fn tile_bytes(self) -> usize {
+        match self {
+            TileKind::Floats => 2048,
+            TileKind::Nibbles => 640,
+            TileKind::Bytes => 1152,
+            TileKind::Sixteens => 1280,
+        }
+    }
+}
+
+/// The number by which `repack.cu` knows a stored type.
+fn type_number(dtype: DType) -> i32 {
+    DType::ALL.iter().position(|&other| other == dtype).map_or(-1, |index| index as i32)
+}
+
+/// A weight on the card.
+pub struct CudaWeight {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) kind: TileKind,
+    /// The tiles of a matrix, or the f32 numbers of a vector.
+    pub(super) memory: WeightMemory,
+}
+
+/// Where the numbers of a weight are.
+pub(super) enum WeightMemory {
+    Tiles(CudaSlice<u8>),
+    Vector(CudaSlice<f32>),
+}
+
+impl CudaWeight {
+    /// Blocks of 64 columns.
+    pub(super) fn steps(&self) -> usize {
+        self.cols.div_ceil(TILE_COLUMNS)
+    }
+
+    /// Blocks of 16 rows.
+    pub(super) fn row_tiles(&self) -> usize {
+        self.rows.div_ceil(TILE_ROWS)
+    }
+
+    /// The tiles of a matrix.
+    pub(super) fn tiles(&self) -> Result<&CudaSlice<u8>, KernelError> {
+        match &self.memory {
+            WeightMemory::Tiles(tiles) => Ok(tiles),
+            WeightMemory::Vector(_) => {
+                Err(KernelError::Shape { what: "rows of a matrix, at least", expected: 2, got: 1 })
+            }
+        }
+    }
+
+    /// The numbers of a vector of `len`.
+    pub(super) fn vector(&self, what: &'static str, len: usize) -> Result<&CudaSlice<f32>, KernelError> {
+        match &self.memory {
+            WeightMemory::Vector(vector) if vector.len() == len => Ok(vector),
+            _ => Err(KernelError::Shape { what, expected: len, got: self.rows * self.cols }),
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RepackArguments {
+    stored: u64,
+    tiles: u64,
+    row_bytes: i64,
+    dtype: i32,
+    kind: i32,
+    rows: i32,
+    columns: i32,
+    steps: i32,
+    first_row: i32,
+    row_tiles: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for RepackArguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UnpackArguments {
+    tiles: u64,
+    out: u64,
+    kind: i32,
+    rows: i32,
+    columns: i32,
+    steps: i32,
+    wide: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `UnpackArguments`.
+unsafe impl DeviceRepr for UnpackArguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct EmbedArguments {
+    tiles: u64,
+    tokens: u64,
+    out: u64,
+    kind: i32,
+    columns: i32,
+    steps: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `EmbedArguments`.
+unsafe impl DeviceRepr for EmbedArguments {}
+
+/// The kernel that puts weights in order.
+pub(super) fn source() -> Source {
+    let text = [include_str!("kernels/tiles.cu"), include_str!("kernels/repack.cu")].concat();
+    Source { name: "weights".into(), text, defines: Vec::new(), exact: false }
+}
+
+/// Brings weights to the card and back.
+pub(super) struct WeightLoader {
+    device: Arc<Device>,
+    repack: CudaFunction,
+    unpack: CudaFunction,
+    embed: CudaFunction,
+    staging: Mutex<Option<CudaSlice<u8>>>,
+}
+
+impl WeightLoader {
+    pub(super) fn new(device: &Arc<Device>) -> Result<WeightLoader, CudaError> {
+        let module = device.load_module(&source())?;
+        let function = |name: &str| module.load_function(name).map_err(CudaError::Driver);
+        Ok(WeightLoader {
+            repack: function("repack")?,
+            unpack: function("unpack")?,
+            embed: function("embed")?,
+            staging: Mutex::default(),
+            device: device.clone(),
+        })
+    }
+
+    /// Brings a stored matrix to the card; a vector (one row) becomes f32.
+    pub(super) fn load(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
+        let data = stored.data()?;
+        let (rows, cols, kind) = (stored.rows, stored.cols, TileKind::of(stored.dtype));
+        if rows == 1 {
+            let mut values = vec![0.0; cols];
+            quant::dequantise(stored.dtype, data, &mut values);
+            let vector = self.device.stream().clone_htod(&values).map_err(CudaError::Driver)?;
+            return Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Vector(vector) });
+        }
+        if rows == 0 || cols % 2 != 0 || rows > i32::MAX as usize || cols > i32::MAX as usize {
+            return Err(CudaError::Unsupported(format!("a {rows}x{cols} matrix")).into());
+        }
+        let row_tiles = rows.div_ceil(TILE_ROWS);
+        let bytes = row_tiles * cols.div_ceil(TILE_COLUMNS) * kind.tile_bytes();
+        let mut tiles = self.device.allocate(bytes, "weights")?;
+        let row_bytes = data.len() / rows;
+        let tiles_at_once = (STAGING_BYTES / (row_bytes * TILE_ROWS).max(1)).max(1);
+        for first in (0..row_tiles).step_by(tiles_at_once) {
+            let row_tiles = tiles_at_once.min(row_tiles - first);
+            let end = ((first + row_tiles) * TILE_ROWS).min(rows);
+            self.repack(
+                &data[first * TILE_ROWS * row_bytes..end * row_bytes],
+                stored,
+                first,
+                row_tiles,
+                &mut tiles,
+            )?;
+        }
+        Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
+    }
+
+    /// Puts some rows in order, `row_tiles` tiles of them from tile `first` on.
+    fn repack(
+        &self,
+        data: &[u8],
+        stored: &StoredMatrix,
+        first: usize,
+        row_tiles: usize,
+        tiles: &mut CudaSlice<u8>,
+    ) -> Result<(), CudaError> {
+        let stream = self.device.stream();
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if staging.as_ref().is_none_or(|staging| staging.len() < data.len()) {
+            *staging = None;
+            *staging = Some(self.device.allocate(data.len().max(STAGING_BYTES), "weights on their way")?);
+        }
+        let Some(staging) = staging.as_mut() else { unreachable!("it was made above") };
+        stream.memcpy_htod(data, &mut staging.slice_mut(..data.len()))?;
+        let steps = stored.cols.div_ceil(TILE_COLUMNS);
+        let arguments = RepackArguments {
+            stored: staging.device_ptr(stream).0,
+            tiles: tiles.device_ptr_mut(stream).0,
+            row_bytes: (data.len() / (stored.rows - first * TILE_ROWS).min(row_tiles * TILE_ROWS)) as i64,
+            dtype: type_number(stored.dtype),
+            kind: TileKind::of(stored.dtype) as i32,
+            rows: stored.rows as i32,
+            columns: stored.cols as i32,
+            steps: steps as i32,
+            first_row: (first * TILE_ROWS) as i32,
+            row_tiles: row_tiles as i32,
+        };
+        let config = LaunchConfig {
+            grid_dim: ((row_tiles * steps).div_ceil(8) as u32, 1, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: the kernel reads the rows that were copied and writes the tiles of these rows, which are allocated.
+        unsafe { launch(stream, &self.repack, config, &arguments) }
+    }
+
+    /// A matrix as rows of bf16 at the start of `out`, for products of many rows.
+    pub(super) fn unpack_bf16(
+        &self,
+        weight: &CudaWeight,
+        out: &mut CudaSlice<u8>,
+    ) -> Result<(), KernelError> {
+        let expected = weight.rows * weight.cols * 2;
+        if out.len() < expected {
+            let got = out.len();
+            return Err(KernelError::Shape { what: "bytes for an unpacked matrix", expected, got });
+        }
+        let address = out.device_ptr_mut(self.device.stream()).0;
+        self.unpack(weight, address, false)
+    }
+
+    /// All numbers of a weight, on the host.
+    pub(super) fn dequantise(&self, weight: &CudaWeight) -> Result<Vec<f32>, KernelError> {
+        let stream = self.device.stream();
+        if let WeightMemory::Vector(vector) = &weight.memory {
+            return Ok(stream.clone_dtoh(vector).map_err(CudaError::Driver)?);
+        }
+        let mut out: CudaSlice<f32> =
+            self.device.allocate(weight.rows * weight.cols, "weights for the host")?;
+        self.unpack(weight, out.device_ptr_mut(stream).0, true)?;
+        let numbers = stream.clone_dtoh(&out).map_err(CudaError::Driver)?;
+        stream.synchronize().map_err(CudaError::Driver)?;
+        Ok(numbers)
+    }
+
+    fn unpack(&self, weight: &CudaWeight, out: u64, wide: bool) -> Result<(), KernelError> {
+        let stream = self.device.stream();
+        let arguments = UnpackArguments {
+            tiles: weight.tiles()?.device_ptr(stream).0,
+            out,
+            kind: weight.kind as i32,
+            rows: weight.rows as i32,
+            columns: weight.cols as i32,
+            steps: weight.steps() as i32,
+            wide: i32::from(wide),
+        };
+        let pairs = weight.rows * (weight.cols / 2);
+        let config = LaunchConfig {
+            grid_dim: (pairs.div_ceil(256) as u32, 1, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: the callers have room for as many numbers as the weight has.
+        Ok(unsafe { launch(stream, &self.unpack, config, &arguments) }?)
+    }
+
+    /// The rows of a table that tokens name, one after the other. Tokens are below the number of its rows.
+    pub(super) fn embed(
+        &self,
+        table: &CudaWeight,
+        tokens: &CudaSlice<u32>,
+        rows: usize,
+        out: &mut CudaSlice<f32>,
+    ) -> Result<(), KernelError> {
+        let stream = self.device.stream();
+        if rows == 0 {
+            return Ok(());
+        }
+        if tokens.len() < rows || out.len() < rows * table.cols {
+            let (expected, got) = (rows, tokens.len().min(out.len() / table.cols));
+            return Err(KernelError::Shape { what: "rows of an embedding", expected, got });
+        }
+        let arguments = EmbedArguments {
+            tiles: table.tiles()?.device_ptr(stream).0,
+            tokens: tokens.device_ptr(stream).0,
+            out: out.device_ptr_mut(stream).0,
+            kind: table.kind as i32,
+            columns: table.cols as i32,
+            steps: table.steps() as i32,
+        };
+        let config =
+            LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: there are as many tokens and rows as blocks, and the caller has checked the tokens.
+        Ok(unsafe { launch(stream, &self.embed, config, &arguments) }?)
+    }
+
+    /// Gives back the memory that weights travel through, when all are there.
+    pub(super) fn release_staging(&self) {
+        *self.staging.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}

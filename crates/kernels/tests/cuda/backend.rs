@@ -1,0 +1,341 @@
+//! The backend of the card against the CPU's: weights of every stored type, products, and attention over a cache that is
+//! written in chunks, sealed, and continued token by token.
+
+use std::sync::Arc;
+
+use oscar_codec::{
+    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+    SealedSlot, hadamard,
+};
+use oscar_kernels::backend::{
+    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, Sampling, SealPage,
+    SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::cuda::{CudaBackend, Device};
+use oscar_kernels::{Backend, DType, Inspect, quant};
+use oscar_random::Random;
+
+/// Runs everything; the number of failures.
+pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
+    let cpu = CpuBackend::with_isa(4, Isa::detect());
+    // Vector instructions round queries where they meet codes.
+    let scalar = CpuBackend::with_isa(8, Isa::Scalar);
+    let mut failures = 0;
+    for deterministic in [false, true] {
+        let cuda = match CudaBackend::new(device.clone(), deterministic) {
+            Ok(cuda) => cuda,
+            Err(error) => {
+                println!("FAILED backend: {error}");
+                return failures + 1;
+            }
+        };
+        if !deterministic {
+            println!("cuda: cuBLASLt is {}", if cuda.has_blas() { "there" } else { "not there" });
+            failures += weights(&cuda);
+        }
+        failures += products(&cpu, &cuda, quick);
+        failures += attention(&scalar, &cuda, quick);
+    }
+    failures
+}
+
+/// Random blocks of a type, with scales of a size that weights have.
+fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> StoredMatrix {
+    let mut bytes: Vec<u8> = Vec::new();
+    if dtype.is_float() {
+        for _ in 0..rows * cols {
+            let x = 0.1 * random.signed();
+            match dtype {
+                DType::F32 => bytes.extend(x.to_le_bytes()),
+                DType::F16 => bytes.extend(half::f16::from_f32(x).to_le_bytes()),
+                _ => bytes.extend(half::bf16::from_f32(x).to_le_bytes()),
+            }
+        }
+    } else {
+        bytes.extend((0..dtype.bytes_for(cols).unwrap() * rows).map(|_| random.next_u64() as u8));
+        for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+            let places: &[usize] = match dtype {
+                DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
+                DType::Q6K => &[208],
+                _ => &[0],
+            };
+            let size = match dtype {
+                DType::Q6K => 3e-5,
+                DType::Q4K | DType::Q5K => 2e-4,
+                DType::Q8_0 => 1e-3,
+                _ => 1e-2,
+            };
+            for &place in places {
+                let scale = half::f16::from_f32(size * (1.0 + random.signed() * 0.5));
+                block[place..place + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+    }
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols }
+}
+
+fn vector(len: usize, random: &mut Random) -> StoredMatrix {
+    let bytes: Vec<u8> = (0..len).flat_map(|_| (1.0 + random.signed()).to_le_bytes()).collect();
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: len }
+}
+
+/// The root mean square of the difference over that of what is expected.
+fn error(expected: &[f32], got: &[f32]) -> f64 {
+    assert_eq!(expected.len(), got.len());
+    let size: f64 = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    let difference: f64 = expected.iter().zip(got).map(|(&a, &b)| f64::from(a - b) * f64::from(a - b)).sum();
+    (difference / size.max(1e-30)).sqrt()
+}
+
+fn report(what: &str, worst: f64, limit: f64) -> usize {
+    let failed = worst.is_nan() || worst > limit;
+    println!("{}{what}: worst error {worst:.1e} (limit {limit:.0e})", if failed { "FAILED " } else { "" });
+    usize::from(failed)
+}
+
+fn weights(cuda: &CudaBackend) -> usize {
+    let mut failures = 0;
+    let mut random = Random::new(5);
+    for dtype in DType::ALL {
+        let mut worst = 0.0_f64;
+        for (rows, cols) in [(16, 256), (37, 768), (5, 512), (130, 2304)] {
+            let stored = stored(dtype, rows, cols, &mut random);
+            let mut expected = vec![0.0; rows * cols];
+            quant::dequantise(dtype, stored.data().unwrap(), &mut expected);
+            let got = cuda.dequantise(&cuda.weight(&stored).unwrap()).unwrap();
+            worst = worst.max(error(&expected, &got));
+        }
+        failures += report(&format!("weights of {dtype}"), worst, if dtype.is_float() { 2e-3 } else { 5e-4 });
+    }
+    failures
+}
+
+struct Layer<B: Backend> {
+    norm: RmsNorm<B>,
+    qkv: [Linear<B>; 3],
+    output: Linear<B>,
+    mlp: GatedMlp<B>,
+    table: B::Weight,
+}
+
+/// The same weights on a device.
+fn layer<B: Backend>(backend: &B, types: [DType; 3], hidden: usize, inner: usize) -> Layer<B> {
+    let mut random = Random::new(11);
+    let mut linear = |dtype, rows, cols, bias: bool| Linear {
+        weight: backend.weight(&stored(dtype, rows, cols, &mut random)).unwrap(),
+        bias: bias.then(|| backend.weight(&vector(rows, &mut random)).unwrap()),
+    };
+    let [first, second, third] = types;
+    let qkv = [
+        linear(first, 768, hidden, true),
+        linear(second, 256, hidden, true),
+        linear(third, 256, hidden, false),
+    ];
+    let output = linear(second, hidden, 768, true);
+    let [gate, up] = [(); 2].map(|()| linear(first, inner, hidden, false));
+    let down = linear(third, hidden, inner, false);
+    let table = linear(second, 1000, hidden, false).weight;
+    let mut norm = || RmsNorm { weight: backend.weight(&vector(hidden, &mut random)).unwrap(), eps: 1e-5 };
+    Layer { norm: norm(), qkv, output, mlp: GatedMlp { norm: norm(), gate, up, down }, table }
+}
+
+/// What a layer makes of tokens without attention: every product once.
+fn run_layer<B: Backend>(backend: &B, layer: &Layer<B>, hidden: usize, rows: usize) -> [Vec<f32>; 3] {
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 };
+    let cache = backend.cache(&CacheSpec::exact(geometry, 1, 40)).unwrap();
+    let rope = Rope { inverse_frequencies: vec![], magnitude: 1.0, layout: RopeLayout::Halves };
+    let tokens: Vec<u32> = (0..rows as u32).map(|row| row * 37 % 1000).collect();
+    let pages = ExactSlot::first(rows.div_ceil(PAGE_TOKENS));
+    let sequences = [SequenceRows::exact(0, rows, &pages)];
+    let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &sequences }, &rope, &cache).unwrap();
+    let mut x = backend.buffer(rows, hidden).unwrap();
+    let mut qkv = backend.buffer(rows, 1280).unwrap();
+    backend.embed(&layer.table, &step, &mut x).unwrap();
+    let [q, k, v] = &layer.qkv;
+    backend.norm_linear(&step, &x, &layer.norm, &[q, k, v], &mut qkv).unwrap();
+    let mut attended = backend.buffer(rows, 768).unwrap();
+    backend.norm_linear(&step, &x, &layer.norm, &[q], &mut attended).unwrap();
+    backend.linear_add(&step, &attended, &layer.output, &mut x).unwrap();
+    backend.gated_mlp(&step, &layer.mlp, &mut x).unwrap();
+    let mut logits = backend.buffer(rows, 1000).unwrap();
+    let wanted: Vec<usize> = (0..rows).rev().collect();
+    backend.logits(&x, &wanted, &layer.norm, &layer.table, &mut logits).unwrap();
+    let read = |buffer: &B::Buffer| backend.read(buffer, 0..rows).unwrap();
+    let mut sampled = backend.sample(&logits, &vec![Sampling::default(); rows]).unwrap();
+    assert!(sampled.drain(..).all(|sample| sample.is_ok()));
+    [read(&qkv), read(&x), read(&logits)]
+}
+
+fn products(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
+    let mut failures = 0;
+    let types = [
+        [DType::BF16; 3],
+        [DType::F32, DType::F16, DType::BF16],
+        [DType::Q4_1, DType::Q4_0, DType::Q8_0],
+        [DType::Q4K, DType::Q6K, DType::Q5K],
+        [DType::Q5_0, DType::Q5_1, DType::F16],
+    ];
+    for types in types {
+        // Columns that fill no whole number of steps for floats, and super-blocks for the others.
+        let (hidden, inner) = if types[0].is_float() { (1056, 2080) } else { (1024, 2304) };
+        let (on_cpu, on_card) = (layer(cpu, types, hidden, inner), layer(cuda, types, hidden, inner));
+        let mut alone: Option<Vec<f32>> = None;
+        let mut worst = 0.0_f64;
+        for rows in [1, 3, 8, 9, 17, 40, 64, 65, 200] {
+            if quick && rows > 9 {
+                continue;
+            }
+            let expected = run_layer(cpu, &on_cpu, hidden, rows);
+            let got = run_layer(cuda, &on_card, hidden, rows);
+            for (expected, got) in expected.iter().zip(&got) {
+                worst = worst.max(error(expected, got));
+            }
+            if cuda.is_deterministic() {
+                let first = got[1][..hidden].to_vec();
+                let before = alone.get_or_insert_with(|| first.clone());
+                if before.iter().zip(&first).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                    println!("FAILED {types:?}: a row has other bits among {rows} rows");
+                    failures += 1;
+                }
+            }
+        }
+        failures += report(&format!("products of {types:?}"), worst, 1e-2);
+    }
+    failures
+}
+
+/// A cache of one sequence on a device.
+struct Attending<'a, B: Backend> {
+    backend: &'a B,
+    spec: AttentionSpec<B>,
+    cache: B::Cache,
+    rope: Rope,
+    pages: Vec<Option<ExactSlot>>,
+    sealed: Option<Vec<Option<SealedSlot>>>,
+    windows: PageWindows,
+}
+
+const KV_HEADS: usize = 2;
+const LAYER: usize = 1;
+
+impl<B: Inspect> Attending<'_, B> {
+    /// Attention of some rows; pages that leave the window are sealed first, as an engine does it.
+    fn rows(&mut self, start: usize, rows: &[f32]) -> Vec<f32> {
+        let cols = self.spec.qkv_cols();
+        let len = rows.len() / cols;
+        let due = self.windows.history(start / PAGE_TOKENS, usize::MAX, 0);
+        let exact_from = due.end;
+        if let Some(sealed) = &mut self.sealed {
+            for page in due {
+                if sealed[page].is_none() {
+                    sealed[page] = SealedSlot::new(page as u32 + 1);
+                    let pair = SealPage { exact: self.pages[page].unwrap(), sealed: sealed[page].unwrap() };
+                    self.backend.seal(0..2, &[pair], &mut self.cache).unwrap();
+                    self.pages[page] = None;
+                }
+            }
+        }
+        let sequences = [SequenceRows {
+            start,
+            len,
+            pages: &self.pages,
+            sealed: self.sealed.as_deref().map(|pages| SealedRows { pages, exact_from, sealed_until: 0 }),
+        }];
+        let batch = Batch { tokens: &vec![0; len], sequences: &sequences };
+        let step = self.backend.begin_step(&batch, &self.rope, &self.cache).unwrap();
+        let mut out = self.backend.buffer(len, self.spec.q_heads * self.spec.head_dim).unwrap();
+        for layer in 0..2 {
+            let mut copy = self.backend.buffer(len, cols).unwrap();
+            self.backend.write(rows, &mut copy).unwrap();
+            self.backend.rope_store(&step, &self.spec, layer, &mut copy, &mut self.cache).unwrap();
+            if layer == LAYER {
+                self.backend.attend(&step, &self.spec, layer, &copy, &self.cache, &mut out).unwrap();
+            }
+        }
+        self.backend.read(&out, 0..len).unwrap()
+    }
+}
+
+fn attending<'a, B: Inspect>(
+    backend: &'a B,
+    d: usize,
+    group: usize,
+    codec: Option<Arc<PageCodec>>,
+    tokens: usize,
+) -> Attending<'a, B> {
+    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
+    let pages = tokens.div_ceil(PAGE_TOKENS);
+    let windows = PageWindows { sink: 1, recent: 2 };
+    let sealed = codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows });
+    let has_sealed = sealed.is_some();
+    let query_heads = KV_HEADS * group;
+    let spec = CacheSpec { geometry, query_heads, slots: pages + 1, scratch_slots: 0, sealed };
+    Attending {
+        backend,
+        spec: AttentionSpec {
+            q_heads: query_heads,
+            kv_heads: KV_HEADS,
+            head_dim: d,
+            scale: 1.0 / (d as f32).sqrt(),
+            q_norm: None,
+            k_norm: None,
+        },
+        cache: backend.cache(&spec).unwrap(),
+        rope: Rope {
+            inverse_frequencies: (0..d / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / d as f32)).collect(),
+            magnitude: 1.0,
+            layout: RopeLayout::Halves,
+        },
+        pages: ExactSlot::first(pages),
+        sealed: has_sealed.then(|| vec![None; pages]),
+        windows,
+    }
+}
+
+fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
+    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
+    let mut random = Random::new(3);
+    let mut encoders = || -> Vec<HeadEncoder> {
+        (0..4)
+            .map(|_| {
+                let mean = (0..d).map(|_| random.signed()).collect();
+                let transform = HeadTransform::new(Some(mean), &hadamard::matrix(d)).unwrap();
+                HeadEncoder::codes(transform, CodeLayout::new(bits, d, 1).unwrap(), Rule::Search, false)
+            })
+            .collect()
+    };
+    let (keys, values) = (encoders(), encoders());
+    Arc::new(PageCodec::new("codes", geometry, keys, values).unwrap())
+}
+
+fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
+    let mut failures = 0;
+    for d in [64, 128, 256] {
+        for (group, codec) in [(3, None), (1, Some(2)), (7, Some(2)), (4, Some(4))] {
+            if quick && d != 128 {
+                continue;
+            }
+            let codec = codec.map(|bits| self::codec(d, bits));
+            let name = codec.as_ref().map_or("bf16", |_| "codes");
+            let tokens = 700;
+            let mut here = attending(cpu, d, group, codec.clone(), tokens);
+            let mut there = attending(cuda, d, group, codec, tokens);
+            let mut random = Random::new(d as u64);
+            let (mut start, mut worst) = (0, [0.0_f64; 2]);
+            // Chunks, single tokens, a chunk over a sealed prefix.
+            for len in [190, 1, 1, 67, 1, 300, 1, 130, 1, 1] {
+                let rows: Vec<f32> = (0..len * here.spec.qkv_cols()).map(|_| 2.0 * random.signed()).collect();
+                let (expected, got) = (here.rows(start, &rows), there.rows(start, &rows));
+                let kind = usize::from(len == 1);
+                worst[kind] = worst[kind].max(error(&expected, &got));
+                start += len;
+            }
+            let what = format!("attention of {name}, {d} channels, {group} query heads");
+            failures += report(&format!("{what}, chunks"), worst[0], 1e-2);
+            failures += report(&format!("{what}, tokens"), worst[1], 2e-3);
+        }
+    }
+    failures
+}
