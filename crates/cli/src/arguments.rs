@@ -9,8 +9,11 @@ use oscar_model::source::{FetchPolicy, ModelPath, resolve};
 use crate::failure::Failure;
 use crate::progress::DownloadProgress;
 
+/// What a model of random weights is called, before the name of its shape.
+const RANDOM: &str = "random:";
+
 /// Which model.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct ModelArguments {
     /// Catalogue name, .gguf file, folder with config.json, or hub id (org/name, org/name:Q4_K_M).
     #[arg(value_name = "MODEL")]
@@ -21,7 +24,43 @@ pub(crate) struct ModelArguments {
     pub(crate) offline: bool,
 }
 
+/// Which model is measured.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct MeasuredModel {
+    /// Catalogue name, .gguf file, folder with config.json, or hub id (org/name, org/name:Q4_K_M).
+    #[arg(value_name = "MODEL", required_unless_present = "random_weights")]
+    model: Option<String>,
+
+    /// Random weights instead of a model's, in a published shape: qwen3-0.6b, 1.7b, 4b, 8b or 32b; :q4_k_m or :q8_0 after it
+    /// for quantised ones.
+    #[arg(long, value_name = "SHAPE", conflicts_with = "model")]
+    random_weights: Option<String>,
+
+    /// Use only what is on disk; never download.
+    #[arg(long, env = "OSCAR_OFFLINE", value_parser = clap::builder::FalseyValueParser::new())]
+    offline: bool,
+}
+
+impl MeasuredModel {
+    /// The model as other commands name it.
+    pub(crate) fn arguments(&self) -> ModelArguments {
+        let random = self.random_weights.as_deref().map(ModelArguments::random_name);
+        let model = random.or_else(|| self.model.clone()).unwrap_or_default();
+        ModelArguments { model, offline: self.offline }
+    }
+}
+
 impl ModelArguments {
+    /// The name of a model of random weights with a shape.
+    pub(crate) fn random_name(shape: &str) -> String {
+        format!("{RANDOM}{shape}")
+    }
+
+    /// The shape of a model of random weights, if it is one.
+    pub(crate) fn random(&self) -> Option<&str> {
+        self.model.strip_prefix(RANDOM)
+    }
+
     /// Finds the files of the model, fetching them if need be.
     pub(crate) fn resolve(&self) -> Result<ModelPath, Failure> {
         let policy = if self.offline { FetchPolicy::Never } else { FetchPolicy::Allow };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use oscar_kernels::Backend;
-use oscar_model::{LoadedModel, ModelFiles};
+use oscar_model::{LoadedModel, ModelFiles, random_model};
 use oscar_rotations::ModelIdentity;
 
 use crate::arguments::{ModelArguments, WeightArguments};
@@ -33,6 +33,8 @@ pub(crate) struct Subject<B: Backend> {
     pub(crate) identity: ModelIdentity,
     /// Bytes of the files that hold its weights.
     pub(crate) weight_bytes: u64,
+    /// Whether its weights are random.
+    pub(crate) random: bool,
 }
 
 impl SubjectArguments {
@@ -49,12 +51,22 @@ impl<B: Backend> Subject<B> {
         backend: B,
         weights: WeightArguments,
     ) -> Result<Subject<B>, Failure> {
-        let path = arguments.resolve()?;
-        tracing::info!("loading {}", path.path().display());
-        let files = ModelFiles::open_in(&path, weights.weights.into())?;
+        let (files, weight_bytes) = match arguments.random() {
+            Some(shape) => {
+                let files = random_model(shape)?;
+                let bytes =
+                    files.tensors().entries().iter().filter_map(|entry| entry.byte_len).sum::<usize>();
+                (files, bytes as u64)
+            }
+            None => {
+                let path = arguments.resolve()?;
+                tracing::info!("loading {}", path.path().display());
+                (ModelFiles::open_in(&path, weights.weights.into())?, weight_bytes(path.path()))
+            }
+        };
         let identity = ModelIdentity::of(&arguments.model, &files)?;
         let model = Arc::new(files.load(Arc::new(backend))?);
-        Ok(Subject { model, identity, weight_bytes: weight_bytes(path.path()) })
+        Ok(Subject { model, identity, weight_bytes, random: arguments.random().is_some() })
     }
 
     /// The model as the user named it.

@@ -86,6 +86,23 @@ impl ModelFiles {
         })
     }
 
+    /// Files that were made, not opened.
+    pub(crate) fn made(
+        config: ModelConfig,
+        naming: TensorNaming,
+        tensors: Box<dyn TensorSource>,
+        tokenizer: Tokenizer,
+    ) -> ModelFiles {
+        ModelFiles {
+            config,
+            naming,
+            tensors,
+            tokenizer: Some(Arc::new(tokenizer)),
+            chat_template: Err(TextError::NoChatTemplate),
+            sampling_defaults: Ok(SamplingDefaults::default()),
+        }
+    }
+
     /// The shape of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config

@@ -16,6 +16,7 @@ use super::rotation::{RotationFile, RotationHeader};
 use super::safetensors;
 use super::shipped::{SHIPPED, ShippedRotations};
 use crate::certificate::Certificate;
+use crate::hadamard::hadamard_rotations;
 use crate::identity::ModelIdentity;
 use crate::means::fill_mean_keys;
 use crate::plan::Notice;
@@ -54,6 +55,8 @@ pub enum RotationFiles {
         /// Rotations of values.
         values: PathBuf,
     },
+    /// No file: a Hadamard rotation for every head, for models of random weights.
+    Hadamard,
 }
 
 /// Rotations that fit a model.
@@ -83,6 +86,10 @@ impl RotationSource {
             RotationFiles::Published { keys, values } => {
                 let file = import::from_pt(&pt::read(keys)?, &pt::read(values)?, &identity.name)?;
                 (keys.display().to_string(), file, None)
+            }
+            RotationFiles::Hadamard => {
+                let file = hadamard_rotations(&identity.name, model.config().kv_geometry());
+                ("hadamard".to_owned(), file, None)
             }
             RotationFiles::Search => {
                 let folder = Settings::from_environment()?.rotation_folder();

@@ -30,6 +30,7 @@ pub mod codec;
 pub mod diff;
 mod error;
 pub mod find;
+mod hadamard;
 pub mod identity;
 pub mod import;
 pub mod interleaved;

@@ -13,7 +13,7 @@ use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_model::source::Settings;
 
-use crate::arguments::{ModelArguments, WeightArguments, positive};
+use crate::arguments::{MeasuredModel, WeightArguments, positive};
 use crate::device::{DeviceArguments, OnDevice, worker_threads};
 use crate::failure::Failure;
 use crate::kv::KvArguments;
@@ -41,11 +41,12 @@ enum BenchCommand {
 #[command(after_help = "Examples:\n  \
     oscar bench model smollm2\n  \
     oscar bench model smollm2 --prompt-tokens 512 --gen-tokens 64 --context 4096\n  \
-    oscar bench model ./model.gguf --threads 8 --repeat 5 --json\n\n\
+    oscar bench model ./model.gguf --threads 8 --repeat 5 --json\n  \
+    oscar bench model --device cuda --random-weights qwen3-8b --kv-cache-dtype int2 --context 32768\n\n\
     --context is the number of tokens in the cache when decoding starts; the prompt alone by default.")]
 struct ModelBenchArguments {
     #[command(flatten)]
-    model: ModelArguments,
+    model: MeasuredModel,
 
     /// Prompt tokens of the prefill measurement.
     #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = positive)]
@@ -235,7 +236,8 @@ impl OnDevice for ModelBenchArguments {
             weights: self.weights,
             kv: self.kv.clone(),
         };
-        let engine = engine_arguments.load(&self.model, backend)?;
+        let model = self.model.arguments();
+        let engine = engine_arguments.load(&model, backend)?;
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,
@@ -244,7 +246,7 @@ impl OnDevice for ModelBenchArguments {
         };
         let mut report = Report::here();
         oscar_bench::model(&engine, &bench, worker_threads(self.device.threads), |mut row| {
-            row["model"] = self.model.model.clone().into();
+            row["model"] = model.model.clone().into();
             tracing::info!("{row}");
             report.push(row);
         })?;

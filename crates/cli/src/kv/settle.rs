@@ -3,7 +3,9 @@
 
 use oscar_engine::KvOptions;
 use oscar_kernels::Inspect;
-use oscar_rotations::{CacheOptions, CachePlan, CacheType, EncoderOptions, Notice, RotationError};
+use oscar_rotations::{
+    CacheOptions, CachePlan, CacheType, EncoderOptions, Notice, RotationError, RotationFiles, RotationSource,
+};
 
 use super::CacheArguments;
 use crate::calibration;
@@ -42,7 +44,10 @@ impl CacheArguments {
                 group: self.kv_cache_quant_group_size,
                 bf16_layers: self.kv_bf16_layers.clone(),
             },
-            rotations: self.rotations.source_or_published(&published),
+            rotations: match subject.random {
+                true => RotationSource { files: RotationFiles::Hadamard, force: false },
+                false => self.rotations.source_or_published(&published),
+            },
         };
         let settle = || CachePlan::settle(&subject.model, &subject.identity, &cache);
         let plan = match settle() {

@@ -1,6 +1,5 @@
 //! `oscar bench engine`: long contexts and shared prefixes, cache type against cache type.
 
-use std::path::Path;
 use std::time::Duration;
 
 use clap::Args;
@@ -12,7 +11,7 @@ use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::tokens;
-use crate::arguments::{ModelArguments, WeightArguments, positive};
+use crate::arguments::{MeasuredModel, WeightArguments, positive};
 use crate::device::{DeviceArguments, OnDevice};
 use crate::failure::Failure;
 use crate::kv::{KvArguments, warn_without_effect};
@@ -26,13 +25,14 @@ use crate::subject::Subject;
 #[command(after_help = "Examples:\n  \
     oscar bench engine smollm2\n  \
     oscar bench engine qwen2.5-coder-1.5b --kv bf16,int2 --contexts 8k,16k --gen-tokens 32\n  \
-    oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n\n\
+    oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n  \
+    oscar bench engine --device cuda --random-weights qwen3-4b --contexts 30k,60k,100k --requests 0\n\n\
     ratio is decode speed over the first cache type, limit what the bytes of a step (weights and pages) allow for it.\n\
     rss_delta_bytes is what the prompt has added to the resident size. Shared prefixes are measured\n\
     with the prefix cache and without, arriving together and one after the other.")]
 pub(super) struct EngineBenchArguments {
     #[command(flatten)]
-    model: ModelArguments,
+    model: MeasuredModel,
 
     /// Cache types; the first is what the others are compared with.
     #[arg(long, default_value = "bf16,int2", value_name = "LIST", value_delimiter = ',')]
@@ -84,17 +84,6 @@ pub(super) struct EngineBenchArguments {
     json: bool,
 }
 
-/// Bytes of a model file, or of the weights in a folder: what a step reads.
-fn weight_bytes(path: &Path) -> u64 {
-    let size = |path: &Path| path.metadata().map_or(0, |file| file.len());
-    let Ok(folder) = path.read_dir() else { return size(path) };
-    let files = folder.flatten().map(|file| file.path());
-    files
-        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
-        .map(|path| size(&path))
-        .sum()
-}
-
 /// Shows what is being done, with a bar for each part.
 fn show(steps: &mut Option<(String, Steps)>, stage: LongContextStage<'_>) {
     let (label, done, total) = match stage {
@@ -134,8 +123,8 @@ impl OnDevice for EngineBenchArguments {
         };
         let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
-        let subject = arguments.load_model(&self.model, backend)?;
-        let weight_bytes = weight_bytes(self.model.resolve()?.path());
+        let subject = arguments.load_model(&self.model.arguments(), backend)?;
+        let weight_bytes = subject.weight_bytes;
         let (mut long, mut shared) = (Report::here(), Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
@@ -244,7 +233,7 @@ impl EngineBenchArguments {
 
     fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {
         let mut row = serde_json::to_value(row).map_err(Failure::new)?;
-        row["model"] = self.model.model.clone().into();
+        row["model"] = self.model.arguments().model.into();
         tracing::info!("{row}");
         report.push(row);
         Ok(())

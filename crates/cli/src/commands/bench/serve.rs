@@ -57,6 +57,10 @@ pub(super) struct ServeBenchArguments {
     #[arg(value_name = "MODEL", conflicts_with_all = ["url", "mock"])]
     model: Option<String>,
 
+    /// Random weights instead of a model's, in a published shape such as qwen3-8b or qwen3-8b:q4_k_m.
+    #[arg(long, value_name = "SHAPE", conflicts_with_all = ["model", "url", "mock"])]
+    random_weights: Option<String>,
+
     /// Use only what is on disk; never download.
     #[arg(long, env = "OSCAR_OFFLINE", value_parser = clap::builder::FalseyValueParser::new())]
     offline: bool,
@@ -195,7 +199,8 @@ impl ServeBenchArguments {
     }
 
     fn run_served(&self, runtime: &Runtime, report: &mut Report) -> Result<(), Failure> {
-        let url = match (&self.url, &self.model) {
+        let random = self.random_weights.as_deref().map(ModelArguments::random_name);
+        let url = match (&self.url, random.as_ref().or(self.model.as_ref())) {
             (Some(url), _) => url.clone(),
             (None, Some(model)) => {
                 let model = ModelArguments { model: model.clone(), offline: self.offline };

@@ -1,0 +1,365 @@
+//! Models with the shapes of published ones and random weights, for measurements: speed and memory do not depend on what a
+//! model has learned. No file is needed, so a model of any size that fits the device can be measured.
+//!
+//! All matrices of a type are read from the same random bytes, so the host holds as much as the largest of them. On a device
+//! that copies weights each is a matrix of its own.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use half::{bf16, f16};
+use oscar_kernels::DType;
+use oscar_kernels::backend::{RopeLayout, SharedBytes};
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::files::{ElementType, FileError, StoredTensor, TensorEntry, TensorSource};
+use crate::loaded::ModelFiles;
+use crate::names::{LayerTensor, TensorNaming};
+use crate::rope::{RopeConfig, RopeScaling};
+use crate::text::{GgufVocabulary, Tokenizer};
+
+/// How far random bytes go before they repeat.
+const PERIOD: usize = 1 << 24;
+
+/// A published shape.
+#[derive(Clone, Copy)]
+struct Geometry {
+    name: &'static str,
+    hidden: usize,
+    inner: usize,
+    layers: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    tied: bool,
+}
+
+/// Qwen3, dense: 128 channels a head, a vocabulary of 151936.
+const GEOMETRIES: [Geometry; 5] = [
+    Geometry {
+        name: "qwen3-0.6b",
+        hidden: 1024,
+        inner: 3072,
+        layers: 28,
+        q_heads: 16,
+        kv_heads: 8,
+        tied: true,
+    },
+    Geometry {
+        name: "qwen3-1.7b",
+        hidden: 2048,
+        inner: 6144,
+        layers: 28,
+        q_heads: 16,
+        kv_heads: 8,
+        tied: true,
+    },
+    Geometry {
+        name: "qwen3-4b",
+        hidden: 2560,
+        inner: 9728,
+        layers: 36,
+        q_heads: 32,
+        kv_heads: 8,
+        tied: true,
+    },
+    Geometry {
+        name: "qwen3-8b",
+        hidden: 4096,
+        inner: 12288,
+        layers: 36,
+        q_heads: 32,
+        kv_heads: 8,
+        tied: false,
+    },
+    Geometry {
+        name: "qwen3-32b",
+        hidden: 5120,
+        inner: 25600,
+        layers: 64,
+        q_heads: 64,
+        kv_heads: 8,
+        tied: false,
+    },
+];
+
+/// The names that [`random_model`] knows.
+pub fn random_names() -> Vec<&'static str> {
+    GEOMETRIES.iter().map(|geometry| geometry.name).collect()
+}
+
+/// A model of random weights by its name, such as `qwen3-8b`, or `qwen3-8b:q4_k_m` with the types of such a file.
+pub fn random_model(name: &str) -> Result<ModelFiles, ModelError> {
+    let unknown = |problem: String| ModelError::BadConfig { path: name.into(), problem };
+    let (geometry, kind) = name.split_once(':').unwrap_or((name, "bf16"));
+    let geometry = GEOMETRIES
+        .iter()
+        .find(|known| known.name == geometry)
+        .ok_or_else(|| unknown(format!("there is no such shape; there are {}", random_names().join(", "))))?;
+    let config = geometry.config();
+    match kind.to_ascii_lowercase().as_str() {
+        "bf16" => random_files(name, config, |_, _| DType::BF16),
+        "q8_0" => random_files(name, config, |_, _| DType::Q8_0),
+        "q4_k_m" => random_files(name, config, q4_k_m),
+        _ => Err(unknown("the weights are bf16, q8_0 or q4_k_m".to_owned())),
+    }
+}
+
+impl Geometry {
+    fn config(&self) -> ModelConfig {
+        ModelConfig {
+            family: "qwen3",
+            vocab_size: 151_936,
+            hidden_size: self.hidden,
+            intermediate_size: self.inner,
+            layers: self.layers,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: 128,
+            max_context: 131_072,
+            norm_eps: 1e-6,
+            rope: RopeConfig {
+                theta: 1e6,
+                rotary_dim: 128,
+                layout: RopeLayout::Halves,
+                scaling: RopeScaling::None,
+            },
+            tied_embeddings: Some(self.tied),
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            head_norms: true,
+        }
+    }
+}
+
+/// The types in a file of the usual mixture: more bits for the output, and for values and down projections of half of the
+/// layers.
+fn q4_k_m(layer: Option<usize>, tensor: Option<LayerTensor>) -> DType {
+    match (layer, tensor) {
+        (None, _) => DType::Q6K,
+        (Some(layer), Some(LayerTensor::Value | LayerTensor::Down)) if layer % 2 == 0 => DType::Q6K,
+        _ => DType::Q4K,
+    }
+}
+
+/// The files of a model that does not exist.
+fn random_files(
+    name: &str,
+    config: ModelConfig,
+    dtype: impl Fn(Option<usize>, Option<LayerTensor>) -> DType,
+) -> Result<ModelFiles, ModelError> {
+    let tokenizer =
+        tokenizer(config.vocab_size).map_err(|source| ModelError::Text { path: name.into(), source })?;
+    let tensors = RandomTensors::new(name, &config, dtype);
+    Ok(ModelFiles::made(config, TensorNaming::HuggingFace, Box::new(tensors), tokenizer))
+}
+
+/// A tokenizer whose tokens are bytes, and of which most tokens stand for nothing.
+fn tokenizer(vocabulary: usize) -> Result<Tokenizer, crate::text::TextError> {
+    // The letters that byte-level vocabularies write bytes with: printable ones as they are, others from 256 on.
+    let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let mut others = 256..;
+    let mut tokens: Vec<String> = (0..256)
+        .map(|byte| if printable(byte) { byte } else { others.next().unwrap_or(byte) })
+        .filter_map(char::from_u32)
+        .map(String::from)
+        .collect();
+    tokens.extend((tokens.len()..vocabulary).map(|id| format!("token{id}")));
+    Tokenizer::from_gguf_vocabulary(&GgufVocabulary {
+        model: "gpt2".to_owned(),
+        pre: Some("qwen2".to_owned()),
+        tokens,
+        ..GgufVocabulary::default()
+    })
+}
+
+/// Tensors of random numbers.
+struct RandomTensors {
+    path: Arc<Path>,
+    entries: Vec<TensorEntry>,
+    /// The bytes of each type, made when they are first asked for.
+    bytes: [OnceLock<SharedBytes>; DType::ALL.len()],
+}
+
+impl RandomTensors {
+    fn new(
+        name: &str,
+        config: &ModelConfig,
+        dtype: impl Fn(Option<usize>, Option<LayerTensor>) -> DType,
+    ) -> RandomTensors {
+        let naming = TensorNaming::HuggingFace;
+        let mut entries: Vec<TensorEntry> = Vec::new();
+        let mut add = |name: String, dtype: DType, shape: Vec<usize>| {
+            let elements: usize = shape.iter().product();
+            let byte_len = dtype.bytes_for(elements);
+            let element_type = ElementType::Supported(dtype);
+            entries.push(TensorEntry { name, shape, element_type, offset: 0, byte_len });
+        };
+        let (hidden, inner, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
+        let (q, kv) = (config.q_heads * d, config.kv_heads * d);
+        let table = vec![config.vocab_size, hidden];
+        add(naming.embedding().to_owned(), dtype(None, None), table.clone());
+        add(naming.final_norm().to_owned(), DType::F32, vec![hidden]);
+        if config.tied_embeddings == Some(false) {
+            add(naming.head().to_owned(), dtype(None, None), table);
+        }
+        for layer in 0..config.layers {
+            use LayerTensor::*;
+            for (tensor, shape) in [
+                (AttentionNorm, vec![hidden]),
+                (Query, vec![q, hidden]),
+                (Key, vec![kv, hidden]),
+                (Value, vec![kv, hidden]),
+                (Output, vec![hidden, q]),
+                (QueryNorm, vec![d]),
+                (KeyNorm, vec![d]),
+                (MlpNorm, vec![hidden]),
+                (Gate, vec![inner, hidden]),
+                (Up, vec![inner, hidden]),
+                (Down, vec![hidden, inner]),
+            ] {
+                let kind = if shape.len() == 1 { DType::F32 } else { dtype(Some(layer), Some(tensor)) };
+                add(format!("{}.weight", naming.layer_tensor(layer, tensor)), kind, shape);
+            }
+        }
+        RandomTensors { path: Path::new(name).into(), entries, bytes: Default::default() }
+    }
+}
+
+impl RandomTensors {
+    /// Random bytes of a type, enough for its largest tensor.
+    fn bytes(&self, dtype: DType) -> &SharedBytes {
+        let index = DType::ALL.iter().position(|&other| other == dtype).unwrap_or(0);
+        self.bytes[index].get_or_init(|| {
+            let kind = ElementType::Supported(dtype);
+            let uses = self.entries.iter().filter(|entry| entry.element_type == kind);
+            Arc::new(random_bytes(dtype, uses.filter_map(|entry| entry.byte_len).max().unwrap_or(0)))
+        })
+    }
+}
+
+impl TensorSource for RandomTensors {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn entries(&self) -> &[TensorEntry] {
+        &self.entries
+    }
+
+    fn position(&self, name: &str) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.name == name)
+    }
+
+    fn get(&self, name: &str) -> Result<StoredTensor, FileError> {
+        let missing = || FileError::MissingTensor { path: self.path.to_path_buf(), tensor: name.to_owned() };
+        let entry = self.position(name).map(|index| &self.entries[index]).ok_or_else(missing)?;
+        let ElementType::Supported(dtype) = entry.element_type else { return Err(missing()) };
+        Ok(StoredTensor {
+            path: self.path.clone(),
+            name: name.to_owned(),
+            shape: entry.shape.clone(),
+            dtype,
+            bytes: self.bytes(dtype).clone(),
+            offset: 0,
+        })
+    }
+}
+
+/// Blocks of a type whose numbers are of the size that weights have; vectors, which are f32, are all one.
+fn random_bytes(dtype: DType, len: usize) -> Vec<u8> {
+    let block = dtype.block_bytes();
+    let period = len.min(PERIOD).next_multiple_of(block);
+    let mut bytes: Vec<u8> = Vec::with_capacity(len + period);
+    // A generator of its own: this runs in the program, and any numbers will do.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    while bytes.len() < period {
+        match dtype {
+            DType::F32 => bytes.extend(1.0_f32.to_le_bytes()),
+            DType::F16 | DType::BF16 => {
+                let x = (next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                let x = 0.03 * x;
+                match dtype {
+                    DType::F16 => bytes.extend(f16::from_f32(x).to_le_bytes()),
+                    _ => bytes.extend(bf16::from_f32(x).to_le_bytes()),
+                }
+            }
+            _ => {
+                let first = bytes.len();
+                while bytes.len() < first + block {
+                    bytes.extend(next().to_le_bytes());
+                }
+                bytes.truncate(first + block);
+                // Scales, and offsets that make the mean about zero.
+                let scales: &[(usize, f32)] = match dtype {
+                    DType::Q6K => &[(208, 1e-5)],
+                    DType::Q4K => &[(0, 1e-4), (2, 7.5e-4)],
+                    DType::Q5K => &[(0, 5e-5), (2, 7.5e-4)],
+                    DType::Q8_0 => &[(0, 2e-4)],
+                    DType::Q4_1 => &[(0, 4e-3), (2, -0.03)],
+                    DType::Q5_1 => &[(0, 2e-3), (2, -0.03)],
+                    _ => &[(0, 2e-3)],
+                };
+                for &(at, scale) in scales {
+                    let scale = f16::from_f32(scale).to_le_bytes();
+                    bytes[first + at..first + at + 2].copy_from_slice(&scale);
+                }
+            }
+        }
+    }
+    while bytes.len() < len {
+        let more = (len - bytes.len()).min(period);
+        bytes.extend_from_within(..more);
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::ExactSlot;
+    use oscar_kernels::Backend;
+    use oscar_kernels::backend::{Batch, SequenceRows};
+    use oscar_kernels::cpu::CpuBackend;
+
+    use super::*;
+
+    fn tiny(dtype: fn(Option<usize>, Option<LayerTensor>) -> DType) -> ModelFiles {
+        let small = Geometry { hidden: 256, inner: 512, layers: 2, q_heads: 4, kv_heads: 2, ..GEOMETRIES[0] };
+        let config = ModelConfig { vocab_size: 512, ..small.config() };
+        random_files("tiny", config, dtype).unwrap()
+    }
+
+    #[test]
+    fn random_models_run_and_say_something_finite() {
+        for dtype in [|_, _| DType::BF16, |_, _| DType::Q8_0, q4_k_m as fn(_, _) -> _] {
+            let files = tiny(dtype);
+            assert_eq!(files.tokenizer().unwrap().encode("ab c", false).unwrap().len(), 4);
+            let model = files.load_model(Arc::new(CpuBackend::new(1).unwrap())).unwrap();
+            let mut cache = model.cache(2).unwrap();
+            let mut activations = model.activations(3, 1).unwrap();
+            let pages = ExactSlot::first(1);
+            let sequences = [SequenceRows::exact(0, 3, &pages)];
+            let batch = Batch { tokens: &[1, 2, 3], sequences: &sequences };
+            model.forward(&batch, &[2], &mut cache, &mut activations).unwrap();
+            let logits = model.backend().read(activations.logits(), 0..1).unwrap();
+            assert!(logits.iter().all(|logit| logit.is_finite()));
+            assert!(logits.iter().any(|logit| logit.abs() > 1e-3), "there is more than nothing");
+        }
+    }
+
+    #[test]
+    fn names_that_are_not_known_are_refused_with_those_that_are() {
+        let error = random_model("qwen3-9b").err().unwrap().to_string();
+        assert!(error.contains("qwen3-8b"), "{error}");
+        assert!(random_model("qwen3-8b:q3_k").is_err());
+        assert_eq!(random_model("qwen3-32b").unwrap().config().layers, 64);
+    }
+}
