@@ -341,6 +341,17 @@ pub trait Backend: Send + Sync + 'static {
         cache: &Self::Cache,
     ) -> Result<Self::Step, KernelError>;
 
+    /// Runs a part of a step that does the same for every step with as many rows on the same cache and buffers, and that
+    /// waits for nothing. A device may record what it does and replay that the next time instead of running it.
+    fn record(
+        &self,
+        step: &Self::Step,
+        body: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        let _ = step;
+        body()
+    }
+
     /// `hidden[r] = table[token r]`.
     fn embed(
         &self,

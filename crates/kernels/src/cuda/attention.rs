@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
-use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
 use oscar_codec::PageLayout;
 
 use super::device::Device;
@@ -96,6 +96,21 @@ impl DevicePlan {
     /// The tables.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Where the tables are, and whatever else a recorded launch depends on.
+    pub(super) fn signature(&self, device: &Device) -> [u64; 8] {
+        let stream = device.stream();
+        [
+            self.segments.device_ptr(stream).0,
+            self.table.device_ptr(stream).0,
+            self.partial_values.device_ptr(stream).0,
+            self.partial_states.device_ptr(stream).0,
+            self.arrivals.device_ptr(stream).0,
+            self.layout as u64,
+            self.plan.table_width as u64,
+            self.plan.sequences as u64,
+        ]
     }
 }
 
@@ -219,6 +234,28 @@ impl DecodeAttention {
 
     /// Cuts a batch into work and puts the tables on the device.
     pub fn plan(&self, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<DevicePlan, CudaError> {
+        let stream = self.device.stream();
+        let mut plan = DevicePlan {
+            plan: Plan::default(),
+            shape: self.plan_shape(0),
+            layout: 0,
+            segments: stream.alloc_zeros(1)?,
+            table: stream.alloc_zeros(1)?,
+            partial_values: stream.alloc_zeros(1)?,
+            partial_states: stream.alloc_zeros(1)?,
+            arrivals: stream.alloc_zeros(1)?,
+        };
+        self.replan(&mut plan, split, sequences)?;
+        Ok(plan)
+    }
+
+    /// Makes the plan of another step in the memory of an earlier one, which is over by the time that the stream gets there.
+    pub fn replan(
+        &self,
+        on_device: &mut DevicePlan,
+        split: Split,
+        sequences: &[DecodeSequence<'_>],
+    ) -> Result<(), CudaError> {
         let none = matches!(self.shape.sealed, PageLayout::Bf16(_));
         if none && sequences.iter().any(|sequence| sequence.history_end > sequence.sink_pages) {
             return Err(CudaError::Unsupported("sealed pages for a kernel of bf16 pages".into()));
@@ -238,20 +275,16 @@ impl DecodeAttention {
             shape = self.plan_shape(layout);
             plan = Plan::new(&shape, split, sequences)?;
         }
-        let stream = self.device.stream();
         let rows = self.shape.rows();
         let partials = plan.partials.max(1);
-        let whole = |numbers: &[i32]| if numbers.is_empty() { vec![0] } else { numbers.to_vec() };
-        Ok(DevicePlan {
-            segments: stream.clone_htod(bytemuck::cast_slice::<_, u8>(&plan.segments))?,
-            table: stream.clone_htod(&whole(&plan.table))?,
-            partial_values: stream.alloc_zeros(partials * rows * self.shape.head_dim)?,
-            partial_states: stream.alloc_zeros(partials * rows * 2)?,
-            arrivals: stream.alloc_zeros(plan.first_partial.len())?,
-            plan,
-            shape,
-            layout,
-        })
+        let device = &self.device;
+        device.upload(bytemuck::cast_slice::<_, u8>(&plan.segments), &mut on_device.segments)?;
+        device.upload(&plan.table, &mut on_device.table)?;
+        at_least(device, &mut on_device.partial_values, partials * rows * self.shape.head_dim)?;
+        at_least(device, &mut on_device.partial_states, partials * rows * 2)?;
+        at_least(device, &mut on_device.arrivals, plan.first_partial.len())?;
+        (on_device.plan, on_device.shape, on_device.layout) = (plan, shape, layout);
+        Ok(())
     }
 
     /// Attention of one query token per sequence. `queries` and `out` are `[sequence][query head][channel]`, queries in
@@ -371,6 +404,18 @@ impl DecodeAttention {
         .result()?;
         Ok(())
     }
+}
+
+/// Memory of at least so many numbers: what is there, or more of it, which is zero.
+fn at_least<T: DeviceRepr + ValidAsZeroBits>(
+    device: &Device,
+    memory: &mut CudaSlice<T>,
+    len: usize,
+) -> Result<(), CudaError> {
+    if memory.len() < len {
+        *memory = device.allocate(len.next_power_of_two(), "partial results of attention")?;
+    }
+    Ok(())
 }
 
 /// Compiles (or finds) and loads the kernel in a layout.

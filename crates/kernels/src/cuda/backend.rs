@@ -9,10 +9,11 @@ use oscar_codec::{CodecError, ExactSlot, PageLayout};
 use super::cache::CudaCache;
 use super::device::Device;
 use super::error::CudaError;
+use super::graphs::{self, Next};
 use super::plan::Split;
 use super::products::{Input, InputSource, Output, Products, Projection};
 use super::seal::SealPools;
-use super::step::{CudaStep, StepAttention};
+use super::step::{CudaStep, StepTables, lock};
 use super::weights::{CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
@@ -175,13 +176,41 @@ impl Backend for CudaBackend {
         CudaStep::new(&self.device, batch, rope, cache, split)
     }
 
+    fn record(
+        &self,
+        step: &CudaStep,
+        body: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        let StepTables::Decode(tables) = step.tables() else { return body() };
+        let mut signature = lock(tables).signature(&self.device);
+        signature.push(self.products.replaced());
+        let next = lock(tables).recordings.replay(&signature)?;
+        match next {
+            Next::Done => Ok(()),
+            Next::Run => body(),
+            Next::Record => {
+                let graph = graphs::record(self.device.stream(), body)?;
+                let refused = graph.is_none();
+                lock(tables).recordings.keep(&signature, graph)?;
+                if refused { body() } else { Ok(()) }
+            }
+        }
+    }
+
     fn embed(&self, table: &CudaWeight, step: &CudaStep, hidden: &mut CudaBuffer) -> Result<(), KernelError> {
         expect("columns of the embedding", table.cols, hidden.cols)?;
         hidden.check("embedding rows", step.rows)?;
         if step.rows > 0 && step.largest_token as usize >= table.rows {
             return Err(KernelError::TokenOutOfRange { token: step.largest_token, vocab: table.rows });
         }
-        self.loader.embed(table, &step.tokens, step.rows, &mut hidden.values)
+        match step.tables() {
+            StepTables::Decode(tables) => {
+                self.loader.embed(table, &lock(tables).tokens, step.rows, &mut hidden.values)
+            }
+            StepTables::Prefill { tokens, .. } => {
+                self.loader.embed(table, tokens, step.rows, &mut hidden.values)
+            }
+        }
     }
 
     fn norm_linear(
@@ -214,6 +243,7 @@ impl Backend for CudaBackend {
         qkv.check("query, key and value rows", step.rows)?;
         let wanted = step.rows * spec.q_heads * spec.head_dim;
         if cache.queries.len() < wanted {
+            self.products.note_replaced();
             cache.queries = self.device.allocate(wanted.next_power_of_two(), "queries")?;
         }
         let pools = WritePools {
@@ -225,7 +255,16 @@ impl Backend for CudaBackend {
             queries: head_norm(spec.q_norm.as_ref(), spec.head_dim)?,
             keys: head_norm(spec.k_norm.as_ref(), spec.head_dim)?,
         };
-        Ok(cache.writer.launch(&step.targets, layer, norms, &qkv.values, &mut cache.queries, pools)?)
+        let (writer, queries) = (&cache.writer, &mut cache.queries);
+        match step.tables() {
+            StepTables::Decode(tables) => {
+                writer.launch(&lock(tables).targets, layer, norms, &qkv.values, queries, pools)?;
+            }
+            StepTables::Prefill { targets, .. } => {
+                writer.launch(targets, layer, norms, &qkv.values, queries, pools)?;
+            }
+        }
+        Ok(())
     }
 
     fn attend(
@@ -241,9 +280,9 @@ impl Backend for CudaBackend {
         expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols)?;
         out.check("attention rows", step.rows)?;
         let (undo, queries) = (cache.undo(layer), &cache.queries);
-        match &step.attention {
-            StepAttention::Decode(plan) => {
-                let plan = &mut plan.lock().unwrap_or_else(PoisonError::into_inner);
+        match step.tables() {
+            StepTables::Decode(tables) => {
+                let plan = &mut lock(tables).plan;
                 let (exact, sealed) = (cache.exact_view(layer), cache.sealed_view(layer));
                 cache.decode.launch_and_undo(
                     plan,
@@ -255,7 +294,7 @@ impl Backend for CudaBackend {
                     &mut out.values,
                 )?;
             }
-            StepAttention::Prefill(plan) => {
+            StepTables::Prefill { plan, .. } => {
                 let pools = cache.prefill_pools(layer);
                 cache.prefill.launch(plan, &pools, queries, spec.scale, undo, &mut out.values)?;
             }

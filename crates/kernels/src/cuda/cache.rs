@@ -13,6 +13,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::prefill::{PrefillAttention, PrefillPools};
 use super::seal::PageSealer;
+use super::step::SpareTables;
 use super::tuning::DecodeShape;
 use super::write::RowWriter;
 use crate::backend::CacheSpec;
@@ -30,6 +31,8 @@ pub struct CudaCache {
     undo: Option<Undo>,
     /// Queries in the basis of the pages, `[row][query head][channel]`, of the rows that were written last.
     pub(super) queries: CudaSlice<f32>,
+    /// Tables of decode steps that are over.
+    pub(super) spare_tables: SpareTables,
 }
 
 /// What takes values back to the model's basis: `[layer][KV head]`.
@@ -78,6 +81,7 @@ impl CudaCache {
             prefill: PrefillAttention::new(device, shape)?,
             undo: codec.map(|codec| Undo::new(device, codec)).transpose()?.flatten(),
             queries: device.allocate(1, "queries")?,
+            spare_tables: SpareTables::default(),
             spec: spec.clone(),
         })
     }

@@ -151,6 +151,21 @@ impl Device {
         })
     }
 
+    /// Copies numbers to memory on the card, which is replaced by more of it if it is too small.
+    pub(super) fn upload<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        numbers: &[T],
+        memory: &mut CudaSlice<T>,
+    ) -> Result<(), CudaError> {
+        if memory.len() < numbers.len() {
+            *memory = self.allocate(numbers.len().next_power_of_two(), "the tables of a step")?;
+        }
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        Ok(self.stream.memcpy_htod(numbers, &mut memory.slice_mut(..numbers.len()))?)
+    }
+
     /// Zeroed memory.
     pub fn zeroed(&self, bytes: usize) -> Result<CudaSlice<u8>, CudaError> {
         Ok(self.stream.alloc_zeros(bytes.max(1))?)

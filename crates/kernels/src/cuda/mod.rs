@@ -16,6 +16,7 @@
 //! | `products`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
 //! | `cache`, `step` | page pools, and the tables of a step |
+//! | `graphs` | recorded decode steps |
 //! | `backend`, `inspect` | the traits, on all of these |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
@@ -30,6 +31,7 @@ mod device;
 mod error;
 #[cfg(test)]
 mod exact_tests;
+mod graphs;
 mod inspect;
 mod page_order;
 mod plan;

@@ -161,7 +161,9 @@ impl Plan {
     /// Cuts a batch.
     pub fn new(shape: &PlanShape, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<Plan, CudaError> {
         let mut plan = Plan { sequences: sequences.len(), ..Plan::default() };
-        plan.table_width = sequences.iter().map(|sequence| sequence.exact.len()).max().unwrap_or(0).max(1);
+        let pages = sequences.iter().map(|sequence| sequence.exact.len()).max().unwrap_or(0);
+        // Recorded launches hold for a width, so it changes seldom.
+        plan.table_width = pages.next_power_of_two().max(16);
         let mut units = Vec::new();
         for (index, sequence) in sequences.iter().enumerate() {
             plan.take_slots(sequence)?;

@@ -4,9 +4,12 @@
 //! cuBLASLt on a copy of one matrix in bf16; without that library, or where the bits of a row must not depend on the batch,
 //! they go through `multiply.cu` 64 at a time.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, ValidAsZeroBits,
+};
 
 use super::blas::{Blas, DenseProduct};
 use super::compile::Source;
@@ -159,6 +162,8 @@ pub(super) struct Products {
     blas: Option<Blas>,
     scratch: Mutex<Scratch>,
     gated: Mutex<CudaSlice<f32>>,
+    /// How often scratch memory was replaced by more of it, which makes recorded launches invalid.
+    replaced: AtomicU64,
 }
 
 impl Products {
@@ -171,8 +176,19 @@ impl Products {
             blas: if dense { Blas::open(device)? } else { None },
             scratch: Mutex::default(),
             gated: Mutex::new(device.allocate(1, "activations of a gated block")?),
+            replaced: AtomicU64::new(0),
             device: device.clone(),
         })
+    }
+
+    /// Says that memory was replaced that recorded launches may name.
+    pub(super) fn note_replaced(&self) {
+        self.replaced.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often memory was replaced that recorded launches may name.
+    pub(super) fn replaced(&self) -> u64 {
+        self.replaced.load(Ordering::Relaxed)
     }
 
     /// Whether products of many rows go through cuBLASLt.
@@ -184,6 +200,7 @@ impl Products {
     pub(super) fn gated(&self, len: usize) -> Result<MutexGuard<'_, CudaSlice<f32>>, CudaError> {
         let mut gated = self.gated.lock().unwrap_or_else(PoisonError::into_inner);
         if gated.len() < len {
+            self.replaced.fetch_add(1, Ordering::Relaxed);
             *gated = self.device.allocate(len.next_power_of_two(), "activations of a gated block")?;
         }
         Ok(gated)
@@ -262,14 +279,15 @@ impl Products {
             Format::Bf16Rows => rows * input.columns * 2,
             _ => steps * column_tiles * 1024,
         };
-        let (device, stream) = (&self.device, self.device.stream());
+        let (device, stream, replaced) = (&self.device, self.device.stream(), &self.replaced);
         let out = match format {
-            Format::F16Operands => grown(device, &mut scratch.f16, padded)?,
-            _ => grown(device, &mut scratch.bf16, padded)?,
+            Format::F16Operands => grown(device, replaced, &mut scratch.f16, padded)?,
+            _ => grown(device, replaced, &mut scratch.bf16, padded)?,
         };
         let out = out.device_ptr_mut(stream).0;
-        let sums = grown(device, &mut scratch.sums, steps * column_tiles * 32)?.device_ptr_mut(stream).0;
-        let factors = grown(device, &mut scratch.factors, rows)?.device_ptr_mut(stream).0;
+        let sums =
+            grown(device, replaced, &mut scratch.sums, steps * column_tiles * 32)?.device_ptr_mut(stream).0;
+        let factors = grown(device, replaced, &mut scratch.factors, rows)?.device_ptr_mut(stream).0;
         let x = input.x.device_ptr(stream).0;
         let (gain, epsilon, indices, source) = match input.source {
             InputSource::Normed { gain, epsilon, indices } => {
@@ -319,7 +337,7 @@ impl Products {
         if !projections.iter().all(|projection| floats(&projection)) {
             self.pack(input, first, rows, column_tiles, Format::F16Operands, scratch)?;
         }
-        let (device, stream) = (&self.device, self.device.stream());
+        let (device, stream, replaced) = (&self.device, self.device.stream(), &self.replaced);
         let mut matrices = [MatrixArguments::default(); MOST_MATRICES];
         let mut blocks = 0;
         for (arguments, projection) in matrices.iter_mut().zip(projections) {
@@ -344,11 +362,11 @@ impl Products {
             matrices,
             bf16: address(&mut scratch.bf16),
             f16: address(&mut scratch.f16),
-            sums: grown(device, &mut scratch.sums, 1)?.device_ptr_mut(stream).0,
-            factors: grown(device, &mut scratch.factors, rows)?.device_ptr_mut(stream).0,
+            sums: grown(device, replaced, &mut scratch.sums, 1)?.device_ptr_mut(stream).0,
+            factors: grown(device, replaced, &mut scratch.factors, rows)?.device_ptr_mut(stream).0,
             out,
-            partials: grown(device, &mut scratch.partials, partials)?.device_ptr_mut(stream).0,
-            arrivals: grown(device, &mut scratch.arrivals, blocks)?.device_ptr_mut(stream).0,
+            partials: grown(device, replaced, &mut scratch.partials, partials)?.device_ptr_mut(stream).0,
+            arrivals: grown(device, replaced, &mut scratch.arrivals, blocks)?.device_ptr_mut(stream).0,
             out_stride: output.stride as i64,
             matrix_count: projections.len() as i32,
             rows: rows as i32,
@@ -379,7 +397,7 @@ impl Products {
         let Output { out, stride, adds } = output;
         for projection in projections {
             let weight = projection.weight;
-            let slab = grown(&self.device, &mut scratch.slab, weight.rows * weight.cols * 2)?;
+            let slab = grown(&self.device, &self.replaced, &mut scratch.slab, weight.rows * weight.cols * 2)?;
             loader.unpack_bf16(weight, slab)?;
             let Some(x) = &scratch.bf16 else { unreachable!("rows were packed above") };
             blas.run(DenseProduct {
@@ -412,12 +430,14 @@ fn splits(blocks: usize, steps: usize, multiprocessors: usize) -> usize {
 }
 
 /// Memory of at least so many elements, made anew if what is there is smaller. New memory is zero.
-fn grown<'a, T: DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+fn grown<'a, T: DeviceRepr + ValidAsZeroBits>(
     device: &Device,
+    replaced: &AtomicU64,
     slice: &'a mut Option<CudaSlice<T>>,
     len: usize,
 ) -> Result<&'a mut CudaSlice<T>, CudaError> {
     if slice.as_ref().is_none_or(|slice| slice.len() < len) {
+        replaced.fetch_add(1, Ordering::Relaxed);
         *slice = None;
         *slice = Some(device.allocate(len.next_power_of_two(), "scratch of products")?);
     }

@@ -1,14 +1,18 @@
 //! The tables of one step on the card.
+//!
+//! Decode steps come one after the other and are alike, so their tables stay where they are: a step that is over gives them
+//! back to its cache, and with them the recordings of its launches.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::CudaSlice;
+use cudarc::driver::{CudaSlice, DevicePtr};
 use oscar_codec::{ExactSlot, PAGE_TOKENS};
 
 use super::attention::DevicePlan;
 use super::cache::CudaCache;
 use super::device::Device;
 use super::error::CudaError;
+use super::graphs::{Recordings, Signature};
 use super::plan::{DecodeSequence, Split};
 use super::prefill::PrefillPlan;
 use super::write::{RowTarget, StepRows};
@@ -20,18 +24,43 @@ pub struct CudaStep {
     pub(super) rows: usize,
     /// The largest token of the step.
     pub(super) largest_token: u32,
-    pub(super) tokens: CudaSlice<u32>,
-    pub(super) targets: StepRows,
-    pub(super) attention: StepAttention,
     pub(super) sequences: Vec<StepSequence>,
+    /// Taken only when the step ends.
+    tables: Option<StepTables>,
+    spare: SpareTables,
 }
 
-/// How the rows of a step attend.
-pub(super) enum StepAttention {
+/// What kernels read of a step.
+pub(super) enum StepTables {
     /// One row of every sequence.
-    Decode(Mutex<DevicePlan>),
+    Decode(Box<Mutex<DecodeTables>>),
     /// Several rows of some.
-    Prefill(PrefillPlan),
+    Prefill { tokens: CudaSlice<u32>, targets: StepRows, plan: PrefillPlan },
+}
+
+/// The tables of a decode step.
+pub(super) struct DecodeTables {
+    pub(super) tokens: CudaSlice<u32>,
+    pub(super) targets: StepRows,
+    pub(super) plan: DevicePlan,
+    pub(super) recordings: Recordings,
+}
+
+impl DecodeTables {
+    /// Everything in the tables that a recording depends on.
+    pub(super) fn signature(&self, device: &Device) -> Signature {
+        let mut signature = vec![self.tokens.device_ptr(device.stream()).0];
+        signature.extend(self.targets.signature(device));
+        signature.extend(self.plan.signature(device));
+        signature
+    }
+}
+
+/// Tables of decode steps that are over.
+pub(super) type SpareTables = Arc<Mutex<Vec<Box<Mutex<DecodeTables>>>>>;
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl CudaStep {
@@ -43,36 +72,69 @@ impl CudaStep {
         split: Split,
     ) -> Result<CudaStep, KernelError> {
         let sequences = step_sequences(batch, rope, cache.spec())?;
-        let attention = match decode_sequences(&sequences, cache.spec.slots) {
-            Some(rows) => StepAttention::Decode(Mutex::new(cache.decode.plan(split, &rows)?)),
-            None => {
-                let end = |sequence: &StepSequence, position| sequence.history(position).end * PAGE_TOKENS;
-                StepAttention::Prefill(cache.prefill.plan(&sequences, &end)?)
-            }
-        };
+        let targets = row_targets(&sequences);
         let mut tokens = batch.tokens.to_vec();
         let (rows, largest_token) = (tokens.len(), tokens.iter().copied().max().unwrap_or(0));
         // An empty slice has no address.
         tokens.push(0);
-        Ok(CudaStep {
-            rows,
-            largest_token,
-            tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
-            targets: cache.writer.step(&row_targets(&sequences), rope)?,
-            attention,
-            sequences,
-        })
+        let tables = match decode_sequences(&sequences, cache.spec.slots) {
+            Some(decode) => {
+                let spare = lock(&cache.spare_tables).pop();
+                let tables = match spare {
+                    Some(tables) => {
+                        let mut inner = lock(&tables);
+                        let DecodeTables { tokens: on_device, targets: rows, plan, .. } = &mut *inner;
+                        device.upload(&tokens, on_device)?;
+                        cache.writer.update(rows, &targets, rope)?;
+                        cache.decode.replan(plan, split, &decode)?;
+                        drop(inner);
+                        tables
+                    }
+                    None => Box::new(Mutex::new(DecodeTables {
+                        tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
+                        targets: cache.writer.step(&targets, rope)?,
+                        plan: cache.decode.plan(split, &decode)?,
+                        recordings: Recordings::default(),
+                    })),
+                };
+                StepTables::Decode(tables)
+            }
+            None => {
+                let end = |sequence: &StepSequence, position| sequence.history(position).end * PAGE_TOKENS;
+                StepTables::Prefill {
+                    tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
+                    targets: cache.writer.step(&targets, rope)?,
+                    plan: cache.prefill.plan(&sequences, &end)?,
+                }
+            }
+        };
+        let (tables, spare) = (Some(tables), cache.spare_tables.clone());
+        Ok(CudaStep { rows, largest_token, sequences, tables, spare })
+    }
+
+    pub(super) fn tables(&self) -> &StepTables {
+        self.tables.as_ref().expect("tables are there until the step ends")
+    }
+}
+
+impl Drop for CudaStep {
+    fn drop(&mut self) {
+        if let Some(StepTables::Decode(tables)) = self.tables.take() {
+            lock(&self.spare).push(tables);
+        }
     }
 }
 
 /// Where the rows of a step go, in order.
 fn row_targets(sequences: &[StepSequence]) -> Vec<RowTarget> {
-    let rows = |sequence: &'_ StepSequence| {
-        let (start, pages) = (sequence.start, sequence.pages.clone());
-        (start..start + sequence.len)
-            .map(move |position| RowTarget { slot: pages[position / PAGE_TOKENS], position })
-    };
-    sequences.iter().flat_map(rows).collect()
+    let mut targets = Vec::new();
+    for sequence in sequences {
+        targets.extend(
+            (sequence.start..sequence.start + sequence.len)
+                .map(|position| RowTarget { slot: sequence.pages[position / PAGE_TOKENS], position }),
+        );
+    }
+    targets
 }
 
 /// The rows of a step as the decode kernel takes them, if it can: one row of every sequence that has any, and no page that

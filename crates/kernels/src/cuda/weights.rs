@@ -141,6 +141,7 @@ struct EmbedArguments {
     tokens: u64,
     out: u64,
     kind: i32,
+    rows: i32,
     columns: i32,
     steps: i32,
 }
@@ -317,6 +318,7 @@ impl WeightLoader {
             tokens: tokens.device_ptr(stream).0,
             out: out.device_ptr_mut(stream).0,
             kind: table.kind as i32,
+            rows: table.rows as i32,
             columns: table.cols as i32,
             steps: table.steps() as i32,
         };

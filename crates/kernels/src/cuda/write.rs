@@ -63,6 +63,18 @@ impl StepRows {
     pub fn rows(&self) -> usize {
         self.targets.len()
     }
+
+    /// Where the tables are, and whatever else a recorded launch depends on.
+    pub(super) fn signature(&self, device: &Device) -> [u64; 5] {
+        let stream = device.stream();
+        [
+            self.device_targets.device_ptr(stream).0,
+            self.cos.device_ptr(stream).0,
+            self.sin.device_ptr(stream).0,
+            self.targets.len() as u64,
+            self.pairs as u64,
+        ]
+    }
 }
 
 /// The pools that rows are written to; see [`super::SealPools`].
@@ -188,6 +200,22 @@ impl RowWriter {
 
     /// Prepares the tables of a step, once for all layers. No two rows may go to the same place.
     pub fn step(&self, targets: &[RowTarget], rope: &Rope) -> Result<StepRows, CudaError> {
+        let stream = self.device.stream();
+        let mut step = StepRows {
+            targets: Vec::new(),
+            pairs: 0,
+            layout: rope.layout,
+            device_targets: stream.alloc_zeros(1)?,
+            cos: stream.alloc_zeros(1)?,
+            sin: stream.alloc_zeros(1)?,
+        };
+        self.update(&mut step, targets, rope)?;
+        Ok(step)
+    }
+
+    /// Prepares the tables of another step where those of an earlier one are, which is over by the time that the stream
+    /// gets there. They stay in the same memory if they fit.
+    pub fn update(&self, step: &mut StepRows, targets: &[RowTarget], rope: &Rope) -> Result<(), CudaError> {
         let pairs = rope.inverse_frequencies.len();
         if 2 * pairs > self.geometry.head_dim {
             let (expected, got) = (self.geometry.head_dim, 2 * pairs);
@@ -215,15 +243,12 @@ impl RowWriter {
         numbers.push(0);
         cos.push(0.0);
         sin.push(0.0);
-        let stream = self.device.stream();
-        Ok(StepRows {
-            targets: targets.to_vec(),
-            pairs,
-            layout: rope.layout,
-            device_targets: stream.clone_htod(&numbers)?,
-            cos: stream.clone_htod(&cos)?,
-            sin: stream.clone_htod(&sin)?,
-        })
+        self.device.upload(&numbers, &mut step.device_targets)?;
+        self.device.upload(&cos, &mut step.cos)?;
+        self.device.upload(&sin, &mut step.sin)?;
+        step.targets = targets.to_vec();
+        (step.pairs, step.layout) = (pairs, rope.layout);
+        Ok(())
     }
 
     /// Takes `rows`, `[row][query heads, key heads, value heads][channel]` as projected, to `queries`,

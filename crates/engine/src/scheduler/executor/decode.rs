@@ -3,6 +3,7 @@
 use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{Batch, Sampled, SealPage, SequenceRows};
 use oscar_kernels::{Backend, KernelError};
+use oscar_model::PagedAttention;
 
 use super::super::answers::Answers;
 use super::super::plan::{AnswerId, DecodeRow};
@@ -91,7 +92,17 @@ impl<B: Backend> Executor<B> {
         let sequences: Vec<SequenceRows<'_>> = indices.iter().map(|&index| rows[index].rows).collect();
         let batch = Batch { tokens: &tokens, sequences: &sequences };
         let logit_rows: Vec<usize> = (0..tokens.len()).collect();
-        self.run_layers(&batch, LayerRules::default())?;
-        self.model.model().logits(&logit_rows, &mut self.activations)
+        if self.attention.is_some() {
+            self.run_layers(&batch, LayerRules::default())?;
+            return self.model.model().logits(&logit_rows, &mut self.activations);
+        }
+        let model = self.model.model();
+        let step = model.begin_step(&batch, &self.cache)?;
+        let (cache, activations) = (&mut self.cache, &mut self.activations);
+        model.backend().record(&step, &mut || {
+            model.embed(&batch, &step, activations)?;
+            model.run_layers(0..model.config().layers, &step, &mut PagedAttention(cache), activations)?;
+            model.logits(&logit_rows, activations)
+        })
     }
 }

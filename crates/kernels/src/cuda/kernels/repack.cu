@@ -141,12 +141,13 @@ struct EmbedArguments {
   const u8* tiles;
   const u32* tokens;
   float* out;  // [row][column]
-  int kind, columns, steps;
+  int kind, rows, columns, steps;
 };
 
 // The rows of a table that tokens name.
 extern "C" __global__ void embed(EmbedArguments a) {
-  const int token = a.tokens[blockIdx.x];
+  // Whoever sends tokens has checked them; a replayed launch reads them again.
+  const int token = min(a.tokens[blockIdx.x], (u32)a.rows - 1);
   float2* out = (float2*)(a.out + (long long)blockIdx.x * a.columns);
   for (int pair = threadIdx.x; pair < a.columns / 2; pair += blockDim.x)
     out[pair] = weight_pair(a.tiles, a.kind, a.steps, token, 2 * pair);
