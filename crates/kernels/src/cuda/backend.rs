@@ -12,6 +12,7 @@ use super::error::CudaError;
 use super::graphs::{self, Next};
 use super::plan::Split;
 use super::products::{Input, InputSource, Output, Products, Projection};
+use super::sample::Sampler;
 use super::seal::SealPools;
 use super::step::{CudaStep, StepTables, lock};
 use super::weights::{CudaWeight, WeightLoader};
@@ -20,7 +21,6 @@ use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
     Sampling, SealPage, StoredMatrix,
 };
-use crate::sampling;
 
 /// Pages of a segment where results must not depend on the batch.
 const FIXED_PAGES: usize = 16;
@@ -30,6 +30,7 @@ pub struct CudaBackend {
     device: Arc<Device>,
     loader: WeightLoader,
     products: Products,
+    sampler: Sampler,
     deterministic: bool,
 }
 
@@ -61,6 +62,7 @@ impl CudaBackend {
         Ok(CudaBackend {
             loader: WeightLoader::new(&device)?,
             products: Products::new(&device, !deterministic)?,
+            sampler: Sampler::new(&device)?,
             deterministic,
             device,
         })
@@ -423,11 +425,7 @@ impl Backend for CudaBackend {
         logits: &CudaBuffer,
         settings: &[Sampling<'_>],
     ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
-        let rows = self.read(logits, 0..settings.len())?;
-        Ok(rows
-            .chunks_exact(logits.cols.max(1))
-            .zip(settings)
-            .map(|(row, settings)| sampling::sample(row, settings))
-            .collect())
+        logits.check("logits", settings.len())?;
+        Ok(self.sampler.sample(&logits.values, logits.cols, settings)?)
     }
 }

@@ -4,7 +4,7 @@ use oscar_codec::{CodeLayout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
 use super::tuning::DecodeShape;
-use super::{prefill, products, weights};
+use super::{prefill, products, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.
 #[test]
@@ -18,6 +18,7 @@ fn the_list_of_configurations_is_that_of_the_product() {
     };
     let mut kernels = vec![
         entry("weights".into(), ["tiles.cu", "repack.cu"], weights::source()),
+        entry("sampling".into(), ["tiles.cu", "sample.cu"], sample::source()),
         entry("activations".into(), ["tiles.cu", "pack.cu"], products::pack_source()),
     ];
     for tiles in products::COLUMN_TILES {

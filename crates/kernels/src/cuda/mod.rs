@@ -16,6 +16,7 @@
 //! | `products`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
 //! | `cache`, `step` | page pools, and the tables of a step |
+//! | `sample` | tokens from logits that stay on the card |
 //! | `graphs` | recorded decode steps |
 //! | `backend`, `inspect` | the traits, on all of these |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
@@ -38,6 +39,7 @@ mod plan;
 mod prefill;
 mod products;
 pub mod reference;
+mod sample;
 pub mod seal;
 mod step;
 mod tuning;

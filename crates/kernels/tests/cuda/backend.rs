@@ -8,13 +8,13 @@ use oscar_codec::{
     SealedSlot, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, Sampling, SealPage,
-    SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, Sampled, Sampling,
+    SealPage, SealedRows, SealedSpec, SequenceRows, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cuda::{CudaBackend, Device};
-use oscar_kernels::{Backend, DType, Inspect, quant};
+use oscar_kernels::{Backend, DType, Inspect, KernelError, quant};
 use oscar_random::Random;
 
 /// Runs everything; the number of failures.
@@ -34,6 +34,7 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
         if !deterministic {
             println!("cuda: cuBLASLt is {}", if cuda.has_blas() { "there" } else { "not there" });
             failures += weights(&cuda);
+            failures += sampling(&cpu, &cuda);
         }
         failures += products(&cpu, &cuda, quick);
         failures += attention(&scalar, &cuda, quick);
@@ -337,5 +338,74 @@ fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
             failures += report(&format!("{what}, tokens"), worst[1], 2e-3);
         }
     }
+    failures
+}
+
+/// Tokens that both devices draw from the same logits.
+fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
+    let mut random = Random::new(23);
+    let (mut failures, mut rows_checked) = (0, 0);
+    for vocabulary in [5, 1000, 49152, 151_936] {
+        for round in 0..24 {
+            let rows = 1 + round % 5;
+            let spread = [0.0, 1.0, 5.0, 20.0][round % 4];
+            let mut logits: Vec<f32> = (0..rows * vocabulary).map(|_| spread * random.signed()).collect();
+            if round == 7 {
+                logits[vocabulary / 2] = f32::NAN;
+            }
+            if round % 3 == 0 {
+                // Ties, and tokens that are ruled out.
+                logits.iter_mut().for_each(|logit| *logit = logit.round());
+                logits[0] = f32::NEG_INFINITY;
+            }
+            let allowed = vec![0x5555_5555; vocabulary.div_ceil(32)];
+            let settings: Vec<Sampling<'_>> = (0..rows)
+                .map(|row| {
+                    let mut pick = |from: &[f32]| from[(random.next_u64() % from.len() as u64) as usize];
+                    Sampling {
+                        temperature: pick(&[0.0, 0.7, 1.0]),
+                        top_k: pick(&[0.0, 0.0, 20.0, 2000.0]) as usize,
+                        top_p: pick(&[1.0, 1.0, 0.9]),
+                        min_p: pick(&[0.0, 0.0, 0.1]),
+                        typical_p: pick(&[1.0, 1.0, 1.0, 0.8]),
+                        draw: pick(&[0.0, 0.25, 0.5, 0.9999]),
+                        logprobs: [None, Some(0), Some(5)][(round + row) % 3],
+                        vocabulary: if round % 2 == 0 { usize::MAX } else { vocabulary - 1 },
+                        allowed: (round == 5).then_some(&allowed[..]),
+                        given: (round == 9).then_some(3),
+                        ..Sampling::default()
+                    }
+                })
+                .collect();
+            let drawn = |name: &str, drawn: Vec<Result<Sampled, KernelError>>| -> Vec<String> {
+                let show = |sampled: Result<Sampled, KernelError>| match sampled {
+                    Ok(sampled) => {
+                        let top: Vec<u32> = sampled.top.iter().map(|top| top.0).collect();
+                        let logprob = sampled.logprob.map(|logprob| format!("{logprob:.3}"));
+                        format!("{} {logprob:?} {top:?}", sampled.token)
+                    }
+                    Err(error) => error.to_string(),
+                };
+                assert_eq!(drawn.len(), rows, "{name}");
+                drawn.into_iter().map(show).collect()
+            };
+            let mut buffers = (cpu.buffer(rows, vocabulary).unwrap(), cuda.buffer(rows, vocabulary).unwrap());
+            cpu.write(&logits, &mut buffers.0).unwrap();
+            cuda.write(&logits, &mut buffers.1).unwrap();
+            let expected = drawn("cpu", cpu.sample(&buffers.0, &settings).unwrap());
+            let got = drawn("cuda", cuda.sample(&buffers.1, &settings).unwrap());
+            for (row, (expected, got)) in expected.iter().zip(&got).enumerate() {
+                rows_checked += 1;
+                if expected != got {
+                    println!(
+                        "FAILED sampling {vocabulary} tokens, {:?}: {got}, not {expected}",
+                        settings[row]
+                    );
+                    failures += 1;
+                }
+            }
+        }
+    }
+    println!("cuda: {rows_checked} rows sampled as on the CPU unless said above");
     failures
 }
