@@ -133,8 +133,8 @@ impl DecodeShape {
         let [rows, heads] = [self.rows(), 4 * self.quads()];
         let sealed = self.orders()?[1];
         let queries = match sealed.bands() {
-            // Steps and starts of every band, and the table of scales.
-            Some(layout) => heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024,
+            // Steps and starts of every band, the table of scales, and those of a tile for every warp.
+            Some(layout) => heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024 * (1 + tuning.warps) + 16,
             None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
         };
         Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 12 * rows + 32 + queries)

@@ -17,21 +17,27 @@ template <int LATER>
 struct BandKeys : Keys<2, LATER> {
   typedef Keys<2, LATER> Base;
   using Base::SLICES; using Base::CHANNEL_STEPS; using Base::CHUNKS; using Base::LANE_TOKENS; using Base::SIDE_BYTES;
-  using Base::FRAGMENT_BYTES; using Base::MAGIC_BITS; using Base::MAGIC_VALUE; using Base::q; using Base::start;
+  using Base::FRAGMENT_BYTES; using Base::MAGIC_BITS; using Base::MAGIC_VALUE; using Base::start;
   using Base::fresh; using Base::reference; using Base::total; using Base::offsets; using Base::four_scales;
   using Base::later;
   // A unit of every token lies at the same bits of its word, so that queries can make up for codes that come out two,
   // four or eight times too large. Where tokens share words, it does not, and codes are shifted.
   static constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
-  // In shared memory after the operands: steps and starts [band][row], what accumulators start from, and scales.
+  // In shared memory after the operands: steps and starts [band][row][2], what accumulators start from, the table of
+  // scales, and those of the tile that a warp works on, [band][four tokens][row][token].
   static constexpr int ROWS_HERE = SLICES * 4;
   static constexpr int START = FRAGMENT_BYTES + 2 * BANDS * ROWS_HERE * 4;
-  static constexpr int TABLE = START + 16;
-  static constexpr int QUERY_BYTES = TABLE + 256 * 4;
+  static constexpr int TABLE = START + 32;
+  static constexpr int SCALES = TABLE + 256 * 4;
+  static constexpr int SCALE_BYTES = 64 * BANDS * 4;
+  static constexpr int QUERY_BYTES = SCALES + WARPS * SCALE_BYTES;
 
-  // Sums of products with codes are in units of band_step; band_start takes the magic float and h*sum(q) off.
-  float band_step[SLICES][BANDS], band_start[SLICES][BANDS];
-  const float* table;
+  // What a high byte counts for, 256. A multiplication that the compiler does not know to be a shift goes to units that
+  // are less busy.
+  int high_byte;
+  // The operands, steps and starts of a band are fetched when its turn comes: registers have no room for those of all.
+  const u8* queries;
+  float4* scales;
 
   // The place in a byte of the codes of a unit, and where a mask finds them.
   DEVICE static constexpr int shift_of(int flat) { return ALIGNED ? flat % 8 / 4 * 4 : flat % 8; }
@@ -41,8 +47,11 @@ struct BandKeys : Keys<2, LATER> {
   DEVICE static void prepare(const float* queries, int rows, float scale, u8* memory, int warp, int lane) {
     constexpr int MOST_UNITS = largest_units(), FOURS = (MOST_UNITS + 1) / 2;
     constexpr int TURNS = (ROWS_HERE + WARPS - 1) / WARPS;
-    float* steps = (float*)(memory + FRAGMENT_BYTES);
-    if (warp == 0 && lane == 0) *(int4*)(memory + START) = make_int4(0, MAGIC_BITS, 0, MAGIC_BITS);
+    float2* steps = (float2*)(memory + FRAGMENT_BYTES);
+    if (warp == 0 && lane == 0) {
+      *(int4*)(memory + START) = make_int4(0, MAGIC_BITS, 0, MAGIC_BITS);
+      *(int*)(memory + START + 16) = 256;
+    }
     for (int code = warp * 32 + lane; code < 256; code += WARPS * 32)
       ((float*)(memory + TABLE))[code] = code == 0 ? 0.0f : exp2_fast(code * (1.0f / 16.0f) - OCTAVES_BELOW);
     const int band = lane / 8, first_unit = band_unit(band), fours = 4 * band_units(band), bits = band_bits(band);
@@ -110,8 +119,8 @@ struct BandKeys : Keys<2, LATER> {
       if (lane % 8 == 0) {
         // A query that is not finite has logits that are not numbers.
         const float step = (inverse > 0.0f ? scale / inverse : 0.0f) + 0.0f * absolute;
-        steps[band * ROWS_HERE + row] = step;
-        steps[(BANDS + band) * ROWS_HERE + row] = -(MAGIC_VALUE + 0.5f * top * (float)whole) * step;
+        // Sums of products with codes are in units of the step; the start takes the magic float and h*sum(q) off.
+        steps[band * ROWS_HERE + row] = make_float2(step, -(MAGIC_VALUE + 0.5f * top * (float)whole) * step);
       }
     }
   }
@@ -122,69 +131,76 @@ struct BandKeys : Keys<2, LATER> {
     return most;
   }
 
-  // `queries`: what `prepare` has left.
-  DEVICE void begin_keys(const u8* queries, int lane) {
+  // `memory`: what `prepare` has left.
+  DEVICE void begin_keys(const u8* memory, int lane) {
     fresh = true;
-    const int4 four = *(const int4*)(queries + START);
+    const int4 four = *(const int4*)(memory + START);
     start[0] = four.x; start[1] = four.y; start[2] = four.z; start[3] = four.w;
-    table = (const float*)(queries + TABLE);
-    const float* steps = (const float*)(queries + FRAGMENT_BYTES) + (lane & 3);
+    high_byte = *(const int*)(memory + START + 16);
+    queries = memory;
+    scales = (float4*)(memory + SCALES + threadIdx.x / 32 * SCALE_BYTES);
     #pragma unroll
-    for (int slice = 0; slice < SLICES; slice++) {
-      #pragma unroll
-      for (int step = 0; step < CHANNEL_STEPS; step++)
-        q[slice][step] = *(const uint2*)(queries + ((slice * CHANNEL_STEPS + step) * 32 + lane) * 8);
-      #pragma unroll
-      for (int band = 0; band < BANDS; band++) {
-        band_step[slice][band] = steps[band * ROWS_HERE + slice * 4];
-        band_start[slice][band] = steps[(BANDS + band) * ROWS_HERE + slice * 4];
-      }
-      reference[slice] = total[slice] = offsets[slice][0] = 0.0f;
+    for (int slice = 0; slice < SLICES; slice++) reference[slice] = total[slice] = offsets[slice][0] = 0.0f;
+  }
+
+  // Decodes the scales of a tile, each lane those of one band for all lanes of its row.
+  DEVICE void decode_scales(const u8* page, int lane) const {
+    float decoded[LANE_TOKENS];
+    #pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+      const u32 codes = word_of(four_scales(page + 2 * SIDE_BYTES, 0, i / 4, lane), i % 4);
+      decoded[i] = ((const float*)(queries + TABLE))[__byte_perm(codes, 0, 0x4440 + (lane & 3))];
     }
+    // Nobody still reads those of the tile before.
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i += 4)
+      scales[((lane & 3) * (LANE_TOKENS / 4) + i / 4) * 8 + (lane >> 2)] =
+          make_float4(decoded[i], decoded[i + 1], decoded[i + 2], decoded[i + 3]);
+    __syncwarp();
   }
 
   // Logits less their reference, which is what weights are powers of.
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
-    constexpr int BLOCK = 4;  // tokens of a lane at once: sums that do not wait for one another
     uint4 chunks[CHUNKS];
-    u32 here = 0;  // of the chunks; known to the compiler
     #pragma unroll
-    for (int first = 0; first < LANE_TOKENS; first += BLOCK) {
-      const uint4 scales = four_scales(page + 2 * SIDE_BYTES, 0, first / 4, lane);
+    for (int i = 0; i < CHUNKS; i++) chunks[i] = *(const uint4*)(page + i * 512 + lane * 16);
+    decode_scales(page, lane);
+    #pragma unroll
+    for (int band = 0; band < BANDS; band++) {
+      float2 steps[SLICES];
       #pragma unroll
-      for (int band = 0; band < BANDS; band++) {
-        int c[BLOCK / 2][SLICES][4];
+      for (int slice = 0; slice < SLICES; slice++)
+        steps[slice] = ((const float2*)(queries + FRAGMENT_BYTES))[band * ROWS_HERE + slice * 4 + (lane & 3)];
+      // Two tokens of a lane are rows of one instruction.
+      #pragma unroll
+      for (int first = 0; first < LANE_TOKENS; first += 2) {
+        int c[SLICES][4];
         #pragma unroll
-        for (int pair = 0; pair < BLOCK / 2; pair++)
+        for (int inner = 0; inner < band_units(band); inner += 2) {
+          const bool two = inner + 1 < band_units(band);
+          u32 codes[4];
           #pragma unroll
-          for (int inner = 0; inner < band_units(band); inner += 2) {
-            const bool two = inner + 1 < band_units(band);
-            const int unit = band_unit(band) + inner;
-            u32 codes[4];
-            #pragma unroll
-            for (int e = 0; e < (two ? 4 : 2); e++) {
-              const int token = first + 2 * pair + e % 2;
-              const int flat = token * TOKEN_BITS + band_bit(band) + (inner + e / 2) * band_bits(band), word = flat / 8;
-              if (!(here >> (word / 4) & 1)) chunks[word / 4] = *(const uint4*)(page + word / 4 * 512 + lane * 16);
-              here |= 1u << (word / 4);
-              const u32 mask = ((1u << band_bits(band)) - 1) * 0x01010101u << factor_shift(flat);
-              codes[e] = (word_of(chunks[word / 4], word % 4) >> shift_of(flat)) & mask;
-            }
-            #pragma unroll
-            for (int slice = 0; slice < SLICES; slice++)
-              if (inner == 0) multiply(c[pair][slice], codes, slice, unit, two, start);
-              else multiply(c[pair][slice], codes, slice, unit, two, c[pair][slice]);
+          for (int e = 0; e < (two ? 4 : 2); e++) {
+            const int flat = (first + e % 2) * TOKEN_BITS + band_bit(band) + (inner + e / 2) * band_bits(band), word = flat / 8;
+            const u32 mask = ((1u << band_bits(band)) - 1) * 0x01010101u << factor_shift(flat);
+            codes[e] = (word_of(chunks[word / 4], word % 4) >> shift_of(flat)) & mask;
           }
+          #pragma unroll
+          for (int slice = 0; slice < SLICES; slice++)
+            if (inner == 0) multiply(c[slice], codes, slice, band_unit(band) + inner, two, lane, start);
+            else multiply(c[slice], codes, slice, band_unit(band) + inner, two, lane, c[slice]);
+        }
+        const float4 four = scales[(band * (LANE_TOKENS / 4) + first / 4) * 8 + (lane >> 2)];
         #pragma unroll
-        for (int e = 0; e < BLOCK; e++) {
-          const float scale = table[__byte_perm(word_of(scales, e), 0, 0x4440 + band)];
+        for (int e = 0; e < 2; e++) {
+          const float scale = first % 4 == 0 ? (e ? four.y : four.x) : e ? four.w : four.z;
           #pragma unroll
           for (int slice = 0; slice < SLICES; slice++) {
-            const int* bytes = &c[e / 2][slice][e % 2 * 2];
-            const float sum =
-                fmaf(__int_as_float(bytes[0] * 256 + bytes[1]), band_step[slice][band], band_start[slice][band]);
+            const int sum = c[slice][2 * e] * high_byte + c[slice][2 * e + 1];
             float& x = exponent[slice][first + e];
-            x = fmaf(scale, sum, band > 0 ? x : -reference[slice] - later(first + e));
+            x = fmaf(scale, fmaf(__int_as_float(sum), steps[slice].x, steps[slice].y),
+                     band > 0 ? x : -reference[slice] - later(first + e));
           }
         }
       }
@@ -192,11 +208,13 @@ struct BandKeys : Keys<2, LATER> {
   }
 
   // Adds the products of one or two units.
-  DEVICE void multiply(int (&d)[4], const u32 (&codes)[4], int slice, int unit, bool two, const int (&before)[4]) const {
-    if (two) mma_keys(d, codes, make_uint2(query_unit(slice, unit), query_unit(slice, unit + 1)), before);
-    else mma_unit(d, codes, query_unit(slice, unit), before);
+  DEVICE void multiply(
+      int (&d)[4], const u32 (&codes)[4], int slice, int unit, bool two, int lane, const int (&before)[4]) const {
+    const u8* place = queries + ((slice * CHANNEL_STEPS + unit / 2) * 32 + lane) * 8 + unit % 2 * 4;
+    if (!two) mma_unit(d, codes, *(const u32*)place, before);
+    else if (unit % 2 == 0) mma_keys(d, codes, *(const uint2*)place, before);
+    else mma_keys(d, codes, make_uint2(*(const u32*)place, *(const u32*)(place + 252)), before);
   }
-  DEVICE u32 query_unit(int slice, int unit) const { return unit % 2 ? q[slice][unit / 2].y : q[slice][unit / 2].x; }
 };
 
 template <int BITS, int LATER>
