@@ -33,6 +33,16 @@ pub(crate) enum DeviceChoice {
     Cuda(usize),
 }
 
+impl DeviceChoice {
+    /// Prompt tokens of a pass: enough to be worth the weights that are read for them.
+    pub(crate) fn prefill_chunk(self) -> usize {
+        match self {
+            DeviceChoice::Cpu => 512,
+            DeviceChoice::Cuda(_) => 2048,
+        }
+    }
+}
+
 impl FromStr for DeviceChoice {
     type Err = String;
 

@@ -62,6 +62,7 @@ impl EngineArguments {
             context: self.context,
             kv: settled.options.clone(),
             deterministic: self.kv.cache.deterministic,
+            prefill_chunk: self.device.device.prefill_chunk(),
             ..EngineOptions::default()
         }
     }

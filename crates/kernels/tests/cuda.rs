@@ -1,5 +1,6 @@
 //! Every CUDA kernel against its reference, on a card: attention in f64 on what its pages decode to here, sealing and
 //! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `attention`, `tail`, `seal`, `write`.
+//! Attention and sealing of some formats only: `OSCAR_CUDA_ONLY` is a part of their names.
 //!
 //! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
 //! not written yet, and outputs all begin as NaN.
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
         }
     }
     let (mut runs, mut worst) = (0, 0.0_f64);
-    for (name, shape) in shapes(quick).into_iter().filter(|_| wanted("attention")) {
+    for (name, shape) in shapes(quick).into_iter().filter(|(name, _)| wanted("attention") && named(name)) {
         // As it chooses its layout itself, and in every layout.
         let made = DecodeAttention::new(&device, shape).and_then(|kernel| {
             let layouts =
@@ -78,7 +79,8 @@ fn main() -> ExitCode {
         };
         let (registers, spilled) = kernel.resources().unwrap();
         let mut worst_here = 0.0_f64;
-        for (kind, batch) in batches(quick) {
+        let banded = matches!(shape.sealed, PageLayout::Banded(_));
+        for (kind, batch) in batches(quick).into_iter().filter(|(kind, _)| banded || *kind != Kind::Steep) {
             let case = Batch::new(&device, &kernel, kind, &batch);
             let fixed = Split::Fixed { pages: 4 };
             let chosen = [(&kernel, Split::Balanced, false), (&kernel, fixed, true)];
@@ -116,30 +118,38 @@ fn main() -> ExitCode {
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// Whether a format was asked for.
+fn named(name: &str) -> bool {
+    std::env::var("OSCAR_CUDA_ONLY").map_or(true, |part| name.contains(&part))
+}
+
 /// Thousands of small weights next to a large one, all in one block: none may be lost for being small.
 fn long_tail(device: &Arc<Device>) -> usize {
     let mut failures = 0;
     let usual = limit(Kind::Needle);
-    for (bits, groups, group, kind, pages, limit) in [
-        (2, 1, 4, Kind::Needle, 260, usual),
-        (2, 2, 8, Kind::Needle, 260, usual),
-        (2, 1, 12, Kind::Needle, 260, usual),
-        (4, 1, 4, Kind::Needle, 260, usual),
+    let codes = |bits, groups| PageLayout::Codes(CodeLayout::new(bits, 128, groups).unwrap());
+    let banded = PageLayout::banded(128).unwrap();
+    for (name, sealed, group, kind, pages, limit) in [
+        ("int2 x1", codes(2, 1), 4, Kind::Needle, 260, usual),
+        ("int2 x2", codes(2, 2), 8, Kind::Needle, 260, usual),
+        ("int2 x1", codes(2, 1), 12, Kind::Needle, 260, usual),
+        ("int4 x1", codes(4, 1), 4, Kind::Needle, 260, usual),
         // Weights of two bytes lose more the more tokens there are, and here most are below half a unit.
-        (2, 1, 12, Kind::Needle, 2060, 3.0 * usual),
-        (2, 1, 12, Kind::Spike, 2060, 3.0 * usual),
-        (2, 1, 4, Kind::Spike, 2060, usual),
+        ("int2 x1", codes(2, 1), 12, Kind::Needle, 2060, 3.0 * usual),
+        ("int2 x1", codes(2, 1), 12, Kind::Spike, 2060, 3.0 * usual),
+        ("int2 x1", codes(2, 1), 4, Kind::Spike, 2060, usual),
+        ("banded", banded, 4, Kind::Needle, 260, usual),
+        ("banded", banded, 12, Kind::Needle, 260, usual),
+        ("banded", banded, 12, Kind::Spike, 2060, 3.0 * usual),
     ] {
-        let layout = CodeLayout::new(bits, 128, groups).unwrap();
-        let sealed = PageLayout::Codes(layout);
+        if !named(name) {
+            continue;
+        }
         let kernel =
             DecodeAttention::new(device, DecodeShape { head_dim: 128, kv_heads: 1, group, sealed }).unwrap();
         let case = Batch::new(device, &kernel, kind, &[(64 * pages, pages - 5)]);
         let (error, _) = case.run(&kernel, Split::Fixed { pages }, None, false);
-        println!(
-            "int{bits} x{groups}, {group} rows, {kind:?} among {} tokens: error {error:.1e}",
-            64 * pages
-        );
+        println!("{name}, {group} rows, {kind:?} among {} tokens: error {error:.1e}", 64 * pages);
         failures += usize::from(error.is_nan() || error > limit);
     }
     failures
@@ -160,6 +170,7 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
             ("fp8".into(), PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())),
             ("bf16".into(), PageLayout::bf16(head_dim)),
             codes(2, head_dim / 32, ScaleType::F16),
+            ("banded".into(), PageLayout::banded(head_dim).unwrap()),
         ];
         if head_dim == 128 {
             formats.push(codes(2, 2, ScaleType::F16));
@@ -182,9 +193,11 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
     // Weights of two bytes, where registers have room for more or for less, and where query heads do not fill a column.
     if !quick {
         for (head_dim, group) in [(64, 12), (96, 12), (128, 9)] {
-            let sealed = PageLayout::Codes(CodeLayout::new(2, head_dim, 1).unwrap());
-            let shape = DecodeShape { head_dim, kv_heads: 2, group, sealed };
-            shapes.push((format!("int2 x1, d {head_dim}, {group} rows"), shape));
+            let codes = PageLayout::Codes(CodeLayout::new(2, head_dim, 1).unwrap());
+            for (name, sealed) in [("int2 x1", codes), ("banded", PageLayout::banded(head_dim).unwrap())] {
+                let shape = DecodeShape { head_dim, kv_heads: 2, group, sealed };
+                shapes.push((format!("{name}, d {head_dim}, {group} rows"), shape));
+            }
         }
     }
     shapes
@@ -204,10 +217,18 @@ enum Kind {
     Growing,
     /// Numbers close to zero.
     Tiny,
+    /// Queries that are the larger the weaker the keys of a band, as where keys were divided by their strength.
+    Steep,
     /// One key has a logit ten above all others: as large a weight as 22,000 of them.
     Needle,
     /// The same with thirteen: 440,000.
     Spike,
+}
+
+/// How much larger queries are in a band of keys.
+fn steepness(sealed: PageLayout, channel: usize) -> f32 {
+    let PageLayout::Banded(layout) = sealed else { return 1.0 };
+    [1.0 / 64.0, 0.25, 8.0, 128.0][layout.band_of(channel).0]
 }
 
 /// Lengths of sequences, with the number of sealed pages after the sink that is aimed at.
@@ -226,7 +247,8 @@ fn batches(quick: bool) -> Vec<(Kind, Vec<(usize, usize)>)> {
         (Kind::Equal, ragged.clone()),
         (Kind::Offset, ragged.clone()),
         (Kind::Growing, ragged.clone()),
-        (Kind::Tiny, ragged),
+        (Kind::Tiny, ragged.clone()),
+        (Kind::Steep, ragged),
     ]
 }
 
@@ -280,6 +302,7 @@ impl Batch {
                             match kind {
                                 Kind::Offset => x + if side == 0 { 40.0 } else { 7.0 },
                                 Kind::Tiny => x * 1e-3,
+                                Kind::Steep if side == 0 => 2.0 * x / steepness(sealed, index % d),
                                 Kind::Growing if side == 0 => {
                                     x + (page * PAGE_TOKENS + index / d) as f32 * 0.01
                                 }
@@ -323,8 +346,11 @@ impl Batch {
         let numbers = lengths.len() * kv_heads * group * d;
         let positive = matches!(kind, Kind::Growing | Kind::Needle | Kind::Spike);
         let queries: Vec<f32> = (0..numbers)
-            .map(|_| random.signed())
-            .map(|x| factor * if positive { x.abs() } else { x })
+            .map(|index| {
+                let steep = if kind == Kind::Steep { steepness(sealed, index % d) } else { 1.0 };
+                let x = factor * steep * random.signed();
+                if positive { x.abs() } else { x }
+            })
             .collect();
         let pools = pools.map(|bytes| device.stream().clone_htod(&bytes).unwrap());
         let scale = 1.0 / (d as f32).sqrt();

@@ -68,9 +68,9 @@ pub(crate) struct ServeArguments {
     #[arg(long, default_value = "1024", value_name = "N", value_parser = positive)]
     max_queued_requests: usize,
 
-    /// Prompt tokens computed in one pass; -1 is all of them.
-    #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = chunk, allow_negative_numbers = true)]
-    chunked_prefill_size: usize,
+    /// Prompt tokens computed in one pass, 512 on the CPU and 2048 on a card by default; -1 is all of them.
+    #[arg(long, value_name = "TOKENS", value_parser = chunk, allow_negative_numbers = true)]
+    chunked_prefill_size: Option<usize>,
 
     /// Share of the free memory for weights and cache, instead of --kv-memory; a container's limit counts. Without
     /// either the cache has room for --max-running-requests of full length, within a share of 0.8.
@@ -143,9 +143,9 @@ impl ServeArguments {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
-            prefill_chunk: self.chunked_prefill_size,
             ..self.engine.options(settled)
         };
+        options.prefill_chunk = self.chunked_prefill_size.unwrap_or(options.prefill_chunk);
         if options.kv.memory.is_none() {
             match self.room(subject)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),

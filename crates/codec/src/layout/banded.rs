@@ -135,6 +135,27 @@ impl BandLayout {
         self.value_scales() + 4 * PAGE_TOKENS
     }
 
+    /// The band of a channel, and which one it is.
+    ///
+    /// # Panics
+    /// When there is no such channel.
+    pub fn band_of(&self, channel: usize) -> (usize, &Band) {
+        let found = self.bands().iter().enumerate().find(|(_, band)| band.range().contains(&channel));
+        found.unwrap_or_else(|| panic!("channel {channel} of {}", self.head_dim()))
+    }
+
+    /// Byte and bit shift of the code of (`token`, `channel`).
+    ///
+    /// # Panics
+    /// When there is no such token or channel.
+    pub fn code_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
+        assert!(token < PAGE_TOKENS, "token {token} is outside a page");
+        match side {
+            Side::Key => self.key_position(self.band_of(channel).1, token, channel),
+            Side::Value => self.value_position(token, channel),
+        }
+    }
+
     /// Byte and bit shift of a key's code in a band.
     fn key_position(&self, band: &Band, token: usize, channel: usize) -> (usize, u32) {
         let (byte, shift) = key_code(band.bits, token, channel - band.region);

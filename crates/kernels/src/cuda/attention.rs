@@ -5,11 +5,13 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUfunction_attribute as FunctionAttribute};
-use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, ValidAsZeroBits,
+};
 use oscar_codec::PageLayout;
 
-use super::device::Device;
+use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
@@ -137,6 +139,9 @@ struct Arguments {
     scale: f32,
 }
 
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for Arguments {}
+
 /// The kernel in one layout.
 struct Layout {
     /// Bytes of pages per multiprocessor below which it is the fastest.
@@ -153,8 +158,6 @@ pub struct DecodeAttention {
     orders: [PageOrder; 2],
     /// The usual one, then those for less and less work.
     layouts: Vec<Layout>,
-    /// Whether a launch may begin while the one before it ends.
-    overlaps: bool,
 }
 
 impl DecodeAttention {
@@ -190,7 +193,6 @@ impl DecodeAttention {
                 .iter()
                 .map(|&(limit, tuning)| layout(device, &shape, limit, tuning))
                 .collect::<Result<_, _>>()?,
-            overlaps: device.stream().context().compute_capability()?.0 >= 9,
         })
     }
 
@@ -340,7 +342,7 @@ impl DecodeAttention {
             Some(transform) => transform.addresses(&self.device, &self.shape)?,
             None => (0, 0),
         };
-        let mut arguments = Arguments {
+        let arguments = Arguments {
             queries: queries.device_ptr(stream).0,
             exact_pool: exact.address(&self.device, slots[0], bytes(&self.orders[0]))?,
             sealed_pool: sealed_pool.0,
@@ -362,47 +364,14 @@ impl DecodeAttention {
         // SAFETY: the plan names pages below `slots`, which were checked to lie inside the pools, partial results below
         // `partials`, and rows below `sequences`; all of that has been allocated. One stream orders all uses, and the
         // kernel waits for the launch before it ahead of all that others write.
-        unsafe { self.start(layout, plan.shape.blocks, &mut arguments) }
-    }
-
-    /// # Safety
-    /// Everything that `arguments` point at is as large as the kernel expects and is used on the stream of the device only.
-    unsafe fn start(
-        &self,
-        layout: &Layout,
-        blocks: usize,
-        arguments: &mut Arguments,
-    ) -> Result<(), CudaError> {
-        let mut overlap = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: blocks as u32,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: 32 * layout.tuning.warps as u32,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: layout.memory as u32,
-            hStream: self.device.stream().cu_stream(),
-            attrs: &mut overlap,
-            numAttrs: u32::from(self.overlaps),
-        };
-        self.device.stream().context().bind_to_thread()?;
-        let mut parameters = [std::ptr::from_mut(arguments).cast()];
-        // SAFETY: the kernel has one parameter, which is copied before the call returns; the rest is the caller's promise.
         unsafe {
-            sys::cuLaunchKernelEx(
-                &config,
-                layout.function.cu_function(),
-                parameters.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            let config = LaunchConfig {
+                grid_dim: (plan.shape.blocks as u32, 1, 1),
+                block_dim: (32 * layout.tuning.warps as u32, 1, 1),
+                shared_mem_bytes: layout.memory as u32,
+            };
+            launch_overlapping(&self.device, &layout.function, config, &arguments)
         }
-        .result()?;
-        Ok(())
     }
 }
 

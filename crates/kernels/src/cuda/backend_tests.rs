@@ -1,6 +1,6 @@
 //! What `tools/check-cuda-kernels` compiles of the kernels that only a whole model needs.
 
-use oscar_codec::{CodeLayout, PageLayout};
+use oscar_codec::{BandLayout, CodeLayout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
 use super::tuning::DecodeShape;
@@ -10,34 +10,37 @@ use super::{prefill, products, sample, weights};
 #[test]
 fn the_list_of_configurations_is_that_of_the_product() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations-backend.json");
-    let entry = |name: String, texts: [&str; 2], source: Source| {
+    let entry = |name: String, texts: &[&str], source: Source| {
         assert!(!source.exact, "{name}");
         let defines: serde_json::Map<String, serde_json::Value> =
             source.defines.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
         serde_json::json!({ "name": name, "sources": texts, "defines": defines })
     };
     let mut kernels = vec![
-        entry("weights".into(), ["tiles.cu", "repack.cu"], weights::source()),
-        entry("sampling".into(), ["tiles.cu", "sample.cu"], sample::source()),
-        entry("activations".into(), ["tiles.cu", "pack.cu"], products::pack_source()),
+        entry("weights".into(), &["tiles.cu", "repack.cu"], weights::source()),
+        entry("sampling".into(), &["tiles.cu", "sample.cu"], sample::source()),
+        entry("activations".into(), &["tiles.cu", "pack.cu"], products::pack_source()),
     ];
     for tiles in products::COLUMN_TILES {
         let name = format!("products of {} rows", 8 * tiles);
-        kernels.push(entry(name, ["tiles.cu", "multiply.cu"], products::multiply_source(tiles)));
+        kernels.push(entry(name, &["tiles.cu", "multiply.cu"], products::multiply_source(tiles)));
     }
     for head_dim in [64, 96, 128, 256] {
         let codes = |bits| PageLayout::Codes(CodeLayout::new(bits, head_dim, 1).unwrap());
-        for (name, sealed) in [("bf16", PageLayout::bf16(head_dim)), ("int2", codes(2)), ("int4", codes(4))] {
+        let bands = PageLayout::Banded(BandLayout::int2(head_dim).unwrap());
+        for (name, sealed) in
+            [("bf16", PageLayout::bf16(head_dim)), ("int2", codes(2)), ("int4", codes(4)), ("bands", bands)]
+        {
             let shape = DecodeShape { head_dim, kv_heads: 1, group: 1, sealed };
             let source = prefill::source(&shape).unwrap();
             kernels.push(entry(
                 format!("prefill {name} d{head_dim}"),
-                ["primitives.cu", "prefill.cu"],
+                &["primitives.cu", "band_order.cu", "prefill.cu"],
                 source,
             ));
         }
         let source = prefill::undo_source(head_dim);
-        kernels.push(entry(format!("undo d{head_dim}"), ["tiles.cu", "undo.cu"], source));
+        kernels.push(entry(format!("undo d{head_dim}"), &["tiles.cu", "undo.cu"], source));
     }
     let expected = serde_json::json!({ "options": OPTIONS, "kernels": kernels });
     if std::env::var_os("OSCAR_WRITE").is_some() {

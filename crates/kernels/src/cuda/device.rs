@@ -195,6 +195,44 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     Ok(())
 }
 
+/// Launches a kernel that may begin while the one before it ends, where the card can do that. The kernel must wait for it
+/// before it touches anything that another kernel writes or reads.
+///
+/// # Safety
+/// As [`launch`].
+pub(super) unsafe fn launch_overlapping<A: DeviceRepr>(
+    device: &Device,
+    function: &CudaFunction,
+    config: LaunchConfig,
+    argument: &A,
+) -> Result<(), CudaError> {
+    let mut overlap = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: config.grid_dim.0,
+        gridDimY: config.grid_dim.1,
+        gridDimZ: config.grid_dim.2,
+        blockDimX: config.block_dim.0,
+        blockDimY: config.block_dim.1,
+        blockDimZ: config.block_dim.2,
+        sharedMemBytes: config.shared_mem_bytes,
+        hStream: device.stream.cu_stream(),
+        attrs: &mut overlap,
+        numAttrs: u32::from(device.capability.0 >= 9),
+    };
+    device.context.bind_to_thread()?;
+    let mut parameters = [std::ptr::from_ref(argument).cast_mut().cast()];
+    // SAFETY: the kernel has one parameter, which is copied before the call returns; the rest is the caller's promise.
+    unsafe {
+        sys::cuLaunchKernelEx(&config, function.cu_function(), parameters.as_mut_ptr(), std::ptr::null_mut())
+    }
+    .result()?;
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

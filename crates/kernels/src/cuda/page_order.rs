@@ -4,8 +4,17 @@
 //! 32 of 4, 16 of 8-bit floats, 8 of bf16. A tile is keys, values and scales, contiguous, so one copy fetches it. Inside,
 //! elements lie in the order in which the 32 lanes of a warp hold the operands of a matrix instruction: 16 bytes per
 //! lane, 512 per load, no shuffles. A page has as many bytes as on the CPU.
+//!
+//! Banded keys have other codes in the place of 2-bit ones. Of each sixteen channels of a token a lane has four, in the
+//! four bytes of a word, and the sixteens of a token follow one another inside these bytes, strongest first:
+//!
+//! ```text
+//!   d=128, one token, one lane       word 0             word 1
+//!   bits of every byte               7..4   3..0        7  6  5  4  3..2  1..0
+//!   channels of the token / 16       1      0           7  6  5  4  3     2
+//! ```
 
-use oscar_codec::{Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
+use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
 
 use super::error::CudaError;
 
@@ -18,6 +27,12 @@ pub(super) enum Pages {
     Sealed,
 }
 
+/// Channels of a token that the lanes of a row hold together, four each.
+const UNIT: usize = 16;
+
+/// Bands of a key: their scales fill a word.
+const BANDS: usize = 4;
+
 /// Shape of the pages of one format on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageOrder {
@@ -25,7 +40,8 @@ pub struct PageOrder {
 }
 
 impl PageOrder {
-    /// The order of a layout whose heads have a multiple of 32 channels up to 256, in groups that are multiples of 32.
+    /// The order of a layout whose heads have a multiple of 32 channels up to 256, in groups that are multiples of 32, or
+    /// in four bands.
     pub fn new(layout: PageLayout) -> Result<PageOrder, CudaError> {
         let head_dim = layout.head_dim();
         if head_dim == 0 || !head_dim.is_multiple_of(32) || head_dim > 256 {
@@ -33,8 +49,13 @@ impl PageOrder {
                 "heads of {head_dim} channels: CUDA kernels need a multiple of 32 up to 256"
             )));
         }
-        if let PageLayout::Banded(_) = layout {
-            return Err(CudaError::Unsupported("pages of banded keys have no CUDA kernel yet".to_owned()));
+        if let PageLayout::Banded(layout) = layout
+            && layout.bands().len() != BANDS
+        {
+            let bands = layout.bands().len();
+            return Err(CudaError::Unsupported(format!(
+                "keys of {head_dim} channels in {bands} bands: CUDA kernels need {BANDS}"
+            )));
         }
         let order = PageOrder { layout };
         let group = head_dim / order.groups();
@@ -56,13 +77,29 @@ impl PageOrder {
         self.layout.head_dim()
     }
 
-    /// Bits of an element: 2, 4, 8 or 16.
+    /// Bits of an element: 2, 4, 8 or 16. Banded keys have 2 on average.
     pub fn bits(&self) -> usize {
         match self.layout {
             PageLayout::Bf16(_) => 16,
             PageLayout::Codes(layout) => layout.bits() as usize,
             PageLayout::Fp8(_) => 8,
-            PageLayout::Banded(_) => refused(),
+            PageLayout::Banded(_) => 2,
+        }
+    }
+
+    /// The bands of keys, where these have any.
+    pub fn bands(&self) -> Option<BandLayout> {
+        match self.layout {
+            PageLayout::Banded(layout) => Some(layout),
+            _ => None,
+        }
+    }
+
+    /// Bits of the element of a channel.
+    pub fn element_bits(&self, side: Side, channel: usize) -> usize {
+        match (self.bands(), side) {
+            (Some(layout), Side::Key) => layout.band_of(channel).1.bits as usize,
+            _ => self.bits(),
         }
     }
 
@@ -105,7 +142,8 @@ impl PageOrder {
             PageLayout::Bf16(_) => 0,
             PageLayout::Codes(layout) => layout.groups() * self.tile_tokens() * 4,
             PageLayout::Fp8(_) => self.tile_tokens() * 2,
-            PageLayout::Banded(_) => refused(),
+            // A byte for each band of a key; as much for a scale and an offset of a value.
+            PageLayout::Banded(_) => self.tile_tokens() * BANDS,
         }
     }
 
@@ -129,6 +167,17 @@ impl PageOrder {
         ]
     }
 
+    /// The bands as the kernels know them, in hexadecimal digits, the first band in the lowest: sixteens of channels, and
+    /// bits of a code. Zero where keys have no bands.
+    pub(super) fn band_defines(&self) -> [(&'static str, usize); 2] {
+        let (mut units, mut bits) = (0, 0);
+        for (index, band) in self.bands().iter().flat_map(|layout| layout.bands()).enumerate() {
+            units |= band.channels / UNIT << (4 * index);
+            bits |= (band.bits as usize) << (4 * index);
+        }
+        [("BAND_UNITS", units), ("BAND_BITS", bits)]
+    }
+
     /// Byte and bit shift of the element of (`token`, `channel`).
     pub fn element_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
         assert!(token < PAGE_TOKENS && channel < self.head_dim(), "({token}, {channel}) is outside a page");
@@ -143,6 +192,11 @@ impl PageOrder {
                 let (step, inner) = (channel / 16, channel % 16);
                 let word = token / 8 * (self.head_dim() / 16) + step;
                 (word, token % 8 * 4 + inner / 4, inner % 4, 0)
+            }
+            (_, Side::Key) if self.bands().is_some() => {
+                let (eight, row) = self.key_row(token);
+                let flat = eight * (self.head_dim() / 8) + self.band_bit(channel / UNIT);
+                (flat / 8, row * 4 + channel % UNIT / 4, channel % 4, (flat % 8) as u32)
             }
             (8, Side::Value) => (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0),
             (bits, Side::Key) => {
@@ -162,6 +216,11 @@ impl PageOrder {
         };
         let side = if side == Side::Key { 0 } else { self.side_bytes() };
         (tile * self.tile_bytes() + side + word / 4 * 512 + lane * 16 + word % 4 * 4 + byte, shift)
+    }
+
+    /// Banded keys: the first bit of sixteen channels among all bits of a byte of a lane's words.
+    fn band_bit(&self, unit: usize) -> usize {
+        (0..unit).map(|unit| self.element_bits(Side::Key, unit * UNIT)).sum()
     }
 
     /// Codes of values: a lane holds a run of the tokens of a tile. Which of them, and which lane of four.
@@ -194,6 +253,13 @@ impl PageOrder {
         tile * self.tile_bytes() + 2 * self.side_bytes() + side + inside
     }
 
+    /// Byte of the 8-bit scale of a token's key in a band: the four of a token lie side by side, where the scale and offset
+    /// of 2-bit keys would lie.
+    pub fn band_scale_position(&self, token: usize, band: usize) -> usize {
+        assert!(self.bands().is_some() && band < BANDS, "band {band} of a page");
+        self.scale_position(Side::Key, token, 0) + band
+    }
+
     /// A page of the CPU in the order of the device.
     pub fn from_cpu(&self, cpu: &[u8]) -> Result<Vec<u8>, CudaError> {
         self.check(cpu)?;
@@ -202,7 +268,7 @@ impl PageOrder {
             PageLayout::Bf16(layout) => self.copy_bf16(&layout, cpu, &mut page, true),
             PageLayout::Codes(layout) => self.copy_codes(&layout, cpu, &mut page, true),
             PageLayout::Fp8(layout) => self.copy_fp8(&layout, cpu, &mut page, true),
-            PageLayout::Banded(_) => refused(),
+            PageLayout::Banded(layout) => self.copy_banded(&layout, cpu, &mut page, true),
         }
         Ok(page)
     }
@@ -215,7 +281,7 @@ impl PageOrder {
             PageLayout::Bf16(layout) => self.copy_bf16(&layout, page, &mut cpu, false),
             PageLayout::Codes(layout) => self.copy_codes(&layout, page, &mut cpu, false),
             PageLayout::Fp8(layout) => self.copy_fp8(&layout, page, &mut cpu, false),
-            PageLayout::Banded(_) => refused(),
+            PageLayout::Banded(layout) => self.copy_banded(&layout, page, &mut cpu, false),
         }
         Ok(cpu)
     }
@@ -236,7 +302,7 @@ impl PageOrder {
             for (token, channel) in (0..PAGE_TOKENS).flat_map(|t| (0..self.head_dim()).map(move |c| (t, c))) {
                 let cpu = 2 * layout.index(side, token, channel);
                 let device = self.element_position(side, token, channel).0;
-                let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                let (read, write) = ordered(cpu, device, to_device);
                 to[write..write + 2].copy_from_slice(&from[read..read + 2]);
             }
         }
@@ -249,7 +315,7 @@ impl PageOrder {
                 for channel in 0..self.head_dim() {
                     let cpu = layout.code_position(side, token, channel);
                     let device = self.element_position(side, token, channel);
-                    let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                    let (read, write) = ordered(cpu, device, to_device);
                     to[write.0] |= (from[read.0] >> read.1 & mask) << write.1;
                 }
                 for group in 0..self.groups() {
@@ -257,7 +323,7 @@ impl PageOrder {
                     let device = self.scale_position(side, token, group);
                     // On the CPU the offsets of all tokens follow the scales of all tokens.
                     for (cpu, device) in [(cpu, device), (cpu + 2 * PAGE_TOKENS, device + 2)] {
-                        let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                        let (read, write) = ordered(cpu, device, to_device);
                         to[write..write + 2].copy_from_slice(&from[read..read + 2]);
                     }
                 }
@@ -271,11 +337,36 @@ impl PageOrder {
                 for channel in 0..self.head_dim() {
                     let cpu = layout.position(side, token, channel);
                     let device = self.element_position(side, token, channel).0;
-                    let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                    let (read, write) = ordered(cpu, device, to_device);
                     to[write] = from[read];
                 }
                 let (cpu, device) = (layout.scale_position(side, token), self.scale_position(side, token, 0));
-                let (read, write) = if to_device { (cpu, device) } else { (device, cpu) };
+                let (read, write) = ordered(cpu, device, to_device);
+                to[write..write + 2].copy_from_slice(&from[read..read + 2]);
+            }
+        }
+    }
+
+    fn copy_banded(&self, layout: &BandLayout, from: &[u8], to: &mut [u8], to_device: bool) {
+        for token in 0..PAGE_TOKENS {
+            for (side, channel) in [Side::Key, Side::Value]
+                .into_iter()
+                .flat_map(|side| (0..self.head_dim()).map(move |channel| (side, channel)))
+            {
+                let mask = (1 << self.element_bits(side, channel)) - 1;
+                let cpu = layout.code_position(side, token, channel);
+                let (read, write) = ordered(cpu, self.element_position(side, token, channel), to_device);
+                to[write.0] |= (from[read.0] >> read.1 & mask) << write.1;
+            }
+            for band in 0..BANDS {
+                let cpu = layout.key_scales() + band * PAGE_TOKENS + token;
+                let (read, write) = ordered(cpu, self.band_scale_position(token, band), to_device);
+                to[write] = from[read];
+            }
+            let (cpu, device) =
+                (layout.value_scales() + 2 * token, self.scale_position(Side::Value, token, 0));
+            for (cpu, device) in [(cpu, device), (cpu + 2 * PAGE_TOKENS, device + 2)] {
+                let (read, write) = ordered(cpu, device, to_device);
                 to[write..write + 2].copy_from_slice(&from[read..read + 2]);
             }
         }
@@ -298,109 +389,16 @@ impl PageOrder {
     }
 }
 
+/// Where to read and where to write.
+fn ordered<T>(cpu: T, device: T, to_device: bool) -> (T, T) {
+    if to_device { (cpu, device) } else { (device, cpu) }
+}
+
 /// Where a code lies in its byte: 2-bit codes of two steps lie side by side, the second part of a step above both.
 fn code_shift(bits: usize, half: usize, part: usize) -> u32 {
     if bits == 4 { 4 * part as u32 } else { 2 * (half + 2 * part) as u32 }
 }
 
-/// [`PageOrder::new`] has refused the layout.
-fn refused() -> ! {
-    unreachable!("there is no order of banded pages")
-}
-
 #[cfg(test)]
-mod tests {
-    use oscar_random::Random;
-
-    use super::*;
-
-    fn orders() -> Vec<PageOrder> {
-        let mut orders = Vec::new();
-        for d in [32, 64, 96, 128, 256] {
-            orders.push(PageOrder::new(PageLayout::bf16(d)).unwrap());
-            orders.push(PageOrder::new(PageLayout::Fp8(Fp8Layout::new(d).unwrap())).unwrap());
-            for bits in [2, 4] {
-                for groups in (1..=d / 32).filter(|groups| (d / 32).is_multiple_of(*groups)) {
-                    let layout = CodeLayout::new(bits, d, groups).unwrap();
-                    orders.push(PageOrder::new(PageLayout::Codes(layout)).unwrap());
-                }
-            }
-        }
-        orders
-    }
-
-    fn noise(len: usize) -> Vec<u8> {
-        let mut random = Random::new(9);
-        (0..len).map(|_| random.next_u64() as u8).collect()
-    }
-
-    #[test]
-    fn every_bit_of_a_page_has_one_place() {
-        for order in orders() {
-            let mut taken = vec![0_u8; order.page_bytes()];
-            let mut take = |byte: usize, mask: u8| {
-                assert_eq!(taken[byte] & mask, 0, "{order:?}: byte {byte} twice");
-                taken[byte] |= mask;
-            };
-            for side in [Side::Key, Side::Value] {
-                for token in 0..PAGE_TOKENS {
-                    for channel in 0..order.head_dim() {
-                        let (byte, shift) = order.element_position(side, token, channel);
-                        match order.bits() {
-                            16 => (0..2).for_each(|i| take(byte + i, 0xff)),
-                            8 => take(byte, 0xff),
-                            bits => take(byte, ((1 << bits) - 1) << shift),
-                        }
-                    }
-                    let scales = match order.bits() {
-                        16 => 0,
-                        8 => 2,
-                        _ => 4,
-                    };
-                    for group in 0..order.groups() {
-                        (0..scales).for_each(|i| take(order.scale_position(side, token, group) + i, 0xff));
-                    }
-                }
-            }
-            assert!(taken.iter().all(|&byte| byte == 0xff), "{order:?}: a gap");
-            assert_eq!(order.page_bytes(), order.layout().page_bytes(), "{order:?}");
-            assert!(order.tile_bytes().is_multiple_of(16), "{order:?}: copies are of 16 bytes");
-        }
-    }
-
-    #[test]
-    fn codes_and_scales_are_the_same_on_both_sides() {
-        for order in orders() {
-            let cpu = noise(order.page_bytes());
-            let device = order.from_cpu(&cpu).unwrap();
-            assert_eq!(order.to_cpu(&device).unwrap(), cpu, "{order:?}");
-            let (PageLayout::Codes(layout), groups) = (order.layout(), order.groups()) else { continue };
-            let (mut codes, mut scales) = (vec![0; order.head_dim()], vec![(0, 0); groups]);
-            let word = |at: usize| u16::from_le_bytes([device[at], device[at + 1]]);
-            for side in [Side::Key, Side::Value] {
-                for token in 0..PAGE_TOKENS {
-                    layout.read_token(&cpu, side, token, &mut codes, &mut scales).unwrap();
-                    for (channel, &code) in codes.iter().enumerate() {
-                        let (byte, shift) = order.element_position(side, token, channel);
-                        assert_eq!(device[byte] >> shift & layout.largest_code(), code, "{order:?}");
-                    }
-                    for (group, &scale) in scales.iter().enumerate() {
-                        let at = order.scale_position(side, token, group);
-                        assert_eq!((word(at), word(at + 2)), scale, "{order:?}");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn shapes_the_kernels_do_not_have_are_refused() {
-        assert!(matches!(PageOrder::new(PageLayout::bf16(48)), Err(CudaError::Unsupported(_))));
-        assert!(matches!(PageOrder::new(PageLayout::bf16(288)), Err(CudaError::Unsupported(_))));
-        let codes = |d, groups| PageLayout::Codes(CodeLayout::new(2, d, groups).unwrap());
-        assert!(matches!(PageOrder::new(codes(128, 8)), Err(CudaError::Unsupported(_))));
-        assert!(matches!(PageOrder::new(codes(96, 2)), Err(CudaError::Unsupported(_))));
-        let order = PageOrder::new(codes(64, 1)).unwrap();
-        assert!(matches!(order.from_cpu(&[0; 7]), Err(CudaError::Shape { .. })));
-    }
-}
+#[path = "page_order_tests.rs"]
+mod tests;

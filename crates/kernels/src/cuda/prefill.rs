@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
-use oscar_codec::{ExactSlot, PageLayout, SealedSlot};
+use oscar_codec::{ExactSlot, PageLayout, SealedSlot, band};
 
 use super::attention::ValueTransform;
 use super::compile::Source;
@@ -35,11 +35,18 @@ pub(super) fn source(shape: &DecodeShape) -> Result<Source, CudaError> {
         ("STAGES", 2),
         ("STAGE_BYTES", 0),
     ];
+    defines.extend(sealed.band_defines());
+    defines.push(("OCTAVES_BELOW", band::OCTAVES_BELOW as usize));
     defines.extend(exact.defines(Pages::Exact));
     if bits > 0 {
         defines.extend(sealed.defines(Pages::Sealed));
     }
-    let text = [include_str!("kernels/primitives.cu"), include_str!("kernels/prefill.cu")].concat();
+    let text = [
+        include_str!("kernels/primitives.cu"),
+        include_str!("kernels/band_order.cu"),
+        include_str!("kernels/prefill.cu"),
+    ]
+    .concat();
     let name = format!("attention of many rows, {} channels, {bits} bits", shape.head_dim);
     Ok(Source { name, text, defines, exact: false })
 }

@@ -13,7 +13,7 @@ use cudarc::driver::{
 
 use super::blas::{Blas, DenseProduct};
 use super::compile::Source;
-use super::device::{Device, launch};
+use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
 use super::weights::{CudaWeight, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
 use crate::backend::KernelError;
@@ -314,7 +314,7 @@ impl Products {
         let config =
             LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: rows, gains and the room for what is written were checked or made.
-        unsafe { launch(stream, &self.pack, config, &arguments) }
+        unsafe { launch_overlapping(device, &self.pack, config, &arguments) }
     }
 
     /// Up to 64 rows.
@@ -380,7 +380,7 @@ impl Products {
             shared_mem_bytes: 0,
         };
         // SAFETY: shapes were checked, activations were packed for as many rows, and scratch is as large as the kernel uses.
-        Ok(unsafe { launch(stream, &self.multiply[kernel], config, &arguments) }?)
+        Ok(unsafe { launch_overlapping(device, &self.multiply[kernel], config, &arguments) }?)
     }
 
     /// Any number of rows, a matrix at a time in bf16.

@@ -2,7 +2,8 @@
 //!
 //! For the tests of this crate and for benchmarks, which report the error of what they time.
 
-use oscar_codec::{PAGE_TOKENS, PageLayout, Side};
+use oscar_codec::band::quantise_band;
+use oscar_codec::{BandRows, PAGE_TOKENS, PageLayout, Rule, Side};
 use oscar_random::Random;
 
 use super::page_order::PageOrder;
@@ -51,7 +52,21 @@ pub fn random_page(order: &PageOrder, rows: &[Vec<f32>; 2], random: &mut Random)
                 PageLayout::Fp8(layout) => {
                     layout.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
                 }
-                PageLayout::Banded(_) => unreachable!("there is no order of banded pages"),
+                PageLayout::Banded(layout) if side == Side::Key => {
+                    let mut codes = vec![0; d];
+                    let mut scales = Vec::new();
+                    for band in layout.bands() {
+                        let scale = quantise_band(&row[band.range()], band.bits, &mut codes[band.range()]);
+                        // One step more or less now and then, and a band that is not there.
+                        let other = scale.saturating_add_signed(random.below(3) as i8 - 1).max(1);
+                        scales.push(if scale == 0 || random.below(64) == 0 { 0 } else { other });
+                    }
+                    layout.write_key(&mut cpu, token, &codes, &scales).expect("codes of one row");
+                }
+                PageLayout::Banded(layout) => {
+                    let rows = BandRows { layout, value_rule: Rule::MIN_MAX };
+                    rows.write_token(&mut cpu, side, token, row).expect("finite rows of the right length");
+                }
                 PageLayout::Codes(layout) => {
                     let scale_type = layout.scale_type();
                     let top = f32::from(layout.largest_code());
@@ -104,6 +119,26 @@ mod tests {
                 assert!(held.iter().zip(rows).all(|(a, b)| (a - b).abs() < 1.3 * step), "{bits} bits");
             }
         }
+    }
+
+    #[test]
+    fn a_page_of_bands_holds_about_the_rows_it_was_made_of() {
+        let order = PageOrder::new(PageLayout::banded(128).unwrap()).unwrap();
+        let mut random = Random::new(3);
+        let rows = [0, 1].map(|_| (0..64 * 128).map(|_| random.signed()).collect::<Vec<f32>>());
+        let (page, held) = random_page(&order, &rows, &mut random);
+        assert_eq!(page.len(), order.page_bytes());
+        let error = |band: std::ops::Range<usize>| {
+            let (mut error, mut all) = (0.0, 0.0);
+            for (held, row) in held[0].chunks_exact(128).zip(rows[0].chunks_exact(128)) {
+                error += band.clone().map(|at| (held[at] - row[at]).powi(2)).sum::<f32>();
+                all += band.clone().map(|at| row[at].powi(2)).sum::<f32>();
+            }
+            error / all
+        };
+        let errors = [error(0..32), error(32..64), error(64..128)];
+        assert!(errors[0] < 0.15 && errors[1] < 0.2 && errors[2] < 0.6, "{errors:?}");
+        assert!(held[1].iter().zip(&rows[1]).all(|(a, b)| (a - b).abs() < 0.5));
     }
 
     #[test]

@@ -15,7 +15,7 @@ use cudarc::driver::{
 use oscar_codec::quantise::step_ratio;
 use oscar_codec::rule::{GAUSSIAN_STEP, SEARCH_STEPS, clip_index};
 use oscar_codec::{
-    HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, SealedSlot, Side,
+    HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, SealedSlot, Side, band,
 };
 
 use super::compile::Source;
@@ -26,6 +26,14 @@ use crate::backend::SealPage;
 
 /// Rows of a page, keys and values: a thread each.
 const THREADS: usize = 2 * PAGE_TOKENS;
+/// The texts of the kernel with their names, in the order in which they are compiled as one.
+pub(super) const TEXTS: [(&str, &str); 5] = [
+    ("rounded.cu", include_str!("kernels/rounded.cu")),
+    ("rows.cu", include_str!("kernels/rows.cu")),
+    ("band_order.cu", include_str!("kernels/band_order.cu")),
+    ("seal_bands.cu", include_str!("kernels/seal_bands.cu")),
+    ("seal.cu", include_str!("kernels/seal.cu")),
+];
 /// What the memory of the first failure holds if there was none.
 const NONE: u64 = u64::MAX;
 
@@ -90,7 +98,7 @@ unsafe impl DeviceRepr for Arguments {}
 pub struct SealShape {
     /// Order of sealed pages; layers that are kept in bf16 are copied by any kernel.
     pub order: PageOrder,
-    /// Bits of the rules in use, lowest first: min-max, clip, Gaussian, search.
+    /// Bits of the rules in use, lowest first: min-max, clip, Gaussian, search. Of values alone where keys have bands.
     pub rules: usize,
     /// Codes against the unrounded scale.
     pub published: bool,
@@ -149,6 +157,10 @@ impl SealShape {
         ];
         defines.extend(self.exact().defines(Pages::Exact));
         defines.extend(self.order.defines(Pages::Sealed));
+        defines.extend(self.order.band_defines());
+        if self.order.bands().is_some() {
+            defines.extend(band_numbers());
+        }
         if self.order.bits() < 8 {
             let ratio = step_ratio(1 << self.order.bits());
             let bits = |step: f32| (step * ratio).to_bits() as usize;
@@ -156,17 +168,40 @@ impl SealShape {
             defines.push(("GAUSSIAN_STEP", bits(GAUSSIAN_STEP)));
             defines.extend(names.into_iter().zip(SEARCH_STEPS.map(bits)));
         }
-        let text = [include_str!("kernels/rounded.cu"), include_str!("kernels/seal.cu")].concat();
-        let name = format!("sealing, {} bits, {} channels", self.order.bits(), self.order.head_dim());
+        let text = TEXTS.map(|(_, text)| text).concat();
+        let bands = if self.order.bands().is_some() { " in bands" } else { "" };
+        let name = format!("sealing, {} bits{bands}, {} channels", self.order.bits(), self.order.head_dim());
         Source { name, text, defines, exact: true }
     }
 }
 
-/// How the rows of a head become codes, and whether against the unrounded scale; `None` where pages hold no codes.
+/// The numbers that keys in bands are sealed with, as bits: steps that are tried, and where scales end.
+fn band_numbers() -> impl Iterator<Item = (&'static str, usize)> {
+    const ONE: [&str; 1] = ["ONE_BIT_STEP"];
+    const TWO: [&str; 5] =
+        ["TWO_BIT_STEP_0", "TWO_BIT_STEP_1", "TWO_BIT_STEP_2", "TWO_BIT_STEP_3", "TWO_BIT_STEP_4"];
+    const FOUR: [&str; 5] =
+        ["FOUR_BIT_STEP_0", "FOUR_BIT_STEP_1", "FOUR_BIT_STEP_2", "FOUR_BIT_STEP_3", "FOUR_BIT_STEP_4"];
+    const BOUND: [&str; 16] = [
+        "BOUND_0", "BOUND_1", "BOUND_2", "BOUND_3", "BOUND_4", "BOUND_5", "BOUND_6", "BOUND_7", "BOUND_8",
+        "BOUND_9", "BOUND_10", "BOUND_11", "BOUND_12", "BOUND_13", "BOUND_14", "BOUND_15",
+    ];
+    let lists: [(&[&'static str], &'static [f32]); 4] =
+        [(&ONE, band::steps(1)), (&TWO, band::steps(2)), (&FOUR, band::steps(4)), (&BOUND, &band::BOUNDS)];
+    let numbers = lists.into_iter().flat_map(|(names, numbers)| {
+        assert_eq!(names.len(), numbers.len(), "a name for every number");
+        names.iter().zip(numbers).map(|(&name, number)| (name, number.to_bits() as usize))
+    });
+    numbers.chain([("OCTAVES_BELOW", band::OCTAVES_BELOW as usize)])
+}
+
+/// How the rows of a head become codes, and whether against the unrounded scale; `None` where pages hold no codes, or keys
+/// in bands, for which there is one way.
 fn code_rule(codec: &PageCodec, head: HeadIndex, side: Side) -> Result<Option<(Rule, bool)>, CudaError> {
     let encoder = codec.encoder(head, side).map_err(|error| CudaError::Unsupported(error.to_string()))?;
     Ok(match encoder.rows {
         RowEncoder::Codes(rows) => Some((rows.rule, rows.published)),
+        RowEncoder::Banded(rows) if side == Side::Value => Some((rows.value_rule, false)),
         RowEncoder::Bf16(_) | RowEncoder::Fp8(_) | RowEncoder::Banded(_) => None,
     })
 }

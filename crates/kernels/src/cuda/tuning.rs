@@ -4,21 +4,23 @@
 //! Registers decide: at 128 channels, sums take 32 of every lane for each eight query heads (for each four if weights are of
 //! two bytes), queries 8 for each four.
 
-use oscar_codec::PageLayout;
+use oscar_codec::{PageLayout, band};
 
 use super::compile::Source;
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use super::plan::MOST_PARTIALS;
 
-/// The texts of the kernel, in the order in which they are compiled as one.
-const TEXTS: [&str; 6] = [
-    include_str!("kernels/primitives.cu"),
-    include_str!("kernels/codes.cu"),
-    include_str!("kernels/halves.cu"),
-    include_str!("kernels/bytes.cu"),
-    include_str!("kernels/floats.cu"),
-    include_str!("kernels/attention.cu"),
+/// The texts of the kernel with their names, in the order in which they are compiled as one.
+const TEXTS: [(&str, &str); 8] = [
+    ("primitives.cu", include_str!("kernels/primitives.cu")),
+    ("codes.cu", include_str!("kernels/codes.cu")),
+    ("band_order.cu", include_str!("kernels/band_order.cu")),
+    ("bands.cu", include_str!("kernels/bands.cu")),
+    ("halves.cu", include_str!("kernels/halves.cu")),
+    ("bytes.cu", include_str!("kernels/bytes.cu")),
+    ("floats.cu", include_str!("kernels/floats.cu")),
+    ("attention.cu", include_str!("kernels/attention.cu")),
 ];
 
 /// Heads, and the format of the pages that are not bf16.
@@ -78,8 +80,12 @@ impl DecodeShape {
     /// Weights of values are of two bytes, not f16. Measured: with four query heads memory decides, with eight it is 1 %,
     /// and sums of sixteen have no room in registers.
     fn byte_weights(&self) -> bool {
-        let PageLayout::Codes(layout) = self.sealed else { return false };
-        layout.bits() == 2 && layout.groups() == 1 && self.head_dim <= 128 && self.quads() == 3
+        let two_bits = match self.sealed {
+            PageLayout::Codes(layout) => layout.bits() == 2 && layout.groups() == 1,
+            PageLayout::Banded(_) => true,
+            _ => false,
+        };
+        two_bits && self.head_dim <= 128 && self.quads() == 3
     }
 
     /// Sealed tiles of a segment, at most, for each warp. The error of weights of two bytes grows with the square root of
@@ -125,7 +131,14 @@ impl DecodeShape {
     /// takes.
     fn fixed_memory(&self, tuning: &Tuning) -> Result<usize, CudaError> {
         let [rows, heads] = [self.rows(), 4 * self.quads()];
-        let queries = heads * (2 * self.head_dim + 4 + 4 * self.orders()?[1].groups());
+        let sealed = self.orders()?[1];
+        let queries = match sealed.bands() {
+            // Steps and starts of every band, the table of scales, and those of a tile for every warp.
+            Some(layout) => {
+                heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024 * (1 + tuning.warps) + 16
+            }
+            None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
+        };
         Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 12 * rows + 32 + queries)
     }
 
@@ -160,7 +173,7 @@ impl DecodeShape {
     }
 
     fn codes(&self) -> bool {
-        matches!(self.sealed, PageLayout::Codes(_))
+        matches!(self.sealed, PageLayout::Codes(_) | PageLayout::Banded(_))
     }
 
     /// Blocks of `warps`, up to `in_all` of them, as many as shared memory has room for.
@@ -209,8 +222,11 @@ impl DecodeShape {
         ];
         defines.extend(exact.defines(Pages::Exact));
         defines.extend(sealed.defines(Pages::Sealed));
-        let name = format!("decode attention, {} bits, {} channels", sealed.bits(), self.head_dim);
-        Ok(Source { name, text: TEXTS.concat(), defines, exact: false })
+        defines.extend(sealed.band_defines());
+        defines.push(("OCTAVES_BELOW", band::OCTAVES_BELOW as usize));
+        let bands = if sealed.bands().is_some() { " in bands" } else { "" };
+        let name = format!("decode attention, {} bits{bands}, {} channels", sealed.bits(), self.head_dim);
+        Ok(Source { name, text: TEXTS.map(|(_, text)| text).concat(), defines, exact: false })
     }
 }
 
@@ -230,6 +246,7 @@ mod tests {
                     vec![codes(2, 1), codes(4, 1), PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())];
                 formats.push(PageLayout::bf16(head_dim));
                 formats.push(codes(2, head_dim / 32));
+                formats.push(PageLayout::banded(head_dim).unwrap());
                 if head_dim == 128 {
                     formats.push(codes(2, 2));
                     let layout = CodeLayout::new(2, head_dim, 1).unwrap();
@@ -257,6 +274,7 @@ mod tests {
                     let f16 = layout.scale_type() == ScaleType::F16;
                     (layout.bits() == 2 && groups == 1 && f16, layout.bits() == 4)
                 }
+                PageLayout::Banded(_) => (true, false),
                 _ => (false, false),
             };
             let rare = match (shape.head_dim, shape.group) {
@@ -299,7 +317,7 @@ mod tests {
     #[test]
     fn the_list_of_configurations_is_that_of_the_product() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = ["primitives.cu", "codes.cu", "halves.cu", "bytes.cu", "floats.cu", "attention.cu"];
+        let texts = TEXTS.map(|(name, _)| name);
         let mut kernels = Vec::new();
         for (shape, tuning) in listed() {
             let defines: serde_json::Map<String, serde_json::Value> = shape

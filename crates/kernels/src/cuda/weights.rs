@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::compile::Source;
-use super::device::{Device, launch};
+use super::device::{Device, launch, launch_overlapping};
 use super::error::CudaError;
 use crate::backend::{KernelError, StoredMatrix};
 use crate::dtype::DType;
@@ -325,7 +325,7 @@ impl WeightLoader {
         let config =
             LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: there are as many tokens and rows as blocks, and the caller has checked the tokens.
-        Ok(unsafe { launch(stream, &self.embed, config, &arguments) }?)
+        Ok(unsafe { launch_overlapping(&self.device, &self.embed, config, &arguments) }?)
     }
 
     /// Gives back the memory that weights travel through, when all are there.

@@ -1,6 +1,7 @@
 //! From projected rows to pages on the device, for one layer in one launch: QK-norm, rotary embedding, the codec's basis,
 //! and the write of keys and values to bf16 pages in the order of [`PageOrder`]. Queries go to a matrix of their
-//! own, as decode attention reads them.
+//! own, as decode attention reads them. Where the matrix of keys is not a rotation, queries are multiplied with its
+//! inverse, transposed.
 //!
 //! Every operation is rounded as on the CPU and sums are added in the same order, so pages and queries are equal to the
 //! CPU's to the bit.
@@ -8,15 +9,13 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
-use cudarc::driver::{
-    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
-};
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 use oscar_codec::{
     ExactSlot, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side,
 };
 
 use super::compile::Source;
-use super::device::Device;
+use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use crate::backend::{Rope, RopeLayout};
@@ -131,7 +130,9 @@ struct Arguments {
     exact_slots: i32,
     all_layers: i32,
     layer: i32,
+    query_tiles: i32,
     key_tiles: i32,
+    per_row: i32,
 }
 
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
@@ -143,6 +144,8 @@ pub struct RowWriter {
     geometry: KvGeometry,
     group: usize,
     functions: [CudaFunction; 2],
+    /// For each layer, whether queries have other matrices than keys.
+    apart: Vec<bool>,
     transforms: CudaSlice<i32>,
     matrices: CudaSlice<f32>,
     means: CudaSlice<f32>,
@@ -167,14 +170,15 @@ impl RowWriter {
             return Err(CudaError::Shape { what: "layers, heads and channels of a codec", expected, got });
         }
         let mut tables = Tables::default();
-        for layer in 0..layers {
+        let mut apart = vec![false; layers];
+        for (layer, apart) in apart.iter_mut().enumerate() {
             for head in 0..kv_heads {
                 for side in [Side::Key, Side::Value] {
                     let transform = codec
                         .map(|codec| codec.transform(HeadIndex { layer, head }, side))
                         .transpose()
                         .map_err(|error| CudaError::Unsupported(error.to_string()))?;
-                    tables.add(transform)?;
+                    *apart |= tables.add(transform)? && side == Side::Key;
                 }
             }
         }
@@ -191,6 +195,7 @@ impl RowWriter {
             geometry,
             group,
             functions: [few?, many?],
+            apart,
             transforms: stream.clone_htod(&tables.transforms)?,
             matrices: stream.clone_htod(&whole(tables.matrices))?,
             means: stream.clone_htod(&whole(tables.means))?,
@@ -287,7 +292,11 @@ impl RowWriter {
         let vectors = count * (self.group + 1) * kv_heads;
         let many = usize::from(vectors >= 4 * 4 * PER_THREAD[1] * self.device.multiprocessors());
         let tile = 4 * PER_THREAD[many];
-        let (key_tiles, value_tiles) = ((count * (self.group + 1)).div_ceil(tile), count.div_ceil(tile));
+        // Keys are multiplied together with their queries, unless these have another matrix.
+        let apart = self.apart[layer];
+        let per_row = if apart { self.group } else { self.group + 1 };
+        let (query_tiles, value_tiles) = ((count * per_row).div_ceil(tile), count.div_ceil(tile));
+        let key_tiles = if apart { value_tiles } else { 0 };
         let stream = self.device.stream();
         let gain = |norm: Option<HeadNorm<'_>>| norm.map_or(0, |norm| norm.gain.device_ptr(stream).0);
         let arguments = Arguments {
@@ -313,19 +322,18 @@ impl RowWriter {
             exact_slots: pools.exact_slots as i32,
             all_layers: layers as i32,
             layer: layer as i32,
+            query_tiles: query_tiles as i32,
             key_tiles: key_tiles as i32,
+            per_row: per_row as i32,
         };
         let config = LaunchConfig {
-            grid_dim: ((key_tiles + value_tiles) as u32, kv_heads as u32, 1),
+            grid_dim: ((query_tiles + key_tiles + value_tiles) as u32, kv_heads as u32, 1),
             block_dim: (head_dim as u32, 1, 1),
             shared_mem_bytes: staged_bytes(head_dim, PER_THREAD[many]) as u32,
         };
-        let mut launch = stream.launch_builder(&self.functions[many]);
-        launch.arg(&arguments);
         // SAFETY: slots, layer and the lengths of all buffers were checked, no two rows have the same place in a page,
         // and one stream orders all uses.
-        unsafe { launch.launch(config) }?;
-        Ok(())
+        unsafe { launch_overlapping(&self.device, &self.functions[many], config, &arguments) }
     }
 }
 
@@ -339,30 +347,61 @@ struct Tables {
 }
 
 impl Tables {
-    fn add(&mut self, transform: Option<&HeadTransform>) -> Result<(), CudaError> {
+    /// Adds the transform of a head and side. Returns whether queries have a matrix of their own.
+    fn add(&mut self, transform: Option<&HeadTransform>) -> Result<bool, CudaError> {
         let Some(transform) = transform else {
-            self.transforms.extend([-1, -1, 0, 0]);
-            return Ok(());
+            self.transforms.extend([-1, -1, -1, 0, 0]);
+            return Ok(false);
         };
-        let count = |count: usize| {
-            i32::try_from(count).map_err(|_| CudaError::Unsupported(format!("{count} matrices or means")))
-        };
-        let mut matrix = -1;
+        let (mut matrix, mut query_matrix, mut mean) = (-1, -1, -1);
         if transform.rotates() {
-            let rotation = transform.matrix();
-            let known = self.known.iter().position(|known| Arc::ptr_eq(known, rotation));
-            matrix = count(known.unwrap_or(self.known.len()))?;
-            if known.is_none() {
-                self.known.push(rotation.clone());
-                self.matrices.extend_from_slice(rotation);
-            }
+            matrix = self.matrix(transform.matrix())?;
+            query_matrix = self.matrix(transform.query_matrix())?;
         }
-        let mut mean = -1;
         if let Some(values) = transform.mean() {
-            mean = count(self.means.len() / transform.dim())?;
+            mean = index(self.means.len() / transform.dim())?;
             self.means.extend_from_slice(values);
         }
-        self.transforms.extend([matrix, mean, 1, i32::from(transform.rounds_input())]);
-        Ok(())
+        self.transforms.extend([matrix, mean, query_matrix, 1, i32::from(transform.rounds_input())]);
+        Ok(matrix != query_matrix)
+    }
+
+    /// Which matrix it is; a new one is added.
+    fn matrix(&mut self, matrix: &Arc<[f32]>) -> Result<i32, CudaError> {
+        let known = self.known.iter().position(|known| Arc::ptr_eq(known, matrix));
+        if known.is_none() {
+            self.known.push(matrix.clone());
+            self.matrices.extend_from_slice(matrix);
+        }
+        index(known.unwrap_or(self.known.len() - 1))
+    }
+}
+
+fn index(count: usize) -> Result<i32, CudaError> {
+    i32::try_from(count).map_err(|_| CudaError::Unsupported(format!("{count} matrices or means")))
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::{SquareMatrix, hadamard};
+
+    use super::*;
+
+    #[test]
+    fn queries_have_a_matrix_of_their_own_where_that_of_keys_is_no_rotation() {
+        let mut tables = Tables::default();
+        let rotation = HeadTransform::new(None, &hadamard::matrix(32)).unwrap();
+        let matrix = SquareMatrix::from_fn(32, |i, j| hadamard::matrix(32).get(i, j) * (1.0 + j as f64));
+        let general = HeadTransform::general(Some(vec![0.5; 32]), &matrix).unwrap();
+        assert!(!tables.add(None).unwrap());
+        assert!(!tables.add(Some(&rotation)).unwrap());
+        assert!(tables.add(Some(&general)).unwrap());
+        assert!(!tables.add(Some(&rotation)).unwrap());
+        assert!(tables.add(Some(&general)).unwrap());
+        let expected =
+            [[-1, -1, -1, 0, 0], [0, -1, 0, 1, 0], [1, 0, 2, 1, 0], [0, -1, 0, 1, 0], [1, 1, 2, 1, 0]];
+        assert_eq!(tables.transforms, expected.concat());
+        let [first, second, third] = [rotation.matrix(), general.matrix(), general.query_matrix()];
+        assert_eq!(tables.matrices, [&first[..], &second[..], &third[..]].concat());
     }
 }

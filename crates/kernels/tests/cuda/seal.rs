@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use half::bf16;
 use oscar_codec::{
-    CodeLayout, CodecError, ExactSlot, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS,
-    PageCodec, PageLayout, Rule, ScaleType, SealedSlot, Side,
+    BandLayout, BandRows, CodeLayout, CodecError, ExactSlot, HeadEncoder, HeadIndex, HeadTransform,
+    KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, SealedSlot, Side,
 };
 use oscar_kernels::backend::SealPage;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
@@ -42,6 +42,9 @@ const SEALED_SLOTS: usize = 12;
 pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
     let (mut failures, mut pages) = (0, 0);
     for (index, (name, codec, portable)) in codecs(quick).into_iter().enumerate() {
+        if !super::named(&name) {
+            continue;
+        }
         let codec = Arc::new(codec);
         let mut shape = SealShape::of(&codec).unwrap();
         shape.portable = portable;
@@ -105,6 +108,13 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
                 codecs.push((name, codec, false));
             }
         }
+        if head_dim >= 64 {
+            let start = codecs.len();
+            let codec = banded(geometry, |index| RULES[(index + start) % RULES.len()]);
+            codecs.push((format!("banded d{head_dim}"), codec, false));
+            let codec = banded(geometry, |_| Rule::Search);
+            codecs.push((format!("banded d{head_dim}, search alone"), codec, false));
+        }
         let int4 = PageCodec::int4(geometry, None).unwrap();
         codecs.push((format!("int4 d{head_dim}"), int4.clone(), false));
         let fp8 = PageCodec::fp8(geometry, None).unwrap();
@@ -147,12 +157,31 @@ fn int2(
     PageCodec::new("int2", geometry, encoders(0), encoders(1)).unwrap()
 }
 
+/// A codec with keys in bands, and a rule per head for values.
+fn banded(geometry: KvGeometry, rule: impl Fn(usize) -> Rule) -> PageCodec {
+    let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let layout = BandLayout::int2(head_dim).unwrap();
+    let encoder = |head: usize| {
+        let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule(head) });
+        HeadEncoder { transform: HeadTransform::identity(head_dim), rows }
+    };
+    let encoders = || (0..layers * kv_heads).map(encoder).collect::<Vec<_>>();
+    PageCodec::new("banded", geometry, encoders(), encoders()).unwrap()
+}
+
+/// Kinds of rows.
+const KINDS: usize = 18;
+
 /// One row of a kind.
 fn row(kind: usize, d: usize, random: &mut Random) -> Vec<f32> {
     let gaussian = |random: &mut Random| (0..12).map(|_| random.signed()).sum::<f32>();
     let constant = 3.0 * random.signed();
     let outlier = random.below(d);
     let size = (20.0 * random.signed()).exp2();
+    // Sixteens of channels of their own size, some of them of zeros.
+    let sizes: Vec<f32> = (0..d.div_ceil(16))
+        .map(|_| if random.below(5) == 0 { 0.0 } else { (40.0 * random.signed()).exp2() })
+        .collect();
     (0..d)
         .map(|channel| match kind {
             0..=2 => gaussian(random),
@@ -193,6 +222,10 @@ fn row(kind: usize, d: usize, random: &mut Random) -> Vec<f32> {
             }
             12 => 1e-7 * gaussian(random),
             13 => 3e4 * gaussian(random),
+            14 => sizes[channel / 16] * gaussian(random),
+            // As above, but around the smallest numbers that have a square.
+            15 => sizes[channel / 16] * 1e-22 * gaussian(random),
+            16 => 1e18 * gaussian(random),
             _ => size * gaussian(random),
         })
         .collect()
@@ -216,7 +249,7 @@ impl Pools {
         let mut page = || {
             let mut page = vec![0; page_elements(d)];
             for token in 0..PAGE_TOKENS {
-                let [key, value] = [0, 1].map(|_| row(random.below(15), d, &mut random));
+                let [key, value] = [0, 1].map(|_| row(random.below(KINDS), d, &mut random));
                 write_token(&mut page, d, token, &key, &value);
             }
             page

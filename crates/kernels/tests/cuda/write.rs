@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout,
-    PageWindows, Rule, hadamard,
+    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS,
+    PageCodec, PageLayout, PageWindows, RowEncoder, Rule, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows, StoredMatrix,
@@ -47,6 +47,8 @@ enum Basis {
     Centred,
     /// One rotation for all heads.
     Shared,
+    /// Keys in bands, whose matrix is not a rotation; one layer as it is in a bf16 cache.
+    Banded,
 }
 
 /// Runs everything; the number of failures.
@@ -73,7 +75,9 @@ fn cases(quick: bool) -> Vec<Case> {
         if quick && head_dim != 128 {
             continue;
         }
-        for codec in [Basis::None, Basis::Rotated, Basis::Published, Basis::Centred, Basis::Shared] {
+        for codec in
+            [Basis::None, Basis::Rotated, Basis::Published, Basis::Centred, Basis::Shared, Basis::Banded]
+        {
             for layout in [RopeLayout::Halves, RopeLayout::Interleaved] {
                 let case = Case {
                     head_dim,
@@ -135,6 +139,28 @@ fn codec(case: &Case, random: &mut Random) -> Option<PageCodec> {
             Some(int2(transforms(0).collect(), transforms(heads).collect()))
         }
         Basis::Centred => Some(PageCodec::fp8(geometry, Some(means())).unwrap()),
+        Basis::Banded => {
+            let layout = BandLayout::int2(d).unwrap();
+            let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
+            let encoder = |transform| HeadEncoder { transform, rows };
+            let means = means();
+            let keys = means.into_iter().enumerate().map(|(head, mean)| {
+                // The last head of a layer has a rotation among those that have not.
+                if head % case.kv_heads + 1 == case.kv_heads && case.kv_heads > 1 {
+                    return encoder(HeadTransform::new(Some(mean), &rotation(head)).unwrap());
+                }
+                let turned = rotation(head);
+                let matrix = SquareMatrix::from_fn(d, |i, j| {
+                    (turned.get(i, j) + if i == j { 0.3 } else { 0.0 })
+                        * 30.0_f64.powf(-(j as f64) / d as f64)
+                });
+                encoder(HeadTransform::general(Some(mean), &matrix).unwrap())
+            });
+            let keys = keys.collect();
+            let values = (0..heads).map(|head| HeadTransform::new(None, &rotation(head + heads)).unwrap());
+            let values = values.map(encoder).collect();
+            Some(PageCodec::new("int2", geometry, keys, values).unwrap().keep_bf16(&[1]).unwrap())
+        }
         // One layer as it is in a bf16 cache.
         Basis::Shared => Some(PageCodec::int4(geometry, Some(means())).unwrap().keep_bf16(&[1]).unwrap()),
     }

@@ -220,6 +220,7 @@ impl EngineBenchArguments {
             context: Some(context),
             max_running: running,
             kv,
+            prefill_chunk: self.device.device.prefill_chunk(),
             deterministic: self.cache.cache.deterministic,
             ..EngineOptions::default()
         };

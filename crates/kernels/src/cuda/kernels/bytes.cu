@@ -14,7 +14,7 @@ DEVICE void mma_values(int (&sums)[4], const u32 (&codes)[4], u32 b0, u32 b1) {
       : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(b0), "r"(b1));
 }
 
-struct ByteCodes : Keys<2, 0> {
+struct ByteCodes : SealedKeys<2, 0> {
   static constexpr int OPERANDS = LANE_TOKENS / 2;
   // Weights are added to this: the two low bytes of such a float are an integer up to 65535.
   static constexpr float ZERO = 12582912.0f;

@@ -11,8 +11,8 @@ DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 
 // Codes of every other sixteen values lie four bits higher, so they count sixteen times.
 template <int BITS>
-struct HalfCodes : Keys<BITS, 4> {
-  typedef Keys<BITS, 4> Base;
+struct HalfCodes : SealedKeys<BITS, 4> {
+  typedef SealedKeys<BITS, 4> Base;
   using Base::SIDE_BYTES; using Base::GROUP_BYTES; using Base::TOKENS; using Base::LANE_TOKENS; using Base::SLICES;
   using Base::CHANNEL_TILES; using Base::reference; using Base::total; using Base::offsets; using Base::start;
   using Base::fresh; using Base::score; using Base::four_scales; using Base::later;

@@ -159,6 +159,8 @@ DEVICE void add_tiles(const Arguments& a, const u8* tiles, int begin, int end, f
   #pragma unroll
   for (int i = 0; i < DEPTH; i++)
     if (begin + i * WARPS < end) ring[i].load(tiles + (long long)(begin + i * WARPS) * bytes, lane);
+  // Weights are on their way while the launch that packs the activations still runs.
+  wait_for_launches();
   #pragma unroll 1
   for (int first = begin; first < end; first += DEPTH * WARPS) {
     #pragma unroll
@@ -175,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply(const __grid_c
   constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
   __shared__ float results[WARPS][TILE_ROWS * STRIDE];
   __shared__ int last;
+  let_next_launch_begin();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
   int which = 0;
   #pragma unroll

@@ -36,6 +36,8 @@ DEVICE float over_block(float x, float* shared, F join) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack(Arguments a) {
   __shared__ float shared[THREADS / 32];
+  let_next_launch_begin();
+  wait_for_launches();
   const int row = blockIdx.x;
   const float* x = a.x + (a.rows ? a.rows[row] : row) * a.stride;
   // One input before the norm's common factor.

@@ -72,6 +72,33 @@ struct TokenPlace {
   }
 };
 
+#if BAND_UNITS
+// Eight channels of a key in bands, from a multiple of eight on: they are in one band.
+DEVICE uint4 decoded_key(const u8* page, int token, int channel) {
+  const TokenPlace place(page, token);
+  const int unit = channel / 16;
+  int band = 0;
+  #pragma unroll
+  for (int i = 1; i < BANDS; i++) band += unit >= band_unit(i);
+  const int bits = band_bits(band);
+  const u32 code = place.tile[2 * SEALED_SIDE_BYTES + place.eight / 4 * 128 + place.row * 16 + place.eight % 4 * 4 + band];
+  const float scale = code == 0 ? 0.0f : exp2_fast(code * (1.0f / 16.0f) - OCTAVES_BELOW);
+  const float middle = -0.5f * (float)((1 << bits) - 1) * scale;
+  const int flat = place.eight * TOKEN_BITS + band_bit(band) + (unit - band_unit(band)) * bits;
+  const u8* at = place.tile + flat / 32 * 512 + (place.row * 4 + channel % 16 / 4) * 16 + flat / 8 % 4 * 4;
+  const u32 mask = ((1u << bits) - 1) * 0x01010101u;
+  u32 pairs[4];
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 codes = __ldg((const u32*)(at + i * 16)) >> flat % 8 & mask;
+    #pragma unroll
+    for (int j = 0; j < 2; j++)
+      pairs[2 * i + j] = two_halves(
+          fmaf(scale, (float)(codes >> 16 * j & 255), middle), fmaf(scale, (float)(codes >> (16 * j + 8) & 255), middle));
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+#else
 // Eight channels of a key, from a multiple of eight on.
 DEVICE uint4 decoded_key(const u8* page, int token, int channel) {
   const TokenPlace place(page, token);
@@ -90,6 +117,8 @@ DEVICE uint4 decoded_key(const u8* page, int token, int channel) {
   }
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
+
+#endif
 
 // Channels c, c + 8, c + 16, c + 24 of the values of two neighbouring tokens, the first of which is even.
 DEVICE uint4 decoded_values(const u8* page, int token, int channel) {

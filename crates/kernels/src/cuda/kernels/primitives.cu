@@ -1,6 +1,6 @@
 // What the other sources share: integer types, instructions without a C++ spelling, and the ring of tiles in shared
 // memory that a warp fills ahead of itself. No source includes a header: the run-time compiler finds none on a user's
-// machine. Sources are put together in the order primitives, codes, floats, attention.
+// machine. `tuning.rs` has the order in which sources are put together.
 
 typedef unsigned char u8;
 typedef unsigned int u32;

@@ -146,6 +146,8 @@ struct EmbedArguments {
 
 // The rows of a table that tokens name.
 extern "C" __global__ void embed(EmbedArguments a) {
+  let_next_launch_begin();
+  wait_for_launches();
   // Whoever sends tokens has checked them; a replayed launch reads them again.
   const int token = min(a.tokens[blockIdx.x], (u32)a.rows - 1);
   float2* out = (float2*)(a.out + (long long)blockIdx.x * a.columns);

@@ -1,17 +1,7 @@
 // Sealing: full bf16 pages to codes or 8-bit floats, for all layers and heads of all pages that are due, in one launch.
 // A block seals one page of one head. The page comes into shared memory; then every thread has one row, a key or a value
-// of one token, and repeats `oscar_codec::quantise` on it in the order that is defined there. The sealed page is put
-// together in shared memory and leaves as a whole.
-
-constexpr int THREADS = 128;
-constexpr int TILE_TOKENS = SEALED_TILE_TOKENS;
-constexpr int GROUP_CHUNKS = CHUNKS / GROUPS;
-constexpr int SIDE_BYTES = SEALED_SIDE_BYTES;
-constexpr int SIDE_SCALE_BYTES = SEALED_SCALE_BYTES;
-constexpr int TILE_BYTES = SEALED_TILE_BYTES;
-constexpr int SEALED_BYTES = 64 / TILE_TOKENS * TILE_BYTES;
-// Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two tokens.
-constexpr bool SHARED_WORDS = BITS == 2 && CHUNKS % 2 == 1;
+// of one token, and repeats `oscar_codec::quantise` on it in the order that is defined there (`seal_bands.cu`: `band`, for
+// keys in bands). The sealed page is put together in shared memory and leaves as a whole.
 
 // How a grid is chosen. RULES has a bit for each that a codec uses.
 constexpr int MIN_MAX = 0, CLIP = 1, GAUSSIAN = 2, SEARCH = 3;
@@ -32,57 +22,6 @@ struct Arguments {
   long long sealed_stride;
   int exact_slots, all_layers, first_layer, layers_here, kv_heads;
 };
-
-// Rows are read 16 bytes at a time, 64 bytes apart: without this they would share banks.
-DEVICE int place(int unit) { return unit ^ ((unit >> 3) & 3); }
-
-// A row in shared memory.
-struct Row {
-  const uint4* units;
-  int swizzle;
-  DEVICE uint4 unit(int chunk, int part) const { return units[chunk * 32 + (part ^ swizzle)]; }
-};
-
-DEVICE u32 max_halves(u32 a, u32 b) {
-  u32 c;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-DEVICE u32 min_halves(u32 a, u32 b) {
-  u32 c;
-  asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-// Zero times both halves, added to `sum`: NaN if one is not finite.
-DEVICE u32 zero_times(u32 word, u32 sum) {
-  u32 c;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(word), "r"(0), "r"(sum));
-  return c;
-}
-
-// Calls `f` with each word (two channels) of chunks `begin..end` in order, so many units of eight channels unrolled: more
-// are fewer instructions, and too many for the instruction cache where `f` is long.
-template <int UNROLLED, class F>
-DEVICE void for_words(const Row& row, int begin, int end, F f) {
-  #pragma unroll 1
-  for (int first = begin * 4; first < end * 4; first += UNROLLED) {
-    #pragma unroll
-    for (int i = 0; i < UNROLLED; i++) {
-      const uint4 unit = row.unit(first >> 2, UNROLLED == 4 ? i : (first & 3) + i);
-      f(unit.x);
-      f(unit.y);
-      f(unit.z);
-      f(unit.w);
-    }
-  }
-}
-template <int UNROLLED, class F>
-DEVICE void for_values(const Row& row, int begin, int end, F f) {
-  for_words<UNROLLED>(row, begin, end, [&](u32 word) {
-    f(low_half(word));
-    f(high_half(word));
-  });
-}
 
 DEVICE u32 largest_magnitude(const Row& row) {
   u32 most = 0;
@@ -288,27 +227,6 @@ DEVICE u32 group_grid(const Row& row, int rule, float threshold, int begin, int 
   return 0;
 }
 
-// The lowest bytes of four numbers as one word.
-DEVICE u32 four_bytes(float a, float b, float c, float d) {
-  const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
-  const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
-  return __byte_perm(ab, cd, 0x5410);
-}
-
-// Where the reader has a token: of values, which run of tokens of a tile and the place in it; of keys and of scales, which
-// eight tokens and the row of them.
-struct LaneToken {
-  int tile, column, token, eight, row;
-  DEVICE LaneToken(int page_token) {
-    constexpr int run = TILE_TOKENS / 4;
-    tile = page_token / TILE_TOKENS;
-    column = page_token % TILE_TOKENS / run;
-    token = page_token % run;
-    eight = token / 4 * 2 + token % 2;
-    row = 2 * column + token % 4 / 2;
-  }
-};
-
 // Puts the codes of a chunk of a key, four to a word, into its page. `held` keeps words that are not full yet.
 DEVICE void put_key(u8* page, const LaneToken& at, int chunk, const u32 (&quads)[8], u32 (&held)[4]) {
   const int flat = at.eight * CHUNKS + chunk, word = flat * BITS / 4;
@@ -347,6 +265,9 @@ DEVICE void put_value(u8* page, const LaneToken& at, int chunk, const u32 (&quad
 }
 
 DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
+#if BAND_UNITS
+  if (side == 0) return seal_key(row, token, page);
+#endif
   const int kind = rule & 255;
   float threshold = __int_as_float(0x7f800000);
   if ((RULES & 2) && kind == CLIP) threshold = clip_threshold(row, rule >> 8);
@@ -377,7 +298,7 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
         quads[2 * part] = four_bytes(c[0], c[1], c[2], c[3]);
         quads[2 * part + 1] = four_bytes(c[4], c[5], c[6], c[7]);
       }
-      if (side == 0) put_key(page, at, chunk, quads, held);
+      if (!BAND_UNITS && side == 0) put_key(page, at, chunk, quads, held);
       else put_value(page, at, chunk, quads);
     }
     if (corrected) bits = grid.unbiased(along);

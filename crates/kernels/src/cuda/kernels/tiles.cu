@@ -24,6 +24,19 @@ constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
 constexpr int FLOATS = 0, NIBBLES = 1, BYTES = 2, SIXTEENS = 3;
 constexpr float SCALE_UNIT = 256.0f;
 
+// Launches may overlap: everything that this one reads or writes and others write comes after `wait_for_launches`. Before
+// sm_90 launches do not overlap.
+DEVICE void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 DEVICE int tile_bytes(int kind) {
   return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == BYTES ? 1152 : 1280;
 }

@@ -1,7 +1,8 @@
 // From projected rows to pages: QK-norm, rotary embedding, the codec's basis, and the write of keys and values to bf16
 // pages; queries go to a matrix of their own. One launch for all rows and heads of a layer, equal to the CPU to the bit.
 // A block has up to VECTORS vectors that are multiplied with the same matrix: keys of a KV head and the queries that read
-// it, or its values. First a warp prepares a vector at a time, then a thread has four output channels of PER_THREAD vectors.
+// it, or its values. Where the matrix of a layer's keys is not a rotation, queries have another one than keys, and both
+// have blocks of their own. First a warp prepares a vector at a time, then a thread has four output channels of PER_THREAD vectors.
 
 constexpr int THREADS = HEAD_DIM;
 constexpr int WARPS = HEAD_DIM / 32;
@@ -23,6 +24,7 @@ DEVICE void wait_for_stage() { asm volatile("cp.async.wait_all;" ::: "memory"); 
 // What happens to the rows of one head and side.
 struct Transform {
   int matrix, mean;  // which one, or -1
+  int query_matrix;  // of the queries that read keys
   int stored;        // 0: rounded to bf16 and nothing else
   int rounds_input;
 };
@@ -40,16 +42,18 @@ struct Arguments {
   float q_epsilon, k_epsilon;
   int row_count, kv_heads, group, pairs, interleaved;
   int exact_slots, all_layers, layer;
-  int key_tiles;                // blocks of keys and queries; the others have values
+  int query_tiles;              // blocks of queries, and of keys where they share a matrix
+  int key_tiles;                // blocks of keys alone; the others have values
+  int per_row;                  // vectors of a row in blocks of queries: one more than the group if keys are with them
 };
 
 struct Vector {
   int row, query;  // query: index of the query head in its group, -1 for keys and values
 };
 
-DEVICE Vector vector_of(const Arguments& a, bool values, int index) {
-  if (values) return {index, -1};
-  const int row = index / (a.group + 1), which = index % (a.group + 1);
+DEVICE Vector vector_of(const Arguments& a, bool queries, int index) {
+  if (!queries) return {index, -1};
+  const int row = index / a.per_row, which = index % a.per_row;
   return {row, which < a.group ? which : -1};
 }
 
@@ -87,20 +91,28 @@ DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   __shared__ __align__(16) float input[HEAD_DIM * STRIDE];
   __shared__ float whole[WARPS][HEAD_DIM];
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = blockIdx.y;
-  const bool values = blockIdx.x >= a.key_tiles;
-  const int first = (values ? blockIdx.x - a.key_tiles : blockIdx.x) * VECTORS;
-  const int count = min(VECTORS, a.row_count * (values ? 1 : a.group + 1) - first);
+  const bool queries = blockIdx.x < a.query_tiles, values = blockIdx.x >= a.query_tiles + a.key_tiles;
+  const int first = (blockIdx.x - (queries ? 0 : values ? a.query_tiles + a.key_tiles : a.query_tiles)) * VECTORS;
+  const int count = min(VECTORS, a.row_count * (queries ? a.per_row : 1) - first);
   const int q_heads = a.kv_heads * a.group;
   const long long columns = (long long)(q_heads + 2 * a.kv_heads) * HEAD_DIM;
   const Transform transform = a.transforms[(a.layer * a.kv_heads + head) * 2 + values];
 
   extern __shared__ float4 staged[];
-  const float* matrix = a.matrices + (long long)transform.matrix * (HEAD_DIM * HEAD_DIM);
-  if (STAGED && transform.matrix >= 0) stage(staged, matrix, STAGED_ROWS);
+  const int which = queries ? transform.query_matrix : transform.matrix;
+  const float* matrix = a.matrices + (long long)which * (HEAD_DIM * HEAD_DIM);
+  if (STAGED && which >= 0) stage(staged, matrix, STAGED_ROWS);
+#if __CUDA_ARCH__ >= 900
+  // A launch may begin while the one before it ends; what comes next was written by that.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 
   for (int v = warp; v < count; v += WARPS) {
-    const Vector vector = vector_of(a, values, first + v);
+    const Vector vector = vector_of(a, queries, first + v);
     const bool is_query = vector.query >= 0;
     const int place = values ? q_heads + a.kv_heads + head : is_query ? head * a.group + vector.query : q_heads + head;
     const float* source = a.rows + vector.row * columns + (long long)place * HEAD_DIM;
@@ -128,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   const int channel = thread % (HEAD_DIM / 4) * 4, first_here = thread / (HEAD_DIM / 4) * PER_THREAD;
   const bool busy = first_here < count;
   float sums[PER_THREAD][4];
-  if (transform.matrix >= 0) {
+  if (which >= 0) {
     // Each sum is one chain over input channels 0, 1, 2, ..., as the codec defines it.
     #pragma unroll
     for (int v = 0; v < PER_THREAD; v++)
@@ -168,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   #pragma unroll
   for (int v = 0; v < PER_THREAD; v++) {
     if (first_here + v >= count) return;
-    const Vector vector = vector_of(a, values, first + first_here + v);
+    const Vector vector = vector_of(a, queries, first + first_here + v);
     if (vector.query >= 0) {
       const long long at = ((long long)vector.row * q_heads + head * a.group + vector.query) * HEAD_DIM + channel;
       *(float4*)(a.queries + at) = make_float4(sums[v][0], sums[v][1], sums[v][2], sums[v][3]);
