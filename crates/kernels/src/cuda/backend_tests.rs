@@ -1,6 +1,6 @@
 //! What `tools/check-cuda-kernels` compiles of the kernels that only a whole model needs.
 
-use oscar_codec::{BandLayout, CodeLayout, PageLayout};
+use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
 use super::tuning::DecodeShape;
@@ -28,9 +28,14 @@ fn the_list_of_configurations_is_that_of_the_product() {
     for head_dim in [64, 96, 128, 256] {
         let codes = |bits| PageLayout::Codes(CodeLayout::new(bits, head_dim, 1).unwrap());
         let bands = PageLayout::Banded(BandLayout::int2(head_dim).unwrap());
-        for (name, sealed) in
-            [("bf16", PageLayout::bf16(head_dim)), ("int2", codes(2)), ("int4", codes(4)), ("bands", bands)]
-        {
+        let fp8 = PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap());
+        for (name, sealed) in [
+            ("bf16", PageLayout::bf16(head_dim)),
+            ("int2", codes(2)),
+            ("int4", codes(4)),
+            ("bands", bands),
+            ("fp8", fp8),
+        ] {
             let shape = DecodeShape { head_dim, kv_heads: 1, group: 1, sealed };
             let source = prefill::source(&shape).unwrap();
             kernels.push(entry(

@@ -77,7 +77,9 @@ impl CudaStep {
         let (rows, largest_token) = (tokens.len(), tokens.iter().copied().max().unwrap_or(0));
         // An empty slice has no address.
         tokens.push(0);
-        let tables = match decode_sequences(&sequences, cache.spec.slots) {
+        // One kernel for all rows where their bits must not depend on what else is computed.
+        let every_row = matches!(split, Split::Fixed { .. });
+        let tables = match decode_sequences(&sequences, cache.spec.slots, every_row) {
             Some(decode) => {
                 let spare = lock(&cache.spare_tables).pop();
                 let tables = match spare {
@@ -137,23 +139,29 @@ fn row_targets(sequences: &[StepSequence]) -> Vec<RowTarget> {
     targets
 }
 
-/// The rows of a step as the decode kernel takes them, if it can: one row of every sequence that has any, and no page that
-/// holds one layer only.
-fn decode_sequences(sequences: &[StepSequence], slots: usize) -> Option<Vec<DecodeSequence<'_>>> {
+/// The rows of a step as the decode kernel takes them, if it can: one row of every sequence that has any, or `every_row` of
+/// each, and no page that holds one layer only.
+fn decode_sequences(
+    sequences: &[StepSequence],
+    slots: usize,
+    every_row: bool,
+) -> Option<Vec<DecodeSequence<'_>>> {
     let mut rows = Vec::with_capacity(sequences.len());
     for sequence in sequences.iter().filter(|sequence| sequence.len > 0) {
         let scratch = |slot: &ExactSlot| slot.index() >= slots;
-        if sequence.len > 1 || sequence.pages.iter().flatten().any(scratch) {
+        if sequence.len > 1 && !every_row || sequence.pages.iter().flatten().any(scratch) {
             return None;
         }
-        let history = sequence.history(sequence.start);
-        rows.push(DecodeSequence {
-            tokens: sequence.start + 1,
-            sink_pages: history.start,
-            history_end: history.end,
-            exact: &sequence.pages,
-            sealed: sequence.all_sealed_slots(),
-        });
+        rows.extend((sequence.start..sequence.start + sequence.len).map(|position| {
+            let history = sequence.history(position);
+            DecodeSequence {
+                tokens: position + 1,
+                sink_pages: history.start,
+                history_end: history.end,
+                exact: &sequence.pages,
+                sealed: sequence.all_sealed_slots(),
+            }
+        }));
     }
     Some(rows)
 }

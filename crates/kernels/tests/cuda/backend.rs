@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
-    SealedSlot, hadamard,
+    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS,
+    PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, Sampled, Sampling,
@@ -295,6 +295,18 @@ fn attending<'a, B: Inspect>(
     }
 }
 
+/// Keys in bands, of channels that differ in size.
+fn banded(d: usize) -> Arc<PageCodec> {
+    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
+    let rows =
+        RowEncoder::Banded(BandRows { layout: BandLayout::int2(d).unwrap(), value_rule: Rule::Search });
+    let sizes = SquareMatrix::from_fn(d, |i, j| if i == j { 1.5 - i as f64 / d as f64 } else { 0.0 });
+    let key = HeadTransform::general(Some(vec![0.25; d]), &hadamard::matrix(d).multiply(&sizes)).unwrap();
+    let value = HeadTransform::new(None, &hadamard::matrix(d)).unwrap();
+    let encoders = |transform: HeadTransform| vec![HeadEncoder { transform, rows }; 4];
+    Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
+}
+
 fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
     let mut random = Random::new(3);
@@ -314,12 +326,14 @@ fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
 fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
     let mut failures = 0;
     for d in [64, 128, 256] {
-        for (group, codec) in [(3, None), (1, Some(2)), (7, Some(2)), (4, Some(4))] {
+        for (group, codec) in
+            [(3, None), (1, Some(2)), (7, Some(2)), (4, Some(4)), (3, Some(0)), (8, Some(0))]
+        {
             if quick && d != 128 {
                 continue;
             }
-            let codec = codec.map(|bits| self::codec(d, bits));
-            let name = codec.as_ref().map_or("bf16", |_| "codes");
+            let codec = codec.map(|bits| if bits == 0 { banded(d) } else { self::codec(d, bits) });
+            let name = codec.as_ref().map_or("bf16", |codec| codec.name()).to_owned();
             let tokens = 700;
             let mut here = attending(cpu, d, group, codec.clone(), tokens);
             let mut there = attending(cuda, d, group, codec, tokens);

@@ -16,17 +16,43 @@ use oscar_model::LoadedModel;
 pub(crate) type TestModel = Arc<LoadedModel<TestBackend>>;
 pub(crate) type TestEngine = Engine<TestBackend>;
 
-/// The device that these tests run on.
-type TestBackend = oscar_kernels::cpu::CpuBackend;
+pub(crate) use device::FORMATS;
+use device::{TestBackend, backend};
 
-fn backend(deterministic: bool) -> Arc<TestBackend> {
-    // Tests run side by side, and workers that spin would take turns on few cores.
-    let backend = TestBackend::new(1).unwrap();
-    Arc::new(if deterministic { backend.deterministic() } else { backend })
+/// The device that these tests run on.
+#[cfg(not(feature = "cuda-tests"))]
+mod device {
+    use std::sync::Arc;
+
+    pub(super) type TestBackend = oscar_kernels::cpu::CpuBackend;
+
+    pub(super) fn backend(deterministic: bool) -> Arc<TestBackend> {
+        // Tests run side by side, and workers that spin would take turns on few cores.
+        let backend = TestBackend::new(1).unwrap();
+        Arc::new(if deterministic { backend.deterministic() } else { backend })
+    }
+
+    /// All formats of a cache.
+    pub(crate) const FORMATS: [&str; 5] = ["bf16", "fp8", "int4", "int2", "band"];
 }
 
-/// All formats of a cache.
-pub(crate) const FORMATS: [&str; 5] = ["bf16", "fp8", "int4", "int2", "band"];
+/// The same on a card. Banded keys need heads of 64 channels there, which the fixture does not have.
+#[cfg(feature = "cuda-tests")]
+mod device {
+    use std::sync::Arc;
+
+    use oscar_kernels::cuda::Device;
+
+    pub(super) type TestBackend = oscar_kernels::cuda::CudaBackend;
+
+    pub(super) fn backend(deterministic: bool) -> Arc<TestBackend> {
+        let kernels = std::env::temp_dir().join("oscar-cuda-kernels");
+        let device = Device::open(0, Some(kernels)).expect("a card for the suite that was built for one");
+        Arc::new(TestBackend::new(device, deterministic).unwrap())
+    }
+
+    pub(crate) const FORMATS: [&str; 4] = ["bf16", "fp8", "int4", "int2"];
+}
 
 /// A fixture with room for `context` tokens; `damage` may change its weights file.
 pub(crate) fn model_with(
