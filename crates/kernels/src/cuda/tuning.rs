@@ -134,7 +134,9 @@ impl DecodeShape {
         let sealed = self.orders()?[1];
         let queries = match sealed.bands() {
             // Steps and starts of every band, the table of scales, and those of a tile for every warp.
-            Some(layout) => heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024 * (1 + tuning.warps) + 16,
+            Some(layout) => {
+                heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024 * (1 + tuning.warps) + 16
+            }
             None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
         };
         Ok(1024 + 128 + tuning.warps * (8 * tuning.stages + 8 * rows) + 12 * rows + 32 + queries)
