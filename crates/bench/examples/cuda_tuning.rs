@@ -4,11 +4,17 @@
 //! * `seal:FORMAT:RULE:GROUPS:HEAD_DIM:PAGES`: sealing so many pages of 36 layers and 8 heads per launch;
 //! * `write:FORMAT:HEAD_DIM:QUERY_HEADS_PER_KV_HEAD:SEQUENCESxTOKENS`: QK-norm, RoPE, rotation and page write of a layer;
 //! * `read`: the read ceiling.
+//!
+//! Formats are `bf16`, `fp8`, `int4`, `int2` (scalar codes), `banded` (2 bits with keys in bands) and, where rows are sealed or
+//! written, `published`.
 
 use std::sync::Arc;
 
 use oscar_bench::cuda::{DecodeCase, MeasuredPages, measure, measure_sealing, measure_writing, read_ceiling};
-use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout, hadamard};
+use oscar_codec::{
+    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, PageLayout,
+    RowEncoder, SquareMatrix, hadamard,
+};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split, Tuning};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -67,6 +73,7 @@ fn case(argument: &str) -> Option<DecodeCase> {
         "bf16" => PageLayout::bf16(head_dim),
         "fp8" => PageLayout::fp8(head_dim).ok()?,
         "int4" => PageLayout::Codes(CodeLayout::new(4, head_dim, groups).ok()?),
+        "banded" => PageLayout::banded(head_dim).ok()?,
         _ => PageLayout::Codes(CodeLayout::new(2, head_dim, groups).ok()?),
     };
     let numbers = |text: &str| text.split('x').map(|n| n.parse().ok()).collect::<Option<Vec<usize>>>();
@@ -130,6 +137,20 @@ fn codec(format: &str, rule: &str, groups: usize, head_dim: usize) -> Option<Opt
         "bf16" => return Some(None),
         "fp8" => PageCodec::fp8(geometry, None).ok()?,
         "int4" => PageCodec::int4(geometry, None).ok()?,
+        "banded" => {
+            let layout = BandLayout::int2(head_dim).ok()?;
+            let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule.parse().ok()? });
+            // A matrix of its own for every head that is no rotation, as calibrated keys have.
+            let rotation = hadamard::matrix(head_dim);
+            let matrix = SquareMatrix::from_fn(head_dim, |i, j| rotation.get(i, j) * (1.0 + j as f64));
+            let heads = 0..geometry.layers * geometry.kv_heads;
+            let keys = heads.clone().map(|_| HeadTransform::general(None, &matrix).ok());
+            let values = heads.map(|_| HeadTransform::new(None, &hadamard::matrix(head_dim)).ok());
+            let encoder = |transform: Option<_>| Some(HeadEncoder { transform: transform?, rows });
+            let keys = keys.map(encoder).collect::<Option<Vec<_>>>()?;
+            let values = values.map(encoder).collect::<Option<Vec<_>>>()?;
+            PageCodec::new(format, geometry, keys, values).ok()?
+        }
         _ => {
             let published = format == "published";
             let layout = CodeLayout::new(2, head_dim, groups).ok()?;

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use oscar_codec::{CodecError, PageLayout};
 use oscar_rotations::CacheType;
 
-/// A page format to measure on the CPU.
+/// A page format to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageFormat {
     /// 16-bit floats.
@@ -47,8 +47,11 @@ impl PageFormat {
     /// The layout of pages of a head; `groups` is for the formats whose channels share scales in groups.
     pub(crate) fn layout(self, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
         match self {
+            PageFormat::Bf16 => Ok(PageLayout::bf16(head_dim)),
+            PageFormat::Fp8 => PageLayout::fp8(head_dim),
+            PageFormat::Int4 => PageLayout::int4(head_dim, groups),
             PageFormat::Int2 => PageLayout::banded(head_dim),
-            format => page_layout(format.cache_type(), head_dim, groups),
+            PageFormat::Int2Scalar => PageLayout::int2(head_dim, groups),
         }
     }
 }
@@ -65,23 +68,5 @@ impl FromStr for PageFormat {
     fn from_str(text: &str) -> Result<PageFormat, String> {
         let found = PageFormat::ALL.into_iter().find(|format| format.name() == text);
         found.ok_or_else(|| "must be bf16, fp8, int4, int2 or int2:scalar".to_owned())
-    }
-}
-
-/// The name of a cache type in a row of results of a GPU; `auto` counts as 2-bit.
-pub(crate) fn format_name(kind: CacheType) -> &'static str {
-    match kind {
-        CacheType::Auto => CacheType::Int2.name(),
-        kind => kind.name(),
-    }
-}
-
-/// The layout of pages that kernels of a GPU read: without bands.
-pub(crate) fn page_layout(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
-    match kind {
-        CacheType::Bf16 => Ok(PageLayout::bf16(head_dim)),
-        CacheType::Fp8 => PageLayout::fp8(head_dim),
-        CacheType::Int4 => PageLayout::int4(head_dim, groups),
-        CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups),
     }
 }

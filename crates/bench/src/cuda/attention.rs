@@ -8,11 +8,10 @@ use std::path::PathBuf;
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_kernels::cuda::{CudaError, DecodeShape, Device, Split};
 use oscar_lab::eval::report::charts::{LineChart, Note, Series, short};
-use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::decode::{DecodeCase, measure, read_ceiling};
-use crate::formats::{format_name, page_layout};
+use crate::formats::PageFormat;
 
 /// A measurement of decode attention on a card.
 #[derive(Clone, Debug)]
@@ -33,8 +32,8 @@ pub struct CudaAttentionBench {
     pub batches: Vec<usize>,
     /// Numbers of tokens in the cache of each sequence.
     pub contexts: Vec<usize>,
-    /// Page formats to measure; [`CacheType::Auto`] counts as 2-bit.
-    pub formats: Vec<CacheType>,
+    /// Page formats to measure.
+    pub formats: Vec<PageFormat>,
     /// Tokens read in bf16 at the start, in whole pages.
     pub sink_tokens: usize,
     /// Tokens read in bf16 before the page of the query, in whole pages.
@@ -183,15 +182,15 @@ pub fn run(
     if kv_heads == 0 || q_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return Err(CudaBenchError::Heads { q_heads, kv_heads });
     }
-    let formats: Vec<(CacheType, PageLayout)> = bench
+    let formats: Vec<(PageFormat, PageLayout)> = bench
         .formats
         .iter()
-        .map(|&kind| Ok((kind, page_layout(kind, head_dim, groups)?)))
+        .map(|&format| Ok((format, format.layout(head_dim, groups)?)))
         .collect::<Result<_, CodecError>>()?;
     let device = Device::open(bench.card, bench.kernels.clone())?;
     let ceiling = read_ceiling(&device)?;
     let mut exact = Vec::new();
-    for &(kind, sealed) in &formats {
+    for &(format, sealed) in &formats {
         for &batch in &bench.batches {
             for &context in &bench.contexts {
                 let shape = DecodeShape { head_dim, kv_heads, group: q_heads / kv_heads, sealed };
@@ -216,7 +215,7 @@ pub fn run(
                     passes: bench.repeat,
                 };
                 let measured = measure(&device, &case)?;
-                if kind == CacheType::Bf16 {
+                if format == PageFormat::Bf16 {
                     exact.push((batch, context, measured.seconds));
                 }
                 let same = exact.iter().find(|(b, c, _)| (*b, *c) == (batch, context));
@@ -225,7 +224,7 @@ pub fn run(
                     kind: "cuda_attention",
                     card: device.name().to_owned(),
                     cuda: device.driver_version()?,
-                    kv: format_name(kind),
+                    kv: format.name(),
                     batch,
                     context,
                     q_heads,
@@ -267,7 +266,7 @@ mod tests {
             groups: 1,
             batches: vec![1, 3],
             contexts: vec![1000],
-            formats: vec![CacheType::Bf16, CacheType::Int2],
+            formats: vec![PageFormat::Bf16, PageFormat::Int2, PageFormat::Int2Scalar],
             sink_tokens: 64,
             recent_tokens: 256,
             deterministic: false,
@@ -281,8 +280,8 @@ mod tests {
         let mut rows = Vec::new();
         match run(&bench(), |row| rows.push(row.clone())) {
             Ok(()) => {
-                assert_eq!(rows.len(), 4);
-                assert_eq!(roofline(&rows).matches("<circle").count(), 4);
+                assert_eq!(rows.len(), 6);
+                assert_eq!(roofline(&rows).matches("<circle").count(), 6);
                 assert!(rows.iter().all(|row| row.error < 1e-3 && row.us_per_layer > 0.0), "{rows:?}");
             }
             Err(error) => {

@@ -6,9 +6,10 @@
 use std::path::PathBuf;
 
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, hadamard,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec,
+    PageLayout, RowEncoder, Rule, hadamard,
 };
-use oscar_kernels::cuda::Device;
+use oscar_kernels::cuda::{Device, PageOrder};
 use serde::Serialize;
 
 use super::attention::CudaBenchError;
@@ -27,9 +28,9 @@ pub struct CudaCodecBench {
     pub kv_heads: usize,
     /// Head dimensions to measure, one part of the table each.
     pub head_dims: Vec<usize>,
-    /// Groups of channels with a scale of their own, in 2-bit pages.
+    /// Groups of channels with a scale of their own, in pages of scalar 2-bit codes.
     pub groups: usize,
-    /// Rounding rules of 2-bit pages.
+    /// Rounding rules of scalar 2-bit codes: of keys and values, or of values beside keys in bands.
     pub rules: Vec<Rule>,
     /// Pages of a launch.
     pub pages: usize,
@@ -68,7 +69,11 @@ pub fn run(bench: &CudaCodecBench, mut on_row: impl FnMut(&CudaCodecRow)) -> Res
     for &head_dim in &bench.head_dims {
         let geometry = KvGeometry { layers: bench.layers, kv_heads: bench.kv_heads, head_dim };
         for &rule in &bench.rules {
-            codecs.push(("int2", Some(rule), bench.groups, int2(geometry, bench.groups, rule)?));
+            // Not every head dimension has bands.
+            if PageLayout::banded(head_dim).is_ok_and(|layout| PageOrder::new(layout).is_ok()) {
+                codecs.push(("int2", Some(rule), 1, banded(geometry, rule)?));
+            }
+            codecs.push(("int2:scalar", Some(rule), bench.groups, int2(geometry, bench.groups, rule)?));
         }
         codecs.push(("int4", None, 1, PageCodec::int4(geometry, None)?));
         codecs.push(("fp8", None, 1, PageCodec::fp8(geometry, None)?));
@@ -105,6 +110,15 @@ fn int2(geometry: KvGeometry, groups: usize, rule: Rule) -> Result<PageCodec, Co
     PageCodec::new("int2", geometry, encoders.clone(), encoders)
 }
 
+/// Keys in bands, and a rule for values.
+fn banded(geometry: KvGeometry, value_rule: Rule) -> Result<PageCodec, CodecError> {
+    let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let rows = RowEncoder::Banded(BandRows { layout: BandLayout::int2(head_dim)?, value_rule });
+    let encoder = HeadEncoder { transform: HeadTransform::identity(head_dim), rows };
+    let encoders = vec![encoder; layers * kv_heads];
+    PageCodec::new("int2", geometry, encoders.clone(), encoders)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,7 +143,7 @@ mod tests {
         let mut rows = Vec::new();
         match run(&bench(), |row| rows.push(row.clone())) {
             Ok(()) => {
-                assert_eq!(rows.len(), 3);
+                assert_eq!(rows.len(), 4);
                 assert!(rows.iter().all(|row| row.us > 0.0 && row.mb > 0.0), "{rows:?}");
             }
             Err(error) => {

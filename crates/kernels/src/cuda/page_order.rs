@@ -172,7 +172,7 @@ impl PageOrder {
     pub(super) fn band_defines(&self) -> [(&'static str, usize); 2] {
         let (mut units, mut bits) = (0, 0);
         for (index, band) in self.bands().iter().flat_map(|layout| layout.bands()).enumerate() {
-            units |= band.channels / UNIT << (4 * index);
+            units |= (band.channels / UNIT) << (4 * index);
             bits |= (band.bits as usize) << (4 * index);
         }
         [("BAND_UNITS", units), ("BAND_BITS", bits)]

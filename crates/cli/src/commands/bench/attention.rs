@@ -63,7 +63,7 @@ pub(super) struct AttentionBenchArguments {
     #[arg(long, default_value = "128", value_name = "D", value_parser = at_most(1024))]
     head_dim: usize,
 
-    /// Groups of channels with a scale of their own, in int2 and int4.
+    /// Groups of channels with a scale of their own, in int2:scalar and int4.
     #[arg(long, default_value = "1", value_name = "N", value_parser = at_most(1024))]
     groups: usize,
 
@@ -71,7 +71,7 @@ pub(super) struct AttentionBenchArguments {
     #[arg(long, default_value = "8k,16k,32k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
     contexts: Vec<usize>,
 
-    /// Page formats: bf16, fp8, int4, int2 (keys in bands; on a GPU still without) and int2:scalar.
+    /// Page formats: bf16, fp8, int4, int2 (keys in bands) and int2:scalar.
     #[arg(long, default_value = "bf16,fp8,int4,int2", value_name = "LIST", value_delimiter = ',')]
     kv: Vec<PageFormat>,
 
@@ -161,7 +161,7 @@ impl AttentionBenchArguments {
             groups: self.groups,
             batches: self.batch,
             contexts: self.contexts,
-            formats: self.kv.iter().map(|format| format.cache_type()).collect(),
+            formats: self.kv,
             sink_tokens: self.sink_tokens,
             recent_tokens: self.recent_tokens,
             deterministic: self.deterministic,

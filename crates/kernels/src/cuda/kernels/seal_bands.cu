@@ -3,14 +3,18 @@
 // A code is found as a fraction of all levels, not as a number of them: an instruction that keeps its result between 0
 // and 1 then takes the place of one that looks for the larger. A power of two changes no rounding, as nothing here
 // comes near the smallest numbers: rows whose squares have a sum above zero have channels of 2^-75 and more.
+//
+// All bands run the same instructions, with numbers of their own in registers: code of its own for each of them made warps
+// wait for instructions, since those that seal values run others at the same time.
 
 #if BAND_UNITS
 __constant__ u32 scale_bounds[16] = {BOUND_0, BOUND_1, BOUND_2,  BOUND_3,  BOUND_4,  BOUND_5,  BOUND_6,  BOUND_7,
                                      BOUND_8, BOUND_9, BOUND_10, BOUND_11, BOUND_12, BOUND_13, BOUND_14, BOUND_15};
-// Steps that are tried, in deviations, for codes of four bits and of two.
+// Steps that are tried, in deviations, for codes of four bits, then of two.
 constexpr int BAND_STEPS = 5;
-__constant__ u32 four_bit_steps[BAND_STEPS] = {FOUR_BIT_STEP_0, FOUR_BIT_STEP_1, FOUR_BIT_STEP_2, FOUR_BIT_STEP_3, FOUR_BIT_STEP_4};
-__constant__ u32 two_bit_steps[BAND_STEPS] = {TWO_BIT_STEP_0, TWO_BIT_STEP_1, TWO_BIT_STEP_2, TWO_BIT_STEP_3, TWO_BIT_STEP_4};
+__constant__ u32 band_steps[2 * BAND_STEPS] = {
+    FOUR_BIT_STEP_0, FOUR_BIT_STEP_1, FOUR_BIT_STEP_2, FOUR_BIT_STEP_3, FOUR_BIT_STEP_4,
+    TWO_BIT_STEP_0,  TWO_BIT_STEP_1,  TWO_BIT_STEP_2,  TWO_BIT_STEP_3,  TWO_BIT_STEP_4};
 
 // As `band::scale_code`.
 DEVICE u32 scale_code(float value) {
@@ -24,18 +28,27 @@ DEVICE u32 scale_code(float value) {
   return min(max(code, 0), 255);
 }
 
-template <int BAND>
-struct BandOfKey {
-  static constexpr int BITS_HERE = band_bits(BAND), UNITS = band_units(BAND), FIRST = band_unit(BAND);
-  static constexpr float LEVELS = (float)(1 << BITS_HERE), HALF_RANGE = 0.5f * (LEVELS - 1.0f);
+// A band of a key.
+struct KeyBand {
+  int bits, first, units;  // of a code; sixteens of channels
+  float levels, share;     // levels, and one of them
+  float top, half_range;   // over all levels
   // A float of this size has the levels as its lowest bits: adding to it toward zero drops what is behind a code.
-  static constexpr float ABOVE = 8388608.0f / LEVELS;
+  float above;
+
+  DEVICE explicit KeyBand(int band) : bits(band_bits(band)), first(band_unit(band)), units(band_units(band)) {
+    levels = (float)(1 << bits);
+    share = 1.0f / levels;
+    top = 1.0f - share;
+    half_range = 0.5f * top;
+    above = 8388608.0f * share;
+  }
 
   // Calls `f` with every channel in order.
   template <class F>
-  DEVICE static void for_channels(const Row& row, F f) {
+  DEVICE void for_channels(const Row& row, F f) const {
     #pragma unroll 1
-    for (int part = 2 * FIRST; part < 2 * (FIRST + UNITS); part++) {
+    for (int part = 2 * first; part < 2 * (first + units); part++) {
       const uint4 unit = row.unit(part >> 2, part & 3);
       f(low_half(unit.x)); f(high_half(unit.x));
       f(low_half(unit.y)); f(high_half(unit.y));
@@ -44,30 +57,31 @@ struct BandOfKey {
     }
   }
 
-  // The code over all levels, plus ABOVE. `reciprocal`: of the step times all levels.
-  DEVICE static float code_above(float x, float reciprocal) {
+  // The code over all levels, added to `above`. `reciprocal`: of the step times all levels.
+  DEVICE float code_above(float x, float reciprocal) const {
     // Not a number becomes zero.
     float part;
     asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(part) : "f"(x), "f"(reciprocal), "f"(0.5f));
-    return __fadd_rz(fminf(part, (LEVELS - 1.0f) / LEVELS), ABOVE);
+    return __fadd_rz(fminf(part, top), above);
   }
   // The level over all levels.
-  DEVICE static float level(float above) { return (above - ABOVE) - HALF_RANGE / LEVELS; }
+  DEVICE float level(float code) const { return (code - above) - half_range; }
 
-  DEVICE static float reciprocal_of(u32 step_bits, float deviation) {
-    return (1.0f / (__uint_as_float(step_bits) * deviation)) * (1.0f / LEVELS);
+  DEVICE float reciprocal_of(u32 step_bits, float deviation) const {
+    return (1.0f / (__uint_as_float(step_bits) * deviation)) * share;
   }
 
-  // The best step: what channels are multiplied with, and the product of the band and its levels.
-  DEVICE static float choose(const Row& row, float deviation, float& along) {
-    if (BITS_HERE == 1) {
-      const float reciprocal = reciprocal_of(ONE_BIT_STEP, deviation);
-      float product = 0.0f;
-      for_channels(row, [&](float x) { product = __fmaf_rn(x, level(code_above(x, reciprocal)), product); });
-      along = product * LEVELS;
-      return reciprocal;
-    }
-    const u32* steps = BITS_HERE == 4 ? four_bit_steps : two_bit_steps;
+  // What channels are multiplied with, and the product of the band and its levels. One-bit codes have one step.
+  DEVICE float choose_only(const Row& row, float deviation, float& along) const {
+    const float reciprocal = reciprocal_of(ONE_BIT_STEP, deviation);
+    float product = 0.0f;
+    for_channels(row, [&](float x) { product = __fmaf_rn(x, level(code_above(x, reciprocal)), product); });
+    along = product * levels;
+    return reciprocal;
+  }
+  // The same of the best step.
+  DEVICE float choose_best(const Row& row, float deviation, float& along) const {
+    const u32* steps = band_steps + (bits == 4 ? 0 : BAND_STEPS);
     float reciprocals[BAND_STEPS], products[BAND_STEPS], squares[BAND_STEPS];
     #pragma unroll
     for (int i = 0; i < BAND_STEPS; i++) {
@@ -86,8 +100,8 @@ struct BandOfKey {
     float best = __int_as_float(0xff800000), chosen = 0.0f;
     #pragma unroll
     for (int i = 0; i < BAND_STEPS; i++) {
-      const float product = products[i] * LEVELS;
-      const float match = product * product / (squares[i] * (LEVELS * LEVELS));
+      const float product = products[i] * levels;
+      const float match = product * product / (squares[i] * (levels * levels));
       if (match > best) {
         best = match;
         along = product;
@@ -97,8 +111,9 @@ struct BandOfKey {
     return chosen;
   }
 
-  // Puts the codes of the band into the page and returns the code of its scale. `held` are words that are not full yet.
-  DEVICE static u32 seal(const Row& row, const LaneToken& at, u8* page, u32 (&held)[4]) {
+  // Puts the codes of the band into the page, from a bit of the bytes of its words on, and returns the code of its scale.
+  // `held` are words that are not full yet.
+  DEVICE u32 seal(const Row& row, const LaneToken& at, u8* page, int bit, u32 (&held)[4]) const {
     float squares = 0.0f, along = 0.0f, reciprocal = 0.0f;
     for_channels(row, [&](float x) { squares = __fmaf_rn(x, x, squares); });
     const bool zero = !(squares > 0.0f);
@@ -106,30 +121,31 @@ struct BandOfKey {
       // The step is infinite, so every code is that of zero. A sum of halves may overflow and a sum of less may not.
       for_channels(row, [&](float x) { along = __fmaf_rn(x, 0.5f, along); });
     } else if (!zero) {
-      reciprocal = choose(row, __fsqrt_rn(squares / (float)(16 * UNITS)), along);
+      const float deviation = __fsqrt_rn(squares / (float)(16 * units));
+      reciprocal = bits == 1 ? choose_only(row, deviation, along) : choose_best(row, deviation, along);
     }
     #pragma unroll 1
-    for (int i = 0; i < UNITS; i++) {
+    for (int i = 0; i < units; i++) {
       u32 quads[4];
       #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int part = 2 * (FIRST + i) + half;
+        const int part = 2 * (first + i) + half;
         const uint4 unit = row.unit(part >> 2, part & 3);
         const float x[8] = {low_half(unit.x), high_half(unit.x), low_half(unit.y), high_half(unit.y),
                             low_half(unit.z), high_half(unit.z), low_half(unit.w), high_half(unit.w)};
         float c[8];
         #pragma unroll
-        for (int e = 0; e < 8; e++) c[e] = zero ? 0.0f : code_above(x[e], reciprocal);
-        quads[2 * half] = four_bytes(c[0], c[1], c[2], c[3]);
-        quads[2 * half + 1] = four_bytes(c[4], c[5], c[6], c[7]);
+        for (int e = 0; e < 8; e++) c[e] = code_above(x[e], reciprocal);
+        quads[2 * half] = zero ? 0 : four_bytes(c[0], c[1], c[2], c[3]);
+        quads[2 * half + 1] = zero ? 0 : four_bytes(c[4], c[5], c[6], c[7]);
       }
-      put_unit(page, at, at.eight * TOKEN_BITS + band_bit(BAND) + i * BITS_HERE, quads, held);
+      put_unit(page, at, bit + i * bits, quads, held);
     }
     return zero ? 0 : scale_code(squares / along);
   }
 
   // Four channels of each of four lanes, at a bit of the bytes of their words.
-  DEVICE static void put_unit(u8* page, const LaneToken& at, int bit, const u32 (&quads)[4], u32 (&held)[4]) {
+  DEVICE void put_unit(u8* page, const LaneToken& at, int bit, const u32 (&quads)[4], u32 (&held)[4]) const {
     const int word = bit / 8, shift = bit % 8;
     u8* target = page + word / 4 * 512 + at.row * 64 + word % 4 * 4;
     #pragma unroll
@@ -140,7 +156,7 @@ struct BandOfKey {
         atomicOr(out, codes);
       } else {
         held[lane] = shift == 0 ? codes : held[lane] | codes;
-        if (shift + BITS_HERE == 8) *out = held[lane];
+        if (shift + bits == 8) *out = held[lane];
       }
     }
   }
@@ -148,11 +164,10 @@ struct BandOfKey {
 
 DEVICE void seal_key(const Row& row, int token, u8* page) {
   const LaneToken at(token);
-  u32 held[4] = {0, 0, 0, 0};
-  u32 scales = BandOfKey<0>::seal(row, at, page, held);
-  scales |= BandOfKey<1>::seal(row, at, page, held) << 8;
-  scales |= BandOfKey<2>::seal(row, at, page, held) << 16;
-  scales |= BandOfKey<3>::seal(row, at, page, held) << 24;
+  u32 held[4] = {0, 0, 0, 0}, scales = 0;
+  #pragma unroll 1
+  for (int band = 0; band < BANDS; band++)
+    scales |= KeyBand(band).seal(row, at, page, at.eight * TOKEN_BITS + band_bit(band), held) << 8 * band;
   *(u32*)(page + 2 * SIDE_BYTES + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = scales;
 }
 #endif
