@@ -18,7 +18,7 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{
-    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, check_kv_precision,
+    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, SentNames, check_kv_precision,
 };
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
@@ -31,6 +31,7 @@ pub(crate) async fn generate(
 ) -> Result<Response, ApiError> {
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     check_fields(&app, &request)?;
+    let names = SentNames::of_generate(request.input_ids.is_some());
     let (prompts, batch) = prompts(&app, &mut request).await?;
     let count = prompts.len();
     let params: Vec<SamplingParams> = match request.sampling_params.take() {
@@ -76,7 +77,7 @@ pub(crate) async fn generate(
             "n must be the same for all prompts of a batch",
         ));
     }
-    let mut answers = AnswerStream::submit(&app, asked)?;
+    let mut answers = AnswerStream::submit(&app, asked).map_err(|error| names.restore(error))?;
     drop(memory);
     let many = batch || choices > 1;
     if request.stream.unwrap_or(false) {
@@ -85,7 +86,8 @@ pub(crate) async fn generate(
     }
     let begun = answers.begun();
     let keep_tokens = shapes.iter().any(|shape| shape.listing.is_some());
-    let whole = collect(&mut answers, count, choices, keep_tokens).await?;
+    let whole = collect(&mut answers, count, choices, keep_tokens).await;
+    let whole = whole.map_err(|error| names.restore(error))?;
     let mut list: Vec<Value> = Vec::with_capacity(whole.len());
     for answer in &whole {
         let shape = &shapes[answer.prompt];
