@@ -61,10 +61,12 @@ pub(crate) async fn generate(
         let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
-        let listing = wanted[index].then_some(Listing { start, top, with_text });
+        let listing = wanted[index].then_some(Listing { top, with_text });
+        // What comes before the first token that is listed may be read from the cache.
         let options = GenerateOptions {
             logprobs: listing.map(|_| top),
             prompt_logprobs: start.map(|_| top),
+            score_from: start.unwrap_or(0),
             ..options
         };
         shapes.push(Shape { id: id.clone(), n: options.n, listing });
