@@ -19,12 +19,20 @@ pub enum PageFormat {
     Int2,
     /// 2-bit codes for all channels.
     Int2Scalar,
+    /// Keys of one bit a channel in bands.
+    Int15,
 }
 
 impl PageFormat {
     /// Every format.
-    const ALL: [PageFormat; 5] =
-        [PageFormat::Bf16, PageFormat::Fp8, PageFormat::Int4, PageFormat::Int2, PageFormat::Int2Scalar];
+    const ALL: [PageFormat; 6] = [
+        PageFormat::Bf16,
+        PageFormat::Fp8,
+        PageFormat::Int4,
+        PageFormat::Int2,
+        PageFormat::Int2Scalar,
+        PageFormat::Int15,
+    ];
 
     /// The name on the command line and in results.
     pub fn name(self) -> &'static str {
@@ -41,6 +49,7 @@ impl PageFormat {
             PageFormat::Fp8 => CacheType::Fp8,
             PageFormat::Int4 => CacheType::Int4,
             PageFormat::Int2 | PageFormat::Int2Scalar => CacheType::Int2,
+            PageFormat::Int15 => CacheType::Int15,
         }
     }
 
@@ -64,7 +73,7 @@ impl FromStr for PageFormat {
 
     fn from_str(text: &str) -> Result<PageFormat, String> {
         let found = PageFormat::ALL.into_iter().find(|format| format.name() == text);
-        found.ok_or_else(|| "must be bf16, fp8, int4, int2 or int2:scalar".to_owned())
+        found.ok_or_else(|| "must be bf16, fp8, int4, int2, int2:scalar or int1.5".to_owned())
     }
 }
 
@@ -76,12 +85,13 @@ pub(crate) fn format_name(kind: CacheType) -> &'static str {
     }
 }
 
-/// The layout of pages that kernels of a GPU read: without bands.
+/// The layout of pages that kernels of a GPU read: without bands, but for the format that has no other.
 pub(crate) fn page_layout(kind: CacheType, head_dim: usize, groups: usize) -> Result<PageLayout, CodecError> {
     match kind {
         CacheType::Bf16 => Ok(PageLayout::bf16(head_dim)),
         CacheType::Fp8 => PageLayout::fp8(head_dim),
         CacheType::Int4 => PageLayout::int4(head_dim, groups),
         CacheType::Auto | CacheType::Int2 => PageLayout::int2(head_dim, groups),
+        CacheType::Int15 => PageLayout::int15(head_dim),
     }
 }
