@@ -159,9 +159,9 @@ def pack(codes, scales):
     return bytes(page)
 
 
-def band_widths(dim):
-    """(channels, bits) of every band of a key: two bits a channel on average."""
-    units = dim // 16
+def band_widths(dim, halved):
+    """(channels, bits) of every band of a key: two bits a channel on average, of all channels or of the first half."""
+    units = -(-(dim // 16) // 2) if halved else dim // 16
     strong = 0 if units < 3 else max(1, units // 4)
     bands = [(strong, 4), (units - 3 * strong, 2), (strong, 1), (strong, 1)]
     return [(16 * count, bits) for count, bits in bands if count]
@@ -206,8 +206,8 @@ def quantise_band(band, bits):
     return codes, [band_scale_code(value) for value in (squares / along)[:, 0]]
 
 
-def make_banded(dim, rule, seed):
-    """Keys in bands, values as centred 2-bit codes of one group."""
+def make_banded(dim, rule, seed, halved=False):
+    """Keys in bands, values as centred 2-bit codes of one group. Channels after the last band are left out."""
     rows = [
         rotate(
             numbers(seed + 10 * side, TOKENS * dim).reshape(TOKENS, dim),
@@ -218,7 +218,7 @@ def make_banded(dim, rule, seed):
         for side in range(2)
     ]
     regions, scales, first = {4: [], 2: [], 1: []}, bytearray(), 0
-    for channels, bits in band_widths(dim):
+    for channels, bits in band_widths(dim, halved):
         codes, codes_of_scales = quantise_band(rows[0][:, first : first + channels], bits)
         regions[bits].append(codes)
         scales += bytes(codes_of_scales)
@@ -277,6 +277,10 @@ BANDED_CASES = {
     "banded_d64": (64, "search", 22),
     "banded_d96": (96, "search", 23),
     "banded_d128": (128, "search", 24),
+    "int15_d48": (48, "gaussian", 31, True),
+    "int15_d64": (64, "search", 32, True),
+    "int15_d96": (96, "search", 33, True),
+    "int15_d128": (128, "search", 34, True),
 }
 
 

@@ -19,12 +19,20 @@ pub enum PageFormat {
     Int2,
     /// 2-bit codes for all channels.
     Int2Scalar,
+    /// Keys of one bit a channel in bands.
+    Int15,
 }
 
 impl PageFormat {
     /// Every format.
-    const ALL: [PageFormat; 5] =
-        [PageFormat::Bf16, PageFormat::Fp8, PageFormat::Int4, PageFormat::Int2, PageFormat::Int2Scalar];
+    const ALL: [PageFormat; 6] = [
+        PageFormat::Bf16,
+        PageFormat::Fp8,
+        PageFormat::Int4,
+        PageFormat::Int2,
+        PageFormat::Int2Scalar,
+        PageFormat::Int15,
+    ];
 
     /// The name on the command line and in results.
     pub fn name(self) -> &'static str {
@@ -41,6 +49,7 @@ impl PageFormat {
             PageFormat::Fp8 => CacheType::Fp8,
             PageFormat::Int4 => CacheType::Int4,
             PageFormat::Int2 | PageFormat::Int2Scalar => CacheType::Int2,
+            PageFormat::Int15 => CacheType::Int15,
         }
     }
 
@@ -52,6 +61,7 @@ impl PageFormat {
             PageFormat::Int4 => PageLayout::int4(head_dim, groups),
             PageFormat::Int2 => PageLayout::banded(head_dim),
             PageFormat::Int2Scalar => PageLayout::int2(head_dim, groups),
+            PageFormat::Int15 => PageLayout::int15(head_dim),
         }
     }
 }
@@ -67,6 +77,6 @@ impl FromStr for PageFormat {
 
     fn from_str(text: &str) -> Result<PageFormat, String> {
         let found = PageFormat::ALL.into_iter().find(|format| format.name() == text);
-        found.ok_or_else(|| "must be bf16, fp8, int4, int2 or int2:scalar".to_owned())
+        found.ok_or_else(|| "must be bf16, fp8, int4, int2, int2:scalar or int1.5".to_owned())
     }
 }

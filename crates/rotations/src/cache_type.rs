@@ -17,12 +17,20 @@ pub enum CacheType {
     Int4,
     /// 2-bit codes after the model's own rotation.
     Int2,
+    /// Keys of one bit a channel in bands, values of two.
+    Int15,
 }
 
 impl CacheType {
     /// Every cache type.
-    pub const ALL: [CacheType; 5] =
-        [CacheType::Auto, CacheType::Bf16, CacheType::Fp8, CacheType::Int4, CacheType::Int2];
+    pub const ALL: [CacheType; 6] = [
+        CacheType::Auto,
+        CacheType::Bf16,
+        CacheType::Fp8,
+        CacheType::Int4,
+        CacheType::Int2,
+        CacheType::Int15,
+    ];
 
     /// The name on the command line and in results.
     pub fn name(self) -> &'static str {
@@ -32,6 +40,7 @@ impl CacheType {
             CacheType::Fp8 => "fp8",
             CacheType::Int4 => "int4",
             CacheType::Int2 => "int2",
+            CacheType::Int15 => "int1.5",
         }
     }
 }
@@ -47,6 +56,6 @@ impl FromStr for CacheType {
 
     fn from_str(text: &str) -> Result<CacheType, String> {
         let found = CacheType::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| "must be auto, bf16, fp8, int4 or int2".to_owned())
+        found.ok_or_else(|| "must be auto, bf16, fp8, int4, int2 or int1.5".to_owned())
     }
 }

@@ -83,9 +83,22 @@ pub fn int2_codec(
     options: &Int2Options,
 ) -> Result<PageCodec, RotationError> {
     match options.encoder_for(file) {
-        Int2Encoder::Band => band_codec(name, file, geometry, options.rules.map(|rules| rules.1)),
+        Int2Encoder::Band => {
+            let layout = BandLayout::int2(geometry.head_dim)?;
+            band_codec(name, file, geometry, layout, options.rules.map(|rules| rules.1))
+        }
         encoder => scalar_codec(name, file, geometry, encoder == Int2Encoder::Paper, options),
     }
+}
+
+/// The `int1.5` codec of a rotation file whose key channels are in the model's own order: the stronger half of the directions
+/// of keys in bands. Directions are those of `int2`, so a file that has bands serves both.
+pub fn int15_codec(
+    name: &str,
+    file: &RotationFile,
+    geometry: KvGeometry,
+) -> Result<PageCodec, RotationError> {
+    band_codec(name, file, geometry, BandLayout::int15(geometry.head_dim)?, None)
 }
 
 /// Keys in bands, values as centred 2-bit codes.
@@ -93,13 +106,13 @@ fn band_codec(
     name: &str,
     file: &RotationFile,
     geometry: KvGeometry,
+    layout: BandLayout,
     value_rule: Option<Rule>,
 ) -> Result<PageCodec, RotationError> {
     let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
     let no_bands =
         || unfit("the rotation file has no bands; `oscar calibrate` makes a file that has them".to_owned());
     let set = file.heads.as_ref().ok_or_else(no_bands)?;
-    let layout = BandLayout::int2(geometry.head_dim)?;
     let mixing = band_mixing(&layout);
     let encoders = |index: usize| -> Result<(HeadEncoder, HeadEncoder), RotationError> {
         let (layer, head) = (index / geometry.kv_heads, index % geometry.kv_heads);
@@ -120,10 +133,14 @@ fn band_codec(
     Ok(PageCodec::new(name, geometry, keys, values)?)
 }
 
-/// The Hadamard matrices of all bands.
+/// The Hadamard matrices of all bands. Channels without a band stay as they are, because windows hold them too.
 pub fn band_mixing(layout: &BandLayout) -> SquareMatrix {
     let dim = layout.head_dim();
     let mut values = vec![0.0; dim * dim];
+    let stored = layout.bands().last().map_or(0, |band| band.range().end);
+    for channel in stored..dim {
+        values[channel * dim + channel] = 1.0;
+    }
     for band in layout.bands() {
         let inside = hadamard::matrix(band.channels);
         for i in 0..band.channels {

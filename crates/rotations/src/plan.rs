@@ -9,7 +9,7 @@ use oscar_model::LoadedModel;
 
 use crate::cache_type::CacheType;
 use crate::certificate::Verdict;
-use crate::codec::{Int2Encoder, Int2Options, PAPER_RULES, int2_codec, mean_keys};
+use crate::codec::{Int2Encoder, Int2Options, PAPER_RULES, int2_codec, int15_codec, mean_keys};
 use crate::error::RotationError;
 use crate::find::{FoundRotations, RotationSource};
 use crate::identity::ModelIdentity;
@@ -90,7 +90,7 @@ impl fmt::Display for Notice {
                     "no rotations for {model}, so the cache is bf16; `oscar calibrate {model}` makes them"
                 )
             }
-            Notice::Certificate { rotations, reason, used: CacheType::Int2 } => {
+            Notice::Certificate { rotations, reason, used: CacheType::Int2 | CacheType::Int15 } => {
                 write!(f, "the certificate of {rotations} advises against int2: {reason}")
             }
             Notice::Certificate { rotations, reason, used } => {
@@ -135,13 +135,14 @@ impl CachePlan {
         let geometry = model.config().kv_geometry();
         let codec = match (kind, found) {
             (CacheType::Bf16 | CacheType::Auto, _) => None,
-            (CacheType::Int2, None) => {
+            (CacheType::Int2 | CacheType::Int15, None) => {
                 return Err(RotationError::NoRotations { model: identity.name.clone() });
             }
             (CacheType::Int2, Some(found)) => {
                 let options = int2_options(&options.encoder);
                 Some(int2_codec("int2", &found.file, geometry, &options)?)
             }
+            (CacheType::Int15, Some(found)) => Some(int15_codec("int1.5", &found.file, geometry)?),
             (CacheType::Int4 | CacheType::Fp8, _) => {
                 let means = match found.and_then(|found| mean_keys(&found.file, geometry)) {
                     Some(means) => means,
@@ -184,8 +185,8 @@ fn decide(
         (CacheType::Auto, Some(_)) => CacheType::Int4,
         (asked, _) => asked,
     };
-    let asked_for_int2 = matches!(asked, CacheType::Auto | CacheType::Int2);
-    if let Some(certificate) = refused.filter(|_| asked_for_int2) {
+    let asked_for_bits = matches!(asked, CacheType::Auto | CacheType::Int2 | CacheType::Int15);
+    if let Some(certificate) = refused.filter(|_| asked_for_bits) {
         let (rotations, reason) = (found.name.clone(), certificate.reason.clone());
         notices.push(Notice::Certificate { rotations, reason, used: kind });
     }
@@ -220,6 +221,7 @@ fn source(kind: CacheType, found: Option<&FoundRotations>, encoder: &EncoderOpti
             let encoder = int2_options(encoder).encoder_for(&found.file);
             format!("encoder {}, rotations {}", encoder.name(), found.name)
         }
+        (CacheType::Int15, Some(found)) => format!("encoder band, rotations {}", found.name),
         (CacheType::Fp8 | CacheType::Int4, Some(found)) => format!("mean keys of {}", found.name),
         (CacheType::Fp8 | CacheType::Int4, None) => "mean keys estimated".to_owned(),
         _ => String::new(),
@@ -260,9 +262,11 @@ mod tests {
         let (kind, notices) = decided(CacheType::Auto, Some(&bad));
         assert_eq!(kind, CacheType::Int4);
         assert!(notices[0].contains("so the cache is int4: heads move"), "{notices:?}");
-        let (kind, notices) = decided(CacheType::Int2, Some(&bad));
-        assert_eq!(kind, CacheType::Int2);
-        assert!(notices[0].contains("advises against int2: heads move"), "{notices:?}");
+        for asked in [CacheType::Int2, CacheType::Int15] {
+            let (kind, notices) = decided(asked, Some(&bad));
+            assert_eq!(kind, asked);
+            assert!(notices[0].contains("advises against int2: heads move"), "{notices:?}");
+        }
         for asked in [CacheType::Bf16, CacheType::Fp8, CacheType::Int4] {
             assert_eq!(decided(asked, Some(&bad)), (asked, Vec::new()));
             assert_eq!(decided(asked, None), (asked, Vec::new()));

@@ -51,7 +51,8 @@ impl InspectArguments {
         let config = files.config();
         let summary = files.tensors().summary();
         let layouts = layouts(config.head_dim).map_err(Failure::new)?;
-        let costs = layouts.map(|(kv, layout)| cache_cost(config, kv, layout, self.memory));
+        let cost = |(kv, layout)| cache_cost(config, kv, layout, self.memory);
+        let costs: Vec<CacheCost> = layouts.into_iter().map(cost).collect();
         if self.json {
             let model = description(&self.model.model, &path, &files, &summary);
             return print_json(costs.iter().map(|cost| {
@@ -96,13 +97,16 @@ impl InspectArguments {
 }
 
 /// The formats of a cache, by the names they have on the command line.
-fn layouts(head_dim: usize) -> Result<[(&'static str, PageLayout); 4], CodecError> {
-    Ok([
+fn layouts(head_dim: usize) -> Result<Vec<(&'static str, PageLayout)>, CodecError> {
+    let mut all = vec![
         ("bf16", PageLayout::bf16(head_dim)),
         ("fp8", PageLayout::fp8(head_dim)?),
         ("int4", PageLayout::int4(head_dim, 1)?),
         ("int2", PageLayout::int2(head_dim, 1)?),
-    ])
+    ];
+    // Bands are multiples of 16 channels; there are heads that are not.
+    all.extend(PageLayout::int15(head_dim).ok().map(|layout| ("int1.5", layout)));
+    Ok(all)
 }
 
 fn cache_cost(config: &ModelConfig, kv: &'static str, layout: PageLayout, memory: u64) -> CacheCost {

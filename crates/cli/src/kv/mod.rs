@@ -69,7 +69,7 @@ enum PrefixTail {
 #[command(next_help_heading = "KV cache")]
 pub(crate) struct KvArguments {
     /// How history is stored: auto (int2 if there are rotations for the model and their certificate allows it, else
-    /// bf16), bf16, fp8, int4 or int2 [default: auto].
+    /// bf16), bf16, fp8, int4, int2 or int1.5 [default: auto].
     #[arg(long, value_name = "TYPE")]
     kv_cache_dtype: Option<CacheType>,
 

@@ -56,7 +56,7 @@ fn a_served_cache_says_what_it_cannot_do() {
     let run = |options: &[&str]| machine.run([&["eval", "niah", model, "--lengths", "1k"], options].concat());
     let odd = run(&["--kv-cache-dtype", "int4", "--sink-tokens", "100"]);
     odd.failure(1, &["--sink-tokens 100", "64 or 128"]);
-    run(&["--kv-cache-dtype", "int5"]).failure(2, &["auto, bf16, fp8, int4 or int2"]);
+    run(&["--kv-cache-dtype", "int5"]).failure(2, &["auto, bf16, fp8, int4, int2 or int1.5"]);
     let memory = run(&["--kv-cache-dtype", "bf16", "--kv-memory", "4KiB"]);
     memory.failure(1, &["KV memory", "fix: give a larger --kv-memory"]);
     let idle = run(&["--kv", "bf16", "--depths", "50", "--k-clip", "0.9", "--kv-memory", "1GiB"]).success();

@@ -132,7 +132,9 @@ fn models_are_inspected_without_loading() {
     // 2 layers of 2 KV heads, 16 channels; all but bf16 are padded to 32, with 8 bytes of scales, fp8 with 4.
     let (bf16, fp8) = (2 * 2 * 2 * 16 * 2, 2 * 2 * (2 * 32 + 4));
     let (int4, int2) = (2 * 2 * (2 * 32 / 2 + 8), 2 * 2 * (2 * 32 / 4 + 8));
-    let expected = [("bf16", bf16), ("fp8", fp8), ("int4", int4), ("int2", int2)];
+    // Half of the channels, but 16 at least: keys of 2 bits without padding, with a byte for their scale.
+    let int15 = 2 * 2 * ((16 / 4 + 1) + (32 / 4 + 4));
+    let expected = [("bf16", bf16), ("fp8", fp8), ("int4", int4), ("int2", int2), ("int1.5", int15)];
     assert_eq!(costs, expected.map(|(name, bytes)| (name, bytes, (1 << 20) / (64 * bytes) * 64)));
     assert_eq!(rows[0]["family"], "qwen2");
     assert_eq!(rows[0]["dtypes"]["Q8_0"]["tensors"], 14);

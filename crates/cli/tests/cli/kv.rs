@@ -49,7 +49,7 @@ fn windows_of_no_tokens_read_everything_sealed() {
 fn what_makes_no_sense_is_refused() {
     let machine = Machine::new();
     for (option, value, word) in [
-        ("--kv-cache-dtype", "int5", "auto, bf16, fp8, int4 or int2"),
+        ("--kv-cache-dtype", "int5", "auto, bf16, fp8, int4, int2 or int1.5"),
         ("--sink-tokens", "100", "64 or 128"),
         ("--recent-tokens", "-1", "-1"),
         ("--k-clip", "1.5", "0 (no clip) to 1"),

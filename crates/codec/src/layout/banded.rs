@@ -13,6 +13,9 @@
 //! | V scales | u16 `[scale, offset][64 tokens]`, f16 |
 //!
 //! At 128 channels a key has 32 bytes of codes and 4 of scales: as many as 2-bit codes with a 16-bit scale and offset.
+//!
+//! Channels after the last band are not stored and read as zero. The smaller format, `int1.5`, has the bands that `int2` gives
+//! to a head of half as many channels: 16 bytes of codes and 4 of scales at 128 channels.
 
 use super::codes::{CodeLayout, key_code, value_code};
 use super::{PAGE_TOKENS, check_token};
@@ -53,6 +56,7 @@ impl Band {
 /// Shape of pages with banded keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BandLayout {
+    /// Those after `count` are empty.
     bands: [Band; MOST_BANDS],
     count: usize,
     /// Where 2-bit values lie in a page of their own.
@@ -63,11 +67,20 @@ impl BandLayout {
     /// Two bits a channel on average: twice as many channels of one bit as of four, in the ratio 1 : 1 : 2 where that comes
     /// out even, and what is left has two bits.
     pub fn int2(head_dim: usize) -> Result<BandLayout, CodecError> {
+        BandLayout::of_strongest(head_dim, head_dim / BAND_STEP)
+    }
+
+    /// One bit a channel on average: the stronger half of the channels has two, and the weaker half none.
+    pub fn int15(head_dim: usize) -> Result<BandLayout, CodecError> {
+        BandLayout::of_strongest(head_dim, (head_dim / BAND_STEP).div_ceil(2))
+    }
+
+    /// Bands of the first `units` times 16 channels, with two bits a channel on average.
+    fn of_strongest(head_dim: usize, units: usize) -> Result<BandLayout, CodecError> {
         if head_dim == 0 || head_dim > 4096 || !head_dim.is_multiple_of(BAND_STEP) {
             let reason = "bands need a multiple of 16 channels, up to 4096";
             return Err(CodecError::HeadDim { head_dim, reason });
         }
-        let units = head_dim / BAND_STEP;
         // Three units at least: one of four bits and two of one bit.
         let strong = if units < 3 { 0 } else { (units / 4).max(1) };
         let widths = [(4, strong), (2, units - 3 * strong), (1, strong), (1, strong)];
@@ -87,7 +100,7 @@ impl BandLayout {
         Ok(BandLayout { bands, count, values: CodeLayout::new(2, head_dim, 1)? })
     }
 
-    /// The bands of a key, strongest first.
+    /// The bands of a key, strongest first. They are side by side from channel 0 on; channels after them are not stored.
     pub fn bands(&self) -> &[Band] {
         &self.bands[..self.count]
     }
@@ -223,6 +236,7 @@ impl BandLayout {
         check_length("channels of a row", self.head_dim(), row.len())?;
         match side {
             Side::Key => {
+                row.fill(0.0);
                 for (index, band) in self.bands().iter().enumerate() {
                     let scale = scale(page[self.key_scales() + index * PAGE_TOKENS + token]);
                     let mask = (1_u8 << band.bits) - 1;
@@ -331,6 +345,42 @@ mod tests {
     }
 
     #[test]
+    fn the_smaller_format_keeps_the_stronger_half() {
+        let widths = |head_dim: usize| -> Vec<(usize, usize, u32)> {
+            let layout = BandLayout::int15(head_dim).expect("a layout");
+            layout.bands().iter().map(|band| (band.first, band.channels, band.bits)).collect()
+        };
+        assert_eq!(widths(16), [(0, 16, 2)]);
+        assert_eq!(widths(48), [(0, 32, 2)]);
+        assert_eq!(widths(64), [(0, 32, 2)]);
+        assert_eq!(widths(80), [(0, 16, 4), (16, 16, 1), (32, 16, 1)]);
+        assert_eq!(widths(96), [(0, 16, 4), (16, 16, 1), (32, 16, 1)]);
+        assert_eq!(widths(128), [(0, 16, 4), (16, 16, 2), (32, 16, 1), (48, 16, 1)]);
+        assert_eq!(widths(256), [(0, 32, 4), (32, 32, 2), (64, 32, 1), (96, 32, 1)]);
+        for (head_dim, bytes) in [(64, 1856), (96, 2752), (128, 3584), (256, 6656)] {
+            assert_eq!(BandLayout::int15(head_dim).expect("a layout").page_bytes(), bytes, "d={head_dim}");
+        }
+        // What the name promises: fewer than 1.8 bits an element at 128 channels.
+        assert!((3584 * 8) as f64 / (2 * 128 * PAGE_TOKENS) as f64 <= 1.75);
+    }
+
+    #[test]
+    fn channels_without_a_band_are_read_as_zero() {
+        for head_dim in [48, 64, 96, 128] {
+            let layout = BandLayout::int15(head_dim).expect("a layout");
+            let rows = BandRows { layout, value_rule: Rule::Gaussian };
+            let mut page = vec![0; layout.page_bytes()];
+            let row: Vec<f32> = (0..head_dim).map(|channel| 1.0 - 0.01 * channel as f32).collect();
+            rows.write_token(&mut page, Side::Key, 5, &row).expect("a row");
+            let mut read = vec![f32::NAN; head_dim];
+            layout.decode_token(&page, Side::Key, 5, &mut read).expect("a token");
+            let stored = layout.bands().last().expect("a band").range().end;
+            assert!(read[..stored].iter().all(|&x| x > 0.0 && x.is_finite()), "d={head_dim}: {read:?}");
+            assert!(read[stored..].iter().all(|&x| x == 0.0), "d={head_dim}: {read:?}");
+        }
+    }
+
+    #[test]
     fn pages_have_the_documented_sizes() {
         for (head_dim, bytes) in [(48, 2240), (64, 2560), (80, 3328), (96, 3584), (128, 4608), (256, 8704)] {
             assert_eq!(BandLayout::int2(head_dim).expect("a layout").page_bytes(), bytes, "d={head_dim}");
@@ -339,8 +389,10 @@ mod tests {
 
     #[test]
     fn every_code_has_a_place_of_its_own() {
-        for head_dim in [16, 48, 64, 96, 128] {
-            let layout = BandLayout::int2(head_dim).expect("a layout");
+        let dims = [16, 48, 64, 96, 128];
+        let layouts = dims.into_iter().flat_map(|d| [BandLayout::int2(d), BandLayout::int15(d)]);
+        for layout in layouts.map(|layout| layout.expect("a layout")) {
+            let head_dim = layout.head_dim();
             let mut used = vec![0_u8; layout.page_bytes()];
             let mut take = |(byte, shift): (usize, u32), bits: u32| {
                 let mask = ((1_u16 << bits) - 1) as u8;

@@ -57,6 +57,11 @@ impl PageLayout {
         Ok(PageLayout::Banded(BandLayout::int2(head_dim)?))
     }
 
+    /// The smaller format: bands for the stronger half of a key's channels, 2-bit values.
+    pub fn int15(head_dim: usize) -> Result<PageLayout, CodecError> {
+        Ok(PageLayout::Banded(BandLayout::int15(head_dim)?))
+    }
+
     /// Pages of 8-bit floats.
     pub fn fp8(head_dim: usize) -> Result<PageLayout, CodecError> {
         Ok(PageLayout::Fp8(Fp8Layout::new(head_dim)?))

@@ -1,8 +1,8 @@
 //! Pages byte for byte as an implementation of its own (`tools/make_codec_fixtures.py`, numpy) writes them.
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PageCodec,
-    RowEncoder, Rule, ScaleType, Side, SquareMatrix,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PageCodec, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
 };
 
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
@@ -50,6 +50,7 @@ impl Case {
 
 /// Keys in bands, centred values. The matrix of keys is any that has an inverse.
 struct Banded {
+    layout: fn(usize) -> Result<BandLayout, CodecError>,
     dim: usize,
     rule: Rule,
     seed: u64,
@@ -57,7 +58,7 @@ struct Banded {
 
 impl Banded {
     fn encode(&self) -> Vec<u8> {
-        let layout = BandLayout::int2(self.dim).unwrap();
+        let layout = (self.layout)(self.dim).unwrap();
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: self.rule });
         let encoder = |side: u64| {
             let seed = self.seed + 10 * side;
@@ -167,7 +168,11 @@ golden!(
         seed: 6,
     }
 );
-golden!(banded_d48, Banded { dim: 48, rule: Rule::Gaussian, seed: 21 });
-golden!(banded_d64, Banded { dim: 64, rule: Rule::Search, seed: 22 });
-golden!(banded_d96, Banded { dim: 96, rule: Rule::Search, seed: 23 });
-golden!(banded_d128, Banded { dim: 128, rule: Rule::Search, seed: 24 });
+golden!(banded_d48, Banded { layout: BandLayout::int2, dim: 48, rule: Rule::Gaussian, seed: 21 });
+golden!(banded_d64, Banded { layout: BandLayout::int2, dim: 64, rule: Rule::Search, seed: 22 });
+golden!(banded_d96, Banded { layout: BandLayout::int2, dim: 96, rule: Rule::Search, seed: 23 });
+golden!(banded_d128, Banded { layout: BandLayout::int2, dim: 128, rule: Rule::Search, seed: 24 });
+golden!(int15_d48, Banded { layout: BandLayout::int15, dim: 48, rule: Rule::Gaussian, seed: 31 });
+golden!(int15_d64, Banded { layout: BandLayout::int15, dim: 64, rule: Rule::Search, seed: 32 });
+golden!(int15_d96, Banded { layout: BandLayout::int15, dim: 96, rule: Rule::Search, seed: 33 });
+golden!(int15_d128, Banded { layout: BandLayout::int15, dim: 128, rule: Rule::Search, seed: 34 });

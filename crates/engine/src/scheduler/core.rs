@@ -24,6 +24,10 @@ use crate::serve::{EngineStats, SequenceView, SharedSink};
 use crate::settings::EngineOptions;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 
+/// The fewest rows whose logits are computed at once where a prompt is scored. The output projection is the largest
+/// matrix of a small model, and every block of rows reads it once.
+const SCORED_ROWS: usize = 32;
+
 /// Makes custom attention for a cache of so many bf16 slots.
 pub(crate) type MakeAttention<'a, B> =
     Box<dyn FnOnce(usize) -> Result<Box<dyn CustomAttention<B>>, KernelError> + 'a>;
@@ -78,7 +82,8 @@ impl<B: Backend> Core<B> {
         })?;
         let max_running = options.max_running;
         let chunk_rows = options.prefill_chunk.min(budget.context);
-        let activations = model.model().activations(chunk_rows.max(max_running), max_running)?;
+        let logit_rows = max_running.max(SCORED_ROWS.min(chunk_rows));
+        let activations = model.model().activations(chunk_rows.max(max_running), logit_rows)?;
         let attention = attention.map(|make| make(slots.exact)).transpose()?;
         if let Some(attention) = &attention {
             budget.kv = attention.name();
@@ -87,7 +92,7 @@ impl<B: Backend> Core<B> {
             Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.prefill_mode() };
         let core = Core {
             policy: Policy::new(ledger, rules),
-            executor: Executor::new(Arc::clone(&model), cache, activations, max_running, attention),
+            executor: Executor::new(Arc::clone(&model), cache, activations, logit_rows, attention),
             answers: Answers::new(Arc::clone(model.tokenizer()), budget.context),
             model,
             queued,

@@ -57,6 +57,13 @@ impl PageOrder {
                 "keys of {head_dim} channels in {bands} bands: CUDA kernels need {BANDS}"
             )));
         }
+        if let PageLayout::Banded(layout) = layout
+            && layout.bands().iter().map(|band| band.channels).sum::<usize>() != head_dim
+        {
+            return Err(CudaError::Unsupported(
+                "keys with channels outside of all bands (int1.5): there is no CUDA kernel for them".into(),
+            ));
+        }
         let order = PageOrder { layout };
         let group = head_dim / order.groups();
         if !group.is_multiple_of(32) {

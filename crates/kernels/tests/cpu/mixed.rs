@@ -72,7 +72,15 @@ fn int2(shape: Shape, groups: usize) -> PageCodec {
 
 /// Keys in bands by a matrix that is no rotation, and centred values.
 fn banded(shape: Shape) -> PageCodec {
-    let layout = BandLayout::int2(shape.d).unwrap();
+    in_bands(shape, BandLayout::int2(shape.d).unwrap())
+}
+
+/// The same for the stronger half of the channels.
+fn int15(shape: Shape) -> PageCodec {
+    in_bands(shape, BandLayout::int15(shape.d).unwrap())
+}
+
+fn in_bands(shape: Shape, layout: BandLayout) -> PageCodec {
     let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let mixing = hadamard::matrix(shape.d);
     // Channels of a band are of like strength, bands are not.
@@ -400,6 +408,7 @@ fn every_geometry_equals_the_oracle_in_every_format() {
         let codecs = [
             int2(shape, 1),
             banded(shape),
+            int15(shape),
             PageCodec::int4(geometry, means.clone()).unwrap(),
             PageCodec::fp8(geometry, means).unwrap(),
         ];
@@ -440,6 +449,7 @@ fn every_format_reads_what_it_sealed() {
     let codecs = [
         int2(shape, 2),
         banded(shape),
+        int15(shape),
         banded(shape).keep_bf16(&[1]).unwrap(),
         PageCodec::int4(shape.geometry(), means.clone()).unwrap(),
         PageCodec::fp8(shape.geometry(), means).unwrap(),

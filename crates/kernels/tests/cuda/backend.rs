@@ -1,6 +1,7 @@
 //! The backend of the card against the CPU's: weights of every stored type, products, and attention over a cache that is
 //! written in chunks, sealed, and continued token by token.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use oscar_codec::{
@@ -38,6 +39,9 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
         }
         failures += products(&cpu, &cuda, quick);
         failures += attention(&scalar, &cuda, quick);
+        if deterministic {
+            failures += chunks(&cuda);
+        }
     }
     failures
 }
@@ -224,9 +228,14 @@ const LAYER: usize = 1;
 impl<B: Inspect> Attending<'_, B> {
     /// Attention of some rows; pages that leave the window are sealed first, as an engine does it.
     fn rows(&mut self, start: usize, rows: &[f32]) -> Vec<f32> {
+        let due = self.windows.history(start / PAGE_TOKENS, usize::MAX, 0);
+        self.rows_after(due, start, rows)
+    }
+
+    /// The same; of the pages before, those that are `due` are read sealed.
+    fn rows_after(&mut self, due: Range<usize>, start: usize, rows: &[f32]) -> Vec<f32> {
         let cols = self.spec.qkv_cols();
         let len = rows.len() / cols;
-        let due = self.windows.history(start / PAGE_TOKENS, usize::MAX, 0);
         let exact_from = due.end;
         if let Some(sealed) = &mut self.sealed {
             for page in due {
@@ -350,6 +359,46 @@ fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
             let what = format!("attention of {name}, {d} channels, {group} query heads");
             failures += report(&format!("{what}, chunks"), worst[0], 1e-2);
             failures += report(&format!("{what}, tokens"), worst[1], 2e-3);
+        }
+    }
+    failures
+}
+
+/// With one numeric path, rows have the same bits in a chunk and one by one, whatever their pages hold.
+fn chunks(cuda: &CudaBackend) -> usize {
+    let mut failures = 0;
+    for d in [32, 64, 128] {
+        for (group, bits) in [(2, None), (2, Some(2)), (7, Some(2)), (2, Some(4)), (3, Some(0))] {
+            if bits == Some(0) && d == 32 {
+                continue;
+            }
+            let codec = bits.map(|bits| if bits == 0 { banded(d) } else { codec(d, bits) });
+            let mut random = Random::new(17);
+            let mut sequences = [(); 2].map(|()| attending(cuda, d, group, codec.clone(), 700));
+            let cols = sequences[0].spec.qkv_cols();
+            let mut numbers =
+                |rows: usize| -> Vec<f32> { (0..rows * cols).map(|_| random.signed()).collect() };
+            let (prompt, rows) = (numbers(500), numbers(100));
+            let due = sequences[0].windows.history(500 / PAGE_TOKENS, usize::MAX, 0);
+            for sequence in &mut sequences {
+                sequence.rows(0, &prompt);
+            }
+            let together = sequences[0].rows_after(due.clone(), 500, &rows);
+            let alone: Vec<f32> = rows
+                .chunks_exact(cols)
+                .enumerate()
+                .flat_map(|(index, row)| sequences[1].rows_after(due.clone(), 500 + index, row))
+                .collect();
+            let different = together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            if different > 0 {
+                println!(
+                    "FAILED {d} channels, {group} query heads, {bits:?} bits: {different} of {} numbers differ in a chunk, \
+                     by {:.1e}",
+                    alone.len(),
+                    error(&alone, &together)
+                );
+                failures += 1;
+            }
         }
     }
     failures

@@ -7,15 +7,15 @@ use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
 use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
-use oscar_rotations::codec::{int2_codec, mean_keys};
+use oscar_rotations::codec::{int2_codec, int15_codec, mean_keys};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationFile, Scope};
 
 use super::EvalError;
 
 /// The names and options of codecs, for help texts and errors.
-pub const HELP: &str = "bf16, fp8, int4, int3, int2, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
+pub const HELP: &str = "bf16, fp8, int4, int3, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
-    int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int4, int3, saw-int4, \
+    int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int1.5 takes keys-only or values-only; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
 /// Formats of our own cache besides `int2`; their keys are centred when the means are known.
@@ -34,10 +34,28 @@ impl CodecSource<'_> {
     /// Builds the codec that `spec` names.
     pub fn build(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let (name, options) = spec.split_once(':').unwrap_or((spec, ""));
-        if name == "int2" {
-            return self.int2(spec, &Int2Spec::parse(spec, options)?);
+        match name {
+            "int2" => self.int2(spec, &Int2Spec::parse(spec, options)?),
+            "int1.5" => self.int15(spec, options),
+            _ => self.baseline(spec, name, options),
         }
-        self.baseline(spec, name, options)
+    }
+
+    fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
+        let problem = || format!("`{options}` is not an option of int1.5; known are {HELP}");
+        let side = match options {
+            "" => None,
+            "keys-only" => Some(Side::Key),
+            "values-only" => Some(Side::Value),
+            _ => return Err(EvalError::Codec { spec: spec.to_owned(), problem: problem() }),
+        };
+        let codec = int15_codec(spec, self.file(spec)?, self.geometry)?;
+        Ok(sided(FastCodec::new(Isa::detect(), codec), side))
+    }
+
+    /// The rotations, which codecs of our own cannot do without.
+    fn file(&self, spec: &str) -> Result<&RotationFile, EvalError> {
+        self.rotations.ok_or_else(|| EvalError::NoRotations { spec: spec.to_owned() })
     }
 
     /// A codec of one definition. Those that treat rows alone can be centred; the tiers of our own cache are.
@@ -59,15 +77,16 @@ impl CodecSource<'_> {
     }
 
     fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let Some(file) = self.rotations else {
-            return Err(EvalError::NoRotations { spec: spec.to_owned() });
-        };
-        let codec = int2_codec(spec, file, self.geometry, &options.parts)?;
-        let codec = FastCodec::new(Isa::detect(), codec);
-        Ok(match options.side {
-            None => Box::new(codec),
-            Some(side) => Box::new(OneSidedCodec { codec, side }),
-        })
+        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &options.parts)?;
+        Ok(sided(FastCodec::new(Isa::detect(), codec), options.side))
+    }
+}
+
+/// A codec for both sides, or for one of them.
+fn sided(codec: FastCodec, side: Option<Side>) -> Box<dyn CacheCodec> {
+    match side {
+        None => Box::new(codec),
+        Some(side) => Box::new(OneSidedCodec { codec, side }),
     }
 }
 
@@ -195,6 +214,8 @@ mod tests {
         let source = CodecSource { geometry, rotations: None };
         let error = |spec| source.build(spec).map(|_| ()).unwrap_err().to_string();
         assert!(error("int2").contains("oscar calibrate"));
+        assert!(error("int1.5").contains("oscar calibrate"));
+        assert!(error("int1.5:paper").contains("`paper` is not an option of int1.5"));
         assert!(error("int5").contains("quarot-int2"));
         assert!(error("int4:paper").contains("`paper` is not an option"));
         assert!(error("fp8:centred").contains("rotations"));

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use oscar_codec::{CacheCodec, HeadIndex, KvGeometry, PageLayout, Rule, Side, SquareMatrix, hadamard};
+use oscar_codec::{
+    CacheCodec, HeadIndex, KvGeometry, PageCodec, PageLayout, Rule, Side, SquareMatrix, hadamard,
+};
 use oscar_random::Random;
-use oscar_rotations::codec::int2_codec;
+use oscar_rotations::codec::{int2_codec, int15_codec};
 use oscar_rotations::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
-use oscar_rotations::{Int2Encoder, Int2Options};
+use oscar_rotations::{Int2Encoder, Int2Options, RotationError};
 
 const DIM: usize = 64;
 const GEOMETRY: KvGeometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: DIM };
@@ -69,8 +71,8 @@ fn bands_keep_logits_of_uneven_keys() {
         (0..DIM).map(|channel| (strength(channel) * random.normal()) as f32 + 0.25).collect()
     };
     let keys: Vec<Vec<f32>> = (0..256).map(|_| key()).collect();
-    let error = |encoder: Int2Encoder| {
-        let codec = int2_codec("int2", &file(true), GEOMETRY, &options(encoder)).expect("a codec");
+    let error = |codec: Result<PageCodec, RotationError>| {
+        let codec = codec.expect("a codec");
         let mut stored = keys.concat();
         codec.round_trip(HEAD, Side::Key, &mut stored).expect("finite rows");
         let mut noise = Random::new(6);
@@ -87,8 +89,19 @@ fn bands_keep_logits_of_uneven_keys() {
         }
         (error / energy, along / energy, codec.page_bytes())
     };
-    let (bands, scalar) = (error(Int2Encoder::Band), error(Int2Encoder::Scalar));
+    let int2 = |encoder: Int2Encoder| int2_codec("int2", &file(true), GEOMETRY, &options(encoder));
+    let (bands, scalar) = (error(int2(Int2Encoder::Band)), error(int2(Int2Encoder::Scalar)));
     assert_eq!(bands.2, scalar.2, "the same bytes");
     assert!(bands.0 < 0.5 * scalar.0, "{bands:?} against {scalar:?}");
     assert!((bands.1 - 1.0).abs() < 0.03, "{bands:?}");
+    // Three quarters of the bytes, and little worse than scalar codes.
+    let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY));
+    assert_eq!((smaller.2, bands.2), (1856, 2560));
+    assert!(bands.0 < smaller.0 && smaller.0 < 1.3 * scalar.0, "{smaller:?} against {scalar:?}");
+}
+
+#[test]
+fn the_smaller_format_needs_bands() {
+    let error = int15_codec("int1.5", &file(false), GEOMETRY).expect_err("no bands");
+    assert!(error.to_string().contains("oscar calibrate"), "{error}");
 }

@@ -71,6 +71,17 @@ impl ApiError {
         self
     }
 
+    /// Names the field `sent` where the error names it `param`, also at the beginning of the message.
+    #[must_use]
+    pub(crate) fn renamed(mut self, param: &str, sent: String) -> ApiError {
+        let quote = if self.message.starts_with('`') { "`" } else { "" };
+        let rest = self.message.strip_prefix(quote).and_then(|message| message.strip_prefix(param));
+        if let Some(rest) = rest {
+            self.message = format!("{quote}{sent}{rest}");
+        }
+        self.with_param(sent)
+    }
+
     /// Adds a code that programs can test for.
     #[must_use]
     pub(crate) fn with_code(mut self, code: &'static str) -> ApiError {

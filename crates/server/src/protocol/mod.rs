@@ -14,6 +14,7 @@ mod openai;
 mod responses;
 mod sampling;
 mod score;
+mod sent_names;
 mod usage;
 
 pub(crate) use answer_format::{AnswerFormat, FieldError};
@@ -28,4 +29,5 @@ pub(crate) use openai::OpenAiRequest;
 pub(crate) use responses::ResponsesRequest;
 pub(crate) use sampling::{Object, SamplingFields, check_kv_precision, short};
 pub(crate) use score::ScoreRequest;
+pub(crate) use sent_names::SentNames;
 pub(crate) use usage::Usage;

@@ -116,7 +116,7 @@ async fn fields_at_fault_are_named() {
         (json!({}), "text"),
         (json!({"text": "a", "input_ids": [1]}), "text"),
         (json!({"text": []}), "text"),
-        (json!({"input_ids": []}), "prompt"),
+        (json!({"input_ids": []}), "input_ids"),
         (json!({"text": "a", "lora_path": "x"}), "lora_path"),
         (json!({"text": "a", "image_data": ["x"]}), "image_data"),
     ] {

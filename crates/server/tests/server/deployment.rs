@@ -3,9 +3,13 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use axum::body::Body;
+use axum::http::Request;
+use oscar_engine::MockOptions;
+use oscar_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::support::mock;
+use crate::support::{mock, mock_with};
 
 /// Series in an expression: names with one of our prefixes.
 fn series(expression: &str) -> impl Iterator<Item = &str> {
@@ -52,9 +56,58 @@ async fn the_dashboard_asks_for_series_that_are_there() {
     assert!(missing.is_empty(), "{missing:?} are not in {there:?}");
 }
 
+/// Names by which the deployed server is asked: with a key all of them, without one those that the settings name.
+#[tokio::test]
+async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
+    let ask = |path: &str, host: &str, key: Option<&str>| {
+        let mut request = Request::get(path).header("host", host);
+        if let Some(key) = key {
+            request = request.header("authorization", format!("Bearer {key}"));
+        }
+        request.body(Body::empty()).unwrap()
+    };
+    // On Kubernetes: services have names, probes and scrapers come by address and without the key.
+    let kubernetes = include_str!("../../../../deploy/kubernetes.yaml");
+    assert!(kubernetes.contains("name: OSCAR_API_KEY") && !kubernetes.contains("--allowed-hosts"));
+    let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
+    let house = mock_with(MockOptions::default(), options);
+    let services: Vec<&str> = kubernetes
+        .split("---")
+        .filter(|document| document.contains("kind: Service\n"))
+        .filter_map(|document| document.split("name: ").nth(1)?.lines().next())
+        .collect();
+    assert_eq!(services, ["oscar", "oscar-servers"]);
+    for name in services {
+        let host = format!("{name}.default.svc.cluster.local");
+        house.send(ask("/v1/models", &host, Some("secret"))).await.ok();
+        house.send(ask("/v1/models", &host, None)).await.refused(401);
+    }
+    let probes: Vec<&str> = kubernetes
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("httpGet: {path: ")?.split(',').next())
+        .chain(kubernetes.contains("prometheus.io/path: /metrics").then_some("/metrics"))
+        .collect();
+    assert_eq!(probes, ["/health_generate", "/health", "/health_generate", "/metrics"]);
+    for path in &probes {
+        assert_eq!(house.send(ask(path, "10.1.2.3:30000", None)).await.status, 200, "{path}");
+    }
+    // Behind a proxy, without a key: the proxies of the guide pass their own name on, and the settings have a place for it.
+    let guide = include_str!("../../../../docs/deployment.md");
+    assert!(guide.contains("proxy_set_header Host $host;") && guide.contains("--allowed-hosts\nllm.example"));
+    assert!(include_str!("../../../../deploy/oscar.toml").contains("\nallowed-hosts = []\n"));
+    let options = |hosts: Vec<String>| ServerOptions { allowed_hosts: hosts, ..ServerOptions::default() };
+    let house = mock_with(MockOptions::default(), options(Vec::new()));
+    house.send(ask("/v1/models", "llm.example", None)).await.refused(403);
+    for path in probes {
+        assert_eq!(house.send(ask(path, "llm.example", None)).await.status, 200, "{path}");
+    }
+    let house = mock_with(MockOptions::default(), options(vec!["llm.example".to_owned()]));
+    house.send(ask("/v1/models", "llm.example", None)).await.ok();
+}
+
 #[test]
 fn the_time_to_stop_is_longer_than_the_servers_own() {
-    let own = oscar_server::ServerOptions::default().shutdown.as_secs();
+    let own = ServerOptions::default().shutdown.as_secs();
     for (file, text, name) in [
         ("oscar.service", include_str!("../../../../deploy/oscar.service"), "TimeoutStopSec="),
         (

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::support::{mock, mock_with};
 
 /// A good request for each door.
-fn doors() -> [(&'static str, Value); 8] {
+fn doors() -> [(&'static str, Value); 11] {
     let messages = json!([{"role": "user", "content": "Hello"}]);
     [
         ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})),
@@ -18,6 +18,9 @@ fn doors() -> [(&'static str, Value); 8] {
         ("/generate", json!({"text": "Hello", "sampling_params": {"max_new_tokens": 2}})),
         ("/completion", json!({"prompt": "Hello", "n_predict": 2})),
         ("/tokenize", json!({"prompt": "Hello"})),
+        ("/detokenize", json!({"tokens": [5]})),
+        ("/v1/embeddings", json!({"input": "Hello"})),
+        ("/v1/score", json!({"text_1": "Hello", "text_2": " you"})),
     ]
 }
 

@@ -1,5 +1,7 @@
 //! Requests that mean harm: from web pages of others, and bodies that grow in memory.
 
+use std::cell::RefCell;
+
 use axum::body::Body;
 use axum::http::{Method, Request};
 use oscar_engine::{MockOptions, Serve};
@@ -104,6 +106,9 @@ async fn a_batch_is_counted_before_it_is_expanded() {
         ("/generate", json!({"input_ids": vec![[1]; most + 1]}), "input_ids"),
         ("/v1/completions", json!({"prompt": texts}), "prompt"),
         ("/v1/completions", json!({"prompt": vec![[1]; most + 1]}), "prompt"),
+        ("/completion", json!({"prompt": texts}), "prompt"),
+        ("/v1/embeddings", json!({"input": texts}), "input"),
+        ("/v1/score", json!({"text_1": "a", "text_2": texts}), "text_2"),
     ] {
         let error = house.post(path, body).await.refused(400);
         assert_eq!(error["param"], field, "{error}");
@@ -131,6 +136,32 @@ async fn bodies_of_many_small_values_are_refused() {
         json!({"messages": [{"role": "user", "content": vec![json!({"type": "text", "text": "a"}); 5000]}]});
     let error = send(parts.to_string()).await.refused(400);
     assert!(error.to_string().contains("at most 4096"), "{error}");
+}
+
+/// Large bodies are parsed and rendered beside the threads that serve connections: whoever asks after them is answered
+/// before them.
+#[tokio::test]
+async fn large_bodies_hold_nobody_up() {
+    let house = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
+    let message = "{\"role\": \"user\", \"content\": \"a few words\"},";
+    let chat = |count: usize| format!("{{\"messages\": [{}]}}", message.repeat(count).trim_end_matches(','));
+    let words =
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"".to_owned() + &"w ".repeat(7 << 20) + "\"}]}";
+    for body in [chat(500_000), chat(16_000), words] {
+        let answered = RefCell::new(Vec::new());
+        let large = async {
+            house.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body)).await.refused(400);
+            answered.borrow_mut().push("large");
+        };
+        let small = async {
+            assert_eq!(house.send(request(Method::GET, "/health", &[], "")).await.status, 200);
+            let question = json!({"prompt": "a", "max_tokens": 1}).to_string();
+            house.send(request(Method::POST, "/v1/completions", &[JSON], &question)).await.ok();
+            answered.borrow_mut().push("small");
+        };
+        tokio::join!(biased; large, small);
+        assert_eq!(*answered.borrow(), ["small", "large"], "a body of {} bytes", body.len());
+    }
 }
 
 #[tokio::test]

@@ -23,5 +23,6 @@ mod page;
 mod parsed;
 mod responses;
 mod sampling;
+mod sent_names;
 mod support;
 mod thinking;

@@ -128,6 +128,48 @@ async fn native_probabilities_agree_with_the_echoed_ones() {
     assert_eq!(default["meta_info"]["input_token_logprobs"], json!([]));
 }
 
+/// Only what is listed is computed: the rest of a prompt may come from the cache.
+#[tokio::test]
+async fn native_probabilities_begin_where_they_are_asked_for() {
+    let house = tiny(1024, EngineOptions::default());
+    let ids = prompt(300);
+    let ask = |start: i64| {
+        let params = json!({"max_new_tokens": 1, "temperature": 0});
+        house.post(
+            "/generate",
+            json!({"input_ids": ids, "return_logprob": true, "logprob_start_len": start,
+            "top_logprobs_num": 2, "sampling_params": params}),
+        )
+    };
+    let whole = ask(0).await.ok()["meta_info"].clone();
+    assert_eq!(
+        (whole["input_token_logprobs"].as_array().unwrap().len(), &whole["cached_tokens"]),
+        (300, &json!(0))
+    );
+    let again = ask(0).await.ok()["meta_info"].clone();
+    assert_eq!(again["cached_tokens"], 0, "all of it is asked for");
+    for start in [1, 64, 210, 299] {
+        let part = ask(start).await.ok()["meta_info"].clone();
+        let cached = part["cached_tokens"].as_i64().unwrap();
+        // At least all whole pages before the row that the first listed token is predicted from.
+        assert!(((start - 1) / 64 * 64..start).contains(&cached), "from {start}: {cached}");
+        let list = |meta: &Value| meta["input_token_logprobs"].as_array().unwrap().clone();
+        let (part_list, expected) = (list(&part), list(&whole)[start as usize..].to_vec());
+        assert_eq!(part_list.len(), expected.len());
+        for (entry, expected) in part_list.iter().zip(&expected) {
+            assert_eq!(entry[1], expected[1]);
+            assert!(
+                (entry[0].as_f64().unwrap() - expected[0].as_f64().unwrap()).abs() < 1e-3,
+                "from {start}"
+            );
+        }
+        assert_eq!(part["input_top_logprobs"].as_array().unwrap().len(), expected.len());
+    }
+    let none = ask(300).await.ok()["meta_info"].clone();
+    assert_eq!(none["input_token_logprobs"], json!([]));
+    assert!(none["cached_tokens"].as_i64().unwrap() >= 256);
+}
+
 #[tokio::test]
 async fn a_second_request_finds_the_first_one_in_the_cache() {
     let house = tiny(1024, EngineOptions::default());

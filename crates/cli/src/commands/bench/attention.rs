@@ -71,7 +71,7 @@ pub(super) struct AttentionBenchArguments {
     #[arg(long, default_value = "8k,16k,32k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
     contexts: Vec<usize>,
 
-    /// Page formats: bf16, fp8, int4, int2 (keys in bands) and int2:scalar.
+    /// Page formats: bf16, fp8, int4, int2 (keys in bands), int2:scalar and int1.5.
     #[arg(long, default_value = "bf16,fp8,int4,int2", value_name = "LIST", value_delimiter = ',')]
     kv: Vec<PageFormat>,
 

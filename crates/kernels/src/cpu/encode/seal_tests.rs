@@ -46,10 +46,10 @@ fn int2(dim: usize, groups: usize, rule: Rule, published: bool) -> PageCodec {
 }
 
 /// Keys in bands, with matrices that are no rotations, and centred values.
-fn banded(dim: usize) -> PageCodec {
+fn banded(layout: BandLayout) -> PageCodec {
+    let dim = layout.head_dim();
     let mut noise = Noise::new(3 * dim as u64);
-    let rows =
-        RowEncoder::Banded(BandRows { layout: BandLayout::int2(dim).unwrap(), value_rule: Rule::Search });
+    let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let mut encoder = |general: bool| {
         let (mean, rotation) = (Some(noise.rows(dim)), noise.rotation(dim));
         let transform = if general {
@@ -85,7 +85,8 @@ fn codecs(dim: usize) -> Vec<PageCodec> {
         int2(dim, 2, Rule::Gaussian, false),
         int2(dim, 4, Rule::Clip(0.92), false),
         int2(dim, 1, Rule::Clip(0.96), true),
-        banded(dim),
+        banded(BandLayout::int2(dim).unwrap()),
+        banded(BandLayout::int15(dim).unwrap()),
         PageCodec::int4(geometry, None).unwrap(),
         PageCodec::int4(geometry, Some(means(dim))).unwrap(),
         PageCodec::fp8(geometry, None).unwrap(),

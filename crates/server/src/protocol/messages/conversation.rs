@@ -4,10 +4,14 @@
 use serde_json::{Value, json};
 
 use crate::protocol::ApiError;
+use crate::protocol::sent_names::Place;
 
 /// The messages in the form of a chat of OpenAI's interface.
+#[derive(Default)]
 pub(super) struct Conversation {
     pub(super) messages: Vec<Value>,
+    /// Where each of them was in the request.
+    pub(super) places: Vec<Place>,
     /// Whether the last message is the beginning of the answer, which the model continues.
     pub(super) continues: bool,
 }
@@ -34,31 +38,38 @@ pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiErro
             _ => turns.push(turn),
         }
     }
-    let mut all = Vec::new();
-    let mut continues = false;
+    let mut all = Conversation::default();
     let count = turns.len();
     for (index, turn) in turns.into_iter().enumerate() {
         match turn.role {
             "assistant" => {
-                let message = said(turn.blocks)?;
+                let (message, place) = said(turn.blocks)?;
                 let last = index + 1 == count;
                 if last && message.get("tool_calls").is_some() {
                     let problem = "messages: the last one calls tools; their results must follow";
                     return Err(ApiError::bad_field("messages", problem));
                 }
                 // An empty beginning is no beginning.
-                continues = last && message["content"].as_str().is_some_and(|text| !text.trim().is_empty());
-                if continues || !last {
-                    all.push(message);
+                all.continues =
+                    last && message["content"].as_str().is_some_and(|text| !text.trim().is_empty());
+                if all.continues || !last {
+                    all.push(message, place);
                 }
             }
             role => heard(role, turn.blocks, &mut all)?,
         }
     }
-    if all.is_empty() {
+    if all.messages.is_empty() {
         return Err(ApiError::bad_field("messages", "messages must have at least one message of the user"));
     }
-    Ok(Conversation { messages: all, continues })
+    Ok(all)
+}
+
+impl Conversation {
+    fn push(&mut self, message: Value, place: Place) {
+        self.messages.push(message);
+        self.places.push(place);
+    }
 }
 
 /// Reads the role and the blocks of a message.
@@ -88,9 +99,10 @@ fn turn(place: &str, mut message: Value) -> Result<Turn, ApiError> {
     Ok(Turn { role, blocks })
 }
 
-/// A message of the assistant, with its text, reasoning and tool calls in one.
-fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
+/// A message of the assistant, with its text, reasoning and tool calls in one, and where it was.
+fn said(blocks: Vec<Block>) -> Result<(Value, Place), ApiError> {
     let (mut texts, mut thoughts, mut calls) = (Vec::new(), Vec::new(), Vec::new());
+    let mut whole = Place::new(blocks.first().map_or("messages", |(place, _)| place));
     for (place, mut block) in blocks {
         match kind(&block) {
             "text" => texts.push(text(&place, &block, "text")?),
@@ -106,6 +118,7 @@ fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
                 }
                 let function = json!({"name": name, "arguments": arguments});
                 calls.push(json!({"id": id, "type": "function", "function": function}));
+                whole.calls.push(place);
             }
             other => return Err(stranger(&place, other)),
         }
@@ -117,33 +130,41 @@ fn said(blocks: Vec<Block>) -> Result<Value, ApiError> {
     if !calls.is_empty() {
         message["tool_calls"] = calls.into();
     }
-    Ok(message)
+    Ok((message, whole))
 }
 
 /// Messages of the user: text, and results of tools as messages of their own.
-fn heard(role: &str, blocks: Vec<Block>, all: &mut Vec<Value>) -> Result<(), ApiError> {
-    let mut run = Vec::new();
-    let tell = |run: &mut Vec<String>, all: &mut Vec<Value>| {
+fn heard(role: &str, blocks: Vec<Block>, all: &mut Conversation) -> Result<(), ApiError> {
+    // Texts in a row, and where the first of them was.
+    let (mut run, mut begin) = (Vec::new(), String::new());
+    let tell = |run: &mut Vec<String>, begin: &str, all: &mut Conversation| {
         if !run.is_empty() {
-            all.push(json!({"role": role, "content": std::mem::take(run).join("\n")}));
+            let content = std::mem::take(run).join("\n");
+            all.push(json!({"role": role, "content": content}), Place::new(begin));
         }
     };
     for (place, mut block) in blocks {
         match kind(&block) {
-            "text" => run.push(text(&place, &block, "text")?),
+            "text" => {
+                run.push(text(&place, &block, "text")?);
+                if run.len() == 1 {
+                    begin = place;
+                }
+            }
             "tool_result" if role == "user" => {
-                tell(&mut run, all);
+                tell(&mut run, &begin, all);
                 let id = text(&place, &block, "tool_use_id")?;
                 let content = match block.get_mut("content").map(Value::take) {
                     None | Some(Value::Null) => String::new(),
                     Some(content) => texts(&format!("{place}.content"), content)?,
                 };
-                all.push(json!({"role": "tool", "tool_call_id": id, "content": content}));
+                let message = json!({"role": "tool", "tool_call_id": id, "content": content});
+                all.push(message, Place::new(place));
             }
             other => return Err(stranger(&place, other)),
         }
     }
-    tell(&mut run, all);
+    tell(&mut run, &begin, all);
     Ok(())
 }
 
@@ -217,6 +238,12 @@ mod tests {
             json!({"role": "user", "content": "And?\nWell?"}),
         ];
         assert_eq!(chat.messages, expected);
+        let place = |path: &str| Place::new(format!("messages{path}"));
+        let called = Place { calls: vec!["messages[1].content[3]".to_owned()], ..place("[1].content[0]") };
+        let results = [place("[2].content[0]"), place("[2].content[1]")];
+        let expected =
+            [&[place("[0].content[0]"), called][..], &results, &[place("[2].content[2]")]].concat();
+        assert_eq!(chat.places, expected);
         assert!(!chat.continues);
     }
 

@@ -7,6 +7,7 @@ use serde_json::{Map, Number, Value, json};
 
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
+use super::sent_names::{Place, SentNames};
 use super::{OneOrMany, OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
@@ -56,8 +57,8 @@ struct OutputConfig {
 }
 
 impl MessagesRequest {
-    /// Translates the request into a chat.
-    pub(crate) fn into_chat(self) -> Result<OpenAiRequest, ApiError> {
+    /// Translates the request into a chat, and says what the client called the fields of it.
+    pub(crate) fn into_chat(self) -> Result<(OpenAiRequest, SentNames), ApiError> {
         if self.max_tokens.is_none() {
             return Err(ApiError::bad_field("max_tokens", "max_tokens: there must be a limit"));
         }
@@ -65,7 +66,7 @@ impl MessagesRequest {
     }
 
     /// Translates a request whose prompt is only counted, which needs no `max_tokens`.
-    pub(crate) fn into_unlimited(self) -> Result<OpenAiRequest, ApiError> {
+    pub(crate) fn into_unlimited(self) -> Result<(OpenAiRequest, SentNames), ApiError> {
         if self.max_tokens == Some(0) {
             return Err(ApiError::bad_field("max_tokens", "max_tokens is 0, expected 1 or more"));
         }
@@ -79,14 +80,16 @@ impl MessagesRequest {
         if let Some(system) = self.system.filter(|system| !system.is_null()) {
             let content = texts("system", system)?;
             chat.messages.insert(0, json!({"role": "system", "content": content}));
+            chat.places.insert(0, Place::new("system"));
         }
+        let names = SentNames::of_messages(&chat.places, self.tools.as_ref().map_or(0, Vec::len));
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         if let Some(thinks) = self.thinking.map(|Object(thinking)| thinking.wanted()).transpose()? {
             variables.entry("enable_thinking").or_insert(thinks.into());
         }
         let output = self.output_config.map_or_else(OutputConfig::default, |Object(output)| output);
         let (tool_choice, parallel) = tool_choice(self.tool_choice)?;
-        Ok(OpenAiRequest {
+        let request = OpenAiRequest {
             model: self.model,
             stream: self.stream,
             rid: self.rid,
@@ -106,7 +109,8 @@ impl MessagesRequest {
             stop: self.stop_sequences.map(OneOrMany::Many),
             cache_salt: self.cache_salt,
             ..OpenAiRequest::default()
-        })
+        };
+        Ok((request, names))
     }
 }
 
@@ -202,7 +206,7 @@ mod tests {
         for (name, value) in extra.as_object().unwrap() {
             request[name] = value.clone();
         }
-        parse::<MessagesRequest>(request.to_string().as_bytes())?.into_chat()
+        parse::<MessagesRequest>(request.to_string().as_bytes())?.into_chat().map(|(request, _)| request)
     }
 
     #[test]

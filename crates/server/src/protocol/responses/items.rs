@@ -3,11 +3,14 @@
 use serde_json::{Value, json};
 
 use crate::protocol::ApiError;
+use crate::protocol::sent_names::Place;
 
-/// Translates the items of `input` into the messages of a chat.
-pub(super) fn messages(input: Value) -> Result<Vec<Value>, ApiError> {
+/// Translates the items of `input` into the messages of a chat, each with the items that it was made of.
+pub(super) fn messages(input: Value) -> Result<(Vec<Value>, Vec<Place>), ApiError> {
     let items = match input {
-        Value::String(text) => return Ok(vec![json!({"role": "user", "content": text})]),
+        Value::String(text) => {
+            return Ok((vec![json!({"role": "user", "content": text})], vec![Place::new("input")]));
+        }
         Value::Array(items) if !items.is_empty() => items,
         _ => return Err(ApiError::bad_field("input", "input must be a text or a list of items")),
     };
@@ -16,16 +19,19 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, ApiError> {
         all.item(&format!("input[{index}]"), item)?;
     }
     all.flush();
-    Ok(all.list)
+    Ok((all.list, all.places))
 }
 
 /// The messages so far, and what the model said that has not become one yet.
 #[derive(Default)]
 struct Messages {
     list: Vec<Value>,
+    places: Vec<Place>,
     thoughts: Option<String>,
     text: Option<String>,
     calls: Vec<Value>,
+    /// Where text and calls were.
+    place: Place,
 }
 
 impl Messages {
@@ -37,13 +43,15 @@ impl Messages {
                 let function = json!({"name": field(place, item, "name")?, "arguments": arguments});
                 let id = field(place, item, "call_id")?;
                 self.calls.push(json!({"id": id, "type": "function", "function": function}));
+                self.begin(place);
+                self.place.calls.push(place.to_owned());
                 Ok(())
             }
             Some("function_call_output") => {
                 let content = texts(&format!("{place}.output"), item.get("output"))?;
                 let id = field(place, item, "call_id")?;
                 self.flush();
-                self.list.push(json!({"role": "tool", "tool_call_id": id, "content": content}));
+                self.push(place, json!({"role": "tool", "tool_call_id": id, "content": content}));
                 Ok(())
             }
             Some("reasoning") => {
@@ -87,11 +95,25 @@ impl Messages {
                 self.flush();
             }
             self.text = Some(content);
+            self.begin(place);
         } else {
             self.flush();
-            self.list.push(json!({"role": role, "content": content}));
+            self.push(place, json!({"role": role, "content": content}));
         }
         Ok(())
+    }
+
+    /// Adds a message that was made of one item.
+    fn push(&mut self, place: &str, message: Value) {
+        self.list.push(message);
+        self.places.push(Place::new(place));
+    }
+
+    /// Names the message of the assistant after its first item.
+    fn begin(&mut self, place: &str) {
+        if self.place.message.is_empty() {
+            place.clone_into(&mut self.place.message);
+        }
     }
 
     /// Ends the message of the assistant that earlier items began, if they began one.
@@ -110,6 +132,7 @@ impl Messages {
             message["tool_calls"] = calls.into();
         }
         self.list.push(message);
+        self.places.push(std::mem::take(&mut self.place));
     }
 }
 
@@ -178,7 +201,12 @@ mod tests {
             json!({"role": "assistant", "content": "Really."}),
             json!({"role": "user", "content": "Hm."}),
         ];
-        assert_eq!(messages(input).unwrap(), expected);
+        let (list, places) = messages(input).unwrap();
+        assert_eq!(list, expected);
+        let place = |index: usize| Place::new(format!("input[{index}]"));
+        let called = Place { calls: vec!["input[4]".into(), "input[5]".into()], ..place(3) };
+        let expected = [place(0), place(1), called, place(6), place(7), place(9), place(10), place(11)];
+        assert_eq!(places, expected);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use serde_json::{Map, Number, Value, json};
 
 use self::items::messages;
 use super::sampling::Object;
+use super::sent_names::{Place, SentNames};
 use super::{OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
@@ -65,13 +66,15 @@ pub(crate) struct ReasoningSettings {
 }
 
 impl ResponsesRequest {
-    /// Translates the request into a chat.
-    pub(crate) fn into_chat(self) -> Result<OpenAiRequest, ApiError> {
+    /// Translates the request into a chat, and says what the client called the fields of it.
+    pub(crate) fn into_chat(self) -> Result<(OpenAiRequest, SentNames), ApiError> {
         self.check()?;
-        let mut messages = messages(self.input.unwrap_or_default())?;
+        let (mut messages, mut places) = messages(self.input.unwrap_or_default())?;
         if let Some(instructions) = self.instructions {
             messages.insert(0, json!({"role": "system", "content": instructions}));
+            places.insert(0, Place::new("instructions"));
         }
+        let names = SentNames::of_responses(&places, self.tools.as_ref().map_or(0, Vec::len));
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
         let effort = self.reasoning.and_then(|Object(reasoning)| reasoning.effort);
         // Templates that let models think or not know this name.
@@ -79,7 +82,7 @@ impl ResponsesRequest {
             variables.entry("enable_thinking").or_insert(false.into());
         }
         let format = self.text.and_then(|Object(text)| text.format).filter(|format| !format.is_null());
-        Ok(OpenAiRequest {
+        let request = OpenAiRequest {
             model: self.model,
             stream: self.stream,
             rid: self.rid,
@@ -97,7 +100,8 @@ impl ResponsesRequest {
             seed: self.seed,
             cache_salt: self.cache_salt,
             ..OpenAiRequest::default()
-        })
+        };
+        Ok((request, names))
     }
 
     /// Refuses fields that would change the answer and are not supported.
@@ -199,7 +203,7 @@ mod tests {
         for (name, value) in extra.as_object().unwrap() {
             request[name] = value.clone();
         }
-        parse::<ResponsesRequest>(request.to_string().as_bytes())?.into_chat()
+        parse::<ResponsesRequest>(request.to_string().as_bytes())?.into_chat().map(|(request, _)| request)
     }
 
     #[test]

@@ -24,7 +24,7 @@ use super::{finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::parse::Message;
-use crate::protocol::{ApiError, Door, OpenAiRequest, Usage};
+use crate::protocol::{ApiError, Door, OpenAiRequest, SentNames, Usage};
 use crate::routes::logprobs::{ChatLogprob, prompt_logprobs};
 use crate::state::{AppState, unix_seconds};
 
@@ -36,12 +36,15 @@ pub(crate) async fn chat_completions(
     request.leave_fields_of_completions();
     request.unread.check(Door::Chat, app.options.unknown_fields)?;
     let id = fresh_id("chatcmpl-");
-    let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    let names = SentNames::of_chat();
+    let begun = Turn::begin(&app, &mut request, &id).await;
+    let (turn, mut answers) = begun.map_err(|error| names.restore(error))?;
     drop(memory);
     if request.streams() {
         return Ok(stream(answers, ChatWriter::new(turn, &id, request.includes_usage())));
     }
-    let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await?;
+    let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await;
+    let whole = whole.map_err(|error| names.restore(error))?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
     let listed = whole.first().filter(|_| turn.wants_prompt_logprobs);

@@ -20,8 +20,6 @@ pub(super) struct Shape {
 /// Which logprobs an answer lists.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Listing {
-    /// The first token of the prompt whose logprob is listed; none is when `None`.
-    pub(super) start: Option<usize>,
     /// The number of alternatives to each token.
     pub(super) top: usize,
     /// Whether tokens are given as text too.
@@ -74,12 +72,11 @@ impl Shape {
 
 impl Listing {
     fn add_prompt(self, app: &AppState, prompt: &[PromptLogprob], meta: &mut Map<String, Value>) {
-        let chosen = &prompt[self.start.unwrap_or(prompt.len()).min(prompt.len())..];
         let list: Vec<Value> =
-            chosen.iter().map(|entry| self.entry(app, entry.token, entry.logprob)).collect();
+            prompt.iter().map(|entry| self.entry(app, entry.token, entry.logprob)).collect();
         meta.insert("input_token_logprobs".to_owned(), list.into());
         if self.top > 0 {
-            let tops: Vec<Value> = chosen
+            let tops: Vec<Value> = prompt
                 .iter()
                 .map(|entry| self.alternatives(app, entry.logprob.map(|_| &entry.top[..])))
                 .collect();

@@ -18,7 +18,7 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{
-    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, check_kv_precision,
+    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, SentNames, check_kv_precision,
 };
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
@@ -31,6 +31,7 @@ pub(crate) async fn generate(
 ) -> Result<Response, ApiError> {
     check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     check_fields(&app, &request)?;
+    let names = SentNames::of_generate(request.input_ids.is_some());
     let (prompts, batch) = prompts(&app, &mut request).await?;
     let count = prompts.len();
     let params: Vec<SamplingParams> = match request.sampling_params.take() {
@@ -60,10 +61,12 @@ pub(crate) async fn generate(
         let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
-        let listing = wanted[index].then_some(Listing { start, top, with_text });
+        let listing = wanted[index].then_some(Listing { top, with_text });
+        // What comes before the first token that is listed may be read from the cache.
         let options = GenerateOptions {
             logprobs: listing.map(|_| top),
             prompt_logprobs: start.map(|_| top),
+            score_from: start.unwrap_or(0),
             ..options
         };
         shapes.push(Shape { id: id.clone(), n: options.n, listing });
@@ -76,7 +79,7 @@ pub(crate) async fn generate(
             "n must be the same for all prompts of a batch",
         ));
     }
-    let mut answers = AnswerStream::submit(&app, asked)?;
+    let mut answers = AnswerStream::submit(&app, asked).map_err(|error| names.restore(error))?;
     drop(memory);
     let many = batch || choices > 1;
     if request.stream.unwrap_or(false) {
@@ -85,7 +88,8 @@ pub(crate) async fn generate(
     }
     let begun = answers.begun();
     let keep_tokens = shapes.iter().any(|shape| shape.listing.is_some());
-    let whole = collect(&mut answers, count, choices, keep_tokens).await?;
+    let whole = collect(&mut answers, count, choices, keep_tokens).await;
+    let whole = whole.map_err(|error| names.restore(error))?;
     let mut list: Vec<Value> = Vec::with_capacity(whole.len());
     for answer in &whole {
         let shape = &shapes[answer.prompt];

@@ -27,15 +27,16 @@ pub(crate) async fn messages(
     JsonBody(request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Response, ApiError> {
     request.unread.check(Door::Messages, app.options.unknown_fields)?;
-    let mut request = request.into_chat()?;
+    let (mut request, names) = request.into_chat()?;
     let id = fresh_id("msg_");
-    let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    let begun = Turn::begin(&app, &mut request, &id).await;
+    let (turn, mut answers) = begun.map_err(|error| names.restore(error))?;
     drop(memory);
     let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, MessageWriter::new(answer, id)));
     }
-    let summary = answer.collect(&mut answers).await?;
+    let summary = answer.collect(&mut answers).await.map_err(|error| names.restore(error))?;
     Ok(Json(whole_message(&id, &answer, &summary)).into_response())
 }
 
@@ -45,10 +46,10 @@ pub(crate) async fn count_tokens(
     JsonBody(request, _memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     request.unread.check(Door::Messages, app.options.unknown_fields)?;
-    let mut request = request.into_unlimited()?;
+    let (mut request, names) = request.into_unlimited()?;
     app.model.check_name(request.model.as_deref())?;
     // What would be refused has no tokens either.
-    request.answer_format()?;
-    let rendered = prepare(&app, &mut request, None).await?;
+    request.answer_format().map_err(|error| names.restore(error))?;
+    let rendered = prepare(&app, &mut request, None).await.map_err(|error| names.restore(error))?;
     Ok(Json(json!({"input_tokens": rendered.ids.len()})))
 }

@@ -26,13 +26,14 @@ pub(crate) async fn responses(
     request.unread.check(Door::Responses, app.options.unknown_fields)?;
     let id = fresh_id("resp_");
     let object = ResponseObject::new(&app, &id, &request);
-    let mut request = request.into_chat()?;
-    let (turn, mut answers) = Turn::begin(&app, &mut request, &id).await?;
+    let (mut request, names) = request.into_chat()?;
+    let begun = Turn::begin(&app, &mut request, &id).await;
+    let (turn, mut answers) = begun.map_err(|error| names.restore(error))?;
     drop(memory);
     let mut answer = PartsAnswer::new(turn);
     if request.streams() {
         return Ok(stream(answers, ResponseWriter::new(answer, object)));
     }
-    let summary = answer.collect(&mut answers).await?;
+    let summary = answer.collect(&mut answers).await.map_err(|error| names.restore(error))?;
     Ok(Json(object.finished(&answer, &summary)).into_response())
 }

@@ -6,14 +6,13 @@
 
 use std::arch::x86_64::*;
 
-use oscar_codec::band::half_range;
 use oscar_codec::{PAGE_TOKENS, ScaleType};
 
-use super::engine::{Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
+use super::bands::band_logits;
+use super::engine::{BandKeys, Engine, KeySums, LANES, RowStates, Shape, ValueSums, Weights};
 use super::product::most_rows;
 use super::registers::{
-    LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_band, load_pair, load_some, reduce_max, some, split,
-    units,
+    LARGER_MAGNITUDE, Page, REGISTERS, exp2, join, load_pair, load_some, reduce_max, some, split, units,
 };
 use crate::cpu::isa::Isa;
 use crate::cpu::simd::Simd;
@@ -38,6 +37,7 @@ const ROWS: usize = most_rows(LANES);
 
 impl Engine for Avx512 {
     const ROWS: usize = ROWS;
+    const JOINS_BANDS: bool = true;
 
     #[inline(always)]
     fn simd(&self) -> Simd {
@@ -54,6 +54,12 @@ impl Engine for Avx512 {
     fn total(&self, row: &[f32]) -> f32 {
         // SAFETY: as above.
         unsafe { total(row) }
+    }
+
+    #[inline(always)]
+    fn band_logits(&self, keys: &BandKeys<'_>, logits: &mut [f32]) {
+        // SAFETY: as above.
+        unsafe { band_logits(keys, logits) }
     }
 
     #[inline(always)]
@@ -80,14 +86,17 @@ impl Engine for Avx512 {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
     let (rows, shape, d) = (from.spans.len(), from.shape, state.d);
-    let (key_groups, groups) = (shape.key_groups(), shape.groups);
+    let groups = shape.groups;
     assert!(rows <= ROWS && groups > 0 && from.seen.len() == rows);
-    assert!(key_groups > 0 && from.sums.len() >= key_groups * ROWS * 2 * PAGE_TOKENS);
-    let key_scale_bytes = if shape.has_bands() { PAGE_TOKENS } else { 4 * PAGE_TOKENS };
-    assert!(from.key_scales.len() == key_groups * key_scale_bytes);
+    if shape.has_bands() {
+        assert!(from.sums.len() >= rows * PAGE_TOKENS);
+    } else {
+        assert!(from.sums.len() >= groups * ROWS * 2 * PAGE_TOKENS);
+        assert!(from.key_scales.len() == groups * 4 * PAGE_TOKENS);
+        let numbers = (groups - 1) * from.stride + rows;
+        assert!(from.totals.len() >= numbers && from.units.len() >= numbers);
+    }
     assert!(from.value_scales.len() == groups * 4 * PAGE_TOKENS);
-    let numbers = (key_groups - 1) * from.stride + rows;
-    assert!(from.totals.len() >= numbers && from.units.len() >= numbers);
     assert!(state.max.len() == rows && state.sum.len() == rows && state.values.len() == rows * d);
     assert!(state.lanes.len() == rows * (1 + groups) * LANES);
     assert!(weights.bytes.len() >= groups * ROWS * 2 * PAGE_TOKENS);
@@ -150,26 +159,19 @@ unsafe fn softmax_rows<const R: usize, const BF16: bool, const BANDS: bool>(
     }
     // Logits relative to the reference.
     let mut logits = [[_mm512_setzero_ps(); REGISTERS]; R];
-    for group in 0..from.shape.key_groups() {
-        let half = if BANDS { half_range(from.shape.key_group(group).bits) } else { 0.0 };
-        // SAFETY: scales and offsets of the keys of a group, and a row of sums, by the caller's promise.
-        unsafe {
-            for j in 0..REGISTERS {
-                if BANDS {
-                    let scale = load_band(key_scales.add(group * PAGE_TOKENS + j * LANES));
-                    for r in 0..R {
-                        let row = first + r;
-                        let number = group * from.stride + row;
-                        let step = _mm512_set1_ps(*from.units.get_unchecked(number));
-                        let total = *from.totals.get_unchecked(number);
-                        let at = (group * ROWS + row) * 2 * PAGE_TOKENS + j * LANES;
-                        let integers = join(sums.add(at), PAGE_TOKENS);
-                        let product = _mm512_fmsub_ps(integers, step, _mm512_set1_ps(half * total));
-                        let before = if group == 0 { _mm512_set1_ps(-reference[r]) } else { logits[r][j] };
-                        logits[r][j] = _mm512_fmadd_ps(product, scale, before);
-                    }
-                    continue;
+    // SAFETY: logits, or scales and offsets of the keys of a group and a row of sums, by the caller's promise.
+    unsafe {
+        if BANDS {
+            for r in 0..R {
+                for j in 0..REGISTERS {
+                    let logit =
+                        _mm512_loadu_ps(sums.cast::<f32>().add((first + r) * PAGE_TOKENS + j * LANES));
+                    logits[r][j] = _mm512_sub_ps(logit, _mm512_set1_ps(reference[r]));
                 }
+            }
+        }
+        for group in 0..if BANDS { 0 } else { groups } {
+            for j in 0..REGISTERS {
                 let scale = key_scales.cast::<u16>().add(2 * group * PAGE_TOKENS);
                 let (scale, offset) = load_pair::<BF16>(scale.add(j * LANES));
                 for r in 0..R {

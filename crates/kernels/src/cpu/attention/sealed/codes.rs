@@ -9,12 +9,16 @@
 
 use std::ops::Range;
 
+#[cfg(target_arch = "x86_64")]
+use oscar_codec::band::half_range;
 use oscar_codec::{CodecError, PAGE_TOKENS, Side};
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
 #[cfg(target_arch = "x86_64")]
-use super::engine::LANES;
+use super::bands::{BandPlaces, QUAD};
+#[cfg(target_arch = "x86_64")]
+use super::engine::{BandKeys, KeyGroup, LANES};
 use super::engine::{Engine, KeySums, Left, RowStates, Shape, ValueSums, Weights};
 use super::fixed_point::FixedPoint;
 use super::product::{COLUMN_STEP, Product};
@@ -78,6 +82,12 @@ fn with_avx512(mut attention: CodeAttention<'_, Avx512>, work: &Work<'_, u8>, st
     attention.attend(work, states);
 }
 
+/// Whether an engine makes logits of the keys of these pages as it multiplies them.
+#[cfg(target_arch = "x86_64")]
+fn joins_bands<E: Engine>(shape: &Shape) -> bool {
+    E::JOINS_BANDS && shape.has_bands()
+}
+
 /// The queries of a call as bytes.
 struct Queries<'a> {
     stride: usize,
@@ -85,11 +95,12 @@ struct Queries<'a> {
     rows: usize,
     /// Rows of each head.
     head_rows: usize,
-    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end.
+    /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end. For an engine that joins
+    /// bands, `[quad of channels][row][high, low][4 channels]`.
     bytes: &'a [i8],
     /// `[group][row]`: what a unit stands for. Channels of a group are of like strength, those of two bands need not be.
     units: &'a [f32],
-    /// `[group][row]`: sum of the channels of the group.
+    /// `[group][row]`: sum of the channels of the group; for an engine that joins bands, times half the largest code.
     totals: &'a [f32],
 }
 
@@ -108,6 +119,26 @@ impl<'a> Queries<'a> {
         let bytes = bytes.at_least::<i8>((groups * rows + E::ROWS) * row_bytes);
         let (masked, numbers) = numbers.at_least::<f32>(d + 2 * groups * rows).split_at_mut(d);
         let (units, totals) = numbers.split_at_mut(groups * rows);
+        #[cfg(target_arch = "x86_64")]
+        if joins_bands::<E>(shape) {
+            let (quads, split) = bytes.split_at_mut(groups * rows * row_bytes);
+            let (high, low) = split[..row_bytes].split_at_mut(stride);
+            for (row, q) in work.q.chunks_exact(d).enumerate() {
+                for band in 0..groups {
+                    let KeyGroup { bits, channels, .. } = shape.key_group(band);
+                    let (at, padded) = (band * rows + row, channels.len().next_multiple_of(STRIDE_STEP));
+                    units[at] =
+                        engine.split_row(&q[channels.clone()], &mut high[..padded], &mut low[..padded]);
+                    totals[at] = half_range(bits) * engine.total(&q[channels.clone()]);
+                    for (index, channel) in channels.step_by(QUAD).enumerate() {
+                        let quad = &mut quads[(channel / QUAD * rows + row) * 2 * QUAD..][..2 * QUAD];
+                        quad[..QUAD].copy_from_slice(&high[index * QUAD..][..QUAD]);
+                        quad[QUAD..].copy_from_slice(&low[index * QUAD..][..QUAD]);
+                    }
+                }
+            }
+            return Queries { stride, rows, head_rows, bytes, units, totals };
+        }
         bytes[groups * rows * row_bytes..].fill(0);
         for group in 0..groups {
             let channels = shape.key_group(group).channels;
@@ -136,6 +167,9 @@ struct CodeAttention<'a, E> {
     engine: E,
     shape: Shape,
     queries: Queries<'a>,
+    /// Where the bands of keys are, if they have any.
+    #[cfg(target_arch = "x86_64")]
+    bands: BandPlaces,
     weights: Weights<'a>,
     /// Sums of the keys of this item and of the next, in turn.
     key_sums: [&'a mut [i32]; 2],
@@ -161,6 +195,8 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
         #[cfg(target_arch = "x86_64")]
         lanes.fill(0.0);
         CodeAttention {
+            #[cfg(target_arch = "x86_64")]
+            bands: shape.bands().map(BandPlaces::new).unwrap_or_default(),
             engine,
             shape,
             queries,
@@ -234,6 +270,20 @@ impl<'a, E: Engine> CodeAttention<'a, E> {
     #[inline(always)]
     fn multiply_keys(&mut self, items: &[WorkItem<'_>], n: usize) {
         let item = &items[n];
+        #[cfg(target_arch = "x86_64")]
+        if joins_bands::<E>(&self.shape) {
+            let first = item.head * self.queries.head_rows + item.rows.start;
+            let keys = BandKeys {
+                bands: &self.bands,
+                page: item.page,
+                rows: item.rows.len(),
+                left: &self.queries.bytes[first * 2 * QUAD..],
+                units: &self.queries.units[first..],
+                offsets: &self.queries.totals[first..],
+                stride: self.queries.rows,
+            };
+            return self.engine.band_logits(&keys, bytemuck::cast_slice_mut(self.key_sums[n % 2]));
+        }
         let group_sums = E::ROWS * 2 * PAGE_TOKENS;
         for group in 0..self.shape.key_groups() {
             let keys = self.shape.key_group(group);

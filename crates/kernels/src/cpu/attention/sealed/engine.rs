@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use oscar_codec::{BandLayout, CodeLayout, PAGE_TOKENS, ScaleType};
 
+#[cfg(target_arch = "x86_64")]
+use super::bands::BandPlaces;
 use crate::cpu::attention::work::Span;
 use crate::cpu::simd::Simd;
 
@@ -60,6 +62,12 @@ impl Shape {
             channels: layout.head_dim(),
             bands: Some(*layout),
         }
+    }
+
+    /// The bands of keys, if they have any.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn bands(&self) -> Option<&BandLayout> {
+        self.bands.as_ref()
     }
 
     /// Whether keys are in bands.
@@ -146,10 +154,27 @@ pub(super) struct Left<'a> {
     pub(super) rows: usize,
 }
 
+/// The keys of a page in bands, and some rows of queries for them.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct BandKeys<'a> {
+    pub(super) bands: &'a BandPlaces,
+    pub(super) page: &'a [u8],
+    /// Rows to multiply.
+    pub(super) rows: usize,
+    /// `[quad of channels][row][high, low][4 channels]`, rows from the first of these on; each band has its own unit.
+    pub(super) left: &'a [i8],
+    /// `[band]`, `stride` apart: what a unit of each row's query stands for.
+    pub(super) units: &'a [f32],
+    /// Likewise: half the largest code times the sum of the channels.
+    pub(super) offsets: &'a [f32],
+    pub(super) stride: usize,
+}
+
 /// The integer sums of the keys of a page for some rows, and what makes logits of them.
 pub(super) struct KeySums<'a> {
     pub(super) shape: &'a Shape,
-    /// `[group][ROWS][high, low][64 tokens]`.
+    /// `[group][ROWS][high, low][64 tokens]`; logits of bands, if the engine has made them, as the bits of numbers
+    /// `[rows][64 tokens]`.
     pub(super) sums: &'a [i32],
     /// `[group]`, `stride` apart: what a unit of each row's query stands for.
     pub(super) units: &'a [f32],
@@ -207,8 +232,17 @@ pub(super) trait Engine {
     /// Most rows of one product.
     const ROWS: usize;
 
+    /// Whether keys in bands become logits in [`Self::band_logits`]. Otherwise the softmax has the sums of every band.
+    const JOINS_BANDS: bool;
+
     /// The instruction set.
     fn simd(&self) -> Simd;
+
+    /// Writes the logits of keys in bands, `[rows][64 tokens]`.
+    #[cfg(target_arch = "x86_64")]
+    fn band_logits(&self, _keys: &BandKeys<'_>, _logits: &mut [f32]) {
+        unreachable!("this engine leaves the sums of bands apart");
+    }
 
     /// Splits a row into bytes (as many as a multiple of 64, zeros after the row) and returns what one unit stands for.
     fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32;

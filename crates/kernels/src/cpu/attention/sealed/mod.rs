@@ -20,6 +20,7 @@
 //! | `product` | integer products with codes |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values: AVX2, NEON |
 //! | `avx512`, `registers` | the same without leaving registers |
+//! | `bands` | logits of keys in bands, likewise |
 //! | `prefill` | many rows on AMX, as tiles of bf16 |
 //! | `fp8` | 8-bit floats, widened to bf16 |
 //! | `scales` | scales and offsets of a page as numbers |
@@ -27,6 +28,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod bands;
 mod codes;
 mod engine;
 mod fixed_point;

@@ -70,6 +70,18 @@ pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, 
     unsafe { (widen::<BF16>(scale), widen::<BF16>(scale.add(PAGE_TOKENS))) }
 }
 
+/// The bits of the scales of one octave less those of their codes, shifted to where the exponent is: what a shifted code is
+/// added to.
+const OCTAVE_BITS: [u32; LANES] = {
+    let mut bits = [0; LANES];
+    let mut step = 0;
+    while step < LANES {
+        bits[step] = OCTAVE[step].to_bits() - (OCTAVES_BELOW << 23) - ((step as u32) << 19);
+        step += 1;
+    }
+    bits
+};
+
 /// 16 scales of bands from 8 bits each, as [`oscar_codec::band::scale`].
 ///
 /// # Safety
@@ -77,14 +89,15 @@ pub(super) unsafe fn load_pair<const BF16: bool>(scale: *const u16) -> (__m512, 
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn load_band(codes: *const u8) -> __m512 {
-    // SAFETY: the caller's promise; the table has 16 numbers.
-    let (codes, octave) =
-        unsafe { (_mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast())), _mm512_loadu_ps(OCTAVE.as_ptr())) };
-    // A permutation looks at the lowest four bits of an index, the step inside an octave.
-    let step = _mm512_castps_si512(_mm512_permutexvar_ps(codes, octave));
-    let exponent = _mm512_sub_epi32(_mm512_srli_epi32::<4>(codes), _mm512_set1_epi32(OCTAVES_BELOW as i32));
-    let scale = _mm512_add_epi32(step, _mm512_slli_epi32::<23>(exponent));
-    _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(codes, codes), scale))
+    // SAFETY: the caller's promise; the table has 16 words.
+    let (codes, octave) = unsafe {
+        (_mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast())), _mm512_loadu_si512(OCTAVE_BITS.as_ptr().cast()))
+    };
+    // A permutation looks at the lowest four bits of an index, the step inside an octave. Shifted by 19 the other four are
+    // the exponent, and these are what the table has less.
+    let step = _mm512_permutexvar_epi32(codes, octave);
+    let scale = _mm512_slli_epi32::<19>(codes);
+    _mm512_castsi512_ps(_mm512_maskz_add_epi32(_mm512_test_epi32_mask(codes, codes), step, scale))
 }
 
 /// 16 numbers from 16 bits each: bf16 or f16.

@@ -78,8 +78,8 @@ impl Sealed {
     }
 
     /// Random codes in all bands, scales that differ by orders of magnitude, and some that are zero.
-    fn banded(d: usize, pages: usize, random: &mut Random) -> Sealed {
-        let layout = BandLayout::int2(d).unwrap();
+    fn banded(layout: BandLayout, pages: usize, random: &mut Random) -> Sealed {
+        let d = layout.head_dim();
         let mut sealed = Sealed::empty(PageLayout::Banded(layout), d, pages);
         let f16 = |value: f32| ScaleType::F16.to_bits(value);
         for position in 0..pages * PAGE_TOKENS {
@@ -315,12 +315,14 @@ fn bands_of_every_shape_agree_with_the_definition() {
     let mut random = Random::new(31);
     for d in [16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 512] {
         let scale = 0.3 / (d as f32).sqrt();
-        let sealed = Sealed::banded(d, 3, &mut random);
-        for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 33] {
-            let q = random.signed_vec(rows * d);
-            for isa in Isa::available() {
-                let spans = vec![Span::up_to(sealed.tokens() - 5); rows];
-                sealed.check(isa, &q, scale, &spans, &[1], TOLERANCE);
+        for layout in [BandLayout::int2(d), BandLayout::int15(d)] {
+            let sealed = Sealed::banded(layout.unwrap(), 3, &mut random);
+            for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 33] {
+                let q = random.signed_vec(rows * d);
+                for isa in Isa::available() {
+                    let spans = vec![Span::up_to(sealed.tokens() - 5); rows];
+                    sealed.check(isa, &q, scale, &spans, &[1], TOLERANCE);
+                }
             }
         }
     }
@@ -328,7 +330,8 @@ fn bands_of_every_shape_agree_with_the_definition() {
 
 /// One sequence of each format.
 fn all_formats(d: usize, pages: usize, random: &mut Random) -> Vec<Sealed> {
-    let bands = d.is_multiple_of(16).then(|| Sealed::banded(d, pages, random));
+    let layouts = [BandLayout::int2(d), BandLayout::int15(d)].into_iter().flatten();
+    let bands: Vec<Sealed> = layouts.map(|layout| Sealed::banded(layout, pages, random)).collect();
     let others = [
         Sealed::usual(CodeLayout::new(2, d, 2).unwrap(), ScaleType::F16, pages, random),
         Sealed::usual(CodeLayout::new(4, d, 1).unwrap(), ScaleType::Bf16, pages, random),

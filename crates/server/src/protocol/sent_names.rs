@@ -1,0 +1,192 @@
+//! What a client called the fields of a request that was translated into another, so that errors name what was sent.
+
+use super::ApiError;
+
+/// Names in the request that was made of a client's, each with the name that the client sent.
+type Fixed = &'static [(&'static str, &'static str)];
+
+/// What other routes call a chat's prompt, which is rendered from its messages.
+const CHAT: Fixed = &[("prompt", "messages")];
+
+/// The fields of `/v1/responses`.
+const RESPONSES: Fixed = &[
+    ("prompt", "input"),
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("tool_choice.function", "tool_choice"),
+];
+
+/// The fields of `/v1/messages`.
+const MESSAGES: Fixed = &[
+    ("prompt", "messages"),
+    ("stop", "stop_sequences"),
+    ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+    ("tool_choice.function", "tool_choice"),
+    ("continue_final_message", "messages"),
+];
+
+/// What the engine and the sampling parameters of all routes call fields of `/generate` with a text.
+const GENERATE_TEXT: Fixed = &[
+    ("prompt", "text"),
+    ("max_tokens", "sampling_params.max_new_tokens"),
+    ("min_tokens", "sampling_params.min_new_tokens"),
+];
+
+/// The same with token ids.
+const GENERATE_IDS: Fixed = &[
+    ("prompt", "input_ids"),
+    ("max_tokens", "sampling_params.max_new_tokens"),
+    ("min_tokens", "sampling_params.min_new_tokens"),
+];
+
+/// The names that a client sent, by those of the request that was made of its own.
+#[derive(Clone, Debug)]
+pub(crate) struct SentNames {
+    fixed: Fixed,
+    paths: Vec<(String, String)>,
+}
+
+impl SentNames {
+    /// Those of a chat, which was not translated.
+    pub(crate) fn of_chat() -> SentNames {
+        SentNames { fixed: CHAT, paths: Vec::new() }
+    }
+
+    /// Those of `/v1/responses`, whose tools are functions without a shell around them.
+    pub(super) fn of_responses(places: &[Place], tools: usize) -> SentNames {
+        let mut names = SentNames { fixed: RESPONSES, paths: Vec::new() };
+        names.add_places(places, "call_id");
+        for index in 0..tools {
+            names.paths.push((format!("tools[{index}].function"), format!("tools[{index}]")));
+        }
+        names
+    }
+
+    /// Those of `/v1/messages`.
+    pub(super) fn of_messages(places: &[Place], tools: usize) -> SentNames {
+        let mut names = SentNames { fixed: MESSAGES, paths: Vec::new() };
+        names.add_places(places, "tool_use_id");
+        for index in 0..tools {
+            let (function, tool) = (format!("tools[{index}].function"), format!("tools[{index}]"));
+            names.paths.push((format!("{function}.parameters"), format!("{tool}.input_schema")));
+            names.paths.push((function, tool));
+        }
+        names
+    }
+
+    /// Those of `/generate`, whose prompt has one of two names.
+    pub(crate) fn of_generate(with_ids: bool) -> SentNames {
+        let fixed = if with_ids { GENERATE_IDS } else { GENERATE_TEXT };
+        SentNames { fixed, paths: Vec::new() }
+    }
+
+    fn add_places(&mut self, places: &[Place], id: &str) {
+        for (index, place) in places.iter().enumerate() {
+            let (chat, sent) = (format!("messages[{index}]"), &place.message);
+            self.paths.push((format!("{chat}.tool_call_id"), format!("{sent}.{id}")));
+            if let Some(first) = place.calls.first() {
+                self.paths.push((format!("{chat}.tool_calls"), first.clone()));
+            }
+            for (number, call) in place.calls.iter().enumerate() {
+                self.paths.push((format!("{chat}.tool_calls[{number}].function"), call.clone()));
+            }
+            self.paths.push((chat, sent.clone()));
+        }
+    }
+
+    /// The error under the names that the client sent.
+    pub(crate) fn restore(&self, error: ApiError) -> ApiError {
+        let sent = error.param().and_then(|param| Some((param.to_owned(), self.sent(param)?)));
+        match sent {
+            Some((param, sent)) => error.renamed(&param, sent),
+            None => error,
+        }
+    }
+
+    /// What the client called a field, if it called it something else: the longest name that the path begins with is
+    /// replaced.
+    fn sent(&self, path: &str) -> Option<String> {
+        let fixed = self.fixed.iter().copied();
+        let paths = self.paths.iter().map(|(name, sent)| (name.as_str(), sent.as_str()));
+        let rest = |name: &str| {
+            let rest = path.strip_prefix(name)?;
+            (rest.is_empty() || rest.starts_with(['.', '['])).then_some(rest)
+        };
+        let fits = fixed.chain(paths).filter_map(|(name, sent)| Some((name, sent, rest(name)?)));
+        let (_, sent, rest) = fits.max_by_key(|(name, ..)| name.len())?;
+        Some(format!("{sent}{rest}"))
+    }
+}
+
+/// Where a message of a chat was in the request of the client: the path of the message or of its first part, and those
+/// of the calls in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) message: String,
+    pub(super) calls: Vec<String>,
+}
+
+impl Place {
+    /// A message without calls.
+    pub(super) fn new(message: impl Into<String>) -> Place {
+        Place { message: message.into(), calls: Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn restored(names: &SentNames, param: &str, message: &str) -> (String, String) {
+        let error = names.restore(ApiError::bad_field(param, message));
+        (error.param().unwrap().to_owned(), error.to_string())
+    }
+
+    #[test]
+    fn the_longest_name_is_replaced_in_field_and_message() {
+        let calls = vec!["input[2]".to_owned(), "input[3]".to_owned()];
+        let places = [Place::new("instructions"), Place { message: "input[1]".into(), calls }];
+        let names = SentNames::of_responses(&places, 1);
+        for (param, sent) in [
+            ("messages[0]", "instructions"),
+            ("messages[1]", "input[1]"),
+            ("messages[1].tool_call_id", "input[1].call_id"),
+            ("messages[1].tool_calls", "input[2]"),
+            ("messages[1].tool_calls[1].function.name", "input[3].name"),
+            ("messages[10]", "input[10]"),
+            ("messages", "input"),
+            ("prompt", "input"),
+            ("tools[0].function.name", "tools[0].name"),
+            ("response_format.json_schema", "text.format.json_schema"),
+            ("temperature", "temperature"),
+            ("max_tokens_of_another", "max_tokens_of_another"),
+        ] {
+            let (field, message) = restored(&names, param, &format!("{param} is wrong"));
+            assert_eq!((field.as_str(), message), (sent, format!("{sent} is wrong")), "{param}");
+            let (_, message) = restored(&names, param, &format!("`{param}` is wrong"));
+            assert_eq!(message, format!("`{sent}` is wrong"));
+        }
+        // Words of a sentence are not names.
+        let (_, message) = restored(&names, "messages", "the template cannot render these messages");
+        assert_eq!(message, "the template cannot render these messages");
+    }
+
+    #[test]
+    fn schemas_of_messages_have_their_own_name() {
+        let names = SentNames::of_messages(&[Place::new("system")], 2);
+        let sent = |param: &str| restored(&names, param, "").0;
+        assert_eq!(sent("tools[1].function.parameters"), "tools[1].input_schema");
+        assert_eq!(sent("tools[1].function.name"), "tools[1].name");
+        assert_eq!(sent("messages[0].tool_call_id"), "system.tool_use_id");
+        assert_eq!(sent("stop"), "stop_sequences");
+    }
+
+    #[test]
+    fn an_error_without_a_field_stays_as_it_is() {
+        let error = ApiError::bad_request("prompt");
+        assert_eq!(SentNames::of_chat().restore(error.clone()), error);
+    }
+}
