@@ -405,6 +405,7 @@ impl Batch {
             memory: &self.pools[pool],
             offset: 0,
             stride: kernel.orders()[pool].page_bytes() * kv_heads,
+            scratch: None,
         };
         // Matrices of another layer come first, and are poison.
         let second = |numbers: &[f32]| {

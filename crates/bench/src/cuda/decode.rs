@@ -171,9 +171,10 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
     let mut out = device.stream().clone_htod(&vec![f32::NAN; numbers])?;
     let mut launch = |layer: usize| {
         let (offset, stride) = view(0, &exact, pages - sealed_pages, layer);
-        let exact = PoolView { memory: &exact, offset, stride };
+        let exact = PoolView { memory: &exact, offset, stride, scratch: None };
         let (offset, stride) = view(1, &sealed, sealed_pages, layer);
-        let sealed = (sealed_pages > 0).then_some(PoolView { memory: &sealed, offset, stride });
+        let sealed =
+            (sealed_pages > 0).then_some(PoolView { memory: &sealed, offset, stride, scratch: None });
         kernel.launch(&mut plan, exact, sealed, &device_queries, scale, &mut out)
     };
     launch(0)?;

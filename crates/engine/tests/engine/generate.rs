@@ -3,13 +3,13 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use crate::support::{TestEngine, model_with};
+use crate::support::{OTHER_FIXTURE, TestEngine, model_with};
 use oscar_engine::{
     Engine, EngineError, EngineOptions, FinishReason, GenerateOptions, SamplingOptions, Summary,
 };
 
 fn engine(options: &EngineOptions) -> TestEngine {
-    Engine::new(model_with("llama-tied", 256, false, |_| ()), options).unwrap()
+    Engine::new(model_with(OTHER_FIXTURE, 256, false, |_| ()), options).unwrap()
 }
 
 fn prompt(len: usize) -> Vec<u32> {

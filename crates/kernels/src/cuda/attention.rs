@@ -26,6 +26,19 @@ pub struct PoolView<'a> {
     pub offset: usize,
     /// From one slot to the next.
     pub stride: usize,
+    /// Pages that hold one layer, whose slots follow those of the pool.
+    pub scratch: Option<ScratchView<'a>>,
+}
+
+/// bf16 pages of one layer in device memory: head `h` of slot `s` at `(s - first)·stride + h·page bytes`.
+#[derive(Clone, Copy)]
+pub struct ScratchView<'a> {
+    /// The memory of the pages.
+    pub memory: &'a CudaSlice<u8>,
+    /// The first slot that lies here.
+    pub first: usize,
+    /// From one slot to the next.
+    pub stride: usize,
 }
 
 impl PoolView<'_> {
@@ -37,6 +50,7 @@ impl PoolView<'_> {
         if u32::try_from(self.stride).is_err() {
             return Err(CudaError::Unsupported("slots of a pool that are 4 GB apart".into()));
         }
+        let slots = self.scratch.map_or(slots, |scratch| slots.min(scratch.first));
         let end = slots.checked_sub(1).map_or(Some(0), |last| {
             last.checked_mul(self.stride)?.checked_add(self.offset)?.checked_add(bytes)
         });
@@ -125,6 +139,9 @@ struct Arguments {
     sealed_pool: u64,
     exact_stride: u32,
     sealed_stride: u32,
+    scratch_pool: u64,
+    scratch_stride: u32,
+    exact_slots: u32,
     table: u64,
     table_width: i64,
     segments: u64,
@@ -338,6 +355,13 @@ impl DecodeAttention {
             None if slots[1] == 0 => (0, 0),
             None => return Err(CudaError::Unsupported("sealed pages without a pool of them".into())),
         };
+        if let Some(scratch) = exact.scratch {
+            let expected = slots[0].saturating_sub(scratch.first) * scratch.stride;
+            if scratch.memory.len() < expected || scratch.stride < bytes(&self.orders[0]) {
+                let got = scratch.memory.len();
+                return Err(CudaError::Shape { what: "bytes of scratch pages", expected, got });
+            }
+        }
         let (undo, mean) = match undo {
             Some(transform) => transform.addresses(&self.device, &self.shape)?,
             None => (0, 0),
@@ -348,6 +372,9 @@ impl DecodeAttention {
             sealed_pool: sealed_pool.0,
             exact_stride: exact.stride as u32,
             sealed_stride: sealed_pool.1,
+            scratch_pool: exact.scratch.map_or(0, |scratch| scratch.memory.device_ptr(stream).0),
+            scratch_stride: exact.scratch.map_or(0, |scratch| scratch.stride as u32),
+            exact_slots: exact.scratch.map_or(u32::MAX, |scratch| scratch.first as u32),
             table: plan.table.device_ptr(stream).0,
             table_width: plan.plan.table_width as i64,
             segments: plan.segments.device_ptr(stream).0,

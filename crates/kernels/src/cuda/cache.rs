@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use cudarc::driver::CudaSlice;
 use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side};
 
-use super::attention::{DecodeAttention, PoolView, ValueTransform};
+use super::attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 use super::device::Device;
 use super::error::CudaError;
 use super::prefill::{PrefillAttention, PrefillPools};
@@ -95,14 +95,16 @@ impl CudaCache {
     pub(super) fn exact_view(&self, layer: usize) -> PoolView<'_> {
         let KvGeometry { layers, kv_heads, head_dim } = self.spec.geometry;
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
-        PoolView { memory: &self.exact, offset: layer * head, stride: layers * head }
+        let scratch = self.scratch.as_ref();
+        let scratch = scratch.map(|memory| ScratchView { memory, first: self.spec.slots, stride: head });
+        PoolView { memory: &self.exact, offset: layer * head, stride: layers * head, scratch }
     }
 
     /// Sealed pages of a layer.
     pub(super) fn sealed_view(&self, layer: usize) -> Option<PoolView<'_>> {
         let (sealed, memory) = (self.spec.sealed.as_ref()?, self.sealed.as_ref()?);
         let (offset, stride) = (sealed.codec.layer_offset(layer), sealed.codec.page_bytes());
-        Some(PoolView { memory, offset, stride })
+        Some(PoolView { memory, offset, stride, scratch: None })
     }
 
     /// All pools, as the attention of many rows reads a layer of them.

@@ -46,7 +46,7 @@ mod tuning;
 mod weights;
 pub mod write;
 
-pub use attention::{DecodeAttention, PoolView, ValueTransform};
+pub use attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 pub use backend::{CudaBackend, CudaBuffer};
 pub use cache::CudaCache;
 pub use device::Device;

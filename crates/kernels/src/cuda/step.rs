@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaSlice, DevicePtr};
-use oscar_codec::{ExactSlot, PAGE_TOKENS};
+use oscar_codec::PAGE_TOKENS;
 
 use super::attention::DevicePlan;
 use super::cache::CudaCache;
@@ -79,7 +79,7 @@ impl CudaStep {
         tokens.push(0);
         // One kernel for all rows where their bits must not depend on what else is computed.
         let every_row = matches!(split, Split::Fixed { .. });
-        let tables = match decode_sequences(&sequences, cache.spec.slots, every_row) {
+        let tables = match decode_sequences(&sequences, every_row) {
             Some(decode) => {
                 let spare = lock(&cache.spare_tables).pop();
                 let tables = match spare {
@@ -139,17 +139,11 @@ fn row_targets(sequences: &[StepSequence]) -> Vec<RowTarget> {
     targets
 }
 
-/// The rows of a step as the decode kernel takes them, if it can: one row of every sequence that has any, or `every_row` of
-/// each, and no page that holds one layer only.
-fn decode_sequences(
-    sequences: &[StepSequence],
-    slots: usize,
-    every_row: bool,
-) -> Option<Vec<DecodeSequence<'_>>> {
+/// The rows of a step as the decode kernel takes them: one row of every sequence that has any, or `every_row` of each.
+fn decode_sequences(sequences: &[StepSequence], every_row: bool) -> Option<Vec<DecodeSequence<'_>>> {
     let mut rows = Vec::with_capacity(sequences.len());
     for sequence in sequences.iter().filter(|sequence| sequence.len > 0) {
-        let scratch = |slot: &ExactSlot| slot.index() >= slots;
-        if sequence.len > 1 && !every_row || sequence.pages.iter().flatten().any(scratch) {
+        if sequence.len > 1 && !every_row {
             return None;
         }
         rows.extend((sequence.start..sequence.start + sequence.len).map(|position| {

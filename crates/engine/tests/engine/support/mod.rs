@@ -16,7 +16,7 @@ use oscar_model::LoadedModel;
 pub(crate) type TestModel = Arc<LoadedModel<TestBackend>>;
 pub(crate) type TestEngine = Engine<TestBackend>;
 
-pub(crate) use device::FORMATS;
+pub(crate) use device::{FORMATS, OTHER_FIXTURE};
 use device::{TestBackend, backend};
 
 /// The device that these tests run on.
@@ -34,6 +34,8 @@ mod device {
 
     /// All formats of a cache.
     pub(crate) const FORMATS: [&str; 5] = ["bf16", "fp8", "int4", "int2", "band"];
+    /// A model for what does not depend on the cache.
+    pub(crate) const OTHER_FIXTURE: &str = "llama-tied";
 }
 
 /// The same on a card. Banded keys need heads of 64 channels there, which the fixture does not have.
@@ -52,6 +54,7 @@ mod device {
     }
 
     pub(crate) const FORMATS: [&str; 4] = ["bf16", "fp8", "int4", "int2"];
+    pub(crate) const OTHER_FIXTURE: &str = "qwen3";
 }
 
 /// A fixture with room for `context` tokens; `damage` may change its weights file.

@@ -43,6 +43,8 @@ struct Arguments {
   const u8* exact_pool;  // of one layer: page `slot`, head `h` at slot * exact_stride + h * page bytes
   const u8* sealed_pool;
   u32 exact_stride, sealed_stride;
+  const u8* scratch_pool;  // bf16 pages from slot `exact_slots` on
+  u32 scratch_stride, exact_slots;
   const int* table;  // [sequence][page]: the slot in the pool the page is read from
   long long table_width;
   const Segment* segments;  // the first of each block, then all others
@@ -91,6 +93,10 @@ DEVICE void attend_tiles(
   auto fetch = [&](int i, int ahead) {
     const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
     const u8* source = pool + (u64)slot * stride + part * Provider::TILE_BYTES;
+    if (EXACT && slot >= a.exact_slots) {
+      const int tile = s.head * Provider::TILES_PER_PAGE + part;
+      source = a.scratch_pool + (u64)(slot - a.exact_slots) * a.scratch_stride + tile * Provider::TILE_BYTES;
+    }
     slot = slot_of(i + 1);
     ring_fetch<Provider::TILE_BYTES>(ring, ahead, source, i < count, lane);
   };
