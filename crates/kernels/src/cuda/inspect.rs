@@ -55,6 +55,11 @@ fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelE
 }
 
 impl Inspect for CudaBackend {
+    /// Queries go to memory of the cache, and keys to pages only.
+    fn shows_stored_rows(&self) -> bool {
+        false
+    }
+
     fn write(&self, rows: &[f32], buffer: &mut CudaBuffer) -> Result<(), KernelError> {
         let count = rows.len() / buffer.cols().max(1);
         expect("values of whole rows", count * buffer.cols(), rows.len())?;
