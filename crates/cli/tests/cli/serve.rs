@@ -220,12 +220,12 @@ fn what_is_not_there_is_refused_in_one_line() {
         (vec!["--lora-paths", "a", "b"], "--lora-paths is not supported"),
         (vec!["--speculative-algorithm", "EAGLE"], "--speculative-algorithm is not supported"),
         (vec!["--enable-multimodal"], "--enable-multimodal is not supported"),
-        (vec!["--device", "cuda"], "--device is not supported"),
     ] {
         let all = ["serve", "--model-path", "nowhere"].into_iter().chain(arguments);
         machine.run(all).failure(1, &[words]);
     }
     machine.run(["serve"]).failure(1, &["no model"]);
+    machine.run(["serve", "nowhere", "--device", "tpu"]).failure(2, &["cpu, cuda, or cuda:N"]);
     machine.run(["serve", "nowhere", "--host", "no.such.host.invalid"]).failure(1, &["no.such.host.invalid"]);
     machine.run(["serve", "--config", "nowhere.toml"]).failure(1, &["nowhere.toml"]);
     let file = machine.path("bad.toml");

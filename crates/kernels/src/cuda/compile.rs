@@ -1,12 +1,13 @@
 //! Kernel sources to machine code, with NVRTC and a cache on disk.
 //!
 //! Kernels are compiled for the card that is there, once per shape: head dimension, format and the like are macros, so
-//! that every loop has a constant length. The cache is keyed by the text, the options and the architecture; a file that
-//! is not there, or cannot be written, costs a compilation of some seconds and nothing else.
+//! that every loop has a constant length. The cache is keyed by the compiler's version, the text, the options and the
+//! architecture; a file that is not there, or cannot be written, costs a compilation of some seconds and nothing else.
 
 use std::ffi::{CString, OsString};
 use std::fmt::Write;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
@@ -42,9 +43,14 @@ impl Source {
         options
     }
 
-    /// Name of the file that caches the machine code: a hash of text, options and architecture.
+    /// Name of the file that caches the machine code: a hash of the compiler's version, text, options and architecture.
     pub fn cache_name(&self, architecture: &str) -> String {
+        self.cache_name_by(architecture, compiler_version())
+    }
+
+    fn cache_name_by(&self, architecture: &str, (major, minor): (i32, i32)) -> String {
         let mut hash = Sha256::new();
+        hash.update(format!("{major}.{minor}\0").as_bytes());
         for option in self.options(architecture) {
             hash.update(option.as_bytes());
             hash.update([0]);
@@ -111,6 +117,21 @@ impl Source {
     }
 }
 
+/// The version of NVRTC, which decides how fast the same source becomes; zeros if it is not there.
+fn compiler_version() -> (i32, i32) {
+    static VERSION: OnceLock<(i32, i32)> = OnceLock::new();
+    *VERSION.get_or_init(|| {
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: probing opens and closes the library; it is asked only if it is there, and the numbers outlive the call.
+        unsafe {
+            if sys::is_culib_present() {
+                let _ = sys::nvrtcVersion(&mut major, &mut minor);
+            }
+        }
+        (major, minor)
+    })
+}
+
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
@@ -154,6 +175,7 @@ mod tests {
         others.push(Source { defines: vec![("HEAD_DIM", 128)], ..source() }.cache_name("sm_90a"));
         others.push(Source { defines: vec![], ..source() }.cache_name("sm_90a"));
         others.push(Source { exact: true, ..source() }.cache_name("sm_90a"));
+        others.push(source().cache_name_by("sm_90a", (99, 0)));
         assert!(others.iter().all(|other| *other != name), "{others:?}");
         // A message may call a kernel something else.
         assert_eq!(Source { name: "other".into(), ..source() }.cache_name("sm_90a"), name);

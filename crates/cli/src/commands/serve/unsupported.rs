@@ -27,8 +27,6 @@ pub(super) struct UnsupportedArguments {
     disaggregation_mode: Option<String>,
     #[arg(long, hide = true, value_name = "NAME")]
     quantization: Option<String>,
-    #[arg(long, hide = true, value_name = "NAME")]
-    device: Option<String>,
     /// Accepted: nothing remote is ever run.
     #[arg(long, hide = true)]
     trust_remote_code: bool,
@@ -85,12 +83,6 @@ impl UnsupportedArguments {
                 "--quantization",
                 "weights are used as their file stores them",
                 "choose a quantised file; --kv-cache-dtype is about the cache",
-            ),
-            (
-                self.device.as_deref().is_some_and(|device| device != "cpu"),
-                "--device",
-                "this build computes on the CPU",
-                "leave it out, or give cpu",
             ),
         ] {
             if asked {
