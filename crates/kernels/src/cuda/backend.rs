@@ -215,8 +215,8 @@ impl Backend for CudaBackend {
             StepTables::Decode(tables) => {
                 self.loader.embed(table, &lock(tables).tokens, step.rows, &mut hidden.values)
             }
-            StepTables::Prefill { tokens, .. } => {
-                self.loader.embed(table, tokens, step.rows, &mut hidden.values)
+            StepTables::Prefill(tables) => {
+                self.loader.embed(table, &tables.tokens, step.rows, &mut hidden.values)
             }
         }
     }
@@ -268,8 +268,8 @@ impl Backend for CudaBackend {
             StepTables::Decode(tables) => {
                 writer.launch(&lock(tables).targets, layer, norms, &qkv.values, queries, pools)?;
             }
-            StepTables::Prefill { targets, .. } => {
-                writer.launch(targets, layer, norms, &qkv.values, queries, pools)?;
+            StepTables::Prefill(tables) => {
+                writer.launch(&tables.targets, layer, norms, &qkv.values, queries, pools)?;
             }
         }
         Ok(())
@@ -302,7 +302,8 @@ impl Backend for CudaBackend {
                     &mut out.values,
                 )?;
             }
-            StepTables::Prefill { plan, .. } => {
+            StepTables::Prefill(tables) => {
+                let plan = &tables.plan;
                 let pools = cache.prefill_pools(layer);
                 cache.prefill.launch(plan, &pools, queries, spec.scale, undo, &mut out.values)?;
             }

@@ -35,7 +35,14 @@ pub(super) enum StepTables {
     /// One row of every sequence.
     Decode(Box<Mutex<DecodeTables>>),
     /// Several rows of some.
-    Prefill { tokens: CudaSlice<u32>, targets: StepRows, plan: PrefillPlan },
+    Prefill(Box<PrefillTables>),
+}
+
+/// The tables of a step with several rows of a sequence.
+pub(super) struct PrefillTables {
+    pub(super) tokens: CudaSlice<u32>,
+    pub(super) targets: StepRows,
+    pub(super) plan: PrefillPlan,
 }
 
 /// The tables of a decode step.
@@ -103,11 +110,11 @@ impl CudaStep {
             }
             None => {
                 let end = |sequence: &StepSequence, position| sequence.history(position).end * PAGE_TOKENS;
-                StepTables::Prefill {
+                StepTables::Prefill(Box::new(PrefillTables {
                     tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
                     targets: cache.writer.step(&targets, rope)?,
                     plan: cache.prefill.plan(&sequences, &end)?,
-                }
+                }))
             }
         };
         let (tables, spare) = (Some(tables), cache.spare_tables.clone());
