@@ -233,6 +233,7 @@ pub(super) trait Engine {
     const ROWS: usize;
 
     /// Whether keys in bands become logits in [`Self::band_logits`]. Otherwise the softmax has the sums of every band.
+    #[cfg(target_arch = "x86_64")]
     const JOINS_BANDS: bool;
 
     /// The instruction set.

@@ -187,6 +187,7 @@ impl<'a> FixedPoint<'a> {
 
 impl Engine for FixedPoint<'_> {
     const ROWS: usize = most_rows(8);
+    #[cfg(target_arch = "x86_64")]
     const JOINS_BANDS: bool = false;
 
     fn simd(&self) -> Simd {
