@@ -12,7 +12,7 @@ use oscar_model::source::Settings;
 use crate::arguments::positive;
 use crate::failure::Failure;
 
-/// Where a model runs.
+/// The device that a model runs on, and the threads it may use.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct DeviceArguments {
     /// Where the model runs: cpu, cuda, or cuda:1 for the second of several cards.

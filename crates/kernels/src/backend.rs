@@ -73,6 +73,11 @@ pub enum KernelError {
     BadSetting(String),
 }
 
+/// Two sizes that must be equal; `what` names them in the error.
+pub(crate) fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
+    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
+}
+
 /// A root-mean-square norm: `x / sqrt(mean(x²) + eps) * weight`.
 pub struct RmsNorm<B: Backend + ?Sized> {
     /// Per-channel gain.

@@ -21,7 +21,7 @@ use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix,
+    Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -179,10 +179,6 @@ fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError
 /// Gain and epsilon of a norm over one head.
 fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f32], f32)>, KernelError> {
     norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
-}
-
-pub(super) fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
 }
 
 impl Backend for CpuBackend {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::attend::{History, Tiers};
-use super::backend::{CpuBackend, expect};
+use super::backend::CpuBackend;
 use super::{Cache, Matrix, Step, Weight};
-use crate::backend::{AttentionSpec, KernelError};
+use crate::backend::{AttentionSpec, KernelError, expect};
 use crate::inspect::{Inspect, KvRows, StandIn};
 
 impl Inspect for CpuBackend {

@@ -19,7 +19,7 @@ use super::weights::{CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix,
+    Sampling, SealPage, StoredMatrix, expect,
 };
 
 /// Pages of a segment where results must not depend on the batch.
@@ -101,10 +101,6 @@ impl CudaBackend {
             })
             .collect()
     }
-}
-
-fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
 }
 
 /// A norm over the heads of a layer.

@@ -125,8 +125,7 @@ impl Device {
 
     /// Loads a kernel, compiled for this card.
     pub fn load(&self, source: &Source, function: &str) -> Result<CudaFunction, CudaError> {
-        let code = source.machine_code(&self.architecture(), self.cache.as_deref())?;
-        Ok(self.context.load_module(Ptx::from_binary(code))?.load_function(function)?)
+        Ok(self.load_module(source)?.load_function(function)?)
     }
 
     /// Loads a source with several kernels, compiled for this card.

@@ -11,14 +11,14 @@ use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::step::CudaStep;
 use super::weights::CudaWeight;
-use crate::backend::{AttentionSpec, KernelError};
+use crate::backend::{AttentionSpec, KernelError, expect};
 use crate::inspect::{Inspect, KvRows, StandIn};
 use crate::sequence::StepSequence;
 
 /// One page of a head on the host.
 struct HostPage {
     order: PageOrder,
-    /// Where it lies in the pool.
+    /// The bytes of the pool that it was read from.
     range: Range<usize>,
     bytes: Vec<u8>,
 }
@@ -48,10 +48,6 @@ impl CudaBackend {
         stream.synchronize().map_err(CudaError::Driver)?;
         Ok(HostPage { order, range, bytes })
     }
-}
-
-fn expect(what: &'static str, expected: usize, got: usize) -> Result<(), KernelError> {
-    if expected == got { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
 }
 
 impl Inspect for CudaBackend {

@@ -396,7 +396,7 @@ impl PageOrder {
     }
 }
 
-/// Where to read and where to write.
+/// Orders the places of one number on the CPU and on the device: first the one to read, then the one to write.
 fn ordered<T>(cpu: T, device: T, to_device: bool) -> (T, T) {
     if to_device { (cpu, device) } else { (device, cpu) }
 }

@@ -124,7 +124,7 @@ unsafe impl DeviceRepr for UndoArguments {}
 /// The pools of a cache, of which one layer is read.
 pub(super) struct PrefillPools<'a> {
     pub(super) exact: &'a CudaSlice<u8>,
-    /// Where scratch slots begin.
+    /// The number of bf16 slots; slots from this number on are scratch slots.
     pub(super) exact_slots: usize,
     pub(super) scratch: Option<&'a CudaSlice<u8>>,
     /// Sealed pages, or bf16 pages that stand in for history: where the layer begins in a slot, and bytes of a slot.

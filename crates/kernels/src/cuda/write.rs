@@ -80,7 +80,7 @@ impl StepRows {
 pub struct WritePools<'a> {
     /// bf16 pages.
     pub exact: &'a mut CudaSlice<u8>,
-    /// Where scratch slots begin.
+    /// The number of bf16 slots; slots from this number on are scratch slots.
     pub exact_slots: usize,
     /// bf16 pages of one layer.
     pub scratch: Option<&'a mut CudaSlice<u8>>,
