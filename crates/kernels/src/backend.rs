@@ -331,6 +331,9 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Takes over a stored matrix; it stays in its stored type.
     fn weight(&self, stored: &StoredMatrix) -> Result<Self::Weight, KernelError>;
+    /// All weights of a model are on the device: memory that they came through may be given back.
+    fn finish_weights(&self) {}
+
     /// A zeroed matrix of activations.
     fn buffer(&self, rows: usize, cols: usize) -> Result<Self::Buffer, KernelError>;
     /// Page pools. Memory is reserved here and becomes resident as pages are written.

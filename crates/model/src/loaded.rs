@@ -131,6 +131,7 @@ impl ModelFiles {
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
         let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
+        backend.finish_weights();
         Ok(Model::new(backend, self.config.clone(), weights))
     }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use half::{bf16, f16};
 use oscar_kernels::DType;
 use oscar_kernels::backend::{RopeLayout, SharedBytes};
+use oscar_random::Random;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
@@ -272,20 +273,12 @@ fn random_bytes(dtype: DType, len: usize) -> Vec<u8> {
     let block = dtype.block_bytes();
     let period = len.min(PERIOD).next_multiple_of(block);
     let mut bytes: Vec<u8> = Vec::with_capacity(len + period);
-    // A generator of its own: this runs in the program, and any numbers will do.
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
+    let mut random = Random::new(1);
     while bytes.len() < period {
         match dtype {
             DType::F32 => bytes.extend(1.0_f32.to_le_bytes()),
             DType::F16 | DType::BF16 => {
-                let x = (next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
-                let x = 0.03 * x;
+                let x = 0.03 * random.signed();
                 match dtype {
                     DType::F16 => bytes.extend(f16::from_f32(x).to_le_bytes()),
                     _ => bytes.extend(bf16::from_f32(x).to_le_bytes()),
@@ -294,7 +287,7 @@ fn random_bytes(dtype: DType, len: usize) -> Vec<u8> {
             _ => {
                 let first = bytes.len();
                 while bytes.len() < first + block {
-                    bytes.extend(next().to_le_bytes());
+                    bytes.extend(random.next_u64().to_le_bytes());
                 }
                 bytes.truncate(first + block);
                 // Scales, and offsets that make the mean about zero.

@@ -142,13 +142,15 @@ impl Backend for CudaBackend {
     }
 
     fn free_memory(&self) -> Option<usize> {
-        // Weights are there by the time that anybody asks.
-        self.loader.release_staging();
         self.device.free_memory().ok()
     }
 
     fn weight(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
         self.loader.load(stored)
+    }
+
+    fn finish_weights(&self) {
+        self.loader.release_staging();
     }
 
     fn buffer(&self, rows: usize, cols: usize) -> Result<CudaBuffer, KernelError> {
