@@ -30,12 +30,6 @@ pub struct StandIn<'a, B: Backend + ?Sized> {
 
 /// A backend whose state can be read and replaced from the host.
 pub trait Inspect: Backend {
-    /// Whether queries and keys are found in `qkv` after [`Backend::rope_store`] as they are stored; calibration reads them
-    /// there.
-    fn shows_stored_rows(&self) -> bool {
-        true
-    }
-
     /// Replaces the first rows of a buffer.
     fn write(&self, rows: &[f32], buffer: &mut Self::Buffer) -> Result<(), KernelError>;
 

@@ -419,6 +419,7 @@ impl Batch {
                 view(0),
                 Some(view(1)),
                 &device_queries,
+                queries.len() / sequences.len().max(1),
                 self.scale,
                 undo.then_some(transform),
                 &mut out,

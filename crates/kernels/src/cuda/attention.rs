@@ -135,6 +135,7 @@ impl DevicePlan {
 #[derive(Clone, Copy)]
 struct Arguments {
     queries: u64,
+    query_stride: i64,
     exact_pool: u64,
     sealed_pool: u64,
     exact_stride: u32,
@@ -317,25 +318,29 @@ impl DecodeAttention {
         scale: f32,
         out: &mut CudaSlice<f32>,
     ) -> Result<(), CudaError> {
-        self.launch_and_undo(plan, exact, sealed, queries, scale, None, out)
+        let stride = self.shape.kv_heads * self.shape.group * self.shape.head_dim;
+        self.launch_and_undo(plan, exact, sealed, queries, stride, scale, None, out)
     }
 
-    /// The same, with outputs turned back into the basis of values.
+    /// The same, with outputs turned back into the basis of values, and queries of sequences `query_stride` numbers apart.
     pub fn launch_and_undo(
         &self,
         plan: &mut DevicePlan,
         exact: PoolView<'_>,
         sealed: Option<PoolView<'_>>,
         queries: &CudaSlice<f32>,
+        query_stride: usize,
         scale: f32,
         undo: Option<ValueTransform<'_>>,
         out: &mut CudaSlice<f32>,
     ) -> Result<(), CudaError> {
         let DecodeShape { head_dim, kv_heads, group, .. } = self.shape;
         let numbers = plan.plan.sequences * kv_heads * group * head_dim;
-        for (what, got) in [("queries", queries.len()), ("outputs", out.len())] {
-            if got < numbers {
-                return Err(CudaError::Shape { what, expected: numbers, got });
+        let row = kv_heads * group * head_dim;
+        let last = plan.plan.sequences.saturating_sub(1) * query_stride.max(row) + row;
+        for (what, expected, got) in [("queries", last, queries.len()), ("outputs", numbers, out.len())] {
+            if got < expected {
+                return Err(CudaError::Shape { what, expected, got });
             }
         }
         let Some(layout) = self.layouts.get(plan.layout) else {
@@ -368,6 +373,7 @@ impl DecodeAttention {
         };
         let arguments = Arguments {
             queries: queries.device_ptr(stream).0,
+            query_stride: query_stride as i64,
             exact_pool: exact.address(&self.device, slots[0], bytes(&self.orders[0]))?,
             sealed_pool: sealed_pool.0,
             exact_stride: exact.stride as u32,

@@ -247,11 +247,6 @@ impl Backend for CudaBackend {
         check_cache(spec, layer, cache)?;
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols)?;
         qkv.check("query, key and value rows", step.rows)?;
-        let wanted = step.rows * spec.q_heads * spec.head_dim;
-        if cache.queries.len() < wanted {
-            self.products.note_replaced();
-            cache.queries = self.device.allocate(wanted.next_power_of_two(), "queries")?;
-        }
         let pools = WritePools {
             exact: &mut cache.exact,
             exact_slots: cache.spec.slots,
@@ -261,13 +256,13 @@ impl Backend for CudaBackend {
             queries: head_norm(spec.q_norm.as_ref(), spec.head_dim)?,
             keys: head_norm(spec.k_norm.as_ref(), spec.head_dim)?,
         };
-        let (writer, queries) = (&cache.writer, &mut cache.queries);
+        let writer = &cache.writer;
         match step.tables() {
             StepTables::Decode(tables) => {
-                writer.launch(&lock(tables).targets, layer, norms, &qkv.values, queries, pools)?;
+                writer.launch_in_place(&lock(tables).targets, layer, norms, &mut qkv.values, pools)?;
             }
             StepTables::Prefill(tables) => {
-                writer.launch(&tables.targets, layer, norms, &qkv.values, queries, pools)?;
+                writer.launch_in_place(&tables.targets, layer, norms, &mut qkv.values, pools)?;
             }
         }
         Ok(())
@@ -278,14 +273,15 @@ impl Backend for CudaBackend {
         step: &CudaStep,
         spec: &AttentionSpec<Self>,
         layer: usize,
-        _qkv: &CudaBuffer,
+        qkv: &CudaBuffer,
         cache: &CudaCache,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         check_cache(spec, layer, cache)?;
         expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols)?;
         out.check("attention rows", step.rows)?;
-        let (undo, queries) = (cache.undo(layer), &cache.queries);
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols)?;
+        let (undo, queries) = (cache.undo(layer), &qkv.values);
         match step.tables() {
             StepTables::Decode(tables) => {
                 let plan = &mut lock(tables).plan;
@@ -295,6 +291,7 @@ impl Backend for CudaBackend {
                     exact,
                     sealed,
                     queries,
+                    qkv.cols,
                     spec.scale,
                     undo,
                     &mut out.values,
@@ -303,7 +300,7 @@ impl Backend for CudaBackend {
             StepTables::Prefill(tables) => {
                 let plan = &tables.plan;
                 let pools = cache.prefill_pools(layer);
-                cache.prefill.launch(plan, &pools, queries, spec.scale, undo, &mut out.values)?;
+                cache.prefill.launch(plan, &pools, queries, qkv.cols, spec.scale, undo, &mut out.values)?;
             }
         }
         Ok(())

@@ -29,8 +29,6 @@ pub struct CudaCache {
     pub(super) decode: DecodeAttention,
     pub(super) prefill: PrefillAttention,
     undo: Option<Undo>,
-    /// Queries in the basis of the pages, `[row][query head][channel]`, of the rows that were written last.
-    pub(super) queries: CudaSlice<f32>,
     /// Tables of decode steps that are over.
     pub(super) spare_tables: SpareTables,
 }
@@ -80,7 +78,6 @@ impl CudaCache {
             decode: DecodeAttention::new(device, shape)?,
             prefill: PrefillAttention::new(device, shape)?,
             undo: codec.map(|codec| Undo::new(device, codec)).transpose()?.flatten(),
-            queries: device.allocate(1, "queries")?,
             spare_tables: SpareTables::default(),
             spec: spec.clone(),
         })

@@ -51,11 +51,6 @@ impl CudaBackend {
 }
 
 impl Inspect for CudaBackend {
-    /// Queries go to memory of the cache, and keys to pages only.
-    fn shows_stored_rows(&self) -> bool {
-        false
-    }
-
     fn write(&self, rows: &[f32], buffer: &mut CudaBuffer) -> Result<(), KernelError> {
         let count = rows.len() / buffer.cols().max(1);
         expect("values of whole rows", count * buffer.cols(), rows.len())?;
@@ -128,7 +123,7 @@ impl Inspect for CudaBackend {
         step: &CudaStep,
         spec: &AttentionSpec<CudaBackend>,
         layer: usize,
-        _qkv: &CudaBuffer,
+        qkv: &CudaBuffer,
         exact: &CudaCache,
         StandIn { cache, ends }: StandIn<'_, CudaBackend>,
         out: &mut CudaBuffer,
@@ -145,7 +140,8 @@ impl Inspect for CudaBackend {
         let mut pools = exact.prefill_pools(layer);
         pools.sealed = Some((view.memory, view.offset, view.stride));
         pools.sink = 0;
-        let queries = &exact.queries;
-        Ok(cache.prefill.launch(&plan, &pools, queries, spec.scale, None, &mut out.values)?)
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
+        let stride = qkv.cols();
+        Ok(cache.prefill.launch(&plan, &pools, &qkv.values, stride, spec.scale, None, &mut out.values)?)
     }
 }

@@ -224,12 +224,13 @@ impl PrefillAttention {
     }
 
     /// Attention of the rows of a plan. `queries` and `out` are `[row][query head][channel]`, queries in the basis of the
-    /// pages; `scale` is that of the logits.
+    /// pages and `query_stride` numbers from row to row; `scale` is that of the logits.
     pub(super) fn launch(
         &self,
         plan: &PrefillPlan,
         pools: &PrefillPools<'_>,
         queries: &CudaSlice<f32>,
+        query_stride: usize,
         scale: f32,
         undo: Option<ValueTransform<'_>>,
         out: &mut CudaSlice<f32>,
@@ -239,7 +240,7 @@ impl PrefillAttention {
         let enough = |what, expected: usize, got: usize| {
             if got >= expected { Ok(()) } else { Err(CudaError::Shape { what, expected, got }) }
         };
-        enough("queries", plan.rows * stride, queries.len())?;
+        enough("queries", plan.rows.saturating_sub(1) * query_stride + stride, queries.len())?;
         enough("outputs", plan.rows * stride, out.len())?;
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         enough("bytes of bf16 pages", pools.exact_slots * head * pools.all_layers, pools.exact.len())?;
@@ -269,7 +270,7 @@ impl PrefillAttention {
             tables: plan.tables.device_ptr(stream).0,
             items: plan.items.device_ptr(stream).0,
             ends: plan.ends.device_ptr(stream).0,
-            query_stride: stride as i64,
+            query_stride: query_stride as i64,
             out_stride: stride as i64,
             sealed_stride: pools.sealed.map_or(0, |(_, _, slot_bytes)| slot_bytes as i64),
             exact_slots: pools.exact_slots as i32,

@@ -181,11 +181,6 @@ impl Products {
         })
     }
 
-    /// Says that memory was replaced that recorded launches may name.
-    pub(super) fn note_replaced(&self) {
-        self.replaced.fetch_add(1, Ordering::Relaxed);
-    }
-
     /// How often memory was replaced that recorded launches may name.
     pub(super) fn replaced(&self) -> u64 {
         self.replaced.load(Ordering::Relaxed)

@@ -110,6 +110,7 @@ pub struct HeadNorms<'a> {
 struct Arguments {
     rows: u64,
     queries: u64,
+    query_stride: i64,
     exact: u64,
     scratch: u64,
     targets: u64,
@@ -267,6 +268,40 @@ impl RowWriter {
         queries: &mut CudaSlice<f32>,
         pools: WritePools<'_>,
     ) -> Result<(), CudaError> {
+        let stride = self.geometry.kv_heads * self.group * self.geometry.head_dim;
+        let (expected, got) = (step.rows() * stride, queries.len());
+        if got < expected {
+            return Err(CudaError::Shape { what: "queries", expected, got });
+        }
+        let queries = (queries.device_ptr_mut(self.device.stream()).0, stride);
+        self.write(step, layer, norms, rows, queries, pools)
+    }
+
+    /// The same; queries and keys take the place of those in `rows`.
+    pub fn launch_in_place(
+        &self,
+        step: &StepRows,
+        layer: usize,
+        norms: HeadNorms<'_>,
+        rows: &mut CudaSlice<f32>,
+        pools: WritePools<'_>,
+    ) -> Result<(), CudaError> {
+        let stride = (self.group + 2) * self.geometry.kv_heads * self.geometry.head_dim;
+        let queries = (rows.device_ptr_mut(self.device.stream()).0, stride);
+        self.write(step, layer, norms, rows, queries, pools)
+    }
+
+    /// `queries`: where they go, and from one row to the next. A block reads all of its vectors before it writes any, and no
+    /// other block reads them.
+    fn write(
+        &self,
+        step: &StepRows,
+        layer: usize,
+        norms: HeadNorms<'_>,
+        rows: &CudaSlice<f32>,
+        queries: (u64, usize),
+        pools: WritePools<'_>,
+    ) -> Result<(), CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = self.geometry;
         let (count, q_heads) = (step.rows(), kv_heads * self.group);
         let shape = |what, expected: usize, got: usize| {
@@ -274,7 +309,6 @@ impl RowWriter {
         };
         shape("layers of the cache", layer + 1, layers)?;
         shape("queries, keys and values", count * (q_heads + 2 * kv_heads) * head_dim, rows.len())?;
-        shape("queries", count * q_heads * head_dim, queries.len())?;
         for norm in [norms.queries, norms.keys].into_iter().flatten() {
             shape("gains of a norm", head_dim, norm.gain.len())?;
         }
@@ -301,7 +335,8 @@ impl RowWriter {
         let gain = |norm: Option<HeadNorm<'_>>| norm.map_or(0, |norm| norm.gain.device_ptr(stream).0);
         let arguments = Arguments {
             rows: rows.device_ptr(stream).0,
-            queries: queries.device_ptr_mut(stream).0,
+            queries: queries.0,
+            query_stride: queries.1 as i64,
             exact: pools.exact.device_ptr_mut(stream).0,
             scratch: pools.scratch.map_or(0, |scratch| scratch.device_ptr_mut(stream).0),
             targets: step.device_targets.device_ptr(stream).0,

@@ -31,10 +31,6 @@ struct ObservedSequence<B: Inspect> {
 impl<'a, B: Inspect> Observer<'a, B> {
     /// Embeds the sequences. Each begins at position 0.
     pub fn new(model: &'a LoadedModel<B>, sequences: &[&[u32]]) -> Result<Observer<'a, B>, KernelError> {
-        if !model.model().backend().shows_stored_rows() {
-            let reason = "calibration does not run on this device yet: calibrate on the CPU, every device finds the result";
-            return Err(KernelError::BadSetting(reason.to_owned()));
-        }
         let config = model.config();
         let heads = HeadCounts { query: config.q_heads, kv: config.kv_heads, dim: config.head_dim };
         let slots = 1 + sequences.iter().map(|ids| ids.len().div_ceil(PAGE_TOKENS)).sum::<usize>();

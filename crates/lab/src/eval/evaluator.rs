@@ -139,12 +139,7 @@ impl<B: Inspect> Evaluator<B> {
         let mut answer: Vec<u32> = Vec::new();
         let mut next: Vec<u32> = question.to_vec();
         while answer.len() < max_tokens && !next.is_empty() {
-            let rows = (next.len() - 1) % self.activations.max_rows();
-            self.run(&next, reading, |_, _, _| Ok(()))?;
-            self.model.model().logits(&[rows], &mut self.activations)?;
-            let vocabulary = self.model.tokenizer().vocab_size();
-            let logits = self.model.model().backend().read(self.activations.logits(), 0..1)?;
-            let token = arg_max(&logits[..vocabulary.min(logits.len())]);
+            let token = arg_max(&self.logits_after(&next, reading)?);
             if self.model.is_end(token) {
                 break;
             }
@@ -153,6 +148,42 @@ impl<B: Inspect> Evaluator<B> {
         }
         Ok(answer)
     }
+
+    /// The mean log-probability of the tokens of `answer` after the prefix and `question`, each after those before it.
+    /// Starts from the end of the prefix, whatever was run before.
+    pub fn log_probability(
+        &mut self,
+        question: &[u32],
+        answer: &[u32],
+        reading: Option<Reading<'_>>,
+    ) -> Result<f64, EvalError> {
+        self.rewind();
+        let mut next = question;
+        let mut sum = 0.0;
+        for (index, &token) in answer.iter().enumerate() {
+            sum += log_probability(&self.logits_after(next, reading)?, token);
+            next = &answer[index..=index];
+        }
+        Ok(sum / answer.len() as f64)
+    }
+
+    /// Appends tokens and gives the logits after the last of them, without those that the tokenizer has no token for.
+    fn logits_after(&mut self, ids: &[u32], reading: Option<Reading<'_>>) -> Result<Vec<f32>, EvalError> {
+        let row = (ids.len() - 1) % self.activations.max_rows();
+        self.run(ids, reading, |_, _, _| Ok(()))?;
+        self.model.model().logits(&[row], &mut self.activations)?;
+        let mut logits = self.model.model().backend().read(self.activations.logits(), 0..1)?;
+        logits.truncate(self.model.tokenizer().vocab_size());
+        Ok(logits)
+    }
+}
+
+/// The logarithm of the probability of a token.
+fn log_probability(logits: &[f32], token: u32) -> f64 {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+    let logit = logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    f64::from(logit - largest) - sum.ln()
 }
 
 /// The index of the largest value, the first of equal ones; NaN is never the largest.
@@ -168,11 +199,20 @@ pub(super) fn arg_max(values: &[f32]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::arg_max;
+    use super::{arg_max, log_probability};
 
     #[test]
     fn the_first_largest_wins() {
         assert_eq!(arg_max(&[f32::NAN, 1.0, 3.0, 3.0, -1.0]), 2);
         assert_eq!(arg_max(&[f32::NAN]), 0);
+    }
+
+    #[test]
+    fn probabilities_add_up_to_one() {
+        let logits = [1000.0, 999.0, 990.0, 1001.5];
+        let sum: f64 = (0..4).map(|token| log_probability(&logits, token).exp()).sum();
+        assert!((sum - 1.0).abs() < 1e-12);
+        assert!((log_probability(&logits, 0) - log_probability(&logits, 1) - 1.0).abs() < 1e-12);
+        assert_eq!(log_probability(&logits, 9), f64::NEG_INFINITY);
     }
 }

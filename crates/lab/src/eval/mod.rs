@@ -47,6 +47,8 @@ pub enum EvalError {
     TextTooShort { tokens: usize, needed: usize },
     #[error("{0}")]
     Chat(String),
+    #[error("the tokenizer joins the answer with the text before it, so that its probability cannot be told")]
+    AnswerTokens,
     #[error("the logits are not finite")]
     NotFinite,
     #[error("`{spec}` is not a codec: {problem}")]

@@ -1,4 +1,5 @@
-//! Needles answered by a model: greedy answers of every codec to one exact prefill, or of a cache that serves.
+//! Needles answered by a model: greedy answers of every codec to one exact prefill, or of a cache that serves, and how
+//! probable the right answer was.
 
 use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::{Backend, Inspect};
@@ -20,6 +21,20 @@ pub struct NeedleTokens {
     pub context: Vec<u32>,
     /// The question and the beginning of the answer.
     pub question: Vec<u32>,
+    /// The numbers asked for, as they would follow the question.
+    pub answer: Vec<u32>,
+}
+
+/// What a model made of a needle prompt.
+#[derive(Clone, Debug)]
+pub struct Retrieved {
+    /// The share of numbers that the greedy answer holds.
+    pub score: f64,
+    /// The mean log-probability of the tokens of the right answer, each after the right ones before it. It tells caches
+    /// apart that all find a needle.
+    pub log_probability: f64,
+    /// The greedy answer.
+    pub text: String,
 }
 
 impl NeedleTokens {
@@ -43,7 +58,10 @@ impl NeedleTokens {
         let other = encode("\n\n#", "")?;
         let shared = ids.iter().zip(&other).take_while(|(a, b)| a == b).count().min(ids.len() - 1);
         let question = ids[shared..].to_vec();
-        Ok(NeedleTokens { context: ids[..shared].to_vec(), question })
+        let full = encode(&prompt.question, &format!("{} {}", prompt.lead_in, prompt.answers.join(", ")))?;
+        let answer = full.get(ids.len()..).filter(|_| full.starts_with(&ids));
+        let answer = answer.filter(|answer| !answer.is_empty()).ok_or(EvalError::AnswerTokens)?.to_vec();
+        Ok(NeedleTokens { context: ids[..shared].to_vec(), question, answer })
     }
 
     /// Most tokens of an answer that holds so many numbers.
@@ -52,14 +70,14 @@ impl NeedleTokens {
     }
 }
 
-/// The share of numbers found and the text of the answer, for each codec. The context is computed once.
+/// What the model finds with each codec. The context is computed once.
 pub fn retrieve<B: Inspect>(
     evaluator: &mut Evaluator<B>,
     prompt: &NeedlePrompt,
     codecs: &[Box<dyn CacheCodec>],
     windows: Windows,
     progress: impl FnMut(usize),
-) -> Result<Vec<(f64, String)>, EvalError> {
+) -> Result<Vec<Retrieved>, EvalError> {
     let tokens = NeedleTokens::encode(evaluator.model(), prompt)?;
     evaluator.prefill(&tokens.context, progress)?;
     codecs
@@ -73,29 +91,34 @@ pub fn retrieve<B: Inspect>(
                 reading,
                 NeedleTokens::tokens_for(prompt.answers.len()),
             )?;
-            scored_answer(evaluator.model(), &answer, prompt)
+            let log_probability = evaluator.log_probability(&tokens.question, &tokens.answer, reading)?;
+            retrieved(evaluator.model(), &answer, log_probability, prompt)
         })
         .collect()
 }
 
-/// The share of numbers found and the text of the answer, with the cache that serves.
+/// What the model finds with the cache that serves.
 pub fn retrieve_served<B: Backend>(
     served: &ServedCache<B>,
     prompt: &NeedlePrompt,
     progress: impl FnMut(usize),
-) -> Result<(f64, String), EvalError> {
+) -> Result<Retrieved, EvalError> {
     let model = served.engine().model();
     let tokens = NeedleTokens::encode(model, prompt)?;
     let most = NeedleTokens::tokens_for(prompt.answers.len());
     let answer = served.answer(&tokens.context, &tokens.question, most, progress)?;
-    scored_answer(model, &answer, prompt)
+    // The context is in the prefix tree, so only the question and the answer are computed again.
+    let question = [&tokens.context[..], &tokens.question].concat();
+    let log_probability = served.log_probability(&question, &tokens.answer)?;
+    retrieved(model, &answer, log_probability, prompt)
 }
 
-fn scored_answer<B: Backend>(
+fn retrieved<B: Backend>(
     model: &LoadedModel<B>,
     answer: &[u32],
+    log_probability: f64,
     prompt: &NeedlePrompt,
-) -> Result<(f64, String), EvalError> {
+) -> Result<Retrieved, EvalError> {
     let text = model.tokenizer().decode(answer, true)?;
-    Ok((score(&text, &prompt.answers), text))
+    Ok(Retrieved { score: score(&text, &prompt.answers), log_probability, text })
 }

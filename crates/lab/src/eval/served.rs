@@ -69,6 +69,22 @@ impl<B: Backend> ServedCache<B> {
         self.tokens(self.engine.answer(Request::new([context, question].concat(), ask))?)
     }
 
+    /// The mean log-probability of the tokens of `answer` after `prompt`, each after those before it. What the prefix tree
+    /// holds of the prompt is not computed again.
+    pub fn log_probability(&self, prompt: &[u32], answer: &[u32]) -> Result<f64, EvalError> {
+        let score = GenerateOptions {
+            max_tokens: Some(0),
+            prompt_logprobs: Some(0),
+            score_from: prompt.len(),
+            ..GenerateOptions::default()
+        };
+        let summaries = self.engine.answer(Request::new([prompt, answer].concat(), score))?.wait();
+        let summary = summaries.map_err(EvalError::Engine)?.into_iter().next();
+        let scored = summary.map(|summary| summary.prompt_logprobs).unwrap_or_default();
+        let sum: f64 = scored.iter().filter_map(|token| token.logprob).map(f64::from).sum();
+        Ok(sum / answer.len() as f64)
+    }
+
     fn tokens(&self, answer: oscar_engine::Answer) -> Result<Vec<u32>, EvalError> {
         let summaries = answer.wait().map_err(EvalError::Engine)?;
         let mut tokens = summaries.into_iter().next().map(|summary| summary.tokens).unwrap_or_default();

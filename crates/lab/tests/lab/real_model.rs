@@ -12,7 +12,8 @@ use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
-use oscar_lab::eval::retrieval::retrieve;
+use oscar_lab::eval::retrieval::{retrieve, retrieve_served};
+use oscar_lab::eval::served::ServedCache;
 use oscar_lab::eval::text::prose;
 use oscar_model::LoadedModel;
 use oscar_model::source::{FetchPolicy, Silent, resolve};
@@ -142,5 +143,13 @@ fn calibrated_codecs_keep_the_published_order() {
     let prompt = build(&options, &Haystack::Generated, &count).unwrap();
     let codecs = [source.build("bf16").unwrap(), source.build("naive-int2").unwrap()];
     let answers = retrieve(&mut evaluator, &prompt, &codecs, windows, |_| ()).unwrap();
-    assert_eq!(answers[0].0, 1.0, "{answers:?} for {:?}", prompt.answers);
+    assert_eq!(answers[0].score, 1.0, "{answers:?} for {:?}", prompt.answers);
+    // A found number is a probable one, and a bad codec makes it less probable.
+    assert!((-0.5..=0.0).contains(&answers[0].log_probability), "{answers:?}");
+    assert!(answers[1].log_probability < answers[0].log_probability - 0.5, "{answers:?}");
+    // The engine scores the answer as the lab does.
+    let options = EngineOptions { context: Some(1024), ..EngineOptions::default() };
+    let served = ServedCache::new(model.clone(), &options, "bf16").unwrap();
+    let served = retrieve_served(&served, &prompt, |_| ()).unwrap();
+    assert!((served.log_probability - answers[0].log_probability).abs() < 0.02, "{served:?} {answers:?}");
 }

@@ -9,7 +9,7 @@ use oscar_lab::Report;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
 use oscar_lab::eval::report::{heat_map_svg, needle_maps};
-use oscar_lab::eval::retrieval::{NeedleTokens, retrieve, retrieve_served};
+use oscar_lab::eval::retrieval::{NeedleTokens, Retrieved, retrieve, retrieve_served};
 use oscar_lab::eval::text::mix;
 use serde_json::json;
 
@@ -35,8 +35,9 @@ const TEMPLATE_TOKENS: usize = 96;
     oscar eval niah qwen15 --kind multi-value --haystack book.txt --prompts 4 --json\n\n\
     --kv measures codecs in the lab (bf16, int2 and int2:paper if neither list is given): the context is computed\n\
     exactly, once for all codecs; question and answer read it through the codec. --kv-cache-dtype measures caches as\n\
-    they are served: the context is a request that is kept open, and the question continues it. bits_per_element is\n\
-    that of history, bits_with_windows that of the whole sequence. Prompts come from the seed, never from the program.")]
+    they are served: the context is a request of its own, and the question finds it in the prefix cache.\n\
+    bits_per_element is that of history, bits_with_windows that of the whole sequence. score is the share of numbers that the\n\
+    answer holds, log_probability the mean over the tokens of the right answer. Prompts come from the seed.")]
 pub(crate) struct NiahArguments {
     #[command(flatten)]
     lab: SubjectArguments,
@@ -136,6 +137,7 @@ impl OnDevice for NiahArguments {
             "depth",
             "prompts",
             "score",
+            "log_probability",
         ];
         print_text(report.table(&columns).trim_end())
     }
@@ -174,7 +176,7 @@ impl NiahArguments {
                 let kind =
                     self.kind.unwrap_or(if keys > 1 { NeedleKind::MultiKey } else { NeedleKind::Single });
                 for &depth in &self.depths {
-                    let mut sums = vec![0.0; readers.len()];
+                    let mut sums = vec![(0.0, 0.0); readers.len()];
                     for index in 0..self.prompts {
                         if watch.caught() {
                             // A cell that is not complete is not reported.
@@ -200,24 +202,27 @@ impl NiahArguments {
                         options.tokens = length.saturating_sub(reserved);
                         let prompt = build(&options, haystack, &count).map_err(Failure::new)?;
                         steps.say(&format!("{length} tokens, {keys} keys, depth {depth} %"));
-                        let mut scores = Vec::new();
+                        let mut found = Vec::new();
                         if let Some(evaluator) = &mut evaluator {
-                            scores = retrieve(evaluator, &prompt, codecs, windows, |tokens| {
+                            found = retrieve(evaluator, &prompt, codecs, windows, |tokens| {
                                 steps.set(done + tokens)
                             })?;
                             done += length;
                         }
                         for served in &readers.served {
-                            scores.push(retrieve_served(served, &prompt, |tokens| steps.set(done + tokens))?);
+                            found.push(retrieve_served(served, &prompt, |tokens| steps.set(done + tokens))?);
                             done += length;
                         }
-                        for (reader, (score, text)) in scores.into_iter().enumerate() {
+                        for (reader, Retrieved { score, log_probability, text }) in
+                            found.into_iter().enumerate()
+                        {
                             let wanted = &prompt.answers;
                             tracing::info!("{}: {score} {text:?} wanted {wanted:?}", readers.name(reader));
-                            sums[reader] += score;
+                            sums[reader].0 += score;
+                            sums[reader].1 += log_probability;
                         }
                     }
-                    for (reader, sum) in sums.into_iter().enumerate() {
+                    for (reader, (score, log_probability)) in sums.into_iter().enumerate() {
                         report.push(json!({
                             "kind": "niah",
                             "model": subject.name(),
@@ -229,7 +234,8 @@ impl NiahArguments {
                             "length": length,
                             "depth": depth,
                             "prompts": self.prompts,
-                            "score": sum / self.prompts as f64,
+                            "score": score / self.prompts as f64,
+                            "log_probability": log_probability / self.prompts as f64,
                             "sink": windows.sink,
                             "recent": windows.recent,
                         }));

@@ -39,7 +39,8 @@ constexpr int TILE_FLOATS = WARPS * STAGES * STAGE_BYTES / 4, SUM_FLOATS = WARPS
 constexpr int LEFT_AT = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
 
 struct Arguments {
-  const float* queries;  // [sequence][kv head][group][channel]
+  const float* queries;  // [sequence][kv head][group][channel], sequences so far apart
+  long long query_stride;
   const u8* exact_pool;  // of one layer: page `slot`, head `h` at slot * exact_stride + h * page bytes
   const u8* sealed_pool;
   u32 exact_stride, sealed_stride;
@@ -110,8 +111,8 @@ DEVICE void attend_tiles(
     if (i > 0) slot = slots[i];
     fetch(i, i);
   }
-  const long long row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row;
-  begin(state, a.queries + row * HEAD_DIM, s.rows, a.scale, query_memory, warp, lane);
+  const long long row = s.sequence * a.query_stride + (s.head * a.group + s.first_row) * HEAD_DIM;
+  begin(state, a.queries + row, s.rows, a.scale, query_memory, warp, lane);
   if (count > 0) state.prime(ring_look<STAGES - 2>(ring), lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {

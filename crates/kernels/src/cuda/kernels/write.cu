@@ -31,7 +31,8 @@ struct Transform {
 
 struct Arguments {
   const float* rows;            // [row][query heads, key heads, value heads][channel]
-  float* queries;               // [row][query head][channel]
+  float* queries;               // [row][query head][channel], rows so far apart; perhaps where they are in `rows`
+  long long query_stride;
   u8* exact;                    // [slot][layer][head] bf16 pages
   u8* scratch;                  // [slot - exact_slots][head]
   const uint2* targets;         // [row]: slot and token of its page; slot 0 is not written
@@ -182,9 +183,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
     if (first_here + v >= count) return;
     const Vector vector = vector_of(a, queries, first + first_here + v);
     if (vector.query >= 0) {
-      const long long at = ((long long)vector.row * q_heads + head * a.group + vector.query) * HEAD_DIM + channel;
+      const long long at = vector.row * a.query_stride + (head * a.group + vector.query) * HEAD_DIM + channel;
       *(float4*)(a.queries + at) = make_float4(sums[v][0], sums[v][1], sums[v][2], sums[v][3]);
       continue;
+    }
+    // Whoever looks at the rows afterwards finds keys as they are stored, too.
+    if (a.queries == a.rows && !values) {
+      float* key = (float*)a.rows + vector.row * columns + (q_heads + head) * HEAD_DIM + channel;
+      *(float4*)key = make_float4(sums[v][0], sums[v][1], sums[v][2], sums[v][3]);
     }
     const uint2 target = a.targets[vector.row];
     if (target.x == 0) continue;
