@@ -16,8 +16,8 @@ pub(super) struct ReadAll {
 impl ReadAll {
     /// The CUDA source of the kernel.
     pub(super) fn source() -> Source {
-        let text = include_str!("read.cu").into();
-        Source { name: "read".into(), text, defines: Vec::new(), exact: false }
+        let texts = vec![("read.cu", include_str!("read.cu"))];
+        Source { name: "read".into(), texts, defines: Vec::new(), exact: false }
     }
 
     /// Loads the kernel.

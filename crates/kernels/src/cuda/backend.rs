@@ -11,7 +11,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::graphs::{self, Next};
 use super::plan::Split;
-use super::products::{Input, InputSource, Output, Products, Projection};
+use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
 use super::sample::Sampler;
 use super::seal::SealPools;
 use super::step::{CudaStep, StepTables, lock};
@@ -94,12 +94,20 @@ impl CudaBackend {
         linears
             .iter()
             .map(|linear| {
-                let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows));
-                let projection = Projection { weight: &linear.weight, bias: bias.transpose()?, first_column };
+                let projection = self.projection(linear, first_column);
                 first_column += linear.weight.rows;
-                Ok(projection)
+                projection
             })
             .collect()
+    }
+
+    fn projection<'a>(
+        &self,
+        linear: &'a Linear<Self>,
+        first_column: usize,
+    ) -> Result<Projection<'a>, KernelError> {
+        let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows));
+        Ok(Projection { weight: &linear.weight, bias: bias.transpose()?, first_column })
     }
 }
 
@@ -232,7 +240,7 @@ impl Backend for CudaBackend {
         expect("columns of the projections", outputs, out.cols)?;
         let source = InputSource::Normed { gain: self.gain(norm, x.cols)?, epsilon: norm.eps, indices: None };
         let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
-        let output = Output { stride: out.cols, out: &mut out.values, adds: false };
+        let output = Output { stride: out.cols, out: &mut out.values, ends: Ends::Set };
         self.products.run(&self.loader, input, &projections, output)
     }
 
@@ -368,7 +376,7 @@ impl Backend for CudaBackend {
         expect("columns of the projection", linear.weight.rows, hidden.cols)?;
         let source = InputSource::Plain;
         let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
-        let output = Output { stride: hidden.cols, out: &mut hidden.values, adds: true };
+        let output = Output { stride: hidden.cols, out: &mut hidden.values, ends: Ends::Add };
         self.products.run(&self.loader, input, &projections, output)
     }
 
@@ -378,19 +386,15 @@ impl Backend for CudaBackend {
         mlp: &GatedMlp<Self>,
         hidden: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let (rows, inner, cols) = (step.rows, mlp.gate.weight.rows, hidden.cols);
-        expect("outputs of the up projection", inner, mlp.up.weight.rows)?;
+        let (rows, cols) = (step.rows, hidden.cols);
+        expect("inputs of the gate projection", cols, mlp.gate.weight.cols)?;
         expect("outputs of the down projection", cols, mlp.down.weight.rows)?;
         hidden.check("hidden rows", rows)?;
-        let mut gated = self.products.gated(rows * 2 * inner)?;
         let source =
             InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
-        let input = Input { x: &hidden.values, stride: cols, rows, columns: cols, source };
-        let output = Output { out: &mut gated, stride: 2 * inner, adds: false };
-        self.products.run(&self.loader, input, &self.projections(&[&mlp.gate, &mlp.up])?, output)?;
-        let input = Input { x: &gated, stride: 2 * inner, rows, columns: inner, source: InputSource::Gated };
-        let output = Output { out: &mut hidden.values, stride: cols, adds: true };
-        self.products.run(&self.loader, input, &self.projections(&[&mlp.down])?, output)
+        let [gate, up, down] = [&mlp.gate, &mlp.up, &mlp.down].map(|linear| self.projection(linear, 0));
+        let block = GatedBlock { gate: gate?, up: up?, down: down? };
+        self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block)
     }
 
     fn logits(
@@ -417,7 +421,7 @@ impl Backend for CudaBackend {
         let source = InputSource::Normed { gain, epsilon: norm.eps, indices: indices.as_ref() };
         let input =
             Input { x: &hidden.values, stride: hidden.cols, rows: rows.len(), columns: hidden.cols, source };
-        let output = Output { stride: out.cols, out: &mut out.values, adds: false };
+        let output = Output { stride: out.cols, out: &mut out.values, ends: Ends::Set };
         let head = Projection { weight: head, bias: None, first_column: 0 };
         self.products.run(&self.loader, input, &[head], output)
     }

@@ -21,13 +21,24 @@ pub const OPTIONS: [&str; 2] = ["--std=c++17", "--use_fast_math"];
 /// Options of kernels whose results are defined to the bit: what is written as two operations is rounded twice.
 pub const EXACT_OPTIONS: [&str; 2] = ["--std=c++17", "--fmad=false"];
 
+/// The files of a kernel: `prelude.cu`, then those that are named.
+macro_rules! texts {
+    ($($file:literal),*) => {
+        vec![
+            ("prelude.cu", include_str!("kernels/prelude.cu")),
+            $(($file, include_str!(concat!("kernels/", $file)))),*
+        ]
+    };
+}
+pub(super) use texts;
+
 /// A kernel before it is compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     /// For messages.
     pub name: String,
-    /// The text of all files, one after the other.
-    pub text: String,
+    /// Files by name with their text, in the order in which they are compiled as one.
+    pub texts: Vec<(&'static str, &'static str)>,
     /// Macros.
     pub defines: Vec<(&'static str, usize)>,
     /// Whether results are defined to the bit: [`EXACT_OPTIONS`] instead of [`OPTIONS`].
@@ -35,6 +46,15 @@ pub struct Source {
 }
 
 impl Source {
+    /// The entry of this kernel in a list of `tools/check-cuda-kernels`.
+    #[cfg(test)]
+    pub(super) fn configuration(&self, name: &str) -> serde_json::Value {
+        let sources: Vec<&str> = self.texts.iter().map(|(name, _)| *name).collect();
+        let defines: serde_json::Map<_, _> =
+            self.defines.iter().map(|&(key, value)| (key.to_owned(), value.into())).collect();
+        serde_json::json!({ "name": name, "sources": sources, "defines": defines })
+    }
+
     /// The options for an architecture such as `sm_90a`.
     pub fn options(&self, architecture: &str) -> Vec<String> {
         let mut options = vec![format!("--gpu-architecture={architecture}")];
@@ -55,7 +75,9 @@ impl Source {
             hash.update(option.as_bytes());
             hash.update([0]);
         }
-        hash.update(self.text.as_bytes());
+        for (_, text) in &self.texts {
+            hash.update(text.as_bytes());
+        }
         let mut name = String::with_capacity(70);
         for byte in hash.finalize() {
             let _ = write!(name, "{byte:02x}");
@@ -94,7 +116,8 @@ impl Source {
             architecture: architecture.to_owned(),
             log,
         };
-        let text = CString::new(self.text.as_str()).map_err(|error| failed(error.to_string()))?;
+        let text: String = self.texts.iter().map(|(_, text)| *text).collect();
+        let text = CString::new(text).map_err(|error| failed(error.to_string()))?;
         let program =
             Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
         // SAFETY: the program was created above and lives until the end of this function.
@@ -161,8 +184,8 @@ mod tests {
     use super::*;
 
     fn source() -> Source {
-        let text = "extern \"C\" __global__ void kernel() {}".to_owned();
-        Source { name: "test".into(), text, defines: vec![("HEAD_DIM", 64)], exact: false }
+        let texts = vec![("test.cu", "extern \"C\" __global__ void kernel() {}")];
+        Source { name: "test".into(), texts, defines: vec![("HEAD_DIM", 64)], exact: false }
     }
 
     #[test]
@@ -171,7 +194,7 @@ mod tests {
         assert_eq!(name, source().cache_name("sm_90a"));
         assert_eq!(name.len(), 64 + ".cubin".len());
         let mut others = vec![source().cache_name("sm_80")];
-        others.push(Source { text: source().text + " ", ..source() }.cache_name("sm_90a"));
+        others.push(Source { texts: vec![("test.cu", "extern")], ..source() }.cache_name("sm_90a"));
         others.push(Source { defines: vec![("HEAD_DIM", 128)], ..source() }.cache_name("sm_90a"));
         others.push(Source { defines: vec![], ..source() }.cache_name("sm_90a"));
         others.push(Source { exact: true, ..source() }.cache_name("sm_90a"));

@@ -4,7 +4,7 @@ use oscar_codec::{CodeLayout, Fp8Layout, PageLayout, ScaleType};
 
 use super::compile::{EXACT_OPTIONS, Source};
 use super::page_order::PageOrder;
-use super::seal::{self, SealShape};
+use super::seal::SealShape;
 use super::write;
 
 fn shapes() -> Vec<(String, SealShape)> {
@@ -38,19 +38,16 @@ fn shapes() -> Vec<(String, SealShape)> {
 #[test]
 fn the_list_of_configurations_is_that_of_the_product() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations-exact.json");
-    let entry = |name: String, texts: &[&str], source: Source| {
+    let entry = |name: String, source: Source| {
         assert!(source.exact, "{name}");
-        let defines: serde_json::Map<String, serde_json::Value> =
-            source.defines.into_iter().map(|(key, value)| (key.to_owned(), value.into())).collect();
-        serde_json::json!({ "name": name, "sources": texts, "defines": defines })
+        source.configuration(&name)
     };
-    let seal = seal::TEXTS.map(|(name, _)| name);
     let mut kernels: Vec<serde_json::Value> =
-        shapes().into_iter().map(|(name, shape)| entry(name, &seal, shape.source())).collect();
+        shapes().into_iter().map(|(name, shape)| entry(name, shape.source())).collect();
     for (head_dim, count) in [64, 96, 128, 256].into_iter().flat_map(|d| write::PER_THREAD.map(|n| (d, n))) {
         let name = format!("write {count} vectors d{head_dim}");
         let exact = PageOrder::new(PageLayout::bf16(head_dim)).unwrap();
-        kernels.push(entry(name, &["rounded.cu", "write.cu"], write::source(&exact, count)));
+        kernels.push(entry(name, write::source(&exact, count)));
     }
     let expected = serde_json::json!({ "options": EXACT_OPTIONS, "kernels": kernels });
     if std::env::var_os("OSCAR_WRITE").is_some() {

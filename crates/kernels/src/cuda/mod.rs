@@ -13,7 +13,7 @@
 //! | [`mod@write`] | QK-norm, rotary embedding, the codec's basis and the write to bf16 pages in one launch |
 //! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
 //! | `weights` | weights in tiles on the card, from every stored type |
-//! | `products`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
+//! | `products`, `multiply`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
 //! | `cache`, `step` | page pools, and the tables of a step |
 //! | `sample` | tokens from logits that stay on the card |
@@ -34,6 +34,7 @@ mod error;
 mod exact_tests;
 mod graphs;
 mod inspect;
+mod multiply;
 mod page_order;
 mod plan;
 mod prefill;

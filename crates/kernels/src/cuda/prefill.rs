@@ -9,7 +9,7 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 use oscar_codec::{ExactSlot, PageLayout, SealedSlot, band};
 
 use super::attention::ValueTransform;
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::device::{Device, launch};
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
@@ -31,9 +31,6 @@ pub(super) fn source(shape: &DecodeShape) -> Result<Source, CudaError> {
         ("SEALED_BITS", bits),
         ("GROUPS", sealed.groups()),
         ("SCALE_BF16", usize::from(sealed.bf16_scales())),
-        // The ring of the decode kernel, which shares its first text with this one, is not used.
-        ("STAGES", 2),
-        ("STAGE_BYTES", 0),
     ];
     defines.extend(sealed.band_defines());
     defines.push(("OCTAVES_BELOW", band::OCTAVES_BELOW as usize));
@@ -41,21 +38,16 @@ pub(super) fn source(shape: &DecodeShape) -> Result<Source, CudaError> {
     if bits > 0 {
         defines.extend(sealed.defines(Pages::Sealed));
     }
-    let text = [
-        include_str!("kernels/primitives.cu"),
-        include_str!("kernels/band_order.cu"),
-        include_str!("kernels/prefill.cu"),
-    ]
-    .concat();
+    let texts = texts!["primitives.cu", "band_order.cu", "prefill.cu"];
     let name = format!("attention of many rows, {} channels, {bits} bits", shape.head_dim);
-    Ok(Source { name, text, defines, exact: false })
+    Ok(Source { name, texts, defines, exact: false })
 }
 
 /// The kernel that takes outputs back to the basis of values.
 pub(super) fn undo_source(head_dim: usize) -> Source {
-    let text = [include_str!("kernels/tiles.cu"), include_str!("kernels/undo.cu")].concat();
+    let texts = texts!["tiles.cu", "undo.cu"];
     let defines = vec![("HEAD_DIM", head_dim)];
-    Source { name: format!("outputs of attention, {head_dim} channels"), text, defines, exact: false }
+    Source { name: format!("outputs of attention, {head_dim} channels"), texts, defines, exact: false }
 }
 
 /// Neighbouring rows of one sequence; the kernel's `Item`.

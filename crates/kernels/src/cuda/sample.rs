@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use bytemuck::{Pod, Zeroable};
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::device::{Device, launch};
 use super::error::CudaError;
 use super::step::lock;
@@ -21,8 +21,8 @@ const NONE: u32 = u32::MAX;
 
 /// The kernel.
 pub(super) fn source() -> Source {
-    let text = [include_str!("kernels/tiles.cu"), include_str!("kernels/sample.cu")].concat();
-    Source { name: "sampling".into(), text, defines: Vec::new(), exact: false }
+    let texts = texts!["tiles.cu", "sample.cu"];
+    Source { name: "sampling".into(), texts, defines: Vec::new(), exact: false }
 }
 
 #[repr(C)]

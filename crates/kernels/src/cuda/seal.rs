@@ -18,7 +18,7 @@ use oscar_codec::{
     HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, SealedSlot, Side, band,
 };
 
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::device::Device;
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
@@ -26,14 +26,6 @@ use crate::backend::SealPage;
 
 /// Rows of a page, keys and values: a thread each.
 const THREADS: usize = 2 * PAGE_TOKENS;
-/// The texts of the kernel with their names, in the order in which they are compiled as one.
-pub(super) const TEXTS: [(&str, &str); 5] = [
-    ("rounded.cu", include_str!("kernels/rounded.cu")),
-    ("rows.cu", include_str!("kernels/rows.cu")),
-    ("band_order.cu", include_str!("kernels/band_order.cu")),
-    ("seal_bands.cu", include_str!("kernels/seal_bands.cu")),
-    ("seal.cu", include_str!("kernels/seal.cu")),
-];
 /// What the memory of the first failure holds if there was none.
 const NONE: u64 = u64::MAX;
 
@@ -168,10 +160,10 @@ impl SealShape {
             defines.push(("GAUSSIAN_STEP", bits(GAUSSIAN_STEP)));
             defines.extend(names.into_iter().zip(SEARCH_STEPS.map(bits)));
         }
-        let text = TEXTS.map(|(_, text)| text).concat();
+        let texts = texts!["rounded.cu", "rows.cu", "band_order.cu", "seal_bands.cu", "seal.cu"];
         let bands = if self.order.bands().is_some() { " in bands" } else { "" };
         let name = format!("sealing, {} bits{bands}, {} channels", self.order.bits(), self.order.head_dim());
-        Source { name, text, defines, exact: true }
+        Source { name, texts, defines, exact: true }
     }
 }
 

@@ -6,22 +6,10 @@
 
 use oscar_codec::{PageLayout, band};
 
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use super::plan::MOST_PARTIALS;
-
-/// The texts of the kernel with their names, in the order in which they are compiled as one.
-const TEXTS: [(&str, &str); 8] = [
-    ("primitives.cu", include_str!("kernels/primitives.cu")),
-    ("codes.cu", include_str!("kernels/codes.cu")),
-    ("band_order.cu", include_str!("kernels/band_order.cu")),
-    ("bands.cu", include_str!("kernels/bands.cu")),
-    ("halves.cu", include_str!("kernels/halves.cu")),
-    ("bytes.cu", include_str!("kernels/bytes.cu")),
-    ("floats.cu", include_str!("kernels/floats.cu")),
-    ("attention.cu", include_str!("kernels/attention.cu")),
-];
 
 /// Heads, and the format of the pages that are not bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,7 +214,18 @@ impl DecodeShape {
         defines.push(("OCTAVES_BELOW", band::OCTAVES_BELOW as usize));
         let bands = if sealed.bands().is_some() { " in bands" } else { "" };
         let name = format!("decode attention, {} bits{bands}, {} channels", sealed.bits(), self.head_dim);
-        Ok(Source { name, text: TEXTS.map(|(_, text)| text).concat(), defines, exact: false })
+        let texts = texts![
+            "ring.cu",
+            "primitives.cu",
+            "codes.cu",
+            "band_order.cu",
+            "bands.cu",
+            "halves.cu",
+            "bytes.cu",
+            "floats.cu",
+            "attention.cu"
+        ];
+        Ok(Source { name, texts, defines, exact: false })
     }
 }
 
@@ -317,19 +316,11 @@ mod tests {
     #[test]
     fn the_list_of_configurations_is_that_of_the_product() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda/kernels/configurations.json");
-        let texts = TEXTS.map(|(name, _)| name);
         let mut kernels = Vec::new();
         for (shape, tuning) in listed() {
-            let defines: serde_json::Map<String, serde_json::Value> = shape
-                .source(&tuning)
-                .unwrap()
-                .defines
-                .into_iter()
-                .map(|(key, value)| (key.to_owned(), value.into()))
-                .collect();
             let Tuning { warps, blocks_per_multiprocessor: blocks, .. } = tuning;
             let name = format!("{}, {blocks} x {warps} warps", name(&shape));
-            kernels.push(serde_json::json!({ "name": name, "sources": texts, "defines": defines }));
+            kernels.push(shape.source(&tuning).unwrap().configuration(&name));
         }
         let expected = serde_json::json!({ "options": super::super::compile::OPTIONS, "kernels": kernels });
         if std::env::var_os("OSCAR_WRITE").is_some() {

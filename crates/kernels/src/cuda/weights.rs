@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::device::{Device, launch, launch_overlapping};
 use super::error::CudaError;
 use crate::backend::{KernelError, StoredMatrix};
@@ -150,8 +150,8 @@ unsafe impl DeviceRepr for EmbedArguments {}
 
 /// The kernel that puts weights in order.
 pub(super) fn source() -> Source {
-    let text = [include_str!("kernels/tiles.cu"), include_str!("kernels/repack.cu")].concat();
-    Source { name: "weights".into(), text, defines: Vec::new(), exact: false }
+    let texts = texts!["tiles.cu", "repack.cu"];
+    Source { name: "weights".into(), texts, defines: Vec::new(), exact: false }
 }
 
 /// Brings weights to the card and back.

@@ -14,7 +14,7 @@ use oscar_codec::{
     ExactSlot, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Side,
 };
 
-use super::compile::Source;
+use super::compile::{Source, texts};
 use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
@@ -31,11 +31,11 @@ fn staged_bytes(head_dim: usize, per_thread: usize) -> usize {
 
 /// The kernel for heads of the channels that `exact` pages have.
 pub(super) fn source(exact: &PageOrder, per_thread: usize) -> Source {
-    let text = [include_str!("kernels/rounded.cu"), include_str!("kernels/write.cu")].concat();
+    let texts = texts!["rounded.cu", "write.cu"];
     let head_dim = exact.head_dim();
     let mut defines = vec![("HEAD_DIM", head_dim), ("PER_THREAD", per_thread)];
     defines.extend(exact.defines(Pages::Exact));
-    Source { name: format!("writing rows, {head_dim} channels"), text, defines, exact: true }
+    Source { name: format!("writing rows, {head_dim} channels"), texts, defines, exact: true }
 }
 
 /// Where one row of a step goes.

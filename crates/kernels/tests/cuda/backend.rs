@@ -38,6 +38,7 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
             failures += sampling(&cpu, &cuda);
         }
         failures += products(&cpu, &cuda, quick);
+        failures += odd_rows(&cpu, &cuda);
         failures += attention(&scalar, &cuda, quick);
         if deterministic {
             failures += chunks(&cuda);
@@ -139,7 +140,7 @@ fn layer<B: Backend>(backend: &B, types: [DType; 3], hidden: usize, inner: usize
         linear(third, 256, hidden, false),
     ];
     let output = linear(second, hidden, 768, true);
-    let [gate, up] = [(); 2].map(|()| linear(first, inner, hidden, false));
+    let [gate, up] = [first, second].map(|dtype| linear(dtype, inner, hidden, false));
     let down = linear(third, hidden, inner, false);
     let table = linear(second, 1000, hidden, false).weight;
     let mut norm = || RmsNorm { weight: backend.weight(&vector(hidden, &mut random)).unwrap(), eps: 1e-5 };
@@ -188,7 +189,7 @@ fn products(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
         let (on_cpu, on_card) = (layer(cpu, types, hidden, inner), layer(cuda, types, hidden, inner));
         let mut alone: Option<Vec<f32>> = None;
         let mut worst = 0.0_f64;
-        for rows in [1, 3, 8, 9, 17, 40, 64, 65, 200] {
+        for rows in [1, 2, 3, 8, 9, 17, 40, 64, 65, 200] {
             if quick && rows > 9 {
                 continue;
             }
@@ -207,6 +208,77 @@ fn products(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
             }
         }
         failures += report(&format!("products of {types:?}"), worst, 1e-2);
+    }
+    failures
+}
+
+/// Rows that activations should not be but may be: `hidden += linear(x)` and `linear(norm x)` of each.
+fn plain_and_normed<B: Inspect>(backend: &B, dtype: DType, rows: &[Vec<f32>]) -> [Vec<f32>; 2] {
+    const OUTPUTS: usize = 80;
+    let mut random = Random::new(23);
+    let cols = rows[0].len();
+    let weight = backend.weight(&stored(dtype, OUTPUTS, cols, &mut random)).unwrap();
+    let linear = Linear { weight, bias: None };
+    let norm = RmsNorm { weight: backend.weight(&vector(cols, &mut random)).unwrap(), eps: 1e-5 };
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 };
+    let cache = backend.cache(&CacheSpec::exact(geometry, 1, 4)).unwrap();
+    let rope = Rope { inverse_frequencies: vec![], magnitude: 1.0, layout: RopeLayout::Halves };
+    let (tokens, pages) = (vec![0; rows.len()], ExactSlot::first(1));
+    let sequences = [SequenceRows::exact(0, rows.len(), &pages)];
+    let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &sequences }, &rope, &cache).unwrap();
+    let mut x = backend.buffer(rows.len(), cols).unwrap();
+    backend.write(&rows.concat(), &mut x).unwrap();
+    [false, true].map(|normed| {
+        let mut out = backend.buffer(rows.len(), OUTPUTS).unwrap();
+        match normed {
+            true => backend.norm_linear(&step, &x, &norm, &[&linear], &mut out).unwrap(),
+            false => backend.linear_add(&step, &x, &linear, &mut out).unwrap(),
+        }
+        backend.read(&out, 0..rows.len()).unwrap()
+    })
+}
+
+fn odd_rows(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
+    const COLS: usize = 768;
+    let mut random = Random::new(29);
+    let mut row = |size: f32| -> Vec<f32> { (0..COLS).map(|_| size * random.signed()).collect() };
+    let with = |mut row: Vec<f32>, x: f32| {
+        row[COLS / 2 + 1] = x;
+        row
+    };
+    let rows = vec![
+        vec![0.0; COLS],
+        row(1e-30),
+        row(1e12),
+        with(row(1.0), 3e7),
+        with(row(1e-3), -65504.0),
+        vec![1.0; COLS],
+        with(row(1.0), f32::INFINITY),
+        with(row(1.0), f32::NAN),
+    ];
+    let mut failures = 0;
+    for dtype in [DType::BF16, DType::Q4_0, DType::Q8_0, DType::Q6K] {
+        let mut worst = 0.0_f64;
+        // All rows at once, and each alone.
+        let batches = std::iter::once(rows.clone()).chain(rows.iter().map(|row| vec![row.clone()]));
+        for batch in batches {
+            let expected = plain_and_normed(cpu, dtype, &batch);
+            let got = plain_and_normed(cuda, dtype, &batch);
+            for (expected, got) in expected.iter().zip(&got) {
+                let width = expected.len() / batch.len();
+                for ((expected, got), row) in
+                    expected.chunks_exact(width).zip(got.chunks_exact(width)).zip(&batch)
+                {
+                    if row.iter().all(|x| x.is_finite()) {
+                        worst = worst.max(error(expected, got));
+                    } else if got.iter().any(|x| x.is_finite()) {
+                        println!("FAILED {dtype}: a row that is not finite has finite products");
+                        failures += 1;
+                    }
+                }
+            }
+        }
+        failures += report(&format!("products of odd rows with {dtype}"), worst, 2e-2);
     }
     failures
 }

@@ -35,6 +35,9 @@ constexpr int MOST_PARTIALS = 256;  // of a unit; `plan.rs` keeps to it
 // Rows of partial results in shared memory, apart by more than a multiple of 128 bytes.
 constexpr int ROW_STRIDE = HEAD_DIM + 8;
 // In floats: where a result is left, after all that tiles and the sums of warps need.
+// Pages come in tiles of about 32 bytes per channel, whatever their format: 64 tokens of 2 bits, 8 of bf16. A warp works on one
+// tile at a time.
+typedef Ring<STAGES, STAGE_BYTES> TileRing;
 constexpr int TILE_FLOATS = WARPS * STAGES * STAGE_BYTES / 4, SUM_FLOATS = WARPS * ROWS * ROW_STRIDE;
 constexpr int LEFT_AT = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
 
@@ -74,7 +77,7 @@ DEVICE void begin(
 
 template <class Provider>
 DEVICE void attend_tiles(
-    const Arguments& a, const Segment& s, Ring& ring, u8* query_memory, int warp, int lane, Provider& state) {
+    const Arguments& a, const Segment& s, TileRing& ring, u8* query_memory, int warp, int lane, Provider& state) {
   constexpr bool EXACT = Provider::TOKENS == 8;
   const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
   const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
@@ -99,7 +102,7 @@ DEVICE void attend_tiles(
       source = a.scratch_pool + (u64)(slot - a.exact_slots) * a.scratch_stride + tile * Provider::TILE_BYTES;
     }
     slot = slot_of(i + 1);
-    ring_fetch<Provider::TILE_BYTES>(ring, ahead, source, i < count, lane);
+    ring.fetch<Provider::TILE_BYTES>(ahead, source, i < count, lane);
   };
   // All slots of the first tiles at once, where these are several.
   u32 slots[STAGES];
@@ -113,12 +116,12 @@ DEVICE void attend_tiles(
   }
   const long long row = s.sequence * a.query_stride + (s.head * a.group + s.first_row) * HEAD_DIM;
   begin(state, a.queries + row, s.rows, a.scale, query_memory, warp, lane);
-  if (count > 0) state.prime(ring_look<STAGES - 2>(ring), lane);
+  if (count > 0) state.prime(ring.look<STAGES - 2>(), lane);
   #pragma unroll 1
   for (int i = 0; i < count; i++) {
     __syncwarp();
     fetch(i + STAGES - 1, STAGES - 1);
-    const u8* tile = ring_take(ring);
+    const u8* tile = ring.take();
     int visible = Provider::TOKENS;
     if (EXACT) {
       const int first = page_of(i) * 64 + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;
@@ -357,8 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attend(cons
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   float* scratch = (float*)memory;
   let_next_launch_begin();
-  Ring ring;
-  ring_open(ring, memory, barriers, warp, lane);
+  TileRing ring;
+  ring.open(memory, barriers, warp, lane);
   for (int index = blockIdx.x; index >= 0;) {
     const Segment s = a.segments[index];
     // A block without work has a segment that is no part of anything.

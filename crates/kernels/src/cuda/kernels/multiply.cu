@@ -1,235 +1,281 @@
 // Products of weights with up to 8 * COLUMN_TILES rows of activations: every weight is read once, from memory to registers in
-// the order of the matrix instruction. A block has 16 output channels, or a share of their inputs; its warps take 64 inputs in
-// turn. Sums are added in an order that depends on the matrix alone, so a row has the same bits in every batch.
+// the order of the matrix instruction.
+//
+// The work is a line of chunks, 16 output channels by 512 inputs each (a tile for every warp), all chunks of 16 channels
+// side by side:
+//
+//   channels 0..16              channels 16..32              ...
+//   | 0 | 1 | 2 | ... | last |  | 0 | 1 | 2 | ... | last |
+//   |------ block 0 ------|---- block 1 ----|---- block 2 ...
+//
+// Every block takes an equal part of the line and keeps reading ahead of itself while results are put together. Channels that
+// are cut leave partial sums, which the last block to arrive adds in the order of blocks. All of that depends on the matrices
+// and on the card, not on the rows: a row has the same bits in every batch.
 
-constexpr int WARPS = 8;
+constexpr int WARPS = THREADS / 32;
 constexpr int MOST_MATRICES = 3;
+constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
+constexpr int WARP_RESULTS = TILE_ROWS * STRIDE, HALF_RESULTS = WARPS * WARP_RESULTS;
+// With two sets, results of one group of channels are read while those of the next are written.
+constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1;
+constexpr int SET = 0, ADD = 1, GATE = 2;
+// FLOAT_RING and CODE_RING are the shared memory of a warp for tiles on their way.
+constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 640 ? FLOAT_RING / 2048 : CODE_RING / 640;
 
 struct Matrix {
   const u8* tiles;
   const float* bias;  // or null
   int kind, rows, first_column;  // first_column: where its outputs begin in a row of `out`
-  int first_block;
+  int first_tile;
 };
 
 struct Arguments {
   Matrix matrices[MOST_MATRICES];
-  const u8* bf16;        // activations; see pack.cu
-  const u8* f16;
-  const float* sums;
-  const float* factors;  // of f16 activations
+  Source source;         // FUSED: what the activations are made from
+  Activations packed;    // otherwise: what pack.cu made of them
+  float* factors;        // of f16 activations
   float* out;
-  float* partials;       // [block][split][16 channels][row], where inputs are split
-  int* arrivals;         // [block], zero before and after
+  float* partials;       // [block][first or last][half][16 channels][row]
+  int* arrivals;         // [group], zero before and after
   long long out_stride;
-  int matrix_count, rows, steps, splits, adds;
+  int matrix_count, rows, steps, tiles, ends;  // ends: what happens to results; with GATE, matrices 0 and 1 are one group
+  int uniform;           // all matrices have tiles of one kind
+  int ring_bytes;        // of all warps
 };
 
-template <bool WIDE>
-DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if (WIDE)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-DEVICE uint4 load_once(const u8* pointer) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(pointer));
-  return x;
-}
-
-// Activations of 64 inputs and 8 rows that one lane holds: four steps of two registers.
-struct Operands {
-  u32 b[8];
-  DEVICE void load(const u8* operands, int step, int tile, bool there, int lane) {
-    const u8* at = operands + ((long long)step * COLUMN_TILES + tile) * 1024 + lane * 16;
-    #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint4 x = there ? *(const uint4*)(at + half * 512) : make_uint4(0, 0, 0, 0);
-      b[half * 4] = x.x, b[half * 4 + 1] = x.y, b[half * 4 + 2] = x.z, b[half * 4 + 3] = x.w;
-    }
+// The line of chunks and the part of this block. Groups are what is put together at the end: the chunks of 16 channels, twice
+// as many where a gate and what it multiplies belong together.
+struct Line {
+  int per_tile, halves, per_group, begin, end;
+  long long chunks, blocks;
+  DEVICE explicit Line(const Arguments& a)
+      : per_tile((a.steps + WARPS - 1) / WARPS), halves(a.ends == GATE ? 2 : 1), per_group(per_tile * halves),
+        chunks((long long)a.tiles * per_tile), blocks(gridDim.x) {
+    begin = first(blockIdx.x), end = first(blockIdx.x + 1);
   }
+  DEVICE int first(long long block) const { return (int)(block * chunks / blocks); }
+  DEVICE int owner(long long chunk) const { return (int)(((chunk + 1) * blocks - 1) / chunks); }
 };
 
-struct FloatTile {
-  static constexpr int KIND = FLOATS, DEPTH = COLUMN_TILES <= 2 ? 3 : 2;
-  uint4 words[4];
-  DEVICE void load(const u8* tile, int lane) {
-    #pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = load_once(tile + j * 512 + lane * 16);
-  }
-  DEVICE void add(const Arguments& a, int step, float (&sums)[COLUMN_TILES][4], int lane) const {
-    #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) {
-      Operands x;
-      x.load(a.bf16, step, n, n * 8 + lane / 4 < a.rows, lane);
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 registers[4] = {words[j].x, words[j].y, words[j].z, words[j].w};
-        multiply_add<true>(sums[n], registers, x.b[2 * j], x.b[2 * j + 1]);
-      }
+// The matrix and the tile row of the n-th tile of the line.
+struct TileRow {
+  int matrix, row;
+  DEVICE TileRow(const Arguments& a, int n) : matrix(0) {
+    if (a.ends == GATE) {
+      matrix = n % 2, row = n / 2;
+      return;
     }
+    #pragma unroll
+    for (int i = 1; i < MOST_MATRICES; i++)
+      if (i < a.matrix_count && n >= a.matrices[i].first_tile) matrix = i;
+    row = n - a.matrices[matrix].first_tile;
   }
 };
 
-// An integer in the low bits of an f16 between 1024 and 2048 is that integer plus 1024.
-constexpr u32 UNITS = 0x64006400u;
-constexpr float UNIT = 1024.0f;
-
-template <int BITS, int GROUP>
-struct CodeTile {
-  static constexpr int KIND = BITS == 4 ? NIBBLES : GROUP == 32 ? BYTES : SIXTEENS;
-  static constexpr int DEPTH = BITS == 4 ? 4 : 3;
-  static constexpr int GROUPS = 64 / GROUP, STEPS = GROUP / 16;
-  uint4 codes[BITS / 4];
-  u32 scales[2][GROUPS];  // of rows g and g + 8
-  DEVICE void load(const u8* tile, int lane) {
-    #pragma unroll
-    for (int i = 0; i < BITS / 4; i++) codes[i] = load_once(tile + i * 512 + lane * 16);
-    #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u8* at = tile + BITS * 128 + (lane / 4 + 8 * i) * (GROUPS * 4);
-      #pragma unroll
-      for (int group = 0; group < GROUPS; group += 2) {
-        const uint2 pair = __ldg((const uint2*)(at + group * 4));
-        scales[i][group] = pair.x, scales[i][group + 1] = pair.y;
-      }
-    }
-  }
-  DEVICE u32 word(int index) const {
-    const uint4& x = codes[index / 4];
-    return index % 4 == 0 ? x.x : index % 4 == 1 ? x.y : index % 4 == 2 ? x.z : x.w;
-  }
-  DEVICE void unpack(int j, u32 (&registers)[4]) const {
-    if (BITS == 4) {
-      const u32 x = word(j);
-      #pragma unroll
-      for (int part = 0; part < 4; part++) registers[part] = (x >> 4 * part & 0x000f000fu) | UNITS;
-    } else {
-      #pragma unroll
-      for (int part = 0; part < 4; part++)
-        registers[part] = __byte_perm(word(2 * j + part / 2), UNITS, part % 2 ? 0x7372 : 0x7170);
-    }
-  }
-  DEVICE void add(const Arguments& a, int step, float (&sums)[COLUMN_TILES][4], int lane) const {
-    Operands x[COLUMN_TILES];
-    #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) x[n].load(a.f16, step, n, n * 8 + lane / 4 < a.rows, lane);
-    #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      u32 registers[STEPS][4];
-      #pragma unroll
-      for (int j = 0; j < STEPS; j++) unpack(group * STEPS + j, registers[j]);
-      float scale[2], offset[2];
-      #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        scale[i] = half_to_float(scales[i][group] & 0xffffu);
-        offset[i] = -__fmaf_rn(UNIT, scale[i], half_to_float(scales[i][group] >> 16));
-      }
-      #pragma unroll
-      for (int n = 0; n < COLUMN_TILES; n++) {
-        float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const float* of_inputs = a.sums + (((long long)step * COLUMN_TILES + n) * 4 + group * STEPS) * 8 + lane % 4 * 2;
-        float2 inputs = *(const float2*)of_inputs;
-        if (STEPS == 2) {
-          const float2 more = *(const float2*)(of_inputs + 8);
-          inputs.x += more.x, inputs.y += more.y;
-        }
-        #pragma unroll
-        for (int j = 0; j < STEPS; j++)
-          multiply_add<false>(product, registers[j], x[n].b[2 * (group * STEPS + j)], x[n].b[2 * (group * STEPS + j) + 1]);
-        #pragma unroll
-        for (int i = 0; i < 4; i++)
-          sums[n][i] = __fmaf_rn(scale[i / 2], product[i], __fmaf_rn(offset[i / 2], i % 2 ? inputs.y : inputs.x, sums[n][i]));
-      }
-    }
-  }
-};
-
-// The tiles `begin, begin + WARPS, ..` below `end`, several of them on their way.
-template <class Tile>
-DEVICE void add_tiles(const Arguments& a, const u8* tiles, int begin, int end, float (&sums)[COLUMN_TILES][4], int lane) {
-  constexpr int DEPTH = Tile::DEPTH;
-  const int bytes = tile_bytes(Tile::KIND);
-  Tile ring[DEPTH];
-  #pragma unroll
-  for (int i = 0; i < DEPTH; i++)
-    if (begin + i * WARPS < end) ring[i].load(tiles + (long long)(begin + i * WARPS) * bytes, lane);
-  // Weights are on their way while the launch that packs the activations still runs.
-  wait_for_launches();
-  #pragma unroll 1
-  for (int first = begin; first < end; first += DEPTH * WARPS) {
-    #pragma unroll
-    for (int i = 0; i < DEPTH; i++) {
-      const int step = first + i * WARPS, next = step + DEPTH * WARPS;
-      if (step >= end) break;
-      ring[i].add(a, step, sums, lane);
-      if (next < end) ring[i].load(tiles + (long long)next * bytes, lane);
-    }
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS) multiply(const __grid_constant__ Arguments a) {
-  constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
-  __shared__ float results[WARPS][TILE_ROWS * STRIDE];
+// Adds the warps' results of a group, and those of other blocks that have chunks of it; then writes them.
+DEVICE void finish(const Arguments& a, const Line& line, const float* results, const float* factors, int group, int there) {
   __shared__ int last;
-  let_next_launch_begin();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
-  int which = 0;
-  #pragma unroll
-  for (int i = 1; i < MOST_MATRICES; i++)
-    if (i < a.matrix_count && blockIdx.x >= a.matrices[i].first_block) which = i;
-  const Matrix& m = a.matrices[which];
-  const int row_tile = blockIdx.x - m.first_block;
-  const u8* tiles = m.tiles + (long long)row_tile * a.steps * tile_bytes(m.kind);
-  const int share = (a.steps + a.splits - 1) / a.splits;
-  const int begin = split * share + warp, end = min(a.steps, (split + 1) * share);
-  float sums[COLUMN_TILES][4] = {};
-  if (m.kind == FLOATS) add_tiles<FloatTile>(a, tiles, begin, end, sums, lane);
-  else if (m.kind == NIBBLES) add_tiles<CodeTile<4, 32>>(a, tiles, begin, end, sums, lane);
-  else if (m.kind == BYTES) add_tiles<CodeTile<8, 32>>(a, tiles, begin, end, sums, lane);
-  else add_tiles<CodeTile<8, 16>>(a, tiles, begin, end, sums, lane);
-  #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; n++)
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-      results[warp][(lane / 4 + i / 2 * 8) * STRIDE + n * 8 + lane % 4 * 2 + i % 2] = sums[n][i];
-  __syncthreads();
-  float* partials = a.partials + (long long)blockIdx.x * a.splits * (TILE_ROWS * COLUMNS);
-  if (a.splits > 1) {
-    for (int i = threadIdx.x; i < TILE_ROWS * COLUMNS; i += 32 * WARPS) {
-      float sum = 0.0f;
+  const int group_begin = group * line.per_group, group_end = group_begin + line.per_group;
+  const bool whole = group_begin >= line.begin && group_end <= line.end;
+  auto joined = [&](int half, int channel, int row) {
+    float sum = 0.0f;
+    if (there >> half & 1) {
+      const float* at = results + half * HALF_RESULTS + channel * STRIDE + row;
       #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += results[w][i / COLUMNS * STRIDE + i % COLUMNS];
-      partials[split * (TILE_ROWS * COLUMNS) + i] = sum;
+      for (int w = 0; w < WARPS; w++) sum += at[w * WARP_RESULTS];
+    }
+    return sum;
+  };
+  constexpr int PART = 2 * TILE_ROWS * COLUMNS;
+  if (!whole) {
+    float* mine = a.partials + ((long long)blockIdx.x * 2 + (group == line.begin / line.per_group ? 0 : 1)) * PART;
+    for (int i = threadIdx.x; i < line.halves * TILE_ROWS * a.rows; i += THREADS) {
+      const int half = i / (TILE_ROWS * a.rows), row = i / TILE_ROWS % a.rows, channel = i % TILE_ROWS;
+      mine[(half * TILE_ROWS + channel) * COLUMNS + row] = joined(half, channel, row);
     }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      last = atomicAdd(&a.arrivals[blockIdx.x], 1) == a.splits - 1;
-      if (last) a.arrivals[blockIdx.x] = 0;
+      const int others = line.owner(group_end - 1) - line.owner(group_begin);
+      last = atomicAdd(&a.arrivals[group], 1) == others;
+      if (last) a.arrivals[group] = 0;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
   }
-  for (int i = threadIdx.x; i < TILE_ROWS * a.rows; i += 32 * WARPS) {
-    const int row = i / TILE_ROWS, channel = i % TILE_ROWS, output = row_tile * TILE_ROWS + channel;
-    if (output >= m.rows) continue;
+  auto summed = [&](int half, int channel, int row) {
+    if (whole) return joined(half, channel, row);
     float sum = 0.0f;
-    if (a.splits > 1) {
-      for (int s = 0; s < a.splits; s++) sum += __ldcg(&partials[s * (TILE_ROWS * COLUMNS) + channel * COLUMNS + row]);
-    } else {
-      #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += results[w][channel * STRIDE + row];
+    for (int block = line.owner(group_begin); block <= line.owner(group_end - 1); block++) {
+      const int which = group == line.first(block) / line.per_group ? 0 : 1;
+      sum += __ldcg(a.partials + ((long long)block * 2 + which) * PART + (half * TILE_ROWS + channel) * COLUMNS + row);
     }
-    if (m.kind != FLOATS) sum *= a.factors[row];
-    if (m.bias) sum += m.bias[output];
-    float* out = a.out + row * a.out_stride + m.first_column + output;
-    *out = a.adds ? *out + sum : sum;
+    return sum;
+  };
+  const TileRow place(a, group * line.halves);
+  for (int i = threadIdx.x; i < TILE_ROWS * a.rows; i += THREADS) {
+    const int row = i / TILE_ROWS, channel = i % TILE_ROWS, output = place.row * TILE_ROWS + channel;
+    auto result = [&](int half) {
+      const Matrix& m = a.matrices[place.matrix + half];
+      float sum = summed(half, channel, row);
+      if (m.kind != FLOATS) sum *= factors[row];
+      return m.bias ? sum + m.bias[output] : sum;
+    };
+    if (output >= a.matrices[place.matrix].rows) continue;
+    float* out = a.out + row * a.out_stride + a.matrices[place.matrix].first_column + output;
+    if (a.ends == GATE) *out = gated(result(0), result(1));
+    else *out = a.ends == ADD ? *out + result(0) : result(0);
+  }
+}
+
+// Where the tiles of a warp are, one after the other. Warps beyond the last tile of a row have nothing in that chunk.
+struct Cursor {
+  const Arguments& a;
+  int per_tile, warp, tile_bytes;
+  int tile, in_tile;  // of the next one
+  const u8* at;
+
+  DEVICE Cursor(const Arguments& a, const Line& line, int chunk, int warp, int tile_bytes)
+      : a(a), per_tile(line.per_tile), warp(warp), tile_bytes(tile_bytes), tile(chunk / per_tile), in_tile(chunk % per_tile) {
+    if (in_tile * WARPS + warp >= a.steps) tile++, in_tile = 0;
+    seek();
+  }
+  DEVICE int chunk() const { return tile * per_tile + in_tile; }
+  DEVICE void seek() {
+    if (warp >= a.steps || tile >= a.tiles) {
+      tile = (1 << 30) / per_tile;  // there is none
+      return;
+    }
+    const TileRow place(a, tile);
+    at = a.matrices[place.matrix].tiles + ((long long)place.row * a.steps + in_tile * WARPS + warp) * tile_bytes;
+  }
+  DEVICE void advance() {
+    if ((in_tile + 1) * WARPS + warp < a.steps) {
+      in_tile++, at += WARPS * tile_bytes;
+    } else {
+      tile++, in_tile = 0;
+      seek();
+    }
+  }
+};
+
+// The state of a block on its way along the line.
+struct Block {
+  const Arguments& a;
+  const Line& line;
+  u8* ring_memory;
+  u64* barriers;
+  float* results;
+  float* factors;
+  Activations activations;
+  int warp, lane, there, set;
+
+  // Leaves the sums of a warp for the others, and finishes the group if it ends here.
+  DEVICE void leave(float (&sums)[COLUMN_TILES][4], int chunk) {
+    const int half = chunk / line.per_tile % line.halves, group = chunk / line.per_group;
+    float* of_set = results + set * line.halves * HALF_RESULTS;
+    float* mine = of_set + half * HALF_RESULTS + warp * WARP_RESULTS;
+    #pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        mine[(lane / 4 + i / 2 * 8) * STRIDE + n * 8 + lane % 4 * 2 + i % 2] = sums[n][i];
+        sums[n][i] = 0.0f;
+      }
+    there |= 1 << half;
+    if (chunk + 1 < line.end && (chunk + 1) % line.per_group != 0) return;
+    __syncthreads();
+    finish(a, line, of_set, factors, group, there);
+    there = 0;
+    if (SETS == 1) __syncthreads();
+    else set ^= 1;
+  }
+
+  // Goes from `begin` to `end`, all of it tiles of one kind, several of them on their way. `then` is called when the first
+  // ones are.
+  template <class Tile, class F>
+  DEVICE void run(int begin, int end, F then) {
+    constexpr int DEPTH = (Tile::KIND == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
+    Ring<DEPTH, Tile::BYTES> ring;
+    ring.open(ring_memory, barriers, warp, lane);
+    Cursor next(a, line, begin, warp, Tile::BYTES);
+    auto fetch = [&](int ahead) {
+      const bool there = next.chunk() < end;
+      ring.template fetch<Tile::BYTES>(ahead, next.at, there, lane);
+      if (there) next.advance();
+    };
+    #pragma unroll 1
+    for (int i = 0; i < DEPTH - 1; i++) fetch(i);
+    then();
+    float sums[COLUMN_TILES][4] = {};
+    int in_tile = begin % line.per_tile;
+    #pragma unroll 1
+    for (int chunk = begin; chunk < end; chunk++) {
+      const int step = in_tile * WARPS + warp;
+      if (step < a.steps) {
+        __syncwarp();
+        fetch(DEPTH - 1);
+        Tile::add(ring.take(), activations, step, sums, lane);
+      }
+      const bool ends = ++in_tile == line.per_tile;
+      if (ends) in_tile = 0;
+      if (ends || chunk == line.end - 1) leave(sums, chunk);
+    }
+    ring.close(lane);
+  }
+};
+
+// Makes the activations from their source, in shared memory.
+__device__ __noinline__ Activations prepare(const Arguments& a, u8* memory, float* shared, float* factors) {
+  bool wide = false, codes = false;
+  #pragma unroll
+  for (int i = 0; i < MOST_MATRICES; i++)
+    if (i < a.matrix_count) (a.matrices[i].kind == FLOATS ? wide : codes) = true;
+  const int bytes = a.rows * a.steps * 128;
+  u8* f16 = memory + (wide ? bytes : 0);
+  float* sums = (float*)(f16 + (codes ? bytes : 0));
+  for (int row = 0; row < a.rows; row++) {
+    const Row input(a.source, row, a.steps, shared);
+    if (wide) input.write<true>(memory, sums, 1.0f, 1, a.rows, row);
+    if (!codes) continue;
+    const float power = input.f16_power(shared);
+    input.write<false>(f16, sums, power, 1, a.rows, row);
+    if (threadIdx.x == 0) factors[row] = 1.0f / (power * SCALE_UNIT);
+  }
+  __syncthreads();
+  return {memory, f16, sums, a.rows};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1) multiply(const __grid_constant__ Arguments a) {
+  extern __shared__ float4 memory[];
+  __shared__ u64 barriers[WARPS * MOST_STAGES];
+  __shared__ float shared[WARPS], row_factors[8];
+  let_next_launch_begin();
+  const Line line(a);
+  float* results = (float*)((u8*)memory + a.ring_bytes);
+  Block block = {a, line, (u8*)memory, barriers, results, FUSED ? row_factors : a.factors, a.packed,
+      kept((int)threadIdx.x / 32), kept((int)threadIdx.x % 32), 0, 0};
+  bool prepared = false;
+  // Weights are on their way while the launch that writes the source still runs.
+  auto begin_with = [&] {
+    if (prepared) return;
+    prepared = true;
+    wait_for_launches();
+    if (FUSED) block.activations = prepare(a, (u8*)(results + SETS * line.halves * HALF_RESULTS), shared, row_factors);
+  };
+  for (int begin = line.begin; begin < line.end;) {
+    const TileRow place(a, begin / line.per_tile);
+    const Matrix& m = a.matrices[place.matrix];
+    int end = line.end;
+    // Tiles of one kind end where the matrix does, or where the other half of a group begins.
+    if (!a.uniform && a.ends == GATE) end = min(end, (begin / line.per_tile + 1) * line.per_tile);
+    else if (!a.uniform) end = min(end, (m.first_tile + (m.rows + TILE_ROWS - 1) / TILE_ROWS) * line.per_tile);
+    if (m.kind == FLOATS) block.run<FloatTile>(begin, end, begin_with);
+    else if (m.kind == NIBBLES) block.run<CodeTile<4, 32>>(begin, end, begin_with);
+    else if (m.kind == EIGHTS) block.run<CodeTile<8, 32>>(begin, end, begin_with);
+    else if (m.kind == SIXTEENS) block.run<CodeTile<8, 16>>(begin, end, begin_with);
+    else block.run<Fp8Tile>(begin, end, begin_with);
+    begin = end;
   }
 }

@@ -2,7 +2,7 @@
 // row of scales each.
 
 // Stored types, in the order of `DType`.
-constexpr int F32 = 0, F16 = 1, BF16 = 2, Q4_0 = 3, Q4_1 = 4, Q5_0 = 5, Q5_1 = 6, Q8_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10;
+constexpr int F32 = 0, F16 = 1, BF16 = 2, Q4_0 = 3, Q4_1 = 4, Q5_0 = 5, Q5_1 = 6, Q8_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, F8_E4M3 = 11;
 
 struct Arguments {
   const u8* stored;  // rows `first_row..` of the matrix
@@ -10,6 +10,8 @@ struct Arguments {
   long long row_bytes;
   int type, kind, rows, columns, steps;
   int first_row, row_tiles;  // what is repacked here
+  int scale_columns;         // columns that share a scale of FP8, a multiple of those of a tile
+  const float* scales;       // of FP8: [row from first_row on][columns / scale_columns, rounded up]
 };
 
 DEVICE u32 word16(const u8* at) { return at[0] | at[1] << 8; }
@@ -24,6 +26,7 @@ DEVICE float stored_float(const u8* row, int type, int column) {
 
 // The code of a column.
 DEVICE u32 stored_code(const u8* row, int type, int column) {
+  if (type == F8_E4M3) return row[column];
   const int i = column % 32;
   if (type <= Q8_0) {
     const int bytes = type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q5_0 ? 22 : type == Q5_1 ? 24 : 34;
@@ -96,9 +99,11 @@ extern "C" __global__ void repack(Arguments a) {
     return;
   }
   u32 words[8] = {};
+  bool bad = false;
   for_registers(lane, [&](int j, int part, int row, int column) {
     for (int i = 0; i < 2; i++) {
       const u32 code = there(row, column + i) ? stored_code(stored_row(row), a.type, first_column + column + i) : 0;
+      bad |= (code & 0x7fu) == 0x7fu;
       if (a.kind == NIBBLES) words[j] |= code << (4 * part + 16 * i);
       else words[j * 2 + part / 2] |= code << (part % 2 * 16 + 8 * i);
     }
@@ -109,7 +114,15 @@ extern "C" __global__ void repack(Arguments a) {
     *(uint4*)(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
     *(uint4*)(target + 512 + lane * 16) = make_uint4(words[4], words[5], words[6], words[7]);
   }
+  // A NaN of FP8 has the bits of a number where it is read; the scale makes it one again.
+  bad = __any_sync(ALL_LANES, bad);
   if (lane >= TILE_ROWS) return;
+  if (a.kind == FP8) {
+    const int across = (a.columns + a.scale_columns - 1) / a.scale_columns;
+    const float scale = there(lane, 0) ? a.scales[(long long)(first_row + lane) * across + first_column / a.scale_columns] : 0.0f;
+    *(float*)(target + 1024 + lane * 4) = bad ? __int_as_float(0x7fc00000) : scale * (SCALE_UNIT * 256.0f);
+    return;
+  }
   const int groups = a.kind == SIXTEENS ? 4 : 2;
   for (int group = 0; group < groups; group++) {
     const int column = group * (TILE_COLUMNS / groups);

@@ -2,14 +2,6 @@
 // compiled without fast math and without contraction, so that `a * b + c` is two roundings and `fma` is one, numbers
 // below the smallest normal one are kept, and division and square root are rounded correctly.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define DEVICE __device__ __forceinline__
-
-constexpr u32 ALL_LANES = 0xffffffffu;
 // A bf16 page in units of 16 bytes: tiles of 8 tokens, keys then values. Keys are [chunk of 32 channels][token][4 units
 // of 8 channels]; values are [chunk][channel % 8][token pair], and a unit holds channels c, c + 8, c + 16, c + 24 of both
 // tokens. `page_order.rs` defines it; sizes come from there.

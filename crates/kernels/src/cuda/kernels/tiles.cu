@@ -6,39 +6,20 @@
 //
 //   floats    bf16       [step][lane][a0 a1 a2 a3]                              2048 bytes
 //   nibbles   4 bits     [lane][step], then [row][32 columns] scale, offset      640 bytes
-//   bytes     8 bits     [two steps][lane][step], then as nibbles               1152 bytes
+//   eights    8 bits     [two steps][lane][step], then as nibbles               1152 bytes
 //   sixteens  8 bits     the same, with a scale for every 16 columns            1280 bytes
+//   FP8       E4M3       as eights, then [row] scale as f32                     1088 bytes
 //
-// A quantised weight is scale * code - offset; both are f16 and 256 times as large, so that small ones keep their bits. All
-// tiles of 16 rows lie side by side. Rows and columns beyond the matrix are zero.
+// A quantised weight is scale * code - offset; both are f16 and 256 times as large, so that small ones keep their bits. A scale of
+// FP8 is 2^16 times as large: 256 times, and 2^8 because its bits are read as those of an f16. All tiles of 16 rows lie side by
+// side. Rows and columns beyond the matrix are zero.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define DEVICE __device__ __forceinline__
-
-constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
-constexpr int FLOATS = 0, NIBBLES = 1, BYTES = 2, SIXTEENS = 3;
+constexpr int FLOATS = 0, NIBBLES = 1, EIGHTS = 2, SIXTEENS = 3, FP8 = 4;
 constexpr float SCALE_UNIT = 256.0f;
 
-// Launches may overlap: everything that this one reads or writes and others write comes after `wait_for_launches`. Before
-// sm_90 launches do not overlap.
-DEVICE void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-DEVICE void wait_for_launches() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 DEVICE int tile_bytes(int kind) {
-  return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == BYTES ? 1152 : 1280;
+  return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == EIGHTS ? 1152 : kind == FP8 ? 1088 : 1280;
 }
 // Bytes of the codes of a tile; scales follow.
 DEVICE int code_bytes(int kind) { return kind == NIBBLES ? 512 : 1024; }
@@ -59,6 +40,9 @@ DEVICE u32 float_to_bf16(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
+
+// 2^-8 of an E4M3 number: its bits are those of an f16 with a smaller exponent.
+DEVICE float e4m3(u32 byte) { return half_to_float((byte & 0x80u) << 8 | (byte & 0x7fu) << 7); }
 
 // Where two neighbouring columns, an even one and the next, lie in a tile: lane, step and register.
 struct Place {
@@ -85,6 +69,11 @@ DEVICE float2 weight_pair(const u8* tiles, int kind, int steps, int row, int col
   } else {
     const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
     first = (float)pair[0], second = (float)pair[1];
+  }
+  if (kind == FP8) {
+    const float scale = *(const float*)(tile + code_bytes(kind) + tile_row * 4) * (1.0f / (SCALE_UNIT * 256.0f));
+    const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
+    return make_float2(scale * e4m3(pair[0]) * 256.0f, scale * e4m3(pair[1]) * 256.0f);
   }
   const int groups = kind == SIXTEENS ? 4 : 2;
   const u32 scale = *(const u32*)(tile + code_bytes(kind) + (tile_row * groups + tile_column / (TILE_COLUMNS / groups)) * 4);

@@ -92,9 +92,7 @@ DEVICE void rotate(const Arguments& a, float (&x)[CHUNKS], float* whole, int row
 extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   __shared__ __align__(16) float input[HEAD_DIM * STRIDE];
   __shared__ float whole[WARPS][HEAD_DIM];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_next_launch_begin();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, head = blockIdx.y;
   const bool queries = blockIdx.x < a.query_tiles, values = blockIdx.x >= a.query_tiles + a.key_tiles;
   const int first = (blockIdx.x - (queries ? 0 : values ? a.query_tiles + a.key_tiles : a.query_tiles)) * VECTORS;
@@ -107,10 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_rows(Arguments a) {
   const int which = queries ? transform.query_matrix : transform.matrix;
   const float* matrix = a.matrices + (long long)which * (HEAD_DIM * HEAD_DIM);
   if (STAGED && which >= 0) stage(staged, matrix, STAGED_ROWS);
-#if __CUDA_ARCH__ >= 900
-  // A launch may begin while the one before it ends; what comes next was written by that.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_launches();
 
   for (int v = warp; v < count; v += WARPS) {
     const Vector vector = vector_of(a, queries, first + v);

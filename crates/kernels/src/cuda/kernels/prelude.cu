@@ -1,0 +1,37 @@
+// What all sources begin with: integer types, and launches that overlap. No source includes a header: the run-time compiler
+// finds none on a user's machine, so the sources of a kernel are put together in Rust, this one first.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// The same number, of which the compiler forgets how it came about: it would otherwise compute it again at every use.
+DEVICE int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <class T>
+DEVICE const T* kept(const T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+// Launches may overlap: everything that this one reads or writes and others write comes after `wait_for_launches`. Before
+// sm_90 launches do not overlap.
+DEVICE void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

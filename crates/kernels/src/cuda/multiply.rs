@@ -1,0 +1,443 @@
+//! Products of up to 64 rows: `multiply.cu` reads every weight once, straight from its tiles, and prepares one or a few rows of
+//! activations itself; more rows are prepared by `pack.cu`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{
+    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, ValidAsZeroBits,
+};
+
+use super::compile::{Source, texts};
+use super::device::{Device, launch_overlapping};
+use super::error::CudaError;
+use super::products::{Ends, Input, InputSource, Output, Projection};
+use super::weights::{TILE_COLUMNS, TILE_ROWS, TileKind};
+use crate::backend::KernelError;
+
+/// Rows of a launch, at most.
+pub(super) const MOST_ROWS: usize = 64;
+/// Matrices of a launch, at most.
+pub(super) const MOST_MATRICES: usize = 3;
+/// Warps of a block.
+pub(super) const WARPS: usize = 8;
+/// Shared memory from which on a card has large rings.
+const LARGE_MEMORY: usize = 160_000;
+/// Rows that `multiply.cu` prepares itself, at most: every block does so.
+const MOST_FUSED_ROWS: usize = 2;
+
+/// One compilation of `multiply.cu`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Variant {
+    /// Rows of activations, in eights.
+    column_tiles: usize,
+    /// Whether it prepares activations itself.
+    fused: bool,
+}
+
+impl Variant {
+    /// All of them, fewest rows first.
+    pub(super) const ALL: [Variant; 5] = [
+        Variant { column_tiles: 1, fused: true },
+        Variant { column_tiles: 1, fused: false },
+        Variant { column_tiles: 2, fused: false },
+        Variant { column_tiles: 4, fused: false },
+        Variant { column_tiles: 8, fused: false },
+    ];
+}
+
+/// Bytes of results in shared memory for rows in so many eights; `halves` are results that belong together.
+pub(super) fn result_bytes(column_tiles: usize, halves: usize) -> usize {
+    let sets = if column_tiles <= 2 { 2 } else { 1 };
+    sets * halves * WARPS * TILE_ROWS * (8 * column_tiles + 1) * size_of::<f32>()
+}
+
+/// Shared memory of a warp for tiles of weights on their way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Rings {
+    floats: usize,
+    codes: usize,
+}
+
+impl Rings {
+    /// What a card with so much shared memory for a block affords. A block of bf16 tiles is alone on its multiprocessor, with
+    /// space for one of the next launch beside it; codes take more instructions than bytes, so two blocks of them share one.
+    pub(super) fn new(block_memory: usize) -> Rings {
+        match block_memory >= LARGE_MEMORY {
+            true => Rings { floats: 5 * 2048, codes: 6144 },
+            false => Rings { floats: 2 * 2048, codes: 4096 },
+        }
+    }
+
+    /// The ring for tiles of one kind.
+    pub(super) fn of(self, kind: TileKind) -> usize {
+        if kind == TileKind::Floats { self.floats } else { self.codes }
+    }
+
+    /// Macros of the kernels.
+    pub(super) fn defines(self) -> [(&'static str, usize); 2] {
+        [("FLOAT_RING", self.floats), ("CODE_RING", self.codes)]
+    }
+}
+
+/// The kernel that prepares activations.
+pub(super) fn pack_source() -> Source {
+    let texts = texts!["tiles.cu", "activations.cu", "pack.cu"];
+    Source { name: "activations".into(), texts, defines: Vec::new(), exact: false }
+}
+
+/// The kernel that multiplies.
+pub(super) fn source(variant: Variant, rings: Rings) -> Source {
+    let Variant { column_tiles, fused } = variant;
+    let texts = texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "multiply.cu"];
+    let name = match fused {
+        true => format!("products of up to {MOST_FUSED_ROWS} rows"),
+        false => format!("products of up to {} rows", 8 * column_tiles),
+    };
+    let mut defines = vec![("COLUMN_TILES", column_tiles), ("FUSED", usize::from(fused)), ("LISTED", 0)];
+    defines.extend(rings.defines());
+    Source { name, texts, defines, exact: false }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SourceArguments {
+    x: u64,
+    gain: u64,
+    rows: u64,
+    stride: i64,
+    epsilon: f32,
+    kind: i32,
+    columns: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PackArguments {
+    source: SourceArguments,
+    out: u64,
+    sums: u64,
+    factors: u64,
+    format: i32,
+    steps: i32,
+    column_tiles: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for PackArguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MatrixArguments {
+    tiles: u64,
+    bias: u64,
+    kind: i32,
+    rows: i32,
+    first_column: i32,
+    first_tile: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ActivationArguments {
+    bf16: u64,
+    f16: u64,
+    sums: u64,
+    rows: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MultiplyArguments {
+    matrices: [MatrixArguments; MOST_MATRICES],
+    source: SourceArguments,
+    packed: ActivationArguments,
+    factors: u64,
+    out: u64,
+    partials: u64,
+    arrivals: u64,
+    out_stride: i64,
+    matrix_count: i32,
+    rows: i32,
+    steps: i32,
+    tiles: i32,
+    ends: i32,
+    uniform: i32,
+    ring_bytes: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for MultiplyArguments {}
+
+/// What `pack.cu` writes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Bf16Operands = 0,
+    F16Operands = 1,
+    Bf16Rows = 2,
+}
+
+/// Memory that products need, which grows with the largest of them.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub(super) bf16: Option<CudaSlice<u8>>,
+    f16: Option<CudaSlice<u8>>,
+    sums: Option<CudaSlice<f32>>,
+    factors: Option<CudaSlice<f32>>,
+    partials: Option<CudaSlice<f32>>,
+    arrivals: Option<CudaSlice<i32>>,
+    pub(super) slab: Option<CudaSlice<u8>>,
+}
+
+/// Where packed activations are.
+pub(super) struct PackedRows {
+    pub(super) bf16: u64,
+    pub(super) f16: u64,
+    pub(super) sums: u64,
+    pub(super) factors: u64,
+}
+
+impl Scratch {
+    /// Where the activations are that were packed last.
+    pub(super) fn addresses(&self, device: &Device) -> PackedRows {
+        fn address<T>(slice: &Option<CudaSlice<T>>, device: &Device) -> u64 {
+            slice.as_ref().map_or(0, |slice| slice.device_ptr(device.stream()).0)
+        }
+        PackedRows {
+            bf16: address(&self.bf16, device),
+            f16: address(&self.f16, device),
+            sums: address(&self.sums, device),
+            factors: address(&self.factors, device),
+        }
+    }
+}
+
+/// Products of few rows on one card.
+pub(super) struct Multiply {
+    device: Arc<Device>,
+    pack: CudaFunction,
+    variants: Vec<(Variant, CudaFunction)>,
+    rings: Rings,
+    /// How often scratch memory was replaced by more of it, which makes recorded launches invalid.
+    replaced: AtomicU64,
+}
+
+impl Multiply {
+    /// Compiles (or finds) and loads the kernels.
+    pub(super) fn new(device: &Arc<Device>) -> Result<Multiply, CudaError> {
+        let rings = Rings::new(device.block_memory());
+        let load = |variant| {
+            let function = device.load(&source(variant, rings), "multiply")?;
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // The kernel has less than 2 KiB of its own.
+            function.set_attribute(attribute, device.block_memory() as i32 - 2048)?;
+            Ok((variant, function))
+        };
+        Ok(Multiply {
+            pack: device.load(&pack_source(), "pack")?,
+            variants: Variant::ALL.into_iter().map(load).collect::<Result<_, CudaError>>()?,
+            rings,
+            replaced: AtomicU64::new(0),
+            device: device.clone(),
+        })
+    }
+
+    /// How often memory was replaced that recorded launches may name.
+    pub(super) fn replaced(&self) -> u64 {
+        self.replaced.load(Ordering::Relaxed)
+    }
+
+    /// Memory of at least so many elements, made anew if what is there is smaller. New memory is zero.
+    pub(super) fn grown<'a, T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        slice: &'a mut Option<CudaSlice<T>>,
+        len: usize,
+    ) -> Result<&'a mut CudaSlice<T>, CudaError> {
+        if slice.as_ref().is_none_or(|slice| slice.len() < len) {
+            self.replaced.fetch_add(1, Ordering::Relaxed);
+            *slice = None;
+            *slice = Some(self.device.allocate(len.next_power_of_two(), "scratch of products")?);
+        }
+        let Some(slice) = slice else { unreachable!("it was made above") };
+        Ok(slice)
+    }
+
+    fn source_arguments(&self, input: &Input<'_>, first: usize) -> SourceArguments {
+        let stream = self.device.stream();
+        let (gain, epsilon, indices, kind) = match input.source {
+            InputSource::Normed { gain, epsilon, indices } => {
+                (gain.device_ptr(stream).0, epsilon, indices.map(|indices| indices.device_ptr(stream).0), 0)
+            }
+            InputSource::Gated => (0, 0.0, None, 1),
+            InputSource::Plain => (0, 0.0, None, 2),
+        };
+        let x = input.x.device_ptr(stream).0;
+        SourceArguments {
+            x: if indices.is_some() { x } else { x + (first * input.stride * 4) as u64 },
+            gain,
+            rows: indices.map_or(0, |indices| indices + 4 * first as u64),
+            stride: input.stride as i64,
+            epsilon,
+            kind,
+            columns: input.columns as i32,
+        }
+    }
+
+    /// Prepares some rows in one format: in column tiles, or one after the other where these are 0.
+    pub(super) fn pack(
+        &self,
+        input: &Input<'_>,
+        first: usize,
+        rows: usize,
+        column_tiles: usize,
+        format: Format,
+        scratch: &mut Scratch,
+    ) -> Result<(), CudaError> {
+        let steps = input.columns.div_ceil(TILE_COLUMNS);
+        let padded = match format {
+            Format::Bf16Rows => rows * input.columns * 2,
+            _ if column_tiles == 0 => rows * steps * 128,
+            _ => steps * column_tiles * 1024,
+        };
+        let sums = steps * if column_tiles == 0 { 4 * rows } else { 32 * column_tiles };
+        let stream = self.device.stream();
+        let out = match format {
+            Format::F16Operands => self.grown(&mut scratch.f16, padded)?,
+            _ => self.grown(&mut scratch.bf16, padded)?,
+        };
+        let out = out.device_ptr_mut(stream).0;
+        let sums = self.grown(&mut scratch.sums, sums)?.device_ptr_mut(stream).0;
+        let arguments = PackArguments {
+            source: self.source_arguments(input, first),
+            out,
+            sums,
+            factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
+            format: format as i32,
+            steps: steps as i32,
+            column_tiles: column_tiles as i32,
+        };
+        let config =
+            LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
+        // SAFETY: rows, gains and the memory for what is written were checked or made.
+        unsafe { launch_overlapping(&self.device, &self.pack, config, &arguments) }
+    }
+
+    /// Multiplies up to 64 rows from `first` on. Shapes were checked.
+    pub(super) fn run(
+        &self,
+        input: &Input<'_>,
+        first: usize,
+        rows: usize,
+        projections: &[Projection<'_>],
+        output: &Output<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<(), KernelError> {
+        let stream = self.device.stream();
+        let steps = input.columns.div_ceil(TILE_COLUMNS);
+        let floats = projections.iter().filter(|other| other.weight.kind == TileKind::Floats).count();
+        let (wide, codes) = (floats > 0, floats < projections.len());
+        let halves = if output.ends == Ends::Gate { 2 } else { 1 };
+        let ring_bytes =
+            WARPS * if wide { self.rings.floats.max(self.rings.codes) } else { self.rings.codes };
+        let operand_bytes =
+            rows * steps * (usize::from(wide) * 128 + usize::from(codes) * (128 + 4 * size_of::<f32>()));
+        let memory = |variant: Variant| {
+            let operands = if variant.fused { operand_bytes } else { 0 };
+            ring_bytes + result_bytes(variant.column_tiles, halves) + operands
+        };
+        let fits = |variant: Variant| match variant.fused {
+            true => rows <= MOST_FUSED_ROWS && memory(variant) <= self.device.block_memory() / 2,
+            false => rows <= 8 * variant.column_tiles,
+        };
+        let Some((variant, function)) = self.variants.iter().find(|(variant, _)| fits(*variant)) else {
+            let (expected, got) = (MOST_ROWS, rows);
+            return Err(KernelError::Shape { what: "rows of a product, at most", expected, got });
+        };
+        if !variant.fused && wide {
+            self.pack(input, first, rows, variant.column_tiles, Format::Bf16Operands, scratch)?;
+        }
+        if !variant.fused && codes {
+            self.pack(input, first, rows, variant.column_tiles, Format::F16Operands, scratch)?;
+        }
+        let mut matrices = [MatrixArguments::default(); MOST_MATRICES];
+        let mut tiles = 0;
+        for (arguments, projection) in matrices.iter_mut().zip(projections) {
+            *arguments = MatrixArguments {
+                tiles: projection.weight.tiles()?.device_ptr(stream).0,
+                bias: projection.bias.map_or(0, |bias| bias.device_ptr(stream).0),
+                kind: projection.weight.kind as i32,
+                rows: projection.weight.rows as i32,
+                first_column: projection.first_column as i32,
+                first_tile: tiles as i32,
+            };
+            tiles += projection.weight.row_tiles();
+        }
+        let blocks = blocks(tiles * steps.div_ceil(WARPS), wide, self.device.multiprocessors());
+        let partials = blocks * 2 * 2 * TILE_ROWS * 8 * variant.column_tiles;
+        let address = |slice: &mut Option<CudaSlice<u8>>| {
+            slice.as_mut().map_or(0, |slice| slice.device_ptr_mut(stream).0)
+        };
+        let kind = projections.first().map(|projection| projection.weight.kind);
+        let arguments = MultiplyArguments {
+            matrices,
+            source: self.source_arguments(input, first),
+            packed: ActivationArguments {
+                bf16: address(&mut scratch.bf16),
+                f16: address(&mut scratch.f16),
+                sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
+                rows: rows as i32,
+            },
+            factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
+            out: output.out.device_ptr(stream).0 + (first * output.stride * 4) as u64,
+            partials: self.grown(&mut scratch.partials, partials)?.device_ptr_mut(stream).0,
+            arrivals: self.grown(&mut scratch.arrivals, tiles)?.device_ptr_mut(stream).0,
+            out_stride: output.stride as i64,
+            matrix_count: projections.len() as i32,
+            rows: rows as i32,
+            steps: steps as i32,
+            tiles: tiles as i32,
+            ends: output.ends as i32,
+            uniform: i32::from(projections.iter().all(|other| Some(other.weight.kind) == kind)),
+            ring_bytes: ring_bytes as i32,
+        };
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (32 * WARPS as u32, 1, 1),
+            shared_mem_bytes: memory(*variant) as u32,
+        };
+        // SAFETY: shapes were checked, activations were packed for as many rows, and scratch is as large as the kernel uses.
+        Ok(unsafe { launch_overlapping(&self.device, function, config, &arguments) }?)
+    }
+}
+
+/// Blocks of a launch, which divide the chunks of its matrices evenly. It depends on the matrices alone: the order of sums
+/// must not depend on the batch.
+fn blocks(chunks: usize, wide: bool, multiprocessors: usize) -> usize {
+    let places = if wide { multiprocessors } else { 2 * multiprocessors };
+    places.min(chunks).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_block_has_a_chunk() {
+        for (chunks, wide, expected) in
+            [(1, true, 1), (131, true, 131), (4000, true, 132), (4000, false, 264)]
+        {
+            assert_eq!(blocks(chunks, wide, 132), expected);
+        }
+    }
+
+    /// Shared memory of a block on sm_80, sm_89 and sm_90, less what a kernel has of its own.
+    #[test]
+    fn a_block_fits_every_card() {
+        for block in [166_912, 101_376, 232_448] {
+            for variant in Variant::ALL.into_iter().filter(|variant| !variant.fused) {
+                let Rings { floats, codes } = Rings::new(block);
+                let most = WARPS * floats.max(codes) + result_bytes(variant.column_tiles, 2);
+                assert!(most <= block - 2048, "{variant:?} {most} of {block}");
+            }
+        }
+    }
+}

@@ -1,0 +1,357 @@
+//! Mixtures of experts: routing on the card, and products of the experts that were chosen.
+//!
+//! The host never learns which experts those are: `route.cu` makes a list of jobs, an expert and some of its rows each, and
+//! `experts.cu` works through it with a fixed number of blocks. So a step can be recorded like any other.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
+
+use super::compile::{Source, texts};
+use super::device::{Device, launch_overlapping};
+use super::error::CudaError;
+use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, result_bytes};
+use super::products::{Ends, Input, InputSource, Output, Products, Projection};
+use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
+use crate::backend::{KernelError, expect};
+use crate::routing::{Routing, Scores};
+
+/// Rows of a job in eights: for decode steps, and for prompts.
+pub(super) const COLUMN_TILES: [usize; 2] = [1, 8];
+/// Rows from which on jobs are those of prompts.
+const MANY_ROWS: usize = 64;
+/// Experts that the kernels have memory for.
+const MOST_EXPERTS: usize = 512;
+
+/// The kernels that choose experts and add up their results.
+pub(super) fn route_source() -> Source {
+    Source { name: "routing".into(), texts: texts!["route.cu"], defines: Vec::new(), exact: false }
+}
+
+/// The kernel that multiplies.
+pub(super) fn experts_source(column_tiles: usize, rings: Rings) -> Source {
+    let texts = texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "experts.cu"];
+    let mut defines = vec![("COLUMN_TILES", column_tiles), ("FUSED", 0), ("LISTED", 1)];
+    defines.extend(rings.defines());
+    Source { name: format!("experts of up to {} rows", 8 * column_tiles), texts, defines, exact: false }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RouteArguments {
+    logits: u64,
+    correction: u64,
+    choices: u64,
+    order: u64,
+    jobs: u64,
+    job_count: u64,
+    rows: i32,
+    experts: i32,
+    top_k: i32,
+    scores: i32,
+    groups: i32,
+    chosen_groups: i32,
+    normalise: i32,
+    job_rows: i32,
+    scale: f32,
+}
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for RouteArguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ListedArguments {
+    bf16: u64,
+    f16: u64,
+    sums: u64,
+    row_bytes: i32,
+    list: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ExpertArguments {
+    tiles: [u64; 2],
+    jobs: u64,
+    job_count: u64,
+    order: u64,
+    rows: ListedArguments,
+    factors: u64,
+    out: u64,
+    kind: i32,
+    outputs: i32,
+    steps: i32,
+    tile_rows: i32,
+    halves: i32,
+    choices_per_row: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `Arguments`.
+unsafe impl DeviceRepr for ExpertArguments {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CombineArguments {
+    choices: u64,
+    products: u64,
+    hidden: u64,
+    top_k: i32,
+    columns: i32,
+}
+// SAFETY: plain numbers in the order of the kernel's `CombineArguments`.
+unsafe impl DeviceRepr for CombineArguments {}
+
+/// The experts of a layer and what chooses them.
+pub(super) struct RoutedBlock<'a> {
+    pub(super) router: Projection<'a>,
+    pub(super) correction: Option<&'a CudaSlice<f32>>,
+    pub(super) routing: &'a Routing,
+    pub(super) gate: &'a CudaExperts,
+    pub(super) up: &'a CudaExperts,
+    pub(super) down: &'a CudaExperts,
+}
+
+/// Memory for the rows of a call, which grows with the most of them.
+#[derive(Default)]
+struct Memory {
+    logits: Option<CudaSlice<f32>>,
+    choices: Option<CudaSlice<u64>>,
+    order: Option<CudaSlice<i32>>,
+    jobs: Option<CudaSlice<i32>>,
+    inner: Option<CudaSlice<f32>>,
+    products: Option<CudaSlice<f32>>,
+    packed: Scratch,
+}
+
+/// Mixtures of experts on one card.
+pub(super) struct Experts {
+    device: Arc<Device>,
+    route: CudaFunction,
+    choose: CudaFunction,
+    sort: CudaFunction,
+    combine: CudaFunction,
+    multiply: Vec<(usize, CudaFunction)>,
+    rings: Rings,
+    memory: Mutex<Memory>,
+}
+
+impl Experts {
+    /// Compiles (or finds) and loads the kernels.
+    pub(super) fn new(device: &Arc<Device>) -> Result<Experts, CudaError> {
+        let module = device.load_module(&route_source())?;
+        let function = |name: &str| module.load_function(name).map_err(CudaError::Driver);
+        let rings = Rings::new(device.block_memory());
+        let load = |column_tiles| {
+            let function = device.load(&experts_source(column_tiles, rings), "multiply_experts")?;
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(attribute, device.block_memory() as i32 - 2048)?;
+            Ok((column_tiles, function))
+        };
+        Ok(Experts {
+            route: function("route")?,
+            choose: function("choose_experts")?,
+            sort: function("sort_choices")?,
+            combine: function("combine")?,
+            multiply: COLUMN_TILES.into_iter().map(load).collect::<Result<_, CudaError>>()?,
+            rings,
+            memory: Mutex::default(),
+            device: device.clone(),
+        })
+    }
+
+    /// Routes the first rows of `hidden`, after their norm, and computes what the chosen experts make of them. Nothing is added
+    /// to `hidden` until [`combine`](Self::combine) is called.
+    pub(super) fn compute(
+        &self,
+        products: &Products,
+        loader: &WeightLoader,
+        hidden: &CudaSlice<f32>,
+        rows: usize,
+        norm: InputSource<'_>,
+        block: &RoutedBlock<'_>,
+    ) -> Result<(), KernelError> {
+        check(block)?;
+        let memory = &mut *self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let multiply = products.multiply();
+        let rule = block.routing.rule();
+        let (columns, inner, choices) = (block.gate.cols, block.gate.rows, rows * rule.top_k);
+        let input = Input { x: hidden, stride: columns, rows, columns, source: norm };
+        let logits = multiply.grown(&mut memory.logits, rows * rule.experts)?;
+        let output = Output { out: logits, stride: rule.experts, ends: Ends::Set };
+        products.run(loader, input, &[block.router], output)?;
+        self.route(multiply, rows, block, memory)?;
+
+        let format = |experts: &CudaExperts| match experts.kind {
+            TileKind::Floats => Format::Bf16Operands,
+            _ => Format::F16Operands,
+        };
+        multiply.pack(&input, 0, rows, 0, format(block.gate), &mut memory.packed)?;
+        multiply.grown(&mut memory.inner, choices * inner)?;
+        self.multiply(&[block.gate, block.up], rows, rule.top_k, memory)?;
+        let Some(inner_rows) = &memory.inner else { unreachable!("it was made above") };
+        let source = InputSource::Plain;
+        let input = Input { x: inner_rows, stride: inner, rows: choices, columns: inner, source };
+        multiply.pack(&input, 0, choices, 0, format(block.down), &mut memory.packed)?;
+        multiply.grown(&mut memory.products, choices * columns)?;
+        self.multiply(&[block.down], rows, 1, memory)
+    }
+
+    /// Chooses experts for all rows and sorts the choices.
+    fn route(
+        &self,
+        multiply: &Multiply,
+        rows: usize,
+        block: &RoutedBlock<'_>,
+        memory: &mut Memory,
+    ) -> Result<(), KernelError> {
+        let rule = block.routing.rule();
+        let (stream, choices) = (self.device.stream(), rows * rule.top_k);
+        let job_rows = 8 * self.kernel(rows).0;
+        let most_jobs = choices.min(rule.experts + choices / job_rows);
+        let jobs = multiply.grown(&mut memory.jobs, 4 * (most_jobs + 1))?.device_ptr_mut(stream).0;
+        let arguments = RouteArguments {
+            logits: multiply.grown(&mut memory.logits, 1)?.device_ptr(stream).0,
+            correction: block.correction.map_or(0, |correction| correction.device_ptr(stream).0),
+            choices: multiply.grown(&mut memory.choices, choices)?.device_ptr_mut(stream).0,
+            order: multiply.grown(&mut memory.order, choices)?.device_ptr_mut(stream).0,
+            // The number of jobs is the first of four numbers before them.
+            jobs: jobs + 16,
+            job_count: jobs,
+            rows: rows as i32,
+            experts: rule.experts as i32,
+            top_k: rule.top_k as i32,
+            scores: match rule.scores {
+                Scores::Softmax => 0,
+                Scores::Sigmoid => 1,
+                Scores::SoftmaxOfChosen => 2,
+            },
+            groups: rule.groups.map_or(1, |groups| groups.count) as i32,
+            chosen_groups: rule.groups.map_or(1, |groups| groups.chosen) as i32,
+            normalise: i32::from(rule.normalise),
+            job_rows: job_rows as i32,
+            scale: rule.scale,
+        };
+        let config = |blocks: usize| LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: there is memory for the numbers, choices and jobs of as many rows.
+        unsafe {
+            if rows <= MANY_ROWS {
+                return Ok(launch_overlapping(&self.device, &self.route, config(1), &arguments)?);
+            }
+            launch_overlapping(&self.device, &self.choose, config(rows.div_ceil(8)), &arguments)?;
+            Ok(launch_overlapping(&self.device, &self.sort, config(1), &arguments)?)
+        }
+    }
+
+    /// The kernel for so many rows, and its rows in eights.
+    fn kernel(&self, rows: usize) -> &(usize, CudaFunction) {
+        let last = self.multiply.len() - 1;
+        &self.multiply[if rows <= MANY_ROWS { 0 } else { last }]
+    }
+
+    /// Multiplies what was packed: a gate and what it multiplies to the inner rows, or one matrix to the products.
+    fn multiply(
+        &self,
+        experts: &[&CudaExperts],
+        rows: usize,
+        choices_per_row: usize,
+        memory: &mut Memory,
+    ) -> Result<(), KernelError> {
+        let stream = self.device.stream();
+        let (first, last) = (experts[0], experts[experts.len() - 1]);
+        let &(column_tiles, ref function) = self.kernel(rows);
+        let steps = first.cols.div_ceil(TILE_COLUMNS);
+        let address = |slice: &Option<CudaSlice<f32>>| slice.as_ref().map_or(0, |it| it.device_ptr(stream).0);
+        let jobs = memory.jobs.as_ref().map_or(0, |jobs| jobs.device_ptr(stream).0);
+        let out = if experts.len() == 2 { &memory.inner } else { &memory.products };
+        let packed = memory.packed.addresses(&self.device);
+        let arguments = ExpertArguments {
+            tiles: [first.tiles.device_ptr(stream).0, last.tiles.device_ptr(stream).0],
+            jobs: jobs + 16,
+            job_count: jobs,
+            order: memory.order.as_ref().map_or(0, |order| order.device_ptr(stream).0),
+            rows: ListedArguments {
+                bf16: packed.bf16,
+                f16: packed.f16,
+                sums: packed.sums,
+                row_bytes: (steps * 128) as i32,
+                list: 0,
+            },
+            factors: packed.factors,
+            out: address(out),
+            kind: first.kind as i32,
+            outputs: first.rows as i32,
+            steps: steps as i32,
+            tile_rows: first.rows.div_ceil(TILE_ROWS) as i32,
+            halves: experts.len() as i32,
+            choices_per_row: choices_per_row as i32,
+        };
+        // As many blocks as are on the card at once: codes take more instructions than bytes, so two share a multiprocessor.
+        let wide = first.kind == TileKind::Floats || column_tiles > 1;
+        let blocks = if wide { 1 } else { 2 } * self.device.multiprocessors();
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (32 * WARPS as u32, 1, 1),
+            shared_mem_bytes: (WARPS * self.rings.of(first.kind) + result_bytes(column_tiles, experts.len()))
+                as u32,
+        };
+        // SAFETY: shapes were checked, and rows, jobs and results have memory for every choice.
+        Ok(unsafe { launch_overlapping(&self.device, function, config, &arguments) }?)
+    }
+
+    /// Adds what [`compute`](Self::compute) has left, best expert first, to the first rows of `hidden`.
+    pub(super) fn combine(
+        &self,
+        hidden: &mut CudaSlice<f32>,
+        rows: usize,
+        block: &RoutedBlock<'_>,
+    ) -> Result<(), KernelError> {
+        let memory = &*self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = self.device.stream();
+        let columns = block.down.rows;
+        let arguments = CombineArguments {
+            choices: memory.choices.as_ref().map_or(0, |choices| choices.device_ptr(stream).0),
+            products: memory.products.as_ref().map_or(0, |products| products.device_ptr(stream).0),
+            hidden: hidden.device_ptr_mut(stream).0,
+            top_k: block.routing.rule().top_k as i32,
+            columns: columns as i32,
+        };
+        let config = LaunchConfig {
+            grid_dim: (columns.div_ceil(256) as u32, rows as u32, 1),
+            block_dim: (256, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: choices and products are those of as many rows.
+        Ok(unsafe { launch_overlapping(&self.device, &self.combine, config, &arguments) }?)
+    }
+}
+
+/// Checks that matrices and rule fit together and that there are kernels for them.
+fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
+    let RoutedBlock { router, correction, routing, gate, up, down } = block;
+    let experts = routing.rule().experts;
+    expect("outputs of a router", experts, router.weight.rows)?;
+    if let Some(correction) = correction {
+        expect("corrections of a router", experts, correction.len())?;
+    }
+    for (what, got) in [("gates", gate.count), ("up projections", up.count), ("down projections", down.count)] {
+        expect(what, experts, got)?;
+    }
+    expect("outputs of the up projections", gate.rows, up.rows)?;
+    expect("inputs of the up projections", gate.cols, up.cols)?;
+    expect("inputs of the down projections", gate.rows, down.cols)?;
+    expect("outputs of the down projections", gate.cols, down.rows)?;
+    let groups = routing.rule().groups.map_or(1, |groups| groups.count);
+    if experts > MOST_EXPERTS || groups > 32 {
+        let problem = format!("{experts} experts in {groups} groups; up to {MOST_EXPERTS} in 32 are possible");
+        return Err(CudaError::Unsupported(problem).into());
+    }
+    if gate.kind != up.kind {
+        let problem = "experts whose gate and up projections are stored in different types";
+        return Err(CudaError::Unsupported(problem.to_owned()).into());
+    }
+    Ok(())
+}
