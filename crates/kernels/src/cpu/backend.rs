@@ -10,6 +10,7 @@ use super::cache::Cache;
 use super::dot::Dot;
 use super::elementwise::{rms_norm, silu_multiply};
 use super::encode::SealScratch;
+use super::experts::{self, ExpertScratch, Experts};
 use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
@@ -20,8 +21,8 @@ use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
+    Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -45,6 +46,7 @@ pub struct CpuBackend {
 #[derive(Default)]
 struct Workspace {
     gate_up: Vec<f32>,
+    experts: ExpertScratch,
     project: ProjectScratch,
 }
 
@@ -171,7 +173,7 @@ fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
+pub(super) fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
     let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
     Ok(Projection { weight: &linear.weight, bias })
 }
@@ -183,6 +185,7 @@ fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f
 
 impl Backend for CpuBackend {
     type Weight = Weight;
+    type Experts = Experts;
     type Buffer = Matrix;
     type Cache = Cache;
     type Step = Step;
@@ -193,6 +196,10 @@ impl Backend for CpuBackend {
 
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
         Weight::new(stored)
+    }
+
+    fn experts(&self, stored: &[StoredMatrix]) -> Result<Experts, KernelError> {
+        Experts::new(stored)
     }
 
     fn buffer(&self, rows: usize, cols: usize) -> Result<Matrix, KernelError> {
@@ -375,7 +382,7 @@ impl Backend for CpuBackend {
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
         let mut workspace = self.workspace();
-        let Workspace { gate_up, project } = &mut *workspace;
+        let Workspace { gate_up, project, .. } = &mut *workspace;
         let (rows, cols, inner) = (step.rows(), hidden.cols(), mlp.gate.weight.rows());
         expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
         let weight = mlp.norm.weight.vector("a norm", cols)?;
@@ -393,6 +400,14 @@ impl Backend for CpuBackend {
         };
         let input = Input { rows, cols: inner, fill: &fill };
         self.projector(project).run(input, &[projection(&mlp.down)?], hidden, Mode::Add)
+    }
+
+    fn routed_mlp(&self, step: &Step, mlp: &RoutedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let Workspace { experts, project, .. } = &mut *workspace;
+        let cols = hidden.cols();
+        let hidden = hidden.first_rows_mut("hidden rows", step.rows())?;
+        experts::routed_mlp(&mut self.projector(project), experts, mlp, hidden, cols)
     }
 
     fn logits(

@@ -1,5 +1,6 @@
 //! [`Backend`] on a card: checks shapes and launches kernels on one stream.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
@@ -18,8 +19,8 @@ use super::step::{CudaStep, StepTables, lock};
 use super::weights::{CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
+    Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 
 /// Pages of a segment where results must not depend on the batch.
@@ -133,6 +134,8 @@ fn check_cache(
 
 impl Backend for CudaBackend {
     type Weight = CudaWeight;
+    /// There are none yet.
+    type Experts = Infallible;
     type Buffer = CudaBuffer;
     type Cache = CudaCache;
     type Step = CudaStep;
@@ -394,6 +397,15 @@ impl Backend for CudaBackend {
         let input = Input { x: &gated, stride: 2 * inner, rows, columns: inner, source: InputSource::Gated };
         let output = Output { out: &mut hidden.values, stride: cols, adds: true };
         self.products.run(&self.loader, input, &self.projections(&[&mlp.down])?, output)
+    }
+
+    fn experts(&self, _: &[StoredMatrix]) -> Result<Infallible, KernelError> {
+        let problem = "mixtures of experts are not supported on a card yet; use --device cpu";
+        Err(CudaError::Unsupported(problem.to_owned()).into())
+    }
+
+    fn routed_mlp(&self, _: &CudaStep, mlp: &RoutedMlp<Self>, _: &mut CudaBuffer) -> Result<(), KernelError> {
+        match mlp.gate {}
     }
 
     fn logits(
