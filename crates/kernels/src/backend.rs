@@ -11,6 +11,7 @@ use std::sync::Arc;
 use oscar_codec::{CodecError, ExactSlot, KvGeometry, PageCodec, PageWindows, SealedSlot};
 
 use crate::dtype::DType;
+use crate::quant::fp8::BlockScales;
 use crate::routing::Routing;
 
 /// Bytes owned by somebody else (a file mapping, a vector), shared without a copy.
@@ -29,6 +30,8 @@ pub struct StoredMatrix {
     pub rows: usize,
     /// Number of columns (input channels).
     pub cols: usize,
+    /// What elements are multiplied with; FP8 matrices have them.
+    pub scales: Option<Arc<BlockScales>>,
 }
 
 impl StoredMatrix {
@@ -148,9 +151,10 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     pub head_dim: usize,
     /// Logit scale, usually `1/sqrt(head_dim)`.
     pub scale: f32,
-    /// Norm over each query head (Qwen3).
+    /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a
+    /// gain of `q_heads * head_dim`.
     pub q_norm: Option<RmsNorm<B>>,
-    /// Norm over each key head (Qwen3).
+    /// The same for key heads.
     pub k_norm: Option<RmsNorm<B>>,
 }
 

@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use super::activation::QuantisedRows;
 use super::dot::Dot;
 use super::dot::stripes::{self, PREFETCH_AHEAD, STRIPES, Stripe};
-use super::gemm::{self, PackedActivations, PanelScratch};
+use super::gemm::{self, PackedActivations, PanelScratch, PanelWeights};
 use super::handover::Handover;
 use super::isa::Isa;
 use super::memory::{self, DisjointSlice};
@@ -155,7 +155,7 @@ impl Projector<'_> {
                 std::mem::take(&mut *buffers.lock().unwrap_or_else(PoisonError::into_inner));
             x.resize(rows * cols, 0.0);
             x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
-            if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
+            if projections.iter().any(|projection| projection.weight.dtype().is_blocked()) {
                 self.dot.quantise(&x, rows, cols, &mut quantised);
             }
             (x, quantised)
@@ -222,15 +222,16 @@ impl Projector<'_> {
     ) {
         let Projection { weight, bias } = projection;
         let Rows { x, quantised, rows } = activations;
+        let first_rows = parts.each_ref().map(|part| part.start.min(weight.rows().saturating_sub(1)));
         let product = |outs: [&mut [f32]; STRIPES]| {
             let mut outs = outs.into_iter();
             let parts = parts
                 .clone()
                 .map(|part| Stripe { weights: weight.row_data(part), out: outs.next().unwrap_or_default() });
-            if weight.dtype().is_float() {
-                self.dot.float_rows(weight.dtype(), parts, x, rows);
-            } else {
-                self.dot.quantised_rows(weight.dtype(), parts, quantised);
+            match weight.scales() {
+                Some(scales) => self.dot.fp8_rows(parts, first_rows, scales, x, rows),
+                None if weight.dtype().is_float() => self.dot.float_rows(weight.dtype(), parts, x, rows),
+                None => self.dot.quantised_rows(weight.dtype(), parts, quantised),
             }
         };
         if rows == 1 && mode == Mode::Store && bias.is_none() {
@@ -268,7 +269,13 @@ impl Projector<'_> {
             let mut scratch = self.workers.of(worker);
             let WorkerScratch { tile, panel } = &mut *scratch;
             tile.resize(rows * count, 0.0);
-            gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, tile);
+            let weights = PanelWeights {
+                dtype: weight.dtype(),
+                bytes: data,
+                first_row: task.range.start,
+                scales: weight.scales(),
+            };
+            gemm::panel(self.isa, weights, cols, packed, panel, tile);
             for (row, values) in tile.chunks_exact(count).enumerate() {
                 let first = row * out_cols + task.first_col + task.range.start;
                 // SAFETY: tasks cover different columns, so no two threads touch the same element.

@@ -49,7 +49,7 @@ fn matrix(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
         }
         _ => unreachable!("{dtype}"),
     }
-    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols }
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales: None }
 }
 
 fn stored(dtype: DType, random: &mut Random) -> Stored {

@@ -121,7 +121,7 @@ impl Projector<'_> {
                 .chunks_exact_mut(x.cols.max(1))
                 .zip(group.rows.clone())
                 .for_each(|(out, row)| (x.fill)(row, out));
-            if group.weights.iter().any(|weight| !weight.dtype().is_float()) {
+            if group.weights.iter().any(|weight| weight.dtype().is_blocked()) {
                 self.dot.quantise(values, rows, x.cols, quantised);
             }
         };
