@@ -234,5 +234,7 @@ fn weight(backend: &CpuBackend, dtype: DType, rows: usize, cols: usize) -> <CpuB
     let len = rows * cols / dtype.block_len() * dtype.block_bytes();
     // Small numbers in every type, at any place.
     let data: Vec<u8> = (0..len).map(|i| [0x1c, 0x24, 0x1d, 0x23, 0x1b][i % 5]).collect();
-    backend.weight(&StoredMatrix { bytes: Arc::new(data), offset: 0, dtype, rows, cols }).unwrap()
+    backend
+        .weight(&StoredMatrix { bytes: Arc::new(data), offset: 0, dtype, rows, cols, scales: None })
+        .unwrap()
 }

@@ -11,6 +11,8 @@ use std::sync::Arc;
 use oscar_codec::{CodecError, ExactSlot, KvGeometry, PageCodec, PageWindows, SealedSlot};
 
 use crate::dtype::DType;
+use crate::quant::fp8::BlockScales;
+use crate::routing::Routing;
 
 /// Bytes owned by somebody else (a file mapping, a vector), shared without a copy.
 pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
@@ -28,6 +30,8 @@ pub struct StoredMatrix {
     pub rows: usize,
     /// Number of columns (input channels).
     pub cols: usize,
+    /// What elements are multiplied with; FP8 matrices have them.
+    pub scales: Option<Arc<BlockScales>>,
 }
 
 impl StoredMatrix {
@@ -106,6 +110,37 @@ pub struct GatedMlp<B: Backend + ?Sized> {
     pub down: Linear<B>,
 }
 
+/// The feed-forward block of a mixture of experts: `x + Σ weight · expert(norm x)` over the experts that the router chooses
+/// for a row, and an expert that all rows share if there is one. An expert is `down(silu(gate x) * up x)`.
+pub struct RoutedMlp<B: Backend + ?Sized> {
+    /// Applied to the input first; the router and all experts read the result.
+    pub norm: RmsNorm<B>,
+    /// One number per expert.
+    pub router: Linear<B>,
+    /// Added to the scores when experts are chosen, and not when they are weighed; one number per expert.
+    pub correction: Option<B::Weight>,
+    /// What becomes of the router's numbers.
+    pub routing: Routing,
+    /// The gates of all experts; they go through the activation.
+    pub gate: B::Experts,
+    /// Multiplied with the activated gates.
+    pub up: B::Experts,
+    /// Back to the hidden size.
+    pub down: B::Experts,
+    /// The expert that every row goes to, with a weight of one.
+    pub shared: Option<SharedExpert<B>>,
+}
+
+/// An expert that every row goes to.
+pub struct SharedExpert<B: Backend + ?Sized> {
+    /// Goes through the activation.
+    pub gate: Linear<B>,
+    /// Multiplied with the activated gate.
+    pub up: Linear<B>,
+    /// Back to the hidden size.
+    pub down: Linear<B>,
+}
+
 /// Shape of an attention layer and its optional per-head norms.
 pub struct AttentionSpec<B: Backend + ?Sized> {
     /// Query heads.
@@ -116,9 +151,10 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     pub head_dim: usize,
     /// Logit scale, usually `1/sqrt(head_dim)`.
     pub scale: f32,
-    /// Norm over each query head (Qwen3).
+    /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a
+    /// gain of `q_heads * head_dim`.
     pub q_norm: Option<RmsNorm<B>>,
-    /// Norm over each key head (Qwen3).
+    /// The same for key heads.
     pub k_norm: Option<RmsNorm<B>>,
 }
 
@@ -312,6 +348,8 @@ pub struct Sampled {
 pub trait Backend: Send + Sync + 'static {
     /// A weight resident on the device.
     type Weight: Send + Sync;
+    /// The same projection of all experts of a layer, resident on the device or mapped.
+    type Experts: Send + Sync;
     /// A matrix of activations on the device.
     type Buffer: Send;
     /// The page pools on the device.
@@ -331,6 +369,8 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Takes over a stored matrix; it stays in its stored type.
     fn weight(&self, stored: &StoredMatrix) -> Result<Self::Weight, KernelError>;
+    /// Takes over the same projection of all experts of a layer, in their order and of one shape.
+    fn experts(&self, stored: &[StoredMatrix]) -> Result<Self::Experts, KernelError>;
     /// All weights of a model are on the device: memory that they came through may be given back.
     fn finish_weights(&self) {}
 
@@ -434,6 +474,15 @@ pub trait Backend: Send + Sync + 'static {
         &self,
         step: &Self::Step,
         mlp: &GatedMlp<Self>,
+        hidden: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `hidden += mlp(hidden)`. No weight of an expert that no row chose is read. A row whose router gives no scores (it has
+    /// NaN) becomes NaN, which is an error of that row alone where it is sampled.
+    fn routed_mlp(
+        &self,
+        step: &Self::Step,
+        mlp: &RoutedMlp<Self>,
         hidden: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 

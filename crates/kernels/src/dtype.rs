@@ -17,10 +17,12 @@ pub enum DType {
     Q4K,
     Q5K,
     Q6K,
+    /// A byte per element, with scales that are stored beside the matrix.
+    F8E4M3,
 }
 
 impl DType {
-    /// Every supported type.
+    /// Every supported type whose bytes are all there is to it; FP8 needs scales.
     pub const ALL: [DType; 11] = [
         DType::F32,
         DType::F16,
@@ -38,7 +40,7 @@ impl DType {
     /// Elements per block; 1 for float types.
     pub const fn block_len(self) -> usize {
         match self {
-            DType::F32 | DType::F16 | DType::BF16 => 1,
+            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => 1,
             DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 => 32,
             DType::Q4K | DType::Q5K | DType::Q6K => 256,
         }
@@ -57,12 +59,18 @@ impl DType {
             DType::Q4K => 144,
             DType::Q5K => 176,
             DType::Q6K => 210,
+            DType::F8E4M3 => 1,
         }
     }
 
-    /// Whether elements are plain floats.
+    /// Whether elements are plain floats, which nothing scales.
     pub const fn is_float(self) -> bool {
-        self.block_len() == 1
+        matches!(self, DType::F32 | DType::F16 | DType::BF16)
+    }
+
+    /// Whether elements are codes in blocks, which are multiplied as integers.
+    pub const fn is_blocked(self) -> bool {
+        self.block_len() > 1
     }
 
     /// Bytes of `elements` elements, or `None` if they do not fill whole blocks or the size overflows.
@@ -88,6 +96,7 @@ impl fmt::Display for DType {
             DType::Q4K => "Q4_K",
             DType::Q5K => "Q5_K",
             DType::Q6K => "Q6_K",
+            DType::F8E4M3 => "F8_E4M3",
         })
     }
 }

@@ -6,6 +6,7 @@
 //! | [`inspect`] | what calibration and evaluation need from a device beyond serving |
 //! | `dtype` | element types and block sizes of stored weights |
 //! | `sequence` | the sequences of a step and their page tables, checked once |
+//! | [`routing`] | which experts a row goes to, the same on every device |
 //! | `sampling` | drawing a token from a row of logits |
 //! | [`quant`] | the scalar meaning of every quantised block, the oracle for all fast paths |
 //! | [`cpu`] | the CPU backend: scalar reference, AVX2, AVX-512, AMX and NEON paths |
@@ -21,6 +22,7 @@ pub mod cuda;
 mod dtype;
 pub mod inspect;
 pub mod quant;
+pub mod routing;
 mod sampling;
 mod sequence;
 

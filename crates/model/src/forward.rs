@@ -7,7 +7,7 @@ use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, Rope, SealPage};
 use oscar_kernels::{Backend, KernelError};
 
 use crate::config::ModelConfig;
-use crate::weights::{LayerWeights, ModelWeights};
+use crate::weights::{FeedForward, LayerWeights, ModelWeights};
 
 /// A model on a device.
 pub struct Model<B: Backend> {
@@ -182,7 +182,10 @@ impl<B: Backend> Model<B> {
             self.backend.norm_linear(step, hidden, &layer.norm, &[q, k, v], qkv)?;
             attention.attend(&self.backend, step, &layer.attention, index, qkv, attended)?;
             self.backend.linear_add(step, attended, &layer.output, hidden)?;
-            self.backend.gated_mlp(step, &layer.mlp, hidden)?;
+            match &layer.mlp {
+                FeedForward::Dense(mlp) => self.backend.gated_mlp(step, mlp, hidden)?,
+                FeedForward::Routed(mlp) => self.backend.routed_mlp(step, mlp, hidden)?,
+            }
         }
         Ok(())
     }

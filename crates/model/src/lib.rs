@@ -7,12 +7,13 @@
 //! | [`text`] | tokenizers and chat templates |
 //! | `families` | what sets model families apart |
 //! | `config`, `rope` | the shape of a model |
-//! | `weights`, `forward` | one forward pass over any backend |
+//! | `weights`, `experts`, `scales`, `forward` | one forward pass over any backend |
 //! | [`SamplingDefaults`] | the sampling settings that a model's makers recommend |
 //! | `loaded` | all of it put together |
 
 mod config;
 mod error;
+mod experts;
 mod families;
 pub mod files;
 mod forward;
@@ -21,15 +22,16 @@ mod names;
 mod random;
 mod rope;
 mod sampling;
+mod scales;
 pub mod source;
 pub mod text;
 mod weights;
 
-pub use config::ModelConfig;
+pub use config::{ExpertsConfig, ModelConfig, QkNorm, WeightScales};
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
 pub use random::{random_model, random_names};
 pub use rope::{RopeConfig, RopeScaling};
 pub use sampling::SamplingDefaults;
-pub use weights::LayerWeights;
+pub use weights::{FeedForward, LayerWeights};

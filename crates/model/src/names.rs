@@ -83,6 +83,14 @@ impl TensorNaming {
         }
     }
 
+    /// What the names of a layer's tensors begin with.
+    pub(crate) fn layer_prefix(self, layer: usize) -> String {
+        match self {
+            TensorNaming::Gguf => format!("blk.{layer}."),
+            TensorNaming::HuggingFace => format!("model.layers.{layer}."),
+        }
+    }
+
     /// Whether a tensor that the model does not use may be there all the same.
     pub(crate) fn may_ignore(self, name: &str, tied: bool) -> bool {
         match self {

@@ -12,7 +12,7 @@ use oscar_kernels::DType;
 use oscar_kernels::backend::{RopeLayout, SharedBytes};
 use oscar_random::Random;
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkNorm};
 use crate::error::ModelError;
 use crate::files::{ElementType, FileError, StoredTensor, TensorEntry, TensorSource};
 use crate::loaded::ModelFiles;
@@ -129,7 +129,10 @@ impl Geometry {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            head_norms: true,
+            head_norms: QkNorm::Heads,
+            experts: None,
+            further_layers: 0,
+            fp8: None,
         }
     }
 }

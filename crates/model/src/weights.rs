@@ -7,10 +7,10 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 
 use oscar_kernels::Backend;
-use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, StoredMatrix};
+use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, RoutedMlp, StoredMatrix};
 use oscar_kernels::quant::dequantise;
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkNorm};
 use crate::error::ModelError;
 use crate::files::TensorSource;
 use crate::names::{LayerTensor, TensorNaming};
@@ -26,7 +26,15 @@ pub struct LayerWeights<B: Backend> {
     /// Attention output projection.
     pub output: Linear<B>,
     /// Feed-forward block.
-    pub mlp: GatedMlp<B>,
+    pub mlp: FeedForward<B>,
+}
+
+/// The feed-forward block of a layer.
+pub enum FeedForward<B: Backend> {
+    /// The same weights for every row.
+    Dense(GatedMlp<B>),
+    /// Experts that a router chooses.
+    Routed(RoutedMlp<B>),
 }
 
 /// All weights of a model.
@@ -67,23 +75,28 @@ impl<B: Backend> ModelWeights<B> {
     }
 }
 
-struct Loader<'a, B: Backend> {
-    backend: &'a B,
-    source: &'a dyn TensorSource,
-    config: &'a ModelConfig,
-    naming: TensorNaming,
+/// Takes tensors from a container to a device.
+pub(crate) struct Loader<'a, B: Backend> {
+    pub(crate) backend: &'a B,
+    pub(crate) source: &'a dyn TensorSource,
+    pub(crate) config: &'a ModelConfig,
+    pub(crate) naming: TensorNaming,
     used: RefCell<HashSet<String>>,
 }
 
 impl<B: Backend> Loader<'_, B> {
     fn layer(&self, layer: usize) -> Result<LayerWeights<B>, ModelError> {
         let config = self.config;
-        let (hidden, inner, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
+        let (hidden, d) = (config.hidden_size, config.head_dim);
         let (q, kv) = (config.q_heads * d, config.kv_heads * d);
         let linear =
             |part, rows, cols, bias| self.linear(&self.naming.layer_tensor(layer, part), rows, cols, bias);
         let norm = |part, len| self.norm(&format!("{}.weight", self.naming.layer_tensor(layer, part)), len);
-        let head_norm = |part| config.head_norms.then(|| norm(part, d)).transpose();
+        let head_norm = |part, heads: usize| match config.head_norms {
+            QkNorm::None => Ok(None),
+            QkNorm::Heads => norm(part, d).map(Some),
+            QkNorm::Layer => norm(part, heads * d).map(Some),
+        };
         Ok(LayerWeights {
             norm: norm(LayerTensor::AttentionNorm, hidden)?,
             qkv: [
@@ -96,20 +109,48 @@ impl<B: Backend> Loader<'_, B> {
                 kv_heads: config.kv_heads,
                 head_dim: d,
                 scale: 1.0 / (d as f32).sqrt(),
-                q_norm: head_norm(LayerTensor::QueryNorm)?,
-                k_norm: head_norm(LayerTensor::KeyNorm)?,
+                q_norm: head_norm(LayerTensor::QueryNorm, config.q_heads)?,
+                k_norm: head_norm(LayerTensor::KeyNorm, config.kv_heads)?,
             },
             output: linear(LayerTensor::Output, hidden, q, config.output_bias)?,
-            mlp: GatedMlp {
-                norm: norm(LayerTensor::MlpNorm, hidden)?,
-                gate: linear(LayerTensor::Gate, inner, hidden, config.mlp_bias)?,
-                up: linear(LayerTensor::Up, inner, hidden, config.mlp_bias)?,
-                down: linear(LayerTensor::Down, hidden, inner, config.mlp_bias)?,
+            mlp: match config.experts.as_ref().filter(|experts| experts.routed[layer]) {
+                Some(experts) => FeedForward::Routed(self.routed_mlp(layer, experts)?),
+                None => FeedForward::Dense(self.dense_mlp(layer)?),
             },
         })
     }
 
-    fn linear(&self, name: &str, rows: usize, cols: usize, bias: bool) -> Result<Linear<B>, ModelError> {
+    fn dense_mlp(&self, layer: usize) -> Result<GatedMlp<B>, ModelError> {
+        let (hidden, inner) = (self.config.hidden_size, self.config.intermediate_size);
+        let linear = |part, rows, cols| {
+            self.linear(&self.naming.layer_tensor(layer, part), rows, cols, self.config.mlp_bias)
+        };
+        Ok(GatedMlp {
+            norm: self.mlp_norm(layer)?,
+            gate: linear(LayerTensor::Gate, inner, hidden)?,
+            up: linear(LayerTensor::Up, inner, hidden)?,
+            down: linear(LayerTensor::Down, hidden, inner)?,
+        })
+    }
+
+    /// The norm before the feed-forward block.
+    pub(crate) fn mlp_norm(&self, layer: usize) -> Result<RmsNorm<B>, ModelError> {
+        let name = match (self.naming, &self.config.experts) {
+            (TensorNaming::Gguf, Some(experts)) => {
+                format!("{}{}", self.naming.layer_prefix(layer), experts.facts.gguf_norm)
+            }
+            _ => self.naming.layer_tensor(layer, LayerTensor::MlpNorm),
+        };
+        self.norm(&format!("{name}.weight"), self.config.hidden_size)
+    }
+
+    pub(crate) fn linear(
+        &self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+        bias: bool,
+    ) -> Result<Linear<B>, ModelError> {
         Ok(Linear {
             weight: self.matrix(&format!("{name}.weight"), rows, cols)?,
             bias: bias.then(|| self.matrix(&format!("{name}.bias"), 1, rows)).transpose()?,
@@ -128,9 +169,14 @@ impl<B: Backend> Loader<'_, B> {
         Ok(values)
     }
 
-    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
+    pub(crate) fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
+        Ok(self.backend.weight(&self.stored(name, rows, cols)?)?)
+    }
+
+    /// A matrix of the file, which counts as used.
+    pub(crate) fn stored(&self, name: &str, rows: usize, cols: usize) -> Result<StoredMatrix, ModelError> {
         let tensor = self.source.get(name)?;
-        let stored: StoredMatrix = tensor.matrix()?;
+        let mut stored: StoredMatrix = tensor.matrix()?;
         if (stored.rows, stored.cols) != (rows, cols) {
             return Err(ModelError::TensorShape {
                 path: tensor.path.to_path_buf(),
@@ -139,13 +185,26 @@ impl<B: Backend> Loader<'_, B> {
                 got: format!("{}x{}", stored.rows, stored.cols),
             });
         }
+        self.mark_used(name);
+        stored.scales = self.scales(name, stored.dtype, [rows, cols])?;
+        Ok(stored)
+    }
+
+    pub(crate) fn mark_used(&self, name: &str) {
         self.used.borrow_mut().insert(name.to_owned());
-        Ok(self.backend.weight(&stored)?)
     }
 
     fn check_all_tensors_used(&self, tied: bool) -> Result<(), ModelError> {
         let used = self.used.borrow();
-        match self.source.names().find(|name| !used.contains(*name) && !self.naming.may_ignore(name, tied)) {
+        let further: Vec<String> = (self.config.layers..self.config.layers + self.config.further_layers)
+            .map(|layer| self.naming.layer_prefix(layer))
+            .collect();
+        let known = |name: &str| {
+            used.contains(name)
+                || self.naming.may_ignore(name, tied)
+                || further.iter().any(|prefix| name.starts_with(prefix))
+        };
+        match self.source.names().find(|name| !known(name)) {
             None => Ok(()),
             Some(name) => Err(ModelError::UnexpectedTensor {
                 path: self.source.path().to_path_buf(),

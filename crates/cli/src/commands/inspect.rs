@@ -4,7 +4,7 @@ use clap::Args;
 use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
 use oscar_model::files::TensorSummary;
 use oscar_model::source::ModelPath;
-use oscar_model::{ModelConfig, ModelFiles};
+use oscar_model::{ModelConfig, ModelFiles, QkNorm};
 use oscar_model::{RopeConfig, RopeScaling};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -138,7 +138,7 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<
         ("context", config.max_context.to_string()),
         ("RoPE", rope_line(&config.rope)),
         ("QKV bias", yes(config.qkv_bias)),
-        ("QK norm", yes(config.head_norms)),
+        ("QK norm", yes(config.head_norms != QkNorm::None)),
         ("chat template", yes(files.chat_template().is_ok())),
     ]
 }
@@ -179,7 +179,7 @@ fn description(
         "rotary_dim": config.rope.rotary_dim,
         "rope_scaling": scaling_name(&config.rope.scaling),
         "qkv_bias": config.qkv_bias,
-        "qk_norm": config.head_norms,
+        "qk_norm": config.head_norms != QkNorm::None,
         "tied_embeddings": config.tied_embeddings,
         "chat_template": files.chat_template().is_ok(),
         "dtypes": dtypes,

@@ -5,6 +5,8 @@
 mod batching;
 mod cache_events;
 mod conversations;
+#[cfg(not(feature = "cuda-tests"))] // a card has no experts yet
+mod experts;
 mod generate;
 mod mock;
 mod options;

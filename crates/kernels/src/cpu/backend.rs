@@ -8,8 +8,9 @@ use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
-use super::elementwise::{rms_norm, silu_multiply};
+use super::elementwise::{rms_norm, rms_norm_in_place, silu_multiply};
 use super::encode::SealScratch;
+use super::experts::{self, ExpertScratch, Experts};
 use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
@@ -20,8 +21,8 @@ use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
+    Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -45,6 +46,7 @@ pub struct CpuBackend {
 #[derive(Default)]
 struct Workspace {
     gate_up: Vec<f32>,
+    experts: ExpertScratch,
     project: ProjectScratch,
 }
 
@@ -143,6 +145,24 @@ impl CpuBackend {
         Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
     }
 
+    /// Applies norms that are over all heads of a layer, before each head goes its own way.
+    fn norm_heads_together(
+        &self,
+        spec: &AttentionSpec<CpuBackend>,
+        qkv: &mut [f32],
+    ) -> Result<(), KernelError> {
+        let d = spec.head_dim;
+        let (queries, keys) = (spec.q_heads * d, spec.kv_heads * d);
+        for (norm, heads) in [(&spec.q_norm, 0..queries), (&spec.k_norm, queries..queries + keys)] {
+            let Some(norm) = norm.as_ref().filter(|norm| norm.weight.cols() > d) else { continue };
+            let gain = norm.weight.vector("a norm over all heads", heads.len())?;
+            self.for_each_row(qkv, spec.qkv_cols(), |_, _, row| {
+                rms_norm_in_place(self.isa, &mut row[heads.clone()], gain, norm.eps);
+            });
+        }
+        Ok(())
+    }
+
     /// Calls `body` with a worker and every task.
     fn for_each_task(&self, parallel: bool, tasks: usize, body: impl Fn(usize, usize) + Sync) {
         match parallel {
@@ -171,18 +191,20 @@ fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
+pub(super) fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
     let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
     Ok(Projection { weight: &linear.weight, bias })
 }
 
-/// Gain and epsilon of a norm over one head.
+/// Gain and epsilon of a norm over one head. A norm over several heads at once is [`CpuBackend::norm_heads_together`]'s.
 fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f32], f32)>, KernelError> {
-    norm.as_ref().map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
+    let norm = norm.as_ref().filter(|norm| norm.weight.cols() <= d);
+    norm.map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
 }
 
 impl Backend for CpuBackend {
     type Weight = Weight;
+    type Experts = Experts;
     type Buffer = Matrix;
     type Cache = Cache;
     type Step = Step;
@@ -193,6 +215,10 @@ impl Backend for CpuBackend {
 
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
         Weight::new(stored)
+    }
+
+    fn experts(&self, stored: &[StoredMatrix]) -> Result<Experts, KernelError> {
+        Experts::new(stored)
     }
 
     fn buffer(&self, rows: usize, cols: usize) -> Result<Matrix, KernelError> {
@@ -221,6 +247,7 @@ impl Backend for CpuBackend {
         self.for_each_row(rows, cols, |_, row, out| {
             let token = step.tokens[row] as usize;
             self.dot.dequantise(table.dtype(), table.row_data(token..token + 1), out);
+            table.scale_row(token, out);
         });
         Ok(())
     }
@@ -263,6 +290,7 @@ impl Backend for CpuBackend {
             layer,
         };
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
+        self.norm_heads_together(spec, rows)?;
         let writer = cache.writer(layer);
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
         let parallel = writer.sealer.is_some() || rows.len() >= PARALLEL_VALUES;
@@ -375,7 +403,7 @@ impl Backend for CpuBackend {
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
         let mut workspace = self.workspace();
-        let Workspace { gate_up, project } = &mut *workspace;
+        let Workspace { gate_up, project, .. } = &mut *workspace;
         let (rows, cols, inner) = (step.rows(), hidden.cols(), mlp.gate.weight.rows());
         expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
         let weight = mlp.norm.weight.vector("a norm", cols)?;
@@ -393,6 +421,14 @@ impl Backend for CpuBackend {
         };
         let input = Input { rows, cols: inner, fill: &fill };
         self.projector(project).run(input, &[projection(&mlp.down)?], hidden, Mode::Add)
+    }
+
+    fn routed_mlp(&self, step: &Step, mlp: &RoutedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let mut workspace = self.workspace();
+        let Workspace { experts, project, .. } = &mut *workspace;
+        let cols = hidden.cols();
+        let hidden = hidden.first_rows_mut("hidden rows", step.rows())?;
+        experts::routed_mlp(&mut self.projector(project), experts, mlp, hidden, cols)
     }
 
     fn logits(

@@ -20,6 +20,7 @@
 //! | `cache` | page pools |
 //! | `heads` | the shape of an attention layer |
 //! | `step` | tables of one step |
+//! | `experts` | mixtures of experts: rows sorted by the experts that they chose |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
 //! | `backend`, `inspect` | the traits, on all of these |
 
@@ -32,6 +33,7 @@ mod cache;
 pub mod dot;
 mod elementwise;
 pub mod encode;
+mod experts;
 mod gemm;
 mod handover;
 mod heads;
@@ -49,5 +51,6 @@ mod tensors;
 
 pub use backend::CpuBackend;
 pub use cache::Cache;
+pub use experts::Experts;
 pub use step::Step;
 pub use tensors::{Matrix, Weight};

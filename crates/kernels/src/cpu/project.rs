@@ -4,8 +4,12 @@
 //! is unpacked to memory. Many rows (prefill) go through panels: a few dozen weight rows are unpacked into a
 //! buffer that fits the core's cache and multiplied with all activations.
 
+mod groups;
 #[cfg(test)]
 mod tests;
+
+pub(super) use groups::Group;
+use groups::GroupScratch;
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use super::activation::QuantisedRows;
 use super::dot::Dot;
 use super::dot::stripes::{self, PREFETCH_AHEAD, STRIPES, Stripe};
-use super::gemm::{self, PackedActivations, PanelScratch};
+use super::gemm::{self, PackedActivations, PanelScratch, PanelWeights};
 use super::handover::Handover;
 use super::isa::Isa;
 use super::memory::{self, DisjointSlice};
@@ -59,6 +63,7 @@ pub(super) struct ProjectScratch {
     rows: Vec<f32>,
     quantised: QuantisedRows,
     packed: PackedActivations,
+    groups: GroupScratch,
 }
 
 /// Buffers of one thread.
@@ -75,6 +80,14 @@ pub(super) struct Input<'a> {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) fill: &'a (dyn Fn(usize, &mut [f32]) + Sync),
+}
+
+/// Rows of activations, as floats and, where weights need it, in fixed point.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    x: &'a [f32],
+    quantised: &'a QuantisedRows,
+    rows: usize,
 }
 
 /// Runs projections of the same activations; see [`Projector::run`].
@@ -142,7 +155,7 @@ impl Projector<'_> {
                 std::mem::take(&mut *buffers.lock().unwrap_or_else(PoisonError::into_inner));
             x.resize(rows * cols, 0.0);
             x.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| fill(row, out));
-            if projections.iter().any(|projection| !projection.weight.dtype().is_float()) {
+            if projections.iter().any(|projection| projection.weight.dtype().is_blocked()) {
                 self.dot.quantise(&x, rows, cols, &mut quantised);
             }
             (x, quantised)
@@ -155,7 +168,7 @@ impl Projector<'_> {
         let (tasks, threads) = (Task::count(projections, passes, chunk), self.pool.threads());
         let body = |worker: usize, index: usize| {
             let task = Task::new(projections, passes, chunk, index);
-            let Projection { weight, bias } = projections[task.projection];
+            let weight = projections[task.projection].weight;
             let parts = stripes::cut(weight.rows(), task.range);
             let ready = activations.get().or_else(|| {
                 if worker > 0 {
@@ -174,34 +187,14 @@ impl Projector<'_> {
                 let first = row * out_cols + task.first_col;
                 target.part(first + part.start..first + part.end)
             };
-            let product = |outs: [&mut [f32]; STRIPES]| {
-                let mut outs = outs.into_iter();
-                let parts = parts.clone().map(|part| Stripe {
-                    weights: weight.row_data(part),
-                    out: outs.next().unwrap_or_default(),
-                });
-                if weight.dtype().is_float() {
-                    self.dot.float_rows(weight.dtype(), parts, x, rows);
-                } else {
-                    self.dot.quantised_rows(weight.dtype(), parts, quantised);
-                }
-            };
-            if rows == 1 && mode == Mode::Store && bias.is_none() {
-                return product(parts.each_ref().map(|part| target(0, part)));
-            }
-            let mut scratch = self.workers.of(worker);
-            let tile = &mut scratch.tile;
-            tile.resize(rows * parts.iter().map(Range::len).sum::<usize>(), 0.0);
-            let mut rest = tile.as_mut_slice();
-            product(parts.each_ref().map(|part| rest.split_off_mut(..rows * part.len()).unwrap_or_default()));
-            let mut rest = tile.as_slice();
-            for part in &parts {
-                let bias = bias.map(|bias| &bias[part.clone()]);
-                let values = rest.split_off(..rows * part.len()).unwrap_or_default();
-                for (row, values) in values.chunks_exact(part.len().max(1)).enumerate() {
-                    write(values, bias, target(row, part), mode);
-                }
-            }
+            self.dot_part(
+                worker,
+                projections[task.projection],
+                &parts,
+                Rows { x, quantised, rows },
+                target,
+                mode,
+            );
         };
         let end = |thread: usize| tasks * (thread + 1) / threads;
         // Others may have taken all tasks, and wait.
@@ -213,6 +206,49 @@ impl Projector<'_> {
         self.pool.for_each_in_runs(tasks, end, body, after);
         if let Some((x, quantised)) = activations.into_inner() {
             (self.scratch.rows, self.scratch.quantised) = (x, quantised);
+        }
+    }
+
+    /// Dot products of some rows of a weight, `parts`, with all rows of activations; `target(row, part)` is where those of an
+    /// activation row go.
+    fn dot_part<'a>(
+        &self,
+        worker: usize,
+        projection: Projection<'_>,
+        parts: &[Range<usize>; STRIPES],
+        activations: Rows<'_>,
+        target: impl Fn(usize, &Range<usize>) -> &'a mut [f32],
+        mode: Mode,
+    ) {
+        let Projection { weight, bias } = projection;
+        let Rows { x, quantised, rows } = activations;
+        let first_rows = parts.each_ref().map(|part| part.start.min(weight.rows().saturating_sub(1)));
+        let product = |outs: [&mut [f32]; STRIPES]| {
+            let mut outs = outs.into_iter();
+            let parts = parts
+                .clone()
+                .map(|part| Stripe { weights: weight.row_data(part), out: outs.next().unwrap_or_default() });
+            match weight.scales() {
+                Some(scales) => self.dot.fp8_rows(parts, first_rows, scales, x, rows),
+                None if weight.dtype().is_float() => self.dot.float_rows(weight.dtype(), parts, x, rows),
+                None => self.dot.quantised_rows(weight.dtype(), parts, quantised),
+            }
+        };
+        if rows == 1 && mode == Mode::Store && bias.is_none() {
+            return product(parts.each_ref().map(|part| target(0, part)));
+        }
+        let mut scratch = self.workers.of(worker);
+        let tile = &mut scratch.tile;
+        tile.resize(rows * parts.iter().map(Range::len).sum::<usize>(), 0.0);
+        let mut rest = tile.as_mut_slice();
+        product(parts.each_ref().map(|part| rest.split_off_mut(..rows * part.len()).unwrap_or_default()));
+        let mut rest = tile.as_slice();
+        for part in parts {
+            let bias = bias.map(|bias| &bias[part.clone()]);
+            let values = rest.split_off(..rows * part.len()).unwrap_or_default();
+            for (row, values) in values.chunks_exact(part.len().max(1)).enumerate() {
+                write(values, bias, target(row, part), mode);
+            }
         }
     }
 
@@ -233,7 +269,13 @@ impl Projector<'_> {
             let mut scratch = self.workers.of(worker);
             let WorkerScratch { tile, panel } = &mut *scratch;
             tile.resize(rows * count, 0.0);
-            gemm::panel(self.isa, weight.dtype(), data, cols, packed, panel, tile);
+            let weights = PanelWeights {
+                dtype: weight.dtype(),
+                bytes: data,
+                first_row: task.range.start,
+                scales: weight.scales(),
+            };
+            gemm::panel(self.isa, weights, cols, packed, panel, tile);
             for (row, values) in tile.chunks_exact(count).enumerate() {
                 let first = row * out_cols + task.first_col + task.range.start;
                 // SAFETY: tasks cover different columns, so no two threads touch the same element.

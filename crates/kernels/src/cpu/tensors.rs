@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::memory::AlignedBuffer;
 use crate::backend::{KernelError, StoredMatrix};
 use crate::dtype::DType;
-use crate::quant;
+use crate::quant::{self, fp8::BlockScales};
 
 /// A weight. Matrices stay in the bytes they came from; vectors (norms, biases) are small and widened once.
 pub struct Weight {
@@ -17,9 +17,15 @@ pub struct Weight {
 impl Weight {
     pub(super) fn new(stored: &StoredMatrix) -> Result<Weight, KernelError> {
         let data = stored.data()?;
+        if stored.dtype == DType::F8E4M3 && stored.scales.is_none() {
+            return Err(KernelError::BadSetting("a matrix of FP8 numbers has no scales".to_owned()));
+        }
         let vector = (stored.rows == 1).then(|| {
             let mut values = vec![0.0; stored.cols].into_boxed_slice();
             quant::dequantise(stored.dtype, data, &mut values);
+            if let Some(scales) = &stored.scales {
+                scales.apply(0, 0..stored.cols, &mut values);
+            }
             values
         });
         let row_bytes = data.len() / stored.rows.max(1);
@@ -29,7 +35,22 @@ impl Weight {
     /// Some rows as floats, one after the other.
     pub fn dequantise_rows(&self, rows: Range<usize>, out: &mut [f32]) {
         assert_eq!(out.len(), rows.len() * self.cols(), "room for {} rows", rows.len());
-        quant::dequantise(self.dtype(), self.row_data(rows), out);
+        quant::dequantise(self.dtype(), self.row_data(rows.clone()), out);
+        for (row, out) in rows.zip(out.chunks_exact_mut(self.cols().max(1))) {
+            self.scale_row(row, out);
+        }
+    }
+
+    /// Multiplies a row that was dequantised with its scales, if it has any.
+    pub(super) fn scale_row(&self, row: usize, values: &mut [f32]) {
+        if let Some(scales) = self.scales() {
+            scales.apply(row, 0..self.cols(), values);
+        }
+    }
+
+    /// The scales of FP8 elements.
+    pub(super) fn scales(&self) -> Option<&BlockScales> {
+        self.stored.scales.as_deref()
     }
 
     /// Output channels.

@@ -1,5 +1,6 @@
 //! [`Backend`] on a card: checks shapes and launches kernels on one stream.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
@@ -18,8 +19,8 @@ use super::step::{CudaStep, StepTables, lock};
 use super::weights::{CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
+    Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 
 /// Pages of a segment where results must not depend on the batch.
@@ -141,6 +142,8 @@ fn check_cache(
 
 impl Backend for CudaBackend {
     type Weight = CudaWeight;
+    /// There are none yet.
+    type Experts = Infallible;
     type Buffer = CudaBuffer;
     type Cache = CudaCache;
     type Step = CudaStep;
@@ -395,6 +398,15 @@ impl Backend for CudaBackend {
         let [gate, up, down] = [&mlp.gate, &mlp.up, &mlp.down].map(|linear| self.projection(linear, 0));
         let block = GatedBlock { gate: gate?, up: up?, down: down? };
         self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block)
+    }
+
+    fn experts(&self, _: &[StoredMatrix]) -> Result<Infallible, KernelError> {
+        let problem = "mixtures of experts are not supported on a card yet; use --device cpu";
+        Err(CudaError::Unsupported(problem.to_owned()).into())
+    }
+
+    fn routed_mlp(&self, _: &CudaStep, mlp: &RoutedMlp<Self>, _: &mut CudaBuffer) -> Result<(), KernelError> {
+        match mlp.gate {}
     }
 
     fn logits(

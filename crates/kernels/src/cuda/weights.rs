@@ -36,7 +36,8 @@ pub(super) enum TileKind {
 impl TileKind {
     fn of(dtype: DType) -> TileKind {
         match dtype {
-            DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
+            // FP8 is refused before this is asked.
+            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => TileKind::Floats,
             DType::Q4_0 | DType::Q4_1 | DType::Q4K => TileKind::Nibbles,
             DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::Q5K => TileKind::Bytes,
             DType::Q6K => TileKind::Sixteens,
@@ -179,6 +180,10 @@ impl WeightLoader {
     /// Brings a stored matrix to the card; a vector (one row) becomes f32.
     pub(super) fn load(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
         let data = stored.data()?;
+        if stored.dtype == DType::F8E4M3 {
+            let problem = "FP8 weights are not supported on a card yet; use --device cpu";
+            return Err(CudaError::Unsupported(problem.to_owned()).into());
+        }
         let (rows, cols, kind) = (stored.rows, stored.cols, TileKind::of(stored.dtype));
         if rows == 1 {
             let mut values = vec![0.0; cols];

@@ -51,7 +51,7 @@ pub trait Block {
 pub fn unpack(dtype: DType, bytes: &[u8], into: &mut Unpacked) {
     assert!(!dtype.is_float() && bytes.len() == dtype.block_bytes(), "not one {dtype} block");
     match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => unreachable!("float types have no blocks"),
+        DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => unreachable!("float types have no blocks"),
         DType::Q4_0 => Q4_0::unpack(bytes, into),
         DType::Q4_1 => Q4_1::unpack(bytes, into),
         DType::Q5_0 => Q5_0::unpack(bytes, into),

@@ -2,10 +2,12 @@
 //!
 //! A quantised element is `scale · code + offset`: `code` a small integer, `scale` and `offset` shared by a group of
 //! at least [`GROUP`] elements. [`block`] takes one block apart into these; [`dequantise`] multiplies them out.
+//! FP8 elements are [`fp8`]'s; their scales are no part of the bytes.
 //! Products and sums round separately (no fused multiply-add), so the values are those of any other plain reader
 //! of the same bytes.
 
 pub mod block;
+pub mod fp8;
 
 use half::{bf16, f16};
 
@@ -50,6 +52,9 @@ pub(crate) fn dequantise_inline(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::Q4K => blocks::<block::Q4K>(bytes, out),
         DType::Q5K => blocks::<block::Q5K>(bytes, out),
         DType::Q6K => blocks::<block::Q6K>(bytes, out),
+        DType::F8E4M3 => {
+            out.iter_mut().zip(bytes).for_each(|(value, byte)| *value = fp8::E4M3[usize::from(*byte)]);
+        }
     }
 }
 

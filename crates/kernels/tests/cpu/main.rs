@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
+mod experts;
 mod history;
 mod mixed;
 mod quant_oracle;

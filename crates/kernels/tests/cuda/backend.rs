@@ -79,12 +79,12 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
             }
         }
     }
-    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols }
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales: None }
 }
 
 fn vector(len: usize, random: &mut Random) -> StoredMatrix {
     let bytes: Vec<u8> = (0..len).flat_map(|_| (1.0 + random.signed()).to_le_bytes()).collect();
-    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: len }
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: len, scales: None }
 }
 
 /// The root mean square of the difference over that of what is expected.

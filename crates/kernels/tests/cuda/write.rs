@@ -253,7 +253,14 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
     let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &batch_rows }, &rope, &cache).unwrap();
     let norm = |side: usize| {
         let bytes: Vec<u8> = gains[side].iter().flat_map(|gain| gain.to_le_bytes()).collect();
-        let stored = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: d };
+        let stored = StoredMatrix {
+            bytes: Arc::new(bytes),
+            offset: 0,
+            dtype: DType::F32,
+            rows: 1,
+            cols: d,
+            scales: None,
+        };
         RmsNorm { weight: backend.weight(&stored).unwrap(), eps: 1e-6 * (side + 1) as f32 }
     };
     let [q_norm, k_norm] = [0, 1].map(|side| case.norms.then(|| norm(side)));

@@ -1,5 +1,6 @@
 //! The shape of a model from GGUF metadata.
 
+use super::experts;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::families::{self, Bias};
@@ -24,8 +25,9 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let optional =
         |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
 
-    if optional("expert_count")?.is_some_and(|experts| experts > 0) {
-        let problem = format!("`{}`: mixture-of-experts models are not supported yet", key("expert_count"));
+    if family.experts.is_none() && optional("expert_count")?.is_some_and(|experts| experts > 0) {
+        let problem =
+            format!("`{}`: {} models with experts are not supported", key("expert_count"), family.name);
         return Err(ModelError::BadConfig { path: path(), problem });
     }
     let hidden_size = size("embedding_length")?;
@@ -57,12 +59,22 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         }
     };
 
+    // Layers that predict further tokens are counted as blocks.
+    let further_layers = optional("nextn_predict_layers")?.filter(|_| family.experts.is_some()).unwrap_or(0);
+    let layers = size("block_count")?.saturating_sub(further_layers);
+    let bad = |problem| ModelError::BadConfig { path: path(), problem };
+    let is_dense = |layer: usize| gguf.contains(&format!("blk.{layer}.ffn_gate.weight"));
+    let experts = match family.experts {
+        Some(facts) => Some(experts::from_gguf(metadata, facts, &key, layers, &is_dense)?.map_err(bad)?),
+        None => None,
+    };
+
     let config = ModelConfig {
         family: family.name,
         vocab_size,
         hidden_size,
         intermediate_size: size("feed_forward_length")?,
-        layers: size("block_count")?,
+        layers,
         q_heads,
         kv_heads,
         head_dim,
@@ -78,7 +90,10 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         qkv_bias: family.qkv_bias == Bias::Always || gguf.contains("blk.0.attn_q.bias"),
         output_bias: gguf.contains("blk.0.attn_output.bias"),
         mlp_bias: gguf.contains("blk.0.ffn_gate.bias"),
-        head_norms: family.head_norms,
+        head_norms: family.head_norms.norms(gguf.contains("blk.0.attn_q_norm.weight")),
+        experts,
+        further_layers,
+        fp8: None,
     };
     config
         .validate(&|_, gguf| key(gguf))

@@ -5,6 +5,7 @@
 
 use oscar_kernels::backend::RopeLayout;
 
+use super::{experts, quantisation};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::families::{self, Bias};
@@ -38,12 +39,17 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
         Ok::<_, ModelError>(inside.or(fields.float_if_present(name)?))
     };
     let theta = rotary("rope_theta")?;
-    let rotary_share = rotary("partial_rotary_factor")?.unwrap_or(1.0);
-    if !(rotary_share > 0.0 && rotary_share <= 1.0) {
-        return Err(bad(format!(
-            "field `partial_rotary_factor` is {rotary_share}, expected above 0, at most 1"
-        )));
-    }
+    // MiniMax gives the number of channels that rotate, others a share of them.
+    let rotary_dim = match (rotary("partial_rotary_factor")?, fields.positive_if_present("rotary_dim")?) {
+        (Some(share), _) if share > 0.0 && share <= 1.0 => (head_dim as f64 * share) as usize,
+        (Some(share), _) => {
+            return Err(bad(format!(
+                "field `partial_rotary_factor` is {share}, expected above 0, at most 1"
+            )));
+        }
+        (None, Some(channels)) => channels,
+        (None, None) => head_dim / family.rotary_divisor,
+    };
     let scaling = match &parameters {
         Some(parameters) => rope_scaling(parameters, trained_context)?,
         None => match fields.fields_if_present("rope_scaling")? {
@@ -51,12 +57,18 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
             None => RopeScaling::None,
         },
     };
+    let layers = fields.positive("num_hidden_layers")?;
+    let described = |facts| experts::from_hugging_face(&fields, facts, layers);
+    let further_layers = match family.experts {
+        Some(facts) => fields.count_if_present(facts.further_layers)?.unwrap_or(0),
+        None => 0,
+    };
     let config = ModelConfig {
         family: family.name,
         vocab_size: fields.positive("vocab_size")?,
         hidden_size,
         intermediate_size: fields.positive("intermediate_size")?,
-        layers: fields.positive("num_hidden_layers")?,
+        layers,
         q_heads,
         kv_heads: fields.positive_if_present("num_key_value_heads")?.unwrap_or(q_heads),
         head_dim,
@@ -64,7 +76,7 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
         norm_eps: fields.float_if_present("rms_norm_eps")?.unwrap_or(1e-6) as f32,
         rope: RopeConfig {
             theta: theta.unwrap_or(10_000.0),
-            rotary_dim: (head_dim as f64 * rotary_share) as usize,
+            rotary_dim,
             layout: RopeLayout::Halves,
             scaling,
         },
@@ -73,20 +85,16 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
         // Qwen2 declares no `attention_bias`; where a Llama or Qwen3 config does, the output has one too.
         output_bias: family.qkv_bias == Bias::IfDeclared && attention_bias,
         mlp_bias: fields.bool_if_present("mlp_bias")?.unwrap_or(false),
-        head_norms: family.head_norms,
+        head_norms: family.head_norms.norms(fields.bool_if_present("use_qk_norm")? == Some(true)),
+        experts: family.experts.map(described).transpose()?,
+        further_layers,
+        fp8: quantisation::from_hugging_face(&fields)?,
     };
     config.validate(&|json, _| json.to_owned()).map_err(bad)?;
     Ok(config)
 }
 
 fn refuse_unsupported_settings(fields: &Fields<'_>) -> Result<(), ModelError> {
-    if fields.contains("quantization_config") {
-        return Err(ModelError::BadConfig {
-            path: fields.path().to_path_buf(),
-            problem: "field `quantization_config`: quantised safetensors are not supported; use a GGUF file"
-                .into(),
-        });
-    }
     if fields.str_if_present("hidden_act")?.is_some_and(|activation| activation != "silu") {
         return Err(fields.wrong("hidden_act", "`silu`, the only activation supported").into());
     }

@@ -1,10 +1,14 @@
 //! The shape of a model, whatever file it was described in.
 
+mod experts;
 mod from_gguf;
 mod from_hugging_face;
+mod quantisation;
 
+pub use experts::ExpertsConfig;
 pub(crate) use from_gguf::from_gguf;
 pub(crate) use from_hugging_face::from_hugging_face;
+pub use quantisation::WeightScales;
 
 use oscar_codec::KvGeometry;
 
@@ -13,7 +17,7 @@ use crate::rope::RopeConfig;
 /// Hyper-parameters of a decoder-only transformer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Name of the family (`llama`, `qwen2`, `qwen3`).
+    /// Name of the family (`llama`, `qwen3_moe`, …).
     pub family: &'static str,
     /// Rows of the token embedding.
     pub vocab_size: usize,
@@ -43,8 +47,25 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// Whether the feed-forward projections have a bias.
     pub mlp_bias: bool,
-    /// Whether query and key heads are normed before RoPE.
-    pub head_norms: bool,
+    /// Whether queries and keys are normed before RoPE.
+    pub head_norms: QkNorm,
+    /// The experts of a mixture; a model without is dense in every layer.
+    pub experts: Option<ExpertsConfig>,
+    /// Layers in the file after the last one, which predict further tokens and are not read.
+    pub further_layers: usize,
+    /// How FP8 weights are scaled, in a file that has them.
+    pub fp8: Option<WeightScales>,
+}
+
+/// How queries and keys are normed before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Not at all.
+    None,
+    /// Each head by itself.
+    Heads,
+    /// All heads of a layer together.
+    Layer,
 }
 
 impl ModelConfig {
@@ -78,6 +99,10 @@ impl ModelConfig {
             if value == 0 || value > limit {
                 return Err(format!("`{}` is {value}, expected 1 to {limit}", field(json, gguf)));
             }
+        }
+        if self.further_layers > HEAD_LIMIT {
+            let name = field("num_nextn_predict_layers", "nextn_predict_layers");
+            return Err(format!("`{name}` is {}, expected 0 to {HEAD_LIMIT}", self.further_layers));
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
             return Err(format!(

@@ -4,7 +4,7 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, ModelFamily};
+use super::{Bias, ModelFamily, NormRule};
 
 pub(super) static LLAMA: ModelFamily = ModelFamily {
     name: "llama",
@@ -12,5 +12,7 @@ pub(super) static LLAMA: ModelFamily = ModelFamily {
     model_type: "llama",
     gguf_rope: RopeLayout::Interleaved,
     qkv_bias: Bias::IfDeclared,
-    head_norms: false,
+    head_norms: NormRule::Never,
+    rotary_divisor: 1,
+    experts: None,
 };

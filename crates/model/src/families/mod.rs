@@ -2,14 +2,29 @@
 //!
 //! A new family is a new file and a line in [`FAMILIES`].
 
+mod experts;
+mod glm4_moe;
 mod llama;
+mod minimax_m2;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
+
+pub(crate) use experts::{ExpertFacts, ExpertNames, Normalise};
 
 use oscar_kernels::backend::RopeLayout;
 
+use crate::config::QkNorm;
+
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
+pub(crate) const FAMILIES: [&ModelFamily; 6] = [
+    &llama::LLAMA,
+    &qwen2::QWEN2,
+    &qwen3::QWEN3,
+    &qwen3_moe::QWEN3_MOE,
+    &glm4_moe::GLM4_MOE,
+    &minimax_m2::MINIMAX_M2,
+];
 
 /// What sets a family of models apart from the others.
 #[derive(Debug, PartialEq, Eq)]
@@ -24,8 +39,38 @@ pub(crate) struct ModelFamily {
     pub gguf_rope: RopeLayout,
     /// Whether query, key and value projections have a bias.
     pub qkv_bias: Bias,
-    /// Whether query and key heads are normed before RoPE.
-    pub head_norms: bool,
+    /// Whether queries and keys are normed before RoPE.
+    pub head_norms: NormRule,
+    /// A head's channels over those that rotate, where a description does not say how many do.
+    pub rotary_divisor: usize,
+    /// What there is to know about experts, in a family that has them.
+    pub experts: Option<&'static ExpertFacts>,
+}
+
+/// Whether queries and keys are normed before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NormRule {
+    /// In no model of the family.
+    Never,
+    /// Each head by itself, in every model.
+    Heads,
+    /// Each head by itself, where `use_qk_norm` in `config.json` says so; in a GGUF file, if the tensors are there.
+    HeadsIfDeclared,
+    /// All heads of a layer together, in every model.
+    Layer,
+}
+
+impl NormRule {
+    /// The norms of a model that does, or does not, say that it has them.
+    pub(crate) fn norms(self, declared: bool) -> QkNorm {
+        match self {
+            NormRule::Never => QkNorm::None,
+            NormRule::Heads => QkNorm::Heads,
+            NormRule::HeadsIfDeclared if declared => QkNorm::Heads,
+            NormRule::HeadsIfDeclared => QkNorm::None,
+            NormRule::Layer => QkNorm::Layer,
+        }
+    }
 }
 
 /// Whether projections have a bias.
@@ -33,8 +78,11 @@ pub(crate) struct ModelFamily {
 pub(crate) enum Bias {
     /// Every model of the family has it.
     Always,
-    /// As `attention_bias` in `config.json` says; in a GGUF file, if the tensors are there.
+    /// As `attention_bias` in `config.json` says; in a GGUF file, if the tensors are there. The output projection has one
+    /// too.
     IfDeclared,
+    /// The same, but the output projection never has one.
+    IfDeclaredWithoutOutput,
 }
 
 /// The family of a GGUF architecture.

@@ -4,7 +4,7 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, ModelFamily};
+use super::{Bias, ModelFamily, NormRule};
 
 pub(super) static QWEN2: ModelFamily = ModelFamily {
     name: "qwen2",
@@ -12,5 +12,7 @@ pub(super) static QWEN2: ModelFamily = ModelFamily {
     model_type: "qwen2",
     gguf_rope: RopeLayout::Halves,
     qkv_bias: Bias::Always,
-    head_norms: false,
+    head_norms: NormRule::Never,
+    rotary_divisor: 1,
+    experts: None,
 };

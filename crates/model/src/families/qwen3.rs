@@ -2,7 +2,7 @@
 
 use oscar_kernels::backend::RopeLayout;
 
-use super::{Bias, ModelFamily};
+use super::{Bias, ModelFamily, NormRule};
 
 pub(super) static QWEN3: ModelFamily = ModelFamily {
     name: "qwen3",
@@ -10,5 +10,7 @@ pub(super) static QWEN3: ModelFamily = ModelFamily {
     model_type: "qwen3",
     gguf_rope: RopeLayout::Halves,
     qkv_bias: Bias::IfDeclared,
-    head_norms: true,
+    head_norms: NormRule::Heads,
+    rotary_divisor: 1,
+    experts: None,
 };

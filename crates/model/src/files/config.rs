@@ -89,6 +89,11 @@ impl<'a> Fields<'a> {
         self.optional(name, POSITIVE, positive)
     }
 
+    /// An integer, 0 or more.
+    pub fn count_if_present(&self, name: &str) -> Result<Option<usize>, FileError> {
+        self.optional(name, "an integer, 0 or more", |value| usize::try_from(value.as_u64()?).ok())
+    }
+
     /// A required number.
     pub fn float(&self, name: &str) -> Result<f64, FileError> {
         self.required(name, NUMBER, Value::as_f64)

@@ -273,6 +273,7 @@ fn element_type(dtype: Dtype) -> ElementType {
         Dtype::F32 => ElementType::Supported(DType::F32),
         Dtype::F16 => ElementType::Supported(DType::F16),
         Dtype::BF16 => ElementType::Supported(DType::BF16),
+        Dtype::F8_E4M3 => ElementType::Supported(DType::F8E4M3),
         other => ElementType::Unsupported(other.to_string().into()),
     }
 }

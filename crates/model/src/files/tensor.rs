@@ -78,6 +78,24 @@ impl StoredTensor {
         }
     }
 
+    /// The bytes of the tensor, whatever its shape.
+    pub fn data(&self) -> Result<&[u8], FileError> {
+        let all: &[u8] = (*self.bytes).as_ref();
+        let len = self.dtype.bytes_for(self.shape.iter().product());
+        len.and_then(|len| all.get(self.offset..self.offset.checked_add(len)?))
+            .ok_or_else(|| self.wrong_shape("whole blocks"))
+    }
+
+    /// A tensor of three dimensions as the matrices it is made of.
+    pub fn matrices(&self) -> Result<Vec<StoredMatrix>, FileError> {
+        let [count, rows, cols] = self.shape[..] else { return Err(self.wrong_shape("a stack of matrices")) };
+        let bytes = self.dtype.bytes_for(cols).and_then(|bytes| bytes.checked_mul(rows));
+        let bytes = bytes.ok_or_else(|| self.wrong_shape("rows of whole blocks"))?;
+        let at =
+            |index: usize| StoredMatrix { offset: self.offset + index * bytes, ..self.stored(rows, cols) };
+        Ok((0..count).map(at).collect())
+    }
+
     /// The tensor as a vector (a matrix of one row).
     pub fn vector(&self) -> Result<StoredMatrix, FileError> {
         match self.shape[..] {
@@ -87,7 +105,14 @@ impl StoredTensor {
     }
 
     fn stored(&self, rows: usize, cols: usize) -> StoredMatrix {
-        StoredMatrix { bytes: self.bytes.clone(), offset: self.offset, dtype: self.dtype, rows, cols }
+        StoredMatrix {
+            bytes: self.bytes.clone(),
+            offset: self.offset,
+            dtype: self.dtype,
+            rows,
+            cols,
+            scales: None,
+        }
     }
 
     fn wrong_shape(&self, expected: &'static str) -> FileError {

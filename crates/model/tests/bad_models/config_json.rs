@@ -117,7 +117,7 @@ fn optional_sizes_are_checked_too() {
 
 #[test]
 fn families_we_do_not_know_are_named() {
-    for name in ["mixtral", "", "LLAMA", "llama\n\u{1b}[31m", "qwen3_moe"] {
+    for name in ["mixtral", "", "LLAMA", "llama\n\u{1b}[31m", "qwen3_vl"] {
         refused!(
             llama().set("model_type", name),
             ModelError::UnsupportedArchitecture { .. },

@@ -7,6 +7,7 @@
 mod files_writer;
 
 mod config_json;
+mod experts;
 mod folders;
 mod gguf;
 mod mutations;

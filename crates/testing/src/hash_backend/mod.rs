@@ -18,7 +18,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, Sampled, Sampling, SealPage,
+    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling, SealPage,
     StoredMatrix,
 };
 use oscar_kernels::{Backend, KernelError};
@@ -64,6 +64,7 @@ fn mix(state: u64, value: u64) -> u64 {
 
 impl Backend for HashBackend {
     type Weight = ();
+    type Experts = ();
     type Buffer = HashBuffer;
     type Cache = HashCache;
     type Step = HashStep;
@@ -74,6 +75,10 @@ impl Backend for HashBackend {
 
     fn weight(&self, stored: &StoredMatrix) -> Result<(), KernelError> {
         stored.data().map(|_| ())
+    }
+
+    fn experts(&self, stored: &[StoredMatrix]) -> Result<(), KernelError> {
+        stored.iter().try_for_each(|stored| self.weight(stored))
     }
 
     fn buffer(&self, rows: usize, _: usize) -> Result<HashBuffer, KernelError> {
@@ -203,6 +208,18 @@ impl Backend for HashBackend {
     ) -> Result<(), KernelError> {
         for hidden in &mut hidden.0[..step.tokens.len()] {
             *hidden = mix(4, *hidden);
+        }
+        Ok(())
+    }
+
+    fn routed_mlp(
+        &self,
+        step: &HashStep,
+        _: &RoutedMlp<Self>,
+        hidden: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        for hidden in &mut hidden.0[..step.tokens.len()] {
+            *hidden = mix(6, *hidden);
         }
         Ok(())
     }

@@ -67,6 +67,17 @@ pub(crate) fn model_with(
     oscar_testing::tiny_model_with(name, context, backend(deterministic), damage)
 }
 
+/// Makes the embedding of a token NaN, in a file whose embedding has rows of `cols` bf16 numbers.
+pub(crate) fn break_token(bytes: &mut [u8], token: usize, cols: usize) {
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let text = String::from_utf8(bytes[8..8 + header].to_vec()).unwrap();
+    let place = text.find("\"model.embed_tokens.weight\"").unwrap();
+    let offsets = text[place..].find("\"data_offsets\":[").unwrap() + place + 16;
+    let start: usize = text[offsets..].split(',').next().unwrap().trim().parse().unwrap();
+    let row = 8 + header + start + token * cols * 2;
+    bytes[row..row + cols * 2].chunks_exact_mut(2).for_each(|x| x.copy_from_slice(&[0xc0, 0x7f]));
+}
+
 pub(crate) fn model(deterministic: bool) -> TestModel {
     model_with("qwen3", 4096, deterministic, |_| ())
 }

@@ -48,7 +48,9 @@ pub(super) unsafe fn quantised_rows<B: Bytes>(dtype: DType, product: Product<'_>
             DType::Q4K => passes::<B, Q4K>(product),
             DType::Q5K => passes::<B, Q5K>(product),
             DType::Q6K => passes::<B, Q6K>(product),
-            DType::F32 | DType::F16 | DType::BF16 => unreachable!("float weights have no codes"),
+            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => {
+                unreachable!("float weights have no codes")
+            }
         }
     }
 }

@@ -18,6 +18,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod float;
+mod fp8;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
 pub mod scalar;
@@ -31,6 +32,7 @@ use super::isa::Isa;
 use super::simd::Simd;
 use crate::dtype::DType;
 use crate::quant;
+use crate::quant::fp8::BlockScales;
 
 /// Activation rows that share one pass over the weights.
 pub const MAX_ROWS: usize = 4;
@@ -133,12 +135,37 @@ impl Dot {
         }
     }
 
+    /// Multiplies FP8 weights with `x_rows` rows of activations, accumulating in `f32`.
+    ///
+    /// Shapes as in [`Dot::float_rows`]; `first_rows` are the rows of the matrix that the stripes begin with. Panics if
+    /// lengths do not agree or there are no scales for a row.
+    pub fn fp8_rows(
+        &self,
+        stripes: [Stripe<'_>; STRIPES],
+        first_rows: [usize; STRIPES],
+        scales: &BlockScales,
+        x: &[f32],
+        x_rows: usize,
+    ) {
+        assert!(x_rows > 0 && x.len().is_multiple_of(x_rows), "{} values in {x_rows} rows", x.len());
+        let cols = x.len() / x_rows;
+        let mut stripes = Stripes::new(stripes, row_bytes(DType::F8E4M3, cols), x_rows);
+        if stripes.passes() == 0 {
+            return;
+        }
+        let rows = fp8::Fp8Rows { stripes: &mut stripes, first_rows, scales, x, cols };
+        match self.path {
+            Path::Scalar => rows.scalar(),
+            _ => self.simd.run(rows),
+        }
+    }
+
     /// Multiplies float weights with `x_rows` rows of activations, accumulating in `f32`.
     ///
     /// Shapes as in [`Dot::quantised_rows`]; the number of columns is `x.len() / x_rows`. Panics if `dtype` is not a
     /// float type or lengths do not agree.
     pub fn float_rows(&self, dtype: DType, stripes: [Stripe<'_>; STRIPES], x: &[f32], x_rows: usize) {
-        assert!(dtype.is_float(), "{dtype} weights are not floats; use quantised_rows");
+        assert!(dtype.is_float(), "{dtype} weights are not plain floats; use quantised_rows or fp8_rows");
         assert!(x_rows > 0 && x.len().is_multiple_of(x_rows), "{} values in {x_rows} rows", x.len());
         let cols = x.len() / x_rows;
         let mut stripes = Stripes::new(stripes, row_bytes(dtype, cols), x_rows);

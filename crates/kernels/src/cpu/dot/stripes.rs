@@ -87,6 +87,13 @@ impl<'a> Stripes<'a> {
         })
     }
 
+    /// The rows of a matrix that a pass takes, where the stripes begin with some of them.
+    #[inline(always)]
+    pub(super) fn matrix_rows(&self, first_rows: [usize; STRIPES], pass: usize) -> [usize; STRIPES] {
+        // An empty stripe takes whatever row there is; its results are forgotten.
+        std::array::from_fn(|stripe| first_rows[stripe] + pass.min(self.counts[stripe].saturating_sub(1)))
+    }
+
     /// Keeps the results of a pass with one row of activations.
     #[inline(always)]
     pub(super) fn write(&mut self, x_row: usize, pass: usize, results: [f32; STRIPES]) {

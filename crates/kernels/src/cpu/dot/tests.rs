@@ -9,6 +9,7 @@ use crate::cpu::activation::QuantisedRows;
 use crate::cpu::isa::Isa;
 use crate::dtype::DType;
 use crate::quant::dequantise;
+use crate::quant::fp8::{BlockScales, e4m3};
 
 fn activations(random: &mut Random, count: usize) -> Vec<f32> {
     (0..count).map(|_| random.signed() * 4.0).collect()
@@ -20,7 +21,7 @@ fn halves(dtype: DType) -> &'static [usize] {
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => &[0],
         DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
         DType::Q6K => &[208],
-        DType::F32 | DType::F16 | DType::BF16 => &[],
+        DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => &[],
     }
 }
 
@@ -374,4 +375,101 @@ fn part_of_a_row_is_refused() {
 fn a_wrong_output_length_is_refused() {
     let x = quantised(&[1.0; 256], 1);
     Dot::new(Isa::Scalar).quantised_rows(DType::Q4_0, one_stripe(&[0; 18 * 16], &mut [0.0; 1]), &x);
+}
+
+/// All bytes but those of NaN.
+fn fp8_bytes(random: &mut Random, count: usize) -> Vec<u8> {
+    let byte = |_| (random.next_u64() as u8).min(0xfe);
+    (0..count).map(byte).map(|byte| if byte == 0x7f { 0x7e } else { byte }).collect()
+}
+
+/// `[x row][weight row]` in one stripe for each task that a matrix is cut into.
+fn fp8_products(
+    isa: Isa,
+    weights: &[u8],
+    rows: usize,
+    scales: &BlockScales,
+    x: &[f32],
+    x_rows: usize,
+) -> Vec<f32> {
+    let cols = x.len() / x_rows;
+    let mut products = vec![f32::NAN; x_rows * rows];
+    for first in (0..stripes::passes(rows)).step_by(3) {
+        let parts = stripes::cut(rows, first..first + 3);
+        let mut outs = parts.clone().map(|part| vec![0.0; x_rows * part.len()]);
+        let mut targets = outs.iter_mut();
+        let stripes = parts.clone().map(|part| Stripe {
+            weights: &weights[part.start * cols..part.end * cols],
+            out: targets.next().unwrap(),
+        });
+        let first_rows = parts.each_ref().map(|part| part.start.min(rows - 1));
+        Dot::new(isa).fp8_rows(stripes, first_rows, scales, x, x_rows);
+        for (part, out) in parts.iter().zip(&outs) {
+            for (at, value) in out.iter().enumerate() {
+                products[at / part.len() * rows + part.start + at % part.len()] = *value;
+            }
+        }
+    }
+    products
+}
+
+#[test]
+fn fp8_products_are_those_of_f64() {
+    let mut random = Random::new(91);
+    for (rows, cols, block) in [
+        (1, 1, [128, 128]),
+        (3, 127, [128, 128]),
+        (130, 128, [128, 128]),
+        (257, 300, [128, 128]),
+        (40, 1024, [40, 1024]),
+        (21, 200, [1, 200]),
+        (9, 77, [2, 5]),
+    ] {
+        let weights = fp8_bytes(&mut random, rows * cols);
+        let scales = (0..rows.div_ceil(block[0]) * cols.div_ceil(block[1])).map(|_| random.signed().abs());
+        let scales = BlockScales::new(scales.collect(), [rows, cols], block).unwrap();
+        for x_rows in [1, 2, 3, 4, 5, 9] {
+            let x = activations(&mut random, x_rows * cols);
+            for isa in Isa::available() {
+                let got = fp8_products(isa, &weights, rows, &scales, &x, x_rows);
+                for (at, got) in got.into_iter().enumerate() {
+                    let (m, row) = (at / rows, at % rows);
+                    let product = |col: usize| {
+                        let scale = scales.of_row(row)[col / block[1]];
+                        f64::from(e4m3(weights[row * cols + col]))
+                            * f64::from(scale)
+                            * f64::from(x[m * cols + col])
+                    };
+                    let exact: f64 = (0..cols).map(product).sum();
+                    let size: f64 = (0..cols).map(product).map(f64::abs).sum();
+                    assert!(
+                        (f64::from(got) - exact).abs() <= 3e-6 * size + 1e-30,
+                        "{isa} {rows}x{cols} {block:?}: {got} for {exact}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// One row's products do not depend on how many rows go with it, and NaN stays in its row.
+#[test]
+fn fp8_rows_do_not_depend_on_each_other() {
+    let mut random = Random::new(92);
+    let (rows, cols) = (37, 160);
+    let mut weights = fp8_bytes(&mut random, rows * cols);
+    weights[5 * cols + 3] = 0x7f;
+    weights[6 * cols + 159] = 0xff;
+    let scales = BlockScales::new(vec![0.3, 0.7], [rows, cols], [128, 128]).unwrap();
+    let x = activations(&mut random, 6 * cols);
+    for isa in Isa::available() {
+        let together = fp8_products(isa, &weights, rows, &scales, &x, 6);
+        for (x, together) in x.chunks(cols).zip(together.chunks(rows)) {
+            let alone = fp8_products(isa, &weights, rows, &scales, x, 1);
+            for (row, (alone, together)) in alone.iter().zip(together).enumerate() {
+                assert_eq!(alone.is_nan(), row == 5 || row == 6, "{isa} row {row}");
+                assert!(alone == together || alone.is_nan() && together.is_nan(), "{isa} row {row}");
+            }
+        }
+    }
 }

@@ -27,6 +27,7 @@ use super::aligned::AlignedScratch;
 use super::isa::Isa;
 use super::simd::Simd;
 use crate::dtype::DType;
+use crate::quant::fp8::BlockScales;
 use floats::{Multiply, Transpose};
 
 /// Most weight rows of a panel. Wide panels read the activations, which do not fit the cache, less often.
@@ -62,19 +63,31 @@ pub(crate) fn panel_rows(outputs: usize, threads: usize) -> usize {
     outputs.div_ceil(panels).next_multiple_of(BLOCK_ROWS).clamp(BLOCK_ROWS, PANEL_ROWS)
 }
 
+/// Some rows of a weight, as they are stored.
+#[derive(Clone, Copy)]
+pub(crate) struct PanelWeights<'a> {
+    pub(crate) dtype: DType,
+    /// Whole rows.
+    pub(crate) bytes: &'a [u8],
+    /// Which row of the matrix is the first.
+    pub(crate) first_row: usize,
+    /// The scales of the matrix, if its elements have them.
+    pub(crate) scales: Option<&'a BlockScales>,
+}
+
 /// Multiplies a panel of `n <= PANEL_ROWS` weight rows of `cols` values with all packed activations.
 ///
-/// `weights` are the bytes of the `n` rows; `out[i * n + r]` becomes the product of activation row `i` and weight
+/// `out[i * n + r]` becomes the product of activation row `i` and weight
 /// row `r`. `x` must have been packed for the same `isa`.
 pub(crate) fn panel(
     isa: Isa,
-    dtype: DType,
-    weights: &[u8],
+    panel: PanelWeights<'_>,
     cols: usize,
     x: &PackedActivations,
     scratch: &mut PanelScratch,
     out: &mut [f32],
 ) {
+    let PanelWeights { dtype, bytes: weights, .. } = panel;
     assert_eq!(x.cols(), cols, "weights and activations have different widths");
     assert!(x.is_for(isa), "activations were packed for another path than {isa}");
     if out.is_empty() {
@@ -93,7 +106,7 @@ pub(crate) fn panel(
     scratch.sums.at_least::<f32>(x.blocks() * padded * BLOCK_ROWS).fill(0.0);
     for depth in (0..cols).step_by(DEPTH) {
         let count = (cols - depth).min(DEPTH);
-        let slice = DepthSlice { simd, dtype, weights, row_bytes, depth, count };
+        let slice = DepthSlice { simd, panel, row_bytes, depth, count };
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => slice.multiply_tiles(n, x, scratch),
@@ -110,8 +123,7 @@ pub(crate) fn panel(
 /// Some channels of all rows of a panel.
 struct DepthSlice<'a> {
     simd: Simd,
-    dtype: DType,
-    weights: &'a [u8],
+    panel: PanelWeights<'a>,
     row_bytes: usize,
     depth: usize,
     count: usize,
@@ -120,15 +132,24 @@ struct DepthSlice<'a> {
 impl<'a> DepthSlice<'a> {
     /// The stored bytes of these channels in each row.
     fn rows(&self) -> impl Iterator<Item = &'a [u8]> {
-        let bytes = |channels| self.dtype.bytes_for(channels).expect("slices are whole blocks");
+        let bytes = |channels| self.panel.dtype.bytes_for(channels).expect("slices are whole blocks");
         let range = bytes(self.depth)..bytes(self.depth + self.count);
-        self.weights.chunks_exact(self.row_bytes).map(move |row| &row[range.clone()])
+        self.panel.bytes.chunks_exact(self.row_bytes).map(move |row| &row[range.clone()])
+    }
+
+    /// The values of these channels in a row of the panel.
+    fn unpack(&self, row: usize, bytes: &[u8], out: &mut [f32]) {
+        let PanelWeights { dtype, first_row, scales, .. } = self.panel;
+        weights::dequantise(self.simd.isa(), dtype, bytes, out);
+        if let Some(scales) = scales {
+            scales.apply(first_row + row, self.depth..self.depth + self.count, out);
+        }
     }
 
     fn multiply_floats(&self, n: usize, x: &PackedActivations, scratch: &mut PanelScratch) {
         let rows = scratch.rows.at_least::<f32>(n * self.count);
-        for (bytes, row) in self.rows().zip(rows.chunks_exact_mut(self.count)) {
-            weights::dequantise(self.simd.isa(), self.dtype, bytes, row);
+        for (index, (bytes, row)) in self.rows().zip(rows.chunks_exact_mut(self.count)).enumerate() {
+            self.unpack(index, bytes, row);
         }
         let sums_len = n.next_multiple_of(BLOCK_ROWS) * BLOCK_ROWS;
         let sums = scratch.sums.at_least::<f32>(x.blocks() * sums_len).chunks_exact_mut(sums_len);
@@ -144,7 +165,7 @@ impl<'a> DepthSlice<'a> {
 
     #[cfg(target_arch = "x86_64")]
     fn multiply_tiles(&self, n: usize, x: &PackedActivations, scratch: &mut PanelScratch) {
-        let low = self.dtype != DType::BF16;
+        let low = self.panel.dtype != DType::BF16;
         let steps = self.count.div_ceil(DEPTH_STEP);
         let tiles = scratch.tiles.at_least::<u32>(amx::weight_words(n, self.count, low));
         if !n.is_multiple_of(BLOCK_ROWS) {
@@ -154,7 +175,7 @@ impl<'a> DepthSlice<'a> {
         let values = scratch.rows.at_least::<f32>(self.count);
         for (row, bytes) in self.rows().enumerate() {
             if low {
-                weights::dequantise(self.simd.isa(), self.dtype, bytes, values);
+                self.unpack(row, bytes, values);
                 // SAFETY: activations are packed only for paths that this machine has.
                 unsafe { amx::pack_weights(values, row, tiles) };
             } else {

@@ -18,6 +18,10 @@ fn loaded(dtype: DType, bytes: &[u8], len: usize) -> Vec<f32> {
     values
 }
 
+fn plain(dtype: DType, bytes: &[u8]) -> PanelWeights<'_> {
+    PanelWeights { dtype, bytes, first_row: 0, scales: None }
+}
+
 fn tolerance(isa: Isa) -> f64 {
     if isa == Isa::Amx { 2e-5 } else { 2e-6 }
 }
@@ -28,7 +32,7 @@ fn check(isa: Isa, dtype: DType, bytes: &[u8], x: &[f32], m: usize, n: usize, k:
     let mut packed = PackedActivations::default();
     packed.pack(isa, &pool, x, m, k);
     let mut out = vec![f32::NAN; m * n];
-    panel(isa, dtype, bytes, k, &packed, &mut PanelScratch::default(), &mut out);
+    panel(isa, plain(dtype, bytes), k, &packed, &mut PanelScratch::default(), &mut out);
     for i in 0..m {
         for r in 0..n {
             let pairs = || x[i * k..][..k].iter().zip(&w[r * k..][..k]);
@@ -103,7 +107,7 @@ fn a_bad_row_stays_alone() {
             let mut packed = PackedActivations::default();
             packed.pack(isa, &pool, x, m, k);
             let mut out = vec![0.0; m * n];
-            panel(isa, DType::F32, &w, k, &packed, &mut PanelScratch::default(), &mut out);
+            panel(isa, plain(DType::F32, &w), k, &packed, &mut PanelScratch::default(), &mut out);
             out
         };
         let good = run(&x);
@@ -128,7 +132,7 @@ fn scratch_is_reusable_across_shapes() {
             let (x, w) = (random.signed_vec(m * k), random.signed_vec(n * k));
             packed.pack(isa, &pool, &x, m, k);
             let mut out = vec![f32::NAN; m * n];
-            panel(isa, DType::F32, &store(DType::F32, &w), k, &packed, &mut scratch, &mut out);
+            panel(isa, plain(DType::F32, &store(DType::F32, &w)), k, &packed, &mut scratch, &mut out);
             for (at, got) in out.iter().enumerate() {
                 let (i, r) = (at / n, at % n);
                 let exact: f32 = (0..k).map(|c| x[i * k + c] * w[r * k + c]).sum();
@@ -232,7 +236,8 @@ fn speed() {
                 let mut scratch = PanelScratch::default();
                 let mut out = vec![0.0; m * n];
                 let runs = if isa == Isa::Amx { 40 } else { 8 };
-                let time = fastest(runs, || panel(isa, dtype, &bytes, k, &packed, &mut scratch, &mut out));
+                let time =
+                    fastest(runs, || panel(isa, plain(dtype, &bytes), k, &packed, &mut scratch, &mut out));
                 let mut row = vec![0.0; k];
                 let row_bytes = dtype.bytes_for(k).unwrap();
                 let unpack = fastest(10, || {
@@ -248,6 +253,48 @@ fn speed() {
                     2.0 * (m * n * k) as f64 / time / 1e9,
                     unpack / (n * k) as f64 * 1e9,
                     pack / (m * k) as f64 * 1e9,
+                );
+            }
+        }
+    }
+}
+
+/// A panel from the middle of a matrix, with blocks of scales that end inside of it and inside of a run of channels.
+#[test]
+fn fp8_rows_are_multiplied_with_their_scales() {
+    let mut random = Random::new(17);
+    let pool = Pool::new(1);
+    for (m, n, k, block) in [
+        (7usize, 40usize, 200usize, [128, 128]),
+        (33, 128, 1500, [128, 128]),
+        (9, 5, 96, [1, 96]),
+        (6, 33, 70, [7, 9]),
+    ] {
+        let (first_row, rows) = (100, 100 + n + 3);
+        let scales = (0..rows.div_ceil(block[0]) * k.div_ceil(block[1])).map(|_| random.signed().abs() + 0.1);
+        let scales = BlockScales::new(scales.collect(), [rows, k], block).unwrap();
+        let bytes: Vec<u8> = (0..n * k).map(|_| random.next_u64() as u8 & !1).collect();
+        let x = random.signed_vec(m * k);
+        let mut w = loaded(DType::F8E4M3, &bytes, n * k);
+        for (row, w) in w.chunks_exact_mut(k).enumerate() {
+            for (col, w) in w.iter_mut().enumerate() {
+                *w *= scales.of_row(first_row + row)[col / block[1]];
+            }
+        }
+        for isa in Isa::available() {
+            let mut packed = PackedActivations::default();
+            packed.pack(isa, &pool, &x, m, k);
+            let mut out = vec![f32::NAN; m * n];
+            let weights =
+                PanelWeights { dtype: DType::F8E4M3, bytes: &bytes, first_row, scales: Some(&scales) };
+            panel(isa, weights, k, &packed, &mut PanelScratch::default(), &mut out);
+            for (at, got) in out.into_iter().enumerate() {
+                let pairs = || x[at / n * k..][..k].iter().zip(&w[at % n * k..][..k]);
+                let exact: f64 = pairs().map(|(&x, &w)| f64::from(x) * f64::from(w)).sum();
+                let size: f64 = pairs().map(|(&x, &w)| (f64::from(x) * f64::from(w)).abs()).sum();
+                assert!(
+                    (f64::from(got) - exact).abs() <= tolerance(isa) * size,
+                    "{isa} {m}x{n}x{k} at {at}: {got} for {exact}"
                 );
             }
         }

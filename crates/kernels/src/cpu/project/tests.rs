@@ -60,7 +60,7 @@ fn weight(dtype: DType, rows: usize, random: &mut Random) -> Weight {
         }
         _ => unreachable!("{dtype}"),
     }
-    let stored = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols: COLS };
+    let stored = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols: COLS, scales: None };
     Weight::new(&stored).unwrap()
 }
 

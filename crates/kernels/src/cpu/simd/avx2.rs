@@ -73,6 +73,20 @@ impl Vector for __m256 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(at: *const u8) -> Self {
+        // SAFETY: the caller promises eight numbers.
+        unsafe {
+            // As f16 with the exponent's bias of FP8: 2⁸ too small. All ones is NaN in both.
+            let words = _mm_cvtepu8_epi16(_mm_loadl_epi64(at.cast()));
+            let magnitude = _mm_and_si128(words, _mm_set1_epi16(0x7f));
+            let nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f));
+            let sign = _mm_slli_epi16::<8>(_mm_xor_si128(words, magnitude));
+            let half = _mm_or_si128(_mm_or_si128(sign, _mm_slli_epi16::<7>(magnitude)), nan);
+            _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(at: *const u16) -> [Self; 2] {
         // SAFETY: the caller promises eight pairs.
         unsafe {

@@ -68,6 +68,20 @@ impl Vector for __m512 {
     }
 
     #[inline(always)]
+    unsafe fn load_e4m3(at: *const u8) -> Self {
+        // SAFETY: the caller promises sixteen numbers.
+        unsafe {
+            // As f16 with the exponent's bias of FP8: 2⁸ too small. All ones is NaN in both.
+            let words = _mm256_cvtepu8_epi16(_mm_loadu_si128(at.cast()));
+            let magnitude = _mm256_and_si256(words, _mm256_set1_epi16(0x7f));
+            let nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+            let sign = _mm256_slli_epi16::<8>(_mm256_xor_si256(words, magnitude));
+            let half = _mm256_or_si256(_mm256_or_si256(sign, _mm256_slli_epi16::<7>(magnitude)), nan);
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(at: *const u16) -> [Self; 2] {
         // SAFETY: the caller promises sixteen pairs.
         unsafe {

@@ -5,6 +5,7 @@ use oscar_codec::ScaleType;
 
 use super::codes::CodeWords;
 use super::vector::Vector;
+use crate::quant::fp8::E4M3;
 
 /// Four numbers in plain Rust.
 #[derive(Clone, Copy)]
@@ -45,6 +46,13 @@ impl Vector for Portable {
         // SAFETY: the caller promises four numbers.
         let bytes = unsafe { at.cast::<[[u8; 2]; 4]>().read() };
         Portable(bytes.map(|bytes| bf16::from_le_bytes(bytes).to_f32()))
+    }
+
+    #[inline(always)]
+    unsafe fn load_e4m3(at: *const u8) -> Self {
+        // SAFETY: the caller promises four numbers.
+        let bytes = unsafe { at.cast::<[u8; 4]>().read() };
+        Portable(bytes.map(|byte| E4M3[usize::from(byte)]))
     }
 
     #[inline(always)]

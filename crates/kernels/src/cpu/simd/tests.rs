@@ -223,3 +223,33 @@ fn numbers_are_converted_exactly() {
         assert_eq!(reduced, [x.iter().sum(), x.iter().copied().fold(f32::MIN, f32::max)], "{simd:?}");
     }
 }
+
+struct LoadFp8([u8; 256]);
+
+impl Kernel for LoadFp8 {
+    type Output = Vec<f32>;
+
+    #[inline(always)]
+    unsafe fn run<V: Vector>(self) -> Vec<f32> {
+        let mut out = vec![0.0; 256];
+        for first in (0..256).step_by(V::WIDTH) {
+            // SAFETY: the caller promises the instructions; registers cover both arrays.
+            unsafe { V::load_e4m3(self.0.as_ptr().add(first)).store(out.as_mut_ptr().add(first)) };
+        }
+        out
+    }
+}
+
+#[test]
+fn every_fp8_number_is_loaded_as_it_is() {
+    for simd in all() {
+        let loaded = simd.run(LoadFp8(std::array::from_fn(|byte| byte as u8)));
+        for (byte, got) in loaded.into_iter().enumerate() {
+            let exact = crate::quant::fp8::e4m3(byte as u8);
+            assert!(
+                got.to_bits() == exact.to_bits() || got.is_nan() && exact.is_nan(),
+                "{simd:?} {byte:#x}: {got}"
+            );
+        }
+    }
+}

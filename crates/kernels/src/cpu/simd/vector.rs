@@ -21,6 +21,8 @@ pub(crate) trait Vector: Copy {
     unsafe fn load_f16(at: *const u8) -> Self;
     /// Reads [`Vector::WIDTH`] bf16 numbers.
     unsafe fn load_bf16(at: *const u8) -> Self;
+    /// Reads [`Vector::WIDTH`] FP8 numbers (E4M3).
+    unsafe fn load_e4m3(at: *const u8) -> Self;
     /// Reads [`Vector::WIDTH`] pairs of bf16 numbers: the first of each pair, and the second.
     unsafe fn load_bf16_pairs(at: *const u16) -> [Self; 2];
     /// Writes [`Vector::WIDTH`] numbers.

@@ -1,0 +1,242 @@
+//! Mixtures of experts on the CPU.
+//!
+//! Rows are sorted by expert: a *slot* is one row at one of its experts, and the slots of an expert are neighbours. So an
+//! expert's weights are read once for all rows that chose it, and weights that nobody chose are not read at all. Results stay
+//! apart until the end, where each row adds up those of its experts, best first: the order does not depend on other rows.
+
+use std::ops::Range;
+
+use super::backend::{CpuBackend, projection};
+use super::elementwise::{rms_norm, silu_multiply};
+use super::memory::DisjointSlice;
+use super::project::{Group, Input, Mode, Projector};
+use super::tensors::Weight;
+use crate::backend::{KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
+use crate::routing::{Choice, RoutingScratch};
+
+/// Below this many values a loop over rows stays on the calling thread.
+const PARALLEL_VALUES: usize = 16 * 1024;
+
+/// The same projection of all experts of a layer, each where it lies in the file.
+pub struct Experts(Vec<Weight>);
+
+impl Experts {
+    pub(super) fn new(stored: &[StoredMatrix]) -> Result<Experts, KernelError> {
+        if let Some(first) = stored.first() {
+            for other in stored {
+                expect("outputs of an expert", first.rows, other.rows)?;
+                expect("inputs of an expert", first.cols, other.cols)?;
+            }
+        }
+        Ok(Experts(stored.iter().map(Weight::new).collect::<Result<_, _>>()?))
+    }
+
+    /// Outputs of an expert.
+    fn outputs(&self) -> usize {
+        self.0.first().map_or(0, Weight::rows)
+    }
+}
+
+/// Intermediate results, kept between calls.
+#[derive(Default)]
+pub(super) struct ExpertScratch {
+    normed: Vec<f32>,
+    logits: Vec<f32>,
+    choices: Vec<Choice>,
+    routing: RoutingScratch,
+    slots: Slots,
+    gate_up: Vec<f32>,
+    results: Vec<f32>,
+}
+
+/// Rows sorted by expert.
+#[derive(Default)]
+struct Slots {
+    /// The row of each slot.
+    rows: Vec<usize>,
+    /// The slot of each row's choices, best first; none for a row that has no scores.
+    of: Vec<Option<usize>>,
+    /// Experts that were chosen, with their slots.
+    experts: Vec<(usize, Range<usize>)>,
+    /// Slots of each expert that are taken, while they are sorted.
+    next: Vec<usize>,
+}
+
+/// `hidden += mlp(hidden)` for rows of `cols` values.
+pub(super) fn routed_mlp(
+    projector: &mut Projector<'_>,
+    scratch: &mut ExpertScratch,
+    mlp: &RoutedMlp<CpuBackend>,
+    hidden: &mut [f32],
+    cols: usize,
+) -> Result<(), KernelError> {
+    let rule = *mlp.routing.rule();
+    for experts in [&mlp.gate, &mlp.up, &mlp.down] {
+        expect("experts of a layer", rule.experts, experts.0.len())?;
+    }
+    let inner = mlp.gate.outputs();
+    expect("outputs of an expert's up projection", inner, mlp.up.outputs())?;
+    let ExpertScratch { normed, logits, choices, routing, slots, gate_up, results } = scratch;
+    let (isa, rows) = (projector.isa, hidden.len() / cols.max(1));
+    norm_rows(projector, mlp, hidden, cols, normed)?;
+    let normed = &normed[..rows * cols];
+    let row = |row: usize| &normed[row * cols..(row + 1) * cols];
+    let copy = |index: usize, out: &mut [f32]| out.copy_from_slice(row(index));
+
+    logits.resize(rows * rule.experts, 0.0);
+    let input = Input { rows, cols, fill: &copy };
+    projector.run(input, &[projection(&mlp.router)?], logits, Mode::Store)?;
+    let correction = mlp.correction.as_ref().map(|weight| weight.vector("a correction bias", rule.experts));
+    let correction = correction.transpose()?;
+    choices.resize(rows * rule.top_k, Choice { expert: 0, weight: 0.0 });
+    slots.clear(rule.experts);
+    for (logits, choices) in logits.chunks_exact(rule.experts).zip(choices.chunks_exact_mut(rule.top_k)) {
+        slots.add(
+            mlp.routing.choose(logits, correction, routing, choices).ok().map(|()| &*choices),
+            rule.top_k,
+        );
+    }
+    slots.sort(choices, rule.top_k);
+
+    let count = slots.rows.len();
+    gate_up.resize(count * 2 * inner, 0.0);
+    let fill = |slot: usize, out: &mut [f32]| out.copy_from_slice(row(slots.rows[slot]));
+    let input = Input { rows: count, cols, fill: &fill };
+    projector.run_groups(input, &slots.groups(&[&mlp.gate, &mlp.up]), gate_up)?;
+    results.resize(count * cols, 0.0);
+    let fill = |slot: usize, out: &mut [f32]| {
+        let (gate, up) = gate_up[slot * 2 * inner..(slot + 1) * 2 * inner].split_at(inner);
+        silu_multiply(isa, gate, up, out);
+    };
+    let input = Input { rows: count, cols: inner, fill: &fill };
+    projector.run_groups(input, &slots.groups(&[&mlp.down]), results)?;
+    combine(projector, slots, choices, results, hidden, cols);
+    match &mlp.shared {
+        Some(shared) => shared_expert(projector, shared, Input { rows, cols, fill: &copy }, gate_up, hidden),
+        None => Ok(()),
+    }
+}
+
+fn norm_rows(
+    projector: &Projector<'_>,
+    mlp: &RoutedMlp<CpuBackend>,
+    hidden: &[f32],
+    cols: usize,
+    normed: &mut Vec<f32>,
+) -> Result<(), KernelError> {
+    let (weight, isa) = (mlp.norm.weight.vector("a norm", cols)?, projector.isa);
+    normed.resize(hidden.len(), 0.0);
+    for_each_row(projector, normed, cols, |row, out| {
+        rms_norm(isa, &hidden[row * cols..(row + 1) * cols], weight, mlp.norm.eps, out);
+    });
+    Ok(())
+}
+
+/// Adds to every row what its experts made of it, best first.
+fn combine(
+    projector: &Projector<'_>,
+    slots: &Slots,
+    choices: &[Choice],
+    results: &[f32],
+    hidden: &mut [f32],
+    cols: usize,
+) {
+    let top_k = slots.of.len() / (hidden.len() / cols.max(1)).max(1);
+    for_each_row(projector, hidden, cols, |row, out| {
+        let ranks = row * top_k..(row + 1) * top_k;
+        for (choice, slot) in choices[ranks.clone()].iter().zip(&slots.of[ranks]) {
+            let Some(slot) = slot else {
+                out.fill(f32::NAN);
+                continue;
+            };
+            for (out, result) in out.iter_mut().zip(&results[slot * cols..(slot + 1) * cols]) {
+                *out += choice.weight * result;
+            }
+        }
+    });
+}
+
+fn shared_expert(
+    projector: &mut Projector<'_>,
+    shared: &SharedExpert<CpuBackend>,
+    normed: Input<'_>,
+    gate_up: &mut Vec<f32>,
+    hidden: &mut [f32],
+) -> Result<(), KernelError> {
+    let (isa, rows, inner) = (projector.isa, normed.rows, shared.gate.weight.rows());
+    expect("outputs of the shared expert's up projection", inner, shared.up.weight.rows())?;
+    gate_up.resize(rows * 2 * inner, 0.0);
+    projector.run(normed, &[projection(&shared.gate)?, projection(&shared.up)?], gate_up, Mode::Store)?;
+    let fill = |row: usize, out: &mut [f32]| {
+        let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
+        silu_multiply(isa, gate, up, out);
+    };
+    let input = Input { rows, cols: inner, fill: &fill };
+    projector.run(input, &[projection(&shared.down)?], hidden, Mode::Add)
+}
+
+/// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
+fn for_each_row(
+    projector: &Projector<'_>,
+    out: &mut [f32],
+    cols: usize,
+    body: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    if out.len() < PARALLEL_VALUES {
+        return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| body(row, out));
+    }
+    let rows = out.len() / cols;
+    let target = DisjointSlice::new(out);
+    projector.pool.for_each(rows, |row| {
+        // SAFETY: rows do not overlap and each index runs once.
+        body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
+    });
+}
+
+impl Slots {
+    fn clear(&mut self, experts: usize) {
+        self.rows.clear();
+        self.of.clear();
+        self.experts.clear();
+        self.next.clear();
+        self.next.resize(experts, 0);
+    }
+
+    /// The choices of the next row, if it has any.
+    fn add(&mut self, choices: Option<&[Choice]>, top_k: usize) {
+        for rank in 0..top_k {
+            self.of.push(choices.map(|choices| choices[rank].expert));
+        }
+        choices.into_iter().flatten().for_each(|choice| self.next[choice.expert] += 1);
+    }
+
+    /// The slots of each expert that was chosen, with its weights.
+    fn groups<'a>(&self, projections: &[&'a Experts]) -> Vec<Group<'a>> {
+        let weights = |expert: usize| projections.iter().map(|all| &all.0[expert]).collect();
+        let group =
+            |(expert, rows): &(usize, Range<usize>)| Group { rows: rows.clone(), weights: weights(*expert) };
+        self.experts.iter().map(group).collect()
+    }
+
+    /// Gives every expert its slots.
+    fn sort(&mut self, choices: &[Choice], top_k: usize) {
+        let mut first = 0;
+        for (expert, next) in self.next.iter_mut().enumerate() {
+            let count = *next;
+            if count > 0 {
+                self.experts.push((expert, first..first + count));
+            }
+            *next = first;
+            first += count;
+        }
+        self.rows.resize(first, 0);
+        for (index, slot) in self.of.iter_mut().enumerate() {
+            if slot.is_some() {
+                let next = &mut self.next[choices[index].expert];
+                self.rows[*next] = index / top_k;
+                *slot = Some(*next);
+                *next += 1;
+            }
+        }
+    }
+}
