@@ -1,8 +1,7 @@
 //! [`Backend`] on a card: checks shapes and launches kernels on one stream.
 
-use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 
 use cudarc::driver::CudaSlice;
 use oscar_codec::{CodecError, ExactSlot, PageLayout};
@@ -13,10 +12,11 @@ use super::error::CudaError;
 use super::graphs::{self, Next};
 use super::plan::Split;
 use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
+use super::routed::{Experts, RoutedBlock};
 use super::sample::Sampler;
 use super::seal::SealPools;
 use super::step::{CudaStep, StepTables, lock};
-use super::weights::{CudaWeight, WeightLoader};
+use super::weights::{CudaExperts, CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
@@ -32,6 +32,8 @@ pub struct CudaBackend {
     loader: WeightLoader,
     products: Products,
     sampler: Sampler,
+    /// Kernels for mixtures of experts, compiled for the first model that has some.
+    experts: OnceLock<Experts>,
     deterministic: bool,
     /// Whether decode steps are recorded; `OSCAR_CUDA_RECORD=0` turns it off, to find out whether it matters.
     records: bool,
@@ -66,6 +68,7 @@ impl CudaBackend {
             loader: WeightLoader::new(&device)?,
             products: Products::new(&device, !deterministic)?,
             sampler: Sampler::new(&device)?,
+            experts: OnceLock::new(),
             deterministic,
             records: std::env::var_os("OSCAR_CUDA_RECORD").is_none_or(|value| value != "0"),
             device,
@@ -84,6 +87,14 @@ impl CudaBackend {
 
     pub(super) fn loader(&self) -> &WeightLoader {
         &self.loader
+    }
+
+    fn experts(&self) -> Result<&Experts, CudaError> {
+        if let Some(experts) = self.experts.get() {
+            return Ok(experts);
+        }
+        let experts = Experts::new(&self.device)?;
+        Ok(self.experts.get_or_init(|| experts))
     }
 
     fn gain<'a>(&self, norm: &'a RmsNorm<Self>, len: usize) -> Result<&'a CudaSlice<f32>, KernelError> {
@@ -142,8 +153,7 @@ fn check_cache(
 
 impl Backend for CudaBackend {
     type Weight = CudaWeight;
-    /// There are none yet.
-    type Experts = Infallible;
+    type Experts = CudaExperts;
     type Buffer = CudaBuffer;
     type Cache = CudaCache;
     type Step = CudaStep;
@@ -400,13 +410,40 @@ impl Backend for CudaBackend {
         self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block)
     }
 
-    fn experts(&self, _: &[StoredMatrix]) -> Result<Infallible, KernelError> {
-        let problem = "mixtures of experts are not supported on a card yet; use --device cpu";
-        Err(CudaError::Unsupported(problem.to_owned()).into())
+    fn experts(&self, stored: &[StoredMatrix]) -> Result<CudaExperts, KernelError> {
+        self.loader.load_experts(stored)
     }
 
-    fn routed_mlp(&self, _: &CudaStep, mlp: &RoutedMlp<Self>, _: &mut CudaBuffer) -> Result<(), KernelError> {
-        match mlp.gate {}
+    fn routed_mlp(
+        &self,
+        step: &CudaStep,
+        mlp: &RoutedMlp<Self>,
+        hidden: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (rows, cols) = (step.rows, hidden.cols);
+        expect("inputs of the experts", cols, mlp.gate.cols)?;
+        hidden.check("hidden rows", rows)?;
+        let correction = mlp.correction.as_ref().map(|weight| weight.vector("a correction", weight.cols));
+        let block = RoutedBlock {
+            router: self.projection(&mlp.router, 0)?,
+            correction: correction.transpose()?,
+            routing: &mlp.routing,
+            gate: &mlp.gate,
+            up: &mlp.up,
+            down: &mlp.down,
+        };
+        let norm =
+            InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
+        let experts = self.experts()?;
+        experts.compute(&self.products, &self.loader, &hidden.values, rows, norm, &block)?;
+        // The shared expert reads the rows before anything is added to them.
+        if let Some(shared) = &mlp.shared {
+            let [gate, up, down] =
+                [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(linear, 0));
+            let shared = GatedBlock { gate: gate?, up: up?, down: down? };
+            self.products.run_gated(&self.loader, &mut hidden.values, rows, norm, shared)?;
+        }
+        experts.combine(&mut hidden.values, rows, &block)
     }
 
     fn logits(

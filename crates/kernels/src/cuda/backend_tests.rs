@@ -4,7 +4,8 @@ use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
 use super::tuning::DecodeShape;
-use super::{multiply, prefill, sample, weights};
+use super::weights::TileKind;
+use super::{multiply, prefill, routed, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.
 #[test]
@@ -19,9 +20,22 @@ fn the_list_of_configurations_is_that_of_the_product() {
         entry("sampling".into(), sample::source()),
         entry("activations".into(), multiply::pack_source()),
     ];
+    let rings = multiply::Rings::new(232_448);
     for variant in multiply::Variant::ALL {
-        let source = multiply::source(variant, multiply::Rings::new(232_448));
-        kernels.push(entry(source.name.clone(), source));
+        // The mixed kernel has all others in it; one alone is listed, and all of those for single rows.
+        for kind in TileKind::ALL.into_iter().map(Some).chain([None]) {
+            if variant == multiply::Variant::ALL[0] || matches!(kind, None | Some(TileKind::Floats)) {
+                let source = multiply::source(variant, kind, rings);
+                kernels.push(entry(source.name.clone(), source));
+            }
+        }
+    }
+    kernels.push(entry("routing".into(), routed::route_source()));
+    for tiles in routed::COLUMN_TILES {
+        for kind in TileKind::ALL {
+            let source = routed::experts_source(tiles, kind, rings);
+            kernels.push(entry(source.name.clone(), source));
+        }
     }
     for head_dim in [64, 96, 128, 256] {
         let codes = |bits| PageLayout::Codes(CodeLayout::new(bits, head_dim, 1).unwrap());

@@ -14,6 +14,7 @@
 //! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
 //! | `weights` | weights in tiles on the card, from every stored type |
 //! | `products`, `multiply`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
+//! | `routed` | mixtures of experts: routing, and products of the experts that were chosen |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
 //! | `cache`, `step` | page pools, and the tables of a step |
 //! | `sample` | tokens from logits that stay on the card |
@@ -40,6 +41,7 @@ mod plan;
 mod prefill;
 mod products;
 pub mod reference;
+mod routed;
 mod sample;
 pub mod seal;
 mod step;

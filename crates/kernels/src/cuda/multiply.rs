@@ -1,8 +1,9 @@
 //! Products of up to 64 rows: `multiply.cu` reads every weight once, straight from its tiles, and prepares one or a few rows of
 //! activations itself; more rows are prepared by `pack.cu`.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
@@ -27,8 +28,11 @@ const LARGE_MEMORY: usize = 160_000;
 /// Rows that `multiply.cu` prepares itself, at most: every block does so.
 const MOST_FUSED_ROWS: usize = 2;
 
-/// One compilation of `multiply.cu`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// Where kinds of tiles have a number, that of several.
+const MIXED: usize = 5;
+
+/// One way to multiply; there is a kernel of each for every kind of tiles, and one for several kinds.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Variant {
     /// Rows of activations, in eights.
     column_tiles: usize,
@@ -61,11 +65,10 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    /// What a card with so much shared memory for a block affords. A block of bf16 tiles is alone on its multiprocessor, with
-    /// space for one of the next launch beside it; codes take more instructions than bytes, so two blocks of them share one.
+    /// What a card with so much shared memory for a block affords: two blocks to a multiprocessor, if it can be.
     pub(super) fn new(block_memory: usize) -> Rings {
         match block_memory >= LARGE_MEMORY {
-            true => Rings { floats: 5 * 2048, codes: 6144 },
+            true => Rings { floats: 4 * 2048, codes: 6144 },
             false => Rings { floats: 2 * 2048, codes: 4096 },
         }
     }
@@ -84,18 +87,21 @@ impl Rings {
 /// The kernel that prepares activations.
 pub(super) fn pack_source() -> Source {
     let texts = texts!["tiles.cu", "activations.cu", "pack.cu"];
-    Source { name: "activations".into(), texts, defines: Vec::new(), exact: false }
+    Source { name: "activations".into(), texts, defines: vec![("FUSED", 0)], exact: false }
 }
 
 /// The kernel that multiplies.
-pub(super) fn source(variant: Variant, rings: Rings) -> Source {
+pub(super) fn source(variant: Variant, kind: Option<TileKind>, rings: Rings) -> Source {
     let Variant { column_tiles, fused } = variant;
     let texts = texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "multiply.cu"];
-    let name = match fused {
-        true => format!("products of up to {MOST_FUSED_ROWS} rows"),
-        false => format!("products of up to {} rows", 8 * column_tiles),
-    };
-    let mut defines = vec![("COLUMN_TILES", column_tiles), ("FUSED", usize::from(fused)), ("LISTED", 0)];
+    let rows = if fused { MOST_FUSED_ROWS } else { 8 * column_tiles };
+    let name = format!("products of up to {rows} rows, {}", kind.map_or("mixed", TileKind::name));
+    let mut defines = vec![
+        ("COLUMN_TILES", column_tiles),
+        ("FUSED", usize::from(fused)),
+        ("LISTED", 0),
+        ("KIND", kind.map_or(MIXED, |kind| kind as usize)),
+    ];
     defines.extend(rings.defines());
     Source { name, texts, defines, exact: false }
 }
@@ -139,19 +145,12 @@ struct MatrixArguments {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ActivationArguments {
-    bf16: u64,
-    f16: u64,
-    sums: u64,
-    rows: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
 struct MultiplyArguments {
     matrices: [MatrixArguments; MOST_MATRICES],
     source: SourceArguments,
-    packed: ActivationArguments,
+    bf16: u64,
+    f16: u64,
+    sums: u64,
     factors: u64,
     out: u64,
     partials: u64,
@@ -162,7 +161,6 @@ struct MultiplyArguments {
     steps: i32,
     tiles: i32,
     ends: i32,
-    uniform: i32,
     ring_bytes: i32,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
@@ -211,11 +209,18 @@ impl Scratch {
     }
 }
 
+/// Lets a kernel with less than 2 KiB of shared memory of its own have all the rest.
+pub(super) fn allow_all_memory(device: &Device, function: &CudaFunction) -> Result<(), CudaError> {
+    let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    Ok(function.set_attribute(attribute, device.block_memory() as i32 - 2048)?)
+}
+
 /// Products of few rows on one card.
 pub(super) struct Multiply {
     device: Arc<Device>,
     pack: CudaFunction,
-    variants: Vec<(Variant, CudaFunction)>,
+    /// The kernels that were needed so far.
+    kernels: Mutex<HashMap<(Variant, Option<TileKind>), CudaFunction>>,
     rings: Rings,
     /// How often scratch memory was replaced by more of it, which makes recorded launches invalid.
     replaced: AtomicU64,
@@ -224,21 +229,25 @@ pub(super) struct Multiply {
 impl Multiply {
     /// Compiles (or finds) and loads the kernels.
     pub(super) fn new(device: &Arc<Device>) -> Result<Multiply, CudaError> {
-        let rings = Rings::new(device.block_memory());
-        let load = |variant| {
-            let function = device.load(&source(variant, rings), "multiply")?;
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // The kernel has less than 2 KiB of its own.
-            function.set_attribute(attribute, device.block_memory() as i32 - 2048)?;
-            Ok((variant, function))
-        };
         Ok(Multiply {
             pack: device.load(&pack_source(), "pack")?,
-            variants: Variant::ALL.into_iter().map(load).collect::<Result<_, CudaError>>()?,
-            rings,
+            kernels: Mutex::default(),
+            rings: Rings::new(device.block_memory()),
             replaced: AtomicU64::new(0),
             device: device.clone(),
         })
+    }
+
+    /// The kernel of a variant, compiled (or found) when it is first needed.
+    fn kernel(&self, variant: Variant, kind: Option<TileKind>) -> Result<CudaFunction, CudaError> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = kernels.get(&(variant, kind)) {
+            return Ok(function.clone());
+        }
+        let function = self.device.load(&source(variant, kind, self.rings), "multiply")?;
+        allow_all_memory(&self.device, &function)?;
+        kernels.insert((variant, kind), function.clone());
+        Ok(function)
     }
 
     /// How often memory was replaced that recorded launches may name.
@@ -348,10 +357,13 @@ impl Multiply {
             true => rows <= MOST_FUSED_ROWS && memory(variant) <= self.device.block_memory() / 2,
             false => rows <= 8 * variant.column_tiles,
         };
-        let Some((variant, function)) = self.variants.iter().find(|(variant, _)| fits(*variant)) else {
+        let Some(variant) = Variant::ALL.into_iter().find(|variant| fits(*variant)) else {
             let (expected, got) = (MOST_ROWS, rows);
             return Err(KernelError::Shape { what: "rows of a product, at most", expected, got });
         };
+        let first_kind = projections.first().map(|projection| projection.weight.kind);
+        let kind = first_kind.filter(|&kind| projections.iter().all(|other| other.weight.kind == kind));
+        let function = self.kernel(variant, kind)?;
         if !variant.fused && wide {
             self.pack(input, first, rows, variant.column_tiles, Format::Bf16Operands, scratch)?;
         }
@@ -371,21 +383,17 @@ impl Multiply {
             };
             tiles += projection.weight.row_tiles();
         }
-        let blocks = blocks(tiles * steps.div_ceil(WARPS), wide, self.device.multiprocessors());
+        let blocks = blocks(tiles * steps.div_ceil(WARPS), self.device.multiprocessors());
         let partials = blocks * 2 * 2 * TILE_ROWS * 8 * variant.column_tiles;
         let address = |slice: &mut Option<CudaSlice<u8>>| {
             slice.as_mut().map_or(0, |slice| slice.device_ptr_mut(stream).0)
         };
-        let kind = projections.first().map(|projection| projection.weight.kind);
         let arguments = MultiplyArguments {
             matrices,
             source: self.source_arguments(input, first),
-            packed: ActivationArguments {
-                bf16: address(&mut scratch.bf16),
-                f16: address(&mut scratch.f16),
-                sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
-                rows: rows as i32,
-            },
+            bf16: address(&mut scratch.bf16),
+            f16: address(&mut scratch.f16),
+            sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
             factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
             out: output.out.device_ptr(stream).0 + (first * output.stride * 4) as u64,
             partials: self.grown(&mut scratch.partials, partials)?.device_ptr_mut(stream).0,
@@ -396,24 +404,24 @@ impl Multiply {
             steps: steps as i32,
             tiles: tiles as i32,
             ends: output.ends as i32,
-            uniform: i32::from(projections.iter().all(|other| Some(other.weight.kind) == kind)),
             ring_bytes: ring_bytes as i32,
         };
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
-            shared_mem_bytes: memory(*variant) as u32,
+            shared_mem_bytes: memory(variant) as u32,
         };
         // SAFETY: shapes were checked, activations were packed for as many rows, and scratch is as large as the kernel uses.
-        Ok(unsafe { launch_overlapping(&self.device, function, config, &arguments) }?)
+        Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
     }
 }
 
 /// Blocks of a launch, which divide the chunks of its matrices evenly. It depends on the matrices alone: the order of sums
 /// must not depend on the batch.
-fn blocks(chunks: usize, wide: bool, multiprocessors: usize) -> usize {
-    let places = if wide { multiprocessors } else { 2 * multiprocessors };
-    places.min(chunks).max(1)
+fn blocks(chunks: usize, multiprocessors: usize) -> usize {
+    // The kernel multiplies both numbers.
+    let most = (u32::MAX as usize / (chunks + 1)).max(1);
+    (2 * multiprocessors).min(chunks).min(most).max(1)
 }
 
 #[cfg(test)]
@@ -422,10 +430,8 @@ mod tests {
 
     #[test]
     fn every_block_has_a_chunk() {
-        for (chunks, wide, expected) in
-            [(1, true, 1), (131, true, 131), (4000, true, 132), (4000, false, 264)]
-        {
-            assert_eq!(blocks(chunks, wide, 132), expected);
+        for (chunks, expected) in [(1, 1), (131, 131), (4000, 264), (1 << 28, 15)] {
+            assert_eq!(blocks(chunks, 132), expected);
         }
     }
 

@@ -3,15 +3,15 @@
 //! The host never learns which experts those are: `route.cu` makes a list of jobs, an expert and some of its rows each, and
 //! `experts.cu` works through it with a fixed number of blocks. So a step can be recorded like any other.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::compile::{Source, texts};
 use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
-use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, result_bytes};
+use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, allow_all_memory, result_bytes};
 use super::products::{Ends, Input, InputSource, Output, Products, Projection};
 use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
 use crate::backend::{KernelError, expect};
@@ -30,11 +30,13 @@ pub(super) fn route_source() -> Source {
 }
 
 /// The kernel that multiplies.
-pub(super) fn experts_source(column_tiles: usize, rings: Rings) -> Source {
+pub(super) fn experts_source(column_tiles: usize, kind: TileKind, rings: Rings) -> Source {
     let texts = texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "experts.cu"];
-    let mut defines = vec![("COLUMN_TILES", column_tiles), ("FUSED", 0), ("LISTED", 1)];
+    let mut defines =
+        vec![("COLUMN_TILES", column_tiles), ("FUSED", 0), ("LISTED", 1), ("KIND", kind as usize)];
     defines.extend(rings.defines());
-    Source { name: format!("experts of up to {} rows", 8 * column_tiles), texts, defines, exact: false }
+    let name = format!("experts of up to {} rows, {}", 8 * column_tiles, kind.name());
+    Source { name, texts, defines, exact: false }
 }
 
 #[repr(C)]
@@ -79,7 +81,6 @@ struct ExpertArguments {
     rows: ListedArguments,
     factors: u64,
     out: u64,
-    kind: i32,
     outputs: i32,
     steps: i32,
     tile_rows: i32,
@@ -130,7 +131,8 @@ pub(super) struct Experts {
     choose: CudaFunction,
     sort: CudaFunction,
     combine: CudaFunction,
-    multiply: Vec<(usize, CudaFunction)>,
+    /// The kernels that were needed so far, by rows in eights.
+    kernels: Mutex<HashMap<(usize, TileKind), CudaFunction>>,
     rings: Rings,
     memory: Mutex<Memory>,
 }
@@ -140,20 +142,13 @@ impl Experts {
     pub(super) fn new(device: &Arc<Device>) -> Result<Experts, CudaError> {
         let module = device.load_module(&route_source())?;
         let function = |name: &str| module.load_function(name).map_err(CudaError::Driver);
-        let rings = Rings::new(device.block_memory());
-        let load = |column_tiles| {
-            let function = device.load(&experts_source(column_tiles, rings), "multiply_experts")?;
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(attribute, device.block_memory() as i32 - 2048)?;
-            Ok((column_tiles, function))
-        };
         Ok(Experts {
             route: function("route")?,
             choose: function("choose_experts")?,
             sort: function("sort_choices")?,
             combine: function("combine")?,
-            multiply: COLUMN_TILES.into_iter().map(load).collect::<Result<_, CudaError>>()?,
-            rings,
+            kernels: Mutex::default(),
+            rings: Rings::new(device.block_memory()),
             memory: Mutex::default(),
             device: device.clone(),
         })
@@ -206,7 +201,7 @@ impl Experts {
     ) -> Result<(), KernelError> {
         let rule = block.routing.rule();
         let (stream, choices) = (self.device.stream(), rows * rule.top_k);
-        let job_rows = 8 * self.kernel(rows).0;
+        let job_rows = 8 * column_tiles(rows);
         let most_jobs = choices.min(rule.experts + choices / job_rows);
         let jobs = multiply.grown(&mut memory.jobs, 4 * (most_jobs + 1))?.device_ptr_mut(stream).0;
         let arguments = RouteArguments {
@@ -246,10 +241,17 @@ impl Experts {
         }
     }
 
-    /// The kernel for so many rows, and its rows in eights.
-    fn kernel(&self, rows: usize) -> &(usize, CudaFunction) {
-        let last = self.multiply.len() - 1;
-        &self.multiply[if rows <= MANY_ROWS { 0 } else { last }]
+    /// The kernel for so many rows in eights, compiled (or found) when it is first needed.
+    fn kernel(&self, column_tiles: usize, kind: TileKind) -> Result<CudaFunction, CudaError> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = kernels.get(&(column_tiles, kind)) {
+            return Ok(function.clone());
+        }
+        let source = experts_source(column_tiles, kind, self.rings);
+        let function = self.device.load(&source, "multiply_experts")?;
+        allow_all_memory(&self.device, &function)?;
+        kernels.insert((column_tiles, kind), function.clone());
+        Ok(function)
     }
 
     /// Multiplies what was packed: a gate and what it multiplies to the inner rows, or one matrix to the products.
@@ -262,7 +264,8 @@ impl Experts {
     ) -> Result<(), KernelError> {
         let stream = self.device.stream();
         let (first, last) = (experts[0], experts[experts.len() - 1]);
-        let &(column_tiles, ref function) = self.kernel(rows);
+        let column_tiles = column_tiles(rows);
+        let function = self.kernel(column_tiles, first.kind)?;
         let steps = first.cols.div_ceil(TILE_COLUMNS);
         let address = |slice: &Option<CudaSlice<f32>>| slice.as_ref().map_or(0, |it| it.device_ptr(stream).0);
         let jobs = memory.jobs.as_ref().map_or(0, |jobs| jobs.device_ptr(stream).0);
@@ -282,16 +285,14 @@ impl Experts {
             },
             factors: packed.factors,
             out: address(out),
-            kind: first.kind as i32,
             outputs: first.rows as i32,
             steps: steps as i32,
             tile_rows: first.rows.div_ceil(TILE_ROWS) as i32,
             halves: experts.len() as i32,
             choices_per_row: choices_per_row as i32,
         };
-        // As many blocks as are on the card at once: codes take more instructions than bytes, so two share a multiprocessor.
-        let wide = first.kind == TileKind::Floats || column_tiles > 1;
-        let blocks = if wide { 1 } else { 2 } * self.device.multiprocessors();
+        // As many blocks as are on the card at once.
+        let blocks = if column_tiles > 1 { 1 } else { 2 } * self.device.multiprocessors();
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
@@ -299,7 +300,7 @@ impl Experts {
                 as u32,
         };
         // SAFETY: shapes were checked, and rows, jobs and results have memory for every choice.
-        Ok(unsafe { launch_overlapping(&self.device, function, config, &arguments) }?)
+        Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
     }
 
     /// Adds what [`compute`](Self::compute) has left, best expert first, to the first rows of `hidden`.
@@ -329,6 +330,12 @@ impl Experts {
     }
 }
 
+/// Rows of a job in eights, where so many rows are routed.
+fn column_tiles(rows: usize) -> usize {
+    let [few, many] = COLUMN_TILES;
+    if rows <= MANY_ROWS { few } else { many }
+}
+
 /// Checks that matrices and rule fit together and that there are kernels for them.
 fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
     let RoutedBlock { router, correction, routing, gate, up, down } = block;
@@ -337,7 +344,8 @@ fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
     if let Some(correction) = correction {
         expect("corrections of a router", experts, correction.len())?;
     }
-    for (what, got) in [("gates", gate.count), ("up projections", up.count), ("down projections", down.count)] {
+    for (what, got) in [("gates", gate.count), ("up projections", up.count), ("down projections", down.count)]
+    {
         expect(what, experts, got)?;
     }
     expect("outputs of the up projections", gate.rows, up.rows)?;
@@ -346,7 +354,8 @@ fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
     expect("outputs of the down projections", gate.cols, down.rows)?;
     let groups = routing.rule().groups.map_or(1, |groups| groups.count);
     if experts > MOST_EXPERTS || groups > 32 {
-        let problem = format!("{experts} experts in {groups} groups; up to {MOST_EXPERTS} in 32 are possible");
+        let problem =
+            format!("{experts} experts in {groups} groups; up to {MOST_EXPERTS} in 32 are possible");
         return Err(CudaError::Unsupported(problem).into());
     }
     if gate.kind != up.kind {

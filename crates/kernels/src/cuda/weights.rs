@@ -3,6 +3,7 @@
 //! A matrix travels in parts of some megabytes: its stored bytes are copied to a staging buffer and put in order from there,
 //! so the card never holds it twice and the host holds nothing but the mapped file.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
@@ -10,9 +11,10 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 use super::compile::{Source, texts};
 use super::device::{Device, launch, launch_overlapping};
 use super::error::CudaError;
-use crate::backend::{KernelError, StoredMatrix};
+use crate::backend::{KernelError, SharedBytes, StoredMatrix, expect};
 use crate::dtype::DType;
 use crate::quant;
+use crate::quant::fp8::BlockScales;
 
 /// Rows and columns of a tile, as `tiles.cu` says.
 pub(super) const TILE_ROWS: usize = 16;
@@ -21,7 +23,7 @@ pub(super) const TILE_COLUMNS: usize = 64;
 const STAGING_BYTES: usize = 64 << 20;
 
 /// What a tile holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum TileKind {
     /// bf16.
     Floats = 0,
@@ -31,16 +33,38 @@ pub(super) enum TileKind {
     Bytes = 2,
     /// The same for 16 columns.
     Sixteens = 3,
+    /// E4M3, a scale for each row.
+    Fp8 = 4,
 }
 
 impl TileKind {
-    fn of(dtype: DType) -> TileKind {
-        match dtype {
-            // FP8 is refused before this is asked.
-            DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => TileKind::Floats,
+    /// All of them.
+    #[cfg(test)]
+    pub(super) const ALL: [TileKind; 5] =
+        [TileKind::Floats, TileKind::Nibbles, TileKind::Bytes, TileKind::Sixteens, TileKind::Fp8];
+
+    /// The kind in which a stored matrix is kept. FP8 whose scales change inside a tile becomes bf16.
+    fn of(stored: &StoredMatrix) -> TileKind {
+        match stored.dtype {
+            DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
+            DType::F8E4M3 => match &stored.scales {
+                Some(scales) if scale_columns(scales, stored.cols).is_some() => TileKind::Fp8,
+                _ => TileKind::Floats,
+            },
             DType::Q4_0 | DType::Q4_1 | DType::Q4K => TileKind::Nibbles,
             DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::Q5K => TileKind::Bytes,
             DType::Q6K => TileKind::Sixteens,
+        }
+    }
+
+    /// For messages.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            TileKind::Floats => "floats",
+            TileKind::Nibbles => "nibbles",
+            TileKind::Bytes => "bytes",
+            TileKind::Sixteens => "sixteens",
+            TileKind::Fp8 => "FP8",
         }
     }
 
@@ -50,13 +74,23 @@ impl TileKind {
             TileKind::Nibbles => 640,
             TileKind::Bytes => 1152,
             TileKind::Sixteens => 1280,
+            TileKind::Fp8 => 1088,
         }
     }
 }
 
-/// The number by which `repack.cu` knows a stored type.
+/// The number by which `repack.cu` knows a stored type. FP8 comes after all others.
 fn type_number(dtype: DType) -> i32 {
-    DType::ALL.iter().position(|&other| other == dtype).map_or(-1, |index| index as i32)
+    DType::ALL.iter().position(|&other| other == dtype).unwrap_or(DType::ALL.len()) as i32
+}
+
+/// Columns that share a scale, if that does not change inside a tile.
+fn scale_columns(scales: &BlockScales, cols: usize) -> Option<usize> {
+    let columns = scales.block_cols();
+    match columns >= cols {
+        true => Some(cols.next_multiple_of(TILE_COLUMNS)),
+        false => columns.is_multiple_of(TILE_COLUMNS).then_some(columns),
+    }
 }
 
 /// A weight on the card.
@@ -66,6 +100,16 @@ pub struct CudaWeight {
     pub(super) kind: TileKind,
     /// The tiles of a matrix, or the f32 numbers of a vector.
     pub(super) memory: WeightMemory,
+}
+
+/// The same projection of all experts of a layer on the card.
+pub struct CudaExperts {
+    pub(super) count: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) kind: TileKind,
+    /// The tiles of one expert after those of another.
+    pub(super) tiles: CudaSlice<u8>,
 }
 
 /// Where the numbers of a weight are.
@@ -117,6 +161,8 @@ struct RepackArguments {
     steps: i32,
     first_row: i32,
     row_tiles: i32,
+    scale_columns: i32,
+    scales: u64,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
 unsafe impl DeviceRepr for RepackArguments {}
@@ -161,7 +207,35 @@ pub(super) struct WeightLoader {
     repack: CudaFunction,
     unpack: CudaFunction,
     embed: CudaFunction,
-    staging: Mutex<Option<CudaSlice<u8>>>,
+    staging: Mutex<Staging>,
+}
+
+/// What a part of a matrix travels through: its stored bytes, and its scales if they are stored beside it.
+#[derive(Default)]
+struct Staging {
+    bytes: Option<CudaSlice<u8>>,
+    scales: Option<CudaSlice<f32>>,
+}
+
+/// Bytes of a matrix in tiles.
+fn matrix_bytes(stored: &StoredMatrix, kind: TileKind) -> Result<usize, KernelError> {
+    let StoredMatrix { rows, cols, .. } = *stored;
+    if rows == 0 || cols % 2 != 0 || rows > i32::MAX as usize || cols > i32::MAX as usize {
+        return Err(CudaError::Unsupported(format!("a {rows}x{cols} matrix")).into());
+    }
+    Ok(rows.div_ceil(TILE_ROWS) * cols.div_ceil(TILE_COLUMNS) * kind.tile_bytes())
+}
+
+/// All numbers of a stored matrix.
+fn floats(stored: &StoredMatrix) -> Result<Vec<f32>, KernelError> {
+    let mut values = vec![0.0; stored.rows * stored.cols];
+    quant::dequantise(stored.dtype, stored.data()?, &mut values);
+    if let Some(scales) = &stored.scales {
+        for (row, values) in values.chunks_exact_mut(stored.cols.max(1)).enumerate() {
+            scales.apply(row, 0..stored.cols, values);
+        }
+    }
+    Ok(values)
 }
 
 impl WeightLoader {
@@ -179,69 +253,103 @@ impl WeightLoader {
 
     /// Brings a stored matrix to the card; a vector (one row) becomes f32.
     pub(super) fn load(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
-        let data = stored.data()?;
-        if stored.dtype == DType::F8E4M3 {
-            let problem = "FP8 weights are not supported on a card yet; use --device cpu";
-            return Err(CudaError::Unsupported(problem.to_owned()).into());
-        }
-        let (rows, cols, kind) = (stored.rows, stored.cols, TileKind::of(stored.dtype));
+        let (rows, cols, kind) = (stored.rows, stored.cols, TileKind::of(stored));
         if rows == 1 {
-            let mut values = vec![0.0; cols];
-            quant::dequantise(stored.dtype, data, &mut values);
-            let vector = self.device.stream().clone_htod(&values).map_err(CudaError::Driver)?;
+            let vector = self.device.stream().clone_htod(&floats(stored)?).map_err(CudaError::Driver)?;
             return Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Vector(vector) });
         }
-        if rows == 0 || cols % 2 != 0 || rows > i32::MAX as usize || cols > i32::MAX as usize {
-            return Err(CudaError::Unsupported(format!("a {rows}x{cols} matrix")).into());
+        let mut tiles = self.device.allocate(matrix_bytes(stored, kind)?, "weights")?;
+        self.fill(stored, kind, &mut tiles, 0)?;
+        Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
+    }
+
+    /// Brings the matrices of all experts to the card.
+    pub(super) fn load_experts(&self, stored: &[StoredMatrix]) -> Result<CudaExperts, KernelError> {
+        let Some(first) = stored.first() else {
+            return Err(KernelError::Shape { what: "experts of a layer, at least", expected: 1, got: 0 });
+        };
+        let (rows, cols, kind) = (first.rows, first.cols, TileKind::of(first));
+        let bytes = matrix_bytes(first, kind)?;
+        let mut tiles = self.device.allocate(bytes * stored.len(), "weights of experts")?;
+        for (index, stored) in stored.iter().enumerate() {
+            expect("outputs of an expert", rows, stored.rows)?;
+            expect("inputs of an expert", cols, stored.cols)?;
+            if TileKind::of(stored) != kind {
+                let problem = "experts of one layer that are stored in different types";
+                return Err(CudaError::Unsupported(problem.to_owned()).into());
+            }
+            self.fill(stored, kind, &mut tiles, index * bytes)?;
         }
-        let row_tiles = rows.div_ceil(TILE_ROWS);
-        let bytes = row_tiles * cols.div_ceil(TILE_COLUMNS) * kind.tile_bytes();
-        let mut tiles = self.device.allocate(bytes, "weights")?;
+        Ok(CudaExperts { count: stored.len(), rows, cols, kind, tiles })
+    }
+
+    /// Puts a matrix in order, from byte `at` of `tiles` on.
+    fn fill(
+        &self,
+        stored: &StoredMatrix,
+        kind: TileKind,
+        tiles: &mut CudaSlice<u8>,
+        at: usize,
+    ) -> Result<(), KernelError> {
+        if stored.dtype == DType::F8E4M3 && kind == TileKind::Floats {
+            let bytes: Vec<u8> = floats(stored)?.into_iter().flat_map(f32::to_le_bytes).collect();
+            let bytes: SharedBytes = Arc::new(bytes);
+            let wide = StoredMatrix { bytes, offset: 0, dtype: DType::F32, scales: None, ..*stored };
+            return self.fill(&wide, kind, tiles, at);
+        }
+        let data = stored.data()?;
+        let (rows, row_tiles) = (stored.rows, stored.rows.div_ceil(TILE_ROWS));
         let row_bytes = data.len() / rows;
         let tiles_at_once = (STAGING_BYTES / (row_bytes * TILE_ROWS).max(1)).max(1);
         for first in (0..row_tiles).step_by(tiles_at_once) {
             let row_tiles = tiles_at_once.min(row_tiles - first);
             let end = ((first + row_tiles) * TILE_ROWS).min(rows);
-            self.repack(
-                &data[first * TILE_ROWS * row_bytes..end * row_bytes],
-                stored,
-                first,
-                row_tiles,
-                &mut tiles,
-            )?;
+            let part = first * TILE_ROWS..end;
+            self.repack(&data[part.start * row_bytes..end * row_bytes], stored, kind, part, tiles, at)?;
         }
-        Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
+        Ok(())
     }
 
-    /// Puts some rows in order, `row_tiles` tiles of them from tile `first` on.
+    /// Puts some rows in order, the first of which begins a tile.
     fn repack(
         &self,
         data: &[u8],
         stored: &StoredMatrix,
-        first: usize,
-        row_tiles: usize,
+        kind: TileKind,
+        rows: Range<usize>,
         tiles: &mut CudaSlice<u8>,
+        at: usize,
     ) -> Result<(), CudaError> {
         let stream = self.device.stream();
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        if staging.as_ref().is_none_or(|staging| staging.len() < data.len()) {
-            *staging = None;
-            *staging = Some(self.device.allocate(data.len().max(STAGING_BYTES), "weights on their way")?);
+        let Staging { bytes, scales } = &mut *staging;
+        if bytes.as_ref().is_none_or(|bytes| bytes.len() < data.len()) {
+            *bytes = None;
+            *bytes = Some(self.device.allocate(data.len().max(STAGING_BYTES), "weights on their way")?);
         }
-        let Some(staging) = staging.as_mut() else { unreachable!("it was made above") };
-        stream.memcpy_htod(data, &mut staging.slice_mut(..data.len()))?;
-        let steps = stored.cols.div_ceil(TILE_COLUMNS);
+        let Some(bytes) = bytes.as_mut() else { unreachable!("it was made above") };
+        stream.memcpy_htod(data, &mut bytes.slice_mut(..data.len()))?;
+        let (mut columns, mut scale_address) = (0, 0);
+        if let Some(of_matrix) = stored.scales.as_ref().filter(|_| kind == TileKind::Fp8) {
+            columns = scale_columns(of_matrix, stored.cols).unwrap_or(0);
+            let values: Vec<f32> = rows.clone().flat_map(|row| of_matrix.of_row(row).to_vec()).collect();
+            let uploaded = scales.insert(stream.clone_htod(&values)?);
+            scale_address = uploaded.device_ptr(stream).0;
+        }
+        let (steps, row_tiles) = (stored.cols.div_ceil(TILE_COLUMNS), rows.len().div_ceil(TILE_ROWS));
         let arguments = RepackArguments {
-            stored: staging.device_ptr(stream).0,
-            tiles: tiles.device_ptr_mut(stream).0,
-            row_bytes: (data.len() / (stored.rows - first * TILE_ROWS).min(row_tiles * TILE_ROWS)) as i64,
+            stored: bytes.device_ptr(stream).0,
+            tiles: tiles.device_ptr_mut(stream).0 + at as u64,
+            row_bytes: (data.len() / rows.len()) as i64,
             dtype: type_number(stored.dtype),
-            kind: TileKind::of(stored.dtype) as i32,
+            kind: kind as i32,
             rows: stored.rows as i32,
             columns: stored.cols as i32,
             steps: steps as i32,
-            first_row: (first * TILE_ROWS) as i32,
+            first_row: rows.start as i32,
             row_tiles: row_tiles as i32,
+            scale_columns: columns as i32,
+            scales: scale_address,
         };
         let config = LaunchConfig {
             grid_dim: ((row_tiles * steps).div_ceil(8) as u32, 1, 1),
@@ -335,6 +443,6 @@ impl WeightLoader {
 
     /// Gives back the memory that weights travel through, when all are there.
     pub(super) fn release_staging(&self) {
-        *self.staging.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.staging.lock().unwrap_or_else(PoisonError::into_inner) = Staging::default();
     }
 }

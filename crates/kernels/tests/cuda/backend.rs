@@ -9,12 +9,14 @@ use oscar_codec::{
     PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, Sampled, Sampling,
-    SealPage, SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp, Sampled,
+    Sampling, SealPage, SealedRows, SealedSpec, SequenceRows, SharedExpert, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cuda::{CudaBackend, Device};
+use oscar_kernels::quant::fp8::BlockScales;
+use oscar_kernels::routing::{ExpertGroups, Routing, RoutingRule, Scores};
 use oscar_kernels::{Backend, DType, Inspect, KernelError, quant};
 use oscar_random::Random;
 
@@ -39,6 +41,7 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
         }
         failures += products(&cpu, &cuda, quick);
         failures += odd_rows(&cpu, &cuda);
+        failures += experts(&cpu, &cuda, quick);
         failures += attention(&scalar, &cuda, quick);
         if deterministic {
             failures += chunks(&cuda);
@@ -79,7 +82,14 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
             }
         }
     }
-    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales: None }
+    // FP8 has scales of blocks, which end inside the last tiles.
+    let scales = (dtype == DType::F8E4M3).then(|| {
+        bytes.iter_mut().filter(|byte| **byte & 0x7f == 0x7f).for_each(|byte| *byte ^= 1);
+        let count = rows.div_ceil(128) * cols.div_ceil(128);
+        let values = (0..count).map(|_| 1e-3 * (1.5 + random.signed())).collect();
+        Arc::new(BlockScales::new(values, [rows, cols], [128, 128]).unwrap())
+    });
+    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales }
 }
 
 fn vector(len: usize, random: &mut Random) -> StoredMatrix {
@@ -182,6 +192,7 @@ fn products(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
         [DType::Q4_1, DType::Q4_0, DType::Q8_0],
         [DType::Q4K, DType::Q6K, DType::Q5K],
         [DType::Q5_0, DType::Q5_1, DType::F16],
+        [DType::F8E4M3; 3],
     ];
     for types in types {
         // Columns that fill no whole number of steps for floats, and super-blocks for the others.
@@ -279,6 +290,111 @@ fn odd_rows(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
             }
         }
         failures += report(&format!("products of odd rows with {dtype}"), worst, 2e-2);
+    }
+    failures
+}
+
+/// What a mixture of experts adds to rows, most of which choose alike so that some experts have many rows.
+fn routed<B: Inspect>(backend: &B, dtype: DType, rule: RoutingRule, shared: bool, rows: usize) -> Vec<f32> {
+    const HIDDEN: usize = 512;
+    const INNER: usize = 768;
+    let mut random = Random::new(31);
+    let mut linear = |rows, cols| Linear {
+        weight: backend.weight(&stored(dtype, rows, cols, &mut random)).unwrap(),
+        bias: None,
+    };
+    let router = Linear {
+        weight: backend.weight(&stored(DType::BF16, rule.experts, HIDDEN, &mut Random::new(37))).unwrap(),
+        bias: None,
+    };
+    let shared = shared.then(|| SharedExpert {
+        gate: linear(INNER, HIDDEN),
+        up: linear(INNER, HIDDEN),
+        down: linear(HIDDEN, INNER),
+    });
+    let mut random = Random::new(41);
+    let mut all = |rows, cols| -> B::Experts {
+        let matrices: Vec<_> = (0..rule.experts).map(|_| stored(dtype, rows, cols, &mut random)).collect();
+        backend.experts(&matrices).unwrap()
+    };
+    let (gate, up, down) = (all(INNER, HIDDEN), all(INNER, HIDDEN), all(HIDDEN, INNER));
+    let sigmoid = rule.scores == Scores::Sigmoid;
+    let mlp = RoutedMlp {
+        norm: RmsNorm { weight: backend.weight(&vector(HIDDEN, &mut random)).unwrap(), eps: 1e-5 },
+        router,
+        correction: sigmoid.then(|| backend.weight(&vector(rule.experts, &mut random)).unwrap()),
+        routing: Routing::new(rule).unwrap(),
+        gate,
+        up,
+        down,
+        shared,
+    };
+    let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 64 };
+    let cache = backend.cache(&CacheSpec::exact(geometry, 1, 8)).unwrap();
+    let rope = Rope { inverse_frequencies: vec![], magnitude: 1.0, layout: RopeLayout::Halves };
+    let (tokens, pages) = (vec![0; rows], ExactSlot::first(rows.div_ceil(PAGE_TOKENS)));
+    let sequences = [SequenceRows::exact(0, rows, &pages)];
+    let step = backend.begin_step(&Batch { tokens: &tokens, sequences: &sequences }, &rope, &cache).unwrap();
+    let mut random = Random::new(43);
+    let common: Vec<f32> = (0..HIDDEN).map(|_| random.signed()).collect();
+    let x: Vec<f32> =
+        (0..rows).flat_map(|_| common.iter().map(|&x| x + random.signed()).collect::<Vec<_>>()).collect();
+    let mut hidden = backend.buffer(rows, HIDDEN).unwrap();
+    backend.write(&x, &mut hidden).unwrap();
+    backend.routed_mlp(&step, &mlp, &mut hidden).unwrap();
+    let after = backend.read(&hidden, 0..rows).unwrap();
+    // What was added, not what was there.
+    after.iter().zip(&x).map(|(after, before)| after - before).collect()
+}
+
+fn experts(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
+    let softmax = RoutingRule {
+        experts: 32,
+        top_k: 4,
+        scores: Scores::Softmax,
+        groups: None,
+        normalise: true,
+        scale: 1.0,
+    };
+    let grouped = RoutingRule {
+        experts: 64,
+        top_k: 6,
+        scores: Scores::Sigmoid,
+        groups: Some(ExpertGroups { count: 4, chosen: 2 }),
+        scale: 2.5,
+        ..softmax
+    };
+    let chosen = RoutingRule { scores: Scores::SoftmaxOfChosen, normalise: false, ..softmax };
+    let mut failures = 0;
+    for (dtype, rule, shared) in [
+        (DType::BF16, softmax, false),
+        (DType::F8E4M3, grouped, true),
+        (DType::Q4K, chosen, false),
+        (DType::Q6K, softmax, true),
+        (DType::Q8_0, softmax, false),
+    ] {
+        let mut worst = 0.0_f64;
+        let mut alone: Option<Vec<f32>> = None;
+        for rows in [1, 2, 9, 64, 65, 200] {
+            if quick && rows > 9 {
+                continue;
+            }
+            let (expected, got) =
+                (routed(cpu, dtype, rule, shared, rows), routed(cuda, dtype, rule, shared, rows));
+            // Where two experts are nearly as good as each other, devices may choose differently.
+            let width = got.len() / rows;
+            let mut errors: Vec<f64> =
+                expected.chunks_exact(width).zip(got.chunks_exact(width)).map(|(a, b)| error(a, b)).collect();
+            errors.sort_by(f64::total_cmp);
+            worst = worst.max(errors[rows - 1 - rows / 20]);
+            let first = got[..width].to_vec();
+            let before = alone.get_or_insert_with(|| first.clone());
+            if cuda.is_deterministic() && before.iter().zip(&first).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                println!("FAILED experts of {dtype}: a row has other bits among {rows} rows");
+                failures += 1;
+            }
+        }
+        failures += report(&format!("experts of {dtype}"), worst, 2e-2);
     }
     failures
 }

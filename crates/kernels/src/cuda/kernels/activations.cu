@@ -32,6 +32,14 @@ DEVICE float over_block(float x, float* shared, F join) {
   return x;
 }
 
+// Four neighbouring numbers of a row whose length or place is no multiple of four; zeros beyond its end. Apart from the usual
+// way, so that it takes no space there.
+__device__ __noinline__ float4 four_singly(const float* from, int column, int columns) {
+  float x[4];
+  for (int i = 0; i < 4; i++) x[i] = column + i < columns ? from[column + i] : 0.0f;
+  return make_float4(x[0], x[1], x[2], x[3]);
+}
+
 // One row, read by the threads of a block in groups of four neighbouring inputs. The first groups of a thread stay in registers.
 struct Row {
   static constexpr int KEPT = 5;
@@ -43,17 +51,13 @@ struct Row {
   float4 kept[KEPT];
 
   DEVICE float4 four(const float* from, int column) const {
-    if (aligned && column + 3 < columns) return __ldcg((const float4*)(from + column));
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (column < columns) v.x = from[column];
-    if (column + 1 < columns) v.y = from[column + 1];
-    if (column + 2 < columns) v.z = from[column + 2];
-    if (column + 3 < columns) v.w = from[column + 3];
-    return v;
+    if (aligned && column < columns) return __ldcg((const float4*)(from + column));
+    return four_singly(from, column, columns);
   }
   DEVICE float4 load(int group) const {
     const float4 v = four(x, 4 * group);
-    if (kind != GATED) return v;
+    // Products that prepare rows themselves end with the gate where there is one.
+    if (kind != GATED || FUSED) return v;
     const float4 up = four(x + columns, 4 * group);
     return make_float4(gated(v.x, up.x), gated(v.y, up.y), gated(v.z, up.z), gated(v.w, up.w));
   }

@@ -20,7 +20,7 @@ struct Arguments {
   Activations rows;      // [row] or [choice]
   const float* factors;  // of f16 activations
   float* out;            // [choice][outputs]
-  int kind, outputs, steps, tile_rows, halves;
+  int outputs, steps, tile_rows, halves;
   int choices_per_row;   // of activations: 1 if they are those of choices
 };
 
@@ -45,7 +45,7 @@ struct Block {
         float sum = 0.0f;
         #pragma unroll
         for (int w = 0; w < WARPS; w++) sum += at[w * WARP_RESULTS];
-        return a.kind == FLOATS ? sum : sum * a.factors[choice / a.choices_per_row];
+        return KIND == FLOATS ? sum : sum * a.factors[choice / a.choices_per_row];
       };
       a.out[(long long)choice * a.outputs + output] = a.halves == 2 ? gated(result(0), result(1)) : result(0);
     }
@@ -54,7 +54,7 @@ struct Block {
   // All units of this block; tiles of both halves are of one kind.
   template <class Tile>
   DEVICE void run() {
-    constexpr int DEPTH = (Tile::KIND == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
+    constexpr int DEPTH = (KIND == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
     Ring<DEPTH, Tile::BYTES> ring;
     ring.open(ring_memory, barriers, warp, lane);
     const long long tile_row_bytes = (long long)a.steps * Tile::BYTES, expert_bytes = tile_row_bytes * a.tile_rows;
@@ -98,7 +98,9 @@ struct Block {
         for (int step = warp; step < a.steps; step += WARPS) {
           __syncwarp();
           fetch(DEPTH - 1);
-          Tile::add(ring.take(), activations, step, sums, lane);
+          ring.template wait<DEPTH - 1>();
+          Tile::add(ring.address(), activations, step, sums, lane);
+          ring.pass();
         }
         float* mine = results + (set * a.halves + half) * HALF_RESULTS + warp * WARP_RESULTS;
         #pragma unroll
@@ -121,12 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
   __shared__ int lists[2 * SETS * COLUMNS];
   let_next_launch_begin();
   wait_for_launches();
-  const int ring_bytes = WARPS * (a.kind == FLOATS ? FLOAT_RING : CODE_RING);
+  const int ring_bytes = WARPS * (KIND == FLOATS ? FLOAT_RING : CODE_RING);
   Block block = {a, (u8*)memory, barriers, (float*)((u8*)memory + ring_bytes), lists, kept((int)threadIdx.x / 32),
       kept((int)threadIdx.x % 32), *a.job_count * a.tile_rows, 0};
-  if (a.kind == FLOATS) block.run<FloatTile>();
-  else if (a.kind == NIBBLES) block.run<CodeTile<4, 32>>();
-  else if (a.kind == EIGHTS) block.run<CodeTile<8, 32>>();
-  else if (a.kind == SIXTEENS) block.run<CodeTile<8, 16>>();
-  else block.run<Fp8Tile>();
+  block.run<TileOf<KIND>::Tile>();
 }

@@ -32,14 +32,15 @@ struct Matrix {
 struct Arguments {
   Matrix matrices[MOST_MATRICES];
   Source source;         // FUSED: what the activations are made from
-  Activations packed;    // otherwise: what pack.cu made of them
+  const u8* bf16;        // otherwise: what pack.cu made of them
+  const u8* f16;
+  const float* sums;
   float* factors;        // of f16 activations
   float* out;
   float* partials;       // [block][first or last][half][16 channels][row]
   int* arrivals;         // [group], zero before and after
   long long out_stride;
   int matrix_count, rows, steps, tiles, ends;  // ends: what happens to results; with GATE, matrices 0 and 1 are one group
-  int uniform;           // all matrices have tiles of one kind
   int ring_bytes;        // of all warps
 };
 
@@ -47,14 +48,14 @@ struct Arguments {
 // as many where a gate and what it multiplies belong together.
 struct Line {
   int per_tile, halves, per_group, begin, end;
-  long long chunks, blocks;
+  u32 chunks, blocks;  // their product fits: `multiply.rs` sees to it
   DEVICE explicit Line(const Arguments& a)
       : per_tile((a.steps + WARPS - 1) / WARPS), halves(a.ends == GATE ? 2 : 1), per_group(per_tile * halves),
-        chunks((long long)a.tiles * per_tile), blocks(gridDim.x) {
+        chunks(a.tiles * per_tile), blocks(gridDim.x) {
     begin = first(blockIdx.x), end = first(blockIdx.x + 1);
   }
-  DEVICE int first(long long block) const { return (int)(block * chunks / blocks); }
-  DEVICE int owner(long long chunk) const { return (int)(((chunk + 1) * blocks - 1) / chunks); }
+  DEVICE int first(u32 block) const { return (int)(block * chunks / blocks); }
+  DEVICE int owner(u32 chunk) const { return (int)(((chunk + 1) * blocks - 1) / chunks); }
 };
 
 // The matrix and the tile row of the n-th tile of the line.
@@ -104,12 +105,15 @@ DEVICE void finish(const Arguments& a, const Line& line, const float* results, c
     if (!last) return;
     __threadfence();
   }
+  const int first_block = whole ? 0 : line.owner(group_begin), last_block = whole ? 0 : line.owner(group_end - 1);
+  // Only the first of the blocks can have begun with another group.
+  const int first_slot = whole ? 0 : group == line.first(first_block) / line.per_group ? 0 : 1;
   auto summed = [&](int half, int channel, int row) {
     if (whole) return joined(half, channel, row);
     float sum = 0.0f;
-    for (int block = line.owner(group_begin); block <= line.owner(group_end - 1); block++) {
-      const int which = group == line.first(block) / line.per_group ? 0 : 1;
-      sum += __ldcg(a.partials + ((long long)block * 2 + which) * PART + (half * TILE_ROWS + channel) * COLUMNS + row);
+    for (int block = first_block; block <= last_block; block++) {
+      const int slot = block == first_block ? first_slot : 0;
+      sum += __ldcg(a.partials + ((long long)block * 2 + slot) * PART + (half * TILE_ROWS + channel) * COLUMNS + row);
     }
     return sum;
   };
@@ -133,30 +137,27 @@ DEVICE void finish(const Arguments& a, const Line& line, const float* results, c
 struct Cursor {
   const Arguments& a;
   int per_tile, warp, tile_bytes;
-  int tile, in_tile;  // of the next one
+  int tile, in_tile, chunk;  // of the next one
   const u8* at;
 
-  DEVICE Cursor(const Arguments& a, const Line& line, int chunk, int warp, int tile_bytes)
-      : a(a), per_tile(line.per_tile), warp(warp), tile_bytes(tile_bytes), tile(chunk / per_tile), in_tile(chunk % per_tile) {
-    if (in_tile * WARPS + warp >= a.steps) tile++, in_tile = 0;
-    seek();
+  DEVICE Cursor(const Arguments& a, const Line& line, int begin, int warp, int tile_bytes)
+      : a(a), per_tile(line.per_tile), warp(warp), tile_bytes(tile_bytes), tile(begin / per_tile), in_tile(begin % per_tile), chunk(begin) {
+    if (in_tile * WARPS + warp >= a.steps) next_tile();
+    else seek();
   }
-  DEVICE int chunk() const { return tile * per_tile + in_tile; }
   DEVICE void seek() {
-    if (warp >= a.steps || tile >= a.tiles) {
-      tile = (1 << 30) / per_tile;  // there is none
-      return;
-    }
     const TileRow place(a, tile);
     at = a.matrices[place.matrix].tiles + ((long long)place.row * a.steps + in_tile * WARPS + warp) * tile_bytes;
+    if (warp >= a.steps) chunk = 1 << 30;  // there is none
+  }
+  DEVICE void next_tile() {
+    chunk += per_tile - in_tile;
+    tile++, in_tile = 0;
+    if (tile < a.tiles) seek();
   }
   DEVICE void advance() {
-    if ((in_tile + 1) * WARPS + warp < a.steps) {
-      in_tile++, at += WARPS * tile_bytes;
-    } else {
-      tile++, in_tile = 0;
-      seek();
-    }
+    if ((in_tile + 1) * WARPS + warp < a.steps) in_tile++, chunk++, at += WARPS * tile_bytes;
+    else next_tile();
   }
 };
 
@@ -196,12 +197,12 @@ struct Block {
   // ones are.
   template <class Tile, class F>
   DEVICE void run(int begin, int end, F then) {
-    constexpr int DEPTH = (Tile::KIND == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
+    constexpr int DEPTH = (Tile::TYPE == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
     Ring<DEPTH, Tile::BYTES> ring;
     ring.open(ring_memory, barriers, warp, lane);
     Cursor next(a, line, begin, warp, Tile::BYTES);
     auto fetch = [&](int ahead) {
-      const bool there = next.chunk() < end;
+      const bool there = next.chunk < end;
       ring.template fetch<Tile::BYTES>(ahead, next.at, there, lane);
       if (there) next.advance();
     };
@@ -216,7 +217,9 @@ struct Block {
       if (step < a.steps) {
         __syncwarp();
         fetch(DEPTH - 1);
-        Tile::add(ring.take(), activations, step, sums, lane);
+        ring.template wait<DEPTH - 1>();
+        Tile::add(ring.address(), activations, step, sums, lane);
+        ring.pass();
       }
       const bool ends = ++in_tile == line.per_tile;
       if (ends) in_tile = 0;
@@ -226,15 +229,16 @@ struct Block {
   }
 };
 
+#if FUSED
 // Makes the activations from their source, in shared memory.
 __device__ __noinline__ Activations prepare(const Arguments& a, u8* memory, float* shared, float* factors) {
-  bool wide = false, codes = false;
-  #pragma unroll
-  for (int i = 0; i < MOST_MATRICES; i++)
-    if (i < a.matrix_count) (a.matrices[i].kind == FLOATS ? wide : codes) = true;
+  bool wide = KIND == FLOATS, codes = KIND != FLOATS && KIND != MIXED;
+  if (KIND == MIXED)
+    for (int i = 0; i < a.matrix_count; i++) (a.matrices[i].kind == FLOATS ? wide : codes) = true;
   const int bytes = a.rows * a.steps * 128;
   u8* f16 = memory + (wide ? bytes : 0);
   float* sums = (float*)(f16 + (codes ? bytes : 0));
+  #pragma unroll 1
   for (int row = 0; row < a.rows; row++) {
     const Row input(a.source, row, a.steps, shared);
     if (wide) input.write<true>(memory, sums, 1.0f, 1, a.rows, row);
@@ -244,8 +248,10 @@ __device__ __noinline__ Activations prepare(const Arguments& a, u8* memory, floa
     if (threadIdx.x == 0) factors[row] = 1.0f / (power * SCALE_UNIT);
   }
   __syncthreads();
-  return {memory, f16, sums, a.rows};
+  return {shared_address(memory), shared_address(f16), shared_address(sums), a.rows};
 }
+
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1) multiply(const __grid_constant__ Arguments a) {
   extern __shared__ float4 memory[];
@@ -254,28 +260,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
   let_next_launch_begin();
   const Line line(a);
   float* results = (float*)((u8*)memory + a.ring_bytes);
-  Block block = {a, line, (u8*)memory, barriers, results, FUSED ? row_factors : a.factors, a.packed,
+  Block block = {a, line, (u8*)memory, barriers, results, FUSED ? row_factors : a.factors, {},
       kept((int)threadIdx.x / 32), kept((int)threadIdx.x % 32), 0, 0};
+#if !FUSED
+  block.activations = {a.bf16, a.f16, a.sums, a.rows};
+#endif
   bool prepared = false;
   // Weights are on their way while the launch that writes the source still runs.
   auto begin_with = [&] {
     if (prepared) return;
     prepared = true;
     wait_for_launches();
-    if (FUSED) block.activations = prepare(a, (u8*)(results + SETS * line.halves * HALF_RESULTS), shared, row_factors);
+#if FUSED
+    block.activations = prepare(a, (u8*)(results + SETS * line.halves * HALF_RESULTS), shared, row_factors);
+#endif
   };
+#if KIND != MIXED
+  block.run<TileOf<KIND>::Tile>(line.begin, line.end, begin_with);
+#else
   for (int begin = line.begin; begin < line.end;) {
+    // Tiles of one kind end where the matrix does, or where the other half of a group begins.
     const TileRow place(a, begin / line.per_tile);
     const Matrix& m = a.matrices[place.matrix];
-    int end = line.end;
-    // Tiles of one kind end where the matrix does, or where the other half of a group begins.
-    if (!a.uniform && a.ends == GATE) end = min(end, (begin / line.per_tile + 1) * line.per_tile);
-    else if (!a.uniform) end = min(end, (m.first_tile + (m.rows + TILE_ROWS - 1) / TILE_ROWS) * line.per_tile);
-    if (m.kind == FLOATS) block.run<FloatTile>(begin, end, begin_with);
-    else if (m.kind == NIBBLES) block.run<CodeTile<4, 32>>(begin, end, begin_with);
-    else if (m.kind == EIGHTS) block.run<CodeTile<8, 32>>(begin, end, begin_with);
-    else if (m.kind == SIXTEENS) block.run<CodeTile<8, 16>>(begin, end, begin_with);
-    else block.run<Fp8Tile>(begin, end, begin_with);
+    const int half_end = (begin / line.per_tile + 1) * line.per_tile;
+    const int matrix_end = (m.first_tile + (m.rows + TILE_ROWS - 1) / TILE_ROWS) * line.per_tile;
+    const int end = min(line.end, a.ends == GATE ? half_end : matrix_end);
+    if (m.kind == FLOATS) block.run<TileOf<FLOATS>::Tile>(begin, end, begin_with);
+    else if (m.kind == NIBBLES) block.run<TileOf<NIBBLES>::Tile>(begin, end, begin_with);
+    else if (m.kind == EIGHTS) block.run<TileOf<EIGHTS>::Tile>(begin, end, begin_with);
+    else if (m.kind == SIXTEENS) block.run<TileOf<SIXTEENS>::Tile>(begin, end, begin_with);
+    else block.run<TileOf<FP8>::Tile>(begin, end, begin_with);
     begin = end;
   }
+#endif
 }

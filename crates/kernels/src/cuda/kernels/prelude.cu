@@ -12,6 +12,18 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// Reads from shared memory by address: the compiler does not know of every pointer that it points there.
+DEVICE uint4 shared16(u32 address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+  return x;
+}
+DEVICE u32 shared4(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // The same number, of which the compiler forgets how it came about: it would otherwise compute it again at every use.
 DEVICE int kept(int x) {
   asm volatile("" : "+r"(x));

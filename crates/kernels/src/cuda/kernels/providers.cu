@@ -10,61 +10,76 @@ DEVICE void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Activations in the order of activations.cu: column tiles of eight rows in global memory, or rows of one column tile in shared
-// memory (FUSED), or single rows in global memory of which a list says which column has which (LISTED).
+// Activations in the order of activations.cu: rows of one column tile in shared memory (FUSED), or column tiles of eight rows in
+// global memory, or single rows there, of which a list says which column has which (LISTED).
 struct Activations {
+#if FUSED
+  u32 bf16, f16, sums;  // addresses in shared memory
+#else
   const u8* bf16;
   const u8* f16;
   const float* sums;
+#endif
   int rows;  // LISTED: bytes of a row
 #if LISTED
   const int* list;  // the row of every column, or -1
 #endif
 
   // The activations of 64 inputs and 8 rows that one lane holds: four steps of two registers.
-  DEVICE void operands(const u8* from, int step, int tile, int lane, u32 (&b)[8]) const {
-    const int column = tile * 8 + lane / 4;
-#if LISTED
-    const int half_bytes = 64, row = list[column];
-    const u8* at = from + (long long)row * rows + step * 128 + lane % 4 * 16;
+  template <bool WIDE>
+  DEVICE void operands(int step, int tile, int lane, u32 (&b)[8]) const {
+#if FUSED
+    const u32 at = (WIDE ? bf16 : f16) + step * rows * 128 + lane * 16;
+    const bool there = lane / 4 < rows;
+    const int half_bytes = rows * 64;
+#elif LISTED
+    const int half_bytes = 64, row = list[tile * 8 + lane / 4];
+    const u8* at = (WIDE ? bf16 : f16) + (long long)row * rows + step * 128 + lane % 4 * 16;
     const bool there = row >= 0;
 #else
-    const int half_bytes = (FUSED ? rows : 8) * 64;
-    const u8* at = from + (long long)(step * COLUMN_TILES + tile) * (2 * half_bytes) + lane * 16;
-    const bool there = column < rows;
+    const int half_bytes = 512;
+    const u8* at = (WIDE ? bf16 : f16) + (long long)(step * COLUMN_TILES + tile) * 1024 + lane * 16;
+    const bool there = tile * 8 + lane / 4 < rows;
 #endif
     #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint4 x = there ? *(const uint4*)(at + half * half_bytes) : make_uint4(0, 0, 0, 0);
+      uint4 x = make_uint4(0, 0, 0, 0);
+#if FUSED
+      if (there) x = shared16(at + half * half_bytes);
+#else
+      if (there) x = *(const uint4*)(at + half * half_bytes);
+#endif
       b[half * 4] = x.x, b[half * 4 + 1] = x.y, b[half * 4 + 2] = x.z, b[half * 4 + 3] = x.w;
     }
   }
   // Sums of 16 inputs for the two rows whose results one lane holds.
   DEVICE float2 sums_of(int step, int tile, int j, int lane) const {
     const int column = tile * 8 + lane % 4 * 2;
-#if LISTED
+#if FUSED
+    const u32 at = sums + ((step * 4 + j) * rows + column) * 4;
+    return make_float2(column < rows ? __uint_as_float(shared4(at)) : 0.0f, column + 1 < rows ? __uint_as_float(shared4(at + 4)) : 0.0f);
+#elif LISTED
     const int first = list[column], second = list[column + 1], at = step * 4 + j, stride = rows / 32;
     return make_float2(
         first >= 0 ? sums[(long long)first * stride + at] : 0.0f, second >= 0 ? sums[(long long)second * stride + at] : 0.0f);
 #else
-    if (!FUSED) return *(const float2*)(sums + (((long long)step * COLUMN_TILES + tile) * 4 + j) * 8 + column % 8);
-    const float* at = sums + (step * 4 + j) * rows;
-    return make_float2(column < rows ? at[column] : 0.0f, column + 1 < rows ? at[column + 1] : 0.0f);
+    return *(const float2*)(sums + (((long long)step * COLUMN_TILES + tile) * 4 + j) * 8 + column % 8);
 #endif
   }
 };
 
-// Each kind of tile says how many bytes it has and adds its products with activations to sums. Tiles are in shared memory.
+// Each kind of tile says how many bytes it has and adds its products with activations to sums. A tile is named by its address
+// in shared memory.
 struct FloatTile {
-  static constexpr int KIND = FLOATS, BYTES = 2048;
-  DEVICE static void add(const u8* tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  static constexpr int TYPE = FLOATS, BYTES = 2048;
+  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     uint4 words[4];
     #pragma unroll
-    for (int j = 0; j < 4; j++) words[j] = *(const uint4*)(tile + j * 512 + lane * 16);
+    for (int j = 0; j < 4; j++) words[j] = shared16(tile + j * 512 + lane * 16);
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[8];
-      a.operands(a.bf16, step, n, lane, x);
+      a.operands<true>(step, n, lane, x);
       #pragma unroll
       for (int j = 0; j < 4; j++) {
         const u32 registers[4] = {words[j].x, words[j].y, words[j].z, words[j].w};
@@ -80,7 +95,7 @@ constexpr float UNIT = 1024.0f;
 
 template <int BITS, int GROUP>
 struct CodeTile {
-  static constexpr int KIND = BITS == 4 ? NIBBLES : GROUP == 32 ? EIGHTS : SIXTEENS;
+  static constexpr int TYPE = BITS == 4 ? NIBBLES : GROUP == 32 ? EIGHTS : SIXTEENS;
   static constexpr int GROUPS = 64 / GROUP, STEPS = GROUP / 16;
   static constexpr int BYTES = BITS * 128 + TILE_ROWS * GROUPS * 4;
   uint4 codes[BITS / 4];
@@ -99,13 +114,13 @@ struct CodeTile {
         registers[part] = __byte_perm(word(2 * j + part / 2), UNITS, part % 2 ? 0x7372 : 0x7170);
     }
   }
-  DEVICE static void add(const u8* tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     CodeTile held;
     #pragma unroll
-    for (int i = 0; i < BITS / 4; i++) held.codes[i] = *(const uint4*)(tile + i * 512 + lane * 16);
+    for (int i = 0; i < BITS / 4; i++) held.codes[i] = shared16(tile + i * 512 + lane * 16);
     u32 x[COLUMN_TILES][8];
     #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) a.operands(a.f16, step, n, lane, x[n]);
+    for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       u32 registers[STEPS][4];
@@ -114,7 +129,7 @@ struct CodeTile {
       float scale[2], offset[2];
       #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const u32 pair = *(const u32*)(tile + BITS * 128 + ((lane / 4 + 8 * i) * GROUPS + group) * 4);
+        const u32 pair = shared4(tile + BITS * 128 + ((lane / 4 + 8 * i) * GROUPS + group) * 4);
         scale[i] = half_to_float(pair & 0xffffu);
         offset[i] = -__fmaf_rn(UNIT, scale[i], half_to_float(pair >> 16));
       }
@@ -139,15 +154,15 @@ struct CodeTile {
 
 // FP8 weights (E4M3). Their bits are those of an f16 with a smaller exponent: 2^-8 of the weight, which scales make up for.
 struct Fp8Tile {
-  static constexpr int KIND = FP8, BYTES = 1024 + TILE_ROWS * 4;
+  static constexpr int TYPE = FP8, BYTES = 1024 + TILE_ROWS * 4;
   DEVICE static u32 two_halves(u32 high_bytes) {
     return (high_bytes & 0x80008000u) | (high_bytes >> 1 & 0x3f803f80u);
   }
-  DEVICE static void add(const u8* tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     u32 registers[4][4];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint4 codes = *(const uint4*)(tile + i * 512 + lane * 16);
+      const uint4 codes = shared16(tile + i * 512 + lane * 16);
       const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
       #pragma unroll
       for (int j = 0; j < 2; j++)
@@ -156,11 +171,11 @@ struct Fp8Tile {
           registers[2 * i + j][part] = two_halves(__byte_perm(words[2 * j + part / 2], 0, part % 2 ? 0x3424 : 0x1404));
     }
     const float scale[2] = {
-        *(const float*)(tile + 1024 + lane / 4 * 4), *(const float*)(tile + 1024 + (lane / 4 + 8) * 4)};
+        __uint_as_float(shared4(tile + 1024 + lane / 4 * 4)), __uint_as_float(shared4(tile + 1024 + (lane / 4 + 8) * 4))};
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[8];
-      a.operands(a.f16, step, n, lane, x);
+      a.operands<false>(step, n, lane, x);
       float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       #pragma unroll
       for (int j = 0; j < 4; j++) multiply_add<false>(product, registers[j], x[2 * j], x[2 * j + 1]);
@@ -169,3 +184,9 @@ struct Fp8Tile {
     }
   }
 };
+
+template <int TYPE> struct TileOf { typedef FloatTile Tile; };
+template <> struct TileOf<NIBBLES> { typedef CodeTile<4, 32> Tile; };
+template <> struct TileOf<EIGHTS> { typedef CodeTile<8, 32> Tile; };
+template <> struct TileOf<SIXTEENS> { typedef CodeTile<8, 16> Tile; };
+template <> struct TileOf<FP8> { typedef Fp8Tile Tile; };

@@ -69,10 +69,9 @@ struct Ring {
 #endif
   }
 
-  // Waits for the oldest tile, which remains the oldest. `LATER` fetches have begun after it.
+  // Waits for the oldest tile. `LATER` fetches have begun after it.
   template <int LATER>
-  DEVICE const u8* look() const {
-    const u8* tile = memory + (offset + read_stage * STAGE);
+  DEVICE void wait() const {
 #if __CUDA_ARCH__ >= 900
     const u32 barrier = barriers + read_stage * 8;
     // All lanes see the same, which the compiler would not know of a loop of its own.
@@ -85,6 +84,13 @@ struct Ring {
     asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
     __syncwarp();
 #endif
+  }
+
+  // The same; it remains the oldest.
+  template <int LATER>
+  DEVICE const u8* look() const {
+    const u8* tile = memory + (offset + read_stage * STAGE);
+    wait<LATER>();
     return tile;
   }
 
@@ -94,6 +100,9 @@ struct Ring {
     read_phase ^= next == 0;
     read_stage = next;
   }
+
+  // The address of the oldest tile in shared memory.
+  DEVICE u32 address() const { return stages + read_stage * STAGE; }
 
   // Waits for the oldest tile; the next one is the oldest then. DEPTH - 1 fetches have begun after it.
   DEVICE const u8* take() {

@@ -15,7 +15,13 @@
 // side. Rows and columns beyond the matrix are zero.
 
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
-constexpr int FLOATS = 0, NIBBLES = 1, EIGHTS = 2, SIXTEENS = 3, FP8 = 4;
+// As macros, because kernels for one kind are told so by a macro; MIXED is for launches with several.
+#define FLOATS 0
+#define NIBBLES 1
+#define EIGHTS 2
+#define SIXTEENS 3
+#define FP8 4
+#define MIXED 5
 constexpr float SCALE_UNIT = 256.0f;
 
 DEVICE int tile_bytes(int kind) {
