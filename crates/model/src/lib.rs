@@ -25,7 +25,7 @@ pub mod source;
 pub mod text;
 mod weights;
 
-pub use config::ModelConfig;
+pub use config::{BlockStyle, ModelConfig, SlidingLayers};
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};

@@ -12,7 +12,7 @@ use oscar_kernels::DType;
 use oscar_kernels::backend::{RopeLayout, SharedBytes};
 use oscar_random::Random;
 
-use crate::config::ModelConfig;
+use crate::config::{BlockStyle, ModelConfig};
 use crate::error::ModelError;
 use crate::files::{ElementType, FileError, StoredTensor, TensorEntry, TensorSource};
 use crate::loaded::ModelFiles;
@@ -130,6 +130,8 @@ impl Geometry {
             output_bias: false,
             mlp_bias: false,
             head_norms: true,
+            style: BlockStyle::plain(128),
+            sliding: None,
         }
     }
 }

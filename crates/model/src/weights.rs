@@ -5,10 +5,11 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::sync::Arc;
 
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, StoredMatrix};
 use oscar_kernels::quant::dequantise;
+use oscar_kernels::{Backend, DType};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
@@ -25,6 +26,8 @@ pub struct LayerWeights<B: Backend> {
     pub attention: AttentionSpec<B>,
     /// Attention output projection.
     pub output: Linear<B>,
+    /// Norm of what it returns.
+    pub output_norm: Option<RmsNorm<B>>,
     /// Feed-forward block.
     pub mlp: GatedMlp<B>,
 }
@@ -84,6 +87,9 @@ impl<B: Backend> Loader<'_, B> {
             |part, rows, cols, bias| self.linear(&self.naming.layer_tensor(layer, part), rows, cols, bias);
         let norm = |part, len| self.norm(&format!("{}.weight", self.naming.layer_tensor(layer, part)), len);
         let head_norm = |part| config.head_norms.then(|| norm(part, d)).transpose();
+        let output_norm = |part| config.style.output_norms.then(|| norm(part, hidden)).transpose();
+        let mlp_norm =
+            if config.style.output_norms { LayerTensor::MlpNormBetween } else { LayerTensor::MlpNorm };
         Ok(LayerWeights {
             norm: norm(LayerTensor::AttentionNorm, hidden)?,
             qkv: [
@@ -95,16 +101,20 @@ impl<B: Backend> Loader<'_, B> {
                 q_heads: config.q_heads,
                 kv_heads: config.kv_heads,
                 head_dim: d,
-                scale: 1.0 / (d as f32).sqrt(),
+                scale: config.style.attention_scale,
+                window: config.window(layer),
                 q_norm: head_norm(LayerTensor::QueryNorm)?,
                 k_norm: head_norm(LayerTensor::KeyNorm)?,
             },
             output: linear(LayerTensor::Output, hidden, q, config.output_bias)?,
+            output_norm: output_norm(LayerTensor::AttentionOutputNorm)?,
             mlp: GatedMlp {
-                norm: norm(LayerTensor::MlpNorm, hidden)?,
+                norm: norm(mlp_norm, hidden)?,
+                activation: config.style.activation,
                 gate: linear(LayerTensor::Gate, inner, hidden, config.mlp_bias)?,
                 up: linear(LayerTensor::Up, inner, hidden, config.mlp_bias)?,
                 down: linear(LayerTensor::Down, hidden, inner, config.mlp_bias)?,
+                output_norm: output_norm(LayerTensor::MlpOutputNorm)?,
             },
         })
     }
@@ -117,18 +127,31 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn norm(&self, name: &str, len: usize) -> Result<RmsNorm<B>, ModelError> {
-        Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps: self.config.norm_eps })
+        let eps = self.config.norm_eps;
+        if self.config.style.norm_offset == 0.0 {
+            return Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps });
+        }
+        self.stored_matrix(name, 1, len)?;
+        let bytes: Vec<u8> = self.vector(name, len)?.iter().flat_map(|gain| gain.to_le_bytes()).collect();
+        let gain = StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: len };
+        Ok(RmsNorm { weight: self.backend.weight(&gain)?, eps })
     }
 
-    /// A vector on the host.
+    /// The gain of a norm on the host.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let stored: StoredMatrix = self.source.get(name)?.matrix()?;
         let mut values = vec![0.0; len];
         dequantise(stored.dtype, stored.data()?, &mut values);
+        values.iter_mut().for_each(|value| *value += self.config.style.norm_offset);
         Ok(values)
     }
 
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<B::Weight, ModelError> {
+        Ok(self.backend.weight(&self.stored_matrix(name, rows, cols)?)?)
+    }
+
+    /// A tensor of the described shape, which counts as used.
+    fn stored_matrix(&self, name: &str, rows: usize, cols: usize) -> Result<StoredMatrix, ModelError> {
         let tensor = self.source.get(name)?;
         let stored: StoredMatrix = tensor.matrix()?;
         if (stored.rows, stored.cols) != (rows, cols) {
@@ -140,7 +163,7 @@ impl<B: Backend> Loader<'_, B> {
             });
         }
         self.used.borrow_mut().insert(name.to_owned());
-        Ok(self.backend.weight(&stored)?)
+        Ok(stored)
     }
 
     fn check_all_tensors_used(&self, tied: bool) -> Result<(), ModelError> {

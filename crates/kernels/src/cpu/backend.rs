@@ -8,7 +8,7 @@ use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
-use super::elementwise::{rms_norm, silu_multiply};
+use super::elementwise::{gelu_multiply, rms_norm, rms_norm_in_place, silu_multiply};
 use super::encode::SealScratch;
 use super::heads::Heads;
 use super::isa::Isa;
@@ -20,8 +20,8 @@ use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, Sampled,
-    Sampling, SealPage, StoredMatrix, expect,
+    Activation, AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm,
+    Rope, Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -45,6 +45,8 @@ pub struct CpuBackend {
 #[derive(Default)]
 struct Workspace {
     gate_up: Vec<f32>,
+    /// Results that are normed before they are added.
+    output: Vec<f32>,
     project: ProjectScratch,
 }
 
@@ -108,7 +110,7 @@ impl CpuBackend {
             &self.pool,
             &self.attenders,
             partial,
-            &step.plan,
+            if spec.window.is_some() { &step.window_plan } else { &step.plan },
             &step.sequences,
             Heads::of(spec),
             tiers,
@@ -141,6 +143,39 @@ impl CpuBackend {
     fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
         let (isa, fixed) = (self.isa, self.fixed);
         Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
+    }
+
+    /// The projection of the first rows of a matrix.
+    fn linear(
+        &self,
+        x: &Matrix,
+        rows: usize,
+        linear: &Linear<CpuBackend>,
+        out: &mut [f32],
+        scratch: &mut ProjectScratch,
+        mode: Mode,
+    ) -> Result<(), KernelError> {
+        let cols = x.cols();
+        let x = x.first_rows("input rows", rows)?;
+        let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * cols..(row + 1) * cols]);
+        let input = Input { rows, cols, fill: &fill };
+        self.projector(scratch).run(input, &[projection(linear)?], out, mode)
+    }
+
+    /// Norms each row of `rows` and adds it to that of `hidden`.
+    fn norm_add(
+        &self,
+        norm: &RmsNorm<CpuBackend>,
+        rows: &mut [f32],
+        cols: usize,
+        hidden: &mut [f32],
+    ) -> Result<(), KernelError> {
+        let weight = norm.weight.vector("a norm", cols)?;
+        for (row, hidden) in rows.chunks_exact_mut(cols.max(1)).zip(hidden.chunks_exact_mut(cols.max(1))) {
+            rms_norm_in_place(self.isa, row, weight, norm.eps);
+            hidden.iter_mut().zip(&*row).for_each(|(hidden, value)| *hidden += value);
+        }
+        Ok(())
     }
 
     /// Calls `body` with a worker and every task.
@@ -191,6 +226,10 @@ impl Backend for CpuBackend {
         self.fixed
     }
 
+    fn supports(&self, _: Feature) -> bool {
+        true
+    }
+
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
         Weight::new(stored)
     }
@@ -209,6 +248,17 @@ impl Backend for CpuBackend {
 
     fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &Cache) -> Result<Step, KernelError> {
         Step::new(batch, rope, cache)
+    }
+
+    fn add_window_rope(&self, step: &mut Step, rope: &Rope) -> Result<(), KernelError> {
+        step.add_window_rope(rope);
+        Ok(())
+    }
+
+    fn scale(&self, step: &Step, factor: f32, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let hidden = hidden.first_rows_mut("hidden rows", step.rows())?;
+        hidden.iter_mut().for_each(|value| *value *= factor);
+        Ok(())
     }
 
     fn embed(&self, table: &Weight, step: &Step, hidden: &mut Matrix) -> Result<(), KernelError> {
@@ -301,6 +351,9 @@ impl Backend for CpuBackend {
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
         self.check_cache(spec, layer, cache)?;
+        if let Some(window) = spec.window {
+            step.sequences.iter().try_for_each(|sequence| sequence.check_window(window))?;
+        }
         self.attend_tiers(step, spec, qkv, &Tiers { cache, layer, history: None }, out)
     }
 
@@ -365,17 +418,30 @@ impl Backend for CpuBackend {
         linear: &Linear<Self>,
         hidden: &mut Matrix,
     ) -> Result<(), KernelError> {
-        let (rows, cols) = (step.rows(), x.cols());
-        let x = x.first_rows("input rows", rows)?;
+        let rows = step.rows();
         let out = hidden.first_rows_mut("hidden rows", rows)?;
-        let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * cols..(row + 1) * cols]);
-        let input = Input { rows, cols, fill: &fill };
-        self.projector(&mut self.workspace().project).run(input, &[projection(linear)?], out, Mode::Add)
+        self.linear(x, rows, linear, out, &mut self.workspace().project, Mode::Add)
+    }
+
+    fn linear_norm_add(
+        &self,
+        step: &Step,
+        x: &Matrix,
+        linear: &Linear<Self>,
+        norm: &RmsNorm<Self>,
+        hidden: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        let Workspace { output, project, .. } = &mut *self.workspace();
+        let (rows, cols) = (step.rows(), hidden.cols());
+        let hidden = hidden.first_rows_mut("hidden rows", rows)?;
+        output.resize(rows * cols, 0.0);
+        self.linear(x, rows, linear, output, project, Mode::Store)?;
+        self.norm_add(norm, output, cols, hidden)
     }
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
         let mut workspace = self.workspace();
-        let Workspace { gate_up, project } = &mut *workspace;
+        let Workspace { gate_up, output, project } = &mut *workspace;
         let (rows, cols, inner) = (step.rows(), hidden.cols(), mlp.gate.weight.rows());
         expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
         let weight = mlp.norm.weight.vector("a norm", cols)?;
@@ -389,10 +455,18 @@ impl Backend for CpuBackend {
         self.projector(project).run(input, &projections, gate_up, Mode::Store)?;
         let fill = |row: usize, out: &mut [f32]| {
             let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-            silu_multiply(self.isa, gate, up, out);
+            match mlp.activation {
+                Activation::Silu => silu_multiply(self.isa, gate, up, out),
+                Activation::GeluTanh => gelu_multiply(self.isa, gate, up, out),
+            }
         };
-        let input = Input { rows, cols: inner, fill: &fill };
-        self.projector(project).run(input, &[projection(&mlp.down)?], hidden, Mode::Add)
+        let (input, down) = (Input { rows, cols: inner, fill: &fill }, [projection(&mlp.down)?]);
+        let Some(norm) = &mlp.output_norm else {
+            return self.projector(project).run(input, &down, hidden, Mode::Add);
+        };
+        output.resize(rows * cols, 0.0);
+        self.projector(project).run(input, &down, output, Mode::Store)?;
+        self.norm_add(norm, output, cols, hidden)
     }
 
     fn logits(

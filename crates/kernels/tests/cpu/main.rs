@@ -5,3 +5,4 @@
 mod history;
 mod mixed;
 mod quant_oracle;
+mod windows;

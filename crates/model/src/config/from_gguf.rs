@@ -57,12 +57,14 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         }
     };
 
+    let layers = size("block_count")?;
+    let (style, sliding) = family.style_of_gguf(gguf, &key, (hidden_size, head_dim, layers), q_heads)?;
     let config = ModelConfig {
         family: family.name,
         vocab_size,
         hidden_size,
         intermediate_size: size("feed_forward_length")?,
-        layers: size("block_count")?,
+        layers,
         q_heads,
         kv_heads,
         head_dim,
@@ -79,6 +81,8 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         output_bias: gguf.contains("blk.0.attn_output.bias"),
         mlp_bias: gguf.contains("blk.0.ffn_gate.bias"),
         head_norms: family.head_norms,
+        style,
+        sliding,
     };
     config
         .validate(&|_, gguf| key(gguf))

@@ -2,6 +2,7 @@
 //!
 //! A new family is a new file and a line in [`FAMILIES`].
 
+pub(crate) mod gemma3;
 mod llama;
 mod qwen2;
 mod qwen3;
@@ -9,7 +10,7 @@ mod qwen3;
 use oscar_kernels::backend::RopeLayout;
 
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 3] = [&llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
+pub(crate) const FAMILIES: [&ModelFamily; 4] = [&gemma3::GEMMA3, &llama::LLAMA, &qwen2::QWEN2, &qwen3::QWEN3];
 
 /// What sets a family of models apart from the others.
 #[derive(Debug, PartialEq, Eq)]

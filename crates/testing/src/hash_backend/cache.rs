@@ -1,5 +1,7 @@
 //! The pages: a hash for every stored row, and for every sealed page the hash of what it was sealed from.
 
+use std::ops::Range;
+
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{CacheSpec, SealPage};
@@ -78,12 +80,16 @@ impl HashCache {
 
     /// The first `rows` rows of a bf16 page.
     pub(super) fn exact(&self, layer: usize, slot: ExactSlot, rows: usize) -> u64 {
+        self.exact_rows(layer, slot, 0..rows)
+    }
+
+    /// Some rows of a bf16 page.
+    pub(super) fn exact_rows(&self, layer: usize, slot: ExactSlot, rows: Range<usize>) -> u64 {
         let page = &self.pages[self.index(layer, slot)];
-        if rows == PAGE_TOKENS {
+        if rows == (0..PAGE_TOKENS) {
             return page.sum;
         }
-        let rows = page.rows[..rows].iter().enumerate();
-        rows.fold(0, |sum, (offset, &row)| sum.wrapping_add(term(row, offset)))
+        rows.fold(0, |sum, offset| sum.wrapping_add(term(page.rows[offset], offset)))
     }
 
     /// A sealed page.
