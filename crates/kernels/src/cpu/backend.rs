@@ -383,6 +383,9 @@ impl Backend for CpuBackend {
         self.pool.for_each_worker(pages.len() * layers.len() * kv_heads, |worker, task| {
             let (page, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
             let head = HeadIndex { layer: layers.start + rest / kv_heads, head: rest % kv_heads };
+            if !sealing.sealer.codec().has_history(head.layer) {
+                return;
+            }
             let SealPage { exact, sealed } = pages[page];
             // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
             let target = unsafe { sealing.sealed_page(head, sealed) };
