@@ -14,14 +14,9 @@ pub fn tiny_model<B: Backend>(context: usize, backend: Arc<B>) -> Arc<LoadedMode
 }
 
 /// A model of four layers, one of which sees everything and the others `window` positions.
-pub fn tiny_sliding_model<B: Backend>(
-    context: usize,
-    window: usize,
-    backend: Arc<B>,
-) -> Arc<LoadedModel<B>> {
-    let change = |config: String| {
-        config.replace("\"sliding_window\": 40", &format!("\"sliding_window\": {window}"))
-    };
+pub fn tiny_sliding_model<B: Backend>(context: usize, window: usize, backend: Arc<B>) -> Arc<LoadedModel<B>> {
+    let change =
+        |config: String| config.replace("\"sliding_window\": 40", &format!("\"sliding_window\": {window}"));
     let model = tiny_model_from("gemma3", context, backend, change, |_| ());
     assert_eq!(model.config().window(0), Some(window));
     model

@@ -81,9 +81,11 @@ fn attend(backend: &CpuBackend, rows: &[f32], d: usize, window: usize, chunk: us
 
 #[test]
 fn a_row_sees_its_window_and_nothing_before() {
-    for (d, windows) in
-        [(32, &[1, 2, 63, 64, 65, 100, 128, 129, 269, 270, 1000][..]), (256, &[5, 64, 130][..]), (48, &[70][..])]
-    {
+    for (d, windows) in [
+        (32, &[1, 2, 63, 64, 65, 100, 128, 129, 269, 270, 1000][..]),
+        (256, &[5, 64, 130][..]),
+        (48, &[70][..]),
+    ] {
         let rows = numbers(TOKENS * (KV_HEADS * GROUP + 2 * KV_HEADS) * d, 3 + d as u64);
         for isa in Isa::available() {
             let backend = CpuBackend::with_isa(2, isa);

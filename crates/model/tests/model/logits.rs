@@ -95,11 +95,7 @@ fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
 fn head(folder: &Path) -> Option<Vec<f32>> {
     let bytes = std::fs::read(folder.join("model.safetensors")).ok()?;
     let file = SafeTensors::deserialize(&bytes).unwrap();
-    let names = [
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-        "language_model.model.embed_tokens.weight",
-    ];
+    let names = ["lm_head.weight", "model.embed_tokens.weight", "language_model.model.embed_tokens.weight"];
     let head = names.iter().find_map(|name| file.tensor(name).ok()).unwrap();
     let dtype = match head.dtype() {
         safetensors::Dtype::F32 => DType::F32,
