@@ -4,9 +4,9 @@
     python tools/exact_logits.py MODEL.gguf LLAMACPP.safetensors EXACT.safetensors [--fixture FIXTURE.json]
     python tools/exact_logits.py MODEL.gguf TEXT.txt EXACT.safetensors [--tokens 1024]
 
-The token ids come from the output of `llamacpp_logits.py`, or are those of the first tokens of a text. `--fixture` also writes the short form that the tests of
-`oscar-model` read: for the first 128 positions the most likely tokens and their log-probabilities, exact and by
-llama.cpp. Needs torch, transformers, gguf, safetensors and numpy.
+The token ids come from the output of `llamacpp_logits.py`, or are those of the first tokens of a text. `--fixture` also
+writes the short form that the tests of `oscar-model` read: for the last 128 of the first tokens the most likely ones and
+their log-probabilities, exact and by llama.cpp. Needs torch, transformers, gguf, safetensors and numpy.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def log_probabilities(logits):
 
 def top_tokens(logits):
     rows = []
-    for row in log_probabilities(logits[:POSITIONS]):
+    for row in log_probabilities(logits[-POSITIONS:]):
         best = np.argsort(-row, kind="stable")[:TOP]
         rows.append([[int(token), round(float(row[token]), 5)] for token in best])
     return rows
@@ -91,6 +91,7 @@ def main():
     parser.add_argument("reference")
     parser.add_argument("output")
     parser.add_argument("--fixture")
+    parser.add_argument("--fixture-tokens", type=int, default=POSITIONS, help="tokens whose last 128 are in the fixture")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a text")
     arguments = parser.parse_args()
 
@@ -108,9 +109,14 @@ def main():
         exact = model(torch.tensor(ids.astype(np.int64))[None]).logits[0].numpy()
     save_file({"input_ids": ids, "logits": exact}, arguments.output)
     if arguments.fixture:
-        fixture = {"model": os.path.basename(arguments.model), "input_ids": ids[:POSITIONS].tolist(), "exact": top_tokens(exact)}
+        end = arguments.fixture_tokens
+        fixture = {
+            "model": os.path.basename(arguments.model),
+            "input_ids": ids[:end].tolist(),
+            "exact": top_tokens(exact[:end]),
+        }
         if peer is not None:
-            fixture["llamacpp"] = top_tokens(peer)
+            fixture["llamacpp"] = top_tokens(peer[:end])
         with open(arguments.fixture, "w") as file:
             json.dump(fixture, file, separators=(",", ":"))
             file.write("\n")

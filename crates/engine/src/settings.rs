@@ -104,7 +104,8 @@ impl EngineOptions {
             }
         };
         kv.codec = Some(Arc::new(codec.without_history(&config.sliding_layers())?));
-        kv.windows.recent = kv.windows.recent.max((sliding.window - 1).div_ceil(PAGE_TOKENS));
+        let window = sliding.window.min(config.max_context);
+        kv.windows.recent = kv.windows.recent.max((window - 1).div_ceil(PAGE_TOKENS));
         kv.tail = TailPolicy::Exact;
         Ok(options)
     }

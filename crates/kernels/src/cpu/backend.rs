@@ -8,11 +8,12 @@ use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
-use super::elementwise::{gelu_multiply, rms_norm, rms_norm_in_place, silu_multiply};
-use super::encode::SealScratch;
+use super::elementwise::{gelu_multiply, rms_norm, silu_multiply};
+use super::encode::{SealScratch, Sealer};
 use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
+use super::outputs::projection;
 use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
@@ -30,7 +31,7 @@ const PARALLEL_VALUES: usize = 16 * 1024;
 
 /// The CPU as a device.
 pub struct CpuBackend {
-    isa: Isa,
+    pub(super) isa: Isa,
     pool: Pool,
     dot: Dot,
     workspace: Mutex<Workspace>,
@@ -140,42 +141,9 @@ impl CpuBackend {
         lock(&self.workspace)
     }
 
-    fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
+    pub(super) fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
         let (isa, fixed) = (self.isa, self.fixed);
         Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
-    }
-
-    /// The projection of the first rows of a matrix.
-    fn linear(
-        &self,
-        x: &Matrix,
-        rows: usize,
-        linear: &Linear<CpuBackend>,
-        out: &mut [f32],
-        scratch: &mut ProjectScratch,
-        mode: Mode,
-    ) -> Result<(), KernelError> {
-        let cols = x.cols();
-        let x = x.first_rows("input rows", rows)?;
-        let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * cols..(row + 1) * cols]);
-        let input = Input { rows, cols, fill: &fill };
-        self.projector(scratch).run(input, &[projection(linear)?], out, mode)
-    }
-
-    /// Norms each row of `rows` and adds it to that of `hidden`.
-    fn norm_add(
-        &self,
-        norm: &RmsNorm<CpuBackend>,
-        rows: &mut [f32],
-        cols: usize,
-        hidden: &mut [f32],
-    ) -> Result<(), KernelError> {
-        let weight = norm.weight.vector("a norm", cols)?;
-        for (row, hidden) in rows.chunks_exact_mut(cols.max(1)).zip(hidden.chunks_exact_mut(cols.max(1))) {
-            rms_norm_in_place(self.isa, row, weight, norm.eps);
-            hidden.iter_mut().zip(&*row).for_each(|(hidden, value)| *hidden += value);
-        }
-        Ok(())
     }
 
     /// Calls `body` with a worker and every task.
@@ -204,11 +172,6 @@ impl CpuBackend {
 /// Scratch holds no state between calls, so a panic in an earlier one does not matter.
 fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
-    let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
-    Ok(Projection { weight: &linear.weight, bias })
 }
 
 /// Gain and epsilon of a norm over one head.
@@ -315,7 +278,11 @@ impl Backend for CpuBackend {
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
         let writer = cache.writer(layer);
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
-        let parallel = writer.sealer.is_some() || rows.len() >= PARALLEL_VALUES;
+        let first_head = HeadIndex { layer, head: 0 };
+        let rotates = |sealer: &Sealer| {
+            [Side::Key, Side::Value].into_iter().any(|side| !sealer.is_identity(first_head, side))
+        };
+        let parallel = writer.sealer.is_some_and(rotates) || rows.len() >= PARALLEL_VALUES;
         // Where a page gets one token, it is written with what was just computed.
         let one_token = step.sequences.iter().all(|sequence| sequence.len == 1);
         let (sides, values) = (2 * spec.kv_heads, DisjointSlice::new(rows));

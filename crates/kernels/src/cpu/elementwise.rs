@@ -98,7 +98,7 @@ per_isa! {
 #[inline(always)]
 fn gelu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
     // (1 + tanh u) / 2 is the logistic function of 2u.
-    const TWICE_ROOT: f32 = 1.595_769_1;
+    const TWICE_ROOT: f32 = 1.595_769_2;
     for ((gate, up), out) in gate.iter().zip(up).zip(out) {
         let twice = TWICE_ROOT * gate * (0.044_715 * gate).mul_add(*gate, 1.0);
         *out = gate / (1.0 + exp(-twice)) * up;

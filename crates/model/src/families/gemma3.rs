@@ -194,7 +194,13 @@ impl ModelFamily {
         let scalar = if layers == 62 { hidden_size / q_heads.max(1) } else { head_dim };
         let style = style(hidden_size, 0.0, scalar as f64);
         let Some(window) = number("attention.sliding_window")? else { return Ok((style, None)) };
-        let is_sliding = pattern(layers, number("attention.sliding_window_pattern")?.unwrap_or(PATTERN));
+        let name = "attention.sliding_window_pattern";
+        let period = number(name)?.unwrap_or(PATTERN);
+        if period == 0 {
+            let problem = format!("`{}` is 0, expected 1 or more", key(name));
+            return Err(ModelError::BadConfig { path: gguf.path().to_path_buf(), problem });
+        }
+        let is_sliding = pattern(layers, period);
         let theta = metadata.get::<f32>(&key("rope.freq_base_swa"))?.map_or(LOCAL_THETA, f64::from);
         let rope = local_rope(theta, head_dim);
         let sliding = is_sliding.contains(&true).then_some(SlidingLayers { window, is_sliding, rope });

@@ -8,6 +8,7 @@ mod files_writer;
 
 mod config_json;
 mod folders;
+mod gemma3;
 mod gguf;
 mod mutations;
 mod numbers;
