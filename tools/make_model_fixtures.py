@@ -30,7 +30,15 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 TOKENS = 136  # two page edges of 64 tokens, and a third page that is not full
 VOCABULARY = 120  # no multiple of a vector width: the last logits are a remainder
@@ -68,6 +76,15 @@ def common(**overrides):
     )
     settings.update(overrides)
     return settings
+
+
+def gemma3_text(**overrides):
+    return Gemma3TextConfig(**{
+        **common(num_attention_heads=2, num_key_value_heads=1),
+        "rope_theta": 2000.0,
+        "rope_local_base_freq": 30.0,
+        **overrides,
+    })
 
 
 # name: (configuration, stored type, style of config.json, shard size, what the case is for)
@@ -134,6 +151,33 @@ CHECKPOINTS = {
         ),
         torch.bfloat16, "old", None, "query and key norms, one key head, three layers, tied",
     ),
+    "gemma3": (
+        lambda: gemma3_text(
+            num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=32, sliding_window=40, sliding_window_pattern=3,
+        ),
+        torch.bfloat16, "old", None,
+        "layers with a sliding window that is less than a page, a global one by the pattern, two RoPE bases",
+    ),
+    "gemma3-images": (
+        lambda: Gemma3Config(
+            text_config=gemma3_text(
+                num_hidden_layers=3, head_dim=24, query_pre_attn_scalar=10, sliding_window=70,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                rope_parameters={
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+                    "sliding_attention": rope(50.0),
+                },
+            ).to_dict(),
+            vision_config=dict(
+                model_type="siglip_vision_model", hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                num_attention_heads=1, image_size=28, patch_size=14,
+            ),
+            mm_tokens_per_image=1,
+            image_token_index=VOCABULARY - 1, boi_token_index=VOCABULARY - 2, eoi_token_index=VOCABULARY - 3,
+        ),
+        torch.bfloat16, "new", None,
+        "the text model of a checkpoint with images, layers by `layer_types`, linear RoPE scaling of the global one",
+    ),
 }
 
 # name: (checkpoint it is converted from, type of the matrices, type of the embedding and output tables)
@@ -142,6 +186,7 @@ GGUF_FILES = {
     "gguf-llama3-rope-f16": ("llama3-rope", gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F16),
     "gguf-qwen2-q8_0": ("qwen2-tied", gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16),
     "gguf-qwen2-yarn-f16": ("qwen2-yarn", gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q8_0),
+    "gguf-gemma3-f16": ("gemma3", gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q8_0),
     "gguf-qwen3-bf16": ("qwen3", gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.BF16),
 }
 
@@ -163,6 +208,20 @@ GGUF_LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_LAYER_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def is_gemma(model):
+    return model.config.model_type.startswith("gemma")
+
+
+def causal_model(configuration):
+    kind = AutoModelForImageTextToText if configuration.model_type == "gemma3" else AutoModelForCausalLM
+    return kind.from_config(configuration, attn_implementation="eager").float().eval()
 
 
 def randomise(model, seed):
@@ -174,11 +233,12 @@ def randomise(model, seed):
             if name.endswith("bias"):
                 parameter.copy_(noise * 1.5)
             elif "norm" in name:
-                parameter.copy_(1.0 + 0.35 * noise)
+                # Gemma stores how far a gain is from one.
+                parameter.copy_((0.0 if is_gemma(model) else 1.0) + 0.35 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(noise * 0.35)
             else:
-                parameter.copy_(noise * 1.6 / math.sqrt(parameter.shape[1]))
+                parameter.copy_(noise * 1.6 / math.sqrt(math.prod(parameter.shape[1:])))
 
 
 def logits_of(model, ids):
@@ -197,7 +257,7 @@ def token_ids(seed):
 def build(name):
     configuration = CHECKPOINTS[name][0]()
     seed = 1000 + list(CHECKPOINTS).index(name)
-    model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager").float().eval()
+    model = causal_model(configuration)
     randomise(model, seed)
     model.tie_weights()
     return model, seed
@@ -228,6 +288,39 @@ def assert_worth_testing(name, model, ids, logits):
         change.__name__ = f"forget_{kind}"
         return change
 
+    def moved_by(least=0.1, **changes):
+        before = model.config.to_dict()
+        text = {**before.get("text_config", before), **changes}
+        changed = type(model.config)(**({**before, "text_config": text} if "text_config" in before else text))
+        other = causal_model(changed)
+        other.load_state_dict(model.state_dict())
+        difference = (logits_of(other, ids) - logits).abs().mean() / logits.std()
+        assert difference > least, (name, changes, difference)
+
+    if is_gemma(model):
+        for part in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            moved(forget(f"{part}_layernorm", 0.0))
+        moved(forget("q_norm", 0.0))
+        moved(forget("k_norm", 0.0))
+        text = model.config.get_text_config()
+        parameters = text.rope_parameters
+        # Only positions beyond the window change.
+        moved_by(sliding_window=4096, least=0.04)
+        moved_by(sliding_window=text.sliding_window - 8, least=0.04)
+        moved_by(layer_types=["sliding_attention"] * text.num_hidden_layers)
+        # The two activations are alike; the difference is still far above what rounding does.
+        moved_by(hidden_activation="silu", least=0.04)
+        scale = model.get_input_embeddings().embed_scale
+        before = scale.clone()
+        scale.fill_(1.0)
+        unscaled = logits_of(model, ids)
+        scale.copy_(before)
+        assert (unscaled - logits).abs().mean() / logits.std() > 0.1, (name, "embedding scale")
+        moved_by(query_pre_attn_scalar=text.query_pre_attn_scalar * 4)
+        moved_by(rope_parameters={**parameters, "sliding_attention": parameters["full_attention"]})
+        if parameters["full_attention"]["rope_type"] != "default":
+            moved_by(rope_parameters={**parameters, "full_attention": rope(parameters["full_attention"]["rope_theta"])})
+        return
     moved(forget("layernorm", 1.0))
     if name.startswith("qwen2"):
         for projection in ("q_proj.bias", "k_proj.bias", "v_proj.bias"):
@@ -237,7 +330,7 @@ def assert_worth_testing(name, model, ids, logits):
         moved(forget("k_norm", 1.0))
     if model.config.rope_parameters["rope_type"] != "default":
         plain = type(model.config)(**{**model.config.to_dict(), "rope_parameters": rope(10000.0)})
-        unscaled = AutoModelForCausalLM.from_config(plain, attn_implementation="eager").float().eval()
+        unscaled = causal_model(plain)
         unscaled.load_state_dict(model.state_dict())
         difference = (logits_of(unscaled, ids) - logits).abs().mean() / logits.std()
         assert difference > 0.1, (name, "rope scaling", difference)
@@ -246,6 +339,12 @@ def assert_worth_testing(name, model, ids, logits):
 def old_style(configuration):
     """config.json as transformers 4 wrote it: `rope_theta` and `rope_scaling` side by side, `torch_dtype`."""
     parameters = configuration.pop("rope_parameters")
+    if "sliding_attention" in parameters:
+        configuration["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        # The pattern says it; files of the first release have no list.
+        types = configuration.pop("layer_types")
+        configuration["sliding_window_pattern"] = types.index("full_attention") + 1
+        parameters = parameters["full_attention"]
     configuration["rope_theta"] = parameters.pop("rope_theta")
     kind = parameters.pop("rope_type")
     configuration["rope_scaling"] = None if kind == "default" else {**parameters, "type": kind}
@@ -320,7 +419,8 @@ def write_checkpoint(output, name):
     write_json(folder / "tokenizer.json", tokenizer_json())
 
     # From the folder, not from memory: what a reader of these files gets, including the rewritten config.json.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = AutoModelForImageTextToText if configuration["model_type"] == "gemma3" else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = token_ids(seed)
     logits = logits_of(model, ids)
     assert_worth_testing(name, model, ids, logits)
@@ -344,12 +444,13 @@ def separate_heads(weight, heads):
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def gguf_name(name):
+def gguf_name(name, architecture):
     if name in GGUF_NAMES:
         return GGUF_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
     module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{GGUF_LAYER_NAMES[module]}.{kind}"
+    names = {**GGUF_LAYER_NAMES, **(GEMMA_LAYER_NAMES if architecture == "gemma3" else {})}
+    return f"blk.{layer}.{names[module]}.{kind}"
 
 
 def llama3_frequency_divisors(parameters, head_dimension):
@@ -373,6 +474,11 @@ def write_metadata(writer, name, configuration, file_type):
     head_dimension = getattr(configuration, "head_dim", None)
     head_dimension = head_dimension or configuration.hidden_size // configuration.num_attention_heads
     parameters = configuration.rope_parameters
+    if "full_attention" in parameters:
+        writer.add_sliding_window(configuration.sliding_window)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", configuration.layer_types.index("full_attention") + 1)
+        writer.add_float32("gemma3.rope.freq_base_swa", parameters["sliding_attention"]["rope_theta"])
+        parameters = parameters["full_attention"]
     writer.add_name(name)
     writer.add_file_type(file_type)
     writer.add_context_length(configuration.max_position_embeddings)
@@ -386,7 +492,7 @@ def write_metadata(writer, name, configuration, file_type):
     writer.add_vocab_size(configuration.vocab_size)
     if configuration.model_type == "llama":
         writer.add_rope_dimension_count(head_dimension)
-    if configuration.model_type == "qwen3":
+    if configuration.model_type in ("qwen3", "gemma3_text"):
         writer.add_key_length(head_dimension)
         writer.add_value_length(head_dimension)
     if parameters["rope_type"] == "yarn":
@@ -415,7 +521,7 @@ def write_gguf(output, name):
     folder.mkdir(parents=True)
     model, seed = build(source)
     configuration = model.config
-    architecture = configuration.model_type
+    architecture = configuration.model_type.removesuffix("_text")
     file_types = {"F16": gguf.LlamaFileType.MOSTLY_F16, "BF16": gguf.LlamaFileType.MOSTLY_BF16,
                   "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
     writer = gguf.GGUFWriter(str(folder / "model.gguf"), architecture)
@@ -428,7 +534,7 @@ def write_gguf(output, name):
     for key, parameter in model.named_parameters():
         weight = parameter.detach().numpy().astype(np.float32)
         if weight.ndim == 1:
-            writer.add_tensor(gguf_name(key), weight)
+            writer.add_tensor(gguf_name(key, architecture), weight + 1.0 if is_gemma(model) else weight)
             stored_weights[key] = torch.from_numpy(weight)
             continue
         heads = next((count for part, count in heads_of.items() if part in key), None)
@@ -438,7 +544,7 @@ def write_gguf(output, name):
             weight = interleave_heads(weight, heads)
         kind = table_type if "embed_tokens" in key or "lm_head" in key else matrix_type
         packed = gguf.quants.quantize(weight, kind)
-        writer.add_tensor(gguf_name(key), packed, raw_dtype=kind)
+        writer.add_tensor(gguf_name(key, architecture), packed, raw_dtype=kind)
         weight = gguf.quants.dequantize(packed, kind)
         if heads:
             weight = separate_heads(weight, heads)

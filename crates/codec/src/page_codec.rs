@@ -27,6 +27,14 @@ pub struct HeadEncoder {
 }
 
 impl HeadEncoder {
+    /// A copy: rows are neither centred nor rotated, and rounded to bf16.
+    pub fn bf16(head_dim: usize) -> HeadEncoder {
+        HeadEncoder {
+            transform: HeadTransform::identity(head_dim),
+            rows: RowEncoder::Bf16(Bf16Layout::new(head_dim)),
+        }
+    }
+
     /// An encoder of codes. With `published` they are chosen against the unrounded scale, as in the paper.
     pub fn codes(transform: HeadTransform, layout: CodeLayout, rule: Rule, published: bool) -> HeadEncoder {
         HeadEncoder { transform, rows: RowEncoder::Codes(CodeRows { layout, rule, published }) }
@@ -41,6 +49,8 @@ pub struct PageCodec {
     /// `[layer · kv_heads + head]`.
     keys: Vec<HeadEncoder>,
     values: Vec<HeadEncoder>,
+    /// Layers of which nothing is sealed.
+    without_history: Vec<bool>,
     /// First byte of each layer in a sealed page, and the end.
     offsets: Vec<usize>,
 }
@@ -70,7 +80,16 @@ impl PageCodec {
                 return Err(CodecError::MixedLayouts { layer });
             }
         }
-        Ok(PageCodec { name: name.into(), geometry, keys, values, offsets: Vec::new() }.with_offsets())
+        let without_history = vec![false; layers];
+        let codec =
+            PageCodec { name: name.into(), geometry, keys, values, without_history, offsets: Vec::new() };
+        Ok(codec.with_offsets())
+    }
+
+    /// Pages that are sealed to bf16, a copy, for caches of which some layers keep no history.
+    pub fn bf16(geometry: KvGeometry) -> Result<PageCodec, CodecError> {
+        let encoder = HeadEncoder::bf16(geometry.head_dim);
+        Self::uniform("bf16", geometry, encoder, None)
     }
 
     /// 4-bit pages: (block) Hadamard, min-max over the row, f16 scales. Keys are centred when their means, indexed by
@@ -117,10 +136,7 @@ impl PageCodec {
     /// read what a bf16 cache reads.
     pub fn keep_bf16(mut self, layers: &[usize]) -> Result<PageCodec, CodecError> {
         let KvGeometry { kv_heads, head_dim, .. } = self.geometry;
-        let exact = HeadEncoder {
-            transform: HeadTransform::identity(head_dim),
-            rows: RowEncoder::Bf16(Bf16Layout::new(head_dim)),
-        };
+        let exact = HeadEncoder::bf16(head_dim);
         for &layer in layers {
             self.check_head(HeadIndex { layer, head: 0 })?;
             if !head_dim.is_multiple_of(2) {
@@ -134,11 +150,29 @@ impl PageCodec {
         Ok(self.with_offsets())
     }
 
+    /// The same codec, but nothing of `layers` is sealed: they read a window of bf16 pages and no history. Their rows are
+    /// neither centred nor rotated, and they take no bytes of a sealed page.
+    pub fn without_history(self, layers: &[usize]) -> Result<PageCodec, CodecError> {
+        let mut codec = self.keep_bf16(layers)?;
+        for &layer in layers {
+            codec.without_history[layer] = true;
+        }
+        Ok(codec.with_offsets())
+    }
+
+    /// Whether pages of a layer are sealed.
+    ///
+    /// # Panics
+    /// When there is no such layer.
+    pub fn has_history(&self, layer: usize) -> bool {
+        !self.without_history[layer]
+    }
+
     fn with_offsets(mut self) -> Self {
         let mut end = 0;
         self.offsets = vec![0];
         for layer in 0..self.geometry.layers {
-            end += self.geometry.kv_heads * self.layout(layer).page_bytes();
+            end += self.geometry.kv_heads * self.head_bytes(layer);
             self.offsets.push(end);
         }
         self
@@ -191,12 +225,12 @@ impl PageCodec {
         self.offsets[layer]
     }
 
-    /// Bytes of one head of a layer in a sealed page.
+    /// Bytes of one head of a layer in a sealed page; none for a layer without history.
     ///
     /// # Panics
     /// When there is no such layer.
     pub fn head_bytes(&self, layer: usize) -> usize {
-        self.layout(layer).page_bytes()
+        if self.has_history(layer) { self.layout(layer).page_bytes() } else { 0 }
     }
 
     /// Where one head lies in a sealed page.
@@ -328,6 +362,9 @@ impl CacheCodec for PageCodec {
 
     fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
         self.check_head(head)?;
+        if !self.has_history(head.layer) {
+            return Ok(());
+        }
         let page_values = PAGE_TOKENS * self.geometry.head_dim;
         let mut decoded = vec![0.0; rows.len()];
         let mut page = vec![0; self.head_bytes(head.layer)];
@@ -343,7 +380,8 @@ impl CacheCodec for PageCodec {
     }
 
     fn token_bytes(&self, _: usize) -> f64 {
-        let heads = self.geometry.layers * self.geometry.kv_heads;
+        let layers = (0..self.geometry.layers).filter(|&layer| self.has_history(layer)).count();
+        let heads = layers.max(1) * self.geometry.kv_heads;
         self.page_bytes() as f64 / (heads * PAGE_TOKENS) as f64
     }
 }

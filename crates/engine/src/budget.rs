@@ -39,8 +39,9 @@ pub struct Budget {
     pub hidden_bytes: usize,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
     pub bits_per_element: f64,
-    /// Elements (keys and values) of one token.
+    /// Elements (keys and values) of one token, and those of layers that keep a history.
     elements_per_token: usize,
+    history_elements: usize,
 }
 
 /// The pages of one pool and what they cost.
@@ -119,10 +120,14 @@ impl Budget {
             hidden_bytes: 0,
             bits_per_element: 0.0,
             elements_per_token: 2 * layers * kv_heads * head_dim,
+            history_elements: 2 * layers * kv_heads * head_dim,
         };
         let least = PageNeed::of(context, kv.windows, kv.codec.is_some(), kv.prefix_tree);
         if let Some(codec) = &kv.codec {
-            budget.sealed.page_bytes = codec.page_bytes();
+            // Where no layer keeps a history there is still a pool, of pages without bytes.
+            budget.sealed.page_bytes = codec.page_bytes().max(1);
+            let with_history = (0..layers).filter(|&layer| codec.has_history(layer)).count();
+            budget.history_elements = 2 * with_history * kv_heads * head_dim;
             budget.scratch = PoolBudget { pages: least.scratch, page_bytes: exact_bytes / layers.max(1) };
             if context > options.prefill_chunk {
                 // A row of hidden states and its rotary angles, in f32.
@@ -225,7 +230,7 @@ impl Budget {
     /// Bits per key or value element of a page that is not in a window.
     pub fn history_bits(&self) -> f64 {
         let page = if self.sealed.page_bytes > 0 { self.sealed.page_bytes } else { self.exact.page_bytes };
-        page as f64 * 8.0 / (PAGE_TOKENS * self.elements_per_token).max(1) as f64
+        page as f64 * 8.0 / (PAGE_TOKENS * self.history_elements).max(1) as f64
     }
 
     pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use oscar_codec::CodecError;
 use oscar_kernels::KernelError;
 use oscar_kv::{KvError, Shortage};
 use oscar_model::text::TextError;
@@ -29,6 +30,8 @@ pub enum EngineError {
     Shortage(#[from] Shortage),
     #[error(transparent)]
     Kv(#[from] KvError),
+    #[error("the codec of the cache: {0}")]
+    Codec(#[from] CodecError),
     #[error("{0}")]
     Shared(Arc<EngineError>),
     #[error("the engine has stopped")]

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{PageCodec, PageWindows};
+use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
 use oscar_kv::TailPolicy;
+use oscar_model::ModelConfig;
 
 pub use oscar_kv::PrefillMode;
+
+use crate::error::EngineError;
 
 /// Settings of an engine.
 #[derive(Clone, Debug)]
@@ -78,6 +81,33 @@ impl EngineOptions {
             PrefillMode::Exact if !self.deterministic => PrefillMode::Exact,
             _ => PrefillMode::Uniform,
         }
+    }
+
+    /// The same settings for a model of which some layers see a sliding window.
+    ///
+    /// Those layers keep no history: every page that leaves the windows of the cache is given back but for what the codec
+    /// keeps of the other layers. So the recent window must be as wide as theirs, and a prefix hit counts only up to a place
+    /// where the whole window is there in bf16: computing it again would need the windows of the layers below.
+    pub(crate) fn for_layers(&self, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
+        let mut options = self.clone();
+        let Some(sliding) = &config.sliding else { return Ok(options) };
+        let geometry = config.kv_geometry();
+        let kv = &mut options.kv;
+        let codec = match &kv.codec {
+            // The budget refuses it.
+            Some(codec) if codec.geometry() != geometry => return Ok(options),
+            Some(codec) => PageCodec::clone(codec),
+            None => {
+                // History is as good as the windows.
+                kv.windows = PageWindows { sink: 0, recent: 0 };
+                PageCodec::bf16(geometry)?
+            }
+        };
+        kv.codec = Some(Arc::new(codec.without_history(&config.sliding_layers())?));
+        let window = sliding.window.min(config.max_context);
+        kv.windows.recent = kv.windows.recent.max((window - 1).div_ceil(PAGE_TOKENS));
+        kv.tail = TailPolicy::Exact;
+        Ok(options)
     }
 
     /// What a cold window leads to. Where pages depend on the tokens alone, a prefix hit must not change that.

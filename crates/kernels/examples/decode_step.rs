@@ -14,8 +14,8 @@ use oscar_codec::{
     SealedSlot, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, SealPage, SealedRows,
-    SealedSpec, SequenceRows, StoredMatrix,
+    Activation, AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, SealPage,
+    SealedRows, SealedSpec, SequenceRows, StoredMatrix,
 };
 use oscar_kernels::cpu::{Cache, CpuBackend};
 use oscar_kernels::{Backend, DType};
@@ -94,9 +94,11 @@ fn main() {
             output: linear(shape.hidden, q),
             mlp: GatedMlp {
                 norm: norm(),
+                activation: Activation::Silu,
                 gate: linear(shape.inner, shape.hidden),
                 up: linear(shape.inner, shape.hidden),
                 down: linear(shape.hidden, shape.inner),
+                output_norm: None,
             },
         })
         .collect();
@@ -172,7 +174,7 @@ fn step(
 
 fn attention(shape: Shape) -> AttentionSpec<CpuBackend> {
     let Shape { q_heads, kv_heads, d: head_dim, .. } = shape;
-    AttentionSpec { q_heads, kv_heads, head_dim, scale: 0.05, q_norm: None, k_norm: None }
+    AttentionSpec { q_heads, kv_heads, head_dim, scale: 0.05, window: None, q_norm: None, k_norm: None }
 }
 
 fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: bool) -> Filled {

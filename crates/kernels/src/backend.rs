@@ -75,6 +75,8 @@ pub enum KernelError {
     Cuda(#[from] crate::cuda::CudaError),
     #[error("{0}")]
     BadSetting(String),
+    #[error("{0} are not supported on this device yet; run the model on the CPU (`--device cpu`)")]
+    Unsupported(Feature),
 }
 
 /// Two sizes that must be equal; `what` names them in the error.
@@ -98,16 +100,54 @@ pub struct Linear<B: Backend + ?Sized> {
     pub bias: Option<B::Weight>,
 }
 
-/// The gated feed-forward block `x + down(silu(gate(norm x)) * up(norm x))`.
+/// What some families need beyond the plain transformer; see [`Backend::supports`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feature {
+    /// [`AttentionSpec::window`] and [`Backend::add_window_rope`].
+    SlidingWindows,
+    /// [`Backend::linear_norm_add`] and [`GatedMlp::output_norm`].
+    OutputNorms,
+    /// [`Activation::GeluTanh`].
+    GeluTanh,
+    /// [`Backend::scale`].
+    ScaledEmbeddings,
+}
+
+impl std::fmt::Display for Feature {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Feature::SlidingWindows => "sliding windows",
+            Feature::OutputNorms => "norms of a block's output",
+            Feature::GeluTanh => "GELU activations",
+            Feature::ScaledEmbeddings => "scaled embeddings",
+        })
+    }
+}
+
+/// What the gate of a feed-forward block goes through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activation {
+    /// `x · sigmoid(x)`.
+    #[default]
+    Silu,
+    /// GELU by its tanh approximation, `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`.
+    GeluTanh,
+}
+
+/// The gated feed-forward block `x + output_norm(down(activation(gate(norm x)) * up(norm x)))`.
 pub struct GatedMlp<B: Backend + ?Sized> {
     /// Applied to the input first.
     pub norm: RmsNorm<B>,
+    /// What the gate goes through.
+    pub activation: Activation,
     /// Goes through the activation.
     pub gate: Linear<B>,
     /// Multiplied with the activated gate.
     pub up: Linear<B>,
     /// Back to the hidden size.
     pub down: Linear<B>,
+    /// Applied to the result before it is added (Gemma).
+    pub output_norm: Option<RmsNorm<B>>,
 }
 
 /// The feed-forward block of a mixture of experts: `x + Σ weight · expert(norm x)` over the experts that the router chooses
@@ -151,6 +191,9 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     pub head_dim: usize,
     /// Logit scale, usually `1/sqrt(head_dim)`.
     pub scale: f32,
+    /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
+    /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
+    pub window: Option<usize>,
     /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a
     /// gain of `q_heads * head_dim`.
     pub q_norm: Option<RmsNorm<B>>,
@@ -367,6 +410,12 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
+    /// Whether the device has what some families need. A model is refused when it is loaded, not in its first step.
+    fn supports(&self, feature: Feature) -> bool {
+        let _ = feature;
+        false
+    }
+
     /// Takes over a stored matrix; it stays in its stored type.
     fn weight(&self, stored: &StoredMatrix) -> Result<Self::Weight, KernelError>;
     /// Takes over the same projection of all experts of a layer, in their order and of one shape.
@@ -389,6 +438,12 @@ pub trait Backend: Send + Sync + 'static {
         cache: &Self::Cache,
     ) -> Result<Self::Step, KernelError>;
 
+    /// Adds the rotary angles of layers with a window to a step.
+    fn add_window_rope(&self, step: &mut Self::Step, rope: &Rope) -> Result<(), KernelError> {
+        let _ = (step, rope);
+        Err(KernelError::Unsupported(Feature::SlidingWindows))
+    }
+
     /// Runs a part of a step that does the same for every step with as many rows on the same cache and buffers, and that
     /// waits for nothing. A device may record what it does and replay that the next time instead of running it.
     fn record(
@@ -407,6 +462,12 @@ pub trait Backend: Send + Sync + 'static {
         step: &Self::Step,
         hidden: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
+
+    /// `hidden *= factor`.
+    fn scale(&self, step: &Self::Step, factor: f32, hidden: &mut Self::Buffer) -> Result<(), KernelError> {
+        let _ = (step, factor, hidden);
+        Err(KernelError::Unsupported(Feature::ScaledEmbeddings))
+    }
 
     /// `out = [linears[0](norm x) | linears[1](norm x) | ...]`, side by side in the columns of `out`.
     fn norm_linear(
@@ -430,7 +491,7 @@ pub trait Backend: Send + Sync + 'static {
     ) -> Result<(), KernelError>;
 
     /// Causal attention of every row over the pages of its sequence, each read exactly or sealed as
-    /// [`PageWindows::history`] says; `out` has `q_heads * head_dim` columns, back in the model's basis.
+    /// [`PageWindows::history`] says, or over its window in bf16 in a layer that has one; `out` has `q_heads * head_dim` columns, back in the model's basis.
     fn attend(
         &self,
         step: &Self::Step,
@@ -468,6 +529,19 @@ pub trait Backend: Send + Sync + 'static {
         linear: &Linear<Self>,
         hidden: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
+
+    /// `hidden += norm(linear(x))`.
+    fn linear_norm_add(
+        &self,
+        step: &Self::Step,
+        x: &Self::Buffer,
+        linear: &Linear<Self>,
+        norm: &RmsNorm<Self>,
+        hidden: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let _ = (step, x, linear, norm, hidden);
+        Err(KernelError::Unsupported(Feature::OutputNorms))
+    }
 
     /// `hidden += mlp(hidden)`.
     fn gated_mlp(

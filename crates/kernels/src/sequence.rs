@@ -107,6 +107,18 @@ impl StepSequence {
         Ok(())
     }
 
+    /// [`Self::check_readable`] of a layer in which a row sees `window` positions, all of them in bf16.
+    pub(crate) fn check_window(&self, window: usize) -> Result<(), KernelError> {
+        if self.len == 0 || self.pages.iter().all(Option::is_none) {
+            return Ok(());
+        }
+        let first = (self.start + 1).saturating_sub(window) / PAGE_TOKENS;
+        match (first..self.pages.len()).find(|&page| self.pages[page].is_none()) {
+            Some(page) => Err(KernelError::PageMissing { page, tier: "the bf16 pool" }),
+            None => Ok(()),
+        }
+    }
+
     /// Pages that queries of page `query_page` read sealed; all others up to their own are read exactly. Empty at 0
     /// if there are none.
     fn history_of_page(&self, query_page: usize) -> Range<usize> {

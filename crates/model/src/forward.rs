@@ -14,6 +14,8 @@ pub struct Model<B: Backend> {
     backend: Arc<B>,
     config: ModelConfig,
     rope: Rope,
+    /// That of layers with a window.
+    window_rope: Option<Rope>,
     weights: ModelWeights<B>,
 }
 
@@ -95,7 +97,8 @@ impl<B: Backend> Model<B> {
     /// A model of weights that are on the device.
     pub fn new(backend: Arc<B>, config: ModelConfig, weights: ModelWeights<B>) -> Model<B> {
         let rope = config.rope.build();
-        Model { backend, config, rope, weights }
+        let window_rope = config.sliding.as_ref().map(|sliding| sliding.rope.build());
+        Model { backend, config, rope, window_rope, weights }
     }
 
     /// The device that the weights are on.
@@ -150,7 +153,11 @@ impl<B: Backend> Model<B> {
 
     /// Checks a batch against a cache and prepares its tables.
     pub fn begin_step(&self, batch: &Batch<'_>, cache: &B::Cache) -> Result<B::Step, KernelError> {
-        self.backend.begin_step(batch, &self.rope, cache)
+        let mut step = self.backend.begin_step(batch, &self.rope, cache)?;
+        if let Some(rope) = &self.window_rope {
+            self.backend.add_window_rope(&mut step, rope)?;
+        }
+        Ok(step)
     }
 
     /// Fills the hidden states from the token embedding.
@@ -164,7 +171,11 @@ impl<B: Backend> Model<B> {
             let (expected, got) = (activations.max_rows, batch.tokens.len());
             return Err(KernelError::Shape { what: "tokens of a step, at most", expected, got });
         }
-        self.backend.embed(&self.weights.embedding, step, &mut activations.hidden)
+        self.backend.embed(&self.weights.embedding, step, &mut activations.hidden)?;
+        match self.config.style.embedding_scale {
+            Some(scale) => self.backend.scale(step, scale, &mut activations.hidden),
+            None => Ok(()),
+        }
     }
 
     /// Takes the hidden states through some layers. A prompt can be computed layer by layer and chunk by chunk.
@@ -181,7 +192,10 @@ impl<B: Backend> Model<B> {
             let [q, k, v] = &layer.qkv;
             self.backend.norm_linear(step, hidden, &layer.norm, &[q, k, v], qkv)?;
             attention.attend(&self.backend, step, &layer.attention, index, qkv, attended)?;
-            self.backend.linear_add(step, attended, &layer.output, hidden)?;
+            match &layer.output_norm {
+                None => self.backend.linear_add(step, attended, &layer.output, hidden)?,
+                Some(norm) => self.backend.linear_norm_add(step, attended, &layer.output, norm, hidden)?,
+            }
             match &layer.mlp {
                 FeedForward::Dense(mlp) => self.backend.gated_mlp(step, mlp, hidden)?,
                 FeedForward::Routed(mlp) => self.backend.routed_mlp(step, mlp, hidden)?,

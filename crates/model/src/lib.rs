@@ -27,7 +27,7 @@ pub mod source;
 pub mod text;
 mod weights;
 
-pub use config::{ExpertsConfig, ModelConfig, QkNorm, WeightScales};
+pub use config::{BlockStyle, ExpertsConfig, ModelConfig, QkNorm, SlidingLayers, WeightScales};
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};

@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use oscar_kernels::Backend;
+use oscar_kernels::{Backend, KernelError};
 
 use crate::config::{ModelConfig, from_gguf, from_hugging_face};
 use crate::error::ModelError;
-use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource, WeightMemory};
+use crate::families::gemma3;
+use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource, TextPart, WeightMemory};
 use crate::forward::Model;
 use crate::names::TensorNaming;
 use crate::sampling::SamplingDefaults;
@@ -20,6 +21,7 @@ pub struct ModelFiles {
     config: ModelConfig,
     naming: TensorNaming,
     tensors: Box<dyn TensorSource>,
+    skipped_tensors: usize,
     tokenizer: Option<Arc<Tokenizer>>,
     /// A broken template must not stop work on plain text, so its error waits until the template is needed.
     chat_template: Result<ChatTemplate, TextError>,
@@ -59,6 +61,7 @@ impl ModelFiles {
             config,
             naming: TensorNaming::Gguf,
             tensors: Box::new(gguf),
+            skipped_tensors: 0,
             tokenizer: Some(Arc::new(tokenizer)),
             chat_template,
             sampling_defaults,
@@ -69,7 +72,12 @@ impl ModelFiles {
         let text = |source| in_file(folder, source);
         let description = JsonFile::open(&folder.join("config.json"))?;
         let config = from_hugging_face(&description)?;
-        let tensors = Safetensors::open_folder_in(folder, memory)?;
+        let mut tensors: Box<dyn TensorSource> = Box::new(Safetensors::open_folder_in(folder, memory)?);
+        let mut skipped_tensors = 0;
+        if gemma3::has_images(&description.fields())? {
+            let text = TextPart::new(tensors, gemma3::text_name)?;
+            (skipped_tensors, tensors) = (text.left_out(), Box::new(text));
+        }
         let tokenizer = if folder.join("tokenizer.json").exists() {
             Some(Arc::new(Tokenizer::from_folder(folder).map_err(text)?))
         } else {
@@ -79,7 +87,8 @@ impl ModelFiles {
         Ok(ModelFiles {
             config,
             naming: TensorNaming::HuggingFace,
-            tensors: Box::new(tensors),
+            tensors,
+            skipped_tensors,
             tokenizer,
             chat_template,
             sampling_defaults: SamplingDefaults::from_folder(folder),
@@ -97,6 +106,7 @@ impl ModelFiles {
             config,
             naming,
             tensors,
+            skipped_tensors: 0,
             tokenizer: Some(Arc::new(tokenizer)),
             chat_template: Err(TextError::NoChatTemplate),
             sampling_defaults: Ok(SamplingDefaults::default()),
@@ -111,6 +121,12 @@ impl ModelFiles {
     /// The stored tensors.
     pub fn tensors(&self) -> &dyn TensorSource {
         &*self.tensors
+    }
+
+    /// How many tensors of the files belong to parts that are not run, such as those that see images. They are not among
+    /// [`Self::tensors`].
+    pub fn skipped_tensors(&self) -> usize {
+        self.skipped_tensors
     }
 
     /// The tokenizer, if the files hold one.
@@ -130,6 +146,9 @@ impl ModelFiles {
 
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
+        if let Some(feature) = self.config.features().into_iter().find(|&need| !backend.supports(need)) {
+            return Err(KernelError::Unsupported(feature).into());
+        }
         let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
         backend.finish_weights();
         Ok(Model::new(backend, self.config.clone(), weights))

@@ -12,7 +12,7 @@ use oscar_kernels::DType;
 use oscar_kernels::backend::{RopeLayout, SharedBytes};
 use oscar_random::Random;
 
-use crate::config::{ModelConfig, QkNorm};
+use crate::config::{BlockStyle, ModelConfig, QkNorm};
 use crate::error::ModelError;
 use crate::files::{ElementType, FileError, StoredTensor, TensorEntry, TensorSource};
 use crate::loaded::ModelFiles;
@@ -133,6 +133,8 @@ impl Geometry {
             experts: None,
             further_layers: 0,
             fp8: None,
+            style: BlockStyle::plain(128),
+            sliding: None,
         }
     }
 }

@@ -5,10 +5,11 @@
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::sync::Arc;
 
-use oscar_kernels::Backend;
 use oscar_kernels::backend::{AttentionSpec, GatedMlp, Linear, RmsNorm, RoutedMlp, StoredMatrix};
 use oscar_kernels::quant::dequantise;
+use oscar_kernels::{Backend, DType};
 
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::ModelError;
@@ -25,6 +26,8 @@ pub struct LayerWeights<B: Backend> {
     pub attention: AttentionSpec<B>,
     /// Attention output projection.
     pub output: Linear<B>,
+    /// Norm of what it returns.
+    pub output_norm: Option<RmsNorm<B>>,
     /// Feed-forward block.
     pub mlp: FeedForward<B>,
 }
@@ -108,11 +111,13 @@ impl<B: Backend> Loader<'_, B> {
                 q_heads: config.q_heads,
                 kv_heads: config.kv_heads,
                 head_dim: d,
-                scale: 1.0 / (d as f32).sqrt(),
+                scale: config.style.attention_scale,
+                window: config.window(layer),
                 q_norm: head_norm(LayerTensor::QueryNorm, config.q_heads)?,
                 k_norm: head_norm(LayerTensor::KeyNorm, config.kv_heads)?,
             },
             output: linear(LayerTensor::Output, hidden, q, config.output_bias)?,
+            output_norm: self.output_norm(layer, LayerTensor::AttentionOutputNorm)?,
             mlp: match config.experts.as_ref().filter(|experts| experts.routed[layer]) {
                 Some(experts) => FeedForward::Routed(self.routed_mlp(layer, experts)?),
                 None => FeedForward::Dense(self.dense_mlp(layer)?),
@@ -127,10 +132,19 @@ impl<B: Backend> Loader<'_, B> {
         };
         Ok(GatedMlp {
             norm: self.mlp_norm(layer)?,
+            activation: self.config.style.activation,
             gate: linear(LayerTensor::Gate, inner, hidden)?,
             up: linear(LayerTensor::Up, inner, hidden)?,
             down: linear(LayerTensor::Down, hidden, inner)?,
+            output_norm: self.output_norm(layer, LayerTensor::MlpOutputNorm)?,
         })
+    }
+
+    /// A norm of what a block returns, in models that have them.
+    fn output_norm(&self, layer: usize, part: LayerTensor) -> Result<Option<RmsNorm<B>>, ModelError> {
+        let name = || format!("{}.weight", self.naming.layer_tensor(layer, part));
+        let has = self.config.style.output_norms;
+        has.then(|| self.norm(&name(), self.config.hidden_size)).transpose()
     }
 
     /// The norm before the feed-forward block.
@@ -138,6 +152,9 @@ impl<B: Backend> Loader<'_, B> {
         let name = match (self.naming, &self.config.experts) {
             (TensorNaming::Gguf, Some(experts)) => {
                 format!("{}{}", self.naming.layer_prefix(layer), experts.facts.gguf_norm)
+            }
+            _ if self.config.style.output_norms => {
+                self.naming.layer_tensor(layer, LayerTensor::MlpNormBetween)
             }
             _ => self.naming.layer_tensor(layer, LayerTensor::MlpNorm),
         };
@@ -158,14 +175,29 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn norm(&self, name: &str, len: usize) -> Result<RmsNorm<B>, ModelError> {
-        Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps: self.config.norm_eps })
+        let eps = self.config.norm_eps;
+        if self.config.style.norm_offset == 0.0 {
+            return Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps });
+        }
+        self.stored(name, 1, len)?;
+        let bytes: Vec<u8> = self.vector(name, len)?.iter().flat_map(|gain| gain.to_le_bytes()).collect();
+        let gain = StoredMatrix {
+            bytes: Arc::new(bytes),
+            offset: 0,
+            dtype: DType::F32,
+            rows: 1,
+            cols: len,
+            scales: None,
+        };
+        Ok(RmsNorm { weight: self.backend.weight(&gain)?, eps })
     }
 
-    /// A vector on the host.
+    /// The gain of a norm on the host.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let stored: StoredMatrix = self.source.get(name)?.matrix()?;
         let mut values = vec![0.0; len];
         dequantise(stored.dtype, stored.data()?, &mut values);
+        values.iter_mut().for_each(|value| *value += self.config.style.norm_offset);
         Ok(values)
     }
 

@@ -79,7 +79,7 @@ impl RotationSource {
         model: &LoadedModel<B>,
         identity: &ModelIdentity,
     ) -> Result<Option<FoundRotations>, RotationError> {
-        let (name, file, certificate) = match &self.files {
+        let (name, mut file, certificate) = match &self.files {
             RotationFiles::Own(path) => {
                 (path.display().to_string(), safetensors::read(path)?, certificate_beside(path))
             }
@@ -100,6 +100,7 @@ impl RotationSource {
             }
         };
         let config = model.config();
+        file.fill_sliding_layers(&config.sliding_layers());
         let doubt = check_model(&file, &identity.model_fingerprint, config.kv_geometry(), self.force)?;
         let mut notices: Vec<Notice> = doubt.map(Notice::Model).into_iter().collect();
         let mut file = match config.rope.layout {

@@ -67,7 +67,9 @@ pub fn model_fingerprint(files: &ModelFiles) -> Result<String, RotationError> {
             let (path, tensor) = (norm.path.to_path_buf(), norm.name);
             return Err(ModelError::TensorShape { path, tensor, expected, got }.into());
         }
-        weights.into_iter().for_each(|weight| hash.update(bf16::from_f32(weight).to_le_bytes()));
+        // Some files store gains less one.
+        let gains = weights.into_iter().map(|weight| weight + config.style.norm_offset);
+        gains.for_each(|gain| hash.update(bf16::from_f32(gain).to_le_bytes()));
     }
     Ok(hexadecimal(&hash.finalize()))
 }

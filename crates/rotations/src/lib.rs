@@ -42,6 +42,7 @@ pub mod pt;
 pub mod rotation;
 pub mod safetensors;
 pub mod shipped;
+mod sliding;
 pub mod verify;
 
 pub use cache_type::CacheType;

@@ -157,7 +157,10 @@ impl CachePlan {
             }
         };
         let codec = match codec {
-            Some(codec) => Some(Arc::new(codec.keep_bf16(&options.encoder.bf16_layers)?)),
+            Some(codec) => {
+                let codec = codec.keep_bf16(&options.encoder.bf16_layers)?;
+                Some(Arc::new(codec.without_history(&model.config().sliding_layers())?))
+            }
             None => None,
         };
         let source = source(kind, found, &options.encoder);

@@ -13,11 +13,30 @@ pub fn tiny_model<B: Backend>(context: usize, backend: Arc<B>) -> Arc<LoadedMode
     tiny_model_with("qwen3", context, backend, |_| ())
 }
 
+/// A model of four layers, one of which sees everything and the others `window` positions.
+pub fn tiny_sliding_model<B: Backend>(context: usize, window: usize, backend: Arc<B>) -> Arc<LoadedModel<B>> {
+    let change =
+        |config: String| config.replace("\"sliding_window\": 40", &format!("\"sliding_window\": {window}"));
+    let model = tiny_model_from("gemma3", context, backend, change, |_| ());
+    assert_eq!(model.config().window(0), Some(window));
+    model
+}
+
 /// The fixture of this name with room for `context` tokens; `change` may damage its weights file.
 pub fn tiny_model_with<B: Backend>(
     name: &str,
     context: usize,
     backend: Arc<B>,
+    change: impl FnOnce(&mut Vec<u8>),
+) -> Arc<LoadedModel<B>> {
+    tiny_model_from(name, context, backend, |config| config, change)
+}
+
+fn tiny_model_from<B: Backend>(
+    name: &str,
+    context: usize,
+    backend: Arc<B>,
+    change_config: impl FnOnce(String) -> String,
     change: impl FnOnce(&mut Vec<u8>),
 ) -> Arc<LoadedModel<B>> {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/models").join(name);
@@ -30,7 +49,8 @@ pub fn tiny_model_with<B: Backend>(
     }
     let config = String::from_utf8(read("config.json")).expect("JSON is UTF-8");
     let longer = format!("\"max_position_embeddings\": {context}");
-    write("config.json", config.replace("\"max_position_embeddings\": 256", &longer).as_bytes());
+    let config = change_config(config.replace("\"max_position_embeddings\": 256", &longer));
+    write("config.json", config.as_bytes());
     let mut weights = read("model.safetensors");
     change(&mut weights);
     write("model.safetensors", &weights);

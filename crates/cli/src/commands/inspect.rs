@@ -1,7 +1,7 @@
 //! `oscar inspect`: the shape of a model and what its cache costs.
 
 use clap::Args;
-use oscar_codec::{CodecError, PAGE_TOKENS, PageLayout};
+use oscar_codec::{CodecError, KvGeometry, PAGE_TOKENS, PageLayout};
 use oscar_model::files::TensorSummary;
 use oscar_model::source::ModelPath;
 use oscar_model::{ModelConfig, ModelFiles, QkNorm};
@@ -20,7 +20,8 @@ use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json
     oscar inspect ./model.gguf --memory 24GiB\n  \
     oscar inspect ./folder --json\n\n\
     Weights are not loaded. Bytes per token count scales and padding; of all but bf16 the most recent pages and \
-    the first one stay in bf16, a fixed cost per sequence that is not counted here.")]
+    the first one stay in bf16, a fixed cost per sequence that is not counted here, and neither are layers with a \
+    sliding window.")]
 pub(crate) struct InspectArguments {
     #[command(flatten)]
     model: ModelArguments,
@@ -110,7 +111,9 @@ fn layouts(head_dim: usize) -> Result<Vec<(&'static str, PageLayout)>, CodecErro
 }
 
 fn cache_cost(config: &ModelConfig, kv: &'static str, layout: PageLayout, memory: u64) -> CacheCost {
-    let geometry = config.kv_geometry();
+    // Layers with a window hold as much however long a sequence is.
+    let layers = config.layers - config.sliding_layers().len();
+    let geometry = KvGeometry { layers, ..config.kv_geometry() };
     let pages = memory / geometry.page_bytes(layout).max(1) as u64;
     CacheCost {
         kv,
@@ -124,7 +127,7 @@ fn cache_cost(config: &ModelConfig, kv: &'static str, layout: PageLayout, memory
 fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<(&'static str, String)> {
     let config = files.config();
     let yes = |value: bool| if value { "yes" } else { "no" }.to_owned();
-    vec![
+    let mut fields = vec![
         ("path", path.path().display().to_string()),
         ("format", container(path).to_owned()),
         ("family", config.family.to_owned()),
@@ -140,7 +143,17 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<
         ("QKV bias", yes(config.qkv_bias)),
         ("QK norm", yes(config.head_norms != QkNorm::None)),
         ("chat template", yes(files.chat_template().is_ok())),
-    ]
+    ];
+    if let Some(sliding) = &config.sliding {
+        let (some, all) = (config.sliding_layers().len(), config.layers);
+        let theta = sliding.rope.theta;
+        let line = format!("{} tokens in {some} of {all} layers, RoPE theta {theta}", sliding.window);
+        fields.push(("sliding window", line));
+    }
+    if files.skipped_tensors() > 0 {
+        fields.push(("skipped", format!("{} tensors of parts that see images", files.skipped_tensors())));
+    }
+    fields
 }
 
 /// The model's part of every JSON row.
@@ -180,6 +193,9 @@ fn description(
         "rope_scaling": scaling_name(&config.rope.scaling),
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.head_norms != QkNorm::None,
+        "sliding_window": config.sliding.as_ref().map(|sliding| sliding.window),
+        "sliding_layers": config.sliding_layers(),
+        "skipped_tensors": files.skipped_tensors(),
         "tied_embeddings": config.tied_embeddings,
         "chat_template": files.chat_template().is_ok(),
         "dtypes": dtypes,

@@ -61,6 +61,11 @@ impl<B: Backend> Core<B> {
         attention: Option<MakeAttention<'_, B>>,
     ) -> Result<(Core<B>, Budget), EngineError> {
         let config = model.config();
+        // Custom attention reads bf16 pages of the whole sequence.
+        let options = &match &attention {
+            None => options.for_layers(config)?,
+            Some(_) => options.clone(),
+        };
         let shape = Shape {
             geometry: config.kv_geometry(),
             hidden_size: config.hidden_size,

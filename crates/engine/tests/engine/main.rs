@@ -11,5 +11,7 @@ mod generate;
 mod mock;
 mod options;
 mod pressure;
+#[cfg(not(feature = "cuda-tests"))]
+mod sliding;
 mod stress;
 mod support;

@@ -8,12 +8,13 @@ use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
-use super::elementwise::{rms_norm, rms_norm_in_place, silu_multiply};
-use super::encode::SealScratch;
+use super::elementwise::{gelu_multiply, rms_norm, rms_norm_in_place, silu_multiply};
+use super::encode::{SealScratch, Sealer};
 use super::experts::{self, ExpertScratch, Experts};
 use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
+use super::outputs::projection;
 use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
@@ -21,8 +22,8 @@ use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
-    Sampled, Sampling, SealPage, StoredMatrix, expect,
+    Activation, AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm,
+    Rope, RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -31,7 +32,7 @@ const PARALLEL_VALUES: usize = 16 * 1024;
 
 /// The CPU as a device.
 pub struct CpuBackend {
-    isa: Isa,
+    pub(super) isa: Isa,
     pool: Pool,
     dot: Dot,
     workspace: Mutex<Workspace>,
@@ -47,6 +48,8 @@ pub struct CpuBackend {
 struct Workspace {
     gate_up: Vec<f32>,
     experts: ExpertScratch,
+    /// Results that are normed before they are added.
+    output: Vec<f32>,
     project: ProjectScratch,
 }
 
@@ -110,7 +113,7 @@ impl CpuBackend {
             &self.pool,
             &self.attenders,
             partial,
-            &step.plan,
+            if spec.window.is_some() { &step.window_plan } else { &step.plan },
             &step.sequences,
             Heads::of(spec),
             tiers,
@@ -140,7 +143,7 @@ impl CpuBackend {
         lock(&self.workspace)
     }
 
-    fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
+    pub(super) fn projector<'a>(&'a self, scratch: &'a mut ProjectScratch) -> Projector<'a> {
         let (isa, fixed) = (self.isa, self.fixed);
         Projector { isa, fixed, dot: &self.dot, pool: &self.pool, workers: &self.projectors, scratch }
     }
@@ -191,11 +194,6 @@ fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub(super) fn projection(linear: &Linear<CpuBackend>) -> Result<Projection<'_>, KernelError> {
-    let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows())).transpose()?;
-    Ok(Projection { weight: &linear.weight, bias })
-}
-
 /// Gain and epsilon of a norm over one head. A norm over several heads at once is [`CpuBackend::norm_heads_together`]'s.
 fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f32], f32)>, KernelError> {
     let norm = norm.as_ref().filter(|norm| norm.weight.cols() <= d);
@@ -211,6 +209,10 @@ impl Backend for CpuBackend {
 
     fn is_deterministic(&self) -> bool {
         self.fixed
+    }
+
+    fn supports(&self, _: Feature) -> bool {
+        true
     }
 
     fn weight(&self, stored: &StoredMatrix) -> Result<Weight, KernelError> {
@@ -235,6 +237,17 @@ impl Backend for CpuBackend {
 
     fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &Cache) -> Result<Step, KernelError> {
         Step::new(batch, rope, cache)
+    }
+
+    fn add_window_rope(&self, step: &mut Step, rope: &Rope) -> Result<(), KernelError> {
+        step.add_window_rope(rope);
+        Ok(())
+    }
+
+    fn scale(&self, step: &Step, factor: f32, hidden: &mut Matrix) -> Result<(), KernelError> {
+        let hidden = hidden.first_rows_mut("hidden rows", step.rows())?;
+        hidden.iter_mut().for_each(|value| *value *= factor);
+        Ok(())
     }
 
     fn embed(&self, table: &Weight, step: &Step, hidden: &mut Matrix) -> Result<(), KernelError> {
@@ -293,7 +306,11 @@ impl Backend for CpuBackend {
         self.norm_heads_together(spec, rows)?;
         let writer = cache.writer(layer);
         // A codec multiplies every head with a matrix, which is worth a second thread even for one row.
-        let parallel = writer.sealer.is_some() || rows.len() >= PARALLEL_VALUES;
+        let first_head = HeadIndex { layer, head: 0 };
+        let rotates = |sealer: &Sealer| {
+            [Side::Key, Side::Value].into_iter().any(|side| !sealer.is_identity(first_head, side))
+        };
+        let parallel = writer.sealer.is_some_and(rotates) || rows.len() >= PARALLEL_VALUES;
         // Where a page gets one token, it is written with what was just computed.
         let one_token = step.sequences.iter().all(|sequence| sequence.len == 1);
         let (sides, values) = (2 * spec.kv_heads, DisjointSlice::new(rows));
@@ -329,6 +346,9 @@ impl Backend for CpuBackend {
         out: &mut Matrix,
     ) -> Result<(), KernelError> {
         self.check_cache(spec, layer, cache)?;
+        if let Some(window) = spec.window {
+            step.sequences.iter().try_for_each(|sequence| sequence.check_window(window))?;
+        }
         self.attend_tiers(step, spec, qkv, &Tiers { cache, layer, history: None }, out)
     }
 
@@ -358,6 +378,9 @@ impl Backend for CpuBackend {
         self.pool.for_each_worker(pages.len() * layers.len() * kv_heads, |worker, task| {
             let (page, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
             let head = HeadIndex { layer: layers.start + rest / kv_heads, head: rest % kv_heads };
+            if !sealing.sealer.codec().has_history(head.layer) {
+                return;
+            }
             let SealPage { exact, sealed } = pages[page];
             // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
             let target = unsafe { sealing.sealed_page(head, sealed) };
@@ -393,17 +416,30 @@ impl Backend for CpuBackend {
         linear: &Linear<Self>,
         hidden: &mut Matrix,
     ) -> Result<(), KernelError> {
-        let (rows, cols) = (step.rows(), x.cols());
-        let x = x.first_rows("input rows", rows)?;
+        let rows = step.rows();
         let out = hidden.first_rows_mut("hidden rows", rows)?;
-        let fill = |row: usize, out: &mut [f32]| out.copy_from_slice(&x[row * cols..(row + 1) * cols]);
-        let input = Input { rows, cols, fill: &fill };
-        self.projector(&mut self.workspace().project).run(input, &[projection(linear)?], out, Mode::Add)
+        self.linear(x, rows, linear, out, &mut self.workspace().project, Mode::Add)
+    }
+
+    fn linear_norm_add(
+        &self,
+        step: &Step,
+        x: &Matrix,
+        linear: &Linear<Self>,
+        norm: &RmsNorm<Self>,
+        hidden: &mut Matrix,
+    ) -> Result<(), KernelError> {
+        let Workspace { output, project, .. } = &mut *self.workspace();
+        let (rows, cols) = (step.rows(), hidden.cols());
+        let hidden = hidden.first_rows_mut("hidden rows", rows)?;
+        output.resize(rows * cols, 0.0);
+        self.linear(x, rows, linear, output, project, Mode::Store)?;
+        self.norm_add(norm, output, cols, hidden)
     }
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
         let mut workspace = self.workspace();
-        let Workspace { gate_up, project, .. } = &mut *workspace;
+        let Workspace { gate_up, output, project, .. } = &mut *workspace;
         let (rows, cols, inner) = (step.rows(), hidden.cols(), mlp.gate.weight.rows());
         expect("outputs of the up projection", inner, mlp.up.weight.rows())?;
         let weight = mlp.norm.weight.vector("a norm", cols)?;
@@ -417,10 +453,18 @@ impl Backend for CpuBackend {
         self.projector(project).run(input, &projections, gate_up, Mode::Store)?;
         let fill = |row: usize, out: &mut [f32]| {
             let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-            silu_multiply(self.isa, gate, up, out);
+            match mlp.activation {
+                Activation::Silu => silu_multiply(self.isa, gate, up, out),
+                Activation::GeluTanh => gelu_multiply(self.isa, gate, up, out),
+            }
         };
-        let input = Input { rows, cols: inner, fill: &fill };
-        self.projector(project).run(input, &[projection(&mlp.down)?], hidden, Mode::Add)
+        let (input, down) = (Input { rows, cols: inner, fill: &fill }, [projection(&mlp.down)?]);
+        let Some(norm) = &mlp.output_norm else {
+            return self.projector(project).run(input, &down, hidden, Mode::Add);
+        };
+        output.resize(rows * cols, 0.0);
+        self.projector(project).run(input, &down, output, Mode::Store)?;
+        self.norm_add(norm, output, cols, hidden)
     }
 
     fn routed_mlp(&self, step: &Step, mlp: &RoutedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {

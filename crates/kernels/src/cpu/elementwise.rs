@@ -90,6 +90,21 @@ fn silu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
+per_isa! {
+    /// `out = gelu(gate) * up`, by the tanh approximation of GELU.
+    pub(super) fn gelu_multiply(gate: &[f32], up: &[f32], out: &mut [f32]) => gelu_multiply_body
+}
+
+#[inline(always)]
+fn gelu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    // (1 + tanh u) / 2 is the logistic function of 2u.
+    const TWICE_ROOT: f32 = 1.595_769_2;
+    for ((gate, up), out) in gate.iter().zip(up).zip(out) {
+        let twice = TWICE_ROOT * gate * (0.044_715 * gate).mul_add(*gate, 1.0);
+        *out = gate / (1.0 + exp(-twice)) * up;
+    }
+}
+
 /// 1.5 · 2²³: added to a number below 2²², it rounds it to an integer, which then is the low bits of the sum. A conversion
 /// to integers would have to check its range, and loops with it do not vectorise well.
 pub(crate) const ROUND: f32 = 12_582_912.0;
@@ -203,6 +218,23 @@ mod tests {
                 let x = f64::from(gate[i]);
                 let exact = x / (1.0 + (-x).exp()) * f64::from(up[i]);
                 assert!((f64::from(out[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5), "{isa} silu({x})");
+            }
+        }
+    }
+
+    #[test]
+    fn every_path_has_gelu_like_f64() {
+        for isa in Isa::available() {
+            let mut gate = values(77, 6);
+            gate.extend([0.0, -0.5, -3.0, 5.0, 100.0, 1e12, -30.0, -1e12, f32::MIN_POSITIVE]);
+            let up = values(gate.len(), 7);
+            let mut out = vec![0.0; gate.len()];
+            gelu_multiply(isa, &gate, &up, &mut out);
+            for i in 0..gate.len() {
+                let x = f64::from(gate[i]);
+                let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
+                let exact = 0.5 * x * (1.0 + inner.tanh()) * f64::from(up[i]);
+                assert!((f64::from(out[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5), "{isa} gelu({x})");
             }
         }
     }

@@ -6,9 +6,10 @@
 
 use std::ops::Range;
 
-use super::backend::{CpuBackend, projection};
+use super::backend::CpuBackend;
 use super::elementwise::{rms_norm, silu_multiply};
 use super::memory::DisjointSlice;
+use super::outputs::projection;
 use super::project::{Group, Input, Mode, Projector};
 use super::tensors::Weight;
 use crate::backend::{KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};

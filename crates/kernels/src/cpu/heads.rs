@@ -14,12 +14,19 @@ pub(super) struct Heads {
     pub(super) head_dim: usize,
     /// What `q · k` is multiplied with to get a logit.
     pub(super) scale: f32,
+    /// Positions that a row sees, itself included; all of them if there is none.
+    pub(super) window: Option<usize>,
 }
 
 impl Heads {
     pub(super) fn of<B: Backend>(spec: &AttentionSpec<B>) -> Heads {
-        let AttentionSpec { q_heads, kv_heads, head_dim, scale, .. } = *spec;
-        Heads { q_heads, kv_heads, head_dim, scale }
+        let AttentionSpec { q_heads, kv_heads, head_dim, scale, window, .. } = *spec;
+        Heads { q_heads, kv_heads, head_dim, scale, window }
+    }
+
+    /// The first position that a row at `position` sees.
+    pub(super) fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
     /// Query heads that share a KV head.

@@ -40,6 +40,7 @@ mod heads;
 mod inspect;
 pub mod isa;
 pub mod memory;
+mod outputs;
 mod per_thread;
 pub mod pool;
 mod project;

@@ -9,36 +9,58 @@ use crate::sequence::{StepSequence, step_sequences};
 pub struct Step {
     pub(super) tokens: Vec<u32>,
     pub(super) sequences: Vec<StepSequence>,
-    /// Rotary pairs per head.
-    pub(super) pairs: usize,
-    pub(super) layout: RopeLayout,
-    /// Cosines and sines, `pairs` per row.
-    pub(super) cos: Vec<f32>,
-    pub(super) sin: Vec<f32>,
+    angles: Angles,
+    /// Those of layers with a window, where they differ.
+    window_angles: Option<Angles>,
     /// How attention is cut.
     pub(super) plan: PlanCell,
+    /// How the attention of layers with a window is cut.
+    pub(super) window_plan: PlanCell,
+}
+
+/// Rotary angles of the rows of a step.
+pub(super) struct Angles {
+    /// Rotary pairs per head.
+    pairs: usize,
+    pub(super) layout: RopeLayout,
+    /// Cosines and sines, `pairs` per row.
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Angles {
+    fn new(positions: impl Iterator<Item = usize>, rope: &Rope) -> Angles {
+        let pairs = rope.inverse_frequencies.len();
+        let mut angles = Angles { pairs, layout: rope.layout, cos: Vec::new(), sin: Vec::new() };
+        for position in positions {
+            for frequency in &rope.inverse_frequencies {
+                let (sin, cos) = (position as f32 * frequency).sin_cos();
+                angles.cos.push(cos * rope.magnitude);
+                angles.sin.push(sin * rope.magnitude);
+            }
+        }
+        angles
+    }
+
+    /// Cosines and sines of a row.
+    pub(super) fn of_row(&self, row: usize) -> (&[f32], &[f32]) {
+        let range = row * self.pairs..(row + 1) * self.pairs;
+        (&self.cos[range.clone()], &self.sin[range])
+    }
 }
 
 impl Step {
     pub(super) fn new(batch: &Batch<'_>, rope: &Rope, cache: &Cache) -> Result<Step, KernelError> {
         let sequences = step_sequences(batch, rope, cache.spec())?;
-        let (rows, pairs) = (batch.tokens.len(), rope.inverse_frequencies.len());
-        let mut step = Step {
+        let angles = Angles::new(positions(&sequences), rope);
+        let step = Step {
             tokens: batch.tokens.to_vec(),
-            pairs,
-            layout: rope.layout,
-            cos: Vec::with_capacity(rows * pairs),
-            sin: Vec::with_capacity(rows * pairs),
-            plan: PlanCell::default(),
             sequences,
+            angles,
+            window_angles: None,
+            plan: PlanCell::default(),
+            window_plan: PlanCell::default(),
         };
-        for position in batch.sequences.iter().flat_map(|rows| rows.start..rows.start + rows.len) {
-            for frequency in &rope.inverse_frequencies {
-                let (sin, cos) = (position as f32 * frequency).sin_cos();
-                step.cos.push(cos * rope.magnitude);
-                step.sin.push(sin * rope.magnitude);
-            }
-        }
         let slots = cache.spec().slots;
         let exact = step.sequences.iter().flat_map(|sequence| sequence.pages.iter().flatten());
         let exact = exact.map(|slot| slot.index() + 1).filter(|&end| end <= slots);
@@ -48,7 +70,21 @@ impl Step {
         Ok(step)
     }
 
+    pub(super) fn add_window_rope(&mut self, rope: &Rope) {
+        self.window_angles = Some(Angles::new(positions(&self.sequences), rope));
+    }
+
+    /// The angles of a layer with or without a window.
+    pub(super) fn angles(&self, has_window: bool) -> &Angles {
+        self.window_angles.as_ref().filter(|_| has_window).unwrap_or(&self.angles)
+    }
+
     pub(super) fn rows(&self) -> usize {
         self.tokens.len()
     }
+}
+
+/// The positions of the rows of a step.
+fn positions(sequences: &[StepSequence]) -> impl Iterator<Item = usize> {
+    sequences.iter().flat_map(|sequence| sequence.start..sequence.start + sequence.len)
 }

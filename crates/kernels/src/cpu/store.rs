@@ -63,8 +63,8 @@ impl Store<'_> {
             }
             return;
         }
-        let angles = row * step.pairs..(row + 1) * step.pairs;
-        let (cos, sin) = (&step.cos[angles.clone()], &step.sin[angles]);
+        let angles = step.angles(self.heads.window.is_some());
+        let (cos, sin) = angles.of_row(row);
         let width = self.heads.group() * d;
         let queries = part(head * width..(head + 1) * width);
         for (values, norm) in [(&mut *queries, self.q_norm), (&mut *stored, self.k_norm)] {
@@ -72,7 +72,7 @@ impl Store<'_> {
                 if let Some((weight, eps)) = norm {
                     rms_norm_in_place(self.isa, values, weight, eps);
                 }
-                rotate(self.isa, values, cos, sin, step.layout);
+                rotate(self.isa, values, cos, sin, angles.layout);
             }
         }
         if let Some(sealer) = sealer {

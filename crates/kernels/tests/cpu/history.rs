@@ -53,6 +53,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
             kv_heads: KV_HEADS,
             head_dim: DIM,
             scale: 0.3,
+            window: None,
             q_norm: None,
             k_norm: None,
         };

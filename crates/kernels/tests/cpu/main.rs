@@ -6,3 +6,4 @@ mod experts;
 mod history;
 mod mixed;
 mod quant_oracle;
+mod windows;

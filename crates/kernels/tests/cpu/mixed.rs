@@ -159,7 +159,15 @@ impl Sequence {
     fn spec(&self) -> AttentionSpec<CpuBackend> {
         let Shape { kv_heads, group, d, .. } = self.shape;
         let scale = 2.0 / (d as f32).sqrt();
-        AttentionSpec { q_heads: kv_heads * group, kv_heads, head_dim: d, scale, q_norm: None, k_norm: None }
+        AttentionSpec {
+            q_heads: kv_heads * group,
+            kv_heads,
+            head_dim: d,
+            scale,
+            window: None,
+            q_norm: None,
+            k_norm: None,
+        }
     }
 
     /// Runs the rows of `positions` through layer `layer` and returns the attention output.

@@ -9,8 +9,8 @@ use oscar_codec::{
     PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp, Sampled,
-    Sampling, SealPage, SealedRows, SealedSpec, SequenceRows, SharedExpert, StoredMatrix,
+    Activation, AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
+    Sampled, Sampling, SealPage, SealedRows, SealedSpec, SequenceRows, SharedExpert, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -154,7 +154,13 @@ fn layer<B: Backend>(backend: &B, types: [DType; 3], hidden: usize, inner: usize
     let down = linear(third, hidden, inner, false);
     let table = linear(second, 1000, hidden, false).weight;
     let mut norm = || RmsNorm { weight: backend.weight(&vector(hidden, &mut random)).unwrap(), eps: 1e-5 };
-    Layer { norm: norm(), qkv, output, mlp: GatedMlp { norm: norm(), gate, up, down }, table }
+    Layer {
+        norm: norm(),
+        qkv,
+        output,
+        mlp: GatedMlp { norm: norm(), activation: Activation::Silu, gate, up, down, output_norm: None },
+        table,
+    }
 }
 
 /// What a layer makes of tokens without attention: every product once.
@@ -483,6 +489,7 @@ fn attending<'a, B: Inspect>(
             kv_heads: KV_HEADS,
             head_dim: d,
             scale: 1.0 / (d as f32).sqrt(),
+            window: None,
             q_norm: None,
             k_norm: None,
         },

@@ -125,7 +125,11 @@ impl Checkpoint {
             .ok_or_else(|| self.error("the layer to go on with is missing"))?;
         let heads = metadata.get("heads").ok_or_else(|| self.error("the certificates are missing"))?;
         let heads: Vec<HeadCertificate> = serde_json::from_str(heads).map_err(|error| self.error(error))?;
-        if heads.len() != next * observer.heads().kv {
+        if next > observer.layers() {
+            return Err(self.error(format!("it continues with layer {next} of {}", observer.layers())));
+        }
+        let fitted = observer.layers_with_history(next);
+        if heads.len() != fitted * observer.heads().kv {
             return Err(self.error(format!("it holds certificates of {} heads", heads.len())));
         }
         let mut file = rotations::safetensors::read(&self.folder.join("rotations.safetensors"))?;
@@ -133,8 +137,8 @@ impl Checkpoint {
             // The rotations may be one save ahead of the hidden states.
             let set = set.get_or_insert_default();
             set.retain(|&layer, _| layer < next);
-            if set.len() != next {
-                return Err(self.error(format!("it holds {} of {next} layers", set.len())));
+            if set.len() != fitted {
+                return Err(self.error(format!("it holds {} of {fitted} layers", set.len())));
             }
         }
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| self.error(error))?;

@@ -58,6 +58,16 @@ impl<'a, B: Inspect> Observer<'a, B> {
         self.heads
     }
 
+    /// Layers of the model.
+    pub fn layers(&self) -> usize {
+        self.model.config().layers
+    }
+
+    /// How many of the first `layers` layers keep a history, which is what rotations are for.
+    pub fn layers_with_history(&self, layers: usize) -> usize {
+        (0..layers).filter(|&layer| self.model.config().window(layer).is_none()).count()
+    }
+
     /// Takes all sequences through one layer and shows each to `visit`, which also gets its index.
     pub fn run_layer(
         &mut self,

@@ -100,10 +100,15 @@ pub fn calibrate<B: Inspect>(
     let layers = model.config().layers;
     for layer in first..layers {
         if progress(layer).is_break() {
-            if let Some(checkpoint) = checkpoint.filter(|_| layer > first) {
+            if let Some(checkpoint) = checkpoint.filter(|_| layer > first && !state.heads.is_empty()) {
                 checkpoint.save_now(&state, &observer, layer)?;
             }
             return Err(CalibrateError::Interrupted);
+        }
+        // A layer with a window keeps no history, so there is nothing to fit.
+        if model.config().window(layer).is_some() {
+            observer.run_layer(layer, |_, _| ())?;
+            continue;
         }
         let observed = observe_layer(&mut observer, layer, corpus)?;
         let metrics = output_metrics(model, layer)?;

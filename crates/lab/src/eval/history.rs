@@ -123,6 +123,10 @@ impl<B: Inspect> LayerAttention<B> for HistoryAttention<'_, B> {
         out: &mut B::Buffer,
     ) -> Result<(), KernelError> {
         backend.rope_store(step, spec, layer, qkv, self.exact)?;
+        // A layer with a window keeps no history that a codec could change.
+        if spec.window.is_some() {
+            return backend.attend(step, spec, layer, qkv, self.exact, out);
+        }
         self.fill(backend, layer, spec.kv_heads)?;
         let (reading, exact_until) = (self.reading, self.exact_until);
         let ends = move |position: usize| reading.history_end_from(exact_until, position);

@@ -62,6 +62,7 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     // Layers that predict further tokens are counted as blocks.
     let further_layers = optional("nextn_predict_layers")?.filter(|_| family.experts.is_some()).unwrap_or(0);
     let layers = size("block_count")?.saturating_sub(further_layers);
+    let (style, sliding) = family.style_of_gguf(gguf, &key, (hidden_size, head_dim, layers), q_heads)?;
     let bad = |problem| ModelError::BadConfig { path: path(), problem };
     let is_dense = |layer: usize| gguf.contains(&format!("blk.{layer}.ffn_gate.weight"));
     let experts = match family.experts {
@@ -94,6 +95,8 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
         experts,
         further_layers,
         fp8: None,
+        style,
+        sliding,
     };
     config
         .validate(&|_, gguf| key(gguf))

@@ -8,29 +8,32 @@ use oscar_kernels::backend::RopeLayout;
 use super::{experts, quantisation};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias};
+use crate::families::{self, Bias, ModelFamily};
 use crate::files::{Fields, JsonFile};
 use crate::rope::{RopeConfig, RopeScaling};
 
 /// Reads the description of a model.
 pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
-    let fields = file.fields();
+    let (fields, model_type) = families::gemma3::text_settings(file.fields())?;
     let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
-    let model_type = fields.str("model_type")?;
     let family = families::by_model_type(model_type).ok_or_else(|| ModelError::UnsupportedArchitecture {
         path: fields.path().to_path_buf(),
         field: "model_type",
         name: model_type.to_owned(),
         supported: families::names(),
     })?;
-    refuse_unsupported_settings(&fields)?;
+    refuse_unsupported_settings(&fields, family)?;
 
-    let hidden_size = fields.positive("hidden_size")?;
-    let q_heads = fields.positive("num_attention_heads")?;
-    let head_dim = fields.positive_if_present("head_dim")?.unwrap_or(hidden_size / q_heads);
-    let trained_context = fields.positive("max_position_embeddings")?;
+    let size = |name: &str| family.size(&fields, name);
+    let hidden_size = size("hidden_size")?;
+    let layers = size("num_hidden_layers")?;
+    let q_heads = size("num_attention_heads")?;
+    let head_dim = family.size_or(&fields, "head_dim", hidden_size / q_heads)?;
+    let kv_heads = family.size_or(&fields, "num_key_value_heads", q_heads)?;
+    let trained_context = size("max_position_embeddings")?;
+    let (style, sliding) = family.style_of_json(&fields, (hidden_size, head_dim, layers))?;
     let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
-    let parameters = fields.fields_if_present("rope_parameters")?;
+    let parameters = family.rope_parameters(&fields)?;
     let rotary = |name: &str| {
         let inside = match &parameters {
             Some(parameters) => parameters.float_if_present(name)?,
@@ -57,7 +60,6 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
             None => RopeScaling::None,
         },
     };
-    let layers = fields.positive("num_hidden_layers")?;
     let described = |facts| experts::from_hugging_face(&fields, facts, layers);
     let further_layers = match family.experts {
         Some(facts) => fields.count_if_present(facts.further_layers)?.unwrap_or(0),
@@ -65,17 +67,17 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
     };
     let config = ModelConfig {
         family: family.name,
-        vocab_size: fields.positive("vocab_size")?,
+        vocab_size: size("vocab_size")?,
         hidden_size,
-        intermediate_size: fields.positive("intermediate_size")?,
+        intermediate_size: size("intermediate_size")?,
         layers,
         q_heads,
-        kv_heads: fields.positive_if_present("num_key_value_heads")?.unwrap_or(q_heads),
+        kv_heads,
         head_dim,
         max_context: scaling.context(trained_context),
         norm_eps: fields.float_if_present("rms_norm_eps")?.unwrap_or(1e-6) as f32,
         rope: RopeConfig {
-            theta: theta.unwrap_or(10_000.0),
+            theta: theta.unwrap_or(family.default_theta()),
             rotary_dim,
             layout: RopeLayout::Halves,
             scaling,
@@ -89,20 +91,20 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
         experts: family.experts.map(described).transpose()?,
         further_layers,
         fp8: quantisation::from_hugging_face(&fields)?,
+        style,
+        sliding,
     };
     config.validate(&|json, _| json.to_owned()).map_err(bad)?;
     Ok(config)
 }
 
-fn refuse_unsupported_settings(fields: &Fields<'_>) -> Result<(), ModelError> {
-    if fields.str_if_present("hidden_act")?.is_some_and(|activation| activation != "silu") {
-        return Err(fields.wrong("hidden_act", "`silu`, the only activation supported").into());
-    }
+fn refuse_unsupported_settings(fields: &Fields<'_>, family: &ModelFamily) -> Result<(), ModelError> {
+    family.check_activation(fields)?;
     if fields.bool_if_present("use_sliding_window")? == Some(true) {
         return Err(fields.wrong("use_sliding_window", "false, as only full attention is supported").into());
     }
     let layers = fields.strings_if_present("layer_types")?.unwrap_or_default();
-    if layers.iter().any(|layer| *layer != "full_attention") {
+    if !family.has_windows() && layers.iter().any(|layer| *layer != "full_attention") {
         return Err(fields.wrong("layer_types", "only `full_attention`").into());
     }
     Ok(())

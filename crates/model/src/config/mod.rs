@@ -4,13 +4,16 @@ mod experts;
 mod from_gguf;
 mod from_hugging_face;
 mod quantisation;
+mod style;
 
 pub use experts::ExpertsConfig;
 pub(crate) use from_gguf::from_gguf;
 pub(crate) use from_hugging_face::from_hugging_face;
 pub use quantisation::WeightScales;
+pub use style::{BlockStyle, SlidingLayers};
 
 use oscar_codec::KvGeometry;
+use oscar_kernels::backend::Feature;
 
 use crate::rope::RopeConfig;
 
@@ -55,6 +58,10 @@ pub struct ModelConfig {
     pub further_layers: usize,
     /// How FP8 weights are scaled, in a file that has them.
     pub fp8: Option<WeightScales>,
+    /// How blocks are put together.
+    pub style: BlockStyle,
+    /// The layers that see a window only, if there are any.
+    pub sliding: Option<SlidingLayers>,
 }
 
 /// How queries and keys are normed before RoPE.
@@ -77,6 +84,22 @@ impl ModelConfig {
     /// Query heads per KV head: the size of a GQA group.
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads
+    }
+
+    /// How many positions a row of a layer sees; `None` if it sees all.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        let sliding = self.sliding.as_ref()?;
+        sliding.is_sliding[layer].then_some(sliding.window)
+    }
+
+    /// The layers that see a window only.
+    pub fn sliding_layers(&self) -> Vec<usize> {
+        (0..self.layers).filter(|&layer| self.window(layer).is_some()).collect()
+    }
+
+    /// What a device must support to run the model.
+    pub fn features(&self) -> Vec<Feature> {
+        style::features(&self.style, self.sliding.as_ref())
     }
 
     /// Checks that the numbers fit together; the result says which do not. `field` picks the name a message uses
@@ -132,6 +155,9 @@ impl ModelConfig {
         if !(self.rope.theta.is_finite() && self.rope.theta > 0.0) {
             let name = field("rope_theta", "rope.freq_base");
             return Err(format!("`{name}` is {}, expected a number above 0", self.rope.theta));
+        }
+        if let Some(sliding) = &self.sliding {
+            sliding.validate(self.layers, field)?;
         }
         self.rope.validate(field)
     }

@@ -3,6 +3,7 @@
 //! A new family is a new file and a line in [`FAMILIES`].
 
 mod experts;
+pub(crate) mod gemma3;
 mod glm4_moe;
 mod llama;
 mod minimax_m2;
@@ -17,13 +18,14 @@ use oscar_kernels::backend::RopeLayout;
 use crate::config::QkNorm;
 
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 6] = [
+pub(crate) const FAMILIES: [&ModelFamily; 7] = [
     &llama::LLAMA,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
     &qwen3_moe::QWEN3_MOE,
     &glm4_moe::GLM4_MOE,
     &minimax_m2::MINIMAX_M2,
+    &gemma3::GEMMA3,
 ];
 
 /// What sets a family of models apart from the others.

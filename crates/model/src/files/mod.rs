@@ -10,6 +10,7 @@ pub mod gguf;
 mod large_pages;
 pub mod safetensors;
 mod tensor;
+mod text_part;
 
 pub use bytes::{MappedFile, WeightMemory};
 pub use config::{Fields, JsonFile};
@@ -18,3 +19,4 @@ pub(crate) use error::on_one_line;
 pub use gguf::Gguf;
 pub use safetensors::Safetensors;
 pub use tensor::{ElementType, StoredTensor, TensorEntry, TensorSource, TensorSummary, TypeTotals};
+pub(crate) use text_part::TextPart;

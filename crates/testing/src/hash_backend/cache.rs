@@ -1,6 +1,9 @@
 //! The pages: a hash for every stored row, and for every sealed page the hash of what it was sealed from.
 
-use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
+use std::ops::Range;
+use std::sync::Arc;
+
+use oscar_codec::{ExactSlot, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{CacheSpec, SealPage};
 
@@ -18,6 +21,7 @@ pub struct HashCache {
     sealed: Vec<u64>,
     sealed_slots: usize,
     pub(super) windows: Option<PageWindows>,
+    codec: Option<Arc<PageCodec>>,
 }
 
 /// The rows of one page and their sum, so that a full page costs one operation.
@@ -51,6 +55,7 @@ impl HashCache {
             sealed: vec![0; sealed_slots * layers],
             sealed_slots,
             windows: spec.sealed.as_ref().map(|sealed| sealed.windows),
+            codec: spec.sealed.as_ref().map(|sealed| Arc::clone(&sealed.codec)),
         }
     }
 
@@ -78,12 +83,16 @@ impl HashCache {
 
     /// The first `rows` rows of a bf16 page.
     pub(super) fn exact(&self, layer: usize, slot: ExactSlot, rows: usize) -> u64 {
+        self.exact_rows(layer, slot, 0..rows)
+    }
+
+    /// Some rows of a bf16 page.
+    pub(super) fn exact_rows(&self, layer: usize, slot: ExactSlot, rows: Range<usize>) -> u64 {
         let page = &self.pages[self.index(layer, slot)];
-        if rows == PAGE_TOKENS {
+        if rows == (0..PAGE_TOKENS) {
             return page.sum;
         }
-        let rows = page.rows[..rows].iter().enumerate();
-        rows.fold(0, |sum, (offset, &row)| sum.wrapping_add(term(row, offset)))
+        rows.fold(0, |sum, offset| sum.wrapping_add(term(page.rows[offset], offset)))
     }
 
     /// A sealed page.
@@ -95,7 +104,13 @@ impl HashCache {
         check_slot(page.exact.number(), self.exact_slots())?;
         check_slot(page.sealed.number(), self.sealed_slots)?;
         let rows = self.exact(layer, page.exact, PAGE_TOKENS);
-        self.sealed[page.sealed.index() * self.layers + layer] = mix(6, rows);
+        self.sealed[page.sealed.index() * self.layers + layer] = match &self.codec {
+            // Nobody may read it.
+            Some(codec) if !codec.has_history(layer) => 0,
+            // A copy is as good as what it was made from.
+            Some(codec) if matches!(codec.layout(layer), PageLayout::Bf16(_)) => rows,
+            _ => mix(6, rows),
+        };
         Ok(())
     }
 

@@ -18,8 +18,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oscar_codec::ExactSlot;
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling, SealPage,
-    StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, Feature, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling,
+    SealPage, StoredMatrix,
 };
 use oscar_kernels::{Backend, KernelError};
 
@@ -73,6 +73,10 @@ impl Backend for HashBackend {
         true
     }
 
+    fn supports(&self, _: Feature) -> bool {
+        true
+    }
+
     fn weight(&self, stored: &StoredMatrix) -> Result<(), KernelError> {
         stored.data().map(|_| ())
     }
@@ -99,6 +103,15 @@ impl Backend for HashBackend {
     fn begin_step(&self, batch: &Batch<'_>, _: &Rope, cache: &HashCache) -> Result<HashStep, KernelError> {
         self.faults().check(Fault::Forward)?;
         HashStep::new(batch, cache)
+    }
+
+    fn add_window_rope(&self, _: &mut HashStep, _: &Rope) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn scale(&self, step: &HashStep, _: f32, hidden: &mut HashBuffer) -> Result<(), KernelError> {
+        hidden.0[..step.tokens.len()].iter_mut().for_each(|hidden| *hidden = mix(8, *hidden));
+        Ok(())
     }
 
     fn embed(&self, (): &(), step: &HashStep, hidden: &mut HashBuffer) -> Result<(), KernelError> {
@@ -140,17 +153,27 @@ impl Backend for HashBackend {
     fn attend(
         &self,
         step: &HashStep,
-        _: &AttentionSpec<Self>,
+        spec: &AttentionSpec<Self>,
         layer: usize,
         qkv: &HashBuffer,
         cache: &HashCache,
         out: &mut HashBuffer,
     ) -> Result<(), KernelError> {
         self.faults().check(Fault::Forward)?;
+        let mut missing = None;
         step.for_each_row(|row, sequence, position| {
-            out.0[row] = mix(qkv.0[row], sequence.visible(layer, position, cache));
+            let seen = match spec.window {
+                None => sequence.visible(layer, position, cache),
+                Some(window) => {
+                    sequence.visible_window(layer, position, window, cache).unwrap_or_else(|page| {
+                        missing = Some(KernelError::PageMissing { page, tier: "a window" });
+                        0
+                    })
+                }
+            };
+            out.0[row] = mix(qkv.0[row], seen);
         });
-        Ok(())
+        missing.map_or(Ok(()), Err)
     }
 
     fn seal(
@@ -198,6 +221,17 @@ impl Backend for HashBackend {
             hidden.0[row] = hidden.0[row].wrapping_add(mix(3, x.0[row]));
         }
         Ok(())
+    }
+
+    fn linear_norm_add(
+        &self,
+        step: &HashStep,
+        x: &HashBuffer,
+        linear: &Linear<Self>,
+        _: &RmsNorm<Self>,
+        hidden: &mut HashBuffer,
+    ) -> Result<(), KernelError> {
+        self.linear_add(step, x, linear, hidden)
     }
 
     fn gated_mlp(

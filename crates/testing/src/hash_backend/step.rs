@@ -130,6 +130,25 @@ impl Sequence {
     }
 }
 
+impl Sequence {
+    /// The hash of the last `window` positions up to `position`, all in bf16; else the page that is not there.
+    pub(super) fn visible_window(
+        &self,
+        layer: usize,
+        position: usize,
+        window: usize,
+        cache: &HashCache,
+    ) -> Result<u64, usize> {
+        let first = (position + 1).saturating_sub(window);
+        (first / PAGE_TOKENS..=position / PAGE_TOKENS).try_fold(mix(9, position as u64), |hash, page| {
+            let start = page * PAGE_TOKENS;
+            let rows = first.saturating_sub(start)..(position + 1 - start).min(PAGE_TOKENS);
+            let slot = self.pages[page].ok_or(page)?;
+            Ok(mix(hash, cache.exact_rows(layer, slot, rows)))
+        })
+    }
+}
+
 /// The first `needed` entries of a page table.
 fn table<Slot: Copy>(pages: &[Option<Slot>], needed: usize) -> Result<Vec<Option<Slot>>, KernelError> {
     let got = pages.len();

@@ -117,8 +117,9 @@ impl VerifyArguments {
         let policy = if self.offline { FetchPolicy::Never } else { FetchPolicy::Allow };
         let files = ModelFiles::open(&resolve(model, policy, &DownloadProgress::new())?)?;
         // What does not make one file was found wanting already.
-        let Some(file) = file else { return Ok(()) };
-        match check_model(file, &identity::model_fingerprint(&files)?, files.config().kv_geometry(), false) {
+        let Some(mut file) = file.cloned() else { return Ok(()) };
+        file.fill_sliding_layers(&files.config().sliding_layers());
+        match check_model(&file, &identity::model_fingerprint(&files)?, files.config().kv_geometry(), false) {
             Err(error) => findings.add(Severity::Error, model, error.to_string()),
             Ok(Some(warning)) => findings.add(Severity::Warning, model, warning),
             Ok(None) => {

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use oscar_model::LoadedModel;
 use oscar_random::Random;
-use oscar_testing::{FaultRates, HashBackend, tiny_model};
+use oscar_testing::{FaultRates, HashBackend, tiny_model, tiny_sliding_model};
 
 use super::super::core::{Core, Submitted};
 use super::reference::Reference;
@@ -144,12 +144,18 @@ pub(super) struct Episode {
 thread_local! {
     /// Loaded once, because that takes longer than an episode; by each test, because they do not fail together.
     static MODEL: Arc<LoadedModel<HashBackend>> = tiny_model(LONGEST, Arc::new(HashBackend::default()));
+    /// With windows of less than a page, of one page, and of several.
+    static SLIDING: [Arc<LoadedModel<HashBackend>>; 4] = [40, 64, 130, 300]
+        .map(|window| tiny_sliding_model(LONGEST, window, Arc::new(HashBackend::default())));
 }
 
 impl Episode {
     pub(super) fn new(seed: u64) -> Episode {
         let mut random = Random::new(seed);
-        let model = MODEL.with(Arc::clone);
+        let model = match seed % 3 {
+            2 => SLIDING.with(|models| Arc::clone(&models[(seed / 3 % 4) as usize])),
+            _ => MODEL.with(Arc::clone),
+        };
         let context = random.between(128, LONGEST);
         let (mut options, may_share) = engine_options(&mut random, &model, context);
         let requests = requests(&mut random, context, may_share);
@@ -174,8 +180,9 @@ impl Episode {
         let KvOptions { windows, memory, prefix_tree, tail, prefill, codec, .. } = &self.options.kv;
         // Shown when a test fails.
         println!(
-            "context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
+            "window {:?}, context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
              {tail:?}, {prefill:?}, {} requests, {:?}",
+            self.model.config().window(0),
             self.options.context,
             self.options.prefill_chunk,
             self.options.max_running,

@@ -137,6 +137,7 @@ pub(super) fn memory(
     requests: &[Planned],
     percent: usize,
 ) -> usize {
+    let options = &options.for_layers(model.config()).expect("settings for the model");
     let geometry = model.config().kv_geometry();
     let exact = geometry.page_bytes(geometry.bf16());
     let sealed = options.kv.codec.as_ref().map_or(0, |codec| codec.page_bytes());

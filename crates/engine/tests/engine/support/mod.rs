@@ -82,6 +82,12 @@ pub(crate) fn model(deterministic: bool) -> TestModel {
     model_with("qwen3", 4096, deterministic, |_| ())
 }
 
+/// A model with one layer of four that sees everything; the others see `window` positions.
+#[cfg(not(feature = "cuda-tests"))]
+pub(crate) fn sliding_model(window: usize) -> TestModel {
+    oscar_testing::tiny_sliding_model(4096, window, backend(true))
+}
+
 /// The codec of a format; `None` for bf16.
 pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>> {
     let codec = match format {

@@ -52,7 +52,9 @@ impl BlockRows<'_> {
             }
         }
         for token in block.tokens.clone() {
-            spans.extend(std::iter::repeat_n(Span::up_to(sequence.start + token + 1), heads.group()));
+            let position = sequence.start + token;
+            let span = Span { from: heads.first_seen(position), to: position + 1 };
+            spans.extend(std::iter::repeat_n(span, heads.group()));
         }
     }
 
@@ -74,6 +76,9 @@ impl BlockRows<'_> {
         let mut attention =
             PageAttention { isa, sequence, kv_heads: &item.heads, heads, queries, kernel, states };
         let (cache, layer) = (tiers.cache, tiers.layer);
+        if heads.window.is_some() {
+            return attention.exact(cache, layer, spans, item.pages.clone());
+        }
         if let Some(history) = &tiers.history {
             let early: Vec<Span> = spans
                 .iter_mut()

@@ -115,8 +115,8 @@ pub(super) enum Split {
     Pages(usize),
 }
 
-/// What a plan was made for: query heads of a KV head, KV heads, and the cut.
-type Purpose = (usize, usize, Split);
+/// What a plan was made for: query heads of a KV head, KV heads, the window, and the cut.
+type Purpose = (usize, usize, Option<usize>, Split);
 
 /// The plan of a step, which layers of the same kind share.
 #[derive(Default)]
@@ -125,7 +125,7 @@ pub(in crate::cpu) struct PlanCell(Mutex<Option<(Purpose, Arc<Plan>)>>);
 impl PlanCell {
     /// The plan for these heads and this cut.
     pub(super) fn get(&self, sequences: &[StepSequence], heads: Heads, split: Split) -> Arc<Plan> {
-        let purpose = (heads.group(), heads.kv_heads, split);
+        let purpose = (heads.group(), heads.kv_heads, heads.window, split);
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match &*kept {
             Some((made_for, plan)) if *made_for == purpose => Arc::clone(plan),
@@ -153,8 +153,12 @@ fn plan(sequences: &[StepSequence], heads: Heads, split: Split) -> Plan {
         for first in (0..sequence.len).step_by(block_tokens) {
             let tokens = first..(first + block_tokens).min(sequence.len);
             let pages = (sequence.start + tokens.end).div_ceil(PAGE_TOKENS);
-            let history = sequence.history(sequence.start + tokens.end - 1);
-            let together = tokens.len() == 1 && pages >= ranges * PAGES_TOGETHER;
+            let first_page = heads.first_seen(sequence.start + tokens.start) / PAGE_TOKENS;
+            let history = match heads.window {
+                None => sequence.history(sequence.start + tokens.end - 1),
+                Some(_) => 0..0,
+            };
+            let together = tokens.len() == 1 && pages - first_page >= ranges * PAGES_TOGETHER;
             let block_heads = if together { heads.kv_heads } else { 1 };
             let cut: Vec<Range<usize>> = match split {
                 Split::Threads(threads, exact_cost) => {
@@ -173,11 +177,11 @@ fn plan(sequences: &[StepSequence], heads: Heads, split: Split) -> Plan {
                         (true, _) => vec![1; ranges],
                         (false, _) => vec![1; ranges.div_ceil(heads.kv_heads)],
                     };
-                    cut(pages, cost, &shares)
+                    cut(first_page..pages, cost, &shares)
                 }
-                Split::Pages(count) => (0..pages.div_ceil(count))
+                Split::Pages(count) => (first_page / count..pages.div_ceil(count))
                     .rev()
-                    .map(|n| n * count..((n + 1) * count).min(pages))
+                    .map(|n| (n * count).max(first_page)..((n + 1) * count).min(pages))
                     .collect(),
             };
             for head in (0..heads.kv_heads).step_by(block_heads) {
@@ -246,16 +250,16 @@ fn lone(
 
 /// Cuts pages into ranges whose costs are about as the shares, from the last page to the first. Ranges are not empty,
 /// so there may be fewer.
-fn cut(pages: usize, cost: impl Fn(usize) -> usize, shares: &[usize]) -> Vec<Range<usize>> {
-    let total: usize = (0..pages).map(&cost).sum();
+fn cut(pages: Range<usize>, cost: impl Fn(usize) -> usize, shares: &[usize]) -> Vec<Range<usize>> {
+    let total: usize = pages.clone().map(&cost).sum();
     let whole: usize = shares.iter().sum();
     let mut ranges = Vec::new();
-    let (mut start, mut passed, mut due) = (pages, 0, 0);
+    let (mut start, mut passed, mut due) = (pages.end, 0, 0);
     for share in shares {
         due += share;
         let end = start;
         // A page belongs where its middle lies.
-        while start > 0 && (2 * passed + cost(start - 1)) * whole <= 2 * due * total {
+        while start > pages.start && (2 * passed + cost(start - 1)) * whole <= 2 * due * total {
             start -= 1;
             passed += cost(start);
         }
@@ -274,9 +278,9 @@ mod tests {
     fn pages_are_cut_by_what_they_cost() {
         // A sink of one page, a history of 100 and four recent pages that cost as much as four each.
         let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
-        assert_eq!(cut(105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
-        assert_eq!(cut(105, cost, &[1, 1]), [57..105, 0..57]);
-        assert_eq!(cut(0, cost, &[4, 1]), []);
+        assert_eq!(cut(0..105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
+        assert_eq!(cut(0..105, cost, &[1, 1]), [57..105, 0..57]);
+        assert_eq!(cut(0..0, cost, &[4, 1]), []);
     }
 
     #[test]
@@ -285,10 +289,13 @@ mod tests {
             for shares in [&[1][..], &[4, 1, 4, 1], &[1; 12], &[1; 50]] {
                 for exact in [1, 2, 4] {
                     let cost = |page: usize| if (1..20).contains(&page) { 1 } else { exact };
-                    let ranges = cut(pages, cost, shares);
-                    assert!(ranges.len() <= shares.len());
-                    assert!(ranges.iter().all(|range| !range.is_empty()));
-                    assert!(ranges.into_iter().rev().flatten().eq(0..pages), "{pages} {shares:?} {exact}");
+                    for first in [0, pages / 3, pages] {
+                        let ranges = cut(first..pages, cost, shares);
+                        assert!(ranges.len() <= shares.len());
+                        assert!(ranges.iter().all(|range| !range.is_empty()));
+                        let all = ranges.into_iter().rev().flatten();
+                        assert!(all.eq(first..pages), "{first}..{pages} {shares:?} {exact}");
+                    }
                 }
             }
         }

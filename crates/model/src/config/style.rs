@@ -1,0 +1,74 @@
+//! What sets the blocks of some families apart, and layers that see a window only.
+
+use oscar_kernels::backend::{Activation, Feature};
+
+use crate::rope::RopeConfig;
+
+/// How the blocks of a model are put together. [`BlockStyle::plain`] is what most families have.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockStyle {
+    /// What the gate of the feed-forward block goes through.
+    pub activation: Activation,
+    /// Whether what attention and the feed-forward block return is normed before it is added.
+    pub output_norms: bool,
+    /// Added to the stored gain of every norm.
+    pub norm_offset: f32,
+    /// What embeddings are multiplied with.
+    pub embedding_scale: Option<f32>,
+    /// What `q · k` is multiplied with to get a logit.
+    pub attention_scale: f32,
+}
+
+impl BlockStyle {
+    /// SiLU, norms before the blocks only, and logits scaled by the head dimension.
+    pub fn plain(head_dim: usize) -> BlockStyle {
+        BlockStyle {
+            activation: Activation::Silu,
+            output_norms: false,
+            norm_offset: 0.0,
+            embedding_scale: None,
+            attention_scale: 1.0 / (head_dim as f32).sqrt(),
+        }
+    }
+}
+
+/// The layers of a model that see a window of positions instead of all.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlidingLayers {
+    /// Positions that a row sees, itself included.
+    pub window: usize,
+    /// Which layers have the window, in the order of the layers; the others are global.
+    pub is_sliding: Vec<bool>,
+    /// Rotary position embedding of these layers.
+    pub rope: RopeConfig,
+}
+
+impl SlidingLayers {
+    /// Checks that the numbers fit a model of `layers` layers; `field` as in [`crate::ModelConfig`]'s own check.
+    pub(super) fn validate(&self, layers: usize, field: &dyn Fn(&str, &str) -> String) -> Result<(), String> {
+        if self.window == 0 {
+            let name = field("sliding_window", "attention.sliding_window");
+            return Err(format!("`{name}` is 0, expected 1 or more"));
+        }
+        if self.is_sliding.len() != layers {
+            let name = field("layer_types", "attention.sliding_window_pattern");
+            return Err(format!("`{name}` has {} entries for {layers} layers", self.is_sliding.len()));
+        }
+        if !(self.rope.theta.is_finite() && self.rope.theta > 0.0) {
+            let name = field("rope_local_base_freq", "rope.freq_base_swa");
+            return Err(format!("`{name}` is {}, expected a number above 0", self.rope.theta));
+        }
+        self.rope.validate(field)
+    }
+}
+
+/// What a device must support for a model to run on it.
+pub(super) fn features(style: &BlockStyle, sliding: Option<&SlidingLayers>) -> Vec<Feature> {
+    let needs = [
+        (Feature::SlidingWindows, sliding.is_some()),
+        (Feature::OutputNorms, style.output_norms),
+        (Feature::GeluTanh, style.activation == Activation::GeluTanh),
+        (Feature::ScaledEmbeddings, style.embedding_scale.is_some()),
+    ];
+    needs.into_iter().filter_map(|(feature, needed)| needed.then_some(feature)).collect()
+}
