@@ -10,6 +10,7 @@ use super::cache::CudaCache;
 use super::device::Device;
 use super::error::CudaError;
 use super::graphs::{self, Next};
+use super::norm::ColumnNorm;
 use super::plan::Split;
 use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
 use super::routed::{Experts, RoutedBlock};
@@ -32,6 +33,7 @@ pub struct CudaBackend {
     loader: WeightLoader,
     products: Products,
     sampler: Sampler,
+    column_norm: ColumnNorm,
     /// Kernels for mixtures of experts, compiled for the first model that has some.
     experts: OnceLock<Experts>,
     deterministic: bool,
@@ -68,6 +70,7 @@ impl CudaBackend {
             loader: WeightLoader::new(&device)?,
             products: Products::new(&device, !deterministic)?,
             sampler: Sampler::new(&device)?,
+            column_norm: ColumnNorm::new(&device)?,
             experts: OnceLock::new(),
             deterministic,
             records: std::env::var_os("OSCAR_CUDA_RECORD").is_none_or(|value| value != "0"),
@@ -97,6 +100,23 @@ impl CudaBackend {
         Ok(self.experts.get_or_init(|| experts))
     }
 
+    /// Applies norms that are over all heads of a layer, before each head goes its own way.
+    fn norm_heads_together(
+        &self,
+        step: &CudaStep,
+        spec: &AttentionSpec<Self>,
+        qkv: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (queries, keys) = (spec.q_heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        for (norm, columns) in [(&spec.q_norm, 0..queries), (&spec.k_norm, queries..queries + keys)] {
+            let Some(norm) = norm.as_ref().filter(|norm| norm.weight.cols != spec.head_dim) else { continue };
+            let gain = norm.weight.vector("a norm over all heads", columns.len())?;
+            let (stride, epsilon) = (qkv.cols, norm.eps);
+            self.column_norm.run(&mut qkv.values, step.rows, stride, columns, gain, epsilon)?;
+        }
+        Ok(())
+    }
+
     fn gain<'a>(&self, norm: &'a RmsNorm<Self>, len: usize) -> Result<&'a CudaSlice<f32>, KernelError> {
         norm.weight.vector("a norm", len)
     }
@@ -123,16 +143,17 @@ impl CudaBackend {
     }
 }
 
-/// A norm over the heads of a layer.
+/// A norm over each head of a layer; one over all heads together is [`CudaBackend::norm_heads_together`]'s.
 fn head_norm(
     norm: Option<&RmsNorm<CudaBackend>>,
     head_dim: usize,
 ) -> Result<Option<HeadNorm<'_>>, KernelError> {
-    norm.map(|norm| {
-        let gain = norm.weight.vector("a head norm", head_dim)?;
-        Ok(HeadNorm { gain, epsilon: norm.eps })
-    })
-    .transpose()
+    norm.filter(|norm| norm.weight.cols == head_dim)
+        .map(|norm| {
+            let gain = norm.weight.vector("a head norm", head_dim)?;
+            Ok(HeadNorm { gain, epsilon: norm.eps })
+        })
+        .transpose()
 }
 
 fn check_cache(
@@ -273,6 +294,7 @@ impl Backend for CudaBackend {
             exact_slots: cache.spec.slots,
             scratch: cache.scratch.as_mut(),
         };
+        self.norm_heads_together(step, spec, qkv)?;
         let norms = HeadNorms {
             queries: head_norm(spec.q_norm.as_ref(), spec.head_dim)?,
             keys: head_norm(spec.k_norm.as_ref(), spec.head_dim)?,

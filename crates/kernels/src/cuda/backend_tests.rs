@@ -5,7 +5,7 @@ use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout};
 use super::compile::{OPTIONS, Source};
 use super::tuning::DecodeShape;
 use super::weights::TileKind;
-use super::{multiply, prefill, routed, sample, weights};
+use super::{multiply, norm, prefill, routed, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.
 #[test]
@@ -19,6 +19,7 @@ fn the_list_of_configurations_is_that_of_the_product() {
         entry("weights".into(), weights::source()),
         entry("sampling".into(), sample::source()),
         entry("activations".into(), multiply::pack_source()),
+        entry("norms".into(), norm::source()),
     ];
     let rings = multiply::Rings::new(232_448);
     for variant in multiply::Variant::ALL {

@@ -14,6 +14,7 @@
 //! | [`mod@reference`] | attention in f64 and random pages, which tests and benchmarks compare with |
 //! | `weights` | weights in tiles on the card, from every stored type |
 //! | `products`, `multiply`, `blas` | products with weights: own kernels for few rows, cuBLASLt for many |
+//! | `norm` | norms over all heads of a layer |
 //! | `routed` | mixtures of experts: routing, and products of the experts that were chosen |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
 //! | `cache`, `step` | page pools, and the tables of a step |
@@ -36,6 +37,7 @@ mod exact_tests;
 mod graphs;
 mod inspect;
 mod multiply;
+mod norm;
 mod page_order;
 mod plan;
 mod prefill;

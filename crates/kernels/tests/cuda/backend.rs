@@ -482,6 +482,16 @@ fn attending<'a, B: Inspect>(
     let has_sealed = sealed.is_some();
     let query_heads = KV_HEADS * group;
     let spec = CacheSpec { geometry, query_heads, slots: pages + 1, scratch_slots: 0, sealed };
+    // No norms, norms of each head, and norms over all heads.
+    let norm = |heads: usize| {
+        let gains = match d {
+            128 => d,
+            256 => heads * d,
+            _ => return None,
+        };
+        let weight = backend.weight(&vector(gains, &mut Random::new(7))).unwrap();
+        Some(RmsNorm { weight, eps: 1e-6 })
+    };
     Attending {
         backend,
         spec: AttentionSpec {
@@ -490,8 +500,8 @@ fn attending<'a, B: Inspect>(
             head_dim: d,
             scale: 1.0 / (d as f32).sqrt(),
             window: None,
-            q_norm: None,
-            k_norm: None,
+            q_norm: norm(KV_HEADS * group),
+            k_norm: norm(KV_HEADS),
         },
         cache: backend.cache(&spec).unwrap(),
         rope: Rope {
