@@ -1,9 +1,12 @@
 //! Models with the shapes of published ones and random weights, for measurements: speed and memory do not depend on what a
 //! model has learned. No file is needed, so a model of any size that fits the device can be measured.
 //!
-//! All matrices of a type are read from the same random bytes, so the host holds as much as the largest of them. On a device
-//! that copies weights each is a matrix of its own.
+//! All matrices of a type are read from the same random bytes, so the host holds as much as the largest of them, or as one
+//! projection of all experts of a layer. On a device that copies weights each is a matrix of its own.
 
+mod mixtures;
+
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
@@ -12,13 +15,18 @@ use oscar_kernels::DType;
 use oscar_kernels::backend::{RopeLayout, SharedBytes};
 use oscar_random::Random;
 
-use crate::config::{BlockStyle, ModelConfig, QkNorm};
+use crate::config::{BlockStyle, ModelConfig, QkNorm, WeightScales};
 use crate::error::ModelError;
 use crate::files::{ElementType, FileError, StoredTensor, TensorEntry, TensorSource};
 use crate::loaded::ModelFiles;
 use crate::names::{LayerTensor, TensorNaming};
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::text::{GgufVocabulary, Tokenizer};
+use mixtures::MIXTURES;
+
+/// The blocks of published FP8 files.
+const BLOCK: usize = 128;
+const FP8_BLOCKS: WeightScales = WeightScales::Block([BLOCK, BLOCK]);
 
 /// How far random bytes go before they repeat.
 const PERIOD: usize = 1 << 24;
@@ -86,23 +94,25 @@ const GEOMETRIES: [Geometry; 5] = [
 
 /// The names that [`random_model`] knows.
 pub fn random_names() -> Vec<&'static str> {
-    GEOMETRIES.iter().map(|geometry| geometry.name).collect()
+    let mixtures = MIXTURES.iter().map(|mixture| mixture.name);
+    GEOMETRIES.iter().map(|geometry| geometry.name).chain(mixtures).collect()
 }
 
 /// A model of random weights by its name, such as `qwen3-8b`, or `qwen3-8b:q4_k_m` with the types of such a file.
 pub fn random_model(name: &str) -> Result<ModelFiles, ModelError> {
     let unknown = |problem: String| ModelError::BadConfig { path: name.into(), problem };
-    let (geometry, kind) = name.split_once(':').unwrap_or((name, "bf16"));
-    let geometry = GEOMETRIES
-        .iter()
-        .find(|known| known.name == geometry)
-        .ok_or_else(|| unknown(format!("there is no such shape; there are {}", random_names().join(", "))))?;
-    let config = geometry.config();
+    let (shape, kind) = name.split_once(':').unwrap_or((name, "bf16"));
+    let dense = GEOMETRIES.iter().find(|known| known.name == shape).map(|known| Ok(known.config()));
+    let mixture = || MIXTURES.iter().find(|known| known.name == shape).map(|known| known.config());
+    let config = dense.or_else(mixture).ok_or_else(|| {
+        unknown(format!("there is no such shape; there are {}", random_names().join(", ")))
+    })??;
     match kind.to_ascii_lowercase().as_str() {
         "bf16" => random_files(name, config, |_, _| DType::BF16),
+        "fp8" => random_files(name, ModelConfig { fp8: Some(FP8_BLOCKS), ..config }, fp8),
         "q8_0" => random_files(name, config, |_, _| DType::Q8_0),
         "q4_k_m" => random_files(name, config, q4_k_m),
-        _ => Err(unknown("the weights are bf16, q8_0 or q4_k_m".to_owned())),
+        _ => Err(unknown("the weights are bf16, fp8, q8_0 or q4_k_m".to_owned())),
     }
 }
 
@@ -137,6 +147,11 @@ impl Geometry {
             sliding: None,
         }
     }
+}
+
+/// FP8 in the layers, and nowhere else.
+fn fp8(layer: Option<usize>, _: Option<LayerTensor>) -> DType {
+    if layer.is_some() { DType::F8E4M3 } else { DType::BF16 }
 }
 
 /// The types in a file of the usual mixture: more bits for the output, and for values and down projections of half of the
@@ -184,8 +199,9 @@ fn tokenizer(vocabulary: usize) -> Result<Tokenizer, crate::text::TextError> {
 struct RandomTensors {
     path: Arc<Path>,
     entries: Vec<TensorEntry>,
+    index: HashMap<String, usize>,
     /// The bytes of each type, made when they are first asked for.
-    bytes: [OnceLock<SharedBytes>; DType::ALL.len()],
+    bytes: HashMap<DType, OnceLock<SharedBytes>>,
 }
 
 impl RandomTensors {
@@ -195,53 +211,113 @@ impl RandomTensors {
         dtype: impl Fn(Option<usize>, Option<LayerTensor>) -> DType,
     ) -> RandomTensors {
         let naming = TensorNaming::HuggingFace;
-        let mut entries: Vec<TensorEntry> = Vec::new();
-        let mut add = |name: String, dtype: DType, shape: Vec<usize>| {
-            let elements: usize = shape.iter().product();
-            let byte_len = dtype.bytes_for(elements);
-            let element_type = ElementType::Supported(dtype);
-            entries.push(TensorEntry { name, shape, element_type, offset: 0, byte_len });
-        };
-        let (hidden, inner, d) = (config.hidden_size, config.intermediate_size, config.head_dim);
-        let (q, kv) = (config.q_heads * d, config.kv_heads * d);
-        let table = vec![config.vocab_size, hidden];
-        add(naming.embedding().to_owned(), dtype(None, None), table.clone());
-        add(naming.final_norm().to_owned(), DType::F32, vec![hidden]);
+        let mut tensors = Tensors::default();
+        let table = [config.vocab_size, config.hidden_size];
+        tensors.matrix(naming.embedding().to_owned(), dtype(None, None), table);
+        tensors.vector(naming.final_norm().to_owned(), config.hidden_size);
         if config.tied_embeddings == Some(false) {
-            add(naming.head().to_owned(), dtype(None, None), table);
+            tensors.matrix(naming.head().to_owned(), dtype(None, None), table);
         }
         for layer in 0..config.layers {
-            use LayerTensor::*;
-            for (tensor, shape) in [
-                (AttentionNorm, vec![hidden]),
-                (Query, vec![q, hidden]),
-                (Key, vec![kv, hidden]),
-                (Value, vec![kv, hidden]),
-                (Output, vec![hidden, q]),
-                (QueryNorm, vec![d]),
-                (KeyNorm, vec![d]),
-                (MlpNorm, vec![hidden]),
-                (Gate, vec![inner, hidden]),
-                (Up, vec![inner, hidden]),
-                (Down, vec![hidden, inner]),
-            ] {
-                let kind = if shape.len() == 1 { DType::F32 } else { dtype(Some(layer), Some(tensor)) };
-                add(format!("{}.weight", naming.layer_tensor(layer, tensor)), kind, shape);
-            }
+            tensors.layer(config, layer, &|tensor| dtype(Some(layer), Some(tensor)));
         }
-        RandomTensors { path: Path::new(name).into(), entries, bytes: Default::default() }
+        let entries = tensors.0;
+        let index = entries.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect();
+        let types = DType::ALL.into_iter().chain([DType::F8E4M3]);
+        let bytes = types.map(|dtype| (dtype, OnceLock::new())).collect();
+        RandomTensors { path: Path::new(name).into(), entries, index, bytes }
+    }
+
+    /// Random bytes of a type, enough for its largest tensor.
+    fn bytes(&self, dtype: DType) -> SharedBytes {
+        let make = || -> SharedBytes {
+            let kind = ElementType::Supported(dtype);
+            let uses = self.entries.iter().filter(|entry| entry.element_type == kind);
+            let ends = uses.filter_map(|entry| Some(entry.offset + entry.byte_len?));
+            Arc::new(random_bytes(dtype, ends.max().unwrap_or(0)))
+        };
+        self.bytes.get(&dtype).map_or_else(make, |bytes| bytes.get_or_init(make).clone())
     }
 }
 
-impl RandomTensors {
-    /// Random bytes of a type, enough for its largest tensor.
-    fn bytes(&self, dtype: DType) -> &SharedBytes {
-        let index = DType::ALL.iter().position(|&other| other == dtype).unwrap_or(0);
-        self.bytes[index].get_or_init(|| {
-            let kind = ElementType::Supported(dtype);
-            let uses = self.entries.iter().filter(|entry| entry.element_type == kind);
-            Arc::new(random_bytes(dtype, uses.filter_map(|entry| entry.byte_len).max().unwrap_or(0)))
-        })
+/// A table of tensors.
+#[derive(Default)]
+struct Tensors(Vec<TensorEntry>);
+
+impl Tensors {
+    fn add(&mut self, name: String, dtype: DType, shape: Vec<usize>, before: usize) {
+        let byte_len = dtype.bytes_for(shape.iter().product());
+        // Experts lie one after the other: they are read by turns, and must not be found in a core's cache for that.
+        let offset = before * byte_len.unwrap_or(0);
+        let element_type = ElementType::Supported(dtype);
+        self.0.push(TensorEntry { name, shape, element_type, offset, byte_len });
+    }
+
+    fn vector(&mut self, name: String, len: usize) {
+        self.add(name, DType::F32, vec![len], 0);
+    }
+
+    fn matrix(&mut self, name: String, dtype: DType, shape: [usize; 2]) {
+        self.matrix_behind(name, dtype, shape, 0);
+    }
+
+    /// A matrix that lies behind so many others of its shape.
+    fn matrix_behind(&mut self, name: String, dtype: DType, shape: [usize; 2], before: usize) {
+        // As makers of files do where a row is no whole number of large blocks.
+        let dtype = if shape[1].is_multiple_of(dtype.block_len()) { dtype } else { DType::Q8_0 };
+        if dtype == DType::F8E4M3 {
+            let blocks = shape.map(|size| size.div_ceil(BLOCK)).to_vec();
+            self.add(format!("{name}_scale_inv"), DType::F32, blocks, 0);
+        }
+        self.add(name, dtype, shape.to_vec(), before);
+    }
+
+    fn layer(&mut self, config: &ModelConfig, layer: usize, dtype: &dyn Fn(LayerTensor) -> DType) {
+        use LayerTensor::*;
+        let (hidden, d) = (config.hidden_size, config.head_dim);
+        let (q, kv) = (config.q_heads * d, config.kv_heads * d);
+        let name = |tensor| format!("{}.weight", TensorNaming::HuggingFace.layer_tensor(layer, tensor));
+        for (tensor, rows) in [(Query, q), (Key, kv), (Value, kv)] {
+            self.matrix(name(tensor), dtype(tensor), [rows, hidden]);
+            if config.qkv_bias {
+                self.vector(name(tensor).replace(".weight", ".bias"), rows);
+            }
+        }
+        self.matrix(name(Output), dtype(Output), [hidden, q]);
+        self.vector(name(AttentionNorm), hidden);
+        self.vector(name(MlpNorm), hidden);
+        for (tensor, heads) in [(QueryNorm, q), (KeyNorm, kv)] {
+            match config.head_norms {
+                QkNorm::None => {}
+                QkNorm::Heads => self.vector(name(tensor), d),
+                QkNorm::Layer => self.vector(name(tensor), heads),
+            }
+        }
+        let shapes = |inner: usize| [(Gate, [inner, hidden]), (Up, [inner, hidden]), (Down, [hidden, inner])];
+        let Some(experts) = config.experts.as_ref().filter(|experts| experts.routed[layer]) else {
+            for (tensor, shape) in shapes(config.intermediate_size) {
+                self.matrix(name(tensor), dtype(tensor), shape);
+            }
+            return;
+        };
+        let (prefix, names) = (TensorNaming::HuggingFace.layer_prefix(layer), &experts.facts.names);
+        // Vectors are all one; a router of ones would choose the same experts for everybody.
+        self.matrix(format!("{prefix}{}.weight", names.router), DType::BF16, [experts.count(), hidden]);
+        if let Some(correction) = names.correction {
+            self.vector(format!("{prefix}{correction}"), experts.count());
+        }
+        let parts = [names.gate, names.up, names.down];
+        for ((tensor, shape), part) in shapes(experts.inner).into_iter().zip(parts) {
+            for expert in 0..experts.count() {
+                let name = format!("{prefix}{}.{expert}.{part}.weight", names.experts);
+                self.matrix_behind(name, dtype(tensor), shape, expert);
+            }
+        }
+        if let (Some(shared), Some(inner)) = (names.shared, experts.shared_inner) {
+            for ((tensor, shape), part) in shapes(inner).into_iter().zip(parts) {
+                self.matrix(format!("{prefix}{shared}.{part}.weight"), dtype(tensor), shape);
+            }
+        }
     }
 }
 
@@ -255,7 +331,7 @@ impl TensorSource for RandomTensors {
     }
 
     fn position(&self, name: &str) -> Option<usize> {
-        self.entries.iter().position(|entry| entry.name == name)
+        self.index.get(name).copied()
     }
 
     fn get(&self, name: &str) -> Result<StoredTensor, FileError> {
@@ -267,8 +343,8 @@ impl TensorSource for RandomTensors {
             name: name.to_owned(),
             shape: entry.shape.clone(),
             dtype,
-            bytes: self.bytes(dtype).clone(),
-            offset: 0,
+            bytes: self.bytes(dtype),
+            offset: entry.offset,
         })
     }
 }
@@ -282,6 +358,8 @@ fn random_bytes(dtype: DType, len: usize) -> Vec<u8> {
     while bytes.len() < period {
         match dtype {
             DType::F32 => bytes.extend(1.0_f32.to_le_bytes()),
+            // Up to 0.03: larger exponents are left out.
+            DType::F8E4M3 => bytes.push(random.next_u64() as u8 & 0x8f),
             DType::F16 | DType::BF16 => {
                 let x = 0.03 * random.signed();
                 match dtype {
@@ -329,27 +407,30 @@ mod tests {
 
     use super::*;
 
-    fn tiny(dtype: fn(Option<usize>, Option<LayerTensor>) -> DType) -> ModelFiles {
-        let small = Geometry { hidden: 256, inner: 512, layers: 2, q_heads: 4, kv_heads: 2, ..GEOMETRIES[0] };
-        let config = ModelConfig { vocab_size: 512, ..small.config() };
-        random_files("tiny", config, dtype).unwrap()
+    fn runs(files: &ModelFiles) {
+        assert_eq!(files.tokenizer().unwrap().encode("ab c", false).unwrap().len(), 4);
+        let model = files.load_model(Arc::new(CpuBackend::new(1).unwrap())).unwrap();
+        let mut cache = model.cache(2).unwrap();
+        let mut activations = model.activations(3, 1).unwrap();
+        let pages = ExactSlot::first(1);
+        let sequences = [SequenceRows::exact(0, 3, &pages)];
+        let batch = Batch { tokens: &[1, 2, 3], sequences: &sequences };
+        model.forward(&batch, &[2], &mut cache, &mut activations).unwrap();
+        let logits = model.backend().read(activations.logits(), 0..1).unwrap();
+        assert!(logits.iter().all(|logit| logit.is_finite()));
+        assert!(logits.iter().any(|logit| logit.abs() > 1e-3), "there is more than nothing");
     }
 
     #[test]
     fn random_models_run_and_say_something_finite() {
-        for dtype in [|_, _| DType::BF16, |_, _| DType::Q8_0, q4_k_m as fn(_, _) -> _] {
-            let files = tiny(dtype);
-            assert_eq!(files.tokenizer().unwrap().encode("ab c", false).unwrap().len(), 4);
-            let model = files.load_model(Arc::new(CpuBackend::new(1).unwrap())).unwrap();
-            let mut cache = model.cache(2).unwrap();
-            let mut activations = model.activations(3, 1).unwrap();
-            let pages = ExactSlot::first(1);
-            let sequences = [SequenceRows::exact(0, 3, &pages)];
-            let batch = Batch { tokens: &[1, 2, 3], sequences: &sequences };
-            model.forward(&batch, &[2], &mut cache, &mut activations).unwrap();
-            let logits = model.backend().read(activations.logits(), 0..1).unwrap();
-            assert!(logits.iter().all(|logit| logit.is_finite()));
-            assert!(logits.iter().any(|logit| logit.abs() > 1e-3), "there is more than nothing");
+        let small = Geometry { hidden: 256, inner: 512, layers: 2, q_heads: 4, kv_heads: 2, ..GEOMETRIES[0] };
+        let config = ModelConfig { vocab_size: 512, ..small.config() };
+        let mixtures = MIXTURES.iter().map(|mixture| mixture.small().config().unwrap());
+        for config in [config].into_iter().chain(mixtures) {
+            for dtype in [|_, _| DType::BF16, |_, _| DType::Q8_0, q4_k_m as fn(_, _) -> _] {
+                runs(&random_files("tiny", config.clone(), dtype).unwrap());
+            }
+            runs(&random_files("tiny", ModelConfig { fp8: Some(FP8_BLOCKS), ..config }, fp8).unwrap());
         }
     }
 
@@ -359,5 +440,12 @@ mod tests {
         assert!(error.contains("qwen3-8b"), "{error}");
         assert!(random_model("qwen3-8b:q3_k").is_err());
         assert_eq!(random_model("qwen3-32b").unwrap().config().layers, 64);
+        for (name, billions) in [("qwen3-30b-a3b", 30.5), ("glm-4.5-air:fp8", 106.8), ("minimax-m2", 228.7)] {
+            let files = random_model(name).unwrap();
+            let scales = |name: &str| name.ends_with("_scale_inv");
+            let entries = files.tensors().entries().iter().filter(|entry| !scales(&entry.name));
+            let parameters = entries.map(|entry| entry.elements() as f64).sum::<f64>() / 1e9;
+            assert!((parameters / billions - 1.0).abs() < 0.01, "{name}: {parameters}");
+        }
     }
 }

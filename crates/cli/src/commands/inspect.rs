@@ -135,6 +135,7 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<
         ("layers", config.layers.to_string()),
         ("hidden size", config.hidden_size.to_string()),
         ("feed-forward size", config.intermediate_size.to_string()),
+        ("experts", experts_line(config)),
         ("heads", format!("{} query, {} KV", config.q_heads, config.kv_heads)),
         ("head dim", config.head_dim.to_string()),
         ("vocabulary", config.vocab_size.to_string()),
@@ -183,6 +184,9 @@ fn description(
         "layers": config.layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
+        "experts": config.experts.as_ref().map(|experts| {
+            json!({"count": experts.count(), "top_k": experts.top_k(), "intermediate_size": experts.inner})
+        }),
         "q_heads": config.q_heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
@@ -210,6 +214,13 @@ fn container(path: &ModelPath) -> &'static str {
     match path {
         ModelPath::Gguf(_) => "gguf",
         ModelPath::Folder(_) => "safetensors",
+    }
+}
+
+fn experts_line(config: &ModelConfig) -> String {
+    match &config.experts {
+        None => "none".to_owned(),
+        Some(experts) => format!("{} of {}, size {}", experts.top_k(), experts.count(), experts.inner),
     }
 }
 

@@ -28,7 +28,7 @@ use crate::backend::{
 use crate::sampling;
 
 /// Below this many values a loop over rows stays on the calling thread.
-const PARALLEL_VALUES: usize = 16 * 1024;
+pub(super) const PARALLEL_VALUES: usize = 16 * 1024;
 
 /// The CPU as a device.
 pub struct CpuBackend {
@@ -159,7 +159,7 @@ impl CpuBackend {
         for (norm, heads) in [(&spec.q_norm, 0..queries), (&spec.k_norm, queries..queries + keys)] {
             let Some(norm) = norm.as_ref().filter(|norm| norm.weight.cols() > d) else { continue };
             let gain = norm.weight.vector("a norm over all heads", heads.len())?;
-            self.for_each_row(qkv, spec.qkv_cols(), |_, _, row| {
+            for_each_row(&self.pool, qkv, spec.qkv_cols(), |_, row| {
                 rms_norm_in_place(self.isa, &mut row[heads.clone()], gain, norm.eps);
             });
         }
@@ -173,20 +173,24 @@ impl CpuBackend {
             false => (0..tasks).for_each(|task| body(0, task)),
         }
     }
+}
 
-    /// Calls `body` with a worker and the index and values of every row of `out`, in parallel where it pays.
-    fn for_each_row(&self, out: &mut [f32], cols: usize, body: impl Fn(usize, usize, &mut [f32]) + Sync) {
-        if out.len() < PARALLEL_VALUES {
-            let rows = out.chunks_exact_mut(cols.max(1)).enumerate();
-            return rows.for_each(|(row, values)| body(0, row, values));
-        }
-        let rows = out.len() / cols;
-        let target = DisjointSlice::new(out);
-        self.pool.for_each_worker(rows, |worker, row| {
-            // SAFETY: rows do not overlap and each index runs once.
-            body(worker, row, unsafe { target.part(row * cols..(row + 1) * cols) });
-        });
+/// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
+pub(super) fn for_each_row(
+    pool: &Pool,
+    out: &mut [f32],
+    cols: usize,
+    body: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    if out.len() < PARALLEL_VALUES {
+        return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, values)| body(row, values));
     }
+    let rows = out.len() / cols;
+    let target = DisjointSlice::new(out);
+    pool.for_each(rows, |row| {
+        // SAFETY: rows do not overlap and each index runs once.
+        body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
+    });
 }
 
 /// Scratch holds no state between calls, so a panic in an earlier one does not matter.
@@ -257,7 +261,7 @@ impl Backend for CpuBackend {
             return Err(KernelError::TokenOutOfRange { token, vocab: table.rows() });
         }
         let rows = hidden.first_rows_mut("embedding rows", step.rows())?;
-        self.for_each_row(rows, cols, |_, row, out| {
+        for_each_row(&self.pool, rows, cols, |row, out| {
             let token = step.tokens[row] as usize;
             self.dot.dequantise(table.dtype(), table.row_data(token..token + 1), out);
             table.scale_row(token, out);

@@ -6,17 +6,13 @@
 
 use std::ops::Range;
 
-use super::backend::CpuBackend;
+use super::backend::{CpuBackend, for_each_row};
 use super::elementwise::{rms_norm, silu_multiply};
-use super::memory::DisjointSlice;
 use super::outputs::projection;
 use super::project::{Group, Input, Mode, Projector};
 use super::tensors::Weight;
 use crate::backend::{KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
-use crate::routing::{Choice, RoutingScratch};
-
-/// Below this many values a loop over rows stays on the calling thread.
-const PARALLEL_VALUES: usize = 16 * 1024;
+use crate::routing::{Choice, RoutingRule, RoutingScratch};
 
 /// The same projection of all experts of a layer, each where it lies in the file.
 pub struct Experts(Vec<Weight>);
@@ -42,12 +38,19 @@ impl Experts {
 #[derive(Default)]
 pub(super) struct ExpertScratch {
     normed: Vec<f32>,
-    logits: Vec<f32>,
-    choices: Vec<Choice>,
-    routing: RoutingScratch,
-    slots: Slots,
+    chosen: Chosen,
     gate_up: Vec<f32>,
     results: Vec<f32>,
+}
+
+/// Who goes where.
+#[derive(Default)]
+struct Chosen {
+    logits: Vec<f32>,
+    /// The choices of all rows.
+    choices: Vec<Choice>,
+    slots: Slots,
+    routing: RoutingScratch,
 }
 
 /// Rows sorted by expert.
@@ -77,28 +80,15 @@ pub(super) fn routed_mlp(
     }
     let inner = mlp.gate.outputs();
     expect("outputs of an expert's up projection", inner, mlp.up.outputs())?;
-    let ExpertScratch { normed, logits, choices, routing, slots, gate_up, results } = scratch;
+    let ExpertScratch { normed, chosen, gate_up, results } = scratch;
     let (isa, rows) = (projector.isa, hidden.len() / cols.max(1));
     norm_rows(projector, mlp, hidden, cols, normed)?;
     let normed = &normed[..rows * cols];
     let row = |row: usize| &normed[row * cols..(row + 1) * cols];
     let copy = |index: usize, out: &mut [f32]| out.copy_from_slice(row(index));
 
-    logits.resize(rows * rule.experts, 0.0);
-    let input = Input { rows, cols, fill: &copy };
-    projector.run(input, &[projection(&mlp.router)?], logits, Mode::Store)?;
-    let correction = mlp.correction.as_ref().map(|weight| weight.vector("a correction bias", rule.experts));
-    let correction = correction.transpose()?;
-    choices.resize(rows * rule.top_k, Choice { expert: 0, weight: 0.0 });
-    slots.clear(rule.experts);
-    for (logits, choices) in logits.chunks_exact(rule.experts).zip(choices.chunks_exact_mut(rule.top_k)) {
-        slots.add(
-            mlp.routing.choose(logits, correction, routing, choices).ok().map(|()| &*choices),
-            rule.top_k,
-        );
-    }
-    slots.sort(choices, rule.top_k);
-
+    choose(projector, mlp, Input { rows, cols, fill: &copy }, chosen)?;
+    let Chosen { choices, slots, .. } = &*chosen;
     let count = slots.rows.len();
     gate_up.resize(count * 2 * inner, 0.0);
     let fill = |slot: usize, out: &mut [f32]| out.copy_from_slice(row(slots.rows[slot]));
@@ -118,6 +108,29 @@ pub(super) fn routed_mlp(
     }
 }
 
+/// Chooses the experts of every row, and sorts rows by them.
+fn choose(
+    projector: &mut Projector<'_>,
+    mlp: &RoutedMlp<CpuBackend>,
+    normed: Input<'_>,
+    chosen: &mut Chosen,
+) -> Result<(), KernelError> {
+    let RoutingRule { experts, top_k, .. } = *mlp.routing.rule();
+    let Chosen { logits, choices, slots, routing } = chosen;
+    logits.resize(normed.rows * experts, 0.0);
+    projector.run(normed, &[projection(&mlp.router)?], logits, Mode::Store)?;
+    let correction = mlp.correction.as_ref().map(|weight| weight.vector("a correction bias", experts));
+    let correction = correction.transpose()?;
+    choices.resize(normed.rows * top_k, Choice { expert: 0, weight: 0.0 });
+    slots.clear(experts);
+    for (logits, choices) in logits.chunks_exact(experts).zip(choices.chunks_exact_mut(top_k)) {
+        let has_scores = mlp.routing.choose(logits, correction, routing, choices).is_ok();
+        slots.add(choices, has_scores);
+    }
+    slots.sort(choices, top_k);
+    Ok(())
+}
+
 fn norm_rows(
     projector: &Projector<'_>,
     mlp: &RoutedMlp<CpuBackend>,
@@ -127,7 +140,7 @@ fn norm_rows(
 ) -> Result<(), KernelError> {
     let (weight, isa) = (mlp.norm.weight.vector("a norm", cols)?, projector.isa);
     normed.resize(hidden.len(), 0.0);
-    for_each_row(projector, normed, cols, |row, out| {
+    for_each_row(projector.pool, normed, cols, |row, out| {
         rms_norm(isa, &hidden[row * cols..(row + 1) * cols], weight, mlp.norm.eps, out);
     });
     Ok(())
@@ -143,7 +156,7 @@ fn combine(
     cols: usize,
 ) {
     let top_k = slots.of.len() / (hidden.len() / cols.max(1)).max(1);
-    for_each_row(projector, hidden, cols, |row, out| {
+    for_each_row(projector.pool, hidden, cols, |row, out| {
         let ranks = row * top_k..(row + 1) * top_k;
         for (choice, slot) in choices[ranks.clone()].iter().zip(&slots.of[ranks]) {
             let Some(slot) = slot else {
@@ -176,24 +189,6 @@ fn shared_expert(
     projector.run(input, &[projection(&shared.down)?], hidden, Mode::Add)
 }
 
-/// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
-fn for_each_row(
-    projector: &Projector<'_>,
-    out: &mut [f32],
-    cols: usize,
-    body: impl Fn(usize, &mut [f32]) + Sync,
-) {
-    if out.len() < PARALLEL_VALUES {
-        return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, out)| body(row, out));
-    }
-    let rows = out.len() / cols;
-    let target = DisjointSlice::new(out);
-    projector.pool.for_each(rows, |row| {
-        // SAFETY: rows do not overlap and each index runs once.
-        body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
-    });
-}
-
 impl Slots {
     fn clear(&mut self, experts: usize) {
         self.rows.clear();
@@ -203,12 +198,12 @@ impl Slots {
         self.next.resize(experts, 0);
     }
 
-    /// The choices of the next row, if it has any.
-    fn add(&mut self, choices: Option<&[Choice]>, top_k: usize) {
-        for rank in 0..top_k {
-            self.of.push(choices.map(|choices| choices[rank].expert));
+    /// The choices of the next row, which count if it has scores.
+    fn add(&mut self, choices: &[Choice], has_scores: bool) {
+        for choice in choices {
+            self.of.push(has_scores.then_some(choice.expert));
+            self.next[choice.expert] += usize::from(has_scores);
         }
-        choices.into_iter().flatten().for_each(|choice| self.next[choice.expert] += 1);
     }
 
     /// The slots of each expert that was chosen, with its weights.

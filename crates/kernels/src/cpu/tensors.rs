@@ -17,8 +17,10 @@ pub struct Weight {
 impl Weight {
     pub(super) fn new(stored: &StoredMatrix) -> Result<Weight, KernelError> {
         let data = stored.data()?;
-        if stored.dtype == DType::F8E4M3 && stored.scales.is_none() {
-            return Err(KernelError::BadSetting("a matrix of FP8 numbers has no scales".to_owned()));
+        if (stored.dtype == DType::F8E4M3) != stored.scales.is_some() {
+            let problem =
+                format!("a matrix of {} numbers: FP8 needs scales, and nothing else has them", stored.dtype);
+            return Err(KernelError::BadSetting(problem));
         }
         let vector = (stored.rows == 1).then(|| {
             let mut values = vec![0.0; stored.cols].into_boxed_slice();

@@ -34,9 +34,11 @@ pub(super) enum PreTokenizerName {
     Smollm,
     Qwen2,
     Llama3,
+    Glm4,
+    MiniMaxM2,
 }
 
-const KNOWN: [(&str, PreTokenizerName); 8] = [
+const KNOWN: [(&str, PreTokenizerName); 11] = [
     ("default", PreTokenizerName::Default),
     ("gpt-2", PreTokenizerName::Gpt2),
     ("smollm", PreTokenizerName::Smollm),
@@ -45,11 +47,20 @@ const KNOWN: [(&str, PreTokenizerName); 8] = [
     ("llama-bpe", PreTokenizerName::Llama3),
     ("llama3", PreTokenizerName::Llama3),
     ("llama-v3", PreTokenizerName::Llama3),
+    ("glm4", PreTokenizerName::Glm4),
+    ("chatglm-bpe", PreTokenizerName::Glm4),
+    ("minimax-m2", PreTokenizerName::MiniMaxM2),
 ];
 
 const GPT2_PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// Words end where lower case is followed by upper case.
+const MINIMAX_PATTERN: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 impl PreTokenizerName {
     /// Reads `tokenizer.ggml.pre`; files from before that key existed mean `default`.
@@ -84,7 +95,8 @@ impl PreTokenizerName {
             Self::Gpt2 => vec![gpt2_words],
             Self::Smollm => vec![PreTokenizerWrapper::Digits(Digits::new(true)), gpt2_words],
             Self::Qwen2 => vec![isolate(QWEN2_PATTERN)?, bytes_only],
-            Self::Llama3 => vec![isolate(LLAMA3_PATTERN)?, bytes_only],
+            Self::Llama3 | Self::Glm4 => vec![isolate(LLAMA3_PATTERN)?, bytes_only],
+            Self::MiniMaxM2 => vec![isolate(MINIMAX_PATTERN)?, bytes_only],
             // What llama.cpp does when a file names no pre-tokenizer.
             Self::Default => vec![
                 isolate(r"[\p{P}\$\+<=>\^~\|]+")?,
@@ -145,7 +157,25 @@ pub(super) fn build(vocabulary: &GgufVocabulary) -> Result<ByteLevelStages, Text
 
 #[cfg(test)]
 mod tests {
+    use tokenizers::tokenizer::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
+
     use super::*;
+
+    #[test]
+    fn text_is_cut_as_the_families_cut_it() {
+        let pieces = |name: &str, text: &str| -> Vec<String> {
+            let mut text = PreTokenizedString::from(text);
+            let cut = PreTokenizerName::parse(Some(name)).unwrap().pre_tokenizer().unwrap();
+            cut.pre_tokenize(&mut text).unwrap();
+            let splits = text.get_splits(OffsetReferential::Original, OffsetType::Byte);
+            splits.into_iter().map(|(piece, ..)| piece.to_owned()).collect()
+        };
+        let text = "HelloWorld I'LL 12345/\n";
+        assert_eq!(pieces("glm4", text), ["HelloWorld", "ĠI", "'LL", "Ġ", "123", "45", "/Ċ"]);
+        assert_eq!(pieces("chatglm-bpe", text), pieces("glm4", text));
+        assert_eq!(pieces("minimax-m2", text), ["Hello", "World", "ĠI'LL", "Ġ", "123", "45", "/Ċ"]);
+        assert_eq!(pieces("qwen2", "123"), ["1", "2", "3"]);
+    }
 
     #[test]
     fn alphabet_is_the_one_of_the_tokenizer_library() {

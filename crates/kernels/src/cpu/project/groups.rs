@@ -8,12 +8,10 @@ use std::ops::Range;
 use super::{FEWEST_PASSES, Input, Mode, PANEL_MIN_ROWS, Projection, Projector, Rows, TASKS_PER_THREAD};
 use crate::backend::KernelError;
 use crate::cpu::activation::QuantisedRows;
+use crate::cpu::backend::PARALLEL_VALUES;
 use crate::cpu::dot::stripes;
 use crate::cpu::memory::DisjointSlice;
 use crate::cpu::tensors::Weight;
-
-/// Below this many values the calling thread prepares activations alone.
-const PARALLEL_VALUES: usize = 16 * 1024;
 
 /// Neighbouring rows that are multiplied with the same weights.
 pub(in crate::cpu) struct Group<'a> {
