@@ -107,6 +107,8 @@ pub enum Feature {
     GeluTanh,
     /// [`Backend::scale`].
     ScaledEmbeddings,
+    /// [`AttentionSpec::sinks`].
+    LearnedSinks,
 }
 
 impl std::fmt::Display for Feature {
@@ -116,6 +118,7 @@ impl std::fmt::Display for Feature {
             Feature::OutputNorms => "norms of a block's output",
             Feature::GeluTanh => "GELU activations",
             Feature::ScaledEmbeddings => "scaled embeddings",
+            Feature::LearnedSinks => "learned sinks",
         })
     }
 }
@@ -159,6 +162,8 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
     /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
     pub window: Option<usize>,
+    /// One logit for each query head that takes part in the softmax of every row and has no value (GPT-OSS).
+    pub sinks: Option<B::Weight>,
     /// Norm over each query head (Qwen3).
     pub q_norm: Option<RmsNorm<B>>,
     /// Norm over each key head (Qwen3).

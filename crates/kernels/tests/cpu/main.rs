@@ -5,4 +5,5 @@
 mod history;
 mod mixed;
 mod quant_oracle;
+mod sinks;
 mod windows;

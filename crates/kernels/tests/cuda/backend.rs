@@ -296,6 +296,7 @@ fn attending<'a, B: Inspect>(
             head_dim: d,
             scale: 1.0 / (d as f32).sqrt(),
             window: None,
+            sinks: None,
             q_norm: None,
             k_norm: None,
         },
