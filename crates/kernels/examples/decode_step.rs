@@ -174,7 +174,16 @@ fn step(
 
 fn attention(shape: Shape) -> AttentionSpec<CpuBackend> {
     let Shape { q_heads, kv_heads, d: head_dim, .. } = shape;
-    AttentionSpec { q_heads, kv_heads, head_dim, scale: 0.05, window: None, q_norm: None, k_norm: None }
+    AttentionSpec {
+        q_heads,
+        kv_heads,
+        head_dim,
+        scale: 0.05,
+        window: None,
+        sinks: None,
+        q_norm: None,
+        k_norm: None,
+    }
 }
 
 fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: bool) -> Filled {

@@ -111,6 +111,8 @@ pub enum Feature {
     GeluTanh,
     /// [`Backend::scale`].
     ScaledEmbeddings,
+    /// [`AttentionSpec::sinks`].
+    LearnedSinks,
 }
 
 impl std::fmt::Display for Feature {
@@ -120,6 +122,7 @@ impl std::fmt::Display for Feature {
             Feature::OutputNorms => "norms of a block's output",
             Feature::GeluTanh => "GELU activations",
             Feature::ScaledEmbeddings => "scaled embeddings",
+            Feature::LearnedSinks => "learned sinks",
         })
     }
 }
@@ -194,6 +197,8 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
     /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
     pub window: Option<usize>,
+    /// One logit for each query head that takes part in the softmax of every row and has no value (GPT-OSS).
+    pub sinks: Option<B::Weight>,
     /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a
     /// gain of `q_heads * head_dim`.
     pub q_norm: Option<RmsNorm<B>>,

@@ -113,6 +113,7 @@ impl<B: Backend> Loader<'_, B> {
                 head_dim: d,
                 scale: config.style.attention_scale,
                 window: config.window(layer),
+                sinks: None,
                 q_norm: head_norm(LayerTensor::QueryNorm, config.q_heads)?,
                 k_norm: head_norm(LayerTensor::KeyNorm, config.kv_heads)?,
             },

@@ -36,8 +36,12 @@ macro_rules! shipped {
 }
 
 /// All rotation files that ship. Not a constant: every crate that names a constant may get its own copy of the files.
-pub static SHIPPED: &[ShippedRotations] =
-    &[shipped!("smollm2"), shipped!("qwen2.5-coder-0.5b"), shipped!("qwen2.5-coder-1.5b")];
+pub static SHIPPED: &[ShippedRotations] = &[
+    shipped!("smollm2"),
+    shipped!("qwen2.5-coder-0.5b"),
+    shipped!("qwen2.5-coder-1.5b"),
+    shipped!("gemma-3-270m"),
+];
 
 /// The rotations for a model of the catalogue.
 pub fn find(name: &str) -> Option<&'static ShippedRotations> {

@@ -97,13 +97,13 @@ fn the_catalogue_is_listed() {
     let machine = Machine::new();
     let table = machine.run(["models"]).success().stdout;
     let lines: Vec<&str> = table.lines().collect();
-    assert_eq!(lines.len(), 4);
+    assert_eq!(lines.len(), 5);
     assert!(lines[0].starts_with("NAME") && lines[0].contains("CACHED"), "{table}");
     assert!(lines[1].starts_with("smollm2") && lines[1].ends_with("no"), "{table}");
 
     let json = machine.run(["models", "--json"]).success().json();
     let rows = json["rows"].as_array().expect("rows");
-    assert_eq!(rows.len(), 3);
+    assert_eq!(rows.len(), 4);
     for row in rows {
         for name in ["name", "family", "licence", "sha256", "hub_id"] {
             assert!(row[name].as_str().is_some_and(|text| !text.is_empty()), "{name} of {row}");

@@ -204,6 +204,11 @@ fn head_norm(norm: &Option<RmsNorm<CpuBackend>>, d: usize) -> Result<Option<(&[f
     norm.map(|norm| Ok((norm.weight.vector("a head norm", d)?, norm.eps))).transpose()
 }
 
+/// The learned sinks of a layer.
+pub(super) fn sinks(spec: &AttentionSpec<CpuBackend>) -> Result<Option<&[f32]>, KernelError> {
+    spec.sinks.as_ref().map(|sinks| sinks.vector("learned sinks", spec.q_heads)).transpose()
+}
+
 impl Backend for CpuBackend {
     type Weight = Weight;
     type Experts = Experts;
@@ -353,7 +358,8 @@ impl Backend for CpuBackend {
         if let Some(window) = spec.window {
             step.sequences.iter().try_for_each(|sequence| sequence.check_window(window))?;
         }
-        self.attend_tiers(step, spec, qkv, &Tiers { cache, layer, history: None }, out)
+        let tiers = Tiers { cache, layer, sinks: sinks(spec)?, history: None };
+        self.attend_tiers(step, spec, qkv, &tiers, out)
     }
 
     fn seal(&self, layers: Range<usize>, pages: &[SealPage], cache: &mut Cache) -> Result<(), KernelError> {

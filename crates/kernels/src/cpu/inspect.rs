@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::attend::{History, Tiers};
-use super::backend::CpuBackend;
+use super::backend::{CpuBackend, sinks};
 use super::{Cache, Matrix, Step, Weight};
 use crate::backend::{AttentionSpec, KernelError, expect};
 use crate::inspect::{Inspect, KvRows, StandIn};
@@ -69,6 +69,7 @@ impl Inspect for CpuBackend {
         expect("KV heads of the stand-in", spec.kv_heads, cache.spec().geometry.kv_heads)?;
         expect("head dimension of the stand-in", spec.head_dim, cache.spec().geometry.head_dim)?;
         let history = History { cache, layer, ends };
-        self.attend_tiers(step, spec, qkv, &Tiers { cache: exact, layer, history: Some(history) }, out)
+        let tiers = Tiers { cache: exact, layer, sinks: sinks(spec)?, history: Some(history) };
+        self.attend_tiers(step, spec, qkv, &tiers, out)
     }
 }

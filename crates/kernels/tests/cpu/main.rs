@@ -6,4 +6,5 @@ mod experts;
 mod history;
 mod mixed;
 mod quant_oracle;
+mod sinks;
 mod windows;

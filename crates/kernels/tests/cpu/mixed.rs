@@ -165,6 +165,7 @@ impl Sequence {
             head_dim: d,
             scale,
             window: None,
+            sinks: None,
             q_norm: None,
             k_norm: None,
         }

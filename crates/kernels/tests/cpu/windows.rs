@@ -25,6 +25,7 @@ fn spec(d: usize, window: usize) -> AttentionSpec<CpuBackend> {
         head_dim: d,
         scale: SCALE,
         window: Some(window),
+        sinks: None,
         q_norm: None,
         k_norm: None,
     }
@@ -54,17 +55,25 @@ fn reference(rows: &[f32], d: usize, window: usize, position: usize, query_head:
     out
 }
 
-/// Attends all rows, `chunk` at a time.
-fn attend(backend: &CpuBackend, rows: &[f32], d: usize, window: usize, chunk: usize) -> Vec<f32> {
+/// Ways to cut the rows into steps: at once, inside and at page edges, and single rows around them.
+const CUTS: [&[usize]; 4] = [
+    &[TOKENS],
+    &[100, 100, 70],
+    &[64, 64, 64, 64, 14],
+    &[62, 1, 1, 1, 1, 33, 1, 1, 26, 1, 1, 1, 62, 1, 7, 1, 67, 1, 1],
+];
+
+/// Attends all rows, step by step.
+fn attend(backend: &CpuBackend, rows: &[f32], d: usize, window: usize, cut: &[usize]) -> Vec<f32> {
+    assert_eq!(cut.iter().sum::<usize>(), TOKENS);
     let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: d };
     let pages = TOKENS.div_ceil(PAGE_TOKENS);
     let mut cache = backend.cache(&CacheSpec::exact(geometry, KV_HEADS * GROUP, pages + 1)).unwrap();
     let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
     let (attention, slots) = (spec(d, window), ExactSlot::table((1..=pages as u32).rev()));
     let (cols, width) = (attention.qkv_cols(), KV_HEADS * GROUP * d);
-    let mut out = Vec::new();
-    for first in (0..TOKENS).step_by(chunk) {
-        let len = chunk.min(TOKENS - first);
+    let (mut out, mut first) = (Vec::new(), 0);
+    for &len in cut {
         let tokens = vec![0; len];
         let sequence = SequenceRows::exact(first, len, &slots);
         let batch = Batch { tokens: &tokens, sequences: &[sequence] };
@@ -75,6 +84,7 @@ fn attend(backend: &CpuBackend, rows: &[f32], d: usize, window: usize, chunk: us
         let mut part = backend.buffer(len, width).unwrap();
         backend.attend(&step, &attention, 0, &qkv, &cache, &mut part).unwrap();
         out.extend_from_slice(part.first_rows("rows", len).unwrap());
+        first += len;
     }
     out
 }
@@ -90,8 +100,8 @@ fn a_row_sees_its_window_and_nothing_before() {
         for isa in Isa::available() {
             let backend = CpuBackend::with_isa(2, isa);
             for &window in windows {
-                for chunk in [TOKENS, 100, 64, 3, 1] {
-                    let out = attend(&backend, &rows, d, window, chunk);
+                for cut in CUTS {
+                    let out = attend(&backend, &rows, d, window, cut);
                     for position in [0, 1, 62, 63, 64, 65, 99, 100, 127, 128, 129, 192, 200, 268, 269] {
                         for query_head in [0, 4] {
                             let want = reference(&rows, d, window, position, query_head);
@@ -99,7 +109,7 @@ fn a_row_sees_its_window_and_nothing_before() {
                             for (got, want) in got.iter().zip(&want) {
                                 assert!(
                                     (f64::from(*got) - want).abs() < 2e-4,
-                                    "{isa} d={d} window {window} chunk {chunk} position {position}: \
+                                    "{isa} d={d} window {window} steps {cut:?} position {position}: \
                                      {got} for {want}"
                                 );
                             }
@@ -118,9 +128,9 @@ fn a_deterministic_device_gives_a_row_the_same_bits_in_every_chunk() {
     for isa in Isa::available() {
         let backend = CpuBackend::with_isa(2, isa).deterministic();
         for window in [40, 64, 200] {
-            let whole = attend(&backend, &rows, d, window, TOKENS);
-            for chunk in [1, 7, 64, 130] {
-                assert!(attend(&backend, &rows, d, window, chunk) == whole, "{isa} {window} {chunk}");
+            let whole = attend(&backend, &rows, d, window, CUTS[0]);
+            for cut in &CUTS[1..] {
+                assert!(attend(&backend, &rows, d, window, cut) == whole, "{isa} {window} {cut:?}");
             }
         }
     }

@@ -264,8 +264,16 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
         RmsNorm { weight: backend.weight(&stored).unwrap(), eps: 1e-6 * (side + 1) as f32 }
     };
     let [q_norm, k_norm] = [0, 1].map(|side| case.norms.then(|| norm(side)));
-    let attention =
-        AttentionSpec { q_heads, kv_heads, head_dim: d, scale: 1.0, window: None, q_norm, k_norm };
+    let attention = AttentionSpec {
+        q_heads,
+        kv_heads,
+        head_dim: d,
+        scale: 1.0,
+        window: None,
+        sinks: None,
+        q_norm,
+        k_norm,
+    };
 
     let stream = device.stream();
     let writer = RowWriter::new(device, geometry(case), group, codec.as_deref()).unwrap();

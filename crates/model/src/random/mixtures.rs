@@ -3,7 +3,7 @@
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::routing::{Routing, RoutingRule};
 
-use crate::config::{ExpertsConfig, ModelConfig};
+use crate::config::{BlockStyle, ExpertsConfig, ModelConfig};
 use crate::error::ModelError;
 use crate::families;
 use crate::rope::{RopeConfig, RopeScaling};
@@ -158,6 +158,8 @@ impl Mixture {
             }),
             further_layers: 0,
             fp8: None,
+            style: BlockStyle::plain(128),
+            sliding: None,
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use oscar_codec::{HeadIndex, PAGE_TOKENS};
+use oscar_codec::{HeadIndex, PAGE_TOKENS, Side};
 
 use super::parts::HeadStates;
 use super::plan::{Block, Item};
@@ -114,11 +114,32 @@ impl BlockRows<'_> {
         attention.exact(cache, layer, spans, within(shortest.end..self.block.pages));
     }
 
+    /// The sinks of a block's rows of one KV head, in units of log₂ and relative to the same as logits of stored keys: keys
+    /// are stored less their mean, so `q · mean` is missing in every logit of a row.
+    fn sink_logits(&self, head: usize, sinks: &[f32], tiers: &Tiers<'_>, qkv: &[f32]) -> Vec<f32> {
+        let BlockRows { block, sequence, heads } = *self;
+        let (group, d) = (heads.group(), heads.head_dim);
+        let sealed = tiers.cache.sealed();
+        let mean =
+            sealed.and_then(|sealed| sealed.sealer.stored_mean_key(HeadIndex { layer: tiers.layer, head }));
+        let queries = block.tokens.clone().flat_map(|token| {
+            let row = &qkv[(sequence.first_row + token) * heads.qkv_cols()..];
+            row[head * group * d..(head + 1) * group * d].chunks_exact(d).enumerate()
+        });
+        let logit = |(member, query): (usize, &[f32])| {
+            let dot = |mean: &Vec<f32>| query.iter().zip(mean).map(|(q, m)| q * m).sum::<f32>();
+            let missing = mean.as_ref().map_or(0.0, dot) * heads.scale;
+            (sinks[head * group + member] - missing) * std::f32::consts::LOG2_E
+        };
+        queries.map(logit).collect()
+    }
+
     /// Writes the output of one KV head of a block, back in the model's basis.
     pub(super) fn write_head(
         &self,
         head: usize,
         tiers: &Tiers<'_>,
+        qkv: &[f32],
         parts: &[&SoftmaxState],
         scratch: &mut AttendScratch,
         target: &DisjointSlice<'_, f32>,
@@ -127,11 +148,23 @@ impl BlockRows<'_> {
         let (group, d) = (heads.group(), heads.head_dim);
         let AttendScratch { rows, transform, .. } = scratch;
         rows.resize(block.tokens.len() * group * d, 0.0);
+        let sinks = tiers.sinks.map(|sinks| self.sink_logits(head, sinks, tiers, qkv));
+        let mut shares = Vec::new();
         for (row, out) in rows.chunks_exact_mut(d).enumerate() {
-            SoftmaxState::finish_parts(parts, row, out);
+            match &sinks {
+                None => SoftmaxState::finish_parts(parts, row, out),
+                Some(sinks) => shares.push(SoftmaxState::finish_with_sink(parts, row, Some(sinks[row]), out)),
+            }
         }
         if let Some(sealed) = tiers.cache.sealed() {
-            sealed.sealer.undo_values(HeadIndex { layer: tiers.layer, head }, rows, transform);
+            let index = HeadIndex { layer: tiers.layer, head };
+            sealed.sealer.undo_values(index, rows, transform);
+            // The weights of a row's values add up to one less the share of its sink, and so does the mean's.
+            if let Some(mean) = sealed.sealer.mean(index, Side::Value).filter(|_| sinks.is_some()) {
+                for (row, share) in rows.chunks_exact_mut(d).zip(&shares) {
+                    row.iter_mut().zip(mean).for_each(|(value, mean)| *value -= share * mean);
+                }
+            }
         }
         for (rows, token) in rows.chunks_exact(group * d).zip(block.tokens.clone()) {
             let row = sequence.first_row + token;

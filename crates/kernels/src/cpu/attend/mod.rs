@@ -74,14 +74,14 @@ pub(super) fn attend(
         let mut states = std::mem::take(&mut scratch.states);
         rows.read_item(isa, item, tiers, qkv, &mut scratch, &mut states);
         for (head, state) in item.heads.clone().zip(&states) {
-            rows.write_head(head, tiers, &[state], &mut scratch, &target);
+            rows.write_head(head, tiers, qkv, &[state], &mut scratch, &target);
         }
         scratch.states = states;
     };
     let put_together = |worker: usize| {
         let mut scratch = workers.of(worker);
         states.for_each_complete(worker, pool.threads(), |output, parts| {
-            rows_of(output.block).write_head(output.head, tiers, parts, &mut scratch, &target);
+            rows_of(output.block).write_head(output.head, tiers, qkv, parts, &mut scratch, &target);
         });
     };
     pool.for_each_in_runs(plan.items.len(), end, read, put_together);

@@ -10,6 +10,8 @@ pub(in crate::cpu) struct Tiers<'a> {
     pub(in crate::cpu) cache: &'a Cache,
     /// Layer of `cache`.
     pub(in crate::cpu) layer: usize,
+    /// A logit for each query head that has a share of every row's softmax.
+    pub(in crate::cpu) sinks: Option<&'a [f32]>,
     /// What is read instead for early positions, if anything: a measurement's stand-in for sealed pages.
     pub(in crate::cpu) history: Option<History<'a>>,
 }

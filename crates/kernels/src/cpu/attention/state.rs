@@ -59,11 +59,19 @@ impl SoftmaxState {
 
     /// The attention output of one row whose pages were split between states of one shape; zeros if it saw no token.
     pub fn finish_parts(parts: &[&SoftmaxState], row: usize, out: &mut [f32]) {
+        SoftmaxState::finish_with_sink(parts, row, None, out);
+    }
+
+    /// [`Self::finish_parts`] with a logit, in units of log₂, that takes part in the softmax and has no value. Returns its
+    /// share of the weights.
+    pub fn finish_with_sink(parts: &[&SoftmaxState], row: usize, sink: Option<f32>, out: &mut [f32]) -> f32 {
         let seen = || parts.iter().filter(|part| part.sum[row] != 0.0);
-        let max = seen().fold(f32::NEG_INFINITY, |max, part| max.max(part.max[row]));
-        let weight =
-            |part: &SoftmaxState| if part.max[row] == max { 1.0 } else { (part.max[row] - max).exp2() };
-        let sum: f32 = seen().map(|part| part.sum[row] * weight(part)).sum();
+        let largest = sink.unwrap_or(f32::NEG_INFINITY);
+        let max = seen().fold(largest, |max, part| max.max(part.max[row]));
+        let weight = |logit: f32| if logit == max { 1.0 } else { (logit - max).exp2() };
+        let mut sum: f32 = seen().map(|part| part.sum[row] * weight(part.max[row])).sum();
+        let of_sink = sink.map_or(0.0, weight);
+        sum += of_sink;
         out.fill(0.0);
         for part in seen() {
             assert!(
@@ -72,10 +80,11 @@ impl SoftmaxState {
                 part.rows,
                 part.d
             );
-            let scale = weight(part) / sum;
+            let scale = weight(part.max[row]) / sum;
             for (out, value) in out.iter_mut().zip(&part.values[row * part.d..]) {
                 *out += value * scale;
             }
         }
+        if sink.is_some() { of_sink / sum } else { 0.0 }
     }
 }

@@ -56,6 +56,21 @@ impl Sealer {
         self.transform(head, side).is_identity()
     }
 
+    /// What is subtracted from the rows of a head and side, if anything.
+    pub fn mean(&self, head: HeadIndex, side: Side) -> Option<&[f32]> {
+        self.transform(head, side).mean()
+    }
+
+    /// The mean key of a head as it would be stored if nothing were subtracted; `None` if nothing is.
+    pub fn stored_mean_key(&self, head: HeadIndex) -> Option<Vec<f32>> {
+        let transform = self.transform(head, Side::Key);
+        transform.mean()?;
+        let mut stored = vec![0.0; transform.dim()];
+        transform.apply(&vec![0.0; transform.dim()], &mut stored);
+        stored.iter_mut().for_each(|value| *value = -*value);
+        Some(stored)
+    }
+
     /// Prefetches the rotation of a head and side, which for one row takes far longer to come from memory than to be used.
     pub fn prefetch_rotation(&self, head: HeadIndex, side: Side) {
         let transform = self.transform(head, side);

@@ -1,0 +1,140 @@
+//! Attention with a learned sink for each query head, against the definition.
+
+use std::sync::Arc;
+
+use half::bf16;
+use oscar_codec::{
+    CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+    hadamard,
+};
+use oscar_kernels::backend::{
+    AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_kernels::cpu::isa::Isa;
+use oscar_kernels::{Backend, DType};
+use oscar_random::Random;
+
+const DIM: usize = 64;
+const KV_HEADS: usize = 2;
+const GROUP: usize = 3;
+const TOKENS: usize = 200;
+const SCALE: f32 = 0.11;
+/// One that dominates, one that is hardly there, and some between.
+const SINKS: [f32; KV_HEADS * GROUP] = [8.0, -30.0, 0.0, 2.5, -1.0, 4.0];
+
+fn numbers(len: usize, seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    (0..len).map(|_| bf16::from_f32(2.0 * random.signed()).to_f32()).collect()
+}
+
+fn spec(backend: &CpuBackend, window: Option<usize>) -> AttentionSpec<CpuBackend> {
+    let bytes: Vec<u8> = SINKS.iter().flat_map(|sink| sink.to_le_bytes()).collect();
+    let stored =
+        StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: SINKS.len() };
+    AttentionSpec {
+        q_heads: KV_HEADS * GROUP,
+        kv_heads: KV_HEADS,
+        head_dim: DIM,
+        scale: SCALE,
+        window,
+        sinks: Some(backend.weight(&stored).unwrap()),
+        q_norm: None,
+        k_norm: None,
+    }
+}
+
+fn reference(rows: &[f32], window: usize, position: usize, query_head: usize) -> Vec<f64> {
+    let cols = (KV_HEADS * GROUP + 2 * KV_HEADS) * DIM;
+    let row = |p: usize, head: usize| &rows[p * cols + head * DIM..][..DIM];
+    let (query, head) = (row(position, query_head), query_head / GROUP);
+    let mut sum = f64::from(SINKS[query_head]).exp();
+    let mut out = vec![0.0; DIM];
+    for p in (0..=position).filter(|&p| p + window > position) {
+        let key = row(p, KV_HEADS * GROUP + head);
+        let dot: f64 = query.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+        let weight = (dot * f64::from(SCALE)).exp();
+        sum += weight;
+        let value = row(p, KV_HEADS * (GROUP + 1) + head);
+        out.iter_mut().zip(value).for_each(|(out, value)| *out += weight * f64::from(*value));
+    }
+    out.iter_mut().for_each(|out| *out /= sum);
+    out
+}
+
+/// A codec that centres keys and values far from zero and rotates them.
+fn centred() -> Arc<PageCodec> {
+    let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
+    let encoder = |seed: u64| {
+        let mean = numbers(DIM, seed).into_iter().map(|value| value + 1.0).collect();
+        let transform = HeadTransform::new(Some(mean), &hadamard::matrix(DIM)).unwrap();
+        HeadEncoder::codes(transform, CodeLayout::new(4, DIM, 1).unwrap(), Rule::MIN_MAX, false)
+    };
+    let keys = (0..KV_HEADS as u64).map(|head| encoder(100 + head)).collect();
+    let values = (0..KV_HEADS as u64).map(|head| encoder(200 + head)).collect();
+    Arc::new(PageCodec::new("centred", geometry, keys, values).unwrap())
+}
+
+#[test]
+fn a_sink_has_its_share_once_per_row() {
+    let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
+    let pages = TOKENS.div_ceil(PAGE_TOKENS);
+    let slots = ExactSlot::first(pages);
+    let sealed_table = vec![None; pages];
+    let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
+    for isa in Isa::available() {
+        // With several threads the pages of a row are in several items.
+        for backend in [CpuBackend::with_isa(3, isa), CpuBackend::with_isa(2, isa).deterministic()] {
+            for (codec, tolerance) in [(None, 1e-4), (Some(centred()), 0.02)] {
+                for window in [None, Some(70)] {
+                    let attention = spec(&backend, window);
+                    let cols = attention.qkv_cols();
+                    let rows = numbers(TOKENS * cols, 17);
+                    let mut cache_spec = CacheSpec::exact(geometry, KV_HEADS * GROUP, pages + 1);
+                    // Nothing is sealed, so that only the basis of the codec is at work.
+                    cache_spec.sealed = codec.clone().map(|codec| SealedSpec {
+                        codec,
+                        slots: 2,
+                        windows: PageWindows { sink: 0, recent: 100 },
+                    });
+                    let mut cache = backend.cache(&cache_spec).unwrap();
+                    for cut in [&[TOKENS][..], &[63, 1, 5, 1, 58, 1, 70, 1]] {
+                        let (mut out, mut first) = (Vec::new(), 0);
+                        for &len in cut {
+                            let mut sequence = SequenceRows::exact(first, len, &slots);
+                            sequence.sealed = codec.is_some().then_some(SealedRows {
+                                pages: &sealed_table,
+                                exact_from: usize::MAX,
+                                sealed_until: 0,
+                            });
+                            let batch = Batch { tokens: &vec![0; len], sequences: &[sequence] };
+                            let step = backend.begin_step(&batch, &rope, &cache).unwrap();
+                            let mut qkv = backend.buffer(len, cols).unwrap();
+                            let part = &rows[first * cols..(first + len) * cols];
+                            qkv.first_rows_mut("rows", len).unwrap().copy_from_slice(part);
+                            backend.rope_store(&step, &attention, 0, &mut qkv, &mut cache).unwrap();
+                            let mut attended = backend.buffer(len, KV_HEADS * GROUP * DIM).unwrap();
+                            backend.attend(&step, &attention, 0, &qkv, &cache, &mut attended).unwrap();
+                            out.extend_from_slice(attended.first_rows("rows", len).unwrap());
+                            first += len;
+                        }
+                        for position in [0, 1, 63, 64, 69, 70, 128, 199] {
+                            for query_head in 0..KV_HEADS * GROUP {
+                                let want = reference(&rows, window.unwrap_or(TOKENS), position, query_head);
+                                let got = &out[(position * KV_HEADS * GROUP + query_head) * DIM..][..DIM];
+                                for (got, want) in got.iter().zip(&want) {
+                                    assert!(
+                                        (f64::from(*got) - want).abs() < tolerance,
+                                        "{isa}, codec {}, window {window:?}, steps {cut:?}, position {position}, \
+                                         head {query_head}: {got} for {want}",
+                                        codec.is_some()
+                                    );
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
