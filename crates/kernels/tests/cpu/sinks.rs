@@ -30,8 +30,14 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
 
 fn spec(backend: &CpuBackend, window: Option<usize>) -> AttentionSpec<CpuBackend> {
     let bytes: Vec<u8> = SINKS.iter().flat_map(|sink| sink.to_le_bytes()).collect();
-    let stored =
-        StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: SINKS.len() };
+    let stored = StoredMatrix {
+        bytes: Arc::new(bytes),
+        offset: 0,
+        dtype: DType::F32,
+        rows: 1,
+        cols: SINKS.len(),
+        scales: None,
+    };
     AttentionSpec {
         q_heads: KV_HEADS * GROUP,
         kv_heads: KV_HEADS,
