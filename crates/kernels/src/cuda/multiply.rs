@@ -140,7 +140,7 @@ struct MatrixArguments {
     kind: i32,
     rows: i32,
     first_column: i32,
-    first_tile: i32,
+    first_group: i32,
 }
 
 #[repr(C)]
@@ -159,7 +159,9 @@ struct MultiplyArguments {
     matrix_count: i32,
     rows: i32,
     steps: i32,
-    tiles: i32,
+    groups: i32,
+    shares: i32,
+    share_steps: i32,
     ends: i32,
     ring_bytes: i32,
 }
@@ -354,7 +356,10 @@ impl Multiply {
             ring_bytes + result_bytes(variant.column_tiles, halves) + operands
         };
         let fits = |variant: Variant| match variant.fused {
-            true => rows <= MOST_FUSED_ROWS && memory(variant) <= self.device.block_memory() / 2,
+            true => {
+                let gated = matches!(input.source, InputSource::Gated);
+                rows <= MOST_FUSED_ROWS && !gated && memory(variant) <= self.device.block_memory() / 2
+            }
             false => rows <= 8 * variant.column_tiles,
         };
         let Some(variant) = Variant::ALL.into_iter().find(|variant| fits(*variant)) else {
@@ -371,7 +376,7 @@ impl Multiply {
             self.pack(input, first, rows, variant.column_tiles, Format::F16Operands, scratch)?;
         }
         let mut matrices = [MatrixArguments::default(); MOST_MATRICES];
-        let mut tiles = 0;
+        let mut groups = 0;
         for (arguments, projection) in matrices.iter_mut().zip(projections) {
             *arguments = MatrixArguments {
                 tiles: projection.weight.tiles()?.device_ptr(stream).0,
@@ -379,12 +384,15 @@ impl Multiply {
                 kind: projection.weight.kind as i32,
                 rows: projection.weight.rows as i32,
                 first_column: projection.first_column as i32,
-                first_tile: tiles as i32,
+                first_group: groups as i32,
             };
-            tiles += projection.weight.row_tiles();
+            groups += projection.weight.row_tiles();
         }
-        let blocks = blocks(tiles * steps.div_ceil(WARPS), self.device.multiprocessors());
-        let partials = blocks * 2 * 2 * TILE_ROWS * 8 * variant.column_tiles;
+        // A gate and what it multiplies are one group.
+        let groups = groups / halves;
+        let places = 2 * self.device.multiprocessors();
+        let shares = shares(groups, steps, places);
+        let partials = groups * shares * 2 * TILE_ROWS * 8 * variant.column_tiles;
         let address = |slice: &mut Option<CudaSlice<u8>>| {
             slice.as_mut().map_or(0, |slice| slice.device_ptr_mut(stream).0)
         };
@@ -396,18 +404,23 @@ impl Multiply {
             sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
             factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
             out: output.out.device_ptr(stream).0 + (first * output.stride * 4) as u64,
-            partials: self.grown(&mut scratch.partials, partials)?.device_ptr_mut(stream).0,
-            arrivals: self.grown(&mut scratch.arrivals, tiles)?.device_ptr_mut(stream).0,
+            partials: self
+                .grown(&mut scratch.partials, if shares > 1 { partials } else { 1 })?
+                .device_ptr_mut(stream)
+                .0,
+            arrivals: self.grown(&mut scratch.arrivals, groups)?.device_ptr_mut(stream).0,
             out_stride: output.stride as i64,
             matrix_count: projections.len() as i32,
             rows: rows as i32,
             steps: steps as i32,
-            tiles: tiles as i32,
+            groups: groups as i32,
+            shares: shares as i32,
+            share_steps: steps.div_ceil(shares) as i32,
             ends: output.ends as i32,
             ring_bytes: ring_bytes as i32,
         };
         let config = LaunchConfig {
-            grid_dim: (blocks as u32, 1, 1),
+            grid_dim: (places.min(groups * shares) as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
             shared_mem_bytes: memory(variant) as u32,
         };
@@ -416,12 +429,17 @@ impl Multiply {
     }
 }
 
-/// Blocks of a launch, which divide the chunks of its matrices evenly. It depends on the matrices alone: the order of sums
-/// must not depend on the batch.
-fn blocks(chunks: usize, multiprocessors: usize) -> usize {
-    // The kernel multiplies both numbers.
-    let most = (u32::MAX as usize / (chunks + 1)).max(1);
-    (2 * multiprocessors).min(chunks).min(most).max(1)
+/// Into how many shares the inputs of a group of channels are cut, so that all places of the card have about as much to do. It
+/// depends on the matrices alone: the order of sums must not depend on the batch.
+fn shares(groups: usize, steps: usize, places: usize) -> usize {
+    let most = (steps / WARPS).clamp(1, 8);
+    let cost = |shares: &usize| {
+        let turns = (groups * shares).div_ceil(places) as f64 / *shares as f64;
+        (turns * (1.0 + 0.04 * (*shares as f64 - 1.0)) * 1e6) as u64
+    };
+    let shares = (1..=most).min_by_key(cost).unwrap_or(1);
+    // No share is empty.
+    steps.div_ceil(steps.div_ceil(shares).max(1)).max(1)
 }
 
 #[cfg(test)]
@@ -429,9 +447,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_block_has_a_chunk() {
-        for (chunks, expected) in [(1, 1), (131, 131), (4000, 264), (1 << 28, 15)] {
-            assert_eq!(blocks(chunks, 132), expected);
+    fn inputs_are_shared_out_where_there_are_few_outputs() {
+        // The gate and up projections of an 8B model fill the card without.
+        assert_eq!(shares(12_288 / 16, 64, 264), 1);
+        // 2560 outputs are 160 groups for 264 places.
+        assert!(shares(160, 152, 264) > 1);
+        assert_eq!(shares(4, 4, 264), 1, "a warp has at least one step");
+        for (groups, steps) in [(1, 1), (60, 9), (9496, 24), (256, 192), (7, 65)] {
+            let shares = shares(groups, steps, 264);
+            assert!(
+                (1..=8).contains(&shares) && (shares - 1) * steps.div_ceil(shares) < steps,
+                "{groups} {steps}"
+            );
         }
     }
 

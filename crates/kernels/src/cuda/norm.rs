@@ -41,7 +41,7 @@ pub(super) struct ColumnNorm {
 impl ColumnNorm {
     /// Compiles (or finds) and loads the kernel.
     pub(super) fn new(device: &Arc<Device>) -> Result<ColumnNorm, CudaError> {
-        Ok(ColumnNorm { norm: device.load(&source(), "norm")?, device: device.clone() })
+        Ok(ColumnNorm { norm: device.load(&source(), "norm_columns")?, device: device.clone() })
     }
 
     /// Norms some columns of the first rows of `x`, which are `stride` apart, in place.

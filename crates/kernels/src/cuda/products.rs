@@ -131,14 +131,16 @@ impl Products {
         let input = Input { x: &*hidden, stride, rows, columns: stride, source };
         let mut inner = self.gated.lock().unwrap_or_else(PoisonError::into_inner);
         let inner = self.multiply.grown(&mut inner, rows * 2 * columns)?;
-        let (inner_stride, source) = match self.dense(rows) {
-            Some(_) => {
+        // Matrices of two kinds are not read by one group of blocks.
+        let apart = self.dense(rows).is_some() || gate.weight.kind != up.weight.kind;
+        let (inner_stride, source) = match apart {
+            true => {
                 let up = Projection { first_column: columns, ..up };
                 let output = Output { out: &mut *inner, stride: 2 * columns, ends: Ends::Set };
                 self.run(loader, input, &[gate, up], output)?;
                 (2 * columns, InputSource::Gated)
             }
-            None => {
+            false => {
                 let output = Output { out: &mut *inner, stride: columns, ends: Ends::Gate };
                 self.run(loader, input, &[gate, up], output)?;
                 (columns, InputSource::Plain)

@@ -62,6 +62,8 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
                 _ => bytes.extend(half::bf16::from_f32(x).to_le_bytes()),
             }
         }
+    } else if dtype == DType::F8E4M3 {
+        bytes.extend((0..rows * cols).map(|_| random.next_u64() as u8));
     } else {
         bytes.extend((0..dtype.bytes_for(cols).unwrap() * rows).map(|_| random.next_u64() as u8));
         for block in bytes.chunks_exact_mut(dtype.block_bytes()) {

@@ -11,7 +11,7 @@ struct Arguments {
   int first_column, columns;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) norm_columns(const __grid_constant__ Arguments a) {
   __shared__ float sums[THREADS / 32];
   let_next_launch_begin();
   wait_for_launches();
