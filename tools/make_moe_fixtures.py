@@ -442,10 +442,9 @@ def write_gguf(output, name):
     configuration.num_hidden_layers += further
     head_dimension, parameters = base.write_metadata(writer, name, configuration, file_types[kind.name])
     configuration.num_hidden_layers -= further
-    if configuration.model_type != "qwen3":
-        writer.add_key_length(head_dimension)
-        writer.add_value_length(head_dimension)
-    writer.add_expert_count(configuration.num_local_experts if hasattr(configuration, "num_local_experts") else configuration.num_experts)
+    writer.add_key_length(head_dimension)
+    writer.add_value_length(head_dimension)
+    writer.add_expert_count(configuration.num_local_experts)
     writer.add_expert_used_count(configuration.num_experts_per_tok)
     writer.add_expert_feed_forward_length(getattr(configuration, "moe_intermediate_size", configuration.intermediate_size))
     if configuration.model_type != "qwen3_moe":

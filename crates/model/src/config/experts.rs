@@ -191,11 +191,8 @@ pub(super) fn from_gguf(
         top_k: size("expert_used_count")?,
         scores,
         groups: groups.map(|count| ExpertGroups { count, chosen: chosen.unwrap_or(1) }),
-        normalise: match metadata.get::<bool>(&key("expert_weights_norm"))? {
-            Some(normalise) => normalise,
-            // Files of families that know no other way do not say so.
-            None => true,
-        },
+        // Files of families that know no other way do not say so.
+        normalise: metadata.get::<bool>(&key("expert_weights_norm"))?.unwrap_or(true),
         scale: match metadata.get::<f32>(&key("expert_weights_scale"))? {
             // Files that do not scale say so by 0.
             Some(0.0) | None => 1.0,

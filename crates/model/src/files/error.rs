@@ -88,5 +88,5 @@ pub(crate) fn on_one_line(text: &str) -> Cow<'_, str> {
 }
 
 fn supported_types() -> String {
-    format!("{}, {}", DType::ALL.map(|dtype| dtype.to_string()).join(", "), DType::F8E4M3)
+    DType::ALL.map(|dtype| dtype.to_string()).join(", ")
 }
