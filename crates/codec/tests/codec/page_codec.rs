@@ -3,8 +3,8 @@
 use crate::support::{random_rotation, relative_error};
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{
-    CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS,
-    PageCodec, PageLayout, Rule, ScaleType, Side,
+    CacheCodec, CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PAGE_TOKENS, PageCodec, PageLayout, Rule, ScaleType, Side,
 };
 use oscar_random::Random;
 
@@ -197,6 +197,31 @@ fn layers_kept_in_bf16_lose_nothing() {
     };
     let (keys, values) = (rows(), rows());
     assert_eq!(read_back(&codec, HEAD, &keys, &values), [keys, values]);
+}
+
+/// Layers without a history take no bytes, and the others stay what they are.
+#[test]
+fn layers_without_history_take_no_bytes() {
+    let dim = 64;
+    for codec in [int2(dim, 1, false), PageCodec::bf16(geometry(dim)).unwrap()] {
+        let small = codec.head_bytes(1);
+        let mixed = codec.clone().without_history(&[0, 2]).unwrap();
+        assert_eq!([0, 1, 2].map(|layer| mixed.has_history(layer)), [false, true, false]);
+        assert_eq!([0, 1, 2].map(|layer| mixed.head_bytes(layer)), [0, small, 0]);
+        assert_eq!((mixed.layer_offset(1), mixed.layer_offset(2)), (0, 2 * small));
+        assert_eq!(mixed.page_bytes(), 2 * small);
+        // As many bits for each element that is kept.
+        assert_eq!(mixed.token_bytes(dim), codec.token_bytes(dim));
+        let rows = Random::new(46).normal_vec(64 * dim);
+        assert_eq!(read_back(&mixed, HEAD, &rows, &rows), read_back(&codec, HEAD, &rows, &rows));
+        for side in [Side::Key, Side::Value] {
+            let mut same = rows.clone();
+            mixed.round_trip(HeadIndex { layer: 0, head: 1 }, side, &mut same).unwrap();
+            assert_eq!(same, rows);
+            assert!(mixed.transform(HeadIndex { layer: 2, head: 0 }, side).unwrap().is_identity());
+        }
+        assert!(codec.without_history(&[3]).is_err());
+    }
 }
 
 #[test]
