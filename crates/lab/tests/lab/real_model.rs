@@ -3,6 +3,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use oscar_codec::Windows;
+use oscar_engine::EngineOptions;
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
