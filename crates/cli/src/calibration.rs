@@ -14,8 +14,7 @@ use oscar_lab::eval::probe::probe_rotations;
 use oscar_model::source::Settings;
 use oscar_rotations::find::CERTIFICATE_ENDING;
 use oscar_rotations::{
-    Certificate, RotationFile, RotationFiles, RotationHeader, RotationSource, Verdict, interleaved,
-    safetensors,
+    Certificate, RotationFiles, RotationHeader, RotationSource, Verdict, interleaved, safetensors,
 };
 
 use crate::arguments::positive;
@@ -115,22 +114,18 @@ impl Recipe {
         corpus: &Corpus,
         output: &Path,
     ) -> Result<Certificate, Failure> {
-        let (file, mut certificate) = self.fit(subject, corpus, output)?;
-        if !self.no_probe {
-            probe(subject, &file, &mut certificate)?;
-            write_certificate(output, &certificate)?;
-        }
-        Ok(certificate)
+        let certificate = self.fit(subject, corpus, output)?;
+        // What was fitted is on disk by now, whatever becomes of the probe.
+        if self.no_probe { Ok(certificate) } else { certify(subject, output) }
     }
 
-    /// Makes and writes rotations and their certificate, without a probe. Key channels of what is returned are in the order
-    /// of the model's own file.
+    /// Makes and writes rotations and their certificate, without a probe.
     fn fit<B: Inspect>(
         &self,
         subject: &Subject<B>,
         corpus: &Corpus,
         output: &Path,
-    ) -> Result<(RotationFile, Certificate), Failure> {
+    ) -> Result<Certificate, Failure> {
         let config = subject.model.config();
         let calibration = Calibration {
             composition: self.composition,
@@ -159,15 +154,14 @@ impl Recipe {
             }
             error => error.into(),
         })?;
-        match config.rope.layout {
-            RopeLayout::Halves => safetensors::write(output, &file)?,
-            RopeLayout::Interleaved => {
-                safetensors::write(output, &interleaved::from_interleaved(&file, config.rope.rotary_dim))?;
-            }
-        }
+        let file = match config.rope.layout {
+            RopeLayout::Halves => file,
+            RopeLayout::Interleaved => interleaved::from_interleaved(&file, config.rope.rotary_dim),
+        };
+        safetensors::write(output, &file)?;
         write_certificate(output, &certificate)?;
         checkpoint.remove();
-        Ok((file, certificate))
+        Ok(certificate)
     }
 }
 
@@ -183,27 +177,17 @@ pub(crate) fn certify<B: Inspect>(subject: &Subject<B>, path: &Path) -> Result<C
         ))
         .with_fix("make both with `oscar calibrate MODEL`"));
     };
-    probe(subject, &file, &mut certificate)?;
-    write_certificate(path, &certificate)?;
-    Ok(certificate)
-}
-
-/// Measures how well the model copies with the sealed cache, and judges again.
-fn probe<B: Inspect>(
-    subject: &Subject<B>,
-    file: &RotationFile,
-    certificate: &mut Certificate,
-) -> Result<(), Failure> {
     let windows = Windows { sink: certificate.sink, recent: certificate.recent };
     let mut steps: Option<Steps> = None;
-    let probe = probe_rotations(&subject.model, file, windows, |done, total| {
+    let probe = probe_rotations(&subject.model, &file, windows, |done, total| {
         steps.get_or_insert_with(|| Steps::new("copying from far back", total)).set(done);
     })?;
     if let Some(steps) = steps {
         steps.finish();
     }
     certificate.set_probe(probe);
-    Ok(())
+    write_certificate(path, &certificate)?;
+    Ok(certificate)
 }
 
 /// Writes the certificate of the rotations at `rotations`.

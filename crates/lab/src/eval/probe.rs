@@ -25,13 +25,13 @@ pub const SEED: u64 = 8192;
 pub const MOST_TOKENS: usize = 8192;
 
 /// Most strings.
-const STRINGS: usize = 48;
+const STRINGS: usize = 32;
 
 /// Tokens of a string that are given: enough to tell the place from all others.
-const CUE: usize = 16;
+const CUE: usize = 12;
 
 /// Tokens of a string that the model must know.
-const REST: usize = 16;
+const REST: usize = 12;
 
 /// Fewer strings than this say nothing.
 const LEAST_STRINGS: usize = 4;
