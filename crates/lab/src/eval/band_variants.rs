@@ -87,9 +87,9 @@ mod tests {
 
     fn banded() -> (PageCodec, BandLayout) {
         let bands = BandLayout::int2(DIM).unwrap();
-        // Columns of very different length, as those of bands have.
+        // Bands of very different length, as real ones have.
         let matrix =
-            SquareMatrix::from_fn(DIM, |i, j| f64::from(u8::from(i == j)) * 10f64.powi(j as i32 % 5));
+            SquareMatrix::from_fn(DIM, |i, j| f64::from(u8::from(i == j)) * 10f64.powi(j as i32 / 16));
         let transform = HeadTransform::general(Some(vec![0.25; DIM]), &matrix).unwrap();
         let rows = RowEncoder::Banded(BandRows { layout: bands, value_rule: Rule::Search });
         let encoder = HeadEncoder { transform, rows };
