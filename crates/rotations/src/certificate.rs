@@ -250,7 +250,7 @@ mod tests {
         };
         let (good, caution) = ([head(0, 0.02)], [head(0, 0.15)]);
         assert_eq!(judge(&good, Some(&probe(-0.1))).0, Verdict::Good);
-        assert_eq!(judge(&good, Some(&probe(-0.4))).0, Verdict::Caution);
+        assert_eq!(judge(&good, Some(&probe(-0.6))).0, Verdict::Caution);
         assert_eq!(judge(&caution, Some(&probe(-0.1))).0, Verdict::Caution);
         assert_eq!(judge(&[head(0, 0.9)], Some(&probe(-0.1))).0, Verdict::Bad);
         let (verdict, reason) = judge(&good, Some(&probe(-9.0)));

@@ -6,15 +6,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::certificate::Verdict;
 
-/// Least mean log-probability with an exact cache at which the probe judges: a model that copies worse than this does not
-/// look back, and what the cache holds of the string makes no difference.
-const COPYING: f64 = -1.0;
+/// Least mean log-probability with an exact cache at which the probe judges. A model that only reads the prose of the probe
+/// gives its tokens about -2.25 (SmolLM2); where copying is no better than that, what the cache holds makes no difference.
+const COPYING: f64 = -2.0;
 
-/// Loss above which the verdict is `caution`.
-const CAUTION_LIMIT: f64 = 0.1;
+/// Loss above which the verdict is `caution`. On SmolLM2 bands lose 0.24 and find 100 % of needles at 4K, scalar codes lose
+/// 0.48 and find 65 %: the limit lies between them.
+const CAUTION_LIMIT: f64 = 0.35;
 
-/// Loss above which the verdict is `bad`.
-const LOSS_LIMIT: f64 = 0.5;
+/// Loss above which the verdict is `bad`: twice that of scalar codes. Plain rounding to 2 bits loses 2.5.
+const LOSS_LIMIT: f64 = 1.0;
 
 /// What was measured with one string.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq)]

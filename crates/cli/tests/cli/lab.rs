@@ -43,7 +43,7 @@ fn rotations_are_made_verified_and_measured() {
     // Random weights copy nothing, and are judged by their heads alone.
     let probe = &certificate["probe"];
     assert!(
-        probe["strings"].as_u64().expect("strings") >= 4 && probe["exact"].as_f64().expect("exact") < -1.0
+        probe["strings"].as_u64().expect("strings") >= 4 && probe["exact"].as_f64().expect("exact") < -2.0
     );
     assert!(!machine.path("tiny.safetensors.partial").exists(), "nothing is left of the way");
     machine.run(["zoo", "verify", output, "--model", &model]).success();
