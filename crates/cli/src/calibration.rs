@@ -5,14 +5,17 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use oscar_codec::Composition;
+use oscar_codec::{Composition, Windows};
 use oscar_kernels::Inspect;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, CorpusSource, ValueTarget, calibrate};
+use oscar_lab::eval::probe::probe_rotations;
 use oscar_model::source::Settings;
 use oscar_rotations::find::CERTIFICATE_ENDING;
-use oscar_rotations::{Certificate, RotationHeader, Verdict, interleaved, safetensors};
+use oscar_rotations::{
+    Certificate, RotationFiles, RotationHeader, RotationSource, Verdict, interleaved, safetensors,
+};
 
 use crate::arguments::positive;
 use crate::failure::Failure;
@@ -53,6 +56,10 @@ pub(crate) struct Recipe {
 
     #[command(flatten)]
     windows: WindowArguments,
+
+    /// Do not measure whether the model still copies what it read long ago.
+    #[arg(long)]
+    no_probe: bool,
 }
 
 /// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
@@ -65,6 +72,7 @@ pub(crate) fn calibrate_into_cache<B: Inspect>(subject: &Subject<B>) -> Result<(
         composition: Composition::RHPbr,
         value_target: ValueTarget::default(),
         windows: WindowArguments::default(),
+        no_probe: false,
     };
     let corpus = recipe.corpus(subject)?;
     let certificate = recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
@@ -106,6 +114,18 @@ impl Recipe {
         corpus: &Corpus,
         output: &Path,
     ) -> Result<Certificate, Failure> {
+        let certificate = self.fit(subject, corpus, output)?;
+        // What was fitted is on disk by now, whatever becomes of the probe.
+        if self.no_probe { Ok(certificate) } else { certify(subject, output) }
+    }
+
+    /// Makes and writes rotations and their certificate, without a probe.
+    fn fit<B: Inspect>(
+        &self,
+        subject: &Subject<B>,
+        corpus: &Corpus,
+        output: &Path,
+    ) -> Result<Certificate, Failure> {
         let config = subject.model.config();
         let calibration = Calibration {
             composition: self.composition,
@@ -139,12 +159,42 @@ impl Recipe {
             RopeLayout::Interleaved => interleaved::from_interleaved(&file, config.rope.rotary_dim),
         };
         safetensors::write(output, &file)?;
-        let beside = output.with_extension(CERTIFICATE_ENDING);
-        let text = serde_json::to_string_pretty(&certificate).map_err(Failure::new)?;
-        fs::write(&beside, text).map_err(|error| Failure::new(format!("{}: {error}", beside.display())))?;
+        write_certificate(output, &certificate)?;
         checkpoint.remove();
         Ok(certificate)
     }
+}
+
+/// Probes rotations that were made before, and judges them again in the certificate beside them.
+pub(crate) fn certify<B: Inspect>(subject: &Subject<B>, path: &Path) -> Result<Certificate, Failure> {
+    let source = RotationSource { files: RotationFiles::Own(path.to_owned()), force: false };
+    let found = source.find(&subject.model, &subject.identity)?;
+    let (file, certificate) = found.map(|found| (found.file, found.certificate)).unzip();
+    let (Some(file), Some(mut certificate)) = (file, certificate.flatten()) else {
+        return Err(Failure::new(format!(
+            "{}: there is no certificate beside the rotations",
+            path.display()
+        ))
+        .with_fix("make both with `oscar calibrate MODEL`"));
+    };
+    let windows = Windows { sink: certificate.sink, recent: certificate.recent };
+    let mut steps: Option<Steps> = None;
+    let probe = probe_rotations(&subject.model, &file, windows, |done, total| {
+        steps.get_or_insert_with(|| Steps::new("copying from far back", total)).set(done);
+    })?;
+    if let Some(steps) = steps {
+        steps.finish();
+    }
+    certificate.set_probe(probe);
+    write_certificate(path, &certificate)?;
+    Ok(certificate)
+}
+
+/// Writes the certificate of the rotations at `rotations`.
+fn write_certificate(rotations: &Path, certificate: &Certificate) -> Result<(), Failure> {
+    let path = rotations.with_extension(CERTIFICATE_ENDING);
+    let text = serde_json::to_string_pretty(certificate).map_err(Failure::new)?;
+    fs::write(&path, text).map_err(|error| Failure::new(format!("{}: {error}", path.display())))
 }
 
 /// A file in the cache, named after the model and a part of its fingerprint.

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::probe::RetrievalProbe;
+
 /// Relative squared error of a head's output above which the head is listed as bad.
 const HEAD_LIMIT: f64 = 0.5;
 
@@ -53,8 +55,8 @@ pub struct HeadCertificate {
     pub key_mean_share: f64,
 }
 
-/// Whether the cache can be used.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq)]
+/// Whether the cache can be used, the better verdict first.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
     /// The cache can be served.
@@ -102,8 +104,19 @@ pub struct Certificate {
     pub mean_paper_output_error: f64,
     /// `[layer, head]` of the heads with the largest errors.
     pub worst: Vec<[usize; 2]>,
+    /// Whether the model still copies what it read long ago; `None` if that was not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probe: Option<RetrievalProbe>,
     /// The errors of all heads.
     pub heads: Vec<HeadCertificate>,
+}
+
+impl Certificate {
+    /// Takes a probe in, in place of an earlier one, and judges again.
+    pub fn set_probe(&mut self, probe: Option<RetrievalProbe>) {
+        (self.verdict, self.reason) = judge(&self.heads, probe.as_ref());
+        self.probe = probe;
+    }
 }
 
 /// How the trace of a matrix is spread over its eigenvalues.
@@ -132,8 +145,27 @@ impl SpectrumShares {
     }
 }
 
+/// The worse of the verdicts over heads and of the probe, with its reason.
+pub fn judge(heads: &[HeadCertificate], probe: Option<&RetrievalProbe>) -> (Verdict, String) {
+    let (verdict, reason) = judge_heads(heads);
+    match probe.and_then(|probe| Some((probe, probe.verdict()?))) {
+        Some((probe, Verdict::Bad)) if verdict != Verdict::Bad => {
+            let reason = format!(
+                "what was read long ago is lost ({:.2} nats for a copied token); use int4 or fp8",
+                probe.loss()
+            );
+            (Verdict::Bad, reason)
+        }
+        Some((probe, probed)) if verdict != Verdict::Bad => {
+            let reason = format!("{reason}; a token copied from far back loses {:.3} nats", probe.loss());
+            (verdict.max(probed), reason)
+        }
+        _ => (verdict, reason),
+    }
+}
+
 /// The verdict over heads, with its reason.
-pub fn judge(heads: &[HeadCertificate]) -> (Verdict, String) {
+fn judge_heads(heads: &[HeadCertificate]) -> (Verdict, String) {
     let mean = mean_of(heads, |head| head.output_error);
     let failing =
         heads.iter().filter(|head| head.output_error.is_nan() || head.output_error > HEAD_LIMIT).count();
@@ -172,6 +204,7 @@ pub fn worst(heads: &[HeadCertificate]) -> Vec<[usize; 2]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::probe::ProbeDistance;
 
     fn head(layer: usize, output_error: f64) -> HeadCertificate {
         HeadCertificate {
@@ -200,14 +233,54 @@ mod tests {
             errors.iter().enumerate().map(|(layer, &error)| head(layer, error)).collect()
         };
         let mut errors = vec![0.02; 30];
-        assert_eq!(judge(&heads(&errors)).0, Verdict::Good);
+        assert_eq!(judge(&heads(&errors), None).0, Verdict::Good);
         errors[3] = 0.6;
-        assert_eq!(judge(&heads(&errors)).0, Verdict::Caution);
+        assert_eq!(judge(&heads(&errors), None).0, Verdict::Caution);
         errors[4] = f64::NAN;
-        assert_eq!(judge(&heads(&errors)).0, Verdict::Bad);
-        assert_eq!(judge(&heads(&[0.15; 30])).0, Verdict::Caution);
-        assert_eq!(judge(&heads(&[0.3; 30])).0, Verdict::Bad);
+        assert_eq!(judge(&heads(&errors), None).0, Verdict::Bad);
+        assert_eq!(judge(&heads(&[0.15; 30]), None).0, Verdict::Caution);
+        assert_eq!(judge(&heads(&[0.3; 30]), None).0, Verdict::Bad);
         assert_eq!(worst(&heads(&[0.1, 0.4, 0.2]))[..2], [[1, 0], [2, 0]]);
+    }
+
+    #[test]
+    fn the_probe_can_only_make_a_verdict_worse() {
+        let probe = |sealed: f64| {
+            RetrievalProbe::new(8192, vec![ProbeDistance { tokens: 1024, exact: -0.1, sealed }])
+        };
+        let (good, caution) = ([head(0, 0.02)], [head(0, 0.15)]);
+        assert_eq!(judge(&good, Some(&probe(-0.1))).0, Verdict::Good);
+        assert_eq!(judge(&good, Some(&probe(-0.6))).0, Verdict::Caution);
+        assert_eq!(judge(&caution, Some(&probe(-0.1))).0, Verdict::Caution);
+        assert_eq!(judge(&[head(0, 0.9)], Some(&probe(-0.1))).0, Verdict::Bad);
+        let (verdict, reason) = judge(&good, Some(&probe(-9.0)));
+        assert!(verdict == Verdict::Bad && reason.contains("int4"), "{reason}");
+        // A model that cannot copy is judged by its heads.
+        let unable =
+            RetrievalProbe::new(8192, vec![ProbeDistance { tokens: 1024, exact: -5.0, sealed: -9.0 }]);
+        assert_eq!(judge(&good, Some(&unable)), judge(&good, None));
+    }
+
+    #[test]
+    fn certificates_without_a_probe_are_read() {
+        let shipped = crate::shipped::SHIPPED[0].certificate().expect("a certificate");
+        // Short numbers, which come back from JSON as they were.
+        let mut certificate = Certificate {
+            mean_output_error: 0.02,
+            mean_paper_output_error: 0.03,
+            heads: vec![head(0, 0.02)],
+            ..shipped
+        };
+        certificate.set_probe(None);
+        let text = serde_json::to_string(&certificate).expect("JSON");
+        assert!(!text.contains("probe"), "an old certificate has no such field");
+        assert_eq!(serde_json::from_str::<Certificate>(&text).expect("a certificate"), certificate);
+        let probe =
+            RetrievalProbe::new(8192, vec![ProbeDistance { tokens: 1024, exact: -0.1, sealed: -9.0 }]);
+        certificate.set_probe(Some(probe));
+        assert_eq!(certificate.verdict, Verdict::Bad);
+        let text = serde_json::to_string(&certificate).expect("JSON");
+        assert_eq!(serde_json::from_str::<Certificate>(&text).expect("a certificate"), certificate);
     }
 
     #[test]

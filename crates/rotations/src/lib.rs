@@ -13,6 +13,7 @@
 //! | [`find`] | which rotation file a model has |
 //! | [`means`] | mean keys for rotations that came without |
 //! | [`certificate`] | what calibration found out about a model's rotations |
+//! | [`probe`] | the part of it that tells whether a model still finds what it read long ago |
 //! | [`rotation`] | rotations in memory |
 //! | [`safetensors`] | our own file: rotations, means, metrics and what they were made for |
 //! | [`pt`] | published PyTorch files, read without running anything |
@@ -38,6 +39,7 @@ mod limits;
 pub mod means;
 mod pickle;
 pub mod plan;
+pub mod probe;
 pub mod pt;
 pub mod rotation;
 pub mod safetensors;
@@ -54,4 +56,5 @@ pub use identity::ModelIdentity;
 pub use limits::ORTHOGONALITY_LIMIT;
 pub use pickle::PickleError;
 pub use plan::{CacheOptions, CachePlan, EncoderOptions, Notice};
+pub use probe::{ProbeDistance, RetrievalProbe};
 pub use rotation::{LayerRotations, RotationFile, RotationHeader, RotationSet, Scope, SideRotations};

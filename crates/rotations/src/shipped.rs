@@ -56,7 +56,7 @@ pub fn write(shipped: &ShippedRotations, path: &Path) -> Result<(), RotationErro
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::certificate::Verdict;
+    use crate::certificate::{Verdict, judge};
     use crate::{safetensors, verify};
 
     #[test]
@@ -72,6 +72,9 @@ mod tests {
             assert!(verify::verify(&file).is_sound(), "{}", shipped.name);
             let certificate = shipped.certificate().expect("a certificate");
             assert_ne!(certificate.verdict, Verdict::Bad, "{}", shipped.name);
+            // What it says of the probe is what the limits of today say.
+            let judged = judge(&certificate.heads, certificate.probe.as_ref());
+            assert_eq!((certificate.verdict, certificate.reason), judged, "{}", shipped.name);
         }
     }
 }

@@ -6,7 +6,7 @@ use clap::Args;
 use oscar_kernels::Inspect;
 use oscar_rotations::Certificate;
 
-use crate::calibration::{Recipe, cached_path};
+use crate::calibration::{Recipe, cached_path, certify};
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::output::print_text;
@@ -17,7 +17,8 @@ use crate::subject::SubjectArguments;
 #[command(after_help = "Examples:\n  \
     oscar calibrate smollm2\n  \
     oscar calibrate ./model.gguf --data corpus.txt --tokens 16384 -o model.safetensors\n  \
-    oscar calibrate qwen15 --data chats.jsonl --chat-template\n\n\
+    oscar calibrate qwen15 --data chats.jsonl --chat-template\n  \
+    oscar calibrate smollm2 --certify model.safetensors\n\n\
     Without --data the model talks to itself, seeded. JSONL records have `text`, `prompt` and `response`, or\n\
     `messages`. Do not calibrate on what you will evaluate on. Interrupted work is kept beside the output and taken\n\
     up again by the same command. Without -o the file goes to the cache, where every command finds it.")]
@@ -31,6 +32,11 @@ pub(crate) struct CalibrateArguments {
     /// Where the rotations go; the certificate lies beside them.
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
+
+    /// Make no rotations: probe those in FILE and judge them again in the certificate beside them.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "tokens", "seed", "composition", "value_target",
+          "sink_tokens", "recent_tokens", "output", "no_probe"])]
+    certify: Option<PathBuf>,
 
     /// Print the certificate as JSON.
     #[arg(long)]
@@ -55,12 +61,15 @@ impl OnDevice for CalibrateArguments {
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let subject = self.subject.load(backend)?;
-        let output = match &self.output {
-            Some(output) => output.clone(),
-            None => cached_path(&subject)?,
+        let (output, certificate) = match (&self.certify, &self.output) {
+            (Some(path), _) => (path.clone(), certify(&subject, path)?),
+            (None, output) => {
+                let output = output.clone().map_or_else(|| cached_path(&subject), Ok)?;
+                let corpus = self.recipe.corpus(&subject)?;
+                let certificate = self.recipe.calibrate(&subject, &corpus, &output)?;
+                (output, certificate)
+            }
         };
-        let corpus = self.recipe.corpus(&subject)?;
-        let certificate = self.recipe.calibrate(&subject, &corpus, &output)?;
         if self.json {
             let text = serde_json::to_string(&certificate).map_err(Failure::new)?;
             return print_text(&text);
@@ -84,6 +93,10 @@ fn summary(certificate: &Certificate) -> String {
             certificate.tokens,
             certificate.held_out_tokens
         ),
+        certificate
+            .probe
+            .as_ref()
+            .map_or("copying from far back was not measured".to_owned(), ToString::to_string),
         "worst heads:  layer  head  output error  logit error  keys  values".to_owned(),
     ];
     for [layer, head] in &certificate.worst {

@@ -40,6 +40,11 @@ fn rotations_are_made_verified_and_measured() {
     assert!(["good", "caution", "bad"].contains(&certificate["verdict"].as_str().expect("verdict")));
     assert!(certificate["mean_output_error"].as_f64().expect("error") > 0.0, "there was a history");
     assert!(machine.path("tiny.certificate.json").exists());
+    // Random weights copy nothing, and are judged by their heads alone.
+    let probe = &certificate["probe"];
+    assert!(
+        probe["strings"].as_u64().expect("strings") >= 4 && probe["exact"].as_f64().expect("exact") < -2.0
+    );
     assert!(!machine.path("tiny.safetensors.partial").exists(), "nothing is left of the way");
     machine.run(["zoo", "verify", output, "--model", &model]).success();
 
@@ -66,13 +71,40 @@ fn rotations_are_made_verified_and_measured() {
 }
 
 #[test]
+fn rotations_are_certified_again() {
+    let machine = Machine::new();
+    let (model, output) = (fixture("llama-tied"), machine.path("tiny.safetensors"));
+    let output = output.to_str().expect("path");
+    let whole = calibrate(&machine, &model, output);
+    let beside = machine.path("tiny.certificate.json");
+    let mut old = whole.clone();
+    old.as_object_mut().expect("an object").remove("probe").expect("a probe");
+    fs::write(&beside, old.to_string()).expect("certificate");
+    let rotations = fs::read(output).expect("rotations");
+    let again = machine.run(["calibrate", &model, "--certify", output, "--json"]).success();
+    let again: Value = serde_json::from_str(&again.stdout).expect("a certificate");
+    assert_eq!((&whole["probe"], &whole["verdict"]), (&again["probe"], &again["verdict"]));
+    assert_eq!(rotations, fs::read(output).expect("rotations"));
+    let written: Value =
+        serde_json::from_str(&fs::read_to_string(&beside).expect("certificate")).expect("JSON");
+    assert_eq!(written, again);
+    let both = machine.run(["calibrate", &model, "--certify", output, "--tokens", "512"]);
+    both.failure(2, &["--certify"]);
+    fs::remove_file(beside).expect("certificate");
+    machine
+        .run(["calibrate", &model, "--certify", output])
+        .failure(1, &["no certificate", "oscar calibrate"]);
+}
+
+#[test]
 fn rotations_without_a_place_go_to_the_cache_and_are_found() {
     let machine = Machine::new();
     let model = fixture("qwen2-tied");
     let data = text(&machine, "calibration.txt", 2);
-    let arguments = ["calibrate", &model, "--data", &data, "--tokens", "256"];
+    let arguments = ["calibrate", &model, "--data", &data, "--tokens", "256", "--no-probe"];
     let windows = ["--sink-tokens", "8", "--recent-tokens", "32"];
-    machine.run(arguments.iter().chain(&windows)).success();
+    let made = machine.run(arguments.iter().chain(&windows)).success();
+    assert!(made.stdout.contains("was not measured"), "{}", made.stdout);
     let listed = machine.run(["zoo", "list"]).success();
     assert!(listed.stdout.contains("qwen2-tied"), "{}", listed.stdout);
     let settings =

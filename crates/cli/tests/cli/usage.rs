@@ -18,11 +18,12 @@ const COMMANDS: [&str; 12] = [
 ];
 
 /// Commands of commands, each with examples of its own.
-const NESTED: [[&str; 2]; 13] = [
+const NESTED: [[&str; 2]; 14] = [
     ["bench", "model"],
     ["bench", "codec"],
     ["eval", "kl"],
     ["eval", "niah"],
+    ["eval", "probe"],
     ["eval", "ablation"],
     ["lab", "serve"],
     ["eval", "report"],

@@ -154,7 +154,7 @@ impl CalibrationState {
 
     fn finish(self, calibration: &Calibration, corpus: &Corpus) -> (RotationFile, Certificate) {
         let head_dim = self.file.header.head_dim;
-        let (verdict, reason) = judge(&self.heads);
+        let (verdict, reason) = judge(&self.heads, None);
         let certificate = Certificate {
             model: self.file.header.model.clone(),
             format: "int2".into(),
@@ -170,6 +170,7 @@ impl CalibrationState {
             mean_output_error: mean_of(&self.heads, |head| head.output_error),
             mean_paper_output_error: mean_of(&self.heads, |head| head.paper_output_error),
             worst: worst(&self.heads),
+            probe: None,
             heads: self.heads,
         };
         (self.file, certificate)

@@ -1,7 +1,8 @@
 //! The paper's ablations: take one part of the published recipe away and measure what it was worth.
 
 use oscar_codec::{
-    CodeLayout, Composition, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule, SquareMatrix, Windows,
+    BandLayout, CodeLayout, Composition, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule,
+    SquareMatrix, Windows,
 };
 use oscar_kernels::Inspect;
 use oscar_kernels::cpu::encode::FastCodec;
@@ -120,6 +121,25 @@ pub fn settings(head_dim: usize, sequences: usize, sequence: usize) -> Vec<Ablat
         }
     }
     all
+}
+
+/// The study of our own codec.
+pub const BANDS: &str = "bands";
+
+/// Names and codecs of the study of our own codec, for heads of `head_dim` channels; none if they have no bands.
+pub fn band_settings(head_dim: usize) -> &'static [(&'static str, &'static str)] {
+    const ALL: [(&str, &str); 9] = [
+        ("bands", "int2"),
+        ("scales of least squared error", "int2:least-squares"),
+        ("scalar codes", "int2:scalar"),
+        ("published codes, centred", "int2:paper+centred"),
+        ("bands, keys only", "int2:keys-only"),
+        ("scalar codes, keys only", "int2:scalar+keys-only"),
+        ("values only", "int2:values-only"),
+        ("half of the directions (int1.5)", "int1.5"),
+        ("nothing but windows in bf16", "bf16:basis"),
+    ];
+    if BandLayout::int2(head_dim).is_ok() { &ALL } else { &[] }
 }
 
 /// Targets of one head.

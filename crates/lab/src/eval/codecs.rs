@@ -4,18 +4,20 @@
 //! is one definition under one name.
 
 use oscar_codec::baselines::{self, KeyMeans};
-use oscar_codec::{CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
+use oscar_codec::{BandLayout, CacheCodec, CodecError, HeadIndex, KvGeometry, Rule, Side};
 use oscar_kernels::cpu::encode::FastCodec;
 use oscar_kernels::cpu::isa::Isa;
 use oscar_rotations::codec::{int2_codec, int15_codec, mean_keys};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationFile, Scope};
 
 use super::EvalError;
+use super::band_variants::{LeastSquaresBands, windows_of};
 
 /// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
-    int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int1.5 takes keys-only or values-only; int4, int3, saw-int4, \
+    int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
+    unbiased scales of keys; int1.5 takes keys-only or values-only; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
 /// Formats of our own cache besides `int2`; their keys are centred when the means are known.
@@ -35,10 +37,26 @@ impl CodecSource<'_> {
     pub fn build(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
         let (name, options) = spec.split_once(':').unwrap_or((spec, ""));
         match name {
+            "int2" if options == "least-squares" => self.least_squares(spec),
+            "bf16" if options == "basis" => self.windows_basis(spec),
             "int2" => self.int2(spec, &Int2Spec::parse(spec, options)?),
             "int1.5" => self.int15(spec, options),
             _ => self.baseline(spec, name, options),
         }
+    }
+
+    /// Rows as the windows of `int2` hold them.
+    fn windows_basis(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
+        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &Int2Options::default())?;
+        Ok(Box::new(FastCodec::new(Isa::detect(), windows_of(spec, &codec)?)))
+    }
+
+    /// Bands with the scales of least squared error.
+    fn least_squares(&self, spec: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
+        let options = Int2Options { encoder: Int2Encoder::Band, ..Int2Options::default() };
+        let codec = int2_codec(spec, self.file(spec)?, self.geometry, &options)?;
+        let bands = BandLayout::int2(self.geometry.head_dim)?;
+        Ok(Box::new(LeastSquaresBands::new(codec, bands)))
     }
 
     fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {

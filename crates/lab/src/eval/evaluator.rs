@@ -16,6 +16,9 @@ use super::history::{HistoryAttention, Reading};
 /// Tokens computed in one pass.
 pub(super) const STEP_TOKENS: usize = 512;
 
+/// Rows whose logits are computed at once.
+const LOGIT_ROWS: usize = 16;
+
 /// A model with an exact cache of one sequence, and a second one as a codec gives it back.
 pub struct Evaluator<B: Inspect> {
     model: Arc<LoadedModel<B>>,
@@ -45,7 +48,7 @@ impl<B: Inspect> Evaluator<B> {
             history: cache()?,
             filled: vec![0; model.config().layers],
             pages: ExactSlot::first(slots - 1),
-            activations: model.model().activations(STEP_TOKENS.min(capacity), 1)?,
+            activations: model.model().activations(STEP_TOKENS.min(capacity), LOGIT_ROWS)?,
             prefix: 0,
             tokens: 0,
             model,
@@ -158,24 +161,71 @@ impl<B: Inspect> Evaluator<B> {
         reading: Option<Reading<'_>>,
     ) -> Result<f64, EvalError> {
         self.rewind();
-        let mut next = question;
-        let mut sum = 0.0;
-        for (index, &token) in answer.iter().enumerate() {
-            sum += log_probability(&self.logits_after(next, reading)?, token);
-            next = &answer[index..=index];
+        self.score(question, answer, reading)
+    }
+
+    /// [`Self::log_probability`] of several pairs of question and answer. What a codec makes of the prefix is made once.
+    pub fn log_probabilities<'a>(
+        &mut self,
+        pairs: impl IntoIterator<Item = (&'a [u32], &'a [u32])>,
+        reading: Option<Reading<'_>>,
+    ) -> Result<Vec<f64>, EvalError> {
+        self.rewind();
+        let mut scores = Vec::new();
+        for (question, answer) in pairs {
+            self.tokens = self.prefix;
+            // A codec's view of the prefix holds for every question; of what came after it, for none.
+            let kept = reading.map_or(0, |reading| reading.history_end(self.prefix.saturating_sub(1)));
+            self.filled.iter_mut().for_each(|filled| *filled = kept.min(*filled));
+            scores.push(self.score(question, answer, reading)?);
         }
+        Ok(scores)
+    }
+
+    /// Appends `question` and `answer`, and gives the mean log-probability of the tokens of `answer`.
+    fn score(
+        &mut self,
+        question: &[u32],
+        answer: &[u32],
+        reading: Option<Reading<'_>>,
+    ) -> Result<f64, EvalError> {
+        // The last token is only predicted.
+        let ids = [question, &answer[..answer.len().saturating_sub(1)]].concat();
+        let (mut before, mut sum) = (0, 0.0);
+        self.run(&ids, reading, |model, activations, done| {
+            let first = (question.len() - 1).max(before);
+            let rows: Vec<usize> = (first..done).map(|index| index - before).collect();
+            for rows in rows.chunks(LOGIT_ROWS) {
+                let logits = logits_of(model, activations, rows)?;
+                for (row, logits) in rows.iter().zip(&logits) {
+                    sum += log_probability(logits, answer[before + row + 1 - question.len()]);
+                }
+            }
+            before = done;
+            Ok(())
+        })?;
         Ok(sum / answer.len() as f64)
     }
 
-    /// Appends tokens and gives the logits after the last of them, without those that the tokenizer has no token for.
+    /// Appends tokens and gives the logits after the last of them.
     fn logits_after(&mut self, ids: &[u32], reading: Option<Reading<'_>>) -> Result<Vec<f32>, EvalError> {
         let row = (ids.len() - 1) % self.activations.max_rows();
         self.run(ids, reading, |_, _, _| Ok(()))?;
-        self.model.model().logits(&[row], &mut self.activations)?;
-        let mut logits = self.model.model().backend().read(self.activations.logits(), 0..1)?;
-        logits.truncate(self.model.tokenizer().vocab_size());
-        Ok(logits)
+        Ok(logits_of(&self.model, &mut self.activations, &[row])?.swap_remove(0))
     }
+}
+
+/// The logits of some rows of the last pass, without those that the tokenizer has no token for.
+fn logits_of<B: Inspect>(
+    model: &LoadedModel<B>,
+    activations: &mut Activations<B>,
+    rows: &[usize],
+) -> Result<Vec<Vec<f32>>, EvalError> {
+    model.model().logits(rows, activations)?;
+    let logits = model.model().backend().read(activations.logits(), 0..rows.len())?;
+    let tokens = model.tokenizer().vocab_size();
+    let width = model.config().vocab_size;
+    Ok(logits.chunks_exact(width).map(|row| row[..tokens.min(width)].to_vec()).collect())
 }
 
 /// The logarithm of the probability of a token.

@@ -7,18 +7,21 @@
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
 //! | [`ablation`] | the published recipe with one part changed |
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
+//! | [`probe`] | strings that a model copies from far back |
 //! | [`codec_attention`] | a codec of the lab behind the engine, so that it can be served |
 //! | [`served`] | answers of the engine, with the cache that serves |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
 
 pub mod ablation;
+mod band_variants;
 pub mod codec_attention;
 pub mod codecs;
 pub mod divergence;
 pub mod evaluator;
 pub mod history;
 pub mod needle;
+pub mod probe;
 pub mod report;
 pub mod retrieval;
 pub mod served;

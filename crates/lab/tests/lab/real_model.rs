@@ -13,6 +13,7 @@ use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
+use oscar_lab::eval::probe::{CopyProbe, CopyTask};
 use oscar_lab::eval::retrieval::{retrieve, retrieve_served};
 use oscar_lab::eval::served::ServedCache;
 use oscar_lab::eval::text::prose;
@@ -134,6 +135,19 @@ fn calibrated_codecs_keep_the_published_order() {
         .collect();
     println!("{kl:?}");
     assert!(kl.windows(2).all(|pair| pair[0].1 < pair[1].1), "{kl:?}");
+
+    // The probe: 4 bits copy from far back, and a codec that loses the place does not.
+    let task = CopyTask::new(ids(&model, 5, 1000), windows).expect("room for strings");
+    let mut probe = CopyProbe::new(model.clone(), &task, |_| ()).unwrap();
+    let mut copies = |spec: &str| {
+        let codec = source.build(spec).unwrap();
+        probe.measure(Reading { codec: &*codec, windows, chunk: None }).unwrap()
+    };
+    let (fine, lost) = (copies("int4"), copies("naive-int2"));
+    assert_eq!(fine.verdict(), Some(Verdict::Good), "{fine}");
+    assert_eq!(lost.verdict(), Some(Verdict::Bad), "{lost}");
+    assert!(fine.loss() < copies("int2").loss() && fine.exact == lost.exact, "{fine}; {lost}");
+    assert_eq!(fine, copies("int4"), "what other codecs made of the text is gone");
 
     // Needles: an exact cache finds a number in a short context.
     let mut evaluator = Evaluator::new(model.clone(), 1024).unwrap();

@@ -1,17 +1,20 @@
 //! `oscar eval ablation`: what each part of the published recipe is worth.
 
 use std::collections::btree_map::{BTreeMap, Entry};
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_codec::CacheCodec;
+use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::Inspect;
 use oscar_lab::Report;
-use oscar_lab::calibrate::{Corpus, CorpusSource, corpus};
-use oscar_lab::eval::ablation::{AblationSetting, TargetSet, settings};
+use oscar_lab::calibrate::{Calibration, Corpus, CorpusSource, calibrate, corpus};
+use oscar_lab::eval::ablation::{AblationSetting, BANDS, TargetSet, band_settings, settings};
+use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
+use oscar_rotations::RotationHeader;
 use serde_json::json;
 
 use crate::arguments::positive;
@@ -22,15 +25,16 @@ use crate::output::print_text;
 use crate::progress::Steps;
 use crate::subject::{Subject, SubjectArguments};
 
-const STUDIES: [&str; 5] = ["rotation", "target", "windows", "calibration", "clip"];
+const STUDIES: [&str; 6] = ["rotation", "target", "windows", "calibration", "clip", BANDS];
 
-/// Take parts of the published recipe away, one at a time, and measure the distance to the exact cache.
+/// Take parts of the published recipe and of our own codec away, one at a time, and measure the distance to the exact cache.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     oscar eval ablation smollm2 --calibration-data novel.txt --data other.txt\n  \
     oscar eval ablation qwen15 --centred --studies rotation,target --calibration-tokens 8192\n\n\
     Studies: rotation (without U, H or P, with smaller groups), target (KᵀK and VᵀV), windows, calibration (tokens),\n\
-    clip. One rotation per layer and fixed clips, as published; --centred subtracts the mean key first.")]
+    clip. One rotation per layer and fixed clips, as published; --centred subtracts the mean key first. bands is our own\n\
+    codec, calibrated on the same text.")]
 pub(crate) struct AblationArguments {
     #[command(flatten)]
     lab: SubjectArguments,
@@ -121,57 +125,80 @@ impl AblationArguments {
             steps.finish();
         }
         let sequences = corpus.sequences.len();
-        let sequence = corpus.held_out.len();
+        let sequence = corpus.sequences.first().map_or(0, Vec::len);
+        let wanted = |study: &str| self.studies.is_empty() || self.studies.iter().any(|name| name == study);
         let chosen: Vec<_> = settings(model.config().head_dim, sequences, sequence)
             .into_iter()
-            .filter(|setting| {
-                self.studies.is_empty() || self.studies.iter().any(|study| study == setting.study)
-            })
+            .filter(|setting| wanted(setting.study))
             .collect();
+        let bands = if wanted(BANDS) { band_settings(model.config().head_dim) } else { &[] };
         let mut comparison = CodecComparison::new(model.clone(), self.tokens)?;
-        let mut steps = Steps::new("exact", self.tokens + chosen.len() * (self.tokens - self.prefix));
+        let suffix = self.tokens - self.prefix;
+        let mut steps = Steps::new("exact", self.tokens + (chosen.len() + bands.len()) * suffix);
         // All settings score the same positions, those that have a history with every window.
         let widest = chosen.iter().map(|setting| setting.windows.sink + setting.windows.recent).max();
         let skip = if self.prefix > 0 { 0 } else { widest.unwrap_or(0).max(512).min(self.tokens / 2) };
         comparison.set_text(ids, self.prefix, skip, |done| steps.set(done))?;
         let mut done = self.tokens;
         let mut targets: BTreeMap<usize, TargetSet> = BTreeMap::new();
-        let mut measured: Vec<(&AblationSetting, f64, Divergence)> = Vec::new();
+        // In the order of `chosen`.
+        let mut measured: Vec<Measured> = Vec::new();
+        let kv = if self.centred { "int2:paper+centred" } else { "int2:paper" };
         for setting in &chosen {
+            let AblationSetting { study, windows, .. } = *setting;
             // The published recipe stands in every study.
-            if let Some(&(_, bits, total)) =
-                measured.iter().find(|(other, _, _)| setting.same_recipe(other, sequences))
-            {
-                measured.push((setting, bits, total));
-                done += self.tokens - self.prefix;
-                continue;
-            }
-            let count = setting.sequences.unwrap_or(sequences);
-            let targets = match targets.entry(count) {
-                Entry::Occupied(entry) => entry.into_mut(),
-                Entry::Vacant(entry) => {
-                    steps.say(&format!("calibrating on {} tokens", count * sequence));
-                    entry.insert(TargetSet::collect(model, &corpus, count, |_| ())?)
+            let same = chosen.iter().zip(&measured).find(|(other, _)| setting.same_recipe(other, sequences));
+            let (bits, total) = match same {
+                Some((_, same)) => (same.bits, same.total),
+                None => {
+                    let count = setting.sequences.unwrap_or(sequences);
+                    let targets = match targets.entry(count) {
+                        Entry::Occupied(entry) => entry.into_mut(),
+                        Entry::Vacant(entry) => {
+                            steps.say(&format!("calibrating on {} tokens", count * sequence));
+                            entry.insert(TargetSet::collect(model, &corpus, count, |_| ())?)
+                        }
+                    };
+                    let codec = targets.fast_codec(setting, self.centred)?;
+                    steps.say(codec.name());
+                    let reading = Reading { codec: &codec, windows, chunk: None };
+                    let total = comparison.measure(reading, |tokens| steps.set(done + tokens))?;
+                    (codec.bits_per_element(model.config().head_dim), total)
                 }
             };
-            let codec = targets.fast_codec(setting, self.centred)?;
-            steps.say(codec.name());
-            let reading = Reading { codec: &codec, windows: setting.windows, chunk: None };
-            let total: Divergence = comparison.measure(reading, |tokens| steps.set(done + tokens))?;
-            done += self.tokens - self.prefix;
-            measured.push((setting, codec.bits_per_element(model.config().head_dim), total));
+            done += suffix;
+            measured.push(Measured { study, name: setting.name.clone(), kv, windows, bits, total });
+        }
+        if !bands.is_empty() {
+            steps.say("calibrating bands");
+            let calibration = Calibration::new(RotationHeader {
+                kv_heads: model.config().kv_heads,
+                head_dim: model.config().head_dim,
+                ..RotationHeader::default()
+            });
+            let (file, _) = calibrate(model, &corpus, &calibration, None, |_| ControlFlow::Continue(()))?;
+            let source = CodecSource { geometry: model.config().kv_geometry(), rotations: Some(&file) };
+            for &(name, kv) in bands {
+                let (codec, windows) = (source.build(kv)?, Windows::default());
+                steps.say(kv);
+                let reading = Reading { codec: &*codec, windows, chunk: None };
+                let total = comparison.measure(reading, |tokens| steps.set(done + tokens))?;
+                done += suffix;
+                let bits = codec.bits_per_element(model.config().head_dim);
+                measured.push(Measured { study: BANDS, name: name.to_owned(), kv, windows, bits, total });
+            }
         }
         steps.finish();
         let mut report = Report::here();
-        for (setting, bits, total) in measured {
+        for Measured { study, name, kv, windows, bits, total } in measured {
             report.push(json!({
                 "kind": "ablation",
                 "model": subject.name(),
-                "study": setting.study,
-                "setting": setting.name,
-                "kv": if self.centred { "int2:paper+centred" } else { "int2:paper" },
+                "study": study,
+                "setting": name,
+                "kv": kv,
                 "bits_per_element": bits,
-                "bits_per_element_with_windows": setting.windows.mixed_bits_per_element(bits, self.tokens),
+                "bits_per_element_with_windows": windows.mixed_bits_per_element(bits, self.tokens),
                 "kl": total.mean_kl(),
                 "top1_agreement": total.top1_agreement(),
                 "perplexity": total.perplexity(),
@@ -179,10 +206,20 @@ impl AblationArguments {
                 "tokens": self.tokens,
                 "prefix": self.prefix,
                 "skip": skip,
-                "sink": setting.windows.sink,
-                "recent": setting.windows.recent,
+                "sink": windows.sink,
+                "recent": windows.recent,
             }));
         }
         Ok(report)
     }
+}
+
+/// One line of the table.
+struct Measured {
+    study: &'static str,
+    name: String,
+    kv: &'static str,
+    windows: Windows,
+    bits: f64,
+    total: Divergence,
 }

@@ -3,6 +3,7 @@
 mod ablation;
 mod kl;
 mod niah;
+mod probe;
 mod report;
 mod served;
 
@@ -21,6 +22,7 @@ pub(crate) struct EvalArguments {
 enum EvalCommand {
     Kl(kl::KlArguments),
     Niah(niah::NiahArguments),
+    Probe(probe::ProbeArguments),
     Ablation(ablation::AblationArguments),
     Report(report::ReportArguments),
 }
@@ -30,6 +32,7 @@ impl EvalArguments {
         match self.command {
             EvalCommand::Kl(arguments) => arguments.run(),
             EvalCommand::Niah(arguments) => arguments.run(),
+            EvalCommand::Probe(arguments) => arguments.run(),
             EvalCommand::Ablation(arguments) => arguments.run(),
             EvalCommand::Report(arguments) => arguments.run(),
         }

@@ -3,6 +3,7 @@
 use clap::Args;
 use oscar_model::source::Settings;
 use oscar_rotations::find::{RotationOrigin, available};
+use oscar_rotations::{RetrievalProbe, Verdict};
 use serde::Serialize;
 
 use super::objective_line;
@@ -14,7 +15,8 @@ use crate::output::{decimal_bytes, print_json, print_table, print_text};
 #[command(after_help = "Examples:\n  \
     oscar zoo list\n  \
     oscar zoo list --json\n\n\
-    Rotations are kept in the folder `rotations` of OSCAR_CACHE.")]
+    Rotations are kept in the folder `rotations` of OSCAR_CACHE. VERDICT is that of their certificate, PROBE what a token\n\
+    that is copied from far back loses, in nats.")]
 pub(super) struct ListArguments {
     /// Print one JSON object.
     #[arg(long)]
@@ -31,6 +33,10 @@ struct RotationsRow {
     bytes: u64,
     origin: &'static str,
     path: Option<String>,
+    /// The verdict of the certificate.
+    verdict: Option<Verdict>,
+    /// What a token that is copied from far back loses, in nats; not there if it was not measured or says nothing.
+    probe_loss: Option<f64>,
 }
 
 impl ListArguments {
@@ -44,7 +50,11 @@ impl ListArguments {
                         RotationOrigin::Shipped(_) => ("shipped", None),
                         RotationOrigin::Cached(path) => ("cache", Some(path.display().to_string())),
                     };
+                    let certificate = found.certificate();
+                    let probe = certificate.as_ref().and_then(|certificate| certificate.probe.as_ref());
                     rows.push(RotationsRow {
+                        verdict: certificate.as_ref().map(|certificate| certificate.verdict),
+                        probe_loss: probe.filter(|probe| probe.verdict().is_some()).map(RetrievalProbe::loss),
                         objective: objective_line(&found.header),
                         name: found.name,
                         model: found.header.model,
@@ -69,11 +79,18 @@ impl ListArguments {
             .into_iter()
             .map(|row| {
                 let tokens = if row.tokens == 0 { "-".to_owned() } else { row.tokens.to_string() };
+                let verdict = row.verdict.map_or("-".to_owned(), |verdict| verdict.to_string());
+                let probe = row.probe_loss.map_or("-".to_owned(), |loss| format!("{loss:.3}"));
+                let size = decimal_bytes(row.bytes);
                 let origin = row.origin.to_owned();
-                vec![row.name, printable(&row.model), tokens, row.objective, decimal_bytes(row.bytes), origin]
+                vec![row.name, printable(&row.model), tokens, row.objective, verdict, probe, size, origin]
             })
             .collect();
-        print_table(&["NAME", "MODEL", "TOKENS", "OBJECTIVE", "SIZE", "WHERE"], &cells, &["TOKENS", "SIZE"])
+        print_table(
+            &["NAME", "MODEL", "TOKENS", "OBJECTIVE", "VERDICT", "PROBE", "SIZE", "WHERE"],
+            &cells,
+            &["TOKENS", "PROBE", "SIZE"],
+        )
     }
 }
 

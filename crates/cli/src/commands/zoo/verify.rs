@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use oscar_model::ModelFiles;
 use oscar_model::source::{FetchPolicy, resolve};
+use oscar_rotations::find::certificate_beside;
 use oscar_rotations::verify::{Findings, Severity, layer_list, verify, verify_pt, verify_pt_pair};
 use oscar_rotations::{ORTHOGONALITY_LIMIT, RotationFile, check_model, identity, import, pt, safetensors};
 use serde::Serialize;
@@ -168,6 +169,12 @@ impl VerifyArguments {
         let mut fields = vec![("file", self.file.display().to_string()), ("format", kind.to_owned())];
         if let Some(file) = file {
             fields.extend(description(file));
+        }
+        if let Some(certificate) = certificate_beside(&self.file).filter(|_| !is_pt(&self.file)) {
+            fields.push((
+                "certificate",
+                printable(&format!("{}: {}", certificate.verdict, certificate.reason)),
+            ));
         }
         let orthogonality = format!("{:.1e}, at most {ORTHOGONALITY_LIMIT:.0e}", findings.orthogonality());
         fields.push(("orthogonality", orthogonality));

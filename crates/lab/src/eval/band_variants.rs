@@ -1,0 +1,127 @@
+//! Variants of the banded codec that no cache stores, for measuring what its parts are worth.
+
+use oscar_codec::{
+    BandLayout, Bf16Layout, CacheCodec, CodecError, HeadEncoder, HeadIndex, KvGeometry, PAGE_TOKENS,
+    PageCodec, RowEncoder, Side,
+};
+
+/// Rows as the windows of a cache hold them: transformed as for `codec`, rounded to bf16, and nothing else.
+pub(super) fn windows_of(name: &str, codec: &PageCodec) -> Result<PageCodec, CodecError> {
+    let geometry = codec.geometry();
+    let rows = RowEncoder::Bf16(Bf16Layout::new(geometry.head_dim));
+    let encoders = |side| -> Result<Vec<HeadEncoder>, CodecError> {
+        let transform = |head| Ok(HeadEncoder { transform: codec.transform(head, side)?.clone(), rows });
+        heads(geometry).map(transform).collect()
+    };
+    PageCodec::new(name, geometry, encoders(Side::Key)?, encoders(Side::Value)?)
+}
+
+fn heads(geometry: KvGeometry) -> impl Iterator<Item = HeadIndex> {
+    (0..geometry.layers)
+        .flat_map(move |layer| (0..geometry.kv_heads).map(move |head| HeadIndex { layer, head }))
+}
+
+/// Banded keys whose scales have the least squared error instead of no bias.
+pub(super) struct LeastSquaresBands {
+    codec: PageCodec,
+    bands: BandLayout,
+}
+
+impl LeastSquaresBands {
+    /// The variant of a banded codec.
+    pub(super) fn new(codec: PageCodec, bands: BandLayout) -> LeastSquaresBands {
+        LeastSquaresBands { codec, bands }
+    }
+
+    /// Shortens every band of the decoded row `stored` to where it is nearest to the row `wanted`.
+    fn shorten(&self, wanted: &[f32], stored: &mut [f32]) {
+        for band in self.bands.bands() {
+            let (wanted, stored) = (&wanted[band.range()], &mut stored[band.range()]);
+            let along: f32 = wanted.iter().zip(&*stored).map(|(a, b)| a * b).sum();
+            let squares: f32 = stored.iter().map(|value| value * value).sum();
+            if squares > 0.0 {
+                stored.iter_mut().for_each(|value| *value *= along / squares);
+            }
+        }
+    }
+}
+
+impl CacheCodec for LeastSquaresBands {
+    fn name(&self) -> &str {
+        self.codec.name()
+    }
+
+    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+        if side == Side::Value {
+            return self.codec.round_trip(head, side, rows);
+        }
+        let dim = self.codec.geometry().head_dim;
+        let (transform, layout) = (self.codec.transform(head, side)?, self.codec.layout(head.layer));
+        let mut page = vec![0; self.codec.head_bytes(head.layer)];
+        let (mut wanted, mut stored) = (vec![0.0; dim], vec![0.0; dim]);
+        for rows in rows.chunks_mut(PAGE_TOKENS * dim) {
+            self.codec.encode_rows(head, side, rows, &mut page)?;
+            for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
+                transform.apply(row, &mut wanted);
+                layout.decode_token(&page, side, token, &mut stored)?;
+                self.shorten(&wanted, &mut stored);
+                transform.undo(&stored, row);
+            }
+        }
+        Ok(())
+    }
+
+    fn token_bytes(&self, head_dim: usize) -> f64 {
+        self.codec.token_bytes(head_dim)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oscar_codec::{BandRows, HeadTransform, Rule, SquareMatrix};
+
+    use super::*;
+
+    const DIM: usize = 64;
+    const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
+
+    fn banded() -> (PageCodec, BandLayout) {
+        let bands = BandLayout::int2(DIM).unwrap();
+        // Bands of very different length, as real ones have.
+        let matrix =
+            SquareMatrix::from_fn(DIM, |i, j| f64::from(u8::from(i == j)) * 10f64.powi(j as i32 / 16));
+        let transform = HeadTransform::general(Some(vec![0.25; DIM]), &matrix).unwrap();
+        let rows = RowEncoder::Banded(BandRows { layout: bands, value_rule: Rule::Search });
+        let encoder = HeadEncoder { transform, rows };
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: DIM };
+        (PageCodec::new("int2", geometry, vec![encoder.clone()], vec![encoder]).unwrap(), bands)
+    }
+
+    fn rows() -> Vec<f32> {
+        (0..100 * DIM).map(|i| ((i * 7919 + i / DIM * 31) % 1009) as f32 / 500.0 - 1.0).collect()
+    }
+
+    fn error(codec: &dyn CacheCodec, side: Side) -> f32 {
+        let (wanted, mut rows) = (rows(), rows());
+        codec.round_trip(HEAD, side, &mut rows).unwrap();
+        wanted.iter().zip(&rows).map(|(a, b)| (a - b).powi(2)).sum()
+    }
+
+    #[test]
+    fn windows_round_to_bf16_alone() {
+        let codec = windows_of("bf16:basis", &banded().0).unwrap();
+        let (wanted, mut got) = (rows(), rows());
+        codec.round_trip(HEAD, Side::Key, &mut got).unwrap();
+        assert_ne!(wanted, got);
+        assert!(wanted.iter().zip(&got).all(|(a, b)| (a - b).abs() <= (a - 0.25).abs() / 250.0 + 1e-6));
+        assert_eq!(codec.bits_per_element(DIM), 16.0);
+    }
+
+    #[test]
+    fn least_squares_are_nearer_and_values_stay() {
+        let (codec, bands) = banded();
+        let variant = LeastSquaresBands::new(codec.clone(), bands);
+        assert!(error(&variant, Side::Key) < error(&codec, Side::Key));
+        assert_eq!(error(&variant, Side::Value), error(&codec, Side::Value));
+    }
+}
