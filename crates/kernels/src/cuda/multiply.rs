@@ -23,6 +23,8 @@ pub(super) const MOST_ROWS: usize = 64;
 pub(super) const MOST_MATRICES: usize = 3;
 /// Warps of a block.
 pub(super) const WARPS: usize = 8;
+/// Shared memory that a kernel has of its own, at most.
+const OWN_MEMORY: usize = 2048;
 /// Shared memory from which on a card has large rings.
 const LARGE_MEMORY: usize = 160_000;
 /// Rows that `multiply.cu` prepares itself, at most: every block does so.
@@ -65,11 +67,11 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    /// What a card with so much shared memory for a block affords: two blocks to a multiprocessor, if it can be.
+    /// What a card with so much shared memory for a block affords.
     pub(super) fn new(block_memory: usize) -> Rings {
         match block_memory >= LARGE_MEMORY {
-            true => Rings { floats: 4 * 2048, codes: 6144 },
-            false => Rings { floats: 2 * 2048, codes: 4096 },
+            true => Rings { floats: 16384, codes: 6144 },
+            false => Rings { floats: 8192, codes: 4096 },
         }
     }
 
@@ -140,7 +142,7 @@ struct MatrixArguments {
     kind: i32,
     rows: i32,
     first_column: i32,
-    first_group: i32,
+    first_unit: i32,
 }
 
 #[repr(C)]
@@ -153,15 +155,11 @@ struct MultiplyArguments {
     sums: u64,
     factors: u64,
     out: u64,
-    partials: u64,
-    arrivals: u64,
     out_stride: i64,
     matrix_count: i32,
     rows: i32,
     steps: i32,
-    groups: i32,
-    shares: i32,
-    share_steps: i32,
+    units: i32,
     ends: i32,
     ring_bytes: i32,
 }
@@ -183,8 +181,6 @@ pub(super) struct Scratch {
     f16: Option<CudaSlice<u8>>,
     sums: Option<CudaSlice<f32>>,
     factors: Option<CudaSlice<f32>>,
-    partials: Option<CudaSlice<f32>>,
-    arrivals: Option<CudaSlice<i32>>,
     pub(super) slab: Option<CudaSlice<u8>>,
 }
 
@@ -214,7 +210,7 @@ impl Scratch {
 /// Lets a kernel with less than 2 KiB of shared memory of its own have all the rest.
 pub(super) fn allow_all_memory(device: &Device, function: &CudaFunction) -> Result<(), CudaError> {
     let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    Ok(function.set_attribute(attribute, device.block_memory() as i32 - 2048)?)
+    Ok(function.set_attribute(attribute, (device.block_memory() - OWN_MEMORY) as i32)?)
 }
 
 /// Products of few rows on one card.
@@ -250,6 +246,11 @@ impl Multiply {
         allow_all_memory(&self.device, &function)?;
         kernels.insert((variant, kind), function.clone());
         Ok(function)
+    }
+
+    /// Whether so many rows may end with a gate: the results of two matrices need twice the memory.
+    pub(super) fn gates(&self, rows: usize) -> bool {
+        gates(rows, self.device.block_memory())
     }
 
     /// How often memory was replaced that recorded launches may name.
@@ -358,7 +359,9 @@ impl Multiply {
         let fits = |variant: Variant| match variant.fused {
             true => {
                 let gated = matches!(input.source, InputSource::Gated);
-                rows <= MOST_FUSED_ROWS && !gated && memory(variant) <= self.device.block_memory() / 2
+                rows <= MOST_FUSED_ROWS
+                    && !gated
+                    && memory(variant) + OWN_MEMORY <= self.device.block_memory()
             }
             false => rows <= 8 * variant.column_tiles,
         };
@@ -376,7 +379,7 @@ impl Multiply {
             self.pack(input, first, rows, variant.column_tiles, Format::F16Operands, scratch)?;
         }
         let mut matrices = [MatrixArguments::default(); MOST_MATRICES];
-        let mut groups = 0;
+        let mut units = 0;
         for (arguments, projection) in matrices.iter_mut().zip(projections) {
             *arguments = MatrixArguments {
                 tiles: projection.weight.tiles()?.device_ptr(stream).0,
@@ -384,15 +387,12 @@ impl Multiply {
                 kind: projection.weight.kind as i32,
                 rows: projection.weight.rows as i32,
                 first_column: projection.first_column as i32,
-                first_group: groups as i32,
+                first_unit: units as i32,
             };
-            groups += projection.weight.row_tiles();
+            units += projection.weight.row_tiles();
         }
-        // A gate and what it multiplies are one group.
-        let groups = groups / halves;
-        let places = 2 * self.device.multiprocessors();
-        let shares = shares(groups, steps, places);
-        let partials = groups * shares * 2 * TILE_ROWS * 8 * variant.column_tiles;
+        // A gate and what it multiplies are one unit.
+        let units = units / halves;
         let address = |slice: &mut Option<CudaSlice<u8>>| {
             slice.as_mut().map_or(0, |slice| slice.device_ptr_mut(stream).0)
         };
@@ -404,23 +404,18 @@ impl Multiply {
             sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
             factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
             out: output.out.device_ptr(stream).0 + (first * output.stride * 4) as u64,
-            partials: self
-                .grown(&mut scratch.partials, if shares > 1 { partials } else { 1 })?
-                .device_ptr_mut(stream)
-                .0,
-            arrivals: self.grown(&mut scratch.arrivals, groups)?.device_ptr_mut(stream).0,
             out_stride: output.stride as i64,
             matrix_count: projections.len() as i32,
             rows: rows as i32,
             steps: steps as i32,
-            groups: groups as i32,
-            shares: shares as i32,
-            share_steps: steps.div_ceil(shares) as i32,
+            units: units as i32,
             ends: output.ends as i32,
             ring_bytes: ring_bytes as i32,
         };
+        // Codes take more instructions than bytes, so two blocks of them share a multiprocessor.
+        let blocks = if wide { 1 } else { 2 } * self.device.multiprocessors();
         let config = LaunchConfig {
-            grid_dim: (places.min(groups * shares) as u32, 1, 1),
+            grid_dim: (blocks.min(units) as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
             shared_mem_bytes: memory(variant) as u32,
         };
@@ -429,38 +424,14 @@ impl Multiply {
     }
 }
 
-/// Into how many shares the inputs of a group of channels are cut, so that all places of the card have about as much to do. It
-/// depends on the matrices alone: the order of sums must not depend on the batch.
-fn shares(groups: usize, steps: usize, places: usize) -> usize {
-    let most = (steps / WARPS).clamp(1, 8);
-    let cost = |shares: &usize| {
-        let turns = (groups * shares).div_ceil(places) as f64 / *shares as f64;
-        (turns * (1.0 + 0.04 * (*shares as f64 - 1.0)) * 1e6) as u64
-    };
-    let shares = (1..=most).min_by_key(cost).unwrap_or(1);
-    // No share is empty.
-    steps.div_ceil(steps.div_ceil(shares).max(1)).max(1)
+/// See [`Multiply::gates`].
+fn gates(rows: usize, block_memory: usize) -> bool {
+    block_memory >= LARGE_MEMORY + LARGE_MEMORY / 4 || rows <= 32
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn inputs_are_shared_out_where_there_are_few_outputs() {
-        // The gate and up projections of an 8B model fill the card without.
-        assert_eq!(shares(12_288 / 16, 64, 264), 1);
-        // 2560 outputs are 160 groups for 264 places.
-        assert!(shares(160, 152, 264) > 1);
-        assert_eq!(shares(4, 4, 264), 1, "a warp has at least one step");
-        for (groups, steps) in [(1, 1), (60, 9), (9496, 24), (256, 192), (7, 65)] {
-            let shares = shares(groups, steps, 264);
-            assert!(
-                (1..=8).contains(&shares) && (shares - 1) * steps.div_ceil(shares) < steps,
-                "{groups} {steps}"
-            );
-        }
-    }
 
     /// Shared memory of a block on sm_80, sm_89 and sm_90, less what a kernel has of its own.
     #[test]
@@ -468,8 +439,11 @@ mod tests {
         for block in [166_912, 101_376, 232_448] {
             for variant in Variant::ALL.into_iter().filter(|variant| !variant.fused) {
                 let Rings { floats, codes } = Rings::new(block);
-                let most = WARPS * floats.max(codes) + result_bytes(variant.column_tiles, 2);
-                assert!(most <= block - 2048, "{variant:?} {most} of {block}");
+                let halves = if gates(8 * variant.column_tiles, block) { 2 } else { 1 };
+                let most = WARPS * floats.max(codes) + result_bytes(variant.column_tiles, halves);
+                assert!(most <= block - OWN_MEMORY, "{variant:?} {most} of {block}");
+                // At least two stages of the largest tiles.
+                assert!(floats >= 2 * 4096 && codes >= 2 * 1280);
             }
         }
     }

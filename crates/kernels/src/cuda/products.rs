@@ -131,8 +131,9 @@ impl Products {
         let input = Input { x: &*hidden, stride, rows, columns: stride, source };
         let mut inner = self.gated.lock().unwrap_or_else(PoisonError::into_inner);
         let inner = self.multiply.grown(&mut inner, rows * 2 * columns)?;
-        // Matrices of two kinds are not read by one group of blocks.
-        let apart = self.dense(rows).is_some() || gate.weight.kind != up.weight.kind;
+        // A gate and what it multiplies are one unit only if they are of one kind and there is memory for both.
+        let apart =
+            self.dense(rows).is_some() || gate.weight.kind != up.weight.kind || !self.multiply.gates(rows);
         let (inner_stride, source) = match apart {
             true => {
                 let up = Projection { first_column: columns, ..up };

@@ -292,7 +292,8 @@ impl Experts {
             choices_per_row: choices_per_row as i32,
         };
         // As many blocks as are on the card at once.
-        let blocks = if column_tiles > 1 { 1 } else { 2 } * self.device.multiprocessors();
+        let alone = column_tiles > 1 || first.kind == TileKind::Floats;
+        let blocks = if alone { 1 } else { 2 } * self.device.multiprocessors();
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),

@@ -258,7 +258,9 @@ impl WeightLoader {
             let vector = self.device.stream().clone_htod(&floats(stored)?).map_err(CudaError::Driver)?;
             return Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Vector(vector) });
         }
-        let mut tiles = self.device.allocate(matrix_bytes(stored, kind)?, "weights")?;
+        // Products fetch two tiles at a time, the last one perhaps in vain.
+        let bytes = matrix_bytes(stored, kind)? + kind.tile_bytes();
+        let mut tiles = self.device.allocate(bytes, "weights")?;
         self.fill(stored, kind, &mut tiles, 0)?;
         Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
     }

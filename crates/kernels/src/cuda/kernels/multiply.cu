@@ -1,17 +1,15 @@
 // Products of weights with up to 8 * COLUMN_TILES rows of activations: every weight is read once, from memory through a ring in
 // shared memory to the matrix instruction.
 //
-// The work is a list of units: 16 output channels (of a gate and of what it multiplies, where they belong together), or a share
-// of their inputs where there are few channels. Blocks take units in turn, so that all of them read neighbouring memory at a
-// time, and keep reading ahead of themselves while results are put together. Shares leave partial sums, which the last block to
-// arrive adds in order. All of that depends on the matrices and on the card, not on the rows: a row has the same bits in every
-// batch.
+// The work is a list of units, 16 output channels each (of a gate and of what it multiplies, where they belong together). Blocks
+// take units in turn, so that all of them read neighbouring memory at a time, and keep reading ahead of themselves while results
+// are put together. A unit is never cut: a row has the same bits in every batch. (Cutting inputs where there are few channels
+// costs more than it brings: a partial sum must be in memory before another block may read it.)
 
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_MATRICES = 3;
 constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
 constexpr int WARP_RESULTS = TILE_ROWS * STRIDE, HALF_RESULTS = WARPS * WARP_RESULTS;
-constexpr int PARTIAL = 2 * TILE_ROWS * COLUMNS;
 // With two sets, results of one unit are read while those of the next are written.
 constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1;
 constexpr int SET = 0, ADD = 1, GATE = 2;
@@ -22,7 +20,7 @@ struct Matrix {
   const u8* tiles;
   const float* bias;  // or null
   int kind, rows, first_column;  // first_column: where its outputs begin in a row of `out`
-  int first_group;
+  int first_unit;
 };
 
 struct Arguments {
@@ -33,70 +31,34 @@ struct Arguments {
   const float* sums;
   float* factors;        // of f16 activations
   float* out;
-  float* partials;       // [unit][half][16 channels][row], where inputs are shared out
-  int* arrivals;         // [group], zero before and after
   long long out_stride;
   int matrix_count, rows, steps;
-  int groups, shares, share_steps;  // groups of channels; shares of their inputs, and 64 inputs in each
+  int units;
   int ends;              // what happens to results; with GATE, matrices 0 and 1 are one group
   int ring_bytes;        // of all warps
 };
 
-// The matrix of a group of channels; with GATE, the first of two.
-DEVICE int matrix_of(const Arguments& a, int group) {
+// The matrix of a unit; with GATE, the first of two.
+DEVICE int matrix_of(const Arguments& a, int unit) {
   int matrix = 0;
   #pragma unroll
   for (int i = 1; i < MOST_MATRICES; i++)
-    if (a.ends != GATE && i < a.matrix_count && group >= a.matrices[i].first_group) matrix = i;
+    if (a.ends != GATE && i < a.matrix_count && unit >= a.matrices[i].first_unit) matrix = i;
   return matrix;
 }
 
-// The steps of a unit.
-struct Share {
-  int begin, end;
-  DEVICE Share(const Arguments& a, int unit) : begin(unit % a.shares * a.share_steps), end(min(a.steps, begin + a.share_steps)) {}
-};
-
-// Adds the warps' results of a unit, and those of the other shares of its group if all are there; then writes them.
+// Adds the warps' results of a unit and writes them.
 DEVICE void finish(const Arguments& a, const float* results, const float* factors, int unit) {
-  __shared__ int last;
-  const int halves = a.ends == GATE ? 2 : 1, group = unit / a.shares;
-  auto joined = [&](int half, int channel, int row) {
-    const float* at = results + half * HALF_RESULTS + channel * STRIDE + row;
-    float sum = 0.0f;
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += at[w * WARP_RESULTS];
-    return sum;
-  };
-  if (a.shares > 1) {
-    float* mine = a.partials + (long long)unit * PARTIAL;
-    for (int i = threadIdx.x; i < halves * TILE_ROWS * a.rows; i += THREADS) {
-      const int half = i / (TILE_ROWS * a.rows), row = i / TILE_ROWS % a.rows, channel = i % TILE_ROWS;
-      __stcg(mine + (half * TILE_ROWS + channel) * COLUMNS + row, joined(half, channel, row));
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      last = atomicAdd(&a.arrivals[group], 1) == a.shares - 1;
-      if (last) a.arrivals[group] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-  }
-  const int matrix = matrix_of(a, group), first_output = (group - a.matrices[matrix].first_group) * TILE_ROWS;
+  const int matrix = matrix_of(a, unit), first_output = (unit - a.matrices[matrix].first_unit) * TILE_ROWS;
   for (int i = threadIdx.x; i < TILE_ROWS * a.rows; i += THREADS) {
     const int row = i / TILE_ROWS, channel = i % TILE_ROWS, output = first_output + channel;
     if (output >= a.matrices[matrix].rows) continue;
     auto result = [&](int half) {
       const Matrix& m = a.matrices[matrix + half];
+      const float* at = results + half * HALF_RESULTS + channel * STRIDE + row;
       float sum = 0.0f;
-      if (a.shares == 1) {
-        sum = joined(half, channel, row);
-      } else {
-        const float* part = a.partials + (long long)group * a.shares * PARTIAL + (half * TILE_ROWS + channel) * COLUMNS + row;
-        for (int share = 0; share < a.shares; share++) sum += __ldcg(part + (long long)share * PARTIAL);
-      }
+      #pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += at[w * WARP_RESULTS];
       if (m.kind != FLOATS) sum *= factors[row];
       return m.bias ? sum + m.bias[output] : sum;
     };
@@ -118,37 +80,33 @@ struct Block {
   // All units of this block whose tiles are of one kind, several tiles on their way. `then` is called when the first ones are.
   template <class Tile, class F>
   DEVICE void run(const Arguments& a, F then) {
-    constexpr int DEPTH = (Tile::TYPE == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
-    Ring<DEPTH, Tile::BYTES> ring;
+    // A warp takes RUN tiles that lie side by side at a time; the last time perhaps one too many, which is not used.
+    constexpr int RUN = Tile::RUN, BYTES = RUN * Tile::BYTES, DEPTH = (Tile::TYPE == FLOATS ? FLOAT_RING : CODE_RING) / BYTES;
+    Ring<DEPTH, BYTES> ring;
     ring.open(ring_memory, barriers, warp, lane);
-    const int units = a.groups * a.shares, halves = a.ends == GATE ? 2 : 1;
+    const int units = a.units, steps = a.steps, halves = a.ends == GATE ? 2 : 1;
+    const int runs = (steps - warp * RUN + WARPS * RUN - 1) / (WARPS * RUN);  // of this warp in a row of tiles
     // The first unit from this one on that this run is for.
     auto next_of_kind = [&](int unit) {
       if (KIND == MIXED)
-        while (unit < units && a.matrices[matrix_of(a, unit / a.shares)].kind != Tile::TYPE) unit += gridDim.x;
+        while (unit < units && a.matrices[matrix_of(a, unit)].kind != Tile::TYPE) unit += gridDim.x;
       return unit;
     };
-    // The next tile of this warp to be fetched.
+    // The next tiles of this warp to be fetched.
     int unit = next_of_kind(blockIdx.x), half = 0, left = 0;
     const u8* at = nullptr;
-    // Finds the tiles of the next unit and half in which this warp has any.
     auto seek = [&] {
-      for (; unit < units; half = half + 1 < halves ? half + 1 : (unit = next_of_kind(unit + gridDim.x), 0)) {
-        const Share share(a, unit);
-        left = (share.end - share.begin - warp + WARPS - 1) / WARPS;
-        if (left <= 0) continue;
-        const int group = unit / a.shares, matrix = matrix_of(a, group) + half;
-        const long long row = halves == 2 ? group : group - a.matrices[matrix].first_group;
-        at = a.matrices[matrix].tiles + (row * a.steps + share.begin + warp) * Tile::BYTES;
-        return;
-      }
-      left = 0;
+      left = unit < units ? runs : 0;
+      if (left <= 0) return;
+      const int matrix = matrix_of(a, unit) + half;
+      const long long row = halves == 2 ? unit : unit - a.matrices[matrix].first_unit;
+      at = a.matrices[matrix].tiles + (row * steps + warp * RUN) * Tile::BYTES;
     };
     auto fetch = [&](int ahead) {
-      ring.template fetch<Tile::BYTES>(ahead, at, left > 0, lane);
-      at += WARPS * Tile::BYTES;
+      ring.template fetch<BYTES>(ahead, at, left > 0, lane);
+      at += WARPS * BYTES;
       if (--left == 0) {
-        half = half + 1 < halves ? half + 1 : (unit = next_of_kind(unit + gridDim.x), 0);
+        if (++half == halves) half = 0, unit = next_of_kind(unit + gridDim.x);
         seek();
       }
     };
@@ -158,17 +116,18 @@ struct Block {
     then();
     #pragma unroll 1
     for (int mine = next_of_kind(blockIdx.x); mine < units; mine = next_of_kind(mine + gridDim.x)) {
-      const Share share(a, mine);
       float* of_set = results + set * halves * HALF_RESULTS;
       #pragma unroll 1
       for (int part = 0; part < halves; part++) {
         float sums[COLUMN_TILES][4] = {};
         #pragma unroll 1
-        for (int step = share.begin + warp; step < share.end; step += WARPS) {
+        for (int step = warp * RUN; step < steps; step += WARPS * RUN) {
           __syncwarp();
           fetch(DEPTH - 1);
           ring.template wait<DEPTH - 1>();
-          Tile::add(ring.address(), activations, step, sums, lane);
+          #pragma unroll
+          for (int i = 0; i < RUN; i++)
+            if (i == 0 || step + i < steps) Tile::add(ring.address() + i * Tile::BYTES, activations, step + i, sums, lane);
           ring.pass();
         }
         float* to = of_set + part * HALF_RESULTS + warp * WARP_RESULTS;

@@ -68,10 +68,11 @@ struct Activations {
   }
 };
 
-// Each kind of tile says how many bytes it has and adds its products with activations to sums. A tile is named by its address
+// Each kind of tile says how many bytes it has, how many of them are fetched at a time, and adds its products with activations
+// to sums. A tile is named by its address
 // in shared memory.
 struct FloatTile {
-  static constexpr int TYPE = FLOATS, BYTES = 2048;
+  static constexpr int TYPE = FLOATS, BYTES = 2048, RUN = 2;
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     uint4 words[4];
     #pragma unroll
@@ -96,7 +97,7 @@ constexpr float UNIT = 1024.0f;
 template <int BITS, int GROUP>
 struct CodeTile {
   static constexpr int TYPE = BITS == 4 ? NIBBLES : GROUP == 32 ? EIGHTS : SIXTEENS;
-  static constexpr int GROUPS = 64 / GROUP, STEPS = GROUP / 16;
+  static constexpr int GROUPS = 64 / GROUP, STEPS = GROUP / 16, RUN = BITS == 4 ? 2 : 1;
   static constexpr int BYTES = BITS * 128 + TILE_ROWS * GROUPS * 4;
   uint4 codes[BITS / 4];
   DEVICE u32 word(int index) const {
@@ -154,7 +155,7 @@ struct CodeTile {
 
 // FP8 weights (E4M3). Their bits are those of an f16 with a smaller exponent: 2^-8 of the weight, which scales make up for.
 struct Fp8Tile {
-  static constexpr int TYPE = FP8, BYTES = 1024 + TILE_ROWS * 4;
+  static constexpr int TYPE = FP8, BYTES = 1024 + TILE_ROWS * 4, RUN = 1;
   DEVICE static u32 two_halves(u32 high_bytes) {
     return (high_bytes & 0x80008000u) | (high_bytes >> 1 & 0x3f803f80u);
   }
