@@ -25,7 +25,7 @@ pub(super) const MOST_MATRICES: usize = 3;
 pub(super) const WARPS: usize = 8;
 /// Shared memory that a kernel has of its own, at most.
 const OWN_MEMORY: usize = 2048;
-/// Shared memory from which on a card has large rings.
+/// Shared memory of a block that is large.
 const LARGE_MEMORY: usize = 160_000;
 /// Rows that `multiply.cu` prepares itself, at most: every block does so.
 const MOST_FUSED_ROWS: usize = 2;
@@ -69,9 +69,10 @@ pub(super) struct Rings {
 impl Rings {
     /// What a card with so much shared memory for a block affords.
     pub(super) fn new(block_memory: usize) -> Rings {
-        match block_memory >= LARGE_MEMORY {
-            true => Rings { floats: 16384, codes: 6144 },
-            false => Rings { floats: 8192, codes: 4096 },
+        match block_memory {
+            200_000.. => Rings { floats: 16384, codes: 6144 },
+            LARGE_MEMORY.. => Rings { floats: 12288, codes: 6144 },
+            _ => Rings { floats: 8192, codes: 4096 },
         }
     }
 
@@ -426,7 +427,7 @@ impl Multiply {
 
 /// See [`Multiply::gates`].
 fn gates(rows: usize, block_memory: usize) -> bool {
-    block_memory >= LARGE_MEMORY + LARGE_MEMORY / 4 || rows <= 32
+    block_memory >= LARGE_MEMORY || rows <= 8
 }
 
 #[cfg(test)]
