@@ -43,7 +43,7 @@ pub(super) struct ExpertScratch {
     results: Vec<f32>,
 }
 
-/// Who goes where.
+/// Which experts the rows of a call go to, and the buffers that say so.
 #[derive(Default)]
 struct Chosen {
     logits: Vec<f32>,

@@ -35,7 +35,7 @@ pub(super) use texts;
 /// A kernel before it is compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// For messages.
+    /// The name that errors call the kernel by.
     pub name: String,
     /// Files by name with their text, in the order in which they are compiled as one.
     pub texts: Vec<(&'static str, &'static str)>,

@@ -1,9 +1,11 @@
 //! A card: opening it, its limits, and kernels loaded on it.
 
+use std::collections::HashMap;
+use std::hash::Hash;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction_attribute as FunctionAttribute};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
     ValidAsZeroBits,
@@ -173,6 +175,38 @@ impl Device {
     /// Waits for all work.
     pub fn synchronise(&self) -> Result<(), CudaError> {
         Ok(self.stream.synchronize()?)
+    }
+}
+
+/// Kernels of one source in several versions, each compiled (or found) when it is first needed, with all shared memory of a
+/// block but what they have of their own.
+#[derive(Debug)]
+pub(super) struct KernelVersions<K> {
+    device: Arc<Device>,
+    function: &'static str,
+    kernels: Mutex<HashMap<K, CudaFunction>>,
+}
+
+/// Shared memory that such a kernel has of its own, at most.
+pub(super) const OWN_MEMORY: usize = 2048;
+
+impl<K: Copy + Eq + Hash> KernelVersions<K> {
+    /// Versions of the kernel that is called `function` in its source.
+    pub(super) fn new(device: &Arc<Device>, function: &'static str) -> KernelVersions<K> {
+        KernelVersions { device: device.clone(), function, kernels: Mutex::default() }
+    }
+
+    /// The kernel of a version, whose source is `source`.
+    pub(super) fn get(&self, version: K, source: impl FnOnce() -> Source) -> Result<CudaFunction, CudaError> {
+        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = kernels.get(&version) {
+            return Ok(function.clone());
+        }
+        let function = self.device.load(&source(), self.function)?;
+        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(attribute, (self.device.block_memory() - OWN_MEMORY) as i32)?;
+        kernels.insert(version, function.clone());
+        Ok(function)
     }
 }
 

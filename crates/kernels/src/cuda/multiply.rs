@@ -1,17 +1,15 @@
 //! Products of up to 64 rows: `multiply.cu` reads every weight once, straight from its tiles, and prepares one or a few rows of
 //! activations itself; more rows are prepared by `pack.cu`.
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{
     CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, ValidAsZeroBits,
 };
 
 use super::compile::{Source, texts};
-use super::device::{Device, launch_overlapping};
+use super::device::{Device, KernelVersions, OWN_MEMORY, launch_overlapping};
 use super::error::CudaError;
 use super::products::{Ends, Input, InputSource, Output, Projection};
 use super::weights::{TILE_COLUMNS, TILE_ROWS, TileKind};
@@ -23,8 +21,6 @@ pub(super) const MOST_ROWS: usize = 64;
 pub(super) const MOST_MATRICES: usize = 3;
 /// Warps of a block.
 pub(super) const WARPS: usize = 8;
-/// Shared memory that a kernel has of its own, at most.
-const OWN_MEMORY: usize = 2048;
 /// Shared memory of a block that is large.
 const LARGE_MEMORY: usize = 160_000;
 /// Rows that `multiply.cu` prepares itself, at most: every block does so.
@@ -185,7 +181,7 @@ pub(super) struct Scratch {
     pub(super) slab: Option<CudaSlice<u8>>,
 }
 
-/// Where packed activations are.
+/// The addresses of activations that were packed, or 0 for a format that was not.
 pub(super) struct PackedRows {
     pub(super) bf16: u64,
     pub(super) f16: u64,
@@ -208,18 +204,11 @@ impl Scratch {
     }
 }
 
-/// Lets a kernel with less than 2 KiB of shared memory of its own have all the rest.
-pub(super) fn allow_all_memory(device: &Device, function: &CudaFunction) -> Result<(), CudaError> {
-    let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    Ok(function.set_attribute(attribute, (device.block_memory() - OWN_MEMORY) as i32)?)
-}
-
 /// Products of few rows on one card.
 pub(super) struct Multiply {
     device: Arc<Device>,
     pack: CudaFunction,
-    /// The kernels that were needed so far.
-    kernels: Mutex<HashMap<(Variant, Option<TileKind>), CudaFunction>>,
+    kernels: KernelVersions<(Variant, Option<TileKind>)>,
     rings: Rings,
     /// How often scratch memory was replaced by more of it, which makes recorded launches invalid.
     replaced: AtomicU64,
@@ -230,23 +219,11 @@ impl Multiply {
     pub(super) fn new(device: &Arc<Device>) -> Result<Multiply, CudaError> {
         Ok(Multiply {
             pack: device.load(&pack_source(), "pack")?,
-            kernels: Mutex::default(),
+            kernels: KernelVersions::new(device, "multiply"),
             rings: Rings::new(device.block_memory()),
             replaced: AtomicU64::new(0),
             device: device.clone(),
         })
-    }
-
-    /// The kernel of a variant, compiled (or found) when it is first needed.
-    fn kernel(&self, variant: Variant, kind: Option<TileKind>) -> Result<CudaFunction, CudaError> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = kernels.get(&(variant, kind)) {
-            return Ok(function.clone());
-        }
-        let function = self.device.load(&source(variant, kind, self.rings), "multiply")?;
-        allow_all_memory(&self.device, &function)?;
-        kernels.insert((variant, kind), function.clone());
-        Ok(function)
     }
 
     /// Whether so many rows may end with a gate: the results of two matrices need twice the memory.
@@ -349,8 +326,7 @@ impl Multiply {
         let floats = projections.iter().filter(|other| other.weight.kind == TileKind::Floats).count();
         let (wide, codes) = (floats > 0, floats < projections.len());
         let halves = if output.ends == Ends::Gate { 2 } else { 1 };
-        let ring_bytes =
-            WARPS * if wide { self.rings.floats.max(self.rings.codes) } else { self.rings.codes };
+        let ring_bytes = WARPS * if wide { self.rings.floats } else { self.rings.codes };
         let operand_bytes =
             rows * steps * (usize::from(wide) * 128 + usize::from(codes) * (128 + 4 * size_of::<f32>()));
         let memory = |variant: Variant| {
@@ -372,7 +348,7 @@ impl Multiply {
         };
         let first_kind = projections.first().map(|projection| projection.weight.kind);
         let kind = first_kind.filter(|&kind| projections.iter().all(|other| other.weight.kind == kind));
-        let function = self.kernel(variant, kind)?;
+        let function = self.kernels.get((variant, kind), || source(variant, kind, self.rings))?;
         if !variant.fused && wide {
             self.pack(input, first, rows, variant.column_tiles, Format::Bf16Operands, scratch)?;
         }
@@ -441,10 +417,10 @@ mod tests {
             for variant in Variant::ALL.into_iter().filter(|variant| !variant.fused) {
                 let Rings { floats, codes } = Rings::new(block);
                 let halves = if gates(8 * variant.column_tiles, block) { 2 } else { 1 };
-                let most = WARPS * floats.max(codes) + result_bytes(variant.column_tiles, halves);
+                let most = WARPS * floats + result_bytes(variant.column_tiles, halves);
                 assert!(most <= block - OWN_MEMORY, "{variant:?} {most} of {block}");
                 // At least two stages of the largest tiles.
-                assert!(floats >= 2 * 4096 && codes >= 2 * 1280);
+                assert!(floats >= 2 * 4096 && codes >= 2 * 1280 && floats >= codes);
             }
         }
     }

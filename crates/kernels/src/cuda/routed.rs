@@ -3,15 +3,14 @@
 //! The host never learns which experts those are: `route.cu` makes a list of jobs, an expert and some of its rows each, and
 //! `experts.cu` works through it with a fixed number of blocks. So a step can be recorded like any other.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::compile::{Source, texts};
-use super::device::{Device, launch_overlapping};
+use super::device::{Device, KernelVersions, launch_overlapping};
 use super::error::CudaError;
-use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, allow_all_memory, result_bytes};
+use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, result_bytes};
 use super::products::{Ends, Input, InputSource, Output, Products, Projection};
 use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
 use crate::backend::{KernelError, expect};
@@ -131,8 +130,8 @@ pub(super) struct Experts {
     choose: CudaFunction,
     sort: CudaFunction,
     combine: CudaFunction,
-    /// The kernels that were needed so far, by rows in eights.
-    kernels: Mutex<HashMap<(usize, TileKind), CudaFunction>>,
+    /// By rows in eights.
+    kernels: KernelVersions<(usize, TileKind)>,
     rings: Rings,
     memory: Mutex<Memory>,
 }
@@ -147,7 +146,7 @@ impl Experts {
             choose: function("choose_experts")?,
             sort: function("sort_choices")?,
             combine: function("combine")?,
-            kernels: Mutex::default(),
+            kernels: KernelVersions::new(device, "multiply_experts"),
             rings: Rings::new(device.block_memory()),
             memory: Mutex::default(),
             device: device.clone(),
@@ -241,19 +240,6 @@ impl Experts {
         }
     }
 
-    /// The kernel for so many rows in eights, compiled (or found) when it is first needed.
-    fn kernel(&self, column_tiles: usize, kind: TileKind) -> Result<CudaFunction, CudaError> {
-        let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = kernels.get(&(column_tiles, kind)) {
-            return Ok(function.clone());
-        }
-        let source = experts_source(column_tiles, kind, self.rings);
-        let function = self.device.load(&source, "multiply_experts")?;
-        allow_all_memory(&self.device, &function)?;
-        kernels.insert((column_tiles, kind), function.clone());
-        Ok(function)
-    }
-
     /// Multiplies what was packed: a gate and what it multiplies to the inner rows, or one matrix to the products.
     fn multiply(
         &self,
@@ -265,7 +251,8 @@ impl Experts {
         let stream = self.device.stream();
         let (first, last) = (experts[0], experts[experts.len() - 1]);
         let column_tiles = column_tiles(rows);
-        let function = self.kernel(column_tiles, first.kind)?;
+        let source = || experts_source(column_tiles, first.kind, self.rings);
+        let function = self.kernels.get((column_tiles, first.kind), source)?;
         let steps = first.cols.div_ceil(TILE_COLUMNS);
         let address = |slice: &Option<CudaSlice<f32>>| slice.as_ref().map_or(0, |it| it.device_ptr(stream).0);
         let jobs = memory.jobs.as_ref().map_or(0, |jobs| jobs.device_ptr(stream).0);

@@ -57,7 +57,7 @@ impl TileKind {
         }
     }
 
-    /// For messages.
+    /// The name that errors call the kind by.
     pub(super) fn name(self) -> &'static str {
         match self {
             TileKind::Floats => "floats",

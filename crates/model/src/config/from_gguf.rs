@@ -3,7 +3,7 @@
 use super::experts;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias};
+use crate::families::{self, Bias, BlockShape};
 use crate::files::{FileError, Gguf, TensorSource};
 use crate::names::TensorNaming;
 use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
@@ -62,7 +62,8 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     // Layers that predict further tokens are counted as blocks.
     let further_layers = optional("nextn_predict_layers")?.filter(|_| family.experts.is_some()).unwrap_or(0);
     let layers = size("block_count")?.saturating_sub(further_layers);
-    let (style, sliding) = family.style_of_gguf(gguf, &key, (hidden_size, head_dim, layers), q_heads)?;
+    let (style, sliding) =
+        family.style_of_gguf(gguf, &key, BlockShape { hidden_size, head_dim, layers, q_heads })?;
     let bad = |problem| ModelError::BadConfig { path: path(), problem };
     let is_dense = |layer: usize| gguf.contains(&format!("blk.{layer}.ffn_gate.weight"));
     let experts = match family.experts {

@@ -8,7 +8,7 @@ use oscar_kernels::backend::RopeLayout;
 use super::{experts, quantisation};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias, ModelFamily};
+use crate::families::{self, Bias, BlockShape, ModelFamily};
 use crate::files::{Fields, JsonFile};
 use crate::rope::{RopeConfig, RopeScaling};
 
@@ -31,7 +31,8 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
     let head_dim = family.size_or(&fields, "head_dim", hidden_size / q_heads)?;
     let kv_heads = family.size_or(&fields, "num_key_value_heads", q_heads)?;
     let trained_context = size("max_position_embeddings")?;
-    let (style, sliding) = family.style_of_json(&fields, (hidden_size, head_dim, layers))?;
+    let (style, sliding) =
+        family.style_of_json(&fields, BlockShape { hidden_size, head_dim, layers, q_heads })?;
     let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
     let parameters = family.rope_parameters(&fields)?;
     let rotary = |name: &str| {

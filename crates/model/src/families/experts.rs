@@ -24,7 +24,7 @@ pub(crate) struct ExpertFacts {
 /// Whether the weights of a row's experts are made to sum to one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Normalise {
-    /// In every model.
+    /// They are in every model of the family.
     Always,
     /// As here, unless `norm_topk_prob` in `config.json` says otherwise.
     Unless(bool),

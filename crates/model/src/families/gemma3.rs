@@ -6,7 +6,7 @@
 
 use oscar_kernels::backend::{Activation, RopeLayout};
 
-use super::{Bias, ModelFamily, NormRule};
+use super::{ActivationField, Bias, BlockShape, FieldName, ModelFamily, NormRule, StyleFacts};
 use crate::config::{BlockStyle, SlidingLayers};
 use crate::error::ModelError;
 use crate::files::{Fields, FileError, Gguf};
@@ -21,6 +21,17 @@ pub(super) static GEMMA3: ModelFamily = ModelFamily {
     head_norms: NormRule::Heads,
     rotary_divisor: 1,
     experts: None,
+    style: Some(&StyleFacts {
+        default_sizes: &DEFAULTS,
+        default_theta: GLOBAL_THETA,
+        activation: ActivationField {
+            field: "hidden_activation",
+            value: "gelu_pytorch_tanh",
+            expected: "`gelu_pytorch_tanh`, the only activation supported",
+        },
+        from_json: style_of_json,
+        from_gguf: style_of_gguf,
+    }),
 };
 
 /// `model_type` of checkpoints with images.
@@ -45,169 +56,93 @@ const DEFAULTS: [(&str, usize); 8] = [
     ("max_position_embeddings", 131_072),
 ];
 
-impl ModelFamily {
-    /// Whether this is the family.
-    fn is_gemma3(&self) -> bool {
-        std::ptr::eq(self, &GEMMA3)
-    }
-
-    /// Whether layers may have a sliding window.
-    pub(crate) fn has_windows(&self) -> bool {
-        self.is_gemma3()
-    }
-
-    /// A number that must be given, unless the family has one for files that leave it out.
-    pub(crate) fn size(&self, fields: &Fields<'_>, name: &str) -> Result<usize, FileError> {
-        match self.default_size(name) {
-            Some(default) => Ok(fields.positive_if_present(name)?.unwrap_or(default)),
-            None => fields.positive(name),
+/// How the blocks are put together, and the layers with a window, as `config.json` says.
+fn style_of_json(
+    fields: &Fields<'_>,
+    BlockShape { hidden_size, head_dim, layers, .. }: BlockShape,
+) -> Result<(BlockStyle, Option<SlidingLayers>), ModelError> {
+    for name in ["final_logit_softcapping", "attn_logit_softcapping"] {
+        if fields.contains(name) {
+            return Err(fields.wrong(name, "null, as softcapping is not supported").into());
         }
     }
-
-    /// A number that the family, or else `default`, has for files that leave it out.
-    pub(crate) fn size_or(
-        &self,
-        fields: &Fields<'_>,
-        name: &str,
-        default: usize,
-    ) -> Result<usize, FileError> {
-        let default = self.default_size(name).unwrap_or(default);
-        Ok(fields.positive_if_present(name)?.unwrap_or(default))
+    if fields.bool_if_present("use_bidirectional_attention")? == Some(true) {
+        return Err(fields.wrong("use_bidirectional_attention", "false").into());
     }
-
-    fn default_size(&self, name: &str) -> Option<usize> {
-        let (_, default) = DEFAULTS.iter().find(|(field, _)| self.is_gemma3() && *field == name)?;
-        Some(*default)
+    let scalar = fields.float_if_present("query_pre_attn_scalar")?.unwrap_or(256.0);
+    if !(scalar.is_finite() && scalar > 0.0) {
+        return Err(fields.wrong("query_pre_attn_scalar", "a number above 0").into());
     }
-
-    /// Base of the rotary frequencies where `config.json` does not say.
-    pub(crate) fn default_theta(&self) -> f64 {
-        if self.is_gemma3() { GLOBAL_THETA } else { 10_000.0 }
-    }
-
-    /// The settings of rotary embedding of layers that see everything, where they are one object.
-    pub(crate) fn rope_parameters<'a>(&self, fields: &Fields<'a>) -> Result<Option<Fields<'a>>, FileError> {
-        let all = fields.fields_if_present("rope_parameters")?;
-        match all {
-            Some(all) if self.is_gemma3() => all.fields_if_present("full_attention"),
-            other => Ok(other),
-        }
-    }
-
-    /// Refuses another activation than the family's.
-    pub(crate) fn check_activation(&self, fields: &Fields<'_>) -> Result<(), FileError> {
-        let (field, expected, only) = match self.is_gemma3() {
-            true => (
-                "hidden_activation",
-                "gelu_pytorch_tanh",
-                "`gelu_pytorch_tanh`, the only activation supported",
-            ),
-            false => ("hidden_act", "silu", "`silu`, the only activation supported"),
-        };
-        match fields.str_if_present(field)? {
-            Some(activation) if activation != expected => Err(fields.wrong(field, only)),
-            _ => Ok(()),
-        }
-    }
-
-    /// How the blocks are put together, and the layers with a window, as `config.json` says.
-    pub(crate) fn style_of_json(
-        &self,
-        fields: &Fields<'_>,
-        (hidden_size, head_dim, layers): (usize, usize, usize),
-    ) -> Result<(BlockStyle, Option<SlidingLayers>), ModelError> {
-        if !self.is_gemma3() {
-            return Ok((BlockStyle::plain(head_dim), None));
-        }
-        for name in ["final_logit_softcapping", "attn_logit_softcapping"] {
-            if fields.contains(name) {
-                return Err(fields.wrong(name, "null, as softcapping is not supported").into());
-            }
-        }
-        if fields.bool_if_present("use_bidirectional_attention")? == Some(true) {
-            return Err(fields.wrong("use_bidirectional_attention", "false").into());
-        }
-        let scalar = fields.float_if_present("query_pre_attn_scalar")?.unwrap_or(256.0);
-        if !(scalar.is_finite() && scalar > 0.0) {
-            return Err(fields.wrong("query_pre_attn_scalar", "a number above 0").into());
-        }
-        let style = style(hidden_size, 1.0, scalar);
-        let is_sliding = match fields.strings_if_present("layer_types")? {
-            None => {
-                let name = ["sliding_window_pattern", "_sliding_window_pattern"]
-                    .into_iter()
-                    .find(|name| fields.contains(name))
-                    .unwrap_or("sliding_window_pattern");
-                pattern(layers, fields.positive_if_present(name)?.unwrap_or(PATTERN))
-            }
-            Some(types) => types
+    let style = style(hidden_size, 1.0, scalar);
+    let is_sliding = match fields.strings_if_present("layer_types")? {
+        None => {
+            let name = ["sliding_window_pattern", "_sliding_window_pattern"]
                 .into_iter()
-                .map(|kind| match kind {
-                    "sliding_attention" => Ok(true),
-                    "full_attention" => Ok(false),
-                    _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
-                })
-                .collect::<Result<_, _>>()?,
-        };
-        let parameters = match fields.fields_if_present("rope_parameters")? {
-            Some(all) => all.fields_if_present("sliding_attention")?,
-            None => None,
-        };
-        if let Some(parameters) = &parameters
-            && parameters.str_if_present("rope_type")?.is_some_and(|kind| kind != "default")
-        {
-            return Err(parameters.wrong("rope_type", "`default` for layers with a window").into());
+                .find(|name| fields.contains(name))
+                .unwrap_or("sliding_window_pattern");
+            pattern(layers, fields.positive_if_present(name)?.unwrap_or(PATTERN))
         }
-        let theta = match &parameters {
-            Some(parameters) => parameters.float_if_present("rope_theta")?,
-            None => fields.float_if_present("rope_local_base_freq")?,
-        };
-        let window = fields.positive_if_present("sliding_window")?;
-        if window.is_none() && is_sliding.contains(&true) {
-            return Err(fields.wrong("sliding_window", "a positive integer").into());
-        }
-        let rope = local_rope(theta.unwrap_or(LOCAL_THETA), head_dim);
-        let sliding = window.filter(|_| is_sliding.contains(&true) || is_sliding.len() != layers);
-        Ok((style, sliding.map(|window| SlidingLayers { window, is_sliding, rope })))
+        Some(types) => types
+            .into_iter()
+            .map(|kind| match kind {
+                "sliding_attention" => Ok(true),
+                "full_attention" => Ok(false),
+                _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
+            })
+            .collect::<Result<_, _>>()?,
+    };
+    let parameters = match fields.fields_if_present("rope_parameters")? {
+        Some(all) => all.fields_if_present("sliding_attention")?,
+        None => None,
+    };
+    if let Some(parameters) = &parameters
+        && parameters.str_if_present("rope_type")?.is_some_and(|kind| kind != "default")
+    {
+        return Err(parameters.wrong("rope_type", "`default` for layers with a window").into());
     }
+    let theta = match &parameters {
+        Some(parameters) => parameters.float_if_present("rope_theta")?,
+        None => fields.float_if_present("rope_local_base_freq")?,
+    };
+    let window = fields.positive_if_present("sliding_window")?;
+    if window.is_none() && is_sliding.contains(&true) {
+        return Err(fields.wrong("sliding_window", "a positive integer").into());
+    }
+    let rope = local_rope(theta.unwrap_or(LOCAL_THETA), head_dim);
+    let sliding = window.filter(|_| is_sliding.contains(&true) || is_sliding.len() != layers);
+    Ok((style, sliding.map(|window| SlidingLayers { window, is_sliding, rope })))
+}
 
-    /// The same as the metadata of a GGUF file say; `key` is the full name of a field.
-    pub(crate) fn style_of_gguf(
-        &self,
-        gguf: &Gguf,
-        key: &dyn Fn(&str) -> String,
-        (hidden_size, head_dim, layers): (usize, usize, usize),
-        q_heads: usize,
-    ) -> Result<(BlockStyle, Option<SlidingLayers>), ModelError> {
-        if !self.is_gemma3() {
-            return Ok((BlockStyle::plain(head_dim), None));
-        }
-        let metadata = gguf.metadata();
-        let number =
-            |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
-        for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
-            if let Some(cap) = metadata.get::<f32>(&key(name))?.filter(|&cap| cap != 0.0) {
-                let problem = format!("`{}` is {cap}: softcapping is not supported", key(name));
-                return Err(ModelError::BadConfig { path: gguf.path().to_path_buf(), problem });
-            }
-        }
-        // Files do not hold the scalar. In the largest model, of 62 layers, it is the width that a head would have without
-        // one of its own; in all others the head dimension.
-        let scalar = if layers == 62 { hidden_size / q_heads.max(1) } else { head_dim };
-        let style = style(hidden_size, 0.0, scalar as f64);
-        let Some(window) = number("attention.sliding_window")? else { return Ok((style, None)) };
-        let name = "attention.sliding_window_pattern";
-        let period = number(name)?.unwrap_or(PATTERN);
-        if period == 0 {
-            let problem = format!("`{}` is 0, expected 1 or more", key(name));
+/// The same as the metadata of a GGUF file say.
+fn style_of_gguf(
+    gguf: &Gguf,
+    key: &FieldName<'_>,
+    BlockShape { hidden_size, head_dim, layers, q_heads }: BlockShape,
+) -> Result<(BlockStyle, Option<SlidingLayers>), ModelError> {
+    let metadata = gguf.metadata();
+    let number = |name: &str| metadata.get::<u32>(&key(name)).map(|value| value.map(|value| value as usize));
+    for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(cap) = metadata.get::<f32>(&key(name))?.filter(|&cap| cap != 0.0) {
+            let problem = format!("`{}` is {cap}: softcapping is not supported", key(name));
             return Err(ModelError::BadConfig { path: gguf.path().to_path_buf(), problem });
         }
-        let is_sliding = pattern(layers, period);
-        let theta = metadata.get::<f32>(&key("rope.freq_base_swa"))?.map_or(LOCAL_THETA, f64::from);
-        let rope = local_rope(theta, head_dim);
-        let sliding = is_sliding.contains(&true).then_some(SlidingLayers { window, is_sliding, rope });
-        Ok((style, sliding))
     }
+    // Files do not hold the scalar. In the largest model, of 62 layers, it is the width that a head would have without
+    // one of its own; in all others the head dimension.
+    let scalar = if layers == 62 { hidden_size / q_heads.max(1) } else { head_dim };
+    let style = style(hidden_size, 0.0, scalar as f64);
+    let Some(window) = number("attention.sliding_window")? else { return Ok((style, None)) };
+    let name = "attention.sliding_window_pattern";
+    let period = number(name)?.unwrap_or(PATTERN);
+    if period == 0 {
+        let problem = format!("`{}` is 0, expected 1 or more", key(name));
+        return Err(ModelError::BadConfig { path: gguf.path().to_path_buf(), problem });
+    }
+    let is_sliding = pattern(layers, period);
+    let theta = metadata.get::<f32>(&key("rope.freq_base_swa"))?.map_or(LOCAL_THETA, f64::from);
+    let rope = local_rope(theta, head_dim);
+    let sliding = is_sliding.contains(&true).then_some(SlidingLayers { window, is_sliding, rope });
+    Ok((style, sliding))
 }
 
 /// Whether a `config.json` is that of a checkpoint with images.

@@ -31,4 +31,5 @@ pub(super) static GLM4_MOE: ModelFamily = ModelFamily {
         gguf_norm: "post_attention_norm",
         further_layers: "num_nextn_predict_layers",
     }),
+    style: None,
 };

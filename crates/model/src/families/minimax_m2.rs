@@ -31,4 +31,5 @@ pub(super) static MINIMAX_M2: ModelFamily = ModelFamily {
         gguf_norm: "ffn_norm",
         further_layers: "num_mtp_modules",
     }),
+    style: None,
 };

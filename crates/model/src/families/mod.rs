@@ -10,8 +10,10 @@ mod minimax_m2;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod style;
 
 pub(crate) use experts::{ExpertFacts, ExpertNames, Normalise};
+pub(crate) use style::{ActivationField, BlockShape, FieldName, StyleFacts};
 
 use oscar_kernels::backend::RopeLayout;
 
@@ -29,7 +31,7 @@ pub(crate) const FAMILIES: [&ModelFamily; 7] = [
 ];
 
 /// What sets a family of models apart from the others.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct ModelFamily {
     /// Short name, as in `ModelConfig::family`.
     pub name: &'static str,
@@ -47,6 +49,8 @@ pub(crate) struct ModelFamily {
     pub rotary_divisor: usize,
     /// What there is to know about experts, in a family that has them.
     pub experts: Option<&'static ExpertFacts>,
+    /// What there is to know about blocks, in a family whose blocks are not the plain ones.
+    pub style: Option<&'static StyleFacts>,
 }
 
 /// Whether queries and keys are normed before RoPE.

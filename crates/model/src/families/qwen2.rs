@@ -15,4 +15,5 @@ pub(super) static QWEN2: ModelFamily = ModelFamily {
     head_norms: NormRule::Never,
     rotary_divisor: 1,
     experts: None,
+    style: None,
 };

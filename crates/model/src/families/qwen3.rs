@@ -13,4 +13,5 @@ pub(super) static QWEN3: ModelFamily = ModelFamily {
     head_norms: NormRule::Heads,
     rotary_divisor: 1,
     experts: None,
+    style: None,
 };

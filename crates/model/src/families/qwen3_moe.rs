@@ -30,4 +30,5 @@ pub(super) static QWEN3_MOE: ModelFamily = ModelFamily {
         gguf_norm: "ffn_norm",
         further_layers: "num_nextn_predict_layers",
     }),
+    style: None,
 };

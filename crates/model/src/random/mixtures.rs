@@ -1,12 +1,12 @@
 //! The published shapes of mixtures of experts.
 
-use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::routing::{Routing, RoutingRule};
 
-use crate::config::{BlockStyle, ExpertsConfig, ModelConfig};
+use super::Geometry;
+use crate::config::{ExpertsConfig, ModelConfig};
 use crate::error::ModelError;
 use crate::families;
-use crate::rope::{RopeConfig, RopeScaling};
+use crate::rope::RopeConfig;
 
 /// A published shape with experts; heads of 128 channels.
 #[derive(Clone, Copy)]
@@ -127,27 +127,21 @@ impl Mixture {
             normalise: true,
             scale: self.scale,
         };
-        Ok(ModelConfig {
-            family: family.name,
-            vocab_size: self.vocabulary,
-            hidden_size: self.hidden,
-            intermediate_size: self.inner,
+        let dense = Geometry {
+            name: self.name,
+            hidden: self.hidden,
+            inner: self.inner,
             layers: self.layers,
             q_heads: self.q_heads,
             kv_heads: self.kv_heads,
-            head_dim: 128,
-            max_context: 131_072,
-            norm_eps: 1e-6,
-            rope: RopeConfig {
-                theta: 1e6,
-                rotary_dim: self.rotary,
-                layout: RopeLayout::Halves,
-                scaling: RopeScaling::None,
-            },
-            tied_embeddings: Some(false),
+            tied: false,
+        };
+        let dense = dense.config();
+        Ok(ModelConfig {
+            family: family.name,
+            vocab_size: self.vocabulary,
+            rope: RopeConfig { rotary_dim: self.rotary, ..dense.rope },
             qkv_bias: self.biased,
-            output_bias: false,
-            mlp_bias: false,
             head_norms: family.head_norms.norms(self.normed),
             experts: Some(ExpertsConfig {
                 inner: self.expert_inner,
@@ -156,10 +150,7 @@ impl Mixture {
                 routed: (0..self.layers).map(|layer| layer >= self.dense).collect(),
                 facts,
             }),
-            further_layers: 0,
-            fp8: None,
-            style: BlockStyle::plain(128),
-            sliding: None,
+            ..dense
         })
     }
 

@@ -4,7 +4,7 @@
 // The work is a list of units, 16 output channels each (of a gate and of what it multiplies, where they belong together). Blocks
 // take units in turn, so that all of them read neighbouring memory at a time, and keep reading ahead of themselves while results
 // are put together. A unit is never cut: a row has the same bits in every batch. (Cutting inputs where there are few channels
-// costs more than it brings: a partial sum must be in memory before another block may read it.)
+// mostly costs more than it brings: a partial sum must be in memory before another block may read it.)
 
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_MATRICES = 3;

@@ -69,8 +69,7 @@ struct Activations {
 };
 
 // Each kind of tile says how many bytes it has, how many of them are fetched at a time, and adds its products with activations
-// to sums. A tile is named by its address
-// in shared memory.
+// to sums. A tile is named by its address in shared memory.
 struct FloatTile {
   static constexpr int TYPE = FLOATS, BYTES = 2048, RUN = 2;
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {

@@ -1,0 +1,121 @@
+//! What a family says about its blocks and its `config.json`, where they are not the plain ones.
+
+use super::ModelFamily;
+use crate::config::{BlockStyle, SlidingLayers};
+use crate::error::ModelError;
+use crate::files::{Fields, FileError, Gguf};
+
+/// The base of rotary frequencies in most families, where `config.json` does not say.
+const PLAIN_THETA: f64 = 10_000.0;
+/// The activation of most families.
+const PLAIN_ACTIVATION: ActivationField =
+    ActivationField { field: "hidden_act", value: "silu", expected: "`silu`, the only activation supported" };
+
+/// The facts of a family whose blocks are put together in a way of its own and whose layers may have a sliding window.
+#[derive(Debug)]
+pub(crate) struct StyleFacts {
+    /// Sizes that `config.json` may leave out.
+    pub default_sizes: &'static [(&'static str, usize)],
+    /// The base of the rotary frequencies of layers that see everything, where `config.json` does not say.
+    pub default_theta: f64,
+    /// The activation that is supported.
+    pub activation: ActivationField,
+    /// Reads the style and the layers with a window from `config.json`.
+    pub from_json: fn(&Fields<'_>, BlockShape) -> Style,
+    /// Reads the same from the metadata of a GGUF file.
+    pub from_gguf: fn(&Gguf, &FieldName<'_>, BlockShape) -> Style,
+}
+
+/// Where `config.json` names the activation, and what it must be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ActivationField {
+    pub field: &'static str,
+    pub value: &'static str,
+    /// What an error says is expected.
+    pub expected: &'static str,
+}
+
+/// Gives the full name of a field of GGUF metadata, which the architecture begins.
+pub(crate) type FieldName<'a> = dyn Fn(&str) -> String + 'a;
+
+/// How blocks are put together, and the layers with a window, if there are any.
+type Style = Result<(BlockStyle, Option<SlidingLayers>), ModelError>;
+
+/// The sizes that a style may depend on.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockShape {
+    pub hidden_size: usize,
+    pub head_dim: usize,
+    pub layers: usize,
+    pub q_heads: usize,
+}
+
+impl ModelFamily {
+    /// Whether layers may have a sliding window.
+    pub(crate) fn has_windows(&self) -> bool {
+        self.style.is_some()
+    }
+
+    /// A number that must be given, unless the family has one for files that leave it out.
+    pub(crate) fn size(&self, fields: &Fields<'_>, name: &str) -> Result<usize, FileError> {
+        match self.default_size(name) {
+            Some(default) => Ok(fields.positive_if_present(name)?.unwrap_or(default)),
+            None => fields.positive(name),
+        }
+    }
+
+    /// A number that the family, or else `default`, has for files that leave it out.
+    pub(crate) fn size_or(
+        &self,
+        fields: &Fields<'_>,
+        name: &str,
+        default: usize,
+    ) -> Result<usize, FileError> {
+        let default = self.default_size(name).unwrap_or(default);
+        Ok(fields.positive_if_present(name)?.unwrap_or(default))
+    }
+
+    fn default_size(&self, name: &str) -> Option<usize> {
+        let (_, default) = self.style?.default_sizes.iter().find(|(field, _)| *field == name)?;
+        Some(*default)
+    }
+
+    /// Base of the rotary frequencies where `config.json` does not say.
+    pub(crate) fn default_theta(&self) -> f64 {
+        self.style.map_or(PLAIN_THETA, |style| style.default_theta)
+    }
+
+    /// The settings of rotary embedding of layers that see everything, where they are one object.
+    pub(crate) fn rope_parameters<'a>(&self, fields: &Fields<'a>) -> Result<Option<Fields<'a>>, FileError> {
+        match fields.fields_if_present("rope_parameters")? {
+            Some(all) if self.has_windows() => all.fields_if_present("full_attention"),
+            other => Ok(other),
+        }
+    }
+
+    /// Refuses another activation than the family's.
+    pub(crate) fn check_activation(&self, fields: &Fields<'_>) -> Result<(), FileError> {
+        let ActivationField { field, value, expected } =
+            self.style.map_or(PLAIN_ACTIVATION, |style| style.activation);
+        match fields.str_if_present(field)? {
+            Some(activation) if activation != value => Err(fields.wrong(field, expected)),
+            _ => Ok(()),
+        }
+    }
+
+    /// How the blocks are put together, and the layers with a window, as `config.json` says.
+    pub(crate) fn style_of_json(&self, fields: &Fields<'_>, shape: BlockShape) -> Style {
+        match self.style {
+            Some(style) => (style.from_json)(fields, shape),
+            None => Ok((BlockStyle::plain(shape.head_dim), None)),
+        }
+    }
+
+    /// The same as the metadata of a GGUF file say.
+    pub(crate) fn style_of_gguf(&self, gguf: &Gguf, key: &FieldName<'_>, shape: BlockShape) -> Style {
+        match self.style {
+            Some(style) => (style.from_gguf)(gguf, key, shape),
+            None => Ok((BlockStyle::plain(shape.head_dim), None)),
+        }
+    }
+}
