@@ -10,6 +10,7 @@ use oscar_codec::{KvGeometry, PAGE_TOKENS, PageWindows};
 use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
 
 use crate::error::EngineError;
+use crate::request::Contexts;
 use crate::settings::EngineOptions;
 
 /// Context when the user does not ask for one; longer ones cost memory that most runs never use.
@@ -17,6 +18,9 @@ const DEFAULT_CONTEXT: usize = 32 * 1024;
 
 /// Share of the memory for bf16 pages when there are sealed ones: a quarter keeps windows for many requests.
 const EXACT_SHARE: usize = 4;
+
+/// The same where histories may be in bf16 too: half of the memory for either kind.
+const EXACT_SHARE_WITH_TIER: usize = 2;
 
 /// The pools of a cache and what they cost.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,6 +41,9 @@ pub struct Budget {
     pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
     pub hidden_bytes: usize,
+    /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that. Its pages are in the pool of
+    /// bf16 pages, beside the windows of all sequences.
+    pub bf16_context: Option<usize>,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
     pub bits_per_element: f64,
     /// Elements (keys and values) of one token, and those of layers that keep a history.
@@ -81,6 +88,10 @@ impl Budget {
         if options.max_running == 0 {
             return Err(EngineError::bad_option("max_running", 0, "at least 1"));
         }
+        if options.kv.bf16_tier && options.kv.codec.is_none() {
+            let expected = "one tier where all pages are bf16";
+            return Err(EngineError::bad_option("the tiers of the cache", "bf16 twice", expected));
+        }
         if let Some(codec) = &options.kv.codec
             && codec.geometry() != shape.geometry
         {
@@ -118,6 +129,7 @@ impl Budget {
             sealed: PoolBudget::default(),
             scratch: PoolBudget::default(),
             hidden_bytes: 0,
+            bf16_context: None,
             bits_per_element: 0.0,
             elements_per_token: 2 * layers * kv_heads * head_dim,
             history_elements: 2 * layers * kv_heads * head_dim,
@@ -148,6 +160,9 @@ impl Budget {
             // A finished answer gives the tree its window sealed early, and the next turn needs a window of its own.
             None if kv.codec.is_some() => {
                 budget.exact.pages += kv.windows.recent.saturating_add(2).min(pages);
+                if kv.bf16_tier {
+                    budget.exact.pages += pages;
+                }
                 budget.sealed.pages = budget.sealed.pages.max(pages);
             }
             None => budget.exact.pages += 1,
@@ -156,6 +171,8 @@ impl Budget {
             budget.grow(limit, least, options);
         }
         budget.bits_per_element = budget.bits_at(context);
+        let bf16_context = budget.exact.pages.saturating_mul(PAGE_TOKENS).min(context);
+        budget.bf16_context = kv.bf16_tier.then_some(bf16_context);
         Ok(budget)
     }
 
@@ -163,7 +180,9 @@ impl Budget {
     fn grow(&mut self, limit: usize, one: PageNeed, options: &EngineOptions) {
         let others = options.max_running - 1;
         let mut all = self.clone();
-        all.exact.pages = all.exact.pages.saturating_add(one.exact.saturating_mul(others));
+        let history = if options.kv.bf16_tier { self.context.div_ceil(PAGE_TOKENS) } else { 0 };
+        all.exact.pages =
+            all.exact.pages.saturating_add(one.exact.saturating_add(history).saturating_mul(others));
         all.sealed.pages = all.sealed.pages.saturating_add(one.sealed.saturating_mul(others));
         if all.total_bytes() <= limit {
             *self = all;
@@ -181,11 +200,12 @@ impl Budget {
         }
         let PageWindows { sink, recent } = self.windows;
         // Every prefix that is kept for later holds its sink in bf16, and its window as long as there is room.
-        let useful = match options.kv.prefix_tree {
+        let useful = match options.kv.prefix_tree || options.kv.bf16_tier {
             true => usize::MAX,
             false => options.max_running.saturating_mul(sink + 2 * (recent + 1)),
         };
-        let share = (memory - self.hidden_bytes) / EXACT_SHARE / self.exact.page_bytes;
+        let part = if options.kv.bf16_tier { EXACT_SHARE_WITH_TIER } else { EXACT_SHARE };
+        let share = (memory - self.hidden_bytes) / part / self.exact.page_bytes;
         let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
         self.exact.pages += more;
         self.sealed.pages += (rest - more * self.exact.page_bytes) / self.sealed.page_bytes;
@@ -231,6 +251,11 @@ impl Budget {
     pub fn history_bits(&self) -> f64 {
         let page = if self.sealed.page_bytes > 0 { self.sealed.page_bytes } else { self.exact.page_bytes };
         page as f64 * 8.0 / (PAGE_TOKENS * self.history_elements).max(1) as f64
+    }
+
+    /// Tokens that sequences may have.
+    pub(crate) fn contexts(&self) -> Contexts {
+        Contexts { own: self.context, bf16: self.bf16_context }
     }
 
     pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {
@@ -283,7 +308,11 @@ impl fmt::Display for Budget {
             self.capacity_tokens(),
             self.context,
             self.bits_per_element
-        )
+        )?;
+        if let Some(tokens) = self.bf16_context {
+            write!(f, "\n{tokens} tokens in one sequence whose history is in bf16 (kv_precision \"bf16\")")?;
+        }
+        Ok(())
     }
 }
 
@@ -380,6 +409,36 @@ mod tests {
             assert!(some.total_bytes() <= all.total_bytes() / 2);
             assert_eq!(plan(codec, Some(1), 8), one);
         }
+    }
+
+    #[test]
+    fn histories_in_bf16_have_room_of_their_own() {
+        let plan = |bf16_tier: bool, codec: bool, memory: Option<usize>, limit: Option<usize>| {
+            let codec = codec.then(|| Arc::new(PageCodec::int4(SHAPE.geometry, None).expect("a codec")));
+            let kv = KvOptions { codec, bf16_tier, memory, memory_limit: limit, ..KvOptions::default() };
+            let options =
+                EngineOptions { context: Some(8192), kv, max_running: 4, ..EngineOptions::default() };
+            Budget::plan(SHAPE, &options)
+        };
+        let sealed = plan(false, true, None, None).expect("a budget");
+        assert_eq!(sealed.bf16_context, None);
+        let both = plan(true, true, None, None).expect("a budget");
+        assert_eq!((both.exact.pages, both.bf16_context), (sealed.exact.pages + 128, Some(8192)));
+        assert_eq!((both.sealed, both.context), (sealed.sealed, sealed.context));
+        assert!(both.to_string().contains("8192 tokens in one sequence whose history is in bf16"), "{both}");
+        assert!(!sealed.to_string().contains("kv_precision"), "{sealed}");
+        // Room for all that may run.
+        let all = plan(true, true, None, Some(usize::MAX)).expect("a budget");
+        assert!(all.exact.pages >= 4 * 128, "{all}");
+        // Half of the memory, which is not enough for a whole context in bf16.
+        let memory = 192 << 20;
+        let tight = plan(true, true, Some(memory), None).expect("a budget");
+        let alone = plan(false, true, Some(memory), None).expect("a budget");
+        assert!(tight.exact.pages > alone.exact.pages && tight.total_bytes() <= memory, "{tight}");
+        assert_eq!((tight.context, tight.bf16_context), (8192, Some(64 * tight.exact.pages)));
+        assert!(tight.bf16_context < Some(8192), "{tight}");
+        // Where all is bf16 there is no second tier.
+        assert!(matches!(plan(true, false, None, None), Err(EngineError::BadOption { .. })));
     }
 
     #[test]

@@ -87,8 +87,10 @@ impl<B: Backend> Engine<B> {
             kv: budget.kv.clone(),
             bits_per_element: budget.bits_per_element,
             capacity_tokens: budget.capacity_tokens(),
+            bf16_context: budget.bf16_context,
         };
-        let limits = Limits { context: budget.context, vocabulary, choices: max_running };
+        let (contexts, deterministic) = (budget.contexts(), options.deterministic);
+        let limits = Limits { contexts, vocabulary, choices: max_running, deterministic };
         let worker = Worker::new(core, commands, Arc::clone(&shared));
         let thread = Builder::new()
             .name("oscar-engine".to_owned())

@@ -16,6 +16,10 @@ pub enum EngineError {
     EmptyPrompt,
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
+    #[error(
+        "the prompt has {tokens} tokens, and a history in bf16 (kv_precision) holds {most}, where the context holds {context}"
+    )]
+    HistoryTooLong { tokens: usize, most: usize, context: usize },
     #[error("token {token} of the prompt is outside the vocabulary of {vocabulary}")]
     TokenOutOfRange { token: u32, vocabulary: usize },
     #[error("{name} is {value}, expected {expected}")]

@@ -155,6 +155,8 @@ pub struct Summary {
     pub decode: Duration,
     /// How often it was preempted: it lost its pages to an older request and was computed again.
     pub preemptions: usize,
+    /// Tokens of its history that were to stay in bf16 and were sealed for want of pages.
+    pub demoted_tokens: usize,
 }
 
 impl Summary {

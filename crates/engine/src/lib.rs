@@ -55,7 +55,7 @@ pub use event::{Event, FinishReason, MatchedStop, PromptLogprob, Sink, Summary, 
 pub use filter::{TokenFilter, TokenMask};
 pub use mock::{MOCK_END, MockEngine, MockOptions};
 pub use oscar_kernels::cpu::memory::trim as trim_memory;
-pub use oscar_kv::{CacheEvent, KeptPage, KeptPrefix};
+pub use oscar_kv::{CacheEvent, KeptPage, KeptPrefix, Tier};
 pub use pooling::Pooling;
 pub use request::{GenerateOptions, MAX_TOP_LOGPROBS, Request, SamplingOptions};
 pub use serve::{Answer, EngineInfo, EngineStats, KeptReply, RequestHandle, SequenceView, Serve};

@@ -16,7 +16,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, PromptLogprob, Sink};
 use crate::output::{Decode, Output};
 use crate::pooling::HiddenRows;
-use crate::request::{GenerateOptions, Limits, Request};
+use crate::request::{Contexts, GenerateOptions, Limits, Request};
 use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -53,6 +53,8 @@ pub struct MockOptions {
     pub max_running: usize,
     /// Requests that may wait; more are refused.
     pub max_queued: usize,
+    /// Tokens that a sequence with its history in bf16 may have, as if there were such; `None` refuses to have one.
+    pub bf16_context: Option<usize>,
 }
 
 impl Default for MockOptions {
@@ -65,6 +67,7 @@ impl Default for MockOptions {
             vocabulary: 1 << 18,
             max_running: 1024,
             max_queued: 4096,
+            bf16_context: None,
         }
     }
 }
@@ -126,9 +129,14 @@ impl MockEngine {
             kv: "mock".to_owned(),
             bits_per_element: 16.0,
             capacity_tokens: options.context.saturating_mul(options.max_running),
+            bf16_context: options.bf16_context,
         };
-        let limits =
-            Limits { context: options.context, vocabulary: options.vocabulary, choices: options.max_running };
+        let limits = Limits {
+            contexts: Contexts { own: options.context, bf16: options.bf16_context },
+            vocabulary: options.vocabulary,
+            choices: options.max_running,
+            deterministic: info.deterministic,
+        };
         let mut worker = Worker::new(options, receiver, Arc::clone(&shared));
         let thread = Some(thread::spawn(move || worker.run()));
         MockEngine { shared, info, limits, next_id: AtomicU64::new(1), thread }

@@ -41,6 +41,7 @@ pub(crate) struct Output {
     pub(crate) prompt_logprobs: Vec<PromptLogprob>,
     pub(crate) pooled: PooledHidden,
     pub(crate) preemptions: usize,
+    pub(crate) demoted_tokens: usize,
     pub(crate) submitted: Instant,
     options: Arc<GenerateOptions>,
     first_prompt_token: Option<u32>,
@@ -77,6 +78,7 @@ impl Output {
             prompt_logprobs: Vec::new(),
             pooled: PooledHidden::default(),
             preemptions: 0,
+            demoted_tokens: 0,
             options: Arc::clone(options),
             first_prompt_token: prompt.first().copied(),
             seed,
@@ -268,6 +270,7 @@ impl Output {
             first_token: first - self.submitted,
             decode: now - first,
             preemptions: self.preemptions,
+            demoted_tokens: self.demoted_tokens,
         }
     }
 }

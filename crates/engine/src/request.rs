@@ -2,6 +2,8 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use oscar_kv::{PrefixKey, Tier};
+
 use crate::error::EngineError;
 use crate::filter::TokenFilter;
 use crate::pooling::Pooling;
@@ -120,6 +122,10 @@ pub struct GenerateOptions {
     pub n: usize,
     /// Requests share cached prompts only with requests of the same salt.
     pub cache_salt: Option<String>,
+    /// How exactly the history of the answer is kept.
+    pub tier: Tier,
+    /// With [`Tier::Exact`]: give up bf16 history for sealed pages where somebody would lose all pages otherwise.
+    pub demote: bool,
 }
 
 impl Default for GenerateOptions {
@@ -140,6 +146,8 @@ impl Default for GenerateOptions {
             embedding: None,
             n: 1,
             cache_salt: None,
+            tier: Tier::default(),
+            demote: false,
         }
     }
 }
@@ -154,13 +162,25 @@ pub(crate) fn salt_of(salt: Option<&str>) -> u64 {
 }
 
 impl GenerateOptions {
-    /// The salt as the cache wants it; 0 for none.
-    pub(crate) fn salt(&self) -> u64 {
-        salt_of(self.cache_salt.as_deref())
+    /// Requests with the same key share pages.
+    pub(crate) fn key(&self) -> PrefixKey {
+        PrefixKey { salt: salt_of(self.cache_salt.as_deref()), tier: self.tier }
     }
 
     fn validate(&self, limits: &Limits) -> Result<(), EngineError> {
         self.sampling.validate(limits.vocabulary)?;
+        if self.tier == Tier::Exact && limits.contexts.bf16.is_none() {
+            let expected = "a precision that the server offers (--kv-tiers)";
+            return Err(EngineError::bad_option("kv_precision", Tier::Exact, expected));
+        }
+        if self.demote && self.tier != Tier::Exact {
+            let expected = "false unless kv_precision is bf16 beside a sealed type";
+            return Err(EngineError::bad_option("kv_demote", true, expected));
+        }
+        if self.demote && limits.deterministic {
+            let expected = "false on a server that is --deterministic";
+            return Err(EngineError::bad_option("kv_demote", true, expected));
+        }
         if self.n == 0 || self.n > limits.choices {
             return Err(EngineError::bad_option("n", self.n, format!("1 to {}", limits.choices)));
         }
@@ -203,8 +223,14 @@ impl Request {
         if self.prompt.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        if self.prompt.len() > limits.context {
-            return Err(EngineError::PromptTooLong { tokens: self.prompt.len(), context: limits.context });
+        let (tokens, context) = (self.prompt.len(), limits.contexts.own);
+        if tokens > context {
+            return Err(EngineError::PromptTooLong { tokens, context });
+        }
+        if let (Tier::Exact, Some(most)) = (self.options.tier, limits.contexts.bf16)
+            && tokens > most
+        {
+            return Err(EngineError::HistoryTooLong { tokens, most, context });
         }
         let vocabulary = limits.vocabulary;
         match self.prompt.iter().find(|&&token| token as usize >= vocabulary) {
@@ -228,19 +254,44 @@ impl std::fmt::Debug for Request {
 /// What requests are checked against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Tokens of a sequence.
-    pub(crate) context: usize,
+    pub(crate) contexts: Contexts,
     /// Rows of the embedding.
     pub(crate) vocabulary: usize,
     /// Answers to one prompt.
     pub(crate) choices: usize,
+    /// The same request gets the same tokens, whatever else runs.
+    pub(crate) deterministic: bool,
+}
+
+/// Tokens that a sequence may have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Contexts {
+    /// In the cache's own tier.
+    pub(crate) own: usize,
+    /// With its history in bf16, if requests may ask for that.
+    pub(crate) bf16: Option<usize>,
+}
+
+impl Contexts {
+    /// Tokens that the sequence of a request may have. One that can be demoted goes on beyond what bf16 pages hold.
+    pub(crate) fn of(&self, options: &GenerateOptions) -> usize {
+        match (options.tier, self.bf16) {
+            (Tier::Exact, Some(most)) if !options.demote => most,
+            _ => self.own,
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { context: 100, vocabulary: 50, choices: 4 };
+    const LIMITS: Limits = Limits {
+        contexts: Contexts { own: 100, bf16: None },
+        vocabulary: 50,
+        choices: 4,
+        deterministic: false,
+    };
 
     fn refused(options: GenerateOptions) -> String {
         Request::new([1, 2, 3], options).validate(&LIMITS).unwrap_err().to_string()
@@ -295,9 +346,34 @@ mod tests {
     }
 
     #[test]
+    fn a_history_in_bf16_must_be_offered_and_fit() {
+        let exact = |demote| GenerateOptions { tier: Tier::Exact, demote, ..GenerateOptions::default() };
+        let offered = Limits { contexts: Contexts { own: 100, bf16: Some(70) }, ..LIMITS };
+        let check = |limits: &Limits, tokens: usize, options: GenerateOptions| {
+            Request::new(vec![1; tokens], options).validate(limits).map_err(|error| error.to_string())
+        };
+        assert!(check(&LIMITS, 1, exact(false)).unwrap_err().contains("--kv-tiers"));
+        assert!(
+            check(&offered, 70, exact(true)).is_ok()
+                && check(&offered, 100, GenerateOptions::default()).is_ok()
+        );
+        let long = check(&offered, 71, exact(false)).unwrap_err();
+        assert!(long.contains("has 71 tokens") && long.contains("holds 70"), "{long}");
+        let sealed = GenerateOptions { demote: true, ..GenerateOptions::default() };
+        assert!(check(&offered, 1, sealed).unwrap_err().starts_with("kv_demote is true"));
+        let deterministic = Limits { deterministic: true, ..offered };
+        assert!(check(&deterministic, 1, exact(true)).unwrap_err().contains("--deterministic"));
+        assert!(check(&deterministic, 1, exact(false)).is_ok());
+        // What can be demoted may grow beyond the bf16 pages.
+        let of = |options: &GenerateOptions| offered.contexts.of(options);
+        assert_eq!((of(&exact(false)), of(&exact(true)), of(&GenerateOptions::default())), (70, 100, 100));
+    }
+
+    #[test]
     fn salts_differ_and_none_is_zero() {
         let salt = |text: Option<&str>| {
-            GenerateOptions { cache_salt: text.map(str::to_owned), ..GenerateOptions::default() }.salt()
+            let cache_salt = text.map(str::to_owned);
+            GenerateOptions { cache_salt, ..GenerateOptions::default() }.key().salt
         };
         assert_eq!(salt(None), 0);
         assert_ne!(salt(Some("")), 0);

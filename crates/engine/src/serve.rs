@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use oscar_kv::{KeptPrefix, LedgerStats};
+use oscar_kv::{KeptPrefix, LedgerStats, Tier};
 
 use crate::error::EngineError;
 use crate::event::{Event, Sink, Summary};
@@ -193,6 +193,8 @@ pub struct EngineInfo {
     pub bits_per_element: f64,
     /// Tokens that the cache can hold.
     pub capacity_tokens: usize,
+    /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that.
+    pub bf16_context: Option<usize>,
 }
 
 /// How busy an engine is and what it has done since it started.
@@ -214,6 +216,8 @@ pub struct EngineStats {
     pub failed: u64,
     /// Times that a request lost its pages to an older one.
     pub preemptions: u64,
+    /// Pages of histories in bf16 that were sealed for want of pages.
+    pub demoted_pages: u64,
     /// Prompt tokens of all requests that have begun.
     pub prompt_tokens: u64,
     /// Prompt tokens of those requests that came from the prefix tree.
@@ -239,7 +243,9 @@ pub struct SequenceView {
     pub tokens: usize,
     /// Tokens of the sequence that came from the prefix tree.
     pub cached_tokens: usize,
-    /// Pages in bf16: the sink, the recent window and the page that is being filled.
+    /// How exactly its history is kept.
+    pub tier: Tier,
+    /// Pages in bf16: the sink, the recent window and the page that is being filled, and the history where it is bf16.
     pub exact_pages: usize,
     /// Sealed pages; those of a window may be in bf16 too.
     pub sealed_pages: usize,

@@ -46,6 +46,8 @@ impl Default for EngineOptions {
 pub struct KvOptions {
     /// The codec that seals pages outside the windows; `None` keeps every page in bf16.
     pub codec: Option<Arc<PageCodec>>,
+    /// Whether requests may have their history in bf16 instead ([`Tier::Exact`](oscar_kv::Tier)).
+    pub bf16_tier: bool,
     /// Pages at both ends of a sequence that stay in bf16.
     pub windows: PageWindows,
     /// Bytes for all pools and the scratch of long prompts; room for one full context when `None`.
@@ -64,6 +66,7 @@ impl Default for KvOptions {
     fn default() -> Self {
         KvOptions {
             codec: None,
+            bf16_tier: false,
             windows: PageWindows { sink: 1, recent: 4 },
             memory: None,
             memory_limit: None,
@@ -91,6 +94,10 @@ impl EngineOptions {
     pub(crate) fn for_layers(&self, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
         let mut options = self.clone();
         let Some(sliding) = &config.sliding else { return Ok(options) };
+        if self.kv.bf16_tier {
+            let expected = "the cache's own type alone for a model with sliding windows";
+            return Err(EngineError::bad_option("the tiers of the cache", "bf16 too", expected));
+        }
         let geometry = config.kv_geometry();
         let kv = &mut options.kv;
         let codec = match &kv.codec {

@@ -5,15 +5,26 @@
 
 use sha2::{Digest, Sha256};
 
+use crate::key::{PrefixKey, Tier};
+
 /// A hash of 64 tokens, their position and all tokens before them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockHash([u8; 32]);
 
 impl BlockHash {
-    /// What the first page of a sequence is chained to. Sequences of different salts share nothing; salt 0 adds
-    /// nothing to the hash.
-    pub fn root(salt: u64) -> Option<BlockHash> {
-        (salt != 0).then(|| BlockHash(Sha256::digest(salt.to_le_bytes()).into()))
+    /// What the first page of a sequence is chained to. Sequences of different keys share nothing; salt 0 and the
+    /// cache's own tier add nothing to the hash.
+    pub fn root(key: impl Into<PrefixKey>) -> Option<BlockHash> {
+        let PrefixKey { salt, tier } = key.into();
+        let mut name = Vec::new();
+        if salt != 0 {
+            name.extend(salt.to_le_bytes());
+        }
+        match tier {
+            Tier::Sealed => {}
+            Tier::Exact => name.extend(b"bf16"),
+        }
+        (!name.is_empty()).then(|| BlockHash(Sha256::digest(&name).into()))
     }
 
     /// The hash of the page with `tokens` after `parent`.
@@ -51,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hash_names_tokens_position_and_salt() {
+    fn a_hash_names_tokens_position_salt_and_tier() {
         let page: Vec<u32> = (0..64).collect();
         let first = BlockHash::chain(BlockHash::root(0), &page);
         let again = BlockHash::chain(BlockHash::root(0), &page);
@@ -60,6 +71,8 @@ mod tests {
         assert_eq!(first, again);
         assert!(first != second && first != salted && second != salted);
         assert_ne!(BlockHash::chain(BlockHash::root(8), &page), salted);
+        let exact = |salt| BlockHash::chain(BlockHash::root(PrefixKey { salt, tier: Tier::Exact }), &page);
+        assert!(exact(0) != first && exact(7) != salted && exact(0) != exact(7));
     }
 
     /// SHA-256 of the bytes of `00000000 01000000` and of that digest followed by `02000000`.

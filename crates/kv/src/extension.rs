@@ -145,7 +145,8 @@ impl Ledger {
         let last = (start + tokens.len()).saturating_sub(1) / PAGE_TOKENS;
         let windows = self.options.windows;
         // What the last token reads sealed, and what the token before the first new one does.
-        let history = if self.has_sealed() { windows.history(last, usize::MAX, 0) } else { 0..0 };
+        let seals = self.seals(sequence.tier());
+        let history = if seals { windows.history(last, usize::MAX, 0) } else { 0..0 };
         let before = windows.history(start.saturating_sub(1) / PAGE_TOKENS, usize::MAX, 0);
         let leaving: Vec<usize> =
             (before.end..history.end.min(old_pages)).filter(|&page| sequence.exact[page].is_some()).collect();
@@ -277,7 +278,7 @@ impl Ledger {
         self.pools.exact.allocate().expect("checked that there are enough pages")
     }
 
-    fn allocate_sealed(&mut self) -> SealedSlot {
+    pub(crate) fn allocate_sealed(&mut self) -> SealedSlot {
         self.try_allocate_sealed().expect("checked that there are enough pages")
     }
 

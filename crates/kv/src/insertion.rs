@@ -20,9 +20,9 @@ impl Ledger {
             return work;
         }
         let now = self.tree.tick();
-        let mut parent = self.tree.root(sequence.salt);
+        let mut parent = self.tree.root(sequence.key);
         let mut in_tree = true;
-        let mut hash = BlockHash::root(sequence.salt);
+        let mut hash = BlockHash::root(sequence.key);
         for page in 0..sequence.full_pages() {
             let next = sequence.next_hash(page, hash);
             if page == sequence.hashes.len() {
@@ -41,7 +41,7 @@ impl Ledger {
                     None => in_tree = false,
                 }
             }
-            if !self.has_sealed() || page < self.options.windows.sink {
+            if !self.seals(sequence.tier()) || page < self.options.windows.sink {
                 continue;
             }
             let (Some(from), None) = (sequence.exact[page], sequence.sealed[page]) else { continue };
@@ -49,7 +49,7 @@ impl Ledger {
             self.set_entry(sequence, page, Some(from), Some(to));
             work.push(SealWork { page, from, to });
         }
-        self.tree.prune_root(sequence.salt);
+        self.tree.prune_root(sequence.key);
         work
     }
 
@@ -59,12 +59,13 @@ impl Ledger {
         if !self.options.prefix_tree || sequence.is_empty() {
             return;
         }
+        let seals = self.seals(sequence.tier());
         let Ledger { tree, pools, options, .. } = self;
         let now = tree.tick();
-        let full_pages = sequence.settled_tokens() / PAGE_TOKENS;
-        let mut parent = tree.root(sequence.salt);
-        let mut hash = BlockHash::root(sequence.salt);
-        let mut complete = true;
+        let full_pages = sequence.sharable_pages(options.windows.sink);
+        let mut parent = tree.root(sequence.key);
+        let mut hash = BlockHash::root(sequence.key);
+        let mut complete = !sequence.is_demoted();
         for page in 0..full_pages {
             let next = sequence.next_hash(page, hash);
             hash = Some(next);
@@ -81,7 +82,7 @@ impl Ledger {
                 parent = node;
                 continue;
             }
-            let stays_exact = options.sealed.is_none() || page < options.windows.sink;
+            let stays_exact = !seals || page < options.windows.sink;
             let sealed = sequence.settled_sealed(page);
             if !stays_exact && sealed.is_none() {
                 complete = false;
@@ -98,7 +99,7 @@ impl Ledger {
         {
             tree.insert_tail(pools, parent, full_pages, rest, exact, now);
         }
-        tree.prune_root(sequence.salt);
+        tree.prune_root(sequence.key);
         self.replace_duplicates(sequence);
     }
 
@@ -107,10 +108,10 @@ impl Ledger {
     ///
     /// So a sequence that is alone can never be short of pages because of copies of itself.
     pub(crate) fn replace_duplicates(&mut self, sequence: &Sequence) -> bool {
-        let Ledger { tree, pools, .. } = self;
+        let Ledger { tree, pools, options, .. } = self;
         let mut freed = false;
-        let (mut parent, mut hash) = (tree.find_root(sequence.salt), BlockHash::root(sequence.salt));
-        for page in 0..sequence.settled_tokens() / PAGE_TOKENS {
+        let (mut parent, mut hash) = (tree.find_root(sequence.key), BlockHash::root(sequence.key));
+        for page in 0..sequence.sharable_pages(options.windows.sink) {
             let next = sequence.next_hash(page, hash);
             hash = Some(next);
             let tokens = &sequence.tokens[page * PAGE_TOKENS..(page + 1) * PAGE_TOKENS];

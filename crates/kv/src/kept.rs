@@ -2,6 +2,7 @@
 
 use oscar_codec::PAGE_TOKENS;
 
+use crate::key::PrefixKey;
 use crate::ledger::Ledger;
 
 /// How the prefix tree keeps a full page.
@@ -26,8 +27,9 @@ pub struct KeptPrefix {
 
 impl Ledger {
     /// What the prefix tree keeps of `tokens`. A look is no use: it keeps nothing from being evicted and counts as no hit.
-    pub fn kept(&self, salt: u64, tokens: &[u32]) -> KeptPrefix {
-        let found = self.tree.find(salt, tokens, usize::MAX);
+    pub fn kept(&self, key: impl Into<PrefixKey>, tokens: &[u32]) -> KeptPrefix {
+        let key = key.into();
+        let found = self.tree.find(key, tokens, usize::MAX);
         let pages: Vec<KeptPage> = found
             .nodes
             .iter()
@@ -39,7 +41,7 @@ impl Ledger {
             .collect();
         let rest = &tokens[pages.len() * PAGE_TOKENS..];
         let rest = &rest[..rest.len().min(PAGE_TOKENS)];
-        let tail_tokens = self.tree.find_tail(salt, &found.nodes, rest).map_or(0, |(_, common)| common);
+        let tail_tokens = self.tree.find_tail(key, &found.nodes, rest).map_or(0, |(_, common)| common);
         KeptPrefix { pages, tail_tokens }
     }
 }

@@ -4,6 +4,7 @@ use oscar_codec::{ExactSlot, PageWindows, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::error::{KvError, PoolKind};
+use crate::key::{PrefixKey, Tier};
 use crate::pool::PagePool;
 use crate::pools::Pools;
 use crate::reuse::{PrefixReuse, TailPolicy, reuse};
@@ -59,10 +60,10 @@ pub struct PageNeed {
 }
 
 impl PageNeed {
-    /// The pages that a sequence of `tokens` tokens needs.
-    pub fn of(tokens: usize, windows: PageWindows, has_sealed: bool, prefix_tree: bool) -> PageNeed {
+    /// The pages that a sequence of `tokens` tokens needs; `seals` says whether its history is sealed.
+    pub fn of(tokens: usize, windows: PageWindows, seals: bool, prefix_tree: bool) -> PageNeed {
         let pages = tokens.div_ceil(PAGE_TOKENS);
-        if !has_sealed {
+        if !seals {
             return PageNeed { exact: pages, sealed: 0, scratch: 0 };
         }
         // A sequence that is extended beyond its window holds the old window while the new one is computed.
@@ -123,47 +124,53 @@ impl Ledger {
     }
 
     /// Begins a sequence with what the prefix tree has of `prompt`: at most all but its last token, whose logits are
-    /// wanted. Allocates nothing. `salt` keeps sequences apart that must not share.
-    pub fn open(&mut self, salt: u64, prompt: &[u32]) -> Sequence {
-        self.open_by(self.options.tail, salt, prompt, prompt.len().saturating_sub(1), |_| true)
+    /// wanted. Allocates nothing. `key` keeps sequences apart that must not share; a number is a salt.
+    pub fn open(&mut self, key: impl Into<PrefixKey>, prompt: &[u32]) -> Sequence {
+        self.open_by(self.options.tail, key.into(), prompt, prompt.len().saturating_sub(1), |_| true)
     }
 
     /// Begins a sequence that was computed before and lost its pages, with what the prefix tree has of `tokens` up to a place
     /// from which the rest can be computed as it was: the window before it is there in bf16 (or it lies in the sink), and
     /// `can_resume_at` this length. `tail` of the options has no say.
-    pub fn reopen(&mut self, salt: u64, tokens: &[u32], can_resume_at: impl Fn(usize) -> bool) -> Sequence {
+    pub fn reopen(
+        &mut self,
+        key: impl Into<PrefixKey>,
+        tokens: &[u32],
+        can_resume_at: impl Fn(usize) -> bool,
+    ) -> Sequence {
         // Without sealed pages everybody reads everything in bf16.
         let has_sealed = self.has_sealed();
         let can_resume_at = |length| !has_sealed || can_resume_at(length);
-        self.open_by(TailPolicy::Exact, salt, tokens, tokens.len(), can_resume_at)
+        self.open_by(TailPolicy::Exact, key.into(), tokens, tokens.len(), can_resume_at)
     }
 
     /// Begins a sequence with at most `usable` tokens of `prompt`.
     fn open_by(
         &mut self,
         policy: TailPolicy,
-        salt: u64,
+        key: PrefixKey,
         prompt: &[u32],
         usable: usize,
         can_resume_at: impl Fn(usize) -> bool,
     ) -> Sequence {
-        let mut sequence = Sequence::new(salt);
+        let mut sequence = Sequence::new(key);
         self.counters.sequences += 1;
         if !self.options.prefix_tree {
             return sequence;
         }
-        let found = self.tree.find(salt, prompt, usable / PAGE_TOKENS);
+        let found = self.tree.find(key, prompt, usable / PAGE_TOKENS);
         let matched = found.nodes.len();
         let rest = &prompt[matched * PAGE_TOKENS..usable.min((matched + 1) * PAGE_TOKENS)];
-        let tail = self.tree.find_tail(salt, &found.nodes, rest);
+        let tail = self.tree.find_tail(key, &found.nodes, rest);
         let tail = tail.filter(|(_, common)| can_resume_at(matched * PAGE_TOKENS + common));
-        let reuse = if self.has_sealed() {
+        let can_resume_at =
+            |pages: usize| (pages == matched && tail.is_some()) || can_resume_at(pages * PAGE_TOKENS);
+        let reuse = if self.seals(key.tier) {
             let warm = |page: usize| self.tree.slots(found.nodes[page]).0.is_some();
-            let can_resume_at =
-                |pages: usize| (pages == matched && tail.is_some()) || can_resume_at(pages * PAGE_TOKENS);
             reuse(policy, self.options.windows, matched, warm, can_resume_at)
         } else {
-            PrefixReuse { pages: matched, warm_from: 0, sealed_until: 0 }
+            let pages = (1..=matched).rev().find(|&pages| can_resume_at(pages)).unwrap_or(0);
+            PrefixReuse { pages, warm_from: 0, sealed_until: 0 }
         };
         let mut length = reuse.pages * PAGE_TOKENS;
         let tail = tail.filter(|_| reuse.pages == matched);
@@ -204,7 +211,7 @@ impl Ledger {
     /// Pages of the window that are not sealed yet will be sealed once per fork, so [`plan_insert`](Self::plan_insert)
     /// should come first.
     pub fn fork(&mut self, sequence: &Sequence) -> Sequence {
-        let mut fork = Sequence::new(sequence.salt);
+        let mut fork = Sequence::new(sequence.key);
         let length = sequence.settled_tokens();
         for page in 0..length.div_ceil(PAGE_TOKENS) {
             let exact = match &sequence.in_flight {
@@ -261,10 +268,10 @@ impl Ledger {
         self.tree.unwatch();
     }
 
-    /// Whether the pools cover the [`PageNeed`] of a sequence of `tokens` tokens.
-    pub fn could_ever_fit(&self, tokens: usize) -> bool {
+    /// Whether the pools cover the [`PageNeed`] of a sequence of `tokens` tokens in a tier.
+    pub fn could_ever_fit(&self, tier: Tier, tokens: usize) -> bool {
         let LedgerOptions { windows, prefix_tree, .. } = self.options;
-        let need = PageNeed::of(tokens, windows, self.has_sealed(), prefix_tree);
+        let need = PageNeed::of(tokens, windows, self.seals(tier), prefix_tree);
         need.exact <= self.pools.exact.pages()
             && need.sealed <= self.pools.sealed.pages()
             && need.scratch <= self.pools.scratch.pages()
@@ -277,6 +284,11 @@ impl Ledger {
 
     pub(crate) fn has_sealed(&self) -> bool {
         self.options.sealed.is_some()
+    }
+
+    /// Whether pages of sequences of a tier are sealed when they leave the window.
+    pub(crate) fn seals(&self, tier: Tier) -> bool {
+        self.has_sealed() && tier == Tier::Sealed
     }
 
     /// Appends a page that others own too.

@@ -41,10 +41,12 @@
 
 mod audit;
 mod block_hash;
+mod demotion;
 mod error;
 mod extension;
 mod insertion;
 mod kept;
+mod key;
 mod ledger;
 mod pool;
 mod pools;
@@ -57,6 +59,7 @@ pub use block_hash::BlockHash;
 pub use error::{KvError, PoolKind, Shortage};
 pub use extension::{Append, Extension, PrefillMode, SealWork};
 pub use kept::{KeptPage, KeptPrefix};
+pub use key::{PrefixKey, Tier};
 pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
 pub use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 pub use reuse::TailPolicy;

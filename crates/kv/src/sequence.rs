@@ -8,12 +8,13 @@ use oscar_codec::{ExactSlot, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
+use crate::key::{PrefixKey, Tier};
 
 /// A sequence that holds pages of a [`Ledger`](crate::Ledger). It must be given back with `Ledger::close`.
 #[derive(Debug)]
 #[must_use = "a sequence holds pages until it is closed"]
 pub struct Sequence {
-    pub(crate) salt: u64,
+    pub(crate) key: PrefixKey,
     pub(crate) tokens: Vec<u32>,
     pub(crate) exact: Vec<Option<ExactSlot>>,
     pub(crate) sealed: Vec<Option<SealedSlot>>,
@@ -44,9 +45,9 @@ pub(crate) struct InFlight {
 }
 
 impl Sequence {
-    pub(crate) fn new(salt: u64) -> Sequence {
+    pub(crate) fn new(key: PrefixKey) -> Sequence {
         Sequence {
-            salt,
+            key,
             tokens: Vec::new(),
             exact: Vec::new(),
             sealed: Vec::new(),
@@ -73,9 +74,14 @@ impl Sequence {
         self.tokens.is_empty()
     }
 
-    /// The cache salt: sequences of different salts share no pages.
-    pub fn salt(&self) -> u64 {
-        self.salt
+    /// Sequences of different keys share no pages.
+    pub fn key(&self) -> PrefixKey {
+        self.key
+    }
+
+    /// How exactly the history is kept.
+    pub fn tier(&self) -> Tier {
+        self.key.tier
     }
 
     /// Tokens whose pages came from the prefix tree when the sequence was opened.
@@ -93,7 +99,8 @@ impl Sequence {
         &self.sealed
     }
 
-    /// Pages below this (sinks excepted) can only be read sealed, even by a window that reaches so far.
+    /// Pages below this (sinks excepted) can only be read sealed, even by a window that reaches so far: the window of a
+    /// prefix hit was gone, or a sequence of [`Tier::Exact`] was demoted.
     pub fn sealed_until(&self) -> usize {
         self.sealed_until
     }
@@ -106,6 +113,18 @@ impl Sequence {
     /// Tokens whose rows are written for certain.
     pub(crate) fn settled_tokens(&self) -> usize {
         self.in_flight.as_ref().map_or(self.tokens.len(), |in_flight| in_flight.start)
+    }
+
+    /// Full pages whose rows are written for certain and are what every sequence with this key and these tokens would
+    /// have: behind its sink a demoted sequence has others.
+    pub(crate) fn sharable_pages(&self, sink: usize) -> usize {
+        let pages = self.settled_tokens() / PAGE_TOKENS;
+        if self.is_demoted() { pages.min(sink) } else { pages }
+    }
+
+    /// Whether part of a history that was to be kept in bf16 is sealed.
+    pub(crate) fn is_demoted(&self) -> bool {
+        self.tier() == Tier::Exact && self.sealed_until > 0
     }
 
     /// The sealed slot of a page if its bytes are written for certain.

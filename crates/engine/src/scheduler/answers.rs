@@ -10,15 +10,14 @@ use super::plan::{AnswerId, Next};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason};
 use crate::output::{Decode, Output};
-use crate::request::GenerateOptions;
+use crate::request::{Contexts, GenerateOptions};
 use crate::serve::SharedSink;
 
 /// Every answer that has not ended. A request has one until its prompt is in the cache, then one for each choice.
 pub(super) struct Answers {
     answers: HashMap<AnswerId, Answer>,
     tokenizer: Arc<Tokenizer>,
-    /// Tokens that a sequence may have.
-    context: usize,
+    contexts: Contexts,
 }
 
 /// One answer.
@@ -31,8 +30,8 @@ pub(super) struct Answer {
 }
 
 impl Answers {
-    pub(super) fn new(tokenizer: Arc<Tokenizer>, context: usize) -> Answers {
-        Answers { answers: HashMap::new(), tokenizer, context }
+    pub(super) fn new(tokenizer: Arc<Tokenizer>, contexts: Contexts) -> Answers {
+        Answers { answers: HashMap::new(), tokenizer, contexts }
     }
 
     pub(super) fn insert(&mut self, id: AnswerId, sink: SharedSink, output: Output) {
@@ -96,7 +95,8 @@ impl Answers {
         let Some(answer) = self.answers.get_mut(&id) else { return Next::Failed(EngineError::Stopped) };
         let output = &mut answer.output;
         // Behind the token that is taken now.
-        let room = output.prompt_tokens + output.tokens().len() + 1 < self.context;
+        let context = self.contexts.of(output.options());
+        let room = output.prompt_tokens + output.tokens().len() + 1 < context;
         let taken = sampled.and_then(|sampled| {
             let token = sampled.token;
             let (shown, finish) = output.push(sampled, self.tokenizer.is_end(token), room)?;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use oscar_codec::PAGE_TOKENS;
 use oscar_kernels::backend::{CacheSpec, Sampled, SealedSpec};
 use oscar_kernels::{Backend, KernelError};
 use oscar_kv::Ledger;
@@ -49,6 +50,9 @@ pub(crate) struct Core<B: Backend> {
     /// Requests that wait to be admitted, as those who submit count them.
     queued: Arc<AtomicUsize>,
     counters: EngineStats,
+    /// Which answers were demoted after how many tokens, and below which page.
+    #[cfg(test)]
+    pub(super) demotions: Vec<(AnswerId, usize, usize)>,
 }
 
 impl<B: Backend> Core<B> {
@@ -98,10 +102,12 @@ impl<B: Backend> Core<B> {
         let core = Core {
             policy: Policy::new(ledger, rules),
             executor: Executor::new(Arc::clone(&model), cache, activations, logit_rows, attention),
-            answers: Answers::new(Arc::clone(model.tokenizer()), budget.context),
+            answers: Answers::new(Arc::clone(model.tokenizer()), budget.contexts()),
             model,
             queued,
             counters: EngineStats::default(),
+            #[cfg(test)]
+            demotions: Vec::new(),
         };
         Ok((core, budget))
     }
@@ -123,7 +129,8 @@ impl<B: Backend> Core<B> {
         self.answers.insert(AnswerId { request: id, choice: 0 }, sink, output);
         self.policy.submit(NewRequest {
             id,
-            salt: options.salt(),
+            key: options.key(),
+            demote: options.demote,
             tokens,
             choices: options.n,
             wants: PromptWants {
@@ -175,6 +182,10 @@ impl<B: Backend> Core<B> {
                 StepPlan::Seal(pages) => {
                     let outcome = self.executor.seal(pages);
                     self.policy.sealed(outcome);
+                }
+                StepPlan::Demote(pages) => {
+                    let outcome = self.executor.seal(pages);
+                    self.policy.demoted(outcome);
                 }
                 StepPlan::Decode(rows) => {
                     let sampled = self.executor.decode(&rows, &mut self.answers);
@@ -271,6 +282,7 @@ impl<B: Backend> Core<B> {
                         });
                     }
                 }
+                Decision::Demoted { answer: id, at, pages, end } => self.demoted(id, at, pages, end),
                 Decision::PromptDone { request, tokens, cached, choices } => {
                     self.prompt_done(AnswerId { request, choice: 0 }, tokens, cached, choices);
                 }
@@ -294,6 +306,14 @@ impl<B: Backend> Core<B> {
             output.cached_tokens = cached;
         }
         output.begin_prompt();
+    }
+
+    fn demoted(&mut self, id: AnswerId, at: usize, pages: usize, end: usize) {
+        #[cfg(test)]
+        self.demotions.push((id, at, end));
+        let Some(Answer { output, span, .. }) = self.answers.get_mut(id) else { return };
+        output.demoted_tokens += pages * PAGE_TOKENS;
+        span.in_scope(|| tracing::debug!(at, pages, end, "demoted: bf16 pages are short"));
     }
 
     fn prompt_done(&mut self, id: AnswerId, total: usize, cached: usize, choices: usize) {
@@ -337,6 +357,12 @@ impl<B: Backend> Core<B> {
         }
     }
 
+    /// Has one answer demoted after so many tokens, below some pages, whatever pages there are.
+    #[cfg(test)]
+    pub(super) fn force_demotions(&mut self, answer: AnswerId, demotions: &[(usize, usize)]) {
+        self.policy.forced_demotions = demotions.iter().map(|&(at, end)| ((answer, at), end)).collect();
+    }
+
     /// Counts the owners of every page anew and compares with the books. For tests, between turns.
     #[cfg(test)]
     pub(super) fn audit(&self) -> Result<(), String> {
@@ -352,6 +378,7 @@ impl<B: Backend> Core<B> {
                 choice,
                 tokens: sequence.len(),
                 cached_tokens: sequence.cached_tokens(),
+                tier: sequence.tier(),
                 exact_pages: sequence.exact_slots().iter().flatten().count(),
                 sealed_pages: sequence.sealed_slots().iter().flatten().count(),
             });
@@ -361,6 +388,7 @@ impl<B: Backend> Core<B> {
             prefilling,
             running,
             preemptions: self.policy.preemptions(),
+            demoted_pages: self.policy.demoted_pages(),
             batched_prompts: self.policy.batched_prompts(),
             cache: self.policy.ledger().stats(),
             sequences: sequences.collect(),

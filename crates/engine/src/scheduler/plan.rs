@@ -18,6 +18,8 @@ pub(crate) struct AnswerId {
 pub(crate) enum StepPlan<'a> {
     /// Seal pages, all layers, so that the prefix tree can own them.
     Seal(&'a [SealPage]),
+    /// Seal pages of a history in bf16, all layers, so that their bf16 can be given back.
+    Demote(&'a [SealPage]),
     /// Compute and sample one more token of every running answer.
     Decode(Vec<DecodeRow<'a>>),
     /// Prepare the pages of a prompt, and its hidden states if it is going to be computed layer by layer.
@@ -37,6 +39,7 @@ impl StepPlan<'_> {
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             StepPlan::Seal(_) => "seal",
+            StepPlan::Demote(_) => "demote",
             StepPlan::Decode(_) => "decode",
             StepPlan::StartExtension(_) => "start_extension",
             StepPlan::PrefillChunk(_) => "prefill_chunk",
@@ -149,6 +152,8 @@ pub(crate) enum Decision {
     Progress { request: u64, done: usize, total: usize },
     /// A request lost its pages to an older one and will be computed again.
     Preempted { answer: AnswerId, tokens: usize },
+    /// A request gave up bf16 history: pages below `end` are read sealed after `at` tokens.
+    Demoted { answer: AnswerId, at: usize, pages: usize, end: usize },
     /// The prompt of a new request is in the cache.
     PromptDone { request: u64, tokens: usize, cached: usize, choices: usize },
     /// The pages of some answers were given back: they have ended.

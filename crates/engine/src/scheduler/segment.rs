@@ -7,6 +7,15 @@ use oscar_kv::PrefillMode;
 pub(super) struct Segment {
     pub(super) end: usize,
     pub(super) mode: PrefillMode,
+    /// Pages of a history in bf16 below which it was demoted before: they were read sealed.
+    pub(super) demoted: usize,
+}
+
+impl Segment {
+    /// Tokens that are computed before any demotion.
+    pub(super) fn new(end: usize, mode: PrefillMode) -> Segment {
+        Segment { end, mode, demoted: 0 }
+    }
 }
 
 /// The segments of a sequence of `len` tokens whose last ones were decoded.
@@ -15,26 +24,40 @@ pub(super) fn with_answer(segments: &[Segment], len: usize) -> Vec<Segment> {
     match segments.last_mut() {
         Some(last) if last.end >= len => {}
         Some(last) if last.mode == PrefillMode::Uniform => last.end = len,
-        _ => segments.push(Segment { end: len, mode: PrefillMode::Uniform }),
+        _ => segments.push(Segment::new(len, PrefillMode::Uniform)),
     }
     segments
+}
+
+/// Notes that the history of a sequence of `len` tokens was demoted below page `demoted`: what is computed from now on
+/// reads it so.
+pub(super) fn demote(segments: &mut Vec<Segment>, len: usize, demoted: usize) {
+    *segments = with_answer(segments, len);
+    segments.push(Segment { end: len, mode: PrefillMode::Uniform, demoted });
+}
+
+/// The page below which the history of a sequence is demoted before its tokens from `len` on are computed.
+pub(super) fn demoted_at(segments: &[Segment], len: usize) -> usize {
+    let next = segments.iter().find(|segment| segment.end > len).or(segments.last());
+    next.map_or(0, |segment| segment.demoted)
 }
 
 /// Notes that a computation began on a prefix hit of `length` tokens: those were computed without the rest.
 pub(super) fn split_at(segments: &mut Vec<Segment>, length: usize) {
     let index = segments.partition_point(|segment| segment.end < length);
-    if let Some(&Segment { end, mode: mode @ PrefillMode::Exact }) = segments.get(index)
-        && (1..end).contains(&length)
+    if let Some(&segment) = segments.get(index)
+        && segment.mode == PrefillMode::Exact
+        && (1..segment.end).contains(&length)
     {
-        segments.insert(index, Segment { end: length, mode });
+        segments.insert(index, Segment { end: length, ..segment });
     }
 }
 
 /// Whether a sequence whose first `length` tokens are in the cache can go on as it was computed: not in the middle of a
-/// prompt whose tokens read each other in bf16.
+/// prompt whose tokens read each other in bf16, and not behind a demotion, since the cache keeps nothing of what came after.
 pub(super) fn can_resume_at(segments: &[Segment], length: usize) -> bool {
     let of = segments.iter().find(|segment| segment.end >= length);
-    of.is_none_or(|of| of.end == length || of.mode == PrefillMode::Uniform)
+    of.is_none_or(|of| of.demoted == 0 && (of.end == length || of.mode == PrefillMode::Uniform))
 }
 
 #[cfg(test)]
@@ -43,7 +66,7 @@ mod tests {
 
     #[test]
     fn segments_say_where_to_go_on() {
-        let segment = |end, mode| Segment { end, mode };
+        let segment = Segment::new;
         let mut segments = vec![segment(100, PrefillMode::Exact), segment(150, PrefillMode::Uniform)];
         let resumable = |segments: &[Segment]| {
             (0..=160).filter(|&length| can_resume_at(segments, length)).collect::<Vec<_>>()
@@ -57,5 +80,26 @@ mod tests {
         split_at(&mut segments, 64);
         assert_eq!(segments[..2], [segment(64, PrefillMode::Exact), segment(100, PrefillMode::Exact)]);
         assert_eq!(resumable(&segments), [64].into_iter().chain(100..=160).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn demotions_are_repeated_where_they_happened() {
+        let mut segments = vec![Segment::new(100, PrefillMode::Uniform)];
+        demote(&mut segments, 120, 1);
+        let at = |segments: &[Segment], lengths: &[usize]| {
+            lengths.iter().map(|&length| demoted_at(segments, length)).collect::<Vec<_>>()
+        };
+        // Lost at once: the demotion comes before the next token.
+        let replay = with_answer(&segments, 120);
+        assert_eq!(at(&replay, &[0, 99, 100, 119, 120]), [0, 0, 0, 0, 1]);
+        // Again before a token was computed, and again later.
+        demote(&mut segments, 120, 2);
+        demote(&mut segments, 150, 5);
+        let replay = with_answer(&segments, 170);
+        assert_eq!(at(&replay, &[0, 119, 120, 149, 150, 169, 170]), [0, 0, 2, 2, 5, 5, 5]);
+        let ends: Vec<usize> = replay.iter().map(|segment| segment.end).collect();
+        assert_eq!(ends.last(), Some(&170));
+        assert!((0..=120).all(|length| can_resume_at(&replay, length)));
+        assert!((121..=170).all(|length| !can_resume_at(&replay, length)));
     }
 }

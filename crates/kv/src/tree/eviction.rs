@@ -111,6 +111,14 @@ impl Tree {
         self.journal = journal;
     }
 
+    /// Lets go of the node with this bf16 page and of all below it, busy or not. Pages that sequences hold stay theirs.
+    pub(crate) fn forget(&mut self, pools: &mut Pools, exact: ExactSlot) {
+        let id = self.exact_owner[exact.index()];
+        if id != NO_NODE {
+            self.remove_subtree(pools, id);
+        }
+    }
+
     /// To be called when the number of owners of a bf16 slot has changed.
     pub(crate) fn exact_changed(&mut self, pools: &Pools, slot: ExactSlot) {
         let id = self.exact_owner[slot.index()];
@@ -225,8 +233,8 @@ impl Tree {
     }
 
     fn remove_and_prune(&mut self, pools: &mut Pools, id: NodeId) {
-        let salt = self.node(id).salt;
+        let key = self.node(id).key;
         self.remove(pools, id);
-        self.prune_root(salt);
+        self.prune_root(key);
     }
 }

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use oscar_codec::{ExactSlot, SealedSlot};
 
 use super::{NO_NODE, NodeId, Tree};
+use crate::key::PrefixKey;
 use crate::pools::Pools;
 
 /// One page that the prefix tree owns.
@@ -12,8 +13,8 @@ use crate::pools::Pools;
 pub struct TreeEntry<'a> {
     /// Index of the entry with the page before this one; `None` for first pages.
     pub parent: Option<usize>,
-    /// Salt of the sequences that may use the page.
-    pub salt: u64,
+    /// Key of the sequences that may use the page.
+    pub key: PrefixKey,
     /// Index of the page in its sequences.
     pub page: usize,
     /// Tokens of the page; fewer than 64 for the partly filled last page of a finished request.
@@ -28,7 +29,7 @@ impl Tree {
     /// Every page of the tree, parents before children.
     pub(crate) fn entries(&self) -> Vec<TreeEntry<'_>> {
         let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
-        roots.sort_unstable_by_key(|&root| self.node(root).salt);
+        roots.sort_unstable_by_key(|&root| self.node(root).key);
         let mut entries = Vec::new();
         let mut open: Vec<(NodeId, Option<usize>)> = roots.into_iter().map(|root| (root, None)).collect();
         while let Some((id, parent)) = open.pop() {
@@ -38,7 +39,7 @@ impl Tree {
                 above = Some(entries.len());
                 entries.push(TreeEntry {
                     parent,
-                    salt: node.salt,
+                    key: node.key,
                     page: node.page as usize,
                     tokens: &node.tokens,
                     exact: node.exact,
@@ -78,10 +79,9 @@ impl Tree {
                 ));
             }
             if node.parent == NO_NODE {
-                if node.children.is_empty() && node.tails.is_empty()
-                    || self.roots.get(&node.salt) != Some(&id)
+                if node.children.is_empty() && node.tails.is_empty() || self.roots.get(&node.key) != Some(&id)
                 {
-                    return Err(format!("root {id} of salt {} should not be there", node.salt));
+                    return Err(format!("root {id} of {:?} should not be there", node.key));
                 }
                 continue;
             }

@@ -21,6 +21,7 @@ use oscar_codec::{ExactSlot, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::block_hash::BlockHash;
+use crate::key::PrefixKey;
 use crate::pools::Pools;
 use eviction::EvictionCandidates;
 
@@ -33,7 +34,7 @@ pub(crate) const NO_NODE: NodeId = u32::MAX;
 #[derive(Debug)]
 struct Node {
     parent: NodeId,
-    salt: u64,
+    key: PrefixKey,
     /// Index of the page in its sequences; roots have none and say 0.
     page: u32,
     /// `None` for tails and roots, which are not found by hash.
@@ -78,7 +79,7 @@ pub(crate) struct TreeCounts {
 pub(crate) struct Tree {
     nodes: Vec<Option<Node>>,
     free: Vec<NodeId>,
-    roots: HashMap<u64, NodeId>,
+    roots: HashMap<PrefixKey, NodeId>,
     by_hash: HashMap<BlockHash, NodeId>,
     /// Node that owns a bf16 or sealed slot.
     exact_owner: Vec<NodeId>,
@@ -133,10 +134,10 @@ impl Tree {
     }
 
     /// Finds the full pages at the start of `tokens`, at most `pages`.
-    pub(crate) fn find(&self, salt: u64, tokens: &[u32], pages: usize) -> PrefixMatch {
+    pub(crate) fn find(&self, key: PrefixKey, tokens: &[u32], pages: usize) -> PrefixMatch {
         let mut found = PrefixMatch::default();
-        let Some(&root) = self.roots.get(&salt) else { return found };
-        let (mut parent, mut hash) = (root, BlockHash::root(salt));
+        let Some(&root) = self.roots.get(&key) else { return found };
+        let (mut parent, mut hash) = (root, BlockHash::root(key));
         for block in tokens.chunks_exact(PAGE_TOKENS).take(pages) {
             let next = BlockHash::chain(hash, block);
             let Some(node) = self.child(parent, next, block) else { break };
@@ -154,10 +155,15 @@ impl Tree {
         (node.parent == parent && *node.tokens == *tokens).then_some(id)
     }
 
-    /// The tail below the last of `path` (or the root of `salt`) that has most tokens in common with `tokens`, and how
+    /// The tail below the last of `path` (or the root of `key`) that has most tokens in common with `tokens`, and how
     /// many.
-    pub(crate) fn find_tail(&self, salt: u64, path: &[NodeId], tokens: &[u32]) -> Option<(NodeId, usize)> {
-        let parent = path.last().or_else(|| self.roots.get(&salt))?;
+    pub(crate) fn find_tail(
+        &self,
+        key: PrefixKey,
+        path: &[NodeId],
+        tokens: &[u32],
+    ) -> Option<(NodeId, usize)> {
+        let parent = path.last().or_else(|| self.roots.get(&key))?;
         let tails = &self.node(*parent).tails;
         let before = tails.range::<[u32], _>((Bound::Unbounded, Bound::Included(tokens))).next_back();
         let after = tails.range::<[u32], _>((Bound::Excluded(tokens), Bound::Unbounded)).next();
@@ -181,28 +187,28 @@ impl Tree {
         self.relist(id);
     }
 
-    /// The root of a salt, if there is one.
-    pub(crate) fn find_root(&self, salt: u64) -> Option<NodeId> {
-        self.roots.get(&salt).copied()
+    /// The root of a key, if there is one.
+    pub(crate) fn find_root(&self, key: PrefixKey) -> Option<NodeId> {
+        self.roots.get(&key).copied()
     }
 
-    /// The root of a salt, made if it is not there.
-    pub(crate) fn root(&mut self, salt: u64) -> NodeId {
-        if let Some(&root) = self.roots.get(&salt) {
+    /// The root of a key, made if it is not there.
+    pub(crate) fn root(&mut self, key: PrefixKey) -> NodeId {
+        if let Some(&root) = self.roots.get(&key) {
             return root;
         }
-        let root = self.add(NO_NODE, salt, 0, None, &[]);
-        self.roots.insert(salt, root);
+        let root = self.add(NO_NODE, key, 0, None, &[]);
+        self.roots.insert(key, root);
         root
     }
 
-    /// Removes the root of a salt if nothing hangs on it.
-    pub(crate) fn prune_root(&mut self, salt: u64) {
-        if let Some(&root) = self.roots.get(&salt)
+    /// Removes the root of a key if nothing hangs on it.
+    pub(crate) fn prune_root(&mut self, key: PrefixKey) {
+        if let Some(&root) = self.roots.get(&key)
             && self.node(root).children.is_empty()
             && self.node(root).tails.is_empty()
         {
-            self.roots.remove(&salt);
+            self.roots.remove(&key);
             self.nodes[root as usize] = None;
             self.free.push(root);
         }
@@ -220,8 +226,8 @@ impl Tree {
         now: u64,
     ) -> NodeId {
         self.drop_prefixes(pools, parent, tokens);
-        let salt = self.node(parent).salt;
-        let id = self.add(parent, salt, page, Some(hash), tokens);
+        let key = self.node(parent).key;
+        let id = self.add(parent, key, page, Some(hash), tokens);
         self.node_mut(parent).children.insert(id);
         self.by_hash.insert(hash, id);
         self.journal.stored(self.node(parent).hash, hash, tokens);
@@ -253,8 +259,8 @@ impl Tree {
             return self.touch(id, now);
         }
         self.drop_prefixes(pools, parent, tokens);
-        let salt = self.node(parent).salt;
-        let id = self.add(parent, salt, page, None, tokens);
+        let key = self.node(parent).key;
+        let id = self.add(parent, key, page, None, tokens);
         self.node_mut(parent).tails.insert(tokens.into(), id);
         self.counts.tails += 1;
         self.own(pools, id, (Some(exact), None), now);
@@ -335,14 +341,14 @@ impl Tree {
     fn add(
         &mut self,
         parent: NodeId,
-        salt: u64,
+        key: PrefixKey,
         page: usize,
         hash: Option<BlockHash>,
         tokens: &[u32],
     ) -> NodeId {
         let node = Node {
             parent,
-            salt,
+            key,
             page: u32::try_from(page).expect("pages of a sequence are fewer than slots of a pool"),
             hash,
             tokens: tokens.into(),
@@ -437,12 +443,12 @@ mod tests {
         let page = pools.exact.allocate().unwrap();
         let tokens: Vec<u32> = (0..64).collect();
         let hash = BlockHash::chain(None, &tokens);
-        let root = tree.root(0);
+        let root = tree.root(0.into());
         let node = tree.insert_page(&mut pools, root, 0, hash, &tokens, (Some(page), None), 1);
         assert_eq!(tree.child(root, hash, &tokens), Some(node));
         let others: Vec<u32> = (1..65).collect();
         assert_eq!(tree.child(root, hash, &others), None);
-        let other_root = tree.root(1);
+        let other_root = tree.root(1.into());
         assert_eq!(tree.child(other_root, hash, &tokens), None);
     }
 }

@@ -3,7 +3,7 @@
 use crate::support::{Cache, Flight, Open, options, text};
 use oscar_kv::{
     KvError, Ledger, LedgerOptions, PAGE_TOKENS, PageNeed, PageStates, PageWindows, PoolKind, PrefillMode,
-    SealedPools, TailPolicy,
+    SealedPools, TailPolicy, Tier,
 };
 
 /// Pages that should be in bf16 and pages that should be sealed after `length` tokens, from the rule alone.
@@ -300,7 +300,10 @@ fn options_that_make_no_cache_are_refused() {
 fn huge_windows_are_windows() {
     let windows = PageWindows { sink: usize::MAX, recent: usize::MAX };
     let mut cache = Cache::new(LedgerOptions { windows, ..options(0, 0) });
-    assert!(cache.ledger.could_ever_fit(64 * 200) && !cache.ledger.could_ever_fit(64 * 200 + 1));
+    assert!(
+        cache.ledger.could_ever_fit(Tier::Sealed, 64 * 200)
+            && !cache.ledger.could_ever_fit(Tier::Sealed, 64 * 200 + 1)
+    );
     let mut open = cache.ledger.open(0, &[1, 2]);
     let extension = cache.ledger.extend(&mut open, &text(0, 1000), PrefillMode::Exact).unwrap();
     assert!(extension.seal.is_empty());

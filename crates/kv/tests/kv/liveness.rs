@@ -1,8 +1,12 @@
 //! A request that is said to fit fits, whatever happened before, once it is alone.
 
 use crate::support::{Cache, Open, text};
-use oscar_kv::{LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, SealedPools, TailPolicy};
+use oscar_kv::{
+    LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, PrefixKey, SealedPools, TailPolicy, Tier,
+};
 use oscar_random::Random;
+
+const TIERS: [Tier; 2] = [Tier::Sealed, Tier::Exact];
 
 #[test]
 fn what_could_ever_fit_fits_when_it_is_alone() {
@@ -18,15 +22,15 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
             tail: [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact][random.below(3)],
         };
         let mut cache = Cache::new(options);
-        let most = (1..40 * PAGE_TOKENS).rev().find(|&tokens| cache.ledger.could_ever_fit(tokens));
-        let most = most.expect("a token always fits");
+        let fits = |tokens: &usize| TIERS.iter().all(|&tier| cache.ledger.could_ever_fit(tier, *tokens));
+        let most = (1..40 * PAGE_TOKENS).rev().find(fits).expect("a token always fits");
         let target = 1 + random.below(most);
         // The same text for all, so that there are copies of everything.
         let all = text(0, target);
         let mut open: Vec<Open> = Vec::new();
         for _ in 0..random.below(60) {
             if open.len() < 3 && random.below(3) == 0 {
-                open.push(cache.open(0, &all[..1 + random.below(target)]));
+                open.push(cache.open(key(&mut random), &all[..1 + random.below(target)]));
                 continue;
             }
             if open.is_empty() {
@@ -47,7 +51,7 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
             let other = random.below(open.len());
             cache.close(open.swap_remove(other));
         }
-        let mut last = open.pop().unwrap_or_else(|| cache.open(0, &all));
+        let mut last = open.pop().unwrap_or_else(|| cache.open(key(&mut random), &all));
         while last.sequence.len() < target {
             if let Err(shortage) = grow(&mut cache, &mut last, &all, &mut random) {
                 let length = last.sequence.len();
@@ -56,7 +60,7 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
             if random.below(6) == 0 {
                 cache.insert(&mut last, true);
                 cache.close(last);
-                last = cache.open(0, &all);
+                last = cache.open(key(&mut random), &all);
             }
         }
         cache.audit(&[&last]);
@@ -64,6 +68,10 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
         cache.ledger.flush();
         cache.assert_empty();
     }
+}
+
+fn key(random: &mut Random) -> PrefixKey {
+    PrefixKey { salt: 0, tier: *random.choose(&TIERS) }
 }
 
 /// Some tokens more, by prefill or by decoding, and now and then something for the tree.

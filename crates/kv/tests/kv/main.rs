@@ -5,3 +5,4 @@ mod liveness;
 mod model_check;
 mod sharing;
 mod support;
+mod tiers;

@@ -5,8 +5,8 @@
 use crate::support::follower::Follower;
 use crate::support::{Cache, Flight, Open, mix};
 use oscar_kv::{
-    LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, SealedPools, Shortage, TailPolicy,
-    TreeEntry,
+    LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, PrefixKey, SealedPools, Shortage,
+    TailPolicy, Tier, TreeEntry,
 };
 use oscar_random::Random;
 
@@ -41,6 +41,8 @@ struct Seen {
     tails: usize,
     early: usize,
     cut: usize,
+    exact_hits: usize,
+    demoted: usize,
 }
 
 struct Episode {
@@ -73,6 +75,10 @@ impl Episode {
         let follower = Follower::new(&mut cache.ledger);
         let (open, past, seen) = (Vec::new(), Vec::new(), Seen::default());
         Episode { random, cache, options, open, past, follower, seen }
+    }
+
+    fn seals(&self, key: PrefixKey) -> bool {
+        self.options.sealed.is_some() && key.tier == Tier::Sealed
     }
 
     /// A length, more often than not near the edge of a page.
@@ -131,6 +137,10 @@ impl Episode {
                 self.open.push(fork);
                 self.seen.forks += 1;
             }
+            (89..93, Some(pick)) if !matches!(self.open[pick].flight, Some(Flight::Extension(_))) => {
+                let pages = 1 + self.random.below(4);
+                self.seen.demoted += self.cache.demote(&mut self.open[pick], pages);
+            }
             (99, _) if self.random.one_in(4) => self.cache.ledger.flush(),
             (_, Some(pick)) => self.close(pick),
             (_, None) => {}
@@ -140,8 +150,10 @@ impl Episode {
     fn open_one(&mut self) {
         let prompt = self.prompt();
         let salt = *self.random.choose(&[0, 0, 0, 5]);
-        let expected = self.random.one_in(4).then(|| self.expected_hit(salt, &prompt));
-        let mut open = self.cache.open(salt, &prompt);
+        let tier = *self.random.choose(&[Tier::Sealed, Tier::Sealed, Tier::Sealed, Tier::Exact]);
+        let key = PrefixKey { salt, tier };
+        let expected = self.random.one_in(4).then(|| self.expected_hit(key, &prompt));
+        let mut open = self.cache.open(key, &prompt);
         let (cached, sealed_until) = (open.sequence.cached_tokens(), open.sequence.sealed_until());
         if let Some(expected) = expected {
             assert_eq!((cached, sealed_until), expected, "{:?}", self.options);
@@ -152,6 +164,7 @@ impl Episode {
         self.seen.cached += usize::from(cached > 0);
         self.seen.tails += usize::from(!cached.is_multiple_of(PAGE_TOKENS));
         self.seen.cut += usize::from(sealed_until > 0);
+        self.seen.exact_hits += usize::from(tier == Tier::Exact && cached >= PAGE_TOKENS);
         let mode = *self.random.choose(&[PrefillMode::Exact, PrefillMode::Uniform]);
         let rest = &prompt[cached..];
         let possible = self.possible(&open, rest.len());
@@ -234,7 +247,7 @@ impl Episode {
         let mut need = [0; 3];
         for page in 0..=last {
             let is_new = page >= exact.len();
-            let ends_sealed = self.options.sealed.is_some() && page >= sink && page + recent < last;
+            let ends_sealed = self.seals(open.sequence.key()) && page >= sink && page + recent < last;
             if is_new && !ends_sealed {
                 need[0] += 1;
             }
@@ -285,9 +298,10 @@ impl Episode {
 
         // Where the tree has a second copy of a page of this sequence that only nodes below keep there, it can be had.
         let mut parent = None;
-        for (page, block) in open.sequence.tokens().chunks_exact(PAGE_TOKENS).enumerate() {
+        let like_others = if open.demotion > 0 { sink } else { usize::MAX };
+        for (page, block) in open.sequence.tokens().chunks_exact(PAGE_TOKENS).take(like_others).enumerate() {
             let found = entries.iter().position(|entry| {
-                entry.parent == parent && entry.salt == open.sequence.salt() && entry.tokens == block
+                entry.parent == parent && entry.key == open.sequence.key() && entry.tokens == block
             });
             let Some(index) = found else { break };
             if let Some(copy) = entries[index].sealed {
@@ -322,14 +336,14 @@ impl Episode {
     }
 
     /// Tokens that a prompt should get from the tree, and below which page they are sealed only.
-    fn expected_hit(&self, salt: u64, prompt: &[u32]) -> (usize, usize) {
+    fn expected_hit(&self, key: PrefixKey, prompt: &[u32]) -> (usize, usize) {
         if !self.options.prefix_tree {
             return (0, 0);
         }
         let usable = &prompt[..prompt.len() - 1];
         let entries = self.cache.ledger.tree_entries();
         let children = |parent: Option<usize>| {
-            entries.iter().enumerate().filter(move |(_, entry)| entry.parent == parent && entry.salt == salt)
+            entries.iter().enumerate().filter(move |(_, entry)| entry.parent == parent && entry.key == key)
         };
         let mut path: Vec<usize> = Vec::new();
         while let Some(block) = usable.get(path.len() * PAGE_TOKENS..(path.len() + 1) * PAGE_TOKENS)
@@ -345,7 +359,7 @@ impl Episode {
             .map(|(_, entry)| common(entry))
             .max()
             .unwrap_or(0);
-        if self.options.sealed.is_none() {
+        if !self.seals(key) {
             return (matched * PAGE_TOKENS + tail, 0);
         }
         let PageWindows { sink, recent } = self.options.windows;
@@ -432,6 +446,8 @@ fn model_check(stream: u64) {
             (&mut total.tails, seen.tails),
             (&mut total.early, seen.early),
             (&mut total.cut, seen.cut),
+            (&mut total.exact_hits, seen.exact_hits),
+            (&mut total.demoted, seen.demoted),
         ] {
             *sum += count;
         }
@@ -440,9 +456,12 @@ fn model_check(stream: u64) {
     eprintln!("{total:?}");
     if given.is_none() && operations >= OPERATIONS {
         // A check that never gets into trouble checks nothing.
-        let rare =
-            [total.copies, total.forks, total.abandoned, total.tails, total.early, total.cut, total.cached];
-        assert!(rare.iter().chain(&total.shortages).all(|&count| count > 500), "{total:?}");
+        let rare = [
+            [total.copies, total.forks, total.abandoned, total.tails],
+            [total.early, total.cut, total.cached, total.exact_hits],
+        ];
+        assert!(total.demoted > 500, "{total:?}");
+        assert!(rare.as_flattened().iter().chain(&total.shortages).all(|&count| count > 500), "{total:?}");
         assert!(total.evicted > 1000, "{total:?}");
     }
 }

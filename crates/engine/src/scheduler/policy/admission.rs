@@ -28,10 +28,10 @@ impl Policy {
         let mut request = self.waiting.pop_front()?;
         let sequence = if request.next.is_some() {
             self.ledger
-                .reopen(request.salt, &request.tokens, |length| can_resume_at(&request.segments, length))
+                .reopen(request.key, &request.tokens, |length| can_resume_at(&request.segments, length))
         } else {
             let reusable = request.wants.reusable(request.tokens.len());
-            self.ledger.open(request.salt, &request.tokens[..reusable])
+            self.ledger.open(request.key, &request.tokens[..reusable])
         };
         // What a preempted request finds of itself was not there before it.
         let first_time = request.next.is_none() && !request.preempted;
@@ -103,14 +103,14 @@ impl Policy {
     /// A prompt needs pages that are not there. True if it is worth another try at once.
     pub(super) fn find_pages(&mut self, mut prefill: Prefill, shortage: Shortage) -> bool {
         let (order, begun) = (prefill.request.order(), prefill.begun);
-        if begun && self.preempt_younger_than(order) {
+        if begun && (self.demote_for(&shortage) || self.preempt_younger_than(order)) {
             self.prefill = Some(prefill);
             return true;
         }
         if self.running.is_empty() {
             // Nobody will give anything back. What it shares with the tree may be in the way of what it needs.
             if !begun && !prefill.sequence.is_empty() {
-                let fresh = self.ledger.open(prefill.request.salt, &[]);
+                let fresh = self.ledger.open(prefill.request.key, &[]);
                 self.ledger.close(std::mem::replace(&mut prefill.sequence, fresh));
                 self.ledger.flush();
                 if prefill.request.next.is_none() {
@@ -142,7 +142,7 @@ impl Policy {
 fn will_share(prefill: &Prefill, other: &Prefill) -> bool {
     let next_page = (prefill.sequence.len() / PAGE_TOKENS + 1) * PAGE_TOKENS;
     let (tokens, others) = (&prefill.request.tokens, &other.request.tokens);
-    prefill.request.salt == other.request.salt
+    prefill.request.key == other.request.key
         && tokens.len().min(others.len()) >= next_page
         && tokens[..next_page] == others[..next_page]
 }

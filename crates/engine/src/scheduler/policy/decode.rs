@@ -1,7 +1,7 @@
 //! One more token for every running answer: its pages, who loses theirs for it, and what comes after it.
 
 use oscar_kernels::backend::{SealedRows, SequenceRows};
-use oscar_kv::{Append, Sequence};
+use oscar_kv::{Append, Sequence, Tier};
 
 use super::super::plan::{AnswerId, Decision, DecodeRow, FirstTokens, Next};
 use super::Policy;
@@ -19,10 +19,20 @@ impl Policy {
                 index += 1;
                 continue;
             }
+            #[cfg(test)]
+            if let Some(end) = self.forced_demotions.get(&(running.answer(), running.sequence.len()))
+                && running.sequence.sealed_until() < *end
+            {
+                let end = *end;
+                return !self.demote_running(index, end);
+            }
             match self.ledger.append(&mut running.sequence, running.next) {
                 Ok(append) => running.append = Some(append),
                 Err(shortage) => {
                     let order = running.order();
+                    if self.demote_for(&shortage) {
+                        return false;
+                    }
                     if !self.preempt_younger_than(order) {
                         // It is the youngest itself.
                         let running = self.running.remove(index);
@@ -105,6 +115,7 @@ impl Policy {
         len: usize,
         exact_from: usize,
     ) -> SequenceRows<'a> {
+        let exact_from = if sequence.tier() == Tier::Exact { 0 } else { exact_from };
         let sealed = self.ledger.options().sealed.map(|_| SealedRows {
             pages: sequence.sealed_slots(),
             exact_from,
@@ -135,11 +146,14 @@ impl Policy {
     /// First tokens were sampled: what becomes of each answer, in order.
     pub(crate) fn started(&mut self, outcomes: Vec<Next>) {
         let mut outcomes = outcomes.into_iter();
-        for Starting { id, arrival, choices, segments, sequence, .. } in std::mem::take(&mut self.starting) {
+        for Starting { id, arrival, choices, segments, sequence, demote, .. } in
+            std::mem::take(&mut self.starting)
+        {
             let forks: Vec<Sequence> = (1..choices).map(|_| self.ledger.fork(&sequence)).collect();
             for (choice, sequence) in std::iter::once(sequence).chain(forks).enumerate() {
                 let segments = segments.clone();
-                let running = Running { id, arrival, choice, sequence, segments, next: 0, append: None };
+                let running =
+                    Running { id, arrival, choice, sequence, segments, demote, next: 0, append: None };
                 let next = outcomes.next().unwrap_or(Next::Failed(EngineError::Stopped));
                 self.go_on(running, next);
             }

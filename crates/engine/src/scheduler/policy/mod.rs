@@ -11,17 +11,19 @@
 
 mod admission;
 mod decode;
+mod demotion;
 mod prefill;
 mod publication;
 mod request;
 
 use std::collections::VecDeque;
 
-use oscar_kv::{Ledger, PrefillMode, Sequence};
+use oscar_kv::{Ledger, PrefillMode, Sequence, Tier};
 
 use super::plan::{AnswerId, Decision, StepPlan};
 use super::segment::Segment;
 use crate::error::EngineError;
+use demotion::Demotion;
 use prefill::Prefill;
 use publication::{AfterPublication, Publication};
 pub(crate) use request::{NewRequest, PromptWants};
@@ -52,6 +54,7 @@ enum Phase {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Step {
     Seal,
+    Demote,
     Decode,
     StartExtension,
     Chunk,
@@ -84,6 +87,8 @@ pub(crate) struct Policy {
     running: Vec<Running>,
     /// Sequences that the prefix tree is about to get.
     publications: VecDeque<Publication>,
+    /// Pages that are to be sealed before anything else happens.
+    demotion: Option<Demotion>,
     phase: Phase,
     /// Rows times layers of prompt work that are left in this turn.
     allowance: usize,
@@ -96,7 +101,11 @@ pub(crate) struct Policy {
     next_arrival: u64,
     decisions: Vec<Decision>,
     preemptions: u64,
+    demoted_pages: u64,
     batched_prompts: u64,
+    /// Demotions that happen whatever pages there are: after so many tokens of an answer, below this page.
+    #[cfg(test)]
+    pub(crate) forced_demotions: std::collections::HashMap<(AnswerId, usize), usize>,
 }
 
 impl Policy {
@@ -110,6 +119,7 @@ impl Policy {
             starting: Vec::new(),
             running: Vec::new(),
             publications: VecDeque::new(),
+            demotion: None,
             phase: Phase::Done,
             allowance: 0,
             memory_short: false,
@@ -118,7 +128,10 @@ impl Policy {
             next_arrival: 0,
             decisions: Vec::new(),
             preemptions: 0,
+            demoted_pages: 0,
             batched_prompts: 0,
+            #[cfg(test)]
+            forced_demotions: std::collections::HashMap::new(),
         }
     }
 
@@ -140,6 +153,11 @@ impl Policy {
     /// Times that a request lost its pages.
     pub(crate) fn preemptions(&self) -> u64 {
         self.preemptions
+    }
+
+    /// Pages of histories in bf16 that were sealed for want of pages.
+    pub(crate) fn demoted_pages(&self) -> u64 {
+        self.demoted_pages
     }
 
     /// Prompts that were computed in one pass with others.
@@ -168,7 +186,12 @@ impl Policy {
     pub(crate) fn submit(&mut self, request: NewRequest) {
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let segments = vec![Segment { end: request.tokens.len(), mode: self.rules.prompt_mode }];
+        // Where everything is read in bf16, both modes are the same, and a computation can be resumed anywhere.
+        let mode = match request.key.tier {
+            Tier::Sealed => self.rules.prompt_mode,
+            Tier::Exact => PrefillMode::Uniform,
+        };
+        let segments = vec![Segment::new(request.tokens.len(), mode)];
         self.wait(Waiting::new(request, arrival, segments));
     }
 
@@ -200,6 +223,9 @@ impl Policy {
     /// What is to be done next in this turn. It must be carried out and its outcome reported before this is called again.
     pub(crate) fn next_step(&mut self) -> Option<Step> {
         loop {
+            if self.demotion.is_some() {
+                return Some(Step::Demote);
+            }
             if self.has_seals_to_do() {
                 return Some(Step::Seal);
             }
@@ -232,6 +258,7 @@ impl Policy {
     pub(crate) fn plan(&self, step: Step) -> StepPlan<'_> {
         match step {
             Step::Seal => StepPlan::Seal(self.pages_to_seal()),
+            Step::Demote => StepPlan::Demote(self.pages_to_demote()),
             Step::Decode => StepPlan::Decode(self.decode_rows()),
             Step::StartExtension => StepPlan::StartExtension(self.extension_plan()),
             Step::Chunk => StepPlan::PrefillChunk(self.chunk_plan()),
@@ -253,6 +280,7 @@ impl Policy {
 
     /// Closes every sequence and fails every request, because the engine stops.
     pub(crate) fn shut_down(&mut self) {
+        self.demotion = None;
         for publication in std::mem::take(&mut self.publications) {
             self.close_unpublished(publication, || EngineError::Stopped);
         }

@@ -12,6 +12,7 @@ use oscar_kernels::backend::SealPage;
 use oscar_kv::{Extension, PrefillMode, SealWork, Sequence, Shortage};
 
 use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan, PromptRows, WantedRows};
+use super::super::segment::demoted_at;
 use super::publication::{AfterPublication, seal_page};
 use super::request::Waiting;
 use super::{Choice, Policy, Step};
@@ -62,6 +63,16 @@ impl Prefill {
         let segment = self.request.segments.iter().find(|segment| segment.end > start)?;
         Some((start..segment.end, segment.mode))
     }
+
+    /// Whether its history was demoted at this place when it was computed before.
+    pub(super) fn demotion_is_due(&self) -> bool {
+        self.demoted_until() > self.sequence.sealed_until()
+    }
+
+    /// The page below which its history is demoted before the next token is computed.
+    pub(super) fn demoted_until(&self) -> usize {
+        demoted_at(&self.request.segments, self.sequence.len())
+    }
 }
 
 impl Work {
@@ -95,6 +106,16 @@ impl Policy {
         }
         let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return Choice::Nothing };
         if prefill.work.is_none() {
+            match self.repeat_demotion(&mut prefill) {
+                Ok(false) => {}
+                Ok(true) => {
+                    self.prefill = Some(prefill);
+                    return Choice::Again;
+                }
+                Err(shortage) => {
+                    return if self.find_pages(prefill, shortage) { Choice::Again } else { Choice::Nothing };
+                }
+            }
             match self.extend(&mut prefill) {
                 Ok(true) => {}
                 Ok(false) => {
@@ -219,7 +240,7 @@ impl Policy {
         let finished = prefill.work.as_mut().is_none_or(|work| work.advance(self.rules.layers));
         if finished && let Some(work) = prefill.work.take() {
             self.ledger.finish_extension(&mut prefill.sequence, work.extension);
-            if prefill.remaining().is_none() {
+            if prefill.remaining().is_none() && !prefill.demotion_is_due() {
                 return self.finish_prompt(prefill, None);
             }
         }

@@ -114,16 +114,27 @@ impl Policy {
     /// A prompt is in the cache and in the tree: its answers begin, or go on where they were.
     fn start(&mut self, prompt: Waiting, sequence: Sequence, row: Option<usize>) {
         let answer = prompt.answer();
-        let Waiting { id, arrival, choice, choices, tokens, mut segments, next, cached, generates, .. } =
-            prompt;
+        let Waiting {
+            id,
+            arrival,
+            choice,
+            choices,
+            tokens,
+            mut segments,
+            demote,
+            next,
+            cached,
+            generates,
+            ..
+        } = prompt;
         if let Some(next) = next {
-            self.join(Running { id, arrival, choice, sequence, segments, next, append: None });
+            self.join(Running { id, arrival, choice, sequence, segments, demote, next, append: None });
             return;
         }
         split_at(&mut segments, cached);
         self.decisions.push(Decision::PromptDone { request: id, tokens: tokens.len(), cached, choices });
         if generates {
-            self.starting.push(Starting { id, arrival, choices, segments, sequence, row });
+            self.starting.push(Starting { id, arrival, choices, segments, sequence, demote, row });
         } else {
             self.publish(sequence, true, AfterPublication::End { first: answer, choices });
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use oscar_kv::{Append, Sequence};
+use oscar_kv::{Append, PrefixKey, Sequence};
 
 use super::super::plan::{AnswerId, WantedRows};
 use super::super::segment::{Segment, with_answer};
@@ -16,7 +16,9 @@ pub(super) type Order = (u64, usize);
 pub(crate) struct NewRequest {
     pub(crate) id: u64,
     /// Keeps sequences apart that must not share pages.
-    pub(crate) salt: u64,
+    pub(crate) key: PrefixKey,
+    /// Bf16 history may be sealed for want of pages.
+    pub(crate) demote: bool,
     pub(crate) tokens: Vec<u32>,
     /// Answers to the prompt.
     pub(crate) choices: usize,
@@ -73,7 +75,8 @@ pub(super) struct Waiting {
     pub(super) choice: usize,
     /// Answers that begin after the prompt.
     pub(super) choices: usize,
-    pub(super) salt: u64,
+    pub(super) key: PrefixKey,
+    pub(super) demote: bool,
     /// Tokens to be in the cache before the next one is sampled, and how they get there.
     pub(super) tokens: Vec<u32>,
     pub(super) segments: Vec<Segment>,
@@ -93,13 +96,14 @@ pub(super) struct Waiting {
 
 impl Waiting {
     pub(super) fn new(request: NewRequest, arrival: u64, segments: Vec<Segment>) -> Waiting {
-        let NewRequest { id, salt, tokens, choices, wants, generates } = request;
+        let NewRequest { id, key, demote, tokens, choices, wants, generates } = request;
         Waiting {
             id,
             arrival,
             choice: 0,
             choices,
-            salt,
+            key,
+            demote,
             tokens,
             segments,
             next: None,
@@ -134,6 +138,7 @@ pub(super) struct Starting {
     pub(super) choices: usize,
     pub(super) segments: Vec<Segment>,
     pub(super) sequence: Sequence,
+    pub(super) demote: bool,
     /// Row of the last batch that has its logits; `None` if they are there for every choice.
     pub(super) row: Option<usize>,
 }
@@ -154,6 +159,8 @@ pub(super) struct Running {
     pub(super) sequence: Sequence,
     /// How the sequence was computed up to its answer.
     pub(super) segments: Vec<Segment>,
+    /// Bf16 history may be sealed for want of pages.
+    pub(super) demote: bool,
     /// Sampled, but not in the cache yet.
     pub(super) next: u32,
     /// The pages for `next`, reserved in this step.
@@ -171,13 +178,14 @@ impl Running {
 
     /// The request that computes this answer again; the sequence is the caller's to close.
     pub(super) fn into_waiting(self) -> (Waiting, Sequence) {
-        let Running { id, arrival, choice, sequence, segments, next, .. } = self;
+        let Running { id, arrival, choice, sequence, segments, demote, next, .. } = self;
         let waiting = Waiting {
             id,
             arrival,
             choice,
             choices: 1,
-            salt: sequence.salt(),
+            key: sequence.key(),
+            demote,
             tokens: sequence.tokens().to_vec(),
             segments: with_answer(&segments, sequence.len()),
             next: Some(next),

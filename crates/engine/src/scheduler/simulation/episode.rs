@@ -4,11 +4,13 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use oscar_kv::Tier;
 use oscar_model::LoadedModel;
 use oscar_random::Random;
 use oscar_testing::{FaultRates, HashBackend, tiny_model, tiny_sliding_model};
 
 use super::super::core::{Core, Submitted};
+use super::super::plan::AnswerId;
 use super::reference::Reference;
 use super::workload::{LONGEST, Planned, engine_options, memory, next_turn, requests};
 use crate::error::EngineError;
@@ -27,6 +29,7 @@ const MOST_REQUESTS: usize = 60;
 /// An engine core and what its listeners have heard.
 pub(super) struct Client {
     pub(super) core: Core<HashBackend>,
+    bf16_context: Option<usize>,
     events: Events,
     /// Requests that are submitted and not admitted.
     queued: Arc<AtomicUsize>,
@@ -37,9 +40,10 @@ pub(super) struct Client {
 impl Client {
     pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Client {
         let queued = Arc::default();
-        let (core, _) =
+        let (core, budget) =
             Core::build(Arc::clone(model), options, Arc::clone(&queued), None).expect("an engine");
-        Client { core, events: Events::default(), queued, heard: HashMap::new() }
+        let bf16_context = budget.bf16_context;
+        Client { core, bf16_context, events: Events::default(), queued, heard: HashMap::new() }
     }
 
     pub(super) fn submit(&mut self, id: u64, prompt: &[u32], options: GenerateOptions) {
@@ -90,10 +94,15 @@ pub(super) struct Totals {
     seal_faults: u64,
     sample_faults: u64,
     copy_faults: u64,
+    /// Answers with their history in bf16 that were compared.
+    bf16_histories: u64,
+    demoted_pages: u64,
+    /// Answers that were demoted and lost their pages besides.
+    replayed_demotions: u64,
 }
 
 impl Totals {
-    pub(super) fn counts(&self) -> [(&'static str, u64); 13] {
+    pub(super) fn counts(&self) -> [(&'static str, u64); 16] {
         [
             ("answers compared", self.compared),
             ("cancelled", self.cancelled),
@@ -108,6 +117,9 @@ impl Totals {
             ("faults of seals", self.seal_faults),
             ("faults of sampling", self.sample_faults),
             ("faults of copies", self.copy_faults),
+            ("histories in bf16", self.bf16_histories),
+            ("demoted pages", self.demoted_pages),
+            ("demotions that were repeated", self.replayed_demotions),
         ]
     }
 
@@ -126,6 +138,9 @@ impl Totals {
         self.seal_faults += other.seal_faults;
         self.sample_faults += other.sample_faults;
         self.copy_faults += other.copy_faults;
+        self.bf16_histories += other.bf16_histories;
+        self.demoted_pages += other.demoted_pages;
+        self.replayed_demotions += other.replayed_demotions;
     }
 }
 
@@ -137,6 +152,8 @@ pub(super) struct Episode {
     requests: Vec<Planned>,
     /// Requests may begin alike or continue each other without any change of their answers.
     may_share: bool,
+    /// Tokens that a sequence with its history in bf16 may have, if there are such.
+    bf16_context: Option<usize>,
     /// How often operations of the device fail.
     faults: FaultRates,
 }
@@ -158,7 +175,7 @@ impl Episode {
         };
         let context = random.between(128, LONGEST);
         let (mut options, may_share) = engine_options(&mut random, &model, context);
-        let requests = requests(&mut random, context, may_share);
+        let requests = requests(&mut random, context, may_share, options.kv.bf16_tier);
         let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
         options.kv.memory = Some(memory(&model, &options, &requests, percent));
         let faults = match random.below(6) {
@@ -171,7 +188,10 @@ impl Episode {
             // Of what fails at sealing, much must be computed again and nothing may be found in the tree.
             _ => FaultRates { seal: random.between(2, 8), ..FaultRates::default() },
         };
-        let mut episode = Episode { random, model, options, requests: Vec::new(), may_share, faults };
+        let bf16_context = Client::new(&model, &options).bf16_context;
+        let requests_so_far = Vec::new();
+        let mut episode =
+            Episode { random, model, options, requests: requests_so_far, may_share, bf16_context, faults };
         episode.requests = requests.into_iter().map(|request| episode.limited(request)).collect();
         episode
     }
@@ -225,13 +245,14 @@ impl Episode {
         }
         ended.append(&mut client.take_ended());
         backend.inject_faults(0, FaultRates::default());
-        self.check(ended, &mut reference, &mut totals);
+        self.check(ended, &mut reference, &client.core.demotions, &mut totals);
         check_nothing_is_held(&mut client.core);
         assert_eq!(client.queued.load(Ordering::SeqCst), 0, "requests that wait");
 
         let stats: EngineStats = client.core.stats();
         let faults = backend.fault_counts();
         totals.preemptions = stats.preemptions;
+        totals.demoted_pages = stats.demoted_pages;
         totals.cached_tokens = stats.cached_tokens;
         totals.batched_prompts = stats.batched_prompts;
         totals.evicted_pages = stats.cache.evicted_pages;
@@ -251,19 +272,34 @@ impl Episode {
         if self.may_share && self.requests.len() < MOST_REQUESTS && self.random.one_in(2) {
             let context = self.options.context.unwrap_or(LONGEST);
             let said = &self.requests[*id as usize];
-            let turn = next_turn(&mut self.random, context, said, &summary.tokens);
+            let bf16_tier = self.options.kv.bf16_tier;
+            let turn = next_turn(&mut self.random, context, said, &summary.tokens, bf16_tier);
             self.requests.extend(turn.map(|turn| self.limited(turn)));
         }
     }
 
-    /// A request with no more choices than may run at a time.
+    /// A request with no more choices than may run at a time, and no longer than bf16 pages hold if it needs those.
     fn limited(&self, mut request: Planned) -> Planned {
-        request.options.n = request.options.n.min(self.options.max_running);
+        let options = &mut request.options;
+        options.n = options.n.min(self.options.max_running);
+        if let (Tier::Exact, Some(most)) = (options.tier, self.bf16_context) {
+            request.prompt.truncate(most - 1);
+            if !options.demote {
+                let room = most - 1 - request.prompt.len();
+                options.max_tokens = options.max_tokens.map(|tokens| tokens.min(room));
+            }
+        }
         request
     }
 
     /// Every choice of every request has ended once, and as it must.
-    fn check(&self, ended: Vec<Ended>, reference: &mut Reference, totals: &mut Totals) {
+    fn check(
+        &self,
+        ended: Vec<Ended>,
+        reference: &mut Reference,
+        demoted: &[(AnswerId, usize, usize)],
+        totals: &mut Totals,
+    ) {
         let mut open: HashMap<(u64, usize), ()> = HashMap::new();
         for (index, request) in self.requests.iter().enumerate() {
             open.extend((0..request.options.n).map(|choice| ((index as u64, choice), ())));
@@ -281,7 +317,14 @@ impl Episode {
                     continue;
                 }
             };
-            let expected = reference.answer(id as usize, request, choice);
+            let answer = AnswerId { request: id, choice };
+            let demotions: Vec<(usize, usize)> =
+                demoted.iter().filter(|of| of.0 == answer).map(|&(_, at, end)| (at, end)).collect();
+            assert!(demotions.is_empty() || request.options.demote, "request {id} did not allow a demotion");
+            assert_eq!(demotions.is_empty(), summary.demoted_tokens == 0, "request {id}");
+            totals.replayed_demotions += u64::from(!demotions.is_empty() && summary.preemptions > 0);
+            totals.bf16_histories += u64::from(request.options.tier == Tier::Exact);
+            let expected = reference.answer(id as usize, request, choice, &demotions);
             let what =
                 format!("request {id}, choice {choice}, {} prompt tokens: {summary:?}", request.prompt.len());
             if summary.finish == FinishReason::Cancelled {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use oscar_model::LoadedModel;
 use oscar_testing::HashBackend;
 
+use super::super::plan::AnswerId;
 use super::episode::Client;
 use super::workload::Planned;
 use crate::event::Summary;
@@ -26,9 +27,17 @@ impl Reference {
         Reference { client, known: HashMap::new() }
     }
 
-    /// What a choice of a request must be.
-    pub(super) fn answer(&mut self, index: usize, request: &Planned, choice: usize) -> &Summary {
+    /// What a choice of a request must be that was demoted after so many tokens, below these pages.
+    pub(super) fn answer(
+        &mut self,
+        index: usize,
+        request: &Planned,
+        choice: usize,
+        demotions: &[(usize, usize)],
+    ) -> &Summary {
         self.known.entry((index, choice)).or_insert_with(|| {
+            let answer = AnswerId { request: index as u64, choice: 0 };
+            self.client.core.force_demotions(answer, demotions);
             let mut options = GenerateOptions { n: 1, ..request.options.clone() };
             options.sampling.seed = options.sampling.seed.map(|seed| seed + choice as u64);
             self.client.submit(index as u64, &request.prompt, options);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
-use oscar_kv::{PageNeed, TailPolicy};
+use oscar_kv::{PageNeed, TailPolicy, Tier};
 use oscar_model::LoadedModel;
 use oscar_random::Random;
 use oscar_testing::HashBackend;
@@ -34,8 +34,10 @@ pub(super) fn engine_options(
     let sealed = random.below(4) > 0;
     let uniform = random.one_in(2);
     let prefix_tree = !random.one_in(4);
+    let bf16_tier = sealed && model.config().sliding.is_none() && random.one_in(2);
     let kv = KvOptions {
         codec: sealed.then(|| Arc::new(PageCodec::int4(geometry, None).expect("a codec"))),
+        bf16_tier,
         windows: PageWindows { sink: random.below(3), recent: random.below(4) },
         memory: None,
         memory_limit: None,
@@ -57,7 +59,12 @@ pub(super) fn engine_options(
 }
 
 /// The requests of an episode. Some begin like another one, or go on where another one ends, if they may share.
-pub(super) fn requests(random: &mut Random, context: usize, may_share: bool) -> Vec<Planned> {
+pub(super) fn requests(
+    random: &mut Random,
+    context: usize,
+    may_share: bool,
+    bf16_tier: bool,
+) -> Vec<Planned> {
     let mut requests: Vec<Planned> = Vec::new();
     let common: Vec<u32> = (0..LONGEST).map(|_| token(random)).collect();
     // Short prompts that arrive together are computed together.
@@ -77,7 +84,7 @@ pub(super) fn requests(random: &mut Random, context: usize, may_share: bool) -> 
         prompt.extend((0..random.between(1, longest)).map(|_| token(random)));
         prompt.truncate(random.between(context / 2, context));
         let pause = if burst { 0 } else { pause(random) };
-        requests.push(Planned { prompt, options: options(random), pause });
+        requests.push(Planned { prompt, options: options(random, bf16_tier), pause });
     }
     requests
 }
@@ -88,11 +95,13 @@ pub(super) fn next_turn(
     context: usize,
     said: &Planned,
     answer: &[u32],
+    bf16_tier: bool,
 ) -> Option<Planned> {
     let mut prompt = said.prompt.clone();
     prompt.extend(answer);
     prompt.extend((0..random.between(1, 80)).map(|_| token(random)));
-    let options = GenerateOptions { cache_salt: said.options.cache_salt.clone(), ..options(random) };
+    let options =
+        GenerateOptions { cache_salt: said.options.cache_salt.clone(), ..options(random, bf16_tier) };
     (prompt.len() <= context).then(|| Planned { prompt, options, pause: pause(random) })
 }
 
@@ -100,7 +109,8 @@ fn pause(random: &mut Random) -> usize {
     if random.one_in(3) { random.below(60) } else { 0 }
 }
 
-fn options(random: &mut Random) -> GenerateOptions {
+fn options(random: &mut Random, bf16_tier: bool) -> GenerateOptions {
+    let tier = if bf16_tier && random.one_in(2) { Tier::Exact } else { Tier::Sealed };
     let max_tokens = match random.below(12) {
         0 => 0,
         1..6 => random.between(1, 20),
@@ -121,6 +131,8 @@ fn options(random: &mut Random) -> GenerateOptions {
         embedding: random.one_in(8).then(|| if random.one_in(2) { Pooling::Mean } else { Pooling::Last }),
         logprobs: random.one_in(10).then_some(2),
         cache_salt: random.one_in(6).then(|| "tenant".to_owned()),
+        tier,
+        demote: tier == Tier::Exact && random.one_in(2),
         ..GenerateOptions::default()
     }
 }

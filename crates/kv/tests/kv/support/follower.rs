@@ -52,7 +52,7 @@ impl Follower {
             let parent = entry.parent.and_then(|parent| hashes[parent]);
             let mut hash = None;
             if entry.tokens.len() == PAGE_TOKENS {
-                let before = parent.or_else(|| BlockHash::root(entry.salt));
+                let before = parent.or_else(|| BlockHash::root(entry.key));
                 let name = BlockHash::chain(before, entry.tokens);
                 pages.insert(name, (parent, entry.tokens.to_vec()));
                 hash = Some(name);

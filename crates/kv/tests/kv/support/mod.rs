@@ -8,8 +8,8 @@
 pub mod follower;
 
 use oscar_kv::{
-    Append, ExactSlot, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, SealWork,
-    SealedPools, Sequence, Shortage, TailPolicy,
+    Append, ExactSlot, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode,
+    PrefixKey, SealWork, SealedPools, Sequence, Shortage, TailPolicy, Tier,
 };
 
 pub type Row = u64;
@@ -29,6 +29,8 @@ pub struct Open {
     pub sequence: Sequence,
     pub tags: Vec<Row>,
     pub flight: Option<Flight>,
+    /// Not 0 in a sequence that was demoted: its rows from then on are like nobody else's.
+    pub demotion: u64,
 }
 
 /// What has been begun and not carried out yet.
@@ -75,20 +77,25 @@ impl Cache {
         self.ledger.options().sealed.is_some()
     }
 
-    pub fn open(&mut self, salt: u64, prompt: &[u32]) -> Open {
-        let sequence = self.ledger.open(salt, prompt);
+    /// Whether pages of sequences with this key are sealed when they leave the window.
+    fn seals(&self, key: PrefixKey) -> bool {
+        self.has_sealed() && key.tier == Tier::Sealed
+    }
+
+    pub fn open(&mut self, key: impl Into<PrefixKey>, prompt: &[u32]) -> Open {
+        let sequence = self.ledger.open(key, prompt);
         assert_eq!(sequence.len(), sequence.cached_tokens());
         assert!(sequence.len() < prompt.len().max(1));
         assert_eq!(sequence.tokens(), &prompt[..sequence.len()]);
-        let mut open = Open { sequence, tags: Vec::new(), flight: None };
+        let mut open = Open { sequence, tags: Vec::new(), flight: None, demotion: 0 };
         open.grow_tags();
         self.check(&open);
         open
     }
 
     /// Opens and computes all of a prompt.
-    pub fn prompt(&mut self, salt: u64, prompt: &[u32], mode: PrefillMode) -> Open {
-        let mut open = self.open(salt, prompt);
+    pub fn prompt(&mut self, key: impl Into<PrefixKey>, prompt: &[u32], mode: PrefillMode) -> Open {
+        let mut open = self.open(key, prompt);
         let cached = open.sequence.len();
         self.extend(&mut open, &prompt[cached..], mode).expect("room for the prompt");
         open
@@ -213,9 +220,29 @@ impl Cache {
     pub fn fork(&mut self, open: &Open) -> Open {
         let sequence = self.ledger.fork(&open.sequence);
         let tags = open.tags[..sequence.len()].to_vec();
-        let fork = Open { sequence, tags, flight: None };
+        let fork = Open { sequence, tags, flight: None, demotion: open.demotion };
         self.check(&fork);
         fork
+    }
+
+    /// Demotes a sequence so that `pages` bf16 pages can be had. Returns how many of its pages were demoted.
+    pub fn demote(&mut self, open: &mut Open, pages: usize) -> usize {
+        let Some(end) = self.ledger.demotion_for(&open.sequence, pages) else { return 0 };
+        let before = self.ledger.available(PoolKind::Exact);
+        let work = self.ledger.demote(&mut open.sequence, end).expect("no more than there are sealed pages");
+        for work in &work {
+            self.seal(open, work);
+        }
+        self.ledger.finish_demotion(&mut open.sequence, end);
+        assert!(self.ledger.available(PoolKind::Exact) > before, "a demotion brings pages");
+        // A token in flight is computed after the demotion.
+        if open.flight.is_some() {
+            open.tags.pop();
+        }
+        open.demotion = mix(open.demotion, open.tags.len() as u64);
+        open.grow_tags();
+        self.check(open);
+        work.len()
     }
 
     pub fn close(&mut self, open: Open) {
@@ -269,6 +296,7 @@ impl Cache {
     /// What a query in page `query` reads of the tokens before `end`.
     fn read(&self, open: &Open, query: usize, end: usize, exact_from: usize) {
         let sequence = &open.sequence;
+        let exact_from = if sequence.tier() == Tier::Exact { 0 } else { exact_from };
         let history = if self.has_sealed() {
             self.windows.history(query, exact_from, sequence.sealed_until())
         } else {
@@ -305,7 +333,7 @@ impl Cache {
         let next = length / PAGE_TOKENS;
         match self.windows.due_before(next) {
             // The page that will be sealed when the next one begins is still to be read in bf16.
-            Some(due) if self.has_sealed() && sequence.sealed_slots()[due].is_none() => {
+            Some(due) if self.seals(sequence.key()) && sequence.sealed_slots()[due].is_none() => {
                 assert!(length.is_multiple_of(PAGE_TOKENS));
                 self.read(open, next, length, due);
             }
@@ -314,9 +342,12 @@ impl Cache {
         let window = length.saturating_sub(1) / PAGE_TOKENS;
         for page in 0..length.div_ceil(PAGE_TOKENS) {
             let (exact, sealed) = (sequence.exact_slots()[page], sequence.sealed_slots()[page]);
-            let may_be_exact =
-                !self.has_sealed() || page < self.windows.sink || page + self.windows.recent >= window;
+            let may_be_exact = match self.seals(sequence.key()) {
+                true => page < self.windows.sink || page + self.windows.recent >= window,
+                false => page < self.windows.sink || page >= sequence.sealed_until(),
+            };
             assert!(exact.is_none() || may_be_exact, "page {page} of {length} tokens is kept in bf16");
+            assert!(sealed.is_none() || self.seals(sequence.key()) || page < sequence.sealed_until());
             let in_scratch = exact.is_some_and(|slot| slot.index() >= self.ledger.slots().exact);
             assert!(!in_scratch, "page {page} is still in scratch");
             assert!(sealed.is_none() || self.has_sealed() && page >= self.windows.sink);
@@ -328,7 +359,7 @@ impl Cache {
         let entries = self.ledger.tree_entries();
         let mut ends: Vec<Row> = Vec::new();
         for entry in &entries {
-            let mut tag = entry.parent.map_or(mix(7, entry.salt), |parent| ends[parent]);
+            let mut tag = entry.parent.map_or_else(|| first_tag(entry.key), |parent| ends[parent]);
             let page = entry.parent.map_or(0, |parent| entries[parent].page + 1);
             assert_eq!(entry.page, page);
             let tags: Vec<Row> = entry
@@ -347,7 +378,7 @@ impl Cache {
                 assert_eq!(self.sealed[sealed.index()], tag);
             }
             let stays_exact =
-                !self.has_sealed() || entry.page < self.windows.sink || tags.len() < PAGE_TOKENS;
+                !self.seals(entry.key) || entry.page < self.windows.sink || tags.len() < PAGE_TOKENS;
             assert_eq!(entry.sealed.is_none(), stays_exact);
             assert!(entry.exact.is_some() || entry.sealed.is_some());
         }
@@ -368,11 +399,16 @@ impl Cache {
     }
 }
 
+/// What the tags of all sequences with this key begin from.
+fn first_tag(key: PrefixKey) -> Row {
+    mix(mix(7, key.salt), key.tier as u64)
+}
+
 impl Open {
     fn grow_tags(&mut self) {
-        let mut tag = self.tags.last().copied().unwrap_or_else(|| mix(7, self.sequence.salt()));
+        let mut tag = self.tags.last().copied().unwrap_or_else(|| first_tag(self.sequence.key()));
         for &token in &self.sequence.tokens()[self.tags.len()..] {
-            tag = mix(tag, token.into());
+            tag = mix(tag, u64::from(token) ^ self.demotion);
             self.tags.push(tag);
         }
     }
