@@ -15,3 +15,4 @@ mod pressure;
 mod sliding;
 mod stress;
 mod support;
+mod tiers;
