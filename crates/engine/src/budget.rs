@@ -89,8 +89,8 @@ impl Budget {
             return Err(EngineError::bad_option("max_running", 0, "at least 1"));
         }
         if options.kv.bf16_tier && options.kv.codec.is_none() {
-            let expected = "one tier where all pages are bf16";
-            return Err(EngineError::bad_option("the tiers of the cache", "bf16 twice", expected));
+            let expected = "nothing more where all pages are bf16";
+            return Err(EngineError::bad_option("kv_tiers", "bf16", expected));
         }
         if let Some(codec) = &options.kv.codec
             && codec.geometry() != shape.geometry

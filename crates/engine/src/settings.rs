@@ -95,8 +95,8 @@ impl EngineOptions {
         let mut options = self.clone();
         let Some(sliding) = &config.sliding else { return Ok(options) };
         if self.kv.bf16_tier {
-            let expected = "the cache's own type alone for a model with sliding windows";
-            return Err(EngineError::bad_option("the tiers of the cache", "bf16 too", expected));
+            let expected = "only the cache's own type for a model with sliding windows";
+            return Err(EngineError::bad_option("kv_tiers", "bf16", expected));
         }
         let geometry = config.kv_geometry();
         let kv = &mut options.kv;

@@ -32,6 +32,7 @@ mod requests;
 mod routes;
 mod state;
 mod text;
+mod tiers;
 
 use std::sync::Arc;
 

@@ -10,6 +10,8 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use crate::tiers::{OfferedTier, offered, tier_use};
+
 /// The buckets of the time to the first token, in seconds.
 const FIRST_TOKEN_BUCKETS: [f64; 15] =
     [0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
@@ -135,6 +137,7 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         ("sglang:generation_tokens", "Tokens drawn", stats.generated_tokens),
         ("sglang:cached_tokens", "Prompt tokens that came from the cache", stats.cached_tokens),
         ("oscar_preemptions", "AnswerStream that lost their place to an older one", stats.preemptions),
+        ("oscar_kv_demoted_pages", "bf16 history that was sealed for want of pages", stats.demoted_pages),
         ("oscar_evicted_pages", "Pages that the prefix tree forgot", stats.cache.evicted_pages),
         ("oscar_evicted_warm_pages", "bf16 copies that the prefix tree gave up", stats.cache.evicted_warm),
         ("oscar_prefix_lookups", "Prompts looked up in the prefix tree", stats.cache.lookups),
@@ -165,6 +168,17 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         states.get_or_create(&vec![("state", state.to_owned())]).set(value as i64);
     }
     registry.register("oscar_sequence_pages", "Pages of open sequences by state", states);
+    let (sequences, pages) = (Family::<Labels, Gauge>::default(), Family::<Labels, Gauge>::default());
+    for OfferedTier { name, tier, .. } in offered(info) {
+        let held = tier_use(stats, tier);
+        let label = ("tier", name.to_owned());
+        sequences.get_or_create(&vec![label.clone()]).set(held.sequences as i64);
+        for (pool, count) in [("exact", held.exact_pages), ("sealed", held.sealed_pages)] {
+            pages.get_or_create(&vec![label.clone(), ("pool", pool.to_owned())]).set(count as i64);
+        }
+    }
+    registry.register("oscar_tier_sequences", "Sequences by the precision of their history", sequences);
+    registry.register("oscar_tier_pages", "Their pages by pool; shared ones count twice", pages);
     registry
 }
 
@@ -177,6 +191,8 @@ pub(crate) fn series<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 
 #[cfg(test)]
 mod tests {
+    use oscar_engine::{SequenceView, Tier};
+
     use super::*;
 
     #[test]
@@ -185,8 +201,17 @@ mod tests {
         metrics.first_token.observe(0.5);
         metrics.requests.inc();
         metrics.responded(200);
-        let info = EngineInfo { capacity_tokens: 1000, bits_per_element: 2.5, ..EngineInfo::default() };
+        let info = EngineInfo {
+            capacity_tokens: 1000,
+            bits_per_element: 2.5,
+            kv: "int2".to_owned(),
+            bf16_context: Some(500),
+            ..EngineInfo::default()
+        };
         let mut stats = EngineStats { running: 3, queued: 2, prompt_tokens: 10, ..EngineStats::default() };
+        stats.demoted_pages = 6;
+        let view = |tier, exact_pages| SequenceView { tier, exact_pages, ..SequenceView::default() };
+        stats.sequences = vec![view(Tier::Exact, 9), view(Tier::Sealed, 4), view(Tier::Exact, 2)];
         stats.cached_tokens = 4;
         stats.cache.exact.free = 7;
         let text = metrics.text(&info, &stats).unwrap();
@@ -198,10 +223,18 @@ mod tests {
             ("sglang:time_to_first_token_seconds_count", "1"),
             ("sglang:num_requests_total", "1"),
             ("oscar_kv_bits_per_element", "2.5"),
+            ("oscar_kv_demoted_pages_total", "6"),
         ] {
             assert_eq!(series(&text, name), Some(value), "{text}");
         }
         assert!(text.contains("oscar_pages{model_name=\"m\",pool=\"exact\",owner=\"free\"} 7"), "{text}");
+        for line in [
+            "oscar_tier_sequences{model_name=\"m\",tier=\"bf16\"} 2",
+            "oscar_tier_pages{model_name=\"m\",tier=\"bf16\",pool=\"exact\"} 11",
+            "oscar_tier_pages{model_name=\"m\",tier=\"int2\",pool=\"exact\"} 4",
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
         assert!(text.ends_with("# EOF\n"));
     }
 }

@@ -2,6 +2,7 @@
 
 mod config_file;
 mod events;
+mod tiers;
 mod unsupported;
 
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use clap::Args;
 use oscar_engine::{EngineOptions, Serve};
 
 use self::events::EventArguments;
+use self::tiers::{KvTier, offers_bf16};
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::device::OnDevice;
@@ -76,6 +78,11 @@ pub(crate) struct ServeArguments {
     /// either the cache has room for --max-running-requests of full length, within a share of 0.8.
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "kv_memory")]
     mem_fraction_static: Option<f64>,
+
+    /// Precisions of history that requests may ask for (`kv_precision`), such as int2,bf16; the type of the cache is always
+    /// one of them [default: only that].
+    #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
+    kv_tiers: Vec<KvTier>,
 
     #[command(flatten)]
     engine: EngineArguments,
@@ -146,6 +153,7 @@ impl ServeArguments {
             ..self.engine.options(settled)
         };
         options.prefill_chunk = self.chunked_prefill_size.unwrap_or(options.prefill_chunk);
+        options.kv.bf16_tier = offers_bf16(&self.kv_tiers, settled.kind)?;
         if options.kv.memory.is_none() {
             match self.room(subject)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),

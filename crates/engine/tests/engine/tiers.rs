@@ -129,7 +129,8 @@ fn demotion_comes_before_preemption() {
 #[test]
 fn a_lone_request_that_may_be_demoted_fills_the_context() {
     let model = model(false);
-    let mut options = EngineOptions { context: Some(1024), ..with_tier(engine_options(&model, "int2", None)) };
+    let mut options =
+        EngineOptions { context: Some(1024), ..with_tier(engine_options(&model, "int2", None)) };
     options.kv.memory = Some(1 << 20);
     let engine = TestEngine::new(model.clone(), &options).unwrap();
     let most = engine.info().bf16_context.unwrap();
@@ -151,7 +152,7 @@ fn what_cannot_be_is_refused() {
         Err(EngineError::BadOption { name, .. }) => name,
         _ => panic!("not refused"),
     };
-    assert_eq!(refused(&with_tier(fixed_options(&model, "bf16", None))), "the tiers of the cache");
+    assert_eq!(refused(&with_tier(fixed_options(&model, "bf16", None))), "kv_tiers");
     let ask = |options: &EngineOptions, request: GenerateOptions| {
         let engine = TestEngine::new(model.clone(), options).unwrap();
         engine.answer(Request::new(prompt(1, 10), request)).map(|_| ()).unwrap_err().to_string()

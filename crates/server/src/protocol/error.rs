@@ -136,7 +136,9 @@ impl From<&EngineError> for ApiError {
     fn from(error: &EngineError) -> ApiError {
         match error {
             EngineError::EmptyPrompt => ApiError::bad_field("prompt", error.to_string()),
-            EngineError::PromptTooLong { .. } | EngineError::Shortage(_) => {
+            EngineError::PromptTooLong { .. }
+            | EngineError::HistoryTooLong { .. }
+            | EngineError::Shortage(_) => {
                 ApiError::bad_field("prompt", error.to_string()).with_code("context_length_exceeded")
             }
             EngineError::TokenOutOfRange { .. } => ApiError::bad_field("prompt", error.to_string()),
@@ -221,6 +223,7 @@ mod tests {
         let status = |error: EngineError| ApiError::from(error).status().as_u16();
         assert_eq!(status(EngineError::EmptyPrompt), 400);
         assert_eq!(status(EngineError::PromptTooLong { tokens: 9, context: 8 }), 400);
+        assert_eq!(status(EngineError::HistoryTooLong { tokens: 9, most: 8, context: 10 }), 400);
         assert_eq!(status(EngineError::QueueFull { queued: 3 }), 429);
         assert_eq!(status(EngineError::Stopped), 503);
         assert_eq!(status(EngineError::NotFinite), 500);

@@ -27,6 +27,7 @@ pub(crate) struct GenerateRequest {
     pub(crate) cache_salt: Option<String>,
     pub(crate) extra_key: Option<String>,
     pub(crate) kv_precision: Option<Value>,
+    pub(crate) kv_demote: Option<bool>,
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, Prompt, UnreadFields, text_error};
+use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, text_error};
 
 /// What `false` in a `logit_bias` adds to a logit: enough that the token is never drawn.
 const NEVER: f32 = -1e9;
@@ -43,6 +43,8 @@ pub(crate) struct LlamaRequest {
     // Extensions, under the names of the other interfaces.
     pub(crate) rid: Option<String>,
     cache_salt: Option<String>,
+    kv_precision: Option<Value>,
+    kv_demote: Option<bool>,
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,
@@ -59,6 +61,11 @@ impl LlamaRequest {
     /// The number of alternatives to each token, if their probabilities are asked for.
     pub(crate) fn logprobs(&self) -> Option<usize> {
         self.n_probs.filter(|&count| count > 0).map(|count| count as usize)
+    }
+
+    /// What the request says about the precision of its history.
+    pub(crate) fn precision(&self) -> PrecisionFields {
+        PrecisionFields { kv_precision: self.kv_precision.clone(), kv_demote: self.kv_demote }
     }
 
     /// The sampling parameters under the names that all interfaces share.

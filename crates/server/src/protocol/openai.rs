@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, Prompt, UnreadFields};
+use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields};
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -82,7 +82,8 @@ pub(crate) struct OpenAiRequest {
     // The cache.
     pub(super) cache_salt: Option<String>,
     pub(super) extra_key: Option<String>,
-    pub(crate) kv_precision: Option<Value>,
+    pub(super) kv_precision: Option<Value>,
+    pub(super) kv_demote: Option<bool>,
 
     #[serde(flatten)]
     pub(crate) unread: UnreadFields,
@@ -168,6 +169,11 @@ impl OpenAiRequest {
             n: self.n,
             cache_salt: self.cache_salt.clone().or_else(|| self.extra_key.clone()),
         })
+    }
+
+    /// What the request says about the precision of its history.
+    pub(crate) fn precision(&self) -> PrecisionFields {
+        PrecisionFields { kv_precision: self.kv_precision.clone(), kv_demote: self.kv_demote }
     }
 
     /// What the request says about the format of its answer. The names that vLLM and llama.cpp have for it are understood, too.

@@ -129,18 +129,6 @@ pub(crate) fn short(value: f32) -> Value {
     value.to_string().parse::<f64>().unwrap_or(f64::from(value)).into()
 }
 
-/// Checks `kv_precision`, which is reserved: it must be absent or name the cache type that is served.
-pub(crate) fn check_kv_precision(wanted: Option<&Value>, served: &str) -> Result<(), ApiError> {
-    match wanted {
-        None | Some(Value::Null) => Ok(()),
-        Some(Value::String(name)) if name == served => Ok(()),
-        Some(_) => Err(ApiError::unsupported(
-            "kv_precision",
-            format!("kv_precision must be absent or {served:?}, as this server stores its cache"),
-        )),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -220,14 +208,5 @@ mod tests {
         let options = bias(&[("9", 1.0), ("3", -100.0)]).plain().unwrap();
         assert_eq!(options.sampling.logit_bias, [(3, -100.0), (9, 1.0)]);
         assert_eq!(param(bias(&[("hello", 1.0)])), "logit_bias");
-    }
-
-    #[test]
-    fn only_the_served_precision_is_taken() {
-        assert!(check_kv_precision(None, "int2").is_ok());
-        assert!(check_kv_precision(Some(&Value::Null), "int2").is_ok());
-        assert!(check_kv_precision(Some(&"int2".into()), "int2").is_ok());
-        let error = check_kv_precision(Some(&"bf16".into()), "int2").unwrap_err();
-        assert_eq!((error.status().as_u16(), error.code()), (400, Some("unsupported_parameter")));
     }
 }

@@ -17,7 +17,7 @@ use super::collect::{FinishedChoice, collect};
 use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
-use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage, check_kv_precision};
+use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage};
 use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::{
@@ -42,7 +42,6 @@ pub(crate) async fn completions(
     request.leave_fields_of_chats();
     request.unread.check(Door::Completions, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
-    check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;
     let sampling_fields = request.sampling_fields(Some(DEFAULT_MAX_TOKENS))?;
@@ -55,6 +54,7 @@ pub(crate) async fn completions(
     let prompt_logprobs = listed.or(echoed);
     let options =
         GenerateOptions { logprobs, prompt_logprobs, ..sampling_fields.options(&app.model.sampling)? };
+    let options = request.precision().apply(app.engine.info(), options)?;
     let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
     app.check_batch(prompts, "prompt")?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;

@@ -13,6 +13,7 @@ use crate::http::OptionalJsonBody;
 use crate::metrics::{hit_rate, token_usage, used_tokens};
 use crate::protocol::{ApiError, short};
 use crate::state::{AppState, unix_seconds};
+use crate::tiers::offered;
 
 /// The version of this program.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -90,6 +91,7 @@ pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value>
         "max_num_reqs": info.max_running,
         "max_queued_requests": info.max_queued,
         "kv_cache_dtype": info.kv,
+        "kv_precisions": offered(info).map(|tier| tier.name).collect::<Vec<_>>(),
         "bits_per_element": info.bits_per_element,
         "page_size": PAGE_TOKENS,
         "disable_radix_cache": !info.prefix_cache,

@@ -6,7 +6,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
-use oscar_engine::SequenceView;
+use oscar_engine::{SequenceView, Tier};
 use serde_json::{Value, json};
 
 use super::info::PAGE_TOKENS;
@@ -14,6 +14,7 @@ use crate::metrics::hit_rate;
 use crate::options::CacheShape;
 use crate::protocol::ApiError;
 use crate::state::AppState;
+use crate::tiers::{OfferedTier, offered, tier_use};
 
 /// The content type of `/metrics`.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -29,8 +30,22 @@ pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response
 pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     let (info, stats, shape) = (app.engine.info(), app.engine.stats(), app.options.cache);
     let ids = app.in_flight.ids();
-    let requests =
-        stats.sequences.iter().map(|sequence| request(sequence, ids.get(&sequence.request), shape));
+    let name = |tier: Tier| offered(info).find(|offered| offered.tier == tier).map(|offered| offered.name);
+    let requests = stats.sequences.iter().map(|sequence| {
+        let mut view = request(sequence, ids.get(&sequence.request), shape);
+        view["kv_precision"] = name(sequence.tier).into();
+        view
+    });
+    let tiers = offered(info).map(|OfferedTier { name, tier, context }| {
+        let held = tier_use(&stats, tier);
+        json!({
+            "name": name,
+            "context": context,
+            "sequences": held.sequences,
+            "exact_pages": held.exact_pages,
+            "sealed_pages": held.sealed_pages,
+        })
+    });
     let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
         json!({
             "pages": pool.pages,
@@ -67,6 +82,8 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
             "sealed": pool(cache.sealed, shape.sealed_page_bytes),
             "scratch": pool(cache.scratch, shape.scratch_page_bytes),
         },
+        "tiers": tiers.collect::<Vec<_>>(),
+        "demoted_pages": stats.demoted_pages,
         "tree": {"pages": cache.tree_pages, "tails": cache.tree_tails, "warm": cache.warm_pages,
             "evicted": cache.evicted_pages},
         "stored_bytes": stored,

@@ -26,3 +26,4 @@ mod sampling;
 mod sent_names;
 mod support;
 mod thinking;
+mod tiers;

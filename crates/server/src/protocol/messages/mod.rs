@@ -35,6 +35,8 @@ pub(crate) struct MessagesRequest {
     seed: Option<Number>,
     rid: Option<String>,
     cache_salt: Option<String>,
+    kv_precision: Option<Value>,
+    kv_demote: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
 
     #[serde(flatten)]
@@ -108,6 +110,8 @@ impl MessagesRequest {
             seed: self.seed,
             stop: self.stop_sequences.map(OneOrMany::Many),
             cache_salt: self.cache_salt,
+            kv_precision: self.kv_precision,
+            kv_demote: self.kv_demote,
             ..OpenAiRequest::default()
         };
         Ok((request, names))

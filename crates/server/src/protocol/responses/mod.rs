@@ -45,6 +45,8 @@ pub(crate) struct ResponsesRequest {
     seed: Option<Number>,
     rid: Option<String>,
     cache_salt: Option<String>,
+    kv_precision: Option<Value>,
+    kv_demote: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
 
     #[serde(flatten)]
@@ -99,6 +101,8 @@ impl ResponsesRequest {
             top_k: self.top_k,
             seed: self.seed,
             cache_salt: self.cache_salt,
+            kv_precision: self.kv_precision,
+            kv_demote: self.kv_demote,
             ..OpenAiRequest::default()
         };
         Ok((request, names))

@@ -6,7 +6,7 @@ use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
 use serde_json::Value;
 
 use crate::parse::{OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens};
-use crate::protocol::{ApiError, OpenAiRequest, check_kv_precision};
+use crate::protocol::{ApiError, OpenAiRequest};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::EndTokens;
@@ -39,12 +39,12 @@ impl Turn {
         id: &str,
     ) -> Result<(Turn, AnswerStream), ApiError> {
         app.model.check_name(request.model.as_deref())?;
-        check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
         let logprobs = request.chat_logprobs()?;
         let new_text = !request.continue_final_message.unwrap_or(false);
         let sampling_fields = request.sampling_fields(None)?.options(&app.model.sampling)?;
         let prompt_logprobs = request.prompt_logprobs()?;
-        let mut options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
+        let options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
+        let mut options = request.precision().apply(app.engine.info(), options)?;
         let format = request.answer_format()?;
         let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separate_reasoning.unwrap_or(true);

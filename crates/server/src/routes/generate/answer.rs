@@ -43,6 +43,9 @@ impl Shape {
     ) -> Value {
         let mut meta = self.meta(choice, summary.prompt_tokens, summary.cached_tokens, summary.tokens.len());
         meta.insert("finish_reason".to_owned(), finish_reason(summary));
+        if summary.demoted_tokens > 0 {
+            meta.insert("kv_demoted_tokens".to_owned(), summary.demoted_tokens.into());
+        }
         meta.insert("e2e_latency".to_owned(), elapsed.as_secs_f64().into());
         if let Some(listing) = self.listing {
             listing.add_prompt(app, &summary.prompt_logprobs, &mut meta);

@@ -18,7 +18,7 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{
-    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, SamplingParams, SentNames, check_kv_precision,
+    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, SamplingParams, SentNames,
 };
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
@@ -29,7 +29,8 @@ pub(crate) async fn generate(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<GenerateRequest>,
 ) -> Result<Response, ApiError> {
-    check_kv_precision(request.kv_precision.as_ref(), &app.engine.info().kv)?;
+    let kv_precision = request.kv_precision.take();
+    let precision = PrecisionFields { kv_precision, kv_demote: request.kv_demote };
     check_fields(&app, &request)?;
     let names = SentNames::of_generate(request.input_ids.is_some());
     let (prompts, batch) = prompts(&app, &mut request).await?;
@@ -59,6 +60,7 @@ pub(crate) async fn generate(
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
         let filter = token_filter(&app, params.answer_format()?, None).await?;
         let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
+        let options = precision.apply(app.engine.info(), options)?;
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { top, with_text });

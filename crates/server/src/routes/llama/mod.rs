@@ -37,6 +37,7 @@ pub(crate) async fn completion(
     let logprobs = request.logprobs();
     let (mut request, sampling_fields) = sampling_fields(&app, request).await?;
     let options = GenerateOptions { logprobs, ..sampling_fields.options(&app.model.sampling)? };
+    let options = request.precision().apply(app.engine.info(), options)?;
     // The answer repeats the prompt.
     let prepared = prepare(&app, request.prompt.take(), true).await?;
     let id = request.rid.take().unwrap_or_else(|| fresh_id("cmpl-"));

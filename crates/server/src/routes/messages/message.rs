@@ -85,6 +85,9 @@ pub(super) fn usage(answer: &PartsAnswer, summary: &Summary) -> Value {
     let mut usage = prompt_usage(summary.prompt_tokens, summary.cached_tokens);
     usage["output_tokens"] = summary.tokens.len().into();
     usage["output_tokens_details"] = json!({"thinking_tokens": answer.reasoning_tokens()});
+    if summary.demoted_tokens > 0 {
+        usage["kv_demoted_tokens"] = summary.demoted_tokens.into();
+    }
     usage
 }
 

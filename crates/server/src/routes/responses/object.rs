@@ -76,6 +76,9 @@ impl ResponseObject {
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens()},
             "total_tokens": summary.prompt_tokens + summary.tokens.len(),
         });
+        if summary.demoted_tokens > 0 {
+            response["usage"]["kv_demoted_tokens"] = summary.demoted_tokens.into();
+        }
         response
     }
 

@@ -1,0 +1,124 @@
+//! Histories in bf16 on a server that seals others: `kv_precision` and `kv_demote`.
+
+use std::sync::Arc;
+
+use oscar_codec::{KvGeometry, PageCodec};
+use oscar_engine::{Engine, EngineOptions, KvOptions};
+use oscar_kernels::cpu::CpuBackend;
+use oscar_server::ServerOptions;
+use serde_json::{Value, json};
+
+use crate::support::{Answer, House, TEMPLATE, mock, tiny_chatting};
+
+const GEOMETRY: KvGeometry = KvGeometry { layers: 2, kv_heads: 2, head_dim: 32 };
+
+/// A server that seals in 4 bits and offers bf16 beside it, with room for so many bf16 pages.
+fn server(pages: usize, deterministic: bool) -> House<Engine<CpuBackend>> {
+    let kv = KvOptions {
+        codec: Some(Arc::new(PageCodec::int4(GEOMETRY, None).unwrap())),
+        bf16_tier: true,
+        memory: Some(pages * GEOMETRY.page_bytes(GEOMETRY.bf16())),
+        ..KvOptions::default()
+    };
+    let options = EngineOptions { context: Some(2048), kv, deterministic, ..EngineOptions::default() };
+    tiny_chatting(2048, options, ServerOptions::default(), TEMPLATE)
+}
+
+/// A short request at every door that answers.
+fn doors() -> [(&'static str, Value); 6] {
+    let messages = json!([{"role": "user", "content": "a"}]);
+    [
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 2})),
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})),
+        ("/v1/responses", json!({"input": "a", "max_output_tokens": 2})),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 2})),
+        ("/generate", json!({"text": "a", "sampling_params": {"max_new_tokens": 2}})),
+        ("/completion", json!({"prompt": "a", "n_predict": 2})),
+    ]
+}
+
+fn with(mut request: Value, fields: &Value) -> Value {
+    for (name, value) in fields.as_object().unwrap() {
+        request[name] = value.clone();
+    }
+    request
+}
+
+/// What is said to a bad request, in the form of any interface.
+fn refusal(answer: &Answer) -> String {
+    assert_eq!(answer.status, 400, "{}", answer.text);
+    answer.json()["error"]["message"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn every_door_takes_the_precisions_that_are_offered() {
+    let house = server(120, false);
+    for (path, request) in doors() {
+        for fields in [
+            json!({"kv_precision": "bf16"}),
+            json!({"kv_precision": "int4", "kv_demote": false}),
+            json!({"kv_precision": "bf16", "kv_demote": true}),
+            json!({"kv_precision": null, "kv_demote": null}),
+        ] {
+            house.post(path, with(request.clone(), &fields)).await.ok();
+        }
+        for (fields, expected) in [
+            (json!({"kv_precision": "int2"}), "\"int4\" or \"bf16\""),
+            (json!({"kv_precision": "high"}), "no tier of 4 bits"),
+            (json!({"kv_demote": true}), "kv_demote is true"),
+            (json!({"kv_precision": "int4", "kv_demote": true}), "kv_demote is true"),
+        ] {
+            let message = refusal(&house.post(path, with(request.clone(), &fields)).await);
+            assert!(message.contains(expected), "{path} {fields} {message}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_tier_that_is_not_offered_names_the_option() {
+    let house = mock();
+    for (path, request) in doors() {
+        let message = refusal(&house.post(path, with(request, &json!({"kv_precision": "bf16"}))).await);
+        assert!(message.contains("--kv-tiers mock,bf16"), "{path} {message}");
+    }
+    let house = server(120, true);
+    let request = json!({"prompt": "a", "max_tokens": 2, "kv_precision": "bf16"});
+    house.post("/v1/completions", request.clone()).await.ok();
+    let error = house.post("/v1/completions", with(request, &json!({"kv_demote": true}))).await.refused(400);
+    assert_eq!(error["param"], "kv_demote");
+    assert!(error["message"].as_str().unwrap().contains("--deterministic"), "{error}");
+}
+
+#[tokio::test]
+async fn what_is_demoted_is_counted() {
+    let house = server(64, false);
+    let prompt: Vec<u32> = (0..500).map(|index| 3 + index * index % 101).collect();
+    let fields = json!({"kv_precision": "bf16", "kv_demote": true, "ignore_eos": true});
+    let ask = |fields: &Value| {
+        let request = json!({"prompt": prompt, "max_tokens": 1000});
+        house.post("/v1/completions", with(request, fields))
+    };
+    let answer = ask(&fields).await.ok();
+    assert_eq!(answer["usage"]["completion_tokens"], 1000);
+    let demoted = answer["usage"]["kv_demoted_tokens"].as_u64().unwrap();
+    assert!(demoted > 0 && demoted.is_multiple_of(64), "{answer}");
+    // Without leave it ends where the bf16 pages do.
+    let kept = ask(&json!({"kv_precision": "bf16", "ignore_eos": true})).await.ok();
+    assert!(kept["usage"]["completion_tokens"].as_u64() < Some(1000), "{}", kept["usage"]);
+    assert_eq!(kept["choices"][0]["finish_reason"], "length");
+    assert_eq!(kept["usage"]["kv_demoted_tokens"], Value::Null);
+    let request = json!({"input_ids": prompt, "kv_precision": "bf16", "kv_demote": true,
+        "sampling_params": {"max_new_tokens": 1000, "ignore_eos": true}});
+    let answer = house.post("/generate", request).await.ok();
+    assert_eq!(answer["meta_info"]["kv_demoted_tokens"], demoted);
+    let pages = 2 * demoted / 64;
+    let cache = house.get("/oscar/cache").await.ok();
+    assert_eq!(cache["demoted_pages"], pages);
+    let tiers: Vec<&str> =
+        cache["tiers"].as_array().unwrap().iter().map(|tier| tier["name"].as_str().unwrap()).collect();
+    assert_eq!(tiers, ["int4", "bf16"]);
+    assert_eq!(house.get("/server_info").await.ok()["kv_precisions"], json!(["int4", "bf16"]));
+    let long = json!({"prompt": vec![5; 1800], "max_tokens": 1, "kv_precision": "bf16"});
+    let error = house.post("/v1/completions", long).await.refused(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+}
