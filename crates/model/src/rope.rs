@@ -165,7 +165,12 @@ impl RopeConfig {
 
 /// YaRN's factor on cosine and sine for a context `factor` times longer.
 pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
-    if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
+    yarn_magnitude_of(factor, 1.0)
+}
+
+/// The same where a model says how strong it is.
+pub(crate) fn yarn_magnitude_of(factor: f64, strength: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * strength * factor.ln() + 1.0 }
 }
 
 #[cfg(test)]

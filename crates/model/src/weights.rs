@@ -113,7 +113,7 @@ impl<B: Backend> Loader<'_, B> {
                 head_dim: d,
                 scale: config.style.attention_scale,
                 window: config.window(layer),
-                sinks: None,
+                sinks: self.sinks(layer)?,
                 q_norm: head_norm(LayerTensor::QueryNorm, config.q_heads)?,
                 k_norm: head_norm(LayerTensor::KeyNorm, config.kv_heads)?,
             },
@@ -124,6 +124,12 @@ impl<B: Backend> Loader<'_, B> {
                 None => FeedForward::Dense(self.dense_mlp(layer)?),
             },
         })
+    }
+
+    /// The learned sinks of a layer, in models that have them.
+    fn sinks(&self, layer: usize) -> Result<Option<B::Weight>, ModelError> {
+        let name = self.naming.layer_tensor(layer, LayerTensor::Sinks);
+        self.config.style.learned_sinks.then(|| self.finite(&name, 1, self.config.q_heads)).transpose()
     }
 
     fn dense_mlp(&self, layer: usize) -> Result<GatedMlp<B>, ModelError> {

@@ -147,7 +147,7 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<
     ];
     if let Some(sliding) = &config.sliding {
         let (some, all) = (config.sliding_layers().len(), config.layers);
-        let theta = sliding.rope.theta;
+        let theta = sliding.rope.as_ref().unwrap_or(&config.rope).theta;
         let line = format!("{} tokens in {some} of {all} layers, RoPE theta {theta}", sliding.window);
         fields.push(("sliding window", line));
     }

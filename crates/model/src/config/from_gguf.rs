@@ -3,7 +3,7 @@
 use super::experts;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias, BlockShape};
+use crate::families::{self, Bias, BlockShape, ModelFamily};
 use crate::files::{FileError, Gguf, TensorSource};
 use crate::names::TensorNaming;
 use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
@@ -46,7 +46,7 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     }
     let rotary_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
     let trained_context = size("context_length")?;
-    let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context)?;
+    let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context, family)?;
     // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
     // Its shape is enough: a file of types that cannot be read can still be inspected.
     let embedding = TensorNaming::Gguf.embedding();
@@ -110,6 +110,7 @@ fn rope_scaling(
     key: &dyn Fn(&str) -> String,
     rotary_dim: usize,
     max_context: usize,
+    family: &ModelFamily,
 ) -> Result<RopeScaling, ModelError> {
     let metadata = gguf.metadata();
     let bad = |problem: String| ModelError::BadConfig { path: gguf.path().to_path_buf(), problem };
@@ -145,7 +146,7 @@ fn rope_scaling(
                 beta_slow: number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 // Here the file's factor comes on top of YaRN's own; in `config.json` it replaces it.
                 attention_factor: number("rope.scaling.attn_factor")?.map(|own| own * yarn_magnitude(factor)),
-                truncate: true,
+                truncate: family.gguf_yarn_truncates(),
             })
         }
         other => Err(bad(format!(

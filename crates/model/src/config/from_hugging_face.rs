@@ -8,9 +8,9 @@ use oscar_kernels::backend::RopeLayout;
 use super::{experts, quantisation};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias, BlockShape, ModelFamily};
+use crate::families::{self, BlockShape, ModelFamily};
 use crate::files::{Fields, JsonFile};
-use crate::rope::{RopeConfig, RopeScaling};
+use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude_of};
 
 /// Reads the description of a model.
 pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
@@ -33,7 +33,7 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
     let trained_context = size("max_position_embeddings")?;
     let (style, sliding) =
         family.style_of_json(&fields, BlockShape { hidden_size, head_dim, layers, q_heads })?;
-    let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
+    let (qkv_bias, output_bias) = family.qkv_bias.of_projections(fields.bool_if_present("attention_bias")?);
     let parameters = family.rope_parameters(&fields)?;
     let rotary = |name: &str| {
         let inside = match &parameters {
@@ -84,14 +84,13 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
             scaling,
         },
         tied_embeddings: fields.bool_if_present("tie_word_embeddings")?,
-        qkv_bias: family.qkv_bias == Bias::Always || attention_bias,
-        // Qwen2 declares no `attention_bias`; where a Llama or Qwen3 config does, the output has one too.
-        output_bias: family.qkv_bias == Bias::IfDeclared && attention_bias,
+        qkv_bias,
+        output_bias,
         mlp_bias: fields.bool_if_present("mlp_bias")?.unwrap_or(false),
         head_norms: family.head_norms.norms(fields.bool_if_present("use_qk_norm")? == Some(true)),
         experts: family.experts.map(described).transpose()?,
         further_layers,
-        fp8: quantisation::from_hugging_face(&fields)?,
+        fp8: quantisation::from_hugging_face(&fields, family)?,
         style,
         sliding,
     };
@@ -145,15 +144,19 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
             })
         }
         _ => {
-            if fields.contains("mscale") || fields.contains("mscale_all_dim") {
-                return Err(bad("RoPE scaling `mscale` is not supported".into()));
-            }
+            let scales = (fields.float_if_present("mscale")?, fields.float_if_present("mscale_all_dim")?);
+            let by_scales = match scales {
+                (Some(own), Some(all)) if own != 0.0 && all != 0.0 => {
+                    Some(yarn_magnitude_of(factor, own) / yarn_magnitude_of(factor, all))
+                }
+                _ => None,
+            };
             Ok(RopeScaling::Yarn {
                 factor,
                 original_context,
                 beta_fast: fields.float_if_present("beta_fast")?.unwrap_or(32.0),
                 beta_slow: fields.float_if_present("beta_slow")?.unwrap_or(1.0),
-                attention_factor: fields.float_if_present("attention_factor")?,
+                attention_factor: fields.float_if_present("attention_factor")?.or(by_scales),
                 truncate: fields.bool_if_present("truncate")?.unwrap_or(true),
             })
         }

@@ -5,6 +5,7 @@
 mod experts;
 pub(crate) mod gemma3;
 mod glm4_moe;
+mod gpt_oss;
 mod llama;
 mod minimax_m2;
 mod qwen2;
@@ -12,7 +13,7 @@ mod qwen3;
 mod qwen3_moe;
 mod style;
 
-pub(crate) use experts::{ExpertFacts, ExpertNames, Normalise};
+pub(crate) use experts::{ExpertFacts, ExpertLayout, ExpertNames, Normalise};
 pub(crate) use style::{ActivationField, BlockShape, FieldName, StyleFacts};
 
 use oscar_kernels::backend::RopeLayout;
@@ -20,7 +21,7 @@ use oscar_kernels::backend::RopeLayout;
 use crate::config::QkNorm;
 
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 7] = [
+pub(crate) const FAMILIES: [&ModelFamily; 8] = [
     &llama::LLAMA,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
@@ -28,6 +29,7 @@ pub(crate) const FAMILIES: [&ModelFamily; 7] = [
     &glm4_moe::GLM4_MOE,
     &minimax_m2::MINIMAX_M2,
     &gemma3::GEMMA3,
+    &gpt_oss::GPT_OSS,
 ];
 
 /// What sets a family of models apart from the others.
@@ -89,6 +91,17 @@ pub(crate) enum Bias {
     IfDeclared,
     /// The same, but the output projection never has one.
     IfDeclaredWithoutOutput,
+    /// All four have one, unless `attention_bias` in `config.json` says no; in a GGUF file, if the tensors are there.
+    UnlessDenied,
+}
+
+impl Bias {
+    /// Whether query, key and value projections, and whether the output projection, have a bias, from what a description
+    /// declares.
+    pub(crate) fn of_projections(self, declared: Option<bool>) -> (bool, bool) {
+        let has = declared.unwrap_or(self == Bias::UnlessDenied);
+        (self == Bias::Always || has, matches!(self, Bias::IfDeclared | Bias::UnlessDenied) && has)
+    }
 }
 
 /// The family of a GGUF architecture.

@@ -20,6 +20,8 @@ pub(crate) struct StyleFacts {
     pub default_theta: f64,
     /// The activation that is supported.
     pub activation: ActivationField,
+    /// Whether YaRN's ramp begins and ends at whole channels in models that come as GGUF files, which do not say so.
+    pub gguf_yarn_truncates: bool,
     /// Reads the style and the layers with a window from `config.json`.
     pub from_json: fn(&Fields<'_>, BlockShape) -> Style,
     /// Reads the same from the metadata of a GGUF file.
@@ -48,6 +50,17 @@ pub(crate) struct BlockShape {
     pub head_dim: usize,
     pub layers: usize,
     pub q_heads: usize,
+}
+
+/// Which layers have a window, as `layer_types` in `config.json` says, if it does.
+pub(super) fn sliding_by_types(fields: &Fields<'_>) -> Result<Option<Vec<bool>>, FileError> {
+    let Some(types) = fields.strings_if_present("layer_types")? else { return Ok(None) };
+    let is_sliding = types.into_iter().map(|kind| match kind {
+        "sliding_attention" => Ok(true),
+        "full_attention" => Ok(false),
+        _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
+    });
+    is_sliding.collect::<Result<_, _>>().map(Some)
 }
 
 impl ModelFamily {
@@ -85,10 +98,16 @@ impl ModelFamily {
         self.style.map_or(PLAIN_THETA, |style| style.default_theta)
     }
 
+    /// Whether YaRN's ramp begins and ends at whole channels in GGUF files.
+    pub(crate) fn gguf_yarn_truncates(&self) -> bool {
+        self.style.is_none_or(|style| style.gguf_yarn_truncates)
+    }
+
     /// The settings of rotary embedding of layers that see everything, where they are one object.
     pub(crate) fn rope_parameters<'a>(&self, fields: &Fields<'a>) -> Result<Option<Fields<'a>>, FileError> {
         match fields.fields_if_present("rope_parameters")? {
-            Some(all) if self.has_windows() => all.fields_if_present("full_attention"),
+            // Where layers with a window have settings of their own.
+            Some(all) if all.contains("full_attention") => all.fields_if_present("full_attention"),
             other => Ok(other),
         }
     }
