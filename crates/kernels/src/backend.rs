@@ -117,6 +117,8 @@ pub enum Feature {
     ClampedSwiglu,
     /// [`RoutedMlp::biases`].
     ExpertBiases,
+    /// Layers without [`AttentionSpec::rotates`].
+    LayersWithoutRope,
 }
 
 impl std::fmt::Display for Feature {
@@ -129,6 +131,7 @@ impl std::fmt::Display for Feature {
             Feature::LearnedSinks => "learned sinks",
             Feature::ClampedSwiglu => "clamped activations",
             Feature::ExpertBiases => "biases of experts",
+            Feature::LayersWithoutRope => "layers without rotary embedding",
         })
     }
 }
@@ -225,6 +228,8 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
     /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
     pub window: Option<usize>,
+    /// Whether queries and keys get rotary embedding (SmolLM3 has layers that do not).
+    pub rotates: bool,
     /// One logit for each query head that takes part in the softmax of every row and has no value (GPT-OSS).
     pub sinks: Option<B::Weight>,
     /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a

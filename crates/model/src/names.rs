@@ -22,6 +22,10 @@ pub(crate) enum LayerTensor {
     Gate,
     Up,
     Down,
+    /// Query, key and value projections in one.
+    FusedQkv,
+    /// Gate and up projections in one.
+    FusedGateUp,
 }
 
 /// The names of tensors in one kind of file.
@@ -72,6 +76,8 @@ impl TensorNaming {
                     LayerTensor::Gate => "ffn_gate",
                     LayerTensor::Up => "ffn_up",
                     LayerTensor::Down => "ffn_down",
+                    LayerTensor::FusedQkv => "attn_qkv",
+                    LayerTensor::FusedGateUp => "ffn_up",
                 };
                 format!("blk.{layer}.{part}")
             }
@@ -91,6 +97,8 @@ impl TensorNaming {
                     LayerTensor::Gate => "mlp.gate_proj",
                     LayerTensor::Up => "mlp.up_proj",
                     LayerTensor::Down => "mlp.down_proj",
+                    LayerTensor::FusedQkv => "self_attn.qkv_proj",
+                    LayerTensor::FusedGateUp => "mlp.gate_up_proj",
                 };
                 format!("model.layers.{layer}.{part}")
             }
@@ -109,7 +117,9 @@ impl TensorNaming {
     pub(crate) fn may_ignore(self, name: &str, tied: bool) -> bool {
         match self {
             // Read while the rotary frequencies are set up.
-            TensorNaming::Gguf => name == "rope_freqs.weight",
+            TensorNaming::Gguf => {
+                ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"].contains(&name)
+            }
             // Old checkpoints store the frequencies, and some tied ones store the embedding a second time.
             TensorNaming::HuggingFace => {
                 name.ends_with(".rotary_emb.inv_freq") || tied && name == self.head()

@@ -51,8 +51,8 @@ impl<B: Backend> Loader<'_, B> {
     ) -> Result<Vec<StoredMatrix>, ModelError> {
         let blocks = format!("{name}_blocks");
         let (dtype, bytes) = match self.source.contains(&blocks) {
-            true => (DType::Mxfp4, self.from_blocks(name, &blocks, Turns::of(projection), shape)?),
-            false => self.from_floats(name, Turns::of(projection), shape)?,
+            true => (DType::Mxfp4, self.blocks_in_order(name, &blocks, Turns::of(projection), shape)?),
+            false => self.floats_in_order(name, Turns::of(projection), shape)?,
         };
         Ok(matrices(bytes, dtype, shape))
     }
@@ -83,7 +83,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     /// Blocks in the order of [`DType::Mxfp4`].
-    fn from_blocks(
+    fn blocks_in_order(
         &self,
         name: &str,
         blocks_name: &str,
@@ -118,7 +118,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     /// Floats with the inputs of an output side by side, from those with the outputs of an input side by side.
-    fn from_floats(
+    fn floats_in_order(
         &self,
         name: &str,
         turns: Turns,

@@ -309,6 +309,7 @@ impl Backend for CpuBackend {
             heads: Heads::of(spec),
             q_norm: head_norm(&spec.q_norm, spec.head_dim)?,
             k_norm: head_norm(&spec.k_norm, spec.head_dim)?,
+            rotates: spec.rotates,
             layer,
         };
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;

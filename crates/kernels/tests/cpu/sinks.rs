@@ -45,6 +45,7 @@ fn spec(backend: &CpuBackend, window: Option<usize>, sinks: &[f32]) -> Attention
         head_dim: DIM,
         scale: SCALE,
         window,
+        rotates: true,
         sinks: Some(backend.weight(&stored).unwrap()),
         q_norm: None,
         k_norm: None,

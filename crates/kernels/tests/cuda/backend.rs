@@ -512,6 +512,7 @@ fn attending<'a, B: Inspect>(
             head_dim: d,
             scale: 1.0 / (d as f32).sqrt(),
             window: None,
+            rotates: true,
             sinks: None,
             q_norm: norm(KV_HEADS * group),
             k_norm: norm(KV_HEADS),

@@ -469,7 +469,7 @@ mod tests {
     fn a_sink_takes_part_in_the_softmax() {
         let mean = numbers(DIM, 5).iter().map(|x| 1.5 * x).collect();
         let transform = HeadTransform::new(Some(mean), &oscar_codec::hadamard::matrix(DIM)).unwrap();
-        let sinks = [4.0, 6.0];
+        let sinks = [6.0, 6.5];
         with_sinks(Windows { sink: 4, recent: 16 }, &sinks, &transform, |trial| {
             let held_out = trial.held_out;
             let mut length = 0.0;

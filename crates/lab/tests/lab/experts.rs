@@ -38,13 +38,14 @@ fn mixtures_are_calibrated_and_read_at_two_bits() {
             hash: "test".into(),
         };
         let calibration = Calibration { windows: WINDOWS, ..Calibration::new(header) };
-        let (file, certificate) =
+        let (mut file, certificate) =
             calibrate(&model, &corpus, &calibration, None, |_| ControlFlow::Continue(())).unwrap();
         let global = config.layers - config.sliding_layers().len();
         assert_eq!(certificate.heads.len(), global * config.kv_heads, "{name}");
         let findings = verify::verify(&file);
         assert!(findings.is_sound(), "{name}: {findings:?}");
 
+        file.fill_sliding_layers(&config.sliding_layers());
         let source = CodecSource { geometry: config.kv_geometry(), rotations: Some(&file) };
         let mut comparison = CodecComparison::new(model.clone(), 512).unwrap();
         comparison.set_text(&tokens(10, 400), 0, 64, |_| ()).unwrap();

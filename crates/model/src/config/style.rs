@@ -20,6 +20,15 @@ pub struct BlockStyle {
     pub attention_scale: f32,
     /// Whether each query head has a learned logit that takes part in its softmax and has no value.
     pub learned_sinks: bool,
+    /// What attention and the feed-forward block return is multiplied with this before it is added (Granite). The residual stream
+    /// is kept divided by it instead, which norms do not notice but for their epsilon; embeddings are scaled accordingly.
+    pub residual_scale: f32,
+    /// What logits are multiplied with.
+    pub logit_scale: f32,
+    /// Layers whose queries and keys do not rotate.
+    pub unrotated: Vec<usize>,
+    /// Whether query, key and value projections are one matrix in the file, and gate and up projections another.
+    pub fused_projections: bool,
 }
 
 impl BlockStyle {
@@ -32,6 +41,10 @@ impl BlockStyle {
             embedding_scale: None,
             attention_scale: 1.0 / (head_dim as f32).sqrt(),
             learned_sinks: false,
+            residual_scale: 1.0,
+            logit_scale: 1.0,
+            unrotated: Vec::new(),
+            fused_projections: false,
         }
     }
 }
@@ -80,6 +93,7 @@ pub(super) fn features(
         (Feature::ScaledEmbeddings, style.embedding_scale.is_some()),
         (Feature::LearnedSinks, style.learned_sinks),
         (Feature::ClampedSwiglu, matches!(style.activation, Activation::ClampedSwiglu { .. })),
+        (Feature::LayersWithoutRope, !style.unrotated.is_empty()),
         (Feature::ExpertBiases, experts.is_some_and(|experts| experts.facts.biases)),
     ];
     needs.into_iter().filter_map(|(feature, needed)| needed.then_some(feature)).collect()

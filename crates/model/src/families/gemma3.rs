@@ -29,9 +29,10 @@ pub(super) static GEMMA3: ModelFamily = ModelFamily {
             value: "gelu_pytorch_tanh",
             expected: "`gelu_pytorch_tanh`, the only activation supported",
         },
-        gguf_yarn_truncates: true,
+        windows: true,
         from_json: style_of_json,
         from_gguf: style_of_gguf,
+        ..StyleFacts::PLAIN
     }),
 };
 
@@ -178,7 +179,7 @@ fn style(hidden_size: usize, norm_offset: f32, scalar: f64) -> BlockStyle {
         norm_offset,
         embedding_scale: Some((hidden_size as f64).sqrt() as f32),
         attention_scale: (1.0 / scalar.sqrt()) as f32,
-        learned_sinks: false,
+        ..BlockStyle::plain(1)
     }
 }
 

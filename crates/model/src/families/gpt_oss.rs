@@ -5,9 +5,10 @@
 use oscar_kernels::backend::{Activation, RopeLayout};
 use oscar_kernels::routing::Scores;
 
+use super::style::{above_zero, sliding_by_types};
 use super::{
-    ActivationField, Bias, BlockShape, ExpertFacts, ExpertLayout, ExpertNames, FieldName, ModelFamily,
-    NormRule, Normalise, StyleFacts,
+    Bias, BlockShape, ExpertFacts, ExpertLayout, ExpertNames, FieldName, ModelFamily, NormRule, Normalise,
+    StyleFacts,
 };
 use crate::config::{BlockStyle, SlidingLayers};
 use crate::error::ModelError;
@@ -43,14 +44,11 @@ pub(super) static GPT_OSS: ModelFamily = ModelFamily {
     style: Some(&StyleFacts {
         default_sizes: &DEFAULTS,
         default_theta: 150_000.0,
-        activation: ActivationField {
-            field: "hidden_act",
-            value: "silu",
-            expected: "`silu`, the only activation supported",
-        },
         gguf_yarn_truncates: false,
+        windows: true,
         from_json: style_of_json,
         from_gguf: style_of_gguf,
+        ..StyleFacts::PLAIN
     }),
 };
 
@@ -80,14 +78,12 @@ fn style_of_json(
     if !fields.contains("rope_parameters") && !fields.contains("rope_scaling") {
         return Err(fields.wrong("rope_scaling", "an object; the model was trained with YaRN").into());
     }
-    let number = |name: &'static str, default: f64| match fields.float_if_present(name)? {
-        Some(value) if !((value as f32).is_finite() && value > 0.0) => {
-            Err(fields.wrong(name, "a number above 0"))
-        }
-        value => Ok(value.unwrap_or(default)),
-    };
-    let style = style(head_dim, number("swiglu_alpha", ALPHA)?, number("swiglu_limit", LIMIT)?);
-    let is_sliding = match super::style::sliding_by_types(fields)? {
+    let style = style(
+        head_dim,
+        above_zero(fields, "swiglu_alpha", ALPHA)?,
+        above_zero(fields, "swiglu_limit", LIMIT)?,
+    );
+    let is_sliding = match sliding_by_types(fields)? {
         Some(is_sliding) => is_sliding,
         None => every_second(layers),
     };

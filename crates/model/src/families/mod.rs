@@ -6,11 +6,15 @@ mod experts;
 pub(crate) mod gemma3;
 mod glm4_moe;
 mod gpt_oss;
+mod granite;
 mod llama;
 mod minimax_m2;
+mod mistral;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod smollm3;
 mod style;
 
 pub(crate) use experts::{ExpertFacts, ExpertLayout, ExpertNames, Normalise};
@@ -21,7 +25,7 @@ use oscar_kernels::backend::RopeLayout;
 use crate::config::QkNorm;
 
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 8] = [
+pub(crate) const FAMILIES: [&ModelFamily; 12] = [
     &llama::LLAMA,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
@@ -30,6 +34,10 @@ pub(crate) const FAMILIES: [&ModelFamily; 8] = [
     &minimax_m2::MINIMAX_M2,
     &gemma3::GEMMA3,
     &gpt_oss::GPT_OSS,
+    &mistral::MISTRAL,
+    &smollm3::SMOLLM3,
+    &granite::GRANITE,
+    &phi3::PHI3,
 ];
 
 /// What sets a family of models apart from the others.
