@@ -26,10 +26,13 @@ HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "MXFP4": [],
 }
 
 # Zeros, the smallest and largest subnormal and normal numbers, of both signs.
 EXTREMES = [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x8400, 0x7BFF, 0xFBFF, 0x3C00, 0xBC00]
+
+EXPONENTS = [0, 1, 2, 3, 126, 127, 128, 251]
 
 
 def finite_halves(rng, count):
@@ -44,6 +47,10 @@ def blocks(rng, name, count, size):
         for i, bits in enumerate(EXTREMES[:count]):
             halves[(i * (position + 1)) % count] = bits
         data[:, at : at + 2] = halves.view(np.uint8).reshape(count, 2)
+    if name == "MXFP4":
+        # Exponents of both ends; of the very largest some elements would be infinite.
+        data[:, 0] = rng.integers(0, 252, size=count)
+        data[: len(EXPONENTS), 0] = EXPONENTS
     if name == "F16":
         data = finite_halves(rng, data.size // 2).view(np.uint8).reshape(data.shape)
     if name in ("F32", "BF16"):

@@ -1,5 +1,6 @@
 //! The command line: one file per command under `commands`, everything they share beside this one.
 
+mod answer;
 mod arguments;
 mod calibration;
 mod commands;

@@ -180,6 +180,7 @@ fn attention(shape: Shape) -> AttentionSpec<CpuBackend> {
         head_dim,
         scale: 0.05,
         window: None,
+        rotates: true,
         sinks: None,
         q_norm: None,
         k_norm: None,

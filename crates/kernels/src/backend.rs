@@ -113,6 +113,12 @@ pub enum Feature {
     ScaledEmbeddings,
     /// [`AttentionSpec::sinks`].
     LearnedSinks,
+    /// [`Activation::ClampedSwiglu`].
+    ClampedSwiglu,
+    /// [`RoutedMlp::biases`].
+    ExpertBiases,
+    /// Layers without [`AttentionSpec::rotates`].
+    LayersWithoutRope,
 }
 
 impl std::fmt::Display for Feature {
@@ -123,18 +129,29 @@ impl std::fmt::Display for Feature {
             Feature::GeluTanh => "GELU activations",
             Feature::ScaledEmbeddings => "scaled embeddings",
             Feature::LearnedSinks => "learned sinks",
+            Feature::ClampedSwiglu => "clamped activations",
+            Feature::ExpertBiases => "biases of experts",
+            Feature::LayersWithoutRope => "layers without rotary embedding",
         })
     }
 }
 
-/// What the gate of a feed-forward block goes through.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How the gate of a feed-forward block and what it is multiplied with become one.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Activation {
-    /// `x · sigmoid(x)`.
+    /// `gate · sigmoid(gate) · up`.
     #[default]
     Silu,
-    /// GELU by its tanh approximation, `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`.
+    /// `gelu(gate) · up`, with GELU by its tanh approximation, `x/2 · (1 + tanh(√(2/π)(x + 0.044715 x³)))`.
     GeluTanh,
+    /// `gate · sigmoid(alpha · gate) · (up + 1)`, where the gate is at most `limit`, and `up` between that and its negative
+    /// (GPT-OSS).
+    ClampedSwiglu {
+        /// Factor on the gate inside the logistic function.
+        alpha: f32,
+        /// The largest number that takes part.
+        limit: f32,
+    },
 }
 
 /// The gated feed-forward block `x + output_norm(down(activation(gate(norm x)) * up(norm x)))`.
@@ -154,7 +171,7 @@ pub struct GatedMlp<B: Backend + ?Sized> {
 }
 
 /// The feed-forward block of a mixture of experts: `x + Σ weight · expert(norm x)` over the experts that the router chooses
-/// for a row, and an expert that all rows share if there is one. An expert is `down(silu(gate x) * up x)`.
+/// for a row, and an expert that all rows share if there is one. An expert is `down(activation(gate x, up x))`.
 pub struct RoutedMlp<B: Backend + ?Sized> {
     /// Applied to the input first; the router and all experts read the result.
     pub norm: RmsNorm<B>,
@@ -164,14 +181,28 @@ pub struct RoutedMlp<B: Backend + ?Sized> {
     pub correction: Option<B::Weight>,
     /// What becomes of the router's numbers.
     pub routing: Routing,
+    /// How an expert's gate and what it is multiplied with become one.
+    pub activation: Activation,
     /// The gates of all experts; they go through the activation.
     pub gate: B::Experts,
     /// Multiplied with the activated gates.
     pub up: B::Experts,
     /// Back to the hidden size.
     pub down: B::Experts,
+    /// What experts add to their projections (GPT-OSS).
+    pub biases: Option<ExpertBiases<B>>,
     /// The expert that every row goes to, with a weight of one.
     pub shared: Option<SharedExpert<B>>,
+}
+
+/// What the experts of a layer add to their projections: for each of them one row, of as many numbers as it has outputs.
+pub struct ExpertBiases<B: Backend + ?Sized> {
+    /// Of the gates.
+    pub gate: B::Experts,
+    /// Of what is multiplied with the activated gates.
+    pub up: B::Experts,
+    /// Of the projections back to the hidden size.
+    pub down: B::Experts,
 }
 
 /// An expert that every row goes to.
@@ -197,6 +228,8 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
     /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
     pub window: Option<usize>,
+    /// Whether queries and keys get rotary embedding (SmolLM3 has layers that do not).
+    pub rotates: bool,
     /// One logit for each query head that takes part in the softmax of every row and has no value (GPT-OSS).
     pub sinks: Option<B::Weight>,
     /// Norm over each query head (Qwen3), with a gain of `head_dim`; or over all query heads together (MiniMax), with a

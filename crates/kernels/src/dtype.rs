@@ -17,13 +17,15 @@ pub enum DType {
     Q4K,
     Q5K,
     Q6K,
+    /// Numbers of four bits with a power of two for each 32 of them (OCP Microscaling).
+    Mxfp4,
     /// A byte per element, with scales that are stored beside the matrix.
     F8E4M3,
 }
 
 impl DType {
     /// Every supported type whose bytes are all there is to it; FP8 needs scales.
-    pub const ALL: [DType; 11] = [
+    pub const ALL: [DType; 12] = [
         DType::F32,
         DType::F16,
         DType::BF16,
@@ -35,13 +37,14 @@ impl DType {
         DType::Q4K,
         DType::Q5K,
         DType::Q6K,
+        DType::Mxfp4,
     ];
 
     /// Elements per block; 1 for float types.
     pub const fn block_len(self) -> usize {
         match self {
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => 1,
-            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 => 32,
+            DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::Mxfp4 => 32,
             DType::Q4K | DType::Q5K | DType::Q6K => 256,
         }
     }
@@ -59,6 +62,7 @@ impl DType {
             DType::Q4K => 144,
             DType::Q5K => 176,
             DType::Q6K => 210,
+            DType::Mxfp4 => 17,
             DType::F8E4M3 => 1,
         }
     }
@@ -96,6 +100,7 @@ impl fmt::Display for DType {
             DType::Q4K => "Q4_K",
             DType::Q5K => "Q5_K",
             DType::Q6K => "Q6_K",
+            DType::Mxfp4 => "MXFP4",
             DType::F8E4M3 => "F8_E4M3",
         })
     }

@@ -97,7 +97,8 @@ impl<B: Backend> Model<B> {
     /// A model of weights that are on the device.
     pub fn new(backend: Arc<B>, config: ModelConfig, weights: ModelWeights<B>) -> Model<B> {
         let rope = config.rope.build();
-        let window_rope = config.sliding.as_ref().map(|sliding| sliding.rope.build());
+        let window_rope =
+            config.sliding.as_ref().map(|sliding| sliding.rope.as_ref().unwrap_or(&config.rope).build());
         Model { backend, config, rope, window_rope, weights }
     }
 

@@ -7,7 +7,7 @@
 //! | [`text`] | tokenizers and chat templates |
 //! | `families` | what sets model families apart |
 //! | `config`, `rope` | the shape of a model |
-//! | `weights`, `experts`, `scales`, `forward` | one forward pass over any backend |
+//! | `weights`, `experts`, `stacked_experts`, `scales`, `forward` | one forward pass over any backend |
 //! | [`SamplingDefaults`] | the sampling settings that a model's makers recommend |
 //! | `loaded` | all of it put together |
 
@@ -24,6 +24,7 @@ mod rope;
 mod sampling;
 mod scales;
 pub mod source;
+mod stacked_experts;
 pub mod text;
 mod weights;
 

@@ -8,6 +8,8 @@ pub(crate) enum LayerTensor {
     Key,
     Value,
     Output,
+    /// The learned sinks of query heads; the name is whole.
+    Sinks,
     QueryNorm,
     KeyNorm,
     MlpNorm,
@@ -20,6 +22,10 @@ pub(crate) enum LayerTensor {
     Gate,
     Up,
     Down,
+    /// Query, key and value projections in one.
+    FusedQkv,
+    /// Gate and up projections in one.
+    FusedGateUp,
 }
 
 /// The names of tensors in one kind of file.
@@ -61,6 +67,7 @@ impl TensorNaming {
                     LayerTensor::Key => "attn_k",
                     LayerTensor::Value => "attn_v",
                     LayerTensor::Output => "attn_output",
+                    LayerTensor::Sinks => "attn_sinks.weight",
                     LayerTensor::QueryNorm => "attn_q_norm",
                     LayerTensor::KeyNorm => "attn_k_norm",
                     LayerTensor::MlpNorm | LayerTensor::MlpNormBetween => "ffn_norm",
@@ -69,6 +76,8 @@ impl TensorNaming {
                     LayerTensor::Gate => "ffn_gate",
                     LayerTensor::Up => "ffn_up",
                     LayerTensor::Down => "ffn_down",
+                    LayerTensor::FusedQkv => "attn_qkv",
+                    LayerTensor::FusedGateUp => "ffn_up",
                 };
                 format!("blk.{layer}.{part}")
             }
@@ -79,6 +88,7 @@ impl TensorNaming {
                     LayerTensor::Key => "self_attn.k_proj",
                     LayerTensor::Value => "self_attn.v_proj",
                     LayerTensor::Output => "self_attn.o_proj",
+                    LayerTensor::Sinks => "self_attn.sinks",
                     LayerTensor::QueryNorm => "self_attn.q_norm",
                     LayerTensor::KeyNorm => "self_attn.k_norm",
                     LayerTensor::MlpNorm | LayerTensor::AttentionOutputNorm => "post_attention_layernorm",
@@ -87,6 +97,8 @@ impl TensorNaming {
                     LayerTensor::Gate => "mlp.gate_proj",
                     LayerTensor::Up => "mlp.up_proj",
                     LayerTensor::Down => "mlp.down_proj",
+                    LayerTensor::FusedQkv => "self_attn.qkv_proj",
+                    LayerTensor::FusedGateUp => "mlp.gate_up_proj",
                 };
                 format!("model.layers.{layer}.{part}")
             }
@@ -105,7 +117,9 @@ impl TensorNaming {
     pub(crate) fn may_ignore(self, name: &str, tied: bool) -> bool {
         match self {
             // Read while the rotary frequencies are set up.
-            TensorNaming::Gguf => name == "rope_freqs.weight",
+            TensorNaming::Gguf => {
+                ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"].contains(&name)
+            }
             // Old checkpoints store the frequencies, and some tied ones store the embedding a second time.
             TensorNaming::HuggingFace => {
                 name.ends_with(".rotary_emb.inv_freq") || tied && name == self.head()

@@ -57,7 +57,12 @@ pub enum RopeScaling {
         original_context: usize,
     },
     /// A divisor for each frequency, given by the file.
-    Divisors(Vec<f32>),
+    Divisors {
+        /// As many as there are frequencies.
+        divisors: Vec<f32>,
+        /// Factor on cosine and sine.
+        magnitude: f64,
+    },
 }
 
 impl RopeScaling {
@@ -85,7 +90,8 @@ impl RopeConfig {
             RopeScaling::Linear { factor } => {
                 frequencies.iter_mut().for_each(|frequency| *frequency /= factor)
             }
-            RopeScaling::Divisors(divisors) => {
+            RopeScaling::Divisors { divisors, magnitude: factor } => {
+                magnitude = *factor;
                 frequencies
                     .iter_mut()
                     .zip(divisors)
@@ -165,7 +171,48 @@ impl RopeConfig {
 
 /// YaRN's factor on cosine and sine for a context `factor` times longer.
 pub(crate) fn yarn_magnitude(factor: f64) -> f64 {
-    if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
+    yarn_magnitude_of(factor, 1.0)
+}
+
+/// The same where a model says how strong it is.
+pub(crate) fn yarn_magnitude_of(factor: f64, strength: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * strength * factor.ln() + 1.0 }
+}
+
+/// LongRoPE (Ding et al. 2024): a divisor for each frequency, one set for contexts up to that of pre-training and one for longer
+/// ones. The set is that of the context which the model is made for, whatever the length of a text: keys in the cache would
+/// otherwise change when a text grows.
+pub(crate) struct LongRope {
+    pub(crate) short: Vec<f32>,
+    pub(crate) long: Vec<f32>,
+    pub(crate) original_context: usize,
+    pub(crate) context: usize,
+    /// Factor on cosine and sine, if the model gives one.
+    pub(crate) magnitude: Option<f64>,
+}
+
+impl LongRope {
+    /// The scaling of `pairs` frequencies, or what is wrong with the numbers.
+    pub(crate) fn scaling(self, pairs: usize) -> Result<RopeScaling, String> {
+        let LongRope { short, long, original_context, context, magnitude } = self;
+        for (name, divisors) in [("short", &short), ("long", &long)] {
+            if divisors.len() != pairs {
+                return Err(format!("there are {} {name} RoPE factors, expected {pairs}", divisors.len()));
+            }
+            if let Some(divisor) = divisors.iter().find(|divisor| !(divisor.is_finite() && **divisor > 0.0)) {
+                return Err(format!("the {name} RoPE factors hold {divisor}, expected numbers above 0"));
+            }
+        }
+        let factor = context as f64 / original_context.max(1) as f64;
+        let own =
+            if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original_context as f64).ln()).sqrt() };
+        let magnitude = magnitude.unwrap_or(own);
+        if !(magnitude > 0.0 && (magnitude as f32).is_finite()) {
+            return Err(format!("the attention factor of RoPE is {magnitude}, expected a number above 0"));
+        }
+        let divisors = if context > original_context { long } else { short };
+        Ok(RopeScaling::Divisors { divisors, magnitude })
+    }
 }
 
 #[cfg(test)]
@@ -189,9 +236,36 @@ mod tests {
     fn linear_and_divisors_divide() {
         let plain = config(RopeScaling::None).build().inverse_frequencies;
         let linear = config(RopeScaling::Linear { factor: 4.0 }).build().inverse_frequencies;
-        let divisors = config(RopeScaling::Divisors(vec![4.0; 32])).build().inverse_frequencies;
+        let scaling = RopeScaling::Divisors { divisors: vec![4.0; 32], magnitude: 1.5 };
+        let Rope { inverse_frequencies: divisors, magnitude, .. } = config(scaling).build();
+        assert_eq!(magnitude, 1.5);
         assert_eq!(linear, divisors);
         assert!(plain.iter().zip(&linear).all(|(plain, linear)| (plain / 4.0 - linear).abs() < 1e-9));
+    }
+
+    #[test]
+    fn long_factors_are_for_long_contexts() {
+        let make = |context, magnitude| LongRope {
+            short: vec![1.0, 2.0],
+            long: vec![3.0, 4.0],
+            original_context: 4096,
+            context,
+            magnitude,
+        };
+        let short = RopeScaling::Divisors { divisors: vec![1.0, 2.0], magnitude: 1.0 };
+        assert_eq!(make(4096, None).scaling(2), Ok(short));
+        let Ok(RopeScaling::Divisors { divisors, magnitude }) = make(131_072, None).scaling(2) else {
+            panic!()
+        };
+        assert_eq!(divisors, [3.0, 4.0]);
+        assert!((magnitude - 1.190_238).abs() < 1e-6, "{magnitude}");
+        let own = RopeScaling::Divisors { divisors: vec![3.0, 4.0], magnitude: 1.5 };
+        assert_eq!(make(8192, Some(1.5)).scaling(2), Ok(own));
+        assert!(make(8192, None).scaling(3).is_err());
+        assert!(make(8192, Some(f64::NAN)).scaling(2).is_err());
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(LongRope { short: vec![1.0, bad], ..make(8192, None) }.scaling(2).is_err());
+        }
     }
 
     #[test]

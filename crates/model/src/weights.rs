@@ -64,8 +64,9 @@ impl<B: Backend> ModelWeights<B> {
     ) -> Result<ModelWeights<B>, ModelError> {
         let loader = Loader { backend, source, config, naming, used: RefCell::default() };
         let embedding = loader.matrix(naming.embedding(), config.vocab_size, config.hidden_size)?;
-        let norm = loader.norm(naming.final_norm(), config.hidden_size)?;
         let norm_gain = loader.vector(naming.final_norm(), config.hidden_size)?;
+        let norm_gain: Vec<f32> = norm_gain.iter().map(|gain| gain * config.style.logit_scale).collect();
+        let norm = loader.norm_with(&norm_gain)?;
         let tied = config.tied_embeddings.unwrap_or_else(|| !source.contains(naming.head()));
         let head = if tied {
             None
@@ -95,25 +96,30 @@ impl<B: Backend> Loader<'_, B> {
         let linear =
             |part, rows, cols, bias| self.linear(&self.naming.layer_tensor(layer, part), rows, cols, bias);
         let norm = |part, len| self.norm(&format!("{}.weight", self.naming.layer_tensor(layer, part)), len);
+        let of_heads = |norm| Some(RmsNorm { eps: config.norm_eps, ..norm });
         let head_norm = |part, heads: usize| match config.head_norms {
             QkNorm::None => Ok(None),
-            QkNorm::Heads => norm(part, d).map(Some),
-            QkNorm::Layer => norm(part, heads * d).map(Some),
+            QkNorm::Heads => norm(part, d).map(of_heads),
+            QkNorm::Layer => norm(part, heads * d).map(of_heads),
         };
         Ok(LayerWeights {
             norm: norm(LayerTensor::AttentionNorm, hidden)?,
-            qkv: [
-                linear(LayerTensor::Query, q, hidden, config.qkv_bias)?,
-                linear(LayerTensor::Key, kv, hidden, config.qkv_bias)?,
-                linear(LayerTensor::Value, kv, hidden, config.qkv_bias)?,
-            ],
+            qkv: match config.style.fused_projections {
+                true => self.parts_of(layer, LayerTensor::FusedQkv, [q, kv, kv], hidden)?,
+                false => [
+                    linear(LayerTensor::Query, q, hidden, config.qkv_bias)?,
+                    linear(LayerTensor::Key, kv, hidden, config.qkv_bias)?,
+                    linear(LayerTensor::Value, kv, hidden, config.qkv_bias)?,
+                ],
+            },
             attention: AttentionSpec {
                 q_heads: config.q_heads,
                 kv_heads: config.kv_heads,
                 head_dim: d,
                 scale: config.style.attention_scale,
                 window: config.window(layer),
-                sinks: None,
+                rotates: !config.style.unrotated.contains(&layer),
+                sinks: self.sinks(layer)?,
                 q_norm: head_norm(LayerTensor::QueryNorm, config.q_heads)?,
                 k_norm: head_norm(LayerTensor::KeyNorm, config.kv_heads)?,
             },
@@ -126,19 +132,57 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
+    /// The learned sinks of a layer, in models that have them.
+    fn sinks(&self, layer: usize) -> Result<Option<B::Weight>, ModelError> {
+        let name = self.naming.layer_tensor(layer, LayerTensor::Sinks);
+        self.config.style.learned_sinks.then(|| self.finite(&name, 1, self.config.q_heads)).transpose()
+    }
+
     fn dense_mlp(&self, layer: usize) -> Result<GatedMlp<B>, ModelError> {
         let (hidden, inner) = (self.config.hidden_size, self.config.intermediate_size);
         let linear = |part, rows, cols| {
             self.linear(&self.naming.layer_tensor(layer, part), rows, cols, self.config.mlp_bias)
         };
+        let [gate, up] = match self.config.style.fused_projections {
+            true => self.parts_of(layer, LayerTensor::FusedGateUp, [inner, inner], hidden)?,
+            false => [linear(LayerTensor::Gate, inner, hidden)?, linear(LayerTensor::Up, inner, hidden)?],
+        };
         Ok(GatedMlp {
             norm: self.mlp_norm(layer)?,
             activation: self.config.style.activation,
-            gate: linear(LayerTensor::Gate, inner, hidden)?,
-            up: linear(LayerTensor::Up, inner, hidden)?,
+            gate,
+            up,
             down: linear(LayerTensor::Down, hidden, inner)?,
             output_norm: self.output_norm(layer, LayerTensor::MlpOutputNorm)?,
         })
+    }
+
+    /// The projections whose outputs follow each other in one matrix, each where it lies.
+    fn parts_of<const N: usize>(
+        &self,
+        layer: usize,
+        tensor: LayerTensor,
+        outputs: [usize; N],
+        cols: usize,
+    ) -> Result<[Linear<B>; N], ModelError> {
+        let name = format!("{}.weight", self.naming.layer_tensor(layer, tensor));
+        let all = self.stored(&name, outputs.iter().sum(), cols)?;
+        if all.scales.is_some() {
+            let problem = format!("tensor `{name}` holds FP8 numbers, which fused projections cannot");
+            return Err(ModelError::BadConfig { path: self.source.path().to_path_buf(), problem });
+        }
+        let row_bytes = all.data()?.len() / all.rows.max(1);
+        let mut offset = all.offset;
+        let parts = outputs.map(|rows| {
+            let part = StoredMatrix { offset, rows, ..all.clone() };
+            offset += rows * row_bytes;
+            part
+        });
+        let mut linears = Vec::with_capacity(N);
+        for part in &parts {
+            linears.push(Linear { weight: self.backend.weight(part)?, bias: None });
+        }
+        linears.try_into().map_err(|_| unreachable!("one projection for each part"))
     }
 
     /// A norm of what a block returns, in models that have them.
@@ -176,26 +220,34 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn norm(&self, name: &str, len: usize) -> Result<RmsNorm<B>, ModelError> {
-        let eps = self.config.norm_eps;
         if self.config.style.norm_offset == 0.0 {
-            return Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps });
+            return Ok(RmsNorm { weight: self.matrix(name, 1, len)?, eps: self.eps() });
         }
-        self.stored(name, 1, len)?;
-        let bytes: Vec<u8> = self.vector(name, len)?.iter().flat_map(|gain| gain.to_le_bytes()).collect();
+        self.norm_with(&self.vector(name, len)?)
+    }
+
+    /// A norm with a gain that is no longer the file's.
+    fn norm_with(&self, gain: &[f32]) -> Result<RmsNorm<B>, ModelError> {
+        let bytes: Vec<u8> = gain.iter().flat_map(|gain| gain.to_le_bytes()).collect();
         let gain = StoredMatrix {
             bytes: Arc::new(bytes),
             offset: 0,
             dtype: DType::F32,
             rows: 1,
-            cols: len,
+            cols: gain.len(),
             scales: None,
         };
-        Ok(RmsNorm { weight: self.backend.weight(&gain)?, eps })
+        Ok(RmsNorm { weight: self.backend.weight(&gain)?, eps: self.eps() })
+    }
+
+    /// The epsilon of norms of the residual stream, which is kept divided by what blocks are multiplied with.
+    fn eps(&self) -> f32 {
+        self.config.norm_eps / self.config.style.residual_scale.powi(2)
     }
 
     /// The gain of a norm on the host.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
-        let stored: StoredMatrix = self.source.get(name)?.matrix()?;
+        let stored = self.stored(name, 1, len)?;
         let mut values = vec![0.0; len];
         dequantise(stored.dtype, stored.data()?, &mut values);
         values.iter_mut().for_each(|value| *value += self.config.style.norm_offset);

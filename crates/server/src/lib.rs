@@ -44,7 +44,7 @@ pub use grammar::{Constraint, ForcedCalls, GrammarError, GrammarFactory, Structu
 pub use http::Ended;
 pub use kv_events::{Endpoint, KvEventAddress, KvEventError, KvEventOptions, KvEventPublisher};
 pub use options::{CacheShape, ServerOptions, UnknownFields};
-pub use parse::{ReasoningFormat, Tool, ToolCallFormat};
+pub use parse::{ChannelReader, ReasoningFormat, Tool, ToolCallFormat};
 pub use text::ServedModel;
 
 use crate::state::AppState;

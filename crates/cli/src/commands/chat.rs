@@ -10,6 +10,7 @@ use oscar_model::files::FileError;
 use oscar_model::source::{Catalogue, DEFAULT_MODEL};
 use oscar_model::text::RememberedText;
 
+use crate::answer::Answer;
 use crate::arguments::{ModelArguments, SamplingArguments, positive};
 use crate::conversation::{Conversation, required_template};
 use crate::device::OnDevice;
@@ -192,18 +193,20 @@ impl<B: Backend> ChatSession<B> {
         let tokenizer = engine.model().tokenizer();
         let prompt = memory.encode(tokenizer, "", &text)?.ids;
         let watch = Watch::new();
-        let mut answer = String::new();
+        let template = engine.model().chat_template().map_or("", |template| template.source());
+        let mut answer = Answer::new(template);
+        let options = GenerateOptions { keep_special: answer.needs_special_tokens(), ..options.clone() };
         let mut written: io::Result<()> = Ok(());
-        let summary = engine.generate(&prompt, options, |event| {
+        let summary = engine.generate(&prompt, &options, |event| {
             if let Some(piece) = event.text() {
-                written = show(piece);
-                answer.push_str(piece);
+                written = show(&answer.push(piece));
             }
             watch.go_on(&written)
         })?;
         written?;
+        show(&answer.finish())?;
         show("\n")?;
-        conversation.answer(&answer);
+        conversation.answer(answer.said());
         memory.remember(tokenizer, "", &text, &prompt, &summary.tokens)?;
         eprintln!("{}", status(&summary, engine.context()));
         Ok(())

@@ -147,7 +147,7 @@ fn fields(path: &ModelPath, files: &ModelFiles, summary: &TensorSummary) -> Vec<
     ];
     if let Some(sliding) = &config.sliding {
         let (some, all) = (config.sliding_layers().len(), config.layers);
-        let theta = sliding.rope.theta;
+        let theta = sliding.rope.as_ref().unwrap_or(&config.rope).theta;
         let line = format!("{} tokens in {some} of {all} layers, RoPE theta {theta}", sliding.window);
         fields.push(("sliding window", line));
     }
@@ -234,7 +234,7 @@ fn rope_line(rope: &RopeConfig) -> String {
         RopeScaling::Llama3 { factor, original_context, .. } => {
             format!(", Llama 3 scaling by {factor} from {original_context} tokens")
         }
-        RopeScaling::Divisors(_) => ", a divisor per frequency from the file".to_owned(),
+        RopeScaling::Divisors { .. } => ", a divisor per frequency from the file".to_owned(),
     };
     format!("theta {}, {} channels{scaling}", rope.theta, rope.rotary_dim)
 }
@@ -245,6 +245,6 @@ fn scaling_name(scaling: &RopeScaling) -> &'static str {
         RopeScaling::Linear { .. } => "linear",
         RopeScaling::Yarn { .. } => "yarn",
         RopeScaling::Llama3 { .. } => "llama3",
-        RopeScaling::Divisors(_) => "divisors",
+        RopeScaling::Divisors { .. } => "divisors",
     }
 }

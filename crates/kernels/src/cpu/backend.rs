@@ -8,7 +8,7 @@ use oscar_codec::{ExactSlot, HeadIndex, SealedSlot, Side};
 use super::attend::{self, AttendScratch, Numerics, PartialStates, Tiers};
 use super::cache::Cache;
 use super::dot::Dot;
-use super::elementwise::{gelu_multiply, rms_norm, rms_norm_in_place, silu_multiply};
+use super::elementwise::{activate, rms_norm, rms_norm_in_place};
 use super::encode::{SealScratch, Sealer};
 use super::experts::{self, ExpertScratch, Experts};
 use super::heads::Heads;
@@ -22,8 +22,8 @@ use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    Activation, AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm,
-    Rope, RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
+    RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -309,6 +309,7 @@ impl Backend for CpuBackend {
             heads: Heads::of(spec),
             q_norm: head_norm(&spec.q_norm, spec.head_dim)?,
             k_norm: head_norm(&spec.k_norm, spec.head_dim)?,
+            rotates: spec.rotates,
             layer,
         };
         let rows = qkv.first_rows_mut("query, key and value rows", step.rows())?;
@@ -463,10 +464,7 @@ impl Backend for CpuBackend {
         self.projector(project).run(input, &projections, gate_up, Mode::Store)?;
         let fill = |row: usize, out: &mut [f32]| {
             let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-            match mlp.activation {
-                Activation::Silu => silu_multiply(self.isa, gate, up, out),
-                Activation::GeluTanh => gelu_multiply(self.isa, gate, up, out),
-            }
+            activate(self.isa, mlp.activation, gate, up, out);
         };
         let (input, down) = (Input { rows, cols: inner, fill: &fill }, [projection(&mlp.down)?]);
         let Some(norm) = &mlp.output_norm else {

@@ -4,7 +4,7 @@
 //! build for a generic x86 machine would otherwise stay at SSE2.
 
 use super::isa::Isa;
-use crate::backend::RopeLayout;
+use crate::backend::{Activation, RopeLayout};
 
 /// Compiles a body for each x86 level and picks one at run time.
 macro_rules! per_isa {
@@ -80,7 +80,7 @@ fn inverse_rms(x: &[f32], eps: f32) -> f32 {
 
 per_isa! {
     /// `out = silu(gate) * up`.
-    pub(super) fn silu_multiply(gate: &[f32], up: &[f32], out: &mut [f32]) => silu_multiply_body
+    fn silu_multiply(gate: &[f32], up: &[f32], out: &mut [f32]) => silu_multiply_body
 }
 
 #[inline(always)]
@@ -92,7 +92,7 @@ fn silu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
 
 per_isa! {
     /// `out = gelu(gate) * up`, by the tanh approximation of GELU.
-    pub(super) fn gelu_multiply(gate: &[f32], up: &[f32], out: &mut [f32]) => gelu_multiply_body
+    fn gelu_multiply(gate: &[f32], up: &[f32], out: &mut [f32]) => gelu_multiply_body
 }
 
 #[inline(always)]
@@ -102,6 +102,31 @@ fn gelu_multiply_body(gate: &[f32], up: &[f32], out: &mut [f32]) {
     for ((gate, up), out) in gate.iter().zip(up).zip(out) {
         let twice = TWICE_ROOT * gate * (0.044_715 * gate).mul_add(*gate, 1.0);
         *out = gate / (1.0 + exp(-twice)) * up;
+    }
+}
+
+per_isa! {
+    /// `out = gate · sigmoid(alpha · gate) · (up + 1)` with the gate at most `limit` and `up` between that and its negative.
+    fn clamped_swiglu(gate: &[f32], up: &[f32], alpha: f32, limit: f32, out: &mut [f32]) => clamped_swiglu_body
+}
+
+#[inline(always)]
+fn clamped_swiglu_body(gate: &[f32], up: &[f32], alpha: f32, limit: f32, out: &mut [f32]) {
+    for ((&gate, &up), out) in gate.iter().zip(up).zip(out) {
+        // Not `min`, which would make a number of NaN.
+        let gate = if gate > limit { limit } else { gate };
+        let up = if up > limit { limit } else { up };
+        let up = if up < -limit { -limit } else { up };
+        *out = gate / (1.0 + exp(-alpha * gate)) * (up + 1.0);
+    }
+}
+
+/// What comes of a gate and what it is multiplied with.
+pub(super) fn activate(isa: Isa, activation: Activation, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    match activation {
+        Activation::Silu => silu_multiply(isa, gate, up, out),
+        Activation::GeluTanh => gelu_multiply(isa, gate, up, out),
+        Activation::ClampedSwiglu { alpha, limit } => clamped_swiglu(isa, gate, up, alpha, limit, out),
     }
 }
 
@@ -236,6 +261,32 @@ mod tests {
                 let exact = 0.5 * x * (1.0 + inner.tanh()) * f64::from(up[i]);
                 assert!((f64::from(out[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5), "{isa} gelu({x})");
             }
+        }
+    }
+
+    #[test]
+    fn every_path_clamps_like_f64() {
+        let (alpha, limit) = (1.702, 7.0);
+        for isa in Isa::available() {
+            let mut gate = values(77, 8);
+            gate.extend([0.0, 7.0, 7.5, 1e30, -7.5, -1e30, -100.0, 3.0, 3.0, f32::MIN_POSITIVE]);
+            let mut up = values(gate.len(), 9);
+            let edges = gate.len() - 3;
+            (up[edges], up[edges + 1]) = (1e30, -1e30);
+            let mut out = vec![0.0; gate.len()];
+            activate(isa, Activation::ClampedSwiglu { alpha, limit }, &gate, &up, &mut out);
+            for i in 0..gate.len() {
+                let (x, up) = (f64::from(gate[i]).min(7.0), f64::from(up[i]).clamp(-7.0, 7.0));
+                let exact = x / (1.0 + (-f64::from(alpha) * x).exp()) * (up + 1.0);
+                assert!(
+                    (f64::from(out[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-5),
+                    "{isa} ({x}, {up})"
+                );
+            }
+            let mut out = [0.0; 2];
+            let activation = Activation::ClampedSwiglu { alpha, limit };
+            activate(isa, activation, &[f32::NAN, 1.0], &[1.0, f32::NAN], &mut out);
+            assert!(out.iter().all(|value| value.is_nan()), "{isa} {out:?}");
         }
     }
 

@@ -7,11 +7,11 @@
 use std::ops::Range;
 
 use super::backend::{CpuBackend, for_each_row};
-use super::elementwise::{rms_norm, silu_multiply};
+use super::elementwise::{activate, rms_norm};
 use super::outputs::projection;
-use super::project::{Group, Input, Mode, Projector};
+use super::project::{Group, Input, Mode, Projection, Projector};
 use super::tensors::Weight;
-use crate::backend::{KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
+use crate::backend::{Activation, KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
 use crate::routing::{Choice, RoutingRule, RoutingScratch};
 
 /// The same projection of all experts of a layer, each where it lies in the file.
@@ -31,6 +31,17 @@ impl Experts {
     /// Outputs of an expert.
     fn outputs(&self) -> usize {
         self.0.first().map_or(0, Weight::rows)
+    }
+
+    /// The projection of one expert, with what it adds to it.
+    fn projection<'a>(
+        &'a self,
+        biases: Option<&'a Experts>,
+        expert: usize,
+    ) -> Result<Projection<'a>, KernelError> {
+        let weight = &self.0[expert];
+        let bias = biases.map(|biases| biases.0[expert].vector("a bias of an expert", weight.rows()));
+        Ok(Projection { weight, bias: bias.transpose()? })
     }
 }
 
@@ -75,8 +86,15 @@ pub(super) fn routed_mlp(
     cols: usize,
 ) -> Result<(), KernelError> {
     let rule = *mlp.routing.rule();
-    for experts in [&mlp.gate, &mlp.up, &mlp.down] {
+    let biases = mlp.biases.as_ref();
+    let [gate, up, down] = [
+        (&mlp.gate, biases.map(|biases| &biases.gate)),
+        (&mlp.up, biases.map(|biases| &biases.up)),
+        (&mlp.down, biases.map(|biases| &biases.down)),
+    ];
+    for (experts, biases) in [gate, up, down] {
         expect("experts of a layer", rule.experts, experts.0.len())?;
+        expect("experts with a bias", rule.experts, biases.map_or(rule.experts, |biases| biases.0.len()))?;
     }
     let inner = mlp.gate.outputs();
     expect("outputs of an expert's up projection", inner, mlp.up.outputs())?;
@@ -93,17 +111,20 @@ pub(super) fn routed_mlp(
     gate_up.resize(count * 2 * inner, 0.0);
     let fill = |slot: usize, out: &mut [f32]| out.copy_from_slice(row(slots.rows[slot]));
     let input = Input { rows: count, cols, fill: &fill };
-    projector.run_groups(input, &slots.groups(&[&mlp.gate, &mlp.up]), gate_up)?;
+    projector.run_groups(input, &slots.groups(&[gate, up])?, gate_up)?;
     results.resize(count * cols, 0.0);
     let fill = |slot: usize, out: &mut [f32]| {
         let (gate, up) = gate_up[slot * 2 * inner..(slot + 1) * 2 * inner].split_at(inner);
-        silu_multiply(isa, gate, up, out);
+        activate(isa, mlp.activation, gate, up, out);
     };
     let input = Input { rows: count, cols: inner, fill: &fill };
-    projector.run_groups(input, &slots.groups(&[&mlp.down]), results)?;
+    projector.run_groups(input, &slots.groups(&[down])?, results)?;
     combine(projector, slots, choices, results, hidden, cols);
     match &mlp.shared {
-        Some(shared) => shared_expert(projector, shared, Input { rows, cols, fill: &copy }, gate_up, hidden),
+        Some(shared) => {
+            let input = Input { rows, cols, fill: &copy };
+            shared_expert(projector, mlp.activation, shared, input, gate_up, hidden)
+        }
         None => Ok(()),
     }
 }
@@ -172,6 +193,7 @@ fn combine(
 
 fn shared_expert(
     projector: &mut Projector<'_>,
+    activation: Activation,
     shared: &SharedExpert<CpuBackend>,
     normed: Input<'_>,
     gate_up: &mut Vec<f32>,
@@ -183,7 +205,7 @@ fn shared_expert(
     projector.run(normed, &[projection(&shared.gate)?, projection(&shared.up)?], gate_up, Mode::Store)?;
     let fill = |row: usize, out: &mut [f32]| {
         let (gate, up) = gate_up[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner);
-        silu_multiply(isa, gate, up, out);
+        activate(isa, activation, gate, up, out);
     };
     let input = Input { rows, cols: inner, fill: &fill };
     projector.run(input, &[projection(&shared.down)?], hidden, Mode::Add)
@@ -206,11 +228,15 @@ impl Slots {
         }
     }
 
-    /// The slots of each expert that was chosen, with its weights.
-    fn groups<'a>(&self, projections: &[&'a Experts]) -> Vec<Group<'a>> {
-        let weights = |expert: usize| projections.iter().map(|all| &all.0[expert]).collect();
-        let group =
-            |(expert, rows): &(usize, Range<usize>)| Group { rows: rows.clone(), weights: weights(*expert) };
+    /// The slots of each expert that was chosen, with its weights and biases.
+    fn groups<'a>(
+        &self,
+        projections: &[(&'a Experts, Option<&'a Experts>)],
+    ) -> Result<Vec<Group<'a>>, KernelError> {
+        let of = |expert: usize| projections.iter().map(move |(all, biases)| all.projection(*biases, expert));
+        let group = |(expert, rows): &(usize, Range<usize>)| {
+            Ok(Group { rows: rows.clone(), projections: of(*expert).collect::<Result<_, _>>()? })
+        };
         self.experts.iter().map(group).collect()
     }
 

@@ -22,6 +22,7 @@ pub(super) struct Store<'a> {
     pub(super) heads: Heads,
     pub(super) q_norm: HeadNorm<'a>,
     pub(super) k_norm: HeadNorm<'a>,
+    pub(super) rotates: bool,
     pub(super) layer: usize,
 }
 
@@ -72,7 +73,9 @@ impl Store<'_> {
                 if let Some((weight, eps)) = norm {
                     rms_norm_in_place(self.isa, values, weight, eps);
                 }
-                rotate(self.isa, values, cos, sin, angles.layout);
+                if self.rotates {
+                    rotate(self.isa, values, cos, sin, angles.layout);
+                }
             }
         }
         if let Some(sealer) = sealer {

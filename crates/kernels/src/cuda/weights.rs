@@ -46,7 +46,7 @@ impl TileKind {
     /// The kind in which a stored matrix is kept. FP8 whose scales change inside a tile becomes bf16.
     fn of(stored: &StoredMatrix) -> TileKind {
         match stored.dtype {
-            DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
+            DType::F32 | DType::F16 | DType::BF16 | DType::Mxfp4 => TileKind::Floats,
             DType::F8E4M3 => match &stored.scales {
                 Some(scales) if scale_columns(scales, stored.cols).is_some() => TileKind::Fp8,
                 _ => TileKind::Floats,
@@ -79,9 +79,10 @@ impl TileKind {
     }
 }
 
-/// The number by which `repack.cu` knows a stored type. FP8 comes after all others.
+/// The number by which `repack.cu` knows a stored type. FP8 comes after all others; MXFP4 is widened before.
 fn type_number(dtype: DType) -> i32 {
-    DType::ALL.iter().position(|&other| other == dtype).unwrap_or(DType::ALL.len()) as i32
+    let numbered = DType::ALL.into_iter().filter(|&other| other != DType::Mxfp4);
+    numbered.take_while(|&other| other != dtype).count() as i32
 }
 
 /// Columns that share a scale, if that does not change inside a tile.
@@ -293,7 +294,7 @@ impl WeightLoader {
         tiles: &mut CudaSlice<u8>,
         at: usize,
     ) -> Result<(), KernelError> {
-        if stored.dtype == DType::F8E4M3 && kind == TileKind::Floats {
+        if matches!(stored.dtype, DType::F8E4M3 | DType::Mxfp4) && kind == TileKind::Floats {
             let bytes: Vec<u8> = floats(stored)?.into_iter().flat_map(f32::to_le_bytes).collect();
             let bytes: SharedBytes = Arc::new(bytes);
             let wide = StoredMatrix { bytes, offset: 0, dtype: DType::F32, scales: None, ..*stored };

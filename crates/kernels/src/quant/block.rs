@@ -10,12 +10,14 @@
 //! | Q4_K | 256 | nibble | `d·s` per 32 | `-dmin·t` per 32 | `d`, `dmin`, 12 bytes of 6-bit `s` and `t`, nibbles by 64 |
 //! | Q5_K | 256 | 5 bits | as Q4_K | as Q4_K | as Q4_K with 32 bytes of fifth bits before the nibbles |
 //! | Q6_K | 256 | 6 bits - 32 | `d·s` per 16 | - | low nibbles by 128, upper bit pairs by 128, 16 signed `s`, `d` |
+//! | MXFP4 | 32 | twice an E2M1 number | a power of two | - | its exponent plus 127, nibbles as Q4_0 |
 //!
 //! `d`, `m` and `dmin` are half-precision floats; everything is little-endian.
 
 use half::f16;
 
 use super::GROUP;
+use super::mxfp4::{half_power, twice};
 use crate::dtype::DType;
 
 /// A block taken apart: element `i` is `scales[i / 16] * codes[i] + offsets[i / 16]`.
@@ -60,6 +62,7 @@ pub fn unpack(dtype: DType, bytes: &[u8], into: &mut Unpacked) {
         DType::Q4K => Q4K::unpack(bytes, into),
         DType::Q5K => Q5K::unpack(bytes, into),
         DType::Q6K => Q6K::unpack(bytes, into),
+        DType::Mxfp4 => Mxfp4::unpack(bytes, into),
     }
 }
 
@@ -260,5 +263,20 @@ impl Block for Q6K {
                 codes[i + 96] = ((low[i + 32] >> 4) | ((high[i] >> 6) << 4)) as i8 - 32;
             }
         }
+    }
+}
+
+/// MXFP4.
+pub struct Mxfp4;
+
+impl Block for Mxfp4 {
+    const DTYPE: DType = DType::Mxfp4;
+    const HAS_OFFSET: bool = false;
+
+    #[inline(always)]
+    fn unpack(bytes: &[u8], into: &mut Unpacked) {
+        nibbles(&bytes[1..17], 0, &mut into.codes);
+        into.codes[..32].iter_mut().for_each(|code| *code = twice(*code as u8));
+        into.scales[..2].fill(half_power(bytes[0]));
     }
 }

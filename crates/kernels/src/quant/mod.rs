@@ -8,6 +8,7 @@
 
 pub mod block;
 pub mod fp8;
+pub mod mxfp4;
 
 use half::{bf16, f16};
 
@@ -52,6 +53,7 @@ pub(crate) fn dequantise_inline(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         DType::Q4K => blocks::<block::Q4K>(bytes, out),
         DType::Q5K => blocks::<block::Q5K>(bytes, out),
         DType::Q6K => blocks::<block::Q6K>(bytes, out),
+        DType::Mxfp4 => blocks::<block::Mxfp4>(bytes, out),
         DType::F8E4M3 => {
             out.iter_mut().zip(bytes).for_each(|(value, byte)| *value = fp8::E4M3[usize::from(*byte)]);
         }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use oscar_codec::{ExactSlot, KvGeometry};
 use oscar_kernels::backend::{
-    Batch, CacheSpec, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp, SequenceRows, SharedBytes, SharedExpert,
-    StoredMatrix,
+    Activation, Batch, CacheSpec, ExpertBiases, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp, SequenceRows,
+    SharedBytes, SharedExpert, StoredMatrix,
 };
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::{CpuBackend, Step};
@@ -28,6 +28,8 @@ struct Stored {
     router: StoredMatrix,
     correction: StoredMatrix,
     experts: [Vec<StoredMatrix>; 3],
+    biases: Option<[Vec<StoredMatrix>; 3]>,
+    activation: Activation,
     shared: [StoredMatrix; 3],
 }
 
@@ -47,6 +49,12 @@ fn matrix(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
                 bytes.extend(random.signed_vec(32).iter().map(|x| (127.0 * x) as i8 as u8));
             }
         }
+        DType::Mxfp4 => {
+            for _ in 0..rows * cols / 32 {
+                bytes.push(123 + random.below(3) as u8);
+                bytes.extend((0..16).map(|_| random.next_u64() as u8));
+            }
+        }
         _ => unreachable!("{dtype}"),
     }
     StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales: None }
@@ -61,8 +69,18 @@ fn stored(dtype: DType, random: &mut Random) -> Stored {
         router: one(DType::F32, EXPERTS, HIDDEN),
         correction: one(DType::F32, 1, EXPERTS),
         experts,
+        biases: None,
+        activation: Activation::Silu,
         shared: [one(dtype, INNER, HIDDEN), one(dtype, INNER, HIDDEN), one(dtype, HIDDEN, INNER)],
     }
+}
+
+/// A layer whose experts have biases and an activation that is clamped, at numbers that occur.
+fn with_biases(dtype: DType, random: &mut Random) -> Stored {
+    let mut all = |cols| (0..EXPERTS).map(|_| matrix(DType::BF16, 1, cols, random)).collect();
+    let biases = [all(INNER), all(INNER), all(HIDDEN)];
+    let activation = Activation::ClampedSwiglu { alpha: 1.702, limit: 0.9 };
+    Stored { biases: Some(biases), activation, ..stored(dtype, random) }
 }
 
 fn routing() -> Routing {
@@ -87,9 +105,14 @@ fn layer(backend: &CpuBackend, stored: &Stored) -> RoutedMlp<CpuBackend> {
         router: linear(&stored.router),
         correction: Some(weight(&stored.correction)),
         routing: routing(),
+        activation: stored.activation,
         gate,
         up,
         down,
+        biases: stored.biases.as_ref().map(|biases| {
+            let [gate, up, down] = biases.each_ref().map(|biases| backend.experts(biases).unwrap());
+            ExpertBiases { gate, up, down }
+        }),
         shared: Some(SharedExpert { gate: shared_gate, up: shared_up, down: shared_down }),
     }
 }
@@ -122,10 +145,26 @@ fn product(matrix: &StoredMatrix, x: &[f64]) -> Vec<f64> {
     rows.chunks(matrix.cols).map(|row| row.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum()).collect()
 }
 
-fn expert([gate, up, down]: [&StoredMatrix; 3], x: &[f64]) -> Vec<f64> {
-    let (gate, up) = (product(gate, x), product(up, x));
-    let inner: Vec<f64> = gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect();
-    product(down, &inner)
+fn expert(
+    weights: [&StoredMatrix; 3],
+    biases: Option<[&StoredMatrix; 3]>,
+    activation: Activation,
+    x: &[f64],
+) -> Vec<f64> {
+    let project = |part: usize, x: &[f64]| -> Vec<f64> {
+        let bias = biases.map_or(vec![0.0; weights[part].rows], |biases| values(biases[part]));
+        product(weights[part], x).into_iter().zip(bias).map(|(value, bias)| value + f64::from(bias)).collect()
+    };
+    let (gate, up) = (project(0, x), project(1, x));
+    let activate = |(gate, up): (f64, f64)| match activation {
+        Activation::ClampedSwiglu { alpha, limit } => {
+            let limit = f64::from(limit);
+            let gate = gate.min(limit);
+            gate / (1.0 + (-f64::from(alpha) * gate).exp()) * (up.clamp(-limit, limit) + 1.0)
+        }
+        _ => gate / (1.0 + (-gate).exp()) * up,
+    };
+    project(2, &gate.into_iter().zip(up).map(activate).collect::<Vec<_>>())
 }
 
 /// The definition, and which experts it goes to.
@@ -146,17 +185,22 @@ fn defined(stored: &Stored, x: &[f32]) -> (Vec<f64>, Vec<usize>) {
     let mut add =
         |weight: f64, values: Vec<f64>| out.iter_mut().zip(values).for_each(|(o, v)| *o += weight * v);
     for &chosen in &order {
-        add(1.5 * scores[chosen] / sum, expert(stored.experts.each_ref().map(|all| &all[chosen]), &normed));
+        let of = |all: &'_ [Vec<StoredMatrix>; 3]| all.each_ref().map(|all| all[chosen].clone());
+        let (weights, biases) = (of(&stored.experts), stored.biases.as_ref().map(of));
+        let biases = biases.as_ref().map(|biases| biases.each_ref());
+        let made = expert(weights.each_ref(), biases, stored.activation, &normed);
+        add(1.5 * scores[chosen] / sum, made);
     }
-    add(1.0, expert(stored.shared.each_ref(), &normed));
+    add(1.0, expert(stored.shared.each_ref(), None, stored.activation, &normed));
     (out, order)
 }
 
 #[test]
 fn every_path_agrees_with_the_definition() {
     let mut random = Random::new(31);
-    for dtype in [DType::F32, DType::BF16, DType::Q8_0] {
-        let stored = stored(dtype, &mut random);
+    let plain = [DType::F32, DType::BF16, DType::Q8_0].map(|dtype| (dtype, stored(dtype, &mut random)));
+    let biased = [DType::BF16, DType::Mxfp4].map(|dtype| (dtype, with_biases(dtype, &mut random)));
+    for (dtype, stored) in plain.into_iter().chain(biased) {
         // 40 rows at 3 of 12 experts: groups of few rows and of many.
         for rows in [1, 2, 7, 40] {
             let x = random.signed_vec(rows * HIDDEN);
@@ -184,8 +228,9 @@ fn every_path_agrees_with_the_definition() {
 #[test]
 fn a_row_does_not_depend_on_its_batch() {
     let mut random = Random::new(32);
-    for dtype in [DType::BF16, DType::Q8_0] {
-        let stored = stored(dtype, &mut random);
+    let plain = [DType::BF16, DType::Q8_0].map(|dtype| (dtype, stored(dtype, &mut random)));
+    let biased = [DType::Mxfp4].map(|dtype| (dtype, with_biases(dtype, &mut random)));
+    for (dtype, stored) in plain.into_iter().chain(biased) {
         for isa in Isa::available() {
             let backend = CpuBackend::with_isa(2, isa).deterministic();
             let mlp = layer(&backend, &stored);
@@ -225,7 +270,7 @@ fn a_row_without_scores_becomes_nan_and_the_others_do_not() {
 #[test]
 fn experts_that_do_not_fit_the_router_are_errors() {
     let mut random = Random::new(34);
-    let stored = stored(DType::F32, &mut random);
+    let stored = with_biases(DType::F32, &mut random);
     let backend = CpuBackend::new(1).unwrap();
     let x = random.signed_vec(HIDDEN);
     let fails = |change: &dyn Fn(&mut RoutedMlp<CpuBackend>)| {
@@ -238,6 +283,13 @@ fn experts_that_do_not_fit_the_router_are_errors() {
     fails(&|mlp| mlp.up = backend.experts(&stored.experts[2]).unwrap());
     fails(&|mlp| mlp.router.weight = backend.weight(&stored.experts[0][0]).unwrap());
     fails(&|mlp| mlp.correction = Some(backend.weight(&stored.norm).unwrap()));
+    let biases = stored.biases.as_ref().unwrap();
+    let change = |mlp: &mut RoutedMlp<CpuBackend>, wrong: &[StoredMatrix]| {
+        mlp.biases.as_mut().unwrap().up = backend.experts(wrong).unwrap();
+    };
+    fails(&|mlp| change(mlp, &biases[1][1..]));
+    fails(&|mlp| change(mlp, &biases[2]));
+    fails(&|mlp| change(mlp, &stored.experts[0]));
     let mixed = [stored.experts[0][0].clone(), stored.experts[2][0].clone()];
     assert!(backend.experts(&mixed).is_err(), "experts of one projection have one shape");
 }

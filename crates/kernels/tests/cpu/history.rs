@@ -54,6 +54,7 @@ fn early_positions_come_from_the_history_and_the_rest_from_the_cache() {
             head_dim: DIM,
             scale: 0.3,
             window: None,
+            rotates: true,
             sinks: None,
             q_norm: None,
             k_norm: None,

@@ -165,6 +165,7 @@ impl Sequence {
             head_dim: d,
             scale,
             window: None,
+            rotates: true,
             sinks: None,
             q_norm: None,
             k_norm: None,

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use half::bf16;
 use oscar_codec::{
     CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
-    hadamard,
+    SealedSlot, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, Rope, RopeLayout, SealPage, SealedRows, SealedSpec, SequenceRows,
+    StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -28,8 +29,8 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| bf16::from_f32(2.0 * random.signed()).to_f32()).collect()
 }
 
-fn spec(backend: &CpuBackend, window: Option<usize>) -> AttentionSpec<CpuBackend> {
-    let bytes: Vec<u8> = SINKS.iter().flat_map(|sink| sink.to_le_bytes()).collect();
+fn spec(backend: &CpuBackend, window: Option<usize>, sinks: &[f32]) -> AttentionSpec<CpuBackend> {
+    let bytes: Vec<u8> = sinks.iter().flat_map(|sink| sink.to_le_bytes()).collect();
     let stored = StoredMatrix {
         bytes: Arc::new(bytes),
         offset: 0,
@@ -44,6 +45,7 @@ fn spec(backend: &CpuBackend, window: Option<usize>) -> AttentionSpec<CpuBackend
         head_dim: DIM,
         scale: SCALE,
         window,
+        rotates: true,
         sinks: Some(backend.weight(&stored).unwrap()),
         q_norm: None,
         k_norm: None,
@@ -69,12 +71,12 @@ fn reference(rows: &[f32], window: usize, position: usize, query_head: usize) ->
 }
 
 /// A codec that centres keys and values far from zero and rotates them.
-fn centred() -> Arc<PageCodec> {
+fn centred(bits: u32) -> Arc<PageCodec> {
     let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
     let encoder = |seed: u64| {
         let mean = numbers(DIM, seed).into_iter().map(|value| value + 1.0).collect();
         let transform = HeadTransform::new(Some(mean), &hadamard::matrix(DIM)).unwrap();
-        HeadEncoder::codes(transform, CodeLayout::new(4, DIM, 1).unwrap(), Rule::MIN_MAX, false)
+        HeadEncoder::codes(transform, CodeLayout::new(bits, DIM, 1).unwrap(), Rule::MIN_MAX, false)
     };
     let keys = (0..KV_HEADS as u64).map(|head| encoder(100 + head)).collect();
     let values = (0..KV_HEADS as u64).map(|head| encoder(200 + head)).collect();
@@ -91,9 +93,9 @@ fn a_sink_has_its_share_once_per_row() {
     for isa in Isa::available() {
         // With several threads the pages of a row are in several items.
         for backend in [CpuBackend::with_isa(3, isa), CpuBackend::with_isa(2, isa).deterministic()] {
-            for (codec, tolerance) in [(None, 1e-4), (Some(centred()), 0.02)] {
+            for (codec, tolerance) in [(None, 1e-4), (Some(centred(4)), 0.02)] {
                 for window in [None, Some(70)] {
-                    let attention = spec(&backend, window);
+                    let attention = spec(&backend, window, &SINKS);
                     let cols = attention.qkv_cols();
                     let rows = numbers(TOKENS * cols, 17);
                     let mut cache_spec = CacheSpec::exact(geometry, KV_HEADS * GROUP, pages + 1);
@@ -140,6 +142,101 @@ fn a_sink_has_its_share_once_per_row() {
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+const LONG: usize = 300;
+const QUERIES: std::ops::Range<usize> = 290..LONG;
+
+/// Attention of the last rows of a sequence whose first pages, but for one, are sealed.
+fn over_sealed_pages(
+    backend: &CpuBackend,
+    codec: &Arc<PageCodec>,
+    attention: &AttentionSpec<CpuBackend>,
+    rows: &[f32],
+) -> Vec<f32> {
+    let geometry = KvGeometry { layers: 1, kv_heads: KV_HEADS, head_dim: DIM };
+    let pages = LONG.div_ceil(PAGE_TOKENS);
+    let slots = ExactSlot::first(pages);
+    let rope = Rope { inverse_frequencies: Vec::new(), magnitude: 1.0, layout: RopeLayout::Halves };
+    let mut spec = CacheSpec::exact(geometry, KV_HEADS * GROUP, pages + 1);
+    let windows = PageWindows { sink: 1, recent: 1 };
+    spec.sealed = Some(SealedSpec { codec: codec.clone(), slots: 3, windows });
+    let mut cache = backend.cache(&spec).unwrap();
+    let sealed: Vec<Option<SealedSlot>> = (0..pages as u32)
+        .map(|page| (1..3).contains(&page).then(|| SealedSlot::new(page).unwrap()))
+        .collect();
+    let cols = attention.qkv_cols();
+    let run = |first: usize, last: usize, exact_from: usize, cache: &mut _| {
+        let mut sequence = SequenceRows::exact(first, last - first, &slots);
+        sequence.sealed = Some(SealedRows { pages: &sealed, exact_from, sealed_until: 0 });
+        let tokens = vec![0; last - first];
+        let step =
+            backend.begin_step(&Batch { tokens: &tokens, sequences: &[sequence] }, &rope, cache).unwrap();
+        let mut qkv = backend.buffer(tokens.len(), cols).unwrap();
+        let part = &rows[first * cols..last * cols];
+        qkv.first_rows_mut("rows", tokens.len()).unwrap().copy_from_slice(part);
+        backend.rope_store(&step, attention, 0, &mut qkv, cache).unwrap();
+        let mut attended = backend.buffer(tokens.len(), KV_HEADS * GROUP * DIM).unwrap();
+        backend.attend(&step, attention, 0, &qkv, cache, &mut attended).unwrap();
+        attended.first_rows("rows", tokens.len()).unwrap().to_vec()
+    };
+    run(0, QUERIES.start, 0, &mut cache);
+    let page = |page: usize| SealPage { exact: slots[page].unwrap(), sealed: sealed[page].unwrap() };
+    backend.seal(0..1, &[page(1), page(2)], &mut cache).unwrap();
+    run(QUERIES.start, LONG, usize::MAX, &mut cache)
+}
+
+/// What a sink leaves of a row is the row without a sink times one number, whatever keys and values were centred by, and
+/// this number says how the sink compares with all logits.
+#[test]
+fn a_sink_is_compared_with_whole_logits_of_sealed_pages() {
+    let cols = (KV_HEADS * GROUP + 2 * KV_HEADS) * DIM;
+    let rows = numbers(LONG * cols, 23);
+    // Codes of two bits are far off in single keys, and much less in their sum; `q · mean` is 1.5 on average.
+    for (bits, tolerance) in [(2, 0.9), (4, 0.2)] {
+        let codec = centred(bits);
+        for isa in Isa::available() {
+            let backend = CpuBackend::with_isa(2, isa);
+            let sinks = [2.0, 3.0, 4.0, 2.5, 1.5, 3.5];
+            let with =
+                |sinks: &[f32]| over_sealed_pages(&backend, &codec, &spec(&backend, None, sinks), &rows);
+            let without = AttentionSpec { sinks: None, ..spec(&backend, None, &sinks) };
+            let without = over_sealed_pages(&backend, &codec, &without, &rows);
+            let (first, second) = (with(&sinks), with(&sinks.map(|sink| sink + 1.0)));
+            for (index, without) in without.chunks(DIM).enumerate() {
+                let (position, query_head) =
+                    (QUERIES.start + index / (KV_HEADS * GROUP), index % (KV_HEADS * GROUP));
+                let left = [&first, &second].map(|rows| {
+                    let row = &rows[index * DIM..][..DIM];
+                    let dot = |a: &[f32], b: &[f32]| {
+                        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
+                    };
+                    let left = dot(row, without) / dot(without, without);
+                    for (got, without) in row.iter().zip(without) {
+                        let want = left * f64::from(*without);
+                        assert!((f64::from(*got) - want).abs() < 1e-3, "{isa} {bits} bits: {got} for {want}");
+                    }
+                    left
+                });
+                // `left / (1 - left)` is the sum over keys by that of the sink.
+                let [over, over_larger] = left.map(|left| (left / (1.0 - left)).ln());
+                assert!((over - over_larger - 1.0).abs() < 1e-2, "{isa} {bits} bits: {over} {over_larger}");
+                let row = |p: usize, head: usize| &rows[p * cols + head * DIM..][..DIM];
+                let query = row(position, query_head);
+                let logit = |p: usize| -> f64 {
+                    let key = row(p, KV_HEADS * GROUP + query_head / GROUP);
+                    let dot: f64 = query.iter().zip(key).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+                    dot * f64::from(SCALE)
+                };
+                let sum: f64 = (0..=position).map(|p| logit(p).exp()).sum();
+                let exact = sum.ln() - f64::from(sinks[query_head]);
+                assert!(
+                    (over - exact).abs() < tolerance,
+                    "{isa} {bits} bits, position {position}, head {query_head}: {over:.2} for {exact:.2}"
+                );
             }
         }
     }

@@ -25,6 +25,7 @@ fn spec(d: usize, window: usize) -> AttentionSpec<CpuBackend> {
         head_dim: d,
         scale: SCALE,
         window: Some(window),
+        rotates: true,
         sinks: None,
         q_norm: None,
         k_norm: None,

@@ -270,6 +270,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
         head_dim: d,
         scale: 1.0,
         window: None,
+        rotates: true,
         sinks: None,
         q_norm,
         k_norm,

@@ -306,7 +306,9 @@ fn fit_layer<B: Inspect>(
     let proxies: Vec<SquareMatrix> = moments.iter().map(|head| head.weighted_values.mean()).collect();
     let shared_keys = rotation(&mean(&key_targets), composition)?;
     let shared_values = rotation(&mean(&proxies), composition)?;
-    let scale = model.model().layer(layer).attention.scale;
+    let attention = &model.model().layer(layer).attention;
+    let sinks = attention.sinks.as_ref().map(|sinks| model.model().backend().dequantise(sinks));
+    let (scale, sinks) = (attention.scale, sinks.transpose()?.unwrap_or_default());
 
     let fit_head = |head: usize| -> Result<FittedHead, CalibrateError> {
         let own = &moments[head];
@@ -324,6 +326,7 @@ fn fit_layer<B: Inspect>(
             queries,
             output_metrics: members,
             scale,
+            sinks: sinks.chunks(heads.group()).nth(head).unwrap_or_default(),
             windows: calibration.windows,
         };
         // Rules are chosen with some queries and judged by others.

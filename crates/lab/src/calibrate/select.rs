@@ -44,6 +44,8 @@ pub struct HeldOut<'a> {
     pub output_metrics: &'a [SquareMatrix],
     /// The scale of logits, `1 / sqrt(d)` as a rule.
     pub scale: f32,
+    /// Per member of the group, the learned logit that takes part in its softmax; empty in models without.
+    pub sinks: &'a [f32],
     /// The windows that are read exactly.
     pub windows: Windows,
 }
@@ -109,6 +111,10 @@ pub struct RuleTrial<'a> {
     /// `[queries][tokens]` exact logits and weights.
     logits: Vec<f32>,
     weights: Vec<f32>,
+    /// The learned logit of each query, relative to logits of centred keys.
+    sinks: Vec<f32>,
+    /// The mean value that was subtracted from all values, rotated.
+    mean_value: Option<Vec<f32>>,
     /// Exact outputs, and Σ o M oᵀ over queries.
     exact: Vec<f32>,
     energy: f64,
@@ -139,6 +145,10 @@ impl<'a> RuleTrial<'a> {
                 matrix(key_transform.matrix(), dim, dim),
             ),
             metrics: metrics.map(|metric| rotated_metric(metric, value_transform)).collect(),
+            sinks: held_out.queries.iter().map(|query| sink_logit(held_out, key_transform, query)).collect(),
+            mean_value: value_transform
+                .mean()
+                .map(|mean| product(matrix(mean, 1, dim), matrix(value_transform.matrix(), dim, dim))),
             logits: Vec::new(),
             weights: Vec::new(),
             exact: Vec::new(),
@@ -146,8 +156,8 @@ impl<'a> RuleTrial<'a> {
         };
         trial.logits = trial.logits_with(&trial.keys);
         trial.weights = trial.weights_of(&trial.logits);
-        trial.exact = trial.outputs(&trial.weights, &trial.values);
-        trial.energy = trial.squared_norm(&trial.uncentred(&trial.exact));
+        trial.exact = trial.attended(&trial.weights);
+        trial.energy = trial.squared_norm(&trial.exact);
         Ok(trial)
     }
 
@@ -179,7 +189,7 @@ impl<'a> RuleTrial<'a> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(key)?));
         let weights = self.weights_of(&logits);
         let values = self.encoded_values(value)?;
-        let keys_only = self.outputs(&weights, &self.values);
+        let keys_only = self.attended(&weights);
         Ok(RuleErrors {
             key,
             value,
@@ -193,7 +203,7 @@ impl<'a> RuleTrial<'a> {
     /// The error of attention with encoded keys, and the share by which their logits shrink.
     fn key_error(&self, codes: KeyCodes) -> Result<(f64, f64), CodecError> {
         let logits = self.mixed(&self.logits_with(&self.encoded_keys(codes)?));
-        let error = self.relative_error(&self.outputs(&self.weights_of(&logits), &self.values));
+        let error = self.relative_error(&self.attended(&self.weights_of(&logits)));
         Ok((error, self.shrinkage(&logits)))
     }
 
@@ -255,10 +265,10 @@ impl<'a> RuleTrial<'a> {
     fn weights_of(&self, logits: &[f32]) -> Vec<f32> {
         let mut weights = vec![0.0; logits.len()];
         let rows = logits.chunks_exact(self.tokens).zip(weights.chunks_exact_mut(self.tokens));
-        for (query, (logits, weights)) in self.held_out.queries.iter().zip(rows) {
+        for ((query, &sink), (logits, weights)) in self.held_out.queries.iter().zip(&self.sinks).zip(rows) {
             let seen = query.position + 1;
-            let max = logits[..seen].iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut sum = 0.0f64;
+            let max = logits[..seen].iter().copied().fold(sink, f32::max);
+            let mut sum = f64::from((sink - max).exp());
             for (weight, logit) in weights[..seen].iter_mut().zip(logits) {
                 *weight = (logit - max).exp();
                 sum += f64::from(*weight);
@@ -273,12 +283,15 @@ impl<'a> RuleTrial<'a> {
         product(weights, matrix(values, self.tokens, self.dim))
     }
 
-    /// Outputs with the mean value that was subtracted from all values: weights add up to one.
-    fn uncentred(&self, outputs: &[f32]) -> Vec<f32> {
-        let Some(mean) = self.value_transform.mean() else { return outputs.to_vec() };
-        let rotated =
-            product(matrix(mean, 1, self.dim), matrix(self.value_transform.matrix(), self.dim, self.dim));
-        outputs.chunks_exact(self.dim).flat_map(|row| sum(row, &rotated)).collect()
+    /// Outputs with exact values, and with the mean that was subtracted from all of them, as often as weights add up to.
+    fn attended(&self, weights: &[f32]) -> Vec<f32> {
+        let mut outputs = self.outputs(weights, &self.values);
+        let Some(mean) = &self.mean_value else { return outputs };
+        for (row, weights) in outputs.chunks_exact_mut(self.dim).zip(weights.chunks_exact(self.tokens)) {
+            let share: f32 = weights.iter().sum();
+            row.iter_mut().zip(mean).for_each(|(value, mean)| *value += share * mean);
+        }
+        outputs
     }
 
     /// What encoded values change in the outputs: history reads them, the windows do not.
@@ -329,6 +342,13 @@ impl<'a> RuleTrial<'a> {
             .sum();
         (sum / self.held_out.queries.len().max(1) as f64).sqrt()
     }
+}
+
+/// The learned logit of a query less `q · mean`, which is missing in its logits of centred keys.
+fn sink_logit(held_out: &HeldOut<'_>, key_transform: &HeadTransform, query: &HeldOutQuery) -> f32 {
+    let Some(sink) = held_out.sinks.get(query.member) else { return f32::NEG_INFINITY };
+    let dot = |mean: &[f32]| query.row.iter().zip(mean).map(|(q, m)| q * m).sum::<f32>();
+    sink - key_transform.mean().map_or(0.0, dot) * held_out.scale
 }
 
 /// A codec of one head and side.
@@ -419,6 +439,16 @@ mod tests {
     }
 
     fn with_trial(windows: Windows, check: impl Fn(&RuleTrial<'_>)) {
+        let rotation = HeadTransform::new(None, &oscar_codec::hadamard::matrix(DIM)).unwrap();
+        with_sinks(windows, &[], &rotation, check);
+    }
+
+    fn with_sinks(
+        windows: Windows,
+        sinks: &[f32],
+        transform: &HeadTransform,
+        check: impl Fn(&RuleTrial<'_>),
+    ) {
         let (keys, values) = (numbers(TOKENS * DIM, 1), numbers(TOKENS * DIM, 2));
         let queries = queries();
         let metrics = [SquareMatrix::identity(DIM), SquareMatrix::identity(DIM)];
@@ -428,10 +458,43 @@ mod tests {
             queries: &queries,
             output_metrics: &metrics,
             scale: 0.3,
+            sinks,
             windows,
         };
-        let rotation = HeadTransform::new(None, &oscar_codec::hadamard::matrix(DIM)).unwrap();
-        check(&RuleTrial::new(Isa::detect(), &held_out, &rotation, &rotation).unwrap());
+        check(&RuleTrial::new(Isa::detect(), &held_out, transform, transform).unwrap());
+    }
+
+    /// Centring changes neither what a sink leaves to tokens nor what comes of it.
+    #[test]
+    fn a_sink_takes_part_in_the_softmax() {
+        let mean = numbers(DIM, 5).iter().map(|x| 1.5 * x).collect();
+        let transform = HeadTransform::new(Some(mean), &oscar_codec::hadamard::matrix(DIM)).unwrap();
+        let sinks = [6.0, 6.5];
+        with_sinks(Windows { sink: 4, recent: 16 }, &sinks, &transform, |trial| {
+            let held_out = trial.held_out;
+            let mut length = 0.0;
+            for (index, query) in held_out.queries.iter().enumerate() {
+                let row = |rows: &[f32], token: usize| rows[token * DIM..][..DIM].to_vec();
+                let weight = |token: usize| -> f64 {
+                    let key = row(held_out.keys, token);
+                    let dot: f32 = query.row.iter().zip(key).map(|(q, k)| q * k).sum();
+                    f64::from(0.3 * dot).exp()
+                };
+                let of_tokens: f64 = (0..=query.position).map(weight).sum();
+                let sum = of_tokens + f64::from(sinks[query.member]).exp();
+                let got: f32 = trial.weights[index * TOKENS..][..TOKENS].iter().sum();
+                let want = of_tokens / sum;
+                assert!((0.2..0.9).contains(&want), "{want}");
+                assert!((f64::from(got) - want).abs() < 0.01, "{got} for {want}");
+                let mut output = vec![0.0; DIM];
+                for token in 0..=query.position {
+                    let value = row(held_out.values, token);
+                    output.iter_mut().zip(value).for_each(|(o, v)| *o += weight(token) / sum * f64::from(v));
+                }
+                length += output.iter().map(|x| x * x).sum::<f64>();
+            }
+            assert!((trial.energy / length - 1.0).abs() < 0.02, "{} for {length}", trial.energy);
+        });
     }
 
     #[test]

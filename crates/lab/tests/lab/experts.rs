@@ -1,4 +1,5 @@
-//! Calibration of models where only part of a head rotates, or heads are normed together, and what it is worth at two bits.
+//! Calibration of models where only part of a head rotates, heads are normed together or have learned sinks, and what it is
+//! worth at two bits.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ fn tokens(seed: u64, count: usize) -> Vec<u32> {
 
 #[test]
 fn mixtures_are_calibrated_and_read_at_two_bits() {
-    for name in ["qwen3-moe", "glm4-moe", "minimax-m2"] {
+    for name in ["qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss-mxfp4"] {
         let model = tiny_model_with(name, 512, Arc::new(CpuBackend::new(2).unwrap()), |_| ());
         let config = model.config();
         let header = RotationHeader {
@@ -37,12 +38,14 @@ fn mixtures_are_calibrated_and_read_at_two_bits() {
             hash: "test".into(),
         };
         let calibration = Calibration { windows: WINDOWS, ..Calibration::new(header) };
-        let (file, certificate) =
+        let (mut file, certificate) =
             calibrate(&model, &corpus, &calibration, None, |_| ControlFlow::Continue(())).unwrap();
-        assert_eq!(certificate.heads.len(), config.layers * config.kv_heads, "{name}");
+        let global = config.layers - config.sliding_layers().len();
+        assert_eq!(certificate.heads.len(), global * config.kv_heads, "{name}");
         let findings = verify::verify(&file);
         assert!(findings.is_sound(), "{name}: {findings:?}");
 
+        file.fill_sliding_layers(&config.sliding_layers());
         let source = CodecSource { geometry: config.kv_geometry(), rotations: Some(&file) };
         let mut comparison = CodecComparison::new(model.clone(), 512).unwrap();
         comparison.set_text(&tokens(10, 400), 0, 64, |_| ()).unwrap();

@@ -171,9 +171,13 @@ pub(super) fn from_gguf(
         None => facts.scores,
         Some(1) => Scores::Softmax,
         Some(2) => Scores::Sigmoid,
+        Some(3) => Scores::SoftmaxOfChosen,
         Some(other) => {
             let name = key("expert_gating_func");
-            return Ok(Err(format!("`{name}` is {other}; supported: 1 (softmax), 2 (sigmoid)")));
+            return Ok(Err(format!(
+                "`{name}` is {other}; supported: 1 (softmax), 2 (sigmoid), 3 (softmax of those \
+                 chosen)"
+            )));
         }
     };
     let inner = match optional("expert_feed_forward_length")? {

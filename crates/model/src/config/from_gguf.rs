@@ -3,10 +3,10 @@
 use super::experts;
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias, BlockShape};
+use crate::families::{self, Bias, BlockShape, ModelFamily};
 use crate::files::{FileError, Gguf, TensorSource};
 use crate::names::TensorNaming;
-use crate::rope::{RopeConfig, RopeScaling, yarn_magnitude};
+use crate::rope::{LongRope, RopeConfig, RopeScaling, yarn_magnitude};
 
 /// Reads the description of a model.
 pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
@@ -46,7 +46,7 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     }
     let rotary_dim = optional("rope.dimension_count")?.unwrap_or(head_dim);
     let trained_context = size("context_length")?;
-    let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context)?;
+    let scaling = rope_scaling(gguf, &key, rotary_dim, trained_context, family)?;
     // The embedding itself is the truth about the vocabulary; a separate number may count padding differently.
     // Its shape is enough: a file of types that cannot be read can still be inspected.
     let embedding = TensorNaming::Gguf.embedding();
@@ -110,25 +110,32 @@ fn rope_scaling(
     key: &dyn Fn(&str) -> String,
     rotary_dim: usize,
     max_context: usize,
+    family: &ModelFamily,
 ) -> Result<RopeScaling, ModelError> {
     let metadata = gguf.metadata();
     let bad = |problem: String| ModelError::BadConfig { path: gguf.path().to_path_buf(), problem };
     // Llama 3.1 and later: the scaling rule is baked into a table of divisors.
-    if let Some(tensor) = gguf.find("rope_freqs.weight")? {
-        let stored = tensor.vector()?;
-        if stored.cols != rotary_dim / 2 {
+    if let Some(divisors) = divisors(gguf, "rope_freqs.weight")? {
+        if divisors.len() != rotary_dim / 2 {
             let problem =
-                format!("`rope_freqs.weight` has {} entries, expected {}", stored.cols, rotary_dim / 2);
+                format!("`rope_freqs.weight` has {} entries, expected {}", divisors.len(), rotary_dim / 2);
             return Err(bad(problem));
         }
-        let mut divisors = vec![0.0; stored.cols];
-        oscar_kernels::quant::dequantise(stored.dtype, stored.data()?, &mut divisors);
         if let Some(divisor) = divisors.iter().find(|divisor| !(divisor.is_finite() && **divisor > 0.0)) {
             return Err(bad(format!("`rope_freqs.weight` holds {divisor}, expected numbers above 0")));
         }
-        return Ok(RopeScaling::Divisors(divisors));
+        return Ok(RopeScaling::Divisors { divisors, magnitude: 1.0 });
     }
     let number = |name: &str| metadata.get::<f32>(&key(name)).map(|value| value.map(f64::from));
+    let original = metadata.get::<u32>(&key("rope.scaling.original_context_length"))?;
+    let original = original.map_or(max_context, |original| original as usize).max(1);
+    let [short, long] =
+        ["rope_factors_short.weight", "rope_factors_long.weight"].map(|name| divisors(gguf, name));
+    if let (Some(short), Some(long)) = (short?, long?) {
+        let magnitude = number("rope.scaling.attn_factor")?;
+        let long_rope = LongRope { short, long, original_context: original, context: max_context, magnitude };
+        return long_rope.scaling(rotary_dim / 2).map_err(bad);
+    }
     let factor = number("rope.scaling.factor")?.unwrap_or(1.0);
     match metadata.get::<&str>(&key("rope.scaling.type"))?.unwrap_or("none") {
         "none" => Ok(RopeScaling::None),
@@ -137,15 +144,14 @@ fn rope_scaling(
         }
         "linear" => Ok(RopeScaling::Linear { factor }),
         "yarn" => {
-            let original = metadata.get::<u32>(&key("rope.scaling.original_context_length"))?;
             Ok(RopeScaling::Yarn {
                 factor,
-                original_context: original.map_or(max_context, |original| original as usize).max(1),
+                original_context: original,
                 beta_fast: number("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
                 beta_slow: number("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
                 // Here the file's factor comes on top of YaRN's own; in `config.json` it replaces it.
                 attention_factor: number("rope.scaling.attn_factor")?.map(|own| own * yarn_magnitude(factor)),
-                truncate: true,
+                truncate: family.gguf_yarn_truncates(),
             })
         }
         other => Err(bad(format!(
@@ -153,4 +159,19 @@ fn rope_scaling(
             key("rope.scaling.type")
         ))),
     }
+}
+
+/// The numbers of a vector, if the file has it.
+fn divisors(gguf: &Gguf, name: &str) -> Result<Option<Vec<f32>>, FileError> {
+    let Some(tensor) = gguf.find(name)? else { return Ok(None) };
+    let stored = tensor.vector()?;
+    let data = stored.data().map_err(|_| FileError::WrongShape {
+        path: gguf.path().to_path_buf(),
+        tensor: name.to_owned(),
+        expected: "whole blocks",
+        shape: vec![stored.cols],
+    })?;
+    let mut divisors = vec![0.0; stored.cols];
+    oscar_kernels::quant::dequantise(stored.dtype, data, &mut divisors);
+    Ok(Some(divisors))
 }

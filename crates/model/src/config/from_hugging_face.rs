@@ -8,9 +8,9 @@ use oscar_kernels::backend::RopeLayout;
 use super::{experts, quantisation};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::families::{self, Bias, BlockShape, ModelFamily};
+use crate::families::{self, BlockShape, ModelFamily};
 use crate::files::{Fields, JsonFile};
-use crate::rope::{RopeConfig, RopeScaling};
+use crate::rope::{LongRope, RopeConfig, RopeScaling, yarn_magnitude_of};
 
 /// Reads the description of a model.
 pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelError> {
@@ -33,7 +33,7 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
     let trained_context = size("max_position_embeddings")?;
     let (style, sliding) =
         family.style_of_json(&fields, BlockShape { hidden_size, head_dim, layers, q_heads })?;
-    let attention_bias = fields.bool_if_present("attention_bias")?.unwrap_or(false);
+    let (qkv_bias, output_bias) = family.qkv_bias.of_projections(fields.bool_if_present("attention_bias")?);
     let parameters = family.rope_parameters(&fields)?;
     let rotary = |name: &str| {
         let inside = match &parameters {
@@ -55,9 +55,9 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
         (None, None) => head_dim / family.rotary_divisor,
     };
     let scaling = match &parameters {
-        Some(parameters) => rope_scaling(parameters, trained_context)?,
+        Some(parameters) => rope_scaling(parameters, &fields, trained_context, rotary_dim)?,
         None => match fields.fields_if_present("rope_scaling")? {
-            Some(scaling) => rope_scaling(&scaling, trained_context)?,
+            Some(scaling) => rope_scaling(&scaling, &fields, trained_context, rotary_dim)?,
             None => RopeScaling::None,
         },
     };
@@ -84,14 +84,13 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
             scaling,
         },
         tied_embeddings: fields.bool_if_present("tie_word_embeddings")?,
-        qkv_bias: family.qkv_bias == Bias::Always || attention_bias,
-        // Qwen2 declares no `attention_bias`; where a Llama or Qwen3 config does, the output has one too.
-        output_bias: family.qkv_bias == Bias::IfDeclared && attention_bias,
+        qkv_bias,
+        output_bias,
         mlp_bias: fields.bool_if_present("mlp_bias")?.unwrap_or(false),
         head_norms: family.head_norms.norms(fields.bool_if_present("use_qk_norm")? == Some(true)),
         experts: family.experts.map(described).transpose()?,
         further_layers,
-        fp8: quantisation::from_hugging_face(&fields)?,
+        fp8: quantisation::from_hugging_face(&fields, family)?,
         style,
         sliding,
     };
@@ -111,22 +110,33 @@ fn refuse_unsupported_settings(fields: &Fields<'_>, family: &ModelFamily) -> Res
     Ok(())
 }
 
-fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, ModelError> {
+/// Reads the settings of scaling, some of which older files have beside them and not inside.
+fn rope_scaling(
+    fields: &Fields<'_>,
+    outside: &Fields<'_>,
+    max_context: usize,
+    rotary_dim: usize,
+) -> Result<RopeScaling, ModelError> {
     let bad = |problem: String| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
     let name = if fields.contains("rope_type") { "rope_type" } else { "type" };
     let kind = fields.str_if_present(name)?.unwrap_or("default");
     if kind == "default" {
         return Ok(RopeScaling::None);
     }
+    let original = fields.positive_if_present("original_max_position_embeddings")?;
+    // `su` in the first files of Phi-3.
+    if kind == "longrope" || kind == "su" {
+        let original = original.or(outside.positive_if_present("original_max_position_embeddings")?);
+        return long_rope(fields, original.unwrap_or(max_context), max_context, rotary_dim);
+    }
     // Before the other fields: types we do not know have other ones.
     if !["linear", "llama3", "yarn"].contains(&kind) {
-        return Err(fields.wrong(name, "`default`, `linear`, `llama3` or `yarn`").into());
+        return Err(fields.wrong(name, "`default`, `linear`, `llama3`, `yarn` or `longrope`").into());
     }
     let factor = fields.float("factor")?;
     if !(factor.is_finite() && factor >= 1.0) {
         return Err(fields.wrong("factor", "a number, 1 or more").into());
     }
-    let original = fields.positive_if_present("original_max_position_embeddings")?;
     let original_context = original.unwrap_or(max_context);
     match kind {
         "linear" => Ok(RopeScaling::Linear { factor }),
@@ -145,17 +155,43 @@ fn rope_scaling(fields: &Fields<'_>, max_context: usize) -> Result<RopeScaling, 
             })
         }
         _ => {
-            if fields.contains("mscale") || fields.contains("mscale_all_dim") {
-                return Err(bad("RoPE scaling `mscale` is not supported".into()));
-            }
+            let scales = (fields.float_if_present("mscale")?, fields.float_if_present("mscale_all_dim")?);
+            let by_scales = match scales {
+                (Some(own), Some(all)) if own != 0.0 && all != 0.0 => {
+                    Some(yarn_magnitude_of(factor, own) / yarn_magnitude_of(factor, all))
+                }
+                _ => None,
+            };
             Ok(RopeScaling::Yarn {
                 factor,
                 original_context,
                 beta_fast: fields.float_if_present("beta_fast")?.unwrap_or(32.0),
                 beta_slow: fields.float_if_present("beta_slow")?.unwrap_or(1.0),
-                attention_factor: fields.float_if_present("attention_factor")?,
+                attention_factor: fields.float_if_present("attention_factor")?.or(by_scales),
                 truncate: fields.bool_if_present("truncate")?.unwrap_or(true),
             })
         }
     }
+}
+
+fn long_rope(
+    fields: &Fields<'_>,
+    original_context: usize,
+    context: usize,
+    rotary_dim: usize,
+) -> Result<RopeScaling, ModelError> {
+    let factors = |name: &'static str| {
+        let factors =
+            fields.floats_if_present(name)?.ok_or_else(|| fields.wrong(name, "a list of numbers"))?;
+        Ok::<Vec<f32>, ModelError>(factors.into_iter().map(|factor| factor as f32).collect())
+    };
+    let long_rope = LongRope {
+        short: factors("short_factor")?,
+        long: factors("long_factor")?,
+        original_context,
+        context,
+        magnitude: fields.float_if_present("attention_factor")?,
+    };
+    let bad = |problem| ModelError::BadConfig { path: fields.path().to_path_buf(), problem };
+    long_rope.scaling(rotary_dim / 2).map_err(bad)
 }

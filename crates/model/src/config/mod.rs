@@ -99,7 +99,7 @@ impl ModelConfig {
 
     /// What a device must support to run the model.
     pub fn features(&self) -> Vec<Feature> {
-        style::features(&self.style, self.sliding.as_ref())
+        style::features(&self.style, self.sliding.as_ref(), self.experts.as_ref())
     }
 
     /// Checks that the numbers fit together; the result says which do not. `field` picks the name a message uses

@@ -4,6 +4,7 @@
 //! known is how scales lie over a matrix. How activations would be rounded does not matter: here they are not.
 
 use crate::error::ModelError;
+use crate::families::{ExpertLayout, ModelFamily};
 use crate::files::Fields;
 
 /// The parts of a matrix that have a scale of their own.
@@ -18,11 +19,19 @@ pub enum WeightScales {
 }
 
 /// The scales of FP8 weights, if there are any. Every other kind of quantised weights is an error.
-pub(super) fn from_hugging_face(fields: &Fields<'_>) -> Result<Option<WeightScales>, ModelError> {
+///
+/// MXFP4 needs no settings: how its scales lie is part of the format. Only experts that are stacked have it.
+pub(super) fn from_hugging_face(
+    fields: &Fields<'_>,
+    family: &ModelFamily,
+) -> Result<Option<WeightScales>, ModelError> {
     let Some(config) = fields.fields_if_present("quantization_config")? else { return Ok(None) };
     let scales = match config.str_if_present("quant_method")? {
         Some("fp8") => fp8(&config)?,
         Some("compressed-tensors") => compressed_tensors(&config)?,
+        Some("mxfp4") if family.experts.is_some_and(|experts| experts.layout == ExpertLayout::Stacked) => {
+            return Ok(None);
+        }
         method => {
             let method = method.unwrap_or("not given");
             return Err(unsupported(fields, &format!("`quant_method` is {method}")));

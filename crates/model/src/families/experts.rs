@@ -17,8 +17,21 @@ pub(crate) struct ExpertFacts {
     pub names: ExpertNames,
     /// Name of the norm before the feed-forward block in GGUF files.
     pub gguf_norm: &'static str,
+    /// How experts lie in Hugging Face checkpoints.
+    pub layout: ExpertLayout,
+    /// Whether the router and all projections have biases.
+    pub biases: bool,
     /// What `config.json` calls the number of layers after the last one that predict further tokens.
     pub further_layers: &'static str,
+}
+
+/// How experts lie in Hugging Face checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExpertLayout {
+    /// A matrix for each expert and projection.
+    Apart,
+    /// All experts in one tensor, with gates and what they are multiplied with by turns; see [`crate::stacked_experts`].
+    Stacked,
 }
 
 /// Whether the weights of a row's experts are made to sum to one.

@@ -29,8 +29,10 @@ pub(super) static GEMMA3: ModelFamily = ModelFamily {
             value: "gelu_pytorch_tanh",
             expected: "`gelu_pytorch_tanh`, the only activation supported",
         },
+        windows: true,
         from_json: style_of_json,
         from_gguf: style_of_gguf,
+        ..StyleFacts::PLAIN
     }),
 };
 
@@ -74,7 +76,8 @@ fn style_of_json(
         return Err(fields.wrong("query_pre_attn_scalar", "a number above 0").into());
     }
     let style = style(hidden_size, 1.0, scalar);
-    let is_sliding = match fields.strings_if_present("layer_types")? {
+    let is_sliding = match super::style::sliding_by_types(fields)? {
+        Some(is_sliding) => is_sliding,
         None => {
             let name = ["sliding_window_pattern", "_sliding_window_pattern"]
                 .into_iter()
@@ -82,14 +85,6 @@ fn style_of_json(
                 .unwrap_or("sliding_window_pattern");
             pattern(layers, fields.positive_if_present(name)?.unwrap_or(PATTERN))
         }
-        Some(types) => types
-            .into_iter()
-            .map(|kind| match kind {
-                "sliding_attention" => Ok(true),
-                "full_attention" => Ok(false),
-                _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
-            })
-            .collect::<Result<_, _>>()?,
     };
     let parameters = match fields.fields_if_present("rope_parameters")? {
         Some(all) => all.fields_if_present("sliding_attention")?,
@@ -108,7 +103,7 @@ fn style_of_json(
     if window.is_none() && is_sliding.contains(&true) {
         return Err(fields.wrong("sliding_window", "a positive integer").into());
     }
-    let rope = local_rope(theta.unwrap_or(LOCAL_THETA), head_dim);
+    let rope = Some(local_rope(theta.unwrap_or(LOCAL_THETA), head_dim));
     let sliding = window.filter(|_| is_sliding.contains(&true) || is_sliding.len() != layers);
     Ok((style, sliding.map(|window| SlidingLayers { window, is_sliding, rope })))
 }
@@ -140,7 +135,7 @@ fn style_of_gguf(
     }
     let is_sliding = pattern(layers, period);
     let theta = metadata.get::<f32>(&key("rope.freq_base_swa"))?.map_or(LOCAL_THETA, f64::from);
-    let rope = local_rope(theta, head_dim);
+    let rope = Some(local_rope(theta, head_dim));
     let sliding = is_sliding.contains(&true).then_some(SlidingLayers { window, is_sliding, rope });
     Ok((style, sliding))
 }
@@ -184,6 +179,7 @@ fn style(hidden_size: usize, norm_offset: f32, scalar: f64) -> BlockStyle {
         norm_offset,
         embedding_scale: Some((hidden_size as f64).sqrt() as f32),
         attention_scale: (1.0 / scalar.sqrt()) as f32,
+        ..BlockStyle::plain(1)
     }
 }
 

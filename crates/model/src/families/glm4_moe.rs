@@ -4,7 +4,7 @@
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::routing::Scores;
 
-use super::{Bias, ExpertFacts, ExpertNames, ModelFamily, NormRule, Normalise};
+use super::{Bias, ExpertFacts, ExpertLayout, ExpertNames, ModelFamily, NormRule, Normalise};
 
 pub(super) static GLM4_MOE: ModelFamily = ModelFamily {
     name: "glm4_moe",
@@ -29,6 +29,8 @@ pub(super) static GLM4_MOE: ModelFamily = ModelFamily {
             shared: Some("mlp.shared_experts"),
         },
         gguf_norm: "post_attention_norm",
+        layout: ExpertLayout::Apart,
+        biases: false,
         further_layers: "num_nextn_predict_layers",
     }),
     style: None,

@@ -4,7 +4,7 @@
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::routing::Scores;
 
-use super::{Bias, ExpertFacts, ExpertNames, ModelFamily, NormRule, Normalise};
+use super::{Bias, ExpertFacts, ExpertLayout, ExpertNames, ModelFamily, NormRule, Normalise};
 
 pub(super) static MINIMAX_M2: ModelFamily = ModelFamily {
     name: "minimax_m2",
@@ -29,6 +29,8 @@ pub(super) static MINIMAX_M2: ModelFamily = ModelFamily {
             shared: None,
         },
         gguf_norm: "ffn_norm",
+        layout: ExpertLayout::Apart,
+        biases: false,
         further_layers: "num_mtp_modules",
     }),
     style: None,

@@ -5,14 +5,19 @@
 mod experts;
 pub(crate) mod gemma3;
 mod glm4_moe;
+mod gpt_oss;
+mod granite;
 mod llama;
 mod minimax_m2;
+mod mistral;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod smollm3;
 mod style;
 
-pub(crate) use experts::{ExpertFacts, ExpertNames, Normalise};
+pub(crate) use experts::{ExpertFacts, ExpertLayout, ExpertNames, Normalise};
 pub(crate) use style::{ActivationField, BlockShape, FieldName, StyleFacts};
 
 use oscar_kernels::backend::RopeLayout;
@@ -20,7 +25,7 @@ use oscar_kernels::backend::RopeLayout;
 use crate::config::QkNorm;
 
 /// All families, by name.
-pub(crate) const FAMILIES: [&ModelFamily; 7] = [
+pub(crate) const FAMILIES: [&ModelFamily; 12] = [
     &llama::LLAMA,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
@@ -28,6 +33,11 @@ pub(crate) const FAMILIES: [&ModelFamily; 7] = [
     &glm4_moe::GLM4_MOE,
     &minimax_m2::MINIMAX_M2,
     &gemma3::GEMMA3,
+    &gpt_oss::GPT_OSS,
+    &mistral::MISTRAL,
+    &smollm3::SMOLLM3,
+    &granite::GRANITE,
+    &phi3::PHI3,
 ];
 
 /// What sets a family of models apart from the others.
@@ -89,6 +99,17 @@ pub(crate) enum Bias {
     IfDeclared,
     /// The same, but the output projection never has one.
     IfDeclaredWithoutOutput,
+    /// All four have one, unless `attention_bias` in `config.json` says no; in a GGUF file, if the tensors are there.
+    UnlessDenied,
+}
+
+impl Bias {
+    /// Whether query, key and value projections, and whether the output projection, have a bias, from what a description
+    /// declares.
+    pub(crate) fn of_projections(self, declared: Option<bool>) -> (bool, bool) {
+        let has = declared.unwrap_or(self == Bias::UnlessDenied);
+        (self == Bias::Always || has, matches!(self, Bias::IfDeclared | Bias::UnlessDenied) && has)
+    }
 }
 
 /// The family of a GGUF architecture.

@@ -3,7 +3,7 @@
 use oscar_kernels::backend::RopeLayout;
 use oscar_kernels::routing::Scores;
 
-use super::{Bias, ExpertFacts, ExpertNames, ModelFamily, NormRule, Normalise};
+use super::{Bias, ExpertFacts, ExpertLayout, ExpertNames, ModelFamily, NormRule, Normalise};
 
 pub(super) static QWEN3_MOE: ModelFamily = ModelFamily {
     name: "qwen3_moe",
@@ -28,6 +28,8 @@ pub(super) static QWEN3_MOE: ModelFamily = ModelFamily {
             shared: None,
         },
         gguf_norm: "ffn_norm",
+        layout: ExpertLayout::Apart,
+        biases: false,
         further_layers: "num_nextn_predict_layers",
     }),
     style: None,

@@ -20,10 +20,27 @@ pub(crate) struct StyleFacts {
     pub default_theta: f64,
     /// The activation that is supported.
     pub activation: ActivationField,
+    /// Whether YaRN's ramp begins and ends at whole channels in models that come as GGUF files, which do not say so.
+    pub gguf_yarn_truncates: bool,
+    /// Whether layers may have a sliding window.
+    pub windows: bool,
     /// Reads the style and the layers with a window from `config.json`.
     pub from_json: fn(&Fields<'_>, BlockShape) -> Style,
     /// Reads the same from the metadata of a GGUF file.
     pub from_gguf: fn(&Gguf, &FieldName<'_>, BlockShape) -> Style,
+}
+
+impl StyleFacts {
+    /// What holds for most families.
+    pub(crate) const PLAIN: StyleFacts = StyleFacts {
+        default_sizes: &[],
+        default_theta: PLAIN_THETA,
+        activation: PLAIN_ACTIVATION,
+        gguf_yarn_truncates: true,
+        windows: false,
+        from_json: |_, shape| Ok((BlockStyle::plain(shape.head_dim), None)),
+        from_gguf: |_, _, shape| Ok((BlockStyle::plain(shape.head_dim), None)),
+    };
 }
 
 /// Where `config.json` names the activation, and what it must be.
@@ -50,10 +67,37 @@ pub(crate) struct BlockShape {
     pub q_heads: usize,
 }
 
+/// A window that all layers of a model have, if it is less than the context.
+pub(super) fn window_of_all(window: Option<usize>, context: usize, layers: usize) -> Option<SlidingLayers> {
+    let window = window.filter(|&window| window < context)?;
+    Some(SlidingLayers { window, is_sliding: vec![true; layers], rope: None })
+}
+
+/// A number of `config.json` that must be above zero; `default` if it is not there.
+pub(super) fn above_zero(fields: &Fields<'_>, name: &'static str, default: f64) -> Result<f64, FileError> {
+    match fields.float_if_present(name)? {
+        Some(value) if !((value as f32).is_finite() && value as f32 > 0.0) => {
+            Err(fields.wrong(name, "a number above 0"))
+        }
+        value => Ok(value.unwrap_or(default)),
+    }
+}
+
+/// Which layers have a window, as `layer_types` in `config.json` says, if it does.
+pub(super) fn sliding_by_types(fields: &Fields<'_>) -> Result<Option<Vec<bool>>, FileError> {
+    let Some(types) = fields.strings_if_present("layer_types")? else { return Ok(None) };
+    let is_sliding = types.into_iter().map(|kind| match kind {
+        "sliding_attention" => Ok(true),
+        "full_attention" => Ok(false),
+        _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
+    });
+    is_sliding.collect::<Result<_, _>>().map(Some)
+}
+
 impl ModelFamily {
     /// Whether layers may have a sliding window.
     pub(crate) fn has_windows(&self) -> bool {
-        self.style.is_some()
+        self.style.is_some_and(|style| style.windows)
     }
 
     /// A number that must be given, unless the family has one for files that leave it out.
@@ -85,10 +129,16 @@ impl ModelFamily {
         self.style.map_or(PLAIN_THETA, |style| style.default_theta)
     }
 
+    /// Whether YaRN's ramp begins and ends at whole channels in GGUF files.
+    pub(crate) fn gguf_yarn_truncates(&self) -> bool {
+        self.style.is_none_or(|style| style.gguf_yarn_truncates)
+    }
+
     /// The settings of rotary embedding of layers that see everything, where they are one object.
     pub(crate) fn rope_parameters<'a>(&self, fields: &Fields<'a>) -> Result<Option<Fields<'a>>, FileError> {
         match fields.fields_if_present("rope_parameters")? {
-            Some(all) if self.has_windows() => all.fields_if_present("full_attention"),
+            // Where layers with a window have settings of their own.
+            Some(all) if all.contains("full_attention") => all.fields_if_present("full_attention"),
             other => Ok(other),
         }
     }

@@ -126,6 +126,13 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// A list of numbers, `None` if it is missing.
+    pub fn floats_if_present(&self, name: &str) -> Result<Option<Vec<f64>>, FileError> {
+        self.optional(name, "a list of numbers", |value| {
+            value.as_array()?.iter().map(Value::as_f64).collect()
+        })
+    }
+
     /// One token id or a list of them (`eos_token_id` is written both ways).
     pub fn token_ids_if_present(&self, name: &str) -> Result<Option<Vec<u32>>, FileError> {
         self.optional(name, "a token id or a list of token ids", |value| match value {

@@ -18,5 +18,7 @@ pub use error::FileError;
 pub(crate) use error::on_one_line;
 pub use gguf::Gguf;
 pub use safetensors::Safetensors;
-pub use tensor::{ElementType, StoredTensor, TensorEntry, TensorSource, TensorSummary, TypeTotals};
+pub use tensor::{
+    ElementType, StoredTensor, TensorBytes, TensorEntry, TensorSource, TensorSummary, TypeTotals,
+};
 pub(crate) use text_part::TextPart;

@@ -15,7 +15,9 @@ use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
 use super::config::read_limited;
-use super::{ElementType, FileError, MappedFile, StoredTensor, TensorEntry, TensorSource, WeightMemory};
+use super::{
+    ElementType, FileError, MappedFile, StoredTensor, TensorBytes, TensorEntry, TensorSource, WeightMemory,
+};
 
 /// The index of a sharded checkpoint.
 const INDEX_NAME: &str = "model.safetensors.index.json";
@@ -164,6 +166,13 @@ impl TensorSource for Safetensors {
 
     fn get(&self, name: &str) -> Result<StoredTensor, FileError> {
         self.tensor(name)
+    }
+
+    fn bytes(&self, name: &str) -> Result<TensorBytes, FileError> {
+        let missing = || FileError::MissingTensor { path: self.path.clone(), tensor: name.to_owned() };
+        let at = self.position(name).ok_or_else(missing)?;
+        let shard = &self.shards[self.homes[at]];
+        Ok(TensorBytes::of_entry(shard.path.clone(), &self.entries[at], shard.bytes.clone()))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -137,6 +138,38 @@ impl fmt::Debug for StoredTensor {
     }
 }
 
+/// The bytes of a tensor, whatever they mean.
+#[derive(Clone)]
+pub struct TensorBytes {
+    /// The file, for error messages.
+    pub path: Arc<Path>,
+    /// Dimensions of the row-major tensor, outermost first.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub element_type: ElementType,
+    file: SharedBytes,
+    range: Range<usize>,
+}
+
+impl TensorBytes {
+    /// The bytes of an entry of a table, whose bounds were checked when `file` was opened.
+    pub(super) fn of_entry(path: Arc<Path>, entry: &TensorEntry, file: SharedBytes) -> TensorBytes {
+        let range = entry.offset..entry.offset + entry.byte_len.unwrap_or(0);
+        TensorBytes {
+            path,
+            shape: entry.shape.clone(),
+            element_type: entry.element_type.clone(),
+            file,
+            range,
+        }
+    }
+
+    /// The bytes.
+    pub fn data(&self) -> &[u8] {
+        (*self.file).as_ref().get(self.range.clone()).unwrap_or_default()
+    }
+}
+
 /// A container of named tensors.
 pub trait TensorSource: Send + Sync {
     /// The file or folder, for messages.
@@ -150,6 +183,15 @@ pub trait TensorSource: Send + Sync {
 
     /// The tensor `name`; an error if it is missing or of a type that cannot be read.
     fn get(&self, name: &str) -> Result<StoredTensor, FileError>;
+
+    /// The bytes of the tensor `name`; an error if it is missing. Formats that keep a matrix in several tensors have some of a type
+    /// that is no weight's.
+    fn bytes(&self, name: &str) -> Result<TensorBytes, FileError> {
+        let StoredTensor { path, shape, dtype, bytes, offset, .. } = self.get(name)?;
+        let len = dtype.bytes_for(shape.iter().product()).unwrap_or(0);
+        let element_type = ElementType::Supported(dtype);
+        Ok(TensorBytes { path, shape, element_type, file: bytes, range: offset..offset + len })
+    }
 
     /// The tensor `name`, `None` if it is missing.
     fn find(&self, name: &str) -> Result<Option<StoredTensor>, FileError> {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::{FileError, StoredTensor, TensorEntry, TensorSource};
+use super::{FileError, StoredTensor, TensorBytes, TensorEntry, TensorSource};
 
 /// Tensors under the names that they have in a checkpoint of the text model alone; tensors of other parts are left out.
 pub(crate) struct TextPart {
@@ -39,6 +39,11 @@ impl TextPart {
         Ok(TextPart { all, entries, positions, stored_names })
     }
 
+    /// A missing tensor is missed under the name that is looked for.
+    fn stored_name<'a>(&'a self, name: &'a str) -> &'a str {
+        self.position(name).map_or(name, |index| &self.stored_names[index])
+    }
+
     /// How many tensors were left out.
     pub(crate) fn left_out(&self) -> usize {
         self.all.entries().len() - self.entries.len()
@@ -59,7 +64,10 @@ impl TensorSource for TextPart {
     }
 
     fn get(&self, name: &str) -> Result<StoredTensor, FileError> {
-        // A missing tensor is missed under the name that is looked for.
-        self.all.get(self.position(name).map_or(name, |index| &self.stored_names[index]))
+        self.all.get(self.stored_name(name))
+    }
+
+    fn bytes(&self, name: &str) -> Result<TensorBytes, FileError> {
+        self.all.bytes(self.stored_name(name))
     }
 }

@@ -35,10 +35,10 @@ pub(super) enum PreTokenizerName {
     Qwen2,
     Llama3,
     Glm4,
-    MiniMaxM2,
+    O200k,
 }
 
-const KNOWN: [(&str, PreTokenizerName); 11] = [
+const KNOWN: [(&str, PreTokenizerName); 12] = [
     ("default", PreTokenizerName::Default),
     ("gpt-2", PreTokenizerName::Gpt2),
     ("smollm", PreTokenizerName::Smollm),
@@ -49,14 +49,15 @@ const KNOWN: [(&str, PreTokenizerName); 11] = [
     ("llama-v3", PreTokenizerName::Llama3),
     ("glm4", PreTokenizerName::Glm4),
     ("chatglm-bpe", PreTokenizerName::Glm4),
-    ("minimax-m2", PreTokenizerName::MiniMaxM2),
+    ("minimax-m2", PreTokenizerName::O200k),
+    ("gpt-4o", PreTokenizerName::O200k),
 ];
 
 const GPT2_PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Words end where lower case is followed by upper case.
-const MINIMAX_PATTERN: &str = concat!(
+/// GPT-4o, GPT-OSS and MiniMax: words end where lower case is followed by upper case.
+const O200K_PATTERN: &str = concat!(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|",
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -96,7 +97,7 @@ impl PreTokenizerName {
             Self::Smollm => vec![PreTokenizerWrapper::Digits(Digits::new(true)), gpt2_words],
             Self::Qwen2 => vec![isolate(QWEN2_PATTERN)?, bytes_only],
             Self::Llama3 | Self::Glm4 => vec![isolate(LLAMA3_PATTERN)?, bytes_only],
-            Self::MiniMaxM2 => vec![isolate(MINIMAX_PATTERN)?, bytes_only],
+            Self::O200k => vec![isolate(O200K_PATTERN)?, bytes_only],
             // What llama.cpp does when a file names no pre-tokenizer.
             Self::Default => vec![
                 isolate(r"[\p{P}\$\+<=>\^~\|]+")?,

@@ -19,7 +19,7 @@ use crate::files::gguf::Gguf;
 
 /// Tokens that end a generation in some model family. A model may emit any of those its vocabulary marks as
 /// control tokens, whichever one its file happens to name as the end of text.
-const END_TOKENS: [&str; 12] = [
+const END_TOKENS: [&str; 13] = [
     "<|im_end|>",
     "<|endoftext|>",
     "<|eot_id|>",
@@ -28,6 +28,7 @@ const END_TOKENS: [&str; 12] = [
     "<end_of_turn>",
     "<|end|>",
     "<|return|>",
+    "<|call|>",
     "<|end_of_sentence|>",
     "<｜end▁of▁sentence｜>",
     "[e~[",
@@ -159,11 +160,12 @@ impl Tokenizer {
     ) -> Result<Self, TextError> {
         let control = ControlTokens::new(control_texts(&pieces))?;
         let mut tokenizer = Self { encoder, pieces, specials, control, strips_leading_space };
-        for text in END_TOKENS {
-            if let Some(id) = tokenizer.token_id(text).filter(|id| tokenizer.is_special(*id)) {
-                tokenizer.specials.end.push(id);
-            }
-        }
+        let special = |text: &str| tokenizer.token_id(text).filter(|id| tokenizer.is_special(*id));
+        // Where answers are several messages (GPT-OSS), `<|end|>` ends one of them.
+        let several = special("<|return|>").is_some() && special("<|call|>").is_some();
+        let ends = END_TOKENS.into_iter().filter(|text| !(several && *text == "<|end|>"));
+        let ends: Vec<u32> = ends.filter_map(special).collect();
+        tokenizer.specials.end.extend(ends);
         tokenizer.specials.end.sort_unstable();
         tokenizer.specials.end.dedup();
         Ok(tokenizer)

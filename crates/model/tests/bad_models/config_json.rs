@@ -217,10 +217,16 @@ fn rope_settings_are_checked() {
         }
     }
     refused!(
-        scaling(json!({"rope_type": "yarn", "factor": 4.0, "mscale": 1.0})),
+        scaling(json!({"rope_type": "yarn", "factor": 4.0, "mscale": "1"})),
+        ModelError::File(FileError::WrongField { .. }),
+        "config.json",
+        "`rope_scaling.mscale`"
+    );
+    refused!(
+        scaling(json!({"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": -1e3})),
         ModelError::BadConfig { .. },
         "config.json",
-        "`mscale`"
+        "`attention_factor`"
     );
     refused!(
         scaling(json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0})),

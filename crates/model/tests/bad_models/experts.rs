@@ -268,7 +268,7 @@ fn fp8_numbers_need_scales_that_fit() {
         let one = Stored { dtype: Dtype::F32, shape: vec![1, 1], data: 1f32.to_le_bytes().to_vec() };
         tensors.insert(format!("{ROUTER}_scale_inv"), one);
     });
-    refused!(router, ModelError::BadConfig { .. }, "model.safetensors", ROUTER, "router");
+    refused!(router, ModelError::BadConfig { .. }, "model.safetensors", ROUTER, "FP8");
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod experts;
 mod folders;
 mod gemma3;
 mod gguf;
+mod gpt_oss;
 mod mutations;
 mod numbers;
 mod support;

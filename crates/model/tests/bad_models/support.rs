@@ -264,6 +264,7 @@ fn type_id(element_type: &ElementType) -> u32 {
         ElementType::Supported(DType::F16) => 1,
         ElementType::Supported(DType::Q8_0) => 8,
         ElementType::Supported(DType::BF16) => 30,
+        ElementType::Supported(DType::Mxfp4) => 39,
         other => panic!("{other} is in no fixture"),
     }
 }

@@ -157,7 +157,7 @@ fn maps_a_file_and_names_one_that_cannot_be_mapped() {
 
 #[test]
 fn every_known_type_id_has_its_block_size() {
-    let supported = [0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30];
+    let supported = [0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30, 39];
     let expected = [
         DType::F32,
         DType::F16,
@@ -170,6 +170,7 @@ fn every_known_type_id_has_its_block_size() {
         DType::Q5K,
         DType::Q6K,
         DType::BF16,
+        DType::Mxfp4,
     ];
     for (id, dtype) in supported.into_iter().zip(expected) {
         let bytes = dtype.bytes_for(512).unwrap();
@@ -196,7 +197,7 @@ fn unsupported_types_are_listed_but_not_given() {
     assert_eq!(
         file.tensor("known").unwrap_err().to_string(),
         "dir/m.gguf: tensor `known` has type IQ2_XXS, which oscar cannot read; supported: F32, F16, BF16, \
-         Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
+         Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4"
     );
     let error = file.tensor("unknown").unwrap_err().to_string();
     assert!(error.contains("tensor `unknown` has type unknown (999)"), "{error}");

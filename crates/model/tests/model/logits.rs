@@ -33,7 +33,7 @@ fn fixtures() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
-    assert!(folders.len() >= 26, "fixtures are missing");
+    assert!(folders.len() >= 39, "fixtures are missing");
     folders
 }
 

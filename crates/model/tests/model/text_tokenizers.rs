@@ -291,6 +291,34 @@ fn broken_tokenizer_files_are_refused() {
     }
 }
 
+/// `<|end|>` ends an answer, unless answers are several messages that it ends.
+#[test]
+fn where_answers_are_several_messages_the_end_of_one_is_not_the_end() {
+    let json = std::fs::read_to_string(folder().join("gpt-2.tokenizer.json")).expect("fixture");
+    for (tokens, ends) in [
+        (&["<|end|>"][..], &["<|end|>"][..]),
+        (&["<|end|>", "<|return|>", "<|call|>"], &["<|return|>", "<|call|>"]),
+    ] {
+        let mut value: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+        let added = value["added_tokens"].as_array_mut().expect("a list");
+        let first = added.iter().filter_map(|token| token["id"].as_u64()).max().expect("tokens") + 1;
+        for (index, text) in tokens.iter().enumerate() {
+            let mut token = added[0].clone();
+            token["content"] = (*text).into();
+            token["id"] = (first + 1000 + index as u64).into();
+            token["special"] = true.into();
+            added.push(token);
+        }
+        let file = tempfile::NamedTempFile::new().expect("file");
+        std::fs::write(file.path(), value.to_string()).expect("write");
+        let tokenizer = Tokenizer::from_file(file.path()).expect("loads");
+        for text in tokens {
+            let id = tokenizer.token_id(text).expect("known");
+            assert_eq!(tokenizer.is_end(id), ends.contains(text), "{text} of {tokens:?}");
+        }
+    }
+}
+
 #[test]
 fn folders_name_begin_and_end_tokens() {
     let folder = tempfile::tempdir().expect("folder");

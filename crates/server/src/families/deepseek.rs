@@ -16,6 +16,7 @@ pub(super) static FAMILY: Family = Family {
         markers: THINK,
         always: true,
         kept_in_content: false,
+        harmony: false,
     }],
 };
 

@@ -27,6 +27,7 @@ pub(super) static FAMILY: Family = Family {
         markers: THINK,
         always: false,
         kept_in_content: false,
+        harmony: false,
     }],
 };
 

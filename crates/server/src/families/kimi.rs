@@ -11,6 +11,7 @@ pub(super) static FAMILY: Family = Family {
         markers: ("◁think▷", "◁/think▷"),
         always: false,
         kept_in_content: false,
+        harmony: false,
     }],
 };
 

@@ -28,6 +28,7 @@ pub(super) static FAMILY: Family = Family {
             markers: THINK,
             always: true,
             kept_in_content: false,
+            harmony: false,
         },
         // The reasoning stays in the content. The prompt has opened the block, so the marker is put back.
         ReasoningFormat {
@@ -36,6 +37,7 @@ pub(super) static FAMILY: Family = Family {
             markers: THINK,
             always: false,
             kept_in_content: true,
+            harmony: false,
         },
     ],
 };

@@ -15,6 +15,7 @@
 
 mod deepseek;
 mod glm;
+mod gpt_oss;
 mod kimi;
 mod llama;
 mod minimax;
@@ -28,7 +29,7 @@ mod tests;
 use crate::parse::{ReasoningFormat, ToolCallFormat};
 
 /// The registry of families. Detection by the chat template asks the last one first.
-static FAMILIES: [&Family; 7] = [
+static FAMILIES: [&Family; 8] = [
     &qwen::FAMILY,
     &qwen_coder::FAMILY,
     &llama::FAMILY,
@@ -36,6 +37,7 @@ static FAMILIES: [&Family; 7] = [
     &glm::FAMILY,
     &minimax::FAMILY,
     &kimi::FAMILY,
+    &gpt_oss::FAMILY,
 ];
 
 /// What sets a family apart. A family may have only one of the two, and share the other with another family.

@@ -42,6 +42,7 @@ pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str])
         let body = match &forced.format.layout {
             CallLayout::Json { arguments } => json_call(tool, arguments, loose),
             CallLayout::Xml(layout) => xml_call(layout, tool, index, loose, &mut rules),
+            CallLayout::Harmony => harmony_call(tool, loose),
         };
         rules += &format!("tool{index}: {body}\n");
     }
@@ -66,12 +67,23 @@ fn literal(text: &str) -> String {
 
 fn json_call(tool: &Tool, key: &str, loose: bool) -> String {
     let head = format!("{{\"name\": {}, \"{key}\": ", Value::from(tool.name.as_str()));
+    format!("{} {} {}", literal(&head), arguments(tool, loose), literal("}"))
+}
+
+/// The rule of a message for a function. Grammars have no control tokens: its markers are written as text, and read alike.
+fn harmony_call(tool: &Tool, loose: bool) -> String {
+    let head = format!("functions.{} <|constrain|>json<|message|>", tool.name);
+    format!("{} {}", literal(&head), arguments(tool, loose))
+}
+
+/// The JSON object of a call's arguments.
+fn arguments(tool: &Tool, loose: bool) -> String {
     let schema = if loose || !describes_object(&tool.parameters) {
         json!({"type": "object"})
     } else {
         tool.parameters.clone()
     };
-    format!("{} %json {} {}", literal(&head), prepared(&schema), literal("}"))
+    format!("%json {}", prepared(&schema))
 }
 
 /// Whether a schema says anything about the arguments, which are an object in any case.

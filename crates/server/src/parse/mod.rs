@@ -7,12 +7,14 @@
 
 use oscar_model::text::Tokenizer;
 
+mod harmony;
 mod marker;
 mod message;
 mod parts;
 mod reasoning;
 mod tool_calls;
 
+pub(crate) use harmony::HarmonyParser;
 pub(crate) use message::{Message, MessageCall};
 pub(crate) use parts::{Change, Part, Parts};
 pub use reasoning::ReasoningFormat;
@@ -52,6 +54,9 @@ pub(crate) fn needs_special_tokens(
     reasoning: Option<&ReasoningFormat>,
     tool_calls: Option<&ToolCallFormat>,
 ) -> bool {
+    if reasoning.is_some_and(|format| format.harmony) || tool_calls.is_some_and(ToolCallFormat::is_harmony) {
+        return true;
+    }
     let (open, close) = reasoning.map(|format| format.markers).unzip();
     let markers =
         open.into_iter().chain(close).chain(tool_calls.into_iter().flat_map(ToolCallFormat::markers));
@@ -59,11 +64,12 @@ pub(crate) fn needs_special_tokens(
     ids.any(|id| tokenizer.is_special(id))
 }
 
-/// Both parsers in a row: the reasoning is split off first, and tool calls are looked for in the rest.
+/// Both parsers in a row: the reasoning is split off first, and tool calls are looked for in the rest. Or one that does both.
 #[derive(Debug, Default)]
 pub(crate) struct OutputParser {
     reasoning: Option<ReasoningParser>,
     tool_calls: Option<ToolCallParser>,
+    harmony: Option<HarmonyParser>,
 }
 
 impl OutputParser {
@@ -72,11 +78,19 @@ impl OutputParser {
         reasoning: Option<ReasoningParser>,
         tool_calls: Option<ToolCallParser>,
     ) -> OutputParser {
-        OutputParser { reasoning, tool_calls }
+        OutputParser { reasoning, tool_calls, harmony: None }
+    }
+
+    /// A parser of messages in channels.
+    pub(crate) fn harmony(parser: HarmonyParser) -> OutputParser {
+        OutputParser { harmony: Some(parser), ..OutputParser::default() }
     }
 
     /// Takes the next chunk of the text and gives the pieces that are certain by now.
     pub(crate) fn push(&mut self, text: &str) -> Vec<Piece> {
+        if let Some(harmony) = &mut self.harmony {
+            return harmony.push(text);
+        }
         let pieces = match &mut self.reasoning {
             Some(reasoning) => reasoning.push(text),
             None => content(text),
@@ -87,6 +101,9 @@ impl OutputParser {
     /// Gives what was held back, because the text has ended. `cut_off` says that the model had more to say: a call that
     /// it was writing then is dropped.
     pub(crate) fn finish(&mut self, cut_off: bool) -> Vec<Piece> {
+        if let Some(harmony) = &mut self.harmony {
+            return harmony.finish();
+        }
         let rest = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
         let mut pieces = self.look_for_calls(rest);
         if let Some(tool_calls) = &mut self.tool_calls {
@@ -105,6 +122,34 @@ impl OutputParser {
             }
         }
         out
+    }
+}
+
+/// Reads an answer that is messages in channels for a program that shows it: what was thought and what was said.
+pub struct ChannelReader(HarmonyParser);
+
+impl ChannelReader {
+    /// A reader of the answers of models with this chat template, if they are messages in channels. Special tokens must be kept
+    /// in their text.
+    pub fn of_template(template: &str) -> Option<ChannelReader> {
+        let format = ReasoningFormat::choose("auto", Some(template)).ok()??;
+        format.harmony.then(|| ChannelReader(HarmonyParser::new(true, None)))
+    }
+
+    /// Takes the next chunk of the text; gives reasoning and content that are certain by now.
+    pub fn push(&mut self, text: &str) -> (String, String) {
+        ChannelReader::joined(self.0.push(text))
+    }
+
+    /// Gives what was held back, because the text has ended.
+    pub fn finish(&mut self) -> (String, String) {
+        ChannelReader::joined(self.0.finish())
+    }
+
+    fn joined(pieces: Vec<Piece>) -> (String, String) {
+        let mut message = Message::default();
+        message.extend(pieces);
+        (message.reasoning, message.content)
     }
 }
 

@@ -25,6 +25,8 @@ pub struct ReasoningFormat {
     pub(crate) always: bool,
     /// Whether the reasoning stays in the content, with the opening marker put back before it.
     pub(crate) kept_in_content: bool,
+    /// Whether answers are messages in channels, which [`super::HarmonyParser`] reads.
+    pub(crate) harmony: bool,
 }
 
 impl ReasoningFormat {

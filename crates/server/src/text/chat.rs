@@ -82,6 +82,7 @@ impl Chat {
                 }
             }
         }
+        name_thoughts(&mut self.messages, template.source());
         self.write_tools(template, options.tool_call_parser)?;
         let parse_special = options.parse_special_in_messages;
         let options = RenderOptions {
@@ -180,6 +181,18 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
         }
     }
     Ok(message)
+}
+
+/// Gives thoughts that clients send back (`reasoning_content`) the name that the template of GPT-OSS has for them.
+fn name_thoughts(messages: &mut [Value], template: &str) {
+    if !template.contains("message.thinking") {
+        return;
+    }
+    for fields in messages.iter_mut().filter_map(Value::as_object_mut) {
+        if let Some(thoughts) = fields.get("reasoning_content").cloned() {
+            fields.entry("thinking").or_insert(thoughts);
+        }
+    }
 }
 
 /// Joins the texts of content parts.

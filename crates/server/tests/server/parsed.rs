@@ -57,11 +57,21 @@ pub(crate) fn parrot(script: &[&'static str]) -> House<Parrot> {
 }
 
 fn parrot_with(script: &[&'static str], finish: FinishReason, template: &str) -> House<Parrot> {
+    parrot_of(script, finish, template, "qwen3", "hermes")
+}
+
+fn parrot_of(
+    script: &[&'static str],
+    finish: FinishReason,
+    template: &str,
+    reasoning: &str,
+    calls: &str,
+) -> House<Parrot> {
     let mock = MockEngine::new(MockOptions::default());
     let engine = Arc::new(Parrot { mock, script: script.to_vec(), finish });
     let options = ServerOptions {
-        reasoning_parser: ReasoningFormat::choose("qwen3", None).unwrap(),
-        tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
+        reasoning_parser: ReasoningFormat::choose(reasoning, None).unwrap(),
+        tool_call_parser: ToolCallFormat::choose(calls, None).unwrap(),
         ..ServerOptions::default()
     };
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
@@ -151,6 +161,87 @@ async fn what_nobody_asked_for_stays_in_the_answer() {
     assert!(message.get("tool_calls").is_none() && message.get("reasoning_content").is_none());
     let none = house.post("/v1/chat/completions", chat(json!({"tool_choice": "none"}))).await.ok();
     assert!(none["choices"][0]["message"]["content"].as_str().unwrap().contains("<tool_call>"));
+}
+
+/// An answer as GPT-OSS writes it.
+const HARMONY: [&str; 9] = [
+    "<|channel|>",
+    "analysis<|message|>Where is it?",
+    "<|end|><|start|>assistant<|chan",
+    "nel|>commentary<|message|>I ask.<|end|>",
+    "<|start|>assistant<|channel|>commentary to=functions.wea",
+    "ther <|constrain|>json",
+    "<|message|>{\"place\":",
+    " \"Rome\"}<|call|>",
+    "",
+];
+
+/// A template of the structure that GPT-OSS has.
+fn harmony() -> String {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/text/templates/");
+    std::fs::read_to_string(format!("{folder}harmony.jinja")).unwrap()
+}
+
+fn harmony_parrot(script: &[&'static str]) -> House<Parrot> {
+    parrot_of(script, FinishReason::End, &harmony(), "gpt-oss", "gpt-oss")
+}
+
+#[tokio::test]
+async fn messages_in_channels_are_told_apart() {
+    let house = harmony_parrot(&HARMONY);
+    let body = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+    let choice = &body["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let message = &choice["message"];
+    assert_eq!(
+        (&message["reasoning_content"], &message["content"]),
+        (&json!("Where is it?"), &json!("I ask."))
+    );
+    let function = &message["tool_calls"][0]["function"];
+    assert_eq!(
+        (&function["name"], &function["arguments"]),
+        (&json!("weather"), &json!("{\"place\": \"Rome\"}"))
+    );
+
+    let events = house.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
+    let joined = |part: &dyn Fn(&Value) -> Value| -> String {
+        let texts = events.iter().map(|event| part(&event["choices"][0]["delta"]));
+        texts.filter_map(|text| text.as_str().map(str::to_owned)).collect()
+    };
+    assert_eq!(joined(&|delta| delta["reasoning_content"].clone()), "Where is it?");
+    assert_eq!(joined(&|delta| delta["content"].clone()), "I ask.");
+    let arguments = joined(&|delta| delta["tool_calls"][0]["function"]["arguments"].clone());
+    assert_eq!(arguments, "{\"place\": \"Rome\"}");
+
+    // Nobody sees markers, whatever was asked for.
+    let plain = json!({"tools": null, "separate_reasoning": false});
+    let body = house.post("/v1/chat/completions", chat(plain)).await.ok();
+    let content = body["choices"][0]["message"]["content"].as_str().unwrap();
+    assert_eq!(content, "Where is it?\nI ask.\n{\"place\": \"Rome\"}");
+    let tool = json!({"name": "weather", "input_schema": {"type": "object"}});
+    let request =
+        json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
+    let message = house.post("/v1/messages", request).await.ok();
+    let kinds: Vec<_> = message["content"].as_array().unwrap().iter().map(|block| &block["type"]).collect();
+    assert_eq!(kinds, ["thinking", "text", "tool_use"], "{message}");
+}
+
+/// What was thought before a call is sent back to the model, as its template wants it.
+#[tokio::test]
+async fn thoughts_before_a_call_go_back_to_the_model() {
+    let house = harmony_parrot(&HARMONY);
+    let call = json!({"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{\"place\": \"Rome\"}"}});
+    let messages = json!([{"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": null, "reasoning_content": "Where is it?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Sun"}]);
+    let text = rendered(&house, chat(json!({"messages": messages}))).await;
+    let thought = "<|start|>assistant<|channel|>analysis<|message|>Where is it?<|end|>";
+    let called = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>";
+    assert!(text.contains(&format!("{thought}{called}")), "{text}");
+    assert!(
+        text.ends_with("to=assistant<|channel|>commentary<|message|>\"Sun\"<|end|><|start|>assistant"),
+        "{text}"
+    );
 }
 
 /// The text of a chat as the model gets it.

@@ -9,6 +9,7 @@ use crate::cpu::activation::QuantisedRow;
 use crate::cpu::simd::{Bytes, prefetch};
 use crate::dtype::DType;
 use crate::quant::block::six_bit_scales;
+use crate::quant::mxfp4::{TWICE, half_power};
 
 /// Scales and offsets of one block, as in [`crate::quant::block::Unpacked`] but offsets by 32.
 struct Scales {
@@ -48,6 +49,7 @@ pub(super) unsafe fn quantised_rows<B: Bytes>(dtype: DType, product: Product<'_>
             DType::Q4K => passes::<B, Q4K>(product),
             DType::Q5K => passes::<B, Q5K>(product),
             DType::Q6K => passes::<B, Q6K>(product),
+            DType::Mxfp4 => passes::<B, Mxfp4>(product),
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => {
                 unreachable!("float weights have no codes")
             }
@@ -199,6 +201,25 @@ impl<B: Bytes> Format<B> for Q8_0 {
     unsafe fn scales(block: *const u8, into: &mut Scales) {
         // SAFETY: the first bytes of the block.
         let scale = unsafe { half_at::<B>(block) };
+        (into.scales[0], into.scales[1]) = (scale, scale);
+    }
+}
+
+struct Mxfp4;
+
+impl<B: Bytes> Format<B> for Mxfp4 {
+    const DTYPE: DType = DType::Mxfp4;
+
+    #[inline(always)]
+    unsafe fn codes(block: *const u8, _group: usize) -> B {
+        // SAFETY: bytes 1 to 17 of the block.
+        unsafe { B::nibbles(block.add(1)).look_up(&TWICE) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(block: *const u8, into: &mut Scales) {
+        // SAFETY: the first byte of the block.
+        let scale = half_power(unsafe { block.read() });
         (into.scales[0], into.scales[1]) = (scale, scale);
     }
 }

@@ -15,13 +15,23 @@ fn activations(random: &mut Random, count: usize) -> Vec<f32> {
     (0..count).map(|_| random.signed() * 4.0).collect()
 }
 
+/// Gives a block scales and offsets of `size()`; MXFP4 has exponents for scales, down to those that floats hardly have.
+fn set_scales(dtype: DType, block: &mut [u8], mut size: impl FnMut() -> f32) {
+    if dtype == DType::Mxfp4 {
+        block[0] = (size().abs().log2() as i32 + 127).clamp(0, 254) as u8;
+    }
+    for &at in halves(dtype) {
+        block[at..at + 2].copy_from_slice(&f16::from_f32(size()).to_le_bytes());
+    }
+}
+
 /// Byte offsets of the half-precision numbers in a block.
 fn halves(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => &[0],
         DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K => &[0, 2],
         DType::Q6K => &[208],
-        DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => &[],
+        DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 | DType::Mxfp4 => &[],
     }
 }
 
@@ -41,9 +51,7 @@ fn random_weights(random: &mut Random, dtype: DType, rows: usize, cols: usize) -
     }
     bytes.extend((0..dtype.bytes_for(rows * cols).unwrap()).map(|_| random.next_u64() as u8));
     for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
-        for &at in halves(dtype) {
-            block[at..at + 2].copy_from_slice(&f16::from_f32(random.signed() * 0.1).to_le_bytes());
-        }
+        set_scales(dtype, block, || random.signed() * 0.1);
     }
     bytes
 }
@@ -224,15 +232,28 @@ fn largest_codes_do_not_saturate() {
             let cols = 512;
             let mut weights = vec![byte; dtype.bytes_for(3 * cols).unwrap()];
             for block in weights.chunks_exact_mut(dtype.block_bytes()) {
-                for &at in halves(dtype) {
-                    block[at..at + 2].copy_from_slice(&f16::from_f32(0.5).to_le_bytes());
-                }
+                set_scales(dtype, block, || 0.5);
             }
             for sign in [1.0f32, -1.0] {
                 let x: Vec<f32> = (0..2 * cols).map(|i| if i % 3 == 0 { 3.0 } else { 3.0 * sign }).collect();
                 check(dtype, &weights, &quantised(&x, 2), &format!("bytes {byte:#x}"));
             }
         }
+    }
+}
+
+/// Exponents of both ends: numbers that floats only have without a leading one, and the largest.
+#[test]
+fn extreme_exponents_agree() {
+    let mut random = Random::new(8);
+    let cols = 224;
+    for (exponents, scale) in [([0, 1, 2, 3], 1e30), ([1, 0, 127, 90], 1.0), ([100, 130, 140, 120], 1.0)] {
+        let mut weights = random_weights(&mut random, DType::Mxfp4, 5, cols);
+        for (index, block) in weights.chunks_exact_mut(DType::Mxfp4.block_bytes()).enumerate() {
+            block[0] = exponents[index % 4];
+        }
+        let x: Vec<f32> = activations(&mut random, 3 * cols).iter().map(|x| x * scale).collect();
+        check(DType::Mxfp4, &weights, &quantised(&x, 3), &format!("{exponents:?}"));
     }
 }
 

@@ -166,9 +166,13 @@ fn random_blocks(dtype: DType, elements: usize, random: &mut Random) -> Vec<u8> 
     let halves = match dtype {
         DType::Q6K => vec![208],
         DType::Q4_0 | DType::Q5_0 | DType::Q8_0 => vec![0],
+        DType::Mxfp4 => vec![],
         _ => vec![0, 2],
     };
     for block in bytes.chunks_exact_mut(dtype.block_bytes()) {
+        if dtype == DType::Mxfp4 {
+            block[0] = 116 + block[0] % 8;
+        }
         for &at in &halves {
             block[at..at + 2].copy_from_slice(&half::f16::from_f32(random.signed() * 0.01).to_le_bytes());
         }

@@ -6,19 +6,18 @@
 use std::ops::Range;
 
 use super::{FEWEST_PASSES, Input, Mode, PANEL_MIN_ROWS, Projection, Projector, Rows, TASKS_PER_THREAD};
-use crate::backend::KernelError;
+use crate::backend::{KernelError, expect};
 use crate::cpu::activation::QuantisedRows;
 use crate::cpu::backend::PARALLEL_VALUES;
 use crate::cpu::dot::stripes;
 use crate::cpu::memory::DisjointSlice;
-use crate::cpu::tensors::Weight;
 
 /// Neighbouring rows that are multiplied with the same weights.
 pub(in crate::cpu) struct Group<'a> {
     /// Which of all rows.
     pub(in crate::cpu) rows: Range<usize>,
     /// What they are multiplied with.
-    pub(in crate::cpu) weights: Vec<&'a Weight>,
+    pub(in crate::cpu) projections: Vec<Projection<'a>>,
 }
 
 /// Buffers that are kept between calls.
@@ -35,13 +34,13 @@ struct Prepared {
 /// Some passes over one weight of a group.
 struct Task {
     group: usize,
-    weight: usize,
+    projection: usize,
     passes: Range<usize>,
     first_col: usize,
 }
 
 impl Projector<'_> {
-    /// `out[row] = [w₀(x) | w₁(x) | ...]` with the weights of the row's group. Rows of no group are left as they are.
+    /// `out[row] = [p₀(x) | p₁(x) | ...]` with the projections of the row's group. Rows of no group are left as they are.
     pub(in crate::cpu) fn run_groups(
         &mut self,
         x: Input<'_>,
@@ -60,10 +59,8 @@ impl Projector<'_> {
         for group in large {
             let fill = |row: usize, out: &mut [f32]| (x.fill)(group.rows.start + row, out);
             let input = Input { rows: group.rows.len(), cols: x.cols, fill: &fill };
-            let projections: Vec<Projection<'_>> =
-                group.weights.iter().map(|weight| Projection { weight, bias: None }).collect();
             let out = &mut out[group.rows.start * out_cols..group.rows.end * out_cols];
-            self.run(input, &projections, out, Mode::Store)?;
+            self.run(input, &group.projections, out, Mode::Store)?;
         }
         if !small.is_empty() {
             self.small_groups(x, &small, out, out_cols);
@@ -80,32 +77,25 @@ impl Projector<'_> {
         self.prepare(x, groups, prepared);
         let prepared = &*prepared;
 
-        let passes =
-            groups.iter().flat_map(|group| &group.weights).map(|weight| stripes::passes(weight.rows()));
+        let all = groups.iter().flat_map(|group| &group.projections);
+        let passes = all.map(|projection| stripes::passes(projection.weight.rows()));
         let threads = self.pool.threads();
         let chunk = passes.sum::<usize>().div_ceil(threads * TASKS_PER_THREAD).max(FEWEST_PASSES);
         let tasks = tasks(groups, chunk);
         let target = DisjointSlice::new(out);
         self.pool.for_each_worker(tasks.len(), |worker, index| {
-            let Task { group, weight, passes, first_col } = &tasks[index];
+            let Task { group, projection, passes, first_col } = &tasks[index];
             let Prepared { x, quantised } = &prepared[*group];
             let group = groups[*group];
-            let weight = group.weights[*weight];
-            let parts = stripes::cut(weight.rows(), passes.clone());
+            let projection = group.projections[*projection];
+            let parts = stripes::cut(projection.weight.rows(), passes.clone());
             // SAFETY: tasks cover different rows or columns, so no two threads touch the same element.
             let target = |row: usize, part: &Range<usize>| unsafe {
                 let first = (group.rows.start + row) * out_cols + first_col;
                 target.part(first + part.start..first + part.end)
             };
             let activations = Rows { x, quantised, rows: group.rows.len() };
-            self.dot_part(
-                worker,
-                Projection { weight, bias: None },
-                &parts,
-                activations,
-                target,
-                Mode::Store,
-            );
+            self.dot_part(worker, projection, &parts, activations, target, Mode::Store);
         });
         self.scratch.groups = scratch;
     }
@@ -119,7 +109,7 @@ impl Projector<'_> {
                 .chunks_exact_mut(x.cols.max(1))
                 .zip(group.rows.clone())
                 .for_each(|(out, row)| (x.fill)(row, out));
-            if group.weights.iter().any(|weight| weight.dtype().is_blocked()) {
+            if group.projections.iter().any(|projection| projection.weight.dtype().is_blocked()) {
                 self.dot.quantise(values, rows, x.cols, quantised);
             }
         };
@@ -140,30 +130,27 @@ fn tasks(groups: &[&Group<'_>], chunk: usize) -> Vec<Task> {
     let mut tasks = Vec::new();
     for (index, group) in groups.iter().enumerate() {
         let mut first_col = 0;
-        for (weight, matrix) in group.weights.iter().enumerate() {
-            let passes = stripes::passes(matrix.rows());
+        for (projection, Projection { weight, .. }) in group.projections.iter().enumerate() {
+            let passes = stripes::passes(weight.rows());
             let starts = (0..passes).step_by(chunk);
             tasks.extend(starts.map(|start| Task {
                 group: index,
-                weight,
+                projection,
                 passes: start..(start + chunk).min(passes),
                 first_col,
             }));
-            first_col += matrix.rows();
+            first_col += weight.rows();
         }
     }
     tasks
 }
 
 fn check(group: &Group<'_>, cols: usize, out_cols: usize) -> Result<(), KernelError> {
-    let got: usize = group.weights.iter().map(|weight| weight.rows()).sum();
-    if got != out_cols {
-        return Err(KernelError::Shape { what: "outputs of an expert", expected: out_cols, got });
+    let got: usize = group.projections.iter().map(|projection| projection.weight.rows()).sum();
+    expect("outputs of an expert", out_cols, got)?;
+    for Projection { weight, bias } in &group.projections {
+        expect("inputs of an expert", weight.cols(), cols)?;
+        expect("a bias of an expert", weight.rows(), bias.map_or(weight.rows(), <[f32]>::len))?;
     }
-    match group.weights.iter().find(|weight| weight.cols() != cols) {
-        Some(weight) => {
-            Err(KernelError::Shape { what: "inputs of an expert", expected: weight.cols(), got: cols })
-        }
-        None => Ok(()),
-    }
+    Ok(())
 }

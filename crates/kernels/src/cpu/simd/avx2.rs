@@ -285,6 +285,15 @@ impl Bytes for __m256i {
     }
 
     #[inline(always)]
+    unsafe fn look_up(self, table: &[i8; 16]) -> __m256i {
+        // SAFETY: the caller promises the instructions; the table has sixteen bytes.
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm256_shuffle_epi8(table, self)
+        }
+    }
+
+    #[inline(always)]
     unsafe fn from_bits(bits: u32) -> __m256i {
         // SAFETY: the caller promises the instructions.
         unsafe {

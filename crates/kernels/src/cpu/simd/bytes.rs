@@ -27,6 +27,8 @@ pub(crate) trait Bytes: Copy {
     unsafe fn shift_left(self, by: usize) -> Self;
     /// `value` in the bytes that share a bit with `mask`, else 0.
     unsafe fn where_set(self, mask: Self, value: u8) -> Self;
+    /// The entries of a table that each byte, of 0 to 15, points at.
+    unsafe fn look_up(self, table: &[i8; 16]) -> Self;
     /// All ones in byte `i` where bit `i` is set.
     unsafe fn from_bits(bits: u32) -> Self;
 

@@ -315,6 +315,15 @@ impl Bytes for BytePair {
     }
 
     #[inline(always)]
+    unsafe fn look_up(self, table: &[i8; 16]) -> BytePair {
+        // SAFETY: NEON is part of the AArch64 baseline; the table has sixteen bytes.
+        unsafe {
+            let table = vld1q_u8(table.as_ptr().cast());
+            BytePair(vqtbl1q_u8(table, self.0), vqtbl1q_u8(table, self.1))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn from_bits(bits: u32) -> BytePair {
         // SAFETY: NEON is part of the AArch64 baseline.
         unsafe {

@@ -18,7 +18,7 @@ pub(super) struct GgmlType {
 }
 
 /// Types without a kernel: id, name, elements per block, bytes per block.
-const UNSUPPORTED: [(u32, &str, usize, usize); 23] = [
+const UNSUPPORTED: [(u32, &str, usize, usize); 22] = [
     (9, "Q8_1", 32, 40),
     (10, "Q2_K", 256, 84),
     (11, "Q3_K", 256, 110),
@@ -39,7 +39,6 @@ const UNSUPPORTED: [(u32, &str, usize, usize); 23] = [
     (29, "IQ1_M", 256, 56),
     (34, "TQ1_0", 256, 54),
     (35, "TQ2_0", 256, 66),
-    (39, "MXFP4", 32, 17),
     (40, "NVFP4", 64, 36),
     (41, "Q1_0", 128, 18),
 ];
@@ -58,6 +57,7 @@ impl GgmlType {
             13 => DType::Q5K,
             14 => DType::Q6K,
             30 => DType::BF16,
+            39 => DType::Mxfp4,
             _ => return Self::unsupported(id),
         };
         Self {

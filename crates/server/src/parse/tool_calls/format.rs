@@ -30,6 +30,8 @@ pub(crate) enum CallLayout {
     },
     /// Tags, with a pair of them for each argument.
     Xml(XmlLayout),
+    /// A message for a function; see [`crate::parse::HarmonyParser`], which reads the whole answer.
+    Harmony,
 }
 
 /// The tags of a call.
@@ -55,10 +57,15 @@ impl ToolCallFormat {
         matches!(self.layout, CallLayout::Json { .. })
     }
 
+    /// Whether calls are messages for functions.
+    pub(crate) fn is_harmony(&self) -> bool {
+        matches!(self.layout, CallLayout::Harmony)
+    }
+
     /// All markers and tags that a vocabulary may have as single tokens.
     pub(crate) fn markers(&self) -> impl Iterator<Item = &'static str> {
         let tags = match &self.layout {
-            CallLayout::Json { .. } => [""; 5],
+            CallLayout::Json { .. } | CallLayout::Harmony => [""; 5],
             CallLayout::Xml(XmlLayout { call_close, key, value, .. }) => {
                 [*call_close, key.0, key.1, value.0, value.1]
             }

@@ -30,14 +30,28 @@ pub struct Tool {
 
 /// Collects the pieces of the answer and numbers its calls.
 #[derive(Debug)]
-struct Calls {
+pub(super) struct Calls {
     out: Vec<Piece>,
     id_stem: String,
     begun: usize,
 }
 
 impl Calls {
-    fn start(&mut self, name: &str) {
+    pub(super) fn new(id_stem: String) -> Calls {
+        Calls { out: Vec::new(), id_stem, begun: 0 }
+    }
+
+    /// Adds a piece that is no part of a call.
+    pub(super) fn push(&mut self, piece: Piece) {
+        self.out.push(piece);
+    }
+
+    /// The pieces since the last time.
+    pub(super) fn take(&mut self) -> Vec<Piece> {
+        std::mem::take(&mut self.out)
+    }
+
+    pub(super) fn start(&mut self, name: &str) {
         let index = self.begun;
         self.begun += 1;
         let id = format!("call_{}{index}", self.id_stem);
@@ -45,7 +59,7 @@ impl Calls {
     }
 
     /// Adds text to the arguments of the last call.
-    fn arguments(&mut self, text: &str) {
+    pub(super) fn arguments(&mut self, text: &str) {
         if let Some(index) = self.begun.checked_sub(1).filter(|_| !text.is_empty()) {
             self.out.push(Piece::ToolCallArguments { index, text: text.to_owned() });
         }

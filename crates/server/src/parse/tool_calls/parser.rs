@@ -57,7 +57,7 @@ impl ToolCallParser {
             buffer: String::new(),
             closers: format.closer.as_slice().to_vec(),
             layout: String::new(),
-            calls: Calls { out: Vec::new(), id_stem: id_stem.into(), begun: 0 },
+            calls: Calls::new(id_stem.into()),
         }
     }
 
@@ -194,6 +194,7 @@ impl ToolCallParser {
             CallLayout::Json { .. } => {
                 State::Json(Box::new(JsonCall::marked(opener, format.closer.as_slice())))
             }
+            CallLayout::Harmony => State::Content,
         };
     }
 

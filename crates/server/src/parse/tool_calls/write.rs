@@ -12,6 +12,7 @@ impl ToolCallFormat {
                 format!("{{\"name\": {}, \"{key}\": {arguments}}}", json!(name))
             }
             CallLayout::Xml(layout) => layout.written(name, arguments),
+            CallLayout::Harmony => format!("functions.{name} <|constrain|>json<|message|>{arguments}"),
         };
         let (open, close) = self.block;
         if self.one_block {

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
 use serde_json::Value;
 
-use crate::parse::{OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens};
+use crate::parse::{
+    HarmonyParser, OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens,
+};
 use crate::protocol::{ApiError, OpenAiRequest};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
@@ -48,16 +50,21 @@ impl Turn {
         let format = request.answer_format()?;
         let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
         let separate_reasoning = request.separate_reasoning.unwrap_or(true);
-        let reasoning_markers = app.options.reasoning_parser.filter(|_| separate_reasoning);
+        // Messages in channels cannot be read without their markers, whether or not reasoning is told apart.
+        let reasoning_markers =
+            app.options.reasoning_parser.filter(|format| separate_reasoning || format.harmony);
         let tool_markers = app.options.tool_call_parser.filter(|_| !tools.is_empty());
         if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
             options.keep_special = true;
         }
         let salt = options.cache_salt.clone();
         let rendered = prepare(app, request, salt.clone()).await?;
-        // What a thinking model must keep to begins after its thoughts.
-        let thinks =
-            app.options.reasoning_parser.filter(|format| format.starts_in_reasoning(rendered.text.as_str()));
+        // What a thinking model must keep to begins after its thoughts. Where control tokens end them, which grammars do not
+        // have, the answer is all there is.
+        let thinks = app
+            .options
+            .reasoning_parser
+            .filter(|format| !format.harmony && format.starts_in_reasoning(rendered.text.as_str()));
         let filter = token_filter(app, format, thinks.map(|format| format.markers.1)).await?;
         let turn = Turn {
             end_tokens: EndTokens::new(app.model.tokenizer(), &options),
@@ -84,11 +91,16 @@ impl Turn {
     pub(crate) fn parser(&self, choice: usize) -> OutputParser {
         let options = &self.app.options;
         let calls = options.tool_call_parser.filter(|_| !self.tools.is_empty());
+        let stem = || format!("{}_{choice}_", self.id_stem);
+        let separates = options.reasoning_parser.filter(|format| format.harmony);
+        if separates.is_some() || calls.is_some_and(|format| format.is_harmony()) {
+            let separates = separates.is_some() && self.separate_reasoning;
+            return OutputParser::harmony(HarmonyParser::new(separates, calls.map(|_| stem())));
+        }
         let reasoning = options.reasoning_parser.filter(|_| self.separate_reasoning).map(|format| {
             let inside = format.starts_in_reasoning(self.rendered.text.as_str());
             ReasoningParser::new(format, inside, calls.map_or(&[], |calls| calls.openers))
         });
-        let stem = || format!("{}_{choice}_", self.id_stem);
         let calls = calls.map(|format| ToolCallParser::new(format, Arc::clone(&self.tools), stem()));
         OutputParser::new(reasoning, calls)
     }

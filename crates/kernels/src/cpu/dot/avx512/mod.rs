@@ -54,6 +54,7 @@ pub(super) unsafe fn quantised_rows(dtype: DType, product: Product<'_>) {
             DType::Q4K => passes::<superblock::Q4K>(product),
             DType::Q5K => passes::<superblock::Q5K>(product),
             DType::Q6K => passes::<superblock::Q6K>(product),
+            DType::Mxfp4 => passes::<small::Mxfp4>(product),
             DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => {
                 unreachable!("float weights have no codes")
             }

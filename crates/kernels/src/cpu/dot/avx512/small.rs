@@ -3,13 +3,14 @@
 //! The sixteen bytes of nibbles of each block go to one 128-bit lane, so low nibbles are weights 0-15 of four blocks
 //! and high nibbles weights 16-31; activations are shuffled to match. Both halves of a block then end in the same
 //! lane, and one conversion to float serves 128 weights. Half-precision scales are gathered and converted for four
-//! weight rows at once: float lane `4r + b` belongs to block `b` of row `r`.
+//! weight rows at once, and so are exponents: float lane `4r + b` belongs to block `b` of row `r`.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_pair, prefetch, sum_each};
 use crate::cpu::dot::stripes::{STRIPES, Stripes};
+use crate::quant::mxfp4::TWICE;
 
 /// Blocks per step.
 const BLOCKS: usize = 4;
@@ -25,6 +26,8 @@ pub(super) trait Small {
     const BIAS: i8 = 0;
     /// Whether a half-precision offset follows the scale.
     const HAS_OFFSET: bool = false;
+    /// What unsigned codes nibbles stand for, if not for themselves. Such a block has an exponent for a scale.
+    const TABLE: Option<[u8; 16]> = None;
 }
 
 pub(super) struct Q4_0;
@@ -64,6 +67,25 @@ impl Small for Q8_0 {
     const BYTE_CODES: bool = true;
     /// 128 as an unsigned byte.
     const BIAS: i8 = -128;
+}
+
+pub(super) struct Mxfp4;
+impl Small for Mxfp4 {
+    const BYTES: usize = 17;
+    const CODES_AT: usize = 1;
+    const BIAS: i8 = 12;
+    const TABLE: Option<[u8; 16]> = Some(unsigned(Self::BIAS));
+}
+
+/// The codes of MXFP4 with a bias that leaves none of them negative.
+const fn unsigned(bias: i8) -> [u8; 16] {
+    let mut table = [0; 16];
+    let mut nibble = 0;
+    while nibble < 16 {
+        table[nibble] = (TWICE[nibble] + bias) as u8;
+        nibble += 1;
+    }
+    table
 }
 
 /// Sixteen bytes from each of `count` blocks, one block per 128-bit lane; zero for missing blocks.
@@ -116,6 +138,10 @@ unsafe fn codes<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> 
         let nibble = _mm512_set1_epi8(15);
         let low = _mm512_and_si512(first, nibble);
         let high = _mm512_and_si512(_mm512_srli_epi16::<4>(first), nibble);
+        if let Some(table) = const { B::TABLE } {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            return [_mm512_shuffle_epi8(table, low), _mm512_shuffle_epi8(table, high)];
+        }
         let Some(at) = B::FIFTH_BITS_AT else { return [low, high] };
         let (mut low_bits, mut high_bits) = (0u64, 0u64);
         for b in 0..if FULL { BLOCKS } else { count } {
@@ -208,6 +234,30 @@ unsafe fn halves_by_word<B: Small, const FULL: bool>(at: [*const u8; STRIPES], c
     // SAFETY: four 64-bit numbers make a vector.
     unsafe {
         [std::mem::transmute::<[u64; 4], __m256i>(scales), std::mem::transmute::<[u64; 4], __m256i>(offsets)]
+    }
+}
+
+/// The scales of `count` blocks of four rows that begin with an exponent; see [`crate::quant::mxfp4`].
+///
+/// # Safety
+/// The CPU has AVX-512F; `count` blocks are readable at each of `at`.
+#[inline(always)]
+unsafe fn powers<B: Small, const FULL: bool>(at: [*const u8; STRIPES], count: usize) -> __m512 {
+    // Activations of blocks that are missing are zero, so that their scales do not matter.
+    let mut exponents = [0u8; STRIPES * BLOCKS];
+    for r in 0..STRIPES {
+        for b in 0..if FULL { BLOCKS } else { count } {
+            // SAFETY: the first byte of block `b`.
+            exponents[r * BLOCKS + b] = unsafe { at[r].add(b * B::BYTES).read() };
+        }
+    }
+    // SAFETY: sixteen bytes are readable; the caller promises the instructions.
+    unsafe {
+        let exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128(exponents.as_ptr().cast()));
+        let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)));
+        let small = _mm512_cmplt_epi32_mask(exponents, _mm512_set1_epi32(2));
+        let subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x0020_0000), exponents);
+        _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, small, subnormal))
     }
 }
 
@@ -352,13 +402,17 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
             packed[r] = codes::<B, FULL>(at[r], count);
             prefetch(at[r], BLOCKS * B::BYTES);
         }
-        let [scales, offsets] = if HALVES_IN_A_VECTOR >= B::BYTES {
-            halves_by_permutation::<B, FULL>(at, count)
+        let (scales, offsets) = if B::TABLE.is_some() {
+            (powers::<B, FULL>(at, count), _mm512_setzero_ps())
         } else {
-            halves_by_word::<B, FULL>(at, count)
+            let [scales, offsets] = if HALVES_IN_A_VECTOR >= B::BYTES {
+                halves_by_permutation::<B, FULL>(at, count)
+            } else {
+                halves_by_word::<B, FULL>(at, count)
+            };
+            let offsets = if B::HAS_OFFSET { _mm512_cvtph_ps(offsets) } else { _mm512_setzero_ps() };
+            (_mm512_cvtph_ps(scales), offsets)
         };
-        let scales = _mm512_cvtph_ps(scales);
-        let offsets = if B::HAS_OFFSET { _mm512_cvtph_ps(offsets) } else { _mm512_setzero_ps() };
         let lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
         for m in 0..M {
             let x = &x[m];
