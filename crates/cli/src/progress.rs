@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use oscar_model::source::Progress;
@@ -117,5 +118,40 @@ impl Steps {
     /// Removes the bar.
     pub(crate) fn finish(self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// The progress of work that is over at once as a rule: nothing is shown before it has taken a while.
+pub(crate) struct LateSteps {
+    label: String,
+    total: usize,
+    begun: Instant,
+    shown: Option<Steps>,
+}
+
+/// How long work goes on before its progress is shown.
+const LATE: Duration = Duration::from_secs(1);
+
+impl LateSteps {
+    /// Begins to count `total` steps.
+    pub(crate) fn new(label: &str, total: usize) -> LateSteps {
+        LateSteps { label: label.to_owned(), total, begun: Instant::now(), shown: None }
+    }
+
+    /// `done` steps are done.
+    pub(crate) fn set(&mut self, done: usize) {
+        if self.shown.is_none() && done < self.total && self.begun.elapsed() >= LATE {
+            self.shown = Some(Steps::new(&self.label, self.total));
+        }
+        if let Some(steps) = &self.shown {
+            steps.set(done);
+        }
+    }
+
+    /// Removes what is shown.
+    pub(crate) fn finish(self) {
+        if let Some(steps) = self.shown {
+            steps.finish();
+        }
     }
 }

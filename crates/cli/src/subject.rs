@@ -11,6 +11,7 @@ use crate::arguments::{ModelArguments, WeightArguments};
 use crate::device::DeviceArguments;
 use crate::failure::Failure;
 use crate::free_memory::weight_bytes;
+use crate::progress::LateSteps;
 
 /// Which model, and where it runs.
 #[derive(Debug, Args)]
@@ -65,7 +66,10 @@ impl<B: Backend> Subject<B> {
             }
         };
         let identity = ModelIdentity::of(&arguments.model, &files)?;
-        let model = Arc::new(files.load(Arc::new(backend))?);
+        let mut progress = LateSteps::new(&format!("loading {}", arguments.model), files.config().layers);
+        let model = files.load_with(Arc::new(backend), |layers| progress.set(layers));
+        progress.finish();
+        let model = Arc::new(model?);
         Ok(Subject { model, identity, weight_bytes, random: arguments.random().is_some() })
     }
 

@@ -146,17 +146,34 @@ impl ModelFiles {
 
     /// The forward pass alone, for work on token ids.
     pub fn load_model<B: Backend>(&self, backend: Arc<B>) -> Result<Model<B>, ModelError> {
+        self.load_layers(backend, |_| {})
+    }
+
+    fn load_layers<B: Backend>(
+        &self,
+        backend: Arc<B>,
+        on_layer: impl FnMut(usize),
+    ) -> Result<Model<B>, ModelError> {
         if let Some(feature) = self.config.features().into_iter().find(|&need| !backend.supports(need)) {
             return Err(KernelError::Unsupported(feature).into());
         }
-        let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config)?;
+        let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config, on_layer)?;
         backend.finish_weights();
         Ok(Model::new(backend, self.config.clone(), weights))
     }
 
     /// Loads the weights; the files must hold a tokenizer.
     pub fn load<B: Backend>(self, backend: Arc<B>) -> Result<LoadedModel<B>, ModelError> {
-        let model = self.load_model(backend)?;
+        self.load_with(backend, |_| {})
+    }
+
+    /// The same; `on_layer` hears how many layers are loaded, which takes a while where weights are copied.
+    pub fn load_with<B: Backend>(
+        self,
+        backend: Arc<B>,
+        on_layer: impl FnMut(usize),
+    ) -> Result<LoadedModel<B>, ModelError> {
+        let model = self.load_layers(backend, on_layer)?;
         let Some(tokenizer) = self.tokenizer else {
             let path = self.tensors.path().to_path_buf();
             return Err(ModelError::BadConfig {

@@ -55,12 +55,13 @@ pub struct ModelWeights<B: Backend> {
 }
 
 impl<B: Backend> ModelWeights<B> {
-    /// Loads the weights that `config` describes.
+    /// Loads the weights that `config` describes; `on_layer` hears how many layers are loaded.
     pub(crate) fn load(
         backend: &B,
         source: &dyn TensorSource,
         naming: TensorNaming,
         config: &ModelConfig,
+        mut on_layer: impl FnMut(usize),
     ) -> Result<ModelWeights<B>, ModelError> {
         let loader = Loader { backend, source, config, naming, used: RefCell::default() };
         let embedding = loader.matrix(naming.embedding(), config.vocab_size, config.hidden_size)?;
@@ -73,7 +74,11 @@ impl<B: Backend> ModelWeights<B> {
         } else {
             Some(loader.matrix(naming.head(), config.vocab_size, config.hidden_size)?)
         };
-        let layers = (0..config.layers).map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?;
+        let mut layers = Vec::with_capacity(config.layers);
+        for layer in 0..config.layers {
+            layers.push(loader.layer(layer)?);
+            on_layer(layers.len());
+        }
         loader.check_all_tensors_used(tied)?;
         Ok(ModelWeights { embedding, layers, norm, norm_gain, head })
     }

@@ -76,7 +76,8 @@ pub(crate) struct ServeArguments {
 
     /// Share of the free memory for weights and cache, instead of --kv-memory; a container's limit counts. Without
     /// either the cache has room for --max-running-requests of full length, within a share of 0.8.
-    #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "kv_memory")]
+    #[arg(long, visible_alias = "gpu-memory-fraction", alias = "gpu-memory-utilization", value_name = "SHARE",
+          value_parser = share, conflicts_with = "kv_memory")]
     mem_fraction_static: Option<f64>,
 
     /// Precisions of history that requests may ask for (`kv_precision`), such as int2,bf16; the type of the cache is always

@@ -113,7 +113,7 @@ fn a_large_cache_is_reserved_and_not_resident() {
     let small = Serving::start(&machine, &["--mem-fraction-static", "0.05", "--kv-cache-dtype", "bf16"]);
     assert!(small.banner.contains("requests at a time"), "{}", small.banner);
     let model = fixture("qwen3");
-    let share = ["--mem-fraction-static", "0.0000001", "--port", "0"];
+    let share = ["--gpu-memory-fraction", "0.0000001", "--port", "0"];
     let refused = machine.run(["serve", model.to_str().expect("path")].into_iter().chain(share));
     refused.failure(1, &["of the memory that is free", "--mem-fraction-static"]);
 }
