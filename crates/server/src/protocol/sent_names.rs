@@ -42,6 +42,10 @@ const GENERATE_IDS: Fixed = &[
     ("min_tokens", "sampling_params.min_new_tokens"),
 ];
 
+/// The fields of llama.cpp's `/completion`.
+const COMPLETION: Fixed =
+    &[("max_tokens", "n_predict"), ("repetition_penalty", "repeat_penalty"), ("logprobs", "n_probs")];
+
 /// The names that a client sent, by those of the request that was made of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct SentNames {
@@ -81,6 +85,11 @@ impl SentNames {
     pub(crate) fn of_generate(with_ids: bool) -> SentNames {
         let fixed = if with_ids { GENERATE_IDS } else { GENERATE_TEXT };
         SentNames { fixed, paths: Vec::new() }
+    }
+
+    /// Those of `/completion`.
+    pub(crate) fn of_completion() -> SentNames {
+        SentNames { fixed: COMPLETION, paths: Vec::new() }
     }
 
     fn add_places(&mut self, places: &[Place], id: &str) {

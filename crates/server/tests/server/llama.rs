@@ -84,6 +84,8 @@ async fn settings_have_llama_cpps_names() {
         (json!({"logit_bias": [["a", true]]}), "logit_bias"),
         (json!({"prompt": null}), "prompt"),
         (json!({"n_predict": "many"}), "n_predict"),
+        (json!({"repeat_penalty": -1}), "repeat_penalty"),
+        (json!({"n_probs": 100_000}), "n_probs"),
     ] {
         assert_eq!(ask(extra).await.refused(400)["param"], param);
     }

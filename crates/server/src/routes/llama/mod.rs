@@ -20,7 +20,7 @@ use super::completions::{Prepared, prepare};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, Door, LlamaRequest, Prompt, SamplingFields};
+use crate::protocol::{ApiError, Door, LlamaRequest, Prompt, SamplingFields, SentNames};
 use crate::requests::{AnswerStream, PromptRequest};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
@@ -28,6 +28,13 @@ use crate::state::AppState;
 /// `/completion`: continues one prompt or several.
 pub(crate) async fn completion(
     State(app): State<Arc<AppState>>,
+    body: JsonBody<LlamaRequest>,
+) -> Result<Response, ApiError> {
+    complete(app, body).await.map_err(|error| SentNames::of_completion().restore(error))
+}
+
+async fn complete(
+    app: Arc<AppState>,
     JsonBody(request, memory): JsonBody<LlamaRequest>,
 ) -> Result<Response, ApiError> {
     request.unread.check(Door::Completion, app.options.unknown_fields)?;
