@@ -3,13 +3,14 @@
 //!
 //! | module | what it times |
 //! |---|---|
-//! | `model` | prefill and decoding of a whole model |
+//! | `model` | prefill and decoding of a whole model; what memory holds of its cache |
 //! | `engine` | long contexts by cache type; requests with a common prefix |
 //! | `serve` | a server as its clients see it |
 //! | `attention`, `codec` | attention and the encoder alone, on the processor |
 //! | [`cuda`] | attention, sealing and writing on a card, against its read ceiling |
 
 mod attention;
+mod capacity;
 mod codec;
 pub mod cuda;
 mod engine;
@@ -18,6 +19,7 @@ mod model;
 mod serve;
 
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
+pub use capacity::Capacity;
 pub use codec::{CodecBench, run as codec};
 pub use engine::{
     LongContext, LongContextRow, LongContextStage, SharedPrefix, SharedPrefixRow, long_context, shared_prefix,

@@ -33,6 +33,8 @@ struct ModelRow {
     context: usize,
     gen_tokens: usize,
     decode_tokens_per_s: Option<f64>,
+    /// Time of a decode step, which makes one token.
+    step_ms: Option<f64>,
     bits_per_element: f64,
     kv_bytes: usize,
     peak_rss_bytes: Option<u64>,
@@ -64,6 +66,7 @@ pub fn run<B: Backend>(
             context,
             gen_tokens: bench.gen_tokens,
             decode_tokens_per_s: decode.decode_tokens_per_s(),
+            step_ms: decode.decode_tokens_per_s().map(|rate| 1e3 / rate),
             bits_per_element: engine.budget().bits_at(context),
             kv_bytes: engine.kv_bytes(),
             peak_rss_bytes: peak_rss_bytes(),

@@ -2,9 +2,9 @@
 
 use clap::{Args, ValueEnum};
 use oscar_engine::SamplingOptions;
-use oscar_model::SamplingDefaults;
 use oscar_model::files::WeightMemory;
 use oscar_model::source::{FetchPolicy, ModelPath, resolve};
+use oscar_model::{SamplingDefaults, Shard};
 
 use crate::failure::Failure;
 use crate::progress::DownloadProgress;
@@ -22,6 +22,10 @@ pub(crate) struct ModelArguments {
     /// Use only what is on disk; never download.
     #[arg(long, env = "OSCAR_OFFLINE", value_parser = clap::builder::FalseyValueParser::new())]
     pub(crate) offline: bool,
+
+    /// The slice of a model of random weights that is loaded; all of it if there is none.
+    #[arg(skip)]
+    pub(crate) shard: Option<Shard>,
 }
 
 /// Which model is measured.
@@ -31,8 +35,8 @@ pub(crate) struct MeasuredModel {
     #[arg(value_name = "MODEL", required_unless_present = "random_weights")]
     model: Option<String>,
 
-    /// Random weights instead of a model's, in a published shape: qwen3-0.6b, 1.7b, 4b, 8b or 32b; :q4_k_m or :q8_0 after it
-    /// for quantised ones.
+    /// Random weights instead of a model's, in a published shape: qwen3-0.6b, 1.7b, 4b, 8b, 32b, 30b-a3b or 235b-a22b,
+    /// glm-4.5-air, glm-4.7, glm-4.7-fp8, minimax-m2; :fp8, :q8_0 or :q4_k_m after it for quantised ones.
     #[arg(long, value_name = "SHAPE", conflicts_with = "model")]
     random_weights: Option<String>,
 
@@ -46,7 +50,7 @@ impl MeasuredModel {
     pub(crate) fn arguments(&self) -> ModelArguments {
         let random = self.random_weights.as_deref().map(ModelArguments::random_name);
         let model = random.or_else(|| self.model.clone()).unwrap_or_default();
-        ModelArguments { model, offline: self.offline }
+        ModelArguments { model, offline: self.offline, shard: None }
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use oscar_kernels::Backend;
-use oscar_model::{LoadedModel, ModelFiles, random_model};
+use oscar_model::{LoadedModel, ModelFiles, Slice, random_model, random_shard};
 use oscar_rotations::ModelIdentity;
 
 use crate::arguments::{ModelArguments, WeightArguments};
@@ -36,6 +36,8 @@ pub(crate) struct Subject<B: Backend> {
     pub(crate) weight_bytes: u64,
     /// Whether its weights are random.
     pub(crate) random: bool,
+    /// What it is a slice of, if it is one.
+    pub(crate) slice: Option<Slice>,
 }
 
 impl SubjectArguments {
@@ -52,17 +54,22 @@ impl<B: Backend> Subject<B> {
         backend: B,
         weights: WeightArguments,
     ) -> Result<Subject<B>, Failure> {
-        let (files, weight_bytes) = match arguments.random() {
-            Some(shape) => {
+        let (files, weight_bytes, slice) = match (arguments.random(), arguments.shard) {
+            (Some(shape), Some(shard)) => {
+                let (files, slice) = random_shard(shape, shard)?;
+                (files, slice.weight_bytes as u64, Some(slice))
+            }
+            (Some(shape), None) => {
                 let files = random_model(shape)?;
                 let bytes =
                     files.tensors().entries().iter().filter_map(|entry| entry.byte_len).sum::<usize>();
-                (files, bytes as u64)
+                (files, bytes as u64, None)
             }
-            None => {
+            (None, _) => {
                 let path = arguments.resolve()?;
                 tracing::info!("loading {}", path.path().display());
-                (ModelFiles::open_in(&path, weights.weights.into())?, weight_bytes(path.path()))
+                let files = ModelFiles::open_in(&path, weights.weights.into())?;
+                (files, weight_bytes(path.path()), None)
             }
         };
         let identity = ModelIdentity::of(&arguments.model, &files)?;
@@ -70,7 +77,7 @@ impl<B: Backend> Subject<B> {
         let model = files.load_with(Arc::new(backend), |layers| progress.set(layers));
         progress.finish();
         let model = Arc::new(model?);
-        Ok(Subject { model, identity, weight_bytes, random: arguments.random().is_some() })
+        Ok(Subject { model, identity, weight_bytes, random: arguments.random().is_some(), slice })
     }
 
     /// The model as the user named it.

@@ -8,6 +8,7 @@ use std::fmt;
 
 use oscar_codec::{KvGeometry, PAGE_TOKENS, PageWindows};
 use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
+use oscar_model::ModelConfig;
 
 use crate::error::EngineError;
 use crate::request::Contexts;
@@ -75,7 +76,22 @@ pub(crate) struct Shape {
     pub(crate) max_context: usize,
 }
 
+impl From<&ModelConfig> for Shape {
+    fn from(config: &ModelConfig) -> Shape {
+        Shape {
+            geometry: config.kv_geometry(),
+            hidden_size: config.hidden_size,
+            max_context: config.max_context,
+        }
+    }
+}
+
 impl Budget {
+    /// What the cache of an engine with these settings would cost a model, without making it.
+    pub fn of(config: &ModelConfig, options: &EngineOptions) -> Result<Budget, EngineError> {
+        Budget::plan(config.into(), &options.for_layers(config)?)
+    }
+
     pub(crate) fn plan(shape: Shape, options: &EngineOptions) -> Result<Budget, EngineError> {
         let most = shape.max_context;
         let asked = options.context.unwrap_or(most.min(DEFAULT_CONTEXT));

@@ -32,7 +32,7 @@ pub use config::{BlockStyle, ExpertsConfig, ModelConfig, QkNorm, SlidingLayers, 
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
-pub use random::{random_model, random_names};
+pub use random::{Shard, Slice, random_model, random_names, random_shard};
 pub use rope::{RopeConfig, RopeScaling};
 pub use sampling::SamplingDefaults;
 pub use weights::{FeedForward, LayerWeights};

@@ -5,6 +5,7 @@
 //! projection of all experts of a layer. On a device that copies weights each is a matrix of its own.
 
 mod mixtures;
+mod shard;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,6 +24,7 @@ use crate::names::{LayerTensor, TensorNaming};
 use crate::rope::{RopeConfig, RopeScaling};
 use crate::text::{GgufVocabulary, Tokenizer};
 use mixtures::MIXTURES;
+pub use shard::{Shard, Slice, random_shard};
 
 /// The blocks of published FP8 files.
 const BLOCK: usize = 128;
@@ -100,19 +102,47 @@ pub fn random_names() -> Vec<&'static str> {
 
 /// A model of random weights by its name, such as `qwen3-8b`, or `qwen3-8b:q4_k_m` with the types of such a file.
 pub fn random_model(name: &str) -> Result<ModelFiles, ModelError> {
-    let unknown = |problem: String| ModelError::BadConfig { path: name.into(), problem };
-    let (shape, kind) = name.split_once(':').unwrap_or((name, "bf16"));
-    let dense = GEOMETRIES.iter().find(|known| known.name == shape).map(|known| Ok(known.config()));
-    let mixture = || MIXTURES.iter().find(|known| known.name == shape).map(|known| known.config());
-    let config = dense.or_else(mixture).ok_or_else(|| {
-        unknown(format!("there is no such shape; there are {}", random_names().join(", ")))
-    })??;
-    match kind.to_ascii_lowercase().as_str() {
-        "bf16" => random_files(name, config, |_, _| DType::BF16),
-        "fp8" => random_files(name, ModelConfig { fp8: Some(FP8_BLOCKS), ..config }, fp8),
-        "q8_0" => random_files(name, config, |_, _| DType::Q8_0),
-        "q4_k_m" => random_files(name, config, q4_k_m),
-        _ => Err(unknown("the weights are bf16, fp8, q8_0 or q4_k_m".to_owned())),
+    Described::by_name(name)?.files(name)
+}
+
+/// The type of a tensor by its layer and what it is; the embedding and the head have neither.
+type TypeOf = fn(Option<usize>, Option<LayerTensor>) -> DType;
+
+/// A shape and the types of its weights.
+struct Described {
+    config: ModelConfig,
+    dtype: TypeOf,
+}
+
+impl Described {
+    fn by_name(name: &str) -> Result<Described, ModelError> {
+        let unknown = |problem: String| ModelError::BadConfig { path: name.into(), problem };
+        let (shape, kind) = name.split_once(':').unwrap_or((name, ""));
+        let dense = GEOMETRIES.iter().find(|known| known.name == shape).map(|known| Ok(known.config()));
+        let mixture = || MIXTURES.iter().find(|known| known.name == shape).map(|known| known.config());
+        let config = dense.or_else(mixture).ok_or_else(|| {
+            unknown(format!("there is no such shape; there are {}", random_names().join(", ")))
+        })??;
+        let described = |dtype: TypeOf| Described { config: config.clone(), dtype };
+        match (kind.to_ascii_lowercase().as_str(), config.fp8) {
+            ("", Some(_)) => Ok(described(fp8)),
+            (_, Some(_)) => Err(unknown(format!("the weights of {shape} are what the file has: FP8"))),
+            ("" | "bf16", None) => Ok(described(|_, _| DType::BF16)),
+            ("fp8", None) => {
+                Ok(Described { config: ModelConfig { fp8: Some(FP8_BLOCKS), ..config }, dtype: fp8 })
+            }
+            ("q8_0", None) => Ok(described(|_, _| DType::Q8_0)),
+            ("q4_k_m", None) => Ok(described(q4_k_m)),
+            _ => Err(unknown("the weights are bf16, fp8, q8_0 or q4_k_m".to_owned())),
+        }
+    }
+
+    /// The files of a model that does not exist.
+    fn files(&self, name: &str) -> Result<ModelFiles, ModelError> {
+        let tokenizer = tokenizer(self.config.vocab_size)
+            .map_err(|source| ModelError::Text { path: name.into(), source })?;
+        let tensors = RandomTensors::new(name, &self.config, self.dtype);
+        Ok(ModelFiles::made(self.config.clone(), TensorNaming::HuggingFace, Box::new(tensors), tokenizer))
     }
 }
 
@@ -164,18 +194,6 @@ fn q4_k_m(layer: Option<usize>, tensor: Option<LayerTensor>) -> DType {
     }
 }
 
-/// The files of a model that does not exist.
-fn random_files(
-    name: &str,
-    config: ModelConfig,
-    dtype: impl Fn(Option<usize>, Option<LayerTensor>) -> DType,
-) -> Result<ModelFiles, ModelError> {
-    let tokenizer =
-        tokenizer(config.vocab_size).map_err(|source| ModelError::Text { path: name.into(), source })?;
-    let tensors = RandomTensors::new(name, &config, dtype);
-    Ok(ModelFiles::made(config, TensorNaming::HuggingFace, Box::new(tensors), tokenizer))
-}
-
 /// A tokenizer whose tokens are bytes, and of which most tokens stand for nothing.
 fn tokenizer(vocabulary: usize) -> Result<Tokenizer, crate::text::TextError> {
     // The letters that byte-level vocabularies write bytes with: printable ones as they are, others from 256 on.
@@ -205,13 +223,9 @@ struct RandomTensors {
 }
 
 impl RandomTensors {
-    fn new(
-        name: &str,
-        config: &ModelConfig,
-        dtype: impl Fn(Option<usize>, Option<LayerTensor>) -> DType,
-    ) -> RandomTensors {
+    fn new(name: &str, config: &ModelConfig, dtype: TypeOf) -> RandomTensors {
         let naming = TensorNaming::HuggingFace;
-        let mut tensors = Tensors::default();
+        let mut tensors = Tensors { entries: Vec::new(), fp8: config.fp8 };
         let table = [config.vocab_size, config.hidden_size];
         tensors.matrix(naming.embedding().to_owned(), dtype(None, None), table);
         tensors.vector(naming.final_norm().to_owned(), config.hidden_size);
@@ -221,7 +235,7 @@ impl RandomTensors {
         for layer in 0..config.layers {
             tensors.layer(config, layer, &|tensor| dtype(Some(layer), Some(tensor)));
         }
-        let entries = tensors.0;
+        let entries = tensors.entries;
         let index = entries.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect();
         let types = DType::ALL.into_iter().chain([DType::F8E4M3]);
         let bytes = types.map(|dtype| (dtype, OnceLock::new())).collect();
@@ -241,8 +255,11 @@ impl RandomTensors {
 }
 
 /// A table of tensors.
-#[derive(Default)]
-struct Tensors(Vec<TensorEntry>);
+struct Tensors {
+    entries: Vec<TensorEntry>,
+    /// How FP8 weights are scaled.
+    fp8: Option<WeightScales>,
+}
 
 impl Tensors {
     fn add(&mut self, name: String, dtype: DType, shape: Vec<usize>, before: usize) {
@@ -250,7 +267,7 @@ impl Tensors {
         // Experts lie one after the other: they are read by turns, and must not be found in a core's cache for that.
         let offset = before * byte_len.unwrap_or(0);
         let element_type = ElementType::Supported(dtype);
-        self.0.push(TensorEntry { name, shape, element_type, offset, byte_len });
+        self.entries.push(TensorEntry { name, shape, element_type, offset, byte_len });
     }
 
     fn vector(&mut self, name: String, len: usize) {
@@ -265,9 +282,15 @@ impl Tensors {
     fn matrix_behind(&mut self, name: String, dtype: DType, shape: [usize; 2], before: usize) {
         // As makers of files do where a row is no whole number of large blocks.
         let dtype = if shape[1].is_multiple_of(dtype.block_len()) { dtype } else { DType::Q8_0 };
-        if dtype == DType::F8E4M3 {
-            let blocks = shape.map(|size| size.div_ceil(BLOCK)).to_vec();
-            self.add(format!("{name}_scale_inv"), DType::F32, blocks, 0);
+        if let (DType::F8E4M3, Some(scales)) = (dtype, self.fp8) {
+            let (suffix, scales) = match scales {
+                WeightScales::Block([rows, cols]) => {
+                    ("_scale_inv", vec![shape[0].div_ceil(rows), shape[1].div_ceil(cols)])
+                }
+                WeightScales::Channel => ("_scale", vec![shape[0], 1]),
+                WeightScales::Tensor => ("_scale", vec![1]),
+            };
+            self.add(format!("{name}{suffix}"), DType::F32, scales, 0);
         }
         self.add(name, dtype, shape.to_vec(), before);
     }
@@ -432,10 +455,14 @@ mod tests {
         let config = ModelConfig { vocab_size: 512, ..small.config() };
         let mixtures = MIXTURES.iter().map(|mixture| mixture.small().config().unwrap());
         for config in [config].into_iter().chain(mixtures) {
-            for dtype in [|_, _| DType::BF16, |_, _| DType::Q8_0, q4_k_m as fn(_, _) -> _] {
-                runs(&random_files("tiny", config.clone(), dtype).unwrap());
+            let plain = ModelConfig { fp8: None, ..config.clone() };
+            for dtype in [|_, _| DType::BF16, |_, _| DType::Q8_0, q4_k_m as TypeOf] {
+                runs(&Described { config: plain.clone(), dtype }.files("tiny").unwrap());
             }
-            runs(&random_files("tiny", ModelConfig { fp8: Some(FP8_BLOCKS), ..config }, fp8).unwrap());
+            for scales in [FP8_BLOCKS, WeightScales::Channel, WeightScales::Tensor] {
+                let config = ModelConfig { fp8: Some(scales), ..config.clone() };
+                runs(&Described { config, dtype: fp8 }.files("tiny").unwrap());
+            }
         }
     }
 
@@ -445,9 +472,15 @@ mod tests {
         assert!(error.contains("qwen3-8b"), "{error}");
         assert!(random_model("qwen3-8b:q3_k").is_err());
         assert_eq!(random_model("qwen3-32b").unwrap().config().layers, 64);
-        for (name, billions) in [("qwen3-30b-a3b", 30.5), ("glm-4.5-air:fp8", 106.8), ("minimax-m2", 228.7)] {
+        assert!(random_model("glm-4.7-fp8:q8_0").is_err());
+        for (name, billions) in [
+            ("qwen3-30b-a3b", 30.5),
+            ("glm-4.5-air:fp8", 106.8),
+            ("glm-4.7-fp8", 352.8),
+            ("minimax-m2", 228.7),
+        ] {
             let files = random_model(name).unwrap();
-            let scales = |name: &str| name.ends_with("_scale_inv");
+            let scales = |name: &str| name.ends_with("_scale_inv") || name.ends_with("_scale");
             let entries = files.tensors().entries().iter().filter(|entry| !scales(&entry.name));
             let parameters = entries.map(|entry| entry.elements() as f64).sum::<f64>() / 1e9;
             assert!((parameters / billions - 1.0).abs() < 0.01, "{name}: {parameters}");

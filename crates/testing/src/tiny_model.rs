@@ -13,11 +13,17 @@ pub fn tiny_model<B: Backend>(context: usize, backend: Arc<B>) -> Arc<LoadedMode
     tiny_model_with("qwen3", context, backend, |_| ())
 }
 
-/// A model of four layers, one of which sees everything and the others `window` positions.
-pub fn tiny_sliding_model<B: Backend>(context: usize, window: usize, backend: Arc<B>) -> Arc<LoadedModel<B>> {
+/// A model of which one layer sees everything and the others `window` positions: `gemma3`, of four layers, or `gpt-oss`, of
+/// three, with learned sinks and experts.
+pub fn tiny_sliding_model<B: Backend>(
+    name: &str,
+    context: usize,
+    window: usize,
+    backend: Arc<B>,
+) -> Arc<LoadedModel<B>> {
     let change =
         |config: String| config.replace("\"sliding_window\": 40", &format!("\"sliding_window\": {window}"));
-    let model = tiny_model_from("gemma3", context, backend, change, |_| ());
+    let model = tiny_model_from(name, context, backend, change, |_| ());
     assert_eq!(model.config().window(0), Some(window));
     model
 }

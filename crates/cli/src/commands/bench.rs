@@ -2,22 +2,19 @@
 
 mod attention;
 mod engine;
+mod model;
 mod serve;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
+use oscar_bench::CodecBench;
 use oscar_bench::cuda::CudaCodecBench;
-use oscar_bench::{CodecBench, ModelBench};
 use oscar_codec::Rule;
-use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_model::source::Settings;
 
-use crate::arguments::{MeasuredModel, WeightArguments, positive};
-use crate::device::{DeviceArguments, OnDevice, worker_threads};
+use crate::arguments::positive;
 use crate::failure::Failure;
-use crate::kv::KvArguments;
-use crate::loading::EngineArguments;
 use crate::output::print_text;
 
 /// Measure speed on this machine.
@@ -29,53 +26,11 @@ pub(crate) struct BenchArguments {
 
 #[derive(Debug, Subcommand)]
 enum BenchCommand {
-    Model(ModelBenchArguments),
+    Model(model::ModelBenchArguments),
     Codec(CodecBenchArguments),
     Attention(attention::AttentionBenchArguments),
     Engine(engine::EngineBenchArguments),
     Serve(serve::ServeBenchArguments),
-}
-
-/// Prefill and decode speed, time to first token and peak memory of a model.
-#[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
-    oscar bench model smollm2\n  \
-    oscar bench model smollm2 --prompt-tokens 512 --gen-tokens 64 --context 4096\n  \
-    oscar bench model ./model.gguf --threads 8 --repeat 5 --json\n  \
-    oscar bench model --device cuda --random-weights qwen3-8b --kv-cache-dtype int2 --context 32768\n\n\
-    --context is the number of tokens in the cache when decoding starts; the prompt alone by default.")]
-struct ModelBenchArguments {
-    #[command(flatten)]
-    model: MeasuredModel,
-
-    /// Prompt tokens of the prefill measurement.
-    #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = positive)]
-    prompt_tokens: usize,
-
-    /// Tokens to generate in the decode measurement.
-    #[arg(long, default_value = "64", value_name = "TOKENS", value_parser = positive)]
-    gen_tokens: usize,
-
-    /// Tokens in the cache when decoding starts.
-    #[arg(long, value_name = "TOKENS", value_parser = positive)]
-    context: Option<usize>,
-
-    #[command(flatten)]
-    device: DeviceArguments,
-
-    #[command(flatten)]
-    weights: WeightArguments,
-
-    /// How often everything is measured.
-    #[arg(long, default_value = "3", value_name = "N", value_parser = positive)]
-    repeat: usize,
-
-    #[command(flatten)]
-    kv: KvArguments,
-
-    /// Print one JSON object.
-    #[arg(long)]
-    json: bool,
 }
 
 /// Encoding and decoding speed of the 2-bit cache, on every instruction set of this machine, or sealing on a GPU.
@@ -215,56 +170,6 @@ impl BenchArguments {
             BenchCommand::Engine(arguments) => arguments.run(),
             BenchCommand::Serve(arguments) => arguments.run(),
         }
-    }
-}
-
-impl ModelBenchArguments {
-    fn run(self) -> Result<(), Failure> {
-        self.device.clone().run(self.kv.cache.deterministic, self)
-    }
-}
-
-impl OnDevice for ModelBenchArguments {
-    type Output = ();
-
-    fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
-        let start = self.context.unwrap_or(0).max(self.prompt_tokens);
-        let needed = start.saturating_add(self.gen_tokens).saturating_add(1);
-        let engine_arguments = EngineArguments {
-            context: Some(needed),
-            device: self.device.clone(),
-            weights: self.weights,
-            kv: self.kv.clone(),
-        };
-        let model = self.model.arguments();
-        let engine = engine_arguments.load(&model, backend)?;
-        let bench = ModelBench {
-            prompt_tokens: self.prompt_tokens,
-            gen_tokens: self.gen_tokens,
-            context: self.context,
-            repeat: self.repeat,
-        };
-        let mut report = Report::here();
-        oscar_bench::model(&engine, &bench, worker_threads(self.device.threads), |mut row| {
-            row["model"] = model.model.clone().into();
-            tracing::info!("{row}");
-            report.push(row);
-        })?;
-        if self.json {
-            return print_text(&report.json());
-        }
-        let columns = [
-            "kv",
-            "threads",
-            "prompt_tokens",
-            "prefill_tokens_per_s",
-            "ttft_ms",
-            "context",
-            "gen_tokens",
-            "decode_tokens_per_s",
-            "peak_rss_bytes",
-        ];
-        print_text(report.table(&columns).trim_end())
     }
 }
 

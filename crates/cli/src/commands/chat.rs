@@ -71,7 +71,7 @@ impl ChatArguments {
             announce_default();
             DEFAULT_MODEL.to_owned()
         });
-        ModelArguments { model, offline: self.offline }
+        ModelArguments { model, offline: self.offline, shard: None }
     }
 
     pub(crate) fn run(self) -> Result<(), Failure> {

@@ -119,7 +119,7 @@ impl ServeArguments {
             return Err(Failure::new("there is no model to serve")
                 .with_fix("give a MODEL, such as `oscar serve smollm2`, or --model-path"));
         };
-        let model = ModelArguments { model, offline: self.offline };
+        let model = ModelArguments { model, offline: self.offline, shard: None };
         let deterministic = self.engine.kv.cache.deterministic;
         self.engine.device.clone().run(deterministic, Service { arguments: self, model })
     }

@@ -1,4 +1,4 @@
-//! `oscar bench codec` and `oscar bench attention`.
+//! `oscar bench codec`, `oscar bench attention` and slices in `oscar bench model`.
 
 use crate::support::Machine;
 
@@ -84,4 +84,57 @@ fn attention_that_cannot_be_measured_is_refused() {
         assert!(outcome.stderr.contains(word), "{}", outcome.stderr);
     }
     assert!(machine.run(["bench", "attention", "--help"]).success().stdout.contains("Examples:"));
+}
+
+#[test]
+fn a_slice_of_a_model_is_measured_by_itself() {
+    let machine = Machine::new();
+    let small = ["--prompt-tokens", "8", "--gen-tokens", "2", "--context", "1024", "--repeat", "1"];
+    let slice =
+        ["bench", "model", "--random-weights", "qwen3-0.6b", "--shard", "3/8", "--card-memory", "1GB"];
+    let arguments = [&slice[..], &small].concat();
+    let json = machine.run([&arguments[..], &["--json"]].concat()).success().json();
+    let row = &json["rows"][0];
+    assert_eq!(
+        (&row["shard"], &row["cards"], &row["all_reduces"]),
+        (&"3/8".into(), &8.into(), &"left out".into())
+    );
+    let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} in {row}"));
+    assert!(number("step_ms") > 0.0);
+    // 28 layers, one head of 128 channels: 14336 bytes of a token in bf16; in sequences of 16 pages 6 are windows.
+    let (bf16, int2) = (14_336.0, 2016.0);
+    let density = 16.0 * bf16 / (6.0 * bf16 + 10.0 * int2);
+    assert!((number("int2_over_bf16") - density).abs() < 1e-9, "{row}");
+    let room = 1e9 - number("slice_weight_bytes");
+    assert!((number("cards_bf16_tokens") - room / bf16).abs() <= 1.0, "{row}");
+    assert!((number("cards_int2_tokens") - room / bf16 * density).abs() <= 1.0, "{row}");
+    // Norms alone are on every card.
+    let repeated = 8.0 * number("slice_weight_bytes") - number("model_weight_bytes");
+    assert_eq!(repeated, 7.0 * 4.0 * (28.0 * (2.0 * 1024.0 + 2.0 * 128.0) + 1024.0));
+    let text = machine.run(&arguments).success().stdout;
+    for words in [
+        "slice 3/8: 2 of 16 query heads, 1 of 8 KV heads, 384 of 3072 dense columns",
+        "left out: the all-reduces",
+        "8 cards of 1.00 GB hold",
+        "tokens per GB, int2 over bf16: 2.16",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn slices_that_there_are_not_are_refused() {
+    let machine = Machine::new();
+    let run =
+        |shard: &str| machine.run(["bench", "model", "--random-weights", "qwen3-0.6b", "--shard", shard]);
+    run("0/3").failure(1, &["qwen3-0.6b", "16 query heads", "3 cards"]);
+    run("0/32").failure(1, &["16 query heads", "32 cards"]);
+    for (shard, word) in [("8/8", "counted from 0"), ("eight", "0/8")] {
+        let outcome = run(shard);
+        assert_eq!(outcome.code, Some(2), "{outcome:?}");
+        assert!(outcome.stderr.contains(word), "{}", outcome.stderr);
+    }
+    let files = machine.run(["bench", "model", "./model.gguf", "--shard", "0/8"]);
+    assert_eq!(files.code, Some(2), "{files:?}");
+    assert!(files.stderr.contains("cannot be used with"), "{}", files.stderr);
 }

@@ -70,11 +70,7 @@ impl<B: Backend> Core<B> {
             None => options.for_layers(config)?,
             Some(_) => options.clone(),
         };
-        let shape = Shape {
-            geometry: config.kv_geometry(),
-            hidden_size: config.hidden_size,
-            max_context: config.max_context,
-        };
+        let shape = Shape::from(config);
         let mut budget = Budget::plan(shape, options)?;
         let ledger = Ledger::new(budget.ledger_options(options))?;
         let slots = ledger.slots();

@@ -166,7 +166,7 @@ fn what_cannot_be_is_refused() {
 #[cfg(not(feature = "cuda-tests"))]
 #[test]
 fn sliding_windows_have_one_tier() {
-    let model = sliding_model(130);
+    let model = sliding_model("gemma3", 130);
     let options = with_tier(engine_options(&model, "int4", None));
     let error = TestEngine::new(model, &options).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("sliding windows"), "{error}");

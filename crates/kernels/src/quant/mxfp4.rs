@@ -2,7 +2,8 @@
 //!
 //! E2M1 is a sign, two bits of exponent (bias 1) and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of either sign. Twice such a
 //! number is a small integer, so a block is one of codes, and half its scale goes with them. E8M0 is an exponent alone (bias
-//! 127); all ones is NaN in the standard, which whoever reads a file must refuse.
+//! 127); all ones is NaN in the standard. A block with that scale makes every product with it NaN, so that a request that meets it
+//! fails instead of going on with a number that nobody stored.
 //!
 //! Two arrangements are in use. GGUF files have the scale in front of the elements, the first sixteen of them in low nibbles and
 //! the others in high ones: that is [`crate::DType::Mxfp4`]. Hugging Face checkpoints have scales in a tensor of their own, and
@@ -15,6 +16,9 @@ pub const NIBBLES: usize = BLOCK / 2;
 /// The scale that is no number.
 pub const NAN_SCALE: u8 = 255;
 
+/// What the scale that is no number becomes.
+pub(crate) const NAN_BITS: u32 = 0x7fc0_0000;
+
 /// Twice the numbers that four bits stand for.
 pub(crate) const TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
@@ -24,12 +28,13 @@ pub(crate) fn twice(nibble: u8) -> i8 {
     TWICE[usize::from(nibble & 15)]
 }
 
-/// Half the power of two that a scale stands for.
+/// Half the power of two that a scale stands for; NaN for [`NAN_SCALE`].
 #[inline(always)]
 pub(crate) fn half_power(scale: u8) -> f32 {
     // The two smallest are below the smallest normal number.
     f32::from_bits(match scale {
         0 | 1 => 0x0020_0000 << scale,
+        NAN_SCALE => NAN_BITS,
         _ => (u32::from(scale) - 1) << 23,
     })
 }
@@ -71,5 +76,9 @@ mod tests {
                 assert_eq!(value, exact, "element {index} at scale {scale}");
             }
         }
+        let (mut block, mut values) = ([0; NIBBLES + 1], [0.0; BLOCK]);
+        write_block(NAN_SCALE, &neighbours, &mut block);
+        dequantise(DType::Mxfp4, &block, &mut values);
+        assert!(values.iter().all(|value| value.is_nan()), "{values:?}");
     }
 }

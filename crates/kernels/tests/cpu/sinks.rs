@@ -16,6 +16,8 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::{Backend, DType};
 use oscar_random::Random;
 
+use crate::mixed::{NEVER, Sequence, Shape, banded, fast_paths, int2, key_mean};
+
 const DIM: usize = 64;
 const KV_HEADS: usize = 2;
 const GROUP: usize = 3;
@@ -239,5 +241,121 @@ fn a_sink_is_compared_with_whole_logits_of_sealed_pages() {
                 );
             }
         }
+    }
+}
+
+/// A sink that dominates, one that is hardly there, one that is not there, one beyond what weights can be, and some between.
+fn nasty_sinks(count: usize, first: usize) -> Vec<f32> {
+    const SINKS: [f32; 8] = [6.0, f32::NEG_INFINITY, 1e4, -2.0, -1e4, 25.0, f32::MAX, 2.5];
+    (0..count).map(|head| SINKS[(first + head) % SINKS.len()]).collect()
+}
+
+/// What a codec does to keys and values: the oracle reads pages through it, so that two bits are as exact as sixteen.
+fn codecs(shape: Shape) -> [PageCodec; 4] {
+    let means =
+        || Some((0..shape.layers * shape.kv_heads).map(|head| key_mean(shape.d, head as u64)).collect());
+    [
+        int2(shape, 1),
+        banded(shape),
+        PageCodec::int4(shape.geometry(), means()).unwrap(),
+        PageCodec::fp8(shape.geometry(), means()).unwrap(),
+    ]
+}
+
+/// One token, a window alone, history beside windows, and history alone but for the query's own page, with keys and values that
+/// are centred: a sink is compared with `q · k` including `q · mean`, and what it takes it takes from the mean of values too.
+#[test]
+fn every_format_leaves_a_sink_its_share() {
+    let shape = Shape { kv_heads: 2, group: 4, d: 64, layers: 1 };
+    for (case, (sink, recent)) in [(1, 1), (0, 0), (0, 2)].into_iter().enumerate() {
+        let windows = PageWindows { sink, recent };
+        for codec in codecs(shape) {
+            // Plain Rust has its turn where there is most to read sealed.
+            for isa in Isa::available().filter(|&isa| isa != Isa::Scalar || recent == 0) {
+                let what = format!("{isa} {} {windows:?}", codec.name());
+                let mut sequence = Sequence::new(isa, shape, codec.clone(), windows, 193);
+                sequence.sinks = nasty_sinks(8, case);
+                for position in 0..193 {
+                    let out = sequence.decode(position);
+                    if [0, 1, 63, 64, 128, 192].contains(&position) {
+                        let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                        sequence.check(position, history, &out, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Logits of which few count, at either end of what weights can be.
+#[test]
+fn a_sink_beside_logits_far_apart() {
+    let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 0, recent: 0 };
+    for (larger, sinks) in
+        [(40.0, [150.0, -150.0, 900.0, -900.0, 0.0, 300.0]), (0.0, [0.0, 3.0, -3.0, 40.0, 5.0, -40.0])]
+    {
+        for isa in Isa::available() {
+            let mut sequence = Sequence::new(isa, shape, banded(shape), windows, 200);
+            for row in sequence.rows.chunks_exact_mut(shape.cols()) {
+                row[..6 * shape.d].iter_mut().for_each(|query| *query *= larger);
+            }
+            sequence.sinks = sinks.to_vec();
+            for position in 0..200 {
+                let out = sequence.decode(position);
+                if [0, 64, 128, 199].contains(&position) {
+                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                    sequence.check(position, history, &out, &format!("{isa}, queries times {larger}"));
+                }
+            }
+        }
+    }
+}
+
+/// Pages of a row that several threads share, and prompts in pieces, both ways of reading them: a sink counts once.
+#[test]
+fn a_sink_counts_once_however_a_row_is_cut() {
+    let shape = Shape { kv_heads: 3, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 1, recent: 2 };
+    let tokens = 64 * 17 + 17;
+    let width = shape.kv_heads * shape.group * shape.d;
+    for isa in fast_paths() {
+        for threads in [1, 3] {
+            let mut sequence = Sequence::new(isa, shape, banded(shape), windows, tokens);
+            sequence.backend = CpuBackend::with_isa(threads, isa);
+            sequence.sinks = nasty_sinks(9, 0);
+            for position in 0..tokens {
+                let out = sequence.decode(position);
+                if position == tokens - 1 {
+                    let history = windows.history(position / PAGE_TOKENS, NEVER, 0);
+                    sequence.check(position, history, &out, &format!("{isa}, {threads} threads"));
+                }
+            }
+        }
+        for (chunk, uniform) in [(tokens, false), (100, true), (448, true)] {
+            let mut sequence = Sequence::new(isa, shape, banded(shape), windows, tokens);
+            sequence.sinks = nasty_sinks(9, 0);
+            let out = sequence.prefill(tokens, chunk, uniform);
+            for position in [0, 448, tokens - 1] {
+                let history = windows.history(position / PAGE_TOKENS, if uniform { NEVER } else { 0 }, 0);
+                let what = format!("{isa}, chunks of {chunk}, uniform {uniform}");
+                sequence.check(position, history, &out[position * width..][..width], &what);
+            }
+        }
+    }
+}
+
+/// A sink of minus infinity is none, to the bit.
+#[test]
+fn a_sink_that_weighs_nothing_changes_nothing() {
+    let shape = Shape { kv_heads: 2, group: 3, d: 64, layers: 1 };
+    let windows = PageWindows { sink: 1, recent: 1 };
+    for isa in Isa::available() {
+        let run = |sinks: Vec<f32>| {
+            let mut sequence = Sequence::new(isa, shape, banded(shape), windows, 300);
+            sequence.sinks = sinks;
+            (0..300).flat_map(|position| sequence.decode(position)).collect::<Vec<f32>>()
+        };
+        assert_eq!(run(vec![f32::NEG_INFINITY; 6]), run(Vec::new()), "{isa}");
     }
 }

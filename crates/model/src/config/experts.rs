@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use oscar_kernels::routing::{ExpertGroups, Routing, RoutingRule, Scores};
 
+use crate::config::MOST_LAYERS;
 use crate::error::ModelError;
 use crate::families::{ExpertFacts, Normalise};
 use crate::files::gguf::Metadata;
@@ -11,9 +12,6 @@ use crate::files::{Fields, FileError};
 
 /// Far above any real model.
 const MOST_EXPERTS: usize = 1 << 16;
-
-/// As many layers as any model may have; the number is checked later.
-const MOST_LAYERS: usize = 1 << 16;
 
 /// The widest expert.
 const WIDEST: usize = 1 << 24;

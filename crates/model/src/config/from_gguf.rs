@@ -63,7 +63,7 @@ pub(crate) fn from_gguf(gguf: &Gguf) -> Result<ModelConfig, ModelError> {
     let further_layers = optional("nextn_predict_layers")?.filter(|_| family.experts.is_some()).unwrap_or(0);
     let layers = size("block_count")?.saturating_sub(further_layers);
     let (style, sliding) =
-        family.style_of_gguf(gguf, &key, BlockShape { hidden_size, head_dim, layers, q_heads })?;
+        family.style_of_gguf(gguf, &key, BlockShape::new(hidden_size, head_dim, layers, q_heads))?;
     let bad = |problem| ModelError::BadConfig { path: path(), problem };
     let is_dense = |layer: usize| gguf.contains(&format!("blk.{layer}.ffn_gate.weight"));
     let experts = match family.experts {

@@ -32,7 +32,7 @@ pub(crate) fn from_hugging_face(file: &JsonFile) -> Result<ModelConfig, ModelErr
     let kv_heads = family.size_or(&fields, "num_key_value_heads", q_heads)?;
     let trained_context = size("max_position_embeddings")?;
     let (style, sliding) =
-        family.style_of_json(&fields, BlockShape { hidden_size, head_dim, layers, q_heads })?;
+        family.style_of_json(&fields, BlockShape::new(hidden_size, head_dim, layers, q_heads))?;
     let (qkv_bias, output_bias) = family.qkv_bias.of_projections(fields.bool_if_present("attention_bias")?);
     let parameters = family.rope_parameters(&fields)?;
     let rotary = |name: &str| {

@@ -17,6 +17,9 @@ use oscar_kernels::backend::Feature;
 
 use crate::rope::RopeConfig;
 
+/// Far above any real model.
+pub(crate) const MOST_LAYERS: usize = 1 << 16;
+
 /// Hyper-parameters of a decoder-only transformer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
@@ -113,7 +116,7 @@ impl ModelConfig {
             ("hidden_size", "embedding_length", self.hidden_size, LIMIT),
             ("intermediate_size", "feed_forward_length", self.intermediate_size, LIMIT),
             ("max_position_embeddings", "context_length", self.max_context, LIMIT),
-            ("num_hidden_layers", "block_count", self.layers, HEAD_LIMIT),
+            ("num_hidden_layers", "block_count", self.layers, MOST_LAYERS),
             ("num_attention_heads", "attention.head_count", self.q_heads, HEAD_LIMIT),
             ("num_key_value_heads", "attention.head_count_kv", self.kv_heads, HEAD_LIMIT),
             ("head_dim", "attention.key_length", self.head_dim, HEAD_LIMIT),
@@ -123,9 +126,9 @@ impl ModelConfig {
                 return Err(format!("`{}` is {value}, expected 1 to {limit}", field(json, gguf)));
             }
         }
-        if self.further_layers > HEAD_LIMIT {
+        if self.further_layers > MOST_LAYERS {
             let name = field("num_nextn_predict_layers", "nextn_predict_layers");
-            return Err(format!("`{name}` is {}, expected 0 to {HEAD_LIMIT}", self.further_layers));
+            return Err(format!("`{name}` is {}, expected 0 to {MOST_LAYERS}", self.further_layers));
         }
         if !self.q_heads.is_multiple_of(self.kv_heads) {
             return Err(format!(

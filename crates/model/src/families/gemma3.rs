@@ -6,6 +6,7 @@
 
 use oscar_kernels::backend::{Activation, RopeLayout};
 
+use super::style::{all_but_every, sliding_by_pattern, sliding_by_types};
 use super::{ActivationField, Bias, BlockShape, FieldName, ModelFamily, NormRule, StyleFacts};
 use crate::config::{BlockStyle, SlidingLayers};
 use crate::error::ModelError;
@@ -76,14 +77,14 @@ fn style_of_json(
         return Err(fields.wrong("query_pre_attn_scalar", "a number above 0").into());
     }
     let style = style(hidden_size, 1.0, scalar);
-    let is_sliding = match super::style::sliding_by_types(fields)? {
+    let is_sliding = match sliding_by_types(fields)? {
         Some(is_sliding) => is_sliding,
         None => {
             let name = ["sliding_window_pattern", "_sliding_window_pattern"]
                 .into_iter()
                 .find(|name| fields.contains(name))
                 .unwrap_or("sliding_window_pattern");
-            pattern(layers, fields.positive_if_present(name)?.unwrap_or(PATTERN))
+            all_but_every(fields.positive_if_present(name)?.unwrap_or(PATTERN), layers)
         }
     };
     let parameters = match fields.fields_if_present("rope_parameters")? {
@@ -127,13 +128,7 @@ fn style_of_gguf(
     let scalar = if layers == 62 { hidden_size / q_heads.max(1) } else { head_dim };
     let style = style(hidden_size, 0.0, scalar as f64);
     let Some(window) = number("attention.sliding_window")? else { return Ok((style, None)) };
-    let name = "attention.sliding_window_pattern";
-    let period = number(name)?.unwrap_or(PATTERN);
-    if period == 0 {
-        let problem = format!("`{}` is 0, expected 1 or more", key(name));
-        return Err(ModelError::BadConfig { path: gguf.path().to_path_buf(), problem });
-    }
-    let is_sliding = pattern(layers, period);
+    let is_sliding = sliding_by_pattern(gguf, key, PATTERN, layers)?;
     let theta = metadata.get::<f32>(&key("rope.freq_base_swa"))?.map_or(LOCAL_THETA, f64::from);
     let rope = Some(local_rope(theta, head_dim));
     let sliding = is_sliding.contains(&true).then_some(SlidingLayers { window, is_sliding, rope });
@@ -183,11 +178,6 @@ fn style(hidden_size: usize, norm_offset: f32, scalar: f64) -> BlockStyle {
     }
 }
 
-/// All layers have a window but every `period`th.
-fn pattern(layers: usize, period: usize) -> Vec<bool> {
-    (1..=layers).map(|layer| !layer.is_multiple_of(period)).collect()
-}
-
 fn local_rope(theta: f64, head_dim: usize) -> RopeConfig {
     RopeConfig { theta, rotary_dim: head_dim, layout: RopeLayout::Halves, scaling: RopeScaling::None }
 }
@@ -215,8 +205,9 @@ mod tests {
 
     #[test]
     fn every_sixth_layer_is_global() {
-        let global: Vec<usize> = (0..18).filter(|&layer| !pattern(18, PATTERN)[layer]).collect();
+        let sliding = all_but_every(PATTERN, 18);
+        let global: Vec<usize> = (0..18).filter(|&layer| !sliding[layer]).collect();
         assert_eq!(global, [5, 11, 17]);
-        assert_eq!(pattern(3, 1), [false; 3]);
+        assert_eq!(all_but_every(1, 3), [false; 3]);
     }
 }

@@ -5,7 +5,7 @@
 use oscar_kernels::backend::{Activation, RopeLayout};
 use oscar_kernels::routing::Scores;
 
-use super::style::{above_zero, sliding_by_types};
+use super::style::{above_zero, all_but_every, sliding_by_pattern, sliding_by_types};
 use super::{
     Bias, BlockShape, ExpertFacts, ExpertLayout, ExpertNames, FieldName, ModelFamily, NormRule, Normalise,
     StyleFacts,
@@ -71,6 +71,9 @@ const LIMIT: f64 = 7.0;
 /// Positions that a layer with a window sees, where a file does not say.
 const WINDOW: usize = 128;
 
+/// The first layer has a window, the second sees everything, and so on, where a file does not say.
+const PERIOD: usize = 2;
+
 fn style_of_json(
     fields: &Fields<'_>,
     BlockShape { head_dim, layers, .. }: BlockShape,
@@ -85,7 +88,7 @@ fn style_of_json(
     );
     let is_sliding = match sliding_by_types(fields)? {
         Some(is_sliding) => is_sliding,
-        None => every_second(layers),
+        None => all_but_every(PERIOD, layers),
     };
     let window = fields.positive_if_present("sliding_window")?.unwrap_or(WINDOW);
     Ok((style, Some(SlidingLayers { window, is_sliding, rope: None })))
@@ -99,7 +102,8 @@ fn style_of_gguf(
 ) -> Result<(BlockStyle, Option<SlidingLayers>), ModelError> {
     let window = gguf.metadata().get::<u32>(&key("attention.sliding_window"))?;
     let window = window.map_or(WINDOW, |window| window as usize);
-    let sliding = SlidingLayers { window, is_sliding: every_second(layers), rope: None };
+    let is_sliding = sliding_by_pattern(gguf, key, PERIOD, layers)?;
+    let sliding = SlidingLayers { window, is_sliding, rope: None };
     Ok((style(head_dim, ALPHA, LIMIT), Some(sliding)))
 }
 
@@ -109,9 +113,4 @@ fn style(head_dim: usize, alpha: f64, limit: f64) -> BlockStyle {
         learned_sinks: true,
         ..BlockStyle::plain(head_dim)
     }
-}
-
-/// The first layer has a window, the second sees everything, and so on.
-fn every_second(layers: usize) -> Vec<bool> {
-    (0..layers).map(|layer| layer.is_multiple_of(2)).collect()
 }

@@ -1,8 +1,9 @@
 //! What a family says about its blocks and its `config.json`, where they are not the plain ones.
 
 use super::ModelFamily;
-use crate::config::{BlockStyle, SlidingLayers};
+use crate::config::{BlockStyle, MOST_LAYERS, SlidingLayers};
 use crate::error::ModelError;
+use crate::files::gguf::{MetadataArray, MetadataValue};
 use crate::files::{Fields, FileError, Gguf};
 
 /// The base of rotary frequencies in most families, where `config.json` does not say.
@@ -58,13 +59,21 @@ pub(crate) type FieldName<'a> = dyn Fn(&str) -> String + 'a;
 /// How blocks are put together, and the layers with a window, if there are any.
 type Style = Result<(BlockStyle, Option<SlidingLayers>), ModelError>;
 
-/// The sizes that a style may depend on.
+/// The sizes that a style may depend on. They were not checked yet, but there are no more than
+/// [`MOST_LAYERS`] layers.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockShape {
     pub hidden_size: usize,
     pub head_dim: usize,
     pub layers: usize,
     pub q_heads: usize,
+}
+
+impl BlockShape {
+    /// A number of layers that no model has must not become a list of that length before it is refused.
+    pub(crate) fn new(hidden_size: usize, head_dim: usize, layers: usize, q_heads: usize) -> BlockShape {
+        BlockShape { hidden_size, head_dim, layers: layers.min(MOST_LAYERS), q_heads }
+    }
 }
 
 /// A window that all layers of a model have, if it is less than the context.
@@ -92,6 +101,43 @@ pub(super) fn sliding_by_types(fields: &Fields<'_>) -> Result<Option<Vec<bool>>,
         _ => Err(fields.wrong("layer_types", "only `sliding_attention` and `full_attention`")),
     });
     is_sliding.collect::<Result<_, _>>().map(Some)
+}
+
+/// All layers have a window but every `period`th.
+pub(super) fn all_but_every(period: usize, layers: usize) -> Vec<bool> {
+    (1..=layers).map(|layer| !layer.is_multiple_of(period)).collect()
+}
+
+/// Which layers have a window, as the metadata of a GGUF file say: by a period, whose last layer sees everything, or by a
+/// boolean, or 0 or 1, for each layer. `period` holds for files that do not say.
+pub(super) fn sliding_by_pattern(
+    gguf: &Gguf,
+    key: &FieldName<'_>,
+    period: usize,
+    layers: usize,
+) -> Result<Vec<bool>, ModelError> {
+    let name = key("attention.sliding_window_pattern");
+    let metadata = gguf.metadata();
+    let bad = |problem: String| ModelError::BadConfig { path: gguf.path().to_path_buf(), problem };
+    let is_sliding: Vec<bool> = match metadata.value(&name) {
+        None => return Ok(all_but_every(period, layers)),
+        Some(MetadataValue::Array(MetadataArray::Bool(flags))) => flags.clone(),
+        Some(MetadataValue::Array(_)) => {
+            let flags = metadata.i32s(&name)?;
+            if let Some(flag) = flags.iter().find(|flag| !(0..=1).contains(*flag)) {
+                return Err(bad(format!("`{name}` holds {flag}, expected true or false for each layer")));
+            }
+            flags.iter().map(|&flag| flag == 1).collect()
+        }
+        Some(_) => match metadata.u32(&name)? {
+            0 => return Err(bad(format!("`{name}` is 0, expected 1 or more, or a boolean for each layer"))),
+            period => return Ok(all_but_every(period as usize, layers)),
+        },
+    };
+    match is_sliding.len() == layers {
+        true => Ok(is_sliding),
+        false => Err(bad(format!("`{name}` has {} entries for {layers} layers", is_sliding.len()))),
+    }
 }
 
 impl ModelFamily {

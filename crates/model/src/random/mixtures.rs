@@ -3,7 +3,7 @@
 use oscar_kernels::routing::{Routing, RoutingRule};
 
 use super::Geometry;
-use crate::config::{ExpertsConfig, ModelConfig};
+use crate::config::{ExpertsConfig, ModelConfig, WeightScales};
 use crate::error::ModelError;
 use crate::families;
 use crate::rope::RopeConfig;
@@ -30,6 +30,10 @@ pub(super) struct Mixture {
     biased: bool,
     normed: bool,
     scale: f32,
+    /// Tokens of `max_position_embeddings`; 131072 in those that are measured with less than theirs.
+    context: usize,
+    /// How weights are scaled in a file that has FP8.
+    fp8: Option<WeightScales>,
 }
 
 const QWEN3_30B: Mixture = Mixture {
@@ -49,6 +53,8 @@ const QWEN3_30B: Mixture = Mixture {
     biased: false,
     normed: true,
     scale: 1.0,
+    context: 131_072,
+    fp8: None,
 };
 
 const GLM_AIR: Mixture = Mixture {
@@ -68,9 +74,29 @@ const GLM_AIR: Mixture = Mixture {
     biased: true,
     normed: false,
     scale: 1.0,
+    context: 131_072,
+    fp8: None,
 };
 
-pub(super) const MIXTURES: [Mixture; 5] = [
+/// `zai-org/GLM-4.7`, `config.json`: `num_hidden_layers` 92, `first_k_dense_replace` 3, `hidden_size` 5120, `intermediate_size`
+/// 12288, `num_attention_heads` 96, `num_key_value_heads` 8, `head_dim` 128, `partial_rotary_factor` 0.5, `n_routed_experts` 160,
+/// `num_experts_per_tok` 8, `moe_intermediate_size` 1536, `n_shared_experts` 1, `routed_scaling_factor` 2.5, `use_qk_norm`,
+/// `attention_bias`, `vocab_size` 151552, `max_position_embeddings` 202752; one further layer that predicts tokens is not run.
+const GLM_47: Mixture = Mixture {
+    name: "glm-4.7",
+    hidden: 5120,
+    inner: 12_288,
+    layers: 92,
+    dense: 3,
+    experts: 160,
+    expert_inner: 1536,
+    normed: true,
+    scale: 2.5,
+    context: 202_752,
+    ..GLM_AIR
+};
+
+pub(super) const MIXTURES: [Mixture; 6] = [
     QWEN3_30B,
     Mixture {
         name: "qwen3-235b-a22b",
@@ -82,18 +108,13 @@ pub(super) const MIXTURES: [Mixture; 5] = [
         ..QWEN3_30B
     },
     GLM_AIR,
-    Mixture {
-        name: "glm-4.7",
-        hidden: 5120,
-        inner: 12_288,
-        layers: 92,
-        dense: 3,
-        experts: 160,
-        expert_inner: 1536,
-        normed: true,
-        scale: 2.5,
-        ..GLM_AIR
-    },
+    GLM_47,
+    // `zai-org/GLM-4.7-FP8`: the same shape, projections of layers in FP8 with a scale for each output (`compressed-tensors`).
+    Mixture { name: "glm-4.7-fp8", fp8: Some(WeightScales::Channel), ..GLM_47 },
+    // `MiniMaxAI/MiniMax-M2`, `config.json`: `num_hidden_layers` 62, `hidden_size` 3072, `intermediate_size` 1536 (of an expert),
+    // `num_attention_heads` 48, `num_key_value_heads` 8, `head_dim` 128, `rotary_dim` 64, `num_local_experts` 256,
+    // `num_experts_per_tok` 8, `shared_intermediate_size` 0, `qk_norm_type` "per_layer", `vocab_size` 200064,
+    // `max_position_embeddings` 196608. Its weights are FP8 in blocks of 128: `minimax-m2:fp8`.
     Mixture {
         name: "minimax-m2",
         family: "minimax_m2",
@@ -106,6 +127,7 @@ pub(super) const MIXTURES: [Mixture; 5] = [
         experts: 256,
         expert_inner: 1536,
         rotary: 64,
+        context: 196_608,
         ..QWEN3_30B
     },
 ];
@@ -143,6 +165,8 @@ impl Mixture {
             rope: RopeConfig { rotary_dim: self.rotary, ..dense.rope },
             qkv_bias: self.biased,
             head_norms: family.head_norms.norms(self.normed),
+            max_context: self.context,
+            fp8: self.fp8,
             experts: Some(ExpertsConfig {
                 inner: self.expert_inner,
                 shared_inner: (self.shared > 0).then_some(self.shared * self.expert_inner),

@@ -4,7 +4,10 @@ use oscar_model::files::FileError;
 use oscar_model::{ModelError, ModelFiles};
 use serde_json::{Value, json};
 
-use crate::support::{Folder, GgufParts, f32_value, load, refused, run, u32_value};
+use crate::support::{
+    Folder, GgufParts, bools_value, f32_value, i32s_value, largest_allocation, load, refused, run, str_value,
+    u32_value,
+};
 
 fn text() -> Folder {
     Folder::copy("gemma3")
@@ -78,6 +81,68 @@ fn windows_and_kinds_of_layers_are_checked() {
 fn a_window_of_any_length_runs() {
     for window in [1, 41, 1 << 40, u64::MAX] {
         run(&load(&text().set("sliding_window", window).path()).unwrap()).unwrap();
+    }
+}
+
+/// A period, whose last layer is global, or an entry for each layer.
+#[test]
+fn gguf_patterns_are_numbers_or_lists() {
+    const KEY: &str = "gemma3.attention.sliding_window_pattern";
+    let gguf = |value| GgufParts::copy("gguf-gemma3-f16").set(KEY, value);
+    let layers = |file: &GgufParts| ModelFiles::open(&file.path()).unwrap().config().sliding_layers();
+    let lists = [[true, false, true, true], [false, true, true, true], [true; 4]];
+    for flags in lists {
+        let expected: Vec<usize> = (0..4).filter(|&layer| flags[layer]).collect();
+        for value in [bools_value(&flags), i32s_value(&flags.map(i32::from))] {
+            let file = gguf(value);
+            assert_eq!(layers(&file), expected);
+            run(&load(&file.path()).unwrap()).unwrap();
+        }
+    }
+    assert_eq!(layers(&gguf(u32_value(2))), [0, 2]);
+    assert_eq!(layers(&gguf(u32_value(3))), [0, 1, 3]);
+    assert_eq!(layers(&gguf(u32_value(9))), [0, 1, 2, 3]);
+    for nowhere in [u32_value(1), bools_value(&[false; 4]), i32s_value(&[0; 4])] {
+        assert_eq!(layers(&gguf(nowhere)), [0; 0]);
+    }
+    assert_eq!(layers(&GgufParts::copy("gguf-gemma3-f16").without(KEY)), [0, 1, 2, 3], "six is usual");
+    // Lists of another length, whatever they say.
+    for wrong in [&[][..], &[true; 3], &[false; 3], &[true; 5], &[false; 5]] {
+        let entries = format!("`{KEY}` has {} entries for 4 layers", wrong.len());
+        refused!(gguf(bools_value(wrong)), ModelError::BadConfig { .. }, "model.gguf", &entries);
+    }
+    refused!(gguf(i32s_value(&[0, 1, 2, 0])), ModelError::BadConfig { .. }, KEY, "holds 2", "true or false");
+    refused!(gguf(i32s_value(&[0, -1, 1, 0])), ModelError::BadConfig { .. }, KEY, "holds -1");
+    refused!(gguf(str_value("3")), ModelError::File(FileError::WrongType { .. }), KEY);
+    refused!(gguf(f32_value(3.0)), ModelError::File(FileError::WrongType { .. }), KEY);
+}
+
+/// A number of layers that no file holds is refused before there is a list of so many.
+#[test]
+fn a_number_of_layers_that_lies_takes_no_memory() {
+    for name in ["gemma3", "gpt-oss", "mistral", "phi3", "smollm3"] {
+        let folder = Folder::copy(name).json("config.json", |config| {
+            config.remove("layer_types");
+            config.remove("no_rope_layers");
+            config.insert("num_hidden_layers".to_owned(), json!(1u64 << 40));
+        });
+        let largest = largest_allocation(|| {
+            refused!(
+                folder,
+                ModelError::BadConfig { .. },
+                "config.json",
+                "`num_hidden_layers` is 1099511627776"
+            );
+        });
+        assert!(largest < 1 << 20, "{name}: {largest} bytes at once");
+    }
+    for (name, architecture) in [("gguf-gemma3-f16", "gemma3"), ("gguf-gpt-oss-mxfp4", "gpt-oss")] {
+        let key = format!("{architecture}.block_count");
+        let file = GgufParts::copy(name).set(&key, u32_value(u32::MAX));
+        let largest = largest_allocation(|| {
+            refused!(file, ModelError::BadConfig { .. }, "model.gguf", &key, "is 4294967295");
+        });
+        assert!(largest < 1 << 20, "{name}: {largest} bytes at once");
     }
 }
 

@@ -1,12 +1,12 @@
 //! GPT-OSS files that lie: sinks, stacked experts, MXFP4 blocks and scales.
 
-use oscar_kernels::DType;
-use oscar_model::ModelError;
+use oscar_kernels::{DType, KernelError};
 use oscar_model::files::FileError;
+use oscar_model::{ModelError, ModelFiles};
 use safetensors::tensor::Dtype;
 use serde_json::json;
 
-use crate::support::{Folder, GgufParts, load, refused, run, u32_value};
+use crate::support::{Folder, GgufParts, bools_value, load, refused, run, u32_value};
 
 const SINKS: &str = "model.layers.1.self_attn.sinks";
 const GATES: &str = "model.layers.1.mlp.experts.gate_up_proj";
@@ -152,5 +152,122 @@ fn settings_are_checked() {
         gguf().set("gpt-oss.expert_used_count", u32_value(7)),
         ModelError::BadConfig { .. },
         "`gpt-oss.expert_used_count` is 7"
+    );
+}
+
+#[test]
+fn routers_hold_finite_numbers() {
+    for name in ["model.layers.0.mlp.router.weight", "model.layers.2.mlp.router.bias"] {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let folder = bf16().tensor(name, |tensor| {
+                tensor.data[2..4].copy_from_slice(&half::bf16::from_f32(bad).to_le_bytes());
+            });
+            refused!(folder, ModelError::BadConfig { .. }, "model.safetensors", name, "finite");
+        }
+    }
+    for name in ["blk.1.ffn_gate_inp.weight", "blk.1.ffn_gate_inp.bias", "blk.1.attn_sinks.weight"] {
+        let file = gguf().tensor(name, |tensor| tensor.data[4..8].copy_from_slice(&f32::NAN.to_le_bytes()));
+        refused!(file, ModelError::BadConfig { .. }, "model.gguf", name, "finite");
+    }
+}
+
+#[test]
+fn a_row_goes_to_no_more_experts_than_there_are() {
+    let most = bf16().set("num_experts_per_tok", 6);
+    run(&load(&most.path()).unwrap()).unwrap();
+    refused!(
+        bf16().set("num_experts_per_tok", 7),
+        ModelError::BadConfig { .. },
+        "config.json",
+        "`num_experts_per_tok` is 7",
+        "1 to 6"
+    );
+    let fewer = bf16().set("num_local_experts", 3);
+    refused!(fewer, ModelError::BadConfig { .. }, "`num_experts_per_tok` is 4", "1 to 3");
+    let more = gguf().set("gpt-oss.expert_count", u32_value(60_000));
+    refused!(more, ModelError::TensorShape { .. }, "model.gguf", "ffn_gate_inp.weight", "60000x32");
+}
+
+#[test]
+fn blocks_are_whole_and_as_many_as_the_description_says() {
+    let (blocks, scales) = (format!("{GATES}_blocks"), format!("{GATES}_scales"));
+    for (len, text) in [(15, "6x128x1x15"), (17, "6x128x1x17")] {
+        let other = mxfp4().tensor(&blocks, |tensor| {
+            tensor.shape[3] = len;
+            tensor.data.resize(6 * 128 * len, 0);
+        });
+        refused!(other, ModelError::TensorShape { .. }, &blocks, text, "asks for 6x128x1x16");
+    }
+    let floats = mxfp4().tensor(&blocks, |tensor| {
+        (tensor.dtype, tensor.shape[3]) = (Dtype::BF16, 8);
+    });
+    refused!(floats, ModelError::BadConfig { .. }, &blocks, "type BF16", "expected U8");
+    let more = mxfp4().tensor(&scales, |tensor| {
+        tensor.shape[2] = 2;
+        tensor.data.resize(6 * 128 * 2, 127);
+    });
+    refused!(more, ModelError::TensorShape { .. }, &scales, "6x128x2", "asks for 6x128x1");
+    // Inputs of experts that are no whole number of blocks have no such form.
+    let narrow = mxfp4().set("intermediate_size", 40);
+    refused!(
+        narrow,
+        ModelError::TensorShape { .. },
+        "model.layers.0.mlp.experts.gate_up_proj_blocks",
+        "6x80x1x16"
+    );
+    let name = "blk.0.ffn_down_exps.weight";
+    let ragged = gguf().tensor(name, |tensor| tensor.dims[0] = 48);
+    refused!(ragged, ModelError::File(_), "model.gguf", name);
+    let short = gguf().tensor(name, |tensor| tensor.dims[2] = 5);
+    refused!(short, ModelError::TensorShape { .. }, "model.gguf", name, "5x32x32", "asks for 6x32x32");
+}
+
+/// Files whose blocks are read where they are are not searched when they are opened: a request that meets such a block fails.
+#[test]
+fn a_block_whose_scale_is_no_number_fails_the_request() {
+    let file = gguf().tensor("blk.2.ffn_up_exps.weight", |tensor| {
+        tensor.data.chunks_exact_mut(17).for_each(|block| block[0] = 255);
+    });
+    let model = load(&file.path()).unwrap();
+    assert!(matches!(run(&model), Err(KernelError::NotFinite { .. })));
+}
+
+#[test]
+fn gguf_experts_have_biases_of_their_number_and_width() {
+    for part in ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"] {
+        let name = format!("blk.1.{part}.bias");
+        refused!(gguf().without_tensor(&name), ModelError::File(FileError::MissingTensor { .. }), &name);
+        for at in [0, 1] {
+            let shorter = gguf().tensor(&name, |tensor| {
+                tensor.dims[at] -= 1;
+                tensor.data.truncate(4 * tensor.dims.iter().product::<u64>() as usize);
+            });
+            refused!(shorter, ModelError::TensorShape { .. }, "model.gguf", &name);
+        }
+    }
+    refused!(
+        gguf().without_tensor("blk.2.ffn_gate_inp.bias"),
+        ModelError::File(FileError::MissingTensor { .. }),
+        "blk.2.ffn_gate_inp.bias"
+    );
+    refused!(
+        gguf().without_tensor("blk.0.attn_sinks.weight"),
+        ModelError::File(FileError::MissingTensor { .. }),
+        "blk.0.attn_sinks.weight"
+    );
+}
+
+#[test]
+fn gguf_layers_with_a_window_may_be_listed() {
+    const KEY: &str = "gpt-oss.attention.sliding_window_pattern";
+    let layers = |file: GgufParts| ModelFiles::open(&file.path()).unwrap().config().sliding_layers();
+    assert_eq!(layers(gguf()), [0, 2], "every second layer where a file does not say");
+    assert_eq!(layers(gguf().set(KEY, u32_value(3))), [0, 1]);
+    assert_eq!(layers(gguf().set(KEY, bools_value(&[false, true, true]))), [1, 2]);
+    refused!(
+        gguf().set(KEY, bools_value(&[true, false])),
+        ModelError::BadConfig { .. },
+        "model.gguf",
+        "`gpt-oss.attention.sliding_window_pattern` has 2 entries for 3 layers"
     );
 }

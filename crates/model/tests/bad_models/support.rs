@@ -229,6 +229,14 @@ pub(crate) fn u32_value(value: u32) -> (u32, Vec<u8>) {
     encode(&MetadataValue::U32(value))
 }
 
+pub(crate) fn bools_value(values: &[bool]) -> (u32, Vec<u8>) {
+    encode(&MetadataValue::Array(MetadataArray::Bool(values.to_vec())))
+}
+
+pub(crate) fn i32s_value(values: &[i32]) -> (u32, Vec<u8>) {
+    encode(&MetadataValue::Array(MetadataArray::I32(values.to_vec())))
+}
+
 pub(crate) fn f32_value(value: f32) -> (u32, Vec<u8>) {
     encode(&MetadataValue::F32(value))
 }
@@ -248,6 +256,10 @@ pub(crate) fn encode(value: &MetadataValue) -> (u32, Vec<u8>) {
         MetadataValue::Array(MetadataArray::I32(values)) => {
             let elements: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             (9, array(5, values.len() as u64, &elements))
+        }
+        MetadataValue::Array(MetadataArray::Bool(values)) => {
+            let elements: Vec<u8> = values.iter().map(|&value| value.into()).collect();
+            (9, array(7, values.len() as u64, &elements))
         }
         MetadataValue::Array(MetadataArray::Strings(values)) => {
             let elements: Vec<u8> = values.iter().flat_map(string).collect();

@@ -6,6 +6,7 @@ mod files_gguf;
 mod files_safetensors;
 #[path = "../files_writer/mod.rs"]
 mod files_writer;
+mod gguf_gpt_oss;
 mod logits;
 mod real_model;
 mod sampling_defaults;

@@ -203,7 +203,7 @@ impl ServeBenchArguments {
         let url = match (&self.url, random.as_ref().or(self.model.as_ref())) {
             (Some(url), _) => url.clone(),
             (None, Some(model)) => {
-                let model = ModelArguments { model: model.clone(), offline: self.offline };
+                let model = ModelArguments { model: model.clone(), offline: self.offline, shard: None };
                 self.start_model(runtime, &model)?
             }
             (None, None) => {

@@ -163,7 +163,7 @@ thread_local! {
     static MODEL: Arc<LoadedModel<HashBackend>> = tiny_model(LONGEST, Arc::new(HashBackend::default()));
     /// With windows of less than a page, of one page, and of several.
     static SLIDING: [Arc<LoadedModel<HashBackend>>; 4] = [40, 64, 130, 300]
-        .map(|window| tiny_sliding_model(LONGEST, window, Arc::new(HashBackend::default())));
+        .map(|window| tiny_sliding_model("gemma3", LONGEST, window, Arc::new(HashBackend::default())));
 }
 
 impl Episode {

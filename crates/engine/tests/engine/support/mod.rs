@@ -82,10 +82,13 @@ pub(crate) fn model(deterministic: bool) -> TestModel {
     model_with("qwen3", 4096, deterministic, |_| ())
 }
 
-/// A model with one layer of four that sees everything; the others see `window` positions.
+/// Models with sliding windows; the second has learned sinks too.
+pub(crate) const SLIDING: [&str; 2] = ["gemma3", "gpt-oss"];
+
+/// A model with one layer that sees everything; the others see `window` positions.
 #[cfg(not(feature = "cuda-tests"))]
-pub(crate) fn sliding_model(window: usize) -> TestModel {
-    oscar_testing::tiny_sliding_model(4096, window, backend(true))
+pub(crate) fn sliding_model(name: &str, window: usize) -> TestModel {
+    oscar_testing::tiny_sliding_model(name, 4096, window, backend(true))
 }
 
 /// The codec of a format; `None` for bf16.
@@ -100,6 +103,19 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
             let layout = CodeLayout::new(2, geometry.head_dim, 1).unwrap();
             let encoders = vec![HeadEncoder::codes(transform, layout, Rule::Search, false); heads];
             PageCodec::new("int2", geometry, encoders.clone(), encoders).unwrap()
+        }
+        "centred" => {
+            // Two bits, and means of keys and values far from zero, which a learned sink must be compared with and take from.
+            let dim = geometry.head_dim;
+            let encoder = |head: usize, by: f32| {
+                let mean = (0..dim).map(|channel| by * ((head + 3 * channel) % 7) as f32 - by).collect();
+                let transform = HeadTransform::new(Some(mean), &hadamard::matrix(dim)).unwrap();
+                HeadEncoder::codes(transform, CodeLayout::new(2, dim, 1).unwrap(), Rule::Search, false)
+            };
+            let heads = 0..geometry.layers * geometry.kv_heads;
+            let (keys, values) =
+                (heads.clone().map(|head| encoder(head, 0.5)), heads.map(|head| encoder(head, 0.25)));
+            PageCodec::new("centred", geometry, keys.collect(), values.collect()).unwrap()
         }
         "band" => {
             let dim = geometry.head_dim;

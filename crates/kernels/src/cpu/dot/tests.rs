@@ -285,6 +285,31 @@ fn not_a_number_spoils_its_row_and_no_other() {
     }
 }
 
+/// A block of MXFP4 whose scale is NaN spoils the outputs of its weight row, for every activation row, and no others.
+#[test]
+fn a_scale_that_is_no_number_spoils_its_output_and_no_other() {
+    let mut random = Random::new(14);
+    for cols in [32, 256, 352] {
+        for bad in 0..6 {
+            let mut weights = random_weights(&mut random, DType::Mxfp4, 6, cols);
+            let blocks = cols / 32;
+            weights[(bad * blocks + bad % blocks) * 17] = 255;
+            let x = quantised(&activations(&mut random, 3 * cols), 3);
+            for isa in Isa::available() {
+                let mut out = vec![0.0; 3 * 6];
+                quantised_rows(isa, DType::Mxfp4, &weights, &x, &mut out);
+                for (index, value) in out.iter().enumerate() {
+                    assert_eq!(
+                        value.is_nan(),
+                        index % 6 == bad,
+                        "{isa} {cols} columns, output {index}: {value}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn fast_activations_equal_the_scalar_ones() {
     let mut random = Random::new(5);

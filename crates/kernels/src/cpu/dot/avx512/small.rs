@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 
 use super::{Activations, Pass, dot_pair, prefetch, sum_each};
 use crate::cpu::dot::stripes::{STRIPES, Stripes};
-use crate::quant::mxfp4::TWICE;
+use crate::quant::mxfp4::{NAN_BITS, NAN_SCALE, TWICE};
 
 /// Blocks per step.
 const BLOCKS: usize = 4;
@@ -257,7 +257,9 @@ unsafe fn powers<B: Small, const FULL: bool>(at: [*const u8; STRIPES], count: us
         let normal = _mm512_slli_epi32::<23>(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)));
         let small = _mm512_cmplt_epi32_mask(exponents, _mm512_set1_epi32(2));
         let subnormal = _mm512_sllv_epi32(_mm512_set1_epi32(0x0020_0000), exponents);
-        _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, small, subnormal))
+        let none = _mm512_cmpeq_epi32_mask(exponents, _mm512_set1_epi32(i32::from(NAN_SCALE)));
+        let numbers = _mm512_mask_mov_epi32(normal, small, subnormal);
+        _mm512_castsi512_ps(_mm512_mask_mov_epi32(numbers, none, _mm512_set1_epi32(NAN_BITS as i32)))
     }
 }
 
