@@ -78,7 +78,7 @@ def clip(rows, ratio):
     return np.minimum(np.maximum(rows, -limit), limit)
 
 
-def codes_on_grid(group, step, low, kind, published):
+def codes_on_grid(group, step, low, kind, published, top=3):
     """Codes and the two stored numbers of a group (tokens x channels) for a grid per token."""
     offset = f32(0) - low
     if published:
@@ -90,15 +90,16 @@ def codes_on_grid(group, step, low, kind, published):
         scale_bits, scale = stored(np.maximum(step, smallest), kind)
         offset_bits, stored_offset = stored(offset, kind)
         position = fma(group + stored_offset, f32(1) / scale, f32(0.5))
-    codes = np.trunc(np.clip(position, f32(0), f32(3))).astype(np.uint8)
+    codes = np.trunc(np.clip(position, f32(0), f32(top))).astype(np.uint8)
     return codes, scale_bits, offset_bits, scale, stored_offset
 
 
-def quantise(group, rule, kind, published):
+def quantise(group, rule, kind, published, bits=2):
+    top, ratio = 2**bits - 1, f32(0.3352) / f32(0.9957) if bits == 4 else f32(1)
     if rule[0] == "clip":
         low, high = group.min(axis=1, keepdims=True), group.max(axis=1, keepdims=True)
-        step = np.maximum(high - low, f32(1e-8)) / f32(3)
-        return codes_on_grid(group, step, low, kind, published)[:3]
+        step = np.maximum(high - low, f32(1e-8)) / f32(top)
+        return codes_on_grid(group, step, low, kind, published, top)[:3]
     count = f32(group.shape[1])
     mean = np.zeros((len(group), 1), f32)
     for i in range(group.shape[1]):
@@ -111,9 +112,9 @@ def quantise(group, rule, kind, published):
     deviation = np.sqrt(variance / count) + f32(1e-8)
     best = None
     for steps in [0.9957] if rule[0] == "gaussian" else STEPS:
-        step = f32(steps) * deviation
-        low = mean - f32(1.5) * step
-        codes, scale_bits, offset_bits, scale, offset = codes_on_grid(group, step, low, kind, published)
+        step = f32(steps) * ratio * deviation
+        low = mean - f32(top / 2) * step
+        codes, scale_bits, offset_bits, scale, offset = codes_on_grid(group, step, low, kind, published, top)
         error = np.zeros_like(mean)
         for i in range(group.shape[1]):
             difference = fma(codes[:, i : i + 1].astype(f32), scale, -offset) - group[:, i : i + 1]
@@ -159,12 +160,13 @@ def pack(codes, scales):
     return bytes(page)
 
 
-def band_widths(dim, halved):
-    """(channels, bits) of every band of a key: two bits a channel on average, of all channels or of the first half."""
-    units = -(-(dim // 16) // 2) if halved else dim // 16
+def band_widths(dim, kind):
+    """(channels, bits) of every band of a key: two bits a channel on average, of all channels or of the first half, or the
+    same bands with four bits."""
+    units = -(-(dim // 16) // 2) if kind == "int15" else dim // 16
     strong = 0 if units < 3 else max(1, units // 4)
     bands = [(strong, 4), (units - 3 * strong, 2), (strong, 1), (strong, 1)]
-    return [(16 * count, bits) for count, bits in bands if count]
+    return [(16 * count, 4 if kind == "high" else bits) for count, bits in bands if count]
 
 
 def band_scale_code(value):
@@ -206,8 +208,8 @@ def quantise_band(band, bits):
     return codes, [band_scale_code(value) for value in (squares / along)[:, 0]]
 
 
-def make_banded(dim, rule, seed, halved=False):
-    """Keys in bands, values as centred 2-bit codes of one group. Channels after the last band are left out."""
+def make_banded(dim, rule, seed, kind="int2"):
+    """Keys in bands, values as centred codes of 2 or 4 bits in one group. Channels after the last band are left out."""
     rows = [
         rotate(
             numbers(seed + 10 * side, TOKENS * dim).reshape(TOKENS, dim),
@@ -218,7 +220,7 @@ def make_banded(dim, rule, seed, halved=False):
         for side in range(2)
     ]
     regions, scales, first = {4: [], 2: [], 1: []}, bytearray(), 0
-    for channels, bits in band_widths(dim, halved):
+    for channels, bits in band_widths(dim, kind):
         codes, codes_of_scales = quantise_band(rows[0][:, first : first + channels], bits)
         regions[bits].append(codes)
         scales += bytes(codes_of_scales)
@@ -233,12 +235,15 @@ def make_banded(dim, rule, seed, halved=False):
                 for b in range(4):
                     places = range(per_word // 4)
                     page.append(sum(int(codes[token, per_word * word + 4 * p + b]) << (bits * p) for p in places))
-    codes, scale_bits, offset_bits = quantise(rows[1], (rule,), "f16", False)
+    bits = 4 if kind == "high" else 2
+    per_word = 32 // bits
+    codes, scale_bits, offset_bits = quantise(rows[1], (rule,), "f16", False, bits)
     codes = np.pad(codes, ((0, 0), (0, -dim % 32)))
-    for block in range(TOKENS // 16):
+    for block in range(TOKENS // per_word):
         for channel in range(codes.shape[1]):
             for b in range(4):
-                page.append(sum(int(codes[16 * block + 4 * p + b, channel]) << (2 * p) for p in range(4)))
+                places = range(per_word // 4)
+                page.append(sum(int(codes[per_word * block + 4 * p + b, channel]) << (bits * p) for p in places))
     page += scales
     for bits in (scale_bits, offset_bits):
         page += bits.reshape(TOKENS).astype("<u2").tobytes()
@@ -277,10 +282,14 @@ BANDED_CASES = {
     "banded_d64": (64, "search", 22),
     "banded_d96": (96, "search", 23),
     "banded_d128": (128, "search", 24),
-    "int15_d48": (48, "gaussian", 31, True),
-    "int15_d64": (64, "search", 32, True),
-    "int15_d96": (96, "search", 33, True),
-    "int15_d128": (128, "search", 34, True),
+    "int15_d48": (48, "gaussian", 31, "int15"),
+    "int15_d64": (64, "search", 32, "int15"),
+    "int15_d96": (96, "search", 33, "int15"),
+    "int15_d128": (128, "search", 34, "int15"),
+    "high_d48": (48, "gaussian", 41, "high"),
+    "high_d64": (64, "search", 42, "high"),
+    "high_d96": (96, "clip", 43, "high"),
+    "high_d128": (128, "search", 44, "high"),
 }
 
 

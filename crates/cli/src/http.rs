@@ -297,6 +297,7 @@ impl HttpArguments {
                 recent_pages: budget.windows.recent,
                 exact_page_bytes: budget.exact.page_bytes,
                 sealed_page_bytes: budget.sealed.page_bytes,
+                high_page_bytes: budget.high.page_bytes,
                 scratch_page_bytes: budget.scratch.page_bytes,
             },
             kv_events,

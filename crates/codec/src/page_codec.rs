@@ -168,6 +168,24 @@ impl PageCodec {
         !self.without_history[layer]
     }
 
+    /// A codec of about twice the bits whose rows go through the same transforms, so that pages of both share windows in
+    /// bf16: bands of four bits, or 4-bit codes for every channel. `None` unless this one has 2-bit codes of all channels,
+    /// in some layers at least; layers in bf16 stay so.
+    pub fn high(&self) -> Option<PageCodec> {
+        let rows = |encoder: &HeadEncoder| -> Option<HeadEncoder> {
+            Some(HeadEncoder { transform: encoder.transform.clone(), rows: encoder.rows.high()? })
+        };
+        let encoders = |encoders: &[HeadEncoder]| encoders.iter().map(rows).collect::<Option<Vec<_>>>();
+        let codec = PageCodec {
+            name: "high".to_owned(),
+            keys: encoders(&self.keys)?,
+            values: encoders(&self.values)?,
+            ..self.clone()
+        };
+        let is_larger = (0..self.geometry.layers).any(|layer| codec.layout(layer) != self.layout(layer));
+        is_larger.then(|| codec.with_offsets())
+    }
+
     fn with_offsets(mut self) -> Self {
         let mut end = 0;
         self.offsets = vec![0];

@@ -23,6 +23,9 @@ const EXACT_SHARE: usize = 4;
 /// The same where histories may be in bf16 too: half of the memory for either kind.
 const EXACT_SHARE_WITH_TIER: usize = 2;
 
+/// Share of what is left for sealed pages that goes to those of the high tier, where there is one.
+const HIGH_SHARE: usize = 2;
+
 /// The pools of a cache and what they cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Budget {
@@ -38,6 +41,8 @@ pub struct Budget {
     pub exact: PoolBudget,
     /// The pool of sealed pages.
     pub sealed: PoolBudget,
+    /// The pool of sealed pages of the high tier, if requests may ask for that.
+    pub high: PoolBudget,
     /// The scratch pool: bf16 pages of one layer, for prompts on their way to sealed pages.
     pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
@@ -45,6 +50,8 @@ pub struct Budget {
     /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that. Its pages are in the pool of
     /// bf16 pages, beside the windows of all sequences.
     pub bf16_context: Option<usize>,
+    /// Tokens that a sequence of the high tier may have, if requests may ask for that.
+    pub high_context: Option<usize>,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
     pub bits_per_element: f64,
     /// Elements (keys and values) of one token, and those of layers that keep a history.
@@ -104,17 +111,18 @@ impl Budget {
         if options.max_running == 0 {
             return Err(EngineError::bad_option("max_running", 0, "at least 1"));
         }
-        if options.kv.bf16_tier && options.kv.codec.is_none() {
+        if let (Some(tier), None) = (options.kv.other_tiers().next(), &options.kv.codec) {
             let expected = "nothing more where all pages are bf16";
-            return Err(EngineError::bad_option("kv_tiers", "bf16", expected));
+            return Err(EngineError::bad_option("kv_tiers", tier, expected));
         }
+        let high_page_bytes = options.kv.high_codec()?.map_or(0, |codec| codec.page_bytes());
         if let Some(codec) = &options.kv.codec
             && codec.geometry() != shape.geometry
         {
             let (got, expected) = (format!("{:?}", codec.geometry()), format!("{:?}", shape.geometry));
             return Err(EngineError::bad_option("the codec of the cache", got, expected));
         }
-        let plan = |context| Budget::for_context(shape, options, context);
+        let plan = |context| Budget::for_context(shape, options, high_page_bytes, context);
         let error = match plan(asked) {
             Ok(budget) => return Ok(budget),
             Err(error) if options.context.is_some() => return Err(error),
@@ -132,7 +140,12 @@ impl Budget {
         Ok(Budget { wanted_context: asked, ..plan(fits * PAGE_TOKENS)? })
     }
 
-    fn for_context(shape: Shape, options: &EngineOptions, context: usize) -> Result<Budget, EngineError> {
+    fn for_context(
+        shape: Shape,
+        options: &EngineOptions,
+        high_page_bytes: usize,
+        context: usize,
+    ) -> Result<Budget, EngineError> {
         let KvGeometry { layers, kv_heads, head_dim } = shape.geometry;
         let kv = &options.kv;
         let exact_bytes = shape.geometry.page_bytes(shape.geometry.bf16());
@@ -143,9 +156,11 @@ impl Budget {
             windows: kv.windows,
             exact: PoolBudget { pages: 0, page_bytes: exact_bytes },
             sealed: PoolBudget::default(),
+            high: PoolBudget { pages: usize::from(high_page_bytes > 0), page_bytes: high_page_bytes },
             scratch: PoolBudget::default(),
             hidden_bytes: 0,
             bf16_context: None,
+            high_context: None,
             bits_per_element: 0.0,
             elements_per_token: 2 * layers * kv_heads * head_dim,
             history_elements: 2 * layers * kv_heads * head_dim,
@@ -180,6 +195,9 @@ impl Budget {
                     budget.exact.pages += pages;
                 }
                 budget.sealed.pages = budget.sealed.pages.max(pages);
+                if kv.high_tier {
+                    budget.high.pages = budget.sealed.pages;
+                }
             }
             None => budget.exact.pages += 1,
         }
@@ -189,7 +207,18 @@ impl Budget {
         budget.bits_per_element = budget.bits_at(context);
         let bf16_context = budget.exact.pages.saturating_mul(PAGE_TOKENS).min(context);
         budget.bf16_context = kv.bf16_tier.then_some(bf16_context);
+        budget.high_context = kv.high_tier.then(|| budget.longest_high(kv.prefix_tree));
         Ok(budget)
+    }
+
+    /// Tokens of the longest sequence for which there are pages of the high tier.
+    fn longest_high(&self, prefix_tree: bool) -> usize {
+        let fits = |pages: &usize| {
+            let need = PageNeed::of(pages * PAGE_TOKENS, self.windows, true, prefix_tree);
+            need.sealed <= self.high.pages && need.exact <= self.exact.pages
+        };
+        let pages = (1..=self.context.div_ceil(PAGE_TOKENS)).rev().find(fits).unwrap_or(0);
+        (pages * PAGE_TOKENS).min(self.context)
     }
 
     /// Makes room for as many requests that fill the context as may run, or else for what fits into `limit`.
@@ -200,6 +229,9 @@ impl Budget {
         all.exact.pages =
             all.exact.pages.saturating_add(one.exact.saturating_add(history).saturating_mul(others));
         all.sealed.pages = all.sealed.pages.saturating_add(one.sealed.saturating_mul(others));
+        if options.kv.high_tier {
+            all.high.pages = all.high.pages.saturating_add(one.sealed.saturating_mul(others));
+        }
         if all.total_bytes() <= limit {
             *self = all;
         } else if self.total_bytes() < limit {
@@ -224,12 +256,17 @@ impl Budget {
         let share = (memory - self.hidden_bytes) / part / self.exact.page_bytes;
         let more = share.min(useful).saturating_sub(self.exact.pages).min(rest / self.exact.page_bytes);
         self.exact.pages += more;
-        self.sealed.pages += (rest - more * self.exact.page_bytes) / self.sealed.page_bytes;
+        let mut rest = rest - more * self.exact.page_bytes;
+        let high = (rest / HIGH_SHARE).checked_div(self.high.page_bytes).unwrap_or(0);
+        self.high.pages += high;
+        rest -= high * self.high.page_bytes;
+        self.sealed.pages += rest / self.sealed.page_bytes;
     }
 
     /// Bytes of all pools and of the hidden states of a prompt.
     pub fn total_bytes(&self) -> usize {
-        [self.exact.bytes(), self.sealed.bytes(), self.scratch.bytes(), self.hidden_bytes]
+        let Budget { exact, sealed, high, scratch, hidden_bytes, .. } = self;
+        [exact.bytes(), sealed.bytes(), high.bytes(), scratch.bytes(), *hidden_bytes]
             .into_iter()
             .fold(0, usize::saturating_add)
     }
@@ -271,12 +308,15 @@ impl Budget {
 
     /// Tokens that sequences may have.
     pub(crate) fn contexts(&self) -> Contexts {
-        Contexts { own: self.context, bf16: self.bf16_context }
+        Contexts { own: self.context, high: self.high_context, bf16: self.bf16_context }
     }
 
     pub(crate) fn ledger_options(&self, options: &EngineOptions) -> LedgerOptions {
-        let sealed = (self.sealed.page_bytes > 0)
-            .then_some(SealedPools { pages: self.sealed.pages, scratch_pages: self.scratch.pages });
+        let sealed = (self.sealed.page_bytes > 0).then_some(SealedPools {
+            pages: self.sealed.pages,
+            high_pages: self.high.pages,
+            scratch_pages: self.scratch.pages,
+        });
         LedgerOptions {
             windows: self.windows,
             exact_pages: self.exact.pages,
@@ -289,7 +329,11 @@ impl Budget {
     fn parts(&self) -> String {
         let mut parts =
             vec![format!("{} bf16 pages of {}", self.exact.pages + 1, bytes(self.exact.page_bytes))];
-        for (share, name) in [(&self.sealed, "sealed pages"), (&self.scratch, "pages of prefill scratch")] {
+        for (share, name) in [
+            (&self.sealed, "sealed pages"),
+            (&self.high, "sealed pages of the high tier"),
+            (&self.scratch, "pages of prefill scratch"),
+        ] {
             if share.page_bytes > 0 {
                 parts.push(format!("{} {name} of {}", share.pages + 1, bytes(share.page_bytes)));
             }
@@ -308,8 +352,12 @@ impl fmt::Display for Budget {
             writeln!(f, "{name:<16} {pages:>10} {each:>12} {:>12}", bytes(total))
         };
         line("KV cache", "pages".into(), "each".into(), self.total_bytes())?;
-        let shares =
-            [("bf16", &self.exact), (self.kv.as_str(), &self.sealed), ("prefill scratch", &self.scratch)];
+        let shares = [
+            ("bf16", &self.exact),
+            (self.kv.as_str(), &self.sealed),
+            ("high", &self.high),
+            ("prefill scratch", &self.scratch),
+        ];
         for (name, share) in shares {
             if share.page_bytes > 0 {
                 line(name, share.pages.to_string(), bytes(share.page_bytes), share.bytes())?;
@@ -325,8 +373,10 @@ impl fmt::Display for Budget {
             self.context,
             self.bits_per_element
         )?;
-        if let Some(tokens) = self.bf16_context {
-            write!(f, "\n{tokens} tokens in one sequence whose history is in bf16 (kv_precision \"bf16\")")?;
+        for (context, name) in [(self.high_context, "high"), (self.bf16_context, "bf16")] {
+            if let Some(tokens) = context {
+                write!(f, "\n{tokens} tokens in one sequence with kv_precision \"{name}\"")?;
+            }
         }
         Ok(())
     }
@@ -347,7 +397,7 @@ fn bytes(count: usize) -> String {
 mod tests {
     use std::sync::Arc;
 
-    use oscar_codec::PageCodec;
+    use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, PageCodec, Rule};
 
     use super::*;
     use crate::settings::KvOptions;
@@ -441,7 +491,10 @@ mod tests {
         let both = plan(true, true, None, None).expect("a budget");
         assert_eq!((both.exact.pages, both.bf16_context), (sealed.exact.pages + 128, Some(8192)));
         assert_eq!((both.sealed, both.context), (sealed.sealed, sealed.context));
-        assert!(both.to_string().contains("8192 tokens in one sequence whose history is in bf16"), "{both}");
+        assert!(
+            both.to_string().contains("8192 tokens in one sequence with kv_precision \"bf16\""),
+            "{both}"
+        );
         assert!(!sealed.to_string().contains("kv_precision"), "{sealed}");
         // Room for all that may run.
         let all = plan(true, true, None, Some(usize::MAX)).expect("a budget");
@@ -455,6 +508,51 @@ mod tests {
         assert!(tight.bf16_context < Some(8192), "{tight}");
         // Where all is bf16 there is no second tier.
         assert!(matches!(plan(true, false, None, None), Err(EngineError::BadOption { .. })));
+    }
+
+    #[test]
+    fn the_high_tier_has_a_pool_of_its_own() {
+        let plan = |kind: &str, memory: Option<usize>, limit: Option<usize>| {
+            let codec = match kind {
+                "int2" => PageCodec::new("int2", SHAPE.geometry, int2(), int2()),
+                _ => PageCodec::int4(SHAPE.geometry, None),
+            };
+            let kv = KvOptions {
+                codec: Some(Arc::new(codec.expect("a codec"))),
+                high_tier: true,
+                memory,
+                memory_limit: limit,
+                ..KvOptions::default()
+            };
+            let options =
+                EngineOptions { context: Some(8192), kv, max_running: 4, ..EngineOptions::default() };
+            Budget::plan(SHAPE, &options)
+        };
+        let one = plan("int2", None, None).expect("a budget");
+        assert_eq!((one.high.pages, one.high_context), (one.sealed.pages, Some(8192)));
+        // 4.25 bits beside 2.25.
+        assert_eq!((one.high.page_bytes, one.sealed.page_bytes), (56 * 8704, 56 * 4608));
+        assert!(one.to_string().contains("8192 tokens in one sequence with kv_precision \"high\""), "{one}");
+        assert!(plan("int2", None, Some(usize::MAX)).expect("a budget").high.pages >= 4 * 122);
+        // Less than a context of the high tier is no reason not to start.
+        let tight = plan("int2", Some(128 << 20), None).expect("a budget");
+        let most = tight.high_context.expect("a tier");
+        assert!(tight.total_bytes() <= 128 << 20 && tight.context == 8192, "{tight}");
+        assert!((512..8192).contains(&most) && most.is_multiple_of(64), "{tight}");
+        let need = |tokens| PageNeed::of(tokens, tight.windows, true, true).sealed;
+        assert!(need(most) <= tight.high.pages && need(most + 64) > tight.high.pages, "{tight}");
+        let Err(EngineError::BadOption { name, expected, .. }) = plan("int4", None, None) else {
+            panic!("a cache of 4 bits has no such tier")
+        };
+        assert_eq!(name, "kv_tiers");
+        assert!(expected.contains("int2"), "{expected}");
+    }
+
+    fn int2() -> Vec<HeadEncoder> {
+        let KvGeometry { layers, kv_heads, head_dim } = SHAPE.geometry;
+        let layout = CodeLayout::new(2, head_dim, 1).expect("a layout");
+        let transform = HeadTransform::identity(head_dim);
+        vec![HeadEncoder::codes(transform, layout, Rule::Gaussian, false); layers * kv_heads]
     }
 
     #[test]

@@ -88,6 +88,7 @@ impl<B: Backend> Engine<B> {
             bits_per_element: budget.bits_per_element,
             capacity_tokens: budget.capacity_tokens(),
             bf16_context: budget.bf16_context,
+            high_context: budget.high_context,
         };
         let (contexts, deterministic) = (budget.contexts(), options.deterministic);
         let limits = Limits { contexts, vocabulary, choices: max_running, deterministic };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oscar_codec::CodecError;
 use oscar_kernels::KernelError;
-use oscar_kv::{KvError, Shortage};
+use oscar_kv::{KvError, Shortage, Tier};
 use oscar_model::text::TextError;
 
 /// Why a request failed, or why an engine could not start.
@@ -17,9 +17,9 @@ pub enum EngineError {
     #[error("the prompt has {tokens} tokens, the context holds {context}")]
     PromptTooLong { tokens: usize, context: usize },
     #[error(
-        "the prompt has {tokens} tokens, and a history in bf16 (kv_precision) holds {most}, where the context holds {context}"
+        "the prompt has {tokens} tokens, and a sequence with kv_precision {tier} holds {most}, where the context holds {context}"
     )]
-    HistoryTooLong { tokens: usize, most: usize, context: usize },
+    HistoryTooLong { tier: Tier, tokens: usize, most: usize, context: usize },
     #[error("token {token} of the prompt is outside the vocabulary of {vocabulary}")]
     TokenOutOfRange { token: u32, vocabulary: usize },
     #[error("{name} is {value}, expected {expected}")]

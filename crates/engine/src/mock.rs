@@ -130,9 +130,10 @@ impl MockEngine {
             bits_per_element: 16.0,
             capacity_tokens: options.context.saturating_mul(options.max_running),
             bf16_context: options.bf16_context,
+            high_context: None,
         };
         let limits = Limits {
-            contexts: Contexts { own: options.context, bf16: options.bf16_context },
+            contexts: Contexts { own: options.context, high: None, bf16: options.bf16_context },
             vocabulary: options.vocabulary,
             choices: options.max_running,
             deterministic: info.deterministic,

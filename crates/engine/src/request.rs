@@ -169,9 +169,9 @@ impl GenerateOptions {
 
     fn validate(&self, limits: &Limits) -> Result<(), EngineError> {
         self.sampling.validate(limits.vocabulary)?;
-        if self.tier == Tier::Exact && limits.contexts.bf16.is_none() {
+        if limits.contexts.of_tier(self.tier).is_none() {
             let expected = "a precision that the server offers (--kv-tiers)";
-            return Err(EngineError::bad_option("kv_precision", Tier::Exact, expected));
+            return Err(EngineError::bad_option("kv_precision", self.tier, expected));
         }
         if self.demote && self.tier != Tier::Exact {
             let expected = "false unless kv_precision is bf16 beside a sealed type";
@@ -227,10 +227,11 @@ impl Request {
         if tokens > context {
             return Err(EngineError::PromptTooLong { tokens, context });
         }
-        if let (Tier::Exact, Some(most)) = (self.options.tier, limits.contexts.bf16)
+        let tier = self.options.tier;
+        if let Some(most) = limits.contexts.of_tier(tier)
             && tokens > most
         {
-            return Err(EngineError::HistoryTooLong { tokens, most, context });
+            return Err(EngineError::HistoryTooLong { tier, tokens, most, context });
         }
         let vocabulary = limits.vocabulary;
         match self.prompt.iter().find(|&&token| token as usize >= vocabulary) {
@@ -268,17 +269,25 @@ pub(crate) struct Limits {
 pub(crate) struct Contexts {
     /// In the cache's own tier.
     pub(crate) own: usize,
+    /// In [`Tier::High`], if requests may ask for that.
+    pub(crate) high: Option<usize>,
     /// With its history in bf16, if requests may ask for that.
     pub(crate) bf16: Option<usize>,
 }
 
 impl Contexts {
+    /// Tokens that a sequence of a tier may have; `None` for a tier that is not offered.
+    pub(crate) fn of_tier(&self, tier: Tier) -> Option<usize> {
+        match tier {
+            Tier::Sealed => Some(self.own),
+            Tier::High => self.high,
+            Tier::Exact => self.bf16,
+        }
+    }
+
     /// Tokens that the sequence of a request may have. One that can be demoted goes on beyond what bf16 pages hold.
     pub(crate) fn of(&self, options: &GenerateOptions) -> usize {
-        match (options.tier, self.bf16) {
-            (Tier::Exact, Some(most)) if !options.demote => most,
-            _ => self.own,
-        }
+        self.of_tier(options.tier).filter(|_| !options.demote).unwrap_or(self.own)
     }
 }
 
@@ -287,7 +296,7 @@ mod tests {
     use super::*;
 
     const LIMITS: Limits = Limits {
-        contexts: Contexts { own: 100, bf16: None },
+        contexts: Contexts { own: 100, high: None, bf16: None },
         vocabulary: 50,
         choices: 4,
         deterministic: false,
@@ -348,7 +357,7 @@ mod tests {
     #[test]
     fn a_history_in_bf16_must_be_offered_and_fit() {
         let exact = |demote| GenerateOptions { tier: Tier::Exact, demote, ..GenerateOptions::default() };
-        let offered = Limits { contexts: Contexts { own: 100, bf16: Some(70) }, ..LIMITS };
+        let offered = Limits { contexts: Contexts { own: 100, high: Some(80), bf16: Some(70) }, ..LIMITS };
         let check = |limits: &Limits, tokens: usize, options: GenerateOptions| {
             Request::new(vec![1; tokens], options).validate(limits).map_err(|error| error.to_string())
         };
@@ -358,7 +367,12 @@ mod tests {
                 && check(&offered, 100, GenerateOptions::default()).is_ok()
         );
         let long = check(&offered, 71, exact(false)).unwrap_err();
-        assert!(long.contains("has 71 tokens") && long.contains("holds 70"), "{long}");
+        assert!(long.contains("has 71 tokens") && long.contains("bf16 holds 70"), "{long}");
+        let high = |demote| GenerateOptions { tier: Tier::High, demote, ..GenerateOptions::default() };
+        assert!(check(&LIMITS, 1, high(false)).unwrap_err().starts_with("kv_precision is high"));
+        assert!(check(&offered, 80, high(false)).is_ok() && check(&offered, 1, high(true)).is_err());
+        assert!(check(&offered, 81, high(false)).unwrap_err().contains("high holds 80"));
+        assert_eq!(offered.contexts.of(&high(false)), 80);
         let sealed = GenerateOptions { demote: true, ..GenerateOptions::default() };
         assert!(check(&offered, 1, sealed).unwrap_err().starts_with("kv_demote is true"));
         let deterministic = Limits { deterministic: true, ..offered };

@@ -195,6 +195,8 @@ pub struct EngineInfo {
     pub capacity_tokens: usize,
     /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that.
     pub bf16_context: Option<usize>,
+    /// Tokens that a sequence of the high tier may have, if requests may ask for that.
+    pub high_context: Option<usize>,
 }
 
 /// How busy an engine is and what it has done since it started.

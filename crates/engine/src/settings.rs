@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
-use oscar_kv::TailPolicy;
+use oscar_kv::{TailPolicy, Tier};
 use oscar_model::ModelConfig;
 
 pub use oscar_kv::PrefillMode;
@@ -48,6 +48,9 @@ pub struct KvOptions {
     pub codec: Option<Arc<PageCodec>>,
     /// Whether requests may have their history in bf16 instead ([`Tier::Exact`](oscar_kv::Tier)).
     pub bf16_tier: bool,
+    /// Whether requests may have their history in about four bits instead ([`Tier::High`](oscar_kv::Tier)): sealed by
+    /// [`PageCodec::high`] of the codec, to pages of a pool of its own.
+    pub high_tier: bool,
     /// Pages at both ends of a sequence that stay in bf16.
     pub windows: PageWindows,
     /// Bytes for all pools and the scratch of long prompts; room for one full context when `None`.
@@ -67,6 +70,7 @@ impl Default for KvOptions {
         KvOptions {
             codec: None,
             bf16_tier: false,
+            high_tier: false,
             windows: PageWindows { sink: 1, recent: 4 },
             memory: None,
             memory_limit: None,
@@ -74,6 +78,24 @@ impl Default for KvOptions {
             tail: TailPolicy::default(),
             prefill: PrefillMode::default(),
         }
+    }
+}
+
+impl KvOptions {
+    /// The tiers that requests may ask for besides the cache's own.
+    pub(crate) fn other_tiers(&self) -> impl Iterator<Item = Tier> {
+        let tiers = [(self.high_tier, Tier::High), (self.bf16_tier, Tier::Exact)];
+        tiers.into_iter().filter_map(|(offered, tier)| offered.then_some(tier))
+    }
+
+    /// The codec of [`Tier::High`], if requests may ask for that.
+    pub(crate) fn high_codec(&self) -> Result<Option<Arc<PageCodec>>, EngineError> {
+        if !self.high_tier {
+            return Ok(None);
+        }
+        let high = self.codec.as_ref().and_then(|codec| codec.high());
+        let expected = "one that a cache of 2-bit codes for all channels (int2) has beside it";
+        high.map(Arc::new).map(Some).ok_or_else(|| EngineError::bad_option("kv_tiers", Tier::High, expected))
     }
 }
 
@@ -94,9 +116,9 @@ impl EngineOptions {
     pub(crate) fn for_layers(&self, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
         let mut options = self.clone();
         let Some(sliding) = &config.sliding else { return Ok(options) };
-        if self.kv.bf16_tier {
+        if let Some(tier) = self.kv.other_tiers().next() {
             let expected = "only the cache's own type for a model with sliding windows";
-            return Err(EngineError::bad_option("kv_tiers", "bf16", expected));
+            return Err(EngineError::bad_option("kv_tiers", tier, expected));
         }
         let geometry = config.kv_geometry();
         let kv = &mut options.kv;

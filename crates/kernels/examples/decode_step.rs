@@ -199,7 +199,12 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
         query_heads: shape.q_heads,
         slots,
         scratch_slots: 0,
-        sealed: seal.then(|| SealedSpec { codec: Arc::new(int2(shape)), slots: history.len() + 1, windows }),
+        sealed: seal.then(|| SealedSpec {
+            codec: Arc::new(int2(shape)),
+            slots: history.len() + 1,
+            windows,
+            high: None,
+        }),
     };
     let mut cache = backend.cache(&spec).unwrap();
     let spec = attention(shape);

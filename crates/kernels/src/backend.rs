@@ -119,6 +119,8 @@ pub enum Feature {
     ExpertBiases,
     /// Layers without [`AttentionSpec::rotates`].
     LayersWithoutRope,
+    /// [`SealedSpec::high`].
+    HighTier,
 }
 
 impl std::fmt::Display for Feature {
@@ -132,6 +134,7 @@ impl std::fmt::Display for Feature {
             Feature::ClampedSwiglu => "clamped activations",
             Feature::ExpertBiases => "biases of experts",
             Feature::LayersWithoutRope => "layers without rotary embedding",
+            Feature::HighTier => "sealed pages of two codecs (`--kv-tiers high`)",
         })
     }
 }
@@ -291,6 +294,24 @@ pub struct SealedSpec {
     pub slots: usize,
     /// Which pages a query reads exactly.
     pub windows: PageWindows,
+    /// Sealed pages of a second codec, if some sequences have those instead; see [`Feature::HighTier`].
+    pub high: Option<HighSpec>,
+}
+
+/// Sealed pages of a codec of more bits. All sealed pages of a sequence are of one codec.
+#[derive(Clone, Debug)]
+pub struct HighSpec {
+    /// [`PageCodec::high`] of the codec beside it: rows go through the same maps.
+    pub codec: Arc<PageCodec>,
+    /// Slots of its pages. They follow those of the other codec in number.
+    pub slots: usize,
+}
+
+impl SealedSpec {
+    /// Slots of sealed pages of either codec.
+    pub fn all_slots(&self) -> usize {
+        self.slots + self.high.as_ref().map_or(0, |high| high.slots)
+    }
 }
 
 impl CacheSpec {

@@ -64,12 +64,22 @@ impl StepSequence {
         let needed = (rows.start + rows.len).div_ceil(PAGE_TOKENS);
         let pages = table(rows.pages, needed, spec.exact_slots(), ExactSlot::table_entry)?;
         let sealed = match (rows.sealed, &spec.sealed) {
-            (Some(sealed), Some(spec)) => Some(SealedTable {
-                pages: table(sealed.pages, needed, spec.slots, SealedSlot::table_entry)?,
-                windows: spec.windows,
-                exact_from: sealed.exact_from,
-                sealed_until: sealed.sealed_until,
-            }),
+            (Some(sealed), Some(spec)) => {
+                let pages = table(sealed.pages, needed, spec.all_slots(), SealedSlot::table_entry)?;
+                let mut high = pages.iter().flatten().map(|slot| slot.index() >= spec.slots);
+                let first = high.next();
+                if high.any(|high| Some(high) != first) {
+                    return Err(KernelError::BadSetting(
+                        "sealed pages of a sequence are of two codecs".to_owned(),
+                    ));
+                }
+                Some(SealedTable {
+                    pages,
+                    windows: spec.windows,
+                    exact_from: sealed.exact_from,
+                    sealed_until: sealed.sealed_until,
+                })
+            }
             (Some(_), None) => return Err(KernelError::PageMissing { page: 0, tier: "the sealed pool" }),
             (None, _) => None,
         };
@@ -168,10 +178,35 @@ fn table<Slot: Copy>(
 
 #[cfg(test)]
 mod tests {
-    use oscar_codec::KvGeometry;
+    use oscar_codec::{KvGeometry, PageCodec};
 
     use super::*;
-    use crate::backend::RopeLayout;
+    use crate::backend::{HighSpec, RopeLayout, SealedRows, SealedSpec};
+
+    #[test]
+    fn sealed_pages_of_a_sequence_are_of_one_codec() {
+        let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim: 16 };
+        let codec = std::sync::Arc::new(PageCodec::fp8(geometry, None).unwrap());
+        let mut spec = CacheSpec::exact(geometry, 1, 8);
+        spec.sealed = Some(SealedSpec {
+            codec: codec.clone(),
+            slots: 4,
+            windows: PageWindows { sink: 0, recent: 0 },
+            high: Some(HighSpec { codec, slots: 3 }),
+        });
+        let rope = Rope { inverse_frequencies: vec![1.0; 2], magnitude: 1.0, layout: RopeLayout::Halves };
+        let exact = ExactSlot::first(4);
+        for (slots, fits) in
+            [([1, 2], true), ([5, 6], true), ([1, 5], false), ([6, 2], false), ([5, 7], false)]
+        {
+            let mut pages: Vec<_> = slots.map(SealedSlot::new).to_vec();
+            pages.push(None);
+            let sealed = SealedRows { pages: &pages, exact_from: usize::MAX, sealed_until: 0 };
+            let rows = SequenceRows { start: 130, len: 1, pages: &exact, sealed: Some(sealed) };
+            let batch = Batch { tokens: &[0], sequences: &[rows] };
+            assert_eq!(step_sequences(&batch, &rope, &spec).is_ok(), fits, "{slots:?}");
+        }
+    }
 
     #[test]
     fn a_page_is_written_by_one_sequence_and_by_none_without_rows() {

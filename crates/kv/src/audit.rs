@@ -3,6 +3,7 @@
 use oscar_codec::ExactSlot;
 
 use crate::PAGE_TOKENS;
+use crate::key::Tier;
 use crate::ledger::Ledger;
 use crate::pool::{PagePool, PageSlot};
 use crate::sequence::Sequence;
@@ -17,7 +18,7 @@ impl Ledger {
     /// compares them with what the pools and counters say. For tests: it walks everything.
     pub fn audit(&self, sequences: &[&Sequence]) -> Result<(), String> {
         let mut exact = vec![0_u32; self.pools.exact.slots() + self.pools.scratch.slots()];
-        let mut sealed = vec![0_u32; self.pools.sealed.slots()];
+        let mut sealed = vec![0_u32; self.pools.sealed_slots()];
         let (mut filling, mut states) = (0, [0_usize; 4]);
         for sequence in sequences {
             if sequence.exact.len() != sequence.len().div_ceil(PAGE_TOKENS)
@@ -29,6 +30,10 @@ impl Ledger {
             for (&bf16, &codes) in sequence.exact.iter().zip(&sequence.sealed) {
                 bf16.into_iter().for_each(|slot| exact[slot.index()] += 1);
                 codes.into_iter().for_each(|slot| sealed[slot.index()] += 1);
+                let high = codes.is_some_and(|slot| slot.index() >= self.pools.sealed.slots());
+                if codes.is_some() && high != (sequence.tier() == Tier::High) {
+                    return Err(format!("a page of tier {} is sealed in another", sequence.tier()));
+                }
                 states[usize::from(bf16.is_some()) + 2 * usize::from(codes.is_some())] += 1;
             }
             if let Some((_, before)) = sequence.in_flight.as_ref().and_then(|in_flight| in_flight.copied) {
@@ -43,6 +48,7 @@ impl Ledger {
         compare("bf16", &self.pools.exact, exact)?;
         compare("scratch", &self.pools.scratch, scratch)?;
         compare("sealed", &self.pools.sealed, &sealed)?;
+        compare("high", &self.pools.high, &sealed)?;
         let counters = &self.counters;
         let kept =
             (counters.sequences, counters.filling, [0, counters.exact, counters.sealed, counters.both]);

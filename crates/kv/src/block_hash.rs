@@ -22,6 +22,7 @@ impl BlockHash {
         }
         match tier {
             Tier::Sealed => {}
+            Tier::High => name.extend(b"high"),
             Tier::Exact => name.extend(b"bf16"),
         }
         (!name.is_empty()).then(|| BlockHash(Sha256::digest(&name).into()))
@@ -71,8 +72,10 @@ mod tests {
         assert_eq!(first, again);
         assert!(first != second && first != salted && second != salted);
         assert_ne!(BlockHash::chain(BlockHash::root(8), &page), salted);
-        let exact = |salt| BlockHash::chain(BlockHash::root(PrefixKey { salt, tier: Tier::Exact }), &page);
+        let of = |salt, tier| BlockHash::chain(BlockHash::root(PrefixKey { salt, tier }), &page);
+        let (exact, high) = (|salt| of(salt, Tier::Exact), |salt| of(salt, Tier::High));
         assert!(exact(0) != first && exact(7) != salted && exact(0) != exact(7));
+        assert!(high(0) != first && high(7) != salted && high(0) != high(7) && high(0) != exact(0));
     }
 
     /// SHA-256 of the bytes of `00000000 01000000` and of that digest followed by `02000000`.

@@ -40,15 +40,11 @@ impl Ledger {
         debug_assert_eq!(sequence.tier(), Tier::Exact);
         debug_assert!(end <= sequence.settled_tokens() / PAGE_TOKENS, "a page that is not full");
         let pages = self.first_exact(sequence)..end;
-        let (needed, available) = (pages.len(), self.available(PoolKind::Sealed));
-        if needed > available {
-            let pages = self.pools.sealed.pages();
-            return Err(Shortage { pool: PoolKind::Sealed, needed, available, pages });
-        }
-        let mut work = Vec::with_capacity(needed);
+        self.check_pool(PoolKind::Sealed, pages.len())?;
+        let mut work = Vec::with_capacity(pages.len());
         for page in pages {
             let from = sequence.exact[page].expect("history that is not demoted is in bf16");
-            let to = self.allocate_sealed();
+            let to = self.allocate_sealed(sequence.tier());
             self.set_entry(sequence, page, Some(from), Some(to));
             work.push(SealWork { page, from, to });
         }

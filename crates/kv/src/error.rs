@@ -2,13 +2,15 @@
 
 use std::fmt;
 
-/// One of the three pools of a cache.
+/// One of the pools of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PoolKind {
     /// bf16 pages, all layers.
     Exact,
     /// Pages of codes, all layers.
     Sealed,
+    /// Pages of the codes of [`Tier::High`](crate::Tier), all layers.
+    High,
     /// bf16 pages of one layer, for prompts on their way to sealed pages.
     Scratch,
 }
@@ -18,6 +20,7 @@ impl fmt::Display for PoolKind {
         f.write_str(match self {
             PoolKind::Exact => "bf16",
             PoolKind::Sealed => "sealed",
+            PoolKind::High => "high",
             PoolKind::Scratch => "prefill scratch",
         })
     }

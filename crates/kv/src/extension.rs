@@ -8,7 +8,9 @@ use oscar_codec::{ExactSlot, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::error::{PoolKind, Shortage};
+use crate::key::Tier;
 use crate::ledger::Ledger;
+use crate::pools::sealed_kind;
 use crate::sequence::{InFlight, Sequence};
 
 /// How the tokens of a prompt read each other.
@@ -170,11 +172,11 @@ impl Ledger {
             need.exact -= 1;
             copy = None;
         }
-        if let Err(shortage) = self.check(&need) {
+        if let Err(shortage) = self.check(&need, sequence.tier()) {
             if !self.replace_duplicates(sequence) {
                 return Err(shortage);
             }
-            self.check(&need)?;
+            self.check(&need, sequence.tier())?;
         }
         if let Some(slot) = take_over {
             self.tree.evict_tail(&mut self.pools, slot);
@@ -191,14 +193,14 @@ impl Ledger {
         }
         for &page in &sealing {
             let from = sequence.exact[page].expect("a page that leaves the window is there in bf16");
-            let to = self.allocate_sealed();
+            let to = self.allocate_sealed(sequence.tier());
             self.set_entry(sequence, page, Some(from), Some(to));
             work.seal.push(SealWork { page, from, to });
         }
         for page in old_pages..old_pages + new_pages {
             if scratch.contains(&page) {
                 let from = self.allocate_scratch();
-                let to = self.allocate_sealed();
+                let to = self.allocate_sealed(sequence.tier());
                 self.push_entry(sequence, Some(from), Some(to));
                 work.seal.push(SealWork { page, from, to });
             } else {
@@ -251,22 +253,24 @@ impl Ledger {
     pub fn available(&self, pool: PoolKind) -> usize {
         match pool {
             PoolKind::Exact => self.pools.exact.free_pages() + self.tree.evictable_exact(),
-            PoolKind::Sealed => self.pools.sealed.free_pages() + self.tree.evictable_sealed(),
+            PoolKind::Sealed => self.pools.sealed.free_pages() + self.tree.evictable_sealed(Tier::Sealed),
+            PoolKind::High => self.pools.high.free_pages() + self.tree.evictable_sealed(Tier::High),
             PoolKind::Scratch => self.pools.scratch.free_pages(),
         }
     }
 
-    /// Refuses an operation that needs more pages than are available.
-    fn check(&self, need: &PagesToTake) -> Result<(), Shortage> {
-        for (pool, needed, pages) in [
-            (PoolKind::Exact, need.exact, self.pools.exact.pages()),
-            (PoolKind::Sealed, need.sealed, self.pools.sealed.pages()),
-            (PoolKind::Scratch, need.scratch, self.pools.scratch.pages()),
-        ] {
-            let available = self.available(pool);
-            if needed > available {
-                return Err(Shortage { pool, needed, available, pages });
-            }
+    /// Refuses an operation of a sequence of some tier that needs more pages than are available.
+    fn check(&self, need: &PagesToTake, tier: Tier) -> Result<(), Shortage> {
+        self.check_pool(PoolKind::Exact, need.exact)?;
+        self.check_pool(sealed_kind(tier), need.sealed)?;
+        self.check_pool(PoolKind::Scratch, need.scratch)
+    }
+
+    /// Refuses an operation that needs more pages of a pool than are available.
+    pub(crate) fn check_pool(&self, pool: PoolKind, needed: usize) -> Result<(), Shortage> {
+        let available = self.available(pool);
+        if needed > available {
+            return Err(Shortage { pool, needed, available, pages: self.pages(pool) });
         }
         Ok(())
     }
@@ -278,16 +282,16 @@ impl Ledger {
         self.pools.exact.allocate().expect("checked that there are enough pages")
     }
 
-    pub(crate) fn allocate_sealed(&mut self) -> SealedSlot {
-        self.try_allocate_sealed().expect("checked that there are enough pages")
+    pub(crate) fn allocate_sealed(&mut self, tier: Tier) -> SealedSlot {
+        self.try_allocate_sealed(tier).expect("checked that there are enough pages")
     }
 
-    /// A sealed page, if one is free or can be evicted.
-    pub(crate) fn try_allocate_sealed(&mut self) -> Option<SealedSlot> {
-        if self.pools.sealed.free_pages() == 0 {
-            self.tree.evict_sealed(&mut self.pools);
+    /// A page to seal one of a tier to, if one is free or can be evicted.
+    pub(crate) fn try_allocate_sealed(&mut self, tier: Tier) -> Option<SealedSlot> {
+        if self.pools.sealed_of(tier).free_pages() == 0 {
+            self.tree.evict_sealed(&mut self.pools, tier);
         }
-        self.pools.sealed.allocate().ok()
+        self.pools.sealed_of(tier).allocate().ok()
     }
 
     /// A scratch page, named by the slot under which a backend knows it.

@@ -45,7 +45,7 @@ impl Ledger {
                 continue;
             }
             let (Some(from), None) = (sequence.exact[page], sequence.sealed[page]) else { continue };
-            let Some(to) = self.try_allocate_sealed() else { break };
+            let Some(to) = self.try_allocate_sealed(sequence.tier()) else { break };
             self.set_entry(sequence, page, Some(from), Some(to));
             work.push(SealWork { page, from, to });
         }

@@ -56,7 +56,7 @@ mod tests {
         let options = LedgerOptions {
             windows: PageWindows { sink: 1, recent: 2 },
             exact_pages: 32,
-            sealed: Some(SealedPools { pages: 32, scratch_pages: 16 }),
+            sealed: Some(SealedPools { pages: 32, high_pages: 0, scratch_pages: 16 }),
             prefix_tree: true,
             tail: TailPolicy::Recompute,
         };

@@ -8,6 +8,8 @@ pub enum Tier {
     /// Sealed by the codec of the cache; bf16 in a cache without sealed pages.
     #[default]
     Sealed,
+    /// Sealed by a codec of more bits with the same transforms, to pages of a pool of its own.
+    High,
     /// In bf16: pages are not sealed, unless the sequence is demoted.
     Exact,
 }
@@ -16,6 +18,7 @@ impl fmt::Display for Tier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Tier::Sealed => "sealed",
+            Tier::High => "high",
             Tier::Exact => "bf16",
         })
     }

@@ -5,8 +5,7 @@ use oscar_codec::{ExactSlot, PageWindows, SealedSlot};
 use crate::PAGE_TOKENS;
 use crate::error::{KvError, PoolKind};
 use crate::key::{PrefixKey, Tier};
-use crate::pool::PagePool;
-use crate::pools::Pools;
+use crate::pools::{Pools, sealed_kind};
 use crate::reuse::{PrefixReuse, TailPolicy, reuse};
 use crate::sequence::Sequence;
 use crate::stats::Counters;
@@ -32,6 +31,8 @@ pub struct LedgerOptions {
 pub struct SealedPools {
     /// Sealed pages, each with all layers.
     pub pages: usize,
+    /// Sealed pages of [`Tier::High`], each with all layers; 0 where there is no such tier.
+    pub high_pages: usize,
     /// bf16 pages of one layer, for prompts on their way to sealed pages.
     pub scratch_pages: usize,
 }
@@ -43,6 +44,8 @@ pub struct PoolSlots {
     pub exact: usize,
     /// Sealed pages, each with all layers.
     pub sealed: usize,
+    /// Sealed pages of [`Tier::High`], each with all layers; tables name slot `i` as `sealed + i`. 0 without that tier.
+    pub high: usize,
     /// bf16 pages of one layer; tables name slot `i` as `exact + i`.
     pub scratch: usize,
 }
@@ -88,7 +91,7 @@ pub struct Ledger {
 impl Ledger {
     /// A ledger of empty pools.
     pub fn new(options: LedgerOptions) -> Result<Ledger, KvError> {
-        let sealed = options.sealed.unwrap_or(SealedPools { pages: 0, scratch_pages: 0 });
+        let sealed = options.sealed.unwrap_or(SealedPools { pages: 0, high_pages: 0, scratch_pages: 0 });
         if options.exact_pages == 0 {
             return Err(KvError::EmptyPool(PoolKind::Exact));
         }
@@ -96,15 +99,13 @@ impl Ledger {
             return Err(KvError::EmptyPool(PoolKind::Sealed));
         }
         // Exact and scratch slots share one space of numbers, with a dummy each; a tree may have a node per page.
-        let pages = options.exact_pages.saturating_add(sealed.pages).saturating_add(sealed.scratch_pages);
+        let pages = [sealed.pages, sealed.high_pages, sealed.scratch_pages]
+            .into_iter()
+            .fold(options.exact_pages, usize::saturating_add);
         if pages > u32::MAX as usize - 8 {
             return Err(KvError::TooManyPages(pages));
         }
-        let pools = Pools {
-            exact: PagePool::new(options.exact_pages),
-            sealed: PagePool::new(sealed.pages),
-            scratch: PagePool::new(sealed.scratch_pages),
-        };
+        let pools = Pools::new(options.exact_pages, sealed.pages, sealed.high_pages, sealed.scratch_pages);
         let tree = Tree::new(&pools, options.sealed.is_some());
         Ok(Ledger { options, pools, tree, counters: Counters::default() })
     }
@@ -119,6 +120,7 @@ impl Ledger {
         PoolSlots {
             exact: self.pools.exact.slots(),
             sealed: self.pools.sealed.slots(),
+            high: if self.pools.high.pages() > 0 { self.pools.high.slots() } else { 0 },
             scratch: self.pools.scratch.slots(),
         }
     }
@@ -273,8 +275,18 @@ impl Ledger {
         let LedgerOptions { windows, prefix_tree, .. } = self.options;
         let need = PageNeed::of(tokens, windows, self.seals(tier), prefix_tree);
         need.exact <= self.pools.exact.pages()
-            && need.sealed <= self.pools.sealed.pages()
+            && need.sealed <= self.pages(sealed_kind(tier))
             && need.scratch <= self.pools.scratch.pages()
+    }
+
+    /// Pages of a pool, in use or not.
+    pub(crate) fn pages(&self, pool: PoolKind) -> usize {
+        match pool {
+            PoolKind::Exact => self.pools.exact.pages(),
+            PoolKind::Sealed => self.pools.sealed.pages(),
+            PoolKind::High => self.pools.high.pages(),
+            PoolKind::Scratch => self.pools.scratch.pages(),
+        }
     }
 
     /// Every page of the prefix tree, for inspection.
@@ -288,7 +300,7 @@ impl Ledger {
 
     /// Whether pages of sequences of a tier are sealed when they leave the window.
     pub(crate) fn seals(&self, tier: Tier) -> bool {
-        self.has_sealed() && tier == Tier::Sealed
+        self.has_sealed() && tier != Tier::Exact
     }
 
     /// Appends a page that others own too.
@@ -298,7 +310,7 @@ impl Ledger {
             self.tree.exact_changed(&self.pools, exact);
         }
         if let Some(sealed) = sealed {
-            self.pools.sealed.share(sealed);
+            self.pools.share_sealed(sealed);
             self.tree.sealed_changed(&self.pools, sealed);
         }
         self.push_entry(sequence, exact, sealed);
@@ -355,7 +367,7 @@ impl Ledger {
     /// Releases a sealed slot, if there is one.
     pub(crate) fn release_sealed(&mut self, slot: Option<SealedSlot>) {
         if let Some(slot) = slot {
-            self.pools.sealed.release(slot);
+            self.pools.release_sealed(slot);
             self.tree.sealed_changed(&self.pools, slot);
         }
     }

@@ -11,7 +11,7 @@
 //! let mut ledger = Ledger::new(LedgerOptions {
 //!     windows: PageWindows { sink: 1, recent: 4 },
 //!     exact_pages: 32,
-//!     sealed: Some(SealedPools { pages: 64, scratch_pages: 32 }),
+//!     sealed: Some(SealedPools { pages: 64, high_pages: 0, scratch_pages: 32 }),
 //!     prefix_tree: true,
 //!     tail: TailPolicy::Recompute,
 //! })?;

@@ -62,6 +62,8 @@ pub(crate) struct PoolExhausted {
 /// Reference-counted pages. A page is free again when its last owner releases it.
 #[derive(Debug)]
 pub(crate) struct PagePool<P = ExactSlot> {
+    /// The number of the first slot, which is a dummy.
+    first: usize,
     /// Owners per slot; index 0 is the dummy.
     owners: Vec<u32>,
     /// Free slots, the next one last. Low slots go first, so a short run touches little memory.
@@ -71,8 +73,14 @@ pub(crate) struct PagePool<P = ExactSlot> {
 impl<P: PageSlot> PagePool<P> {
     /// A pool of `pages` usable pages.
     pub(crate) fn new(pages: usize) -> PagePool<P> {
-        let last = u32::try_from(pages).expect("fewer than 2^32 pages");
-        PagePool { owners: vec![0; pages + 1], free: (1..=last).rev().filter_map(P::new).collect() }
+        PagePool::numbered_after(0, pages)
+    }
+
+    /// A pool of `pages` usable pages that shares the numbers of its slots with one of `slots` slots.
+    pub(crate) fn numbered_after(slots: usize, pages: usize) -> PagePool<P> {
+        let number = |number: usize| u32::try_from(number).expect("fewer than 2^32 pages");
+        let free = (number(slots + 1)..=number(slots + pages)).rev().filter_map(P::new).collect();
+        PagePool { first: slots, owners: vec![0; pages + 1], free }
     }
 
     /// Usable pages.
@@ -92,31 +100,32 @@ impl<P: PageSlot> PagePool<P> {
 
     /// Every page with its owners, in order of slots.
     pub(crate) fn all(&self) -> impl Iterator<Item = (P, u32)> {
-        self.owners.iter().zip(0..).filter_map(|(&owners, number)| Some((P::new(number)?, owners)))
+        let numbered = (self.first as u32..).zip(&self.owners).skip(1);
+        numbered.filter_map(|(number, &owners)| Some((P::new(number)?, owners)))
     }
 
     /// Number of owners of a page.
     pub(crate) fn owners(&self, page: P) -> u32 {
-        self.owners[page.index()]
+        self.owners[page.index() - self.first]
     }
 
     /// Allocates a page; the caller is its one owner.
     pub(crate) fn allocate(&mut self) -> Result<P, PoolExhausted> {
         let slot = self.free.pop().ok_or(PoolExhausted { pages: self.pages() })?;
-        self.owners[slot.index()] = 1;
+        self.owners[slot.index() - self.first] = 1;
         Ok(slot)
     }
 
     /// Adds an owner to a page in use.
     pub(crate) fn share(&mut self, page: P) {
-        let owners = &mut self.owners[page.index()];
+        let owners = &mut self.owners[page.index() - self.first];
         assert!(*owners > 0, "page {} is shared while free", page.index());
         *owners += 1;
     }
 
     /// Removes one owner of a page, which is free when none is left.
     pub(crate) fn release(&mut self, page: P) {
-        let owners = &mut self.owners[page.index()];
+        let owners = &mut self.owners[page.index() - self.first];
         assert!(*owners > 0, "page {} is released while free", page.index());
         *owners -= 1;
         if *owners == 0 {
@@ -137,6 +146,22 @@ mod tests {
         let pages: Vec<_> = (0..3).map(|_| pool.allocate().unwrap().number()).collect();
         assert_eq!(pages, [1, 2, 3]);
         assert_eq!(pool.allocate(), Err(PoolExhausted { pages: 3 }));
+    }
+
+    #[test]
+    fn pools_may_share_their_numbers() {
+        let mut pool = PagePool::<SealedSlot>::numbered_after(4, 2);
+        let pages: Vec<_> = (0..2).map(|_| pool.allocate().unwrap().number()).collect();
+        assert_eq!(pages, [5, 6]);
+        let slot = SealedSlot::new(6).unwrap();
+        pool.share(slot);
+        assert_eq!((pool.owners(slot), pool.pages(), pool.slots()), (2, 2, 3));
+        assert_eq!(
+            pool.all().map(|(slot, owners)| (slot.number(), owners)).collect::<Vec<_>>(),
+            [(5, 1), (6, 2)]
+        );
+        pool.release(SealedSlot::new(5).unwrap());
+        assert_eq!(pool.free_pages(), 1);
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub struct LedgerStats {
     pub exact: PoolStats,
     /// The sealed pool.
     pub sealed: PoolStats,
+    /// The pool of sealed pages of [`Tier::High`](crate::Tier).
+    pub high: PoolStats,
     /// The prefill scratch.
     pub scratch: PoolStats,
     /// Open sequences.
@@ -123,6 +125,7 @@ impl Ledger {
         LedgerStats {
             exact: PoolStats::count(&self.pools.exact, |slot| self.tree.owns_exact(slot)),
             sealed: PoolStats::count(&self.pools.sealed, |slot| self.tree.owns_sealed(slot)),
+            high: PoolStats::count(&self.pools.high, |slot| self.tree.owns_sealed(slot)),
             scratch: PoolStats::count(&self.pools.scratch, |_| false),
             sequences: counters.sequences,
             states: PageStates {

@@ -146,9 +146,12 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         registry.register(name, help, ConstCounter::new(value));
     }
     let pages = Family::<Labels, Gauge>::default();
-    for (pool, count) in
-        [("exact", stats.cache.exact), ("sealed", stats.cache.sealed), ("scratch", stats.cache.scratch)]
-    {
+    for (pool, count) in [
+        ("exact", stats.cache.exact),
+        ("sealed", stats.cache.sealed),
+        ("high", stats.cache.high),
+        ("scratch", stats.cache.scratch),
+    ] {
         for (owner, value) in [
             ("free", count.free),
             ("tree", count.tree_only),
@@ -206,12 +209,14 @@ mod tests {
             bits_per_element: 2.5,
             kv: "int2".to_owned(),
             bf16_context: Some(500),
+            high_context: Some(800),
             ..EngineInfo::default()
         };
         let mut stats = EngineStats { running: 3, queued: 2, prompt_tokens: 10, ..EngineStats::default() };
         stats.demoted_pages = 6;
         let view = |tier, exact_pages| SequenceView { tier, exact_pages, ..SequenceView::default() };
-        stats.sequences = vec![view(Tier::Exact, 9), view(Tier::Sealed, 4), view(Tier::Exact, 2)];
+        stats.sequences =
+            vec![view(Tier::Exact, 9), view(Tier::Sealed, 4), view(Tier::Exact, 2), view(Tier::High, 5)];
         stats.cached_tokens = 4;
         stats.cache.exact.free = 7;
         let text = metrics.text(&info, &stats).unwrap();
@@ -232,6 +237,7 @@ mod tests {
             "oscar_tier_sequences{model_name=\"m\",tier=\"bf16\"} 2",
             "oscar_tier_pages{model_name=\"m\",tier=\"bf16\",pool=\"exact\"} 11",
             "oscar_tier_pages{model_name=\"m\",tier=\"int2\",pool=\"exact\"} 4",
+            "oscar_tier_pages{model_name=\"m\",tier=\"high\",pool=\"exact\"} 5",
         ] {
             assert!(text.contains(line), "{text}");
         }

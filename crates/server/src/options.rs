@@ -86,6 +86,8 @@ pub struct CacheShape {
     pub exact_page_bytes: usize,
     /// The bytes of a sealed page, all layers together.
     pub sealed_page_bytes: usize,
+    /// The bytes of a sealed page of the high tier, all layers together; 0 without that tier.
+    pub high_page_bytes: usize,
     /// The bytes of a page of the prefill scratch.
     pub scratch_page_bytes: usize,
 }

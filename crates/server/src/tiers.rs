@@ -23,8 +23,9 @@ pub(crate) struct TierUse {
 /// The precisions that requests may ask for, the one they have otherwise first.
 pub(crate) fn offered(info: &EngineInfo) -> impl Iterator<Item = OfferedTier<'_>> {
     let own = OfferedTier { name: &info.kv, tier: Tier::Sealed, context: info.context };
+    let high = info.high_context.map(|context| OfferedTier { name: "high", tier: Tier::High, context });
     let bf16 = info.bf16_context.map(|context| OfferedTier { name: "bf16", tier: Tier::Exact, context });
-    std::iter::once(own).chain(bf16)
+    std::iter::once(own).chain(high).chain(bf16)
 }
 
 /// What the sequences of a tier hold. A page of two sequences counts twice.

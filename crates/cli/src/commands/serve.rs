@@ -12,7 +12,7 @@ use clap::Args;
 use oscar_engine::{EngineOptions, Serve};
 
 use self::events::EventArguments;
-use self::tiers::{KvTier, offers_bf16};
+use self::tiers::{KvTier, offer};
 use self::unsupported::UnsupportedArguments;
 use crate::arguments::{ModelArguments, WeightPlace, positive};
 use crate::device::OnDevice;
@@ -80,8 +80,8 @@ pub(crate) struct ServeArguments {
           value_parser = share, conflicts_with = "kv_memory")]
     mem_fraction_static: Option<f64>,
 
-    /// Precisions of history that requests may ask for (`kv_precision`), such as int2,bf16; the type of the cache is always
-    /// one of them [default: only that].
+    /// Precisions of history that requests may ask for (`kv_precision`), such as high,bf16: high is 4 bits beside int2. The
+    /// type of the cache is always one of them [default: only that].
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
     kv_tiers: Vec<KvTier>,
 
@@ -154,7 +154,7 @@ impl ServeArguments {
             ..self.engine.options(settled)
         };
         options.prefill_chunk = self.chunked_prefill_size.unwrap_or(options.prefill_chunk);
-        options.kv.bf16_tier = offers_bf16(&self.kv_tiers, settled.kind)?;
+        offer(&self.kv_tiers, settled.kind, &mut options.kv)?;
         if options.kv.memory.is_none() {
             match self.room(subject)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),

@@ -2,20 +2,21 @@
 //! place that knows it.
 //!
 //! A page holds 64 tokens of one layer and one KV head, little-endian. Channels come in three regions, 4-bit channels
-//! first, then 2-bit, then 1-bit ones; a region is cut into one or two bands. Values are 2-bit codes as in
+//! first, then 2-bit, then 1-bit ones; a region is cut into bands. Values are codes of `v` = 2 bits (`high`: 4) as in
 //! [`codes`](super::codes), in one group:
 //!
 //! | part | layout |
 //! |---|---|
 //! | K codes | u32 words `[words of a token][64 tokens]`, region by region; in a region of `b` bits byte `i`, bits `b·p..` of word `w`: channel `(32/b)·w + 4·p + i` of the region |
-//! | V codes | u32 words `[4][d padded to 32]`; byte `i`, bits `2·p..`: token `16·block + 4·p + i` |
+//! | V codes | u32 words `[2v][d padded to 32]`; byte `i`, bits `v·p..`: token `(32/v)·block + 4·p + i` |
 //! | K scales | u8 `[band][64 tokens]`, see [`band::scale`](crate::band::scale) |
 //! | V scales | u16 `[scale, offset][64 tokens]`, f16 |
 //!
 //! At 128 channels a key has 32 bytes of codes and 4 of scales: as many as 2-bit codes with a 16-bit scale and offset.
 //!
 //! Channels after the last band are not stored and read as zero. The smaller format, `int1.5`, has the bands that `int2` gives
-//! to a head of half as many channels: 16 bytes of codes and 4 of scales at 128 channels.
+//! to a head of half as many channels: 16 bytes of codes and 4 of scales at 128 channels. The larger format, `high`, has the
+//! bands of `int2` with four bits each and 4-bit values.
 
 use super::codes::{CodeLayout, key_code, value_code};
 use super::{PAGE_TOKENS, check_token};
@@ -59,7 +60,7 @@ pub struct BandLayout {
     /// Those after `count` are empty.
     bands: [Band; MOST_BANDS],
     count: usize,
-    /// Where 2-bit values lie in a page of their own.
+    /// How values would lie in a page of their own.
     values: CodeLayout,
 }
 
@@ -67,23 +68,31 @@ impl BandLayout {
     /// Two bits a channel on average: twice as many channels of one bit as of four, in the ratio 1 : 1 : 2 where that comes
     /// out even, and what is left has two bits.
     pub fn int2(head_dim: usize) -> Result<BandLayout, CodecError> {
-        BandLayout::of_strongest(head_dim, head_dim / BAND_STEP)
+        BandLayout::new(head_dim, int2_widths(head_dim / BAND_STEP), 2)
+    }
+
+    /// Four bits a channel in the bands of [`int2`](Self::int2), and values of four bits: more exact pages for rows of the same
+    /// transform.
+    pub fn high(head_dim: usize) -> Result<BandLayout, CodecError> {
+        let widths = int2_widths(head_dim / BAND_STEP).map(|(_, units)| (4, units));
+        BandLayout::new(head_dim, widths, 4)
     }
 
     /// One bit a channel on average: the stronger half of the channels has two, and the weaker half none.
     pub fn int15(head_dim: usize) -> Result<BandLayout, CodecError> {
-        BandLayout::of_strongest(head_dim, (head_dim / BAND_STEP).div_ceil(2))
+        BandLayout::new(head_dim, int2_widths((head_dim / BAND_STEP).div_ceil(2)), 2)
     }
 
-    /// Bands of the first `units` times 16 channels, with two bits a channel on average.
-    fn of_strongest(head_dim: usize, units: usize) -> Result<BandLayout, CodecError> {
+    /// Bands of these bits and multiples of 16 channels, strongest first, and the bits of values.
+    fn new(
+        head_dim: usize,
+        widths: [(u32, usize); MOST_BANDS],
+        value_bits: u32,
+    ) -> Result<BandLayout, CodecError> {
         if head_dim == 0 || head_dim > 4096 || !head_dim.is_multiple_of(BAND_STEP) {
             let reason = "bands need a multiple of 16 channels, up to 4096";
             return Err(CodecError::HeadDim { head_dim, reason });
         }
-        // Three units at least: one of four bits and two of one bit.
-        let strong = if units < 3 { 0 } else { (units / 4).max(1) };
-        let widths = [(4, strong), (2, units - 3 * strong), (1, strong), (1, strong)];
         let mut bands = [Band::default(); MOST_BANDS];
         let (mut count, mut first, mut word) = (0, 0, 0);
         let (mut region, mut region_word) = (0, 0);
@@ -97,7 +106,7 @@ impl BandLayout {
             first += channels;
             word = region_word + ((first - region) * bits as usize).div_ceil(32);
         }
-        Ok(BandLayout { bands, count, values: CodeLayout::new(2, head_dim, 1)? })
+        Ok(BandLayout { bands, count, values: CodeLayout::new(value_bits, head_dim, 1)? })
     }
 
     /// The bands of a key, strongest first. They are side by side from channel 0 on; channels after them are not stored.
@@ -113,6 +122,11 @@ impl BandLayout {
     /// Channels of a value as stored.
     pub fn padded_dim(&self) -> usize {
         self.values.padded_dim()
+    }
+
+    /// Bits of a value's code: 2 or 4.
+    pub fn value_bits(&self) -> u32 {
+        self.values.bits()
     }
 
     /// How scales and offsets of values are stored.
@@ -135,7 +149,7 @@ impl BandLayout {
 
     /// First byte of the key scales, `[band][64]`.
     pub fn key_scales(&self) -> usize {
-        self.value_codes() + PAGE_TOKENS * self.padded_dim() / 4
+        self.value_codes() + PAGE_TOKENS * self.padded_dim() * self.value_bits() as usize / 8
     }
 
     /// First byte of the value scales; offsets lie 128 bytes after them.
@@ -176,7 +190,7 @@ impl BandLayout {
     }
 
     fn value_position(&self, token: usize, channel: usize) -> (usize, u32) {
-        let (byte, shift) = value_code(2, self.padded_dim(), token, channel);
+        let (byte, shift) = value_code(self.value_bits(), self.padded_dim(), token, channel);
         (self.value_codes() + byte, shift)
     }
 
@@ -212,10 +226,11 @@ impl BandLayout {
     ) -> Result<(), CodecError> {
         self.check(page.len(), token)?;
         check_length("codes of a value", self.head_dim(), codes.len())?;
+        let mask = self.values.largest_code();
         for channel in 0..self.padded_dim() {
-            let code = codes.get(channel).map_or(0, |code| code & 3);
+            let code = codes.get(channel).map_or(0, |code| code & mask);
             let (byte, shift) = self.value_position(token, channel);
-            page[byte] = page[byte] & !(3 << shift) | code << shift;
+            page[byte] = page[byte] & !(mask << shift) | code << shift;
         }
         for (part, bits) in [scale, offset].into_iter().enumerate() {
             let at = self.value_scales() + 2 * (part * PAGE_TOKENS + token);
@@ -251,7 +266,7 @@ impl BandLayout {
             Side::Value => {
                 let code = |channel| {
                     let (byte, shift) = self.value_position(token, channel);
-                    page[byte] >> shift & 3
+                    page[byte] >> shift & self.values.largest_code()
                 };
                 let codes: Vec<u8> = (0..row.len()).map(code).collect();
                 let at = self.value_scales() + 2 * token;
@@ -267,6 +282,13 @@ impl BandLayout {
     }
 }
 
+/// Bits and multiples of 16 channels of bands with two bits a channel on average.
+fn int2_widths(units: usize) -> [(u32, usize); MOST_BANDS] {
+    // Three units at least: one of four bits and two of one bit.
+    let strong = if units < 3 { 0 } else { (units / 4).max(1) };
+    [(4, strong), (2, units - 3 * strong), (1, strong), (1, strong)]
+}
+
 /// How rows become codes of a layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BandRows {
@@ -279,7 +301,13 @@ pub struct BandRows {
 impl BandRows {
     /// The arithmetic of a value.
     pub fn value_format(&self) -> RowFormat {
-        RowFormat::int2(1, self.value_rule, self.layout.value_scale_type())
+        RowFormat {
+            groups: 1,
+            rule: self.value_rule,
+            scale_type: self.layout.value_scale_type(),
+            published: false,
+            levels: self.layout.values.largest_code() + 1,
+        }
     }
 
     /// Quantises one row and writes its codes and scales. On an error the page is as it was.
@@ -345,6 +373,22 @@ mod tests {
     }
 
     #[test]
+    fn the_larger_format_has_the_same_bands_with_four_bits() {
+        for head_dim in (16..=4096).step_by(16) {
+            let [int2, high] = [BandLayout::int2(head_dim), BandLayout::high(head_dim)]
+                .map(|layout| layout.expect("a layout"));
+            assert!(int2.bands().iter().map(Band::range).eq(high.bands().iter().map(Band::range)));
+            assert!(high.bands().iter().all(|band| band.bits == 4 && band.region == 0));
+            assert_eq!((high.key_words(), high.value_bits()), (head_dim / 8, 4), "d={head_dim}");
+        }
+        // As many bytes as `int4` pages.
+        for (head_dim, bytes) in [(64, 4608), (96, 6656), (128, 8704), (256, 16896)] {
+            assert_eq!(BandLayout::high(head_dim).expect("a layout").page_bytes(), bytes, "d={head_dim}");
+        }
+        assert!(BandLayout::high(40).is_err());
+    }
+
+    #[test]
     fn the_smaller_format_keeps_the_stronger_half() {
         let widths = |head_dim: usize| -> Vec<(usize, usize, u32)> {
             let layout = BandLayout::int15(head_dim).expect("a layout");
@@ -390,7 +434,8 @@ mod tests {
     #[test]
     fn every_code_has_a_place_of_its_own() {
         let dims = [16, 48, 64, 96, 128];
-        let layouts = dims.into_iter().flat_map(|d| [BandLayout::int2(d), BandLayout::int15(d)]);
+        let layouts =
+            dims.into_iter().flat_map(|d| [BandLayout::int2(d), BandLayout::int15(d), BandLayout::high(d)]);
         for layout in layouts.map(|layout| layout.expect("a layout")) {
             let head_dim = layout.head_dim();
             let mut used = vec![0_u8; layout.page_bytes()];
@@ -406,7 +451,7 @@ mod tests {
                     }
                 }
                 for channel in 0..layout.padded_dim() {
-                    take(layout.value_position(token, channel), 2);
+                    take(layout.value_position(token, channel), layout.value_bits());
                 }
             }
             assert!(used[..layout.key_scales()].iter().all(|&byte| byte == 255), "d={head_dim}");

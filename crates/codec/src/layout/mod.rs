@@ -16,6 +16,7 @@ use fp8::Fp8Layout;
 
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_length};
+use crate::rule::Rule;
 
 /// Tokens in a page. Pages are position-aligned: page `p` holds positions `[64p, 64p + 64)`.
 pub const PAGE_TOKENS: usize = 64;
@@ -32,7 +33,7 @@ pub enum PageLayout {
     Codes(CodeLayout),
     /// 8-bit floats (E4M3) with one f16 scale per row.
     Fp8(Fp8Layout),
-    /// Keys in bands of 4-, 2- and 1-bit codes with 8-bit scales, values as 2-bit codes.
+    /// Keys in bands of 4-, 2- and 1-bit codes with 8-bit scales, values as 2-bit or 4-bit codes.
     Banded(BandLayout),
 }
 
@@ -130,6 +131,27 @@ impl RowEncoder {
             RowEncoder::Codes(rows) => PageLayout::Codes(rows.layout),
             RowEncoder::Fp8(layout) => PageLayout::Fp8(*layout),
             RowEncoder::Banded(rows) => PageLayout::Banded(rows.layout),
+        }
+    }
+
+    /// Four bits where this has two, for the same transformed rows; bf16 stays as it is. `None` for other encoders, and for
+    /// one that does not store all channels.
+    pub(crate) fn high(&self) -> Option<RowEncoder> {
+        // A grid of sixteen levels needs no outliers clipped.
+        let rule = |rule| if matches!(rule, Rule::Clip(_)) { Rule::MIN_MAX } else { rule };
+        match self {
+            RowEncoder::Bf16(layout) => Some(RowEncoder::Bf16(*layout)),
+            RowEncoder::Codes(rows) if rows.layout.bits() == 2 => {
+                let CodeRows { layout, rule: own, .. } = *rows;
+                let layout = CodeLayout::new(4, layout.head_dim(), layout.groups()).ok()?;
+                let layout = layout.with_scales(rows.layout.scale_type());
+                Some(RowEncoder::Codes(CodeRows { layout, rule: rule(own), published: false }))
+            }
+            RowEncoder::Banded(rows) if Ok(rows.layout) == BandLayout::int2(rows.layout.head_dim()) => {
+                let layout = BandLayout::high(rows.layout.head_dim()).ok()?;
+                Some(RowEncoder::Banded(BandRows { layout, value_rule: rule(rows.value_rule) }))
+            }
+            RowEncoder::Codes(_) | RowEncoder::Fp8(_) | RowEncoder::Banded(_) => None,
         }
     }
 

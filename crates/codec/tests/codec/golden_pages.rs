@@ -176,3 +176,7 @@ golden!(int15_d48, Banded { layout: BandLayout::int15, dim: 48, rule: Rule::Gaus
 golden!(int15_d64, Banded { layout: BandLayout::int15, dim: 64, rule: Rule::Search, seed: 32 });
 golden!(int15_d96, Banded { layout: BandLayout::int15, dim: 96, rule: Rule::Search, seed: 33 });
 golden!(int15_d128, Banded { layout: BandLayout::int15, dim: 128, rule: Rule::Search, seed: 34 });
+golden!(high_d48, Banded { layout: BandLayout::high, dim: 48, rule: Rule::Gaussian, seed: 41 });
+golden!(high_d64, Banded { layout: BandLayout::high, dim: 64, rule: Rule::Search, seed: 42 });
+golden!(high_d96, Banded { layout: BandLayout::high, dim: 96, rule: Rule::MIN_MAX, seed: 43 });
+golden!(high_d128, Banded { layout: BandLayout::high, dim: 128, rule: Rule::Search, seed: 44 });

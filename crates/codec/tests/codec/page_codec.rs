@@ -3,8 +3,8 @@
 use crate::support::{random_rotation, relative_error};
 use oscar_codec::baselines::{self, KeyMeans};
 use oscar_codec::{
-    CacheCodec, CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
-    PAGE_TOKENS, PageCodec, PageLayout, Rule, ScaleType, Side,
+    BandLayout, BandRows, CacheCodec, CodeLayout, CodecError, Composition, HeadEncoder, HeadIndex,
+    HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, Side,
 };
 use oscar_random::Random;
 
@@ -296,5 +296,56 @@ fn degenerate_rows_seal_and_come_back_finite() {
         assert!(keys.iter().chain(&values).all(|x| x.is_finite()), "{}", codec.name());
         assert!(keys[..2 * dim].iter().all(|x| x.abs() < 1e-6), "{}", codec.name());
         assert!(keys[2 * dim..3 * dim].iter().all(|x| (x - 7.5).abs() < 0.05), "{}", codec.name());
+    }
+}
+
+#[test]
+fn two_bits_have_four_beside_them_for_the_same_rows() {
+    let mut random = Random::new(91);
+    for head_dim in [48, 64, 128] {
+        for (groups, published) in [(1, false), (2, false), (1, true)] {
+            let two = int2(head_dim, groups, published).keep_bf16(&[0]).unwrap();
+            let four = two.high().unwrap();
+            assert_eq!((four.name(), four.geometry()), ("high", two.geometry()));
+            // A layer in bf16 stays so.
+            assert_eq!(four.layout(0), two.layout(0));
+            let (keys, values) = (random.normal_vec(64 * head_dim), random.normal_vec(64 * head_dim));
+            for side in [Side::Key, Side::Value] {
+                let rows = |codec| transformed(codec, HEAD, side, &keys);
+                assert_eq!(rows(&two), rows(&four), "windows are shared");
+            }
+            let [twos, fours] = [&two, &four].map(|codec| read_back(codec, HEAD, &keys, &values));
+            for (exact, two, four) in [(&keys, &twos[0], &fours[0]), (&values, &twos[1], &fours[1])] {
+                let (two, four) = (relative_error(exact, two), relative_error(exact, four));
+                assert!(four < 0.4 * two, "d={head_dim}: {four} beside {two}");
+            }
+        }
+        let geometry = geometry(head_dim);
+        for codec in [
+            PageCodec::int4(geometry, None).unwrap(),
+            PageCodec::fp8(geometry, None).unwrap(),
+            PageCodec::bf16(geometry).unwrap(),
+        ] {
+            assert!(codec.high().is_none(), "{}", codec.name());
+        }
+    }
+}
+
+#[test]
+fn bands_of_all_channels_have_four_bits_beside_them() {
+    let codec = |layout: BandLayout| {
+        let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Clip(0.92) });
+        let encoder = HeadEncoder { transform: HeadTransform::identity(layout.head_dim()), rows };
+        PageCodec::new("bands", geometry(layout.head_dim()), vec![encoder.clone(); 6], vec![encoder; 6])
+            .unwrap()
+    };
+    for head_dim in [48, 64, 96, 128, 256] {
+        let high = codec(BandLayout::int2(head_dim).unwrap()).high().unwrap();
+        assert_eq!(high.layout(0), PageLayout::Banded(BandLayout::high(head_dim).unwrap()));
+        let RowEncoder::Banded(rows) = high.encoder(HEAD, Side::Value).unwrap().rows else { panic!("bands") };
+        assert_eq!((rows.value_rule, rows.value_format().levels), (Rule::MIN_MAX, 16));
+        // Channels that are not stored have no bits to add to, and four bits are what there is.
+        assert!(codec(BandLayout::int15(head_dim).unwrap()).high().is_none());
+        assert!(high.high().is_none());
     }
 }

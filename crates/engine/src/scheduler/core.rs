@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_kernels::backend::{CacheSpec, Sampled, SealedSpec};
+use oscar_kernels::backend::{CacheSpec, Feature, HighSpec, Sampled, SealedSpec};
 use oscar_kernels::{Backend, KernelError};
 use oscar_kv::Ledger;
 use oscar_model::LoadedModel;
@@ -71,6 +71,10 @@ impl<B: Backend> Core<B> {
             Some(_) => options.clone(),
         };
         let shape = Shape::from(config);
+        let high = options.kv.high_codec()?;
+        if high.is_some() && !model.model().backend().supports(Feature::HighTier) {
+            return Err(KernelError::Unsupported(Feature::HighTier).into());
+        }
         let mut budget = Budget::plan(shape, options)?;
         let ledger = Ledger::new(budget.ledger_options(options))?;
         let slots = ledger.slots();
@@ -83,6 +87,7 @@ impl<B: Backend> Core<B> {
                 codec: Arc::clone(codec),
                 slots: slots.sealed,
                 windows: budget.windows,
+                high: high.map(|codec| HighSpec { codec, slots: slots.high }),
             }),
         })?;
         let max_running = options.max_running;

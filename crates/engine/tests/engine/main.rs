@@ -8,6 +8,8 @@ mod conversations;
 #[cfg(not(feature = "cuda-tests"))] // a card has no experts yet
 mod experts;
 mod generate;
+#[cfg(not(feature = "cuda-tests"))]
+mod high_tier;
 mod mock;
 mod options;
 mod pressure;

@@ -23,7 +23,7 @@ use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
     AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
-    RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
+    RoutedMlp, Sampled, Sampling, SealPage, SealedSpec, StoredMatrix, expect,
 };
 use crate::sampling;
 
@@ -366,7 +366,7 @@ impl Backend for CpuBackend {
     fn seal(&self, layers: Range<usize>, pages: &[SealPage], cache: &mut Cache) -> Result<(), KernelError> {
         let spec = cache.spec();
         let (kv_heads, exact_slots) = (spec.geometry.kv_heads, spec.exact_slots());
-        let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        let sealed_slots = spec.sealed.as_ref().map_or(0, SealedSpec::all_slots);
         if layers.end > spec.geometry.layers {
             let (expected, got) = (spec.geometry.layers, layers.end);
             return Err(KernelError::Shape { what: "layers of the cache, at most", expected, got });
@@ -389,14 +389,15 @@ impl Backend for CpuBackend {
         self.pool.for_each_worker(pages.len() * layers.len() * kv_heads, |worker, task| {
             let (page, rest) = (task / (layers.len() * kv_heads), task % (layers.len() * kv_heads));
             let head = HeadIndex { layer: layers.start + rest / kv_heads, head: rest % kv_heads };
-            if !sealing.sealer.codec().has_history(head.layer) {
+            let SealPage { exact, sealed } = pages[page];
+            let pool = sealing.target(sealed);
+            if !pool.sealer.codec().has_history(head.layer) {
                 return;
             }
-            let SealPage { exact, sealed } = pages[page];
             // SAFETY: targets are distinct slots, and each task is one (slot, layer, head).
-            let target = unsafe { sealing.sealed_page(head, sealed) };
+            let target = unsafe { pool.page(head, sealed) };
             let mut scratch = self.sealers.of(worker);
-            let sealed = sealing.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
+            let sealed = pool.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
             if let Err(source) = sealed {
                 let HeadIndex { layer, head } = head;
                 lock(&failure).get_or_insert(KernelError::Seal { page, layer, head, source });

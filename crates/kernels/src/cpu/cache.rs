@@ -5,12 +5,14 @@
 //! | bf16 | `[slot][layer][head]` | windows, and whole sequences when nothing is sealed |
 //! | scratch | `[slot][head]` | one layer of a prompt on its way to sealed pages |
 //! | sealed | `[slot][layer][head]`, a format per layer | history |
+//! | high | the same, of another codec | history of other sequences |
 //!
 //! All layers of a slot lie together, so memory becomes resident page by page as sequences grow, not layer by layer.
 //! Rows are stored in the codec's basis (centred, rotated) in every pool, because softmax over a mixture of pools is
 //! only right when all keys of a row are shifted alike.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use oscar_codec::{Bf16Layout, ExactSlot, HeadIndex, PAGE_TOKENS, PageCodec, PageLayout, SealedSlot, Side};
 
@@ -29,20 +31,33 @@ pub struct Cache {
     exact: AlignedBuffer<u16>,
     scratch: AlignedBuffer<u16>,
     sealed: Option<SealedPool>,
+    high: Option<SealedPool>,
 }
 
-/// The pool of sealed pages.
+/// A pool of sealed pages.
 pub(super) struct SealedPool {
     pub(super) sealer: Sealer,
+    /// The number of the pool's first slot.
+    first: usize,
     /// How each layer is read.
     pub(super) layouts: Vec<PageLayout>,
     bytes: AlignedBuffer<u8>,
 }
 
 impl SealedPool {
+    fn new(isa: Isa, codec: &Arc<PageCodec>, first: usize, slots: usize) -> Result<SealedPool, KernelError> {
+        let bytes = product([slots, codec.page_bytes(), 1, 1]);
+        Ok(SealedPool {
+            layouts: (0..codec.geometry().layers).map(|layer| codec.layout(layer)).collect(),
+            bytes: AlignedBuffer::zeroed(bytes, "sealed pages of the KV cache")?,
+            sealer: Sealer::new(isa, Arc::clone(codec)),
+            first,
+        })
+    }
+
     /// The pages of a layer, by KV head and slot.
     pub(super) fn pages<'a>(&'a self, layer: usize) -> impl Fn(usize, Option<SealedSlot>) -> &'a [u8] {
-        let places = Places::of(self.sealer.codec(), layer);
+        let places = Places::of(self.sealer.codec(), layer, self.first);
         move |head, slot| &self.bytes[places.range(head, slot)]
     }
 }
@@ -55,16 +70,20 @@ struct Places {
     page: usize,
     /// Where the layer begins in a slot.
     first: usize,
+    /// The number of the pool's first slot.
+    first_slot: usize,
 }
 
 impl Places {
-    fn of(codec: &PageCodec, layer: usize) -> Places {
-        Places { slot: codec.page_bytes(), page: codec.head_bytes(layer), first: codec.layer_offset(layer) }
+    fn of(codec: &PageCodec, layer: usize, first_slot: usize) -> Places {
+        let (slot, page, first) = (codec.page_bytes(), codec.head_bytes(layer), codec.layer_offset(layer));
+        Places { slot, page, first, first_slot }
     }
 
     #[inline]
     fn range(&self, head: usize, slot: Option<SealedSlot>) -> Range<usize> {
-        let start = SealedSlot::table_entry(slot) as usize * self.slot + self.first + head * self.page;
+        let slot = SealedSlot::table_entry(slot) as usize - self.first_slot;
+        let start = slot * self.slot + self.first + head * self.page;
         start..start + self.page
     }
 }
@@ -82,22 +101,19 @@ impl Cache {
         }
         let page_len = Bf16Layout::new(geometry.head_dim).elements();
         let elements = |slots: usize, layers: usize| product([slots, layers, geometry.kv_heads, page_len]);
-        let sealed = spec.sealed.as_ref().map(|sealed| {
-            if sealed.codec.geometry() != geometry {
-                let (expected, got) = (geometry.layers, sealed.codec.geometry().layers);
+        let pool = |codec: &Arc<PageCodec>, first: usize, slots: usize| {
+            if codec.geometry() != geometry {
+                let (expected, got) = (geometry.layers, codec.geometry().layers);
                 return Err(KernelError::Shape {
                     what: "layers, heads and channels of a codec",
                     expected,
                     got,
                 });
             }
-            let bytes = product([sealed.slots, sealed.codec.page_bytes(), 1, 1]);
-            Ok(SealedPool {
-                layouts: (0..geometry.layers).map(|layer| sealed.codec.layout(layer)).collect(),
-                bytes: AlignedBuffer::zeroed(bytes, "sealed pages of the KV cache")?,
-                sealer: Sealer::new(isa, sealed.codec.clone()),
-            })
-        });
+            SealedPool::new(isa, codec, first, slots)
+        };
+        let sealed = spec.sealed.as_ref();
+        let high = sealed.and_then(|sealed| Some((sealed.slots, sealed.high.as_ref()?)));
         Ok(Cache {
             page_len,
             exact: AlignedBuffer::zeroed(elements(spec.slots, geometry.layers), "the KV cache")?,
@@ -105,7 +121,8 @@ impl Cache {
                 elements(spec.scratch_slots, 1),
                 "prefill scratch of the KV cache",
             )?,
-            sealed: sealed.transpose()?,
+            sealed: sealed.map(|sealed| pool(&sealed.codec, 0, sealed.slots)).transpose()?,
+            high: high.map(|(first, high)| pool(&high.codec, first, high.slots)).transpose()?,
             spec: spec.clone(),
         })
     }
@@ -115,14 +132,16 @@ impl Cache {
         &self.spec
     }
 
-    /// Tells how far the pools are in use: slots below these are, or were.
-    pub(super) fn settle(&self, exact: usize, sealed: usize) {
+    /// Tells how far the pools are in use: slots below these, each counted from the first of its pool, are or were.
+    pub(super) fn settle(&self, exact: usize, sealed: usize, high: usize) {
         let slot_len = self.spec.geometry.layers * self.spec.geometry.kv_heads * self.page_len;
         // The dummy is never written to.
         self.exact.merge_pages(slot_len..exact * slot_len);
-        if let Some(pool) = &self.sealed {
-            let bytes = pool.sealer.codec().page_bytes();
-            pool.bytes.merge_pages(bytes..sealed * bytes);
+        for (pool, slots) in [(&self.sealed, sealed), (&self.high, high)] {
+            if let Some(pool) = pool {
+                let bytes = pool.sealer.codec().page_bytes();
+                pool.bytes.merge_pages(bytes..slots * bytes);
+            }
         }
     }
 
@@ -132,8 +151,15 @@ impl Cache {
         memory::trim();
     }
 
+    /// The pool of the cache's own codec, whose transforms all rows go through.
     pub(super) fn sealed(&self) -> Option<&SealedPool> {
         self.sealed.as_ref()
+    }
+
+    /// The pool of a sealed slot.
+    pub(super) fn sealed_with(&self, slot: Option<SealedSlot>) -> Option<&SealedPool> {
+        let high = self.high.as_ref().filter(|high| slot.is_some_and(|slot| slot.index() >= high.first));
+        high.or(self.sealed.as_ref())
     }
 
     /// Slot of the page that holds a position, or an error that names what is missing.
@@ -174,7 +200,7 @@ impl Cache {
 
     /// The bytes of a sealed page of one head, for tests and tools.
     pub fn sealed_bytes(&self, layer: usize, head: usize, slot: SealedSlot) -> Option<&[u8]> {
-        self.sealed.as_ref().map(|sealed| sealed.pages(layer)(head, Some(slot)))
+        self.sealed_with(Some(slot)).map(|sealed| sealed.pages(layer)(head, Some(slot)))
     }
 
     /// The bf16 page of one head, or the dummy: what padded rows read does not matter.
@@ -193,7 +219,7 @@ impl Cache {
 
     /// The bf16 pages of a layer, to be written by several threads.
     pub(super) fn writer(&mut self, layer: usize) -> PageWriter<'_> {
-        let Cache { spec, page_len, exact, scratch, sealed } = self;
+        let Cache { spec, page_len, exact, scratch, sealed, .. } = self;
         PageWriter {
             spec,
             layer,
@@ -206,10 +232,9 @@ impl Cache {
 
     /// Everything needed to seal: bf16 pages to read, sealed pages to write.
     pub(super) fn sealing(&mut self) -> Option<Sealing<'_>> {
-        let Cache { spec, page_len, exact, scratch, sealed } = self;
-        let SealedPool { sealer, bytes, .. } = sealed.as_mut()?;
-        let ranges = DisjointSlice::new(bytes);
-        Some(Sealing { spec, page_len: *page_len, exact, scratch, sealer, bytes: ranges })
+        let Cache { spec, page_len, exact, scratch, sealed, high } = self;
+        let (sealed, high) = (SealTarget::of(sealed.as_mut()?), high.as_mut().map(SealTarget::of));
+        Some(Sealing { spec, page_len: *page_len, exact, scratch, sealed, high })
     }
 
     /// Copies a bf16 page, all layers.
@@ -295,11 +320,41 @@ pub(super) struct Sealing<'a> {
     page_len: usize,
     exact: &'a [u16],
     scratch: &'a [u16],
+    sealed: SealTarget<'a>,
+    high: Option<SealTarget<'a>>,
+}
+
+/// A pool of sealed pages that are being written.
+pub(super) struct SealTarget<'a> {
     pub(super) sealer: &'a Sealer,
+    first: usize,
     bytes: DisjointSlice<'a, u8>,
 }
 
-impl Sealing<'_> {
+impl SealTarget<'_> {
+    fn of(pool: &mut SealedPool) -> SealTarget<'_> {
+        let SealedPool { sealer, first, bytes, .. } = pool;
+        SealTarget { sealer, first: *first, bytes: DisjointSlice::new(bytes) }
+    }
+
+    /// The sealed page of one head.
+    ///
+    /// # Safety
+    /// Nobody else may hold the same page at the same time.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn page(&self, head: HeadIndex, slot: SealedSlot) -> &mut [u8] {
+        let place = Places::of(self.sealer.codec(), head.layer, self.first).range(head.head, Some(slot));
+        // SAFETY: different (slot, layer, head) triples give disjoint ranges; the caller promises the rest.
+        unsafe { self.bytes.part(place) }
+    }
+}
+
+impl<'a> Sealing<'a> {
+    /// The pool of a sealed slot.
+    pub(super) fn target(&self, slot: SealedSlot) -> &SealTarget<'a> {
+        self.high.as_ref().filter(|high| slot.index() >= high.first).unwrap_or(&self.sealed)
+    }
+
     /// The bf16 page to be sealed.
     pub(super) fn exact_page(&self, head: HeadIndex, slot: ExactSlot) -> &[u16] {
         let (pool, index) = place(self.spec, head.layer, Some(slot), head.head);
@@ -308,16 +363,5 @@ impl Sealing<'_> {
             Pool::Scratch => self.scratch,
         };
         &pages[index * self.page_len..(index + 1) * self.page_len]
-    }
-
-    /// The sealed page of one head.
-    ///
-    /// # Safety
-    /// Nobody else may hold the same page at the same time.
-    #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn sealed_page(&self, head: HeadIndex, slot: SealedSlot) -> &mut [u8] {
-        let place = Places::of(self.sealer.codec(), head.layer).range(head.head, Some(slot));
-        // SAFETY: different (slot, layer, head) triples give disjoint ranges; the caller promises the rest.
-        unsafe { self.bytes.part(place) }
     }
 }

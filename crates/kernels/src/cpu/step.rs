@@ -65,8 +65,15 @@ impl Step {
         let exact = step.sequences.iter().flat_map(|sequence| sequence.pages.iter().flatten());
         let exact = exact.map(|slot| slot.index() + 1).filter(|&end| end <= slots);
         let sealed = step.sequences.iter().flat_map(|sequence| sequence.all_sealed_slots().iter().flatten());
-        let sealed = sealed.map(|slot| slot.index() + 1);
-        cache.settle(exact.max().unwrap_or(0), sealed.max().unwrap_or(0));
+        let first_high = cache.spec().sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        let (mut sealed_end, mut high_end) = (0, 0);
+        for end in sealed.map(|slot| slot.index() + 1) {
+            match end.checked_sub(first_high) {
+                Some(end @ 1..) => high_end = high_end.max(end),
+                _ => sealed_end = sealed_end.max(end),
+            }
+        }
+        cache.settle(exact.max().unwrap_or(0), sealed_end, high_end);
         Ok(step)
     }
 

@@ -20,8 +20,8 @@ use super::step::{CudaStep, StepTables, lock};
 use super::weights::{CudaExperts, CudaWeight, WeightLoader};
 use super::write::{HeadNorm, HeadNorms, WritePools};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, GatedMlp, KernelError, Linear, RmsNorm, Rope, RoutedMlp,
-    Sampled, Sampling, SealPage, StoredMatrix, expect,
+    AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
+    RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 
 /// Pages of a segment where results must not depend on the batch.
@@ -201,6 +201,9 @@ impl Backend for CudaBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<CudaCache, KernelError> {
+        if spec.sealed.as_ref().is_some_and(|sealed| sealed.high.is_some()) {
+            return Err(KernelError::Unsupported(Feature::HighTier));
+        }
         Ok(CudaCache::new(&self.device, spec)?)
     }
 

@@ -64,6 +64,13 @@ impl PageOrder {
                 "keys with channels outside of all bands (int1.5): there is no CUDA kernel for them".into(),
             ));
         }
+        if let PageLayout::Banded(layout) = layout
+            && layout.value_bits() != 2
+        {
+            return Err(CudaError::Unsupported(
+                "keys in bands with values of 4 bits (high): there is no CUDA kernel for them".into(),
+            ));
+        }
         let order = PageOrder { layout };
         let group = head_dim / order.groups();
         if !group.is_multiple_of(32) {

@@ -80,6 +80,11 @@ fn int15(shape: Shape) -> PageCodec {
     in_bands(shape, BandLayout::int15(shape.d).unwrap())
 }
 
+/// The bands of `banded` with four bits each, and 4-bit values.
+fn high(shape: Shape) -> PageCodec {
+    banded(shape).high().unwrap()
+}
+
 fn in_bands(shape: Shape, layout: BandLayout) -> PageCodec {
     let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let mixing = hadamard::matrix(shape.d);
@@ -139,7 +144,7 @@ impl Sequence {
             query_heads: shape.kv_heads * shape.group,
             slots: pages + 1,
             scratch_slots: pages,
-            sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows }),
+            sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows, high: None }),
         };
         let cache = backend.cache(&spec).unwrap();
         let mut rows = numbers(tokens * shape.cols(), 5);
@@ -374,11 +379,17 @@ impl Sequence {
         let layer = self.shape.layers - 1;
         // Errors are those of the values that are summed, however little a sink leaves of them.
         let (expected, largest) = self.oracle(layer, position, history);
-        // Rounding a key to bf16 moves its logit, which a sink is compared with as it is.
-        let bound = if self.sinks.is_empty() { 2e-3 } else { 5e-3 };
+        // Weights are rounded to 15 bits. What that does to the mean code is alike in all stored channels, and the Hadamard
+        // matrix gathers it in one channel of the output: the more, the larger the codes. Rounding a key to bf16 moves its
+        // logit, which a sink is compared with as it is.
+        let most = match (self.codec.name(), self.sinks.is_empty()) {
+            (_, false) => 5e-3,
+            ("high", true) => 4e-3,
+            (_, true) => 2e-3,
+        };
         for (index, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let error = (f64::from(*got) - expected).abs() / largest;
-            assert!(error < bound, "{what}, position {position}, channel {index}: {got} against {expected}");
+            assert!(error < most, "{what}, position {position}, channel {index}: {got} against {expected}");
         }
     }
 }
@@ -452,6 +463,7 @@ fn every_geometry_equals_the_oracle_in_every_format() {
             int2(shape, 1),
             banded(shape),
             int15(shape),
+            high(shape),
             PageCodec::int4(geometry, means.clone()).unwrap(),
             PageCodec::fp8(geometry, means).unwrap(),
         ];
@@ -493,6 +505,7 @@ fn every_format_reads_what_it_sealed() {
         int2(shape, 2),
         banded(shape),
         int15(shape),
+        high(shape),
         banded(shape).keep_bf16(&[1]).unwrap(),
         PageCodec::int4(shape.geometry(), means.clone()).unwrap(),
         PageCodec::fp8(shape.geometry(), means).unwrap(),

@@ -490,7 +490,7 @@ fn attending<'a, B: Inspect>(
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
     let pages = tokens.div_ceil(PAGE_TOKENS);
     let windows = PageWindows { sink: 1, recent: 2 };
-    let sealed = codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows });
+    let sealed = codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, high: None });
     let has_sealed = sealed.is_some();
     let query_heads = KV_HEADS * group;
     let spec = CacheSpec { geometry, query_heads, slots: pages + 1, scratch_slots: 0, sealed };

@@ -241,6 +241,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
             codec,
             slots: 2,
             windows: PageWindows { sink: 1, recent: 1 },
+            high: None,
         }),
     };
     let mut cache = backend.cache(&spec).unwrap();

@@ -1,7 +1,7 @@
 //! Eviction from the prefix tree: what may go, and in which order.
 //!
-//! Three ordered sets hold what may go: warm copies (and tails, in a cache with sealed pages), full pages in bf16, and
-//! sealed pages. A node is *busy* while a sequence holds its page, or that of a node below it; busy nodes stay, but
+//! Ordered sets hold what may go: warm copies (and tails, in a cache with sealed pages), full pages in bf16, and sealed
+//! pages, those of [`Tier::High`] apart. A node is *busy* while a sequence holds its page, or that of a node below it; busy nodes stay, but
 //! their warm copies may go. The sizes of the sets are therefore exactly what can be had, and every step costs the
 //! logarithm of the tree's size.
 //!
@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use oscar_codec::{ExactSlot, SealedSlot};
 
 use super::{NO_NODE, NodeId, Tree};
+use crate::key::Tier;
 use crate::pools::Pools;
 
 /// A candidate in order of eviction: time of last use, then the deepest page first.
@@ -40,6 +41,15 @@ pub(super) struct EvictionCandidates {
     pub(super) exact: BTreeSet<LruKey>,
     /// Evicting one frees a sealed page and removes a node.
     pub(super) sealed: BTreeSet<LruKey>,
+    /// The same for sealed pages of [`Tier::High`].
+    pub(super) high: BTreeSet<LruKey>,
+}
+
+impl EvictionCandidates {
+    /// Nodes whose sealed page is in the pool of a tier.
+    fn sealed_of(&self, tier: Tier) -> &BTreeSet<LruKey> {
+        if tier == Tier::High { &self.high } else { &self.sealed }
+    }
 }
 
 impl Tree {
@@ -48,9 +58,9 @@ impl Tree {
         self.candidates.warm.len() + self.candidates.exact.len()
     }
 
-    /// Sealed pages that eviction can free.
-    pub(crate) fn evictable_sealed(&self) -> usize {
-        self.candidates.sealed.len()
+    /// Sealed pages of a tier that eviction can free.
+    pub(crate) fn evictable_sealed(&self, tier: Tier) -> usize {
+        self.candidates.sealed_of(tier).len()
     }
 
     /// Evicts one bf16 page, warm copies first. False if there is no candidate.
@@ -70,9 +80,9 @@ impl Tree {
         true
     }
 
-    /// Evicts one sealed page. False if there is no candidate.
-    pub(crate) fn evict_sealed(&mut self, pools: &mut Pools) -> bool {
-        let Some(&(_, _, id)) = self.candidates.sealed.first() else { return false };
+    /// Evicts one sealed page of a tier. False if there is no candidate.
+    pub(crate) fn evict_sealed(&mut self, pools: &mut Pools, tier: Tier) -> bool {
+        let Some(&(_, _, id)) = self.candidates.sealed_of(tier).first() else { return false };
         self.remove_subtree(pools, id);
         true
     }
@@ -144,7 +154,7 @@ impl Tree {
             }
             // A sequence that only has the bf16 page in common with a node does not need the node's own page.
             let owners = match (node.sealed, node.exact) {
-                (Some(sealed), _) => pools.sealed.owners(sealed),
+                (Some(sealed), _) => pools.sealed_owners(sealed),
                 (None, Some(exact)) => pools.exact.owners(exact),
                 (None, None) => 0,
             };
@@ -195,10 +205,11 @@ impl Tree {
         let was = std::mem::replace(&mut node.listed, listed);
         let key = |time: u64| (time, Reverse(node.page), id);
         let sets = &mut self.candidates;
+        let sealed = if node.key.tier == Tier::High { &mut sets.high } else { &mut sets.sealed };
         for (set, was, is, old, new) in [
             (&mut sets.warm, was.warm, listed.warm, key(was.warm_use), key(listed.warm_use)),
             (&mut sets.exact, was.exact, listed.exact, key(was.last_use), key(listed.last_use)),
-            (&mut sets.sealed, was.sealed, listed.sealed, key(was.last_use), key(listed.last_use)),
+            (sealed, was.sealed, listed.sealed, key(was.last_use), key(listed.last_use)),
         ] {
             if was && (!is || old != new) {
                 set.remove(&old);

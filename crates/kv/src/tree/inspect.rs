@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use oscar_codec::{ExactSlot, SealedSlot};
 
 use super::{NO_NODE, NodeId, Tree};
-use crate::key::PrefixKey;
+use crate::key::{PrefixKey, Tier};
 use crate::pools::Pools;
 
 /// One page that the prefix tree owns.
@@ -67,7 +67,8 @@ impl Tree {
             (0..self.nodes.len() as NodeId).filter(|&id| self.nodes[id as usize].is_some()).collect();
         let mut found = super::TreeCounts { ..self.counts };
         (found.nodes, found.tails, found.warm) = (0, 0, 0);
-        let (mut warm, mut exact, mut sealed) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        let (mut warm, mut exact) = (BTreeSet::new(), BTreeSet::new());
+        let (mut sealed, mut high) = (BTreeSet::new(), BTreeSet::new());
         for &id in &living {
             let node = self.node(id);
             let below = || node.children.iter().chain(node.tails.values()).map(|&child| self.node(child));
@@ -96,7 +97,7 @@ impl Tree {
             let own = match (node.exact, node.sealed) {
                 (None, None) => return Err(format!("node {id} has no page")),
                 (Some(slot), None) => pools.exact.owners(slot),
-                (_, Some(slot)) => pools.sealed.owners(slot),
+                (_, Some(slot)) => pools.sealed_owners(slot),
             };
             let busy = own > 1 || busy_children > 0;
             if busy != node.busy {
@@ -110,7 +111,7 @@ impl Tree {
                 exact.insert(id);
             }
             if node.sealed.is_some() && !busy {
-                sealed.insert(id);
+                if node.key.tier == Tier::High { &mut high } else { &mut sealed }.insert(id);
             }
             found.nodes += usize::from(!is_tail);
             found.tails += usize::from(is_tail);
@@ -120,6 +121,7 @@ impl Tree {
             ("warm", &self.candidates.warm, warm),
             ("bf16", &self.candidates.exact, exact),
             ("sealed", &self.candidates.sealed, sealed),
+            ("high", &self.candidates.high, high),
         ] {
             let listed: BTreeSet<NodeId> = set.iter().map(|key| key.2).collect();
             let time = |node: &super::Node| if name == "warm" { node.warm_use } else { node.last_use };

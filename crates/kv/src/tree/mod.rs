@@ -100,7 +100,7 @@ impl Tree {
             roots: HashMap::new(),
             by_hash: HashMap::new(),
             exact_owner: vec![NO_NODE; pools.exact.slots()],
-            sealed_owner: vec![NO_NODE; pools.sealed.slots()],
+            sealed_owner: vec![NO_NODE; pools.sealed_slots()],
             candidates: EvictionCandidates::default(),
             counts: TreeCounts::default(),
             clock: 0,
@@ -291,12 +291,12 @@ impl Tree {
             return false;
         }
         if let Some(old) = node.sealed {
-            let Some(sealed) = sealed.filter(|&sealed| sealed != old && pools.sealed.owners(old) == 1) else {
+            let Some(sealed) = sealed.filter(|&sealed| sealed != old && pools.sealed_owners(old) == 1) else {
                 return false;
             };
             debug_assert_eq!(self.sealed_owner[sealed.index()], NO_NODE);
-            pools.sealed.share(sealed);
-            pools.sealed.release(old);
+            pools.share_sealed(sealed);
+            pools.release_sealed(old);
             self.sealed_owner[old.index()] = NO_NODE;
             self.sealed_owner[sealed.index()] = id;
             self.node_mut(id).sealed = Some(sealed);
@@ -386,7 +386,7 @@ impl Tree {
             self.exact_owner[exact.index()] = id;
         }
         if let Some(sealed) = sealed {
-            pools.sealed.share(sealed);
+            pools.share_sealed(sealed);
             self.sealed_owner[sealed.index()] = id;
         }
         self.counts.warm += usize::from(exact.is_some() && sealed.is_some());
@@ -407,7 +407,7 @@ impl Tree {
         }
         if let Some(sealed) = node.sealed {
             self.sealed_owner[sealed.index()] = NO_NODE;
-            pools.sealed.release(sealed);
+            pools.release_sealed(sealed);
         }
         self.counts.warm -= usize::from(node.exact.is_some() && node.sealed.is_some());
         match &node.hash {
@@ -432,13 +432,11 @@ impl Tree {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::PagePool;
 
     /// A hash that two pages had in common would not make one pass for the other.
     #[test]
     fn a_page_is_found_by_its_tokens_not_by_its_hash_alone() {
-        let mut pools =
-            Pools { exact: PagePool::new(4), sealed: PagePool::new(0), scratch: PagePool::new(0) };
+        let mut pools = Pools::new(4, 0, 0, 0);
         let mut tree = Tree::new(&pools, false);
         let page = pools.exact.allocate().unwrap();
         let tokens: Vec<u32> = (0..64).collect();

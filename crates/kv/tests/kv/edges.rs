@@ -250,7 +250,7 @@ fn a_prompt_of_8200_tokens_in_two_chunks() {
 fn a_prompt_of_262144_tokens_goes_on_after_185000() {
     let defaults = options(1, 4);
     let PageNeed { exact, sealed, scratch } = PageNeed::of(262_144, defaults.windows, true, true);
-    let pools = Some(SealedPools { pages: sealed, scratch_pages: scratch });
+    let pools = Some(SealedPools { pages: sealed, high_pages: 0, scratch_pages: scratch });
     let mut cache = Cache::new(LedgerOptions { exact_pages: exact, sealed: pools, ..defaults });
     let prompt = text(0, 262_144);
     let mut first = cache.prompt(0, &prompt[..185_000], PrefillMode::Exact);
@@ -285,11 +285,11 @@ fn the_states_of_pages_are_counted() {
 #[test]
 fn options_that_make_no_cache_are_refused() {
     let good = options(1, 4);
-    let sealed = |pages, scratch_pages| Some(SealedPools { pages, scratch_pages });
+    let sealed = |pages, scratch_pages| Some(SealedPools { pages, high_pages: 0, scratch_pages });
     for (options, error) in [
         (LedgerOptions { exact_pages: 0, ..good }, KvError::EmptyPool(PoolKind::Exact)),
         (LedgerOptions { sealed: sealed(0, 1), ..good }, KvError::EmptyPool(PoolKind::Sealed)),
-        (LedgerOptions { exact_pages: 1 << 33, ..good }, KvError::TooManyPages((1 << 33) + 600)),
+        (LedgerOptions { exact_pages: 1 << 33, ..good }, KvError::TooManyPages((1 << 33) + 800)),
         (LedgerOptions { sealed: sealed(usize::MAX, 1), ..good }, KvError::TooManyPages(usize::MAX)),
     ] {
         assert_eq!(Ledger::new(options).map(|_| ()), Err(error));

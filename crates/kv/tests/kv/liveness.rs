@@ -6,7 +6,7 @@ use oscar_kv::{
 };
 use oscar_random::Random;
 
-const TIERS: [Tier; 2] = [Tier::Sealed, Tier::Exact];
+const TIERS: [Tier; 3] = [Tier::Sealed, Tier::High, Tier::Exact];
 
 #[test]
 fn what_could_ever_fit_fits_when_it_is_alone() {
@@ -16,8 +16,11 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
         let options = LedgerOptions {
             windows,
             exact_pages: 2 + random.below(14),
-            sealed: (random.below(5) > 0)
-                .then(|| SealedPools { pages: 1 + random.below(24), scratch_pages: random.below(16) }),
+            sealed: (random.below(5) > 0).then(|| SealedPools {
+                pages: 1 + random.below(24),
+                high_pages: 1 + random.below(24),
+                scratch_pages: random.below(16),
+            }),
             prefix_tree: random.below(8) > 0,
             tail: [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact][random.below(3)],
         };

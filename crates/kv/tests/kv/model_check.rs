@@ -13,7 +13,7 @@ use oscar_random::Random;
 /// Operations per cache.
 const EPISODE: usize = 1000;
 /// Operations of one test; there are two.
-const OPERATIONS: usize = 550_000;
+const OPERATIONS: usize = 700_000;
 
 /// Says how to repeat what failed.
 struct Seed(u64);
@@ -32,7 +32,7 @@ fn number(name: &str) -> Option<u64> {
 
 #[derive(Default, Debug)]
 struct Seen {
-    shortages: [usize; 3],
+    shortages: [usize; 4],
     cached: usize,
     copies: usize,
     forks: usize,
@@ -42,6 +42,7 @@ struct Seen {
     early: usize,
     cut: usize,
     exact_hits: usize,
+    high_hits: usize,
     demoted: usize,
 }
 
@@ -66,6 +67,7 @@ impl Episode {
             exact_pages: *random.choose(&[2, 8, 14, 20, 32, 60]) + random.below(8),
             sealed: (!random.one_in(5)).then(|| SealedPools {
                 pages: *random.choose(&[1, 8, 16, 32, 80]) + random.below(10),
+                high_pages: *random.choose(&[0, 8, 16, 32, 80]),
                 scratch_pages: random.below(16),
             }),
             prefix_tree: !random.one_in(12),
@@ -78,7 +80,7 @@ impl Episode {
     }
 
     fn seals(&self, key: PrefixKey) -> bool {
-        self.options.sealed.is_some() && key.tier == Tier::Sealed
+        self.options.sealed.is_some() && key.tier != Tier::Exact
     }
 
     /// A length, more often than not near the edge of a page.
@@ -150,7 +152,7 @@ impl Episode {
     fn open_one(&mut self) {
         let prompt = self.prompt();
         let salt = *self.random.choose(&[0, 0, 0, 5]);
-        let tier = *self.random.choose(&[Tier::Sealed, Tier::Sealed, Tier::Sealed, Tier::Exact]);
+        let tier = *self.random.choose(&[Tier::Sealed, Tier::Sealed, Tier::Sealed, Tier::High, Tier::Exact]);
         let key = PrefixKey { salt, tier };
         let expected = self.random.one_in(4).then(|| self.expected_hit(key, &prompt));
         let mut open = self.cache.open(key, &prompt);
@@ -165,6 +167,8 @@ impl Episode {
         self.seen.tails += usize::from(!cached.is_multiple_of(PAGE_TOKENS));
         self.seen.cut += usize::from(sealed_until > 0);
         self.seen.exact_hits += usize::from(tier == Tier::Exact && cached >= PAGE_TOKENS);
+        let is_sealed = open.sequence.sealed_slots().iter().any(Option::is_some);
+        self.seen.high_hits += usize::from(tier == Tier::High && is_sealed);
         let mode = *self.random.choose(&[PrefillMode::Exact, PrefillMode::Uniform]);
         let rest = &prompt[cached..];
         let possible = self.possible(&open, rest.len());
@@ -244,7 +248,9 @@ impl Episode {
         let PageWindows { sink, recent } = self.options.windows;
         let (start, end) = (open.sequence.len(), open.sequence.len() + count);
         let last = (end - 1) / PAGE_TOKENS;
-        let mut need = [0; 3];
+        // bf16, sealed, high and scratch pages, as pools are numbered.
+        let mut need = [0; 4];
+        let codes = if open.sequence.tier() == Tier::High { 2 } else { 1 };
         for page in 0..=last {
             let is_new = page >= exact.len();
             let ends_sealed = self.seals(open.sequence.key()) && page >= sink && page + recent < last;
@@ -252,16 +258,17 @@ impl Episode {
                 need[0] += 1;
             }
             if is_new && ends_sealed {
-                need[2] += 1;
+                need[3] += 1;
             }
             if ends_sealed && (is_new || sealed[page].is_none()) {
-                need[1] += 1;
+                need[codes] += 1;
             }
         }
 
         let entries = self.cache.ledger.tree_entries();
         let slots = self.cache.ledger.slots();
-        let (mut exact_uses, mut sealed_uses) = (vec![0; slots.exact + slots.scratch], vec![0; slots.sealed]);
+        let mut exact_uses = vec![0; slots.exact + slots.scratch];
+        let mut sealed_uses = vec![0; slots.sealed + slots.high];
         for open in self.open.iter().chain([open]) {
             open.sequence.exact_slots().iter().flatten().for_each(|slot| exact_uses[slot.index()] += 1);
             open.sequence.sealed_slots().iter().flatten().for_each(|slot| sealed_uses[slot.index()] += 1);
@@ -279,8 +286,12 @@ impl Episode {
         });
         // Pages that a sequence does not hold: free, or in the tree where they can be had or not.
         let unheld = |uses: &[u32]| uses.iter().skip(1).filter(|&&uses| uses == 0).count();
-        let mut available =
-            [unheld(&exact_uses[..slots.exact]), unheld(&sealed_uses), unheld(&exact_uses[slots.exact..])];
+        let mut available = [
+            unheld(&exact_uses[..slots.exact]),
+            unheld(&sealed_uses[..slots.sealed]),
+            unheld(&sealed_uses[slots.sealed..]),
+            unheld(&exact_uses[slots.exact..]),
+        ];
         let mut free = available[0];
         for (entry, busy) in entries.iter().zip(&busy) {
             if let Some(page) = entry.exact
@@ -292,7 +303,7 @@ impl Episode {
             if let Some(page) = entry.sealed
                 && sealed_uses[page.index()] == 0
             {
-                available[1] -= usize::from(*busy);
+                available[if page.index() < slots.sealed { 1 } else { 2 }] -= usize::from(*busy);
             }
         }
 
@@ -306,7 +317,7 @@ impl Episode {
             let Some(index) = found else { break };
             if let Some(copy) = entries[index].sealed {
                 let unused = sealed_uses[copy.index()] == 0 && sealed[page].is_some();
-                available[1] += usize::from(busy[index] && unused);
+                available[codes] += usize::from(busy[index] && unused);
             } else if let Some(copy) = entries[index].exact {
                 let unused = exact_uses[copy.index()] == 0 && exact[page].is_some();
                 available[0] += usize::from(busy[index] && unused);
@@ -324,9 +335,11 @@ impl Episode {
             need[0] += usize::from(uses > 1 || owner.is_some());
             need[0] -= usize::from(only_tail && need[0] > free);
         }
-        let sealed = self.options.sealed.unwrap_or(SealedPools { pages: 0, scratch_pages: 0 });
-        let pages = [self.options.exact_pages, sealed.pages, sealed.scratch_pages];
-        for (index, pool) in [PoolKind::Exact, PoolKind::Sealed, PoolKind::Scratch].into_iter().enumerate() {
+        let none = SealedPools { pages: 0, high_pages: 0, scratch_pages: 0 };
+        let sealed = self.options.sealed.unwrap_or(none);
+        let pages = [self.options.exact_pages, sealed.pages, sealed.high_pages, sealed.scratch_pages];
+        let pools = [PoolKind::Exact, PoolKind::Sealed, PoolKind::High, PoolKind::Scratch];
+        for (index, pool) in pools.into_iter().enumerate() {
             if need[index] > available[index] {
                 let (needed, available) = (need[index], available[index]);
                 return Err(Shortage { pool, needed, available, pages: pages[index] });
@@ -447,6 +460,7 @@ fn model_check(stream: u64) {
             (&mut total.early, seen.early),
             (&mut total.cut, seen.cut),
             (&mut total.exact_hits, seen.exact_hits),
+            (&mut total.high_hits, seen.high_hits),
             (&mut total.demoted, seen.demoted),
         ] {
             *sum += count;
@@ -460,7 +474,7 @@ fn model_check(stream: u64) {
             [total.copies, total.forks, total.abandoned, total.tails],
             [total.early, total.cut, total.cached, total.exact_hits],
         ];
-        assert!(total.demoted > 500, "{total:?}");
+        assert!(total.demoted > 500 && total.high_hits > 100, "{total:?}");
         assert!(rare.as_flattened().iter().chain(&total.shortages).all(|&count| count > 500), "{total:?}");
         assert!(total.evicted > 1000, "{total:?}");
     }

@@ -15,7 +15,11 @@ fn serve(cache: &mut Cache, prompt: &[u32]) -> usize {
 }
 
 fn small(exact_pages: usize, pages: usize) -> LedgerOptions {
-    LedgerOptions { exact_pages, sealed: Some(SealedPools { pages, scratch_pages: 100 }), ..options(1, 2) }
+    LedgerOptions {
+        exact_pages,
+        sealed: Some(SealedPools { pages, high_pages: 0, scratch_pages: 100 }),
+        ..options(1, 2)
+    }
 }
 
 fn cached(cache: &mut Cache, prompt: &[u32]) -> usize {
@@ -296,7 +300,7 @@ fn a_warm_copy_of_a_page_in_use_may_go() {
 
 #[test]
 fn a_tail_is_taken_over_when_there_is_no_room_for_a_copy() {
-    for sealed in [Some(SealedPools { pages: 10, scratch_pages: 10 }), None] {
+    for sealed in [Some(SealedPools { pages: 10, high_pages: 0, scratch_pages: 10 }), None] {
         let mut cache = Cache::new(LedgerOptions { exact_pages: 1, sealed, ..options(1, 2) });
         serve(&mut cache, &text(0, 30));
         let mut open = cache.open(0, &text(0, 40));

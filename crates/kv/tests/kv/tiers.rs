@@ -4,6 +4,7 @@ use crate::support::{Cache, options, text};
 use oscar_kv::{LedgerOptions, PAGE_TOKENS, PoolKind, PrefillMode, PrefixKey, SealedPools, Tier};
 
 const EXACT: PrefixKey = PrefixKey { salt: 0, tier: Tier::Exact };
+const HIGH: PrefixKey = PrefixKey { salt: 0, tier: Tier::High };
 
 #[test]
 fn a_history_in_bf16_is_never_sealed() {
@@ -27,7 +28,11 @@ fn a_history_in_bf16_is_never_sealed() {
 fn tiers_share_nothing_with_each_other() {
     let mut cache = Cache::new(options(1, 2));
     let prompt = text(0, 8 * PAGE_TOKENS + 1);
-    for (key, other) in [(PrefixKey::from(0), EXACT), (EXACT, PrefixKey::from(0))] {
+    let keys = [PrefixKey::from(0), HIGH, EXACT];
+    for (key, other) in keys.into_iter().flat_map(|key| keys.map(|other| (key, other))) {
+        if key == other {
+            continue;
+        }
         let mut open = cache.prompt(key, &prompt, PrefillMode::Exact);
         cache.insert(&mut open, true);
         cache.close(open);
@@ -114,7 +119,7 @@ fn pages_of_others_are_not_worth_a_demotion() {
 
 #[test]
 fn no_more_is_demoted_than_there_are_sealed_pages() {
-    let sealed = Some(SealedPools { pages: 3, scratch_pages: 0 });
+    let sealed = Some(SealedPools { pages: 3, high_pages: 0, scratch_pages: 0 });
     let mut cache = Cache::new(LedgerOptions { sealed, ..options(0, 0) });
     let mut open = cache.prompt(EXACT, &text(0, 10 * PAGE_TOKENS), PrefillMode::Exact);
     let shortage = cache.ledger.demote(&mut open.sequence, 4).unwrap_err();
@@ -122,5 +127,33 @@ fn no_more_is_demoted_than_there_are_sealed_pages() {
     assert_eq!(cache.demote(&mut open, 5), 3);
     assert_eq!(cache.demote(&mut open, 1), 0);
     cache.close(open);
+    cache.assert_empty();
+}
+
+#[test]
+fn a_tier_of_its_own_codec_has_pages_of_its_own_pool() {
+    let sealed = Some(SealedPools { pages: 20, high_pages: 8, scratch_pages: 20 });
+    let mut cache = Cache::new(LedgerOptions { sealed, ..options(1, 2) });
+    let mut open = cache.prompt(HIGH, &text(0, 8 * PAGE_TOKENS), PrefillMode::Exact);
+    assert_eq!(open.pages(), (vec![0, 5, 6, 7], (1..5).collect()));
+    let stats = cache.ledger.stats();
+    assert_eq!((stats.sealed.used(), stats.high.used()), (0, 4));
+    // The other pool is of no use to it, and it is no use to others.
+    let shortage = cache.extend(&mut open, &text(1, 5 * PAGE_TOKENS), PrefillMode::Uniform).unwrap_err();
+    assert_eq!((shortage.pool, shortage.needed, shortage.available), (PoolKind::High, 5, 4));
+    assert_eq!(cache.ledger.available(PoolKind::Sealed), 20);
+    cache.insert(&mut open, true);
+    assert_eq!(cache.demote(&mut open, 1), 0);
+    cache.close(open);
+    // What the tree keeps of it is evicted for its own kind alone.
+    let other = cache.prompt(0, &text(2, 20 * PAGE_TOKENS), PrefillMode::Exact);
+    let used = cache.ledger.stats().high.used();
+    assert_eq!(used, 7);
+    let high = cache.prompt(HIGH, &text(3, 8 * PAGE_TOKENS), PrefillMode::Exact);
+    assert!(cache.ledger.stats().evicted_pages > 0);
+    cache.audit(&[&other, &high]);
+    cache.close(other);
+    cache.close(high);
+    cache.ledger.flush();
     cache.assert_empty();
 }

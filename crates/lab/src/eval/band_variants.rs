@@ -1,5 +1,6 @@
 //! Variants of the banded codec that no cache stores, for measuring what its parts are worth.
 
+use oscar_codec::band::{half_range, scale, scale_code};
 use oscar_codec::{
     BandLayout, Bf16Layout, CacheCodec, CodecError, HeadEncoder, HeadIndex, KvGeometry, PAGE_TOKENS,
     PageCodec, RowEncoder, Side,
@@ -76,6 +77,77 @@ impl CacheCodec for LeastSquaresBands {
     }
 }
 
+/// Keys in the bands of `high` with codes of any bits, and its values: what a page would hold, without the page.
+pub(super) struct BandsOfBits {
+    codec: PageCodec,
+    bands: BandLayout,
+    /// Of each band.
+    bits: Vec<u32>,
+}
+
+impl BandsOfBits {
+    pub(super) fn new(codec: PageCodec, bands: BandLayout, bits: Vec<u32>) -> BandsOfBits {
+        BandsOfBits { codec, bands, bits }
+    }
+
+    /// The band as a reader would get it: levels at equal steps, chosen and scaled as in [`oscar_codec::band`].
+    fn round_band(band: &mut [f32], bits: u32) {
+        let squares: f32 = band.iter().map(|x| x * x).sum();
+        let deviation = (squares / band.len() as f32).sqrt();
+        if squares <= 0.0 {
+            return;
+        }
+        let (levels, half) = ((1_u32 << bits) as f32, half_range(bits));
+        let mut best = (f32::NEG_INFINITY, 0.0, Vec::new());
+        for step in [0.7, 0.85, 1.0, 1.15, 1.35].map(|part| part * GAUSSIAN_STEPS[bits as usize - 1]) {
+            let level =
+                |x: f32| (x / (step * deviation) + 0.5 * levels).floor().clamp(0.0, levels - 1.0) - half;
+            let tried: Vec<f32> = band.iter().map(|&x| level(x)).collect();
+            let along: f32 = band.iter().zip(&tried).map(|(x, level)| x * level).sum();
+            let fit = along * along / tried.iter().map(|level| level * level).sum::<f32>();
+            if fit > best.0 {
+                best = (fit, along, tried);
+            }
+        }
+        let scale = scale(scale_code(squares / best.1));
+        band.iter_mut().zip(best.2).for_each(|(x, level)| *x = level * scale);
+    }
+}
+
+/// The best steps for a Gaussian with codes of 1 to 8 bits, in standard deviations.
+const GAUSSIAN_STEPS: [f32; 8] = [1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
+
+impl CacheCodec for BandsOfBits {
+    fn name(&self) -> &str {
+        self.codec.name()
+    }
+
+    fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError> {
+        if side == Side::Value {
+            return self.codec.round_trip(head, side, rows);
+        }
+        let (dim, transform) = (self.codec.geometry().head_dim, self.codec.transform(head, side)?);
+        let mut stored = vec![0.0; dim];
+        for row in rows.chunks_exact_mut(dim) {
+            transform.apply(row, &mut stored);
+            for (band, &bits) in self.bands.bands().iter().zip(&self.bits) {
+                BandsOfBits::round_band(&mut stored[band.range()], bits);
+            }
+            transform.undo(&stored, row);
+        }
+        Ok(())
+    }
+
+    fn token_bytes(&self, head_dim: usize) -> f64 {
+        let of = |bits: &dyn Fn(usize) -> u32| -> f64 {
+            let codes =
+                self.bands.bands().iter().enumerate().map(|(index, band)| band.channels as u32 * bits(index));
+            f64::from(codes.sum::<u32>()) / 8.0
+        };
+        self.codec.token_bytes(head_dim) + of(&|index| self.bits[index]) - of(&|_| 4)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use oscar_codec::{BandRows, HeadTransform, Rule, SquareMatrix};
@@ -115,6 +187,21 @@ mod tests {
         assert_ne!(wanted, got);
         assert!(wanted.iter().zip(&got).all(|(a, b)| (a - b).abs() <= (a - 0.25).abs() / 250.0 + 1e-6));
         assert_eq!(codec.bits_per_element(DIM), 16.0);
+    }
+
+    #[test]
+    fn bits_are_those_of_the_pages_where_there_are_pages() {
+        let high = banded().0.high().unwrap();
+        let bands = BandLayout::high(DIM).unwrap();
+        let of = |bits: [u32; 4]| BandsOfBits::new(high.clone(), bands, bits.to_vec());
+        // Other steps are tried, so codes differ a little.
+        let (stored, computed) = (error(&high, Side::Key), error(&of([4; 4]), Side::Key));
+        assert!((stored / computed - 1.0).abs() < 0.1, "{stored} {computed}");
+        assert_eq!(of([4; 4]).token_bytes(DIM), high.token_bytes(DIM));
+        assert_eq!(of([8, 4, 2, 2]).bits_per_element(DIM), 4.5);
+        // With 8 bits the rounding of the scale is most of what is left.
+        assert!(error(&of([8; 4]), Side::Key) < computed / 20.0);
+        assert!(error(&of([2; 4]), Side::Key) > computed);
     }
 
     #[test]

@@ -11,13 +11,13 @@ use oscar_rotations::codec::{int2_codec, int15_codec, mean_keys};
 use oscar_rotations::{Int2Encoder, Int2Options, RotationFile, Scope};
 
 use super::EvalError;
-use super::band_variants::{LeastSquaresBands, windows_of};
+use super::band_variants::{BandsOfBits, LeastSquaresBands, windows_of};
 
 /// The names and options of codecs, for help texts and errors.
-pub const HELP: &str = "bf16, fp8, int4, int3, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
+pub const HELP: &str = "bf16, fp8, int4, int3, high, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
     int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
-    unbiased scales of keys; int1.5 takes keys-only or values-only; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
+    unbiased scales of keys; high and int1.5 take keys-only or values-only, high:bits=8/4/2/2 has other bits in its bands; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
 /// Formats of our own cache besides `int2`; their keys are centred when the means are known.
@@ -41,6 +41,7 @@ impl CodecSource<'_> {
             "bf16" if options == "basis" => self.windows_basis(spec),
             "int2" => self.int2(spec, &Int2Spec::parse(spec, options)?),
             "int1.5" => self.int15(spec, options),
+            "high" => self.high(spec, options),
             _ => self.baseline(spec, name, options),
         }
     }
@@ -59,14 +60,31 @@ impl CodecSource<'_> {
         Ok(Box::new(LeastSquaresBands::new(codec, bands)))
     }
 
-    fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
-        let problem = || format!("`{options}` is not an option of int1.5; known are {HELP}");
-        let side = match options {
-            "" => None,
-            "keys-only" => Some(Side::Key),
-            "values-only" => Some(Side::Value),
-            _ => return Err(EvalError::Codec { spec: spec.to_owned(), problem: problem() }),
+    /// The tier of four bits beside `int2`, or its bands with other bits.
+    fn high(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
+        let wrong = |problem: String| EvalError::Codec { spec: spec.to_owned(), problem };
+        let int2 = int2_codec("int2", self.file(spec)?, self.geometry, &Int2Options::default())?;
+        let codec =
+            int2.high().ok_or_else(|| wrong("int2 of this file has no codes of 2 bits".to_owned()))?;
+        let Some(bits) = options.strip_prefix("bits=") else {
+            let side = side_option(spec, options)?;
+            let codec = sided(FastCodec::new(Isa::detect(), codec), side);
+            return Ok(Box::new(NamedCodec { codec, name: spec.to_owned() }));
         };
+        let bits: Option<Vec<u32>> =
+            bits.split('/').map(|bits| bits.parse().ok().filter(|bits| (1..=8).contains(bits))).collect();
+        let bands = BandLayout::high(self.geometry.head_dim)?;
+        let bits = bits.filter(|bits| bits.len() == bands.bands().len());
+        let bits =
+            bits.ok_or_else(|| wrong(format!("{} bands need 1 to 8 bits each", bands.bands().len())))?;
+        Ok(Box::new(NamedCodec {
+            codec: Box::new(BandsOfBits::new(codec, bands, bits)),
+            name: spec.to_owned(),
+        }))
+    }
+
+    fn int15(&self, spec: &str, options: &str) -> Result<Box<dyn CacheCodec>, EvalError> {
+        let side = side_option(spec, options)?;
         let codec = int15_codec(spec, self.file(spec)?, self.geometry)?;
         Ok(sided(FastCodec::new(Isa::detect(), codec), side))
     }
@@ -97,6 +115,20 @@ impl CodecSource<'_> {
     fn int2(&self, spec: &str, options: &Int2Spec) -> Result<Box<dyn CacheCodec>, EvalError> {
         let codec = int2_codec(spec, self.file(spec)?, self.geometry, &options.parts)?;
         Ok(sided(FastCodec::new(Isa::detect(), codec), options.side))
+    }
+}
+
+/// The one side that is encoded, if an option says so.
+fn side_option(spec: &str, options: &str) -> Result<Option<Side>, EvalError> {
+    match options {
+        "" => Ok(None),
+        "keys-only" => Ok(Some(Side::Key)),
+        "values-only" => Ok(Some(Side::Value)),
+        _ => {
+            let name = spec.split(':').next().unwrap_or_default();
+            let problem = format!("`{options}` is not an option of {name}; known are {HELP}");
+            Err(EvalError::Codec { spec: spec.to_owned(), problem })
+        }
     }
 }
 
@@ -233,6 +265,7 @@ mod tests {
         let error = |spec| source.build(spec).map(|_| ()).unwrap_err().to_string();
         assert!(error("int2").contains("oscar calibrate"));
         assert!(error("int1.5").contains("oscar calibrate"));
+        assert!(error("high").contains("oscar calibrate"));
         assert!(error("int1.5:paper").contains("`paper` is not an option of int1.5"));
         assert!(error("int5").contains("quarot-int2"));
         assert!(error("int4:paper").contains("`paper` is not an option"));

@@ -55,7 +55,7 @@ fn served_logits(
     };
     let options = CacheOptions { dtype, ..CacheOptions::default() };
     let plan = CachePlan::settle_with(model, identity, Some(&found), &options).unwrap();
-    let sealed = plan.codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows });
+    let sealed = plan.codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, high: None });
     let mixed = sealed.is_some();
     let spec = CacheSpec {
         geometry,

@@ -98,6 +98,12 @@ fn bands_keep_logits_of_uneven_keys() {
     let smaller = error(int15_codec("int1.5", &file(true), GEOMETRY));
     assert_eq!((smaller.2, bands.2), (1856, 2560));
     assert!(bands.0 < smaller.0 && smaller.0 < 1.3 * scalar.0, "{smaller:?} against {scalar:?}");
+    // Four bits for the same rows. The strongest band has them already.
+    for (encoder, two_bits, most) in [(Int2Encoder::Band, bands, 0.4), (Int2Encoder::Scalar, scalar, 0.15)] {
+        let high = error(Ok(int2(encoder).expect("a codec").high().expect("four bits")));
+        assert_eq!(high.2, 4608);
+        assert!(high.0 < most * two_bits.0 && (high.1 - 1.0).abs() < 0.01, "{high:?} against {two_bits:?}");
+    }
 }
 
 #[test]

@@ -28,7 +28,7 @@ const figures = Object.fromEntries(
     return [name, (text, small) => (write(value, text), write(detail, small))];
   }),
 );
-const pools = Object.entries({ exact: "bf16", sealed: "Sealed", scratch: "Scratch of prompts" }).map(
+const pools = Object.entries({ exact: "bf16", sealed: "Sealed", high: "Sealed, high", scratch: "Scratch of prompts" }).map(
   ([name, title]) => {
     const pool = new Pool(title);
     part("pools").append(pool.element);

@@ -207,6 +207,8 @@ pub(crate) fn text_error(param: &str, error: &TextError) -> ApiError {
 mod tests {
     use std::sync::Arc;
 
+    use oscar_engine::Tier;
+
     use super::*;
 
     #[test]
@@ -223,7 +225,10 @@ mod tests {
         let status = |error: EngineError| ApiError::from(error).status().as_u16();
         assert_eq!(status(EngineError::EmptyPrompt), 400);
         assert_eq!(status(EngineError::PromptTooLong { tokens: 9, context: 8 }), 400);
-        assert_eq!(status(EngineError::HistoryTooLong { tokens: 9, most: 8, context: 10 }), 400);
+        assert_eq!(
+            status(EngineError::HistoryTooLong { tier: Tier::Exact, tokens: 9, most: 8, context: 10 }),
+            400
+        );
         assert_eq!(status(EngineError::QueueFull { queued: 3 }), 429);
         assert_eq!(status(EngineError::Stopped), 503);
         assert_eq!(status(EngineError::NotFinite), 500);

@@ -35,10 +35,8 @@ fn not_offered(wanted: &Value, info: &EngineInfo) -> ApiError {
     let own = &info.kv;
     let fix = match wanted.as_str() {
         Some("bf16") => format!("; --kv-tiers {own},bf16 adds it"),
-        Some("high") => {
-            "; there is no tier of 4 bits beside another type, --kv-cache-dtype int4 serves all in 4 bits"
-                .to_owned()
-        }
+        Some("high") if own == "int2" => "; --kv-tiers int2,high adds it".to_owned(),
+        Some("high") => "; there is such a tier beside --kv-cache-dtype int2 only".to_owned(),
         _ => String::new(),
     };
     let offered: Vec<String> = offered(info).map(|offered| format!("{:?}", offered.name)).collect();
@@ -53,7 +51,10 @@ mod tests {
     use super::*;
 
     fn ask(precision: Value, bf16_context: Option<usize>) -> Result<Tier, String> {
-        let info = EngineInfo { kv: "int2".to_owned(), bf16_context, ..EngineInfo::default() };
+        ask_of(EngineInfo { kv: "int2".to_owned(), bf16_context, ..EngineInfo::default() }, precision)
+    }
+
+    fn ask_of(info: EngineInfo, precision: Value) -> Result<Tier, String> {
         let fields = PrecisionFields { kv_precision: Some(precision), kv_demote: None };
         let options = fields.apply(&info, GenerateOptions::default());
         options.map(|options| options.tier).map_err(|error| error.to_string())
@@ -67,7 +68,12 @@ mod tests {
         }
         assert_eq!(ask(json!("bf16"), Some(100)), Ok(Tier::Exact));
         assert!(ask(json!("bf16"), None).unwrap_err().contains("--kv-tiers int2,bf16"));
-        assert!(ask(json!("high"), Some(100)).unwrap_err().contains("no tier of 4 bits"));
+        assert!(ask(json!("high"), Some(100)).unwrap_err().contains("--kv-tiers int2,high"));
+        let high = |kv: &str, high_context| {
+            ask_of(EngineInfo { kv: kv.to_owned(), high_context, ..EngineInfo::default() }, json!("high"))
+        };
+        assert_eq!(high("int2", Some(100)), Ok(Tier::High));
+        assert!(high("int4", None).unwrap_err().contains("beside --kv-cache-dtype int2 only"));
         let other = ask(json!("fp8"), Some(100)).unwrap_err();
         assert!(other.contains("\"int2\" or \"bf16\""), "{other}");
         assert!(ask(json!(16), Some(100)).is_err());

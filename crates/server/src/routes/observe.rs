@@ -57,9 +57,11 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
         })
     };
     let cache = stats.cache;
-    let stored = cache.exact.used() * shape.exact_page_bytes + cache.sealed.used() * shape.sealed_page_bytes;
+    let stored = cache.exact.used() * shape.exact_page_bytes
+        + cache.sealed.used() * shape.sealed_page_bytes
+        + cache.high.used() * shape.high_page_bytes;
     // A sealed page that is in bf16 too would be one page in a bf16 cache.
-    let pages = cache.exact.used() + cache.sealed.used();
+    let pages = cache.exact.used() + cache.sealed.used() + cache.high.used();
     let pages = pages.saturating_sub(cache.states.both.max(cache.warm_pages));
     let as_bf16 = pages * shape.exact_page_bytes;
     Json(json!({
@@ -80,6 +82,7 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
         "pools": {
             "exact": pool(cache.exact, shape.exact_page_bytes),
             "sealed": pool(cache.sealed, shape.sealed_page_bytes),
+            "high": pool(cache.high, shape.high_page_bytes),
             "scratch": pool(cache.scratch, shape.scratch_page_bytes),
         },
         "tiers": tiers.collect::<Vec<_>>(),
@@ -94,8 +97,11 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
 }
 
 fn request(sequence: &SequenceView, id: Option<&String>, shape: CacheShape) -> Value {
-    let stored =
-        sequence.exact_pages * shape.exact_page_bytes + sequence.sealed_pages * shape.sealed_page_bytes;
+    let sealed_page_bytes = match sequence.tier {
+        Tier::High => shape.high_page_bytes,
+        Tier::Sealed | Tier::Exact => shape.sealed_page_bytes,
+    };
+    let stored = sequence.exact_pages * shape.exact_page_bytes + sequence.sealed_pages * sealed_page_bytes;
     json!({
         "request": sequence.request,
         "rid": id,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{KvGeometry, PageCodec};
+use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule};
 use oscar_engine::{Engine, EngineOptions, KvOptions};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_server::ServerOptions;
@@ -21,6 +21,24 @@ fn server(pages: usize, deterministic: bool) -> House<Engine<CpuBackend>> {
         ..KvOptions::default()
     };
     let options = EngineOptions { context: Some(2048), kv, deterministic, ..EngineOptions::default() };
+    tiny_chatting(2048, options, ServerOptions::default(), TEMPLATE)
+}
+
+/// A server that seals in 2 bits and offers 4 bits and bf16 beside it.
+fn server_of_three() -> House<Engine<CpuBackend>> {
+    let KvGeometry { layers, kv_heads, head_dim } = GEOMETRY;
+    let layout = CodeLayout::new(2, head_dim, 1).unwrap();
+    let encoder = HeadEncoder::codes(HeadTransform::identity(head_dim), layout, Rule::Search, false);
+    let encoders = vec![encoder; layers * kv_heads];
+    let codec = PageCodec::new("int2", GEOMETRY, encoders.clone(), encoders).unwrap();
+    let kv = KvOptions {
+        codec: Some(Arc::new(codec)),
+        bf16_tier: true,
+        high_tier: true,
+        memory: Some(120 * GEOMETRY.page_bytes(GEOMETRY.bf16())),
+        ..KvOptions::default()
+    };
+    let options = EngineOptions { context: Some(2048), kv, ..EngineOptions::default() };
     tiny_chatting(2048, options, ServerOptions::default(), TEMPLATE)
 }
 
@@ -64,7 +82,7 @@ async fn every_door_takes_the_precisions_that_are_offered() {
         }
         for (fields, expected) in [
             (json!({"kv_precision": "int2"}), "\"int4\" or \"bf16\""),
-            (json!({"kv_precision": "high"}), "no tier of 4 bits"),
+            (json!({"kv_precision": "high"}), "beside --kv-cache-dtype int2 only"),
             (json!({"kv_demote": true}), "kv_demote is true"),
             (json!({"kv_precision": "int4", "kv_demote": true}), "kv_demote is true"),
         ] {
@@ -72,6 +90,39 @@ async fn every_door_takes_the_precisions_that_are_offered() {
             assert!(message.contains(expected), "{path} {fields} {message}");
         }
     }
+}
+
+#[tokio::test]
+async fn the_high_tier_is_one_of_three() {
+    let house = server_of_three();
+    for (path, request) in doors() {
+        for precision in ["int2", "high", "bf16"] {
+            house.post(path, with(request.clone(), &json!({"kv_precision": precision}))).await.ok();
+        }
+        let fields = json!({"kv_precision": "high", "kv_demote": true});
+        let message = refusal(&house.post(path, with(request, &fields)).await);
+        assert!(message.contains("kv_demote is true"), "{path} {message}");
+    }
+    let prompt: Vec<u32> = (0..700).map(|index| 3 + index * index % 101).collect();
+    let ask = |precision: &str| {
+        house.post("/v1/completions", json!({"prompt": prompt, "max_tokens": 4, "kv_precision": precision}))
+    };
+    for precision in ["high", "int2"] {
+        for cached in [false, true] {
+            let usage = &ask(precision).await.ok()["usage"];
+            let found = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+            assert_eq!(found > 0, cached, "{precision}: {usage}");
+        }
+    }
+    assert_eq!(house.get("/server_info").await.ok()["kv_precisions"], json!(["int2", "high", "bf16"]));
+    let cache = house.get("/oscar/cache").await.ok();
+    let names: Vec<&Value> = cache["tiers"].as_array().unwrap().iter().map(|tier| &tier["name"]).collect();
+    assert_eq!(names, ["int2", "high", "bf16"]);
+    let tree = |pool: &str| cache["pools"][pool]["tree"].as_u64().unwrap();
+    assert!(tree("high") > 0 && tree("high") == tree("sealed"), "{}", cache["pools"]);
+    let metrics = house.get("/metrics").await.text;
+    assert!(metrics.contains("pool=\"high\",owner=\"tree\""), "{metrics}");
+    assert!(metrics.contains("oscar_tier_sequences{model_name="), "{metrics}");
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
-use oscar_kernels::backend::{CacheSpec, SealPage};
+use oscar_kernels::backend::{CacheSpec, SealPage, SealedSpec};
 
 use super::mix;
 
@@ -19,6 +19,8 @@ pub struct HashCache {
     pages: Vec<Page>,
     /// `[slot][layer]`; 0 until something is sealed there.
     sealed: Vec<u64>,
+    /// Slots of the cache's own codec; those of the other follow them in number.
+    own_slots: usize,
     sealed_slots: usize,
     pub(super) windows: Option<PageWindows>,
     codec: Option<Arc<PageCodec>>,
@@ -47,12 +49,14 @@ fn term(row: u64, offset: usize) -> u64 {
 impl HashCache {
     pub(super) fn new(spec: &CacheSpec) -> HashCache {
         let layers = spec.geometry.layers;
-        let sealed_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        let own_slots = spec.sealed.as_ref().map_or(0, |sealed| sealed.slots);
+        let sealed_slots = spec.sealed.as_ref().map_or(0, SealedSpec::all_slots);
         HashCache {
             layers,
             slots: spec.slots,
             pages: vec![Page::filled(0); spec.slots * layers + spec.scratch_slots],
             sealed: vec![0; sealed_slots * layers],
+            own_slots,
             sealed_slots,
             windows: spec.sealed.as_ref().map(|sealed| sealed.windows),
             codec: spec.sealed.as_ref().map(|sealed| Arc::clone(&sealed.codec)),
@@ -109,6 +113,7 @@ impl HashCache {
             Some(codec) if !codec.has_history(layer) => 0,
             // A copy is as good as what it was made from.
             Some(codec) if matches!(codec.layout(layer), PageLayout::Bf16(_)) => rows,
+            _ if page.sealed.index() >= self.own_slots => mix(9, rows),
             _ => mix(6, rows),
         };
         Ok(())

@@ -3,70 +3,105 @@
 use std::fmt;
 use std::str::FromStr;
 
+use oscar_engine::KvOptions;
 use oscar_rotations::CacheType;
 
 use crate::failure::Failure;
 
 /// A precision of history by its name in requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct KvTier(CacheType);
+pub(super) enum KvTier {
+    /// The type of the cache, or bf16 beside it.
+    Type(CacheType),
+    /// About four bits in the basis of `int2`.
+    High,
+}
 
 impl FromStr for KvTier {
     type Err = String;
 
     fn from_str(text: &str) -> Result<KvTier, String> {
         match text.parse() {
-            _ if text == "high" => Err(
-                "there is no tier of 4 bits beside another type; --kv-cache-dtype int4 serves all in 4 bits"
-                    .to_owned(),
-            ),
-            Ok(CacheType::Auto) | Err(_) => Err("must be bf16 or the type of the cache".to_owned()),
-            Ok(kind) => Ok(KvTier(kind)),
+            _ if text == "high" => Ok(KvTier::High),
+            Ok(CacheType::Auto) | Err(_) => Err("must be bf16, high or the type of the cache".to_owned()),
+            Ok(kind) => Ok(KvTier::Type(kind)),
         }
     }
 }
 
 impl fmt::Display for KvTier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        match self {
+            KvTier::Type(kind) => kind.fmt(f),
+            KvTier::High => f.write_str("high"),
+        }
     }
 }
 
-/// Whether histories in bf16 are offered beside those of a cache of some type.
-pub(super) fn offers_bf16(tiers: &[KvTier], kind: CacheType) -> Result<bool, Failure> {
-    if let Some(other) = tiers.iter().find(|tier| tier.0 != kind && tier.0 != CacheType::Bf16) {
-        return Err(Failure::new(format!(
-            "--kv-tiers {other}: a cache of type {kind} has histories in {kind} or bf16"
-        ))
-        .with_fix(format!("give --kv-tiers {kind},bf16, or --kv-cache-dtype {other}")));
+/// Has a cache of some type offer these tiers.
+pub(super) fn offer(tiers: &[KvTier], kind: CacheType, kv: &mut KvOptions) -> Result<(), Failure> {
+    for tier in tiers {
+        match *tier {
+            KvTier::Type(other) if other == kind => {}
+            KvTier::Type(CacheType::Bf16) => kv.bf16_tier = true,
+            KvTier::High if kind == CacheType::Int2 => kv.high_tier = true,
+            KvTier::High => {
+                return Err(Failure::new(format!(
+                    "--kv-tiers high: a cache of type {kind} has no tier of more bits in its own basis"
+                ))
+                .with_fix("give --kv-cache-dtype int2, or leave it out"));
+            }
+            KvTier::Type(other) => {
+                return Err(Failure::new(format!(
+                    "--kv-tiers {other}: a cache of type {kind} has histories in {kind} or bf16, and int2 in high"
+                ))
+                .with_fix(format!("give --kv-tiers bf16, or --kv-cache-dtype {other}")));
+            }
+        }
     }
-    Ok(kind != CacheType::Bf16 && tiers.contains(&KvTier(CacheType::Bf16)))
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn offers(list: &str, kind: CacheType) -> Result<bool, Failure> {
-        let tiers: Vec<KvTier> =
-            list.split(',').filter(|name| !name.is_empty()).map(|name| name.parse().unwrap()).collect();
-        offers_bf16(&tiers, kind)
+    /// Whether the high tier and bf16 are offered.
+    fn offers(list: &str, kind: CacheType) -> Result<(bool, bool), (String, String)> {
+        let names = list.split(',').filter(|name| !name.is_empty());
+        let tiers: Vec<KvTier> = names.map(|name| name.parse().unwrap()).collect();
+        let mut kv = KvOptions::default();
+        match offer(&tiers, kind, &mut kv) {
+            Ok(()) => Ok((kv.high_tier, kv.bf16_tier)),
+            Err(Failure::Error { message, fix }) => Err((message, fix.unwrap_or_default())),
+            Err(_) => panic!("another failure"),
+        }
     }
 
     #[test]
-    fn bf16_is_offered_beside_what_is_served() {
-        assert!(!offers("", CacheType::Int2).unwrap() && !offers("int2", CacheType::Int2).unwrap());
-        assert!(offers("int2,bf16", CacheType::Int2).unwrap() && offers("bf16", CacheType::Int4).unwrap());
-        assert!(!offers("bf16", CacheType::Bf16).unwrap());
-        let Err(Failure::Error { message, fix }) = offers("int4,bf16", CacheType::Int2) else {
-            panic!("not refused")
-        };
-        assert!(message.contains("--kv-tiers int4") && fix.unwrap().contains("int2,bf16"), "{message}");
+    fn tiers_are_offered_beside_what_is_served() {
+        for (list, kind, expected) in [
+            ("", CacheType::Int2, (false, false)),
+            ("int2", CacheType::Int2, (false, false)),
+            ("int2,bf16", CacheType::Int2, (false, true)),
+            ("bf16", CacheType::Int4, (false, true)),
+            ("bf16", CacheType::Bf16, (false, false)),
+            ("high", CacheType::Int2, (true, false)),
+            ("bf16,high", CacheType::Int2, (true, true)),
+        ] {
+            assert_eq!(offers(list, kind).unwrap(), expected, "{list} beside {kind}");
+        }
+        let (message, fix) = offers("int4,bf16", CacheType::Int2).unwrap_err();
+        assert!(message.contains("--kv-tiers int4") && fix.contains("--kv-cache-dtype int4"), "{message}");
+        for kind in [CacheType::Int4, CacheType::Fp8, CacheType::Int15, CacheType::Bf16] {
+            let (message, fix) = offers("high", kind).unwrap_err();
+            assert!(message.contains(&kind.to_string()) && fix.contains("int2"), "{message}");
+        }
     }
 
     #[test]
     fn names_are_checked() {
-        assert!("high".parse::<KvTier>().unwrap_err().contains("no tier of 4 bits"));
+        assert_eq!("high".parse(), Ok(KvTier::High));
         assert!("auto".parse::<KvTier>().is_err() && "int3".parse::<KvTier>().is_err());
     }
 }

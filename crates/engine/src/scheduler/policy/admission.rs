@@ -103,7 +103,7 @@ impl Policy {
     /// A prompt needs pages that are not there. True if it is worth another try at once.
     pub(super) fn find_pages(&mut self, mut prefill: Prefill, shortage: Shortage) -> bool {
         let (order, begun) = (prefill.request.order(), prefill.begun);
-        if begun && (self.demote_for(&shortage) || self.preempt_younger_than(order)) {
+        if begun && (self.demote_for(&shortage) || self.preempt_younger_than(order, shortage.pool)) {
             self.prefill = Some(prefill);
             return true;
         }

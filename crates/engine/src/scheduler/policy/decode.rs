@@ -1,7 +1,7 @@
 //! One more token for every running answer: its pages, who loses theirs for it, and what comes after it.
 
 use oscar_kernels::backend::{SealedRows, SequenceRows};
-use oscar_kv::{Append, Sequence, Tier};
+use oscar_kv::{Append, PoolKind, Sequence, Tier};
 
 use super::super::plan::{AnswerId, Decision, DecodeRow, FirstTokens, Next};
 use super::Policy;
@@ -33,8 +33,8 @@ impl Policy {
                     if self.demote_for(&shortage) {
                         return false;
                     }
-                    if !self.preempt_younger_than(order) {
-                        // It is the youngest itself.
+                    if !self.preempt_younger_than(order, shortage.pool) {
+                        // It is the youngest itself of those that have such pages.
                         let running = self.running.remove(index);
                         if self.running.is_empty() && self.prefill.is_none() {
                             self.fail_running(running, EngineError::Shortage(shortage));
@@ -51,20 +51,22 @@ impl Policy {
         true
     }
 
-    /// Takes the pages of the youngest request if it is younger than `order`; false if there is none.
-    pub(super) fn preempt_younger_than(&mut self, order: Order) -> bool {
-        let running = self.running.last().map(Running::order).filter(|&youngest| youngest > order);
-        let prefill = self.prefill.as_ref().map(|prefill| prefill.request.order());
-        let prefill = prefill.filter(|&prefill| prefill > order);
-        if running.is_none() && prefill.is_none() {
-            return false;
-        }
-        if running > prefill {
-            if let Some(running) = self.running.pop() {
+    /// Takes the pages of the youngest request that has some of a pool, if it is younger than `order`; false if there is none.
+    pub(super) fn preempt_younger_than(&mut self, order: Order, pool: PoolKind) -> bool {
+        let youngest = self.running.iter().rposition(|running| may_hold(&running.sequence, pool));
+        let youngest = youngest.map(|index| (self.running[index].order(), index));
+        let running = youngest.filter(|&(youngest, _)| youngest > order);
+        let prefill = self.prefill.as_ref().filter(|prefill| may_hold(&prefill.sequence, pool));
+        let prefill = prefill.map(|prefill| prefill.request.order()).filter(|&prefill| prefill > order);
+        match running {
+            Some((running, index)) if Some(running) > prefill => {
+                let running = self.running.remove(index);
                 self.preempt(running);
             }
-        } else if let Some(prefill) = self.prefill.take() {
-            self.preempt_prompt(prefill);
+            _ => {
+                let Some(prefill) = prefill.and_then(|_| self.prefill.take()) else { return false };
+                self.preempt_prompt(prefill);
+            }
         }
         true
     }
@@ -188,5 +190,14 @@ impl Policy {
         let answer = running.answer();
         self.ledger.close(running.sequence);
         self.fail(answer, 1, error);
+    }
+}
+
+/// Whether a sequence that gives its pages back may bring some of a pool. Each tier has sealed pages of its own pool.
+fn may_hold(sequence: &Sequence, pool: PoolKind) -> bool {
+    match pool {
+        PoolKind::Exact | PoolKind::Scratch => true,
+        PoolKind::High => sequence.tier() == Tier::High,
+        PoolKind::Sealed => sequence.tier() != Tier::High,
     }
 }

@@ -188,7 +188,7 @@ impl Policy {
         self.next_arrival += 1;
         // Where everything is read in bf16, both modes are the same, and a computation can be resumed anywhere.
         let mode = match request.key.tier {
-            Tier::Sealed => self.rules.prompt_mode,
+            Tier::Sealed | Tier::High => self.rules.prompt_mode,
             Tier::Exact => PrefillMode::Uniform,
         };
         let segments = vec![Segment::new(request.tokens.len(), mode)];

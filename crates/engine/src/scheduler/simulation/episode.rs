@@ -15,7 +15,7 @@ use super::reference::Reference;
 use super::workload::{LONGEST, Planned, engine_options, memory, next_turn, requests};
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Summary};
-use crate::request::{GenerateOptions, Request};
+use crate::request::{Contexts, GenerateOptions, Request};
 use crate::serve::{EngineStats, SharedSink};
 use crate::settings::{EngineOptions, KvOptions};
 use crate::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +29,7 @@ const MOST_REQUESTS: usize = 60;
 /// An engine core and what its listeners have heard.
 pub(super) struct Client {
     pub(super) core: Core<HashBackend>,
-    bf16_context: Option<usize>,
+    contexts: Contexts,
     events: Events,
     /// Requests that are submitted and not admitted.
     queued: Arc<AtomicUsize>,
@@ -42,8 +42,8 @@ impl Client {
         let queued = Arc::default();
         let (core, budget) =
             Core::build(Arc::clone(model), options, Arc::clone(&queued), None).expect("an engine");
-        let bf16_context = budget.bf16_context;
-        Client { core, bf16_context, events: Events::default(), queued, heard: HashMap::new() }
+        let contexts = budget.contexts();
+        Client { core, contexts, events: Events::default(), queued, heard: HashMap::new() }
     }
 
     pub(super) fn submit(&mut self, id: u64, prompt: &[u32], options: GenerateOptions) {
@@ -96,13 +96,15 @@ pub(super) struct Totals {
     copy_faults: u64,
     /// Answers with their history in bf16 that were compared.
     bf16_histories: u64,
+    /// The same in the high tier.
+    high_histories: u64,
     demoted_pages: u64,
     /// Answers that were demoted and lost their pages besides.
     replayed_demotions: u64,
 }
 
 impl Totals {
-    pub(super) fn counts(&self) -> [(&'static str, u64); 16] {
+    pub(super) fn counts(&self) -> [(&'static str, u64); 17] {
         [
             ("answers compared", self.compared),
             ("cancelled", self.cancelled),
@@ -118,6 +120,7 @@ impl Totals {
             ("faults of sampling", self.sample_faults),
             ("faults of copies", self.copy_faults),
             ("histories in bf16", self.bf16_histories),
+            ("histories in the high tier", self.high_histories),
             ("demoted pages", self.demoted_pages),
             ("demotions that were repeated", self.replayed_demotions),
         ]
@@ -139,6 +142,7 @@ impl Totals {
         self.sample_faults += other.sample_faults;
         self.copy_faults += other.copy_faults;
         self.bf16_histories += other.bf16_histories;
+        self.high_histories += other.high_histories;
         self.demoted_pages += other.demoted_pages;
         self.replayed_demotions += other.replayed_demotions;
     }
@@ -152,8 +156,8 @@ pub(super) struct Episode {
     requests: Vec<Planned>,
     /// Requests may begin alike or continue each other without any change of their answers.
     may_share: bool,
-    /// Tokens that a sequence with its history in bf16 may have, if there are such.
-    bf16_context: Option<usize>,
+    /// Tokens that sequences may have.
+    contexts: Contexts,
     /// How often operations of the device fail.
     faults: FaultRates,
 }
@@ -175,7 +179,8 @@ impl Episode {
         };
         let context = random.between(128, LONGEST);
         let (mut options, may_share) = engine_options(&mut random, &model, context);
-        let requests = requests(&mut random, context, may_share, options.kv.bf16_tier);
+        let tiers: Vec<Tier> = tiers(&options).collect();
+        let requests = requests(&mut random, context, may_share, &tiers);
         let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
         options.kv.memory = Some(memory(&model, &options, &requests, percent));
         let faults = match random.below(6) {
@@ -188,10 +193,10 @@ impl Episode {
             // Of what fails at sealing, much must be computed again and nothing may be found in the tree.
             _ => FaultRates { seal: random.between(2, 8), ..FaultRates::default() },
         };
-        let bf16_context = Client::new(&model, &options).bf16_context;
+        let contexts = Client::new(&model, &options).contexts;
         let requests_so_far = Vec::new();
         let mut episode =
-            Episode { random, model, options, requests: requests_so_far, may_share, bf16_context, faults };
+            Episode { random, model, options, requests: requests_so_far, may_share, contexts, faults };
         episode.requests = requests.into_iter().map(|request| episode.limited(request)).collect();
         episode
     }
@@ -272,17 +277,17 @@ impl Episode {
         if self.may_share && self.requests.len() < MOST_REQUESTS && self.random.one_in(2) {
             let context = self.options.context.unwrap_or(LONGEST);
             let said = &self.requests[*id as usize];
-            let bf16_tier = self.options.kv.bf16_tier;
-            let turn = next_turn(&mut self.random, context, said, &summary.tokens, bf16_tier);
+            let tiers: Vec<Tier> = tiers(&self.options).collect();
+            let turn = next_turn(&mut self.random, context, said, &summary.tokens, &tiers);
             self.requests.extend(turn.map(|turn| self.limited(turn)));
         }
     }
 
-    /// A request with no more choices than may run at a time, and no longer than bf16 pages hold if it needs those.
+    /// A request with no more choices than may run at a time, and no longer than its tier can have.
     fn limited(&self, mut request: Planned) -> Planned {
         let options = &mut request.options;
         options.n = options.n.min(self.options.max_running);
-        if let (Tier::Exact, Some(most)) = (options.tier, self.bf16_context) {
+        if let (Tier::Exact | Tier::High, Some(most)) = (options.tier, self.contexts.of_tier(options.tier)) {
             request.prompt.truncate(most - 1);
             if !options.demote {
                 let room = most - 1 - request.prompt.len();
@@ -324,6 +329,7 @@ impl Episode {
             assert_eq!(demotions.is_empty(), summary.demoted_tokens == 0, "request {id}");
             totals.replayed_demotions += u64::from(!demotions.is_empty() && summary.preemptions > 0);
             totals.bf16_histories += u64::from(request.options.tier == Tier::Exact);
+            totals.high_histories += u64::from(request.options.tier == Tier::High);
             let expected = reference.answer(id as usize, request, choice, &demotions);
             let what =
                 format!("request {id}, choice {choice}, {} prompt tokens: {summary:?}", request.prompt.len());
@@ -343,6 +349,11 @@ impl Episode {
     }
 }
 
+/// The tiers that requests may have.
+fn tiers(options: &EngineOptions) -> impl Iterator<Item = Tier> {
+    std::iter::once(Tier::Sealed).chain(options.kv.other_tiers())
+}
+
 fn check_nothing_is_held(core: &mut Core<HashBackend>) {
     core.audit().expect("the books are right");
     core.ledger_mut().flush();
@@ -350,6 +361,6 @@ fn check_nothing_is_held(core: &mut Core<HashBackend>) {
     let stats = core.stats();
     let cache = stats.cache;
     assert_eq!((stats.queued, stats.prefilling, stats.running), (0, 0, 0));
-    let used = (cache.exact.used(), cache.sealed.used(), cache.scratch.used(), cache.sequences);
-    assert_eq!(used, (0, 0, 0, 0), "{cache:?}");
+    let used = [cache.exact, cache.sealed, cache.high, cache.scratch].map(|pool| pool.used());
+    assert_eq!((used, cache.sequences), ([0; 4], 0), "{cache:?}");
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use oscar_codec::{PAGE_TOKENS, PageCodec, PageWindows};
+use oscar_codec::{
+    CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, PageWindows, Rule,
+};
 use oscar_kv::{PageNeed, TailPolicy, Tier};
 use oscar_model::LoadedModel;
 use oscar_random::Random;
@@ -34,10 +36,12 @@ pub(super) fn engine_options(
     let sealed = random.below(4) > 0;
     let uniform = random.one_in(2);
     let prefix_tree = !random.one_in(4);
-    let bf16_tier = sealed && model.config().sliding.is_none() && random.one_in(2);
+    let tiers = sealed && model.config().sliding.is_none();
+    let (bf16_tier, high_tier) = (tiers && random.one_in(2), tiers && random.one_in(2));
     let kv = KvOptions {
-        codec: sealed.then(|| Arc::new(PageCodec::int4(geometry, None).expect("a codec"))),
+        codec: sealed.then(|| Arc::new(int2(geometry))),
         bf16_tier,
+        high_tier,
         windows: PageWindows { sink: random.below(3), recent: random.below(4) },
         memory: None,
         memory_limit: None,
@@ -59,12 +63,7 @@ pub(super) fn engine_options(
 }
 
 /// The requests of an episode. Some begin like another one, or go on where another one ends, if they may share.
-pub(super) fn requests(
-    random: &mut Random,
-    context: usize,
-    may_share: bool,
-    bf16_tier: bool,
-) -> Vec<Planned> {
+pub(super) fn requests(random: &mut Random, context: usize, may_share: bool, tiers: &[Tier]) -> Vec<Planned> {
     let mut requests: Vec<Planned> = Vec::new();
     let common: Vec<u32> = (0..LONGEST).map(|_| token(random)).collect();
     // Short prompts that arrive together are computed together.
@@ -84,7 +83,7 @@ pub(super) fn requests(
         prompt.extend((0..random.between(1, longest)).map(|_| token(random)));
         prompt.truncate(random.between(context / 2, context));
         let pause = if burst { 0 } else { pause(random) };
-        requests.push(Planned { prompt, options: options(random, bf16_tier), pause });
+        requests.push(Planned { prompt, options: options(random, tiers), pause });
     }
     requests
 }
@@ -95,13 +94,12 @@ pub(super) fn next_turn(
     context: usize,
     said: &Planned,
     answer: &[u32],
-    bf16_tier: bool,
+    tiers: &[Tier],
 ) -> Option<Planned> {
     let mut prompt = said.prompt.clone();
     prompt.extend(answer);
     prompt.extend((0..random.between(1, 80)).map(|_| token(random)));
-    let options =
-        GenerateOptions { cache_salt: said.options.cache_salt.clone(), ..options(random, bf16_tier) };
+    let options = GenerateOptions { cache_salt: said.options.cache_salt.clone(), ..options(random, tiers) };
     (prompt.len() <= context).then(|| Planned { prompt, options, pause: pause(random) })
 }
 
@@ -109,8 +107,8 @@ fn pause(random: &mut Random) -> usize {
     if random.one_in(3) { random.below(60) } else { 0 }
 }
 
-fn options(random: &mut Random, bf16_tier: bool) -> GenerateOptions {
-    let tier = if bf16_tier && random.one_in(2) { Tier::Exact } else { Tier::Sealed };
+fn options(random: &mut Random, tiers: &[Tier]) -> GenerateOptions {
+    let tier = if random.one_in(2) { *random.choose(tiers) } else { Tier::Sealed };
     let max_tokens = match random.below(12) {
         0 => 0,
         1..6 => random.between(1, 20),
@@ -137,6 +135,15 @@ fn options(random: &mut Random, bf16_tier: bool) -> GenerateOptions {
     }
 }
 
+/// Two bits for every channel, which have a high tier beside them.
+fn int2(geometry: KvGeometry) -> PageCodec {
+    let KvGeometry { layers, kv_heads, head_dim } = geometry;
+    let layout = CodeLayout::new(2, head_dim, 1).expect("a layout");
+    let encoder = HeadEncoder::codes(HeadTransform::identity(head_dim), layout, Rule::MIN_MAX, false);
+    let encoders = vec![encoder; layers * kv_heads];
+    PageCodec::new("int2", geometry, encoders.clone(), encoders).expect("a codec")
+}
+
 fn token(random: &mut Random) -> u32 {
     random.between(3, 110) as u32
 }
@@ -158,6 +165,8 @@ pub(super) fn memory(
         _ => options.kv.windows.pages(tokens),
     };
     let bytes = |tokens: usize| pages(tokens).0 * exact + pages(tokens).1 * sealed;
+    // One page and the dummy.
+    let high = options.kv.high_codec().expect("a codec of 2 bits").map_or(0, |codec| 2 * codec.page_bytes());
     let length = |request: &Planned| request.prompt.len() + request.options.max_tokens.unwrap_or(0);
     let mut needs: Vec<usize> =
         requests.iter().flat_map(|request| (0..request.options.n).map(|_| bytes(length(request)))).collect();
@@ -172,5 +181,5 @@ pub(super) fn memory(
             exact + sealed + (least.scratch + 1) * exact / geometry.layers + hidden
         }
     };
-    fixed + (need * percent / 100).max(least.exact * exact + least.sealed.max(1) * sealed)
+    fixed + high + (need * percent / 100).max(least.exact * exact + least.sealed.max(1) * sealed)
 }

@@ -205,11 +205,13 @@ impl PageAttention<'_> {
     /// Reads sealed pages.
     fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let first = pages.start;
-        let Some(sealed) = cache.sealed().filter(|_| !pages.is_empty()) else { return };
         let PageAttention { isa, sequence, kv_heads, heads, queries, kernel, states } = self;
-        let mut found: Vec<&[u8]> = Vec::with_capacity(pages.len() * kv_heads.len());
+        let slots = sequence.sealed_slots(pages);
+        // All are in the pool of the first.
+        let Some(sealed) = slots.first().and_then(|&slot| cache.sealed_with(slot)) else { return };
+        let mut found: Vec<&[u8]> = Vec::with_capacity(slots.len() * kv_heads.len());
         let page = sealed.pages(layer);
-        for &slot in sequence.sealed_slots(pages) {
+        for &slot in slots {
             found.extend(kv_heads.clone().map(|head| page(head, slot)));
         }
         let layout = &sealed.layouts[layer];

@@ -38,7 +38,7 @@ impl Placement {
     pub(super) fn of_banded_values(layout: &BandLayout) -> Placement {
         Placement {
             side: Side::Value,
-            bits: 2,
+            bits: layout.value_bits(),
             channels: layout.padded_dim(),
             codes: layout.value_codes(),
             scales: layout.value_scales(),

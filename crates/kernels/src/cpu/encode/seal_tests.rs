@@ -87,6 +87,8 @@ fn codecs(dim: usize) -> Vec<PageCodec> {
         int2(dim, 1, Rule::Clip(0.96), true),
         banded(BandLayout::int2(dim).unwrap()),
         banded(BandLayout::int15(dim).unwrap()),
+        banded(BandLayout::high(dim).unwrap()),
+        int2(dim, 2, Rule::Search, false).high().unwrap(),
         PageCodec::int4(geometry, None).unwrap(),
         PageCodec::int4(geometry, Some(means(dim))).unwrap(),
         PageCodec::fp8(geometry, None).unwrap(),

@@ -50,7 +50,7 @@ pub fn options(sink: usize, recent: usize) -> LedgerOptions {
     LedgerOptions {
         windows: PageWindows { sink, recent },
         exact_pages: 200,
-        sealed: Some(SealedPools { pages: 400, scratch_pages: 200 }),
+        sealed: Some(SealedPools { pages: 400, high_pages: 200, scratch_pages: 200 }),
         prefix_tree: true,
         tail: TailPolicy::Recompute,
     }
@@ -69,7 +69,7 @@ impl Cache {
             ledger,
             windows: options.windows,
             rows: vec![[0; PAGE_TOKENS]; slots.exact + slots.scratch],
-            sealed: vec![0; slots.sealed],
+            sealed: vec![0; slots.sealed + slots.high],
         }
     }
 
@@ -79,7 +79,7 @@ impl Cache {
 
     /// Whether pages of sequences with this key are sealed when they leave the window.
     fn seals(&self, key: PrefixKey) -> bool {
-        self.has_sealed() && key.tier == Tier::Sealed
+        self.has_sealed() && key.tier != Tier::Exact
     }
 
     pub fn open(&mut self, key: impl Into<PrefixKey>, prompt: &[u32]) -> Open {
@@ -388,7 +388,7 @@ impl Cache {
     pub fn assert_empty(&self) {
         self.ledger.audit(&[]).expect("right books");
         let stats = self.ledger.stats();
-        for pool in [stats.exact, stats.sealed, stats.scratch] {
+        for pool in [stats.exact, stats.sealed, stats.high, stats.scratch] {
             assert_eq!(pool.free, pool.pages);
         }
     }

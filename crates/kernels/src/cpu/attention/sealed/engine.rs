@@ -55,7 +55,7 @@ impl Shape {
 
     pub(super) fn banded(layout: &BandLayout) -> Shape {
         Shape {
-            bits: 2,
+            bits: layout.value_bits(),
             scale_type: layout.value_scale_type(),
             padded: layout.padded_dim(),
             groups: 1,
