@@ -74,7 +74,8 @@ impl<B: Backend> ModelWeights<B> {
         } else {
             Some(loader.matrix(naming.head(), config.vocab_size, config.hidden_size)?)
         };
-        let mut layers = Vec::with_capacity(config.layers);
+        // No room ahead of time: the number may lie, and the tensors tell.
+        let mut layers = Vec::new();
         for layer in 0..config.layers {
             layers.push(loader.layer(layer)?);
             on_layer(layers.len());

@@ -175,7 +175,16 @@ fn what_would_change_the_result_is_refused() {
 #[test]
 fn rope_settings_are_checked() {
     let scaling = |value: Value| llama().set("rope_scaling", value);
-    for (kind, name) in [("longrope", "rope_type"), ("dynamic", "type"), ("su", "type"), ("", "rope_type")] {
+    for (kind, name) in [("longrope", "rope_type"), ("su", "type")] {
+        refused!(
+            scaling(json!({name: kind})),
+            ModelError::File(FileError::WrongField { .. }),
+            "config.json",
+            "`rope_scaling.short_factor`",
+            "list of numbers"
+        );
+    }
+    for (kind, name) in [("dynamic", "type"), ("ntk", "rope_type"), ("", "rope_type")] {
         refused!(
             scaling(json!({name: kind})),
             ModelError::File(FileError::WrongField { .. }),

@@ -25,6 +25,11 @@ const SAME_CACHE_TOLERANCE: f64 = 1e-3;
 /// Ways of cutting the same work.
 const CHUNKING_TOLERANCE: f64 = 1e-3;
 
+/// Tiles of AMX multiply bf16 with bf16, so activations lose bits that other paths keep: twice as far is as near as they get.
+fn slack(isa: Isa) -> f64 {
+    if isa == Isa::Amx { 2.0 } else { 1.0 }
+}
+
 /// A single position may be this much further off than the mean: random weights make some of them touchy.
 const OUTLIER: f64 = 10.0;
 
@@ -155,6 +160,7 @@ fn final_hidden_states_agree_with_the_python_library() {
 
 #[test]
 fn logits_agree_with_the_python_library() {
+    let mut far = Vec::new();
     for folder in fixtures() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         let expected = expected(&folder);
@@ -166,13 +172,17 @@ fn logits_agree_with_the_python_library() {
                 expected.tokens.len(),
             );
             println!("{name} {isa}: {distance:.2e}");
-            assert!(distance < tolerance(&folder), "{name} on {isa}: {distance:.2e}");
+            if distance >= tolerance(&folder) * slack(isa) {
+                far.push(format!("{name} on {isa}: {distance:.2e}"));
+            }
         }
     }
+    assert!(far.is_empty(), "{far:#?}");
 }
 
 #[test]
 fn chunks_and_single_tokens_agree_with_one_pass() {
+    let mut far = Vec::new();
     for folder in fixtures() {
         let name = folder.file_name().unwrap().to_string_lossy().into_owned();
         let tokens = expected(&folder).tokens;
@@ -182,10 +192,13 @@ fn chunks_and_single_tokens_agree_with_one_pass() {
             for chunk in [1, 5, 64, 100] {
                 let distance = distance(&run(&model, &tokens, chunk), &whole, tokens.len());
                 println!("{name} {isa} {chunk}: {distance:.2e}");
-                assert!(distance < CHUNKING_TOLERANCE, "{name} on {isa}, chunks of {chunk}: {distance:.2e}");
+                if distance >= CHUNKING_TOLERANCE * slack(isa) {
+                    far.push(format!("{name} on {isa}, chunks of {chunk}: {distance:.2e}"));
+                }
             }
         }
     }
+    assert!(far.is_empty(), "{far:#?}");
 }
 
 #[test]
