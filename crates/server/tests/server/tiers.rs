@@ -1,6 +1,7 @@
 //! Histories in bf16 on a server that seals others: `kv_precision` and `kv_demote`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule};
 use oscar_engine::{Engine, EngineOptions, KvOptions};
@@ -163,7 +164,15 @@ async fn what_is_demoted_is_counted() {
     let answer = house.post("/generate", request).await.ok();
     assert_eq!(answer["meta_info"]["kv_demoted_tokens"], demoted);
     let pages = 2 * demoted / 64;
-    let cache = house.get("/oscar/cache").await.ok();
+    // Counts are published after the turn in which the answer ended.
+    let mut cache = house.get("/oscar/cache").await.ok();
+    for _ in 0..500 {
+        if cache["demoted_pages"] == pages {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        cache = house.get("/oscar/cache").await.ok();
+    }
     assert_eq!(cache["demoted_pages"], pages);
     let tiers: Vec<&str> =
         cache["tiers"].as_array().unwrap().iter().map(|tier| tier["name"].as_str().unwrap()).collect();
