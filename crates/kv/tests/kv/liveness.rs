@@ -2,7 +2,7 @@
 
 use crate::support::{Cache, Open, text};
 use oscar_kv::{
-    HostPools, LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, PrefixKey, SealedPools, TailPolicy, Tier,
+    LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, PrefixKey, SealedPools, TailPolicy, Tier,
 };
 use oscar_random::Random;
 
@@ -23,7 +23,6 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
             }),
             prefix_tree: random.below(8) > 0,
             tail: [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact][random.below(3)],
-            host: HostPools { exact_pages: random.below(8), sealed_pages: random.below(16) },
         };
         let mut cache = Cache::new(options);
         let fits = |tokens: &usize| TIERS.iter().all(|&tier| cache.ledger.could_ever_fit(tier, *tokens));
@@ -34,11 +33,7 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
         let mut open: Vec<Open> = Vec::new();
         for _ in 0..random.below(60) {
             if open.len() < 3 && random.below(3) == 0 {
-                let (key, prompt) = (key(&mut random), &all[..1 + random.below(target)]);
-                if random.below(2) == 0 {
-                    cache.restore(key, prompt);
-                }
-                open.push(cache.open(key, prompt));
+                open.push(cache.open(key(&mut random), &all[..1 + random.below(target)]));
                 continue;
             }
             if open.is_empty() {
