@@ -7,12 +7,10 @@ Cases, files and environment are those of `make_moe_fixtures.py`. Experts are bf
 published files have them (logits are those of the dequantised weights), and MXFP4 in a GGUF file.
 """
 
-import argparse
 import importlib.metadata
 import json
 import math
 import shutil
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -277,25 +275,19 @@ def write_gguf(folder, make, seed, purpose):
     base.write_expected(folder, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
 
 
+def write_case(output, name):
+    make, style, stored, purpose = CASES[name]
+    folder = output / name
+    shutil.rmtree(folder, ignore_errors=True)
+    seed = clear_seed(make, through_mxfp4 if stored != "bf16" else lambda name, tensor: tensor)
+    if stored == "gguf":
+        write_gguf(folder, make, seed, purpose)
+    else:
+        write_folder(folder, make, style, stored, seed, purpose)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, help="folder that holds one folder per case")
-    parser.add_argument("--only", action="append", help="write this case only (may be repeated)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # sums in one order: the same bytes on each run
-    for name, (make, style, stored, purpose) in CASES.items():
-        if arguments.only and name not in arguments.only:
-            continue
-        folder = arguments.output / name
-        shutil.rmtree(folder, ignore_errors=True)
-        seed = clear_seed(make, through_mxfp4 if stored != "bf16" else lambda name, tensor: tensor)
-        if stored == "gguf":
-            write_gguf(folder, make, seed, purpose)
-        else:
-            write_folder(folder, make, style, stored, seed, purpose)
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        closest = json.loads((folder / "fixture.json").read_text())["closest_decision"]
-        print(f"{name}: {size / 1024:.0f} KiB, closest decision {closest}", flush=True)
+    base.write_cases(__doc__, ((CASES, write_case),))
 
 
 if __name__ == "__main__":

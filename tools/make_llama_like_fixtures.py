@@ -7,11 +7,9 @@ Files and environment are those of `make_model_fixtures.py`; keys and values are
 `make_moe_fixtures.py`, so that the tests can be strict.
 """
 
-import argparse
 import importlib.metadata
 import json
 import shutil
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -199,18 +197,7 @@ def write_gguf(output, name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, help="folder that holds one folder per case")
-    parser.add_argument("--only", action="append", help="write this case only (may be repeated)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # sums in one order: the same bytes on each run
-    for names, write in ((CASES, write_checkpoint), (GGUF_FILES, write_gguf)):
-        for name in names:
-            if arguments.only and name not in arguments.only:
-                continue
-            write(arguments.output, name)
-            size = sum(file.stat().st_size for file in (arguments.output / name).iterdir())
-            print(f"{name}: {size / 1024:.0f} KiB", flush=True)
+    base.write_cases(__doc__, ((CASES, write_checkpoint), (GGUF_FILES, write_gguf)))
 
 
 if __name__ == "__main__":

@@ -568,19 +568,26 @@ def write_gguf(output, name):
     })
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def write_cases(description, groups):
+    """Writes the cases that the command line names, or all: groups of names, each with what writes one into a folder."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("output", type=Path, help="folder that holds one folder per case")
     parser.add_argument("--only", action="append", help="write this case only (may be repeated)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order: the same bytes on each run
-    for names, write in ((CHECKPOINTS, write_checkpoint), (GGUF_FILES, write_gguf)):
+    for names, write in groups:
         for name in names:
             if arguments.only and name not in arguments.only:
                 continue
             write(arguments.output, name)
-            size = sum(file.stat().st_size for file in (arguments.output / name).iterdir())
-            print(f"{name}: {size / 1024:.0f} KiB")
+            folder = arguments.output / name
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            closest = json.loads((folder / "fixture.json").read_text()).get("closest_decision")
+            print(f"{name}: {size / 1024:.0f} KiB" + (f", closest decision {closest}" if closest else ""), flush=True)
+
+
+def main():
+    write_cases(__doc__, ((CHECKPOINTS, write_checkpoint), (GGUF_FILES, write_gguf)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Cases, files and environment are those of `make_model_fixtures.py`, with two dif
   * FP8 cases are quantised here, and the logits are those of the dequantised weights.
 """
 
-import argparse
 import importlib.metadata
 import json
 import math
@@ -474,20 +473,8 @@ def write_gguf(output, name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, help="folder that holds one folder per case")
-    parser.add_argument("--only", action="append", help="write this case only (may be repeated)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # sums in one order: the same bytes on each run
-    for names, write in ((CHECKPOINTS, write_checkpoint), (GGUF_FILES, write_gguf), (FP8_CHECKPOINTS, write_fp8)):
-        for name in names:
-            if arguments.only and name not in arguments.only:
-                continue
-            write(arguments.output, name)
-            folder = arguments.output / name
-            size = sum(file.stat().st_size for file in folder.iterdir())
-            closest = json.loads((folder / "fixture.json").read_text()).get("closest_decision")
-            print(f"{name}: {size / 1024:.0f} KiB, closest decision {closest}", flush=True)
+    groups = ((CHECKPOINTS, write_checkpoint), (GGUF_FILES, write_gguf), (FP8_CHECKPOINTS, write_fp8))
+    base.write_cases(__doc__, groups)
 
 
 if __name__ == "__main__":

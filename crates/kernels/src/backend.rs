@@ -200,11 +200,11 @@ pub struct RoutedMlp<B: Backend + ?Sized> {
 
 /// What the experts of a layer add to their projections: for each of them one row, of as many numbers as it has outputs.
 pub struct ExpertBiases<B: Backend + ?Sized> {
-    /// Of the gates.
+    /// What is added to the gates.
     pub gate: B::Experts,
-    /// Of what is multiplied with the activated gates.
+    /// What is added to the numbers that activated gates are multiplied with.
     pub up: B::Experts,
-    /// Of the projections back to the hidden size.
+    /// What is added to the projections back to the hidden size.
     pub down: B::Experts,
 }
 

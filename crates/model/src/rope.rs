@@ -58,7 +58,7 @@ pub enum RopeScaling {
     },
     /// A divisor for each frequency, given by the file.
     Divisors {
-        /// As many as there are frequencies.
+        /// What each frequency is divided by.
         divisors: Vec<f32>,
         /// Factor on cosine and sine.
         magnitude: f64,

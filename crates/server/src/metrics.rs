@@ -50,9 +50,9 @@ impl Metrics {
         let responses = Family::default();
         for (name, help, counter) in [
             ("sglang:num_requests", "Requests taken", &requests),
-            ("oscar_answers_finished", "AnswerStream that came to an end", &finished),
-            ("oscar_answers_failed", "AnswerStream that failed", &failed),
-            ("sglang:num_aborted_requests", "AnswerStream whose client went away", &abandoned),
+            ("oscar_answers_finished", "Answers that came to an end", &finished),
+            ("oscar_answers_failed", "Answers that failed", &failed),
+            ("sglang:num_aborted_requests", "Answers whose client went away", &abandoned),
         ] {
             registry.register(name, help, counter.clone());
         }
@@ -120,7 +120,7 @@ fn ratio(part: f64, whole: f64) -> f64 {
 fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Registry {
     let mut registry = labelled(model);
     for (name, help, value) in [
-        ("sglang:num_running_reqs", "AnswerStream in progress", (stats.running + stats.prefilling) as f64),
+        ("sglang:num_running_reqs", "Answers in progress", (stats.running + stats.prefilling) as f64),
         ("sglang:num_queue_reqs", "Requests that wait", stats.queued as f64),
         ("sglang:num_used_tokens", "Tokens of requests in the cache", used_tokens(stats) as f64),
         ("sglang:max_total_num_tokens", "Tokens the cache can hold", info.capacity_tokens as f64),
@@ -136,7 +136,7 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         ("sglang:prompt_tokens", "Prompt tokens", stats.prompt_tokens),
         ("sglang:generation_tokens", "Tokens drawn", stats.generated_tokens),
         ("sglang:cached_tokens", "Prompt tokens that came from the cache", stats.cached_tokens),
-        ("oscar_preemptions", "AnswerStream that lost their place to an older one", stats.preemptions),
+        ("oscar_preemptions", "Answers that lost their place to an older one", stats.preemptions),
         ("oscar_kv_demoted_pages", "bf16 history that was sealed for want of pages", stats.demoted_pages),
         ("oscar_evicted_pages", "Pages that the prefix tree forgot", stats.cache.evicted_pages),
         ("oscar_evicted_warm_pages", "bf16 copies that the prefix tree gave up", stats.cache.evicted_warm),

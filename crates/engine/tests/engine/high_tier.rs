@@ -10,10 +10,6 @@ fn of_tier(tier: Tier, options: GenerateOptions) -> GenerateOptions {
     GenerateOptions { tier, ..options }
 }
 
-fn scored(options: GenerateOptions) -> GenerateOptions {
-    GenerateOptions { logprobs: Some(0), ..options }
-}
-
 /// Options of a server that offers all tiers.
 fn with_tiers(mut options: EngineOptions) -> EngineOptions {
     (options.kv.high_tier, options.kv.bf16_tier) = (true, true);
@@ -59,26 +55,12 @@ fn three_tiers_in_one_batch_and_short_of_memory_answer_as_alone() {
             (prompt, of_tier(tier, scored(seeded(30 + 2 * seed, seed as u64))))
         })
         .collect();
-    let expected: Vec<_> = requests
-        .iter()
-        .map(|(prompt, options)| {
-            alone.reset();
-            ask(&alone, prompt, options)
-        })
-        .collect();
     let tight = with_tiers(fixed_options(&model, "band", Some(48)));
     let tight = EngineOptions { max_running: 12, context: Some(640), ..tight };
     let engine = TestEngine::new(model.clone(), &tight).unwrap();
     println!("{}", engine.budget());
     assert_eq!(engine.info().high_context, Some(640));
-    let answers: Vec<_> = requests
-        .iter()
-        .map(|(prompt, options)| engine.answer(Request::new(prompt.clone(), options.clone())).unwrap())
-        .collect();
-    for (index, (answer, expected)) in answers.into_iter().zip(expected).enumerate() {
-        let summary = answer.wait().unwrap().remove(0);
-        assert_eq!((summary.tokens, summary.logprobs), (expected.tokens, expected.logprobs), "{index}");
-    }
+    assert_answers_as_alone(&alone, &engine, &requests);
     let stats = engine.fresh_stats();
     assert!(stats.preemptions > 0 && stats.cached_tokens > 0, "{stats:?}");
     assert_idle(&engine);

@@ -8,10 +8,6 @@ fn exact(options: GenerateOptions) -> GenerateOptions {
     GenerateOptions { tier: Tier::Exact, ..options }
 }
 
-fn scored(options: GenerateOptions) -> GenerateOptions {
-    GenerateOptions { logprobs: Some(0), ..options }
-}
-
 /// Options of a server that offers both.
 fn with_tier(mut options: EngineOptions) -> EngineOptions {
     options.kv.bf16_tier = true;
@@ -58,26 +54,12 @@ fn tiers_in_one_batch_and_short_of_memory_answer_as_alone() {
             (prompt, if seed % 2 == 0 { exact(options) } else { options })
         })
         .collect();
-    let expected: Vec<_> = requests
-        .iter()
-        .map(|(prompt, options)| {
-            alone.reset();
-            ask(&alone, prompt, options)
-        })
-        .collect();
     let tight = with_tier(fixed_options(&model, "int2", Some(40)));
     let tight = EngineOptions { max_running: 12, context: Some(640), ..tight };
     let engine = TestEngine::new(model.clone(), &tight).unwrap();
     println!("{}", engine.budget());
-    let answers: Vec<_> = requests
-        .iter()
-        .map(|(prompt, options)| engine.answer(Request::new(prompt.clone(), options.clone())).unwrap())
-        .collect();
-    for (index, (answer, expected)) in answers.into_iter().zip(expected).enumerate() {
-        let summary = answer.wait().unwrap().remove(0);
-        assert_eq!((summary.tokens, summary.logprobs), (expected.tokens, expected.logprobs), "{index}");
-        assert_eq!(summary.demoted_tokens, 0);
-    }
+    let answers = assert_answers_as_alone(&alone, &engine, &requests);
+    assert!(answers.iter().all(|answer| answer.demoted_tokens == 0));
     let stats = engine.fresh_stats();
     assert!(stats.preemptions > 0 && stats.cached_tokens > 0, "{stats:?}");
     assert_idle(&engine);

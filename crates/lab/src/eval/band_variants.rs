@@ -81,7 +81,7 @@ impl CacheCodec for LeastSquaresBands {
 pub(super) struct BandsOfBits {
     codec: PageCodec,
     bands: BandLayout,
-    /// Of each band.
+    /// The bits that a code of each band has.
     bits: Vec<u32>,
 }
 

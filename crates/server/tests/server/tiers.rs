@@ -1,15 +1,14 @@
 //! Histories in bf16 on a server that seals others: `kv_precision` and `kv_demote`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use oscar_codec::{CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, Rule};
-use oscar_engine::{Engine, EngineOptions, KvOptions};
+use oscar_engine::{Engine, EngineOptions, KvOptions, Serve};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::support::{Answer, House, TEMPLATE, mock, tiny_chatting};
+use crate::support::{Answer, House, TEMPLATE, eventually, mock, tiny_chatting};
 
 const GEOMETRY: KvGeometry = KvGeometry { layers: 2, kv_heads: 2, head_dim: 32 };
 
@@ -165,14 +164,8 @@ async fn what_is_demoted_is_counted() {
     assert_eq!(answer["meta_info"]["kv_demoted_tokens"], demoted);
     let pages = 2 * demoted / 64;
     // Counts are published after the turn in which the answer ended.
-    let mut cache = house.get("/oscar/cache").await.ok();
-    for _ in 0..500 {
-        if cache["demoted_pages"] == pages {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-        cache = house.get("/oscar/cache").await.ok();
-    }
+    eventually("all demotions are counted", || house.engine.stats().demoted_pages >= pages).await;
+    let cache = house.get("/oscar/cache").await.ok();
     assert_eq!(cache["demoted_pages"], pages);
     let tiers: Vec<&str> =
         cache["tiers"].as_array().unwrap().iter().map(|tier| tier["name"].as_str().unwrap()).collect();

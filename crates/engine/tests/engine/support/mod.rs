@@ -173,12 +173,41 @@ pub(crate) fn ask(engine: &TestEngine, prompt: &[u32], options: &GenerateOptions
     engine.answer(Request::new(prompt, options.clone())).unwrap().wait().unwrap().remove(0)
 }
 
+/// The same options, with the log-probability of every token.
+pub(crate) fn scored(options: GenerateOptions) -> GenerateOptions {
+    GenerateOptions { logprobs: Some(0), ..options }
+}
+
+/// Asks all requests at once; each answer has the tokens and the log-probabilities that `alone` gives to its request.
+pub(crate) fn assert_answers_as_alone(
+    alone: &TestEngine,
+    together: &TestEngine,
+    requests: &[(Vec<u32>, GenerateOptions)],
+) -> Vec<Summary> {
+    let expected: Vec<Summary> = requests
+        .iter()
+        .map(|(prompt, options)| {
+            alone.reset();
+            ask(alone, prompt, options)
+        })
+        .collect();
+    let answers: Vec<_> = requests
+        .iter()
+        .map(|(prompt, options)| together.answer(Request::new(prompt.clone(), options.clone())).unwrap())
+        .collect();
+    let answers: Vec<Summary> = answers.into_iter().map(|answer| answer.wait().unwrap().remove(0)).collect();
+    for (index, (answer, expected)) in answers.iter().zip(&expected).enumerate() {
+        assert_eq!((&answer.tokens, &answer.logprobs), (&expected.tokens, &expected.logprobs), "{index}");
+    }
+    answers
+}
+
 /// Nothing is held by anybody once the tree has forgotten everything.
 pub(crate) fn assert_idle(engine: &TestEngine) {
     engine.reset();
     let stats = engine.fresh_stats();
     let cache = stats.cache;
     assert_eq!((stats.queued, stats.prefilling, stats.running), (0, 0, 0));
-    let used = (cache.exact.used(), cache.sealed.used(), cache.scratch.used(), cache.sequences);
-    assert_eq!(used, (0, 0, 0, 0), "{cache:?}");
+    let pools = [cache.exact, cache.sealed, cache.high, cache.scratch];
+    assert_eq!((pools.map(|pool| pool.used()), cache.sequences), ([0; 4], 0), "{cache:?}");
 }
