@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `model` | prefill and decoding of a whole model; what memory holds of its cache |
 //! | `engine` | long contexts by cache type; requests with a common prefix |
+//! | `host_prefix` | a prompt whose pages come back from the host's memory |
 //! | `serve` | a server as its clients see it |
 //! | `attention`, `codec` | attention and the encoder alone, on the processor |
 //! | [`cuda`] | attention, sealing and writing on a card, against its read ceiling |
@@ -15,6 +16,7 @@ mod codec;
 pub mod cuda;
 mod engine;
 mod formats;
+mod host_prefix;
 mod model;
 mod serve;
 
@@ -25,6 +27,7 @@ pub use engine::{
     LongContext, LongContextRow, LongContextStage, SharedPrefix, SharedPrefixRow, long_context, shared_prefix,
 };
 pub use formats::PageFormat;
+pub use host_prefix::{HostPrefixRow, host_prefix};
 pub use model::{ModelBench, run as model};
 pub use serve::{
     AddedLatencyRow, Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow,

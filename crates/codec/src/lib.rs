@@ -33,6 +33,6 @@ pub use layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
 pub use matrix::SquareMatrix;
 pub use page_codec::{HeadEncoder, PageCodec};
 pub use rule::{Rule, ScaleType};
-pub use slot::{ExactSlot, SealedSlot};
+pub use slot::{ExactSlot, HostCopy, HostPage, HostSlot, SealedSlot};
 pub use transform::HeadTransform;
 pub use windows::{PageWindows, Windows};

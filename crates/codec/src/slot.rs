@@ -73,6 +73,53 @@ slot! {
     SealedSlot
 }
 
+slot! {
+    /// A page in the host's memory, of those for bf16 pages or of those for sealed ones.
+    HostSlot
+}
+
+/// A page in the host's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostPage {
+    /// In bf16.
+    Exact(HostSlot),
+    /// Sealed.
+    Sealed(HostSlot),
+}
+
+/// A page, all layers, that goes from a device to the host's memory or comes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostCopy {
+    /// A bf16 page to the host.
+    ExactOut {
+        /// On the device.
+        from: ExactSlot,
+        /// On the host.
+        to: HostSlot,
+    },
+    /// A sealed page to the host.
+    SealedOut {
+        /// On the device.
+        from: SealedSlot,
+        /// On the host.
+        to: HostSlot,
+    },
+    /// A bf16 page to the device.
+    ExactIn {
+        /// On the host.
+        from: HostSlot,
+        /// On the device.
+        to: ExactSlot,
+    },
+    /// A sealed page to the device.
+    SealedIn {
+        /// On the host.
+        from: HostSlot,
+        /// On the device.
+        to: SealedSlot,
+    },
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -150,6 +150,18 @@ impl HeadTransform {
         out.iter_mut().for_each(|value| *value = round_to_bf16(*value));
     }
 
+    /// The mean in the basis that rows are stored in, `mean · M`: what every stored row is less of.
+    pub fn stored_mean(&self) -> Option<Vec<f32>> {
+        let mean = self.mean.as_ref()?;
+        let mut stored = vec![0.0_f64; self.dim];
+        for (&x, weights) in mean.iter().zip(self.matrix.chunks_exact(self.dim)) {
+            for (out, &weight) in stored.iter_mut().zip(weights) {
+                *out += f64::from(x) * f64::from(weight);
+            }
+        }
+        Some(stored.into_iter().map(|value| value as f32).collect())
+    }
+
     /// `out = row · M⁻¹ + mean`, in f32 with separate products and sums: a reading aid of the lab, never stored.
     ///
     /// # Panics

@@ -7,7 +7,7 @@
 use std::fmt;
 
 use oscar_codec::{KvGeometry, PAGE_TOKENS, PageWindows};
-use oscar_kv::{LedgerOptions, PageNeed, SealedPools};
+use oscar_kv::{HostPools, LedgerOptions, PageNeed, SealedPools};
 use oscar_model::ModelConfig;
 
 use crate::error::EngineError;
@@ -47,6 +47,8 @@ pub struct Budget {
     pub scratch: PoolBudget,
     /// Bytes of the hidden states and tables of the longest prompt.
     pub hidden_bytes: usize,
+    /// bf16 pages in the host's memory, and sealed ones: those that the device had no room for.
+    pub host: [PoolBudget; 2],
     /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that. Its pages are in the pool of
     /// bf16 pages, beside the windows of all sequences.
     pub bf16_context: Option<usize>,
@@ -159,6 +161,7 @@ impl Budget {
             high: PoolBudget { pages: usize::from(high_page_bytes > 0), page_bytes: high_page_bytes },
             scratch: PoolBudget::default(),
             hidden_bytes: 0,
+            host: [PoolBudget::default(); 2],
             bf16_context: None,
             high_context: None,
             bits_per_element: 0.0,
@@ -204,6 +207,7 @@ impl Budget {
         if let (None, Some(limit)) = (kv.memory, kv.memory_limit) {
             budget.grow(limit, least, options);
         }
+        budget.host = budget.host_pools(kv.host_memory);
         budget.bits_per_element = budget.bits_at(context);
         let bf16_context = budget.exact.pages.saturating_mul(PAGE_TOKENS).min(context);
         budget.bf16_context = kv.bf16_tier.then_some(bf16_context);
@@ -263,7 +267,16 @@ impl Budget {
         self.sealed.pages += rest / self.sealed.page_bytes;
     }
 
-    /// Bytes of all pools and of the hidden states of a prompt.
+    /// Room for pages in so many bytes of the host's memory. Where pages are sealed, few are in bf16: the sinks of prefixes.
+    fn host_pools(&self, memory: usize) -> [PoolBudget; 2] {
+        let for_exact = if self.sealed.page_bytes == 0 { memory } else { memory / EXACT_SHARE };
+        [(&self.exact, for_exact), (&self.sealed, memory - for_exact)].map(|(pool, bytes)| PoolBudget {
+            pages: bytes.checked_div(pool.page_bytes).unwrap_or(0),
+            page_bytes: pool.page_bytes,
+        })
+    }
+
+    /// Bytes of all pools on the device and of the hidden states of a prompt.
     pub fn total_bytes(&self) -> usize {
         let Budget { exact, sealed, high, scratch, hidden_bytes, .. } = self;
         [exact.bytes(), sealed.bytes(), high.bytes(), scratch.bytes(), *hidden_bytes]
@@ -323,6 +336,7 @@ impl Budget {
             sealed,
             prefix_tree: options.kv.prefix_tree,
             tail: options.tail(),
+            host: HostPools { exact_pages: self.host[0].pages, sealed_pages: self.host[1].pages },
         }
     }
 
@@ -365,6 +379,12 @@ impl fmt::Display for Budget {
         }
         if self.hidden_bytes > 0 {
             line("prefill states", String::new(), String::new(), self.hidden_bytes)?;
+        }
+        for (name, pool) in ["host, bf16", "host, sealed"].into_iter().zip(&self.host) {
+            if pool.pages > 0 {
+                let bytes_in_all = pool.pages.saturating_mul(pool.page_bytes);
+                line(name, pool.pages.to_string(), bytes(pool.page_bytes), bytes_in_all)?;
+            }
         }
         write!(
             f,

@@ -59,6 +59,8 @@ pub struct KvOptions {
     pub memory_limit: Option<usize>,
     /// Whether prompts and answers are kept for later requests.
     pub prefix_tree: bool,
+    /// Bytes of the host's memory for pages that leave a device with memory of its own.
+    pub host_memory: usize,
     /// What a prefix hit does about a window that is not there in bf16 any more.
     pub tail: TailPolicy,
     /// How the tokens of a prompt read each other.
@@ -75,6 +77,7 @@ impl Default for KvOptions {
             memory: None,
             memory_limit: None,
             prefix_tree: true,
+            host_memory: 0,
             tail: TailPolicy::default(),
             prefill: PrefillMode::default(),
         }

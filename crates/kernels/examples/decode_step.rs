@@ -14,8 +14,8 @@ use oscar_codec::{
     SealedSlot, hadamard,
 };
 use oscar_kernels::backend::{
-    Activation, AttentionSpec, Batch, CacheSpec, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, SealPage,
-    SealedRows, SealedSpec, SequenceRows, StoredMatrix,
+    Activation, AttentionSpec, Batch, CacheSpec, GatedMlp, HostSlots, Linear, RmsNorm, Rope, RopeLayout,
+    SealPage, SealedRows, SealedSpec, SequenceRows, StoredMatrix,
 };
 use oscar_kernels::cpu::{Cache, CpuBackend};
 use oscar_kernels::{Backend, DType};
@@ -205,6 +205,7 @@ fn fill(backend: &CpuBackend, rope: &Rope, shape: Shape, context: usize, seal: b
             windows,
             high: None,
         }),
+        host: HostSlots::default(),
     };
     let mut cache = backend.cache(&spec).unwrap();
     let spec = attention(shape);

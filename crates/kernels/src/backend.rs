@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{CodecError, ExactSlot, KvGeometry, PageCodec, PageWindows, SealedSlot};
+use oscar_codec::{CodecError, ExactSlot, HostCopy, KvGeometry, PageCodec, PageWindows, SealedSlot};
 
 use crate::dtype::DType;
 use crate::quant::fp8::BlockScales;
@@ -103,7 +103,7 @@ pub struct Linear<B: Backend + ?Sized> {
 /// What some families need beyond the plain transformer; see [`Backend::supports`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Feature {
-    /// [`AttentionSpec::window`] and [`Backend::add_window_rope`].
+    /// [`AttentionSpec::window`] and [`Backend::add_windows`].
     SlidingWindows,
     /// [`Backend::linear_norm_add`] and [`GatedMlp::output_norm`].
     OutputNorms,
@@ -119,6 +119,8 @@ pub enum Feature {
     ExpertBiases,
     /// Layers without [`AttentionSpec::rotates`].
     LayersWithoutRope,
+    /// [`CacheSpec::host`] and [`Backend::copy_host_pages`].
+    HostPages,
     /// [`SealedSpec::high`].
     HighTier,
 }
@@ -134,6 +136,7 @@ impl std::fmt::Display for Feature {
             Feature::ClampedSwiglu => "clamped activations",
             Feature::ExpertBiases => "biases of experts",
             Feature::LayersWithoutRope => "layers without rotary embedding",
+            Feature::HostPages => "pages in the host's memory",
             Feature::HighTier => "sealed pages of two codecs (`--kv-tiers high`)",
         })
     }
@@ -229,7 +232,7 @@ pub struct AttentionSpec<B: Backend + ?Sized> {
     /// Logit scale, usually `1/sqrt(head_dim)`.
     pub scale: f32,
     /// A row sees itself and so many positions less one before it; `None` sees all. Layers with a window have rotary
-    /// angles of their own ([`Backend::add_window_rope`]) and read bf16 pages only.
+    /// angles of their own ([`Backend::add_windows`]) and read bf16 pages only.
     pub window: Option<usize>,
     /// Whether queries and keys get rotary embedding (SmolLM3 has layers that do not).
     pub rotates: bool,
@@ -283,6 +286,17 @@ pub struct CacheSpec {
     pub scratch_slots: usize,
     /// The sealed pages, if pages are ever sealed.
     pub sealed: Option<SealedSpec>,
+    /// Room in the host's memory for pages that leave the device.
+    pub host: HostSlots,
+}
+
+/// Slots in the host's memory, the dummies included, which hold nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostSlots {
+    /// For bf16 pages.
+    pub exact: usize,
+    /// For sealed pages.
+    pub sealed: usize,
 }
 
 /// The sealed pages of a cache.
@@ -317,7 +331,8 @@ impl SealedSpec {
 impl CacheSpec {
     /// A cache of bf16 pages alone.
     pub fn exact(geometry: KvGeometry, query_heads: usize, slots: usize) -> CacheSpec {
-        CacheSpec { geometry, query_heads, slots, scratch_slots: 0, sealed: None }
+        let host = HostSlots::default();
+        CacheSpec { geometry, query_heads, slots, scratch_slots: 0, sealed: None, host }
     }
 
     /// Slots of bf16 pages, scratch included.
@@ -497,9 +512,15 @@ pub trait Backend: Send + Sync + 'static {
         cache: &Self::Cache,
     ) -> Result<Self::Step, KernelError>;
 
-    /// Adds the rotary angles of layers with a window to a step.
-    fn add_window_rope(&self, step: &mut Self::Step, rope: &Rope) -> Result<(), KernelError> {
-        let _ = (step, rope);
+    /// Adds to a step what layers with a window need: their rotary angles, and how many positions a row sees.
+    fn add_windows(
+        &self,
+        step: &mut Self::Step,
+        rope: &Rope,
+        window: usize,
+        cache: &Self::Cache,
+    ) -> Result<(), KernelError> {
+        let _ = (step, rope, window, cache);
         Err(KernelError::Unsupported(Feature::SlidingWindows))
     }
 
@@ -576,6 +597,12 @@ pub trait Backend: Send + Sync + 'static {
         pages: &[(ExactSlot, ExactSlot)],
         cache: &mut Self::Cache,
     ) -> Result<(), KernelError>;
+
+    /// Copies pages, all layers, between the device and the host's memory, in this order.
+    fn copy_host_pages(&self, copies: &[HostCopy], cache: &mut Self::Cache) -> Result<(), KernelError> {
+        let _ = cache;
+        if copies.is_empty() { Ok(()) } else { Err(KernelError::Unsupported(Feature::HostPages)) }
+    }
 
     /// Nobody needs what the scratch pages hold any more: their memory may be given back until they are written again.
     fn release_scratch(&self, cache: &mut Self::Cache);

@@ -1,5 +1,5 @@
 //! Every CUDA kernel against its reference, on a card: attention in f64 on what its pages decode to here, sealing and
-//! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `attention`, `tail`, `seal`, `write`.
+//! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `prefill`, `attention`, `tail`, `seal`, `write`.
 //! Attention and sealing of some formats only: `OSCAR_CUDA_ONLY` is a part of their names.
 //!
 //! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
@@ -8,6 +8,8 @@
 
 #[path = "cuda/backend.rs"]
 mod backend;
+#[path = "cuda/prefill.rs"]
+mod prefill;
 #[path = "cuda/seal.rs"]
 mod seal;
 #[path = "cuda/write.rs"]
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
     let mut failures = 0;
     let runs = [
         ("backend", backend::run as fn(&Arc<Device>, bool) -> usize),
+        ("prefill", prefill::run),
         ("seal", seal::run),
         ("write", write::run),
     ];

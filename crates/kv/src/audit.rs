@@ -55,6 +55,7 @@ impl Ledger {
         if kept != (sequences.len(), filling, states) {
             return Err(format!("counted {:?}, kept {kept:?}", (sequences.len(), filling, states)));
         }
+        self.host.audit()?;
         self.tree.audit(&self.pools)
     }
 }

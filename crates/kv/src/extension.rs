@@ -275,9 +275,9 @@ impl Ledger {
         Ok(())
     }
 
-    fn allocate_exact(&mut self) -> ExactSlot {
+    pub(crate) fn allocate_exact(&mut self) -> ExactSlot {
         if self.pools.exact.free_pages() == 0 {
-            self.tree.evict_exact(&mut self.pools);
+            self.tree.evict_exact(&mut self.pools, &mut self.host);
         }
         self.pools.exact.allocate().expect("checked that there are enough pages")
     }
@@ -289,7 +289,7 @@ impl Ledger {
     /// A page to seal one of a tier to, if one is free or can be evicted.
     pub(crate) fn try_allocate_sealed(&mut self, tier: Tier) -> Option<SealedSlot> {
         if self.pools.sealed_of(tier).free_pages() == 0 {
-            self.tree.evict_sealed(&mut self.pools, tier);
+            self.tree.evict_sealed(&mut self.pools, &mut self.host, tier);
         }
         self.pools.sealed_of(tier).allocate().ok()
     }

@@ -49,7 +49,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{LedgerOptions, PageWindows, PrefillMode, SealedPools, TailPolicy};
+    use crate::{HostPools, LedgerOptions, PageWindows, PrefillMode, SealedPools, TailPolicy};
 
     #[test]
     fn a_text_is_kept_until_it_is_forgotten() {
@@ -59,6 +59,7 @@ mod tests {
             sealed: Some(SealedPools { pages: 32, high_pages: 0, scratch_pages: 16 }),
             prefix_tree: true,
             tail: TailPolicy::Recompute,
+            host: HostPools::default(),
         };
         let mut ledger = Ledger::new(options).unwrap();
         let text: Vec<u32> = (0..64 * 5 + 10).collect();

@@ -4,6 +4,7 @@ use oscar_codec::{ExactSlot, PageWindows, SealedSlot};
 
 use crate::PAGE_TOKENS;
 use crate::error::{KvError, PoolKind};
+use crate::host::{HostPools, HostStore};
 use crate::key::{PrefixKey, Tier};
 use crate::pools::{Pools, sealed_kind};
 use crate::reuse::{PrefixReuse, TailPolicy, reuse};
@@ -24,6 +25,8 @@ pub struct LedgerOptions {
     pub prefix_tree: bool,
     /// What a prefix hit does about a window that is not there in bf16.
     pub tail: TailPolicy,
+    /// Room in the host's memory for pages that the prefix tree has to give up.
+    pub host: HostPools,
 }
 
 /// The pools of a cache with sealed pages.
@@ -85,6 +88,7 @@ pub struct Ledger {
     pub(crate) options: LedgerOptions,
     pub(crate) pools: Pools,
     pub(crate) tree: Tree,
+    pub(crate) host: HostStore,
     pub(crate) counters: Counters,
 }
 
@@ -102,12 +106,14 @@ impl Ledger {
         let pages = [sealed.pages, sealed.high_pages, sealed.scratch_pages]
             .into_iter()
             .fold(options.exact_pages, usize::saturating_add);
+        let pages = pages.max(options.host.exact_pages).max(options.host.sealed_pages);
         if pages > u32::MAX as usize - 8 {
             return Err(KvError::TooManyPages(pages));
         }
         let pools = Pools::new(options.exact_pages, sealed.pages, sealed.high_pages, sealed.scratch_pages);
         let tree = Tree::new(&pools, options.sealed.is_some());
-        Ok(Ledger { options, pools, tree, counters: Counters::default() })
+        let host = HostStore::new(options.host);
+        Ok(Ledger { options, pools, tree, host, counters: Counters::default() })
     }
 
     /// The options that the ledger was made with.
@@ -249,9 +255,15 @@ impl Ledger {
         sequence.closed = true;
     }
 
-    /// Empties the prefix tree. What open sequences hold stays theirs.
+    /// Empties the prefix tree and forgets the host's pages. What open sequences hold stays theirs.
     pub fn flush(&mut self) {
-        self.tree.clear(&mut self.pools);
+        self.tree.clear(&mut self.pools, None);
+        self.host.clear();
+    }
+
+    /// Empties the prefix tree. The host keeps its pages.
+    pub fn clear_tree(&mut self) {
+        self.tree.clear(&mut self.pools, Some(&mut self.host));
     }
 
     /// Records what changes in the prefix tree from now on, and returns what it has, beginning with
@@ -304,7 +316,12 @@ impl Ledger {
     }
 
     /// Appends a page that others own too.
-    fn share_entry(&mut self, sequence: &mut Sequence, exact: Option<ExactSlot>, sealed: Option<SealedSlot>) {
+    pub(crate) fn share_entry(
+        &mut self,
+        sequence: &mut Sequence,
+        exact: Option<ExactSlot>,
+        sealed: Option<SealedSlot>,
+    ) {
         if let Some(exact) = exact {
             self.pools.exact.share(exact);
             self.tree.exact_changed(&self.pools, exact);

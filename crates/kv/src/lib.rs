@@ -6,7 +6,7 @@
 //! and is closed. The ledger says what is to be copied and sealed, and when; the caller has it done.
 //!
 //! ```
-//! use oscar_kv::{PrefillMode, Ledger, LedgerOptions, PageWindows, SealedPools, TailPolicy};
+//! use oscar_kv::{HostPools, PrefillMode, Ledger, LedgerOptions, PageWindows, SealedPools, TailPolicy};
 //!
 //! let mut ledger = Ledger::new(LedgerOptions {
 //!     windows: PageWindows { sink: 1, recent: 4 },
@@ -14,6 +14,7 @@
 //!     sealed: Some(SealedPools { pages: 64, high_pages: 0, scratch_pages: 32 }),
 //!     prefix_tree: true,
 //!     tail: TailPolicy::Recompute,
+//!     host: HostPools::default(),
 //! })?;
 //! let prompt: Vec<u32> = (0..1000).collect();
 //!
@@ -44,6 +45,7 @@ mod block_hash;
 mod demotion;
 mod error;
 mod extension;
+mod host;
 mod insertion;
 mod kept;
 mod key;
@@ -58,10 +60,11 @@ mod tree;
 pub use block_hash::BlockHash;
 pub use error::{KvError, PoolKind, Shortage};
 pub use extension::{Append, Extension, PrefillMode, SealWork};
+pub use host::{HostPools, HostStats};
 pub use kept::{KeptPage, KeptPrefix};
 pub use key::{PrefixKey, Tier};
 pub use ledger::{Ledger, LedgerOptions, PageNeed, PoolSlots, SealedPools};
-pub use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot};
+pub use oscar_codec::{ExactSlot, HostCopy, HostSlot, PAGE_TOKENS, PageWindows, SealedSlot};
 pub use reuse::TailPolicy;
 pub use sequence::Sequence;
 pub use stats::{LedgerStats, PageStates, PoolStats};

@@ -5,7 +5,7 @@
 
 use std::num::NonZeroU32;
 
-use oscar_codec::{ExactSlot, SealedSlot};
+use oscar_codec::{ExactSlot, HostSlot, SealedSlot};
 
 /// A slot of some pool. Slot 0 is a dummy for padded rows and is never handed out.
 pub(crate) trait PageSlot: Copy {
@@ -29,6 +29,16 @@ impl PageSlot for ExactSlot {
 impl PageSlot for SealedSlot {
     fn new(number: u32) -> Option<SealedSlot> {
         SealedSlot::new(number)
+    }
+
+    fn index(self) -> usize {
+        self.index()
+    }
+}
+
+impl PageSlot for HostSlot {
+    fn new(number: u32) -> Option<HostSlot> {
+        HostSlot::new(number)
     }
 
     fn index(self) -> usize {

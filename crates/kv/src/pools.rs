@@ -56,7 +56,8 @@ impl Pools {
         if self.is_high(slot) { &mut self.high } else { &mut self.sealed }
     }
 
-    fn is_high(&self, slot: SealedSlot) -> bool {
+    /// Whether a sealed page is one of [`Tier::High`].
+    pub(crate) fn is_high(&self, slot: SealedSlot) -> bool {
         slot.index() >= self.sealed.slots()
     }
 

@@ -2,6 +2,7 @@
 
 use oscar_codec::{ExactSlot, SealedSlot};
 
+use crate::host::HostStats;
 use crate::ledger::Ledger;
 use crate::pool::{PagePool, PageSlot};
 
@@ -86,6 +87,8 @@ pub struct LedgerStats {
     pub evicted_pages: u64,
     /// Warm copies that were evicted from the tree.
     pub evicted_warm: u64,
+    /// Pages in the host's memory.
+    pub host: HostStats,
 }
 
 /// Counts that neither the pools nor the tree keep.
@@ -143,6 +146,7 @@ impl Ledger {
             cached_tokens: counters.cached_tokens,
             evicted_pages: tree.evicted_nodes,
             evicted_warm: tree.evicted_warm,
+            host: self.host.stats(),
         }
     }
 }

@@ -155,8 +155,8 @@ impl<B: Backend> Model<B> {
     /// Checks a batch against a cache and prepares its tables.
     pub fn begin_step(&self, batch: &Batch<'_>, cache: &B::Cache) -> Result<B::Step, KernelError> {
         let mut step = self.backend.begin_step(batch, &self.rope, cache)?;
-        if let Some(rope) = &self.window_rope {
-            self.backend.add_window_rope(&mut step, rope)?;
+        if let (Some(rope), Some(sliding)) = (&self.window_rope, &self.config.sliding) {
+            self.backend.add_windows(&mut step, rope, sliding.window, cache)?;
         }
         Ok(step)
     }

@@ -140,6 +140,8 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         ("oscar_kv_demoted_pages", "bf16 history that was sealed for want of pages", stats.demoted_pages),
         ("oscar_evicted_pages", "Pages that the prefix tree forgot", stats.cache.evicted_pages),
         ("oscar_evicted_warm_pages", "bf16 copies that the prefix tree gave up", stats.cache.evicted_warm),
+        ("oscar_host_stored_pages", "Pages copied to the host's memory", stats.cache.host.stored),
+        ("oscar_host_restored_pages", "Pages copied back from the host's memory", stats.cache.host.restored),
         ("oscar_prefix_lookups", "Prompts looked up in the prefix tree", stats.cache.lookups),
         ("oscar_prefix_hits", "Prompts of which the prefix tree had something", stats.cache.hits),
     ] {
@@ -163,6 +165,16 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         }
     }
     registry.register("oscar_pages", "Pages by pool and owner", pages);
+    let (host, host_pages) = (stats.cache.host, Family::<Labels, Gauge>::default());
+    for (pool, pages, used) in
+        [("exact", host.exact_pages, host.exact_used), ("sealed", host.sealed_pages, host.sealed_used)]
+    {
+        for (owner, value) in [("free", pages - used), ("tree", used)] {
+            let labels = vec![("pool", pool.to_owned()), ("owner", owner.to_owned())];
+            host_pages.get_or_create(&labels).set(value as i64);
+        }
+    }
+    registry.register("oscar_host_pages", "Pages in the host's memory by pool", host_pages);
     let states = Family::<Labels, Gauge>::default();
     let count = stats.cache.states;
     for (state, value) in
@@ -195,6 +207,7 @@ pub(crate) fn series<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use oscar_engine::{SequenceView, Tier};
+    use oscar_kv::HostStats;
 
     use super::*;
 
@@ -219,6 +232,7 @@ mod tests {
             vec![view(Tier::Exact, 9), view(Tier::Sealed, 4), view(Tier::Exact, 2), view(Tier::High, 5)];
         stats.cached_tokens = 4;
         stats.cache.exact.free = 7;
+        stats.cache.host = HostStats { sealed_pages: 9, sealed_used: 4, restored: 3, ..HostStats::default() };
         let text = metrics.text(&info, &stats).unwrap();
         for (name, value) in [
             ("sglang:num_running_reqs", "3.0"),
@@ -229,11 +243,13 @@ mod tests {
             ("sglang:num_requests_total", "1"),
             ("oscar_kv_bits_per_element", "2.5"),
             ("oscar_kv_demoted_pages_total", "6"),
+            ("oscar_host_restored_pages_total", "3"),
         ] {
             assert_eq!(series(&text, name), Some(value), "{text}");
         }
         assert!(text.contains("oscar_pages{model_name=\"m\",pool=\"exact\",owner=\"free\"} 7"), "{text}");
         for line in [
+            "oscar_host_pages{model_name=\"m\",pool=\"sealed\",owner=\"free\"} 5",
             "oscar_tier_sequences{model_name=\"m\",tier=\"bf16\"} 2",
             "oscar_tier_pages{model_name=\"m\",tier=\"bf16\",pool=\"exact\"} 11",
             "oscar_tier_pages{model_name=\"m\",tier=\"int2\",pool=\"exact\"} 4",

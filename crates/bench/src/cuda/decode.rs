@@ -59,7 +59,7 @@ pub struct MeasuredDecode {
 }
 
 /// Different pages that fill the pools in turn; odd, so that heads and pages differ.
-const SAMPLES: usize = 7;
+pub(super) const SAMPLES: usize = 7;
 
 /// Replays what `record` launches as a graph; seconds of each pass, sorted.
 pub(super) fn replay(
@@ -209,7 +209,7 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
 }
 
 /// Norm of the difference to attention in f64 over the norm of that, for rows of one head; `rows(page)` is what pages hold.
-fn relative_error<'a>(
+pub(super) fn relative_error<'a>(
     queries: &[f32],
     got: &[f32],
     head_dim: usize,
@@ -229,15 +229,15 @@ fn relative_error<'a>(
 }
 
 /// Random pages of one format: bytes of the device and what they mean.
-struct SamplePages {
+pub(super) struct SamplePages {
     /// Bytes of each page, in the order of the device.
     pages: Vec<Vec<u8>>,
     /// Keys and values of each page, 64 rows.
-    rows: Vec<[Vec<f32>; 2]>,
+    pub(super) rows: Vec<[Vec<f32>; 2]>,
 }
 
 impl SamplePages {
-    fn new(order: &PageOrder, random: &mut Random) -> SamplePages {
+    pub(super) fn new(order: &PageOrder, random: &mut Random) -> SamplePages {
         let drawn = (0..SAMPLES).map(|_| {
             let rows =
                 [0, 1].map(|_| (0..PAGE_TOKENS * order.head_dim()).map(|_| 2.0 * random.signed()).collect());
@@ -248,7 +248,7 @@ impl SamplePages {
     }
 
     /// Allocates device memory and fills it with the pages in turn.
-    fn fill(&self, device: &Device, pages: usize) -> Result<CudaSlice<u8>, CudaError> {
+    pub(super) fn fill(&self, device: &Device, pages: usize) -> Result<CudaSlice<u8>, CudaError> {
         let page = self.pages[0].len();
         let mut memory = device.zeroed(pages * page)?;
         if pages == 0 {

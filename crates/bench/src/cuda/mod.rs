@@ -6,15 +6,18 @@
 //! | `codec` | sealing by format and rule, as `oscar bench codec` shows it |
 //! | `decode` | one case of decode attention, timed and compared with f64 |
 //! | `pages` | one case of sealing or writing |
+//! | `prefill` | attention of prompts, as `oscar bench attention --prompt-tokens` shows it |
 //! | `read` | the kernel of the read ceiling |
 
 mod attention;
 mod codec;
 mod decode;
 mod pages;
+mod prefill;
 mod read;
 
 pub use attention::{CudaAttentionBench, CudaAttentionRow, CudaBenchError, roofline, run as attention};
 pub use codec::{CudaCodecBench, CudaCodecRow, run as codec};
 pub use decode::{DecodeCase, MeasuredDecode, measure, read_ceiling};
 pub use pages::{MeasuredPages, measure_sealing, measure_writing};
+pub use prefill::{CudaPrefillBench, CudaPrefillRow, run as prefill};

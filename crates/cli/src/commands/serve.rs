@@ -14,7 +14,7 @@ use oscar_engine::{EngineOptions, Serve};
 use self::events::EventArguments;
 use self::tiers::{KvTier, offer};
 use self::unsupported::UnsupportedArguments;
-use crate::arguments::{ModelArguments, WeightPlace, positive};
+use crate::arguments::{ModelArguments, WeightPlace, byte_size, positive};
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::free_memory::free_bytes;
@@ -23,6 +23,7 @@ use crate::kv::Settled;
 use crate::loading::{EngineArguments, start};
 use crate::output::binary_bytes;
 use crate::subject::Subject;
+use oscar_kernels::backend::Feature;
 use oscar_kernels::{Backend, Inspect};
 
 pub(crate) use config_file::with_config_file;
@@ -84,6 +85,11 @@ pub(crate) struct ServeArguments {
     /// type of the cache is always one of them [default: only that].
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
     kv_tiers: Vec<KvTier>,
+
+    /// Memory of the host for pages that leave a card, such as 64GiB: a prompt that is seen again has them copied back
+    /// instead of computed. Pinned at start [default: none].
+    #[arg(long, value_name = "SIZE", value_parser = byte_size, help_heading = "KV cache")]
+    host_kv_memory: Option<u64>,
 
     #[command(flatten)]
     engine: EngineArguments,
@@ -155,6 +161,7 @@ impl ServeArguments {
         };
         options.prefill_chunk = self.chunked_prefill_size.unwrap_or(options.prefill_chunk);
         offer(&self.kv_tiers, settled.kind, &mut options.kv)?;
+        options.kv.host_memory = self.host_memory(subject, options.kv.prefix_tree)?;
         if options.kv.memory.is_none() {
             match self.room(subject)? {
                 Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),
@@ -163,6 +170,30 @@ impl ServeArguments {
             }
         }
         Ok(options)
+    }
+
+    /// The bytes of the host for evicted pages.
+    fn host_memory<B: Backend>(&self, subject: &Subject<B>, prefix_tree: bool) -> Result<usize, Failure> {
+        let Some(bytes) = self.host_kv_memory.filter(|&bytes| bytes > 0) else { return Ok(0) };
+        if !subject.model.model().backend().supports(Feature::HostPages) {
+            return Err(Failure::new("--host-kv-memory: pages of the CPU are in the host's memory already")
+                .with_fix("leave it out, or give --device cuda"));
+        }
+        if !prefix_tree {
+            return Err(Failure::new(
+                "--host-kv-memory: without a prefix cache no page is ever asked for again",
+            )
+            .with_fix("leave out --no-prefix-cache"));
+        }
+        if let Some(free) = free_bytes().filter(|&free| bytes > free) {
+            return Err(Failure::new(format!(
+                "--host-kv-memory: {} of the host are free, and {} are to be pinned",
+                binary_bytes(free),
+                binary_bytes(bytes)
+            ))
+            .with_fix("give less"));
+        }
+        Ok(usize::try_from(bytes).unwrap_or(usize::MAX))
     }
 
     /// The memory for the cache when nobody has said how much it is. The model is loaded by now.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_kernels::backend::{CacheSpec, Feature, HighSpec, Sampled, SealedSpec};
+use oscar_kernels::backend::{CacheSpec, Feature, HighSpec, HostSlots, Sampled, SealedSpec};
 use oscar_kernels::{Backend, KernelError};
 use oscar_kv::Ledger;
 use oscar_model::LoadedModel;
@@ -76,6 +76,10 @@ impl<B: Backend> Core<B> {
             return Err(KernelError::Unsupported(Feature::HighTier).into());
         }
         let mut budget = Budget::plan(shape, options)?;
+        if options.kv.host_memory > 0 && !model.model().backend().supports(Feature::HostPages) {
+            let expected = "0 on a device whose memory is the host's";
+            return Err(EngineError::bad_option("host_kv_memory", options.kv.host_memory, expected));
+        }
         let ledger = Ledger::new(budget.ledger_options(options))?;
         let slots = ledger.slots();
         let cache = model.model().backend().cache(&CacheSpec {
@@ -89,6 +93,10 @@ impl<B: Backend> Core<B> {
                 windows: budget.windows,
                 high: high.map(|codec| HighSpec { codec, slots: slots.high }),
             }),
+            host: match options.kv.host_memory {
+                0 => HostSlots::default(),
+                _ => HostSlots { exact: budget.host[0].pages + 1, sealed: budget.host[1].pages + 1 },
+            },
         })?;
         let max_running = options.max_running;
         let chunk_rows = options.prefill_chunk.min(budget.context);
@@ -177,6 +185,14 @@ impl<B: Backend> Core<B> {
             // Whoever is admitted hears of it before its work is done.
             self.announce();
             let Some(step) = step else { return };
+            // What was evicted for it leaves before anything is written, and what it reads comes back.
+            let copies = self.policy.take_host_copies();
+            if !copies.is_empty()
+                && let Err(error) = self.executor.copy_host_pages(&copies)
+            {
+                self.policy.host_lost(error);
+                continue;
+            }
             let plan = self.policy.plan(step);
             let _span = tracing::trace_span!("step", kind = plan.kind()).entered();
             match plan {

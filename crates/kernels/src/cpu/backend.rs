@@ -248,7 +248,7 @@ impl Backend for CpuBackend {
         Step::new(batch, rope, cache)
     }
 
-    fn add_window_rope(&self, step: &mut Step, rope: &Rope) -> Result<(), KernelError> {
+    fn add_windows(&self, step: &mut Step, rope: &Rope, _: usize, _: &Cache) -> Result<(), KernelError> {
         step.add_window_rope(rope);
         Ok(())
     }

@@ -43,7 +43,7 @@ pub struct ScratchView<'a> {
 
 impl PoolView<'_> {
     /// Address of slot 0, if `slots` slots of `bytes` lie inside.
-    fn address(&self, device: &Device, slots: usize, bytes: usize) -> Result<u64, CudaError> {
+    pub(super) fn address(&self, device: &Device, slots: usize, bytes: usize) -> Result<u64, CudaError> {
         if !self.offset.is_multiple_of(16) || !self.stride.is_multiple_of(16) {
             return Err(CudaError::Unsupported("pages lie on multiples of 16 bytes".into()));
         }
@@ -152,6 +152,7 @@ struct Arguments {
     out: u64,
     undo: u64,
     mean: u64,
+    totals: u64,
     kv_heads: i32,
     group: i32,
     scale: f32,
@@ -334,11 +335,33 @@ impl DecodeAttention {
         undo: Option<ValueTransform<'_>>,
         out: &mut CudaSlice<f32>,
     ) -> Result<(), CudaError> {
+        self.attend(plan, exact, sealed, queries, query_stride, scale, undo, None, out)
+    }
+
+    /// The same; `totals` gets the logarithm (base 2) of the sum of each row's weights, `[sequence][query head]`.
+    pub(super) fn attend(
+        &self,
+        plan: &mut DevicePlan,
+        exact: PoolView<'_>,
+        sealed: Option<PoolView<'_>>,
+        queries: &CudaSlice<f32>,
+        query_stride: usize,
+        scale: f32,
+        undo: Option<ValueTransform<'_>>,
+        totals: Option<&mut CudaSlice<f32>>,
+        out: &mut CudaSlice<f32>,
+    ) -> Result<(), CudaError> {
         let DecodeShape { head_dim, kv_heads, group, .. } = self.shape;
         let numbers = plan.plan.sequences * kv_heads * group * head_dim;
         let row = kv_heads * group * head_dim;
         let last = plan.plan.sequences.saturating_sub(1) * query_stride.max(row) + row;
-        for (what, expected, got) in [("queries", last, queries.len()), ("outputs", numbers, out.len())] {
+        let rows = plan.plan.sequences * kv_heads * group;
+        let room = totals.as_ref().map_or(rows, |totals| totals.len());
+        for (what, expected, got) in [
+            ("queries", last, queries.len()),
+            ("outputs", numbers, out.len()),
+            ("sums of weights", rows, room),
+        ] {
             if got < expected {
                 return Err(CudaError::Shape { what, expected, got });
             }
@@ -390,6 +413,7 @@ impl DecodeAttention {
             out: out.device_ptr_mut(stream).0,
             undo,
             mean,
+            totals: totals.map_or(0, |totals| totals.device_ptr_mut(stream).0),
             kv_heads: kv_heads as i32,
             group: group as i32,
             scale: scale * std::f32::consts::LOG2_E,

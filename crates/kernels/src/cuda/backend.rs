@@ -1,27 +1,29 @@
 //! [`Backend`] on a card: checks shapes and launches kernels on one stream.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{CodecError, ExactSlot, PageLayout};
+use oscar_codec::{CodecError, ExactSlot, HostCopy, PageLayout};
 
+use super::attention::ValueTransform;
 use super::cache::CudaCache;
 use super::device::Device;
 use super::error::CudaError;
 use super::graphs::{self, Next};
-use super::norm::ColumnNorm;
+use super::outputs::LayerSinks;
 use super::plan::Split;
-use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
+use super::prefill::{PrefillPlan, PrefillPools};
+use super::products::{Ends, GatedBlock, Input, InputSource, Output, OutputNorm, Products, Projection};
 use super::routed::{Experts, RoutedBlock};
 use super::sample::Sampler;
 use super::seal::SealPools;
-use super::step::{CudaStep, StepTables, lock};
+use super::step::{CudaStep, StepTables, WindowTables, lock};
 use super::weights::{CudaExperts, CudaWeight, WeightLoader};
-use super::write::{HeadNorm, HeadNorms, WritePools};
+use super::write::{HeadNorm, HeadNorms, StepRows, WritePools};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
-    RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
+    Activation, AttentionSpec, Backend, Batch, CacheSpec, ExpertBiases, Feature, GatedMlp, KernelError,
+    Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
 };
 
 /// Pages of a segment where results must not depend on the batch.
@@ -33,9 +35,10 @@ pub struct CudaBackend {
     loader: WeightLoader,
     products: Products,
     sampler: Sampler,
-    column_norm: ColumnNorm,
     /// Kernels for mixtures of experts, compiled for the first model that has some.
     experts: OnceLock<Experts>,
+    /// Sums of weights of rows, which the share of learned sinks depends on.
+    totals: Mutex<Option<CudaSlice<f32>>>,
     deterministic: bool,
     /// Whether decode steps are recorded; `OSCAR_CUDA_RECORD=0` turns it off, to find out whether it matters.
     records: bool,
@@ -70,8 +73,8 @@ impl CudaBackend {
             loader: WeightLoader::new(&device)?,
             products: Products::new(&device, !deterministic)?,
             sampler: Sampler::new(&device)?,
-            column_norm: ColumnNorm::new(&device)?,
             experts: OnceLock::new(),
+            totals: Mutex::default(),
             deterministic,
             records: std::env::var_os("OSCAR_CUDA_RECORD").is_none_or(|value| value != "0"),
             device,
@@ -112,13 +115,19 @@ impl CudaBackend {
             let Some(norm) = norm.as_ref().filter(|norm| norm.weight.cols != spec.head_dim) else { continue };
             let gain = norm.weight.vector("a norm over all heads", columns.len())?;
             let (stride, epsilon) = (qkv.cols, norm.eps);
-            self.column_norm.run(&mut qkv.values, step.rows, stride, columns, gain, epsilon)?;
+            let norms = self.products.norms();
+            norms.norm_columns(&mut qkv.values, step.rows, stride, columns, gain, epsilon)?;
         }
         Ok(())
     }
 
     fn gain<'a>(&self, norm: &'a RmsNorm<Self>, len: usize) -> Result<&'a CudaSlice<f32>, KernelError> {
         norm.weight.vector("a norm", len)
+    }
+
+    /// The norm of what a block adds, which has `len` columns.
+    fn output_norm<'a>(&self, norm: &'a RmsNorm<Self>, len: usize) -> Result<OutputNorm<'a>, KernelError> {
+        Ok(OutputNorm { gain: self.gain(norm, len)?, epsilon: norm.eps })
     }
 
     fn projections<'a>(&self, linears: &[&'a Linear<Self>]) -> Result<Vec<Projection<'a>>, KernelError> {
@@ -143,6 +152,52 @@ impl CudaBackend {
     }
 }
 
+impl CudaBackend {
+    /// The learned sinks of a layer.
+    fn sinks<'a>(&self, spec: &'a AttentionSpec<Self>) -> Result<Option<&'a CudaSlice<f32>>, KernelError> {
+        spec.sinks.as_ref().map(|sinks| sinks.vector("learned sinks", spec.q_heads)).transpose()
+    }
+
+    /// Attention of many rows, from queries to outputs in the model's basis.
+    pub(super) fn attend_rows(
+        &self,
+        plan: &PrefillPlan,
+        pools: &PrefillPools<'_>,
+        undo: Option<ValueTransform<'_>>,
+        spec: &AttentionSpec<Self>,
+        layer: usize,
+        qkv: &CudaBuffer,
+        cache: &CudaCache,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (queries, stride, out) = (&qkv.values, qkv.cols, &mut out.values);
+        let Some(logits) = self.sinks(spec)? else {
+            return Ok(cache.prefill.launch(plan, pools, queries, stride, spec.scale, undo, out)?);
+        };
+        let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+        let totals = self.products.multiply().grown(&mut totals, plan.rows() * spec.q_heads)?;
+        cache.prefill.attend(plan, pools, queries, stride, spec.scale, Some(totals), out)?;
+        let sinks = layer_sinks(spec, layer, qkv, cache, logits, totals);
+        Ok(cache.prefill.outputs().launch(plan.rows(), undo, Some(sinks), out)?)
+    }
+
+    /// Adds the product of rows with one matrix, or the norm of that, to the hidden rows.
+    fn add_product(
+        &self,
+        step: &CudaStep,
+        x: &CudaBuffer,
+        linear: &Linear<Self>,
+        norm: Option<OutputNorm<'_>>,
+        hidden: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        expect("columns of the projection", linear.weight.rows, hidden.cols)?;
+        let source = InputSource::Plain;
+        let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
+        let projection = self.projection(linear, 0)?;
+        self.products.run_added(&self.loader, input, projection, norm, &mut hidden.values)
+    }
+}
+
 /// A norm over each head of a layer; one over all heads together is [`CudaBackend::norm_heads_together`]'s.
 fn head_norm(
     norm: Option<&RmsNorm<CudaBackend>>,
@@ -154,6 +209,44 @@ fn head_norm(
             Ok(HeadNorm { gain, epsilon: norm.eps })
         })
         .transpose()
+}
+
+/// What the share of a layer's sinks is computed from.
+fn layer_sinks<'a>(
+    spec: &AttentionSpec<CudaBackend>,
+    layer: usize,
+    qkv: &'a CudaBuffer,
+    cache: &'a CudaCache,
+    logits: &'a CudaSlice<f32>,
+    totals: &'a CudaSlice<f32>,
+) -> LayerSinks<'a> {
+    LayerSinks {
+        logits,
+        totals,
+        mean_keys: cache.mean_keys.as_ref(),
+        layer,
+        queries: &qkv.values,
+        query_stride: qkv.cols,
+        scale: spec.scale,
+    }
+}
+
+/// What the experts of a layer add, in the order of [`RoutedBlock::biases`].
+fn expert_biases<'a>(
+    mlp: &RoutedMlp<CudaBackend>,
+    biases: &'a ExpertBiases<CudaBackend>,
+) -> Result<[&'a CudaSlice<f32>; 3], KernelError> {
+    let count = mlp.gate.count;
+    Ok([
+        biases.gate.vectors("biases of the gates", count, mlp.gate.rows)?,
+        biases.up.vectors("biases of the up projections", count, mlp.up.rows)?,
+        biases.down.vectors("biases of the down projections", count, mlp.down.rows)?,
+    ])
+}
+
+/// What a step has for layers with a window.
+fn windows_of(windows: &Option<WindowTables>) -> Result<&WindowTables, CudaError> {
+    windows.as_ref().ok_or_else(|| CudaError::Unsupported("a step without tables for windows".into()))
 }
 
 fn check_cache(
@@ -185,6 +278,21 @@ impl Backend for CudaBackend {
 
     fn free_memory(&self) -> Option<usize> {
         self.device.free_memory().ok()
+    }
+
+    fn supports(&self, feature: Feature) -> bool {
+        match feature {
+            Feature::SlidingWindows
+            | Feature::OutputNorms
+            | Feature::GeluTanh
+            | Feature::ScaledEmbeddings
+            | Feature::HostPages
+            | Feature::LearnedSinks
+            | Feature::ClampedSwiglu
+            | Feature::ExpertBiases
+            | Feature::LayersWithoutRope => true,
+            Feature::HighTier => false,
+        }
     }
 
     fn weight(&self, stored: &StoredMatrix) -> Result<CudaWeight, KernelError> {
@@ -222,6 +330,16 @@ impl Backend for CudaBackend {
     fn begin_step(&self, batch: &Batch<'_>, rope: &Rope, cache: &CudaCache) -> Result<CudaStep, KernelError> {
         let split = if self.deterministic { Split::Fixed { pages: FIXED_PAGES } } else { Split::Balanced };
         CudaStep::new(&self.device, batch, rope, cache, split)
+    }
+
+    fn add_windows(
+        &self,
+        step: &mut CudaStep,
+        rope: &Rope,
+        window: usize,
+        cache: &CudaCache,
+    ) -> Result<(), KernelError> {
+        step.add_windows(rope, window, cache)
     }
 
     fn record(
@@ -264,6 +382,12 @@ impl Backend for CudaBackend {
         }
     }
 
+    fn scale(&self, step: &CudaStep, factor: f32, hidden: &mut CudaBuffer) -> Result<(), KernelError> {
+        hidden.check("hidden rows", step.rows)?;
+        let count = step.rows * hidden.cols;
+        Ok(self.products.norms().scale(&mut hidden.values, count, factor)?)
+    }
+
     fn norm_linear(
         &self,
         step: &CudaStep,
@@ -303,15 +427,18 @@ impl Backend for CudaBackend {
             keys: head_norm(spec.k_norm.as_ref(), spec.head_dim)?,
         };
         let writer = &cache.writer;
+        let write = |targets: &StepRows, windows: &Option<WindowTables>| {
+            let targets = if spec.window.is_some() { &windows_of(windows)?.targets } else { targets };
+            writer.launch_in_place(targets, layer, spec.rotates, norms, &mut qkv.values, pools)?;
+            Ok::<(), KernelError>(())
+        };
         match step.tables() {
             StepTables::Decode(tables) => {
-                writer.launch_in_place(&lock(tables).targets, layer, norms, &mut qkv.values, pools)?;
+                let tables = lock(tables);
+                write(&tables.targets, &tables.windows)
             }
-            StepTables::Prefill(tables) => {
-                writer.launch_in_place(&tables.targets, layer, norms, &mut qkv.values, pools)?;
-            }
+            StepTables::Prefill(tables) => write(&tables.targets, &tables.windows),
         }
-        Ok(())
     }
 
     fn attend(
@@ -327,29 +454,51 @@ impl Backend for CudaBackend {
         expect("columns of the attention output", spec.q_heads * spec.head_dim, out.cols)?;
         out.check("attention rows", step.rows)?;
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols)?;
-        let (undo, queries) = (cache.undo(layer), &qkv.values);
+        if spec.window.is_some() {
+            // Rows of layers that keep no history are stored as they are.
+            let pools = PrefillPools { exact: cache.exact_view(layer), sealed: None, sink: 0 };
+            let mut attend = |windows: &Option<WindowTables>| {
+                self.attend_rows(&windows_of(windows)?.plan, &pools, None, spec, layer, qkv, cache, out)
+            };
+            return match step.tables() {
+                StepTables::Decode(tables) => attend(&lock(tables).windows),
+                StepTables::Prefill(tables) => attend(&tables.windows),
+            };
+        }
+        let undo = cache.undo(layer);
         match step.tables() {
             StepTables::Decode(tables) => {
                 let plan = &mut lock(tables).plan;
                 let (exact, sealed) = (cache.exact_view(layer), cache.sealed_view(layer));
-                cache.decode.launch_and_undo(
+                let (queries, stride) = (&qkv.values, qkv.cols);
+                let Some(logits) = self.sinks(spec)? else {
+                    let out = &mut out.values;
+                    let decode = &cache.decode;
+                    return Ok(decode
+                        .launch_and_undo(plan, exact, sealed, queries, stride, spec.scale, undo, out)?);
+                };
+                let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+                let totals = self.products.multiply().grown(&mut totals, step.rows * spec.q_heads)?;
+                let to = Some(&mut *totals);
+                cache.decode.attend(
                     plan,
                     exact,
                     sealed,
                     queries,
-                    qkv.cols,
+                    stride,
                     spec.scale,
-                    undo,
+                    None,
+                    to,
                     &mut out.values,
                 )?;
+                let sinks = layer_sinks(spec, layer, qkv, cache, logits, totals);
+                Ok(cache.prefill.outputs().launch(step.rows, undo, Some(sinks), &mut out.values)?)
             }
             StepTables::Prefill(tables) => {
-                let plan = &tables.plan;
                 let pools = cache.prefill_pools(layer);
-                cache.prefill.launch(plan, &pools, queries, qkv.cols, spec.scale, undo, &mut out.values)?;
+                self.attend_rows(&tables.plan, &pools, undo, spec, layer, qkv, cache, out)
             }
         }
-        Ok(())
     }
 
     fn seal(
@@ -401,6 +550,30 @@ impl Backend for CudaBackend {
         Ok(())
     }
 
+    fn copy_host_pages(&self, copies: &[HostCopy], cache: &mut CudaCache) -> Result<(), KernelError> {
+        let CudaCache { exact, sealed, host, .. } = cache;
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let Some([host_exact, host_sealed]) = host else {
+            return Err(KernelError::Unsupported(Feature::HostPages));
+        };
+        let missing = || KernelError::PageMissing { page: 0, tier: "the sealed pool" };
+        for copy in copies {
+            match *copy {
+                HostCopy::ExactOut { from, to } => host_exact.store(exact, from.index(), to)?,
+                HostCopy::ExactIn { from, to } => host_exact.load(from, exact, to.index())?,
+                HostCopy::SealedOut { from, to } => {
+                    host_sealed.store(sealed.as_ref().ok_or_else(missing)?, from.index(), to)?;
+                }
+                HostCopy::SealedIn { from, to } => {
+                    host_sealed.load(from, sealed.as_mut().ok_or_else(missing)?, to.index())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn release_scratch(&self, _cache: &mut CudaCache) {}
 
     fn linear_add(
@@ -410,12 +583,18 @@ impl Backend for CudaBackend {
         linear: &Linear<Self>,
         hidden: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let projections = self.projections(&[linear])?;
-        expect("columns of the projection", linear.weight.rows, hidden.cols)?;
-        let source = InputSource::Plain;
-        let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
-        let output = Output { stride: hidden.cols, out: &mut hidden.values, ends: Ends::Add };
-        self.products.run(&self.loader, input, &projections, output)
+        self.add_product(step, x, linear, None, hidden)
+    }
+
+    fn linear_norm_add(
+        &self,
+        step: &CudaStep,
+        x: &CudaBuffer,
+        linear: &Linear<Self>,
+        norm: &RmsNorm<Self>,
+        hidden: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        self.add_product(step, x, linear, Some(self.output_norm(norm, hidden.cols)?), hidden)
     }
 
     fn gated_mlp(
@@ -431,8 +610,9 @@ impl Backend for CudaBackend {
         let source =
             InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
         let [gate, up, down] = [&mlp.gate, &mlp.up, &mlp.down].map(|linear| self.projection(linear, 0));
-        let block = GatedBlock { gate: gate?, up: up?, down: down? };
-        self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block)
+        let block = GatedBlock { activation: mlp.activation, gate: gate?, up: up?, down: down? };
+        let norm = mlp.output_norm.as_ref().map(|norm| self.output_norm(norm, cols)).transpose()?;
+        self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block, norm)
     }
 
     fn experts(&self, stored: &[StoredMatrix]) -> Result<CudaExperts, KernelError> {
@@ -456,6 +636,8 @@ impl Backend for CudaBackend {
             gate: &mlp.gate,
             up: &mlp.up,
             down: &mlp.down,
+            activation: mlp.activation,
+            biases: mlp.biases.as_ref().map(|biases| expert_biases(mlp, biases)).transpose()?,
         };
         let norm =
             InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
@@ -465,8 +647,9 @@ impl Backend for CudaBackend {
         if let Some(shared) = &mlp.shared {
             let [gate, up, down] =
                 [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(linear, 0));
-            let shared = GatedBlock { gate: gate?, up: up?, down: down? };
-            self.products.run_gated(&self.loader, &mut hidden.values, rows, norm, shared)?;
+            let activation = Activation::Silu;
+            let shared = GatedBlock { activation, gate: gate?, up: up?, down: down? };
+            self.products.run_gated(&self.loader, &mut hidden.values, rows, norm, shared, None)?;
         }
         experts.combine(&mut hidden.values, rows, &block)
     }

@@ -3,9 +3,10 @@
 use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
+use super::prefill::Products;
 use super::tuning::DecodeShape;
 use super::weights::TileKind;
-use super::{multiply, norm, prefill, routed, sample, weights};
+use super::{multiply, norm, outputs, prefill, routed, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.
 #[test]
@@ -50,10 +51,14 @@ fn the_list_of_configurations_is_that_of_the_product() {
             ("fp8", fp8),
         ] {
             let shape = DecodeShape { head_dim, kv_heads: 1, group: 1, sealed };
-            let source = prefill::source(&shape).unwrap();
+            let source = prefill::source(&shape, Products::Warps).unwrap();
             kernels.push(entry(format!("prefill {name} d{head_dim}"), source));
+            if Products::of("sm_90a", head_dim) == Products::Warpgroups {
+                let source = prefill::source(&shape, Products::Warpgroups).unwrap();
+                kernels.push(entry(format!("prefill of warpgroups {name} d{head_dim}"), source));
+            }
         }
-        let source = prefill::undo_source(head_dim);
+        let source = outputs::source(head_dim);
         kernels.push(entry(format!("undo d{head_dim}"), source));
     }
     let expected = serde_json::json!({ "options": OPTIONS, "kernels": kernels });

@@ -11,12 +11,13 @@ use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Sid
 use super::attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 use super::device::Device;
 use super::error::CudaError;
+use super::host::HostPages;
 use super::prefill::{PrefillAttention, PrefillPools};
 use super::seal::PageSealer;
 use super::step::SpareTables;
 use super::tuning::DecodeShape;
 use super::write::RowWriter;
-use crate::backend::CacheSpec;
+use crate::backend::{CacheSpec, HostSlots};
 
 /// Page pools on the card.
 pub struct CudaCache {
@@ -28,7 +29,11 @@ pub struct CudaCache {
     pub(super) sealer: Option<Mutex<PageSealer>>,
     pub(super) decode: DecodeAttention,
     pub(super) prefill: PrefillAttention,
+    /// bf16 and sealed pages in the host's memory, if there is room for any.
+    pub(super) host: Option<[HostPages; 2]>,
     undo: Option<Undo>,
+    /// What keys are stored less of, in the basis of the pages: `[layer][KV head][channel]`.
+    pub(super) mean_keys: Option<CudaSlice<f32>>,
     /// Tables of decode steps that are over.
     pub(super) spare_tables: SpareTables,
 }
@@ -77,7 +82,18 @@ impl CudaCache {
             sealer: codec.map(|codec| PageSealer::new(device, codec)).transpose()?.map(Mutex::new),
             decode: DecodeAttention::new(device, shape)?,
             prefill: PrefillAttention::new(device, shape)?,
+            host: match spec.host {
+                HostSlots { exact: 0, sealed: 0 } => None,
+                HostSlots { exact, sealed } => {
+                    let sealed_bytes = codec.map_or(0, PageCodec::page_bytes);
+                    Some([
+                        HostPages::new(device, exact, layers * head)?,
+                        HostPages::new(device, sealed, sealed_bytes)?,
+                    ])
+                }
+            },
             undo: codec.map(|codec| Undo::new(device, codec)).transpose()?.flatten(),
+            mean_keys: codec.map(|codec| mean_keys(device, codec)).transpose()?.flatten(),
             spare_tables: SpareTables::default(),
             spec: spec.clone(),
         })
@@ -107,13 +123,9 @@ impl CudaCache {
     /// All pools, as the attention of many rows reads a layer of them.
     pub(super) fn prefill_pools(&self, layer: usize) -> PrefillPools<'_> {
         PrefillPools {
-            exact: &self.exact,
-            exact_slots: self.spec.slots,
-            scratch: self.scratch.as_ref(),
-            sealed: self.sealed_view(layer).map(|view| (view.memory, view.offset, view.stride)),
+            exact: self.exact_view(layer),
+            sealed: self.sealed_view(layer),
             sink: self.spec.sealed.as_ref().map_or(0, |sealed| sealed.windows.sink * PAGE_TOKENS),
-            layer,
-            all_layers: self.spec.geometry.layers,
         }
     }
 
@@ -124,15 +136,31 @@ impl CudaCache {
     }
 }
 
-/// The format of all layers: a kernel reads one.
+/// The format of all layers that keep history: a kernel reads one.
 fn one_layout(codec: &PageCodec) -> Result<PageLayout, CudaError> {
-    let layout = codec.layout(0);
-    match (0..codec.geometry().layers).find(|&layer| codec.layout(layer) != layout) {
+    let mut layers = (0..codec.geometry().layers).filter(|&layer| codec.has_history(layer));
+    let Some(first) = layers.next() else { return Ok(codec.layout(0)) };
+    match layers.find(|&layer| codec.layout(layer) != codec.layout(first)) {
         Some(layer) => Err(CudaError::Unsupported(format!(
-            "layer {layer} is kept in another format than layer 0: the CUDA kernels read one format"
+            "layer {layer} is kept in another format than layer {first}: the CUDA kernels read one format"
         ))),
-        None => Ok(layout),
+        None => Ok(codec.layout(first)),
     }
+}
+
+/// The mean keys of all heads in the basis of the pages, if any head has one.
+fn mean_keys(device: &Arc<Device>, codec: &PageCodec) -> Result<Option<CudaSlice<f32>>, CudaError> {
+    let KvGeometry { layers, kv_heads, head_dim } = codec.geometry();
+    let (mut means, mut any) = (Vec::new(), false);
+    for (layer, head) in (0..layers).flat_map(|layer| (0..kv_heads).map(move |head| (layer, head))) {
+        let transform = codec
+            .transform(HeadIndex { layer, head }, Side::Key)
+            .map_err(|error| CudaError::Unsupported(error.to_string()))?;
+        let mean = transform.stored_mean();
+        any |= mean.is_some();
+        means.extend(mean.unwrap_or_else(|| vec![0.0; head_dim]));
+    }
+    if any { Ok(Some(device.stream().clone_htod(&means)?)) } else { Ok(None) }
 }
 
 impl Undo {

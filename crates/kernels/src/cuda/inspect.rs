@@ -9,7 +9,8 @@ use super::backend::{CudaBackend, CudaBuffer};
 use super::cache::CudaCache;
 use super::error::CudaError;
 use super::page_order::PageOrder;
-use super::step::CudaStep;
+use super::prefill::PrefillPools;
+use super::step::{CudaStep, prefill_sequences};
 use super::weights::CudaWeight;
 use crate::backend::{AttentionSpec, KernelError, expect};
 use crate::inspect::{Inspect, KvRows, StandIn};
@@ -135,13 +136,10 @@ impl Inspect for CudaBackend {
         out.check("attention rows", step.rows)?;
         // A history of whole positions: the end of a row is at most its own.
         let end = |_: &StepSequence, position: usize| ends(position).min(position + 1);
-        let plan = cache.prefill.plan(&step.sequences, &end)?;
-        let view = cache.exact_view(layer);
-        let mut pools = exact.prefill_pools(layer);
-        pools.sealed = Some((view.memory, view.offset, view.stride));
-        pools.sink = 0;
+        let plan = cache.prefill.plan(&prefill_sequences(&step.sequences, &end), None)?;
+        let (exact, sealed) = (exact.exact_view(layer), Some(cache.exact_view(layer)));
+        let pools = PrefillPools { exact, sealed, sink: 0 };
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
-        let stride = qkv.cols();
-        Ok(cache.prefill.launch(&plan, &pools, &qkv.values, stride, spec.scale, None, &mut out.values)?)
+        self.attend_rows(&plan, &pools, None, spec, layer, qkv, cache, out)
     }
 }

@@ -13,7 +13,7 @@ use super::device::{Device, KernelVersions, OWN_MEMORY, launch_overlapping};
 use super::error::CudaError;
 use super::products::{Ends, Input, InputSource, Output, Projection};
 use super::weights::{TILE_COLUMNS, TILE_ROWS, TileKind};
-use crate::backend::KernelError;
+use crate::backend::{Activation, KernelError};
 
 /// Rows of a launch, at most.
 pub(super) const MOST_ROWS: usize = 64;
@@ -27,7 +27,7 @@ const LARGE_MEMORY: usize = 160_000;
 const MOST_FUSED_ROWS: usize = 2;
 
 /// Where kinds of tiles have a number, that of several.
-const MIXED: usize = 5;
+const MIXED: usize = 6;
 
 /// One way to multiply; there is a kernel of each for every kind of tiles, and one for several kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -115,6 +115,7 @@ struct SourceArguments {
     epsilon: f32,
     kind: i32,
     columns: i32,
+    activation: i32,
 }
 
 #[repr(C)]
@@ -159,6 +160,7 @@ struct MultiplyArguments {
     units: i32,
     ends: i32,
     ring_bytes: i32,
+    activation: i32,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
 unsafe impl DeviceRepr for MultiplyArguments {}
@@ -251,17 +253,21 @@ impl Multiply {
         Ok(slice)
     }
 
-    fn source_arguments(&self, input: &Input<'_>, first: usize) -> SourceArguments {
+    fn source_arguments(&self, input: &Input<'_>, first: usize) -> Result<SourceArguments, CudaError> {
         let stream = self.device.stream();
-        let (gain, epsilon, indices, kind) = match input.source {
+        let (gain, epsilon, indices) = match input.source {
             InputSource::Normed { gain, epsilon, indices } => {
-                (gain.device_ptr(stream).0, epsilon, indices.map(|indices| indices.device_ptr(stream).0), 0)
+                (gain.device_ptr(stream).0, epsilon, indices.map(|indices| indices.device_ptr(stream).0))
             }
-            InputSource::Gated => (0, 0.0, None, 1),
-            InputSource::Plain => (0, 0.0, None, 2),
+            InputSource::Gated(_) | InputSource::Plain => (0, 0.0, None),
+        };
+        let (kind, activation) = match input.source {
+            InputSource::Normed { .. } => (0, Activation::default()),
+            InputSource::Gated(activation) => (1, activation),
+            InputSource::Plain => (2, Activation::default()),
         };
         let x = input.x.device_ptr(stream).0;
-        SourceArguments {
+        Ok(SourceArguments {
             x: if indices.is_some() { x } else { x + (first * input.stride * 4) as u64 },
             gain,
             rows: indices.map_or(0, |indices| indices + 4 * first as u64),
@@ -269,7 +275,8 @@ impl Multiply {
             epsilon,
             kind,
             columns: input.columns as i32,
-        }
+            activation: activation_number(activation)?,
+        })
     }
 
     /// Prepares some rows in one format: in column tiles, or one after the other where these are 0.
@@ -297,7 +304,7 @@ impl Multiply {
         let out = out.device_ptr_mut(stream).0;
         let sums = self.grown(&mut scratch.sums, sums)?.device_ptr_mut(stream).0;
         let arguments = PackArguments {
-            source: self.source_arguments(input, first),
+            source: self.source_arguments(input, first)?,
             out,
             sums,
             factors: self.grown(&mut scratch.factors, rows)?.device_ptr_mut(stream).0,
@@ -325,7 +332,12 @@ impl Multiply {
         let steps = input.columns.div_ceil(TILE_COLUMNS);
         let floats = projections.iter().filter(|other| other.weight.kind == TileKind::Floats).count();
         let (wide, codes) = (floats > 0, floats < projections.len());
-        let halves = if output.ends == Ends::Gate { 2 } else { 1 };
+        let (ends, activation) = match output.ends {
+            Ends::Set => (0, Activation::default()),
+            Ends::Add => (1, Activation::default()),
+            Ends::Gate(activation) => (2, activation),
+        };
+        let halves = if matches!(output.ends, Ends::Gate(_)) { 2 } else { 1 };
         let ring_bytes = WARPS * if wide { self.rings.floats } else { self.rings.codes };
         let operand_bytes =
             rows * steps * (usize::from(wide) * 128 + usize::from(codes) * (128 + 4 * size_of::<f32>()));
@@ -335,7 +347,7 @@ impl Multiply {
         };
         let fits = |variant: Variant| match variant.fused {
             true => {
-                let gated = matches!(input.source, InputSource::Gated);
+                let gated = matches!(input.source, InputSource::Gated(_));
                 rows <= MOST_FUSED_ROWS
                     && !gated
                     && memory(variant) + OWN_MEMORY <= self.device.block_memory()
@@ -375,7 +387,7 @@ impl Multiply {
         };
         let arguments = MultiplyArguments {
             matrices,
-            source: self.source_arguments(input, first),
+            source: self.source_arguments(input, first)?,
             bf16: address(&mut scratch.bf16),
             f16: address(&mut scratch.f16),
             sums: self.grown(&mut scratch.sums, 1)?.device_ptr_mut(stream).0,
@@ -386,8 +398,9 @@ impl Multiply {
             rows: rows as i32,
             steps: steps as i32,
             units: units as i32,
-            ends: output.ends as i32,
+            ends,
             ring_bytes: ring_bytes as i32,
+            activation: activation_number(activation)?,
         };
         // Codes take more instructions than bytes, so two blocks of them share a multiprocessor.
         let blocks = if wide { 1 } else { 2 } * self.device.multiprocessors();
@@ -398,6 +411,17 @@ impl Multiply {
         };
         // SAFETY: shapes were checked, activations were packed for as many rows, and scratch is as large as the kernel uses.
         Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
+    }
+}
+
+/// What the kernels call an activation, where it has no settings.
+pub(super) fn activation_number(activation: Activation) -> Result<i32, CudaError> {
+    match activation {
+        Activation::Silu => Ok(0),
+        Activation::GeluTanh => Ok(1),
+        Activation::ClampedSwiglu { .. } => {
+            Err(CudaError::Unsupported("clamped activations outside of experts".into()))
+        }
     }
 }
 

@@ -5,6 +5,16 @@
 //! elements lie in the order in which the 32 lanes of a warp hold the operands of a matrix instruction: 16 bytes per
 //! lane, 512 per load, no shuffles. A page has as many bytes as on the CPU.
 //!
+//! A bf16 tile is squares of eight rows and 16 bytes, which all matrix instructions read from shared memory, one square for
+//! each eight channels:
+//!
+//! ```text
+//!   keys                              values
+//!   token 0:  channels 0 1 .. 7       channel 0:  tokens 0 1 .. 7
+//!   token 1:  channels 0 1 .. 7       channel 1:  tokens 0 1 .. 7
+//!   ...                               ...
+//! ```
+//!
 //! Banded keys have other codes in the place of 2-bit ones. Of each sixteen channels of a token a lane has four, in the
 //! four bytes of a word, and the sixteens of a token follow one another inside these bytes, strongest first:
 //!
@@ -199,9 +209,9 @@ impl PageOrder {
         let (word, lane, byte, shift) = match (self.bits(), side) {
             (16, Side::Key) => {
                 let (chunk, inner) = (channel / 32, channel % 32);
-                (chunk * 4 + inner % 8 / 2, token * 4 + inner / 8, inner % 2 * 2, 0)
+                (chunk * 4 + inner % 8 / 2, inner / 8 * 8 + token, inner % 2 * 2, 0)
             }
-            (16, Side::Value) => (channel / 8, channel % 8 * 4 + token / 2, token % 2 * 2, 0),
+            (16, Side::Value) => (channel / 32 * 4 + token / 2, channel % 32, token % 2 * 2, 0),
             (8, Side::Key) => {
                 let (step, inner) = (channel / 16, channel % 16);
                 let word = token / 8 * (self.head_dim() / 16) + step;

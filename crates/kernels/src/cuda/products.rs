@@ -12,8 +12,9 @@ use super::blas::{Blas, DenseProduct};
 use super::device::Device;
 use super::error::CudaError;
 use super::multiply::{Format, MOST_MATRICES, MOST_ROWS, Multiply, Scratch};
+use super::norm::Norms;
 use super::weights::{CudaWeight, WeightLoader};
-use crate::backend::{KernelError, expect};
+use crate::backend::{Activation, KernelError, expect};
 
 /// What is multiplied.
 #[derive(Clone, Copy)]
@@ -35,8 +36,8 @@ pub(super) struct Input<'a> {
 pub(super) enum InputSource<'a> {
     /// A root-mean-square norm; `indices` names the rows where they are not the first ones.
     Normed { gain: &'a CudaSlice<f32>, epsilon: f32, indices: Option<&'a CudaSlice<u32>> },
-    /// `silu(first half) * second half`.
-    Gated,
+    /// `activation(first half) * second half`.
+    Gated(Activation),
     /// Nothing.
     Plain,
 }
@@ -60,30 +61,41 @@ pub(super) struct Output<'a> {
 }
 
 /// What happens to the results of a product.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) enum Ends {
     /// They are stored.
-    Set = 0,
+    Set,
     /// They are added to what is there.
-    Add = 1,
-    /// `silu(first matrix) * second matrix` is stored.
-    Gate = 2,
+    Add,
+    /// `activation(first matrix) * second matrix` is stored.
+    Gate(Activation),
 }
 
 /// The three matrices of a gated feed-forward block.
 pub(super) struct GatedBlock<'a> {
+    pub(super) activation: Activation,
     pub(super) gate: Projection<'a>,
     pub(super) up: Projection<'a>,
     pub(super) down: Projection<'a>,
+}
+
+/// A norm of what a block adds to the hidden rows.
+#[derive(Clone, Copy)]
+pub(super) struct OutputNorm<'a> {
+    pub(super) gain: &'a CudaSlice<f32>,
+    pub(super) epsilon: f32,
 }
 
 /// The products of one card.
 pub(super) struct Products {
     multiply: Multiply,
     blas: Option<Blas>,
+    norms: Norms,
     scratch: Mutex<Scratch>,
     /// Activations inside a gated block.
     gated: Mutex<Option<CudaSlice<f32>>>,
+    /// Results before their norm.
+    outputs: Mutex<Option<CudaSlice<f32>>>,
 }
 
 impl Products {
@@ -92,8 +104,10 @@ impl Products {
         Ok(Products {
             multiply: Multiply::new(device)?,
             blas: if dense { Blas::open(device)? } else { None },
+            norms: Norms::new(device)?,
             scratch: Mutex::default(),
             gated: Mutex::default(),
+            outputs: Mutex::default(),
         })
     }
 
@@ -107,6 +121,11 @@ impl Products {
         &self.multiply
     }
 
+    /// Norms that are launches of their own.
+    pub(super) fn norms(&self) -> &Norms {
+        &self.norms
+    }
+
     /// Whether products of many rows go through cuBLASLt.
     pub(super) fn has_blas(&self) -> bool {
         self.blas.is_some()
@@ -117,7 +136,8 @@ impl Products {
         self.blas.as_ref().filter(|_| rows > MOST_ROWS)
     }
 
-    /// Adds `down(silu(gate(x)) * up(x))` to the first rows of `hidden`, where `x` is what `source` makes of them.
+    /// Adds `down(activation(gate(x)) * up(x))`, or the norm of that, to the first rows of `hidden`, where `x` is what
+    /// `source` makes of them.
     pub(super) fn run_gated(
         &self,
         loader: &WeightLoader,
@@ -125,8 +145,9 @@ impl Products {
         rows: usize,
         source: InputSource<'_>,
         block: GatedBlock<'_>,
+        norm: Option<OutputNorm<'_>>,
     ) -> Result<(), KernelError> {
-        let GatedBlock { gate, up, down } = block;
+        let GatedBlock { activation, gate, up, down } = block;
         let (stride, columns) = (gate.weight.cols, gate.weight.rows);
         let input = Input { x: &*hidden, stride, rows, columns: stride, source };
         let mut inner = self.gated.lock().unwrap_or_else(PoisonError::into_inner);
@@ -139,17 +160,35 @@ impl Products {
                 let up = Projection { first_column: columns, ..up };
                 let output = Output { out: &mut *inner, stride: 2 * columns, ends: Ends::Set };
                 self.run(loader, input, &[gate, up], output)?;
-                (2 * columns, InputSource::Gated)
+                (2 * columns, InputSource::Gated(activation))
             }
             false => {
-                let output = Output { out: &mut *inner, stride: columns, ends: Ends::Gate };
+                let output = Output { out: &mut *inner, stride: columns, ends: Ends::Gate(activation) };
                 self.run(loader, input, &[gate, up], output)?;
                 (columns, InputSource::Plain)
             }
         };
         let input = Input { x: &*inner, stride: inner_stride, rows, columns, source };
-        let output = Output { out: hidden, stride, ends: Ends::Add };
-        self.run(loader, input, &[down], output)
+        self.run_added(loader, input, down, norm, hidden)
+    }
+
+    /// Adds the product of rows with one matrix, or the norm of that, to the first rows of `hidden`.
+    pub(super) fn run_added(
+        &self,
+        loader: &WeightLoader,
+        input: Input<'_>,
+        projection: Projection<'_>,
+        norm: Option<OutputNorm<'_>>,
+        hidden: &mut CudaSlice<f32>,
+    ) -> Result<(), KernelError> {
+        let (rows, stride) = (input.rows, projection.weight.rows);
+        let Some(norm) = norm else {
+            return self.run(loader, input, &[projection], Output { out: hidden, stride, ends: Ends::Add });
+        };
+        let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        let outputs = self.multiply.grown(&mut outputs, rows * stride)?;
+        self.run(loader, input, &[projection], Output { out: &mut *outputs, stride, ends: Ends::Set })?;
+        Ok(self.norms.add_normed(outputs, rows, stride, norm.gain, norm.epsilon, hidden)?)
     }
 
     /// Multiplies rows with up to three matrices of the same number of columns.
@@ -182,7 +221,7 @@ impl Products {
             if got >= expected { Ok(()) } else { Err(KernelError::Shape { what, expected, got }) }
         };
         at_least("matrices of a product, at most", projections.len(), MOST_MATRICES)?;
-        if output.ends == Ends::Gate {
+        if matches!(output.ends, Ends::Gate(_)) {
             let rows: Vec<usize> = projections.iter().map(|projection| projection.weight.rows).collect();
             let [gate, up] = rows[..] else {
                 return Err(KernelError::Shape { what: "matrices of a gate", expected: 2, got: rows.len() });
@@ -190,7 +229,7 @@ impl Products {
             expect("outputs of the up projection", gate, up)?;
         }
         let width =
-            if matches!(input.source, InputSource::Gated) { 2 * input.columns } else { input.columns };
+            if matches!(input.source, InputSource::Gated(_)) { 2 * input.columns } else { input.columns };
         at_least("columns of activations", width, input.stride)?;
         match input.source {
             InputSource::Normed { gain, indices, .. } => {

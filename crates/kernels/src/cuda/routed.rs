@@ -10,10 +10,10 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, launch_overlapping};
 use super::error::CudaError;
-use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, result_bytes};
+use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, activation_number, result_bytes};
 use super::products::{Ends, Input, InputSource, Output, Products, Projection};
 use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
-use crate::backend::{KernelError, expect};
+use crate::backend::{Activation, KernelError, expect};
 use crate::routing::{Routing, Scores};
 
 /// Rows of a job in eights: for decode steps, and for prompts.
@@ -74,6 +74,7 @@ struct ListedArguments {
 #[derive(Clone, Copy)]
 struct ExpertArguments {
     tiles: [u64; 2],
+    biases: [u64; 2],
     jobs: u64,
     job_count: u64,
     order: u64,
@@ -85,6 +86,9 @@ struct ExpertArguments {
     tile_rows: i32,
     halves: i32,
     choices_per_row: i32,
+    activation: i32,
+    alpha: f32,
+    limit: f32,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
 unsafe impl DeviceRepr for ExpertArguments {}
@@ -109,6 +113,21 @@ pub(super) struct RoutedBlock<'a> {
     pub(super) gate: &'a CudaExperts,
     pub(super) up: &'a CudaExperts,
     pub(super) down: &'a CudaExperts,
+    pub(super) activation: Activation,
+    /// What experts add: to gates, to what these multiply, and to the results.
+    pub(super) biases: Option<[&'a CudaSlice<f32>; 3]>,
+}
+
+/// What the chosen experts multiply with: a gate and what it multiplies, or one matrix.
+#[derive(Clone, Copy)]
+struct ExpertProduct<'a> {
+    experts: &'a [&'a CudaExperts],
+    /// What is added to the results of each.
+    biases: [Option<&'a CudaSlice<f32>>; 2],
+    /// Of the gate.
+    activation: Activation,
+    /// Choices that share a row of activations.
+    choices_per_row: usize,
 }
 
 /// Memory for the rows of a call, which grows with the most of them.
@@ -181,13 +200,26 @@ impl Experts {
         };
         multiply.pack(&input, 0, rows, 0, format(block.gate), &mut memory.packed)?;
         multiply.grown(&mut memory.inner, choices * inner)?;
-        self.multiply(&[block.gate, block.up], rows, rule.top_k, memory)?;
+        let [gate_bias, up_bias, down_bias] = block.biases.map_or([None; 3], |biases| biases.map(Some));
+        let product = ExpertProduct {
+            experts: &[block.gate, block.up],
+            biases: [gate_bias, up_bias],
+            activation: block.activation,
+            choices_per_row: rule.top_k,
+        };
+        self.multiply(&product, rows, memory)?;
         let Some(inner_rows) = &memory.inner else { unreachable!("it was made above") };
         let source = InputSource::Plain;
         let input = Input { x: inner_rows, stride: inner, rows: choices, columns: inner, source };
         multiply.pack(&input, 0, choices, 0, format(block.down), &mut memory.packed)?;
         multiply.grown(&mut memory.products, choices * columns)?;
-        self.multiply(&[block.down], rows, 1, memory)
+        let product = ExpertProduct {
+            experts: &[block.down],
+            biases: [down_bias, None],
+            activation: block.activation,
+            choices_per_row: 1,
+        };
+        self.multiply(&product, rows, memory)
     }
 
     /// Chooses experts for all rows and sorts the choices.
@@ -243,12 +275,12 @@ impl Experts {
     /// Multiplies what was packed: a gate and what it multiplies to the inner rows, or one matrix to the products.
     fn multiply(
         &self,
-        experts: &[&CudaExperts],
+        product: &ExpertProduct<'_>,
         rows: usize,
-        choices_per_row: usize,
         memory: &mut Memory,
     ) -> Result<(), KernelError> {
         let stream = self.device.stream();
+        let ExpertProduct { experts, biases, activation, choices_per_row } = *product;
         let (first, last) = (experts[0], experts[experts.len() - 1]);
         let column_tiles = column_tiles(rows);
         let source = || experts_source(column_tiles, first.kind, self.rings);
@@ -258,8 +290,13 @@ impl Experts {
         let jobs = memory.jobs.as_ref().map_or(0, |jobs| jobs.device_ptr(stream).0);
         let out = if experts.len() == 2 { &memory.inner } else { &memory.products };
         let packed = memory.packed.addresses(&self.device);
+        let (number, alpha, limit) = match activation {
+            Activation::ClampedSwiglu { alpha, limit } => (2, alpha, limit),
+            plain => (activation_number(plain)?, 0.0, 0.0),
+        };
         let arguments = ExpertArguments {
-            tiles: [first.tiles.device_ptr(stream).0, last.tiles.device_ptr(stream).0],
+            tiles: [first.tiles()?.device_ptr(stream).0, last.tiles()?.device_ptr(stream).0],
+            biases: biases.map(|bias| bias.map_or(0, |bias| bias.device_ptr(stream).0)),
             jobs: jobs + 16,
             job_count: jobs,
             order: memory.order.as_ref().map_or(0, |order| order.device_ptr(stream).0),
@@ -277,6 +314,9 @@ impl Experts {
             tile_rows: first.rows.div_ceil(TILE_ROWS) as i32,
             halves: experts.len() as i32,
             choices_per_row: choices_per_row as i32,
+            activation: number,
+            alpha,
+            limit,
         };
         // As many blocks as are on the card at once.
         let alone = column_tiles > 1 || first.kind == TileKind::Floats;
@@ -326,7 +366,7 @@ fn column_tiles(rows: usize) -> usize {
 
 /// Checks that matrices and rule fit together and that there are kernels for them.
 fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
-    let RoutedBlock { router, correction, routing, gate, up, down } = block;
+    let RoutedBlock { router, correction, routing, gate, up, down, activation: _, biases: _ } = block;
     let experts = routing.rule().experts;
     expect("outputs of a router", experts, router.weight.rows)?;
     if let Some(correction) = correction {

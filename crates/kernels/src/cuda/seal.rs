@@ -64,6 +64,15 @@ pub struct SealFailure {
 }
 
 /// The kernel's argument.
+/// What becomes of the pages of a layer; the kernel knows the numbers.
+enum SealedLayer {
+    /// bf16 pages stay as they are.
+    Copied = 0,
+    Encoded = 1,
+    /// The layer keeps no history.
+    None = 2,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -243,7 +252,12 @@ impl PageSealer {
         for layer in 0..geometry.layers {
             let offset = u32::try_from(codec.layer_offset(layer))
                 .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
-            layers.extend([offset, u32::from(!matches!(codec.layout(layer), PageLayout::Bf16(_)))]);
+            let kind = match codec.layout(layer) {
+                _ if !codec.has_history(layer) => SealedLayer::None,
+                PageLayout::Bf16(_) => SealedLayer::Copied,
+                _ => SealedLayer::Encoded,
+            };
+            layers.extend([offset, kind as u32]);
             for head in 0..geometry.kv_heads {
                 for side in [Side::Key, Side::Value] {
                     let rule = code_rule(codec, HeadIndex { layer, head }, side)?;

@@ -15,6 +15,7 @@ use super::error::CudaError;
 use super::graphs::{Recordings, Signature};
 use super::plan::{DecodeSequence, Split};
 use super::prefill::PrefillPlan;
+use super::row_blocks::PrefillSequence;
 use super::write::{RowTarget, StepRows};
 use crate::backend::{Batch, KernelError, Rope};
 use crate::sequence::{StepSequence, step_sequences};
@@ -43,6 +44,13 @@ pub(super) struct PrefillTables {
     pub(super) tokens: CudaSlice<u32>,
     pub(super) targets: StepRows,
     pub(super) plan: PrefillPlan,
+    pub(super) windows: Option<WindowTables>,
+}
+
+/// What layers with a window read of a step.
+pub(super) struct WindowTables {
+    pub(super) targets: StepRows,
+    pub(super) plan: PrefillPlan,
 }
 
 /// The tables of a decode step.
@@ -50,6 +58,7 @@ pub(super) struct DecodeTables {
     pub(super) tokens: CudaSlice<u32>,
     pub(super) targets: StepRows,
     pub(super) plan: DevicePlan,
+    pub(super) windows: Option<WindowTables>,
     pub(super) recordings: Recordings,
 }
 
@@ -59,6 +68,10 @@ impl DecodeTables {
         let mut signature = vec![self.tokens.device_ptr(device.stream()).0];
         signature.extend(self.targets.signature(device));
         signature.extend(self.plan.signature(device));
+        if let Some(windows) = &self.windows {
+            signature.extend(windows.targets.signature(device));
+            signature.extend(windows.plan.signature(device));
+        }
         signature
     }
 }
@@ -103,6 +116,7 @@ impl CudaStep {
                         tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
                         targets: cache.writer.step(&targets, rope)?,
                         plan: cache.decode.plan(split, &decode)?,
+                        windows: None,
                         recordings: Recordings::default(),
                     })),
                 };
@@ -113,12 +127,45 @@ impl CudaStep {
                 StepTables::Prefill(Box::new(PrefillTables {
                     tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
                     targets: cache.writer.step(&targets, rope)?,
-                    plan: cache.prefill.plan(&sequences, &end)?,
+                    plan: cache.prefill.plan(&prefill_sequences(&sequences, &end), None)?,
+                    windows: None,
                 }))
             }
         };
         let (tables, spare) = (Some(tables), cache.spare_tables.clone());
         Ok(CudaStep { rows, largest_token, sequences, tables, spare })
+    }
+
+    /// Adds what layers with a window read.
+    pub(super) fn add_windows(
+        &mut self,
+        rope: &Rope,
+        window: usize,
+        cache: &CudaCache,
+    ) -> Result<(), KernelError> {
+        self.sequences.iter().try_for_each(|sequence| sequence.check_window(window))?;
+        let targets = row_targets(&self.sequences);
+        let mut rows = prefill_sequences(&self.sequences, &|_, _| 0);
+        rows.iter_mut().for_each(|sequence| sequence.sealed = &[]);
+        let add = |windows: &mut Option<WindowTables>| -> Result<(), CudaError> {
+            match windows {
+                Some(WindowTables { targets: on_device, plan }) => {
+                    cache.writer.update(on_device, &targets, rope)?;
+                    cache.prefill.replan(plan, &rows, Some(window))
+                }
+                None => {
+                    let plan = cache.prefill.plan(&rows, Some(window))?;
+                    *windows = Some(WindowTables { targets: cache.writer.step(&targets, rope)?, plan });
+                    Ok(())
+                }
+            }
+        };
+        match &mut self.tables {
+            Some(StepTables::Decode(tables)) => add(&mut lock(tables).windows)?,
+            Some(StepTables::Prefill(tables)) => add(&mut tables.windows)?,
+            None => {}
+        }
+        Ok(())
     }
 
     pub(super) fn tables(&self) -> &StepTables {
@@ -144,6 +191,23 @@ fn row_targets(sequences: &[StepSequence]) -> Vec<RowTarget> {
         );
     }
     targets
+}
+
+/// The rows of a step as attention of many rows takes them; `end` says of a sequence and a position where its history ends.
+pub(super) fn prefill_sequences<'a>(
+    sequences: &'a [StepSequence],
+    end: &dyn Fn(&StepSequence, usize) -> usize,
+) -> Vec<PrefillSequence<'a>> {
+    sequences
+        .iter()
+        .map(|sequence| PrefillSequence {
+            first_row: sequence.first_row,
+            start: sequence.start,
+            exact: &sequence.pages,
+            sealed: sequence.all_sealed_slots(),
+            ends: (sequence.start..sequence.start + sequence.len).map(|at| end(sequence, at)).collect(),
+        })
+        .collect()
 }
 
 /// The rows of a step as the decode kernel takes them: one row of every sequence that has any, or `every_row` of each.

@@ -35,18 +35,27 @@ pub(super) enum TileKind {
     Sixteens = 3,
     /// E4M3, a scale for each row.
     Fp8 = 4,
+    /// E2M1, an exponent for 32 columns.
+    Mxfp4 = 5,
 }
 
 impl TileKind {
     /// All of them.
     #[cfg(test)]
-    pub(super) const ALL: [TileKind; 5] =
-        [TileKind::Floats, TileKind::Nibbles, TileKind::Bytes, TileKind::Sixteens, TileKind::Fp8];
+    pub(super) const ALL: [TileKind; 6] = [
+        TileKind::Floats,
+        TileKind::Nibbles,
+        TileKind::Bytes,
+        TileKind::Sixteens,
+        TileKind::Fp8,
+        TileKind::Mxfp4,
+    ];
 
     /// The kind in which a stored matrix is kept. FP8 whose scales change inside a tile becomes bf16.
     fn of(stored: &StoredMatrix) -> TileKind {
         match stored.dtype {
-            DType::F32 | DType::F16 | DType::BF16 | DType::Mxfp4 => TileKind::Floats,
+            DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
+            DType::Mxfp4 => TileKind::Mxfp4,
             DType::F8E4M3 => match &stored.scales {
                 Some(scales) if scale_columns(scales, stored.cols).is_some() => TileKind::Fp8,
                 _ => TileKind::Floats,
@@ -65,6 +74,7 @@ impl TileKind {
             TileKind::Bytes => "bytes",
             TileKind::Sixteens => "sixteens",
             TileKind::Fp8 => "FP8",
+            TileKind::Mxfp4 => "MXFP4",
         }
     }
 
@@ -75,14 +85,14 @@ impl TileKind {
             TileKind::Bytes => 1152,
             TileKind::Sixteens => 1280,
             TileKind::Fp8 => 1088,
+            TileKind::Mxfp4 => 544,
         }
     }
 }
 
-/// The number by which `repack.cu` knows a stored type. FP8 comes after all others; MXFP4 is widened before.
+/// The number by which `repack.cu` knows a stored type. FP8 comes after all others.
 fn type_number(dtype: DType) -> i32 {
-    let numbered = DType::ALL.into_iter().filter(|&other| other != DType::Mxfp4);
-    numbered.take_while(|&other| other != dtype).count() as i32
+    DType::ALL.into_iter().take_while(|&other| other != dtype).count() as i32
 }
 
 /// Columns that share a scale, if that does not change inside a tile.
@@ -109,8 +119,26 @@ pub struct CudaExperts {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) kind: TileKind,
-    /// The tiles of one expert after those of another.
-    pub(super) tiles: CudaSlice<u8>,
+    /// The tiles of one expert after those of another, or the numbers where each has one row.
+    pub(super) memory: WeightMemory,
+}
+
+impl CudaExperts {
+    /// The tiles of matrices.
+    pub(super) fn tiles(&self) -> Result<&CudaSlice<u8>, KernelError> {
+        self.memory.tiles()
+    }
+
+    /// A vector of `len` of each of `count` experts.
+    pub(super) fn vectors(
+        &self,
+        what: &'static str,
+        count: usize,
+        len: usize,
+    ) -> Result<&CudaSlice<f32>, KernelError> {
+        expect(what, len, self.cols)?;
+        self.memory.vector(what, count * len)
+    }
 }
 
 /// Where the numbers of a weight are.
@@ -132,7 +160,18 @@ impl CudaWeight {
 
     /// The tiles of a matrix.
     pub(super) fn tiles(&self) -> Result<&CudaSlice<u8>, KernelError> {
-        match &self.memory {
+        self.memory.tiles()
+    }
+
+    /// The numbers of a vector of `len`.
+    pub(super) fn vector(&self, what: &'static str, len: usize) -> Result<&CudaSlice<f32>, KernelError> {
+        self.memory.vector(what, len)
+    }
+}
+
+impl WeightMemory {
+    fn tiles(&self) -> Result<&CudaSlice<u8>, KernelError> {
+        match self {
             WeightMemory::Tiles(tiles) => Ok(tiles),
             WeightMemory::Vector(_) => {
                 Err(KernelError::Shape { what: "rows of a matrix, at least", expected: 2, got: 1 })
@@ -140,11 +179,13 @@ impl CudaWeight {
         }
     }
 
-    /// The numbers of a vector of `len`.
-    pub(super) fn vector(&self, what: &'static str, len: usize) -> Result<&CudaSlice<f32>, KernelError> {
-        match &self.memory {
-            WeightMemory::Vector(vector) if vector.len() == len => Ok(vector),
-            _ => Err(KernelError::Shape { what, expected: len, got: self.rows * self.cols }),
+    fn vector(&self, what: &'static str, expected: usize) -> Result<&CudaSlice<f32>, KernelError> {
+        match self {
+            WeightMemory::Vector(vector) => {
+                expect(what, expected, vector.len())?;
+                Ok(vector)
+            }
+            WeightMemory::Tiles(_) => Err(KernelError::Shape { what, expected, got: 0 }),
         }
     }
 }
@@ -271,7 +312,13 @@ impl WeightLoader {
         let Some(first) = stored.first() else {
             return Err(KernelError::Shape { what: "experts of a layer, at least", expected: 1, got: 0 });
         };
-        let (rows, cols, kind) = (first.rows, first.cols, TileKind::of(first));
+        let (count, rows, cols, kind) = (stored.len(), first.rows, first.cols, TileKind::of(first));
+        if rows == 1 {
+            let numbers = stored.iter().map(floats).collect::<Result<Vec<_>, _>>()?.concat();
+            expect("numbers of experts with one row each", count * cols, numbers.len())?;
+            let vector = self.device.stream().clone_htod(&numbers).map_err(CudaError::Driver)?;
+            return Ok(CudaExperts { count, rows, cols, kind, memory: WeightMemory::Vector(vector) });
+        }
         let bytes = matrix_bytes(first, kind)?;
         let mut tiles = self.device.allocate(bytes * stored.len(), "weights of experts")?;
         for (index, stored) in stored.iter().enumerate() {
@@ -283,7 +330,7 @@ impl WeightLoader {
             }
             self.fill(stored, kind, &mut tiles, index * bytes)?;
         }
-        Ok(CudaExperts { count: stored.len(), rows, cols, kind, tiles })
+        Ok(CudaExperts { count, rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
     }
 
     /// Puts a matrix in order, from byte `at` of `tiles` on.
@@ -294,7 +341,7 @@ impl WeightLoader {
         tiles: &mut CudaSlice<u8>,
         at: usize,
     ) -> Result<(), KernelError> {
-        if matches!(stored.dtype, DType::F8E4M3 | DType::Mxfp4) && kind == TileKind::Floats {
+        if stored.dtype == DType::F8E4M3 && kind == TileKind::Floats {
             let bytes: Vec<u8> = floats(stored)?.into_iter().flat_map(f32::to_le_bytes).collect();
             let bytes: SharedBytes = Arc::new(bytes);
             let wide = StoredMatrix { bytes, offset: 0, dtype: DType::F32, scales: None, ..*stored };

@@ -274,21 +274,22 @@ impl RowWriter {
             return Err(CudaError::Shape { what: "queries", expected, got });
         }
         let queries = (queries.device_ptr_mut(self.device.stream()).0, stride);
-        self.write(step, layer, norms, rows, queries, pools)
+        self.write(step, layer, true, norms, rows, queries, pools)
     }
 
-    /// The same; queries and keys take the place of those in `rows`.
+    /// The same; queries and keys take the place of those in `rows`, and have no rotary embedding unless the layer `rotates`.
     pub fn launch_in_place(
         &self,
         step: &StepRows,
         layer: usize,
+        rotates: bool,
         norms: HeadNorms<'_>,
         rows: &mut CudaSlice<f32>,
         pools: WritePools<'_>,
     ) -> Result<(), CudaError> {
         let stride = (self.group + 2) * self.geometry.kv_heads * self.geometry.head_dim;
         let queries = (rows.device_ptr_mut(self.device.stream()).0, stride);
-        self.write(step, layer, norms, rows, queries, pools)
+        self.write(step, layer, rotates, norms, rows, queries, pools)
     }
 
     /// `queries`: where they go, and from one row to the next. A block reads all of its vectors before it writes any, and no
@@ -297,6 +298,7 @@ impl RowWriter {
         &self,
         step: &StepRows,
         layer: usize,
+        rotates: bool,
         norms: HeadNorms<'_>,
         rows: &CudaSlice<f32>,
         queries: (u64, usize),
@@ -352,7 +354,7 @@ impl RowWriter {
             row_count: count as i32,
             kv_heads: kv_heads as i32,
             group: self.group as i32,
-            pairs: step.pairs as i32,
+            pairs: if rotates { step.pairs as i32 } else { 0 },
             interleaved: i32::from(step.layout == RopeLayout::Interleaved),
             exact_slots: pools.exact_slots as i32,
             all_layers: layers as i32,

@@ -8,8 +8,8 @@ use oscar_codec::{
     PAGE_TOKENS, PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, Side, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, KernelError, Rope, RopeLayout, SealPage, SealedRows, SealedSpec,
-    SequenceRows, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, HostSlots, KernelError, Rope, RopeLayout, SealPage, SealedRows,
+    SealedSpec, SequenceRows, StoredMatrix,
 };
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::{Cache, CpuBackend, Matrix};
@@ -145,6 +145,7 @@ impl Sequence {
             slots: pages + 1,
             scratch_slots: pages,
             sealed: Some(SealedSpec { codec: codec.clone(), slots: pages + 1, windows, high: None }),
+            host: HostSlots::default(),
         };
         let cache = backend.cache(&spec).unwrap();
         let mut rows = numbers(tokens * shape.cols(), 5);

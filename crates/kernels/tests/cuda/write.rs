@@ -7,7 +7,8 @@ use oscar_codec::{
     PageCodec, PageLayout, PageWindows, RowEncoder, Rule, SquareMatrix, hadamard,
 };
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, HostSlots, RmsNorm, Rope, RopeLayout, SealedSpec, SequenceRows,
+    StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -243,6 +244,7 @@ fn check(device: &Arc<Device>, case: &Case) -> Vec<String> {
             windows: PageWindows { sink: 1, recent: 1 },
             high: None,
         }),
+        host: HostSlots::default(),
     };
     let mut cache = backend.cache(&spec).unwrap();
     let batch_rows: Vec<SequenceRows<'_>> = sequences

@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use oscar_codec::{ExactSlot, SealedSlot};
 
 use super::{NO_NODE, NodeId, Tree};
+use crate::host::HostStore;
 use crate::key::Tier;
 use crate::pools::Pools;
 
@@ -63,8 +64,8 @@ impl Tree {
         self.candidates.sealed_of(tier).len()
     }
 
-    /// Evicts one bf16 page, warm copies first. False if there is no candidate.
-    pub(crate) fn evict_exact(&mut self, pools: &mut Pools) -> bool {
+    /// Evicts one bf16 page, warm copies first. False if there is no candidate. The host keeps full pages.
+    pub(crate) fn evict_exact(&mut self, pools: &mut Pools, host: &mut HostStore) -> bool {
         if let Some(&(_, _, id)) = self.candidates.warm.first() {
             if self.node(id).sealed.is_none() {
                 self.counts.evicted_nodes += 1;
@@ -76,14 +77,14 @@ impl Tree {
             return true;
         }
         let Some(&(_, _, id)) = self.candidates.exact.first() else { return false };
-        self.remove_subtree(pools, id);
+        self.evict_subtree(pools, host, id);
         true
     }
 
-    /// Evicts one sealed page of a tier. False if there is no candidate.
-    pub(crate) fn evict_sealed(&mut self, pools: &mut Pools, tier: Tier) -> bool {
+    /// Evicts one sealed page of a tier. False if there is no candidate. The host keeps full pages.
+    pub(crate) fn evict_sealed(&mut self, pools: &mut Pools, host: &mut HostStore, tier: Tier) -> bool {
         let Some(&(_, _, id)) = self.candidates.sealed_of(tier).first() else { return false };
-        self.remove_subtree(pools, id);
+        self.evict_subtree(pools, host, id);
         true
     }
 
@@ -103,8 +104,8 @@ impl Tree {
         id != NO_NODE && self.node(id).hash.is_none() && pools.exact.owners(exact) == 2
     }
 
-    /// Removes every node. Pages that sequences hold stay theirs.
-    pub(crate) fn clear(&mut self, pools: &mut Pools) {
+    /// Removes every node; a host that is given keeps their pages. Pages that sequences hold stay theirs.
+    pub(crate) fn clear(&mut self, pools: &mut Pools, mut host: Option<&mut HostStore>) {
         let mut roots: Vec<NodeId> = self.roots.values().copied().collect();
         roots.sort_unstable();
         let evicted = self.counts.evicted_nodes;
@@ -113,7 +114,10 @@ impl Tree {
             let below: Vec<NodeId> =
                 self.node(root).children.iter().chain(self.node(root).tails.values()).copied().collect();
             for id in below {
-                self.remove_subtree(pools, id);
+                match host.as_deref_mut() {
+                    Some(host) => self.evict_subtree(pools, host, id),
+                    None => self.remove_subtree(pools, id),
+                }
             }
         }
         self.counts.evicted_nodes = evicted;
@@ -230,6 +234,28 @@ impl Tree {
     }
 
     fn remove_subtree(&mut self, pools: &mut Pools, top: NodeId) {
+        for id in self.subtree(top).into_iter().rev() {
+            self.counts.evicted_nodes += 1;
+            self.remove_and_prune(pools, id);
+        }
+    }
+
+    /// Removes a node and all below it; the host keeps full pages. The first of them is used last and goes last there.
+    fn evict_subtree(&mut self, pools: &mut Pools, host: &mut HostStore, top: NodeId) {
+        for id in self.subtree(top).into_iter().rev() {
+            self.counts.evicted_nodes += 1;
+            let node = self.node(id);
+            // Pages of the high tier are of another size than those that the host has room for.
+            let high = node.sealed.is_some_and(|slot| pools.is_high(slot));
+            if let Some(hash) = node.hash.filter(|_| !high) {
+                host.keep(hash, &node.tokens, node.exact, node.sealed);
+            }
+            self.remove_and_prune(pools, id);
+        }
+    }
+
+    /// A node and all below it, from top to bottom.
+    fn subtree(&self, top: NodeId) -> Vec<NodeId> {
         let mut order = vec![top];
         let mut next = 0;
         while let Some(&id) = order.get(next) {
@@ -237,10 +263,7 @@ impl Tree {
             order.extend(node.children.iter().chain(node.tails.values()));
             next += 1;
         }
-        self.counts.evicted_nodes += order.len() as u64;
-        for id in order.into_iter().rev() {
-            self.remove_and_prune(pools, id);
-        }
+        order
     }
 
     fn remove_and_prune(&mut self, pools: &mut Pools, id: NodeId) {

@@ -2,7 +2,7 @@
 
 use crate::support::{Cache, Open, text};
 use oscar_kv::{
-    LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, PrefixKey, SealedPools, TailPolicy, Tier,
+    HostPools, LedgerOptions, PAGE_TOKENS, PageWindows, PrefillMode, PrefixKey, SealedPools, TailPolicy, Tier,
 };
 use oscar_random::Random;
 
@@ -23,6 +23,7 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
             }),
             prefix_tree: random.below(8) > 0,
             tail: [TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact][random.below(3)],
+            host: HostPools { exact_pages: random.below(8), sealed_pages: random.below(16) },
         };
         let mut cache = Cache::new(options);
         let fits = |tokens: &usize| TIERS.iter().all(|&tier| cache.ledger.could_ever_fit(tier, *tokens));
@@ -33,7 +34,11 @@ fn what_could_ever_fit_fits_when_it_is_alone() {
         let mut open: Vec<Open> = Vec::new();
         for _ in 0..random.below(60) {
             if open.len() < 3 && random.below(3) == 0 {
-                open.push(cache.open(key(&mut random), &all[..1 + random.below(target)]));
+                let (key, prompt) = (key(&mut random), &all[..1 + random.below(target)]);
+                if random.below(2) == 0 {
+                    cache.restore(key, prompt);
+                }
+                open.push(cache.open(key, prompt));
                 continue;
             }
             if open.is_empty() {

@@ -5,8 +5,8 @@
 use crate::support::follower::Follower;
 use crate::support::{Cache, Flight, Open, mix};
 use oscar_kv::{
-    LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, PrefixKey, SealedPools, Shortage,
-    TailPolicy, Tier, TreeEntry,
+    HostPools, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode, PrefixKey, SealedPools,
+    Shortage, TailPolicy, Tier, TreeEntry,
 };
 use oscar_random::Random;
 
@@ -44,6 +44,7 @@ struct Seen {
     exact_hits: usize,
     high_hits: usize,
     demoted: usize,
+    restored: u64,
 }
 
 struct Episode {
@@ -72,6 +73,10 @@ impl Episode {
             }),
             prefix_tree: !random.one_in(12),
             tail: *random.choose(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
+            host: match random.one_in(3) {
+                true => HostPools::default(),
+                false => HostPools { exact_pages: random.below(30), sealed_pages: random.below(40) },
+            },
         };
         let mut cache = Cache::new(options);
         let follower = Follower::new(&mut cache.ledger);
@@ -154,6 +159,10 @@ impl Episode {
         let salt = *self.random.choose(&[0, 0, 0, 5]);
         let tier = *self.random.choose(&[Tier::Sealed, Tier::Sealed, Tier::Sealed, Tier::High, Tier::Exact]);
         let key = PrefixKey { salt, tier };
+        if self.random.one_in(2) {
+            self.cache.restore(key, &prompt);
+            self.cache.audit(&self.open.iter().collect::<Vec<_>>());
+        }
         let expected = self.random.one_in(4).then(|| self.expected_hit(key, &prompt));
         let mut open = self.cache.open(key, &prompt);
         let (cached, sealed_until) = (open.sequence.cached_tokens(), open.sequence.sealed_until());
@@ -424,6 +433,7 @@ impl Episode {
         self.cache.assert_empty();
         let stats = self.cache.ledger.stats();
         self.seen.evicted = stats.evicted_pages + stats.evicted_warm;
+        self.seen.restored = stats.host.restored;
         self.seen
     }
 }
@@ -466,6 +476,7 @@ fn model_check(stream: u64) {
             *sum += count;
         }
         total.evicted += seen.evicted;
+        total.restored += seen.restored;
     }
     eprintln!("{total:?}");
     if given.is_none() && operations >= OPERATIONS {
@@ -476,7 +487,7 @@ fn model_check(stream: u64) {
         ];
         assert!(total.demoted > 500 && total.high_hits > 100, "{total:?}");
         assert!(rare.as_flattened().iter().chain(&total.shortages).all(|&count| count > 500), "{total:?}");
-        assert!(total.evicted > 1000, "{total:?}");
+        assert!(total.evicted > 1000 && total.restored > 1000, "{total:?}");
     }
 }
 

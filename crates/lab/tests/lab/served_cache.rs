@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, PAGE_TOKENS, PageWindows, SealedSlot, Windows};
 use oscar_kernels::Backend;
-use oscar_kernels::backend::{Batch, CacheSpec, SealPage, SealedRows, SealedSpec, SequenceRows};
+use oscar_kernels::backend::{Batch, CacheSpec, HostSlots, SealPage, SealedRows, SealedSpec, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::eval::codecs::CodecSource;
@@ -63,6 +63,7 @@ fn served_logits(
         slots: pages + 1,
         scratch_slots: 0,
         sealed,
+        host: HostSlots::default(),
     };
     let forward = model.model();
     let mut cache = forward.backend().cache(&spec).unwrap();

@@ -28,13 +28,18 @@ const figures = Object.fromEntries(
     return [name, (text, small) => (write(value, text), write(detail, small))];
   }),
 );
-const pools = Object.entries({ exact: "bf16", sealed: "Sealed", high: "Sealed, high", scratch: "Scratch of prompts" }).map(
-  ([name, title]) => {
-    const pool = new Pool(title);
-    part("pools").append(pool.element);
-    return [name, pool];
-  },
-);
+const pools = Object.entries({
+  exact: "bf16",
+  sealed: "Sealed",
+  high: "Sealed, high",
+  scratch: "Scratch of prompts",
+  host_exact: "bf16, host memory",
+  host_sealed: "Sealed, host memory",
+}).map(([name, title]) => {
+  const pool = new Pool(title);
+  part("pools").append(pool.element);
+  return [name, pool];
+});
 const tree = new Strip();
 part("tree").append(tree.element);
 const own = new Strip();

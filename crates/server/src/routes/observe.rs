@@ -7,6 +7,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use oscar_engine::{SequenceView, Tier};
+use oscar_kv::PoolStats;
 use serde_json::{Value, json};
 
 use super::info::PAGE_TOKENS;
@@ -46,7 +47,7 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
             "sealed_pages": held.sealed_pages,
         })
     });
-    let pool = |pool: oscar_kv::PoolStats, page_bytes: usize| {
+    let pool = |pool: PoolStats, page_bytes: usize| {
         json!({
             "pages": pool.pages,
             "free": pool.free,
@@ -57,6 +58,11 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
         })
     };
     let cache = stats.cache;
+    // Nothing but the prefix tree has pages in the host's memory.
+    let host = |pages: usize, used: usize, page_bytes: usize| {
+        let count = PoolStats { pages, free: pages - used, tree_only: used, ..PoolStats::default() };
+        pool(count, page_bytes)
+    };
     let stored = cache.exact.used() * shape.exact_page_bytes
         + cache.sealed.used() * shape.sealed_page_bytes
         + cache.high.used() * shape.high_page_bytes;
@@ -84,9 +90,12 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
             "sealed": pool(cache.sealed, shape.sealed_page_bytes),
             "high": pool(cache.high, shape.high_page_bytes),
             "scratch": pool(cache.scratch, shape.scratch_page_bytes),
+            "host_exact": host(cache.host.exact_pages, cache.host.exact_used, shape.exact_page_bytes),
+            "host_sealed": host(cache.host.sealed_pages, cache.host.sealed_used, shape.sealed_page_bytes),
         },
         "tiers": tiers.collect::<Vec<_>>(),
         "demoted_pages": stats.demoted_pages,
+        "host": {"stored": cache.host.stored, "restored": cache.host.restored},
         "tree": {"pages": cache.tree_pages, "tails": cache.tree_tails, "warm": cache.warm_pages,
             "evicted": cache.evicted_pages},
         "stored_bytes": stored,

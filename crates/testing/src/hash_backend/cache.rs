@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{ExactSlot, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, SealedSlot};
+use oscar_codec::{ExactSlot, HostCopy, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{CacheSpec, SealPage, SealedSpec};
 
@@ -22,6 +22,9 @@ pub struct HashCache {
     /// Slots of the cache's own codec; those of the other follow them in number.
     own_slots: usize,
     sealed_slots: usize,
+    /// The same in the host's memory, one entry for each slot.
+    host_pages: Vec<Vec<Page>>,
+    host_sealed: Vec<Vec<u64>>,
     pub(super) windows: Option<PageWindows>,
     codec: Option<Arc<PageCodec>>,
 }
@@ -58,6 +61,8 @@ impl HashCache {
             sealed: vec![0; sealed_slots * layers],
             own_slots,
             sealed_slots,
+            host_pages: vec![Vec::new(); spec.host.exact],
+            host_sealed: vec![Vec::new(); spec.host.sealed],
             windows: spec.sealed.as_ref().map(|sealed| sealed.windows),
             codec: spec.sealed.as_ref().map(|sealed| Arc::clone(&sealed.codec)),
         }
@@ -125,6 +130,36 @@ impl HashCache {
         for layer in 0..self.layers {
             let (from, to) = (self.index(layer, from), self.index(layer, to));
             self.pages[to] = self.pages[from];
+        }
+        Ok(())
+    }
+
+    /// Copies a page to the host or back; one that was never copied there holds nothing.
+    pub(super) fn copy_host_page(&mut self, copy: HostCopy) -> Result<(), KernelError> {
+        let layers = self.layers;
+        let host = match copy {
+            HostCopy::ExactOut { to, .. } | HostCopy::SealedOut { to, .. } => to,
+            HostCopy::ExactIn { from, .. } | HostCopy::SealedIn { from, .. } => from,
+        };
+        match copy {
+            HostCopy::ExactOut { from: page, .. } | HostCopy::ExactIn { to: page, .. } => {
+                check_slot(page.number(), self.slots)?;
+                check_slot(host.number(), self.host_pages.len())?;
+                let pages = &mut self.pages[page.index() * layers..(page.index() + 1) * layers];
+                match copy {
+                    HostCopy::ExactOut { .. } => self.host_pages[host.index()] = pages.to_vec(),
+                    _ => pages.copy_from_slice(&self.host_pages[host.index()]),
+                }
+            }
+            HostCopy::SealedOut { from: page, .. } | HostCopy::SealedIn { to: page, .. } => {
+                check_slot(page.number(), self.sealed_slots)?;
+                check_slot(host.number(), self.host_sealed.len())?;
+                let sealed = &mut self.sealed[page.index() * layers..(page.index() + 1) * layers];
+                match copy {
+                    HostCopy::SealedOut { .. } => self.host_sealed[host.index()] = sealed.to_vec(),
+                    _ => sealed.copy_from_slice(&self.host_sealed[host.index()]),
+                }
+            }
         }
         Ok(())
     }

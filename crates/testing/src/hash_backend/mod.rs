@@ -16,7 +16,7 @@ mod step;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use oscar_codec::ExactSlot;
+use oscar_codec::{ExactSlot, HostCopy};
 use oscar_kernels::backend::{
     AttentionSpec, Batch, CacheSpec, Feature, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling,
     SealPage, StoredMatrix,
@@ -105,7 +105,7 @@ impl Backend for HashBackend {
         HashStep::new(batch, cache)
     }
 
-    fn add_window_rope(&self, _: &mut HashStep, _: &Rope) -> Result<(), KernelError> {
+    fn add_windows(&self, _: &mut HashStep, _: &Rope, _: usize, _: &HashCache) -> Result<(), KernelError> {
         Ok(())
     }
 
@@ -204,6 +204,11 @@ impl Backend for HashBackend {
         }
         self.faults().check(Fault::Copy)?;
         pages.iter().try_for_each(|&(from, to)| cache.copy(from, to))
+    }
+
+    fn copy_host_pages(&self, copies: &[HostCopy], cache: &mut HashCache) -> Result<(), KernelError> {
+        self.faults().check(Fault::Copy)?;
+        copies.iter().try_for_each(|&copy| cache.copy_host_page(copy))
     }
 
     fn release_scratch(&self, cache: &mut HashCache) {

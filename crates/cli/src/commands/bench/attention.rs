@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
-use oscar_bench::cuda::CudaAttentionBench;
+use oscar_bench::cuda::{CudaAttentionBench, CudaPrefillBench};
 use oscar_bench::{AttentionBench, PageFormat};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
@@ -23,13 +23,15 @@ use crate::output::print_text;
     oscar bench attention\n  \
     oscar bench attention --q-heads 12 --kv-heads 2 --head-dim 128 --contexts 8k,16k,32k\n  \
     oscar bench attention --kv bf16,int2 --threads 1 --json\n  \
-    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k --svg roofline.svg\n\n\
+    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --batch 1,32 --contexts 32k --svg roofline.svg\n  \
+    oscar bench attention --device cuda --q-heads 32 --kv-heads 8 --prompt-tokens 8k --contexts 8k,128k --kv bf16,int2\n\n\
     One token attends to a context, in as many layers as it takes to read --pool-mb of pages: us_per_layer is the time\n\
     of one layer. read_gb_per_s is a plain read of the same pages, four at a time; read_share is how close attention\n\
     comes to it, and error the difference to the definition of the format. The second table is the cost per 1024 tokens\n\
     of context.\n\
     On a GPU, --batch sequences attend at once, sink and window in bf16; of_ceiling compares with a plain read of the\n\
-    card's memory.")]
+    card's memory. With --prompt-tokens, so many tokens at the end of the context are computed at once, as when a prompt\n\
+    is read.")]
 pub(super) struct AttentionBenchArguments {
     /// Where to measure.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
@@ -38,6 +40,10 @@ pub(super) struct AttentionBenchArguments {
     /// Sequences that decode together; on a GPU only.
     #[arg(long, default_value = "1", value_name = "LIST", value_delimiter = ',', value_parser = at_most(4096))]
     batch: Vec<usize>,
+
+    /// Tokens of a prompt that are computed at once, the last ones of the context, instead of --batch; on a GPU only.
+    #[arg(long, value_name = "TOKENS", value_parser = tokens)]
+    prompt_tokens: Option<usize>,
 
     /// Tokens at the start that are read in bf16; on a GPU only.
     #[arg(long, default_value = "64", value_name = "TOKENS")]
@@ -108,8 +114,13 @@ pub(super) enum BenchDevice {
 
 impl AttentionBenchArguments {
     pub(super) fn run(self) -> Result<(), Failure> {
-        if self.device == BenchDevice::Cuda {
-            return self.run_cuda();
+        match (self.device, self.prompt_tokens) {
+            (BenchDevice::Cuda, Some(prompt_tokens)) => return self.run_prompts(prompt_tokens),
+            (BenchDevice::Cuda, None) => return self.run_cuda(),
+            (BenchDevice::Cpu, Some(_)) => {
+                return Err(Failure::new("--prompt-tokens is measured on a GPU only: add --device cuda"));
+            }
+            (BenchDevice::Cpu, None) => {}
         }
         let bench = AttentionBench {
             q_heads: self.q_heads,
@@ -149,6 +160,34 @@ impl AttentionBenchArguments {
         ];
         print_text(report.table(&columns).trim_end())?;
         print_text(slopes.table(&["kv", "us_per_1k_tokens", "of_bf16"]).trim_end())
+    }
+
+    fn run_prompts(self, prompt_tokens: usize) -> Result<(), Failure> {
+        let bench = CudaPrefillBench {
+            card: 0,
+            kernels: Some(Settings::from_environment()?.kernel_folder()),
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            groups: self.groups,
+            prompt_tokens,
+            contexts: self.contexts,
+            formats: self.kv,
+            sink_tokens: self.sink_tokens,
+            repeat: self.repeat,
+        };
+        let mut report = Report::here();
+        oscar_bench::cuda::prefill(&bench, |row| {
+            tracing::info!("{row:?}");
+            report.push(row);
+        })
+        .map_err(Failure::new)?;
+        if self.json {
+            return print_text(&report.json());
+        }
+        let columns =
+            ["card", "kv", "prompt_tokens", "context", "us_per_layer", "tflop_per_s", "of_bf16", "error"];
+        print_text(report.table(&columns).trim_end())
     }
 
     fn run_cuda(self) -> Result<(), Failure> {

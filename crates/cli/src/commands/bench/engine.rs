@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use oscar_bench::{LongContext, LongContextStage, SharedPrefix, long_context, shared_prefix};
+use oscar_bench::{LongContext, LongContextStage, SharedPrefix, host_prefix, long_context, shared_prefix};
 use oscar_engine::{Engine, EngineOptions};
 use oscar_kernels::Inspect;
 use oscar_lab::Report;
@@ -11,10 +11,10 @@ use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::tokens;
-use crate::arguments::{MeasuredModel, WeightArguments, positive};
+use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
 use crate::device::{DeviceArguments, OnDevice};
 use crate::failure::Failure;
-use crate::kv::{KvArguments, warn_without_effect};
+use crate::kv::{KvArguments, Settled, warn_without_effect};
 use crate::loading::{EngineArguments, start};
 use crate::output::print_text;
 use crate::progress::Steps;
@@ -26,10 +26,13 @@ use crate::subject::Subject;
     oscar bench engine smollm2\n  \
     oscar bench engine qwen2.5-coder-1.5b --kv bf16,int2 --contexts 8k,16k --gen-tokens 32\n  \
     oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n  \
-    oscar bench engine --device cuda --random-weights qwen3-4b --contexts 30k,60k,100k --requests 0\n\n\
+    oscar bench engine --device cuda --random-weights qwen3-4b --contexts 30k,60k,100k --requests 0\n  \
+    oscar bench engine --device cuda --random-weights qwen3-8b --kv int2 --contexts 100k --requests 0 \
+    --host-kv-memory 16GiB\n\n\
     ratio is decode speed over the first cache type, limit what the bytes of a step (weights and pages) allow for it.\n\
     rss_delta_bytes is what the prompt has added to the resident size. Shared prefixes are measured\n\
-    with the prefix cache and without, arriving together and one after the other.")]
+    with the prefix cache and without, arriving together and one after the other. With --host-kv-memory a prompt of each\n\
+    context comes back after another one took its place on the card, against computing it.")]
 pub(super) struct EngineBenchArguments {
     #[command(flatten)]
     model: MeasuredModel,
@@ -69,6 +72,10 @@ pub(super) struct EngineBenchArguments {
     /// Milliseconds between arrivals when they do not come together.
     #[arg(long, default_value = "100", value_name = "MS")]
     interval_ms: u64,
+
+    /// Memory of the host for evicted pages, for two prompts at least; a card only.
+    #[arg(long, value_name = "SIZE", value_parser = byte_size)]
+    host_kv_memory: Option<u64>,
 
     #[command(flatten)]
     device: DeviceArguments,
@@ -125,9 +132,15 @@ impl OnDevice for EngineBenchArguments {
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
         let subject = arguments.load_model(&self.model.arguments(), backend)?;
         let weight_bytes = subject.weight_bytes;
-        let (mut long, mut shared) = (Report::here(), Report::here());
+        let (mut long, mut shared, mut host) = (Report::here(), Report::here(), Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
+            for &kind in self.kv.iter().filter(|_| self.host_kv_memory.is_some()) {
+                let (mut options, settled) = self.options(&subject, kind, needed, 1, true)?;
+                options.kv.host_memory = self.host_kv_memory.map_or(0, |bytes| bytes as usize);
+                let engine = start(&subject, &options, &settled)?;
+                self.push(&mut host, &host_prefix(&engine, context, self.repeat)?)?;
+            }
             let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
             let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
             let bench =
@@ -148,6 +161,7 @@ impl OnDevice for EngineBenchArguments {
         }
         if self.json {
             long.rows.extend(shared.rows);
+            long.rows.extend(host.rows);
             return print_text(&long.json());
         }
         let columns = [
@@ -174,6 +188,11 @@ impl OnDevice for EngineBenchArguments {
                 "cached",
             ];
             print_text(shared.table(&columns).trim_end())?;
+        }
+        if self.host_kv_memory.is_some() {
+            let columns =
+                ["kv", "context", "restored_bytes", "cached", "computed_ms", "restored_ms", "ratio"];
+            print_text(host.table(&columns).trim_end())?;
         }
         Ok(())
     }
@@ -213,6 +232,18 @@ impl EngineBenchArguments {
         running: usize,
         prefix_tree: bool,
     ) -> Result<Engine<B>, Failure> {
+        let (options, settled) = self.options(subject, kind, context, running, prefix_tree)?;
+        start(subject, &options, &settled)
+    }
+
+    fn options<B: Inspect>(
+        &self,
+        subject: &Subject<B>,
+        kind: CacheType,
+        context: usize,
+        running: usize,
+        prefix_tree: bool,
+    ) -> Result<(EngineOptions, Settled), Failure> {
         let settled = self.cache.of_type(kind).settle_quietly(subject)?;
         let mut kv = settled.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;
@@ -229,7 +260,7 @@ impl EngineBenchArguments {
             let alone = Engine::new(subject.model.clone(), &options)?.budget().total_bytes();
             options.kv.memory = Some(alone * running);
         }
-        start(subject, &options, &settled)
+        Ok((options, settled))
     }
 
     fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {

@@ -10,7 +10,7 @@ pub(super) use prefill::PromptOutput;
 
 use std::sync::Arc;
 
-use oscar_codec::ExactSlot;
+use oscar_codec::{ExactSlot, HostCopy};
 use oscar_kernels::backend::{Batch, Sampled, Sampling, SealPage};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::{Activations, LoadedModel, PagedSealing};
@@ -67,6 +67,11 @@ impl<B: Backend> Executor<B> {
     pub(super) fn seal(&mut self, pages: &[SealPage]) -> Result<(), KernelError> {
         let layers = self.model.config().layers;
         self.model.model().backend().seal(0..layers, pages, &mut self.cache)
+    }
+
+    /// Copies pages between the device and the host.
+    pub(super) fn copy_host_pages(&mut self, copies: &[HostCopy]) -> Result<(), KernelError> {
+        self.model.model().backend().copy_host_pages(copies, &mut self.cache)
     }
 
     fn copy_pages(&mut self, copies: &[(ExactSlot, ExactSlot)]) -> Result<(), KernelError> {

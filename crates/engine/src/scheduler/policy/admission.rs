@@ -31,6 +31,7 @@ impl Policy {
                 .reopen(request.key, &request.tokens, |length| can_resume_at(&request.segments, length))
         } else {
             let reusable = request.wants.reusable(request.tokens.len());
+            self.ledger.restore(request.key, &request.tokens[..reusable]);
             self.ledger.open(request.key, &request.tokens[..reusable])
         };
         // What a preempted request finds of itself was not there before it.
@@ -112,7 +113,7 @@ impl Policy {
             if !begun && !prefill.sequence.is_empty() {
                 let fresh = self.ledger.open(prefill.request.key, &[]);
                 self.ledger.close(std::mem::replace(&mut prefill.sequence, fresh));
-                self.ledger.flush();
+                self.ledger.clear_tree();
                 if prefill.request.next.is_none() {
                     prefill.request.cached = 0;
                     let answer = prefill.request.answer();

@@ -17,8 +17,10 @@ mod publication;
 mod request;
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use oscar_kv::{Ledger, PrefillMode, Sequence, Tier};
+use oscar_kernels::KernelError;
+use oscar_kv::{HostCopy, Ledger, PrefillMode, Sequence, Tier};
 
 use super::plan::{AnswerId, Decision, StepPlan};
 use super::segment::Segment;
@@ -278,20 +280,44 @@ impl Policy {
         (self.release, self.scratch_used) = (false, false);
     }
 
+    /// Copies between the device and the host that are due before the next step.
+    pub(crate) fn take_host_copies(&mut self) -> Vec<HostCopy> {
+        self.ledger.take_host_copies()
+    }
+
+    /// Copies between the device and the host failed, so that nobody knows what the pages hold: whatever is in progress
+    /// fails, and the prefix tree begins anew.
+    pub(crate) fn host_lost(&mut self, error: KernelError) {
+        let error = Arc::new(EngineError::from(error));
+        self.fail_all(&|| EngineError::Shared(Arc::clone(&error)));
+        self.ledger.flush();
+        self.ledger.forget_host_pages();
+    }
+
     /// Closes every sequence and fails every request, because the engine stops.
     pub(crate) fn shut_down(&mut self) {
-        self.demotion = None;
-        for publication in std::mem::take(&mut self.publications) {
-            self.close_unpublished(publication, || EngineError::Stopped);
-        }
-        if let Some(prefill) = self.prefill.take() {
-            self.fail_prefill(prefill, EngineError::Stopped);
-        }
-        for running in std::mem::take(&mut self.running) {
-            self.fail_running(running, EngineError::Stopped);
-        }
+        self.fail_all(&|| EngineError::Stopped);
         for waiting in std::mem::take(&mut self.waiting) {
             self.fail(waiting.answer(), waiting.choices, EngineError::Stopped);
+        }
+    }
+
+    /// Closes every sequence and fails everything in progress.
+    fn fail_all(&mut self, error: &dyn Fn() -> EngineError) {
+        self.demotion = None;
+        for publication in std::mem::take(&mut self.publications) {
+            self.close_unpublished(publication, error);
+        }
+        for prefill in self.prefill.take().into_iter().chain(std::mem::take(&mut self.batch)) {
+            self.fail_prefill(prefill, error());
+        }
+        for starting in std::mem::take(&mut self.starting) {
+            let first = AnswerId { request: starting.id, choice: 0 };
+            self.ledger.close(starting.sequence);
+            self.fail(first, starting.choices, error());
+        }
+        for running in std::mem::take(&mut self.running) {
+            self.fail_running(running, error());
         }
     }
 

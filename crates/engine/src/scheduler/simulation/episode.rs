@@ -101,10 +101,12 @@ pub(super) struct Totals {
     demoted_pages: u64,
     /// Answers that were demoted and lost their pages besides.
     replayed_demotions: u64,
+    /// Pages that came back from the host.
+    restored_pages: u64,
 }
 
 impl Totals {
-    pub(super) fn counts(&self) -> [(&'static str, u64); 17] {
+    pub(super) fn counts(&self) -> [(&'static str, u64); 18] {
         [
             ("answers compared", self.compared),
             ("cancelled", self.cancelled),
@@ -123,6 +125,7 @@ impl Totals {
             ("histories in the high tier", self.high_histories),
             ("demoted pages", self.demoted_pages),
             ("demotions that were repeated", self.replayed_demotions),
+            ("pages from the host", self.restored_pages),
         ]
     }
 
@@ -145,6 +148,7 @@ impl Totals {
         self.high_histories += other.high_histories;
         self.demoted_pages += other.demoted_pages;
         self.replayed_demotions += other.replayed_demotions;
+        self.restored_pages += other.restored_pages;
     }
 }
 
@@ -182,7 +186,11 @@ impl Episode {
         let tiers: Vec<Tier> = tiers(&options).collect();
         let requests = requests(&mut random, context, may_share, &tiers);
         let percent = if random.one_in(2) { random.between(15, 30) } else { random.between(15, 100) };
-        options.kv.memory = Some(memory(&model, &options, &requests, percent));
+        let bytes = memory(&model, &options, &requests, percent);
+        options.kv.memory = Some(bytes);
+        if random.one_in(2) {
+            options.kv.host_memory = bytes * random.between(1, 400) / 100;
+        }
         let faults = match random.below(6) {
             0..3 => FaultRates::default(),
             3 => FaultRates { forward: random.between(8, 60), ..FaultRates::default() },
@@ -202,10 +210,11 @@ impl Episode {
     }
 
     pub(super) fn run(mut self) -> Totals {
-        let KvOptions { windows, memory, prefix_tree, tail, prefill, codec, .. } = &self.options.kv;
+        let KvOptions { windows, memory, host_memory, prefix_tree, tail, prefill, codec, .. } =
+            &self.options.kv;
         // Shown when a test fails.
         println!(
-            "window {:?}, context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, tree {prefix_tree}, \
+            "window {:?}, context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, {host_memory} of the host, tree {prefix_tree}, \
              {tail:?}, {prefill:?}, {} requests, {:?}",
             self.model.config().window(0),
             self.options.context,
@@ -262,6 +271,7 @@ impl Episode {
         totals.batched_prompts = stats.batched_prompts;
         totals.evicted_pages = stats.cache.evicted_pages;
         totals.evicted_warm = stats.cache.evicted_warm;
+        totals.restored_pages = stats.cache.host.restored;
         totals.buffer_faults = faults.buffer - faults_before.buffer;
         totals.forward_faults = faults.forward - faults_before.forward;
         totals.seal_faults = faults.seal - faults_before.seal;

@@ -22,7 +22,7 @@ pub(super) struct Reference {
 impl Reference {
     /// An engine with the same rules of computation as `options`, but nothing is shared and nothing is short.
     pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Reference {
-        let kv = KvOptions { memory: None, prefix_tree: false, ..options.kv.clone() };
+        let kv = KvOptions { memory: None, host_memory: 0, prefix_tree: false, ..options.kv.clone() };
         let client = Client::new(model, &EngineOptions { max_running: 1, kv, ..options.clone() });
         Reference { client, known: HashMap::new() }
     }

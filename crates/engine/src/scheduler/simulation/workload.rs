@@ -46,6 +46,7 @@ pub(super) fn engine_options(
         memory: None,
         memory_limit: None,
         prefix_tree,
+        host_memory: 0,
         tail: *random.choose(&[TailPolicy::Recompute, TailPolicy::Sealed, TailPolicy::Exact]),
         prefill: if uniform { PrefillMode::Uniform } else { PrefillMode::Exact },
     };

@@ -280,7 +280,7 @@ mod tests {
         let cost = |page: usize| if (1..101).contains(&page) { 1 } else { 4 };
         assert_eq!(cut(0..105, cost, &[4, 1, 4, 1]), [69..105, 57..69, 9..57, 0..9]);
         assert_eq!(cut(0..105, cost, &[1, 1]), [57..105, 0..57]);
-        assert_eq!(cut(0..0, cost, &[4, 1]), []);
+        assert!(cut(0..0, cost, &[4, 1]).is_empty());
     }
 
     #[test]

@@ -63,12 +63,7 @@ impl Sealer {
 
     /// The mean key of a head as it would be stored if nothing were subtracted; `None` if nothing is.
     pub fn stored_mean_key(&self, head: HeadIndex) -> Option<Vec<f32>> {
-        let transform = self.transform(head, Side::Key);
-        transform.mean()?;
-        let mut stored = vec![0.0; transform.dim()];
-        transform.apply(&vec![0.0; transform.dim()], &mut stored);
-        stored.iter_mut().for_each(|value| *value = -*value);
-        Some(stored)
+        self.transform(head, Side::Key).stored_mean()
     }
 
     /// Prefetches the rotation of a head and side, which for one row takes far longer to come from memory than to be used.

@@ -9,6 +9,7 @@
 
 constexpr int THREADS = 256;
 constexpr int NORMED = 0, GATED = 1, PLAIN = 2;
+constexpr int SILU = 0, GELU_TANH = 1, CLAMPED = 2;
 
 struct Source {
   const float* x;     // [row][stride]
@@ -17,9 +18,14 @@ struct Source {
   long long stride;
   float epsilon;
   int kind, columns;
+  int activation;     // of a gate
 };
 
-DEVICE float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+// The activated gate times `up`. GELU by its tanh approximation is x / 2 (1 + tanh u), which is x times the sigmoid of 2 u.
+DEVICE float gated(int activation, float gate, float up) {
+  const float u = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + __expf(activation == GELU_TANH ? -2.0f * u : -gate)) * up;
+}
 
 template <class F>
 DEVICE float over_block(float x, float* shared, F join) {
@@ -45,7 +51,7 @@ struct Row {
   static constexpr int KEPT = 5;
   const float* x;
   const float* gain;
-  int kind, columns, groups;  // groups: a multiple of 16, inputs beyond the row are zero
+  int kind, columns, groups, activation;  // groups: a multiple of 16, inputs beyond the row are zero
   bool aligned;
   float inverse;
   float4 kept[KEPT];
@@ -59,7 +65,8 @@ struct Row {
     // Products that prepare rows themselves end with the gate where there is one.
     if (kind != GATED || FUSED) return v;
     const float4 up = four(x + columns, 4 * group);
-    return make_float4(gated(v.x, up.x), gated(v.y, up.y), gated(v.z, up.z), gated(v.w, up.w));
+    return make_float4(gated(activation, v.x, up.x), gated(activation, v.y, up.y), gated(activation, v.z, up.z),
+                       gated(activation, v.w, up.w));
   }
   DEVICE float4 scaled(int group, float4 v) const {
     if (kind != NORMED) return v;
@@ -78,7 +85,7 @@ struct Row {
   // Reads the row and finds its norm. Every thread of the block calls it.
   DEVICE Row(const Source& s, int row, int steps, float* shared)
       : x(s.x + (s.rows ? s.rows[row] : row) * s.stride), gain(s.gain), kind(s.kind), columns(s.columns), groups(steps * 16),
-        aligned(s.stride % 4 == 0 && s.columns % 4 == 0), inverse(1.0f) {
+        activation(s.activation), aligned(s.stride % 4 == 0 && s.columns % 4 == 0), inverse(1.0f) {
     #pragma unroll
     for (int i = 0; i < KEPT; i++) {
       const int group = threadIdx.x + i * THREADS;

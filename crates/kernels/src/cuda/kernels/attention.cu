@@ -58,6 +58,7 @@ struct Arguments {
   float* out;               // like queries
   const float* undo;        // [kv head][channel of pages][channel of outputs], or null
   const float* mean;        // [kv head][channel of outputs], or null
+  float* totals;            // [sequence][query head]: logarithm (base 2) of the sum of all weights, or null
   int kv_heads, group;
   float scale;  // of logits, times log2(e)
 };
@@ -278,7 +279,11 @@ DEVICE void weigh_partials(const Arguments& a, const Segment& s, float* factors,
       total += factor * states[k].y;
     }
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
-    if (lane == 0) shared.merged_total[row] = total;
+    if (lane == 0) {
+      shared.merged_total[row] = total;
+      const long long out_row = ((long long)s.sequence * a.kv_heads + s.head) * a.group + s.first_row + row;
+      if (a.totals) a.totals[out_row] = total > 0.0f ? most + __log2f(total) : -1e30f;
+    }
   }
   __syncthreads();
 }

@@ -6,7 +6,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
 constexpr int WARP_RESULTS = TILE_ROWS * STRIDE, HALF_RESULTS = WARPS * WARP_RESULTS;
 constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1;
-constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 640 ? FLOAT_RING / 2048 : CODE_RING / 640;
+constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 544 ? FLOAT_RING / 2048 : CODE_RING / 544;
 
 struct Job {
   int expert, first, count, padding;
@@ -14,6 +14,7 @@ struct Job {
 
 struct Arguments {
   const u8* tiles[2];    // of all experts: the one matrix, or the gate and what it multiplies
+  const float* biases[2];  // [expert][outputs], or null
   const Job* jobs;
   const int* job_count;
   const int* order;      // choices sorted by expert
@@ -22,7 +23,17 @@ struct Arguments {
   float* out;            // [choice][outputs]
   int outputs, steps, tile_rows, halves;
   int choices_per_row;   // of activations: 1 if they are those of choices
+  int activation;        // of gates
+  float alpha, limit;    // of clamped ones
 };
+
+// The activated gate times what it multiplies. Comparisons keep a NaN.
+DEVICE float activated(const Arguments& a, float gate, float up) {
+  if (a.activation != CLAMPED) return gated(a.activation, gate, up);
+  gate = gate > a.limit ? a.limit : gate;
+  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+  return gate / (1.0f + __expf(-a.alpha * gate)) * (up + 1.0f);
+}
 
 struct Block {
   const Arguments& a;
@@ -45,9 +56,11 @@ struct Block {
         float sum = 0.0f;
         #pragma unroll
         for (int w = 0; w < WARPS; w++) sum += at[w * WARP_RESULTS];
-        return KIND == FLOATS ? sum : sum * a.factors[choice / a.choices_per_row];
+        if (KIND != FLOATS) sum *= a.factors[choice / a.choices_per_row];
+        const float* biases = a.biases[half];
+        return biases ? sum + biases[(long long)job.expert * a.outputs + output] : sum;
       };
-      a.out[(long long)choice * a.outputs + output] = a.halves == 2 ? gated(result(0), result(1)) : result(0);
+      a.out[(long long)choice * a.outputs + output] = a.halves == 2 ? activated(a, result(0), result(1)) : result(0);
     }
   }
 

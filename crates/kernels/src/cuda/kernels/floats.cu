@@ -33,6 +33,14 @@ DEVICE void widen(u32 word, u32& even, u32& odd) {
   odd = ((word & 0x7f007f00u) >> 1) | (word & 0x80008000u);
 }
 
+// Four squares of a bf16 page that lie side by side: of each a lane has two numbers of row lane / 4.
+DEVICE uint4 squares(const u8* first, int lane) {
+  uint4 words;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(shared_address(first) + lane * 16) : "memory");
+  return words;
+}
+
 template <bool FP8>
 struct Floats {
   static constexpr int TOKENS = FP8 ? SEALED_TILE_TOKENS : EXACT_TILE_TOKENS;
@@ -58,14 +66,18 @@ struct Floats {
     #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++) {
       const int row = tile * 8 + g;
-      // Four channels in a row of each step.
+      // Four channels of each step.
       float4 values[CHANNEL_STEPS];
       float most = FP8 ? 0.0f : 1.0f;
       #pragma unroll
       for (int step = 0; step < CHANNEL_STEPS; step++) {
-        const int channel = FP8 ? step * 16 + t * 4 : step / 2 * 32 + t * 8 + (step & 1) * 4;
+        const float* sixteen = queries + row * HEAD_DIM + step * 16;
         values[step] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (row < rows) values[step] = *(const float4*)(queries + row * HEAD_DIM + channel);
+        if (row < rows && FP8) values[step] = *(const float4*)(sixteen + t * 4);
+        if (row < rows && !FP8) {
+          const float2 first = *(const float2*)(sixteen + t * 2), second = *(const float2*)(sixteen + 8 + t * 2);
+          values[step] = make_float4(first.x, first.y, second.x, second.y);
+        }
         const float4& four = values[step];
         if (FP8)
           most = fmaxf(most, fmaxf(fmaxf(fabsf(four.x), fabsf(four.y)), fmaxf(fabsf(four.z), fabsf(four.w))));
@@ -120,7 +132,7 @@ struct Floats {
           if (word % 4 == 0) chunk = *(const uint4*)(page + word / 4 * 512 + lane * 16);
           widen(word_of(chunk, word % 4), b0, b1);
         } else {
-          if (step % 2 == 0) chunk = *(const uint4*)(page + step / 2 * 512 + lane * 16);
+          if (step % 2 == 0) chunk = squares(page + step / 2 * 512, lane);
           b0 = step % 2 ? chunk.z : chunk.x;
           b1 = step % 2 ? chunk.w : chunk.y;
         }
@@ -207,7 +219,10 @@ struct Floats {
     const u32 written = (2 * t < visible ? 0xffffu : 0u) | (2 * t + 1 < visible ? 0xffff0000u : 0u);
     #pragma unroll
     for (int i = 0; i < CHANNEL_TILES; i++) {
-      if (i % 4 == 0) chunk = *(const uint4*)(page + SIDE_BYTES + i / 4 * 512 + lane * 16);
+      if (i % 4 == 0) {
+        const u8* values = page + SIDE_BYTES + i / 4 * 512;
+        chunk = FP8 ? *(const uint4*)(values + lane * 16) : squares(values, lane);
+      }
       const u32 word = word_of(chunk, i % 4);
       if (!FP8 && ROW_TILES == 2) {
         // Numbers and errors are the two halves of one product with the same values twice.

@@ -14,7 +14,7 @@ constexpr int WARP_RESULTS = TILE_ROWS * STRIDE, HALF_RESULTS = WARPS * WARP_RES
 constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1;
 constexpr int SET = 0, ADD = 1, GATE = 2;
 // FLOAT_RING and CODE_RING are the shared memory of a warp for tiles on their way.
-constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 640 ? FLOAT_RING / 2048 : CODE_RING / 640;
+constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 544 ? FLOAT_RING / 2048 : CODE_RING / 544;
 
 struct Matrix {
   const u8* tiles;
@@ -36,6 +36,7 @@ struct Arguments {
   int units;
   int ends;              // what happens to results; with GATE, matrices 0 and 1 are one group
   int ring_bytes;        // of all warps
+  int activation;        // of a gate
 };
 
 // The matrix of a unit; with GATE, the first of two.
@@ -63,7 +64,7 @@ DEVICE void finish(const Arguments& a, const float* results, const float* factor
       return m.bias ? sum + m.bias[output] : sum;
     };
     float* out = a.out + row * a.out_stride + a.matrices[matrix].first_column + output;
-    if (a.ends == GATE) *out = gated(result(0), result(1));
+    if (a.ends == GATE) *out = gated(a.activation, result(0), result(1));
     else *out = a.ends == ADD ? *out + result(0) : result(0);
   }
 }
@@ -199,5 +200,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
   if (there[EIGHTS]) block.run<TileOf<EIGHTS>::Tile>(a, begin_with);
   if (there[SIXTEENS]) block.run<TileOf<SIXTEENS>::Tile>(a, begin_with);
   if (there[FP8]) block.run<TileOf<FP8>::Tile>(a, begin_with);
+  if (there[MXFP4]) block.run<TileOf<MXFP4>::Tile>(a, begin_with);
 #endif
 }

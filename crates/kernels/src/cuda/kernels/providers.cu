@@ -185,8 +185,45 @@ struct Fp8Tile {
   }
 };
 
+// MXFP4 weights. Two of them become two f16 of 2^-14 of their size in two steps; groups of 32 columns have a power of two each.
+struct Mxfp4Tile {
+  static constexpr int TYPE = MXFP4, BYTES = 512 + TILE_ROWS * 2, RUN = 2;
+  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+    const uint4 codes = shared16(tile + lane * 16);
+    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    u32 x[COLUMN_TILES][8];
+    #pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
+    // The exponents of rows in pairs of bytes: both groups of a row.
+    const u32 low = shared4(tile + 512 + lane / 8 * 4) >> lane / 4 % 2 * 16, high = shared4(tile + 528 + lane / 8 * 4) >> lane / 4 % 2 * 16;
+    #pragma unroll
+    for (int group = 0; group < 2; group++) {
+      const float scale[2] = {
+          power_of(low >> 8 * group & 0xffu) * (16384.0f * SCALE_UNIT), power_of(high >> 8 * group & 0xffu) * (16384.0f * SCALE_UNIT)};
+      u32 registers[2][4];
+      #pragma unroll
+      for (int j = 0; j < 2; j++)
+        #pragma unroll
+        for (int part = 0; part < 4; part++) {
+          const u32 pair = words[2 * group + j] >> 4 * part;
+          registers[j][part] = (pair << 12 & 0x80008000u) | (pair << 9 & 0x0e000e00u);
+        }
+      #pragma unroll
+      for (int n = 0; n < COLUMN_TILES; n++) {
+        float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        #pragma unroll
+        for (int j = 0; j < 2; j++)
+          multiply_add<false>(product, registers[j], x[n][2 * (2 * group + j)], x[n][2 * (2 * group + j) + 1]);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) sums[n][i] = __fmaf_rn(scale[i / 2], product[i], sums[n][i]);
+      }
+    }
+  }
+};
+
 template <int TYPE> struct TileOf { typedef FloatTile Tile; };
 template <> struct TileOf<NIBBLES> { typedef CodeTile<4, 32> Tile; };
 template <> struct TileOf<EIGHTS> { typedef CodeTile<8, 32> Tile; };
 template <> struct TileOf<SIXTEENS> { typedef CodeTile<8, 16> Tile; };
 template <> struct TileOf<FP8> { typedef Fp8Tile Tile; };
+template <> struct TileOf<MXFP4> { typedef Mxfp4Tile Tile; };

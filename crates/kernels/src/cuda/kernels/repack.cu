@@ -2,7 +2,8 @@
 // row of scales each.
 
 // Stored types, in the order of `DType`.
-constexpr int F32 = 0, F16 = 1, BF16 = 2, Q4_0 = 3, Q4_1 = 4, Q5_0 = 5, Q5_1 = 6, Q8_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, F8_E4M3 = 11;
+constexpr int F32 = 0, F16 = 1, BF16 = 2, Q4_0 = 3, Q4_1 = 4, Q5_0 = 5, Q5_1 = 6, Q8_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10;
+constexpr int MX_FP4 = 11, F8_E4M3 = 12;
 
 struct Arguments {
   const u8* stored;  // rows `first_row..` of the matrix
@@ -28,6 +29,7 @@ DEVICE float stored_float(const u8* row, int type, int column) {
 DEVICE u32 stored_code(const u8* row, int type, int column) {
   if (type == F8_E4M3) return row[column];
   const int i = column % 32;
+  if (type == MX_FP4) return row[(long long)(column / 32) * 17 + 1 + i % 16] >> (i < 16 ? 0 : 4) & 15;
   if (type <= Q8_0) {
     const int bytes = type == Q4_0 ? 18 : type == Q4_1 ? 20 : type == Q5_0 ? 22 : type == Q5_1 ? 24 : 34;
     const u8* block = row + (long long)(column / 32) * bytes;
@@ -104,11 +106,11 @@ extern "C" __global__ void repack(Arguments a) {
     for (int i = 0; i < 2; i++) {
       const u32 code = there(row, column + i) ? stored_code(stored_row(row), a.type, first_column + column + i) : 0;
       bad |= (code & 0x7fu) == 0x7fu;
-      if (a.kind == NIBBLES) words[j] |= code << (4 * part + 16 * i);
+      if (a.kind == NIBBLES || a.kind == MXFP4) words[j] |= code << (4 * part + 16 * i);
       else words[j * 2 + part / 2] |= code << (part % 2 * 16 + 8 * i);
     }
   });
-  if (a.kind == NIBBLES) {
+  if (a.kind == NIBBLES || a.kind == MXFP4) {
     *(uint4*)(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
   } else {
     *(uint4*)(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -121,6 +123,13 @@ extern "C" __global__ void repack(Arguments a) {
     const int across = (a.columns + a.scale_columns - 1) / a.scale_columns;
     const float scale = there(lane, 0) ? a.scales[(long long)(first_row + lane) * across + first_column / a.scale_columns] : 0.0f;
     *(float*)(target + 1024 + lane * 4) = bad ? __int_as_float(0x7fc00000) : scale * (SCALE_UNIT * 256.0f);
+    return;
+  }
+  if (a.kind == MXFP4) {
+    for (int group = 0; group < 2; group++) {
+      const int column = first_column + 32 * group;
+      target[512 + lane * 2 + group] = there(lane, 32 * group) ? stored_row(lane)[(long long)(column / 32) * 17] : 0;
+    }
     return;
   }
   const int groups = a.kind == SIXTEENS ? 4 : 2;

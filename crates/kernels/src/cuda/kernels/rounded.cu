@@ -2,9 +2,9 @@
 // compiled without fast math and without contraction, so that `a * b + c` is two roundings and `fma` is one, numbers
 // below the smallest normal one are kept, and division and square root are rounded correctly.
 
-// A bf16 page in units of 16 bytes: tiles of 8 tokens, keys then values. Keys are [chunk of 32 channels][token][4 units
-// of 8 channels]; values are [chunk][channel % 8][token pair], and a unit holds channels c, c + 8, c + 16, c + 24 of both
-// tokens. `page_order.rs` defines it; sizes come from there.
+// A bf16 page in units of 16 bytes: tiles of 8 tokens, keys then values. Keys are [eight channels][token], values are
+// [channel], and a unit holds eight channels of a key or eight tokens of a value. `page_order.rs` defines it; sizes come from
+// there.
 constexpr int CHUNKS = HEAD_DIM / 32;
 constexpr int SIDE_UNITS = EXACT_SIDE_BYTES / 16;
 constexpr int TILE_UNITS = EXACT_TILE_BYTES / 16;
@@ -24,10 +24,9 @@ DEVICE float round_to_bf16(float x) { return __uint_as_float(bf16_bits(x) << 16)
 
 // Byte of a channel of a value in its page.
 DEVICE int value_byte(int token, int channel) {
-  const int unit = (token >> 3) * TILE_UNITS + SIDE_UNITS + (channel >> 5) * 32 + (channel & 7) * 4 + ((token & 7) >> 1);
-  return unit * 16 + ((channel & 31) >> 3) * 4 + (token & 1) * 2;
+  return ((token >> 3) * TILE_UNITS + SIDE_UNITS + channel) * 16 + (token & 7) * 2;
 }
 // The same for keys, where eight channels from a multiple of eight on are neighbours.
 DEVICE int key_byte(int token, int channel) {
-  return ((token >> 3) * TILE_UNITS + (channel >> 5) * 32 + (token & 7) * 4) * 16 + (channel & 31) * 2;
+  return ((token >> 3) * TILE_UNITS + (channel & ~7) + (token & 7)) * 16 + (channel & 7) * 2;
 }

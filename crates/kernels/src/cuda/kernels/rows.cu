@@ -10,14 +10,10 @@ constexpr int SEALED_BYTES = 64 / TILE_TOKENS * TILE_BYTES;
 // Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two tokens.
 constexpr bool SHARED_WORDS = BITS == 2 && CHUNKS % 2 == 1;
 
-// Rows are read 16 bytes at a time, 64 bytes apart: without this they would share banks.
-DEVICE int place(int unit) { return unit ^ ((unit >> 3) & 3); }
-
-// A row in shared memory.
+// A row in shared memory: eight channels of eight tokens lie side by side.
 struct Row {
   const uint4* units;
-  int swizzle;
-  DEVICE uint4 unit(int chunk, int part) const { return units[chunk * 32 + (part ^ swizzle)]; }
+  DEVICE uint4 unit(int chunk, int part) const { return units[chunk * 32 + part * 8]; }
 };
 
 DEVICE u32 max_halves(u32 a, u32 b) {

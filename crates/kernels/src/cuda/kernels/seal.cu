@@ -3,6 +3,8 @@
 // of one token, and repeats `oscar_codec::quantise` on it in the order that is defined there (`seal_bands.cu`: `band`, for
 // keys in bands). The sealed page is put together in shared memory and leaves as a whole.
 
+// What becomes of the pages of a layer; otherwise they are encoded.
+constexpr u32 COPIED = 0, NO_HISTORY = 2;
 // How a grid is chosen. RULES has a bit for each that a codec uses.
 constexpr int MIN_MAX = 0, CLIP = 1, GAUSSIAN = 2, SEARCH = 3;
 constexpr int SEARCH_COUNT = 7;
@@ -16,7 +18,7 @@ struct Arguments {
   const u8* scratch;    // [slot - exact_slots][head]: slots that hold one layer
   u8* sealed;           // [slot], each `sealed_stride` bytes
   const uint2* pages;   // from slot, to slot
-  const uint2* layers;  // first byte in a sealed slot; whether pages are encoded, or copied
+  const uint2* layers;  // first byte in a sealed slot; what becomes of pages
   const u32* rules;     // [layer][head][key, value]: rule, and from bit 8 on the rank of the magnitude to clip at
   u64* failure;         // place of the first number that is not finite, all ones if there is none
   long long sealed_stride;
@@ -360,25 +362,22 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
 DEVICE void seal_row(const Row&, u32, int, int, u8*) {}
 #endif
 
-// The values of a tile become rows like those of keys, where they lie: eight tokens are eight lanes of one warp.
+// Squares of eight channels and eight tokens of values are transposed where they lie, so that rows are those of tokens. A warp
+// does the four tiles whose tokens it has, four squares at a time.
 DEVICE void transpose_values(uint4* page, int token) {
-  uint4* tile = page + (token >> 3) * TILE_UNITS + SIDE_UNITS;
-  const u32 half = token & 1 ? 0x7632 : 0x5410;
+  const int lane = token & 31;
   #pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; chunk++) {
-    uint4 in[8];
+  for (int tile = token >> 5 << 2; tile < (token >> 5 << 2) + 4; tile++) {
     #pragma unroll
-    for (int i = 0; i < 8; i++) in[i] = tile[place(chunk * 32 + i * 4 + ((token & 7) >> 1))];
-    __syncwarp();
-    #define CHANNELS(word) make_uint4(__byte_perm(in[0].word, in[1].word, half), __byte_perm(in[2].word, in[3].word, half), \
-                                      __byte_perm(in[4].word, in[5].word, half), __byte_perm(in[6].word, in[7].word, half))
-    uint4* row = tile + chunk * 32 + (token & 7) * 4;
-    const int swizzle = (token >> 1) & 3;
-    row[0 ^ swizzle] = CHANNELS(x);
-    row[1 ^ swizzle] = CHANNELS(y);
-    row[2 ^ swizzle] = CHANNELS(z);
-    row[3 ^ swizzle] = CHANNELS(w);
-    #undef CHANNELS
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      uint4* squares = page + tile * TILE_UNITS + SIDE_UNITS + chunk * 32;
+      u32 words[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+          : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(shared_address(squares + lane)) : "memory");
+      __syncwarp();
+      #pragma unroll
+      for (int i = 0; i < 4; i++) ((u32*)(squares + i * 8))[lane] = words[i];
+    }
   }
   __syncwarp();
 }
@@ -387,7 +386,7 @@ DEVICE void transpose_values(uint4* page, int token) {
 DEVICE u64 first_not_finite(const uint4* page, u64 block, int side, int token) {
   for (int channel = 0; channel < HEAD_DIM; channel++) {
     const int byte = side ? value_byte(token, channel) : key_byte(token, channel);
-    const u16 bits = ((const u16*)(page + place(byte / 16)))[byte % 16 / 2];
+    const u16 bits = ((const u16*)page)[byte / 2];
     if ((bits & 0x7f80) == 0x7f80) return ((block * 2 + side) * 64 + token) * HEAD_DIM + channel;
   }
   return ~0ull;
@@ -399,23 +398,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(Arguments a) {
   const int thread = threadIdx.x, side = thread / 64, token = thread % 64;
   const u32 block = blockIdx.x, head = block % a.kv_heads, rest = block / a.kv_heads;
   const int layer = a.first_layer + rest % a.layers_here;
+  const uint2 described = a.layers[layer];
+  if (described.y == NO_HISTORY) return;
   const uint2 slots = a.pages[rest / a.layers_here];
   const long long page_bytes = PAGE_UNITS * 16;
   const u8* source = slots.x < a.exact_slots
       ? a.exact + (((long long)slots.x * a.all_layers + layer) * a.kv_heads + head) * page_bytes
       : a.scratch + ((long long)(slots.x - a.exact_slots) * a.kv_heads + head) * page_bytes;
   for (int i = thread; i < PAGE_UNITS; i += THREADS) {
-    const u32 target = (u32)__cvta_generic_to_shared(memory + place(i));
+    const u32 target = shared_address(memory + i);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(target), "l"(source + 16 * i) : "memory");
   }
-  const uint2 described = a.layers[layer];
   const u32 rule = a.rules[(layer * a.kv_heads + head) * 2 + side];
   if (SHARED_WORDS)
     for (int i = thread; i < SEALED_BYTES / 16; i += THREADS) ((uint4*)staged)[i] = make_uint4(0, 0, 0, 0);
   asm volatile("cp.async.wait_all;" ::: "memory");
   u32 sum = 0;
   for (int i = thread; i < PAGE_UNITS; i += THREADS) {
-    const uint4 unit = memory[place(i)];
+    const uint4 unit = memory[i];
     sum = zero_times(unit.x, zero_times(unit.y, zero_times(unit.z, zero_times(unit.w, sum))));
   }
   // A page that cannot be sealed stays as it was.
@@ -425,13 +425,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) seal(Arguments a) {
     return;
   }
   u8* target = a.sealed + slots.y * a.sealed_stride + described.x;
-  if (BITS == 16 || !described.y) {
+  if (BITS == 16 || described.y == COPIED) {
     target += head * page_bytes;
-    for (int i = thread; i < PAGE_UNITS; i += THREADS) ((uint4*)target)[i] = memory[place(i)];
+    for (int i = thread; i < PAGE_UNITS; i += THREADS) ((uint4*)target)[i] = memory[i];
     return;
   }
   if (side) transpose_values(memory, token);
-  const Row row = {memory + (token >> 3) * TILE_UNITS + side * SIDE_UNITS + (token & 7) * 4, (token >> 1) & 3};
+  const Row row = {memory + (token >> 3) * TILE_UNITS + side * SIDE_UNITS + (token & 7)};
   seal_row(row, rule, side, token, staged);
   __syncthreads();
   target += head * (long long)SEALED_BYTES;

@@ -9,10 +9,11 @@
 //   eights    8 bits     [two steps][lane][step], then as nibbles               1152 bytes
 //   sixteens  8 bits     the same, with a scale for every 16 columns            1280 bytes
 //   FP8       E4M3       as eights, then [row] scale as f32                     1088 bytes
+//   MXFP4     E2M1       as nibbles, then [row][32 columns] exponent, a byte     544 bytes
 //
 // A quantised weight is scale * code - offset; both are f16 and 256 times as large, so that small ones keep their bits. A scale of
-// FP8 is 2^16 times as large: 256 times, and 2^8 because its bits are read as those of an f16. All tiles of 16 rows lie side by
-// side. Rows and columns beyond the matrix are zero.
+// FP8 is 2^16 times as large: 256 times, and 2^8 because its bits are read as those of an f16. An exponent of MXFP4 is stored as
+// it is. All tiles of 16 rows lie side by side. Rows and columns beyond the matrix are zero.
 
 constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
 // As macros, because kernels for one kind are told so by a macro; MIXED is for launches with several.
@@ -21,14 +22,15 @@ constexpr int TILE_ROWS = 16, TILE_COLUMNS = 64;
 #define EIGHTS 2
 #define SIXTEENS 3
 #define FP8 4
-#define MIXED 5
+#define MXFP4 5
+#define MIXED 6
 constexpr float SCALE_UNIT = 256.0f;
 
 DEVICE int tile_bytes(int kind) {
-  return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == EIGHTS ? 1152 : kind == FP8 ? 1088 : 1280;
+  return kind == FLOATS ? 2048 : kind == NIBBLES ? 640 : kind == EIGHTS ? 1152 : kind == FP8 ? 1088 : kind == MXFP4 ? 544 : 1280;
 }
 // Bytes of the codes of a tile; scales follow.
-DEVICE int code_bytes(int kind) { return kind == NIBBLES ? 512 : 1024; }
+DEVICE int code_bytes(int kind) { return kind == NIBBLES || kind == MXFP4 ? 512 : 1024; }
 
 DEVICE float half_to_float(u32 bits) {
   float x;
@@ -50,6 +52,10 @@ DEVICE u32 float_to_bf16(float x) {
 // 2^-8 of an E4M3 number: its bits are those of an f16 with a smaller exponent.
 DEVICE float e4m3(u32 byte) { return half_to_float((byte & 0x80u) << 8 | (byte & 0x7fu) << 7); }
 
+// 2^-14 of an E2M1 number, for the same reason, and the power of two that an exponent of MXFP4 stands for.
+DEVICE float e2m1(u32 nibble) { return half_to_float((nibble & 8u) << 12 | (nibble & 7u) << 9); }
+DEVICE float power_of(u32 exponent) { return __uint_as_float(exponent ? exponent << 23 : 0x00400000u); }
+
 // Where two neighbouring columns, an even one and the next, lie in a tile: lane, step and register.
 struct Place {
   int lane, step, part;
@@ -67,6 +73,11 @@ DEVICE float2 weight_pair(const u8* tiles, int kind, int steps, int row, int col
   if (kind == FLOATS) {
     const u32 word = *(const u32*)(tile + place.step * 512 + place.lane * 16 + place.part * 4);
     return make_float2(bf16_to_float(word & 0xffffu), bf16_to_float(word >> 16));
+  }
+  if (kind == MXFP4) {
+    const u32 word = *(const u32*)(tile + place.lane * 16 + place.step * 4) >> 4 * place.part;
+    const float scale = power_of(tile[code_bytes(kind) + tile_row * 2 + tile_column / 32]) * 16384.0f;
+    return make_float2(scale * e2m1(word), scale * e2m1(word >> 16));
   }
   float first, second;
   if (kind == NIBBLES) {

@@ -8,8 +8,8 @@
 pub mod follower;
 
 use oscar_kv::{
-    Append, ExactSlot, Extension, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows, PoolKind, PrefillMode,
-    PrefixKey, SealWork, SealedPools, Sequence, Shortage, TailPolicy, Tier,
+    Append, ExactSlot, Extension, HostCopy, HostPools, Ledger, LedgerOptions, PAGE_TOKENS, PageWindows,
+    PoolKind, PrefillMode, PrefixKey, SealWork, SealedPools, Sequence, Shortage, TailPolicy, Tier,
 };
 
 pub type Row = u64;
@@ -22,6 +22,9 @@ pub struct Cache {
     rows: Vec<[Row; PAGE_TOKENS]>,
     /// The tag of the last row of a sealed page stands for all of them.
     sealed: Vec<Row>,
+    /// The same in the host's memory.
+    host_rows: Vec<[Row; PAGE_TOKENS]>,
+    host_sealed: Vec<Row>,
 }
 
 /// A sequence with the tags its rows should have.
@@ -53,6 +56,7 @@ pub fn options(sink: usize, recent: usize) -> LedgerOptions {
         sealed: Some(SealedPools { pages: 400, high_pages: 200, scratch_pages: 200 }),
         prefix_tree: true,
         tail: TailPolicy::Recompute,
+        host: HostPools::default(),
     }
 }
 
@@ -70,6 +74,26 @@ impl Cache {
             windows: options.windows,
             rows: vec![[0; PAGE_TOKENS]; slots.exact + slots.scratch],
             sealed: vec![0; slots.sealed + slots.high],
+            host_rows: vec![[0; PAGE_TOKENS]; options.host.exact_pages + 1],
+            host_sealed: vec![0; options.host.sealed_pages + 1],
+        }
+    }
+
+    /// Brings back what the host has of a prompt.
+    pub fn restore(&mut self, key: impl Into<PrefixKey>, prompt: &[u32]) {
+        self.ledger.restore(key, prompt);
+        self.copy_host_pages();
+    }
+
+    /// Carries out the copies between device and host that are due.
+    fn copy_host_pages(&mut self) {
+        for copy in self.ledger.take_host_copies() {
+            match copy {
+                HostCopy::ExactOut { from, to } => self.host_rows[to.index()] = self.rows[from.index()],
+                HostCopy::SealedOut { from, to } => self.host_sealed[to.index()] = self.sealed[from.index()],
+                HostCopy::ExactIn { from, to } => self.rows[to.index()] = self.host_rows[from.index()],
+                HostCopy::SealedIn { from, to } => self.sealed[to.index()] = self.host_sealed[from.index()],
+            }
         }
     }
 
@@ -130,6 +154,7 @@ impl Cache {
     /// What was just taken holds nothing.
     fn begun(&mut self, open: &mut Open, pages: usize, copies: &[(ExactSlot, ExactSlot)], seal: &[SealWork]) {
         open.grow_tags();
+        self.copy_host_pages();
         for slot in &open.sequence.exact_slots()[pages..] {
             self.rows[slot.expect("a new page is bf16 first").index()] = [0; PAGE_TOKENS];
         }
@@ -206,6 +231,7 @@ impl Cache {
     /// Seals what the tree wants sealed and gives it what it lacks. Returns how many pages were sealed early.
     pub fn insert(&mut self, open: &mut Open, finished: bool) -> usize {
         let work = self.ledger.plan_insert(&mut open.sequence);
+        self.copy_host_pages();
         for work in &work {
             self.sealed[work.to.index()] = 0;
         }
@@ -230,6 +256,7 @@ impl Cache {
         let Some(end) = self.ledger.demotion_for(&open.sequence, pages) else { return 0 };
         let before = self.ledger.available(PoolKind::Exact);
         let work = self.ledger.demote(&mut open.sequence, end).expect("no more than there are sealed pages");
+        self.copy_host_pages();
         for work in &work {
             self.seal(open, work);
         }
