@@ -262,9 +262,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_rows(const __gri
   const Item item = a.items[blockIdx.x];
   const Walk walk(a, item);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Registers move from the warpgroup that brings pages to those that multiply; 512 for each of three threads.
+  // Registers move from the warpgroup that brings pages to those that multiply. A block begins with 168 for each thread and
+  // never gets more: 104 + 2 * 200 = 3 * 168.
   if (warp >= 4 * WORKERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
     bring(a, item, walk, memory, base, threadIdx.x - GROUP * WORKERS);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");

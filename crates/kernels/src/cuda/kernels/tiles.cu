@@ -54,7 +54,8 @@ DEVICE float e4m3(u32 byte) { return half_to_float((byte & 0x80u) << 8 | (byte &
 
 // 2^-14 of an E2M1 number, for the same reason, and the power of two that an exponent of MXFP4 stands for.
 DEVICE float e2m1(u32 nibble) { return half_to_float((nibble & 8u) << 12 | (nibble & 7u) << 9); }
-DEVICE float power_of(u32 exponent) { return __uint_as_float(exponent ? exponent << 23 : 0x00400000u); }
+// 0 stands for 2^-127, which is subnormal, and 255 for a NaN.
+DEVICE float power_of(u32 exponent) { return __uint_as_float(exponent << 23 | (exponent % 255 == 0 ? 0x00400000u : 0u)); }
 
 // Where two neighbouring columns, an even one and the next, lie in a tile: lane, step and register.
 struct Place {
