@@ -6,6 +6,8 @@
 //! | `model` | prefill and decoding of a whole model; what memory holds of its cache |
 //! | `engine` | long contexts by cache type; requests with a common prefix |
 //! | `host_prefix` | a prompt whose pages come back from the host's memory |
+//! | `resident` | decode steps of many sequences at once |
+//! | `streams` | answers in progress while a long prompt is read |
 //! | `serve` | a server as its clients see it |
 //! | `attention`, `codec` | attention and the encoder alone, on the processor |
 //! | [`cuda`] | attention, sealing and writing on a card, against its read ceiling |
@@ -18,7 +20,9 @@ mod engine;
 mod formats;
 mod host_prefix;
 mod model;
+mod resident;
 mod serve;
+mod streams;
 
 pub use attention::{AttentionBench, AttentionBenchError, AttentionRow, AttentionSlope, run as attention};
 pub use capacity::Capacity;
@@ -29,7 +33,9 @@ pub use engine::{
 pub use formats::PageFormat;
 pub use host_prefix::{HostPrefixRow, host_prefix};
 pub use model::{ModelBench, run as model};
+pub use resident::{ResidentBench, ResidentRow, resident, sequence_bytes};
 pub use serve::{
     AddedLatencyRow, Arrival, GoodputLimits, Pace, ServeBench, ServeBenchError, ServeRow, StreamedRow,
     Workload, added_latency, serve, streamed,
 };
+pub use streams::{StreamsRow, stream_tokens, streams};

@@ -11,6 +11,7 @@ use oscar_model::LoadedModel;
 
 use super::answers::{Answer, Answers};
 use super::executor::{Executor, PromptOutput};
+use super::pace::Pace;
 use super::plan::{AnswerId, Decision, Next, StepPlan};
 use super::policy::{NewRequest, Policy, PromptWants, Rules};
 use crate::attention::CustomAttention;
@@ -50,6 +51,10 @@ pub(crate) struct Core<B: Backend> {
     /// Requests that wait to be admitted, as those who submit count them.
     queued: Arc<AtomicUsize>,
     counters: EngineStats,
+    /// Bounds long prompts beside answers by time.
+    pace: Option<Pace>,
+    /// Rows of a chunk of a prompt.
+    chunk_rows: usize,
     /// Which answers were demoted after how many tokens, and below which page.
     #[cfg(test)]
     pub(super) demotions: Vec<(AnswerId, usize, usize)>,
@@ -110,6 +115,8 @@ impl<B: Backend> Core<B> {
             Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.prefill_mode() };
         let core = Core {
             policy: Policy::new(ledger, rules),
+            pace: None,
+            chunk_rows,
             executor: Executor::new(Arc::clone(&model), cache, activations, logit_rows, attention),
             answers: Answers::new(Arc::clone(model.tokenizer()), budget.contexts()),
             model,
@@ -157,9 +164,21 @@ impl<B: Backend> Core<B> {
         self.run_steps();
     }
 
+    /// From here on prompt work beside running answers is bounded by time.
+    pub(crate) fn keep_pace(&mut self) {
+        self.pace = Some(Pace::default());
+    }
+
     /// Takes every running answer one token further and does a bounded amount of prompt work.
     pub(crate) fn turn(&mut self) {
-        self.policy.begin_turn();
+        let long = match &mut self.pace {
+            Some(pace) => {
+                let (running, done) = (self.policy.has_running(), self.policy.long_rows());
+                pace.turn(Instant::now(), running, done, self.chunk_rows)
+            }
+            None => usize::MAX,
+        };
+        self.policy.begin_turn(long);
         self.run_steps();
     }
 

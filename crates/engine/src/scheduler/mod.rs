@@ -7,16 +7,19 @@
 //! | `executor` | carries a plan out on a device: copies, seals, forward passes, sampling |
 //! | `answers` | the text, the sampling state and the listeners of every request |
 //! | `core` | the loop of plan, execution and report, without a thread |
+//! | `pace` | how much of a long prompt is computed between two tokens of running answers |
 //! | `worker` | the engine's thread: commands in, events and statistics out |
 //! | `cache_events` | tells one subscriber what changes in the prefix tree |
 //!
 //! Each turn takes every running answer one token further in one batch and then does a bounded amount of prompt work. So a
-//! long prompt never delays answers for longer than one chunk, and answers never delay a prompt for longer than one step.
+//! prompt never delays answers for longer than one chunk, a long one that is computed layer by layer hardly longer than a decode
+//! step takes, and answers never delay a prompt for longer than one step.
 
 mod answers;
 mod cache_events;
 mod core;
 mod executor;
+mod pace;
 mod plan;
 mod policy;
 mod segment;

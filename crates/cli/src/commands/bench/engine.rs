@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use clap::Args;
-use oscar_bench::{LongContext, LongContextStage, SharedPrefix, host_prefix, long_context, shared_prefix};
-use oscar_engine::{Engine, EngineOptions};
+use oscar_bench::{
+    LongContext, LongContextStage, SharedPrefix, host_prefix, long_context, shared_prefix, stream_tokens,
+    streams,
+};
+use oscar_engine::{Budget, Engine, EngineError, EngineOptions};
 use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_rotations::CacheType;
@@ -32,7 +35,8 @@ use crate::subject::Subject;
     ratio is decode speed over the first cache type, limit what the bytes of a step (weights and pages) allow for it.\n\
     rss_delta_bytes is what the prompt has added to the resident size. Shared prefixes are measured\n\
     with the prefix cache and without, arriving together and one after the other. With --host-kv-memory a prompt of each\n\
-    context comes back after another one took its place on the card, against computing it.")]
+    context comes back after another one took its place on the card, against computing it. With --streams so many answers\n\
+    are in progress while a prompt of each context is read; ratio is how much longer 99 of 100 tokens take then.")]
 pub(super) struct EngineBenchArguments {
     #[command(flatten)]
     model: MeasuredModel,
@@ -76,6 +80,10 @@ pub(super) struct EngineBenchArguments {
     /// Memory of the host for evicted pages, for two prompts at least; a card only.
     #[arg(long, value_name = "SIZE", value_parser = byte_size)]
     host_kv_memory: Option<u64>,
+
+    /// Answers in progress while a prompt of each context is read: how much longer they wait for a token; 0 leaves it out.
+    #[arg(long, default_value = "0", value_name = "N")]
+    streams: usize,
 
     #[command(flatten)]
     device: DeviceArguments,
@@ -132,7 +140,7 @@ impl OnDevice for EngineBenchArguments {
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
         let subject = arguments.load_model(&self.model.arguments(), backend)?;
         let weight_bytes = subject.weight_bytes;
-        let (mut long, mut shared, mut host) = (Report::here(), Report::here(), Report::here());
+        let [mut long, mut shared, mut host, mut beside] = [(); 4].map(|()| Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
             for &kind in self.kv.iter().filter(|_| self.host_kv_memory.is_some()) {
@@ -140,6 +148,17 @@ impl OnDevice for EngineBenchArguments {
                 options.kv.host_memory = self.host_kv_memory.map_or(0, |bytes| bytes as usize);
                 let engine = start(&subject, &options, &settled)?;
                 self.push(&mut host, &host_prefix(&engine, context, self.repeat)?)?;
+            }
+            for &kind in self.kv.iter().filter(|_| self.streams > 0) {
+                let (mut options, settled) = self.options(&subject, kind, needed, 1, true)?;
+                let each = EngineOptions { context: Some(stream_tokens(context)), ..options.clone() };
+                let bytes = |options| {
+                    Ok::<_, EngineError>(Budget::of(subject.model.config(), options)?.total_bytes())
+                };
+                options.kv.memory.get_or_insert(bytes(&options)? + self.streams * bytes(&each)?);
+                options.max_running = self.streams + 1;
+                let engine = start(&subject, &options, &settled)?;
+                self.push(&mut beside, &streams(&engine, self.streams, context)?)?;
             }
             let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
             let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
@@ -162,6 +181,7 @@ impl OnDevice for EngineBenchArguments {
         if self.json {
             long.rows.extend(shared.rows);
             long.rows.extend(host.rows);
+            long.rows.extend(beside.rows);
             return print_text(&long.json());
         }
         let columns = [
@@ -193,6 +213,21 @@ impl OnDevice for EngineBenchArguments {
             let columns =
                 ["kv", "context", "restored_bytes", "cached", "computed_ms", "restored_ms", "ratio"];
             print_text(host.table(&columns).trim_end())?;
+        }
+        if self.streams > 0 {
+            let columns = [
+                "kv",
+                "streams",
+                "context",
+                "idle_p50_ms",
+                "idle_p99_ms",
+                "busy_p50_ms",
+                "busy_p99_ms",
+                "ratio",
+                "prefill_tokens_per_s",
+                "preempted",
+            ];
+            print_text(beside.table(&columns).trim_end())?;
         }
         Ok(())
     }
@@ -257,7 +292,7 @@ impl EngineBenchArguments {
         };
         if running > 1 && options.kv.memory.is_none() {
             // Room for all of them at once: what one needs, so many times.
-            let alone = Engine::new(subject.model.clone(), &options)?.budget().total_bytes();
+            let alone = Budget::of(subject.model.config(), &options)?.total_bytes();
             options.kv.memory = Some(alone * running);
         }
         Ok((options, settled))

@@ -1,18 +1,21 @@
 //! `oscar bench model`: a whole model, or the slice of one that a card of several has.
 
 use clap::Args;
-use oscar_bench::{Capacity, ModelBench};
+use oscar_bench::{Capacity, ModelBench, ResidentBench, sequence_bytes};
+use oscar_codec::PAGE_TOKENS;
 use oscar_engine::EngineOptions;
 use oscar_kernels::Inspect;
 use oscar_lab::Report;
 use oscar_model::{Shard, Slice};
 
+use super::tokens;
 use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
 use crate::device::{DeviceArguments, OnDevice, worker_threads};
 use crate::failure::Failure;
-use crate::kv::KvArguments;
+use crate::kv::{KvArguments, Settled};
 use crate::loading::{EngineArguments, start};
 use crate::output::{decimal_bytes, print_text};
+use crate::subject::Subject;
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
 #[derive(Debug, Args)]
@@ -21,8 +24,11 @@ use crate::output::{decimal_bytes, print_text};
     oscar bench model smollm2 --prompt-tokens 512 --gen-tokens 64 --context 4096\n  \
     oscar bench model ./model.gguf --threads 8 --repeat 5 --json\n  \
     oscar bench model --device cuda --random-weights qwen3-8b --kv-cache-dtype int2 --context 32768\n  \
+    oscar bench model --device cuda --random-weights qwen3-8b --kv-cache-dtype int2 --context 32k --batch 64\n  \
     oscar bench model --device cuda --random-weights glm-4.7-fp8 --shard 0/8 --kv-cache-dtype int2 --context 32768\n\n\
     --context is the number of tokens in the cache when decoding starts; the prompt alone by default.\n\n\
+    --batch N measures decode steps of N sequences without the scheduler. Their pages are copies of those of one short\n\
+    prompt, each in memory of its own, so that no long prompt has to be computed.\n\n\
     --shard R/N measures what rank R of N tensor-parallel cards has of a shape: an Nth of the heads, of the columns of\n\
     dense layers, of the experts and of the vocabulary. All-reduces are left out, so a step is what a card computes\n\
     between them. Then come the tokens that N such cards hold beside the weights.")]
@@ -34,20 +40,24 @@ pub(super) struct ModelBenchArguments {
     #[arg(long, value_name = "R/N", requires = "random_weights", conflicts_with = "model")]
     shard: Option<Shard>,
 
-    /// With --shard: memory of a card; what is free on the device by default, if it has memory of its own.
-    #[arg(long, value_name = "SIZE", value_parser = byte_size, requires = "shard")]
+    /// With --shard or --batch max: memory of a card; what is free on the device by default, if it has memory of its own.
+    #[arg(long, value_name = "SIZE", value_parser = byte_size)]
     card_memory: Option<u64>,
 
-    /// Prompt tokens of the prefill measurement.
-    #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = positive)]
+    /// Measure decode steps of so many resident sequences of --context tokens instead; `max` is as many as the memory holds.
+    #[arg(long, value_name = "N", value_parser = batch)]
+    batch: Option<BatchSize>,
+
+    /// Prompt tokens of the prefill measurement; 8k is 8192.
+    #[arg(long, default_value = "512", value_name = "TOKENS", value_parser = tokens)]
     prompt_tokens: usize,
 
     /// Tokens to generate in the decode measurement.
     #[arg(long, default_value = "64", value_name = "TOKENS", value_parser = positive)]
     gen_tokens: usize,
 
-    /// Tokens in the cache when decoding starts.
-    #[arg(long, value_name = "TOKENS", value_parser = positive)]
+    /// Tokens in the cache when decoding starts; 8k is 8192.
+    #[arg(long, value_name = "TOKENS", value_parser = tokens)]
     context: Option<usize>,
 
     #[command(flatten)]
@@ -92,6 +102,10 @@ impl OnDevice for ModelBenchArguments {
         model.shard = self.shard;
         let subject = arguments.load_model(&model, backend)?;
         let settled = arguments.kv.settle(&subject)?;
+        if let Some(batch) = self.batch {
+            let size = ResidentSize { batch, context, card_memory };
+            return size.measure(&subject, &settled, self.gen_tokens, self.repeat, self.json);
+        }
         let options = EngineOptions { max_running: 1, ..arguments.options(&settled) };
         let engine = start(&subject, &options, &settled)?;
         // Heads that are no whole number of bands have no 2-bit cache to count.
@@ -140,6 +154,78 @@ impl OnDevice for ModelBenchArguments {
             Some(capacity) => print_text(&format!("\n{}", density(&capacity))),
             None => Ok(()),
         }
+    }
+}
+
+/// Sequences of a decode step.
+#[derive(Clone, Copy, Debug)]
+enum BatchSize {
+    /// So many.
+    Of(usize),
+    /// As many as memory holds.
+    Max,
+}
+
+fn batch(text: &str) -> Result<BatchSize, String> {
+    if text == "max" { Ok(BatchSize::Max) } else { positive(text).map(BatchSize::Of) }
+}
+
+/// How many sequences of which length are resident.
+struct ResidentSize {
+    batch: BatchSize,
+    context: usize,
+    card_memory: Option<u64>,
+}
+
+/// Memory beside weights and pages, for activations and the tables of a step.
+const BESIDE_PAGES: u64 = 2 << 30;
+
+impl ResidentSize {
+    fn measure<B: Inspect>(
+        &self,
+        subject: &Subject<B>,
+        settled: &Settled,
+        steps: usize,
+        repeat: usize,
+        json: bool,
+    ) -> Result<(), Failure> {
+        let config = subject.model.config();
+        if config.sliding.is_some() {
+            return Err(Failure::new("--batch measures models without sliding windows")
+                .with_fix("leave --batch away, or use `oscar bench serve`"));
+        }
+        let (codec, windows) = (settled.options.codec.as_ref(), settled.options.windows);
+        // Pages of the steps, and those that are both sealed and in bf16 while they leave the window.
+        let each = sequence_bytes(config, codec, windows, self.context + steps + 4 * PAGE_TOKENS) as u64;
+        let batch = match (self.batch, self.card_memory) {
+            (BatchSize::Of(batch), _) => batch,
+            (BatchSize::Max, Some(memory)) => {
+                (memory.saturating_sub(subject.weight_bytes + BESIDE_PAGES) / each.max(1)) as usize
+            }
+            (BatchSize::Max, None) => {
+                return Err(Failure::new("the device has no memory of its own to be filled")
+                    .with_fix("give --card-memory, or a number"));
+            }
+        };
+        if batch == 0 {
+            return Err(Failure::new(format!(
+                "no sequence of {} tokens fits beside the weights",
+                self.context
+            ))
+            .with_fix("give a smaller --context, or more --card-memory"));
+        }
+        let bench = ResidentBench { batch, context: self.context, steps, repeat };
+        let row = oscar_bench::resident(subject.model.model(), codec, windows, &bench)?;
+        let mut report = Report::here();
+        let mut row = serde_json::to_value(row).expect("a row holds plain values only");
+        row["model"] = subject.name().into();
+        report.push(row);
+        if json {
+            return print_text(&report.json());
+        }
+        let columns =
+            ["kv", "batch", "context", "resident_tokens", "kv_bytes", "step_ms", "decode_tokens_per_s"];
+        print_text(report.table(&columns).trim_end())
     }
 }
 

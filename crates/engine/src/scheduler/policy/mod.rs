@@ -94,6 +94,10 @@ pub(crate) struct Policy {
     phase: Phase,
     /// Rows times layers of prompt work that are left in this turn.
     allowance: usize,
+    /// The same of prompts that are computed layer by layer.
+    long_allowance: usize,
+    /// Rows times layers of such prompts that were computed in this turn.
+    long_rows: usize,
     /// Somebody lost pages or found none: nobody is admitted beside running answers until one of them ends.
     memory_short: bool,
     /// Scratch pages were written since they were last given back.
@@ -124,6 +128,8 @@ impl Policy {
             demotion: None,
             phase: Phase::Done,
             allowance: 0,
+            long_allowance: 0,
+            long_rows: 0,
             memory_short: false,
             scratch_used: false,
             release: false,
@@ -216,10 +222,22 @@ impl Policy {
         }
     }
 
-    /// Begins a turn: one decode step, and prompt work worth one chunk through all layers.
-    pub(crate) fn begin_turn(&mut self) {
+    /// Begins a turn: one decode step, and prompt work worth one chunk through all layers, but of prompts that are computed layer
+    /// by layer at most `long` rows times layers, and what the last piece has more than that.
+    pub(crate) fn begin_turn(&mut self, long: usize) {
         self.phase = Phase::Decode;
         self.allowance = self.rules.chunk_rows * self.rules.layers;
+        (self.long_allowance, self.long_rows) = (long, 0);
+    }
+
+    /// Whether answers are in progress.
+    pub(crate) fn has_running(&self) -> bool {
+        !self.running.is_empty()
+    }
+
+    /// Rows times layers of prompts that are computed layer by layer, in the last turn.
+    pub(crate) fn long_rows(&self) -> usize {
+        self.long_rows
     }
 
     /// What is to be done next in this turn. It must be carried out and its outcome reported before this is called again.

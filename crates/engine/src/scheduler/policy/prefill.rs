@@ -130,6 +130,14 @@ impl Policy {
         let started = prefill.work.as_ref().is_none_or(|work| work.started);
         if started && let Some(work) = &prefill.work {
             let rows = work.chunks[work.chunk].rows.len() * work.next_layers(self.rules.layers).len();
+            if work.layer_major {
+                if self.long_allowance == 0 {
+                    self.prefill = Some(prefill);
+                    return Choice::Nothing;
+                }
+                self.long_allowance = self.long_allowance.saturating_sub(rows);
+                self.long_rows += rows;
+            }
             self.allowance = self.allowance.saturating_sub(rows);
         }
         self.prefill = Some(prefill);
