@@ -6,6 +6,8 @@
 //! not written yet, and outputs all begin as NaN.
 #![allow(clippy::unwrap_used)]
 
+#[path = "cuda/attend.rs"]
+mod attend;
 #[path = "cuda/backend.rs"]
 mod backend;
 #[path = "cuda/prefill.rs"]

@@ -1,17 +1,12 @@
-//! The backend of the card against the CPU's: weights of every stored type, products, and attention over a cache that is
-//! written in chunks, sealed, and continued token by token.
+//! The backend of the card against the CPU's: weights of every stored type, products, experts, sampling, and attention
+//! (`attend`).
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, ExactSlot, HeadEncoder, HeadTransform, KvGeometry, PAGE_TOKENS,
-    PageCodec, PageWindows, RowEncoder, Rule, SealedSlot, SquareMatrix, hadamard,
-};
+use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{
-    Activation, AttentionSpec, Batch, CacheSpec, ExpertBiases, GatedMlp, HostSlots, Linear, RmsNorm, Rope,
-    RopeLayout, RoutedMlp, Sampled, Sampling, SealPage, SealedRows, SealedSpec, SequenceRows, SharedExpert,
-    StoredMatrix,
+    Activation, Batch, CacheSpec, ExpertBiases, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
+    Sampled, Sampling, SequenceRows, SharedExpert, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -20,6 +15,8 @@ use oscar_kernels::quant::fp8::BlockScales;
 use oscar_kernels::routing::{ExpertGroups, Routing, RoutingRule, Scores};
 use oscar_kernels::{Backend, DType, Inspect, KernelError, quant};
 use oscar_random::Random;
+
+use super::attend;
 
 /// Runs everything; the number of failures.
 pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
@@ -43,9 +40,9 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
         failures += products(&cpu, &cuda, quick);
         failures += odd_rows(&cpu, &cuda);
         failures += experts(&cpu, &cuda, quick);
-        failures += attention(&scalar, &cuda, quick);
+        failures += attend::attention(&scalar, &cuda, quick);
         if deterministic {
-            failures += chunks(&cuda);
+            failures += attend::chunks(&cuda);
         }
     }
     failures
@@ -99,20 +96,20 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Stored
     StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype, rows, cols, scales }
 }
 
-fn vector(len: usize, random: &mut Random) -> StoredMatrix {
+pub(super) fn vector(len: usize, random: &mut Random) -> StoredMatrix {
     let bytes: Vec<u8> = (0..len).flat_map(|_| (1.0 + random.signed()).to_le_bytes()).collect();
     StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: len, scales: None }
 }
 
 /// The root mean square of the difference over that of what is expected.
-fn error(expected: &[f32], got: &[f32]) -> f64 {
+pub(super) fn error(expected: &[f32], got: &[f32]) -> f64 {
     assert_eq!(expected.len(), got.len());
     let size: f64 = expected.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     let difference: f64 = expected.iter().zip(got).map(|(&a, &b)| f64::from(a - b) * f64::from(a - b)).sum();
     (difference / size.max(1e-30)).sqrt()
 }
 
-fn report(what: &str, worst: f64, limit: f64) -> usize {
+pub(super) fn report(what: &str, worst: f64, limit: f64) -> usize {
     let failed = worst.is_nan() || worst > limit;
     println!("{}{what}: worst error {worst:.1e} (limit {limit:.0e})", if failed { "FAILED " } else { "" });
     usize::from(failed)
@@ -432,287 +429,6 @@ fn experts(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
             }
         }
         failures += report(&format!("experts of {dtype}"), worst, 2e-2);
-    }
-    failures
-}
-
-/// A cache of one sequence on a device.
-struct Attending<'a, B: Backend> {
-    backend: &'a B,
-    spec: AttentionSpec<B>,
-    cache: B::Cache,
-    rope: Rope,
-    pages: Vec<Option<ExactSlot>>,
-    sealed: Option<Vec<Option<SealedSlot>>>,
-    windows: PageWindows,
-    /// Queries and keys of the rows that came last.
-    stored: Vec<f32>,
-}
-
-const KV_HEADS: usize = 2;
-const LAYER: usize = 1;
-/// Tokens that there is room for.
-const TOKENS: usize = 700;
-
-impl<B: Inspect> Attending<'_, B> {
-    /// Attention of some rows; pages that leave the window are sealed first, as an engine does it.
-    fn rows(&mut self, start: usize, rows: &[f32]) -> Vec<f32> {
-        let due = self.windows.history(start / PAGE_TOKENS, usize::MAX, 0);
-        self.rows_after(due, start, rows)
-    }
-
-    /// The same; of the pages before, those that are `due` are read sealed.
-    fn rows_after(&mut self, due: Range<usize>, start: usize, rows: &[f32]) -> Vec<f32> {
-        let cols = self.spec.qkv_cols();
-        let len = rows.len() / cols;
-        let exact_from = due.end;
-        if let Some(sealed) = &mut self.sealed {
-            for page in due {
-                if sealed[page].is_none() {
-                    sealed[page] = SealedSlot::new(page as u32 + 1);
-                    let pair = SealPage { exact: self.pages[page].unwrap(), sealed: sealed[page].unwrap() };
-                    self.backend.seal(0..2, &[pair], &mut self.cache).unwrap();
-                    self.pages[page] = None;
-                }
-            }
-        }
-        let sequences = [SequenceRows {
-            start,
-            len,
-            pages: &self.pages,
-            sealed: self.sealed.as_deref().map(|pages| SealedRows { pages, exact_from, sealed_until: 0 }),
-        }];
-        let batch = Batch { tokens: &vec![0; len], sequences: &sequences };
-        let mut step = self.backend.begin_step(&batch, &self.rope, &self.cache).unwrap();
-        if let Some(window) = self.spec.window {
-            let rope = Rope { magnitude: 0.75, ..self.rope.clone() };
-            self.backend.add_windows(&mut step, &rope, window, &self.cache).unwrap();
-        }
-        let mut out = self.backend.buffer(len, self.spec.q_heads * self.spec.head_dim).unwrap();
-        for layer in 0..2 {
-            let mut copy = self.backend.buffer(len, cols).unwrap();
-            self.backend.write(rows, &mut copy).unwrap();
-            self.backend.rope_store(&step, &self.spec, layer, &mut copy, &mut self.cache).unwrap();
-            if layer == LAYER {
-                self.backend.attend(&step, &self.spec, layer, &copy, &self.cache, &mut out).unwrap();
-                // Queries and keys, which calibration looks at, take the place of what was projected.
-                let stored = self.backend.read(&copy, 0..len).unwrap();
-                let part = cols - KV_HEADS * self.spec.head_dim;
-                self.stored = stored.chunks_exact(cols).flat_map(|row| row[..part].to_vec()).collect();
-            }
-        }
-        self.backend.read(&out, 0..len).unwrap()
-    }
-}
-
-/// What some layers have beyond the plain ones.
-#[derive(Clone, Copy, Default)]
-struct Extras {
-    window: Option<usize>,
-    sinks: bool,
-    /// No rotary embedding.
-    still: bool,
-}
-
-impl Extras {
-    fn window(window: usize) -> Extras {
-        Extras { window: Some(window), ..Extras::default() }
-    }
-
-    fn name(self) -> String {
-        let words = [(self.window.is_some(), "a window"), (self.sinks, "sinks"), (self.still, "no rotation")];
-        words.into_iter().filter(|word| word.0).map(|word| format!(", {}", word.1)).collect()
-    }
-}
-
-fn attending<'a, B: Inspect>(
-    backend: &'a B,
-    d: usize,
-    group: usize,
-    codec: Option<Arc<PageCodec>>,
-    extras: Extras,
-) -> Attending<'a, B> {
-    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
-    let pages = TOKENS.div_ceil(PAGE_TOKENS);
-    let windows = PageWindows { sink: 1, recent: 2 };
-    let sealed = codec.map(|codec| SealedSpec { codec, slots: pages + 1, windows, high: None });
-    let has_sealed = sealed.is_some();
-    let query_heads = KV_HEADS * group;
-    let host = HostSlots::default();
-    let spec = CacheSpec { geometry, query_heads, slots: pages + 1, scratch_slots: 0, sealed, host };
-    // No norms, norms of each head, and norms over all heads.
-    let norm = |heads: usize| {
-        let gains = match d {
-            128 => d,
-            256 => heads * d,
-            _ => return None,
-        };
-        let weight = backend.weight(&vector(gains, &mut Random::new(7))).unwrap();
-        Some(RmsNorm { weight, eps: 1e-6 })
-    };
-    Attending {
-        backend,
-        spec: AttentionSpec {
-            q_heads: query_heads,
-            kv_heads: KV_HEADS,
-            head_dim: d,
-            scale: 1.0 / (d as f32).sqrt(),
-            window: extras.window,
-            rotates: !extras.still,
-            sinks: extras.sinks.then(|| backend.weight(&sinks(query_heads)).unwrap()),
-            q_norm: norm(KV_HEADS * group),
-            k_norm: norm(KV_HEADS),
-        },
-        cache: backend.cache(&spec).unwrap(),
-        rope: Rope {
-            inverse_frequencies: (0..d / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / d as f32)).collect(),
-            magnitude: 1.0,
-            layout: RopeLayout::Halves,
-        },
-        pages: ExactSlot::first(pages),
-        sealed: has_sealed.then(|| vec![None; pages]),
-        stored: Vec::new(),
-        windows,
-    }
-}
-
-/// Logits of learned sinks that take all, some and nothing of a row's weights.
-fn sinks(heads: usize) -> StoredMatrix {
-    let logits = [8.0_f32, 3.0, 30.0, -20.0, 6.0, f32::NEG_INFINITY];
-    let bytes: Vec<u8> = logits.iter().cycle().take(heads).flat_map(|logit| logit.to_le_bytes()).collect();
-    StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: heads, scales: None }
-}
-
-/// Keys in bands, of channels that differ in size.
-fn banded(d: usize) -> Arc<PageCodec> {
-    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
-    let rows =
-        RowEncoder::Banded(BandRows { layout: BandLayout::int2(d).unwrap(), value_rule: Rule::Search });
-    let sizes = SquareMatrix::from_fn(d, |i, j| if i == j { 1.5 - i as f64 / d as f64 } else { 0.0 });
-    let key = HeadTransform::general(Some(vec![0.25; d]), &hadamard::matrix(d).multiply(&sizes)).unwrap();
-    let value = HeadTransform::new(None, &hadamard::matrix(d)).unwrap();
-    let encoders = |transform: HeadTransform| vec![HeadEncoder { transform, rows }; 4];
-    Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
-}
-
-fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
-    let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
-    let mut random = Random::new(3);
-    let mut encoders = || -> Vec<HeadEncoder> {
-        (0..4)
-            .map(|_| {
-                let mean = (0..d).map(|_| random.signed()).collect();
-                let transform = HeadTransform::new(Some(mean), &hadamard::matrix(d)).unwrap();
-                HeadEncoder::codes(transform, CodeLayout::new(bits, d, 1).unwrap(), Rule::Search, false)
-            })
-            .collect()
-    };
-    let (keys, values) = (encoders(), encoders());
-    Arc::new(PageCodec::new("codes", geometry, keys, values).unwrap())
-}
-
-fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
-    let mut failures = 0;
-    for d in [64, 128, 256] {
-        let plain = Extras::default();
-        let sinks = Extras { sinks: true, ..plain };
-        for (group, codec, extras) in [
-            (3, None, plain),
-            (1, Some(2), plain),
-            (7, Some(2), plain),
-            (4, Some(4), plain),
-            (3, Some(0), plain),
-            (8, Some(0), plain),
-            (4, None, Extras::window(100)),
-            (4, Some(0), Extras::window(100)),
-            (3, None, sinks),
-            (8, Some(2), sinks),
-            (8, Some(0), sinks),
-            (8, Some(0), Extras { sinks: true, ..Extras::window(128) }),
-            (4, Some(0), Extras { still: true, ..plain }),
-        ] {
-            if quick && d != 128 {
-                continue;
-            }
-            let codec = codec.map(|bits| if bits == 0 { banded(d) } else { self::codec(d, bits) });
-            let codec = match (codec, extras.window) {
-                (Some(codec), Some(_)) => {
-                    Some(Arc::new(PageCodec::clone(&codec).without_history(&[LAYER]).unwrap()))
-                }
-                (codec, _) => codec,
-            };
-            let name = codec.as_ref().map_or("bf16", |codec| codec.name()).to_owned();
-            let mut here = attending(cpu, d, group, codec.clone(), extras);
-            let mut there = attending(cuda, d, group, codec, extras);
-            let mut random = Random::new(d as u64);
-            let (mut start, mut worst) = (0, [0.0_f64; 2]);
-            // Chunks, single tokens, a chunk over a sealed prefix.
-            for len in [190, 1, 1, 67, 1, 300, 1, 130, 1, 1] {
-                let rows: Vec<f32> = (0..len * here.spec.qkv_cols()).map(|_| 2.0 * random.signed()).collect();
-                let (expected, got) = (here.rows(start, &rows), there.rows(start, &rows));
-                let kind = usize::from(len == 1);
-                worst[kind] = worst[kind].max(error(&expected, &got));
-                if name == "bf16" && error(&here.stored, &there.stored) > 1e-2 {
-                    println!("FAILED {d} channels: queries and keys are not where they were projected to");
-                    failures += 1;
-                }
-                start += len;
-            }
-            // Windows are read by the kernel of chunks.
-            let limit = if extras.window.is_some() { 1e-2 } else { 2e-3 };
-            let what = format!("attention of {name}, {d} channels, {group} query heads{}", extras.name());
-            failures += report(&format!("{what}, chunks"), worst[0], 1e-2);
-            failures += report(&format!("{what}, tokens"), worst[1], limit);
-        }
-    }
-    failures
-}
-
-/// With one numeric path, rows have the same bits in a chunk and one by one, whatever their pages hold.
-fn chunks(cuda: &CudaBackend) -> usize {
-    let mut failures = 0;
-    for d in [32, 64, 128] {
-        let plain = Extras::default();
-        for (group, bits, extras) in [
-            (2, None, plain),
-            (2, Some(2), plain),
-            (7, Some(2), plain),
-            (2, Some(4), plain),
-            (3, Some(0), plain),
-            (2, None, Extras::window(77)),
-            (3, Some(0), Extras { sinks: true, ..plain }),
-        ] {
-            if bits == Some(0) && d == 32 {
-                continue;
-            }
-            let codec = bits.map(|bits| if bits == 0 { banded(d) } else { codec(d, bits) });
-            let mut random = Random::new(17);
-            let mut sequences = [(); 2].map(|()| attending(cuda, d, group, codec.clone(), extras));
-            let cols = sequences[0].spec.qkv_cols();
-            let mut numbers =
-                |rows: usize| -> Vec<f32> { (0..rows * cols).map(|_| random.signed()).collect() };
-            let (prompt, rows) = (numbers(500), numbers(100));
-            let due = sequences[0].windows.history(500 / PAGE_TOKENS, usize::MAX, 0);
-            for sequence in &mut sequences {
-                sequence.rows(0, &prompt);
-            }
-            let together = sequences[0].rows_after(due.clone(), 500, &rows);
-            let alone: Vec<f32> = rows
-                .chunks_exact(cols)
-                .enumerate()
-                .flat_map(|(index, row)| sequences[1].rows_after(due.clone(), 500 + index, row))
-                .collect();
-            let different = together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-            if different > 0 {
-                println!(
-                    "FAILED {d} channels, {group} query heads, {bits:?} bits: {different} of {} numbers differ in a chunk, \
-                     by {:.1e}",
-                    alone.len(),
-                    error(&alone, &together)
-                );
-                failures += 1;
-            }
-        }
     }
     failures
 }
