@@ -7,6 +7,10 @@ use oscar_kernels::Backend;
 use oscar_lab::machine::peak_rss_bytes;
 use serde::Serialize;
 
+/// What is read and generated before anything is timed.
+const WARM_UP_TOKENS: usize = 512;
+const WARM_UP_STEPS: usize = 4;
+
 /// A measurement of the speed of a model.
 #[derive(Clone, Debug)]
 pub struct ModelBench {
@@ -49,6 +53,8 @@ pub fn run<B: Backend>(
 ) -> Result<(), EngineError> {
     let context = bench.context.unwrap_or(bench.prompt_tokens).max(bench.prompt_tokens);
     let tokens = synthetic_tokens(context, engine.model().config().vocab_size);
+    // A device may compile kernels when they are first needed, and a mapped file is read from the disk.
+    generate(engine, &tokens[..bench.prompt_tokens.min(WARM_UP_TOKENS)], WARM_UP_STEPS + 1)?;
     for repetition in 1..=bench.repeat {
         engine.reset();
         let prefill = generate(engine, &tokens[..bench.prompt_tokens], 1)?;
