@@ -15,7 +15,8 @@ use crate::error::EngineError;
 pub struct EngineOptions {
     /// Tokens a sequence may have; the model's own limit, up to 32K and to what the memory holds, when `None`.
     pub context: Option<usize>,
-    /// Prompt tokens that are computed in one pass. Running answers wait at most that long for a prompt.
+    /// Prompt tokens that are computed in one pass. Running answers wait at most that long for a prompt, and less for a longer
+    /// one, which is computed a few layers at a time beside them.
     pub prefill_chunk: usize,
     /// Answers that may run at a time.
     pub max_running: usize,

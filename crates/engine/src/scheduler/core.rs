@@ -111,8 +111,13 @@ impl<B: Backend> Core<B> {
         if let Some(attention) = &attention {
             budget.kv = attention.name();
         }
-        let rules =
-            Rules { layers: config.layers, chunk_rows, max_running, prompt_mode: options.prefill_mode() };
+        let rules = Rules {
+            layers: config.layers,
+            chunk_rows,
+            max_running,
+            prompt_mode: options.prefill_mode(),
+            whole_chunks: attention.is_some(),
+        };
         let core = Core {
             policy: Policy::new(ledger, rules),
             pace: None,
@@ -178,6 +183,11 @@ impl<B: Backend> Core<B> {
             }
             None => usize::MAX,
         };
+        self.turn_with(long);
+    }
+
+    /// The same with at most `long` rows times layers of prompts of several chunks, and the rest of a piece.
+    pub(crate) fn turn_with(&mut self, long: usize) {
         self.policy.begin_turn(long);
         self.run_steps();
     }

@@ -12,8 +12,8 @@
 //! | `cache_events` | tells one subscriber what changes in the prefix tree |
 //!
 //! Each turn takes every running answer one token further in one batch and then does a bounded amount of prompt work. So a
-//! prompt never delays answers for longer than one chunk, a long one that is computed layer by layer hardly longer than a decode
-//! step takes, and answers never delay a prompt for longer than one step.
+//! prompt never delays answers for longer than one chunk, one of several chunks hardly longer than a decode step takes, and answers
+//! never delay a prompt for longer than one step.
 
 mod answers;
 mod cache_events;

@@ -1,6 +1,6 @@
 //! How much of a long prompt is computed between two tokens of running answers.
 //!
-//! A long prompt is computed in pieces, a chunk of it through one layer each. Between two decode steps come as many of them as
+//! A long prompt is computed in pieces: chunks of it through one layer or a few. Between two decode steps come as many layers as
 //! take about as long as such a step, and at least one: answers are at most some two times slower while a prompt is read, and
 //! prompts are read at half speed or more. A device may still be busy with pieces when a turn ends, so it is turns that are
 //! timed, not pieces.

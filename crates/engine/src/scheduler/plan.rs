@@ -80,8 +80,10 @@ pub(crate) struct PromptRows<'a> {
 pub(crate) struct ChunkPlan<'a> {
     pub(crate) prompt: PromptRows<'a>,
     pub(crate) layers: Range<usize>,
-    /// The chunk whose hidden states are kept between layers; `None` for a chunk that runs through all layers at once.
-    pub(crate) layer_major: Option<usize>,
+    /// Where the hidden states are kept between pieces; `None` for a chunk that runs through all layers at once.
+    pub(crate) kept: Option<usize>,
+    /// They are made of the tokens first.
+    pub(crate) embeds: bool,
     /// Pages that are sealed after the chunk's rows are written and before they attend.
     pub(crate) seal_before: &'a [SealPage],
     /// Pages that are sealed when the chunk's rows have attended.

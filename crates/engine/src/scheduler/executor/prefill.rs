@@ -23,34 +23,41 @@ impl<B: Backend> Executor<B> {
     pub(in super::super) fn start_extension(&mut self, plan: &ExtensionPlan<'_>) -> Result<(), KernelError> {
         self.chunks.clear();
         self.copy_pages(&plan.copies)?;
+        plan.chunks.iter().try_for_each(|chunk| self.embed_chunk(chunk))
+    }
+
+    /// Keeps the hidden states of one more chunk, made of its tokens.
+    fn embed_chunk(&mut self, chunk: &PromptRows<'_>) -> Result<(), KernelError> {
         let model = self.model.model();
-        for chunk in &plan.chunks {
-            let batch = Batch { tokens: chunk.tokens, sequences: &[chunk.rows] };
-            let step = model.begin_step(&batch, &self.cache)?;
-            let mut hidden = model.backend().buffer(chunk.tokens.len(), model.config().hidden_size)?;
-            std::mem::swap(self.activations.hidden_mut(), &mut hidden);
-            let embedded = model.embed(&batch, &step, &mut self.activations);
-            std::mem::swap(self.activations.hidden_mut(), &mut hidden);
-            embedded?;
-            self.chunks.push(Some((step, hidden)));
-        }
+        let batch = Batch { tokens: chunk.tokens, sequences: &[chunk.rows] };
+        let step = model.begin_step(&batch, &self.cache)?;
+        let mut hidden = model.backend().buffer(chunk.tokens.len(), model.config().hidden_size)?;
+        std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+        let embedded = model.embed(&batch, &step, &mut self.activations);
+        std::mem::swap(self.activations.hidden_mut(), &mut hidden);
+        embedded?;
+        self.chunks.push(Some((step, hidden)));
         Ok(())
     }
 
-    /// Runs one chunk through one layer or all of them. Returns what is asked for of the prompt's own tokens.
+    /// Runs one chunk through some layers or all of them. Returns what is asked for of the prompt's own tokens.
     pub(in super::super) fn prefill_chunk(
         &mut self,
         plan: &ChunkPlan<'_>,
     ) -> Result<PromptOutput, EngineError> {
         let PromptRows { tokens, rows } = &plan.prompt;
         let (seal_before, seal_after) = (plan.seal_before, plan.seal_after);
-        let Some(index) = plan.layer_major else {
+        let Some(index) = plan.kept else {
             // The row that an answer begins from reads the prompt as the answer will.
             let exact_until = rows.start + rows.len - usize::from(plan.wanted.last_row > 0);
             let batch = Batch { tokens, sequences: &[*rows] };
             self.run_layers(&batch, LayerRules { seal_before, seal_after, exact_until })?;
             return self.read_rows(&plan.wanted, tokens.len());
         };
+        if plan.embeds {
+            self.chunks.clear();
+            self.embed_chunk(&plan.prompt)?;
+        }
         let model = self.model.model();
         let last_layer = plan.layers.end == model.config().layers;
         let mut attention =

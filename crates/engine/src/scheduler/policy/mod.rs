@@ -42,6 +42,8 @@ pub(crate) struct Rules {
     pub(crate) max_running: usize,
     /// How the tokens of a prompt read each other.
     pub(crate) prompt_mode: PrefillMode,
+    /// Chunks run through all layers at once, unless a prompt is computed layer by layer.
+    pub(crate) whole_chunks: bool,
 }
 
 /// Part of a turn.
@@ -94,7 +96,7 @@ pub(crate) struct Policy {
     phase: Phase,
     /// Rows times layers of prompt work that are left in this turn.
     allowance: usize,
-    /// The same of prompts that are computed layer by layer.
+    /// The same of prompts of several chunks.
     long_allowance: usize,
     /// Rows times layers of such prompts that were computed in this turn.
     long_rows: usize,
@@ -222,8 +224,8 @@ impl Policy {
         }
     }
 
-    /// Begins a turn: one decode step, and prompt work worth one chunk through all layers, but of prompts that are computed layer
-    /// by layer at most `long` rows times layers, and what the last piece has more than that.
+    /// Begins a turn: one decode step, and prompt work worth one chunk through all layers, but of prompts of several chunks at most
+    /// `long` rows times layers, and what the last piece has more than that.
     pub(crate) fn begin_turn(&mut self, long: usize) {
         self.phase = Phase::Decode;
         self.allowance = self.rules.chunk_rows * self.rules.layers;
@@ -235,7 +237,7 @@ impl Policy {
         !self.running.is_empty()
     }
 
-    /// Rows times layers of prompts that are computed layer by layer, in the last turn.
+    /// Rows times layers of prompts of several chunks, in the last turn.
     pub(crate) fn long_rows(&self) -> usize {
         self.long_rows
     }

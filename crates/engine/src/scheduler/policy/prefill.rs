@@ -15,7 +15,7 @@ use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan
 use super::super::segment::demoted_at;
 use super::publication::{AfterPublication, seal_page};
 use super::request::Waiting;
-use super::{Choice, Policy, Step};
+use super::{Choice, Policy, Rules, Step};
 use crate::error::EngineError;
 
 /// A request whose tokens are being computed.
@@ -42,6 +42,8 @@ pub(super) struct Work {
     /// Layer and chunk that come next.
     layer: usize,
     chunk: usize,
+    /// The layers of the next piece.
+    layers: Range<usize>,
 }
 
 /// Consecutive rows of a prompt.
@@ -76,22 +78,39 @@ impl Prefill {
 }
 
 impl Work {
-    /// The layers through which the next chunk runs.
-    fn next_layers(&self, layers: usize) -> Range<usize> {
-        if self.layer_major { self.layer..self.layer + 1 } else { 0..layers }
+    /// Whether it is computed in pieces beside running answers.
+    fn is_long(&self) -> bool {
+        self.chunks.len() > 1
     }
 
-    /// Goes on to what comes after the next chunk; true if that was the last one.
+    /// Chooses the layers through which the next chunk runs: one of a prompt that is computed layer by layer, of others as many as
+    /// `allowance` has room for, at least one. Returns rows times layers.
+    fn choose_piece(&mut self, rules: &Rules, allowance: usize) -> usize {
+        let rows = self.chunks[self.chunk].rows.len();
+        let left = rules.layers - self.layer;
+        let count = match (self.layer_major, self.is_long() && !rules.whole_chunks) {
+            (true, _) => 1,
+            (false, true) => allowance.div_ceil(rows).clamp(1, left),
+            (false, false) => left,
+        };
+        self.layers = self.layer..self.layer + count;
+        rows * count
+    }
+
+    /// Goes on to what comes after the next piece; true if that was the last one.
     fn advance(&mut self, layers: usize) -> bool {
-        self.chunk += 1;
-        if self.chunk < self.chunks.len() {
-            return false;
+        if self.layer_major {
+            self.chunk += 1;
+            if self.chunk == self.chunks.len() {
+                (self.chunk, self.layer) = (0, self.layer + 1);
+            }
+            return self.layer == layers;
         }
-        if !self.layer_major {
-            return true;
+        self.layer = self.layers.end;
+        if self.layer == layers {
+            (self.chunk, self.layer) = (self.chunk + 1, 0);
         }
-        (self.chunk, self.layer) = (0, self.layer + 1);
-        self.layer == layers
+        self.chunk == self.chunks.len()
     }
 }
 
@@ -128,13 +147,14 @@ impl Policy {
             }
         }
         let started = prefill.work.as_ref().is_none_or(|work| work.started);
-        if started && let Some(work) = &prefill.work {
-            let rows = work.chunks[work.chunk].rows.len() * work.next_layers(self.rules.layers).len();
-            if work.layer_major {
-                if self.long_allowance == 0 {
-                    self.prefill = Some(prefill);
-                    return Choice::Nothing;
-                }
+        if started && let Some(work) = &mut prefill.work {
+            let long = work.is_long();
+            if long && self.long_allowance == 0 {
+                self.prefill = Some(prefill);
+                return Choice::Nothing;
+            }
+            let rows = work.choose_piece(&self.rules, self.long_allowance);
+            if long {
                 self.long_allowance = self.long_allowance.saturating_sub(rows);
                 self.long_rows += rows;
             }
@@ -175,7 +195,8 @@ impl Policy {
         let scratch = extension.seal.iter().any(|work| work.from.index() >= scratch_from);
         self.scratch_used |= scratch;
         let layer_major = chunks.len() > 1 && (scratch || !seal_after.is_empty());
-        Work { extension, chunks, layer_major, seal_after, started: false, layer: 0, chunk: 0 }
+        let layers = 0..self.rules.layers;
+        Work { extension, chunks, layer_major, seal_after, started: false, layer: 0, chunk: 0, layers }
     }
 
     fn prompt_rows<'a>(&self, prefill: &'a Prefill, work: &Work, rows: &Range<usize>) -> PromptRows<'a> {
@@ -221,7 +242,7 @@ impl Policy {
     pub(super) fn chunk_plan(&self) -> ChunkPlan<'_> {
         let (prefill, work) = self.current();
         let chunk = &work.chunks[work.chunk];
-        let layers = work.next_layers(self.rules.layers);
+        let layers = work.layers.clone();
         let last_chunk = work.chunk + 1 == work.chunks.len();
         let request = &prefill.request;
         let mut wanted = WantedRows::default();
@@ -231,8 +252,13 @@ impl Policy {
         }
         ChunkPlan {
             prompt: self.prompt_rows(prefill, work, &chunk.rows),
+            kept: match work.layer_major {
+                true => Some(work.chunk),
+                // The hidden states of this chunk are the only ones.
+                false => (layers != (0..self.rules.layers)).then_some(0),
+            },
+            embeds: !work.layer_major && layers.start == 0,
             layers,
-            layer_major: work.layer_major.then_some(work.chunk),
             seal_before: &chunk.seal_before,
             seal_after: if last_chunk { &work.seal_after } else { &[] },
             wanted,
@@ -252,7 +278,7 @@ impl Policy {
                 return self.finish_prompt(prefill, None);
             }
         }
-        if self.allowance == 0 {
+        if self.allowance == 0 || self.long_allowance == 0 {
             self.report_progress(&prefill);
         }
         self.prefill = Some(prefill);
@@ -353,7 +379,7 @@ impl Policy {
         let Prefill { request, mut sequence, work, .. } = prefill;
         self.release |= self.scratch_used;
         if let Some(work) = work {
-            self.release |= work.layer_major && work.started;
+            self.release |= work.started && (work.layer_major || work.layer > 0);
             self.ledger.abandon_extension(&mut sequence, work.extension);
         }
         (request, sequence)

@@ -246,7 +246,9 @@ impl Episode {
             if self.random.one_in(500) {
                 client.core.ledger_mut().flush();
             }
-            client.core.turn();
+            // Long prompts go on in pieces of any size, and sometimes not at all.
+            let long = if self.random.one_in(2) { usize::MAX } else { self.random.below(600) };
+            client.core.turn_with(long);
             if self.random.one_in(64) {
                 client.core.audit().expect("the books are right");
             }
