@@ -27,6 +27,9 @@ pub struct EngineOptions {
     /// The same request gets the same tokens, whatever else runs. Implies [`PrefillMode::Uniform`]; the backend must have been
     /// told too.
     pub deterministic: bool,
+    /// Beside running answers, a prompt of several chunks gets about as much time between two tokens as a decode step takes, instead
+    /// of one chunk. Without it, who runs when does not depend on time.
+    pub paced: bool,
 }
 
 impl Default for EngineOptions {
@@ -38,6 +41,7 @@ impl Default for EngineOptions {
             max_queued: 1024,
             kv: KvOptions::default(),
             deterministic: false,
+            paced: true,
         }
     }
 }

@@ -120,7 +120,7 @@ impl<B: Backend> Core<B> {
         };
         let core = Core {
             policy: Policy::new(ledger, rules),
-            pace: None,
+            pace: options.paced.then(Pace::default),
             chunk_rows,
             executor: Executor::new(Arc::clone(&model), cache, activations, logit_rows, attention),
             answers: Answers::new(Arc::clone(model.tokenizer()), budget.contexts()),
@@ -167,11 +167,6 @@ impl<B: Backend> Core<B> {
     pub(crate) fn cancel(&mut self, id: u64) {
         self.policy.cancel(id);
         self.run_steps();
-    }
-
-    /// From here on prompt work beside running answers is bounded by time.
-    pub(crate) fn keep_pace(&mut self) {
-        self.pace = Some(Pace::default());
     }
 
     /// Takes every running answer one token further and does a bounded amount of prompt work.

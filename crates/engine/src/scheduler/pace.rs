@@ -53,8 +53,9 @@ impl Pace {
         let (Some(idle), Some(row)) = (self.idle, self.row) else {
             return if waits { 0 } else { 1 };
         };
-        let rows = (idle / row.max(1e-12)) as usize;
-        match (waits, rows / chunk_rows.max(1)) {
+        // A piece that takes a little longer than what is left of the time is welcome.
+        let pieces = idle / (row.max(1e-12) * chunk_rows.max(1) as f64) + 0.1;
+        match (waits, pieces as usize) {
             (true, _) => 0,
             (false, 0 | 1) => 1,
             // The last piece begins with something left.

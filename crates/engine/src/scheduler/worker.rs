@@ -64,8 +64,7 @@ pub(crate) struct Worker<B: Backend> {
 }
 
 impl<B: Backend> Worker<B> {
-    pub(crate) fn new(mut core: Core<B>, commands: Receiver<Command>, shared: Arc<Shared>) -> Worker<B> {
-        core.keep_pace();
+    pub(crate) fn new(core: Core<B>, commands: Receiver<Command>, shared: Arc<Shared>) -> Worker<B> {
         Worker { core, commands, shared, stats_sent: Instant::now(), subscriber: None }
     }
 

@@ -142,8 +142,8 @@ fn requests_that_can_never_run_are_refused() {
 fn a_long_prompt_does_not_stop_answers() {
     use std::sync::mpsc;
     let model = model(false);
-    for format in ["bf16", "int2"] {
-        let options = EngineOptions { context: Some(4096), ..engine_options(&model, format, None) };
+    for (format, paced) in [("bf16", false), ("int2", false), ("bf16", true), ("int2", true)] {
+        let options = EngineOptions { context: Some(4096), paced, ..engine_options(&model, format, None) };
         let engine = TestEngine::new(model.clone(), &EngineOptions { prefill_chunk: 64, ..options }).unwrap();
         let (sender, events) = mpsc::channel();
         let submit = |name: &'static str, prompt: Vec<u32>, tokens: usize| {
@@ -175,9 +175,9 @@ fn a_long_prompt_does_not_stop_answers() {
                 _ => {}
             }
         }
-        assert!(chunks > 30, "{format}: {chunks}");
+        assert!(chunks > 30, "{format}, paced {paced}: {chunks}");
         // The last item ends with two events: the item's own and that of the complete prompt.
-        assert!(most <= 2, "{format}: {most}");
+        assert!(most <= 2, "{format}, paced {paced}: {most}");
         drop((answer, long));
     }
 }

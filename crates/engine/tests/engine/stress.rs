@@ -80,6 +80,7 @@ fn nobody_gets_a_wrong_answer_whatever_happens() {
         let seed = seed + 10 * offset;
         let with = |pages| {
             let mut options = fixed_options(&model, format, Some(pages));
+            options.paced = true;
             (options.context, options.max_running) = (Some(768), 7);
             options.kv.windows.recent = recent;
             options

@@ -57,6 +57,7 @@ pub(super) fn engine_options(
         max_queued: 1000,
         kv,
         deterministic: false,
+        paced: false,
     };
     // A prompt that is computed exactly reads what it finds in the tree sealed, and what it does not find in bf16.
     let may_share = uniform || !sealed || !prefix_tree;

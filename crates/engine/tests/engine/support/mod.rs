@@ -135,7 +135,8 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
     Some(Arc::new(codec))
 }
 
-/// Options for a cache of `format` with room for `pages` bf16 pages, or as many bytes of sealed ones.
+/// Options for a cache of `format` with room for `pages` bf16 pages, or as many bytes of sealed ones. Who runs when does not depend
+/// on time.
 pub(crate) fn engine_options(model: &TestModel, format: &str, pages: Option<usize>) -> EngineOptions {
     let geometry = model.config().kv_geometry();
     let kv = KvOptions {
@@ -144,7 +145,7 @@ pub(crate) fn engine_options(model: &TestModel, format: &str, pages: Option<usiz
         memory: pages.map(|pages| pages * geometry.page_bytes(geometry.bf16())),
         ..KvOptions::default()
     };
-    EngineOptions { prefill_chunk: 48, kv, ..EngineOptions::default() }
+    EngineOptions { prefill_chunk: 48, kv, paced: false, ..EngineOptions::default() }
 }
 
 /// The same, answering alike whatever else runs.
