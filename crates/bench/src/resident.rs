@@ -235,3 +235,39 @@ fn step<B: Backend>(
     let sampled = model.backend().sample(activations.logits(), &vec![Sampling::default(); tokens.len()])?;
     sampled.into_iter().try_for_each(|token| token.map(drop))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_sequence_has_pages_of_its_own_wherever_it_reads() {
+        let windows = PageWindows { sink: 1, recent: 4 };
+        for (context, length) in [(1, 20), (400, 430), (640, 800), (5000, 5200)] {
+            for windows in [None, Some(windows)] {
+                let tables = Tables::new(3, context, length, windows);
+                let (mut exact, mut sealed) = (HashSet::new(), HashSet::new());
+                for pages in &tables.sequences {
+                    exact.extend(pages.exact.iter().flatten().map(|slot| slot.number()));
+                    sealed.extend(pages.sealed.iter().flatten().map(|slot| slot.number()));
+                    for position in context - 1..length {
+                        let page = position / PAGE_TOKENS;
+                        let history = windows.map_or(0..0, |windows| windows.history(page, usize::MAX, 0));
+                        for read in 0..=page {
+                            let there = match history.contains(&read) {
+                                true => pages.sealed[read].is_some(),
+                                false => pages.exact[read].is_some(),
+                            };
+                            assert!(there, "page {read} at {position} of {context}..{length}, {windows:?}");
+                        }
+                    }
+                }
+                // All slots but the dummies and those of the source are named once.
+                assert_eq!(exact.len(), tables.exact_slots - 1 - SOURCE_PAGES);
+                assert_eq!(sealed.len(), tables.sealed_slots - 1);
+            }
+        }
+    }
+}

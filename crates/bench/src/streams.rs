@@ -29,9 +29,9 @@ pub struct StreamsRow {
     pub idle_p50_ms: f64,
     /// 99 of 100 such times are shorter.
     pub idle_p99_ms: f64,
-    /// The same while the prompt is read.
+    /// Median time between two tokens while the prompt is read, in milliseconds.
     pub busy_p50_ms: f64,
-    /// The same while the prompt is read.
+    /// While the prompt is read, 99 of 100 times are shorter than this.
     pub busy_p99_ms: f64,
     /// `busy_p99_ms` over `idle_p99_ms`.
     pub ratio: f64,

@@ -293,9 +293,9 @@ pub struct CacheSpec {
 /// Slots in the host's memory, the dummies included, which hold nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostSlots {
-    /// For bf16 pages.
+    /// Slots that hold a bf16 page each.
     pub exact: usize,
-    /// For sealed pages.
+    /// Slots that hold a sealed page each.
     pub sealed: usize,
 }
 

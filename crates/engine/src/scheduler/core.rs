@@ -181,7 +181,7 @@ impl<B: Backend> Core<B> {
         self.turn_with(long);
     }
 
-    /// The same with at most `long` rows times layers of prompts of several chunks, and the rest of a piece.
+    /// A turn with at most `long` rows times layers of prompts of several chunks, and the rest of the last piece.
     pub(crate) fn turn_with(&mut self, long: usize) {
         self.policy.begin_turn(long);
         self.run_steps();

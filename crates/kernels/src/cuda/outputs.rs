@@ -51,7 +51,7 @@ pub(super) struct LayerSinks<'a> {
     /// Queries in the basis of the pages, `query_stride` numbers from row to row.
     pub(super) queries: &'a CudaSlice<f32>,
     pub(super) query_stride: usize,
-    /// Of logits.
+    /// The factor that logits are multiplied with.
     pub(super) scale: f32,
 }
 

@@ -124,7 +124,7 @@ struct ExpertProduct<'a> {
     experts: &'a [&'a CudaExperts],
     /// What is added to the results of each.
     biases: [Option<&'a CudaSlice<f32>>; 2],
-    /// Of the gate.
+    /// The activation that is applied to gates.
     activation: Activation,
     /// Choices that share a row of activations.
     choices_per_row: usize,

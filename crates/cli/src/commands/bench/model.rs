@@ -160,9 +160,9 @@ impl OnDevice for ModelBenchArguments {
 /// Sequences of a decode step.
 #[derive(Clone, Copy, Debug)]
 enum BatchSize {
-    /// So many.
+    /// The number that was asked for.
     Of(usize),
-    /// As many as memory holds.
+    /// As many sequences as the memory holds beside the weights.
     Max,
 }
 

@@ -96,7 +96,7 @@ pub(crate) struct Policy {
     phase: Phase,
     /// Rows times layers of prompt work that are left in this turn.
     allowance: usize,
-    /// The same of prompts of several chunks.
+    /// Rows times layers of prompts of several chunks that are left in this turn.
     long_allowance: usize,
     /// Rows times layers of such prompts that were computed in this turn.
     long_rows: usize,
