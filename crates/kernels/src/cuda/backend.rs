@@ -71,7 +71,7 @@ impl CudaBackend {
     pub fn new(device: Arc<Device>, deterministic: bool) -> Result<CudaBackend, CudaError> {
         Ok(CudaBackend {
             loader: WeightLoader::new(&device)?,
-            products: Products::new(&device, !deterministic)?,
+            products: Products::new(&device, deterministic)?,
             sampler: Sampler::new(&device)?,
             experts: OnceLock::new(),
             totals: Mutex::default(),
@@ -99,7 +99,7 @@ impl CudaBackend {
         if let Some(experts) = self.experts.get() {
             return Ok(experts);
         }
-        let experts = Experts::new(&self.device)?;
+        let experts = Experts::new(&self.device, self.deterministic)?;
         Ok(self.experts.get_or_init(|| experts))
     }
 
@@ -641,17 +641,16 @@ impl Backend for CudaBackend {
         };
         let norm =
             InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
-        let experts = self.experts()?;
-        experts.compute(&self.products, &self.loader, &hidden.values, rows, norm, &block)?;
-        // The shared expert reads the rows before anything is added to them.
-        if let Some(shared) = &mlp.shared {
-            let [gate, up, down] =
-                [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(linear, 0));
-            let activation = Activation::Silu;
-            let shared = GatedBlock { activation, gate: gate?, up: up?, down: down? };
-            self.products.run_gated(&self.loader, &mut hidden.values, rows, norm, shared, None)?;
-        }
-        experts.combine(&mut hidden.values, rows, &block)
+        let shared = match &mlp.shared {
+            Some(shared) => {
+                let [gate, up, down] =
+                    [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(linear, 0));
+                Some(GatedBlock { activation: Activation::Silu, gate: gate?, up: up?, down: down? })
+            }
+            None => None,
+        };
+        let hidden = &mut hidden.values;
+        self.experts()?.run(&self.products, &self.loader, hidden, rows, norm, &block, shared)
     }
 
     fn logits(

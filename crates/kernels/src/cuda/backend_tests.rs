@@ -6,7 +6,7 @@ use super::compile::{OPTIONS, Source};
 use super::prefill::Products;
 use super::tuning::DecodeShape;
 use super::weights::TileKind;
-use super::{multiply, norm, outputs, prefill, routed, sample, weights};
+use super::{experts_few, multiply, norm, outputs, prefill, routed, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.
 #[test]
@@ -38,6 +38,10 @@ fn the_list_of_configurations_is_that_of_the_product() {
             let source = routed::experts_source(tiles, kind, rings);
             kernels.push(entry(source.name.clone(), source));
         }
+    }
+    for kind in TileKind::ALL {
+        let source = experts_few::source(kind, rings);
+        kernels.push(entry(source.name.clone(), source));
     }
     for head_dim in [64, 96, 128, 256] {
         let codes = |bits| PageLayout::Codes(CodeLayout::new(bits, head_dim, 1).unwrap());

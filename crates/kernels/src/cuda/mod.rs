@@ -34,6 +34,7 @@ mod device;
 mod error;
 #[cfg(test)]
 mod exact_tests;
+mod experts_few;
 mod graphs;
 mod host;
 mod inspect;

@@ -23,7 +23,7 @@ pub(super) const MOST_MATRICES: usize = 3;
 pub(super) const WARPS: usize = 8;
 /// Shared memory of a block that is large.
 const LARGE_MEMORY: usize = 160_000;
-/// Rows that `multiply.cu` prepares itself, at most: every block does so.
+/// Rows that `multiply.cu` prepares itself, at most: every block does so. One where `spread.cu` multiplies.
 const MOST_FUSED_ROWS: usize = 2;
 
 /// Where kinds of tiles have a number, that of several.
@@ -47,12 +47,17 @@ impl Variant {
         Variant { column_tiles: 4, fused: false },
         Variant { column_tiles: 8, fused: false },
     ];
+
+    /// Rows that it has room for.
+    fn rows(self) -> usize {
+        if self.fused { MOST_FUSED_ROWS } else { 8 * self.column_tiles }
+    }
 }
 
-/// Bytes of results in shared memory for rows in so many eights; `halves` are results that belong together.
-pub(super) fn result_bytes(column_tiles: usize, halves: usize) -> usize {
-    let sets = if column_tiles <= 2 { 2 } else { 1 };
-    sets * halves * WARPS * TILE_ROWS * (8 * column_tiles + 1) * size_of::<f32>()
+/// Bytes of results in shared memory for so many rows; `halves` are results that belong together.
+pub(super) fn result_bytes(rows: usize, halves: usize) -> usize {
+    let sets = if rows <= 16 { 2 } else { 1 };
+    sets * halves * WARPS * TILE_ROWS * (rows + 1) * size_of::<f32>()
 }
 
 /// Shared memory of a warp for tiles of weights on their way.
@@ -66,9 +71,9 @@ impl Rings {
     /// What a card with so much shared memory for a block affords.
     pub(super) fn new(block_memory: usize) -> Rings {
         match block_memory {
-            200_000.. => Rings { floats: 16384, codes: 6144 },
+            200_000.. => Rings { floats: 16384, codes: 9216 },
             LARGE_MEMORY.. => Rings { floats: 12288, codes: 6144 },
-            _ => Rings { floats: 8192, codes: 4096 },
+            _ => Rings { floats: 8192, codes: 5120 },
         }
     }
 
@@ -92,8 +97,13 @@ pub(super) fn pack_source() -> Source {
 /// The kernel that multiplies.
 pub(super) fn source(variant: Variant, kind: Option<TileKind>, rings: Rings) -> Source {
     let Variant { column_tiles, fused } = variant;
-    let texts = texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "multiply.cu"];
-    let rows = if fused { MOST_FUSED_ROWS } else { 8 * column_tiles };
+    let texts = match fused {
+        true => {
+            texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "spread.cu", "multiply.cu"]
+        }
+        false => texts!["ring.cu", "tiles.cu", "activations.cu", "providers.cu", "multiply.cu"],
+    };
+    let rows = variant.rows();
     let name = format!("products of up to {rows} rows, {}", kind.map_or("mixed", TileKind::name));
     let mut defines = vec![
         ("COLUMN_TILES", column_tiles),
@@ -107,8 +117,8 @@ pub(super) fn source(variant: Variant, kind: Option<TileKind>, rings: Rings) -> 
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct SourceArguments {
-    x: u64,
+pub(super) struct SourceArguments {
+    pub(super) x: u64,
     gain: u64,
     rows: u64,
     stride: i64,
@@ -161,6 +171,7 @@ struct MultiplyArguments {
     ends: i32,
     ring_bytes: i32,
     activation: i32,
+    parts: i32,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
 unsafe impl DeviceRepr for MultiplyArguments {}
@@ -212,17 +223,20 @@ pub(super) struct Multiply {
     pack: CudaFunction,
     kernels: KernelVersions<(Variant, Option<TileKind>)>,
     rings: Rings,
+    /// Whether one row may have other bits than it has in a batch.
+    spreads: bool,
     /// How often scratch memory was replaced by more of it, which makes recorded launches invalid.
     replaced: AtomicU64,
 }
 
 impl Multiply {
-    /// Compiles (or finds) and loads the kernels.
-    pub(super) fn new(device: &Arc<Device>) -> Result<Multiply, CudaError> {
+    /// Compiles (or finds) and loads the kernels. With `deterministic`, a row has the bits that it has in any batch.
+    pub(super) fn new(device: &Arc<Device>, deterministic: bool) -> Result<Multiply, CudaError> {
         Ok(Multiply {
             pack: device.load(&pack_source(), "pack")?,
             kernels: KernelVersions::new(device, "multiply"),
             rings: Rings::new(device.block_memory()),
+            spreads: !deterministic,
             replaced: AtomicU64::new(0),
             device: device.clone(),
         })
@@ -253,7 +267,12 @@ impl Multiply {
         Ok(slice)
     }
 
-    fn source_arguments(&self, input: &Input<'_>, first: usize) -> Result<SourceArguments, CudaError> {
+    /// What kernels are told about rows from `first` on, and what happens to them.
+    pub(super) fn source_arguments(
+        &self,
+        input: &Input<'_>,
+        first: usize,
+    ) -> Result<SourceArguments, CudaError> {
         let stream = self.device.stream();
         let (gain, epsilon, indices) = match input.source {
             InputSource::Normed { gain, epsilon, indices } => {
@@ -339,20 +358,23 @@ impl Multiply {
         };
         let halves = if matches!(output.ends, Ends::Gate(_)) { 2 } else { 1 };
         let ring_bytes = WARPS * if wide { self.rings.floats } else { self.rings.codes };
-        let operand_bytes =
-            rows * steps * (usize::from(wide) * 128 + usize::from(codes) * (128 + 4 * size_of::<f32>()));
+        let operand_bytes = rows
+            * steps.next_multiple_of(4)
+            * (usize::from(wide) * 128 + usize::from(codes) * (128 + 4 * size_of::<f32>()));
         let memory = |variant: Variant| {
             let operands = if variant.fused { operand_bytes } else { 0 };
-            ring_bytes + result_bytes(variant.column_tiles, halves) + operands
+            ring_bytes + result_bytes(variant.rows(), halves) + operands
+        };
+        let fused_rows = match projections.iter().any(|other| other.weight.kind.spreads()) {
+            true => usize::from(self.spreads),
+            false => MOST_FUSED_ROWS,
         };
         let fits = |variant: Variant| match variant.fused {
             true => {
                 let gated = matches!(input.source, InputSource::Gated(_));
-                rows <= MOST_FUSED_ROWS
-                    && !gated
-                    && memory(variant) + OWN_MEMORY <= self.device.block_memory()
+                rows <= fused_rows && !gated && memory(variant) + OWN_MEMORY <= self.device.block_memory()
             }
-            false => rows <= 8 * variant.column_tiles,
+            false => rows <= variant.rows(),
         };
         let Some(variant) = Variant::ALL.into_iter().find(|variant| fits(*variant)) else {
             let (expected, got) = (MOST_ROWS, rows);
@@ -401,9 +423,11 @@ impl Multiply {
             ends,
             ring_bytes: ring_bytes as i32,
             activation: activation_number(activation)?,
+            parts: parts(units, halves, self.device.multiprocessors()) as i32,
         };
-        // Codes take more instructions than bytes, so two blocks of them share a multiprocessor.
-        let blocks = if wide { 1 } else { 2 } * self.device.multiprocessors();
+        // Codes take more instructions than bytes, so two blocks of them share a multiprocessor where they fit.
+        let two = !wide && 2 * (memory(variant) + OWN_MEMORY) <= self.device.multiprocessor_memory();
+        let blocks = if two { 2 } else { 1 } * self.device.multiprocessors();
         let config = LaunchConfig {
             grid_dim: (blocks.min(units) as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
@@ -425,6 +449,14 @@ pub(super) fn activation_number(activation: Activation) -> Result<i32, CudaError
     }
 }
 
+/// How many rows of tiles a block should take at a time, where each brings weights and all of them together the activations of
+/// many rows: as few rounds of blocks as possible, with the activations counted as one row of tiles.
+fn parts(units: usize, halves: usize, blocks: usize) -> usize {
+    let cost = |parts: usize| units.div_ceil(parts / halves).div_ceil(blocks) * (parts + 1);
+    // More than three at a time have no room in registers.
+    if halves == 1 && cost(3) < cost(2) { 3 } else { 2 }
+}
+
 /// See [`Multiply::gates`].
 fn gates(rows: usize, block_memory: usize) -> bool {
     block_memory >= LARGE_MEMORY || rows <= 8
@@ -434,6 +466,16 @@ fn gates(rows: usize, block_memory: usize) -> bool {
 mod tests {
     use super::*;
 
+    /// Shapes of an 8B model on a card with 132 multiprocessors: as few rounds as there can be.
+    #[test]
+    fn blocks_take_rows_of_tiles_in_few_rounds() {
+        assert_eq!(
+            [(384, 1), (256, 1), (768, 2)].map(|(units, halves)| parts(units, halves, 132)),
+            [3, 2, 4]
+        );
+        assert_eq!(parts(1, 1, 132), 2);
+    }
+
     /// Shared memory of a block on sm_80, sm_89 and sm_90, less what a kernel has of its own.
     #[test]
     fn a_block_fits_every_card() {
@@ -441,7 +483,7 @@ mod tests {
             for variant in Variant::ALL.into_iter().filter(|variant| !variant.fused) {
                 let Rings { floats, codes } = Rings::new(block);
                 let halves = if gates(8 * variant.column_tiles, block) { 2 } else { 1 };
-                let most = WARPS * floats + result_bytes(variant.column_tiles, halves);
+                let most = WARPS * floats + result_bytes(variant.rows(), halves);
                 assert!(most <= block - OWN_MEMORY, "{variant:?} {most} of {block}");
                 // At least two stages of the largest tiles.
                 assert!(floats >= 2 * 4096 && codes >= 2 * 1280 && floats >= codes);

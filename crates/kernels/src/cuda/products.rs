@@ -99,11 +99,12 @@ pub(super) struct Products {
 }
 
 impl Products {
-    /// Compiles (or finds) and loads the kernels. Without `dense`, cuBLASLt is not used even if it is there.
-    pub(super) fn new(device: &Arc<Device>, dense: bool) -> Result<Products, CudaError> {
+    /// Compiles (or finds) and loads the kernels. With `deterministic`, the bits of a row do not depend on the batch, and
+    /// cuBLASLt is not used even if it is there.
+    pub(super) fn new(device: &Arc<Device>, deterministic: bool) -> Result<Products, CudaError> {
         Ok(Products {
-            multiply: Multiply::new(device)?,
-            blas: if dense { Blas::open(device)? } else { None },
+            multiply: Multiply::new(device, deterministic)?,
+            blas: if deterministic { None } else { Blas::open(device)? },
             norms: Norms::new(device)?,
             scratch: Mutex::default(),
             gated: Mutex::default(),
@@ -231,6 +232,10 @@ impl Products {
         let width =
             if matches!(input.source, InputSource::Gated(_)) { 2 * input.columns } else { input.columns };
         at_least("columns of activations", width, input.stride)?;
+        if !input.columns.is_multiple_of(4) || !input.stride.is_multiple_of(4) {
+            let problem = format!("rows of {} numbers, which is no multiple of four", input.columns);
+            return Err(CudaError::Unsupported(problem).into());
+        }
         match input.source {
             InputSource::Normed { gain, indices, .. } => {
                 at_least("gains of a norm", input.columns, gain.len())?;

@@ -10,8 +10,9 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, launch_overlapping};
 use super::error::CudaError;
+use super::experts_few::{Call, FewExperts, MOST_CHOICES};
 use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, activation_number, result_bytes};
-use super::products::{Ends, Input, InputSource, Output, Products, Projection};
+use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
 use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
 use crate::backend::{Activation, KernelError, expect};
 use crate::routing::{Routing, Scores};
@@ -152,12 +153,14 @@ pub(super) struct Experts {
     /// By rows in eights.
     kernels: KernelVersions<(usize, TileKind)>,
     rings: Rings,
+    /// Few rows have kernels of their own, unless they must have the bits that they have in any batch.
+    few: Option<FewExperts>,
     memory: Mutex<Memory>,
 }
 
 impl Experts {
-    /// Compiles (or finds) and loads the kernels.
-    pub(super) fn new(device: &Arc<Device>) -> Result<Experts, CudaError> {
+    /// Compiles (or finds) and loads the kernels. With `deterministic`, the bits of a row do not depend on the batch.
+    pub(super) fn new(device: &Arc<Device>, deterministic: bool) -> Result<Experts, CudaError> {
         let module = device.load_module(&route_source())?;
         let function = |name: &str| module.load_function(name).map_err(CudaError::Driver);
         Ok(Experts {
@@ -167,45 +170,91 @@ impl Experts {
             combine: function("combine")?,
             kernels: KernelVersions::new(device, "multiply_experts"),
             rings: Rings::new(device.block_memory()),
+            few: (!deterministic).then(|| FewExperts::new(device)),
             memory: Mutex::default(),
             device: device.clone(),
         })
     }
 
-    /// Routes the first rows of `hidden`, after their norm, and computes what the chosen experts make of them. Nothing is added
-    /// to `hidden` until [`combine`](Self::combine) is called.
-    pub(super) fn compute(
+    /// Routes the first rows of `hidden`, after their norm, and adds to them what the chosen experts and the one that all rows
+    /// share make of them.
+    #[expect(clippy::too_many_arguments)]
+    pub(super) fn run(
         &self,
         products: &Products,
         loader: &WeightLoader,
-        hidden: &CudaSlice<f32>,
+        hidden: &mut CudaSlice<f32>,
         rows: usize,
         norm: InputSource<'_>,
         block: &RoutedBlock<'_>,
+        shared: Option<GatedBlock<'_>>,
     ) -> Result<(), KernelError> {
         check(block)?;
         let memory = &mut *self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let multiply = products.multiply();
         let rule = block.routing.rule();
-        let (columns, inner, choices) = (block.gate.cols, block.gate.rows, rows * rule.top_k);
-        let input = Input { x: hidden, stride: columns, rows, columns, source: norm };
+        let columns = block.gate.cols;
+        let input = Input { x: &*hidden, stride: columns, rows, columns, source: norm };
         let logits = multiply.grown(&mut memory.logits, rows * rule.experts)?;
         let output = Output { out: logits, stride: rule.experts, ends: Ends::Set };
         products.run(loader, input, &[block.router], output)?;
-        self.route(multiply, rows, block, memory)?;
 
+        let call = Call { rows, block, shared: shared.as_ref() };
+        if let Some(few) = self.few.as_ref().filter(|few| few.takes(call)) {
+            return self.run_few(few, multiply, hidden, norm, call, memory);
+        }
+        self.compute(multiply, &input, block, memory)?;
+        // The shared expert reads the rows before anything is added to them.
+        if let Some(shared) = shared {
+            products.run_gated(loader, hidden, rows, norm, shared, None)?;
+        }
+        self.combine(hidden, rows, block, memory)
+    }
+
+    /// What few rows have chosen, with the shared expert as one of the choices.
+    fn run_few(
+        &self,
+        few: &FewExperts,
+        multiply: &Multiply,
+        hidden: &mut CudaSlice<f32>,
+        norm: InputSource<'_>,
+        call: Call<'_>,
+        memory: &mut Memory,
+    ) -> Result<(), KernelError> {
+        let (rows, columns, inner) = (call.rows, call.block.gate.cols, call.block.gate.rows);
+        self.route(multiply, rows, 0, call.block, memory)?;
+        let choices = memory.choices.as_ref().map_or(0, |it| it.device_ptr(self.device.stream()).0);
+        let opened = multiply.grown(&mut memory.inner, rows * call.slots() * inner)?;
+        let input = Input { x: &*hidden, stride: columns, rows, columns, source: norm };
+        few.open(multiply, &input, call, choices, opened)?;
+        let source = InputSource::Plain;
+        let input = Input { x: &*opened, stride: inner, rows: rows * call.slots(), columns: inner, source };
+        few.close(multiply, &input, call, choices, hidden)
+    }
+
+    /// What the chosen experts make of rows. Nothing is added to them until [`combine`](Self::combine) is called.
+    fn compute(
+        &self,
+        multiply: &Multiply,
+        input: &Input<'_>,
+        block: &RoutedBlock<'_>,
+        memory: &mut Memory,
+    ) -> Result<(), KernelError> {
+        let (rows, top_k) = (input.rows, block.routing.rule().top_k);
+        let (columns, inner, choices) = (block.gate.cols, block.gate.rows, rows * top_k);
+        self.route(multiply, rows, 8 * column_tiles(rows), block, memory)?;
         let format = |experts: &CudaExperts| match experts.kind {
             TileKind::Floats => Format::Bf16Operands,
             _ => Format::F16Operands,
         };
-        multiply.pack(&input, 0, rows, 0, format(block.gate), &mut memory.packed)?;
+        multiply.pack(input, 0, rows, 0, format(block.gate), &mut memory.packed)?;
         multiply.grown(&mut memory.inner, choices * inner)?;
         let [gate_bias, up_bias, down_bias] = block.biases.map_or([None; 3], |biases| biases.map(Some));
         let product = ExpertProduct {
             experts: &[block.gate, block.up],
             biases: [gate_bias, up_bias],
             activation: block.activation,
-            choices_per_row: rule.top_k,
+            choices_per_row: top_k,
         };
         self.multiply(&product, rows, memory)?;
         let Some(inner_rows) = &memory.inner else { unreachable!("it was made above") };
@@ -222,18 +271,18 @@ impl Experts {
         self.multiply(&product, rows, memory)
     }
 
-    /// Chooses experts for all rows and sorts the choices.
+    /// Chooses experts for all rows, and makes jobs of up to `job_rows` rows of the choices, or none where that is 0.
     fn route(
         &self,
         multiply: &Multiply,
         rows: usize,
+        job_rows: usize,
         block: &RoutedBlock<'_>,
         memory: &mut Memory,
     ) -> Result<(), KernelError> {
         let rule = block.routing.rule();
         let (stream, choices) = (self.device.stream(), rows * rule.top_k);
-        let job_rows = 8 * column_tiles(rows);
-        let most_jobs = choices.min(rule.experts + choices / job_rows);
+        let most_jobs = choices.min(rule.experts + choices / job_rows.max(1));
         let jobs = multiply.grown(&mut memory.jobs, 4 * (most_jobs + 1))?.device_ptr_mut(stream).0;
         let arguments = RouteArguments {
             logits: multiply.grown(&mut memory.logits, 1)?.device_ptr(stream).0,
@@ -290,10 +339,7 @@ impl Experts {
         let jobs = memory.jobs.as_ref().map_or(0, |jobs| jobs.device_ptr(stream).0);
         let out = if experts.len() == 2 { &memory.inner } else { &memory.products };
         let packed = memory.packed.addresses(&self.device);
-        let (number, alpha, limit) = match activation {
-            Activation::ClampedSwiglu { alpha, limit } => (2, alpha, limit),
-            plain => (activation_number(plain)?, 0.0, 0.0),
-        };
+        let (number, alpha, limit) = gate_settings(activation)?;
         let arguments = ExpertArguments {
             tiles: [first.tiles()?.device_ptr(stream).0, last.tiles()?.device_ptr(stream).0],
             biases: biases.map(|bias| bias.map_or(0, |bias| bias.device_ptr(stream).0)),
@@ -324,21 +370,21 @@ impl Experts {
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
-            shared_mem_bytes: (WARPS * self.rings.of(first.kind) + result_bytes(column_tiles, experts.len()))
-                as u32,
+            shared_mem_bytes: (WARPS * self.rings.of(first.kind)
+                + result_bytes(8 * column_tiles, experts.len())) as u32,
         };
         // SAFETY: shapes were checked, and rows, jobs and results have memory for every choice.
         Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
     }
 
     /// Adds what [`compute`](Self::compute) has left, best expert first, to the first rows of `hidden`.
-    pub(super) fn combine(
+    fn combine(
         &self,
         hidden: &mut CudaSlice<f32>,
         rows: usize,
         block: &RoutedBlock<'_>,
+        memory: &Memory,
     ) -> Result<(), KernelError> {
-        let memory = &*self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = self.device.stream();
         let columns = block.down.rows;
         let arguments = CombineArguments {
@@ -356,6 +402,14 @@ impl Experts {
         // SAFETY: choices and products are those of as many rows.
         Ok(unsafe { launch_overlapping(&self.device, &self.combine, config, &arguments) }?)
     }
+}
+
+/// The number of an activation of gates, and what it is told.
+pub(super) fn gate_settings(activation: Activation) -> Result<(i32, f32, f32), CudaError> {
+    Ok(match activation {
+        Activation::ClampedSwiglu { alpha, limit } => (2, alpha, limit),
+        plain => (activation_number(plain)?, 0.0, 0.0),
+    })
 }
 
 /// Rows of a job in eights, where so many rows are routed.
@@ -384,6 +438,11 @@ fn check(block: &RoutedBlock<'_>) -> Result<(), KernelError> {
     if experts > MOST_EXPERTS || groups > 32 {
         let problem =
             format!("{experts} experts in {groups} groups; up to {MOST_EXPERTS} in 32 are possible");
+        return Err(CudaError::Unsupported(problem).into());
+    }
+    if routing.rule().top_k > MOST_CHOICES {
+        let problem =
+            format!("{} experts for a row; up to {MOST_CHOICES} are possible", routing.rule().top_k);
         return Err(CudaError::Unsupported(problem).into());
     }
     if gate.kind != up.kind {

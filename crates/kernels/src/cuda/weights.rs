@@ -78,6 +78,16 @@ impl TileKind {
         }
     }
 
+    /// Whether one row of activations is multiplied by `spread.cu`.
+    pub(super) fn spreads(self) -> bool {
+        matches!(self, TileKind::Nibbles | TileKind::Bytes | TileKind::Sixteens | TileKind::Mxfp4)
+    }
+
+    /// Memory after the last tile: products fetch up to four tiles at a time, the last three perhaps in vain.
+    fn bytes_after(self) -> usize {
+        3 * self.tile_bytes()
+    }
+
     fn tile_bytes(self) -> usize {
         match self {
             TileKind::Floats => 2048,
@@ -218,7 +228,6 @@ struct UnpackArguments {
     rows: i32,
     columns: i32,
     steps: i32,
-    wide: i32,
 }
 // SAFETY: plain numbers in the order of the kernel's `UnpackArguments`.
 unsafe impl DeviceRepr for UnpackArguments {}
@@ -247,7 +256,8 @@ pub(super) fn source() -> Source {
 pub(super) struct WeightLoader {
     device: Arc<Device>,
     repack: CudaFunction,
-    unpack: CudaFunction,
+    unpack_rows: CudaFunction,
+    unpack_floats: CudaFunction,
     embed: CudaFunction,
     staging: Mutex<Staging>,
 }
@@ -286,7 +296,8 @@ impl WeightLoader {
         let function = |name: &str| module.load_function(name).map_err(CudaError::Driver);
         Ok(WeightLoader {
             repack: function("repack")?,
-            unpack: function("unpack")?,
+            unpack_rows: function("unpack_rows")?,
+            unpack_floats: function("unpack_floats")?,
             embed: function("embed")?,
             staging: Mutex::default(),
             device: device.clone(),
@@ -300,8 +311,7 @@ impl WeightLoader {
             let vector = self.device.stream().clone_htod(&floats(stored)?).map_err(CudaError::Driver)?;
             return Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Vector(vector) });
         }
-        // Products fetch two tiles at a time, the last one perhaps in vain.
-        let bytes = matrix_bytes(stored, kind)? + kind.tile_bytes();
+        let bytes = matrix_bytes(stored, kind)? + kind.bytes_after();
         let mut tiles = self.device.allocate(bytes, "weights")?;
         self.fill(stored, kind, &mut tiles, 0)?;
         Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
@@ -320,7 +330,8 @@ impl WeightLoader {
             return Ok(CudaExperts { count, rows, cols, kind, memory: WeightMemory::Vector(vector) });
         }
         let bytes = matrix_bytes(first, kind)?;
-        let mut tiles = self.device.allocate(bytes * stored.len(), "weights of experts")?;
+        let mut tiles =
+            self.device.allocate(bytes * stored.len() + kind.bytes_after(), "weights of experts")?;
         for (index, stored) in stored.iter().enumerate() {
             expect("outputs of an expert", rows, stored.rows)?;
             expect("inputs of an expert", cols, stored.cols)?;
@@ -422,7 +433,8 @@ impl WeightLoader {
             return Err(KernelError::Shape { what: "bytes for an unpacked matrix", expected, got });
         }
         let address = out.device_ptr_mut(self.device.stream()).0;
-        self.unpack(weight, address, false)
+        let tiles = weight.row_tiles() * weight.steps();
+        self.unpack(&self.unpack_rows, weight, address, tiles.div_ceil(8))
     }
 
     /// All numbers of a weight, on the host.
@@ -433,13 +445,21 @@ impl WeightLoader {
         }
         let mut out: CudaSlice<f32> =
             self.device.allocate(weight.rows * weight.cols, "weights for the host")?;
-        self.unpack(weight, out.device_ptr_mut(stream).0, true)?;
+        let pairs = weight.rows * (weight.cols / 2);
+        let address = out.device_ptr_mut(stream).0;
+        self.unpack(&self.unpack_floats, weight, address, pairs.div_ceil(256))?;
         let numbers = stream.clone_dtoh(&out).map_err(CudaError::Driver)?;
         stream.synchronize().map_err(CudaError::Driver)?;
         Ok(numbers)
     }
 
-    fn unpack(&self, weight: &CudaWeight, out: u64, wide: bool) -> Result<(), KernelError> {
+    fn unpack(
+        &self,
+        function: &CudaFunction,
+        weight: &CudaWeight,
+        out: u64,
+        blocks: usize,
+    ) -> Result<(), KernelError> {
         let stream = self.device.stream();
         let arguments = UnpackArguments {
             tiles: weight.tiles()?.device_ptr(stream).0,
@@ -448,16 +468,11 @@ impl WeightLoader {
             rows: weight.rows as i32,
             columns: weight.cols as i32,
             steps: weight.steps() as i32,
-            wide: i32::from(wide),
         };
-        let pairs = weight.rows * (weight.cols / 2);
-        let config = LaunchConfig {
-            grid_dim: (pairs.div_ceil(256) as u32, 1, 1),
-            block_dim: (256, 1, 1),
-            shared_mem_bytes: 0,
-        };
+        let config =
+            LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
         // SAFETY: the callers have room for as many numbers as the weight has.
-        Ok(unsafe { launch(stream, &self.unpack, config, &arguments) }?)
+        Ok(unsafe { launch(stream, function, config, &arguments) }?)
     }
 
     /// The rows of a table that tokens name, one after the other. Tokens are below the number of its rows.

@@ -27,108 +27,159 @@ DEVICE float gated(int activation, float gate, float up) {
   return gate / (1.0f + __expf(activation == GELU_TANH ? -2.0f * u : -gate)) * up;
 }
 
-template <class F>
-DEVICE float over_block(float x, float* shared, F join) {
-  for (int step = 16; step > 0; step /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, step));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = shared[0];
-  for (int i = 1; i < THREADS / 32; i++) x = join(x, shared[i]);
-  return x;
+// The same for experts, some of whom clamp both. Comparisons keep a NaN.
+DEVICE float activated(int activation, float alpha, float limit, float gate, float up) {
+  if (activation != CLAMPED) return gated(activation, gate, up);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate / (1.0f + __expf(-alpha * gate)) * (up + 1.0f);
 }
 
-// Four neighbouring numbers of a row whose length or place is no multiple of four; zeros beyond its end. Apart from the usual
-// way, so that it takes no space there.
-__device__ __noinline__ float4 four_singly(const float* from, int column, int columns) {
-  float x[4];
-  for (int i = 0; i < 4; i++) x[i] = column + i < columns ? from[column + i] : 0.0f;
-  return make_float4(x[0], x[1], x[2], x[3]);
+// The sum of one number and the largest of another over all threads of a block.
+DEVICE float2 sum_and_largest(float sum, float largest, float2* shared) {
+  for (int step = 16; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, step));
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = make_float2(sum, largest);
+  __syncthreads();
+  float2 all = shared[0];
+  for (int i = 1; i < THREADS / 32; i++) all = make_float2(all.x + shared[i].x, fmaxf(all.y, shared[i].y));
+  return all;
 }
 
-// One row, read by the threads of a block in groups of four neighbouring inputs. The first groups of a thread stay in registers.
+// The power of two that brings numbers up to `largest` below 2^15.
+DEVICE float power_below(float largest) {
+  const u32 exponent = __float_as_uint(largest) >> 23;
+  return exponent > 15 && exponent < 254 ? __uint_as_float((127 + 127 + 14 - exponent) << 23) : 1.0f;
+}
+
+// Eight neighbouring numbers.
+struct Eight {
+  float x[8];
+  // From a row of a multiple of four numbers; zeros beyond its end.
+  DEVICE static Eight load(const float* from, int first, int columns) {
+    Eight v;
+    #pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (first + i < columns) four = __ldcg((const float4*)(from + first + i));
+      v.x[i] = four.x, v.x[i + 1] = four.y, v.x[i + 2] = four.z, v.x[i + 3] = four.w;
+    }
+    return v;
+  }
+  DEVICE float largest(float most) const {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(x[i]));
+    return most;
+  }
+  DEVICE float squares(float sum) const {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) sum = fmaf(x[i], x[i], sum);
+    return sum;
+  }
+  DEVICE void gate(int activation, const Eight& up) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = gated(activation, x[i], up.x[i]);
+  }
+  DEVICE void multiply(const Eight& other) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) x[i] *= other.x[i];
+  }
+};
+
+// Writes eight neighbouring inputs of a row as operands, times `factor`. `out` is where column tiles of `tile_rows` rows lie
+// `tiles` to 64 inputs, and `g` which row of the first of them this is; `sums` are those of f16. Two neighbouring lanes, which
+// have 16 inputs, call it together.
+template <bool WIDE>
+DEVICE void write_operands(u8* out, float* sums, float factor, int tiles, int tile_rows, int g, int first, const Eight& v) {
+  const int step = first / 64, j = first % 64 / 16, half = first % 16 / 8;
+  u8* at = out + ((long long)step * tiles * 2 + j / 2) * (tile_rows * 64) + g * 64 + j % 2 * 8 + half * 4;
+  float sum = 0.0f;
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float low = v.x[2 * i] * factor, high = v.x[2 * i + 1] * factor;
+    const u32 pair = WIDE ? float_to_bf16(low) | float_to_bf16(high) << 16 : float_to_half(low) | float_to_half(high) << 16;
+    *(u32*)(at + i * 16) = pair;
+    if (!WIDE) sum += half_to_float(pair & 0xffffu) + half_to_float(pair >> 16);
+  }
+  if (WIDE) return;
+  sum += __shfl_xor_sync(3u << (threadIdx.x % 32 & ~1), sum, 1);
+  if (half == 0) sums[((long long)step * tiles * 4 + j) * tile_rows + g] = sum;
+}
+
+// One row, read by the threads of a block in groups of eight neighbouring inputs. The first groups of a thread stay in registers.
 struct Row {
-  static constexpr int KEPT = 5;
+  static constexpr int KEPT = 6, ROUND = THREADS * 8;
   const float* x;
   const float* gain;
-  int kind, columns, groups, activation;  // groups: a multiple of 16, inputs beyond the row are zero
-  bool aligned;
+  int kind, columns, end, activation;  // end: a multiple of 64, inputs beyond the row are zero
   float inverse;
-  float4 kept[KEPT];
+  float power;  // for f16: what brings the largest number of the row below 2^15
+  Eight kept[KEPT];
 
-  DEVICE float4 four(const float* from, int column) const {
-    if (aligned && column < columns) return __ldcg((const float4*)(from + column));
-    return four_singly(from, column, columns);
+  // A group later than those that are kept, with the gains of the norm; `squares` are of numbers without them.
+  DEVICE Eight later(int first, float& squares) const {
+    Eight v = Eight::load(x, first, columns);
+    if (kind == GATED && !FUSED) v.gate(activation, Eight::load(x + columns, first, columns));
+    if (kind == NORMED) {
+      squares = v.squares(squares);
+      v.multiply(Eight::load(gain, first, columns));
+    }
+    return v;
   }
-  DEVICE float4 load(int group) const {
-    const float4 v = four(x, 4 * group);
-    // Products that prepare rows themselves end with the gate where there is one.
-    if (kind != GATED || FUSED) return v;
-    const float4 up = four(x + columns, 4 * group);
-    return make_float4(gated(activation, v.x, up.x), gated(activation, v.y, up.y), gated(activation, v.z, up.z),
-                       gated(activation, v.w, up.w));
-  }
-  DEVICE float4 scaled(int group, float4 v) const {
-    if (kind != NORMED) return v;
-    const float4 g = four(gain, 4 * group);
-    return make_float4(v.x * g.x * inverse, v.y * g.y * inverse, v.z * g.z * inverse, v.w * g.w * inverse);
-  }
-  // Calls `visit` with each group of this thread and its inputs, unscaled. Threads of a warp go through it together.
+  // Calls `visit` with each group of this thread and its first input. Threads of a warp go through it together.
   template <class F>
   DEVICE void each(F visit) const {
     #pragma unroll
     for (int i = 0; i < KEPT; i++)
-      if (threadIdx.x + i * THREADS < groups) visit(threadIdx.x + i * THREADS, kept[i]);
-    for (int group = threadIdx.x + KEPT * THREADS; group < groups; group += THREADS) visit(group, load(group));
+      if (i * ROUND + (int)threadIdx.x * 8 < end) visit(i * ROUND + threadIdx.x * 8, kept[i]);
+    float squares;
+    #pragma unroll 1
+    for (int first = KEPT * ROUND + threadIdx.x * 8; first < end; first += ROUND) visit(first, later(first, squares));
   }
 
-  // Reads the row and finds its norm. Every thread of the block calls it.
-  DEVICE Row(const Source& s, int row, int steps, float* shared)
-      : x(s.x + (s.rows ? s.rows[row] : row) * s.stride), gain(s.gain), kind(s.kind), columns(s.columns), groups(steps * 16),
-        activation(s.activation), aligned(s.stride % 4 == 0 && s.columns % 4 == 0), inverse(1.0f) {
+  // Reads the row and finds its norm, and its power where it becomes f16. Every thread of the block calls it.
+  DEVICE Row(const Source& s, int row, int steps, bool f16, float2* shared)
+      : x(s.x + (s.rows ? s.rows[row] : row) * s.stride), gain(s.gain), kind(s.kind), columns(s.columns), end(steps * 64),
+        activation(s.activation), inverse(1.0f), power(1.0f) {
+    const int mine = threadIdx.x * 8;
+    // All loads first, so that they wait for memory together.
     #pragma unroll
-    for (int i = 0; i < KEPT; i++) {
-      const int group = threadIdx.x + i * THREADS;
-      kept[i] = group < groups ? load(group) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    if (kind != NORMED) return;
-    float squares = 0.0f;
-    each([&](int, float4 v) { squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares)))); });
-    squares = over_block(squares, shared, [](float p, float q) { return p + q; });
-    inverse = rsqrtf(squares / (float)columns + s.epsilon);
-  }
-
-  // The power of two that brings the largest number of the row below 2^15. Every thread of the block calls it.
-  DEVICE float f16_power(float* shared) const {
-    float largest = 0.0f;
-    each([&](int group, float4 v) {
-      v = scaled(group, v);
-      largest = fmaxf(fmaxf(fmaxf(largest, fabsf(v.x)), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-    });
-    largest = over_block(largest, shared, [](float p, float q) { return fmaxf(p, q); });
-    const u32 exponent = __float_as_uint(largest) >> 23;
-    return exponent > 15 && exponent < 254 ? __uint_as_float((127 + 127 + 14 - exponent) << 23) : 1.0f;
-  }
-
-  // Writes the operands of a row. `out` is where column tiles of `tile_rows` rows lie `tiles` to 64 inputs, and `g` which
-  // row of the first of them this is; `sums` are those of f16.
-  template <bool WIDE>
-  DEVICE void write(u8* out, float* sums, float power, int tiles, int tile_rows, int g) const {
-    each([&](int group, float4 v) {
-      v = scaled(group, v);
-      const int column = 4 * group, step = column / 64, j = column % 64 / 16, inner = column % 16;
-      u8* at = out + ((long long)step * tiles * 2 + j / 2) * (tile_rows * 64) + g * 64 + inner % 8 / 2 * 16 + j % 2 * 8 + inner / 8 * 4;
-      if (WIDE) {
-        *(u32*)at = float_to_bf16(v.x) | float_to_bf16(v.y) << 16;
-        *(u32*)(at + 16) = float_to_bf16(v.z) | float_to_bf16(v.w) << 16;
-        return;
+    for (int i = 0; i < KEPT; i++) kept[i] = Eight::load(x, i * ROUND + mine, columns);
+    float squares = 0.0f, largest = 0.0f;
+    // Products that prepare rows themselves end with the gate where there is one.
+    if (kind == GATED && !FUSED) {
+      #pragma unroll
+      for (int i = 0; i < KEPT; i++) kept[i].gate(activation, Eight::load(x + columns, i * ROUND + mine, columns));
+    } else if (kind == NORMED) {
+      Eight gains[KEPT];
+      #pragma unroll
+      for (int i = 0; i < KEPT; i++) gains[i] = Eight::load(gain, i * ROUND + mine, columns);
+      #pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        squares = kept[i].squares(squares);
+        kept[i].multiply(gains[i]);
       }
-      const u32 bits[4] = {float_to_half(v.x * power), float_to_half(v.y * power), float_to_half(v.z * power), float_to_half(v.w * power)};
-      *(u32*)at = bits[0] | bits[1] << 16;
-      *(u32*)(at + 16) = bits[2] | bits[3] << 16;
-      float sum = (half_to_float(bits[0]) + half_to_float(bits[1])) + (half_to_float(bits[2]) + half_to_float(bits[3]));
-      for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(0xfu << (threadIdx.x % 32 & ~3), sum, lanes);
-      if (inner == 0) sums[((long long)step * tiles * 4 + j) * tile_rows + g] = sum;
-    });
+    } else if (!f16) {
+      return;
+    }
+    #pragma unroll
+    for (int i = 0; i < KEPT; i++) largest = kept[i].largest(largest);
+    #pragma unroll 1
+    for (int first = KEPT * ROUND + mine; first < end; first += ROUND) largest = later(first, squares).largest(largest);
+    const float2 all = sum_and_largest(squares, largest, shared);
+    if (kind == NORMED) inverse = rsqrtf(all.x / (float)columns + s.epsilon);
+    if (f16) power = power_below(all.y * inverse);
   }
+
+  // Writes the operands of a row, see `write_operands`.
+  template <bool WIDE>
+  DEVICE void write(u8* out, float* sums, int tiles, int tile_rows, int g) const {
+    const float factor = WIDE ? inverse : inverse * power;
+    each([&](int first, const Eight& v) { write_operands<WIDE>(out, sums, factor, tiles, tile_rows, g, first, v); });
+  }
+  // What results are multiplied with where activations are f16.
+  DEVICE float factor() const { return 1.0f / (power * SCALE_UNIT); }
 };

@@ -27,14 +27,6 @@ struct Arguments {
   float alpha, limit;    // of clamped ones
 };
 
-// The activated gate times what it multiplies. Comparisons keep a NaN.
-DEVICE float activated(const Arguments& a, float gate, float up) {
-  if (a.activation != CLAMPED) return gated(a.activation, gate, up);
-  gate = gate > a.limit ? a.limit : gate;
-  up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
-  return gate / (1.0f + __expf(-a.alpha * gate)) * (up + 1.0f);
-}
-
 struct Block {
   const Arguments& a;
   u8* ring_memory;
@@ -60,19 +52,19 @@ struct Block {
         const float* biases = a.biases[half];
         return biases ? sum + biases[(long long)job.expert * a.outputs + output] : sum;
       };
-      a.out[(long long)choice * a.outputs + output] = a.halves == 2 ? activated(a, result(0), result(1)) : result(0);
+      a.out[(long long)choice * a.outputs + output] = a.halves == 2 ? activated(a.activation, a.alpha, a.limit, result(0), result(1)) : result(0);
     }
   }
 
   // All units of this block; tiles of both halves are of one kind.
   template <class Tile>
   DEVICE void run() {
-    constexpr int DEPTH = (KIND == FLOATS ? FLOAT_RING : CODE_RING) / Tile::BYTES;
-    Ring<DEPTH, Tile::BYTES> ring;
+    constexpr int RUN = Tile::RUN, BYTES = RUN * Tile::BYTES, DEPTH = (KIND == FLOATS ? FLOAT_RING : CODE_RING) / BYTES;
+    Ring<DEPTH, BYTES> ring;
     ring.open(ring_memory, barriers, warp, lane);
     const long long tile_row_bytes = (long long)a.steps * Tile::BYTES, expert_bytes = tile_row_bytes * a.tile_rows;
-    // The next tile of this warp to be fetched.
-    int next_unit = warp < a.steps ? (int)blockIdx.x : units, next_half = 0, next_step = warp;
+    // The next tiles of this warp to be fetched.
+    int next_unit = warp * RUN < a.steps ? (int)blockIdx.x : units, next_half = 0, next_step = warp * RUN;
     const u8* at = nullptr;
     auto seek = [&] {
       if (next_unit >= units) return;
@@ -81,11 +73,11 @@ struct Block {
     };
     auto fetch = [&](int ahead) {
       const bool there = next_unit < units;
-      ring.template fetch<Tile::BYTES>(ahead, at, there, lane);
+      ring.template fetch<BYTES>(ahead, at, there, lane);
       if (!there) return;
-      next_step += WARPS, at += WARPS * Tile::BYTES;
+      next_step += WARPS * RUN, at += WARPS * BYTES;
       if (next_step < a.steps) return;
-      next_step = warp;
+      next_step = warp * RUN;
       if (++next_half == a.halves) next_half = 0, next_unit += gridDim.x;
       seek();
     };
@@ -108,11 +100,11 @@ struct Block {
       for (int half = 0; half < a.halves; half++) {
         float sums[COLUMN_TILES][4] = {};
         #pragma unroll 1
-        for (int step = warp; step < a.steps; step += WARPS) {
+        for (int step = warp * RUN; step < a.steps; step += WARPS * RUN) {
           __syncwarp();
           fetch(DEPTH - 1);
           ring.template wait<DEPTH - 1>();
-          Tile::add(ring.address(), activations, step, sums, lane);
+          Tile::add_run(ring.address(), activations, step, a.steps, sums, lane);
           ring.pass();
         }
         float* mine = results + (set * a.halves + half) * HALF_RESULTS + warp * WARP_RESULTS;
@@ -131,13 +123,13 @@ struct Block {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1) multiply_experts(const __grid_constant__ Arguments a) {
-  extern __shared__ float4 memory[];
+  extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[WARPS * MOST_STAGES];
   __shared__ int lists[2 * SETS * COLUMNS];
   let_next_launch_begin();
   wait_for_launches();
   const int ring_bytes = WARPS * (KIND == FLOATS ? FLOAT_RING : CODE_RING);
-  Block block = {a, (u8*)memory, barriers, (float*)((u8*)memory + ring_bytes), lists, kept((int)threadIdx.x / 32),
+  Block block = {a, memory, barriers, (float*)(memory + ring_bytes), lists, kept((int)threadIdx.x / 32),
       kept((int)threadIdx.x % 32), *a.job_count * a.tile_rows, 0};
   block.run<TileOf<KIND>::Tile>();
 }

@@ -8,7 +8,8 @@
 
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_MATRICES = 3;
-constexpr int COLUMNS = 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
+// With FUSED there are one or two rows.
+constexpr int COLUMNS = FUSED ? 2 : 8 * COLUMN_TILES, STRIDE = COLUMNS + 1;
 constexpr int WARP_RESULTS = TILE_ROWS * STRIDE, HALF_RESULTS = WARPS * WARP_RESULTS;
 // With two sets, results of one unit are read while those of the next are written.
 constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1;
@@ -37,6 +38,7 @@ struct Arguments {
   int ends;              // what happens to results; with GATE, matrices 0 and 1 are one group
   int ring_bytes;        // of all warps
   int activation;        // of a gate
+  int parts;             // rows of tiles that `run_grouped` takes at a time
 };
 
 // The matrix of a unit; with GATE, the first of two.
@@ -78,12 +80,32 @@ struct Block {
   Activations activations;
   int warp, lane, set;
 
+  // Stores the sums of this warp; those that are spread over columns are added first.
+  template <bool SPREAD>
+  DEVICE void store(float (&sums)[COLUMN_TILES][4], float* to) const {
+    if (SPREAD) {
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float sum = sums[0][2 * i] + sums[0][2 * i + 1];
+        for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+        if (lane % 4 == 0) to[(lane / 4 + i * 8) * STRIDE] = sum;
+      }
+      return;
+    }
+    #pragma unroll
+    for (int n = 0; n < COLUMN_TILES; n++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (!FUSED || lane % 4 == 0) to[(lane / 4 + i / 2 * 8) * STRIDE + n * 8 + lane % 4 * 2 + i % 2] = sums[n][i];
+  }
+
   // All units of this block whose tiles are of one kind, several tiles on their way. `then` is called when the first ones are.
   template <class Tile, class F>
   DEVICE void run(const Arguments& a, F then) {
-    // A warp takes RUN tiles that lie side by side at a time; the last time perhaps one too many, which is not used.
+    // A warp takes RUN tiles that lie side by side at a time; the last time perhaps too many, which are not used.
     constexpr int RUN = Tile::RUN, BYTES = RUN * Tile::BYTES, DEPTH = (Tile::TYPE == FLOATS ? FLOAT_RING : CODE_RING) / BYTES;
     Ring<DEPTH, BYTES> ring;
+    Tile tile;
     ring.open(ring_memory, barriers, warp, lane);
     const int units = a.units, steps = a.steps, halves = a.ends == GATE ? 2 : 1;
     const int runs = (steps - warp * RUN + WARPS * RUN - 1) / (WARPS * RUN);  // of this warp in a row of tiles
@@ -126,16 +148,10 @@ struct Block {
           __syncwarp();
           fetch(DEPTH - 1);
           ring.template wait<DEPTH - 1>();
-          #pragma unroll
-          for (int i = 0; i < RUN; i++)
-            if (i == 0 || step + i < steps) Tile::add(ring.address() + i * Tile::BYTES, activations, step + i, sums, lane);
+          tile.add_run(ring.address(), activations, step, steps, sums, lane);
           ring.pass();
         }
-        float* to = of_set + part * HALF_RESULTS + warp * WARP_RESULTS;
-        #pragma unroll
-        for (int n = 0; n < COLUMN_TILES; n++)
-          #pragma unroll
-          for (int i = 0; i < 4; i++) to[(lane / 4 + i / 2 * 8) * STRIDE + n * 8 + lane % 4 * 2 + i % 2] = sums[n][i];
+        store<Tile::SPREAD>(sums, of_set + part * HALF_RESULTS + warp * WARP_RESULTS);
       }
       __syncthreads();
       finish(a, of_set, factors, mine);
@@ -144,25 +160,112 @@ struct Block {
     }
     ring.close(lane);
   }
+
+#if COLUMN_TILES >= 4 && KIND == FLOATS
+  // The same with PARTS rows of tiles at a time: many rows of activations are larger than the weights that they are multiplied
+  // with, so they are read once for several of them. Sums are added in the same order, and have the same bits.
+  template <int PARTS, class F>
+  DEVICE void run_grouped(const Arguments& a, F then) {
+    constexpr int BYTES = FloatTile::BYTES, DEPTH = FLOAT_RING / (PARTS * BYTES), AHEAD = 2;
+    Ring<DEPTH, PARTS * BYTES> ring;
+    ring.open(ring_memory, barriers, warp, lane);
+    const int steps = a.steps, halves = a.ends == GATE ? 2 : 1, group_units = PARTS / halves;
+    const int groups = (a.units + group_units - 1) / group_units;
+    // A warp takes two neighbouring steps of every sixteen.
+    auto after = [&](int step) { return step % 2 == 0 && step + 1 < steps ? step + 1 : step / 2 * 2 + 2 * WARPS; };
+    // The next tiles of this warp to be fetched.
+    int group = warp * 2 < steps ? (int)blockIdx.x : groups, fetched = warp * 2;
+    const u8* tiles[PARTS];
+    auto seek = [&] {
+      #pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        // The last group may repeat a unit.
+        const int unit = min(group * group_units + i / halves, a.units - 1), matrix = matrix_of(a, unit) + i % halves;
+        const long long row = halves == 2 ? unit : unit - a.matrices[matrix].first_unit;
+        tiles[i] = a.matrices[matrix].tiles + row * steps * BYTES;
+      }
+    };
+    auto fetch = [&](int ahead) {
+      ring.template fetch_parts<BYTES>(ahead, tiles, fetched * BYTES, group < groups, lane);
+      if (group >= groups) return;
+      fetched = after(fetched);
+      if (fetched < steps) return;
+      fetched = warp * 2, group += gridDim.x;
+      if (group < groups) seek();
+    };
+    if (group < groups) seek();
+    #pragma unroll 1
+    for (int i = 0; i < DEPTH; i++) fetch(i);
+    then();
+    #pragma unroll 1
+    for (int mine = blockIdx.x; mine < groups; mine += gridDim.x) {
+      float sums[PARTS][COLUMN_TILES][4] = {};
+      u32 x[AHEAD][8];
+      #pragma unroll
+      for (int n = 0; n < AHEAD; n++) activations.operands<true>(min(warp * 2, steps - 1), n, lane, x[n]);
+      #pragma unroll 1
+      for (int step = warp * 2; step < steps;) {
+        const int next = after(step);
+        ring.template wait<DEPTH - 1>();
+        uint4 words[PARTS][4];
+        #pragma unroll
+        for (int i = 0; i < PARTS; i++)
+          #pragma unroll
+          for (int j = 0; j < 4; j++) words[i][j] = shared16(ring.address() + i * BYTES + j * 512 + lane * 16);
+        ring.pass();
+        __syncwarp();
+        fetch(DEPTH - 1);
+        #pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+          #pragma unroll
+          for (int j = 0; j < 4; j++)
+            #pragma unroll
+            for (int i = 0; i < PARTS; i++) {
+              const u32 registers[4] = {words[i][j].x, words[i][j].y, words[i][j].z, words[i][j].w};
+              multiply_add<true>(sums[i][n], registers, x[n % AHEAD][2 * j], x[n % AHEAD][2 * j + 1]);
+            }
+          const bool of_next = n + AHEAD >= COLUMN_TILES;
+          activations.operands<true>(of_next ? min(next, steps - 1) : step, (n + AHEAD) % COLUMN_TILES, lane, x[n % AHEAD]);
+        }
+        step = next;
+      }
+      #pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        store<false>(sums[i], results + i % halves * HALF_RESULTS + warp * WARP_RESULTS);
+        if (i % halves != halves - 1) continue;
+        const int unit = mine * group_units + i / halves;
+        __syncthreads();
+        if (unit < a.units) finish(a, results, factors, unit);
+        __syncthreads();
+      }
+    }
+    ring.close(lane);
+  }
+#endif
 };
 
 #if FUSED
+#if KIND == MIXED
+#define CALLED_SEVERAL_TIMES __device__ __noinline__
+#else
+#define CALLED_SEVERAL_TIMES DEVICE
+#endif
 // Makes the activations from their source, in shared memory.
-DEVICE Activations prepare(const Arguments& a, u8* memory, float* shared, float* factors) {
+CALLED_SEVERAL_TIMES Activations prepare(const Arguments& a, u8* memory, float2* shared, float* factors) {
   bool wide = KIND == FLOATS, codes = KIND != FLOATS && KIND != MIXED;
   if (KIND == MIXED)
     for (int i = 0; i < a.matrix_count; i++) (a.matrices[i].kind == FLOATS ? wide : codes) = true;
-  const int bytes = a.rows * a.steps * 128;
+  // Products take up to four steps at a time.
+  const int steps = (a.steps + 3) / 4 * 4, bytes = a.rows * steps * 128;
   u8* f16 = memory + (wide ? bytes : 0);
   float* sums = (float*)(f16 + (codes ? bytes : 0));
   #pragma unroll 1
   for (int row = 0; row < a.rows; row++) {
-    const Row input(a.source, row, a.steps, shared);
-    if (wide) input.write<true>(memory, sums, 1.0f, 1, a.rows, row);
+    const Row input(a.source, row, steps, codes, shared);
+    if (wide) input.write<true>(memory, sums, 1, a.rows, row);
     if (!codes) continue;
-    const float power = input.f16_power(shared);
-    input.write<false>(f16, sums, power, 1, a.rows, row);
-    if (threadIdx.x == 0) factors[row] = 1.0f / (power * SCALE_UNIT);
+    input.write<false>(f16, sums, 1, a.rows, row);
+    if (threadIdx.x == 0) factors[row] = input.factor();
   }
   __syncthreads();
   return {shared_address(memory), shared_address(f16), shared_address(sums), a.rows};
@@ -170,12 +273,13 @@ DEVICE Activations prepare(const Arguments& a, u8* memory, float* shared, float*
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1) multiply(const __grid_constant__ Arguments a) {
-  extern __shared__ float4 memory[];
+  extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 barriers[WARPS * MOST_STAGES];
-  __shared__ float shared[WARPS], row_factors[8];
+  __shared__ float2 shared[WARPS];
+  __shared__ float row_factors[2];
   let_next_launch_begin();
-  float* results = (float*)((u8*)memory + a.ring_bytes);
-  Block block = {(u8*)memory, barriers, results, FUSED ? row_factors : a.factors, {}, kept((int)threadIdx.x / 32), kept((int)threadIdx.x % 32), 0};
+  float* results = (float*)(memory + a.ring_bytes);
+  Block block = {memory, barriers, results, FUSED ? row_factors : a.factors, {}, kept((int)threadIdx.x / 32), kept((int)threadIdx.x % 32), 0};
 #if !FUSED
   block.activations = {a.bf16, a.f16, a.sums, a.rows};
 #endif
@@ -189,7 +293,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
     block.activations = prepare(a, (u8*)(results + SETS * (a.ends == GATE ? 2 : 1) * HALF_RESULTS), shared, row_factors);
 #endif
   };
-#if KIND != MIXED
+#if COLUMN_TILES >= 4 && KIND == FLOATS
+  if (a.parts == 3) block.run_grouped<3>(a, begin_with);
+  else block.run_grouped<2>(a, begin_with);
+#elif KIND != MIXED
   block.run<TileOf<KIND>::Tile>(a, begin_with);
 #else
   // One kind after the other.

@@ -12,25 +12,22 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Arguments a) {
-  __shared__ float shared[THREADS / 32];
+  __shared__ float2 shared[THREADS / 32];
   let_next_launch_begin();
   wait_for_launches();
   const int row = blockIdx.x;
-  const Row input(a.source, row, a.steps, shared);
+  const Row input(a.source, row, a.steps, a.format == F16_OPERANDS, shared);
   if (a.format == BF16_ROWS) {
     u16* out = (u16*)a.out + (long long)row * a.source.columns;
-    input.each([&](int group, float4 v) {
-      if (4 * group >= a.source.columns) return;
-      v = input.scaled(group, v);
-      if (input.aligned) {
-        *(uint2*)(out + 4 * group) = make_uint2(
-            float_to_bf16(v.x) | float_to_bf16(v.y) << 16, float_to_bf16(v.z) | float_to_bf16(v.w) << 16);
-        return;
-      }
-      const float values[4] = {v.x, v.y, v.z, v.w};
+    input.each([&](int first, const Eight& v) {
       #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (4 * group + i < a.source.columns) out[4 * group + i] = float_to_bf16(values[i]);
+      for (int i = 0; i < 8; i += 4) {
+        if (first + i >= a.source.columns) continue;
+        u32 bits[4];
+        #pragma unroll
+        for (int k = 0; k < 4; k++) bits[k] = float_to_bf16(v.x[i + k] * input.inverse);
+        *(uint2*)(out + first + i) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+      }
     });
     return;
   }
@@ -38,10 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant
   u8* out = a.out + (a.column_tiles > 0 ? tile * 1024 : (long long)row * a.steps * 128);
   float* sums = a.sums + (a.column_tiles > 0 ? tile * 32 : (long long)row * a.steps * 4);
   if (a.format == BF16_OPERANDS) {
-    input.write<true>(out, sums, 1.0f, tiles, tile_rows, row % tile_rows);
+    input.write<true>(out, sums, tiles, tile_rows, row % tile_rows);
   } else {
-    const float power = input.f16_power(shared);
-    input.write<false>(out, sums, power, tiles, tile_rows, row % tile_rows);
-    if (threadIdx.x == 0) a.factors[row] = 1.0f / (power * SCALE_UNIT);
+    input.write<false>(out, sums, tiles, tile_rows, row % tile_rows);
+    if (threadIdx.x == 0) a.factors[row] = input.factor();
   }
 }

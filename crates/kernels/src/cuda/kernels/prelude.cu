@@ -18,6 +18,11 @@ DEVICE uint4 shared16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
   return x;
 }
+DEVICE uint2 shared8(u32 address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
 DEVICE u32 shared4(u32 address) {
   u32 x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -29,6 +34,7 @@ DEVICE int kept(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+DEVICE u32 kept(u32 x) { return (u32)kept((int)x); }
 template <class T>
 DEVICE const T* kept(const T* x) {
   asm volatile("" : "+l"(x));

@@ -72,6 +72,7 @@ struct Activations {
 // to sums. A tile is named by its address in shared memory.
 struct FloatTile {
   static constexpr int TYPE = FLOATS, BYTES = 2048, RUN = 2;
+  static constexpr bool SPREAD = false, TAKEN_BACK = false;
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     uint4 words[4];
     #pragma unroll
@@ -93,11 +94,21 @@ struct FloatTile {
 constexpr u32 UNITS = 0x64006400u;
 constexpr float UNIT = 1024.0f;
 
+// Some bits of a word, plus UNITS, in one instruction: that has room for one constant only.
+template <u32 MASK>
+DEVICE u32 with_units(u32 word) {
+  u32 result;
+  asm("{.reg .b32 units; mov.b32 units, %2; lop3.b32 %0, %1, %3, units, 0xea;}" : "=r"(result) : "r"(word), "r"(kept(UNITS)), "n"(MASK));
+  return result;
+}
+
+// Codes of 4 bits in rows 8 to 15 of a tile are read where they are, as 16 times the code.
 template <int BITS, int GROUP>
 struct CodeTile {
   static constexpr int TYPE = BITS == 4 ? NIBBLES : GROUP == 32 ? EIGHTS : SIXTEENS;
   static constexpr int GROUPS = 64 / GROUP, STEPS = GROUP / 16, RUN = BITS == 4 ? 2 : 1;
   static constexpr int BYTES = BITS * 128 + TILE_ROWS * GROUPS * 4;
+  static constexpr bool SPREAD = false, TAKEN_BACK = false, OFFSETS = true;
   uint4 codes[BITS / 4];
   DEVICE u32 word(int index) const {
     const uint4& x = codes[index / 4];
@@ -105,19 +116,44 @@ struct CodeTile {
   }
   DEVICE void unpack(int j, u32 (&registers)[4]) const {
     if (BITS == 4) {
-      const u32 x = word(j);
-      #pragma unroll
-      for (int part = 0; part < 4; part++) registers[part] = (x >> 4 * part & 0x000f000fu) | UNITS;
+      const u32 x = word(j), y = x >> 8;
+      registers[0] = with_units<0x000f000fu>(x), registers[1] = with_units<0x00f000f0u>(x);
+      registers[2] = with_units<0x000f000fu>(y), registers[3] = with_units<0x00f000f0u>(y);
     } else {
       #pragma unroll
       for (int part = 0; part < 4; part++)
         registers[part] = __byte_perm(word(2 * j + part / 2), UNITS, part % 2 ? 0x7372 : 0x7170);
     }
   }
+  DEVICE void load(u32 tile, int lane) {
+    #pragma unroll
+    for (int i = 0; i < BITS / 4; i++) codes[i] = shared16(tile + i * 512 + lane * 16);
+  }
+  // Scales of two groups of a row, and what the sums of their inputs are multiplied with.
+  DEVICE static void scales_of(u32 tile, int row, int group, float (&scales)[2], float (&offsets)[2]) {
+    const uint2 pairs = shared8(tile + BITS * 128 + (row * GROUPS + group) * 4);
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 pair = i ? pairs.y : pairs.x;
+      scales[i] = half_to_float(pair & 0xffffu) * (BITS == 4 && row >= 8 ? 1.0f / 16.0f : 1.0f);
+      offsets[i] = -__fmaf_rn(UNIT, scales[i], half_to_float(pair >> 16));
+    }
+  }
+#if FUSED
+  // The sums of the inputs of two groups, of the only row.
+  DEVICE static float2 inputs_of(const Activations& a, int step, int group) {
+    const u32 at = a.sums + step * 16;
+    if (GROUPS == 4) {
+      const uint2 two = shared8(at + group * 4);
+      return make_float2(__uint_as_float(two.x), __uint_as_float(two.y));
+    }
+    const uint4 four = shared16(at);
+    return make_float2(__uint_as_float(four.x) + __uint_as_float(four.y), __uint_as_float(four.z) + __uint_as_float(four.w));
+  }
+#endif
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     CodeTile held;
-    #pragma unroll
-    for (int i = 0; i < BITS / 4; i++) held.codes[i] = shared16(tile + i * 512 + lane * 16);
+    held.load(tile, lane);
     u32 x[COLUMN_TILES][8];
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
@@ -130,7 +166,7 @@ struct CodeTile {
       #pragma unroll
       for (int i = 0; i < 2; i++) {
         const u32 pair = shared4(tile + BITS * 128 + ((lane / 4 + 8 * i) * GROUPS + group) * 4);
-        scale[i] = half_to_float(pair & 0xffffu);
+        scale[i] = half_to_float(pair & 0xffffu) * (BITS == 4 && i == 1 ? 1.0f / 16.0f : 1.0f);
         offset[i] = -__fmaf_rn(UNIT, scale[i], half_to_float(pair >> 16));
       }
       #pragma unroll
@@ -152,12 +188,25 @@ struct CodeTile {
   }
 };
 
-// FP8 weights (E4M3). Their bits are those of an f16 with a smaller exponent: 2^-8 of the weight, which scales make up for.
+// FP8 weights (E4M3). Before sm_89 their bits are read as those of an f16 with a smaller exponent: 2^-8 of the weight.
 struct Fp8Tile {
-  static constexpr int TYPE = FP8, BYTES = 1024 + TILE_ROWS * 4, RUN = 1;
+  static constexpr int TYPE = FP8, BYTES = 1024 + TILE_ROWS * 4, RUN = 2;
+  static constexpr bool SPREAD = false, TAKEN_BACK = FUSED;
+#if __CUDA_ARCH__ >= 890
+  static constexpr float UNIT = 1.0f / 256.0f;  // scales are stored for 2^-8 of the weights
+  DEVICE static void four_weights(u32 word, u32& low, u32& high) {
+    asm("{.reg .b16 first, second; mov.b32 {first, second}, %2;"
+        "cvt.rn.f16x2.e4m3x2 %0, first; cvt.rn.f16x2.e4m3x2 %1, second;}" : "=r"(low), "=r"(high) : "r"(word));
+  }
+#else
+  static constexpr float UNIT = 1.0f;
   DEVICE static u32 two_halves(u32 high_bytes) {
     return (high_bytes & 0x80008000u) | (high_bytes >> 1 & 0x3f803f80u);
   }
+  DEVICE static void four_weights(u32 word, u32& low, u32& high) {
+    low = two_halves(__byte_perm(word, 0, 0x1404)), high = two_halves(__byte_perm(word, 0, 0x3424));
+  }
+#endif
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     u32 registers[4][4];
     #pragma unroll
@@ -165,13 +214,10 @@ struct Fp8Tile {
       const uint4 codes = shared16(tile + i * 512 + lane * 16);
       const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
       #pragma unroll
-      for (int j = 0; j < 2; j++)
-        #pragma unroll
-        for (int part = 0; part < 4; part++)
-          registers[2 * i + j][part] = two_halves(__byte_perm(words[2 * j + part / 2], 0, part % 2 ? 0x3424 : 0x1404));
+      for (int j = 0; j < 4; j++) four_weights(words[j], registers[2 * i + j / 2][j % 2 * 2], registers[2 * i + j / 2][j % 2 * 2 + 1]);
     }
-    const float scale[2] = {
-        __uint_as_float(shared4(tile + 1024 + lane / 4 * 4)), __uint_as_float(shared4(tile + 1024 + (lane / 4 + 8) * 4))};
+    const float scale[2] = {__uint_as_float(shared4(tile + 1024 + lane / 4 * 4)) * UNIT,
+                            __uint_as_float(shared4(tile + 1024 + (lane / 4 + 8) * 4)) * UNIT};
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[8];
@@ -187,27 +233,39 @@ struct Fp8Tile {
 
 // MXFP4 weights. Two of them become two f16 of 2^-14 of their size in two steps; groups of 32 columns have a power of two each.
 struct Mxfp4Tile {
-  static constexpr int TYPE = MXFP4, BYTES = 512 + TILE_ROWS * 2, RUN = 2;
+  static constexpr int TYPE = MXFP4, BYTES = 512 + TILE_ROWS * 2, RUN = 4, GROUPS = 2;
+  static constexpr bool SPREAD = false, TAKEN_BACK = false, OFFSETS = false;
+  uint4 codes;
+  DEVICE void load(u32 tile, int lane) { codes = shared16(tile + lane * 16); }
+  DEVICE void unpack(int j, u32 (&registers)[4]) const {
+    const u32 word = j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w;
+    #pragma unroll
+    for (int part = 0; part < 4; part++) {
+      const u32 pair = word >> 4 * part;
+      registers[part] = (pair << 12 & 0x80008000u) | (pair << 9 & 0x0e000e00u);
+    }
+  }
+  // The scales of both groups of a row.
+  DEVICE static void scales_of(u32 tile, int row, int, float (&scales)[2], float (&)[2]) {
+    const u32 pair = shared4(tile + 512 + row / 2 * 4) >> row % 2 * 16;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) scales[i] = power_of(pair >> 8 * i & 0xffu) * (16384.0f * SCALE_UNIT);
+  }
+  DEVICE static float2 inputs_of(const Activations&, int, int) { return make_float2(0.0f, 0.0f); }
   DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
-    const uint4 codes = shared16(tile + lane * 16);
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    Mxfp4Tile held;
+    held.load(tile, lane);
     u32 x[COLUMN_TILES][8];
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
-    // The exponents of rows in pairs of bytes: both groups of a row.
-    const u32 low = shared4(tile + 512 + lane / 8 * 4) >> lane / 4 % 2 * 16, high = shared4(tile + 528 + lane / 8 * 4) >> lane / 4 % 2 * 16;
+    float scales[2][2], none[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) scales_of(tile, lane / 4 + 8 * i, 0, scales[i], none);
     #pragma unroll
     for (int group = 0; group < 2; group++) {
-      const float scale[2] = {
-          power_of(low >> 8 * group & 0xffu) * (16384.0f * SCALE_UNIT), power_of(high >> 8 * group & 0xffu) * (16384.0f * SCALE_UNIT)};
       u32 registers[2][4];
       #pragma unroll
-      for (int j = 0; j < 2; j++)
-        #pragma unroll
-        for (int part = 0; part < 4; part++) {
-          const u32 pair = words[2 * group + j] >> 4 * part;
-          registers[j][part] = (pair << 12 & 0x80008000u) | (pair << 9 & 0x0e000e00u);
-        }
+      for (int j = 0; j < 2; j++) held.unpack(2 * group + j, registers[j]);
       #pragma unroll
       for (int n = 0; n < COLUMN_TILES; n++) {
         float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -215,15 +273,38 @@ struct Mxfp4Tile {
         for (int j = 0; j < 2; j++)
           multiply_add<false>(product, registers[j], x[n][2 * (2 * group + j)], x[n][2 * (2 * group + j) + 1]);
         #pragma unroll
-        for (int i = 0; i < 4; i++) sums[n][i] = __fmaf_rn(scale[i / 2], product[i], sums[n][i]);
+        for (int i = 0; i < 4; i++) sums[n][i] = __fmaf_rn(scales[i / 2][group], product[i], sums[n][i]);
       }
     }
   }
 };
 
-template <int TYPE> struct TileOf { typedef FloatTile Tile; };
-template <> struct TileOf<NIBBLES> { typedef CodeTile<4, 32> Tile; };
-template <> struct TileOf<EIGHTS> { typedef CodeTile<8, 32> Tile; };
-template <> struct TileOf<SIXTEENS> { typedef CodeTile<8, 16> Tile; };
-template <> struct TileOf<FP8> { typedef Fp8Tile Tile; };
-template <> struct TileOf<MXFP4> { typedef Mxfp4Tile Tile; };
+// Tiles that are taken one at a time, RUN of them in a row.
+template <class T>
+struct EachTile : T {
+  DEVICE static void add_run(u32 tiles, const Activations& a, int step, int steps, float (&sums)[COLUMN_TILES][4], int lane) {
+    #pragma unroll
+    for (int i = 0; i < T::RUN; i++) {
+      const bool there = i == 0 || step + i < steps;
+      if (!T::TAKEN_BACK) {
+        if (there) T::add(tiles + i * T::BYTES, a, step + i, sums, lane);
+        continue;
+      }
+      // Activations in shared memory go on with zeros. Taking a sum back is faster than a branch around which nothing else is
+      // computed.
+      const float before[4] = {sums[0][0], sums[0][1], sums[0][2], sums[0][3]};
+      T::add(tiles + i * T::BYTES, a, step + i, sums, lane);
+      #pragma unroll
+      for (int j = 0; j < 4; j++) sums[0][j] = there ? sums[0][j] : before[j];
+    }
+  }
+};
+
+template <int TYPE> struct TileOf { typedef EachTile<FloatTile> Tile; };
+template <> struct TileOf<FP8> { typedef EachTile<Fp8Tile> Tile; };
+#if !FUSED
+template <> struct TileOf<NIBBLES> { typedef EachTile<CodeTile<4, 32>> Tile; };
+template <> struct TileOf<EIGHTS> { typedef EachTile<CodeTile<8, 32>> Tile; };
+template <> struct TileOf<SIXTEENS> { typedef EachTile<CodeTile<8, 16>> Tile; };
+template <> struct TileOf<MXFP4> { typedef EachTile<Mxfp4Tile> Tile; };
+#endif

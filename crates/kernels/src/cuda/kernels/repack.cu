@@ -145,18 +145,76 @@ extern "C" __global__ void repack(Arguments a) {
 struct UnpackArguments {
   const u8* tiles;
   void* out;  // [row][column], bf16 or f32
-  int kind, rows, columns, steps, wide;
+  int kind, rows, columns, steps;
 };
 
-// Tiles back to rows of numbers: bf16 for products of many rows, f32 for those who ask for weights.
-extern "C" __global__ void unpack(UnpackArguments a) {
+// Tiles back to rows of f32, for those who ask for weights.
+extern "C" __global__ void unpack_floats(UnpackArguments a) {
   const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   const int pairs = a.columns / 2;
   if (index >= (long long)a.rows * pairs) return;
-  const int row = index / pairs, column = index % pairs * 2;
-  const float2 pair = weight_pair(a.tiles, a.kind, a.steps, row, column);
-  if (a.wide) ((float2*)a.out)[index] = pair;
-  else ((u32*)a.out)[index] = float_to_bf16(pair.x) | float_to_bf16(pair.y) << 16;
+  ((float2*)a.out)[index] = weight_pair(a.tiles, a.kind, a.steps, index / pairs, index % pairs * 2);
+}
+
+// What the lanes of a warp hold of a tile, as bf16: [step][register].
+struct HeldTile {
+  u32 words[4][4];
+
+  DEVICE HeldTile(const u8* tile, int kind, int lane) {
+    if (kind == FLOATS) {
+      #pragma unroll
+      for (int j = 0; j < 4; j++) set(j, __ldcs((const uint4*)(tile + j * 512) + lane));
+      return;
+    }
+    const bool nibbles = kind == NIBBLES || kind == MXFP4;
+    uint4 codes[2] = {__ldcs((const uint4*)tile + lane), nibbles ? make_uint4(0, 0, 0, 0) : __ldcs((const uint4*)(tile + 512) + lane)};
+    const u32* word = (const u32*)codes;
+    #pragma unroll
+    for (int j = 0; j < 4; j++)
+      #pragma unroll
+      for (int part = 0; part < 4; part++) {
+        const int row = lane / 4 + part % 2 * 8;
+        const u32 pair = nibbles ? word[j] >> 4 * part : word[2 * j + part / 2] >> part % 2 * 16;
+        const u32 first = nibbles ? pair & 15u : pair & 255u, second = nibbles ? pair >> 16 & 15u : pair >> 8 & 255u;
+        words[j][part] = bf16_pair(tile, kind, row, 16 * j, first, second);
+      }
+  }
+  DEVICE void set(int j, uint4 x) { words[j][0] = x.x, words[j][1] = x.y, words[j][2] = x.z, words[j][3] = x.w; }
+
+  // Two codes of a row as weights, rounded to bf16.
+  DEVICE static u32 bf16_pair(const u8* tile, int kind, int row, int column, u32 first, u32 second) {
+    const float2 pair = code_pair(tile, kind, row, column, first, second);
+    return float_to_bf16(pair.x) | float_to_bf16(pair.y) << 16;
+  }
+};
+
+// Tiles back to rows of bf16, for products of many rows. A warp takes a tile: its rows come together in shared memory, so that
+// memory is written 16 bytes at a time.
+extern "C" __global__ void __launch_bounds__(256) unpack_rows(UnpackArguments a) {
+  constexpr int STRIDE = 128 + 16;
+  __shared__ __align__(16) u8 shared[8][TILE_ROWS * STRIDE];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const long long index = (long long)blockIdx.x * 8 + warp;
+  const int tile_row = index / a.steps, step = index % a.steps;
+  if (tile_row * TILE_ROWS >= a.rows) return;
+  const HeldTile held(a.tiles + index * tile_bytes(a.kind), a.kind, lane);
+  #pragma unroll
+  for (int j = 0; j < 4; j++)
+    #pragma unroll
+    for (int part = 0; part < 4; part++)
+      *(u32*)(shared[warp] + (lane / 4 + part % 2 * 8) * STRIDE + j * 32 + part / 2 * 16 + lane % 4 * 4) = held.words[j][part];
+  __syncwarp();
+  u16* out = (u16*)a.out;
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = tile_row * TILE_ROWS + i * 4 + lane / 8, column = step * TILE_COLUMNS + lane % 8 * 8;
+    const u8* from = shared[warp] + (i * 4 + lane / 8) * STRIDE + lane % 8 * 16;
+    if (row >= a.rows || column >= a.columns) continue;
+    u16* to = out + (long long)row * a.columns + column;
+    if (a.columns % 8 == 0) *(uint4*)to = *(const uint4*)from;
+    else
+      for (int k = 0; k < 8 && column + k < a.columns; k++) to[k] = ((const u16*)from)[k];
+  }
 }
 
 struct EmbedArguments {

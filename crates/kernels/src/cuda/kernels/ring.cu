@@ -1,5 +1,6 @@
 // A ring of tiles in shared memory that a warp fills ahead of itself. A tile is contiguous, so one bulk copy fetches it. Each
-// warp has a ring of its own: no warp ever waits for another one between its first and its last tile.
+// warp has a ring of its own: no warp ever waits for another one between its first and its last tile. Stages should begin at
+// multiples of 128 bytes: others made products of bf16 weights a fifth slower on an H200.
 
 template <int DEPTH, int STAGE>
 struct Ring {
@@ -64,6 +65,32 @@ struct Ring {
     if (there) {
       for (int at = lane * 16; at < BYTES; at += 512)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + at), "l"(source + at) : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+
+  // Begins to fetch several tiles into a stage, all at the same offset from where `sources` are.
+  template <int BYTES, int PARTS>
+  DEVICE void fetch_parts(int ahead, const u8* const (&sources)[PARTS], long long offset, bool there, int lane) const {
+    const int index = stage(ahead);
+    const u32 to = stages + index * STAGE;
+#if __CUDA_ARCH__ >= 900
+    const u32 barrier = barriers + index * 8;
+    if (there && lane == 0) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "n"(BYTES * PARTS) : "memory");
+      #pragma unroll
+      for (int i = 0; i < PARTS; i++)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(to + i * BYTES), "l"(sources[i] + offset), "n"(BYTES), "r"(barrier) : "memory");
+    }
+    __syncwarp();
+#else
+    if (there) {
+      #pragma unroll
+      for (int i = 0; i < PARTS; i++)
+        for (int at = lane * 16; at < BYTES; at += 512)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + i * BYTES + at), "l"(sources[i] + offset + at) : "memory");
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif

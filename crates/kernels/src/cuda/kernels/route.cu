@@ -37,6 +37,14 @@ DEVICE void best_of_warp(float& value, int& place) {
   }
 }
 
+// A number as one whose order is that of integers; 0 for a NaN, which cannot be chosen.
+DEVICE u32 key_of(float x) {
+  const u32 bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
+  if (bits == 0x80000000u) return bits;  // both zeros are equal
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
 DEVICE float over_warp(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
   return x;
@@ -98,45 +106,75 @@ DEVICE void choose(const Arguments& a, int row, float* scores, float* choosing, 
   for (int e = lane; e < a.experts; e += 32) choosing[e] = a.correction ? scores[e] + a.correction[e] : scores[e];
   __syncwarp();
   if (a.groups > 1) keep_best_groups(a, choosing, lane);
-  float first = 0.0f, total = 0.0f;
-  for (int i = 0; i < a.top_k; i++) {
-    float value = 0.0f;
-    int place = -1;
+  // Every lane knows the best of its own experts; whoever had the best of all looks for its next one.
+  u32 key;
+  int place;
+  auto look = [&] {
+    key = 0, place = -1;
     for (int e = lane; e < a.experts; e += 32) {
-      const float x = choosing[e];
-      if ((__float_as_uint(x) & 0x7fffffffu) <= 0x7f800000u && (place < 0 || x > value)) value = x, place = e;
+      const u32 its = key_of(choosing[e]);
+      if (its > key) key = its, place = e;
     }
-    best_of_warp(value, place);
-    float weight = place >= 0 ? scores[place] : NOT_A_NUMBER;
+  };
+  look();
+  // Lane i has choice i.
+  float mine = 0.0f, first = 0.0f, total = 0.0f;
+  int expert = 0;
+  for (int i = 0; i < a.top_k; i++) {
+    const u32 best = __reduce_max_sync(ALL_LANES, key);
+    const int best_place = best ? (int)__reduce_min_sync(ALL_LANES, key == best ? (u32)place : 0xffffffffu) : -1;
+    float weight = best ? scores[best_place] : NOT_A_NUMBER;
     if (i == 0) first = weight;
     if (a.scores == SOFTMAX_OF_CHOSEN) weight = __expf(weight - first);
     total += weight;
-    if (lane == 0) {
-      choices[i] = {max(place, 0), weight};
-      if (place >= 0) choosing[place] = NOT_A_NUMBER;
+    if (lane == i) mine = weight, expert = max(best_place, 0);
+    if (best && place == best_place) {
+      choosing[place] = NOT_A_NUMBER;
+      look();
     }
-    __syncwarp();
   }
   const float factor = (a.normalise || a.scores == SOFTMAX_OF_CHOSEN ? 1.0f / (total + 1e-20f) : 1.0f) * a.scale;
-  for (int i = lane; i < a.top_k; i += 32) choices[i].weight *= factor;
+  if (lane < a.top_k) choices[lane] = {expert, mine * factor};
+}
+
+// The sums of two numbers over all threads of lower number, and over all threads. Every thread of the block calls it.
+DEVICE int2 sums_before(int2 x, int2* shared, int2& all) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int2 sum = x;
+  for (int step = 1; step < 32; step *= 2) {
+    const int2 other = make_int2(__shfl_up_sync(ALL_LANES, sum.x, step), __shfl_up_sync(ALL_LANES, sum.y, step));
+    if (lane >= step) sum.x += other.x, sum.y += other.y;
+  }
+  if (lane == 31) shared[warp] = sum;
+  __syncthreads();
+  int2 before = make_int2(sum.x - x.x, sum.y - x.y);
+  all = make_int2(0, 0);
+  for (int i = 0; i < WARPS; i++) {
+    if (i < warp) before.x += shared[i].x, before.y += shared[i].y;
+    all.x += shared[i].x, all.y += shared[i].y;
+  }
+  return before;
 }
 
 // Sorts the choices of all rows by expert, and makes jobs of them. One block.
-DEVICE void sort(const Arguments& a, int* counts, int* firsts) {
+DEVICE void sort(const Arguments& a, int* counts, int* firsts, int2* shared) {
+  constexpr int EACH = MOST_EXPERTS / THREADS;
   const int pairs = a.rows * a.top_k;
-  for (int e = threadIdx.x; e < a.experts; e += THREADS) counts[e] = 0;
+  for (int e = threadIdx.x; e < MOST_EXPERTS; e += THREADS) counts[e] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < pairs; i += THREADS) atomicAdd(&counts[a.choices[i].expert], 1);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int next = 0, jobs = 0;
-    for (int e = 0; e < a.experts; e++) {
-      firsts[e] = next;
-      for (int at = 0; at < counts[e]; at += a.job_rows) a.jobs[jobs++] = {e, next + at, min(a.job_rows, counts[e] - at), 0};
-      next += counts[e];
-    }
-    *a.job_count = jobs;
+  // Neighbouring experts of this thread: their choices and jobs.
+  int2 mine = make_int2(0, 0), all;
+  for (int e = threadIdx.x * EACH; e < (threadIdx.x + 1) * EACH; e++)
+    mine.x += counts[e], mine.y += (counts[e] + a.job_rows - 1) / a.job_rows;
+  int2 next = sums_before(mine, shared, all);
+  for (int e = threadIdx.x * EACH; e < (threadIdx.x + 1) * EACH; e++) {
+    firsts[e] = next.x;
+    for (int at = 0; at < counts[e]; at += a.job_rows) a.jobs[next.y++] = {e, next.x + at, min(a.job_rows, counts[e] - at), 0};
+    next.x += counts[e];
   }
+  if (threadIdx.x == 0) *a.job_count = all.y;
   __syncthreads();
   // Columns of a product do not depend on one another, so it does not matter in which order rows come.
   for (int i = threadIdx.x; i < pairs; i += THREADS) a.order[atomicAdd(&firsts[a.choices[i].expert], 1)] = i;
@@ -152,21 +190,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose_experts(const __gri
 
 extern "C" __global__ void __launch_bounds__(THREADS) sort_choices(const __grid_constant__ Arguments a) {
   __shared__ int counts[MOST_EXPERTS], firsts[MOST_EXPERTS];
+  __shared__ int2 shared[WARPS];
   let_next_launch_begin();
   wait_for_launches();
-  sort(a, counts, firsts);
+  sort(a, counts, firsts, shared);
 }
 
-// Both at once, for few rows.
+// Both at once, for few rows; without jobs for experts_few.cu.
 extern "C" __global__ void __launch_bounds__(THREADS) route(const __grid_constant__ Arguments a) {
   __shared__ float scores[WARPS][MOST_EXPERTS], choosing[WARPS][MOST_EXPERTS];
   __shared__ int counts[MOST_EXPERTS], firsts[MOST_EXPERTS];
+  __shared__ int2 shared[WARPS];
   let_next_launch_begin();
   wait_for_launches();
   const int warp = threadIdx.x / 32;
   for (int row = warp; row < a.rows; row += WARPS) choose(a, row, scores[warp], choosing[warp], threadIdx.x % 32);
+  if (a.job_rows == 0) return;
   __syncthreads();
-  sort(a, counts, firsts);
+  sort(a, counts, firsts, shared);
 }
 
 struct CombineArguments {

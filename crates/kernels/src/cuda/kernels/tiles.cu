@@ -66,6 +66,23 @@ DEVICE Place place_of(int row, int column) {
   return {row % 8 * 4 + inner % 8 / 2, column / 16, inner / 8 * 2 + row / 8};
 }
 
+// The weights that two codes of a row of a tile stand for, which belong to one group of columns.
+DEVICE float2 code_pair(const u8* tile, int kind, int row, int column, u32 first, u32 second) {
+  const u8* scales = tile + code_bytes(kind);
+  if (kind == MXFP4) {
+    const float scale = power_of(scales[row * 2 + column / 32]) * 16384.0f;
+    return make_float2(scale * e2m1(first), scale * e2m1(second));
+  }
+  if (kind == FP8) {
+    const float scale = *(const float*)(scales + row * 4) * (1.0f / (SCALE_UNIT * 256.0f));
+    return make_float2(scale * e4m3(first) * 256.0f, scale * e4m3(second) * 256.0f);
+  }
+  const int groups = kind == SIXTEENS ? 4 : 2;
+  const u32 scale = *(const u32*)(scales + (row * groups + column / (TILE_COLUMNS / groups)) * 4);
+  const float s = half_to_float(scale & 0xffffu) * (1.0f / SCALE_UNIT), o = half_to_float(scale >> 16) * (1.0f / SCALE_UNIT);
+  return make_float2(s * (float)first - o, s * (float)second - o);
+}
+
 // The weights of a row at two neighbouring columns, an even one and the next.
 DEVICE float2 weight_pair(const u8* tiles, int kind, int steps, int row, int column) {
   const u8* tile = tiles + ((long long)(row / TILE_ROWS) * steps + column / TILE_COLUMNS) * tile_bytes(kind);
@@ -75,26 +92,10 @@ DEVICE float2 weight_pair(const u8* tiles, int kind, int steps, int row, int col
     const u32 word = *(const u32*)(tile + place.step * 512 + place.lane * 16 + place.part * 4);
     return make_float2(bf16_to_float(word & 0xffffu), bf16_to_float(word >> 16));
   }
-  if (kind == MXFP4) {
+  if (kind == NIBBLES || kind == MXFP4) {
     const u32 word = *(const u32*)(tile + place.lane * 16 + place.step * 4) >> 4 * place.part;
-    const float scale = power_of(tile[code_bytes(kind) + tile_row * 2 + tile_column / 32]) * 16384.0f;
-    return make_float2(scale * e2m1(word), scale * e2m1(word >> 16));
+    return code_pair(tile, kind, tile_row, tile_column, word & 15, word >> 16 & 15);
   }
-  float first, second;
-  if (kind == NIBBLES) {
-    const u32 word = *(const u32*)(tile + place.lane * 16 + place.step * 4) >> 4 * place.part;
-    first = (float)(word & 15), second = (float)(word >> 16 & 15);
-  } else {
-    const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
-    first = (float)pair[0], second = (float)pair[1];
-  }
-  if (kind == FP8) {
-    const float scale = *(const float*)(tile + code_bytes(kind) + tile_row * 4) * (1.0f / (SCALE_UNIT * 256.0f));
-    const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
-    return make_float2(scale * e4m3(pair[0]) * 256.0f, scale * e4m3(pair[1]) * 256.0f);
-  }
-  const int groups = kind == SIXTEENS ? 4 : 2;
-  const u32 scale = *(const u32*)(tile + code_bytes(kind) + (tile_row * groups + tile_column / (TILE_COLUMNS / groups)) * 4);
-  const float s = half_to_float(scale & 0xffffu) * (1.0f / SCALE_UNIT), o = half_to_float(scale >> 16) * (1.0f / SCALE_UNIT);
-  return make_float2(s * first - o, s * second - o);
+  const u8* pair = tile + place.step / 2 * 512 + place.lane * 16 + place.step % 2 * 8 + place.part * 2;
+  return code_pair(tile, kind, tile_row, tile_column, pair[0], pair[1]);
 }
