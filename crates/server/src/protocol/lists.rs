@@ -10,8 +10,22 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
+use super::ApiError;
+
 /// The most entries of a list of prompts, and of what belongs to each of them.
 const MAX_ENTRIES: usize = 65_536;
+
+/// The most messages (or items) of a conversation, and the most parts (or blocks) of one of them.
+pub(crate) const MAX_MESSAGES: usize = 16_384;
+pub(crate) const MAX_PARTS: usize = 4_096;
+
+/// Refuses a list with more than `most` entries, which are called `what`.
+pub(crate) fn at_most(place: &str, what: &str, len: usize, most: usize) -> Result<(), ApiError> {
+    if len <= most {
+        return Ok(());
+    }
+    Err(ApiError::bad_field(place, format!("{place} has {len} {what}, at most {most} are read")))
+}
 
 /// A field that is one value or a list of them.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,15 +8,11 @@ use super::roles::{check_results, check_roles};
 use super::tool_text::{describe_tools, write_calls};
 use crate::options::ServerOptions;
 use crate::parse::ToolCallFormat;
-use crate::protocol::{ApiError, OpenAiRequest, text_error};
+use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
 const RESERVED_VARIABLES: [&str; 6] =
     ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "strftime_now"];
-
-/// The most messages of a chat, and the most parts of a message.
-const MAX_MESSAGES: usize = 16_384;
-const MAX_PARTS: usize = 4_096;
 
 /// The messages and tools of a chat, checked and in the form chat templates expect.
 #[derive(Debug)]
@@ -35,11 +31,7 @@ impl Chat {
         if messages.is_empty() {
             return Err(ApiError::bad_field("messages", "messages must have at least one message"));
         }
-        if messages.len() > MAX_MESSAGES {
-            let message =
-                format!("messages has {} messages, at most {MAX_MESSAGES} are read", messages.len());
-            return Err(ApiError::bad_field("messages", message));
-        }
+        at_most("messages", "messages", messages.len(), MAX_MESSAGES)?;
         let messages = messages.into_iter().enumerate();
         let messages = messages.map(|(index, message)| checked(index, message)).collect::<Result<_, _>>()?;
         let tools = request.tools.take().filter(|tools| !tools.is_empty());
@@ -197,10 +189,7 @@ fn name_thoughts(messages: &mut [Value], template: &str) {
 
 /// Joins the texts of content parts.
 fn joined(parts: &[Value], place: &str) -> Result<String, ApiError> {
-    if parts.len() > MAX_PARTS {
-        let message = format!("{place} has {} parts, at most {MAX_PARTS} are read", parts.len());
-        return Err(ApiError::bad_field(place, message));
-    }
+    at_most(place, "parts", parts.len(), MAX_PARTS)?;
     let mut texts = Vec::with_capacity(parts.len());
     for (index, part) in parts.iter().enumerate() {
         let place = format!("{place}[{index}]");

@@ -136,6 +136,27 @@ async fn bodies_of_many_small_values_are_refused() {
         json!({"messages": [{"role": "user", "content": vec![json!({"type": "text", "text": "a"}); 5000]}]});
     let error = send(parts.to_string()).await.refused(400);
     assert!(error.to_string().contains("at most 4096"), "{error}");
+    // The other doors count what they call messages and parts.
+    let many = |kind: &str| vec![json!({"type": kind, "text": "a"}); 5000];
+    let message = json!({"role": "user", "content": "a"});
+    for (path, body, place) in [
+        (
+            "/v1/responses",
+            json!({"input": [{"role": "user", "content": many("input_text")}]}),
+            "input[0].content",
+        ),
+        ("/v1/responses", json!({"input": vec![message.clone(); 20_000]}), "input"),
+        (
+            "/v1/messages",
+            json!({"max_tokens": 1, "messages": [{"role": "user", "content": many("text")}]}),
+            "messages[0].content",
+        ),
+        ("/v1/messages", json!({"max_tokens": 1, "messages": vec![message.clone(); 20_000]}), "messages"),
+        ("/v1/messages", json!({"max_tokens": 1, "system": many("text"), "messages": [message]}), "system"),
+    ] {
+        let error = house.post(path, body).await.refused(400).to_string();
+        assert!(error.contains("at most") && error.contains(place), "{path}: {error}");
+    }
 }
 
 /// Large bodies are parsed and rendered beside the threads that serve connections: whoever asks after them is answered

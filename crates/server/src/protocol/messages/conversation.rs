@@ -3,8 +3,8 @@
 
 use serde_json::{Value, json};
 
-use crate::protocol::ApiError;
 use crate::protocol::sent_names::Place;
+use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, at_most};
 
 /// The messages in the form of a chat of OpenAI's interface.
 #[derive(Default)]
@@ -30,6 +30,7 @@ pub(super) fn conversation(messages: Vec<Value>) -> Result<Conversation, ApiErro
     if messages.is_empty() {
         return Err(ApiError::bad_field("messages", "messages must have at least one message"));
     }
+    at_most("messages", "messages", messages.len(), MAX_MESSAGES)?;
     let mut turns: Vec<Turn> = Vec::new();
     for (index, message) in messages.into_iter().enumerate() {
         let turn = turn(&format!("messages[{index}]"), message)?;
@@ -88,6 +89,7 @@ fn turn(place: &str, mut message: Value) -> Result<Turn, ApiError> {
     let blocks = match message.get_mut("content").map(Value::take) {
         Some(Value::String(text)) => vec![(place, json!({"type": "text", "text": text}))],
         Some(Value::Array(blocks)) => {
+            at_most(&place, "blocks", blocks.len(), MAX_PARTS)?;
             let place = |index: usize| format!("{place}[{index}]");
             blocks.into_iter().enumerate().map(|(index, block)| (place(index), block)).collect()
         }
@@ -173,6 +175,7 @@ pub(super) fn texts(place: &str, content: Value) -> Result<String, ApiError> {
     match content {
         Value::String(text) => Ok(text),
         Value::Array(blocks) => {
+            at_most(place, "blocks", blocks.len(), MAX_PARTS)?;
             let mut all = Vec::with_capacity(blocks.len());
             for (index, block) in blocks.iter().enumerate() {
                 let place = format!("{place}[{index}]");

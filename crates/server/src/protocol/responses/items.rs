@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::protocol::ApiError;
 use crate::protocol::sent_names::Place;
+use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, at_most};
 
 /// Translates the items of `input` into the messages of a chat, each with the items that it was made of.
 pub(super) fn messages(input: Value) -> Result<(Vec<Value>, Vec<Place>), ApiError> {
@@ -14,6 +14,7 @@ pub(super) fn messages(input: Value) -> Result<(Vec<Value>, Vec<Place>), ApiErro
         Value::Array(items) if !items.is_empty() => items,
         _ => return Err(ApiError::bad_field("input", "input must be a text or a list of items")),
     };
+    at_most("input", "items", items.len(), MAX_MESSAGES)?;
     let mut all = Messages::default();
     for (index, item) in items.iter().enumerate() {
         all.item(&format!("input[{index}]"), item)?;
@@ -141,6 +142,7 @@ fn texts(place: &str, content: Option<&Value>) -> Result<String, ApiError> {
     match content {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Array(parts)) => {
+            at_most(place, "parts", parts.len(), MAX_PARTS)?;
             let mut all = Vec::with_capacity(parts.len());
             for (index, part) in parts.iter().enumerate() {
                 let place = format!("{place}[{index}]");
