@@ -172,6 +172,7 @@ struct MultiplyArguments {
     ring_bytes: i32,
     activation: i32,
     parts: i32,
+    late: i32,
 }
 // SAFETY: plain numbers in the order of the kernel's `Arguments`.
 unsafe impl DeviceRepr for MultiplyArguments {}
@@ -352,7 +353,7 @@ impl Multiply {
         let floats = projections.iter().filter(|other| other.weight.kind == TileKind::Floats).count();
         let (wide, codes) = (floats > 0, floats < projections.len());
         let (ends, activation) = match output.ends {
-            Ends::Set => (0, Activation::default()),
+            Ends::Set | Ends::SetLate => (0, Activation::default()),
             Ends::Add => (1, Activation::default()),
             Ends::Gate(activation) => (2, activation),
         };
@@ -424,6 +425,7 @@ impl Multiply {
             ring_bytes: ring_bytes as i32,
             activation: activation_number(activation)?,
             parts: parts(units, halves, self.device.multiprocessors()) as i32,
+            late: i32::from(output.ends == Ends::SetLate),
         };
         // Codes take more instructions than bytes, so two blocks of them share a multiprocessor where they fit.
         let two = !wide && 2 * (memory(variant) + OWN_MEMORY) <= self.device.multiprocessor_memory();

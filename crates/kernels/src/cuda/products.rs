@@ -65,6 +65,8 @@ pub(super) struct Output<'a> {
 pub(super) enum Ends {
     /// They are stored.
     Set,
+    /// The same, and later launches may read the inputs of this one before they wait for it.
+    SetLate,
     /// They are added to what is there.
     Add,
     /// `activation(first matrix) * second matrix` is stored.

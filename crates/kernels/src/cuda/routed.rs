@@ -196,7 +196,8 @@ impl Experts {
         let columns = block.gate.cols;
         let input = Input { x: &*hidden, stride: columns, rows, columns, source: norm };
         let logits = multiply.grown(&mut memory.logits, rows * rule.experts)?;
-        let output = Output { out: logits, stride: rule.experts, ends: Ends::Set };
+        // `experts_few.cu` prepares the rows while they are routed.
+        let output = Output { out: logits, stride: rule.experts, ends: Ends::SetLate };
         products.run(loader, input, &[block.router], output)?;
 
         let call = Call { rows, block, shared: shared.as_ref() };

@@ -117,8 +117,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, WIDE ? 1 : 2) open_experts
   __shared__ float2 shared[WARPS];
   __shared__ float factors[MOST_ROWS], results[2][WARPS][TILE_ROWS];
   let_next_launch_begin();
-  wait_for_launches();
   u8* rows = memory + WARPS * RING;
+  // The rows are there already: the launches before this one choose experts for them, and began when they were (`late` of
+  // multiply.cu). Only what was chosen is waited for.
+  #pragma unroll 1
+  for (int row = 0; row < a.rows; row++) {
+    u8* to = rows + row * row_bytes(a);
+    const Row input(a.source, row, padded_steps(a), !WIDE, shared);
+    input.write<WIDE>(to, (float*)(to + padded_steps(a) * 128), 1, 1, 0);
+    if (threadIdx.x == 0) factors[row] = WIDE ? 1.0f : input.factor();
+  }
+  wait_for_launches();
   const int warp = kept((int)threadIdx.x / 32), lane = kept((int)threadIdx.x % 32);
   const int slot_units = a.slots * a.tile_rows;
   const long long tile_row_bytes = (long long)a.steps * Tile::BYTES;
@@ -130,17 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WIDE ? 1 : 2) open_experts
         return tiles_of(a, row, slot, half, tile_row_bytes) + unit % a.tile_rows * tile_row_bytes;
       },
       [&](int unit, int) { return row_at(a, rows, unit / slot_units); },
-      [&] {
-        #pragma unroll 1
-        for (int row = 0; row < a.rows; row++) {
-          u8* to = rows + row * row_bytes(a);
-          float* sums = (float*)(to + padded_steps(a) * 128);
-          const Row input(a.source, row, padded_steps(a), !WIDE, shared);
-          input.write<WIDE>(to, sums, 1, 1, 0);
-          if (threadIdx.x == 0) factors[row] = WIDE ? 1.0f : input.factor();
-        }
-        __syncthreads();
-      },
+      [&] { __syncthreads(); },
       [&](int, int half, const float (&part)[2]) {
         #pragma unroll
         for (int i = 0; i < 2; i++) (half ? mine[1][i] : mine[0][i]) = part[i];

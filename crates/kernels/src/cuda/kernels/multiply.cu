@@ -39,6 +39,7 @@ struct Arguments {
   int ring_bytes;        // of all warps
   int activation;        // of a gate
   int parts;             // rows of tiles that `run_grouped` takes at a time
+  int late;              // the next launch begins when the inputs of this one are there
 };
 
 // The matrix of a unit; with GATE, the first of two.
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
   __shared__ u64 barriers[WARPS * MOST_STAGES];
   __shared__ float2 shared[WARPS];
   __shared__ float row_factors[2];
-  let_next_launch_begin();
+  if (!a.late) let_next_launch_begin();
   float* results = (float*)(memory + a.ring_bytes);
   Block block = {memory, barriers, results, FUSED ? row_factors : a.factors, {}, kept((int)threadIdx.x / 32), kept((int)threadIdx.x % 32), 0};
 #if !FUSED
@@ -289,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMN_TILES <= 2 ? 2 : 1)
     if (prepared) return;
     prepared = true;
     wait_for_launches();
+    if (a.late) let_next_launch_begin();
 #if FUSED
     block.activations = prepare(a, (u8*)(results + SETS * (a.ends == GATE ? 2 : 1) * HALF_RESULTS), shared, row_factors);
 #endif
