@@ -473,7 +473,7 @@ mod tests {
     fn blocks_take_rows_of_tiles_in_few_rounds() {
         assert_eq!(
             [(384, 1), (256, 1), (768, 2)].map(|(units, halves)| parts(units, halves, 132)),
-            [3, 2, 4]
+            [3, 2, 2]
         );
         assert_eq!(parts(1, 1, 132), 2);
     }
