@@ -19,6 +19,20 @@ pub(super) struct Item {
     padding: i32,
 }
 
+#[cfg(test)]
+impl Item {
+    /// Its rows of the batch, with their positions.
+    pub(super) fn rows(self) -> impl Iterator<Item = (usize, usize)> {
+        (0..self.tokens)
+            .map(move |token| ((self.first_row + token) as usize, (self.first_position + token) as usize))
+    }
+
+    /// Where the tables have the slot of a page.
+    pub(super) fn entry(self, page: usize, sealed: bool) -> usize {
+        self.table as usize + if sealed { self.pages as usize } else { 0 } + page
+    }
+}
+
 /// Rows of one sequence, as attention of many rows takes them.
 #[derive(Clone, Debug)]
 pub struct PrefillSequence<'a> {

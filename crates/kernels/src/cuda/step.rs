@@ -230,3 +230,7 @@ fn decode_sequences(sequences: &[StepSequence], every_row: bool) -> Option<Vec<D
     }
     Some(rows)
 }
+
+#[cfg(test)]
+#[path = "step_tests.rs"]
+mod tests;
