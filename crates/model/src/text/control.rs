@@ -90,7 +90,7 @@ pub(super) fn looks_like_control(text: &str) -> bool {
 
 /// A mark that survives what templates do to text: digits are not trimmed, escaped or put into other case. It is drawn
 /// anew each time, so nobody can write it into a message.
-pub(super) fn random_mark() -> String {
+pub fn random_mark() -> String {
     format!("{:020}", RandomState::new().build_hasher().finish())
 }
 

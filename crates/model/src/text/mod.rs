@@ -24,7 +24,7 @@ mod tokenizer_json;
 mod vocabulary;
 
 pub use chat_template::{ChatTemplate, RenderOptions};
-pub use control::{ControlTokens, RenderedText};
+pub use control::{ControlTokens, RenderedText, random_mark};
 pub use error::TextError;
 pub use remembered::{RememberedIds, RememberedPrefix, RememberedText};
 pub use stream::StreamDecoder;

@@ -16,8 +16,11 @@ use crate::protocol::ApiError;
 use crate::state::AppState;
 
 /// The most objects, lists and texts in a body: a megabyte of JSON can hold half a million of them, and each takes a
-/// hundred bytes of memory. Token ids are not counted.
+/// hundred bytes of memory.
 const MAX_VALUES: usize = 262_144;
+
+/// The most numbers, which take 32 to 64 bytes each where they are not token ids, and two in the body.
+const MAX_NUMBERS: usize = 2_097_152;
 
 /// Bodies from this size leave so much in the allocator, on whichever thread parsed them, that it is given back.
 const LARGE_BODY_BYTES: usize = 256 << 10;
@@ -135,10 +138,14 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     if bytes.trim_ascii_start().first() == Some(&b'[') {
         return Err(ApiError::bad_request("the body is a JSON list, expected an object"));
     }
-    if count_values(bytes) > MAX_VALUES {
-        let message =
-            format!("the body has more than {MAX_VALUES} objects, lists and texts, the limit of this server");
-        return Err(ApiError::bad_request(message));
+    let (values, numbers) = count_values(bytes);
+    for (count, most, what) in
+        [(values, MAX_VALUES, "objects, lists and texts"), (numbers, MAX_NUMBERS, "numbers")]
+    {
+        if count > most {
+            let message = format!("the body has more than {most} {what}, the limit of this server");
+            return Err(ApiError::bad_request(message));
+        }
     }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
@@ -156,20 +163,27 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     Ok(value)
 }
 
-/// How many objects, lists and texts JSON has, without parsing it. What is not JSON may count as anything.
-fn count_values(bytes: &[u8]) -> usize {
-    let (mut count, mut inside, mut escaped) = (0, false, false);
+/// How many objects, lists and texts JSON has, and how many numbers and other words, without parsing it. What is not JSON may
+/// count as anything.
+fn count_values(bytes: &[u8]) -> (usize, usize) {
+    let (mut values, mut words) = (0, 0);
+    let (mut inside, mut escaped, mut in_word) = (false, false, false);
     for &byte in bytes {
         if inside {
             inside = byte != b'"' || escaped;
             escaped = byte == b'\\' && !escaped;
-        } else if matches!(byte, b'{' | b'[' | b'"') {
-            count += 1;
+            continue;
+        }
+        let of_word = byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'+' | b'.');
+        words += usize::from(of_word && !in_word);
+        in_word = of_word;
+        if matches!(byte, b'{' | b'[' | b'"') {
+            values += 1;
             inside = byte == b'"';
             escaped = false;
         }
     }
-    count
+    (values, words)
 }
 
 #[cfg(test)]
@@ -204,9 +218,10 @@ mod tests {
 
     #[test]
     fn values_are_counted_outside_texts() {
-        assert_eq!(count_values(br#"{"a": ["b", 1, 2, null], "c": {}}"#), 6);
-        assert_eq!(count_values(br#""[{\"[{\\" [1]"#), 2);
-        assert_eq!(count_values(b"[1, 2, 3]"), 1);
+        assert_eq!(count_values(br#"{"a": ["b", 1, 2, null], "c": {}}"#), (6, 3));
+        assert_eq!(count_values(br#""[{\"[{\\" [1]"#), (2, 1));
+        assert_eq!(count_values(b"[1, 2, 3]"), (1, 3));
+        assert_eq!(count_values(b"[-1.5e+3,true]"), (1, 2));
         let many = format!("[{}\"a\"]", "\"a\",".repeat(MAX_VALUES));
         let error = parse::<serde_json::Value>(format!("{{\"n\": {many}}}").as_bytes()).unwrap_err();
         assert!(error.to_string().contains("262144"), "{error}");

@@ -27,6 +27,45 @@ pub(crate) fn at_most(place: &str, what: &str, len: usize, most: usize) -> Resul
     Err(ApiError::bad_field(place, format!("{place} has {len} {what}, at most {most} are read")))
 }
 
+/// A number of tokens; -1, which llama.cpp's page sends, is as many as there is room for.
+pub(crate) fn tokens_or_all<'de, D: Deserializer<'de>>(reader: D) -> Result<Option<u64>, D::Error> {
+    struct Tokens;
+
+    impl<'de> Visitor<'de> for Tokens {
+        type Value = Option<u64>;
+
+        fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+            formatter.write_str("u64")
+        }
+
+        fn visit_none<E: Error>(self) -> Result<Option<u64>, E> {
+            Ok(None)
+        }
+
+        fn visit_unit<E: Error>(self) -> Result<Option<u64>, E> {
+            Ok(None)
+        }
+
+        fn visit_some<D: Deserializer<'de>>(self, reader: D) -> Result<Option<u64>, D::Error> {
+            reader.deserialize_u64(Tokens)
+        }
+
+        fn visit_u64<E: Error>(self, tokens: u64) -> Result<Option<u64>, E> {
+            Ok(Some(tokens))
+        }
+
+        fn visit_i64<E: Error>(self, tokens: i64) -> Result<Option<u64>, E> {
+            match tokens {
+                -1 => Ok(Some(u64::MAX)),
+                0.. => Ok(Some(tokens as u64)),
+                _ => Err(E::invalid_value(serde::de::Unexpected::Signed(tokens), &self)),
+            }
+        }
+    }
+
+    reader.deserialize_option(Tokens)
+}
+
 /// A field that is one value or a list of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OneOrMany<T> {

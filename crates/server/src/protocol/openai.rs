@@ -8,6 +8,7 @@ use oscar_engine::MAX_TOP_LOGPROBS;
 use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
+use super::lists::tokens_or_all;
 use super::sampling::SamplingFields;
 use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields};
 
@@ -44,7 +45,9 @@ pub(crate) struct OpenAiRequest {
     pub(super) no_stop_trim: Option<bool>,
 
     // How it is drawn and when it ends.
+    #[serde(default, deserialize_with = "tokens_or_all")]
     pub(super) max_tokens: Option<u64>,
+    #[serde(default, deserialize_with = "tokens_or_all")]
     pub(super) max_completion_tokens: Option<u64>,
     pub(super) min_tokens: Option<u64>,
     pub(super) temperature: Option<f32>,
@@ -304,6 +307,8 @@ mod tests {
         let sampling_fields =
             request("{\"max_tokens\": 5, \"max_completion_tokens\": 7}").sampling_fields(Some(16)).unwrap();
         assert_eq!(sampling_fields.max_tokens, Some(7));
+        let all = request("{\"max_tokens\": -1, \"max_completion_tokens\": null}");
+        assert_eq!(all.sampling_fields(Some(16)).unwrap().max_tokens, Some(u64::MAX));
         assert_eq!(request("{}").sampling_fields(Some(16)).unwrap().max_tokens, Some(16));
     }
 

@@ -147,10 +147,11 @@ impl Middleware {
         if changes_something(request.method(), path) {
             self.sites.check_origin(request)?;
             // Routers post to `/flush_cache` without a body or a type. A page cannot do that without an origin, which has
-            // been looked at; an address in a page can make a browser GET, in old ones without saying for whom.
-            let untyped_post =
-                request.method() != Method::GET && !request.headers().contains_key(header::CONTENT_TYPE);
-            if self.key.is_none() && !untyped_post {
+            // been looked at; an address in a page can make a browser GET or HEAD, in old ones without saying for whom.
+            let untyped_flush = request.method() == Method::POST
+                && path == "/flush_cache"
+                && !request.headers().contains_key(header::CONTENT_TYPE);
+            if self.key.is_none() && !untyped_flush {
                 check_content_type(request.headers())?;
             }
         }

@@ -1,7 +1,7 @@
 //! Applies the chat template: from the messages of a request to the text the model reads.
 
-use oscar_model::text::{ChatTemplate, RenderOptions, RenderedText};
-use serde_json::{Map, Value};
+use oscar_model::text::{ChatTemplate, RenderOptions, RenderedText, random_mark};
+use serde_json::{Map, Value, json};
 
 use super::ServedModel;
 use super::roles::{check_results, check_roles};
@@ -11,8 +11,16 @@ use crate::parse::ToolCallFormat;
 use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
-const RESERVED_VARIABLES: [&str; 6] =
-    ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "strftime_now"];
+const RESERVED_VARIABLES: [&str; 8] = [
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "strftime_now",
+    "raise_exception",
+    "namespace",
+];
 
 /// The messages and tools of a chat, checked and in the form chat templates expect.
 #[derive(Debug)]
@@ -85,15 +93,19 @@ impl Chat {
             extra: Some(&self.variables),
             now: None,
         };
+        // A message that is continued ends with a mark: its text may also be part of what the template writes after it.
+        let mark = self.continues.then(random_mark);
+        if let (Some(mark), Some(last)) = (&mark, self.messages.last_mut()) {
+            let content = last["content"].as_str().unwrap_or_default().trim_end();
+            last["content"] = format!("{content}{mark}").into();
+        }
         let rendered = match parse_special {
             true => template.render(&self.messages, &options).map(RenderedText::from),
             false => template.render_literally(&self.messages, &options, model.tokenizer().control_tokens()),
         };
         let mut text = rendered.map_err(|error| text_error("messages", &error))?;
-        if self.continues {
-            let last =
-                self.messages.last().and_then(|message| message["content"].as_str()).unwrap_or_default();
-            let Some(end) = text.as_str().rfind(last.trim()).map(|start| start + last.trim().len()) else {
+        if let Some(mark) = &mark {
+            let Some(end) = text.as_str().find(mark.as_str()) else {
                 let message = "the last message cannot be continued: the template changes its text";
                 return Err(ApiError::bad_field("continue_final_message", message));
             };
@@ -154,6 +166,13 @@ fn checked(index: usize, mut message: Value) -> Result<Value, ApiError> {
         }
     };
     fields.insert("content".to_owned(), content.into());
+    // The old name of a single call.
+    match fields.remove("function_call") {
+        Some(call @ Value::Object(_)) if !fields.contains_key("tool_calls") => {
+            fields.insert("tool_calls".to_owned(), json!([{"type": "function", "function": call}]));
+        }
+        _ => {}
+    }
     match fields.get_mut("tool_calls") {
         None => {}
         Some(Value::Null) => drop(fields.remove("tool_calls")),

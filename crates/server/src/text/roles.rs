@@ -14,8 +14,7 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 pub(super) fn check_roles(messages: &[Value], template: &ChatTemplate) -> Result<(), ApiError> {
     for (index, message) in messages.iter().enumerate() {
         let role = message["role"].as_str().unwrap_or_default();
-        let named = |quote: char| template.source().contains(&format!("{quote}{role}{quote}"));
-        if !ROLES.contains(&role) && !named('\'') && !named('"') {
+        if !ROLES.contains(&role) && !names_role(template.source(), role) {
             let role: String = role.chars().take(40).collect();
             let field = format!("messages[{index}].role");
             let message = format!("{field} is {role:?}, expected one of {}", ROLES.join(", "));
@@ -23,6 +22,26 @@ pub(super) fn check_roles(messages: &[Value], template: &ChatTemplate) -> Result
         }
     }
     Ok(())
+}
+
+/// Whether a template compares the role of a message with this one: `message['role'] == 'ipython'`, `role in ['a', 'b']`.
+fn names_role(template: &str, role: &str) -> bool {
+    let compared = |before: &str| {
+        let begin = before.rfind("{%").unwrap_or(0);
+        let before = before[begin..].trim_end();
+        match before.strip_suffix("==").or_else(|| before.strip_suffix("!=")) {
+            Some(left) => left.trim_end().trim_end_matches(['\'', '"', ']', ')']).ends_with("role"),
+            // In a list that the role is looked for in; `x['role']` is no list.
+            None => before.rfind(" in ").is_some_and(|at| {
+                let (left, list) = (before[..at].trim_end(), before[at + 4..].trim_start());
+                list.starts_with(['[', '(']) && !list.contains([']', ')']) && left.contains("role")
+            }),
+        }
+    };
+    ['\'', '"'].iter().any(|quote| {
+        let quoted = format!("{quote}{role}{quote}");
+        template.match_indices(&quoted).any(|(at, _)| compared(&template[..at]))
+    })
 }
 
 /// Refuses results of tools that were not called before.
@@ -95,5 +114,18 @@ mod tests {
         assert_eq!(param(check_results(&[call("a".into()), result("b".into())])), "messages[1].tool_call_id");
         let empty = json!({"role": "assistant", "content": "x", "tool_calls": []});
         assert_eq!(param(check_results(&[empty, result("a".into())])), "messages[1]");
+    }
+
+    #[test]
+    fn a_role_is_one_that_the_template_compares_with() {
+        let template = "{% for m in messages %}{% if m['role'] == 'ipython' or m.role != \"critic\" %}\
+            {{ m['role'] + m['content'] }}{% elif m[\"role\"] in ['judge', 'jury'] %}{{ '<|im_end|>' }}{% endif %}\
+            {% if m['content'] == 'nothing' %}{% endif %}{% endfor %}";
+        for role in ["ipython", "critic", "judge", "jury"] {
+            assert!(names_role(template, role), "{role}");
+        }
+        for word in ["role", "content", "<|im_end|>", "nothing", "wizard", ""] {
+            assert!(!names_role(template, word), "{word}");
+        }
     }
 }

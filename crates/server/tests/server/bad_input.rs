@@ -67,7 +67,7 @@ async fn fields_at_fault_are_named() {
         (json!({"n": 0}), "n"),
         (json!({"n": 100_000}), "n"),
         (json!({"n": -1}), "n"),
-        (json!({"max_tokens": -1}), "max_tokens"),
+        (json!({"max_tokens": -2}), "max_tokens"),
         (json!({"max_tokens": 1.5}), "max_tokens"),
         (json!({"max_tokens": 3, "min_tokens": 4}), "min_tokens"),
         (json!({"seed": "x"}), "seed"),

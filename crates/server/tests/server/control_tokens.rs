@@ -102,6 +102,20 @@ async fn a_message_with_a_control_token_can_be_continued() {
     assert!(whole["usage"]["prompt_tokens"].as_u64() > all["count"].as_u64());
 }
 
+/// A message that is continued ends where it ends, also where its text is part of what the template writes after it.
+#[tokio::test]
+async fn a_continued_message_ends_where_it_ends() {
+    let house = house(served(TEMPLATE), ServerOptions::default());
+    for text in ["im", "d", "<", ">", "\n", "<|im_end|>", "a word"] {
+        let messages = json!([{"role": "user", "content": "b"}, {"role": "assistant", "content": text}]);
+        let request =
+            json!({"messages": messages, "continue_final_message": true, "add_generation_prompt": false});
+        let body = house.post("/apply-template", request).await.ok();
+        let expected = format!("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n{}", text.trim_end());
+        assert_eq!(body["prompt"], expected, "{text:?}");
+    }
+}
+
 /// A chat with control tokens in its messages is found in the cache, turn after turn.
 #[tokio::test]
 async fn prefixes_are_shared_as_ever() {

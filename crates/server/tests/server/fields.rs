@@ -142,7 +142,8 @@ async fn front_ends_are_served() {
         "repeat_last_n": 64, "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
         "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
         "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"], "backend_sampling": false,
-        "timings_per_token": true, "cache_prompt": true,
+        "timings_per_token": true, "cache_prompt": true, "reasoning_control": true, "sse_ping_interval": 1,
+        "max_completion_tokens": -1,
     });
     let open_webui = json!({
         "model": "tiny", "messages": messages, "stream": false, "temperature": 0.7, "top_p": 0.9, "seed": 1,

@@ -42,6 +42,8 @@ async fn a_page_of_another_site_cannot_change_anything() {
     // Routers flush their workers so; an image in a page would be a GET.
     house.send(request(Method::POST, "/flush_cache", &[own], "")).await.ok();
     house.send(request(Method::GET, "/flush_cache", &[own], "")).await.refused(415);
+    assert_eq!(house.send(request(Method::HEAD, "/flush_cache", &[own], "")).await.status, 415);
+    house.send(request(Method::POST, "/abort_request", &[own], ABORT)).await.refused(415);
     let question = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let ask =
         |headers: &[(&str, &str)]| house.send(request(Method::POST, "/v1/completions", headers, &question));
@@ -136,6 +138,9 @@ async fn bodies_of_many_small_values_are_refused() {
         json!({"messages": [{"role": "user", "content": vec![json!({"type": "text", "text": "a"}); 5000]}]});
     let error = send(parts.to_string()).await.refused(400);
     assert!(error.to_string().contains("at most 4096"), "{error}");
+    let numbers = format!("{{\"prompt\": \"a\", \"allowed_token_ids\": [{}0]}}", "0,".repeat(3_000_000));
+    let error = house.send(request(Method::POST, "/v1/completions", &[JSON], &numbers)).await.refused(400);
+    assert!(error.to_string().contains("2097152 numbers"), "{error}");
     // The other doors count what they call messages and parts.
     let many = |kind: &str| vec![json!({"type": kind, "text": "a"}); 5000];
     let message = json!({"role": "user", "content": "a"});
@@ -154,8 +159,9 @@ async fn bodies_of_many_small_values_are_refused() {
         ("/v1/messages", json!({"max_tokens": 1, "messages": vec![message.clone(); 20_000]}), "messages"),
         ("/v1/messages", json!({"max_tokens": 1, "system": many("text"), "messages": [message]}), "system"),
     ] {
-        let error = house.post(path, body).await.refused(400).to_string();
-        assert!(error.contains("at most") && error.contains(place), "{path}: {error}");
+        let answer = house.post(path, body).await;
+        assert_eq!(answer.status, 400, "{path}: {}", answer.text);
+        assert!(answer.text.contains("at most") && answer.text.contains(place), "{path}: {}", answer.text);
     }
 }
 
@@ -202,7 +208,7 @@ async fn bodies_wait_for_each_other_when_memory_is_short() {
 async fn what_templates_get_from_us_cannot_be_replaced() {
     let house = mock();
     let chat = |kwargs: serde_json::Value| json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs});
-    for name in ["messages", "tools", "add_generation_prompt", "bos_token"] {
+    for name in ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"] {
         let error = house.post("/v1/chat/completions", chat(json!({name: []}))).await.refused(400);
         assert_eq!(error["param"], format!("chat_template_kwargs.{name}"));
     }

@@ -161,7 +161,9 @@ const SERVERS: &[Known] = &[
     harmless("n_keep", "prompts are never cut (llama.cpp)"),
     harmless("n_discard", "prompts are never cut (llama.cpp)"),
     harmless("n_cache_reuse", "of a cache that finds prefixes by itself (llama.cpp)"),
-    harmless("t_max_predict_ms", "of infilling (llama.cpp)"),
+    missing("t_max_predict_ms", "[0]", "answers are bounded in tokens, not in time"),
+    harmless("reasoning_control", "reasoning cannot be stopped apart from its answer (llama.cpp)"),
+    harmless("sse_ping_interval", "streams say nothing between tokens (llama.cpp)"),
     harmless("speculative.n_max", "of speculative decoding (llama.cpp)"),
     harmless("speculative.n_min", "of speculative decoding (llama.cpp)"),
     harmless("speculative.p_min", "of speculative decoding (llama.cpp)"),
@@ -201,7 +203,7 @@ const ABSENT: &[Known] = &[
     missing("return_prompt_token_ids", "[false]", "/tokenize gives the ids of a prompt"),
     missing("token_ids_logprob", "[]", "ask for top_logprobs"),
     missing("logprob_token_ids", "[]", "ask for top_logprobs"),
-    missing("prompt_logprobs", "[-1]", "/v1/completions has them with echo and logprobs"),
+    missing("prompt_logprobs", "[]", "/v1/completions has them with echo and logprobs"),
     missing("n_probs", "[0]", "ask for logprobs"),
     missing("grammar_lazy", "[false]", "a grammar holds from the first token"),
     harmless("grammar_triggers", "of grammar_lazy"),
@@ -253,6 +255,12 @@ const COMPLETIONS: &[Known] = &[
 
 /// Of `/v1/responses`.
 const RESPONSES: &[Known] = &[
+    missing("presence_penalty", "[0]", "/v1/chat/completions has it"),
+    missing("frequency_penalty", "[0]", "/v1/chat/completions has it"),
+    missing("repetition_penalty", "[1]", "/v1/chat/completions has it"),
+    missing("n", "[1]", "a response has one answer"),
+    missing("ignore_eos", "[false]", "/v1/chat/completions has it"),
+    missing("skip_special_tokens", "[true]", "/v1/chat/completions has it"),
     harmless("include", "more about an answer, not another one"),
     harmless("stream_options", "streams have one form"),
     harmless("max_tool_calls", "this server has no tools of its own"),
@@ -261,6 +269,12 @@ const RESPONSES: &[Known] = &[
 
 /// Of `/v1/messages`.
 const MESSAGES: &[Known] = &[
+    missing("presence_penalty", "[0]", "/v1/chat/completions has it"),
+    missing("frequency_penalty", "[0]", "/v1/chat/completions has it"),
+    missing("repetition_penalty", "[1]", "/v1/chat/completions has it"),
+    missing("n", "[1]", "a message has one answer"),
+    missing("ignore_eos", "[false]", "/v1/chat/completions has it"),
+    missing("skip_special_tokens", "[true]", "/v1/chat/completions has it"),
     harmless("betas", "names of features that are there or refused by their own names"),
     harmless("context_management", "prompts are never cut (Claude Code)"),
 ];
@@ -274,6 +288,9 @@ const COMPLETION: &[Known] = &[
     missing("n_indent", "[0]", "lines have the indentation that the model gives them"),
     missing("image_data", "[]", "this model reads text only"),
     missing("max_tokens", "[-1]", "its name here is n_predict"),
+    missing("n", "[1]", "one answer is given"),
+    missing("repetition_penalty", "[1]", "its name here is repeat_penalty"),
+    missing("min_tokens", "[0]", "/v1/completions has it"),
 ];
 
 /// Of `/tokenize`.
