@@ -148,10 +148,14 @@ impl Middleware {
             self.sites.check_origin(request)?;
             // Routers post to `/flush_cache` without a body or a type. A page cannot do that without an origin, which has
             // been looked at; an address in a page can make a browser GET or HEAD, in old ones without saying for whom.
-            let untyped_flush = request.method() == Method::POST
-                && path == "/flush_cache"
-                && !request.headers().contains_key(header::CONTENT_TYPE);
-            if self.key.is_none() && !untyped_flush {
+            // Other methods are refused by the routes.
+            let untyped = !request.headers().contains_key(header::CONTENT_TYPE);
+            let may_be_untyped = match *request.method() {
+                Method::GET | Method::HEAD => false,
+                Method::POST => path != "/abort_request",
+                _ => true,
+            };
+            if self.key.is_none() && !(untyped && may_be_untyped) {
                 check_content_type(request.headers())?;
             }
         }
