@@ -99,7 +99,8 @@ describe("without a key", () => {
   });
 
   test("the picture follows the pages of an answer", async () => {
-    const visit = await Visit.to(browser, server, { edit: endless(160) });
+    // Long enough that the page looks several times before it ends, however fast the machine is.
+    const visit = await Visit.to(browser, server, { edit: endless(2500) });
     const before = await visit.picture();
     await visit.send(`${LONG} How far is station 12?`);
     const first = await eventually("its pages are shown", async () => {
@@ -115,6 +116,7 @@ describe("without a key", () => {
     const sealed = (picture) => picture.request.filter((cell) => cell.startsWith("sealed")).length;
     assert.ok(sealed(grown) >= sealed(first));
     await visit.screenshot("page-light");
+    await visit.page.keyboard.press("Escape");
     await visit.done();
     // Between answers the tree has them, as many as the server says.
     await eventually("the tree keeps them", async () => {
@@ -128,6 +130,7 @@ describe("without a key", () => {
       return picture.request.some((cell) => cell.endsWith("shared")) && picture;
     });
     assert.notDeepEqual(second.figures, before.figures);
+    await visit.page.keyboard.press("Escape");
     await visit.done();
     const cache = await server.cache();
     assert.ok(cache.cached_tokens > 600, `${cache.cached_tokens} tokens were found`);
@@ -271,11 +274,12 @@ describe("without a key", () => {
   }
 
   test("a picture in the dark", async () => {
-    const visit = await Visit.to(browser, server, { scheme: "dark", edit: endless(60) });
+    const visit = await Visit.to(browser, server, { scheme: "dark", edit: endless(2500) });
     await visit.send(`${LONG} Which station is nearest?`);
     await eventually("its pages are shown", async () => (await visit.picture()).request.length > 5);
     await eventually("it answers", async () => (await visit.answer()).length > 100);
     await visit.screenshot("page-dark");
+    await visit.page.keyboard.press("Escape");
     await visit.done();
     await visit.close();
   });
