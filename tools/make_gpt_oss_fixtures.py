@@ -212,7 +212,7 @@ def write_folder(folder, make, style, stored, seed, purpose):
         }
         base.write_json(folder / "config.json", written)
     kind = "bfloat16" if stored == "bf16" else "MXFP4 experts, bfloat16"
-    base.write_expected(folder, ids, logits, moe.notes_of(model, purpose, kind, seed, closest))
+    base.write_expected(folder, model, ids, logits, moe.notes_of(model, purpose, kind, seed, closest))
 
 
 def gguf_tensors(model):
@@ -272,7 +272,7 @@ def write_gguf(folder, make, seed, purpose):
     logits, closest = clearest(model, ids)
     assert_worth_testing(folder.name, make, model, ids, logits)
     notes = moe.notes_of(model, purpose, "MXFP4 experts, BF16 matrices, F32 routers and vectors", seed, closest)
-    base.write_expected(folder, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
+    base.write_expected(folder, model, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
 
 
 def write_case(output, name):

@@ -20,8 +20,12 @@ import make_model_fixtures as base
 import make_moe_fixtures as moe
 
 F16 = gguf.GGMLQuantizationType.F16
-SHORT = [1.0 + 0.03 * pair for pair in range(6)]
-LONG = [1.0 + 0.4 * pair for pair in range(6)]
+
+def factors(step, pairs=6):
+    return [1.0 + step * pair for pair in range(pairs)]
+
+
+SHORT, LONG = factors(0.03), factors(0.4)
 
 
 def small(**overrides):
@@ -77,6 +81,37 @@ CASES = {
                      rope_parameters=long_rope(original_max_position_embeddings=256)),
         "phi", [dict(sliding_window=None), dict(rope_parameters=long_rope(original_max_position_embeddings=256, short_factor=LONG))],
         "short RoPE factors as older files give them, and a sliding window in all layers",
+    ),
+    "llama3.2-wide": (
+        lambda: LlamaConfig(**small(tie_word_embeddings=True, head_dim=64), rope_parameters=dict(base.LLAMA3_SCALING)),
+        "new", [dict(rope_parameters=base.rope(10000.0))], "as llama3.2 with heads of 64 channels",
+    ),
+    "mistral-wide": (
+        lambda: MistralConfig(**small(head_dim=128), sliding_window=70, rope_parameters=base.rope(10000.0)),
+        "old", [dict(sliding_window=None), dict(sliding_window=60)], "as mistral with heads of 128 channels",
+    ),
+    "smollm3-wide": (
+        lambda: SmolLM3Config(
+            **small(num_hidden_layers=4, hidden_size=128, num_attention_heads=2, num_key_value_heads=1,
+                    tie_word_embeddings=True), rope_parameters=base.rope(1000.0),
+        ),
+        "new", [dict(no_rope_layers=[1, 1, 1, 1])], "as smollm3 with heads of 64 channels",
+    ),
+    "granite-wide": (
+        lambda: GraniteConfig(
+            **small(hidden_size=128, num_attention_heads=2, num_key_value_heads=1), embedding_multiplier=3.0,
+            attention_multiplier=0.1, residual_multiplier=0.22, logits_scaling=0.3, rope_parameters=base.rope(10000.0),
+        ),
+        "new", [dict(embedding_multiplier=1.0), dict(attention_multiplier=0.02), dict(residual_multiplier=1.0)],
+        "as granite with heads of 64 channels",
+    ),
+    "phi3-wide": (
+        lambda: phi3(
+            hidden_size=192, num_attention_heads=2, num_key_value_heads=1,
+            rope_parameters=long_rope(short_factor=factors(0.005, 36), long_factor=factors(0.07, 36)),
+        ),
+        "new", [dict(rope_parameters=long_rope(short_factor=factors(0.005, 36), long_factor=factors(0.005, 36)))],
+        "as phi3 with heads of 96 channels",
     ),
 }
 
@@ -139,7 +174,7 @@ def write_checkpoint(output, name):
     ids = base.token_ids(seed)
     logits = base.logits_of(model, ids)
     assert_worth_testing(name, model, ids, logits)
-    base.write_expected(folder, ids, logits, moe.notes_of(model, purpose, "bfloat16", seed, float("inf")))
+    base.write_expected(folder, model, ids, logits, moe.notes_of(model, purpose, "bfloat16", seed, float("inf")))
 
 
 def write_gguf(output, name):
@@ -193,7 +228,7 @@ def write_gguf(output, name):
     ids = base.token_ids(seed)
     logits = base.logits_of(model, ids)
     notes = moe.notes_of(model, f"GGUF form of {source}", "F16 matrices, F32 vectors", seed, float("inf"))
-    base.write_expected(folder, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
+    base.write_expected(folder, model, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
 
 
 def main():

@@ -10,7 +10,8 @@ Each folder under the output directory is one case:
   model.gguf                    the same geometry as a GGUF file;
   tokenizer.json                one small byte-level BPE shared by all (GGUF cases carry it in their metadata);
   expected.safetensors          `input_ids` I32 [tokens], `logits` F32 [tokens, vocabulary];
-  fixture.json                  how the case was made and what is special about it.
+  fixture.json                  how the case was made and what is special about it; how far `transformers` itself is off
+                                from these logits when it computes in bf16, which a card may be at most.
 
 The logits are computed in float32 with eager attention from the weights as stored (rounded to the stored type, or
 quantised and dequantised), so that the only difference left to a correct engine is its own arithmetic.
@@ -19,6 +20,7 @@ the logits by much more than the tolerance, and the script refuses to write a ca
 """
 
 import argparse
+import copy
 import importlib.metadata
 import json
 import math
@@ -177,6 +179,29 @@ CHECKPOINTS = {
         ),
         torch.bfloat16, "new", None,
         "the text model of a checkpoint with images, layers by `layer_types`, linear RoPE scaling of the global one",
+    ),
+    "gemma3-wide": (
+        lambda: gemma3_text(
+            num_hidden_layers=3, head_dim=256, query_pre_attn_scalar=256, sliding_window=40,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        torch.bfloat16, "new", None, "heads of 256 channels as the published files have them",
+    ),
+    "qwen3-wide": (
+        lambda: Qwen3Config(
+            **common(num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+            tie_word_embeddings=False,
+            rope_parameters=rope(1000000.0),
+        ),
+        torch.bfloat16, "new", None, "heads of 128 channels",
+    ),
+    "qwen2-wide": (
+        lambda: Qwen2Config(
+            **common(hidden_size=128, num_attention_heads=2, num_key_value_heads=1),
+            tie_word_embeddings=True,
+            rope_parameters=rope(1000000.0),
+        ),
+        torch.bfloat16, "new", None, "biases with heads of 64 channels",
     ),
 }
 
@@ -394,12 +419,20 @@ def write_json(path, value):
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_expected(folder, ids, logits, notes):
+def bf16_distance(model, ids, logits):
+    """How far the library itself is off when it computes in bf16: the mean over positions, or a tenth of the largest."""
+    rounded = logits_of(copy.deepcopy(model).bfloat16(), ids)
+    each = (rounded - logits).norm(dim=-1) / logits.norm(dim=-1)
+    return max(float(each.mean()), float(each.max()) / 10)
+
+
+def write_expected(folder, model, ids, logits, notes):
     save_file({"input_ids": torch.tensor(ids, dtype=torch.int32), "logits": logits}, folder / "expected.safetensors")
     notes = {
         **notes,
         "tokens": len(ids),
         "logits_standard_deviation": round(float(logits.std()), 4),
+        "bf16_distance": float(f"{bf16_distance(model, ids, logits):.2e}"),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
     }
@@ -424,7 +457,7 @@ def write_checkpoint(output, name):
     ids = token_ids(seed)
     logits = logits_of(model, ids)
     assert_worth_testing(name, model, ids, logits)
-    write_expected(folder, ids, logits, {
+    write_expected(folder, model, ids, logits, {
         "family": model.config.model_type,
         "purpose": purpose,
         "stored_type": str(stored).removeprefix("torch."),
@@ -559,7 +592,7 @@ def write_gguf(output, name):
     model.tie_weights()
     ids = token_ids(seed)
     logits = logits_of(model, ids)
-    write_expected(folder, ids, logits, {
+    write_expected(folder, model, ids, logits, {
         "family": architecture,
         "purpose": f"GGUF form of {source}",
         "stored_type": f"{matrix_type.name} matrices, {table_type.name} embedding and output, F32 vectors",

@@ -32,6 +32,8 @@ CLEAR = 0.012
 FP8_LARGEST = 448.0
 
 SMALL = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+# Heads as published files have them: cards have no others.
+WIDE = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
 
 CHECKPOINTS = {
     "qwen3-moe": (
@@ -75,6 +77,29 @@ CHECKPOINTS = {
         ),
         "minimax", None, "queries and keys normed over all heads of a layer, `rotary_dim`, sigmoid router with a correction",
     ),
+    "qwen3-moe-wide": (
+        lambda: Qwen3MoeConfig(
+            **base.common(**WIDE), moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+            tie_word_embeddings=False, rope_parameters=base.rope(1000000.0),
+        ),
+        "new", None, "as qwen3-moe with heads of 128 channels, two of eight experts in all layers",
+    ),
+    "glm4-moe-wide": (
+        lambda: Glm4MoeConfig(
+            **base.common(**{**WIDE, "num_attention_heads": 12, "num_key_value_heads": 1}), moe_intermediate_size=48,
+            n_routed_experts=12, num_experts_per_tok=3, n_shared_experts=1, routed_scaling_factor=1.7,
+            norm_topk_prob=True, first_k_dense_replace=1, attention_bias=True, use_qk_norm=True,
+            tie_word_embeddings=False, rope_parameters={**base.rope(10000.0), "partial_rotary_factor": 0.5},
+        ),
+        "new", None, "as glm4-moe with heads of 128 channels and one group",
+    ),
+    "minimax-m2-wide": (
+        lambda: MiniMaxM2Config(
+            **base.common(**{**WIDE, "intermediate_size": 48}), num_local_experts=8, num_experts_per_tok=2,
+            tie_word_embeddings=False, rope_parameters={**base.rope(10000.0), "partial_rotary_factor": 0.5},
+        ),
+        "minimax", None, "as minimax-m2 with heads of 128 channels",
+    ),
 }
 
 # name: (checkpoint it is converted from, type of the matrices)
@@ -105,6 +130,15 @@ FP8_CHECKPOINTS = {
     "minimax-m2-fp8-tensors": (
         CHECKPOINTS["minimax-m2"][0], "tensor", ["lm_head", "gate"], "experts in FP8 with a scale per tensor",
     ),
+    "qwen3-moe-wide-fp8": (
+        CHECKPOINTS["qwen3-moe-wide"][0], "block", ["lm_head", "mlp.gate"], "FP8 with block scales, heads of 128 channels",
+    ),
+    "glm4-moe-wide-fp8": (
+        CHECKPOINTS["glm4-moe-wide"][0], "channel", ["lm_head", "mlp.gate"], "FP8 with a scale per output channel, heads of 128 channels",
+    ),
+    "minimax-m2-wide-fp8": (
+        CHECKPOINTS["minimax-m2-wide"][0], "tensor", ["lm_head", "gate"], "FP8 with a scale per tensor, heads of 128 channels",
+    ),
 }
 
 GGUF_LAYER_NAMES = {
@@ -123,7 +157,7 @@ def round_cache(model):
         module.exact_attention = module.eager_attention_forward
 
         def rounded(layer, query, key, value, *arguments, **named):
-            key, value = key.bfloat16().float(), value.bfloat16().float()
+            key, value = key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
             return module.exact_attention(layer, query, key, value, *arguments, **named)
 
         module.eager_attention_forward = rounded
@@ -299,7 +333,7 @@ def write_checkpoint(output, name):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     logits, closest = clearest(model, ids)
     assert_worth_testing(name, model, ids, logits)
-    base.write_expected(folder, ids, logits, notes_of(model, purpose, "bfloat16", seed, closest))
+    base.write_expected(folder, model, ids, logits, notes_of(model, purpose, "bfloat16", seed, closest))
     if getattr(model.config, "num_mtp_layers", 0):
         further_layer(folder, model.config)
 
@@ -379,7 +413,7 @@ def write_fp8(output, name):
     written["quantization_config"] = quantization_config(strategy, kept)
     base.write_json(folder / "config.json", written)
     assert_worth_testing(name, model, ids, logits)
-    base.write_expected(folder, ids, logits, notes_of(model, purpose, f"FP8 E4M3, a scale per {strategy}", seed, closest))
+    base.write_expected(folder, model, ids, logits, notes_of(model, purpose, f"FP8 E4M3, a scale per {strategy}", seed, closest))
 
 
 def gguf_tensors(model):
@@ -469,7 +503,7 @@ def write_gguf(output, name):
     logits, closest = clearest(model, ids)
     stored = f"{kind.name} matrices, F32 routers and vectors"
     notes = notes_of(model, f"GGUF form of {source}", stored, seed, closest)
-    base.write_expected(folder, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
+    base.write_expected(folder, model, ids, logits, {**notes, "gguf": importlib.metadata.version("gguf")})
 
 
 def main():

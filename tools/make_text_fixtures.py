@@ -88,6 +88,14 @@ CASES = [
         {"role": "assistant", "content": "Looking.", "tool_calls": [call("get_weather", {"place": "Rome"}), call("get_weather", {"place": "Oslo"}, "call_2")]},
         {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "warm"},
         {"role": "tool", "tool_call_id": "call_2", "name": "get_weather", "content": "cold"}]},
+    # One call, with an identifier of nine characters, which is what Mistral's templates take.
+    {"name": "one_call", "tools": [WEATHER], "messages": [
+        {"role": "user", "content": "Weather in Rome?"},
+        {"role": "assistant", "reasoning_content": "I must look.", "content": "", "tool_calls": [call("get_weather", {"place": "Rome"}, "a1B2c3D4e")]},
+        {"role": "tool", "tool_call_id": "a1B2c3D4e", "name": "get_weather", "content": "warm"}]},
+    {"name": "tools_of_the_system_message", "messages": [
+        {"role": "system", "content": "Use tools.", "tools": json.dumps([WEATHER["function"]])}, {"role": "user", "content": "Weather?"}]},
+    {"name": "thinking_on", "messages": [{"role": "user", "content": "2+2?"}], "extra": {"thinking": True, "enable_thinking": True}},
     {"name": "parts", "messages": [{"role": "user", "content": [{"type": "text", "text": "part one "}, {"type": "text", "text": "part two"}]}]},
 ]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

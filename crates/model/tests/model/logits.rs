@@ -33,16 +33,16 @@ fn slack(isa: Isa) -> f64 {
 /// A single position may be this much further off than the mean: random weights make some of them touchy.
 const OUTLIER: f64 = 10.0;
 
-fn fixtures() -> Vec<PathBuf> {
+pub(crate) fn fixtures() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/models");
     let mut folders: Vec<PathBuf> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
-    assert!(folders.len() >= 39, "fixtures are missing");
+    assert!(folders.len() >= 53, "fixtures are missing");
     folders
 }
 
-fn open(folder: &Path) -> ModelFiles {
+pub(crate) fn open(folder: &Path) -> ModelFiles {
     let gguf = folder.join("model.gguf");
     let path = if gguf.exists() { ModelPath::Gguf(gguf) } else { ModelPath::Folder(folder.to_path_buf()) };
     ModelFiles::open(&path).unwrap()
@@ -57,12 +57,12 @@ fn tolerance(folder: &Path) -> f64 {
     }
 }
 
-struct Expected {
-    tokens: Vec<u32>,
-    logits: Vec<f32>,
+pub(crate) struct Expected {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) logits: Vec<f32>,
 }
 
-fn expected(folder: &Path) -> Expected {
+pub(crate) fn expected(folder: &Path) -> Expected {
     let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let words = |name: &str| -> Vec<[u8; 4]> {
@@ -77,7 +77,7 @@ fn expected(folder: &Path) -> Expected {
 
 /// Runs tokens in chunks through a fresh cache and returns all logits. Pages are handed out in reverse order, so
 /// that nothing can rely on their being neighbours.
-fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
+pub(crate) fn run<B: Backend>(model: &Model<B>, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let pages = tokens.len().div_ceil(PAGE_TOKENS);
     let slots = ExactSlot::table((1..=pages as u32).rev());
     let mut cache = model.cache(pages + 1).unwrap();
@@ -95,7 +95,7 @@ fn run(model: &Model<CpuBackend>, tokens: &[u32], chunk: usize) -> Vec<f32> {
 
 /// `‖a - b‖ / ‖b‖` of the logits of one position: the mean over `positions`, or a tenth of the largest if that is more,
 /// so that one wrong position cannot hide among the others.
-fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
+pub(crate) fn distance(a: &[f32], b: &[f32], positions: usize) -> f64 {
     assert_eq!(a.len(), b.len());
     let square = |value: f64| value * value;
     let width = a.len() / positions;

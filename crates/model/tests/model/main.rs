@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
+#[cfg(feature = "cuda-tests")]
+mod card;
 mod files_gguf;
 mod files_safetensors;
 #[path = "../files_writer/mod.rs"]
@@ -9,6 +11,7 @@ mod files_writer;
 mod gguf_gpt_oss;
 mod logits;
 mod real_model;
+mod room;
 mod sampling_defaults;
 mod source_fetch;
 mod source_resolve;
