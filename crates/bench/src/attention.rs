@@ -25,7 +25,7 @@ use crate::formats::PageFormat;
 pub struct AttentionBench {
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// KV heads.
+    /// The number of KV heads.
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
@@ -35,7 +35,7 @@ pub struct AttentionBench {
     pub contexts: Vec<usize>,
     /// Page formats to measure.
     pub formats: Vec<PageFormat>,
-    /// Worker threads.
+    /// The number of worker threads.
     pub threads: usize,
     /// Memory to read per pass, at least.
     pub pool_bytes: usize,
@@ -57,7 +57,7 @@ const MODEL_LAYERS: usize = 32;
 /// Different pages that fill the memory in turn.
 const SAMPLES: usize = 8;
 
-/// One measurement.
+/// The result of one measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct AttentionRow {
     kind: &'static str,
@@ -103,6 +103,7 @@ pub struct AttentionSlope {
 
 /// Why attention could not be measured.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AttentionBenchError {
     /// There are no pages of this shape.
     #[error(transparent)]
@@ -113,9 +114,9 @@ pub enum AttentionBenchError {
     /// The query heads do not divide among the KV heads.
     #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
     Heads {
-        /// Query heads.
+        /// The number of query heads.
         q_heads: usize,
-        /// KV heads.
+        /// The number of KV heads.
         kv_heads: usize,
     },
     /// bf16 pages hold pairs of channels.

@@ -48,7 +48,7 @@ enum EncoderStage {
 /// The only head of the codec that is measured.
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 
-/// One measurement.
+/// The result of one measurement.
 #[derive(Debug, Serialize)]
 struct CodecRow {
     kind: &'static str,

@@ -15,7 +15,7 @@ use super::model::synthetic_tokens;
 pub struct LongContext {
     /// Tokens in the cache when decoding starts.
     pub context: usize,
-    /// Tokens to decode.
+    /// The number of tokens that are decoded.
     pub gen_tokens: usize,
     /// How often decoding is measured.
     pub repeat: usize,
@@ -29,7 +29,7 @@ const WARM_UP_TOKENS: usize = 512;
 /// The measurement of one engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct LongContextRow {
-    /// Cache type.
+    /// The type of the cache, by its name on the command line.
     pub kv: String,
     /// Tokens in the cache when decoding starts.
     pub context: usize,
@@ -70,9 +70,9 @@ pub enum LongContextStage<'a> {
     },
     /// The engines decode in turn.
     Decoding {
-        /// Repetitions done.
+        /// The number of repetitions that are done.
         done: usize,
-        /// Repetitions in all.
+        /// The number of repetitions in all.
         total: usize,
     },
 }
@@ -192,7 +192,7 @@ pub struct SharedPrefix {
 /// The measurement of requests with a common prefix.
 #[derive(Clone, Debug, Serialize)]
 pub struct SharedPrefixRow {
-    /// Cache type.
+    /// The type of the cache, by its name on the command line.
     pub kv: String,
     /// Whether prefixes were shared.
     pub prefix_cache: bool,

@@ -9,11 +9,11 @@ use oscar_rotations::CacheType;
 /// A page format to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageFormat {
-    /// 16-bit floats.
+    /// Pages of 16-bit floats.
     Bf16,
-    /// 8-bit floats.
+    /// Pages of 8-bit floats.
     Fp8,
-    /// 4-bit codes.
+    /// Pages of 4-bit codes.
     Int4,
     /// What a 2-bit cache is served with: keys in bands.
     Int2,

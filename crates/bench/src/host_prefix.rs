@@ -9,7 +9,7 @@ use super::model::synthetic_tokens;
 /// The measurement of one context.
 #[derive(Clone, Debug, Serialize)]
 pub struct HostPrefixRow {
-    /// Cache type.
+    /// The type of the cache, by its name on the command line.
     pub kv: String,
     /// Tokens of the prompt.
     pub context: usize,
@@ -25,7 +25,7 @@ pub struct HostPrefixRow {
     pub ratio: f64,
 }
 
-/// Reads a prompt of `context` tokens, has another one of that length take its place, and asks for the first again,
+/// Reads a prompt of `context` tokens, has another one of that length take its place, and requests the first again,
 /// `repeat` times. The engine has room for one of them on the device and for both on the host.
 pub fn host_prefix<B: Backend>(
     engine: &Engine<B>,

@@ -10,7 +10,7 @@ use oscar_kernels::backend::{
     Batch, CacheSpec, HostSlots, Sampling, SealPage, SealedRows, SealedSpec, SequenceRows,
 };
 use oscar_kernels::{Backend, KernelError};
-use oscar_model::{Activations, Model, ModelConfig, PagedAttention};
+use oscar_model::{Activations, Model, ModelConfig};
 use serde::Serialize;
 
 use crate::model::synthetic_tokens;
@@ -35,16 +35,16 @@ pub struct ResidentBench {
     pub repeat: usize,
 }
 
-/// What was measured.
+/// The times and rates of steps over resident sequences.
 #[derive(Clone, Debug, Serialize)]
 pub struct ResidentRow {
-    /// Cache type.
+    /// The type of the cache, by its name on the command line.
     pub kv: String,
     /// Sequences of a step.
     pub batch: usize,
-    /// Tokens of each.
+    /// The number of tokens of each sequence.
     pub context: usize,
-    /// Tokens of all.
+    /// The number of tokens of all sequences.
     pub resident_tokens: usize,
     /// Bytes of their pages, which a step reads.
     pub kv_bytes: usize,
@@ -224,14 +224,7 @@ fn step<B: Backend>(
     cache: &mut B::Cache,
     activations: &mut Activations<B>,
 ) -> Result<(), KernelError> {
-    let batch = Batch { tokens, sequences: rows };
-    let logit_rows: Vec<usize> = (0..tokens.len()).collect();
-    let step = model.begin_step(&batch, cache)?;
-    model.backend().record(&step, &mut || {
-        model.embed(&batch, &step, activations)?;
-        model.run_layers(0..model.config().layers, &step, &mut PagedAttention(cache), activations)?;
-        model.logits(&logit_rows, activations)
-    })?;
+    model.decode(&Batch { tokens, sequences: rows }, cache, activations)?;
     let sampled = model.backend().sample(activations.logits(), &vec![Sampling::default(); tokens.len()])?;
     sampled.into_iter().try_for_each(|token| token.map(drop))
 }

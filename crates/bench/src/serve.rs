@@ -18,6 +18,7 @@ pub use self::workload::{Arrival, Workload};
 
 /// Why a server could not be measured.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ServeBenchError {
     /// The address is not one of a server.
     #[error("{url:?} is not an address of a server: {reason}")]
@@ -40,7 +41,7 @@ pub enum ServeBenchError {
     /// The server refused a request.
     #[error("the server answered {status}: {answer}")]
     Status {
-        /// HTTP status.
+        /// The HTTP status of the response.
         status: u16,
         /// The beginning of the server's answer.
         answer: String,
@@ -70,7 +71,7 @@ pub struct ServeBench {
     pub model: Option<String>,
     /// Whether chats are requested instead of completions.
     pub chat: bool,
-    /// The prompts.
+    /// What the clients send.
     pub workload: Workload,
     /// When requests are sent.
     pub arrival: Arrival,
@@ -106,7 +107,7 @@ pub struct ServeRow {
     pub prompt_tokens: f64,
     /// Mean tokens of an answer, as the server counts them.
     pub output_tokens: f64,
-    /// Answers per second.
+    /// The number of answers per second.
     pub requests_per_s: f64,
     /// Tokens of answers per second, all clients together.
     pub output_tokens_per_s: f64,
@@ -345,7 +346,7 @@ pub struct AddedLatencyRow {
     pub clients: usize,
     /// Tokens per second, all clients together.
     pub tokens_per_s: f64,
-    /// Tokens that arrived.
+    /// The number of tokens that arrived.
     pub tokens: usize,
     /// From sending a request to its first token, less the engine's time.
     pub first_ms_p50: f64,

@@ -19,9 +19,9 @@ const WARM_UP: usize = 20;
 /// The measurement of one context.
 #[derive(Clone, Debug, Serialize)]
 pub struct StreamsRow {
-    /// Cache type.
+    /// The type of the cache, by its name on the command line.
     pub kv: String,
-    /// Answers in progress.
+    /// The number of answers in progress.
     pub streams: usize,
     /// Tokens of the long prompt.
     pub context: usize,
@@ -33,7 +33,7 @@ pub struct StreamsRow {
     pub busy_p50_ms: f64,
     /// While the prompt is read, 99 of 100 times are shorter than this.
     pub busy_p99_ms: f64,
-    /// `busy_p99_ms` over `idle_p99_ms`.
+    /// How many times longer tokens take beside a prompt: `busy_p99_ms` over `idle_p99_ms`.
     pub ratio: f64,
     /// How fast the prompt was read meanwhile.
     pub prefill_tokens_per_s: f64,
@@ -132,7 +132,7 @@ pub fn streams<B: Backend>(
     })
 }
 
-/// Times in order.
+/// Times in ascending order.
 struct Times(Vec<f64>);
 
 impl Times {

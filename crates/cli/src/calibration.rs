@@ -20,8 +20,8 @@ use oscar_rotations::{
 use crate::arguments::positive;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
+use crate::named_model::NamedModel;
 use crate::progress::Steps;
-use crate::subject::Subject;
 use crate::windows::WindowArguments;
 
 /// Tokens to calibrate on when nothing is said.
@@ -63,7 +63,7 @@ pub(crate) struct Recipe {
 }
 
 /// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
-pub(crate) fn calibrate_into_cache<B: Inspect>(subject: &Subject<B>) -> Result<(), Failure> {
+pub(crate) fn calibrate_into_cache<B: Inspect>(named: &NamedModel<B>) -> Result<(), Failure> {
     let recipe = Recipe {
         data: Vec::new(),
         chat_template: false,
@@ -74,8 +74,8 @@ pub(crate) fn calibrate_into_cache<B: Inspect>(subject: &Subject<B>) -> Result<(
         windows: WindowArguments::default(),
         no_probe: false,
     };
-    let corpus = recipe.corpus(subject)?;
-    let certificate = recipe.calibrate(subject, &corpus, &cached_path(subject)?)?;
+    let corpus = recipe.corpus(named)?;
+    let certificate = recipe.calibrate(named, &corpus, &cached_path(named)?)?;
     if certificate.verdict != Verdict::Good {
         tracing::warn!("the certificate says {}: {}", certificate.verdict, certificate.reason);
     }
@@ -91,7 +91,7 @@ fn value_target(text: &str) -> Result<ValueTarget, String> {
 }
 
 impl Recipe {
-    pub(crate) fn corpus<B: Inspect>(&self, subject: &Subject<B>) -> Result<Corpus, Failure> {
+    pub(crate) fn corpus<B: Inspect>(&self, named: &NamedModel<B>) -> Result<Corpus, Failure> {
         let source = if self.data.is_empty() {
             CorpusSource::Model { seed: self.seed }
         } else {
@@ -99,7 +99,7 @@ impl Recipe {
         };
         let label = if self.data.is_empty() { "drawing text from the model" } else { "reading text" };
         let mut steps: Option<Steps> = None;
-        let corpus = Corpus::collect(&subject.model, &source, self.tokens, |done, total| {
+        let corpus = Corpus::collect(&named.model, &source, self.tokens, |done, total| {
             steps.get_or_insert_with(|| Steps::new(label, total)).set(done);
         })?;
         if let Some(steps) = steps {
@@ -110,31 +110,31 @@ impl Recipe {
 
     pub(crate) fn calibrate<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         corpus: &Corpus,
         output: &Path,
     ) -> Result<Certificate, Failure> {
-        let certificate = self.fit(subject, corpus, output)?;
+        let certificate = self.fit(named, corpus, output)?;
         // What was fitted is on disk by now, whatever becomes of the probe.
-        if self.no_probe { Ok(certificate) } else { certify(subject, output) }
+        if self.no_probe { Ok(certificate) } else { certify(named, output) }
     }
 
     /// Makes and writes rotations and their certificate, without a probe.
     fn fit<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         corpus: &Corpus,
         output: &Path,
     ) -> Result<Certificate, Failure> {
-        let config = subject.model.config();
+        let config = named.model.config();
         let calibration = Calibration {
             composition: self.composition,
             value_target: self.value_target,
             windows: self.windows.windows(),
             ..Calibration::new(RotationHeader {
-                model: subject.name().to_owned(),
-                model_fingerprint: Some(subject.identity.model_fingerprint.clone()),
-                weight_fingerprint: Some(subject.identity.weight_fingerprint.clone()),
+                model: named.name().to_owned(),
+                model_fingerprint: Some(named.identity.model_fingerprint.clone()),
+                weight_fingerprint: Some(named.identity.weight_fingerprint.clone()),
                 kv_heads: config.kv_heads,
                 head_dim: config.head_dim,
                 seed: self.data.is_empty().then_some(self.seed),
@@ -143,7 +143,7 @@ impl Recipe {
         };
         let checkpoint = Checkpoint::beside(output, &calibration, corpus);
         let (steps, watch) = (Steps::new("calibrating, layer by layer", config.layers), Watch::new());
-        let result = calibrate(&subject.model, corpus, &calibration, Some(&checkpoint), |layers| {
+        let result = calibrate(&named.model, corpus, &calibration, Some(&checkpoint), |layers| {
             steps.set(layers);
             if watch.caught() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         });
@@ -166,9 +166,9 @@ impl Recipe {
 }
 
 /// Probes rotations that were made before, and judges them again in the certificate beside them.
-pub(crate) fn certify<B: Inspect>(subject: &Subject<B>, path: &Path) -> Result<Certificate, Failure> {
+pub(crate) fn certify<B: Inspect>(named: &NamedModel<B>, path: &Path) -> Result<Certificate, Failure> {
     let source = RotationSource { files: RotationFiles::Own(path.to_owned()), force: false };
-    let found = source.find(&subject.model, &subject.identity)?;
+    let found = source.find(&named.model, &named.identity)?;
     let (file, certificate) = found.map(|found| (found.file, found.certificate)).unzip();
     let (Some(file), Some(mut certificate)) = (file, certificate.flatten()) else {
         return Err(Failure::new(format!(
@@ -179,7 +179,7 @@ pub(crate) fn certify<B: Inspect>(subject: &Subject<B>, path: &Path) -> Result<C
     };
     let windows = Windows { sink: certificate.sink, recent: certificate.recent };
     let mut steps: Option<Steps> = None;
-    let probe = probe_rotations(&subject.model, &file, windows, |done, total| {
+    let probe = probe_rotations(&named.model, &file, windows, |done, total| {
         steps.get_or_insert_with(|| Steps::new("copying from far back", total)).set(done);
     })?;
     if let Some(steps) = steps {
@@ -198,16 +198,15 @@ fn write_certificate(rotations: &Path, certificate: &Certificate) -> Result<(), 
 }
 
 /// A file in the cache, named after the model and a part of its fingerprint.
-pub(crate) fn cached_path<B: Inspect>(subject: &Subject<B>) -> Result<PathBuf, Failure> {
+pub(crate) fn cached_path<B: Inspect>(named: &NamedModel<B>) -> Result<PathBuf, Failure> {
     let folder = Settings::from_environment()?.rotation_folder();
     fs::create_dir_all(&folder).map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
-    let name = subject.name().rsplit(['/', '\\']).next().unwrap_or_default();
+    let name = named.name().rsplit(['/', '\\']).next().unwrap_or_default();
     let name: String = name
         .trim_end_matches(".gguf")
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' })
         .collect();
-    let fingerprint =
-        subject.identity.model_fingerprint.get(..12).unwrap_or(&subject.identity.model_fingerprint);
+    let fingerprint = named.identity.model_fingerprint.get(..12).unwrap_or(&named.identity.model_fingerprint);
     Ok(folder.join(format!("{name}-{fingerprint}.safetensors")))
 }

@@ -27,9 +27,9 @@ pub(crate) struct DeviceArguments {
 /// A device as it is named on the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceChoice {
-    /// The processor.
+    /// The processor of this machine.
     Cpu,
-    /// An NVIDIA card.
+    /// The NVIDIA card of this number.
     Cuda(usize),
 }
 
@@ -95,7 +95,7 @@ impl DeviceArguments {
     }
 }
 
-/// Worker threads that are used when so many were asked for. They wait for each other by spinning, so more of them than
+/// Worker threads that are used when so many were requested. They wait for each other by spinning, so more of them than
 /// cores would only take turns.
 pub(crate) fn worker_threads(asked: Option<usize>) -> usize {
     let most = Pool::default_threads();

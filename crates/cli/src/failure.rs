@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
+use oscar_kernels::cuda::CudaError;
 use oscar_lab::calibrate::CalibrateError;
 use oscar_lab::eval::EvalError;
 use oscar_model::ModelError;
@@ -16,10 +17,13 @@ use oscar_rotations::RotationError;
 /// The exit code of a process stopped from the keyboard.
 const INTERRUPTED: u8 = 130;
 
+/// How a card that others use too gets room.
+const MAKE_ROOM: &str = "free memory on the card (`nvidia-smi` lists who has it; another `oscar serve` takes less with --gpu-memory-fraction)";
+
 /// Why a command ends early.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Something went wrong.
+    /// Something went wrong, and there may be a way to put it right.
     Error { message: String, fix: Option<String> },
     /// The user pressed Ctrl-C.
     Interrupted(String),
@@ -81,14 +85,27 @@ impl From<io::Error> for Failure {
 
 impl From<ModelError> for Failure {
     fn from(error: ModelError) -> Failure {
-        Failure::new(error)
+        match error {
+            ModelError::Kernel(error) => error.into(),
+            ModelError::WeightsTooLarge { .. } => Failure::new(error).with_fix(format!(
+                "choose a model with fewer bytes per weight, such as a smaller quantisation, or {MAKE_ROOM}"
+            )),
+            error => Failure::new(error),
+        }
     }
 }
 
 impl From<KernelError> for Failure {
     fn from(error: KernelError) -> Failure {
-        Failure::new(error)
+        let fix = kernel_fix(&error);
+        Failure::Error { message: error.to_string(), fix }
     }
+}
+
+/// What to do about an error of a device, where there is something.
+fn kernel_fix(error: &KernelError) -> Option<String> {
+    let full = matches!(error, KernelError::Cuda(CudaError::OutOfMemory { .. }));
+    full.then(|| format!("give a smaller --kv-memory or --context, or {MAKE_ROOM}"))
 }
 
 impl From<TextError> for Failure {
@@ -131,10 +148,18 @@ impl From<EngineError> for Failure {
 
 fn engine(error: &EngineError) -> Failure {
     let fix = match error {
+        EngineError::Shared(error) => return engine(error),
+        EngineError::Kernel(kernel) => {
+            return Failure::Error { message: error.to_string(), fix: kernel_fix(kernel) };
+        }
         EngineError::PromptTooLong { .. } => {
             Some("shorten the prompt, or give a larger --context (and --kv-memory, if that is given)")
         }
         EngineError::MemoryTooSmall { .. } => Some("give a larger --kv-memory, or a smaller --context"),
+        EngineError::DeviceFailed(_) => Some(
+            "start it again; if the device fails again, the kernel's log names the cause (`dmesg | grep Xid` for NVIDIA's \
+             cards)",
+        ),
         _ => None,
     };
     Failure::Error { message: error.to_string(), fix: fix.map(str::to_owned) }
@@ -153,12 +178,29 @@ fn one_line(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     #[test]
     fn messages_are_one_line() {
         assert_eq!(one_line("first\r\n  second\n"), "first; second");
         assert_eq!(one_line("a\u{1b}[31mb"), "a\u{fffd}[31mb");
+    }
+
+    #[test]
+    fn whoever_shares_a_card_is_told_how_to_make_room() {
+        let full = || CudaError::OutOfMemory { what: "bf16 pages", bytes: 5, free: 2 };
+        let failures = [
+            Failure::from(ModelError::Kernel(full().into())),
+            Failure::from(EngineError::Shared(Arc::new(EngineError::Kernel(full().into())))),
+            Failure::from(ModelError::WeightsTooLarge { path: "m".into(), needed: 5, free: 2, missing: 3 }),
+        ];
+        for failure in failures {
+            let Failure::Error { message, fix } = failure else { panic!("{failure:?}") };
+            assert!(message.ends_with("are missing"), "{message}");
+            assert!(fix.is_some_and(|fix| fix.contains("--gpu-memory-fraction")), "{message}");
+        }
     }
 
     #[test]

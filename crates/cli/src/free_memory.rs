@@ -10,14 +10,14 @@ pub(crate) fn free_bytes() -> Option<u64> {
 
 /// As [`free_bytes`], with `/proc` and `/sys` in another place.
 fn free_under(root: &Path) -> Option<u64> {
-    let machine = Numbers::read(&root.join("proc/meminfo")).kibibytes("MemAvailable")?;
+    let machine = CounterFile::read(&root.join("proc/meminfo")).kibibytes("MemAvailable")?;
     [Some(machine), committable(root), free_in_container(root)].into_iter().flatten().min()
 }
 
 /// What may still be reserved on a machine that promises no more memory than it has.
 fn committable(root: &Path) -> Option<u64> {
     let mode = fs::read_to_string(root.join("proc/sys/vm/overcommit_memory")).ok()?;
-    let memory = Numbers::read(&root.join("proc/meminfo"));
+    let memory = CounterFile::read(&root.join("proc/meminfo"));
     let (limit, taken) = (memory.kibibytes("CommitLimit")?, memory.kibibytes("Committed_AS")?);
     (mode.trim() == "2").then_some(limit.saturating_sub(taken))
 }
@@ -47,7 +47,7 @@ const VERSION_2: GroupFiles = GroupFiles {
 /// The least that is free in the groups that the process belongs to, from its own up to the root.
 fn free_in_container(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    let mut rooms = Vec::new();
+    let mut free = Vec::new();
     for group in groups.lines() {
         let mut parts = group.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
@@ -58,9 +58,9 @@ fn free_in_container(root: &Path) -> Option<u64> {
         };
         // Inside a container the path may be that of the machine: then only the root is there.
         let own = Path::new(path.trim_start_matches('/'));
-        rooms.extend(own.ancestors().filter_map(|group| files.free(&root.join(files.folder).join(group))));
+        free.extend(own.ancestors().filter_map(|group| files.free(&root.join(files.folder).join(group))));
     }
-    rooms.into_iter().min()
+    free.into_iter().min()
 }
 
 impl GroupFiles {
@@ -68,19 +68,19 @@ impl GroupFiles {
     fn free(&self, group: &Path) -> Option<u64> {
         let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
         let (limit, usage) = (number(self.limit)?, number(self.usage)?);
-        let statistics = Numbers::read(&group.join("memory.stat"));
+        let statistics = CounterFile::read(&group.join("memory.stat"));
         let cached: u64 = self.cached.iter().filter_map(|name| statistics.get(name)).sum();
         Some(limit.saturating_sub(usage.saturating_sub(cached)))
     }
 }
 
-/// A file of names and numbers, one to a line.
-struct Numbers(String);
+/// A file in which the kernel reports counters: a name and a number to a line.
+struct CounterFile(String);
 
-impl Numbers {
-    /// Reads a file; one that is not there has no numbers.
-    fn read(path: &Path) -> Numbers {
-        Numbers(fs::read_to_string(path).unwrap_or_default())
+impl CounterFile {
+    /// Reads a file; one that is not there has no counters.
+    fn read(path: &Path) -> CounterFile {
+        CounterFile(fs::read_to_string(path).unwrap_or_default())
     }
 
     fn get(&self, name: &str) -> Option<u64> {

@@ -19,9 +19,9 @@ use tokio::runtime::Runtime;
 
 use crate::arguments::{byte_size, non_empty, positive};
 use crate::failure::Failure;
+use crate::named_model::NamedModel;
 use crate::output::{binary_bytes, count};
 use crate::signals::Signals;
-use crate::subject::Subject;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -40,7 +40,7 @@ pub(crate) struct HttpArguments {
     #[arg(long, default_value_t = 30000, value_name = "PORT")]
     port: u16,
 
-    /// Key that clients must show; none is asked for without it.
+    /// Key that clients must show; without it no key is needed.
     #[arg(long, env = "OSCAR_API_KEY", hide_env_values = true, value_name = "KEY", value_parser = non_empty)]
     api_key: Option<String>,
 
@@ -140,7 +140,7 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// The threads.
+    /// The threads that answer requests.
     pub(crate) fn runtime(&self) -> &Runtime {
         &self.runtime
     }
@@ -161,16 +161,16 @@ impl HttpArguments {
         Ok(Listener { runtime, socket })
     }
 
-    /// Serves an engine until the user stops it.
+    /// Serves an engine until the user stops it, or until its device fails, which is a failure.
     pub(crate) fn serve<B: Backend>(
         &self,
         listener: Listener,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         engine: Arc<Engine<B>>,
         events: Option<KvEventAddress>,
     ) -> Result<(), Failure> {
         let Listener { runtime, socket } = listener;
-        let (served, options) = self.server(subject, &engine, events.clone())?;
+        let (served, options) = self.server(named, &engine, events.clone())?;
         let name = served.name.clone();
         let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, options);
         let ended = runtime.block_on(async {
@@ -189,6 +189,9 @@ impl HttpArguments {
             Ok::<_, Failure>(server.serve(listener, signals.nth(1), signals.nth(2)).await)
         })?;
         runtime.shutdown_timeout(Duration::from_secs(1));
+        if let Some(failure) = ended.failure {
+            return Err(failure.into());
+        }
         match ended.broken_off {
             0 => eprintln!("The server has stopped."),
             requests => eprintln!("The server has stopped; {requests} requests were broken off."),
@@ -237,10 +240,10 @@ impl HttpArguments {
     }
 
     /// How answers are drawn when a request does not say.
-    fn sampling<B: Backend>(&self, subject: &Subject<B>) -> Result<SamplingDefaults, Failure> {
+    fn sampling<B: Backend>(&self, named: &NamedModel<B>) -> Result<SamplingDefaults, Failure> {
         match self.sampling_defaults {
             SamplingSource::Openai => Ok(SamplingDefaults::default()),
-            SamplingSource::Model => subject.model.sampling_defaults().copied().map_err(|error| {
+            SamplingSource::Model => named.model.sampling_defaults().copied().map_err(|error| {
                 Failure::new(format!("how to draw answers: {error}"))
                     .with_fix("correct the file, or give --sampling-defaults openai")
             }),
@@ -250,15 +253,15 @@ impl HttpArguments {
     /// The model under its name, and the settings of the server.
     fn server<B: Backend>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         engine: &Engine<B>,
         kv_events: Option<KvEventAddress>,
     ) -> Result<(ServedModel, ServerOptions), Failure> {
-        let sampling = self.sampling(subject)?;
-        let template = match subject.model.chat_template() {
+        let sampling = self.sampling(named)?;
+        let template = match named.model.chat_template() {
             Ok(template) => Some(template.clone()),
             Err(TextError::NoChatTemplate) => {
-                tracing::warn!("{} has no chat template: only plain text can be continued", subject.name());
+                tracing::warn!("{} has no chat template: only plain text can be continued", named.name());
                 None
             }
             Err(error) => {
@@ -266,10 +269,10 @@ impl HttpArguments {
                 None
             }
         };
-        let name = self.served_model_name.clone().unwrap_or_else(|| subject.name().to_owned());
-        let tokenizer = Arc::clone(subject.model.tokenizer());
-        let family = subject.model.config().family;
-        let served = ServedModel::new(name, subject.name().to_owned(), family, tokenizer, template)
+        let name = self.served_model_name.clone().unwrap_or_else(|| named.name().to_owned());
+        let tokenizer = Arc::clone(named.model.tokenizer());
+        let family = named.model.config().family;
+        let served = ServedModel::new(name, named.name().to_owned(), family, tokenizer, template)
             .with_sampling(sampling);
         let (reasoning_parser, tool_call_parser) = self.parsers(served.template_source())?;
         let seconds = |count: usize| Duration::from_secs(count as u64);
@@ -328,3 +331,6 @@ fn banner<B: Backend>(address: SocketAddr, name: &str, engine: &Engine<B>) -> St
 fn host(address: SocketAddr) -> String {
     if address.is_ipv6() { format!("[{}]", address.ip()) } else { address.ip().to_string() }
 }
+
+#[cfg(test)]
+mod tests;

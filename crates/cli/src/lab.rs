@@ -6,8 +6,8 @@ use oscar_kernels::Inspect;
 use oscar_lab::eval::codecs::CodecSource;
 
 use crate::failure::Failure;
+use crate::named_model::NamedModel;
 use crate::rotations::RotationArguments;
-use crate::subject::Subject;
 use crate::windows::WindowArguments;
 
 /// How a measurement reads the cache: what codecs need, and what stays exact.
@@ -24,23 +24,23 @@ impl ReadingArguments {
     /// The codecs of a list of names.
     pub(crate) fn codecs<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         specs: &[String],
     ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
-        codecs(&self.rotations, subject, specs)
+        codecs(&self.rotations, named, specs)
     }
 
-    /// One codec.
+    /// The codec of a specification.
     pub(crate) fn codec<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         spec: &str,
     ) -> Result<Box<dyn CacheCodec>, Failure> {
-        let mut codecs = self.codecs(subject, &[spec.to_owned()])?;
+        let mut codecs = self.codecs(named, &[spec.to_owned()])?;
         codecs.pop().ok_or_else(|| Failure::new("there is no codec to serve"))
     }
 
-    /// What stays exact.
+    /// The windows that stay exact.
     pub(crate) fn windows(&self) -> Windows {
         self.windows.windows()
     }
@@ -49,12 +49,12 @@ impl ReadingArguments {
 /// The lab's codecs of a list of names.
 pub(crate) fn codecs<B: Inspect>(
     rotations: &RotationArguments,
-    subject: &Subject<B>,
+    named: &NamedModel<B>,
     specs: &[String],
 ) -> Result<Vec<Box<dyn CacheCodec>>, Failure> {
-    let found = rotations.find(subject)?;
+    let found = rotations.find(named)?;
     let source = CodecSource {
-        geometry: subject.model.config().kv_geometry(),
+        geometry: named.model.config().kv_geometry(),
         rotations: found.as_ref().map(|found| &found.file),
     };
     specs.iter().map(|spec| Ok(source.build(spec)?)).collect()
@@ -70,8 +70,8 @@ pub(crate) fn check_prefix(prefix: usize, tokens: usize) -> Result<(), Failure> 
 }
 
 /// A sequence must fit the model.
-pub(crate) fn check_context<B: Inspect>(subject: &Subject<B>, tokens: usize) -> Result<(), Failure> {
-    let most = subject.model.config().max_context;
+pub(crate) fn check_context<B: Inspect>(named: &NamedModel<B>, tokens: usize) -> Result<(), Failure> {
+    let most = named.model.config().max_context;
     if tokens <= most {
         return Ok(());
     }

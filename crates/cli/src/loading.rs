@@ -9,8 +9,8 @@ use oscar_kernels::{Backend, Inspect};
 use crate::arguments::{ModelArguments, WeightArguments, positive};
 use crate::device::DeviceArguments;
 use crate::failure::Failure;
-use crate::kv::{KvArguments, Settled};
-use crate::subject::Subject;
+use crate::kv::{ChosenCache, KvArguments};
+use crate::named_model::NamedModel;
 
 /// How a model runs.
 #[derive(Clone, Debug, Args)]
@@ -32,10 +32,10 @@ pub(crate) struct EngineArguments {
 impl EngineArguments {
     /// Finds and fetches the model, loads it, settles the codec of its cache, and starts an engine.
     pub(crate) fn load<B: Inspect>(&self, model: &ModelArguments, backend: B) -> Result<Engine<B>, Failure> {
-        let subject = self.load_model(model, backend)?;
-        let settled = self.kv.settle(&subject)?;
-        let options = EngineOptions { max_running: 1, ..self.options(&settled) };
-        start(&subject, &options, &settled)
+        let named = self.load_model(model, backend)?;
+        let chosen = self.kv.settle(&named)?;
+        let options = EngineOptions { max_running: 1, ..self.options(&chosen) };
+        start(&named, &options, &chosen)
     }
 
     /// Finds, fetches and loads the model.
@@ -43,24 +43,24 @@ impl EngineArguments {
         &self,
         model: &ModelArguments,
         backend: B,
-    ) -> Result<Subject<B>, Failure> {
-        let subject = Subject::load(model, backend, self.weights)?;
-        let most = subject.model.config().max_context;
+    ) -> Result<NamedModel<B>, Failure> {
+        let named = NamedModel::load(model, backend, self.weights)?;
+        let most = named.model.config().max_context;
         if let Some(context) = self.context.filter(|&context| context > most) {
             return Err(Failure::new(format!(
                 "{context} tokens are more than the {most} that {} was made for",
-                subject.name()
+                named.name()
             ))
             .with_fix(format!("ask for {most} or less")));
         }
-        Ok(subject)
+        Ok(named)
     }
 
     /// Settings of an engine with this cache.
-    pub(crate) fn options(&self, settled: &Settled) -> EngineOptions {
+    pub(crate) fn options(&self, chosen: &ChosenCache) -> EngineOptions {
         EngineOptions {
             context: self.context,
-            kv: settled.options.clone(),
+            kv: chosen.options.clone(),
             deterministic: self.kv.cache.deterministic,
             prefill_chunk: self.device.device.prefill_chunk(),
             ..EngineOptions::default()
@@ -70,23 +70,23 @@ impl EngineArguments {
 
 /// Starts an engine and prints what its cache is.
 pub(crate) fn start<B: Backend>(
-    subject: &Subject<B>,
+    named: &NamedModel<B>,
     options: &EngineOptions,
-    settled: &Settled,
+    chosen: &ChosenCache,
 ) -> Result<Engine<B>, Failure> {
-    let engine = Engine::new(Arc::clone(&subject.model), options)?;
-    announce(engine.budget(), settled);
+    let engine = Engine::new(Arc::clone(&named.model), options)?;
+    announce(engine.budget(), chosen);
     Ok(engine)
 }
 
 /// One line about a cache, a warning if it is smaller than it would be without a limit, and in the log every byte of it.
-pub(crate) fn announce(budget: &Budget, settled: &Settled) {
+pub(crate) fn announce(budget: &Budget, chosen: &ChosenCache) {
     let Budget { context, wanted_context, .. } = *budget;
-    let separator = if settled.source.is_empty() { "" } else { ", " };
+    let separator = if chosen.source.is_empty() { "" } else { ", " };
     eprintln!(
         "KV cache: {}{separator}{}, {:.2} bits per element, room for {} tokens, {context} in one sequence",
         budget.kv,
-        settled.source,
+        chosen.source,
         budget.bits_per_element,
         budget.capacity_tokens()
     );

@@ -13,12 +13,12 @@ mod interrupt;
 mod kv;
 mod lab;
 mod loading;
+mod named_model;
 mod output;
 mod progress;
-mod published;
 mod rotations;
+mod sglang_variables;
 mod signals;
-mod subject;
 mod windows;
 
 use std::process::ExitCode;

@@ -115,7 +115,7 @@ impl Steps {
         }
     }
 
-    /// Removes the bar.
+    /// Removes the bar from the terminal.
     pub(crate) fn finish(self) {
         self.bar.finish_and_clear();
     }

@@ -7,8 +7,8 @@ use oscar_kernels::Inspect;
 use oscar_rotations::{FoundRotations, RotationFiles, RotationSource};
 
 use crate::failure::Failure;
-use crate::published::Published;
-use crate::subject::Subject;
+use crate::named_model::NamedModel;
+use crate::sglang_variables::SglangVariables;
 
 /// Which rotations.
 #[derive(Clone, Debug, Args)]
@@ -51,9 +51,9 @@ impl RotationArguments {
         self.source_or(None, None)
     }
 
-    /// [`Self::source`], with the published environment variables where nothing was named.
-    pub(crate) fn source_or_published(&self, published: &Published) -> RotationSource {
-        self.source_or(published.key_rotations.clone(), published.value_rotations.clone())
+    /// [`Self::source`], with the files of the environment variables where the command line names none.
+    pub(crate) fn source_or_variables(&self, variables: &SglangVariables) -> RotationSource {
+        self.source_or(variables.key_rotations.clone(), variables.value_rotations.clone())
     }
 
     fn source_or(&self, keys: Option<PathBuf>, values: Option<PathBuf>) -> RotationSource {
@@ -70,8 +70,8 @@ impl RotationArguments {
     }
 
     /// The rotations for a model; warnings about them go to the log.
-    pub(crate) fn find<B: Inspect>(&self, subject: &Subject<B>) -> Result<Option<FoundRotations>, Failure> {
-        let found = self.source().find(&subject.model, &subject.identity)?;
+    pub(crate) fn find<B: Inspect>(&self, named: &NamedModel<B>) -> Result<Option<FoundRotations>, Failure> {
+        let found = self.source().find(&named.model, &named.identity)?;
         if let Some(found) = &found {
             tracing::info!("rotations: {}", found.name);
             found.notices.iter().for_each(|notice| tracing::warn!("{notice}"));

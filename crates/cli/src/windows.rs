@@ -4,7 +4,7 @@ use clap::Args;
 use oscar_codec::{PAGE_TOKENS, PageWindows, Windows};
 
 use crate::failure::Failure;
-use crate::published::Published;
+use crate::sglang_variables::SglangVariables;
 
 /// What stays exact.
 #[derive(Clone, Copy, Debug, Default, Args)]
@@ -46,14 +46,15 @@ pub(crate) struct GivenWindows {
 }
 
 impl GivenWindows {
-    /// In whole pages, with the published variables and then the defaults where nothing was given.
-    pub(crate) fn pages(self, published: &Published) -> PageWindows {
-        let pages = |given: Option<usize>, published: Option<usize>, default: usize| {
-            given.or(published).unwrap_or(default).div_ceil(PAGE_TOKENS)
+    /// The windows in whole pages. Where an option was not given, the variables of the environment count, and then the
+    /// defaults.
+    pub(crate) fn pages(self, variables: &SglangVariables) -> PageWindows {
+        let pages = |given: Option<usize>, variable: Option<usize>, default: usize| {
+            given.or(variable).unwrap_or(default).div_ceil(PAGE_TOKENS)
         };
         PageWindows {
-            sink: pages(self.sink, published.sink_tokens, 64),
-            recent: pages(self.recent, published.recent_tokens, 256),
+            sink: pages(self.sink, variables.sink_tokens, 64),
+            recent: pages(self.recent, variables.recent_tokens, 256),
         }
     }
 }

@@ -29,7 +29,7 @@
 //! 3. The scale is `v / p`, which gives the decoded row its full length along the row, so that no logit shrinks; rounded to
 //!    [`scale_code`].
 
-/// Steps that are tried for codes of `bits` bits, in standard deviations of a band: the best for a Gaussian, and some
+/// Steps that are fit for codes of `bits` bits, in standard deviations of a band: the best for a Gaussian, and some
 /// around it for bands that are flatter or have longer tails. Codes of one bit are signs, whatever the step.
 pub fn steps(bits: u32) -> &'static [f32] {
     const ONE: [f32; 1] = [1.596];
@@ -127,38 +127,38 @@ pub fn quantise_band(band: &[f32], bits: u32, codes: &mut [u8]) -> u8 {
     let (mut best, mut along) = (f32::NEG_INFINITY, 0.0);
     let mut trial = vec![0; codes.len()];
     for step in steps(bits) {
-        let tried = Tried::on_grid(band, bits, step * deviation, &mut trial);
-        let match_squared = tried.along * tried.along / tried.squares;
+        let fit = GridFit::on_grid(band, bits, step * deviation, &mut trial);
+        let match_squared = fit.along * fit.along / fit.squares;
         if match_squared > best {
-            (best, along) = (match_squared, tried.along);
+            (best, along) = (match_squared, fit.along);
             codes.copy_from_slice(&trial);
         }
     }
     scale_code(squares / along)
 }
 
-/// How well the levels of a grid fit a band.
-struct Tried {
+/// How well the levels of a grid fit a band, and what that is computed from.
+struct GridFit {
     /// The product of the band and its levels, in steps.
     along: f32,
     /// The sum of the squared levels.
     squares: f32,
 }
 
-impl Tried {
+impl GridFit {
     // `max` then `min`, not `clamp`: NaN must become a code too.
     #[allow(clippy::manual_clamp)]
-    fn on_grid(band: &[f32], bits: u32, step: f32, codes: &mut [u8]) -> Tried {
+    fn on_grid(band: &[f32], bits: u32, step: f32, codes: &mut [u8]) -> GridFit {
         let levels = (1_u32 << bits) as f32;
         let (reciprocal, centre) = (1.0 / step, 0.5 * levels);
-        let mut tried = Tried { along: 0.0, squares: 0.0 };
+        let mut fit = GridFit { along: 0.0, squares: 0.0 };
         for (&x, code) in band.iter().zip(codes) {
             *code = x.mul_add(reciprocal, centre).max(0.0).min(levels - 1.0) as u8;
             let level = f32::from(*code) - half_range(bits);
-            tried.along = x.mul_add(level, tried.along);
-            tried.squares = level.mul_add(level, tried.squares);
+            fit.along = x.mul_add(level, fit.along);
+            fit.squares = level.mul_add(level, fit.squares);
         }
-        tried
+        fit
     }
 }
 

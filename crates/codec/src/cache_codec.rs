@@ -2,12 +2,12 @@
 
 use crate::error::CodecError;
 
-/// Keys or values.
+/// Which of the two a row is: a key or a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// Keys, after RoPE.
     Key,
-    /// Values.
+    /// Values, as the projection gives them.
     Value,
 }
 

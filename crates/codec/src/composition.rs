@@ -10,21 +10,21 @@ use crate::{hadamard, permutation};
 /// A product of R (eigenvectors, columns ascending), H (Hadamard) and P (balancing permutation), left to right.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Composition {
-    /// R
+    /// The calibrated rotation alone: R.
     Plain,
-    /// P
+    /// The permutation alone: P.
     Pbr,
-    /// R·P
+    /// The rotation, then the permutation: R·P.
     Br,
-    /// R·P·H
+    /// The rotation, the permutation, then Hadamard: R·P·H.
     BrH,
-    /// R·H
+    /// The rotation, then Hadamard: R·H.
     RH,
-    /// H·P
+    /// Hadamard, then the permutation: H·P.
     HPbr,
-    /// H·R·P
+    /// Hadamard, the rotation, then the permutation: H·R·P.
     HRPbr,
-    /// H·P·R
+    /// Hadamard, the permutation, then the rotation: H·P·R.
     HPbrR,
     /// R·H·P, what the published rotations are.
     #[default]

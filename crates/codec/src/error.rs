@@ -15,7 +15,7 @@ pub enum CodecError {
     /// A slice or a table has the wrong length.
     #[error("{what}: expected {expected}, got {got}")]
     Shape {
-        /// What was measured.
+        /// What has the wrong size, in words.
         what: &'static str,
         /// The length it must have.
         expected: usize,
@@ -25,7 +25,7 @@ pub enum CodecError {
     /// A head dimension this codec cannot work with.
     #[error("head dimension {head_dim}: {reason}")]
     HeadDim {
-        /// The dimension asked for.
+        /// The dimension that was requested.
         head_dim: usize,
         /// Why it does not work.
         reason: &'static str,
@@ -37,18 +37,18 @@ pub enum CodecError {
     Groups {
         /// Channels of a row.
         head_dim: usize,
-        /// Groups asked for.
+        /// The number of groups that was requested.
         groups: usize,
     },
     /// A matrix of a transform that cannot be undone.
     #[error("the matrix of a transform has no inverse")]
     Singular,
-    /// A codec was asked for a head it was not built for.
+    /// A codec was called for a head it was not built for.
     #[error("layer {layer}, KV head {head} is outside this codec ({layers} layers of {heads} heads)")]
     UnknownHead {
-        /// Layer asked for.
+        /// The layer it was called for.
         layer: usize,
-        /// KV head asked for.
+        /// The KV head it was called for.
         head: usize,
         /// Layers the codec has.
         layers: usize,
@@ -58,7 +58,7 @@ pub enum CodecError {
     /// Heads of one layer have pages of different layouts.
     #[error("the heads of layer {layer} have pages of different layouts")]
     MixedLayouts {
-        /// The layer.
+        /// The layer whose heads differ.
         layer: usize,
     },
     /// A name that stands for nothing we know.

@@ -53,7 +53,7 @@ impl SquareMatrix {
         self.values[i * self.dim + j]
     }
 
-    /// Row `i`.
+    /// The values of row `i`.
     pub fn row(&self, i: usize) -> &[f64] {
         &self.values[i * self.dim..(i + 1) * self.dim]
     }

@@ -81,41 +81,41 @@ slot! {
 /// A page in the host's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostPage {
-    /// In bf16.
+    /// A slot of the pool for bf16 pages.
     Exact(HostSlot),
-    /// Sealed.
+    /// A slot of the pool for sealed pages.
     Sealed(HostSlot),
 }
 
-/// A page, all layers, that goes from a device to the host's memory or comes back.
+/// A copy of one page, with all its layers, from a device to the host's memory or back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostCopy {
-    /// A bf16 page to the host.
+    /// Copies a bf16 page to the host.
     ExactOut {
-        /// On the device.
+        /// The slot on the device.
         from: ExactSlot,
-        /// On the host.
+        /// The slot in the host's memory.
         to: HostSlot,
     },
-    /// A sealed page to the host.
+    /// Copies a sealed page to the host.
     SealedOut {
-        /// On the device.
+        /// The slot on the device.
         from: SealedSlot,
-        /// On the host.
+        /// The slot in the host's memory.
         to: HostSlot,
     },
-    /// A bf16 page to the device.
+    /// Copies a bf16 page to the device.
     ExactIn {
-        /// On the host.
+        /// The slot in the host's memory.
         from: HostSlot,
-        /// On the device.
+        /// The slot on the device.
         to: ExactSlot,
     },
-    /// A sealed page to the device.
+    /// Copies a sealed page to the device.
     SealedIn {
-        /// On the host.
+        /// The slot in the host's memory.
         from: HostSlot,
-        /// On the device.
+        /// The slot on the device.
         to: SealedSlot,
     },
 }

@@ -14,7 +14,7 @@ use crate::error::EngineError;
 use crate::request::Contexts;
 use crate::settings::EngineOptions;
 
-/// Context when the user does not ask for one; longer ones cost memory that most runs never use.
+/// Context when the user does not choose one; longer ones cost memory that most runs never use.
 const DEFAULT_CONTEXT: usize = 32 * 1024;
 
 /// Share of the memory for bf16 pages when there are sealed ones: a quarter keeps windows for many requests.
@@ -41,7 +41,7 @@ pub struct Budget {
     pub exact: PoolBudget,
     /// The pool of sealed pages.
     pub sealed: PoolBudget,
-    /// The pool of sealed pages of the high tier, if requests may ask for that.
+    /// The pool of sealed pages of the high tier, if requests may choose that tier.
     pub high: PoolBudget,
     /// The scratch pool: bf16 pages of one layer, for prompts on their way to sealed pages.
     pub scratch: PoolBudget,
@@ -49,10 +49,10 @@ pub struct Budget {
     pub hidden_bytes: usize,
     /// bf16 pages in the host's memory, and sealed ones: those that the device had no room for.
     pub host: [PoolBudget; 2],
-    /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that. Its pages are in the pool of
+    /// Tokens that a sequence with its history in bf16 may have, if requests may choose that tier. Its pages are in the pool of
     /// bf16 pages, beside the windows of all sequences.
     pub bf16_context: Option<usize>,
-    /// Tokens that a sequence of the high tier may have, if requests may ask for that.
+    /// Tokens that a sequence of the high tier may have, if requests may choose that tier.
     pub high_context: Option<usize>,
     /// Bits per stored key or value element of a sequence that fills the context, windows and scales included.
     pub bits_per_element: f64,
@@ -130,7 +130,7 @@ impl Budget {
             Err(error) if options.context.is_some() => return Err(error),
             Err(error) => error,
         };
-        // Nobody asked for this context: take the longest that fits.
+        // Nobody chose this context: take the longest that fits.
         let (mut fits, mut too_long) = (0, asked.div_ceil(PAGE_TOKENS));
         while fits + 1 < too_long {
             let middle = fits.midpoint(too_long);

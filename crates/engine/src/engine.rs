@@ -14,9 +14,7 @@ use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Sink, Summary};
 use crate::request::{GenerateOptions, Limits, Request, salt_of};
 use crate::scheduler::{Command, Core, MakeAttention, Shared, Submitted, Worker, cache_event_channel};
-use crate::serve::{
-    Control, EngineInfo, EngineStats, KeptReply, RequestHandle, Serve, SharedSink, reserve_queue_place,
-};
+use crate::serve::{Control, EngineInfo, EngineStats, KeptReply, RequestHandle, Serve, SharedSink};
 use crate::settings::{EngineOptions, KvOptions};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::mpsc;
@@ -73,7 +71,8 @@ impl<B: Backend> Engine<B> {
         }
         let (sender, commands) = mpsc::channel();
         let shared = Arc::new(Shared::new(sender));
-        let (core, budget) = Core::build(Arc::clone(&model), options, Arc::clone(&shared.queued), attention)?;
+        let (core, budget) =
+            Core::build(Arc::clone(&model), options, Arc::clone(&shared.admission), attention)?;
         let (vocabulary, max_running) = (model.config().vocab_size, options.max_running);
         let info = EngineInfo {
             context: budget.context,
@@ -185,11 +184,6 @@ impl<B: Backend> Engine<B> {
     fn send(&self, command: Command) -> Result<(), EngineError> {
         self.shared.commands.send(command).map_err(|_| EngineError::Stopped)
     }
-
-    /// Takes a place in the queue, if there is one.
-    fn queue(&self) -> Result<(), EngineError> {
-        reserve_queue_place(&self.shared.queued, self.info.max_queued)
-    }
 }
 
 impl<B: Backend> Drop for Engine<B> {
@@ -210,15 +204,15 @@ impl Control for Shared {
 impl<B: Backend> Serve for Engine<B> {
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
         let at = Instant::now();
-        let admissible = request.validate(&self.limits).and_then(|()| self.queue());
+        let admission = &self.shared.admission;
+        let admissible =
+            request.validate(&self.limits).and_then(|()| admission.reserve(self.info.max_queued));
         admissible.inspect_err(|error| tracing::debug!(%error, "a request is refused"))?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         let sink = SharedSink::new(sink);
         let sent = self.send(Command::Submit(Box::new(Submitted { id, at, request, sink })));
         // Nobody will take it out of the queue, and the next one is to hear the same and not that the queue is full.
-        sent.inspect_err(|_| {
-            self.shared.queued.fetch_sub(1, Ordering::SeqCst);
-        })?;
+        sent.inspect_err(|_| admission.remove())?;
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
     }
 
@@ -228,6 +222,10 @@ impl<B: Backend> Serve for Engine<B> {
 
     fn stats(&self) -> EngineStats {
         self.shared.stats().clone()
+    }
+
+    fn failure(&self) -> Option<EngineError> {
+        self.shared.admission.failure()
     }
 
     fn flush(&self) {

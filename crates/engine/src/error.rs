@@ -1,4 +1,4 @@
-//! Why a request failed. The engine stays usable after each of these.
+//! Why a request failed. The engine stays usable after each of these but [`EngineError::DeviceFailed`].
 
 use std::sync::Arc;
 
@@ -27,7 +27,8 @@ pub enum EngineError {
     #[error("{queued} requests are waiting already, as many as may wait")]
     QueueFull { queued: usize },
     #[error(
-        "a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}"
+        "a context of {context} tokens needs {needed} bytes of KV memory ({parts}), and there are {memory}: {} are missing",
+        needed.saturating_sub(*memory)
     )]
     MemoryTooSmall { context: usize, needed: usize, memory: usize, parts: String },
     #[error("the KV cache is too small for this request: {0}")]
@@ -40,6 +41,9 @@ pub enum EngineError {
     Shared(Arc<EngineError>),
     #[error("the engine has stopped")]
     Stopped,
+    /// What is within happened first; whoever asks from then on gets this too.
+    #[error("the device failed: {0}; the engine has stopped and has to be started again")]
+    DeviceFailed(Arc<EngineError>),
     #[error("the model computed keys or values that are not finite")]
     NotFinite,
     #[error("the filter of allowed tokens failed: {0}")]
@@ -51,6 +55,16 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Whether the device is of no use any more, and with it the engine.
+    pub fn is_fatal(&self) -> bool {
+        match self {
+            EngineError::Kernel(error) => error.is_fatal(),
+            EngineError::Shared(error) => error.is_fatal(),
+            EngineError::DeviceFailed(_) => true,
+            _ => false,
+        }
+    }
+
     pub(crate) fn bad_option(
         name: &'static str,
         value: impl ToString,

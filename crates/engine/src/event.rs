@@ -21,9 +21,9 @@ pub enum Event {
         cached: usize,
     },
     /// The prompt has been computed and the probabilities of its tokens are known. Comes before the first token, once for all choices,
-    /// if they were asked for.
+    /// if the request wants them.
     Scored {
-        /// One entry per token of the prompt, or of its part whose probabilities were asked for.
+        /// One entry per token of the prompt, or of its part whose probabilities the request wants.
         prompt: Arc<[PromptLogprob]>,
     },
     /// A token was sampled.
@@ -44,7 +44,7 @@ pub enum Event {
     Failed {
         /// The number of the answer within its request.
         choice: usize,
-        /// What went wrong.
+        /// The error that ended the request.
         error: Arc<EngineError>,
     },
 }
@@ -72,9 +72,9 @@ pub struct Token {
     /// Text that can be shown now. A token whose characters are not complete, or that may begin a stop text, shows
     /// up with a later one.
     pub text: String,
-    /// The natural logarithm of its probability, if asked for.
+    /// The natural logarithm of its probability, if the request wants it.
     pub logprob: Option<f32>,
-    /// The most likely tokens in its place with the logarithms of their probabilities, if asked for.
+    /// The most likely tokens in its place with the logarithms of their probabilities, if the request wants them.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -96,7 +96,7 @@ pub enum FinishReason {
     End,
     /// A stop text or stop token came up.
     Stop,
-    /// `max_tokens` were generated.
+    /// The answer has as many tokens as the request allows.
     Length,
     /// The context is full.
     Context,
@@ -139,11 +139,11 @@ pub struct Summary {
     pub tokens: Vec<u32>,
     /// The text of the answer.
     pub text: String,
-    /// Logarithm of the probability of each generated token, if asked for.
+    /// Logarithm of the probability of each generated token, if the request wants it.
     pub logprobs: Vec<f32>,
-    /// Probabilities of the prompt, if asked for.
+    /// Probabilities of the prompt, if the request wants them.
     pub prompt_logprobs: Vec<PromptLogprob>,
-    /// The hidden states of the prompt as one vector, if asked for and the prompt was computed.
+    /// The hidden states of the prompt as one vector, if the request wants it and the prompt was computed.
     pub embedding: Option<Vec<f32>>,
     /// The seed with which tokens were sampled.
     pub seed: u64,

@@ -17,7 +17,7 @@ use crate::{
 
 type TestEngine = Engine<HashBackend>;
 
-/// Schedules per test.
+/// The number of random schedules that each test runs.
 const RUNS: usize = 4000;
 
 /// Points at which a schedule changes who goes first. Bugs that need more changes than this are rare.

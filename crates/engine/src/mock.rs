@@ -8,6 +8,7 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oscar_kernels::KernelError;
 use oscar_kernels::backend::Sampled;
 use oscar_model::text::TextError;
 
@@ -17,8 +18,8 @@ use crate::event::{Event, FinishReason, PromptLogprob, Sink};
 use crate::output::{Decode, Output};
 use crate::pooling::HiddenRows;
 use crate::request::{Contexts, GenerateOptions, Limits, Request};
-use crate::serve::{Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink, reserve_queue_place};
-use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::serve::{Admission, Control, EngineInfo, EngineStats, RequestHandle, Serve, SharedSink};
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Mutex, MutexGuard};
@@ -83,7 +84,7 @@ pub struct MockEngine {
 
 struct Shared {
     commands: Sender<Command>,
-    waiting: AtomicUsize,
+    admission: Admission,
     stats: Mutex<EngineStats>,
 }
 
@@ -96,6 +97,8 @@ impl Shared {
 enum Command {
     Submit(Box<Submitted>),
     Cancel(u64),
+    /// The device failed.
+    FailAll,
     Stop,
 }
 
@@ -116,7 +119,7 @@ impl MockEngine {
     pub fn new(options: MockOptions) -> MockEngine {
         let (commands, receiver) = mpsc::channel();
         let stats = Mutex::default();
-        let shared = Arc::new(Shared { commands, waiting: AtomicUsize::new(0), stats });
+        let shared = Arc::new(Shared { commands, admission: Admission::default(), stats });
         let info = EngineInfo {
             context: options.context,
             vocabulary: options.vocabulary,
@@ -153,9 +156,11 @@ impl MockEngine {
         text.split_whitespace().map(id).collect()
     }
 
-    /// Takes a place in the queue, if there is one.
-    fn queue(&self) -> Result<(), EngineError> {
-        reserve_queue_place(&self.shared.waiting, self.info.max_queued)
+    /// Acts as an engine does whose device fails with this error: everything in progress and everything that waits fails,
+    /// and new requests are refused.
+    pub fn fail_device(&self, error: KernelError) {
+        self.shared.admission.close(Arc::new(EngineError::Kernel(error)));
+        let _ = self.send(Command::FailAll);
     }
 
     fn send(&self, command: Command) -> Result<(), EngineError> {
@@ -175,13 +180,13 @@ impl Drop for MockEngine {
 impl Serve for MockEngine {
     fn submit(&self, request: Request, sink: Sink) -> Result<RequestHandle, EngineError> {
         request.validate(&self.limits)?;
-        self.queue()?;
+        self.shared.admission.reserve(self.info.max_queued)?;
         let id = self.next_id.fetch_add(1, Ordering::SeqCst);
         self.shared.stats().requests += 1;
         let sent =
             self.send(Command::Submit(Box::new(Submitted { id, request, sink: SharedSink::new(sink) })));
         sent.inspect_err(|_| {
-            self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
+            self.shared.admission.remove();
         })?;
         Ok(RequestHandle::new(id, Arc::clone(&self.shared) as Arc<dyn Control>))
     }
@@ -191,8 +196,12 @@ impl Serve for MockEngine {
     }
 
     fn stats(&self) -> EngineStats {
-        let queued = self.shared.waiting.load(Ordering::SeqCst);
+        let queued = self.shared.admission.queued();
         EngineStats { queued, ..self.shared.stats().clone() }
+    }
+
+    fn failure(&self) -> Option<EngineError> {
+        self.shared.admission.failure()
     }
 
     fn flush(&self) {}
@@ -289,9 +298,27 @@ impl Worker {
         match command {
             Command::Submit(submitted) => self.waiting.push_back(*submitted),
             Command::Cancel(id) => self.cancel(id),
+            Command::FailAll => {}
             Command::Stop => return false,
         }
+        // A request may have come in at the last moment.
+        if self.shared.admission.failure().is_some() {
+            self.fail_all();
+        }
         true
+    }
+
+    fn fail_all(&mut self) {
+        while let Some(mut submitted) = self.waiting.pop_front() {
+            submitted.request.options.max_tokens = None;
+            self.begin(submitted);
+        }
+        self.due.clear();
+        let Some(error) = self.shared.admission.failure().map(Arc::new) else { return };
+        for (_, active) in self.active.drain() {
+            self.shared.stats().failed += 1;
+            active.sink.send(Event::Failed { choice: active.output.choice, error: Arc::clone(&error) });
+        }
     }
 
     fn cancel(&mut self, id: u64) {
@@ -326,7 +353,7 @@ impl Worker {
 
     fn begin(&mut self, submitted: Submitted) {
         let Submitted { id, request, sink } = submitted;
-        self.shared.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.shared.admission.remove();
         let options = Arc::new(request.options);
         let vocabulary = self.options.vocabulary;
         let seed = options.sampling.seed.unwrap_or_else(fresh_seed);
@@ -361,7 +388,7 @@ impl Worker {
         }
     }
 
-    /// Reports what is asked for of the prompt itself: hashes of all tokens up to each.
+    /// Reports what the request wants of the prompt itself: hashes of all tokens up to each.
     fn score(&self, prompt: &[u32], options: &GenerateOptions, output: &mut Output) {
         if options.prompt_logprobs.is_none() && options.embedding.is_none() {
             return;

@@ -156,6 +156,23 @@ impl Output {
 
     /// How the next token is sampled, after [`Self::prepare`].
     pub(crate) fn setting(&self, vocabulary: usize) -> Sampling<'_> {
+        Sampling {
+            changes: self.changes.current(),
+            allowed: self.filter.as_ref().map(|(_, mask)| mask.words()),
+            ..self.plain_setting(self.tokens.len(), vocabulary)
+        }
+    }
+
+    /// How the token after the next one is sampled, if there may be one and the next one makes no difference to that.
+    pub(crate) fn setting_after_next(&self, vocabulary: usize) -> Option<Sampling<'static>> {
+        let index = self.tokens.len() + 1;
+        let plain = self.filter.is_none() && self.changes.are_none(index >= self.options.min_tokens);
+        let goes_on = self.options.max_tokens.is_none_or(|most| index < most);
+        (plain && goes_on).then(|| self.plain_setting(index, vocabulary))
+    }
+
+    /// How the token of this index is sampled where no logit is changed.
+    fn plain_setting<'a>(&self, index: usize, vocabulary: usize) -> Sampling<'a> {
         let sampling = &self.options.sampling;
         Sampling {
             temperature: sampling.temperature,
@@ -164,9 +181,9 @@ impl Output {
             typical_p: sampling.typical_p,
             min_p: sampling.min_p,
             vocabulary,
-            draw: draw(self.seed, self.tokens.len() as u64),
-            changes: self.changes.current(),
-            allowed: self.filter.as_ref().map(|(_, mask)| mask.words()),
+            draw: draw(self.seed, index as u64),
+            changes: &[],
+            allowed: None,
             given: None,
             logprobs: self.options.logprobs,
         }

@@ -1,4 +1,4 @@
-//! Changes of logits that a request asks for: penalties for what was said, biases, tokens that may not end it yet.
+//! Changes of logits that a request wants: penalties for what was said, biases, tokens that may not end it yet.
 //!
 //! Kept up to date token by token, so a step costs what it changes and not what was said so far.
 
@@ -68,9 +68,21 @@ impl LogitChanges {
     /// Gets ready for the next token, which may end the answer or not.
     pub(crate) fn prepare(&mut self, may_end: bool) {
         self.before_ending = (!may_end).then(|| {
-            let ruled_out = |&token: &u32| LogitChange { token, penalty: 1.0, add: f32::NEG_INFINITY };
-            self.changes.iter().copied().chain(self.endings.iter().map(ruled_out)).collect()
+            let mut changes = self.changes.clone();
+            for &token in &self.endings {
+                match self.places.get(&token) {
+                    Some(&place) => changes[place].add = f32::NEG_INFINITY,
+                    None => changes.push(LogitChange { token, penalty: 1.0, add: f32::NEG_INFINITY }),
+                }
+            }
+            changes
         });
+    }
+
+    /// Whether nothing is changed from now on, whatever is drawn, for an answer that may end or not.
+    pub(crate) fn are_none(&self, may_end: bool) -> bool {
+        let penalties = (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0);
+        !penalties && self.changes.is_empty() && (may_end || self.endings.is_empty())
     }
 
     /// The changes for the next token.

@@ -5,9 +5,9 @@ use std::ops::Range;
 /// Which hidden states the embedding of a prompt is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
-    /// Their mean over all tokens. The prompt is computed as a whole, whatever the cache holds.
+    /// The mean over all tokens of the prompt, which is computed as a whole, whatever the cache holds.
     Mean,
-    /// That of the last token.
+    /// The hidden state of the last token.
     Last,
 }
 
@@ -50,7 +50,7 @@ impl PooledHidden {
         self.rows += rows.count;
     }
 
-    /// The mean; `None` if there was no row.
+    /// The mean of the rows that were added; `None` if there was no row.
     pub(crate) fn mean(&self) -> Option<Vec<f32>> {
         let rows = self.rows as f64;
         (self.rows > 0).then(|| self.sum.iter().map(|sum| (sum / rows) as f32).collect())

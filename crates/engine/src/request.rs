@@ -8,10 +8,10 @@ use crate::error::EngineError;
 use crate::filter::TokenFilter;
 use crate::pooling::Pooling;
 
-/// Most alternatives to a token that may be asked for.
+/// The largest number of alternatives to a token that a request may want.
 pub const MAX_TOP_LOGPROBS: usize = 100;
 
-/// How tokens are sampled.
+/// How the tokens of an answer are drawn.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingOptions {
     /// Divides the logits before sampling; 0 always takes the most likely token.
@@ -32,7 +32,7 @@ pub struct SamplingOptions {
     pub presence_penalty: f32,
     /// Subtracted from the logit of a token once for each time the answer holds it.
     pub frequency_penalty: f32,
-    /// Added to the logits of single tokens.
+    /// Numbers that are added to the logits of single tokens.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
@@ -94,7 +94,7 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Tokens before which neither the model nor a stop may end the answer.
     pub min_tokens: usize,
-    /// How tokens are sampled.
+    /// How the tokens of an answer are drawn.
     pub sampling: SamplingOptions,
     /// Texts that end the answer; they are not part of it unless `keep_stop` says so.
     pub stop: Vec<String>,
@@ -102,7 +102,7 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// Leave the stop text or the text of the stop token that ended the answer in it.
     pub keep_stop: bool,
-    /// Go on when the model says that it is done.
+    /// Go on when the model draws a token that ends the answer.
     pub ignore_end: bool,
     /// The answer is a text of its own rather than the rest of the prompt: the space that some tokenizers put before
     /// the first word is dropped.
@@ -203,11 +203,11 @@ impl GenerateOptions {
 /// A prompt and what to do with it.
 #[derive(Default)]
 pub struct Request {
-    /// Token ids.
+    /// The tokens of the prompt.
     pub prompt: Vec<u32>,
-    /// What to do.
+    /// How the answer is drawn, when it ends and what is reported of it.
     pub options: GenerateOptions,
-    /// Restricts what may be said.
+    /// A grammar or another filter that restricts the tokens of the answer, if there is one.
     pub filter: Option<Box<dyn TokenFilter>>,
 }
 
@@ -252,26 +252,26 @@ impl std::fmt::Debug for Request {
     }
 }
 
-/// What requests are checked against.
+/// Limits of the engine that requests are checked against.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) contexts: Contexts,
-    /// Rows of the embedding.
+    /// The number of rows of the embedding; token ids are below it.
     pub(crate) vocabulary: usize,
-    /// Answers to one prompt.
+    /// The largest number of answers to one prompt.
     pub(crate) choices: usize,
-    /// The same request gets the same tokens, whatever else runs.
+    /// Whether the same request gets the same tokens whatever else runs.
     pub(crate) deterministic: bool,
 }
 
-/// Tokens that a sequence may have.
+/// How many tokens a sequence may have in each tier.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Contexts {
-    /// In the cache's own tier.
+    /// The limit in the cache's own tier.
     pub(crate) own: usize,
-    /// In [`Tier::High`], if requests may ask for that.
+    /// The limit in [`Tier::High`], if requests may choose that tier.
     pub(crate) high: Option<usize>,
-    /// With its history in bf16, if requests may ask for that.
+    /// The limit with the history in bf16, if requests may choose that tier.
     pub(crate) bf16: Option<usize>,
 }
 

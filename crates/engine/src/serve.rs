@@ -3,16 +3,16 @@
 //! No runtime is needed: events are handed to a function on the engine's thread, and [`Answer`] is a blocking
 //! iterator for those who want one.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use oscar_kv::{KeptPrefix, LedgerStats, Tier};
 
 use crate::error::EngineError;
 use crate::event::{Event, Sink, Summary};
 use crate::request::Request;
-use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::mpsc::{self, Receiver};
+use crate::sync::{Mutex, MutexGuard};
 
 /// What is called with the answer of [`Serve::find_kept`].
 pub type KeptReply = Box<dyn FnOnce(KeptPrefix) + Send>;
@@ -27,6 +27,13 @@ pub trait Serve: Send + Sync {
 
     /// How busy the engine is and what it has done so far.
     fn stats(&self) -> EngineStats;
+
+    /// Why the engine answers nobody any more: the device failed, so that only a new process can use it. All requests have
+    /// failed with the same [`EngineError::DeviceFailed`], or are about to, and new ones are refused with it. `None` as long
+    /// as all is well.
+    fn failure(&self) -> Option<EngineError> {
+        None
+    }
 
     /// Forgets cached prompts that no request uses.
     fn flush(&self);
@@ -59,6 +66,10 @@ impl<S: Serve + ?Sized> Serve for Arc<S> {
         (**self).stats()
     }
 
+    fn failure(&self) -> Option<EngineError> {
+        (**self).failure()
+    }
+
     fn flush(&self) {
         (**self).flush();
     }
@@ -75,12 +86,55 @@ fn channel() -> (Sink, Receiver<Event>) {
     (sink, events)
 }
 
-/// Adds a request to the number of those that wait, unless `most` wait already.
-pub(crate) fn reserve_queue_place(waiting: &AtomicUsize, most: usize) -> Result<(), EngineError> {
-    // In one step: whoever is refused must not be counted, not even for a moment, or somebody else is refused for it.
-    let one_more = |queued| (queued < most).then_some(queued + 1);
-    let counted = waiting.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more);
-    counted.map(drop).map_err(|queued| EngineError::QueueFull { queued })
+/// What decides whether a request is taken. Those who submit share it with the thread that does the work.
+#[derive(Default)]
+pub(crate) struct Admission {
+    /// Requests that wait to be admitted.
+    queued: AtomicUsize,
+    /// What made the device useless, if something has.
+    failure: Mutex<Option<Arc<EngineError>>>,
+}
+
+impl Admission {
+    /// Adds a request to those that wait, unless `most` wait already or none can be answered any more.
+    pub(crate) fn reserve(&self, most: usize) -> Result<(), EngineError> {
+        if let Some(failure) = self.failure() {
+            return Err(failure);
+        }
+        // In one step: whoever is refused must not be counted, not even for a moment, or somebody else is refused for it.
+        let one_more = |queued| (queued < most).then_some(queued + 1);
+        let counted = self.queued.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more);
+        counted.map(drop).map_err(|queued| EngineError::QueueFull { queued })
+    }
+
+    /// A request waits, or waits again.
+    pub(crate) fn add(&self) {
+        self.queued.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A request waits no more.
+    pub(crate) fn remove(&self) {
+        self.queued.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Requests that wait.
+    pub(crate) fn queued(&self) -> usize {
+        self.queued.load(Ordering::SeqCst)
+    }
+
+    /// Lets nobody in any more because of this error. The first one stays.
+    pub(crate) fn close(&self, cause: Arc<EngineError>) {
+        self.lock_failure().get_or_insert(cause);
+    }
+
+    /// Why nobody is let in any more.
+    pub(crate) fn failure(&self) -> Option<EngineError> {
+        self.lock_failure().clone().map(EngineError::DeviceFailed)
+    }
+
+    fn lock_failure(&self) -> MutexGuard<'_, Option<Arc<EngineError>>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What a handle can do to its request.
@@ -193,9 +247,9 @@ pub struct EngineInfo {
     pub bits_per_element: f64,
     /// Tokens that the cache can hold.
     pub capacity_tokens: usize,
-    /// Tokens that a sequence with its history in bf16 may have, if requests may ask for that.
+    /// Tokens that a sequence with its history in bf16 may have, if requests may choose that tier.
     pub bf16_context: Option<usize>,
-    /// Tokens that a sequence of the high tier may have, if requests may ask for that.
+    /// Tokens that a sequence of the high tier may have, if requests may choose that tier.
     pub high_context: Option<usize>,
 }
 

@@ -22,7 +22,7 @@ pub struct EngineOptions {
     pub max_running: usize,
     /// Requests that may wait; more are refused.
     pub max_queued: usize,
-    /// The KV cache.
+    /// The format, the windows and the memory of the KV cache.
     pub kv: KvOptions,
     /// The same request gets the same tokens, whatever else runs. Implies [`PrefillMode::Uniform`]; the backend must have been
     /// told too.
@@ -90,13 +90,13 @@ impl Default for KvOptions {
 }
 
 impl KvOptions {
-    /// The tiers that requests may ask for besides the cache's own.
+    /// The tiers that requests may choose besides the cache's own.
     pub(crate) fn other_tiers(&self) -> impl Iterator<Item = Tier> {
         let tiers = [(self.high_tier, Tier::High), (self.bf16_tier, Tier::Exact)];
         tiers.into_iter().filter_map(|(offered, tier)| offered.then_some(tier))
     }
 
-    /// The codec of [`Tier::High`], if requests may ask for that.
+    /// The codec of [`Tier::High`], if requests may choose that tier.
     pub(crate) fn high_codec(&self) -> Result<Option<Arc<PageCodec>>, EngineError> {
         if !self.high_tier {
             return Ok(None);

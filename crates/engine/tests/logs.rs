@@ -82,8 +82,18 @@ fn what_goes_wrong_is_logged_with_its_cause() {
             !text.lines().any(said)
         });
         if missing.is_empty() {
-            return;
+            break;
         }
     }
-    panic!("never said: {missing:?}");
+    assert!(missing.is_empty(), "never said: {missing:?}");
+
+    backend.inject_faults(0, FaultRates::default());
+    backend.lose_after(Some(100));
+    let ask = |_| engine.answer(Request::new([5; 20], GenerateOptions::default()));
+    let answers: Vec<_> = (0..8).map(ask).collect();
+    assert!(answers.into_iter().all(|answer| answer.is_err() || answer.unwrap().wait().is_err()));
+    let text = String::from_utf8(std::mem::take(&mut *log.lock().unwrap())).unwrap();
+    let errors: Vec<&str> = text.lines().filter(|line| line.contains("ERROR")).collect();
+    let [once] = errors[..] else { panic!("{errors:#?}") };
+    assert!(once.contains("the device failed") && once.contains("injected fault: Device"), "{once}");
 }

@@ -11,9 +11,9 @@ use crate::backend::{AttentionSpec, Backend, KernelError};
 /// Where the pages of one layer and KV head are found.
 #[derive(Clone, Copy, Debug)]
 pub struct KvRows<'a> {
-    /// Layer of the cache.
+    /// The layer of the cache.
     pub layer: usize,
-    /// KV head.
+    /// The KV head of the layer.
     pub head: usize,
     /// Page table: the slot of the bf16 page that holds positions `[64p, 64p + 64)`, as in a batch.
     pub pages: &'a [Option<ExactSlot>],

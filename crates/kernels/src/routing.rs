@@ -90,7 +90,7 @@ impl Routing {
         Err(KernelError::BadSetting(problem))
     }
 
-    /// The rule.
+    /// The rule by which experts are chosen.
     pub fn rule(&self) -> &RoutingRule {
         &self.0
     }

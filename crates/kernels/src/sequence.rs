@@ -26,6 +26,8 @@ struct SealedTable {
     windows: PageWindows,
     exact_from: usize,
     sealed_until: usize,
+    /// The pages are of the second codec.
+    high: bool,
 }
 
 /// The sequences of a batch. Every page they read is there, and no page is written by two of them.
@@ -78,6 +80,7 @@ impl StepSequence {
                     windows: spec.windows,
                     exact_from: sealed.exact_from,
                     sealed_until: sealed.sealed_until,
+                    high: first == Some(true),
                 })
             }
             (Some(_), None) => return Err(KernelError::PageMissing { page: 0, tier: "the sealed pool" }),
@@ -140,6 +143,11 @@ impl StepSequence {
     /// [`Self::history_of_page`] of the query at `position`.
     pub(crate) fn history(&self, position: usize) -> Range<usize> {
         self.history_of_page(position / PAGE_TOKENS)
+    }
+
+    /// Whether the query at `position` reads sealed pages of the second codec.
+    pub(crate) fn reads_high(&self, position: usize) -> bool {
+        self.sealed.as_ref().is_some_and(|sealed| sealed.high) && !self.history(position).is_empty()
     }
 
     /// Sealed slots of pages that are read sealed.

@@ -1,5 +1,5 @@
 //! Every CUDA kernel against its reference, on a card: attention in f64 on what its pages decode to here, sealing and
-//! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `prefill`, `attention`, `tail`, `seal`, `write`.
+//! writing in the modules. Without a card, a line says so. Arguments choose: `backend`, `prefill`, `tiers`, `attention`, `tail`, `seal`, `write`.
 //! Attention and sealing of some formats only: `OSCAR_CUDA_ONLY` is a part of their names.
 //!
 //! Memory that no kernel may look at is poisoned: pools outside the pages that are read, tokens of bf16 pages that were
@@ -14,6 +14,8 @@ mod backend;
 mod prefill;
 #[path = "cuda/seal.rs"]
 mod seal;
+#[path = "cuda/tiers.rs"]
+mod tiers;
 #[path = "cuda/write.rs"]
 mod write;
 
@@ -21,7 +23,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot};
+use oscar_codec::{
+    BandLayout, CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
+};
 use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     DecodeAttention, DecodeSequence, DecodeShape, Device, PoolView, Split, ValueTransform,
@@ -57,6 +61,7 @@ fn main() -> ExitCode {
     let runs = [
         ("backend", backend::run as fn(&Arc<Device>, bool) -> usize),
         ("prefill", prefill::run),
+        ("tiers", tiers::run),
         ("seal", seal::run),
         ("write", write::run),
     ];
@@ -134,6 +139,7 @@ fn long_tail(device: &Arc<Device>) -> usize {
     let usual = limit(Kind::Needle);
     let codes = |bits, groups| PageLayout::Codes(CodeLayout::new(bits, 128, groups).unwrap());
     let banded = PageLayout::banded(128).unwrap();
+    let [high, fewer] = [PageLayout::Banded(BandLayout::high(128).unwrap()), PageLayout::int15(128).unwrap()];
     for (name, sealed, group, kind, pages, limit) in [
         ("int2 x1", codes(2, 1), 4, Kind::Needle, 260, usual),
         ("int2 x2", codes(2, 2), 8, Kind::Needle, 260, usual),
@@ -146,6 +152,9 @@ fn long_tail(device: &Arc<Device>) -> usize {
         ("banded", banded, 4, Kind::Needle, 260, usual),
         ("banded", banded, 12, Kind::Needle, 260, usual),
         ("banded", banded, 12, Kind::Spike, 2060, 3.0 * usual),
+        ("high", high, 4, Kind::Needle, 260, usual),
+        ("high", high, 12, Kind::Needle, 260, usual),
+        ("int1.5", fewer, 12, Kind::Spike, 2060, 3.0 * usual),
     ] {
         if !named(name) {
             continue;
@@ -176,7 +185,12 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
             ("bf16".into(), PageLayout::bf16(head_dim)),
             codes(2, head_dim / 32, ScaleType::F16),
             ("banded".into(), PageLayout::banded(head_dim).unwrap()),
+            ("high".into(), PageLayout::Banded(BandLayout::high(head_dim).unwrap())),
         ];
+        if head_dim >= 128 {
+            // Smaller heads have fewer bands than kernels need.
+            formats.push(("int1.5".into(), PageLayout::int15(head_dim).unwrap()));
+        }
         if head_dim == 128 {
             formats.push(codes(2, 2, ScaleType::F16));
             formats.push(codes(4, 2, ScaleType::F16));
@@ -199,7 +213,11 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
     if !quick {
         for (head_dim, group) in [(64, 12), (96, 12), (128, 9)] {
             let codes = PageLayout::Codes(CodeLayout::new(2, head_dim, 1).unwrap());
-            for (name, sealed) in [("int2 x1", codes), ("banded", PageLayout::banded(head_dim).unwrap())] {
+            let mut formats = vec![("int2 x1", codes), ("banded", PageLayout::banded(head_dim).unwrap())];
+            formats.push(("high", PageLayout::Banded(BandLayout::high(head_dim).unwrap())));
+            formats
+                .extend(PageLayout::int15(head_dim).ok().filter(|_| head_dim == 128).map(|l| ("int1.5", l)));
+            for (name, sealed) in formats {
                 let shape = DecodeShape { head_dim, kv_heads: 2, group, sealed };
                 shapes.push((format!("{name}, d {head_dim}, {group} rows"), shape));
             }
@@ -233,7 +251,9 @@ enum Kind {
 /// How much larger queries are in a band of keys.
 fn steepness(sealed: PageLayout, channel: usize) -> f32 {
     let PageLayout::Banded(layout) = sealed else { return 1.0 };
-    [1.0 / 64.0, 0.25, 8.0, 128.0][layout.band_of(channel).0]
+    let band = layout.bands().iter().position(|band| band.range().contains(&channel));
+    // Channels after the last band are larger still, and must not matter.
+    [1.0 / 64.0, 0.25, 8.0, 128.0, 1024.0][band.unwrap_or(layout.bands().len())]
 }
 
 /// Lengths of sequences, with the number of sealed pages after the sink that is aimed at.
@@ -278,12 +298,6 @@ struct Batch {
 impl Batch {
     fn new(device: &Arc<Device>, kernel: &DecodeAttention, kind: Kind, lengths: &[(usize, usize)]) -> Batch {
         let DecodeShape { head_dim: d, kv_heads, group, sealed } = *kernel.shape();
-        let lengths: Vec<(usize, usize)> = lengths
-            .iter()
-            .map(|&(tokens, sealed_pages)| {
-                (tokens, if matches!(sealed, PageLayout::Bf16(_)) { 0 } else { sealed_pages })
-            })
-            .collect();
         let mut random = Random::new(kind as u64 + 17 * d as u64 + group as u64);
         let total: usize = lengths.iter().map(|(tokens, _)| tokens.div_ceil(PAGE_TOKENS)).sum();
         // Twice as many slots as pages, so that there is something to keep away from.
@@ -292,7 +306,7 @@ impl Batch {
         let orders = kernel.orders();
         let mut pools = orders.map(|order| vec![0xff_u8; slots * kv_heads * order.page_bytes()]);
         let (mut tables, mut rows) = (Vec::new(), Vec::new());
-        for &(tokens, sealed_pages) in &lengths {
+        for &(tokens, sealed_pages) in lengths {
             let pages = tokens.div_ceil(PAGE_TOKENS);
             let numbers: Vec<u32> = free.by_ref().take(pages).collect();
             let is_sealed = |page: usize| (1..1 + sealed_pages).contains(&page);
@@ -372,7 +386,17 @@ impl Batch {
             .collect();
         let matrices = (0..kv_heads * d * d).map(|_| random.signed() * scale).collect();
         let means = (0..kv_heads * d).map(|_| 0.1 * random.signed()).collect();
-        Batch { device: device.clone(), lengths, tables, pools, queries, expected, scale, matrices, means }
+        Batch {
+            device: device.clone(),
+            lengths: lengths.to_vec(),
+            tables,
+            pools,
+            queries,
+            expected,
+            scale,
+            matrices,
+            means,
+        }
     }
 
     /// The relative error of the worst sequence, and the outputs. `only` runs one sequence by itself; with `undo` outputs
@@ -389,7 +413,9 @@ impl Batch {
         let chosen: Vec<usize> = only.map_or((0..self.lengths.len()).collect(), |index| vec![index]);
         let sequences: Vec<DecodeSequence<'_>> = chosen
             .iter()
-            .map(|&index| DecodeSequence {
+            .enumerate()
+            .map(|(row, &index)| DecodeSequence {
+                row,
                 tokens: self.lengths[index].0,
                 sink_pages: 1,
                 history_end: 1 + self.lengths[index].1,
@@ -408,6 +434,7 @@ impl Batch {
         let mut out = stream.clone_htod(&vec![f32::NAN; queries.len()]).unwrap();
         let view = |pool: usize| PoolView {
             memory: &self.pools[pool],
+            first: 0,
             offset: 0,
             stride: kernel.orders()[pool].page_bytes() * kv_heads,
             scratch: None,

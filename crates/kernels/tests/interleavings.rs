@@ -17,14 +17,14 @@ mod sync {
     use std::sync::PoisonError;
 
     /// A worker looks once more, then parks: both ways out of waiting are tried.
-    pub(crate) struct Patience(u32);
+    pub(crate) struct SpinLimit(u32);
 
-    impl Patience {
-        pub(crate) fn new() -> Patience {
-            Patience(0)
+    impl SpinLimit {
+        pub(crate) fn new() -> SpinLimit {
+            SpinLimit(0)
         }
 
-        pub(crate) fn is_over(&mut self) -> bool {
+        pub(crate) fn reached(&mut self) -> bool {
             self.0 += 1;
             self.0 > 1
         }
@@ -204,7 +204,7 @@ fn hand_over(make: impl Fn() -> usize + Sync) -> std::thread::Result<Vec<usize>>
             handover.make(&make);
         }
     };
-    catch_unwind(AssertUnwindSafe(|| pool.for_each_in_runs(2, |thread| thread + 1, task, after)))
+    catch_unwind(AssertUnwindSafe(|| pool.for_each_in_ranges(2, |thread| thread + 1, task, after)))
         .map(|()| slots.values())
 }
 

@@ -1,7 +1,7 @@
 //! Pages that the prefix tree had to give up, kept in the host's memory.
 //!
 //! A page that is evicted from a device is copied out and stays known by the hash of its tokens and of all before them. Who
-//! asks for it again gets it copied back instead of computed. Copies are only listed here, in order; the caller has them done
+//! needs it again gets it copied back instead of computed. Copies are only listed here, in order; the caller has them done
 //! before anything is written to the pools of the device.
 //!
 //! ```text

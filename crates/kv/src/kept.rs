@@ -8,11 +8,11 @@ use crate::ledger::Ledger;
 /// How the prefix tree keeps a full page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeptPage {
-    /// In bf16 only.
+    /// The page is kept in bf16 only.
     Exact,
-    /// Sealed only.
+    /// The page is kept sealed only.
     Sealed,
-    /// Sealed, with the bf16 copy kept for the next turn.
+    /// The page is kept sealed, and its bf16 copy for the next turn.
     Warm,
 }
 

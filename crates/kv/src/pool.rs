@@ -93,7 +93,7 @@ impl<P: PageSlot> PagePool<P> {
         PagePool { first: slots, owners: vec![0; pages + 1], free }
     }
 
-    /// Usable pages.
+    /// The number of pages that can be handed out.
     pub(crate) fn pages(&self) -> usize {
         self.owners.len() - 1
     }

@@ -64,7 +64,7 @@ impl Sequence {
         &self.tokens
     }
 
-    /// Number of tokens.
+    /// The number of tokens of the sequence.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }

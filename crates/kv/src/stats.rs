@@ -9,7 +9,7 @@ use crate::pool::{PagePool, PageSlot};
 /// Pages of one pool, by owner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Usable pages.
+    /// The number of pages that can be handed out.
     pub pages: usize,
     /// Pages that nobody owns.
     pub free: usize,
@@ -22,7 +22,7 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
-    /// Pages in use.
+    /// The number of pages that somebody holds.
     pub fn used(&self) -> usize {
         self.pages - self.free
     }
@@ -57,15 +57,15 @@ pub struct PageStates {
 /// The state of a cache, by [`Ledger::stats`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerStats {
-    /// The bf16 pool.
+    /// Counts of the pool of bf16 pages.
     pub exact: PoolStats,
-    /// The sealed pool.
+    /// Counts of the pool of sealed pages.
     pub sealed: PoolStats,
     /// The pool of sealed pages of [`Tier::High`](crate::Tier).
     pub high: PoolStats,
-    /// The prefill scratch.
+    /// Counts of the scratch pages of prompts.
     pub scratch: PoolStats,
-    /// Open sequences.
+    /// The number of sequences that are open.
     pub sequences: usize,
     /// Pages of the open sequences, by state.
     pub states: PageStates,

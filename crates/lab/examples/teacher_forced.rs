@@ -12,6 +12,7 @@ use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_lab::Report;
+use oscar_lab::eval::divergence::Divergence;
 use oscar_model::ModelFiles;
 use oscar_model::source::ModelPath;
 use safetensors::SafeTensors;
@@ -53,26 +54,25 @@ fn main() -> Result<(), AnyError> {
 
     let vocab = model.config().vocab_size;
     let width = expected.len() / tokens.len();
-    let (mut kl, mut first, mut agree) = (0.0, 0.0, 0);
+    let (mut total, mut first) = (Divergence::default(), 0.0);
     for row in 0..tokens.len() {
         let ours = &ours[row * vocab..][..width.min(vocab)];
         let theirs = &expected[row * width..][..width.min(vocab)];
-        let divergence = divergence(theirs, ours);
-        kl += divergence;
+        let compared = Divergence::of_row(theirs, ours, 0);
         if row == 0 {
-            first = divergence;
+            first = compared.kl;
         }
-        agree += usize::from(argmax(ours) == argmax(theirs));
+        total.add(&compared);
     }
     let mut report = Report::here();
     let count = tokens.len() as f64;
     report.push(json!({
         "tokens": tokens.len(),
-        "kl": kl / count,
+        "kl": total.mean_kl(),
         // The first position can hold activations so large that eight bits for them lose it altogether.
         "kl_first": first,
-        "kl_rest": (kl - first) / (count - 1.0).max(1.0),
-        "top1_agreement": agree as f64 / count,
+        "kl_rest": (total.kl - first) / (count - 1.0).max(1.0),
+        "top1_agreement": total.top1_agreement(),
         "threads": threads,
     }));
     println!("{}", report.json());
@@ -92,22 +92,4 @@ fn read_reference(path: &Path, vocab: usize) -> Result<(Vec<u32>, Vec<f32>), Any
         return Err(format!("{}: the reference does not fit this model", path.display()).into());
     }
     Ok((tokens, logits))
-}
-
-/// KL(p || q) of two rows of logits, in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let normaliser = |row: &[f32]| {
-        let largest = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-        largest + row.iter().map(|&logit| (f64::from(logit) - largest).exp()).sum::<f64>().ln()
-    };
-    let (zp, zq) = (normaliser(p), normaliser(q));
-    let term = |(&p, &q): (&f32, &f32)| {
-        let p = f64::from(p) - zp;
-        p.exp() * (p - (f64::from(q) - zq))
-    };
-    p.iter().zip(q).map(term).sum()
-}
-
-fn argmax(row: &[f32]) -> usize {
-    (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap_or(0)
 }

@@ -13,7 +13,7 @@ pub struct Machine {
     pub threads: usize,
     /// Kernel path in use.
     pub simd: String,
-    /// Physical memory.
+    /// Bytes of physical memory, if the system says.
     pub memory_bytes: Option<u64>,
     /// Operating system and architecture.
     pub system: String,

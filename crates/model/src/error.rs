@@ -22,10 +22,22 @@ pub enum ModelError {
     UnsupportedArchitecture { path: PathBuf, field: &'static str, name: String, supported: String },
     #[error("{}: {problem}", path.display())]
     BadConfig { path: PathBuf, problem: String },
+    #[error(
+        "{}: the weights need {} on the device and {} are free: {} are missing",
+        path.display(),
+        gibibytes(*needed),
+        gibibytes(*free),
+        gibibytes(*missing)
+    )]
+    WeightsTooLarge { path: PathBuf, needed: usize, free: usize, missing: usize },
     #[error("{}: tensor `{}` has no place in a {family} model", path.display(), on_one_line(tensor))]
     UnexpectedTensor { path: PathBuf, tensor: String, family: &'static str },
     #[error("{}: tensor `{tensor}` is {got}, the model's description asks for {expected}", path.display())]
     TensorShape { path: PathBuf, tensor: String, expected: String, got: String },
+}
+
+fn gibibytes(bytes: usize) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
 /// The error of a tokenizer with the file in front, unless it names one itself.

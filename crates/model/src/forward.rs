@@ -14,7 +14,7 @@ pub struct Model<B: Backend> {
     backend: Arc<B>,
     config: ModelConfig,
     rope: Rope,
-    /// That of layers with a window.
+    /// The rotary embedding of layers with a sliding window, if the model has such layers.
     window_rope: Option<Rope>,
     weights: ModelWeights<B>,
 }
@@ -24,7 +24,10 @@ pub struct Activations<B: Backend> {
     hidden: B::Buffer,
     qkv: B::Buffer,
     attended: B::Buffer,
-    logits: B::Buffer,
+    /// Those of the last step. On a device that begins a step before the tokens of the one before it are known, the logits
+    /// that these are drawn from stay while those of the next step are computed.
+    logits: Vec<B::Buffer>,
+    latest: usize,
     max_rows: usize,
     max_logit_rows: usize,
 }
@@ -122,11 +125,15 @@ impl<B: Backend> Model<B> {
         let config = &self.config;
         let q = config.q_heads * config.head_dim;
         let kv = config.kv_heads * config.head_dim;
+        let logits = if self.backend.computes_ahead() { 2 } else { 1 };
         Ok(Activations {
             hidden: self.backend.buffer(rows, config.hidden_size)?,
             qkv: self.backend.buffer(rows, q + 2 * kv)?,
             attended: self.backend.buffer(rows, q)?,
-            logits: self.backend.buffer(logit_rows, config.vocab_size)?,
+            logits: (0..logits)
+                .map(|_| self.backend.buffer(logit_rows, config.vocab_size))
+                .collect::<Result<_, _>>()?,
+            latest: 0,
             max_rows: rows,
             max_logit_rows: logit_rows,
         })
@@ -154,11 +161,59 @@ impl<B: Backend> Model<B> {
 
     /// Checks a batch against a cache and prepares its tables.
     pub fn begin_step(&self, batch: &Batch<'_>, cache: &B::Cache) -> Result<B::Step, KernelError> {
-        let mut step = self.backend.begin_step(batch, &self.rope, cache)?;
+        let step = self.backend.begin_step(batch, &self.rope, cache)?;
+        self.with_windows(step, cache)
+    }
+
+    fn with_windows(&self, mut step: B::Step, cache: &B::Cache) -> Result<B::Step, KernelError> {
         if let (Some(rope), Some(sliding)) = (&self.window_rope, &self.config.sliding) {
             self.backend.add_windows(&mut step, rope, sliding.window, cache)?;
         }
         Ok(step)
+    }
+
+    /// Computes one token of each sequence of a batch; the logits are in their order.
+    pub fn decode(
+        &self,
+        batch: &Batch<'_>,
+        cache: &mut B::Cache,
+        activations: &mut Activations<B>,
+    ) -> Result<(), KernelError> {
+        let step = self.begin_step(batch, cache)?;
+        self.run_decode(&step, batch, cache, activations)
+    }
+
+    /// The same for tokens that are still being drawn ([`Backend::begin_step_of_draws`]); its logits do not replace those that
+    /// the tokens are drawn from. False, and nothing computed, if the host takes part in drawing them.
+    pub fn decode_draws(
+        &self,
+        draws: &B::Draws,
+        batch: &Batch<'_>,
+        cache: &mut B::Cache,
+        activations: &mut Activations<B>,
+    ) -> Result<bool, KernelError> {
+        let Some(step) = self.backend.begin_step_of_draws(draws, batch, &self.rope, cache)? else {
+            return Ok(false);
+        };
+        let step = self.with_windows(step, cache)?;
+        activations.latest = (activations.latest + 1) % activations.logits.len();
+        self.run_decode(&step, batch, cache, activations)?;
+        Ok(true)
+    }
+
+    fn run_decode(
+        &self,
+        step: &B::Step,
+        batch: &Batch<'_>,
+        cache: &mut B::Cache,
+        activations: &mut Activations<B>,
+    ) -> Result<(), KernelError> {
+        let logit_rows: Vec<usize> = (0..batch.tokens.len()).collect();
+        self.backend.record(step, activations.latest, &mut || {
+            self.embed(batch, step, activations)?;
+            self.run_layers(0..self.config.layers, step, &mut PagedAttention(cache), activations)?;
+            self.logits(&logit_rows, activations)
+        })
     }
 
     /// Fills the hidden states from the token embedding.
@@ -212,8 +267,8 @@ impl<B: Backend> Model<B> {
             return Err(KernelError::Shape { what: "rows with logits, at most", expected, got });
         }
         let head = self.weights.head.as_ref().unwrap_or(&self.weights.embedding);
-        let Activations { hidden, logits, .. } = activations;
-        self.backend.logits(hidden, rows, &self.weights.norm, head, logits)
+        let Activations { hidden, logits, latest, .. } = activations;
+        self.backend.logits(hidden, rows, &self.weights.norm, head, &mut logits[*latest])
     }
 
     /// Some rows of the hidden states after the final norm, on the host, one after the other. The output projection of
@@ -240,7 +295,17 @@ impl<B: Backend> Model<B> {
 impl<B: Backend> Activations<B> {
     /// Logits of the last step, in the order of its `logit_rows`.
     pub fn logits(&self) -> &B::Buffer {
-        &self.logits
+        &self.logits[self.latest]
+    }
+
+    /// Where the logits of the last step are; those of a step of [`Model::decode_draws`] have another place.
+    pub fn place_of_logits(&self) -> usize {
+        self.latest
+    }
+
+    /// The logits that were computed there last.
+    pub fn logits_at(&self, place: usize) -> &B::Buffer {
+        &self.logits[place]
     }
 
     /// Hidden states of the last step, one row per token.

@@ -20,6 +20,7 @@ mod forward;
 mod loaded;
 mod names;
 mod random;
+mod room;
 mod rope;
 mod sampling;
 mod scales;
@@ -32,7 +33,7 @@ pub use config::{BlockStyle, ExpertsConfig, ModelConfig, QkNorm, SlidingLayers, 
 pub use error::ModelError;
 pub use forward::{Activations, LayerAttention, Model, PagedAttention, PagedSealing};
 pub use loaded::{ChatError, LoadedModel, ModelFiles};
-pub use random::{Shard, Slice, random_model, random_names, random_shard};
+pub use random::{Shard, Slice, random_layers, random_mixture, random_model, random_names, random_shard};
 pub use rope::{RopeConfig, RopeScaling};
 pub use sampling::SamplingDefaults;
 pub use weights::{FeedForward, LayerWeights};

@@ -11,6 +11,7 @@ use crate::families::gemma3;
 use crate::files::{FileError, Gguf, JsonFile, Safetensors, TensorSource, TextPart, WeightMemory};
 use crate::forward::Model;
 use crate::names::TensorNaming;
+use crate::room::check_room;
 use crate::sampling::SamplingDefaults;
 use crate::source::ModelPath;
 use crate::text::{ChatTemplate, GgufVocabulary, RenderOptions, RenderedText, TextError, Tokenizer};
@@ -118,7 +119,7 @@ impl ModelFiles {
         &self.config
     }
 
-    /// The stored tensors.
+    /// The tensors as the files store them.
     pub fn tensors(&self) -> &dyn TensorSource {
         &*self.tensors
     }
@@ -157,6 +158,7 @@ impl ModelFiles {
         if let Some(feature) = self.config.features().into_iter().find(|&need| !backend.supports(need)) {
             return Err(KernelError::Unsupported(feature).into());
         }
+        check_room(&*backend, &*self.tensors, self.naming, &self.config)?;
         let weights = ModelWeights::load(&*backend, &*self.tensors, self.naming, &self.config, on_layer)?;
         backend.finish_weights();
         Ok(Model::new(backend, self.config.clone(), weights))
@@ -220,7 +222,7 @@ impl<B: Backend> LoadedModel<B> {
         ModelFiles::open(path)?.load(backend)
     }
 
-    /// The forward pass.
+    /// The weights on the device, and the forward pass over them.
     pub fn model(&self) -> &Model<B> {
         &self.model
     }
@@ -230,7 +232,7 @@ impl<B: Backend> LoadedModel<B> {
         self.model.config()
     }
 
-    /// The tokenizer.
+    /// The tokenizer that came with the model.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }

@@ -1,5 +1,7 @@
 //! The names of tensors in each kind of file.
 
+use crate::config::ModelConfig;
+
 /// A tensor of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LayerTensor {
@@ -111,6 +113,12 @@ impl TensorNaming {
             TensorNaming::Gguf => format!("blk.{layer}."),
             TensorNaming::HuggingFace => format!("model.layers.{layer}."),
         }
+    }
+
+    /// Whether a tensor belongs to a layer that the model has and this program does not run.
+    pub(crate) fn is_of_further_layer(self, name: &str, config: &ModelConfig) -> bool {
+        let mut further = config.layers..config.layers + config.further_layers;
+        further.any(|layer| name.starts_with(&self.layer_prefix(layer)))
     }
 
     /// Whether a tensor that the model does not use may be there all the same.

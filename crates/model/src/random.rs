@@ -105,6 +105,25 @@ pub fn random_model(name: &str) -> Result<ModelFiles, ModelError> {
     Described::by_name(name)?.files(name)
 }
 
+/// The first layers of a shape, as many as are asked for, and how many it has.
+pub fn random_layers(name: &str, layers: usize) -> Result<(ModelFiles, usize), ModelError> {
+    let mut described = Described::by_name(name)?;
+    let all = described.config.layers;
+    described.config.layers = layers.min(all);
+    if let Some(experts) = &mut described.config.experts {
+        experts.routed.truncate(layers);
+    }
+    Ok((described.files(name)?, all))
+}
+
+/// The given number of layers with experts, of a shape that has such layers; `None` if it has none.
+pub fn random_mixture(name: &str, layers: usize) -> Result<Option<ModelFiles>, ModelError> {
+    let mut described = Described::by_name(name)?;
+    let Some(experts) = &mut described.config.experts else { return Ok(None) };
+    (experts.routed, described.config.layers) = (vec![true; layers], layers);
+    described.files(name).map(Some)
+}
+
 /// The type of a tensor by its layer and what it is; the embedding and the head have neither.
 type TypeOf = fn(Option<usize>, Option<LayerTensor>) -> DType;
 
@@ -218,7 +237,7 @@ struct RandomTensors {
     path: Arc<Path>,
     entries: Vec<TensorEntry>,
     index: HashMap<String, usize>,
-    /// The bytes of each type, made when they are first asked for.
+    /// The bytes of each type, made when they are first needed.
     bytes: HashMap<DType, OnceLock<SharedBytes>>,
 }
 

@@ -34,7 +34,7 @@ pub enum RopeScaling {
     Yarn {
         /// Ratio of the new context to the old.
         factor: f64,
-        /// Context of pre-training.
+        /// The number of positions that the model was trained on before its context was extended.
         original_context: usize,
         /// Rotations within the old context above which a frequency is kept.
         beta_fast: f64,
@@ -53,7 +53,7 @@ pub enum RopeScaling {
         low_frequency_factor: f64,
         /// Old context over this is the shortest wavelength that is not kept.
         high_frequency_factor: f64,
-        /// Context of pre-training.
+        /// The number of positions that the model was trained on before its context was extended.
         original_context: usize,
     },
     /// A divisor for each frequency, given by the file.

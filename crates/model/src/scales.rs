@@ -70,7 +70,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 }
 
-/// `2x3`.
+/// A shape as errors write it, such as `2x3`.
 pub(crate) fn shape_text(shape: &[usize]) -> String {
     match shape {
         [] => "a single number".to_owned(),

@@ -18,17 +18,17 @@ use crate::names::{LayerTensor, TensorNaming};
 
 /// The weights of one transformer layer.
 pub struct LayerWeights<B: Backend> {
-    /// Norm before attention.
+    /// The norm before attention.
     pub norm: RmsNorm<B>,
     /// Query, key and value projections.
     pub qkv: [Linear<B>; 3],
     /// Number of heads, softmax scale and head norms.
     pub attention: AttentionSpec<B>,
-    /// Attention output projection.
+    /// The projection of what attention gives back to the hidden states.
     pub output: Linear<B>,
     /// Norm of what it returns.
     pub output_norm: Option<RmsNorm<B>>,
-    /// Feed-forward block.
+    /// The feed-forward block, dense or with experts.
     pub mlp: FeedForward<B>,
 }
 
@@ -42,9 +42,9 @@ pub enum FeedForward<B: Backend> {
 
 /// All weights of a model.
 pub struct ModelWeights<B: Backend> {
-    /// Token embedding.
+    /// The embedding table, with a row for each token.
     pub embedding: B::Weight,
-    /// Layers in order.
+    /// The layers, first to last.
     pub layers: Vec<LayerWeights<B>>,
     /// Norm before the output projection.
     pub norm: RmsNorm<B>,
@@ -287,13 +287,10 @@ impl<B: Backend> Loader<'_, B> {
 
     fn check_all_tensors_used(&self, tied: bool) -> Result<(), ModelError> {
         let used = self.used.borrow();
-        let further: Vec<String> = (self.config.layers..self.config.layers + self.config.further_layers)
-            .map(|layer| self.naming.layer_prefix(layer))
-            .collect();
         let known = |name: &str| {
             used.contains(name)
                 || self.naming.may_ignore(name, tied)
-                || further.iter().any(|prefix| name.starts_with(prefix))
+                || self.naming.is_of_further_layer(name, self.config)
         };
         match self.source.names().find(|name| !known(name)) {
             None => Ok(()),

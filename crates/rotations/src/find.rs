@@ -12,8 +12,8 @@ use oscar_model::LoadedModel;
 use oscar_model::source::Settings;
 
 use super::error::RotationError;
-use super::rotation::{RotationFile, RotationHeader};
-use super::safetensors;
+use super::rotation::{BANDS_VERSION, RotationFile, RotationHeader};
+use super::safetensors::{self, FileSummary};
 use super::shipped::{SHIPPED, ShippedRotations};
 use crate::certificate::Certificate;
 use crate::hadamard::hadamard_rotations;
@@ -43,7 +43,8 @@ pub struct RotationSource {
 /// The rotation files of a model.
 #[derive(Clone, Debug, Default)]
 pub enum RotationFiles {
-    /// The newest file for the model in the user's cache, then what ships with the program.
+    /// The newest file for the model in the user's cache, then what ships with the program. A file of the cache that
+    /// has no bands is not taken if one that ships has them.
     #[default]
     Search,
     /// A file of our own format.
@@ -79,6 +80,7 @@ impl RotationSource {
         model: &LoadedModel<B>,
         identity: &ModelIdentity,
     ) -> Result<Option<FoundRotations>, RotationError> {
+        let mut notices = Vec::new();
         let (name, mut file, certificate) = match &self.files {
             RotationFiles::Own(path) => {
                 (path.display().to_string(), safetensors::read(path)?, certificate_beside(path))
@@ -93,16 +95,30 @@ impl RotationSource {
             }
             RotationFiles::Search => {
                 let folder = Settings::from_environment()?.rotation_folder();
-                match find(&folder, &identity.model_fingerprint) {
-                    Some(found) => (found.name.clone(), found.load()?, found.certificate()),
-                    None => return Ok(None),
-                }
+                let Some(Choice { taken, passed_over }) = find(&folder, &identity.model_fingerprint) else {
+                    return Ok(None);
+                };
+                notices.extend(passed_over.map(|old| Notice::OldRotations {
+                    rotations: old.name,
+                    version: old.header.version,
+                    model: identity.name.clone(),
+                    used: Some(taken.name.clone()),
+                }));
+                (taken.name.clone(), taken.load()?, taken.certificate())
             }
         };
         let config = model.config();
         file.fill_sliding_layers(&config.sliding_layers());
         let doubt = check_model(&file, &identity.model_fingerprint, config.kv_geometry(), self.force)?;
-        let mut notices: Vec<Notice> = doubt.map(Notice::Model).into_iter().collect();
+        notices.extend(doubt.map(Notice::Model));
+        if file.header.version < BANDS_VERSION {
+            notices.push(Notice::OldRotations {
+                rotations: name.clone(),
+                version: file.header.version,
+                model: identity.name.clone(),
+                used: None,
+            });
+        }
         let mut file = match config.rope.layout {
             RopeLayout::Halves => file,
             RopeLayout::Interleaved => interleaved::to_interleaved(&file, config.rope.rotary_dim),
@@ -134,6 +150,8 @@ pub struct AvailableRotations {
     pub origin: RotationOrigin,
     /// The header of the file: what it was made for.
     pub header: RotationHeader,
+    /// Whether the file has bands; without them `int2` has scalar codes.
+    pub has_bands: bool,
     /// Size of the file.
     pub bytes: u64,
 }
@@ -184,15 +202,16 @@ pub fn available(folder: &Path) -> Vec<Result<AvailableRotations, RotationError>
     };
     paths.sort();
     let cached = paths.into_iter().map(|path| {
-        let header = safetensors::read_header(&path)?;
+        let FileSummary { header, has_bands } = safetensors::read_summary(&path)?;
         let bytes = path.metadata().map_err(|error| RotationError::io(&path, "read", error))?.len();
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        Ok(AvailableRotations { name, origin: RotationOrigin::Cached(path), header, bytes })
+        Ok(AvailableRotations { name, origin: RotationOrigin::Cached(path), header, has_bands, bytes })
     });
     let shipped = SHIPPED.iter().map(|shipped| {
-        let header = safetensors::parse_header(Path::new(shipped.name), shipped.bytes)?;
+        let FileSummary { header, has_bands } =
+            safetensors::parse_summary(Path::new(shipped.name), shipped.bytes)?;
         let (name, bytes) = (shipped.name.to_owned(), shipped.bytes.len() as u64);
-        Ok(AvailableRotations { name, origin: RotationOrigin::Shipped(shipped), header, bytes })
+        Ok(AvailableRotations { name, origin: RotationOrigin::Shipped(shipped), header, has_bands, bytes })
     });
     cached.chain(shipped).collect()
 }
@@ -202,9 +221,18 @@ fn is_ours(path: &Path) -> bool {
     !hidden && path.extension().is_some_and(|ending| ending == "safetensors")
 }
 
-/// Rotations made for the model with this fingerprint, the newest of the cache first. Files that cannot be read are
-/// passed over with a warning.
-pub fn find(folder: &Path, model_fingerprint: &str) -> Option<AvailableRotations> {
+/// The rotations that are taken for a model.
+#[derive(Clone, Debug)]
+pub struct Choice {
+    /// The file that is taken.
+    pub taken: AvailableRotations,
+    /// The newest file of the cache, if it was not taken because it has no bands.
+    pub passed_over: Option<AvailableRotations>,
+}
+
+/// Rotations made for the model with this fingerprint: the newest of the cache, then those that ship. Files of the cache
+/// without bands lose against those that ship with them. Files that cannot be read are passed over with a warning.
+pub fn find(folder: &Path, model_fingerprint: &str) -> Option<Choice> {
     let fits =
         |found: &AvailableRotations| found.header.model_fingerprint.as_deref() == Some(model_fingerprint);
     let mut found: Vec<AvailableRotations> = Vec::new();
@@ -222,7 +250,12 @@ pub fn find(folder: &Path, model_fingerprint: &str) -> Option<AvailableRotations
         }
         RotationOrigin::Shipped(_) => (true, std::cmp::Reverse(None)),
     });
-    found.into_iter().next()
+    let shipped_has_bands =
+        found.iter().any(|file| matches!(file.origin, RotationOrigin::Shipped(_)) && file.has_bands);
+    let index = found.iter().position(|file| file.has_bands || !shipped_has_bands)?;
+    // The first is what would have been taken.
+    let passed_over = (index > 0).then(|| found[0].clone());
+    Some(Choice { taken: found.swap_remove(index), passed_over })
 }
 
 /// Whether rotations may be used with a model. Sizes must fit; another model is refused unless `force`. What

@@ -77,6 +77,17 @@ pub enum Notice {
         /// What came without: a rotation file, or the model.
         of: String,
     },
+    /// Rotations are of an earlier version of the format and have no bands.
+    OldRotations {
+        /// Name of the rotations.
+        rotations: String,
+        /// The version of their file.
+        version: u32,
+        /// Name of the model.
+        model: String,
+        /// Name of the rotations that are used in their place; none if the old ones are used.
+        used: Option<String>,
+    },
     /// Rotations may not be those of this model.
     Model(String),
 }
@@ -101,6 +112,20 @@ impl fmt::Display for Notice {
             }
             Notice::MeansEstimated { of } => {
                 write!(f, "{of}: mean keys are estimated from {MEAN_TOKENS} tokens of generated prose")
+            }
+            Notice::OldRotations { rotations, version, model, used: Some(used) } => {
+                write!(
+                    f,
+                    "{rotations} (version {version}) has no bands, so the rotations {used} that ship with the program \
+                     are used; `oscar calibrate {model}` makes yours anew, --rotations FILE uses them as they are"
+                )
+            }
+            Notice::OldRotations { rotations, version, model, used: None } => {
+                write!(
+                    f,
+                    "{rotations} (version {version}) has no bands, so history is in scalar codes; `oscar calibrate \
+                     {model}` makes a file that has them"
+                )
             }
             Notice::Model(text) => f.write_str(text),
         }
@@ -132,6 +157,12 @@ impl CachePlan {
     ) -> Result<CachePlan, RotationError> {
         let mut notices = found.map(|found| found.notices.clone()).unwrap_or_default();
         let kind = decide(options.dtype, found, &identity.name, &mut notices);
+        // Other types of cache have no bands, and whoever names an encoder does not ask for them.
+        let bands_wanted = match kind {
+            CacheType::Int2 => options.encoder.encoder == Int2Encoder::Auto,
+            kind => kind == CacheType::Int15,
+        };
+        notices.retain(|notice| bands_wanted || !matches!(notice, Notice::OldRotations { .. }));
         let geometry = model.config().kv_geometry();
         let codec = match (kind, found) {
             (CacheType::Bf16 | CacheType::Auto, _) => None,

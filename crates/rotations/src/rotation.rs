@@ -13,6 +13,9 @@ use super::limits::{HEAD_DIM_LIMIT, HEAD_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORT
 /// The version of our own format that is written. Earlier ones are read.
 pub const FORMAT_VERSION: u32 = 3;
 
+/// The first version whose files have bands.
+pub const BANDS_VERSION: u32 = 3;
+
 /// Rotations of each layer by layer id.
 pub type RotationSet = BTreeMap<usize, LayerRotations>;
 

@@ -68,15 +68,24 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<RotationFile, RotationError> {
     Ok(file)
 }
 
-/// Reads only the header of a file.
-pub fn read_header(path: &Path) -> Result<RotationHeader, RotationError> {
-    let mapped = map(path)?;
-    Contents::open(path, mapped.as_ref().as_ref())?.header()
+/// What can be known of a file without reading its matrices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FileSummary {
+    /// Where the rotations come from and what they were made for.
+    pub header: RotationHeader,
+    /// Whether all keys have bands.
+    pub has_bands: bool,
 }
 
-/// As [`read_header`], from memory.
-pub fn parse_header(path: &Path, bytes: &[u8]) -> Result<RotationHeader, RotationError> {
-    Contents::open(path, bytes)?.header()
+/// Reads only what is known of a file without its matrices.
+pub fn read_summary(path: &Path) -> Result<FileSummary, RotationError> {
+    let mapped = map(path)?;
+    Contents::open(path, mapped.as_ref().as_ref())?.summary()
+}
+
+/// As [`read_summary`], from memory.
+pub fn parse_summary(path: &Path, bytes: &[u8]) -> Result<FileSummary, RotationError> {
+    Contents::open(path, bytes)?.summary()
 }
 
 fn map(path: &Path) -> Result<oscar_kernels::backend::SharedBytes, RotationError> {
@@ -183,6 +192,14 @@ impl<'a> Contents<'a> {
             seed: self.text("seed").map(|_| self.number("seed")).transpose()?,
             created_by: optional("created_by").unwrap_or_default(),
         })
+    }
+
+    fn summary(&self) -> Result<FileSummary, RotationError> {
+        let count =
+            |ending: &str| self.metadata.tensors().keys().filter(|name| name.ends_with(ending)).count();
+        let bands = count(".keys.head.bands");
+        let has_bands = bands > 0 && bands == count(".keys.head.rotation");
+        Ok(FileSummary { header: self.header()?, has_bands })
     }
 
     fn rules(&self) -> Result<StoredRules, RotationError> {

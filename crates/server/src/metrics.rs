@@ -84,10 +84,15 @@ impl Metrics {
     }
 
     /// All metrics in the text format of Prometheus.
-    pub(crate) fn text(&self, info: &EngineInfo, stats: &EngineStats) -> Result<String, std::fmt::Error> {
+    pub(crate) fn text(
+        &self,
+        info: &EngineInfo,
+        stats: &EngineStats,
+        device_failed: bool,
+    ) -> Result<String, std::fmt::Error> {
         let mut text = String::with_capacity(16 << 10);
         encode_registry(&mut text, &self.registry)?;
-        encode_registry(&mut text, &engine_registry(&self.model, info, stats))?;
+        encode_registry(&mut text, &engine_registry(&self.model, info, stats, device_failed))?;
         encode_eof(&mut text)?;
         Ok(text)
     }
@@ -117,7 +122,7 @@ fn ratio(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }
 
-fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Registry {
+fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats, device_failed: bool) -> Registry {
     let mut registry = labelled(model);
     for (name, help, value) in [
         ("sglang:num_running_reqs", "Answers in progress", (stats.running + stats.prefilling) as f64),
@@ -129,6 +134,11 @@ fn engine_registry(model: &str, info: &EngineInfo, stats: &EngineStats) -> Regis
         ("oscar_kv_bits_per_element", "Bits per stored key or value element", info.bits_per_element),
         ("oscar_prefix_tree_pages", "Full pages in the prefix tree", stats.cache.tree_pages as f64),
         ("oscar_prefix_tree_warm_pages", "Sealed pages that are in bf16 too", stats.cache.warm_pages as f64),
+        (
+            "oscar_device_failed",
+            "1 when the device has failed and no request is answered",
+            f64::from(device_failed),
+        ),
     ] {
         registry.register(name, help, ConstGauge::new(value));
     }
@@ -233,7 +243,7 @@ mod tests {
         stats.cached_tokens = 4;
         stats.cache.exact.free = 7;
         stats.cache.host = HostStats { sealed_pages: 9, sealed_used: 4, restored: 3, ..HostStats::default() };
-        let text = metrics.text(&info, &stats).unwrap();
+        let text = metrics.text(&info, &stats, false).unwrap();
         for (name, value) in [
             ("sglang:num_running_reqs", "3.0"),
             ("sglang:num_queue_reqs", "2.0"),
@@ -244,6 +254,7 @@ mod tests {
             ("oscar_kv_bits_per_element", "2.5"),
             ("oscar_kv_demoted_pages_total", "6"),
             ("oscar_host_restored_pages_total", "3"),
+            ("oscar_device_failed", "0.0"),
         ] {
             assert_eq!(series(&text, name), Some(value), "{text}");
         }

@@ -48,9 +48,7 @@ pub(crate) struct AnswerStream {
 impl AnswerStream {
     /// Hands the prompts of a request to the engine. If it refuses one, none of them is answered.
     pub(crate) fn submit(app: &Arc<AppState>, asked: Vec<PromptRequest>) -> Result<AnswerStream, ApiError> {
-        if app.is_draining() {
-            return Err(ApiError::shutting_down());
-        }
+        app.check_serving()?;
         let (sender, events) = mpsc::unbounded_channel();
         let begun = Instant::now();
         let mut answers = AnswerStream {

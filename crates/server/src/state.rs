@@ -77,6 +77,15 @@ impl AppState {
         self.draining.load(Ordering::SeqCst)
     }
 
+    /// Says why no request can be served any more, if so: the device has failed, or the server is shutting down.
+    pub(crate) fn check_serving(&self) -> Result<(), ApiError> {
+        match self.engine.failure() {
+            Some(failure) => Err(failure.into()),
+            None if self.is_draining() => Err(ApiError::shutting_down()),
+            None => Ok(()),
+        }
+    }
+
     /// Builds the grammar factory for this model's vocabulary, which is done when the first request needs it.
     pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
         GrammarFactory::new(self.model.tokenizer())

@@ -12,4 +12,4 @@ mod tiny_model;
 
 pub use hash_backend::{FaultCounts, FaultRates, HashBackend, HashBuffer, HashCache, HashStep};
 pub use skipped::skipped;
-pub use tiny_model::{tiny_model, tiny_model_with, tiny_sliding_model};
+pub use tiny_model::{tiny_global_model, tiny_model, tiny_model_with, tiny_sliding_model};

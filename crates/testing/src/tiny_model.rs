@@ -38,6 +38,21 @@ pub fn tiny_model_with<B: Backend>(
     tiny_model_from(name, context, backend, |config| config, change)
 }
 
+/// The fixture of this name with room for `context` tokens and without sliding windows, as most published models of a family
+/// are.
+pub fn tiny_global_model<B: Backend>(name: &str, context: usize, backend: Arc<B>) -> Arc<LoadedModel<B>> {
+    let change = |config: String| match config.find("\"sliding_window\": ") {
+        None => config,
+        Some(at) => {
+            let end = config[at..].find([',', '\n']).map_or(config.len(), |length| at + length);
+            config.replace(&config[at..end], "\"sliding_window\": null")
+        }
+    };
+    let model = tiny_model_from(name, context, backend, change, |_| ());
+    assert_eq!(model.config().window(0), None);
+    model
+}
+
 fn tiny_model_from<B: Backend>(
     name: &str,
     context: usize,

@@ -22,7 +22,7 @@ pub struct CudaAttentionBench {
     pub kernels: Option<PathBuf>,
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// KV heads.
+    /// The number of KV heads.
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
@@ -42,14 +42,14 @@ pub struct CudaAttentionBench {
     pub deterministic: bool,
     /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
-    /// Timed passes.
+    /// The number of passes that are timed.
     pub repeat: usize,
 }
 
 /// Pages of a segment in deterministic mode.
 const FIXED_PAGES: usize = 32;
 
-/// One measurement.
+/// The result of one measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct CudaAttentionRow {
     kind: &'static str,
@@ -146,6 +146,7 @@ pub fn roofline(rows: &[CudaAttentionRow]) -> String {
 
 /// Why attention could not be measured.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CudaBenchError {
     /// There are no pages of this shape.
     #[error(transparent)]
@@ -156,9 +157,9 @@ pub enum CudaBenchError {
     /// The query heads do not divide among the KV heads.
     #[error("{q_heads} query heads do not divide among {kv_heads} KV heads")]
     Heads {
-        /// Query heads.
+        /// The number of query heads.
         q_heads: usize,
-        /// KV heads.
+        /// The number of KV heads.
         kv_heads: usize,
     },
     /// More pages than the card has memory for.
@@ -166,9 +167,9 @@ pub enum CudaBenchError {
         "{needed} MB of pages do not fit the {free} MB that are free on the card: fewer sequences or tokens"
     )]
     Memory {
-        /// Megabytes of pages.
+        /// Megabytes that the pages need.
         needed: usize,
-        /// Megabytes free.
+        /// Megabytes that are free on the card.
         free: usize,
     },
 }

@@ -36,11 +36,11 @@ pub struct CudaCodecBench {
     pub pages: usize,
     /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
-    /// Timed passes.
+    /// The number of passes that are timed.
     pub repeat: usize,
 }
 
-/// One measurement.
+/// The result of one measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct CudaCodecRow {
     kind: &'static str,

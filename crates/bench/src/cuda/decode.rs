@@ -121,7 +121,9 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
     let pages = case.tokens.div_ceil(PAGE_TOKENS);
     let history_end = match case.shape.sealed {
         PageLayout::Bf16(_) => 0,
-        _ => pages.saturating_sub(1 + case.recent_pages),
+        PageLayout::Codes(_) | PageLayout::Fp8(_) | PageLayout::Banded(_) => {
+            pages.saturating_sub(1 + case.recent_pages)
+        }
     };
     let is_sealed = |page: usize| (case.sink_pages..history_end).contains(&page);
     let sealed_pages = (0..pages).filter(|&page| is_sealed(page)).count();
@@ -141,9 +143,10 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
         .collect();
     let sequences: Vec<DecodeSequence<'_>> = tables
         .iter()
-        .map(|(exact, sealed)| {
+        .enumerate()
+        .map(|(row, (exact, sealed))| {
             let (tokens, sink_pages) = (case.tokens, case.sink_pages);
-            DecodeSequence { tokens, sink_pages, history_end, exact, sealed }
+            DecodeSequence { row, tokens, sink_pages, history_end, exact, sealed }
         })
         .collect();
     let mut plan = kernel.plan(case.split, &sequences)?;
@@ -171,10 +174,15 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
     let mut out = device.stream().clone_htod(&vec![f32::NAN; numbers])?;
     let mut launch = |layer: usize| {
         let (offset, stride) = view(0, &exact, pages - sealed_pages, layer);
-        let exact = PoolView { memory: &exact, offset, stride, scratch: None };
+        let exact = PoolView { memory: &exact, first: 0, offset, stride, scratch: None };
         let (offset, stride) = view(1, &sealed, sealed_pages, layer);
-        let sealed =
-            (sealed_pages > 0).then_some(PoolView { memory: &sealed, offset, stride, scratch: None });
+        let sealed = (sealed_pages > 0).then_some(PoolView {
+            memory: &sealed,
+            first: 0,
+            offset,
+            stride,
+            scratch: None,
+        });
         kernel.launch(&mut plan, exact, sealed, &device_queries, scale, &mut out)
     };
     launch(0)?;

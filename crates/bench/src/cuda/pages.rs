@@ -56,7 +56,7 @@ pub fn measure_sealing(
     let layers = 0..geometry.layers;
     let seconds = replay(device, passes, || {
         lists.iter().try_for_each(|list| {
-            let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed };
+            let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed, first_sealed: 0 };
             sealer.launch(list, layers.clone(), slots, pools)
         })
     })?;

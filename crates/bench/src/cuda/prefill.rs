@@ -25,7 +25,7 @@ pub struct CudaPrefillBench {
     pub kernels: Option<PathBuf>,
     /// Query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// KV heads.
+    /// The number of KV heads.
     pub kv_heads: usize,
     /// Channels of a head.
     pub head_dim: usize,
@@ -39,11 +39,11 @@ pub struct CudaPrefillBench {
     pub formats: Vec<PageFormat>,
     /// Tokens read in bf16 at the start, in whole pages.
     pub sink_tokens: usize,
-    /// Timed passes.
+    /// The number of passes that are timed.
     pub repeat: usize,
 }
 
-/// One measurement.
+/// The result of one measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct CudaPrefillRow {
     kind: &'static str,
@@ -134,7 +134,7 @@ fn measure(
     let sink = bench.sink_tokens.div_ceil(PAGE_TOKENS);
     let history_end = match sealed {
         PageLayout::Bf16(_) => 0,
-        _ => start / PAGE_TOKENS,
+        PageLayout::Codes(_) | PageLayout::Fp8(_) | PageLayout::Banded(_) => start / PAGE_TOKENS,
     };
     let is_sealed = |page: usize| (sink..history_end).contains(&page);
     let mut random = Random::new(11);
@@ -155,7 +155,7 @@ fn measure(
         samples.each_ref().map(|pages_| pages_.fill(device, (pages + 1) * kv_heads));
     let (exact_pool, sealed_pool) = (exact_pool?, sealed_pool?);
     fn view<'a>(memory: &'a cudarc::driver::CudaSlice<u8>, order: &PageOrder, heads: usize) -> PoolView<'a> {
-        PoolView { memory, offset: 0, stride: order.page_bytes() * heads, scratch: None }
+        PoolView { memory, first: 0, offset: 0, stride: order.page_bytes() * heads, scratch: None }
     }
     let pools = PrefillPools {
         exact: view(&exact_pool, &orders[0], kv_heads),

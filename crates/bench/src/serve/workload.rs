@@ -33,12 +33,12 @@ pub struct Workload {
 pub enum Arrival {
     /// At random, so many a second, however long answers take.
     Poisson {
-        /// Requests per second.
+        /// The number of requests per second, on average.
         rate: f64,
     },
     /// Each client sends its next request when it has the answer to the one before.
     Closed {
-        /// Clients.
+        /// The number of clients that wait for their answers.
         clients: usize,
     },
 }

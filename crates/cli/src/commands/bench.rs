@@ -1,7 +1,9 @@
 //! `oscar bench`: speed on this machine.
 
 mod attention;
+mod calibration;
 mod engine;
+mod experts;
 mod model;
 mod serve;
 
@@ -29,6 +31,8 @@ enum BenchCommand {
     Model(model::ModelBenchArguments),
     Codec(CodecBenchArguments),
     Attention(attention::AttentionBenchArguments),
+    Experts(experts::ExpertsBenchArguments),
+    Calibrate(calibration::CalibrationBenchArguments),
     Engine(engine::EngineBenchArguments),
     Serve(serve::ServeBenchArguments),
 }
@@ -85,12 +89,12 @@ struct CodecBenchArguments {
     json: bool,
 }
 
-/// A number from 1 to `limit`, so that a slip does not ask for all memory.
+/// A number from 1 to `limit`, so that a slip does not take all memory.
 fn at_most(limit: u64) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=limit)
 }
 
-/// `8192` or `8k`.
+/// A number of tokens, such as `8192` or `8k`.
 fn tokens(text: &str) -> Result<usize, String> {
     let (digits, factor) = text.strip_suffix(['k', 'K']).map_or((text, 1), |digits| (digits, 1024));
     positive(digits)?.checked_mul(factor).ok_or_else(|| "is too large".to_owned())
@@ -167,6 +171,8 @@ impl BenchArguments {
             BenchCommand::Model(arguments) => arguments.run(),
             BenchCommand::Codec(arguments) => arguments.run(),
             BenchCommand::Attention(arguments) => arguments.run(),
+            BenchCommand::Experts(arguments) => arguments.run(),
+            BenchCommand::Calibrate(arguments) => arguments.run(),
             BenchCommand::Engine(arguments) => arguments.run(),
             BenchCommand::Serve(arguments) => arguments.run(),
         }

@@ -9,8 +9,8 @@ use oscar_rotations::Certificate;
 use crate::calibration::{Recipe, cached_path, certify};
 use crate::device::OnDevice;
 use crate::failure::Failure;
+use crate::named_model::NamedModelArguments;
 use crate::output::print_text;
-use crate::subject::SubjectArguments;
 
 /// Make the rotations, means and rounding rules of the 2-bit cache for a model, and a certificate of what to expect.
 #[derive(Debug, Args)]
@@ -24,7 +24,7 @@ use crate::subject::SubjectArguments;
     up again by the same command. Without -o the file goes to the cache, where every command finds it.")]
 pub(crate) struct CalibrateArguments {
     #[command(flatten)]
-    subject: SubjectArguments,
+    named: NamedModelArguments,
 
     #[command(flatten)]
     recipe: Recipe,
@@ -52,7 +52,7 @@ impl CalibrateArguments {
             return Err(Failure::new(format!("{}: no such folder", folder.display()))
                 .with_fix("create it, or choose another --output"));
         }
-        self.subject.device.clone().run(false, self)
+        self.named.device.clone().run(false, self)
     }
 }
 
@@ -60,13 +60,13 @@ impl OnDevice for CalibrateArguments {
     type Output = ();
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
-        let subject = self.subject.load(backend)?;
+        let named = self.named.load(backend)?;
         let (output, certificate) = match (&self.certify, &self.output) {
-            (Some(path), _) => (path.clone(), certify(&subject, path)?),
+            (Some(path), _) => (path.clone(), certify(&named, path)?),
             (None, output) => {
-                let output = output.clone().map_or_else(|| cached_path(&subject), Ok)?;
-                let corpus = self.recipe.corpus(&subject)?;
-                let certificate = self.recipe.calibrate(&subject, &corpus, &output)?;
+                let output = output.clone().map_or_else(|| cached_path(&named), Ok)?;
+                let corpus = self.recipe.corpus(&named)?;
+                let certificate = self.recipe.calibrate(&named, &corpus, &output)?;
                 (output, certificate)
             }
         };

@@ -3,7 +3,7 @@
 use std::io::{self, BufRead, IsTerminal, Write};
 
 use clap::Args;
-use oscar_engine::{Engine, FinishReason, GenerateOptions, Summary};
+use oscar_engine::{Engine, FinishReason, GenerateOptions, Serve, Summary};
 use oscar_kernels::{Backend, Inspect};
 use oscar_model::SamplingDefaults;
 use oscar_model::files::FileError;
@@ -117,8 +117,8 @@ impl OnDevice for ChatArguments {
                 }
                 command if is_command(command) => eprintln!("Unknown command {command}.\n{HELP}"),
                 text => match chat.turn(text, &options) {
-                    // A question that does not fit is no reason to end a conversation.
-                    Err(failure @ Failure::Error { .. }) if terminal => {
+                    // A question that does not fit is no reason to end a conversation; a device that has failed is.
+                    Err(failure @ Failure::Error { .. }) if terminal && chat.engine.failure().is_none() => {
                         chat.conversation.take_back();
                         failure.report();
                         eprintln!("Type /reset to start again.");

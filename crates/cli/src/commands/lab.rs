@@ -13,7 +13,7 @@ use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::http::HttpArguments;
 use crate::lab::{ReadingArguments, check_context};
-use crate::subject::SubjectArguments;
+use crate::named_model::NamedModelArguments;
 
 /// Serve any codec of the lab, for evaluation harnesses.
 #[derive(Debug, Args)]
@@ -40,7 +40,7 @@ enum LabCommand {
     base_url=http://127.0.0.1:30000/v1/chat/completions,model=smollm2")]
 struct LabServeArguments {
     #[command(flatten)]
-    subject: SubjectArguments,
+    named: NamedModelArguments,
 
     #[arg(long, value_name = "CODEC", help = format!("Codec of the lab: {HELP}"))]
     kv: String,
@@ -66,7 +66,7 @@ impl LabArguments {
 
 impl LabServeArguments {
     fn run(self) -> Result<(), Failure> {
-        self.subject.device.clone().run(true, self)
+        self.named.device.clone().run(true, self)
     }
 }
 
@@ -75,12 +75,12 @@ impl OnDevice for LabServeArguments {
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let listener = self.http.open()?;
-        let subject = self.subject.load(backend)?;
+        let named = self.named.load(backend)?;
         if let Some(context) = self.context {
-            check_context(&subject, context)?;
+            check_context(&named, context)?;
         }
-        let codec = self.reading.codec(&subject, &self.kv)?;
-        let bits = codec.bits_per_element(subject.model.config().head_dim);
+        let codec = self.reading.codec(&named, &self.kv)?;
+        let bits = codec.bits_per_element(named.model.config().head_dim);
         let options = EngineOptions {
             context: self.context,
             max_running: 1,
@@ -88,7 +88,7 @@ impl OnDevice for LabServeArguments {
             ..EngineOptions::default()
         };
         let windows = self.reading.windows();
-        let model = Arc::clone(&subject.model);
+        let model = Arc::clone(&named.model);
         let engine = Engine::with_attention(Arc::clone(&model), &options, |slots| {
             CodecAttention::new(&model, codec, windows, slots)
         })?;
@@ -97,6 +97,6 @@ impl OnDevice for LabServeArguments {
              the memory of bf16. One request at a time, no prefix sharing.",
             self.kv
         );
-        self.http.serve(listener, &subject, Arc::new(engine), None)
+        self.http.serve(listener, &named, Arc::new(engine), None)
     }
 }

@@ -17,7 +17,7 @@ use clap::Subcommand;
 
 use crate::failure::Failure;
 
-/// What the user asked for.
+/// The command that the user gave.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Chat(chat::ChatArguments),
@@ -35,7 +35,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// Does it.
+    /// Runs the command until it is done.
     pub(crate) fn run(self) -> Result<(), Failure> {
         match self {
             Command::Chat(arguments) => arguments.run(),

@@ -19,10 +19,10 @@ use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::free_memory::free_bytes;
 use crate::http::HttpArguments;
-use crate::kv::Settled;
+use crate::kv::ChosenCache;
 use crate::loading::{EngineArguments, start};
+use crate::named_model::NamedModel;
 use crate::output::binary_bytes;
-use crate::subject::Subject;
 use oscar_kernels::backend::Feature;
 use oscar_kernels::{Backend, Inspect};
 
@@ -81,7 +81,7 @@ pub(crate) struct ServeArguments {
           value_parser = share, conflicts_with = "kv_memory")]
     mem_fraction_static: Option<f64>,
 
-    /// Precisions of history that requests may ask for (`kv_precision`), such as high,bf16: high is 4 bits beside int2. The
+    /// Precisions of history that requests may choose (`kv_precision`), such as high,bf16: high is 4 bits beside int2. The
     /// type of the cache is always one of them [default: only that].
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
     kv_tiers: Vec<KvTier>,
@@ -133,10 +133,10 @@ impl ServeArguments {
     fn serve<B: Inspect>(&self, model: &ModelArguments, backend: B) -> Result<(), Failure> {
         let listener = self.http.open()?;
         let publisher = self.events.publisher(listener.runtime())?;
-        let subject = self.engine.load_model(model, backend)?;
-        let settled = self.engine.kv.settle(&subject)?;
-        let options = self.engine_options(&subject, &settled)?;
-        let engine = Arc::new(start(&subject, &options, &settled)?);
+        let named = self.engine.load_model(model, backend)?;
+        let chosen = self.engine.kv.settle(&named)?;
+        let options = self.engine_options(&named, &chosen)?;
+        let engine = Arc::new(start(&named, &options, &chosen)?);
         let mut events = None;
         if let Some(publisher) = publisher {
             if !engine.info().prefix_cache {
@@ -146,26 +146,26 @@ impl ServeArguments {
             let _context = listener.runtime().enter();
             publisher.start(engine.cache_events()).map_err(|error| Failure::new(error.to_string()))?;
         }
-        self.http.serve(listener, &subject, engine, events)
+        self.http.serve(listener, &named, engine, events)
     }
 
     fn engine_options<B: Backend>(
         &self,
-        subject: &Subject<B>,
-        settled: &Settled,
+        named: &NamedModel<B>,
+        chosen: &ChosenCache,
     ) -> Result<EngineOptions, Failure> {
         let mut options = EngineOptions {
             max_running: self.max_running_requests,
             max_queued: self.max_queued_requests,
-            ..self.engine.options(settled)
+            ..self.engine.options(chosen)
         };
         options.prefill_chunk = self.chunked_prefill_size.unwrap_or(options.prefill_chunk);
-        offer(&self.kv_tiers, settled.kind, &mut options.kv)?;
-        options.kv.host_memory = self.host_memory(subject, options.kv.prefix_tree)?;
+        offer(&self.kv_tiers, chosen.kind, &mut options.kv)?;
+        options.kv.host_memory = self.host_memory(named, options.kv.prefix_tree)?;
         if options.kv.memory.is_none() {
-            match self.room(subject)? {
-                Some(Room::Fixed(bytes)) => options.kv.memory = Some(bytes),
-                Some(Room::UpTo(bytes)) => options.kv.memory_limit = Some(bytes),
+            match self.cache_memory(named)? {
+                Some(CacheMemory::Fixed(bytes)) => options.kv.memory = Some(bytes),
+                Some(CacheMemory::UpTo(bytes)) => options.kv.memory_limit = Some(bytes),
                 None => {}
             }
         }
@@ -173,9 +173,9 @@ impl ServeArguments {
     }
 
     /// The bytes of the host for evicted pages.
-    fn host_memory<B: Backend>(&self, subject: &Subject<B>, prefix_tree: bool) -> Result<usize, Failure> {
+    fn host_memory<B: Backend>(&self, named: &NamedModel<B>, prefix_tree: bool) -> Result<usize, Failure> {
         let Some(bytes) = self.host_kv_memory.filter(|&bytes| bytes > 0) else { return Ok(0) };
-        if !subject.model.model().backend().supports(Feature::HostPages) {
+        if !named.model.model().backend().supports(Feature::HostPages) {
             return Err(Failure::new("--host-kv-memory: pages of the CPU are in the host's memory already")
                 .with_fix("leave it out, or give --device cuda"));
         }
@@ -197,10 +197,10 @@ impl ServeArguments {
     }
 
     /// The memory for the cache when nobody has said how much it is. The model is loaded by now.
-    fn room<B: Backend>(&self, subject: &Subject<B>) -> Result<Option<Room>, Failure> {
-        let weights = subject.weight_bytes;
+    fn cache_memory<B: Backend>(&self, named: &NamedModel<B>) -> Result<Option<CacheMemory>, Failure> {
+        let weights = named.weight_bytes;
         // Mapped weights are in the page cache, which counts as free; those on a card are there already.
-        let on_card = subject.model.model().backend().free_memory();
+        let on_card = named.model.model().backend().free_memory();
         let loaded = match self.engine.weights.weights {
             WeightPlace::Mapped if on_card.is_none() => 0,
             _ => weights,
@@ -208,7 +208,7 @@ impl ServeArguments {
         let free = on_card.map(|free| free as u64).or_else(free_bytes).map(|free| free + loaded);
         let Some(share) = self.mem_fraction_static else {
             let rest = free.and_then(|free| rest_for_cache(DEFAULT_SHARE, free, weights));
-            return Ok(rest.map(Room::UpTo));
+            return Ok(rest.map(CacheMemory::UpTo));
         };
         let Some(free) = free else {
             return Err(
@@ -216,7 +216,7 @@ impl ServeArguments {
             );
         };
         match rest_for_cache(share, free, weights) {
-            Some(rest) => Ok(Some(Room::Fixed(rest))),
+            Some(rest) => Ok(Some(CacheMemory::Fixed(rest))),
             None => Err(Failure::new(format!(
                 "{share} of the memory that is free is {}, and the weights alone have {}",
                 binary_bytes((free as f64 * share) as u64),
@@ -227,9 +227,9 @@ impl ServeArguments {
     }
 }
 
-/// Room for the cache and how it is used.
-enum Room {
-    /// All of it.
+/// Memory for the cache, and how it is used.
+enum CacheMemory {
+    /// The cache takes all of it.
     Fixed(usize),
     /// As much of it as the requests that may run have a use for.
     UpTo(usize),

@@ -12,12 +12,12 @@ use oscar_rotations::{CacheType, Int2Encoder};
 
 use crate::arguments::byte_size;
 use crate::failure::Failure;
+use crate::named_model::NamedModel;
 use crate::rotations::RotationArguments;
-use crate::subject::Subject;
 use crate::windows::{GivenWindows, whole_pages};
 use notices::contradiction;
 pub(crate) use notices::warn_without_effect;
-pub(crate) use settle::Settled;
+pub(crate) use settle::ChosenCache;
 
 /// How codes are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -141,24 +141,24 @@ impl KvArguments {
         KvArguments { kv_cache_dtype: Some(kind), ..self.clone() }
     }
 
-    /// The cache for a model. Rotations are found, or made on the spot if `int2` was asked for; options without effect
+    /// The cache for a model. Rotations are found, or made on the spot if `int2` was given; options without effect
     /// are named.
-    pub(crate) fn settle<B: Inspect>(&self, subject: &Subject<B>) -> Result<Settled, Failure> {
-        let settled = self.settle_quietly(subject)?;
-        warn_without_effect(self.without_effect(settled.kind), settled.kind.name());
-        Ok(settled)
+    pub(crate) fn settle<B: Inspect>(&self, named: &NamedModel<B>) -> Result<ChosenCache, Failure> {
+        let chosen = self.settle_quietly(named)?;
+        warn_without_effect(self.without_effect(chosen.kind), chosen.kind.name());
+        Ok(chosen)
     }
 
     /// [`Self::settle`] without a word about options, for those who try several types with the same ones.
-    pub(crate) fn settle_quietly<B: Inspect>(&self, subject: &Subject<B>) -> Result<Settled, Failure> {
+    pub(crate) fn settle_quietly<B: Inspect>(&self, named: &NamedModel<B>) -> Result<ChosenCache, Failure> {
         let windows = GivenWindows { sink: self.sink_tokens, recent: self.recent_tokens };
-        let mut settled = self.cache.settle(subject, self.kv_cache_dtype, windows)?;
-        settled.options.prefix_tree = !self.no_prefix_cache;
-        settled.options.tail = match self.prefix_tail.unwrap_or_default() {
+        let mut chosen = self.cache.settle(named, self.kv_cache_dtype, windows)?;
+        chosen.options.prefix_tree = !self.no_prefix_cache;
+        chosen.options.tail = match self.prefix_tail.unwrap_or_default() {
             PrefixTail::Recompute => TailPolicy::Recompute,
             PrefixTail::Sealed => TailPolicy::Sealed,
         };
-        Ok(settled)
+        Ok(chosen)
     }
 
     /// Options that change nothing for any of some types.

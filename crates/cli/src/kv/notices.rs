@@ -8,9 +8,9 @@ use crate::failure::Failure;
 /// What an option needs to matter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// 2-bit codes.
+    /// The option has an effect on 2-bit codes only.
     Int2,
-    /// Sealed pages of any type.
+    /// The option has an effect on sealed pages of any type.
     Sealed,
 }
 

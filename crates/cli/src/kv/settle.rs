@@ -10,13 +10,13 @@ use oscar_rotations::{
 use super::CacheArguments;
 use crate::calibration;
 use crate::failure::Failure;
-use crate::published::Published;
-use crate::subject::Subject;
+use crate::named_model::NamedModel;
+use crate::sglang_variables::SglangVariables;
 use crate::windows::GivenWindows;
 
 /// The cache that was chosen for a model.
 #[derive(Clone, Debug)]
-pub(crate) struct Settled {
+pub(crate) struct ChosenCache {
     /// Settings of the cache for the engine.
     pub(crate) options: KvOptions,
     /// The cache type that was chosen; never `auto`.
@@ -29,30 +29,30 @@ impl CacheArguments {
     /// The cache of the type `asked` for, or of the best that is possible.
     pub(crate) fn settle<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         asked: Option<CacheType>,
         windows: GivenWindows,
-    ) -> Result<Settled, Failure> {
-        let published = Published::from_environment()?;
-        let mut options = self.options(windows.pages(&published))?;
+    ) -> Result<ChosenCache, Failure> {
+        let variables = SglangVariables::from_environment()?;
+        let mut options = self.options(windows.pages(&variables))?;
         let cache = CacheOptions {
             dtype: asked.unwrap_or_default(),
             encoder: EncoderOptions {
                 encoder: self.kv_encoder.unwrap_or_default().into(),
-                key_clip: self.k_clip.or(published.key_clip),
-                value_clip: self.v_clip.or(published.value_clip),
+                key_clip: self.k_clip.or(variables.key_clip),
+                value_clip: self.v_clip.or(variables.value_clip),
                 group: self.kv_cache_quant_group_size,
                 bf16_layers: self.kv_bf16_layers.clone(),
             },
-            rotations: match subject.random {
+            rotations: match named.random {
                 true => RotationSource { files: RotationFiles::Hadamard, force: false },
-                false => self.rotations.source_or_published(&published),
+                false => self.rotations.source_or_variables(&variables),
             },
         };
-        let settle = || CachePlan::settle(&subject.model, &subject.identity, &cache);
+        let settle = || CachePlan::settle(&named.model, &named.identity, &cache);
         let plan = match settle() {
             Err(RotationError::NoRotations { .. }) => {
-                calibrate(subject)?;
+                calibrate(named)?;
                 settle()?
             }
             plan => plan?,
@@ -65,15 +65,15 @@ impl CacheArguments {
             }
         }
         options.codec = plan.codec;
-        Ok(Settled { options, kind: plan.kind, source: plan.source })
+        Ok(ChosenCache { options, kind: plan.kind, source: plan.source })
     }
 }
 
 /// Makes the rotations that `int2` cannot do without.
-fn calibrate<B: Inspect>(subject: &Subject<B>) -> Result<(), Failure> {
-    let name = subject.name();
+fn calibrate<B: Inspect>(named: &NamedModel<B>) -> Result<(), Failure> {
+    let name = named.name();
     eprintln!("{name} has no rotations yet; calibrating once (`oscar calibrate {name} --help`)");
-    calibration::calibrate_into_cache(subject).map_err(|failure| {
+    calibration::calibrate_into_cache(named).map_err(|failure| {
         failure.with_fix(format!(
             "give --rotations FILE, calibrate on text of your own (`oscar calibrate {name} --data FILE`), or choose \
              another --kv-cache-dtype"

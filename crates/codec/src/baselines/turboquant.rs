@@ -27,7 +27,7 @@ pub struct TurboQuant {
 }
 
 impl TurboQuant {
-    /// The seed used when nobody asks for another.
+    /// The seed used unless another is given.
     pub const DEFAULT_SEED: u64 = 20_250_428;
 
     /// For heads of `head_dim` channels, with the rotation that `seed` gives.

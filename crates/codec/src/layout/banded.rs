@@ -35,7 +35,7 @@ pub const MOST_BANDS: usize = 4;
 /// Neighbouring channels of a row with codes of one width, and a scale of their own for each token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Band {
-    /// The first channel.
+    /// The first channel of the band.
     pub first: usize,
     /// Channels of the band, a multiple of 16.
     pub channels: usize,
@@ -48,7 +48,7 @@ pub struct Band {
 }
 
 impl Band {
-    /// The channels.
+    /// The channels of the band.
     pub fn range(&self) -> std::ops::Range<usize> {
         self.first..self.first + self.channels
     }

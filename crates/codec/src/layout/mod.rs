@@ -113,7 +113,7 @@ impl PageLayout {
 /// How transformed rows of one head and side become bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RowEncoder {
-    /// Rounded to bf16.
+    /// Rows are rounded to bf16.
     Bf16(Bf16Layout),
     /// Codes, with the rule that chooses the grid of a row.
     Codes(CodeRows),
@@ -193,7 +193,7 @@ pub struct KvGeometry {
     pub layers: usize,
     /// KV heads per layer.
     pub kv_heads: usize,
-    /// Channels per head.
+    /// The number of channels of a head.
     pub head_dim: usize,
 }
 

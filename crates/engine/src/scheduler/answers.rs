@@ -1,4 +1,4 @@
-//! The answers that were asked for: who listens, the text so far, and how the next token is sampled.
+//! The answers in progress: who listens, the text so far, and how the next token is sampled.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(super) struct Answers {
     contexts: Contexts,
 }
 
-/// One answer.
+/// An answer in progress.
 pub(super) struct Answer {
     pub(super) sink: SharedSink,
     pub(super) output: Output,
@@ -88,6 +88,11 @@ impl Answers {
     pub(super) fn sampling(&self, id: AnswerId) -> Sampling<'_> {
         let vocabulary = self.tokenizer.vocab_size();
         self.answers.get(&id).map(|answer| answer.output.setting(vocabulary)).unwrap_or_default()
+    }
+
+    /// How the token after the next one of an answer is sampled, if the next one makes no difference.
+    pub(super) fn sampling_after_next(&self, id: AnswerId) -> Option<Sampling<'static>> {
+        self.answers.get(&id)?.output.setting_after_next(self.tokenizer.vocab_size())
     }
 
     /// Hands out a sampled token and says what becomes of the answer.

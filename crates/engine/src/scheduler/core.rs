@@ -11,9 +11,10 @@ use oscar_model::LoadedModel;
 
 use super::answers::{Answer, Answers};
 use super::executor::{Executor, PromptOutput};
+use super::failure::{unless_fatal, unless_one_is_fatal};
 use super::pace::Pace;
 use super::plan::{AnswerId, Decision, Next, StepPlan};
-use super::policy::{NewRequest, Policy, PromptWants, Rules};
+use super::policy::{NewRequest, Policy, PromptWants, Rules, Step};
 use crate::attention::CustomAttention;
 use crate::budget::{Budget, Shape};
 use crate::draw::fresh_seed;
@@ -22,9 +23,8 @@ use crate::event::{Event, FinishReason};
 use crate::output::Output;
 use crate::pooling::HiddenRows;
 use crate::request::Request;
-use crate::serve::{EngineStats, SequenceView, SharedSink};
+use crate::serve::{Admission, EngineStats, SequenceView, SharedSink};
 use crate::settings::EngineOptions;
-use crate::sync::atomic::{AtomicUsize, Ordering};
 
 /// The fewest rows whose logits are computed at once where a prompt is scored. The output projection is the largest
 /// matrix of a small model, and every block of rows reads it once.
@@ -45,11 +45,13 @@ pub(crate) struct Submitted {
 /// The policy, the executor and the answers of an engine.
 pub(crate) struct Core<B: Backend> {
     model: Arc<LoadedModel<B>>,
-    policy: Policy,
+    pub(super) policy: Policy,
     executor: Executor<B>,
     answers: Answers,
-    /// Requests that wait to be admitted, as those who submit count them.
-    queued: Arc<AtomicUsize>,
+    /// What made the device useless, if something has: nothing is asked of it any more.
+    pub(super) failure: Option<Arc<EngineError>>,
+    /// Shared with those who submit, who count the requests that wait.
+    pub(super) admission: Arc<Admission>,
     counters: EngineStats,
     /// Bounds long prompts beside answers by time.
     pace: Option<Pace>,
@@ -61,12 +63,12 @@ pub(crate) struct Core<B: Backend> {
 }
 
 impl<B: Backend> Core<B> {
-    /// Plans the memory and makes the cache. `queued` is shared with those who submit, who count a request in; `attention`
-    /// is custom attention, if there is any.
+    /// Plans the memory and makes the cache. `admission` is shared with those who submit, who count a request in;
+    /// `attention` is custom attention, if there is any.
     pub(crate) fn build(
         model: Arc<LoadedModel<B>>,
         options: &EngineOptions,
-        queued: Arc<AtomicUsize>,
+        admission: Arc<Admission>,
         attention: Option<MakeAttention<'_, B>>,
     ) -> Result<(Core<B>, Budget), EngineError> {
         let config = model.config();
@@ -125,7 +127,8 @@ impl<B: Backend> Core<B> {
             executor: Executor::new(Arc::clone(&model), cache, activations, logit_rows, attention),
             answers: Answers::new(Arc::clone(model.tokenizer()), budget.contexts()),
             model,
-            queued,
+            admission,
+            failure: None,
             counters: EngineStats::default(),
             #[cfg(test)]
             demotions: Vec::new(),
@@ -161,6 +164,10 @@ impl<B: Backend> Core<B> {
             },
             generates: options.max_tokens != Some(0),
         });
+        // It came in at the last moment.
+        if let Some(cause) = &self.failure {
+            self.fail_everything(Arc::clone(cause));
+        }
     }
 
     /// Breaks off a request if it has not ended.
@@ -189,7 +196,7 @@ impl<B: Backend> Core<B> {
 
     /// Whether a turn would do anything.
     pub(crate) fn has_work(&self) -> bool {
-        self.policy.has_work()
+        self.failure.is_none() && self.policy.has_work()
     }
 
     /// The pages, to forget or to follow the prefix tree.
@@ -204,67 +211,76 @@ impl<B: Backend> Core<B> {
     }
 
     fn run_steps(&mut self) {
-        loop {
+        while self.failure.is_none() {
             let step = self.policy.next_step();
             // Whoever is admitted hears of it before its work is done.
             self.announce();
             let Some(step) = step else { return };
-            // What was evicted for it leaves before anything is written, and what it reads comes back.
-            let copies = self.policy.take_host_copies();
-            if !copies.is_empty()
-                && let Err(error) = self.executor.copy_host_pages(&copies)
-            {
-                self.policy.host_lost(error);
-                continue;
-            }
-            let plan = self.policy.plan(step);
-            let _span = tracing::trace_span!("step", kind = plan.kind()).entered();
-            match plan {
-                StepPlan::Seal(pages) => {
-                    let outcome = self.executor.seal(pages);
-                    self.policy.sealed(outcome);
-                }
-                StepPlan::Demote(pages) => {
-                    let outcome = self.executor.seal(pages);
-                    self.policy.demoted(outcome);
-                }
-                StepPlan::Decode(rows) => {
-                    let sampled = self.executor.decode(&rows, &mut self.answers);
-                    let ids = rows.iter().map(|row| row.answer);
-                    let outcomes = self.take_tokens_of(ids.collect(), sampled);
-                    self.policy.decoded(outcomes);
-                }
-                StepPlan::StartExtension(extension) => {
-                    let outcome = self.executor.start_extension(&extension);
-                    self.policy.extension_started(outcome);
-                }
-                StepPlan::PrefillChunk(chunk) => {
-                    let outcome = self.executor.prefill_chunk(&chunk);
-                    let request = self.policy.prompt_in_progress();
-                    let outcome = outcome.map(|computed| self.add_prompt_output(request, computed));
-                    self.policy.chunk_computed(outcome);
-                }
-                StepPlan::PrefillBatch(batch) => {
-                    let outcome = self.executor.prefill_batch(&batch);
-                    let pooled: Vec<AnswerId> = batch.hidden.iter().map(|&(answer, _)| answer).collect();
-                    let outcome = outcome.map(|rows| {
-                        for (answer, rows) in pooled.into_iter().zip(rows) {
-                            self.add_hidden(answer, &rows);
-                        }
-                    });
-                    self.policy.batch_computed(outcome);
-                }
-                StepPlan::SampleFirst(first) => {
-                    let sampled = self.executor.sample_first(&first, &mut self.answers);
-                    let outcomes = self.take_tokens_of(first.answers, sampled);
-                    self.policy.started(outcomes);
-                }
-                StepPlan::ReleasePrefill => {
-                    self.executor.release_prefill();
-                    self.policy.released();
-                }
+            if let Err(fatal) = self.run_step(step) {
+                self.fail_device(fatal);
             }
         }
+    }
+
+    /// Has a step carried out and reports its outcome to the policy. An error is one after which the device is of no use; all
+    /// others are part of the outcome.
+    fn run_step(&mut self, step: Step) -> Result<(), EngineError> {
+        // What was evicted for it leaves before anything is written, and what it reads comes back.
+        let copies = self.policy.take_host_copies();
+        if !copies.is_empty()
+            && let Err(error) = unless_fatal(self.executor.copy_host_pages(&copies))?
+        {
+            self.policy.host_lost(error);
+            return Ok(());
+        }
+        let plan = self.policy.plan(step);
+        let _span = tracing::trace_span!("step", kind = plan.kind()).entered();
+        match plan {
+            StepPlan::Seal(pages) => {
+                let outcome = unless_fatal(self.executor.seal(pages))?;
+                self.policy.sealed(outcome);
+            }
+            StepPlan::Demote(pages) => {
+                let outcome = unless_fatal(self.executor.seal(pages))?;
+                self.policy.demoted(outcome);
+            }
+            StepPlan::Decode(plan) => {
+                let sampled = unless_one_is_fatal(self.executor.decode(&plan, &mut self.answers))?;
+                let ids = plan.rows.iter().map(|row| row.answer);
+                let outcomes = self.take_tokens_of(ids.collect(), sampled);
+                self.policy.decoded(outcomes);
+            }
+            StepPlan::StartExtension(extension) => {
+                let outcome = unless_fatal(self.executor.start_extension(&extension))?;
+                self.policy.extension_started(outcome);
+            }
+            StepPlan::PrefillChunk(chunk) => {
+                let outcome = unless_fatal(self.executor.prefill_chunk(&chunk))?;
+                let request = self.policy.prompt_in_progress();
+                let outcome = outcome.map(|computed| self.add_prompt_output(request, computed));
+                self.policy.chunk_computed(outcome);
+            }
+            StepPlan::PrefillBatch(batch) => {
+                let outcome = unless_fatal(self.executor.prefill_batch(&batch))?;
+                let pooled: Vec<AnswerId> = batch.hidden.iter().map(|&(answer, _)| answer).collect();
+                let outcome = outcome.map(|rows| {
+                    for (answer, rows) in pooled.into_iter().zip(rows) {
+                        self.add_hidden(answer, &rows);
+                    }
+                });
+                self.policy.batch_computed(outcome);
+            }
+            StepPlan::SampleFirst(first) => {
+                let sampled = unless_one_is_fatal(self.executor.sample_first(&first, &mut self.answers))?;
+                let outcomes = self.take_tokens_of(first.answers, sampled);
+                self.policy.started(outcomes);
+            }
+            StepPlan::ReleasePrefill => {
+                self.executor.release_prefill();
+                self.policy.released();
+            }
+        }
+        Ok(())
     }
 }
 
@@ -298,7 +314,7 @@ impl<B: Backend> Core<B> {
     }
 
     /// Tells everybody what was decided about their requests.
-    fn announce(&mut self) {
+    pub(super) fn announce(&mut self) {
         for decision in self.policy.take_decisions() {
             match decision {
                 Decision::Admitted { answer, cached, was_queued } => {
@@ -306,7 +322,7 @@ impl<B: Backend> Core<B> {
                 }
                 Decision::PutBack { request } => {
                     tracing::trace!(request, "a request waits again");
-                    self.queued.fetch_add(1, Ordering::SeqCst);
+                    self.admission.add();
                 }
                 Decision::Dequeued { was_queued } => self.dequeue(was_queued),
                 Decision::Progress { request, done, total } => {
@@ -335,7 +351,7 @@ impl<B: Backend> Core<B> {
 
     fn dequeue(&self, was_queued: bool) {
         if was_queued {
-            self.queued.fetch_sub(1, Ordering::SeqCst);
+            self.admission.remove();
         }
     }
 
@@ -402,6 +418,12 @@ impl<B: Backend> Core<B> {
     #[cfg(test)]
     pub(super) fn force_demotions(&mut self, answer: AnswerId, demotions: &[(usize, usize)]) {
         self.policy.forced_demotions = demotions.iter().map(|&(at, end)| ((answer, at), end)).collect();
+    }
+
+    /// Decode steps whose tokens were computed before those of the step before them were known.
+    #[cfg(test)]
+    pub(super) fn taken_ahead(&self) -> u64 {
+        self.executor.taken_ahead
     }
 
     /// Counts the owners of every page anew and compares with the books. For tests, between turns.

@@ -7,6 +7,7 @@
 //! | `executor` | carries a plan out on a device: copies, seals, forward passes, sampling |
 //! | `answers` | the text, the sampling state and the listeners of every request |
 //! | `core` | the loop of plan, execution and report, without a thread |
+//! | `failure` | the end of all requests when the device fails for good |
 //! | `pace` | how much of a long prompt is computed between two tokens of running answers |
 //! | `worker` | the engine's thread: commands in, events and statistics out |
 //! | `cache_events` | tells one subscriber what changes in the prefix tree |
@@ -19,6 +20,7 @@ mod answers;
 mod cache_events;
 mod core;
 mod executor;
+mod failure;
 mod pace;
 mod plan;
 mod policy;

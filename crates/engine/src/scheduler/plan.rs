@@ -21,7 +21,7 @@ pub(crate) enum StepPlan<'a> {
     /// Seal pages of a history in bf16, all layers, so that their bf16 can be given back.
     Demote(&'a [SealPage]),
     /// Compute and sample one more token of every running answer.
-    Decode(Vec<DecodeRow<'a>>),
+    Decode(DecodePlan<'a>),
     /// Prepare the pages of a prompt, and its hidden states if it is going to be computed layer by layer.
     StartExtension(ExtensionPlan<'a>),
     /// Compute one chunk of a prompt through some layers.
@@ -48,6 +48,13 @@ impl StepPlan<'_> {
             StepPlan::ReleasePrefill => "release_prefill",
         }
     }
+}
+
+/// One more token of every running answer.
+pub(crate) struct DecodePlan<'a> {
+    pub(crate) rows: Vec<DecodeRow<'a>>,
+    /// As far as anybody knows the next step is of the same answers: none is about to join them.
+    pub(crate) goes_on: bool,
 }
 
 /// One running answer in a decode step.
@@ -95,7 +102,7 @@ pub(crate) struct ChunkPlan<'a> {
 /// What is read from the last hidden states of a chunk.
 #[derive(Clone, Default)]
 pub(crate) struct WantedRows<'a> {
-    /// Consecutive tokens whose probabilities are asked for.
+    /// Consecutive tokens whose probabilities are wanted.
     pub(crate) scored: &'a [u32],
     /// The row of the chunk that the first of them follows.
     pub(crate) scored_after: usize,
@@ -148,7 +155,7 @@ pub(crate) enum Decision {
     },
     /// A request that was admitted waits again and nothing was computed for it.
     PutBack { request: u64 },
-    /// A request that waited is cancelled.
+    /// A request that waited is cancelled or fails.
     Dequeued { was_queued: bool },
     /// A prompt is computed in part.
     Progress { request: u64, done: usize, total: usize },

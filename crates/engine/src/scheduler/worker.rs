@@ -8,8 +8,7 @@ use oscar_kv::CacheEvent;
 
 use super::cache_events::{RETRY_INTERVAL, Subscriber};
 use super::core::{Core, Submitted};
-use crate::serve::{EngineStats, KeptReply};
-use crate::sync::atomic::AtomicUsize;
+use crate::serve::{Admission, EngineStats, KeptReply};
 use crate::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use crate::sync::{Mutex, MutexGuard};
 
@@ -38,14 +37,13 @@ pub(crate) enum Command {
 /// What both sides of the channel see.
 pub(crate) struct Shared {
     pub(crate) commands: Sender<Command>,
-    /// Requests that wait to be admitted.
-    pub(crate) queued: Arc<AtomicUsize>,
+    pub(crate) admission: Arc<Admission>,
     stats: Mutex<EngineStats>,
 }
 
 impl Shared {
     pub(crate) fn new(commands: Sender<Command>) -> Shared {
-        Shared { commands, queued: Arc::default(), stats: Mutex::default() }
+        Shared { commands, admission: Arc::default(), stats: Mutex::default() }
     }
 
     pub(crate) fn stats(&self) -> MutexGuard<'_, EngineStats> {

@@ -66,12 +66,11 @@ fn chunks_do_not_change_answers() {
 }
 
 /// With pages that lose nothing to speak of, sealed or not, early or late, answers are those of a bf16 cache.
-#[cfg_attr(feature = "cuda-tests", ignore = "layers that stay bf16 are not read on a card")]
 #[test]
 fn windows_and_modes_agree_when_sealing_is_lossless() {
     let model = model(true);
     let plain = TestEngine::new(model.clone(), &fixed_options(&model, "bf16", None)).unwrap();
-    let expected = ask(&plain, &prompt(5, 400), &greedy(200)).tokens;
+    let expected = ask(&plain, &prompt(5, 400), &scored(greedy(200)));
     let geometry = model.config().kv_geometry();
     let layers: Vec<usize> = (0..geometry.layers).collect();
     let copies = oscar_codec::PageCodec::int4(geometry, None).unwrap().keep_bf16(&layers).unwrap();
@@ -84,11 +83,34 @@ fn windows_and_modes_agree_when_sealing_is_lossless() {
             options.kv.windows = oscar_codec::PageWindows { sink, recent };
             options.kv.prefill = prefill;
             let engine = TestEngine::new(model.clone(), &options).unwrap();
-            let tokens = ask(&engine, &prompt(5, 400), &greedy(200)).tokens;
-            assert_eq!(tokens, expected, "{sink} {recent} {prefill:?}");
+            let answer = ask(&engine, &prompt(5, 400), &scored(greedy(200)));
+            assert_same_but_for_ties(&answer, &expected, &format!("{sink} {recent} {prefill:?}"));
             assert_idle(&engine);
         }
     }
+}
+
+/// Recorded steps of so many answers multiply with unpacked matrices, as a prompt does that is computed in chunks between them.
+#[cfg(feature = "cuda-tests")]
+#[test]
+fn a_long_prompt_between_steps_of_many_answers_is_read_as_alone() {
+    let model = model(false);
+    let mut options = engine_options(&model, "int2", None);
+    (options.context, options.max_running, options.prefill_chunk) = (Some(2048), 80, 128);
+    options.kv.memory = Some(256 << 20);
+    options.kv.prefix_tree = false;
+    let engine = TestEngine::new(model.clone(), &options).unwrap();
+    let long = prompt(7, 1500);
+    let expected = ask(&engine, &long, &scored(greedy(20)));
+    let answers: Vec<_> =
+        (0..70).map(|seed| engine.answer(Request::new(prompt(seed, 20), greedy(300))).unwrap()).collect();
+    // By now their steps are recorded.
+    while engine.fresh_stats().running < 70 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let got = ask(&engine, &long, &scored(greedy(20)));
+    assert_same_but_for_ties(&got, &expected, "beside many answers");
+    answers.into_iter().for_each(|answer| assert_eq!(answer.wait().unwrap()[0].tokens.len(), 300));
 }
 
 #[test]

@@ -153,7 +153,6 @@ fn a_request_costs_no_more_than_its_pages() {
 }
 
 /// With pages that lose nothing, a prefix hit must change nothing either, whatever became of its window.
-#[cfg_attr(feature = "cuda-tests", ignore = "layers that stay bf16 are not read on a card")]
 #[test]
 fn cold_tails_are_computed_again_or_read_sealed() {
     let model = model(true);

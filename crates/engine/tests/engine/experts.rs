@@ -4,12 +4,10 @@ use oscar_engine::{EngineOptions, Request, Serve};
 
 use crate::support::*;
 
-const FIXTURES: [&str; 4] = ["qwen3-moe", "glm4-moe", "minimax-m2", "qwen3-moe-fp8-blocks"];
-
 /// Which experts a row goes to, and with what bits, does not depend on who else is there or how prompts are cut.
 #[test]
 fn a_batch_equals_one_by_one() {
-    for name in FIXTURES {
+    for name in EXPERTS {
         let model = model_with(name, 1024, true, |_| ());
         for format in ["int2", "band"] {
             let options = EngineOptions { context: Some(512), ..fixed_options(&model, format, Some(60)) };
@@ -41,10 +39,10 @@ fn a_row_without_scores_fails_alone() {
     const BROKEN: u32 = 7;
     let sound: Vec<u32> =
         prompt(1, 100).into_iter().map(|token| if token == BROKEN { 8 } else { token }).collect();
-    let whole = model_with("qwen3-moe", 512, true, |_| ());
+    let whole = model_with(EXPERTS[0], 512, true, |_| ());
     let options = fixed_options(&whole, "int2", None);
     let expected = ask(&TestEngine::new(whole, &options).unwrap(), &sound, &greedy(1)).tokens;
-    let broken = model_with("qwen3-moe", 512, true, |bytes| break_token(bytes, BROKEN as usize, 32));
+    let broken = model_with(EXPERTS[0], 512, true, |bytes| break_token(bytes, BROKEN as usize));
     let engine = TestEngine::new(broken, &options).unwrap();
     let bad: Vec<u32> = sound.iter().copied().chain([BROKEN]).collect();
     let answers =

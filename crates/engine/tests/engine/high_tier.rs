@@ -1,5 +1,4 @@
-//! Requests with their history in four bits of the same basis, beside those in two bits and in bf16. On the CPU: other
-//! devices have no such pages.
+//! Requests with their history in four bits of the same basis, beside those in two bits and in bf16.
 
 use std::sync::Arc;
 

@@ -5,15 +5,14 @@
 mod batching;
 mod cache_events;
 mod conversations;
-#[cfg(not(feature = "cuda-tests"))] // a card has no experts yet
 mod experts;
 mod generate;
-#[cfg(not(feature = "cuda-tests"))]
 mod high_tier;
+#[cfg(feature = "cuda-tests")]
+mod host_pages;
 mod mock;
 mod options;
 mod pressure;
-#[cfg(not(feature = "cuda-tests"))]
 mod sliding;
 mod stress;
 mod support;

@@ -227,13 +227,13 @@ fn determinism_needs_a_backend_that_has_it() {
 fn budgets_add_up_and_say_so() {
     let model = model(false);
     let geometry = model.config().kv_geometry();
+    let page = geometry.page_bytes(geometry.bf16());
     for format in FORMATS {
-        let memory = 4 << 20;
+        let memory = 128 * page;
         let mut options = engine_options(&model, format, None);
         options.kv.memory = Some(memory);
         let engine = TestEngine::new(model.clone(), &options).unwrap();
         let budget = engine.budget();
-        let page = geometry.page_bytes(geometry.bf16());
         assert!(budget.total_bytes() <= memory && budget.total_bytes() + 2 * page > memory, "{budget}");
         assert_eq!(budget.context, if format == "bf16" { 4096 } else { budget.context });
         let table = budget.to_string();

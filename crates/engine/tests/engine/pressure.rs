@@ -198,7 +198,7 @@ fn an_engine_that_goes_away_ends_its_answers() {
 /// A model whose token 7 is not a number: requests that read it fail, their neighbours do not.
 #[test]
 fn numbers_that_are_not_finite_fail_their_own_request_only() {
-    let damaged = model_with("qwen3", 2048, true, |bytes| break_token(bytes, 7, 64));
+    let damaged = model_with(FIXTURE, 2048, true, |bytes| break_token(bytes, 7));
     for format in FORMATS {
         let options = EngineOptions { context: Some(1024), ..fixed_options(&damaged, format, Some(100)) };
         let engine = TestEngine::new(damaged.clone(), &options).unwrap();
@@ -270,7 +270,7 @@ fn numbers_that_are_not_finite_fail_their_own_request_only() {
 /// tree has kept of them and whatever a new request would be content with.
 #[test]
 fn what_is_computed_again_is_read_as_it_was() {
-    let model = model(true);
+    let model = model_with("qwen3", 4096, true, |_| ());
     for (format, exact, pages) in
         [("bf16", true, 60), ("int2", true, 72), ("int2", false, 72), ("fp8", true, 100)]
     {
@@ -309,7 +309,7 @@ fn what_is_computed_again_is_read_as_it_was() {
 /// The same for an answer that began on pages of another request, which its prompt read sealed.
 #[test]
 fn what_began_on_a_hit_is_computed_again_after_it() {
-    let model = model(true);
+    let model = model_with("qwen3", 4096, true, |_| ());
     for (format, pages) in [("int2", 72), ("fp8", 100)] {
         for tail in [TailPolicy::Recompute, TailPolicy::Sealed] {
             let with = |pages| {

@@ -111,9 +111,8 @@ fn demotion_comes_before_preemption() {
 #[test]
 fn a_lone_request_that_may_be_demoted_fills_the_context() {
     let model = model(false);
-    let mut options =
-        EngineOptions { context: Some(1024), ..with_tier(engine_options(&model, "int2", None)) };
-    options.kv.memory = Some(1 << 20);
+    let options =
+        EngineOptions { context: Some(1024), ..with_tier(engine_options(&model, "int2", Some(32))) };
     let engine = TestEngine::new(model.clone(), &options).unwrap();
     let most = engine.info().bf16_context.unwrap();
     assert!(most < 1024, "{}", engine.budget());
@@ -145,10 +144,9 @@ fn what_cannot_be_is_refused() {
     assert!(ask(&with_tier(plain), demoted).starts_with("kv_demote is true, expected"));
 }
 
-#[cfg(not(feature = "cuda-tests"))]
 #[test]
 fn sliding_windows_have_one_tier() {
-    let model = sliding_model("gemma3", 130);
+    let model = sliding_model(SLIDING[0], 130);
     let options = with_tier(engine_options(&model, "int4", None));
     let error = TestEngine::new(model, &options).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("sliding windows"), "{error}");

@@ -14,21 +14,19 @@ use super::experts::{self, ExpertScratch, Experts};
 use super::heads::Heads;
 use super::isa::Isa;
 use super::memory::DisjointSlice;
-use super::outputs::projection;
+use super::outputs::{linear_into, norm_add, projection};
 use super::per_thread::PerThread;
 use super::pool::Pool;
 use super::project::{Input, Mode, ProjectScratch, Projection, Projector, WorkerScratch};
+use super::rows::{PARALLEL_VALUES, for_each_row};
 use super::step::Step;
 use super::store::Store;
 use super::tensors::{Matrix, Weight};
 use crate::backend::{
-    AttentionSpec, Backend, Batch, CacheSpec, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
+    AttentionSpec, Backend, Batch, CacheSpec, Draw, Feature, GatedMlp, KernelError, Linear, RmsNorm, Rope,
     RoutedMlp, Sampled, Sampling, SealPage, SealedSpec, StoredMatrix, expect,
 };
 use crate::sampling;
-
-/// Below this many values a loop over rows stays on the calling thread.
-pub(super) const PARALLEL_VALUES: usize = 16 * 1024;
 
 /// The CPU as a device.
 pub struct CpuBackend {
@@ -175,24 +173,6 @@ impl CpuBackend {
     }
 }
 
-/// Calls `body` with the index and values of every row of `out`, in parallel where it pays.
-pub(super) fn for_each_row(
-    pool: &Pool,
-    out: &mut [f32],
-    cols: usize,
-    body: impl Fn(usize, &mut [f32]) + Sync,
-) {
-    if out.len() < PARALLEL_VALUES {
-        return out.chunks_exact_mut(cols.max(1)).enumerate().for_each(|(row, values)| body(row, values));
-    }
-    let rows = out.len() / cols;
-    let target = DisjointSlice::new(out);
-    pool.for_each(rows, |row| {
-        // SAFETY: rows do not overlap and each index runs once.
-        body(row, unsafe { target.part(row * cols..(row + 1) * cols) });
-    });
-}
-
 /// Scratch holds no state between calls, so a panic in an earlier one does not matter.
 fn lock<T>(scratch: &Mutex<T>) -> MutexGuard<'_, T> {
     scratch.lock().unwrap_or_else(PoisonError::into_inner)
@@ -215,6 +195,8 @@ impl Backend for CpuBackend {
     type Buffer = Matrix;
     type Cache = Cache;
     type Step = Step;
+    /// They are drawn at once.
+    type Draws = Vec<Result<Sampled, KernelError>>;
 
     fn is_deterministic(&self) -> bool {
         self.fixed
@@ -430,7 +412,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), KernelError> {
         let rows = step.rows();
         let out = hidden.first_rows_mut("hidden rows", rows)?;
-        self.linear(x, rows, linear, out, &mut self.workspace().project, Mode::Add)
+        linear_into(&mut self.projector(&mut self.workspace().project), x, rows, linear, out, Mode::Add)
     }
 
     fn linear_norm_add(
@@ -445,8 +427,8 @@ impl Backend for CpuBackend {
         let (rows, cols) = (step.rows(), hidden.cols());
         let hidden = hidden.first_rows_mut("hidden rows", rows)?;
         output.resize(rows * cols, 0.0);
-        self.linear(x, rows, linear, output, project, Mode::Store)?;
-        self.norm_add(norm, output, cols, hidden)
+        linear_into(&mut self.projector(project), x, rows, linear, output, Mode::Store)?;
+        norm_add(self.isa, norm, output, cols, hidden)
     }
 
     fn gated_mlp(&self, step: &Step, mlp: &GatedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
@@ -473,7 +455,7 @@ impl Backend for CpuBackend {
         };
         output.resize(rows * cols, 0.0);
         self.projector(project).run(input, &down, output, Mode::Store)?;
-        self.norm_add(norm, output, cols, hidden)
+        norm_add(self.isa, norm, output, cols, hidden)
     }
 
     fn routed_mlp(&self, step: &Step, mlp: &RoutedMlp<Self>, hidden: &mut Matrix) -> Result<(), KernelError> {
@@ -505,11 +487,7 @@ impl Backend for CpuBackend {
         self.projector(&mut self.workspace().project).run(input, &[head], out, Mode::Store)
     }
 
-    fn sample(
-        &self,
-        logits: &Matrix,
-        settings: &[Sampling<'_>],
-    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
+    fn begin_draws(&self, logits: &Matrix, settings: &[Sampling<'_>]) -> Result<Self::Draws, KernelError> {
         let rows = logits.first_rows("logits", settings.len())?;
         let cols = logits.cols();
         let drawn: Vec<OnceLock<Result<Sampled, KernelError>>> =
@@ -518,5 +496,14 @@ impl Backend for CpuBackend {
             let _ = drawn[row].set(sampling::sample(&rows[row * cols..(row + 1) * cols], &settings[row]));
         });
         Ok(drawn.into_iter().map(|row| row.into_inner().expect("every row was drawn")).collect())
+    }
+
+    fn finish_draws(
+        &self,
+        draws: Self::Draws,
+        _: &Matrix,
+        _: &[Sampling<'_>],
+    ) -> Result<Vec<Draw>, KernelError> {
+        Ok(draws.into_iter().map(|sampled| Draw { sampled, passed_on: false }).collect())
     }
 }

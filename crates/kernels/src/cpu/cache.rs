@@ -127,7 +127,7 @@ impl Cache {
         })
     }
 
-    /// Sizes and formats.
+    /// The sizes and formats that the cache was made with.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }

@@ -6,12 +6,12 @@
 
 use std::ops::Range;
 
-use super::backend::{CpuBackend, for_each_row};
 use super::elementwise::{activate, rms_norm};
 use super::outputs::projection;
 use super::project::{Group, Input, Mode, Projection, Projector};
+use super::rows::for_each_row;
 use super::tensors::Weight;
-use crate::backend::{Activation, KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
+use crate::backend::{Activation, Backend, KernelError, RoutedMlp, SharedExpert, StoredMatrix, expect};
 use crate::routing::{Choice, RoutingRule, RoutingScratch};
 
 /// The same projection of all experts of a layer, each where it lies in the file.
@@ -78,10 +78,10 @@ struct Slots {
 }
 
 /// `hidden += mlp(hidden)` for rows of `cols` values.
-pub(super) fn routed_mlp(
+pub(super) fn routed_mlp<B: Backend<Weight = Weight, Experts = Experts>>(
     projector: &mut Projector<'_>,
     scratch: &mut ExpertScratch,
-    mlp: &RoutedMlp<CpuBackend>,
+    mlp: &RoutedMlp<B>,
     hidden: &mut [f32],
     cols: usize,
 ) -> Result<(), KernelError> {
@@ -130,9 +130,9 @@ pub(super) fn routed_mlp(
 }
 
 /// Chooses the experts of every row, and sorts rows by them.
-fn choose(
+fn choose<B: Backend<Weight = Weight, Experts = Experts>>(
     projector: &mut Projector<'_>,
-    mlp: &RoutedMlp<CpuBackend>,
+    mlp: &RoutedMlp<B>,
     normed: Input<'_>,
     chosen: &mut Chosen,
 ) -> Result<(), KernelError> {
@@ -152,9 +152,9 @@ fn choose(
     Ok(())
 }
 
-fn norm_rows(
+fn norm_rows<B: Backend<Weight = Weight, Experts = Experts>>(
     projector: &Projector<'_>,
-    mlp: &RoutedMlp<CpuBackend>,
+    mlp: &RoutedMlp<B>,
     hidden: &[f32],
     cols: usize,
     normed: &mut Vec<f32>,
@@ -191,10 +191,10 @@ fn combine(
     });
 }
 
-fn shared_expert(
+fn shared_expert<B: Backend<Weight = Weight>>(
     projector: &mut Projector<'_>,
     activation: Activation,
-    shared: &SharedExpert<CpuBackend>,
+    shared: &SharedExpert<B>,
     normed: Input<'_>,
     gate_up: &mut Vec<f32>,
     hidden: &mut [f32],

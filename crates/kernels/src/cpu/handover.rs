@@ -3,20 +3,20 @@
 use super::pool::pause;
 use super::sync::{AtomicBool, OnceLock, Ordering};
 
-/// Made once, read by all.
+/// A value that is made once and read by all threads.
 pub(super) struct Handover<T> {
     value: OnceLock<T>,
-    given_up: AtomicBool,
+    poisoned: AtomicBool,
 }
 
 impl<T> Handover<T> {
     pub(super) fn new() -> Handover<T> {
-        Handover { value: OnceLock::new(), given_up: AtomicBool::new(false) }
+        Handover { value: OnceLock::new(), poisoned: AtomicBool::new(false) }
     }
 
     /// Makes the value, unless it is there. A panic in `make` ends the waiting of the others.
     pub(super) fn make(&self, make: impl FnOnce() -> T) -> &T {
-        let unless_made = GiveUp(&self.given_up);
+        let unless_made = PoisonOnDrop(&self.poisoned);
         let value = self.value.get_or_init(make);
         std::mem::forget(unless_made);
         value
@@ -34,7 +34,7 @@ impl<T> Handover<T> {
             if let Some(value) = self.value.get() {
                 return Some(value);
             }
-            if self.given_up.load(Ordering::Relaxed) {
+            if self.poisoned.load(Ordering::Relaxed) {
                 return None;
             }
             pause(&mut spins);
@@ -46,10 +46,10 @@ impl<T> Handover<T> {
     }
 }
 
-/// Says so when it is dropped.
-struct GiveUp<'a>(&'a AtomicBool);
+/// Marks a handover as poisoned when it is dropped, which happens only if making the value panics.
+struct PoisonOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for GiveUp<'_> {
+impl Drop for PoisonOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }

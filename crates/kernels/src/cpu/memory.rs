@@ -121,7 +121,7 @@ fn merge_page(address: *mut libc::c_void) -> bool {
 /// Bytes of an ordinary page.
 #[cfg(target_os = "linux")]
 fn page_size() -> usize {
-    // SAFETY: asks for a constant of the system.
+    // SAFETY: reads a constant of the system.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).unwrap_or(4096).max(4096)
 }

@@ -21,6 +21,8 @@
 //! | `heads` | the shape of an attention layer |
 //! | `step` | tables of one step |
 //! | `experts` | mixtures of experts: rows sorted by the experts that they chose |
+//! | `outputs` | what a block adds to the residual stream |
+//! | `rows` | loops over the rows of a matrix |
 //! | `project`, `store`, `attend` | projections, page writes and attention over the pool |
 //! | `backend`, `inspect` | the traits, on all of these |
 
@@ -44,6 +46,7 @@ mod outputs;
 mod per_thread;
 pub mod pool;
 mod project;
+mod rows;
 mod simd;
 mod step;
 mod store;

@@ -5,17 +5,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Buffers that threads keep between tasks.
 ///
 /// They hold no state that outlives a task, so it does not matter if one has panicked.
-pub(super) struct PerThread<T>(Vec<Apart<Mutex<T>>>);
+pub(super) struct PerThread<T>(Vec<CachePadded<Mutex<T>>>);
 
 /// Something that one thread uses while others use its neighbours. Caches fetch lines in pairs, and what two cores write to
 /// the same pair passes between them.
 #[derive(Default)]
 #[repr(align(128))]
-pub(super) struct Apart<T>(pub(super) T);
+pub(super) struct CachePadded<T>(pub(super) T);
 
 impl<T: Default> PerThread<T> {
     pub(super) fn new(threads: usize) -> PerThread<T> {
-        PerThread((0..threads).map(|_| Apart::default()).collect())
+        PerThread((0..threads).map(|_| CachePadded::default()).collect())
     }
 }
 

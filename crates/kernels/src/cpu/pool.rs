@@ -12,54 +12,54 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use super::sync::{
-    AtomicBool, AtomicU32, AtomicU64, Builder, JoinHandle, Mutex, Ordering, Patience, Thread, UnsafeCell,
+    AtomicBool, AtomicU32, AtomicU64, Builder, JoinHandle, Mutex, Ordering, SpinLimit, Thread, UnsafeCell,
     fence, park, spin_loop, yield_now,
 };
 
-/// States of a [`Seat`]. The caller opens it and, when it has no more work, closes it again unless it is taken.
+/// States of a [`ThreadSlot`]. The caller opens it and, when it has no more work, closes it again unless it is taken.
 const CLOSED: u32 = 0;
 /// There is a region, and the worker may take part.
 const OPEN: u32 = 1;
-/// The worker takes part. It closes the seat when it leaves.
+/// The worker takes part. It closes the slot when it leaves.
 const TAKEN: u32 = 2;
-/// The pool ends.
+/// The pool ends, and the worker leaves.
 const ENDED: u32 = 3;
 
 /// A region of work: called with the index of each thread that takes part.
 type Region = dyn Fn(usize) + Sync;
 
 /// A thread's place in the present region. All that a worker needs to begin lies on one cache line, which is what
-/// passes between two cores; neighbouring seats are two lines apart, because lines are fetched in pairs.
+/// passes between two cores; neighbouring slots are two lines apart, because lines are fetched in pairs.
 #[repr(align(128))]
-struct Seat {
+struct ThreadSlot {
     state: AtomicU32,
     /// Whether the worker has parked or is about to.
     sleeping: AtomicBool,
     panicked: AtomicBool,
     /// Tasks of this thread's share.
-    run: Run,
-    /// The present region. Written only while the seat is closed.
+    tasks: TaskRange,
+    /// The present region. Written only while the slot is closed.
     region: UnsafeCell<Option<*const Region>>,
 }
 
-// SAFETY: `region` is written only by the thread that holds `Pool::lead`, while the seat is closed. A worker reads it
-// only between taking the open seat, whose opening comes after the write, and closing it. The pointer is to a `Sync`
-// closure that outlives the region, because `run` does not return before every seat is closed.
-unsafe impl Sync for Seat {}
+// SAFETY: `region` is written only by the thread that holds `Pool::lead`, while the slot is closed. A worker reads it
+// only between taking the open slot, whose opening comes after the write, and closing it. The pointer is to a `Sync`
+// closure that outlives the region, because `run` does not return before every slot is closed.
+unsafe impl Sync for ThreadSlot {}
 // SAFETY: as above; nothing in it is tied to a thread.
-unsafe impl Send for Seat {}
+unsafe impl Send for ThreadSlot {}
 
 /// Tasks that are left of a thread's share.
-struct Run(AtomicU64);
+struct TaskRange(AtomicU64);
 
-impl Run {
-    fn empty() -> Run {
-        Run(AtomicU64::new(0))
+impl TaskRange {
+    fn empty() -> TaskRange {
+        TaskRange(AtomicU64::new(0))
     }
 
     fn set(&self, tasks: Range<usize>) {
         assert!(u32::try_from(tasks.end).is_ok(), "{} tasks", tasks.end);
-        self.0.store(Run::pack(tasks.start as u64, tasks.end as u64), Ordering::Relaxed);
+        self.0.store(TaskRange::pack(tasks.start as u64, tasks.end as u64), Ordering::Relaxed);
     }
 
     fn pack(start: u64, end: u64) -> u64 {
@@ -68,18 +68,18 @@ impl Run {
 
     /// Takes the first task, as the thread it belongs to.
     fn first(&self) -> Option<usize> {
-        self.take(|start, end| (start, Run::pack(start + 1, end)))
+        self.take(|start, end| (start, TaskRange::pack(start + 1, end)))
     }
 
     /// Takes the last task, as another thread: what is left stays in one piece.
     fn last(&self) -> Option<usize> {
-        self.take(|start, end| (end - 1, Run::pack(start, end - 1)))
+        self.take(|start, end| (end - 1, TaskRange::pack(start, end - 1)))
     }
 
     fn take(&self, choose: impl Fn(u64, u64) -> (u64, u64)) -> Option<usize> {
         let mut taken = 0;
-        let left = |run: u64| {
-            let (start, end) = (run >> 32, run & u64::from(u32::MAX));
+        let left = |range: u64| {
+            let (start, end) = (range >> 32, range & u64::from(u32::MAX));
             (start < end).then(|| {
                 let (task, rest) = choose(start, end);
                 taken = task;
@@ -93,7 +93,7 @@ impl Run {
 /// A fixed set of worker threads.
 pub struct Pool {
     /// One per thread; the first is the caller's.
-    seats: Arc<[Seat]>,
+    slots: Arc<[ThreadSlot]>,
     workers: Vec<(JoinHandle<()>, Thread)>,
     /// Held by the thread that runs a region: regions of one pool never overlap.
     lead: Mutex<()>,
@@ -102,23 +102,23 @@ pub struct Pool {
 impl Pool {
     /// A pool of `threads` threads, the caller included; fewer if the system cannot start so many.
     pub fn new(threads: usize) -> Pool {
-        let seat = || Seat {
+        let slot = || ThreadSlot {
             state: AtomicU32::new(CLOSED),
             sleeping: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
-            run: Run::empty(),
+            tasks: TaskRange::empty(),
             region: UnsafeCell::new(None),
         };
-        let seats: Arc<[Seat]> = (0..threads.max(1)).map(|_| seat()).collect();
+        let slots: Arc<[ThreadSlot]> = (0..threads.max(1)).map(|_| slot()).collect();
         let start = |index| {
-            let seats = Arc::clone(&seats);
+            let slots = Arc::clone(&slots);
             let builder = Builder::new().name(format!("oscar-{index}"));
-            let handle = builder.spawn(move || work(&seats[index], index)).ok()?;
+            let handle = builder.spawn(move || work(&slots[index], index)).ok()?;
             let thread = handle.thread().clone();
             Some((handle, thread))
         };
         let workers = (1..threads.max(1)).map_while(start).collect();
-        Pool { seats, workers, lead: Mutex::new(()) }
+        Pool { slots, workers, lead: Mutex::new(()) }
     }
 
     /// Threads the system lets this process use.
@@ -131,7 +131,7 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Calls `task` for every index in `0..tasks`. Each thread has a run of them, because neighbouring tasks read
+    /// Calls `task` for every index in `0..tasks`. Each thread has a range of them, because neighbouring tasks read
     /// neighbouring memory, and helps others when it is done, so that uneven tasks and a busy core balance out.
     pub fn for_each(&self, tasks: usize, task: impl Fn(usize) + Sync) {
         self.for_each_worker(tasks, |_, index| task(index));
@@ -140,13 +140,13 @@ impl Pool {
     /// [`Self::for_each`] with the index of the thread as first argument, for buffers that each thread keeps.
     pub fn for_each_worker(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
         let threads = self.threads();
-        self.for_each_in_runs(tasks, |thread| tasks * (thread + 1) / threads, task, |_| {});
+        self.for_each_in_ranges(tasks, |thread| tasks * (thread + 1) / threads, task, |_| {});
     }
 
-    /// [`Self::for_each_worker`] where the run of a thread ends before task `end(thread)`, and begins where the one of the
+    /// [`Self::for_each_worker`] where the range of a thread ends before task `end(thread)`, and begins where the one of the
     /// thread before it ends; the last one must end with the last task. Every thread that takes part calls `after` with its
     /// index once it finds no more task to begin: others may still be at theirs, but none is left that nobody has begun.
-    pub fn for_each_in_runs(
+    pub fn for_each_in_ranges(
         &self,
         tasks: usize,
         end: impl Fn(usize) -> usize,
@@ -157,14 +157,14 @@ impl Pool {
             (0..tasks).for_each(|index| task(0, index));
             return after(0);
         }
-        let seats = &self.seats[..self.threads()];
-        assert_eq!(end(seats.len() - 1), tasks, "the last run ends with the last task");
+        let slots = &self.slots[..self.threads()];
+        assert_eq!(end(slots.len() - 1), tasks, "the last range ends with the last task");
         self.run(&|thread| end(thread).min(tasks), &|worker| {
-            while let Some(index) = seats[worker].run.first() {
+            while let Some(index) = slots[worker].tasks.first() {
                 task(worker, index);
             }
-            for other in 1..seats.len() {
-                while let Some(index) = seats[(worker + other) % seats.len()].run.last() {
+            for other in 1..slots.len() {
+                while let Some(index) = slots[(worker + other) % slots.len()].tasks.last() {
                     task(worker, index);
                 }
             }
@@ -179,32 +179,32 @@ impl Pool {
         // A poisoned lock only says that an earlier region panicked; the pool itself is in order.
         let _lead = self.lead.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let threads = self.threads();
-        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `Seat`).
+        // SAFETY: only the lifetime changes; the region is not used after this function returns (see `ThreadSlot`).
         let erased: *const Region =
             unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static Region>(region) };
-        // Whoever comes first helps the others, so all runs are set before the first seat is opened.
+        // Whoever comes first helps the others, so all ranges are set before the first slot is opened.
         let mut start = 0;
-        for (thread, seat) in self.seats[..threads].iter().enumerate() {
+        for (thread, slot) in self.slots[..threads].iter().enumerate() {
             let end = end(thread).max(start);
-            seat.run.set(start..end);
+            slot.tasks.set(start..end);
             start = end;
-            // SAFETY: we hold `lead`, and the last region did not end before all seats were closed.
-            seat.region.with_mut(|region| unsafe { *region = Some(erased) });
+            // SAFETY: we hold `lead`, and the last region did not end before all slots were closed.
+            slot.region.with_mut(|region| unsafe { *region = Some(erased) });
         }
-        let others = &self.seats[1..threads];
-        others.iter().for_each(|seat| seat.state.store(OPEN, Ordering::Release));
-        // Either the worker sees the open seat before it parks, or we see that it sleeps.
+        let others = &self.slots[1..threads];
+        others.iter().for_each(|slot| slot.state.store(OPEN, Ordering::Release));
+        // Either the worker sees the open slot before it parks, or we see that it sleeps.
         fence(Ordering::SeqCst);
-        for (seat, (_, thread)) in others.iter().zip(&self.workers) {
-            if seat.sleeping.load(Ordering::Relaxed) {
+        for (slot, (_, thread)) in others.iter().zip(&self.workers) {
+            if slot.sleeping.load(Ordering::Relaxed) {
                 thread.unpark();
             }
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| region(0)));
         let mut panicked = false;
-        for seat in others {
-            close(seat);
-            panicked |= seat.panicked.swap(false, Ordering::Relaxed);
+        for slot in others {
+            close(slot);
+            panicked |= slot.panicked.swap(false, Ordering::Relaxed);
         }
         if let Err(panic) = outcome {
             resume_unwind(panic);
@@ -215,8 +215,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        for (seat, (handle, thread)) in self.seats[1..].iter().zip(self.workers.drain(..)) {
-            seat.state.store(ENDED, Ordering::SeqCst);
+        for (slot, (handle, thread)) in self.slots[1..].iter().zip(self.workers.drain(..)) {
+            slot.state.store(ENDED, Ordering::SeqCst);
             thread.unpark();
             // A worker catches panics of its regions, so joining cannot fail in a way that matters here.
             let _ = handle.join();
@@ -224,13 +224,13 @@ impl Drop for Pool {
     }
 }
 
-/// Closes a seat that nobody has taken, or waits until its worker has.
-fn close(seat: &Seat) {
-    if seat.state.compare_exchange(OPEN, CLOSED, Ordering::Acquire, Ordering::Acquire).is_ok() {
+/// Closes a slot that nobody has taken, or waits until its worker has.
+fn close(slot: &ThreadSlot) {
+    if slot.state.compare_exchange(OPEN, CLOSED, Ordering::Acquire, Ordering::Acquire).is_ok() {
         return;
     }
     let mut spins = 0u32;
-    while seat.state.load(Ordering::Acquire) == TAKEN {
+    while slot.state.load(Ordering::Acquire) == TAKEN {
         pause(&mut spins);
     }
 }
@@ -242,37 +242,37 @@ pub(super) fn pause(spins: &mut u32) {
     if spins.is_multiple_of(1024) { yield_now() } else { spin_loop() }
 }
 
-fn work(seat: &Seat, index: usize) {
-    while wait(seat) {
-        if seat.state.compare_exchange(OPEN, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_err() {
+fn work(slot: &ThreadSlot, index: usize) {
+    while wait(slot) {
+        if slot.state.compare_exchange(OPEN, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_err() {
             continue;
         }
-        // SAFETY: we have taken the seat, so the region was set before it opened and stays until we close it.
-        let region = seat.region.with(|region| unsafe { &*(*region).expect("an open seat has a region") });
+        // SAFETY: we have taken the slot, so the region was set before it opened and stays until we close it.
+        let region = slot.region.with(|region| unsafe { &*(*region).expect("an open slot has a region") });
         if catch_unwind(AssertUnwindSafe(|| region(index))).is_err() {
-            seat.panicked.store(true, Ordering::Relaxed);
+            slot.panicked.store(true, Ordering::Relaxed);
         }
-        seat.state.store(CLOSED, Ordering::Release);
+        slot.state.store(CLOSED, Ordering::Release);
     }
 }
 
-/// Waits for an open seat; `false` when the pool ends.
-fn wait(seat: &Seat) -> bool {
-    let mut patience = Patience::new();
+/// Waits for an open slot; `false` when the pool ends.
+fn wait(slot: &ThreadSlot) -> bool {
+    let mut limit = SpinLimit::new();
     loop {
-        match seat.state.load(Ordering::Relaxed) {
+        match slot.state.load(Ordering::Relaxed) {
             OPEN => return true,
             ENDED => return false,
             _ => {}
         }
-        if patience.is_over() {
-            seat.sleeping.store(true, Ordering::Relaxed);
+        if limit.reached() {
+            slot.sleeping.store(true, Ordering::Relaxed);
             fence(Ordering::SeqCst);
-            if seat.state.load(Ordering::Relaxed) == CLOSED {
-                // `unpark` before `park` makes `park` return at once, so a seat opened just now is not missed.
+            if slot.state.load(Ordering::Relaxed) == CLOSED {
+                // `unpark` before `park` makes `park` return at once, so a slot opened just now is not missed.
                 park();
             }
-            seat.sleeping.store(false, Ordering::Relaxed);
+            slot.sleeping.store(false, Ordering::Relaxed);
         } else {
             spin_loop();
         }
@@ -301,11 +301,11 @@ mod tests {
     }
 
     #[test]
-    fn uneven_runs_cover_every_index_once() {
+    fn uneven_ranges_cover_every_index_once() {
         let pool = Pool::new(3);
         for ends in [[0, 0, 7], [7, 7, 7], [1, 6, 7], [2, 2, 7]] {
             let counts: Vec<AtomicUsize> = (0..7).map(|_| AtomicUsize::new(0)).collect();
-            pool.for_each_in_runs(
+            pool.for_each_in_ranges(
                 7,
                 |thread| ends[thread],
                 |_, index| {
@@ -331,7 +331,7 @@ mod tests {
             for tasks in [0, 1, 2, 9] {
                 let (begun, callers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
                 let helped = AtomicBool::new(false);
-                pool.for_each_in_runs(
+                pool.for_each_in_ranges(
                     tasks,
                     // All tasks are the last thread's: others come to what follows only after they have helped.
                     |thread| if thread + 1 == threads { tasks } else { 0 },
@@ -359,22 +359,25 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_taken_from_both_ends() {
-        let run = Run::empty();
-        run.set(3..7);
-        assert_eq!([run.first(), run.last(), run.last(), run.first()], [Some(3), Some(6), Some(5), Some(4)]);
-        assert_eq!((run.first(), run.last()), (None, None));
-        run.set(5..5);
-        assert_eq!(run.first(), None);
+    fn a_range_is_taken_from_both_ends() {
+        let range = TaskRange::empty();
+        range.set(3..7);
+        assert_eq!(
+            [range.first(), range.last(), range.last(), range.first()],
+            [Some(3), Some(6), Some(5), Some(4)]
+        );
+        assert_eq!((range.first(), range.last()), (None, None));
+        range.set(5..5);
+        assert_eq!(range.first(), None);
     }
 
     #[test]
     fn two_threads_share_a_run_without_a_gap() {
-        let (run, tasks) = (Run::empty(), if cfg!(miri) { 500 } else { 200_000 });
-        run.set(0..tasks);
+        let (range, tasks) = (TaskRange::empty(), if cfg!(miri) { 500 } else { 200_000 });
+        range.set(0..tasks);
         let taken: Vec<Vec<usize>> = std::thread::scope(|scope| {
-            let own = scope.spawn(|| std::iter::from_fn(|| run.first()).collect());
-            let other = scope.spawn(|| std::iter::from_fn(|| run.last()).collect());
+            let own = scope.spawn(|| std::iter::from_fn(|| range.first()).collect());
+            let other = scope.spawn(|| std::iter::from_fn(|| range.last()).collect());
             [own, other].map(|thread| thread.join().unwrap()).into()
         });
         assert!(taken[0].iter().copied().eq(0..taken[0].len()));

@@ -44,9 +44,9 @@ const TASKS_PER_THREAD: usize = 8;
 /// What happens to a result.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Overwrite the output.
+    /// The products replace what is in the output.
     Store,
-    /// Add to the output.
+    /// The products are added to what is in the output.
     Add,
 }
 
@@ -203,7 +203,7 @@ impl Projector<'_> {
                 activations.make(compute);
             }
         };
-        self.pool.for_each_in_runs(tasks, end, body, after);
+        self.pool.for_each_in_ranges(tasks, end, body, after);
         if let Some((x, quantised)) = activations.into_inner() {
             (self.scratch.rows, self.scratch.quantised) = (x, quantised);
         }

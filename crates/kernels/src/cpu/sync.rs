@@ -35,20 +35,20 @@ impl<T> UnsafeCell<T> {
     }
 }
 
-/// Says when a worker that finds nothing to do should park.
-pub(super) struct Patience {
+/// How long a worker that finds nothing to do spins before it should park.
+pub(super) struct SpinLimit {
     since: Instant,
     spins: u32,
 }
 
-impl Patience {
-    pub(super) fn new() -> Patience {
-        Patience { since: Instant::now(), spins: 0 }
+impl SpinLimit {
+    pub(super) fn new() -> SpinLimit {
+        SpinLimit { since: Instant::now(), spins: 0 }
     }
 
     /// Counts one more look that found nothing. The clock is read only now and then, because that takes longer than a look.
     #[inline]
-    pub(super) fn is_over(&mut self) -> bool {
+    pub(super) fn reached(&mut self) -> bool {
         self.spins = self.spins.wrapping_add(1);
         self.spins.is_multiple_of(256) && self.since.elapsed() > SPIN
     }

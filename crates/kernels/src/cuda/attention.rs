@@ -3,13 +3,11 @@
 //! [`DecodeAttention`] is the kernel for one shape of heads and one format of sealed pages. A [`Plan`] cuts a batch into
 //! work, once per step; [`DecodeAttention::launch`] runs it for a layer.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
-use cudarc::driver::{
-    CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, ValidAsZeroBits,
-};
-use oscar_codec::PageLayout;
+use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::device::{Device, launch_overlapping};
 use super::error::CudaError;
@@ -17,12 +15,17 @@ use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
 use super::tuning::{DecodeShape, SharedMemory, Tuning};
 
-/// Pages of one layer in device memory: head `h` of slot `s` at `offset + s·stride + h·page bytes`.
+/// What memory for results of parts is called in errors.
+const PARTIALS: &str = "partial results of attention";
+
+/// Pages of one layer in device memory: head `h` of slot `s` at `offset + (s - first)·stride + h·page bytes`.
 #[derive(Clone, Copy)]
 pub struct PoolView<'a> {
     /// The memory of the pool.
     pub memory: &'a CudaSlice<u8>,
-    /// Where the layer's part of slot 0 lies.
+    /// The number of the first slot.
+    pub first: usize,
+    /// Where the layer's part of the first slot lies.
     pub offset: usize,
     /// From one slot to the next.
     pub stride: usize,
@@ -42,18 +45,28 @@ pub struct ScratchView<'a> {
 }
 
 impl PoolView<'_> {
-    /// Address of slot 0, if `slots` slots of `bytes` lie inside.
-    pub(super) fn address(&self, device: &Device, slots: usize, bytes: usize) -> Result<u64, CudaError> {
+    /// The address that slot 0 has or would have, if `slots` of `bytes` lie inside.
+    pub(super) fn address(
+        &self,
+        device: &Device,
+        slots: &Range<usize>,
+        bytes: usize,
+    ) -> Result<u64, CudaError> {
         if !self.offset.is_multiple_of(16) || !self.stride.is_multiple_of(16) {
             return Err(CudaError::Unsupported("pages lie on multiples of 16 bytes".into()));
         }
         if u32::try_from(self.stride).is_err() {
             return Err(CudaError::Unsupported("slots of a pool that are 4 GB apart".into()));
         }
-        let slots = self.scratch.map_or(slots, |scratch| slots.min(scratch.first));
-        let end = slots.checked_sub(1).map_or(Some(0), |last| {
-            last.checked_mul(self.stride)?.checked_add(self.offset)?.checked_add(bytes)
-        });
+        let end = self.scratch.map_or(slots.end, |scratch| slots.end.min(scratch.first));
+        let end = match slots.start < end {
+            // A slot before the first one lies nowhere.
+            true if slots.start < self.first => None,
+            true => (end - 1 - self.first)
+                .checked_mul(self.stride)
+                .and_then(|at| at.checked_add(self.offset)?.checked_add(bytes)),
+            false => Some(0),
+        };
         match end {
             Some(end) if end <= self.memory.len() => {}
             _ => {
@@ -64,7 +77,8 @@ impl PoolView<'_> {
                 });
             }
         }
-        Ok(self.memory.device_ptr(device.stream()).0 + self.offset as u64)
+        let first = self.memory.device_ptr(device.stream()).0 + self.offset as u64;
+        Ok(first.wrapping_sub((self.first * self.stride) as u64))
     }
 }
 
@@ -125,7 +139,7 @@ impl DevicePlan {
             self.arrivals.device_ptr(stream).0,
             self.layout as u64,
             self.plan.table_width as u64,
-            self.plan.sequences as u64,
+            self.plan.rows as u64,
         ]
     }
 }
@@ -277,10 +291,6 @@ impl DecodeAttention {
         split: Split,
         sequences: &[DecodeSequence<'_>],
     ) -> Result<(), CudaError> {
-        let none = matches!(self.shape.sealed, PageLayout::Bf16(_));
-        if none && sequences.iter().any(|sequence| sequence.history_end > sequence.sink_pages) {
-            return Err(CudaError::Unsupported("sealed pages for a kernel of bf16 pages".into()));
-        }
         let mut layout = 0;
         let mut shape = self.plan_shape(layout);
         let mut plan = Plan::new(&shape, split, sequences)?;
@@ -301,14 +311,14 @@ impl DecodeAttention {
         let device = &self.device;
         device.upload(bytemuck::cast_slice::<_, u8>(&plan.segments), &mut on_device.segments)?;
         device.upload(&plan.table, &mut on_device.table)?;
-        at_least(device, &mut on_device.partial_values, partials * rows * self.shape.head_dim)?;
-        at_least(device, &mut on_device.partial_states, partials * rows * 2)?;
-        at_least(device, &mut on_device.arrivals, plan.first_partial.len())?;
+        device.grow(&mut on_device.partial_values, partials * rows * self.shape.head_dim, PARTIALS)?;
+        device.grow(&mut on_device.partial_states, partials * rows * 2, PARTIALS)?;
+        device.grow(&mut on_device.arrivals, plan.first_partial.len(), PARTIALS)?;
         (on_device.plan, on_device.shape, on_device.layout) = (plan, shape, layout);
         Ok(())
     }
 
-    /// Attention of one query token per sequence. `queries` and `out` are `[sequence][query head][channel]`, queries in
+    /// Attention of one query token per sequence, in the row of each. `queries` and `out` are `[row][query head][channel]`, queries in
     /// the basis of the pages and not scaled; `scale` is that of the logits.
     pub fn launch(
         &self,
@@ -323,7 +333,7 @@ impl DecodeAttention {
         self.launch_and_undo(plan, exact, sealed, queries, stride, scale, None, out)
     }
 
-    /// The same, with outputs turned back into the basis of values, and queries of sequences `query_stride` numbers apart.
+    /// The same, with outputs turned back into the basis of values, and queries of rows `query_stride` numbers apart.
     pub fn launch_and_undo(
         &self,
         plan: &mut DevicePlan,
@@ -338,7 +348,7 @@ impl DecodeAttention {
         self.attend(plan, exact, sealed, queries, query_stride, scale, undo, None, out)
     }
 
-    /// The same; `totals` gets the logarithm (base 2) of the sum of each row's weights, `[sequence][query head]`.
+    /// The same; `totals` gets the logarithm (base 2) of the sum of each row's weights, `[row][query head]`.
     pub(super) fn attend(
         &self,
         plan: &mut DevicePlan,
@@ -352,10 +362,10 @@ impl DecodeAttention {
         out: &mut CudaSlice<f32>,
     ) -> Result<(), CudaError> {
         let DecodeShape { head_dim, kv_heads, group, .. } = self.shape;
-        let numbers = plan.plan.sequences * kv_heads * group * head_dim;
         let row = kv_heads * group * head_dim;
-        let last = plan.plan.sequences.saturating_sub(1) * query_stride.max(row) + row;
-        let rows = plan.plan.sequences * kv_heads * group;
+        let numbers = plan.plan.rows * row;
+        let last = plan.plan.rows.saturating_sub(1) * query_stride.max(row) + row;
+        let rows = plan.plan.rows * kv_heads * group;
         let room = totals.as_ref().map_or(rows, |totals| totals.len());
         for (what, expected, got) in [
             ("queries", last, queries.len()),
@@ -372,19 +382,21 @@ impl DecodeAttention {
         if plan.shape != self.plan_shape(plan.layout) {
             return Err(CudaError::Unsupported("a plan for another kernel".into()));
         }
-        if plan.plan.sequences == 0 {
+        if plan.plan.rows == 0 {
             return Ok(());
         }
         let stream = self.device.stream();
         let bytes = |order: &PageOrder| order.page_bytes() * kv_heads;
-        let slots = plan.plan.slots;
+        let [exact_slots, sealed_slots] = &plan.plan.slots;
         let sealed_pool = match sealed {
-            Some(pool) => (pool.address(&self.device, slots[1], bytes(&self.orders[1]))?, pool.stride as u32),
-            None if slots[1] == 0 => (0, 0),
+            Some(pool) => {
+                (pool.address(&self.device, sealed_slots, bytes(&self.orders[1]))?, pool.stride as u32)
+            }
+            None if sealed_slots.is_empty() => (0, 0),
             None => return Err(CudaError::Unsupported("sealed pages without a pool of them".into())),
         };
         if let Some(scratch) = exact.scratch {
-            let expected = slots[0].saturating_sub(scratch.first) * scratch.stride;
+            let expected = exact_slots.end.saturating_sub(scratch.first) * scratch.stride;
             if scratch.memory.len() < expected || scratch.stride < bytes(&self.orders[0]) {
                 let got = scratch.memory.len();
                 return Err(CudaError::Shape { what: "bytes of scratch pages", expected, got });
@@ -397,7 +409,7 @@ impl DecodeAttention {
         let arguments = Arguments {
             queries: queries.device_ptr(stream).0,
             query_stride: query_stride as i64,
-            exact_pool: exact.address(&self.device, slots[0], bytes(&self.orders[0]))?,
+            exact_pool: exact.address(&self.device, exact_slots, bytes(&self.orders[0]))?,
             sealed_pool: sealed_pool.0,
             exact_stride: exact.stride as u32,
             sealed_stride: sealed_pool.1,
@@ -418,8 +430,8 @@ impl DecodeAttention {
             group: group as i32,
             scale: scale * std::f32::consts::LOG2_E,
         };
-        // SAFETY: the plan names pages below `slots`, which were checked to lie inside the pools, partial results below
-        // `partials`, and rows below `sequences`; all of that has been allocated. One stream orders all uses, and the
+        // SAFETY: the plan names pages of `slots`, which were checked to lie inside the pools, partial results below
+        // `partials`, and rows below `rows`; all of that has been allocated. One stream orders all uses, and the
         // kernel waits for the launch before it ahead of all that others write.
         unsafe {
             let config = LaunchConfig {
@@ -430,18 +442,6 @@ impl DecodeAttention {
             launch_overlapping(&self.device, &layout.function, config, &arguments)
         }
     }
-}
-
-/// Memory of at least so many numbers: what is there, or more of it, which is zero.
-fn at_least<T: DeviceRepr + ValidAsZeroBits>(
-    device: &Device,
-    memory: &mut CudaSlice<T>,
-    len: usize,
-) -> Result<(), CudaError> {
-    if memory.len() < len {
-        *memory = device.allocate(len.next_power_of_two(), "partial results of attention")?;
-    }
-    Ok(())
 }
 
 /// Compiles (or finds) and loads the kernel in a layout.

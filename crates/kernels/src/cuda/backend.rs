@@ -6,25 +6,25 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use cudarc::driver::CudaSlice;
 use oscar_codec::{CodecError, ExactSlot, HostCopy, PageLayout};
 
-use super::attention::ValueTransform;
 use super::cache::CudaCache;
 use super::device::Device;
 use super::error::CudaError;
 use super::graphs::{self, Next};
-use super::outputs::LayerSinks;
 use super::plan::Split;
-use super::prefill::{PrefillPlan, PrefillPools};
+use super::prefill::{PlannedRows, PrefillPools};
 use super::products::{Ends, GatedBlock, Input, InputSource, Output, OutputNorm, Products, Projection};
+use super::readings::HIGH;
 use super::routed::{Experts, RoutedBlock};
-use super::sample::Sampler;
+use super::sample::{CudaDraws, Sampler};
 use super::seal::SealPools;
 use super::step::{CudaStep, StepTables, WindowTables, lock};
-use super::weights::{CudaExperts, CudaWeight, WeightLoader};
+use super::weights::{CudaExperts, CudaWeight, WeightLoader, bytes_of_numbers};
 use super::write::{HeadNorm, HeadNorms, StepRows, WritePools};
 use crate::backend::{
-    Activation, AttentionSpec, Backend, Batch, CacheSpec, ExpertBiases, Feature, GatedMlp, KernelError,
-    Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling, SealPage, StoredMatrix, expect,
+    Activation, AttentionSpec, Backend, Batch, CacheSpec, Draw, ExpertBiases, Feature, GatedMlp, KernelError,
+    Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, StoredMatrix, expect,
 };
+use crate::dtype::DType;
 
 /// Pages of a segment where results must not depend on the batch.
 const FIXED_PAGES: usize = 16;
@@ -33,12 +33,12 @@ const FIXED_PAGES: usize = 16;
 pub struct CudaBackend {
     device: Arc<Device>,
     loader: WeightLoader,
-    products: Products,
+    pub(super) products: Products,
     sampler: Sampler,
     /// Kernels for mixtures of experts, compiled for the first model that has some.
     experts: OnceLock<Experts>,
     /// Sums of weights of rows, which the share of learned sinks depends on.
-    totals: Mutex<Option<CudaSlice<f32>>>,
+    pub(super) totals: Mutex<Option<CudaSlice<f32>>>,
     deterministic: bool,
     /// Whether decode steps are recorded; `OSCAR_CUDA_RECORD=0` turns it off, to find out whether it matters.
     records: bool,
@@ -130,12 +130,16 @@ impl CudaBackend {
         Ok(OutputNorm { gain: self.gain(norm, len)?, epsilon: norm.eps })
     }
 
-    fn projections<'a>(&self, linears: &[&'a Linear<Self>]) -> Result<Vec<Projection<'a>>, KernelError> {
+    fn projections<'a>(
+        &self,
+        step: &CudaStep,
+        linears: &[&'a Linear<Self>],
+    ) -> Result<Vec<Projection<'a>>, KernelError> {
         let mut first_column = 0;
         linears
             .iter()
             .map(|linear| {
-                let projection = self.projection(linear, first_column);
+                let projection = self.projection(step, linear, first_column);
                 first_column += linear.weight.rows;
                 projection
             })
@@ -144,43 +148,17 @@ impl CudaBackend {
 
     fn projection<'a>(
         &self,
+        step: &CudaStep,
         linear: &'a Linear<Self>,
         first_column: usize,
     ) -> Result<Projection<'a>, KernelError> {
         let bias = linear.bias.as_ref().map(|bias| bias.vector("a bias", linear.weight.rows));
-        Ok(Projection { weight: &linear.weight, bias: bias.transpose()?, first_column })
+        let kept = matches!(step.tables(), StepTables::Prefill(_));
+        Ok(Projection { weight: &linear.weight, bias: bias.transpose()?, first_column, kept })
     }
 }
 
 impl CudaBackend {
-    /// The learned sinks of a layer.
-    fn sinks<'a>(&self, spec: &'a AttentionSpec<Self>) -> Result<Option<&'a CudaSlice<f32>>, KernelError> {
-        spec.sinks.as_ref().map(|sinks| sinks.vector("learned sinks", spec.q_heads)).transpose()
-    }
-
-    /// Attention of many rows, from queries to outputs in the model's basis.
-    pub(super) fn attend_rows(
-        &self,
-        plan: &PrefillPlan,
-        pools: &PrefillPools<'_>,
-        undo: Option<ValueTransform<'_>>,
-        spec: &AttentionSpec<Self>,
-        layer: usize,
-        qkv: &CudaBuffer,
-        cache: &CudaCache,
-        out: &mut CudaBuffer,
-    ) -> Result<(), KernelError> {
-        let (queries, stride, out) = (&qkv.values, qkv.cols, &mut out.values);
-        let Some(logits) = self.sinks(spec)? else {
-            return Ok(cache.prefill.launch(plan, pools, queries, stride, spec.scale, undo, out)?);
-        };
-        let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
-        let totals = self.products.multiply().grown(&mut totals, plan.rows() * spec.q_heads)?;
-        cache.prefill.attend(plan, pools, queries, stride, spec.scale, Some(totals), out)?;
-        let sinks = layer_sinks(spec, layer, qkv, cache, logits, totals);
-        Ok(cache.prefill.outputs().launch(plan.rows(), undo, Some(sinks), out)?)
-    }
-
     /// Adds the product of rows with one matrix, or the norm of that, to the hidden rows.
     fn add_product(
         &self,
@@ -193,7 +171,7 @@ impl CudaBackend {
         expect("columns of the projection", linear.weight.rows, hidden.cols)?;
         let source = InputSource::Plain;
         let input = Input { x: &x.values, stride: x.cols, rows: step.rows, columns: x.cols, source };
-        let projection = self.projection(linear, 0)?;
+        let projection = self.projection(step, linear, 0)?;
         self.products.run_added(&self.loader, input, projection, norm, &mut hidden.values)
     }
 }
@@ -209,26 +187,6 @@ fn head_norm(
             Ok(HeadNorm { gain, epsilon: norm.eps })
         })
         .transpose()
-}
-
-/// What the share of a layer's sinks is computed from.
-fn layer_sinks<'a>(
-    spec: &AttentionSpec<CudaBackend>,
-    layer: usize,
-    qkv: &'a CudaBuffer,
-    cache: &'a CudaCache,
-    logits: &'a CudaSlice<f32>,
-    totals: &'a CudaSlice<f32>,
-) -> LayerSinks<'a> {
-    LayerSinks {
-        logits,
-        totals,
-        mean_keys: cache.mean_keys.as_ref(),
-        layer,
-        queries: &qkv.values,
-        query_stride: qkv.cols,
-        scale: spec.scale,
-    }
 }
 
 /// What the experts of a layer add, in the order of [`RoutedBlock::biases`].
@@ -271,6 +229,7 @@ impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Cache = CudaCache;
     type Step = CudaStep;
+    type Draws = CudaDraws;
 
     fn is_deterministic(&self) -> bool {
         self.deterministic
@@ -278,6 +237,10 @@ impl Backend for CudaBackend {
 
     fn free_memory(&self) -> Option<usize> {
         self.device.free_memory().ok()
+    }
+
+    fn weight_bytes(&self, dtype: DType, numbers: usize) -> usize {
+        bytes_of_numbers(dtype, numbers)
     }
 
     fn supports(&self, feature: Feature) -> bool {
@@ -290,8 +253,8 @@ impl Backend for CudaBackend {
             | Feature::LearnedSinks
             | Feature::ClampedSwiglu
             | Feature::ExpertBiases
-            | Feature::LayersWithoutRope => true,
-            Feature::HighTier => false,
+            | Feature::LayersWithoutRope
+            | Feature::HighTier => true,
         }
     }
 
@@ -309,9 +272,6 @@ impl Backend for CudaBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<CudaCache, KernelError> {
-        if spec.sealed.as_ref().is_some_and(|sealed| sealed.high.is_some()) {
-            return Err(KernelError::Unsupported(Feature::HighTier));
-        }
         Ok(CudaCache::new(&self.device, spec)?)
     }
 
@@ -332,6 +292,23 @@ impl Backend for CudaBackend {
         CudaStep::new(&self.device, batch, rope, cache, split)
     }
 
+    fn computes_ahead(&self) -> bool {
+        true
+    }
+
+    fn begin_step_of_draws(
+        &self,
+        draws: &CudaDraws,
+        batch: &Batch<'_>,
+        rope: &Rope,
+        cache: &CudaCache,
+    ) -> Result<Option<CudaStep>, KernelError> {
+        let step = self.begin_step(batch, rope, cache)?;
+        let StepTables::Decode(tables) = step.tables() else { return Ok(None) };
+        let passed_on = self.sampler.pass_on(draws, &mut lock(tables).tokens)?;
+        Ok(passed_on.then_some(step))
+    }
+
     fn add_windows(
         &self,
         step: &mut CudaStep,
@@ -345,6 +322,7 @@ impl Backend for CudaBackend {
     fn record(
         &self,
         step: &CudaStep,
+        variant: usize,
         body: &mut dyn FnMut() -> Result<(), KernelError>,
     ) -> Result<(), KernelError> {
         let StepTables::Decode(tables) = step.tables() else { return body() };
@@ -352,7 +330,7 @@ impl Backend for CudaBackend {
             return body();
         }
         let mut signature = lock(tables).signature(&self.device);
-        signature.push(self.products.replaced());
+        signature.extend([self.products.replaced(), variant as u64]);
         let next = lock(tables).recordings.replay(&signature)?;
         match next {
             Next::Done => Ok(()),
@@ -396,7 +374,7 @@ impl Backend for CudaBackend {
         linears: &[&Linear<Self>],
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let projections = self.projections(linears)?;
+        let projections = self.projections(step, linears)?;
         let outputs = projections.iter().map(|projection| projection.weight.rows).sum();
         expect("columns of the projections", outputs, out.cols)?;
         let source = InputSource::Normed { gain: self.gain(norm, x.cols)?, epsilon: norm.eps, indices: None };
@@ -456,9 +434,11 @@ impl Backend for CudaBackend {
         expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols)?;
         if spec.window.is_some() {
             // Rows of layers that keep no history are stored as they are.
-            let pools = PrefillPools { exact: cache.exact_view(layer), sealed: None, sink: 0 };
             let mut attend = |windows: &Option<WindowTables>| {
-                self.attend_rows(&windows_of(windows)?.plan, &pools, None, spec, layer, qkv, cache, out)
+                let pools = PrefillPools { exact: cache.exact_view(layer), sealed: None, sink: 0 };
+                let (kernel, plan) = (&cache.exact_reader().prefill, &windows_of(windows)?.plan);
+                let planned = [PlannedRows { kernel, plan, pools }];
+                self.attend_rows(&planned, step.rows, None, spec, layer, qkv, cache, out)
             };
             return match step.tables() {
                 StepTables::Decode(tables) => attend(&lock(tables).windows),
@@ -468,35 +448,17 @@ impl Backend for CudaBackend {
         let undo = cache.undo(layer);
         match step.tables() {
             StepTables::Decode(tables) => {
-                let plan = &mut lock(tables).plan;
-                let (exact, sealed) = (cache.exact_view(layer), cache.sealed_view(layer));
-                let (queries, stride) = (&qkv.values, qkv.cols);
-                let Some(logits) = self.sinks(spec)? else {
-                    let out = &mut out.values;
-                    let decode = &cache.decode;
-                    return Ok(decode
-                        .launch_and_undo(plan, exact, sealed, queries, stride, spec.scale, undo, out)?);
-                };
-                let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
-                let totals = self.products.multiply().grown(&mut totals, step.rows * spec.q_heads)?;
-                let to = Some(&mut *totals);
-                cache.decode.attend(
-                    plan,
-                    exact,
-                    sealed,
-                    queries,
-                    stride,
-                    spec.scale,
-                    None,
-                    to,
-                    &mut out.values,
-                )?;
-                let sinks = layer_sinks(spec, layer, qkv, cache, logits, totals);
-                Ok(cache.prefill.outputs().launch(step.rows, undo, Some(sinks), &mut out.values)?)
+                self.attend_decode(&mut lock(tables), step.rows, undo, spec, layer, qkv, cache, out)
             }
             StepTables::Prefill(tables) => {
-                let pools = cache.prefill_pools(layer);
-                self.attend_rows(&tables.plan, &pools, undo, spec, layer, qkv, cache, out)
+                let planned: Vec<PlannedRows<'_>> = (cache.readings.of_layer(layer))
+                    .filter_map(|reading| {
+                        let kernel = &cache.reader(reading).prefill;
+                        let plan = tables.plans[reading].as_ref()?;
+                        Some(PlannedRows { kernel, plan, pools: cache.pools(reading, layer) })
+                    })
+                    .collect();
+                self.attend_rows(&planned, step.rows, undo, spec, layer, qkv, cache, out)
             }
         }
     }
@@ -507,18 +469,27 @@ impl Backend for CudaBackend {
         pages: &[SealPage],
         cache: &mut CudaCache,
     ) -> Result<(), KernelError> {
-        let (Some(sealer), Some(sealed)) = (&cache.sealer, &mut cache.sealed) else { return Ok(()) };
-        if pages.is_empty() {
-            return Ok(());
+        let CudaCache { spec, exact, scratch, sealed, .. } = cache;
+        let first_high = sealed.get(HIGH).map_or(usize::MAX, |pool| pool.first);
+        let mut failures = Vec::new();
+        for (tier, pool) in sealed.iter_mut().enumerate() {
+            let is_here = |page: &SealPage| (page.sealed.index() >= first_high) == (tier == HIGH);
+            let (places, here): (Vec<usize>, Vec<SealPage>) =
+                pages.iter().copied().enumerate().filter(|(_, page)| is_here(page)).unzip();
+            if here.is_empty() {
+                continue;
+            }
+            let sealer = pool.sealer.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let list = sealer.list(&here)?;
+            let (scratch, first_sealed) = (scratch.as_ref(), pool.first);
+            let pools = SealPools { exact, scratch, sealed: &mut pool.memory, first_sealed };
+            sealer.launch(&list, layers.clone(), spec.slots, pools)?;
+            failures.extend(sealer.failure(layers.clone())?.map(|failure| (places[failure.page], failure)));
         }
-        let sealer = &mut sealer.lock().unwrap_or_else(PoisonError::into_inner);
-        let list = sealer.list(pages)?;
-        let pools = SealPools { exact: &cache.exact, scratch: cache.scratch.as_ref(), sealed };
-        sealer.launch(&list, layers.clone(), cache.spec.slots, pools)?;
-        match sealer.failure(layers)? {
+        match failures.into_iter().min_by_key(|(page, _)| *page) {
             None => Ok(()),
-            Some(failure) => Err(KernelError::Seal {
-                page: failure.page,
+            Some((page, failure)) => Err(KernelError::Seal {
+                page,
                 layer: failure.layer,
                 head: failure.head,
                 source: CodecError::NotFinite { row: failure.token, channel: failure.channel },
@@ -559,15 +530,17 @@ impl Backend for CudaBackend {
             return Err(KernelError::Unsupported(Feature::HostPages));
         };
         let missing = || KernelError::PageMissing { page: 0, tier: "the sealed pool" };
+        // Pages of the second codec are of another size than those that there is room for, and stay.
+        let mut sealed = sealed.first_mut().map(|pool| &mut pool.memory);
         for copy in copies {
             match *copy {
                 HostCopy::ExactOut { from, to } => host_exact.store(exact, from.index(), to)?,
                 HostCopy::ExactIn { from, to } => host_exact.load(from, exact, to.index())?,
                 HostCopy::SealedOut { from, to } => {
-                    host_sealed.store(sealed.as_ref().ok_or_else(missing)?, from.index(), to)?;
+                    host_sealed.store(sealed.as_deref().ok_or_else(missing)?, from.index(), to)?;
                 }
                 HostCopy::SealedIn { from, to } => {
-                    host_sealed.load(from, sealed.as_mut().ok_or_else(missing)?, to.index())?;
+                    host_sealed.load(from, sealed.as_deref_mut().ok_or_else(missing)?, to.index())?;
                 }
             }
         }
@@ -609,7 +582,7 @@ impl Backend for CudaBackend {
         hidden.check("hidden rows", rows)?;
         let source =
             InputSource::Normed { gain: self.gain(&mlp.norm, cols)?, epsilon: mlp.norm.eps, indices: None };
-        let [gate, up, down] = [&mlp.gate, &mlp.up, &mlp.down].map(|linear| self.projection(linear, 0));
+        let [gate, up, down] = [&mlp.gate, &mlp.up, &mlp.down].map(|linear| self.projection(step, linear, 0));
         let block = GatedBlock { activation: mlp.activation, gate: gate?, up: up?, down: down? };
         let norm = mlp.output_norm.as_ref().map(|norm| self.output_norm(norm, cols)).transpose()?;
         self.products.run_gated(&self.loader, &mut hidden.values, rows, source, block, norm)
@@ -630,7 +603,7 @@ impl Backend for CudaBackend {
         hidden.check("hidden rows", rows)?;
         let correction = mlp.correction.as_ref().map(|weight| weight.vector("a correction", weight.cols));
         let block = RoutedBlock {
-            router: self.projection(&mlp.router, 0)?,
+            router: self.projection(step, &mlp.router, 0)?,
             correction: correction.transpose()?,
             routing: &mlp.routing,
             gate: &mlp.gate,
@@ -644,7 +617,7 @@ impl Backend for CudaBackend {
         let shared = match &mlp.shared {
             Some(shared) => {
                 let [gate, up, down] =
-                    [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(linear, 0));
+                    [&shared.gate, &shared.up, &shared.down].map(|linear| self.projection(step, linear, 0));
                 Some(GatedBlock { activation: Activation::Silu, gate: gate?, up: up?, down: down? })
             }
             None => None,
@@ -678,16 +651,21 @@ impl Backend for CudaBackend {
         let input =
             Input { x: &hidden.values, stride: hidden.cols, rows: rows.len(), columns: hidden.cols, source };
         let output = Output { stride: out.cols, out: &mut out.values, ends: Ends::Set };
-        let head = Projection { weight: head, bias: None, first_column: 0 };
+        let head = Projection { weight: head, bias: None, first_column: 0, kept: false };
         self.products.run(&self.loader, input, &[head], output)
     }
 
-    fn sample(
+    fn begin_draws(&self, logits: &CudaBuffer, settings: &[Sampling<'_>]) -> Result<CudaDraws, KernelError> {
+        logits.check("logits", settings.len())?;
+        Ok(self.sampler.begin(&logits.values, logits.cols, settings)?)
+    }
+
+    fn finish_draws(
         &self,
+        draws: CudaDraws,
         logits: &CudaBuffer,
         settings: &[Sampling<'_>],
-    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
-        logits.check("logits", settings.len())?;
-        Ok(self.sampler.sample(&logits.values, logits.cols, settings)?)
+    ) -> Result<Vec<Draw>, KernelError> {
+        Ok(self.sampler.finish(draws, &logits.values, logits.cols, settings)?)
     }
 }

@@ -47,13 +47,19 @@ fn the_list_of_configurations_is_that_of_the_product() {
         let codes = |bits| PageLayout::Codes(CodeLayout::new(bits, head_dim, 1).unwrap());
         let bands = PageLayout::Banded(BandLayout::int2(head_dim).unwrap());
         let fp8 = PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap());
-        for (name, sealed) in [
+        let high = PageLayout::Banded(BandLayout::high(head_dim).unwrap());
+        let mut formats = vec![
             ("bf16", PageLayout::bf16(head_dim)),
             ("int2", codes(2)),
             ("int4", codes(4)),
             ("bands", bands),
+            ("high", high),
             ("fp8", fp8),
-        ] {
+        ];
+        if head_dim >= 128 {
+            formats.push(("int1.5", PageLayout::int15(head_dim).unwrap()));
+        }
+        for (name, sealed) in formats {
             let shape = DecodeShape { head_dim, kv_heads: 1, group: 1, sealed };
             let source = prefill::source(&shape, Products::Warps).unwrap();
             kernels.push(entry(format!("prefill {name} d{head_dim}"), source));

@@ -172,7 +172,16 @@ impl Blas {
                 stream.cu_stream() as *mut _,
             )
         }
-        .map_err(failed)
+        .map_err(|error| self.cause_of(error))
+    }
+
+    /// The error of a product. Of a card that has failed before the library says no more than that something failed, and the
+    /// driver says what.
+    fn cause_of(&self, error: result::CublasError) -> CudaError {
+        match self.device.synchronise() {
+            Err(cause) if cause.is_fatal() => cause,
+            _ => failed(error),
+        }
     }
 
     fn choose(
@@ -201,7 +210,7 @@ impl Blas {
                 },
             )
         };
-        Ok(found.map_err(failed)?.algo)
+        Ok(found.map_err(|error| self.cause_of(error))?.algo)
     }
 }
 

@@ -1,8 +1,10 @@
 //! The page pools of a cache on the card, and the kernels that write, seal and read them.
 //!
 //! Pools are laid out as on the CPU: bf16 pages `[slot][layer][head]`, scratch pages `[slot][head]`, sealed pages
-//! `[slot][layer][head]`; inside a page bytes have the order of [`PageOrder`](super::PageOrder).
+//! `[slot][layer][head]`, those of a second codec in a pool of their own; inside a page bytes have the order of
+//! [`PageOrder`](super::PageOrder).
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaSlice;
@@ -13,6 +15,7 @@ use super::device::Device;
 use super::error::CudaError;
 use super::host::HostPages;
 use super::prefill::{PrefillAttention, PrefillPools};
+use super::readings::Readings;
 use super::seal::PageSealer;
 use super::step::SpareTables;
 use super::tuning::DecodeShape;
@@ -24,11 +27,12 @@ pub struct CudaCache {
     pub(super) spec: CacheSpec,
     pub(super) exact: CudaSlice<u8>,
     pub(super) scratch: Option<CudaSlice<u8>>,
-    pub(super) sealed: Option<CudaSlice<u8>>,
+    /// Sealed pages, by tier: [`OWN`](super::readings::OWN), then [`HIGH`](super::readings::HIGH).
+    pub(super) sealed: Vec<SealedPool>,
     pub(super) writer: RowWriter,
-    pub(super) sealer: Option<Mutex<PageSealer>>,
-    pub(super) decode: DecodeAttention,
-    pub(super) prefill: PrefillAttention,
+    pub(super) readings: Readings,
+    /// The kernels of each format that history has.
+    readers: Vec<Reader>,
     /// bf16 and sealed pages in the host's memory, if there is room for any.
     pub(super) host: Option<[HostPages; 2]>,
     undo: Option<Undo>,
@@ -38,8 +42,25 @@ pub struct CudaCache {
     pub(super) spare_tables: SpareTables,
 }
 
+/// Sealed pages of one codec.
+pub(super) struct SealedPool {
+    codec: Arc<PageCodec>,
+    pub(super) sealer: Mutex<PageSealer>,
+    pub(super) memory: CudaSlice<u8>,
+    /// The number of the first slot, that of a dummy.
+    pub(super) first: usize,
+}
+
+/// The kernels that read one format of sealed pages.
+pub(super) struct Reader {
+    pub(super) decode: DecodeAttention,
+    pub(super) prefill: PrefillAttention,
+}
+
 /// What takes values back to the model's basis: `[layer][KV head]`.
 struct Undo {
+    /// Of each layer: whether values are in another basis at all.
+    needed: Vec<bool>,
     matrices: CudaSlice<f32>,
     means: CudaSlice<f32>,
 }
@@ -53,11 +74,26 @@ impl CudaCache {
         }
         let group = spec.query_heads / kv_heads;
         let codec = spec.sealed.as_ref().map(|sealed| &*sealed.codec);
-        let layout = match codec {
-            Some(codec) => one_layout(codec)?,
-            None => PageLayout::bf16(head_dim),
+        // The codecs of sealed pages, with the numbers of their slots.
+        let mut codecs: Vec<(&Arc<PageCodec>, Range<usize>)> = Vec::new();
+        if let Some(sealed) = &spec.sealed {
+            codecs.push((&sealed.codec, 0..sealed.slots));
+            codecs.extend(sealed.high.as_ref().map(|high| (&high.codec, sealed.slots..sealed.all_slots())));
+        }
+        if codecs.iter().any(|(codec, _)| codec.geometry() != spec.geometry) {
+            return Err(CudaError::Unsupported(
+                "a codec for layers, heads or channels of another cache".into(),
+            ));
+        }
+        let readings =
+            Readings::new(spec.geometry, &codecs.iter().map(|(codec, _)| &***codec).collect::<Vec<_>>());
+        let reader = |&sealed: &PageLayout| {
+            let shape = DecodeShape { head_dim, kv_heads, group, sealed };
+            Ok(Reader {
+                decode: DecodeAttention::new(device, shape)?,
+                prefill: PrefillAttention::new(device, shape)?,
+            })
         };
-        let shape = DecodeShape { head_dim, kv_heads, group, sealed: layout };
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let pool = |bytes: Option<usize>, what| {
             bytes
@@ -71,17 +107,21 @@ impl CudaCache {
                 0 => None,
                 slots => Some(pool(product(&[slots, head]), "prefill scratch of the KV cache")?),
             },
-            sealed: match &spec.sealed {
-                Some(sealed) => Some(pool(
-                    product(&[sealed.slots, sealed.codec.page_bytes()]),
-                    "sealed pages of the KV cache",
-                )?),
-                None => None,
-            },
+            sealed: codecs
+                .iter()
+                .map(|(codec, slots)| {
+                    let bytes = product(&[slots.len(), codec.page_bytes()]);
+                    Ok(SealedPool {
+                        memory: pool(bytes, "sealed pages of the KV cache")?,
+                        sealer: Mutex::new(PageSealer::new(device, codec)?),
+                        codec: Arc::clone(codec),
+                        first: slots.start,
+                    })
+                })
+                .collect::<Result<_, CudaError>>()?,
             writer: RowWriter::new(device, spec.geometry, group, codec)?,
-            sealer: codec.map(|codec| PageSealer::new(device, codec)).transpose()?.map(Mutex::new),
-            decode: DecodeAttention::new(device, shape)?,
-            prefill: PrefillAttention::new(device, shape)?,
+            readers: readings.formats.iter().map(reader).collect::<Result<_, CudaError>>()?,
+            readings,
             host: match spec.host {
                 HostSlots { exact: 0, sealed: 0 } => None,
                 HostSlots { exact, sealed } => {
@@ -110,41 +150,39 @@ impl CudaCache {
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let scratch = self.scratch.as_ref();
         let scratch = scratch.map(|memory| ScratchView { memory, first: self.spec.slots, stride: head });
-        PoolView { memory: &self.exact, offset: layer * head, stride: layers * head, scratch }
+        PoolView { memory: &self.exact, first: 0, offset: layer * head, stride: layers * head, scratch }
     }
 
-    /// Sealed pages of a layer.
-    pub(super) fn sealed_view(&self, layer: usize) -> Option<PoolView<'_>> {
-        let (sealed, memory) = (self.spec.sealed.as_ref()?, self.sealed.as_ref()?);
-        let (offset, stride) = (sealed.codec.layer_offset(layer), sealed.codec.page_bytes());
-        Some(PoolView { memory, offset, stride, scratch: None })
+    /// The kernels of a reading.
+    pub(super) fn reader(&self, reading: usize) -> &Reader {
+        &self.readers[self.readings.all[reading].format]
     }
 
-    /// All pools, as the attention of many rows reads a layer of them.
-    pub(super) fn prefill_pools(&self, layer: usize) -> PrefillPools<'_> {
+    /// Kernels for bf16 pages alone, which those of every format read.
+    pub(super) fn exact_reader(&self) -> &Reader {
+        &self.readers[0]
+    }
+
+    /// The pools that a reading of a layer reads.
+    pub(super) fn pools(&self, reading: usize, layer: usize) -> PrefillPools<'_> {
+        let sealed = self.sealed.get(self.readings.all[reading].tier).map(|pool| PoolView {
+            memory: &pool.memory,
+            first: pool.first,
+            offset: pool.codec.layer_offset(layer),
+            stride: pool.codec.page_bytes(),
+            scratch: None,
+        });
         PrefillPools {
             exact: self.exact_view(layer),
-            sealed: self.sealed_view(layer),
+            sealed,
             sink: self.spec.sealed.as_ref().map_or(0, |sealed| sealed.windows.sink * PAGE_TOKENS),
         }
     }
 
     /// What takes the outputs of a layer back to the model's basis.
     pub(super) fn undo(&self, layer: usize) -> Option<ValueTransform<'_>> {
-        let undo = self.undo.as_ref()?;
+        let undo = self.undo.as_ref().filter(|undo| undo.needed[layer])?;
         Some(ValueTransform { matrices: &undo.matrices, means: Some(&undo.means), layer })
-    }
-}
-
-/// The format of all layers that keep history: a kernel reads one.
-fn one_layout(codec: &PageCodec) -> Result<PageLayout, CudaError> {
-    let mut layers = (0..codec.geometry().layers).filter(|&layer| codec.has_history(layer));
-    let Some(first) = layers.next() else { return Ok(codec.layout(0)) };
-    match layers.find(|&layer| codec.layout(layer) != codec.layout(first)) {
-        Some(layer) => Err(CudaError::Unsupported(format!(
-            "layer {layer} is kept in another format than layer {first}: the CUDA kernels read one format"
-        ))),
-        None => Ok(codec.layout(first)),
     }
 }
 
@@ -167,12 +205,12 @@ impl Undo {
     /// The inverses of the value transforms, or nothing if all of them are the identity.
     fn new(device: &Arc<Device>, codec: &PageCodec) -> Result<Option<Undo>, CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = codec.geometry();
-        let (mut matrices, mut means, mut any) = (Vec::new(), Vec::new(), false);
+        let (mut matrices, mut means, mut needed) = (Vec::new(), Vec::new(), vec![false; layers]);
         for (layer, head) in (0..layers).flat_map(|layer| (0..kv_heads).map(move |head| (layer, head))) {
             let transform = codec
                 .transform(HeadIndex { layer, head }, Side::Value)
                 .map_err(|error| CudaError::Unsupported(error.to_string()))?;
-            any |= !transform.is_identity();
+            needed[layer] |= !transform.is_identity();
             // The inverse is what queries of keys would be multiplied with, transposed.
             let transposed = transform.query_matrix();
             matrices.extend((0..head_dim * head_dim).map(|at| {
@@ -182,9 +220,10 @@ impl Undo {
             means.extend(transform.mean().map_or_else(|| vec![0.0; head_dim], <[f32]>::to_vec));
         }
         let stream = device.stream();
-        if !any {
+        if !needed.contains(&true) {
             return Ok(None);
         }
-        Ok(Some(Undo { matrices: stream.clone_htod(&matrices)?, means: stream.clone_htod(&means)? }))
+        let (matrices, means) = (stream.clone_htod(&matrices)?, stream.clone_htod(&means)?);
+        Ok(Some(Undo { needed, matrices, means }))
     }
 }

@@ -158,13 +158,24 @@ impl Device {
         numbers: &[T],
         memory: &mut CudaSlice<T>,
     ) -> Result<(), CudaError> {
-        if memory.len() < numbers.len() {
-            *memory = self.allocate(numbers.len().next_power_of_two(), "the tables of a step")?;
-        }
+        self.grow(memory, numbers.len(), "the tables of a step")?;
         if numbers.is_empty() {
             return Ok(());
         }
         Ok(self.stream.memcpy_htod(numbers, &mut memory.slice_mut(..numbers.len()))?)
+    }
+
+    /// Replaces memory by more of it if it is too small; what was there is lost.
+    pub(super) fn grow<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        memory: &mut CudaSlice<T>,
+        count: usize,
+        what: &'static str,
+    ) -> Result<(), CudaError> {
+        if memory.len() < count {
+            *memory = self.allocate(count.next_power_of_two(), what)?;
+        }
+        Ok(())
     }
 
     /// Zeroed memory.

@@ -1,6 +1,6 @@
 //! What `tools/check-cuda-kernels` compiles of the kernels whose results are defined to the bit.
 
-use oscar_codec::{CodeLayout, Fp8Layout, PageLayout, ScaleType};
+use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout, ScaleType};
 
 use super::compile::{EXACT_OPTIONS, Source};
 use super::page_order::PageOrder;
@@ -22,6 +22,10 @@ fn shapes() -> Vec<(String, SealShape)> {
         add("int2 published clip", codes(2, 1, ScaleType::Bf16), 2, true);
         add("int4 minmax", codes(4, 1, ScaleType::F16), 1, false);
         add("banded search", PageLayout::banded(head_dim).unwrap(), 8, false);
+        add("banded high search", PageLayout::Banded(BandLayout::high(head_dim).unwrap()), 8, false);
+        if head_dim >= 128 {
+            add("banded int1.5 search", PageLayout::int15(head_dim).unwrap(), 8, false);
+        }
         add("fp8", PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap()), 0, false);
         if head_dim == 128 {
             add("int2 clip", codes(2, 1, ScaleType::F16), 2, false);

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageLayout, Side};
+use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageLayout, SealedSlot, Side};
 
 use super::backend::{CudaBackend, CudaBuffer};
 use super::cache::CudaCache;
 use super::error::CudaError;
 use super::page_order::PageOrder;
-use super::prefill::PrefillPools;
+use super::prefill::{PlannedRows, PrefillPools};
 use super::step::{CudaStep, prefill_sequences};
 use super::weights::CudaWeight;
 use crate::backend::{AttentionSpec, KernelError, expect};
@@ -136,10 +136,28 @@ impl Inspect for CudaBackend {
         out.check("attention rows", step.rows)?;
         // A history of whole positions: the end of a row is at most its own.
         let end = |_: &StepSequence, position: usize| ends(position).min(position + 1);
-        let plan = cache.prefill.plan(&prefill_sequences(&step.sequences, &end), None)?;
+        let mut sequences = prefill_sequences(&step.sequences, &end);
+        // History lies in the slots of bf16 pages.
+        let same_slot = |slot: &Option<ExactSlot>| SealedSlot::new(ExactSlot::table_entry(*slot));
+        let history: Vec<Vec<_>> =
+            sequences.iter().map(|sequence| sequence.exact.iter().map(same_slot).collect()).collect();
+        for (sequence, history) in sequences.iter_mut().zip(&history) {
+            sequence.sealed = history;
+        }
+        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
+        let kernel = &cache.exact_reader().prefill;
+        let plan = &kernel.plan(&sequences, None)?;
         let (exact, sealed) = (exact.exact_view(layer), Some(cache.exact_view(layer)));
         let pools = PrefillPools { exact, sealed, sink: 0 };
-        expect("columns of queries, keys and values", spec.qkv_cols(), qkv.cols())?;
-        self.attend_rows(&plan, &pools, None, spec, layer, qkv, cache, out)
+        self.attend_rows(
+            &[PlannedRows { kernel, plan, pools }],
+            step.rows,
+            None,
+            spec,
+            layer,
+            qkv,
+            cache,
+            out,
+        )
     }
 }

@@ -17,12 +17,14 @@
 //! | `norm` | norms over all heads of a layer |
 //! | `routed` | mixtures of experts: routing, and products of the experts that were chosen |
 //! | `prefill` | attention of many rows over bf16 and sealed pages |
+//! | `readings` | which kernels read the history of which layers and sequences |
 //! | `cache`, `step` | page pools, and the tables of a step |
 //! | `sample` | tokens from logits that stay on the card |
 //! | `graphs` | recorded decode steps |
 //! | `backend`, `inspect` | the traits, on all of these |
 //! | `kernels/` | the sources: they include no header, and their options are in `configurations.json` |
 
+mod attend_layer;
 mod attention;
 mod backend;
 #[cfg(test)]
@@ -45,6 +47,7 @@ mod page_order;
 mod plan;
 mod prefill;
 mod products;
+mod readings;
 pub mod reference;
 mod routed;
 mod row_blocks;
@@ -52,6 +55,7 @@ mod sample;
 pub mod seal;
 mod step;
 mod tuning;
+mod unpacked;
 mod weights;
 pub mod write;
 
@@ -64,6 +68,7 @@ pub use page_order::PageOrder;
 pub use plan::{DecodeSequence, Plan, Split};
 pub use prefill::{PrefillAttention, PrefillPlan, PrefillPools};
 pub use row_blocks::PrefillSequence;
+pub use sample::CudaDraws;
 pub use seal::{PageSealer, SealPools};
 pub use step::CudaStep;
 pub use tuning::{DecodeShape, Tuning};

@@ -12,6 +12,7 @@ use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, OWN_MEMORY, launch_overlapping};
 use super::error::CudaError;
 use super::products::{Ends, Input, InputSource, Output, Projection};
+use super::unpacked::Unpacked;
 use super::weights::{TILE_COLUMNS, TILE_ROWS, TileKind};
 use crate::backend::{Activation, KernelError};
 
@@ -192,6 +193,8 @@ pub(super) struct Scratch {
     f16: Option<CudaSlice<u8>>,
     sums: Option<CudaSlice<f32>>,
     factors: Option<CudaSlice<f32>>,
+    pub(super) unpacked: Unpacked,
+    /// A matrix that is not kept.
     pub(super) slab: Option<CudaSlice<u8>>,
 }
 
@@ -241,6 +244,11 @@ impl Multiply {
             replaced: AtomicU64::new(0),
             device: device.clone(),
         })
+    }
+
+    /// The card.
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
     }
 
     /// Whether so many rows may end with a gate: the results of two matrices need twice the memory.

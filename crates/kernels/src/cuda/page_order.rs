@@ -23,6 +23,9 @@
 //!   bits of every byte               7..4   3..0        7  6  5  4  3..2  1..0
 //!   channels of the token / 16       1      0           7  6  5  4  3     2
 //! ```
+//!
+//! Where all bands have four bits (`high`), words hold two sixteens each and values are 4-bit codes. Where channels after the last
+//! band are not stored (`int1.5`), a token has fewer words, and the keys of a tile fewer bytes than its values.
 
 use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
 
@@ -51,7 +54,7 @@ pub struct PageOrder {
 
 impl PageOrder {
     /// The order of a layout whose heads have a multiple of 32 channels up to 256, in groups that are multiples of 32, or
-    /// in four bands.
+    /// in four bands that fill whole loads of a lane.
     pub fn new(layout: PageLayout) -> Result<PageOrder, CudaError> {
         let head_dim = layout.head_dim();
         if head_dim == 0 || !head_dim.is_multiple_of(32) || head_dim > 256 {
@@ -59,29 +62,18 @@ impl PageOrder {
                 "heads of {head_dim} channels: CUDA kernels need a multiple of 32 up to 256"
             )));
         }
-        if let PageLayout::Banded(layout) = layout
-            && layout.bands().len() != BANDS
-        {
-            let bands = layout.bands().len();
-            return Err(CudaError::Unsupported(format!(
-                "keys of {head_dim} channels in {bands} bands: CUDA kernels need {BANDS}"
-            )));
-        }
-        if let PageLayout::Banded(layout) = layout
-            && layout.bands().iter().map(|band| band.channels).sum::<usize>() != head_dim
-        {
-            return Err(CudaError::Unsupported(
-                "keys with channels outside of all bands (int1.5): there is no CUDA kernel for them".into(),
-            ));
-        }
-        if let PageLayout::Banded(layout) = layout
-            && layout.value_bits() != 2
-        {
-            return Err(CudaError::Unsupported(
-                "keys in bands with values of 4 bits (high): there is no CUDA kernel for them".into(),
-            ));
-        }
         let order = PageOrder { layout };
+        if let PageLayout::Banded(layout) = layout {
+            let (bands, load) = (layout.bands().len(), 32 * 16);
+            if bands != BANDS || !order.key_bytes().is_multiple_of(load) {
+                return Err(CudaError::Unsupported(format!(
+                    "keys of {head_dim} channels in {bands} bands, {} bytes of {} tokens: CUDA kernels need {BANDS} bands \
+                     and a multiple of {load} bytes (choose another type of cache, or --device cpu)",
+                    order.key_bytes(),
+                    order.tile_tokens(),
+                )));
+            }
+        }
         let group = head_dim / order.groups();
         if !group.is_multiple_of(32) {
             return Err(CudaError::Unsupported(format!(
@@ -101,13 +93,13 @@ impl PageOrder {
         self.layout.head_dim()
     }
 
-    /// Bits of an element: 2, 4, 8 or 16. Banded keys have 2 on average.
+    /// Bits of an element: 2, 4, 8 or 16; of values where keys have bands.
     pub fn bits(&self) -> usize {
         match self.layout {
             PageLayout::Bf16(_) => 16,
             PageLayout::Codes(layout) => layout.bits() as usize,
             PageLayout::Fp8(_) => 8,
-            PageLayout::Banded(_) => 2,
+            PageLayout::Banded(layout) => layout.value_bits() as usize,
         }
     }
 
@@ -119,10 +111,13 @@ impl PageOrder {
         }
     }
 
-    /// Bits of the element of a channel.
+    /// Bits of the element of a channel; 0 where it is not stored.
     pub fn element_bits(&self, side: Side, channel: usize) -> usize {
         match (self.bands(), side) {
-            (Some(layout), Side::Key) => layout.band_of(channel).1.bits as usize,
+            (Some(layout), Side::Key) => {
+                let band = layout.bands().iter().find(|band| band.range().contains(&channel));
+                band.map_or(0, |band| band.bits as usize)
+            }
             _ => self.bits(),
         }
     }
@@ -147,7 +142,7 @@ impl PageOrder {
 
     /// Bytes of a tile.
     pub fn tile_bytes(&self) -> usize {
-        2 * self.side_bytes() + 2 * self.side_scale_bytes()
+        self.key_bytes() + self.value_bytes() + 2 * self.side_scale_bytes()
     }
 
     /// Bytes of a page, as many as on the CPU.
@@ -155,9 +150,17 @@ impl PageOrder {
         self.tiles() * self.tile_bytes()
     }
 
-    /// Elements of keys or of values in a tile.
-    fn side_bytes(&self) -> usize {
+    /// Elements of values in a tile.
+    fn value_bytes(&self) -> usize {
         16 * self.head_dim()
+    }
+
+    /// Elements of keys in a tile: as many, unless some channels are not stored or have other bits.
+    fn key_bytes(&self) -> usize {
+        match self.layout {
+            PageLayout::Banded(_) => self.tile_tokens() * 2 * self.band_bit(self.head_dim() / UNIT),
+            _ => self.value_bytes(),
+        }
     }
 
     /// Scales of keys or of values in a tile.
@@ -173,22 +176,21 @@ impl PageOrder {
 
     /// The sizes of a tile as the kernels know them, for bf16 pages (`EXACT_`) or sealed ones (`SEALED_`). The sources hold
     /// no size of their own.
-    pub(super) fn defines(&self, pages: Pages) -> [(&'static str, usize); 4] {
-        let names = match pages {
-            Pages::Exact => {
-                ["EXACT_TILE_TOKENS", "EXACT_SIDE_BYTES", "EXACT_SCALE_BYTES", "EXACT_TILE_BYTES"]
-            }
-            Pages::Sealed => {
-                ["SEALED_TILE_TOKENS", "SEALED_SIDE_BYTES", "SEALED_SCALE_BYTES", "SEALED_TILE_BYTES"]
-            }
-        };
-        let [tokens, side, scales, tile] = names;
-        [
-            (tokens, self.tile_tokens()),
-            (side, self.side_bytes()),
-            (scales, self.side_scale_bytes()),
-            (tile, self.tile_bytes()),
-        ]
+    pub(super) fn defines(&self, pages: Pages) -> Vec<(&'static str, usize)> {
+        match pages {
+            Pages::Exact => vec![
+                ("EXACT_TILE_TOKENS", self.tile_tokens()),
+                ("EXACT_SIDE_BYTES", self.value_bytes()),
+                ("EXACT_TILE_BYTES", self.tile_bytes()),
+            ],
+            Pages::Sealed => vec![
+                ("SEALED_TILE_TOKENS", self.tile_tokens()),
+                ("SEALED_KEY_BYTES", self.key_bytes()),
+                ("SEALED_VALUE_BYTES", self.value_bytes()),
+                ("SEALED_SCALE_BYTES", self.side_scale_bytes()),
+                ("SEALED_TILE_BYTES", self.tile_bytes()),
+            ],
+        }
     }
 
     /// The bands as the kernels know them, in hexadecimal digits, the first band in the lowest: sixteens of channels, and
@@ -202,7 +204,7 @@ impl PageOrder {
         [("BAND_UNITS", units), ("BAND_BITS", bits)]
     }
 
-    /// Byte and bit shift of the element of (`token`, `channel`).
+    /// Byte and bit shift of the element of (`token`, `channel`), a channel that is stored.
     pub fn element_position(&self, side: Side, token: usize, channel: usize) -> (usize, u32) {
         assert!(token < PAGE_TOKENS && channel < self.head_dim(), "({token}, {channel}) is outside a page");
         let (tile, token) = (token / self.tile_tokens(), token % self.tile_tokens());
@@ -219,7 +221,7 @@ impl PageOrder {
             }
             (_, Side::Key) if self.bands().is_some() => {
                 let (eight, row) = self.key_row(token);
-                let flat = eight * (self.head_dim() / 8) + self.band_bit(channel / UNIT);
+                let flat = eight * self.band_bit(self.head_dim() / UNIT) + self.band_bit(channel / UNIT);
                 (flat / 8, row * 4 + channel % UNIT / 4, channel % 4, (flat % 8) as u32)
             }
             (8, Side::Value) => (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0),
@@ -238,7 +240,7 @@ impl PageOrder {
                 (word, channel % 8 * 4 + column, lane_token % 4, shift)
             }
         };
-        let side = if side == Side::Key { 0 } else { self.side_bytes() };
+        let side = if side == Side::Key { 0 } else { self.key_bytes() };
         (tile * self.tile_bytes() + side + word / 4 * 512 + lane * 16 + word % 4 * 4 + byte, shift)
     }
 
@@ -274,7 +276,7 @@ impl PageOrder {
             let (eight, row) = self.key_row(token);
             group * self.tile_tokens() * 4 + eight / 4 * 128 + row * 16 + eight % 4 * 4
         };
-        tile * self.tile_bytes() + 2 * self.side_bytes() + side + inside
+        tile * self.tile_bytes() + self.key_bytes() + self.value_bytes() + side + inside
     }
 
     /// Byte of the 8-bit scale of a token's key in a band: the four of a token lie side by side, where the scale and offset
@@ -376,6 +378,7 @@ impl PageOrder {
             for (side, channel) in [Side::Key, Side::Value]
                 .into_iter()
                 .flat_map(|side| (0..self.head_dim()).map(move |channel| (side, channel)))
+                .filter(|&(side, channel)| self.element_bits(side, channel) > 0)
             {
                 let mask = (1 << self.element_bits(side, channel)) - 1;
                 let cpu = layout.code_position(side, token, channel);

@@ -19,6 +19,10 @@ fn orders() -> Vec<PageOrder> {
     }
     for d in [64, 96, 128, 160, 192, 224, 256] {
         orders.push(PageOrder::new(PageLayout::banded(d).unwrap()).unwrap());
+        orders.push(PageOrder::new(PageLayout::Banded(BandLayout::high(d).unwrap())).unwrap());
+    }
+    for d in [128, 192, 256] {
+        orders.push(PageOrder::new(PageLayout::int15(d).unwrap()).unwrap());
     }
     orders
 }
@@ -39,8 +43,13 @@ fn every_bit_of_a_page_has_one_place() {
         for side in [Side::Key, Side::Value] {
             for token in 0..PAGE_TOKENS {
                 for channel in 0..order.head_dim() {
+                    let bits = order.element_bits(side, channel);
+                    // Not stored.
+                    if bits == 0 {
+                        continue;
+                    }
                     let (byte, shift) = order.element_position(side, token, channel);
-                    match order.element_bits(side, channel) {
+                    match bits {
                         16 => (0..2).for_each(|i| take(byte + i, 0xff)),
                         8 => take(byte, 0xff),
                         bits => take(byte, ((1 << bits) - 1) << shift),
@@ -97,6 +106,10 @@ fn keys_in_bands_are_the_same_on_both_sides() {
         for token in 0..PAGE_TOKENS {
             layout.decode_token(&cpu, Side::Key, token, &mut row).unwrap();
             for (channel, &expected) in row.iter().enumerate() {
+                if order.element_bits(Side::Key, channel) == 0 {
+                    assert_eq!(expected, 0.0, "{order:?}");
+                    continue;
+                }
                 let (index, band) = layout.band_of(channel);
                 let (byte, shift) = order.element_position(Side::Key, token, channel);
                 let code = device[byte] >> shift & ((1 << band.bits) - 1);
@@ -109,6 +122,10 @@ fn keys_in_bands_are_the_same_on_both_sides() {
     assert_eq!(order.band_defines(), [("BAND_UNITS", 0x2222), ("BAND_BITS", 0x1124)]);
     let order = PageOrder::new(PageLayout::banded(96).unwrap()).unwrap();
     assert_eq!(order.band_defines(), [("BAND_UNITS", 0x1131), ("BAND_BITS", 0x1124)]);
+    let order = PageOrder::new(PageLayout::Banded(BandLayout::high(96).unwrap())).unwrap();
+    assert_eq!(order.band_defines(), [("BAND_UNITS", 0x1131), ("BAND_BITS", 0x4444)]);
+    let order = PageOrder::new(PageLayout::int15(128).unwrap()).unwrap();
+    assert_eq!(order.band_defines(), [("BAND_UNITS", 0x1111), ("BAND_BITS", 0x1124)]);
     let order = PageOrder::new(PageLayout::bf16(128)).unwrap();
     assert_eq!(order.band_defines(), [("BAND_UNITS", 0), ("BAND_BITS", 0)]);
 }
@@ -135,6 +152,11 @@ fn shapes_the_kernels_do_not_have_are_refused() {
     for d in [32, 80] {
         let banded = PageLayout::banded(d).unwrap();
         assert!(matches!(PageOrder::new(banded), Err(CudaError::Unsupported(_))), "{d}");
+    }
+    // Fewer than four bands, or words of a token that fill no load.
+    for d in [32, 64, 96, 160, 224] {
+        let fewer = PageLayout::int15(d).unwrap();
+        assert!(matches!(PageOrder::new(fewer), Err(CudaError::Unsupported(_))), "{d}");
     }
     let order = PageOrder::new(codes(64, 1)).unwrap();
     assert!(matches!(order.from_cpu(&[0; 7]), Err(CudaError::Shape { .. })));

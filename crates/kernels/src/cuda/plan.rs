@@ -30,7 +30,7 @@ pub(crate) const TAKEN: i32 = 2;
 pub struct Segment {
     /// 0: bf16 tiles, 1: sealed tiles.
     pub kind: i32,
-    /// Sequence of the batch.
+    /// Row of the batch.
     pub sequence: i32,
     /// KV head.
     pub head: i32,
@@ -65,6 +65,8 @@ pub struct Segment {
 /// One sequence of a decode step.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeSequence<'a> {
+    /// Row of the batch; rows of a plan ascend, and what becomes of rows between them is not the plan's matter.
+    pub row: usize,
     /// Tokens that the query sees, its own included.
     pub tokens: usize,
     /// Pages that are read in bf16 at the start.
@@ -138,16 +140,16 @@ pub struct Plan {
     pub partials: usize,
     /// First partial result of each unit, and the end.
     pub first_partial: Vec<i32>,
-    /// `[sequence][page]`: slots.
+    /// `[row][page]`: slots.
     pub table: Vec<i32>,
     /// Pages of a row of the table.
     pub table_width: usize,
-    /// Slots that pools must have to hold every page that is read: bf16, sealed.
-    pub slots: [usize; 2],
+    /// Slots from the first to the last that is read: of bf16 pages, of sealed ones.
+    pub slots: [Range<usize>; 2],
     /// Bytes of pages that a launch reads.
     pub bytes: usize,
-    /// Sequences.
-    pub sequences: usize,
+    /// Rows of the batch up to the last one that is planned here.
+    pub rows: usize,
 }
 
 /// Tiles of one kind of one unit.
@@ -160,7 +162,7 @@ struct Piece {
 impl Plan {
     /// Cuts a batch.
     pub fn new(shape: &PlanShape, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<Plan, CudaError> {
-        let mut plan = Plan { sequences: sequences.len(), ..Plan::default() };
+        let mut plan = Plan::default();
         let pages = sequences.iter().map(|sequence| sequence.exact.len()).max().unwrap_or(0);
         // Recorded launches hold for a width, so it changes seldom.
         plan.table_width = pages.next_power_of_two().max(16);
@@ -179,6 +181,12 @@ impl Plan {
     }
 
     fn take_slots(&mut self, sequence: &DecodeSequence<'_>) -> Result<(), CudaError> {
+        if sequence.row < self.rows {
+            let (expected, got) = (self.rows, sequence.row);
+            return Err(CudaError::Shape { what: "row of a sequence, at least", expected, got });
+        }
+        self.rows = sequence.row + 1;
+        self.table.resize(sequence.row * self.table_width, 0);
         let pages = sequence.tokens.div_ceil(PAGE_TOKENS);
         let (exact, sealed) = (sequence.exact.len(), sequence.sealed.len());
         if exact < pages {
@@ -204,10 +212,10 @@ impl Plan {
         }
         for page in 0..pages {
             let slots = &mut self.slots[usize::from(history.contains(&page))];
-            *slots = (*slots).max(sequence.table_entry(page) as usize + 1);
+            cover(slots, sequence.table_entry(page) as usize);
         }
         self.table.extend((0..exact).map(|page| sequence.table_entry(page) as i32));
-        self.table.resize(self.table.len() + self.table_width - exact, 0);
+        self.table.resize(self.rows * self.table_width, 0);
         Ok(())
     }
 
@@ -258,6 +266,14 @@ impl Plan {
     }
 }
 
+/// Makes a range of slots reach to one more.
+pub(super) fn cover(slots: &mut Range<usize>, slot: usize) {
+    *slots = match slots.start == slots.end {
+        true => slot..slot + 1,
+        false => slots.start.min(slot)..slots.end.max(slot + 1),
+    };
+}
+
 /// The units of a sequence, each with its sealed and its bf16 tiles.
 fn unit_pieces(shape: &PlanShape, index: usize, sequence: &DecodeSequence<'_>) -> Vec<[Piece; 2]> {
     let history_end = sequence.history_end.max(sequence.sink_pages);
@@ -274,7 +290,7 @@ fn unit_pieces(shape: &PlanShape, index: usize, sequence: &DecodeSequence<'_>) -
         .map(|unit| {
             let (head, part) = (unit / parts, unit % parts);
             let segment = Segment {
-                sequence: index as i32,
+                sequence: sequence.row as i32,
                 head: head as i32,
                 first_row: (part * rows) as i32,
                 rows: rows.min(shape.group - part * rows) as i32,

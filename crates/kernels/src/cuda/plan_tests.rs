@@ -123,7 +123,13 @@ fn sequence(
     history_end: usize,
     (exact, sealed): Tables<'_>,
 ) -> DecodeSequence<'_> {
-    DecodeSequence { tokens, sink_pages, history_end, exact, sealed }
+    DecodeSequence { row: 0, tokens, sink_pages, history_end, exact, sealed }
+}
+
+/// The plan of sequences that are the rows of a batch, in order.
+fn planned(shape: &PlanShape, split: Split, batch: &[DecodeSequence<'_>]) -> Result<Plan, CudaError> {
+    let rows = batch.iter().enumerate().map(|(row, sequence)| DecodeSequence { row, ..*sequence });
+    Plan::new(shape, split, &rows.collect::<Vec<_>>())
 }
 
 #[test]
@@ -148,12 +154,12 @@ fn every_token_is_read_once() {
     for blocks in [1, 7, 132, 396] {
         for split in [Split::Balanced, Split::Fixed { pages: 1 }, Split::Fixed { pages: 16 }] {
             for batch in &batches {
-                let plan = Plan::new(&shape(blocks), split, batch).unwrap();
+                let plan = planned(&shape(blocks), split, batch).unwrap();
                 check(&shape(blocks), &plan, batch);
             }
         }
     }
-    let none = Plan::new(&shape(3), Split::Balanced, &[]).unwrap();
+    let none = planned(&shape(3), Split::Balanced, &[]).unwrap();
     assert_eq!((none.partials, none.bytes), (0, 0));
 }
 
@@ -162,17 +168,17 @@ fn segments_are_no_longer_than_they_may_be() {
     let (slots, slots_of_longest) = (slots(1 << 17, 0), slots(1 << 18, 0));
     let long = [sequence(64 << 17, 1, (1 << 17) - 5, slots.all())];
     for split in [Split::Balanced, Split::Fixed { pages: 1 << 20 }] {
-        let plan = Plan::new(&shape(1), split, &long).unwrap();
+        let plan = planned(&shape(1), split, &long).unwrap();
         check(&PlanShape { kv_heads: 2, ..shape(1) }, &plan, &long);
         assert!(plan.partials > 4, "{}", plan.partials);
     }
     // As long as a sequence may be: segments are longer, so that there are no more partial results than may be.
     let longest = [sequence(1 << 24, 1, (1 << 18) - 5, slots_of_longest.all())];
     for split in [Split::Balanced, Split::Fixed { pages: 1 }] {
-        check(&shape(1), &Plan::new(&shape(1), split, &longest).unwrap(), &longest);
+        check(&shape(1), &planned(&shape(1), split, &longest).unwrap(), &longest);
     }
     assert!(
-        Plan::new(&shape(1), Split::Balanced, &[sequence((1 << 24) + 1, 0, 0, (&[None; 1 << 19], &[]))])
+        planned(&shape(1), Split::Balanced, &[sequence((1 << 24) + 1, 0, 0, (&[None; 1 << 19], &[]))])
             .is_err()
     );
 }
@@ -182,7 +188,7 @@ fn blocks_have_about_the_same_to_do() {
     let slots = slots(2000, 1);
     // The most that a block has to do over the mean; whole turns of all warps count, and beginning a segment.
     let load = |shape: &PlanShape, batch: &[DecodeSequence<'_>]| -> f64 {
-        let plan = Plan::new(shape, Split::Balanced, batch).unwrap();
+        let plan = planned(shape, Split::Balanced, batch).unwrap();
         let segment = |s: &Segment| {
             let turns = ((s.end - s.begin) as usize).div_ceil(shape.warps);
             overhead(shape) + turns * shape.warps * if s.kind == 1 { shape.sealed.1 } else { shape.exact.1 }
@@ -197,7 +203,7 @@ fn blocks_have_about_the_same_to_do() {
     assert!(load(&shape, &batch) < 1.02, "{}", load(&shape, &batch));
     assert!(load(&shape, &batch[..8]) < 1.08, "{}", load(&shape, &batch[..8]));
     // Sealed and bf16 tiles of a unit are mostly the work of one block.
-    let plan = Plan::new(&shape, Split::Balanced, &batch).unwrap();
+    let plan = planned(&shape, Split::Balanced, &batch).unwrap();
     assert!(plan.segments.len() - plan.partials > 200, "{} of {}", plan.partials, plan.segments.len());
     let ragged: Vec<DecodeSequence<'_>> =
         (0..32).map(|i| sequence(1000 + 3000 * i, 1, (1000 + 3000 * i) / 64 - 4, slots.all())).collect();
@@ -223,7 +229,7 @@ fn blocks_have_about_the_same_to_do() {
 fn fixed_splits_do_not_see_the_rest_of_the_batch() {
     let slots = slots(2000, 1);
     let cuts = |batch: &[DecodeSequence<'_>], blocks: usize, index: i32| {
-        let plan = Plan::new(&shape(blocks), Split::Fixed { pages: 8 }, batch).unwrap();
+        let plan = planned(&shape(blocks), Split::Fixed { pages: 8 }, batch).unwrap();
         let first = plan.first_partial[index as usize * 4];
         let mut cuts: Vec<_> =
             plan.segments.iter().filter(|segment| segment.unit >= 0 && segment.sequence == index).collect();
@@ -233,7 +239,7 @@ fn fixed_splits_do_not_see_the_rest_of_the_batch() {
             .collect::<Vec<_>>()
     };
     let long = sequence(20_000, 1, 300, slots.all());
-    let plan = Plan::new(&shape(1), Split::Fixed { pages: 8 }, &[long]).unwrap();
+    let plan = planned(&shape(1), Split::Fixed { pages: 8 }, &[long]).unwrap();
     assert!(plan.segments.iter().all(|segment| segment.result == PARTIAL));
     let alone = cuts(&[long], 132, 0);
     assert!(alone.len() > 8);
@@ -246,7 +252,7 @@ fn fixed_splits_do_not_see_the_rest_of_the_batch() {
 #[test]
 fn batches_that_cannot_be_read_are_refused() {
     let slots = slots(10, 1);
-    let refused = |s: DecodeSequence<'_>| Plan::new(&shape(4), Split::Balanced, &[s]).unwrap_err();
+    let refused = |s: DecodeSequence<'_>| planned(&shape(4), Split::Balanced, &[s]).unwrap_err();
     assert!(matches!(
         refused(sequence(65, 0, 0, slots.first(1))),
         CudaError::Shape { expected: 2, got: 1, .. }
@@ -262,6 +268,31 @@ fn batches_that_cannot_be_read_are_refused() {
         refused(sequence(64, 0, 0, (&ExactSlot::table([u32::MAX]), &[]))),
         CudaError::Unsupported(_)
     ));
-    let plan = Plan::new(&shape(4), Split::Balanced, &[sequence(640, 1, 7, slots.all())]).unwrap();
-    assert_eq!(plan.slots, [28 + 1, 20 + 1]);
+    let plan = planned(&shape(4), Split::Balanced, &[sequence(640, 1, 7, slots.all())]).unwrap();
+    assert_eq!(plan.slots, [1..28 + 1, 5..20 + 1]);
+}
+
+/// Sequences of other kernels have rows of the batch too, which a plan leaves alone.
+#[test]
+fn rows_between_those_of_a_plan_are_left_alone() {
+    let slots = slots(400, 1);
+    let batch: Vec<DecodeSequence<'_>> = (0..9).map(|i| sequence(i * 517, 1, 1, slots.first(400))).collect();
+    for split in [Split::Balanced, Split::Fixed { pages: 4 }] {
+        let together = planned(&shape(20), split, &batch).unwrap();
+        let apart: Vec<_> = (0..).zip(&batch).map(|(i, s)| DecodeSequence { row: 3 * i + 2, ..*s }).collect();
+        let plan = Plan::new(&shape(20), split, &apart).unwrap();
+        assert_eq!((plan.rows, plan.table.len()), (27, 27 * plan.table_width));
+        let moved = |segment: &Segment| Segment {
+            sequence: if segment.unit < 0 { 0 } else { 3 * segment.sequence + 2 },
+            ..*segment
+        };
+        assert!(plan.segments.iter().copied().eq(together.segments.iter().map(moved)));
+        for row in 0..plan.rows {
+            let table = &plan.table[row * plan.table_width..][..plan.table_width];
+            let expected = &together.table[row / 3 * plan.table_width..][..plan.table_width];
+            assert!(if row % 3 == 2 { table == expected } else { table.iter().all(|&slot| slot == 0) });
+        }
+    }
+    let twice = [batch[1], batch[2]];
+    assert!(matches!(Plan::new(&shape(4), Split::Balanced, &twice), Err(CudaError::Shape { .. })));
 }

@@ -1,6 +1,7 @@
 //! Attention of many rows: prompts, and steps that mix prompts with answers. `kernels/prefill_wgmma.cu` and `kernels/prefill.cu`
 //! read bf16 pages and sealed pages as they lie in the pools; `kernels/undo.cu` takes their outputs back to the basis of values.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
@@ -106,9 +107,10 @@ pub struct PrefillPlan {
     tables: CudaSlice<u32>,
     ends: CudaSlice<i32>,
     count: usize,
+    /// Rows of the batch up to the last one that is planned here.
     rows: usize,
-    /// One more than the largest slots that are named: bf16, sealed.
-    slots: [usize; 2],
+    /// Slots from the first to the last that is named: of bf16 pages, of sealed ones.
+    slots: [Range<usize>; 2],
 }
 
 #[repr(C)]
@@ -140,10 +142,17 @@ unsafe impl DeviceRepr for Arguments {}
 pub struct PrefillPools<'a> {
     /// bf16 pages.
     pub exact: PoolView<'a>,
-    /// Sealed pages, or bf16 pages that stand in for history and lie in the slots of bf16 pages.
+    /// Sealed pages, or bf16 pages of history.
     pub sealed: Option<PoolView<'a>>,
     /// Positions below are read in bf16; a multiple of a page.
     pub sink: usize,
+}
+
+/// Some rows of a step with what they read: its plan, the kernel of that, and pools.
+pub(super) struct PlannedRows<'a> {
+    pub(super) kernel: &'a PrefillAttention,
+    pub(super) plan: &'a PrefillPlan,
+    pub(super) pools: PrefillPools<'a>,
 }
 
 /// Attention of many rows for one shape on one card.
@@ -156,11 +165,6 @@ pub struct PrefillAttention {
 }
 
 impl PrefillPlan {
-    /// Rows of the step.
-    pub(super) fn rows(&self) -> usize {
-        self.rows
-    }
-
     /// Where the tables are, and whatever else a recorded launch depends on.
     pub(super) fn signature(&self, device: &Device) -> [u64; 4] {
         let stream = device.stream();
@@ -227,7 +231,7 @@ impl PrefillAttention {
             ends: stream.alloc_zeros(1)?,
             count: 0,
             rows: 0,
-            slots: [0, 0],
+            slots: [0..0, 0..0],
         };
         self.replan(&mut plan, sequences, window)?;
         Ok(plan)
@@ -296,18 +300,18 @@ impl PrefillAttention {
         let exact_bytes = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let (scratch, exact_slots) = match pools.exact.scratch {
             Some(scratch) => {
-                let slots = plan.slots[0].saturating_sub(scratch.first);
+                let slots = plan.slots[0].end.saturating_sub(scratch.first);
                 enough("bytes of scratch pages", slots * exact_bytes, scratch.memory.len())?;
                 (scratch.memory.device_ptr(stream).0, scratch.first)
             }
-            None => (0, plan.slots[0]),
+            // A number that no slot reaches, whatever the step: launches are recorded.
+            None => (0, i32::MAX as usize),
         };
         let (history, sealed_stride) = match &pools.sealed {
             Some(view) => {
-                let slots = plan.slots[usize::from(!matches!(sealed, PageLayout::Bf16(_)))];
-                (view.address(device, slots, kv_heads * sealed.page_bytes())?, view.stride)
+                (view.address(device, &plan.slots[1], kv_heads * sealed.page_bytes())?, view.stride)
             }
-            None if plan.slots[1] > 1 => {
+            None if !plan.slots[1].is_empty() => {
                 return Err(CudaError::Unsupported("sealed pages without a pool of them".into()));
             }
             None => (0, 0),
@@ -315,7 +319,7 @@ impl PrefillAttention {
         let arguments = Arguments {
             queries: queries.device_ptr(stream).0,
             out: out.device_ptr_mut(stream).0,
-            exact: pools.exact.address(device, plan.slots[0], exact_bytes)?,
+            exact: pools.exact.address(device, &plan.slots[0], exact_bytes)?,
             scratch,
             sealed: history,
             tables: plan.tables.device_ptr(stream).0,

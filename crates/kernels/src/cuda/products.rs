@@ -48,6 +48,9 @@ pub(super) struct Projection<'a> {
     pub(super) weight: &'a CudaWeight,
     pub(super) bias: Option<&'a CudaSlice<f32>>,
     pub(super) first_column: usize,
+    /// Whether the matrix is kept unpacked, because other chunks of a prompt need it next. A recorded step must unpack what it
+    /// multiplies with itself: nobody sees what its replays leave where.
+    pub(super) kept: bool,
 }
 
 /// Where results go.
@@ -273,11 +276,19 @@ impl Products {
         let Output { out, stride, ends } = output;
         for projection in projections {
             let weight = projection.weight;
-            let slab = self.multiply.grown(&mut scratch.slab, weight.rows * weight.cols * 2)?;
-            loader.unpack_bf16(weight, slab)?;
-            let Some(x) = &scratch.bf16 else { unreachable!("rows were packed above") };
+            let Scratch { unpacked, slab, bf16: Some(x), .. } = &mut *scratch else {
+                unreachable!("rows were packed above")
+            };
+            let unpacked = match projection.kept {
+                true => unpacked.matrix(self.multiply.device(), loader, weight)?,
+                false => {
+                    let slab = self.multiply.grown(slab, weight.rows * weight.cols * 2)?;
+                    loader.unpack_bf16(weight, slab)?;
+                    slab
+                }
+            };
             blas.run(DenseProduct {
-                weight: slab,
+                weight: unpacked,
                 x,
                 rows: input.rows,
                 inputs: weight.cols,

@@ -1,9 +1,12 @@
 //! The rows of a step that has several of a sequence, cut into blocks of neighbouring rows, and their page tables.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
 use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
 
 use super::error::CudaError;
+use super::plan::cover;
 
 /// Neighbouring rows of one sequence; the kernel's `Item`.
 #[repr(C)]
@@ -36,7 +39,7 @@ impl Item {
 /// Rows of one sequence, as attention of many rows takes them.
 #[derive(Clone, Debug)]
 pub struct PrefillSequence<'a> {
-    /// Row of the batch of the first one; rows of all sequences follow one another.
+    /// Row of the batch of the first one; they ascend, and what becomes of rows between them is not the plan's matter.
     pub first_row: usize,
     /// Its position.
     pub start: usize,
@@ -54,10 +57,10 @@ pub(super) struct RowBlocks {
     pub(super) items: Vec<Item>,
     /// The page tables of all sequences: bf16 slots, then as many sealed slots.
     pub(super) tables: Vec<u32>,
-    /// Of each row: where its history ends.
+    /// Of each row of the batch: where its history ends.
     pub(super) ends: Vec<i32>,
-    /// One more than the largest slots that are named: bf16, sealed.
-    pub(super) slots: [usize; 2],
+    /// Slots from the first to the last that is named: of bf16 pages, of sealed ones.
+    pub(super) slots: [Range<usize>; 2],
 }
 
 impl RowBlocks {
@@ -68,14 +71,20 @@ impl RowBlocks {
         for sequence in sequences {
             let (table, pages) = (tables.len(), sequence.exact.len());
             let needed = (sequence.start + sequence.ends.len()).div_ceil(PAGE_TOKENS);
-            if pages < needed || sequence.first_row != ends.len() {
+            if pages < needed {
                 return Err(CudaError::Shape { what: "pages of a sequence", expected: needed, got: pages });
             }
-            let exact = sequence.exact.iter().map(|&slot| ExactSlot::table_entry(slot));
-            let sealed = sequence.sealed.iter().take(pages).map(|&slot| SealedSlot::table_entry(slot));
-            for (most, slot) in [(0, exact.clone().max()), (1, sealed.clone().max())] {
-                slots[most] = slots[most].max(slot.unwrap_or(0) as usize + 1);
+            if sequence.first_row < ends.len() {
+                let (expected, got) = (ends.len(), sequence.first_row);
+                return Err(CudaError::Shape { what: "first row of a sequence, at least", expected, got });
             }
+            ends.resize(sequence.first_row, 0);
+            let exact = sequence.exact.iter().map(|&slot| ExactSlot::table_entry(slot));
+            let sealed = sequence.sealed.iter().take(pages);
+            // A row of padding reads the dummy.
+            exact.clone().for_each(|slot| cover(&mut slots[0], slot as usize));
+            sealed.clone().flatten().for_each(|slot| cover(&mut slots[1], slot.index()));
+            let sealed = sealed.map(|&slot| SealedSlot::table_entry(slot));
             tables.extend(exact);
             tables.extend(sealed);
             tables.resize(table + 2 * pages, 0);
@@ -251,8 +260,13 @@ mod tests {
         };
         assert!(RowBlocks::new(&[sequence(0, 28)], 16).is_ok());
         assert!(RowBlocks::new(&[sequence(0, 29)], 16).is_err());
-        assert!(RowBlocks::new(&[sequence(1, 5)], 16).is_err());
+        assert!(RowBlocks::new(&[sequence(0, 5), sequence(4, 5)], 16).is_err());
+        // Rows of others lie between.
+        let blocks = RowBlocks::new(&[sequence(1, 2), sequence(5, 2)], 16).unwrap();
+        assert_eq!(blocks.ends.len(), 7);
+        let rows: Vec<_> = blocks.items.iter().flat_map(|item| item.rows()).map(|(row, _)| row).collect();
+        assert_eq!(rows, [1, 2, 5, 6]);
         let blocks = RowBlocks::new(&[sequence(0, 28)], 16).unwrap();
-        assert_eq!((blocks.slots, blocks.items.len(), blocks.tables.len()), ([3, 1], 2, 4));
+        assert_eq!((blocks.slots, blocks.items.len(), blocks.tables.len()), ([1..3, 0..0], 2, 4));
     }
 }

@@ -38,6 +38,8 @@ pub struct SealPools<'a> {
     pub scratch: Option<&'a CudaSlice<u8>>,
     /// Sealed pages.
     pub sealed: &'a mut CudaSlice<u8>,
+    /// The number of the first slot of sealed pages.
+    pub first_sealed: usize,
 }
 
 /// A list of pages on the device.
@@ -63,7 +65,6 @@ pub struct SealFailure {
     pub channel: usize,
 }
 
-/// The kernel's argument.
 /// What becomes of the pages of a layer; the kernel knows the numbers.
 enum SealedLayer {
     /// bf16 pages stay as they are.
@@ -73,6 +74,7 @@ enum SealedLayer {
     None = 2,
 }
 
+/// The kernel's argument.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -169,7 +171,7 @@ impl SealShape {
             defines.push(("GAUSSIAN_STEP", bits(GAUSSIAN_STEP)));
             defines.extend(names.into_iter().zip(SEARCH_STEPS.map(bits)));
         }
-        let texts = texts!["rounded.cu", "rows.cu", "band_order.cu", "seal_bands.cu", "seal.cu"];
+        let texts = texts!["rounded.cu", "band_order.cu", "rows.cu", "seal_bands.cu", "seal.cu"];
         let bands = if self.order.bands().is_some() { " in bands" } else { "" };
         let name = format!("sealing, {} bits{bands}, {} channels", self.order.bits(), self.order.head_dim());
         Source { name, texts, defines, exact: true }
@@ -326,12 +328,13 @@ impl PageSealer {
         if held < exact_slots {
             return Err(CudaError::Shape { what: "bf16 slots of a pool", expected: exact_slots, got: held });
         }
-        let sealed_slots = pools.sealed.len() / self.sealed_stride;
+        let sealed_end = pools.first_sealed + pools.sealed.len() / self.sealed_stride;
         for page in &list.pages {
             let (exact, sealed) = (page.exact.number(), page.sealed.number());
-            for (slot, slots) in [(exact, exact_slots + scratch_slots), (sealed, sealed_slots)] {
-                if slot as usize >= slots {
-                    return Err(CudaError::PageOutOfRange { slot, slots });
+            let all_exact = 0..exact_slots + scratch_slots;
+            for (slot, slots) in [(exact, all_exact), (sealed, pools.first_sealed..sealed_end)] {
+                if !slots.contains(&(slot as usize)) {
+                    return Err(CudaError::PageOutOfRange { slot, slots: slots.end });
                 }
             }
             if page.exact.index() >= exact_slots && layers.len() > 1 {
@@ -347,10 +350,12 @@ impl PageSealer {
             .filter(|&blocks| i32::try_from(blocks).is_ok())
             .ok_or_else(|| CudaError::Unsupported(format!("{blocks} pages of heads in one launch")))?;
         let stream = self.device.stream();
+        // Where slot 0 would lie.
+        let before = (pools.first_sealed * self.sealed_stride) as u64;
         let arguments = Arguments {
             exact: pools.exact.device_ptr(stream).0,
             scratch: pools.scratch.map_or(0, |scratch| scratch.device_ptr(stream).0),
-            sealed: pools.sealed.device_ptr_mut(stream).0,
+            sealed: pools.sealed.device_ptr_mut(stream).0.wrapping_sub(before),
             pages: list.device.device_ptr(stream).0,
             layers: self.layers.device_ptr(stream).0,
             rules: self.rules.device_ptr(stream).0,

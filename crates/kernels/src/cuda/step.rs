@@ -15,6 +15,7 @@ use super::error::CudaError;
 use super::graphs::{Recordings, Signature};
 use super::plan::{DecodeSequence, Split};
 use super::prefill::PrefillPlan;
+use super::readings::{HIGH, OWN, Reading};
 use super::row_blocks::PrefillSequence;
 use super::write::{RowTarget, StepRows};
 use crate::backend::{Batch, KernelError, Rope};
@@ -43,7 +44,8 @@ pub(super) enum StepTables {
 pub(super) struct PrefillTables {
     pub(super) tokens: CudaSlice<u32>,
     pub(super) targets: StepRows,
-    pub(super) plan: PrefillPlan,
+    /// Of each reading of the cache, if any rows have it.
+    pub(super) plans: Vec<Option<PrefillPlan>>,
     pub(super) windows: Option<WindowTables>,
 }
 
@@ -57,9 +59,18 @@ pub(super) struct WindowTables {
 pub(super) struct DecodeTables {
     pub(super) tokens: CudaSlice<u32>,
     pub(super) targets: StepRows,
-    pub(super) plan: DevicePlan,
+    plans: Vec<ReadingPlan>,
     pub(super) windows: Option<WindowTables>,
     pub(super) recordings: Recordings,
+}
+
+/// The plan of a reading in tables that many steps use.
+#[derive(Default)]
+struct ReadingPlan {
+    /// Made for the first step that has rows of the reading.
+    plan: Option<DevicePlan>,
+    /// Whether the step that is under way has any.
+    has_rows: bool,
 }
 
 impl DecodeTables {
@@ -67,12 +78,46 @@ impl DecodeTables {
     pub(super) fn signature(&self, device: &Device) -> Signature {
         let mut signature = vec![self.tokens.device_ptr(device.stream()).0];
         signature.extend(self.targets.signature(device));
-        signature.extend(self.plan.signature(device));
+        for reading in &self.plans {
+            signature.push(u64::from(reading.has_rows));
+            if let Some(plan) = reading.plan.as_ref().filter(|_| reading.has_rows) {
+                signature.extend(plan.signature(device));
+            }
+        }
         if let Some(windows) = &self.windows {
             signature.extend(windows.targets.signature(device));
             signature.extend(windows.plan.signature(device));
         }
         signature
+    }
+
+    /// The plan of a reading, if any rows have it.
+    pub(super) fn plan(&mut self, reading: usize) -> Option<&mut DevicePlan> {
+        let ReadingPlan { plan, has_rows } = &mut self.plans[reading];
+        plan.as_mut().filter(|_| *has_rows)
+    }
+
+    /// Plans a step for all readings that its rows have.
+    fn replan(
+        &mut self,
+        cache: &CudaCache,
+        split: Split,
+        rows: &[Vec<DecodeSequence<'_>>; 2],
+    ) -> Result<(), CudaError> {
+        self.plans.resize_with(cache.readings.all.len(), ReadingPlan::default);
+        for (reading, held) in self.plans.iter_mut().enumerate() {
+            let rows = &rows[cache.readings.all[reading].tier];
+            held.has_rows = !rows.is_empty();
+            if rows.is_empty() {
+                continue;
+            }
+            let kernel = &cache.reader(reading).decode;
+            match &mut held.plan {
+                Some(plan) => kernel.replan(plan, split, rows)?,
+                None => held.plan = Some(kernel.plan(split, rows)?),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -105,29 +150,40 @@ impl CudaStep {
                 let tables = match spare {
                     Some(tables) => {
                         let mut inner = lock(&tables);
-                        let DecodeTables { tokens: on_device, targets: rows, plan, .. } = &mut *inner;
+                        let DecodeTables { tokens: on_device, targets: rows, .. } = &mut *inner;
                         device.upload(&tokens, on_device)?;
                         cache.writer.update(rows, &targets, rope)?;
-                        cache.decode.replan(plan, split, &decode)?;
                         drop(inner);
                         tables
                     }
                     None => Box::new(Mutex::new(DecodeTables {
                         tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
                         targets: cache.writer.step(&targets, rope)?,
-                        plan: cache.decode.plan(split, &decode)?,
+                        plans: Vec::new(),
                         windows: None,
                         recordings: Recordings::default(),
                     })),
                 };
+                lock(&tables).replan(cache, split, &decode)?;
                 StepTables::Decode(tables)
             }
             None => {
                 let end = |sequence: &StepSequence, position| sequence.history(position).end * PAGE_TOKENS;
+                let rows = by_tier(&sequences, prefill_sequences(&sequences, &end));
+                let plan = |(reading, of): (usize, &Reading)| match &rows[of.tier] {
+                    rows if rows.is_empty() => Ok(None),
+                    rows => cache.reader(reading).prefill.plan(rows, None).map(Some),
+                };
                 StepTables::Prefill(Box::new(PrefillTables {
                     tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
                     targets: cache.writer.step(&targets, rope)?,
-                    plan: cache.prefill.plan(&prefill_sequences(&sequences, &end), None)?,
+                    plans: cache
+                        .readings
+                        .all
+                        .iter()
+                        .enumerate()
+                        .map(plan)
+                        .collect::<Result<_, CudaError>>()?,
                     windows: None,
                 }))
             }
@@ -151,10 +207,10 @@ impl CudaStep {
             match windows {
                 Some(WindowTables { targets: on_device, plan }) => {
                     cache.writer.update(on_device, &targets, rope)?;
-                    cache.prefill.replan(plan, &rows, Some(window))
+                    cache.exact_reader().prefill.replan(plan, &rows, Some(window))
                 }
                 None => {
-                    let plan = cache.prefill.plan(&rows, Some(window))?;
+                    let plan = cache.exact_reader().prefill.plan(&rows, Some(window))?;
                     *windows = Some(WindowTables { targets: cache.writer.step(&targets, rope)?, plan });
                     Ok(())
                 }
@@ -210,25 +266,45 @@ pub(super) fn prefill_sequences<'a>(
         .collect()
 }
 
-/// The rows of a step as the decode kernel takes them: one row of every sequence that has any, or `every_row` of each.
-fn decode_sequences(sequences: &[StepSequence], every_row: bool) -> Option<Vec<DecodeSequence<'_>>> {
-    let mut rows = Vec::with_capacity(sequences.len());
+/// Sequences by their tier. Where only later rows of a sequence read sealed pages, all of them go with those; where none do, it
+/// has none.
+fn by_tier<'a>(sequences: &[StepSequence], rows: Vec<PrefillSequence<'a>>) -> [Vec<PrefillSequence<'a>>; 2] {
+    let mut tiers = [(); 2].map(|()| Vec::new());
+    for (sequence, mut rows) in sequences.iter().zip(rows).filter(|(sequence, _)| sequence.len > 0) {
+        let last = sequence.start + sequence.len - 1;
+        if sequence.history(last).is_empty() {
+            rows.sealed = &[];
+        }
+        tiers[tier_of(sequence, last)].push(rows);
+    }
+    tiers
+}
+
+/// The tier of a row: what it reads alone decides, so that its kernel does not depend on rows beside it.
+fn tier_of(sequence: &StepSequence, position: usize) -> usize {
+    if sequence.reads_high(position) { HIGH } else { OWN }
+}
+
+/// The rows of a step as decode kernels take them, by tier: one row of every sequence that has any, or `every_row` of each.
+fn decode_sequences(sequences: &[StepSequence], every_row: bool) -> Option<[Vec<DecodeSequence<'_>>; 2]> {
+    let mut tiers = [(); 2].map(|()| Vec::new());
     for sequence in sequences.iter().filter(|sequence| sequence.len > 0) {
         if sequence.len > 1 && !every_row {
             return None;
         }
-        rows.extend((sequence.start..sequence.start + sequence.len).map(|position| {
+        for position in sequence.start..sequence.start + sequence.len {
             let history = sequence.history(position);
-            DecodeSequence {
+            tiers[tier_of(sequence, position)].push(DecodeSequence {
+                row: sequence.first_row + position - sequence.start,
                 tokens: position + 1,
                 sink_pages: history.start,
                 history_end: history.end,
                 exact: &sequence.pages,
                 sealed: sequence.all_sealed_slots(),
-            }
-        }));
+            });
+        }
     }
-    Some(rows)
+    Some(tiers)
 }
 
 #[cfg(test)]

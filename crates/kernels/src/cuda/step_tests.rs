@@ -7,7 +7,7 @@ use oscar_codec::{ExactSlot, KvGeometry, PageCodec, PageWindows, SealedSlot};
 use oscar_random::Random;
 
 use super::*;
-use crate::backend::{CacheSpec, RopeLayout, SealedRows, SealedSpec, SequenceRows};
+use crate::backend::{CacheSpec, HighSpec, RopeLayout, SealedRows, SealedSpec, SequenceRows};
 use crate::cuda::plan::{Plan, PlanShape};
 use crate::cuda::row_blocks::RowBlocks;
 
@@ -24,7 +24,8 @@ struct Given {
     sealed: Option<(Vec<Option<SealedSlot>>, usize, usize)>,
 }
 
-/// Sequences with pages of their own, some with a prompt that is read exactly and some with pages that exist only sealed.
+/// Sequences with pages of their own, some with a prompt that is read exactly and some with pages that exist only sealed. Some
+/// sealed pages are of a second codec.
 fn random_sequences(windows: PageWindows, most_rows: usize, random: &mut Random) -> Vec<Given> {
     let mut next = 1;
     let mut slots = |pages: usize| {
@@ -42,7 +43,9 @@ fn random_sequences(windows: PageWindows, most_rows: usize, random: &mut Random)
                 let most = start / PAGE_TOKENS + 1;
                 let sealed_until =
                     if random.below(2) == 0 { 0 } else { windows.sink.min(most) + random.below(most) };
-                (SealedSlot::table(slots(pages)), exact_from, sealed_until.min(most))
+                let first = if random.below(3) == 0 { SLOTS as u32 } else { 0 };
+                let numbers = slots(pages).map(|slot| first + slot);
+                (SealedSlot::table(numbers), exact_from, sealed_until.min(most))
             });
             Given { start, len, exact, sealed }
         })
@@ -64,9 +67,8 @@ fn seen(sequence: &StepSequence, position: usize) -> Vec<Place> {
         .collect()
 }
 
-/// What every row of a decode plan reads, as the kernel derives it from segments.
-fn read_by_plan(plan: &Plan, shape: &PlanShape, rows: usize) -> Vec<Vec<Place>> {
-    let mut read = vec![Vec::new(); rows];
+/// What the rows of a decode plan read, as the kernel derives it from segments.
+fn read_by_plan(plan: &Plan, shape: &PlanShape, read: &mut [Vec<Place>]) {
     for segment in plan.segments.iter().filter(|segment| segment.unit >= 0) {
         let sealed = segment.kind == 1;
         let tiles = if sealed { shape.sealed.0 } else { shape.exact.0 } as i32;
@@ -84,16 +86,14 @@ fn read_by_plan(plan: &Plan, shape: &PlanShape, rows: usize) -> Vec<Vec<Place>> 
                 .extend((first..first + visible).map(|token| (sealed, slot, token)));
         }
     }
-    read.iter_mut().for_each(|places| places.sort_unstable());
-    read
 }
 
-/// What every row of a step with many reads, by its tables and the ends of histories; `sink` is what kernels are told.
-fn read_by_blocks(blocks: &RowBlocks, sink: usize) -> Vec<Vec<Place>> {
-    let mut read = vec![Vec::new(); blocks.ends.len()];
+/// What the rows of blocks read, by their tables and the ends of histories; `sink` is what kernels are told.
+fn read_by_blocks(blocks: &RowBlocks, sink: usize, read: &mut [Vec<Place>]) {
     for item in &blocks.items {
         for (row, position) in item.rows() {
             let end = blocks.ends[row] as usize;
+            assert!(read[row].is_empty(), "row {row} twice");
             read[row] = (0..=position)
                 .map(|at| {
                     let (page, sealed) = (at / PAGE_TOKENS, (sink..end).contains(&at));
@@ -102,7 +102,12 @@ fn read_by_blocks(blocks: &RowBlocks, sink: usize) -> Vec<Vec<Place>> {
                 .collect();
         }
     }
-    read
+}
+
+/// Sealed slots of a plan are those of one pool.
+fn check_slots(tier: usize, slots: &std::ops::Range<usize>) {
+    let pool = if tier == HIGH { SLOTS..2 * SLOTS } else { 0..SLOTS };
+    assert!(slots.is_empty() || (pool.start <= slots.start && slots.end <= pool.end), "{slots:?} of {tier}");
 }
 
 #[test]
@@ -111,11 +116,16 @@ fn a_card_reads_and_writes_what_the_cpu_does() {
     let codec = Arc::new(PageCodec::fp8(geometry, None).unwrap());
     let rope = Rope { inverse_frequencies: vec![1.0; 4], magnitude: 1.0, layout: RopeLayout::Halves };
     let mut random = Random::new(71);
-    let (mut sealed_places, mut steps) = (0, 0);
+    let (mut sealed_places, mut high_rows, mut steps) = (0, 0, 0);
     for round in 0..160 {
         let windows = PageWindows { sink: random.below(3), recent: random.below(5) };
         let mut spec = CacheSpec::exact(geometry, 1, SLOTS);
-        spec.sealed = Some(SealedSpec { codec: codec.clone(), slots: SLOTS, windows, high: None });
+        spec.sealed = Some(SealedSpec {
+            codec: codec.clone(),
+            slots: SLOTS,
+            windows,
+            high: Some(HighSpec { codec: codec.clone(), slots: SLOTS }),
+        });
         let decodes = round % 2 == 0;
         let given = random_sequences(windows, if decodes { 1 } else { 40 }, &mut random);
         let rows: Vec<SequenceRows<'_>> = given
@@ -147,8 +157,12 @@ fn a_card_reads_and_writes_what_the_cpu_does() {
         assert_eq!(targets, written, "round {round}");
 
         let end = |sequence: &StepSequence, position| sequence.history(position).end * PAGE_TOKENS;
-        let blocks = RowBlocks::new(&prefill_sequences(&sequences, &end), 48).unwrap();
-        let read = read_by_blocks(&blocks, windows.sink * PAGE_TOKENS);
+        let mut read = vec![Vec::new(); expected.len()];
+        for (tier, rows) in by_tier(&sequences, prefill_sequences(&sequences, &end)).iter().enumerate() {
+            let blocks = RowBlocks::new(rows, 48).unwrap();
+            check_slots(tier, &blocks.slots[1]);
+            read_by_blocks(&blocks, windows.sink * PAGE_TOKENS, &mut read);
+        }
         assert!(read == expected, "round {round}: blocks of rows read other places");
 
         // Several rows of a sequence go through the decode kernel only if all of them must.
@@ -166,8 +180,14 @@ fn a_card_reads_and_writes_what_the_cpu_does() {
             sealed: (4, 4160),
         };
         for split in [Split::Balanced, Split::Fixed { pages: 8 }] {
-            let plan = Plan::new(&shape, split, &decode).unwrap();
-            let read = read_by_plan(&plan, &shape, expected.len());
+            let mut read = vec![Vec::new(); expected.len()];
+            for (tier, rows) in decode.iter().enumerate() {
+                let plan = Plan::new(&shape, split, rows).unwrap();
+                check_slots(tier, &plan.slots[1]);
+                read_by_plan(&plan, &shape, &mut read);
+            }
+            read.iter_mut().for_each(|places| places.sort_unstable());
+            high_rows += decode[HIGH].len();
             for (row, (read, expected)) in read.iter().zip(&expected).enumerate() {
                 let mut expected = expected.clone();
                 sealed_places += expected.iter().filter(|place| place.0).count();
@@ -178,4 +198,5 @@ fn a_card_reads_and_writes_what_the_cpu_does() {
         steps += 1;
     }
     assert!(steps == 160 && sealed_places > 1_000_000, "{sealed_places} tokens were read sealed");
+    assert!(high_rows > 500, "{high_rows} rows read pages of the second codec");
 }

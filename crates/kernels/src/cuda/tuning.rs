@@ -20,7 +20,7 @@ pub struct DecodeShape {
     pub kv_heads: usize,
     /// Query heads per KV head.
     pub group: usize,
-    /// Sealed pages; [`PageLayout::Bf16`] if there are none.
+    /// Sealed pages; [`PageLayout::Bf16`] if there are none, or if history stays bf16.
     pub sealed: PageLayout,
 }
 
@@ -70,7 +70,7 @@ impl DecodeShape {
     fn byte_weights(&self) -> bool {
         let two_bits = match self.sealed {
             PageLayout::Codes(layout) => layout.bits() == 2 && layout.groups() == 1,
-            PageLayout::Banded(_) => true,
+            PageLayout::Banded(layout) => layout.value_bits() == 2,
             _ => false,
         };
         two_bits && self.head_dim <= 128 && self.quads() == 3
@@ -123,7 +123,9 @@ impl DecodeShape {
         let queries = match sealed.bands() {
             // Steps and starts of every band, the table of scales, and those of a tile for every warp.
             Some(layout) => {
-                heads * (2 * self.head_dim + 8 * layout.bands().len()) + 1024 * (1 + tuning.warps) + 16
+                let bands = layout.bands().len();
+                let scales = 4 * (256 + tuning.warps * sealed.tile_tokens() * bands);
+                heads * (2 * self.head_dim + 8 * bands) + scales + 16
             }
             None => heads * (2 * self.head_dim + 4 + 4 * sealed.groups()),
         };
@@ -231,7 +233,7 @@ impl DecodeShape {
 
 #[cfg(test)]
 mod tests {
-    use oscar_codec::{CodeLayout, Fp8Layout, ScaleType};
+    use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, ScaleType};
 
     use super::*;
 
@@ -246,6 +248,10 @@ mod tests {
                 formats.push(PageLayout::bf16(head_dim));
                 formats.push(codes(2, head_dim / 32));
                 formats.push(PageLayout::banded(head_dim).unwrap());
+                formats.push(PageLayout::Banded(BandLayout::high(head_dim).unwrap()));
+                if head_dim >= 128 {
+                    formats.push(PageLayout::int15(head_dim).unwrap());
+                }
                 if head_dim == 128 {
                     formats.push(codes(2, 2));
                     let layout = CodeLayout::new(2, head_dim, 1).unwrap();
@@ -273,7 +279,7 @@ mod tests {
                     let f16 = layout.scale_type() == ScaleType::F16;
                     (layout.bits() == 2 && groups == 1 && f16, layout.bits() == 4)
                 }
-                PageLayout::Banded(_) => (true, false),
+                PageLayout::Banded(layout) => (layout == int2_bands(shape.head_dim), false),
                 _ => (false, false),
             };
             let rare = match (shape.head_dim, shape.group) {
@@ -295,12 +301,18 @@ mod tests {
         listed
     }
 
+    fn int2_bands(head_dim: usize) -> BandLayout {
+        BandLayout::int2(head_dim).unwrap()
+    }
+
     const H200: SharedMemory = SharedMemory { block: 232_448, multiprocessor: 233_472 };
 
     fn name(shape: &DecodeShape) -> String {
         let format = match shape.sealed {
             PageLayout::Bf16(_) => "bf16".to_owned(),
             PageLayout::Fp8(_) => "fp8".to_owned(),
+            PageLayout::Banded(layout) if layout.value_bits() == 4 => "banded high".to_owned(),
+            PageLayout::Banded(layout) if layout != int2_bands(shape.head_dim) => "banded int1.5".to_owned(),
             PageLayout::Banded(_) => "banded".to_owned(),
             PageLayout::Codes(layout) if layout.scale_type() == ScaleType::F16 => {
                 format!("int{} x{}", layout.bits(), layout.groups())

@@ -4,6 +4,7 @@
 //! so the card never holds it twice and the host holds nothing but the mapped file.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
@@ -53,13 +54,20 @@ impl TileKind {
 
     /// The kind in which a stored matrix is kept. FP8 whose scales change inside a tile becomes bf16.
     fn of(stored: &StoredMatrix) -> TileKind {
-        match stored.dtype {
+        let scales = stored.scales.as_ref();
+        let in_tiles = scales.is_some_and(|scales| scale_columns(scales, stored.cols).is_some());
+        match TileKind::of_type(stored.dtype) {
+            TileKind::Fp8 if !in_tiles => TileKind::Floats,
+            kind => kind,
+        }
+    }
+
+    /// The kind in which numbers of a stored type are kept wherever that is possible.
+    fn of_type(dtype: DType) -> TileKind {
+        match dtype {
             DType::F32 | DType::F16 | DType::BF16 => TileKind::Floats,
             DType::Mxfp4 => TileKind::Mxfp4,
-            DType::F8E4M3 => match &stored.scales {
-                Some(scales) if scale_columns(scales, stored.cols).is_some() => TileKind::Fp8,
-                _ => TileKind::Floats,
-            },
+            DType::F8E4M3 => TileKind::Fp8,
             DType::Q4_0 | DType::Q4_1 | DType::Q4K => TileKind::Nibbles,
             DType::Q5_0 | DType::Q5_1 | DType::Q8_0 | DType::Q5K => TileKind::Bytes,
             DType::Q6K => TileKind::Sixteens,
@@ -116,6 +124,8 @@ fn scale_columns(scales: &BlockScales, cols: usize) -> Option<usize> {
 
 /// A weight on the card.
 pub struct CudaWeight {
+    /// A number that no other weight of the process has.
+    id: u64,
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) kind: TileKind,
@@ -158,6 +168,16 @@ pub(super) enum WeightMemory {
 }
 
 impl CudaWeight {
+    fn new(rows: usize, cols: usize, kind: TileKind, memory: WeightMemory) -> CudaWeight {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        CudaWeight { id: NEXT.fetch_add(1, Ordering::Relaxed), rows, cols, kind, memory }
+    }
+
+    /// The number that tells this weight from all others of the process, also from those that were dropped.
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Blocks of 64 columns.
     pub(super) fn steps(&self) -> usize {
         self.cols.div_ceil(TILE_COLUMNS)
@@ -269,6 +289,11 @@ struct Staging {
     scales: Option<CudaSlice<f32>>,
 }
 
+/// Bytes of so many numbers of a stored type in tiles that are full.
+pub(super) fn bytes_of_numbers(dtype: DType, numbers: usize) -> usize {
+    numbers.saturating_mul(TileKind::of_type(dtype).tile_bytes()) / (TILE_ROWS * TILE_COLUMNS)
+}
+
 /// Bytes of a matrix in tiles.
 fn matrix_bytes(stored: &StoredMatrix, kind: TileKind) -> Result<usize, KernelError> {
     let StoredMatrix { rows, cols, .. } = *stored;
@@ -309,12 +334,12 @@ impl WeightLoader {
         let (rows, cols, kind) = (stored.rows, stored.cols, TileKind::of(stored));
         if rows == 1 {
             let vector = self.device.stream().clone_htod(&floats(stored)?).map_err(CudaError::Driver)?;
-            return Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Vector(vector) });
+            return Ok(CudaWeight::new(rows, cols, kind, WeightMemory::Vector(vector)));
         }
         let bytes = matrix_bytes(stored, kind)? + kind.bytes_after();
         let mut tiles = self.device.allocate(bytes, "weights")?;
         self.fill(stored, kind, &mut tiles, 0)?;
-        Ok(CudaWeight { rows, cols, kind, memory: WeightMemory::Tiles(tiles) })
+        Ok(CudaWeight::new(rows, cols, kind, WeightMemory::Tiles(tiles)))
     }
 
     /// Brings the matrices of all experts to the card.

@@ -41,7 +41,7 @@ impl Default for Unpacked {
 
 /// A quantised block format.
 pub trait Block {
-    /// Its type.
+    /// The stored type that has these blocks.
     const DTYPE: DType;
     /// Whether elements have an offset beside their scale.
     const HAS_OFFSET: bool;
@@ -87,7 +87,7 @@ fn add_fifth_bits(bits: &[u8], codes: &mut [i8; 256]) {
     }
 }
 
-/// Q4_0.
+/// Blocks of the GGUF type Q4_0.
 pub struct Q4_0;
 
 impl Block for Q4_0 {
@@ -101,7 +101,7 @@ impl Block for Q4_0 {
     }
 }
 
-/// Q4_1.
+/// Blocks of the GGUF type Q4_1.
 pub struct Q4_1;
 
 impl Block for Q4_1 {
@@ -116,7 +116,7 @@ impl Block for Q4_1 {
     }
 }
 
-/// Q5_0.
+/// Blocks of the GGUF type Q5_0.
 pub struct Q5_0;
 
 impl Block for Q5_0 {
@@ -131,7 +131,7 @@ impl Block for Q5_0 {
     }
 }
 
-/// Q5_1.
+/// Blocks of the GGUF type Q5_1.
 pub struct Q5_1;
 
 impl Block for Q5_1 {
@@ -147,7 +147,7 @@ impl Block for Q5_1 {
     }
 }
 
-/// Q8_0.
+/// Blocks of the GGUF type Q8_0.
 pub struct Q8_0;
 
 impl Block for Q8_0 {
@@ -205,7 +205,7 @@ fn nibbles_by_64(packed: &[u8], codes: &mut [i8; 256]) {
     }
 }
 
-/// Q4_K.
+/// Blocks of the GGUF type Q4_K.
 pub struct Q4K;
 
 impl Block for Q4K {
@@ -219,7 +219,7 @@ impl Block for Q4K {
     }
 }
 
-/// Q5_K.
+/// Blocks of the GGUF type Q5_K.
 pub struct Q5K;
 
 impl Block for Q5K {
@@ -239,7 +239,7 @@ impl Block for Q5K {
     }
 }
 
-/// Q6_K.
+/// Blocks of the GGUF type Q6_K.
 pub struct Q6K;
 
 impl Block for Q6K {
@@ -266,7 +266,7 @@ impl Block for Q6K {
     }
 }
 
-/// MXFP4.
+/// Blocks of MXFP4: 32 floats of four bits with a power of two for a scale.
 pub struct Mxfp4;
 
 impl Block for Mxfp4 {

@@ -11,9 +11,11 @@ pub(crate) struct Survey {
     pub(crate) total: f64,
     /// The same at temperature 1, where probabilities are reported.
     pub(crate) plain_total: f64,
-    /// The token with the largest logit, the one that was given, or the one that was drawn from all tokens.
+    /// The token with the largest logit, the one that was given, or the one that was drawn.
     pub(crate) token: u32,
-    /// Its logit.
+    /// Whether that is the one to be taken, whatever the settings.
+    pub(crate) drawn: bool,
+    /// The logit of the token.
     pub(crate) logit: f32,
     /// All tokens from some logit on, in any order.
     pub(crate) listed: Vec<(u32, f32)>,
@@ -47,7 +49,7 @@ pub(crate) fn from_survey(mut survey: Survey, settings: &Sampling<'_>) -> Option
     survey.listed.sort_unstable_by(|a, b| order(b.1).total_cmp(&order(a.1)).then(a.0.cmp(&b.0)));
     let filtered = is_filtered(settings, survey.vocabulary);
     let (mut token, mut logit) = (survey.token, survey.logit);
-    if settings.given.is_none() && settings.temperature > 0.0 && filtered {
+    if !survey.drawn && settings.given.is_none() && settings.temperature > 0.0 && filtered {
         token = pick(&listed_candidates(&survey, settings)?, settings.draw)? as u32;
         logit = survey.listed.iter().find(|&&(listed, _)| listed == token)?.1;
     }
@@ -106,7 +108,7 @@ fn listed_candidates(survey: &Survey, settings: &Sampling<'_>) -> Option<Vec<Can
         }
         candidates.retain(|candidate| candidate.weight >= least);
         if !is_ordered(settings, survey.vocabulary) {
-            // Nothing has asked for an order.
+            // Nothing needs an order.
             candidates.sort_unstable_by_key(|candidate| candidate.token);
         }
     }
@@ -154,6 +156,7 @@ mod tests {
                 total: total(f64::from(settings.temperature)),
                 plain_total: total(1.0),
                 token,
+                drawn: false,
                 logit: row[token as usize],
                 listed: listed.map(|&token| (token, row[token as usize])).collect(),
                 vocabulary: 200,

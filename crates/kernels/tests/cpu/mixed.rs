@@ -15,19 +15,12 @@ use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::{Cache, CpuBackend, Matrix};
 use oscar_kernels::inspect::KvRows;
 use oscar_kernels::{Backend, DType, Inspect};
+use oscar_random::Random;
 
 pub(crate) const NEVER: usize = usize::MAX;
 
-/// Numbers in -1..1 of a linear congruential generator. The bound on errors below was found with these numbers; with
-/// those of other generators single cases exceed it a little.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
-    (0..len)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-        })
-        .collect()
+    Random::new(seed).signed_vec(len)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -381,11 +374,13 @@ impl Sequence {
         // Errors are those of the values that are summed, however little a sink leaves of them.
         let (expected, largest) = self.oracle(layer, position, history);
         // Weights are rounded to 15 bits. What that does to the mean code is alike in all stored channels, and the Hadamard
-        // matrix gathers it in one channel of the output: the more, the larger the codes. Rounding a key to bf16 moves its
-        // logit, which a sink is compared with as it is.
+        // matrix gathers it in one channel of the output: the more, the larger the codes. The largest errors of these tests
+        // with three seeds were 1.9e-3 for codes of two bits, 2.9e-3 for codes of four, and 3e-6 without codes. Rounding a key to
+        // bf16 moves its logit, which a sink is compared with as it is.
         let most = match (self.codec.name(), self.sinks.is_empty()) {
             (_, false) => 5e-3,
-            ("high", true) => 4e-3,
+            ("high" | "int4", true) => 4e-3,
+            ("fp8", true) => 1e-5,
             (_, true) => 2e-3,
         };
         for (index, (got, expected)) in got.iter().zip(&expected).enumerate() {

@@ -32,7 +32,7 @@ struct Attending<'a, B: Backend> {
     stored: Vec<f32>,
 }
 
-const KV_HEADS: usize = 2;
+pub(super) const KV_HEADS: usize = 2;
 const LAYER: usize = 1;
 /// Tokens that there is room for.
 const TOKENS: usize = 700;
@@ -160,17 +160,17 @@ fn attending<'a, B: Inspect>(
 }
 
 /// Logits of learned sinks that take all, some and nothing of a row's weights.
-fn sinks(heads: usize) -> StoredMatrix {
+pub(super) fn sinks(heads: usize) -> StoredMatrix {
     let logits = [8.0_f32, 3.0, 30.0, -20.0, 6.0, f32::NEG_INFINITY];
     let bytes: Vec<u8> = logits.iter().cycle().take(heads).flat_map(|logit| logit.to_le_bytes()).collect();
     StoredMatrix { bytes: Arc::new(bytes), offset: 0, dtype: DType::F32, rows: 1, cols: heads, scales: None }
 }
 
 /// Keys in bands, of channels that differ in size.
-fn banded(d: usize) -> Arc<PageCodec> {
+pub(super) fn banded(layout: BandLayout) -> Arc<PageCodec> {
+    let d = layout.head_dim();
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
-    let rows =
-        RowEncoder::Banded(BandRows { layout: BandLayout::int2(d).unwrap(), value_rule: Rule::Search });
+    let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
     let sizes = SquareMatrix::from_fn(d, |i, j| if i == j { 1.5 - i as f64 / d as f64 } else { 0.0 });
     let key = HeadTransform::general(Some(vec![0.25; d]), &hadamard::matrix(d).multiply(&sizes)).unwrap();
     let value = HeadTransform::new(None, &hadamard::matrix(d)).unwrap();
@@ -178,7 +178,16 @@ fn banded(d: usize) -> Arc<PageCodec> {
     Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
 }
 
-fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
+/// A codec of a cache, by a name of its own: `bands`, `fewer bands` (`int1.5`), or the bits of scalar codes.
+fn named_codec(d: usize, name: &str) -> Arc<PageCodec> {
+    match name {
+        "bands" => banded(BandLayout::int2(d).unwrap()),
+        "fewer bands" => banded(BandLayout::int15(d).unwrap()),
+        bits => codec(d, bits.parse().unwrap()),
+    }
+}
+
+pub(super) fn codec(d: usize, bits: u32) -> Arc<PageCodec> {
     let geometry = KvGeometry { layers: 2, kv_heads: KV_HEADS, head_dim: d };
     let mut random = Random::new(3);
     let mut encoders = || -> Vec<HeadEncoder> {
@@ -201,23 +210,25 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
         let sinks = Extras { sinks: true, ..plain };
         for (group, codec, extras) in [
             (3, None, plain),
-            (1, Some(2), plain),
-            (7, Some(2), plain),
-            (4, Some(4), plain),
-            (3, Some(0), plain),
-            (8, Some(0), plain),
+            (1, Some("2"), plain),
+            (7, Some("2"), plain),
+            (4, Some("4"), plain),
+            (3, Some("bands"), plain),
+            (8, Some("bands"), plain),
+            (3, Some("fewer bands"), plain),
+            (12, Some("fewer bands"), plain),
             (4, None, Extras::window(100)),
-            (4, Some(0), Extras::window(100)),
+            (4, Some("bands"), Extras::window(100)),
             (3, None, sinks),
-            (8, Some(2), sinks),
-            (8, Some(0), sinks),
-            (8, Some(0), Extras { sinks: true, ..Extras::window(128) }),
-            (4, Some(0), Extras { still: true, ..plain }),
+            (8, Some("2"), sinks),
+            (8, Some("bands"), sinks),
+            (8, Some("bands"), Extras { sinks: true, ..Extras::window(128) }),
+            (4, Some("bands"), Extras { still: true, ..plain }),
         ] {
-            if quick && d != 128 {
+            if (quick && d != 128) || (d < 128 && codec == Some("fewer bands")) {
                 continue;
             }
-            let codec = codec.map(|bits| if bits == 0 { banded(d) } else { self::codec(d, bits) });
+            let codec = codec.map(|name| named_codec(d, name));
             let codec = match (codec, extras.window) {
                 (Some(codec), Some(_)) => {
                     Some(Arc::new(PageCodec::clone(&codec).without_history(&[LAYER]).unwrap()))
@@ -256,19 +267,20 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
     let mut failures = 0;
     for d in [32, 64, 128] {
         let plain = Extras::default();
-        for (group, bits, extras) in [
+        for (group, name, extras) in [
             (2, None, plain),
-            (2, Some(2), plain),
-            (7, Some(2), plain),
-            (2, Some(4), plain),
-            (3, Some(0), plain),
+            (2, Some("2"), plain),
+            (7, Some("2"), plain),
+            (2, Some("4"), plain),
+            (3, Some("bands"), plain),
+            (3, Some("fewer bands"), plain),
             (2, None, Extras::window(77)),
-            (3, Some(0), Extras { sinks: true, ..plain }),
+            (3, Some("bands"), Extras { sinks: true, ..plain }),
         ] {
-            if bits == Some(0) && d == 32 {
+            if (d == 32 && name == Some("bands")) || (d < 128 && name == Some("fewer bands")) {
                 continue;
             }
-            let codec = bits.map(|bits| if bits == 0 { banded(d) } else { codec(d, bits) });
+            let codec = name.map(|name| named_codec(d, name));
             let mut random = Random::new(17);
             let mut sequences = [(); 2].map(|()| attending(cuda, d, group, codec.clone(), extras));
             let cols = sequences[0].spec.qkv_cols();
@@ -288,7 +300,7 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
             let different = together.iter().zip(&alone).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             if different > 0 {
                 println!(
-                    "FAILED {d} channels, {group} query heads, {bits:?} bits: {different} of {} numbers differ in a chunk, \
+                    "FAILED {d} channels, {group} query heads, {name:?}: {different} of {} numbers differ in a chunk, \
                      by {:.1e}",
                     alone.len(),
                     error(&alone, &together)

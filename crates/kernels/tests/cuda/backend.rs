@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{
-    Activation, Batch, CacheSpec, ExpertBiases, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
-    Sampled, Sampling, SequenceRows, SharedExpert, StoredMatrix,
+    Activation, Batch, CacheSpec, ExpertBiases, GatedMlp, Linear, LogitChange, RmsNorm, Rope, RopeLayout,
+    RoutedMlp, Sampled, Sampling, SequenceRows, SharedExpert, StoredMatrix,
 };
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::isa::Isa;
@@ -436,7 +436,7 @@ fn experts(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> usize {
 /// Tokens that both devices draw from the same logits.
 fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
     let mut random = Random::new(23);
-    let (mut failures, mut rows_checked) = (0, 0);
+    let (mut failures, mut rows_checked, mut decided_on_the_card) = (0, 0, 0);
     for vocabulary in [5, 1000, 49152, 151_936] {
         for round in 0..24 {
             let rows = 1 + round % 5;
@@ -451,6 +451,18 @@ fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
                 logits[0] = f32::NEG_INFINITY;
             }
             let allowed = vec![0x5555_5555; vocabulary.div_ceil(32)];
+            // Penalties and biases, one of them for a token that is not there and one that rules its token out.
+            let change = |token: usize, penalty, add| LogitChange { token: token as u32, penalty, add };
+            let changes: Vec<LogitChange> = (0..vocabulary.min(400))
+                .map(|i| {
+                    change(i * 3 % vocabulary.max(1200), 1.0 + (i % 5) as f32 * 0.2, (i % 7) as f32 - 3.0)
+                })
+                .chain([change(vocabulary + 1, 2.0, 9.0)])
+                .map(|change| match change.token % 31 {
+                    2 => LogitChange { add: f32::NEG_INFINITY, ..change },
+                    _ => change,
+                })
+                .collect();
             let settings: Vec<Sampling<'_>> = (0..rows)
                 .map(|row| {
                     let mut pick = |from: &[f32]| from[(random.next_u64() % from.len() as u64) as usize];
@@ -463,9 +475,15 @@ fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
                         draw: pick(&[0.0, 0.25, 0.5, 0.9999]),
                         logprobs: [None, Some(0), Some(5)][(round + row) % 3],
                         vocabulary: if round % 2 == 0 { usize::MAX } else { vocabulary - 1 },
-                        allowed: (round == 5).then_some(&allowed[..]),
+                        allowed: match round % 6 {
+                            // The last bits of the vocabulary are missing, or all of them.
+                            2 => Some(&allowed[..allowed.len() - usize::from(round == 14)]),
+                            5 if round == 11 && row == 1 => Some(&[]),
+                            5 => Some(&allowed),
+                            _ => None,
+                        },
+                        changes: if matches!(round % 8, 3 | 5) { &changes } else { &[] },
                         given: (round == 9).then_some(3),
-                        ..Sampling::default()
                     }
                 })
                 .collect();
@@ -485,7 +503,13 @@ fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
             cpu.write(&logits, &mut buffers.0).unwrap();
             cuda.write(&logits, &mut buffers.1).unwrap();
             let expected = drawn("cpu", cpu.sample(&buffers.0, &settings).unwrap());
-            let got = drawn("cuda", cuda.sample(&buffers.1, &settings).unwrap());
+            let draws = cuda.begin_draws(&buffers.1, &settings).unwrap();
+            let draws = cuda.finish_draws(draws, &buffers.1, &settings).unwrap();
+            let host = |settings: &Sampling<'_>| settings.typical_p < 1.0;
+            let passed_on =
+                draws.iter().zip(&settings).filter(|(draw, settings)| draw.passed_on && !host(settings));
+            decided_on_the_card += passed_on.count();
+            let got = drawn("cuda", draws.into_iter().map(|draw| draw.sampled).collect());
             for (row, (expected, got)) in expected.iter().zip(&got).enumerate() {
                 rows_checked += 1;
                 if expected != got {
@@ -498,6 +522,12 @@ fn sampling(cpu: &CpuBackend, cuda: &CudaBackend) -> usize {
             }
         }
     }
-    println!("cuda: {rows_checked} rows sampled as on the CPU unless said above");
+    println!(
+        "cuda: {rows_checked} rows sampled as on the CPU unless said above, {decided_on_the_card} without the host"
+    );
+    if decided_on_the_card < rows_checked / 2 {
+        println!("FAILED sampling: the card decides too few rows");
+        failures += 1;
+    }
     failures
 }

@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
-use oscar_codec::{CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot};
+use oscar_codec::{
+    BandLayout, CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
+};
 use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     CudaError, DecodeShape, Device, PageOrder, PoolView, PrefillAttention, PrefillPools, PrefillSequence,
@@ -46,14 +48,18 @@ pub(super) fn run(device: &Arc<Device>, quick: bool) -> usize {
         let codes = |bits, groups, scales| {
             PageLayout::Codes(CodeLayout::new(bits, head_dim, groups).unwrap().with_scales(scales))
         };
-        let formats = [
+        let mut formats = vec![
             ("bf16", PageLayout::bf16(head_dim)),
             ("int2", codes(2, 1, ScaleType::F16)),
             ("int2 in groups", codes(2, head_dim / 32, ScaleType::Bf16)),
             ("int4", codes(4, 1, ScaleType::F16)),
             ("banded", PageLayout::banded(head_dim).unwrap()),
+            ("high", PageLayout::Banded(BandLayout::high(head_dim).unwrap())),
             ("fp8", PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap())),
         ];
+        if head_dim >= 128 {
+            formats.push(("int1.5", PageLayout::int15(head_dim).unwrap()));
+        }
         for (name, sealed) in formats.into_iter().filter(|(name, _)| named(name)) {
             for (portable, group) in [(false, 1), (false, 4), (false, 5), (true, 4), (true, 16)] {
                 let shape = DecodeShape { head_dim, kv_heads: KV_HEADS, group, sealed };
@@ -112,7 +118,7 @@ impl Pool {
     }
 
     fn view(&self) -> PoolView<'_> {
-        PoolView { memory: &self.memory, offset: 0, stride: self.stride, scratch: None }
+        PoolView { memory: &self.memory, first: 0, offset: 0, stride: self.stride, scratch: None }
     }
 }
 

@@ -37,6 +37,8 @@ const RULES: [Rule; 8] = [
 const EXACT_SLOTS: usize = 9;
 const SCRATCH_SLOTS: usize = 3;
 const SEALED_SLOTS: usize = 12;
+/// The number of the first sealed slot, as where those of another codec come before.
+const FIRST_SEALED: usize = 5;
 
 /// Runs everything; the number of failures.
 pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
@@ -109,11 +111,18 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
             }
         }
         if head_dim >= 64 {
-            let start = codecs.len();
-            let codec = banded(geometry, |index| RULES[(index + start) % RULES.len()]);
-            codecs.push((format!("banded d{head_dim}"), codec, false));
-            let codec = banded(geometry, |_| Rule::Search);
-            codecs.push((format!("banded d{head_dim}, search alone"), codec, false));
+            let mut layouts = vec![("banded", BandLayout::int2(head_dim).unwrap())];
+            layouts.push(("high", BandLayout::high(head_dim).unwrap()));
+            if head_dim >= 128 {
+                layouts.push(("int1.5", BandLayout::int15(head_dim).unwrap()));
+            }
+            for (name, layout) in layouts {
+                let start = codecs.len();
+                let codec = banded(geometry, layout, |index| RULES[(index + start) % RULES.len()]);
+                codecs.push((format!("{name} d{head_dim}"), codec, false));
+                let codec = banded(geometry, layout, |_| Rule::Search);
+                codecs.push((format!("{name} d{head_dim}, search alone"), codec, false));
+            }
         }
         let int4 = PageCodec::int4(geometry, None).unwrap();
         codecs.push((format!("int4 d{head_dim}"), int4.clone(), false));
@@ -158,9 +167,8 @@ fn int2(
 }
 
 /// A codec with keys in bands, and a rule per head for values.
-fn banded(geometry: KvGeometry, rule: impl Fn(usize) -> Rule) -> PageCodec {
+fn banded(geometry: KvGeometry, layout: BandLayout, rule: impl Fn(usize) -> Rule) -> PageCodec {
     let KvGeometry { layers, kv_heads, head_dim } = geometry;
-    let layout = BandLayout::int2(head_dim).unwrap();
     let encoder = |head: usize| {
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule(head) });
         HeadEncoder { transform: HeadTransform::identity(head_dim), rows }
@@ -312,8 +320,11 @@ impl Pools {
         let (exact, scratch) = (upload(&self.exact), upload(&self.scratch));
         let stream = self.device.stream().clone();
         let mut sealed = stream.clone_htod(&vec![0xff_u8; SEALED_SLOTS * self.codec.page_bytes()]).unwrap();
-        let list = self.sealer.list(pages).unwrap();
-        let pools = SealPools { exact: &exact, scratch: Some(&scratch), sealed: &mut sealed };
+        let moved =
+            |page: &SealPage| seal_page(page.exact.number(), page.sealed.number() + FIRST_SEALED as u32);
+        let list = self.sealer.list(&pages.iter().map(moved).collect::<Vec<_>>()).unwrap();
+        let first_sealed = FIRST_SEALED;
+        let pools = SealPools { exact: &exact, scratch: Some(&scratch), sealed: &mut sealed, first_sealed };
         self.sealer.launch(&list, layers, EXACT_SLOTS, pools).unwrap();
         let got = stream.clone_dtoh(&sealed).unwrap();
         self.device.synchronise().unwrap();
@@ -418,14 +429,17 @@ fn refuses_bad_lists(device: &Arc<Device>) -> bool {
     let mut sealed = device.zeroed(SEALED_SLOTS * codec.page_bytes()).unwrap();
     let mut attempt = |exact_slot: u32, sealed_slot: u32, layers: std::ops::Range<usize>| {
         let list = sealer.list(&[seal_page(exact_slot, sealed_slot)])?;
-        let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed };
+        let first_sealed = FIRST_SEALED;
+        let pools = SealPools { exact: &exact, scratch: None, sealed: &mut sealed, first_sealed };
         sealer.launch(&list, layers, EXACT_SLOTS, pools)
     };
     let outside = |result| matches!(result, Err(CudaError::PageOutOfRange { .. }));
-    let mut right = attempt(1, 1, 0..LAYERS).is_ok()
-        && outside(attempt(EXACT_SLOTS as u32, 1, 0..1))
-        && outside(attempt(1, SEALED_SLOTS as u32, 0..1))
-        && matches!(attempt(1, 1, 0..LAYERS + 1), Err(CudaError::Shape { .. }));
+    let first = FIRST_SEALED as u32;
+    let mut right = attempt(1, first, 0..LAYERS).is_ok()
+        && outside(attempt(EXACT_SLOTS as u32, first, 0..1))
+        && outside(attempt(1, first - 1, 0..1))
+        && outside(attempt(1, first + SEALED_SLOTS as u32, 0..1))
+        && matches!(attempt(1, first, 0..LAYERS + 1), Err(CudaError::Shape { .. }));
     let twice = [seal_page(1, 3), seal_page(2, 3)];
     right &= matches!(sealer.list(&twice), Err(CudaError::PageWrittenTwice { slot: 3 }));
     if !right {

@@ -3,6 +3,7 @@
 use oscar_codec::{BandLayout, HeadTransform, SquareMatrix};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_rotations::codec::band_mixing;
+use rayon::prelude::*;
 
 use super::CalibrateError;
 use super::fit::{Spectrum, spectrum};
@@ -63,24 +64,24 @@ pub fn choose(
     held_out: &HeldOut<'_>,
     moments: &HeadMoments,
     value_transform: &HeadTransform,
-    failed: impl Fn(oscar_codec::CodecError) -> CalibrateError,
+    failed: impl Fn(oscar_codec::CodecError) -> CalibrateError + Sync,
 ) -> Result<(SquareMatrix, HeadTransform), CalibrateError> {
     let (queries, mean) = (moments.queries.mean(), moments.key_mean());
     let layout = BandLayout::int2(mean.len()).map_err(&failed)?;
     let mixing = band_mixing(&layout);
-    let mut best = None;
-    for keys in [moments.key_covariance(), moments.weighted_key_covariance()] {
-        for alpha in QUERY_EXPONENTS {
-            let bands = bands(&queries, &keys, alpha, &layout)?;
-            let transform =
-                HeadTransform::general(Some(mean.clone()), &bands.multiply(&mixing)).map_err(&failed)?;
-            let trial = RuleTrial::new(isa, held_out, &transform, value_transform).map_err(&failed)?;
-            let score = trial.key_score(KeyCodes::Bands).map_err(&failed)?;
-            if best.as_ref().is_none_or(|(least, _, _)| score < *least) {
-                best = Some((score, bands, transform));
-            }
-        }
-    }
+    let covariances = [moments.key_covariance(), moments.weighted_key_covariance()];
+    let ways: Vec<(&SquareMatrix, f64)> =
+        covariances.iter().flat_map(|keys| QUERY_EXPONENTS.map(|alpha| (keys, alpha))).collect();
+    let tried = ways.into_par_iter().map(|(keys, alpha)| {
+        let bands = bands(&queries, keys, alpha, &layout)?;
+        let transform =
+            HeadTransform::general(Some(mean.clone()), &bands.multiply(&mixing)).map_err(&failed)?;
+        let trial = RuleTrial::new(isa, held_out, &transform, value_transform).map_err(&failed)?;
+        Ok((trial.key_score(KeyCodes::Bands).map_err(&failed)?, bands, transform))
+    });
+    let tried: Vec<_> = tried.collect::<Result<_, CalibrateError>>()?;
+    // Of equals the first.
+    let best = tried.into_iter().reduce(|best, other| if other.0 < best.0 { other } else { best });
     let (_, bands, transform) = best.expect("there is at least one way to try");
     Ok((bands, transform))
 }

@@ -63,7 +63,7 @@ impl Checkpoint {
         if since < self.interval { Ok(()) } else { self.save_now(state, observer, next) }
     }
 
-    /// Saves the state.
+    /// Saves the state now, whenever it was saved before.
     pub fn save_now<B: Inspect>(
         &self,
         state: &CalibrationState,

@@ -14,7 +14,7 @@ use super::sample::sample;
 /// Largest file that is read.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// Tokens of one sequence, unless the model's context is shorter or fewer are asked for. Keys turn with their position, so
+/// Tokens of one sequence, unless the model's context is shorter or fewer are requested. Keys turn with their position, so
 /// their means and covariances hold only as far as positions reach.
 pub const SEQUENCE_TOKENS: usize = 8192;
 
@@ -53,7 +53,31 @@ pub struct Corpus {
     pub hash: String,
 }
 
+/// How text is cut into sequences.
+#[derive(Clone, Copy)]
+struct Cut {
+    count: usize,
+    length: usize,
+}
+
+impl Cut {
+    fn of(tokens: usize, context: usize) -> Cut {
+        let length = SEQUENCE_TOKENS.min(tokens.max(HELD_OUT_TOKENS)).min(context);
+        Cut { count: tokens.div_ceil(length).max(1), length }
+    }
+
+    /// Tokens in all, the held-out sequence included.
+    fn tokens(self) -> usize {
+        self.count * self.length + HELD_OUT_TOKENS.min(self.length)
+    }
+}
+
 impl Corpus {
+    /// Tokens of text that [`Corpus::of`] takes.
+    pub fn needed(tokens: usize, context: usize) -> usize {
+        Cut::of(tokens, context).tokens()
+    }
+
     /// Collects `tokens` tokens for moments and a held-out sequence behind them.
     pub fn collect<B: Backend>(
         model: &LoadedModel<B>,
@@ -61,25 +85,33 @@ impl Corpus {
         tokens: usize,
         progress: impl FnMut(usize, usize),
     ) -> Result<Corpus, CalibrateError> {
-        let context = model.config().max_context;
-        let length = SEQUENCE_TOKENS.min(tokens.max(HELD_OUT_TOKENS)).min(context);
-        let count = tokens.div_ceil(length).max(1);
-        let needed = count * length + HELD_OUT_TOKENS.min(length);
-        let mut ids = match source {
+        let cut = Cut::of(tokens, model.config().max_context);
+        let needed = cut.tokens();
+        let ids = match source {
             CorpusSource::Model { seed } => {
                 let mut progress = progress;
-                let piece = PIECE_TOKENS.min(length);
+                let piece = PIECE_TOKENS.min(cut.length);
                 let pieces = needed.div_ceil(piece);
                 sample(model, pieces, piece, *seed, |done| progress(done.min(needed), needed))?.concat()
             }
             CorpusSource::Files { paths, chat } => read(model, paths, *chat)?,
         };
+        Corpus::cut(ids, cut)
+    }
+
+    /// Cuts text into sequences for a model with so much context: `tokens` tokens for moments, and a held-out sequence.
+    pub fn of(ids: Vec<u32>, tokens: usize, context: usize) -> Result<Corpus, CalibrateError> {
+        Corpus::cut(ids, Cut::of(tokens, context))
+    }
+
+    fn cut(mut ids: Vec<u32>, cut: Cut) -> Result<Corpus, CalibrateError> {
+        let needed = cut.tokens();
         if ids.len() < needed {
             return Err(CalibrateError::TooShort { tokens: ids.len(), needed });
         }
         ids.truncate(needed);
-        let held_out = ids.split_off(count * length);
-        let sequences: Vec<Vec<u32>> = ids.chunks_exact(length).map(<[u32]>::to_vec).collect();
+        let held_out = ids.split_off(cut.count * cut.length);
+        let sequences: Vec<Vec<u32>> = ids.chunks_exact(cut.length).map(<[u32]>::to_vec).collect();
         let mut hash = Sha256::new();
         for token in sequences.iter().chain([&held_out]).flatten() {
             hash.update(token.to_le_bytes());

@@ -86,7 +86,7 @@ pub struct HeadMoments {
     value_sum: Vec<f64>,
 }
 
-/// `x M xᵀ`.
+/// The quadratic form `x M xᵀ` of a metric.
 fn quadratic(metric: &SquareMatrix, x: &[f32]) -> f64 {
     let dim = metric.dim();
     let rows = metric.values().chunks_exact(dim).zip(x);
@@ -120,13 +120,19 @@ impl HeadMoments {
     /// Adds the rows of one sequence, which begins at position 0.
     pub fn add(&mut self, rows: &ObservedRows<'_>, head: usize) {
         let ObservedRows { heads, .. } = *rows;
-        for member in 0..heads.group() {
-            let query_head = head * heads.group() + member;
-            self.queries.add(rows.queries(query_head).map(|row| (row, 1.0)));
-            self.attended.add(rows.attended(query_head).map(|row| (row, 1.0)));
-        }
-        self.keys.add(rows.keys(head).skip(SINK).map(|row| (row, 1.0)));
-        self.values.add(rows.values(head).skip(SINK).map(|row| (row, 1.0)));
+        let members = head * heads.group()..(head + 1) * heads.group();
+        let HeadMoments { queries, attended, keys, values, .. } = self;
+        // Each sum has the order of its rows, whoever adds it up.
+        rayon::scope(|scope| {
+            scope.spawn(|_| {
+                members.clone().for_each(|member| queries.add(rows.queries(member).map(|row| (row, 1.0))));
+            });
+            scope.spawn(|_| {
+                members.clone().for_each(|member| attended.add(rows.attended(member).map(|row| (row, 1.0))));
+            });
+            keys.add(rows.keys(head).skip(SINK).map(|row| (row, 1.0)));
+            values.add(rows.values(head).skip(SINK).map(|row| (row, 1.0)));
+        });
         for (sum, rows) in [
             (&mut self.key_sum, &mut rows.keys(head).skip(SINK) as &mut dyn Iterator<Item = &[f32]>),
             (&mut self.value_sum, &mut rows.values(head).skip(SINK)),

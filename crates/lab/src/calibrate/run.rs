@@ -202,24 +202,17 @@ pub fn observe_layer<B: Inspect>(
         if index < held_out {
             moments.par_iter_mut().enumerate().for_each(|(head, moments)| moments.add(&rows, head));
         } else {
-            queries = (0..heads.kv).map(|head| held_out_queries(&rows, head)).collect();
+            queries = (0..heads.kv).into_par_iter().map(|head| held_out_queries(&rows, head)).collect();
         }
     })?;
-    let mut rows = Vec::with_capacity(heads.kv);
-    for head in 0..heads.kv {
-        let (mut keys, mut values) = (Vec::new(), Vec::new());
-        for index in 0..held_out {
-            let (more_keys, more_values) = observer.keys_values(index, head)?;
-            moments[head].add_weighted_keys(&more_keys);
-            keys.extend(more_keys);
-            values.extend(more_values);
-        }
-        rows.push((keys, values));
-    }
-    moments
-        .par_iter_mut()
-        .zip(&rows)
-        .for_each(|(moments, (keys, values))| moments.add_weighted_values(keys, values));
+    let rows: Vec<Vec<(Vec<f32>, Vec<f32>)>> = (0..heads.kv)
+        .map(|head| (0..held_out).map(|index| observer.keys_values(index, head)).collect())
+        .collect::<Result<_, _>>()?;
+    moments.par_iter_mut().zip(rows).for_each(|(moments, sequences)| {
+        sequences.iter().for_each(|(keys, _)| moments.add_weighted_keys(keys));
+        let (keys, values): (Vec<_>, Vec<_>) = sequences.into_iter().unzip();
+        moments.add_weighted_values(&keys.concat(), &values.concat());
+    });
     let held_out =
         (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect::<Result<_, _>>()?;
     Ok(ObservedLayer { moments, held_out, queries, heads })

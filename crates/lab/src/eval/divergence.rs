@@ -24,11 +24,36 @@ pub struct Divergence {
     pub exact_loss: f64,
     /// Positions at which both find the same token most likely.
     pub agreements: usize,
-    /// Scored positions.
+    /// The number of positions that were scored.
     pub positions: usize,
 }
 
 impl Divergence {
+    /// Compares the logits of one position, which `next` follows.
+    pub fn of_row(exact: &[f32], approximate: &[f32], next: u32) -> Divergence {
+        let log_sum = |logits: &[f32]| {
+            let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f64 = logits.iter().map(|logit| f64::from((logit - max).exp())).sum();
+            f64::from(max) + sum.ln()
+        };
+        let (exact_sum, sum) = (log_sum(exact), log_sum(approximate));
+        let kl = exact
+            .iter()
+            .zip(approximate)
+            .map(|(&a, &b)| {
+                let log_p = f64::from(a) - exact_sum;
+                f64::from((log_p as f32).exp()) * (log_p - (f64::from(b) - sum))
+            })
+            .sum();
+        Divergence {
+            kl,
+            loss: sum - f64::from(approximate[next as usize]),
+            exact_loss: exact_sum - f64::from(exact[next as usize]),
+            agreements: usize::from(arg_max(exact) == arg_max(approximate)),
+            positions: 1,
+        }
+    }
+
     /// Adds the sums of other positions.
     pub fn add(&mut self, other: &Divergence) {
         self.kl += other.kl;
@@ -168,7 +193,9 @@ fn compare<B: Inspect>(
         .par_chunks_exact(width)
         .zip(approximate.par_chunks_exact(width))
         .zip(next)
-        .map(|((exact, approximate), &next)| row(&exact[..vocabulary], &approximate[..vocabulary], next))
+        .map(|((exact, approximate), &next)| {
+            Divergence::of_row(&exact[..vocabulary], &approximate[..vocabulary], next)
+        })
         .collect();
     let mut total = Divergence::default();
     parts.iter().for_each(|part| total.add(part));
@@ -176,31 +203,6 @@ fn compare<B: Inspect>(
         return Err(EvalError::NotFinite);
     }
     Ok(total)
-}
-
-/// Compares the logits of one position.
-fn row(exact: &[f32], approximate: &[f32], next: u32) -> Divergence {
-    let log_sum = |logits: &[f32]| {
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|logit| f64::from((logit - max).exp())).sum();
-        f64::from(max) + sum.ln()
-    };
-    let (exact_sum, sum) = (log_sum(exact), log_sum(approximate));
-    let kl = exact
-        .iter()
-        .zip(approximate)
-        .map(|(&a, &b)| {
-            let log_p = f64::from(a) - exact_sum;
-            f64::from((log_p as f32).exp()) * (log_p - (f64::from(b) - sum))
-        })
-        .sum();
-    Divergence {
-        kl,
-        loss: sum - f64::from(approximate[next as usize]),
-        exact_loss: exact_sum - f64::from(exact[next as usize]),
-        agreements: usize::from(arg_max(exact) == arg_max(approximate)),
-        positions: 1,
-    }
 }
 
 #[cfg(test)]
@@ -212,12 +214,12 @@ mod tests {
         // p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2).
         let p = [2f32.ln(), 0.0, 0.0];
         let q = [7.0, 7.0, 7.0 + 2f32.ln()];
-        let got = row(&p, &q, 2);
+        let got = Divergence::of_row(&p, &q, 2);
         assert!((got.kl - 0.25 * 2f64.ln()).abs() < 1e-6, "{got:?}");
         assert!((got.loss - 2f64.ln()).abs() < 1e-6);
         assert!((got.exact_loss - 4f64.ln()).abs() < 1e-6);
         assert_eq!(got.agreements, 0);
-        let same = row(&p, &p, 0);
+        let same = Divergence::of_row(&p, &p, 0);
         assert!(same.kl.abs() < 1e-7);
         assert_eq!(same.agreements, 1);
     }

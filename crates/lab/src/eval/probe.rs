@@ -24,7 +24,7 @@ pub const SEED: u64 = 8192;
 /// Most tokens of text, those of a string that is begun again included.
 pub const MOST_TOKENS: usize = 8192;
 
-/// Most strings.
+/// The largest number of strings of a probe.
 const STRINGS: usize = 32;
 
 /// Tokens of a string that are given: enough to tell the place from all others.
@@ -45,7 +45,7 @@ pub struct CopyTask {
 }
 
 impl CopyTask {
-    /// Strings of `text` that lie outside both windows whenever they are asked for; `None` if there is no room for them.
+    /// Strings of `text` that lie outside both windows whenever they are to be copied; `None` if there is no room for them.
     pub fn new(text: Vec<u32>, windows: Windows) -> Option<CopyTask> {
         let distances = distances(text.len(), windows);
         (distances.len() >= LEAST_STRINGS).then_some(CopyTask { text, distances })

@@ -12,7 +12,7 @@ use super::history::Reading;
 use super::needle::{NeedlePrompt, score};
 use super::served::ServedCache;
 
-/// Tokens of an answer for each number asked for: a 7-digit number may be seven tokens, with words around it.
+/// Tokens of an answer for each number that the question wants: a 7-digit number may be seven tokens, with words around it.
 const ANSWER_TOKENS: usize = 20;
 
 /// A prompt as token ids, cut where the exact prefill ends.
@@ -21,7 +21,7 @@ pub struct NeedleTokens {
     pub context: Vec<u32>,
     /// The question and the beginning of the answer.
     pub question: Vec<u32>,
-    /// The numbers asked for, as they would follow the question.
+    /// The numbers that the question wants, as they would follow the question.
     pub answer: Vec<u32>,
 }
 
@@ -33,7 +33,7 @@ pub struct Retrieved {
     /// The mean log-probability of the tokens of the right answer, each after the right ones before it. It tells caches
     /// apart that all find a needle.
     pub log_probability: f64,
-    /// The greedy answer.
+    /// The text that the model gives when the most likely token is always taken.
     pub text: String,
 }
 

@@ -3,6 +3,6 @@
 #![allow(clippy::unwrap_used)] // helpers of tests are tests too
 
 mod codec_attention;
-mod experts;
+mod families;
 mod real_model;
 mod served_cache;

@@ -30,7 +30,8 @@ fn smollm2() -> Option<(Model, ModelIdentity, RotationFile)> {
     let files = ModelFiles::open(&path).unwrap();
     let identity = ModelIdentity::of("smollm2", &files).unwrap();
     let empty = tempfile::tempdir().unwrap();
-    let file = find::find(empty.path(), &identity.model_fingerprint).expect("rotations ship").load().unwrap();
+    let file =
+        find::find(empty.path(), &identity.model_fingerprint).expect("rotations ship").taken.load().unwrap();
     let model = Arc::new(files.load(Arc::new(CpuBackend::new(Pool::default_threads()).unwrap())).unwrap());
     let rotations = interleaved::to_interleaved(&file, model.config().rope.rotary_dim);
     Some((model, identity, rotations))

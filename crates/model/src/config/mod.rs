@@ -31,19 +31,19 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Width of the feed-forward block.
     pub intermediate_size: usize,
-    /// Transformer layers.
+    /// The number of layers.
     pub layers: usize,
-    /// Query heads.
+    /// The number of query heads of a layer.
     pub q_heads: usize,
-    /// KV heads.
+    /// The number of KV heads of a layer.
     pub kv_heads: usize,
-    /// Channels per head.
+    /// The number of channels of a head.
     pub head_dim: usize,
     /// Longest context the model was made for.
     pub max_context: usize,
     /// The epsilon of RMS norms, which is added to the mean square.
     pub norm_eps: f32,
-    /// Rotary position embedding.
+    /// The rotary position embedding, and how it is scaled.
     pub rope: RopeConfig,
     /// Whether the output projection is the embedding; `None` if the description does not say.
     pub tied_embeddings: Option<bool>,

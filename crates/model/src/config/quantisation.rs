@@ -12,9 +12,9 @@ use crate::files::Fields;
 pub enum WeightScales {
     /// Blocks of so many rows and columns.
     Block([usize; 2]),
-    /// Rows.
+    /// Each row of a matrix has a scale.
     Channel,
-    /// The whole matrix.
+    /// A matrix has one scale.
     Tensor,
 }
 
@@ -55,7 +55,7 @@ fn fp8(config: &Fields<'_>) -> Result<WeightScales, ModelError> {
     Ok(block_size(config, "weight_block_size")?.map_or(WeightScales::Tensor, WeightScales::Block))
 }
 
-/// Two sizes.
+/// The two sizes of a block in field `name`, if the field is there.
 fn block_size(config: &Fields<'_>, name: &str) -> Result<Option<[usize; 2]>, ModelError> {
     let Some(sizes) = config.token_ids_if_present(name)? else { return Ok(None) };
     match sizes[..] {

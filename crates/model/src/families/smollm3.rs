@@ -42,7 +42,7 @@ pub(super) static SMOLLM3: ModelFamily = ModelFamily {
 
 const INTERVAL: usize = 4;
 
-/// Every `interval`th layer.
+/// The numbers of every `interval`th layer.
 fn every(interval: usize, layers: usize) -> Vec<usize> {
     (0..layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect()
 }

@@ -27,7 +27,7 @@ pub struct MappedFile {
 }
 
 impl MappedFile {
-    /// Maps `path`.
+    /// Maps the file at `path`, or reads it, as `memory` says.
     pub fn open(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         let io_error = |source| FileError::Io { path: path.to_path_buf(), source };
         // Asked before opening: opening a pipe would wait for a writer, and a folder opens but cannot be mapped.

@@ -20,7 +20,7 @@ pub struct JsonFile {
 }
 
 impl JsonFile {
-    /// Reads `path`.
+    /// Reads and parses the file at `path`.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         Self::parse(&read_limited(path, MAX_BYTES)?, path)
     }
@@ -64,7 +64,7 @@ impl<'a> Fields<'a> {
         self.path
     }
 
-    /// The raw object.
+    /// The parsed object, with all fields.
     pub fn object(&self) -> &'a Map<String, Value> {
         self.object
     }
@@ -94,7 +94,7 @@ impl<'a> Fields<'a> {
         self.optional(name, "an integer, 0 or more", |value| usize::try_from(value.as_u64()?).ok())
     }
 
-    /// A required number.
+    /// The number in field `name`; an error that names the field if there is none.
     pub fn float(&self, name: &str) -> Result<f64, FileError> {
         self.required(name, NUMBER, Value::as_f64)
     }
@@ -109,7 +109,7 @@ impl<'a> Fields<'a> {
         self.optional(name, "true or false", Value::as_bool)
     }
 
-    /// A required string.
+    /// The string in field `name`; an error that names the field if there is none.
     pub fn str(&self, name: &str) -> Result<&'a str, FileError> {
         self.required(name, STRING, Value::as_str)
     }

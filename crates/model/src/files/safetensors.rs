@@ -71,7 +71,7 @@ impl Safetensors {
         }
     }
 
-    /// Opens one file.
+    /// Opens one file and reads its header.
     pub fn open(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         Self::parse(MappedFile::shared(path, memory)?, path)
     }

@@ -37,7 +37,7 @@ pub struct TensorEntry {
     pub name: String,
     /// Dimensions of the row-major tensor, outermost first.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// The type of the elements.
     pub element_type: ElementType,
     /// Start in the file, checked to lie inside it.
     pub offset: usize,
@@ -61,9 +61,9 @@ pub struct StoredTensor {
     pub name: String,
     /// Dimensions of the row-major tensor, outermost first.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// The type of the elements.
     pub dtype: DType,
-    /// The whole file.
+    /// The bytes of the whole file; the tensor is a part of them.
     pub bytes: SharedBytes,
     /// Start of the tensor in `bytes`.
     pub offset: usize,
@@ -145,7 +145,7 @@ pub struct TensorBytes {
     pub path: Arc<Path>,
     /// Dimensions of the row-major tensor, outermost first.
     pub shape: Vec<usize>,
-    /// Element type.
+    /// The type of the elements.
     pub element_type: ElementType,
     file: SharedBytes,
     range: Range<usize>,
@@ -164,7 +164,7 @@ impl TensorBytes {
         }
     }
 
-    /// The bytes.
+    /// The bytes of the tensor.
     pub fn data(&self) -> &[u8] {
         (*self.file).as_ref().get(self.range.clone()).unwrap_or_default()
     }
@@ -230,16 +230,16 @@ pub trait TensorSource: Send + Sync {
 pub struct TensorSummary {
     /// Totals per element type, by name.
     pub types: BTreeMap<String, TypeTotals>,
-    /// All tensors together.
+    /// The sums over all types.
     pub total: TypeTotals,
 }
 
 /// What the tensors of one element type add up to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TypeTotals {
-    /// Number of tensors.
+    /// The number of tensors of the type.
     pub tensors: usize,
-    /// Number of elements.
+    /// The number of elements in all of them.
     pub elements: u64,
     /// Bytes in the file; tensors of a type with unknown block size count as 0.
     pub bytes: u64,

@@ -25,9 +25,9 @@ pub struct Entry {
     pub name: String,
     /// Other names of the model.
     pub aliases: Vec<String>,
-    /// Architecture family.
+    /// The family of the architecture, such as `qwen2`.
     pub family: String,
-    /// Number of parameters.
+    /// The number of parameters of the model.
     pub parameters: u64,
     /// Tokens of context that the model was trained for.
     pub context: usize,

@@ -25,12 +25,12 @@ pub(super) enum AssemblyError {
     Package(String),
     /// The parts are larger than the file should be.
     TooLarge,
-    /// Writing failed.
+    /// The file could not be written.
     Write(io::Error),
 }
 
 impl Assembly {
-    /// Creates the file.
+    /// Creates the file at `path`, which may grow to `limit` bytes.
     pub(super) fn create(path: &Path, limit: u64) -> io::Result<Assembly> {
         Ok(Assembly { file: File::create_new(path)?, hasher: Sha256::new(), written: 0, limit })
     }

@@ -45,9 +45,9 @@ impl AddedTokens {
 /// Which tokens are matched as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Matching {
-    /// User-defined tokens.
+    /// Only tokens that the tokenizer calls user-defined.
     UserDefined,
-    /// Special tokens too.
+    /// User-defined tokens and special ones.
     All,
     /// Special tokens too, except across this character, which is then removed.
     AllButMarked(char),

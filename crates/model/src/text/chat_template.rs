@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::TextError;
 use super::control::{ControlTokens, RenderedText, random_mark};
+use super::literals::join_continued;
 use super::render::{self, RenderJob};
 use super::tokenizer_json::{read_bounded, read_json};
 use crate::files::gguf::Gguf;
@@ -190,7 +191,7 @@ fn prepare(source: &str) -> Result<Arc<str>, TextError> {
             reason: format!("{} bytes, the limit is {MAX_TEMPLATE_BYTES}", source.len()),
         });
     }
-    let source = neutralise_generation_tags(source);
+    let source = neutralise_generation_tags(&join_continued(source));
     if let Some(index) = source.split('\n').position(|line| line.len() > MAX_LINE_BYTES) {
         return Err(TextError::TemplateLimit {
             line: index + 1,

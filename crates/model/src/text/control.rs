@@ -74,7 +74,7 @@ impl ControlTokens {
     }
 }
 
-/// `|im_end|` of `<|im_end|>`.
+/// The text between angle brackets: `|im_end|` of `<|im_end|>`.
 fn between_brackets(text: &str) -> Option<&str> {
     let mut characters = text.chars();
     let (_, _, inside) = (characters.next()?, characters.next_back()?, characters.as_str());
@@ -155,6 +155,24 @@ impl RenderedText {
     pub fn truncate(&mut self, bytes: usize) {
         self.text.truncate(bytes);
         self.cuts.retain(|&cut| cut < bytes);
+    }
+
+    /// Puts `text`, in which every control token is meant, in the place of `mark` wherever that stands.
+    pub fn replace(&mut self, mark: &str, text: &str) {
+        let mut replaced = RenderedText::default();
+        let mut from = 0;
+        let mut cuts = std::mem::take(&mut self.cuts).into_iter().peekable();
+        for (index, part) in self.text.split(mark).enumerate() {
+            if index > 0 {
+                replaced.text.push_str(text);
+            }
+            let moved = |cut: usize| cut - from + replaced.text.len();
+            let here = std::iter::from_fn(|| cuts.next_if(|&cut| cut < from + part.len()));
+            replaced.cuts.extend(here.map(moved));
+            replaced.text.push_str(part);
+            from += part.len() + mark.len();
+        }
+        *self = replaced;
     }
 
     /// Puts `before`, in which every control token is meant, in front of what follows the first `bytes`.
@@ -241,6 +259,17 @@ mod tests {
         assert_eq!(rendered.common_bytes(&meant), 3);
         assert_eq!(rendered.common_bytes(&short), 13);
         assert_eq!(meant.common_bytes(&meant), 18);
+    }
+
+    #[test]
+    fn texts_in_the_place_of_marks_are_meant() {
+        let mut rendered = RenderedText::from_marked("a</s>9b<7/s>9c<7/s>", "7");
+        rendered.replace("9", "</s>");
+        assert_eq!(rendered.as_str(), "a</s></s>b</s></s>c</s>");
+        assert_eq!(rendered.cuts, [11, 20]);
+        let before = rendered.clone();
+        rendered.replace("9", "x");
+        assert_eq!(rendered, before);
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub enum TextError {
     /// A file could not be read.
     #[error("cannot read {path}: {source}")]
     Read {
-        /// The file.
+        /// The file that was read.
         path: PathBuf,
         /// The error of the system.
         #[source]
@@ -20,7 +20,7 @@ pub enum TextError {
     /// A tokenizer or template file is larger than any real one.
     #[error("{path}: {bytes} bytes, more than the limit of {limit} bytes for this kind of file")]
     TooLarge {
-        /// The file.
+        /// The file that was read.
         path: PathBuf,
         /// Size of the file in bytes.
         bytes: u64,
@@ -30,7 +30,7 @@ pub enum TextError {
     /// A tokenizer or configuration file does not parse or contradicts itself.
     #[error("{path}: {}", on_one_line(reason))]
     File {
-        /// The file.
+        /// The file that was read.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
@@ -41,13 +41,13 @@ pub enum TextError {
     /// A metadata field the tokenizer needs is absent.
     #[error("vocabulary field `{field}` is missing")]
     MissingField {
-        /// GGUF key.
+        /// The key of the metadata.
         field: &'static str,
     },
     /// A metadata field is present but holds the wrong type or an impossible value.
     #[error("vocabulary field `{field}`: {}", on_one_line(reason))]
     BadField {
-        /// GGUF key.
+        /// The key of the metadata.
         field: &'static str,
         /// What is wrong with it.
         reason: String,
@@ -55,13 +55,13 @@ pub enum TextError {
     /// `tokenizer.ggml.model` names a tokenizer this crate does not know.
     #[error("vocabulary field `tokenizer.ggml.model`: unknown tokenizer {model:?} (known: gpt2, llama)")]
     UnknownModel {
-        /// The value found.
+        /// The value that the file has.
         model: String,
     },
     /// `tokenizer.ggml.pre` names a pre-tokenizer this crate does not know; guessing would silently change ids.
     #[error("vocabulary field `tokenizer.ggml.pre`: unknown pre-tokenizer {pre:?} (known: {known})")]
     UnknownPreTokenizer {
-        /// The value found.
+        /// The value that the file has.
         pre: String,
         /// The values that would work.
         known: String,
@@ -72,21 +72,21 @@ pub enum TextError {
     /// Two parallel arrays of the vocabulary differ in length.
     #[error("vocabulary field `{field}` has {found} entries but `tokenizer.ggml.tokens` has {tokens}")]
     LengthMismatch {
-        /// GGUF key.
+        /// The key of the metadata.
         field: &'static str,
         /// Length of the array.
         found: usize,
-        /// Number of tokens.
+        /// The number of tokens of the vocabulary.
         tokens: usize,
     },
     /// The same token text has two ids.
     #[error("vocabulary field `tokenizer.ggml.tokens`: ids {first} and {second} are both {token:?}")]
     DuplicateToken {
-        /// The text.
+        /// The text of both tokens.
         token: String,
-        /// Lower id.
+        /// The lower of the two ids.
         first: u32,
-        /// Higher id.
+        /// The higher of the two ids.
         second: u32,
     },
     /// A merge rule is not two tokens, or names a token outside the vocabulary.
@@ -94,7 +94,7 @@ pub enum TextError {
     BadMerge {
         /// Position in the list.
         index: usize,
-        /// The rule.
+        /// The merge rule as the file has it.
         merge: String,
         /// What is wrong with it.
         reason: String,
@@ -102,11 +102,11 @@ pub enum TextError {
     /// A special token id is outside the vocabulary.
     #[error("vocabulary field `{field}` is {id} but the vocabulary has {tokens} tokens")]
     SpecialOutOfRange {
-        /// GGUF key.
+        /// The key of the metadata.
         field: &'static str,
-        /// The id.
+        /// The id that is out of range.
         id: u32,
-        /// Number of tokens.
+        /// The number of tokens of the vocabulary.
         tokens: usize,
     },
     /// The tokenizer can produce ids for which the model has no embedding row.
@@ -114,17 +114,17 @@ pub enum TextError {
         "the tokenizer has {tokenizer} tokens but the model has {rows} embedding rows: tokenizer and weights are from different models"
     )]
     LargerThanEmbedding {
-        /// Tokenizer ids.
+        /// The number of ids that the tokenizer has.
         tokenizer: usize,
-        /// Embedding rows.
+        /// The number of rows that the embedding has.
         rows: usize,
     },
     /// A token id the tokenizer does not know.
     #[error("token id {id} is outside the vocabulary of {tokens} tokens")]
     UnknownId {
-        /// The id.
+        /// The id that is out of range.
         id: u32,
-        /// Number of tokens.
+        /// The number of tokens of the vocabulary.
         tokens: usize,
     },
     /// The tokenizer library refused the text.
@@ -155,7 +155,7 @@ pub enum TextError {
     TemplateLimit {
         /// Line of the template, 0 when unknown.
         line: usize,
-        /// Which limit.
+        /// The limit that was reached, in words.
         reason: String,
     },
 }

@@ -10,6 +10,7 @@ mod byte_level;
 mod chat_template;
 mod control;
 mod error;
+mod literals;
 mod operators;
 mod pieces;
 mod python_format;

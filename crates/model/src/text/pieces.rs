@@ -6,7 +6,7 @@ use super::byte_level::byte_of_char;
 /// What a token is, after `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PieceKind {
-    /// Ordinary text.
+    /// A piece of ordinary text.
     Normal,
     /// Stands for text that no other token covers.
     Unknown,

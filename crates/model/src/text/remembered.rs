@@ -153,7 +153,7 @@ impl RememberedText {
         Ok(())
     }
 
-    /// Forgets everything.
+    /// Forgets all texts and their tokens.
     pub fn clear(&mut self) {
         self.conversations.clear();
         self.bytes = 0;

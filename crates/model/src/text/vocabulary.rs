@@ -33,13 +33,13 @@ pub struct GgufVocabulary {
     pub eot: Option<u32>,
     /// `tokenizer.ggml.eom_token_id`: ends a message of several in one turn.
     pub eom: Option<u32>,
-    /// `tokenizer.ggml.unknown_token_id`.
+    /// The id of the token for what the vocabulary lacks (`tokenizer.ggml.unknown_token_id`).
     pub unk: Option<u32>,
-    /// `tokenizer.ggml.padding_token_id`.
+    /// The id of the token that fills up a batch (`tokenizer.ggml.padding_token_id`).
     pub pad: Option<u32>,
-    /// `tokenizer.ggml.add_bos_token`.
+    /// Whether texts begin with the begin token (`tokenizer.ggml.add_bos_token`).
     pub add_bos: Option<bool>,
-    /// `tokenizer.ggml.add_eos_token`.
+    /// Whether texts end with the end token (`tokenizer.ggml.add_eos_token`).
     pub add_eos: Option<bool>,
     /// `tokenizer.ggml.add_space_prefix`: SentencePiece text starts with a space that is not in the input.
     pub add_space_prefix: Option<bool>,

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use oscar_codec::{Composition, KvGeometry, Rule, SquareMatrix, hadamard};
 use oscar_random::Random;
+use oscar_rotations::find::RotationOrigin;
 use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
 use oscar_rotations::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
 use oscar_rotations::{
@@ -159,7 +160,8 @@ fn a_file_comes_back_with_16_bits_of_its_matrices() {
     let bytes = fs::read(&path).expect("bytes");
     safetensors::write(&path, &original).expect("write");
     assert_eq!(fs::read(&path).expect("bytes"), bytes, "the same input gives the same bytes");
-    assert_eq!(safetensors::read_header(&path).expect("header"), original.header);
+    let summary = safetensors::read_summary(&path).expect("summary");
+    assert_eq!((summary.header, summary.has_bands), (original.header.clone(), true));
 }
 
 #[test]
@@ -525,11 +527,43 @@ fn the_cache_is_searched_by_fingerprint() {
     safetensors::write(&folder.path().join("b.safetensors"), &file(13)).expect("write");
     fs::write(folder.path().join("broken.safetensors"), "not a file").expect("write");
     fs::write(folder.path().join(".x.partial"), "").expect("write");
-    let found = find::find(folder.path(), &"ab".repeat(32)).expect("found");
+    let found = find::find(folder.path(), &"ab".repeat(32)).expect("found").taken;
     assert_eq!(found.name, "b");
     assert_eq!(unrounded(found.load().expect("load"), &file(13)), file(13));
     let listed = find::available(folder.path());
     assert_eq!(listed.iter().take(3).map(Result::is_ok).collect::<Vec<_>>(), [true, true, false]);
+}
+
+/// A file of an earlier version must not take the place of one that ships with bands.
+#[test]
+fn files_without_bands_lose_against_those_that_ship_with_them() {
+    let folder = tempfile::tempdir().expect("folder");
+    let shipped = &oscar_rotations::shipped::SHIPPED[0];
+    let mut own = safetensors::parse(Path::new(shipped.name), shipped.bytes).expect("shipped");
+    let fingerprint = own.header.model_fingerprint.clone().expect("a fingerprint");
+    let chosen = || find::find(folder.path(), &fingerprint).expect("found");
+    let path = folder.path().join("mine.safetensors");
+
+    // As good as what ships, it is the user's that counts.
+    safetensors::write(&path, &own).expect("write");
+    let choice = chosen();
+    assert_eq!((&*choice.taken.name, choice.passed_over.is_none()), ("mine", true));
+
+    let layers = own.heads.iter_mut().flat_map(|heads| heads.values_mut());
+    layers.for_each(|layer| layer.keys.bands = None);
+    safetensors::write(&path, &own).expect("write");
+    let choice = chosen();
+    assert!(matches!(choice.taken.origin, RotationOrigin::Shipped(_)), "{:?}", choice.taken);
+    assert_eq!(choice.passed_over.expect("the user's").name, "mine");
+
+    // Where nothing ships it is used.
+    own.header.model_fingerprint = Some("ab".repeat(32));
+    safetensors::write(&path, &own).expect("write");
+    let choice = find::find(folder.path(), &"ab".repeat(32)).expect("found");
+    assert_eq!(
+        (&*choice.taken.name, choice.taken.has_bands, choice.passed_over.is_none()),
+        ("mine", false, true)
+    );
 }
 
 proptest! {

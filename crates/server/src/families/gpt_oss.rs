@@ -84,8 +84,8 @@ mod tests {
     #[test]
     fn written_calls_are_read_back() {
         let arguments = json!({"city": "Rome <3", "days": 3});
-        let text =
-            FAMILY.tool_calls.as_ref().unwrap().written(&[("get_weather", &arguments), ("now", &json!({}))]);
+        let format = FAMILY.tool_calls.as_ref().unwrap();
+        let text = format.written(&[("get_weather", &arguments), ("now", &json!({}))], format.block);
         let message = read(&text);
         let calls: Vec<_> = message.tool_calls.iter().map(|call| (&*call.name, &*call.arguments)).collect();
         assert_eq!(calls, [("get_weather", &*arguments.to_string()), ("now", "{}")], "{text}");

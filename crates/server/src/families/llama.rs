@@ -17,7 +17,7 @@ pub(super) static FAMILY: Family = Family {
         },
         openers: &["<|python_tag|>"],
         closer: None,
-        layout: CallLayout::Json { arguments: "parameters" },
+        layout: CallLayout::Json { arguments: "parameters", list: false },
         block: ("", ""),
         one_block: false,
         separator: "; ",
@@ -27,13 +27,16 @@ pub(super) static FAMILY: Family = Family {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{check, detected_tool_calls, forced_calls_are_calls, no_call, tool_calls};
+    use super::super::testing::{
+        check, detected_tool_calls, forced_calls_are_calls, no_call, template, tool_calls,
+    };
     use super::*;
 
     #[test]
     fn names_and_templates() {
         let format = FAMILY.tool_calls.as_ref().unwrap();
         assert_eq!(tool_calls("llama3"), format);
+        assert_eq!(detected_tool_calls(&template("llama-3.2")), Some(format));
         let template = r#"'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'"#;
         assert_eq!(detected_tool_calls(template), Some(format));
         let hermes = format!("{template} '<tool_call>' message.tool_calls.arguments");

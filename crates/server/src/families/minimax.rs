@@ -46,7 +46,7 @@ pub(super) static FAMILY: Family = Family {
 mod tests {
     use super::super::testing::{
         check, check_reasoning, detected_reasoning, detected_tool_calls, forced_calls_are_calls, no_call,
-        reasoning, tool_calls,
+        reasoning, template, tool_calls,
     };
     use super::*;
 
@@ -54,8 +54,9 @@ mod tests {
     fn names_and_templates() {
         let format = FAMILY.tool_calls.as_ref().unwrap();
         assert_eq!(tool_calls("minimax-m2"), format);
-        let template = "'<minimax:tool_call>' <invoke name=\"tool-name-1\">";
-        assert_eq!(detected_tool_calls(template), Some(format));
+        let words = "'<minimax:tool_call>' <invoke name=\"tool-name-1\">";
+        assert_eq!(detected_tool_calls(words), Some(format));
+        assert_eq!(detected_tool_calls(&template("minimax-m2")), Some(format));
         let [separate, kept] = FAMILY.reasoning else { panic!("two ways to read the reasoning") };
         assert_eq!(reasoning("minimax-append-think"), kept);
         assert_eq!(reasoning("minimax"), separate);

@@ -5,8 +5,8 @@
 //!
 //! # A new family in three steps
 //! 1. Write `families/NAME.rs` with a `FAMILY`: the values of `--tool-call-parser` and `--reasoning-parser`, how to tell
-//!    the chat template, the markers, and whether calls are JSON or tags. `qwen.rs` is an example of the first, `glm.rs`
-//!    of the second.
+//!    the chat template, the markers, and whether calls are JSON, a list of it, or tags. `qwen.rs` is an example of the
+//!    first, `granite.rs` of the second, `glm.rs` of the third.
 //! 2. Add `mod NAME;` and its line in [`FAMILIES`]. Detection asks the last line first, so a family whose markers
 //!    others have too stands above them.
 //! 3. In the tests of the file, give texts as its chat template writes them to `testing::check`, texts that are no
@@ -16,9 +16,12 @@
 mod deepseek;
 mod glm;
 mod gpt_oss;
+mod granite;
 mod kimi;
 mod llama;
 mod minimax;
+mod mistral;
+mod phi;
 mod qwen;
 mod qwen_coder;
 #[cfg(test)]
@@ -29,7 +32,7 @@ mod tests;
 use crate::parse::{ReasoningFormat, ToolCallFormat};
 
 /// The registry of families. Detection by the chat template asks the last one first.
-static FAMILIES: [&Family; 8] = [
+static FAMILIES: [&Family; 12] = [
     &qwen::FAMILY,
     &qwen_coder::FAMILY,
     &llama::FAMILY,
@@ -37,6 +40,10 @@ static FAMILIES: [&Family; 8] = [
     &glm::FAMILY,
     &minimax::FAMILY,
     &kimi::FAMILY,
+    &granite::FAMILY,
+    &phi::FAMILY,
+    &mistral::FAMILY,
+    &mistral::FAMILY_V11,
     &gpt_oss::FAMILY,
 ];
 

@@ -14,7 +14,7 @@ pub(super) static FAMILY: Family = Family {
         },
         openers: &["<tool_call>"],
         closer: Some("</tool_call>"),
-        layout: CallLayout::Json { arguments: "arguments" },
+        layout: CallLayout::Json { arguments: "arguments", list: false },
         block: ("<tool_call>\n", "\n</tool_call>"),
         one_block: false,
         separator: "\n",

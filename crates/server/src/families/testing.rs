@@ -91,6 +91,15 @@ pub(super) fn check(format: &'static ToolCallFormat, text: &str, content: &str, 
     assert_eq!(found.collect::<Vec<_>>(), calls, "{text}");
 }
 
+/// The message that comes of a text which the limit of tokens cut off.
+pub(super) fn cut_off(format: &'static ToolCallFormat, text: &str) -> Message {
+    let mut parser = parser(format);
+    let mut message = Message::default();
+    message.extend(parser.push(text));
+    message.extend(parser.cut_off());
+    message
+}
+
 /// Checks that a text has no call in it: all of it is content.
 pub(super) fn no_call(format: &'static ToolCallFormat, text: &str) {
     check(format, text, text, &[]);

@@ -23,7 +23,8 @@ fn facts_agree_with_each_other() {
         assert_eq!(close.trim(), format.closer.unwrap_or_default(), "{format:?}");
         assert!(format.openers.iter().chain(&format.closer).all(|marker| !marker.is_empty()));
         // The reader of tags looks for the end of the block, which an empty text would be everywhere.
-        assert!(format.closer.is_some() || matches!(format.layout, CallLayout::Json { .. }));
+        assert!(format.closer.is_some() || format.is_json());
+        assert!(format.one_block || !matches!(format.layout, CallLayout::Json { list: true, .. }));
         for name in format.names {
             assert_eq!(tool_calls(name), format, "{name} is taken");
         }
@@ -40,7 +41,7 @@ fn facts_agree_with_each_other() {
 fn written_calls_are_read_back() {
     let arguments = json!({"city": "Rome <3", "days": 3, "where": {"x": [1]}});
     for format in marked_formats() {
-        let text = format.written(&[("get_weather", &arguments), ("now", &json!({}))]);
+        let text = format.written(&[("get_weather", &arguments), ("now", &json!({}))], format.block);
         let message = parse_cut(format, &text, &[]);
         let calls = message.tool_calls.iter();
         let calls: Vec<(&str, Value)> =
@@ -57,16 +58,16 @@ fn parsers_are_chosen_by_name() {
     let error = ToolCallFormat::choose("pythonic", None).unwrap_err().to_string();
     assert!(error.starts_with("--tool-call-parser is `pythonic`, expected one of: qwen25, "), "{error}");
     assert_eq!(ReasoningFormat::choose("none", Some("</think>")), Ok(None));
-    let error = ReasoningFormat::choose("mistral", None).unwrap_err().to_string();
-    assert!(error.starts_with("--reasoning-parser is `mistral`, expected one of: qwen3, "), "{error}");
+    let error = ReasoningFormat::choose("gemma", None).unwrap_err().to_string();
+    assert!(error.starts_with("--reasoning-parser is `gemma`, expected one of: qwen3, "), "{error}");
 }
 
 #[test]
 fn templates_that_teach_nothing() {
-    for file in ["smollm2", "tinyllama"] {
+    for file in ["smollm2", "tinyllama", "gemma-3", "phi-3"] {
         assert_eq!(detected_tool_calls(&template(file)), None, "{file}");
     }
-    for file in ["qwen2.5-coder", "smollm2", "tinyllama"] {
+    for file in ["qwen2.5-coder", "smollm2", "tinyllama", "gemma-3", "phi-3", "phi-4-mini", "llama-3.2"] {
         assert_eq!(detected_reasoning(&template(file)), None, "{file}");
     }
 }
@@ -133,6 +134,10 @@ fn special_tokens_are_asked_for_where_they_are_markers() {
     }
     assert!(needs(&json, "hermes"));
     assert!(!needs(&json, "minimax-m2"));
+    assert!(!needs(&json, "mistral-v11"));
+    json["added_tokens"][4]["content"] = "[ARGS]".into();
+    json["added_tokens"][4]["special"] = true.into();
+    assert!(needs(&json, "mistral-v11"));
 }
 
 /// Bits of all layouts, to be put together at random. Words in capitals must not get lost.
@@ -148,6 +153,8 @@ fn fragments() -> impl Strategy<Value = String> {
         "<tool_call>\n{\"name\": \"now\", \"arguments\": {\"J\": 1}}\n</tool_call>",
         "<tool_call>now<arg_key>K</arg_key><arg_value>L</arg_value></tool_call>",
         "<tool_call><function=now><parameter=M>N</parameter></function></tool_call>",
+        "[TOOL_CALLS]", "[TOOL_CALLS] [", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "functools[", "]", "[",
+        "[TOOL_CALLS]now[ARGS]{\"Q\": 1}", ", {\"name\": \"now\", \"arguments\": {\"R\": 1}}",
         "<minimax:tool_call><invoke name=\"now\"><parameter name=\"O\">P</parameter></invoke></minimax:tool_call>",
     ];
     prop::collection::vec(prop::sample::select(bits.to_vec()), 0..14).prop_map(|bits| bits.concat())
@@ -172,7 +179,8 @@ proptest! {
             }
             let mut out = whole.content.clone();
             whole.tool_calls.iter().for_each(|call| out += &format!("{} {}", call.name, call.arguments));
-            for word in text.chars().filter(char::is_ascii_uppercase) {
+            let words = text.replace("TOOL_CALLS", "").replace("ARGS", "");
+            for word in words.chars().filter(char::is_ascii_uppercase) {
                 prop_assert!(out.contains(word), "{format:?} lost {word} of {text:?}: {out:?}");
             }
         }

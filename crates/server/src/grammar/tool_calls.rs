@@ -40,7 +40,8 @@ pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str])
         let loose = loose.contains(&tool.name.as_str());
         names.push(format!("tool{index}"));
         let body = match &forced.format.layout {
-            CallLayout::Json { arguments } => json_call(tool, arguments, loose),
+            CallLayout::Json { arguments, .. } => json_call(tool, arguments, loose),
+            CallLayout::Named { separator } => named_call(tool, separator, loose),
             CallLayout::Xml(layout) => xml_call(layout, tool, index, loose, &mut rules),
             CallLayout::Harmony => harmony_call(tool, loose),
         };
@@ -49,7 +50,12 @@ pub(super) fn grammar(forced: &ForcedCalls<'_>, tools: &[&Tool], loose: &[&str])
     let ToolCallFormat { block, one_block, separator, .. } = *forced.format;
     let (outer, inner) = if one_block { (block, ("", "")) } else { (("", ""), block) };
     let more = if forced.parallel { format!(" ({} call)*", literal(separator)) } else { String::new() };
-    let start = joined(&[literal(outer.0), format!("call{more}"), literal(outer.1)]);
+    let brackets = match forced.format.layout {
+        CallLayout::Json { list: true, .. } => ("[", "]"),
+        _ => ("", ""),
+    };
+    let outer = ([outer.0, brackets.0].concat(), [brackets.1, outer.1].concat());
+    let start = joined(&[literal(&outer.0), format!("call{more}"), literal(&outer.1)]);
     let call = joined(&[literal(inner.0), format!("({})", names.join(" | ")), literal(inner.1)]);
     format!("start: {start}\ncall: {call}\n{rules}")
 }
@@ -68,6 +74,12 @@ fn literal(text: &str) -> String {
 fn json_call(tool: &Tool, key: &str, loose: bool) -> String {
     let head = format!("{{\"name\": {}, \"{key}\": ", Value::from(tool.name.as_str()));
     format!("{} {} {}", literal(&head), arguments(tool, loose), literal("}"))
+}
+
+/// The rule of a name with its arguments behind a marker.
+fn named_call(tool: &Tool, separator: &str, loose: bool) -> String {
+    let head = [&tool.name, separator].concat();
+    format!("{} {}", literal(&head), arguments(tool, loose))
 }
 
 /// The rule of a message for a function. Grammars have no control tokens: its markers are written as text, and read alike.

@@ -12,6 +12,7 @@ use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use oscar_engine::{EngineError, Serve};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
@@ -34,17 +35,22 @@ const FULL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: applicat
     connection: close\r\ncontent-length: 142\r\n\r\n{\"error\":{\"message\":\"the server has as many \
     connections as it may have\",\"type\":\"service_unavailable_error\",\"param\":null,\"code\":\"connections\"}}";
 
+/// How often the engine is asked whether its device has failed.
+const LOOK_AT_DEVICE: Duration = Duration::from_millis(100);
+
 /// What [`Server::serve`] returns when the server has shut down.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Ended {
     /// The number of requests that were aborted because the time for shutting down was up.
     pub broken_off: usize,
+    /// Why no request can be answered any more: the device has failed, and a new process has to take over.
+    pub failure: Option<EngineError>,
 }
 
 impl Server {
     /// Serves connections until `stop` is done. Then it drains: new requests are refused, and it returns when those in
     /// flight have finished or [`ServerOptions::shutdown`](crate::ServerOptions::shutdown) is over. `hurry` ends the
-    /// draining at once.
+    /// draining at once. An engine whose device fails ([`Serve::failure`]) ends the server in the same way.
     pub async fn serve(
         &self,
         listener: TcpListener,
@@ -63,6 +69,7 @@ impl Server {
         tokio::select! {
             never = &mut accepting => match never {},
             () = stop => {}
+            () = device_failure(&*app.engine) => {}
         }
         app.drain();
         // Nobody listens when there is no connection.
@@ -83,7 +90,14 @@ impl Server {
         // Connections hold what they have left to write.
         let all = u32::try_from(app.options.connections).unwrap_or(u32::MAX);
         let _ = tokio::time::timeout(LAST_WORDS, connections.acquire_many(all)).await;
-        Ended { broken_off }
+        Ended { broken_off, failure: app.engine.failure() }
+    }
+}
+
+/// Done when the device of an engine has failed.
+async fn device_failure(engine: &dyn Serve) {
+    while engine.failure().is_none() {
+        tokio::time::sleep(LOOK_AT_DEVICE).await;
     }
 }
 

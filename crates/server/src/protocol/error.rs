@@ -1,6 +1,7 @@
 //! What a client is told when a request cannot be served: a status and an OpenAI-shaped body.
 //!
-//! Messages name the field and the fix. What went wrong inside is logged and never sent.
+//! Messages name the field and the fix. What went wrong inside is logged and not sent, but for the
+//! cause of a device that has failed for good.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -151,6 +152,10 @@ impl From<&EngineError> for ApiError {
                 let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine has stopped");
                 error.with_code("engine_stopped")
             }
+            // Said once in the log, by the engine.
+            EngineError::DeviceFailed(_) => {
+                ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string()).with_code("device_failed")
+            }
             EngineError::Shared(error) => ApiError::from(&**error),
             error => ApiError::internal(error),
         }
@@ -231,6 +236,7 @@ mod tests {
         );
         assert_eq!(status(EngineError::QueueFull { queued: 3 }), 429);
         assert_eq!(status(EngineError::Stopped), 503);
+        assert_eq!(status(EngineError::DeviceFailed(Arc::new(EngineError::NotFinite))), 503);
         assert_eq!(status(EngineError::NotFinite), 500);
         assert_eq!(status(EngineError::Shared(Arc::new(EngineError::QueueFull { queued: 3 }))), 429);
         let response = ApiError::from(EngineError::QueueFull { queued: 3 }).into_response();

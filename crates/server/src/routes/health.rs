@@ -22,9 +22,7 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// `/health`: whether the server is up and takes requests.
 pub(crate) async fn health(State(app): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
-    if app.is_draining() {
-        return Err(ApiError::shutting_down());
-    }
+    app.check_serving()?;
     Ok(Json(json!({"status": "ok"})))
 }
 
@@ -68,6 +66,9 @@ pub(crate) async fn health_generate(State(app): State<Arc<AppState>>) -> Result<
     };
     match tokio::time::timeout(PATIENCE, well).await {
         Ok(true) => Ok(Json(json!({"status": "ok"}))),
-        _ => Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine does not answer")),
+        _ => {
+            app.check_serving()?;
+            Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine does not answer"))
+        }
     }
 }

@@ -71,6 +71,11 @@ pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value>
             "dp_size": 1,
         })
     });
+    let status = match app.engine.failure() {
+        Some(_) => "failed",
+        None if app.is_draining() => "draining",
+        None => "ready",
+    };
     Json(json!({
         "model_path": app.model.path,
         "served_model_name": app.model.name,
@@ -81,7 +86,7 @@ pub(crate) async fn server_info(State(app): State<Arc<AppState>>) -> Json<Value>
         "pp_size": 1,
         "load_balance_method": "round_robin",
         "disaggregation_mode": "null",
-        "status": if app.is_draining() { "draining" } else { "ready" },
+        "status": status,
         "context_length": info.context,
         "max_total_tokens": info.capacity_tokens,
         "max_total_num_tokens": info.capacity_tokens,

@@ -22,7 +22,7 @@ const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset
 
 /// `/metrics`: metrics for Prometheus.
 pub(crate) async fn metrics(State(app): State<Arc<AppState>>) -> Result<Response, ApiError> {
-    let text = app.metrics.text(app.engine.info(), &app.engine.stats());
+    let text = app.metrics.text(app.engine.info(), &app.engine.stats(), app.engine.failure().is_some());
     let text = text.map_err(|error| ApiError::internal(&error))?;
     Ok(([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response())
 }

@@ -5,9 +5,8 @@ use serde_json::{Map, Value, json};
 
 use super::ServedModel;
 use super::roles::{check_results, check_roles};
-use super::tool_text::{describe_tools, write_calls};
+use super::tool_text::{CallWriter, describe_tools, give_to_system_message, shorten_ids, write_calls};
 use crate::options::ServerOptions;
-use crate::parse::ToolCallFormat;
 use crate::protocol::{ApiError, MAX_MESSAGES, MAX_PARTS, OpenAiRequest, at_most, text_error};
 
 /// What templates are given besides `chat_template_kwargs`, which cannot replace it.
@@ -83,7 +82,11 @@ impl Chat {
             }
         }
         name_thoughts(&mut self.messages, template.source());
-        self.write_tools(template, options.tool_call_parser)?;
+        let writer = options.tool_call_parser.map(CallWriter::new);
+        self.write_tools(template, writer.as_ref())?;
+        if wants_short_ids(template.source()) {
+            shorten_ids(&mut self.messages);
+        }
         let parse_special = options.parse_special_in_messages;
         let options = RenderOptions {
             tools: self.tools.as_deref(),
@@ -111,15 +114,12 @@ impl Chat {
             };
             text.truncate(end);
         }
+        writer.iter().for_each(|writer| writer.put_markers(&mut text));
         Ok(text)
     }
 
     /// Writes tools and calls into the messages where the template knows neither, or refuses them.
-    fn write_tools(
-        &mut self,
-        template: &ChatTemplate,
-        format: Option<&ToolCallFormat>,
-    ) -> Result<(), ApiError> {
+    fn write_tools(&mut self, template: &ChatTemplate, writer: Option<&CallWriter>) -> Result<(), ApiError> {
         let unknown = |field: String, what: &str| {
             let fix = "start the server with --tool-call-parser NAME to have them written for the model";
             let message = format!("{field}: the chat template of this model knows no {what}; {fix}");
@@ -132,16 +132,21 @@ impl Chat {
                 if calls.is_none_or(Vec::is_empty) {
                     continue;
                 }
-                let format =
-                    format.ok_or_else(|| unknown(format!("messages[{index}].tool_calls"), "tool calls"))?;
-                write_calls(message, format);
+                let writer =
+                    writer.ok_or_else(|| unknown(format!("messages[{index}].tool_calls"), "tool calls"))?;
+                write_calls(message, writer);
             }
         }
-        if !template.mentions("tools", with_tools)
+        let in_system_message = template.mentions("message['tools']", with_tools);
+        if (in_system_message || !template.mentions("tools", with_tools))
             && let Some(tools) = self.tools.take()
         {
-            let format = format.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
-            describe_tools(&mut self.messages, &tools, format);
+            if in_system_message {
+                give_to_system_message(&mut self.messages, &tools);
+                return Ok(());
+            }
+            let writer = writer.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
+            describe_tools(&mut self.messages, &tools, writer);
         }
         Ok(())
     }
@@ -204,6 +209,11 @@ fn name_thoughts(messages: &mut [Value], template: &str) {
             fields.entry("thinking").or_insert(thoughts);
         }
     }
+}
+
+/// Whether a template refuses ids of calls that do not have nine letters and digits, as Mistral's do.
+fn wants_short_ids(template: &str) -> bool {
+    template.contains("id|length != 9") || template.contains("id|length < 9")
 }
 
 /// Joins the texts of content parts.

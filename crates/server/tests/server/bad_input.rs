@@ -12,51 +12,51 @@ const ROUTES: [&str; 4] = ["/v1/chat/completions", "/v1/completions", "/generate
 
 #[tokio::test]
 async fn what_is_not_json_is_refused() {
-    let house = mock();
+    let server = mock();
     for route in ROUTES {
         for body in
             [&b"{"[..], b"", b"[1, 2", b"\xff\xfe\x00", b"{\"a\": 1} tail", b"null", b"[]", b"\"text\""]
         {
             let request = Request::post(route).header("content-type", "application/json");
-            let answer = house.send(request.body(Body::from(body.to_vec())).unwrap()).await;
+            let answer = server.send(request.body(Body::from(body.to_vec())).unwrap()).await;
             answer.refused(400);
         }
         let request = Request::post(route).header("content-type", "text/plain");
-        house.send(request.body(Body::from("{}")).unwrap()).await.refused(415);
-        house.send(Request::post(route).body(Body::from("{}")).unwrap()).await.refused(415);
-        house.get(route).await.refused(405);
+        server.send(request.body(Body::from("{}")).unwrap()).await.refused(415);
+        server.send(Request::post(route).body(Body::from("{}")).unwrap()).await.refused(415);
+        server.get(route).await.refused(405);
     }
 }
 
 #[tokio::test]
 async fn large_bodies_are_refused_announced_or_not() {
-    let house =
+    let server =
         mock_with(MockOptions::default(), ServerOptions { body_bytes: 1000, ..ServerOptions::default() });
     let body = json!({"prompt": "x".repeat(2000)}).to_string();
     let request = || Request::post("/v1/completions").header("content-type", "application/json");
-    house.send(request().body(Body::from(body.clone())).unwrap()).await.refused(413);
+    server.send(request().body(Body::from(body.clone())).unwrap()).await.refused(413);
     let announced = request().header("content-length", "5000");
-    house.send(announced.body(Body::from("{}")).unwrap()).await.refused(413);
+    server.send(announced.body(Body::from("{}")).unwrap()).await.refused(413);
     let pieces =
         futures_util::stream::iter(body.into_bytes().chunks(100).map(<[u8]>::to_vec).collect::<Vec<_>>());
     let pieces = futures_util::StreamExt::map(pieces, Ok::<_, std::io::Error>);
-    house.send(request().body(Body::from_stream(pieces)).unwrap()).await.refused(413);
+    server.send(request().body(Body::from_stream(pieces)).unwrap()).await.refused(413);
 }
 
 #[tokio::test]
 async fn paths_that_lead_nowhere_say_so() {
-    let house = mock();
+    let server = mock();
     for path in
         ["/v1", "/v2/chat/completions", "/v1/../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/"]
     {
-        let error = house.get(path).await.refused(404);
+        let error = server.get(path).await.refused(404);
         assert!(!error.to_string().contains("passwd"), "{error}");
     }
 }
 
 #[tokio::test]
 async fn fields_at_fault_are_named() {
-    let house = mock();
+    let server = mock();
     for (change, param) in [
         (json!({"temperature": -1}), "temperature"),
         (json!({"temperature": "hot"}), "temperature"),
@@ -90,10 +90,13 @@ async fn fields_at_fault_are_named() {
         for (name, value) in change.as_object().unwrap() {
             request[name] = value.clone();
         }
-        let error = house.post("/v1/completions", request.clone()).await.refused(400);
+        let error = server.post("/v1/completions", request.clone()).await.refused(400);
         assert_eq!(error["param"], param, "{request} {error}");
     }
-    house.post("/v1/completions", json!({"prompt": "a", "kv_precision": "mock", "max_tokens": 1})).await.ok();
+    server
+        .post("/v1/completions", json!({"prompt": "a", "kv_precision": "mock", "max_tokens": 1}))
+        .await
+        .ok();
     for (request, param) in [
         (json!({}), "messages"),
         (json!({"messages": "hi"}), "messages"),
@@ -109,7 +112,7 @@ async fn fields_at_fault_are_named() {
         ),
         (json!({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}), "top_logprobs"),
     ] {
-        let error = house.post("/v1/chat/completions", request.clone()).await.refused(400);
+        let error = server.post("/v1/chat/completions", request.clone()).await.refused(400);
         assert_eq!(error["param"], param, "{request}");
     }
     for (request, param) in [
@@ -120,21 +123,21 @@ async fn fields_at_fault_are_named() {
         (json!({"text": "a", "lora_path": "x"}), "lora_path"),
         (json!({"text": "a", "image_data": ["x"]}), "image_data"),
     ] {
-        let error = house.post("/generate", request.clone()).await.refused(400);
+        let error = server.post("/generate", request.clone()).await.refused(400);
         assert_eq!(error["param"], param, "{request}");
     }
 }
 
 #[tokio::test]
 async fn huge_wishes_end_with_the_context() {
-    let house = mock_with(MockOptions { context: 64, ..MockOptions::default() }, ServerOptions::default());
+    let server = mock_with(MockOptions { context: 64, ..MockOptions::default() }, ServerOptions::default());
     let request = json!({"prompt": [5, 6, 7], "max_tokens": u64::MAX, "ignore_eos": true});
-    let body = house.post("/v1/completions", request).await.ok();
+    let body = server.post("/v1/completions", request).await.ok();
     assert_eq!(body["choices"][0]["finish_reason"], "length");
     // The last token is said, but need not be stored.
     assert_eq!(body["usage"]["total_tokens"], 64, "a full context has no token more than it holds");
     // No room for an answer, unless none is asked for.
-    let full = |most: u64| house.post("/v1/completions", json!({"prompt": vec![5; 64], "max_tokens": most}));
+    let full = |most: u64| server.post("/v1/completions", json!({"prompt": vec![5; 64], "max_tokens": most}));
     let error = full(1).await.refused(400);
     assert_eq!(error["code"], "context_length_exceeded");
     full(0).await.ok();
@@ -142,14 +145,14 @@ async fn huge_wishes_end_with_the_context() {
 
 #[tokio::test]
 async fn prompts_that_do_not_fit_are_refused_quickly() {
-    let house = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
+    let server = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
     for prompt in [json!("x ".repeat(2_000)), json!("long words ".repeat(1 << 20)), json!(vec![5; 1001])] {
-        let error = house.post("/v1/completions", json!({"prompt": prompt})).await.refused(400);
+        let error = server.post("/v1/completions", json!({"prompt": prompt})).await.refused(400);
         assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("prompt")));
         assert!(error["message"].as_str().unwrap().len() < 200);
     }
     let messages = json!([{"role": "user", "content": "long words ".repeat(1 << 20)}]);
-    let error = house.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
+    let error = server.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
     assert_eq!(error["code"], "context_length_exceeded");
 }
 
@@ -157,19 +160,19 @@ async fn prompts_that_do_not_fit_are_refused_quickly() {
 async fn a_full_queue_asks_to_come_back() {
     let options =
         MockOptions { tokens_per_s: Some(1.0), max_running: 1, max_queued: 1, ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
+    let server = mock_with(options, ServerOptions::default());
     let request =
-        || house.post("/v1/completions", json!({"prompt": "a", "max_tokens": 1000, "ignore_eos": true}));
+        || server.post("/v1/completions", json!({"prompt": "a", "max_tokens": 1000, "ignore_eos": true}));
     let mut first = Box::pin(request());
     let mut second = Box::pin(request());
     tokio::select! {
         _ = &mut first => panic!("too quick"),
-        () = eventually("one runs", || house.engine.stats().running == 1) => {}
+        () = eventually("one runs", || server.engine.stats().running == 1) => {}
     }
     tokio::select! {
         _ = &mut first => panic!("too quick"),
         _ = &mut second => panic!("too quick"),
-        () = eventually("one waits", || house.engine.stats().queued == 1) => {}
+        () = eventually("one waits", || server.engine.stats().queued == 1) => {}
     }
     let answer = request().await;
     let error = answer.refused(429);
@@ -177,7 +180,7 @@ async fn a_full_queue_asks_to_come_back() {
     assert_eq!(answer.headers["retry-after"], "1");
     drop((first, second));
     eventually("nothing is left", || {
-        let stats = house.engine.stats();
+        let stats = server.engine.stats();
         stats.running + stats.queued == 0
     })
     .await;
@@ -187,10 +190,10 @@ async fn a_full_queue_asks_to_come_back() {
 async fn a_batch_larger_than_the_queue_leaves_nothing_behind() {
     let options =
         MockOptions { tokens_per_s: Some(1.0), max_running: 1, max_queued: 2, ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
-    house.post("/v1/completions", json!({"prompt": vec!["a"; 50]})).await.refused(400);
+    let server = mock_with(options, ServerOptions::default());
+    server.post("/v1/completions", json!({"prompt": vec!["a"; 50]})).await.refused(400);
     eventually("nothing is left", || {
-        let stats = house.engine.stats();
+        let stats = server.engine.stats();
         stats.running + stats.queued == 0
     })
     .await;
@@ -198,7 +201,7 @@ async fn a_batch_larger_than_the_queue_leaves_nothing_behind() {
 
 #[tokio::test]
 async fn strange_roles_and_results_of_nothing_are_refused() {
-    let house = mock();
+    let server = mock();
     let user = json!({"role": "user", "content": "a"});
     for (messages, param) in [
         (json!([user, {"role": "wizard", "content": "b"}]), "messages[1].role"),
@@ -208,20 +211,20 @@ async fn strange_roles_and_results_of_nothing_are_refused() {
             "messages[1].tool_calls[0].function.name",
         ),
     ] {
-        let error = house.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
+        let error = server.post("/v1/chat/completions", json!({"messages": messages})).await.refused(400);
         assert_eq!(error["param"], param);
     }
     let output = json!({"type": "function_call_output", "call_id": "c", "output": "b"});
-    house.post("/v1/responses", json!({"input": [output]})).await.refused(400);
+    server.post("/v1/responses", json!({"input": [output]})).await.refused(400);
 }
 
 #[tokio::test]
 async fn heads_beyond_the_limit_are_refused() {
-    let house = mock();
-    let listening = house.listen().await;
+    let server = mock();
+    let listening = server.listen().await;
     for (bytes, status) in [(60 << 10, "200"), (70 << 10, "431"), (100 << 10, "431")] {
         let request = Request::get("/health").header("x-long", "y".repeat(bytes));
-        let answer = house.send(request.body(Body::empty()).unwrap()).await;
+        let answer = server.send(request.body(Body::empty()).unwrap()).await;
         assert_eq!(answer.status.to_string(), status);
         let mut stream = tokio::net::TcpStream::connect(listening.address).await.unwrap();
         let long = "y".repeat(bytes);
@@ -237,7 +240,7 @@ async fn heads_beyond_the_limit_are_refused() {
 
 #[tokio::test]
 async fn errors_do_not_name_types_of_the_program() {
-    let house = mock();
+    let server = mock();
     let messages = json!([{"role": "user", "content": "a"}]);
     for (path, request) in [
         ("/v1/chat/completions", json!({"messages": messages, "stream_options": "yes"})),
@@ -255,7 +258,7 @@ async fn errors_do_not_name_types_of_the_program() {
         ("/detokenize", json!({})),
         ("/abort_request", json!({"rid": {}})),
     ] {
-        let error = house.post(path, request.clone()).await.refused(400);
+        let error = server.post(path, request.clone()).await.refused(400);
         let message = error["message"].as_str().unwrap();
         for word in
             ["struct", "enum", "OneOrMany", "variant", "Object", "f32", "u32", "u64", "sequence", "a map"]

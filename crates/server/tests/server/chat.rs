@@ -14,8 +14,8 @@ fn chat(extra: Value) -> Value {
 
 #[tokio::test]
 async fn an_answer_is_a_message_with_usage() {
-    let house = mock();
-    let answer = house.post("/v1/chat/completions", chat(json!({"seed": 1}))).await;
+    let server = mock();
+    let answer = server.post("/v1/chat/completions", chat(json!({"seed": 1}))).await;
     let body = answer.ok();
     assert_eq!((&body["object"], &body["model"]), (&json!("chat.completion"), &json!("tiny")));
     assert!(body["id"].as_str().unwrap().starts_with("chatcmpl-"));
@@ -35,10 +35,10 @@ async fn an_answer_is_a_message_with_usage() {
 
 #[tokio::test]
 async fn a_stream_says_the_same_in_pieces() {
-    let house = mock();
-    let whole = house.post("/v1/chat/completions", chat(json!({"seed": 1}))).await.ok();
+    let server = mock();
+    let whole = server.post("/v1/chat/completions", chat(json!({"seed": 1}))).await.ok();
     let request = chat(json!({"seed": 1, "stream": true, "stream_options": {"include_usage": true}}));
-    let events = house.post("/v1/chat/completions", request).await.events();
+    let events = server.post("/v1/chat/completions", request).await.events();
     assert_eq!(events[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
     let (usage, pieces) = events.split_last().unwrap();
     assert_eq!((&usage["choices"], &usage["usage"]), (&json!([]), &whole["usage"]));
@@ -63,25 +63,25 @@ async fn a_stream_says_the_same_in_pieces() {
 
 #[tokio::test]
 async fn usage_comes_only_when_it_is_asked_for() {
-    let house = mock();
-    let events = house.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
+    let server = mock();
+    let events = server.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
     assert!(events.iter().all(|event| event.get("usage").is_none()));
 }
 
 #[tokio::test]
 async fn several_choices_are_numbered_and_differ() {
-    let house = mock();
+    let server = mock();
     let request = chat(json!({"n": 3, "seed": 5, "max_tokens": 6, "ignore_eos": true}));
-    let body = house.post("/v1/chat/completions", request.clone()).await.ok();
+    let body = server.post("/v1/chat/completions", request.clone()).await.ok();
     let texts: Vec<&str> =
         (0..3).map(|index| body["choices"][index]["message"]["content"].as_str().unwrap()).collect();
     assert!(texts[0] != texts[1] && texts[1] != texts[2]);
     assert_eq!(body["usage"]["completion_tokens"], 18);
     assert!((0..3).all(|index| body["choices"][index]["finish_reason"] == "length"));
-    assert_eq!(house.post("/v1/chat/completions", request.clone()).await.ok()["choices"], body["choices"]);
+    assert_eq!(server.post("/v1/chat/completions", request.clone()).await.ok()["choices"], body["choices"]);
     let mut streamed = request;
     streamed["stream"] = true.into();
-    let events = house.post("/v1/chat/completions", streamed).await.events();
+    let events = server.post("/v1/chat/completions", streamed).await.events();
     for (index, text) in texts.iter().enumerate() {
         let pieces =
             events.iter().map(|event| &event["choices"][0]).filter(|choice| choice["index"] == index);
@@ -92,10 +92,10 @@ async fn several_choices_are_numbered_and_differ() {
 
 #[tokio::test]
 async fn probabilities_come_with_their_tokens() {
-    let house = mock();
+    let server = mock();
     let request =
         chat(json!({"logprobs": true, "top_logprobs": 2, "max_tokens": 4, "ignore_eos": true, "seed": 3}));
-    let body = house.post("/v1/chat/completions", request.clone()).await.ok();
+    let body = server.post("/v1/chat/completions", request.clone()).await.ok();
     let list = body["choices"][0]["logprobs"]["content"].as_array().unwrap();
     assert_eq!(list.len(), 4);
     for entry in list {
@@ -107,20 +107,20 @@ async fn probabilities_come_with_their_tokens() {
     }
     let mut streamed = request;
     streamed["stream"] = true.into();
-    let events = house.post("/v1/chat/completions", streamed).await.events();
+    let events = server.post("/v1/chat/completions", streamed).await.events();
     let pieces = events.iter().filter_map(|event| event["choices"][0]["logprobs"]["content"].as_array());
     assert_eq!(pieces.flatten().cloned().collect::<Vec<Value>>(), *list);
-    let plain = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+    let plain = server.post("/v1/chat/completions", chat(json!({}))).await.ok();
     assert_eq!(plain["choices"][0]["logprobs"], Value::Null);
 }
 
 #[tokio::test]
 async fn stop_texts_end_answers_and_are_named() {
-    let house = mock();
-    let whole = house.post("/v1/chat/completions", chat(json!({"seed": 1}))).await.ok();
+    let server = mock();
+    let whole = server.post("/v1/chat/completions", chat(json!({"seed": 1}))).await.ok();
     let text = whole["choices"][0]["message"]["content"].as_str().unwrap();
     let word = text.split_whitespace().nth(2).unwrap();
-    let stopped = house.post("/v1/chat/completions", chat(json!({"seed": 1, "stop": word}))).await.ok();
+    let stopped = server.post("/v1/chat/completions", chat(json!({"seed": 1, "stop": word}))).await.ok();
     let before = stopped["choices"][0]["message"]["content"].as_str().unwrap();
     assert_eq!(before, &text[..text.find(word).unwrap()]);
     assert_eq!(stopped["choices"][0]["matched_stop"], word);
@@ -129,28 +129,31 @@ async fn stop_texts_end_answers_and_are_named() {
 
 #[tokio::test]
 async fn tools_reach_the_template() {
-    let house = mock();
+    let server = mock();
     let tool = json!({"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}});
-    let plain = house.post("/tokenize", chat(json!({}))).await.ok();
-    let with = house.post("/tokenize", chat(json!({"tools": [tool]}))).await.ok();
-    let text =
-        house.post("/detokenize", json!({"tokens": with["tokens"], "skip_special_tokens": false})).await.ok();
+    let plain = server.post("/tokenize", chat(json!({}))).await.ok();
+    let with = server.post("/tokenize", chat(json!({"tools": [tool]}))).await.ok();
+    let text = server
+        .post("/detokenize", json!({"tokens": with["tokens"], "skip_special_tokens": false}))
+        .await
+        .ok();
     assert!(text["text"].as_str().unwrap().contains("weather"), "{text}");
     assert!(with["count"].as_u64() > plain["count"].as_u64());
-    let said = house.post("/v1/chat/completions", chat(json!({"tools": [tool], "max_tokens": 2}))).await.ok();
+    let said =
+        server.post("/v1/chat/completions", chat(json!({"tools": [tool], "max_tokens": 2}))).await.ok();
     assert_eq!(said["usage"]["prompt_tokens"], with["count"]);
 }
 
 #[tokio::test]
 async fn a_named_model_must_be_the_one_served() {
-    let house = mock();
+    let server = mock();
     for name in [json!("tiny"), json!("models/tiny"), json!("default"), Value::Null] {
-        house.post("/v1/chat/completions", chat(json!({"model": name}))).await.ok();
+        server.post("/v1/chat/completions", chat(json!({"model": name}))).await.ok();
     }
-    let error = house.post("/v1/chat/completions", chat(json!({"model": "gpt-4"}))).await.refused(404);
+    let error = server.post("/v1/chat/completions", chat(json!({"model": "gpt-4"}))).await.refused(404);
     assert_eq!((&error["code"], &error["param"]), (&json!("model_not_found"), &json!("model")));
-    let list = house.get("/v1/models").await.ok();
+    let list = server.get("/v1/models").await.ok();
     assert_eq!((&list["object"], &list["data"][0]["id"]), (&json!("list"), &json!("tiny")));
-    assert_eq!(house.get("/v1/models/tiny").await.ok(), list["data"][0]);
-    house.get("/v1/models/org/other").await.refused(404);
+    assert_eq!(server.get("/v1/models/tiny").await.ok(), list["data"][0]);
+    server.get("/v1/models/org/other").await.refused(404);
 }

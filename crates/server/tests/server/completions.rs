@@ -6,10 +6,10 @@ use crate::support::mock;
 
 #[tokio::test]
 async fn prompts_of_all_forms_are_continued() {
-    let house = mock();
-    let ids = house.post("/tokenize", json!({"prompt": "one two"})).await.ok()["tokens"].clone();
+    let server = mock();
+    let ids = server.post("/tokenize", json!({"prompt": "one two"})).await.ok()["tokens"].clone();
     let text = |answer: &Value, index: usize| answer["choices"][index]["text"].as_str().unwrap().to_owned();
-    let ask = |prompt: Value| house.post("/v1/completions", json!({"prompt": prompt, "temperature": 0}));
+    let ask = |prompt: Value| server.post("/v1/completions", json!({"prompt": prompt, "temperature": 0}));
     let one = ask(json!("one two")).await.ok();
     assert_eq!((&one["object"], one["choices"].as_array().unwrap().len()), (&json!("text_completion"), 1));
     assert_eq!(text(&ask(ids.clone()).await.ok(), 0), text(&one, 0));
@@ -23,19 +23,19 @@ async fn prompts_of_all_forms_are_continued() {
 
 #[tokio::test]
 async fn the_default_limit_is_sixteen() {
-    let house = mock();
-    let body = house.post("/v1/completions", json!({"prompt": "a", "ignore_eos": true})).await.ok();
+    let server = mock();
+    let body = server.post("/v1/completions", json!({"prompt": "a", "ignore_eos": true})).await.ok();
     assert_eq!(body["usage"]["completion_tokens"], 16);
     assert_eq!(body["choices"][0]["finish_reason"], "length");
     let request = json!({"prompt": "a", "ignore_eos": true, "max_tokens": 3, "min_tokens": 2});
-    assert_eq!(house.post("/v1/completions", request).await.ok()["usage"]["completion_tokens"], 3);
+    assert_eq!(server.post("/v1/completions", request).await.ok()["usage"]["completion_tokens"], 3);
 }
 
 #[tokio::test]
 async fn prompts_are_echoed() {
-    let house = mock();
+    let server = mock();
     let request = json!({"prompt": "one two", "echo": true, "max_tokens": 0});
-    let body = house.post("/v1/completions", request.clone()).await.ok();
+    let body = server.post("/v1/completions", request.clone()).await.ok();
     assert_eq!(body["choices"][0]["text"], "one two");
     assert_eq!(
         (&body["usage"]["completion_tokens"], &body["choices"][0]["finish_reason"]),
@@ -45,9 +45,9 @@ async fn prompts_are_echoed() {
         let mut request =
             json!({"prompt": ["one two", "three"], "echo": true, "temperature": 0, "ignore_eos": true});
         request["max_tokens"] = max_tokens.into();
-        let whole = house.post("/v1/completions", request.clone()).await.ok();
+        let whole = server.post("/v1/completions", request.clone()).await.ok();
         request["stream"] = true.into();
-        let events = house.post("/v1/completions", request).await.events();
+        let events = server.post("/v1/completions", request).await.events();
         for index in 0..2 {
             let pieces =
                 events.iter().map(|event| &event["choices"][0]).filter(|choice| choice["index"] == index);
@@ -59,12 +59,12 @@ async fn prompts_are_echoed() {
 
 #[tokio::test]
 async fn a_stream_says_the_same_in_pieces() {
-    let house = mock();
+    let server = mock();
     let mut request = json!({"prompt": "one two", "seed": 4, "n": 2, "max_tokens": 30, "logprobs": 1});
-    let whole = house.post("/v1/completions", request.clone()).await.ok();
+    let whole = server.post("/v1/completions", request.clone()).await.ok();
     request["stream"] = true.into();
     request["stream_options"] = json!({"include_usage": true});
-    let events = house.post("/v1/completions", request).await.events();
+    let events = server.post("/v1/completions", request).await.events();
     let (usage, pieces) = events.split_last().unwrap();
     assert_eq!((&usage["choices"], &usage["usage"]), (&json!([]), &whole["usage"]));
     for index in 0..2 {
@@ -86,9 +86,9 @@ async fn a_stream_says_the_same_in_pieces() {
 
 #[tokio::test]
 async fn the_drawn_token_is_among_its_alternatives() {
-    let house = mock();
+    let server = mock();
     let request = json!({"prompt": "a", "logprobs": 0, "max_tokens": 5, "ignore_eos": true});
-    let body = house.post("/v1/completions", request).await.ok();
+    let body = server.post("/v1/completions", request).await.ok();
     let lists = &body["choices"][0]["logprobs"];
     for index in 0..5 {
         let token = lists["tokens"][index].as_str().unwrap();
@@ -98,9 +98,9 @@ async fn the_drawn_token_is_among_its_alternatives() {
 
 #[tokio::test]
 async fn a_seed_makes_answers_repeatable() {
-    let house = mock();
+    let server = mock();
     let ask =
-        |seed: i64| house.post("/v1/completions", json!({"prompt": "a", "seed": seed, "max_tokens": 20}));
+        |seed: i64| server.post("/v1/completions", json!({"prompt": "a", "seed": seed, "max_tokens": 20}));
     let text = |answer: Value| answer["choices"][0]["text"].clone();
     assert_eq!(text(ask(-3).await.ok()), text(ask(-3).await.ok()));
     assert_ne!(text(ask(-3).await.ok()), text(ask(4).await.ok()));

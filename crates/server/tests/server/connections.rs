@@ -47,25 +47,25 @@ async fn read_all(stream: &mut TcpStream) -> String {
 #[tokio::test]
 async fn closing_the_connection_gives_the_request_up() {
     for streamed in [true, false] {
-        let house = mock_with(slow(), ServerOptions::default());
-        let listening = house.listen().await;
+        let server = mock_with(slow(), ServerOptions::default());
+        let listening = server.listen().await;
         let mut client = connect(listening.address, &wire("/v1/completions", &long_answer(streamed))).await;
-        eventually("it runs", || house.engine.stats().running == 1).await;
+        eventually("it runs", || server.engine.stats().running == 1).await;
         if streamed {
             let mut some = [0; 64];
             client.read_exact(&mut some).await.unwrap();
         }
         drop(client);
-        eventually("it is given up", || house.engine.stats().running == 0).await;
-        assert_eq!(house.engine.stats().cancelled, 1);
+        eventually("it is given up", || server.engine.stats().running == 0).await;
+        assert_eq!(server.engine.stats().cancelled, 1);
     }
 }
 
 #[tokio::test]
 async fn tokens_arrive_as_they_are_said() {
     let options = MockOptions { tokens_per_s: Some(5.0), ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
-    let listening = house.listen().await;
+    let server = mock_with(options, ServerOptions::default());
+    let listening = server.listen().await;
     let mut client = connect(listening.address, &wire("/v1/completions", &long_answer(true))).await;
     let mut seen = String::new();
     while !seen.contains("\"text\":") {
@@ -73,15 +73,15 @@ async fn tokens_arrive_as_they_are_said() {
         let count = client.read(&mut some).await.unwrap();
         seen.push_str(&String::from_utf8_lossy(&some[..count]));
     }
-    assert!(house.engine.stats().running == 1, "the first token came before the last was said");
+    assert!(server.engine.stats().running == 1, "the first token came before the last was said");
 }
 
 #[tokio::test]
 async fn slow_heads_and_slow_bodies_are_cut_off() {
     let short = Duration::from_millis(200);
     let options = ServerOptions { header_timeout: short, body_timeout: short, ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
-    let listening = house.listen().await;
+    let server = mock_with(MockOptions::default(), options);
+    let listening = server.listen().await;
     let mut silent = connect(listening.address, "").await;
     let mut half = connect(listening.address, "POST /v1/completions HTTP/1.1\r\nhost: loc").await;
     let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{";
@@ -97,8 +97,8 @@ async fn slow_heads_and_slow_bodies_are_cut_off() {
 
 #[tokio::test]
 async fn strange_requests_do_not_hurt() {
-    let house = mock();
-    let listening = house.listen().await;
+    let server = mock();
+    let listening = server.listen().await;
     let many = (0..500).map(|number| format!("x-{number}: y\r\n")).collect::<String>();
     let long = format!("x-long: {}\r\n", "y".repeat(200 << 10));
     for text in [
@@ -127,9 +127,9 @@ async fn strange_requests_do_not_hurt() {
 
 #[tokio::test]
 async fn a_connection_too_many_is_told() {
-    let house =
+    let server =
         mock_with(MockOptions::default(), ServerOptions { connections: 2, ..ServerOptions::default() });
-    let listening = house.listen().await;
+    let listening = server.listen().await;
     let health = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n";
     let mut first = connect(listening.address, health).await;
     let mut second = connect(listening.address, health).await;
@@ -153,38 +153,38 @@ async fn a_connection_too_many_is_told() {
 async fn a_client_that_does_not_read_is_given_up() {
     let options = ServerOptions { write_timeout: Duration::from_millis(300), ..ServerOptions::default() };
     let endless = MockOptions { context: 1 << 20, ..MockOptions::default() };
-    let house = mock_with(endless, options);
-    let listening = house.listen().await;
+    let server = mock_with(endless, options);
+    let listening = server.listen().await;
     // As fast as the mock can: sockets and buffers are full in no time.
     let mut request = long_answer(true);
     request["max_tokens"] = json!(1 << 19);
     let client = connect(listening.address, &wire("/v1/completions", &request)).await;
-    eventually("it has run", || house.engine.stats().generated_tokens > 100).await;
-    eventually("the connection is given up", || house.server.requests_in_progress() == 0).await;
+    eventually("it has run", || server.engine.stats().generated_tokens > 100).await;
+    eventually("the connection is given up", || server.server.requests_in_progress() == 0).await;
     drop(client);
 }
 
 #[tokio::test]
 async fn keys_are_asked_for() {
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
-    let error = house.post("/v1/completions", json!({"prompt": "a"})).await.refused(401);
+    let server = mock_with(MockOptions::default(), options);
+    let error = server.post("/v1/completions", json!({"prompt": "a"})).await.refused(401);
     assert_eq!((&error["code"], &error["type"]), (&json!("invalid_api_key"), &json!("authentication_error")));
-    house.get("/v1/models").await.refused(401);
-    house.get("/nowhere").await.refused(401);
-    house.get("/health").await.ok();
-    assert_eq!(house.get("/metrics").await.status, 200);
+    server.get("/v1/models").await.refused(401);
+    server.get("/nowhere").await.refused(401);
+    server.get("/health").await.ok();
+    assert_eq!(server.get("/metrics").await.status, 200);
     let request = Request::get("/v1/models").header("authorization", "Bearer secret");
-    house.send(request.body(Body::empty()).unwrap()).await.ok();
+    server.send(request.body(Body::empty()).unwrap()).await.ok();
 }
 
 #[tokio::test]
 async fn request_ids_are_kept_or_made() {
-    let house = mock();
+    let server = mock();
     let request = Request::get("/health").header("x-request-id", "mine-7");
-    assert_eq!(house.send(request.body(Body::empty()).unwrap()).await.headers["x-request-id"], "mine-7");
+    assert_eq!(server.send(request.body(Body::empty()).unwrap()).await.headers["x-request-id"], "mine-7");
     let long = Request::get("/health").header("x-request-id", "x".repeat(5000));
-    assert_eq!(house.send(long.body(Body::empty()).unwrap()).await.headers["x-request-id"].len(), 36);
+    assert_eq!(server.send(long.body(Body::empty()).unwrap()).await.headers["x-request-id"].len(), 36);
 }
 
 #[tokio::test]
@@ -206,13 +206,13 @@ async fn pages_of_others_ask_only_where_they_may() {
 #[tokio::test]
 async fn the_end_waits_for_answers_and_refuses_new_ones() {
     let options = MockOptions { tokens_per_s: Some(40.0), ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
-    let mut listening = house.listen().await;
+    let server = mock_with(options, ServerOptions::default());
+    let mut listening = server.listen().await;
     let request = json!({"prompt": "a", "max_tokens": 20, "ignore_eos": true, "stream": true});
     let mut client = connect(listening.address, &wire("/v1/completions", &request)).await;
-    eventually("it runs", || house.engine.stats().running == 1).await;
+    eventually("it runs", || server.engine.stats().running == 1).await;
     listening.stop.take().unwrap().send(()).unwrap();
-    eventually("the server drains", || house.server.is_draining()).await;
+    eventually("the server drains", || server.server.is_draining()).await;
     let mut late = connect(listening.address, &wire("/v1/completions", &request)).await;
     let refused = read_all(&mut late).await;
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("shutting_down"), "{refused}");
@@ -226,13 +226,13 @@ async fn the_end_waits_for_answers_and_refuses_new_ones() {
 #[tokio::test]
 async fn the_end_does_not_wait_for_ever() {
     let options = ServerOptions { shutdown: Duration::from_millis(200), ..ServerOptions::default() };
-    let house = mock_with(slow(), options);
-    let mut listening = house.listen().await;
+    let server = mock_with(slow(), options);
+    let mut listening = server.listen().await;
     let mut client = connect(listening.address, &wire("/v1/completions", &long_answer(true))).await;
-    eventually("it runs", || house.engine.stats().running == 1).await;
+    eventually("it runs", || server.engine.stats().running == 1).await;
     listening.stop.take().unwrap().send(()).unwrap();
     assert_eq!(listening.task.await.unwrap().broken_off, 1);
     let answer = read_all(&mut client).await;
     assert!(answer.contains("\"finish_reason\":\"abort\"") && answer.contains("[DONE]"), "{answer}");
-    eventually("nothing runs", || house.engine.stats().running == 0).await;
+    eventually("nothing runs", || server.engine.stats().running == 0).await;
 }

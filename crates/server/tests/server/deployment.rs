@@ -38,9 +38,9 @@ fn expressions(value: &Value, found: &mut Vec<String>) {
 
 #[tokio::test]
 async fn the_dashboard_asks_for_series_that_are_there() {
-    let house = mock();
-    house.post("/v1/completions", json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true})).await.ok();
-    let metrics = house.get("/metrics").await.text;
+    let server = mock();
+    server.post("/v1/completions", json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true})).await.ok();
+    let metrics = server.get("/metrics").await.text;
     let there: BTreeSet<&str> = metrics
         .lines()
         .filter(|line| !line.starts_with('#'))
@@ -70,7 +70,7 @@ async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
     let kubernetes = include_str!("../../../../deploy/kubernetes.yaml");
     assert!(kubernetes.contains("name: OSCAR_API_KEY") && !kubernetes.contains("--allowed-hosts"));
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     let services: Vec<&str> = kubernetes
         .split("---")
         .filter(|document| document.contains("kind: Service\n"))
@@ -79,8 +79,8 @@ async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
     assert_eq!(services, ["oscar", "oscar-servers"]);
     for name in services {
         let host = format!("{name}.default.svc.cluster.local");
-        house.send(ask("/v1/models", &host, Some("secret"))).await.ok();
-        house.send(ask("/v1/models", &host, None)).await.refused(401);
+        server.send(ask("/v1/models", &host, Some("secret"))).await.ok();
+        server.send(ask("/v1/models", &host, None)).await.refused(401);
     }
     let probes: Vec<&str> = kubernetes
         .lines()
@@ -89,20 +89,20 @@ async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
         .collect();
     assert_eq!(probes, ["/health_generate", "/health", "/health_generate", "/metrics"]);
     for path in &probes {
-        assert_eq!(house.send(ask(path, "10.1.2.3:30000", None)).await.status, 200, "{path}");
+        assert_eq!(server.send(ask(path, "10.1.2.3:30000", None)).await.status, 200, "{path}");
     }
     // Behind a proxy, without a key: the proxies of the guide pass their own name on, and the settings have a place for it.
     let guide = include_str!("../../../../docs/deployment.md");
     assert!(guide.contains("proxy_set_header Host $host;") && guide.contains("--allowed-hosts\nllm.example"));
     assert!(include_str!("../../../../deploy/oscar.toml").contains("\nallowed-hosts = []\n"));
     let options = |hosts: Vec<String>| ServerOptions { allowed_hosts: hosts, ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options(Vec::new()));
-    house.send(ask("/v1/models", "llm.example", None)).await.refused(403);
+    let server = mock_with(MockOptions::default(), options(Vec::new()));
+    server.send(ask("/v1/models", "llm.example", None)).await.refused(403);
     for path in probes {
-        assert_eq!(house.send(ask(path, "llm.example", None)).await.status, 200, "{path}");
+        assert_eq!(server.send(ask(path, "llm.example", None)).await.status, 200, "{path}");
     }
-    let house = mock_with(MockOptions::default(), options(vec!["llm.example".to_owned()]));
-    house.send(ask("/v1/models", "llm.example", None)).await.ok();
+    let server = mock_with(MockOptions::default(), options(vec!["llm.example".to_owned()]));
+    server.send(ask("/v1/models", "llm.example", None)).await.ok();
 }
 
 #[test]

@@ -39,9 +39,9 @@ fn told(answer: &crate::support::Answer, field: &str) {
 
 #[tokio::test]
 async fn every_door_refuses_what_it_does_not_know() {
-    let house = mock();
+    let server = mock();
     for (path, request) in doors() {
-        house.post(path, request.clone()).await.ok();
+        server.post(path, request.clone()).await.ok();
         for (field, value) in [
             ("temprature", json!(0.5)),
             ("use_beam_search", json!(true)),
@@ -59,11 +59,11 @@ async fn every_door_refuses_what_it_does_not_know() {
             ("session_params", json!({"id": "s"})),
             ("token_ids_logprob", json!([1])),
         ] {
-            told(&house.post(path, with(request.clone(), &json!({field: value}))).await, field);
+            told(&server.post(path, with(request.clone(), &json!({field: value}))).await, field);
         }
     }
     let request = json!({"text": "a", "sampling_params": [{"max_new_tokens": 2, "beams": 4}]});
-    let error = house.post("/generate", request).await.refused(400);
+    let error = server.post("/generate", request).await.refused(400);
     assert_eq!(
         (&error["param"], &error["code"]),
         (&json!("sampling_params.beams"), &json!("unknown_parameter"))
@@ -72,7 +72,7 @@ async fn every_door_refuses_what_it_does_not_know() {
 
 #[tokio::test]
 async fn fields_of_another_door_are_refused_too() {
-    let house = mock();
+    let server = mock();
     let [chat, completion, ..] = doors();
     for (path, request, field, value) in [
         (chat.0, &chat.1, "prompt", json!("a")),
@@ -82,19 +82,19 @@ async fn fields_of_another_door_are_refused_too() {
         (completion.0, &completion.1, "tool_choice", json!("required")),
         (completion.0, &completion.1, "chat_template_kwargs", json!({"enable_thinking": true})),
     ] {
-        let error = house.post(path, with(request.clone(), &json!({field: value}))).await.refused(400);
+        let error = server.post(path, with(request.clone(), &json!({field: value}))).await.refused(400);
         assert_eq!((&error["param"], &error["code"]), (&json!(field), &json!("unsupported_parameter")));
     }
     for extra in [json!({"prompt": ""}), json!({"prompt": null, "echo": false})] {
-        house.post(chat.0, with(chat.1.clone(), &extra)).await.ok();
+        server.post(chat.0, with(chat.1.clone(), &extra)).await.ok();
     }
     let neutral = json!({"tools": [], "tool_choice": "none", "messages": [], "chat_template_kwargs": {}});
-    house.post(completion.0, with(completion.1.clone(), &neutral)).await.ok();
+    server.post(completion.0, with(completion.1.clone(), &neutral)).await.ok();
 }
 
 #[tokio::test]
 async fn null_empty_and_neutral_values_are_fine_everywhere() {
-    let house = mock();
+    let server = mock();
     let neutral = json!({
         "anything": null, "something": [], "nothing": {}, "none": "", "mirostat": 0, "dry_multiplier": 0.0,
         "xtc_probability": 0, "typical_p": 1.0, "cache_prompt": true, "use_beam_search": false, "user": "u",
@@ -102,38 +102,38 @@ async fn null_empty_and_neutral_values_are_fine_everywhere() {
         "function_call": "auto", "functions": [], "lora_path": null, "top_n_sigma": -1, "log_metrics": true,
     });
     for (path, request) in doors() {
-        house.post(path, with(request, &neutral)).await.ok();
+        server.post(path, with(request, &neutral)).await.ok();
     }
     let params = with(json!({"max_new_tokens": 2}), &neutral);
-    house.post("/generate", json!({"text": "a", "sampling_params": params})).await.ok();
+    server.post("/generate", json!({"text": "a", "sampling_params": params})).await.ok();
 }
 
 #[tokio::test]
 async fn the_operator_may_have_them_ignored() {
     let options = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     for (path, request) in doors() {
         let extra = json!({"temprature": 0.5, "mirostat": 2, "lora_path": "adapter"});
-        house.post(path, with(request, &extra)).await.ok();
+        server.post(path, with(request, &extra)).await.ok();
     }
 }
 
 #[tokio::test]
 async fn messages_may_have_more_than_is_read() {
-    let house = mock();
+    let server = mock();
     let messages = json!([
         {"role": "user", "content": "Hello", "name": "ann", "id": "1", "timestamp": 5},
         {"role": "assistant", "content": "Hi", "reasoning_content": "hm", "refusal": null, "annotations": [],
          "audio": null, "function_call": null, "tool_calls": null, "provider_specific_fields": {"a": 1}},
         {"role": "user", "content": [{"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}}]},
     ]);
-    house.post("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})).await.ok();
+    server.post("/v1/chat/completions", json!({"messages": messages, "max_tokens": 2})).await.ok();
 }
 
 /// Bodies as front ends make them, with what the user typed cut short.
 #[tokio::test]
 async fn front_ends_are_served() {
-    let house = mock();
+    let server = mock();
     let messages = json!([{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]);
     let llama_page = json!({
         "messages": messages, "stream": false, "return_progress": true, "reasoning_format": "auto",
@@ -161,9 +161,27 @@ async fn front_ends_are_served() {
         "metadata": {"k": "v"}, "prompt_cache_key": "k", "safety_identifier": "s", "modalities": ["text"],
         "prediction": {"type": "content", "content": "x"}, "verbosity": "low", "parallel_tool_calls": true,
     });
-    for request in [llama_page, open_webui, sglang_router, openai] {
-        house.post("/v1/chat/completions", request).await.ok();
+    let tool = json!({"name": "ls", "description": "d", "parameters": {"type": "object"}, "strict": false});
+    let continue_dev = json!({
+        "model": "tiny", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0,
+        "presence_penalty": 0, "stream": false, "stop": ["\n\n"],
+        "prediction": {"type": "content", "content": "fn main() {}"},
+        "messages": [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": " ",
+             "tool_calls": [{"id": "1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}]},
+            {"role": "tool", "content": "a.rs", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": tool}],
+    });
+    for request in [llama_page, open_webui, sglang_router, openai, continue_dev] {
+        server.post("/v1/chat/completions", request).await.ok();
     }
+    let continue_completes = json!({
+        "model": "tiny", "prompt": "fn ", "max_tokens": 4, "temperature": 0.01, "top_p": null, "stream": false,
+        "frequency_penalty": null, "presence_penalty": null, "stop": ["<fim>", "\n\n"],
+    });
+    server.post("/v1/completions", continue_completes).await.ok();
     let silly_tavern = json!({
         "model": "tiny", "prompt": "Hello", "max_tokens": 4, "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0,
         "n": 1, "repetition_penalty": 1, "use_beam_search": false, "length_penalty": 1, "early_stopping": false,
@@ -172,23 +190,23 @@ async fn front_ends_are_served() {
         "epsilon_cutoff": 0, "dynatemp_low": 1, "smoothing_factor": 0, "custom_token_bans": "",
         "sampler_priority": ["temperature", "top_p"], "api_type": "vllm", "api_server": "http://x",
     });
-    house.post("/v1/completions", silly_tavern).await.ok();
+    server.post("/v1/completions", silly_tavern).await.ok();
     let codex = json!({
         "model": "tiny", "instructions": "i", "input": "Hello", "tools": [], "tool_choice": "auto", "store": false,
         "parallel_tool_calls": false, "reasoning": null, "stream": false, "include": [], "prompt_cache_key": "k",
         "text": {"verbosity": "low"}, "max_output_tokens": 4, "client_metadata": {"a": "b"}, "max_tool_calls": 3,
     });
-    house.post("/v1/responses", codex).await.ok();
+    server.post("/v1/responses", codex).await.ok();
     let claude_code = json!({
         "model": "tiny", "max_tokens": 4, "system": [{"type": "text", "text": "s"}], "temperature": 1,
         "messages": [{"role": "user", "content": "Hello"}], "metadata": {"user_id": "u"}, "betas": ["b"],
         "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}, "service_tier": "auto",
     });
-    house.post("/v1/messages", claude_code).await.ok();
+    server.post("/v1/messages", claude_code).await.ok();
     let native = json!({
         "text": "Hello", "stream": false, "log_metrics": true, "return_logprob": false, "model": "tiny",
         "return_hidden_states": false, "bootstrap_host": "h", "bootstrap_room": 1, "data_parallel_rank": 0,
         "sampling_params": {"max_new_tokens": 2, "spaces_between_special_tokens": true, "stream_interval": 1},
     });
-    house.post("/generate", native).await.ok();
+    server.post("/generate", native).await.ok();
 }

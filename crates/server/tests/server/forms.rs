@@ -6,20 +6,20 @@ use oscar_kernels::cpu::CpuBackend;
 use oscar_server::{ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
 
-use crate::support::{House, tiny, tiny_with, tokenizer};
+use crate::support::{TestServer, tiny, tiny_with, tokenizer};
 
-async fn completion(house: &House<Engine<CpuBackend>>, extra: Value) -> String {
+async fn completion(server: &TestServer<Engine<CpuBackend>>, extra: Value) -> String {
     let mut request = json!({"prompt": "So:", "max_tokens": 60, "seed": 3});
     for (name, value) in extra.as_object().unwrap() {
         request[name] = value.clone();
     }
-    let body = house.post("/v1/completions", request).await.ok();
+    let body = server.post("/v1/completions", request).await.ok();
     body["choices"][0]["text"].as_str().unwrap().to_owned()
 }
 
 #[tokio::test]
 async fn names_of_other_servers_are_understood() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let yes_no = ["yes", "no"];
     for extra in [
         json!({"guided_choice": yes_no}),
@@ -30,7 +30,7 @@ async fn names_of_other_servers_are_understood() {
         json!({"structured_outputs": {"grammar": "root ::= \"yes\" | \"no\""}}),
         json!({"grammar": "root ::= answer\nanswer ::= \"yes\" | \"no\""}),
     ] {
-        let text = completion(&house, extra.clone()).await;
+        let text = completion(&server, extra.clone()).await;
         assert!(yes_no.contains(&text.as_str()), "{extra}: {text}");
     }
     let schema = json!({"type": "integer", "minimum": 5, "maximum": 7});
@@ -40,20 +40,20 @@ async fn names_of_other_servers_are_understood() {
         json!({"structured_outputs": {"json": schema}}),
         json!({"response_format": {"type": "json_object", "schema": schema}}),
     ] {
-        let text = completion(&house, extra.clone()).await;
+        let text = completion(&server, extra.clone()).await;
         assert!(["5", "6", "7"].contains(&text.trim()), "{extra}: {text}");
     }
     let error =
-        house.post("/v1/completions", json!({"prompt": "a", "guided_regex": "(["})).await.refused(400);
+        server.post("/v1/completions", json!({"prompt": "a", "guided_regex": "(["})).await.refused(400);
     assert_eq!(error["param"], "guided_regex");
 }
 
 #[tokio::test]
 async fn rules_about_tokens_are_kept() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let ids = [40, 41, 42];
     let texts = ids.map(|id| tokenizer().token_text(id).unwrap());
-    let text = completion(&house, json!({"allowed_token_ids": ids})).await;
+    let text = completion(&server, json!({"allowed_token_ids": ids})).await;
     let mut rest = text.as_str();
     while let Some(found) = texts.iter().find(|token| rest.starts_with(token.as_str())) {
         rest = &rest[found.len()..];
@@ -61,10 +61,10 @@ async fn rules_about_tokens_are_kept() {
     assert!(!text.is_empty() && rest.is_empty(), "{text}");
     let ids: Vec<u32> = (40..43).collect();
     let banned = tokenizer().decode(&[41], false).unwrap();
-    let text = completion(&house, json!({"allowed_token_ids": ids, "bad_words": [banned]})).await;
+    let text = completion(&server, json!({"allowed_token_ids": ids, "bad_words": [banned]})).await;
     assert!(!text.is_empty() && !text.contains(&banned), "{text} has {banned}");
     let request = json!({"prompt": "a", "allowed_token_ids": [4_000_000]});
-    let error = house.post("/v1/completions", request).await.refused(400);
+    let error = server.post("/v1/completions", request).await.refused(400);
     assert_eq!(error["param"], "allowed_token_ids");
 }
 
@@ -74,7 +74,7 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
         tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
         ..ServerOptions::default()
     };
-    let house = tiny_with(1024, EngineOptions::default(), options);
+    let server = tiny_with(1024, EngineOptions::default(), options);
     let schema = json!({"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
         "required": ["n"]});
     let messages = json!([{"role": "user", "content": "Roll."}]);
@@ -84,13 +84,13 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
     for seed in 0..4 {
         let request =
             json!({"messages": messages, "seed": seed, "max_tokens": 400, "response_format": format});
-        let body = house.post("/v1/chat/completions", request).await.ok();
+        let body = server.post("/v1/chat/completions", request).await.ok();
         let object: Value =
             serde_json::from_str(body["choices"][0]["message"]["content"].as_str().unwrap()).unwrap();
         assert_eq!(object.as_object().unwrap().len(), 1, "{object}");
         let request = json!({"messages": messages, "seed": seed, "max_tokens": 400, "tools": [tool],
             "tool_choice": "required", "parallel_tool_calls": false});
-        let body = house.post("/v1/chat/completions", request).await.ok();
+        let body = server.post("/v1/chat/completions", request).await.ok();
         let call = &body["choices"][0]["message"]["tool_calls"][0]["function"];
         let arguments: Value = serde_json::from_str(call["arguments"].as_str().expect("a call")).unwrap();
         assert_eq!(arguments.as_object().unwrap().len(), 1, "{arguments}");
@@ -99,27 +99,47 @@ async fn objects_of_tools_and_strict_schemas_are_closed() {
 
 #[tokio::test]
 async fn a_regex_ends_an_answer() {
-    let house = tiny(1024, EngineOptions::default());
-    let whole = completion(&house, json!({"max_tokens": 40, "ignore_eos": true})).await;
+    let server = tiny(1024, EngineOptions::default());
+    let whole = completion(&server, json!({"max_tokens": 40, "ignore_eos": true})).await;
     let letter = whole.chars().filter(char::is_ascii_alphabetic).nth(5).expect("letters");
-    let until = completion(&house, json!({"max_tokens": 40, "stop_regex": format!("[{letter}]")})).await;
+    let until = completion(&server, json!({"max_tokens": 40, "stop_regex": format!("[{letter}]")})).await;
     let first = whole.find(letter).unwrap();
     assert!(
         until.len() < whole.len() && whole.starts_with(&until) && until.len() > first,
         "{until:?} {whole:?}"
     );
     let sampling = json!({"max_new_tokens": 4, "stop_regex": ["("]});
-    let error = house.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
+    let error =
+        server.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
     assert_eq!(error["param"], "stop_regex");
 }
 
 #[tokio::test]
+async fn what_follows_a_trigger_has_the_form_of_its_tag() {
+    let server = tiny(1024, EngineOptions::default());
+    let whole = completion(&server, json!({"max_tokens": 40, "ignore_eos": true})).await;
+    let letter = whole.chars().filter(char::is_ascii_alphabetic).nth(3).expect("letters");
+    let structure = json!({"begin": format!("{letter}<"), "schema": {"enum": [12345]}, "end": ">"});
+    let format = json!({"type": "structural_tag", "triggers": [letter], "structures": [structure]});
+    let text = completion(&server, json!({"max_tokens": 60, "response_format": format})).await;
+    let mut followed = 0;
+    for (at, _) in text.match_indices(letter) {
+        // The last one may be cut off.
+        let form = format!("{letter}<12345>");
+        let rest = &text[at..(at + form.len()).min(text.len())];
+        assert!(form.starts_with(rest), "{text}");
+        followed += usize::from(rest == form);
+    }
+    assert!(followed > 0, "{letter} in {text}");
+}
+
+#[tokio::test]
 async fn only_typical_tokens_are_drawn() {
-    let house = tiny(1024, EngineOptions::default());
-    let drawn = |extra: Value| completion(&house, extra);
+    let server = tiny(1024, EngineOptions::default());
+    let drawn = |extra: Value| completion(&server, extra);
     let plain = drawn(json!({"temperature": 1.0})).await;
     assert_eq!(drawn(json!({"temperature": 1.0, "typical_p": 1.0})).await, plain);
     assert_ne!(drawn(json!({"temperature": 1.0, "typical_p": 0.01})).await, plain);
-    let error = house.post("/v1/completions", json!({"prompt": "a", "typical_p": 0})).await.refused(400);
+    let error = server.post("/v1/completions", json!({"prompt": "a", "typical_p": 0})).await.refused(400);
     assert_eq!(error["param"], "typical_p");
 }

@@ -23,13 +23,13 @@ const ABORT: &str = "{\"abort_all\": true}";
 
 #[tokio::test]
 async fn a_page_of_another_site_cannot_change_anything() {
-    let house = mock();
+    let server = mock();
     let own = ("host", "localhost:30000");
     let foreign = ("origin", "http://evil.example");
     for (method, path) in
         [(Method::POST, "/abort_request"), (Method::POST, "/flush_cache"), (Method::GET, "/flush_cache")]
     {
-        let send = |headers: &[(&str, &str)]| house.send(request(method.clone(), path, headers, ABORT));
+        let send = |headers: &[(&str, &str)]| server.send(request(method.clone(), path, headers, ABORT));
         send(&[own, ("content-type", "text/plain")]).await.refused(415);
         send(&[own, foreign]).await.refused(403);
         send(&[own, JSON, foreign]).await.refused(403);
@@ -40,13 +40,13 @@ async fn a_page_of_another_site_cannot_change_anything() {
             .ok();
     }
     // Routers flush their workers so; an image in a page would be a GET.
-    house.send(request(Method::POST, "/flush_cache", &[own], "")).await.ok();
-    house.send(request(Method::GET, "/flush_cache", &[own], "")).await.refused(415);
-    assert_eq!(house.send(request(Method::HEAD, "/flush_cache", &[own], "")).await.status, 415);
-    house.send(request(Method::POST, "/abort_request", &[own], ABORT)).await.refused(415);
+    server.send(request(Method::POST, "/flush_cache", &[own], "")).await.ok();
+    server.send(request(Method::GET, "/flush_cache", &[own], "")).await.refused(415);
+    assert_eq!(server.send(request(Method::HEAD, "/flush_cache", &[own], "")).await.status, 415);
+    server.send(request(Method::POST, "/abort_request", &[own], ABORT)).await.refused(415);
     let question = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let ask =
-        |headers: &[(&str, &str)]| house.send(request(Method::POST, "/v1/completions", headers, &question));
+        |headers: &[(&str, &str)]| server.send(request(Method::POST, "/v1/completions", headers, &question));
     ask(&[own, JSON, foreign]).await.refused(403);
     ask(&[own, JSON]).await.ok();
 }
@@ -57,10 +57,10 @@ async fn pages_that_cors_allows_may_ask() {
         allowed_origins: vec!["https://chat.example".to_owned()],
         ..ServerOptions::default()
     };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     let send = |origin: &'static str| {
         let headers = [("host", "10.0.0.7"), JSON, ("origin", origin), ("sec-fetch-site", "cross-site")];
-        house.send(request(Method::POST, "/abort_request", &headers, ABORT))
+        server.send(request(Method::POST, "/abort_request", &headers, ABORT))
     };
     send("https://chat.example").await.ok();
     send("https://evil.example").await.refused(403);
@@ -77,16 +77,16 @@ async fn without_a_key_the_host_must_be_ours() {
         mock_with(MockOptions::default(), options)
     };
     let get = |path: &str, host: &str| request(Method::GET, path, &[("host", host)], "");
-    let house = names(&[], None);
+    let server = names(&[], None);
     for host in ["localhost", "127.0.0.1:30000", "192.168.1.4", "[::1]:30000"] {
-        house.send(get("/v1/models", host)).await.ok();
+        server.send(get("/v1/models", host)).await.ok();
     }
-    let error = house.send(get("/v1/models", "rebound.example:30000")).await.refused(403);
+    let error = server.send(get("/v1/models", "rebound.example:30000")).await.refused(403);
     assert!(error.to_string().contains("--allowed-hosts rebound.example"), "{error}");
-    house.send(get("/", "rebound.example")).await.refused(403);
+    server.send(get("/", "rebound.example")).await.refused(403);
     // Probes and scrapers ask by service names.
     for path in ["/health", "/metrics"] {
-        assert_eq!(house.send(get(path, "rebound.example")).await.status, 200);
+        assert_eq!(server.send(get(path, "rebound.example")).await.status, 200);
     }
     names(&["oscar.internal"], None).send(get("/v1/models", "oscar.internal:80")).await.ok();
     names(&["*"], None).send(get("/v1/models", "anything.example")).await.ok();
@@ -100,8 +100,8 @@ async fn without_a_key_the_host_must_be_ours() {
 
 #[tokio::test]
 async fn a_batch_is_counted_before_it_is_expanded() {
-    let house = mock_with(MockOptions { max_queued: 8, ..MockOptions::default() }, ServerOptions::default());
-    let most = house.engine.info().max_queued;
+    let server = mock_with(MockOptions { max_queued: 8, ..MockOptions::default() }, ServerOptions::default());
+    let most = server.engine.info().max_queued;
     let texts = vec!["a"; most + 1];
     for (path, body, field) in [
         ("/generate", json!({"text": texts}), "text"),
@@ -112,24 +112,24 @@ async fn a_batch_is_counted_before_it_is_expanded() {
         ("/v1/embeddings", json!({"input": texts}), "input"),
         ("/v1/score", json!({"text_1": "a", "text_2": texts}), "text_2"),
     ] {
-        let error = house.post(path, body).await.refused(400);
+        let error = server.post(path, body).await.refused(400);
         assert_eq!(error["param"], field, "{error}");
         assert!(error["message"].as_str().unwrap().contains("at most 8"), "{error}");
     }
     let body = json!({"prompt": vec!["a"; most], "max_tokens": 1});
-    house.post("/v1/completions", body).await.ok();
+    server.post("/v1/completions", body).await.ok();
     // A list that no engine takes is not even read to its end.
     let endless = format!("{{\"text\": [{}\"a\"]}}", "\"a\",".repeat(200_000));
-    let error = house.send(request(Method::POST, "/generate", &[JSON], &endless)).await.refused(400);
+    let error = server.send(request(Method::POST, "/generate", &[JSON], &endless)).await.refused(400);
     assert!(error.to_string().contains("65536"), "{error}");
 }
 
 #[tokio::test]
 async fn bodies_of_many_small_values_are_refused() {
-    let house = mock();
+    let server = mock();
     let message = "{\"role\": \"user\", \"content\": \"a\"},";
     let chat = |count: usize| format!("{{\"messages\": [{}]}}", message.repeat(count).trim_end_matches(','));
-    let send = |body: String| house.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body));
+    let send = |body: String| server.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body));
     let error = send(chat(500_000)).await.refused(400);
     assert!(error.to_string().contains("objects, lists and texts"), "{error}");
     let error = send(chat(20_000)).await.refused(400);
@@ -139,7 +139,7 @@ async fn bodies_of_many_small_values_are_refused() {
     let error = send(parts.to_string()).await.refused(400);
     assert!(error.to_string().contains("at most 4096"), "{error}");
     let numbers = format!("{{\"prompt\": \"a\", \"allowed_token_ids\": [{}0]}}", "0,".repeat(3_000_000));
-    let error = house.send(request(Method::POST, "/v1/completions", &[JSON], &numbers)).await.refused(400);
+    let error = server.send(request(Method::POST, "/v1/completions", &[JSON], &numbers)).await.refused(400);
     assert!(error.to_string().contains("2097152 numbers"), "{error}");
     // The other doors count what they call messages and parts.
     let many = |kind: &str| vec![json!({"type": kind, "text": "a"}); 5000];
@@ -159,7 +159,7 @@ async fn bodies_of_many_small_values_are_refused() {
         ("/v1/messages", json!({"max_tokens": 1, "messages": vec![message.clone(); 20_000]}), "messages"),
         ("/v1/messages", json!({"max_tokens": 1, "system": many("text"), "messages": [message]}), "system"),
     ] {
-        let answer = house.post(path, body).await;
+        let answer = server.post(path, body).await;
         assert_eq!(answer.status, 400, "{path}: {}", answer.text);
         assert!(answer.text.contains("at most") && answer.text.contains(place), "{path}: {}", answer.text);
     }
@@ -169,7 +169,7 @@ async fn bodies_of_many_small_values_are_refused() {
 /// before them.
 #[tokio::test]
 async fn large_bodies_hold_nobody_up() {
-    let house = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
+    let server = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
     let message = "{\"role\": \"user\", \"content\": \"a few words\"},";
     let chat = |count: usize| format!("{{\"messages\": [{}]}}", message.repeat(count).trim_end_matches(','));
     let words =
@@ -177,13 +177,13 @@ async fn large_bodies_hold_nobody_up() {
     for body in [chat(500_000), chat(16_000), words] {
         let answered = RefCell::new(Vec::new());
         let large = async {
-            house.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body)).await.refused(400);
+            server.send(request(Method::POST, "/v1/chat/completions", &[JSON], &body)).await.refused(400);
             answered.borrow_mut().push("large");
         };
         let small = async {
-            assert_eq!(house.send(request(Method::GET, "/health", &[], "")).await.status, 200);
+            assert_eq!(server.send(request(Method::GET, "/health", &[], "")).await.status, 200);
             let question = json!({"prompt": "a", "max_tokens": 1}).to_string();
-            house.send(request(Method::POST, "/v1/completions", &[JSON], &question)).await.ok();
+            server.send(request(Method::POST, "/v1/completions", &[JSON], &question)).await.ok();
             answered.borrow_mut().push("small");
         };
         tokio::join!(biased; large, small);
@@ -195,22 +195,22 @@ async fn large_bodies_hold_nobody_up() {
 async fn bodies_wait_for_each_other_when_memory_is_short() {
     let options =
         ServerOptions { body_bytes: 1 << 20, all_bodies_bytes: 1 << 20, ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     let body = json!({"prompt": "a", "max_tokens": 1, "user": "x".repeat(900 << 10)}).to_string();
     let answers =
         futures_util::future::join_all((0..8).map(|_| async {
-            house.send(request(Method::POST, "/v1/completions", &[JSON], &body)).await.ok()
+            server.send(request(Method::POST, "/v1/completions", &[JSON], &body)).await.ok()
         }));
     assert_eq!(answers.await.len(), 8);
 }
 
 #[tokio::test]
 async fn what_templates_get_from_us_cannot_be_replaced() {
-    let house = mock();
+    let server = mock();
     let chat = |kwargs: serde_json::Value| json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs});
     for name in ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"] {
-        let error = house.post("/v1/chat/completions", chat(json!({name: []}))).await.refused(400);
+        let error = server.post("/v1/chat/completions", chat(json!({name: []}))).await.refused(400);
         assert_eq!(error["param"], format!("chat_template_kwargs.{name}"));
     }
-    house.post("/v1/chat/completions", chat(json!({"enable_thinking": false}))).await.ok();
+    server.post("/v1/chat/completions", chat(json!({"enable_thinking": false}))).await.ok();
 }

@@ -11,7 +11,7 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::support::{House, tiny_with};
+use crate::support::{TestServer, tiny_with};
 
 type TinyEngine = oscar_engine::Engine<oscar_kernels::cpu::CpuBackend>;
 
@@ -123,27 +123,27 @@ impl View {
     }
 }
 
-async fn house(topic: &str) -> (House<TinyEngine>, KvEventAddress) {
+async fn server(topic: &str) -> (TestServer<TinyEngine>, KvEventAddress) {
     let endpoint: oscar_server::Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let options = KvEventOptions { replay: Some(endpoint.clone()), endpoint, topic: topic.to_owned() };
     let publisher = KvEventPublisher::bind(&options).await.unwrap();
     let address = publisher.address().clone();
     let options = ServerOptions { kv_events: Some(address.clone()), ..ServerOptions::default() };
-    let house = tiny_with(2048, EngineOptions::default(), options);
-    publisher.start(house.engine.cache_events()).unwrap();
-    (house, address)
+    let server = tiny_with(2048, EngineOptions::default(), options);
+    publisher.start(server.engine.cache_events()).unwrap();
+    (server, address)
 }
 
-async fn complete(house: &House<TinyEngine>, text: u32, salt: Option<&str>) {
+async fn complete(server: &TestServer<TinyEngine>, text: u32, salt: Option<&str>) {
     let prompt: Vec<u32> = (0..200).map(|index| 3 + (index * index + text * 7) % 101).collect();
     let request = json!({"prompt": prompt, "max_tokens": 2, "ignore_eos": true, "cache_salt": salt});
-    house.post("/v1/completions", request).await.ok();
+    server.post("/v1/completions", request).await.ok();
 }
 
 #[tokio::test]
 async fn a_subscriber_knows_the_tree() {
-    let (house, address) = house("kv@tiny").await;
-    let info = house.get("/server_info").await.ok();
+    let (server, address) = server("kv@tiny").await;
+    let info = server.get("/server_info").await.ok();
     let expected = json!({"publisher": "zmq", "endpoint_host": "127.0.0.1", "endpoint_port_base": address.port,
         "replay_port_base": address.replay_port, "topic": "kv@tiny", "block_size": 64, "dp_size": 1});
     assert_eq!(info["kv_events"], expected);
@@ -153,7 +153,7 @@ async fn a_subscriber_knows_the_tree() {
     // The subscription is on its way: whoever listens hears of what comes after some point.
     let mut text = 0;
     let first = loop {
-        complete(&house, text, None).await;
+        complete(&server, text, None).await;
         text += 1;
         if let Ok(message) = tokio::time::timeout(Duration::from_millis(200), subscriber.message()).await {
             break message;
@@ -176,21 +176,21 @@ async fn a_subscriber_knows_the_tree() {
     }
     assert_eq!(first[0], b"kv@tiny");
     view.hear(&first[1], &first[2]);
-    complete(&house, 50, Some("tenant")).await;
-    complete(&house, 50, Some("another")).await;
-    let pages = house.engine.fresh_stats().cache.tree_pages;
+    complete(&server, 50, Some("tenant")).await;
+    complete(&server, 50, Some("another")).await;
+    let pages = server.engine.fresh_stats().cache.tree_pages;
     assert_eq!(pages, 3 * (text as usize + 2), "three full pages each");
     while view.blocks.len() < pages {
         let message = subscriber.message().await;
         view.hear(&message[1], &message[2]);
     }
     assert_eq!(view.blocks.len(), pages);
-    house.post("/flush_cache", json!({})).await.ok();
+    server.post("/flush_cache", json!({})).await.ok();
     while !view.blocks.is_empty() {
         let message = subscriber.message().await;
         view.hear(&message[1], &message[2]);
     }
-    assert_eq!(house.engine.fresh_stats().cache.tree_pages, 0);
+    assert_eq!(server.engine.fresh_stats().cache.tree_pages, 0);
     // Somebody with another topic has heard nothing, and somebody else is not listened to.
     let mut silence = [0; 1];
     assert!(tokio::time::timeout(Duration::from_millis(100), other.0.read(&mut silence)).await.is_err());
@@ -199,7 +199,7 @@ async fn a_subscriber_knows_the_tree() {
     let mut answer = Vec::new();
     let ended = tokio::time::timeout(Duration::from_secs(20), stranger.read_to_end(&mut answer)).await;
     assert!(ended.is_ok() && answer.len() <= 64, "{answer:?}");
-    complete(&house, 60, None).await;
+    complete(&server, 60, None).await;
     let message = subscriber.message().await;
     view.hear(&message[1], &message[2]);
     assert_eq!(view.blocks.len(), 3);
@@ -207,7 +207,7 @@ async fn a_subscriber_knows_the_tree() {
 
 #[tokio::test]
 async fn a_ping_is_answered() {
-    let (_house, address) = house("").await;
+    let (_server, address) = server("").await;
     let mut subscriber = Peer::subscribe(address.port, b"nothing").await;
     subscriber.0.write_all(b"\x04\x09\x04PING\x00\x0ahi").await.unwrap();
     let (flags, pong) = subscriber.frame().await;

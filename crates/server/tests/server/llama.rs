@@ -8,10 +8,10 @@ use crate::support::{mock, mock_with, tiny, tokenizer};
 
 #[tokio::test]
 async fn a_completion_is_told_in_llama_cpps_words() {
-    let house = mock();
+    let server = mock();
     let request =
         json!({"prompt": "Hello", "n_predict": 5, "ignore_eos": true, "seed": 1, "return_tokens": true});
-    let body = house.post("/completion", request.clone()).await.ok();
+    let body = server.post("/completion", request.clone()).await.ok();
     assert_eq!(body["content"].as_str().unwrap().split_whitespace().count(), 5, "{body}");
     assert_eq!((&body["stop"], &body["stop_type"]), (&json!(true), &json!("limit")));
     assert_eq!((&body["tokens_predicted"], &body["prompt"]), (&json!(5), &json!("Hello")));
@@ -22,7 +22,7 @@ async fn a_completion_is_told_in_llama_cpps_words() {
     assert!(body.get("completion_probabilities").is_none());
     let mut streamed = request.clone();
     streamed["stream"] = true.into();
-    let answer = house.post("/completion", streamed).await;
+    let answer = server.post("/completion", streamed).await;
     let events: Vec<Value> = answer
         .text
         .split_terminator("\n\n")
@@ -38,23 +38,23 @@ async fn a_completion_is_told_in_llama_cpps_words() {
     );
     let word = text.split_whitespace().nth(2).unwrap();
     let stopped = json!({"prompt": "Hello", "ignore_eos": true, "seed": 1, "stop": [word]});
-    let body = house.post("/completions", stopped).await.ok();
+    let body = server.post("/completions", stopped).await.ok();
     assert_eq!((&body["stop_type"], &body["stopping_word"]), (&json!("word"), &json!(word)));
-    let many = house.post("/completion", json!({"prompt": ["a", "b"], "n_predict": 1})).await.ok();
+    let many = server.post("/completion", json!({"prompt": ["a", "b"], "n_predict": 1})).await.ok();
     assert_eq!(many.as_array().unwrap().len(), 2);
     assert_eq!(many[1]["index"], 1);
 }
 
 #[tokio::test]
 async fn settings_have_llama_cpps_names() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let ask = |extra: Value| {
         let mut request = json!({"prompt": "So:", "n_predict": 6, "temperature": 0, "cache_prompt": true,
             "samplers": ["top_k"], "mirostat": 0, "id_slot": -1, "seed": -1, "n_keep": 0, "model": "gpt-4"});
         for (name, value) in extra.as_object().unwrap() {
             request[name] = value.clone();
         }
-        house.post("/completion", request)
+        server.post("/completion", request)
     };
     let plain = ask(json!({"return_tokens": true})).await.ok();
     let first = plain["tokens"][0].as_u64().unwrap() as u32;
@@ -93,38 +93,39 @@ async fn settings_have_llama_cpps_names() {
 
 #[tokio::test]
 async fn text_and_tokens_are_converted_in_llama_cpps_form() {
-    let house = mock();
-    let plain = house.post("/tokenize", json!({"content": "Hello<|im_end|>"})).await.ok();
+    let server = mock();
+    let plain = server.post("/tokenize", json!({"content": "Hello<|im_end|>"})).await.ok();
     let ids = plain["tokens"].as_array().unwrap();
     let pieces =
-        house.post("/tokenize", json!({"content": "Hello<|im_end|>", "with_pieces": true})).await.ok();
+        server.post("/tokenize", json!({"content": "Hello<|im_end|>", "with_pieces": true})).await.ok();
     let texts: String =
         pieces["tokens"].as_array().unwrap().iter().filter_map(|token| token["piece"].as_str()).collect();
     assert_eq!(texts, "Hello<|im_end|>");
     assert_eq!(pieces["tokens"][0]["id"], ids[0]);
     let split =
-        house.post("/tokenize", json!({"content": "Hello<|im_end|>", "parse_special": false})).await.ok();
+        server.post("/tokenize", json!({"content": "Hello<|im_end|>", "parse_special": false})).await.ok();
     assert!(split["tokens"].as_array().unwrap().len() > ids.len(), "{split}");
-    let text = house.post("/detokenize", json!({"tokens": ids})).await.ok();
+    let text = server.post("/detokenize", json!({"tokens": ids})).await.ok();
     assert_eq!((&text["content"], &text["text"]), (&json!("Hello<|im_end|>"), &json!("Hello")));
-    house.post("/tokenize", json!({"prompt": ["a"], "with_pieces": true})).await.refused(400);
+    server.post("/tokenize", json!({"prompt": ["a"], "with_pieces": true})).await.refused(400);
 }
 
 #[tokio::test]
 async fn clients_find_what_they_ask_about() {
-    let house = mock_with(MockOptions { max_running: 3, ..MockOptions::default() }, ServerOptions::default());
-    let props = house.get("/props").await.ok();
+    let server =
+        mock_with(MockOptions { max_running: 3, ..MockOptions::default() }, ServerOptions::default());
+    let props = server.get("/props").await.ok();
     assert_eq!((&props["total_slots"], &props["model_path"]), (&json!(3), &json!("models/tiny")));
     assert!(props["chat_template"].as_str().unwrap().contains("<|im_start|>"));
     assert_eq!(props["default_generation_settings"]["params"]["temperature"], 1.0);
     assert!(props["default_generation_settings"]["n_ctx"].as_u64() > Some(0));
-    let slots = house.get("/slots").await.ok();
+    let slots = server.get("/slots").await.ok();
     assert_eq!(slots.as_array().unwrap().len(), 3);
     assert!(slots.as_array().unwrap().iter().all(|slot| slot["is_processing"] == false));
     let chat = json!({"messages": [{"role": "user", "content": "Hello"}]});
-    let text = house.post("/apply-template", chat).await.ok();
+    let text = server.post("/apply-template", chat).await.ok();
     assert_eq!(text["prompt"], "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n");
-    house
+    server
         .post("/apply-template", json!({"messages": [{"role": "wizard", "content": "a"}]}))
         .await
         .refused(400);
@@ -132,9 +133,9 @@ async fn clients_find_what_they_ask_about() {
 
 #[tokio::test]
 async fn what_ended_an_answer_stays_in_it_when_asked() {
-    let house = mock();
+    let server = mock();
     let request = json!({"prompt": "Hello", "max_tokens": 6, "ignore_eos": true, "seed": 1});
-    let whole = house.post("/v1/completions", request.clone()).await.ok();
+    let whole = server.post("/v1/completions", request.clone()).await.ok();
     let text = whole["choices"][0]["text"].as_str().unwrap();
     let word = text.split_whitespace().nth(2).unwrap();
     let end = text.find(word).unwrap() + word.len();
@@ -142,15 +143,15 @@ async fn what_ended_an_answer_stays_in_it_when_asked() {
         let mut kept = request.clone();
         kept["stop"] = word.into();
         kept[name] = true.into();
-        let body = house.post("/v1/completions", kept.clone()).await.ok();
+        let body = server.post("/v1/completions", kept.clone()).await.ok();
         assert_eq!(body["choices"][0]["text"], text[..end], "{name}");
         kept["stream"] = true.into();
-        let events = house.post("/v1/completions", kept).await.events();
+        let events = server.post("/v1/completions", kept).await.events();
         let said: String = events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect();
         assert_eq!(said, text[..end]);
     }
     let params =
         json!({"max_new_tokens": 6, "ignore_eos": true, "seed": 1, "stop": word, "no_stop_trim": true});
-    let body = house.post("/generate", json!({"text": "Hello", "sampling_params": params})).await.ok();
+    let body = server.post("/generate", json!({"text": "Hello", "sampling_params": params})).await.ok();
     assert_eq!(body["text"], text[..end]);
 }

@@ -71,8 +71,8 @@ fn assembled(events: &[Value]) -> Value {
 
 #[tokio::test]
 async fn an_answer_is_a_message_of_blocks() {
-    let house = mock();
-    let answer = house.post("/v1/messages", ask(json!({}))).await;
+    let server = mock();
+    let answer = server.post("/v1/messages", ask(json!({}))).await;
     let body = answer.ok();
     assert_eq!(
         (&body["type"], &body["role"], &body["model"]),
@@ -82,7 +82,7 @@ async fn an_answer_is_a_message_of_blocks() {
     assert_eq!((&body["stop_reason"], &body["stop_sequence"]), (&json!("end_turn"), &Value::Null));
     assert_eq!(answer.headers["request-id"], answer.headers["x-request-id"]);
     // The same words as by the other door.
-    let chat = house.post("/v1/chat/completions", ask(json!({}))).await.ok();
+    let chat = server.post("/v1/chat/completions", ask(json!({}))).await.ok();
     let text = &chat["choices"][0]["message"]["content"];
     assert_eq!(body["content"], json!([{"type": "text", "text": text}]));
     assert_eq!(body["usage"]["input_tokens"], chat["usage"]["prompt_tokens"]);
@@ -91,9 +91,9 @@ async fn an_answer_is_a_message_of_blocks() {
 
 #[tokio::test]
 async fn a_stream_says_the_same_in_pieces() {
-    let house = mock();
-    let mut whole = house.post("/v1/messages", ask(json!({}))).await.ok();
-    let events = house.post("/v1/messages", ask(json!({"stream": true}))).await.named_events();
+    let server = mock();
+    let mut whole = server.post("/v1/messages", ask(json!({}))).await.ok();
+    let events = server.post("/v1/messages", ask(json!({"stream": true}))).await.named_events();
     assert_eq!(events[0]["type"], "message_start");
     assert_eq!(events[0]["message"]["content"], json!([]));
     assert_eq!(events[0]["message"]["usage"]["input_tokens"], whole["usage"]["input_tokens"]);
@@ -107,9 +107,9 @@ async fn a_stream_says_the_same_in_pieces() {
 
 #[tokio::test]
 async fn thoughts_text_and_calls_are_blocks_in_order() {
-    let house = parrot(&SCRIPT);
+    let server = parrot(&SCRIPT);
     let request = ask(json!({"tools": [weather()], "thinking": {"type": "enabled", "budget_tokens": 1024}}));
-    let whole = house.post("/v1/messages", request.clone()).await.ok();
+    let whole = server.post("/v1/messages", request.clone()).await.ok();
     assert_eq!(whole["stop_reason"], "tool_use");
     let blocks = whole["content"].as_array().unwrap();
     assert_eq!(blocks.len(), 3, "{whole}");
@@ -122,7 +122,7 @@ async fn thoughts_text_and_calls_are_blocks_in_order() {
     assert_eq!(whole["usage"]["output_tokens_details"]["thinking_tokens"], 5);
     let mut streamed = request;
     streamed["stream"] = true.into();
-    let mut message = assembled(&house.post("/v1/messages", streamed).await.named_events());
+    let mut message = assembled(&server.post("/v1/messages", streamed).await.named_events());
     message["id"] = whole["id"].clone();
     message["content"][2]["id"] = blocks[2]["id"].clone();
     assert_eq!(message, whole);
@@ -130,14 +130,14 @@ async fn thoughts_text_and_calls_are_blocks_in_order() {
 
 #[tokio::test]
 async fn a_conversation_reaches_the_template() {
-    let house = mock();
+    let server = mock();
     let call = json!({"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Rome"}});
     let result = json!({"type": "tool_result", "tool_use_id": "call_1", "content": "Sun"});
     let request = ask(json!({"system": "Be brief.", "tools": [weather()], "messages": [
         {"role": "user", "content": "Rome?"}, {"role": "assistant", "content": [call]},
         {"role": "user", "content": [result]}]}));
-    let count = house.post("/v1/messages/count_tokens", request.clone()).await.ok();
-    let body = house.post("/v1/messages", request).await.ok();
+    let count = server.post("/v1/messages/count_tokens", request.clone()).await.ok();
+    let body = server.post("/v1/messages", request).await.ok();
     assert_eq!(count["input_tokens"], body["usage"]["input_tokens"]);
     // The same conversation as a chat has the same tokens.
     let function = json!({"name": "weather", "description": "The weather",
@@ -147,33 +147,33 @@ async fn a_conversation_reaches_the_template() {
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "type": "function",
             "function": {"name": "weather", "arguments": {"place": "Rome"}}}]},
         {"role": "tool", "content": "Sun"}]});
-    let same = house.post("/tokenize", chat).await.ok();
+    let same = server.post("/tokenize", chat).await.ok();
     assert_eq!(count["input_tokens"], same["count"]);
-    let less = house.post("/v1/messages/count_tokens", ask(json!({"max_tokens": null}))).await.ok();
+    let less = server.post("/v1/messages/count_tokens", ask(json!({"max_tokens": null}))).await.ok();
     assert!(less["input_tokens"].as_u64().unwrap() < count["input_tokens"].as_u64().unwrap());
 }
 
 #[tokio::test]
 async fn stop_sequences_and_limits_are_told_apart() {
-    let house = mock();
-    let whole = house.post("/v1/messages", ask(json!({}))).await.ok();
+    let server = mock();
+    let whole = server.post("/v1/messages", ask(json!({}))).await.ok();
     let text = whole["content"][0]["text"].as_str().unwrap().to_owned();
     let word = text.split_whitespace().nth(2).unwrap();
-    let stopped = house.post("/v1/messages", ask(json!({"stop_sequences": ["zzz", word]}))).await.ok();
+    let stopped = server.post("/v1/messages", ask(json!({"stop_sequences": ["zzz", word]}))).await.ok();
     assert_eq!((&stopped["stop_reason"], &stopped["stop_sequence"]), (&json!("stop_sequence"), &json!(word)));
     assert_eq!(stopped["content"][0]["text"].as_str().unwrap(), &text[..text.find(word).unwrap()]);
-    let short = house.post("/v1/messages", ask(json!({"max_tokens": 2}))).await.ok();
+    let short = server.post("/v1/messages", ask(json!({"max_tokens": 2}))).await.ok();
     assert_eq!((&short["stop_reason"], &short["usage"]["output_tokens"]), (&json!("max_tokens"), &json!(2)));
 }
 
 #[tokio::test]
 async fn an_answer_that_was_begun_goes_on_and_the_cache_is_counted() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let long = "word ".repeat(120);
     let ask = || {
         let begun = json!({"role": "assistant", "content": "It is"});
         let messages = json!([{"role": "user", "content": long}, begun]);
-        house.post("/v1/messages", json!({"messages": messages, "max_tokens": 3, "temperature": 0}))
+        server.post("/v1/messages", json!({"messages": messages, "max_tokens": 3, "temperature": 0}))
     };
     let first = ask().await.ok();
     let usage = |body: &Value, name: &str| body["usage"][name].as_u64().unwrap();
@@ -184,7 +184,7 @@ async fn an_answer_that_was_begun_goes_on_and_the_cache_is_counted() {
     assert!(read >= 64 && read + usage(&second, "input_tokens") == prompt, "{second}");
     assert_eq!(second["content"], first["content"]);
     let request = json!({"messages": [{"role": "user", "content": long}], "max_tokens": 1});
-    let without = house.post("/v1/messages/count_tokens", request).await.ok();
+    let without = server.post("/v1/messages/count_tokens", request).await.ok();
     assert!(without["input_tokens"].as_u64().unwrap() < prompt, "the beginning is part of the prompt");
 }
 
@@ -203,10 +203,10 @@ fn refused(answer: &Answer, status: u16) -> Value {
 #[tokio::test]
 async fn errors_have_the_shape_clients_expect() {
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     let post = |key: &'static str, body: String| {
         let request = Request::post("/v1/messages").header("content-type", "application/json");
-        house.send(request.header("x-api-key", key).body(Body::from(body)).unwrap())
+        server.send(request.header("x-api-key", key).body(Body::from(body)).unwrap())
     };
     post("secret", ask(json!({})).to_string()).await.ok();
     assert_eq!(refused(&post("guess", "{}".into()).await, 401)["type"], "authentication_error");
@@ -221,7 +221,7 @@ async fn errors_have_the_shape_clients_expect() {
     let error = refused(&post("secret", ask(json!({"messages": image})).to_string()).await, 400);
     assert!(error["message"].as_str().unwrap().contains("messages[0].content[0]"), "{error}");
     let get = Request::get("/v1/messages").header("x-api-key", "secret").body(Body::empty()).unwrap();
-    refused(&house.send(get).await, 405);
+    refused(&server.send(get).await, 405);
     // Other interfaces keep their shape.
-    house.post("/v1/chat/completions", json!({})).await.refused(401);
+    server.post("/v1/chat/completions", json!({})).await.refused(401);
 }

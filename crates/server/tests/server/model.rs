@@ -12,12 +12,12 @@ fn prompt(length: u32) -> Vec<u32> {
 
 #[tokio::test]
 async fn an_echoed_prompt_has_its_probabilities() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let ids = prompt(20);
     let ask = |max_tokens: u32| {
         let request = json!({"prompt": ids, "echo": true, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0,
             "seed": 1234});
-        house.post("/v1/completions", request)
+        server.post("/v1/completions", request)
     };
     let scored = ask(0).await.ok();
     let lists = &scored["choices"][0]["logprobs"];
@@ -52,11 +52,11 @@ async fn an_echoed_prompt_has_its_probabilities() {
 /// Evaluation harnesses ask for one token more than they want and cut it off, whatever it is.
 #[tokio::test]
 async fn an_echoed_prompt_is_followed_by_one_token_even_if_it_is_the_end() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let end = tokenizer().end_ids()[0].to_string();
     let request = json!({"prompt": prompt(20), "echo": true, "logprobs": 1, "max_tokens": 1, "temperature": 0,
         "logit_bias": {end: 100}});
-    let answer = house.post("/v1/completions", request).await.ok();
+    let answer = server.post("/v1/completions", request).await.ok();
     let choice = &answer["choices"][0];
     assert_eq!(choice["finish_reason"], "stop");
     for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
@@ -66,13 +66,13 @@ async fn an_echoed_prompt_is_followed_by_one_token_even_if_it_is_the_end() {
 
 #[tokio::test]
 async fn an_echoed_prompt_and_its_probabilities_are_streamed_first() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     for (max_tokens, n) in [(0, 1), (5, 1), (5, 2)] {
         let mut request = json!({"prompt": [prompt(20), prompt(7)], "echo": true, "logprobs": 2,
             "max_tokens": max_tokens, "n": n, "seed": 3, "ignore_eos": true});
-        let whole = house.post("/v1/completions", request.clone()).await.ok();
+        let whole = server.post("/v1/completions", request.clone()).await.ok();
         request["stream"] = true.into();
-        let events = house.post("/v1/completions", request).await.events();
+        let events = server.post("/v1/completions", request).await.events();
         for index in 0..2 * n {
             let pieces: Vec<&Value> = events
                 .iter()
@@ -107,14 +107,14 @@ async fn an_echoed_prompt_and_its_probabilities_are_streamed_first() {
 
 #[tokio::test]
 async fn native_probabilities_agree_with_the_echoed_ones() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let ids = prompt(20);
     let echoed = json!({"prompt": ids, "echo": true, "logprobs": 0, "max_tokens": 2, "temperature": 0});
-    let echoed = house.post("/v1/completions", echoed).await.ok();
+    let echoed = server.post("/v1/completions", echoed).await.ok();
     let expected = echoed["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap();
     let request = json!({"input_ids": ids, "return_logprob": true, "logprob_start_len": 0,
         "sampling_params": {"max_new_tokens": 2, "temperature": 0}});
-    let native = house.post("/generate", request).await.ok();
+    let native = server.post("/generate", request).await.ok();
     let meta = &native["meta_info"];
     let of_prompt = meta["input_token_logprobs"].as_array().unwrap();
     assert_eq!((of_prompt.len(), &of_prompt[0][0]), (20, &Value::Null));
@@ -124,18 +124,18 @@ async fn native_probabilities_agree_with_the_echoed_ones() {
     }
     assert_eq!(meta["output_token_logprobs"][0][0], expected[20]);
     let default = json!({"input_ids": ids, "return_logprob": true, "sampling_params": {"max_new_tokens": 2}});
-    let default = house.post("/generate", default).await.ok();
+    let default = server.post("/generate", default).await.ok();
     assert_eq!(default["meta_info"]["input_token_logprobs"], json!([]));
 }
 
 /// Only what is listed is computed: the rest of a prompt may come from the cache.
 #[tokio::test]
 async fn native_probabilities_begin_where_they_are_asked_for() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let ids = prompt(300);
     let ask = |start: i64| {
         let params = json!({"max_new_tokens": 1, "temperature": 0});
-        house.post(
+        server.post(
             "/generate",
             json!({"input_ids": ids, "return_logprob": true, "logprob_start_len": start,
             "top_logprobs_num": 2, "sampling_params": params}),
@@ -172,17 +172,17 @@ async fn native_probabilities_begin_where_they_are_asked_for() {
 
 #[tokio::test]
 async fn a_second_request_finds_the_first_one_in_the_cache() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let ask = |salt: Value| {
         let request = json!({"prompt": prompt(300), "max_tokens": 2, "temperature": 0, "cache_salt": salt});
-        house.post("/v1/completions", request)
+        server.post("/v1/completions", request)
     };
     let cached = |answer: Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert_eq!(cached(ask(Value::Null).await.ok()), 0);
     assert!(cached(ask(Value::Null).await.ok()) >= 256);
     assert_eq!(cached(ask(json!("tenant")).await.ok()), 0, "tenants share nothing");
     assert!(cached(ask(json!("tenant")).await.ok()) >= 256);
-    house.post("/flush_cache", json!({})).await.ok();
+    server.post("/flush_cache", json!({})).await.ok();
     assert_eq!(cached(ask(Value::Null).await.ok()), 0);
 }
 
@@ -190,19 +190,19 @@ async fn a_second_request_finds_the_first_one_in_the_cache() {
 /// all the same.
 #[tokio::test]
 async fn answers_that_are_sent_back_are_found_in_the_cache() {
-    let house = tiny(4096, EngineOptions::default());
+    let server = tiny(4096, EngineOptions::default());
     let mut messages = vec![json!({"role": "user", "content": "Tell me a long story about nothing at all."})];
     let (mut sent, mut found, mut differed) = (0, 0, 0);
     for turn in 0..12 {
         let request = json!({"messages": messages, "max_tokens": 60, "temperature": 1.2, "seed": turn});
-        let body = house.post("/v1/chat/completions", request).await.ok();
+        let body = server.post("/v1/chat/completions", request).await.ok();
         let usage = &body["usage"];
         if turn > 0 {
             sent += usage["prompt_tokens"].as_u64().unwrap();
             found += usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
         }
         let text = body["choices"][0]["message"]["content"].as_str().unwrap();
-        let encoded = house.post("/tokenize", json!({"prompt": text})).await.ok();
+        let encoded = server.post("/tokenize", json!({"prompt": text})).await.ok();
         differed += u32::from(encoded["count"] != usage["completion_tokens"]);
         messages.push(json!({"role": "assistant", "content": text}));
         messages.push(json!({"role": "user", "content": "Go on."}));
@@ -215,11 +215,11 @@ async fn answers_that_are_sent_back_are_found_in_the_cache() {
 
 #[tokio::test]
 async fn a_seed_makes_answers_repeatable() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let ask = |seed: u64| {
         let request = json!({"prompt": prompt(30), "max_tokens": 30, "temperature": 1.0, "seed": seed,
             "ignore_eos": true});
-        house.post("/v1/completions", request)
+        server.post("/v1/completions", request)
     };
     let text = |answer: Value| answer["choices"][0]["text"].clone();
     assert_eq!(text(ask(7).await.ok()), text(ask(7).await.ok()));
@@ -229,7 +229,7 @@ async fn a_seed_makes_answers_repeatable() {
 /// A random model says nothing sensible, so whatever has the form has it because it must.
 #[tokio::test]
 async fn answers_have_the_form_that_was_asked_for() {
-    let house = tiny(1024, EngineOptions::default());
+    let server = tiny(1024, EngineOptions::default());
     let schema = json!({"type": "object", "properties": {"name": {"type": "string", "maxLength": 8},
         "age": {"type": "integer", "minimum": 0, "maximum": 150}}, "required": ["name", "age"],
         "additionalProperties": false});
@@ -238,27 +238,27 @@ async fn answers_have_the_form_that_was_asked_for() {
     for seed in 0..3 {
         let mut request =
             json!({"messages": messages, "response_format": format, "seed": seed, "max_tokens": 200});
-        let body = house.post("/v1/chat/completions", request.clone()).await.ok();
+        let body = server.post("/v1/chat/completions", request.clone()).await.ok();
         let text = body["choices"][0]["message"]["content"].as_str().unwrap();
         let person: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
         assert!(person["name"].is_string() && (0..=150).contains(&person["age"].as_i64().unwrap()), "{text}");
         request["stream"] = true.into();
-        let events = house.post("/v1/chat/completions", request).await.events();
+        let events = server.post("/v1/chat/completions", request).await.events();
         let pieces = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
         assert_eq!(pieces.collect::<String>(), text);
     }
     let request = json!({"prompt": "A date:", "regex": "[0-9]{4}-[0-9]{2}", "max_tokens": 50});
-    let body = house.post("/v1/completions", request).await.ok();
+    let body = server.post("/v1/completions", request).await.ok();
     let text = body["choices"][0]["text"].as_str().unwrap();
     assert!(text.len() == 7 && text.as_bytes()[4] == b'-', "{text:?}");
     assert_eq!(body["choices"][0]["finish_reason"], "stop");
     let params = json!({"ebnf": "root ::= \"yes\" | \"no\"", "max_new_tokens": 20, "n": 2});
-    let answers = house.post("/generate", json!({"text": "Really?", "sampling_params": params})).await.ok();
+    let answers = server.post("/generate", json!({"text": "Really?", "sampling_params": params})).await.ok();
     for answer in answers.as_array().unwrap() {
         assert!(["yes", "no"].contains(&answer["text"].as_str().unwrap()), "{answer}");
     }
     let bad = json!({"prompt": "a", "regex": "(["});
-    assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "regex");
+    assert_eq!(server.post("/v1/completions", bad).await.refused(400)["param"], "regex");
 }
 
 #[tokio::test]
@@ -267,7 +267,7 @@ async fn calls_can_be_demanded() {
         tool_call_parser: ToolCallFormat::choose("hermes", None).unwrap(),
         ..ServerOptions::default()
     };
-    let house = tiny_with(1024, EngineOptions::default(), options);
+    let server = tiny_with(1024, EngineOptions::default(), options);
     let tool = |name: &str| {
         json!({"type": "function", "function": {"name": name, "parameters": {"type": "object",
             "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"],
@@ -277,7 +277,7 @@ async fn calls_can_be_demanded() {
     let named = json!({"type": "function", "function": {"name": "roll"}});
     let request = json!({"messages": messages, "tools": [tool("roll"), tool("draw")], "tool_choice": named,
         "max_tokens": 200, "seed": 5});
-    let body = house.post("/v1/chat/completions", request).await.ok();
+    let body = server.post("/v1/chat/completions", request).await.ok();
     let choice = &body["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls", "{body}");
     let call = &choice["message"]["tool_calls"][0]["function"];
@@ -285,25 +285,25 @@ async fn calls_can_be_demanded() {
     let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
     assert!((0..=99).contains(&arguments["n"].as_i64().unwrap()));
     let request = json!({"messages": messages, "tool_choice": "required"});
-    house.post("/v1/chat/completions", request).await.refused(400);
+    server.post("/v1/chat/completions", request).await.refused(400);
 }
 
 #[tokio::test]
 async fn prompts_are_scored_in_two_forms() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let request = json!({"prompt": "So it is", "max_tokens": 1, "temperature": 0});
     let mut echoed = request.clone();
     (echoed["echo"], echoed["logprobs"]) = (true.into(), 2.into());
-    let echoed = house.post("/v1/completions", echoed).await.ok();
+    let echoed = server.post("/v1/completions", echoed).await.ok();
     let echoed = echoed["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap().clone();
     let mut listed = request.clone();
     listed["prompt_logprobs"] = 2.into();
-    let body = house.post("/v1/completions", listed.clone()).await.ok();
+    let body = server.post("/v1/completions", listed.clone()).await.ok();
     let list = body["choices"][0]["prompt_logprobs"].as_array().unwrap();
     assert_eq!(body["choices"][0]["logprobs"], Value::Null);
     assert_eq!(list.len(), body["usage"]["prompt_tokens"].as_u64().unwrap() as usize);
     assert!(list[0].is_null() && list.len() > 2);
-    let ids = house.post("/tokenize", json!({"prompt": "So it is"})).await.ok()["tokens"].clone();
+    let ids = server.post("/tokenize", json!({"prompt": "So it is"})).await.ok()["tokens"].clone();
     for (index, entry) in list.iter().enumerate().skip(1) {
         let own = &entry[ids[index].to_string()];
         assert_eq!(own["logprob"], echoed[index], "{entry}");
@@ -313,7 +313,7 @@ async fn prompts_are_scored_in_two_forms() {
     }
     let chat =
         json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0});
-    let body = house.post("/v1/chat/completions", chat).await.ok();
+    let body = server.post("/v1/chat/completions", chat).await.ok();
     let count = body["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
     assert_eq!(body["prompt_logprobs"].as_array().unwrap().len(), count);
     for (extra, value) in
@@ -321,6 +321,6 @@ async fn prompts_are_scored_in_two_forms() {
     {
         let mut bad = listed.clone();
         bad[extra] = value;
-        assert_eq!(house.post("/v1/completions", bad).await.refused(400)["param"], "prompt_logprobs");
+        assert_eq!(server.post("/v1/completions", bad).await.refused(400)["param"], "prompt_logprobs");
     }
 }

@@ -10,10 +10,10 @@ use crate::support::{eventually, mock, mock_with};
 
 #[tokio::test]
 async fn one_prompt_gives_one_object() {
-    let house = mock();
+    let server = mock();
     let request = json!({"text": "one two", "sampling_params": {"max_new_tokens": 5, "ignore_eos": true,
         "temperature": 0}, "rid": "mine", "model": null, "log_metrics": true, "stream": null});
-    let body = house.post("/generate", request).await.ok();
+    let body = server.post("/generate", request).await.ok();
     let meta = &body["meta_info"];
     assert_eq!((&meta["id"], &meta["completion_tokens"]), (&json!("mine"), &json!(5)));
     assert_eq!(meta["finish_reason"], json!({"type": "length", "length": 5}));
@@ -21,18 +21,18 @@ async fn one_prompt_gives_one_object() {
     assert!(meta["prompt_tokens"].as_u64().unwrap() > 0 && meta["cached_tokens"] == 0);
     assert!(meta["e2e_latency"].as_f64().unwrap() > 0.0);
     assert!(meta.get("output_token_logprobs").is_none());
-    let ids = house.post("/tokenize", json!({"prompt": "one two"})).await.ok()["tokens"].clone();
+    let ids = server.post("/tokenize", json!({"prompt": "one two"})).await.ok()["tokens"].clone();
     let params = json!({"max_new_tokens": 5, "ignore_eos": true, "temperature": 0});
-    let same = house.post("/generate", json!({"input_ids": ids, "sampling_params": params})).await.ok();
+    let same = server.post("/generate", json!({"input_ids": ids, "sampling_params": params})).await.ok();
     assert_eq!((&same["text"], &same["output_ids"]), (&body["text"], &body["output_ids"]));
 }
 
 #[tokio::test]
 async fn a_batch_gives_a_list() {
-    let house = mock();
+    let server = mock();
     let params =
         json!([{"max_new_tokens": 2, "ignore_eos": true}, {"max_new_tokens": 3, "ignore_eos": true}]);
-    let body = house
+    let body = server
         .post("/generate", json!({"text": ["a", "b"], "sampling_params": params, "rid": "r"}))
         .await
         .ok();
@@ -43,23 +43,23 @@ async fn a_batch_gives_a_list() {
     );
     assert_eq!(list[1]["meta_info"]["id"], "r_1");
     let single =
-        house.post("/generate", json!({"input_ids": [[5, 6]], "sampling_params": {"n": 2}})).await.ok();
+        server.post("/generate", json!({"input_ids": [[5, 6]], "sampling_params": {"n": 2}})).await.ok();
     assert_eq!(single.as_array().unwrap().len(), 2);
     let error =
-        house.post("/generate", json!({"text": ["a", "b"], "sampling_params": [{}]})).await.refused(400);
+        server.post("/generate", json!({"text": ["a", "b"], "sampling_params": [{}]})).await.refused(400);
     assert_eq!(error["param"], "sampling_params");
 }
 
 #[tokio::test]
 async fn streams_hold_all_of_the_text_every_time() {
     let options = MockOptions { tokens_per_s: Some(200.0), ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
+    let server = mock_with(options, ServerOptions::default());
     let params = json!({"max_new_tokens": 8, "ignore_eos": true, "temperature": 0});
     let mut request =
         json!({"text": "one", "sampling_params": params, "return_logprob": true, "top_logprobs_num": 2});
-    let whole = house.post("/generate", request.clone()).await.ok();
+    let whole = server.post("/generate", request.clone()).await.ok();
     request["stream"] = true.into();
-    let events = house.post("/generate", request).await.events();
+    let events = server.post("/generate", request).await.events();
     assert!(events.len() > 2, "{}", events.len());
     for pair in events.windows(2) {
         let text = |event: &Value| event["text"].as_str().unwrap().to_owned();
@@ -80,9 +80,9 @@ async fn streams_hold_all_of_the_text_every_time() {
 
 #[tokio::test]
 async fn batches_stream_with_an_index() {
-    let house = mock();
+    let server = mock();
     let request = json!({"text": ["a", "b"], "stream": true, "sampling_params": {"max_new_tokens": 4}});
-    let events = house.post("/generate", request).await.events();
+    let events = server.post("/generate", request).await.events();
     for index in 0..2 {
         let last = events.iter().rfind(|event| event["index"] == index).unwrap();
         assert!(last["meta_info"]["finish_reason"].is_object());
@@ -92,30 +92,30 @@ async fn batches_stream_with_an_index() {
 #[tokio::test]
 async fn a_request_can_be_broken_off_by_its_id() {
     let options = MockOptions { tokens_per_s: Some(50.0), ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
+    let server = mock_with(options, ServerOptions::default());
     let params = json!({"max_new_tokens": 100_000, "ignore_eos": true});
-    let asked = house.post("/generate", json!({"text": "a", "rid": "long", "sampling_params": params}));
+    let asked = server.post("/generate", json!({"text": "a", "rid": "long", "sampling_params": params}));
     let abort = async {
-        eventually("the request runs", || house.engine.stats().running == 1).await;
-        let nobody = house.post("/abort_request", json!({"rid": "other"})).await.ok();
+        eventually("the request runs", || server.engine.stats().running == 1).await;
+        let nobody = server.post("/abort_request", json!({"rid": "other"})).await.ok();
         assert_eq!(nobody["aborted"], 0);
-        let done = house.post("/abort_request", json!({"rid": "long"})).await.ok();
+        let done = server.post("/abort_request", json!({"rid": "long"})).await.ok();
         assert_eq!(done["aborted"], 1);
     };
     let (answer, ()) = tokio::join!(asked, abort);
     assert_eq!(answer.ok()["meta_info"]["finish_reason"]["type"], "abort");
-    eventually("nothing runs", || house.engine.stats().running == 0).await;
-    house.post("/abort_request", json!({})).await.refused(400);
+    eventually("nothing runs", || server.engine.stats().running == 0).await;
+    server.post("/abort_request", json!({})).await.refused(400);
 }
 
 #[tokio::test]
 async fn routers_find_what_they_ask_for() {
-    let house = mock();
+    let server = mock();
     for path in ["/health", "/health_generate", "/version", "/get_load", "/v1/loads?include=core,queues"] {
-        house.get(path).await.ok();
+        server.get(path).await.ok();
     }
     for path in ["/model_info", "/get_model_info"] {
-        let info = house.get(path).await.ok();
+        let info = server.get(path).await.ok();
         assert_eq!((&info["model_path"], &info["is_generation"]), (&json!("models/tiny"), &json!(true)));
         assert_eq!(
             (&info["model_type"], &info["architectures"][0]),
@@ -123,7 +123,7 @@ async fn routers_find_what_they_ask_for() {
         );
     }
     for path in ["/server_info", "/get_server_info"] {
-        let info = house.get(path).await.ok();
+        let info = server.get(path).await.ok();
         for field in [
             "model_path",
             "served_model_name",
@@ -140,23 +140,23 @@ async fn routers_find_what_they_ask_for() {
             assert!(!info[field].is_null(), "{field}");
         }
     }
-    let loads = house.get("/v1/loads").await.ok();
+    let loads = server.get("/v1/loads").await.ok();
     assert_eq!((&loads["dp_rank_count"], &loads["loads"][0]["num_running_reqs"]), (&json!(1), &json!(0)));
-    assert!(house.get("/get_load").await.ok()[0]["num_tokens"].is_u64());
-    house.post("/flush_cache", json!({})).await.ok();
-    house.get("/flush_cache").await.refused(415);
+    assert!(server.get("/get_load").await.ok()[0]["num_tokens"].is_u64());
+    server.post("/flush_cache", json!({})).await.ok();
+    server.get("/flush_cache").await.refused(415);
 }
 
 #[tokio::test]
 async fn text_and_tokens_are_converted() {
-    let house = mock();
-    let one = house.post("/tokenize", json!({"prompt": "Hello"})).await.ok();
+    let server = mock();
+    let one = server.post("/tokenize", json!({"prompt": "Hello"})).await.ok();
     assert_eq!(one["count"], one["tokens"].as_array().unwrap().len());
-    let many = house.post("/tokenize", json!({"prompt": ["Hello", "a"], "model": "tiny"})).await.ok();
+    let many = server.post("/tokenize", json!({"prompt": ["Hello", "a"], "model": "tiny"})).await.ok();
     assert_eq!((&many["tokens"][0], &many["count"][0]), (&one["tokens"], &one["count"]));
-    assert_eq!(house.post("/detokenize", json!({"tokens": one["tokens"]})).await.ok()["text"], "Hello");
-    assert_eq!(house.post("/detokenize", json!({"tokens": [1, 2]})).await.ok()["text"], "");
-    let error = house.post("/detokenize", json!({"tokens": [4_000_000]})).await.refused(400);
+    assert_eq!(server.post("/detokenize", json!({"tokens": one["tokens"]})).await.ok()["text"], "Hello");
+    assert_eq!(server.post("/detokenize", json!({"tokens": [1, 2]})).await.ok()["text"], "");
+    let error = server.post("/detokenize", json!({"tokens": [4_000_000]})).await.refused(400);
     assert_eq!(error["param"], "tokens");
 }
 
@@ -165,25 +165,25 @@ async fn a_stuck_engine_is_not_well_but_a_busy_one_is() {
     // Somebody else's long answer: one place, taken.
     let options =
         MockOptions { tokens_per_s: Some(100.0), max_running: 1, max_queued: 1, ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
+    let server = mock_with(options, ServerOptions::default());
     let params = json!({"max_new_tokens": 100_000, "ignore_eos": true});
-    let asked = house.post("/generate", json!({"text": "a", "rid": "long", "sampling_params": params}));
+    let asked = server.post("/generate", json!({"text": "a", "rid": "long", "sampling_params": params}));
     let probe = async {
-        eventually("the request runs", || house.engine.stats().running == 1).await;
-        tokio::time::timeout(Duration::from_secs(5), house.get("/health_generate")).await.unwrap().ok();
-        house.post("/abort_request", json!({"abort_all": true})).await.ok();
+        eventually("the request runs", || server.engine.stats().running == 1).await;
+        tokio::time::timeout(Duration::from_secs(5), server.get("/health_generate")).await.unwrap().ok();
+        server.post("/abort_request", json!({"abort_all": true})).await.ok();
     };
     tokio::join!(asked, probe);
 }
 
 #[tokio::test]
 async fn lists_are_not_objects() {
-    let house = mock();
+    let server = mock();
     for params in [json!([[null, null]]), json!([5]), json!([])] {
         let error =
-            house.post("/generate", json!({"text": "a", "sampling_params": params})).await.refused(400);
+            server.post("/generate", json!({"text": "a", "sampling_params": params})).await.refused(400);
         assert!(error["param"].as_str().unwrap().starts_with("sampling_params"), "{params}");
     }
-    house.post("/v1/completions", json!(["tiny", false, null, null, null, "hello"])).await.refused(400);
-    house.post("/abort_request", json!([null, true])).await.refused(400);
+    server.post("/v1/completions", json!(["tiny", false, null, null, null, "hello"])).await.refused(400);
+    server.post("/abort_request", json!([null, true])).await.refused(400);
 }

@@ -8,13 +8,13 @@ use crate::support::{eventually, mock, mock_with, tiny};
 
 #[tokio::test]
 async fn metrics_count_what_was_done() {
-    let house = mock();
+    let server = mock();
     for _ in 0..3 {
         let request = json!({"prompt": "a", "max_tokens": 5, "ignore_eos": true});
-        house.post("/v1/completions", request).await.ok();
+        server.post("/v1/completions", request).await.ok();
     }
-    house.post("/v1/completions", json!({})).await.refused(400);
-    let answer = house.get("/metrics").await;
+    server.post("/v1/completions", json!({})).await.refused(400);
+    let answer = server.get("/metrics").await;
     assert_eq!(answer.status, 200);
     let value = |name: &str| {
         let line = answer.text.lines().find(|line| line.starts_with(name));
@@ -33,28 +33,28 @@ async fn metrics_count_what_was_done() {
 #[tokio::test]
 async fn a_client_that_goes_away_is_counted() {
     let options = MockOptions { tokens_per_s: Some(10.0), ..MockOptions::default() };
-    let house = mock_with(options, ServerOptions::default());
+    let server = mock_with(options, ServerOptions::default());
     let request = json!({"prompt": "a", "max_tokens": 5000, "ignore_eos": true});
-    let mut asked = Box::pin(house.post("/v1/completions", request));
+    let mut asked = Box::pin(server.post("/v1/completions", request));
     tokio::select! {
         _ = &mut asked => panic!("too quick"),
-        () = eventually("it runs", || house.engine.stats().running == 1) => {}
+        () = eventually("it runs", || server.engine.stats().running == 1) => {}
     }
     drop(asked);
-    eventually("it is given up", || house.engine.stats().running == 0).await;
-    let text = house.get("/metrics").await.text;
+    eventually("it is given up", || server.engine.stats().running == 0).await;
+    let text = server.get("/metrics").await.text;
     assert!(text.contains("sglang:num_aborted_requests_total{model_name=\"tiny\"} 1"), "{text}");
 }
 
 #[tokio::test]
 async fn a_chat_is_kept_until_it_is_flushed() {
-    let house = tiny(2048, EngineOptions::default());
+    let server = tiny(2048, EngineOptions::default());
     let question = json!({"role": "user", "content": "Which page is this? ".repeat(20)});
     let request = json!({"messages": [question], "max_tokens": 70, "ignore_eos": true, "temperature": 0});
-    let answer = house.post("/v1/chat/completions", request).await.ok();
+    let answer = server.post("/v1/chat/completions", request).await.ok();
     let said = json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]});
     let pages = async || {
-        let kept = house.post("/oscar/cache", json!({"messages": [question, said]})).await.ok();
+        let kept = server.post("/oscar/cache", json!({"messages": [question, said]})).await.ok();
         assert!(kept["tokens"].as_u64().unwrap() > 200, "{kept}");
         let runs = kept["runs"].as_array().unwrap().clone();
         runs.iter()
@@ -62,30 +62,30 @@ async fn a_chat_is_kept_until_it_is_flushed() {
             .collect::<Vec<_>>()
     };
     // The tree takes an answer's pages after its last token was sent.
-    eventually("it is at rest", || house.engine.stats().cache.tree_pages > 3).await;
+    eventually("it is at rest", || server.engine.stats().cache.tree_pages > 3).await;
     let kept = pages().await;
     assert!(kept[0].0 == "recent" && kept[0].1 > 3, "{kept:?}");
     assert!(kept.iter().all(|(state, _)| state != "evicted"), "{kept:?}");
-    house.post("/flush_cache", json!({})).await.ok();
-    eventually("it is flushed", || house.engine.stats().cache.tree_pages == 0).await;
+    server.post("/flush_cache", json!({})).await.ok();
+    eventually("it is flushed", || server.engine.stats().cache.tree_pages == 0).await;
     let gone = pages().await;
     assert_eq!(gone, [("evicted".to_owned(), kept.iter().map(|(_, count)| count).sum())]);
-    house.post("/oscar/cache", json!({"messages": []})).await.refused(400);
-    house.post("/oscar/cache", json!({"messages": [question], "model": "other"})).await.refused(404);
+    server.post("/oscar/cache", json!({"messages": []})).await.refused(400);
+    server.post("/oscar/cache", json!({"messages": [question], "model": "other"})).await.refused(404);
 }
 
 #[tokio::test]
 async fn the_cache_is_drawn_page_by_page() {
-    let house = tiny(2048, EngineOptions::default());
+    let server = tiny(2048, EngineOptions::default());
     let prompt: Vec<u32> = (0..200).map(|index| 3 + index * 7 % 100).collect();
     let request =
         json!({"prompt": prompt, "max_tokens": 1800, "ignore_eos": true, "temperature": 0, "rid": "mine"});
-    let mut asked = Box::pin(house.post("/v1/completions", request));
+    let mut asked = Box::pin(server.post("/v1/completions", request));
     tokio::select! {
         _ = &mut asked => panic!("too quick"),
-        () = eventually("it runs", || house.engine.stats().sequences.iter().any(|view| view.tokens > 200)) => {}
+        () = eventually("it runs", || server.engine.stats().sequences.iter().any(|view| view.tokens > 200)) => {}
     }
-    let picture = house.get("/oscar/cache").await.ok();
+    let picture = server.get("/oscar/cache").await.ok();
     let view = &picture["requests"][0];
     assert_eq!(view["rid"], "mine");
     let tokens = view["tokens"].as_u64().unwrap();
@@ -97,5 +97,5 @@ async fn the_cache_is_drawn_page_by_page() {
         ["free", "tree", "shared", "request"].iter().map(|name| exact[name].as_u64().unwrap()).sum::<u64>();
     assert_eq!(exact["pages"], sum);
     drop(asked);
-    eventually("it is given up", || house.engine.stats().sequences.is_empty()).await;
+    eventually("it is given up", || server.engine.stats().sequences.is_empty()).await;
 }

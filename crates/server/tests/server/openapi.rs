@@ -158,15 +158,15 @@ fn the_document_holds_together() {
 #[tokio::test]
 async fn the_description_is_served_to_anyone() {
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
-    let answer = house.get("/openapi.json").await;
+    let server = mock_with(MockOptions::default(), options);
+    let answer = server.get("/openapi.json").await;
     assert_eq!(answer.headers["content-type"], "application/json");
     assert_eq!(answer.ok(), description());
 }
 
 #[tokio::test]
 async fn described_operations_are_there_and_others_are_not() {
-    let house = mock();
+    let server = mock();
     let description = description();
     let operations = operations(&description);
     for (path, _) in operations.keys() {
@@ -175,7 +175,7 @@ async fn described_operations_are_there_and_others_are_not() {
                 .method(Method::from_bytes(method.to_uppercase().as_bytes()).unwrap())
                 .uri(path.replace("{name}", "tiny"))
                 .header("content-type", "application/json");
-            let answer = house.send(request.body(Body::from("{}")).unwrap()).await;
+            let answer = server.send(request.body(Body::from("{}")).unwrap()).await;
             let here = format!("{method} {path}: {}", answer.text);
             match operations.get(&(path.clone(), method.to_owned())) {
                 // An empty request may be a bad one; the status must be described.
@@ -194,7 +194,7 @@ async fn described_operations_are_there_and_others_are_not() {
 #[tokio::test]
 async fn keys_are_asked_for_where_the_description_says() {
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
+    let server = mock_with(MockOptions::default(), options);
     let description = description();
     assert_eq!(description["security"], json!([{"bearer": []}, {"header": []}, {}]));
     for ((path, method), operation) in operations(&description) {
@@ -202,7 +202,7 @@ async fn keys_are_asked_for_where_the_description_says() {
             .method(method.to_uppercase().as_str())
             .uri(path.replace("{name}", "tiny"))
             .header("content-type", "application/json");
-        let answer = house.send(request.body(Body::from("{}")).unwrap()).await;
+        let answer = server.send(request.body(Body::from("{}")).unwrap()).await;
         let open = operation["security"] == json!([]);
         assert_eq!(answer.status == 401, !open, "{method} {path}");
         assert_eq!(operation["responses"].get("401").is_some(), !open, "{method} {path}");

@@ -6,11 +6,11 @@ use oscar_engine::MockOptions;
 use oscar_server::ServerOptions;
 use serde_json::json;
 
-use crate::support::{House, mock, mock_with};
+use crate::support::{TestServer, mock, mock_with};
 
 /// Files that the HTML and the scripts name.
-async fn files<E>(house: &House<E>) -> Vec<(String, String)> {
-    let mut found = vec![("/".to_owned(), house.get("/").await.text)];
+async fn files<E>(server: &TestServer<E>) -> Vec<(String, String)> {
+    let mut found = vec![("/".to_owned(), server.get("/").await.text)];
     let mut next = 0;
     while next < found.len() {
         let text = found[next].1.clone();
@@ -20,7 +20,7 @@ async fn files<E>(house: &House<E>) -> Vec<(String, String)> {
         });
         for path in quoted {
             if !found.iter().any(|(known, _)| *known == path) {
-                let answer = house.get(&path).await;
+                let answer = server.get(&path).await;
                 assert_eq!(answer.status, 200, "{path}");
                 found.push((path, answer.text));
             }
@@ -32,14 +32,14 @@ async fn files<E>(house: &House<E>) -> Vec<(String, String)> {
 
 #[tokio::test]
 async fn every_file_comes_with_its_type_and_fences() {
-    let house = mock();
-    let files = files(&house).await;
+    let server = mock();
+    let files = files(&server).await;
     let paths: Vec<&str> = files.iter().map(|(path, _)| path.as_str()).collect();
     for name in ["/page/style.css", "/page/icon.svg", "/page/chat.js", "/page/cache.js", "/page/blocks.js"] {
         assert!(paths.contains(&name), "{name} is not in {paths:?}");
     }
     for (path, _) in &files {
-        let answer = house.get(path).await;
+        let answer = server.get(path).await;
         let kind = match path.rsplit_once('.').map_or("", |(_, ending)| ending) {
             "css" => "text/css; charset=utf-8",
             "js" => "text/javascript; charset=utf-8",
@@ -86,33 +86,33 @@ async fn nothing_is_inline_or_from_elsewhere() {
 #[tokio::test]
 async fn the_page_needs_no_key_and_gives_none() {
     let options = ServerOptions { api_key: Some("secret".to_owned()), ..ServerOptions::default() };
-    let house = mock_with(MockOptions::default(), options);
-    for (path, text) in files(&house).await {
+    let server = mock_with(MockOptions::default(), options);
+    for (path, text) in files(&server).await {
         assert!(!text.contains("secret"), "{path}");
     }
     let chat = json!({"messages": [{"role": "user", "content": "a"}]});
-    house.post("/v1/chat/completions", chat).await.refused(401);
+    server.post("/v1/chat/completions", chat).await.refused(401);
     // Neither what the page reads nor anything near its files is open.
     let near =
         ["/oscar/cache", "/v1/models", "//", "/page", "/page/", "/page/x.js", "/page/mod.rs", "/index.html"];
     for path in near {
-        house.get(path).await.refused(401);
+        server.get(path).await.refused(401);
     }
     for path in ["/page/../oscar/cache", "/page/%2e%2e/oscar/cache", "/page/chat.js/../../oscar/cache"] {
-        house.get(path).await.refused(401);
+        server.get(path).await.refused(401);
     }
     let shown = Request::get("/oscar/cache").header("authorization", "Bearer secret");
-    house.send(shown.body(Body::empty()).unwrap()).await.ok();
+    server.send(shown.body(Body::empty()).unwrap()).await.ok();
 }
 
 #[tokio::test]
 async fn other_paths_and_methods_are_refused_as_ever() {
-    let house = mock();
+    let server = mock();
     for path in ["/page", "/page/", "/page/mod.rs", "/page/none.js", "/index.html", "/favicon.ico"] {
-        house.get(path).await.refused(404);
+        server.get(path).await.refused(404);
     }
-    house.post("/", json!({})).await.refused(405);
-    house.post("/page/chat.js", json!({})).await.refused(405);
-    let head = house.send(Request::head("/").body(Body::empty()).unwrap()).await;
+    server.post("/", json!({})).await.refused(405);
+    server.post("/page/chat.js", json!({})).await.refused(405);
+    let head = server.send(Request::head("/").body(Body::empty()).unwrap()).await;
     assert_eq!((head.status, head.text.as_str()), (200, ""));
 }

@@ -9,7 +9,7 @@ use oscar_engine::{
 use oscar_server::{ReasoningFormat, Server, ServerOptions, ToolCallFormat};
 use serde_json::{Value, json};
 
-use crate::support::{House, TEMPLATE, served};
+use crate::support::{TEMPLATE, TestServer, served};
 
 /// A mock whose tokens have the texts of a script.
 pub(crate) struct Parrot {
@@ -52,11 +52,11 @@ impl Serve for Parrot {
     fn flush(&self) {}
 }
 
-pub(crate) fn parrot(script: &[&'static str]) -> House<Parrot> {
+pub(crate) fn parrot(script: &[&'static str]) -> TestServer<Parrot> {
     parrot_with(script, FinishReason::End, TEMPLATE)
 }
 
-fn parrot_with(script: &[&'static str], finish: FinishReason, template: &str) -> House<Parrot> {
+fn parrot_with(script: &[&'static str], finish: FinishReason, template: &str) -> TestServer<Parrot> {
     parrot_of(script, finish, template, "qwen3", "hermes")
 }
 
@@ -66,7 +66,7 @@ fn parrot_of(
     template: &str,
     reasoning: &str,
     calls: &str,
-) -> House<Parrot> {
+) -> TestServer<Parrot> {
     let mock = MockEngine::new(MockOptions::default());
     let engine = Arc::new(Parrot { mock, script: script.to_vec(), finish });
     let options = ServerOptions {
@@ -75,7 +75,7 @@ fn parrot_of(
         ..ServerOptions::default()
     };
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
-    House { engine, server: Arc::new(Server::new(serve, served(template), options)) }
+    TestServer { engine, server: Arc::new(Server::new(serve, served(template), options)) }
 }
 
 fn chat(extra: Value) -> Value {
@@ -105,8 +105,8 @@ pub(crate) const SCRIPT: [&str; 12] = [
 
 #[tokio::test]
 async fn parts_of_a_whole_answer_are_told_apart() {
-    let house = parrot(&SCRIPT);
-    let body = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+    let server = parrot(&SCRIPT);
+    let body = server.post("/v1/chat/completions", chat(json!({}))).await.ok();
     let choice = &body["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls");
     let message = &choice["message"];
@@ -121,8 +121,8 @@ async fn parts_of_a_whole_answer_are_told_apart() {
 
 #[tokio::test]
 async fn parts_of_a_stream_are_told_apart() {
-    let house = parrot(&SCRIPT);
-    let events = house.post("/v1/chat/completions", chat(json!({"stream": true, "n": 2}))).await.events();
+    let server = parrot(&SCRIPT);
+    let events = server.post("/v1/chat/completions", chat(json!({"stream": true, "n": 2}))).await.events();
     let mut ids = Vec::new();
     for index in 0..2 {
         let mut seen = (String::new(), String::new(), String::new(), String::new());
@@ -153,13 +153,13 @@ async fn parts_of_a_stream_are_told_apart() {
 
 #[tokio::test]
 async fn what_nobody_asked_for_stays_in_the_answer() {
-    let house = parrot(&SCRIPT);
+    let server = parrot(&SCRIPT);
     let request = chat(json!({"tools": null, "separate_reasoning": false}));
-    let body = house.post("/v1/chat/completions", request).await.ok();
+    let body = server.post("/v1/chat/completions", request).await.ok();
     let message = &body["choices"][0]["message"];
     assert_eq!(message["content"], SCRIPT.concat());
     assert!(message.get("tool_calls").is_none() && message.get("reasoning_content").is_none());
-    let none = house.post("/v1/chat/completions", chat(json!({"tool_choice": "none"}))).await.ok();
+    let none = server.post("/v1/chat/completions", chat(json!({"tool_choice": "none"}))).await.ok();
     assert!(none["choices"][0]["message"]["content"].as_str().unwrap().contains("<tool_call>"));
 }
 
@@ -182,14 +182,14 @@ fn harmony() -> String {
     std::fs::read_to_string(format!("{folder}harmony.jinja")).unwrap()
 }
 
-fn harmony_parrot(script: &[&'static str]) -> House<Parrot> {
+fn harmony_parrot(script: &[&'static str]) -> TestServer<Parrot> {
     parrot_of(script, FinishReason::End, &harmony(), "gpt-oss", "gpt-oss")
 }
 
 #[tokio::test]
 async fn messages_in_channels_are_told_apart() {
-    let house = harmony_parrot(&HARMONY);
-    let body = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+    let server = harmony_parrot(&HARMONY);
+    let body = server.post("/v1/chat/completions", chat(json!({}))).await.ok();
     let choice = &body["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls");
     let message = &choice["message"];
@@ -203,7 +203,7 @@ async fn messages_in_channels_are_told_apart() {
         (&json!("weather"), &json!("{\"place\": \"Rome\"}"))
     );
 
-    let events = house.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
+    let events = server.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
     let joined = |part: &dyn Fn(&Value) -> Value| -> String {
         let texts = events.iter().map(|event| part(&event["choices"][0]["delta"]));
         texts.filter_map(|text| text.as_str().map(str::to_owned)).collect()
@@ -215,13 +215,13 @@ async fn messages_in_channels_are_told_apart() {
 
     // Nobody sees markers, whatever was asked for.
     let plain = json!({"tools": null, "separate_reasoning": false});
-    let body = house.post("/v1/chat/completions", chat(plain)).await.ok();
+    let body = server.post("/v1/chat/completions", chat(plain)).await.ok();
     let content = body["choices"][0]["message"]["content"].as_str().unwrap();
     assert_eq!(content, "Where is it?\nI ask.\n{\"place\": \"Rome\"}");
     let tool = json!({"name": "weather", "input_schema": {"type": "object"}});
     let request =
         json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
-    let message = house.post("/v1/messages", request).await.ok();
+    let message = server.post("/v1/messages", request).await.ok();
     let kinds: Vec<_> = message["content"].as_array().unwrap().iter().map(|block| &block["type"]).collect();
     assert_eq!(kinds, ["thinking", "text", "tool_use"], "{message}");
 }
@@ -229,12 +229,12 @@ async fn messages_in_channels_are_told_apart() {
 /// What was thought before a call is sent back to the model, as its template wants it.
 #[tokio::test]
 async fn thoughts_before_a_call_go_back_to_the_model() {
-    let house = harmony_parrot(&HARMONY);
+    let server = harmony_parrot(&HARMONY);
     let call = json!({"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{\"place\": \"Rome\"}"}});
     let messages = json!([{"role": "user", "content": "Rome?"},
         {"role": "assistant", "content": null, "reasoning_content": "Where is it?", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "Sun"}]);
-    let text = rendered(&house, chat(json!({"messages": messages}))).await;
+    let text = rendered(&server, chat(json!({"messages": messages}))).await;
     let thought = "<|start|>assistant<|channel|>analysis<|message|>Where is it?<|end|>";
     let called = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>";
     assert!(text.contains(&format!("{thought}{called}")), "{text}");
@@ -245,9 +245,9 @@ async fn thoughts_before_a_call_go_back_to_the_model() {
 }
 
 /// The text of a chat as the model gets it.
-async fn rendered<E>(house: &House<E>, chat: Value) -> String {
-    let tokens = house.post("/tokenize", chat).await.ok()["tokens"].clone();
-    let text = house.post("/detokenize", json!({"tokens": tokens, "skip_special_tokens": false})).await.ok();
+async fn rendered<E>(server: &TestServer<E>, chat: Value) -> String {
+    let tokens = server.post("/tokenize", chat).await.ok()["tokens"].clone();
+    let text = server.post("/detokenize", json!({"tokens": tokens, "skip_special_tokens": false})).await.ok();
     text["text"].as_str().unwrap().to_owned()
 }
 
@@ -257,19 +257,19 @@ async fn a_call_that_was_cut_off_is_neither_markup_nor_empty() {
     let inside = ["I ask. ", "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"pl", "ace\": \"Ro"];
     let marker = ["I ask. ", "<tool_", "call"];
     for (script, arguments) in [(before, None), (marker, None), (inside, Some("{\"place\": \"Ro"))] {
-        let house = parrot_with(&script, FinishReason::Length, TEMPLATE);
-        let body = house.post("/v1/chat/completions", chat(json!({}))).await.ok();
+        let server = parrot_with(&script, FinishReason::Length, TEMPLATE);
+        let body = server.post("/v1/chat/completions", chat(json!({}))).await.ok();
         let choice = &body["choices"][0];
         assert_eq!(choice["finish_reason"], "length");
         assert_eq!(choice["message"]["content"].as_str().unwrap().trim(), "I ask.", "{choice}");
         assert_eq!(choice["message"]["tool_calls"][0]["function"]["arguments"].as_str(), arguments);
-        let events = house.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
+        let events = server.post("/v1/chat/completions", chat(json!({"stream": true}))).await.events();
         let said = events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str());
         assert_eq!(said.collect::<String>().trim(), "I ask.");
         let tool = json!({"name": "weather", "input_schema": {"type": "object"}});
         let request =
             json!({"max_tokens": 9, "tools": [tool], "messages": [{"role": "user", "content": "Rome?"}]});
-        let message = house.post("/v1/messages", request).await.ok();
+        let message = server.post("/v1/messages", request).await.ok();
         assert_eq!(message["stop_reason"], "max_tokens");
         let blocks = message["content"].as_array().unwrap();
         assert!(blocks.len() == 1 && blocks[0]["text"].as_str().unwrap().trim() == "I ask.", "{message}");
@@ -284,18 +284,18 @@ async fn tools_and_calls_do_not_vanish_from_a_prompt() {
         {"role": "assistant", "content": null, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "Sun"}]);
     // Where it is known how the model writes calls, they are described and written as text.
-    let house = parrot_with(&SCRIPT, FinishReason::End, plain);
-    let text = rendered(&house, chat(json!({"messages": after}))).await;
+    let server = parrot_with(&SCRIPT, FinishReason::End, plain);
+    let text = rendered(&server, chat(json!({"messages": after}))).await;
     assert!(text.starts_with("system: ") && text.contains("\"place\":{\"type\":\"string\"}"), "{text}");
     assert!(
         text.contains("assistant: <tool_call>\n{\"name\": \"weather\", \"arguments\": {\"place\":\"Rome\"}}")
     );
-    let body = house.post("/v1/chat/completions", chat(json!({"messages": after}))).await.ok();
+    let body = server.post("/v1/chat/completions", chat(json!({"messages": after}))).await.ok();
     assert_eq!(body["choices"][0]["finish_reason"], "tool_calls");
     // Where it is not, the request is refused.
     let engine = Arc::new(MockEngine::new(MockOptions::default()));
     let server = Server::new(engine.clone(), served(plain), ServerOptions::default());
-    let silent = House { engine, server: Arc::new(server) };
+    let silent = TestServer { engine, server: Arc::new(server) };
     let error = silent.post("/v1/chat/completions", chat(json!({}))).await.refused(400);
     assert_eq!(error["param"], "tools");
     assert!(error["message"].as_str().unwrap().contains("--tool-call-parser"), "{error}");

@@ -85,8 +85,8 @@ fn nameless(response: &Value) -> Value {
 
 #[tokio::test]
 async fn an_answer_is_a_list_of_items() {
-    let house = mock();
-    let body = house.post("/v1/responses", ask(json!({"metadata": {"a": "b"}}))).await.ok();
+    let server = mock();
+    let body = server.post("/v1/responses", ask(json!({"metadata": {"a": "b"}}))).await.ok();
     assert_eq!(
         (&body["object"], &body["status"], &body["model"]),
         (&json!("response"), &json!("completed"), &json!("tiny"))
@@ -99,7 +99,7 @@ async fn an_answer_is_a_list_of_items() {
     );
     // The same words as by the other door.
     let chat = json!({"messages": [{"role": "user", "content": "Hello"}], "temperature": 0});
-    let chat = house.post("/v1/chat/completions", chat).await.ok();
+    let chat = server.post("/v1/chat/completions", chat).await.ok();
     let item = &body["output"][0];
     assert_eq!(
         (&item["type"], &item["role"], &item["status"]),
@@ -116,12 +116,12 @@ async fn an_answer_is_a_list_of_items() {
 
 #[tokio::test]
 async fn a_stream_says_the_same_in_pieces() {
-    let house = mock();
+    let server = mock();
     for extra in [json!({}), json!({"max_output_tokens": 3})] {
         let mut request = ask(extra);
-        let whole = house.post("/v1/responses", request.clone()).await.ok();
+        let whole = server.post("/v1/responses", request.clone()).await.ok();
         request["stream"] = true.into();
-        let events = house.post("/v1/responses", request).await.named_events();
+        let events = server.post("/v1/responses", request).await.named_events();
         assert_eq!(nameless(&checked(&events)), nameless(&whole));
         let deltas = events.iter().filter(|event| event["type"] == "response.output_text.delta").count();
         assert!(deltas > 1, "{deltas}");
@@ -132,8 +132,8 @@ async fn a_stream_says_the_same_in_pieces() {
 
 #[tokio::test]
 async fn an_answer_that_is_cut_off_says_so() {
-    let house = mock();
-    let body = house.post("/v1/responses", ask(json!({"max_output_tokens": 2}))).await.ok();
+    let server = mock();
+    let body = server.post("/v1/responses", ask(json!({"max_output_tokens": 2}))).await.ok();
     assert_eq!((&body["status"], &body["output"][0]["status"]), (&json!("incomplete"), &json!("incomplete")));
     assert_eq!(body["incomplete_details"], json!({"reason": "max_output_tokens"}));
     assert_eq!((&body["usage"]["output_tokens"], &body["max_output_tokens"]), (&json!(2), &json!(2)));
@@ -141,9 +141,9 @@ async fn an_answer_that_is_cut_off_says_so() {
 
 #[tokio::test]
 async fn thoughts_text_and_calls_are_items_in_order() {
-    let house = parrot(&SCRIPT);
+    let server = parrot(&SCRIPT);
     let mut request = ask(json!({"tools": [weather()]}));
-    let whole = house.post("/v1/responses", request.clone()).await.ok();
+    let whole = server.post("/v1/responses", request.clone()).await.ok();
     let items = whole["output"].as_array().unwrap();
     let kinds: Vec<&str> = items.iter().map(|item| item["type"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["reasoning", "message", "function_call"]);
@@ -155,7 +155,7 @@ async fn thoughts_text_and_calls_are_items_in_order() {
     assert_eq!(whole["usage"]["output_tokens_details"]["reasoning_tokens"], 5);
     assert_eq!(whole["tools"], json!([weather()]));
     request["stream"] = true.into();
-    let events = house.post("/v1/responses", request).await.named_events();
+    let events = server.post("/v1/responses", request).await.named_events();
     assert_eq!(nameless(&checked(&events)), nameless(&whole));
     let ids: Vec<&Value> = items.iter().map(|item| &item["id"]).collect();
     assert!(ids[0] != ids[1] && ids[1] != ids[2], "{ids:?}");
@@ -163,19 +163,19 @@ async fn thoughts_text_and_calls_are_items_in_order() {
 
 #[tokio::test]
 async fn items_that_are_sent_back_reach_the_template_and_the_cache() {
-    let house = tiny(2048, EngineOptions::default());
+    let server = tiny(2048, EngineOptions::default());
     let user = json!({"role": "user", "content": "word ".repeat(60)});
     let request = json!({"input": [user], "instructions": "Be brief.", "max_output_tokens": 70, "seed": 5});
-    let first = house.post("/v1/responses", request).await.ok();
+    let first = server.post("/v1/responses", request).await.ok();
     let mut input = vec![user.clone()];
     input.extend(first["output"].as_array().unwrap().clone());
     input.push(json!({"role": "user", "content": "And then?"}));
     let request = json!({"input": input, "instructions": "Be brief.", "max_output_tokens": 2, "seed": 5});
-    let second = house.post("/v1/responses", request).await.ok();
+    let second = server.post("/v1/responses", request).await.ok();
     let said = &first["output"][0]["content"][0]["text"];
     let chat = json!({"messages": [{"role": "system", "content": "Be brief."}, user,
         {"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]});
-    let same = house.post("/tokenize", chat).await.ok();
+    let same = server.post("/tokenize", chat).await.ok();
     assert_eq!(second["usage"]["input_tokens"], same["count"]);
     let before = first["usage"]["total_tokens"].as_u64().unwrap();
     let cached = second["usage"]["input_tokens_details"]["cached_tokens"].as_u64().unwrap();
@@ -184,12 +184,12 @@ async fn items_that_are_sent_back_reach_the_template_and_the_cache() {
 
 #[tokio::test]
 async fn an_answer_keeps_to_a_schema() {
-    let house = tiny(512, EngineOptions::default());
+    let server = tiny(512, EngineOptions::default());
     let schema = json!({"enum": ["first", "second"]});
     let format = json!({"type": "json_schema", "name": "n", "schema": schema, "strict": true});
     let request = json!({"input": "Hello", "text": {"format": format}, "max_output_tokens": 60, "seed": 2,
         "temperature": 1});
-    let body = house.post("/v1/responses", request).await.ok();
+    let body = server.post("/v1/responses", request).await.ok();
     let text = body["output"][0]["content"][0]["text"].as_str().unwrap();
     let value: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
     assert!(value == "first" || value == "second", "{value}");
@@ -198,7 +198,7 @@ async fn an_answer_keeps_to_a_schema() {
 
 #[tokio::test]
 async fn what_is_not_there_is_refused_by_name() {
-    let house = mock();
+    let server = mock();
     for (extra, param) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"conversation": {"id": "conv_1"}}), "conversation"),
@@ -207,14 +207,14 @@ async fn what_is_not_there_is_refused_by_name() {
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "input[0].content[0]"),
     ] {
-        let error = house.post("/v1/responses", ask(extra.clone())).await.refused(400);
+        let error = server.post("/v1/responses", ask(extra.clone())).await.refused(400);
         assert_eq!(
             (&error["param"], &error["code"]),
             (&json!(param), &json!("unsupported_parameter")),
             "{extra}"
         );
     }
-    house.post("/v1/responses", json!({})).await.refused(400);
-    house.post("/v1/responses", ask(json!({"model": "gpt-5"}))).await.refused(404);
-    house.post("/v1/responses", ask(json!({"temperature": -1}))).await.refused(400);
+    server.post("/v1/responses", json!({})).await.refused(400);
+    server.post("/v1/responses", ask(json!({"model": "gpt-5"}))).await.refused(404);
+    server.post("/v1/responses", ask(json!({"temperature": -1}))).await.refused(400);
 }

@@ -47,14 +47,14 @@ async fn the_models_settings_hold_for_requests_that_make_none() {
 
 #[tokio::test]
 async fn the_settings_are_told() {
-    let house = mock_drawing(SamplingDefaults {
+    let server = mock_drawing(SamplingDefaults {
         temperature: Some(0.6),
         top_k: Some(20),
         top_p: Some(0.95),
         ..SamplingDefaults::default()
     });
     for path in ["/get_model_info", "/model_info"] {
-        let told = house.get(path).await.ok()["preferred_sampling_params"].clone();
+        let told = server.get(path).await.ok()["preferred_sampling_params"].clone();
         assert_eq!(told, json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20}));
     }
     assert_eq!(mock().get("/model_info").await.ok()["preferred_sampling_params"], Value::Null);

@@ -15,7 +15,7 @@ fn tools(name: &str) -> (Value, Value) {
 
 #[tokio::test]
 async fn responses_name_their_items() {
-    let house = mock();
+    let server = mock();
     let user = json!({"role": "user", "content": "Rome?"});
     let call = |id: &str, name: &str| json!({"type": "function_call", "call_id": id, "name": name, "arguments": "{}"});
     let result = |id: &str| json!({"type": "function_call_output", "call_id": id, "output": "Sun"});
@@ -32,7 +32,7 @@ async fn responses_name_their_items() {
         ),
     ] {
         let request = json!({"input": input, "instructions": "Be brief."});
-        let error = house.post("/v1/responses", request).await.refused(400);
+        let error = server.post("/v1/responses", request).await.refused(400);
         assert_eq!(error["param"], param, "{error}");
         let message = error["message"].as_str().unwrap();
         assert!(message.starts_with(param) && !message.contains("messages["), "{message}");
@@ -48,7 +48,7 @@ async fn responses_name_their_items() {
     ] {
         let mut request = json!({"input": "Rome?"});
         request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
-        let error = house.post("/v1/responses", request).await.refused(400);
+        let error = server.post("/v1/responses", request).await.refused(400);
         assert_eq!(error["param"], param, "{error}");
         assert!(error["message"].as_str().unwrap().contains(param), "{error}");
     }
@@ -56,7 +56,7 @@ async fn responses_name_their_items() {
 
 #[tokio::test]
 async fn messages_name_their_blocks() {
-    let house = mock();
+    let server = mock();
     let user = json!({"role": "user", "content": "Rome?"});
     let call = json!({"role": "assistant", "content": [
         {"type": "text", "text": "I ask."}, {"type": "tool_use", "id": "a", "name": "", "input": {}}]});
@@ -80,7 +80,7 @@ async fn messages_name_their_blocks() {
         for path in ["/v1/messages", "/v1/messages/count_tokens"] {
             let request =
                 json!({"messages": messages, "system": "Be brief.", "tools": extra, "max_tokens": 5});
-            let answer = house.post(path, request).await;
+            let answer = server.post(path, request).await;
             assert_eq!(answer.status, 400, "{}", answer.text);
             let body = answer.json();
             let message = body["error"]["message"].as_str().unwrap();
@@ -92,7 +92,7 @@ async fn messages_name_their_blocks() {
 
 #[tokio::test]
 async fn a_prompt_that_does_not_fit_has_the_name_of_its_route() {
-    let house = mock_with(MockOptions { context: 64, ..MockOptions::default() }, ServerOptions::default());
+    let server = mock_with(MockOptions { context: 64, ..MockOptions::default() }, ServerOptions::default());
     let long = "word ".repeat(90);
     let messages = json!([{"role": "user", "content": long}]);
     for (path, request, param) in [
@@ -103,12 +103,12 @@ async fn a_prompt_that_does_not_fit_has_the_name_of_its_route() {
         ("/generate", json!({"input_ids": vec![5; 70]}), "input_ids"),
         ("/generate", json!({"input_ids": []}), "input_ids"),
     ] {
-        let error = house.post(path, request.clone()).await.refused(400);
+        let error = server.post(path, request.clone()).await.refused(400);
         assert_eq!(error["param"], param, "{request}: {error}");
     }
     let params = json!({"max_new_tokens": 3, "min_new_tokens": 5});
     let request = json!({"text": "a", "sampling_params": params});
-    let error = house.post("/generate", request).await.refused(400);
+    let error = server.post("/generate", request).await.refused(400);
     assert_eq!(error["param"], "sampling_params.min_new_tokens", "{error}");
     assert!(error["message"].as_str().unwrap().starts_with("sampling_params.min_new_tokens"), "{error}");
 }

@@ -38,31 +38,31 @@ pub(crate) fn served(template: &str) -> ServedModel {
 }
 
 /// A server and the engine behind it.
-pub(crate) struct House<E> {
+pub(crate) struct TestServer<E> {
     pub(crate) engine: Arc<E>,
     pub(crate) server: Arc<Server>,
 }
 
-pub(crate) fn mock() -> House<MockEngine> {
+pub(crate) fn mock() -> TestServer<MockEngine> {
     mock_with(MockOptions::default(), ServerOptions::default())
 }
 
-pub(crate) fn mock_with(engine: MockOptions, options: ServerOptions) -> House<MockEngine> {
+pub(crate) fn mock_with(engine: MockOptions, options: ServerOptions) -> TestServer<MockEngine> {
     let engine = Arc::new(MockEngine::new(engine));
     let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served(TEMPLATE), options);
-    House { engine, server: Arc::new(server) }
+    TestServer { engine, server: Arc::new(server) }
 }
 
 /// A mock in front of which a model is served that comes with settings of its own.
-pub(crate) fn mock_drawing(sampling: SamplingDefaults) -> House<MockEngine> {
+pub(crate) fn mock_drawing(sampling: SamplingDefaults) -> TestServer<MockEngine> {
     let engine = Arc::new(MockEngine::new(MockOptions::default()));
     let served = served(TEMPLATE).with_sampling(sampling);
     let server = Server::new(Arc::clone(&engine) as Arc<dyn Serve>, served, ServerOptions::default());
-    House { engine, server: Arc::new(server) }
+    TestServer { engine, server: Arc::new(server) }
 }
 
 /// A tiny random model with room for `context` tokens.
-pub(crate) fn tiny(context: usize, options: EngineOptions) -> House<Engine<CpuBackend>> {
+pub(crate) fn tiny(context: usize, options: EngineOptions) -> TestServer<Engine<CpuBackend>> {
     tiny_with(context, options, ServerOptions::default())
 }
 
@@ -70,7 +70,7 @@ pub(crate) fn tiny_with(
     context: usize,
     options: EngineOptions,
     server: ServerOptions,
-) -> House<Engine<CpuBackend>> {
+) -> TestServer<Engine<CpuBackend>> {
     tiny_chatting(context, EngineOptions { kv: KvOptions::default(), ..options }, server, TEMPLATE)
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn tiny_chatting(
     options: EngineOptions,
     server: ServerOptions,
     template: &str,
-) -> House<Engine<CpuBackend>> {
+) -> TestServer<Engine<CpuBackend>> {
     let folder = tempfile::tempdir().unwrap();
     for file in ["generation_config.json", "tokenizer.json", "model.safetensors"] {
         fs::copy(fixture().join(file), folder.path().join(file)).unwrap();
@@ -96,10 +96,10 @@ pub(crate) fn tiny_chatting(
     let options = EngineOptions { prefill_chunk: 64, ..options };
     let engine = Arc::new(Engine::new(Arc::new(model), &options).unwrap());
     let serve = Arc::clone(&engine) as Arc<dyn Serve>;
-    House { engine, server: Arc::new(Server::new(serve, served(template), server)) }
+    TestServer { engine, server: Arc::new(Server::new(serve, served(template), server)) }
 }
 
-impl<E> House<E> {
+impl<E> TestServer<E> {
     pub(crate) fn router(&self) -> Router {
         self.server.router()
     }

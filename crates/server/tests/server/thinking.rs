@@ -29,7 +29,7 @@ struct Turn {
 
 async fn chat(kv: KvOptions) -> Vec<Turn> {
     let options = EngineOptions { deterministic: true, kv, ..EngineOptions::default() };
-    let house = tiny_chatting(8192, options, ServerOptions::default(), TEMPLATE);
+    let server = tiny_chatting(8192, options, ServerOptions::default(), TEMPLATE);
     let system = "You weigh every word before you answer. ".repeat(5);
     let mut messages = vec![json!({"role": "system", "content": system})];
     let mut turns = Vec::new();
@@ -39,7 +39,7 @@ async fn chat(kv: KvOptions) -> Vec<Turn> {
         // A random model thinks nothing, so it is held to the form of a thought and an answer.
         let request = json!({"messages": messages, "max_tokens": 400, "temperature": 1.0, "seed": turn,
             "regex": "<think>\n[a-z ]{50,90}\n</think>\n\n[a-z ]{30,60}"});
-        let body = house.post("/v1/chat/completions", request).await.ok();
+        let body = server.post("/v1/chat/completions", request).await.ok();
         let choice = &body["choices"][0];
         assert_eq!(choice["finish_reason"], "stop", "{body}");
         let answer = choice["message"]["content"].as_str().unwrap().to_owned();
@@ -60,8 +60,8 @@ async fn chat(kv: KvOptions) -> Vec<Turn> {
 #[tokio::test]
 async fn twenty_turns_hit_the_cache_and_say_the_same_without_it() {
     let geometry = {
-        let house = tiny_chatting(256, EngineOptions::default(), ServerOptions::default(), TEMPLATE);
-        house.engine.model().config().kv_geometry()
+        let server = tiny_chatting(256, EngineOptions::default(), ServerOptions::default(), TEMPLATE);
+        server.engine.model().config().kv_geometry()
     };
     let int4 = Arc::new(PageCodec::int4(geometry, None).unwrap());
     for codec in [None, Some(int4)] {

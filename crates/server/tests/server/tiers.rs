@@ -8,12 +8,12 @@ use oscar_kernels::cpu::CpuBackend;
 use oscar_server::ServerOptions;
 use serde_json::{Value, json};
 
-use crate::support::{Answer, House, TEMPLATE, eventually, mock, tiny_chatting};
+use crate::support::{Answer, TEMPLATE, TestServer, eventually, mock, tiny_chatting};
 
 const GEOMETRY: KvGeometry = KvGeometry { layers: 2, kv_heads: 2, head_dim: 32 };
 
 /// A server that seals in 4 bits and offers bf16 beside it, with room for so many bf16 pages.
-fn server(pages: usize, deterministic: bool) -> House<Engine<CpuBackend>> {
+fn server_of(pages: usize, deterministic: bool) -> TestServer<Engine<CpuBackend>> {
     let kv = KvOptions {
         codec: Some(Arc::new(PageCodec::int4(GEOMETRY, None).unwrap())),
         bf16_tier: true,
@@ -25,7 +25,7 @@ fn server(pages: usize, deterministic: bool) -> House<Engine<CpuBackend>> {
 }
 
 /// A server that seals in 2 bits and offers 4 bits and bf16 beside it.
-fn server_of_three() -> House<Engine<CpuBackend>> {
+fn server_of_three() -> TestServer<Engine<CpuBackend>> {
     let KvGeometry { layers, kv_heads, head_dim } = GEOMETRY;
     let layout = CodeLayout::new(2, head_dim, 1).unwrap();
     let encoder = HeadEncoder::codes(HeadTransform::identity(head_dim), layout, Rule::Search, false);
@@ -70,7 +70,7 @@ fn refusal(answer: &Answer) -> String {
 
 #[tokio::test]
 async fn every_door_takes_the_precisions_that_are_offered() {
-    let house = server(120, false);
+    let server = server_of(120, false);
     for (path, request) in doors() {
         for fields in [
             json!({"kv_precision": "bf16"}),
@@ -78,7 +78,7 @@ async fn every_door_takes_the_precisions_that_are_offered() {
             json!({"kv_precision": "bf16", "kv_demote": true}),
             json!({"kv_precision": null, "kv_demote": null}),
         ] {
-            house.post(path, with(request.clone(), &fields)).await.ok();
+            server.post(path, with(request.clone(), &fields)).await.ok();
         }
         for (fields, expected) in [
             (json!({"kv_precision": "int2"}), "\"int4\" or \"bf16\""),
@@ -86,7 +86,7 @@ async fn every_door_takes_the_precisions_that_are_offered() {
             (json!({"kv_demote": true}), "kv_demote is true"),
             (json!({"kv_precision": "int4", "kv_demote": true}), "kv_demote is true"),
         ] {
-            let message = refusal(&house.post(path, with(request.clone(), &fields)).await);
+            let message = refusal(&server.post(path, with(request.clone(), &fields)).await);
             assert!(message.contains(expected), "{path} {fields} {message}");
         }
     }
@@ -94,18 +94,18 @@ async fn every_door_takes_the_precisions_that_are_offered() {
 
 #[tokio::test]
 async fn the_high_tier_is_one_of_three() {
-    let house = server_of_three();
+    let server = server_of_three();
     for (path, request) in doors() {
         for precision in ["int2", "high", "bf16"] {
-            house.post(path, with(request.clone(), &json!({"kv_precision": precision}))).await.ok();
+            server.post(path, with(request.clone(), &json!({"kv_precision": precision}))).await.ok();
         }
         let fields = json!({"kv_precision": "high", "kv_demote": true});
-        let message = refusal(&house.post(path, with(request, &fields)).await);
+        let message = refusal(&server.post(path, with(request, &fields)).await);
         assert!(message.contains("kv_demote is true"), "{path} {message}");
     }
     let prompt: Vec<u32> = (0..700).map(|index| 3 + index * index % 101).collect();
     let ask = |precision: &str| {
-        house.post("/v1/completions", json!({"prompt": prompt, "max_tokens": 4, "kv_precision": precision}))
+        server.post("/v1/completions", json!({"prompt": prompt, "max_tokens": 4, "kv_precision": precision}))
     };
     for precision in ["high", "int2"] {
         for cached in [false, true] {
@@ -114,40 +114,40 @@ async fn the_high_tier_is_one_of_three() {
             assert_eq!(found > 0, cached, "{precision}: {usage}");
         }
     }
-    assert_eq!(house.get("/server_info").await.ok()["kv_precisions"], json!(["int2", "high", "bf16"]));
-    let cache = house.get("/oscar/cache").await.ok();
+    assert_eq!(server.get("/server_info").await.ok()["kv_precisions"], json!(["int2", "high", "bf16"]));
+    let cache = server.get("/oscar/cache").await.ok();
     let names: Vec<&Value> = cache["tiers"].as_array().unwrap().iter().map(|tier| &tier["name"]).collect();
     assert_eq!(names, ["int2", "high", "bf16"]);
     let tree = |pool: &str| cache["pools"][pool]["tree"].as_u64().unwrap();
     assert!(tree("high") > 0 && tree("high") == tree("sealed"), "{}", cache["pools"]);
-    let metrics = house.get("/metrics").await.text;
+    let metrics = server.get("/metrics").await.text;
     assert!(metrics.contains("pool=\"high\",owner=\"tree\""), "{metrics}");
     assert!(metrics.contains("oscar_tier_sequences{model_name="), "{metrics}");
 }
 
 #[tokio::test]
 async fn a_tier_that_is_not_offered_names_the_option() {
-    let house = mock();
+    let server = mock();
     for (path, request) in doors() {
-        let message = refusal(&house.post(path, with(request, &json!({"kv_precision": "bf16"}))).await);
+        let message = refusal(&server.post(path, with(request, &json!({"kv_precision": "bf16"}))).await);
         assert!(message.contains("--kv-tiers mock,bf16"), "{path} {message}");
     }
-    let house = server(120, true);
+    let server = server_of(120, true);
     let request = json!({"prompt": "a", "max_tokens": 2, "kv_precision": "bf16"});
-    house.post("/v1/completions", request.clone()).await.ok();
-    let error = house.post("/v1/completions", with(request, &json!({"kv_demote": true}))).await.refused(400);
+    server.post("/v1/completions", request.clone()).await.ok();
+    let error = server.post("/v1/completions", with(request, &json!({"kv_demote": true}))).await.refused(400);
     assert_eq!(error["param"], "kv_demote");
     assert!(error["message"].as_str().unwrap().contains("--deterministic"), "{error}");
 }
 
 #[tokio::test]
 async fn what_is_demoted_is_counted() {
-    let house = server(64, false);
+    let server = server_of(64, false);
     let prompt: Vec<u32> = (0..500).map(|index| 3 + index * index % 101).collect();
     let fields = json!({"kv_precision": "bf16", "kv_demote": true, "ignore_eos": true});
     let ask = |fields: &Value| {
         let request = json!({"prompt": prompt, "max_tokens": 1000});
-        house.post("/v1/completions", with(request, fields))
+        server.post("/v1/completions", with(request, fields))
     };
     let answer = ask(&fields).await.ok();
     assert_eq!(answer["usage"]["completion_tokens"], 1000);
@@ -160,18 +160,18 @@ async fn what_is_demoted_is_counted() {
     assert_eq!(kept["usage"]["kv_demoted_tokens"], Value::Null);
     let request = json!({"input_ids": prompt, "kv_precision": "bf16", "kv_demote": true,
         "sampling_params": {"max_new_tokens": 1000, "ignore_eos": true}});
-    let answer = house.post("/generate", request).await.ok();
+    let answer = server.post("/generate", request).await.ok();
     assert_eq!(answer["meta_info"]["kv_demoted_tokens"], demoted);
     let pages = 2 * demoted / 64;
     // Counts are published after the turn in which the answer ended.
-    eventually("all demotions are counted", || house.engine.stats().demoted_pages >= pages).await;
-    let cache = house.get("/oscar/cache").await.ok();
+    eventually("all demotions are counted", || server.engine.stats().demoted_pages >= pages).await;
+    let cache = server.get("/oscar/cache").await.ok();
     assert_eq!(cache["demoted_pages"], pages);
     let tiers: Vec<&str> =
         cache["tiers"].as_array().unwrap().iter().map(|tier| tier["name"].as_str().unwrap()).collect();
     assert_eq!(tiers, ["int4", "bf16"]);
-    assert_eq!(house.get("/server_info").await.ok()["kv_precisions"], json!(["int4", "bf16"]));
+    assert_eq!(server.get("/server_info").await.ok()["kv_precisions"], json!(["int4", "bf16"]));
     let long = json!({"prompt": vec![5; 1800], "max_tokens": 1, "kv_precision": "bf16"});
-    let error = house.post("/v1/completions", long).await.refused(400);
+    let error = server.post("/v1/completions", long).await.refused(400);
     assert_eq!(error["code"], "context_length_exceeded");
 }

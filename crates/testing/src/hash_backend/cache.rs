@@ -104,7 +104,7 @@ impl HashCache {
         rows.fold(0, |sum, offset| sum.wrapping_add(term(page.rows[offset], offset)))
     }
 
-    /// A sealed page.
+    /// The hash that a sealed page holds.
     pub(super) fn sealed(&self, layer: usize, slot: SealedSlot) -> u64 {
         self.sealed[slot.index() * self.layers + layer]
     }

@@ -44,6 +44,8 @@ pub struct FaultCounts {
     pub sample: u64,
     /// Rows for which nothing could be sampled.
     pub sample_row: u64,
+    /// Operations that were asked of a device that was lost, the one that noticed included.
+    pub after_loss: u64,
 }
 
 #[derive(Debug)]
@@ -51,11 +53,14 @@ pub(super) struct Faults {
     random: Random,
     rates: FaultRates,
     pub(super) counts: FaultCounts,
+    /// Operations that still succeed before the device is lost, if it is going to be.
+    operations_left: Option<u64>,
 }
 
 impl Default for Faults {
     fn default() -> Faults {
-        Faults { random: Random::new(0), rates: FaultRates::default(), counts: FaultCounts::default() }
+        let (rates, counts) = (FaultRates::default(), FaultCounts::default());
+        Faults { random: Random::new(0), rates, counts, operations_left: None }
     }
 }
 
@@ -64,11 +69,35 @@ impl Faults {
         (self.random, self.rates) = (Random::new(seed), rates);
     }
 
+    pub(super) fn lose_after(&mut self, operations: Option<u64>) {
+        self.operations_left = operations;
+    }
+
+    /// Counts an operation, which fails if the device is lost by now, as every later one does.
+    pub(super) fn check_device(&mut self) -> Result<(), KernelError> {
+        match &mut self.operations_left {
+            None => Ok(()),
+            Some(0) => {
+                self.counts.after_loss += 1;
+                Err(KernelError::DeviceLost("injected fault: Device".to_owned()))
+            }
+            Some(left) => {
+                *left -= 1;
+                Ok(())
+            }
+        }
+    }
+
     fn fails(&mut self, one_in: usize) -> bool {
         one_in > 0 && self.random.one_in(one_in)
     }
 
+    /// Counts an operation that can fail by itself, too.
     pub(super) fn check(&mut self, fault: Fault) -> Result<(), KernelError> {
+        // A row is part of the operation that samples it.
+        if !matches!(fault, Fault::SampleRow) {
+            self.check_device()?;
+        }
         let one_in = match fault {
             Fault::Buffer => self.rates.buffer,
             Fault::Forward => self.rates.forward,
@@ -91,6 +120,7 @@ impl Faults {
 
     /// Sometimes one of `pages` pages cannot be sealed, and sometimes it is not said which.
     pub(super) fn check_seal(&mut self, pages: usize) -> Result<(), KernelError> {
+        self.check_device()?;
         if !self.fails(self.rates.seal) {
             return Ok(());
         }

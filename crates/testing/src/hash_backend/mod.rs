@@ -7,19 +7,21 @@
 //! was written, a slot that belongs to somebody else, a page sealed from the wrong rows, or a sealed page read where a bf16
 //! page should be: each changes the answer.
 //!
-//! Weights have no part in it. Any operation can be made to fail at random ([`HashBackend::inject_faults`]).
+//! Weights have no part in it. Any operation can be made to fail at random ([`HashBackend::inject_faults`]), and the device can be
+//! lost, so that all of them fail from then on ([`HashBackend::lose_after`]).
 
 mod cache;
 mod faults;
 mod step;
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use oscar_codec::{ExactSlot, HostCopy};
 use oscar_kernels::backend::{
-    AttentionSpec, Batch, CacheSpec, Feature, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled, Sampling,
-    SealPage, StoredMatrix,
+    AttentionSpec, Batch, CacheSpec, Draw, Feature, GatedMlp, Linear, RmsNorm, Rope, RoutedMlp, Sampled,
+    Sampling, SealPage, StoredMatrix,
 };
 use oscar_kernels::{Backend, KernelError};
 
@@ -28,10 +30,13 @@ use faults::{Fault, Faults};
 pub use faults::{FaultCounts, FaultRates};
 pub use step::HashStep;
 
-/// The device.
+/// A device whose tokens are hashes of everything that they may depend on.
 #[derive(Debug, Default)]
 pub struct HashBackend {
     faults: Mutex<Faults>,
+    ahead: AtomicBool,
+    /// What the device says of its memory.
+    free_memory: Option<usize>,
 }
 
 /// Activations: one hash for each row.
@@ -44,9 +49,29 @@ impl HashBackend {
         self.faults().inject(seed, rates);
     }
 
+    /// Loses the device after so many more operations: whatever is asked of it then fails, and the error is fatal
+    /// ([`KernelError::is_fatal`]). `None` makes it whole again.
+    pub fn lose_after(&self, operations: Option<u64>) {
+        self.faults().lose_after(operations);
+    }
+
+    /// A device with memory of its own, of which so much is free whatever is put there.
+    pub fn with_free_memory(self, bytes: usize) -> HashBackend {
+        HashBackend { free_memory: Some(bytes), ..self }
+    }
+
+    /// Says whether steps may begin before the tokens that they compute are known. They may not at first.
+    pub fn compute_ahead(&self, ahead: bool) {
+        self.ahead.store(ahead, Ordering::SeqCst);
+    }
+
     /// How many operations have failed, by kind.
     pub fn fault_counts(&self) -> FaultCounts {
         self.faults().counts
+    }
+
+    fn check_device(&self) -> Result<(), KernelError> {
+        self.faults().check_device()
     }
 
     fn faults(&self) -> MutexGuard<'_, Faults> {
@@ -68,6 +93,7 @@ impl Backend for HashBackend {
     type Buffer = HashBuffer;
     type Cache = HashCache;
     type Step = HashStep;
+    type Draws = Vec<Result<Sampled, KernelError>>;
 
     fn is_deterministic(&self) -> bool {
         true
@@ -77,7 +103,12 @@ impl Backend for HashBackend {
         true
     }
 
+    fn free_memory(&self) -> Option<usize> {
+        self.free_memory
+    }
+
     fn weight(&self, stored: &StoredMatrix) -> Result<(), KernelError> {
+        self.check_device()?;
         stored.data().map(|_| ())
     }
 
@@ -91,10 +122,12 @@ impl Backend for HashBackend {
     }
 
     fn cache(&self, spec: &CacheSpec) -> Result<HashCache, KernelError> {
+        self.check_device()?;
         Ok(HashCache::new(spec))
     }
 
     fn read(&self, buffer: &HashBuffer, rows: Range<usize>) -> Result<Vec<f32>, KernelError> {
+        self.check_device()?;
         // Two values of a row: one alone would be the same for all rows once they are normed.
         let halves = |hash: &u64| [(hash >> 40) as f32, (hash & 0xff_ffff) as f32];
         Ok(buffer.0[rows].iter().flat_map(halves).collect())
@@ -110,11 +143,13 @@ impl Backend for HashBackend {
     }
 
     fn scale(&self, step: &HashStep, _: f32, hidden: &mut HashBuffer) -> Result<(), KernelError> {
+        self.check_device()?;
         hidden.0[..step.tokens.len()].iter_mut().for_each(|hidden| *hidden = mix(8, *hidden));
         Ok(())
     }
 
     fn embed(&self, (): &(), step: &HashStep, hidden: &mut HashBuffer) -> Result<(), KernelError> {
+        self.check_device()?;
         for (hidden, &token) in hidden.0.iter_mut().zip(&step.tokens) {
             *hidden = mix(1, u64::from(token));
         }
@@ -129,6 +164,7 @@ impl Backend for HashBackend {
         _: &[&Linear<Self>],
         out: &mut HashBuffer,
     ) -> Result<(), KernelError> {
+        self.check_device()?;
         for row in 0..step.tokens.len() {
             out.0[row] = mix(2, x.0[row]);
         }
@@ -143,6 +179,7 @@ impl Backend for HashBackend {
         qkv: &mut HashBuffer,
         cache: &mut HashCache,
     ) -> Result<(), KernelError> {
+        self.check_device()?;
         step.for_each_row(|row, sequence, position| {
             qkv.0[row] = mix(qkv.0[row], position as u64);
             sequence.store(layer, position, qkv.0[row], cache);
@@ -222,6 +259,7 @@ impl Backend for HashBackend {
         _: &Linear<Self>,
         hidden: &mut HashBuffer,
     ) -> Result<(), KernelError> {
+        self.check_device()?;
         for row in 0..step.tokens.len() {
             hidden.0[row] = hidden.0[row].wrapping_add(mix(3, x.0[row]));
         }
@@ -245,6 +283,7 @@ impl Backend for HashBackend {
         _: &GatedMlp<Self>,
         hidden: &mut HashBuffer,
     ) -> Result<(), KernelError> {
+        self.check_device()?;
         for hidden in &mut hidden.0[..step.tokens.len()] {
             *hidden = mix(4, *hidden);
         }
@@ -257,6 +296,7 @@ impl Backend for HashBackend {
         _: &RoutedMlp<Self>,
         hidden: &mut HashBuffer,
     ) -> Result<(), KernelError> {
+        self.check_device()?;
         for hidden in &mut hidden.0[..step.tokens.len()] {
             *hidden = mix(6, *hidden);
         }
@@ -278,11 +318,26 @@ impl Backend for HashBackend {
         Ok(())
     }
 
-    fn sample(
+    fn computes_ahead(&self) -> bool {
+        self.ahead.load(Ordering::SeqCst)
+    }
+
+    fn begin_step_of_draws(
+        &self,
+        draws: &Self::Draws,
+        batch: &Batch<'_>,
+        rope: &Rope,
+        cache: &HashCache,
+    ) -> Result<Option<HashStep>, KernelError> {
+        let tokens: Vec<u32> = draws.iter().map(token_passed_on).map(|token| token.unwrap_or(0)).collect();
+        self.begin_step(&Batch { tokens: &tokens, ..*batch }, rope, cache).map(Some)
+    }
+
+    fn begin_draws(
         &self,
         logits: &HashBuffer,
         settings: &[Sampling<'_>],
-    ) -> Result<Vec<Result<Sampled, KernelError>>, KernelError> {
+    ) -> Result<Self::Draws, KernelError> {
         self.faults().check(Fault::Sample)?;
         let sample = |(&hash, setting)| {
             self.faults().check(Fault::SampleRow)?;
@@ -290,6 +345,22 @@ impl Backend for HashBackend {
         };
         Ok(logits.0.iter().zip(settings).map(sample).collect())
     }
+
+    fn finish_draws(
+        &self,
+        draws: Self::Draws,
+        _: &HashBuffer,
+        _: &[Sampling<'_>],
+    ) -> Result<Vec<Draw>, KernelError> {
+        self.check_device()?;
+        let passed_on = |sampled: &_| token_passed_on(sampled).is_some();
+        Ok(draws.into_iter().map(|sampled| Draw { passed_on: passed_on(&sampled), sampled }).collect())
+    }
+}
+
+/// The token that a step ahead gets: none for rows that could not be drawn, and for a few others, as on a card.
+fn token_passed_on(sampled: &Result<Sampled, KernelError>) -> Option<u32> {
+    sampled.as_ref().ok().map(|sampled| sampled.token).filter(|token| token % 16 != 3)
 }
 
 /// Takes the token that a hash stands for, or the next one that is allowed. The draw counts unless the answer is greedy.

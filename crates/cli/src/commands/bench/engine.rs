@@ -17,11 +17,11 @@ use super::tokens;
 use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
 use crate::device::{DeviceArguments, OnDevice};
 use crate::failure::Failure;
-use crate::kv::{KvArguments, Settled, warn_without_effect};
+use crate::kv::{ChosenCache, KvArguments, warn_without_effect};
 use crate::loading::{EngineArguments, start};
+use crate::named_model::NamedModel;
 use crate::output::print_text;
 use crate::progress::Steps;
-use crate::subject::Subject;
 
 /// Decode speed and memory at long contexts, and requests with a common prefix, for several cache types.
 #[derive(Debug, Args)]
@@ -138,29 +138,28 @@ impl OnDevice for EngineBenchArguments {
         };
         let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
         warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
-        let subject = arguments.load_model(&self.model.arguments(), backend)?;
-        let weight_bytes = subject.weight_bytes;
+        let named = arguments.load_model(&self.model.arguments(), backend)?;
+        let weight_bytes = named.weight_bytes;
         let [mut long, mut shared, mut host, mut beside] = [(); 4].map(|()| Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
             for &kind in self.kv.iter().filter(|_| self.host_kv_memory.is_some()) {
-                let (mut options, settled) = self.options(&subject, kind, needed, 1, true)?;
+                let (mut options, chosen) = self.options(&named, kind, needed, 1, true)?;
                 options.kv.host_memory = self.host_kv_memory.map_or(0, |bytes| bytes as usize);
-                let engine = start(&subject, &options, &settled)?;
+                let engine = start(&named, &options, &chosen)?;
                 self.push(&mut host, &host_prefix(&engine, context, self.repeat)?)?;
             }
             for &kind in self.kv.iter().filter(|_| self.streams > 0) {
-                let (mut options, settled) = self.options(&subject, kind, needed, 1, true)?;
+                let (mut options, chosen) = self.options(&named, kind, needed, 1, true)?;
                 let each = EngineOptions { context: Some(stream_tokens(context)), ..options.clone() };
-                let bytes = |options| {
-                    Ok::<_, EngineError>(Budget::of(subject.model.config(), options)?.total_bytes())
-                };
+                let bytes =
+                    |options| Ok::<_, EngineError>(Budget::of(named.model.config(), options)?.total_bytes());
                 options.kv.memory.get_or_insert(bytes(&options)? + self.streams * bytes(&each)?);
                 options.max_running = self.streams + 1;
-                let engine = start(&subject, &options, &settled)?;
+                let engine = start(&named, &options, &chosen)?;
                 self.push(&mut beside, &streams(&engine, self.streams, context)?)?;
             }
-            let engine = |&kind| self.engine(&subject, kind, needed, 1, true);
+            let engine = |&kind| self.engine(&named, kind, needed, 1, true);
             let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
             let bench =
                 LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
@@ -175,7 +174,7 @@ impl OnDevice for EngineBenchArguments {
         }
         if self.requests > 0 {
             for &kind in &self.kv {
-                self.shared_prefixes(&subject, kind, &mut shared)?;
+                self.shared_prefixes(&named, kind, &mut shared)?;
             }
         }
         if self.json {
@@ -236,13 +235,13 @@ impl OnDevice for EngineBenchArguments {
 impl EngineBenchArguments {
     fn shared_prefixes<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         kind: CacheType,
         report: &mut Report,
     ) -> Result<(), Failure> {
         let context = self.prefix_tokens + self.suffix_tokens + self.output_tokens;
         for prefix_tree in [true, false] {
-            let engine = self.engine(subject, kind, context, self.requests, prefix_tree)?;
+            let engine = self.engine(named, kind, context, self.requests, prefix_tree)?;
             for interval in [0, self.interval_ms] {
                 let bench = SharedPrefix {
                     requests: self.requests,
@@ -261,26 +260,26 @@ impl EngineBenchArguments {
     /// An engine with room for `running` sequences of `context` tokens.
     fn engine<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         kind: CacheType,
         context: usize,
         running: usize,
         prefix_tree: bool,
     ) -> Result<Engine<B>, Failure> {
-        let (options, settled) = self.options(subject, kind, context, running, prefix_tree)?;
-        start(subject, &options, &settled)
+        let (options, chosen) = self.options(named, kind, context, running, prefix_tree)?;
+        start(named, &options, &chosen)
     }
 
     fn options<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         kind: CacheType,
         context: usize,
         running: usize,
         prefix_tree: bool,
-    ) -> Result<(EngineOptions, Settled), Failure> {
-        let settled = self.cache.of_type(kind).settle_quietly(subject)?;
-        let mut kv = settled.options.clone();
+    ) -> Result<(EngineOptions, ChosenCache), Failure> {
+        let chosen = self.cache.of_type(kind).settle_quietly(named)?;
+        let mut kv = chosen.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;
         let mut options = EngineOptions {
             context: Some(context),
@@ -292,10 +291,10 @@ impl EngineBenchArguments {
         };
         if running > 1 && options.kv.memory.is_none() {
             // Room for all of them at once: what one needs, so many times.
-            let alone = Budget::of(subject.model.config(), &options)?.total_bytes();
+            let alone = Budget::of(named.model.config(), &options)?.total_bytes();
             options.kv.memory = Some(alone * running);
         }
-        Ok((options, settled))
+        Ok((options, chosen))
     }
 
     fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {

@@ -12,10 +12,10 @@ use super::tokens;
 use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
 use crate::device::{DeviceArguments, OnDevice, worker_threads};
 use crate::failure::Failure;
-use crate::kv::{KvArguments, Settled};
+use crate::kv::{ChosenCache, KvArguments};
 use crate::loading::{EngineArguments, start};
+use crate::named_model::NamedModel;
 use crate::output::{decimal_bytes, print_text};
-use crate::subject::Subject;
 
 /// Prefill and decode speed, time to first token and peak memory of a model.
 #[derive(Debug, Args)]
@@ -100,17 +100,17 @@ impl OnDevice for ModelBenchArguments {
         };
         let mut model = self.model.arguments();
         model.shard = self.shard;
-        let subject = arguments.load_model(&model, backend)?;
-        let settled = arguments.kv.settle(&subject)?;
+        let named = arguments.load_model(&model, backend)?;
+        let chosen = arguments.kv.settle(&named)?;
         if let Some(batch) = self.batch {
             let size = ResidentSize { batch, context, card_memory };
-            return size.measure(&subject, &settled, self.gen_tokens, self.repeat, self.json);
+            return size.measure(&named, &chosen, self.gen_tokens, self.repeat, self.json);
         }
-        let options = EngineOptions { max_running: 1, ..arguments.options(&settled) };
-        let engine = start(&subject, &options, &settled)?;
+        let options = EngineOptions { max_running: 1, ..arguments.options(&chosen) };
+        let engine = start(&named, &options, &chosen)?;
         // Heads that are no whole number of bands have no 2-bit cache to count.
-        let capacity = Capacity::of(subject.model.config(), settled.options.windows, context).ok();
-        let cards = subject.slice.as_ref().map(|slice| Cards::new(slice, card_memory, capacity.as_ref()));
+        let capacity = Capacity::of(named.model.config(), chosen.options.windows, context).ok();
+        let cards = named.slice.as_ref().map(|slice| Cards::new(slice, card_memory, capacity.as_ref()));
         let bench = ModelBench {
             prompt_tokens: self.prompt_tokens,
             gen_tokens: self.gen_tokens,
@@ -160,7 +160,7 @@ impl OnDevice for ModelBenchArguments {
 /// Sequences of a decode step.
 #[derive(Clone, Copy, Debug)]
 enum BatchSize {
-    /// The number that was asked for.
+    /// The number that was requested.
     Of(usize),
     /// As many sequences as the memory holds beside the weights.
     Max,
@@ -183,24 +183,24 @@ const BESIDE_PAGES: u64 = 2 << 30;
 impl ResidentSize {
     fn measure<B: Inspect>(
         &self,
-        subject: &Subject<B>,
-        settled: &Settled,
+        named: &NamedModel<B>,
+        chosen: &ChosenCache,
         steps: usize,
         repeat: usize,
         json: bool,
     ) -> Result<(), Failure> {
-        let config = subject.model.config();
+        let config = named.model.config();
         if config.sliding.is_some() {
             return Err(Failure::new("--batch measures models without sliding windows")
                 .with_fix("leave --batch away, or use `oscar bench serve`"));
         }
-        let (codec, windows) = (settled.options.codec.as_ref(), settled.options.windows);
+        let (codec, windows) = (chosen.options.codec.as_ref(), chosen.options.windows);
         // Pages of the steps, and those that are both sealed and in bf16 while they leave the window.
         let each = sequence_bytes(config, codec, windows, self.context + steps + 4 * PAGE_TOKENS) as u64;
         let batch = match (self.batch, self.card_memory) {
             (BatchSize::Of(batch), _) => batch,
             (BatchSize::Max, Some(memory)) => {
-                (memory.saturating_sub(subject.weight_bytes + BESIDE_PAGES) / each.max(1)) as usize
+                (memory.saturating_sub(named.weight_bytes + BESIDE_PAGES) / each.max(1)) as usize
             }
             (BatchSize::Max, None) => {
                 return Err(Failure::new("the device has no memory of its own to be filled")
@@ -215,10 +215,10 @@ impl ResidentSize {
             .with_fix("give a smaller --context, or more --card-memory"));
         }
         let bench = ResidentBench { batch, context: self.context, steps, repeat };
-        let row = oscar_bench::resident(subject.model.model(), codec, windows, &bench)?;
+        let row = oscar_bench::resident(named.model.model(), codec, windows, &bench)?;
         let mut report = Report::here();
         let mut row = serde_json::to_value(row).expect("a row holds plain values only");
-        row["model"] = subject.name().into();
+        row["model"] = named.name().into();
         report.push(row);
         if json {
             return print_text(&report.json());

@@ -253,21 +253,16 @@ impl ServeBenchArguments {
         model: &ModelArguments,
         backend: B,
     ) -> Result<String, Failure> {
-        let subject = self.engine.load_model(model, backend)?;
-        let settled = self.engine.kv.settle(&subject)?;
+        let named = self.engine.load_model(model, backend)?;
+        let chosen = self.engine.kv.settle(&named)?;
         let options =
-            EngineOptions { max_running: self.max_running_requests, ..self.engine.options(&settled) };
-        let engine = Arc::new(start(&subject, &options, &settled)?);
-        let tokenizer = Arc::clone(subject.model.tokenizer());
-        let template = subject.model.chat_template().ok().cloned();
-        let family = subject.model.config().family;
-        let served = ServedModel::new(
-            subject.name().to_owned(),
-            subject.name().to_owned(),
-            family,
-            tokenizer,
-            template,
-        );
+            EngineOptions { max_running: self.max_running_requests, ..self.engine.options(&chosen) };
+        let engine = Arc::new(start(&named, &options, &chosen)?);
+        let tokenizer = Arc::clone(named.model.tokenizer());
+        let template = named.model.chat_template().ok().cloned();
+        let family = named.model.config().family;
+        let served =
+            ServedModel::new(named.name().to_owned(), named.name().to_owned(), family, tokenizer, template);
         listen(runtime, engine, served)
     }
 

@@ -21,9 +21,9 @@ use crate::arguments::positive;
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::lab::{check_context, check_prefix};
+use crate::named_model::{NamedModel, NamedModelArguments};
 use crate::output::print_text;
 use crate::progress::Steps;
-use crate::subject::{Subject, SubjectArguments};
 
 const STUDIES: [&str; 6] = ["rotation", "target", "windows", "calibration", "clip", BANDS];
 
@@ -37,7 +37,7 @@ const STUDIES: [&str; 6] = ["rotation", "target", "windows", "calibration", "cli
     codec, calibrated on the same text.")]
 pub(crate) struct AblationArguments {
     #[command(flatten)]
-    lab: SubjectArguments,
+    lab: NamedModelArguments,
 
     /// Text to calibrate on; drawn from the model by default.
     #[arg(long, value_name = "FILE")]
@@ -80,8 +80,8 @@ impl OnDevice for AblationArguments {
     type Output = ();
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
-        let subject = self.lab.load(backend)?;
-        let report = self.measure(&subject)?;
+        let named = self.lab.load(backend)?;
+        let report = self.measure(&named)?;
         if self.json {
             return print_text(&report.json());
         }
@@ -100,9 +100,9 @@ impl AblationArguments {
         self.lab.device.clone().run(false, self)
     }
 
-    fn measure<B: Inspect>(&self, subject: &Subject<B>) -> Result<Report, Failure> {
-        let model = &subject.model;
-        check_context(subject, self.tokens)?;
+    fn measure<B: Inspect>(&self, named: &NamedModel<B>) -> Result<Report, Failure> {
+        let model = &named.model;
+        check_context(named, self.tokens)?;
         let ids = if self.data.is_empty() {
             model.tokenizer().encode(&prose(self.seed, self.tokens * 8), true)?
         } else {
@@ -193,7 +193,7 @@ impl AblationArguments {
         for Measured { study, name, kv, windows, bits, total } in measured {
             report.push(json!({
                 "kind": "ablation",
-                "model": subject.name(),
+                "model": named.name(),
                 "study": study,
                 "setting": name,
                 "kv": kv,

@@ -17,9 +17,9 @@ use crate::arguments::positive;
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::lab::{ReadingArguments, check_context, check_prefix};
+use crate::named_model::{NamedModel, NamedModelArguments};
 use crate::output::print_text;
 use crate::progress::Steps;
-use crate::subject::{Subject, SubjectArguments};
 
 /// Bytes of prose that are made at most.
 const MOST_PROSE: usize = 1 << 28;
@@ -34,7 +34,7 @@ const MOST_PROSE: usize = 1 << 28;
     it would while decoding; with it, the first tokens are computed exactly, once for all codecs.")]
 pub(crate) struct KlArguments {
     #[command(flatten)]
-    lab: SubjectArguments,
+    lab: NamedModelArguments,
 
     #[arg(long, default_value = "int2,int2:paper,quarot-int2,naive-int2", value_name = "LIST", value_delimiter = ',',
           help = format!("Codecs, separated by commas: {HELP}"))]
@@ -80,10 +80,10 @@ impl OnDevice for KlArguments {
     type Output = ();
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
-        let subject = self.lab.load(backend)?;
-        check_context(&subject, self.tokens)?;
-        let codecs = self.reading.codecs(&subject, &self.kv)?;
-        let report = self.measure(&subject, &codecs)?;
+        let named = self.lab.load(backend)?;
+        check_context(&named, self.tokens)?;
+        let codecs = self.reading.codecs(&named, &self.kv)?;
+        let report = self.measure(&named, &codecs)?;
         if self.json {
             return print_text(&report.json());
         }
@@ -101,15 +101,15 @@ impl KlArguments {
 
     fn measure<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         codecs: &[Box<dyn CacheCodec>],
     ) -> Result<Report, Failure> {
         let windows = self.reading.windows();
         // Queries that still see everything exactly would only dilute the numbers.
         let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
         let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { widest });
-        let texts = self.texts(subject)?;
-        let mut comparison = CodecComparison::new(subject.model.clone(), self.tokens)?;
+        let texts = self.texts(named)?;
+        let mut comparison = CodecComparison::new(named.model.clone(), self.tokens)?;
         let mut totals = vec![Divergence::default(); codecs.len()];
         let suffix = self.tokens - self.prefix.min(self.tokens);
         let mut steps = Steps::new("exact", texts.len() * (self.tokens + codecs.len() * suffix));
@@ -126,12 +126,12 @@ impl KlArguments {
             }
         }
         steps.finish();
-        let head_dim = subject.model.config().head_dim;
+        let head_dim = named.model.config().head_dim;
         let mut report = Report::here();
         for (codec, total) in codecs.iter().zip(&totals) {
             report.push(json!({
                 "kind": "kl",
-                "model": subject.name(),
+                "model": named.name(),
                 "kv": codec.name(),
                 "bits_per_element": codec.bits_per_element(head_dim),
                 "bits_per_element_with_windows":
@@ -154,16 +154,16 @@ impl KlArguments {
     }
 
     /// Sequences of exactly `--tokens` tokens.
-    fn texts<B: Inspect>(&self, subject: &Subject<B>) -> Result<Vec<Vec<u32>>, Failure> {
+    fn texts<B: Inspect>(&self, named: &NamedModel<B>) -> Result<Vec<Vec<u32>>, Failure> {
         let ids = if self.data.is_empty() {
             // Enough characters for the shortest tokens prose is made of.
             let text = prose(
                 self.seed,
                 self.tokens.saturating_mul(self.sequences).saturating_mul(8).min(MOST_PROSE),
             );
-            subject.model.tokenizer().encode(&text, true)?
+            named.model.tokenizer().encode(&text, true)?
         } else {
-            corpus::read(&subject.model, &self.data, false)?
+            corpus::read(&named.model, &self.data, false)?
         };
         let needed = self.tokens.saturating_mul(self.sequences);
         if ids.len() < needed {

@@ -13,15 +13,15 @@ use oscar_lab::eval::retrieval::{NeedleTokens, Retrieved, retrieve, retrieve_ser
 use oscar_lab::eval::text::mix;
 use serde_json::json;
 
-use super::served::{ReaderArguments, Readers};
+use super::served::{MeasuredCacheArguments, MeasuredCaches};
 use crate::arguments::positive;
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::interrupt::Watch;
 use crate::lab::check_context;
+use crate::named_model::{NamedModel, NamedModelArguments};
 use crate::output::print_text;
 use crate::progress::Steps;
-use crate::subject::{Subject, SubjectArguments};
 
 /// Tokens a chat template may add around a prompt.
 const TEMPLATE_TOKENS: usize = 96;
@@ -40,16 +40,16 @@ const TEMPLATE_TOKENS: usize = 96;
     answer holds, log_probability the mean over the tokens of the right answer. Prompts come from the seed.")]
 pub(crate) struct NiahArguments {
     #[command(flatten)]
-    lab: SubjectArguments,
+    lab: NamedModelArguments,
 
     #[command(flatten)]
-    readers: ReaderArguments,
+    caches: MeasuredCacheArguments,
 
     /// Tokens of prompt and answer together; 4k is 4096.
     #[arg(long, default_value = "4k", value_name = "LIST", value_delimiter = ',', value_parser = length)]
     lengths: Vec<usize>,
 
-    /// Keys hidden, one of which is asked for.
+    /// Keys that are hidden, of which the question names one.
     #[arg(long, default_value = "1", value_name = "LIST", value_delimiter = ',', value_parser = positive)]
     keys: Vec<usize>,
 
@@ -90,7 +90,7 @@ pub(crate) struct NiahArguments {
     json: bool,
 }
 
-/// `4096`, `4k`, `32k`.
+/// A number of tokens, such as `4096`, `4k` or `32k`.
 fn length(text: &str) -> Result<usize, String> {
     let (digits, factor) = match text.strip_suffix(['k', 'K']) {
         Some(digits) => (digits, 1024),
@@ -113,14 +113,14 @@ impl OnDevice for NiahArguments {
                     .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?
             }
         };
-        let subject = self.lab.load(backend)?;
+        let named = self.lab.load(backend)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(1);
-        check_context(&subject, longest)?;
-        let readers = self.readers.readers(&subject, &["bf16", "int2", "int2:paper"], longest)?;
-        let report = self.measure(&subject, &readers, longest, &haystack)?;
+        check_context(&named, longest)?;
+        let caches = self.caches.caches(&named, &["bf16", "int2", "int2:paper"], longest)?;
+        let report = self.measure(&named, &caches, longest, &haystack)?;
         if let Some(path) = &self.svg {
             let rows: Vec<_> = report.rows.iter().collect();
-            let title = format!("Needles in a haystack, {}", subject.name());
+            let title = format!("Needles in a haystack, {}", named.name());
             fs::write(path, heat_map_svg(&title, &needle_maps(&rows)))
                 .map_err(|error| Failure::new(format!("{}: {error}", path.display())))?;
         }
@@ -145,30 +145,30 @@ impl OnDevice for NiahArguments {
 
 impl NiahArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
-        self.lab.device.clone().run(self.readers.deterministic(), self)
+        self.lab.device.clone().run(self.caches.deterministic(), self)
     }
 
     fn measure<B: Inspect>(
         &self,
-        subject: &Subject<B>,
-        readers: &Readers<B>,
+        named: &NamedModel<B>,
+        caches: &MeasuredCaches<B>,
         longest: usize,
         haystack: &Haystack,
     ) -> Result<Report, Failure> {
-        let codecs = &readers.codecs;
+        let codecs = &caches.codecs;
         let mut evaluator = match codecs.is_empty() {
             true => None,
-            false => Some(Evaluator::new(subject.model.clone(), longest)?),
+            false => Some(Evaluator::new(named.model.clone(), longest)?),
         };
         // A codec of the lab reads a context that all of them share; a cache that serves computes its own.
-        let passes = usize::from(evaluator.is_some()) + readers.served.len();
-        let tokenizer = subject.model.tokenizer().clone();
+        let passes = usize::from(evaluator.is_some()) + caches.served.len();
+        let tokenizer = named.model.tokenizer().clone();
         let count = move |text: &str| tokenizer.encode(text, false).map_or(usize::MAX / 2, |ids| ids.len());
         let cells: usize = self.keys.len() * self.depths.len() * self.prompts;
         let total: usize = self.lengths.iter().map(|length| length * cells * passes).sum();
         let mut steps = Steps::new("needles", total);
         let watch = Watch::new();
-        let windows = readers.windows;
+        let windows = caches.windows;
         let mut report = Report::here();
         let mut done = 0;
         'all: for &length in &self.lengths {
@@ -176,7 +176,7 @@ impl NiahArguments {
                 let kind =
                     self.kind.unwrap_or(if keys > 1 { NeedleKind::MultiKey } else { NeedleKind::Single });
                 for &depth in &self.depths {
-                    let mut sums = vec![(0.0, 0.0); readers.len()];
+                    let mut sums = vec![(0.0, 0.0); caches.len()];
                     for index in 0..self.prompts {
                         if watch.caught() {
                             // A cell that is not complete is not reported.
@@ -209,26 +209,26 @@ impl NiahArguments {
                             })?;
                             done += length;
                         }
-                        for served in &readers.served {
+                        for served in &caches.served {
                             found.push(retrieve_served(served, &prompt, |tokens| steps.set(done + tokens))?);
                             done += length;
                         }
-                        for (reader, Retrieved { score, log_probability, text }) in
+                        for (index, Retrieved { score, log_probability, text }) in
                             found.into_iter().enumerate()
                         {
                             let wanted = &prompt.answers;
-                            tracing::info!("{}: {score} {text:?} wanted {wanted:?}", readers.name(reader));
-                            sums[reader].0 += score;
-                            sums[reader].1 += log_probability;
+                            tracing::info!("{}: {score} {text:?} wanted {wanted:?}", caches.name(index));
+                            sums[index].0 += score;
+                            sums[index].1 += log_probability;
                         }
                     }
-                    for (reader, (score, log_probability)) in sums.into_iter().enumerate() {
+                    for (index, (score, log_probability)) in sums.into_iter().enumerate() {
                         report.push(json!({
                             "kind": "niah",
-                            "model": subject.name(),
-                            "kv": readers.name(reader),
-                            "bits_per_element": readers.history_bits(reader),
-                            "bits_with_windows": readers.bits_at(reader, length),
+                            "model": named.name(),
+                            "kv": caches.name(index),
+                            "bits_per_element": caches.history_bits(index),
+                            "bits_with_windows": caches.bits_at(index, length),
                             "needle": kind.name(),
                             "keys": keys,
                             "length": length,

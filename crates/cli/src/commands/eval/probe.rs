@@ -12,9 +12,9 @@ use serde_json::json;
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::lab::ReadingArguments;
+use crate::named_model::{NamedModel, NamedModelArguments};
 use crate::output::print_text;
 use crate::progress::Steps;
-use crate::subject::{Subject, SubjectArguments};
 
 /// How well a model copies strings that it read 1K to 8K tokens ago, with a codec and with an exact cache.
 #[derive(Debug, Args)]
@@ -25,7 +25,7 @@ use crate::subject::{Subject, SubjectArguments};
     log-probabilities of their other tokens, loss is the difference. This is the retrieval probe of certificates.")]
 pub(crate) struct ProbeArguments {
     #[command(flatten)]
-    lab: SubjectArguments,
+    lab: NamedModelArguments,
 
     #[arg(long, default_value = "int2", value_name = "LIST", value_delimiter = ',',
           help = format!("Codecs, separated by commas: {HELP}"))]
@@ -47,9 +47,9 @@ impl OnDevice for ProbeArguments {
     type Output = ();
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
-        let subject = self.lab.load(backend)?;
-        let codecs = self.reading.codecs(&subject, &self.kv)?;
-        let report = self.measure(&subject, &codecs)?;
+        let named = self.lab.load(backend)?;
+        let codecs = self.reading.codecs(&named, &self.kv)?;
+        let report = self.measure(&named, &codecs)?;
         if self.json {
             return print_text(&report.json());
         }
@@ -65,25 +65,25 @@ impl ProbeArguments {
 
     fn measure<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         codecs: &[Box<dyn CacheCodec>],
     ) -> Result<Report, Failure> {
         let windows = self.reading.windows();
-        let task = CopyTask::built_in(&subject.model, windows, self.seed)?.ok_or_else(|| {
+        let task = CopyTask::built_in(&named.model, windows, self.seed)?.ok_or_else(|| {
             Failure::new("the model's context has no room for strings behind the windows")
                 .with_fix("give smaller --sink-tokens and --recent-tokens")
         })?;
         let mut steps = Steps::new("exact", task.tokens());
-        let mut probe = CopyProbe::new(subject.model.clone(), &task, |done| steps.set(done))?;
+        let mut probe = CopyProbe::new(named.model.clone(), &task, |done| steps.set(done))?;
         let mut report = Report::here();
         for codec in codecs {
             steps.say(codec.name());
             let measured = probe.measure(Reading { codec: &**codec, windows, chunk: None })?;
             report.push(json!({
                 "kind": "probe",
-                "model": subject.name(),
+                "model": named.name(),
                 "kv": codec.name(),
-                "bits_per_element": codec.bits_per_element(subject.model.config().head_dim),
+                "bits_per_element": codec.bits_per_element(named.model.config().head_dim),
                 "strings": measured.strings,
                 "exact": measured.exact,
                 "sealed": measured.sealed,

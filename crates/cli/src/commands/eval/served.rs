@@ -12,12 +12,12 @@ use crate::failure::Failure;
 use crate::kv::{CacheArguments, warn_without_effect};
 use crate::lab::codecs;
 use crate::loading::announce;
-use crate::subject::Subject;
+use crate::named_model::NamedModel;
 use crate::windows::WindowArguments;
 
 /// Which caches are measured.
 #[derive(Debug, Args)]
-pub(super) struct ReaderArguments {
+pub(super) struct MeasuredCacheArguments {
     #[arg(long, value_name = "LIST", value_delimiter = ',',
           help = format!("Codecs of the lab, separated by commas: {HELP}"))]
     kv: Vec<String>,
@@ -35,29 +35,29 @@ pub(super) struct ReaderArguments {
 }
 
 /// Caches to be compared on one model.
-pub(super) struct Readers<B: Backend> {
+pub(super) struct MeasuredCaches<B: Backend> {
     /// Codecs of the lab, first in every table.
     pub(super) codecs: Vec<Box<dyn CacheCodec>>,
     /// What codecs leave exact.
     pub(super) windows: Windows,
-    /// Caches that serve.
+    /// Caches as they are served, each with an engine.
     pub(super) served: Vec<ServedCache<B>>,
     head_dim: usize,
 }
 
-impl ReaderArguments {
+impl MeasuredCacheArguments {
     /// Whether a row should get the same bits in batches of every size.
     pub(super) fn deterministic(&self) -> bool {
         self.cache.deterministic
     }
 
     /// The caches, with room for sequences of `context` tokens. Without either list the `default` codecs are measured.
-    pub(super) fn readers<B: Inspect>(
+    pub(super) fn caches<B: Inspect>(
         &self,
-        subject: &Subject<B>,
+        named: &NamedModel<B>,
         default: &[&str],
         context: usize,
-    ) -> Result<Readers<B>, Failure> {
+    ) -> Result<MeasuredCaches<B>, Failure> {
         let mut specs = self.kv.clone();
         if specs.is_empty() && self.kv_cache_dtype.is_empty() {
             specs = default.iter().map(|&spec| spec.to_owned()).collect();
@@ -68,34 +68,34 @@ impl ReaderArguments {
         }
         let codecs = match specs.is_empty() {
             true => Vec::new(),
-            false => codecs(&self.cache.rotations, subject, &specs)?,
+            false => codecs(&self.cache.rotations, named, &specs)?,
         };
         let mut served = Vec::new();
         let mut idle: Option<Vec<&'static str>> = None;
         for &asked in &self.kv_cache_dtype {
-            let settled = self.cache.settle(subject, Some(asked), self.windows.whole_pages()?)?;
+            let chosen = self.cache.settle(named, Some(asked), self.windows.whole_pages()?)?;
             let options = EngineOptions {
                 context: Some(context),
-                kv: settled.options.clone(),
+                kv: chosen.options.clone(),
                 deterministic: self.cache.deterministic,
                 ..EngineOptions::default()
             };
-            let name = format!("served {}", self.cache.label(settled.kind));
-            let cache = ServedCache::new(subject.model.clone(), &options, name)?;
-            announce(cache.engine().budget(), &settled);
+            let name = format!("served {}", self.cache.label(chosen.kind));
+            let cache = ServedCache::new(named.model.clone(), &options, name)?;
+            announce(cache.engine().budget(), &chosen);
             served.push(cache);
-            let mut here = self.cache.without_effect(settled.kind);
+            let mut here = self.cache.without_effect(chosen.kind);
             here.retain(|name| idle.as_ref().is_none_or(|idle| idle.contains(name)));
             idle = Some(here);
         }
         let types = self.kv_cache_dtype.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
         warn_without_effect(idle.unwrap_or_default(), &types);
-        let head_dim = subject.model.config().head_dim;
-        Ok(Readers { codecs, windows: self.windows.windows(), served, head_dim })
+        let head_dim = named.model.config().head_dim;
+        Ok(MeasuredCaches { codecs, windows: self.windows.windows(), served, head_dim })
     }
 }
 
-impl<B: Backend> Readers<B> {
+impl<B: Backend> MeasuredCaches<B> {
     /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.codecs.len() + self.served.len()

@@ -15,7 +15,7 @@ pub(super) struct EventArguments {
     #[arg(long, value_name = "ENDPOINT")]
     kv_events: Option<Endpoint>,
 
-    /// Where subscribers ask for events they missed.
+    /// Where subscribers request events they missed.
     #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
     kv_events_replay: Option<Endpoint>,
 

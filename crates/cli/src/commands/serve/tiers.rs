@@ -1,4 +1,4 @@
-//! `--kv-tiers`: the precisions of history that requests may ask for.
+//! `--kv-tiers`: the precisions of history that requests may choose.
 
 use std::fmt;
 use std::str::FromStr;

@@ -36,7 +36,7 @@ pub(super) struct UnsupportedArguments {
 }
 
 impl UnsupportedArguments {
-    /// Refuses what was asked for and is not there, in one line.
+    /// Refuses an option of another server that is not there, in one line.
     pub(super) fn check(&self) -> Result<(), Failure> {
         let several = |size: Option<usize>| size.is_some_and(|size| size != 1);
         let routers = "run several servers behind a router";

@@ -3,6 +3,7 @@
 //! The executor decides nothing. It owns the device's side of the cache and the activations, and reports for every plan
 //! whether, or for which rows, it could be carried out.
 
+mod ahead;
 mod decode;
 mod prefill;
 
@@ -11,14 +12,15 @@ pub(super) use prefill::PromptOutput;
 use std::sync::Arc;
 
 use oscar_codec::{ExactSlot, HostCopy};
-use oscar_kernels::backend::{Batch, Sampled, Sampling, SealPage};
+use oscar_kernels::backend::{Batch, Draw, Sampled, Sampling, SealPage};
 use oscar_kernels::{Backend, KernelError};
 use oscar_model::{Activations, LoadedModel, PagedSealing};
 
 use super::answers::Answers;
-use super::plan::{AnswerId, FirstTokens};
+use super::plan::{AnswerId, DecodeRow, FirstTokens};
 use crate::attention::CustomAttention;
 use crate::error::EngineError;
+use ahead::Ahead;
 
 /// A model, its cache and its activations on a device.
 pub(super) struct Executor<B: Backend> {
@@ -31,6 +33,11 @@ pub(super) struct Executor<B: Backend> {
     chunks: Vec<Option<(B::Step, B::Buffer)>>,
     /// Replaces attention over the cache, if there is one.
     attention: Option<Box<dyn CustomAttention<B>>>,
+    /// The next decode step, if the device is computing it already.
+    ahead: Option<Ahead<B>>,
+    /// Steps whose tokens were computed ahead.
+    #[cfg(test)]
+    pub(super) taken_ahead: u64,
 }
 
 impl<B: Backend> Executor<B> {
@@ -41,7 +48,17 @@ impl<B: Backend> Executor<B> {
         logit_rows: usize,
         attention: Option<Box<dyn CustomAttention<B>>>,
     ) -> Executor<B> {
-        Executor { model, cache, activations, logit_rows, chunks: Vec::new(), attention }
+        Executor {
+            model,
+            cache,
+            activations,
+            logit_rows,
+            chunks: Vec::new(),
+            attention,
+            ahead: None,
+            #[cfg(test)]
+            taken_ahead: 0,
+        }
     }
 
     /// Runs a batch through all layers; its hidden states are in the activations.
@@ -84,25 +101,46 @@ impl<B: Backend> Executor<B> {
         first: &FirstTokens,
         answers: &mut Answers,
     ) -> Vec<Result<Sampled, EngineError>> {
+        self.ahead = None;
         if let Some(rows) = &first.rows
             && let Err(error) = self.model.model().logits(rows, &mut self.activations)
         {
             return fail_all(error, first.answers.len()).collect();
         }
-        self.sample(&first.answers, answers)
+        self.sample(&first.answers, &[], answers)
     }
 
-    /// Samples a token for each answer from the logits of the last step, which are in the same order.
-    fn sample(&self, ids: &[AnswerId], answers: &mut Answers) -> Vec<Result<Sampled, EngineError>> {
+    /// Samples a token for each answer from the logits of the last step, which are in the same order. The next step begins
+    /// meanwhile if `next_after` are the rows of this one.
+    fn sample(
+        &mut self,
+        ids: &[AnswerId],
+        next_after: &[&DecodeRow<'_>],
+        answers: &mut Answers,
+    ) -> Vec<Result<Sampled, EngineError>> {
         let prepared: Vec<Result<(), EngineError>> = ids.iter().map(|&id| answers.prepare(id)).collect();
         let settings: Vec<Sampling<'_>> = ids.iter().map(|&id| answers.sampling(id)).collect();
-        match self.model.model().backend().sample(self.activations.logits(), &settings) {
-            Ok(sampled) => prepared
-                .into_iter()
-                .zip(sampled)
-                .map(|(prepared, sampled)| prepared.and(sampled.map_err(EngineError::from)))
-                .collect(),
-            Err(error) => fail_all(error, ids.len()).collect(),
+        let place = self.activations.place_of_logits();
+        let model = Arc::clone(&self.model);
+        let backend = model.model().backend();
+        let drawn = backend.begin_draws(self.activations.logits(), &settings).and_then(|draws| {
+            if !next_after.is_empty() {
+                self.ahead = self.begin_ahead(&draws, next_after, answers)?;
+            }
+            backend.finish_draws(draws, self.activations.logits_at(place), &settings)
+        });
+        match drawn {
+            Ok(drawn) => {
+                self.forget_unless_passed_on(&drawn);
+                let sampled = prepared.into_iter().zip(drawn);
+                sampled
+                    .map(|(prepared, Draw { sampled, .. })| prepared.and(sampled.map_err(EngineError::from)))
+                    .collect()
+            }
+            Err(error) => {
+                self.ahead = None;
+                fail_all(error, ids.len()).collect()
+            }
         }
     }
 

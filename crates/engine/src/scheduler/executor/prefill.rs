@@ -21,6 +21,7 @@ pub(in super::super) struct PromptOutput {
 impl<B: Backend> Executor<B> {
     /// Copies pages and fills the hidden states of all chunks of a prompt that is computed layer by layer.
     pub(in super::super) fn start_extension(&mut self, plan: &ExtensionPlan<'_>) -> Result<(), KernelError> {
+        self.ahead = None;
         self.chunks.clear();
         self.copy_pages(&plan.copies)?;
         plan.chunks.iter().try_for_each(|chunk| self.embed_chunk(chunk))
@@ -45,6 +46,7 @@ impl<B: Backend> Executor<B> {
         &mut self,
         plan: &ChunkPlan<'_>,
     ) -> Result<PromptOutput, EngineError> {
+        self.ahead = None;
         let PromptRows { tokens, rows } = &plan.prompt;
         let (seal_before, seal_after) = (plan.seal_before, plan.seal_after);
         let Some(index) = plan.kept else {
@@ -120,6 +122,7 @@ impl<B: Backend> Executor<B> {
         &mut self,
         plan: &BatchPlan<'_>,
     ) -> Result<Vec<HiddenRows>, KernelError> {
+        self.ahead = None;
         self.copy_pages(&plan.copies)?;
         let tokens: Vec<u32> = plan.prompts.iter().flat_map(|prompt| prompt.tokens).copied().collect();
         let sequences: Vec<SequenceRows<'_>> = plan.prompts.iter().map(|prompt| prompt.rows).collect();

@@ -3,7 +3,7 @@
 use oscar_kernels::backend::{SealedRows, SequenceRows};
 use oscar_kv::{Append, PoolKind, Sequence, Tier};
 
-use super::super::plan::{AnswerId, Decision, DecodeRow, FirstTokens, Next};
+use super::super::plan::{AnswerId, Decision, DecodePlan, DecodeRow, FirstTokens, Next};
 use super::Policy;
 use super::publication::{AfterPublication, seal_page};
 use super::request::{Order, Running, Starting};
@@ -89,8 +89,14 @@ impl Policy {
         self.decisions.push(Decision::Preempted { answer, tokens });
     }
 
-    /// The rows of a decode step.
-    pub(super) fn decode_rows(&self) -> Vec<DecodeRow<'_>> {
+    /// A decode step.
+    pub(super) fn decode_plan(&self) -> DecodePlan<'_> {
+        let full = self.memory_short || self.running.len() >= self.rules.max_running;
+        let nobody_joins = self.prefill.is_none() && (self.waiting.is_empty() || full);
+        DecodePlan { rows: self.decode_rows(), goes_on: nobody_joins }
+    }
+
+    fn decode_rows(&self) -> Vec<DecodeRow<'_>> {
         let mut rows = Vec::with_capacity(self.running.len());
         for running in &self.running {
             let sequence = &running.sequence;

@@ -281,7 +281,7 @@ impl Policy {
         match step {
             Step::Seal => StepPlan::Seal(self.pages_to_seal()),
             Step::Demote => StepPlan::Demote(self.pages_to_demote()),
-            Step::Decode => StepPlan::Decode(self.decode_rows()),
+            Step::Decode => StepPlan::Decode(self.decode_plan()),
             Step::StartExtension => StepPlan::StartExtension(self.extension_plan()),
             Step::Chunk => StepPlan::PrefillChunk(self.chunk_plan()),
             Step::Batch => StepPlan::PrefillBatch(self.batch_plan()),
@@ -316,9 +316,15 @@ impl Policy {
 
     /// Closes every sequence and fails every request, because the engine stops.
     pub(crate) fn shut_down(&mut self) {
-        self.fail_all(&|| EngineError::Stopped);
+        self.fail_everything(&|| EngineError::Stopped);
+    }
+
+    /// Closes every sequence and fails every request, those that wait too.
+    pub(crate) fn fail_everything(&mut self, error: &dyn Fn() -> EngineError) {
+        self.fail_all(error);
         for waiting in std::mem::take(&mut self.waiting) {
-            self.fail(waiting.answer(), waiting.choices, EngineError::Stopped);
+            self.decisions.push(Decision::Dequeued { was_queued: waiting.queued });
+            self.fail(waiting.answer(), waiting.choices, error());
         }
     }
 

@@ -16,9 +16,8 @@ use super::workload::{LONGEST, Planned, engine_options, memory, next_turn, reque
 use crate::error::EngineError;
 use crate::event::{Event, FinishReason, Summary};
 use crate::request::{Contexts, GenerateOptions, Request};
-use crate::serve::{EngineStats, SharedSink};
+use crate::serve::{Admission, EngineStats, SharedSink};
 use crate::settings::{EngineOptions, KvOptions};
-use crate::sync::atomic::{AtomicUsize, Ordering};
 
 type Events = Arc<Mutex<Vec<(u64, Event)>>>;
 type Ended = ((u64, usize), Result<Summary, Arc<EngineError>>);
@@ -31,26 +30,26 @@ pub(super) struct Client {
     pub(super) core: Core<HashBackend>,
     contexts: Contexts,
     events: Events,
-    /// Requests that are submitted and not admitted.
-    queued: Arc<AtomicUsize>,
+    /// Counts the requests that are submitted and not admitted.
+    admission: Arc<Admission>,
     /// Tokens of answers that have not ended.
     heard: HashMap<(u64, usize), Vec<u32>>,
 }
 
 impl Client {
     pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Client {
-        let queued = Arc::default();
+        let admission = Arc::default();
         let (core, budget) =
-            Core::build(Arc::clone(model), options, Arc::clone(&queued), None).expect("an engine");
+            Core::build(Arc::clone(model), options, Arc::clone(&admission), None).expect("an engine");
         let contexts = budget.contexts();
-        Client { core, contexts, events: Events::default(), queued, heard: HashMap::new() }
+        Client { core, contexts, events: Events::default(), admission, heard: HashMap::new() }
     }
 
     pub(super) fn submit(&mut self, id: u64, prompt: &[u32], options: GenerateOptions) {
         let events = Arc::clone(&self.events);
         let sink = SharedSink::new(Box::new(move |event| events.lock().expect("no panic").push((id, event))));
         let request = Request::new(prompt, options);
-        self.queued.fetch_add(1, Ordering::SeqCst);
+        self.admission.add();
         self.core.submit(Submitted { id, at: Instant::now(), request, sink });
     }
 
@@ -103,10 +102,14 @@ pub(super) struct Totals {
     replayed_demotions: u64,
     /// Pages that came back from the host.
     restored_pages: u64,
+    steps_ahead: u64,
+    lost_devices: u64,
+    /// Answers that failed because the device was lost.
+    lost_answers: u64,
 }
 
 impl Totals {
-    pub(super) fn counts(&self) -> [(&'static str, u64); 18] {
+    pub(super) fn counts(&self) -> [(&'static str, u64); 21] {
         [
             ("answers compared", self.compared),
             ("cancelled", self.cancelled),
@@ -126,6 +129,9 @@ impl Totals {
             ("demoted pages", self.demoted_pages),
             ("demotions that were repeated", self.replayed_demotions),
             ("pages from the host", self.restored_pages),
+            ("decode steps ahead", self.steps_ahead),
+            ("lost devices", self.lost_devices),
+            ("answers that a lost device failed", self.lost_answers),
         ]
     }
 
@@ -149,6 +155,9 @@ impl Totals {
         self.demoted_pages += other.demoted_pages;
         self.replayed_demotions += other.replayed_demotions;
         self.restored_pages += other.restored_pages;
+        self.steps_ahead += other.steps_ahead;
+        self.lost_devices += other.lost_devices;
+        self.lost_answers += other.lost_answers;
     }
 }
 
@@ -164,6 +173,8 @@ pub(super) struct Episode {
     contexts: Contexts,
     /// How often operations of the device fail.
     faults: FaultRates,
+    /// After how many operations the device is lost, if it is.
+    lost_after: Option<u64>,
 }
 
 thread_local! {
@@ -202,9 +213,22 @@ impl Episode {
             _ => FaultRates { seal: random.between(2, 8), ..FaultRates::default() },
         };
         let contexts = Client::new(&model, &options).contexts;
+        // Some are over by then, others have hardly begun.
+        let lost_after = random.one_in(6).then(|| {
+            let most = 10_usize.pow(random.between(1, 5) as u32);
+            random.between(0, most) as u64
+        });
         let requests_so_far = Vec::new();
-        let mut episode =
-            Episode { random, model, options, requests: requests_so_far, may_share, contexts, faults };
+        let mut episode = Episode {
+            random,
+            model,
+            options,
+            requests: requests_so_far,
+            may_share,
+            contexts,
+            faults,
+            lost_after,
+        };
         episode.requests = requests.into_iter().map(|request| episode.limited(request)).collect();
         episode
     }
@@ -215,7 +239,7 @@ impl Episode {
         // Shown when a test fails.
         println!(
             "window {:?}, context {:?}, chunks of {}, {} at a time, sealed {}, {windows:?}, {memory:?} bytes, {host_memory} of the host, tree {prefix_tree}, \
-             {tail:?}, {prefill:?}, {} requests, {:?}",
+             {tail:?}, {prefill:?}, {} requests, {:?}, the device is lost after {:?} operations",
             self.model.config().window(0),
             self.options.context,
             self.options.prefill_chunk,
@@ -223,12 +247,18 @@ impl Episode {
             codec.is_some(),
             self.requests.len(),
             self.faults,
+            self.lost_after,
         );
         let backend = Arc::clone(self.model.model().backend());
+        // What is expected is computed step by step.
+        backend.compute_ahead(true);
         let mut client = Client::new(&self.model, &self.options);
+        backend.compute_ahead(false);
         let mut reference = Reference::new(&self.model, &self.options);
         let faults_before = backend.fault_counts();
         backend.inject_faults(self.random.next_u64(), self.faults);
+        backend.lose_after(self.lost_after);
+        backend.compute_ahead(true);
         let mut totals = Totals::default();
         let mut ended: Vec<Ended> = Vec::new();
         let (mut next, mut pause) = (0, 0);
@@ -261,9 +291,18 @@ impl Episode {
         }
         ended.append(&mut client.take_ended());
         backend.inject_faults(0, FaultRates::default());
+        backend.lose_after(None);
+        backend.compute_ahead(false);
+        let asked_in_vain = backend.fault_counts().after_loss - faults_before.after_loss;
+        assert!(asked_in_vain <= 1, "{asked_in_vain} operations were asked of a lost device");
+        assert_eq!(client.admission.failure().is_some(), asked_in_vain > 0, "requests are refused");
+        totals.lost_devices = asked_in_vain;
         self.check(ended, &mut reference, &client.core.demotions, &mut totals);
         check_nothing_is_held(&mut client.core);
-        assert_eq!(client.queued.load(Ordering::SeqCst), 0, "requests that wait");
+        let choices: u64 = self.requests.iter().map(|request| request.options.n as u64).sum();
+        let EngineStats { finished, cancelled, failed, .. } = client.core.stats();
+        assert_eq!(finished + cancelled + failed, choices, "every answer is counted once");
+        assert_eq!(client.admission.queued(), 0, "requests that wait");
 
         let stats: EngineStats = client.core.stats();
         let faults = backend.fault_counts();
@@ -273,6 +312,7 @@ impl Episode {
         totals.batched_prompts = stats.batched_prompts;
         totals.evicted_pages = stats.cache.evicted_pages;
         totals.evicted_warm = stats.cache.evicted_warm;
+        totals.steps_ahead = client.core.taken_ahead();
         totals.restored_pages = stats.cache.host.restored;
         totals.buffer_faults = faults.buffer - faults_before.buffer;
         totals.forward_faults = faults.forward - faults_before.forward;
@@ -328,9 +368,14 @@ impl Episode {
                 Ok(summary) => summary,
                 Err(error) => {
                     let text = error.to_string();
+                    totals.failed += 1;
+                    if let EngineError::DeviceFailed(cause) = &*error {
+                        assert!(totals.lost_devices > 0 && cause.is_fatal(), "request {id}: {text}");
+                        totals.lost_answers += 1;
+                        continue;
+                    }
                     let injected = text.contains("injected fault") || text.contains("finite");
                     assert!(self.faults != FaultRates::default() && injected, "request {id}: {text}");
-                    totals.failed += 1;
                     continue;
                 }
             };

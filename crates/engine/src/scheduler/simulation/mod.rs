@@ -1,5 +1,5 @@
 //! The whole engine but its thread, on a device that hashes, with everything random: arrivals, cancellations, prefixes in
-//! common, pools far below the need, faults of the device.
+//! common, pools far below the need, faults of the device, and its loss.
 //!
 //! Every answer that ends must be the one that the request gets alone from an engine with memory to spare, and every answer
 //! that is broken off must be the beginning of it. After every episode nothing is held by anybody.

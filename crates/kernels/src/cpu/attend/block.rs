@@ -187,7 +187,7 @@ struct PageAttention<'a> {
 }
 
 impl PageAttention<'_> {
-    /// Reads bf16 pages.
+    /// Adds bf16 pages to the softmax of the rows.
     fn exact(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let (first, Heads { head_dim, scale, .. }) = (pages.start, self.heads);
         let slots = &self.sequence.pages[pages];
@@ -202,7 +202,7 @@ impl PageAttention<'_> {
         }
     }
 
-    /// Reads sealed pages.
+    /// Adds sealed pages to the softmax of the rows.
     fn sealed(&mut self, cache: &Cache, layer: usize, spans: &[Span], pages: Range<usize>) {
         let first = pages.start;
         let PageAttention { isa, sequence, kv_heads, heads, queries, kernel, states } = self;

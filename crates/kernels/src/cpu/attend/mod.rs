@@ -84,5 +84,5 @@ pub(super) fn attend(
             rows_of(output.block).write_head(output.head, tiers, qkv, parts, &mut scratch, &target);
         });
     };
-    pool.for_each_in_runs(plan.items.len(), end, read, put_together);
+    pool.for_each_in_ranges(plan.items.len(), end, read, put_together);
 }

@@ -8,7 +8,7 @@ use std::sync::{PoisonError, RwLock};
 
 use super::plan::{Output, Plan};
 use crate::cpu::attention::SoftmaxState;
-use crate::cpu::per_thread::Apart;
+use crate::cpu::per_thread::CachePadded;
 use crate::cpu::pool::pause;
 
 /// Softmax of the rows of each head of an item.
@@ -20,14 +20,14 @@ const TAKEN: usize = usize::MAX;
 /// Memory for the parts of a layer; kept between layers and steps.
 #[derive(Default)]
 pub(in crate::cpu) struct PartialStates {
-    items: Vec<Apart<RwLock<HeadStates>>>,
+    items: Vec<CachePadded<RwLock<HeadStates>>>,
     missing: Vec<AtomicUsize>,
 }
 
 impl PartialStates {
     /// Makes buffers for the items of a plan, none of which has been read.
     pub(super) fn prepare<'a>(&'a mut self, plan: &'a Plan) -> Parts<'a> {
-        self.items.resize_with(self.items.len().max(plan.items.len()), Apart::default);
+        self.items.resize_with(self.items.len().max(plan.items.len()), CachePadded::default);
         self.missing.resize_with(plan.outputs.len(), AtomicUsize::default);
         for (missing, output) in self.missing.iter_mut().zip(&plan.outputs) {
             *missing.get_mut() = output.parts;
@@ -39,7 +39,7 @@ impl PartialStates {
 /// The parts of a layer.
 pub(super) struct Parts<'a> {
     plan: &'a Plan,
-    items: &'a [Apart<RwLock<HeadStates>>],
+    items: &'a [CachePadded<RwLock<HeadStates>>],
     /// How many parts of each output have not been read.
     missing: &'a [AtomicUsize],
 }
@@ -144,7 +144,7 @@ mod tests {
             let pool = Pool::new(threads);
             for _ in 0..if cfg!(miri) { 2 } else { 200 } {
                 let (parts, done) = (memory.prepare(&plan), Mutex::new(Vec::new()));
-                pool.for_each_in_runs(
+                pool.for_each_in_ranges(
                     plan.items.len(),
                     |thread| plan.items.len() * (thread + 1) / threads,
                     |_, index| parts.fill(index, |states| fill(states, &plan, index)),
@@ -171,7 +171,7 @@ mod tests {
         for bad in 0..plan.items.len() {
             let parts = memory.prepare(&plan);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
-                pool.for_each_in_runs(
+                pool.for_each_in_ranges(
                     plan.items.len(),
                     |thread| plan.items.len() * (thread + 1) / 2,
                     |_, index| {

@@ -8,7 +8,7 @@ use crate::cpu::cache::Cache;
 pub(in crate::cpu) struct Tiers<'a> {
     /// The pools of the step.
     pub(in crate::cpu) cache: &'a Cache,
-    /// Layer of `cache`.
+    /// The layer of `cache` that the rows belong to.
     pub(in crate::cpu) layer: usize,
     /// A logit for each query head that has a share of every row's softmax.
     pub(in crate::cpu) sinks: Option<&'a [f32]>,
@@ -22,7 +22,7 @@ impl Tiers<'_> {
         match self.cache.sealed().map(|sealed| sealed.layouts[self.layer]) {
             Some(PageLayout::Codes(layout)) => 10 / layout.bits() as usize,
             Some(PageLayout::Banded(_)) => 5,
-            _ => 1,
+            Some(PageLayout::Bf16(_) | PageLayout::Fp8(_)) | None => 1,
         }
     }
 }

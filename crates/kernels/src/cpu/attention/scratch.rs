@@ -5,7 +5,7 @@ use crate::cpu::aligned::AlignedScratch;
 /// Memory of one thread for attention over bf16 and over sealed pages.
 #[derive(Default)]
 pub struct AttentionScratch {
-    /// Scaled queries.
+    /// The queries of a call times the softmax scale.
     pub(super) queries: AlignedScratch,
     /// Logits of a group of rows, then their weights.
     pub(super) scores: AlignedScratch,

@@ -47,7 +47,7 @@ impl SoftmaxState {
         self.rows
     }
 
-    /// Channels per row.
+    /// The number of channels of a row.
     pub fn head_dim(&self) -> usize {
         self.d
     }

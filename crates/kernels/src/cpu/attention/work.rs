@@ -7,9 +7,9 @@ use oscar_codec::PAGE_TOKENS;
 /// The positions a query row sees, `from..to`, counted from the start of the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// First position.
+    /// The first position that the row sees.
     pub from: usize,
-    /// One past the last.
+    /// One past the last position that the row sees.
     pub to: usize,
 }
 

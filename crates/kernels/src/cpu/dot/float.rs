@@ -163,7 +163,7 @@ unsafe fn pass<V: Vector, W: Width, const M: usize>(
     }
 }
 
-/// The reference.
+/// The products in plain Rust, which the fast paths are compared with.
 pub(super) fn scalar_rows(dtype: DType, stripes: &mut Stripes<'_>, x: &[f32], cols: usize) {
     match dtype {
         DType::F32 => scalar_rows_of::<F32>(stripes, x, cols),

@@ -93,7 +93,7 @@ impl Fp8Rows<'_, '_> {
         }
     }
 
-    /// The reference.
+    /// The products in plain Rust, which the fast paths are compared with.
     pub(super) fn scalar(self) {
         let Fp8Rows { stripes, first_rows, scales, x, cols } = self;
         let block = scales.block_cols();

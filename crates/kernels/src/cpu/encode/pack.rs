@@ -14,7 +14,7 @@ use super::unpack::BLOCK;
 pub(super) struct Placement {
     side: Side,
     bits: u32,
-    /// Channels as stored.
+    /// The number of channels as stored, those of the head and padding.
     pub(super) channels: usize,
     /// First byte of the codes.
     codes: usize,

@@ -14,35 +14,36 @@ use crate::cpu::simd::{Kernel, Vector};
 /// Rows that go through the product together: the matrix comes from the second-level cache once for all of them.
 pub(super) const ROW_BLOCK: usize = 48;
 
-/// What happens to rows before the product.
+/// What is done to rows before the product.
 #[derive(Clone, Copy)]
 pub(super) enum Prepare<'a> {
-    /// Nothing.
+    /// Rows are multiplied as they are.
     Copy,
-    /// The input of [`HeadTransform::apply`]: rounding where it is published, and centring.
+    /// Rows become what [`HeadTransform::apply`] multiplies: rounded where the published implementation rounds, and
+    /// centred.
     Centre(&'a HeadTransform),
 }
 
-/// What happens to finished sums.
+/// What is done to the sums of the product before they are stored.
 #[derive(Clone, Copy)]
 pub(super) enum Finish<'a> {
-    /// Nothing.
+    /// Sums are stored as they are.
     Keep,
-    /// Rounding to bf16.
+    /// Sums are rounded to bf16.
     Bf16,
-    /// The mean of the channel is added.
+    /// To each sum the mean of its channel is added.
     Add(&'a [f32]),
 }
 
-/// What rows are multiplied with, `[d][d]`.
+/// The matrix that rows are multiplied with, `[d][d]`.
 pub(super) enum Matrix<'a> {
-    /// Nothing.
+    /// The identity: there is no product.
     One,
-    /// Input channel by output channel.
+    /// The matrix with a row for each input channel.
     Rows(&'a [f32]),
-    /// Output channel by input channel, and a buffer for [`TURNED`] rows of the matrix turned over. Turning takes about as long as
-    /// one row, and far less than reading a turned copy from memory, or than writing a whole one: the rotation of a value has
-    /// just been used.
+    /// The matrix with a row for each output channel, and a buffer for [`TURNED`] rows of its transpose. Transposing takes
+    /// about as long as the product of one row, and far less than reading a transposed copy from memory, or than writing a
+    /// whole one: the rotation of a value has just been used, and is still in the cache.
     Columns(&'a [f32], &'a mut [f32]),
 }
 
@@ -55,9 +56,9 @@ pub(super) struct Product<'a> {
     pub(super) dim: usize,
     pub(super) prepare: Prepare<'a>,
     pub(super) finish: Finish<'a>,
-    /// Whole rows.
+    /// The rows, which are replaced by the result.
     pub(super) rows: &'a mut [f32],
-    /// Buffer of [`ROW_BLOCK`] rows.
+    /// A buffer with room for [`ROW_BLOCK`] rows.
     pub(super) input: &'a mut [f32],
 }
 
@@ -129,7 +130,7 @@ unsafe fn turn<V: Vector>(matrix: &[f32], columns: Range<usize>, dim: usize, tur
     }
 }
 
-/// One row that is not multiplied.
+/// Stores one row that has no product.
 ///
 /// # Safety
 /// The CPU has the instructions of `V`; the slices, and a mean to be added, are equally long.
@@ -241,7 +242,7 @@ unsafe fn multiply<V: Vector>(
 
 struct Tile<'a> {
     input: &'a [f32],
-    /// Rows of [`Self::inputs`].
+    /// The rows of the matrix for the channels in [`Self::inputs`].
     matrix: &'a [f32],
     inputs: Range<usize>,
     dim: usize,

@@ -218,7 +218,7 @@ unsafe fn largest<V: Vector, const COUNT: usize>(block: &[f32], lane: usize) -> 
 /// What differs between grids of two and of four bits.
 #[derive(Clone, Copy)]
 struct Levels {
-    /// The largest code.
+    /// The largest code, as a number.
     top: f32,
     /// The best Gaussian step relative to that of two bits.
     step_ratio: f32,

@@ -46,7 +46,7 @@ const DEPTH: usize = 1024;
 /// Memory of one thread for [`panel`]; keeps its allocation between calls.
 #[derive(Default)]
 pub(crate) struct PanelScratch {
-    /// Dequantised rows.
+    /// A panel of weight rows as floats.
     rows: AlignedScratch,
     /// The same as tiles.
     #[cfg(target_arch = "x86_64")]
@@ -67,7 +67,7 @@ pub(crate) fn panel_rows(outputs: usize, threads: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(crate) struct PanelWeights<'a> {
     pub(crate) dtype: DType,
-    /// Whole rows.
+    /// The bytes of whole rows of the matrix.
     pub(crate) bytes: &'a [u8],
     /// Which row of the matrix is the first.
     pub(crate) first_row: usize,

@@ -8,9 +8,9 @@ use std::ops::Range;
 use super::{FEWEST_PASSES, Input, Mode, PANEL_MIN_ROWS, Projection, Projector, Rows, TASKS_PER_THREAD};
 use crate::backend::{KernelError, expect};
 use crate::cpu::activation::QuantisedRows;
-use crate::cpu::backend::PARALLEL_VALUES;
 use crate::cpu::dot::stripes;
 use crate::cpu::memory::DisjointSlice;
+use crate::cpu::rows::PARALLEL_VALUES;
 
 /// Neighbouring rows that are multiplied with the same weights.
 pub(in crate::cpu) struct Group<'a> {

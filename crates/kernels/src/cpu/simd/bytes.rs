@@ -10,7 +10,7 @@ pub(crate) trait Bytes: Copy {
     type Activations: Copy;
     /// Integer sums, apart for the first and the second 16 products.
     type Integers: Copy;
-    /// Float accumulators.
+    /// Accumulators of floats, a register of them.
     type Sums: Copy;
 
     /// Reads 32 bytes.

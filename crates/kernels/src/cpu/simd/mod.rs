@@ -40,7 +40,7 @@ use super::isa::Isa;
 
 /// A body that is compiled for every instruction set.
 pub(crate) trait Kernel {
-    /// What it returns.
+    /// The type of what the kernel returns.
     type Output;
 
     /// Runs the body. Implementations are `#[inline(always)]`.

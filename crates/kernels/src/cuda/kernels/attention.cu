@@ -5,7 +5,7 @@
 
 struct Segment {
   int kind;  // 0: bf16 tiles, 1: sealed tiles
-  int sequence, head, first_row, rows;
+  int sequence, head, first_row, rows;  // the row of the batch; KV head; query heads of its group
   int begin, end;  // tiles of this kind, counted from the first of the sequence
   int partial;
   int unit;  // what is merged: a sequence, KV head and range of query heads
@@ -42,14 +42,14 @@ constexpr int TILE_FLOATS = WARPS * STAGES * STAGE_BYTES / 4, SUM_FLOATS = WARPS
 constexpr int LEFT_AT = TILE_FLOATS > SUM_FLOATS ? TILE_FLOATS : SUM_FLOATS;
 
 struct Arguments {
-  const float* queries;  // [sequence][kv head][group][channel], sequences so far apart
+  const float* queries;  // [row][kv head][group][channel], rows so far apart
   long long query_stride;
   const u8* exact_pool;  // of one layer: page `slot`, head `h` at slot * exact_stride + h * page bytes
   const u8* sealed_pool;
   u32 exact_stride, sealed_stride;
   const u8* scratch_pool;  // bf16 pages from slot `exact_slots` on
   u32 scratch_stride, exact_slots;
-  const int* table;  // [sequence][page]: the slot in the pool the page is read from
+  const int* table;  // [row][page]: the slot in the pool the page is read from
   long long table_width;
   const Segment* segments;  // the first of each block, then all others
   float* partial_values;    // [partial][row][channel]
@@ -58,7 +58,7 @@ struct Arguments {
   float* out;               // like queries
   const float* undo;        // [kv head][channel of pages][channel of outputs], or null
   const float* mean;        // [kv head][channel of outputs], or null
-  float* totals;            // [sequence][query head]: logarithm (base 2) of the sum of all weights, or null
+  float* totals;            // [row][query head]: logarithm (base 2) of the sum of all weights, or null
   int kv_heads, group;
   float scale;  // of logits, times log2(e)
 };
@@ -80,8 +80,10 @@ template <class Provider>
 DEVICE void attend_tiles(
     const Arguments& a, const Segment& s, TileRing& ring, u8* query_memory, int warp, int lane, Provider& state) {
   constexpr bool EXACT = Provider::TOKENS == 8;
-  const u8* pool = EXACT ? a.exact_pool : a.sealed_pool;
-  const u32 stride = EXACT ? a.exact_stride : a.sealed_stride;
+  // Without a format of sealed pages, history is bf16 too, in a pool of its own.
+  const bool history = !EXACT || (SEALED_BITS == 0 && s.kind);
+  const u8* pool = history ? a.sealed_pool : a.exact_pool;
+  const u32 stride = history ? a.sealed_stride : a.exact_stride;
   pool = kept(pool + (long long)s.head * (Provider::TILE_BYTES * Provider::TILES_PER_PAGE));
   const int* table = kept(a.table + s.sequence * a.table_width);
   const int count = s.end - s.begin > warp ? (s.end - s.begin - warp + WARPS - 1) / WARPS : 0;
@@ -89,7 +91,7 @@ DEVICE void attend_tiles(
   // The page of the i-th tile of this warp.
   auto page_of = [&](int i) {
     const int tile = s.begin + warp + i * WARPS, page = tile / Provider::TILES_PER_PAGE;
-    if (!EXACT) return s.sink_pages + page;
+    if (history) return s.sink_pages + page;
     return tile < sink_tiles ? page : page - s.sink_pages + s.history_end;
   };
   // Slots are looked up a tile ahead: a lookup costs as much time as a tile.
@@ -98,7 +100,7 @@ DEVICE void attend_tiles(
   auto fetch = [&](int i, int ahead) {
     const int part = (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE;
     const u8* source = pool + (u64)slot * stride + part * Provider::TILE_BYTES;
-    if (EXACT && slot >= a.exact_slots) {
+    if (!history && slot >= a.exact_slots) {
       const int tile = s.head * Provider::TILES_PER_PAGE + part;
       source = a.scratch_pool + (u64)(slot - a.exact_slots) * a.scratch_stride + tile * Provider::TILE_BYTES;
     }

@@ -1,5 +1,5 @@
-// Keys in bands of channels with codes of four, two and one bits: k = s*(c - h) per token and band, where h is half of the
-// largest code. A band is a sum of its own, q.k = s*(sum(q*c) - h*sum(q)), and the logit is the sum of four. Queries
+// Keys in bands of channels with codes of four, two or one bits: k = s*(c - h) per token and band, where h is half of the
+// largest code. Channels after the last band are not stored: their queries are not multiplied. A band is a sum of its own, q.k = s*(sum(q*c) - h*sum(q)), and the logit is the sum of four. Queries
 // become integers with a step for each band: the largest of their channels meet the weakest keys.
 //
 // Scales are logarithms of eight bits. A table in shared memory decodes them: one byte taken out and one load, where
@@ -13,23 +13,29 @@ DEVICE void mma_unit(int (&d)[4], const u32 (&codes)[4], u32 queries, const int 
       : "r"(codes[0]), "r"(codes[1]), "r"(queries), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-template <int LATER>
-struct BandKeys : Keys<2, LATER> {
-  typedef Keys<2, LATER> Base;
-  using Base::SLICES; using Base::CHANNEL_STEPS; using Base::CHUNKS; using Base::LANE_TOKENS; using Base::SIDE_BYTES;
-  using Base::FRAGMENT_BYTES; using Base::MAGIC_BITS; using Base::MAGIC_VALUE; using Base::start;
+// BITS: of values, which say how many tokens a tile has.
+template <int BITS, int LATER>
+struct BandKeys : Keys<BITS, LATER> {
+  typedef Keys<BITS, LATER> Base;
+  using Base::SLICES; using Base::CHANNEL_STEPS; using Base::LANE_TOKENS; using Base::SCALES_AT; using Base::FRAGMENT_BYTES; using Base::start;
   using Base::fresh; using Base::reference; using Base::total; using Base::offsets; using Base::four_scales;
   using Base::later;
   // A unit of every token lies at the same bits of its word, so that queries can make up for codes that come out two,
   // four or eight times too large. Where tokens share words, it does not, and codes are shifted.
   static constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
+  // Loads of 16 bytes of a lane's keys.
+  static constexpr int KEY_CHUNKS = LANE_TOKENS * TOKEN_BITS / 32;
+  static_assert(LANE_TOKENS * TOKEN_BITS % 32 == 0, "a lane has whole loads");
+  // Sums of a band are small enough for a float that has integers in its low bits, see `Keys::MAGIC`.
+  static constexpr int MAGIC_BITS = 0x4b400000;
+  static constexpr float MAGIC_VALUE = 12582912.0f;
   // In shared memory after the operands: steps and starts [band][row][2], what accumulators start from, the table of
   // scales, and those of the tile that a warp works on, [band][four tokens][row][token].
   static constexpr int ROWS_HERE = SLICES * 4;
   static constexpr int START = FRAGMENT_BYTES + 2 * BANDS * ROWS_HERE * 4;
   static constexpr int TABLE = START + 32;
   static constexpr int SCALES = TABLE + 256 * 4;
-  static constexpr int SCALE_BYTES = 64 * BANDS * 4;
+  static constexpr int SCALE_BYTES = SEALED_TILE_TOKENS * BANDS * 4;
   static constexpr int QUERY_BYTES = SCALES + WARPS * SCALE_BYTES;
 
   // What a high byte counts for, 256. A multiplication that the compiler does not know to be a shift goes to units that
@@ -148,7 +154,7 @@ struct BandKeys : Keys<2, LATER> {
     float decoded[LANE_TOKENS];
     #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
-      const u32 codes = word_of(four_scales(page + 2 * SIDE_BYTES, 0, i / 4, lane), i % 4);
+      const u32 codes = word_of(four_scales(page + SCALES_AT, 0, i / 4, lane), i % 4);
       decoded[i] = ((const float*)(queries + TABLE))[__byte_perm(codes, 0, 0x4440 + (lane & 3))];
     }
     // Nobody still reads those of the tile before.
@@ -162,9 +168,9 @@ struct BandKeys : Keys<2, LATER> {
 
   // Logits less their reference, which is what weights are powers of.
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
-    uint4 chunks[CHUNKS];
+    uint4 chunks[KEY_CHUNKS];
     #pragma unroll
-    for (int i = 0; i < CHUNKS; i++) chunks[i] = *(const uint4*)(page + i * 512 + lane * 16);
+    for (int i = 0; i < KEY_CHUNKS; i++) chunks[i] = *(const uint4*)(page + i * 512 + lane * 16);
     decode_scales(page, lane);
     #pragma unroll
     for (int band = 0; band < BANDS; band++) {
@@ -218,7 +224,7 @@ struct BandKeys : Keys<2, LATER> {
 };
 
 template <int BITS, int LATER>
-using SealedKeys = BandKeys<LATER>;
+using SealedKeys = BandKeys<BITS, LATER>;
 #else
 template <int BITS, int LATER>
 using SealedKeys = Keys<BITS, LATER>;

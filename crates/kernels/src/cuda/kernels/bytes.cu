@@ -57,7 +57,7 @@ struct ByteCodes : SealedKeys<2, 0> {
       total[slice] += sum[slice];
       offsets[slice][0] += offset[slice];
     }
-    add_values(page + SIDE_BYTES, lane, weights);
+    add_values(page + KEY_BYTES, lane, weights);
     dither += 19.0f / 256.0f;
     dither = dither >= 0.125f ? dither - 0.125f : dither;
   }
@@ -75,7 +75,7 @@ struct ByteCodes : SealedKeys<2, 0> {
   }
 
   DEVICE static float2 affine_of(const u8* page, int i, int lane) {
-    return scale_pair(word_of(four_scales(page + 2 * SIDE_BYTES + GROUP_BYTES, 0, i / 4, lane), i % 4));
+    return scale_pair(word_of(four_scales(page + SCALES_AT + GROUP_BYTES, 0, i / 4, lane), i % 4));
   }
 
   // Weights as operands, and the sums of offsets. False if a weight of any query head does not fit.

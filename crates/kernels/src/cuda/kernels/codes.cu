@@ -61,7 +61,8 @@ template <int BITS, int LATER>
 struct Keys {
   static constexpr int TOKENS = SEALED_TILE_TOKENS;
   static constexpr int TILES_PER_PAGE = 64 / TOKENS;
-  static constexpr int SIDE_BYTES = SEALED_SIDE_BYTES;
+  // Where values and scales begin in a tile; those of keys come first.
+  static constexpr int KEY_BYTES = SEALED_KEY_BYTES, SCALES_AT = SEALED_KEY_BYTES + SEALED_VALUE_BYTES;
   static constexpr int GROUP_BYTES = SEALED_SCALE_BYTES / GROUPS;
   static constexpr int TILE_BYTES = SEALED_TILE_BYTES;
   // Query heads of a lane: one of four of each.
@@ -194,7 +195,7 @@ struct Keys {
 
   // Logits less their reference, which is what weights are powers of.
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
-    const u8* scales = page + 2 * SIDE_BYTES;
+    const u8* scales = page + SCALES_AT;
     constexpr int BLOCK = 4;  // tokens of a lane at once: sums that do not wait for one another
     uint4 chunks[CHUNKS], scale_chunk[GROUPS];
     u32 here = 0;  // of the chunks; known to the compiler

@@ -45,7 +45,7 @@ template <bool FP8>
 struct Floats {
   static constexpr int TOKENS = FP8 ? SEALED_TILE_TOKENS : EXACT_TILE_TOKENS;
   static constexpr int TILES_PER_PAGE = 64 / TOKENS;
-  static constexpr int SIDE_BYTES = FP8 ? SEALED_SIDE_BYTES : EXACT_SIDE_BYTES;
+  static constexpr int SIDE_BYTES = FP8 ? SEALED_KEY_BYTES : EXACT_SIDE_BYTES;
   static constexpr int TILE_BYTES = FP8 ? SEALED_TILE_BYTES : EXACT_TILE_BYTES;
   static constexpr int TOKEN_TILES = TOKENS / 8;
   static constexpr int CHANNEL_STEPS = HEAD_DIM / 16;

@@ -13,7 +13,7 @@ DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 template <int BITS>
 struct HalfCodes : SealedKeys<BITS, 4> {
   typedef SealedKeys<BITS, 4> Base;
-  using Base::SIDE_BYTES; using Base::GROUP_BYTES; using Base::TOKENS; using Base::LANE_TOKENS; using Base::SLICES;
+  using Base::KEY_BYTES; using Base::SCALES_AT; using Base::GROUP_BYTES; using Base::TOKENS; using Base::LANE_TOKENS; using Base::SLICES;
   using Base::CHANNEL_TILES; using Base::reference; using Base::total; using Base::offsets; using Base::start;
   using Base::fresh; using Base::score; using Base::four_scales; using Base::later;
   static constexpr int LATER = 4;
@@ -45,13 +45,13 @@ struct HalfCodes : SealedKeys<BITS, 4> {
       weigh(page + start[2], lane, weights);
     }
     #pragma unroll
-    for (int group = 0; group < GROUPS; group++) add_values(group, page + SIDE_BYTES, lane, weights[group]);
+    for (int group = 0; group < GROUPS; group++) add_values(group, page + KEY_BYTES, lane, weights[group]);
   }
 
   // The weights of a tile as operands, for each group of channels; their sum and those of offsets are added to what the
   // segment has. False, and nothing added, if a weight of any query head does not fit.
   DEVICE bool weigh(const u8* page, int lane, u32 (&weights)[GROUPS][COLUMNS][LANE_TOKENS]) {
-    const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
+    const u8* scales = page + SCALES_AT + GROUPS * GROUP_BYTES;
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
     score(page, lane, probability);
     bool fits = true;
@@ -147,7 +147,7 @@ struct HalfCodes : SealedKeys<BITS, 4> {
 
   // References at which the weights of this tile and of all before it fit.
   DEVICE void choose_references(const u8* page, int lane) {
-    const u8* scales = page + 2 * SIDE_BYTES + GROUPS * GROUP_BYTES;
+    const u8* scales = page + SCALES_AT + GROUPS * GROUP_BYTES;
     float exponent[SLICES][LANE_TOKENS], scale = 1e-20f;
     score(page, lane, exponent);
     #pragma unroll

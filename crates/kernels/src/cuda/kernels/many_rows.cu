@@ -59,10 +59,9 @@ struct Walk {
   }
 };
 
-// The place of a slot's page of this block's head. Without a format of sealed pages, history comes from bf16 pages of another
-// pool, in the same slots.
+// The place of a slot's page of this block's head. Without a format of sealed pages, history is bf16 too.
 DEVICE u32 slot_of(const Arguments& a, const Item& item, Turn turn) {
-  return a.tables[item.table + turn.page + (SEALED_BITS && turn.sealed ? item.pages : 0)];
+  return a.tables[item.table + turn.page + (turn.sealed ? item.pages : 0)];
 }
 DEVICE const u8* page_of(const Arguments& a, Turn turn, u32 slot) {
 #if SEALED_BITS

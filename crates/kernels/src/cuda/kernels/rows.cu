@@ -3,12 +3,14 @@
 constexpr int THREADS = 128;
 constexpr int TILE_TOKENS = SEALED_TILE_TOKENS;
 constexpr int GROUP_CHUNKS = CHUNKS / GROUPS;
-constexpr int SIDE_BYTES = SEALED_SIDE_BYTES;
+// Where values and scales begin in a tile; those of keys come first.
+constexpr int KEY_BYTES = SEALED_KEY_BYTES, SCALES_AT = SEALED_KEY_BYTES + SEALED_VALUE_BYTES;
 constexpr int SIDE_SCALE_BYTES = SEALED_SCALE_BYTES;
 constexpr int TILE_BYTES = SEALED_TILE_BYTES;
 constexpr int SEALED_BYTES = 64 / TILE_TOKENS * TILE_BYTES;
-// Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two tokens.
-constexpr bool SHARED_WORDS = BITS == 2 && CHUNKS % 2 == 1;
+// Whether tokens share words of keys. Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two
+// tokens.
+constexpr bool SHARED_WORDS = BAND_UNITS ? TOKEN_BITS % 8 != 0 : BITS == 2 && CHUNKS % 2 == 1;
 
 // A row in shared memory: eight channels of eight tokens lie side by side.
 struct Row {

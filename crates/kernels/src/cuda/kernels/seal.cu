@@ -252,7 +252,7 @@ DEVICE void put_value(u8* page, const LaneToken& at, int chunk, const u32 (&quad
   for (int i = 0; i < 2 * COUNT; i++)
     whole[i] = BITS == 4 ? quads[i] : quads[i / 2 * 4 + i % 2] | quads[i / 2 * 4 + 2 + i % 2] << 2;
   const int part = at.token % 8 / 4;
-  u8* target = page + at.tile * TILE_BYTES + SIDE_BYTES + chunk * 512 + at.column * 16 + at.token % 4;
+  u8* target = page + at.tile * TILE_BYTES + KEY_BYTES + chunk * 512 + at.column * 16 + at.token % 4;
   #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const u32 mine = part ? whole[COUNT + i] : whole[i];
@@ -304,7 +304,7 @@ DEVICE void seal_row(const Row& row, u32 rule, int side, int token, u8* page) {
       else put_value(page, at, chunk, quads);
     }
     if (corrected) bits = grid.unbiased(along);
-    *(u32*)(page + at.tile * TILE_BYTES + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
+    *(u32*)(page + at.tile * TILE_BYTES + SCALES_AT + side * SIDE_SCALE_BYTES + group * TILE_TOKENS * 4
             + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = bits;
   }
 }
@@ -336,7 +336,7 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
   const float scale = scale_value(bits);
   page += token / 16 * TILE_BYTES;
   token %= 16;
-  *(u16*)(page + 2 * SIDE_BYTES + side * SIDE_SCALE_BYTES + token * 2) = (u16)bits;
+  *(u16*)(page + SCALES_AT + side * SIDE_SCALE_BYTES + token * 2) = (u16)bits;
   #pragma unroll 4
   for (int i = 0; i < CHUNKS * 4; i++) {
     const uint4 unit = row.unit(i >> 2, i & 3);
@@ -351,7 +351,7 @@ DEVICE void seal_row(const Row& row, u32, int side, int token, u8* page) {
         const int word = token / 8 * (HEAD_DIM / 16) + i / 2;
         *(u32*)(page + word / 4 * 512 + token % 8 * 64 + (i % 2 * 2 + j) * 16 + word % 4 * 4) = quads[j];
       } else {
-        u8* target = page + SIDE_BYTES + i / 4 * 512 + token % 8 / 2 * 16 + i % 4 * 4 + token % 2 * 2 + token / 8;
+        u8* target = page + KEY_BYTES + i / 4 * 512 + token % 8 / 2 * 16 + i % 4 * 4 + token % 2 * 2 + token / 8;
         #pragma unroll
         for (int byte = 0; byte < 4; byte++) target[(j * 4 + byte) * 64] = (u8)(quads[j] >> 8 * byte);
       }

@@ -164,10 +164,11 @@ struct KeyBand {
 
 DEVICE void seal_key(const Row& row, int token, u8* page) {
   const LaneToken at(token);
+  page += at.tile * TILE_BYTES;
   u32 held[4] = {0, 0, 0, 0}, scales = 0;
   #pragma unroll 1
   for (int band = 0; band < BANDS; band++)
     scales |= KeyBand(band).seal(row, at, page, at.eight * TOKEN_BITS + band_bit(band), held) << 8 * band;
-  *(u32*)(page + 2 * SIDE_BYTES + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = scales;
+  *(u32*)(page + SCALES_AT + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = scales;
 }
 #endif

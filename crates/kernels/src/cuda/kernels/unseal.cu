@@ -45,7 +45,7 @@ struct SealedToken {
     tile = page + token / TILE_TOKENS * SEALED_TILE_BYTES;
     run_token = token % run, column = token % TILE_TOKENS / run;
     eight = run_token / 4 * 2 + run_token % 2, row = 2 * column + run_token % 4 / 2;
-    scales = tile + 2 * SEALED_SIDE_BYTES + eight / 4 * 128 + row * 16 + eight % 4 * 4;
+    scales = tile + SEALED_KEY_BYTES + SEALED_VALUE_BYTES + eight / 4 * 128 + row * 16 + eight % 4 * 4;
   }
   DEVICE float2 scale(int side, int group) const {
     return scale_pair(*(const u32*)(scales + side * SEALED_SCALE_BYTES + group * TILE_TOKENS * 4));
@@ -56,10 +56,10 @@ DEVICE int code_shift(int half, int part) { return SEALED_BITS == 4 ? 4 * part :
 constexpr u32 CODES = ((1u << SEALED_BITS) - 1) * 0x01010101u;
 
 #if BAND_UNITS
-// Keys in bands. Of each sixteen channels a thread has the first or the second eight.
+// Keys in bands. Of each sixteen channels a thread has the first or the second eight. Channels after the last band are zero.
 template <int THREADS>
 DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
-  constexpr int SHARES = THREADS / 128, UNITS = HEAD_DIM / 16;
+  constexpr int SHARES = THREADS / 128, UNITS = HEAD_DIM / 16, STORED_UNITS = band_unit(3) + band_units(3);
   // Bits of a token need not begin at a byte.
   constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
   constexpr int WORDS = (TOKEN_BITS + 7 + (ALIGNED ? 0 : 4)) / 8;
@@ -85,6 +85,11 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
   #pragma unroll
   for (int unit = 0; unit < UNITS; unit++) {
     if (SHARES > 1 && unit % SHARES != thread / 128) continue;
+    uint4* target = (uint4*)(out + key_square(token, unit * 16 + half * 8));
+    if (unit >= STORED_UNITS) {
+      *target = make_uint4(0, 0, 0, 0);
+      continue;
+    }
     int band = 0;
     #pragma unroll
     for (int i = 1; i < BANDS; i++) band += unit >= band_unit(i);
@@ -98,7 +103,7 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
       const u32 word = later ? words[j][min(bit / 8 + 1, WORDS - 1)] : words[j][bit / 8];
       eight[j] = four_numbers(word >> shift & mask, scales[band], biases[band]);
     }
-    *(uint4*)(out + key_square(token, unit * 16 + half * 8)) = make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
+    *target = make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
   }
 }
 #else
@@ -141,7 +146,7 @@ DEVICE void unseal_values(const u8* page, u8* out, int thread) {
       const int channel = group * CHANNELS + i, eight = channel / 8;
       const int word = eight * SEALED_BITS / 4 * (TILE_TOKENS / 32) + first.run_token / 8;
       const int half = eight % (4 / SEALED_BITS);
-      const u32 codes = *(const u32*)(first.tile + SEALED_SIDE_BYTES + word / 4 * 512
+      const u32 codes = *(const u32*)(first.tile + SEALED_KEY_BYTES + word / 4 * 512
           + (channel % 8 * 4 + first.column) * 16 + word % 4 * 4);
       u32 pairs[4];
       #pragma unroll
@@ -165,7 +170,7 @@ DEVICE float wide(u32 byte) {
   return x * 256.0f;
 }
 DEVICE float stored_scale(const u8* page, int side, int token) {
-  const u8* scales = page + token / 16 * SEALED_TILE_BYTES + 2 * SEALED_SIDE_BYTES + side * SEALED_SCALE_BYTES;
+  const u8* scales = page + token / 16 * SEALED_TILE_BYTES + SEALED_KEY_BYTES + SEALED_VALUE_BYTES + side * SEALED_SCALE_BYTES;
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(*(const u16*)(scales + token % 16 * 2)));
   return x;
@@ -199,7 +204,7 @@ DEVICE void unseal_values(const u8* page, u8* out, int thread) {
   #pragma unroll (AT_ONCE<THREADS>)
   for (int channel = thread % NEIGHBOURS; channel < HEAD_DIM; channel += NEIGHBOURS) {
     const int word = channel / 8;
-    const u8* at = page + eight_tokens / 2 * SEALED_TILE_BYTES + SEALED_SIDE_BYTES + word / 4 * 512 + channel % 8 * 64
+    const u8* at = page + eight_tokens / 2 * SEALED_TILE_BYTES + SEALED_KEY_BYTES + word / 4 * 512 + channel % 8 * 64
         + word % 4 * 4;
     u32 pairs[4];
     #pragma unroll

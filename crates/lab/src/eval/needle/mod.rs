@@ -1,4 +1,4 @@
-//! Needles in a haystack: sentences with a key and a number hidden in long text, one key asked for at the end.
+//! Needles in a haystack: sentences with a key and a number hidden in long text, of which the question at the end names one key.
 //!
 //! Everything in a prompt comes from its seed: the keys, the numbers, the depths of the needles that are not asked
 //! for, and where a user's text begins. Context and question are separate because a table of codecs prefills the
@@ -21,9 +21,9 @@ pub use score::score;
 pub enum NeedleKind {
     /// One key with one number.
     Single,
-    /// Several keys, one of which is asked for.
+    /// Several keys, of which the question names one.
     MultiKey,
-    /// Several numbers under one key, all of which are asked for.
+    /// Several numbers under one key, all of which the question wants.
     MultiValue,
     /// Several keys that share a word with the one asked, with numbers that share digits with the answer.
     Distractors,
@@ -104,9 +104,9 @@ pub struct NeedlePrompt {
     pub lead_in: String,
     /// The numbers to find.
     pub answers: Vec<String>,
-    /// Depth of the (first) asked needle in percent, as asked for.
+    /// Depth of the (first) needle that the question wants in percent, as it was requested.
     pub depth: f64,
-    /// Tokens of context and question, as asked for.
+    /// Tokens of context and question, as they were requested.
     pub target_tokens: usize,
     /// Tokens of context and question, as counted.
     pub tokens: usize,
@@ -119,6 +119,7 @@ pub struct NeedlePrompt {
 /// Why a prompt cannot be built.
 #[derive(Debug, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum NeedleError {
     #[error("unknown kind of needle {name:?}; there are single, multi-key, multi-value and distractors")]
     UnknownKind { name: String },

@@ -20,13 +20,14 @@ pub struct Results {
     pub name: String,
     /// The machine in one line.
     pub machine: String,
-    /// The measurements.
+    /// The measurements of the file, a row each.
     pub rows: Vec<ResultRow>,
 }
 
 /// Why results cannot be shown.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub enum ReportError {
     #[error("{}: cannot read: {source}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
@@ -46,7 +47,7 @@ struct ResultFile {
 }
 
 impl Results {
-    /// Reads a file.
+    /// Reads the results in a file.
     pub fn read(path: &Path) -> Result<Results, ReportError> {
         let failed = |source| ReportError::Read { path: path.to_owned(), source };
         let mut text = Vec::new();

@@ -62,27 +62,27 @@ impl Metadata {
             .ok_or_else(|| FileError::MissingKey { path: self.path.to_path_buf(), key: key.to_owned() })
     }
 
-    /// A required integer.
+    /// The integer at `key`; an error that names the key if there is none.
     pub fn u32(&self, key: &str) -> Result<u32, FileError> {
         self.require(key)
     }
 
-    /// A required integer.
+    /// The integer at `key`; an error that names the key if there is none.
     pub fn u64(&self, key: &str) -> Result<u64, FileError> {
         self.require(key)
     }
 
-    /// A required float.
+    /// The float at `key`; an error that names the key if there is none.
     pub fn f32(&self, key: &str) -> Result<f32, FileError> {
         self.require(key)
     }
 
-    /// A required boolean.
+    /// The boolean at `key`; an error that names the key if there is none.
     pub fn bool(&self, key: &str) -> Result<bool, FileError> {
         self.require(key)
     }
 
-    /// A required string.
+    /// The string at `key`; an error that names the key if there is none.
     pub fn str(&self, key: &str) -> Result<&str, FileError> {
         self.require(key)
     }

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-/// A metadata value.
+/// A value of the metadata of a GGUF file.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum MetadataValue {
@@ -49,7 +49,7 @@ pub struct Strings {
 }
 
 impl Strings {
-    /// Number of strings.
+    /// The number of strings in the array.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
@@ -59,7 +59,7 @@ impl Strings {
         self.ends.is_empty()
     }
 
-    /// String number `index`.
+    /// The string at `index`; `None` behind the end.
     pub fn get(&self, index: usize) -> Option<&str> {
         let end = *self.ends.get(index)?;
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
@@ -139,7 +139,7 @@ impl MetadataValue {
 }
 
 impl MetadataArray {
-    /// Number of elements.
+    /// The number of elements in the array.
     pub fn len(&self) -> usize {
         match self {
             MetadataArray::U8(v) => v.len(),

@@ -12,7 +12,8 @@ pub struct ToolCallFormat {
     pub(crate) closer: Option<&'static str>,
     /// How one call is laid out.
     pub(crate) layout: CallLayout,
-    /// What a forced call has before and behind it, with the line breaks of the chat template.
+    /// What a forced call has before and behind it, with the line breaks of the chat template. The brackets of a list
+    /// are not part of it.
     pub(crate) block: (&'static str, &'static str),
     /// Whether all calls of an answer stand in one block; otherwise each has a block of its own.
     pub(crate) one_block: bool,
@@ -27,6 +28,13 @@ pub(crate) enum CallLayout {
     Json {
         /// The name of the field that holds the arguments.
         arguments: &'static str,
+        /// Whether the calls of a block stand in a JSON list, be there one or several.
+        list: bool,
+    },
+    /// The name as it is, and the arguments as a JSON object: `name[ARGS]{…}`.
+    Named {
+        /// The marker between the two.
+        separator: &'static str,
     },
     /// Tags, with a pair of them for each argument.
     Xml(XmlLayout),
@@ -52,9 +60,15 @@ pub(crate) struct XmlLayout {
 }
 
 impl ToolCallFormat {
-    /// Whether calls are JSON objects.
+    /// Whether calls, or at least their arguments, are JSON objects.
     pub(crate) fn is_json(&self) -> bool {
-        matches!(self.layout, CallLayout::Json { .. })
+        matches!(self.layout, CallLayout::Json { .. } | CallLayout::Named { .. })
+    }
+
+    /// Whether calls may stand in a JSON list, or as a bare name before its arguments. Models that learned one of the two
+    /// write the other now and then, so both are read.
+    pub(crate) fn has_lists(&self) -> bool {
+        matches!(self.layout, CallLayout::Json { list: true, .. } | CallLayout::Named { .. })
     }
 
     /// Whether calls are messages for functions.
@@ -66,11 +80,15 @@ impl ToolCallFormat {
     pub(crate) fn markers(&self) -> impl Iterator<Item = &'static str> {
         let tags = match &self.layout {
             CallLayout::Json { .. } | CallLayout::Harmony => [""; 5],
+            CallLayout::Named { separator } => [*separator, "", "", "", ""],
             CallLayout::Xml(XmlLayout { call_close, key, value, .. }) => {
                 [*call_close, key.0, key.1, value.0, value.1]
             }
         };
-        let whole = |tag: &&str| tag.starts_with('<') && tag.ends_with('>');
+        let whole = |tag: &&str| {
+            let between = |open, close| tag.starts_with(open) && tag.ends_with(close);
+            between('<', '>') || between('[', ']')
+        };
         self.openers.iter().copied().chain(self.closer).chain(tags).filter(whole)
     }
 }

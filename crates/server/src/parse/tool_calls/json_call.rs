@@ -1,4 +1,5 @@
-//! A call written as a JSON object: `{"name": "…", "arguments": {…}}`.
+//! A call written as a JSON object: `{"name": "…", "arguments": {…}}`, alone or in a list, or as a name before such
+//! arguments: `name[ARGS]{…}`.
 //!
 //! Arguments are passed on as they come when the name stands before them, as it nearly always does. Otherwise the
 //! call comes when its object ends.
@@ -7,10 +8,14 @@ use std::sync::Arc;
 
 use super::super::marker::{find_first, held_back};
 use super::json_text::{JsonText, Step, is_json};
-use super::{Calls, Progress, Tool};
+use super::{Calls, LONGEST_NAME, Progress, Tool, is_name_byte};
 
 /// Fields that a call may have. An object with others is part of the answer.
 const FIELDS: [&str; 6] = ["name", "arguments", "parameters", "type", "function", "id"];
+
+/// What may stand between a bare name and its arguments. Mistral's models of 2025 write an identifier behind the first.
+const CALL_ID: &str = "[CALL_ID]";
+const ARGUMENTS: &str = "[ARGS]";
 
 /// Openings of a block of code that may be a call.
 pub(super) const FENCES: [&str; 2] = ["```json\n", "```\n"];
@@ -27,6 +32,12 @@ pub(super) struct JsonCall {
     only: Option<Arc<[Tool]>>,
     /// The markers at which arguments end that are not JSON.
     closers: &'static [&'static str],
+    /// Whether a list may open here, or a bare name stand before the arguments.
+    lists: bool,
+    /// Whether a list has been opened.
+    listed: bool,
+    /// Whether the call is a bare name and its arguments, and ends with them.
+    bare: bool,
     phase: Phase,
     value: JsonText,
     /// The place in `text` where the key or value began.
@@ -41,6 +52,8 @@ pub(super) struct JsonCall {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Open,
+    /// In a bare name, or what stands between it and its arguments.
+    BareName,
     /// A key, or the end of an object without fields.
     FirstKey,
     Key,
@@ -63,6 +76,9 @@ impl JsonCall {
             text: opener.to_owned(),
             only: None,
             closers,
+            lists: false,
+            listed: opener.ends_with('['),
+            bare: false,
             phase: Phase::Open,
             value: JsonText::default(),
             began: 0,
@@ -81,6 +97,25 @@ impl JsonCall {
     /// A call in a block of code, whose fence is taken already and says only that it is JSON.
     pub(super) fn fenced(fence: &str, tools: Arc<[Tool]>) -> JsonCall {
         JsonCall { only: Some(tools), ..JsonCall::marked(fence, &[FENCE_END]) }
+    }
+
+    /// A further call of a list, behind what separates it from the one before.
+    pub(super) fn further(
+        separator: &str,
+        closers: &'static [&'static str],
+        only: Option<Arc<[Tool]>>,
+    ) -> JsonCall {
+        JsonCall { only, listed: true, ..JsonCall::marked(separator, closers) }
+    }
+
+    /// A call that may stand in a list, or be a bare name before its arguments.
+    pub(super) fn or_list(self) -> JsonCall {
+        JsonCall { lists: !self.listed, ..self }
+    }
+
+    /// If the call stands in a list, the tools that calls there must name: none where any name does.
+    pub(super) fn list(&self) -> Option<Option<Arc<[Tool]>>> {
+        self.listed.then(|| self.only.clone())
     }
 
     /// The text that was taken of what turned out not to be a call.
@@ -162,8 +197,18 @@ impl JsonCall {
                 },
                 Step::Invalid => Around::Invalid,
             },
+            (Phase::BareName, _) => self.bare_name(byte, last),
             (_, b' ' | b'\n' | b'\r' | b'\t') => Around::Inside,
             (Phase::Open, b'{') => self.go(Phase::FirstKey),
+            (Phase::Open, b'[') if self.lists => {
+                (self.lists, self.listed) = (false, true);
+                Around::Inside
+            }
+            // Without a marker, a word is a word.
+            (Phase::Open, _) if self.lists && self.only.is_none() && is_name_byte(byte) => {
+                self.began = last;
+                self.go(Phase::BareName)
+            }
             (Phase::FirstKey | Phase::Comma, b'}') => Around::End,
             (Phase::FirstKey | Phase::Key, b'"') => self.begin(Phase::KeyText, last, byte),
             (Phase::Colon, b':') => self.go(Phase::Value),
@@ -172,6 +217,33 @@ impl JsonCall {
             }
             (Phase::Value, _) => self.begin(Phase::ValueText, last, byte),
             (Phase::Comma, b',') => self.go(Phase::Key),
+            _ => Around::Invalid,
+        }
+    }
+
+    /// Parses a byte of a bare name, of what stands between it and its arguments, or the brace that opens those.
+    fn bare_name(&mut self, byte: u8, last: usize) -> Around {
+        // The byte may be inside a character.
+        if !byte.is_ascii() {
+            return Around::Invalid;
+        }
+        let head = &self.text[self.began..last];
+        match byte {
+            _ if head.len() > LONGEST_NAME => Around::Invalid,
+            b'{' => {
+                let head = head.trim_ascii_end();
+                let head = head.strip_suffix(ARGUMENTS).unwrap_or(head);
+                let name = head.split_once(CALL_ID).map_or(head, |(name, _)| name);
+                if name.is_empty() || !name.bytes().all(is_name_byte) {
+                    return Around::Invalid;
+                }
+                self.name = Some(name.to_owned());
+                self.bare = true;
+                Around::Arguments
+            }
+            b' ' | b'\n' if head.trim_ascii_end().ends_with(ARGUMENTS) => Around::Inside,
+            b'[' | b']' => Around::Inside,
+            _ if is_name_byte(byte) && !head.ends_with(ARGUMENTS) => Around::Inside,
             _ => Around::Invalid,
         }
     }
@@ -257,6 +329,11 @@ impl JsonCall {
                     repaired.push_str(&format!("\\u{byte:04x}"));
                     taken = index + 1;
                     continue;
+                }
+                Step::Last if self.bare => {
+                    calls.arguments(&(repaired + &buffer[taken..=index]));
+                    buffer.drain(..=index);
+                    return Some(Progress::Done);
                 }
                 Step::Last => {
                     self.phase = Phase::Comma;

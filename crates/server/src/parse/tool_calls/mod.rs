@@ -17,6 +17,14 @@ use serde_json::Value;
 
 use super::Piece;
 
+/// The most bytes of the name of a function or argument.
+const LONGEST_NAME: usize = 256;
+
+/// Whether a byte may be part of the name of a function.
+fn is_name_byte(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte)
+}
+
 /// A function that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tool {

@@ -29,6 +29,8 @@ pub(crate) struct ToolCallParser {
     closers: Vec<&'static str>,
     /// White space that ends the content so far, to be dropped if a call follows.
     layout: String,
+    /// In a list of calls, the tools that its calls must name: none behind a marker, where any name does.
+    list: Option<Option<Arc<[Tool]>>>,
     calls: Calls,
 }
 
@@ -57,6 +59,7 @@ impl ToolCallParser {
             buffer: String::new(),
             closers: format.closer.as_slice().to_vec(),
             layout: String::new(),
+            list: None,
             calls: Calls::new(id_stem.into()),
         }
     }
@@ -103,11 +106,11 @@ impl ToolCallParser {
         let in_call = match &self.state {
             State::Json(call) => call.is_certain(),
             State::Xml(_) => true,
-            State::Content => self.format.openers.iter().any(|opener| {
+            State::Start | State::Content => self.format.openers.iter().any(|opener| {
                 // A shorter beginning may as well be something else.
                 opener.starts_with(&self.buffer) && self.buffer.len() * 2 > opener.len()
             }),
-            State::Start | State::AfterCall => false,
+            State::AfterCall => false,
         };
         if in_call {
             self.buffer.clear();
@@ -136,6 +139,7 @@ impl ToolCallParser {
                 let begun = self.calls.begun;
                 let progress = call.read(&mut self.buffer, &mut self.calls);
                 let text = if progress == Progress::Malformed { call.take_text() } else { String::new() };
+                self.list = call.list().filter(|_| progress == Progress::Done);
                 self.went(progress, begun, &text)
             }
             State::Xml(call) => {
@@ -164,11 +168,16 @@ impl ToolCallParser {
             return false;
         }
         let tools = Arc::clone(&self.tools);
-        self.state = if !self.format.is_json() {
+        // A bracket may open a list as well as a marker.
+        let list = self.format.has_lists() && rest.starts_with('[');
+        let marker = if list { start_of(rest, self.format.openers) } else { Start::Other };
+        self.state = if marker == Start::Partial {
+            return false;
+        } else if !self.format.is_json() || marker != Start::Other {
             State::Content
-        } else if rest.starts_with('{') {
+        } else if rest.starts_with('{') || list {
             self.take_content(blank);
-            State::Json(Box::new(JsonCall::unmarked(tools)))
+            self.json(JsonCall::unmarked(tools))
         } else {
             match start_of(rest, &FENCES) {
                 Start::Partial => return false,
@@ -177,7 +186,7 @@ impl ToolCallParser {
                     self.take_content(blank);
                     self.buffer.drain(..FENCES[fence].len());
                     self.closers.push(FENCE_END);
-                    State::Json(Box::new(JsonCall::fenced(FENCES[fence], tools)))
+                    self.json(JsonCall::fenced(FENCES[fence], tools))
                 }
             }
         };
@@ -191,11 +200,15 @@ impl ToolCallParser {
                 let block_close = format.closer.unwrap_or_default();
                 State::Xml(Box::new(XmlCall::new(layout, opener, block_close, tools)))
             }
-            CallLayout::Json { .. } => {
-                State::Json(Box::new(JsonCall::marked(opener, format.closer.as_slice())))
+            CallLayout::Json { .. } | CallLayout::Named { .. } => {
+                self.json(JsonCall::marked(opener, format.closer.as_slice()))
             }
             CallLayout::Harmony => State::Content,
         };
+    }
+
+    fn json(&self, call: JsonCall) -> State {
+        State::Json(Box::new(if self.format.has_lists() { call.or_list() } else { call }))
     }
 
     fn went(&mut self, progress: Progress, begun: usize, text: &str) -> bool {
@@ -216,6 +229,9 @@ impl ToolCallParser {
     }
 
     fn after_call(&mut self) -> bool {
+        if self.list.is_some() {
+            return self.in_list();
+        }
         let blank = leading(&self.buffer, |byte| self.is_layout(byte));
         let rest = &self.buffer[blank..];
         match start_of(rest, &self.closers) {
@@ -238,9 +254,34 @@ impl ToolCallParser {
         true
     }
 
-    /// Whether a byte may stand between calls and mean nothing.
+    /// Behind a call in a list: another one, or the end of the list.
+    fn in_list(&mut self) -> bool {
+        let separator = leading(&self.buffer, |byte| self.is_layout(byte));
+        match self.buffer.as_bytes().get(separator) {
+            None => return false,
+            Some(b'{') => {
+                let text: String = self.buffer.drain(..separator).collect();
+                let only = self.list.take().flatten();
+                self.state =
+                    State::Json(Box::new(JsonCall::further(&text, self.format.closer.as_slice(), only)));
+            }
+            Some(b']') => {
+                self.buffer.drain(..=separator);
+                self.list = None;
+            }
+            // The list was not closed.
+            Some(_) => self.list = None,
+        }
+        true
+    }
+
+    /// Whether a byte may stand between calls and mean nothing. A comma does in a list only.
     fn is_layout(&self, byte: u8) -> bool {
-        byte.is_ascii_whitespace() || self.format.separator.as_bytes().contains(&byte)
+        let separates = match self.format.has_lists() {
+            true => self.list.is_some() && byte == b',',
+            false => self.format.separator.as_bytes().contains(&byte),
+        };
+        separates || byte.is_ascii_whitespace()
     }
 
     fn take_content(&mut self, length: usize) {

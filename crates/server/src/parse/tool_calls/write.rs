@@ -5,19 +5,23 @@ use serde_json::{Value, json};
 use super::{CallLayout, ToolCallFormat, XmlLayout};
 
 impl ToolCallFormat {
-    /// Calls as a model writes them, by the names of the functions and their arguments.
-    pub(crate) fn written(&self, calls: &[(&str, &Value)]) -> String {
+    /// Calls as a model writes them, by the names of the functions and their arguments, with these markers around a
+    /// block: [`ToolCallFormat::block`], or what stands for it.
+    pub(crate) fn written(&self, calls: &[(&str, &Value)], block: (&str, &str)) -> String {
         let one = |&(name, arguments): &(&str, &Value)| match &self.layout {
-            CallLayout::Json { arguments: key } => {
+            CallLayout::Json { arguments: key, .. } => {
                 format!("{{\"name\": {}, \"{key}\": {arguments}}}", json!(name))
             }
+            CallLayout::Named { separator } => format!("{name}{separator}{arguments}"),
             CallLayout::Xml(layout) => layout.written(name, arguments),
             CallLayout::Harmony => format!("functions.{name} <|constrain|>json<|message|>{arguments}"),
         };
-        let (open, close) = self.block;
+        let (open, close) = block;
         if self.one_block {
             let calls: Vec<String> = calls.iter().map(one).collect();
-            return format!("{open}{}{close}", calls.join(self.separator));
+            let calls = calls.join(self.separator);
+            let list = matches!(self.layout, CallLayout::Json { list: true, .. });
+            return if list { format!("{open}[{calls}]{close}") } else { format!("{open}{calls}{close}") };
         }
         let calls: Vec<String> = calls.iter().map(|call| format!("{open}{}{close}", one(call))).collect();
         calls.join(self.separator)

@@ -5,10 +5,7 @@ use std::sync::Arc;
 
 use super::super::marker::{Start, start_of};
 use super::arguments::{arguments_text, json_of};
-use super::{Calls, Progress, Tool, XmlLayout};
-
-/// The most bytes of the name of a function or argument.
-const LONGEST_NAME: usize = 256;
+use super::{Calls, LONGEST_NAME, Progress, Tool, XmlLayout, is_name_byte};
 
 /// Parses a block of calls.
 #[derive(Debug)]
@@ -260,8 +257,7 @@ impl XmlCall {
 }
 
 fn is_name(text: &str) -> bool {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte);
-    !text.is_empty() && text.len() <= LONGEST_NAME && text.bytes().all(fits)
+    !text.is_empty() && text.len() <= LONGEST_NAME && text.bytes().all(is_name_byte)
 }
 
 fn unquoted(text: &str) -> &str {

@@ -81,7 +81,7 @@ impl Engine for Avx512 {
     }
 }
 
-/// [`Engine::softmax`].
+/// [`Engine::softmax`] on AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn softmax(from: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>) {
@@ -298,7 +298,7 @@ fn raise(largest: f32, limit: f32, row: usize, groups: usize, state: &mut RowSta
     rise
 }
 
-/// [`Engine::finish`].
+/// [`Engine::finish`] on AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn finish(shape: &Shape, state: RowStates<'_>) {
     let RowStates { sum, values, lanes, d, .. } = state;
@@ -324,7 +324,7 @@ fn finish(shape: &Shape, state: RowStates<'_>) {
     }
 }
 
-/// [`Engine::split_row`].
+/// [`Engine::split_row`] on AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     assert!(high.len() == low.len() && high.len() >= row.len() && high.len().is_multiple_of(PAGE_TOKENS));
@@ -345,7 +345,7 @@ fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     _mm_cvtss_f32(step)
 }
 
-/// [`Engine::total`].
+/// [`Engine::total`] on AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) fn total(row: &[f32]) -> f32 {
     let mut sums = [_mm512_setzero_pd(); 2];
@@ -357,7 +357,7 @@ pub(super) fn total(row: &[f32]) -> f32 {
     _mm512_reduce_add_pd(_mm512_add_pd(sums[0], sums[1])) as f32
 }
 
-/// [`Engine::accumulate_values`].
+/// [`Engine::accumulate_values`] on AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 fn accumulate_values(from: ValueSums<'_>, values: &mut [f32]) {

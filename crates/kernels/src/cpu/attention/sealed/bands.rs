@@ -7,66 +7,15 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use oscar_codec::layout::banded::{BAND_STEP, MOST_BANDS};
-use oscar_codec::{BandLayout, PAGE_TOKENS};
+use oscar_codec::PAGE_TOKENS;
+use oscar_codec::layout::banded::BAND_STEP;
 
+use super::band_places::QUAD;
 use super::engine::{BandKeys, LANES};
 use super::registers::load_band;
 
-/// Channels that a register multiplies in each of its lanes.
-pub(super) const QUAD: usize = 4;
-
 /// Channels of a band are a multiple of this many quads: half a word of 1-bit codes, one of 2-bit or two of 4-bit codes.
 const QUADS: usize = BAND_STEP / QUAD;
-
-/// Where a band lies in a page and in the bytes of queries.
-#[derive(Clone, Copy, Default)]
-struct BandPlace {
-    bits: u32,
-    /// First byte of the words of the band's region.
-    words: usize,
-    /// The first step of 16 channels in the region, and how many the band has.
-    step: usize,
-    steps: usize,
-    /// The first quad of channels.
-    quad: usize,
-    /// First byte of the scales.
-    scales: usize,
-}
-
-/// The bands of keys, found once for all pages of a call.
-#[derive(Clone, Copy, Default)]
-pub(super) struct BandPlaces {
-    places: [BandPlace; MOST_BANDS],
-    count: usize,
-    /// Bytes of a page, and quads of a row, that these places are inside of.
-    page_bytes: usize,
-    quads: usize,
-}
-
-impl BandPlaces {
-    pub(super) fn new(layout: &BandLayout) -> BandPlaces {
-        let mut all = BandPlaces { page_bytes: layout.page_bytes(), ..BandPlaces::default() };
-        for (index, band) in layout.bands().iter().enumerate() {
-            let end = band.first + band.channels;
-            let place = BandPlace {
-                bits: band.bits,
-                words: 4 * band.region_word * PAGE_TOKENS,
-                step: (band.first - band.region) / BAND_STEP,
-                steps: band.channels / BAND_STEP,
-                quad: band.first / QUAD,
-                scales: layout.key_scales() + index * PAGE_TOKENS,
-            };
-            let words = ((end - band.region) * band.bits as usize).div_ceil(32);
-            assert!(place.words + 4 * words * PAGE_TOKENS <= all.page_bytes);
-            assert!(place.scales + PAGE_TOKENS <= all.page_bytes && matches!(band.bits, 1 | 2 | 4));
-            all.places[index] = place;
-            all.count = index + 1;
-            all.quads = all.quads.max(end / QUAD);
-        }
-        all
-    }
-}
 
 /// What is added to the logits for a band, with addresses instead of slices.
 struct Band {
@@ -88,9 +37,9 @@ struct Band {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
 pub(super) fn band_logits(keys: &BandKeys<'_>, logits: &mut [f32]) {
     let BandKeys { bands, rows, .. } = *keys;
-    let numbers = bands.count.saturating_sub(1) * keys.stride + rows;
-    assert!(bands.count > 0 && keys.page.len() >= bands.page_bytes && rows <= keys.stride);
-    assert!(keys.left.len() >= ((bands.quads - 1) * keys.stride + rows) * 2 * QUAD);
+    let numbers = bands.count().saturating_sub(1) * keys.stride + rows;
+    assert!(bands.count() > 0 && keys.page.len() >= bands.page_bytes() && rows <= keys.stride);
+    assert!(keys.left.len() >= ((bands.quads() - 1) * keys.stride + rows) * 2 * QUAD);
     assert!(keys.units.len().min(keys.offsets.len()) >= numbers && logits.len() >= rows * PAGE_TOKENS);
     // SAFETY: all lengths are as promised, see above and `BandPlaces::new`.
     unsafe {
@@ -117,7 +66,7 @@ unsafe fn all_tokens<const R: usize, const T: usize>(keys: &BandKeys<'_>, logits
     let quad_bytes = keys.stride * 2 * QUAD;
     for first in (0..PAGE_TOKENS).step_by(T * LANES) {
         let mut page = [[_mm512_setzero_ps(); T]; R];
-        for (index, place) in keys.bands.places.iter().take(keys.bands.count).enumerate() {
+        for (index, place) in keys.bands.iter().enumerate() {
             // SAFETY: tokens from `first` on of words and scales of the page, a quad of a row and numbers of all rows, by the
             // caller's promise.
             unsafe {

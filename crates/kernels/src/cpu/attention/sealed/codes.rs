@@ -16,7 +16,7 @@ use oscar_codec::{CodecError, PAGE_TOKENS, Side};
 #[cfg(target_arch = "x86_64")]
 use super::avx512::Avx512;
 #[cfg(target_arch = "x86_64")]
-use super::bands::{BandPlaces, QUAD};
+use super::band_places::{BandPlaces, QUAD};
 #[cfg(target_arch = "x86_64")]
 use super::engine::{BandKeys, KeyGroup, LANES};
 use super::engine::{Engine, KeySums, Left, RowStates, Shape, ValueSums, Weights};
@@ -31,16 +31,16 @@ use crate::cpu::attention::work::Work;
 use crate::cpu::isa::Isa;
 use crate::cpu::simd::{Simd, prefetch};
 
-/// Rows of query bytes are padded to this, a register of bytes.
+/// Rows of query bytes are padded to a multiple of this, a register of bytes.
 const STRIDE_STEP: usize = 64;
 
-/// Bytes of a cache line.
+/// The number of bytes in a cache line.
 const LINE: usize = 64;
 
 /// Items between the prefetch of a page and the softmax over it. Its keys are read one item before that.
 const AHEAD: usize = 4;
 
-/// No engine multiplies more rows at once.
+/// The largest number of rows that any engine multiplies at once.
 #[cfg(target_arch = "x86_64")]
 const MOST_ROWS: usize = 8;
 
@@ -91,9 +91,9 @@ fn joins_bands<E: Engine>(shape: &Shape) -> bool {
 /// The queries of a call as bytes.
 struct Queries<'a> {
     stride: usize,
-    /// Rows of all heads, `[head][row]`.
+    /// Number of rows of all heads; they lie in the order `[head][row]`.
     rows: usize,
-    /// Rows of each head.
+    /// Number of rows of each head.
     head_rows: usize,
     /// `[group][row][high, low][stride]`, zero outside the group; room for more rows at the end. For an engine that joins
     /// bands, `[quad of channels][row][high, low][4 channels]`.
@@ -154,7 +154,8 @@ impl<'a> Queries<'a> {
         Queries { stride, rows, head_rows, bytes, units, totals }
     }
 
-    /// Some rows of a head for the product with keys of a group, from the channel on that its words begin with.
+    /// The left side of the product of some rows of a head with keys of a group, from the channel on that the words of
+    /// the group begin with.
     #[inline(always)]
     fn left(&self, group: usize, first: usize, head: usize, rows: &Range<usize>) -> Left<'_> {
         let row = group * self.rows + head * self.head_rows + rows.start;
@@ -167,14 +168,14 @@ struct CodeAttention<'a, E> {
     engine: E,
     shape: Shape,
     queries: Queries<'a>,
-    /// Where the bands of keys are, if they have any.
+    /// Where in a page the bands of keys are; empty in formats without bands.
     #[cfg(target_arch = "x86_64")]
     bands: BandPlaces,
     weights: Weights<'a>,
-    /// Sums of the keys of this item and of the next, in turn.
+    /// The integer sums of the keys of this item and of the next; the two buffers change places at every item.
     key_sums: [&'a mut [i32]; 2],
     value_sums: &'a mut [i32],
-    /// Those of all heads, as [`RowStates::lanes`].
+    /// The lanes of the rows of all heads, as [`RowStates::lanes`] describes them.
     #[cfg(target_arch = "x86_64")]
     lanes: &'a mut [f32],
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use oscar_codec::{BandLayout, CodeLayout, PAGE_TOKENS, ScaleType};
 
 #[cfg(target_arch = "x86_64")]
-use super::bands::BandPlaces;
+use super::band_places::BandPlaces;
 use crate::cpu::attention::work::Span;
 use crate::cpu::simd::Simd;
 
@@ -20,13 +20,13 @@ pub(super) struct Shape {
     pub(super) bits: u32,
     /// How scales and offsets of 16 bits are stored.
     pub(super) scale_type: ScaleType,
-    /// Channels of a value as stored.
+    /// Channels of a value as stored: those of the head, padded.
     pub(super) padded: usize,
-    /// Groups of channels of a value.
+    /// Number of groups that the channels of a value are in.
     pub(super) groups: usize,
-    /// Channels of a group.
+    /// Number of channels in a group of a value.
     channels: usize,
-    /// The bands of keys, if they have any.
+    /// The bands of keys, in a format whose keys are in bands.
     bands: Option<BandLayout>,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct KeyGroup {
     pub(super) channels: Range<usize>,
     /// The channel that the words of this group begin with.
     pub(super) first: usize,
-    /// First byte of these words in a page.
+    /// Offset in bytes of these words in a page.
     words: usize,
 }
 
@@ -64,13 +64,13 @@ impl Shape {
         }
     }
 
-    /// The bands of keys, if they have any.
+    /// The bands of keys, in a format whose keys are in bands.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn bands(&self) -> Option<&BandLayout> {
         self.bands.as_ref()
     }
 
-    /// Whether keys are in bands.
+    /// Whether the keys of these pages are in bands.
     pub(super) fn has_bands(&self) -> bool {
         self.bands.is_some()
     }
@@ -81,7 +81,7 @@ impl Shape {
         group * self.channels..(group + 1) * self.channels
     }
 
-    /// Groups of channels of a key: bands, if it has any.
+    /// Number of groups that the channels of a key are in: its bands, if it has any.
     #[inline(always)]
     pub(super) fn key_groups(&self) -> usize {
         self.bands.as_ref().map_or(self.groups, |layout| layout.bands().len())
@@ -99,12 +99,12 @@ impl Shape {
         }
     }
 
-    /// Bytes of the keys' codes.
+    /// Number of bytes that the codes of keys have in a page.
     fn key_bytes(&self) -> usize {
         self.bands.as_ref().map_or(self.value_bytes(), BandLayout::value_codes)
     }
 
-    /// Bytes of the values' codes.
+    /// Number of bytes that the codes of values have in a page.
     fn value_bytes(&self) -> usize {
         PAGE_TOKENS * self.padded * self.bits as usize / 8
     }
@@ -149,7 +149,7 @@ pub(super) struct Words<'a> {
 /// The left side of a product: `[rows][high, low][stride]` bytes, with room for [`Engine::ROWS`] rows.
 pub(super) struct Left<'a> {
     pub(super) bytes: &'a [i8],
-    /// A multiple of 64.
+    /// Distance in bytes from one row to the next, a multiple of 64.
     pub(super) stride: usize,
     pub(super) rows: usize,
 }
@@ -159,13 +159,13 @@ pub(super) struct Left<'a> {
 pub(super) struct BandKeys<'a> {
     pub(super) bands: &'a BandPlaces,
     pub(super) page: &'a [u8],
-    /// Rows to multiply.
+    /// Number of query rows to multiply.
     pub(super) rows: usize,
     /// `[quad of channels][row][high, low][4 channels]`, rows from the first of these on; each band has its own unit.
     pub(super) left: &'a [i8],
     /// `[band]`, `stride` apart: what a unit of each row's query stands for.
     pub(super) units: &'a [f32],
-    /// Likewise: half the largest code times the sum of the channels.
+    /// The offset of each row's query, in the same order: half the largest code times the sum of the channels.
     pub(super) offsets: &'a [f32],
     pub(super) stride: usize,
 }
@@ -178,12 +178,12 @@ pub(super) struct KeySums<'a> {
     pub(super) sums: &'a [i32],
     /// `[group]`, `stride` apart: what a unit of each row's query stands for.
     pub(super) units: &'a [f32],
-    /// Likewise: sum of the channels of each row's query.
+    /// The sum of the channels of each row's query, in the same order.
     pub(super) totals: &'a [f32],
     pub(super) stride: usize,
-    /// As [`Shape::key_scales`].
+    /// The stored scales of the keys, as [`Shape::key_scales`] gives them.
     pub(super) key_scales: &'a [u8],
-    /// As [`Shape::value_scales`].
+    /// The stored scales of the values, as [`Shape::value_scales`] gives them.
     pub(super) value_scales: &'a [u8],
     pub(super) spans: &'a [Span],
     /// Position of the page's first token.
@@ -196,21 +196,22 @@ pub(super) struct KeySums<'a> {
 /// Weights times scales, split in bytes: `[group][ROWS][high, low][64 tokens]`.
 pub(super) struct Weights<'a> {
     pub(super) bytes: &'a mut [i8],
-    /// `[group][ROWS][unit, Σ p·o]`, or as an engine agrees with itself.
+    /// What a unit of each row stands for and the sum of its offsets, `[group][ROWS][unit, Σ p·o]`; an engine that
+    /// reads them itself may use another order.
     pub(super) units: &'a mut [f32],
 }
 
 /// The integer sums of the values of some rows over a page, for a group of channels.
 pub(super) struct ValueSums<'a> {
-    /// `[rows][high, low][width]`.
+    /// The sums, `[rows][high, low][width]`.
     pub(super) sums: &'a [i32],
     /// The units of the group's weights, as [`Weights::units`].
     pub(super) units: &'a [f32],
     pub(super) width: usize,
-    /// The channels of the group.
+    /// The channels of the group in a row of values.
     pub(super) channels: Range<usize>,
     pub(super) rows: usize,
-    /// Channels of a row of values.
+    /// Number of channels in a row of values.
     pub(super) d: usize,
 }
 
@@ -218,7 +219,7 @@ pub(super) struct ValueSums<'a> {
 pub(super) struct RowStates<'a> {
     pub(super) max: &'a mut [f32],
     pub(super) sum: &'a mut [f32],
-    /// `[rows][d]`.
+    /// The weighted sums of values, `[rows][d]`.
     pub(super) values: &'a mut [f32],
     pub(super) d: usize,
     /// `[rows][1 + groups][LANES]`: what an engine adds to the sum, and takes from the values of each group, only when
@@ -229,14 +230,14 @@ pub(super) struct RowStates<'a> {
 
 /// What happens around the integer products on one instruction set. A value exists only where the instruction set does.
 pub(super) trait Engine {
-    /// Most rows of one product.
+    /// The largest number of rows of one product.
     const ROWS: usize;
 
     /// Whether keys in bands become logits in [`Self::band_logits`]. Otherwise the softmax has the sums of every band.
     #[cfg(target_arch = "x86_64")]
     const JOINS_BANDS: bool;
 
-    /// The instruction set.
+    /// The instruction set that the products and the rest are compiled for.
     fn simd(&self) -> Simd;
 
     /// Writes the logits of keys in bands, `[rows][64 tokens]`.
@@ -248,10 +249,11 @@ pub(super) trait Engine {
     /// Splits a row into bytes (as many as a multiple of 64, zeros after the row) and returns what one unit stands for.
     fn split_row(&self, row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32;
 
-    /// The sum of a row.
+    /// The sum of the channels of a row.
     fn total(&self, row: &[f32]) -> f32;
 
-    /// Logits, one softmax step, and the weights for the product with values.
+    /// Makes logits of the sums, takes one step of the running softmax, and leaves the weights for the product with
+    /// values.
     fn softmax(&mut self, sums: &KeySums<'_>, state: &mut RowStates<'_>, weights: &mut Weights<'_>);
 
     /// Adds what is left in the lanes of some rows, after all pages.

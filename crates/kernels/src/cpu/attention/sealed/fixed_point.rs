@@ -16,7 +16,7 @@ use crate::cpu::aligned::AlignedScratch;
 use crate::cpu::attention::floats::SoftmaxRows;
 use crate::cpu::simd::{Kernel, Simd, Vector};
 
-/// The largest integer.
+/// The largest magnitude that the two signed bytes of a number can hold: `256·127 + 127`.
 pub(super) const LARGEST: f32 = 32639.0;
 
 /// Rows with a smaller largest magnitude count as zeros: the reciprocal would not be finite.
@@ -51,7 +51,7 @@ fn bytes(value: f32, inverse: f32) -> (i8, i8) {
     (high as i8, integer.wrapping_sub(high << 8) as i8)
 }
 
-/// [`Engine::split_row`].
+/// [`Engine::split_row`] in plain Rust.
 fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     high[row.len()..].fill(0);
     low[row.len()..].fill(0);
@@ -70,7 +70,7 @@ fn split_row(row: &[f32], high: &mut [i8], low: &mut [i8]) -> f32 {
     unit
 }
 
-/// The sum of a row.
+/// [`Engine::total`] in plain Rust.
 fn total(row: &[f32]) -> f32 {
     let (blocks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
@@ -82,27 +82,27 @@ fn total(row: &[f32]) -> f32 {
     (lanes.iter().sum::<f64>() + rest.iter().copied().map(f64::from).sum::<f64>()) as f32
 }
 
-/// Scale and offset of each token, for one group of channels.
+/// The scale and the offset of each token of a page, for one group of channels.
 struct Affine<'a> {
     scale: &'a Tokens<f32>,
     offset: &'a Tokens<f32>,
 }
 
 impl Affine<'_> {
-    /// Those at the start of `scales`.
+    /// The scales and offsets of the group that `scales` begins with.
     #[inline(always)]
     fn of(scales: &[f32]) -> Affine<'_> {
         Affine { scale: tokens(scales), offset: tokens(&scales[PAGE_TOKENS..]) }
     }
 }
 
-/// The first page's worth of numbers.
+/// The first number of each token: the first 64 of a slice.
 #[inline(always)]
 fn tokens<T>(slice: &[T]) -> &Tokens<T> {
     slice.first_chunk().expect("a number per token")
 }
 
-/// The scales of bands, and offsets of half the largest code.
+/// Widens the scales of bands, and writes offsets of half the largest code beside them.
 fn widen_bands(shape: &Shape, stored: &[u8], out: &mut [f32]) {
     let bands = stored.chunks_exact(PAGE_TOKENS).zip(out.chunks_exact_mut(2 * PAGE_TOKENS));
     for (group, (codes, out)) in bands.enumerate() {
@@ -115,7 +115,8 @@ fn widen_bands(shape: &Shape, stored: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The logits of a row from its integer sums: `s·unit·(256·high + low) - o·total`, added to `logits` if asked.
+/// Makes the logits of a row from its integer sums: `s·unit·(256·high + low) - o·total`. With `add` they are added to
+/// `logits`, else they replace what is there.
 #[inline(always)]
 fn finish_logits(
     [high, low]: [&Tokens<i32>; 2],
@@ -170,9 +171,9 @@ fn split_weights(
 /// The engine of paths whose registers do not hold the logits of a row.
 pub(super) struct FixedPoint<'a> {
     simd: Simd,
-    /// `[ROWS][64]`.
+    /// Logits, and then softmax weights, of some rows over a page: `[ROWS][64]`.
     logits: &'a mut [f32],
-    /// Scales and offsets of a page.
+    /// The scales and offsets of a page, widened to 32 bits.
     scales: &'a mut [f32],
 }
 
@@ -212,7 +213,7 @@ impl Engine for FixedPoint<'_> {
     }
 }
 
-/// [`Engine::softmax`].
+/// [`Engine::softmax`] as a kernel that is compiled for each instruction set.
 struct Softmax<'a, 'sums, 'state, 'weights> {
     sums: &'a KeySums<'sums>,
     state: &'a mut RowStates<'state>,
@@ -274,7 +275,7 @@ impl Kernel for Softmax<'_, '_, '_, '_> {
     }
 }
 
-/// [`Engine::accumulate_values`].
+/// [`Engine::accumulate_values`] as a kernel that is compiled for each instruction set.
 struct AccumulateValues<'a> {
     sums: ValueSums<'a>,
     values: &'a mut [f32],

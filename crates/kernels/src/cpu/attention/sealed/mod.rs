@@ -20,6 +20,7 @@
 //! | `product` | integer products with codes |
 //! | `fixed_point` | numbers to pairs of bytes, integer sums to logits and values: AVX2, NEON |
 //! | `avx512`, `registers` | the same without leaving registers |
+//! | `band_places` | where the bands of keys lie in a page |
 //! | `bands` | logits of keys in bands, likewise |
 //! | `prefill` | many rows on AMX, as tiles of bf16 |
 //! | `fp8` | 8-bit floats, widened to bf16 |
@@ -28,6 +29,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod band_places;
 #[cfg(target_arch = "x86_64")]
 mod bands;
 mod codes;
@@ -138,6 +141,12 @@ pub fn attend_sealed_heads(
 
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
 fn reads_heads_together(isa: Isa, layout: &PageLayout, rows: usize) -> bool {
-    let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS && matches!(layout, PageLayout::Codes(_));
-    isa != Isa::Scalar && !tiles && matches!(layout, PageLayout::Codes(_) | PageLayout::Banded(_))
+    match layout {
+        PageLayout::Codes(_) => {
+            let tiles = isa == Isa::Amx && rows >= PREFILL_ROWS;
+            isa != Isa::Scalar && !tiles
+        }
+        PageLayout::Banded(_) => isa != Isa::Scalar,
+        PageLayout::Bf16(_) | PageLayout::Fp8(_) => false,
+    }
 }

@@ -6,7 +6,7 @@ use plotters::style::text_anchor::HPos;
 use super::axis::{Axis, short};
 use super::{Heading, INK, WIDTH, colour, fitted, letters, plot, sheet, text_width};
 
-/// One bar.
+/// A bar with its label.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bar {
     /// Text beside the bar.

@@ -6,7 +6,7 @@ use plotters::style::text_anchor::HPos;
 use super::axis::Axis;
 use super::{FAINT, Heading, INK, colour, dot_style, fitted, letters, plot, sheet};
 
-/// One series.
+/// A line of the chart.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Series {
     /// Name of the series in the legend.
@@ -37,7 +37,7 @@ pub struct LineChart {
     pub x_axis: String,
     /// Name of the y axis.
     pub y_axis: String,
-    /// The series.
+    /// The lines of the chart.
     pub series: Vec<Series>,
     /// Whether the x axis is logarithmic.
     pub logarithmic_x: bool,

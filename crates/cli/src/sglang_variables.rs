@@ -28,9 +28,9 @@ const NO_EFFECT: [&str; 17] = [
     "DUMP_KVCACHE_DIR",
 ];
 
-/// The settings that the variables ask for.
+/// The settings that the variables stand for.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Published {
+pub(crate) struct SglangVariables {
     pub(crate) sink_tokens: Option<usize>,
     pub(crate) recent_tokens: Option<usize>,
     pub(crate) key_rotations: Option<PathBuf>,
@@ -39,16 +39,16 @@ pub(crate) struct Published {
     pub(crate) value_clip: Option<f32>,
 }
 
-impl Published {
+impl SglangVariables {
     /// Reads the environment and prints a notice for each variable that was used.
-    pub(crate) fn from_environment() -> Result<Published, Failure> {
+    pub(crate) fn from_environment() -> Result<SglangVariables, Failure> {
         for name in NO_EFFECT.into_iter().filter(|name| env::var_os(name).is_some()) {
             tracing::warn!("{name} has no effect here");
         }
-        Published::read(|name| env::var(name).ok().filter(|value| !value.is_empty()))
+        SglangVariables::read(|name| env::var(name).ok().filter(|value| !value.is_empty()))
     }
 
-    fn read(get: impl Fn(&str) -> Option<String>) -> Result<Published, Failure> {
+    fn read(get: impl Fn(&str) -> Option<String>) -> Result<SglangVariables, Failure> {
         let taken = |name: &str, option: &str| {
             let value = get(name)?;
             tracing::warn!("{name}={value} is taken as {option}; the option of that name overrides it");
@@ -75,7 +75,7 @@ impl Published {
             return Err(Failure::new(format!("{keys} and {values} go together, and only one is set"))
                 .with_fix("set both, or neither"));
         }
-        Ok(Published {
+        Ok(SglangVariables {
             sink_tokens: pages("SGLANG_MIXED_KV_PREFIX_TOKENS", "--sink-tokens")?,
             recent_tokens: pages("SGLANG_MIXED_KV_RECENT_TOKENS", "--recent-tokens")?,
             key_rotations: path(keys, "--k-rotation-path"),
@@ -107,11 +107,11 @@ mod tests {
             };
             Some(value.to_owned())
         };
-        let found = Published::read(get).unwrap();
+        let found = SglangVariables::read(get).unwrap();
         assert_eq!((found.sink_tokens, found.recent_tokens), (Some(64), Some(256)));
         assert_eq!(found.key_rotations, Some(PathBuf::from("k.pt")));
         assert_eq!((found.key_clip, found.value_clip), (Some(0.96), None));
-        assert_eq!(Published::read(|_| None).unwrap(), Published::default());
+        assert_eq!(SglangVariables::read(|_| None).unwrap(), SglangVariables::default());
     }
 
     #[test]
@@ -120,7 +120,7 @@ mod tests {
             ["SGLANG_MIXED_KV_RECENT_TOKENS", "SGLANG_OSCAR_V_CLIP_RATIO", "SGLANG_OSCAR_K_ROTATION_PATH"]
         {
             let get = |asked: &str| (asked == name).then(|| "much".to_owned());
-            let Err(Failure::Error { message, .. }) = Published::read(get) else { panic!("accepted") };
+            let Err(Failure::Error { message, .. }) = SglangVariables::read(get) else { panic!("accepted") };
             assert!(message.contains(name), "{message}");
         }
     }

@@ -15,7 +15,7 @@ use crate::progress::LateSteps;
 
 /// Which model, and where it runs.
 #[derive(Debug, Args)]
-pub(crate) struct SubjectArguments {
+pub(crate) struct NamedModelArguments {
     #[command(flatten)]
     pub(crate) model: ModelArguments,
 
@@ -26,8 +26,8 @@ pub(crate) struct SubjectArguments {
     weights: WeightArguments,
 }
 
-/// A loaded model and its identity.
-pub(crate) struct Subject<B: Backend> {
+/// A loaded model with the name that the user gave it, and its fingerprints.
+pub(crate) struct NamedModel<B: Backend> {
     /// The loaded model.
     pub(crate) model: Arc<LoadedModel<B>>,
     /// Name of the model as the user gave it, and its fingerprints.
@@ -40,20 +40,20 @@ pub(crate) struct Subject<B: Backend> {
     pub(crate) slice: Option<Slice>,
 }
 
-impl SubjectArguments {
+impl NamedModelArguments {
     /// Finds, fetches and loads the model.
-    pub(crate) fn load<B: Backend>(&self, backend: B) -> Result<Subject<B>, Failure> {
-        Subject::load(&self.model, backend, self.weights)
+    pub(crate) fn load<B: Backend>(&self, backend: B) -> Result<NamedModel<B>, Failure> {
+        NamedModel::load(&self.model, backend, self.weights)
     }
 }
 
-impl<B: Backend> Subject<B> {
+impl<B: Backend> NamedModel<B> {
     /// Finds, fetches and loads a model on a device.
     pub(crate) fn load(
         arguments: &ModelArguments,
         backend: B,
         weights: WeightArguments,
-    ) -> Result<Subject<B>, Failure> {
+    ) -> Result<NamedModel<B>, Failure> {
         let (files, weight_bytes, slice) = match (arguments.random(), arguments.shard) {
             (Some(shape), Some(shard)) => {
                 let (files, slice) = random_shard(shape, shard)?;
@@ -77,7 +77,7 @@ impl<B: Backend> Subject<B> {
         let model = files.load_with(Arc::new(backend), |layers| progress.set(layers));
         progress.finish();
         let model = Arc::new(model?);
-        Ok(Subject { model, identity, weight_bytes, random: arguments.random().is_some(), slice })
+        Ok(NamedModel { model, identity, weight_bytes, random: arguments.random().is_some(), slice })
     }
 
     /// The model as the user named it.
