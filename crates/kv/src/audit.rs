@@ -1,7 +1,5 @@
 //! Checks of invariants: every count that is kept up to date is computed anew and compared.
 
-use oscar_codec::ExactSlot;
-
 use crate::PAGE_TOKENS;
 use crate::key::Tier;
 use crate::ledger::Ledger;
@@ -9,11 +7,6 @@ use crate::pool::{PagePool, PageSlot};
 use crate::sequence::Sequence;
 
 impl Ledger {
-    /// Number of owners of a bf16 page.
-    pub fn exact_owners(&self, page: ExactSlot) -> u32 {
-        self.pools.exact.owners(page)
-    }
-
     /// Counts the owners of every page from the tree and from `sequences`, which must be all that are open, and
     /// compares them with what the pools and counters say. For tests: it walks everything.
     pub fn audit(&self, sequences: &[&Sequence]) -> Result<(), String> {

@@ -168,8 +168,9 @@ impl Tridiagonal {
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
-    use crate::eval::text::Random;
 
     fn from_fn(dim: usize, value: impl Fn(usize, usize) -> f64) -> Vec<f64> {
         (0..dim * dim).map(|index| value(index / dim, index % dim)).collect()

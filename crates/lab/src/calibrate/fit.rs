@@ -52,8 +52,9 @@ pub fn mean(matrices: &[SquareMatrix]) -> SquareMatrix {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use oscar_random::Random;
+
     use super::*;
-    use crate::eval::text::Random;
 
     /// A number in [-1, 1).
     fn signed(random: &mut Random) -> f64 {

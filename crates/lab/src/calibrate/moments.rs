@@ -269,8 +269,9 @@ impl<'a> ObservedRows<'a> {
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
-    use crate::eval::text::Random;
 
     /// Numbers in [-0.5, 0.5).
     fn numbers(len: usize, seed: u64) -> Vec<f32> {

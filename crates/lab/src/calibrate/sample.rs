@@ -7,10 +7,10 @@ use oscar_engine::draw;
 use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, Sampling, SequenceRows};
 use oscar_model::LoadedModel;
+use oscar_random::Random;
 use serde_json::json;
 
 use super::CalibrateError;
-use crate::eval::text::Random;
 
 /// What the conversations are about. Wide rather than deep: moments need variety, not facts.
 const TOPICS: [&str; 32] = [

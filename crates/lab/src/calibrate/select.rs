@@ -415,8 +415,9 @@ fn rotated_metric(metric: &SquareMatrix, transform: &HeadTransform) -> Vec<f32> 
 
 #[cfg(test)]
 mod tests {
+    use oscar_random::Random;
+
     use super::*;
-    use crate::eval::text::Random;
 
     /// Numbers in [-1, 1).
     fn numbers(len: usize, seed: u64) -> Vec<f32> {

@@ -57,8 +57,6 @@ pub(super) enum TextEncoder {
 pub(super) struct SpecialTokens {
     pub(super) bos: Option<u32>,
     pub(super) eos: Option<u32>,
-    pub(super) unknown: Option<u32>,
-    pub(super) pad: Option<u32>,
     /// Ids at which generation stops, sorted, without duplicates.
     pub(super) end: Vec<u32>,
     pub(super) adds_bos: bool,
@@ -143,8 +141,6 @@ impl Tokenizer {
         let specials = SpecialTokens {
             bos: vocabulary.bos,
             eos: vocabulary.eos,
-            unknown: vocabulary.unk,
-            pad: vocabulary.pad,
             end: [vocabulary.eos, vocabulary.eot, vocabulary.eom].into_iter().flatten().collect(),
             adds_bos: vocabulary.add_bos.unwrap_or(adds_bos && vocabulary.bos.is_some()),
             adds_eos: vocabulary.add_eos.unwrap_or(false),
@@ -271,16 +267,6 @@ impl Tokenizer {
     /// The token that ends a text (EOS), as named by the model's files.
     pub fn eos_id(&self) -> Option<u32> {
         self.specials.eos
-    }
-
-    /// The token that stands for text without a token of its own.
-    pub fn unk_id(&self) -> Option<u32> {
-        self.specials.unknown
-    }
-
-    /// The token that pads batches.
-    pub fn pad_id(&self) -> Option<u32> {
-        self.specials.pad
     }
 
     /// Every id at which generation stops, ascending.

@@ -218,8 +218,6 @@ fn specials_of_folder(folder: &Path, inner: &tokenizers::Tokenizer) -> Result<Sp
         };
         specials.bos = id("bos_token");
         specials.eos = id("eos_token");
-        specials.unknown = id("unk_token");
-        specials.pad = id("pad_token");
     }
     specials.end.extend(specials.eos);
     for name in ["config.json", "generation_config.json"] {

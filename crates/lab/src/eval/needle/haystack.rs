@@ -1,8 +1,9 @@
 //! The text needles are hidden in, as a ring of sentences.
 
-use crate::eval::text::{Prose, Random, mix};
+use oscar_random::Random;
 
 use super::NeedleError;
+use crate::eval::text::{Prose, mix};
 
 /// The text in which needles are hidden.
 #[derive(Clone, Debug)]

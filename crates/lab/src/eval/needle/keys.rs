@@ -2,8 +2,9 @@
 
 use std::collections::HashSet;
 
+use oscar_random::Random;
+
 use super::{NeedleError, NeedleKind, NeedleOptions};
-use crate::eval::text::Random;
 
 const ADJECTIVES: &[&str] = &[
     "crimson",

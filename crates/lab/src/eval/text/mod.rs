@@ -8,6 +8,5 @@ mod prose;
 mod seed;
 mod words;
 
-pub use oscar_random::Random;
 pub use prose::{Prose, prose};
 pub use seed::mix;

@@ -1,8 +1,10 @@
 //! Puts a prompt together and makes it as long as it should be.
 
+use oscar_random::Random;
+
 use super::keys::{Needle, needles};
 use super::{Haystack, NeedleError, NeedleKind, NeedleOptions, NeedlePrompt};
-use crate::eval::text::{Random, mix};
+use crate::eval::text::mix;
 
 /// Whole prompts that are counted at most. Estimates from counted sentences miss by a few tokens in a thousand, so
 /// two or three suffice; each costs one pass of the tokenizer.
