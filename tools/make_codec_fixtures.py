@@ -161,8 +161,10 @@ def pack(codes, scales):
 
 
 def band_widths(dim, kind):
-    """(channels, bits) of every band of a key: two bits a channel on average, of all channels or of the first half, or the
-    same bands with four bits."""
+    """(channels, bits) of every band of a key: two bits a channel on average, of all channels or of the first half, the
+    same bands with four bits, or quarters with the bits that are given as `4/2/2/0`."""
+    if "/" in kind:
+        return [(dim // 4, int(bits)) for bits in kind.split("/") if bits != "0"]
     units = -(-(dim // 16) // 2) if kind == "int15" else dim // 16
     strong = 0 if units < 3 else max(1, units // 4)
     bands = [(strong, 4), (units - 3 * strong, 2), (strong, 1), (strong, 1)]
@@ -244,6 +246,9 @@ def make_banded(dim, rule, seed, kind="int2"):
             for b in range(4):
                 places = range(per_word // 4)
                 page.append(sum(int(codes[per_word * block + 4 * p + b, channel]) << (bits * p) for p in places))
+    if "/" in kind:
+        # Room for the scales of four bands.
+        scales += bytes(4 * TOKENS - len(scales))
     page += scales
     for bits in (scale_bits, offset_bits):
         page += bits.reshape(TOKENS).astype("<u2").tobytes()
@@ -290,6 +295,11 @@ BANDED_CASES = {
     "high_d64": (64, "search", 42, "high"),
     "high_d96": (96, "clip", 43, "high"),
     "high_d128": (128, "search", 44, "high"),
+    "widths_4000_d64": (64, "search", 51, "4/0/0/0"),
+    "widths_4220_d64": (64, "gaussian", 52, "4/2/2/0"),
+    "widths_4422_d64": (64, "search", 53, "4/4/2/2"),
+    "widths_4200_d128": (128, "search", 54, "4/2/0/0"),
+    "widths_4222_d128": (128, "gaussian", 55, "4/2/2/2"),
 }
 
 

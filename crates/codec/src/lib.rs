@@ -29,6 +29,7 @@ pub use layout::banded::{Band, BandLayout, BandRows};
 pub use layout::bf16::Bf16Layout;
 pub use layout::codes::{CodeLayout, CodeRows};
 pub use layout::fp8::Fp8Layout;
+pub use layout::widths::KeyWidths;
 pub use layout::{KvGeometry, PAGE_TOKENS, PageLayout, RowEncoder};
 pub use matrix::SquareMatrix;
 pub use page_codec::{HeadEncoder, PageCodec};

@@ -17,8 +17,12 @@
 //! Channels after the last band are not stored and read as zero. The smaller format, `int1.5`, has the bands that `int2` gives
 //! to a head of half as many channels: 16 bytes of codes and 4 of scales at 128 channels. The larger format, `high`, has the
 //! bands of `int2` with four bits each and 4-bit values.
+//!
+//! Layers of `int2` may have bands of [other widths](super::widths). Those keep room for four scales a token, also where fewer
+//! bands are stored, so that a token's scales fill a word on every device; scales that stand for no band are zero.
 
 use super::codes::{CodeLayout, key_code, value_code};
+use super::widths::KeyWidths;
 use super::{PAGE_TOKENS, check_token};
 use crate::band::{half_range, quantise_band, scale};
 use crate::cache_codec::Side;
@@ -60,6 +64,8 @@ pub struct BandLayout {
     /// Those after `count` are empty.
     bands: [Band; MOST_BANDS],
     count: usize,
+    /// Scales of a key: as many as bands or more.
+    scales: usize,
     /// How values would lie in a page of their own.
     values: CodeLayout,
 }
@@ -69,6 +75,31 @@ impl BandLayout {
     /// out even, and what is left has two bits.
     pub fn int2(head_dim: usize) -> Result<BandLayout, CodecError> {
         BandLayout::new(head_dim, int2_widths(head_dim / BAND_STEP), 2)
+    }
+
+    /// The bands of [`int2`](Self::int2) with these bits in each; bands of no bits are not stored. Widths other than the default
+    /// need heads that have them on [their menu](KeyWidths::menu).
+    pub fn of_widths(head_dim: usize, widths: KeyWidths) -> Result<BandLayout, CodecError> {
+        if widths == KeyWidths::default() {
+            return BandLayout::int2(head_dim);
+        }
+        if KeyWidths::menu(head_dim).all(|fit| fit != widths) {
+            return Err(CodecError::HeadDim {
+                head_dim,
+                reason: "keys of this size cannot have these widths",
+            });
+        }
+        let units = head_dim / BAND_STEP / MOST_BANDS;
+        let layout = BandLayout::new(head_dim, widths.quarters().map(|bits| (bits, units)), 2)?;
+        Ok(BandLayout { scales: MOST_BANDS, ..layout })
+    }
+
+    /// Whether every band is one of those of [`int2`](Self::int2), whatever its bits: rows of one transform can be stored in
+    /// both.
+    pub fn has_bands_of_int2(&self) -> bool {
+        BandLayout::int2(self.head_dim()).is_ok_and(|int2| {
+            self.bands().iter().zip(int2.bands()).all(|(own, other)| own.range() == other.range())
+        })
     }
 
     /// Four bits a channel in the bands of [`int2`](Self::int2), and values of four bits: more exact pages for rows of the same
@@ -96,7 +127,7 @@ impl BandLayout {
         let mut bands = [Band::default(); MOST_BANDS];
         let (mut count, mut first, mut word) = (0, 0, 0);
         let (mut region, mut region_word) = (0, 0);
-        for (bits, units) in widths.into_iter().filter(|&(_, units)| units > 0) {
+        for (bits, units) in widths.into_iter().filter(|&(bits, units)| bits > 0 && units > 0) {
             if count == 0 || bands[count - 1].bits != bits {
                 (region, region_word) = (first, word);
             }
@@ -106,7 +137,7 @@ impl BandLayout {
             first += channels;
             word = region_word + ((first - region) * bits as usize).div_ceil(32);
         }
-        Ok(BandLayout { bands, count, values: CodeLayout::new(value_bits, head_dim, 1)? })
+        Ok(BandLayout { bands, count, scales: count, values: CodeLayout::new(value_bits, head_dim, 1)? })
     }
 
     /// The bands of a key, strongest first. They are side by side from channel 0 on; channels after them are not stored.
@@ -152,9 +183,14 @@ impl BandLayout {
         self.value_codes() + PAGE_TOKENS * self.padded_dim() * self.value_bits() as usize / 8
     }
 
+    /// Scales of a key: one for each band, and zeros where more have room.
+    pub fn key_scale_count(&self) -> usize {
+        self.scales
+    }
+
     /// First byte of the value scales; offsets lie 128 bytes after them.
     pub fn value_scales(&self) -> usize {
-        self.key_scales() + self.count * PAGE_TOKENS
+        self.key_scales() + self.scales * PAGE_TOKENS
     }
 
     /// Bytes of a page.
@@ -212,6 +248,9 @@ impl BandLayout {
                 page[byte] = page[byte] & !(mask << shift) | (codes[channel] & mask) << shift;
             }
             page[self.key_scales() + index * PAGE_TOKENS + token] = scales[index];
+        }
+        for unused in self.count..self.scales {
+            page[self.key_scales() + unused * PAGE_TOKENS + token] = 0;
         }
         Ok(())
     }
@@ -409,9 +448,34 @@ mod tests {
     }
 
     #[test]
+    fn layers_of_other_widths_share_bands_and_average_bytes() {
+        for head_dim in [64, 128, 256] {
+            let int2 = BandLayout::int2(head_dim).expect("a layout");
+            for widths in KeyWidths::menu(head_dim) {
+                let layout = BandLayout::of_widths(head_dim, widths).expect("a layout");
+                let bits: Vec<u32> = layout.bands().iter().map(|band| band.bits).collect();
+                let stored = widths.quarters().into_iter().filter(|&bits| bits > 0);
+                assert!(stored.eq(bits), "d={head_dim} {widths}");
+                assert!(layout.has_bands_of_int2() && layout.key_scale_count() == 4);
+                // As much larger or smaller as their bits say.
+                let bits = layout.page_bytes() as i64 - int2.page_bytes() as i64;
+                assert_eq!(bits * 8, (i64::from(widths.sum()) - 8) * (head_dim / 4 * PAGE_TOKENS) as i64);
+            }
+        }
+        assert!(!BandLayout::int15(128).expect("a layout").has_bands_of_int2());
+        assert!(!BandLayout::int15(64).expect("a layout").has_bands_of_int2());
+        let odd = BandLayout::of_widths(96, "4/2/2/2".parse().expect("widths"));
+        assert!(matches!(odd, Err(CodecError::HeadDim { .. })), "{odd:?}");
+        assert_eq!(BandLayout::of_widths(96, KeyWidths::default()), BandLayout::int2(96));
+    }
+
+    #[test]
     fn channels_without_a_band_are_read_as_zero() {
-        for head_dim in [48, 64, 96, 128] {
-            let layout = BandLayout::int15(head_dim).expect("a layout");
+        let few = |head_dim| BandLayout::of_widths(head_dim, "4/0/0/0".parse().expect("widths"));
+        let int15 = [48, 64, 96, 128].map(BandLayout::int15);
+        for layout in int15.into_iter().chain([64, 128].map(few)) {
+            let layout = layout.expect("a layout");
+            let head_dim = layout.head_dim();
             let rows = BandRows { layout, value_rule: Rule::Gaussian };
             let mut page = vec![0; layout.page_bytes()];
             let row: Vec<f32> = (0..head_dim).map(|channel| 1.0 - 0.01 * channel as f32).collect();
@@ -436,6 +500,9 @@ mod tests {
         let dims = [16, 48, 64, 96, 128];
         let layouts =
             dims.into_iter().flat_map(|d| [BandLayout::int2(d), BandLayout::int15(d), BandLayout::high(d)]);
+        let of_widths =
+            [64, 128].into_iter().flat_map(|d| KeyWidths::menu(d).map(move |w| BandLayout::of_widths(d, w)));
+        let layouts = layouts.chain(of_widths);
         for layout in layouts.map(|layout| layout.expect("a layout")) {
             let head_dim = layout.head_dim();
             let mut used = vec![0_u8; layout.page_bytes()];

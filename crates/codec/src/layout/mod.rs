@@ -8,6 +8,7 @@ pub mod banded;
 pub mod bf16;
 pub mod codes;
 pub mod fp8;
+pub mod widths;
 
 use banded::{BandLayout, BandRows};
 use bf16::Bf16Layout;
@@ -147,7 +148,7 @@ impl RowEncoder {
                 let layout = layout.with_scales(rows.layout.scale_type());
                 Some(RowEncoder::Codes(CodeRows { layout, rule: rule(own), published: false }))
             }
-            RowEncoder::Banded(rows) if Ok(rows.layout) == BandLayout::int2(rows.layout.head_dim()) => {
+            RowEncoder::Banded(rows) if rows.layout.has_bands_of_int2() && rows.layout.value_bits() == 2 => {
                 let layout = BandLayout::high(rows.layout.head_dim()).ok()?;
                 Some(RowEncoder::Banded(BandRows { layout, value_rule: rule(rows.value_rule) }))
             }

@@ -48,6 +48,10 @@ impl Case {
     }
 }
 
+fn widths(head_dim: usize, widths: &str) -> Result<BandLayout, CodecError> {
+    BandLayout::of_widths(head_dim, widths.parse()?)
+}
+
 /// Keys in bands, centred values. The matrix of keys is any that has an inverse.
 struct Banded {
     layout: fn(usize) -> Result<BandLayout, CodecError>,
@@ -180,3 +184,17 @@ golden!(high_d48, Banded { layout: BandLayout::high, dim: 48, rule: Rule::Gaussi
 golden!(high_d64, Banded { layout: BandLayout::high, dim: 64, rule: Rule::Search, seed: 42 });
 golden!(high_d96, Banded { layout: BandLayout::high, dim: 96, rule: Rule::MIN_MAX, seed: 43 });
 golden!(high_d128, Banded { layout: BandLayout::high, dim: 128, rule: Rule::Search, seed: 44 });
+golden!(widths_4000_d64, Banded { layout: |d| widths(d, "4/0/0/0"), dim: 64, rule: Rule::Search, seed: 51 });
+golden!(
+    widths_4220_d64,
+    Banded { layout: |d| widths(d, "4/2/2/0"), dim: 64, rule: Rule::Gaussian, seed: 52 }
+);
+golden!(widths_4422_d64, Banded { layout: |d| widths(d, "4/4/2/2"), dim: 64, rule: Rule::Search, seed: 53 });
+golden!(
+    widths_4200_d128,
+    Banded { layout: |d| widths(d, "4/2/0/0"), dim: 128, rule: Rule::Search, seed: 54 }
+);
+golden!(
+    widths_4222_d128,
+    Banded { layout: |d| widths(d, "4/2/2/2"), dim: 128, rule: Rule::Gaussian, seed: 55 }
+);

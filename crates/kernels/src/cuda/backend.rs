@@ -255,6 +255,7 @@ impl Backend for CudaBackend {
             | Feature::ExpertBiases
             | Feature::LayersWithoutRope
             | Feature::HighTier => true,
+            Feature::KeyWidths => false,
         }
     }
 

@@ -59,6 +59,11 @@ fn the_list_of_configurations_is_that_of_the_product() {
         if head_dim >= 128 {
             formats.push(("int1.5", PageLayout::int15(head_dim).unwrap()));
         }
+        if head_dim == 64 {
+            let of = |widths: &str| BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap();
+            formats.push(("4/0/0/0", PageLayout::Banded(of("4/0/0/0"))));
+            formats.push(("4/4/2/2", PageLayout::Banded(of("4/4/2/2"))));
+        }
         for (name, sealed) in formats {
             let shape = DecodeShape { head_dim, kv_heads: 1, group: 1, sealed };
             let source = prefill::source(&shape, Products::Warps).unwrap();

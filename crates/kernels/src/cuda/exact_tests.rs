@@ -26,6 +26,11 @@ fn shapes() -> Vec<(String, SealShape)> {
         if head_dim >= 128 {
             add("banded int1.5 search", PageLayout::int15(head_dim).unwrap(), 8, false);
         }
+        if head_dim == 64 {
+            let of = |widths: &str| BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap();
+            add("banded 4/0/0/0 search", PageLayout::Banded(of("4/0/0/0")), 8, false);
+            add("banded 4/4/2/2 search", PageLayout::Banded(of("4/4/2/2")), 8, false);
+        }
         add("fp8", PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap()), 0, false);
         if head_dim == 128 {
             add("int2 clip", codes(2, 1, ScaleType::F16), 2, false);

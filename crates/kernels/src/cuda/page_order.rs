@@ -25,7 +25,7 @@
 //! ```
 //!
 //! Where all bands have four bits (`high`), words hold two sixteens each and values are 4-bit codes. Where channels after the last
-//! band are not stored (`int1.5`), a token has fewer words, and the keys of a tile fewer bytes than its values.
+//! band are not stored (`int1.5`, layers of fewer bits), a token has fewer words, and the keys of a tile fewer bytes than its values.
 
 use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
 
@@ -54,7 +54,7 @@ pub struct PageOrder {
 
 impl PageOrder {
     /// The order of a layout whose heads have a multiple of 32 channels up to 256, in groups that are multiples of 32, or
-    /// in four bands that fill whole loads of a lane.
+    /// in bands that fill whole loads of a lane and have room for four scales.
     pub fn new(layout: PageLayout) -> Result<PageOrder, CudaError> {
         let head_dim = layout.head_dim();
         if head_dim == 0 || !head_dim.is_multiple_of(32) || head_dim > 256 {
@@ -64,11 +64,11 @@ impl PageOrder {
         }
         let order = PageOrder { layout };
         if let PageLayout::Banded(layout) = layout {
-            let (bands, load) = (layout.bands().len(), 32 * 16);
-            if bands != BANDS || !order.key_bytes().is_multiple_of(load) {
+            let (scales, load) = (layout.key_scale_count(), 32 * 16);
+            if scales != BANDS || !order.key_bytes().is_multiple_of(load) {
                 return Err(CudaError::Unsupported(format!(
-                    "keys of {head_dim} channels in {bands} bands, {} bytes of {} tokens: CUDA kernels need {BANDS} bands \
-                     and a multiple of {load} bytes (choose another type of cache, or --device cpu)",
+                    "keys of {head_dim} channels with {scales} scales, {} bytes of {} tokens: CUDA kernels need {BANDS} \
+                     scales and a multiple of {load} bytes (choose another type of cache, or --device cpu)",
                     order.key_bytes(),
                     order.tile_tokens(),
                 )));

@@ -1,6 +1,6 @@
 //! Places of elements and scales in pages of every format.
 
-use oscar_codec::band;
+use oscar_codec::{KeyWidths, band};
 use oscar_random::Random;
 
 use super::*;
@@ -23,6 +23,14 @@ fn orders() -> Vec<PageOrder> {
     }
     for d in [128, 192, 256] {
         orders.push(PageOrder::new(PageLayout::int15(d).unwrap()).unwrap());
+    }
+    for d in [64, 128, 256] {
+        // Heads of 64 channels with 6 or 10 bits in four quarters do not fill whole loads.
+        let layouts = KeyWidths::menu(d).map(|widths| BandLayout::of_widths(d, widths).unwrap());
+        let found = layouts.flat_map(|layout| PageOrder::new(PageLayout::Banded(layout)).ok());
+        let before = orders.len();
+        orders.extend(found);
+        assert_eq!(orders.len() - before, if d == 64 { 4 } else { 6 });
     }
     orders
 }

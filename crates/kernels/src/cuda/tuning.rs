@@ -123,7 +123,7 @@ impl DecodeShape {
         let queries = match sealed.bands() {
             // Steps and starts of every band, the table of scales, and those of a tile for every warp.
             Some(layout) => {
-                let bands = layout.bands().len();
+                let bands = layout.key_scale_count();
                 let scales = 4 * (256 + tuning.warps * sealed.tile_tokens() * bands);
                 heads * (2 * self.head_dim + 8 * bands) + scales + 16
             }
@@ -252,6 +252,15 @@ mod tests {
                 if head_dim >= 128 {
                     formats.push(PageLayout::int15(head_dim).unwrap());
                 }
+                // Some of those that are read in whole loads.
+                let others = match (head_dim, group) {
+                    (64, 4) => ["4/0/0/0", "4/4/2/2"].as_slice(),
+                    (128, 4) => ["4/2/0/0", "4/2/2/0"].as_slice(),
+                    _ => &[],
+                };
+                formats.extend(others.iter().map(|widths| {
+                    PageLayout::Banded(BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap())
+                }));
                 if head_dim == 128 {
                     formats.push(codes(2, 2));
                     let layout = CodeLayout::new(2, head_dim, 1).unwrap();
@@ -294,7 +303,9 @@ mod tests {
                 continue;
             }
             let layouts = shape.layouts(H200).unwrap();
-            let all = shape.head_dim == 128 && shape.group == 4 && groups == 1;
+            // Layers of fewer bits differ in constants alone.
+            let fewer = matches!(shape.sealed, PageLayout::Banded(layout) if layout.bands().len() < 4);
+            let all = shape.head_dim == 128 && shape.group == 4 && groups == 1 && !fewer;
             let count = if all { layouts.len() } else { 1 };
             listed.extend(layouts.into_iter().take(count).map(|(_, tuning)| (shape, tuning)));
         }
@@ -312,8 +323,12 @@ mod tests {
             PageLayout::Bf16(_) => "bf16".to_owned(),
             PageLayout::Fp8(_) => "fp8".to_owned(),
             PageLayout::Banded(layout) if layout.value_bits() == 4 => "banded high".to_owned(),
-            PageLayout::Banded(layout) if layout != int2_bands(shape.head_dim) => "banded int1.5".to_owned(),
-            PageLayout::Banded(_) => "banded".to_owned(),
+            PageLayout::Banded(layout) if layout == int2_bands(shape.head_dim) => "banded".to_owned(),
+            PageLayout::Banded(layout) if !layout.has_bands_of_int2() => "banded int1.5".to_owned(),
+            PageLayout::Banded(layout) => {
+                let bits: Vec<_> = layout.bands().iter().map(|band| band.bits.to_string()).collect();
+                format!("banded {}", bits.join("/"))
+            }
             PageLayout::Codes(layout) if layout.scale_type() == ScaleType::F16 => {
                 format!("int{} x{}", layout.bits(), layout.groups())
             }

@@ -178,11 +178,13 @@ pub(super) fn banded(layout: BandLayout) -> Arc<PageCodec> {
     Arc::new(PageCodec::new("bands", geometry, encoders(key), encoders(value)).unwrap())
 }
 
-/// A codec of a cache, by a name of its own: `bands`, `fewer bands` (`int1.5`), or the bits of scalar codes.
+/// A codec of a cache, by a name of its own: `bands`, `fewer bands` (`int1.5`), the widths of bands, or the bits of scalar
+/// codes.
 fn named_codec(d: usize, name: &str) -> Arc<PageCodec> {
     match name {
         "bands" => banded(BandLayout::int2(d).unwrap()),
         "fewer bands" => banded(BandLayout::int15(d).unwrap()),
+        widths if widths.contains('/') => banded(BandLayout::of_widths(d, widths.parse().unwrap()).unwrap()),
         bits => codec(d, bits.parse().unwrap()),
     }
 }
@@ -217,6 +219,9 @@ pub(super) fn attention(cpu: &CpuBackend, cuda: &CudaBackend, quick: bool) -> us
             (8, Some("bands"), plain),
             (3, Some("fewer bands"), plain),
             (12, Some("fewer bands"), plain),
+            (4, Some("4/0/0/0"), plain),
+            (3, Some("4/2/2/0"), plain),
+            (4, Some("4/4/2/2"), plain),
             (4, None, Extras::window(100)),
             (4, Some("bands"), Extras::window(100)),
             (3, None, sinks),
@@ -274,10 +279,13 @@ pub(super) fn chunks(cuda: &CudaBackend) -> usize {
             (2, Some("4"), plain),
             (3, Some("bands"), plain),
             (3, Some("fewer bands"), plain),
+            (3, Some("4/0/0/0"), plain),
+            (3, Some("4/4/2/2"), plain),
             (2, None, Extras::window(77)),
             (3, Some("bands"), Extras { sinks: true, ..plain }),
         ] {
-            if (d == 32 && name == Some("bands")) || (d < 128 && name == Some("fewer bands")) {
+            let has_bands = name.is_some_and(|name| name == "bands" || name.contains('/'));
+            if (d == 32 && has_bands) || (d < 128 && name == Some("fewer bands")) {
                 continue;
             }
             let codec = name.map(|name| named_codec(d, name));

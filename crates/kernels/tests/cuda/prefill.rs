@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use oscar_codec::{
-    BandLayout, CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
+    BandLayout, CodeLayout, ExactSlot, Fp8Layout, KeyWidths, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
 };
 use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
@@ -60,6 +60,9 @@ pub(super) fn run(device: &Arc<Device>, quick: bool) -> usize {
         if head_dim >= 128 {
             formats.push(("int1.5", PageLayout::int15(head_dim).unwrap()));
         }
+        let others = KeyWidths::menu(head_dim).filter(|&widths| widths != KeyWidths::default());
+        let of = |widths| PageLayout::Banded(BandLayout::of_widths(head_dim, widths).unwrap());
+        formats.extend(others.map(of).filter(|&of| PageOrder::new(of).is_ok()).map(|of| ("widths", of)));
         for (name, sealed) in formats.into_iter().filter(|(name, _)| named(name)) {
             for (portable, group) in [(false, 1), (false, 4), (false, 5), (true, 4), (true, 16)] {
                 let shape = DecodeShape { head_dim, kv_heads: KV_HEADS, group, sealed };

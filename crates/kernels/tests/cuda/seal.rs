@@ -9,7 +9,7 @@ use std::sync::Arc;
 use half::bf16;
 use oscar_codec::{
     BandLayout, BandRows, CodeLayout, CodecError, ExactSlot, HeadEncoder, HeadIndex, HeadTransform,
-    KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, SealedSlot, Side,
+    KeyWidths, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, RowEncoder, Rule, ScaleType, SealedSlot, Side,
 };
 use oscar_kernels::backend::SealPage;
 use oscar_kernels::cpu::attention::{page_elements, write_token};
@@ -116,6 +116,10 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
             if head_dim >= 128 {
                 layouts.push(("int1.5", BandLayout::int15(head_dim).unwrap()));
             }
+            let others = KeyWidths::menu(head_dim).filter(|&widths| widths != KeyWidths::default());
+            let of = |widths| ("widths", BandLayout::of_widths(head_dim, widths).unwrap());
+            let fits = |layout| PageOrder::new(PageLayout::Banded(layout)).is_ok();
+            layouts.extend(others.map(of).filter(|&(_, layout)| fits(layout)));
             for (name, layout) in layouts {
                 let start = codecs.len();
                 let codec = banded(geometry, layout, |index| RULES[(index + start) % RULES.len()]);

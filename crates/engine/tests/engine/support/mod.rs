@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KvGeometry, PageCodec, RowEncoder, Rule,
-    SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, HeadEncoder, HeadTransform, KeyWidths, KvGeometry, PageCodec,
+    RowEncoder, Rule, SquareMatrix, hadamard,
 };
 use oscar_engine::{
     Engine, EngineOptions, GenerateOptions, KvOptions, Request, SamplingOptions, Serve, Summary,
@@ -131,13 +131,20 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
             // Channels of different strength, values off zero: what a rotation would not have.
             let matrix = hadamard::matrix(dim);
             let scaled = SquareMatrix::from_fn(dim, |i, j| matrix.get(i, j) * 0.9_f64.powi(j as i32));
-            let layout = BandLayout::int2(dim).unwrap();
-            let rows = RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search });
-            let key = HeadEncoder { transform: HeadTransform::general(None, &scaled).unwrap(), rows };
-            let mean = Some(vec![0.125; dim]);
-            let value = HeadEncoder { transform: HeadTransform::new(mean, &matrix).unwrap(), rows };
-            let heads = geometry.layers * geometry.kv_heads;
-            PageCodec::new("band", geometry, vec![key; heads], vec![value; heads]).unwrap()
+            // Layers of different widths, where heads have a choice; cards read these at 64 channels.
+            let menu: Vec<KeyWidths> = KeyWidths::menu(dim).filter(|widths| widths.sum() % 4 == 0).collect();
+            let rows = |head: usize| {
+                let widths = menu[head / geometry.kv_heads % menu.len()];
+                let layout = BandLayout::of_widths(dim, widths).unwrap();
+                RowEncoder::Banded(BandRows { layout, value_rule: Rule::Search })
+            };
+            let key = HeadTransform::general(None, &scaled).unwrap();
+            let value = HeadTransform::new(Some(vec![0.125; dim]), &matrix).unwrap();
+            let encoders = |transform: HeadTransform| {
+                let encoder = |head| HeadEncoder { transform: transform.clone(), rows: rows(head) };
+                (0..geometry.layers * geometry.kv_heads).map(encoder).collect()
+            };
+            PageCodec::new("band", geometry, encoders(key), encoders(value)).unwrap()
         }
         other => panic!("{other}"),
     };

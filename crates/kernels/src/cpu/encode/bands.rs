@@ -42,6 +42,9 @@ impl Kernel for QuantiseBands<'_> {
                 let at = layout.key_scales() + number * PAGE_TOKENS + first;
                 page[at..at + tokens].copy_from_slice(&scales[..tokens]);
             }
+            for unused in layout.bands().len()..layout.key_scale_count() {
+                page[layout.key_scales() + unused * PAGE_TOKENS + first..][..tokens].fill(0);
+            }
             // Bands of one width share words.
             for bands in layout.bands().chunk_by(|one, other| one.bits == other.bits) {
                 let channels = bands[0].first..bands[bands.len() - 1].range().end;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use oscar_codec::quantise::{RowFormat, quantise_row};
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
-    PAGE_TOKENS, PageCodec, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KeyWidths,
+    KvGeometry, PAGE_TOKENS, PageCodec, RowEncoder, Rule, ScaleType, Side, SquareMatrix,
 };
 
 use super::kernel::Quantise;
@@ -80,12 +80,12 @@ fn means(dim: usize) -> Vec<Vec<f32>> {
 
 fn codecs(dim: usize) -> Vec<PageCodec> {
     let geometry = geometry(dim);
-    vec![
+    let of_widths = KeyWidths::menu(dim).map(|widths| banded(BandLayout::of_widths(dim, widths).unwrap()));
+    let others = vec![
         int2(dim, 1, Rule::Search, false),
         int2(dim, 2, Rule::Gaussian, false),
         int2(dim, 4, Rule::Clip(0.92), false),
         int2(dim, 1, Rule::Clip(0.96), true),
-        banded(BandLayout::int2(dim).unwrap()),
         banded(BandLayout::int15(dim).unwrap()),
         banded(BandLayout::high(dim).unwrap()),
         int2(dim, 2, Rule::Search, false).high().unwrap(),
@@ -94,7 +94,8 @@ fn codecs(dim: usize) -> Vec<PageCodec> {
         PageCodec::fp8(geometry, None).unwrap(),
         PageCodec::fp8(geometry, Some(means(dim))).unwrap(),
         PageCodec::int4(geometry, None).unwrap().keep_bf16(&[1]).unwrap(),
-    ]
+    ];
+    of_widths.chain(others).collect()
 }
 
 /// The paths of this machine, and the portable one that NEON machines run.

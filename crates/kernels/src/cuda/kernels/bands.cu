@@ -174,6 +174,8 @@ struct BandKeys : Keys<BITS, LATER> {
     decode_scales(page, lane);
     #pragma unroll
     for (int band = 0; band < BANDS; band++) {
+      // Not stored.
+      if (band_units(band) == 0) continue;
       float2 steps[SLICES];
       #pragma unroll
       for (int slice = 0; slice < SLICES; slice++)

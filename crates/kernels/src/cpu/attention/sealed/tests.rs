@@ -1,4 +1,4 @@
-use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, ScaleType, Side};
+use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, KeyWidths, PAGE_TOKENS, ScaleType, Side};
 use oscar_random::Random;
 
 use super::*;
@@ -317,7 +317,8 @@ fn bands_of_every_shape_agree_with_the_definition() {
     let mut random = Random::new(31);
     for d in [16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 512] {
         let scale = 0.3 / (d as f32).sqrt();
-        for layout in [BandLayout::int2(d), BandLayout::int15(d), BandLayout::high(d)] {
+        let of_widths = KeyWidths::menu(d).map(|widths| BandLayout::of_widths(d, widths));
+        for layout in of_widths.chain([BandLayout::int15(d), BandLayout::high(d)]) {
             let sealed = Sealed::banded(layout.unwrap(), 3, &mut random);
             for rows in [1, 2, 3, 4, 5, 6, 7, 8, 12, 33] {
                 let q = random.signed_vec(rows * d);
@@ -332,7 +333,8 @@ fn bands_of_every_shape_agree_with_the_definition() {
 
 /// One sequence of each format.
 fn all_formats(d: usize, pages: usize, random: &mut Random) -> Vec<Sealed> {
-    let layouts = [BandLayout::int2(d), BandLayout::int15(d), BandLayout::high(d)].into_iter().flatten();
+    let of_widths = KeyWidths::menu(d).map(|widths| BandLayout::of_widths(d, widths));
+    let layouts = of_widths.chain([BandLayout::int15(d), BandLayout::high(d)]).flatten();
     let bands: Vec<Sealed> = layouts.map(|layout| Sealed::banded(layout, pages, random)).collect();
     let others = [
         Sealed::usual(CodeLayout::new(2, d, 2).unwrap(), ScaleType::F16, pages, random),
