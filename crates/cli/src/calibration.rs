@@ -10,6 +10,7 @@ use oscar_kernels::Inspect;
 use oscar_kernels::backend::RopeLayout;
 use oscar_lab::calibrate::checkpoint::Checkpoint;
 use oscar_lab::calibrate::{CalibrateError, Calibration, Corpus, CorpusSource, ValueTarget, calibrate};
+use oscar_lab::eval::bit_allocation::{BitAllocation, allocate_bits};
 use oscar_lab::eval::probe::probe_rotations;
 use oscar_model::source::Settings;
 use oscar_rotations::find::CERTIFICATE_ENDING;
@@ -57,6 +58,10 @@ pub(crate) struct Recipe {
     #[command(flatten)]
     windows: WindowArguments,
 
+    /// Choose the bits of each layer's keys too. Takes longer than everything else: a text is read once for each layer.
+    #[arg(long)]
+    layer_bits: bool,
+
     /// Do not measure whether the model still copies what it read long ago.
     #[arg(long)]
     no_probe: bool,
@@ -72,6 +77,7 @@ pub(crate) fn calibrate_into_cache<B: Inspect>(named: &NamedModel<B>) -> Result<
         composition: Composition::RHPbr,
         value_target: ValueTarget::default(),
         windows: WindowArguments::default(),
+        layer_bits: false,
         no_probe: false,
     };
     let corpus = recipe.corpus(named)?;
@@ -115,7 +121,10 @@ impl Recipe {
         output: &Path,
     ) -> Result<Certificate, Failure> {
         let certificate = self.fit(named, corpus, output)?;
-        // What was fitted is on disk by now, whatever becomes of the probe.
+        // What was fitted is on disk by now, whatever becomes of the rest.
+        if self.layer_bits {
+            allocate(named, corpus, output, self.windows.windows())?;
+        }
         if self.no_probe { Ok(certificate) } else { certify(named, output) }
     }
 
@@ -163,6 +172,38 @@ impl Recipe {
         checkpoint.remove();
         Ok(certificate)
     }
+}
+
+/// Chooses the bits of each layer's keys for rotations that were made before, and writes them into their file. They are chosen
+/// on text that the rotations were not made from, and compared with the default on the first that they were.
+pub(crate) fn allocate<B: Inspect>(
+    named: &NamedModel<B>,
+    corpus: &Corpus,
+    path: &Path,
+    windows: Windows,
+) -> Result<(), Failure> {
+    let source = RotationSource { files: RotationFiles::Own(path.to_owned()), force: false };
+    let Some(found) = source.find(&named.model, &named.identity)? else { return Ok(()) };
+    let checking = corpus.sequences.first().map(Vec::as_slice).unwrap_or_default();
+    let mut steps: Option<Steps> = None;
+    let allocation =
+        allocate_bits(&named.model, &found.file, [&corpus.held_out, checking], windows, |done, total| {
+            steps.get_or_insert_with(|| Steps::new("choosing the bits of layers", total)).set(done);
+        })?;
+    if let Some(steps) = steps {
+        steps.finish();
+    }
+    let Some(BitAllocation { widths, default, chosen }) = allocation else { return Ok(()) };
+    safetensors::write_widths(path, &widths)?;
+    if widths.is_empty() {
+        eprintln!("the keys of all layers have the same bits");
+    } else {
+        let [text, copy] = [0, 1].map(|part| format!("{:.4} instead of {:.4}", chosen[part], default[part]));
+        eprintln!(
+            "the keys of each layer have bits of their own: KL {text} on other text, {copy} where it copies itself"
+        );
+    }
+    Ok(())
 }
 
 /// Probes rotations that were made before, and judges them again in the certificate beside them.

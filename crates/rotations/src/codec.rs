@@ -1,8 +1,8 @@
 //! From a rotation file to the codec of a cache.
 
 use oscar_codec::{
-    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KvGeometry, PageCodec,
-    RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KeyWidths, KvGeometry,
+    PageCodec, RowEncoder, Rule, ScaleType, SquareMatrix, hadamard,
 };
 use rayon::prelude::*;
 
@@ -18,7 +18,7 @@ pub enum Int2Encoder {
     /// Bands if the file has what they need and no option speaks against them, else scalar codes.
     #[default]
     Auto,
-    /// Keys in bands of channels by strength, with codes of 4, 2 and 1 bits.
+    /// Keys in bands of channels by strength, with the widths that the file has for each layer.
     Band,
     /// Codes of 2 bits for all channels, per head, centred, with the rules that calibration chose.
     Scalar,
@@ -53,6 +53,8 @@ pub struct Int2Options {
     pub group: Option<usize>,
     /// Type of the scales.
     pub scales: ScaleType,
+    /// Bits of the bands of keys in every layer instead of those in the file.
+    pub widths: Option<KeyWidths>,
 }
 
 impl Int2Options {
@@ -84,8 +86,14 @@ pub fn int2_codec(
 ) -> Result<PageCodec, RotationError> {
     match options.encoder_for(file) {
         Int2Encoder::Band => {
-            let layout = BandLayout::int2(geometry.head_dim)?;
-            band_codec(name, file, geometry, layout, options.rules.map(|rules| rules.1))
+            let of_layer = |layer: usize| file.widths.get(&layer).copied().unwrap_or_default();
+            let layout = |layer| {
+                BandLayout::of_widths(geometry.head_dim, options.widths.unwrap_or_else(|| of_layer(layer)))
+            };
+            let layouts = (0..geometry.layers).map(layout).collect::<Result<Vec<_>, _>>()?;
+            // Widths are of bands that all layers have.
+            let mixing = band_mixing(&BandLayout::int2(geometry.head_dim)?);
+            band_codec(name, file, geometry, &mixing, &layouts, options.rules.map(|rules| rules.1))
         }
         encoder => scalar_codec(name, file, geometry, encoder == Int2Encoder::Paper, options),
     }
@@ -98,32 +106,33 @@ pub fn int15_codec(
     file: &RotationFile,
     geometry: KvGeometry,
 ) -> Result<PageCodec, RotationError> {
-    band_codec(name, file, geometry, BandLayout::int15(geometry.head_dim)?, None)
+    let layout = BandLayout::int15(geometry.head_dim)?;
+    band_codec(name, file, geometry, &band_mixing(&layout), &vec![layout; geometry.layers], None)
 }
 
-/// Keys in bands, values as centred 2-bit codes.
+/// Keys in bands that `mixing` mixes, with a layout for each layer; values as centred 2-bit codes.
 fn band_codec(
     name: &str,
     file: &RotationFile,
     geometry: KvGeometry,
-    layout: BandLayout,
+    mixing: &SquareMatrix,
+    layouts: &[BandLayout],
     value_rule: Option<Rule>,
 ) -> Result<PageCodec, RotationError> {
     let unfit = |problem: String| RotationError::Unfit { codec: name.to_owned(), problem };
     let no_bands =
         || unfit("the rotation file has no bands; `oscar calibrate` makes a file that has them".to_owned());
     let set = file.heads.as_ref().ok_or_else(no_bands)?;
-    let mixing = band_mixing(&layout);
     let encoders = |index: usize| -> Result<(HeadEncoder, HeadEncoder), RotationError> {
         let (layer, head) = (index / geometry.kv_heads, index % geometry.kv_heads);
         let rotations =
             set.get(&layer).ok_or_else(|| unfit(format!("the rotation file has no layer {layer}")))?;
         let bands = rotations.keys.bands.as_ref().ok_or_else(no_bands)?;
         let mean = |side: &SideRotations| side.means.as_ref().map(|means| means[head].clone());
-        let key_transform = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(&mixing))?;
+        let key_transform = HeadTransform::general(mean(&rotations.keys), &bands[head].multiply(mixing))?;
         let value_transform = HeadTransform::new(mean(&rotations.values), &rotations.values.rotations[head])?;
         let rule = value_rule.unwrap_or(rotations.values.rules[head]);
-        let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule });
+        let rows = RowEncoder::Banded(BandRows { layout: layouts[layer], value_rule: rule });
         Ok((HeadEncoder { transform: key_transform, rows }, HeadEncoder { transform: value_transform, rows }))
     };
     // Every head has a matrix to invert.

@@ -1,5 +1,7 @@
 //! A Hadamard rotation for every head: what a model without learned weights gets, so that its speed can be measured.
 
+use std::collections::BTreeMap;
+
 use oscar_codec::{KvGeometry, Rule, hadamard};
 
 use crate::rotation::{LayerRotations, RotationFile, RotationHeader, SideRotations};
@@ -21,6 +23,7 @@ pub(crate) fn hadamard_rotations(model: &str, geometry: KvGeometry) -> RotationF
         header: RotationHeader { model: model.to_owned(), kv_heads, head_dim, ..RotationHeader::default() },
         heads: Some((0..layers).map(|index| (index, layer.clone())).collect()),
         layers: None,
+        widths: BTreeMap::new(),
     }
 }
 

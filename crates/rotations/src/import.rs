@@ -106,7 +106,7 @@ pub fn from_pt_unverified(
         ..RotationHeader::default()
     };
     let (heads, layers) = if keys.heads.is_some() { (Some(set), None) } else { (None, Some(set)) };
-    Ok(RotationFile { header, heads, layers })
+    Ok(RotationFile { header, heads, layers, ..RotationFile::default() })
 }
 
 pub(crate) fn side(layer: &PtLayer, rule: Rule) -> SideRotations {

@@ -56,6 +56,7 @@ fn permuted(file: &RotationFile, order: &[usize]) -> RotationFile {
         header: file.header.clone(),
         heads: file.heads.as_ref().map(set),
         layers: file.layers.as_ref().map(set),
+        widths: file.widths.clone(),
     }
 }
 

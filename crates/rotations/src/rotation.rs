@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use oscar_codec::{Composition, Rule, SquareMatrix};
+use oscar_codec::{Composition, KeyWidths, Rule, SquareMatrix};
 use rayon::prelude::*;
 
 use super::error::RotationError;
@@ -29,6 +29,8 @@ pub struct RotationFile {
     pub heads: Option<RotationSet>,
     /// A rotation for each layer, shared by its heads (encoder `paper`, published files of format 1).
     pub layers: Option<RotationSet>,
+    /// Bits of the bands of keys in layers for which a calibration chose them; all others have the default.
+    pub widths: BTreeMap<usize, KeyWidths>,
 }
 
 /// Where rotations come from and what they were made for.
@@ -186,6 +188,12 @@ impl RotationFile {
         if kv_heads > HEAD_LIMIT || kv_heads == 0 && self.heads.is_some() {
             let problem = format!("is {kv_heads}, expected 1 to {HEAD_LIMIT}");
             return Err(RotationError::field(path, "kv_heads", problem));
+        }
+        if let Some((layer, widths)) =
+            self.widths.iter().find(|(_, widths)| KeyWidths::menu(head_dim).all(|fit| fit != **widths))
+        {
+            let problem = format!("{widths} are not for heads of {head_dim} channels");
+            return Err(RotationError::field(path, format!("key_widths of layer {layer}"), problem));
         }
         if self.sets().next().is_none() {
             let problem = "it holds no rotations".to_owned();

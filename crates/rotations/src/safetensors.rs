@@ -4,34 +4,37 @@
 //! begin with an axis of KV heads; a metric is the upper triangle, row by row. Everything else is text in the
 //! metadata. The same rotations give the same bytes.
 //!
-//! Rotations are float16 and are made orthonormal again when they are read; bands are float16 and used as they are; metrics are bfloat16, because their range is
-//! large and they are only compared with; eigenvalues and means are float32. Bands are there from version 3 on. Files of
-//! version 1, rotations that others
-//! have published and work in progress have float32 throughout.
+//! Rotations are float16 and are made orthonormal again when they are read; bands are float16 and used as they are;
+//! metrics are bfloat16, because their range is large and they are only compared with; eigenvalues and means are float32.
+//! Bands are there from version 3 on. Files of version 1, rotations that others have published and work in progress have
+//! float32 throughout.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::Path;
 
 use half::{bf16, f16};
-use oscar_codec::{Rule, SquareMatrix};
+use oscar_codec::{KeyWidths, Rule, SquareMatrix};
 use oscar_model::files::{MappedFile, WeightMemory};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
-use serde_json::{Map, Value, json};
 
-use super::atomic::write_atomically;
 use super::error::RotationError;
-use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
+use super::limits::{ELEMENT_LIMIT, FILE_LIMIT, LAYER_ID_LIMIT, LAYER_LIMIT, ORTHOGONALITY_LIMIT};
 use super::rotation::{
     FORMAT_VERSION, LayerRotations, RotationFile, RotationHeader, RotationSet, SIDES, Scope, SideRotations,
 };
+
+mod write;
+
+pub use write::{write, write_exact, write_widths};
 
 const FORMAT_NAME: &str = "oscar-rotations";
 const HEADER_LIMIT: u64 = 16 << 20;
 /// Most tensors of a file: two scopes, two sides, five tensors for each layer.
 const TENSOR_LIMIT: usize = 20 * LAYER_LIMIT;
 const METADATA: &str = "__metadata__";
+/// The field of metadata with the widths of keys by layer id. Programs that do not know it use the default in every layer.
+const WIDTHS: &str = "key_widths";
 
 /// Rules by scope, layer id and side.
 type StoredRules = BTreeMap<String, BTreeMap<usize, BTreeMap<String, Vec<String>>>>;
@@ -63,7 +66,7 @@ pub fn parse(path: &Path, bytes: &[u8]) -> Result<RotationFile, RotationError> {
             format!("{} of its {found} tensors have names that are not of this format", found - used);
         return Err(contents.not_ours(problem));
     }
-    let file = RotationFile { header, heads, layers };
+    let file = RotationFile { widths: contents.widths()?, header, heads, layers };
     file.check_shapes(path)?;
     Ok(file)
 }
@@ -208,6 +211,20 @@ impl<'a> Contents<'a> {
         })
     }
 
+    /// Bits of the bands of keys, of layers that have some of their own.
+    fn widths(&self) -> Result<BTreeMap<usize, KeyWidths>, RotationError> {
+        let wrong = |problem: String| RotationError::field(self.path, WIDTHS, problem);
+        let Some(text) = self.text(WIDTHS) else { return Ok(BTreeMap::new()) };
+        let stored: BTreeMap<usize, String> = serde_json::from_str(text)
+            .map_err(|error| wrong(format!("not the JSON of this format: {error}")))?;
+        let parse = |(layer, widths): (usize, String)| match widths.parse() {
+            Ok(widths) if layer <= LAYER_ID_LIMIT => Ok((layer, widths)),
+            Ok(_) => Err(wrong(format!("the layer id {layer} is too large"))),
+            Err(error) => Err(wrong(format!("layer {layer}: {error}"))),
+        };
+        stored.into_iter().map(parse).collect()
+    }
+
     /// The rotations of one scope; the layers are those that have rules.
     fn set(
         &self,
@@ -324,181 +341,13 @@ fn unpack(dim: usize, triangle: &[f32]) -> SquareMatrix {
     SquareMatrix::from_fn(dim, |i, j| triangle[index(i.min(j), i.max(j))].into())
 }
 
-fn pack(matrix: &SquareMatrix) -> impl Iterator<Item = f32> + '_ {
-    let dim = matrix.dim();
-    (0..dim).flat_map(move |i| (i..dim).map(move |j| (0.5 * (matrix.get(i, j) + matrix.get(j, i))) as f32))
-}
-
-/// Writes a file, whole or not at all, with matrices in 16 bits. What cannot be read back is not written.
-pub fn write(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
-    write_as(path, file, Precision::Half)
-}
-
-/// [`write()`] with matrices in float32: for rotations that others have published, which are used as they are, and for work
-/// that is interrupted and taken up again.
-pub fn write_exact(path: &Path, file: &RotationFile) -> Result<(), RotationError> {
-    write_as(path, file, Precision::Single)
-}
-
-/// How matrices are stored.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Precision {
-    Half,
-    Single,
-}
-
-fn write_as(path: &Path, file: &RotationFile, precision: Precision) -> Result<(), RotationError> {
-    file.check_shapes(path)?;
-    file.check_orthogonal(path)?;
-    let tensors = tensors(file);
-    let header = header_text(file, &tensors, precision);
-    write_atomically(path, |out| {
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(header.as_bytes())?;
-        for (_, _, values) in &tensors {
-            match values.dtype(precision) {
-                Dtype::F16 => {
-                    values.to_f32().try_for_each(|v| out.write_all(&f16::from_f32(v).to_le_bytes()))?
-                }
-                Dtype::BF16 => {
-                    values.to_f32().try_for_each(|v| out.write_all(&bf16::from_f32(v).to_le_bytes()))?;
-                }
-                _ => values.to_f32().try_for_each(|v| out.write_all(&v.to_le_bytes()))?,
-            }
-        }
-        Ok(())
-    })
-}
-
-/// The data of a tensor, borrowed from where it is.
-enum TensorData<'a> {
-    Matrices(&'a [SquareMatrix]),
-    Triangles(&'a [SquareMatrix]),
-    Eigenvalues(&'a [Vec<f64>]),
-    Means(&'a [Vec<f32>]),
-}
-
-impl TensorData<'_> {
-    /// The type that the data is stored in.
-    fn dtype(&self, precision: Precision) -> Dtype {
-        match self {
-            TensorData::Matrices(_) if precision == Precision::Half => Dtype::F16,
-            TensorData::Triangles(_) if precision == Precision::Half => Dtype::BF16,
-            _ => Dtype::F32,
-        }
-    }
-
-    fn to_f32(&self) -> Box<dyn Iterator<Item = f32> + '_> {
-        match self {
-            TensorData::Matrices(matrices) => {
-                Box::new(matrices.iter().flat_map(|matrix| matrix.values()).map(|&value| value as f32))
-            }
-            TensorData::Triangles(matrices) => Box::new(matrices.iter().flat_map(pack)),
-            TensorData::Eigenvalues(rows) => Box::new(rows.iter().flatten().map(|&value| value as f32)),
-            TensorData::Means(rows) => Box::new(rows.iter().flatten().copied()),
-        }
-    }
-}
-
-/// Name, shape and numbers of every tensor, in the order of the file.
-fn tensors(file: &RotationFile) -> Vec<(String, Vec<usize>, TensorData<'_>)> {
-    let d = file.header.head_dim;
-    let mut tensors = Vec::new();
-    for (scope, set) in file.sets() {
-        for (layer, rotations) in set {
-            for (side, rotations) in rotations.sides() {
-                let name = |what: &str| format!("layers.{layer}.{side}.{scope}.{what}");
-                let shape = |count: usize, tail: &[usize]| match scope {
-                    Scope::Layer if count == 1 => tail.to_vec(),
-                    _ => [&[count], tail].concat(),
-                };
-                let count = rotations.rotations.len();
-                let matrices = TensorData::Matrices(&rotations.rotations);
-                tensors.push((name("rotation"), shape(count, &[d, d]), matrices));
-                if !rotations.eigenvalues.is_empty() {
-                    let values = TensorData::Eigenvalues(&rotations.eigenvalues);
-                    tensors.push((name("eigenvalues"), shape(count, &[d]), values));
-                }
-                if let Some(means) = &rotations.means {
-                    tensors.push((name("mean"), shape(means.len(), &[d]), TensorData::Means(means)));
-                }
-                if let Some(metrics) = &rotations.metrics {
-                    let triangle = d * (d + 1) / 2;
-                    tensors.push((name("metric"), shape(count, &[triangle]), TensorData::Triangles(metrics)));
-                }
-                if let Some(bands) = &rotations.bands {
-                    tensors.push((name("bands"), shape(count, &[d, d]), TensorData::Matrices(bands)));
-                }
-            }
-        }
-    }
-    tensors
-}
-
-/// The JSON header, padded so that tensors are aligned. Written here because the library keeps metadata in an
-/// order that changes from run to run.
-fn header_text(
-    file: &RotationFile,
-    tensors: &[(String, Vec<usize>, TensorData<'_>)],
-    precision: Precision,
-) -> String {
-    let mut entries = Map::new();
-    entries.insert(METADATA.to_owned(), Value::Object(metadata(file)));
-    let mut offset = 0;
-    for (name, shape, values) in tensors {
-        let dtype = values.dtype(precision);
-        let end = offset + shape.iter().product::<usize>() * dtype.bitsize() / 8;
-        let entry = json!({"dtype": dtype.to_string(), "shape": shape, "data_offsets": [offset, end]});
-        entries.insert(name.clone(), entry);
-        offset = end;
-    }
-    let mut text = Value::Object(entries).to_string();
-    while !text.len().is_multiple_of(8) {
-        text.push(' ');
-    }
-    text
-}
-
-fn metadata(file: &RotationFile) -> Map<String, Value> {
-    let header = &file.header;
-    let mut rules = StoredRules::new();
-    for (scope, set) in file.sets() {
-        let layers = rules.entry(scope.name().to_owned()).or_default();
-        for (&layer, rotations) in set {
-            let texts = |side: &SideRotations| side.rules.iter().map(Rule::to_string).collect();
-            let sides = rotations.sides().map(|(name, side)| (name.to_owned(), texts(side)));
-            layers.insert(layer, sides.into_iter().collect());
-        }
-    }
-    let scopes: Vec<&str> = file.sets().map(|(scope, _)| scope.name()).collect();
-    let fields = [
-        ("format", Some(FORMAT_NAME.to_owned())),
-        ("version", Some(FORMAT_VERSION.to_string())),
-        ("model", Some(header.model.clone())),
-        ("model_fingerprint", header.model_fingerprint.clone()),
-        ("weight_fingerprint", header.weight_fingerprint.clone()),
-        ("tokens", Some(header.tokens.to_string())),
-        ("corpus_sha256", header.corpus.clone()),
-        ("key_objective", Some(header.key_objective.clone())),
-        ("value_objective", Some(header.value_objective.clone())),
-        ("layer_value_objective", header.layer_value_objective.clone()),
-        ("composition", header.composition.map(|composition| composition.to_string())),
-        ("scope", Some(scopes.join(","))),
-        ("kv_heads", Some(header.kv_heads.to_string())),
-        ("head_dim", Some(header.head_dim.to_string())),
-        ("seed", header.seed.map(|seed| seed.to_string())),
-        ("rules", Some(serde_json::to_string(&rules).expect("maps with text and number keys become JSON"))),
-        ("created_by", Some(header.created_by.clone())),
-    ];
-    fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), Value::String(value?)))).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn triangles_are_packed_row_by_row() {
+        use super::write::pack;
         let matrix = SquareMatrix::from_fn(4, |i, j| (10 * i.min(j) + i.max(j)) as f64);
         let packed: Vec<f32> = pack(&matrix).collect();
         assert_eq!(packed, [0.0, 1.0, 2.0, 3.0, 11.0, 12.0, 13.0, 22.0, 23.0, 33.0]);

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use oscar_codec::Windows;
 use oscar_kernels::Inspect;
 use oscar_rotations::Certificate;
 
-use crate::calibration::{Recipe, cached_path, certify};
+use crate::calibration::{Recipe, allocate, cached_path, certify};
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::named_model::NamedModelArguments;
@@ -15,10 +16,11 @@ use crate::output::print_text;
 /// Make the rotations, means and rounding rules of the 2-bit cache for a model, and a certificate of what to expect.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
-    oscar calibrate smollm2\n  \
+    oscar calibrate smollm2 --layer-bits\n  \
     oscar calibrate ./model.gguf --data corpus.txt --tokens 16384 -o model.safetensors\n  \
     oscar calibrate qwen15 --data chats.jsonl --chat-template\n  \
-    oscar calibrate smollm2 --certify model.safetensors\n\n\
+    oscar calibrate smollm2 --certify model.safetensors\n  \
+    oscar calibrate smollm2 --allocate model.safetensors\n\n\
     Without --data the model talks to itself, seeded. JSONL records have `text`, `prompt` and `response`, or\n\
     `messages`. Do not calibrate on what you will evaluate on. Interrupted work is kept beside the output and taken\n\
     up again by the same command. Without -o the file goes to the cache, where every command finds it.")]
@@ -35,8 +37,14 @@ pub(crate) struct CalibrateArguments {
 
     /// Make no rotations: probe those in FILE and judge them again in the certificate beside them.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "tokens", "seed", "composition", "value_target",
-          "sink_tokens", "recent_tokens", "output", "no_probe"])]
+          "sink_tokens", "recent_tokens", "output", "no_probe", "layer_bits"])]
     certify: Option<PathBuf>,
+
+    /// Make no rotations: choose the bits of each layer's keys for those in FILE, on text as they are made from; then as
+    /// --certify.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["certify", "composition", "value_target", "sink_tokens",
+          "recent_tokens", "output", "no_probe", "layer_bits"])]
+    allocate: Option<PathBuf>,
 
     /// Print the certificate as JSON.
     #[arg(long)]
@@ -61,9 +69,14 @@ impl OnDevice for CalibrateArguments {
 
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let named = self.named.load(backend)?;
-        let (output, certificate) = match (&self.certify, &self.output) {
-            (Some(path), _) => (path.clone(), certify(&named, path)?),
-            (None, output) => {
+        let (output, certificate) = match (&self.certify, &self.allocate, &self.output) {
+            (Some(path), ..) => (path.clone(), certify(&named, path)?),
+            (None, Some(path), _) => {
+                let corpus = self.recipe.corpus(&named)?;
+                allocate(&named, &corpus, path, Windows::default())?;
+                (path.clone(), certify(&named, path)?)
+            }
+            (None, None, output) => {
                 let output = output.clone().map_or_else(|| cached_path(&named), Ok)?;
                 let corpus = self.recipe.corpus(&named)?;
                 let certificate = self.recipe.calibrate(&named, &corpus, &output)?;

@@ -142,7 +142,8 @@ impl CalibrationState {
             composition: Some(calibration.composition),
             ..calibration.header.clone()
         };
-        let file = RotationFile { header, heads: Some(BTreeMap::new()), layers: Some(BTreeMap::new()) };
+        let sets = || Some(BTreeMap::new());
+        let file = RotationFile { header, heads: sets(), layers: sets(), widths: BTreeMap::new() };
         CalibrationState { file, heads: Vec::new() }
     }
 

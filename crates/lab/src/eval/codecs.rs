@@ -16,7 +16,7 @@ use super::band_variants::{BandsOfBits, LeastSquaresBands, windows_of};
 /// The names and options of codecs, for help texts and errors.
 pub const HELP: &str = "bf16, fp8, int4, int3, high, int2, int1.5, saw-int4, turboquant, kitty, kivi2, quarot-int2, naive-int2; \
     int2 takes options: int2:band, int2:scalar, int2:paper (int2:auto), int2:layer (head), int2:uncentred (centred), int2:clip=0.96/0.92, int2:rule=search, \
-    int2:group=64, int2:scales=bf16, int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
+    int2:group=64, int2:scales=bf16, int2:widths=4/2/1/1 (of bands, in every layer), int2:keys-only, int2:values-only, joined with +; int2:least-squares is int2 without \
     unbiased scales of keys; high and int1.5 take keys-only or values-only, high:bits=8/4/2/2 has other bits in its bands; bf16:basis rounds to bf16 as the windows of int2 do; int4, int3, saw-int4, \
     quarot-int2 and naive-int2 take :centred or :uncentred";
 
@@ -168,6 +168,7 @@ impl Int2Spec {
                 ("keys-only", "") => one_side = Some(Side::Key),
                 ("values-only", "") => one_side = Some(Side::Value),
                 ("group", size) => parsed.group = Some(size.parse().map_err(|_| wrong())?),
+                ("widths", widths) => parsed.widths = Some(widths.parse().map_err(|_| wrong())?),
                 ("scales", kind) => parsed.scales = kind.parse().map_err(|_| wrong())?,
                 ("rule", rule) => {
                     let rule: Rule = rule.parse().map_err(|_| wrong())?;
@@ -246,13 +247,17 @@ mod tests {
     #[test]
     fn options_are_read_or_refused_with_the_list() {
         let Int2Spec { parts: parsed, side } =
-            Int2Spec::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only").unwrap();
+            Int2Spec::parse("int2", "paper+group=32+clip=0.9/0.8+scales=bf16+keys-only+widths=4/2/2/0")
+                .unwrap();
         assert_eq!(parsed.encoder, Int2Encoder::Paper);
         assert_eq!(parsed.group, Some(32));
         assert_eq!(parsed.rules, Some((Rule::Clip(0.9), Rule::Clip(0.8))));
         assert_eq!(parsed.scales, ScaleType::Bf16);
         assert_eq!(side, Some(Side::Key));
-        for bad in ["papers", "group=", "group=x", "clip=2", "rule=best", "paper=1"] {
+        assert_eq!(parsed.widths, "4/2/2/0".parse().ok());
+        for bad in
+            ["papers", "group=", "group=x", "clip=2", "rule=best", "paper=1", "widths=4", "widths=1/1/2/4"]
+        {
             let error = Int2Spec::parse("int2", bad).unwrap_err();
             assert!(error.to_string().contains("int2:paper"), "{error}");
         }

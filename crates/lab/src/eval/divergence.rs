@@ -149,12 +149,22 @@ impl<B: Inspect> CodecComparison<B> {
     pub fn measure(
         &mut self,
         reading: Reading<'_>,
-        mut progress: impl FnMut(usize),
+        progress: impl FnMut(usize),
     ) -> Result<Divergence, EvalError> {
+        self.measure_parts(reading, usize::MAX, progress).map(|[all, _]| all)
+    }
+
+    /// As [`Self::measure`], with positions from `second` after the prefix on in a sum of their own.
+    pub fn measure_parts(
+        &mut self,
+        reading: Reading<'_>,
+        second: usize,
+        mut progress: impl FnMut(usize),
+    ) -> Result<[Divergence; 2], EvalError> {
         self.evaluator.rewind();
         let CodecComparison { evaluator, reference, codec, suffix, hidden, skip } = self;
         let width = evaluator.model().config().hidden_size;
-        let mut total = Divergence::default();
+        let mut totals = [Divergence::default(); 2];
         let mut before = 0;
         evaluator.run(suffix, Some(reading), |model, activations, done| {
             let count = done - before;
@@ -163,15 +173,18 @@ impl<B: Inspect> CodecComparison<B> {
             backend.write(&hidden[before * width..done * width], reference.hidden_mut())?;
             let scored: Vec<usize> =
                 (0..count).filter(|row| before + row >= *skip && before + row + 1 < suffix.len()).collect();
-            for rows in scored.chunks(LOGIT_ROWS) {
-                let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
-                total.add(&compare(model, rows, &next, reference, codec)?);
+            let (first, later) = scored.split_at(scored.partition_point(|row| before + row < second));
+            for (total, scored) in totals.iter_mut().zip([first, later]) {
+                for rows in scored.chunks(LOGIT_ROWS) {
+                    let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
+                    total.add(&compare(model, rows, &next, reference, codec)?);
+                }
             }
             before = done;
             progress(done);
             Ok(())
         })?;
-        Ok(total)
+        Ok(totals)
     }
 }
 

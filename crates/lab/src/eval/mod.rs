@@ -7,6 +7,7 @@
 //! | [`divergence`] | KL, perplexity and agreement with the exact cache |
 //! | [`ablation`] | the published recipe with one part changed |
 //! | [`needle`], [`retrieval`] | prompts with needles, and models that answer them |
+//! | [`bit_allocation`] | the bits of each layer's keys, by what they do to the model |
 //! | [`probe`] | strings that a model copies from far back |
 //! | [`codec_attention`] | a codec of the lab behind the engine, so that it can be served |
 //! | [`served`] | answers of the engine, with the cache that serves |
@@ -15,6 +16,7 @@
 
 pub mod ablation;
 mod band_variants;
+pub mod bit_allocation;
 pub mod codec_attention;
 pub mod codecs;
 pub mod divergence;

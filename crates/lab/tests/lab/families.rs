@@ -9,6 +9,7 @@ use oscar_codec::{PageLayout, Windows};
 use oscar_engine::{Engine, EngineOptions, GenerateOptions, KvOptions, Request, Serve};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_lab::calibrate::{Calibration, Corpus, calibrate};
+use oscar_lab::eval::bit_allocation::allocate_bits;
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::CodecComparison;
 use oscar_lab::eval::history::Reading;
@@ -111,6 +112,40 @@ fn dense_families_are_calibrated_and_served_at_two_bits() {
     for name in ["llama3.2", "qwen2-tied", "qwen3", "mistral", "smollm3", "granite", "phi3"] {
         check(name, &tiny_global_model(name, 512, Arc::new(CpuBackend::new(2).unwrap().deterministic())));
     }
+}
+
+/// Widths are chosen within the bytes of the default, and layers of different widths are served.
+#[test]
+fn layers_have_the_bits_that_they_need() {
+    let name = "llama3.2-wide";
+    let model = tiny_global_model(name, 512, Arc::new(CpuBackend::new(2).unwrap().deterministic()));
+    let (file, _) = calibrated(name, &model);
+    let (choosing, checking) = (tokens(20, 400), tokens(21, 400));
+    let mut last = (0, usize::MAX);
+    let mut allocate =
+        |texts| allocate_bits(&model, &file, texts, WINDOWS, |done, all| last = (done, all)).unwrap();
+    let allocation = allocate([&choosing, &checking]).expect("heads of 64 channels have a choice");
+    assert_eq!(allocate([&choosing, &checking[..100]]), None, "too short");
+    assert_eq!(last.0, last.1);
+    let layers = model.config().layers;
+    let bits: u32 = allocation.widths.values().map(|widths| widths.sum()).sum();
+    assert!(bits <= 8 * layers as u32, "{allocation:?}");
+    let relative = |part: usize| allocation.chosen[part] / allocation.default[part];
+    assert!(relative(0) + relative(1) <= 2.0, "{allocation:?}");
+    assert_eq!(allocation.widths.is_empty(), allocation.chosen == allocation.default, "{allocation:?}");
+
+    let geometry = model.config().kv_geometry();
+    let uniform = int2_codec("int2", &file, geometry, &Int2Options::default()).unwrap();
+    let widths = |layer: usize| ["4/4/2/2", "4/0/0/0"][layer % 2].parse().unwrap();
+    let mixed = RotationFile { widths: (0..layers).map(|layer| (layer, widths(layer))).collect(), ..file };
+    let [int2, default, high] = divergences(&model, &mixed, ["int2", "int2:widths=4/2/1/1", "high"]);
+    assert!(int2 != default && high < 0.5 * int2, "{int2} {default} {high}");
+    let codec = int2_codec("int2", &mixed, geometry, &Int2Options::default()).unwrap();
+    assert_eq!(codec.head_bytes(0) - uniform.head_bytes(0), 512);
+    assert_eq!(uniform.head_bytes(1) - codec.head_bytes(1), 512);
+    let served = |codec| answered(&model, KvOptions { codec: Some(Arc::new(codec)), ..KvOptions::default() });
+    let (uniform, mixed) = (served(uniform), served(codec));
+    assert!(mixed.1 != uniform.1 && mixed.1.iter().all(|logprob| logprob.is_finite()));
 }
 
 /// Files of version 2 have no bands. They are used if they are named, and the user is told what is better.

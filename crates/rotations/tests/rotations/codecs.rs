@@ -27,7 +27,8 @@ fn file(bands: bool) -> RotationFile {
     let scaled = SquareMatrix::from_fn(DIM, |i, j| if i == j { 1.0 / strength(i) } else { 0.0 });
     let layer = LayerRotations { keys: side(bands.then(|| vec![scaled])), values: side(None) };
     let header = RotationHeader { kv_heads: 1, head_dim: DIM, ..RotationHeader::default() };
-    RotationFile { header, heads: Some(BTreeMap::from([(0, layer)])), layers: None }
+    let heads = Some(BTreeMap::from([(0, layer)]));
+    RotationFile { header, heads, ..RotationFile::default() }
 }
 
 fn strength(channel: usize) -> f64 {

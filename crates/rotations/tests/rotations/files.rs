@@ -1,10 +1,11 @@
 //! Our own rotation file: round trips, strict reading, verification, comparison, and models it must not be
 //! used with.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use oscar_codec::{Composition, KvGeometry, Rule, SquareMatrix, hadamard};
+use oscar_codec::{Composition, KeyWidths, KvGeometry, Rule, SquareMatrix, hadamard};
 use oscar_random::Random;
 use oscar_rotations::find::RotationOrigin;
 use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_interleaved};
@@ -111,6 +112,7 @@ fn file(seed: u64) -> RotationFile {
         },
         heads: Some(rotations.set(HEADS)),
         layers: Some(rotations.set(1)),
+        ..RotationFile::default()
     }
 }
 
@@ -220,6 +222,61 @@ fn with_header(bytes: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
     change(&mut header);
     let header = header.to_string();
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &bytes[8 + length..]].concat()
+}
+
+/// Rotations of heads that have a choice of widths.
+fn wide_file() -> RotationFile {
+    const DIM: usize = 64;
+    let side = |bands: bool| SideRotations {
+        rotations: vec![hadamard::matrix(DIM)],
+        eigenvalues: Vec::new(),
+        means: None,
+        metrics: None,
+        bands: bands.then(|| vec![hadamard::matrix(DIM)]),
+        rules: vec![Rule::Search],
+    };
+    let layer = LayerRotations { keys: side(true), values: side(false) };
+    RotationFile {
+        header: RotationHeader { kv_heads: 1, head_dim: DIM, ..RotationHeader::default() },
+        heads: Some((0..3).map(|id| (id, layer.clone())).collect()),
+        ..RotationFile::default()
+    }
+}
+
+#[test]
+fn widths_of_keys_are_written_alone_and_with_everything_else() {
+    let plain = wide_file();
+    let (_folder, path) = saved(&plain);
+    let bytes = fs::read(&path).expect("bytes");
+    let widths = |text: &str| text.parse::<KeyWidths>().expect("widths");
+    let chosen = BTreeMap::from([(0, widths("4/4/2/2")), (2, widths("4/0/0/0"))]);
+    safetensors::write_widths(&path, &chosen).expect("widths");
+    assert_eq!(safetensors::read(&path).expect("a file").widths, chosen);
+    let (_other, whole) = saved(&RotationFile { widths: chosen, ..plain });
+    assert!(fs::read(&path).expect("bytes") == fs::read(&whole).expect("bytes"), "the same bytes");
+    safetensors::write_widths(&path, &BTreeMap::new()).expect("no widths");
+    assert!(fs::read(&path).expect("bytes") == bytes, "as it was");
+}
+
+#[test]
+fn widths_that_kernels_do_not_read_are_refused() {
+    let (_folder, path) = saved(&wide_file());
+    let bytes = fs::read(&path).expect("bytes");
+    let refused = |widths: Value| {
+        let bytes =
+            with_header(&bytes, |header| header["__metadata__"]["key_widths"] = json!(widths.to_string()));
+        safetensors::parse(Path::new("bad.safetensors"), &bytes).expect_err("refused").to_string()
+    };
+    for (bad, problem) in [
+        (json!({"0": "8/8/8/8"}), "4/2/1/1"),
+        (json!({"first": "4/2/1/1"}), "JSON"),
+        (json!({"99999999999": "4/2/1/1"}), "too large"),
+        (json!(["4/2/1/1"]), "JSON"),
+        (json!("4/2/1/1"), "JSON"),
+    ] {
+        let error = refused(bad);
+        assert!(error.contains("key_widths") && error.contains(problem), "{error}");
+    }
 }
 
 #[test]
