@@ -123,9 +123,54 @@ impl Recipe {
         let certificate = self.fit(named, corpus, output)?;
         // What was fitted is on disk by now, whatever becomes of the rest.
         if self.layer_bits {
-            allocate(named, corpus, output, self.windows.windows())?;
+            self.allocate(named, corpus, output)?;
         }
         if self.no_probe { Ok(certificate) } else { certify(named, output) }
+    }
+
+    /// Chooses the bits of each layer's keys for rotations that were made before, and writes them into their file. They are chosen
+    /// on text that the rotations were not made from, and compared with the default on the first that they were.
+    pub(crate) fn allocate<B: Inspect>(
+        &self,
+        named: &NamedModel<B>,
+        corpus: &Corpus,
+        path: &Path,
+    ) -> Result<(), Failure> {
+        let windows = self.windows.windows();
+        let source = RotationSource { files: RotationFiles::Own(path.to_owned()), force: false };
+        let Some(found) = source.find(&named.model, &named.identity)? else { return Ok(()) };
+        let checking = corpus.sequences.first().map(Vec::as_slice).unwrap_or_default();
+        let mut steps: Option<Steps> = None;
+        let allocation = allocate_bits(
+            &named.model,
+            &found.file,
+            [&corpus.held_out, checking],
+            windows,
+            |done, total| {
+                steps.get_or_insert_with(|| Steps::new("choosing the bits of layers", total)).set(done);
+            },
+        )?;
+        if let Some(steps) = steps {
+            steps.finish();
+        }
+        let Some(BitAllocation { widths, default, chosen }) = allocation else {
+            eprintln!(
+                "the bits of layers were not chosen: that takes bands of keys, heads of a multiple of 64 channels and a text longer \
+                 than the windows"
+            );
+            return Ok(());
+        };
+        safetensors::write_widths(path, &widths)?;
+        if widths.is_empty() {
+            eprintln!("the keys of all layers have the same bits");
+        } else {
+            let [text, copy] =
+                [0, 1].map(|part| format!("{:.4} instead of {:.4}", chosen[part], default[part]));
+            eprintln!(
+                "the keys of each layer have bits of their own: KL {text} on other text, {copy} where it copies itself"
+            );
+        }
+        Ok(())
     }
 
     /// Makes and writes rotations and their certificate, without a probe.
@@ -172,38 +217,6 @@ impl Recipe {
         checkpoint.remove();
         Ok(certificate)
     }
-}
-
-/// Chooses the bits of each layer's keys for rotations that were made before, and writes them into their file. They are chosen
-/// on text that the rotations were not made from, and compared with the default on the first that they were.
-pub(crate) fn allocate<B: Inspect>(
-    named: &NamedModel<B>,
-    corpus: &Corpus,
-    path: &Path,
-    windows: Windows,
-) -> Result<(), Failure> {
-    let source = RotationSource { files: RotationFiles::Own(path.to_owned()), force: false };
-    let Some(found) = source.find(&named.model, &named.identity)? else { return Ok(()) };
-    let checking = corpus.sequences.first().map(Vec::as_slice).unwrap_or_default();
-    let mut steps: Option<Steps> = None;
-    let allocation =
-        allocate_bits(&named.model, &found.file, [&corpus.held_out, checking], windows, |done, total| {
-            steps.get_or_insert_with(|| Steps::new("choosing the bits of layers", total)).set(done);
-        })?;
-    if let Some(steps) = steps {
-        steps.finish();
-    }
-    let Some(BitAllocation { widths, default, chosen }) = allocation else { return Ok(()) };
-    safetensors::write_widths(path, &widths)?;
-    if widths.is_empty() {
-        eprintln!("the keys of all layers have the same bits");
-    } else {
-        let [text, copy] = [0, 1].map(|part| format!("{:.4} instead of {:.4}", chosen[part], default[part]));
-        eprintln!(
-            "the keys of each layer have bits of their own: KL {text} on other text, {copy} where it copies itself"
-        );
-    }
-    Ok(())
 }
 
 /// Probes rotations that were made before, and judges them again in the certificate beside them.

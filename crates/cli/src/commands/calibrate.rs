@@ -3,11 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_codec::Windows;
 use oscar_kernels::Inspect;
 use oscar_rotations::Certificate;
 
-use crate::calibration::{Recipe, allocate, cached_path, certify};
+use crate::calibration::{Recipe, cached_path, certify};
 use crate::device::OnDevice;
 use crate::failure::Failure;
 use crate::named_model::NamedModelArguments;
@@ -42,8 +41,7 @@ pub(crate) struct CalibrateArguments {
 
     /// Make no rotations: choose the bits of each layer's keys for those in FILE, on text as they are made from; then as
     /// --certify.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["certify", "composition", "value_target", "sink_tokens",
-          "recent_tokens", "output", "no_probe", "layer_bits"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["certify", "composition", "value_target", "output", "no_probe", "layer_bits"])]
     allocate: Option<PathBuf>,
 
     /// Print the certificate as JSON.
@@ -73,7 +71,7 @@ impl OnDevice for CalibrateArguments {
             (Some(path), ..) => (path.clone(), certify(&named, path)?),
             (None, Some(path), _) => {
                 let corpus = self.recipe.corpus(&named)?;
-                allocate(&named, &corpus, path, Windows::default())?;
+                self.recipe.allocate(&named, &corpus, path)?;
                 (path.clone(), certify(&named, path)?)
             }
             (None, None, output) => {

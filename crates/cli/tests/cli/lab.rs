@@ -96,6 +96,27 @@ fn rotations_are_certified_again() {
         .failure(1, &["no certificate", "oscar calibrate"]);
 }
 
+/// Heads of 16 channels have one choice of widths; a file of them stays as it is, and the user is told why.
+#[test]
+fn bits_of_layers_are_not_chosen_where_there_is_no_choice() {
+    let machine = Machine::new();
+    let (model, output) = (fixture("llama-tied"), machine.path("tiny.safetensors"));
+    let output = output.to_str().expect("path");
+    calibrate(&machine, &model, output);
+    let rotations = fs::read(output).expect("rotations");
+    let data = text(&machine, "other.txt", 2);
+    let allocate = ["calibrate", &model, "--allocate", output, "--data", &data, "--tokens", "512", "--json"];
+    let outcome = machine.run(allocate).success();
+    assert!(outcome.stderr.contains("multiple of 64 channels"), "{}", outcome.stderr);
+    assert_eq!(rotations, fs::read(output).expect("rotations"));
+    for other in
+        [["--certify", output].as_slice(), &["--layer-bits"], &["--no-probe"], &["-o", "x.safetensors"]]
+    {
+        let arguments = ["calibrate", &model, "--allocate", output].into_iter().chain(other.iter().copied());
+        machine.run(arguments).failure(2, &["--allocate"]);
+    }
+}
+
 #[test]
 fn rotations_without_a_place_go_to_the_cache_and_are_found() {
     let machine = Machine::new();
