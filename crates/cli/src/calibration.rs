@@ -155,8 +155,8 @@ impl Recipe {
         }
         let Some(BitAllocation { widths, default, chosen }) = allocation else {
             eprintln!(
-                "the bits of layers were not chosen: that takes bands of keys, heads of a multiple of 64 channels and a text longer \
-                 than the windows"
+                "the bits of layers were not chosen: that takes bands of keys, heads of a multiple of 64 channels and a \
+                 text longer than the windows"
             );
             return Ok(());
         };

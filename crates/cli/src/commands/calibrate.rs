@@ -41,7 +41,8 @@ pub(crate) struct CalibrateArguments {
 
     /// Make no rotations: choose the bits of each layer's keys for those in FILE, on text as they are made from; then as
     /// --certify.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["certify", "composition", "value_target", "output", "no_probe", "layer_bits"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["certify", "composition", "value_target", "output", "no_probe",
+          "layer_bits"])]
     allocate: Option<PathBuf>,
 
     /// Print the certificate as JSON.

@@ -1,8 +1,8 @@
 //! How many bits the codes of each quarter of a key's channels have.
 //!
 //! A model does not need all its layers alike: in SmolLM2 the keys of one layer move the output up to seventy times as
-//! much as those of another when both are stored in the same number of bits. So each layer has one of a few widths, and a calibration
-//! gives more bits to the layers that need them and takes them from those that do not, while the average stays what it is:
+//! much as those of another when both are stored in the same number of bits. So each layer has one of a few widths, and a
+//! calibration gives more bits to the layers that need them and takes them from those that do not, while the average stays:
 //!
 //! ```text
 //!   bits of a channel in each quarter, strongest first      bytes of a key, d=128
