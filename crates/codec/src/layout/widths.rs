@@ -1,6 +1,6 @@
 //! How many bits the codes of each quarter of a key's channels have.
 //!
-//! A model does not need all its layers alike: in SmolLM2 the keys of one layer move the output up to seventy times as
+//! A model does not need all its layers alike: in SmolLM2 the keys of one layer move the output up to forty times as
 //! much as those of another when both are stored in the same number of bits. So each layer has one of a few widths, and a
 //! calibration gives more bits to the layers that need them and takes them from those that do not, while the average stays:
 //!
@@ -32,7 +32,7 @@ impl Default for KeyWidths {
 }
 
 impl KeyWidths {
-    /// All widths that kernels read, by the bits that they take. Where two take the same, the default comes first.
+    /// All widths that a layer can have, by the bits that they take. Where two take the same, the default comes first.
     pub const MENU: [KeyWidths; 6] = [
         KeyWidths([4, 0, 0, 0]),
         KeyWidths([4, 2, 0, 0]),
@@ -42,7 +42,7 @@ impl KeyWidths {
         KeyWidths([4, 4, 2, 2]),
     ];
 
-    /// Bits of each quarter.
+    /// The bits of a code in each quarter, strongest first; 0 where a quarter is not stored.
     pub fn quarters(self) -> [u32; 4] {
         self.0.map(u32::from)
     }

@@ -195,6 +195,26 @@ fn an_engine_that_goes_away_ends_its_answers() {
     }
 }
 
+/// Pages of layers differ in size and format: requests that share a prefix and lose pages to each other answer as alone.
+#[test]
+fn layers_of_different_widths_answer_under_pressure_as_alone() {
+    let model = model_with("llama3.2-wide", 2048, true, |_| ());
+    let options = |pages| EngineOptions { context: Some(1024), ..fixed_options(&model, "band", pages) };
+    let codec = options(None).kv.codec.unwrap();
+    assert_ne!(codec.head_bytes(0), codec.head_bytes(1));
+    let tight = TestEngine::new(model.clone(), &options(Some(40))).unwrap();
+    let prompts: Vec<Vec<u32>> = (0..6).map(|i| [prompt(1, 300), prompt(2 + i, 150)].concat()).collect();
+    let running: Vec<_> = prompts
+        .iter()
+        .map(|prompt| tight.answer(Request::new(prompt.clone(), greedy(200))).unwrap())
+        .collect();
+    for (prompt, answer) in prompts.iter().zip(running) {
+        let alone = TestEngine::new(model.clone(), &options(None)).unwrap();
+        assert_eq!(answer.wait().unwrap()[0].tokens, ask(&alone, prompt, &greedy(200)).tokens);
+    }
+    assert_idle(&tight);
+}
+
 /// A model whose token 7 is not a number: requests that read it fail, their neighbours do not.
 #[test]
 fn numbers_that_are_not_finite_fail_their_own_request_only() {
