@@ -202,7 +202,7 @@ fn layers_of_different_widths_answer_under_pressure_as_alone() {
     let options = |pages| EngineOptions { context: Some(1024), ..fixed_options(&model, "band", pages) };
     let codec = options(None).kv.codec.unwrap();
     assert_ne!(codec.head_bytes(0), codec.head_bytes(1));
-    let tight = TestEngine::new(model.clone(), &options(Some(40))).unwrap();
+    let tight = TestEngine::new(model.clone(), &options(Some(24))).unwrap();
     let prompts: Vec<Vec<u32>> = (0..6).map(|i| [prompt(1, 300), prompt(2 + i, 150)].concat()).collect();
     let running: Vec<_> = prompts
         .iter()
@@ -212,6 +212,8 @@ fn layers_of_different_widths_answer_under_pressure_as_alone() {
         let alone = TestEngine::new(model.clone(), &options(None)).unwrap();
         assert_eq!(answer.wait().unwrap()[0].tokens, ask(&alone, prompt, &greedy(200)).tokens);
     }
+    let stats = tight.fresh_stats();
+    assert!(stats.preemptions > 0, "{stats:?}");
     assert_idle(&tight);
 }
 
