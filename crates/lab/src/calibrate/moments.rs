@@ -3,9 +3,11 @@
 //! One set per KV head; query heads are added to the head they read from. Nothing but the sums is kept, so their
 //! size does not depend on how much text is seen.
 
+use half::bf16;
 use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayView2, ArrayViewMut2, s};
 use oscar_codec::SquareMatrix;
+use rayon::prelude::*;
 
 /// Positions before this one stay in bf16 in every cache (the sink), so means and plain moments leave them out.
 const SINK: usize = 64;
@@ -86,14 +88,17 @@ pub struct HeadMoments {
     value_sum: Vec<f64>,
 }
 
-/// The quadratic form `x M xᵀ` of a metric.
-fn quadratic(metric: &SquareMatrix, x: &[f32]) -> f64 {
+/// The quadratic form `x M xᵀ` of a symmetric metric, of every row.
+fn energies(metric: &SquareMatrix, rows: &[f32]) -> Vec<f64> {
     let dim = metric.dim();
-    let rows = metric.values().chunks_exact(dim).zip(x);
-    rows.map(|(row, &x_i)| {
-        f64::from(x_i) * row.iter().zip(x).map(|(m, &x_j)| m * f64::from(x_j)).sum::<f64>()
-    })
-    .sum()
+    let matrix = ArrayView2::from_shape((dim, dim), metric.values()).expect("dim · dim values");
+    let of_block = |block: &[f32]| -> Vec<f64> {
+        let block: Vec<f64> = block.iter().copied().map(f64::from).collect();
+        let block = ArrayView2::from_shape((block.len() / dim, dim), &block).expect("whole rows");
+        let products = block.dot(&matrix);
+        block.rows().into_iter().zip(products.rows()).map(|(row, product)| row.dot(&product)).collect()
+    };
+    rows.par_chunks(BLOCK_ROWS * dim).flat_map_iter(of_block).collect()
 }
 
 /// The mean of `x M xᵀ` over rows with a moment: tr(M C).
@@ -148,9 +153,7 @@ impl HeadMoments {
     /// The weight of a token is `k A kᵀ` with `A` the mean of `qᵀq`, scaled so that the mean weight is 1.
     pub fn add_weighted_values(&mut self, keys: &[f32], values: &[f32]) {
         let dim = self.queries.dim;
-        let a = self.queries.mean();
-        let mut weights: Vec<f64> = Vec::with_capacity(keys.len() / dim);
-        weights.extend(keys.chunks_exact(dim).map(|key| quadratic(&a, key)));
+        let weights = energies(&self.queries.mean(), keys);
         let scale = weights.len() as f64 / weights.iter().sum::<f64>().max(1e-12);
         let rows = values.chunks_exact(dim).zip(weights.iter().map(|weight| weight * scale));
         self.weighted_values.add(rows);
@@ -185,10 +188,7 @@ impl HeadMoments {
             .flat_map(|key| key.iter().zip(&mean).map(|(key, mean)| key - mean))
             .collect();
         let usual = energy(&metric, &self.key_covariance());
-        let weights: Vec<f64> = centred
-            .chunks_exact(dim)
-            .map(|key| quadratic(&metric, key) / usual.max(f64::MIN_POSITIVE))
-            .collect();
+        let weights = energies(&metric, &centred).into_iter().map(|it| it / usual.max(f64::MIN_POSITIVE));
         self.weighted_keys.add(centred.chunks_exact(dim).zip(weights));
     }
 
@@ -255,6 +255,14 @@ impl<'a> ObservedRows<'a> {
     fn values(&self, head: usize) -> impl Iterator<Item = &'a [f32]> {
         let first = (self.heads.query + self.heads.kv + head) * self.heads.dim;
         Self::column(self.qkv, self.heads.qkv_cols(), first, self.heads.dim)
+    }
+
+    /// Keys and values of a head as a cache of bf16 pages stores them.
+    pub fn stored(&self, head: usize) -> (Vec<f32>, Vec<f32>) {
+        let rounded = |rows: &mut dyn Iterator<Item = &'a [f32]>| {
+            rows.flatten().map(|&x| bf16::from_f32(x).to_f32()).collect()
+        };
+        (rounded(&mut self.keys(head)), rounded(&mut self.values(head)))
     }
 
     fn attended(&self, query_head: usize) -> impl Iterator<Item = &'a [f32]> {

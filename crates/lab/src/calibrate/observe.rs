@@ -6,7 +6,6 @@
 
 use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS};
 use oscar_kernels::backend::{AttentionSpec, Batch, CacheSpec, SequenceRows};
-use oscar_kernels::inspect::KvRows;
 use oscar_kernels::{Inspect, KernelError};
 use oscar_model::{Activations, LayerAttention, LoadedModel};
 
@@ -23,7 +22,6 @@ pub struct Observer<'a, B: Inspect> {
 
 struct ObservedSequence<B: Inspect> {
     tokens: usize,
-    pages: Vec<Option<ExactSlot>>,
     step: B::Step,
     activations: Activations<B>,
 }
@@ -47,7 +45,7 @@ impl<'a, B: Inspect> Observer<'a, B> {
                 let step = model.model().begin_step(&batch, &cache)?;
                 let mut activations = model.model().activations(ids.len(), 1)?;
                 model.model().embed(&batch, &step, &mut activations)?;
-                Ok(ObservedSequence { tokens: ids.len(), pages, step, activations })
+                Ok(ObservedSequence { tokens: ids.len(), step, activations })
             })
             .collect::<Result<_, KernelError>>()?;
         Ok(Observer { model, heads, sequences, cache })
@@ -85,12 +83,6 @@ impl<'a, B: Inspect> Observer<'a, B> {
             self.model.model().run_layers(layer..layer + 1, step, &mut attention, activations)?;
         }
         Ok(())
-    }
-
-    /// Keys and values of one head and sequence in the layer that ran last, as the cache stores them.
-    pub fn keys_values(&self, sequence: usize, head: usize) -> Result<(Vec<f32>, Vec<f32>), KernelError> {
-        let ObservedSequence { tokens, pages, .. } = &self.sequences[sequence];
-        self.model.model().backend().read_kv(&self.cache, KvRows { layer: 0, head, pages }, 0..*tokens)
     }
 
     /// The hidden states of one sequence.

@@ -198,24 +198,25 @@ pub fn observe_layer<B: Inspect>(
     let heads = observer.heads();
     let held_out = corpus.sequences.len();
     let mut moments: Vec<HeadMoments> = (0..heads.kv).map(|_| HeadMoments::new(heads.dim)).collect();
+    // Keys and values of each sequence and head.
+    let mut stored: Vec<Vec<(Vec<f32>, Vec<f32>)>> = Vec::new();
     let mut queries = Vec::new();
     observer.run_layer(layer, |index, rows| {
+        stored.push((0..heads.kv).into_par_iter().map(|head| rows.stored(head)).collect());
         if index < held_out {
             moments.par_iter_mut().enumerate().for_each(|(head, moments)| moments.add(&rows, head));
         } else {
             queries = (0..heads.kv).into_par_iter().map(|head| held_out_queries(&rows, head)).collect();
         }
     })?;
-    let rows: Vec<Vec<(Vec<f32>, Vec<f32>)>> = (0..heads.kv)
-        .map(|head| (0..held_out).map(|index| observer.keys_values(index, head)).collect())
-        .collect::<Result<_, _>>()?;
-    moments.par_iter_mut().zip(rows).for_each(|(moments, sequences)| {
-        sequences.iter().for_each(|(keys, _)| moments.add_weighted_keys(keys));
-        let (keys, values): (Vec<_>, Vec<_>) = sequences.into_iter().unzip();
-        moments.add_weighted_values(&keys.concat(), &values.concat());
+    let held_out = stored.pop().unwrap_or_default();
+    moments.par_iter_mut().enumerate().for_each(|(head, moments)| {
+        let sequences = || stored.iter().map(|heads| &heads[head]);
+        sequences().for_each(|(keys, _)| moments.add_weighted_keys(keys));
+        let keys: Vec<f32> = sequences().flat_map(|(keys, _)| keys.iter().copied()).collect();
+        let values: Vec<f32> = sequences().flat_map(|(_, values)| values.iter().copied()).collect();
+        moments.add_weighted_values(&keys, &values);
     });
-    let held_out =
-        (0..heads.kv).map(|head| observer.keys_values(held_out, head)).collect::<Result<_, _>>()?;
     Ok(ObservedLayer { moments, held_out, queries, heads })
 }
 
@@ -338,8 +339,9 @@ fn fit_layer<B: Inspect>(
             Ok(ChosenValues { transform, key_rule, value_rule, error })
         };
         // A head that looks at a token without a value, as many do, is better off when that stays zero.
-        let centred = try_values(own.value_mean()).map_err(failed)?;
-        let plain = try_values(vec![0.0; heads.dim]).map_err(failed)?;
+        let (centred, plain) =
+            rayon::join(|| try_values(own.value_mean()), || try_values(vec![0.0; heads.dim]));
+        let (centred, plain) = (centred.map_err(failed)?, plain.map_err(failed)?);
         let chosen = if centred.error < plain.error { centred } else { plain };
         // Heads whose size has no bands keep scalar codes.
         let (bands, served_transform, codes) = match BandLayout::int2(heads.dim) {

@@ -16,6 +16,7 @@ use oscar_codec::{
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
+use rayon::prelude::*;
 
 /// The one head of a codec that is tried.
 const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
@@ -163,9 +164,11 @@ impl<'a> RuleTrial<'a> {
 
     /// Tries every candidate on keys and on values; the best rule for each.
     pub fn choose(&self, candidates: &[Rule]) -> Result<(Rule, Rule), CodecError> {
+        let tried = candidates
+            .par_iter()
+            .map(|&rule| Ok((rule, [self.key_score(KeyCodes::Scalar(rule))?, self.value_error(rule)?])));
         let mut best = [(f64::INFINITY, Rule::Search); 2];
-        for &rule in candidates {
-            let errors = [self.key_score(KeyCodes::Scalar(rule))?, self.value_error(rule)?];
+        for (rule, errors) in tried.collect::<Result<Vec<_>, CodecError>>()? {
             for (best, error) in best.iter_mut().zip(errors) {
                 if error < best.0 {
                     *best = (error, rule);
