@@ -21,6 +21,8 @@ use crate::routing::{Routing, Scores};
 pub(super) const COLUMN_TILES: [usize; 2] = [1, 8];
 /// Rows from which on jobs are those of prompts.
 const MANY_ROWS: usize = 64;
+/// Rows that one block routes, a warp each, before it sorts what they have chosen.
+const ROUTED_AT_ONCE: usize = 8;
 /// Experts that the kernels have memory for.
 const MOST_EXPERTS: usize = 512;
 
@@ -314,7 +316,7 @@ impl Experts {
         };
         // SAFETY: there is memory for the numbers, choices and jobs of as many rows.
         unsafe {
-            if rows <= MANY_ROWS {
+            if rows <= ROUTED_AT_ONCE {
                 return Ok(launch_overlapping(&self.device, &self.route, config(1), &arguments)?);
             }
             launch_overlapping(&self.device, &self.choose, config(rows.div_ceil(8)), &arguments)?;
@@ -372,7 +374,7 @@ impl Experts {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
             shared_mem_bytes: (WARPS * self.rings.of(first.kind)
-                + result_bytes(8 * column_tiles, experts.len())) as u32,
+                + result_bytes(8 * column_tiles, 1)) as u32,
         };
         // SAFETY: shapes were checked, and rows, jobs and results have memory for every choice.
         Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)

@@ -66,21 +66,50 @@ struct Activations {
     return *(const float2*)(sums + (((long long)step * COLUMN_TILES + tile) * 4 + j) * 8 + column % 8);
 #endif
   }
+  // Those of a tile of a run.
+  DEVICE const Activations& of(int) const { return *this; }
 };
+
+#if LISTED
+// The activations of one tile and eight rows that a lane has already.
+struct Held {
+  const Activations& a;
+  const u32 (&x)[8];
+  template <bool WIDE>
+  DEVICE void operands(int, int, int, u32 (&b)[8]) const {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) b[i] = x[i];
+  }
+  DEVICE float2 sums_of(int step, int tile, int j, int lane) const { return a.sums_of(step, tile, j, lane); }
+};
+
+// Those of a run of tiles, all on their way at once and before the tiles are waited for.
+template <int RUN, bool WIDE>
+struct Fetched {
+  const Activations& a;
+  u32 x[RUN][8];
+  DEVICE Fetched(const Activations& activations, int step, int steps, int lane) : a(activations) {
+    #pragma unroll
+    for (int i = 0; i < RUN; i++) a.operands<WIDE>(min(step + i, steps - 1), 0, lane, x[i]);
+  }
+  DEVICE Held of(int i) const { return {a, x[i]}; }
+};
+#endif
 
 // Each kind of tile says how many bytes it has, how many of them are fetched at a time, and adds its products with activations
 // to sums. A tile is named by its address in shared memory.
 struct FloatTile {
   static constexpr int TYPE = FLOATS, BYTES = 2048, RUN = 2;
   static constexpr bool SPREAD = false, TAKEN_BACK = false;
-  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  template <class A>
+  DEVICE static void add(u32 tile, const A& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     uint4 words[4];
     #pragma unroll
     for (int j = 0; j < 4; j++) words[j] = shared16(tile + j * 512 + lane * 16);
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[8];
-      a.operands<true>(step, n, lane, x);
+      a.template operands<true>(step, n, lane, x);
       #pragma unroll
       for (int j = 0; j < 4; j++) {
         const u32 registers[4] = {words[j].x, words[j].y, words[j].z, words[j].w};
@@ -151,12 +180,13 @@ struct CodeTile {
     return make_float2(__uint_as_float(four.x) + __uint_as_float(four.y), __uint_as_float(four.z) + __uint_as_float(four.w));
   }
 #endif
-  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  template <class A>
+  DEVICE static void add(u32 tile, const A& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     CodeTile held;
     held.load(tile, lane);
     u32 x[COLUMN_TILES][8];
     #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
+    for (int n = 0; n < COLUMN_TILES; n++) a.template operands<false>(step, n, lane, x[n]);
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       u32 registers[STEPS][4];
@@ -207,7 +237,8 @@ struct Fp8Tile {
     low = two_halves(__byte_perm(word, 0, 0x1404)), high = two_halves(__byte_perm(word, 0, 0x3424));
   }
 #endif
-  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  template <class A>
+  DEVICE static void add(u32 tile, const A& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     u32 registers[4][4];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -221,7 +252,7 @@ struct Fp8Tile {
     #pragma unroll
     for (int n = 0; n < COLUMN_TILES; n++) {
       u32 x[8];
-      a.operands<false>(step, n, lane, x);
+      a.template operands<false>(step, n, lane, x);
       float product[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       #pragma unroll
       for (int j = 0; j < 4; j++) multiply_add<false>(product, registers[j], x[2 * j], x[2 * j + 1]);
@@ -252,12 +283,13 @@ struct Mxfp4Tile {
     for (int i = 0; i < 2; i++) scales[i] = power_of(pair >> 8 * i & 0xffu) * (16384.0f * SCALE_UNIT);
   }
   DEVICE static float2 inputs_of(const Activations&, int, int) { return make_float2(0.0f, 0.0f); }
-  DEVICE static void add(u32 tile, const Activations& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
+  template <class A>
+  DEVICE static void add(u32 tile, const A& a, int step, float (&sums)[COLUMN_TILES][4], int lane) {
     Mxfp4Tile held;
     held.load(tile, lane);
     u32 x[COLUMN_TILES][8];
     #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; n++) a.operands<false>(step, n, lane, x[n]);
+    for (int n = 0; n < COLUMN_TILES; n++) a.template operands<false>(step, n, lane, x[n]);
     float scales[2][2], none[2];
     #pragma unroll
     for (int i = 0; i < 2; i++) scales_of(tile, lane / 4 + 8 * i, 0, scales[i], none);
@@ -282,18 +314,19 @@ struct Mxfp4Tile {
 // Tiles that are taken one at a time, RUN of them in a row.
 template <class T>
 struct EachTile : T {
-  DEVICE static void add_run(u32 tiles, const Activations& a, int step, int steps, float (&sums)[COLUMN_TILES][4], int lane) {
+  template <class A>
+  DEVICE static void add_run(u32 tiles, const A& a, int step, int steps, float (&sums)[COLUMN_TILES][4], int lane) {
     #pragma unroll
     for (int i = 0; i < T::RUN; i++) {
       const bool there = i == 0 || step + i < steps;
       if (!T::TAKEN_BACK) {
-        if (there) T::add(tiles + i * T::BYTES, a, step + i, sums, lane);
+        if (there) T::add(tiles + i * T::BYTES, a.of(i), step + i, sums, lane);
         continue;
       }
       // Activations in shared memory go on with zeros. Taking a sum back is faster than a branch around which nothing else is
       // computed.
       const float before[4] = {sums[0][0], sums[0][1], sums[0][2], sums[0][3]};
-      T::add(tiles + i * T::BYTES, a, step + i, sums, lane);
+      T::add(tiles + i * T::BYTES, a.of(i), step + i, sums, lane);
       #pragma unroll
       for (int j = 0; j < 4; j++) sums[0][j] = there ? sums[0][j] : before[j];
     }
