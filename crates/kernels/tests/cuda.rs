@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use oscar_codec::{
-    BandLayout, CodeLayout, ExactSlot, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
+    BandLayout, CodeLayout, ExactSlot, Fp8Layout, KeyWidths, PAGE_TOKENS, PageLayout, ScaleType, SealedSlot,
 };
 use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
@@ -191,6 +191,10 @@ fn shapes(quick: bool) -> Vec<(String, DecodeShape)> {
             // Smaller heads have fewer bands than kernels need.
             formats.push(("int1.5".into(), PageLayout::int15(head_dim).unwrap()));
         }
+        let others = KeyWidths::menu(head_dim).filter(|&widths| widths != KeyWidths::default());
+        formats.extend(others.map(|widths| {
+            (format!("widths {widths}"), PageLayout::Banded(BandLayout::of_widths(head_dim, widths).unwrap()))
+        }));
         if head_dim == 128 {
             formats.push(codes(2, 2, ScaleType::F16));
             formats.push(codes(4, 2, ScaleType::F16));

@@ -3,9 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use oscar_codec::{KeyWidths, KvGeometry, PageCodec, Rule};
+use oscar_codec::{KvGeometry, PageCodec, Rule};
 use oscar_kernels::Inspect;
-use oscar_kernels::backend::Feature;
 use oscar_model::LoadedModel;
 
 use crate::cache_type::CacheType;
@@ -89,11 +88,6 @@ pub enum Notice {
         /// Name of the rotations that are used in their place; none if the old ones are used.
         used: Option<String>,
     },
-    /// The device does not read the widths that calibration chose for each layer.
-    DefaultWidths {
-        /// Name of the rotations.
-        rotations: String,
-    },
     /// Rotations may not be those of this model.
     Model(String),
 }
@@ -131,14 +125,6 @@ impl fmt::Display for Notice {
                     f,
                     "{rotations} (version {version}) has no bands, so history is in scalar codes; `oscar calibrate \
                      {model}` makes a file that has them"
-                )
-            }
-            Notice::DefaultWidths { rotations } => {
-                write!(
-                    f,
-                    "{rotations} gives each layer its own bits, which this device does not read yet: all layers have {} \
-                     bits",
-                    KeyWidths::default()
                 )
             }
             Notice::Model(text) => f.write_str(text),
@@ -184,14 +170,7 @@ impl CachePlan {
                 return Err(RotationError::NoRotations { model: identity.name.clone() });
             }
             (CacheType::Int2, Some(found)) => {
-                let mut options = int2_options(&options.encoder);
-                let has_bands = options.encoder_for(&found.file) == Int2Encoder::Band;
-                let reads_widths = model.model().backend().supports(Feature::KeyWidths);
-                if has_bands && !reads_widths && !found.file.widths.is_empty() {
-                    options.widths = Some(KeyWidths::default());
-                    notices.push(Notice::DefaultWidths { rotations: found.name.clone() });
-                }
-                Some(int2_codec("int2", &found.file, geometry, &options)?)
+                Some(int2_codec("int2", &found.file, geometry, &int2_options(&options.encoder))?)
             }
             (CacheType::Int15, Some(found)) => Some(int15_codec("int1.5", &found.file, geometry)?),
             (CacheType::Int4 | CacheType::Fp8, _) => {

@@ -42,8 +42,6 @@ pub enum Feature {
     HostPages,
     /// A cache can have sealed pages of a second codec with more bits: [`SealedSpec::high`](super::SealedSpec::high).
     HighTier,
-    /// Layers of a cache can have banded keys of [other widths](oscar_codec::KeyWidths) than the default.
-    KeyWidths,
 }
 
 impl std::fmt::Display for Feature {
@@ -59,7 +57,6 @@ impl std::fmt::Display for Feature {
             Feature::LayersWithoutRope => "layers without rotary embedding",
             Feature::HostPages => "pages in the host's memory",
             Feature::HighTier => "sealed pages of two codecs (`--kv-tiers high`)",
-            Feature::KeyWidths => "keys of different widths by layer",
         })
     }
 }

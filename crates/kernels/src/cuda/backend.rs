@@ -255,7 +255,6 @@ impl Backend for CudaBackend {
             | Feature::ExpertBiases
             | Feature::LayersWithoutRope
             | Feature::HighTier => true,
-            Feature::KeyWidths => false,
         }
     }
 

@@ -5,6 +5,7 @@
 //! [`PageOrder`](super::PageOrder).
 
 use std::ops::Range;
+use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::CudaSlice;
@@ -94,6 +95,13 @@ impl CudaCache {
                 prefill: PrefillAttention::new(device, shape)?,
             })
         };
+        // Compiling takes seconds for each format, and layers may have six.
+        let readers = std::thread::scope(|scope| {
+            let compiled: Vec<_> =
+                readings.formats.iter().map(|format| scope.spawn(move || reader(format))).collect();
+            let results = compiled.into_iter().map(|it| it.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            results.collect::<Result<_, CudaError>>()
+        })?;
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;
         let pool = |bytes: Option<usize>, what| {
             bytes
@@ -120,7 +128,7 @@ impl CudaCache {
                 })
                 .collect::<Result<_, CudaError>>()?,
             writer: RowWriter::new(device, spec.geometry, group, codec)?,
-            readers: readings.formats.iter().map(reader).collect::<Result<_, CudaError>>()?,
+            readers,
             readings,
             host: match spec.host {
                 HostSlots { exact: 0, sealed: 0 } => None,

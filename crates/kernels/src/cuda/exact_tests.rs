@@ -28,8 +28,9 @@ fn shapes() -> Vec<(String, SealShape)> {
         }
         if head_dim == 64 {
             let of = |widths: &str| BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap();
-            add("banded 4/0/0/0 search", PageLayout::Banded(of("4/0/0/0")), 8, false);
-            add("banded 4/4/2/2 search", PageLayout::Banded(of("4/4/2/2")), 8, false);
+            for widths in ["4/0/0/0", "4/2/0/0", "4/2/2/2", "4/4/2/2"] {
+                add(&format!("banded {widths} search"), PageLayout::Banded(of(widths)), 8, false);
+            }
         }
         add("fp8", PageLayout::Fp8(Fp8Layout::new(head_dim).unwrap()), 0, false);
         if head_dim == 128 {

@@ -26,6 +26,14 @@
 //!
 //! Where all bands have four bits (`high`), words hold two sixteens each and values are 4-bit codes. Where channels after the last
 //! band are not stored (`int1.5`, layers of fewer bits), a token has fewer words, and the keys of a tile fewer bytes than its values.
+//! Heads of 64 channels may have 6 or 10 bits in their four sixteens. Then a sixteen of all eight tokens of a lane comes before the
+//! next sixteen, and the last two words of a lane are a load of their own:
+//!
+//! ```text
+//!   d=64, widths 4/2/0/0, one lane     words 0 .. 3                          words 4, 5
+//!   bits of every byte                 7..4      3..0                        7..6  5..4  3..2  1..0
+//!                                      token 1   token 0 of sixteen 0, ...   tokens 3, 2, 1, 0 of sixteen 1, ...
+//! ```
 
 use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
 
@@ -54,7 +62,7 @@ pub struct PageOrder {
 
 impl PageOrder {
     /// The order of a layout whose heads have a multiple of 32 channels up to 256, in groups that are multiples of 32, or
-    /// in bands that fill whole loads of a lane and have room for four scales.
+    /// in bands that fill loads of 8 bytes of each lane and have room for four scales.
     pub fn new(layout: PageLayout) -> Result<PageOrder, CudaError> {
         let head_dim = layout.head_dim();
         if head_dim == 0 || !head_dim.is_multiple_of(32) || head_dim > 256 {
@@ -64,7 +72,7 @@ impl PageOrder {
         }
         let order = PageOrder { layout };
         if let PageLayout::Banded(layout) = layout {
-            let (scales, load) = (layout.key_scale_count(), 32 * 16);
+            let (scales, load) = (layout.key_scale_count(), 32 * 8);
             if scales != BANDS || !order.key_bytes().is_multiple_of(load) {
                 return Err(CudaError::Unsupported(format!(
                     "keys of {head_dim} channels with {scales} scales, {} bytes of {} tokens: CUDA kernels need {BANDS} \
@@ -179,6 +187,7 @@ impl PageOrder {
     pub(super) fn defines(&self, pages: Pages) -> Vec<(&'static str, usize)> {
         match pages {
             Pages::Exact => vec![
+                ("PAGE_TOKENS", PAGE_TOKENS),
                 ("EXACT_TILE_TOKENS", self.tile_tokens()),
                 ("EXACT_SIDE_BYTES", self.value_bytes()),
                 ("EXACT_TILE_BYTES", self.tile_bytes()),
@@ -221,7 +230,7 @@ impl PageOrder {
             }
             (_, Side::Key) if self.bands().is_some() => {
                 let (eight, row) = self.key_row(token);
-                let flat = eight * self.band_bit(self.head_dim() / UNIT) + self.band_bit(channel / UNIT);
+                let flat = self.key_bit(eight, channel / UNIT);
                 (flat / 8, row * 4 + channel % UNIT / 4, channel % 4, (flat % 8) as u32)
             }
             (8, Side::Value) => (channel / 8, channel % 8 * 4 + token % 8 / 2, token % 2 * 2 + token / 8, 0),
@@ -240,13 +249,32 @@ impl PageOrder {
                 (word, channel % 8 * 4 + column, lane_token % 4, shift)
             }
         };
-        let side = if side == Side::Key { 0 } else { self.key_bytes() };
-        (tile * self.tile_bytes() + side + word / 4 * 512 + lane * 16 + word % 4 * 4 + byte, shift)
+        let start = if side == Side::Key { 0 } else { self.key_bytes() };
+        // Loads of four words of each lane, then perhaps one of two: no other side has a number of words that is not a multiple
+        // of four.
+        let whole = self.key_bytes() / 512 * 4;
+        let place = if side == Side::Key && word >= whole {
+            whole * 128 + lane * 8 + (word - whole) * 4
+        } else {
+            word / 4 * 512 + lane * 16 + word % 4 * 4
+        };
+        (tile * self.tile_bytes() + start + place + byte, shift)
     }
 
     /// Banded keys: the first bit of sixteen channels among all bits of a byte of a lane's words.
     fn band_bit(&self, unit: usize) -> usize {
         (0..unit).map(|unit| self.element_bits(Side::Key, unit * UNIT)).sum()
+    }
+
+    /// Banded keys: where the code of a unit of the lane's token `eight` begins, among all bits of a byte of its words. Where the
+    /// bits of a token are no multiple of four, codes would cross bytes, so a unit of all tokens comes before the next one.
+    fn key_bit(&self, eight: usize, unit: usize) -> usize {
+        let (token_bits, bit) = (self.band_bit(self.head_dim() / UNIT), self.band_bit(unit));
+        if token_bits.is_multiple_of(4) {
+            eight * token_bits + bit
+        } else {
+            self.tile_tokens() / 8 * bit + eight * self.element_bits(Side::Key, unit * UNIT)
+        }
     }
 
     /// Codes of values: a lane holds a run of the tokens of a tile. Which of them, and which lane of four.

@@ -1,5 +1,5 @@
 //! Sealing on the device: full bf16 pages to codes or 8-bit floats, for all layers and heads of all pages that are due, in
-//! one launch.
+//! one launch for each format that layers have.
 //!
 //! Rows are in the codec's basis already ([`super::write`] centred and rotated them), as on the CPU, so a page seals to
 //! the same bytes whenever that happens. The bytes are those of `PageCodec::seal_page`, in the order of [`PageOrder`].
@@ -110,21 +110,21 @@ pub struct SealShape {
 }
 
 impl SealShape {
-    /// The shape for a codec. Its layers are of one format, or bf16.
-    pub fn of(codec: &PageCodec) -> Result<SealShape, CudaError> {
+    /// The shapes for a codec: one for each format of its layers, or the one that copies bf16 pages.
+    pub fn all_of(codec: &PageCodec) -> Result<Vec<SealShape>, CudaError> {
         let KvGeometry { layers, kv_heads, head_dim } = codec.geometry();
-        let mut shape = SealShape {
-            order: PageOrder::new(PageLayout::bf16(head_dim))?,
-            rules: 0,
-            published: false,
-            portable: false,
+        let of = |layout| {
+            let order = PageOrder::new(layout)?;
+            Ok::<_, CudaError>(SealShape { order, rules: 0, published: false, portable: false })
         };
+        let mut shapes: Vec<SealShape> = Vec::new();
         for layer in (0..layers).filter(|&layer| !matches!(codec.layout(layer), PageLayout::Bf16(_))) {
-            let order = PageOrder::new(codec.layout(layer))?;
-            if !matches!(shape.order.layout(), PageLayout::Bf16(_)) && shape.order != order {
-                return Err(CudaError::Unsupported("sealed pages of two formats beside bf16".into()));
+            let layout = codec.layout(layer);
+            let at = shapes.iter().position(|shape| shape.order.layout() == layout).unwrap_or(shapes.len());
+            if at == shapes.len() {
+                shapes.push(of(layout)?);
             }
-            shape.order = order;
+            let shape = &mut shapes[at];
             for (head, side) in (0..kv_heads).flat_map(|head| [(head, Side::Key), (head, Side::Value)]) {
                 if let Some((rule, published)) = code_rule(codec, HeadIndex { layer, head }, side)? {
                     shape.published = published;
@@ -132,7 +132,10 @@ impl SealShape {
                 }
             }
         }
-        Ok(shape)
+        if shapes.is_empty() {
+            shapes.push(of(PageLayout::bf16(head_dim))?);
+        }
+        Ok(shapes)
     }
 
     /// Order of the pages that are sealed.
@@ -219,47 +222,79 @@ fn rule_bits(rule: Rule, head_dim: usize) -> u32 {
     }
 }
 
-/// The sealing kernel of one codec on one card.
+/// The sealing kernels of one codec on one card.
 pub struct PageSealer {
     device: Arc<Device>,
-    shape: SealShape,
     geometry: KvGeometry,
     sealed_stride: usize,
-    function: CudaFunction,
-    layers: CudaSlice<u32>,
+    kernels: Vec<FormatSealer>,
     rules: CudaSlice<u32>,
     failure: CudaSlice<u64>,
 }
 
-impl PageSealer {
-    /// Compiles (or finds) and loads the kernel, and puts the codec's tables on the card.
-    pub fn new(device: &Arc<Device>, codec: &PageCodec) -> Result<PageSealer, CudaError> {
-        Self::with_shape(device, codec, SealShape::of(codec)?)
-    }
+/// The sealing kernel of one format.
+struct FormatSealer {
+    shape: SealShape,
+    function: CudaFunction,
+    /// `[layer]`: where a layer begins in a sealed slot, and what becomes of its pages.
+    layers: CudaSlice<u32>,
+    /// `[layer]`: whether this kernel has anything to do for it.
+    seals: Vec<bool>,
+}
 
-    /// With a kernel that was asked for in another way.
-    pub fn with_shape(
+impl FormatSealer {
+    /// `copies`: whether this kernel is the one that copies layers that are kept in bf16.
+    fn new(
         device: &Arc<Device>,
         codec: &PageCodec,
         shape: SealShape,
-    ) -> Result<PageSealer, CudaError> {
-        let needed = SealShape::of(codec)?;
-        if (shape.order, shape.published) != (needed.order, needed.published)
-            || shape.rules & needed.rules != needed.rules
-        {
-            return Err(CudaError::Unsupported("a sealing kernel for another codec".into()));
-        }
-        let geometry = codec.geometry();
-        let (mut layers, mut rules) = (Vec::new(), Vec::new());
-        for layer in 0..geometry.layers {
+        copies: bool,
+    ) -> Result<FormatSealer, CudaError> {
+        let (mut layers, mut seals) = (Vec::new(), Vec::new());
+        for layer in 0..codec.geometry().layers {
             let offset = u32::try_from(codec.layer_offset(layer))
                 .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
             let kind = match codec.layout(layer) {
                 _ if !codec.has_history(layer) => SealedLayer::None,
-                PageLayout::Bf16(_) => SealedLayer::Copied,
-                _ => SealedLayer::Encoded,
+                PageLayout::Bf16(_) if copies => SealedLayer::Copied,
+                layout if layout == shape.order.layout() => SealedLayer::Encoded,
+                _ => SealedLayer::None,
             };
+            seals.push(!matches!(kind, SealedLayer::None));
             layers.extend([offset, kind as u32]);
+        }
+        let function = device.load(&shape.source(), "seal")?;
+        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(attribute, shape.block_memory() as i32)?;
+        Ok(FormatSealer { shape, function, layers: device.stream().clone_htod(&layers)?, seals })
+    }
+}
+
+impl PageSealer {
+    /// Compiles (or finds) and loads the kernels, and puts the codec's tables on the card.
+    pub fn new(device: &Arc<Device>, codec: &PageCodec) -> Result<PageSealer, CudaError> {
+        Self::with_shapes(device, codec, |shape| shape)
+    }
+
+    /// With kernels that are asked for in another way: with more rules, or those that any card runs.
+    pub fn with_shapes(
+        device: &Arc<Device>,
+        codec: &PageCodec,
+        change: impl Fn(SealShape) -> SealShape,
+    ) -> Result<PageSealer, CudaError> {
+        let geometry = codec.geometry();
+        let kernels = SealShape::all_of(codec)?.into_iter().enumerate().map(|(index, needed)| {
+            let shape = change(needed);
+            if (shape.order, shape.published) != (needed.order, needed.published)
+                || shape.rules & needed.rules != needed.rules
+            {
+                return Err(CudaError::Unsupported("a sealing kernel for another codec".into()));
+            }
+            FormatSealer::new(device, codec, shape, index == 0)
+        });
+        let kernels = kernels.collect::<Result<_, _>>()?;
+        let mut rules = Vec::new();
+        for layer in 0..geometry.layers {
             for head in 0..geometry.kv_heads {
                 for side in [Side::Key, Side::Value] {
                     let rule = code_rule(codec, HeadIndex { layer, head }, side)?;
@@ -267,30 +302,23 @@ impl PageSealer {
                 }
             }
         }
-        let function = device.load(&shape.source(), "seal")?;
-        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(attribute, shape.block_memory() as i32)?;
         let stream = device.stream();
         Ok(PageSealer {
-            shape,
             geometry,
             sealed_stride: codec.page_bytes(),
-            function,
-            layers: stream.clone_htod(&layers)?,
+            kernels,
             rules: stream.clone_htod(&rules)?,
             failure: stream.clone_htod(&[NONE])?,
             device: device.clone(),
         })
     }
 
-    /// What the kernel was compiled for.
-    pub fn shape(&self) -> &SealShape {
-        &self.shape
-    }
-
-    /// Registers and bytes of local memory (spills) of a thread.
+    /// The most registers and bytes of local memory (spills) that a thread of the kernels has.
     pub fn resources(&self) -> Result<(usize, usize), CudaError> {
-        Ok((self.function.num_regs()? as usize, self.function.local_size_bytes()? as usize))
+        self.kernels.iter().try_fold((0, 0), |(registers, spilled), FormatSealer { function, .. }| {
+            let here = (function.num_regs()? as usize, function.local_size_bytes()? as usize);
+            Ok((registers.max(here.0), spilled.max(here.1)))
+        })
     }
 
     /// Puts a list of pages on the device. No two may become the same sealed page.
@@ -357,7 +385,7 @@ impl PageSealer {
             scratch: pools.scratch.map_or(0, |scratch| scratch.device_ptr(stream).0),
             sealed: pools.sealed.device_ptr_mut(stream).0.wrapping_sub(before),
             pages: list.device.device_ptr(stream).0,
-            layers: self.layers.device_ptr(stream).0,
+            layers: 0,
             rules: self.rules.device_ptr(stream).0,
             failure: self.failure.device_ptr_mut(stream).0,
             sealed_stride: self.sealed_stride as i64,
@@ -367,16 +395,20 @@ impl PageSealer {
             layers_here: layers.len() as i32,
             kv_heads: kv_heads as i32,
         };
-        let config = LaunchConfig {
-            grid_dim: (blocks, 1, 1),
-            block_dim: (THREADS as u32, 1, 1),
-            shared_mem_bytes: self.shape.block_memory() as u32,
-        };
-        let mut launch = stream.launch_builder(&self.function);
-        launch.arg(&arguments);
-        // SAFETY: every slot and layer was checked to lie inside its pool, no sealed page is written by two blocks, and
-        // one stream orders all uses.
-        unsafe { launch.launch(config) }?;
+        // Each kernel passes over layers of other formats, so that blocks have the same numbers in all of them.
+        for kernel in self.kernels.iter().filter(|kernel| kernel.seals[layers.clone()].contains(&true)) {
+            let arguments = Arguments { layers: kernel.layers.device_ptr(stream).0, ..arguments };
+            let config = LaunchConfig {
+                grid_dim: (blocks, 1, 1),
+                block_dim: (THREADS as u32, 1, 1),
+                shared_mem_bytes: kernel.shape.block_memory() as u32,
+            };
+            let mut launch = stream.launch_builder(&kernel.function);
+            launch.arg(&arguments);
+            // SAFETY: every slot and layer was checked to lie inside its pool, no sealed page is written by two blocks, and
+            // one stream orders all uses.
+            unsafe { launch.launch(config) }?;
+        }
         Ok(())
     }
 

@@ -48,9 +48,7 @@ pub(crate) fn run(device: &Arc<Device>, quick: bool) -> usize {
             continue;
         }
         let codec = Arc::new(codec);
-        let mut shape = SealShape::of(&codec).unwrap();
-        shape.portable = portable;
-        let sealer = match PageSealer::with_shape(device, &codec, shape) {
+        let sealer = match PageSealer::with_shapes(device, &codec, |shape| SealShape { portable, ..shape }) {
             Ok(sealer) => sealer,
             Err(error) => {
                 println!("FAILED seal {name}: {error}");
@@ -118,8 +116,7 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
             }
             let others = KeyWidths::menu(head_dim).filter(|&widths| widths != KeyWidths::default());
             let of = |widths| ("widths", BandLayout::of_widths(head_dim, widths).unwrap());
-            let fits = |layout| PageOrder::new(PageLayout::Banded(layout)).is_ok();
-            layouts.extend(others.map(of).filter(|&(_, layout)| fits(layout)));
+            layouts.extend(others.map(of));
             for (name, layout) in layouts {
                 let start = codecs.len();
                 let codec = banded(geometry, layout, |index| RULES[(index + start) % RULES.len()]);
@@ -135,6 +132,14 @@ fn codecs(quick: bool) -> Vec<(String, PageCodec, bool)> {
         codecs.push((format!("fp8 d{head_dim} portable"), fp8.clone(), true));
         let all: Vec<usize> = (0..LAYERS).collect();
         codecs.push((format!("bf16 d{head_dim}"), fp8.keep_bf16(&all).unwrap(), false));
+    }
+    // Layers of different widths have a kernel each, beside one that is kept in bf16.
+    for head_dim in [64, 128] {
+        let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim };
+        let menu: Vec<KeyWidths> = KeyWidths::menu(head_dim).collect();
+        let layout = |layer: usize| BandLayout::of_widths(head_dim, menu[layer % menu.len()]).unwrap();
+        let codec = banded_by_layer(geometry, layout, |index| RULES[index % RULES.len()]);
+        codecs.push((format!("widths by layer d{head_dim}"), codec, false));
     }
     // One rule alone is another kernel.
     let geometry = KvGeometry { layers: LAYERS, kv_heads: KV_HEADS, head_dim: 128 };
@@ -172,8 +177,18 @@ fn int2(
 
 /// A codec with keys in bands, and a rule per head for values.
 fn banded(geometry: KvGeometry, layout: BandLayout, rule: impl Fn(usize) -> Rule) -> PageCodec {
+    banded_by_layer(geometry, |_| layout, rule)
+}
+
+/// The same with a layout for each layer.
+fn banded_by_layer(
+    geometry: KvGeometry,
+    layout: impl Fn(usize) -> BandLayout,
+    rule: impl Fn(usize) -> Rule,
+) -> PageCodec {
     let KvGeometry { layers, kv_heads, head_dim } = geometry;
     let encoder = |head: usize| {
+        let layout = layout(head / kv_heads);
         let rows = RowEncoder::Banded(BandRows { layout, value_rule: rule(head) });
         HeadEncoder { transform: HeadTransform::identity(head_dim), rows }
     };

@@ -131,8 +131,8 @@ pub(crate) fn codec(format: &str, geometry: KvGeometry) -> Option<Arc<PageCodec>
             // Channels of different strength, values off zero: what a rotation would not have.
             let matrix = hadamard::matrix(dim);
             let scaled = SquareMatrix::from_fn(dim, |i, j| matrix.get(i, j) * 0.9_f64.powi(j as i32));
-            // Layers of different widths, where heads have a choice; cards read these at 64 channels.
-            let menu: Vec<KeyWidths> = KeyWidths::menu(dim).filter(|widths| widths.sum() % 4 == 0).collect();
+            // Layers of different widths, where heads have a choice.
+            let menu: Vec<KeyWidths> = KeyWidths::menu(dim).collect();
             let rows = |head: usize| {
                 let widths = menu[head / geometry.kv_heads % menu.len()];
                 let layout = BandLayout::of_widths(dim, widths).unwrap();

@@ -127,7 +127,7 @@ DEVICE void attend_tiles(
     const u8* tile = ring.take();
     int visible = Provider::TOKENS;
     if (EXACT) {
-      const int first = page_of(i) * 64 + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;
+      const int first = page_of(i) * PAGE_TOKENS + (s.begin + warp + i * WARPS) % Provider::TILES_PER_PAGE * 8;
       visible = min(8, s.tokens - first);
     }
     state.add(tile, visible, lane);

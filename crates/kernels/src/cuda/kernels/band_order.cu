@@ -1,6 +1,7 @@
 // Keys in bands: where the codes of a token lie in the words of a lane. `page_order.rs` defines it; sizes come from there,
 // a hexadecimal digit for each band. Channels come in units of sixteen, of which a lane has four, in the four bytes of a
-// word. The units of a token follow one another inside these bytes, strongest band first.
+// word. The units of a token follow one another inside these bytes, strongest band first; where the bits of a token are no
+// multiple of four, codes would cross bytes, and a unit of all tokens of a lane comes before the next unit instead.
 
 DEVICE constexpr int band_units(int band) { return BAND_UNITS >> 4 * band & 15; }
 DEVICE constexpr int band_bits(int band) { return BAND_BITS >> 4 * band & 15; }
@@ -16,3 +17,21 @@ DEVICE constexpr int band_bit(int band) { return FIRST_BITS >> 8 * band & 255; }
 constexpr int BANDS = BAND_UNITS ? 4 : 0;
 // Bits of a token in each of the four bytes of a lane.
 constexpr int TOKEN_BITS = bits_in_all(0) + bits_in_all(1) + bits_in_all(2) + bits_in_all(3);
+constexpr bool UNITS_TOGETHER = TOKEN_BITS % 4 != 0;
+
+#if BAND_UNITS
+// Tokens of a tile that a lane has, and its words; whole loads of four words come before a load of two.
+constexpr int LANE_EIGHTS = SEALED_TILE_TOKENS / 8;
+constexpr int KEY_WORDS = LANE_EIGHTS * TOKEN_BITS / 8, WHOLE_WORDS = KEY_WORDS / 4 * 4;
+static_assert(KEY_WORDS % 2 == 0, "a lane has loads of 16 or 8 bytes");
+
+// The bit, among those of a byte of all words of a lane, of a code of `bits` of a token; `unit_bit` is that of its unit.
+DEVICE constexpr int key_bit(int eight, int unit_bit, int bits) {
+  return UNITS_TOGETHER ? LANE_EIGHTS * unit_bit + eight * bits : eight * TOKEN_BITS + unit_bit;
+}
+// The byte of a word of a lane in the keys of a tile.
+DEVICE constexpr int key_word(int word, int lane) {
+  return word < WHOLE_WORDS ? word / 4 * 512 + lane * 16 + word % 4 * 4
+                            : WHOLE_WORDS * 128 + lane * 8 + (word - WHOLE_WORDS) * 4;
+}
+#endif

@@ -23,9 +23,9 @@ struct BandKeys : Keys<BITS, LATER> {
   // A unit of every token lies at the same bits of its word, so that queries can make up for codes that come out two,
   // four or eight times too large. Where tokens share words, it does not, and codes are shifted.
   static constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
-  // Loads of 16 bytes of a lane's keys.
-  static constexpr int KEY_CHUNKS = LANE_TOKENS * TOKEN_BITS / 32;
-  static_assert(LANE_TOKENS * TOKEN_BITS % 32 == 0, "a lane has whole loads");
+  // Loads of a lane's keys.
+  static constexpr int KEY_CHUNKS = (KEY_WORDS + 3) / 4;
+  static_assert(LANE_TOKENS == LANE_EIGHTS, "a lane has a token of each eight");
   // Sums of a band are small enough for a float that has integers in its low bits, see `Keys::MAGIC`.
   static constexpr int MAGIC_BITS = 0x4b400000;
   static constexpr float MAGIC_VALUE = 12582912.0f;
@@ -170,7 +170,15 @@ struct BandKeys : Keys<BITS, LATER> {
   DEVICE void score(const u8* page, int lane, float (&exponent)[SLICES][LANE_TOKENS]) const {
     uint4 chunks[KEY_CHUNKS];
     #pragma unroll
-    for (int i = 0; i < KEY_CHUNKS; i++) chunks[i] = *(const uint4*)(page + i * 512 + lane * 16);
+    for (int i = 0; i < KEY_CHUNKS; i++) {
+      const u8* at = page + key_word(4 * i, lane);
+      if (4 * i < WHOLE_WORDS) {
+        chunks[i] = *(const uint4*)at;
+      } else {
+        const uint2 half = *(const uint2*)at;
+        chunks[i] = make_uint4(half.x, half.y, 0, 0);
+      }
+    }
     decode_scales(page, lane);
     #pragma unroll
     for (int band = 0; band < BANDS; band++) {
@@ -190,8 +198,9 @@ struct BandKeys : Keys<BITS, LATER> {
           u32 codes[4];
           #pragma unroll
           for (int e = 0; e < (two ? 4 : 2); e++) {
-            const int flat = (first + e % 2) * TOKEN_BITS + band_bit(band) + (inner + e / 2) * band_bits(band), word = flat / 8;
-            const u32 mask = ((1u << band_bits(band)) - 1) * 0x01010101u << factor_shift(flat);
+            const int bits = band_bits(band);
+            const int flat = key_bit(first + e % 2, band_bit(band) + (inner + e / 2) * bits, bits), word = flat / 8;
+            const u32 mask = ((1u << bits) - 1) * 0x01010101u << factor_shift(flat);
             codes[e] = (word_of(chunks[word / 4], word % 4) >> shift_of(flat)) & mask;
           }
           #pragma unroll

@@ -60,7 +60,7 @@ DEVICE void unpack(u32 word, int half, u32& low, u32& high) {
 template <int BITS, int LATER>
 struct Keys {
   static constexpr int TOKENS = SEALED_TILE_TOKENS;
-  static constexpr int TILES_PER_PAGE = 64 / TOKENS;
+  static constexpr int TILES_PER_PAGE = PAGE_TOKENS / TOKENS;
   // Where values and scales begin in a tile; those of keys come first.
   static constexpr int KEY_BYTES = SEALED_KEY_BYTES, SCALES_AT = SEALED_KEY_BYTES + SEALED_VALUE_BYTES;
   static constexpr int GROUP_BYTES = SEALED_SCALE_BYTES / GROUPS;

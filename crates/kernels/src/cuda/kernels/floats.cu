@@ -44,7 +44,7 @@ DEVICE uint4 squares(const u8* first, int lane) {
 template <bool FP8>
 struct Floats {
   static constexpr int TOKENS = FP8 ? SEALED_TILE_TOKENS : EXACT_TILE_TOKENS;
-  static constexpr int TILES_PER_PAGE = 64 / TOKENS;
+  static constexpr int TILES_PER_PAGE = PAGE_TOKENS / TOKENS;
   static constexpr int SIDE_BYTES = FP8 ? SEALED_KEY_BYTES : EXACT_SIDE_BYTES;
   static constexpr int TILE_BYTES = FP8 ? SEALED_TILE_BYTES : EXACT_TILE_BYTES;
   static constexpr int TOKEN_TILES = TOKENS / 8;

@@ -3,7 +3,7 @@
 // each row reads them.
 
 constexpr int ROWS = 128;
-constexpr int PAGE_BYTES = 64 / EXACT_TILE_TOKENS * EXACT_TILE_BYTES;
+constexpr int PAGE_BYTES = PAGE_TOKENS / EXACT_TILE_TOKENS * EXACT_TILE_BYTES;
 
 struct Item {
   int table;           // where the page tables of the sequence begin: bf16 slots, then as many sealed slots
@@ -43,19 +43,19 @@ struct Walk {
       : first_position(item.first_position), last_position(item.first_position + item.tokens - 1), sink(a.sink),
         window(a.window), least_end(item.least_end), most_end(item.most_end) {}
   // The first page that a row sees something of.
-  DEVICE Turn begin() const { return first(max(first_position - window + 1, 0) / 64); }
+  DEVICE Turn begin() const { return first(max(first_position - window + 1, 0) / PAGE_TOKENS); }
   // What comes after a turn: a page that some rows read sealed and others, or other tokens, in bf16 has two.
   DEVICE Turn next(Turn turn) const {
-    if (turn.sealed && turn.page * 64 + 64 > least_end) return {turn.page, false};
+    if (turn.sealed && turn.page * PAGE_TOKENS + PAGE_TOKENS > least_end) return {turn.page, false};
     return first(turn.page + 1);
   }
-  DEVICE Turn first(int page) const { return {page, page * 64 >= sink && page * 64 < most_end}; }
-  DEVICE bool ends(Turn turn) const { return turn.page > last_position / 64; }
+  DEVICE Turn first(int page) const { return {page, page * PAGE_TOKENS >= sink && page * PAGE_TOKENS < most_end}; }
+  DEVICE bool ends(Turn turn) const { return turn.page > last_position / PAGE_TOKENS; }
   // Whether all rows see all tokens of a turn.
   DEVICE bool seen_by_all(Turn turn) const {
-    const int begin = turn.page * 64;
-    if (turn.sealed) return begin + 64 <= least_end;
-    return begin + 64 <= first_position + 1 && (begin < sink || begin >= most_end) && begin > last_position - window;
+    const int begin = turn.page * PAGE_TOKENS;
+    if (turn.sealed) return begin + PAGE_TOKENS <= least_end;
+    return begin + PAGE_TOKENS <= first_position + 1 && (begin < sink || begin >= most_end) && begin > last_position - window;
   }
 };
 
@@ -65,7 +65,7 @@ DEVICE u32 slot_of(const Arguments& a, const Item& item, Turn turn) {
 }
 DEVICE const u8* page_of(const Arguments& a, Turn turn, u32 slot) {
 #if SEALED_BITS
-  constexpr int HISTORY_BYTES = 64 / SEALED_TILE_TOKENS * SEALED_TILE_BYTES;
+  constexpr int HISTORY_BYTES = PAGE_TOKENS / SEALED_TILE_TOKENS * SEALED_TILE_BYTES;
 #else
   constexpr int HISTORY_BYTES = PAGE_BYTES;
 #endif
@@ -102,7 +102,7 @@ struct Softmax {
   DEVICE void add(float (&logits)[8][4], float (&rescale)[2], const Walk& walk, Turn turn, const TwoRows& rows, float scale,
                   int lane) {
     if (!walk.seen_by_all(turn)) {
-      const int first = turn.page * 64;
+      const int first = turn.page * PAGE_TOKENS;
       #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int from = turn.sealed || first < walk.sink ? 0 : rows.ends[i] - first;

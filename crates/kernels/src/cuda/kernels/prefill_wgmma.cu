@@ -80,8 +80,8 @@ DEVICE void bring(const Arguments& a, const Item& item, const Walk& walk, const 
 #if SEALED_BITS
   // Sealed pages are neighbours; they are copied two ahead.
   Place<SEALED_STAGES> sealed_place;
-  const int sealed_end = min(walk.last_position / 64 + 1, (walk.most_end + 63) / 64);
-  int ahead = walk.sink / 64;
+  const int sealed_end = min(walk.last_position / PAGE_TOKENS + 1, (walk.most_end + PAGE_TOKENS - 1) / PAGE_TOKENS);
+  int ahead = walk.sink / PAGE_TOKENS;
   auto copy_sealed = [&](int stage) {
     if (thread == 0 && ahead < sealed_end) {
       const Turn turn = {ahead, true};

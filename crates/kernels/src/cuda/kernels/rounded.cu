@@ -8,7 +8,7 @@
 constexpr int CHUNKS = HEAD_DIM / 32;
 constexpr int SIDE_UNITS = EXACT_SIDE_BYTES / 16;
 constexpr int TILE_UNITS = EXACT_TILE_BYTES / 16;
-constexpr int PAGE_UNITS = 64 / EXACT_TILE_TOKENS * TILE_UNITS;
+constexpr int PAGE_UNITS = PAGE_TOKENS / EXACT_TILE_TOKENS * TILE_UNITS;
 
 // The two bf16 numbers of a word.
 DEVICE float low_half(u32 word) { return __uint_as_float(word << 16); }

@@ -7,7 +7,7 @@ constexpr int GROUP_CHUNKS = CHUNKS / GROUPS;
 constexpr int KEY_BYTES = SEALED_KEY_BYTES, SCALES_AT = SEALED_KEY_BYTES + SEALED_VALUE_BYTES;
 constexpr int SIDE_SCALE_BYTES = SEALED_SCALE_BYTES;
 constexpr int TILE_BYTES = SEALED_TILE_BYTES;
-constexpr int SEALED_BYTES = 64 / TILE_TOKENS * TILE_BYTES;
+constexpr int SEALED_BYTES = PAGE_TOKENS / TILE_TOKENS * TILE_BYTES;
 // Whether tokens share words of keys. Words of 2-bit keys hold two chunks of a token; where the number of chunks is odd, of two
 // tokens.
 constexpr bool SHARED_WORDS = BAND_UNITS ? TOKEN_BITS % 8 != 0 : BITS == 2 && CHUNKS % 2 == 1;

@@ -387,7 +387,7 @@ DEVICE u64 first_not_finite(const uint4* page, u64 block, int side, int token) {
   for (int channel = 0; channel < HEAD_DIM; channel++) {
     const int byte = side ? value_byte(token, channel) : key_byte(token, channel);
     const u16 bits = ((const u16*)page)[byte / 2];
-    if ((bits & 0x7f80) == 0x7f80) return ((block * 2 + side) * 64 + token) * HEAD_DIM + channel;
+    if ((bits & 0x7f80) == 0x7f80) return ((block * 2 + side) * PAGE_TOKENS + token) * HEAD_DIM + channel;
   }
   return ~0ull;
 }
@@ -395,7 +395,7 @@ DEVICE u64 first_not_finite(const uint4* page, u64 block, int side, int token) {
 extern "C" __global__ void __launch_bounds__(THREADS) seal(Arguments a) {
   extern __shared__ uint4 memory[];
   u8* staged = (u8*)(memory + PAGE_UNITS);
-  const int thread = threadIdx.x, side = thread / 64, token = thread % 64;
+  const int thread = threadIdx.x, side = thread / PAGE_TOKENS, token = thread % PAGE_TOKENS;
   const u32 block = blockIdx.x, head = block % a.kv_heads, rest = block / a.kv_heads;
   const int layer = a.first_layer + rest % a.layers_here;
   const uint2 described = a.layers[layer];

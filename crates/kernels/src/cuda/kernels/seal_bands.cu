@@ -111,9 +111,9 @@ struct KeyBand {
     return chosen;
   }
 
-  // Puts the codes of the band into the page, from a bit of the bytes of its words on, and returns the code of its scale.
-  // `held` are words that are not full yet.
-  DEVICE u32 seal(const Row& row, const LaneToken& at, u8* page, int bit, u32 (&held)[4]) const {
+  // Puts the codes of the band, whose first unit has this bit, into the page, and returns the code of its scale. `held` are words
+  // that are not full yet.
+  DEVICE u32 seal(const Row& row, const LaneToken& at, u8* page, int unit_bit, u32 (&held)[4]) const {
     float squares = 0.0f, along = 0.0f, reciprocal = 0.0f;
     for_channels(row, [&](float x) { squares = __fmaf_rn(x, x, squares); });
     const bool zero = !(squares > 0.0f);
@@ -139,7 +139,7 @@ struct KeyBand {
         quads[2 * half] = zero ? 0 : four_bytes(c[0], c[1], c[2], c[3]);
         quads[2 * half + 1] = zero ? 0 : four_bytes(c[4], c[5], c[6], c[7]);
       }
-      put_unit(page, at, bit + i * bits, quads, held);
+      put_unit(page, at, key_bit(at.eight, unit_bit + i * bits, bits), quads, held);
     }
     return zero ? 0 : scale_code(squares / along);
   }
@@ -147,10 +147,9 @@ struct KeyBand {
   // Four channels of each of four lanes, at a bit of the bytes of their words.
   DEVICE void put_unit(u8* page, const LaneToken& at, int bit, const u32 (&quads)[4], u32 (&held)[4]) const {
     const int word = bit / 8, shift = bit % 8;
-    u8* target = page + word / 4 * 512 + at.row * 64 + word % 4 * 4;
     #pragma unroll
     for (int lane = 0; lane < 4; lane++) {
-      u32* out = (u32*)(target + lane * 16);
+      u32* out = (u32*)(page + key_word(word, at.row * 4 + lane));
       const u32 codes = quads[lane] << shift;
       if (SHARED_WORDS) {
         atomicOr(out, codes);
@@ -168,7 +167,7 @@ DEVICE void seal_key(const Row& row, int token, u8* page) {
   u32 held[4] = {0, 0, 0, 0}, scales = 0;
   #pragma unroll 1
   for (int band = 0; band < BANDS; band++)
-    scales |= KeyBand(band).seal(row, at, page, at.eight * TOKEN_BITS + band_bit(band), held) << 8 * band;
+    scales |= KeyBand(band).seal(row, at, page, band_bit(band), held) << 8 * band;
   *(u32*)(page + SCALES_AT + at.eight / 4 * 128 + at.row * 16 + at.eight % 4 * 4) = scales;
 }
 #endif

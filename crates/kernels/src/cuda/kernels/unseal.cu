@@ -13,7 +13,7 @@ DEVICE u32 two_halves(float low, float high) {
 // How many sixteen bytes a thread has in hand at once; threads that also hold sums have registers for few.
 template <int THREADS>
 constexpr int AT_ONCE = THREADS == 128 ? 2 : 1;
-constexpr int SEALED_PAGE_BYTES = 64 / SEALED_TILE_TOKENS * SEALED_TILE_BYTES;
+constexpr int SEALED_PAGE_BYTES = PAGE_TOKENS / SEALED_TILE_TOKENS * SEALED_TILE_BYTES;
 constexpr int TILE_TOKENS = SEALED_TILE_TOKENS;
 
 // Where the sixteen bytes of eight channels of a key lie in a bf16 page, and those of eight tokens of a value.
@@ -63,16 +63,16 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
   // Bits of a token need not begin at a byte.
   constexpr bool ALIGNED = TOKEN_BITS % 8 == 0;
   constexpr int WORDS = (TOKEN_BITS + 7 + (ALIGNED ? 0 : 4)) / 8;
-  const int token = thread % 64, half = thread / 64 % 2;
+  const int token = thread % PAGE_TOKENS, half = thread / PAGE_TOKENS % 2;
   const SealedToken place(page, token);
   const int first = place.eight * TOKEN_BITS;
   u32 words[2][WORDS];
   #pragma unroll
-  for (int i = 0; i < WORDS; i++) {
+  for (int i = 0; i < WORDS && !UNITS_TOGETHER; i++) {
     const int word = first / 8 + i;
     #pragma unroll
     for (int j = 0; j < 2; j++)
-      words[j][i] = *(const u32*)(place.tile + word / 4 * 512 + (place.row * 4 + 2 * half + j) * 16 + word % 4 * 4);
+      words[j][i] = *(const u32*)(place.tile + key_word(word, place.row * 4 + 2 * half + j));
   }
   const u32 stored = *(const u32*)place.scales;
   float scales[BANDS], biases[BANDS];
@@ -94,13 +94,14 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
     #pragma unroll
     for (int i = 1; i < BANDS; i++) band += unit >= band_unit(i);
     const int bits = band_bits(band), bit = band_bit(band) + (unit - band_unit(band)) * bits;
-    const int shift = ALIGNED ? bit % 8 : (bit + first) % 8;
+    const int flat = key_bit(place.eight, bit, bits), shift = ALIGNED ? bit % 8 : flat % 8;
     const bool later = !ALIGNED && bit % 8 + first % 8 >= 8;
     const u32 mask = ((1u << bits) - 1) * 0x01010101u;
     uint2 eight[2];
     #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const u32 word = later ? words[j][min(bit / 8 + 1, WORDS - 1)] : words[j][bit / 8];
+      const u32 word = UNITS_TOGETHER ? *(const u32*)(place.tile + key_word(flat / 8, place.row * 4 + 2 * half + j))
+          : later ? words[j][min(bit / 8 + 1, WORDS - 1)] : words[j][bit / 8];
       eight[j] = four_numbers(word >> shift & mask, scales[band], biases[band]);
     }
     *target = make_uint4(eight[0].x, eight[0].y, eight[1].x, eight[1].y);
@@ -109,11 +110,11 @@ DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
 #else
 template <int THREADS>
 DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
-  constexpr int SHARES = THREADS / 64, CHUNKS = HEAD_DIM / 32;
-  const int token = thread % 64;
+  constexpr int SHARES = THREADS / PAGE_TOKENS, CHUNKS = HEAD_DIM / 32;
+  const int token = thread % PAGE_TOKENS;
   const SealedToken place(page, token);
   #pragma unroll (AT_ONCE<THREADS>)
-  for (int channel = thread / 64 * 8; channel < HEAD_DIM; channel += SHARES * 8) {
+  for (int channel = thread / PAGE_TOKENS * 8; channel < HEAD_DIM; channel += SHARES * 8) {
     const float2 scale = place.scale(0, channel / (HEAD_DIM / GROUPS));
     const float bias = -fmaf(scale.x, OFFSET, scale.y);
     const int flat = place.eight * CHUNKS + channel / 32, inner = channel % 32;
@@ -178,10 +179,10 @@ DEVICE float stored_scale(const u8* page, int side, int token) {
 
 template <int THREADS>
 DEVICE void unseal_keys(const u8* page, u8* out, int thread) {
-  const int token = thread % 64;
+  const int token = thread % PAGE_TOKENS;
   const float scale = stored_scale(page, 0, token);
   #pragma unroll (AT_ONCE<THREADS>)
-  for (int channel = thread / 64 * 8; channel < HEAD_DIM; channel += THREADS / 64 * 8) {
+  for (int channel = thread / PAGE_TOKENS * 8; channel < HEAD_DIM; channel += THREADS / PAGE_TOKENS * 8) {
     const int word = token % 16 / 8 * (HEAD_DIM / 16) + channel / 16;
     const u8* at = page + token / 16 * SEALED_TILE_BYTES + word / 4 * 512 + (token % 8 * 4 + channel % 16 / 4) * 16 + word % 4 * 4;
     u32 pairs[4];
