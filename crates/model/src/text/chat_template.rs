@@ -8,8 +8,9 @@ use std::time::SystemTime;
 use serde_json::{Map, Value};
 
 use super::TextError;
-use super::control::{ControlTokens, RenderedText, random_mark};
+use super::control::{ControlTokens, RenderedText};
 use super::literals::join_continued;
+use super::marked::MarkedLiterals;
 use super::render::{self, RenderJob};
 use super::tokenizer_json::{read_bounded, read_json};
 use crate::files::gguf::Gguf;
@@ -120,6 +121,34 @@ impl ChatTemplate {
     /// Renders a conversation. Messages are JSON objects with `role` and `content`, passed to the template as
     /// they are, so content parts, tool calls and reasoning reach it unchanged.
     pub fn render(&self, messages: &[Value], options: &RenderOptions<'_>) -> Result<String, TextError> {
+        self.render_marked(messages, options, None)
+    }
+
+    /// Renders a conversation in which control tokens are text where a message or a tool contains them, and tokens
+    /// where the template or `extra` of the options writes them. The template sees its messages as they are.
+    pub fn render_literally(
+        &self,
+        messages: &[Value],
+        options: &RenderOptions<'_>,
+        control: &Arc<ControlTokens>,
+    ) -> Result<RenderedText, TextError> {
+        let tools = options.tools.unwrap_or_default();
+        if !messages.iter().chain(tools).any(|value| control.occur_in(value)) {
+            return self.render(messages, options).map(RenderedText::from);
+        }
+        let literals = MarkedLiterals::new(Arc::clone(control));
+        let text = self.render_marked(messages, options, Some(literals.clone()))?;
+        Ok(literals.read(&text))
+    }
+
+    fn render_marked(
+        &self,
+        messages: &[Value],
+        options: &RenderOptions<'_>,
+        literals: Option<MarkedLiterals>,
+    ) -> Result<String, TextError> {
+        let meant =
+            |value: minijinja::Value| literals.iter().fold(value, |value, literals| literals.mark(&value));
         let source = self.chosen(options.tools.is_some());
         let to_template = minijinja::Value::from_serialize::<&Value>;
         let mut variables = BTreeMap::new();
@@ -128,10 +157,10 @@ impl ChatTemplate {
         variables.insert("documents".to_owned(), minijinja::Value::from(()));
         variables.insert("add_generation_prompt".to_owned(), options.add_generation_prompt.into());
         for (name, text) in [("bos_token", options.bos_token), ("eos_token", options.eos_token)] {
-            variables.insert(name.to_owned(), text.into());
+            variables.insert(name.to_owned(), meant(text.into()));
         }
         for (name, value) in options.extra.into_iter().flatten() {
-            variables.insert(name.clone(), to_template(value));
+            variables.insert(name.clone(), meant(to_template(value)));
         }
         let tools = options.tools.unwrap_or_default();
         let input_bytes = messages.iter().chain(tools).map(json_bytes).sum();
@@ -141,29 +170,8 @@ impl ChatTemplate {
             input_bytes,
             items: messages.len() + tools.len(),
             now: options.now.unwrap_or_else(SystemTime::now),
+            literals,
         })
-    }
-
-    /// Renders a conversation in which control tokens are text where a message or a tool contains them, and tokens
-    /// where the template writes them. The template sees their characters with a few digits in between.
-    pub fn render_literally(
-        &self,
-        messages: &[Value],
-        options: &RenderOptions<'_>,
-        control: &ControlTokens,
-    ) -> Result<RenderedText, TextError> {
-        let tools = options.tools.unwrap_or_default();
-        if !messages.iter().chain(tools).any(|value| control.occur_in(value)) {
-            return self.render(messages, options).map(RenderedText::from);
-        }
-        let mark = random_mark();
-        let marked = |values: &[Value]| -> Vec<Value> {
-            values.iter().map(|value| control.marked(value, &mark)).collect()
-        };
-        let tools = options.tools.map(marked);
-        let options = RenderOptions { tools: tools.as_deref(), ..*options };
-        let text = self.render(&marked(messages), &options)?;
-        Ok(RenderedText::from_marked(&text, &mark))
     }
 
     /// The template as it is rendered.

@@ -1,9 +1,11 @@
 //! Control tokens that somebody has written into a message: they stay text.
 //!
 //! A chat template writes control tokens (`<|im_end|>`) around messages, and the tokenizer cannot tell them from the
-//! same characters inside a message. So a message with such characters is rendered with a mark in the middle of them.
-//! [`RenderedText`] is what comes out, without the marks but with their places, and no control token is matched across
-//! one of those. A message without such characters is rendered and encoded as if nothing of this existed.
+//! same characters inside a message. So where a message has such characters, the template's own tokens are rendered with
+//! a mark in them ([`MarkedLiterals`](super::marked::MarkedLiterals)), and the message as it is. A control token without a
+//! mark is then text. [`RenderedText`] is what comes out, without marks but with a place inside each such text, and no
+//! control token is matched across one of those. A chat without such characters is rendered and encoded as if nothing of
+//! this existed.
 
 use std::collections::HashSet;
 use std::collections::hash_map::RandomState;
@@ -20,29 +22,43 @@ const PRIVATE: std::ops::RangeInclusive<char> = '\u{F0000}'..='\u{FFFFD}';
 /// Finds the control tokens of a vocabulary in text.
 #[derive(Debug, Default)]
 pub struct ControlTokens {
-    matcher: Option<AhoCorasick>,
-    /// For each pattern of the matcher, how many of its bytes are before the cut.
-    cuts: Vec<usize>,
+    /// Finds what a message must contain for a control token to come of it.
+    in_messages: Option<AhoCorasick>,
+    /// Finds whole tokens.
+    whole: Option<AhoCorasick>,
+    /// The tokens, and the same read backwards, in alphabetical order.
+    forwards: Vec<String>,
+    backwards: Vec<String>,
+    /// Bytes of the longest token.
+    longest: usize,
 }
 
 impl ControlTokens {
     /// Takes the texts of control tokens. A token of one character cannot be cut and is not looked for.
     pub(super) fn new<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<ControlTokens, TextError> {
-        let (mut patterns, mut cuts) = (Vec::new(), Vec::new());
-        for text in texts.into_iter().filter(|text| text.chars().count() > 1) {
-            // A template may write the brackets itself, as in `'<' ~ name ~ '>'`.
-            let pattern = between_brackets(text).unwrap_or(text);
-            cuts.push(pattern.chars().next().map_or(0, char::len_utf8));
-            patterns.push(pattern);
-        }
-        let built = (!patterns.is_empty()).then(|| AhoCorasick::new(patterns)).transpose();
-        let matcher = built.map_err(|error| TextError::Encode { reason: error.to_string() })?;
-        Ok(ControlTokens { matcher, cuts })
+        let mut forwards: Vec<String> =
+            texts.into_iter().filter(|text| text.chars().count() > 1).map(str::to_owned).collect();
+        forwards.sort_unstable();
+        let mut backwards: Vec<String> = forwards.iter().map(|text| reversed(text)).collect();
+        backwards.sort_unstable();
+        let matcher = |patterns: Vec<&str>| {
+            let built = (!patterns.is_empty()).then(|| AhoCorasick::new(patterns)).transpose();
+            built.map_err(|error| TextError::Encode { reason: error.to_string() })
+        };
+        // A template may write the brackets itself, as in `'<' ~ name ~ '>'`.
+        let inside = forwards.iter().map(|text| between_brackets(text).unwrap_or(text));
+        Ok(ControlTokens {
+            in_messages: matcher(inside.collect())?,
+            whole: matcher(forwards.iter().map(String::as_str).collect())?,
+            longest: forwards.iter().map(String::len).max().unwrap_or(0),
+            forwards,
+            backwards,
+        })
     }
 
     /// Whether a text of the value, or a name in it, contains a control token.
     pub(super) fn occur_in(&self, value: &Value) -> bool {
-        let found = |text: &str| self.matcher.as_ref().is_some_and(|matcher| matcher.is_match(text));
+        let found = |text: &str| self.in_messages.as_ref().is_some_and(|matcher| matcher.is_match(text));
         match value {
             Value::String(text) => found(text),
             Value::Array(items) => items.iter().any(|item| self.occur_in(item)),
@@ -51,27 +67,83 @@ impl ControlTokens {
         }
     }
 
-    /// The value with `mark` inside each control token of its texts and names.
-    pub(super) fn marked(&self, value: &Value, mark: &str) -> Value {
-        match value {
-            Value::String(text) => self.marked_text(text, mark).into(),
-            Value::Array(items) => items.iter().map(|item| self.marked(item, mark)).collect(),
-            Value::Object(fields) => fields
-                .iter()
-                .map(|(name, field)| (self.marked_text(name, mark), self.marked(field, mark)))
-                .collect(),
-            other => other.clone(),
+    /// A text whose control tokens are meant, with `mark` inside each of them. A part of a token at an end of the text, of
+    /// two characters or more, is marked too, because the rest may be printed beside it (`'<|' ~ role ~ '|>'`).
+    pub(super) fn marked(&self, text: &str, mark: &str) -> String {
+        let mut places: Vec<usize> = self.find(text).map(|(start, _)| behind_first(text, start)).collect();
+        let is_part = |part: &str, tokens: &[String]| {
+            let next = tokens.get(tokens.partition_point(|token| token.as_str() < part));
+            part.chars().nth(1).is_some()
+                && next.is_some_and(|token| token != part && token.starts_with(part))
+        };
+        for (at, character) in text.char_indices() {
+            let end = at + character.len_utf8();
+            if text.len() - at < self.longest && is_part(&text[at..], &self.forwards) {
+                places.push(end);
+            }
+            if end < self.longest && is_part(&reversed(&text[..end]), &self.backwards) {
+                places.push(at);
+            }
         }
-    }
-
-    fn marked_text(&self, text: &str, mark: &str) -> String {
-        let found = self.matcher.iter().flat_map(|matcher| matcher.find_overlapping_iter(text));
-        let mut places: Vec<usize> =
-            found.map(|found| found.start() + self.cuts[found.pattern().as_usize()]).collect();
         places.sort_unstable();
         places.dedup();
         insert(text, &places, mark)
     }
+
+    /// The control tokens in a text, in the order of their ends, whether meant or not.
+    fn find(&self, text: &str) -> impl Iterator<Item = (usize, usize)> {
+        let found = self.whole.iter().flat_map(move |matcher| matcher.find_overlapping_iter(text));
+        found.map(|found| (found.start(), found.end()))
+    }
+
+    /// The tokens.
+    #[cfg(test)]
+    pub(super) fn texts(&self) -> &[String] {
+        &self.forwards
+    }
+
+    /// How many control tokens a text has.
+    #[cfg(test)]
+    pub(super) fn count(&self, text: &str) -> usize {
+        self.find(text).count()
+    }
+
+    /// A place in each control token that has none of the places in `meant` inside, in ascending order. A token that is
+    /// meant is never cut.
+    fn cuts(&self, text: &str, meant: &[usize]) -> Vec<usize> {
+        let is_meant = |&(start, end): &(usize, usize)| {
+            meant.get(meant.partition_point(|&place| place <= start)).is_some_and(|&place| place < end)
+        };
+        let (mut whole, others): (Vec<_>, Vec<_>) = self.find(text).partition(is_meant);
+        whole.sort_unstable();
+        whole.dedup_by(|next, before| {
+            let overlap = next.0 < before.1;
+            before.1 = if overlap { before.1.max(next.1) } else { before.1 };
+            overlap
+        });
+        let cut = |(start, end): (usize, usize)| {
+            let place = behind_first(text, start);
+            let around = whole.get(whole.partition_point(|&(_, end)| end <= place));
+            match around.filter(|around| around.0 < place) {
+                None => Some(place),
+                // Where the two overlap, the edge of the one that is meant.
+                Some(&(from, to)) => [to, from].into_iter().find(|&edge| start < edge && edge < end),
+            }
+        };
+        let mut cuts: Vec<usize> = others.into_iter().filter_map(cut).collect();
+        cuts.sort_unstable();
+        cuts.dedup();
+        cuts
+    }
+}
+
+/// The place behind the character that begins at `start`.
+fn behind_first(text: &str, start: usize) -> usize {
+    start + text[start..].chars().next().map_or(0, char::len_utf8)
+}
+
+fn reversed(text: &str) -> String {
+    text.chars().rev().collect()
 }
 
 /// The text between angle brackets: `|im_end|` of `<|im_end|>`.
@@ -119,7 +191,7 @@ fn common_prefix(a: &[u8], b: &[u8]) -> usize {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RenderedText {
     text: String,
-    /// Places inside what is not a control token, ascending, none at the start or the end of the text.
+    /// Places inside what is not a control token but has the characters of one, ascending.
     cuts: Vec<usize>,
 }
 
@@ -131,16 +203,17 @@ impl From<String> for RenderedText {
 }
 
 impl RenderedText {
-    /// Takes the marks out of a text.
-    pub(super) fn from_marked(marked: &str, mark: &str) -> RenderedText {
-        let mut rendered = RenderedText::default();
+    /// Takes the marks out of a text. Control tokens that have none are text.
+    pub(super) fn from_marked(marked: &str, mark: &str, control: &ControlTokens) -> RenderedText {
+        let (mut text, mut meant) = (String::with_capacity(marked.len()), Vec::new());
         for (index, part) in marked.split(mark).enumerate() {
             if index > 0 {
-                rendered.cuts.push(rendered.text.len());
+                meant.push(text.len());
             }
-            rendered.text.push_str(part);
+            text.push_str(part);
         }
-        rendered
+        let cuts = control.cuts(&text, &meant);
+        RenderedText { text, cuts }
     }
 
     /// The text.
@@ -224,46 +297,79 @@ mod tests {
     }
 
     #[test]
-    fn marks_are_put_into_control_tokens_and_nothing_else() {
-        let marked = |text: &str| control().marked_text(text, "7");
+    fn messages_are_searched_for_control_tokens_and_nothing_else() {
         for text in ["", "im_end", "<|im_end>", "a < b | c > d", "x", "<s>", "</ s>", "INST", "<|im_start|>"]
         {
-            assert_eq!(marked(text), text);
-            assert!(!control().occur_in(&text.into()));
+            assert!(!control().occur_in(&text.into()), "{text}");
         }
-        assert_eq!(marked("a<|im_end|>b"), "a<|7im_end|>b");
-        assert_eq!(marked("|im_end|"), "|7im_end|");
-        assert_eq!(marked("<｜User｜></s>[INST]"), "<｜7User｜><7/s>[7INST]");
-        assert_eq!(marked("|im_end|im_end|"), "|7im_end|7im_end|");
-        let value = json!({"a": ["<|im_end|>", 3, null], "</s>": {"b": "c"}});
-        assert!(control().occur_in(&value));
-        assert_eq!(
-            control().marked(&value, "7"),
-            json!({"a": ["<|7im_end|>", 3, null], "<7/s>": {"b": "c"}})
-        );
+        for text in ["a<|im_end|>b", "|im_end|", "<｜User｜>", "</s>", "[INST]"] {
+            assert!(control().occur_in(&json!({"a": [1, text]})), "{text}");
+            assert!(control().occur_in(&json!({text: null})), "{text}");
+        }
     }
 
     #[test]
-    fn marks_come_out_again() {
-        let rendered = RenderedText::from_marked("u<|7im_end|> v <7/s>", "7");
-        assert_eq!(rendered.as_str(), "u<|im_end|> v </s>");
-        assert_eq!(rendered.cuts, [3, 15]);
-        assert_eq!(rendered.with_marks().unwrap().unwrap().0, "u<|\u{F0000}im_end|> v <\u{F0000}/s>");
+    fn tokens_and_parts_of_them_at_the_ends_are_marked() {
+        let marked = |text: &str| control().marked(text, "7");
+        for text in ["", "im_end", "<", ">", "|im_end|", "a <| b", "x", "<s>", "["] {
+            assert_eq!(marked(text), text);
+        }
+        assert_eq!(marked("a<|im_end|>b"), "a<7|im_end|>b");
+        assert_eq!(marked("<｜User｜></s>[INST]"), "<7｜User｜><7/s>[7INST]");
+        assert_eq!(marked("x<|"), "x<7|");
+        assert_eq!(marked("x<|im_"), "x<7|im_");
+        assert_eq!(marked("｜>x"), "｜7>x");
+        assert_eq!(marked("|>"), "|7>");
+        assert_eq!(marked("end|>"), "end|7>");
+        assert_eq!(ControlTokens::default().marked("<|im_end|>", "7"), "<|im_end|>");
+    }
+
+    #[test]
+    fn control_tokens_without_a_mark_are_cut() {
+        let rendered = |marked: &str| RenderedText::from_marked(marked, "7", &control());
+        let read = rendered("<7|im_end|>u<|im_end|> v </s>");
+        assert_eq!(read.as_str(), "<|im_end|>u<|im_end|> v </s>");
+        assert_eq!(read.cuts, [12, 25]);
+        assert_eq!(read.with_marks().unwrap().unwrap().0, "<|im_end|>u<\u{F0000}|im_end|> v <\u{F0000}/s>");
+        assert_eq!(rendered("<7|im_end|>").with_marks().unwrap(), None);
         assert_eq!(RenderedText::from("\u{F0000}".to_owned()).with_marks().unwrap(), None);
-        assert_eq!(rendered.rest(3, "ab").cuts, [14]);
-        let mut short = rendered.clone();
+        // Parts of a token count where they have two characters.
+        assert_eq!(rendered("<7|im_end|7>").cuts, [0; 0]);
+        assert_eq!(rendered("<7|im_end|>").cuts, [0; 0]);
+        assert_eq!(rendered("<|im_end|7>").cuts, [0; 0]);
+        assert_eq!(rendered("<|im_end|>7").cuts, [1]);
+        assert_eq!(rendered("7<|im_end|>").cuts, [1]);
+    }
+
+    #[test]
+    fn tokens_that_are_meant_are_never_cut() {
+        let control = ControlTokens::new(["<ab>", "ab", ">cd<", "xy<a"]).unwrap();
+        let cuts = |marked: &str| RenderedText::from_marked(marked, "7", &control).cuts;
+        assert_eq!(cuts("<7ab>"), [0; 0], "`ab` lies inside");
+        assert_eq!(cuts("<7ab>cd<7ab>"), [4], "`>cd<` overlaps two");
+        assert_eq!(cuts("xy<7ab>"), [2; 0], "the mark is inside both");
+        assert_eq!(cuts("xyxy<a<7ab>ab"), [3, 11]);
+        assert_eq!(cuts("<ab>cd<ab>"), [1, 2, 4, 7, 8]);
+    }
+
+    #[test]
+    fn places_follow_their_text() {
+        let read = RenderedText::from_marked("u<|im_end|> v </s>", "7", &control());
+        assert_eq!(read.cuts, [2, 15]);
+        assert_eq!(read.rest(3, "ab").cuts, [14]);
+        let mut short = read.clone();
         short.truncate(13);
-        assert_eq!((short.as_str(), &short.cuts[..]), ("u<|im_end|> v", &[3][..]));
+        assert_eq!((short.as_str(), &short.cuts[..]), ("u<|im_end|> v", &[2][..]));
         // The same characters, once as text and once as a token.
         let meant = RenderedText::from("u<|im_end|> v </s>".to_owned());
-        assert_eq!(rendered.common_bytes(&meant), 3);
-        assert_eq!(rendered.common_bytes(&short), 13);
+        assert_eq!(read.common_bytes(&meant), 2);
+        assert_eq!(read.common_bytes(&short), 13);
         assert_eq!(meant.common_bytes(&meant), 18);
     }
 
     #[test]
     fn texts_in_the_place_of_marks_are_meant() {
-        let mut rendered = RenderedText::from_marked("a</s>9b<7/s>9c<7/s>", "7");
+        let mut rendered = RenderedText::from_marked("a<7/s>9b</s>9c</s>", "7", &control());
         rendered.replace("9", "</s>");
         assert_eq!(rendered.as_str(), "a</s></s>b</s></s>c</s>");
         assert_eq!(rendered.cuts, [11, 20]);

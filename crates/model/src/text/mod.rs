@@ -11,6 +11,7 @@ mod chat_template;
 mod control;
 mod error;
 mod literals;
+mod marked;
 mod operators;
 mod pieces;
 mod python_format;

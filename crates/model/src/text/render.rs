@@ -1,5 +1,6 @@
 //! One render of one template: the environment transformers gives its templates, rebuilt and bounded.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, SystemTime};
@@ -9,6 +10,7 @@ use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior};
 
 use super::TextError;
+use super::marked::MarkedLiterals;
 use super::python_format::{python_str, tojson};
 use super::render_limits::{self, RenderBudget};
 use super::strftime::strftime;
@@ -28,11 +30,13 @@ pub(super) struct RenderJob {
     /// Number of messages and tools.
     pub(super) items: usize,
     pub(super) now: SystemTime,
+    /// Marks for the control tokens of the template, if any are wanted.
+    pub(super) literals: Option<MarkedLiterals>,
 }
 
 /// Compiles a template to see whether it can be.
 pub(super) fn check(source: &str) -> Result<(), TextError> {
-    compile(source).map(|_| ()).map_err(|error| failure(&error))
+    compile(source).map(|_| ()).map_err(|error| failure(&error, None))
 }
 
 /// Renders on a thread of its own, whose stack is large enough for whatever the fuel allows. A template that
@@ -62,9 +66,15 @@ pub(super) fn render(job: RenderJob) -> Result<String, TextError> {
 fn run(job: RenderJob) -> Result<String, TextError> {
     let budget = RenderBudget::new(job.input_bytes);
     let refusal = Arc::new(Mutex::new(None));
+    let failure = |error: &Error| failure(error, job.literals.as_ref());
+    let texts = OnceCell::new();
     let mut compiled = compile(&job.source).map_err(|error| failure(&error))?;
+    if let Some(literals) = &job.literals {
+        let texts = texts.get_or_init(|| literals.texts(&compiled));
+        literals.put_into(&mut compiled, texts);
+    }
     let longest_literal = render_limits::guard_operators(&mut compiled);
-    let mut environment = environment(&budget, &refusal, job.now);
+    let mut environment = environment(&budget, &refusal, job.now, job.literals.as_ref());
     environment.set_fuel(Some(render_limits::fuel(longest_literal, job.items)));
 
     let mut text = String::new();
@@ -81,6 +91,7 @@ fn run(job: RenderJob) -> Result<String, TextError> {
         Ok(()) => Ok(text),
         Err(error) => {
             if let Some(message) = refusal.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                let message = unmarked(message, job.literals.as_ref());
                 return Err(TextError::TemplateRefused { message });
             }
             let line = error.line().unwrap_or(0);
@@ -115,6 +126,7 @@ fn environment(
     budget: &Arc<RenderBudget>,
     refusal: &Arc<Mutex<Option<String>>>,
     now: SystemTime,
+    literals: Option<&MarkedLiterals>,
 ) -> Environment<'static> {
     // Filters are called through a second environment, so that the guarded ones can reach the originals.
     let mut filters = Environment::new();
@@ -124,7 +136,7 @@ fn environment(
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     add_filters(&mut environment, budget);
-    render_limits::install(&mut environment, &filters, budget);
+    render_limits::install(&mut environment, &filters, budget, literals);
 
     let formatter_budget = Arc::clone(budget);
     environment.set_formatter(move |output: &mut Output, _: &State, value: &Value| {
@@ -171,11 +183,18 @@ fn add_filters(environment: &mut Environment<'_>, budget: &Arc<RenderBudget>) {
     });
 }
 
+fn unmarked(text: String, literals: Option<&MarkedLiterals>) -> String {
+    literals.iter().fold(text, |text, literals| literals.unmarked_text(&text))
+}
+
 /// One line that names the template line and the innermost reason.
-fn failure(error: &Error) -> TextError {
+fn failure(error: &Error, literals: Option<&MarkedLiterals>) -> TextError {
     let mut reason = error.kind().to_string();
     if let Some(detail) = error.detail() {
         reason = format!("{reason}: {detail}");
     }
-    TextError::Template { line: error.line().unwrap_or(0), reason: reason.replace('\n', " ") }
+    TextError::Template {
+        line: error.line().unwrap_or(0),
+        reason: unmarked(reason.replace('\n', " "), literals),
+    }
 }

@@ -12,6 +12,7 @@ use minijinja::machinery::{CompiledTemplate, Instruction};
 use minijinja::value::{Rest, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use super::marked::MarkedLiterals;
 use super::operators::{add, concatenate, multiply, slice};
 use super::python_format::python_str;
 
@@ -143,7 +144,9 @@ pub(super) fn install(
     environment: &mut Environment<'_>,
     filters: &Arc<Environment<'static>>,
     budget: &Arc<RenderBudget>,
+    literals: Option<&MarkedLiterals>,
 ) {
+    literals.iter().for_each(|literals| literals.install(environment, filters));
     let operator = |budget: &Arc<RenderBudget>,
                     apply: fn(&RenderBudget, &Value, &Value) -> Result<Value, Error>| {
         let budget = Arc::clone(budget);
@@ -158,27 +161,34 @@ pub(super) fn install(
     });
 
     for name in CHARGED_FILTERS {
-        let (budget, filters) = (Arc::clone(budget), Arc::clone(filters));
+        let (budget, filters, literals) = (Arc::clone(budget), Arc::clone(filters), literals.cloned());
         environment.add_filter(name, move |mut arguments: Rest<Value>| {
+            literals.iter().for_each(|literals| literals.unmark_needles(name, &mut arguments));
             budget.charge(result_size(name, &arguments))?;
             as_python_text(name, &mut arguments)?;
             filters.empty_state().apply_filter(name, &arguments)
         });
     }
 
-    let budget = Arc::clone(budget);
+    let (budget, literals) = (Arc::clone(budget), literals.cloned());
     environment.set_unknown_method_callback(
         move |state: &State, value: &Value, method: &str, arguments: &[Value]| {
-            if value.kind() == ValueKind::String {
-                let mut all = Vec::with_capacity(arguments.len() + 1);
-                all.push(value.clone());
-                all.extend_from_slice(arguments);
-                if method == "join" && all.len() == 2 {
-                    all.swap(0, 1);
-                }
-                budget.charge(result_size(method, &all))?;
+            let call = minijinja_contrib::pycompat::unknown_method_callback;
+            if value.kind() != ValueKind::String {
+                return call(state, value, method, arguments);
             }
-            minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
+            let mut all = Vec::with_capacity(arguments.len() + 1);
+            all.push(value.clone());
+            all.extend_from_slice(arguments);
+            literals.iter().for_each(|literals| literals.unmark_needles(method, &mut all));
+            let size = match &all[..] {
+                [separator, list] if method == "join" => {
+                    result_size(method, &[list.clone(), separator.clone()])
+                }
+                all => result_size(method, all),
+            };
+            budget.charge(size)?;
+            call(state, &all[0], method, &all[1..])
         },
     );
 }

@@ -1,6 +1,7 @@
 //! One tokenizer over both encoders: text to ids, ids to text, ids to bytes.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
@@ -40,7 +41,7 @@ pub struct Tokenizer {
     encoder: TextEncoder,
     pieces: PieceTable,
     specials: SpecialTokens,
-    control: ControlTokens,
+    control: Arc<ControlTokens>,
     /// Decoded text starts with a space the encoder put there.
     strips_leading_space: bool,
 }
@@ -154,7 +155,7 @@ impl Tokenizer {
         specials: SpecialTokens,
         strips_leading_space: bool,
     ) -> Result<Self, TextError> {
-        let control = ControlTokens::new(control_texts(&pieces))?;
+        let control = Arc::new(ControlTokens::new(control_texts(&pieces))?);
         let mut tokenizer = Self { encoder, pieces, specials, control, strips_leading_space };
         let special = |text: &str| tokenizer.token_id(text).filter(|id| tokenizer.is_special(*id));
         // Where answers are several messages (GPT-OSS), `<|end|>` ends one of them.
@@ -192,7 +193,7 @@ impl Tokenizer {
     }
 
     /// The control tokens, for [`ChatTemplate::render_literally`](super::ChatTemplate::render_literally).
-    pub fn control_tokens(&self) -> &ControlTokens {
+    pub fn control_tokens(&self) -> &Arc<ControlTokens> {
         &self.control
     }
 

@@ -142,6 +142,91 @@ fn marks_survive_what_templates_do_to_text() {
     }
 }
 
+/// What a template asks about its messages is answered as if they were rendered without all this, and only what the
+/// template writes is a token.
+#[test]
+fn templates_see_messages_as_they_are() {
+    let tokenizer = tokenizer("qwen2");
+    let end = tokenizer.token_id("<|im_end|>").expect("a control token");
+    let start = tokenizer.token_id("<|im_start|>").expect("a control token");
+    let texts = ["<|im_end|>", "<|im_start|>a<|im_end|>b", "b<|im_start|>", "|im_end|", " <|im_end|> "];
+    let bodies = [
+        "{{ m.content|length }}{{ m.content[2:5] }}",
+        "{% if '<|im_end|>' in m.content %}seen{% else %}not seen{% endif %}",
+        "{% if '<|im_end|>' not in m.content %}not seen{% endif %}",
+        "{% if m.content == '<|im_end|>' %}equal{% endif %}{% if m.content != eos_token %}unequal{% endif %}",
+        "{% if m.content in ['<|im_start|>', '<|im_end|>'] %}listed{% endif %}",
+        "{{ m.content.startswith('<|im_start|>') }}{{ m.content.endswith(eos_token) }}",
+        "{{ m.content.find('<|im_end|>') }}{{ m.content.count('<|im_') }}",
+        "{{ m.content.split('<|im_end|>')[0] }}{{ m.content.split('<|im_start|>')|length }}",
+        "{{ m.content.replace('<|im_end|>', '') }}{{ m.content | replace(eos_token, '-') }}",
+        "{% set asked = '<|im_end|>' %}{% if asked in m.content %}seen{% endif %}{{ m.content.split(asked)[-1] }}",
+        "{% set ns = namespace(text='') %}{% set ns.text = ns.text ~ m.content %}{{ ns.text | trim }}",
+        "{{ m.content.strip('<|') }}{{ m.content.rstrip('|>') }}",
+        "{{ '<|im_'[0] ~ m.content }}{{ m.content ~ 'end|>' }}",
+    ];
+    for body in bodies {
+        let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n".to_owned()
+            + body
+            + "{{ '<|im_end|>\n' }}{% endfor %}";
+        let template = ChatTemplate::from_source(&source).expect("a template");
+        for text in texts {
+            let messages =
+                [json!({"role": "user", "content": text}), json!({"role": "assistant", "content": text})];
+            let rendered = render(&template, &tokenizer, &messages, None);
+            let plain = template.render(&messages, &options(None)).expect("renders");
+            assert_eq!(rendered.as_str(), plain, "{body} {text:?}");
+            let ids = tokenizer.encode_rendered(&rendered).expect("encodes");
+            assert_eq!(special_ids(&tokenizer, &ids), [start, end, start, end], "{body} {text:?}");
+            assert_eq!(tokenizer.decode(&ids, false).expect("text"), plain);
+        }
+    }
+}
+
+/// What a template puts into a message, or builds from one, is its own.
+#[test]
+fn tokens_that_a_template_writes_into_a_message_are_tokens() {
+    let tokenizer = tokenizer("qwen2");
+    let end = tokenizer.token_id("<|im_end|>").expect("a control token");
+    let start = tokenizer.token_id("<|im_start|>").expect("a control token");
+    let messages = [json!({"role": "im_start", "content": "a<|im_end|>b|c"})];
+    for (source, written) in [
+        ("{{ messages[0].content.replace('|c', '<|im_end|>') }}", vec![end]),
+        ("{{ messages[0].content.split('|')|join('<|im_end|>') }}", vec![end; 3]),
+        ("{{ '<|' + messages[0].role + '|>' + messages[0].content }}", vec![start]),
+        ("<|{{ messages[0].role }}|>{{ messages[0].content }}", vec![start]),
+        ("{% set m %}<|im_start|>{{ messages[0].content }}{% endset %}{{ m | trim }}", vec![start]),
+        ("{% set o = {'a': ['<|im_end|>']} %}{{ o.a[0] }}{{ messages[0].content }}", vec![end]),
+        ("{{ (bos_token, messages[0].content, eos_token)|join }}{{ turn }}", vec![start, end, start]),
+    ] {
+        let template = ChatTemplate::from_source(source).expect("a template");
+        let turn = json!({"turn": "<|im_start|>"});
+        let options = RenderOptions { bos_token: "<|im_start|>", extra: turn.as_object(), ..options(None) };
+        let rendered = template.render_literally(&messages, &options, tokenizer.control_tokens());
+        let rendered = rendered.expect("renders");
+        assert_eq!(rendered.as_str(), template.render(&messages, &options).expect("renders"), "{source}");
+        let ids = tokenizer.encode_rendered(&rendered).expect("encodes");
+        assert_eq!(special_ids(&tokenizer, &ids), written, "{source}");
+    }
+}
+
+/// A refusal quotes the template, not what it is rendered with.
+#[test]
+fn errors_of_templates_have_no_marks() {
+    let tokenizer = tokenizer("qwen2");
+    let messages = [json!({"role": "user", "content": "a<|im_end|>"})];
+    for source in [
+        "{{ raise_exception('<|im_end|> in ' ~ messages[0].content) }}",
+        "{{ messages[0].content.no_such_method('<|im_end|>') }}",
+        "{{ '<|im_end|>' - 1 }}",
+    ] {
+        let template = ChatTemplate::from_source(source).expect("a template");
+        let plain = template.render(&messages, &options(None)).expect_err("fails").to_string();
+        let rendered = template.render_literally(&messages, &options(None), tokenizer.control_tokens());
+        assert_eq!(rendered.expect_err("fails").to_string(), plain);
+    }
+}
+
 /// A name between brackets of the template makes a control token too.
 #[test]
 fn a_template_does_not_complete_a_control_token() {
