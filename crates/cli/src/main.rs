@@ -1,5 +1,6 @@
 //! The command line: one file per command under `commands`, everything they share beside this one.
 
+mod allocator;
 mod answer;
 mod arguments;
 mod calibration;

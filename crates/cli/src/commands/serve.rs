@@ -14,6 +14,7 @@ use oscar_engine::{EngineOptions, Serve};
 use self::events::EventArguments;
 use self::tiers::{KvTier, offer};
 use self::unsupported::UnsupportedArguments;
+use crate::allocator::give_back_early;
 use crate::arguments::{ModelArguments, WeightPlace, byte_size, positive};
 use crate::device::OnDevice;
 use crate::failure::Failure;
@@ -121,6 +122,7 @@ impl OnDevice for Service {
 impl ServeArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         self.unsupported.check()?;
+        give_back_early();
         let Some(model) = self.model.clone().or_else(|| self.model_path.clone()) else {
             return Err(Failure::new("there is no model to serve")
                 .with_fix("give a MODEL, such as `oscar serve smollm2`, or --model-path"));

@@ -106,16 +106,62 @@ fn a_large_cache_is_reserved_and_not_resident() {
     assert!(serving.banner.contains(" or 7 requests of 256, 7 requests"), "{}", serving.banner);
     let serving = Serving::start(&machine, &["--kv-memory", "2GiB", "--kv-cache-dtype", "bf16"]);
     assert!(serving.banner.contains("2.00 GiB that become resident"), "{}", serving.banner);
-    let status = std::fs::read_to_string(format!("/proc/{}/status", serving.child.id())).expect("status");
-    let resident = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect(&status);
-    let kibibytes: u64 = resident.trim().trim_end_matches(" kB").parse().expect(resident);
-    assert!(kibibytes < 512 << 10, "{resident}");
+    assert!(resident(&serving) < 512 << 20, "{}", resident(&serving));
     let small = Serving::start(&machine, &["--mem-fraction-static", "0.05", "--kv-cache-dtype", "bf16"]);
     assert!(small.banner.contains("requests at a time"), "{}", small.banner);
     let model = fixture("qwen3");
     let share = ["--gpu-memory-fraction", "0.0000001", "--port", "0"];
     let refused = machine.run(["serve", model.to_str().expect("path")].into_iter().chain(share));
     refused.failure(1, &["of the memory that is free", "--mem-fraction-static"]);
+}
+
+/// Bytes of a server that are no mapped files.
+#[cfg(target_os = "linux")]
+fn resident(serving: &Serving) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", serving.child.id())).expect("status");
+    let resident = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect(&status);
+    let kibibytes: u64 = resident.trim().trim_end_matches(" kB").parse().expect(resident);
+    kibibytes << 10
+}
+
+/// What large bodies took goes back to the system, whatever was wrong with them.
+#[test]
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn memory_comes_back_after_large_bodies() {
+    const NOISE: u64 = 8 << 20;
+    let machine = Machine::new();
+    let serving = Serving::start(&machine, &["--kv-cache-dtype", "bf16"]);
+    let list = |item: &str, count: usize| format!("[{}]", vec![item; count].join(","));
+    let chat = |count: usize| {
+        let messages = list(r#"{"role": "user", "content": "a"}"#, count);
+        ("/v1/chat/completions", format!(r#"{{"messages": {messages}}}"#))
+    };
+    let words = "w ".repeat(7 << 20);
+    let bodies = [
+        chat(500_000),
+        chat(16_000),
+        ("/v1/chat/completions", format!(r#"{{"messages": [{{"role": "user", "content": "{words}"}}]}}"#)),
+        ("/v1/completions", format!(r#"{{"prompt": "{words}"}}"#)),
+        ("/v1/completions", format!(r#"{{"prompt": {}}}"#, list("1", 2_000_000))),
+        ("/generate", format!(r#"{{"text": {}}}"#, list("\"a\"", 4_000_000))),
+    ];
+    assert!(said(&serving).len() > 20);
+    let before = resident(&serving);
+    let most = before + NOISE.max(before / 10);
+    for round in 0..3 {
+        std::thread::scope(|scope| {
+            for (path, body) in bodies.iter().flat_map(|asked| [asked; 4]) {
+                let serving = &serving;
+                scope.spawn(move || assert!(serving.ask("POST", path, body).starts_with("HTTP/1.1 400")));
+            }
+        });
+        let begun = Instant::now();
+        while resident(&serving) > most {
+            let (after, seconds) = (resident(&serving) >> 20, begun.elapsed().as_secs());
+            assert!(seconds < 30, "{} MiB before, {after} after round {round}", before >> 20);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
 }
 
 /// What is said of a prompt after 40 tokens, all of which but 16 are history.

@@ -87,6 +87,10 @@ def hostile():
     message = b'{"role": "user", "content": "a"},'
     many_messages = b'{"messages": [' + message * 20_000 + message[:-1] + b"]}"
     many_values = b'{"messages": [' + message * 120_000 + message[:-1] + b"]}"
+    # Some 16 MB each.
+    most_messages = b'{"messages": [' + message * 480_000 + message[:-1] + b"]}"
+    most_texts = b'{"text": [' + b'"a",' * 4_000_000 + b'"a"]}'
+    words = json.dumps({"messages": [{"role": "user", "content": "w " * (7 << 20)}]}).encode()
     many_parts = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]}).encode()
     kwargs = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": []}}'
     return [
@@ -102,6 +106,9 @@ def hostile():
         ("/v1/completions", b'{"prompt": [' + b'"a",' * 200_000 + b'"a"]}', {"content-type": JSON}, 400),
         ("/v1/chat/completions", many_messages, {"content-type": JSON}, 400),
         ("/v1/chat/completions", many_values, {"content-type": JSON}, 400),
+        ("/v1/chat/completions", most_messages, {"content-type": JSON}, 400),
+        ("/generate", most_texts, {"content-type": JSON}, 400),
+        ("/v1/chat/completions", words, {"content-type": JSON}, 400),
         ("/v1/chat/completions", many_parts, {"content-type": JSON}, 400),
         ("/v1/chat/completions", b'{"messages": ' + b"[" * 100_000, {"content-type": JSON}, 400),
         ("/v1/chat/completions", kwargs, {"content-type": JSON}, 400),
