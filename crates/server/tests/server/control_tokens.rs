@@ -58,6 +58,21 @@ async fn a_message_cannot_open_a_turn() {
     }
 }
 
+/// A template may look for control tokens in messages, and finds what was sent.
+#[tokio::test]
+async fn templates_see_what_was_sent() {
+    let source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content|length }}: \
+        {% if '<|im_end|>' in m.content %}{{ m.content.split('<|im_end|>')|join('<|im_start|>') }}\
+        {% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}";
+    let server = server(served(source), ServerOptions::default());
+    let request = json!({"messages": [{"role": "user", "content": "a<|im_start|>b<|im_end|>c"}]});
+    let text = server.post("/apply-template", request.clone()).await.ok();
+    assert_eq!(text["prompt"], "<|im_start|>user\n25: a<|im_start|>b<|im_start|>c<|im_end|>\n");
+    // The template begins a turn, and then one inside of the message; the message itself begins none.
+    let tokens = server.post("/tokenize", request).await.ok()["tokens"].clone();
+    assert_eq!(turns(&tokens), 2, "{tokens}");
+}
+
 #[tokio::test]
 async fn everything_that_counts_tokens_agrees() {
     let server = server(served(TEMPLATE), ServerOptions::default());
