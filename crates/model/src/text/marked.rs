@@ -4,6 +4,7 @@
 //! them, no control token comes of it. What a template only compares or looks for has to be without marks, or it would not
 //! be found in a message: operators, filters and methods take them out there.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use minijinja::machinery::{CompiledTemplate, Instruction};
@@ -95,31 +96,32 @@ impl MarkedLiterals {
         }
     }
 
-    /// The texts between the tags of a template that have control tokens, and the same with marks.
-    pub(super) fn texts(&self, template: &CompiledTemplate<'_>) -> Vec<(String, String)> {
-        let mut texts = Vec::new();
+    /// The texts between the tags of a template, and the same with marks.
+    pub(super) fn texts(&self, template: &CompiledTemplate<'_>) -> HashMap<String, String> {
+        let mut texts = HashMap::new();
         for instructions in std::iter::once(&template.instructions).chain(template.blocks.values()) {
             for index in 0..instructions.len() as u32 {
                 if let Some(&Instruction::EmitRaw(text)) = instructions.get(index) {
-                    texts.push((text.to_owned(), self.control.marked(text, &self.mark)));
+                    texts.insert(text.to_owned(), self.control.marked(text, &self.mark));
                 }
             }
         }
-        texts.retain(|(text, marked)| text != marked);
         texts
     }
 
     /// Puts marks into the literals of a template, and calls in the place of operators that compare. `texts` is from
     /// [`Self::texts`].
-    pub(super) fn put_into<'t>(&self, template: &mut CompiledTemplate<'t>, texts: &'t [(String, String)]) {
+    pub(super) fn put_into<'t>(
+        &self,
+        template: &mut CompiledTemplate<'t>,
+        texts: &'t HashMap<String, String>,
+    ) {
         for instructions in std::iter::once(&mut template.instructions).chain(template.blocks.values_mut()) {
             for index in 0..instructions.len() as u32 {
                 let Some(instruction) = instructions.get_mut(index) else { continue };
                 match instruction {
                     Instruction::EmitRaw(text) => {
-                        if let Some((_, marked)) = texts.iter().find(|(plain, _)| plain == text) {
-                            *text = marked;
-                        }
+                        *text = texts.get(*text).map_or(*text, String::as_str);
                     }
                     Instruction::LoadConst(value) => *value = self.mark(value),
                     Instruction::Eq => *instruction = Instruction::CallFunction(EQUAL, Some(2)),
