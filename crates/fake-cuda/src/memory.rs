@@ -282,7 +282,8 @@ mod tests {
         }
         assert!(access.view::<f32>(first + 2, 1).is_err(), "not aligned");
         assert!(access.copy(first, second + 1, 100).is_err());
-        [first, second].map(|address| memory().free(address).unwrap());
+        memory().free(first).unwrap();
+        memory().free(second).unwrap();
     }
 
     #[test]

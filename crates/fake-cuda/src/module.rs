@@ -58,11 +58,15 @@ impl Module {
     }
 
     fn of(options: &str, text: &str) -> Result<Module, Fault> {
-        let defines: Vec<(String, String)> = options
+        let mut defines: Vec<(String, String)> = options
             .lines()
             .filter_map(|option| option.strip_prefix("-D")?.split_once('='))
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .collect();
+        if let Some(name) = options.lines().find_map(|option| option.strip_prefix("--gpu-architecture=sm_")) {
+            let digits = name.trim_end_matches(|c: char| !c.is_ascii_digit());
+            defines.push(("__CUDA_ARCH__".to_owned(), format!("{digits}0")));
+        }
         Ok(Module { source: Source::new(text, &defines)?, pages: OnceLock::new() })
     }
 }
@@ -268,7 +272,8 @@ mod tests {
                         extern \"C\" __global__ void unknown(Arguments a) {}";
 
     fn module() -> Arc<Module> {
-        let code = machine_code(&["-DFEW=3".to_owned(), "--std=c++17".to_owned()], TEXT);
+        let options = ["--gpu-architecture=sm_90a", "--std=c++17", "-DFEW=3"].map(str::to_owned);
+        let code = machine_code(&options, TEXT);
         // SAFETY: it was made above.
         Arc::new(unsafe { Module::load(code.as_ptr()) }.unwrap())
     }
@@ -276,7 +281,7 @@ mod tests {
     #[test]
     fn machine_code_is_loaded_as_it_was_compiled() {
         let module = module();
-        assert_eq!(module.source.number("FEW").unwrap(), 3);
+        assert_eq!((module.source.number("FEW").unwrap(), module.source.number("__CUDA_ARCH__").unwrap()), (3, 900));
         let function = Function::find(&module, "scale").unwrap().unwrap();
         assert_eq!(function.argument_bytes(), 16);
         assert!(Function::find(&module, "missing").unwrap().is_none());

@@ -51,7 +51,7 @@ unsafe extern "C" fn cuModuleGetFunction(
             unsafe { *found = handle(Arc::new(function)).cast() };
             SUCCESS
         }
-        Ok(None) => CUresult::CUDA_ERROR_NOT_FOUND,
+        Ok(None) => refuse(&format!("the source has no kernel {name:?}"), CUresult::CUDA_ERROR_NOT_FOUND),
         Err(fault) => refuse(&fault, CUresult::CUDA_ERROR_NOT_SUPPORTED),
     }
 }

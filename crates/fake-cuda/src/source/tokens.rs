@@ -36,9 +36,10 @@ const SIGNS: [&str; 42] = [
     "(", ")", "{", "}", "[", "]", "<", ">", ",", ";", ":", "?", "*", "/", "%", "+", "-", "!", "=", "&", "|", ".",
 ];
 
-/// The text with a space for each comment; lines stay lines.
+/// The text with a space for each comment, and lines that go on in the next one as one line.
 pub(super) fn without_comments(text: &str) -> String {
-    let mut left = text;
+    let text = text.replace("\\\n", " ");
+    let mut left = text.as_str();
     let mut kept = String::with_capacity(text.len());
     while let Some(at) = left.find('/') {
         kept.push_str(&left[..at]);
