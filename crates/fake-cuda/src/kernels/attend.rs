@@ -1,7 +1,7 @@
 //! `attention.cu`: decode attention of a ragged batch. Blocks go through their lists of segments; whoever writes the last partial
 //! result of a unit merges them all.
 
-use super::dot;
+use super::{add_multiple, dot};
 use super::pages::Order;
 use crate::memory::Fault;
 use crate::module::{Call, Record, Table};
@@ -35,7 +35,7 @@ impl State {
         for (logit, value) in logits.iter().zip(values.chunks_exact(self.values.len())) {
             let weight = (logit - most).exp2();
             self.total += weight;
-            self.values.iter_mut().zip(value).for_each(|(sum, x)| *sum += weight * x);
+            add_multiple(&mut self.values, weight, value);
         }
     }
 
@@ -52,7 +52,7 @@ impl State {
         self.rescale(self.most.map_or(theirs, |most| most.max(theirs)));
         let factor = self.most.map_or(0.0, |most| (theirs - most).exp2());
         self.total += factor * other.total;
-        self.values.iter_mut().zip(&other.values).for_each(|(sum, x)| *sum += factor * x);
+        add_multiple(&mut self.values, factor, &other.values);
     }
 
     /// The values that weights average to; zeros without tokens.
@@ -196,11 +196,12 @@ impl Launch<'_> {
                 // The last tile may have tokens that are not there yet.
                 tokens.end = tokens.end.min(s.tokens.saturating_sub(page * 64)).max(first);
             }
-            let [keys, values] = order.rows(memory, self.page(s, page, order.bytes())?, tokens)?;
+            let rows = order.rows(memory, self.page(s, page, order.bytes())?)?;
+            let [keys, values] = [&rows[0], &rows[1]].map(|side| &side[tokens.start * d..tokens.end * d]);
             for (query, state) in queries.chunks_exact(d).zip(&mut states) {
                 let scale = a.float("scale")?;
                 let logits: Vec<f32> = keys.chunks_exact(d).map(|key| dot(query, key) * scale).collect();
-                state.add(&logits, &values);
+                state.add(&logits, values);
             }
             at = end;
         }
@@ -253,7 +254,7 @@ impl Launch<'_> {
                     None => vec![0.0; d],
                 };
                 for (x, weights) in out.iter().zip(matrix.chunks_exact(d)) {
-                    sums.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += x * weight);
+                    add_multiple(&mut sums, *x, weights);
                 }
                 out = sums;
             }

@@ -1,7 +1,7 @@
 //! `experts.cu` and `experts_few.cu`: products of the experts that were chosen.
 
 use super::activations::{activated, packed_row, source_row, to_bf16, to_f16};
-use super::dot;
+use super::{add_multiple, dot};
 use super::route::choices;
 use super::tiles::{COLUMNS, Kind, ROWS, tile_row};
 use crate::memory::Fault;
@@ -182,7 +182,7 @@ pub(super) fn close_experts(call: &Call<'_>) -> Result<(), Fault> {
             let at = (row * slots.len() + index) * inputs;
             let x = experts.rounded(memory.read::<f32>(a.pointer("inner")? + 4 * at as u64, inputs)?);
             let results = slot.products(&experts, 0, &x)?;
-            sum.iter_mut().zip(&results).for_each(|(sum, x)| *sum = slot.weight.mul_add(*x, *sum));
+            add_multiple(&mut sum, slot.weight, &results);
         }
         let at = a.pointer("hidden")? + (4 * row * experts.outputs) as u64;
         let mut hidden = memory.read::<f32>(at, experts.outputs)?;

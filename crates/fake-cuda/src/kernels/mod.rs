@@ -61,17 +61,47 @@ fn unpack_rows(_: &Call<'_>) -> Result<(), Fault> {
     Err("there is no stand-in for what cuBLASLt multiplies with".to_owned())
 }
 
-/// The sum of products, in four chains.
-fn dot(left: &[f32], right: &[f32]) -> f32 {
-    const CHAINS: usize = 16;
-    let mut sums = [0.0_f32; CHAINS];
-    let (left_parts, left_rest) = left.as_chunks::<CHAINS>();
-    let (right_parts, right_rest) = right.as_chunks::<CHAINS>();
-    for (left, right) in left_parts.iter().zip(right_parts) {
-        for i in 0..CHAINS {
-            sums[i] += left[i] * right[i];
+/// Calls a function compiled for wide vectors and fused operations, where the machine has them; these are no part of what every
+/// machine of its kind has.
+macro_rules! with_vectors {
+    ($function:ident($($argument:ident: $kind:ty),*) $(-> $result:ty)?) => {{
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("fma") && std::arch::is_x86_feature_detected!("avx2") {
+            #[target_feature(enable = "avx2,fma")]
+            fn with_instructions($($argument: $kind),*) $(-> $result)? {
+                $function($($argument),*)
+            }
+            // SAFETY: the machine has both.
+            return unsafe { with_instructions($($argument),*) };
         }
+        $function($($argument),*)
+    }};
+}
+
+/// Adds a multiple of numbers to others, each sum rounded once.
+fn add_multiple(sums: &mut [f32], x: f32, of: &[f32]) {
+    #[inline(always)]
+    fn plain(sums: &mut [f32], x: f32, of: &[f32]) {
+        sums.iter_mut().zip(of).for_each(|(sum, y)| *sum = x.mul_add(*y, *sum));
     }
-    let rest: f32 = left_rest.iter().zip(right_rest).map(|(a, b)| a * b).sum();
-    sums.iter().sum::<f32>() + rest
+    with_vectors!(plain(sums: &mut [f32], x: f32, of: &[f32]))
+}
+
+/// The sum of products, in several chains.
+fn dot(left: &[f32], right: &[f32]) -> f32 {
+    #[inline(always)]
+    fn plain(left: &[f32], right: &[f32]) -> f32 {
+        const CHAINS: usize = 32;
+        let mut sums = [0.0_f32; CHAINS];
+        let (left_parts, left_rest) = left.as_chunks::<CHAINS>();
+        let (right_parts, right_rest) = right.as_chunks::<CHAINS>();
+        for (left, right) in left_parts.iter().zip(right_parts) {
+            for i in 0..CHAINS {
+                sums[i] += left[i] * right[i];
+            }
+        }
+        let rest: f32 = left_rest.iter().zip(right_rest).map(|(a, b)| a * b).sum();
+        sums.iter().sum::<f32>() + rest
+    }
+    with_vectors!(plain(left: &[f32], right: &[f32]) -> f32)
 }

@@ -1,6 +1,7 @@
 //! Pages in the order of the card, which `page_order.rs` defines: where every element lies, and what rows of a page are.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use half::bf16;
 use oscar_codec::band::{half_range, scale as band_scale};
@@ -94,18 +95,28 @@ impl Order {
         place.map(|place| place.byte as usize).ok_or_else(|| format!("token {token} of a page"))
     }
 
-    /// The rows of some tokens of a page: keys, then values, `[token][channel]`.
-    pub(super) fn rows(
-        &self,
-        memory: &Access,
-        at: u64,
-        tokens: std::ops::Range<usize>,
-    ) -> Result<[Vec<f32>; 2], Fault> {
+    /// The rows of a page: keys, then values, `[token][channel]`.
+    pub(super) fn rows(&self, memory: &Access, at: u64) -> Result<Arc<Rows>, Fault> {
         let page = memory.view::<u8>(at, self.bytes())?;
-        Ok(SIDES.map(|side| tokens.clone().flat_map(|token| self.row(page, side, token)).collect()))
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let layout = self.order.layout();
+        if let Some(known) = known.get(&at).filter(|known| known.layout == layout && known.page == page) {
+            return Ok(known.rows.clone());
+        }
+        let d = self.order.head_dim();
+        let rows = Arc::new(SIDES.map(|side| {
+            let mut rows = Vec::with_capacity(PAGE_TOKENS * d);
+            (0..PAGE_TOKENS).for_each(|token| self.add_row(page, side, token, &mut rows));
+            rows
+        }));
+        if known.len() >= MOST_KNOWN {
+            known.clear();
+        }
+        known.insert(at, KnownPage { layout, page: page.to_vec(), rows: rows.clone() });
+        Ok(rows)
     }
 
-    fn row(&self, page: &[u8], side: Side, token: usize) -> Vec<f32> {
+    fn add_row(&self, page: &[u8], side: Side, token: usize, rows: &mut Vec<f32>) {
         let d = self.order.head_dim();
         let places = &self.places.elements[side as usize][token * d..(token + 1) * d];
         let scales = &self.places.scales[side as usize];
@@ -116,37 +127,51 @@ impl Order {
         };
         match (self.order.layout(), side) {
             (PageLayout::Bf16(_), _) => {
-                places.iter().map(|place| bf16::from_bits(word(place.byte as usize)).to_f32()).collect()
+                rows.extend(places.iter().map(|place| bf16::from_bits(word(place.byte as usize)).to_f32()));
             }
             (PageLayout::Fp8(_), _) => {
                 let scale = ScaleType::F16.to_f32(word(scales[0] as usize));
-                places.iter().map(|place| e4m3_to_f32(page[place.byte as usize]) * scale).collect()
+                rows.extend(places.iter().map(|place| e4m3_to_f32(page[place.byte as usize]) * scale));
             }
             (PageLayout::Banded(layout), Side::Key) => {
-                let mut row = vec![0.0; d];
+                let first = rows.len();
+                rows.resize(first + d, 0.0);
                 for (band, &at) in layout.bands().iter().zip(scales) {
                     let (scale, half) = (band_scale(page[at as usize]), half_range(band.bits));
                     for channel in band.range() {
-                        row[channel] = (code(&places[channel]) - half) * scale;
+                        rows[first + channel] = (code(&places[channel]) - half) * scale;
                     }
                 }
-                row
             }
             (layout, _) => {
                 let scale_type = match layout {
                     PageLayout::Codes(layout) => layout.scale_type(),
                     _ => ScaleType::F16,
                 };
-                let mut row = Vec::with_capacity(d);
                 for (places, &at) in places.chunks(d / scales.len()).zip(scales) {
                     let [scale, offset] = [0, 2].map(|part| scale_type.to_f32(word(at as usize + part)));
-                    row.extend(places.iter().map(|place| code(place) * scale - offset));
+                    rows.extend(places.iter().map(|place| code(place) * scale - offset));
                 }
-                row
             }
         }
     }
 }
+
+/// Keys and values of a page, `[token][channel]`.
+pub(super) type Rows = [Vec<f32>; 2];
+
+/// A page whose rows are known, for as long as its bytes are the same: most pages of a sequence are read in every step.
+struct KnownPage {
+    layout: PageLayout,
+    page: Vec<u8>,
+    rows: Arc<Rows>,
+}
+
+/// Pages by their address.
+static KNOWN: Mutex<BTreeMap<u64, KnownPage>> = Mutex::new(BTreeMap::new());
+
+/// How many are remembered; 96 KB each at 128 channels.
+const MOST_KNOWN: usize = 4096;
 
 /// The pages of a module, worked out once.
 fn pages(module: &Module) -> Result<&Pages, Fault> {

@@ -1,5 +1,6 @@
 //! `route.cu`: which experts every row goes to, a list of jobs, and the sum of what experts make of a row.
 
+use super::add_multiple;
 use crate::memory::Fault;
 use crate::module::Call;
 
@@ -162,7 +163,7 @@ pub(super) fn combine(call: &Call<'_>) -> Result<(), Fault> {
         for (index, choice) in choices.iter().enumerate() {
             let at = a.pointer("products")? + (4 * (row * top_k + index) * columns) as u64;
             let products = memory.view::<f32>(at, here)?;
-            sum.iter_mut().zip(products).for_each(|(sum, x)| *sum = choice.weight.mul_add(*x, *sum));
+            add_multiple(&mut sum, choice.weight, products);
         }
         let at = a.pointer("hidden")? + (4 * row * columns) as u64;
         let mut hidden = memory.read::<f32>(at, here)?;

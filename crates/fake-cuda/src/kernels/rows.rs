@@ -134,7 +134,8 @@ fn block(call: &Call<'_>, walk: &Walk, head: usize, orders: [&Order; 2]) -> Resu
     while turn.page <= walk.last() / PAGE {
         let order = orders[usize::from(turn.sealed)];
         let at = page_of(call, walk, turn, head, order.bytes())?;
-        let [keys, values] = order.rows(memory, at, 0..PAGE as usize)?;
+        let page = order.rows(memory, at)?;
+        let [keys, values] = &*page;
         for row in &mut rows {
             let seen = walk.seen(turn, row.position, row.end);
             let keys = &keys[seen.start * d..seen.end * d];

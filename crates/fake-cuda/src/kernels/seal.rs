@@ -59,7 +59,7 @@ pub(super) fn seal(call: &Call<'_>) -> Result<(), Fault> {
         } else {
             a.pointer("scratch")? + (((slot - exact_slots) * kv_heads + head) * exact.bytes()) as u64
         };
-        let rows = exact.rows(memory, source, 0..PAGE_TOKENS)?;
+        let rows = exact.rows(memory, source)?;
         if let Some(at) = rows.iter().flatten().position(|x| !x.is_finite()) {
             // The place of the first of all: blocks, sides, tokens, channels.
             let found = (block * 2 * PAGE_TOKENS * d + at) as u64;

@@ -1,6 +1,6 @@
 //! `undo.cu`: outputs of attention back to the basis of values, less the share of learned sinks.
 
-use super::dot;
+use super::{add_multiple, dot};
 use crate::memory::Fault;
 use crate::module::Call;
 
@@ -26,7 +26,7 @@ pub(super) fn undo(call: &Call<'_>) -> Result<(), Fault> {
                 None => out.iter_mut().zip(&x).for_each(|(out, x)| *out += x),
                 Some(matrix) => {
                     for (x, weights) in x.iter().zip(matrix.chunks_exact(d)) {
-                        out.iter_mut().zip(weights).for_each(|(out, weight)| *out = x.mul_add(*weight, *out));
+                        add_multiple(&mut out, *x, weights);
                     }
                 }
             }

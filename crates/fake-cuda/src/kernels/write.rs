@@ -3,6 +3,7 @@
 use half::bf16;
 use oscar_codec::Side;
 
+use super::add_multiple;
 use super::pages::Order;
 use crate::memory::Fault;
 use crate::module::{Call, Record};
@@ -148,7 +149,7 @@ impl Launch<'_> {
                 Some(matrix) => {
                     let mut sums = vec![0.0_f32; d];
                     for (x, weights) in input.iter().zip(matrix.chunks_exact(d)) {
-                        sums.iter_mut().zip(weights).for_each(|(sum, weight)| *sum = x.mul_add(*weight, *sum));
+                        add_multiple(&mut sums, *x, weights);
                     }
                     sums
                 }
