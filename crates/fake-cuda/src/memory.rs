@@ -75,8 +75,7 @@ pub(crate) struct Memory {
     blocks: RwLock<Blocks>,
 }
 
-static MEMORY: Memory =
-    Memory { blocks: RwLock::new(Blocks { all: BTreeMap::new(), next: FIRST, used: 0 }) };
+static MEMORY: Memory = Memory { blocks: RwLock::new(Blocks { all: BTreeMap::new(), next: FIRST, used: 0 }) };
 
 /// The memory of the card.
 pub(crate) fn memory() -> &'static Memory {
@@ -174,7 +173,10 @@ impl Access {
 
     fn place<T>(&self, address: u64, count: usize) -> Result<NonNull<T>, Fault> {
         if !address.is_multiple_of(align_of::<T>() as u64) {
-            return Err(format!("{address:#x} is read or written as if it were a multiple of {}", align_of::<T>()));
+            return Err(format!(
+                "{address:#x} is read or written as if it were a multiple of {}",
+                align_of::<T>()
+            ));
         }
         let bytes = count.checked_mul(size_of::<T>()).ok_or("more bytes than there are addresses")?;
         Ok(self.pointer(address, bytes)?.cast())

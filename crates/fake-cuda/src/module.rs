@@ -281,7 +281,10 @@ mod tests {
     #[test]
     fn machine_code_is_loaded_as_it_was_compiled() {
         let module = module();
-        assert_eq!((module.source.number("FEW").unwrap(), module.source.number("__CUDA_ARCH__").unwrap()), (3, 900));
+        assert_eq!(
+            (module.source.number("FEW").unwrap(), module.source.number("__CUDA_ARCH__").unwrap()),
+            (3, 900)
+        );
         let function = Function::find(&module, "scale").unwrap().unwrap();
         assert_eq!(function.argument_bytes(), 16);
         assert!(Function::find(&module, "missing").unwrap().is_none());
@@ -296,7 +299,8 @@ mod tests {
     fn fields_are_read_by_name_and_type() {
         let module = module();
         let layout = module.source.layout("Arguments").unwrap();
-        let bytes: Vec<u8> = [7_u64.to_le_bytes().as_slice(), &5_i32.to_le_bytes(), &0.5_f32.to_le_bytes()].concat();
+        let bytes: Vec<u8> =
+            [7_u64.to_le_bytes().as_slice(), &5_i32.to_le_bytes(), &0.5_f32.to_le_bytes()].concat();
         let record = Record { layout: &layout, bytes: &bytes };
         assert_eq!((record.pointer("x"), record.int("rows"), record.float("scale")), (Ok(7), Ok(5), Ok(0.5)));
         assert!(record.float("rows").is_err() && record.int("columns").is_err());

@@ -21,7 +21,8 @@ pub(crate) fn capability() -> (i32, i32) {
     static CAPABILITY: OnceLock<(i32, i32)> = OnceLock::new();
     *CAPABILITY.get_or_init(|| {
         let text = variable("OSCAR_FAKE_CUDA_CAPABILITY").unwrap_or_default();
-        let parsed = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+        let parsed =
+            text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
         parsed.unwrap_or((9, 0))
     })
 }

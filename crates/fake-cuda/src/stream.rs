@@ -27,13 +27,34 @@ unsafe impl Send for HostAddress {}
 pub(crate) enum Work {
     Launch(Launch),
     /// Bytes that were at the host when the copy was asked for.
-    Upload { bytes: Vec<u8>, to: u64 },
+    Upload {
+        bytes: Vec<u8>,
+        to: u64,
+    },
     /// From pinned memory, as it is when the copy happens.
-    UploadPinned { from: HostAddress, to: u64, bytes: usize },
-    Download { from: u64, to: HostAddress, bytes: usize },
-    Copy { from: u64, to: u64, bytes: usize },
-    Fill { at: u64, value: u8, bytes: usize },
-    Free { at: u64 },
+    UploadPinned {
+        from: HostAddress,
+        to: u64,
+        bytes: usize,
+    },
+    Download {
+        from: u64,
+        to: HostAddress,
+        bytes: usize,
+    },
+    Copy {
+        from: u64,
+        to: u64,
+        bytes: usize,
+    },
+    Fill {
+        at: u64,
+        value: u8,
+        bytes: usize,
+    },
+    Free {
+        at: u64,
+    },
 }
 
 impl Work {
@@ -45,7 +66,9 @@ impl Work {
     fn run(&self) -> Result<(), Fault> {
         let access = Access::new();
         match self {
-            Work::Launch(launch) => launch.run().map_err(|fault| format!("kernel {}: {fault}", launch.function.name)),
+            Work::Launch(launch) => {
+                launch.run().map_err(|fault| format!("kernel {}: {fault}", launch.function.name))
+            }
             // SAFETY: the bytes are those of a vector.
             Work::Upload { bytes, to } => unsafe { access.upload(bytes.as_ptr(), *to, bytes.len()) },
             // SAFETY: pinned memory of so many bytes, as was looked up when the copy was asked for.
@@ -245,7 +268,11 @@ mod tests {
         assert_eq!(host, [0; 4]);
         event.synchronise().unwrap();
         assert_eq!(host, [1, 2, 3, 4]);
-        assert_eq!(Access::new().read::<u8>(address, 4).unwrap(), [1, 2, 3, 4], "what comes after the event waits");
+        assert_eq!(
+            Access::new().read::<u8>(address, 4).unwrap(),
+            [1, 2, 3, 4],
+            "what comes after the event waits"
+        );
         stream.synchronise().unwrap();
         assert_eq!(Access::new().read::<u8>(address, 4).unwrap(), [9; 4]);
         memory().free(address).unwrap();
@@ -269,7 +296,8 @@ mod tests {
         stream.synchronise().unwrap();
         assert_ne!(Access::new().get::<u8>(address).unwrap(), 7, "it was recorded, not done");
         for refused in [
-            (|stream, to| Stream::push(stream, Work::Upload { bytes: vec![1], to })) as fn(&Stream, u64) -> Outcome,
+            (|stream, to| Stream::push(stream, Work::Upload { bytes: vec![1], to }))
+                as fn(&Stream, u64) -> Outcome,
             |stream, _| stream.synchronise(),
             |stream, _| stream.allows_allocation(),
         ] {

@@ -60,7 +60,11 @@ unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: 
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: Attribute, _device: CUdevice) -> CUresult {
+unsafe extern "C" fn cuDeviceGetAttribute(
+    value: *mut c_int,
+    attribute: Attribute,
+    _device: CUdevice,
+) -> CUresult {
     let (major, minor) = settings::capability();
     // Shared memory as on sm_80, sm_89 and sm_90.
     let shared = match (major, minor) {

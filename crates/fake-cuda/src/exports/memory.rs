@@ -75,7 +75,12 @@ unsafe extern "C" fn cuMemFreeAsync(address: CUdeviceptr, on: CUstream) -> CUres
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemsetD8Async(at: CUdeviceptr, value: c_uchar, bytes: usize, on: CUstream) -> CUresult {
+unsafe extern "C" fn cuMemsetD8Async(
+    at: CUdeviceptr,
+    value: c_uchar,
+    bytes: usize,
+    on: CUstream,
+) -> CUresult {
     // SAFETY: as above.
     code(unsafe { stream(on) }.and_then(|stream| stream.push(Work::Fill { at, value, bytes })))
 }

@@ -57,7 +57,11 @@ unsafe extern "C" fn cuModuleGetFunction(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuFuncSetAttribute(function: CUfunction, attribute: Attribute, value: c_int) -> CUresult {
+unsafe extern "C" fn cuFuncSetAttribute(
+    function: CUfunction,
+    attribute: Attribute,
+    value: c_int,
+) -> CUresult {
     // SAFETY: the handle is a function's.
     let function = unsafe { shared(function.cast::<Function>()) };
     match (attribute, usize::try_from(value)) {
@@ -99,7 +103,8 @@ unsafe fn launch(
         return refuse(&what, CUresult::CUDA_ERROR_INVALID_VALUE);
     }
     if !function.has_shared_memory(shared_memory as usize) {
-        let what = format!("kernel {}: {shared_memory} bytes of shared memory were not asked for", function.name);
+        let what =
+            format!("kernel {}: {shared_memory} bytes of shared memory were not asked for", function.name);
         return refuse(&what, CUresult::CUDA_ERROR_INVALID_VALUE);
     }
     // SAFETY: as the caller says. The bytes between fields are copied as they are.

@@ -25,7 +25,13 @@ pub(super) fn activated(activation: i32, alpha: f32, limit: f32, gate: f32, up: 
         return gated(activation, gate, up);
     }
     let gate = if gate > limit { limit } else { gate };
-    let up = if up > limit { limit } else if up < -limit { -limit } else { up };
+    let up = if up > limit {
+        limit
+    } else if up < -limit {
+        -limit
+    } else {
+        up
+    };
     gate / (1.0 + (-alpha * gate).exp()) * (up + 1.0)
 }
 
@@ -48,7 +54,12 @@ pub(super) fn to_f16(row: &mut [f32]) -> f32 {
 }
 
 /// A row as its source says: normed, gated, or as it is. `source` is the path of the struct, with a dot behind it.
-pub(super) fn source_row(a: &Record<'_>, source: &str, memory: &Access, row: usize) -> Result<Vec<f32>, Fault> {
+pub(super) fn source_row(
+    a: &Record<'_>,
+    source: &str,
+    memory: &Access,
+    row: usize,
+) -> Result<Vec<f32>, Fault> {
     let name = |field: &str| format!("{source}{field}");
     let (columns, stride) = (a.count(&name("columns"))?, a.count(&name("stride"))?);
     let row = match a.optional(&name("rows"))? {
@@ -107,7 +118,13 @@ pub(super) fn pack(call: &Call<'_>) -> Result<(), Fault> {
 }
 
 /// A packed row, as numbers.
-pub(super) fn packed_row(memory: &Access, at: u64, row: usize, steps: usize, wide: bool) -> Result<Vec<f32>, Fault> {
+pub(super) fn packed_row(
+    memory: &Access,
+    at: u64,
+    row: usize,
+    steps: usize,
+    wide: bool,
+) -> Result<Vec<f32>, Fault> {
     let bits = memory.view::<u16>(at + (row * steps * COLUMNS * 2) as u64, steps * COLUMNS)?;
     Ok(match wide {
         true => bits.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect(),

@@ -1,8 +1,8 @@
 //! `attention.cu`: decode attention of a ragged batch. Blocks go through their lists of segments; whoever writes the last partial
 //! result of a unit merges them all.
 
-use super::{add_multiple, dot};
 use super::pages::Order;
+use super::{add_multiple, dot};
 use crate::memory::Fault;
 use crate::module::{Call, Record, Table};
 
@@ -217,7 +217,9 @@ impl Launch<'_> {
         let head = (s.head * bytes) as u64;
         let exact_slots = a.int("exact_slots")? as u32;
         // The address that slot 0 would have may lie before all memory.
-        let at = |pool: u64, slot: u32, stride: u64| pool.wrapping_add(u64::from(slot) * stride).wrapping_add(head);
+        let at = |pool: u64, slot: u32, stride: u64| {
+            pool.wrapping_add(u64::from(slot) * stride).wrapping_add(head)
+        };
         Ok(if s.history {
             at(a.pointer("sealed_pool")?, slot, stride("sealed_stride")?)
         } else if slot >= exact_slots {

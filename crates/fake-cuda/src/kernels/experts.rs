@@ -1,9 +1,9 @@
 //! `experts.cu` and `experts_few.cu`: products of the experts that were chosen.
 
 use super::activations::{activated, packed_row, source_row, to_bf16, to_f16};
-use super::{add_multiple, dot};
 use super::route::choices;
 use super::tiles::{COLUMNS, Kind, ROWS, tile_row};
+use super::{add_multiple, dot};
 use crate::memory::Fault;
 use crate::module::{Call, Record};
 
@@ -45,7 +45,9 @@ impl<'a> Experts<'a> {
         expert: usize,
     ) -> Result<Vec<Vec<f32>>, Fault> {
         let biases = match biases {
-            Some(at) => self.call.memory.read::<f32>(at + (4 * expert * self.outputs) as u64, self.outputs)?,
+            Some(at) => {
+                self.call.memory.read::<f32>(at + (4 * expert * self.outputs) as u64, self.outputs)?
+            }
             None => vec![0.0; self.outputs],
         };
         let mut results = vec![Vec::with_capacity(self.outputs); rows.len()];
@@ -86,7 +88,8 @@ pub(super) fn multiply_experts(call: &Call<'_>) -> Result<(), Fault> {
     let (a, memory, experts) = (&call.arguments, call.memory, Experts::new(call)?);
     let per_row = a.count("choices_per_row")?;
     let count = memory.get::<i32>(a.pointer("job_count")?)?;
-    let jobs = call.table("Job", a.pointer("jobs")?, usize::try_from(count).map_err(|_| format!("{count} jobs"))?)?;
+    let jobs =
+        call.table("Job", a.pointer("jobs")?, usize::try_from(count).map_err(|_| format!("{count} jobs"))?)?;
     if a.count("rows.rows")? != experts.steps * COLUMNS * 2 {
         return Err(format!("rows of {} bytes", a.count("rows.rows")?));
     }
@@ -147,12 +150,14 @@ impl Slot {
     fn products(&self, experts: &Experts<'_>, half: usize, row: &(Vec<f32>, f32)) -> Result<Vec<f32>, Fault> {
         let a = &experts.call.arguments;
         let (tiles, biases) = match self.expert {
-            Some(expert) => {
-                (experts.tiles_of(a.pointer(&format!("tiles[{half}]"))?, expert), a.optional(&format!("biases[{half}]"))?)
-            }
+            Some(expert) => (
+                experts.tiles_of(a.pointer(&format!("tiles[{half}]"))?, expert),
+                a.optional(&format!("biases[{half}]"))?,
+            ),
             None => (a.pointer(&format!("shared_tiles[{half}]"))?, None),
         };
-        let mut results = experts.products(tiles, std::slice::from_ref(row), biases, self.expert.unwrap_or(0))?;
+        let mut results =
+            experts.products(tiles, std::slice::from_ref(row), biases, self.expert.unwrap_or(0))?;
         results.pop().ok_or_else(|| "no products".to_owned())
     }
 }

@@ -220,7 +220,9 @@ fn band_layout(head_dim: usize, value_bits: usize, macros: [usize; 2]) -> Result
     let of_widths = KeyWidths::menu(head_dim).map(|widths| BandLayout::of_widths(head_dim, widths));
     let all = of_widths.chain([BandLayout::high(head_dim), BandLayout::int15(head_dim)]);
     let mut found = all.filter_map(Result::ok).filter(|layout| {
-        digits(layout) == macros && layout.value_bits() as usize == value_bits && PageOrder::new(PageLayout::Banded(*layout)).is_ok()
+        digits(layout) == macros
+            && layout.value_bits() as usize == value_bits
+            && PageOrder::new(PageLayout::Banded(*layout)).is_ok()
     });
     found.next().ok_or_else(|| format!("bands of {:#x} sixteens and {:#x} bits", macros[0], macros[1]))
 }

@@ -106,7 +106,12 @@ pub(super) fn attend_rows(call: &Call<'_>) -> Result<(), Fault> {
             if item.tokens * a.int("group")? > ROWS {
                 return Err(format!("{} tokens in a block of {ROWS} rows", item.tokens));
             }
-            block(call, &Walk { item, sink: a.int("sink")?, window: a.int("window")? }, head, [&exact, &sealed])?;
+            block(
+                call,
+                &Walk { item, sink: a.int("sink")?, window: a.int("window")? },
+                head,
+                [&exact, &sealed],
+            )?;
         }
     }
     Ok(())
@@ -145,7 +150,8 @@ fn block(call: &Call<'_>, walk: &Walk, head: usize, orders: [&Order; 2]) -> Resu
         turn = walk.next(turn);
     }
     for (index, row) in rows.into_iter().enumerate() {
-        let at = (item.first_row + index / group) * a.count("out_stride")? + (head * group + index % group) * d;
+        let at =
+            (item.first_row + index / group) * a.count("out_stride")? + (head * group + index % group) * d;
         if let Some(totals) = a.optional("totals")? {
             memory.write(totals + (4 * (at / d)) as u64, &[row.state.total()])?;
         }

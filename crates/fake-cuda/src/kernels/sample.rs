@@ -164,7 +164,8 @@ fn survey_logits(logits: &[f32], row: &Row, room: usize) -> Outcome {
     let sum = |temperature: f32| logits.iter().map(|&logit| weight(logit, temperature)).sum::<f64>();
     if row.walks {
         outcome.total = sum(row.temperature);
-        let weights = logits.iter().enumerate().map(|(at, &logit)| (at as u32, weight(logit, row.temperature)));
+        let weights =
+            logits.iter().enumerate().map(|(at, &logit)| (at as u32, weight(logit, row.temperature)));
         outcome.token = reach(weights, f64::from(row.draw) * outcome.total).unwrap_or(NONE);
     } else if row.wanted > 0 && row.temperature > 0.0 {
         outcome.total = sum(row.temperature);
@@ -229,7 +230,8 @@ pub(super) fn survey(call: &Call<'_>) -> Result<(), Fault> {
     for block in 0..call.grid[0] {
         let record = rows.get(block);
         let mut row = Row::read(&record)?;
-        let logits = memory.view::<f32>(a.pointer("logits")? + (4 * block * stride) as u64, row.vocabulary)?;
+        let logits =
+            memory.view::<f32>(a.pointer("logits")? + (4 * block * stride) as u64, row.vocabulary)?;
         let outcome = match usize::try_from(record.int("changed")?) {
             Err(_) => {
                 row.wanted = row.wanted.max(row.reported);

@@ -18,7 +18,8 @@ fn rule_of(bits: u32, head_dim: usize) -> Result<Rule, Fault> {
             // Any ratio that clips at this rank.
             let ratios = (0..=1000).map(|thousandth| thousandth as f32 / 1000.0);
             let rank = (bits >> 8) as usize;
-            let mut fit = ratios.filter(|&ratio| ratio > 0.0 && head_dim - clip_index(ratio, head_dim) == rank);
+            let mut fit =
+                ratios.filter(|&ratio| ratio > 0.0 && head_dim - clip_index(ratio, head_dim) == rank);
             fit.next().map(Rule::Clip).ok_or_else(|| format!("rows clipped at rank {rank}"))
         }
         2 => Ok(Rule::Gaussian),

@@ -89,7 +89,11 @@ pub(super) fn row_of(kind: Kind, tile: &[u8], row: usize, out: &mut [f32]) {
             for (column, x) in out.iter_mut().enumerate() {
                 let pair = &scales[column / group * 4..][..4];
                 let half = |at: usize| f16::from_le_bytes([pair[at], pair[at + 1]]).to_f32() / SCALE_UNIT;
-                let code = if kind == Kind::Nibbles { f32::from(nibble(column)) } else { f32::from(numbers[column] as i8) };
+                let code = if kind == Kind::Nibbles {
+                    f32::from(nibble(column))
+                } else {
+                    f32::from(numbers[column] as i8)
+                };
                 *x = half(0) * code - half(2);
             }
         }

@@ -21,7 +21,8 @@ pub(super) fn undo(call: &Call<'_>) -> Result<(), Fault> {
             let at = a.pointer("rows")? + (4 * (row * heads + query_head) * d) as u64;
             let mut x = memory.read::<f32>(at, d)?;
             x.iter_mut().for_each(|x| *x *= share);
-            let mut out: Vec<f32> = (0..d).map(|channel| mean.map_or(0.0, |mean| mean[channel]) * share).collect();
+            let mut out: Vec<f32> =
+                (0..d).map(|channel| mean.map_or(0.0, |mean| mean[channel]) * share).collect();
             match matrix {
                 None => out.iter_mut().zip(&x).for_each(|(out, x)| *out += x),
                 Some(matrix) => {

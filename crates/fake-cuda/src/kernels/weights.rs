@@ -25,7 +25,8 @@ pub(super) fn repack(call: &Call<'_>) -> Result<(), Fault> {
     let a = &call.arguments;
     let (dtype, kind) = (stored_type(a.int("type")?)?, Kind::of(a.int("kind")?)?);
     let (rows, columns, steps) = (a.count("rows")?, a.count("columns")?, a.count("steps")?);
-    let (first_row, row_tiles, row_bytes) = (a.count("first_row")?, a.count("row_tiles")?, a.count("row_bytes")?);
+    let (first_row, row_tiles, row_bytes) =
+        (a.count("first_row")?, a.count("row_tiles")?, a.count("row_bytes")?);
     let tiles_here = (call.grid[0] * WARPS).min(row_tiles * steps);
     let mut tiles = vec![0_u8; tiles_here * kind.tile_bytes()];
     for row in 0..row_tiles * ROWS {
@@ -46,7 +47,9 @@ pub(super) fn repack(call: &Call<'_>) -> Result<(), Fault> {
         };
         for (step, (numbers, scales)) in encoded.into_iter().enumerate().take(steps) {
             let tile = row / ROWS * steps + step;
-            let Some(tile) = tiles.get_mut(tile * kind.tile_bytes()..(tile + 1) * kind.tile_bytes()) else { continue };
+            let Some(tile) = tiles.get_mut(tile * kind.tile_bytes()..(tile + 1) * kind.tile_bytes()) else {
+                continue;
+            };
             tile[row % ROWS * kind.row_bytes()..][..numbers.len()].copy_from_slice(&numbers);
             let scales_at = ROWS * kind.row_bytes() + row % ROWS * kind.scale_bytes();
             tile[scales_at..][..scales.len()].copy_from_slice(&scales);
@@ -101,7 +104,11 @@ fn code_row(dtype: DType, kind: Kind, stored: &[u8]) -> Vec<TileRow> {
         codes.extend(unpacked.codes[..length].iter().map(|code| code + above));
         for at in (0..length).step_by(group) {
             let (scale, offset) = (unpacked.scales[at / quant::GROUP], unpacked.offsets[at / quant::GROUP]);
-            let offset = if matches!(dtype, DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K) { offset } else { 0.0 };
+            let offset = if matches!(dtype, DType::Q4_1 | DType::Q5_1 | DType::Q4K | DType::Q5K) {
+                offset
+            } else {
+                0.0
+            };
             pairs.push(tiles::stored_pair(scale, f32::from(above) * scale - offset));
         }
     }

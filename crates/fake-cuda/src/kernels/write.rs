@@ -128,14 +128,17 @@ impl Launch<'_> {
             (false, false) => self.query_tiles,
             (false, true) => self.query_tiles + self.key_tiles,
         };
-        let vectors = self.vectors(queries, (block - before) * SIDE_BY_SIDE * self.call.number("PER_THREAD")?)?;
+        let vectors =
+            self.vectors(queries, (block - before) * SIDE_BY_SIDE * self.call.number("PER_THREAD")?)?;
         let layer = a.count("layer")?;
         let index = (layer * self.kv_heads + head) * 2 + usize::from(values);
         let table = self.call.entry("Transform", a.pointer("transforms")?, index)?;
         let transform = Transform::read(&table.get(0))?;
         let which = if queries { transform.query_matrix } else { transform.matrix };
         let matrix = match usize::try_from(which) {
-            Ok(which) => Some(memory.view::<f32>(a.pointer("matrices")? + (4 * which * d * d) as u64, d * d)?),
+            Ok(which) => {
+                Some(memory.view::<f32>(a.pointer("matrices")? + (4 * which * d * d) as u64, d * d)?)
+            }
             Err(_) => None,
         };
         // A block reads all of its vectors before it writes any.
@@ -165,7 +168,13 @@ impl Launch<'_> {
     }
 
     /// A vector before the matrix.
-    fn input(&self, vector: Vector, head: usize, values: bool, transform: &Transform) -> Result<Vec<f32>, Fault> {
+    fn input(
+        &self,
+        vector: Vector,
+        head: usize,
+        values: bool,
+        transform: &Transform,
+    ) -> Result<Vec<f32>, Fault> {
         let (a, memory, d) = (&self.call.arguments, self.call.memory, self.head_dim);
         let q_heads = self.kv_heads * self.group;
         let place = match vector.query {

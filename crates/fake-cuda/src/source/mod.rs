@@ -53,7 +53,8 @@ impl Source {
         if let Some(layout) = known {
             return Ok(layout);
         }
-        let body = structs::body_of(&self.tokens, name).ok_or_else(|| format!("the source has no struct {name}"))?;
+        let body =
+            structs::body_of(&self.tokens, name).ok_or_else(|| format!("the source has no struct {name}"))?;
         let layout = Layout::of(name, body, &|inner| self.layout(inner), &|tokens| {
             numbers::evaluate(tokens, &self.macros, &self.tokens)
         })?;

@@ -25,7 +25,8 @@ pub(super) fn active_text(text: &str, macros: &mut Macros) -> Result<String, Fau
         };
         let directive = directive.trim();
         let (name, rest) = directive.split_once(char::is_whitespace).unwrap_or((directive, ""));
-        let outside = |open: &[(bool, bool)]| open[..open.len().saturating_sub(1)].iter().all(|(counts, _)| *counts);
+        let outside =
+            |open: &[(bool, bool)]| open[..open.len().saturating_sub(1)].iter().all(|(counts, _)| *counts);
         match name {
             "if" | "ifdef" | "ifndef" => {
                 let holds = open.iter().all(|(counts, _)| *counts)
@@ -64,7 +65,9 @@ pub(super) fn active_text(text: &str, macros: &mut Macros) -> Result<String, Fau
 
 /// The value of a macro, or of a constant that a text defines.
 pub(super) fn value_of(name: &str, macros: &Macros, text: &[Token]) -> Result<i64, Fault> {
-    Values { macros, text, depth: 0 }.named(name)?.ok_or_else(|| format!("{name} has no value in the kernel source"))
+    Values { macros, text, depth: 0 }
+        .named(name)?
+        .ok_or_else(|| format!("{name} has no value in the kernel source"))
 }
 
 /// The value of an expression. A name that nobody defines is 0 where there is no text, as in conditions.
@@ -84,7 +87,8 @@ impl Values<'_> {
         if self.depth > MOST_DEPTH {
             return Err("a constant that is defined by itself".to_owned());
         }
-        let mut parser = Parser { tokens: expression, at: 0, values: Values { depth: self.depth + 1, ..self } };
+        let mut parser =
+            Parser { tokens: expression, at: 0, values: Values { depth: self.depth + 1, ..self } };
         let value = parser.choice()?;
         if parser.at < expression.len() {
             return Err(format!("{:?} in a constant", expression[parser.at]));

@@ -100,8 +100,10 @@ impl Layout {
         inner: &dyn Fn(&str) -> Result<Arc<Layout>, Fault>,
         value: &dyn Fn(&[Token]) -> Result<i64, Fault>,
     ) -> Result<(), Fault> {
-        let words: Vec<&str> = declaration.iter().map_while(Token::word).filter(|word| *word != "const").collect();
-        let pointer_follows = declaration.iter().find(|token| token.word().is_none()).is_some_and(|token| token.is("*"));
+        let words: Vec<&str> =
+            declaration.iter().map_while(Token::word).filter(|word| *word != "const").collect();
+        let pointer_follows =
+            declaration.iter().find(|token| token.word().is_none()).is_some_and(|token| token.is("*"));
         // The last word before a comma is a name, unless a star stands between type and name.
         let type_words = if pointer_follows { &words[..] } else { &words[..words.len().saturating_sub(1)] };
         let constants = declaration.iter().take_while(|token| token.is_word("const")).count();
