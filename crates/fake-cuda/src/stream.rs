@@ -21,6 +21,8 @@ pub(crate) struct HostAddress(pub(crate) *mut u8);
 
 // SAFETY: pinned memory stays until it is freed, which waits for all streams.
 unsafe impl Send for HostAddress {}
+// SAFETY: it is a number until a stream uses it, one thread at a time.
+unsafe impl Sync for HostAddress {}
 
 /// Something that a stream does.
 #[derive(Clone)]

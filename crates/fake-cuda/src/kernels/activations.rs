@@ -15,7 +15,7 @@ const CLAMPED: i32 = 2;
 
 /// The activated gate times `up`.
 pub(super) fn gated(activation: i32, gate: f32, up: f32) -> f32 {
-    let u = 0.797_884_56 * (gate + 0.044_715 * gate * gate * gate);
+    let u = 0.797_884_6 * (gate + 0.044_715 * gate * gate * gate);
     gate / (1.0 + (if activation == GELU_TANH { -2.0 * u } else { -gate }).exp()) * up
 }
 
