@@ -7,19 +7,19 @@
 //! What it is strict about, so that mistakes of the host show:
 //!
 //! * A *module* is the source with its macros. The layout of a kernel's argument and of the tables it reads is taken from the
-//!   `struct`s of that source ([`source`]), so the structs of the host must agree with those of the kernels.
-//! * *Device memory* ([`memory`]) has addresses of its own that are never given twice. Whatever touches memory that is not there
+//!   `struct`s of that source (`source`), so the structs of the host must agree with those of the kernels.
+//! * *Device memory* (`memory`) has addresses of its own that are never given twice. Whatever touches memory that is not there
 //!   any more, or reaches beyond an allocation, is an illegal address. New memory is full of ones (NaN as a float).
-//! * A *stream* ([`stream`]) does nothing before somebody waits for it, so that whoever reads a result too early, or changes pinned
+//! * A *stream* (`stream`) does nothing before somebody waits for it, so that whoever reads a result too early, or changes pinned
 //!   memory too early, finds out. Recorded launches keep the bytes of their arguments and read everything else when they run.
 //!
 //! | module | job |
 //! |---|---|
-//! | [`exports`] | the functions of both libraries |
-//! | [`memory`], [`stream`], [`module`] | what these work on |
-//! | [`source`] | macros and structs of kernel sources |
-//! | [`kernels`] | what each kernel computes |
-//! | [`settings`] | the card, and faults that are asked for |
+//! | `exports` | the functions of both libraries |
+//! | `memory`, `stream`, `module` | what these work on |
+//! | `source` | macros and structs of kernel sources |
+//! | `kernels` | what each kernel computes |
+//! | `settings` | the card, and faults that are asked for |
 
 // It is all about memory that others name by address.
 #![allow(unsafe_code)]
