@@ -34,7 +34,7 @@ pub trait CacheCodec: Send + Sync {
 
     /// Replaces consecutive rows (`tokens x head_dim`) of one head by what the cache would read back.
     ///
-    /// On an error the rows are untouched.
+    /// An error leaves the rows as they were.
     fn round_trip(&self, head: HeadIndex, side: Side, rows: &mut [f32]) -> Result<(), CodecError>;
 
     /// Bytes for the key and the value of one token of one head, with scales and padding.

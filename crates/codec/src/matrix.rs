@@ -61,7 +61,7 @@ impl SquareMatrix {
     /// The product `self · right`.
     ///
     /// # Panics
-    /// When the dimensions differ.
+    /// Panics when the matrices differ in size.
     pub fn multiply(&self, right: &Self) -> Self {
         assert_eq!(self.dim, right.dim, "a product needs matrices of one size");
         let mut values = vec![0.0; self.values.len()];

@@ -22,7 +22,7 @@ use crate::transform::HeadTransform;
 pub struct HeadEncoder {
     /// Centring and rotation, before rows are stored anywhere.
     pub transform: HeadTransform,
-    /// From transformed rows to the bytes of a sealed page.
+    /// Writes transformed rows as the bytes of a sealed page.
     pub rows: RowEncoder,
 }
 

@@ -13,7 +13,7 @@ use crate::layout::{PAGE_TOKENS, PageLayout};
 /// The first `sink` and the last `recent` tokens are read exactly; what lies between is read from the codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Windows {
-    /// Tokens at the start.
+    /// Tokens at the start of a sequence that are read exactly.
     pub sink: usize,
     /// Tokens at the end, the query's own included.
     pub recent: usize,
@@ -27,7 +27,7 @@ impl Default for Windows {
 }
 
 impl Windows {
-    /// No windows at all.
+    /// Windows without tokens: everything is read from the codec.
     pub const NONE: Windows = Windows { sink: 0, recent: 0 };
 
     /// Sink pages of a paged cache.

@@ -10,7 +10,7 @@ pub enum Tier {
     Sealed,
     /// Sealed by a codec of more bits with the same transforms, to pages of a pool of its own.
     High,
-    /// In bf16: pages are not sealed, unless the sequence is demoted.
+    /// History stays in bf16: pages are not sealed, unless the sequence is demoted.
     Exact,
 }
 

@@ -3,13 +3,13 @@
 use oscar_codec::{ExactSlot, PageWindows, SealedSlot};
 
 use crate::PAGE_TOKENS;
+use crate::counters::Counters;
 use crate::error::{KvError, PoolKind};
 use crate::host::{HostPools, HostStore};
 use crate::key::{PrefixKey, Tier};
 use crate::pools::{Pools, sealed_kind};
 use crate::reuse::{PrefixReuse, TailPolicy, reuse};
 use crate::sequence::Sequence;
-use crate::stats::Counters;
 use crate::tree::{CacheEvent, Tree, TreeEntry};
 
 /// The pools and rules of a cache.

@@ -42,6 +42,7 @@
 
 mod audit;
 mod block_hash;
+mod counters;
 mod demotion;
 mod error;
 mod extension;
@@ -52,6 +53,7 @@ mod key;
 mod ledger;
 mod pool;
 mod pools;
+mod restore;
 mod reuse;
 mod sequence;
 mod stats;

@@ -1,7 +1,5 @@
 //! Counts of pages by owner and state, and of prefix hits.
 
-use oscar_codec::{ExactSlot, SealedSlot};
-
 use crate::host::HostStats;
 use crate::ledger::Ledger;
 use crate::pool::{PagePool, PageSlot};
@@ -89,36 +87,6 @@ pub struct LedgerStats {
     pub evicted_warm: u64,
     /// Pages in the host's memory.
     pub host: HostStats,
-}
-
-/// Counts that neither the pools nor the tree keep.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) sequences: usize,
-    pub(crate) filling: usize,
-    pub(crate) exact: usize,
-    pub(crate) both: usize,
-    pub(crate) sealed: usize,
-    pub(crate) lookups: u64,
-    pub(crate) hits: u64,
-    pub(crate) prompt_tokens: u64,
-    pub(crate) cached_tokens: u64,
-}
-
-impl Counters {
-    /// The counter of a table entry, `None` for an entry without a page.
-    pub(crate) fn counter_of(
-        &mut self,
-        exact: Option<ExactSlot>,
-        sealed: Option<SealedSlot>,
-    ) -> Option<&mut usize> {
-        match (exact, sealed) {
-            (None, None) => None,
-            (Some(_), None) => Some(&mut self.exact),
-            (None, Some(_)) => Some(&mut self.sealed),
-            (Some(_), Some(_)) => Some(&mut self.both),
-        }
-    }
 }
 
 impl Ledger {

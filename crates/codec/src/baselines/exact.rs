@@ -13,7 +13,7 @@ pub struct Bf16Rows {
 }
 
 impl Bf16Rows {
-    /// For heads of `head_dim` channels.
+    /// Makes the codec for heads of `head_dim` channels.
     pub fn new(head_dim: usize) -> Result<Self, CodecError> {
         check_head_dim(head_dim)?;
         Ok(Bf16Rows { head_dim })

@@ -17,7 +17,7 @@ pub struct Fp8Rows {
 }
 
 impl Fp8Rows {
-    /// For heads of `head_dim` channels.
+    /// Makes the codec for heads of `head_dim` channels.
     pub fn new(head_dim: usize) -> Result<Self, CodecError> {
         check_head_dim(head_dim)?;
         Ok(Fp8Rows { head_dim })

@@ -25,7 +25,7 @@ pub struct Kitty {
 }
 
 impl Kitty {
-    /// For heads of `head_dim` channels.
+    /// Makes the codec for heads of `head_dim` channels.
     pub fn new(head_dim: usize) -> Result<Self, CodecError> {
         check_head_dim(head_dim)?;
         Ok(Kitty {

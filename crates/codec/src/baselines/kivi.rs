@@ -22,7 +22,7 @@ pub struct Kivi {
 }
 
 impl Kivi {
-    /// For heads of `head_dim` channels.
+    /// Makes the codec for heads of `head_dim` channels.
     pub fn new(head_dim: usize) -> Result<Self, CodecError> {
         check_head_dim(head_dim)?;
         Ok(Kivi {

@@ -22,16 +22,13 @@
 //! bands are stored, so that a token's scales fill a word on every device; scales that stand for no band are zero.
 
 use super::codes::{CodeLayout, key_code, value_code};
-use super::widths::KeyWidths;
+use super::widths::{BAND_STEP, KeyWidths};
 use super::{PAGE_TOKENS, check_token};
 use crate::band::{half_range, quantise_band, scale};
 use crate::cache_codec::Side;
 use crate::error::{CodecError, check_finite, check_length};
 use crate::quantise::{RowFormat, ScalePair, dequantise_row, quantise_row};
 use crate::rule::{Rule, ScaleType};
-
-/// Channels of a band are a multiple of this.
-pub const BAND_STEP: usize = 16;
 
 /// Most bands of a row.
 pub const MOST_BANDS: usize = 4;

@@ -69,7 +69,7 @@ impl CodeLayout {
         32 / self.bits as usize
     }
 
-    /// The largest code.
+    /// The largest number that a code can hold.
     pub fn largest_code(&self) -> u8 {
         (1 << self.bits) - 1
     }
@@ -84,7 +84,7 @@ impl CodeLayout {
         self.head_dim.next_multiple_of(HEAD_DIM_STEP)
     }
 
-    /// Groups of a row.
+    /// The number of groups of channels in a row, each with a scale and an offset.
     pub fn groups(&self) -> usize {
         self.groups
     }

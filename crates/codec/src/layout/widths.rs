@@ -16,8 +16,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::banded::BAND_STEP;
 use crate::error::CodecError;
+
+/// Channels of a band are a multiple of this.
+pub const BAND_STEP: usize = 16;
 
 /// Bits of the codes of four quarters of a key's channels, strongest first: one of [`KeyWidths::MENU`]. Files and commands write
 /// them as `4/2/1/1`.

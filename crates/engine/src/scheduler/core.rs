@@ -11,7 +11,7 @@ use oscar_model::LoadedModel;
 
 use super::answers::{Answer, Answers};
 use super::executor::{Executor, PromptOutput};
-use super::failure::{unless_fatal, unless_one_is_fatal};
+use super::fatal::{unless_fatal, unless_one_is_fatal};
 use super::pace::Pace;
 use super::plan::{AnswerId, Decision, Next, StepPlan};
 use super::policy::{NewRequest, Policy, PromptWants, Rules, Step};

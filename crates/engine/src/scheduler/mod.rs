@@ -7,6 +7,7 @@
 //! | `executor` | carries a plan out on a device: copies, seals, forward passes, sampling |
 //! | `answers` | the text, the sampling state and the listeners of every request |
 //! | `core` | the loop of plan, execution and report, without a thread |
+//! | `fatal` | tells an error that ends the work of the device from one that ends an operation |
 //! | `failure` | the end of all requests when the device fails for good |
 //! | `pace` | how much of a long prompt is computed between two tokens of running answers |
 //! | `worker` | the engine's thread: commands in, events and statistics out |
@@ -21,6 +22,7 @@ mod cache_events;
 mod core;
 mod executor;
 mod failure;
+mod fatal;
 mod pace;
 mod plan;
 mod policy;

@@ -1,80 +1,26 @@
 //! One engine from its start until every request has ended.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::sync::Arc;
 
 use oscar_kv::Tier;
 use oscar_model::LoadedModel;
 use oscar_random::Random;
 use oscar_testing::{FaultRates, HashBackend, tiny_model, tiny_sliding_model};
 
-use super::super::core::{Core, Submitted};
+use super::super::core::Core;
 use super::super::plan::AnswerId;
+use super::client::{Client, Ended};
 use super::reference::Reference;
 use super::workload::{LONGEST, Planned, engine_options, memory, next_turn, requests};
 use crate::error::EngineError;
-use crate::event::{Event, FinishReason, Summary};
-use crate::request::{Contexts, GenerateOptions, Request};
-use crate::serve::{Admission, EngineStats, SharedSink};
+use crate::event::FinishReason;
+use crate::request::Contexts;
+use crate::serve::EngineStats;
 use crate::settings::{EngineOptions, KvOptions};
-
-type Events = Arc<Mutex<Vec<(u64, Event)>>>;
-type Ended = ((u64, usize), Result<Summary, Arc<EngineError>>);
 
 /// Requests after which no conversation goes on.
 const MOST_REQUESTS: usize = 60;
-
-/// An engine core and what its listeners have heard.
-pub(super) struct Client {
-    pub(super) core: Core<HashBackend>,
-    contexts: Contexts,
-    events: Events,
-    /// Counts the requests that are submitted and not admitted.
-    admission: Arc<Admission>,
-    /// Tokens of answers that have not ended.
-    heard: HashMap<(u64, usize), Vec<u32>>,
-}
-
-impl Client {
-    pub(super) fn new(model: &Arc<LoadedModel<HashBackend>>, options: &EngineOptions) -> Client {
-        let admission = Arc::default();
-        let (core, budget) =
-            Core::build(Arc::clone(model), options, Arc::clone(&admission), None).expect("an engine");
-        let contexts = budget.contexts();
-        Client { core, contexts, events: Events::default(), admission, heard: HashMap::new() }
-    }
-
-    pub(super) fn submit(&mut self, id: u64, prompt: &[u32], options: GenerateOptions) {
-        let events = Arc::clone(&self.events);
-        let sink = SharedSink::new(Box::new(move |event| events.lock().expect("no panic").push((id, event))));
-        let request = Request::new(prompt, options);
-        self.admission.add();
-        self.core.submit(Submitted { id, at: Instant::now(), request, sink });
-    }
-
-    /// The answers that have ended since this was last called. What was streamed must be what their summaries say.
-    pub(super) fn take_ended(&mut self) -> Vec<Ended> {
-        let mut ended = Vec::new();
-        for (id, event) in std::mem::take(&mut *self.events.lock().expect("no panic")) {
-            match event {
-                Event::Token { choice, token } => self.heard.entry((id, choice)).or_default().push(token.id),
-                Event::Finished { choice, summary } => {
-                    let heard = self.heard.remove(&(id, choice)).unwrap_or_default();
-                    assert_eq!(heard, summary.tokens, "what was streamed of request {id}, choice {choice}");
-                    ended.push(((id, choice), Ok(*summary)));
-                }
-                Event::Failed { choice, error } => {
-                    self.heard.remove(&(id, choice));
-                    ended.push(((id, choice), Err(error)));
-                }
-                Event::Prefill { done, total, .. } => assert!(done <= total),
-                Event::Scored { .. } => {}
-            }
-        }
-        ended
-    }
-}
 
 /// What happened in some episodes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -180,7 +126,7 @@ pub(super) struct Episode {
 thread_local! {
     /// Loaded once, because that takes longer than an episode; by each test, because they do not fail together.
     static MODEL: Arc<LoadedModel<HashBackend>> = tiny_model(LONGEST, Arc::new(HashBackend::default()));
-    /// With windows of less than a page, of one page, and of several.
+    /// Models with windows of less than a page, of one page, and of several.
     static SLIDING: [Arc<LoadedModel<HashBackend>>; 4] = [40, 64, 130, 300]
         .map(|window| tiny_sliding_model("gemma3", LONGEST, window, Arc::new(HashBackend::default())));
 }

@@ -7,6 +7,7 @@
 //! A failure names the seed of its episode. `OSCAR_SIMULATION_SEED=<seed>` replays that episode alone, and
 //! `OSCAR_SIMULATION_STEPS=<count>` sets how many turns are run in all.
 
+mod client;
 mod episode;
 mod reference;
 mod workload;

@@ -7,7 +7,7 @@ use oscar_model::LoadedModel;
 use oscar_testing::HashBackend;
 
 use super::super::plan::AnswerId;
-use super::episode::Client;
+use super::client::Client;
 use super::workload::Planned;
 use crate::event::Summary;
 use crate::request::GenerateOptions;
