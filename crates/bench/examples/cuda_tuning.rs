@@ -97,7 +97,7 @@ fn case(argument: &str) -> Option<DecodeCase> {
     })
 }
 
-/// Sealing or writing.
+/// Times the kernel that seals pages or the one that writes rows.
 fn pages(device: &Arc<Device>, argument: &str) -> Option<Result<MeasuredPages, CudaError>> {
     let parts: Vec<&str> = argument.split(':').collect();
     match parts.as_slice() {

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::model::synthetic_tokens;
 
-/// What was measured.
+/// The time that a calibration takes, by layer.
 #[derive(Clone, Debug, Serialize)]
 pub struct CalibrationRow {
     /// Tokens that moments were summed over.
@@ -20,7 +20,7 @@ pub struct CalibrationRow {
     pub layers: usize,
     /// Time of a layer: its forward pass, moments, rotations, rules and certificate.
     pub s_per_layer: f64,
-    /// Layers of the shape.
+    /// How many layers the whole model has.
     pub all_layers: usize,
     /// What all layers would take.
     pub s_for_all: f64,

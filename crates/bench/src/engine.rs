@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oscar_engine::{Engine, EngineError, Event, GenerateOptions, Request, Serve, Summary};
 use oscar_kernels::Backend;
-use oscar_lab::machine::{anonymous_bytes, peak_rss_bytes};
+use oscar_report::machine::{anonymous_bytes, peak_rss_bytes};
 use serde::Serialize;
 
 use super::model::synthetic_tokens;
@@ -174,7 +174,7 @@ fn median(numbers: impl Iterator<Item = f64>) -> f64 {
     numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Requests that begin alike.
+/// A measurement of requests with a common prefix.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedPrefix {
     /// Number of requests.

@@ -1,5 +1,5 @@
 //! Everything that is timed, on every device. What a measurement gives is a row, which `oscar bench` puts into an
-//! [`oscar_lab::Report`] together with the machine.
+//! [`oscar_report::Report`] together with the machine.
 //!
 //! | module | what it times |
 //! |---|---|

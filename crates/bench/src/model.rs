@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use oscar_engine::{Engine, EngineError, GenerateOptions, Serve, Summary};
 use oscar_kernels::Backend;
-use oscar_lab::machine::peak_rss_bytes;
+use oscar_report::machine::peak_rss_bytes;
 use serde::Serialize;
 
 /// What is read and generated before anything is timed.
@@ -24,7 +24,7 @@ pub struct ModelBench {
     pub repeat: usize,
 }
 
-/// One repetition.
+/// The times and rates of one repetition.
 #[derive(Debug, Serialize)]
 struct ModelRow {
     repetition: usize,

@@ -25,7 +25,7 @@ const WARM_UP: usize = 4;
 /// A measurement of decode steps.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidentBench {
-    /// Sequences of a step.
+    /// How many sequences each step takes one token further.
     pub batch: usize,
     /// Tokens of each when decoding starts.
     pub context: usize,
@@ -40,7 +40,7 @@ pub struct ResidentBench {
 pub struct ResidentRow {
     /// The type of the cache, by its name on the command line.
     pub kv: String,
-    /// Sequences of a step.
+    /// How many sequences each step takes one token further.
     pub batch: usize,
     /// The number of tokens of each sequence.
     pub context: usize,

@@ -71,9 +71,9 @@ pub struct ServeBench {
     pub model: Option<String>,
     /// Whether chats are requested instead of completions.
     pub chat: bool,
-    /// What the clients send.
+    /// The prompts that clients send, and how long their answers are.
     pub workload: Workload,
-    /// When requests are sent.
+    /// How the times are chosen at which requests are sent.
     pub arrival: Arrival,
     /// Requests that are measured.
     pub requests: usize,
@@ -348,11 +348,11 @@ pub struct AddedLatencyRow {
     pub tokens_per_s: f64,
     /// The number of tokens that arrived.
     pub tokens: usize,
-    /// From sending a request to its first token, less the engine's time.
+    /// Median time from sending a request to its first token, less the engine's time.
     pub first_ms_p50: f64,
-    /// From sending a request to its first token, less the engine's time.
+    /// 99th percentile of the same.
     pub first_ms_p99: f64,
-    /// From sending a request to any of its tokens, less the engine's time.
+    /// Median time from sending a request to any of its tokens, less the engine's time.
     pub added_ms_p50: f64,
     /// From sending a request to any of its tokens, less the engine's time.
     pub added_ms_p99: f64,

@@ -17,9 +17,9 @@ enum Answer {
     Words,
     /// The same, but the stream has no end.
     Cut,
-    /// Too many requests.
+    /// The request is refused, because there are too many.
     Refusal,
-    /// Words for ever.
+    /// The answer never ends.
     Endless,
 }
 

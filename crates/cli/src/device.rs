@@ -58,7 +58,7 @@ impl FromStr for DeviceChoice {
 
 /// Something that runs a model, on whatever device was chosen.
 pub(crate) trait OnDevice {
-    /// What it gives back.
+    /// The result of the command.
     type Output;
 
     /// Runs on a device that is open.

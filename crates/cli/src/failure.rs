@@ -7,8 +7,6 @@ use std::process::ExitCode;
 use oscar_engine::EngineError;
 use oscar_kernels::KernelError;
 use oscar_kernels::cuda::CudaError;
-use oscar_lab::calibrate::CalibrateError;
-use oscar_lab::eval::EvalError;
 use oscar_model::ModelError;
 use oscar_model::source::SourceError;
 use oscar_model::text::TextError;
@@ -120,35 +118,16 @@ impl From<RotationError> for Failure {
     }
 }
 
-impl From<CalibrateError> for Failure {
-    fn from(error: CalibrateError) -> Failure {
-        match error {
-            CalibrateError::Rotations(error) => error.into(),
-            error => Failure::new(error),
-        }
-    }
-}
-
-impl From<EvalError> for Failure {
-    fn from(error: EvalError) -> Failure {
-        match error {
-            EvalError::Rotations(error) => (*error).into(),
-            EvalError::Calibrate(error) => (*error).into(),
-            EvalError::Engine(error) => engine(&error),
-            error => Failure::new(error),
-        }
-    }
-}
-
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
-        engine(&error)
+        engine_failure(&error)
     }
 }
 
-fn engine(error: &EngineError) -> Failure {
+/// How an error of the engine fails a command.
+pub(crate) fn engine_failure(error: &EngineError) -> Failure {
     let fix = match error {
-        EngineError::Shared(error) => return engine(error),
+        EngineError::Shared(error) => return engine_failure(error),
         EngineError::Kernel(kernel) => {
             return Failure::Error { message: error.to_string(), fix: kernel_fix(kernel) };
         }

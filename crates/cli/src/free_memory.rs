@@ -8,7 +8,7 @@ pub(crate) fn free_bytes() -> Option<u64> {
     free_under(Path::new("/"))
 }
 
-/// As [`free_bytes`], with `/proc` and `/sys` in another place.
+/// Does the work of [`free_bytes`] with `/proc` and `/sys` below `root`.
 fn free_under(root: &Path) -> Option<u64> {
     let machine = CounterFile::read(&root.join("proc/meminfo")).kibibytes("MemAvailable")?;
     [Some(machine), committable(root), free_in_container(root)].into_iter().flatten().min()

@@ -3,7 +3,6 @@
 mod allocator;
 mod answer;
 mod arguments;
-mod calibration;
 mod commands;
 mod conversation;
 mod device;
@@ -61,7 +60,7 @@ struct Arguments {
 /// The form of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LogFormat {
-    /// For people.
+    /// Lines of text for people.
     Text,
     /// One JSON object a line.
     Json,

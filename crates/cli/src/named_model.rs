@@ -28,7 +28,7 @@ pub(crate) struct NamedModelArguments {
 
 /// A loaded model with the name that the user gave it, and its fingerprints.
 pub(crate) struct NamedModel<B: Backend> {
-    /// The loaded model.
+    /// The model on its device, with its tokenizer and template.
     pub(crate) model: Arc<LoadedModel<B>>,
     /// Name of the model as the user gave it, and its fingerprints.
     pub(crate) identity: ModelIdentity,

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use oscar_lab::Report;
+use oscar_report::Report;
 use serde::Serialize;
 
 use crate::failure::Failure;

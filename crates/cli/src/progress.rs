@@ -138,7 +138,7 @@ impl LateSteps {
         LateSteps { label: label.to_owned(), total, begun: Instant::now(), shown: None }
     }
 
-    /// `done` steps are done.
+    /// Shows that `done` of all steps are done.
     pub(crate) fn set(&mut self, done: usize) {
         if self.shown.is_none() && done < self.total && self.begun.elapsed() >= LATE {
             self.shown = Some(Steps::new(&self.label, self.total));

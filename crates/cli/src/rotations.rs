@@ -10,7 +10,7 @@ use crate::failure::Failure;
 use crate::named_model::NamedModel;
 use crate::sglang_variables::SglangVariables;
 
-/// Which rotations.
+/// The rotations that a command uses.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct RotationArguments {
     /// Rotation file; by default the one that ships with the program or that `oscar calibrate` has made.

@@ -6,7 +6,7 @@ use oscar_codec::{PAGE_TOKENS, PageWindows, Windows};
 use crate::failure::Failure;
 use crate::sglang_variables::SglangVariables;
 
-/// What stays exact.
+/// The windows at both ends of a sequence that a codec leaves exact.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct WindowArguments {
     /// Tokens at the start that are read exactly [default: 64].
@@ -25,7 +25,7 @@ impl WindowArguments {
         Windows { sink: self.sink_tokens.unwrap_or(sink), recent: self.recent_tokens.unwrap_or(recent) }
     }
 
-    /// As a served cache wants them: whole pages only.
+    /// The windows of a served cache, which are whole pages.
     pub(crate) fn whole_pages(&self) -> Result<GivenWindows, Failure> {
         for (name, given) in [("--sink-tokens", self.sink_tokens), ("--recent-tokens", self.recent_tokens)] {
             if let Some(tokens) = given {

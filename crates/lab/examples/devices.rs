@@ -12,10 +12,10 @@ use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
 use oscar_kernels::cuda::{CudaBackend, Device};
 use oscar_kernels::{Backend, Inspect};
-use oscar_lab::Report;
 use oscar_lab::eval::divergence::Divergence;
 use oscar_model::source::{FetchPolicy, ModelPath, Silent, resolve};
 use oscar_model::{LoadedModel, ModelFiles};
+use oscar_report::Report;
 use oscar_rotations::{CacheOptions, CachePlan, CacheType, ModelIdentity};
 use serde_json::json;
 

@@ -11,10 +11,10 @@ use oscar_kernels::Backend;
 use oscar_kernels::backend::{Batch, SequenceRows};
 use oscar_kernels::cpu::CpuBackend;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_lab::Report;
 use oscar_lab::eval::divergence::Divergence;
 use oscar_model::ModelFiles;
 use oscar_model::source::ModelPath;
+use oscar_report::Report;
 use safetensors::SafeTensors;
 use serde_json::json;
 

@@ -1,9 +1,4 @@
-//! Measurements as commands: every number comes with the machine it was measured on.
+//! Everything that is fitted or measured on models: calibration and evaluation.
 
 pub mod calibrate;
 pub mod eval;
-pub mod machine;
-pub mod report;
-
-pub use machine::Machine;
-pub use report::Report;

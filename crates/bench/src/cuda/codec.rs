@@ -32,7 +32,7 @@ pub struct CudaCodecBench {
     pub groups: usize,
     /// Rounding rules of scalar 2-bit codes: of keys and values, or of values beside keys in bands.
     pub rules: Vec<Rule>,
-    /// Pages of a launch.
+    /// Pages that one kernel launch seals or writes.
     pub pages: usize,
     /// Bytes of pages that are read before one is read again.
     pub pool_bytes: usize,
@@ -53,7 +53,7 @@ pub struct CudaCodecRow {
     groups: usize,
     layers: usize,
     kv_heads: usize,
-    /// Pages of a launch.
+    /// Pages that one kernel launch seals or writes.
     pages: usize,
     /// Megabytes of bf16 of a launch.
     mb: f64,

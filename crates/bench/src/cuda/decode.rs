@@ -46,11 +46,11 @@ pub struct MeasuredDecode {
     pub fastest: f64,
     /// Bytes of pages that a layer reads.
     pub bytes: usize,
-    /// Layers of a pass.
+    /// How many layers are timed together.
     pub layers: usize,
     /// Norm of the difference to f64 over the norm of the result.
     pub error: f64,
-    /// Registers of a thread.
+    /// Registers that a thread of the kernel has.
     pub registers: usize,
     /// Bytes of local memory of a thread.
     pub spilled: usize,

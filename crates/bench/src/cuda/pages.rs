@@ -23,7 +23,7 @@ pub struct MeasuredPages {
     pub fastest: f64,
     /// bf16 bytes of keys and values that a launch goes through.
     pub bytes: usize,
-    /// Launches of a pass.
+    /// How many kernel launches are timed together.
     pub launches: usize,
 }
 

@@ -28,10 +28,10 @@ pub struct Workload {
     pub seed: u64,
 }
 
-/// When requests are sent.
+/// How the times are chosen at which requests are sent.
 #[derive(Clone, Copy, Debug)]
 pub enum Arrival {
-    /// At random, so many a second, however long answers take.
+    /// Requests come at random times, so many a second, however long answers take.
     Poisson {
         /// The number of requests per second, on average.
         rate: f64,

@@ -12,8 +12,8 @@ use clap::{Args, Subcommand};
 use oscar_bench::CodecBench;
 use oscar_bench::cuda::CudaCodecBench;
 use oscar_codec::Rule;
-use oscar_lab::Report;
 use oscar_model::source::Settings;
+use oscar_report::Report;
 
 use crate::arguments::positive;
 use crate::failure::Failure;

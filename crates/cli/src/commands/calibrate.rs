@@ -6,9 +6,9 @@ use clap::Args;
 use oscar_kernels::Inspect;
 use oscar_rotations::Certificate;
 
-use crate::calibration::{Recipe, cached_path, certify};
 use crate::device::OnDevice;
 use crate::failure::Failure;
+use crate::lab::calibration::{Recipe, cached_path, certify};
 use crate::named_model::NamedModelArguments;
 use crate::output::print_text;
 

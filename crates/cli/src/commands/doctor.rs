@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 
 use clap::Args;
 use oscar_kernels::cpu::isa::{Isa, OVERRIDE};
-use oscar_lab::Machine;
 use oscar_model::source::Settings;
+use oscar_report::Machine;
 use serde::Serialize;
 
 use crate::failure::Failure;

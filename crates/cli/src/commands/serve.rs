@@ -233,7 +233,7 @@ impl ServeArguments {
 enum CacheMemory {
     /// The cache takes all of it.
     Fixed(usize),
-    /// As much of it as the requests that may run have a use for.
+    /// The cache takes as much of it as the requests that may run have a use for.
     UpTo(usize),
 }
 

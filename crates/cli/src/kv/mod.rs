@@ -15,7 +15,6 @@ use crate::failure::Failure;
 use crate::named_model::NamedModel;
 use crate::rotations::RotationArguments;
 use crate::windows::{GivenWindows, whole_pages};
-use notices::contradiction;
 pub(crate) use notices::warn_without_effect;
 pub(crate) use settle::ChosenCache;
 
@@ -29,7 +28,7 @@ enum EncoderChoice {
     Band,
     /// 2 bits for every channel, per head, centred, with the rules that calibration chose.
     Scalar,
-    /// As published: per layer, not centred, fixed clips.
+    /// The published recipe: one rotation per layer, keys that are not centred, fixed clips.
     Paper,
 }
 
@@ -47,10 +46,10 @@ impl From<EncoderChoice> for Int2Encoder {
 /// How a prompt reads itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 enum PrefillChoice {
-    /// In bf16, layer by layer.
+    /// The prompt reads itself in bf16, layer by layer.
     #[default]
     Exact,
-    /// As its answer will read it: pages depend on the tokens alone.
+    /// The prompt reads itself as its answer will: pages depend on the tokens alone.
     Uniform,
 }
 
@@ -173,7 +172,8 @@ impl CacheArguments {
     fn prefill_mode(&self) -> Result<PrefillMode, Failure> {
         match self.prefill {
             Some(PrefillChoice::Exact) if self.deterministic => {
-                Err(contradiction("--prefill exact", "--deterministic", "leave out one of the two"))
+                Err(Failure::new("--prefill exact contradicts --deterministic")
+                    .with_fix("leave out one of the two"))
             }
             Some(PrefillChoice::Uniform) => Ok(PrefillMode::Uniform),
             Some(PrefillChoice::Exact) | None => Ok(PrefillMode::Exact),

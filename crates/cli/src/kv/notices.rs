@@ -3,7 +3,6 @@
 use oscar_rotations::CacheType;
 
 use super::{CacheArguments, KvArguments, PrefixTail};
-use crate::failure::Failure;
 
 /// What an option needs to matter.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -82,16 +81,12 @@ pub(crate) fn warn_without_effect(names: Vec<&'static str>, cache: &str) {
     tracing::warn!("{} {verb} no effect on a KV cache of type {cache}", names.join(", "));
 }
 
-/// Two options that cannot both be meant.
-pub(super) fn contradiction(one: &str, other: &str, fix: &str) -> Failure {
-    Failure::new(format!("{one} contradicts {other}")).with_fix(fix)
-}
-
 #[cfg(test)]
 mod tests {
     use clap::Parser;
 
     use super::*;
+    use crate::failure::Failure;
 
     #[derive(Parser)]
     struct Line {

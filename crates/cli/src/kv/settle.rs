@@ -8,8 +8,8 @@ use oscar_rotations::{
 };
 
 use super::CacheArguments;
-use crate::calibration;
 use crate::failure::Failure;
+use crate::lab::first_use::make_rotations;
 use crate::named_model::NamedModel;
 use crate::sglang_variables::SglangVariables;
 use crate::windows::GivenWindows;
@@ -52,7 +52,7 @@ impl CacheArguments {
         let settle = || CachePlan::settle(&named.model, &named.identity, &cache);
         let plan = match settle() {
             Err(RotationError::NoRotations { .. }) => {
-                calibrate(named)?;
+                make_rotations(named)?;
                 settle()?
             }
             plan => plan?,
@@ -67,16 +67,4 @@ impl CacheArguments {
         options.codec = plan.codec;
         Ok(ChosenCache { options, kind: plan.kind, source: plan.source })
     }
-}
-
-/// Makes the rotations that `int2` cannot do without.
-fn calibrate<B: Inspect>(named: &NamedModel<B>) -> Result<(), Failure> {
-    let name = named.name();
-    eprintln!("{name} has no rotations yet; calibrating once (`oscar calibrate {name} --help`)");
-    calibration::calibrate_into_cache(named).map_err(|failure| {
-        failure.with_fix(format!(
-            "give --rotations FILE, calibrate on text of your own (`oscar calibrate {name} --data FILE`), or choose \
-             another --kv-cache-dtype"
-        ))
-    })
 }

@@ -14,9 +14,7 @@ use oscar_lab::eval::bit_allocation::{BitAllocation, allocate_bits};
 use oscar_lab::eval::probe::probe_rotations;
 use oscar_model::source::Settings;
 use oscar_rotations::find::CERTIFICATE_ENDING;
-use oscar_rotations::{
-    Certificate, RotationFiles, RotationHeader, RotationSource, Verdict, interleaved, safetensors,
-};
+use oscar_rotations::{Certificate, RotationFiles, RotationHeader, RotationSource, interleaved, safetensors};
 
 use crate::arguments::positive;
 use crate::failure::Failure;
@@ -67,27 +65,6 @@ pub(crate) struct Recipe {
     no_probe: bool,
 }
 
-/// Makes the rotations of a model that has none, from its own text, and leaves them where every command finds them.
-pub(crate) fn calibrate_into_cache<B: Inspect>(named: &NamedModel<B>) -> Result<(), Failure> {
-    let recipe = Recipe {
-        data: Vec::new(),
-        chat_template: false,
-        tokens: TOKENS,
-        seed: 1,
-        composition: Composition::RHPbr,
-        value_target: ValueTarget::default(),
-        windows: WindowArguments::default(),
-        layer_bits: false,
-        no_probe: false,
-    };
-    let corpus = recipe.corpus(named)?;
-    let certificate = recipe.calibrate(named, &corpus, &cached_path(named)?)?;
-    if certificate.verdict != Verdict::Good {
-        tracing::warn!("the certificate says {}: {}", certificate.verdict, certificate.reason);
-    }
-    Ok(())
-}
-
 fn value_target(text: &str) -> Result<ValueTarget, String> {
     match text {
         "attention" | "cs" => Ok(ValueTarget::Attention),
@@ -97,6 +74,21 @@ fn value_target(text: &str) -> Result<ValueTarget, String> {
 }
 
 impl Recipe {
+    /// The recipe of those who name none: text that the model draws itself.
+    pub(super) fn unasked() -> Recipe {
+        Recipe {
+            data: Vec::new(),
+            chat_template: false,
+            tokens: TOKENS,
+            seed: 1,
+            composition: Composition::RHPbr,
+            value_target: ValueTarget::default(),
+            windows: WindowArguments::default(),
+            layer_bits: false,
+            no_probe: false,
+        }
+    }
+
     pub(crate) fn corpus<B: Inspect>(&self, named: &NamedModel<B>) -> Result<Corpus, Failure> {
         let source = if self.data.is_empty() {
             CorpusSource::Model { seed: self.seed }

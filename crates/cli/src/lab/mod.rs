@@ -1,4 +1,9 @@
-//! What measurements with the lab's codecs share.
+//! What commands that calibrate and measure share. Everything else of the command line does without the lab, but for
+//! [`first_use`].
+
+pub(crate) mod calibration;
+mod failure;
+pub(crate) mod first_use;
 
 use clap::Args;
 use oscar_codec::{CacheCodec, Windows};
@@ -77,4 +82,45 @@ pub(crate) fn check_context<B: Inspect>(named: &NamedModel<B>, tokens: usize) ->
     }
     Err(Failure::new(format!("{tokens} tokens are more than the {most} of this model"))
         .with_fix(format!("ask for {most} or less")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    /// Calls `visit` with the path below `src` and the text of every source file.
+    fn visit_sources(folder: &Path, visit: &mut impl FnMut(&str, &str)) {
+        for entry in fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            if path.is_dir() {
+                visit_sources(&path, visit);
+            } else {
+                let text = fs::read_to_string(&path).expect("a source file");
+                let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+                visit(path.strip_prefix(source).expect("below src").to_str().expect("a name"), &text);
+            }
+        }
+    }
+
+    #[test]
+    fn only_measurements_use_the_lab_and_a_first_use_of_int2() {
+        let measures = |path: &str| {
+            let parts = ["lab/", "commands/lab", "commands/calibrate", "commands/eval", "commands/bench"];
+            parts.iter().any(|part| path.starts_with(part))
+        };
+        let (mut lab, mut doors) = (0, Vec::new());
+        visit_sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut |path, text| {
+            if measures(path) {
+                lab += 1;
+                return;
+            }
+            for krate in ["oscar_lab", "oscar_bench"] {
+                assert!(!text.contains(krate), "{path} names {krate}");
+            }
+            doors.extend(text.matches("crate::lab::").map(|_| path.to_owned()));
+        });
+        assert!(lab > 10, "the lab was found");
+        assert_eq!(doors, ["kv/settle.rs"]);
+    }
 }

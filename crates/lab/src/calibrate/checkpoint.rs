@@ -19,12 +19,13 @@ use sha2::{Digest, Sha256};
 use super::CalibrateError;
 use super::corpus::Corpus;
 use super::observe::Observer;
-use super::run::{Calibration, CalibrationState};
+use super::settings::Calibration;
+use super::state::CalibrationState;
 
 /// Time between two saves.
 const INTERVAL: Duration = Duration::from_secs(20);
 
-/// Where the state of a calibration is kept.
+/// The folder in which the state of a calibration is kept.
 pub struct Checkpoint {
     folder: PathBuf,
     key: String,

@@ -4,11 +4,14 @@
 //! |---|---|
 //! | [`corpus`], [`sample`] | the text: the user's, or drawn from the model |
 //! | [`observe`] | a model run layer by layer, showing queries, keys, values and attention outputs |
+//! | [`observed`] | what calibration keeps of one layer |
 //! | [`moments`] | their second moments in f64 |
 //! | `eigen` | eigenvectors of a symmetric matrix |
 //! | [`fit`] | rotations from moments: signs and compositions |
 //! | [`bands`] | bands of keys by their strength |
 //! | [`select`] | how each head is rounded, by the error of attention on held-out text |
+//! | `layer` | the fit of one layer, its rules and its part of the certificate |
+//! | `settings`, `state` | what is asked of a calibration, and what it has made so far |
 //! | [`checkpoint`] | continuing after an interruption |
 //! | [`run`] | the whole calibration |
 
@@ -17,11 +20,15 @@ pub mod checkpoint;
 pub mod corpus;
 mod eigen;
 pub mod fit;
+mod layer;
 pub mod moments;
 pub mod observe;
+pub mod observed;
 pub mod run;
 pub mod sample;
 pub mod select;
+mod settings;
+mod state;
 
 use std::io;
 use std::path::PathBuf;
@@ -32,7 +39,8 @@ use oscar_model::text::TextError;
 use oscar_rotations::RotationError;
 
 pub use corpus::{Corpus, CorpusSource};
-pub use run::{Calibration, ValueTarget, calibrate};
+pub use run::calibrate;
+pub use settings::{Calibration, ValueTarget};
 
 /// Why a calibration ended early.
 #[derive(Debug, thiserror::Error)]

@@ -107,7 +107,7 @@ fn energy(metric: &SquareMatrix, moment: &SquareMatrix) -> f64 {
 }
 
 impl HeadMoments {
-    /// Moments of no rows.
+    /// The moments before any row was added.
     pub fn new(head_dim: usize) -> HeadMoments {
         let gram = || Gram::new(head_dim);
         HeadMoments {

@@ -15,7 +15,7 @@ use super::EvalError;
 use crate::calibrate::Corpus;
 use crate::calibrate::fit::{mean, rotation};
 use crate::calibrate::observe::Observer;
-use crate::calibrate::run::observe_layer;
+use crate::calibrate::observed::observe_layer;
 
 /// The matrices that rotations are fitted to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub struct AblationSetting {
     pub study: &'static str,
     /// How it is varied, for people.
     pub name: String,
-    /// Factors of the rotation.
+    /// How the rotation is composed of its factors.
     pub composition: Composition,
     /// The matrices that the rotation is fitted to.
     pub targets: RotationTargets,
@@ -142,7 +142,7 @@ pub fn band_settings(head_dim: usize) -> &'static [(&'static str, &'static str)]
     if BandLayout::int2(head_dim).is_ok() { &ALL } else { &[] }
 }
 
-/// Targets of one head.
+/// The second moments of one head that rotations can be fitted to.
 struct HeadTargets {
     queries: SquareMatrix,
     weighted_values: SquareMatrix,
@@ -224,7 +224,7 @@ impl TargetSet {
         Ok(PageCodec::new(name, self.geometry, keys, values)?)
     }
 
-    /// As [`Self::codec`], with the kernels of this machine.
+    /// Makes the same codec as [`Self::codec`] with the kernels of this machine.
     pub fn fast_codec(&self, setting: &AblationSetting, centred: bool) -> Result<FastCodec, EvalError> {
         Ok(FastCodec::new(Isa::detect(), self.codec(setting, centred)?))
     }

@@ -13,7 +13,7 @@ use super::history::Reading;
 /// Rows whose logits are in memory at once: a vocabulary is large.
 const LOGIT_ROWS: usize = 256;
 
-/// Sums over scored positions.
+/// How far a codec moves a model: sums over the positions that were scored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Divergence {
     /// Σ KL(exact ‖ codec), in nats.

@@ -35,7 +35,7 @@ impl<B: Backend> ServedCache<B> {
         &self.name
     }
 
-    /// The engine that answers.
+    /// The engine that answers with this cache.
     pub fn engine(&self) -> &Engine<B> {
         &self.engine
     }

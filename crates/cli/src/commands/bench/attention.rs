@@ -9,8 +9,8 @@ use oscar_bench::cuda::{CudaAttentionBench, CudaPrefillBench};
 use oscar_bench::{AttentionBench, PageFormat};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_kernels::cpu::pool::Pool;
-use oscar_lab::Report;
 use oscar_model::source::Settings;
+use oscar_report::Report;
 
 use super::{at_most, tokens};
 use crate::arguments::positive;
@@ -103,7 +103,7 @@ pub(super) struct AttentionBenchArguments {
     svg: Option<PathBuf>,
 }
 
-/// What `--device` names.
+/// The device that attention is measured on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum BenchDevice {
     /// This machine's processor.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use clap::Args;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_model::random_layers;
+use oscar_report::Report;
 
 use super::at_most;
 use crate::arguments::positive;

@@ -9,7 +9,7 @@ use oscar_bench::{
 };
 use oscar_engine::{Budget, Engine, EngineError, EngineOptions};
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
+use oscar_report::Report;
 use oscar_rotations::CacheType;
 use serde::Serialize;
 

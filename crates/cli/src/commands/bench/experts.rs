@@ -3,8 +3,8 @@
 use clap::Args;
 use oscar_bench::ExpertsBench;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_model::{ModelFiles, random_mixture};
+use oscar_report::Report;
 
 use super::at_most;
 use crate::arguments::positive;

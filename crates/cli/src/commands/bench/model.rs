@@ -5,8 +5,8 @@ use oscar_bench::{Capacity, ModelBench, ResidentBench, sequence_bytes};
 use oscar_codec::PAGE_TOKENS;
 use oscar_engine::EngineOptions;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_model::{Shard, Slice};
+use oscar_report::Report;
 
 use super::tokens;
 use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
@@ -242,7 +242,7 @@ fn density(capacity: &Capacity) -> String {
 /// What as many cards as a model is divided among hold beside its weights.
 struct Cards<'a> {
     slice: &'a Slice,
-    /// Of one card, if it is known.
+    /// Memory of one card in bytes, if it is known.
     memory: Option<u64>,
     /// Tokens of a 2-bit cache and of a bf16 cache, of sequences of a length.
     tokens: Option<([u64; 2], usize)>,

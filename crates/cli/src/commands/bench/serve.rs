@@ -10,8 +10,8 @@ use oscar_bench::{
 };
 use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_model::text::{ChatTemplate, Tokenizer};
+use oscar_report::Report;
 use oscar_server::{ServedModel, Server, ServerOptions};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -28,7 +28,7 @@ const MOCK_STREAMS: usize = 256;
 const MOCK_CLIENTS: usize = 64;
 /// Tokens per second that each of them gets.
 const MOCK_TOKENS_PER_S: f64 = 50.0;
-/// Time to the first.
+/// Time that the mock takes for the first token of an answer.
 const MOCK_LATENCY: Duration = Duration::from_millis(20);
 /// The same for an outside load tool: long enough that a tool's own milliseconds do not count.
 const HELD_LATENCY: Duration = Duration::from_millis(250);
@@ -109,7 +109,7 @@ pub(super) struct ServeBenchArguments {
     #[arg(long, default_value = "4", value_name = "N", value_parser = positive)]
     prefixes: usize,
 
-    /// Words of each.
+    /// Words of each prefix.
     #[arg(long, default_value = "200", value_name = "WORDS", value_parser = positive)]
     prefix_words: usize,
 

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use clap::Args;
 use oscar_codec::{CacheCodec, Windows};
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_lab::calibrate::{Calibration, Corpus, CorpusSource, calibrate, corpus};
 use oscar_lab::eval::ablation::{AblationSetting, BANDS, TargetSet, band_settings, settings};
 use oscar_lab::eval::codecs::CodecSource;
 use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
+use oscar_report::Report;
 use oscar_rotations::RotationHeader;
 use serde_json::json;
 

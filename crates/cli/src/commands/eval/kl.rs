@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use clap::Args;
 use oscar_codec::CacheCodec;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_lab::calibrate::corpus;
 use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::text::prose;
+use oscar_report::Report;
 use serde_json::json;
 
 use crate::arguments::positive;

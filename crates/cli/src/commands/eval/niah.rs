@@ -5,12 +5,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
 use oscar_lab::eval::report::{heat_map_svg, needle_maps};
 use oscar_lab::eval::retrieval::{NeedleTokens, Retrieved, retrieve, retrieve_served};
 use oscar_lab::eval::text::mix;
+use oscar_report::Report;
 use serde_json::json;
 
 use super::served::{MeasuredCacheArguments, MeasuredCaches};

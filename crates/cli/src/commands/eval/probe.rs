@@ -3,10 +3,10 @@
 use clap::Args;
 use oscar_codec::CacheCodec;
 use oscar_kernels::Inspect;
-use oscar_lab::Report;
 use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::history::Reading;
 use oscar_lab::eval::probe::{CopyProbe, CopyTask, SEED};
+use oscar_report::Report;
 use serde_json::json;
 
 use crate::device::OnDevice;

@@ -22,7 +22,7 @@ pub(crate) struct ReportArguments {
     #[arg(required = true, value_name = "RESULTS.json")]
     results: Vec<PathBuf>,
 
-    /// The page.
+    /// The HTML file to write.
     #[arg(long, short, default_value = "report.html", value_name = "FILE")]
     output: PathBuf,
 

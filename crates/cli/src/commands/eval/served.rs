@@ -15,7 +15,7 @@ use crate::loading::announce;
 use crate::named_model::NamedModel;
 use crate::windows::WindowArguments;
 
-/// Which caches are measured.
+/// The caches that are measured: codecs of the lab, and types that are served.
 #[derive(Debug, Args)]
 pub(super) struct MeasuredCacheArguments {
     #[arg(long, value_name = "LIST", value_delimiter = ',',
@@ -38,7 +38,7 @@ pub(super) struct MeasuredCacheArguments {
 pub(super) struct MeasuredCaches<B: Backend> {
     /// Codecs of the lab, first in every table.
     pub(super) codecs: Vec<Box<dyn CacheCodec>>,
-    /// What codecs leave exact.
+    /// The tokens at both ends of a sequence that codecs leave exact.
     pub(super) windows: Windows,
     /// Caches as they are served, each with an engine.
     pub(super) served: Vec<ServedCache<B>>,
@@ -96,12 +96,12 @@ impl MeasuredCacheArguments {
 }
 
 impl<B: Backend> MeasuredCaches<B> {
-    /// How many there are.
+    /// The number of caches, codecs of the lab and served ones together.
     pub(super) fn len(&self) -> usize {
         self.codecs.len() + self.served.len()
     }
 
-    /// What tables call one.
+    /// The name of a cache in tables.
     pub(super) fn name(&self, index: usize) -> &str {
         match self.codecs.get(index) {
             Some(codec) => codec.name(),

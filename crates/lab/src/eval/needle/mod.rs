@@ -60,7 +60,7 @@ impl FromStr for NeedleKind {
     }
 }
 
-/// The prompt to build.
+/// What a prompt with needles is like.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NeedleOptions {
     /// The kind of the prompt.
@@ -102,7 +102,7 @@ pub struct NeedlePrompt {
     pub question: String,
     /// A beginning of the answer, for models that only continue text.
     pub lead_in: String,
-    /// The numbers to find.
+    /// The numbers that a right answer contains.
     pub answers: Vec<String>,
     /// Depth of the (first) needle that the question wants in percent, as it was requested.
     pub depth: f64,

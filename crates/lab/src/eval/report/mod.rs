@@ -1,6 +1,7 @@
 //! Results as one self-contained HTML page with charts.
 
 pub mod charts;
+mod escape;
 mod html;
 mod results;
 mod sections;

@@ -74,7 +74,7 @@ impl Results {
     }
 }
 
-/// The line of [`crate::Machine::line`], from what a file says about the machine it was written on.
+/// The line of a report's machine, from what a file says about the machine it was written on.
 fn machine_line(machine: &Value) -> String {
     let Value::Object(machine) = machine else { return "unknown machine".to_owned() };
     let text = |name: &str| machine.get(name).and_then(Value::as_str).map(str::to_owned);
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn what_a_report_writes_is_read_back() {
-        let mut report = crate::Report::here();
+        let mut report = oscar_report::Report::here();
         report.push(serde_json::json!({"kind": "kl", "kl": 0.5}));
         let results = Results::parse(Path::new("a/kl.json"), report.json().as_bytes()).expect("results");
         assert_eq!(results.name, "kl.json");

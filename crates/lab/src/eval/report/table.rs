@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::html::escape;
+use super::escape::escape;
 use super::results::ResultRow;
 
 /// Tables longer than this begin closed.

@@ -15,7 +15,7 @@ pub struct Prose {
 }
 
 impl Prose {
-    /// The stream of `seed`.
+    /// The stream of sentences that belongs to `seed`.
     pub fn new(seed: u64) -> Prose {
         Prose { random: Random::new(seed), seen: HashSet::new() }
     }

@@ -35,7 +35,7 @@ const AXIS_HEIGHT: u32 = 46;
 const NUMBER_WIDTH: u32 = 58;
 
 impl BarChart {
-    /// The chart as SVG.
+    /// Draws the chart as SVG.
     pub fn svg(&self) -> String {
         let heading = Heading::new(&self.title, &[]);
         let rows = self.bars.len().max(1);

@@ -28,7 +28,7 @@ const ROW: i32 = 30;
 const AXIS_HEIGHT: i32 = 44;
 
 impl HeatMap {
-    /// The map as SVG.
+    /// Draws the map as SVG.
     pub fn svg(&self) -> String {
         sheet(self.height(), |sheet| self.draw(sheet))
     }

@@ -52,7 +52,7 @@ pub struct LineChart {
 const HEIGHT: u32 = 290;
 
 impl LineChart {
-    /// The chart as SVG.
+    /// Draws the chart as SVG.
     pub fn svg(&self) -> String {
         let names: Vec<String> = self.series.iter().map(|series| series.name.clone()).collect();
         let heading = Heading::new(&self.title, &names);

@@ -83,7 +83,7 @@ fn text_width(text: &str) -> f64 {
 /// A text cut to a width, with a mark where letters are left out. Control characters, which XML forbids, become a mark
 /// too; `plotters` escapes the others.
 fn fitted(text: &str, width: f64) -> String {
-    let text = super::html::printable(text);
+    let text = super::escape::printable(text);
     if text_width(&text) <= width {
         return text;
     }
