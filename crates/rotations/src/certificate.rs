@@ -1,10 +1,9 @@
 //! What a user can expect of the rotations of a model: errors per head on text that calibration did not see.
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use crate::probe::RetrievalProbe;
+use crate::verdict::Verdict;
 
 /// Relative squared error of a head's output above which the head is listed as bad.
 const HEAD_LIMIT: f64 = 0.5;
@@ -53,28 +52,6 @@ pub struct HeadCertificate {
     pub value_effective_rank: f64,
     /// Share of the mean in the squared length of keys: what centring takes away.
     pub key_mean_share: f64,
-}
-
-/// Whether the cache can be used, the better verdict first.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
-#[serde(rename_all = "lowercase")]
-pub enum Verdict {
-    /// The cache can be served.
-    Good,
-    /// The cache should be measured on the user's own task first.
-    Caution,
-    /// The cache should not be used; `int4` or `fp8` are better.
-    Bad,
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Verdict::Good => "good",
-            Verdict::Caution => "caution",
-            Verdict::Bad => "bad",
-        })
-    }
 }
 
 /// The certificate of one model and one set of rotations.

@@ -1,4 +1,4 @@
-//! From a rotation file to the codec of a cache.
+//! Makes the codec of a cache from a rotation file.
 
 use oscar_codec::{
     BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadTransform, KeyWidths, KvGeometry,

@@ -45,7 +45,7 @@ impl RotationDifference {
 pub struct RotationComparison {
     /// Fields of the header that differ: name, first file, second file.
     pub header: Vec<(&'static str, String, String)>,
-    /// Rotations both files have.
+    /// How the rotations differ that both files have.
     pub differences: Vec<RotationDifference>,
     /// Layers that only the first file has, by scope.
     pub only_first: Vec<(Scope, usize)>,

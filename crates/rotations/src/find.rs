@@ -1,4 +1,4 @@
-//! From a model to rotations that fit it: a file that was named, else the user's own, else those that ship with the
+//! Finds the rotations of a model: a file that was named, else the user's own, else those that ship with the
 //! program.
 
 use std::fs;
@@ -19,7 +19,7 @@ use crate::certificate::Certificate;
 use crate::hadamard::hadamard_rotations;
 use crate::identity::ModelIdentity;
 use crate::means::fill_mean_keys;
-use crate::plan::Notice;
+use crate::notice::Notice;
 use crate::{import, interleaved, pt};
 
 /// Bound on the files that are looked at in the cache folder.
@@ -161,11 +161,7 @@ impl AvailableRotations {
     pub fn load(&self) -> Result<RotationFile, RotationError> {
         match &self.origin {
             RotationOrigin::Cached(path) => safetensors::read(path),
-            RotationOrigin::Shipped(shipped) => {
-                let file = safetensors::parse(Path::new(shipped.name), shipped.bytes)?;
-                file.check_orthogonal(Path::new(shipped.name))?;
-                Ok(file)
-            }
+            RotationOrigin::Shipped(shipped) => shipped.load(),
         }
     }
 }
@@ -202,15 +198,13 @@ pub fn available(folder: &Path) -> Vec<Result<AvailableRotations, RotationError>
     };
     paths.sort();
     let cached = paths.into_iter().map(|path| {
-        let FileSummary { header, has_bands } = safetensors::read_summary(&path)?;
-        let bytes = path.metadata().map_err(|error| RotationError::io(&path, "read", error))?.len();
+        let FileSummary { header, has_bands, bytes } = safetensors::read_summary(&path)?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok(AvailableRotations { name, origin: RotationOrigin::Cached(path), header, has_bands, bytes })
     });
     let shipped = SHIPPED.iter().map(|shipped| {
-        let FileSummary { header, has_bands } =
-            safetensors::parse_summary(Path::new(shipped.name), shipped.bytes)?;
-        let (name, bytes) = (shipped.name.to_owned(), shipped.bytes.len() as u64);
+        let FileSummary { header, has_bands, bytes } = shipped.summary()?;
+        let name = shipped.name.to_owned();
         Ok(AvailableRotations { name, origin: RotationOrigin::Shipped(shipped), header, has_bands, bytes })
     });
     cached.chain(shipped).collect()

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::certificate::Verdict;
+use crate::verdict::Verdict;
 
 /// Least mean log-probability with an exact cache at which the probe judges. A model that only reads the prose of the probe
 /// gives its tokens about -2.25 (SmolLM2); where copying is no better than that, what the cache holds makes no difference.

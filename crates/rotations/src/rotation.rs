@@ -127,7 +127,7 @@ impl Scope {
     /// Both scopes.
     pub const ALL: [Scope; 2] = [Scope::Head, Scope::Layer];
 
-    /// The name in files.
+    /// The name of the scope in files.
     pub fn name(self) -> &'static str {
         match self {
             Scope::Head => "head",

@@ -46,7 +46,7 @@ pub fn read(path: &Path) -> Result<RotationFile, RotationError> {
     Ok(file)
 }
 
-/// As [`read`], without checking that the matrices are rotations.
+/// Reads a file without checking that its matrices are rotations.
 pub fn read_unverified(path: &Path) -> Result<RotationFile, RotationError> {
     let mapped = map(path)?;
     parse(path, mapped.as_ref().as_ref())
@@ -78,6 +78,8 @@ pub struct FileSummary {
     pub header: RotationHeader,
     /// Whether all keys have bands.
     pub has_bands: bool,
+    /// Size of the file.
+    pub bytes: u64,
 }
 
 /// Reads only what is known of a file without its matrices.
@@ -86,9 +88,27 @@ pub fn read_summary(path: &Path) -> Result<FileSummary, RotationError> {
     Contents::open(path, mapped.as_ref().as_ref())?.summary()
 }
 
-/// As [`read_summary`], from memory.
-pub fn parse_summary(path: &Path, bytes: &[u8]) -> Result<FileSummary, RotationError> {
-    Contents::open(path, bytes)?.summary()
+/// What is known of a file by its beginning in memory, whatever follows the header.
+pub(crate) fn parse_header(path: &Path, bytes: &[u8]) -> Result<FileSummary, RotationError> {
+    let (header, _) = split_header(path, bytes)?;
+    Contents::open_header(path, header, &[])?.summary()
+}
+
+/// A file's length of its header with the header, and its tensors.
+pub(crate) fn split_header<'a>(path: &Path, bytes: &'a [u8]) -> Result<(&'a [u8], &'a [u8]), RotationError> {
+    let bad = |problem: &str| RotationError::NotARotationFile {
+        path: path.to_owned(),
+        problem: problem.to_owned(),
+    };
+    let Some(length) = bytes.first_chunk::<8>() else {
+        return Err(bad("it is shorter than any safetensors file"));
+    };
+    let length = u64::from_le_bytes(*length);
+    if length > HEADER_LIMIT {
+        // Also what other kinds of file look like.
+        return Err(bad("it does not begin as a safetensors file does"));
+    }
+    bytes.split_at_checked(8 + length as usize).ok_or_else(|| bad("it is cut off in its header"))
 }
 
 fn map(path: &Path) -> Result<oscar_kernels::backend::SharedBytes, RotationError> {
@@ -104,37 +124,37 @@ struct Contents<'a> {
     path: &'a Path,
     metadata: Metadata,
     data: &'a [u8],
+    /// Size of the whole file by its header.
+    bytes: u64,
 }
 
 impl<'a> Contents<'a> {
     fn open(path: &'a Path, bytes: &'a [u8]) -> Result<Contents<'a>, RotationError> {
-        let bad = |problem: String| RotationError::NotARotationFile { path: path.to_owned(), problem };
-        let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
-            return Err(bad("it is shorter than any safetensors file".to_owned()));
-        };
-        let length = u64::from_le_bytes(*length);
-        if length > HEADER_LIMIT {
-            // Also what other kinds of file look like.
-            return Err(bad("it does not begin as a safetensors file does".to_owned()));
+        let (header, data) = split_header(path, bytes)?;
+        let contents = Contents::open_header(path, header, data)?;
+        // The sum is ours to check: the library adds the parts without care for overflow.
+        let expected = contents.metadata.data_len();
+        if expected != data.len() {
+            let problem = format!("its tensors take {expected} bytes, {} are there", data.len());
+            return Err(contents.not_ours(format!("it is cut off or damaged: {problem}")));
         }
-        let Some((header, data)) = rest.split_at_checked(length as usize) else {
-            return Err(bad("it is cut off in its header".to_owned()));
-        };
-        let metadata: Metadata = serde_json::from_slice(header)
+        if data.len() / size_of::<f16>() > 2 * ELEMENT_LIMIT {
+            return Err(contents.not_ours("it holds more numbers than any model needs".to_owned()));
+        }
+        Ok(contents)
+    }
+
+    /// The contents of a file without a look at its tensors. `header` begins with its length.
+    fn open_header(path: &'a Path, header: &[u8], data: &'a [u8]) -> Result<Contents<'a>, RotationError> {
+        let bad = |problem: String| RotationError::NotARotationFile { path: path.to_owned(), problem };
+        let metadata: Metadata = serde_json::from_slice(&header[8..])
             .map_err(|error| bad(format!("its header is not that of a safetensors file: {error}")))?;
         let tensors = metadata.tensors();
         if tensors.len() > TENSOR_LIMIT {
             return Err(bad(format!("{} tensors, at most {TENSOR_LIMIT} are read", tensors.len())));
         }
-        // The sum is ours to check: the library adds the parts without care for overflow.
-        if metadata.data_len() != data.len() {
-            let problem = format!("its tensors take {} bytes, {} are there", metadata.data_len(), data.len());
-            return Err(bad(format!("it is cut off or damaged: {problem}")));
-        }
-        if data.len() / size_of::<f16>() > 2 * ELEMENT_LIMIT {
-            return Err(bad("it holds more numbers than any model needs".to_owned()));
-        }
-        let contents = Contents { path, metadata, data };
+        let bytes = header.len().saturating_add(metadata.data_len()) as u64;
+        let contents = Contents { path, metadata, data, bytes };
         match contents.text("format") {
             Some(FORMAT_NAME) => {}
             _ => {
@@ -202,7 +222,7 @@ impl<'a> Contents<'a> {
             |ending: &str| self.metadata.tensors().keys().filter(|name| name.ends_with(ending)).count();
         let bands = count(".keys.head.bands");
         let has_bands = bands > 0 && bands == count(".keys.head.rotation");
-        Ok(FileSummary { header: self.header()?, has_bands })
+        Ok(FileSummary { header: self.header()?, has_bands, bytes: self.bytes })
     }
 
     fn rules(&self) -> Result<StoredRules, RotationError> {

@@ -49,7 +49,7 @@ pub struct Finding {
     pub severity: Severity,
     /// The part of the file that it is about.
     pub place: String,
-    /// What was found.
+    /// What was found, in one sentence.
     pub message: String,
 }
 

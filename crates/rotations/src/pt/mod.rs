@@ -25,7 +25,7 @@ use super::pickle::{self, Element, PickleDocument, PickleValue, TensorStorage, T
 /// One side of a published rotation file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PtFile {
-    /// The file, for messages.
+    /// The path of the file, for messages.
     pub path: PathBuf,
     /// The version as it is written: `1`, `2` or a word such as `identity-v1`.
     pub format_version: String,
@@ -70,7 +70,7 @@ pub fn read(path: &Path) -> Result<PtFile, RotationError> {
     read_from(path, file)
 }
 
-/// As [`read`], from bytes; `path` is for messages.
+/// Does the same as [`read`] with bytes in memory; `path` is for messages.
 pub fn read_from(path: &Path, reader: impl Read + Seek) -> Result<PtFile, RotationError> {
     let mut archive = Archive::open(path, reader)?;
     let bytes = archive.pickle()?;
