@@ -115,7 +115,7 @@ impl FinishReason {
     }
 }
 
-/// What ended an answer.
+/// The stop condition that ended an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MatchedStop {
     /// A token that ends the answer.
@@ -147,11 +147,11 @@ pub struct Summary {
     pub embedding: Option<Vec<f32>>,
     /// The seed with which tokens were sampled.
     pub seed: u64,
-    /// From the request to the start of its work.
+    /// Time from the request to the start of its work.
     pub queued: Duration,
-    /// From the request to the first token.
+    /// Time from the request to the first token.
     pub first_token: Duration,
-    /// From the first token to the last.
+    /// Time from the first token to the last.
     pub decode: Duration,
     /// How often it was preempted: it lost its pages to an older request and was computed again.
     pub preemptions: usize,

@@ -42,7 +42,7 @@ const WORDS: [&str; 32] = [
 pub struct MockOptions {
     /// Tokens per second of each answer; as fast as possible when `None`.
     pub tokens_per_s: Option<f64>,
-    /// From the start of a request to its first token.
+    /// Time from the start of a request to its first token.
     pub latency: Duration,
     /// Engines with different seeds give different answers.
     pub seed: u64,
@@ -207,7 +207,7 @@ impl Serve for MockEngine {
     fn flush(&self) {}
 }
 
-/// An answer in progress.
+/// An answer that the mock is giving.
 struct Active {
     id: u64,
     output: Output,

@@ -21,7 +21,7 @@ impl StopFilter {
         StopFilter { stops, held: String::new() }
     }
 
-    /// Takes the next piece.
+    /// Takes the next piece of text and returns what can be shown of it.
     pub(crate) fn push(&mut self, piece: &str) -> Filtered {
         self.held.push_str(piece);
         let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));

@@ -11,7 +11,7 @@ const SMALLEST_SUM: f32 = 1e-20;
 /// How the numbers of a router become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scores {
-    /// Softmax over all experts.
+    /// The numbers of all experts go through one softmax.
     Softmax,
     /// Each number by itself through the logistic function.
     Sigmoid,
@@ -23,7 +23,7 @@ pub enum Scores {
 /// together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// Groups that there are.
+    /// The number of groups.
     pub count: usize,
     /// Groups that take part for a row.
     pub chosen: usize,
@@ -32,11 +32,11 @@ pub struct ExpertGroups {
 /// What a family says about its routers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RoutingRule {
-    /// Experts that there are.
+    /// The number of experts.
     pub experts: usize,
     /// Experts that a row goes to.
     pub top_k: usize,
-    /// How scores are made.
+    /// How the router's numbers become scores.
     pub scores: Scores,
     /// Groups of experts, if there are any.
     pub groups: Option<ExpertGroups>,

@@ -36,7 +36,7 @@ impl ModelFiles {
         ModelFiles::open_in(path, WeightMemory::Mapped)
     }
 
-    /// As [`Self::open`], with the weights in a given kind of memory.
+    /// Does the same as [`Self::open`], with the weights in a given kind of memory.
     pub fn open_in(path: &ModelPath, memory: WeightMemory) -> Result<ModelFiles, ModelError> {
         let files = match path {
             ModelPath::Gguf(path) => ModelFiles::open_gguf(path, memory)?,

@@ -27,7 +27,7 @@ pub(crate) enum Command {
         salt: u64,
         reply: KeptReply,
     },
-    /// Statistics as of now.
+    /// Send the statistics of this moment.
     Report(Sender<EngineStats>),
     /// Tell what changes in the prefix tree.
     Subscribe(SyncSender<Vec<CacheEvent>>),
@@ -57,7 +57,7 @@ pub(crate) struct Worker<B: Backend> {
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     stats_sent: Instant,
-    /// Who is told what changes in the prefix tree.
+    /// The listener that is told what changes in the prefix tree, if there is one.
     subscriber: Option<Subscriber>,
 }
 

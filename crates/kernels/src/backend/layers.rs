@@ -85,7 +85,7 @@ pub struct GatedMlp<B: Backend + ?Sized> {
     pub norm: RmsNorm<B>,
     /// What the gate goes through.
     pub activation: Activation,
-    /// Goes through the activation.
+    /// The projection whose outputs go through the activation.
     pub gate: Linear<B>,
     /// Multiplied with the activated gate.
     pub up: Linear<B>,
@@ -100,7 +100,7 @@ pub struct GatedMlp<B: Backend + ?Sized> {
 pub struct RoutedMlp<B: Backend + ?Sized> {
     /// Applied to the input first; the router and all experts read the result.
     pub norm: RmsNorm<B>,
-    /// One number per expert.
+    /// The projection that gives each row one number per expert.
     pub router: Linear<B>,
     /// Added to the scores when experts are chosen, and not when they are weighed; one number per expert.
     pub correction: Option<B::Weight>,
@@ -132,7 +132,7 @@ pub struct ExpertBiases<B: Backend + ?Sized> {
 
 /// An expert that every row goes to.
 pub struct SharedExpert<B: Backend + ?Sized> {
-    /// Goes through the activation.
+    /// The projection whose outputs go through the activation.
     pub gate: Linear<B>,
     /// Multiplied with the activated gate.
     pub up: Linear<B>,

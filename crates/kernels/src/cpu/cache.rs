@@ -292,7 +292,7 @@ impl PageWriter<'_> {
         unsafe { pages.part(first + start..first + start + half) }
     }
 
-    /// One page.
+    /// The bytes of one page.
     ///
     /// # Safety
     /// Nobody else may hold the same page at the same time.

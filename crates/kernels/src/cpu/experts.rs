@@ -28,7 +28,7 @@ impl Experts {
         Ok(Experts(stored.iter().map(Weight::new).collect::<Result<_, _>>()?))
     }
 
-    /// Outputs of an expert.
+    /// The number of outputs of each expert.
     fn outputs(&self) -> usize {
         self.0.first().map_or(0, Weight::rows)
     }

@@ -315,7 +315,7 @@ fn write(values: &[f32], bias: Option<&[f32]>, target: &mut [f32], mode: Mode) {
     }
 }
 
-/// Part of one projection.
+/// A part of one projection that a thread computes.
 struct Task {
     projection: usize,
     /// Which of its rows, or of the passes over them.

@@ -124,7 +124,7 @@ struct Candidate {
     weight: f64,
 }
 
-/// An order of candidates.
+/// Orders candidates by their weight, the heaviest first, and then by their token.
 fn more_likely(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }

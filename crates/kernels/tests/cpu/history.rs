@@ -18,7 +18,7 @@ fn numbers(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| bf16::from_f32(2.0 * random.signed()).to_f32()).collect()
 }
 
-/// From the position of a query to the end of its history.
+/// Gives the end of the history of a query by its position.
 type Rule = fn(usize) -> usize;
 
 /// Rows of one position: what is read, `(key, value)`.

@@ -27,7 +27,7 @@ pub struct ExpertsConfig {
     pub routing: Routing,
     /// Whether each layer has experts; a layer that has none is dense.
     pub routed: Vec<bool>,
-    /// What the family says.
+    /// What holds for all models of the family.
     pub(crate) facts: &'static ExpertFacts,
 }
 

@@ -70,11 +70,11 @@ pub struct ModelConfig {
 /// How queries and keys are normed before RoPE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QkNorm {
-    /// Not at all.
+    /// They are not normed.
     None,
-    /// Each head by itself.
+    /// Each head is normed by itself.
     Heads,
-    /// All heads of a layer together.
+    /// All heads of a layer are normed together.
     Layer,
 }
 

@@ -64,7 +64,7 @@ const DEFAULTS: [(&str, usize); 8] = [
     ("max_position_embeddings", 131_072),
 ];
 
-/// Of the activation, where a file does not say.
+/// Settings of the activation where a file does not give them.
 const ALPHA: f64 = 1.702;
 const LIMIT: f64 = 7.0;
 

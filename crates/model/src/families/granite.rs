@@ -50,7 +50,7 @@ pub(super) static GRANITE: ModelFamily = ModelFamily {
 
 struct Factors {
     embedding: f64,
-    /// On `q · k`, in place of one over the root of the head dimension.
+    /// Factor of `q · k`, in place of one over the root of the head dimension.
     attention: f64,
     residual: f64,
     /// What logits are divided by.

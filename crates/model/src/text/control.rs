@@ -216,7 +216,7 @@ impl RenderedText {
         RenderedText { text, cuts }
     }
 
-    /// The text.
+    /// The text as the tokenizer gets it.
     pub fn as_str(&self) -> &str {
         &self.text
     }

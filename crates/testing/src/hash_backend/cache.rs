@@ -9,7 +9,7 @@ use oscar_kernels::backend::{CacheSpec, SealPage, SealedSpec};
 
 use super::mix;
 
-/// The page pools.
+/// The page pools of a device that hashes.
 #[derive(Debug)]
 pub struct HashCache {
     layers: usize,

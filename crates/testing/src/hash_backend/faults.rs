@@ -19,7 +19,7 @@ pub(super) enum Fault {
 pub struct FaultRates {
     /// Buffers for the hidden states of a prompt.
     pub buffer: usize,
-    /// Steps, attention and logits.
+    /// Operations of the forward pass: steps, attention and logits.
     pub forward: usize,
     /// Copies of pages.
     pub copy: usize,
@@ -34,7 +34,7 @@ pub struct FaultRates {
 pub struct FaultCounts {
     /// Buffers that were not given.
     pub buffer: u64,
-    /// Steps, attention and logits.
+    /// Operations of the forward pass: steps, attention and logits.
     pub forward: u64,
     /// Copies of pages.
     pub copy: u64,

@@ -14,7 +14,7 @@ pub struct HashStep {
     sequences: Vec<Sequence>,
 }
 
-/// Rows of one sequence.
+/// The rows of a step that belong to one sequence.
 #[derive(Debug)]
 pub(super) struct Sequence {
     start: usize,

@@ -26,7 +26,7 @@ pub(super) struct Ahead<B: Backend> {
     rows: Vec<AheadRow>,
     settings: Vec<Sampling<'static>>,
     draws: B::Draws,
-    /// Where the logits are that tokens are drawn from.
+    /// Which of the two places for logits holds those that tokens are drawn from.
     place: usize,
 }
 

@@ -89,7 +89,7 @@ impl Policy {
         self.decisions.push(Decision::Preempted { answer, tokens });
     }
 
-    /// A decode step.
+    /// The plan of a step that takes every running answer one token further.
     pub(super) fn decode_plan(&self) -> DecodePlan<'_> {
         let full = self.memory_short || self.running.len() >= self.rules.max_running;
         let nobody_joins = self.prefill.is_none() && (self.waiting.is_empty() || full);

@@ -46,7 +46,7 @@ pub(crate) struct Rules {
     pub(crate) whole_chunks: bool,
 }
 
-/// Part of a turn.
+/// The part of a turn that comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Decode,
@@ -81,7 +81,7 @@ pub(crate) struct Policy {
     rules: Rules,
     /// The requests in the order in which they arrived.
     waiting: VecDeque<Waiting>,
-    /// The prompt in progress.
+    /// The prompt that is computed in chunks now.
     prefill: Option<Prefill>,
     /// Prompts that are computed in one pass.
     batch: Vec<Prefill>,

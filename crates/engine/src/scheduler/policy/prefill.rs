@@ -32,7 +32,7 @@ pub(super) struct Prefill {
 #[derive(Debug)]
 pub(super) struct Work {
     pub(super) extension: Extension,
-    /// Consecutive rows, in order.
+    /// The rows of the prompt in consecutive pieces.
     chunks: Vec<Chunk>,
     layer_major: bool,
     /// Pages that are sealed when a layer is done with all rows.

@@ -29,7 +29,7 @@ pub(super) struct Publication {
 pub(super) enum AfterPublication {
     /// Its request waits to be computed again, or nobody needs it any more.
     Close,
-    /// Its answers have ended.
+    /// The answers of the sequence have ended.
     End { first: AnswerId, choices: usize },
     /// Its prompt is complete: the answers begin. `row` is the row of the batch that has the logits.
     Start { prompt: Waiting, row: Option<usize> },

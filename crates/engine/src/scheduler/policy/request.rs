@@ -20,7 +20,7 @@ pub(crate) struct NewRequest {
     /// Bf16 history may be sealed for want of pages.
     pub(crate) demote: bool,
     pub(crate) tokens: Vec<u32>,
-    /// Answers to the prompt.
+    /// How many answers are wanted to the prompt.
     pub(crate) choices: usize,
     pub(crate) wants: PromptWants,
     /// Whether any token is sampled after the prompt.

@@ -18,7 +18,7 @@ const ITEMS_PER_THREAD: usize = 6;
 /// takes over.
 const SHARES: [usize; 2] = [4, 1];
 
-/// Sum of the shares.
+/// The sum of [`SHARES`].
 const SHARES_WHOLE: usize = SHARES[0] + SHARES[1];
 
 /// Heads are read together where an item gets at least this many pages of each.
@@ -37,9 +37,9 @@ pub(super) struct Block {
     pub(super) tokens: Range<usize>,
     /// Pages up to its last token.
     pub(super) pages: usize,
-    /// Items of this block.
+    /// The work items that this block is cut into.
     pub(super) items: Range<usize>,
-    /// Where the outputs of its heads begin, if it is several items.
+    /// Index of its heads' first partial output, if the block is several items.
     pub(super) outputs: usize,
 }
 

@@ -99,7 +99,7 @@ pub(super) struct Product<'a> {
     pub(super) width: usize,
     /// `[rows][width]`.
     pub(super) out: &'a mut [f32],
-    /// Will be read next.
+    /// The memory that will be read next, to be prefetched.
     pub(super) ahead: Ahead<'a>,
 }
 
@@ -150,7 +150,7 @@ impl Product<'_> {
     }
 
     /// # Safety
-    /// As [`Self::columns`]; there are `R` rows.
+    /// The caller keeps the promises of [`Self::columns`], and there are `R` rows.
     #[inline(always)]
     unsafe fn block<V: Vector, const R: usize, const J: usize>(&mut self, column: usize) {
         let (width, stride) = (self.width, self.left_stride);

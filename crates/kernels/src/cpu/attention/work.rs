@@ -14,7 +14,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// The first `to` positions.
+    /// A row sees the first `to` positions.
     pub fn up_to(to: usize) -> Span {
         Span { from: 0, to }
     }

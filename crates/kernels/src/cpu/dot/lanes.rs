@@ -58,7 +58,7 @@ pub(super) unsafe fn quantised_rows<B: Bytes>(dtype: DType, product: Product<'_>
 }
 
 /// # Safety
-/// As [`quantised_rows`].
+/// The caller keeps the promises of [`quantised_rows`].
 #[inline(always)]
 unsafe fn passes<B: Bytes, F: Format<B>>(product: Product<'_>) {
     let Product { mut stripes, x } = product;
@@ -77,7 +77,7 @@ unsafe fn passes<B: Bytes, F: Format<B>>(product: Product<'_>) {
 }
 
 /// # Safety
-/// As [`quantised_rows`], with `M` rows of activations, numbers `first..` of all.
+/// The caller keeps the promises of [`quantised_rows`], and `x` has `M` rows from `first`.
 #[inline(always)]
 unsafe fn pass<B: Bytes, F: Format<B>, const M: usize>(
     stripes: &mut Stripes<'_>,

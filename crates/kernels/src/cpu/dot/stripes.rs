@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-/// Rows of a pass.
+/// How many activation rows a pass multiplies at once.
 pub const STRIPES: usize = 4;
 
 /// Bytes of each stripe that are prefetched ahead. The first ones of a stripe are for the caller to prefetch.
@@ -16,7 +16,7 @@ pub(in crate::cpu) const PREFETCH_AHEAD: usize = 1280;
 pub struct Stripe<'a> {
     /// Whole rows, as they are stored.
     pub weights: &'a [u8],
-    /// As many numbers for each row of activations as there are weight rows.
+    /// The products: for each row of activations one number per weight row.
     pub out: &'a mut [f32],
 }
 

@@ -136,7 +136,7 @@ impl<V: Vector> Grid<V> {
         Grid { reciprocal, centre: 0.5 * levels, top: levels - 1.0, half: half_range(bits) }
     }
 
-    /// Codes of some numbers.
+    /// Rounds a register of numbers to codes.
     ///
     /// # Safety
     /// The CPU has the instructions of `V`.

@@ -31,7 +31,7 @@ impl FastCodec {
         FastCodec { sealer }
     }
 
-    /// The codec this repeats.
+    /// The codec whose bytes this encoder writes.
     pub fn codec(&self) -> &PageCodec {
         self.sealer.codec()
     }

@@ -31,7 +31,7 @@ pub(super) enum Finish<'a> {
     Keep,
     /// Sums are rounded to bf16.
     Bf16,
-    /// To each sum the mean of its channel is added.
+    /// The mean of its channel is added to each sum.
     Add(&'a [f32]),
 }
 
@@ -254,7 +254,7 @@ impl Tile<'_> {
     /// Channels `channel..channel + COLUMNS · WIDTH` of all rows.
     ///
     /// # Safety
-    /// As [`multiply`]; these channels exist.
+    /// The caller keeps the promises of [`multiply`], and these channels exist.
     #[inline(always)]
     unsafe fn columns<V: Vector, const COLUMNS: usize>(&mut self, rows: usize, channel: usize) {
         let mut row = 0;
@@ -291,7 +291,7 @@ impl Tile<'_> {
     /// [`Tile::columns`] of `ROWS` rows.
     ///
     /// # Safety
-    /// As there; these rows exist.
+    /// The caller keeps the promises of [`Self::columns`], and these rows exist.
     #[inline(always)]
     unsafe fn rows<V: Vector, const COLUMNS: usize, const ROWS: usize>(
         &mut self,

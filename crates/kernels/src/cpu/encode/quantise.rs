@@ -75,7 +75,7 @@ pub(super) unsafe fn quantise_block<V: Vector>(block: &[f32], format: &RowFormat
 /// [`quantise_block`] of lanes `lane..lane + WIDTH`.
 ///
 /// # Safety
-/// As there, with its assertions checked.
+/// The caller has checked the assertions of [`quantise_block`] and keeps its promises.
 #[inline(always)]
 unsafe fn quantise_lanes<V: Vector, const PUBLISHED: bool>(
     block: &[f32],

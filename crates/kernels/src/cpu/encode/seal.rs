@@ -43,7 +43,7 @@ impl Sealer {
         Sealer { simd, codec }
     }
 
-    /// The codec this repeats.
+    /// The codec whose bytes this sealer writes.
     pub fn codec(&self) -> &Arc<PageCodec> {
         &self.codec
     }
@@ -51,7 +51,7 @@ impl Sealer {
     /// Whether nothing happens to the rows of a head and side but their rounding.
     ///
     /// # Panics
-    /// As all methods about rows: when the codec has no such head.
+    /// Panics when the codec has no such head, like all methods about rows.
     pub fn is_identity(&self, head: HeadIndex, side: Side) -> bool {
         self.transform(head, side).is_identity()
     }

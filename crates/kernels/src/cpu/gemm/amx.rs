@@ -122,7 +122,7 @@ pub(super) struct Unit {
 
 impl Unit {
     /// # Safety
-    /// As [`Tiles::configure`].
+    /// The caller keeps the promises of [`Tiles::configure`].
     pub(super) unsafe fn new() -> Unit {
         // SAFETY: the caller's promise.
         Unit { _tiles: unsafe { Tiles::configure(16, [16; 4]) } }

@@ -48,7 +48,7 @@ const DEPTH: usize = 1024;
 pub(crate) struct PanelScratch {
     /// A panel of weight rows as floats.
     rows: AlignedScratch,
-    /// The same as tiles.
+    /// The panel in the order of tile products.
     #[cfg(target_arch = "x86_64")]
     tiles: AlignedScratch,
     /// Running sums, `[block][weight row][32 activation rows]`.

@@ -14,7 +14,7 @@ use crate::cpu::rows::PARALLEL_VALUES;
 
 /// Neighbouring rows that are multiplied with the same weights.
 pub(in crate::cpu) struct Group<'a> {
-    /// Which of all rows.
+    /// The rows, counted among all of the step.
     pub(in crate::cpu) rows: Range<usize>,
     /// What they are multiplied with.
     pub(in crate::cpu) projections: Vec<Projection<'a>>,

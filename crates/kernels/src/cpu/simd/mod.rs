@@ -67,7 +67,7 @@ impl Simd {
         Simd(if cfg!(target_arch = "aarch64") { Isa::Avx2 } else { Isa::Neon })
     }
 
-    /// Which one it is.
+    /// The instruction set that kernels are compiled for.
     pub(crate) fn isa(self) -> Isa {
         self.0
     }

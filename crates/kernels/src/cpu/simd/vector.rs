@@ -10,7 +10,7 @@ use super::codes::CodeWords;
 pub(crate) trait Vector: Copy {
     /// Lanes of a register; divides 16.
     const WIDTH: usize;
-    /// Registers that there are.
+    /// The number of registers that the instruction set has.
     const REGISTERS: usize;
     /// Registers of packed codes on the same instruction set, with as many lanes.
     type Codes: CodeWords;

@@ -76,7 +76,7 @@ pub(super) struct Unit {
 
 impl Unit {
     /// # Safety
-    /// As [`Tiles::configure`].
+    /// The caller keeps the promises of [`Tiles::configure`].
     pub(super) unsafe fn new(rows: usize) -> Unit {
         // SAFETY: the caller's promise.
         Unit { _tiles: unsafe { Tiles::configure(rows, [rows, 16, 16, 16]) } }

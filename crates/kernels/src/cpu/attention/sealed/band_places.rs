@@ -1,6 +1,7 @@
 //! Where the bands of keys lie in a page, found once for all pages of a call.
 
-use oscar_codec::layout::banded::{BAND_STEP, MOST_BANDS};
+use oscar_codec::layout::banded::MOST_BANDS;
+use oscar_codec::layout::widths::BAND_STEP;
 use oscar_codec::{BandLayout, PAGE_TOKENS};
 
 /// Channels that a register multiplies in each of its lanes.

@@ -8,7 +8,7 @@ use std::arch::x86_64::*;
 use std::ops::Range;
 
 use oscar_codec::PAGE_TOKENS;
-use oscar_codec::layout::banded::BAND_STEP;
+use oscar_codec::layout::widths::BAND_STEP;
 
 use super::band_places::QUAD;
 use super::engine::{BandKeys, LANES};

@@ -198,7 +198,7 @@ const UNIT: f32 = 256.0;
 struct ToBf16<'a> {
     bytes: &'a [u8],
     wide: &'a mut [u16],
-    /// Will be read later.
+    /// The memory that will be read later, to be prefetched.
     ahead: &'a [u8],
 }
 

@@ -123,7 +123,7 @@ impl Block {
     /// [`Self::rows`] with `T` registers. Returns `T`.
     ///
     /// # Safety
-    /// As [`Self::rows`].
+    /// The caller keeps the promises of [`Self::rows`].
     #[inline(always)]
     unsafe fn multiply<C: CodeWords, const BITS: u32, const R: usize, const T: usize>(&self) -> usize {
         let quads = 8 / BITS as usize;

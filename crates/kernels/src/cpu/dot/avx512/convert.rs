@@ -24,7 +24,7 @@ pub(in super::super) unsafe fn dequantise(dtype: DType, bytes: &[u8], out: &mut 
 }
 
 /// # Safety
-/// As [`dequantise`].
+/// The caller keeps the promises of [`dequantise`].
 #[inline(always)]
 unsafe fn widen_halves(bytes: &[u8], out: &mut [f32]) {
     assert_eq!(bytes.len(), 2 * out.len());
@@ -41,7 +41,7 @@ unsafe fn widen_halves(bytes: &[u8], out: &mut [f32]) {
 /// Q4_K and Q5_K.
 ///
 /// # Safety
-/// As [`dequantise`].
+/// The caller keeps the promises of [`dequantise`].
 #[inline(always)]
 unsafe fn superblocks<B: Superblock>(bytes: &[u8], out: &mut [f32]) {
     for (block, out) in bytes.chunks_exact(B::BYTES).zip(out.chunks_exact_mut(256)) {

@@ -65,7 +65,7 @@ pub(super) unsafe fn quantised_rows(dtype: DType, product: Product<'_>) {
 /// Up to [`MAX_ROWS`] activation rows at a time.
 ///
 /// # Safety
-/// As [`quantised_rows`].
+/// The caller keeps the promises of [`quantised_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn passes<P: Pass>(product: Product<'_>) {
     let Product { mut stripes, x } = product;
@@ -85,7 +85,7 @@ unsafe fn passes<P: Pass>(product: Product<'_>) {
 /// Kept out of line: each instance is a whole kernel.
 ///
 /// # Safety
-/// As [`Pass::run`], with `M` rows of `x` from `first`.
+/// The caller keeps the promises of [`Pass::run`] for `M` rows of `x` from `first`.
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn pass<P: Pass, const M: usize>(stripes: &mut Stripes<'_>, x: &QuantisedRows, first: usize) {

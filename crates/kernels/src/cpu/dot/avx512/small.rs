@@ -179,7 +179,7 @@ unsafe fn head<B: Small, const FULL: bool>(blocks: *const u8, count: usize) -> _
 /// Half-precision scales and offsets of `count` blocks of four rows, for blocks small enough.
 ///
 /// # Safety
-/// As [`head`], for each of `at`.
+/// The caller keeps the promises of [`head`] for each of `at`.
 #[inline(always)]
 unsafe fn halves_by_permutation<B: Small, const FULL: bool>(
     at: [*const u8; STRIPES],
@@ -386,7 +386,7 @@ impl<const M: usize> Sums<M> {
 /// Four blocks (fewer if not `FULL`) of four weight rows.
 ///
 /// # Safety
-/// As [`Pass::run`]; `count` blocks exist from block `first` in all rows.
+/// The caller keeps the promises of [`Pass::run`]; `count` blocks exist from block `first` in all rows.
 #[inline(always)]
 unsafe fn step<B: Small, const FULL: bool, const M: usize>(
     rows: [*const u8; STRIPES],
@@ -439,7 +439,7 @@ unsafe fn step<B: Small, const FULL: bool, const M: usize>(
 /// The activations of a step.
 ///
 /// # Safety
-/// As [`Ready::new`], for all of `x`.
+/// The caller keeps the promises of [`Ready::new`] for all of `x`.
 #[inline(always)]
 unsafe fn all_ready<B: Small, const M: usize>(x: [Activations; M], block: usize, count: usize) -> [Ready; M] {
     // SAFETY: passed on.

@@ -29,7 +29,7 @@ pub(super) trait Superblock {
     /// The 16 scales, or 8 scales and 8 minima.
     ///
     /// # Safety
-    /// As [`Self::codes`].
+    /// The caller keeps the promises of [`Self::codes`].
     unsafe fn scales(block: *const u8) -> __m512;
 
     /// What the scales are multiplied with: activation scales, and negated activation sums for minima.
@@ -124,7 +124,7 @@ unsafe fn quarters(a: i32, b: i32, c: i32, d: i32) -> __m512i {
 /// Activation scales, then negated sums over groups of 32.
 ///
 /// # Safety
-/// As [`Superblock::factors`].
+/// The caller keeps the promises of [`Superblock::factors`].
 #[inline(always)]
 unsafe fn scales_and_sums(scales: *const f32, sums: *const f32) -> __m512 {
     // SAFETY: the caller promises 8 scales and 16 sums.
@@ -140,7 +140,7 @@ unsafe fn scales_and_sums(scales: *const f32, sums: *const f32) -> __m512 {
 /// Bytes of groups 0 and 2, then 1 and 3.
 ///
 /// # Safety
-/// As [`Superblock::activation_bytes`].
+/// The caller keeps the promises of [`Superblock::activation_bytes`].
 #[inline(always)]
 unsafe fn by_64(at: *const i8) -> [__m512i; 2] {
     // SAFETY: the caller promises 128 bytes.
@@ -337,7 +337,7 @@ const MOST_READY: usize = 40;
 /// One block of the weight rows of a pass.
 ///
 /// # Safety
-/// As [`Pass::run`]; block `index` exists in all rows, and `x` is of that block.
+/// The caller keeps the promises of [`Pass::run`]; block `index` exists in all rows, and `x` is of that block.
 #[inline(always)]
 unsafe fn step<B: Superblock, const M: usize>(
     rows: [*const u8; STRIPES],
@@ -384,7 +384,7 @@ unsafe fn step<B: Superblock, const M: usize>(
 /// The activations of a block.
 ///
 /// # Safety
-/// As [`Ready::new`], for all of `x`.
+/// The caller keeps the promises of [`Ready::new`] for all of `x`.
 #[inline(always)]
 unsafe fn all_ready<B: Superblock, const M: usize>(x: [Activations; M], index: usize) -> [Ready; M] {
     // SAFETY: passed on.
@@ -398,7 +398,7 @@ unsafe fn all_ready<B: Superblock, const M: usize>(x: [Activations; M], index: u
 }
 
 /// # Safety
-/// As [`Pass::run`].
+/// The caller keeps the promises of [`Pass::run`].
 #[inline(always)]
 unsafe fn run<B: Superblock, const M: usize>(stripes: &mut Stripes<'_>, x: [Activations; M], first: usize) {
     let blocks = stripes.row_bytes() / B::BYTES;
