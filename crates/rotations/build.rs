@@ -19,7 +19,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed={}", zoo.display());
     for entry in fs::read_dir(&zoo)? {
         let path = entry?.path();
-        let Some(name) = path.file_name().filter(|_| path.extension().is_some_and(|end| end == "safetensors"))
+        let Some(name) =
+            path.file_name().filter(|_| path.extension().is_some_and(|end| end == "safetensors"))
         else {
             continue;
         };
