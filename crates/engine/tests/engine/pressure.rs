@@ -209,7 +209,8 @@ fn layers_of_different_widths_answer_under_pressure_as_alone() {
         .map(|prompt| tight.answer(Request::new(prompt.clone(), greedy(200))).unwrap())
         .collect();
     // A device works for one engine at a time.
-    let answers: Vec<_> = running.into_iter().map(|answer| answer.wait().unwrap()[0].tokens.clone()).collect();
+    let answers: Vec<_> =
+        running.into_iter().map(|answer| answer.wait().unwrap()[0].tokens.clone()).collect();
     for (prompt, answer) in prompts.iter().zip(answers) {
         let alone = TestEngine::new(model.clone(), &options(None)).unwrap();
         assert_eq!(answer, ask(&alone, prompt, &greedy(200)).tokens);

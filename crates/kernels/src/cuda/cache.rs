@@ -99,7 +99,8 @@ impl CudaCache {
         let readers = std::thread::scope(|scope| {
             let compiled: Vec<_> =
                 readings.formats.iter().map(|format| scope.spawn(move || reader(format))).collect();
-            let results = compiled.into_iter().map(|it| it.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            let results =
+                compiled.into_iter().map(|it| it.join().unwrap_or_else(|panic| resume_unwind(panic)));
             results.collect::<Result<_, CudaError>>()
         })?;
         let head = PageLayout::bf16(head_dim).page_bytes() * kv_heads;

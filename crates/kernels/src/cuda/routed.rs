@@ -373,8 +373,7 @@ impl Experts {
         let config = LaunchConfig {
             grid_dim: (blocks as u32, 1, 1),
             block_dim: (32 * WARPS as u32, 1, 1),
-            shared_mem_bytes: (WARPS * self.rings.of(first.kind)
-                + result_bytes(8 * column_tiles, 1)) as u32,
+            shared_mem_bytes: (WARPS * self.rings.of(first.kind) + result_bytes(8 * column_tiles, 1)) as u32,
         };
         // SAFETY: shapes were checked, and rows, jobs and results have memory for every choice.
         Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
