@@ -16,7 +16,7 @@ constexpr int WARP_RESULTS = TILE_ROWS * STRIDE;
 constexpr int SETS = COLUMN_TILES <= 2 ? 2 : 1, LIST_SETS = SETS + 1;
 constexpr int MOST_STAGES = FLOAT_RING / 2048 > CODE_RING / 544 ? FLOAT_RING / 2048 : CODE_RING / 544;
 
-struct __align__(16) Job {
+struct Job {
   int expert, first, count, padding;
 };
 
@@ -61,9 +61,9 @@ struct Block {
   DEVICE int tile_row(int unit) const { return unit % spans * SPAN + (HALVES == 2 ? 0 : strip()); }
   DEVICE bool has_tiles(int unit) const { return tile_row(unit) < a.tile_rows && first_step() < a.steps; }
   DEVICE Job job_of(int unit) const {
-    Job job = {0, 0, 0, 0};
-    if (unit < units) job = a.jobs[unit / spans];
-    return job;
+    if (unit >= units) return {0, 0, 0, 0};
+    const int4 job = ((const int4*)a.jobs)[unit / spans];
+    return {job.x, job.y, job.z, job.w};
   }
 
   // Adds the sums of the warps of each strip and writes them, a column by each warp.
