@@ -61,7 +61,7 @@ fn the_list_of_configurations_is_that_of_the_product() {
         }
         if head_dim == 64 {
             let of = |widths: &str| BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap();
-            let widths = ["4/2/0/0", "4/2/2/2"];
+            let widths = ["4/0/0/0", "4/2/0/0", "4/2/2/2", "4/4/2/2"];
             formats.extend(widths.map(|widths| (widths, PageLayout::Banded(of(widths)))));
         }
         for (name, sealed) in formats {

@@ -28,7 +28,7 @@ fn shapes() -> Vec<(String, SealShape)> {
         }
         if head_dim == 64 {
             let of = |widths: &str| BandLayout::of_widths(head_dim, widths.parse().unwrap()).unwrap();
-            for widths in ["4/2/0/0", "4/2/2/2"] {
+            for widths in ["4/0/0/0", "4/2/0/0", "4/2/2/2", "4/4/2/2"] {
                 add(&format!("banded {widths} search"), PageLayout::Banded(of(widths)), 8, false);
             }
         }

@@ -254,7 +254,7 @@ mod tests {
                 }
                 // With 6 and 10 bits in four quarters of 64 channels, keys end in half a load.
                 let others = match (head_dim, group) {
-                    (64, 4) => ["4/2/0/0", "4/2/2/2"].as_slice(),
+                    (64, 4) => ["4/0/0/0", "4/2/0/0", "4/2/2/2", "4/4/2/2"].as_slice(),
                     (128, 4) => ["4/2/0/0", "4/2/2/0"].as_slice(),
                     _ => &[],
                 };
