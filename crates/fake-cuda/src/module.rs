@@ -235,7 +235,7 @@ pub(crate) struct Written {
 }
 
 impl Written {
-    /// Of zeros.
+    /// A struct of this name in the source whose bytes are all zero.
     pub(crate) fn new(module: &Module, name: &str) -> Result<Written, Fault> {
         let layout = module.source.layout(name)?;
         Ok(Written { bytes: vec![0; layout.bytes], layout })

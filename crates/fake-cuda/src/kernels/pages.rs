@@ -33,7 +33,7 @@ struct Place {
     bits: u8,
 }
 
-/// Of both sides.
+/// The places of all elements and scales of a page, first those of keys, then those of values.
 struct Places {
     /// `[token][channel]`.
     elements: [Vec<Place>; 2],

@@ -160,7 +160,7 @@ fn block(call: &Call<'_>, walk: &Walk, head: usize, orders: [&Order; 2]) -> Resu
     Ok(())
 }
 
-/// Where the page of a turn lies.
+/// Finds the address of the page that a turn reads.
 fn page_of(call: &Call<'_>, walk: &Walk, turn: Turn, head: usize, bytes: usize) -> Result<u64, Fault> {
     let a = &call.arguments;
     let entry = walk.item.table + turn.page as usize + if turn.sealed { walk.item.pages } else { 0 };

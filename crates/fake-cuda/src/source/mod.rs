@@ -47,7 +47,7 @@ impl Source {
         }
     }
 
-    /// Where the fields of a struct lie.
+    /// The layout of the struct of this name, which the source defines.
     pub(crate) fn layout(&self, name: &str) -> Result<Arc<Layout>, Fault> {
         let known = self.layouts.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
         if let Some(layout) = known {

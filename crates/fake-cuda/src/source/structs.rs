@@ -30,7 +30,7 @@ pub(crate) struct Field {
     pub(crate) count: usize,
 }
 
-/// Where the fields of a struct lie.
+/// The layout of a struct: the offset, kind and count of each field.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Layout {
     name: String,
