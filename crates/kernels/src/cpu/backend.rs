@@ -382,10 +382,15 @@ impl Backend for CpuBackend {
             let sealed = pool.sealer.seal(head, sealing.exact_page(head, exact), target, &mut scratch);
             if let Err(source) = sealed {
                 let HeadIndex { layer, head } = head;
-                lock(&failure).get_or_insert(KernelError::Seal { page, layer, head, source });
+                // The first of the list is reported, whichever thread comes first.
+                let mut first = lock(&failure);
+                if first.as_ref().is_none_or(|(other, _)| task < *other) {
+                    *first = Some((task, KernelError::Seal { page, layer, head, source }));
+                }
             }
         });
-        failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+        let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+        failure.map_or(Ok(()), |(_, error)| Err(error))
     }
 
     fn copy_pages(&self, pages: &[(ExactSlot, ExactSlot)], cache: &mut Cache) -> Result<(), KernelError> {
