@@ -1,26 +1,26 @@
 //! What the bytes of a KV page mean.
 //!
 //! A page holds [`PAGE_TOKENS`] consecutive tokens of one sequence, for one layer and one KV head. A row of it is
-//! transformed ([`hadamard`], [`permutation`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`],
+//! transformed ([`hadamard`], [`Composition`], [`HeadTransform`]), quantised ([`quantise`], [`Rule`],
 //! [`band`]) and written to a page ([`layout`]: one file per page format); [`PageCodec`] is all of it for a whole cache.
-//! [`slot`] numbers the pages of a pool. [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
+//! [`ExactSlot`] and [`SealedSlot`] number the pages of a pool. [`baselines`] holds the codecs we compare with. This crate knows numbers only: no I/O, no threads, no models.
 
 pub mod band;
 pub mod baselines;
-pub mod cache_codec;
-pub mod composition;
-pub mod error;
+mod cache_codec;
+mod composition;
+mod error;
 pub mod fp8;
 pub mod hadamard;
 pub mod layout;
-pub mod matrix;
-pub mod page_codec;
-pub mod permutation;
+mod matrix;
+mod page_codec;
+mod permutation;
 pub mod quantise;
 pub mod rule;
-pub mod slot;
+mod slot;
 pub mod transform;
-pub mod windows;
+mod windows;
 
 pub use cache_codec::{CacheCodec, HeadIndex, Side};
 pub use composition::Composition;

@@ -8,7 +8,7 @@
 //! out what is not below `d` (d=6: 0 4 2 1 5 3). For powers of two that is the usual bit reversal.
 
 /// Position `j` holds the bit-reversal of `j` (for other sizes see the module text).
-pub fn bit_reversal(dim: usize) -> Vec<usize> {
+pub(crate) fn bit_reversal(dim: usize) -> Vec<usize> {
     if dim <= 1 {
         return (0..dim).collect();
     }
@@ -17,7 +17,7 @@ pub fn bit_reversal(dim: usize) -> Vec<usize> {
 }
 
 /// The published balancing permutation for eigenvalues in ascending order: `(M·P)[:, j] = M[:, balanced[j]]`.
-pub fn balanced(dim: usize) -> Vec<usize> {
+pub(crate) fn balanced(dim: usize) -> Vec<usize> {
     bit_reversal(dim).into_iter().map(|reversed| dim - 1 - reversed).collect()
 }
 

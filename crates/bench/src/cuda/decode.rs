@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaSlice;
 use cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
-use oscar_codec::{ExactSlot, PAGE_TOKENS, PageLayout, SealedSlot};
+use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
 use oscar_kernels::cuda::reference::{random_page, reference, shuffled};
 use oscar_kernels::cuda::{
     CudaError, DecodeAttention, DecodeSequence, DecodeShape, Device, PageOrder, PoolView, Split, Tuning,
@@ -119,12 +119,8 @@ pub fn measure(device: &Arc<Device>, case: &DecodeCase) -> Result<MeasuredDecode
         None => DecodeAttention::new(device, case.shape)?,
     };
     let pages = case.tokens.div_ceil(PAGE_TOKENS);
-    let history_end = match case.shape.sealed {
-        PageLayout::Bf16(_) => 0,
-        PageLayout::Codes(_) | PageLayout::Fp8(_) | PageLayout::Banded(_) => {
-            pages.saturating_sub(1 + case.recent_pages)
-        }
-    };
+    let history_end =
+        if case.shape.sealed.is_bf16() { 0 } else { pages.saturating_sub(1 + case.recent_pages) };
     let is_sealed = |page: usize| (case.sink_pages..history_end).contains(&page);
     let sealed_pages = (0..pages).filter(|&page| is_sealed(page)).count();
     let mut random = Random::new(11);

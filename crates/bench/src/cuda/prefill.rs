@@ -132,10 +132,7 @@ fn measure(
     let start = context - rows;
     let pages = context.div_ceil(PAGE_TOKENS);
     let sink = bench.sink_tokens.div_ceil(PAGE_TOKENS);
-    let history_end = match sealed {
-        PageLayout::Bf16(_) => 0,
-        PageLayout::Codes(_) | PageLayout::Fp8(_) | PageLayout::Banded(_) => start / PAGE_TOKENS,
-    };
+    let history_end = if sealed.is_bf16() { 0 } else { start / PAGE_TOKENS };
     let is_sealed = |page: usize| (sink..history_end).contains(&page);
     let mut random = Random::new(11);
     let orders = [PageOrder::new(PageLayout::bf16(head_dim))?, PageOrder::new(sealed)?];

@@ -69,6 +69,11 @@ impl PageLayout {
         Ok(PageLayout::Fp8(Fp8Layout::new(head_dim)?))
     }
 
+    /// Whether rows are stored as they are, rounded to bf16: nothing is lost by sealing, and nothing gained.
+    pub fn is_bf16(&self) -> bool {
+        matches!(self, PageLayout::Bf16(_))
+    }
+
     /// Channels of a row, without padding.
     pub fn head_dim(&self) -> usize {
         match self {

@@ -35,9 +35,8 @@
 //!                                      token 1   token 0 of sixteen 0, ...   tokens 3, 2, 1, 0 of sixteen 1, ...
 //! ```
 
+use crate::error::CudaError;
 use oscar_codec::{BandLayout, Bf16Layout, CodeLayout, Fp8Layout, PAGE_TOKENS, PageLayout, ScaleType, Side};
-
-use super::error::CudaError;
 
 /// Which pages of a kernel sizes are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -342,7 +341,7 @@ impl PageOrder {
 
     /// Writes the key and value of one token to a bf16 page of the device.
     pub fn write_bf16(&self, page: &mut [u8], token: usize, key: &[f32], value: &[f32]) {
-        assert!(matches!(self.layout, PageLayout::Bf16(_)), "a page of codes is written as a whole");
+        assert!(self.layout.is_bf16(), "a page of codes is written as a whole");
         for (side, row) in [(Side::Key, key), (Side::Value, value)] {
             for (channel, &x) in row.iter().enumerate() {
                 let at = self.element_position(side, token, channel).0;

@@ -11,11 +11,11 @@ use oscar_codec::{PageLayout, band};
 use super::attention::{PoolView, ValueTransform};
 use super::compile::{Source, texts};
 use super::device::{Device, launch};
-use super::error::CudaError;
 use super::outputs::AttentionOutputs;
 use super::page_order::{PageOrder, Pages};
 use super::row_blocks::{PrefillSequence, RowBlocks};
 use super::tuning::DecodeShape;
+use crate::error::CudaError;
 
 /// Rows of a block, as the source says: tokens times the query heads of a KV head.
 const BLOCK_ROWS: usize = 128;
@@ -56,10 +56,8 @@ impl Products {
         match self {
             Products::Warps => 2 * page,
             Products::Warpgroups => {
-                let sealed = match shape.sealed {
-                    PageLayout::Bf16(_) => 0,
-                    sealed => Self::SEALED_STAGES * sealed.page_bytes(),
-                };
+                let sealed =
+                    if shape.sealed.is_bf16() { 0 } else { Self::SEALED_STAGES * shape.sealed.page_bytes() };
                 Self::STAGES * page + sealed + 8 * (2 * Self::STAGES + Self::SEALED_STAGES)
             }
         }
@@ -70,7 +68,7 @@ impl Products {
 pub(super) fn source(shape: &DecodeShape, products: Products) -> Result<Source, CudaError> {
     let exact = PageOrder::new(PageLayout::bf16(shape.head_dim))?;
     let sealed = PageOrder::new(shape.sealed)?;
-    let bits = if matches!(shape.sealed, PageLayout::Bf16(_)) { 0 } else { sealed.bits() };
+    let bits = if shape.sealed.is_bf16() { 0 } else { sealed.bits() };
     let mut defines = vec![
         ("HEAD_DIM", shape.head_dim),
         ("SEALED_BITS", bits),
@@ -140,7 +138,7 @@ unsafe impl DeviceRepr for Arguments {}
 
 /// The pages of one layer.
 pub struct PrefillPools<'a> {
-    /// bf16 pages.
+    /// The pool of bf16 pages.
     pub exact: PoolView<'a>,
     /// Sealed pages, or bf16 pages of history.
     pub sealed: Option<PoolView<'a>>,

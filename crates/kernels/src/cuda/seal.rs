@@ -20,9 +20,9 @@ use oscar_codec::{
 
 use super::compile::{Source, texts};
 use super::device::Device;
-use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use crate::backend::SealPage;
+use crate::error::CudaError;
 
 /// Rows of a page, keys and values: a thread each.
 const THREADS: usize = 2 * PAGE_TOKENS;
@@ -32,11 +32,11 @@ const NONE: u64 = u64::MAX;
 /// The pools that pages are sealed from and to. Slots are as in a cache: `[slot][layer][head]`, scratch slots follow the
 /// bf16 slots in number and hold one layer.
 pub struct SealPools<'a> {
-    /// bf16 pages.
+    /// The pool of bf16 pages.
     pub exact: &'a CudaSlice<u8>,
     /// bf16 pages of one layer.
     pub scratch: Option<&'a CudaSlice<u8>>,
-    /// Sealed pages.
+    /// The pool of sealed pages.
     pub sealed: &'a mut CudaSlice<u8>,
     /// The number of the first slot of sealed pages.
     pub first_sealed: usize,
@@ -53,7 +53,7 @@ pub struct SealList {
 pub struct SealFailure {
     /// Entry of the list.
     pub page: usize,
-    /// Layer.
+    /// The layer of the page.
     pub layer: usize,
     /// KV head.
     pub head: usize,
@@ -74,7 +74,7 @@ enum SealedLayer {
     None = 2,
 }
 
-/// The kernel's argument.
+/// What the kernel is launched with, field by field as in its source.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -118,7 +118,7 @@ impl SealShape {
             Ok::<_, CudaError>(SealShape { order, rules: 0, published: false, portable: false })
         };
         let mut shapes: Vec<SealShape> = Vec::new();
-        for layer in (0..layers).filter(|&layer| !matches!(codec.layout(layer), PageLayout::Bf16(_))) {
+        for layer in (0..layers).filter(|&layer| !codec.layout(layer).is_bf16()) {
             let layout = codec.layout(layer);
             let at = shapes.iter().position(|shape| shape.order.layout() == layout).unwrap_or(shapes.len());
             if at == shapes.len() {
@@ -150,7 +150,7 @@ impl SealShape {
         if self.order.bits() == 16 { exact } else { exact + self.order.page_bytes() }
     }
 
-    /// The kernel.
+    /// The source of the kernel.
     pub fn source(&self) -> Source {
         let mut defines = vec![
             ("HEAD_DIM", self.order.head_dim()),
@@ -256,7 +256,7 @@ impl FormatSealer {
                 .map_err(|_| CudaError::Unsupported("a sealed page of more than 4 GB".into()))?;
             let kind = match codec.layout(layer) {
                 _ if !codec.has_history(layer) => SealedLayer::None,
-                PageLayout::Bf16(_) if copies => SealedLayer::Copied,
+                layout if copies && layout.is_bf16() => SealedLayer::Copied,
                 layout if layout == shape.order.layout() => SealedLayer::Encoded,
                 _ => SealedLayer::None,
             };

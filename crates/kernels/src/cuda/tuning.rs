@@ -7,16 +7,16 @@
 use oscar_codec::{PageLayout, band};
 
 use super::compile::{Source, texts};
-use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use super::plan::MOST_PARTIALS;
+use crate::error::CudaError;
 
 /// Heads, and the format of the pages that are not bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodeShape {
     /// Channels of a head.
     pub head_dim: usize,
-    /// KV heads.
+    /// The number of KV heads.
     pub kv_heads: usize,
     /// Query heads per KV head.
     pub group: usize,
@@ -27,9 +27,9 @@ pub struct DecodeShape {
 /// Shared memory that a card has, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SharedMemory {
-    /// For one block.
+    /// Bytes that one block may have.
     pub block: usize,
-    /// For all blocks of a multiprocessor.
+    /// Bytes that all blocks of a multiprocessor have together.
     pub multiprocessor: usize,
 }
 
@@ -196,7 +196,7 @@ impl DecodeShape {
     /// The kernel of this shape.
     pub fn source(&self, tuning: &Tuning) -> Result<Source, CudaError> {
         let [exact, sealed] = self.orders()?;
-        let bits = if matches!(self.sealed, PageLayout::Bf16(_)) { 0 } else { sealed.bits() };
+        let bits = if self.sealed.is_bf16() { 0 } else { sealed.bits() };
         let mut defines = vec![
             ("HEAD_DIM", self.head_dim),
             ("SEALED_BITS", bits),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use oscar_codec::{ExactSlot, HostCopy, PAGE_TOKENS, PageCodec, PageLayout, PageWindows, SealedSlot};
+use oscar_codec::{ExactSlot, HostCopy, PAGE_TOKENS, PageCodec, PageWindows, SealedSlot};
 use oscar_kernels::KernelError;
 use oscar_kernels::backend::{CacheSpec, SealPage, SealedSpec};
 
@@ -117,7 +117,7 @@ impl HashCache {
             // Nobody may read it.
             Some(codec) if !codec.has_history(layer) => 0,
             // A copy is as good as what it was made from.
-            Some(codec) if matches!(codec.layout(layer), PageLayout::Bf16(_)) => rows,
+            Some(codec) if codec.layout(layer).is_bf16() => rows,
             _ if page.sealed.index() >= self.own_slots => mix(9, rows),
             _ => mix(6, rows),
         };

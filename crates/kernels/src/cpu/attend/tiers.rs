@@ -1,7 +1,6 @@
 //! Where the rows of a step find keys and values.
 
-use oscar_codec::PageLayout;
-
+use crate::cpu::attention::sealed::pages_per_bf16_page;
 use crate::cpu::cache::Cache;
 
 /// What the rows of a step read.
@@ -17,13 +16,9 @@ pub(in crate::cpu) struct Tiers<'a> {
 }
 
 impl Tiers<'_> {
-    /// About how many sealed pages take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
+    /// About how many sealed pages take as long as one in bf16.
     pub(super) fn exact_cost(&self) -> usize {
-        match self.cache.sealed().map(|sealed| sealed.layouts[self.layer]) {
-            Some(PageLayout::Codes(layout)) => 10 / layout.bits() as usize,
-            Some(PageLayout::Banded(_)) => 5,
-            Some(PageLayout::Bf16(_) | PageLayout::Fp8(_)) | None => 1,
-        }
+        self.cache.sealed().map_or(1, |sealed| pages_per_bf16_page(&sealed.layouts[self.layer]))
     }
 }
 

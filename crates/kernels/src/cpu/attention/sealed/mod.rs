@@ -117,7 +117,7 @@ pub fn attend_sealed_heads(
         }
         return;
     }
-    if let PageLayout::Bf16(_) = layout {
+    if layout.is_bf16() {
         let pages: Vec<&[u16]> = pages.iter().map(|page| bytemuck::cast_slice(page)).collect();
         return bf16::attend(isa, q, scale, spans, first_page, &pages, d, scratch, &mut states[0]);
     }
@@ -137,6 +137,15 @@ pub fn attend_sealed_heads(
         PageLayout::Bf16(_) => unreachable!("bf16 pages were attended to above"),
     }
     scratch.queries = queries;
+}
+
+/// About how many pages of a format take as long as one in bf16. Codes are bound by arithmetic, not by their bytes.
+pub(in crate::cpu) fn pages_per_bf16_page(layout: &PageLayout) -> usize {
+    match layout {
+        PageLayout::Codes(layout) => 10 / layout.bits() as usize,
+        PageLayout::Banded(_) => 5,
+        PageLayout::Bf16(_) | PageLayout::Fp8(_) => 1,
+    }
 }
 
 /// Whether a kernel reads the pages of several heads in one pass, which pays where memory is what it waits for.
