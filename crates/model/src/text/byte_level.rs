@@ -11,21 +11,6 @@ use tokenizers::{NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior}
 use super::TextError;
 use super::vocabulary::GgufVocabulary;
 
-/// The byte a character of the GPT-2 alphabet stands for.
-///
-/// Printable bytes stand for themselves; the other 68 are numbered upwards from U+0100 in byte order, so that
-/// no token contains a space or a control character.
-pub(super) fn byte_of_char(character: char) -> Option<u8> {
-    let code = u32::from(character);
-    match code {
-        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => u8::try_from(code).ok(),
-        0x100..=0x120 => u8::try_from(code - 0x100).ok(),
-        0x121..=0x142 => u8::try_from(code - 0x121 + 0x7F).ok(),
-        0x143 => Some(0xAD),
-        _ => None,
-    }
-}
-
 /// How text is cut before merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PreTokenizerName {
@@ -176,20 +161,5 @@ mod tests {
         assert_eq!(pieces("chatglm-bpe", text), pieces("glm4", text));
         assert_eq!(pieces("minimax-m2", text), ["Hello", "World", "ĠI'LL", "Ġ", "123", "45", "/Ċ"]);
         assert_eq!(pieces("qwen2", "123"), ["1", "2", "3"]);
-    }
-
-    #[test]
-    fn alphabet_is_the_one_of_the_tokenizer_library() {
-        let alphabet = ByteLevel::alphabet();
-        assert_eq!(alphabet.len(), 256);
-        let mut seen = [false; 256];
-        for character in alphabet {
-            let byte = byte_of_char(character).expect("every letter of the alphabet is a byte");
-            assert!(!seen[usize::from(byte)], "{byte} twice");
-            seen[usize::from(byte)] = true;
-        }
-        assert_eq!(byte_of_char('Ġ'), Some(b' '));
-        assert_eq!(byte_of_char('Ċ'), Some(b'\n'));
-        assert_eq!(byte_of_char('▁'), None);
     }
 }

@@ -17,6 +17,7 @@ mod pieces;
 mod python_format;
 mod remembered;
 mod render;
+mod render_budget;
 mod render_limits;
 mod sentence_piece;
 mod stream;

@@ -4,7 +4,7 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
 use super::python_format::python_str;
-use super::render_limits::{ENTRY_BYTES, RenderBudget, deep_size};
+use super::render_budget::{ENTRY_BYTES, RenderBudget, deep_size};
 
 fn is_list(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)

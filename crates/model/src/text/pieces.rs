@@ -1,7 +1,6 @@
 //! The raw bytes of every token, in one block: decoding is a table walk.
 
 use super::TextError;
-use super::byte_level::byte_of_char;
 
 /// What a token is, after `tokenizer.ggml.token_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +33,21 @@ pub(super) enum Spelling {
     ByteLevel,
     /// UTF-8 with `▁` for a space and `<0x..>` for single bytes.
     SentencePiece,
+}
+
+/// The byte a character of the GPT-2 alphabet stands for.
+///
+/// Printable bytes stand for themselves; the other 68 are numbered upwards from U+0100 in byte order, so that
+/// no token contains a space or a control character.
+fn byte_of_char(character: char) -> Option<u8> {
+    let code = u32::from(character);
+    match code {
+        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => u8::try_from(code).ok(),
+        0x100..=0x120 => u8::try_from(code - 0x100).ok(),
+        0x121..=0x142 => u8::try_from(code - 0x121 + 0x7F).ok(),
+        0x143 => Some(0xAD),
+        _ => None,
+    }
 }
 
 /// Bytes and kind of every token id.
@@ -101,4 +115,26 @@ pub(super) fn byte_token(text: &str) -> Option<u8> {
         return None;
     }
     u8::from_str_radix(digits, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+    use super::*;
+
+    #[test]
+    fn alphabet_is_the_one_of_the_tokenizer_library() {
+        let alphabet = ByteLevel::alphabet();
+        assert_eq!(alphabet.len(), 256);
+        let mut seen = [false; 256];
+        for character in alphabet {
+            let byte = byte_of_char(character).expect("every letter of the alphabet is a byte");
+            assert!(!seen[usize::from(byte)], "{byte} twice");
+            seen[usize::from(byte)] = true;
+        }
+        assert_eq!(byte_of_char('Ġ'), Some(b' '));
+        assert_eq!(byte_of_char('Ċ'), Some(b'\n'));
+        assert_eq!(byte_of_char('▁'), None);
+    }
 }

@@ -12,7 +12,8 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Undefi
 use super::TextError;
 use super::marked::MarkedLiterals;
 use super::python_format::{python_str, tojson};
-use super::render_limits::{self, RenderBudget};
+use super::render_budget::RenderBudget;
+use super::render_limits;
 use super::strftime::strftime;
 
 /// Stack of the rendering thread, large enough for values nested as deeply as the fuel allows; memory pages are only

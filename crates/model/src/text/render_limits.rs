@@ -6,15 +6,15 @@
 //! [`super::operators`]), filters, string methods and printed output.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use minijinja::machinery::{CompiledTemplate, Instruction};
 use minijinja::value::{Rest, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, State, Value};
 
 use super::marked::MarkedLiterals;
 use super::operators::{add, concatenate, multiply, slice};
 use super::python_format::python_str;
+use super::render_budget::{ENTRY_BYTES, RenderBudget, deep_size};
 
 // Names no template can write, so none can shadow or call them.
 const ADD: &str = "operator +";
@@ -22,62 +22,11 @@ const MULTIPLY: &str = "operator *";
 const CONCATENATE: &str = "operator ~";
 const SLICE: &str = "operator [:]";
 
-/// Bytes of one list entry, generously.
-pub(super) const ENTRY_BYTES: u64 = 32;
-
 /// Instructions a template may run: real ones take a few hundred per message.
 pub(super) fn fuel(longest_literal: usize, items: usize) -> u64 {
     // A literal is printed by one instruction, and inside `{% set %}` printing fills memory.
     let by_literal = (4_u64 << 30) / (longest_literal as u64).max(1);
     (2_000_000 + 2_000 * items as u64).min(10_000_000).min(by_literal.max(10_000))
-}
-
-/// Bytes that one render may still create.
-pub(super) struct RenderBudget {
-    left: AtomicU64,
-    spent: AtomicBool,
-}
-
-impl RenderBudget {
-    pub(super) fn new(input_bytes: usize) -> Arc<Self> {
-        let left = (256_u64 << 20).saturating_add(64 * input_bytes as u64);
-        Arc::new(Self { left: AtomicU64::new(left), spent: AtomicBool::new(false) })
-    }
-
-    pub(super) fn is_spent(&self) -> bool {
-        self.spent.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn charge(&self, bytes: u64) -> Result<(), Error> {
-        let take = |left: u64| left.checked_sub(bytes);
-        if self.left.try_update(Ordering::Relaxed, Ordering::Relaxed, take).is_err() {
-            self.spent.store(true, Ordering::Relaxed);
-            return Err(Error::new(ErrorKind::InvalidOperation, "the template builds too much text"));
-        }
-        Ok(())
-    }
-}
-
-/// Bytes in a value, nested containers included down to a small depth.
-pub(super) fn deep_size(value: &Value, depth: usize) -> u64 {
-    if let Some(text) = value.as_str() {
-        return ENTRY_BYTES + text.len() as u64;
-    }
-    let Some(entries) = value.len() else { return ENTRY_BYTES };
-    let mut size = ENTRY_BYTES * (1 + entries as u64);
-    if depth < 4
-        && entries <= 100_000
-        && let Ok(items) = value.try_iter()
-    {
-        let is_map = value.kind() == ValueKind::Map;
-        for item in items {
-            size = size.saturating_add(deep_size(&item, depth + 1));
-            if is_map && let Ok(entry) = value.get_item(&item) {
-                size = size.saturating_add(deep_size(&entry, depth + 1));
-            }
-        }
-    }
-    size
 }
 
 /// Exchanges the growing operators for guarded calls and returns the longest literal.
