@@ -245,7 +245,7 @@ impl Worker {
     fn run(&mut self) {
         loop {
             while let Some(command) = self.next_command() {
-                if !self.obey(command) {
+                if !self.handle(command) {
                     return;
                 }
                 // The next command may be long in coming.
@@ -294,7 +294,7 @@ impl Worker {
         }
     }
 
-    fn obey(&mut self, command: Command) -> bool {
+    fn handle(&mut self, command: Command) -> bool {
         match command {
             Command::Submit(submitted) => self.waiting.push_back(*submitted),
             Command::Cancel(id) => self.cancel(id),

@@ -14,7 +14,7 @@ use super::executor::{Executor, PromptOutput};
 use super::fatal::{unless_fatal, unless_one_is_fatal};
 use super::pace::Pace;
 use super::plan::{AnswerId, Decision, Next, StepPlan};
-use super::policy::{NewRequest, Policy, PromptWants, Rules, Step};
+use super::policy::{NewRequest, Policy, PromptWants, Rules, StepKind};
 use crate::attention::CustomAttention;
 use crate::budget::{Budget, Shape};
 use crate::draw::fresh_seed;
@@ -224,7 +224,7 @@ impl<B: Backend> Core<B> {
 
     /// Has a step carried out and reports its outcome to the policy. An error is one after which the device is of no use; all
     /// others are part of the outcome.
-    fn run_step(&mut self, step: Step) -> Result<(), EngineError> {
+    fn run_step(&mut self, step: StepKind) -> Result<(), EngineError> {
         // What was evicted for it leaves before anything is written, and what it reads comes back.
         let copies = self.policy.take_host_copies();
         if !copies.is_empty()

@@ -85,7 +85,7 @@ impl<B: Backend> Worker<B> {
             self.send_stats();
             match self.wait_for_command() {
                 Ok(command) => {
-                    if !self.obey(command) {
+                    if !self.handle(command) {
                         return false;
                     }
                 }
@@ -95,7 +95,7 @@ impl<B: Backend> Worker<B> {
             }
         }
         while let Ok(command) = self.commands.try_recv() {
-            if !self.obey(command) {
+            if !self.handle(command) {
                 return false;
             }
         }
@@ -110,7 +110,7 @@ impl<B: Backend> Worker<B> {
         self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
     }
 
-    fn obey(&mut self, command: Command) -> bool {
+    fn handle(&mut self, command: Command) -> bool {
         match command {
             Command::Submit(submitted) => self.core.submit(*submitted),
             Command::Cancel(id) => self.core.cancel(id),

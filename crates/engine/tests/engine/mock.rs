@@ -159,7 +159,7 @@ impl TokenFilter for Only {
 }
 
 #[test]
-fn filters_are_obeyed() {
+fn filters_are_applied() {
     let engine = mock();
     let options = GenerateOptions { n: 2, max_tokens: Some(5), ..GenerateOptions::default() };
     let request = Request { filter: Some(Box::new(Only(3))), ..Request::new([1], options) };

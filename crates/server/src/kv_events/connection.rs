@@ -41,7 +41,7 @@ pub(super) async fn subscriber(mut stream: TcpStream, hub: Arc<Hub>) -> io::Resu
     let (subscriber, messages) = hub.subscribe();
     let (reader, writer) = stream.split();
     let ended = tokio::select! {
-        ended = hear(BufReader::new(reader), &subscriber) => ended,
+        ended = read_frames(BufReader::new(reader), &subscriber) => ended,
         ended = send(writer, &subscriber, messages) => ended,
     };
     hub.unsubscribe(&subscriber);
@@ -51,11 +51,14 @@ pub(super) async fn subscriber(mut stream: TcpStream, hub: Arc<Hub>) -> io::Resu
     }
 }
 
-async fn hear(mut reader: impl tokio::io::AsyncRead + Unpin, subscriber: &Subscriber) -> io::Result<()> {
+async fn read_frames(
+    mut reader: impl tokio::io::AsyncRead + Unpin,
+    subscriber: &Subscriber,
+) -> io::Result<()> {
     loop {
         match zmtp::read(&mut reader).await? {
             Incoming::Message(frames) => {
-                if !frames.first().is_none_or(|frame| subscriber.hear(frame)) {
+                if !frames.first().is_none_or(|frame| subscriber.change_topics(frame)) {
                     return Err(io::Error::other("it has too many topics"));
                 }
             }

@@ -119,7 +119,7 @@ impl Subscriber {
 
     /// Takes a subscriber's message: 1 and a topic to subscribe to, or 0 and one to unsubscribe from. It is false if
     /// there are too many topics.
-    pub(super) fn hear(&self, message: &[u8]) -> bool {
+    pub(super) fn change_topics(&self, message: &[u8]) -> bool {
         let mut topics = lock(&self.topics);
         match message.split_first() {
             Some((1, topic)) if topics.len() < TOPICS => topics.push(topic.to_vec()),
@@ -162,7 +162,7 @@ mod tests {
         let hub = Hub::new("kv");
         let (slow, mut messages) = hub.subscribe();
         let (other, _unread) = hub.subscribe();
-        assert!(slow.hear(b"\x01k") && other.hear(b"\x01elsewhere"));
+        assert!(slow.change_topics(b"\x01k") && other.change_topics(b"\x01elsewhere"));
         let payload = vec![0; 1 << 20];
         for _ in 0..100 {
             hub.send(&payload);
@@ -191,9 +191,11 @@ mod tests {
         let hub = Hub::new("");
         let (subscriber, _messages) = hub.subscribe();
         assert!(!subscriber.wants(b""));
-        assert!(subscriber.hear(b"\x01") && subscriber.wants(b""));
-        assert!(subscriber.hear(b"\x00") && !subscriber.wants(b""));
-        assert!(subscriber.hear(b"") && subscriber.hear(b"\x02x"));
-        assert!((0..TOPICS).all(|_| subscriber.hear(b"\x01a")) && !subscriber.hear(b"\x01a"));
+        assert!(subscriber.change_topics(b"\x01") && subscriber.wants(b""));
+        assert!(subscriber.change_topics(b"\x00") && !subscriber.wants(b""));
+        assert!(subscriber.change_topics(b"") && subscriber.change_topics(b"\x02x"));
+        assert!(
+            (0..TOPICS).all(|_| subscriber.change_topics(b"\x01a")) && !subscriber.change_topics(b"\x01a")
+        );
     }
 }

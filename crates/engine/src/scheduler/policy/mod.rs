@@ -56,7 +56,7 @@ enum Phase {
 
 /// A kind of work that is ready to be described by [`Policy::plan`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Step {
+pub(crate) enum StepKind {
     Seal,
     Demote,
     Decode,
@@ -69,7 +69,7 @@ pub(crate) enum Step {
 
 /// What a search for prompt work led to.
 enum Choice {
-    Step(Step),
+    Step(StepKind),
     /// Something changed: look again from the start.
     Again,
     Nothing,
@@ -243,26 +243,26 @@ impl Policy {
     }
 
     /// What is to be done next in this turn. It must be carried out and its outcome reported before this is called again.
-    pub(crate) fn next_step(&mut self) -> Option<Step> {
+    pub(crate) fn next_step(&mut self) -> Option<StepKind> {
         loop {
             if self.demotion.is_some() {
-                return Some(Step::Demote);
+                return Some(StepKind::Demote);
             }
             if self.has_seals_to_do() {
-                return Some(Step::Seal);
+                return Some(StepKind::Seal);
             }
             if self.can_release() {
-                return Some(Step::Release);
+                return Some(StepKind::Release);
             }
             if !self.starting.is_empty() {
-                return Some(Step::SampleFirst);
+                return Some(StepKind::SampleFirst);
             }
             match self.phase {
                 Phase::Decode => {
                     if self.reserve_tokens() {
                         self.phase = Phase::Prefill;
                         if !self.running.is_empty() {
-                            return Some(Step::Decode);
+                            return Some(StepKind::Decode);
                         }
                     }
                 }
@@ -277,16 +277,16 @@ impl Policy {
     }
 
     /// The details of a step that [`Self::next_step`] has just chosen.
-    pub(crate) fn plan(&self, step: Step) -> StepPlan<'_> {
+    pub(crate) fn plan(&self, step: StepKind) -> StepPlan<'_> {
         match step {
-            Step::Seal => StepPlan::Seal(self.pages_to_seal()),
-            Step::Demote => StepPlan::Demote(self.pages_to_demote()),
-            Step::Decode => StepPlan::Decode(self.decode_plan()),
-            Step::StartExtension => StepPlan::StartExtension(self.extension_plan()),
-            Step::Chunk => StepPlan::PrefillChunk(self.chunk_plan()),
-            Step::Batch => StepPlan::PrefillBatch(self.batch_plan()),
-            Step::SampleFirst => StepPlan::SampleFirst(self.first_tokens()),
-            Step::Release => StepPlan::ReleasePrefill,
+            StepKind::Seal => StepPlan::Seal(self.pages_to_seal()),
+            StepKind::Demote => StepPlan::Demote(self.pages_to_demote()),
+            StepKind::Decode => StepPlan::Decode(self.decode_plan()),
+            StepKind::StartExtension => StepPlan::StartExtension(self.extension_plan()),
+            StepKind::Chunk => StepPlan::PrefillChunk(self.chunk_plan()),
+            StepKind::Batch => StepPlan::PrefillBatch(self.batch_plan()),
+            StepKind::SampleFirst => StepPlan::SampleFirst(self.first_tokens()),
+            StepKind::Release => StepPlan::ReleasePrefill,
         }
     }
 

@@ -15,7 +15,7 @@ use super::super::plan::{AnswerId, BatchPlan, ChunkPlan, Decision, ExtensionPlan
 use super::super::segment::demoted_at;
 use super::publication::{AfterPublication, seal_page};
 use super::request::Waiting;
-use super::{Choice, Policy, Rules, Step};
+use super::{Choice, Policy, Rules, StepKind};
 use crate::error::EngineError;
 
 /// A request whose tokens are being computed.
@@ -121,7 +121,7 @@ impl Policy {
             return Choice::Nothing;
         }
         if self.prefill.is_none() && self.gather_batch() {
-            return Choice::Step(Step::Batch);
+            return Choice::Step(StepKind::Batch);
         }
         let Some(mut prefill) = self.prefill.take().or_else(|| self.admit()) else { return Choice::Nothing };
         if prefill.work.is_none() {
@@ -161,7 +161,7 @@ impl Policy {
             self.allowance = self.allowance.saturating_sub(rows);
         }
         self.prefill = Some(prefill);
-        Choice::Step(if started { Step::Chunk } else { Step::StartExtension })
+        Choice::Step(if started { StepKind::Chunk } else { StepKind::StartExtension })
     }
 
     /// Takes the pages of the next extension of a prompt; false if all its tokens are in the cache.
