@@ -6,7 +6,11 @@
 //! each other by index, so memo references, shared objects and even cycles need no recursion, and dropping
 //! them is flat too.
 
+mod value;
+
 use std::collections::HashMap;
+
+pub(crate) use value::{Element, PickleDocument, PickleValue, TensorStorage, TensorView, ValueId};
 
 /// Most values one pickle may build; a file of 1024 layers needs about 50 000.
 const VALUE_LIMIT: usize = 1 << 20;
@@ -41,82 +45,7 @@ pub enum PickleError {
     TooLarge { what: &'static str, limit: usize },
 }
 
-/// Element type of a stored tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Element {
-    F32,
-    F64,
-    F16,
-    Bf16,
-}
-
-impl Element {
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Element::F64 => 8,
-            Element::F32 => 4,
-            Element::F16 | Element::Bf16 => 2,
-        }
-    }
-}
-
-/// Bytes of a tensor that lie in another member of the archive.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct TensorStorage {
-    pub(crate) key: String,
-    pub(crate) element: Element,
-    pub(crate) elements: usize,
-}
-
-/// A strided view of a storage.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct TensorView {
-    pub(crate) storage: TensorStorage,
-    pub(crate) offset: usize,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) strides: Vec<usize>,
-}
-
-/// Index of a value in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ValueId(u32);
-
-/// A value that a pickle can describe.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum PickleValue {
-    None,
-    Bool(bool),
-    Integer(i64),
-    Float(f64),
-    Text(String),
-    Tuple(Vec<ValueId>),
-    List(Vec<ValueId>),
-    Dictionary(Vec<(ValueId, ValueId)>),
-    RebuildTensor,
-    OrderedDictionary,
-    StorageType(Element),
-    TensorStorage(TensorStorage),
-    Tensor(TensorView),
-}
-
-/// The object a pickle describes.
-#[derive(Debug)]
-pub(crate) struct PickleDocument {
-    values: Vec<PickleValue>,
-    root: ValueId,
-}
-
-impl PickleDocument {
-    pub(crate) fn root(&self) -> &PickleValue {
-        self.get(self.root)
-    }
-
-    pub(crate) fn get(&self, id: ValueId) -> &PickleValue {
-        &self.values[id.0 as usize]
-    }
-}
-
-/// Interprets a pickle.
+/// Reads a pickle to its end.
 pub(crate) fn parse(bytes: &[u8]) -> Result<PickleDocument, PickleError> {
     let mut machine = PickleInterpreter {
         bytes,
