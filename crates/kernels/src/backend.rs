@@ -1,12 +1,11 @@
-//! The door between a forward pass and a device.
+//! What a forward pass asks of a device.
 //!
 //! The operations are as large as a device can fuse: a norm with the projections that follow it, QK-norm with
 //! RoPE and the cache write, a whole gated MLP. Weights, activations and page pools are the backend's own types,
-//! so nothing crosses the door per layer but descriptors. Tables that hold for a whole step (positions, page
+//! so a layer hands over nothing but descriptors. Tables that hold for a whole step (positions, page
 //! tables, rotary angles) are prepared once in [`Backend::begin_step`].
 
 mod cache;
-mod error;
 mod layers;
 mod sampling;
 
@@ -16,15 +15,15 @@ use std::sync::Arc;
 use oscar_codec::{ExactSlot, HostCopy};
 
 pub use cache::{Batch, CacheSpec, HighSpec, HostSlots, SealPage, SealedRows, SealedSpec, SequenceRows};
-pub use error::KernelError;
-pub(crate) use error::expect;
 pub use layers::{
-    Activation, AttentionSpec, ExpertBiases, Feature, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
+    Activation, AttentionSpec, ExpertBiases, GatedMlp, Linear, RmsNorm, Rope, RopeLayout, RoutedMlp,
     SharedExpert,
 };
 pub use sampling::{Draw, LogitChange, Sampled, Sampling};
 
 use crate::dtype::DType;
+pub(crate) use crate::error::expect;
+pub use crate::error::{Feature, KernelError};
 use crate::quant::fp8::BlockScales;
 
 /// Bytes owned by somebody else (a file mapping, a vector), shared without a copy.

@@ -3,7 +3,7 @@
 //! A router is a projection to one number per expert. [`Routing::choose`] turns these numbers into scores, picks the best
 //! experts and weighs them. Between equal scores the expert with the lower number wins.
 
-use crate::backend::KernelError;
+use crate::error::KernelError;
 
 /// Added to the sum that weights are divided by, so that scores which are all zero stay zero.
 const SMALLEST_SUM: f32 = 1e-20;

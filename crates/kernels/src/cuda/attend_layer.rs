@@ -10,7 +10,7 @@ use super::backend::{CudaBackend, CudaBuffer};
 use super::cache::CudaCache;
 use super::outputs::LayerSinks;
 use super::prefill::{PlannedRows, PrefillPools};
-use super::step::DecodeTables;
+use super::step_tables::DecodeTables;
 use crate::backend::{AttentionSpec, KernelError};
 
 impl CudaBackend {

@@ -10,10 +10,10 @@ use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig};
 
 use super::device::{Device, launch_overlapping};
-use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::plan::{DecodeSequence, Plan, PlanShape, Split};
 use super::tuning::{DecodeShape, SharedMemory, Tuning};
+use crate::error::CudaError;
 
 /// What memory for results of parts is called in errors.
 const PARTIALS: &str = "partial results of attention";
@@ -27,7 +27,7 @@ pub struct PoolView<'a> {
     pub first: usize,
     /// Where the layer's part of the first slot lies.
     pub offset: usize,
-    /// From one slot to the next.
+    /// Bytes from one slot to the next.
     pub stride: usize,
     /// Pages that hold one layer, whose slots follow those of the pool.
     pub scratch: Option<ScratchView<'a>>,
@@ -40,7 +40,7 @@ pub struct ScratchView<'a> {
     pub memory: &'a CudaSlice<u8>,
     /// The first slot that lies here.
     pub first: usize,
-    /// From one slot to the next.
+    /// Bytes from one slot to the next.
     pub stride: usize,
 }
 
@@ -123,7 +123,7 @@ pub struct DevicePlan {
 }
 
 impl DevicePlan {
-    /// The tables.
+    /// The tables of a step.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -144,7 +144,7 @@ impl DevicePlan {
     }
 }
 
-/// The kernel's argument.
+/// What the kernel is launched with, field by field as in its source.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -201,7 +201,7 @@ impl DecodeAttention {
         Self::with_layouts(device, shape, &shape.layouts(memory)?)
     }
 
-    /// With a layout of one's own choice.
+    /// The kernel with a layout of warps and stages that the caller chooses.
     pub fn with_tuning(
         device: &Arc<Device>,
         shape: DecodeShape,

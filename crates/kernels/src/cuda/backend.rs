@@ -8,16 +8,17 @@ use oscar_codec::{CodecError, ExactSlot, HostCopy, PageLayout};
 
 use super::cache::CudaCache;
 use super::device::Device;
-use super::error::CudaError;
 use super::graphs::{self, Next};
+use super::operands::{Ends, GatedBlock, Input, InputSource, Output, OutputNorm, Projection, RoutedBlock};
 use super::plan::Split;
 use super::prefill::{PlannedRows, PrefillPools};
-use super::products::{Ends, GatedBlock, Input, InputSource, Output, OutputNorm, Products, Projection};
+use super::products::Products;
 use super::readings::HIGH;
-use super::routed::{Experts, RoutedBlock};
+use super::routed::Experts;
 use super::sample::{CudaDraws, Sampler};
 use super::seal::SealPools;
-use super::step::{CudaStep, StepTables, WindowTables, lock};
+use super::step::CudaStep;
+use super::step_tables::{StepTables, WindowTables, lock};
 use super::weights::{CudaExperts, CudaWeight, WeightLoader, bytes_of_numbers};
 use super::write::{HeadNorm, HeadNorms, StepRows, WritePools};
 use crate::backend::{
@@ -25,6 +26,7 @@ use crate::backend::{
     Linear, RmsNorm, Rope, RoutedMlp, Sampling, SealPage, StoredMatrix, expect,
 };
 use crate::dtype::DType;
+use crate::error::CudaError;
 
 /// Pages of a segment where results must not depend on the batch.
 const FIXED_PAGES: usize = 16;
@@ -52,7 +54,7 @@ pub struct CudaBuffer {
 }
 
 impl CudaBuffer {
-    /// Columns.
+    /// The number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
@@ -81,7 +83,7 @@ impl CudaBackend {
         })
     }
 
-    /// The card.
+    /// The card that it works on.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }

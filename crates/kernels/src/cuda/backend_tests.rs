@@ -4,8 +4,8 @@ use oscar_codec::{BandLayout, CodeLayout, Fp8Layout, PageLayout};
 
 use super::compile::{OPTIONS, Source};
 use super::prefill::Products;
+use super::tile_kind::TileKind;
 use super::tuning::DecodeShape;
-use super::weights::TileKind;
 use super::{experts_few, multiply, norm, outputs, prefill, routed, sample, weights};
 
 /// `OSCAR_WRITE=1` writes the file.

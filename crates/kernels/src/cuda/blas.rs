@@ -8,7 +8,7 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 
 use super::device::Device;
-use super::error::CudaError;
+use crate::error::CudaError;
 
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;

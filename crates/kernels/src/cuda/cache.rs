@@ -13,15 +13,15 @@ use oscar_codec::{HeadIndex, KvGeometry, PAGE_TOKENS, PageCodec, PageLayout, Sid
 
 use super::attention::{DecodeAttention, PoolView, ScratchView, ValueTransform};
 use super::device::Device;
-use super::error::CudaError;
 use super::host::HostPages;
 use super::prefill::{PrefillAttention, PrefillPools};
 use super::readings::Readings;
 use super::seal::PageSealer;
-use super::step::SpareTables;
+use super::step_tables::SpareTables;
 use super::tuning::DecodeShape;
 use super::write::RowWriter;
 use crate::backend::{CacheSpec, HostSlots};
+use crate::error::CudaError;
 
 /// Page pools on the card.
 pub struct CudaCache {
@@ -148,7 +148,7 @@ impl CudaCache {
         })
     }
 
-    /// Sizes and formats.
+    /// The sizes and page formats that the cache was made with.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }

@@ -9,10 +9,9 @@ use std::fmt::Write;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use crate::error::CudaError;
 use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
-
-use super::error::CudaError;
 
 /// Options of kernels whose results are compared with a tolerance. `configurations.json` has the same, for the check
 /// without a card.
@@ -39,7 +38,7 @@ pub struct Source {
     pub name: String,
     /// Files by name with their text, in the order in which they are compiled as one.
     pub texts: Vec<(&'static str, &'static str)>,
-    /// Macros.
+    /// Macros that are defined for the compiler, with their values.
     pub defines: Vec<(&'static str, usize)>,
     /// Whether results are defined to the bit: [`EXACT_OPTIONS`] instead of [`OPTIONS`].
     pub exact: bool,

@@ -13,7 +13,7 @@ use cudarc::driver::{
 use cudarc::nvrtc::Ptx;
 
 use super::compile::Source;
-use super::error::CudaError;
+use crate::error::CudaError;
 
 /// An open card with one stream that all work goes to.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl Device {
         Ok(version)
     }
 
-    /// Multiprocessors.
+    /// The number of multiprocessors.
     pub fn multiprocessors(&self) -> usize {
         self.multiprocessors
     }
@@ -178,7 +178,7 @@ impl Device {
         Ok(())
     }
 
-    /// Zeroed memory.
+    /// Allocates memory full of zeros.
     pub fn zeroed(&self, bytes: usize) -> Result<CudaSlice<u8>, CudaError> {
         Ok(self.stream.alloc_zeros(bytes.max(1))?)
     }

@@ -6,12 +6,12 @@ use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfi
 
 use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, OWN_MEMORY, launch_overlapping};
-use super::error::CudaError;
 use super::multiply::{Multiply, Rings, SourceArguments, WARPS};
-use super::products::{GatedBlock, Input};
-use super::routed::{RoutedBlock, gate_settings};
-use super::weights::{CudaExperts, CudaWeight, TILE_COLUMNS, TILE_ROWS, TileKind};
+use super::operands::{GatedBlock, Input, RoutedBlock, gate_settings};
+use super::tile_kind::{TILE_COLUMNS, TILE_ROWS, TileKind};
+use super::weights::{CudaExperts, CudaWeight};
 use crate::backend::KernelError;
+use crate::error::CudaError;
 
 /// Rows for which it is made.
 const MOST_ROWS: usize = 4;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
 use cudarc::driver::{CudaGraph, CudaStream};
 
-use super::error::CudaError;
 use crate::backend::KernelError;
+use crate::error::CudaError;
 
 /// Recordings that are kept for one set of tables.
 const MOST: usize = 16;
@@ -43,7 +43,7 @@ unsafe impl Send for Replay {}
 pub(super) enum Next {
     /// Nothing: it was replayed.
     Done,
-    /// Run it.
+    /// Run the recording that there is.
     Run,
     /// Run it while it is recorded.
     Record,

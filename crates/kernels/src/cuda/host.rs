@@ -9,7 +9,7 @@ use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, result};
 use oscar_codec::HostSlot;
 
 use super::device::Device;
-use super::error::CudaError;
+use crate::error::CudaError;
 
 /// Pages of one size in pinned memory.
 pub(super) struct HostPages {

@@ -7,12 +7,12 @@ use oscar_codec::{ExactSlot, KvGeometry, PAGE_TOKENS, PageLayout, SealedSlot, Si
 
 use super::backend::{CudaBackend, CudaBuffer};
 use super::cache::CudaCache;
-use super::error::CudaError;
 use super::page_order::PageOrder;
 use super::prefill::{PlannedRows, PrefillPools};
 use super::step::{CudaStep, prefill_sequences};
 use super::weights::CudaWeight;
 use crate::backend::{AttentionSpec, KernelError, expect};
+use crate::error::CudaError;
 use crate::inspect::{Inspect, KvRows, StandIn};
 use crate::sequence::StepSequence;
 

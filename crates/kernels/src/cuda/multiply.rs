@@ -10,11 +10,11 @@ use cudarc::driver::{
 
 use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, OWN_MEMORY, launch_overlapping};
-use super::error::CudaError;
-use super::products::{Ends, Input, InputSource, Output, Projection};
+use super::operands::{Ends, Input, InputSource, Output, Projection, activation_number};
+use super::tile_kind::{TILE_COLUMNS, TILE_ROWS, TileKind};
 use super::unpacked::Unpacked;
-use super::weights::{TILE_COLUMNS, TILE_ROWS, TileKind};
 use crate::backend::{Activation, KernelError};
+use crate::error::CudaError;
 
 /// Rows of a launch, at most.
 pub(super) const MOST_ROWS: usize = 64;
@@ -246,7 +246,7 @@ impl Multiply {
         })
     }
 
-    /// The card.
+    /// The card that it works on.
     pub(super) fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -445,17 +445,6 @@ impl Multiply {
         };
         // SAFETY: shapes were checked, activations were packed for as many rows, and scratch is as large as the kernel uses.
         Ok(unsafe { launch_overlapping(&self.device, &function, config, &arguments) }?)
-    }
-}
-
-/// What the kernels call an activation, where it has no settings.
-pub(super) fn activation_number(activation: Activation) -> Result<i32, CudaError> {
-    match activation {
-        Activation::Silu => Ok(0),
-        Activation::GeluTanh => Ok(1),
-        Activation::ClampedSwiglu { .. } => {
-            Err(CudaError::Unsupported("clamped activations outside of experts".into()))
-        }
     }
 }
 

@@ -8,12 +8,12 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 
 use super::compile::{Source, texts};
 use super::device::{Device, launch_overlapping};
-use super::error::CudaError;
+use crate::error::CudaError;
 
 /// Threads of a block, as the source says.
 const THREADS: usize = 256;
 
-/// The kernels.
+/// The source of the kernels.
 pub(super) fn source() -> Source {
     Source { name: "norms".into(), texts: texts!["norm.cu"], defines: Vec::new(), exact: false }
 }

@@ -7,13 +7,13 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 use super::attention::ValueTransform;
 use super::compile::{Source, texts};
 use super::device::{Device, launch};
-use super::error::CudaError;
 use super::tuning::DecodeShape;
+use crate::error::CudaError;
 
 /// Rows of a block, as the source says.
 const VECTORS: usize = 16;
 
-/// The kernel.
+/// The source of the kernel.
 pub(super) fn source(head_dim: usize) -> Source {
     let texts = texts!["undo.cu"];
     let defines = vec![("HEAD_DIM", head_dim)];

@@ -6,10 +6,9 @@
 
 use std::ops::Range;
 
+use crate::error::CudaError;
 use bytemuck::{Pod, Zeroable};
 use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
-
-use super::error::CudaError;
 
 /// Partial results of one unit, at most: the merge holds a factor for each in shared memory.
 pub(crate) const MOST_PARTIALS: usize = 256;
@@ -32,11 +31,11 @@ pub struct Segment {
     pub kind: i32,
     /// Row of the batch.
     pub sequence: i32,
-    /// KV head.
+    /// The KV head that is read.
     pub head: i32,
     /// First query head of the group.
     pub first_row: i32,
-    /// Query heads.
+    /// The number of query heads that read it.
     pub rows: i32,
     /// First tile, counted over tiles of this kind.
     pub begin: i32,
@@ -111,7 +110,7 @@ pub enum Split {
 /// What a plan needs to know of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanShape {
-    /// KV heads.
+    /// The number of KV heads.
     pub kv_heads: usize,
     /// Query heads per KV head.
     pub group: usize,
@@ -136,11 +135,11 @@ pub struct PlanShape {
 pub struct Plan {
     /// The first segment of every block, then all others. A block without work has one of unit -1.
     pub segments: Vec<Segment>,
-    /// Partial results.
+    /// The number of partial results.
     pub partials: usize,
     /// First partial result of each unit, and the end.
     pub first_partial: Vec<i32>,
-    /// `[row][page]`: slots.
+    /// The slots of each sequence, `[row][page]`.
     pub table: Vec<i32>,
     /// Pages of a row of the table.
     pub table_width: usize,
@@ -160,7 +159,7 @@ struct Piece {
 }
 
 impl Plan {
-    /// Cuts a batch.
+    /// Cuts a batch into segments.
     pub fn new(shape: &PlanShape, split: Split, sequences: &[DecodeSequence<'_>]) -> Result<Plan, CudaError> {
         let mut plan = Plan::default();
         let pages = sequences.iter().map(|sequence| sequence.exact.len()).max().unwrap_or(0);

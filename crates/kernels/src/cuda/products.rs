@@ -10,86 +10,12 @@ use cudarc::driver::CudaSlice;
 
 use super::blas::{Blas, DenseProduct};
 use super::device::Device;
-use super::error::CudaError;
 use super::multiply::{Format, MOST_MATRICES, MOST_ROWS, Multiply, Scratch};
 use super::norm::Norms;
-use super::weights::{CudaWeight, WeightLoader};
-use crate::backend::{Activation, KernelError, expect};
-
-/// What is multiplied.
-#[derive(Clone, Copy)]
-pub(super) struct Input<'a> {
-    /// `[row][stride]`.
-    pub(super) x: &'a CudaSlice<f32>,
-    /// From one row to the next.
-    pub(super) stride: usize,
-    /// Rows.
-    pub(super) rows: usize,
-    /// Numbers of a row that are multiplied.
-    pub(super) columns: usize,
-    /// What happens to a row first.
-    pub(super) source: InputSource<'a>,
-}
-
-/// What happens to a row before it is multiplied.
-#[derive(Clone, Copy)]
-pub(super) enum InputSource<'a> {
-    /// A root-mean-square norm; `indices` names the rows where they are not the first ones.
-    Normed { gain: &'a CudaSlice<f32>, epsilon: f32, indices: Option<&'a CudaSlice<u32>> },
-    /// `activation(first half) * second half`.
-    Gated(Activation),
-    /// Nothing.
-    Plain,
-}
-
-/// A matrix, its bias, and where its outputs begin in a row of results.
-#[derive(Clone, Copy)]
-pub(super) struct Projection<'a> {
-    pub(super) weight: &'a CudaWeight,
-    pub(super) bias: Option<&'a CudaSlice<f32>>,
-    pub(super) first_column: usize,
-    /// Whether the matrix is kept unpacked, because other chunks of a prompt need it next. A recorded step must unpack what it
-    /// multiplies with itself: nobody sees what its replays leave where.
-    pub(super) kept: bool,
-}
-
-/// Where results go.
-pub(super) struct Output<'a> {
-    /// `[row][stride]`.
-    pub(super) out: &'a mut CudaSlice<f32>,
-    /// From one row to the next.
-    pub(super) stride: usize,
-    /// What happens to results.
-    pub(super) ends: Ends,
-}
-
-/// What happens to the results of a product.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) enum Ends {
-    /// They are stored.
-    Set,
-    /// The same, and later launches may read the inputs of this one before they wait for it.
-    SetLate,
-    /// They are added to what is there.
-    Add,
-    /// `activation(first matrix) * second matrix` is stored.
-    Gate(Activation),
-}
-
-/// The three matrices of a gated feed-forward block.
-pub(super) struct GatedBlock<'a> {
-    pub(super) activation: Activation,
-    pub(super) gate: Projection<'a>,
-    pub(super) up: Projection<'a>,
-    pub(super) down: Projection<'a>,
-}
-
-/// A norm of what a block adds to the hidden rows.
-#[derive(Clone, Copy)]
-pub(super) struct OutputNorm<'a> {
-    pub(super) gain: &'a CudaSlice<f32>,
-    pub(super) epsilon: f32,
-}
+use super::operands::{Ends, GatedBlock, Input, InputSource, Output, OutputNorm, Projection};
+use super::weights::WeightLoader;
+use crate::backend::{KernelError, expect};
+use crate::error::CudaError;
 
 /// The products of one card.
 pub(super) struct Products {

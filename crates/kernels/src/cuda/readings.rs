@@ -14,7 +14,7 @@ pub(super) const HIGH: usize = 1;
 /// What a launch of attention reads: history of one format of the sequences of one tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reading {
-    /// [`OWN`] or [`HIGH`].
+    /// Which codec sealed the pages: [`OWN`] or [`HIGH`].
     pub(super) tier: usize,
     /// Which of the formats.
     pub(super) format: usize,

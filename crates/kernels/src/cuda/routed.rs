@@ -9,13 +9,15 @@ use cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DevicePtrMut, DeviceRep
 
 use super::compile::{Source, texts};
 use super::device::{Device, KernelVersions, launch_overlapping};
-use super::error::CudaError;
 use super::experts_few::{Call, FewExperts, MOST_CHOICES};
-use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, activation_number, result_bytes};
-use super::products::{Ends, GatedBlock, Input, InputSource, Output, Products, Projection};
-use super::weights::{CudaExperts, TILE_COLUMNS, TILE_ROWS, TileKind, WeightLoader};
+use super::multiply::{Format, Multiply, Rings, Scratch, WARPS, result_bytes};
+use super::operands::{Ends, GatedBlock, Input, InputSource, Output, RoutedBlock, gate_settings};
+use super::products::Products;
+use super::tile_kind::{TILE_COLUMNS, TILE_ROWS, TileKind};
+use super::weights::{CudaExperts, WeightLoader};
 use crate::backend::{Activation, KernelError, expect};
-use crate::routing::{Routing, Scores};
+use crate::error::CudaError;
+use crate::routing::Scores;
 
 /// Rows of a job in eights: for decode steps, and for prompts.
 pub(super) const COLUMN_TILES: [usize; 2] = [1, 8];
@@ -107,19 +109,6 @@ struct CombineArguments {
 }
 // SAFETY: plain numbers in the order of the kernel's `CombineArguments`.
 unsafe impl DeviceRepr for CombineArguments {}
-
-/// The experts of a layer and what chooses them.
-pub(super) struct RoutedBlock<'a> {
-    pub(super) router: Projection<'a>,
-    pub(super) correction: Option<&'a CudaSlice<f32>>,
-    pub(super) routing: &'a Routing,
-    pub(super) gate: &'a CudaExperts,
-    pub(super) up: &'a CudaExperts,
-    pub(super) down: &'a CudaExperts,
-    pub(super) activation: Activation,
-    /// What experts add: to gates, to what these multiply, and to the results.
-    pub(super) biases: Option<[&'a CudaSlice<f32>; 3]>,
-}
 
 /// What the chosen experts multiply with: a gate and what it multiplies, or one matrix.
 #[derive(Clone, Copy)]
@@ -404,14 +393,6 @@ impl Experts {
         // SAFETY: choices and products are those of as many rows.
         Ok(unsafe { launch_overlapping(&self.device, &self.combine, config, &arguments) }?)
     }
-}
-
-/// The number of an activation of gates, and what it is told.
-pub(super) fn gate_settings(activation: Activation) -> Result<(i32, f32, f32), CudaError> {
-    Ok(match activation {
-        Activation::ClampedSwiglu { alpha, limit } => (2, alpha, limit),
-        plain => (activation_number(plain)?, 0.0, 0.0),
-    })
 }
 
 /// Rows of a job in eights, where so many rows are routed.

@@ -5,8 +5,8 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use oscar_codec::{ExactSlot, PAGE_TOKENS, SealedSlot};
 
-use super::error::CudaError;
 use super::plan::cover;
+use crate::error::CudaError;
 
 /// Neighbouring rows of one sequence; the kernel's `Item`.
 #[repr(C)]
@@ -41,7 +41,7 @@ impl Item {
 pub struct PrefillSequence<'a> {
     /// Row of the batch of the first one; they ascend, and what becomes of rows between them is not the plan's matter.
     pub first_row: usize,
-    /// Its position.
+    /// The position of the first row.
     pub start: usize,
     /// Slots of bf16 pages, up to the page of the last row.
     pub exact: &'a [Option<ExactSlot>],

@@ -12,9 +12,9 @@ use cudarc::driver::{
 
 use super::compile::{Source, texts};
 use super::device::{Device, launch};
-use super::error::CudaError;
-use super::step::lock;
+use super::step_tables::lock;
 use crate::backend::{Draw, KernelError, LogitChange, Sampled, Sampling};
+use crate::error::CudaError;
 use crate::sampling::{self, Survey};
 
 /// Logits of a row that there is room for in a list.
@@ -25,7 +25,7 @@ const MOST_CHANGED: usize = 64;
 const USUAL: usize = 256;
 const NONE: u32 = u32::MAX;
 
-/// The kernel.
+/// The source of the kernel.
 pub(super) fn source() -> Source {
     let texts = texts!["tiles.cu", "sample.cu"];
     Source { name: "sampling".into(), texts, defines: Vec::new(), exact: false }
@@ -118,7 +118,7 @@ struct Memory {
 struct Answers {
     results: PinnedHostSlice<u8>,
     lists: PinnedHostSlice<u32>,
-    /// Both are there.
+    /// Happens when both have arrived.
     there: CudaEvent,
 }
 

@@ -3,22 +3,19 @@
 //! Decode steps come one after the other and are alike, so their tables stay where they are: a step that is over gives them
 //! back to its cache, and with them the recordings of its launches.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
-use cudarc::driver::{CudaSlice, DevicePtr};
 use oscar_codec::PAGE_TOKENS;
 
-use super::attention::DevicePlan;
 use super::cache::CudaCache;
 use super::device::Device;
-use super::error::CudaError;
-use super::graphs::{Recordings, Signature};
 use super::plan::{DecodeSequence, Split};
-use super::prefill::PrefillPlan;
 use super::readings::{HIGH, OWN, Reading};
 use super::row_blocks::PrefillSequence;
-use super::write::{RowTarget, StepRows};
+use super::step_tables::{DecodeTables, PrefillTables, SpareTables, StepTables, WindowTables, lock};
+use super::write::RowTarget;
 use crate::backend::{Batch, KernelError, Rope};
+use crate::error::CudaError;
 use crate::sequence::{StepSequence, step_sequences};
 
 /// The tables of one step.
@@ -30,102 +27,6 @@ pub struct CudaStep {
     /// Taken only when the step ends.
     tables: Option<StepTables>,
     spare: SpareTables,
-}
-
-/// What kernels read of a step.
-pub(super) enum StepTables {
-    /// One row of every sequence.
-    Decode(Box<Mutex<DecodeTables>>),
-    /// Several rows of some.
-    Prefill(Box<PrefillTables>),
-}
-
-/// The tables of a step with several rows of a sequence.
-pub(super) struct PrefillTables {
-    pub(super) tokens: CudaSlice<u32>,
-    pub(super) targets: StepRows,
-    /// Of each reading of the cache, if any rows have it.
-    pub(super) plans: Vec<Option<PrefillPlan>>,
-    pub(super) windows: Option<WindowTables>,
-}
-
-/// What layers with a window read of a step.
-pub(super) struct WindowTables {
-    pub(super) targets: StepRows,
-    pub(super) plan: PrefillPlan,
-}
-
-/// The tables of a decode step.
-pub(super) struct DecodeTables {
-    pub(super) tokens: CudaSlice<u32>,
-    pub(super) targets: StepRows,
-    plans: Vec<ReadingPlan>,
-    pub(super) windows: Option<WindowTables>,
-    pub(super) recordings: Recordings,
-}
-
-/// The plan of a reading in tables that many steps use.
-#[derive(Default)]
-struct ReadingPlan {
-    /// Made for the first step that has rows of the reading.
-    plan: Option<DevicePlan>,
-    /// Whether the step that is under way has any.
-    has_rows: bool,
-}
-
-impl DecodeTables {
-    /// Everything in the tables that a recording depends on.
-    pub(super) fn signature(&self, device: &Device) -> Signature {
-        let mut signature = vec![self.tokens.device_ptr(device.stream()).0];
-        signature.extend(self.targets.signature(device));
-        for reading in &self.plans {
-            signature.push(u64::from(reading.has_rows));
-            if let Some(plan) = reading.plan.as_ref().filter(|_| reading.has_rows) {
-                signature.extend(plan.signature(device));
-            }
-        }
-        if let Some(windows) = &self.windows {
-            signature.extend(windows.targets.signature(device));
-            signature.extend(windows.plan.signature(device));
-        }
-        signature
-    }
-
-    /// The plan of a reading, if any rows have it.
-    pub(super) fn plan(&mut self, reading: usize) -> Option<&mut DevicePlan> {
-        let ReadingPlan { plan, has_rows } = &mut self.plans[reading];
-        plan.as_mut().filter(|_| *has_rows)
-    }
-
-    /// Plans a step for all readings that its rows have.
-    fn replan(
-        &mut self,
-        cache: &CudaCache,
-        split: Split,
-        rows: &[Vec<DecodeSequence<'_>>; 2],
-    ) -> Result<(), CudaError> {
-        self.plans.resize_with(cache.readings.all.len(), ReadingPlan::default);
-        for (reading, held) in self.plans.iter_mut().enumerate() {
-            let rows = &rows[cache.readings.all[reading].tier];
-            held.has_rows = !rows.is_empty();
-            if rows.is_empty() {
-                continue;
-            }
-            let kernel = &cache.reader(reading).decode;
-            match &mut held.plan {
-                Some(plan) => kernel.replan(plan, split, rows)?,
-                None => held.plan = Some(kernel.plan(split, rows)?),
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Tables of decode steps that are over.
-pub(super) type SpareTables = Arc<Mutex<Vec<Box<Mutex<DecodeTables>>>>>;
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl CudaStep {
@@ -156,15 +57,15 @@ impl CudaStep {
                         drop(inner);
                         tables
                     }
-                    None => Box::new(Mutex::new(DecodeTables {
-                        tokens: device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?,
-                        targets: cache.writer.step(&targets, rope)?,
-                        plans: Vec::new(),
-                        windows: None,
-                        recordings: Recordings::default(),
-                    })),
+                    None => {
+                        let tokens = device.stream().clone_htod(&tokens).map_err(CudaError::Driver)?;
+                        Box::new(Mutex::new(DecodeTables::new(tokens, cache.writer.step(&targets, rope)?)))
+                    }
                 };
-                lock(&tables).replan(cache, split, &decode)?;
+                let passes = cache.readings.all.iter().enumerate();
+                let passes =
+                    passes.map(|(reading, of)| (&cache.reader(reading).decode, decode[of.tier].as_slice()));
+                lock(&tables).replan(split, passes)?;
                 StepTables::Decode(tables)
             }
             None => {

@@ -69,7 +69,7 @@ impl Unpacked {
 struct Places {
     places: Vec<Place>,
     most: usize,
-    /// Counts uses.
+    /// The number of uses so far, to find what was used longest ago.
     clock: u64,
 }
 

@@ -16,9 +16,9 @@ use oscar_codec::{
 
 use super::compile::{Source, texts};
 use super::device::{Device, launch_overlapping};
-use super::error::CudaError;
 use super::page_order::{PageOrder, Pages};
 use crate::backend::{Rope, RopeLayout};
+use crate::error::CudaError;
 
 /// Vectors of a thread: few rows are spread over more threads.
 pub(super) const PER_THREAD: [usize; 2] = [2, 8];
@@ -78,7 +78,7 @@ impl StepRows {
 
 /// The pools that rows are written to; see [`super::SealPools`].
 pub struct WritePools<'a> {
-    /// bf16 pages.
+    /// The pool of bf16 pages.
     pub exact: &'a mut CudaSlice<u8>,
     /// The number of bf16 slots; slots from this number on are scratch slots.
     pub exact_slots: usize,
@@ -89,7 +89,7 @@ pub struct WritePools<'a> {
 /// Gains and epsilon of a norm over heads.
 #[derive(Clone, Copy)]
 pub struct HeadNorm<'a> {
-    /// One per channel.
+    /// One factor per channel.
     pub gain: &'a CudaSlice<f32>,
     /// Added to the mean square.
     pub epsilon: f32,
@@ -98,13 +98,13 @@ pub struct HeadNorm<'a> {
 /// The norms of a layer.
 #[derive(Clone, Copy, Default)]
 pub struct HeadNorms<'a> {
-    /// Of queries.
+    /// The norm of queries, if they have one.
     pub queries: Option<HeadNorm<'a>>,
-    /// Of keys.
+    /// The norm of keys, if they have one.
     pub keys: Option<HeadNorm<'a>>,
 }
 
-/// The kernel's argument.
+/// What the kernel is launched with, field by field as in its source.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::backend::KernelError;
+use crate::error::KernelError;
 
 /// The number that a byte stands for.
 pub fn e4m3(byte: u8) -> f32 {

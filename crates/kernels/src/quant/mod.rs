@@ -1,4 +1,4 @@
-//! The scalar meaning of every stored weight type, the oracle for all fast paths.
+//! Every stored weight type decoded by plain loops, which all fast paths are compared with.
 //!
 //! A quantised element is `scale · code + offset`: `code` a small integer, `scale` and `offset` shared by a group of
 //! at least [`GROUP`] elements. [`block`] takes one block apart into these; [`dequantise`] multiplies them out.

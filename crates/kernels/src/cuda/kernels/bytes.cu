@@ -42,12 +42,12 @@ struct ByteCodes : SealedKeys<2, 0> {
   DEVICE void add(const u8* page, int, int lane) {
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES];
     u32 weights[SLICES][OPERANDS];
-    weigh(page, lane, probability, sum);
+    take_weights(page, lane, probability, sum);
     if (!pack(page, lane, probability, sum, offset, weights)) {
       // Zeros that the compiler does not know keep it from holding a tile in registers for what hardly ever happens.
       if (!raise(page + start[0], lane, probability, sum)) {
         choose_references(page + start[0], lane);
-        weigh(page + start[2], lane, probability, sum);
+        take_weights(page + start[2], lane, probability, sum);
       }
       // If this fails too, a logit is not a number, and neither will the total be.
       pack(page + start[2], lane, probability, sum, offset, weights);
@@ -62,7 +62,7 @@ struct ByteCodes : SealedKeys<2, 0> {
     dither = dither >= 0.125f ? dither - 0.125f : dither;
   }
 
-  DEVICE void weigh(const u8* page, int lane, float (&probability)[SLICES][LANE_TOKENS], float (&sum)[SLICES]) const {
+  DEVICE void take_weights(const u8* page, int lane, float (&probability)[SLICES][LANE_TOKENS], float (&sum)[SLICES]) const {
     score(page, lane, probability);
     #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++)

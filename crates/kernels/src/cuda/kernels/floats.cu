@@ -164,7 +164,7 @@ struct Floats {
         }
       }
     }
-    float shrink[ROW_TILES];
+    float rescale[ROW_TILES];
     bool changed = false;
     #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++) {
@@ -172,10 +172,10 @@ struct Floats {
       #pragma unroll
       for (int i = 1; i < LANE_TOKENS; i++) most = fmaxf(most, logit[tile][i]);
       const float larger = fmaxf(largest[tile], quad_max(most));
-      shrink[tile] = exp2_fast(largest[tile] - larger);
+      rescale[tile] = exp2_fast(largest[tile] - larger);
       changed |= larger > largest[tile];
       largest[tile] = larger;
-      total[tile] *= shrink[tile];
+      total[tile] *= rescale[tile];
       #pragma unroll
       for (int i = 0; i < LANE_TOKENS; i++) {
         logit[tile][i] = exp2_fast(logit[tile][i] - larger);
@@ -183,7 +183,7 @@ struct Floats {
       }
       if (FP8) {
         // The sums are in multiples of the bound: they shrink with it, not by themselves.
-        bound[tile] *= shrink[tile];
+        bound[tile] *= rescale[tile];
         float heaviest = 0.0f;
         #pragma unroll
         for (int i = 0; i < LANE_TOKENS; i++) {
@@ -192,7 +192,7 @@ struct Floats {
         }
         heaviest = quad_max(heaviest);
         const float now = heaviest > bound[tile] ? 1.25f * heaviest : bound[tile];
-        shrink[tile] = now > 1e-30f ? bound[tile] / now : 0.0f;
+        rescale[tile] = now > 1e-30f ? bound[tile] / now : 0.0f;
         changed |= now > bound[tile];
         bound[tile] = now;
         const float inverse = now > 1e-30f ? 1.0f / now : 0.0f;
@@ -204,7 +204,7 @@ struct Floats {
       #pragma unroll
       for (int i = 0; i < CHANNEL_TILES; i++)
         #pragma unroll
-        for (int e = 0; e < 4; e++) sums[i][e] *= shrink[e < 2 ? 0 : ROW_TILES - 1];
+        for (int e = 0; e < 4; e++) sums[i][e] *= rescale[e < 2 ? 0 : ROW_TILES - 1];
     }
     u32 weights[ROW_TILES][4] = {};
     #pragma unroll

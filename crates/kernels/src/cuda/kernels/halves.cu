@@ -40,9 +40,9 @@ struct HalfCodes : SealedKeys<BITS, 4> {
     u32 weights[GROUPS][COLUMNS][LANE_TOKENS];
     // Once more if references had to be chosen. A third time would help nobody: that is a logit that is not a number.
     // Zeros that the compiler does not know keep it from holding a tile in registers for what hardly ever happens.
-    if (!weigh(page, lane, weights)) {
+    if (!take_weights(page, lane, weights)) {
       choose_references(page + start[0], lane);
-      weigh(page + start[2], lane, weights);
+      take_weights(page + start[2], lane, weights);
     }
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) add_values(group, page + KEY_BYTES, lane, weights[group]);
@@ -50,7 +50,7 @@ struct HalfCodes : SealedKeys<BITS, 4> {
 
   // The weights of a tile as operands, for each group of channels; their sum and those of offsets are added to what the
   // segment has. False, and nothing added, if a weight of any query head does not fit.
-  DEVICE bool weigh(const u8* page, int lane, u32 (&weights)[GROUPS][COLUMNS][LANE_TOKENS]) {
+  DEVICE bool take_weights(const u8* page, int lane, u32 (&weights)[GROUPS][COLUMNS][LANE_TOKENS]) {
     const u8* scales = page + SCALES_AT + GROUPS * GROUP_BYTES;
     float probability[SLICES][LANE_TOKENS], sum[SLICES], offset[SLICES][GROUPS];
     score(page, lane, probability);

@@ -1,8 +1,13 @@
-//! What can go wrong on a device.
+//! What can go wrong on a device. Every other module may use this one, which uses none of them.
+
+mod cuda;
+mod feature;
 
 use oscar_codec::CodecError;
 
-use super::Feature;
+pub use cuda::CudaError;
+pub use feature::Feature;
+
 use crate::dtype::DType;
 
 /// What can go wrong in a backend.
@@ -29,7 +34,7 @@ pub enum KernelError {
     #[error("page slot {slot} is written by two sequences of one step")]
     PageWrittenTwice { slot: u32 },
     #[error(transparent)]
-    Cuda(#[from] crate::cuda::CudaError),
+    Cuda(#[from] CudaError),
     #[error("the device is lost: {0}")]
     DeviceLost(String),
     #[error("{0}")]
