@@ -22,8 +22,8 @@ pub(super) struct MeasuredCacheArguments {
           help = format!("Codecs of the lab, separated by commas: {HELP}"))]
     kv: Vec<String>,
 
-    /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2. Each answers through an engine, with the
-    /// options under "KV cache", and is named `served TYPE` in the table.
+    /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2, int1.5. Each answers through an engine, with
+    /// the options under "KV cache", and is named `served TYPE` in the table.
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
     kv_cache_dtype: Vec<CacheType>,
 
