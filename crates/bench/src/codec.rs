@@ -7,22 +7,24 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use oscar_codec::{
-    CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry, PAGE_TOKENS, PageCodec, Rule,
-    Side, SquareMatrix, hadamard,
+    BandLayout, BandRows, CodeLayout, CodecError, HeadEncoder, HeadIndex, HeadTransform, KvGeometry,
+    PAGE_TOKENS, PageCodec, RowEncoder, Rule, Side, SquareMatrix, hadamard,
 };
 use oscar_kernels::cpu::encode::{FastCodec, SealScratch};
 use oscar_kernels::cpu::isa::Isa;
 use oscar_random::Random;
 use serde::Serialize;
 
+use crate::formats::PageFormat;
+
 /// A measurement of the 2-bit encoder on the CPU.
 #[derive(Clone, Debug)]
 pub struct CodecBench {
     /// Head dimensions to measure, one part of the table each.
     pub head_dims: Vec<usize>,
-    /// Groups of channels with a scale of their own.
+    /// Groups of channels with a scale of their own, of scalar codes.
     pub groups: usize,
-    /// Rounding rules.
+    /// Rounding rules of scalar codes; keys in bands have a rule of their own.
     pub rules: Vec<Rule>,
     /// Rows per pass and thread.
     pub rows: usize,
@@ -52,6 +54,7 @@ const HEAD: HeadIndex = HeadIndex { layer: 0, head: 0 };
 #[derive(Debug, Serialize)]
 struct CodecRow {
     kind: &'static str,
+    kv: &'static str,
     head_dim: usize,
     groups: usize,
     stage: EncoderStage,
@@ -72,44 +75,55 @@ pub fn run(bench: &CodecBench, mut on_row: impl FnMut(serde_json::Value)) -> Res
         let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim };
         let transform = transform(head_dim)?;
         let input = input(head_dim, bench.rows);
-        let mut part =
-            |stage: EncoderStage, side: Option<Side>, rule: Option<Rule>| -> Result<(), CodecError> {
-                let rounding = rule.unwrap_or(Rule::Gaussian);
-                let encoders = vec![HeadEncoder::codes(transform.clone(), layout, rounding, false)];
-                let codec = PageCodec::new("bench", geometry, encoders.clone(), encoders)?;
-                let mut scalar: Option<(f64, Vec<u8>)> = None;
-                // The AMX path of the encoder is that of AVX-512: tiles cannot repeat the order of the sums.
-                for isa in Isa::available().filter(|isa| *isa != Isa::Amx) {
-                    let codec = FastCodec::new(isa, codec.clone());
-                    let work =
-                        TimedStage { codec: &codec, stage, side: side.unwrap_or(Side::Key), input: &input };
-                    let (bytes_per_s, results) = work.measure(bench.threads)?;
-                    let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
-                    let row = CodecRow {
-                        kind: "codec",
-                        head_dim,
-                        groups: bench.groups,
-                        stage,
-                        side: side.map(|side| if side == Side::Key { "key" } else { "value" }),
-                        rule: rule.map(|rule| rule.to_string()),
-                        path: isa.to_string(),
-                        threads: bench.threads,
-                        rows: bench.rows,
-                        mb_per_s_per_core: bytes_per_s / 1e6,
-                        times_scalar: bytes_per_s / *baseline,
-                        equal: results == *expected,
-                    };
-                    on_row(serde_json::to_value(row).expect("a row holds plain values only"));
+        let mut part = |format: PageFormat, stage: EncoderStage, side: Option<Side>, rule: Option<Rule>| {
+            let encoder = match format {
+                PageFormat::Int2 => banded(transform.clone())?,
+                _ => {
+                    let rounding = rule.unwrap_or(Rule::Gaussian);
+                    HeadEncoder::codes(transform.clone(), layout, rounding, false)
                 }
-                Ok(())
             };
+            let codec = PageCodec::new("bench", geometry, vec![encoder.clone()], vec![encoder])?;
+            let mut scalar: Option<(f64, Vec<u8>)> = None;
+            // The AMX path of the encoder is that of AVX-512: tiles cannot repeat the order of the sums.
+            for isa in Isa::available().filter(|isa| *isa != Isa::Amx) {
+                let codec = FastCodec::new(isa, codec.clone());
+                let work =
+                    TimedStage { codec: &codec, stage, side: side.unwrap_or(Side::Key), input: &input };
+                let (bytes_per_s, results) = work.measure(bench.threads)?;
+                let (baseline, expected) = scalar.get_or_insert_with(|| (bytes_per_s, results.clone()));
+                let row = CodecRow {
+                    kind: "codec",
+                    kv: format.name(),
+                    head_dim,
+                    groups: bench.groups,
+                    stage,
+                    side: side.map(|side| if side == Side::Key { "key" } else { "value" }),
+                    rule: rule.map(|rule| rule.to_string()),
+                    path: isa.to_string(),
+                    threads: bench.threads,
+                    rows: bench.rows,
+                    mb_per_s_per_core: bytes_per_s / 1e6,
+                    times_scalar: bytes_per_s / *baseline,
+                    equal: results == *expected,
+                };
+                on_row(serde_json::to_value(row).expect("a row holds plain values only"));
+            }
+            Ok::<(), CodecError>(())
+        };
+        let scalar = PageFormat::Int2Scalar;
         for &rule in &bench.rules {
-            part(EncoderStage::Encode, Some(Side::Key), Some(rule))?;
-            part(EncoderStage::Encode, Some(Side::Value), Some(rule))?;
+            part(scalar, EncoderStage::Encode, Some(Side::Key), Some(rule))?;
+            part(scalar, EncoderStage::Encode, Some(Side::Value), Some(rule))?;
         }
-        part(EncoderStage::Rotate, None, None)?;
+        part(scalar, EncoderStage::Rotate, None, None)?;
         for &rule in &bench.rules {
-            part(EncoderStage::Quantise, Some(Side::Key), Some(rule))?;
+            part(scalar, EncoderStage::Quantise, Some(Side::Key), Some(rule))?;
+        }
+        // Not every head has bands. Values beside them are scalar codes.
+        if BandLayout::int2(head_dim).is_ok() {
+            part(PageFormat::Int2, EncoderStage::Encode, Some(Side::Key), None)?;
+            part(PageFormat::Int2, EncoderStage::Quantise, Some(Side::Key), None)?;
         }
     }
     Ok(())
@@ -208,6 +222,12 @@ struct StageBuffers {
     rows: Vec<f32>,
 }
 
+/// Keys in bands behind a transform; the time does not depend on what it does to the bands.
+fn banded(transform: HeadTransform) -> Result<HeadEncoder, CodecError> {
+    let layout = BandLayout::int2(transform.dim())?;
+    Ok(HeadEncoder { transform, rows: RowEncoder::Banded(BandRows { layout, value_rule: Rule::Gaussian }) })
+}
+
 /// A dense rotation (a Hadamard matrix behind a reflection) and a mean.
 fn transform(head_dim: usize) -> Result<HeadTransform, CodecError> {
     let mut random = Random::new(1);
@@ -246,7 +266,10 @@ mod tests {
         let mut rows = Vec::new();
         run(&bench, |row| rows.push(row)).unwrap();
         let paths = Isa::available().filter(|isa| *isa != Isa::Amx).count();
-        assert_eq!(rows.len(), paths * (2 * 2 + 1 + 2));
+        // Scalar codes with two rules, and keys in bands encoded and quantised.
+        assert_eq!(rows.len(), paths * (2 * 2 + 1 + 2 + 2));
+        let bands = rows.iter().filter(|row| row["kv"] == "int2" && row["side"] == "key");
+        assert_eq!(bands.count(), 2 * paths);
         for row in &rows {
             assert_eq!(row["equal"], true, "{row}");
             assert!(row["mb_per_s_per_core"].as_f64().unwrap() > 0.0, "{row}");

@@ -29,7 +29,7 @@ const WARM_UP_TOKENS: usize = 512;
 /// The measurement of one engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct LongContextRow {
-    /// The type of the cache, by its name on the command line.
+    /// The cache, by its name on the command line.
     pub kv: String,
     /// Tokens in the cache when decoding starts.
     pub context: usize,
@@ -61,7 +61,7 @@ pub struct LongContextRow {
 pub enum LongContextStage<'a> {
     /// An engine computes the context.
     Filling {
-        /// Cache type of the engine.
+        /// The cache of the engine, by its name on the command line.
         kv: &'a str,
         /// Tokens that are computed.
         done: usize,
@@ -78,20 +78,21 @@ pub enum LongContextStage<'a> {
 }
 
 /// Fills a context in each engine, then decodes after it in each in turn: a machine that is faster one minute and
-/// slower the next is so for all of them. The first engine is what the others are compared with.
+/// slower the next is so for all of them. The first engine is what the others are compared with. Each comes with the name of
+/// its cache, because two may have the same type and different encoders.
 pub fn long_context<B: Backend>(
-    engines: &[Engine<B>],
+    engines: &[(String, Engine<B>)],
     bench: &LongContext,
     mut on_stage: impl FnMut(LongContextStage<'_>),
 ) -> Result<Vec<LongContextRow>, EngineError> {
     let mut rows = Vec::new();
-    for engine in engines {
-        rows.push(fill(engine, bench, &mut on_stage)?);
+    for (name, engine) in engines {
+        rows.push(fill(name, engine, bench, &mut on_stage)?);
     }
     let mut speeds = vec![Vec::new(); engines.len()];
     for done in 0..bench.repeat.max(1) {
         on_stage(LongContextStage::Decoding { done, total: bench.repeat.max(1) });
-        for (engine, speeds) in engines.iter().zip(&mut speeds) {
+        for ((_, engine), speeds) in engines.iter().zip(&mut speeds) {
             // The prompt comes from the prefix tree but for its last tokens.
             let prompt = bench.prompt(engine);
             let run = engine
@@ -121,6 +122,7 @@ impl LongContext {
 
 /// Computes the context and measures that; decoding is measured later.
 fn fill<B: Backend>(
+    name: &str,
     engine: &Engine<B>,
     bench: &LongContext,
     on_stage: &mut impl FnMut(LongContextStage<'_>),
@@ -132,7 +134,7 @@ fn fill<B: Backend>(
         for event in engine.answer(Request::new(tokens, bench.options(1)))? {
             match event {
                 Event::Prefill { done, total, .. } => {
-                    on_stage(LongContextStage::Filling { kv: &engine.info().kv, done, total });
+                    on_stage(LongContextStage::Filling { kv: name, done, total });
                 }
                 Event::Scored { .. } | Event::Token { .. } => {}
                 Event::Finished { summary, .. } => return Ok(*summary),
@@ -152,7 +154,7 @@ fn fill<B: Backend>(
         .zip(rss_before)
         .map(|(after, before)| (after + warm_bytes as u64).saturating_sub(before));
     Ok(LongContextRow {
-        kv: engine.info().kv.clone(),
+        kv: name.to_owned(),
         context,
         prefill_tokens_per_s: context as f64 / prefill.first_token.as_secs_f64(),
         decode_tokens_per_s: f64::NAN,

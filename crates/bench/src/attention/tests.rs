@@ -1,5 +1,7 @@
 use super::*;
 
+const FORMATS: [&str; 7] = ["bf16", "fp8", "int4", "int2:scalar", "int2", "int2:widths=4/4/2/2", "high"];
+
 fn bench() -> AttentionBench {
     AttentionBench {
         q_heads: 6,
@@ -7,7 +9,7 @@ fn bench() -> AttentionBench {
         head_dim: 64,
         groups: 1,
         contexts: vec![100, 300],
-        formats: ["bf16", "fp8", "int4", "int2:scalar", "int2"].map(|name| name.parse().unwrap()).into(),
+        formats: FORMATS.map(|name| name.parse().unwrap()).into(),
         threads: 2,
         pool_bytes: 1 << 20,
         repeat: 2,
@@ -20,14 +22,14 @@ fn every_format_is_measured_and_right() {
     let mut rows = Vec::new();
     let slopes = run(&bench(), |row| rows.push(row.clone())).unwrap();
     let names: Vec<(&str, usize)> = rows.iter().map(|row| (row.kv, row.context)).collect();
-    let expected = ["bf16", "fp8", "int4", "int2:scalar", "int2"].map(|kv| [(kv, 100), (kv, 300)]);
+    let expected = FORMATS.map(|kv| [(kv, 100), (kv, 300)]);
     assert_eq!(names, expected.concat());
     for row in &rows {
         assert!(row.pool_bytes >= 1 << 20 && row.us_per_layer > 0.0 && row.gb_per_s > 0.0, "{row:?}");
         assert!(row.error < 1e-3, "{row:?}");
         assert_eq!(row.kv == "bf16", row.times_bf16 == Some(1.0), "{row:?}");
     }
-    assert_eq!(slopes.len(), 5);
+    assert_eq!(slopes.len(), FORMATS.len());
     assert_eq!(slopes[0].of_bf16, Some(1.0));
 }
 

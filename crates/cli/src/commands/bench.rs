@@ -45,7 +45,8 @@ enum BenchCommand {
     oscar bench codec --threads 2 --json\n  \
     oscar bench codec --device cuda --head-dim 128 --pages 32\n\n\
     Speed is bytes of bf16 input per second and core: the fastest pass of each thread, averaged over threads.\n\
-    \"scalar\" is the definition of the codec, written to be read; \"equal\" says whether a path gave its bytes.\n\
+    kv is int2:scalar, or int2 for keys in bands. The path \"scalar\" is the definition of the codec, written to be read;\n\
+    \"equal\" says whether a path gave its bytes.\n\
     On a GPU whole pages of all layers and heads are sealed: bytes of bf16 input per second.")]
 struct CodecBenchArguments {
     /// Where the encoder runs.
@@ -56,11 +57,11 @@ struct CodecBenchArguments {
     #[arg(long, default_value = "64,128", value_name = "D", value_delimiter = ',', value_parser = at_most(1024))]
     head_dim: Vec<usize>,
 
-    /// Groups of channels with a scale of their own.
+    /// Groups of channels with a scale of their own, of scalar codes.
     #[arg(long, default_value = "1", value_name = "N", value_parser = positive)]
     groups: usize,
 
-    /// Rounding rules: clip=RATIO, minmax, gaussian, search.
+    /// Rounding rules of scalar codes: clip=RATIO, minmax, gaussian, search.
     #[arg(long, default_value = "clip=0.96,gaussian,search", value_name = "RULE", value_delimiter = ',')]
     rule: Vec<Rule>,
 
@@ -150,6 +151,7 @@ impl CodecBenchArguments {
             return print_text(&report.json());
         }
         let columns = [
+            "kv",
             "head_dim",
             "groups",
             "stage",

@@ -2,6 +2,7 @@
 
 mod notices;
 mod settle;
+mod spec;
 
 use clap::{Args, ValueEnum};
 use oscar_codec::PageWindows;
@@ -17,6 +18,7 @@ use crate::rotations::RotationArguments;
 use crate::windows::{GivenWindows, whole_pages};
 pub(crate) use notices::warn_without_effect;
 pub(crate) use settle::ChosenCache;
+pub(crate) use spec::{CacheSpec, type_names};
 
 /// How codes are chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -135,9 +137,9 @@ pub(crate) struct CacheArguments {
 }
 
 impl KvArguments {
-    /// The same settings for another cache type.
-    pub(crate) fn of_type(&self, kind: CacheType) -> KvArguments {
-        KvArguments { kv_cache_dtype: Some(kind), ..self.clone() }
+    /// The same settings for the cache of a list's entry.
+    pub(crate) fn of_spec(&self, spec: CacheSpec) -> KvArguments {
+        KvArguments { kv_cache_dtype: Some(spec.kind), cache: self.cache.of_spec(spec), ..self.clone() }
     }
 
     /// The cache for a model. Rotations are found, or made on the spot if `int2` was given; options without effect
@@ -160,11 +162,11 @@ impl KvArguments {
         Ok(chosen)
     }
 
-    /// Options that change nothing for any of some types.
-    pub(crate) fn without_effect_on_any(&self, kinds: &[CacheType]) -> Vec<&'static str> {
-        let mut kinds = kinds.iter().map(|&kind| self.without_effect(kind));
-        let first = kinds.next().unwrap_or_default();
-        kinds.fold(first, |common, other| common.into_iter().filter(|name| other.contains(name)).collect())
+    /// Options that change nothing for any cache of a list.
+    pub(crate) fn without_effect_on_any(&self, specs: &[CacheSpec]) -> Vec<&'static str> {
+        let mut names = specs.iter().map(|spec| self.without_effect(spec.kind));
+        let first = names.next().unwrap_or_default();
+        names.fold(first, |common, other| common.into_iter().filter(|name| other.contains(name)).collect())
     }
 }
 

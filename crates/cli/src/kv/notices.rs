@@ -109,8 +109,9 @@ mod tests {
         assert_eq!(sealed.without_effect(CacheType::Fp8), [""; 0]);
         let names = ["--rotations", "--kv-bf16-layers", "--sink-tokens"];
         assert_eq!(sealed.without_effect(CacheType::Bf16), names);
-        assert_eq!(sealed.without_effect_on_any(&[CacheType::Bf16, CacheType::Int2]), [""; 0]);
-        assert_eq!(sealed.without_effect_on_any(&[CacheType::Bf16]), names);
+        let specs = ["bf16", "int2:scalar"].map(|spec| spec.parse().expect("a cache"));
+        assert_eq!(sealed.without_effect_on_any(&specs), [""; 0]);
+        assert_eq!(sealed.without_effect_on_any(&specs[..1]), names);
         assert_eq!(parse(&[]).without_effect(CacheType::Bf16), [""; 0]);
     }
 

@@ -1,6 +1,8 @@
-//! `oscar bench codec`, `oscar bench attention` and slices in `oscar bench model`.
+//! `oscar bench codec`, `attention`, `engine` and slices in `oscar bench model`.
 
-use crate::support::Machine;
+use serde_json::Value;
+
+use crate::support::{Machine, patient_model};
 
 #[test]
 fn the_codec_is_measured_on_every_path() {
@@ -17,6 +19,7 @@ fn the_codec_is_measured_on_every_path() {
         assert_eq!(row["equal"], true, "{row}");
         assert!(row["mb_per_s_per_core"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
     }
+    assert!(rows.iter().any(|row| row["kv"] == "int2") && rows.iter().any(|row| row["kv"] == "int2:scalar"));
     let table = machine.run([&arguments[..], &["--groups", "2"]].concat()).success().stdout;
     assert!(table.contains("mb_per_s_per_core") && table.contains("clip=0.96"), "{table}");
 }
@@ -84,6 +87,37 @@ fn attention_that_cannot_be_measured_is_refused() {
         assert!(outcome.stderr.contains(word), "{}", outcome.stderr);
     }
     assert!(machine.run(["bench", "attention", "--help"]).success().stdout.contains("Examples:"));
+}
+
+#[test]
+fn encoders_of_one_type_take_turns_in_an_engine() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let arguments =
+        ["bench", "engine", model.to_str().expect("path"), "--contexts", "1k", "--gen-tokens", "4"];
+    let shared = ["--requests", "2", "--prefix-tokens", "64", "--suffix-tokens", "8", "--output-tokens", "4"];
+    let caches = ["--kv", "bf16,int2:scalar,int2", "--repeat", "2", "--interval-ms", "0", "--json"];
+    let outcome = machine.run([&arguments[..], &shared, &caches].concat()).success();
+    let json = outcome.json();
+    let rows = json["rows"].as_array().expect("rows");
+    let (long, prefixes): (Vec<&Value>, Vec<&Value>) =
+        rows.iter().partition(|row| !row["kv_bytes"].is_null());
+    let names: Vec<&str> = long.iter().filter_map(|row| row["kv"].as_str()).collect();
+    assert_eq!(names, ["bf16", "int2:scalar", "int2"]);
+    assert!(prefixes.iter().any(|row| row["kv"] == "int2:scalar"), "{prefixes:?}");
+    // At 16 channels bands need 17 bytes for a key and a value, scalar codes 24, which are padded to 32 channels: so both
+    // encoders were at work. Of 16 pages 6 are windows.
+    let bytes =
+        |row: &Value| row["kv_bytes"].as_f64().expect("bytes") / long[0]["kv_bytes"].as_f64().expect("bytes");
+    let share = |token: f64| (6.0 + 10.0 * token / 64.0) / 16.0;
+    assert!((bytes(long[1]) - share(24.0)).abs() < 1e-9, "{long:?}");
+    assert!((bytes(long[2]) - share(17.0)).abs() < 1e-9, "{long:?}");
+    assert!(long.iter().all(|row| row["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0)), "{long:?}");
+    for bad in ["int4:scalar", "int2:best"] {
+        let outcome = machine.run([&arguments[..3], &["--kv", bad]].concat());
+        assert_eq!(outcome.code, Some(2), "{outcome:?}");
+        assert!(outcome.stderr.contains("int2:band, int2:scalar and int2:paper"), "{}", outcome.stderr);
+    }
 }
 
 #[test]

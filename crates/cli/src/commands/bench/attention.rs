@@ -77,7 +77,8 @@ pub(super) struct AttentionBenchArguments {
     #[arg(long, default_value = "8k,16k,32k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
     contexts: Vec<usize>,
 
-    /// Page formats: bf16, fp8, int4, int2 (keys in bands), int2:scalar and int1.5.
+    /// Page formats: bf16, fp8, int4, int2 (keys in bands), int2:widths=4/2/2/2 and others of the menu, int2:scalar, int1.5
+    /// and high.
     #[arg(long, default_value = "bf16,fp8,int4,int2", value_name = "LIST", value_delimiter = ',')]
     kv: Vec<PageFormat>,
 

@@ -10,14 +10,13 @@ use oscar_bench::{
 use oscar_engine::{Budget, Engine, EngineError, EngineOptions};
 use oscar_kernels::Inspect;
 use oscar_report::Report;
-use oscar_rotations::CacheType;
 use serde::Serialize;
 
 use super::tokens;
 use crate::arguments::{MeasuredModel, WeightArguments, byte_size, positive};
 use crate::device::{DeviceArguments, OnDevice};
 use crate::failure::Failure;
-use crate::kv::{ChosenCache, KvArguments, warn_without_effect};
+use crate::kv::{CacheSpec, ChosenCache, KvArguments, type_names, warn_without_effect};
 use crate::loading::{EngineArguments, start};
 use crate::named_model::NamedModel;
 use crate::output::print_text;
@@ -28,6 +27,7 @@ use crate::progress::Steps;
 #[command(after_help = "Examples:\n  \
     oscar bench engine smollm2\n  \
     oscar bench engine qwen2.5-coder-1.5b --kv bf16,int2 --contexts 8k,16k --gen-tokens 32\n  \
+    oscar bench engine smollm2 --kv int2:scalar,int2 --contexts 8k --requests 0 --repeat 9\n  \
     oscar bench engine smollm2 --contexts 2k --requests 8 --prefix-tokens 2048 --json\n  \
     oscar bench engine --device cuda --random-weights qwen3-4b --contexts 30k,60k,100k --requests 0\n  \
     oscar bench engine --device cuda --random-weights qwen3-8b --kv int2 --contexts 100k --requests 0 \
@@ -41,9 +41,9 @@ pub(super) struct EngineBenchArguments {
     #[command(flatten)]
     model: MeasuredModel,
 
-    /// Cache types; the first is what the others are compared with.
+    /// Cache types, int2 also with its encoder (int2:scalar); the first is what the others are compared with.
     #[arg(long, default_value = "bf16,int2", value_name = "LIST", value_delimiter = ',')]
-    kv: Vec<CacheType>,
+    kv: Vec<CacheSpec>,
 
     /// Tokens in the cache when decoding starts; 8k is 8192.
     #[arg(long, default_value = "2k,7k", value_name = "LIST", value_delimiter = ',', value_parser = tokens)]
@@ -136,30 +136,31 @@ impl OnDevice for EngineBenchArguments {
             weights: self.weights,
             kv: self.cache.clone(),
         };
-        let types = self.kv.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
-        warn_without_effect(self.cache.without_effect_on_any(&self.kv), &types);
+        warn_without_effect(self.cache.without_effect_on_any(&self.kv), &type_names(&self.kv));
         let named = arguments.load_model(&self.model.arguments(), backend)?;
         let weight_bytes = named.weight_bytes;
         let [mut long, mut shared, mut host, mut beside] = [(); 4].map(|()| Report::here());
         for &context in &self.contexts {
             let needed = context + self.gen_tokens + 1;
-            for &kind in self.kv.iter().filter(|_| self.host_kv_memory.is_some()) {
-                let (mut options, chosen) = self.options(&named, kind, needed, 1, true)?;
+            for &spec in self.kv.iter().filter(|_| self.host_kv_memory.is_some()) {
+                let (mut options, chosen) = self.options(&named, spec, needed, 1, true)?;
                 options.kv.host_memory = self.host_kv_memory.map_or(0, |bytes| bytes as usize);
                 let engine = start(&named, &options, &chosen)?;
-                self.push(&mut host, &host_prefix(&engine, context, self.repeat)?)?;
+                let row = host_prefix(&engine, context, self.repeat)?;
+                self.push(&mut host, &self.label(spec, &chosen), &row)?;
             }
-            for &kind in self.kv.iter().filter(|_| self.streams > 0) {
-                let (mut options, chosen) = self.options(&named, kind, needed, 1, true)?;
+            for &spec in self.kv.iter().filter(|_| self.streams > 0) {
+                let (mut options, chosen) = self.options(&named, spec, needed, 1, true)?;
                 let each = EngineOptions { context: Some(stream_tokens(context)), ..options.clone() };
                 let bytes =
                     |options| Ok::<_, EngineError>(Budget::of(named.model.config(), options)?.total_bytes());
                 options.kv.memory.get_or_insert(bytes(&options)? + self.streams * bytes(&each)?);
                 options.max_running = self.streams + 1;
                 let engine = start(&named, &options, &chosen)?;
-                self.push(&mut beside, &streams(&engine, self.streams, context)?)?;
+                let row = streams(&engine, self.streams, context)?;
+                self.push(&mut beside, &self.label(spec, &chosen), &row)?;
             }
-            let engine = |&kind| self.engine(&named, kind, needed, 1, true);
+            let engine = |&spec| self.engine(&named, spec, needed, 1, true);
             let engines = self.kv.iter().map(engine).collect::<Result<Vec<_>, _>>()?;
             let bench =
                 LongContext { context, gen_tokens: self.gen_tokens, repeat: self.repeat, weight_bytes };
@@ -169,12 +170,12 @@ impl OnDevice for EngineBenchArguments {
                 steps.finish();
             }
             for row in rows {
-                self.push(&mut long, &row)?;
+                self.push(&mut long, &row.kv, &row)?;
             }
         }
         if self.requests > 0 {
-            for &kind in &self.kv {
-                self.shared_prefixes(&named, kind, &mut shared)?;
+            for &spec in &self.kv {
+                self.shared_prefixes(&named, spec, &mut shared)?;
             }
         }
         if self.json {
@@ -236,12 +237,12 @@ impl EngineBenchArguments {
     fn shared_prefixes<B: Inspect>(
         &self,
         named: &NamedModel<B>,
-        kind: CacheType,
+        spec: CacheSpec,
         report: &mut Report,
     ) -> Result<(), Failure> {
         let context = self.prefix_tokens + self.suffix_tokens + self.output_tokens;
         for prefix_tree in [true, false] {
-            let engine = self.engine(named, kind, context, self.requests, prefix_tree)?;
+            let (name, engine) = self.engine(named, spec, context, self.requests, prefix_tree)?;
             for interval in [0, self.interval_ms] {
                 let bench = SharedPrefix {
                     requests: self.requests,
@@ -251,34 +252,39 @@ impl EngineBenchArguments {
                     interval: Duration::from_millis(interval),
                 };
                 let row = shared_prefix(&engine, &bench)?;
-                self.push(report, &row)?;
+                self.push(report, &name, &row)?;
             }
         }
         Ok(())
     }
 
-    /// An engine with room for `running` sequences of `context` tokens.
+    /// An engine with room for `running` sequences of `context` tokens, and the name of its cache in tables.
     fn engine<B: Inspect>(
         &self,
         named: &NamedModel<B>,
-        kind: CacheType,
+        spec: CacheSpec,
         context: usize,
         running: usize,
         prefix_tree: bool,
-    ) -> Result<Engine<B>, Failure> {
-        let (options, chosen) = self.options(named, kind, context, running, prefix_tree)?;
-        start(named, &options, &chosen)
+    ) -> Result<(String, Engine<B>), Failure> {
+        let (options, chosen) = self.options(named, spec, context, running, prefix_tree)?;
+        Ok((self.label(spec, &chosen), start(named, &options, &chosen)?))
+    }
+
+    /// The name of a cache in tables.
+    fn label(&self, spec: CacheSpec, chosen: &ChosenCache) -> String {
+        self.cache.cache.of_spec(spec).label(chosen.kind)
     }
 
     fn options<B: Inspect>(
         &self,
         named: &NamedModel<B>,
-        kind: CacheType,
+        spec: CacheSpec,
         context: usize,
         running: usize,
         prefix_tree: bool,
     ) -> Result<(EngineOptions, ChosenCache), Failure> {
-        let chosen = self.cache.of_type(kind).settle_quietly(named)?;
+        let chosen = self.cache.of_spec(spec).settle_quietly(named)?;
         let mut kv = chosen.options.clone();
         kv.prefix_tree = kv.prefix_tree && prefix_tree;
         let mut options = EngineOptions {
@@ -297,8 +303,9 @@ impl EngineBenchArguments {
         Ok((options, chosen))
     }
 
-    fn push(&self, report: &mut Report, row: &impl Serialize) -> Result<(), Failure> {
+    fn push(&self, report: &mut Report, kv: &str, row: &impl Serialize) -> Result<(), Failure> {
         let mut row = serde_json::to_value(row).map_err(Failure::new)?;
+        row["kv"] = kv.into();
         row["model"] = self.model.arguments().model.into();
         tracing::info!("{row}");
         report.push(row);

@@ -6,10 +6,9 @@ use oscar_engine::EngineOptions;
 use oscar_kernels::{Backend, Inspect};
 use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::served::ServedCache;
-use oscar_rotations::CacheType;
 
 use crate::failure::Failure;
-use crate::kv::{CacheArguments, warn_without_effect};
+use crate::kv::{CacheArguments, CacheSpec, type_names, warn_without_effect};
 use crate::lab::codecs;
 use crate::loading::announce;
 use crate::named_model::NamedModel;
@@ -22,10 +21,11 @@ pub(super) struct MeasuredCacheArguments {
           help = format!("Codecs of the lab, separated by commas: {HELP}"))]
     kv: Vec<String>,
 
-    /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2, int1.5. Each answers through an engine, with
-    /// the options under "KV cache", and is named `served TYPE` in the table.
+    /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2, int1.5; int2 also with its encoder
+    /// (int2:scalar). Each answers through an engine, with the options under "KV cache", and is named `served TYPE` in the
+    /// table.
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
-    kv_cache_dtype: Vec<CacheType>,
+    kv_cache_dtype: Vec<CacheSpec>,
 
     #[command(flatten)]
     cache: CacheArguments,
@@ -72,15 +72,16 @@ impl MeasuredCacheArguments {
         };
         let mut served = Vec::new();
         let mut idle: Option<Vec<&'static str>> = None;
-        for &asked in &self.kv_cache_dtype {
-            let chosen = self.cache.settle(named, Some(asked), self.windows.whole_pages()?)?;
+        for &spec in &self.kv_cache_dtype {
+            let arguments = self.cache.of_spec(spec);
+            let chosen = arguments.settle(named, Some(spec.kind), self.windows.whole_pages()?)?;
             let options = EngineOptions {
                 context: Some(context),
                 kv: chosen.options.clone(),
                 deterministic: self.cache.deterministic,
                 ..EngineOptions::default()
             };
-            let name = format!("served {}", self.cache.label(chosen.kind));
+            let name = format!("served {}", arguments.label(chosen.kind));
             let cache = ServedCache::new(named.model.clone(), &options, name)?;
             announce(cache.engine().budget(), &chosen);
             served.push(cache);
@@ -88,8 +89,7 @@ impl MeasuredCacheArguments {
             here.retain(|name| idle.as_ref().is_none_or(|idle| idle.contains(name)));
             idle = Some(here);
         }
-        let types = self.kv_cache_dtype.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" or ");
-        warn_without_effect(idle.unwrap_or_default(), &types);
+        warn_without_effect(idle.unwrap_or_default(), &type_names(&self.kv_cache_dtype));
         let head_dim = named.model.config().head_dim;
         Ok(MeasuredCaches { codecs, windows: self.windows.windows(), served, head_dim })
     }
