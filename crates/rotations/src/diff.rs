@@ -5,7 +5,9 @@
 //! the directions that matter most, so that is compared, after the part of the composition that both share is
 //! taken off.
 
-use oscar_codec::{Composition, Rule, SquareMatrix};
+use std::collections::BTreeSet;
+
+use oscar_codec::{Composition, KeyWidths, Rule, SquareMatrix};
 use rayon::prelude::*;
 
 use super::basis::eigenbasis;
@@ -28,6 +30,8 @@ pub struct RotationDifference {
     pub eigenvalues: Option<f64>,
     /// Distance of the means relative to the longer one. 1 if only one file has a mean.
     pub mean: Option<f64>,
+    /// Distance of the matrices of bands relative to the larger one. 1 if only one file has bands.
+    pub bands: Option<f64>,
     /// The rules, if they differ.
     pub rules: Option<(Rule, Rule)>,
 }
@@ -36,7 +40,8 @@ impl RotationDifference {
     /// Whether the two are equal in every number.
     pub fn is_none(&self) -> bool {
         let zero = |value: Option<f64>| value.is_none_or(|value| value == 0.0);
-        self.rotation == 0.0 && zero(self.eigenvalues) && zero(self.mean) && self.rules.is_none()
+        let numbers = [self.eigenvalues, self.mean, self.bands];
+        self.rotation == 0.0 && numbers.into_iter().all(zero) && self.rules.is_none()
     }
 }
 
@@ -51,6 +56,8 @@ pub struct RotationComparison {
     pub only_first: Vec<(Scope, usize)>,
     /// Layers that only the second file has.
     pub only_second: Vec<(Scope, usize)>,
+    /// Layers whose keys have other bits: layer, bits of the bands in the first file, in the second.
+    pub widths: Vec<(usize, KeyWidths, KeyWidths)>,
 }
 
 impl RotationComparison {
@@ -59,6 +66,7 @@ impl RotationComparison {
         self.header.is_empty()
             && self.only_first.is_empty()
             && self.only_second.is_empty()
+            && self.widths.is_empty()
             && self.differences.iter().all(RotationDifference::is_none)
     }
 }
@@ -68,6 +76,7 @@ impl RotationComparison {
 pub fn diff(first: &RotationFile, second: &RotationFile) -> RotationComparison {
     let mut comparison = RotationComparison {
         header: compare_headers(&first.header, &second.header),
+        widths: compare_widths(first, second),
         ..RotationComparison::default()
     };
     let same_dim = first.header.head_dim == second.header.head_dim;
@@ -129,6 +138,11 @@ fn compare(
             (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
             _ => Some(1.0),
         },
+        bands: match (band_values(a, head), band_values(b, head)) {
+            (None, None) => None,
+            (Some(a), Some(b)) if a.len() == b.len() => Some(relative_distance(&a, &b)),
+            _ => Some(1.0),
+        },
         rules: match rules {
             (Some(a), Some(b)) if a != b => Some((a, b)),
             _ => None,
@@ -164,10 +178,23 @@ fn relative_distance(a: &[f32], b: &[f32]) -> f64 {
     if distance == 0.0 { 0.0 } else { distance / length(a).max(length(b)) }
 }
 
+fn band_values(side: &SideRotations, head: usize) -> Option<Vec<f32>> {
+    Some(side.bands.as_ref()?.get(head)?.to_f32())
+}
+
+/// A layer that a file says nothing about has the default.
+fn compare_widths(first: &RotationFile, second: &RotationFile) -> Vec<(usize, KeyWidths, KeyWidths)> {
+    let layers: BTreeSet<usize> = first.widths.keys().chain(second.widths.keys()).copied().collect();
+    let of = |file: &RotationFile, layer| file.widths.get(&layer).copied().unwrap_or_default();
+    let pairs = layers.into_iter().map(|layer| (layer, of(first, layer), of(second, layer)));
+    pairs.filter(|(_, first, second)| first != second).collect()
+}
+
 fn compare_headers(a: &RotationHeader, b: &RotationHeader) -> Vec<(&'static str, String, String)> {
     let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "-".to_owned());
     let fields = |header: &RotationHeader| {
         [
+            ("version", header.version.to_string()),
             ("model", header.model.clone()),
             ("model fingerprint", text(&header.model_fingerprint)),
             ("weight fingerprint", text(&header.weight_fingerprint)),

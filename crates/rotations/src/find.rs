@@ -1,11 +1,12 @@
 //! Finds the rotations of a model: a file that was named, else the user's own, else those that ship with the
 //! program.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use oscar_codec::KvGeometry;
+use oscar_codec::{KeyWidths, KvGeometry};
 use oscar_kernels::Inspect;
 use oscar_kernels::backend::RopeLayout;
 use oscar_model::LoadedModel;
@@ -152,11 +153,18 @@ pub struct AvailableRotations {
     pub header: RotationHeader,
     /// Whether the file has bands; without them `int2` has scalar codes.
     pub has_bands: bool,
+    /// Bits of the bands of keys in layers that have some of their own.
+    pub widths: BTreeMap<usize, KeyWidths>,
     /// Size of the file.
     pub bytes: u64,
 }
 
 impl AvailableRotations {
+    fn new(name: String, origin: RotationOrigin, summary: FileSummary) -> AvailableRotations {
+        let FileSummary { header, has_bands, widths, bytes } = summary;
+        AvailableRotations { name, origin, header, has_bands, widths, bytes }
+    }
+
     /// Reads and checks the whole file.
     pub fn load(&self) -> Result<RotationFile, RotationError> {
         match &self.origin {
@@ -198,14 +206,13 @@ pub fn available(folder: &Path) -> Vec<Result<AvailableRotations, RotationError>
     };
     paths.sort();
     let cached = paths.into_iter().map(|path| {
-        let FileSummary { header, has_bands, bytes } = safetensors::read_summary(&path)?;
+        let summary = safetensors::read_summary(&path)?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        Ok(AvailableRotations { name, origin: RotationOrigin::Cached(path), header, has_bands, bytes })
+        Ok(AvailableRotations::new(name, RotationOrigin::Cached(path), summary))
     });
     let shipped = SHIPPED.iter().map(|shipped| {
-        let FileSummary { header, has_bands, bytes } = shipped.summary()?;
-        let name = shipped.name.to_owned();
-        Ok(AvailableRotations { name, origin: RotationOrigin::Shipped(shipped), header, has_bands, bytes })
+        let (name, origin) = (shipped.name.to_owned(), RotationOrigin::Shipped(shipped));
+        Ok(AvailableRotations::new(name, origin, shipped.summary()?))
     });
     cached.chain(shipped).collect()
 }

@@ -78,6 +78,8 @@ pub struct FileSummary {
     pub header: RotationHeader,
     /// Whether all keys have bands.
     pub has_bands: bool,
+    /// Bits of the bands of keys in layers that have some of their own.
+    pub widths: BTreeMap<usize, KeyWidths>,
     /// Size of the file.
     pub bytes: u64,
 }
@@ -222,7 +224,7 @@ impl<'a> Contents<'a> {
             |ending: &str| self.metadata.tensors().keys().filter(|name| name.ends_with(ending)).count();
         let bands = count(".keys.head.bands");
         let has_bands = bands > 0 && bands == count(".keys.head.rotation");
-        Ok(FileSummary { header: self.header()?, has_bands, bytes: self.bytes })
+        Ok(FileSummary { header: self.header()?, has_bands, widths: self.widths()?, bytes: self.bytes })
     }
 
     fn rules(&self) -> Result<StoredRules, RotationError> {

@@ -107,7 +107,13 @@ mod tests {
             let summary = shipped.summary().expect("a header");
             assert_eq!((&summary.header, summary.bytes), (&file.header, bytes.len() as u64), "{path}");
             assert!(file.header.model_fingerprint.is_some(), "{}", shipped.name);
-            assert!(verify::verify(&file).is_sound(), "{}", shipped.name);
+            let findings = verify::verify(&file);
+            assert!(findings.is_sound(), "{}", shipped.name);
+            let of_keys =
+                |place: &str| place.starts_with("bands of keys") || place.starts_with("bits of keys");
+            let places = findings.findings.iter().map(|finding| &finding.place).chain(&findings.not_checked);
+            assert_eq!(places.filter(|place| of_keys(place)).count(), 0, "{findings:?}");
+            assert!(summary.has_bands && summary.widths == file.widths, "{}", shipped.name);
             let certificate = shipped.certificate().expect("a certificate");
             assert_ne!(certificate.verdict, Verdict::Bad, "{}", shipped.name);
             // What it says of the probe is what the limits of today say.

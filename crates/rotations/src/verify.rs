@@ -1,5 +1,6 @@
 //! Whether a rotation file can be trusted, without the model it was made for.
 
+mod bands;
 mod metrics;
 
 use std::collections::BTreeMap;
@@ -118,6 +119,7 @@ pub fn verify(file: &RotationFile) -> Findings {
         check_sequence(&mut findings, &format!("{scope} rotations"), set.keys().copied());
         check_means(&mut findings, scope, set);
     }
+    bands::check(&mut findings, file);
     if let (Some(heads), Some(layers)) = (&file.heads, &file.layers)
         && !heads.keys().eq(layers.keys())
     {

@@ -82,6 +82,39 @@ fn verification_says_what_is_wrong_and_what_was_not_checked() {
     );
 }
 
+/// Bits of layers are what `oscar calibrate --allocate` changes, and nothing else.
+#[test]
+fn bits_of_layers_are_compared_and_checked() {
+    let machine = Machine::new();
+    let zoo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../zoo/smollm2.safetensors");
+    let widths = |layers: &str| {
+        let bytes = fs::read(&zoo).expect("the shipped file");
+        let (length, rest) = bytes.split_first_chunk::<8>().expect("a header");
+        let (header, tensors) = rest.split_at(u64::from_le_bytes(*length) as usize);
+        let mut header: Value = serde_json::from_slice(header).expect("a header");
+        header["__metadata__"]["key_widths"] = layers.into();
+        let header = header.to_string();
+        let path = machine.path("changed.safetensors");
+        let length = (header.len() as u64).to_le_bytes();
+        fs::write(&path, [&length[..], header.as_bytes(), tensors].concat()).expect("write");
+        path
+    };
+    let none = widths("{}");
+    let told = machine.run(["zoo", "diff", text(&none), text(&zoo)]).success().stdout;
+    assert!(
+        told.contains("bits of keys in layers 0-1, 4, 11-13, 16, 19, 25, 27-29: 4/2/1/1 | 4/2/0/0"),
+        "{told}"
+    );
+    assert!(told.contains("rotations, means and bands are the same"), "{told}");
+    let json = machine.run(["zoo", "diff", text(&none), text(&zoo), "--json"]).success().json();
+    assert_eq!(json["rows"][0], serde_json::json!({ "layer": 0, "key_widths": ["4/2/1/1", "4/2/0/0"] }));
+    machine.run(["zoo", "verify", text(&none)]).success();
+    let more = machine.run(["zoo", "verify", text(&widths(r#"{"0":"4/4/2/2"}"#))]).success().stdout;
+    assert!(more.contains("2.033 bits a channel on average"), "{more}");
+    let unknown = machine.run(["zoo", "verify", text(&widths(r#"{"99":"4/2/0/0"}"#))]);
+    unknown.failure(1, &["bits of keys, layer 99"]);
+}
+
 #[test]
 fn a_foreign_model_is_found() {
     let machine = Machine::new();
@@ -128,7 +161,16 @@ fn the_cache_is_listed() {
     let mine = rows.iter().find(|row| row["name"] == "mine").expect("mine");
     assert_eq!((&mine["model"], &mine["origin"]), (&Value::from("tiny"), &Value::from("cache")));
     assert!(outcome.stderr.contains("broken.safetensors"), "{}", outcome.stderr);
+    assert_eq!((&mine["bands"], &mine["key_widths"]), (&Value::from(false), &serde_json::json!({})));
+    let shipped = |name: &str| {
+        let found = rows.iter().find(|row| row["name"] == name && row["origin"] == "shipped").expect(name);
+        (found["version"].as_u64(), found["bands"].as_bool(), found["key_widths"]["0"].as_str())
+    };
+    assert_eq!(shipped("smollm2"), (Some(3), Some(true), Some("4/2/0/0")));
+    assert_eq!(shipped("qwen2.5-coder-1.5b"), (Some(3), Some(true), None));
     let table = machine.run(["zoo", "list"]).success().stdout;
+    let line = |name: &str| table.lines().find(|line| line.starts_with(name)).expect(name);
+    assert!(line("smollm2").contains("by layer") && line("qwen2.5-coder-1.5b").contains("yes"), "{table}");
     assert!(
         table.contains("mine") && table.contains("tiny") && table.contains("qqt / sst, r_h_pbr"),
         "{table}"

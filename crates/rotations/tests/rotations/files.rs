@@ -12,7 +12,7 @@ use oscar_rotations::interleaved::{from_interleaved, interleaved_order, to_inter
 use oscar_rotations::verify::{Findings, Severity, verify, verify_pt, verify_pt_pair};
 use oscar_rotations::{
     LayerRotations, RotationError, RotationFile, RotationHeader, RotationSet, Scope, SideRotations,
-    check_model, diff, find, pt, safetensors,
+    check_model, diff, find, pt, safetensors, shipped,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -431,6 +431,95 @@ fn verification_finds_each_kind_of_damage() {
     );
 }
 
+/// A file that ships, with its keys changed.
+fn with_keys(change: impl Fn(&mut RotationFile)) -> Vec<(Severity, String)> {
+    let mut file = shipped::find("smollm2").expect("a shipped file").load().expect("rotations");
+    change(&mut file);
+    let of_keys = |place: &str| place.starts_with("bands of keys") || place.starts_with("bits of keys");
+    let findings = verify(&file).findings.into_iter().filter(|finding| of_keys(&finding.place));
+    findings.map(|finding| (finding.severity, format!("{}: {}", finding.place, finding.message))).collect()
+}
+
+/// The matrix of bands of one head.
+fn head_bands(file: &mut RotationFile, layer: usize, head: usize) -> &mut SquareMatrix {
+    let keys = &mut file.heads.as_mut().expect("heads").get_mut(&layer).expect("layer").keys;
+    &mut keys.bands.as_mut().expect("bands")[head]
+}
+
+#[test]
+fn verification_finds_each_kind_of_damaged_bands() {
+    assert_eq!(with_keys(|_| {}), []);
+    let one = |found: Vec<(Severity, String)>, severity: Severity, words: &str| {
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].0 == severity && found[0].1.contains(words), "{words}: {found:?}");
+    };
+    // A direction that is there twice, one that is nearly nothing, and bands in the opposite order.
+    let twice = with_keys(|file| {
+        let matrix = head_bands(file, 3, 1);
+        *matrix = SquareMatrix::from_fn(64, |i, j| matrix.get(i, if j == 9 { 40 } else { j }));
+    });
+    one(twice, Severity::Error, "bands of keys, layer 3: a matrix has no inverse");
+    let faint = with_keys(|file| {
+        let matrix = head_bands(file, 4, 0);
+        *matrix = SquareMatrix::from_fn(64, |i, j| matrix.get(i, j) * if j == 0 { 1e-10 } else { 1.0 });
+    });
+    one(faint, Severity::Error, "bands of keys, layer 4: a matrix can hardly be inverted");
+    let reversed = with_keys(|file| {
+        let matrix = head_bands(file, 5, 2);
+        *matrix = SquareMatrix::from_fn(64, |i, j| matrix.get(i, 63 - j));
+    });
+    one(reversed, Severity::Warning, "bands of keys, layer 5: a band is weaker than one that has fewer bits");
+    let some = with_keys(|file| {
+        for layer in [6, 7] {
+            file.heads.as_mut().expect("heads").get_mut(&layer).expect("layer").keys.bands = None;
+        }
+    });
+    one(some, Severity::Error, "bands of keys, layers 6-7: missing");
+    let other_heads = with_keys(|file| (file.header.head_dim, file.widths) = (40, BTreeMap::new()));
+    one(other_heads, Severity::Error, "bands need a multiple of 16 channels");
+    let none = with_keys(|file| {
+        file.heads.as_mut().expect("heads").values_mut().for_each(|layer| layer.keys.bands = None);
+        file.widths.clear();
+    });
+    one(none, Severity::Note, "`int2` has scalar codes");
+    // A matrix of another size is found when the file is written or read.
+    let mut file = file(8);
+    *head_bands(&mut file, 1, 0) = SquareMatrix::identity(8);
+    let folder = tempfile::tempdir().expect("folder");
+    let error = safetensors::write(&folder.path().join("bad.safetensors"), &file).unwrap_err().to_string();
+    assert!(
+        error.contains("layers.1.keys.head.bands") && error.contains("8 channels, expected 16"),
+        "{error}"
+    );
+}
+
+#[test]
+fn verification_finds_bits_of_layers_that_cannot_be() {
+    let widths = |text: &str| -> KeyWidths { text.parse().expect("widths") };
+    let found = |change: &dyn Fn(&mut RotationFile)| {
+        let found = with_keys(change);
+        found.into_iter().map(|(severity, text)| format!("{}: {text}", severity.name())).collect::<Vec<_>>()
+    };
+    // One layer of thirty has three bits a channel.
+    let more = found(&|file| file.widths = BTreeMap::from([(2, widths("4/4/2/2"))]));
+    assert!(
+        more.len() == 1 && more[0].starts_with("warning: bits of keys: 2.033 bits a channel"),
+        "{more:?}"
+    );
+    let even = BTreeMap::from([(2, widths("4/4/2/2")), (3, widths("4/0/0/0"))]);
+    assert_eq!(found(&|file| file.widths = even.clone()), [""; 0]);
+    let unknown = found(&|file| file.widths = BTreeMap::from([(30, widths("4/2/0/0"))]));
+    assert!(unknown.len() == 1 && unknown[0].starts_with("error: bits of keys, layer 30"), "{unknown:?}");
+    let unused = found(&|file| {
+        file.heads.as_mut().expect("heads").values_mut().for_each(|layer| layer.keys.bands = None);
+    });
+    assert!(unused.iter().any(|text| text.starts_with("warning: bits of keys: of no use")), "{unused:?}");
+    let mut small = file(8);
+    small.widths.insert(1, widths("4/2/0/0"));
+    let small = errors(&verify(&small)).join("\n");
+    assert!(small.contains("bits of keys, layer 1: heads of 16 channels cannot have these bits"), "{small}");
+}
+
 #[test]
 fn rotations_of_layers_are_checked_with_the_metrics_of_their_heads() {
     let mut file = file(14);
@@ -505,6 +594,31 @@ fn comparison_sees_what_changed_and_only_that() {
     assert!(random.alignment.expect("basis") < 0.9, "{random:?}");
     assert_eq!(random.rules, Some((Rule::Search, Rule::MIN_MAX)));
     assert!(values.rotation == 0.0 && values.eigenvalues.expect("spectrum") > 0.1, "{values:?}");
+}
+
+/// What `--allocate` changes, and what only another calibration changes.
+#[test]
+fn comparison_sees_bands_and_bits_of_layers() {
+    let original = file(9);
+    let widths: KeyWidths = "4/4/2/2".parse().expect("widths");
+    let mut allocated = original.clone();
+    allocated.widths.insert(1, widths);
+    // The default is the default, said or not.
+    allocated.widths.insert(0, KeyWidths::default());
+    let found = diff::diff(&original, &allocated);
+    assert!(!found.is_equal());
+    assert_eq!(found.widths, [(1, KeyWidths::default(), widths)]);
+    assert!(found.differences.iter().all(|difference| difference.is_none()), "{found:?}");
+
+    let mut other = original.clone();
+    let matrix = head_bands(&mut other, 2, 1);
+    *matrix = SquareMatrix::from_fn(DIM, |i, j| 2.0 * matrix.get(i, j));
+    other.heads.as_mut().expect("heads").get_mut(&0).expect("layer").keys.bands = None;
+    let found = diff::diff(&original, &other);
+    let changed: Vec<_> = found.differences.iter().filter(|difference| !difference.is_none()).collect();
+    let bands: Vec<_> =
+        changed.iter().map(|other| (other.name.layer, other.name.head, other.bands)).collect();
+    assert_eq!(bands, [(0, 0, Some(1.0)), (0, 1, Some(1.0)), (2, 1, Some(0.5))]);
 }
 
 #[test]

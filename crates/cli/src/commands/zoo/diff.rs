@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use oscar_rotations::diff::{RotationComparison, RotationDifference, diff};
+use oscar_rotations::verify::layer_list;
 use oscar_rotations::{Scope, safetensors};
 use serde_json::json;
 
@@ -19,7 +20,8 @@ use crate::output::{print_json, print_table, print_text};
     oscar zoo diff a.safetensors b.safetensors --heads\n\n\
     ALIGNMENT is the share of the space of the eight most important directions that both files have in common: 1 for \
     the same space, whatever the signs and the order of its directions. SPECTRUM is the share of the eigenvalues \
-    that moved, MEAN the distance of the key means relative to their length.")]
+    that moved, MEAN the distance of the key means relative to their length, BANDS that of the matrices of bands. Bits of\n\
+    the bands in single layers stand above the table.")]
 pub(super) struct DiffArguments {
     /// The first file (.safetensors).
     #[arg(value_name = "FILE")]
@@ -44,7 +46,10 @@ impl DiffArguments {
         refuse_pt(&self.second)?;
         let comparison = diff(&safetensors::read(&self.first)?, &safetensors::read(&self.second)?);
         if self.json {
-            return print_json(comparison.differences.iter().map(|difference| {
+            let widths = comparison.widths.iter().map(|(layer, first, second)| {
+                json!({ "layer": layer, "key_widths": [first.to_string(), second.to_string()] })
+            });
+            return print_json(widths.chain(comparison.differences.iter().map(|difference| {
                 json!({
                     "scope": difference.name.scope.name(),
                     "layer": difference.name.layer,
@@ -54,9 +59,10 @@ impl DiffArguments {
                     "alignment": difference.alignment,
                     "eigenvalues": difference.eigenvalues,
                     "mean": difference.mean,
+                    "bands": difference.bands,
                     "rules": difference.rules.map(|(a, b)| [a.to_string(), b.to_string()]),
                 })
-            }));
+            })));
         }
         if comparison.is_equal() {
             return print_text("the files hold the same rotations");
@@ -67,12 +73,16 @@ impl DiffArguments {
         } else {
             layer_rows(&comparison)
         };
+        if !rows.is_empty() && comparison.differences.iter().all(RotationDifference::is_none) {
+            return print_text("rotations, means and bands are the same");
+        }
         if rows.is_empty() {
             return print_text("there is nothing that could be compared");
         }
-        let header =
-            ["SCOPE", "LAYER", "SIDE", "HEADS", "MAX DIFFERENCE", "ALIGNMENT", "SPECTRUM", "MEAN", "RULES"];
-        print_table(&header, &rows, &["LAYER", "HEADS", "MAX DIFFERENCE", "ALIGNMENT", "SPECTRUM", "MEAN"])
+        let numbers = ["LAYER", "HEADS", "MAX DIFFERENCE", "ALIGNMENT", "SPECTRUM", "MEAN", "BANDS"];
+        let [layer, rest @ ..] = numbers;
+        let header: Vec<&str> = ["SCOPE", layer, "SIDE"].into_iter().chain(rest).chain(["RULES"]).collect();
+        print_table(&header, &rows, &numbers)
     }
 }
 
@@ -89,6 +99,13 @@ fn print_headers(comparison: &RotationComparison) -> Result<(), Failure> {
                 ))?;
             }
         }
+    }
+    let mut widths = comparison.widths.clone();
+    widths.sort_by_key(|(layer, first, second)| (first.quarters(), second.quarters(), *layer));
+    for layers in widths.chunk_by(|a, b| (a.1, a.2) == (b.1, b.2)) {
+        let (first, second) = (layers[0].1, layers[0].2);
+        let layers: Vec<usize> = layers.iter().map(|(layer, ..)| *layer).collect();
+        print_text(&format!("bits of keys in {}: {first} | {second}", layer_list(&layers)))?;
     }
     print_text("")
 }
@@ -127,6 +144,7 @@ fn cells(scope: Scope, layer: usize, side: &str, heads: String, all: &[RotationD
         number(alignment),
         number(worst(|difference| difference.eigenvalues)),
         number(worst(|difference| difference.mean)),
+        number(worst(|difference| difference.bands)),
         match &rules[..] {
             [] => String::new(),
             [one] => one.clone(),

@@ -1,5 +1,7 @@
 //! `oscar zoo list`: rotations that are there to be used.
 
+use std::collections::BTreeMap;
+
 use clap::Args;
 use oscar_model::source::Settings;
 use oscar_rotations::find::{RotationOrigin, available};
@@ -15,7 +17,8 @@ use crate::output::{decimal_bytes, print_json, print_table, print_text};
 #[command(after_help = "Examples:\n  \
     oscar zoo list\n  \
     oscar zoo list --json\n\n\
-    Rotations are kept in the folder `rotations` of OSCAR_CACHE. VERDICT is that of their certificate, PROBE what a token\n\
+    Rotations are kept in the folder `rotations` of OSCAR_CACHE. FORMAT is the version of the file. BANDS says whether its\n\
+    keys have bands, or even bits for each layer (`by layer`); without them int2 has scalar codes. VERDICT is that of their certificate, PROBE what a token\n\
     that is copied from far back loses, in nats.")]
 pub(super) struct ListArguments {
     /// Print one JSON object.
@@ -30,6 +33,12 @@ struct RotationsRow {
     model_fingerprint: Option<String>,
     tokens: usize,
     objective: String,
+    /// Version of the file's format.
+    version: u32,
+    /// Whether all keys have bands.
+    bands: bool,
+    /// Bits of the bands in layers that have some of their own.
+    key_widths: BTreeMap<usize, String>,
     bytes: u64,
     origin: &'static str,
     path: Option<String>,
@@ -56,6 +65,13 @@ impl ListArguments {
                         verdict: certificate.as_ref().map(|certificate| certificate.verdict),
                         probe_loss: probe.filter(|probe| probe.verdict().is_some()).map(RetrievalProbe::loss),
                         objective: objective_line(&found.header),
+                        version: found.header.version,
+                        bands: found.has_bands,
+                        key_widths: found
+                            .widths
+                            .iter()
+                            .map(|(&layer, bits)| (layer, bits.to_string()))
+                            .collect(),
                         name: found.name,
                         model: found.header.model,
                         model_fingerprint: found.header.model_fingerprint,
@@ -81,15 +97,22 @@ impl ListArguments {
                 let tokens = if row.tokens == 0 { "-".to_owned() } else { row.tokens.to_string() };
                 let verdict = row.verdict.map_or("-".to_owned(), |verdict| verdict.to_string());
                 let probe = row.probe_loss.map_or("-".to_owned(), |loss| format!("{loss:.3}"));
+                let bands = match (row.bands, row.key_widths.is_empty()) {
+                    (false, _) => "-",
+                    (true, true) => "yes",
+                    (true, false) => "by layer",
+                };
                 let size = decimal_bytes(row.bytes);
-                let origin = row.origin.to_owned();
-                vec![row.name, printable(&row.model), tokens, row.objective, verdict, probe, size, origin]
+                let (format, bands, origin) =
+                    (row.version.to_string(), bands.to_owned(), row.origin.to_owned());
+                let model = printable(&row.model);
+                vec![row.name, model, tokens, row.objective, format, bands, verdict, probe, size, origin]
             })
             .collect();
         print_table(
-            &["NAME", "MODEL", "TOKENS", "OBJECTIVE", "VERDICT", "PROBE", "SIZE", "WHERE"],
+            &["NAME", "MODEL", "TOKENS", "OBJECTIVE", "FORMAT", "BANDS", "VERDICT", "PROBE", "SIZE", "WHERE"],
             &cells,
-            &["TOKENS", "PROBE", "SIZE"],
+            &["TOKENS", "FORMAT", "PROBE", "SIZE"],
         )
     }
 }
