@@ -91,4 +91,17 @@ mod tests {
         let short = Capacity::of(files.config(), windows, 320).expect("a capacity");
         assert_eq!(short.int2_over_bf16(), 1.0);
     }
+
+    /// The row of docs/benchmarks-cuda.md: 46 layers of 8 heads of 128 channels.
+    #[test]
+    fn a_gigabyte_holds_nearly_seven_times_as_many_tokens_of_glm_air() {
+        let files = random_model("glm-4.5-air").expect("a shape");
+        let windows = PageWindows { sink: 1, recent: 4 };
+        let held = [32 << 10, 100 << 10].map(|tokens| {
+            let capacity = Capacity::of(files.config(), windows, tokens).expect("a capacity");
+            assert_eq!(capacity.bf16_tokens_per_gb, 1_000_000_000 / (46 * 8 * 128 * 2 * 2));
+            (capacity.int2_tokens_per_gb, (100.0 * capacity.int2_over_bf16()).round() / 100.0)
+        });
+        assert_eq!(held, [(35_219, 6.64), (36_896, 6.95)]);
+    }
 }
