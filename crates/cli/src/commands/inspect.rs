@@ -1,7 +1,7 @@
 //! `oscar inspect`: the shape of a model and what its cache costs.
 
 use clap::Args;
-use oscar_codec::{CodecError, KvGeometry, PAGE_TOKENS, PageLayout};
+use oscar_codec::{BandLayout, CodecError, KvGeometry, PAGE_TOKENS, PageLayout};
 use oscar_model::files::TensorSummary;
 use oscar_model::source::ModelPath;
 use oscar_model::{ModelConfig, ModelFiles, QkNorm};
@@ -19,7 +19,8 @@ use crate::output::{binary_bytes, count, decimal_bytes, print_fields, print_json
     oscar inspect smollm2\n  \
     oscar inspect ./model.gguf --memory 24GiB\n  \
     oscar inspect ./folder --json\n\n\
-    Weights are not loaded. Bytes per token count scales and padding; of all but bf16 the most recent pages and \
+    Weights are not loaded. high is the tier of 4 bits that a server may offer beside int2 (--kv-tiers). Bytes per token\n\
+    count scales and padding; of all but bf16 the most recent pages and \
     the first one stay in bf16, a fixed cost per sequence that is not counted here, and neither are layers with a \
     sliding window.")]
 pub(crate) struct InspectArguments {
@@ -97,15 +98,20 @@ impl InspectArguments {
     }
 }
 
-/// The formats of a cache, by the names they have on the command line.
+/// The formats of a cache, by the names they have on the command line; `high` is the tier beside `int2`.
 fn layouts(head_dim: usize) -> Result<Vec<(&'static str, PageLayout)>, CodecError> {
+    // Bands are multiples of 16 channels; heads that are not have scalar codes, and no `int1.5`.
+    let (high, int2) = match (BandLayout::high(head_dim), BandLayout::int2(head_dim)) {
+        (Ok(high), Ok(int2)) => (PageLayout::Banded(high), PageLayout::Banded(int2)),
+        _ => (PageLayout::int4(head_dim, 1)?, PageLayout::int2(head_dim, 1)?),
+    };
     let mut all = vec![
         ("bf16", PageLayout::bf16(head_dim)),
         ("fp8", PageLayout::fp8(head_dim)?),
         ("int4", PageLayout::int4(head_dim, 1)?),
-        ("int2", PageLayout::int2(head_dim, 1)?),
+        ("high", high),
+        ("int2", int2),
     ];
-    // Bands are multiples of 16 channels; there are heads that are not.
     all.extend(PageLayout::int15(head_dim).ok().map(|layout| ("int1.5", layout)));
     Ok(all)
 }
@@ -246,5 +252,30 @@ fn scaling_name(scaling: &RopeScaling) -> &'static str {
         RopeScaling::Yarn { .. } => "yarn",
         RopeScaling::Llama3 { .. } => "llama3",
         RopeScaling::Divisors { .. } => "divisors",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes of a key and a value in one head, by hand: banded keys are not padded, values are to a multiple of 32 channels.
+    #[test]
+    fn bytes_are_those_of_the_formats_that_are_served() {
+        for (head_dim, high, int2) in [
+            // Codes and scales of a key, codes and scales of a value.
+            (24, 16 + 4 + 16 + 4, 8 + 4 + 8 + 4),
+            (48, 24 + 3 + 32 + 4, (8 + 4) + 3 + 16 + 4),
+            (80, 40 + 4 + 48 + 4, (8 + 8 + 4) + 4 + 24 + 4),
+            (128, 64 + 4 + 64 + 4, 32 + 4 + 32 + 4),
+        ] {
+            let layouts = layouts(head_dim).expect("layouts");
+            let geometry = KvGeometry { layers: 1, kv_heads: 1, head_dim };
+            let bytes = |name: &str| {
+                let found = layouts.iter().find(|(kv, _)| *kv == name).expect(name);
+                geometry.bytes_per_token(found.1)
+            };
+            assert_eq!((bytes("high"), bytes("int2")), (high, int2), "{head_dim} channels");
+        }
     }
 }

@@ -131,10 +131,12 @@ fn models_are_inspected_without_loading() {
         .collect();
     // 2 layers of 2 KV heads, 16 channels; all but bf16 are padded to 32, with 8 bytes of scales, fp8 with 4.
     let (bf16, fp8) = (2 * 2 * 2 * 16 * 2, 2 * 2 * (2 * 32 + 4));
-    let (int4, int2) = (2 * 2 * (2 * 32 / 2 + 8), 2 * 2 * (2 * 32 / 4 + 8));
-    // Half of the channels, but 16 at least: keys of 2 bits without padding, with a byte for their scale.
-    let int15 = 2 * 2 * ((16 / 4 + 1) + (32 / 4 + 4));
-    let expected = [("bf16", bf16), ("fp8", fp8), ("int4", int4), ("int2", int2), ("int1.5", int15)];
+    let int4 = 2 * 2 * (2 * 32 / 2 + 8);
+    // Keys in bands are not padded: one band here, with a byte for its scale. Half of the channels, but 16 at least, makes
+    // int1.5 the same.
+    let (high, int2) = (2 * 2 * ((16 / 2 + 1) + (32 / 2 + 4)), 2 * 2 * ((16 / 4 + 1) + (32 / 4 + 4)));
+    let expected =
+        [("bf16", bf16), ("fp8", fp8), ("int4", int4), ("high", high), ("int2", int2), ("int1.5", int2)];
     assert_eq!(costs, expected.map(|(name, bytes)| (name, bytes, (1 << 20) / (64 * bytes) * 64)));
     assert_eq!(rows[0]["family"], "qwen2");
     assert_eq!(rows[0]["dtypes"]["Q8_0"]["tensors"], 14);

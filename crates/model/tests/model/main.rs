@@ -8,6 +8,7 @@ mod files_gguf;
 mod files_safetensors;
 #[path = "../files_writer/mod.rs"]
 mod files_writer;
+mod fp8_shards;
 mod gguf_gpt_oss;
 mod logits;
 mod real_model;
