@@ -47,9 +47,14 @@ impl CacheArguments {
         let lab = ["--rotations", "--k-rotation-path, --v-rotation-path", "--force-rotations"];
         let mut names: Vec<&'static str> =
             self.given().into_iter().map(|(name, _)| name).filter(|name| !lab.contains(name)).collect();
-        names.extend(self.kv_memory.map(|_| "--kv-memory"));
-        names.extend(self.prefill.map(|_| "--prefill"));
+        names.extend(self.given_for_requests());
         names
+    }
+
+    /// Options that were given and matter only where requests are answered.
+    pub(crate) fn given_for_requests(&self) -> Vec<&'static str> {
+        let given = [self.kv_memory.map(|_| "--kv-memory"), self.prefill.map(|_| "--prefill")];
+        given.into_iter().flatten().collect()
     }
 }
 

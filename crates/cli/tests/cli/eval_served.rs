@@ -49,6 +49,37 @@ fn needles_are_sought_by_the_engine_and_by_the_lab() {
 }
 
 #[test]
+fn divergence_and_copies_are_those_of_the_lab() {
+    let machine = Machine::new();
+    let model = patient_model(&machine);
+    let model = model.to_str().expect("path");
+    let caches = ["--kv", "int4", "--kv-cache-dtype", "bf16,int4,int2:scalar,int2", "--json"];
+    let run = |arguments: &[&str]| {
+        let outcome = machine.run(arguments.iter().chain(&caches).chain(&NO_WINDOWS)).success();
+        let rows = rows(&outcome);
+        let names: Vec<&str> = rows.iter().filter_map(|row| row["kv"].as_str()).collect();
+        assert_eq!(names, ["int4", "served bf16", "served int4", "served int2:scalar", "served int2"]);
+        rows
+    };
+    let number = |row: &Value, name: &str| row[name].as_f64().expect("a number");
+    for prefix in ["0", "600"] {
+        let rows = run(&["eval", "kl", model, "--tokens", "1024", "--sequences", "1", "--prefix", prefix]);
+        let kl: Vec<f64> = rows.iter().map(|row| number(row, "kl")).collect();
+        // The page being filled is bf16 where it is served, and sealed in the lab.
+        assert!(kl[1] < 1e-6 && (0.7..1.1).contains(&(kl[2] / kl[0])), "{kl:?}");
+        assert!(kl[2] < kl[3] && kl[2] < kl[4] && kl[3] != kl[4], "{kl:?}");
+        assert_eq!(number(&rows[2], "bits_per_element"), 10.0);
+        assert!(number(&rows[2], "bits_per_element_with_windows") > 10.0);
+    }
+    let rows = run(&["eval", "probe", model]);
+    assert!(number(&rows[1], "loss").abs() < 1e-4, "{rows:?}");
+    assert!(rows[2..].iter().all(|row| number(row, "sealed") != number(row, "exact")), "{rows:?}");
+    let odd = ["eval", "kl", model, "--tokens", "1024", "--kv-cache-dtype", "int4", "--recent-tokens", "100"];
+    let odd = machine.run(odd);
+    odd.failure(1, &["--recent-tokens 100", "64 or 128"]);
+}
+
+#[test]
 fn a_served_cache_says_what_it_cannot_do() {
     let machine = Machine::new();
     let model = patient_model(&machine);

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use super::EvalError;
 use super::evaluator::{Evaluator, STEP_TOKENS, arg_max};
 use super::history::Reading;
+use super::paged::PagedCache;
 
 /// Rows whose logits are in memory at once: a vocabulary is large.
 const LOGIT_ROWS: usize = 256;
@@ -95,6 +96,7 @@ pub struct CodecComparison<B: Inspect> {
     reference: Activations<B>,
     /// Buffers for the logits with the codec, of several rows.
     codec: Activations<B>,
+    prefix: Vec<u32>,
     suffix: Vec<u32>,
     /// Hidden states of the exact run after the prefix.
     hidden: Vec<f32>,
@@ -111,6 +113,7 @@ impl<B: Inspect> CodecComparison<B> {
             reference: activations()?,
             codec: activations()?,
             evaluator: Evaluator::new(model, capacity)?,
+            prefix: Vec::new(),
             suffix: Vec::new(),
             hidden: Vec::new(),
             skip: 0,
@@ -132,7 +135,7 @@ impl<B: Inspect> CodecComparison<B> {
         }
         let (context, suffix) = ids.split_at(prefix);
         self.evaluator.prefill(context, &mut progress)?;
-        self.suffix = suffix.to_vec();
+        (self.prefix, self.suffix) = (context.to_vec(), suffix.to_vec());
         self.skip = skip;
         self.hidden.clear();
         let hidden = &mut self.hidden;
@@ -162,29 +165,82 @@ impl<B: Inspect> CodecComparison<B> {
         mut progress: impl FnMut(usize),
     ) -> Result<[Divergence; 2], EvalError> {
         self.evaluator.rewind();
-        let CodecComparison { evaluator, reference, codec, suffix, hidden, skip } = self;
-        let width = evaluator.model().config().hidden_size;
-        let mut totals = [Divergence::default(); 2];
-        let mut before = 0;
+        let CodecComparison { evaluator, reference, codec, suffix, hidden, skip, .. } = self;
+        let mut sums = PositionSums::new(suffix, hidden, *skip, second);
         evaluator.run(suffix, Some(reading), |model, activations, done| {
-            let count = done - before;
-            let backend = model.model().backend();
-            backend.write(&backend.read(activations.hidden(), 0..count)?, codec.hidden_mut())?;
-            backend.write(&hidden[before * width..done * width], reference.hidden_mut())?;
-            let scored: Vec<usize> =
-                (0..count).filter(|row| before + row >= *skip && before + row + 1 < suffix.len()).collect();
-            let (first, later) = scored.split_at(scored.partition_point(|row| before + row < second));
-            for (total, scored) in totals.iter_mut().zip([first, later]) {
-                for rows in scored.chunks(LOGIT_ROWS) {
-                    let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
-                    total.add(&compare(model, rows, &next, reference, codec)?);
-                }
-            }
-            before = done;
+            sums.visit(model, activations, done, reference, codec)?;
             progress(done);
             Ok(())
         })?;
-        Ok(totals)
+        Ok(sums.totals)
+    }
+
+    /// Runs the text again over a cache as it is served and compares every scored position. The prefix is read as a prompt of
+    /// its own. `progress` gets the tokens of both that are done.
+    pub fn measure_served(
+        &mut self,
+        cache: &mut PagedCache<B>,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Divergence, EvalError> {
+        let CodecComparison { reference, codec, prefix, suffix, hidden, skip, .. } = self;
+        cache.rewind(0);
+        cache.run(prefix, true, |_, _, done| {
+            progress(done);
+            Ok(())
+        })?;
+        let mut sums = PositionSums::new(suffix, hidden, *skip, usize::MAX);
+        cache.run(suffix, false, |model, activations, done| {
+            sums.visit(model, activations, done, reference, codec)?;
+            progress(prefix.len() + done);
+            Ok(())
+        })?;
+        Ok(sums.totals[0])
+    }
+}
+
+/// The sums over scored positions, while a text is run.
+struct PositionSums<'a> {
+    suffix: &'a [u32],
+    /// Hidden states of the exact run.
+    hidden: &'a [f32],
+    skip: usize,
+    /// Positions from here on have a sum of their own.
+    second: usize,
+    /// Tokens of the suffix that earlier passes have run.
+    before: usize,
+    totals: [Divergence; 2],
+}
+
+impl<'a> PositionSums<'a> {
+    fn new(suffix: &'a [u32], hidden: &'a [f32], skip: usize, second: usize) -> PositionSums<'a> {
+        PositionSums { suffix, hidden, skip, second, before: 0, totals: [Divergence::default(); 2] }
+    }
+
+    /// Compares the rows of a pass, after which `done` tokens are run. `reference` and `codec` are buffers for logits.
+    fn visit<B: Inspect>(
+        &mut self,
+        model: &LoadedModel<B>,
+        activations: &Activations<B>,
+        done: usize,
+        reference: &mut Activations<B>,
+        codec: &mut Activations<B>,
+    ) -> Result<(), EvalError> {
+        let PositionSums { suffix, hidden, skip, second, before, .. } = *self;
+        let (count, width) = (done - before, model.config().hidden_size);
+        let backend = model.model().backend();
+        backend.write(&backend.read(activations.hidden(), 0..count)?, codec.hidden_mut())?;
+        backend.write(&hidden[before * width..done * width], reference.hidden_mut())?;
+        let scored: Vec<usize> =
+            (0..count).filter(|row| before + row >= skip && before + row + 1 < suffix.len()).collect();
+        let (first, later) = scored.split_at(scored.partition_point(|row| before + row < second));
+        for (total, scored) in self.totals.iter_mut().zip([first, later]) {
+            for rows in scored.chunks(LOGIT_ROWS) {
+                let next: Vec<u32> = rows.iter().map(|row| suffix[before + row + 1]).collect();
+                total.add(&compare(model, rows, &next, reference, codec)?);
+            }
+        }
+        self.before = done;
+        Ok(())
     }
 }
 

@@ -17,7 +17,7 @@ use super::history::{HistoryAttention, Reading};
 pub(super) const STEP_TOKENS: usize = 512;
 
 /// Rows whose logits are computed at once.
-const LOGIT_ROWS: usize = 16;
+pub(super) const LOGIT_ROWS: usize = 16;
 
 /// A model with an exact cache of one sequence, and a second one as a codec gives it back.
 pub struct Evaluator<B: Inspect> {
@@ -189,22 +189,9 @@ impl<B: Inspect> Evaluator<B> {
         answer: &[u32],
         reading: Option<Reading<'_>>,
     ) -> Result<f64, EvalError> {
-        // The last token is only predicted.
-        let ids = [question, &answer[..answer.len().saturating_sub(1)]].concat();
-        let (mut before, mut sum) = (0, 0.0);
-        self.run(&ids, reading, |model, activations, done| {
-            let first = (question.len() - 1).max(before);
-            let rows: Vec<usize> = (first..done).map(|index| index - before).collect();
-            for rows in rows.chunks(LOGIT_ROWS) {
-                let logits = logits_of(model, activations, rows)?;
-                for (row, logits) in rows.iter().zip(&logits) {
-                    sum += log_probability(logits, answer[before + row + 1 - question.len()]);
-                }
-            }
-            before = done;
-            Ok(())
-        })?;
-        Ok(sum / answer.len() as f64)
+        let mut score = AnswerScore::new(question, answer);
+        self.run(&score.tokens(), reading, |model, activations, done| score.visit(model, activations, done))?;
+        Ok(score.mean())
     }
 
     /// Appends tokens and gives the logits after the last of them.
@@ -212,6 +199,51 @@ impl<B: Inspect> Evaluator<B> {
         let row = (ids.len() - 1) % self.activations.max_rows();
         self.run(ids, reading, |_, _, _| Ok(()))?;
         Ok(logits_of(&self.model, &mut self.activations, &[row])?.swap_remove(0))
+    }
+}
+
+/// The log-probability of the tokens of an answer after a question, while both are read.
+pub(super) struct AnswerScore<'a> {
+    question: &'a [u32],
+    answer: &'a [u32],
+    /// Tokens that earlier passes have read.
+    before: usize,
+    sum: f64,
+}
+
+impl<'a> AnswerScore<'a> {
+    pub(super) fn new(question: &'a [u32], answer: &'a [u32]) -> AnswerScore<'a> {
+        AnswerScore { question, answer, before: 0, sum: 0.0 }
+    }
+
+    /// The tokens to read: the last one of the answer is only predicted.
+    pub(super) fn tokens(&self) -> Vec<u32> {
+        [self.question, &self.answer[..self.answer.len().saturating_sub(1)]].concat()
+    }
+
+    /// Scores the rows of a pass, after which `done` tokens are read.
+    pub(super) fn visit<B: Inspect>(
+        &mut self,
+        model: &LoadedModel<B>,
+        activations: &mut Activations<B>,
+        done: usize,
+    ) -> Result<(), EvalError> {
+        let AnswerScore { question, answer, before, .. } = *self;
+        let first = (question.len() - 1).max(before);
+        let rows: Vec<usize> = (first..done).map(|index| index - before).collect();
+        for rows in rows.chunks(LOGIT_ROWS) {
+            let logits = logits_of(model, activations, rows)?;
+            for (row, logits) in rows.iter().zip(&logits) {
+                self.sum += log_probability(logits, answer[before + row + 1 - question.len()]);
+            }
+        }
+        self.before = done;
+        Ok(())
+    }
+
+    /// The mean over the tokens of the answer.
+    pub(super) fn mean(&self) -> f64 {
+        self.sum / self.answer.len() as f64
     }
 }
 

@@ -11,6 +11,7 @@
 //! | [`probe`] | strings that a model copies from far back |
 //! | [`codec_attention`] | a codec of the lab behind the engine, so that it can be served |
 //! | [`served`] | answers of the engine, with the cache that serves |
+//! | [`paged`] | a text over the pages and kernels of that cache |
 //! | [`text`] | text when the user has none |
 //! | [`report`] | results as one page |
 
@@ -23,6 +24,7 @@ pub mod divergence;
 pub mod evaluator;
 pub mod history;
 pub mod needle;
+pub mod paged;
 pub mod probe;
 pub mod report;
 pub mod retrieval;

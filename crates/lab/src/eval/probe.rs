@@ -16,6 +16,7 @@ use super::EvalError;
 use super::codecs::CodecSource;
 use super::evaluator::Evaluator;
 use super::history::Reading;
+use super::paged::PagedCache;
 use super::text::prose;
 
 /// Seed of the prose; other measurements have smaller ones.
@@ -122,6 +123,20 @@ impl<'a, B: Inspect> CopyProbe<'a, B> {
     /// What is left when the text is read through a codec.
     pub fn measure(&mut self, reading: Reading<'_>) -> Result<RetrievalProbe, EvalError> {
         let sealed = self.evaluator.log_probabilities(self.task.strings(), Some(reading))?;
+        self.compare(sealed)
+    }
+
+    /// What is left when the text is read from a cache as it is served. `progress` gets the tokens of the text that are done.
+    pub fn measure_served(
+        &mut self,
+        cache: &mut PagedCache<B>,
+        progress: impl FnMut(usize),
+    ) -> Result<RetrievalProbe, EvalError> {
+        let sealed = cache.log_probabilities(&self.task.text, self.task.strings(), progress)?;
+        self.compare(sealed)
+    }
+
+    fn compare(&self, sealed: Vec<f64>) -> Result<RetrievalProbe, EvalError> {
         if !self.exact.iter().chain(&sealed).all(|value| value.is_finite()) {
             return Err(EvalError::NotFinite);
         }

@@ -3,20 +3,20 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use oscar_codec::CacheCodec;
 use oscar_kernels::Inspect;
 use oscar_lab::calibrate::corpus;
-use oscar_lab::eval::codecs::HELP;
 use oscar_lab::eval::divergence::{CodecComparison, Divergence};
 use oscar_lab::eval::history::Reading;
+use oscar_lab::eval::paged::PagedCache;
 use oscar_lab::eval::text::prose;
 use oscar_report::Report;
 use serde_json::json;
 
+use super::served::{MeasuredCacheArguments, MeasuredCaches};
 use crate::arguments::positive;
 use crate::device::OnDevice;
 use crate::failure::Failure;
-use crate::lab::{ReadingArguments, check_context, check_prefix};
+use crate::lab::{check_context, check_prefix};
 use crate::named_model::{NamedModel, NamedModelArguments};
 use crate::output::print_text;
 use crate::progress::Steps;
@@ -29,19 +29,18 @@ const MOST_PROSE: usize = 1 << 28;
 #[command(after_help = "Examples:\n  \
     oscar eval kl smollm2 --kv int2,int2:paper,quarot-int2,naive-int2\n  \
     oscar eval kl smollm2 --data book.txt --tokens 4096 --sequences 4 --json\n  \
-    oscar eval kl qwen15 --prefix 7168 --tokens 8192 --kv int2,int2:uncentred,int4\n\n\
+    oscar eval kl qwen15 --prefix 7168 --tokens 8192 --kv int2,int2:uncentred,int4\n  \
+    oscar eval kl smollm2 --kv int2 --kv-cache-dtype int2,int4\n\n\
     Every position after --skip is scored. Without --prefix each query reads its own history through the codec, as\n\
-    it would while decoding; with it, the first tokens are computed exactly, once for all codecs.")]
+    it would while decoding; with it, the first tokens are computed exactly, once for all codecs. --kv measures codecs in\n\
+    the lab (int2, int2:paper, quarot-int2 and naive-int2 if neither list is given), --kv-cache-dtype caches as they are\n\
+    served: sealed page by page and read from their codes, with windows of whole pages.")]
 pub(crate) struct KlArguments {
     #[command(flatten)]
     lab: NamedModelArguments,
 
-    #[arg(long, default_value = "int2,int2:paper,quarot-int2,naive-int2", value_name = "LIST", value_delimiter = ',',
-          help = format!("Codecs, separated by commas: {HELP}"))]
-    kv: Vec<String>,
-
     #[command(flatten)]
-    reading: ReadingArguments,
+    caches: MeasuredCacheArguments,
 
     /// Text or JSONL files to measure on; generated prose by default.
     #[arg(long, value_name = "FILE")]
@@ -63,7 +62,7 @@ pub(crate) struct KlArguments {
     #[arg(long, value_name = "N")]
     skip: Option<usize>,
 
-    /// Read the own chunk of so many tokens exactly, as a chunked prefill does.
+    /// Codecs of the lab: read the own chunk of so many tokens exactly, as a chunked prefill does.
     #[arg(long, value_name = "TOKENS", value_parser = positive)]
     chunk: Option<usize>,
 
@@ -82,8 +81,9 @@ impl OnDevice for KlArguments {
     fn run_on<B: Inspect>(self, backend: B) -> Result<(), Failure> {
         let named = self.lab.load(backend)?;
         check_context(&named, self.tokens)?;
-        let codecs = self.reading.codecs(&named, &self.kv)?;
-        let report = self.measure(&named, &codecs)?;
+        let default = ["int2", "int2:paper", "quarot-int2", "naive-int2"];
+        let mut caches = self.caches.pages(&named, &default, self.tokens)?;
+        let report = self.measure(&named, &mut caches)?;
         if self.json {
             return print_text(&report.json());
         }
@@ -96,46 +96,53 @@ impl OnDevice for KlArguments {
 impl KlArguments {
     pub(crate) fn run(self) -> Result<(), Failure> {
         check_prefix(self.prefix, self.tokens)?;
-        self.lab.device.clone().run(false, self)
+        self.lab.device.clone().run(self.caches.deterministic(), self)
     }
 
     fn measure<B: Inspect>(
         &self,
         named: &NamedModel<B>,
-        codecs: &[Box<dyn CacheCodec>],
+        caches: &mut MeasuredCaches<PagedCache<B>>,
     ) -> Result<Report, Failure> {
-        let windows = self.reading.windows();
+        let windows = caches.windows;
         // Queries that still see everything exactly would only dilute the numbers.
         let widest = windows.sink.saturating_add(windows.recent).max(512).min(self.tokens / 2);
         let skip = self.skip.unwrap_or(if self.prefix > 0 { 0 } else { widest });
         let texts = self.texts(named)?;
         let mut comparison = CodecComparison::new(named.model.clone(), self.tokens)?;
-        let mut totals = vec![Divergence::default(); codecs.len()];
+        let mut totals = vec![Divergence::default(); caches.len()];
         let suffix = self.tokens - self.prefix.min(self.tokens);
-        let mut steps = Steps::new("exact", texts.len() * (self.tokens + codecs.len() * suffix));
+        let all = self.tokens * (1 + caches.served.len()) + suffix * caches.codecs.len();
+        let mut steps = Steps::new("exact", texts.len() * all);
         let mut done = 0;
         for ids in &texts {
             steps.say("exact");
             comparison.set_text(ids, self.prefix, skip, |tokens| steps.set(done + tokens))?;
             done += self.tokens;
-            for (codec, total) in codecs.iter().zip(&mut totals) {
+            let (in_lab, of_served) = totals.split_at_mut(caches.codecs.len());
+            for (codec, total) in caches.codecs.iter().zip(in_lab) {
                 steps.say(codec.name());
                 let reading = Reading { codec: &**codec, windows, chunk: self.chunk };
                 total.add(&comparison.measure(reading, |tokens| steps.set(done + tokens))?);
                 done += suffix;
             }
+            for (served, total) in caches.served.iter_mut().zip(of_served) {
+                steps.say(&served.name);
+                let measured =
+                    comparison.measure_served(&mut served.cache, |tokens| steps.set(done + tokens));
+                total.add(&measured?);
+                done += self.tokens;
+            }
         }
         steps.finish();
-        let head_dim = named.model.config().head_dim;
         let mut report = Report::here();
-        for (codec, total) in codecs.iter().zip(&totals) {
+        for (index, total) in totals.iter().enumerate() {
             report.push(json!({
                 "kind": "kl",
                 "model": named.name(),
-                "kv": codec.name(),
-                "bits_per_element": codec.bits_per_element(head_dim),
-                "bits_per_element_with_windows":
-                    windows.lab_bits_per_element(&**codec, head_dim, self.tokens),
+                "kv": caches.name(index),
+                "bits_per_element": caches.history_bits(index),
+                "bits_per_element_with_windows": caches.bits_at(index, self.tokens),
                 "kl": total.mean_kl(),
                 "top1_agreement": total.top1_agreement(),
                 "perplexity": total.perplexity(),

@@ -9,6 +9,7 @@ use oscar_lab::eval::evaluator::Evaluator;
 use oscar_lab::eval::needle::{Haystack, NeedleKind, NeedleOptions, build};
 use oscar_lab::eval::report::{heat_map_svg, needle_maps};
 use oscar_lab::eval::retrieval::{NeedleTokens, Retrieved, retrieve, retrieve_served};
+use oscar_lab::eval::served::ServedCache;
 use oscar_lab::eval::text::mix;
 use oscar_report::Report;
 use serde_json::json;
@@ -116,7 +117,7 @@ impl OnDevice for NiahArguments {
         let named = self.lab.load(backend)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(1);
         check_context(&named, longest)?;
-        let caches = self.caches.caches(&named, &["bf16", "int2", "int2:paper"], longest)?;
+        let caches = self.caches.engines(&named, &["bf16", "int2", "int2:paper"], longest)?;
         let report = self.measure(&named, &caches, longest, &haystack)?;
         if let Some(path) = &self.svg {
             let rows: Vec<_> = report.rows.iter().collect();
@@ -151,7 +152,7 @@ impl NiahArguments {
     fn measure<B: Inspect>(
         &self,
         named: &NamedModel<B>,
-        caches: &MeasuredCaches<B>,
+        caches: &MeasuredCaches<ServedCache<B>>,
         longest: usize,
         haystack: &Haystack,
     ) -> Result<Report, Failure> {
@@ -210,7 +211,9 @@ impl NiahArguments {
                             done += length;
                         }
                         for served in &caches.served {
-                            found.push(retrieve_served(served, &prompt, |tokens| steps.set(done + tokens))?);
+                            found.push(retrieve_served(&served.cache, &prompt, |tokens| {
+                                steps.set(done + tokens)
+                            })?);
                             done += length;
                         }
                         for (index, Retrieved { score, log_probability, text }) in

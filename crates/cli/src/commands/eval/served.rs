@@ -2,9 +2,10 @@
 
 use clap::Args;
 use oscar_codec::{CacheCodec, Windows};
-use oscar_engine::EngineOptions;
-use oscar_kernels::{Backend, Inspect};
+use oscar_engine::{Budget, EngineOptions, KvOptions};
+use oscar_kernels::Inspect;
 use oscar_lab::eval::codecs::HELP;
+use oscar_lab::eval::paged::PagedCache;
 use oscar_lab::eval::served::ServedCache;
 
 use crate::failure::Failure;
@@ -22,8 +23,8 @@ pub(super) struct MeasuredCacheArguments {
     kv: Vec<String>,
 
     /// Caches that serve, separated by commas: auto, bf16, fp8, int4, int2, int1.5; int2 also with its encoder
-    /// (int2:scalar). Each answers through an engine, with the options under "KV cache", and is named `served TYPE` in the
-    /// table.
+    /// (int2:scalar). They have the pages and kernels of a server and the options under "KV cache", and are named `served
+    /// TYPE` in the table.
     #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "KV cache")]
     kv_cache_dtype: Vec<CacheSpec>,
 
@@ -34,14 +35,24 @@ pub(super) struct MeasuredCacheArguments {
     windows: WindowArguments,
 }
 
+/// A cache as it is served.
+pub(super) struct Served<C> {
+    /// Its name in tables.
+    pub(super) name: String,
+    /// What it costs.
+    budget: Budget,
+    /// What is measured: an engine, or the pages of one text.
+    pub(super) cache: C,
+}
+
 /// Caches to be compared on one model.
-pub(super) struct MeasuredCaches<B: Backend> {
+pub(super) struct MeasuredCaches<C> {
     /// Codecs of the lab, first in every table.
     pub(super) codecs: Vec<Box<dyn CacheCodec>>,
     /// The tokens at both ends of a sequence that codecs leave exact.
     pub(super) windows: Windows,
-    /// Caches as they are served, each with an engine.
-    pub(super) served: Vec<ServedCache<B>>,
+    /// Caches as they are served.
+    pub(super) served: Vec<Served<C>>,
     head_dim: usize,
 }
 
@@ -51,13 +62,52 @@ impl MeasuredCacheArguments {
         self.cache.deterministic
     }
 
-    /// The caches, with room for sequences of `context` tokens. Without either list the `default` codecs are measured.
-    pub(super) fn caches<B: Inspect>(
+    /// The tokens at both ends of a sequence that codecs leave exact.
+    pub(super) fn windows(&self) -> Windows {
+        self.windows.windows()
+    }
+
+    /// The caches, with room for sequences of `context` tokens, as engines that answer. Without either list the `default`
+    /// codecs are measured.
+    pub(super) fn engines<B: Inspect>(
         &self,
         named: &NamedModel<B>,
         default: &[&str],
         context: usize,
-    ) -> Result<MeasuredCaches<B>, Failure> {
+    ) -> Result<MeasuredCaches<ServedCache<B>>, Failure> {
+        self.caches(named, default, context, |options, name| {
+            let cache = ServedCache::new(named.model.clone(), options, name)?;
+            let budget = cache.engine().budget().clone();
+            Ok((cache, budget))
+        })
+    }
+
+    /// The caches, with room for one text of `context` tokens. Without either list the `default` codecs are measured.
+    pub(super) fn pages<B: Inspect>(
+        &self,
+        named: &NamedModel<B>,
+        default: &[&str],
+        context: usize,
+    ) -> Result<MeasuredCaches<PagedCache<B>>, Failure> {
+        let idle = self.cache.given_for_requests();
+        if !self.kv_cache_dtype.is_empty() && !idle.is_empty() {
+            tracing::warn!("{}: no effect on what is measured here", idle.join(", "));
+        }
+        self.caches(named, default, context, |options, _| {
+            let kv = KvOptions { memory: None, ..options.kv.clone() };
+            let cache = PagedCache::new(named.model.clone(), kv.codec.clone(), kv.windows, context)?;
+            let options = EngineOptions { kv, ..options.clone() };
+            Ok((cache, Budget::of(named.model.config(), &options)?))
+        })
+    }
+
+    fn caches<B: Inspect, C>(
+        &self,
+        named: &NamedModel<B>,
+        default: &[&str],
+        context: usize,
+        mut make: impl FnMut(&EngineOptions, &str) -> Result<(C, Budget), Failure>,
+    ) -> Result<MeasuredCaches<C>, Failure> {
         let mut specs = self.kv.clone();
         if specs.is_empty() && self.kv_cache_dtype.is_empty() {
             specs = default.iter().map(|&spec| spec.to_owned()).collect();
@@ -82,9 +132,9 @@ impl MeasuredCacheArguments {
                 ..EngineOptions::default()
             };
             let name = format!("served {}", arguments.label(chosen.kind));
-            let cache = ServedCache::new(named.model.clone(), &options, name)?;
-            announce(cache.engine().budget(), &chosen);
-            served.push(cache);
+            let (cache, budget) = make(&options, &name)?;
+            announce(&budget, &chosen);
+            served.push(Served { name, budget, cache });
             let mut here = self.cache.without_effect(chosen.kind);
             here.retain(|name| idle.as_ref().is_none_or(|idle| idle.contains(name)));
             idle = Some(here);
@@ -95,7 +145,7 @@ impl MeasuredCacheArguments {
     }
 }
 
-impl<B: Backend> MeasuredCaches<B> {
+impl<C> MeasuredCaches<C> {
     /// The number of caches, codecs of the lab and served ones together.
     pub(super) fn len(&self) -> usize {
         self.codecs.len() + self.served.len()
@@ -105,7 +155,7 @@ impl<B: Backend> MeasuredCaches<B> {
     pub(super) fn name(&self, index: usize) -> &str {
         match self.codecs.get(index) {
             Some(codec) => codec.name(),
-            None => self.served[index - self.codecs.len()].name(),
+            None => &self.served[index - self.codecs.len()].name,
         }
     }
 
@@ -113,7 +163,7 @@ impl<B: Backend> MeasuredCaches<B> {
     pub(super) fn history_bits(&self, index: usize) -> f64 {
         match self.codecs.get(index) {
             Some(codec) => codec.bits_per_element(self.head_dim),
-            None => self.served[index - self.codecs.len()].engine().budget().history_bits(),
+            None => self.served[index - self.codecs.len()].budget.history_bits(),
         }
     }
 
@@ -121,7 +171,7 @@ impl<B: Backend> MeasuredCaches<B> {
     pub(super) fn bits_at(&self, index: usize, tokens: usize) -> f64 {
         match self.codecs.get(index) {
             Some(codec) => self.windows.lab_bits_per_element(&**codec, self.head_dim, tokens),
-            None => self.served[index - self.codecs.len()].engine().budget().bits_at(tokens),
+            None => self.served[index - self.codecs.len()].budget.bits_at(tokens),
         }
     }
 }
