@@ -279,6 +279,8 @@ CASES = {
     "auto_d128_groups_bf16": (128, 2, "bf16", False, [("gaussian",), ("search",)], True, 4),
     "auto_d48_padded": (48, 3, "f16", False, [("clip", 0.9), ("gaussian",)], True, 5),
     "auto_d96": (96, 1, "f16", False, [("gaussian",), ("clip", 0.0)], False, 6),
+    "auto_d80_padded": (80, 1, "f16", False, [("search",), ("gaussian",)], True, 7),
+    "auto_d256": (256, 1, "f16", False, [("search",), ("clip", 0.92)], True, 8),
 }
 
 
@@ -287,19 +289,27 @@ BANDED_CASES = {
     "banded_d64": (64, "search", 22),
     "banded_d96": (96, "search", 23),
     "banded_d128": (128, "search", 24),
+    "banded_d80": (80, "search", 25),
+    "banded_d256": (256, "gaussian", 26),
     "int15_d48": (48, "gaussian", 31, "int15"),
     "int15_d64": (64, "search", 32, "int15"),
     "int15_d96": (96, "search", 33, "int15"),
     "int15_d128": (128, "search", 34, "int15"),
+    "int15_d80": (80, "gaussian", 35, "int15"),
+    "int15_d256": (256, "search", 36, "int15"),
     "high_d48": (48, "gaussian", 41, "high"),
     "high_d64": (64, "search", 42, "high"),
     "high_d96": (96, "clip", 43, "high"),
     "high_d128": (128, "search", 44, "high"),
+    "high_d80": (80, "search", 45, "high"),
+    "high_d256": (256, "gaussian", 46, "high"),
     "widths_4000_d64": (64, "search", 51, "4/0/0/0"),
     "widths_4220_d64": (64, "gaussian", 52, "4/2/2/0"),
     "widths_4422_d64": (64, "search", 53, "4/4/2/2"),
     "widths_4200_d128": (128, "search", 54, "4/2/0/0"),
     "widths_4222_d128": (128, "gaussian", 55, "4/2/2/2"),
+    "widths_4222_d64": (64, "search", 56, "4/2/2/2"),
+    "widths_4422_d256": (256, "search", 57, "4/4/2/2"),
 }
 
 

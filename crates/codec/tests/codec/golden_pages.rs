@@ -172,18 +172,48 @@ golden!(
         seed: 6,
     }
 );
+golden!(
+    auto_d80_padded,
+    Case {
+        dim: 80,
+        groups: 1,
+        scale_type: ScaleType::F16,
+        published: false,
+        rules: [Rule::Search, Rule::Gaussian],
+        centred: true,
+        seed: 7,
+    }
+);
+golden!(
+    auto_d256,
+    Case {
+        dim: 256,
+        groups: 1,
+        scale_type: ScaleType::F16,
+        published: false,
+        rules: [Rule::Search, Rule::Clip(0.92)],
+        centred: true,
+        seed: 8,
+    }
+);
 golden!(banded_d48, Banded { layout: BandLayout::int2, dim: 48, rule: Rule::Gaussian, seed: 21 });
 golden!(banded_d64, Banded { layout: BandLayout::int2, dim: 64, rule: Rule::Search, seed: 22 });
 golden!(banded_d96, Banded { layout: BandLayout::int2, dim: 96, rule: Rule::Search, seed: 23 });
 golden!(banded_d128, Banded { layout: BandLayout::int2, dim: 128, rule: Rule::Search, seed: 24 });
+golden!(banded_d80, Banded { layout: BandLayout::int2, dim: 80, rule: Rule::Search, seed: 25 });
+golden!(banded_d256, Banded { layout: BandLayout::int2, dim: 256, rule: Rule::Gaussian, seed: 26 });
 golden!(int15_d48, Banded { layout: BandLayout::int15, dim: 48, rule: Rule::Gaussian, seed: 31 });
 golden!(int15_d64, Banded { layout: BandLayout::int15, dim: 64, rule: Rule::Search, seed: 32 });
 golden!(int15_d96, Banded { layout: BandLayout::int15, dim: 96, rule: Rule::Search, seed: 33 });
 golden!(int15_d128, Banded { layout: BandLayout::int15, dim: 128, rule: Rule::Search, seed: 34 });
+golden!(int15_d80, Banded { layout: BandLayout::int15, dim: 80, rule: Rule::Gaussian, seed: 35 });
+golden!(int15_d256, Banded { layout: BandLayout::int15, dim: 256, rule: Rule::Search, seed: 36 });
 golden!(high_d48, Banded { layout: BandLayout::high, dim: 48, rule: Rule::Gaussian, seed: 41 });
 golden!(high_d64, Banded { layout: BandLayout::high, dim: 64, rule: Rule::Search, seed: 42 });
 golden!(high_d96, Banded { layout: BandLayout::high, dim: 96, rule: Rule::MIN_MAX, seed: 43 });
 golden!(high_d128, Banded { layout: BandLayout::high, dim: 128, rule: Rule::Search, seed: 44 });
+golden!(high_d80, Banded { layout: BandLayout::high, dim: 80, rule: Rule::Search, seed: 45 });
+golden!(high_d256, Banded { layout: BandLayout::high, dim: 256, rule: Rule::Gaussian, seed: 46 });
 golden!(widths_4000_d64, Banded { layout: |d| widths(d, "4/0/0/0"), dim: 64, rule: Rule::Search, seed: 51 });
 golden!(
     widths_4220_d64,
@@ -197,4 +227,9 @@ golden!(
 golden!(
     widths_4222_d128,
     Banded { layout: |d| widths(d, "4/2/2/2"), dim: 128, rule: Rule::Gaussian, seed: 55 }
+);
+golden!(widths_4222_d64, Banded { layout: |d| widths(d, "4/2/2/2"), dim: 64, rule: Rule::Search, seed: 56 });
+golden!(
+    widths_4422_d256,
+    Banded { layout: |d| widths(d, "4/4/2/2"), dim: 256, rule: Rule::Search, seed: 57 }
 );
