@@ -124,7 +124,7 @@ struct LimitArguments {
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
 
-    /// Memory for all bodies that are being read at a time; others wait.
+    /// Memory for large bodies that are being read at a time, and as much for what they become; others wait.
     #[arg(long, default_value = "128MiB", value_name = "SIZE", value_parser = byte_size)]
     max_body_memory: u64,
 

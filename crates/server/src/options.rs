@@ -16,7 +16,7 @@ pub struct ServerOptions {
     pub allowed_hosts: Vec<String>,
     /// The most bytes of a request's body.
     pub body_bytes: usize,
-    /// The most bytes of all bodies that are being read or parsed at a time; further ones wait.
+    /// The most bytes of all large bodies that are being read at a time, and of what they are parsed to; others wait.
     pub all_bodies_bytes: usize,
     /// How long a client may take to send the head of a request, and how long a connection may be idle.
     pub header_timeout: Duration,

@@ -5,9 +5,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use oscar_engine::{EngineError, Serve};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 
 use crate::grammar::{GrammarError, GrammarFactory};
+use crate::http::BodyBudget;
 use crate::in_flight::InFlightRequests;
 use crate::metrics::Metrics;
 use crate::options::ServerOptions;
@@ -16,9 +17,6 @@ use crate::text::{ConversationMemory, ServedModel};
 
 /// Texts of more bytes are tokenized on a thread of their own, not on those that serve connections.
 const LONG_TEXT_BYTES: usize = 16 << 10;
-
-/// Memory for bodies is counted in pieces of this size.
-const BODY_PERMIT_BYTES: usize = 1024;
 
 /// What all requests share.
 pub(crate) struct AppState {
@@ -35,20 +33,15 @@ pub(crate) struct AppState {
     draining: AtomicBool,
     /// Permits for parsing and tokenizing long texts, one for each core.
     encoders: Semaphore,
-    /// Permits for bodies that are being read or parsed, one for each KiB.
-    bodies: Arc<Semaphore>,
-    body_permits: u32,
-    /// Whether memory that bodies have left is about to be given back to the system.
-    pub(crate) trim_planned: Arc<AtomicBool>,
+    /// The memory for bodies that are being read or parsed.
+    pub(crate) bodies: Arc<BodyBudget>,
 }
 
 impl AppState {
     pub(crate) fn new(engine: Arc<dyn Serve>, model: ServedModel, options: ServerOptions) -> AppState {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        // At least one body of the largest size, or it would wait for ever.
-        let bodies = options.all_bodies_bytes.max(options.body_bytes).div_ceil(BODY_PERMIT_BYTES);
-        let body_permits = u32::try_from(bodies.min(Semaphore::MAX_PERMITS)).unwrap_or(u32::MAX);
         AppState {
+            bodies: BodyBudget::new(options.all_bodies_bytes, options.body_bytes),
             fingerprint: format!("oscar-{}-{}", env!("CARGO_PKG_VERSION"), engine.info().kv),
             metrics: Metrics::new(&model.name),
             // Ids that were drawn would make an answer depend on what the server has said before.
@@ -61,9 +54,6 @@ impl AppState {
             grammars: OnceLock::new(),
             draining: AtomicBool::new(false),
             encoders: Semaphore::new(cores),
-            bodies: Arc::new(Semaphore::new(body_permits as usize)),
-            body_permits,
-            trim_planned: Arc::default(),
         }
     }
 
@@ -89,14 +79,6 @@ impl AppState {
     /// Builds the grammar factory for this model's vocabulary, which is done when the first request needs it.
     pub(crate) fn new_grammars(&self) -> Result<GrammarFactory, GrammarError> {
         GrammarFactory::new(self.model.tokenizer())
-    }
-
-    /// Waits until there is memory for a body of `bytes`.
-    pub(crate) async fn body_memory(&self, bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
-        let permits =
-            u32::try_from(bytes.div_ceil(BODY_PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.body_permits);
-        let permit = Arc::clone(&self.bodies).acquire_many_owned(permits).await;
-        permit.map_err(|error| ApiError::internal(&error))
     }
 
     /// Refuses a batch of more prompts than the engine can take, before anything is done for it.

@@ -1,64 +1,29 @@
 //! Request bodies: JSON of bounded size that arrives in bounded time, with errors that name the field.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::Instant;
 
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
+use bytes::BytesMut;
+use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
-use tokio::runtime::Handle;
-use tokio::sync::OwnedSemaphorePermit;
 
+use super::memory::BodyMemory;
 use super::plain::plain;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
-/// The most objects, lists and texts in a body: a megabyte of JSON can hold half a million of them, and each takes a
-/// hundred bytes of memory.
+/// The most objects, lists and texts in a body: a megabyte of JSON can hold half a million of them.
 const MAX_VALUES: usize = 262_144;
 
-/// The most numbers, which take 32 to 64 bytes each where they are not token ids, and two in the body.
+/// The most numbers, of which lists of token ids have many.
 const MAX_NUMBERS: usize = 2_097_152;
-
-/// Bodies from this size leave so much in the allocator, on whichever thread parsed them, that it is given back.
-const LARGE_BODY_BYTES: usize = 256 << 10;
-
-/// How long after a large body its memory is given back. Bodies that come until then share the work.
-const TRIM_DELAY: Duration = Duration::from_secs(2);
 
 /// Extracts a JSON body. Other content types are refused. The second field is the body's share of the memory for all
 /// bodies, to be dropped when the contents have become a prompt.
 pub(crate) struct JsonBody<T>(pub(crate) T, pub(crate) BodyMemory);
-
-/// A share of the memory for bodies. What a large body took goes back to the system some time after it is dropped.
-pub(crate) struct BodyMemory {
-    _permit: OwnedSemaphorePermit,
-    /// Whether giving memory back is planned already; `None` for bodies that are not worth it.
-    trim_planned: Option<Arc<AtomicBool>>,
-}
-
-impl BodyMemory {
-    async fn wait(app: &AppState, bytes: usize) -> Result<BodyMemory, ApiError> {
-        let trim_planned = (bytes >= LARGE_BODY_BYTES).then(|| Arc::clone(&app.trim_planned));
-        Ok(BodyMemory { _permit: app.body_memory(bytes).await?, trim_planned })
-    }
-}
-
-impl Drop for BodyMemory {
-    fn drop(&mut self) {
-        let (Some(planned), Ok(runtime)) = (self.trim_planned.take(), Handle::try_current()) else { return };
-        if planned.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        runtime.spawn(async move {
-            tokio::time::sleep(TRIM_DELAY).await;
-            planned.store(false, Ordering::SeqCst);
-            tokio::task::spawn_blocking(oscar_engine::trim_memory).await
-        });
-    }
-}
 
 impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<AppState>> for JsonBody<T> {
     type Rejection = ApiError;
@@ -103,33 +68,40 @@ fn is_json(content_type: &str) -> bool {
     kind == "application/json" || kind.starts_with("application/") && kind.ends_with("+json")
 }
 
-/// Reads a body, after waiting for its share of the memory for all of them.
-async fn read(request: Request, app: &AppState) -> Result<(Bytes, BodyMemory), ApiError> {
+/// Reads a body, which waits for its share of the memory for all of them as it arrives, and for what it becomes.
+async fn read(request: Request, app: &Arc<AppState>) -> Result<(Bytes, BodyMemory), ApiError> {
     let limit = app.options.body_bytes;
     let too_large = || {
         let message = format!("the body is larger than {limit} bytes, the limit of this server");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     };
     let announced = request.headers().get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    let announced = announced.and_then(|length| length.parse::<u64>().ok());
-    if announced.is_some_and(|length| length > limit as u64) {
+    if announced.and_then(|length| length.parse::<u64>().ok()).is_some_and(|length| length > limit as u64) {
         return Err(too_large());
     }
-    // Whoever does not say how much will come is counted with the most that may.
-    let size = announced.map_or(limit, |length| length as usize);
-    let read = async {
-        let memory = BodyMemory::wait(app, size).await?;
-        Ok::<_, ApiError>((axum::body::to_bytes(request.into_body(), limit).await, memory))
-    };
-    match tokio::time::timeout(app.options.body_timeout, read).await {
-        Ok(Err(error)) => Err(error),
-        Ok(Ok((Ok(bytes), memory))) => Ok((bytes, memory)),
-        Ok(Ok((Err(error), _))) => Err(match std::error::Error::source(&error) {
-            Some(source) if source.to_string().contains("length limit") => too_large(),
-            _ => ApiError::bad_request("the body could not be read to its end"),
-        }),
-        Err(_) => Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time")),
+    let mut memory = app.bodies.body(app.options.body_timeout);
+    let mut bytes = BytesMut::new();
+    let mut pieces = request.into_body().into_data_stream();
+    // Only the client's own time counts: whoever waits for memory is not slow.
+    let mut left = app.options.body_timeout;
+    loop {
+        let begun = Instant::now();
+        let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time");
+        let piece = tokio::time::timeout(left, pieces.next()).await.map_err(late)?;
+        left = left.saturating_sub(begun.elapsed());
+        let Some(piece) = piece else { break };
+        let piece = piece.map_err(|_| ApiError::bad_request("the body could not be read to its end"))?;
+        if bytes.len() + piece.len() > limit {
+            return Err(too_large());
+        }
+        memory.grow(piece.len()).await?;
+        bytes.extend_from_slice(&piece);
     }
+    let bytes = bytes.freeze();
+    let counted = bytes.clone();
+    let values = app.encode(bytes.len(), move |_| check_values(&counted)).await?;
+    memory.hold_contents(values).await?;
+    Ok((bytes, memory))
 }
 
 /// Deserializes a JSON body; an error names the field.
@@ -137,15 +109,6 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     // Types would also take a list, as their fields in order.
     if bytes.trim_ascii_start().first() == Some(&b'[') {
         return Err(ApiError::bad_request("the body is a JSON list, expected an object"));
-    }
-    let (values, numbers) = count_values(bytes);
-    for (count, most, what) in
-        [(values, MAX_VALUES, "objects, lists and texts"), (numbers, MAX_NUMBERS, "numbers")]
-    {
-        if count > most {
-            let message = format!("the body has more than {most} {what}, the limit of this server");
-            return Err(ApiError::bad_request(message));
-        }
     }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
@@ -161,6 +124,20 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     })?;
     reader.end().map_err(|_| ApiError::bad_request("the body goes on after the JSON object"))?;
     Ok(value)
+}
+
+/// The values of JSON of all kinds, if they are not too many.
+fn check_values(bytes: &[u8]) -> Result<usize, ApiError> {
+    let (values, numbers) = count_values(bytes);
+    for (count, most, what) in
+        [(values, MAX_VALUES, "objects, lists and texts"), (numbers, MAX_NUMBERS, "numbers")]
+    {
+        if count > most {
+            let message = format!("the body has more than {most} {what}, the limit of this server");
+            return Err(ApiError::bad_request(message));
+        }
+    }
+    Ok(values + numbers)
 }
 
 /// How many objects, lists and texts JSON has, and how many numbers and other words, without parsing it. What is not JSON may
@@ -223,7 +200,7 @@ mod tests {
         assert_eq!(count_values(b"[1, 2, 3]"), (1, 3));
         assert_eq!(count_values(b"[-1.5e+3,true]"), (1, 2));
         let many = format!("[{}\"a\"]", "\"a\",".repeat(MAX_VALUES));
-        let error = parse::<serde_json::Value>(format!("{{\"n\": {many}}}").as_bytes()).unwrap_err();
+        let error = check_values(many.as_bytes()).unwrap_err();
         assert!(error.to_string().contains("262144"), "{error}");
     }
 

@@ -3,6 +3,7 @@
 mod auth;
 mod body;
 mod listen;
+mod memory;
 mod origin;
 mod plain;
 pub(crate) mod sse;
@@ -13,4 +14,5 @@ pub(crate) use body::parse;
 pub(crate) use body::{JsonBody, OptionalJsonBody, check_content_type};
 pub use listen::Ended;
 pub(crate) use listen::HEAD_BYTES;
+pub(crate) use memory::{BodyBudget, BodyMemory};
 pub(crate) use origin::{TrustedSites, changes_something};

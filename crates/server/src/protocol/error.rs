@@ -53,6 +53,14 @@ impl ApiError {
         ApiError { code: Some("shutting_down"), retry_after: Some(RETRY_AFTER_S), ..error }
     }
 
+    /// A body for which there was no memory while its client could wait: 503.
+    pub(crate) fn no_body_memory() -> ApiError {
+        let message =
+            "other bodies have the memory for bodies (--max-body-memory); send this one again later";
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message);
+        ApiError { code: Some("body_memory"), retry_after: Some(RETRY_AFTER_S), ..error }
+    }
+
     /// A request of which nothing can be returned because it was aborted: 503.
     pub(crate) fn aborted() -> ApiError {
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the request was aborted").with_code("aborted")

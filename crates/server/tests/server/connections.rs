@@ -95,6 +95,74 @@ async fn slow_heads_and_slow_bodies_are_cut_off() {
     assert!(read_all(&mut good).await.starts_with("HTTP/1.1 200"), "the server lives");
 }
 
+/// The head of a request whose body will have `length` bytes, and its beginning.
+fn beginning(length: usize, begun: usize) -> String {
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
+    format!("{head}content-length: {length}\r\n\r\n{{\"user\": \"{}", "x".repeat(begun))
+}
+
+async fn status(stream: &mut TcpStream) -> String {
+    let mut line = [0; 12];
+    let read = tokio::time::timeout(Duration::from_secs(20), stream.read_exact(&mut line)).await;
+    read.expect("an answer").unwrap();
+    String::from_utf8_lossy(&line[9..]).into_owned()
+}
+
+#[tokio::test]
+async fn bodies_that_are_announced_and_do_not_come_hold_nobody_up() {
+    let server = mock();
+    let listening = server.listen().await;
+    let mut silent = Vec::new();
+    // Together they announce many times the memory that there is for bodies.
+    for begun in [0, 1, 1000, 200 << 10] {
+        for _ in 0..20 {
+            silent.push(connect(listening.address, &beginning(32 << 20, begun)).await);
+        }
+    }
+    let chunked = beginning(0, 0).replace("content-length: 0", "transfer-encoding: chunked");
+    for _ in 0..20 {
+        silent.push(connect(listening.address, &chunked.replace("{\"user\": \"", "1\r\n{\r\n")).await);
+    }
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    for user in [0, 2 << 20] {
+        let body = json!({"prompt": "a", "max_tokens": 1, "user": "x".repeat(user)});
+        let mut asked = connect(listening.address, &wire("/v1/completions", &body)).await;
+        assert_eq!(status(&mut asked).await, "200", "{user} bytes beside the prompt");
+    }
+}
+
+#[tokio::test]
+async fn large_bodies_wait_for_memory_and_small_ones_do_not() {
+    let options =
+        ServerOptions { body_bytes: 1 << 20, all_bodies_bytes: 1 << 20, ..ServerOptions::default() };
+    let server = mock_with(MockOptions::default(), options);
+    let listening = server.listen().await;
+    let body = json!({"prompt": "a", "max_tokens": 1, "user": "x".repeat(900 << 10)});
+    let whole = wire("/v1/completions", &body);
+    let (begun, rest) = whole.split_at(500 << 10);
+    let mut first = connect(listening.address, begun).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let address = listening.address;
+    let others: Vec<_> = (0..4)
+        .map(|_| {
+            let whole = whole.clone();
+            tokio::spawn(async move { status(&mut connect(address, &whole).await).await })
+        })
+        .collect();
+    for _ in 0..3 {
+        let body = json!({"prompt": "a", "max_tokens": 1});
+        let mut small = connect(listening.address, &wire("/v1/completions", &body)).await;
+        assert_eq!(status(&mut small).await, "200");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(others.iter().all(|other| !other.is_finished()), "there is memory for one");
+    first.write_all(rest.as_bytes()).await.unwrap();
+    assert_eq!(status(&mut first).await, "200");
+    for other in others {
+        assert_eq!(other.await.unwrap(), "200");
+    }
+}
+
 #[tokio::test]
 async fn strange_requests_do_not_hurt() {
     let server = mock();

@@ -1,0 +1,247 @@
+//! Memory for request bodies: how much there is, and who waits for it.
+//!
+//! | memory | taken | by |
+//! |---|---|---|
+//! | bytes | as they arrive, behind the first 64 KiB of a body | bodies whose client may dawdle |
+//! | contents of large bodies | at once, when the last byte is there | bodies that wait for no client |
+//! | contents of small bodies | the same | the same, so that they do not wait behind large ones |
+//!
+//! What a client announces takes nothing, and the first bytes of a body no more than its connection has for its head.
+//! Bodies that hold bytes and wait for more could wait for each other for ever, so there is room for one body of the
+//! largest size beside the others: whoever gets it can be read to its end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::protocol::ApiError;
+
+/// Memory is counted in pieces of this size.
+const PIECE_BYTES: usize = 1024;
+
+/// Bodies up to this size, and as much of larger ones, need no memory to arrive.
+const SMALL_BODY_BYTES: usize = 64 << 10;
+
+/// About as much as a value of JSON takes, with its share of the list or object it is in, and with copies on the way to
+/// where it is read. A number is a value too: only in lists of token ids it takes less.
+const VALUE_BYTES: usize = 256;
+
+/// Bodies from this size leave so much in the allocator, on whichever thread parsed them, that it is given back.
+const LARGE_BODY_BYTES: usize = 256 << 10;
+
+/// How long after a large body its memory is given back. Bodies that come until then share the work.
+const TRIM_DELAY: Duration = Duration::from_secs(2);
+
+/// The memory for all bodies.
+#[derive(Debug)]
+pub(crate) struct BodyBudget {
+    /// Bytes that may arrive beside those of the body that has [`Self::room`].
+    bytes: Arc<Semaphore>,
+    /// The room for one body of the largest size.
+    room: Arc<Semaphore>,
+    large: Pool,
+    small: Pool,
+    /// Whether memory that bodies have left is about to be given back to the system.
+    trim_planned: Arc<AtomicBool>,
+}
+
+/// Memory that is taken at once by those who wait for nothing else.
+#[derive(Debug)]
+struct Pool {
+    pieces: Arc<Semaphore>,
+    size: usize,
+}
+
+/// What a body takes of the memory for all. What a large one took goes back to the system some time after it is dropped.
+#[derive(Debug)]
+pub(crate) struct BodyMemory {
+    budget: Arc<BodyBudget>,
+    /// The bytes that have arrived.
+    len: usize,
+    bytes: Option<OwnedSemaphorePermit>,
+    room: Option<OwnedSemaphorePermit>,
+    contents: Option<OwnedSemaphorePermit>,
+    /// How long it may still wait for memory.
+    patience: Duration,
+}
+
+impl BodyBudget {
+    /// Memory for bodies of `all` bytes together, of which one may have `largest`.
+    pub(crate) fn new(all: usize, largest: usize) -> Arc<BodyBudget> {
+        Arc::new(BodyBudget {
+            bytes: Arc::new(Semaphore::new(pieces(all.saturating_sub(largest)))),
+            room: Arc::new(Semaphore::new(1)),
+            large: Pool::new(all.max(largest)),
+            small: Pool::new(all / 4),
+            trim_planned: Arc::default(),
+        })
+    }
+
+    /// What a body takes before it has begun. It waits no longer than `patience` in all.
+    pub(crate) fn body(self: &Arc<Self>, patience: Duration) -> BodyMemory {
+        let budget = Arc::clone(self);
+        BodyMemory { budget, len: 0, bytes: None, room: None, contents: None, patience }
+    }
+}
+
+impl Pool {
+    fn new(bytes: usize) -> Pool {
+        let size = pieces(bytes).max(1);
+        Pool { pieces: Arc::new(Semaphore::new(size)), size }
+    }
+}
+
+impl BodyMemory {
+    /// The bytes of the body.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Takes memory for `more` bytes that have arrived.
+    pub(crate) async fn grow(&mut self, more: usize) -> Result<(), ApiError> {
+        self.len += more;
+        let held = self.bytes.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let needed = pieces(self.len.saturating_sub(SMALL_BODY_BYTES)).saturating_sub(held);
+        if needed == 0 || self.room.is_some() {
+            return Ok(());
+        }
+        let budget = Arc::clone(&self.budget);
+        let either = async {
+            tokio::select! {
+                biased;
+                bytes = take(&budget.bytes, needed) => (Some(bytes), None),
+                room = take(&budget.room, 1) => (None, Some(room)),
+            }
+        };
+        let (bytes, room) = self.wait(either).await?;
+        self.room = room.transpose()?;
+        match (&mut self.bytes, bytes.transpose()?) {
+            (Some(all), Some(bytes)) => all.merge(bytes),
+            (none, bytes) => *none = bytes,
+        }
+        Ok(())
+    }
+
+    /// Takes memory for what the body is parsed to. All its bytes have arrived.
+    pub(crate) async fn hold_contents(&mut self, values: usize) -> Result<(), ApiError> {
+        let budget = Arc::clone(&self.budget);
+        let pool = if self.len <= SMALL_BODY_BYTES { &budget.small } else { &budget.large };
+        let pieces = pieces(values.saturating_mul(VALUE_BYTES)).min(pool.size);
+        self.contents = Some(self.wait(take(&pool.pieces, pieces)).await??);
+        Ok(())
+    }
+
+    /// Waits, but not for ever.
+    async fn wait<T>(&mut self, taken: impl Future<Output = T>) -> Result<T, ApiError> {
+        let begun = Instant::now();
+        let taken = tokio::time::timeout(self.patience, taken).await;
+        self.patience = self.patience.saturating_sub(begun.elapsed());
+        taken.map_err(|_| ApiError::no_body_memory())
+    }
+}
+
+impl Drop for BodyMemory {
+    fn drop(&mut self) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        if self.len < LARGE_BODY_BYTES || self.budget.trim_planned.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let planned = Arc::clone(&self.budget.trim_planned);
+        runtime.spawn(async move {
+            tokio::time::sleep(TRIM_DELAY).await;
+            planned.store(false, Ordering::SeqCst);
+            tokio::task::spawn_blocking(oscar_engine::trim_memory).await
+        });
+    }
+}
+
+fn pieces(bytes: usize) -> usize {
+    bytes.div_ceil(PIECE_BYTES).min(u32::MAX as usize).min(Semaphore::MAX_PERMITS)
+}
+
+async fn take(from: &Arc<Semaphore>, pieces: usize) -> Result<OwnedSemaphorePermit, ApiError> {
+    let pieces = u32::try_from(pieces).unwrap_or(u32::MAX);
+    Arc::clone(from).acquire_many_owned(pieces).await.map_err(|error| ApiError::internal(&error))
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+    use futures_util::future::join_all;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_millis(20);
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Takes what can be taken without waiting.
+    fn now<T>(taken: impl Future<Output = Result<T, ApiError>>) -> Option<T> {
+        taken.now_or_never().map(Result::unwrap)
+    }
+
+    #[tokio::test]
+    async fn bodies_take_what_has_arrived() {
+        let budget = BodyBudget::new(4 << 20, 1 << 20);
+        let mut bodies: Vec<BodyMemory> = (0..5000).map(|_| budget.body(SOON)).collect();
+        for body in &mut bodies {
+            now(body.grow(SMALL_BODY_BYTES)).unwrap();
+        }
+        assert_eq!(budget.bytes.available_permits(), 3 << 10);
+        now(bodies[0].grow(1 << 20)).unwrap();
+        assert_eq!(budget.bytes.available_permits(), 2 << 10);
+        drop(bodies);
+        assert_eq!(budget.bytes.available_permits(), 3 << 10);
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_too_long_is_told_so() {
+        let budget = BodyBudget::new(2 << 20, 1 << 20);
+        let mut others = [budget.body(SOON), budget.body(SOON)];
+        for other in &mut others {
+            now(other.grow((1 << 20) + SMALL_BODY_BYTES)).unwrap();
+        }
+        let mut late = budget.body(SOON);
+        now(late.grow(SMALL_BODY_BYTES)).unwrap();
+        let error = late.grow(1).await.unwrap_err();
+        assert_eq!((error.status().as_u16(), error.code()), (503, Some("body_memory")));
+        drop(others);
+        assert!(budget.body(SOON).grow(1 << 20).await.is_ok());
+    }
+
+    /// Together they need four times what there is, and each has a part of it before it waits.
+    #[tokio::test]
+    async fn bodies_that_have_begun_all_come_to_their_end() {
+        let budget = BodyBudget::new(2 << 20, 1 << 20);
+        let body = async || {
+            let mut memory = budget.body(LONG);
+            for _ in 0..16 {
+                memory.grow(64 << 10).await?;
+                tokio::task::yield_now().await;
+            }
+            memory.hold_contents(1000).await
+        };
+        assert!(join_all((0..8).map(|_| body())).await.iter().all(Result::is_ok));
+    }
+
+    #[tokio::test]
+    async fn contents_are_counted_by_their_values() {
+        let budget = BodyBudget::new(4 << 20, 1 << 20);
+        let full = |len: usize| {
+            let mut memory = budget.body(SOON);
+            now(memory.grow(len)).unwrap();
+            memory
+        };
+        // 8 bytes of JSON for each value, and more memory for it than there is: it has all there is for itself.
+        let (mut first, mut second) = (full(256 << 10), full(256 << 10));
+        now(first.hold_contents(32 << 10)).unwrap();
+        assert!(second.hold_contents(32 << 10).await.is_err());
+        // One long text is one value, and small bodies have memory of their own.
+        assert!(full(256 << 10).hold_contents(1).await.is_err());
+        full(1000).hold_contents(30).await.unwrap();
+        drop(first);
+        full(256 << 10).hold_contents(1).await.unwrap();
+    }
+}
