@@ -11,6 +11,7 @@ mod factory;
 mod filter;
 mod limits;
 mod schema;
+mod stop_regex;
 mod structural_tag;
 #[cfg(test)]
 pub(crate) mod testing;

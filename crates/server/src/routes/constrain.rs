@@ -8,6 +8,11 @@ use crate::grammar::{GrammarError, RuleError};
 use crate::protocol::{AnswerFormat, ApiError, text_error};
 use crate::state::AppState;
 
+/// Whether there is anything to keep an answer to.
+pub(crate) fn needs_filter(app: &AppState, format: &AnswerFormat) -> Result<bool, ApiError> {
+    Ok(format.constraint(app.options.tool_call_parser)?.is_some() || !format.rules.is_empty())
+}
+
 /// The filter that keeps an answer to its format, if the request asks for one. With `after`, the answer is free until
 /// it contains this text, the marker that closes the reasoning.
 pub(crate) async fn token_filter(
@@ -15,8 +20,7 @@ pub(crate) async fn token_filter(
     format: AnswerFormat,
     after: Option<&'static str>,
 ) -> Result<Option<Box<dyn TokenFilter>>, ApiError> {
-    let constrained = format.constraint(app.options.tool_call_parser)?.is_some();
-    if !constrained && format.rules.is_empty() {
+    if !needs_filter(app, &format)? {
         return Ok(None);
     }
     // Compiling a grammar can take as long as tokenizing a long text.
@@ -48,15 +52,7 @@ fn compile(
     let filter = format.rules.filter(tokenizer, grammar);
     filter.map(Some).map_err(|error| match error {
         RuleError::Text(error) => text_error("bad_words", &error),
-        // The library draws the expression and points at the fault; the last line says what it is.
-        error => {
-            let text = error.to_string();
-            let reason = text.lines().last().unwrap_or_default().trim_start_matches("error: ");
-            ApiError::bad_field(
-                "stop_regex",
-                format!("stop_regex: {}", reason.trim_start_matches("stop_regex: ")),
-            )
-        }
+        error => ApiError::bad_field("stop_regex", error.to_string()),
     })
 }
 
