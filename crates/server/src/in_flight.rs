@@ -14,7 +14,7 @@ pub(crate) struct InFlightRequests {
 #[derive(Debug, Default)]
 struct List {
     next: u64,
-    entries: HashMap<u64, (String, Arc<RequestHandle>)>,
+    entries: HashMap<u64, (Arc<str>, Arc<RequestHandle>)>,
 }
 
 /// Keeps a request in the list. Dropping it aborts the request if it has not finished.
@@ -26,18 +26,18 @@ pub(crate) struct InFlightGuard {
 
 impl InFlightRequests {
     /// Adds a request that was handed to the engine.
-    pub(crate) fn enter(&self, id: &str, handle: RequestHandle) -> InFlightGuard {
+    pub(crate) fn enter(&self, id: Arc<str>, handle: RequestHandle) -> InFlightGuard {
         let mut list = lock(&self.list);
         let key = list.next;
         list.next += 1;
-        list.entries.insert(key, (id.to_owned(), Arc::new(handle)));
+        list.entries.insert(key, (id, Arc::new(handle)));
         InFlightGuard { key, list: Arc::clone(&self.list) }
     }
 
     /// Aborts the requests with this id, or all of them, and says how many there were.
     pub(crate) fn abort(&self, id: Option<&str>) -> usize {
         let list = lock(&self.list);
-        let chosen = list.entries.values().filter(|(known, _)| id.is_none_or(|id| id == known));
+        let chosen = list.entries.values().filter(|(known, _)| id.is_none_or(|id| *id == **known));
         let handles: Vec<Arc<RequestHandle>> = chosen.map(|(_, handle)| Arc::clone(handle)).collect();
         drop(list);
         handles.iter().for_each(|handle| handle.cancel());
@@ -45,9 +45,9 @@ impl InFlightRequests {
     }
 
     /// The ids that clients gave to requests, by the engine's numbers of these.
-    pub(crate) fn ids(&self) -> HashMap<u64, String> {
+    pub(crate) fn ids(&self) -> HashMap<u64, Arc<str>> {
         let list = lock(&self.list);
-        list.entries.values().map(|(id, handle)| (handle.id(), id.clone())).collect()
+        list.entries.values().map(|(id, handle)| (handle.id(), Arc::clone(id))).collect()
     }
 
     /// The number of requests in flight.

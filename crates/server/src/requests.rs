@@ -15,12 +15,26 @@ use crate::in_flight::InFlightGuard;
 use crate::protocol::ApiError;
 use crate::state::AppState;
 
+/// The most bytes of an id that a client gives to a request.
+const MAX_ID: usize = 256;
+
 /// One prompt of a request, ready for the engine.
 pub(crate) struct PromptRequest {
-    pub(crate) id: String,
+    /// The id by which it can be aborted.
+    pub(crate) id: Arc<str>,
     pub(crate) prompt: Vec<u32>,
     pub(crate) options: GenerateOptions,
     pub(crate) filter: Option<Box<dyn TokenFilter>>,
+}
+
+/// The id by which a request can be aborted: the one that its client gives it (`rid`), or else its `own`.
+pub(crate) fn request_id(given: Option<&str>, own: &str) -> Result<Arc<str>, ApiError> {
+    let id = given.unwrap_or(own);
+    if id.len() > MAX_ID {
+        let message = format!("rid has {} bytes, at most {MAX_ID} are kept", id.len());
+        return Err(ApiError::bad_field("rid", message));
+    }
+    Ok(id.into())
 }
 
 /// An event of the engine for one of the prompts of a request.
@@ -72,7 +86,7 @@ impl AnswerStream {
                 return Err(ApiError::bad_field("prompt", message).with_code("context_length_exceeded"));
             }
             let handle = app.engine.submit(Request { prompt: ids, options, filter }, Box::new(sink))?;
-            answers.guards.push(app.in_flight.enter(&id, handle));
+            answers.guards.push(app.in_flight.enter(id, handle));
             answers.open += choices;
         }
         app.metrics.requests.inc_by(answers.guards.len() as u64);

@@ -81,7 +81,7 @@ impl SamplingParams {
     }
 
     /// The sampling parameters under the names that all interfaces share.
-    pub(crate) fn sampling_fields(self, cache_salt: Option<String>) -> SamplingFields {
+    pub(crate) fn sampling_fields(&self, cache_salt: Option<String>) -> SamplingFields {
         SamplingFields {
             max_tokens: Some(self.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS)),
             min_tokens: self.min_new_tokens,
@@ -89,13 +89,13 @@ impl SamplingParams {
             top_p: self.top_p,
             top_k: self.top_k,
             min_p: self.min_p,
-            seed: self.sampling_seed.or(self.seed),
+            seed: self.sampling_seed.clone().or_else(|| self.seed.clone()),
             repetition_penalty: self.repetition_penalty,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            logit_bias: self.logit_bias,
-            stop: self.stop,
-            stop_token_ids: self.stop_token_ids,
+            logit_bias: self.logit_bias.clone(),
+            stop: self.stop.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
             keep_stop: self.no_stop_trim,
             ignore_eos: self.ignore_eos,
             skip_special_tokens: self.skip_special_tokens,

@@ -3,12 +3,12 @@
 //! What serde derives for such types keeps the whole list in a form of its own before it tries the variants, which takes
 //! many times the memory of the body, and names its own types in errors.
 
-use std::fmt;
 use std::marker::PhantomData;
+use std::{fmt, io};
 
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ApiError;
 
@@ -25,6 +25,25 @@ pub(crate) fn at_most(place: &str, what: &str, len: usize, most: usize) -> Resul
         return Ok(());
     }
     Err(ApiError::bad_field(place, format!("{place} has {len} {what}, at most {most} are read")))
+}
+
+/// Refuses a value whose JSON has more than `most` bytes, without writing it anywhere.
+pub(crate) fn short_json(place: &str, value: &impl Serialize, most: usize) -> Result<(), ApiError> {
+    struct Room(usize);
+
+    impl io::Write for Room {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 = self.0.checked_sub(bytes.len()).ok_or(io::ErrorKind::StorageFull)?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    serde_json::to_writer(Room(most), value)
+        .map_err(|_| ApiError::bad_field(place, format!("{place} has more than {most} bytes of JSON")))
 }
 
 /// A number of tokens; -1, which llama.cpp's page sends, is as many as there is room for.
@@ -99,6 +118,17 @@ impl Prompt {
             Prompt::Texts(texts) => texts.is_empty(),
             Prompt::Ids(ids) => ids.is_empty(),
             Prompt::IdLists(lists) => lists.is_empty(),
+        }
+    }
+
+    /// Roughly the bytes in it, by which the work on it is measured.
+    pub(crate) fn bytes(&self) -> usize {
+        let of_ids = |ids: &[u32]| size_of_val(ids);
+        match self {
+            Prompt::Text(text) => text.len(),
+            Prompt::Texts(texts) => texts.iter().map(String::len).sum(),
+            Prompt::Ids(ids) => of_ids(ids),
+            Prompt::IdLists(lists) => lists.iter().map(|ids| of_ids(ids)).sum(),
         }
     }
 

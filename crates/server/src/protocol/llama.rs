@@ -6,14 +6,11 @@ use oscar_model::text::Tokenizer;
 use serde::Deserialize;
 use serde_json::{Number, Value, json};
 
-use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, text_error};
+use super::sampling::{MAX_BIASES, SamplingFields};
+use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields, at_most, text_error};
 
 /// What `false` in a `logit_bias` adds to a logit: enough that the token is never drawn.
 const NEVER: f32 = -1e9;
-
-/// The most entries of a `logit_bias`.
-const MAX_BIASES: usize = 4096;
 
 /// The body of a request to `/completion`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -121,9 +118,7 @@ fn logit_bias(value: &Value, tokenizer: &Tokenizer) -> Result<HashMap<String, f3
         }
         _ => return Err(wrong()),
     };
-    if pairs.len() > MAX_BIASES {
-        return Err(ApiError::bad_field("logit_bias", format!("logit_bias may have {MAX_BIASES} entries")));
-    }
+    at_most("logit_bias", "entries", pairs.len(), MAX_BIASES)?;
     let mut biases = HashMap::new();
     for (token, bias) in pairs {
         let bias = match bias {

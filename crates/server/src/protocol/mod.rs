@@ -23,7 +23,7 @@ pub(crate) use embeddings::{EmbeddingEncoding, EmbeddingsRequest};
 pub(crate) use error::{ApiError, text_error};
 pub(crate) use fields::{Door, UnreadFields};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
-pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most};
+pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, short_json};
 pub(crate) use llama::LlamaRequest;
 pub(crate) use messages::MessagesRequest;
 pub(crate) use openai::OpenAiRequest;

@@ -8,11 +8,17 @@ use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Number, Value};
 
-use super::{ApiError, OneOrMany};
+use super::{ApiError, OneOrMany, at_most};
 
 /// The most stop texts of a request, and the most bytes of one: each is looked for after every token.
 const MAX_STOPS: usize = 32;
 const MAX_STOP_BYTES: usize = 1024;
+
+/// The most token ids that may end an answer: each is looked for after every token.
+const MAX_STOP_TOKENS: usize = 1024;
+
+/// The most entries of a `logit_bias`: each prompt of a batch has its own.
+pub(super) const MAX_BIASES: usize = 4096;
 
 /// The most bytes of a `cache_salt`.
 const MAX_SALT_BYTES: usize = 1024;
@@ -59,6 +65,13 @@ impl SamplingFields {
         if stop.len() > MAX_STOPS || stop.iter().any(|text| text.len() > MAX_STOP_BYTES) {
             let message = format!("stop may have {MAX_STOPS} texts of {MAX_STOP_BYTES} bytes");
             return Err(ApiError::bad_field("stop", message));
+        }
+        let counts = [
+            ("stop_token_ids", self.stop_token_ids.as_ref().map_or(0, Vec::len), MAX_STOP_TOKENS),
+            ("logit_bias", self.logit_bias.as_ref().map_or(0, HashMap::len), MAX_BIASES),
+        ];
+        for (field, count, most) in counts {
+            at_most(field, "entries", count, most)?;
         }
         if self.cache_salt.as_ref().is_some_and(|salt| salt.len() > MAX_SALT_BYTES) {
             let message = format!("cache_salt is longer than {MAX_SALT_BYTES} bytes");
@@ -201,6 +214,10 @@ mod tests {
     fn lists_are_bounded_and_bias_is_ordered() {
         let stop = OneOrMany::Many(vec!["x".to_owned(); MAX_STOPS + 1]);
         assert_eq!(param(SamplingFields { stop: Some(stop), ..SamplingFields::default() }), "stop");
+        let stop_token_ids = Some(vec![1; MAX_STOP_TOKENS + 1]);
+        assert_eq!(param(SamplingFields { stop_token_ids, ..SamplingFields::default() }), "stop_token_ids");
+        let logit_bias = Some((0..=MAX_BIASES).map(|id| (id.to_string(), 1.0)).collect());
+        assert_eq!(param(SamplingFields { logit_bias, ..SamplingFields::default() }), "logit_bias");
         let bias = |pairs: &[(&str, f32)]| SamplingFields {
             logit_bias: Some(pairs.iter().map(|&(token, value)| (token.to_owned(), value)).collect()),
             ..SamplingFields::default()

@@ -1,5 +1,7 @@
 //! The body of `/v1/score`.
 
+use std::sync::Arc;
+
 use serde::Deserialize;
 
 use super::{ApiError, OneOrMany, UnreadFields};
@@ -18,15 +20,20 @@ pub(crate) struct ScoreRequest {
 }
 
 impl ScoreRequest {
-    /// The pairs to score: one text with each of the others, or two lists side by side.
-    pub(crate) fn take_pairs(&mut self) -> Result<Vec<(String, String)>, ApiError> {
+    /// The pairs to score: one text, which is shared, with each of the others, or two lists side by side.
+    pub(crate) fn take_pairs(&mut self) -> Result<Vec<(Arc<str>, String)>, ApiError> {
         let missing =
             |field: &str| ApiError::bad_field(field, format!("{field} must be a text or a list of texts"));
         let first = self.text_1.take().ok_or_else(|| missing("text_1"))?;
         let second = self.text_2.take().ok_or_else(|| missing("text_2"))?.into_vec();
-        let pairs: Vec<(String, String)> = match first {
-            OneOrMany::One(first) => second.into_iter().map(|second| (first.clone(), second)).collect(),
-            OneOrMany::Many(first) if first.len() == second.len() => first.into_iter().zip(second).collect(),
+        let pairs: Vec<(Arc<str>, String)> = match first {
+            OneOrMany::One(first) => {
+                let first: Arc<str> = first.into();
+                second.into_iter().map(|second| (Arc::clone(&first), second)).collect()
+            }
+            OneOrMany::Many(first) if first.len() == second.len() => {
+                first.into_iter().map(Arc::from).zip(second).collect()
+            }
             OneOrMany::Many(first) => {
                 let message = format!(
                     "text_1 is one text or a list as long as text_2: it has {} and text_2 has {}",
@@ -57,7 +64,7 @@ mod tests {
 
     use super::*;
 
-    fn pairs(first: Value, second: Value) -> Result<Vec<(String, String)>, ApiError> {
+    fn pairs(first: Value, second: Value) -> Result<Vec<(Arc<str>, String)>, ApiError> {
         serde_json::from_value::<ScoreRequest>(json!({"text_1": first, "text_2": second}))
             .unwrap()
             .take_pairs()
@@ -65,7 +72,7 @@ mod tests {
 
     #[test]
     fn texts_are_paired() {
-        let pair = |first: &str, second: &str| (first.to_owned(), second.to_owned());
+        let pair = |first: &str, second: &str| (Arc::from(first), second.to_owned());
         assert_eq!(pairs(json!("a"), json!("b")).unwrap(), [pair("a", "b")]);
         assert_eq!(pairs(json!("a"), json!(["b", "c"])).unwrap(), [pair("a", "b"), pair("a", "c")]);
         assert_eq!(pairs(json!(["a", "b"]), json!(["c", "d"])).unwrap(), [pair("a", "c"), pair("b", "d")]);

@@ -9,7 +9,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
-use oscar_engine::{Event, GenerateOptions, MatchedStop, PromptLogprob, Summary, Token};
+use oscar_engine::{EngineError, Event, GenerateOptions, MatchedStop, PromptLogprob, Summary, Token};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -18,7 +18,7 @@ use super::{chunk_head, finish_name, fresh_id};
 use crate::http::JsonBody;
 use crate::http::sse::{EventWriter, stream, write_done, write_event, write_json};
 use crate::protocol::{ApiError, Door, OpenAiRequest, Prompt, Usage};
-use crate::requests::{AnswerStream, PromptEvent, PromptRequest};
+use crate::requests::{AnswerStream, PromptEvent, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
 use crate::routes::logprobs::{
     CompletionLogprobs, CompletionTokens, EndTokens, prompt_logprobs as list_prompt,
@@ -57,24 +57,26 @@ pub(crate) async fn completions(
     let options = request.precision().apply(app.engine.info(), options)?;
     let prompts = request.prompt.as_ref().map_or(1, Prompt::count);
     app.check_batch(prompts, "prompt")?;
+    let id = fresh_id("cmpl-");
+    let rid = request_id(request.rid.as_deref(), &id)?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;
     let prepared = prepare(&app, request.prompt.take(), echo).await?;
-    let id = fresh_id("cmpl-");
-    let rid = request.rid.clone().unwrap_or_else(|| id.clone());
+    let (streams, include_usage) = (request.streams(), request.includes_usage());
+    drop(request);
     let mut echoes = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {
         let filter = filter.as_ref().map(|filter| filter.fork());
         echoes.push(echo);
-        asked.push(PromptRequest { id: rid.clone(), prompt: ids, options: options.clone(), filter });
+        asked.push(PromptRequest { id: Arc::clone(&rid), prompt: ids, options: options.clone(), filter });
     }
     let mut answers = AnswerStream::submit(&app, asked)?;
     drop(memory);
     let end_tokens = EndTokens::new(app.model.tokenizer(), &options);
-    if request.streams() {
+    if streams {
         let writer = CompletionWriter {
             head: chunk_head(&app, &id, "text_completion"),
-            include_usage: request.includes_usage(),
+            include_usage,
             usage: Usage::default(),
             echoes,
             n: options.n,
@@ -145,32 +147,48 @@ pub(super) async fn prepare(
     prompt: Option<Prompt>,
     echo: bool,
 ) -> Result<Vec<Prepared>, ApiError> {
-    let from_text = move |app: &AppState, text: String| -> Result<Prepared, ApiError> {
-        app.model.check_length(&text, app.engine.info().context, "prompt")?;
-        Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })
-    };
-    let from_ids = move |app: &AppState, ids: Vec<u32>| -> Result<Prepared, ApiError> {
-        let text = echo.then(|| app.model.decode(&ids, false, "prompt")).transpose()?;
-        Ok(Prepared { ids, echo: text })
-    };
     let prompt = prompt.ok_or_else(|| ApiError::bad_field("prompt", "there is no prompt"))?;
-    let bytes = match &prompt {
-        Prompt::Text(text) => text.len(),
-        Prompt::Texts(texts) => texts.iter().map(String::len).sum(),
-        Prompt::Ids(_) | Prompt::IdLists(_) => 0,
-    };
+    let bytes = prompt.bytes();
     let prepared = app
-        .encode(bytes, move |app| match prompt {
-            Prompt::Text(text) => Ok(vec![from_text(app, text)?]),
-            Prompt::Texts(texts) => texts.into_iter().map(|text| from_text(app, text)).collect(),
-            Prompt::Ids(ids) => Ok(vec![from_ids(app, ids)?]),
-            Prompt::IdLists(lists) => lists.into_iter().map(|ids| from_ids(app, ids)).collect(),
+        .encode(bytes, move |app| {
+            let mut left = app.options.body_bytes;
+            let mut from_ids = |ids| Prepared::from_ids(app, ids, echo.then_some(&mut left));
+            match prompt {
+                Prompt::Text(text) => Ok(vec![Prepared::from_text(app, text, echo)?]),
+                Prompt::Texts(texts) => {
+                    texts.into_iter().map(|text| Prepared::from_text(app, text, echo)).collect()
+                }
+                Prompt::Ids(ids) => Ok(vec![from_ids(ids)?]),
+                Prompt::IdLists(lists) => lists.into_iter().map(from_ids).collect(),
+            }
         })
         .await?;
     if prepared.is_empty() {
         return Err(ApiError::bad_field("prompt", "the list of prompts is empty"));
     }
     Ok(prepared)
+}
+
+impl Prepared {
+    fn from_text(app: &AppState, text: String, echo: bool) -> Result<Prepared, ApiError> {
+        app.model.check_length(&text, app.engine.info().context, "prompt")?;
+        Ok(Prepared { ids: app.model.encode(&text, "prompt")?, echo: echo.then_some(text) })
+    }
+
+    /// With `left`, the text of the tokens is wanted, and all prompts of the request may have so many bytes more.
+    fn from_ids(app: &AppState, ids: Vec<u32>, left: Option<&mut usize>) -> Result<Prepared, ApiError> {
+        let context = app.engine.info().context;
+        if ids.len() > context {
+            return Err(EngineError::PromptTooLong { tokens: ids.len(), context }.into());
+        }
+        let Some(left) = left else { return Ok(Prepared { ids, echo: None }) };
+        let text = app.model.decode(&ids, false, "prompt")?;
+        *left = left.checked_sub(text.len()).ok_or_else(|| {
+            let most = app.options.body_bytes;
+            ApiError::bad_field("prompt", format!("the tokens of prompt have more than {most} bytes of text"))
+        })?;
+        Ok(Prepared { ids, echo: Some(text) })
+    }
 }
 
 /// Writes the chunks of a streamed completion.

@@ -12,7 +12,7 @@ use super::collect::collect;
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::protocol::{ApiError, Door, EmbeddingEncoding, EmbeddingsRequest, Prompt, SamplingFields, Usage};
-use crate::requests::{AnswerStream, PromptRequest};
+use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::state::AppState;
 
 /// `/v1/embeddings`: the embeddings of one text or of several.
@@ -28,8 +28,9 @@ pub(crate) async fn embeddings(
     let options = GenerateOptions { embedding, ..Computation::options(request.cache_salt.take())? };
     let input = request.input.take().ok_or_else(|| ApiError::bad_field("input", "there is no input"))?;
     app.check_batch(input.count(), "input")?;
+    let id = request_id(request.rid.as_deref(), &fresh_id("embd-"))?;
+    drop(request);
     let prompts = encode(&app, input).await?;
-    let id = request.rid.take().unwrap_or_else(|| fresh_id("embd-"));
     let prompts = prompts.into_iter().map(|prompt| (prompt, options.clone())).collect();
     let computation = Computation::begin(&app, &id, prompts, "input")?;
     drop(memory);
@@ -59,7 +60,7 @@ impl Computation {
     /// Hands prompts to the engine. `field` is where they come from.
     pub(super) fn begin(
         app: &Arc<AppState>,
-        id: &str,
+        id: &Arc<str>,
         prompts: Vec<(Vec<u32>, GenerateOptions)>,
         field: &str,
     ) -> Result<Computation, ApiError> {
@@ -74,7 +75,7 @@ impl Computation {
             }
         }
         let asked = prompts.into_iter().map(|(prompt, options)| PromptRequest {
-            id: id.to_owned(),
+            id: Arc::clone(id),
             prompt,
             options,
             filter: None,

@@ -35,7 +35,7 @@ pub(crate) async fn health_generate(State(app): State<Arc<AppState>>) -> Result<
         cache_salt: Some("health".to_owned()),
         ..GenerateOptions::default()
     };
-    let asked = PromptRequest { id: fresh_id("health"), prompt: vec![0], options, filter: None };
+    let asked = PromptRequest { id: fresh_id("health").into(), prompt: vec![0], options, filter: None };
     let busy = AnswerStream::submit(&app, vec![asked]);
     let mut answers = match busy {
         Ok(answers) => Some(answers),

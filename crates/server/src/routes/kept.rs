@@ -9,12 +9,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
+use super::chat::render;
 use super::info::PAGE_TOKENS;
 use crate::http::JsonBody;
 use crate::options::CacheShape;
 use crate::protocol::{ApiError, OpenAiRequest};
 use crate::state::AppState;
-use crate::text::Chat;
 
 /// The body of a request: a chat as it was said so far.
 #[derive(Debug, Default, Deserialize)]
@@ -31,18 +31,15 @@ pub(crate) async fn kept(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<KeptRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    app.model.check_name(request.model.as_deref())?;
-    let salt = request.cache_salt;
-    let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
-    // Only what was said: the marks after the last message have not been computed.
-    chat.continue_final_message = Some(true);
-    let mut chat = Chat::new(&mut chat)?;
-    let scope = salt.clone();
-    let encoded = app.encode(usize::MAX, move |app| {
-        let text = chat.render(&app.model, &app.options)?;
-        app.model.encode_chat(&app.memory, scope.as_deref(), text)
-    });
-    let ids = encoded.await?.ids;
+    let read = move |app: &AppState| {
+        app.model.check_name(request.model.as_deref())?;
+        let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
+        // Only what was said: the marks after the last message have not been computed.
+        chat.continue_final_message = Some(true);
+        let rendered = render(app, &mut chat, request.cache_salt.as_deref())?;
+        Ok((rendered.ids, request.cache_salt))
+    };
+    let (ids, salt) = app.encode(memory.len(), read).await?;
     drop(memory);
     let tokens = ids.len();
     let (reply, found) = oneshot::channel();

@@ -105,7 +105,7 @@ pub(crate) async fn cache(State(app): State<Arc<AppState>>) -> Json<Value> {
     }))
 }
 
-fn request(sequence: &SequenceView, id: Option<&String>, shape: CacheShape) -> Value {
+fn request(sequence: &SequenceView, id: Option<&Arc<str>>, shape: CacheShape) -> Value {
     let sealed_page_bytes = match sequence.tier {
         Tier::High => shape.high_page_bytes,
         Tier::Sealed | Tier::Exact => shape.sealed_page_bytes,
@@ -113,7 +113,7 @@ fn request(sequence: &SequenceView, id: Option<&String>, shape: CacheShape) -> V
     let stored = sequence.exact_pages * shape.exact_page_bytes + sequence.sealed_pages * sealed_page_bytes;
     json!({
         "request": sequence.request,
-        "rid": id,
+        "rid": id.map(|id| &**id),
         "choice": sequence.choice,
         "tokens": sequence.tokens,
         "cached_tokens": sequence.cached_tokens,

@@ -12,7 +12,11 @@ use super::embeddings::Computation;
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::protocol::{ApiError, Door, ScoreRequest, Usage, text_error};
+use crate::requests::request_id;
 use crate::state::{AppState, unix_seconds};
+
+/// The most tokens of all pairs of a request. A first text counts in each pair: it is part of each prompt.
+const MAX_TOKENS: usize = 4 << 20;
 
 /// A pair of texts as one prompt, and where in it the second text begins.
 struct Pair {
@@ -28,17 +32,15 @@ pub(crate) async fn score(
     request.unread.check(Door::Score, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     app.check_batch(request.count(), "text_2")?;
-    let texts = request.take_pairs()?;
-    let bytes = texts.iter().map(|(first, second)| first.len() + second.len()).sum();
-    let encode =
-        move |app: &AppState| texts.iter().map(|(first, second)| Pair::new(app, first, second)).collect();
-    let pairs: Vec<Pair> = app.encode(bytes, encode).await?;
+    let id = fresh_id("score-");
+    let rid = request_id(request.rid.as_deref(), &id)?;
     let options = Computation::options(request.cache_salt.take())?;
+    let texts = request.take_pairs()?;
+    drop(request);
+    let pairs = app.encode(memory.len(), move |app| encode(app, &texts)).await?;
     let prompts = pairs.into_iter().map(|Pair { prompt, second }| {
         (prompt, GenerateOptions { prompt_logprobs: Some(0), score_from: second, ..options.clone() })
     });
-    let id = fresh_id("score-");
-    let rid = request.rid.take().unwrap_or_else(|| id.clone());
     let computation = Computation::begin(&app, &rid, prompts.collect(), "text_2")?;
     drop(memory);
     let mut usage = Usage::default();
@@ -59,22 +61,36 @@ pub(crate) async fn score(
     })))
 }
 
-impl Pair {
-    /// The tokens of the first text as of a prompt, and behind them those of the second by itself.
-    fn new(app: &AppState, first: &str, second: &str) -> Result<Pair, ApiError> {
-        let context = app.engine.info().context;
-        app.model.check_length(first, context, "text_1")?;
+/// The tokens of all pairs. A first text that several pairs share is tokenized once.
+fn encode(app: &AppState, texts: &[(Arc<str>, String)]) -> Result<Vec<Pair>, ApiError> {
+    let context = app.engine.info().context;
+    let mut known: Option<(&Arc<str>, Vec<u32>)> = None;
+    let mut pairs = Vec::with_capacity(texts.len());
+    let mut tokens = 0;
+    for (first, second) in texts {
+        let before = match known.take() {
+            Some((text, ids)) if Arc::ptr_eq(text, first) => ids,
+            _ => {
+                app.model.check_length(first, context, "text_1")?;
+                app.model.encode(first, "text_1")?
+            }
+        };
         app.model.check_length(second, context, "text_2")?;
-        let mut prompt = app.model.encode(first, "text_1")?;
-        let following = app.model.tokenizer().encode_with_special_tokens_parsed(second, false);
-        let following = following.map_err(|error| text_error("text_2", &error))?;
-        for (field, tokens) in [("text_1", &prompt), ("text_2", &following)] {
+        let after = app.model.tokenizer().encode_with_special_tokens_parsed(second, false);
+        let after = after.map_err(|error| text_error("text_2", &error))?;
+        for (field, tokens) in [("text_1", &before), ("text_2", &after)] {
             if tokens.is_empty() {
                 return Err(ApiError::bad_field(field, format!("{field} has no tokens")));
             }
         }
-        let second = prompt.len();
-        prompt.extend(following);
-        Ok(Pair { prompt, second })
+        tokens += before.len() + after.len();
+        if tokens > MAX_TOKENS {
+            let message =
+                format!("text_1 and text_2 have more than {MAX_TOKENS} tokens in all pairs together");
+            return Err(ApiError::bad_field("text_2", message));
+        }
+        pairs.push(Pair { prompt: [before.as_slice(), &after].concat(), second: before.len() });
+        known = Some((first, before));
     }
+    Ok(pairs)
 }

@@ -2,15 +2,23 @@
 
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::State;
-use serde::Deserialize;
-use serde_json::{Value, json};
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
+use super::chat::render;
 use crate::http::JsonBody;
-use crate::protocol::{ApiError, Door, Ids, OneOrMany, OpenAiRequest, UnreadFields, text_error};
+use crate::protocol::{ApiError, Door, Ids, OneOrMany, OpenAiRequest, UnreadFields, at_most, text_error};
 use crate::state::AppState;
-use crate::text::{Chat, bytes_of};
+use crate::text::bytes_of;
+
+/// The most bytes of text that are tokenized: more than a context holds, so that clients can find out by how much.
+const MAX_TEXT_BYTES: usize = 4 << 20;
+
+/// The most tokens that are listed with their texts, or turned into text where the context is smaller.
+const MAX_PIECES: usize = 262_144;
 
 /// The body of `/tokenize`: a text, several, or a chat.
 #[derive(Debug, Default, Deserialize)]
@@ -32,75 +40,102 @@ pub(crate) struct TokenizeRequest {
     unread: UnreadFields,
 }
 
+/// The answer of `/tokenize`.
+#[derive(Serialize)]
+struct Tokenized<T, C> {
+    tokens: T,
+    count: C,
+    max_model_len: usize,
+}
+
+/// A token and its text, or its bytes where they are only part of a character.
+#[derive(Serialize)]
+struct Piece<'t> {
+    id: u32,
+    piece: TextOrBytes<'t>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum TextOrBytes<'t> {
+    Text(&'t str),
+    Bytes(&'t [u8]),
+}
+
 /// `/tokenize`: the token ids of texts or of a chat.
 pub(crate) async fn tokenize(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, _memory): JsonBody<TokenizeRequest>,
-) -> Result<Json<Value>, ApiError> {
-    request.unread.check(Door::Tokenize, app.options.unknown_fields)?;
-    app.model.check_name(request.model.as_deref())?;
-    let context = app.engine.info().context;
-    let answer =
-        |lists: Value, count: Value| json!({"tokens": lists, "count": count, "max_model_len": context});
-    if request.messages.is_some() {
-        let mut request =
-            OpenAiRequest::of_chat(request.messages, request.tools, request.add_generation_prompt);
-        let mut chat = Chat::new(&mut request)?;
-        let ids = app.encode(usize::MAX, move |app| {
-            let text = chat.render(&app.model, &app.options)?;
-            app.model.encode_chat(&app.memory, None, text)
-        });
-        let ids = ids.await?.ids;
-        return Ok(Json(answer(json!(ids), ids.len().into())));
-    }
-    // llama.cpp's clients send `content`, and expect no begin token unless they ask for it.
-    let add_special = request.add_special_tokens.or(request.add_special).unwrap_or(request.content.is_none());
-    let prompt = request.prompt.or(request.text).or(request.content.map(OneOrMany::One));
-    let Some(prompt) = prompt else {
-        return Err(ApiError::bad_field("prompt", "there is neither a prompt nor messages"));
-    };
-    let many = matches!(prompt, OneOrMany::Many(_));
-    let texts = prompt.into_vec();
-    let parse_special = request.parse_special.unwrap_or(true);
-    let lists = app.encode(texts.iter().map(String::len).sum(), move |app| {
+    JsonBody(request, memory): JsonBody<TokenizeRequest>,
+) -> Result<Response, ApiError> {
+    let answer = app.encode(memory.len(), |app| request.answer(app)).await?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], answer).into_response())
+}
+
+impl TokenizeRequest {
+    /// The body of the answer. For texts of any length, this is work for [`AppState::encode`].
+    fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
+        self.unread.check(Door::Tokenize, app.options.unknown_fields)?;
+        app.model.check_name(self.model.as_deref())?;
+        let max_model_len = app.engine.info().context;
+        if self.messages.is_some() {
+            let mut chat = OpenAiRequest::of_chat(self.messages, self.tools, self.add_generation_prompt);
+            let ids = render(app, &mut chat, None)?.ids;
+            return written(&Tokenized { count: ids.len(), tokens: ids, max_model_len });
+        }
+        // llama.cpp's clients send `content`, and expect no begin token unless they ask for it.
+        let add_special = self.add_special_tokens.or(self.add_special).unwrap_or(self.content.is_none());
+        let Some(prompt) = self.prompt.or(self.text).or(self.content.map(OneOrMany::One)) else {
+            return Err(ApiError::bad_field("prompt", "there is neither a prompt nor messages"));
+        };
+        let many = matches!(prompt, OneOrMany::Many(_));
+        let texts = prompt.into_vec();
+        let bytes: usize = texts.iter().map(String::len).sum();
+        if bytes > MAX_TEXT_BYTES {
+            let message = format!("prompt has {bytes} bytes of text, at most {MAX_TEXT_BYTES} are tokenized");
+            return Err(ApiError::bad_field("prompt", message));
+        }
+        let parse_special = self.parse_special.unwrap_or(true);
+        let tokenizer = app.model.tokenizer();
         let encode = |text: &String| {
             if add_special && parse_special {
                 return app.model.encode(text, "prompt");
             }
-            let tokenizer = app.model.tokenizer();
             let encoded = match parse_special {
                 true => tokenizer.encode_with_special_tokens_parsed(text, false),
                 false => tokenizer.encode(text, add_special),
             };
             encoded.map_err(|error| text_error("prompt", &error))
         };
-        texts.iter().map(encode).collect::<Result<Vec<_>, ApiError>>()
-    });
-    let mut lists = lists.await?;
-    let with_pieces = request.with_pieces.unwrap_or(false);
-    if with_pieces && !many {
+        let mut lists = texts.iter().map(encode).collect::<Result<Vec<_>, ApiError>>()?;
+        let with_pieces = self.with_pieces.unwrap_or(false);
+        if with_pieces && many {
+            return Err(ApiError::bad_field("with_pieces", "with_pieces needs a single text"));
+        }
+        if many {
+            let count: Vec<usize> = lists.iter().map(Vec::len).collect();
+            return written(&Tokenized { tokens: lists, count, max_model_len });
+        }
         let ids = lists.pop().unwrap_or_default();
-        let pieces: Vec<Value> =
-            ids.iter().map(|&id| piece(id, bytes_of(app.model.tokenizer(), id))).collect();
-        return Ok(Json(answer(json!(pieces), ids.len().into())));
+        let count = ids.len();
+        if !with_pieces {
+            return written(&Tokenized { tokens: ids, count, max_model_len });
+        }
+        at_most("prompt", "tokens", count, MAX_PIECES)?;
+        let tokens: Vec<Piece<'_>> = ids.iter().map(|&id| Piece::new(id, bytes_of(tokenizer, id))).collect();
+        written(&Tokenized { tokens, count, max_model_len })
     }
-    if with_pieces {
-        return Err(ApiError::bad_field("with_pieces", "with_pieces needs a single text"));
-    }
-    if many {
-        let counts: Vec<usize> = lists.iter().map(Vec::len).collect();
-        return Ok(Json(answer(json!(lists), json!(counts))));
-    }
-    let ids = lists.pop().unwrap_or_default();
-    Ok(Json(answer(json!(ids), ids.len().into())))
 }
 
-/// A token and its text, or its bytes where they are only part of a character.
-fn piece(id: u32, bytes: &[u8]) -> Value {
-    match std::str::from_utf8(bytes) {
-        Ok(text) => json!({"id": id, "piece": text}),
-        Err(_) => json!({"id": id, "piece": bytes}),
+impl Piece<'_> {
+    fn new(id: u32, bytes: &[u8]) -> Piece<'_> {
+        let piece = str::from_utf8(bytes).map_or(TextOrBytes::Bytes(bytes), TextOrBytes::Text);
+        Piece { id, piece }
     }
+}
+
+/// An answer as JSON. What lists as many values as these is written without a [`serde_json::Value`] for each.
+fn written(answer: &impl Serialize) -> Result<Vec<u8>, ApiError> {
+    serde_json::to_vec(answer).map_err(|error| ApiError::internal(&error))
 }
 
 /// The body of `/detokenize`: token ids of one text or of several.
@@ -114,38 +149,62 @@ pub(crate) struct DetokenizeRequest {
     unread: UnreadFields,
 }
 
+/// The answer of `/detokenize`.
+#[derive(Serialize)]
+struct Detokenized<'t, T> {
+    text: &'t T,
+    prompt: &'t T,
+    /// What llama.cpp's clients read: special tokens are shown.
+    content: &'t T,
+}
+
 /// `/detokenize`: the texts of token ids.
 pub(crate) async fn detokenize(
     State(app): State<Arc<AppState>>,
-    JsonBody(request, _memory): JsonBody<DetokenizeRequest>,
-) -> Result<Json<Value>, ApiError> {
-    request.unread.check(Door::Detokenize, app.options.unknown_fields)?;
-    app.model.check_name(request.model.as_deref())?;
-    let skip = request.skip_special_tokens.unwrap_or(true);
-    let text = match &request.tokens {
-        Ids::One(ids) => json!(app.model.decode(ids, skip, "tokens")?),
-        Ids::Many(lists) => {
-            let texts = lists.iter().map(|ids| app.model.decode(ids, skip, "tokens"));
-            json!(texts.collect::<Result<Vec<String>, ApiError>>()?)
+    JsonBody(request, memory): JsonBody<DetokenizeRequest>,
+) -> Result<Response, ApiError> {
+    let answer = app.encode(memory.len(), |app| request.answer(app)).await?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], answer).into_response())
+}
+
+impl DetokenizeRequest {
+    /// The body of the answer, as with [`TokenizeRequest::answer`].
+    fn answer(self, app: &AppState) -> Result<Vec<u8>, ApiError> {
+        self.unread.check(Door::Detokenize, app.options.unknown_fields)?;
+        app.model.check_name(self.model.as_deref())?;
+        let count = match &self.tokens {
+            Ids::One(ids) => ids.len(),
+            Ids::Many(lists) => lists.iter().map(Vec::len).sum(),
+        };
+        at_most("tokens", "token ids", count, MAX_PIECES.max(app.engine.info().context))?;
+        let skip = self.skip_special_tokens.unwrap_or(true);
+        let decode = |ids: &[u32], skip| app.model.decode(ids, skip, "tokens");
+        match &self.tokens {
+            Ids::One(ids) => {
+                let text = decode(ids, skip)?;
+                let shown = self.skip_special_tokens.is_none().then(|| decode(ids, false)).transpose()?;
+                let content = shown.as_ref().unwrap_or(&text);
+                written(&Detokenized { text: &text, prompt: &text, content })
+            }
+            Ids::Many(lists) => {
+                let texts =
+                    lists.iter().map(|ids| decode(ids, skip)).collect::<Result<Vec<_>, ApiError>>()?;
+                written(&Detokenized { text: &texts, prompt: &texts, content: &texts })
+            }
         }
-    };
-    // llama.cpp's clients read `content`, in which special tokens are shown.
-    let content = match &request.tokens {
-        Ids::One(ids) if request.skip_special_tokens.is_none() => {
-            json!(app.model.decode(ids, false, "tokens")?)
-        }
-        _ => text.clone(),
-    };
-    Ok(Json(json!({"text": text, "prompt": text, "content": content})))
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
     fn parts_of_characters_are_bytes() {
-        assert_eq!(piece(3, "é".as_bytes()), json!({"id": 3, "piece": "é"}));
-        assert_eq!(piece(3, &[0xe2, 0x82]), json!({"id": 3, "piece": [0xe2, 0x82]}));
+        let piece = |bytes| json!(Piece::new(3, bytes));
+        assert_eq!(piece("é".as_bytes()), json!({"id": 3, "piece": "é"}));
+        assert_eq!(piece(&[0xe2, 0x82]), json!({"id": 3, "piece": [0xe2, 0x82]}));
     }
 }

@@ -49,6 +49,21 @@ async fn names_of_other_servers_are_understood() {
 }
 
 #[tokio::test]
+async fn prompts_of_a_batch_share_their_grammar() {
+    let server = tiny(1024, EngineOptions::default());
+    let params = |regex: &str| json!({"max_new_tokens": 2, "temperature": 0, "regex": regex});
+    let one = server.post("/generate", json!({"text": "q", "sampling_params": params("ab*")})).await.ok();
+    let body =
+        json!({"text": ["q", "q", "q"], "sampling_params": [params("ab*"), params("ab*"), params("xy*")]});
+    let batch = server.post("/generate", body).await.ok();
+    assert_eq!((&batch[0]["text"], &batch[1]["text"]), (&one["text"], &one["text"]));
+    assert!(batch[2]["text"].as_str().unwrap().starts_with('x'), "{batch}");
+    let body = json!({"text": ["q", "q"], "sampling_params": params("ab*")});
+    let batch = server.post("/generate", body).await.ok();
+    assert_eq!((&batch[0]["text"], &batch[1]["text"]), (&one["text"], &one["text"]));
+}
+
+#[tokio::test]
 async fn rules_about_tokens_are_kept() {
     let server = tiny(1024, EngineOptions::default());
     let ids = [40, 41, 42];

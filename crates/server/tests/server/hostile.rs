@@ -207,6 +207,84 @@ async fn bodies_of_numbers_are_parsed_one_by_one() {
 }
 
 #[tokio::test]
+async fn fields_that_are_kept_are_bounded() {
+    let server = mock();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let rid = "r".repeat(257);
+    let (tokens, biases) = (vec![1; 1025], (0..4097).map(|id| (id.to_string(), json!(1))));
+    let biases: serde_json::Map<String, serde_json::Value> = biases.collect();
+    for (path, body, field, limit) in [
+        ("/v1/chat/completions", json!({"messages": messages, "rid": rid}), "rid", "256"),
+        ("/v1/completions", json!({"prompt": "a", "rid": rid}), "rid", "256"),
+        ("/v1/responses", json!({"input": "a", "rid": rid}), "rid", "256"),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 1, "rid": rid}), "rid", "256"),
+        ("/generate", json!({"text": "a", "rid": rid}), "rid", "256"),
+        ("/generate", json!({"text": ["a", "b"], "rid": rid}), "rid", "256"),
+        ("/generate", json!({"text": ["a", "b"], "rid": ["r", rid]}), "rid", "256"),
+        ("/completion", json!({"prompt": "a", "rid": rid}), "rid", "256"),
+        ("/v1/embeddings", json!({"input": "a", "rid": rid}), "rid", "256"),
+        ("/v1/score", json!({"text_1": "a", "text_2": "b", "rid": rid}), "rid", "256"),
+        ("/v1/completions", json!({"prompt": "a", "stop_token_ids": tokens}), "stop_token_ids", "1024"),
+        ("/v1/chat/completions", json!({"messages": messages, "logit_bias": biases}), "logit_bias", "4096"),
+        (
+            "/generate",
+            json!({"text": "a", "sampling_params": {"stop_token_ids": tokens}}),
+            "stop_token_ids",
+            "1024",
+        ),
+        ("/completion", json!({"prompt": "a", "logit_bias": biases}), "logit_bias", "4096"),
+        ("/v1/responses", json!({"input": "a", "metadata": {"a": "b".repeat(513)}}), "metadata", "512"),
+        (
+            "/v1/responses",
+            json!({"input": "a", "reasoning": {"effort": "b".repeat(2 << 20)}}),
+            "reasoning.effort",
+            "1048576",
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": messages, "tool_choice": "none", "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"x": "a".repeat(2 << 20)}}}]}),
+            "tools",
+            "1048576",
+        ),
+    ] {
+        let answer = server.post(path, body).await;
+        assert_eq!(answer.status, 400, "{path} {field}: {}", answer.text);
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(field) && message.contains(limit), "{path}: {message}");
+    }
+    // Each pair has the first text, so that a batch of them can be too much where the body is not.
+    let server =
+        mock_with(MockOptions { max_queued: 4096, ..MockOptions::default() }, ServerOptions::default());
+    let body = json!({"text_1": "word ".repeat(5000), "text_2": vec!["a"; 1000]});
+    let error = server.post("/v1/score", body).await.refused(400);
+    assert!(error["message"].as_str().unwrap().contains("4194304 tokens"), "{error}");
+}
+
+#[tokio::test]
+async fn texts_and_tokens_without_an_answer_are_bounded_too() {
+    let server = mock_with(MockOptions { context: 1000, ..MockOptions::default() }, ServerOptions::default());
+    let long = json!([{"role": "user", "content": "word ".repeat(200_000)}]);
+    for (path, body, field, limit) in [
+        ("/tokenize", json!({"prompt": "1".repeat((4 << 20) + 1)}), "prompt", "4194304"),
+        ("/tokenize", json!({"prompt": vec!["1".repeat(1 << 20); 5]}), "prompt", "4194304"),
+        ("/tokenize", json!({"prompt": "1".repeat(300_000), "with_pieces": true}), "prompt", "262144"),
+        ("/tokenize", json!({"messages": long}), "messages", "1000"),
+        ("/oscar/cache", json!({"messages": long}), "messages", "1000"),
+        ("/detokenize", json!({"tokens": vec![5; 262_145]}), "tokens", "262144"),
+        ("/completion", json!({"prompt": vec![5; 1001]}), "prompt", "1000"),
+        ("/v1/completions", json!({"prompt": vec![5; 1001], "echo": true}), "prompt", "1000"),
+    ] {
+        let error = server.post(path, body).await.refused(400);
+        assert_eq!(error["param"], field, "{path}: {error}");
+        assert!(error["message"].as_str().unwrap().contains(limit), "{path}: {error}");
+    }
+    // A text may be longer than the context, and is counted.
+    let counted = server.post("/tokenize", json!({"prompt": "word ".repeat(5000)})).await.ok();
+    assert!(counted["count"].as_u64().unwrap() >= 5000, "{}", counted["count"]);
+}
+
+#[tokio::test]
 async fn what_templates_get_from_us_cannot_be_replaced() {
     let server = mock();
     let chat = |kwargs: serde_json::Value| json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": kwargs});

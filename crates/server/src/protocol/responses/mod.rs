@@ -13,6 +13,11 @@ use super::sent_names::{Place, SentNames};
 use super::{OpenAiRequest, UnreadFields};
 use crate::protocol::ApiError;
 
+/// The most pairs in `metadata`, and the most characters of a name and of a text there, as OpenAI has them.
+const METADATA_PAIRS: usize = 16;
+const METADATA_NAME: usize = 64;
+const METADATA_TEXT: usize = 512;
+
 /// The body of a request to `/v1/responses`.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
@@ -137,6 +142,21 @@ impl ResponsesRequest {
                 return Err(ApiError::unsupported(name, format!("{name}: {problem}")));
             }
         }
+        // A response repeats them, so they are kept while it is made.
+        let long = |(name, value): (&String, &Value)| match value {
+            Value::Array(_) | Value::Object(_) => true,
+            value => {
+                let text = value.as_str().unwrap_or_default();
+                name.chars().count() > METADATA_NAME || text.chars().count() > METADATA_TEXT
+            }
+        };
+        if self.metadata.as_ref().is_some_and(|pairs| pairs.len() > METADATA_PAIRS || pairs.iter().any(long))
+        {
+            let message = format!(
+                "metadata may have {METADATA_PAIRS} names of {METADATA_NAME} characters with texts of {METADATA_TEXT}"
+            );
+            return Err(ApiError::bad_field("metadata", message));
+        }
         if self.max_output_tokens == Some(0) {
             let message = "max_output_tokens is 0, expected 1 or more";
             return Err(ApiError::bad_field("max_output_tokens", message));
@@ -219,6 +239,7 @@ mod tests {
             "tools": [tool], "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": false,
             "text": {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": true}},
             "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
+            "metadata": {"n".repeat(64): "é".repeat(512), "none": null},
             "truncation": "disabled", "user": "u", "service_tier": "auto", "previous_response_id": null,
         }))
         .unwrap();
@@ -247,6 +268,13 @@ mod tests {
             (json!({"truncation": "auto"}), "truncation"),
             (json!({"top_logprobs": 2}), "top_logprobs"),
             (json!({"max_output_tokens": 0}), "max_output_tokens"),
+            (json!({"metadata": {"n".repeat(65): "v"}}), "metadata"),
+            (json!({"metadata": {"n": "v".repeat(513)}}), "metadata"),
+            (json!({"metadata": {"n": ["v"]}}), "metadata"),
+            (
+                json!({"metadata": (0..17).map(|n| (n.to_string(), "v".into())).collect::<Map<_, Value>>()}),
+                "metadata",
+            ),
             (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
             (json!({"tools": [3]}), "tools[0].type"),
             (json!({"tool_choice": {"type": "web_search"}}), "tool_choice"),

@@ -32,7 +32,7 @@ impl PartsAnswer {
                     self.finish(&summary);
                     return Ok(*summary);
                 }
-                Event::Failed { error, .. } => return Err(ApiError::from(&*error)),
+                Event::Failed { error, .. } => return Err(self.turn.names.restore(ApiError::from(&*error))),
                 Event::Prefill { .. } | Event::Scored { .. } => {}
             }
         }

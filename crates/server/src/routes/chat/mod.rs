@@ -16,7 +16,7 @@ use serde_json::json;
 
 pub(crate) use self::answer::PartsAnswer;
 use self::message::message_json;
-pub(crate) use self::turn::{Turn, prepare};
+pub(crate) use self::turn::{Turn, render};
 use self::writer::ChatWriter;
 use super::collect::{FinishedChoice, collect};
 use super::completions::matched;
@@ -33,18 +33,18 @@ pub(crate) async fn chat_completions(
     State(app): State<Arc<AppState>>,
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
-    request.leave_fields_of_completions();
-    request.unread.check(Door::Chat, app.options.unknown_fields)?;
     let id = fresh_id("chatcmpl-");
-    let names = SentNames::of_chat();
-    let begun = Turn::begin(&app, &mut request, &id).await;
-    let (turn, mut answers) = begun.map_err(|error| names.restore(error))?;
-    drop(memory);
-    if request.streams() {
-        return Ok(stream(answers, ChatWriter::new(turn, &id, request.includes_usage())));
+    let read = |app: &AppState| {
+        request.leave_fields_of_completions();
+        request.unread.check(Door::Chat, app.options.unknown_fields)?;
+        Ok((request, SentNames::of_chat(), ()))
+    };
+    let (turn, mut answers, ()) = Turn::begin(&app, memory, &id, read).await?;
+    if turn.streams {
+        return Ok(stream(answers, ChatWriter::new(turn, &id)));
     }
     let whole = collect(&mut answers, 1, turn.choices, turn.wants_logprobs).await;
-    let whole = whole.map_err(|error| names.restore(error))?;
+    let whole = whole.map_err(|error| turn.names.restore(error))?;
     let mut usage = Usage::default();
     let mut choices = Vec::with_capacity(whole.len());
     let listed = whole.first().filter(|_| turn.wants_prompt_logprobs);

@@ -3,21 +3,29 @@
 use std::sync::Arc;
 
 use oscar_engine::{FinishReason, GenerateOptions, MatchedStop, Summary};
-use serde_json::Value;
 
+use crate::http::BodyMemory;
 use crate::parse::{
     HarmonyParser, OutputParser, ReasoningParser, Tool, ToolCallParser, needs_special_tokens,
 };
-use crate::protocol::{ApiError, OpenAiRequest};
-use crate::requests::{AnswerStream, PromptRequest};
-use crate::routes::constrain::token_filter;
+use crate::protocol::{AnswerFormat, ApiError, OpenAiRequest, SentNames, short_json};
+use crate::requests::{AnswerStream, PromptRequest, request_id};
+use crate::routes::constrain::{needs_filter, token_filter};
 use crate::routes::logprobs::EndTokens;
 use crate::state::AppState;
 use crate::text::{Chat, RenderedPrompt};
 
+/// The most bytes of all tools of a request as JSON: they are kept while it is answered, also what no template writes.
+const MAX_TOOLS_BYTES: usize = 1 << 20;
+
 /// What all answers (choices) to one chat request share.
 pub(crate) struct Turn {
     pub(crate) app: Arc<AppState>,
+    /// What the client called the fields of its request.
+    pub(crate) names: Arc<SentNames>,
+    /// Whether the answer is streamed, and whether a stream ends with its usage.
+    pub(crate) streams: bool,
+    pub(super) includes_usage: bool,
     rendered: RenderedPrompt,
     salt: Option<String>,
     pub(super) end_tokens: EndTokens,
@@ -32,58 +40,73 @@ pub(crate) struct Turn {
     separate_reasoning: bool,
 }
 
+/// What is left of a request when it has been read.
+struct Prepared {
+    rid: Option<String>,
+    streams: bool,
+    includes_usage: bool,
+    rendered: RenderedPrompt,
+    options: GenerateOptions,
+    /// What the answer must look like, if there is something to keep to, and the text behind which that begins.
+    format: Option<(AnswerFormat, Option<&'static str>)>,
+    tools: Vec<Tool>,
+    separate_reasoning: bool,
+}
+
 impl Turn {
-    /// Renders a conversation, hands it to the engine, and says what its answers are to be read with. `id` names it in
-    /// the answer, and its calls are named after it.
-    pub(crate) async fn begin(
+    /// Reads a request, hands it to the engine, and says what its answers are to be read with. `read` translates it, and
+    /// may put something aside. `id` names the request in the answer, and its calls are named after it.
+    ///
+    /// When this returns, nothing is left of the body but what became a prompt.
+    pub(crate) async fn begin<E: Send + 'static>(
         app: &Arc<AppState>,
-        request: &mut OpenAiRequest,
+        memory: BodyMemory,
         id: &str,
+        read: impl FnOnce(&AppState) -> Result<(OpenAiRequest, SentNames, E), ApiError> + Send + 'static,
+    ) -> Result<(Turn, AnswerStream, E), ApiError> {
+        let work = move |app: &AppState| {
+            let (request, names, aside) = read(app)?;
+            match Prepared::new(app, request) {
+                Ok(prepared) => Ok((prepared, names, aside)),
+                Err(error) => Err(names.restore(error)),
+            }
+        };
+        let (prepared, names, aside) = app.encode(memory.len(), work).await?;
+        let names = Arc::new(names);
+        let begun = Turn::submit(app, id, prepared, &names).await;
+        let (turn, answers) = begun.map_err(|error| names.restore(error))?;
+        drop(memory);
+        Ok((turn, answers, aside))
+    }
+
+    async fn submit(
+        app: &Arc<AppState>,
+        id: &str,
+        prepared: Prepared,
+        names: &Arc<SentNames>,
     ) -> Result<(Turn, AnswerStream), ApiError> {
-        app.model.check_name(request.model.as_deref())?;
-        let logprobs = request.chat_logprobs()?;
-        let new_text = !request.continue_final_message.unwrap_or(false);
-        let sampling_fields = request.sampling_fields(None)?.options(&app.model.sampling)?;
-        let prompt_logprobs = request.prompt_logprobs()?;
-        let options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
-        let mut options = request.precision().apply(app.engine.info(), options)?;
-        let format = request.answer_format()?;
-        let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
-        let separate_reasoning = request.separate_reasoning.unwrap_or(true);
-        // Messages in channels cannot be read without their markers, whether or not reasoning is told apart.
-        let reasoning_markers =
-            app.options.reasoning_parser.filter(|format| separate_reasoning || format.harmony);
-        let tool_markers = app.options.tool_call_parser.filter(|_| !tools.is_empty());
-        if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
-            options.keep_special = true;
-        }
-        let salt = options.cache_salt.clone();
-        let rendered = prepare(app, request, salt.clone()).await?;
-        // What a thinking model must keep to begins after its thoughts. Where control tokens end them, which grammars do not
-        // have, the answer is all there is.
-        let thinks = app
-            .options
-            .reasoning_parser
-            .filter(|format| !format.harmony && format.starts_in_reasoning(rendered.text.as_str()));
-        let filter = token_filter(app, format, thinks.map(|format| format.markers.1)).await?;
+        let Prepared { rid, rendered, options, format, tools, .. } = prepared;
+        let filter = match format {
+            Some((format, after)) => token_filter(app, format, after).await?,
+            None => None,
+        };
         let turn = Turn {
+            names: Arc::clone(names),
+            streams: prepared.streams,
+            includes_usage: prepared.includes_usage,
             end_tokens: EndTokens::new(app.model.tokenizer(), &options),
-            salt,
-            wants_logprobs: logprobs.is_some(),
-            wants_prompt_logprobs: prompt_logprobs.is_some(),
+            salt: options.cache_salt.clone(),
+            wants_logprobs: options.logprobs.is_some(),
+            wants_prompt_logprobs: options.prompt_logprobs.is_some(),
             choices: options.n,
             tools: tools.into(),
             id_stem: id.chars().skip_while(char::is_ascii_lowercase).skip(1).take(16).collect(),
-            separate_reasoning,
+            separate_reasoning: prepared.separate_reasoning,
             rendered,
             app: Arc::clone(app),
         };
-        let asked = PromptRequest {
-            id: request.rid.clone().unwrap_or_else(|| id.to_owned()),
-            prompt: turn.rendered.ids.clone(),
-            options,
-            filter,
-        };
+        let id = request_id(rid.as_deref(), id)?;
+        let asked = PromptRequest { id, prompt: turn.rendered.ids.clone(), options, filter };
         Ok((turn, AnswerStream::submit(app, vec![asked])?))
     }
 
@@ -122,28 +145,56 @@ impl Turn {
     }
 }
 
-/// Renders the chat of a request and tokenizes it.
-pub(crate) async fn prepare(
-    app: &Arc<AppState>,
-    request: &mut OpenAiRequest,
-    salt: Option<String>,
-) -> Result<RenderedPrompt, ApiError> {
-    let bytes = request.messages.iter().flatten().chain(request.tools.iter().flatten()).map(text_bytes).sum();
-    let mut chat = Chat::new(request)?;
-    app.encode(bytes, move |app| {
-        let text = chat.render(&app.model, &app.options)?;
-        app.model.check_length(text.as_str(), app.engine.info().context, "messages")?;
-        app.model.encode_chat(&app.memory, salt.as_deref(), text)
-    })
-    .await
+impl Prepared {
+    fn new(app: &AppState, mut request: OpenAiRequest) -> Result<Prepared, ApiError> {
+        app.model.check_name(request.model.as_deref())?;
+        let logprobs = request.chat_logprobs()?;
+        let new_text = !request.continue_final_message.unwrap_or(false);
+        let sampling_fields = request.sampling_fields(None)?.options(&app.model.sampling)?;
+        let prompt_logprobs = request.prompt_logprobs()?;
+        let options = GenerateOptions { logprobs, prompt_logprobs, new_text, ..sampling_fields };
+        let mut options = request.precision().apply(app.engine.info(), options)?;
+        if let Some(tools) = &request.tools {
+            short_json("tools", tools, MAX_TOOLS_BYTES)?;
+        }
+        let format = request.answer_format()?;
+        let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
+        let separate_reasoning = request.separate_reasoning.unwrap_or(true);
+        // Messages in channels cannot be read without their markers, whether or not reasoning is told apart.
+        let reasoning_markers =
+            app.options.reasoning_parser.filter(|format| separate_reasoning || format.harmony);
+        let tool_markers = app.options.tool_call_parser.filter(|_| !tools.is_empty());
+        if needs_special_tokens(app.model.tokenizer(), reasoning_markers, tool_markers) {
+            options.keep_special = true;
+        }
+        let rendered = render(app, &mut request, options.cache_salt.as_deref())?;
+        // What a thinking model must keep to begins after its thoughts. Where control tokens end them, which grammars do not
+        // have, the answer is all there is.
+        let thinks = app
+            .options
+            .reasoning_parser
+            .filter(|format| !format.harmony && format.starts_in_reasoning(rendered.text.as_str()));
+        let format = needs_filter(app, &format)?.then_some(format);
+        Ok(Prepared {
+            streams: request.streams(),
+            includes_usage: request.includes_usage(),
+            rid: request.rid,
+            rendered,
+            options,
+            format: format.map(|format| (format, thinks.map(|format| format.markers.1))),
+            tools,
+            separate_reasoning,
+        })
+    }
 }
 
-/// Roughly the bytes of text in a value.
-fn text_bytes(value: &Value) -> usize {
-    match value {
-        Value::String(text) => text.len(),
-        Value::Array(items) => items.iter().map(text_bytes).sum(),
-        Value::Object(fields) => fields.values().map(text_bytes).sum(),
-        _ => 8,
-    }
+/// Renders the chat of a request and tokenizes it. For chats of any length, this is work for [`AppState::encode`].
+pub(crate) fn render(
+    app: &AppState,
+    request: &mut OpenAiRequest,
+    salt: Option<&str>,
+) -> Result<RenderedPrompt, ApiError> {
+    let text = Chat::new(request)?.render(&app.model, &app.options)?;
+    app.model.check_length(text.as_str(), app.engine.info().context, "messages")?;
+    app.model.encode_chat(&app.memory, salt, text)
 }

@@ -32,7 +32,8 @@ struct Choice {
 }
 
 impl ChatWriter {
-    pub(super) fn new(turn: Turn, id: &str, include_usage: bool) -> ChatWriter {
+    pub(super) fn new(turn: Turn, id: &str) -> ChatWriter {
+        let include_usage = turn.includes_usage;
         let head = chunk_head(&turn.app, id, "chat.completion.chunk");
         ChatWriter { turn, head, include_usage, usage: Usage::default(), choices: HashMap::new() }
     }

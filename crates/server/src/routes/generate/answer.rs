@@ -1,5 +1,6 @@
 //! An answer of `/generate` in SGLang's form: `text`, `output_ids` and `meta_info`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use oscar_engine::{FinishReason, MatchedStop, PromptLogprob, Summary, Token};
@@ -12,7 +13,7 @@ use crate::text::shown;
 /// What the answers to one prompt must contain.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    pub(super) id: String,
+    pub(super) id: Arc<str>,
     pub(super) n: usize,
     pub(super) listing: Option<Listing>,
 }
@@ -29,7 +30,7 @@ pub(super) struct Listing {
 impl Shape {
     /// The id of one of the answers.
     pub(super) fn choice_id(&self, choice: usize) -> String {
-        if self.n == 1 { self.id.clone() } else { format!("{}_{choice}", self.id) }
+        if self.n == 1 { self.id.to_string() } else { format!("{}_{choice}", self.id) }
     }
 
     /// The answer when it has finished.

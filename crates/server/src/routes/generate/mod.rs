@@ -8,7 +8,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use oscar_engine::GenerateOptions;
+use oscar_engine::{GenerateOptions, TokenFilter};
 use serde_json::Value;
 
 use self::answer::{Listing, Shape};
@@ -18,9 +18,10 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{
-    ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, SamplingParams, SentNames,
+    AnswerFormat, ApiError, Door, GenerateRequest, Ids, Object, OneOrMany, PrecisionFields, SamplingParams,
+    SentNames,
 };
-use crate::requests::{AnswerStream, PromptRequest};
+use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
 
@@ -35,32 +36,42 @@ pub(crate) async fn generate(
     let names = SentNames::of_generate(request.input_ids.is_some());
     let (prompts, batch) = prompts(&app, &mut request).await?;
     let count = prompts.len();
-    let params: Vec<SamplingParams> = match request.sampling_params.take() {
-        None => vec![SamplingParams::default(); count],
-        Some(OneOrMany::One(params)) => vec![params.0; count],
+    let params: Vec<Arc<SamplingParams>> = match request.sampling_params.take() {
+        None => vec![Arc::default(); count],
+        Some(OneOrMany::One(params)) => vec![Arc::new(params.0); count],
         Some(OneOrMany::Many(list)) => {
-            let list = list.into_iter().map(|params| params.0).collect();
-            of_each(list, count, "sampling_params")?
+            of_each(list.into_iter().map(|params| Arc::new(params.0)).collect(), count, "sampling_params")?
         }
     };
-    let ids = match request.rid.take() {
-        Some(OneOrMany::One(id)) if count == 1 => vec![id],
-        Some(OneOrMany::One(id)) => (0..count).map(|index| format!("{id}_{index}")).collect(),
-        Some(OneOrMany::Many(list)) => of_each(list, count, "rid")?,
-        None => (0..count).map(|_| fresh_id("gen-")).collect(),
+    let ids: Vec<Arc<str>> = match request.rid.take() {
+        Some(OneOrMany::One(id)) if count == 1 => vec![request_id(Some(&id), "")?],
+        Some(OneOrMany::One(id)) => {
+            let id = request_id(Some(&id), "")?;
+            (0..count).map(|index| format!("{id}_{index}").into()).collect()
+        }
+        Some(OneOrMany::Many(list)) => {
+            let ids = of_each(list, count, "rid")?;
+            ids.iter().map(|id| request_id(Some(id), "")).collect::<Result<_, ApiError>>()?
+        }
+        None => (0..count).map(|_| fresh_id("gen-").into()).collect(),
     };
     let wanted = for_all(request.return_logprob.take(), false, count, "return_logprob")?;
     let starts = for_all(request.logprob_start_len.take(), -1, count, "logprob_start_len")?;
     let tops = for_all(request.top_logprobs_num.take(), 0, count, "top_logprobs_num")?;
     let salt = request.cache_salt.take().or(request.extra_key.take());
     let with_text = request.return_text_in_logprobs.unwrap_or(false);
+    let streams = request.stream.unwrap_or(false);
+    drop(request);
     let mut shapes = Vec::with_capacity(count);
     let mut asked = Vec::with_capacity(count);
+    let mut settings: Option<Settings> = None;
     let per_prompt = params.into_iter().zip(prompts).zip(ids);
     for (index, ((params, prompt), id)) in per_prompt.enumerate() {
-        let filter = token_filter(&app, params.answer_format()?, None).await?;
-        let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
-        let options = precision.apply(app.engine.info(), options)?;
+        let settings = match settings.take() {
+            Some(known) if Arc::ptr_eq(&known.params, &params) => settings.insert(known),
+            known => settings.insert(Settings::new(&app, params, &salt, &precision, known).await?),
+        };
+        let filter = settings.filter.as_ref().map(|filter| filter.fork());
         let top = tops[index] as usize;
         let start = usize::try_from(starts[index]).ok().filter(|_| wanted[index]);
         let listing = wanted[index].then_some(Listing { top, with_text });
@@ -69,11 +80,12 @@ pub(crate) async fn generate(
             logprobs: listing.map(|_| top),
             prompt_logprobs: start.map(|_| top),
             score_from: start.unwrap_or(0),
-            ..options
+            ..settings.options.clone()
         };
-        shapes.push(Shape { id: id.clone(), n: options.n, listing });
+        shapes.push(Shape { id: Arc::clone(&id), n: options.n, listing });
         asked.push(PromptRequest { id, prompt, options, filter });
     }
+    drop(settings);
     let choices = shapes[0].n;
     if shapes.iter().any(|shape| shape.n != choices) {
         return Err(ApiError::bad_field(
@@ -84,7 +96,7 @@ pub(crate) async fn generate(
     let mut answers = AnswerStream::submit(&app, asked).map_err(|error| names.restore(error))?;
     drop(memory);
     let many = batch || choices > 1;
-    if request.stream.unwrap_or(false) {
+    if streams {
         let begun = answers.begun();
         return Ok(stream(answers, GenerateWriter::new(app, shapes, many, begun)));
     }
@@ -99,6 +111,34 @@ pub(crate) async fn generate(
     }
     let value = if many { Value::Array(list) } else { list.pop().unwrap_or_default() };
     Ok(Json(value).into_response())
+}
+
+/// What prompts with the same sampling parameters share.
+struct Settings {
+    params: Arc<SamplingParams>,
+    options: GenerateOptions,
+    format: AnswerFormat,
+    filter: Option<Box<dyn TokenFilter>>,
+}
+
+impl Settings {
+    /// Reads sampling parameters. The grammar of `known` ones is not compiled again.
+    async fn new(
+        app: &Arc<AppState>,
+        params: Arc<SamplingParams>,
+        salt: &Option<String>,
+        precision: &PrecisionFields,
+        known: Option<Settings>,
+    ) -> Result<Settings, ApiError> {
+        let format = params.answer_format()?;
+        let filter = match known {
+            Some(known) if known.format == format => known.filter,
+            _ => token_filter(app, format.clone(), None).await?,
+        };
+        let options = params.sampling_fields(salt.clone()).options(&app.model.sampling)?;
+        let options = precision.apply(app.engine.info(), options)?;
+        Ok(Settings { params, options, format, filter })
+    }
 }
 
 /// Refuses fields that nobody reads, also among the sampling parameters.

@@ -50,13 +50,14 @@ pub(crate) async fn slots(State(app): State<Arc<AppState>>) -> Json<Value> {
 /// `/apply-template`: a chat as the text that the model reads.
 pub(crate) async fn apply_template(
     State(app): State<Arc<AppState>>,
-    JsonBody(mut request, _memory): JsonBody<OpenAiRequest>,
+    JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Json<Value>, ApiError> {
-    request.leave_fields_of_completions();
-    request.unread.check(Door::Chat, app.options.unknown_fields)?;
-    // What a chat would be refused for has no text either.
-    request.answer_format()?;
-    let mut chat = Chat::new(&mut request)?;
-    let text = app.encode(usize::MAX, move |app| chat.render(&app.model, &app.options)).await?;
-    Ok(Json(json!({"prompt": text.as_str()})))
+    let text = app.encode(memory.len(), move |app| {
+        request.leave_fields_of_completions();
+        request.unread.check(Door::Chat, app.options.unknown_fields)?;
+        // What a chat would be refused for has no text either.
+        request.answer_format()?;
+        Chat::new(&mut request)?.render(&app.model, &app.options)
+    });
+    Ok(Json(json!({"prompt": text.await?.as_str()})))
 }

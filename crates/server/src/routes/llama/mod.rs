@@ -21,7 +21,7 @@ use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
 use crate::protocol::{ApiError, Door, LlamaRequest, Prompt, SamplingFields, SentNames};
-use crate::requests::{AnswerStream, PromptRequest};
+use crate::requests::{AnswerStream, PromptRequest, request_id};
 use crate::routes::constrain::token_filter;
 use crate::state::AppState;
 
@@ -40,6 +40,7 @@ async fn complete(
     request.unread.check(Door::Completion, app.options.unknown_fields)?;
     let many = matches!(request.prompt, Some(Prompt::Texts(_) | Prompt::IdLists(_)));
     app.check_batch(request.prompt.as_ref().map_or(1, Prompt::count), "prompt")?;
+    let rid = request_id(request.rid.as_deref(), &fresh_id("cmpl-"))?;
     let filter = token_filter(&app, request.answer_format()?, None).await?;
     let logprobs = request.logprobs();
     let (mut request, sampling_fields) = sampling_fields(&app, request).await?;
@@ -47,19 +48,20 @@ async fn complete(
     let options = request.precision().apply(app.engine.info(), options)?;
     // The answer repeats the prompt.
     let prepared = prepare(&app, request.prompt.take(), true).await?;
-    let id = request.rid.take().unwrap_or_else(|| fresh_id("cmpl-"));
+    let (streams, return_tokens) = (request.stream.unwrap_or(false), request.return_tokens.unwrap_or(false));
+    drop(request);
     let mut prompts = Vec::with_capacity(prepared.len());
     let mut asked = Vec::with_capacity(prepared.len());
     for Prepared { ids, echo } in prepared {
         let filter = filter.as_ref().map(|filter| filter.fork());
         prompts.push(echo.unwrap_or_default());
-        asked.push(PromptRequest { id: id.clone(), prompt: ids, options: options.clone(), filter });
+        asked.push(PromptRequest { id: Arc::clone(&rid), prompt: ids, options: options.clone(), filter });
     }
     let count = asked.len();
     let mut answers = AnswerStream::submit(&app, asked)?;
     drop(memory);
-    let shape = Shape::new(&app, options, prompts, request.return_tokens.unwrap_or(false));
-    if request.stream.unwrap_or(false) {
+    let shape = Shape::new(&app, options, prompts, return_tokens);
+    if streams {
         return Ok(stream(answers, LlamaWriter::new(shape)));
     }
     let whole = collect(&mut answers, count, 1, logprobs.is_some()).await?;

@@ -23,17 +23,19 @@ pub(crate) async fn responses(
     State(app): State<Arc<AppState>>,
     JsonBody(request, memory): JsonBody<ResponsesRequest>,
 ) -> Result<Response, ApiError> {
-    request.unread.check(Door::Responses, app.options.unknown_fields)?;
     let id = fresh_id("resp_");
-    let object = ResponseObject::new(&app, &id, &request);
-    let (mut request, names) = request.into_chat()?;
-    let begun = Turn::begin(&app, &mut request, &id).await;
-    let (turn, mut answers) = begun.map_err(|error| names.restore(error))?;
-    drop(memory);
+    let name = id.clone();
+    let read = move |app: &AppState| {
+        request.unread.check(Door::Responses, app.options.unknown_fields)?;
+        let object = ResponseObject::new(app, &name, &request)?;
+        let (request, names) = request.into_chat()?;
+        Ok((request, names, object))
+    };
+    let (turn, mut answers, object) = Turn::begin(&app, memory, &id, read).await?;
     let mut answer = PartsAnswer::new(turn);
-    if request.streams() {
+    if answer.turn().streams {
         return Ok(stream(answers, ResponseWriter::new(answer, object)));
     }
-    let summary = answer.collect(&mut answers).await.map_err(|error| names.restore(error))?;
+    let summary = answer.collect(&mut answers).await?;
     Ok(Json(object.finished(&answer, &summary)).into_response())
 }

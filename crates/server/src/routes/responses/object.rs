@@ -6,9 +6,12 @@ use oscar_engine::{FinishReason, Summary};
 use serde_json::{Value, json};
 
 use crate::parse::{MessageCall, Part};
-use crate::protocol::{ApiError, ResponsesRequest, short};
+use crate::protocol::{ApiError, ResponsesRequest, short, short_json};
 use crate::routes::chat::PartsAnswer;
 use crate::state::{AppState, unix_seconds};
+
+/// The most bytes of JSON of what a response repeats besides the instructions, which are part of the prompt.
+const MAX_REPEATED_BYTES: usize = 1 << 20;
 
 /// The response object before the answer: it repeats the fields of the request.
 pub(super) struct ResponseObject {
@@ -19,7 +22,17 @@ pub(super) struct ResponseObject {
 
 impl ResponseObject {
     /// Makes the response object of a request.
-    pub(super) fn new(app: &AppState, id: &str, request: &ResponsesRequest) -> ResponseObject {
+    pub(super) fn new(
+        app: &AppState,
+        id: &str,
+        request: &ResponsesRequest,
+    ) -> Result<ResponseObject, ApiError> {
+        short_json("tools", &request.tools, MAX_REPEATED_BYTES)?;
+        short_json("tool_choice", &request.tool_choice, MAX_REPEATED_BYTES)?;
+        let text = request.text.as_ref().map(|text| &text.0.format);
+        short_json("text.format", &text, MAX_REPEATED_BYTES)?;
+        let thinks = request.reasoning.as_ref().map(|reasoning| &reasoning.0.effort);
+        short_json("reasoning.effort", &thinks, MAX_REPEATED_BYTES)?;
         let drawn = &app.model.sampling;
         let format = request.text.as_ref().and_then(|text| text.0.format.clone());
         let effort = request.reasoning.as_ref().and_then(|reasoning| reasoning.0.effort.clone());
@@ -48,7 +61,7 @@ impl ResponseObject {
             "truncation": "disabled",
             "usage": null,
         });
-        ResponseObject { fields, stem: id.trim_start_matches("resp_").to_owned() }
+        Ok(ResponseObject { fields, stem: id.trim_start_matches("resp_").to_owned() })
     }
 
     /// The response object with which a stream begins.

@@ -1,0 +1,234 @@
+//! What requests take of the server's memory, and on which thread: batches whose fields would be multiplied, fields that
+//! nobody reads, and bodies that are much work.
+
+#![allow(clippy::unwrap_used)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use axum::body::Body;
+use axum::http::Request;
+use oscar_engine::{EngineOptions, MockEngine, MockOptions, Serve};
+use oscar_server::ServerOptions;
+use serde_json::{Value, json};
+use tokio::sync::{Mutex, MutexGuard};
+use tower::ServiceExt;
+
+#[allow(dead_code)]
+#[path = "../server/support.rs"]
+mod support;
+
+use support::{TestServer, eventually, mock_with, tiny};
+
+const MIB: usize = 1 << 20;
+
+/// Notes how much memory is held, and how often each thread has asked for some or given some back.
+struct NotingAllocator;
+
+static HELD: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+static ALL_CALLS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static CALLS: Cell<usize> = const { Cell::new(0) };
+}
+
+fn note(grown: usize, freed: usize) {
+    HELD.fetch_sub(freed, Ordering::Relaxed);
+    let held = HELD.fetch_add(grown, Ordering::Relaxed) + grown;
+    PEAK.fetch_max(held, Ordering::Relaxed);
+    ALL_CALLS.fetch_add(1, Ordering::Relaxed);
+    // A thread that ends has nothing to count with any more.
+    let _ = CALLS.try_with(|calls| calls.set(calls.get() + 1));
+}
+
+// SAFETY: every call is passed on unchanged to the system's allocator; the counters hold no memory of their own.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for NotingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        note(layout.size(), 0);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        note(0, layout.size());
+        // SAFETY: the pointer came from `System` through this allocator.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        note(size, layout.size());
+        // SAFETY: the pointer came from `System` through this allocator.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: NotingAllocator = NotingAllocator;
+
+/// Tests that measure run one after another.
+async fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::const_new(());
+    ALONE.lock().await
+}
+
+/// A small context, in which nothing long is answered, and a queue for large batches.
+fn server() -> TestServer<MockEngine> {
+    let options = MockOptions { context: 1000, max_queued: 1024, ..MockOptions::default() };
+    mock_with(options, ServerOptions::default())
+}
+
+/// A request that holds its body once, until the server has read it.
+fn request(path: &str, body: &Value) -> Request<Body> {
+    let request = Request::post(path).header("content-type", "application/json");
+    request.body(Body::from(body.to_string())).unwrap()
+}
+
+/// How much more memory was held at a time than before, while a request was answered.
+async fn peak<E>(server: &TestServer<E>, path: &str, body: Value, status: u16) -> usize {
+    let before = HELD.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let answer = server.send(request(path, &body)).await;
+    assert_eq!(answer.status, status, "{path}: {:.300}", answer.text);
+    PEAK.load(Ordering::Relaxed) - before
+}
+
+#[tokio::test]
+async fn fields_of_a_batch_are_not_multiplied() {
+    let _alone = alone().await;
+    let server = server();
+    let long = || "w ".repeat(MIB / 2);
+    let texts = || vec!["a"; 1000];
+    for (path, body) in [
+        ("/v1/score", json!({"text_1": long(), "text_2": texts()})),
+        ("/generate", json!({"text": texts(), "sampling_params": {"regex": long()}})),
+        ("/generate", json!({"text": texts(), "sampling_params": {"stop": [long()]}})),
+        ("/generate", json!({"text": texts(), "rid": long()})),
+        ("/v1/completions", json!({"prompt": texts(), "rid": long()})),
+        ("/completion", json!({"prompt": texts(), "rid": long()})),
+        ("/v1/embeddings", json!({"input": texts(), "rid": long()})),
+        ("/v1/score", json!({"text_1": "a", "text_2": texts(), "rid": long()})),
+        ("/v1/completions", json!({"prompt": texts(), "stop_token_ids": vec![1; MIB / 2]})),
+    ] {
+        let grown = peak(&server, path, body, 400).await;
+        assert!(grown < 100 * MIB, "{path}: {} MiB", grown / MIB);
+    }
+    // What is answered does not have a copy for each prompt either.
+    let params = json!({"max_new_tokens": 1, "log_metrics": long()});
+    let grown = peak(&server, "/generate", json!({"text": texts(), "sampling_params": params}), 200).await;
+    assert!(grown < 100 * MIB, "{} MiB", grown / MIB);
+}
+
+/// Prompts of a batch that ask for the same form of answer have one compiled grammar.
+#[tokio::test]
+async fn a_grammar_is_compiled_once_for_a_batch() {
+    let _alone = alone().await;
+    let server = tiny(256, EngineOptions::default());
+    let texts: Vec<String> = (0..1000).map(|number| format!("text {number}")).collect();
+    let params = json!({"max_new_tokens": 1, "json_schema": {"enum": texts}});
+    let ask = async |prompts: usize| {
+        let body = json!({"text": vec!["a"; prompts], "sampling_params": params});
+        let before = ALL_CALLS.load(Ordering::Relaxed);
+        server.send(request("/generate", &body)).await.ok();
+        ALL_CALLS.load(Ordering::Relaxed) - before
+    };
+    // The first grammar builds what all share.
+    ask(1).await;
+    let (one, many) = (ask(1).await, ask(40).await);
+    assert!(many < 4 * one, "{one} calls for one prompt, {many} for forty");
+}
+
+#[tokio::test]
+async fn a_request_holds_no_more_than_its_answer_needs() {
+    let _alone = alone().await;
+    let options = MockOptions { tokens_per_s: Some(20.0), ..MockOptions::default() };
+    let server = mock_with(options, ServerOptions::default());
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let (user, metadata) = ("x".repeat(8 * MIB), json!({"a": "x".repeat(8 * MIB)}));
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": messages, "user": user})),
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 2000, "ignore_eos": true, "user": user})),
+        ("/v1/responses", json!({"input": "a", "user": user})),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 2000, "metadata": metadata})),
+        ("/generate", json!({"text": "a", "log_metrics": user})),
+        ("/completion", json!({"prompt": "a", "n_predict": 2000, "ignore_eos": true, "user": user})),
+    ] {
+        let before = HELD.load(Ordering::Relaxed);
+        {
+            let asked = server.send(request(path, &body));
+            let looked = async {
+                eventually("it runs", || server.engine.stats().running == 1).await;
+                // The thread that read the body may still be at its last line.
+                eventually("the body is gone", || HELD.load(Ordering::Relaxed) < before + 2 * MIB).await;
+            };
+            // Leaving ends the request.
+            tokio::select! {
+                biased;
+                () = looked => {}
+                answer = asked => panic!("{path}: {:.300}", answer.text),
+            }
+        }
+        eventually("it is given up", || server.engine.stats().running == 0).await;
+    }
+}
+
+/// The thread that serves connections reads a body, and neither makes nor drops what is in it.
+#[tokio::test]
+async fn large_bodies_are_work_for_other_threads() {
+    let _alone = alone().await;
+    let server = server();
+    let many = || vec!["a"; 2000];
+    let schema = || json!({"type": "object", "properties": {"a": {"enum": many()}}});
+    let chat_tools: Vec<Value> = (0..100)
+        .map(|n| json!({"type": "function", "function": {"name": n.to_string(), "parameters": schema()}}))
+        .collect();
+    let flat_tools: Vec<Value> = (0..100)
+        .map(|n| json!({"type": "function", "name": n.to_string(), "parameters": schema()}))
+        .collect();
+    let claude_tools: Vec<Value> =
+        (0..100).map(|n| json!({"name": n.to_string(), "input_schema": schema()})).collect();
+    let messages = json!([{"role": "user", "content": "a"}]);
+    let parts = |kind: &str| {
+        let parts = vec![json!({"type": kind, "text": "a"}); 4000];
+        vec![json!({"role": "user", "content": parts}); 10]
+    };
+    for (path, body, status) in [
+        ("/v1/chat/completions", json!({"messages": messages, "tools": chat_tools}), 400),
+        (
+            "/v1/chat/completions",
+            json!({"messages": messages, "tools": chat_tools, "tool_choice": "none"}),
+            200,
+        ),
+        ("/v1/chat/completions", json!({"messages": parts("text")}), 400),
+        ("/v1/responses", json!({"input": "a", "tools": flat_tools}), 400),
+        ("/v1/responses", json!({"input": parts("input_text")}), 400),
+        ("/v1/messages", json!({"max_tokens": 9, "messages": messages, "tools": claude_tools}), 400),
+        ("/v1/messages", json!({"max_tokens": 9, "messages": parts("text")}), 400),
+        ("/v1/messages/count_tokens", json!({"messages": messages, "tools": claude_tools}), 400),
+        ("/tokenize", json!({"messages": messages, "tools": chat_tools}), 400),
+        ("/tokenize", json!({"prompt": "1".repeat(200_000), "with_pieces": true}), 200),
+        ("/detokenize", json!({"tokens": vec![5; 200_000]}), 200),
+        ("/apply-template", json!({"messages": messages, "tools": chat_tools}), 200),
+        ("/oscar/cache", json!({"messages": messages, "tools": chat_tools}), 400),
+    ] {
+        let (router, request) = (server.router(), request(path, &body));
+        let before = CALLS.get();
+        let answer = router.oneshot(request).await.unwrap();
+        let calls = CALLS.get() - before;
+        assert_eq!(answer.status(), status, "{path}");
+        assert!(calls < 4000, "{path}: {calls} calls");
+    }
+}
+
+#[tokio::test]
+async fn lists_of_tokens_are_written_as_they_are() {
+    let _alone = alone().await;
+    let server = server();
+    let digits = json!({"prompt": "1".repeat(200_000), "with_pieces": true});
+    let grown = peak(&server, "/tokenize", digits, 200).await;
+    assert!(grown < 50 * MIB, "{} MiB", grown / MIB);
+    let grown = peak(&server, "/tokenize", json!({"prompt": "1".repeat(2 * MIB)}), 200).await;
+    assert!(grown < 300 * MIB, "{} MiB", grown / MIB);
+}
