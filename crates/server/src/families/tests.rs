@@ -8,7 +8,7 @@ use super::testing::{
     template, tool_calls,
 };
 use super::*;
-use crate::parse::{CallLayout, Message, OutputParser, ReasoningParser, needs_special_tokens};
+use crate::parse::{CallLayout, HarmonyParser, Message, OutputParser, ReasoningParser, needs_special_tokens};
 
 /// Formats of calls that stand in the text of an answer, and are no messages of their own.
 fn marked_formats() -> impl Iterator<Item = &'static ToolCallFormat> {
@@ -48,6 +48,50 @@ fn written_calls_are_read_back() {
             calls.map(|call| (call.name.as_str(), serde_json::from_str(&call.arguments).unwrap())).collect();
         assert_eq!(calls, [("get_weather", arguments.clone()), ("now", json!({}))], "{format:?}: {text}");
         assert_eq!(message.content, "", "{format:?}");
+    }
+}
+
+/// Wherever the limit cuts calls off, each has the beginning of its arguments, and what has none is no call. Markers are
+/// neither.
+#[test]
+fn a_call_that_is_cut_off_is_a_beginning_or_nothing() {
+    let (weather, file) = (json!({"city": "Rome", "days": 3}), json!({"text": "a"}));
+    for format in tool_call_formats() {
+        let text = format.written(&[("get_weather", &weather), ("write_file", &file)], format.block);
+        let read = |text: &str, cut_off: bool| {
+            let mut output = match format.is_harmony() {
+                true => OutputParser::harmony(HarmonyParser::new(true, Some(String::new()))),
+                false => OutputParser::new(None, Some(parser(format))),
+            };
+            let mut message = Message::default();
+            message.extend(output.push(text));
+            message.extend(output.finish(cut_off));
+            message
+        };
+        let whole = read(&text, false).tool_calls;
+        assert_eq!(whole.len(), 2, "{format:?}: {text}");
+        for end in 1..text.len() {
+            let cut = &text[..end];
+            // A control token comes as a whole.
+            let in_token = cut.rfind("<|").is_some_and(|open| !cut[open..].contains("|>"));
+            if format.is_harmony() && (in_token || cut.ends_with('<')) {
+                continue;
+            }
+            let message = read(cut, true);
+            assert!(message.tool_calls.len() <= 2);
+            for (call, whole) in message.tool_calls.iter().zip(&whole) {
+                let is_beginning = !call.arguments.is_empty() && whole.arguments.starts_with(&call.arguments);
+                assert!(call.name == whole.name && is_beginning, "{format:?}: {cut:?} gives {call:?}");
+            }
+            // Half of a marker may be the beginning of something else, and calls without any may be JSON.
+            let longest = format.block.0.trim().len().max(format.closer.unwrap_or_default().len());
+            let shown =
+                message.content.trim_matches(|byte: char| byte.is_whitespace() || ";,".contains(byte));
+            assert!(
+                format.block.0.is_empty() || shown.len() * 2 <= longest,
+                "{format:?}: {cut:?} gives {shown:?}"
+            );
+        }
     }
 }
 

@@ -36,6 +36,8 @@ pub(crate) struct HarmonyParser {
     said: [bool; 2],
     /// Whether the message that is being read has said something.
     begun: bool,
+    /// The function of a call that has no arguments yet. A call begins with them, so that one which is cut off before is none.
+    called: Option<String>,
     calls: Calls,
 }
 
@@ -63,6 +65,7 @@ impl HarmonyParser {
             buffer: String::new(),
             said: [false; 2],
             begun: false,
+            called: None,
             calls: Calls::new(id_stem.unwrap_or_default()),
         }
     }
@@ -74,14 +77,18 @@ impl HarmonyParser {
         self.calls.take()
     }
 
-    /// Gives what was held back, because the text has ended.
-    pub(crate) fn finish(&mut self) -> Vec<Piece> {
+    /// Gives what was held back, because the text has ended. `cut_off` says that the model had more to say: a call whose
+    /// arguments had not begun is dropped then, where the end of a whole answer makes them empty.
+    pub(crate) fn finish(&mut self, cut_off: bool) -> Vec<Piece> {
         let rest = std::mem::take(&mut self.buffer);
         match self.state {
             // A header without a message says nothing.
             State::Header if matches!(start_of(&rest, &HEADER), Start::Marker(_)) => {}
             State::Header => self.give(Kind::Content, &rest),
             State::Text(kind) => self.give(kind, &rest),
+        }
+        if cut_off {
+            self.called = None;
         }
         self.end_message();
         self.calls.take()
@@ -130,7 +137,7 @@ impl HarmonyParser {
         let channel = channel.split([' ', '<', '\n']).next().unwrap_or_default();
         let kind = match recipient.filter(|_| self.finds_calls) {
             Some(name) => {
-                self.calls.start(name.strip_prefix("functions.").unwrap_or(name));
+                self.called = Some(name.strip_prefix("functions.").unwrap_or(name).to_owned());
                 Kind::Call
             }
             None if channel == "analysis" && self.separates_reasoning => Kind::Reasoning,
@@ -155,15 +162,21 @@ impl HarmonyParser {
     }
 
     fn end_message(&mut self) {
-        if self.state == State::Text(Kind::Call) && !self.begun {
+        if let Some(name) = self.called.take() {
+            self.calls.start(&name);
             self.calls.arguments("{}");
         }
         (self.state, self.begun) = (State::Header, false);
     }
 
     fn give(&mut self, kind: Kind, text: &str) {
+        // White space before arguments is none of them.
+        let text = if self.called.is_some() { text.trim_start() } else { text };
         if text.is_empty() {
             return;
+        }
+        if let Some(name) = self.called.take() {
+            self.calls.start(&name);
         }
         let first = !std::mem::replace(&mut self.begun, true);
         let make = match kind {
@@ -194,7 +207,7 @@ mod tests {
             message.extend(parser.push(&text[from..to]));
             from = to;
         }
-        message.extend(parser.finish());
+        message.extend(parser.finish(false));
         message
     }
 
@@ -275,6 +288,22 @@ mod tests {
     fn a_call_that_was_cut_off_keeps_what_was_passed_on() {
         let cut = ANSWER.find("Roma").unwrap();
         check(&ANSWER[..cut], "They want <b> é.", "", &["get_weather({\"city\": \")"]);
+    }
+
+    /// Without a word of its arguments a call says nothing if there was more to come, and has none if there was not.
+    #[test]
+    fn a_call_that_was_cut_off_before_its_arguments_is_none() {
+        let begin = ANSWER.find("{\"city").unwrap();
+        for behind in ["", " ", "\n "] {
+            let text = format!("{}{behind}", &ANSWER[..begin]);
+            check(&text, "They want <b> é.", "", &["get_weather({})"]);
+            let mut parser = all();
+            let mut message = Message::default();
+            message.extend(parser.push(&text));
+            assert!(message.tool_calls.is_empty(), "{text}: nothing may be passed on that is taken back");
+            message.extend(parser.finish(true));
+            assert_eq!((message.tool_calls, &*message.content), (vec![], ""), "{text}");
+        }
     }
 
     #[test]

@@ -102,7 +102,7 @@ impl OutputParser {
     /// it was writing then is dropped.
     pub(crate) fn finish(&mut self, cut_off: bool) -> Vec<Piece> {
         if let Some(harmony) = &mut self.harmony {
-            return harmony.finish();
+            return harmony.finish(cut_off);
         }
         let rest = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
         let mut pieces = self.look_for_calls(rest);
@@ -143,7 +143,7 @@ impl ChannelReader {
 
     /// Gives what was held back, because the text has ended.
     pub fn finish(&mut self) -> (String, String) {
-        ChannelReader::joined(self.0.finish())
+        ChannelReader::joined(self.0.finish(false))
     }
 
     fn joined(pieces: Vec<Piece>) -> (String, String) {

@@ -7,6 +7,7 @@ mod chat;
 mod completions;
 mod connections;
 mod control_tokens;
+mod cut_calls;
 mod deployment;
 mod embeddings;
 mod fields;

@@ -60,7 +60,7 @@ fn parrot_with(script: &[&'static str], finish: FinishReason, template: &str) ->
     parrot_of(script, finish, template, "qwen3", "hermes")
 }
 
-fn parrot_of(
+pub(crate) fn parrot_of(
     script: &[&'static str],
     finish: FinishReason,
     template: &str,

@@ -103,14 +103,14 @@ impl ToolCallParser {
     /// Gives what was held back, because the answer was cut off. What was taken of a call is dropped: a part of a call is
     /// neither a call nor content. Arguments that were passed on as they came stay.
     pub(crate) fn cut_off(&mut self) -> Vec<Piece> {
+        // A shorter beginning may as well be something else.
+        let rest = self.buffer.trim_ascii_start();
+        let in_marker = |marker: &&str| marker.starts_with(rest) && rest.len() * 2 > marker.len();
         let in_call = match &self.state {
             State::Json(call) => call.is_certain(),
             State::Xml(_) => true,
-            State::Start | State::Content => self.format.openers.iter().any(|opener| {
-                // A shorter beginning may as well be something else.
-                opener.starts_with(&self.buffer) && self.buffer.len() * 2 > opener.len()
-            }),
-            State::AfterCall => false,
+            State::Start | State::Content => self.format.openers.iter().any(in_marker),
+            State::AfterCall => self.closers.iter().any(in_marker),
         };
         if in_call {
             self.buffer.clear();
