@@ -4,6 +4,7 @@ use oscar_model::text::{ChatTemplate, RenderOptions, RenderedText, random_mark};
 use serde_json::{Map, Value, json};
 
 use super::ServedModel;
+use super::call_forms::check_written;
 use super::roles::{check_results, check_roles};
 use super::tool_text::{CallWriter, describe_tools, give_to_system_message, shorten_ids, write_calls};
 use crate::options::ServerOptions;
@@ -83,6 +84,7 @@ impl Chat {
         }
         name_thoughts(&mut self.messages, template.source());
         let writer = options.tool_call_parser.map(CallWriter::new);
+        let origins = self.write_calls(model, writer.as_ref())?;
         self.write_tools(template, writer.as_ref())?;
         if wants_short_ids(template.source()) {
             shorten_ids(&mut self.messages);
@@ -114,42 +116,73 @@ impl Chat {
             };
             text.truncate(end);
         }
+        check_written(text.as_str(), &self.messages, &origins)?;
         writer.iter().for_each(|writer| writer.put_markers(&mut text));
         Ok(text)
     }
 
-    /// Writes tools and calls into the messages where the template knows neither, or refuses them.
-    fn write_tools(&mut self, template: &ChatTemplate, writer: Option<&CallWriter>) -> Result<(), ApiError> {
-        let unknown = |field: String, what: &str| {
-            let fix = "start the server with --tool-call-parser NAME to have them written for the model";
-            let message = format!("{field}: the chat template of this model knows no {what}; {fix}");
-            ApiError::unsupported(&field, message)
+    /// Gives calls the form in which the template writes them, or writes them into the messages where it writes none in
+    /// any form, or refuses them. Returns the index that each message had in the request.
+    fn write_calls(
+        &mut self,
+        model: &ServedModel,
+        writer: Option<&CallWriter>,
+    ) -> Result<Vec<usize>, ApiError> {
+        let calls = |message: &Value| {
+            message.get("tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty())
         };
-        let with_tools = self.tools.is_some();
-        if !template.mentions("tool_calls", with_tools) {
-            for (index, message) in self.messages.iter_mut().enumerate() {
-                let calls = message.get("tool_calls").and_then(Value::as_array);
-                if calls.is_none_or(Vec::is_empty) {
-                    continue;
-                }
-                let writer =
-                    writer.ok_or_else(|| unknown(format!("messages[{index}].tool_calls"), "tool calls"))?;
-                write_calls(message, writer);
-            }
+        let as_they_are = (0..self.messages.len()).collect();
+        let Some(first) = self.messages.iter().position(calls) else { return Ok(as_they_are) };
+        let with_tools = self.tools.is_some() && tools_of(model.template()?, true) == ToolsOf::Variable;
+        if let Some(form) = model.call_form(with_tools)? {
+            let (messages, origins) = form.arrange(std::mem::take(&mut self.messages));
+            self.messages = messages;
+            return Ok(origins);
         }
-        let in_system_message = template.mentions("message['tools']", with_tools);
-        if (in_system_message || !template.mentions("tools", with_tools))
-            && let Some(tools) = self.tools.take()
-        {
-            if in_system_message {
-                give_to_system_message(&mut self.messages, &tools);
-                return Ok(());
-            }
-            let writer = writer.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
-            describe_tools(&mut self.messages, &tools, writer);
+        let field = || format!("messages[{first}].tool_calls");
+        let writer = writer.ok_or_else(|| unknown(field(), "tool calls"))?;
+        let called = self.messages.iter_mut().filter(|message| calls(message));
+        called.for_each(|message| write_calls(message, writer));
+        Ok(as_they_are)
+    }
+
+    /// Writes tools into the messages where the template knows none, or refuses them.
+    fn write_tools(&mut self, template: &ChatTemplate, writer: Option<&CallWriter>) -> Result<(), ApiError> {
+        let place = tools_of(template, self.tools.is_some());
+        let Some(tools) = self.tools.take_if(|_| place != ToolsOf::Variable) else { return Ok(()) };
+        if place == ToolsOf::SystemMessage {
+            give_to_system_message(&mut self.messages, &tools);
+            return Ok(());
         }
+        let writer = writer.ok_or_else(|| unknown("tools".to_owned(), "tools"))?;
+        describe_tools(&mut self.messages, &tools, writer);
         Ok(())
     }
+}
+
+/// Where a template takes tools from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ToolsOf {
+    Variable,
+    SystemMessage,
+    Nowhere,
+}
+
+fn tools_of(template: &ChatTemplate, with_tools: bool) -> ToolsOf {
+    if template.mentions("message['tools']", with_tools) {
+        ToolsOf::SystemMessage
+    } else if template.mentions("tools", with_tools) {
+        ToolsOf::Variable
+    } else {
+        ToolsOf::Nowhere
+    }
+}
+
+/// The error for what a template does not know.
+fn unknown(field: String, what: &str) -> ApiError {
+    let fix = "start the server with --tool-call-parser NAME to have them written for the model";
+    let message = format!("{field}: the chat template of this model knows no {what}; {fix}");
+    ApiError::unsupported(&field, message)
 }
 
 /// A message as templates expect it: text content, arguments of calls as objects.

@@ -1,5 +1,6 @@
 //! Between what clients write and what the engine reads: prompts, chats, and how single tokens are shown.
 
+mod call_forms;
 mod chat;
 mod memory;
 mod roles;

@@ -1,10 +1,11 @@
 //! What the server knows about its model: names, tokenizer, template.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use oscar_model::SamplingDefaults;
 use oscar_model::text::{ChatTemplate, RenderedText, Tokenizer};
 
+use super::call_forms::CallForm;
 use super::{ConversationMemory, RenderedPrompt};
 use crate::protocol::{ApiError, text_error};
 
@@ -24,6 +25,8 @@ pub struct ServedModel {
     pub sampling: SamplingDefaults,
     tokenizer: Arc<Tokenizer>,
     template: Option<ChatTemplate>,
+    /// The forms in which the template writes calls, without tools and with them.
+    call_forms: [OnceLock<Option<CallForm>>; 2],
     /// The number of bytes of the longest token.
     longest_token: usize,
     bos: String,
@@ -50,6 +53,7 @@ impl ServedModel {
             sampling: SamplingDefaults::default(),
             tokenizer,
             template,
+            call_forms: Default::default(),
             longest_token: longest.unwrap_or(1).max(1),
             bos,
             eos,
@@ -71,6 +75,16 @@ impl ServedModel {
     pub(crate) fn template(&self) -> Result<&ChatTemplate, ApiError> {
         let missing = || text_error("messages", &oscar_model::text::TextError::NoChatTemplate);
         self.template.as_ref().ok_or_else(missing)
+    }
+
+    /// The form in which the template writes calls of earlier messages, unless it leaves them out in all.
+    pub(super) fn call_form(&self, with_tools: bool) -> Result<Option<CallForm>, ApiError> {
+        let template = self.template()?;
+        let find = || {
+            let knows = template.mentions("tool_calls", with_tools);
+            knows.then(|| CallForm::of(template, with_tools, &self.bos, &self.eos)).flatten()
+        };
+        Ok(*self.call_forms[usize::from(with_tools)].get_or_init(find))
     }
 
     /// The source of the chat template, for [`ToolCallFormat::choose`](crate::ToolCallFormat::choose) and its like.

@@ -9,6 +9,7 @@ mod connections;
 mod control_tokens;
 mod cut_calls;
 mod deployment;
+mod earlier_calls;
 mod embeddings;
 mod fields;
 mod forms;
