@@ -4,6 +4,7 @@
 use serde_json::Value;
 
 use super::content_format::{ContentFormat, content};
+use super::says_nothing;
 use crate::grammar::{Constraint, ForcedCalls, TokenRules, closed};
 use crate::parse::{Tool, ToolCallFormat};
 
@@ -159,7 +160,7 @@ fn tools(value: Option<&Value>) -> Result<Vec<Tool>, FieldError> {
 
 /// Reads the field `tool_choice`.
 fn tool_choice(value: Option<&Value>, tools: &[Tool]) -> Result<ToolChoice, FieldError> {
-    let choice = match value {
+    let choice = match value.filter(|value| !says_nothing(value)) {
         None if tools.is_empty() => ToolChoice::None,
         None => ToolChoice::Auto,
         Some(Value::String(word)) => match word.as_str() {
@@ -352,7 +353,7 @@ mod tests {
             (json!({"tools": [{"function": {"name": "f", "strict": "yes"}}]}), "tools[0].function.strict"),
             (json!({"tool_choice": "required"}), "tool_choice"),
             (json!({"tool_choice": "maybe"}), "tool_choice"),
-            (json!({"tool_choice": {}}), "tool_choice.function.name"),
+            (json!({"tool_choice": {"function": {}}}), "tool_choice.function.name"),
             (json!({"tool_choice": 5}), "tool_choice.function.name"),
             (json!({"tool_choice": {"type": "allowed_tools"}}), "tool_choice.type"),
             (

@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::answer_format::{FieldError, get, wrong};
+use super::says_nothing;
 use crate::grammar::{StructuralTag, TagStructure, closed};
 
 /// The fields, of which a request may have one.
@@ -70,11 +71,10 @@ pub(super) fn content(body: &Value) -> Result<(ContentFormat, &'static str), Fie
 
 /// The value of a field, unless it is what clients send for nothing.
 fn said<'v>(body: &'v Value, field: &str) -> Option<&'v Value> {
-    get(body, field).filter(|value| match value {
-        Value::String(text) => !text.is_empty(),
+    body.get(field).filter(|value| match value {
         Value::Array(list) => !list.is_empty(),
         Value::Bool(wanted) => *wanted,
-        _ => true,
+        other => !says_nothing(other),
     })
 }
 
@@ -83,7 +83,7 @@ fn response_format(value: &Value) -> Result<ContentFormat, FieldError> {
     match kind.ok_or_else(|| wrong("response_format.type", "must be a string"))? {
         "text" => Ok(ContentFormat::Text),
         // llama.cpp takes a schema beside either type.
-        "json_object" => match get(value, "schema") {
+        "json_object" => match said(value, "schema") {
             Some(schema) => Ok(ContentFormat::JsonSchema(schema.clone())),
             None => Ok(ContentFormat::JsonObject),
         },
@@ -232,10 +232,26 @@ mod tests {
             (json!({"json_object": true, "disable_any_whitespace": false}), ContentFormat::JsonObject),
             (json!({"grammar": "root ::= \"a\""}), ebnf("root ::= \"a\"")),
             (json!({"json_object": false}), ContentFormat::Text),
+            (json!({"json": {}}), ContentFormat::Text),
             (json!({}), ContentFormat::Text),
         ] {
             assert_eq!(read(json!({"structured_outputs": inner})), expected);
         }
+    }
+
+    #[test]
+    fn what_is_empty_asks_for_nothing() {
+        for field in FIELDS {
+            for nothing in [Value::Null, json!({}), json!(""), json!([])] {
+                assert_eq!(read(json!({field: nothing})), ContentFormat::Text, "{field}: {nothing}");
+            }
+        }
+        // A schema of OpenAI's is one even if it is empty: any JSON. That of llama.cpp stands beside a type that says more.
+        let openai =
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}});
+        assert_eq!(read(openai), ContentFormat::JsonSchema(json!({})));
+        let llama = json!({"response_format": {"type": "json_object", "schema": {}}});
+        assert_eq!(read(llama), ContentFormat::JsonObject);
     }
 
     #[test]

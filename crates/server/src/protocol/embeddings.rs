@@ -33,7 +33,7 @@ impl EmbeddingsRequest {
     /// Which hidden states count: those of the last token unless the client says otherwise.
     pub(crate) fn pooling(&self) -> Result<Pooling, ApiError> {
         match self.pooling.as_deref() {
-            None | Some("last") => Ok(Pooling::Last),
+            None | Some("" | "last") => Ok(Pooling::Last),
             Some("mean") => Ok(Pooling::Mean),
             Some(_) => Err(ApiError::bad_field("pooling", "pooling must be \"last\" or \"mean\"")),
         }
@@ -41,7 +41,7 @@ impl EmbeddingsRequest {
 
     pub(crate) fn encoding(&self) -> Result<EmbeddingEncoding, ApiError> {
         match self.encoding_format.as_deref() {
-            None | Some("float") => Ok(EmbeddingEncoding::Float),
+            None | Some("" | "float") => Ok(EmbeddingEncoding::Float),
             Some("base64") => Ok(EmbeddingEncoding::Base64),
             Some(_) => {
                 let message = "encoding_format must be \"float\" or \"base64\"";

@@ -41,6 +41,7 @@ pub(crate) struct SamplingParams {
     min_new_tokens: Option<u64>,
     temperature: Option<f32>,
     top_p: Option<f32>,
+    typical_p: Option<f32>,
     top_k: Option<i64>,
     min_p: Option<f32>,
     sampling_seed: Option<Number>,
@@ -65,6 +66,21 @@ pub(crate) struct SamplingParams {
     pub(crate) unread: UnreadFields,
 }
 
+impl GenerateRequest {
+    /// Leaves an empty prompt away where there are two: clients that send all fields send it for none.
+    pub(crate) fn leave_empty_prompt(&mut self) {
+        let Some((text, ids)) = self.text.as_ref().zip(self.input_ids.as_ref()) else { return };
+        let no_ids = matches!(ids, Ids::One(ids) if ids.is_empty());
+        let no_text = matches!(text, OneOrMany::One(text) if text.is_empty())
+            || matches!(text, OneOrMany::Many(texts) if texts.is_empty());
+        if no_ids {
+            self.input_ids = None;
+        } else if no_text {
+            self.text = None;
+        }
+    }
+}
+
 impl SamplingParams {
     /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
@@ -87,6 +103,7 @@ impl SamplingParams {
             min_tokens: self.min_new_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
+            typical_p: self.typical_p,
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.sampling_seed.clone().or_else(|| self.seed.clone()),

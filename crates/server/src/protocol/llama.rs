@@ -48,11 +48,9 @@ pub(crate) struct LlamaRequest {
 }
 
 impl LlamaRequest {
-    /// What the request says about the format of its answer. An empty schema is what clients send for none.
+    /// What the request says about the format of its answer.
     pub(crate) fn answer_format(&self) -> Result<AnswerFormat, ApiError> {
-        let schema =
-            self.json_schema.as_ref().filter(|schema| schema.as_object().is_none_or(|map| !map.is_empty()));
-        Ok(AnswerFormat::from_body(&json!({"grammar": self.grammar, "json_schema": schema}))?)
+        Ok(AnswerFormat::from_body(&json!({"grammar": self.grammar, "json_schema": self.json_schema}))?)
     }
 
     /// The number of alternatives to each token, if their probabilities are asked for.
@@ -67,12 +65,6 @@ impl LlamaRequest {
 
     /// The sampling parameters under the names that all interfaces share.
     pub(crate) fn sampling_fields(&mut self, tokenizer: &Tokenizer) -> Result<SamplingFields, ApiError> {
-        let penalty = self.repeat_penalty.filter(|_| self.repeat_last_n != Some(0));
-        if penalty.is_some_and(|penalty| penalty != 1.0) && self.repeat_last_n.is_some_and(|count| count > 0)
-        {
-            let message = "repeat_last_n: repeat_penalty is on the whole text; send -1 or nothing";
-            return Err(ApiError::unsupported("repeat_last_n", message));
-        }
         let bias = self.logit_bias.take().map(|bias| logit_bias(&bias, tokenizer)).transpose()?;
         Ok(SamplingFields {
             // Less than 0 is no limit.
@@ -84,7 +76,7 @@ impl LlamaRequest {
             typical_p: self.typical_p,
             // -1 is any seed.
             seed: self.seed.take().filter(|seed| seed.as_i64() != Some(-1)),
-            repetition_penalty: penalty,
+            repetition_penalty: repetition_penalty(self.repeat_penalty, self.repeat_last_n)?,
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: bias,
@@ -94,6 +86,15 @@ impl LlamaRequest {
             ..SamplingFields::default()
         })
     }
+}
+
+/// The penalty of tokens under llama.cpp's name, which counts in the last tokens only, or in none of them where that is 0.
+pub(super) fn repetition_penalty(penalty: Option<f32>, last: Option<i64>) -> Result<Option<f32>, ApiError> {
+    if penalty.is_some_and(|penalty| penalty != 1.0) && last.is_some_and(|count| count > 0) {
+        let message = "repeat_last_n: repeat_penalty is on the whole text; send -1 or nothing";
+        return Err(ApiError::unsupported("repeat_last_n", message));
+    }
+    Ok(penalty.filter(|_| last != Some(0)))
 }
 
 /// Reads `logit_bias`: pairs of a token id or a text and what is added to the logit of its tokens, or `false`; or an object

@@ -21,7 +21,7 @@ mod usage;
 pub(crate) use answer_format::{AnswerFormat, FieldError};
 pub(crate) use embeddings::{EmbeddingEncoding, EmbeddingsRequest};
 pub(crate) use error::{ApiError, text_error};
-pub(crate) use fields::{Door, UnreadFields};
+pub(crate) use fields::{Door, UnreadFields, says_nothing};
 pub(crate) use generate::{GenerateRequest, SamplingParams};
 pub(crate) use lists::{Ids, MAX_MESSAGES, MAX_PARTS, OneOrMany, Prompt, at_most, short_json};
 pub(crate) use llama::LlamaRequest;

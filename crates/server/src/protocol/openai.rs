@@ -9,8 +9,10 @@ use serde::Deserialize;
 use serde_json::{Map, Number, Value};
 
 use super::lists::tokens_or_all;
+use super::llama::repetition_penalty;
 use super::sampling::SamplingFields;
-use super::{AnswerFormat, ApiError, OneOrMany, PrecisionFields, Prompt, UnreadFields};
+use super::{AnswerFormat, ApiError, Door, OneOrMany, PrecisionFields, Prompt, UnreadFields};
+use crate::options::UnknownFields;
 
 /// The body of a request to `/v1/completions` or `/v1/chat/completions`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -32,11 +34,14 @@ pub(crate) struct OpenAiRequest {
     pub(crate) reasoning_effort: Option<String>,
     pub(crate) add_generation_prompt: Option<bool>,
     pub(crate) continue_final_message: Option<bool>,
-    pub(crate) separate_reasoning: Option<bool>,
+    pub(super) separate_reasoning: Option<bool>,
+    /// llama.cpp's name; "none" leaves reasoning in the content.
+    pub(super) reasoning_format: Option<String>,
 
     // What comes back.
     pub(crate) logprobs: Option<Logprobs>,
     pub(crate) top_logprobs: Option<u32>,
+    pub(super) n_probs: Option<u32>,
     pub(super) prompt_logprobs: Option<i64>,
     pub(crate) echo: Option<bool>,
     pub(super) suffix: Option<String>,
@@ -53,10 +58,13 @@ pub(crate) struct OpenAiRequest {
     pub(super) temperature: Option<f32>,
     pub(super) top_p: Option<f32>,
     pub(super) typical_p: Option<f32>,
+    pub(super) typ_p: Option<f32>,
     pub(super) top_k: Option<i64>,
     pub(super) min_p: Option<f32>,
     pub(super) seed: Option<Number>,
     pub(super) repetition_penalty: Option<f32>,
+    pub(super) repeat_penalty: Option<f32>,
+    pub(super) repeat_last_n: Option<i64>,
     pub(super) presence_penalty: Option<f32>,
     pub(super) frequency_penalty: Option<f32>,
     pub(super) logit_bias: Option<HashMap<String, f32>>,
@@ -93,10 +101,12 @@ pub(crate) struct OpenAiRequest {
 }
 
 /// The `stream_options` of a request: what a stream carries besides the answer.
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct StreamOptions {
-    pub(crate) include_usage: Option<bool>,
+    include_usage: Option<bool>,
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// The field `logprobs`: whether they are wanted (chats), or how many alternatives (completions).
@@ -122,6 +132,8 @@ impl OpenAiRequest {
         let prompt = self.prompt.take().filter(|prompt| !prompt.is_empty());
         self.unread.add("prompt", prompt.map(|_| true));
         self.unread.add("echo", self.echo.take());
+        // Other forms of reasoning than in the content are known or not.
+        self.unread.add("reasoning_format", self.reasoning_format.take_if(|format| format != "none"));
     }
 
     /// Takes the fields that only chats have out of a completion.
@@ -136,6 +148,19 @@ impl OpenAiRequest {
         unread.add("add_generation_prompt", self.add_generation_prompt.take());
         unread.add("continue_final_message", self.continue_final_message.take());
         unread.add("separate_reasoning", self.separate_reasoning.take());
+        unread.add("reasoning_format", self.reasoning_format.take());
+    }
+
+    /// Refuses fields that nobody reads, also within others.
+    pub(crate) fn check_fields(&self, door: Door, policy: UnknownFields) -> Result<(), ApiError> {
+        self.unread.check(door, policy)?;
+        let options = self.stream_options.iter();
+        options.map(|options| options.unread.check(Door::StreamOptions, policy)).collect()
+    }
+
+    /// Whether reasoning is told apart from the content.
+    pub(crate) fn separates_reasoning(&self) -> bool {
+        self.separate_reasoning.unwrap_or(self.reasoning_format.is_none())
     }
 
     /// The sampling parameters under the names that all interfaces share. `default_max_tokens` holds when the client
@@ -156,11 +181,14 @@ impl OpenAiRequest {
             min_tokens: self.min_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
-            typical_p: self.typical_p,
+            typical_p: self.typical_p.or(self.typ_p),
             top_k: self.top_k,
             min_p: self.min_p,
             seed: self.seed.clone(),
-            repetition_penalty: self.repetition_penalty,
+            repetition_penalty: match self.repetition_penalty {
+                Some(penalty) => Some(penalty),
+                None => repetition_penalty(self.repeat_penalty, self.repeat_last_n)?,
+            },
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.clone(),
@@ -216,14 +244,17 @@ impl OpenAiRequest {
     }
 
     pub(crate) fn includes_usage(&self) -> bool {
-        self.stream_options.and_then(|options| options.include_usage).unwrap_or(false)
+        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }
 
     /// The number of alternatives per token that a chat asks for, if it asks for logprobs.
     pub(crate) fn chat_logprobs(&self) -> Result<Option<usize>, ApiError> {
         let count = self.top_logprobs.unwrap_or(0);
         let wanted = match self.logprobs {
-            None | Some(Logprobs::Flag(false)) => {
+            None | Some(Logprobs::Flag(false) | Logprobs::Count(0)) => {
+                if let Some(count) = self.probabilities() {
+                    return bounded("n_probs", count).map(Some);
+                }
                 if count > 0 {
                     return Err(ApiError::bad_field("top_logprobs", "top_logprobs needs logprobs: true"));
                 }
@@ -235,6 +266,11 @@ impl OpenAiRequest {
             }
         };
         bounded("top_logprobs", wanted).map(Some)
+    }
+
+    /// The same by llama.cpp's name, of which 0 is none.
+    fn probabilities(&self) -> Option<u32> {
+        self.n_probs.filter(|&count| count > 0)
     }
 
     /// The number of alternatives per token of the prompt, if their logprobs are asked for by vLLM's name.
@@ -255,7 +291,9 @@ impl OpenAiRequest {
     /// The number of alternatives per token that a completion asks for, if it asks for logprobs.
     pub(crate) fn completion_logprobs(&self) -> Result<Option<usize>, ApiError> {
         match self.logprobs {
-            None | Some(Logprobs::Flag(false)) => Ok(None),
+            None | Some(Logprobs::Flag(false)) => {
+                self.probabilities().map(|count| bounded("n_probs", count)).transpose()
+            }
             // Some clients know only the form of chats.
             Some(Logprobs::Flag(true)) => bounded("logprobs", self.top_logprobs.unwrap_or(1)).map(Some),
             Some(Logprobs::Count(count)) => bounded("logprobs", count).map(Some),
@@ -320,8 +358,38 @@ mod tests {
         assert_eq!(chat("{}"), Ok(None));
         assert!(chat("{\"top_logprobs\": 3}").is_err() && chat("{\"logprobs\": 3}").is_err());
         assert!(chat("{\"logprobs\": true, \"top_logprobs\": 101}").is_err());
+        assert_eq!(chat("{\"logprobs\": 0, \"n_probs\": 0}"), Ok(None));
+        assert_eq!(chat("{\"n_probs\": 3}"), Ok(Some(3)));
+        assert_eq!(chat("{\"logprobs\": true, \"top_logprobs\": 2, \"n_probs\": 3}"), Ok(Some(2)));
+        assert!(chat("{\"n_probs\": 101}").is_err());
+        assert_eq!(request("{\"n_probs\": 3}").completion_logprobs(), Ok(Some(3)));
+        assert_eq!(request("{\"n_probs\": 0}").completion_logprobs(), Ok(None));
         assert_eq!(request("{\"logprobs\": 0}").completion_logprobs(), Ok(Some(0)));
         assert_eq!(request("{\"logprobs\": 5}").completion_logprobs(), Ok(Some(5)));
+    }
+
+    #[test]
+    fn names_of_llama_cpp_are_understood() {
+        let fields = |text: &str| request(text).sampling_fields(None);
+        let sampling = fields("{\"typ_p\": 0.5, \"repeat_penalty\": 1.5, \"repeat_last_n\": -1}").unwrap();
+        assert_eq!((sampling.typical_p, sampling.repetition_penalty), (Some(0.5), Some(1.5)));
+        let sampling =
+            fields("{\"repetition_penalty\": 1.25, \"repeat_penalty\": 1, \"repeat_last_n\": 64}").unwrap();
+        assert_eq!(sampling.repetition_penalty, Some(1.25));
+        let off = fields("{\"repeat_penalty\": 1.5, \"repeat_last_n\": 0}").unwrap();
+        assert_eq!(off.repetition_penalty, None);
+        let error = fields("{\"repeat_penalty\": 1.5, \"repeat_last_n\": 64}").unwrap_err();
+        assert_eq!(error.body()["error"]["param"], "repeat_last_n");
+        let separates = |text: &str| {
+            let mut request = request(text);
+            request.leave_fields_of_completions();
+            (request.separates_reasoning(), request.check_fields(Door::Chat, UnknownFields::Refuse).is_ok())
+        };
+        assert_eq!(separates("{\"reasoning_format\": \"none\"}"), (false, true));
+        assert_eq!(separates("{\"reasoning_format\": \"deepseek\"}"), (true, true));
+        assert_eq!(separates("{\"reasoning_format\": \"\"}"), (true, true));
+        assert_eq!(separates("{\"reasoning_format\": \"none\", \"separate_reasoning\": true}"), (true, true));
+        assert!(!separates("{\"reasoning_format\": \"deepseek-legacy\"}").1);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use oscar_engine::{EngineInfo, GenerateOptions, Tier};
 use serde_json::Value;
 
-use super::ApiError;
+use super::{ApiError, says_nothing};
 use crate::tiers::offered;
 
 /// The fields of a request about the precision of its history.
@@ -20,8 +20,8 @@ impl PrecisionFields {
         info: &EngineInfo,
         options: GenerateOptions,
     ) -> Result<GenerateOptions, ApiError> {
-        let tier = match &self.kv_precision {
-            None | Some(Value::Null) => Tier::Sealed,
+        let tier = match self.kv_precision.as_ref().filter(|wanted| !says_nothing(wanted)) {
+            None => Tier::Sealed,
             Some(wanted) => {
                 let found = offered(info).find(|offered| wanted == offered.name);
                 found.ok_or_else(|| not_offered(wanted, info))?.tier

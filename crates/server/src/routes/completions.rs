@@ -40,7 +40,7 @@ pub(crate) async fn completions(
     JsonBody(mut request, memory): JsonBody<OpenAiRequest>,
 ) -> Result<Response, ApiError> {
     request.leave_fields_of_chats();
-    request.unread.check(Door::Completions, app.options.unknown_fields)?;
+    request.check_fields(Door::Completions, app.options.unknown_fields)?;
     app.model.check_name(request.model.as_deref())?;
     let echo = request.echo.unwrap_or(false);
     let logprobs = request.completion_logprobs()?;

@@ -13,7 +13,7 @@ use super::chat::render;
 use super::info::PAGE_TOKENS;
 use crate::http::JsonBody;
 use crate::options::CacheShape;
-use crate::protocol::{ApiError, OpenAiRequest};
+use crate::protocol::{ApiError, Door, OpenAiRequest, UnreadFields};
 use crate::state::AppState;
 
 /// The body of a request: a chat as it was said so far.
@@ -24,6 +24,9 @@ pub(crate) struct KeptRequest {
     messages: Option<Vec<Value>>,
     tools: Option<Vec<Value>>,
     cache_salt: Option<String>,
+
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// The states of a chat's pages, from first to last, as `GET /oscar/cache` has them for a request.
@@ -32,6 +35,7 @@ pub(crate) async fn kept(
     JsonBody(request, memory): JsonBody<KeptRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let read = move |app: &AppState| {
+        request.unread.check(Door::Cache, app.options.unknown_fields)?;
         app.model.check_name(request.model.as_deref())?;
         let mut chat = OpenAiRequest::of_chat(request.messages, request.tools, None);
         // Only what was said: the marks after the last message have not been computed.

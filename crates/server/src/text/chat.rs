@@ -49,7 +49,7 @@ impl Chat {
             let message = format!("{field}: templates get {name} from the request itself");
             return Err(ApiError::bad_field(field, message));
         }
-        if let Some(effort) = request.reasoning_effort.take() {
+        if let Some(effort) = request.reasoning_effort.take().filter(|effort| !effort.is_empty()) {
             variables.entry("reasoning_effort").or_insert(effort.into());
         }
         let continues = request.continue_final_message.unwrap_or(false);

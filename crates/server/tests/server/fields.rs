@@ -108,6 +108,233 @@ async fn null_empty_and_neutral_values_are_fine_everywhere() {
     server.post("/generate", json!({"text": "a", "sampling_params": params})).await.ok();
 }
 
+/// What clients send for nothing, at fields that have a type.
+#[tokio::test]
+async fn empty_and_neutral_values_of_typed_fields_change_nothing() {
+    let server = mock();
+    let (none, text, list) = (json!({}), json!(""), json!([]));
+    let forms = || {
+        let names = ["response_format", "json_schema", "guided_json", "structured_outputs", "structural_tag"];
+        let empty = names.into_iter().flat_map(|name| [(name, json!({})), (name, json!(""))]);
+        empty.chain([("guided_choice", json!([])), ("grammar", json!("")), ("regex", json!(""))])
+    };
+    let sampling = || {
+        [
+            ("stop", text.clone()),
+            ("stop", list.clone()),
+            ("stop_regex", text.clone()),
+            ("logit_bias", none.clone()),
+            ("cache_salt", text.clone()),
+            ("kv_precision", text.clone()),
+            ("kv_precision", none.clone()),
+            ("bad_words", list.clone()),
+            ("allowed_token_ids", list.clone()),
+            ("stream_options", none.clone()),
+            ("typical_p", json!(1)),
+            ("typ_p", json!(1)),
+            ("repeat_penalty", json!(1)),
+            ("n_probs", json!(0)),
+            ("logprobs", json!(false)),
+            ("model", text.clone()),
+            ("reasoning_format", text.clone()),
+            ("suffix", text.clone()),
+            ("tools", list.clone()),
+            ("tool_choice", text.clone()),
+            ("tool_choice", none.clone()),
+            ("reasoning_effort", text.clone()),
+            ("chat_template_kwargs", none.clone()),
+        ]
+    };
+    let chat = [("logprobs", json!(0)), ("top_logprobs", json!(0)), ("functions", list.clone())];
+    let responses = [
+        ("text", none.clone()),
+        ("text", json!({"format": {}})),
+        ("reasoning", json!({"effort": "", "summary": null})),
+        ("tool_choice", none.clone()),
+        ("tool_choice", text.clone()),
+        ("instructions", text.clone()),
+        ("conversation", none.clone()),
+        ("prompt", none.clone()),
+        ("previous_response_id", text.clone()),
+        ("truncation", text.clone()),
+        ("top_logprobs", json!(0)),
+        ("typical_p", json!(1)),
+        ("metadata", none.clone()),
+        ("kv_precision", text.clone()),
+    ];
+    let messages = [
+        ("thinking", none.clone()),
+        ("thinking", json!({"type": ""})),
+        ("output_config", json!({"format": {}, "effort": ""})),
+        ("tool_choice", none.clone()),
+        ("tool_choice", text.clone()),
+        ("system", text.clone()),
+        ("system", list.clone()),
+        ("container", none.clone()),
+        ("container", text.clone()),
+        ("mcp_servers", list.clone()),
+        ("stop_sequences", list.clone()),
+        ("typical_p", json!(1)),
+        ("kv_precision", text.clone()),
+    ];
+    let generate = [
+        (
+            "sampling_params",
+            json!({"max_new_tokens": 2, "seed": 1, "json_schema": {}, "structural_tag": "", "regex": "", "stop": ""}),
+        ),
+        (
+            "sampling_params",
+            json!({"max_new_tokens": 2, "seed": 1, "typical_p": 1, "json_schema": "", "stop_regex": []}),
+        ),
+        ("input_ids", list.clone()),
+        ("kv_precision", text.clone()),
+    ];
+    let completion = [
+        ("json_schema", none.clone()),
+        ("logit_bias", list.clone()),
+        ("n_probs", json!(0)),
+        ("kv_precision", none.clone()),
+    ];
+    let embeddings = [("encoding_format", text.clone()), ("pooling", text.clone())];
+    for (path, request) in doors() {
+        let fields: Vec<(&str, Value)> = match path {
+            "/v1/chat/completions" => forms().chain(sampling()).chain(chat.clone()).collect(),
+            "/v1/completions" => forms().chain(sampling()).collect(),
+            "/v1/responses" => responses.to_vec(),
+            "/v1/messages" | "/v1/messages/count_tokens" => messages.to_vec(),
+            "/generate" => generate.to_vec(),
+            "/completion" => completion.to_vec(),
+            "/v1/embeddings" => embeddings.to_vec(),
+            _ => Vec::new(),
+        };
+        // The words of an answer and what it counts, without the names and times of answers.
+        let said = |mut body: Value| {
+            for name in [
+                "id",
+                "created",
+                "created_at",
+                "metadata",
+                "output",
+                "timings",
+                "meta_info",
+                "generation_settings",
+            ] {
+                body.as_object_mut().unwrap().remove(name);
+            }
+            body
+        };
+        let seeded = match path {
+            "/generate" => with(request, &json!({"sampling_params": {"max_new_tokens": 2, "seed": 1}})),
+            "/v1/embeddings" | "/v1/score" | "/tokenize" | "/detokenize" => request,
+            _ => with(request, &json!({"seed": 1})),
+        };
+        let plain = said(server.post(path, seeded.clone()).await.ok());
+        for (field, value) in fields {
+            let extra = json!({field: value});
+            let answer = server.post(path, with(seeded.clone(), &extra)).await;
+            assert_eq!(said(answer.ok()), plain, "{path} {extra}");
+        }
+    }
+}
+
+/// Each field that the description has may be null, but for the prompt.
+#[tokio::test]
+async fn every_typed_field_may_be_null() {
+    let server = mock();
+    let description: Value = serde_json::from_str(include_str!("../../src/openapi.json")).unwrap();
+    let schemas = |path: &str| match path {
+        "/v1/chat/completions" => &["AnswerSettings", "ChatRequest"][..],
+        "/v1/completions" => &["AnswerSettings", "CompletionRequest"],
+        "/v1/responses" => &["ResponsesRequest"],
+        "/v1/messages" | "/v1/messages/count_tokens" => &["MessagesRequest"],
+        "/generate" => &["GenerateRequest"],
+        "/completion" => &["LlamaRequest"],
+        "/tokenize" => &["TokenizeRequest"],
+        "/detokenize" => &["DetokenizeRequest"],
+        "/v1/embeddings" => &["EmbeddingsRequest"],
+        _ => &["ScoreRequest"],
+    };
+    for (path, request) in doors() {
+        let schemas = schemas(path).iter().map(|name| &description["components"]["schemas"][name]);
+        let parts = schemas.flat_map(|schema| [&schema["properties"], &schema["allOf"][1]["properties"]]);
+        let names: Vec<&String> =
+            parts.filter_map(Value::as_object).flat_map(|fields| fields.keys()).collect();
+        assert!(names.len() > 2, "{path}");
+        let mut nulls = request.clone();
+        for name in names {
+            if request.get(name).is_none() {
+                nulls[name] = Value::Null;
+            }
+        }
+        server.post(path, nulls).await.ok();
+    }
+}
+
+/// Fields within a field are refused by name as those beside it are, and what official clients send there is not.
+#[tokio::test]
+async fn fields_within_fields_are_refused_too() {
+    let cache = json!({"messages": [{"role": "user", "content": "Hello"}]});
+    let doors: Vec<(&str, Value)> = doors()
+        .into_iter()
+        .chain([("/oscar/cache", cache), ("/abort_request", json!({"rid": "r"}))])
+        .collect();
+    let request = |path: &str| doors.iter().find(|(door, _)| *door == path).unwrap().1.clone();
+    let ignoring = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
+    let (server, ignoring) = (mock(), mock_with(MockOptions::default(), ignoring));
+    for (path, extra, field) in [
+        (
+            "/v1/chat/completions",
+            json!({"stream_options": {"include_usge": true}}),
+            "stream_options.include_usge",
+        ),
+        ("/v1/completions", json!({"stream_options": {"include_usge": true}}), "stream_options.include_usge"),
+        ("/v1/responses", json!({"text": {"fromat": {"type": "json_object"}}}), "text.fromat"),
+        ("/v1/responses", json!({"reasoning": {"max_tokens": 9}}), "reasoning.max_tokens"),
+        ("/v1/responses", json!({"reasoning": {"effrot": "low"}}), "reasoning.effrot"),
+        (
+            "/v1/messages",
+            json!({"output_config": {"schema": {}, "fromat": {"type": "x"}}}),
+            "output_config.fromat",
+        ),
+        ("/v1/messages", json!({"thinking": {"type": "enabled", "budget": 5}}), "thinking.budget"),
+        (
+            "/v1/messages/count_tokens",
+            json!({"thinking": {"type": "enabled", "budget": 5}}),
+            "thinking.budget",
+        ),
+        ("/oscar/cache", json!({"temprature": 1}), "temprature"),
+        ("/abort_request", json!({"abrot_all": true}), "abrot_all"),
+    ] {
+        let answer = server.post(path, with(request(path), &extra)).await;
+        told(&answer, field.rsplit('.').next().unwrap());
+        // Errors of Anthropic's interface name no field.
+        let param = &answer.json()["error"]["param"];
+        assert!(*param == field || path.starts_with("/v1/messages"), "{path}: {param}");
+        ignoring.post(path, with(request(path), &extra)).await.ok();
+    }
+    for (path, extra) in [
+        (
+            "/v1/chat/completions",
+            json!({"stream_options": {"include_usage": null, "include_obfuscation": false}}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"stream_options": {"include_usage": true, "continuous_usage_stats": true}}),
+        ),
+        (
+            "/v1/responses",
+            json!({"text": {"verbosity": "low"}, "reasoning": {"summary": "auto", "effort": "low"}}),
+        ),
+        (
+            "/v1/messages",
+            json!({"thinking": {"type": "enabled", "budget_tokens": 2000, "display": "omitted"}}),
+        ),
+        ("/abort_request", json!({"abort_message": "gone"})),
+    ] {
+        server.post(path, with(request(path), &extra)).await.ok();
+    }
+}
+
 #[tokio::test]
 async fn the_operator_may_have_them_ignored() {
     let options = ServerOptions { unknown_fields: UnknownFields::Ignore, ..ServerOptions::default() };
@@ -174,7 +401,10 @@ async fn front_ends_are_served() {
         ],
         "tools": [{"type": "function", "function": tool}],
     });
-    for request in [llama_page, open_webui, sglang_router, openai, continue_dev] {
+    // The same page once its user has moved settings that have another name here.
+    let moved = json!({"typ_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": -1, "reasoning_format": "none", "n_probs": 2});
+    let llama_page_moved = with(llama_page.clone(), &moved);
+    for request in [llama_page, llama_page_moved, open_webui, sglang_router, openai, continue_dev] {
         server.post("/v1/chat/completions", request).await.ok();
     }
     let continue_completes = json!({

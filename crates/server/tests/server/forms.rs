@@ -123,6 +123,10 @@ async fn a_regex_ends_an_answer() {
         until.len() < whole.len() && whole.starts_with(&until) && until.len() > first,
         "{until:?} {whole:?}"
     );
+    let sampling =
+        json!({"max_new_tokens": 40, "sampling_seed": 3, "stop_regex": ["\\d{9}", format!("[{letter}]")]});
+    let body = server.post("/generate", json!({"text": "So:", "sampling_params": sampling})).await.ok();
+    assert_eq!((&body["text"], &body["meta_info"]["finish_reason"]["type"]), (&json!(until), &json!("stop")));
     let sampling = json!({"max_new_tokens": 4, "stop_regex": ["("]});
     let error =
         server.post("/generate", json!({"text": "a", "sampling_params": sampling})).await.refused(400);
@@ -157,4 +161,51 @@ async fn only_typical_tokens_are_drawn() {
     assert_ne!(drawn(json!({"temperature": 1.0, "typical_p": 0.01})).await, plain);
     let error = server.post("/v1/completions", json!({"prompt": "a", "typical_p": 0})).await.refused(400);
     assert_eq!(error["param"], "typical_p");
+}
+
+/// Names that other servers have for a sampler do what ours does, at every door that draws.
+#[tokio::test]
+async fn samplers_have_the_same_effect_under_all_names() {
+    let server = tiny(1024, EngineOptions::default());
+    let drawn = |extra: Value| completion(&server, extra);
+    let (plain, typical) = (drawn(json!({})).await, drawn(json!({"typical_p": 0.01})).await);
+    assert_ne!(plain, typical);
+    assert_eq!(drawn(json!({"typ_p": 0.01})).await, typical);
+    let penalised = drawn(json!({"repetition_penalty": 1.8})).await;
+    assert_ne!(plain, penalised);
+    assert_eq!(drawn(json!({"repeat_penalty": 1.8, "repeat_last_n": -1})).await, penalised);
+    assert_eq!(drawn(json!({"repeat_penalty": 1.8, "repeat_last_n": 0})).await, plain);
+    let sampling = json!({"max_new_tokens": 60, "sampling_seed": 3, "typical_p": 0.01});
+    let body = server.post("/generate", json!({"text": "So:", "sampling_params": sampling})).await.ok();
+    assert_eq!(body["text"], typical);
+
+    let messages = json!([{"role": "user", "content": "So?"}]);
+    for typical_p in [1.0, 0.01] {
+        let chat = json!({"messages": messages, "max_tokens": 20, "seed": 3, "typical_p": typical_p});
+        let chat = server.post("/v1/chat/completions", chat).await.ok();
+        let said = &chat["choices"][0]["message"]["content"];
+        let request = json!({"input": messages, "max_output_tokens": 20, "seed": 3, "typical_p": typical_p});
+        let response = server.post("/v1/responses", request).await.ok();
+        assert_eq!(&response["output"][0]["content"][0]["text"], said);
+        let request = json!({"messages": messages, "max_tokens": 20, "seed": 3, "typical_p": typical_p});
+        let message = server.post("/v1/messages", request).await.ok();
+        assert_eq!(&message["content"][0]["text"], said);
+    }
+
+    // What is asked for by one name is listed as by the other.
+    for (path, request, other) in [
+        ("/v1/completions", json!({"prompt": "So:"}), json!({"logprobs": 3})),
+        ("/v1/chat/completions", json!({"messages": messages}), json!({"logprobs": true, "top_logprobs": 3})),
+    ] {
+        let mut listed = Vec::new();
+        for names in [json!({"n_probs": 3}), other] {
+            let mut request = request.clone();
+            let asked = json!({"max_tokens": 2, "seed": 3});
+            for (name, value) in asked.as_object().unwrap().iter().chain(names.as_object().unwrap()) {
+                request[name] = value.clone();
+            }
+            listed.push(server.post(path, request).await.ok()["choices"][0]["logprobs"].clone());
+        }
+        assert!(listed[0].is_object() && listed[0] == listed[1], "{listed:?}");
+    }
 }

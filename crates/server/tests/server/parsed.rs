@@ -154,11 +154,14 @@ async fn parts_of_a_stream_are_told_apart() {
 #[tokio::test]
 async fn what_nobody_asked_for_stays_in_the_answer() {
     let server = parrot(&SCRIPT);
-    let request = chat(json!({"tools": null, "separate_reasoning": false}));
-    let body = server.post("/v1/chat/completions", request).await.ok();
-    let message = &body["choices"][0]["message"];
-    assert_eq!(message["content"], SCRIPT.concat());
-    assert!(message.get("tool_calls").is_none() && message.get("reasoning_content").is_none());
+    // llama.cpp has another name for it.
+    for (name, value) in [("separate_reasoning", json!(false)), ("reasoning_format", json!("none"))] {
+        let request = chat(json!({"tools": null, name: value}));
+        let body = server.post("/v1/chat/completions", request).await.ok();
+        let message = &body["choices"][0]["message"];
+        assert_eq!(message["content"], SCRIPT.concat());
+        assert!(message.get("tool_calls").is_none() && message.get("reasoning_content").is_none());
+    }
     let none = server.post("/v1/chat/completions", chat(json!({"tool_choice": "none"}))).await.ok();
     assert!(none["choices"][0]["message"]["content"].as_str().unwrap().contains("<tool_call>"));
 }

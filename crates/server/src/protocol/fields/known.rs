@@ -36,10 +36,20 @@ pub(super) fn known(door: Door, name: &str) -> Option<&'static Known> {
         Door::Generate => GENERATE,
         Door::Completion => COMPLETION,
         Door::Tokenize => TOKENIZE,
-        Door::SamplingParams | Door::Detokenize | Door::Embeddings | Door::Score => &[],
+        Door::Abort => ABORT,
+        // What is said within a field is about it, and none of what the lists for all bodies have.
+        Door::StreamOptions => return find(&[STREAM_OPTIONS], name),
+        Door::TextSettings => return find(&[TEXT_SETTINGS], name),
+        Door::ReasoningSettings => return find(&[REASONING_SETTINGS], name),
+        Door::Thinking => return find(&[THINKING], name),
+        Door::OutputConfig => return None,
+        Door::SamplingParams | Door::Detokenize | Door::Embeddings | Door::Score | Door::Cache => &[],
     };
-    let lists = [own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT];
-    lists.into_iter().flatten().find(|known| known.name == name)
+    find(&[own, BOOKKEEPING, SAMPLERS, SERVERS, ABSENT], name)
+}
+
+fn find(lists: &[&'static [Known]], name: &str) -> Option<&'static Known> {
+    lists.iter().copied().flatten().find(|known| known.name == name)
 }
 
 /// Who asks and how it is accounted for: the answer is the same for everybody.
@@ -81,7 +91,7 @@ const SAMPLERS: &[Known] = &[
     harmless("dry_sequence_breakers", "of DRY"),
     missing("xtc_probability", "[0]", "there is no XTC"),
     harmless("xtc_threshold", "of XTC"),
-    missing("typical_p", "[1]", "/v1/chat/completions, /v1/completions and /completion have it"),
+    missing("typical_p", "[1]", "nothing is drawn here"),
     missing("typical", "[1]", "its name here is typical_p"),
     missing("typ_p", "[1]", "its name here is typical_p"),
     missing("tfs_z", "[1]", "there is no tail-free sampling"),
@@ -204,7 +214,7 @@ const ABSENT: &[Known] = &[
     missing("token_ids_logprob", "[]", "ask for top_logprobs"),
     missing("logprob_token_ids", "[]", "ask for top_logprobs"),
     missing("prompt_logprobs", "[]", "/v1/completions has them with echo and logprobs"),
-    missing("n_probs", "[0]", "ask for logprobs"),
+    missing("n_probs", "[0]", "/v1/chat/completions, /v1/completions and /completion have it"),
     missing("grammar_lazy", "[false]", "a grammar holds from the first token"),
     harmless("grammar_triggers", "of grammar_lazy"),
     missing("guided_whitespace_pattern", "[]", "white space in JSON is bounded here"),
@@ -244,6 +254,7 @@ const COMPLETIONS: &[Known] = &[
     harmless("add_generation_prompt", "plain text has no template"),
     missing("continue_final_message", "[false]", "plain text has no messages"),
     harmless("separate_reasoning", "reasoning is not told apart in plain text"),
+    harmless("reasoning_format", "reasoning is not told apart in plain text"),
     missing(
         "add_special_tokens",
         "[true]",
@@ -299,6 +310,36 @@ const TOKENIZE: &[Known] = &[
     missing("continue_final_message", "[false]", "a chat is counted as one that is answered"),
 ];
 
+/// Of `/abort_request`.
+const ABORT: &[Known] = &[
+    harmless("finished_reason", "an aborted answer ends as such (SGLang)"),
+    harmless("abort_message", "an aborted answer ends as such (SGLang)"),
+];
+
+/// Of `stream_options`.
+const STREAM_OPTIONS: &[Known] = &[
+    harmless("include_obfuscation", "chunks have the length of what they say (OpenAI)"),
+    harmless("continuous_usage_stats", "usage is told at the end (vLLM)"),
+];
+
+/// Of the `text` of `/v1/responses`.
+const TEXT_SETTINGS: &[Known] = &[harmless("verbosity", "a hint for OpenAI's models (Codex)")];
+
+/// Of the `reasoning` of `/v1/responses`.
+const REASONING_SETTINGS: &[Known] = &[
+    harmless("summary", "reasoning is returned as it is"),
+    harmless("generate_summary", "reasoning is returned as it is"),
+    missing("max_tokens", "[]", "reasoning has no limit of its own"),
+    missing("exclude", "[false]", "reasoning is in the answer if there is any"),
+    missing("enabled", "[true]", "send effort \"none\" or chat_template_kwargs"),
+];
+
+/// Of the `thinking` of `/v1/messages`.
+const THINKING: &[Known] = &[
+    harmless("budget_tokens", "reasoning has no limit of its own"),
+    harmless("display", "reasoning is returned as it is"),
+];
+
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
@@ -307,7 +348,20 @@ mod tests {
 
     #[test]
     fn neutral_values_are_json_and_reasons_are_given() {
-        let own = [CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE, COMPLETION, TOKENIZE];
+        let own = [
+            CHAT,
+            COMPLETIONS,
+            RESPONSES,
+            MESSAGES,
+            GENERATE,
+            COMPLETION,
+            TOKENIZE,
+            ABORT,
+            STREAM_OPTIONS,
+            TEXT_SETTINGS,
+            REASONING_SETTINGS,
+            THINKING,
+        ];
         for known in own.into_iter().chain([BOOKKEEPING, SAMPLERS, SERVERS, ABSENT]).flatten() {
             let neutral = known.neutral.map(serde_json::from_str::<Vec<Value>>);
             assert!(neutral.is_none_or(|list| list.is_ok()), "{}", known.name);

@@ -29,6 +29,19 @@ pub(crate) enum Door {
     Detokenize,
     Embeddings,
     Score,
+    /// `POST /oscar/cache`.
+    Cache,
+    Abort,
+    /// The `stream_options` of chats and completions.
+    StreamOptions,
+    /// The `text` of `/v1/responses`.
+    TextSettings,
+    /// The `reasoning` of `/v1/responses`.
+    ReasoningSettings,
+    /// The `thinking` of `/v1/messages`.
+    Thinking,
+    /// The `output_config` of `/v1/messages`.
+    OutputConfig,
 }
 
 impl Door {
@@ -40,21 +53,38 @@ impl Door {
             Door::Responses => "/v1/responses",
             Door::Messages => "/v1/messages",
             Door::Generate => "/generate",
-            Door::SamplingParams => "sampling_params",
             Door::Completion => "/completion",
             Door::Tokenize => "/tokenize",
             Door::Detokenize => "/detokenize",
             Door::Embeddings => "/v1/embeddings",
             Door::Score => "/v1/score",
+            Door::Cache => "/oscar/cache",
+            Door::Abort => "/abort_request",
+            Door::SamplingParams
+            | Door::StreamOptions
+            | Door::TextSettings
+            | Door::ReasoningSettings
+            | Door::Thinking
+            | Door::OutputConfig => self.within().unwrap_or_default(),
+        }
+    }
+
+    /// The field of the body in which the fields are, if they are not in the body itself.
+    fn within(self) -> Option<&'static str> {
+        match self {
+            Door::SamplingParams => Some("sampling_params"),
+            Door::StreamOptions => Some("stream_options"),
+            Door::TextSettings => Some("text"),
+            Door::ReasoningSettings => Some("reasoning"),
+            Door::Thinking => Some("thinking"),
+            Door::OutputConfig => Some("output_config"),
+            _ => None,
         }
     }
 
     /// The path of a field in the body.
     fn path(self, field: &str) -> String {
-        match self {
-            Door::SamplingParams => format!("sampling_params.{field}"),
-            _ => field.to_owned(),
-        }
+        self.within().map_or_else(|| field.to_owned(), |within| format!("{within}.{field}"))
     }
 }
 
@@ -69,6 +99,11 @@ impl UnreadFields {
         if let Some(value) = value {
             self.0.insert(name.to_owned(), value.into());
         }
+    }
+
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Refuses the first field that may change the answer, unless such fields are to be ignored.
@@ -99,7 +134,7 @@ impl UnreadFields {
 }
 
 /// Whether a value is what clients send for nothing: null, an empty text, list or object, or a list of such.
-fn says_nothing(value: &Value) -> bool {
+pub(crate) fn says_nothing(value: &Value) -> bool {
     match value {
         Value::Null => true,
         Value::String(text) => text.is_empty(),
@@ -156,6 +191,30 @@ mod tests {
             let error = check(Door::Chat, &json!({field: other})).unwrap_err();
             assert_eq!(error.body()["error"]["param"], field);
             assert_eq!(error.code(), Some("unsupported_parameter"));
+        }
+    }
+
+    #[test]
+    fn fields_within_a_field_are_named_with_it() {
+        for (door, good, bad, path) in [
+            (
+                Door::StreamOptions,
+                json!({"include_obfuscation": false}),
+                json!({"usage": true}),
+                "stream_options.usage",
+            ),
+            (Door::TextSettings, json!({"verbosity": "low"}), json!({"fromat": 1}), "text.fromat"),
+            (
+                Door::ReasoningSettings,
+                json!({"summary": "auto"}),
+                json!({"max_tokens": 9}),
+                "reasoning.max_tokens",
+            ),
+            (Door::Thinking, json!({"budget_tokens": 2000}), json!({"budget": 2}), "thinking.budget"),
+            (Door::OutputConfig, json!({"task": null}), json!({"user": "u"}), "output_config.user"),
+        ] {
+            assert_eq!(check(door, &good), Ok(()), "{path}");
+            assert_eq!(check(door, &bad).unwrap_err().body()["error"]["param"], path);
         }
     }
 

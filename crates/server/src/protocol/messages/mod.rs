@@ -8,7 +8,8 @@ use serde_json::{Map, Number, Value, json};
 use self::conversation::{conversation, texts};
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OneOrMany, OpenAiRequest, UnreadFields};
+use super::{Door, OneOrMany, OpenAiRequest, UnreadFields, says_nothing};
+use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
 /// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`.
@@ -24,6 +25,7 @@ pub(crate) struct MessagesRequest {
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<i64>,
+    typical_p: Option<f32>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
     thinking: Option<Object<Thinking>>,
@@ -44,10 +46,13 @@ pub(crate) struct MessagesRequest {
 }
 
 /// The field `thinking`: whether the model is to reason before it answers. A budget for it is ignored.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
 struct Thinking {
     #[serde(rename = "type")]
-    kind: String,
+    kind: Option<String>,
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// The field `output_config`: what the answer must look like.
@@ -56,9 +61,21 @@ struct Thinking {
 struct OutputConfig {
     format: Option<Value>,
     effort: Option<String>,
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 impl MessagesRequest {
+    /// Refuses fields that nobody reads, also within others.
+    pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
+        self.unread.check(Door::Messages, policy)?;
+        if let Some(Object(thinking)) = &self.thinking {
+            thinking.unread.check(Door::Thinking, policy)?;
+        }
+        let output = self.output_config.iter();
+        output.map(|Object(output)| output.unread.check(Door::OutputConfig, policy)).collect()
+    }
+
     /// Translates the request into a chat, and says what the client called the fields of it.
     pub(crate) fn into_chat(self) -> Result<(OpenAiRequest, SentNames), ApiError> {
         if self.max_tokens.is_none() {
@@ -75,18 +92,19 @@ impl MessagesRequest {
         if self.mcp_servers.is_some_and(|servers| !servers.is_empty()) {
             return Err(ApiError::unsupported("mcp_servers", "mcp_servers: this server calls no others"));
         }
-        if self.container.is_some_and(|container| !container.is_null()) {
+        if self.container.is_some_and(|container| !says_nothing(&container)) {
             return Err(ApiError::unsupported("container", "container: this server runs no code"));
         }
         let mut chat = conversation(self.messages.unwrap_or_default())?;
-        if let Some(system) = self.system.filter(|system| !system.is_null()) {
+        if let Some(system) = self.system.filter(|system| !says_nothing(system)) {
             let content = texts("system", system)?;
             chat.messages.insert(0, json!({"role": "system", "content": content}));
             chat.places.insert(0, Place::new("system"));
         }
         let names = SentNames::of_messages(&chat.places, self.tools.as_ref().map_or(0, Vec::len));
         let mut variables = self.chat_template_kwargs.unwrap_or_default();
-        if let Some(thinks) = self.thinking.map(|Object(thinking)| thinking.wanted()).transpose()? {
+        let thinks = self.thinking.map(|Object(thinking)| thinking.wanted()).transpose()?;
+        if let Some(thinks) = thinks.flatten() {
             variables.entry("enable_thinking").or_insert(thinks.into());
         }
         let output = self.output_config.map_or_else(OutputConfig::default, |Object(output)| output);
@@ -102,11 +120,12 @@ impl MessagesRequest {
             parallel_tool_calls: parallel,
             chat_template_kwargs: Some(variables),
             reasoning_effort: output.effort,
-            response_format: output.format.filter(|format| !format.is_null()).map(format).transpose()?,
+            response_format: output.format.filter(|format| !says_nothing(format)).map(format).transpose()?,
             max_tokens: self.max_tokens,
             temperature: self.temperature,
             top_p: self.top_p,
             top_k: self.top_k,
+            typical_p: self.typical_p,
             seed: self.seed,
             stop: self.stop_sequences.map(OneOrMany::Many),
             cache_salt: self.cache_salt,
@@ -119,10 +138,12 @@ impl MessagesRequest {
 }
 
 impl Thinking {
-    fn wanted(&self) -> Result<bool, ApiError> {
-        match self.kind.as_str() {
-            "enabled" | "adaptive" | "between_tools" => Ok(true),
-            "disabled" => Ok(false),
+    /// What is wanted, unless nothing is said about it.
+    fn wanted(&self) -> Result<Option<bool>, ApiError> {
+        match self.kind.as_deref().unwrap_or_default() {
+            "" if self.unread.is_empty() => Ok(None),
+            "enabled" | "adaptive" | "between_tools" => Ok(Some(true)),
+            "disabled" => Ok(Some(false)),
             other => {
                 let other: String = other.chars().take(40).collect();
                 let message = format!("thinking.type is {other:?}, expected enabled, adaptive or disabled");
@@ -168,7 +189,7 @@ fn tools(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
 
 /// Translates `tool_choice`, and says whether parallel calls are allowed.
 fn tool_choice(choice: Option<Value>) -> Result<(Option<Value>, Option<bool>), ApiError> {
-    let Some(choice) = choice.filter(|choice| !choice.is_null()) else { return Ok((None, None)) };
+    let Some(choice) = choice.filter(|choice| !says_nothing(choice)) else { return Ok((None, None)) };
     let wanted = match choice.get("type").and_then(Value::as_str) {
         Some("auto") => "auto".into(),
         Some("any") => "required".into(),
@@ -271,6 +292,7 @@ mod tests {
             (json!({"tool_choice": {"type": "some"}}), "tool_choice.type"),
             (json!({"tool_choice": {"type": "tool"}}), "tool_choice.name"),
             (json!({"thinking": {"type": "deep"}}), "thinking.type"),
+            (json!({"thinking": {"budget_tokens": 2000}}), "thinking.type"),
             (json!({"output_config": {"format": {"type": "xml"}}}), "output_config.format"),
             (json!({"mcp_servers": [{}]}), "mcp_servers"),
         ] {

@@ -10,7 +10,8 @@ use serde_json::{Map, Number, Value, json};
 use self::items::messages;
 use super::sampling::Object;
 use super::sent_names::{Place, SentNames};
-use super::{OpenAiRequest, UnreadFields};
+use super::{Door, OpenAiRequest, UnreadFields, says_nothing};
+use crate::options::UnknownFields;
 use crate::protocol::ApiError;
 
 /// The most pairs in `metadata`, and the most characters of a name and of a text there, as OpenAI has them.
@@ -47,6 +48,7 @@ pub(crate) struct ResponsesRequest {
 
     // Extensions, under the names of the other interfaces.
     top_k: Option<i64>,
+    typical_p: Option<f32>,
     seed: Option<Number>,
     rid: Option<String>,
     cache_salt: Option<String>,
@@ -63,6 +65,8 @@ pub(crate) struct ResponsesRequest {
 #[serde(default)]
 pub(crate) struct TextSettings {
     pub(crate) format: Option<Value>,
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 /// The field `reasoning`: how much the model is to reason.
@@ -70,14 +74,26 @@ pub(crate) struct TextSettings {
 #[serde(default)]
 pub(crate) struct ReasoningSettings {
     pub(crate) effort: Option<String>,
+    #[serde(flatten)]
+    unread: UnreadFields,
 }
 
 impl ResponsesRequest {
+    /// Refuses fields that nobody reads, also within others.
+    pub(crate) fn check_fields(&self, policy: UnknownFields) -> Result<(), ApiError> {
+        self.unread.check(Door::Responses, policy)?;
+        if let Some(Object(text)) = &self.text {
+            text.unread.check(Door::TextSettings, policy)?;
+        }
+        let reasoning = self.reasoning.iter();
+        reasoning.map(|Object(reasoning)| reasoning.unread.check(Door::ReasoningSettings, policy)).collect()
+    }
+
     /// Translates the request into a chat, and says what the client called the fields of it.
     pub(crate) fn into_chat(self) -> Result<(OpenAiRequest, SentNames), ApiError> {
         self.check()?;
         let (mut messages, mut places) = messages(self.input.unwrap_or_default())?;
-        if let Some(instructions) = self.instructions {
+        if let Some(instructions) = self.instructions.filter(|text| !text.is_empty()) {
             messages.insert(0, json!({"role": "system", "content": instructions}));
             places.insert(0, Place::new("instructions"));
         }
@@ -88,14 +104,18 @@ impl ResponsesRequest {
         if effort.as_deref() == Some("none") {
             variables.entry("enable_thinking").or_insert(false.into());
         }
-        let format = self.text.and_then(|Object(text)| text.format).filter(|format| !format.is_null());
+        let format = self.text.and_then(|Object(text)| text.format).filter(|format| !says_nothing(format));
         let request = OpenAiRequest {
             model: self.model,
             stream: self.stream,
             rid: self.rid,
             messages: Some(messages),
             tools: self.tools.map(tools).transpose()?,
-            tool_choice: self.tool_choice.filter(|choice| !choice.is_null()).map(tool_choice).transpose()?,
+            tool_choice: self
+                .tool_choice
+                .filter(|choice| !says_nothing(choice))
+                .map(tool_choice)
+                .transpose()?,
             parallel_tool_calls: self.parallel_tool_calls,
             chat_template_kwargs: Some(variables),
             reasoning_effort: effort,
@@ -104,6 +124,7 @@ impl ResponsesRequest {
             temperature: self.temperature,
             top_p: self.top_p,
             top_k: self.top_k,
+            typical_p: self.typical_p,
             seed: self.seed,
             cache_salt: self.cache_salt,
             kv_precision: self.kv_precision,
@@ -115,10 +136,11 @@ impl ResponsesRequest {
 
     /// Refuses fields that would change the answer and are not supported.
     fn check(&self) -> Result<(), ApiError> {
-        let given = |value: &Option<Value>| value.as_ref().is_some_and(|value| !value.is_null());
+        let given = |value: &Option<Value>| value.as_ref().is_some_and(|value| !says_nothing(value));
+        let filled = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
         let (none, again) = ("nothing is kept between requests", "send the earlier items as input");
         for (there, name, problem) in [
-            (self.previous_response_id.is_some(), "previous_response_id", format!("{none}; {again}")),
+            (filled(&self.previous_response_id), "previous_response_id", format!("{none}; {again}")),
             (given(&self.conversation), "conversation", format!("{none}; {again}")),
             (self.store == Some(true), "store", format!("{none}; leave store away or send false")),
             (given(&self.prompt), "prompt", format!("{none}, prompts included; send instructions and input")),
@@ -128,7 +150,7 @@ impl ResponsesRequest {
                 "answers are not made in the background; stream them".to_owned(),
             ),
             (
-                self.truncation.as_deref().is_some_and(|how| how != "disabled"),
+                self.truncation.as_deref().is_some_and(|how| !["", "disabled"].contains(&how)),
                 "truncation",
                 "input that does not fit is refused, never cut; only \"disabled\" is taken".to_owned(),
             ),

@@ -36,7 +36,7 @@ pub(crate) async fn chat_completions(
     let id = fresh_id("chatcmpl-");
     let read = |app: &AppState| {
         request.leave_fields_of_completions();
-        request.unread.check(Door::Chat, app.options.unknown_fields)?;
+        request.check_fields(Door::Chat, app.options.unknown_fields)?;
         Ok((request, SentNames::of_chat(), ()))
     };
     let (turn, mut answers, ()) = Turn::begin(&app, memory, &id, read).await?;

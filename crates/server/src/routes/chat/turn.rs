@@ -159,7 +159,7 @@ impl Prepared {
         }
         let format = request.answer_format()?;
         let tools = if format.wants_calls() { format.tools.clone() } else { Vec::new() };
-        let separate_reasoning = request.separate_reasoning.unwrap_or(true);
+        let separate_reasoning = request.separates_reasoning();
         // Messages in channels cannot be read without their markers, whether or not reasoning is told apart.
         let reasoning_markers =
             app.options.reasoning_parser.filter(|format| separate_reasoning || format.harmony);

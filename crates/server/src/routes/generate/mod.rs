@@ -33,6 +33,7 @@ pub(crate) async fn generate(
     let kv_precision = request.kv_precision.take();
     let precision = PrecisionFields { kv_precision, kv_demote: request.kv_demote };
     check_fields(&app, &request)?;
+    request.leave_empty_prompt();
     let names = SentNames::of_generate(request.input_ids.is_some());
     let (prompts, batch) = prompts(&app, &mut request).await?;
     let count = prompts.len();

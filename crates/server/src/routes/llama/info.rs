@@ -54,7 +54,7 @@ pub(crate) async fn apply_template(
 ) -> Result<Json<Value>, ApiError> {
     let text = app.encode(memory.len(), move |app| {
         request.leave_fields_of_completions();
-        request.unread.check(Door::Chat, app.options.unknown_fields)?;
+        request.check_fields(Door::Chat, app.options.unknown_fields)?;
         // What a chat would be refused for has no text either.
         request.answer_format()?;
         Chat::new(&mut request)?.render(&app.model, &app.options)

@@ -18,7 +18,7 @@ use super::chat::{PartsAnswer, Turn, render};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, Door, MessagesRequest};
+use crate::protocol::{ApiError, MessagesRequest};
 use crate::state::AppState;
 
 /// `/v1/messages`: answers the last message of a conversation.
@@ -28,7 +28,7 @@ pub(crate) async fn messages(
 ) -> Result<Response, ApiError> {
     let id = fresh_id("msg_");
     let read = |app: &AppState| {
-        request.unread.check(Door::Messages, app.options.unknown_fields)?;
+        request.check_fields(app.options.unknown_fields)?;
         let (request, names) = request.into_chat()?;
         Ok((request, names, ()))
     };
@@ -47,7 +47,7 @@ pub(crate) async fn count_tokens(
     JsonBody(request, memory): JsonBody<MessagesRequest>,
 ) -> Result<Json<Value>, ApiError> {
     let count = |app: &AppState| {
-        request.unread.check(Door::Messages, app.options.unknown_fields)?;
+        request.check_fields(app.options.unknown_fields)?;
         let (mut request, names) = request.into_unlimited()?;
         app.model.check_name(request.model.as_deref())?;
         // What would be refused has no tokens either.

@@ -15,7 +15,7 @@ use super::chat::{PartsAnswer, Turn};
 use super::fresh_id;
 use crate::http::JsonBody;
 use crate::http::sse::stream;
-use crate::protocol::{ApiError, Door, ResponsesRequest};
+use crate::protocol::{ApiError, ResponsesRequest};
 use crate::state::AppState;
 
 /// `/v1/responses`: answers the input of a request.
@@ -26,7 +26,7 @@ pub(crate) async fn responses(
     let id = fresh_id("resp_");
     let name = id.clone();
     let read = move |app: &AppState| {
-        request.unread.check(Door::Responses, app.options.unknown_fields)?;
+        request.check_fields(app.options.unknown_fields)?;
         let object = ResponseObject::new(app, &name, &request)?;
         let (request, names) = request.into_chat()?;
         Ok((request, names, object))

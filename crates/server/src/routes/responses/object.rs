@@ -6,7 +6,7 @@ use oscar_engine::{FinishReason, Summary};
 use serde_json::{Value, json};
 
 use crate::parse::{MessageCall, Part};
-use crate::protocol::{ApiError, ResponsesRequest, short, short_json};
+use crate::protocol::{ApiError, ResponsesRequest, says_nothing, short, short_json};
 use crate::routes::chat::PartsAnswer;
 use crate::state::{AppState, unix_seconds};
 
@@ -34,8 +34,10 @@ impl ResponseObject {
         let thinks = request.reasoning.as_ref().map(|reasoning| &reasoning.0.effort);
         short_json("reasoning.effort", &thinks, MAX_REPEATED_BYTES)?;
         let drawn = &app.model.sampling;
-        let format = request.text.as_ref().and_then(|text| text.0.format.clone());
-        let effort = request.reasoning.as_ref().and_then(|reasoning| reasoning.0.effort.clone());
+        let said = |value: &Option<Value>| value.clone().filter(|value| !says_nothing(value));
+        let format = request.text.as_ref().and_then(|text| said(&text.0.format));
+        let filled = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
+        let effort = request.reasoning.as_ref().and_then(|reasoning| filled(&reasoning.0.effort));
         let fields = json!({
             "id": id,
             "object": "response",
@@ -44,7 +46,7 @@ impl ResponseObject {
             "background": false,
             "error": null,
             "incomplete_details": null,
-            "instructions": request.instructions,
+            "instructions": filled(&request.instructions),
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata.clone().unwrap_or_default(),
             "model": app.model.name,
@@ -55,7 +57,7 @@ impl ResponseObject {
             "store": false,
             "temperature": short(request.temperature.or(drawn.temperature).unwrap_or(1.0)),
             "text": {"format": format.unwrap_or_else(|| json!({"type": "text"}))},
-            "tool_choice": request.tool_choice.clone().unwrap_or_else(|| "auto".into()),
+            "tool_choice": said(&request.tool_choice).unwrap_or_else(|| "auto".into()),
             "tools": request.tools.clone().unwrap_or_default(),
             "top_p": short(request.top_p.or(drawn.top_p).unwrap_or(1.0)),
             "truncation": "disabled",
