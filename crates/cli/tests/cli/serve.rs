@@ -97,6 +97,18 @@ fn a_server_starts_answers_and_stops() {
     assert!(rest.contains("has stopped") && !rest.contains("panicked"), "{rest}");
 }
 
+#[test]
+fn a_server_that_answers_to_any_name_says_so() {
+    let machine = Machine::new();
+    let warns = |arguments: &[&str]| {
+        let serving = Serving::start(&machine, arguments);
+        serving.banner.contains("WARN") && serving.banner.contains("--allowed-hosts * without a key")
+    };
+    assert!(warns(&["--allowed-hosts", "*"]));
+    assert!(!warns(&["--allowed-hosts", "*", "--api-key", "secret"]));
+    assert!(!warns(&["--allowed-hosts", "oscar"]));
+}
+
 /// The cache of a server has room for all requests that may run, and costs nothing before it is used.
 #[test]
 #[cfg(target_os = "linux")]

@@ -93,7 +93,9 @@ async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
     }
     // Behind a proxy, without a key: the proxies of the guide pass their own name on, and the settings have a place for it.
     let guide = include_str!("../../../../docs/deployment.md");
-    assert!(guide.contains("proxy_set_header Host $host;") && guide.contains("--allowed-hosts\nllm.example"));
+    assert!(
+        guide.contains("proxy_set_header Host $http_host;") && guide.contains("--allowed-hosts\nllm.example")
+    );
     assert!(include_str!("../../../../deploy/oscar.toml").contains("\nallowed-hosts = []\n"));
     let options = |hosts: Vec<String>| ServerOptions { allowed_hosts: hosts, ..ServerOptions::default() };
     let server = mock_with(MockOptions::default(), options(Vec::new()));
@@ -103,6 +105,49 @@ async fn the_server_is_reached_by_the_names_that_it_is_deployed_under() {
     }
     let server = mock_with(MockOptions::default(), options(vec!["llm.example".to_owned()]));
     server.send(ask("/v1/models", "llm.example", None)).await.ok();
+    // Over plain http a browser says only from which page it asks. The page is ours where the proxy passes on the port, too.
+    let flush = |host: &str| {
+        let request =
+            Request::post("/flush_cache").header("host", host).header("content-type", "application/json");
+        request.header("origin", "http://llm.example:8080").body(Body::from("{}")).unwrap()
+    };
+    server.send(flush("llm.example:8080")).await.ok();
+    assert_eq!(server.send(flush("llm.example")).await.refused(403)["code"], "cross_site");
+}
+
+/// The image listens to all addresses: its probe and the host ask by address, other containers by a name.
+#[tokio::test]
+async fn the_server_in_a_container_is_reached() {
+    let dockerfile = include_str!("../../../../deploy/Dockerfile");
+    assert!(dockerfile.lines().filter(|line| line.starts_with("CMD [\"serve\"")).count() == 2);
+    assert!(!dockerfile.contains("--allowed-hosts") && dockerfile.contains("-e OSCAR_API_KEY="));
+    let probe = dockerfile.split("OSCAR_HEALTH=http://").nth(1).unwrap().split_whitespace().next().unwrap();
+    let (address, path) = probe.split_once('/').unwrap();
+    assert!(dockerfile.contains(&format!("EXPOSE {}", address.rsplit_once(':').unwrap().1)));
+    let ask = |path: &str, host: &str, key: Option<&str>| {
+        let request = Request::get(path).header("host", host);
+        let request = key.into_iter().fold(request, |request, key| request.header("x-api-key", key));
+        request.body(Body::empty()).unwrap()
+    };
+    let options = |key: Option<&str>, hosts: &[&str]| ServerOptions {
+        api_key: key.map(str::to_owned),
+        allowed_hosts: hosts.iter().map(|&host| host.to_owned()).collect(),
+        ..ServerOptions::default()
+    };
+    let (open, keyed) = (options(None, &[]), options(Some("secret"), &[]));
+    for options in [open.clone(), keyed.clone()] {
+        let server = mock_with(MockOptions::default(), options);
+        assert_eq!(server.send(ask(&format!("/{path}"), address, None)).await.status, 200);
+    }
+    let server = mock_with(MockOptions::default(), open);
+    server.send(ask("/v1/models", "localhost:30000", None)).await.ok();
+    let error = server.send(ask("/v1/models", "oscar:30000", None)).await.refused(403);
+    assert_eq!(error["code"], "host_not_allowed");
+    assert!(include_str!("../../../../docs/deployment.md").contains("(`http://oscar:30000`)"));
+    let server = mock_with(MockOptions::default(), options(None, &["oscar"]));
+    server.send(ask("/v1/models", "oscar:30000", None)).await.ok();
+    let server = mock_with(MockOptions::default(), keyed);
+    server.send(ask("/v1/models", "oscar:30000", Some("secret"))).await.ok();
 }
 
 #[test]
