@@ -709,7 +709,7 @@ fn the_cache_is_searched_by_fingerprint() {
 #[test]
 fn files_without_bands_lose_against_those_that_ship_with_them() {
     let folder = tempfile::tempdir().expect("folder");
-    let shipped = &oscar_rotations::shipped::SHIPPED[0];
+    let shipped = &shipped::SHIPPED[0];
     let mut own = shipped.load().expect("shipped");
     let fingerprint = own.header.model_fingerprint.clone().expect("a fingerprint");
     let chosen = || find::find(folder.path(), &fingerprint).expect("found");

@@ -118,7 +118,6 @@ impl SamplingParams {
             skip_special_tokens: self.skip_special_tokens,
             n: self.n,
             cache_salt,
-            ..SamplingFields::default()
         }
     }
 }

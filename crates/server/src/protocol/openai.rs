@@ -154,8 +154,10 @@ impl OpenAiRequest {
     /// Refuses fields that nobody reads, also within others.
     pub(crate) fn check_fields(&self, door: Door, policy: UnknownFields) -> Result<(), ApiError> {
         self.unread.check(door, policy)?;
-        let options = self.stream_options.iter();
-        options.map(|options| options.unread.check(Door::StreamOptions, policy)).collect()
+        if let Some(options) = &self.stream_options {
+            options.unread.check(Door::StreamOptions, policy)?;
+        }
+        Ok(())
     }
 
     /// Whether reasoning is told apart from the content.

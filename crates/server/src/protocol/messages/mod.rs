@@ -72,8 +72,10 @@ impl MessagesRequest {
         if let Some(Object(thinking)) = &self.thinking {
             thinking.unread.check(Door::Thinking, policy)?;
         }
-        let output = self.output_config.iter();
-        output.map(|Object(output)| output.unread.check(Door::OutputConfig, policy)).collect()
+        if let Some(Object(output)) = &self.output_config {
+            output.unread.check(Door::OutputConfig, policy)?;
+        }
+        Ok(())
     }
 
     /// Translates the request into a chat, and says what the client called the fields of it.

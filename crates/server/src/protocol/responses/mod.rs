@@ -85,8 +85,10 @@ impl ResponsesRequest {
         if let Some(Object(text)) = &self.text {
             text.unread.check(Door::TextSettings, policy)?;
         }
-        let reasoning = self.reasoning.iter();
-        reasoning.map(|Object(reasoning)| reasoning.unread.check(Door::ReasoningSettings, policy)).collect()
+        if let Some(Object(reasoning)) = &self.reasoning {
+            reasoning.unread.check(Door::ReasoningSettings, policy)?;
+        }
+        Ok(())
     }
 
     /// Translates the request into a chat, and says what the client called the fields of it.

@@ -39,7 +39,10 @@ pub(crate) async fn generate(
     let count = prompts.len();
     let params: Vec<Arc<SamplingParams>> = match request.sampling_params.take() {
         None => vec![Arc::default(); count],
-        Some(OneOrMany::One(params)) => vec![Arc::new(params.0); count],
+        Some(OneOrMany::One(params)) => {
+            let params = Arc::new(params.0);
+            vec![params; count]
+        }
         Some(OneOrMany::Many(list)) => {
             of_each(list.into_iter().map(|params| Arc::new(params.0)).collect(), count, "sampling_params")?
         }
