@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
+use llguidance::api::{GrammarWithLexer, ParserLimits, StopReason, TopLevelGrammar};
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
@@ -210,6 +210,11 @@ impl GrammarFactory {
 fn tidy(error: &str) -> String {
     if error.starts_with("panic") {
         return "it cannot be compiled".to_owned();
+    }
+    // The library's mark for the details that it leaves out.
+    let error = error.trim_end().trim_end_matches("<non-verbose/>").trim_end();
+    if error == StopReason::NoExtensionBias.to_string() {
+        return "no answer can satisfy it".to_owned();
     }
     let end = error.floor_char_boundary(LONGEST_REASON);
     if end < error.len() { format!("{}…", &error[..end]) } else { error.to_owned() }

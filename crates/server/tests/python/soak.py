@@ -19,7 +19,7 @@ import tempfile
 import time
 
 from processes import Server, call, tiny_model
-from traffic import BAD, LONG, batches, cases, exchange, hostile, text_of
+from traffic import BAD, LONG, PATHS, batches, cases, exchange, hostile, questions, text_of
 
 PAGE_BYTES = 32 << 10  # of the tiny model, bf16, all layers
 PAGE_TOKENS = 64
@@ -38,7 +38,7 @@ LOADS = 3
 # Batches are the last of the cases.
 BATCHES = 8
 # How often a client does what, as weights.
-KINDS = {"ask": 60, "leave": 20, "bad": 12, "look": 5, "abort": 5, "batch": 6, "hostile": 4, "flush": 1}
+KINDS = {"ask": 60, "leave": 20, "slow": 2, "bad": 12, "look": 5, "abort": 5, "batch": 6, "hostile": 4, "flush": 1}
 
 
 class Soak:
@@ -47,7 +47,9 @@ class Soak:
         self.random = random.Random(arguments.seed)
         self.clients = arguments.clients
         self.kinds = {kind: KINDS[kind] for kind in arguments.kinds}
-        self.cases = cases(self.random) + batches(self.random)
+        self.streams = cases(self.random)
+        self.cases = self.streams + questions(self.random) + batches(self.random)
+        self.answered = collections.Counter()
         self.hostile = hostile()
         self.counts = collections.Counter()
         self.faults = []
@@ -59,8 +61,9 @@ class Soak:
         if status == 200:
             return text_of(path, body, data)
         error = json.loads(data)["error"]
-        known = {429: "queue_full", 503: "shutting_down"}
-        assert known.get(status) == error["code"] and "retry-after" in headers, f"{path}: {status} {error}"
+        known = {429: {"queue_full", "rate_limit_error"}, 503: {"shutting_down", "overloaded_error"}}
+        said = error.get("code", error["type"])
+        assert said in known.get(status, ()) and "retry-after" in headers, f"{path}: {status} {error}"
         self.counts[f"refused {status}"] += 1
         return None
 
@@ -82,15 +85,22 @@ class Soak:
             return
         assert text == self.expected[index], f"{path} {body}: {text!r} is not {self.expected[index]!r}"
         self.counts["answered" if chosen is None else "batches"] += 1
+        self.answered[path] += 1
 
     async def turn_batch(self):
         await self.turn_ask(len(self.cases) - 1 - self.random.randrange(BATCHES))
 
     async def turn_leave(self):
-        path, body = self.random.choice(self.cases[:-BATCHES])
+        path, body = self.random.choice(self.streams)
         leave = self.random.choice(["half", 0, 1, 2, 301, 1000, 3001])
         await exchange(self.server.port, path, json.dumps({**body, "stream": True}).encode(), leave)
         self.counts["left"] += 1
+
+    async def turn_slow(self):
+        """Half of a large body, and nothing for a while."""
+        body = json.dumps({"prompt": "a" * LARGE_BYTES}).encode()
+        await exchange(self.server.port, "/v1/completions", body, "half", pause=self.random.uniform(0.5, 3))
+        self.counts["slow"] += 1
 
     async def turn_bad(self):
         path, data, right = self.random.choice(BAD)
@@ -124,8 +134,9 @@ class Soak:
     async def turn_hostile(self):
         path, data, headers, right = self.random.choice(self.hostile)
         status, _, answer = await exchange(self.server.port, path, data, headers=headers)
-        assert status == right, f"{path} {(data or b'')[:60]} {headers}: {status} {answer[:200]}"
-        assert json.loads(answer)["error"]["message"], answer
+        assert status == right, f"{path} {(data or b'')[:60]} {str(headers)[:200]}: {status} {answer[:200]}"
+        # Headers that are too large are refused before anybody reads them, and nothing more is said.
+        assert status == 431 or json.loads(answer)["error"]["message"], answer
         self.counts["hostile"] += 1
 
     async def turn_flush(self):
@@ -139,7 +150,7 @@ class Soak:
                 await self.turn()
             except Exception as fault:  # noqa: BLE001: whatever it is, it is a fault
                 self.counts["fault"] += 1
-                self.faults.append(repr(fault))
+                self.faults.append(repr(fault)[:600])
                 if len(self.faults) > 20:
                     return
 
@@ -202,7 +213,6 @@ class Soak:
             assert "hostile" in self.kinds or late - early < GROWTH_BYTES, "memory grows under load"
             if end < before + max(GROWTH_BYTES, GROWTH_SHARE * before):
                 break
-            before = end
         else:
             raise AssertionError("memory does not come back")
         for name, pool in cache["pools"].items():
@@ -212,6 +222,8 @@ class Soak:
         print(f"{preempted:.0f} preemptions, {cache['tree']['evicted']} pages evicted, hit rate {cache['hit_rate']:.2f}")
         assert preempted > 0 and cache["tree"]["evicted"] > 0, "there was no pressure: this run shows nothing"
         assert self.counts["answered"] > self.clients, "too few answers: this run shows nothing"
+        asked = {path for path, _ in self.cases}
+        assert asked == set(self.answered) and asked > set(PATHS), f"only {sorted(self.answered)} were answered"
         done = {name for name, count in self.counts.items() if count > 0 and not name.startswith("refused")}
         assert len(done) == len(self.kinds), f"of {sorted(self.kinds)} only {sorted(done)}"
         again = await self.ask_alone()
