@@ -60,6 +60,8 @@ function showFigures(cache) {
   const level = exact && cache.pools.sealed.page_bytes ? cache.pools.sealed.page_bytes / exact : 1;
   panel.style.setProperty("--sealed-level", `${100 * Math.min(1, level)}%`);
   write(part("cache-kind"), cache.kv);
+  const format = `${cache.kv} (${bits} bits an element)`;
+  write(part("sealed-kind"), cache.pools.sealed.pages ? format : "fewer bits; this cache has none");
   write(part("page-tokens"), count(cache.page_tokens));
 }
 

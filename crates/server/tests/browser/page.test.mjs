@@ -109,6 +109,8 @@ describe("without a key", () => {
     });
     assert.equal(first.request[0], "sink");
     assert.ok(first.request.includes("recent"), first.request.join());
+    const format = await visit.page.$eval("#sealed-kind", (words) => words.textContent);
+    assert.match(format, /^int2 \(2\.\d+ bits an element\)$/);
     const grown = await eventually("they become more", async () => {
       const picture = await visit.picture();
       return picture.request.length > first.request.length && picture;
